@@ -71,6 +71,15 @@ def random_case(seed: int, paged: bool = False) -> dict:
         choices["producers"] = rng.choice((1, 2))
     elif consumers == 0 and head_dim <= 128:
         choices |= rng.choice(({}, {"per_sm": 2, "block_n": 64}))
+    if not choices.get("fp8"):
+        choices["lean"] = rng.random() < 0.7
+        if consumers:
+            choices["soon"] = rng.random() < 0.7
+            choices["turns"] = choices["soon"] and rng.random() < 0.7
+            if lengths is None and not ahead and rng.random() < 0.6:
+                choices |= {"by_tma": True, "aligned": True, "merge": None}
+            if consumers == 1 and not ahead and head_dim <= 128 and rng.random() < 0.5:
+                choices |= {"per_sm": 2, "block_n": 64, "producers": 1}
     call = bound(choices, q, k, v, lengths, table, scales, **case)
     expected = decode_reference(q, k, v, seqlens=lengths, block_table=table, kv_scales=scales, **case)
     shape = (batch, kv_heads * group, kv_heads, sq, slots, head_dim, page)

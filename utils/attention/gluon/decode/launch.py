@@ -218,9 +218,11 @@ class Launch:
             self._launch_by_triton(q, k, v, out, parts, counters, (lens, table, *self.sizes, c), scales)
             if not self.adapted:
                 return out
-        maps = [Map(q, *self.q_map), Map(k, *self.k_map), Map(v, *self.v_map)]
-        if self.plan.ahead:
+        maps: list[Map | None] = [Map(q, *self.q_map), Map(k, *self.k_map), Map(v, *self.v_map)]
+        if self.plan.ahead or self.plan.by_tma:
             maps.append(Map(out, *self.o_map))
+        elif self.plan.consumers and not self.plan.cluster and not self.fp8:
+            maps.append(None)
         # Addresses as numbers: of a tensor Triton's launcher asks the driver whose memory that is.
         addresses = out.data_ptr(), parts.data_ptr(), counters.data_ptr(), lens.data_ptr(), table.data_ptr()
         start, function, metadata = self.compiled[0]
@@ -277,8 +279,10 @@ class Launch:
             descriptor(k, self.k_map, cache_box),
             descriptor(v, self.v_map, cache_box),
         ]
-        if plan.ahead:  # each consumer stores its 64 rows
+        if plan.ahead or plan.by_tma:  # each consumer stores its 64 rows
             descriptors.append(descriptor(out, self.o_map, plan.output_box))
+        elif plan.consumers and not plan.cluster and not self.fp8:
+            descriptors.append(None)
 
         def run(kernel, grid: tuple, *arguments, **options):
             return (

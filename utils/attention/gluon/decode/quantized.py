@@ -60,15 +60,22 @@ def converter(share, raw_k, raw_v):
 
 
 @gluon.jit
+def converter_of_one(share, raw, ring):
+    """One warpgroup for K or for V alone."""
+    for i in range(share.end - share.begin):
+        convert_tile(raw, ring, i, share.PLAN)
+
+
+@gluon.jit
 def allocate_converted(dtype: gl.constexpr, SLOTS: gl.constexpr, PLAN: gl.constexpr):
-    """A ring that the converter fills: each of its threads arrives for itself."""
+    """A ring that a converter fills: each of its threads arrives for itself."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     tiles = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PLAN.block_n, PLAN.block_d], layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=128)
-        mbarrier.init(empty.index(i), count=128)
+        mbarrier.init(empty.index(i), count=128 * PLAN.consumers)
     return Ring(tiles, full, empty, SLOTS, 1)
 
 
@@ -77,26 +84,58 @@ def attend_fp8(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
     """The blocks of one program: allocate rings and barriers, and start the roles."""
     cache = results.cache
     PLAN: gl.constexpr = cache.PLAN
-    q = allocate_ring(q_desc, PLAN.q_slots, 1, 1)
+    q = allocate_ring(q_desc, PLAN.q_slots, 1, PLAN.consumers)
     raw_k = allocate_ring(k_desc, PLAN.raw_slots, 1, 1, PLAN.block_n)
     raw_v = allocate_ring(v_desc, PLAN.raw_slots, 1, 1, PLAN.block_n)
     k = allocate_converted(q_desc.dtype, PLAN.slots // 2, PLAN)
     v = allocate_converted(q_desc.dtype, PLAN.slots // 2, PLAN)
-    cleaned = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())  # one consumer: nobody waits for it
+    cleaned = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(cleaned, count=128)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for turn in gl.static_range(2):
+        mbarrier.init(turns.index(turn), count=128)
     # TMA completes the barriers through the async proxy, and may otherwise find them as they were before.
     fence_async_shared()
     begin = split.begin(program)
     start = cache.locate(begin)
     end = split.begin(program + 1)
     c = results.c
-    share = Share(results, begin, end, start, q, k, v, cleaned, c, scales_ptr, PLAN, cache.CASE)
-    loads = Share(results, begin, end, start, q, raw_k, raw_v, cleaned, c, scales_ptr, PLAN, cache.CASE)
-    gl.warp_specialize(
-        [(consumer, (share, 0)), (converter, (share, raw_k, raw_v)), (producer, (loads, q_desc, k_desc, v_desc))],
-        [4, 1],
-        [152, PLAN.producer_registers],
-    )
+    share = Share(results, begin, end, start, q, k, v, cleaned, turns, c, scales_ptr, PLAN, cache.CASE)
+    loads = Share(results, begin, end, start, q, raw_k, raw_v, cleaned, turns, c, scales_ptr, PLAN, cache.CASE)
+    # The first role has four warps and the registers that are left by the others.
+    if PLAN.consumers == 2:
+        gl.warp_specialize(
+            [
+                (consumer, (share, None, 0)),
+                (consumer, (share, None, 1)),
+                (converter_of_one, (share, raw_k, k)),
+                (converter_of_one, (share, raw_v, v)),
+                (producer, (loads, q_desc, k_desc, v_desc)),
+            ],
+            [4, 4, 4, 1],
+            [PLAN.registers, PLAN.converter_registers, PLAN.converter_registers, PLAN.producer_registers],
+        )
+    elif PLAN.converters == 2:
+        gl.warp_specialize(
+            [
+                (consumer, (share, None, 0)),
+                (converter_of_one, (share, raw_k, k)),
+                (converter_of_one, (share, raw_v, v)),
+                (producer, (loads, q_desc, k_desc, v_desc)),
+            ],
+            [4, 4, 1],
+            [PLAN.converter_registers, PLAN.converter_registers, PLAN.producer_registers],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (share, None, 0)),
+                (converter, (share, raw_k, raw_v)),
+                (producer, (loads, q_desc, k_desc, v_desc)),
+            ],
+            [4, 1],
+            [PLAN.converter_registers, PLAN.producer_registers],
+        )
 
 
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr", "scales_ptr"])

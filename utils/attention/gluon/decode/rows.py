@@ -21,7 +21,7 @@ On an H200, at the seventeen of thirty points that it computes: 1.07 times as fa
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
 from utils.attention.gluon.decode.blocks import (
     clean_values,
@@ -33,9 +33,11 @@ from utils.attention.gluon.decode.blocks import (
 )
 from utils.attention.gluon.decode.kernel import SIZES
 from utils.attention.gluon.decode.merge import Results, in_eights, inverse
+from utils.attention.gluon.decode.steps import first_block as first_block_unmasked
+from utils.attention.gluon.decode.steps import step as step_soon
 from utils.attention.gluon.decode.work import Cache, Cursor
 from utils.attention.gluon.pipeline import Ring, allocate_ring
-from utils.attention.gluon.shared import accumulator, aggregate, thread_barrier, wait_products
+from utils.attention.gluon.shared import accumulator, aggregate, thread_barrier, tma_store, wait_products
 from utils.attention.gluon.softmax import spread
 from utils.attention.gluon.step5_overlapped import first_block, start_output, step
 from utils.kernels.early_launch import let_next_launch_begin
@@ -53,13 +55,14 @@ class Share:
     k: Ring
     v: Ring
     cleaned: gl.shared_memory_descriptor  # mbarrier: V's rows behind the last key have been replaced by zeros
+    turns: gl.shared_memory_descriptor  # mbarriers: consumer 0, and 1, may hand over its products
     c: gl.tensor
     scales_ptr: gl.tensor  # of K, then of V, a head of keys each; read only where the cache is in fp8
     PLAN: gl.constexpr
     CASE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, results, begin, end, start, q, k, v, cleaned, c, scales_ptr, PLAN, CASE):
+    def __init__(self, results, begin, end, start, q, k, v, cleaned, turns, c, scales_ptr, PLAN, CASE):
         self.results = results
         self.begin = begin
         self.end = end
@@ -68,6 +71,7 @@ class Share:
         self.k = k
         self.v = v
         self.cleaned = cleaned
+        self.turns = turns
         self.c = c
         self.scales_ptr = scales_ptr
         self.PLAN = gl.constexpr(PLAN)
@@ -89,6 +93,7 @@ class Share:
             self.k,
             self.v,
             self.cleaned,
+            self.turns,
             c,
             self.scales_ptr,
             self.PLAN,
@@ -217,6 +222,21 @@ def store_head(results, cursor, o, row):
 
 
 @gluon.jit
+def store_head_by_tma(results, cursor, o_desc, tile, rows, o, ROW: gl.constexpr):
+    """Hand the output of a head, query rows ROW .. ROW + 63 of its tile, to TMA, which leaves out rows that are none.
+
+    tile, rows: the same shared memory, as the box of the copy and as [64, BLOCK_D].
+    """
+    PLAN: gl.constexpr = results.cache.PLAN
+    rows.store(o.to(tile.dtype))
+    # The threads wrote through the generic proxy, TMA reads through the async proxy: without the fence it may read
+    # what was there before.
+    fence_async_shared()
+    query = (cursor.head % results.tiles) * PLAN.queries
+    tma_store(o_desc, [cursor.b, cursor.head // results.tiles, ROW // PLAN.queries, query, 0], tile)
+
+
+@gluon.jit
 def row_sums(state, row):
     """Row numbers, maximum in use and sum: a tuple with one such triple, or with two where a warp's rows are halved."""
     if len(state) == 2:
@@ -260,7 +280,7 @@ def clean_tile(share, block, times, W: gl.constexpr):
 
 
 @gluon.jit
-def consumer(all_heads, W: gl.constexpr):
+def consumer(all_heads, o_desc, W: gl.constexpr):
     """Warpgroup W: the query rows W * 64 and on of each head, over all blocks of this program."""
     share = all_heads
     results = share.results
@@ -283,7 +303,12 @@ def consumer(all_heads, W: gl.constexpr):
             share, k_scale, v_scale = all_heads.scaled(cursor.head // results.tiles)
         share.q.wait_full(piece)  # the first product reads Q
         q = share.q.tiles.index(share.q.slot(piece)).reshape([PLAN.columns, BLOCK_D]).slice(ROW, 64)
-        p, state = first_block(share, Block(it, cursor, cursor.j, gl.to_tensor(ROW)), q, True, False, False)
+        if PLAN.lean:
+            key = (cursor.first + cursor.j) * BLOCK_N
+            masked = (key + BLOCK_N > clear) | (key < low)
+            p, state = first_block_unmasked(share, Block(it, cursor, cursor.j, gl.to_tensor(ROW)), q, masked)
+        else:
+            p, state = first_block(share, Block(it, cursor, cursor.j, gl.to_tensor(ROW)), q, True, False, False)
         o = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
         it += 1
         share.k.wait_full(it, pred=n > 1)  # each step waits for the next one's keys; this is the first one's
@@ -292,9 +317,13 @@ def consumer(all_heads, W: gl.constexpr):
             key = (cursor.first + j) * BLOCK_N
             masked = (key + BLOCK_N > clear) | (key < low)
             block = Block(it, cursor, j, gl.to_tensor(ROW))
-            o, p, state = step(share, block, q, o, p, state, k + 1 < n, masked, True, False)
+            if PLAN.soon:
+                o, p, state = step_soon(share, block, q, o, p, state, k + 1 < n, masked, it - piece - 1, W)
+            else:
+                o, p, state = step(share, block, q, o, p, state, k + 1 < n, masked, True, False)
             it += 1
-        share.q.release(piece)
+        if not PLAN.by_tma:
+            share.q.release(piece)
 
         j = cursor.j + n - 1
         if share.CASE.clean:  # noqa: SIM102 (decided by the compiler; the next line for each head)
@@ -307,7 +336,13 @@ def consumer(all_heads, W: gl.constexpr):
         share.v.release(it - 1)
         if PLAN.raw_slots > 0:
             o = o * v_scale
-        if n == cursor.blocks:
+        if PLAN.by_tma:
+            # The queries of these rows have been read, by this consumer alone: the output takes their place.
+            tile = share.q.tiles.index(share.q.slot(piece)).slice(ROW // PLAN.queries, 64 // PLAN.queries, dim=2)
+            store_head_by_tma(results, cursor, o_desc, tile, q, o * spread(inverses(sums), o), ROW)
+            tma.store_wait(0)  # shared memory must live until TMA has read it, and the next queries may not come before
+            share.q.release(piece)
+        elif (PLAN.lean and share.CASE.aligned) or n == cursor.blocks:
             store_head(results, cursor, o * spread(inverses(sums), o), ROW)
         else:
             part = 2 * program + (split.owner(unit - cursor.j) == program).to(gl.int32)
@@ -323,7 +358,7 @@ def consumer(all_heads, W: gl.constexpr):
 
 
 @gluon.jit
-def attend_rows(results, split, q_desc, k_desc, v_desc, program):
+def attend_rows(results, split, q_desc, k_desc, v_desc, o_desc, program):
     """The blocks of one program: allocate rings and barriers, and start the roles."""
     cache = results.cache
     PLAN: gl.constexpr = cache.PLAN
@@ -333,17 +368,22 @@ def attend_rows(results, split, q_desc, k_desc, v_desc, program):
     v = allocate_ring(v_desc, PLAN.slots - PLAN.slots // 2, 1, CONSUMERS, PLAN.block_n)
     cleaned = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(cleaned, count=128)  # every thread of the consumer that cleans arrives for itself
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for turn in gl.static_range(2):
+        mbarrier.init(turns.index(turn), count=128)  # every thread of the other consumer
     # TMA completes the barriers through the async proxy, and may otherwise find them as they were before.
     fence_async_shared()
     begin = split.begin(program)
-    start = cache.locate(begin)
+    start = cache.start(split, program)
     end = split.begin(program + 1)
-    share = Share(results, begin, end, start, q, k, v, cleaned, results.c, results.counters_ptr, PLAN, cache.CASE)
+    share = Share(
+        results, begin, end, start, q, k, v, cleaned, turns, results.c, results.counters_ptr, PLAN, cache.CASE
+    )
     # The first role has four warps and the registers that are left by the others.
     if CONSUMERS == 1 and PLAN.producers == 2:
         gl.warp_specialize(
             [
-                (consumer, (share, 0)),
+                (consumer, (share, o_desc, 0)),
                 (producer, (share, q_desc, k_desc, v_desc, 1, 0)),
                 (producer, (share, q_desc, k_desc, v_desc, 0, 1)),
             ],
@@ -352,12 +392,18 @@ def attend_rows(results, split, q_desc, k_desc, v_desc, program):
         )
     elif CONSUMERS == 1:
         gl.warp_specialize(
-            [(consumer, (share, 0)), (producer, (share, q_desc, k_desc, v_desc))], [1], [PLAN.producer_registers]
+            [(consumer, (share, o_desc, 0)), (producer, (share, q_desc, k_desc, v_desc))],
+            [1],
+            [PLAN.producer_registers],
         )
     else:
         gl.static_assert(CONSUMERS == 2)
         gl.warp_specialize(
-            [(consumer, (share, 0)), (consumer, (share, 1)), (producer, (share, q_desc, k_desc, v_desc))],
+            [
+                (consumer, (share, o_desc, 0)),
+                (consumer, (share, o_desc, 1)),
+                (producer, (share, q_desc, k_desc, v_desc)),
+            ],
             [4, 1],
             [PLAN.registers, PLAN.producer_registers],
         )
@@ -368,6 +414,7 @@ def attention_decode_rows(
     q_desc,
     k_desc,
     v_desc,
+    o_desc,
     out_ptr,
     parts_ptr,
     counters_ptr,
@@ -397,6 +444,6 @@ def attention_decode_rows(
     if PLAN.early and PLAN.merge == "second":
         let_next_launch_begin()
     if program < split.programs:
-        attend_rows(results, split, q_desc, k_desc, v_desc, program)
+        attend_rows(results, split, q_desc, k_desc, v_desc, o_desc, program)
         # Behind the roles' last stores: the first role's warps go on when all roles have ended.
         results.merge_own(split, program)

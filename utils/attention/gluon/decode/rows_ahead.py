@@ -22,25 +22,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from utils.attention.gluon.decode.blocks import clear_keys
 from utils.attention.gluon.decode.kernel import SIZES
 from utils.attention.gluon.decode.merge import Results, in_eights
-from utils.attention.gluon.decode.rows import Block, Share, clean_tile, inverses, producer, row_sums
+from utils.attention.gluon.decode.rows import Block, Share, clean_tile, inverses, producer, row_sums, store_head_by_tma
+from utils.attention.gluon.decode.steps import finish_block as finish_soon
+from utils.attention.gluon.decode.steps import first_block as first_block_unmasked
+from utils.attention.gluon.decode.steps import step as step_soon
 from utils.attention.gluon.decode.work import Cache
 from utils.attention.gluon.pipeline import allocate_ring
-from utils.attention.gluon.shared import accumulator, tma_store
+from utils.attention.gluon.shared import accumulator
 from utils.attention.gluon.softmax import spread, unseen_halves, unseen_whole
 from utils.attention.gluon.step5_overlapped import finish_block, first_block, start_output, start_scores, step
-
-
-@gluon.jit
-def store_head_by_tma(results, cursor, o_desc, tile, o, ROW: gl.constexpr):
-    """Hand the output of a head, query rows ROW .. ROW + 63 of its tile, to TMA, which leaves out rows that are none."""
-    PLAN: gl.constexpr = results.cache.PLAN
-    tma.store_wait(0)  # TMA may still be reading the last head's rows from this buffer
-    tile.reshape([64, PLAN.block_d]).store(o.to(tile.dtype))
-    # The threads wrote through the generic proxy, TMA reads through the async proxy: without the fence it may read
-    # what was there before.
-    fence_async_shared()
-    query = (cursor.head % results.tiles) * PLAN.queries
-    tma_store(o_desc, [cursor.b, cursor.head // results.tiles, ROW // PLAN.queries, query, 0], tile)
 
 
 @gluon.jit
@@ -69,7 +59,13 @@ def consumer_ahead(share, o_desc, o_tiles, W: gl.constexpr):
 
     share.q.wait_full(piece)  # the first product reads Q
     q = queries_of(share, piece, ROW)
-    p, state = first_block(share, Block(it, cursor, cursor.j, row), q, True, False, False)
+    if PLAN.lean:
+        low, clear = clear_keys(cache, cursor)
+        key = cursor.first * BLOCK_N
+        masked = (key + BLOCK_N > clear) | (key < low)
+        p, state = first_block_unmasked(share, Block(it, cursor, cursor.j, row), q, masked)
+    else:
+        p, state = first_block(share, Block(it, cursor, cursor.j, row), q, True, False, False)
     it += 1
     share.k.wait_full(it, pred=it < count)  # each step waits for the next one's keys; this is the first one's
     while it <= count:
@@ -79,7 +75,11 @@ def consumer_ahead(share, o_desc, o_tiles, W: gl.constexpr):
         for j in range(1, cursor.blocks):
             key = (cursor.first + j) * BLOCK_N
             masked = (key + BLOCK_N > clear) | (key < low)
-            o, p, state = step(share, Block(it, cursor, j, row), q, o, p, state, it + 1 < count, masked, True, False)
+            block = Block(it, cursor, j, row)
+            if PLAN.soon:
+                o, p, state = step_soon(share, block, q, o, p, state, it + 1 < count, masked, it - piece - 1, W)
+            else:
+                o, p, state = step(share, block, q, o, p, state, it + 1 < count, masked, True, False)
             it += 1
         share.q.release(piece)
         if share.CASE.clean:  # noqa: SIM102 (decided by the compiler; the next line for each head)
@@ -100,9 +100,17 @@ def consumer_ahead(share, o_desc, o_tiles, W: gl.constexpr):
         else:
             unseen = (unseen_whole(64, accumulator(BLOCK_N)),)
         block = Block(it, following, following.j, row)
-        o, p, state = finish_block(share, block, s, pv, unseen, it + 1 < count, True, True, False, False, True)
+        if PLAN.soon:
+            low, clear = clear_keys(cache, following)
+            key = following.first * BLOCK_N
+            masked = (key + BLOCK_N > clear) | (key < low)
+            o, p, state = finish_soon(share, block, s, pv, unseen, it + 1 < count, masked, True)
+        else:
+            o, p, state = finish_block(share, block, s, pv, unseen, it + 1 < count, True, True, False, False, True)
         it += 1
-        store_head_by_tma(results, cursor, o_desc, o_tile, o * spread(inverse, o), ROW)
+        tma.store_wait(0)  # TMA may still be reading the last head's rows from this buffer
+        rows = o_tile.reshape([64, BLOCK_D])
+        store_head_by_tma(results, cursor, o_desc, o_tile, rows, o * spread(inverse, o), ROW)
         piece += 1
         cursor = following
     tma.store_wait(0)  # shared memory must live until TMA has read it
@@ -152,11 +160,16 @@ def attention_decode_rows_ahead(
         )
         cleaned = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(cleaned, count=128)  # every thread of the consumer that cleans arrives for itself
+        turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for turn in gl.static_range(2):
+            mbarrier.init(turns.index(turn), count=128)  # every thread of the other consumer
         # TMA completes the barriers through the async proxy, and may otherwise find them as they were before.
         fence_async_shared()
         begin = split.begin(program)
         end = split.begin(program + 1)
-        share = Share(results, begin, end, cache.locate(begin), q, k, v, cleaned, c, counters_ptr, PLAN, CASE)
+        share = Share(
+            results, begin, end, cache.start(split, program), q, k, v, cleaned, turns, c, counters_ptr, PLAN, CASE
+        )
         loads = (share, q_desc, k_desc, v_desc)
         # The first role has four warps and the registers that are left by the others.
         if CONSUMERS == 1:
