@@ -35,6 +35,9 @@ ROWS = (
     (16, 64, 8, 8192, 128, 1),
     (128, 64, 8, 1024, 128, 1),
     (64, 16, 16, 2048, 64, 1),
+    (64, 16, 16, 2048, 64, 16),
+    (1, 4, 1, 32768, 256, 16),
+    (1, 32, 8, 131072, 128, 16),
     ("promotion", 64, 32, 8, 4096, 128, 1),
     ("promotion", 16, 64, 8, 8192, 128, 1),
 )
@@ -61,6 +64,8 @@ def named(point: tuple) -> dict[str, dict]:
     if all_heads == 128:
         found |= {"soon": SOON, "turns": TURNS, "by_tma": LEAN | large | {"by_tma": True}}
         found |= {"soon, by_tma": SOON | large | {"by_tma": True}, "turns, by_tma": TURNS | large | {"by_tma": True}}
+        if consumers == 2:
+            found["turns, by_tma, 64 keys"] = TURNS | large | {"by_tma": True, "block_n": 64}
     elif consumers == 1:
         two = {"consumers": 1, "block_n": 64, "per_sm": 2, "ahead": False}
         found |= {"soon": SOON, "soon, two an SM": SOON | two, "soon, two an SM, by_tma": SOON | two | {"by_tma": True}}
@@ -157,7 +162,7 @@ def prepare(point: tuple, fa3: bool) -> tuple[dict, dict[str, Callable], int]:
             own[name] = decode_variants.describe(decode_variants.arrangement(point, choices))
         except ValueError as error:
             own[name] = str(error)
-    calls |= others(q, k, v, fa3, True, left_out)
+    calls |= others(q, k, v, fa3, point[0] > 1 and point[4] == 128, left_out)
     for slow in ("fa2", "fa3_lengths") + (("cudnn",) if point[5] > 1 else ()):
         calls.pop(slow, None)
     return {"point": list(point), "left_out": left_out, "own": own, "errors": errors}, calls, 4 * k.numel()
