@@ -223,10 +223,11 @@ def prepare_fp8(point: tuple) -> tuple[dict, dict[str, Callable], int]:
     one: dict = {"fp8": True, "consumers": 1}
     two = one | SOON | {"converters": 2}
     found = {"default": {"fp8": True}, "one, soon": one | SOON, "two converters": one | {"converters": 2}}
-    found["two converters, soon"] = two
+    found |= {"two converters, soon": two, "two converters, fp16": two | {"fp16": True}}
     if heads // kv_heads * new > 64:
         found |= {"two consumers, soon": two | {"consumers": 2}}
         found |= {"two consumers, turns": two | {"consumers": 2, "turns": True}}
+        found |= {"two consumers, turns, fp16": two | {"consumers": 2, "turns": True, "fp16": True}}
     more, missing = decode_variants.right_calls(found, expected, q, *small, scales=scales)
     return {"point": list(point), "own": {}, "left_out": left_out | missing, "errors": {}}, calls | more, 2 * k.numel()
 

@@ -72,6 +72,7 @@ class Plan:
     turns: bool = False  # two consumers hand over their products in turn
     by_tma: bool = False  # the output of a whole head leaves by TMA, from the place of its queries
     converters: int = 0  # of `quantized.py`: one warpgroup, or one for K and one for V
+    fp16: bool = False  # products of an fp8 cache in fp16, also where queries are in bf16
 
     @property
     def columns(self) -> int:
@@ -129,7 +130,9 @@ class Plan:
         tile = self.block_n * self.block_d
         p = 0 if self.consumers else self.columns * self.block_n
         raw = 2 * self.raw_slots * tile
-        query_tiles = self.q_slots + self.ahead  # the output has a tile like one of Q's
+        query_tiles = (
+            self.q_slots + self.ahead + self.fp16
+        )  # the output has a tile like one of Q's, and queries in fp16
         return 2 * (self.slots * tile + self.columns * query_tiles * self.block_d + p) + raw
 
 
@@ -179,6 +182,7 @@ def make_plan(
     turns: bool = False,
     by_tma: bool = False,
     converters: int = 1,
+    fp16: bool = False,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
 
@@ -192,7 +196,7 @@ def make_plan(
             consumers = 0 if power_of_two(group) * sq < FP8_ROWS_FROM else 1
         if consumers == 0 and power_of_two(group) <= MOST_FP8_COLUMNS[block_width(head_dim)]:
             return _fp8_keys_plan(head_dim, group, sq, page, block_n, merge, early, per_sm or 2)
-        plan = _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves, converters)
+        plan = _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves, converters, fp16)
         return replace(plan, lean=lean, soon=soon, turns=turns and consumers == 2)
     consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
     if consumers:
@@ -313,7 +317,7 @@ def _fp8_keys_plan(head_dim, group, sq, page, block_n, merge, early, per_sm) -> 
     return replace(plan, raw_slots=min(room // (2 * block_n * block_d), 8))
 
 
-def _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves, converters) -> Plan:
+def _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves, converters, fp16) -> Plan:
     """Return `make_plan`'s plan for a cache in e4m3: two slots each for the converted K and V, the rest for bytes."""
     if power_of_two(group) > 64 or consumers > converters:
         raise ValueError(
@@ -322,6 +326,7 @@ def _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halve
         )
     block_n = block_n or {64: 128, 128: 64, 256: 32}[block_width(head_dim)]
     plan = _rows_plan(head_dim, group, sq, page, block_n, 4, merge, early, consumers, halves, 1)
+    plan = replace(plan, fp16=fp16)
     room = SHARED_BYTES - 1024 - plan.shared_bytes
     registers = 152 if consumers == 2 else 0
     raw_slots = min(room // (2 * block_n * plan.block_d), 8)

@@ -87,8 +87,16 @@ def attend_fp8(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
     q = allocate_ring(q_desc, PLAN.q_slots, 1, PLAN.consumers)
     raw_k = allocate_ring(k_desc, PLAN.raw_slots, 1, 1, PLAN.block_n)
     raw_v = allocate_ring(v_desc, PLAN.raw_slots, 1, 1, PLAN.block_n)
-    k = allocate_converted(q_desc.dtype, PLAN.slots // 2, PLAN)
-    v = allocate_converted(q_desc.dtype, PLAN.slots // 2, PLAN)
+    # Products are in the queries' type, or in fp16, into which bytes are converted with fewer instructions.
+    dtype: gl.constexpr = gl.float16 if PLAN.fp16 else q_desc.dtype
+    k = allocate_converted(dtype, PLAN.slots // 2, PLAN)
+    v = allocate_converted(dtype, PLAN.slots // 2, PLAN)
+    if PLAN.fp16:
+        place = gl.allocate_shared_memory(
+            gl.float16, [PLAN.columns, PLAN.block_d], gl.NVMMASharedLayout(128, 16, rank=2)
+        )
+    else:
+        place: gl.constexpr = None
     cleaned = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(cleaned, count=128)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -100,14 +108,14 @@ def attend_fp8(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
     start = cache.locate(begin)
     end = split.begin(program + 1)
     c = results.c
-    share = Share(results, begin, end, start, q, k, v, cleaned, turns, c, scales_ptr, PLAN, cache.CASE)
-    loads = Share(results, begin, end, start, q, raw_k, raw_v, cleaned, turns, c, scales_ptr, PLAN, cache.CASE)
+    share = Share(results, begin, end, start, q, k, v, cleaned, turns, c, scales_ptr, c, PLAN, cache.CASE)
+    loads = Share(results, begin, end, start, q, raw_k, raw_v, cleaned, turns, c, scales_ptr, c, PLAN, cache.CASE)
     # The first role has four warps and the registers that are left by the others.
     if PLAN.consumers == 2:
         gl.warp_specialize(
             [
-                (consumer, (share, None, 0)),
-                (consumer, (share, None, 1)),
+                (consumer, (share, place, 0)),
+                (consumer, (share, place, 1)),
                 (converter_of_one, (share, raw_k, k)),
                 (converter_of_one, (share, raw_v, v)),
                 (producer, (loads, q_desc, k_desc, v_desc)),
@@ -118,7 +126,7 @@ def attend_fp8(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
     elif PLAN.converters == 2:
         gl.warp_specialize(
             [
-                (consumer, (share, None, 0)),
+                (consumer, (share, place, 0)),
                 (converter_of_one, (share, raw_k, k)),
                 (converter_of_one, (share, raw_v, v)),
                 (producer, (loads, q_desc, k_desc, v_desc)),
@@ -129,7 +137,7 @@ def attend_fp8(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
     else:
         gl.warp_specialize(
             [
-                (consumer, (share, None, 0)),
+                (consumer, (share, place, 0)),
                 (converter, (share, raw_k, raw_v)),
                 (producer, (loads, q_desc, k_desc, v_desc)),
             ],

@@ -58,11 +58,12 @@ class Share:
     turns: gl.shared_memory_descriptor  # mbarriers: consumer 0, and 1, may hand over its products
     c: gl.tensor
     scales_ptr: gl.tensor  # of K, then of V, a head of keys each; read only where the cache is in fp8
+    powers: gl.tensor  # by which the queries' rows were divided, where the products of an fp8 cache are in fp16
     PLAN: gl.constexpr
     CASE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, results, begin, end, start, q, k, v, cleaned, turns, c, scales_ptr, PLAN, CASE):
+    def __init__(self, results, begin, end, start, q, k, v, cleaned, turns, c, scales_ptr, powers, PLAN, CASE):
         self.results = results
         self.begin = begin
         self.end = end
@@ -74,11 +75,12 @@ class Share:
         self.turns = turns
         self.c = c
         self.scales_ptr = scales_ptr
+        self.powers = powers
         self.PLAN = gl.constexpr(PLAN)
         self.CASE = gl.constexpr(CASE)
 
     @gluon.jit
-    def scaled(self, kv_head):
+    def scaled(self, kv_head, powers):
         """This share for one head of an fp8 cache, whose scores have a scale of their own; and the scales of K and V."""
         heads = self.results.cache.heads // self.results.tiles
         k_scale = gl.load(self.scales_ptr + kv_head)
@@ -96,6 +98,7 @@ class Share:
             self.turns,
             c,
             self.scales_ptr,
+            powers,
             self.PLAN,
             self.CASE,
         )
@@ -280,29 +283,55 @@ def clean_tile(share, block, times, W: gl.constexpr):
 
 
 @gluon.jit
+def queries_in_fp16(q, target, layout: gl.constexpr):
+    """Store 64 rows of queries as fp16, each divided by a power of two near its largest number; the powers of the rows."""
+    BLOCK_D: gl.constexpr = q.shape[1]
+    lanes: gl.constexpr = BLOCK_D // 8
+    own: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+    numbers = q.load(own).to(gl.float32)
+    largest = gl.max(gl.abs(numbers), 1)
+    power = (largest.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+    power = gl.minimum(gl.maximum(power, 1.1754943508222875e-38), 8.507059173023462e37)  # 2^-126 to 2^126
+    target.store((numbers / power[:, None]).to(gl.float16))
+    # The threads wrote through the generic proxy, wgmma reads through the async proxy; and other warps' rows are read, too.
+    fence_async_shared()
+    thread_barrier()
+    return gl.convert_layout(power, gl.SliceLayout(1, layout))
+
+
+@gluon.jit
 def consumer(all_heads, o_desc, W: gl.constexpr):
     """Warpgroup W: the query rows W * 64 and on of each head, over all blocks of this program."""
-    share = all_heads
-    results = share.results
+    results = all_heads.results
     cache = results.cache
-    PLAN: gl.constexpr = share.PLAN
+    PLAN: gl.constexpr = all_heads.PLAN
     BLOCK_N: gl.constexpr = PLAN.block_n
     BLOCK_D: gl.constexpr = PLAN.block_d
     ROW: gl.constexpr = 64 * W
     split = cache.split()
     program = gl.program_id(0)
-    cursor = share.start
-    unit = share.begin
+    cursor = all_heads.start
+    unit = all_heads.begin
     it = gl.to_tensor(0)
     piece = gl.to_tensor(0)
     cleaned = gl.to_tensor(0)
-    while unit < share.end:
-        n = gl.minimum(cursor.blocks - cursor.j, share.end - unit)
+    while unit < all_heads.end:
+        n = gl.minimum(cursor.blocks - cursor.j, all_heads.end - unit)
         low, clear = clear_keys(cache, cursor)
+        all_heads.q.wait_full(piece)  # the first product reads Q
+        q = all_heads.q.tiles.index(all_heads.q.slot(piece)).reshape([PLAN.columns, BLOCK_D]).slice(ROW, 64)
+        if PLAN.fp16:
+            # Here `o_desc` is the place of the queries in fp16.
+            half_q = o_desc.slice(ROW, 64)
+            powers = queries_in_fp16(q, half_q, accumulator(BLOCK_N))
+            all_heads.q.release(piece)
+            q = half_q
+        else:
+            powers = results.c
         if PLAN.raw_slots > 0:
-            share, k_scale, v_scale = all_heads.scaled(cursor.head // results.tiles)
-        share.q.wait_full(piece)  # the first product reads Q
-        q = share.q.tiles.index(share.q.slot(piece)).reshape([PLAN.columns, BLOCK_D]).slice(ROW, 64)
+            share, k_scale, v_scale = all_heads.scaled(cursor.head // results.tiles, powers)
+        else:
+            share = all_heads
         if PLAN.lean:
             key = (cursor.first + cursor.j) * BLOCK_N
             masked = (key + BLOCK_N > clear) | (key < low)
@@ -322,7 +351,7 @@ def consumer(all_heads, o_desc, W: gl.constexpr):
             else:
                 o, p, state = step(share, block, q, o, p, state, k + 1 < n, masked, True, False)
             it += 1
-        if not PLAN.by_tma:
+        if not PLAN.by_tma and not PLAN.fp16:
             share.q.release(piece)
 
         j = cursor.j + n - 1
@@ -377,7 +406,20 @@ def attend_rows(results, split, q_desc, k_desc, v_desc, o_desc, program):
     start = cache.start(split, program)
     end = split.begin(program + 1)
     share = Share(
-        results, begin, end, start, q, k, v, cleaned, turns, results.c, results.counters_ptr, PLAN, cache.CASE
+        results,
+        begin,
+        end,
+        start,
+        q,
+        k,
+        v,
+        cleaned,
+        turns,
+        results.c,
+        results.counters_ptr,
+        results.c,
+        PLAN,
+        cache.CASE,
     )
     # The first role has four warps and the registers that are left by the others.
     if CONSUMERS == 1 and PLAN.producers == 2:

@@ -168,7 +168,7 @@ def attention_decode_rows_ahead(
         begin = split.begin(program)
         end = split.begin(program + 1)
         share = Share(
-            results, begin, end, cache.start(split, program), q, k, v, cleaned, turns, c, counters_ptr, PLAN, CASE
+            results, begin, end, cache.start(split, program), q, k, v, cleaned, turns, c, counters_ptr, c, PLAN, CASE
         )
         loads = (share, q_desc, k_desc, v_desc)
         # The first role has four warps and the registers that are left by the others.
