@@ -162,9 +162,7 @@ def prepare(point: tuple, fa3: bool) -> tuple[dict, dict[str, Callable], int]:
             own[name] = decode_variants.describe(decode_variants.arrangement(point, choices))
         except ValueError as error:
             own[name] = str(error)
-    calls |= others(q, k, v, fa3, point[0] > 1 and point[4] == 128, left_out)
-    for slow in ("fa2", "fa3_lengths") + (("cudnn",) if point[5] > 1 else ()):
-        calls.pop(slow, None)
+    calls |= others(q, k, v, fa3, True, left_out)
     return {"point": list(point), "left_out": left_out, "own": own, "errors": errors}, calls, 4 * k.numel()
 
 
