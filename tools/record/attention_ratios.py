@@ -6,7 +6,7 @@
     python -m tools.record.attention_ratios plot --read assets/results/h200/attention_ratios.json --out ratios.svg
 
 Every ratio comes from two backends that are timed in one process, their calls interleaved on the same inputs (bf16, random
-normal, forward), so that both run at the same clocks. TFLOP/s count 4 B H Sq Sk D operations, half of them if causal.
+normal, forward), so that both run at the same clocks. `ratios` times all backends of a point in turns. TFLOP/s count 4 B H Sq Sk D operations, half of them if causal.
 `random` draws forty shapes by seed, and times all backends that take a shape in turns: its ratio is that to the fastest of them.
 """
 
@@ -25,6 +25,7 @@ import torch
 from tools.record.common import Record, arguments_parser, machine_name, numbers, read_record, save_picture
 from utils.attention import attention, find_backend, make_problem
 from utils.attention.reference import reference
+from utils.benchmark import intervals as stats
 from utils.benchmark.measuring import compare, measure_together
 
 TOKENS = 16384  # B x S of every point
@@ -76,18 +77,44 @@ def compare_kernels(name: str, kernel: Callable, other_name: str, other: Callabl
     }
 
 
-def ratio_row(head_dim: int, length: int, causal: bool, other_name: str, pairs: int) -> dict:
-    """Measure the Gluon kernel against one backend at one shape; the reason if that backend refuses the shape."""
+@functools.lru_cache(maxsize=1)  # the rows of one point come one after the other
+def timed_point(head_dim: int, length: int, causal: bool, others: tuple[str, ...], pairs: int) -> dict[str, dict]:
+    """Time the Gluon kernel and all other backends that take a shape, in turns; return what each one's row says."""
     q, k, v = inputs(head_dim, length)
+    problem, calls, rows = make_problem(q, k, v, causal=causal), dict[str, Callable](), dict[str, dict]()
+    for name in ("gluon", *others):
+        if support := find_backend(name).support(problem):
+            calls[name] = partial(attention, q, k, v, causal=causal, backend=name)
+        else:
+            rows[name] = {"refused": support.reason}
+    outputs = {name: call() for name, call in calls.items()}
+    timed = measure_together(
+        list(calls.values()), labels=list(calls), warmup=3, iterations=pairs, device="cuda", max_seconds=4.0
+    )
+    gluon, *rest = timed
+    flops = 4.0 * q.shape[0] * q.shape[1] * length**2 * head_dim * (0.5 if causal else 1.0)
+    for other in rest:
+        low, high = stats.speedup_interval(other.samples_ms, gluon.samples_ms)
+        rows[other.label] = {
+            "difference": relative_difference(outputs["gluon"], outputs[other.label]),
+            "ratio": stats.speedup(other.samples_ms, gluon.samples_ms),
+            "interval": [low, high],
+            "tflops": flops / gluon.median_ms / 1e9,
+            "against_tflops": flops / other.median_ms / 1e9,
+            "ms": gluon.median_ms,
+            "against_ms": other.median_ms,
+        }
+        if length <= CHECKED_LENGTH:
+            exact = math_output(head_dim, length, causal)
+            rows[other.label]["difference_from_math"] = relative_difference(outputs["gluon"], exact)
+    return rows
+
+
+def ratio_row(head_dim: int, length: int, causal: bool, other: str, others: tuple[str, ...], pairs: int) -> dict:
+    """Return the row of one backend at one shape; the reason if that backend refuses the shape."""
+    q = inputs(head_dim, length)[0]
     row = {"head_dim": head_dim, "length": length, "batch": q.shape[0], "heads": q.shape[1], "causal": causal}
-    support = find_backend(other_name).support(make_problem(q, k, v, causal=causal))
-    if not support:
-        return row | {"against": other_name, "refused": support.reason}
-    gluon, other = (partial(attention, q, k, v, causal=causal, backend=name) for name in ("gluon", other_name))
-    row["difference"] = relative_difference(gluon(), other())
-    if length <= CHECKED_LENGTH:
-        row["difference_from_math"] = relative_difference(gluon(), math_output(head_dim, length, causal))
-    return row | compare_kernels("gluon", gluon, other_name, other, causal, pairs)
+    return row | {"against": other} | timed_point(head_dim, length, causal, others, pairs)[other]
 
 
 def random_shapes(seed: int = 40, count: int = 40) -> list[dict]:
@@ -224,8 +251,11 @@ def main(arguments: list[str] | None = None) -> None:
         print(record.contents["summary"])
         record.finish() if complete else record.save()
         return
+    others = tuple(options.against.split(","))
     measure_row, variants = (
-        (ratio_row, options.against.split(",")) if options.table == "ratios" else (ladder_row, range(1, 6))
+        (functools.partial(ratio_row, others=others), others)
+        if options.table == "ratios"
+        else (ladder_row, range(1, 6))
     )
     points = itertools.product(options.head_dims, options.lengths, (False, True), variants)
     complete = record.fill(points, lambda point: measure_row(*point, pairs=options.pairs), show)
