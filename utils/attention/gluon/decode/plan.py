@@ -59,7 +59,6 @@ class Plan:
     registers: int = 0  # of a consumer's thread, with two consumers
     raw_slots: int = 0  # slots of K and of V for an fp8 cache's bytes, each; 0: the cache has the queries' type
     per_sm: int = 1  # programs that an SM runs at the same time
-    wide: bool = False  # where query rows are the rows: threads exchange the output, and store 16 bytes at once, not 4
     level: bool = False  # with lengths: programs take whole heads where the kernel finds them balanced
     producers: int = 1  # warps that load, where query rows are the rows: one, or one for K and one for V
     ahead: bool = False  # whole heads, each begun before the one before it is stored (`rows_ahead.py`)
@@ -67,12 +66,9 @@ class Plan:
     sent: int = 0  # query rows of the tile that the programs of a cluster send each other: those that exist
     inbox_in_ring: bool = False  # what they send lies where the tiles were: that costs a wait for the cluster
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)
-    lean: bool = False  # fewer instructions before the first bytes and behind the last ones
-    soon: bool = False  # V's slot is released before the next keys are waited for, not behind that
-    turns: bool = False  # two consumers hand over their products in turn
+    wide: bool = False  # where query rows are the rows: threads exchange the output, and store 16 bytes at once, not 4
     by_tma: bool = False  # the output of a whole head leaves by TMA, from the place of its queries
-    converters: int = 0  # of `quantized.py`: one warpgroup, or one for K and one for V
-    fp16: bool = False  # products of an fp8 cache in fp16, also where queries are in bf16
+    lean: bool = False  # keys as rows: all expectations come before all copies, and whole heads have no code for parts
 
     @property
     def columns(self) -> int:
@@ -107,7 +103,7 @@ class Plan:
     @property
     def converter_registers(self) -> int:
         """Registers of a thread that converts an fp8 cache: what a block's other roles leave."""
-        return 152 if self.converters == 1 else 128 if self.consumers == 1 else 64
+        return 128 if self.consumers == 1 else 56
 
     @property
     def options(self) -> dict:
@@ -130,9 +126,7 @@ class Plan:
         tile = self.block_n * self.block_d
         p = 0 if self.consumers else self.columns * self.block_n
         raw = 2 * self.raw_slots * tile
-        query_tiles = (
-            self.q_slots + self.ahead + self.fp16
-        )  # the output has a tile like one of Q's, and queries in fp16
+        query_tiles = self.q_slots + self.ahead  # the output has a tile like one of Q's
         return 2 * (self.slots * tile + self.columns * query_tiles * self.block_d + p) + raw
 
 
@@ -175,14 +169,10 @@ def make_plan(
     per_sm: int | None = None,
     producers: int = 1,
     level: bool | None = None,
-    wide: bool = False,
     ahead: bool = False,
-    lean: bool = False,
-    soon: bool = False,
-    turns: bool = False,
+    wide: bool = False,
     by_tma: bool = False,
-    converters: int = 1,
-    fp16: bool = False,
+    lean: bool = False,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
 
@@ -196,8 +186,7 @@ def make_plan(
             consumers = 0 if power_of_two(group) * sq < FP8_ROWS_FROM else 1
         if consumers == 0 and power_of_two(group) <= MOST_FP8_COLUMNS[block_width(head_dim)]:
             return _fp8_keys_plan(head_dim, group, sq, page, block_n, merge, early, per_sm or 2)
-        plan = _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves, converters, fp16)
-        return replace(plan, lean=lean, soon=soon, turns=turns and consumers == 2)
+        return _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves)
     consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
     if consumers:
         plan = _rows_plan(
@@ -205,10 +194,7 @@ def make_plan(
         )
         producers = producers if consumers == 1 else 1
         level = (page is not None and page <= LEVEL_PAGES) if level is None else level
-        turns &= consumers == 2
-        return replace(
-            plan, producers=producers, level=level, wide=wide, lean=lean, soon=soon, turns=turns, by_tma=by_tma
-        )
+        return replace(plan, producers=producers, level=level, wide=wide, by_tma=by_tma)
     if ahead:
         raise ValueError("ahead is a variant of the kernel with query rows as rows; give consumers=1 or 2 with it.")
     block_d = block_width(head_dim)
@@ -317,20 +303,19 @@ def _fp8_keys_plan(head_dim, group, sq, page, block_n, merge, early, per_sm) -> 
     return replace(plan, raw_slots=min(room // (2 * block_n * block_d), 8))
 
 
-def _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves, converters, fp16) -> Plan:
+def _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves) -> Plan:
     """Return `make_plan`'s plan for a cache in e4m3: two slots each for the converted K and V, the rest for bytes."""
-    if power_of_two(group) > 64 or consumers > converters:
+    if power_of_two(group) > 64:
         raise ValueError(
             "an fp8 cache takes groups of up to 64 query heads (32 with keys as rows at head dimension 256) and at most "
             f"one consumer; {group} share a head, and consumers={consumers}."
         )
     block_n = block_n or {64: 128, 128: 64, 256: 32}[block_width(head_dim)]
     plan = _rows_plan(head_dim, group, sq, page, block_n, 4, merge, early, consumers, halves, 1)
-    plan = replace(plan, fp16=fp16)
     room = SHARED_BYTES - 1024 - plan.shared_bytes
-    registers = 152 if consumers == 2 else 0
+    registers = 160 if consumers == 2 else 0
     raw_slots = min(room // (2 * block_n * plan.block_d), 8)
-    return replace(plan, raw_slots=raw_slots, converters=converters, registers=registers)
+    return replace(plan, raw_slots=raw_slots, registers=registers)
 
 
 def refuse(group: int, sq: int, batch: int, page: int | None = None, head_dim: int = 0, fp8: bool = False) -> str:

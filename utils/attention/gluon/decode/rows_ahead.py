@@ -11,7 +11,7 @@ heads only, and their queries have two tiles.
     block        keys                                            128              64 or 128        32 or 64
     output       a tile of 64 query rows for each consumer, in Q's type
 
-`arrange` takes it at head dimension 128 where a program has two or more whole heads: 0.90 to 0.99 of the time of
+`arrange` takes it at head dimension 128 for 128 query rows where a program has two or more whole heads: 0.90 to 0.99 of the time of
 `rows.py` on an H200 (docs/decode-log.md, entry 28). With one head a program it is 3% slower.
 """
 
@@ -20,12 +20,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from utils.attention.gluon.decode.blocks import clear_keys
+from utils.attention.gluon.decode.heads import Block, Share, clean_tile, inverses, row_sums, store_head_by_tma
 from utils.attention.gluon.decode.kernel import SIZES
 from utils.attention.gluon.decode.merge import Results, in_eights
-from utils.attention.gluon.decode.rows import Block, Share, clean_tile, inverses, producer, row_sums, store_head_by_tma
-from utils.attention.gluon.decode.steps import finish_block as finish_soon
-from utils.attention.gluon.decode.steps import first_block as first_block_unmasked
-from utils.attention.gluon.decode.steps import step as step_soon
+from utils.attention.gluon.decode.rows import producer
 from utils.attention.gluon.decode.work import Cache
 from utils.attention.gluon.pipeline import allocate_ring
 from utils.attention.gluon.shared import accumulator
@@ -59,13 +57,7 @@ def consumer_ahead(share, o_desc, o_tiles, W: gl.constexpr):
 
     share.q.wait_full(piece)  # the first product reads Q
     q = queries_of(share, piece, ROW)
-    if PLAN.lean:
-        low, clear = clear_keys(cache, cursor)
-        key = cursor.first * BLOCK_N
-        masked = (key + BLOCK_N > clear) | (key < low)
-        p, state = first_block_unmasked(share, Block(it, cursor, cursor.j, row), q, masked)
-    else:
-        p, state = first_block(share, Block(it, cursor, cursor.j, row), q, True, False, False)
+    p, state = first_block(share, Block(it, cursor, cursor.j, row), q, True, False, False)
     it += 1
     share.k.wait_full(it, pred=it < count)  # each step waits for the next one's keys; this is the first one's
     while it <= count:
@@ -75,11 +67,7 @@ def consumer_ahead(share, o_desc, o_tiles, W: gl.constexpr):
         for j in range(1, cursor.blocks):
             key = (cursor.first + j) * BLOCK_N
             masked = (key + BLOCK_N > clear) | (key < low)
-            block = Block(it, cursor, j, row)
-            if PLAN.soon:
-                o, p, state = step_soon(share, block, q, o, p, state, it + 1 < count, masked, it - piece - 1, W)
-            else:
-                o, p, state = step(share, block, q, o, p, state, it + 1 < count, masked, True, False)
+            o, p, state = step(share, Block(it, cursor, j, row), q, o, p, state, it + 1 < count, masked, True, False)
             it += 1
         share.q.release(piece)
         if share.CASE.clean:  # noqa: SIM102 (decided by the compiler; the next line for each head)
@@ -100,13 +88,7 @@ def consumer_ahead(share, o_desc, o_tiles, W: gl.constexpr):
         else:
             unseen = (unseen_whole(64, accumulator(BLOCK_N)),)
         block = Block(it, following, following.j, row)
-        if PLAN.soon:
-            low, clear = clear_keys(cache, following)
-            key = following.first * BLOCK_N
-            masked = (key + BLOCK_N > clear) | (key < low)
-            o, p, state = finish_soon(share, block, s, pv, unseen, it + 1 < count, masked, True)
-        else:
-            o, p, state = finish_block(share, block, s, pv, unseen, it + 1 < count, True, True, False, False, True)
+        o, p, state = finish_block(share, block, s, pv, unseen, it + 1 < count, True, True, False, False, True)
         it += 1
         tma.store_wait(0)  # TMA may still be reading the last head's rows from this buffer
         rows = o_tile.reshape([64, BLOCK_D])
@@ -160,16 +142,11 @@ def attention_decode_rows_ahead(
         )
         cleaned = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(cleaned, count=128)  # every thread of the consumer that cleans arrives for itself
-        turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        for turn in gl.static_range(2):
-            mbarrier.init(turns.index(turn), count=128)  # every thread of the other consumer
         # TMA completes the barriers through the async proxy, and may otherwise find them as they were before.
         fence_async_shared()
         begin = split.begin(program)
         end = split.begin(program + 1)
-        share = Share(
-            results, begin, end, cache.start(split, program), q, k, v, cleaned, turns, c, counters_ptr, c, PLAN, CASE
-        )
+        share = Share(results, begin, end, cache.locate(begin), q, k, v, cleaned, c, counters_ptr, PLAN, CASE)
         loads = (share, q_desc, k_desc, v_desc)
         # The first role has four warps and the registers that are left by the others.
         if CONSUMERS == 1:

@@ -7,7 +7,6 @@ first, and the rest of a block's softmax is done when the next keys arrive.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from utils.attention.gluon.shared import left_operand, rescale, wait_products
 from utils.attention.gluon.softmax import first_softmax, half_softmax, join_rows, split_rows, spread, whole_softmax
@@ -22,8 +21,6 @@ def first_block(share, block, q, masked):
     # The softmax reads the scores' registers: before this wait the tensor cores may not have written them.
     s = wait_products(start_scores(q, share.k.tile(block.number)), 0, PLAN.block_n)
     share.k.release(block.number)
-    if PLAN.fp16:
-        s = s * share.powers[:, None]
     if masked:
         s = share.mask(s, block, True, False)
     p, state = first_softmax(s, share.c, q.dtype, PLAN.halves, True)
@@ -31,18 +28,13 @@ def first_block(share, block, q, masked):
 
 
 @gluon.jit
-def finish_block(share, block, s, pv, state, more, masked, NEXT_HEAD: gl.constexpr = False):
-    """The softmax of block i, from the scores `s` in flight, while P V(i-1), `pv`, is still running.
-
-    NEXT_HEAD: block i is another head's first one, so that its maximum has nothing to do with `pv`.
-    """
+def finish_block(share, block, s, pv, state, more, masked):
+    """The softmax of block i, from the scores `s` in flight, while P V(i-1), `pv`, is still running."""
     PLAN: gl.constexpr = share.PLAN
     dtype: gl.constexpr = share.k.tiles.dtype
     # Of the two products in flight the older one, the scores, is waited for: their registers are read next.
     s = wait_products(s, 1, PLAN.block_n)
     share.k.release(block.number)
-    if PLAN.fp16:
-        s = s * share.powers[:, None]
     if masked:
         s = share.mask(s, block, True, False)
     # The second wait for V(i-1), which is long over, makes a basic block of what comes before it: without one ptxas
@@ -67,25 +59,14 @@ def finish_block(share, block, s, pv, state, more, masked, NEXT_HEAD: gl.constex
         share.v.wait_full(block.number - 1)
         o = wait_products(pv, 0, PLAN.block_d)
         share.v.release(block.number - 1)
-        if not NEXT_HEAD:
-            o = rescale(o, spread((rows.factor,), o))
+        o = rescale(o, spread((rows.factor,), o))
         share.k.wait_full(block.number + 1, pred=more)
         return o, gl.convert_layout(p, left_operand(PLAN.block_d)), (rows,)
 
 
 @gluon.jit
-def step(share, block, q, o, p, state, more, masked, turn, W: gl.constexpr):
-    """One key block i: Q K(i) and P V(i-1) to the tensor cores, then the softmax of block i while P V(i-1) runs.
-
-    turn: steps of this consumer before this one. Where there are turns, the two consumers hand over their products one
-    after the other, so that one computes exponentials while the tensor cores work for the other.
-    """
-    if share.PLAN.turns:
-        # A fresh barrier counts as having completed the phase before its first: consumer 0 begins.
-        mbarrier.wait(share.turns.index(W), (turn + 1 - W) & 1)
+def step(share, block, q, o, p, state, more, masked):
+    """One key block i: Q K(i) and P V(i-1) to the tensor cores, then the softmax of block i while P V(i-1) runs."""
     s = start_scores(q, share.k.tile(block.number))
     pv = start_output(share, block.number, o, p, state)
-    if share.PLAN.turns:
-        # Arrives when the thread's own cp.async copies are done: it has none, so at once.
-        async_copy.mbarrier_arrive(share.turns.index(1 - W), increment_count=False)
     return finish_block(share, block, s, pv, state, more, masked)

@@ -147,7 +147,7 @@ class Cache:
     @gluon.jit
     def start(self, split, program):
         """The cursor at a program's first block. Whole heads need one division for it."""
-        if self.CASE.aligned and not self.CASE.lengths and self.PLAN.lean:
+        if self.CASE.aligned and not self.CASE.lengths and (self.PLAN.lean or self.PLAN.consumers > 0):
             flat = split.first_grain(program)
             b = flat // self.heads
             return Cursor(
