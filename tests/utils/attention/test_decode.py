@@ -195,6 +195,7 @@ def test_how_many_programs_share_a_cache():
     assert programs(64, 8, 4, 1, 4096, 128) == programs(64, 8, 4, 16, 4096, 128) == 512
     assert programs(128, 8, 8, 1, 1024, 128) == programs(64, 16, 1, 1, 2048, 64) == 264
     assert programs(128, 8, 8, 8, 1024, 128) == 1024
+    assert programs(99, 4, 8, 8, 1024, 128) == 396  # three for each SM, which two places an SM would not share evenly
     # With lengths, for a large cache, as many as share equal heads evenly.
     assert programs(8, 8, 4, 1, 8192, 128, lengths=True) == programs(64, 8, 4, 1, 4096, 128, lengths=True) == 128
     assert (

@@ -226,7 +226,9 @@ def arrange(
     heads = batch * kv_heads * tiles
     blocks = -(-keys // plan.block_n) - (keys - seen) // plan.block_n
     if aligned is None:
-        aligned = not lengths and aligned_split(heads, blocks, programs or multiprocessors)
+        # A program a head is balanced where as many SMs would be: the GPU starts each where another ends.
+        a_head_each = bool(several) and plan.per_sm == 2
+        aligned = not lengths and (a_head_each or aligned_split(heads, blocks, programs or multiprocessors))
     if plan.ahead and (lengths or not aligned):
         raise ValueError(
             "ahead takes whole heads, which the host knows to be balanced: give no lengths, and sizes for which "
