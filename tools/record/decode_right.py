@@ -56,7 +56,7 @@ def random_case(seed: int, paged: bool = False) -> dict:
     elif rng.random() < 0.25 and head_dim % 16 == 0:
         # With keys as rows a tile holds 64 query rows, and all heads of a group.
         choices = choices | {
-            "consumers": rng.choice((0, 0, 1)),
+            "consumers": rng.choice((0, 0, 1, 2) if head_dim <= 128 else (0, 0, 1)),
             "fp8": True,
             "merge": rng.choice(("last", "second", None)),
         }
@@ -69,8 +69,14 @@ def random_case(seed: int, paged: bool = False) -> dict:
         choices["wide"] = rng.random() < 0.5
         choices["level"] = rng.random() < 0.5
         choices["producers"] = rng.choice((1, 2))
+        if head_dim <= 128 and rng.random() < 0.3:
+            choices |= {"per_sm": 2, "block_n": 64, "producers": 1}
     elif consumers == 0 and head_dim <= 128:
         choices |= rng.choice(({}, {"per_sm": 2, "block_n": 64}))
+    if consumers and lengths is None and not ahead and not choices.get("fp8") and rng.random() < 0.6:
+        choices |= {"by_tma": True, "aligned": True, "merge": None}
+    if consumers == 0 and not choices.get("fp8"):
+        choices["lean"] = rng.random() < 0.5
     call = bound(choices, q, k, v, lengths, table, scales, **case)
     expected = decode_reference(q, k, v, seqlens=lengths, block_table=table, kv_scales=scales, **case)
     shape = (batch, kv_heads * group, kv_heads, sq, slots, head_dim, page)

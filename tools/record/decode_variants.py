@@ -77,7 +77,7 @@ def variants(point: tuple) -> dict[str, dict]:
         if rows >= 32:
             found["rows, one Q"] = by_rows | {"q_slots": 1}
             found["rows, two Q"] = by_rows | {"q_slots": 2}
-            found["rows, wide stores"] = by_rows | {"wide": True}
+            found["rows, two programs an SM"] = small | {"per_sm": 2}
             found["rows, one softmax"] = by_rows | {"halves": False}
             found["rows, small blocks, two Q"] = small | {"q_slots": 2}
             found["rows, ahead"] = by_rows | {"ahead": True}
@@ -146,7 +146,9 @@ def describe(found: Arrangement) -> str:
     plan, merge = found.plan, found.merge_plan
     tile = f"{'rows' if plan.consumers else 'keys'}: {plan.columns} columns, {plan.block_n} keys, {plan.slots} slots"
     warps = f"{plan.q_slots} Q, {f'{plan.consumers} consumers' if plan.consumers else '4 warps'}, halves {plan.halves}"
-    warps += ", wide stores" * plan.wide + ", ahead" * plan.ahead + ", L2 hint" * found.hint
+    warps += ", ahead" * plan.ahead + ", L2 hint" * found.hint
+    warps += ", wide stores" * plan.wide + ", output by TMA" * plan.by_tma + ", lean" * plan.lean
+    warps += ", two programs an SM" * (plan.per_sm == 2 and plan.consumers > 0)
     if plan.cluster:
         return f"{tile}, {warps}; {found.programs} programs, clusters of {plan.cluster}"
     if found.aligned:
@@ -348,13 +350,17 @@ def measure_in_turns(
         record.finish()
 
 
-def points_of_default(record: dict) -> dict:
+def points_of_default(record: dict, base: dict | None = None) -> dict:
     """The table of `tools.record.decode points` for what is the default now, out of the measured variants.
 
     A default may have been chosen from this very record; then the row of the variant that it was chosen from is taken.
+    base: a table that was measured before, whose rows stay where the variants do not have the point, or lack the library
+    that was the best other.
     """
     rows = []
     for row in record["rows"]:
+        if isinstance(row["point"][0], str):
+            continue  # of a cache with lengths, in pages, or in fp8
         point = tuple(row["point"])
         now = describe(arrangement(point, {}))
         name = next((name for name, what in row["own"].items() if what == now), None)
@@ -365,7 +371,16 @@ def points_of_default(record: dict) -> dict:
         found = {"bytes": row["bytes"], "us": us, "best_other": row["best_other"], "ratio": row["ratios"][name]}
         tb_s = round(row["bytes"] / us["gluon"] / 1e6, 3)
         rows.append({**shape, **found, "tb_s": tb_s, "error": row["errors"][name], "arrangement": now})
-    return {**record, "what": "decode: points", "rows": rows}
+    if base is None:
+        return {**record, "what": "decode: points", "rows": rows}
+    shape = ("batch", "heads", "kv_heads", "keys", "head_dim", "new_tokens")
+    later = {tuple(row[name] for name in shape): row for row in rows}
+    kept = []
+    for before in base["rows"]:
+        row = later.get(tuple(before[name] for name in shape), before)
+        kept.append(row if before["best_other"] in row["us"] else before)
+    later_rows = {"commit": record["environment"]["commit"], "rows": sum("arrangement" in row for row in kept)}
+    return {**base, "later": later_rows, "rows": kept}
 
 
 def join(folder: Path, record: Record) -> None:
@@ -396,13 +411,15 @@ def main() -> None:
     parser.add_argument(
         "--read", type=Path, help="for `join`: the folder of the rows' records; for `default`: the record"
     )
+    parser.add_argument("--base", type=Path, help="for `default`: a table of points, for those that the record lacks")
     options = parser.parse_args()
     part, parts = map(int, options.part.split("/"))
     turns = Turns(options.turns, options.processes or parts, options.prepare) if options.turns else None
     if options.fa3:
         torch.ops.load_library(str(options.fa3.expanduser()))
     if options.table == "default":
-        write_whole(options.out, to_text(points_of_default(read_record(options.read))))
+        base = read_record(options.base) if options.base else None
+        write_whole(options.out, to_text(points_of_default(read_record(options.read), base)))
         return
     device = None if options.table == "join" else "cuda"
     method = {"l2": "cold", "iterations": ITERATIONS}

@@ -77,6 +77,11 @@ def attention_decode(
         window: a query sees only keys fewer than this many positions away (causal: its own and those before).
         backend: "gluon", "sdpa", or "auto": gluon where it can, else sdpa.
     """
+    # A scale that is no plain number, such as a tensor, may be another one at the next call.
+    plain = scale is None or isinstance(scale, (float, int))
+    if torch.compiler.is_compiling() and plain and not _needs_grad(q, k_cache, v_cache):
+        options = causal, scale if scale is None else float(scale), window, backend
+        return _attention_decode_whole(q, k_cache, v_cache, seqlens, block_table, kv_scales, *options)
     # What was checked and decided for these shapes is kept: a decode step takes microseconds.
     kinds = (
         _kind(q),
@@ -86,8 +91,6 @@ def attention_decode(
         None if block_table is None else _kind(block_table),
         None if kv_scales is None else _kind(kv_scales),
     )
-    # A scale that is no plain number, such as a tensor, may be another one at the next call.
-    plain = scale is None or isinstance(scale, (float, int))
     key = (kinds, causal, scale, window, backend, torch.is_grad_enabled()) if plain else None
     decision = None if key is None else _decided.get(key)
     if decision is None:
@@ -114,6 +117,34 @@ def attention_decode(
         out = _gathered(run.problem, q, k_cache, v_cache, seqlens, block_table)
     record_run(run)
     return out
+
+
+@torch.library.custom_op("labs::attention_decode_whole", mutates_args=())
+def _attention_decode_whole(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seqlens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    kv_scales: torch.Tensor | None,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    backend: str,
+) -> torch.Tensor:
+    """`attention_decode` as one operator: torch.compile cannot trace how the backend is chosen, and need not."""
+    more = {"seqlens": seqlens, "block_table": block_table, "kv_scales": kv_scales}
+    options = {"causal": causal, "scale": scale, "window": window, "backend": backend}
+    return attention_decode(q, k_cache, v_cache, **more, **options).contiguous()
+
+
+@_attention_decode_whole.register_fake
+def _attention_decode_shape(q, *_given) -> torch.Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+def _needs_grad(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _kind(x) -> object:

@@ -1,9 +1,9 @@
 """A decode step of the Gemma-3 layer, with the attention that makes it fastest.
 
 In a CUDA graph on a Hopper GPU that is the decode kernel of `utils/attention/gluon/decode`. On an H200 a step of Gemma-3's
-sliding layer took 142.5 us with it and 153.6 with the layer's own attention (one sequence), 206.6 and 241.9 (64 sequences of
-4096 tokens), and one of the full layer 263.2 and 484.4 (the latter): assets/results/h200/decode_layer.json. Outside of a
-graph the step is bound by the host, which needs 1.1 to 1.2 ms for its launches and up to 0.12 ms more with the kernel, so
+sliding layer took 142.4 us with it and 153.2 with the layer's own attention (one sequence), 204.9 and 239.7 (64 sequences of
+4096 tokens), and one of the full layer 262.9 and 465.8 (the latter): assets/results/h200/decode_layer.json. Outside of a
+graph the step is bound by the host, which needs 1.6 to 2.6 ms for its launches there, with the kernel or without it, so
 there the layer keeps its own attention.
 """
 

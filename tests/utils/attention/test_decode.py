@@ -7,7 +7,7 @@ import torch
 
 from tests.utils.attention.decode_cases import random_cache, relative_error
 from utils.attention import AttentionUnsupported, attention_decode, decode_reference, last_run
-from utils.attention.gluon.decode.arrangement import aligned_split, arrange
+from utils.attention.gluon.decode.arrangement import aligned_split, arrange, shared_programs
 from utils.attention.gluon.decode.plan import SHARED_BYTES, make_plan, power_of_two, refuse
 
 
@@ -154,6 +154,9 @@ def test_every_plan_fits(head_dim, group, page):
             plan = make_plan(head_dim, group, sq, page, fp8=True)
             assert plan.per_sm * (plan.shared_bytes + 1024) < SHARED_BYTES
             assert plan.raw_slots >= 2 and plan.consumers == (0 if power_of_two(group) * sq <= 16 else 1)
+            if head_dim <= 128:
+                two = make_plan(head_dim, group, sq, page, fp8=True, consumers=2)
+                assert two.raw_slots >= 2 and two.columns == 128 and two.shared_bytes + 1024 < SHARED_BYTES
         for consumers in (1, 2) if group <= 64 else (2,):
             plan = make_plan(head_dim, group, sq, page, consumers=consumers)
             assert plan.shared_bytes + 700 < SHARED_BYTES  # no reduction exchanges anything
@@ -172,13 +175,34 @@ def test_the_next_head_begins_early_only_where_programs_take_several_whole_heads
             found = arrange(batch, kv_heads, group, sq, 1024, head_dim, 132, **options)
             plan, several = found.plan, found.aligned and found.heads >= 264
             by_rows = plan.consumers > 0 and plan.block_d == 128 and not options
-            assert plan.ahead == (several and by_rows)
-            assert plan.wide == (found.aligned and by_rows and plan.consumers == 1 and not plan.ahead)
+            assert plan.ahead == (several and by_rows and plan.consumers == 2)
+            assert (plan.per_sm == 2) == (several and plan.consumers == 1) or not by_rows
+            whole, one_head = found.aligned and by_rows and not plan.ahead, found.programs >= found.heads
+            assert plan.by_tma == (whole and one_head and (plan.consumers == 2 or plan.per_sm == 2))
+            assert plan.wide == (whole and plan.consumers == 1 and not plan.by_tma)
             assert plan.shared_bytes + 1024 <= SHARED_BYTES // plan.per_sm
-            seen.add((plan.ahead, plan.wide, plan.consumers))
-    assert {(True, False, 1), (True, False, 2), (False, True, 1), (False, False, 2)} <= seen
+            seen.add((plan.ahead, plan.wide, plan.by_tma, plan.consumers))
+    assert {(True, False, False, 2), (False, True, False, 1), (False, False, True, 1), (False, False, True, 2)} <= seen
     assert not arrange(128, 8, 8, 16, 1024, 128, 132, aligned=False).plan.ahead
     assert not arrange(16, 8, 8, 8, 8192, 128, 132, wide=False).plan.wide
+
+
+def test_how_many_programs_share_a_cache():
+    def programs(*sizes, **options):
+        return arrange(*sizes, 132, **options).programs
+
+    # Whole heads: two programs an SM take several short ones each, or one long one each.
+    assert programs(64, 8, 4, 1, 4096, 128) == programs(64, 8, 4, 16, 4096, 128) == 512
+    assert programs(128, 8, 8, 1, 1024, 128) == programs(64, 16, 1, 1, 2048, 64) == 264
+    assert programs(128, 8, 8, 8, 1024, 128) == 1024
+    assert programs(99, 4, 8, 8, 1024, 128) == 396  # three for each SM, which two places an SM would not share evenly
+    # With lengths, for a large cache, as many as share equal heads evenly.
+    assert programs(8, 8, 4, 1, 8192, 128, lengths=True) == programs(64, 8, 4, 1, 4096, 128, lengths=True) == 128
+    assert (
+        programs(1, 8, 4, 1, 32768, 128, lengths=True) == programs(8, 8, 4, 1, 8192, 128, lengths=True, page=64) == 132
+    )
+    assert (shared_programs(64, 132), shared_programs(6, 132), shared_programs(70, 132)) == (128, 132, 0)
+    assert shared_programs(1000, 132) == 0 and shared_programs(1001, 144) == 143
 
 
 def test_sizes_out_of_range_are_named():
@@ -206,8 +230,9 @@ def test_two_programs_share_an_sm_where_each_takes_whole_long_heads():
         plan = arrange(*sizes, 132, **options).plan
         return plan.consumers, plan.per_sm
 
-    assert chosen(64, 8, 4, 8, 4096, 128) == chosen(64, 16, 1, 1, 2048, 64) == (0, 2)
-    assert chosen(64, 8, 4, 16, 4096, 128) == (1, 1)  # 64 query rows
+    assert chosen(64, 8, 4, 4, 4096, 128) == chosen(64, 16, 1, 1, 2048, 64) == (0, 2)
+    assert chosen(64, 8, 4, 8, 4096, 128) == chosen(64, 8, 4, 16, 4096, 128) == (1, 2)  # 32 and 64 query rows
+    assert chosen(16, 8, 8, 8, 8192, 128) == chosen(64, 8, 4, 16, 4096, 128, lengths=True) == (1, 1)
     assert chosen(16, 8, 8, 1, 8192, 128) == chosen(1, 8, 4, 1, 2048, 128) == (0, 1)  # 128 and 8 heads
     assert chosen(64, 8, 4, 1, 4096, 128, lengths=True) == (0, 1)
 
@@ -274,7 +299,7 @@ def test_clusters_and_the_hint_are_chosen_where_they_were_timed():
         assert (found.plan.cluster, found.hint) == (parts, hint), (batch, kv_heads, sq, keys)
     for options in ({"lengths": True}, {"window": 9000}, {"lengths": True, "page": 64}, {"fp8": True}):
         found = arrange(1, 8, 4, 1, 8192, 128, 132, **options)
-        assert (found.plan.cluster, found.hint) == (0, False), options
+        assert (found.plan.cluster, found.hint) == (0, options == {"lengths": True}), options
     assert arrange(1, 8, 4, 1, 8192, 128, 114).plan.cluster == 0  # another GPU
 
 
@@ -351,6 +376,29 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
         (1, 8, 1, 11, 750, 80, None),
         {},
         {"cluster": 2, "block_n": 64, "slots": 6},
+    ),
+    "128 rows, the output by TMA, queries and heads that are none": (
+        (2, 10, 2, 11, 300, 128, None),
+        {},
+        {"consumers": 2, "aligned": True, "programs": 4, "by_tma": True},
+    ),
+    "two programs an SM with 64 rows, a program a head": (
+        (2, 6, 2, 13, 300, 128, None),
+        {"window": 150},
+        {"consumers": 1, "block_n": 64, "per_sm": 2, "aligned": True, "programs": 4, "by_tma": True},
+    ),
+    "the output by TMA, several heads a program": (
+        (1, 9, 3, 20, 200, 64, None),
+        {},
+        {"consumers": 1, "aligned": True, "programs": 2, "by_tma": True},
+    ),
+    "whole heads, a program each, lean": ((3, 4, 2, 1, 300, 64, None), {}, {"aligned": True, "programs": 6}),
+    "lengths, lean": ((3, 4, 2, 2, 300, 64, None), {}, {"lengths": [300, 0, 130], "lean": True, "programs": 4}),
+    "fp8, two consumers": ((2, 8, 1, 16, 300, 128, None), {}, {"fp8": True, "consumers": 2}),
+    "fp8, two consumers, lengths, pages": (
+        (2, 8, 1, 11, 300, 64, 16),
+        {"window": 70},
+        {"fp8": True, "lengths": True, "merge": "second", "consumers": 2},
     ),
     "128 rows, whole heads of 256": ((2, 5, 1, 7, 90, 256, None), {}, {"consumers": 2, "aligned": True, "wide": True}),
 }

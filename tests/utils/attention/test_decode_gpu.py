@@ -47,6 +47,52 @@ def test_the_door_takes_the_decode_kernel_for_few_queries(sq):
     assert any("decode" in name for name in proof("gluon", q, k, v, causal=True))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "choices"),
+    {
+        "128 rows, the output by TMA": ((16, 40, 8, 13, 900, 128), {"consumers": 2, "aligned": True, "by_tma": True}),
+        "two programs an SM, a program a head": ((66, 24, 8, 11, 700, 128), {}),
+        "two programs an SM, several heads each": (
+            (66, 32, 8, 16, 300, 128),
+            {"consumers": 1, "block_n": 64, "per_sm": 2, "aligned": True, "programs": 264, "by_tma": True},
+        ),
+        "keys as rows, a program a head": ((66, 32, 8, 1, 4100, 128), {}),
+        "fp8, two consumers, whole heads": ((16, 64, 8, 15, 500, 128), {"fp8": True}),
+        "fp8, two consumers, parts": ((2, 64, 8, 16, 3000, 128), {"fp8": True}),
+    }.values(),
+)
+def test_whole_heads_and_two_consumers(sizes, choices):
+    from utils.attention.gluon.decode.launch import Launch
+
+    batch, heads, kv_heads, sq, keys, head_dim = sizes
+    shapes = (batch, heads, sq, head_dim), *2 * [(batch, kv_heads, keys, head_dim)]
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    scales = None
+    if choices.get("fp8"):
+        k, v, scales = (
+            k.to(torch.float8_e4m3fn),
+            v.to(torch.float8_e4m3fn),
+            torch.rand(2, kv_heads, device="cuda") + 0.5,
+        )
+    launch = Launch(q, k, v, True, 0, False, None, **choices)
+    expected = decode_reference(q, k, v, kv_scales=scales, scale=0.1)
+    outs = [launch(q, k, v, 0.1, None, None, scales) for _ in range(3)]
+    assert relative_error(outs[0], expected) < 5e-3 and all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.parametrize(("batch", "longest"), [(8, 9000), (2, 17000)])
+def test_lengths_that_differ_over_a_large_cache(batch, longest):
+    """Above 192 MB of room 128 programs share 64 heads; below it the cache comes with the hint to the L2."""
+    q, k, v = (
+        torch.randn(batch, h, s, 128, device="cuda", dtype=torch.bfloat16)
+        for h, s in ((32, 1), (8, longest), (8, longest))
+    )
+    for lengths in ([longest] * batch, [longest, *[1] * (batch - 1)], [longest - 777 * i for i in range(batch)]):
+        used = torch.tensor(lengths, device="cuda", dtype=torch.int32).clamp(min=0)
+        out = attention_decode(q, k, v, seqlens=used, backend="gluon")
+        assert relative_error(out, decode_reference(q, k, v, seqlens=used)) < 5e-3
+
+
 @pytest.mark.parametrize("merge", ["second", "together", "last"])
 @pytest.mark.parametrize("consumers", [0, 1, 2])
 def test_both_kernels_with_every_merge(consumers, merge):
@@ -204,3 +250,34 @@ def test_compiled_by_torch():
 
     compiled = torch.compile(lambda q, k, v: decode(q, k, v) * 2, fullgraph=True)
     assert relative_error(compiled(q, k, v), 2 * decode_reference(q, k, v)) < 5e-3
+
+
+def test_a_call_compiled_whole_without_an_eager_one_before():
+    from utils.attention import decode
+
+    decode._decided.clear()
+    q, k, v = (torch.randn(1, h, s, 64, device="cuda", dtype=torch.bfloat16) for h, s in ((8, 1), (2, 900), (2, 900)))
+    lengths = torch.tensor([700], device="cuda", dtype=torch.int32)
+    compiled = torch.compile(
+        lambda q, k, v, n: attention_decode(q, k, v, seqlens=n, backend="gluon") * 2, fullgraph=True
+    )
+    assert relative_error(compiled(q, k, v, lengths), 2 * decode_reference(q, k, v, seqlens=lengths)) < 5e-3
+
+
+def test_a_captured_merge_of_programs_that_wait_has_counters_of_its_own():
+    q, k, v = (
+        torch.randn(1, h, s, 128, device="cuda", dtype=torch.bfloat16) for h, s in ((8, 1), (2, 9000), (2, 9000))
+    )
+    from utils.attention.gluon.decode.launch import Launch
+
+    launch = Launch(q, k, v, True, 0, False, None, merge="together")
+    expected = launch(q, k, v, 0.1, None, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = launch(q, k, v, 0.1, None, None)
+    side = torch.cuda.Stream()
+    for _ in range(20):  # beside launches whose counters it would share
+        with torch.cuda.stream(side):
+            graph.replay()
+        side.synchronize()
+        assert torch.equal(launch(q, k, v, 0.1, None, None), expected) and torch.equal(out, expected)

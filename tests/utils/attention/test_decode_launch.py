@@ -194,3 +194,35 @@ def test_a_cache_that_starts_off_a_multiple_of_16_bytes_is_copied_each_time(laun
         attention_decode(q, shifted, v)
         base = launched[-1][10].base
         assert base.data_ptr() % 16 == 0 and torch.equal(base, k) and base is not shifted
+
+
+@pytest.mark.parametrize("with_lengths", [False, True])
+def test_torch_compiles_a_call_that_was_never_made(with_lengths):
+    """How the backend is chosen cannot be traced; the decision of an eager call before had hidden that."""
+    decode._decided.clear()
+    torch._dynamo.reset()
+    q, k, v = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 50, 16), torch.randn(2, 2, 50, 16)
+    lengths = torch.tensor([50, 7], dtype=torch.int32) if with_lengths else None
+    compiled = torch.compile(
+        lambda q, k, v, n: 2 * attention_decode(q, k, v, seqlens=n, scale=0.3, window=20),
+        fullgraph=True,
+        backend="eager",
+    )
+    expected = decode_reference(q, k, v, seqlens=lengths, scale=0.3, window=20)
+    assert relative_error(compiled(q, k, v, lengths) / 2, expected) < 1e-5
+
+
+def test_a_captured_launch_has_counters_of_its_own(monkeypatch):
+    """A graph may be replayed beside other launches; its counters may not be theirs."""
+    monkeypatch.setattr(decode_launch, "_COUNTERS", {})
+    q, k = torch.randn(1, 4, 1, 64).bfloat16(), torch.randn(1, 2, 500, 64).bfloat16()
+    launch = Launch(q, k, k, True, 0, False, None, programs=5, merge="last")
+    assert launch.counters
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *given, device, **more: zeros(*given, **more))
+    launch.device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    captured = launch.counters_for(0), launch.counters_for(0)
+    assert not decode_launch._COUNTERS and captured[0].data_ptr() != captured[1].data_ptr()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert launch.counters_for(0) is launch.counters_for(0) and not captured[0].any()

@@ -25,6 +25,12 @@ CASES = {  # arguments of make_plan or cluster_plan, of Case
     "head dimension 256": (dict(head_dim=256, group=4, sq=4), dict(causal=True, window=True)),
     "64 rows": (dict(head_dim=128, group=4, sq=16), dict(causal=True)),
     "64 rows, ahead": (dict(head_dim=128, group=4, sq=16, consumers=1, ahead=True), dict(causal=True, aligned=True)),
+    "64 rows, two programs an SM": (
+        dict(head_dim=128, group=4, sq=16, consumers=1, block_n=64, per_sm=2, by_tma=True),
+        dict(causal=True, aligned=True),
+    ),
+    "128 rows, the output by TMA": (dict(head_dim=128, group=8, sq=16, by_tma=True), dict(causal=True, aligned=True)),
+    "one token, a program a head": (dict(head_dim=128, group=8, sq=1, lean=True), dict(aligned=True)),
     "128 rows, pages of 16": (
         dict(head_dim=128, group=8, sq=16, page=16),
         dict(causal=True, window=True, lengths=True, batch_block=8, paged=True, clean=True),
@@ -34,6 +40,8 @@ CASES = {  # arguments of make_plan or cluster_plan, of Case
     "clusters of 2, in the ring": (dict(head_dim=256, group=4, sq=8, keys=4096, heads=64, parts=2), dict(causal=True)),
     "fp8": (dict(head_dim=128, group=4, sq=4, fp8=True), dict(causal=True)),
     "fp8, 64 rows": (dict(head_dim=128, group=4, sq=16, fp8=True), dict(causal=True)),
+    "fp8, 128 rows": (dict(head_dim=128, group=8, sq=16, fp8=True, consumers=2), dict(causal=True, aligned=True)),
+    "fp8, 128 rows, head dimension 64": (dict(head_dim=64, group=8, sq=16, fp8=True, consumers=2), dict(causal=True)),
 }
 PROGRAM = r"""
 import json, sys

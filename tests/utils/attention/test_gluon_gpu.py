@@ -243,3 +243,28 @@ def test_long_causal_sequences_of_any_length(head_dim):
         assert relative_error(out, expected) <= 1.5 * rounding_error(q, k, v, expected, causal=True), (sq, sk)
         torch.testing.assert_close(lse.double(), expected_lse, atol=1e-4, rtol=1e-5)
         assert torch.equal(out, forward(q, k, v, causal=True))
+
+
+def test_a_first_causal_call_inside_a_capture():
+    """The schedule of its tiles comes from the host, once: a captured copy of it would fail, or read what is gone."""
+    from utils.attention.gluon import step5_overlapped
+
+    def draw(tokens):
+        return (torch.randn(2, 8, tokens, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+    attention(*draw(4000), causal=True, backend="gluon")  # compiles, which a graph cannot capture
+    q, k, v = draw(4224)  # another schedule
+    step5_overlapped.tile_schedule.cache_clear()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v, causal=True, backend="gluon")
+    assert step5_overlapped.tile_schedule.cache_info().misses == 1
+    step5_overlapped.tile_schedule.cache_clear()
+    for _ in range(3):
+        q.normal_()
+        filler = [torch.randint(0, 1000, (5000,), device="cuda", dtype=torch.int32) for _ in range(50)]
+        graph.replay()
+        expected = reference(q[:1, :2], k[:1, :2], v[:1, :2], causal=True)[0]
+        assert relative_error(out[:1, :2], expected) < 5e-3
+        del filler

@@ -81,6 +81,7 @@ from utils.attention.gluon.softmax import (
     unseen_whole,
     whole_softmax,
 )
+from utils.kernels.capture import tensor_on
 from utils.kernels.handle import Handle
 from utils.kernels.workspace import workspace
 
@@ -566,7 +567,7 @@ def tile_schedule(
     # A row: how many tiles, the tiles, and one more, because a program reads ahead.
     stride = max(map(len, dealt)) + 2
     table = [[len(tiles), *tiles, *[0] * (stride - 1 - len(tiles))] for tiles in dealt]
-    return torch.tensor(table, dtype=torch.int32, device=device), stride
+    return tensor_on(device, table), stride
 
 
 _captured: dict[int, torch.Tensor] = {}  # schedules that CUDA graphs read, by address

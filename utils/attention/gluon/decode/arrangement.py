@@ -35,6 +35,9 @@ HINT_BYTES = 16 << 20, 192 << 20
 # Heads of keys, of all sequences, and the programs of a cluster that were timed for them (entries 34 and 35).
 CLUSTERS = {4: 16, 8: 8, 16: 4, 32: 2, 64: 2}
 TIMED_SMS = 132
+PROGRAM_A_HEAD_KEYS = (
+    4096  # keys as rows, from which as many programs as heads are faster than two an SM that take several
+)
 
 
 def aligned_split(heads: int, blocks: int, programs: int) -> bool:
@@ -85,7 +88,7 @@ def two_programs(heads: int, group: int, sq: int, seen: int, head_dim: int, plac
 
 
 def several_heads(head_dim: int, group: int, sq: int, consumers: int, heads: int, multiprocessors: int) -> bool:
-    """Whether each program of `rows.py` takes two or more whole heads, so that the next one can begin before one ends.
+    """Whether a multiprocessor takes two or more whole heads with query rows as rows: the next can begin before one ends.
 
     heads: of keys, of all sequences.
     """
@@ -93,6 +96,12 @@ def several_heads(head_dim: int, group: int, sq: int, consumers: int, heads: int
     heads *= -(-sq // queries)
     whole = heads >= 2 * multiprocessors and aligned_split(heads, 2, multiprocessors)
     return whole and block_width(head_dim) == TIMED_WIDTH
+
+
+def shared_programs(heads: int, multiprocessors: int) -> int:
+    """As many programs as share heads of equal lengths evenly, or take as many of them each; 0 if that wastes more than 5%."""
+    found = range(multiprocessors, int(0.95 * multiprocessors), -1)
+    return next((n for n in found if n % heads == 0 or heads % n == 0), 0)
 
 
 def even_programs(heads: int, blocks: int, multiprocessors: int) -> int:
@@ -170,7 +179,7 @@ def arrange(
     bytes_ = 2 * seen * batch * kv_heads * head_dim * (1 if fp8 else 2)
     plain = not (lengths or page or window or fp8)
     if hint is None:
-        hint = plain and HINT_BYTES[0] <= bytes_ <= HINT_BYTES[1]
+        hint = not (page or window or fp8) and HINT_BYTES[0] <= bytes_ <= HINT_BYTES[1]
     own = programs or aligned is not None or merge or consumers is not None or block_n or choices
     if cluster is None and plain and not own:
         cluster = best_cluster(batch * kv_heads, group, sq, keys, head_dim, multiprocessors)
@@ -182,23 +191,34 @@ def arrange(
         tiles = -(-sq // plan.queries)
         heads = batch * kv_heads * tiles
         return Arrangement(plan, plan, heads * plan.cluster, tiles, heads, False, 1, hint)
-    if not fp8 and not lengths and consumers is None and block_n is None and "per_sm" not in choices:
+    free = not (lengths or page or fp8 or programs or aligned is False)
+    by_rows = consumers if fp8 or consumers is not None else best_consumers(head_dim, group, sq, page)
+    several = free and by_rows and several_heads(head_dim, group, sq, by_rows, batch * kv_heads, multiprocessors)
+    if not (fp8 or lengths or several) and consumers is None and block_n is None and "per_sm" not in choices:
         half = KEYS_BLOCK[block_width(head_dim)] // 2
         if two_programs(batch * kv_heads, group, sq, seen, head_dim, 2 * multiprocessors):
             consumers, block_n, choices = 0, half, choices | {"per_sm": 2}
     if fp8 and consumers is None and bytes_ > TOGETHER_BYTES and head_dim == TIMED_WIDTH:
         consumers = 0 if power_of_two(group) * sq <= FP8_LARGE_COLUMNS else None
+    if (
+        fp8
+        and consumers is None
+        and power_of_two(group) * sq > 64
+        and not (lengths or page or window)
+        and head_dim <= 128
+    ):
+        consumers = 2  # with lengths, pages or a window its registers would spill
     if page and bytes_ <= TWO_PRODUCERS_BYTES:
         choices = {"producers": 2} | choices
     if not fp8:
         consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
         if consumers and block_n is None:
-            free = not lengths and not page and not programs and aligned is not False
-            if free and several_heads(head_dim, group, sq, consumers, batch * kv_heads, multiprocessors):
-                choices = {"ahead": True} | choices
+            if several:
+                # Two programs with 64 query rows fit on an SM; one with 128 begins the next head before one ends.
+                choices = ({"per_sm": 2} if consumers == 1 else {"ahead": True}) | choices
             width = block_width(head_dim)
-            # Beside two tiles of Q and one of the output, small blocks leave more than two slots for K and for V.
-            small = choices.get("ahead", False)
+            # Small blocks leave more than two slots for K and for V beside the rest.
+            small = choices.get("ahead", False) or choices.get("per_sm", 1) == 2
             block_n = ROWS_BLOCK[width] // 2 if small else best_block(head_dim, batch * kv_heads, seen, multiprocessors)
     plan = make_plan(head_dim, group, sq, page, block_n=block_n, consumers=consumers, fp8=fp8, **choices)
     multiprocessors *= plan.per_sm  # from here on, places for programs
@@ -206,17 +226,27 @@ def arrange(
     heads = batch * kv_heads * tiles
     blocks = -(-keys // plan.block_n) - (keys - seen) // plan.block_n
     if aligned is None:
-        aligned = not lengths and aligned_split(heads, blocks, programs or multiprocessors)
-    one_consumer = plan.consumers == 1 and plan.block_d == TIMED_WIDTH and not plan.ahead and not fp8
-    if aligned and one_consumer and "wide" not in choices:
-        plan = replace(plan, wide=True)
+        # A program a head is balanced where as many SMs would be: the GPU starts each where another ends.
+        a_head_each = bool(several) and plan.per_sm == 2
+        aligned = not lengths and (a_head_each or aligned_split(heads, blocks, programs or multiprocessors))
     if plan.ahead and (lengths or not aligned):
         raise ValueError(
             "ahead takes whole heads, which the host knows to be balanced: give no lengths, and sizes for which "
             "`aligned_split` is true, or aligned=True."
         )
     even = 0 if lengths or aligned else even_programs(heads, blocks, multiprocessors)
+    if aligned and plan.per_sm == 2 and (plan.consumers or seen >= PROGRAM_A_HEAD_KEYS):
+        programs = programs or heads  # they drift apart, and so some read while others begin and end
+    if lengths and not page and not plan.consumers and not fp8 and bytes_ > HINT_BYTES[1]:
+        programs = programs or shared_programs(heads, multiprocessors)
     programs = programs or even or multiprocessors
+    one_head = aligned and heads <= programs
+    if aligned and plan.consumers and plan.block_d == TIMED_WIDTH and not (plan.ahead or fp8):
+        by_tma = one_head and (plan.consumers == 2 or plan.per_sm == 2)
+        plan = replace(plan, by_tma=choices.get("by_tma", by_tma))
+        plan = replace(plan, wide=choices.get("wide", plan.consumers == 1 and not plan.by_tma))
+    if plan.consumers == 0 and not fp8 and "lean" not in choices:
+        plan = replace(plan, lean=one_head or lengths)
     parts = most_parts(heads, blocks, programs)
     if merge is None:
         # Waiting for each other is faster where the time is that of launches, not of bytes; and for long caches, too,
@@ -228,7 +258,8 @@ def arrange(
     numbers = group * min(sq, plan.queries) * plan.block_d
     own = 1 if merge == "last" else parts  # programs that merge a head
     plan = replace(plan, merge=merge)
-    merge_plan = replace(plan, **merge_shape(parts, -(-numbers // own)))
+    # Sequences that are longer than others have more parts than where all are equal.
+    merge_plan = replace(plan, **merge_shape(max(parts, 4) if lengths else parts, -(-numbers // own)))
     # A program of the second launch adds up a piece at a time; few heads have enough programs for all their pieces.
     pieces = -(-numbers // (32 * merge_plan.merge_width * MERGE_WARPS // merge_plan.merge_warps))
     pieces = min(pieces, -(-MERGE_PROGRAMS // heads))

@@ -42,13 +42,14 @@ def when_used(number):
 
 
 @gluon.jit
-def load_block(descriptor, cache, cursor, numbers, kv_head, tile, full, pred):
+def load_block(descriptor, cache, cursor, numbers, kv_head, tile, full, pred, EXPECT: gl.constexpr = True):
     """Start the copy of one block of K or V; its barrier completes when all bytes are there.
 
-    Rows outside of the tensor, and pages whose number is none, come as zeros.
+    Rows outside of the tensor, and pages whose number is none, come as zeros. EXPECT: the barrier has not been told yet.
     """
     PLAN: gl.constexpr = cache.PLAN
-    mbarrier.expect(full, PLAN.block_n * PLAN.block_d * (descriptor.dtype.primitive_bitwidth // 8), pred=pred)
+    if EXPECT:
+        mbarrier.expect(full, PLAN.block_n * PLAN.block_d * (descriptor.dtype.primitive_bitwidth // 8), pred=pred)
     key = (cursor.first + cursor.j) * PLAN.block_n
     if cache.CASE.paged:
         PAGES: gl.constexpr = PLAN.block_n // PLAN.box
@@ -62,18 +63,19 @@ def load_block(descriptor, cache, cursor, numbers, kv_head, tile, full, pred):
 
 
 @gluon.jit
-def load_next(descriptor, results, cursor, numbers, tile, full, pred):
+def load_next(descriptor, results, cursor, numbers, tile, full, pred, EXPECT: gl.constexpr = True):
     """Start the copy of the block at the cursor, and return the next block's cursor and page numbers."""
     cache = results.cache
-    load_block(descriptor, cache, cursor, numbers, cursor.head // results.tiles, tile, full, pred)
+    load_block(descriptor, cache, cursor, numbers, cursor.head // results.tiles, tile, full, pred, EXPECT)
     cursor = cache.advance(cursor)
     return cursor, page_numbers(cache, cursor)
 
 
 @gluon.jit
-def load_queries(q_desc, results, b, head, tile, full, pred):
+def load_queries(q_desc, results, b, head, tile, full, pred, EXPECT: gl.constexpr = True):
     """Start the copy of the queries of a head; heads and tokens that do not exist come as zeros."""
-    mbarrier.expect(full, q_desc.block_type.nbytes, pred=pred)
+    if EXPECT:
+        mbarrier.expect(full, q_desc.block_type.nbytes, pred=pred)
     query = (head % results.tiles) * results.cache.PLAN.queries
     tma_load(q_desc, [b, head // results.tiles, 0, query, 0], full, tile, pred=pred)
 

@@ -218,9 +218,11 @@ class Launch:
             self._launch_by_triton(q, k, v, out, parts, counters, (lens, table, *self.sizes, c), scales)
             if not self.adapted:
                 return out
-        maps = [Map(q, *self.q_map), Map(k, *self.k_map), Map(v, *self.v_map)]
-        if self.plan.ahead:
+        maps: list[Map | None] = [Map(q, *self.q_map), Map(k, *self.k_map), Map(v, *self.v_map)]
+        if self.plan.ahead or self.plan.by_tma:
             maps.append(Map(out, *self.o_map))
+        elif self.plan.consumers and not self.plan.cluster and not self.fp8:
+            maps.append(None)
         # Addresses as numbers: of a tensor Triton's launcher asks the driver whose memory that is.
         addresses = out.data_ptr(), parts.data_ptr(), counters.data_ptr(), lens.data_ptr(), table.data_ptr()
         start, function, metadata = self.compiled[0]
@@ -238,7 +240,12 @@ class Launch:
         return bool(getattr(hook, "calls", hook))  # a chain of hooks, or one or None
 
     def counters_for(self, stream: int) -> torch.Tensor:
-        """Counters, all zero, of a stream: its kernels run one after another and each leaves them at zero."""
+        """Counters, all zero, of a stream: its kernels run one after another and each leaves them at zero.
+
+        A captured graph may be replayed on any stream, beside another, so it gets counters of its own.
+        """
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return torch.zeros(self.counters, dtype=torch.int32, device=self.device)
         kept = _COUNTERS.get((self.device, stream))
         if kept is None or kept.numel() < self.counters:
             kept = torch.zeros(max(self.counters, 1024), dtype=torch.int32, device=self.device)
@@ -272,8 +279,10 @@ class Launch:
             descriptor(k, self.k_map, cache_box),
             descriptor(v, self.v_map, cache_box),
         ]
-        if plan.ahead:  # each consumer stores its 64 rows
+        if plan.ahead or plan.by_tma:  # each consumer stores its 64 rows
             descriptors.append(descriptor(out, self.o_map, plan.output_box))
+        elif plan.consumers and not plan.cluster and not self.fp8:
+            descriptors.append(None)
 
         def run(kernel, grid: tuple, *arguments, **options):
             return (

@@ -33,7 +33,7 @@ def compile_decode(plan: Plan, case: Case, dtype: str = "bf16", merge: bool = Fa
         "q_desc": f"tensordesc<{dtype}[1, 1, {plan.heads}, {plan.queries}, {plan.block_d}],{q!r}>",
         "k_desc": f"tensordesc<{cache}[1, 1, {plan.box}, {plan.block_d}],{kv!r}>",
         "v_desc": f"tensordesc<{cache}[1, 1, {plan.box}, {plan.block_d}],{kv!r}>",
-        "o_desc": f"tensordesc<{dtype}{plan.output_box},{q!r}>" if plan.ahead else "",
+        "o_desc": f"tensordesc<{dtype}{plan.output_box},{q!r}>",
         "out_ptr": f"*{dtype}",
         "parts_ptr": "*fp32",
         "counters_ptr": "*i32",
@@ -42,11 +42,14 @@ def compile_decode(plan: Plan, case: Case, dtype: str = "bf16", merge: bool = Fa
         "c": "fp32",
         "scales_ptr": "*fp32",
     }
-    names = [name for name in function.arg_names if name not in ("PLAN", "CASE")]
+    constants = {"PLAN": plan, "CASE": case}
+    if "o_desc" in function.arg_names and not (plan.ahead or plan.by_tma):
+        constants["o_desc"] = None
+    names = [name for name in function.arg_names if name not in constants]
     signature = {name: kinds.get(name, "i32") for name in names}
     pointers = [name for name in names if name.endswith("_ptr")]
     options = {"num_warps": 4} if merge else plan.options
-    compiled = compile_gluon(function, signature, {"PLAN": plan, "CASE": case}, pointers, **options)
+    compiled = compile_gluon(function, signature, constants, pointers, **options)
     return read_assembly(compiled, function.__name__)
 
 

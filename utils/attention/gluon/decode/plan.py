@@ -59,7 +59,6 @@ class Plan:
     registers: int = 0  # of a consumer's thread, with two consumers
     raw_slots: int = 0  # slots of K and of V for an fp8 cache's bytes, each; 0: the cache has the queries' type
     per_sm: int = 1  # programs that an SM runs at the same time
-    wide: bool = False  # where query rows are the rows: threads exchange the output, and store 16 bytes at once, not 4
     level: bool = False  # with lengths: programs take whole heads where the kernel finds them balanced
     producers: int = 1  # warps that load, where query rows are the rows: one, or one for K and one for V
     ahead: bool = False  # whole heads, each begun before the one before it is stored (`rows_ahead.py`)
@@ -67,6 +66,9 @@ class Plan:
     sent: int = 0  # query rows of the tile that the programs of a cluster send each other: those that exist
     inbox_in_ring: bool = False  # what they send lies where the tiles were: that costs a wait for the cluster
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)
+    wide: bool = False  # where query rows are the rows: threads exchange the output, and store 16 bytes at once, not 4
+    by_tma: bool = False  # the output of a whole head leaves by TMA, from the place of its queries
+    lean: bool = False  # keys as rows: all expectations come before all copies, and whole heads have no code for parts
 
     @property
     def columns(self) -> int:
@@ -75,7 +77,7 @@ class Plan:
 
     @property
     def output_box(self) -> list[int]:
-        """Box of a TMA store of 64 query rows of the output, (B, Hkv, group, Sq, D): with `ahead`."""
+        """Box of a TMA store of 64 query rows of the output, (B, Hkv, group, Sq, D): with `ahead` and `by_tma`."""
         return [1, 1, 64 // self.queries, self.queries, self.block_d]
 
     @property
@@ -99,12 +101,19 @@ class Plan:
         return 504 - 2 * self.registers if self.consumers == 2 and not self.raw_slots else 40
 
     @property
+    def converter_registers(self) -> int:
+        """Registers of a thread that converts an fp8 cache: what a block's other roles leave."""
+        return 128 if self.consumers == 1 else 56
+
+    @property
     def options(self) -> dict:
         """Triton's options of the launch.
 
         With one consumer the block has eight warps with their padding, and Triton would ask for 256 registers a thread,
         which no instruction can name; ptxas then ignores the number that the roles' own requests build on.
         """
+        if self.per_sm == 2 and self.consumers:
+            return {"num_warps": 4, "maxnreg": 128}
         if self.per_sm > 2:
             return {"num_warps": 4, "maxnreg": 65536 // (128 * self.per_sm) // 8 * 8}
         return {"num_warps": 4} | (
@@ -160,8 +169,10 @@ def make_plan(
     per_sm: int | None = None,
     producers: int = 1,
     level: bool | None = None,
-    wide: bool = False,
     ahead: bool = False,
+    wide: bool = False,
+    by_tma: bool = False,
+    lean: bool = False,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
 
@@ -178,10 +189,12 @@ def make_plan(
         return _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves)
     consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
     if consumers:
-        plan = _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, q_slots, ahead)
+        plan = _rows_plan(
+            head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, q_slots, ahead, per_sm or 1
+        )
         producers = producers if consumers == 1 else 1
         level = (page is not None and page <= LEVEL_PAGES) if level is None else level
-        return replace(plan, producers=producers, level=level, wide=wide)
+        return replace(plan, producers=producers, level=level, wide=wide, by_tma=by_tma)
     if ahead:
         raise ValueError("ahead is a variant of the kernel with query rows as rows; give consumers=1 or 2 with it.")
     block_d = block_width(head_dim)
@@ -215,11 +228,12 @@ def make_plan(
         early=early,
         per_sm=per_sm,
         level=bool(level),
+        lean=lean,
     )
 
 
 def _rows_plan(
-    head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, q_slots, ahead=False
+    head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, q_slots, ahead=False, per_sm=1
 ) -> Plan:
     """Return `make_plan`'s plan where query rows are the rows of the products."""
     rows = 64 * consumers
@@ -233,7 +247,7 @@ def _rows_plan(
     queries = min(power_of_two(sq), rows // heads)
     heads = rows // queries
     block_n = block_n or ROWS_BLOCK[block_d]
-    tile, room = 2 * block_n * block_d, SHARED_BYTES - 1024
+    tile, room = 2 * block_n * block_d, SHARED_BYTES // per_sm - 1024
     q_bytes = 2 * rows * block_d
     if q_slots is None:
         q_slots = 2 if ahead or (room - 2 * q_bytes) // tile >= 6 else 1
@@ -259,6 +273,7 @@ def _rows_plan(
         registers=0 if consumers == 1 else 232 if page and page < block_n else 240,
         halves=halves if halves is not None else block_d >= 128,
         ahead=ahead,
+        per_sm=per_sm,
     )
 
 
@@ -290,15 +305,17 @@ def _fp8_keys_plan(head_dim, group, sq, page, block_n, merge, early, per_sm) -> 
 
 def _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves) -> Plan:
     """Return `make_plan`'s plan for a cache in e4m3: two slots each for the converted K and V, the rest for bytes."""
-    if power_of_two(group) > 64 or consumers != 1:
+    if power_of_two(group) > 64:
         raise ValueError(
             "an fp8 cache takes groups of up to 64 query heads (32 with keys as rows at head dimension 256) and at most "
             f"one consumer; {group} share a head, and consumers={consumers}."
         )
     block_n = block_n or {64: 128, 128: 64, 256: 32}[block_width(head_dim)]
-    plan = _rows_plan(head_dim, group, sq, page, block_n, 4, merge, early, 1, halves, 1)
+    plan = _rows_plan(head_dim, group, sq, page, block_n, 4, merge, early, consumers, halves, 1)
     room = SHARED_BYTES - 1024 - plan.shared_bytes
-    return replace(plan, raw_slots=min(room // (2 * block_n * plan.block_d), 8))
+    registers = 160 if consumers == 2 else 0
+    raw_slots = min(room // (2 * block_n * plan.block_d), 8)
+    return replace(plan, raw_slots=raw_slots, registers=registers)
 
 
 def refuse(group: int, sq: int, batch: int, page: int | None = None, head_dim: int = 0, fp8: bool = False) -> str:

@@ -4,13 +4,13 @@ K and V come as bytes, half as many as in bf16. A warpgroup of its own converts 
 every e4m3 number exactly, and the consumer (`rows.py`) multiplies as ever. K's scale goes into the factor of the scores,
 V's into the output. Bad numbers stay bad: the converting instruction makes e4m3's nan a nan.
 
-    role         warps    what
-    producer     1        TMA copies of Q, and of K and V as bytes, into rings of their own
-    converter    4        bytes -> the queries' type, into rings of two tiles of K and two of V
-    consumer     4        64 query rows, as in rows.py
+    role          warps    what
+    producer      1        TMA copies of Q, and of K and V as bytes, into rings of their own
+    converters    4 + 4    bytes -> the queries' type, one for K and one for V, into rings of two tiles each
+    consumers     4 or 8   64 query rows each, as in rows.py; they share what was converted
 
-It saves memory, not time: on an H200 it is 0.9 to 1.1 times as fast as a cache in bf16, and half as fast with more than 64
-query rows. Up to 16 query rows `quantized_keys.py` reads an fp8 cache, 1.06 to 1.87 times as fast as one in bf16
+It saves memory more than time: on an H200 it is 1.1 times as fast as a cache in bf16, and 0.9 times with more than 64 query rows
+(docs/decode-log.md, entry 38). Up to 16 query rows `quantized_keys.py` reads an fp8 cache, 1.06 to 1.87 times as fast as one in bf16
 (assets/results/h200/decode_fp8.json; docs/decode-log.md says what bounds both).
 """
 
@@ -18,9 +18,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
+from utils.attention.gluon.decode.heads import Share
 from utils.attention.gluon.decode.kernel import SIZES
 from utils.attention.gluon.decode.merge import Results, in_eights
-from utils.attention.gluon.decode.rows import Share, consumer, producer
+from utils.attention.gluon.decode.rows import consumer, producer
 from utils.attention.gluon.decode.work import Cache
 from utils.attention.gluon.pipeline import Ring, allocate_ring
 from utils.kernels.early_launch import let_next_launch_begin
@@ -52,23 +53,22 @@ def convert_tile(raw, ring, i, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def converter(share, raw_k, raw_v):
-    """One warpgroup: from the rings of bytes to the rings that the consumer reads."""
+def converter(share, raw, ring):
+    """One warpgroup: from the ring of K's or of V's bytes to the ring that the consumers read."""
     for i in range(share.end - share.begin):
-        convert_tile(raw_k, share.k, i, share.PLAN)
-        convert_tile(raw_v, share.v, i, share.PLAN)
+        convert_tile(raw, ring, i, share.PLAN)
 
 
 @gluon.jit
 def allocate_converted(dtype: gl.constexpr, SLOTS: gl.constexpr, PLAN: gl.constexpr):
-    """A ring that the converter fills: each of its threads arrives for itself."""
+    """A ring that a converter fills: each of its threads arrives for itself."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     tiles = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PLAN.block_n, PLAN.block_d], layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=128)
-        mbarrier.init(empty.index(i), count=128)
+        mbarrier.init(empty.index(i), count=128 * PLAN.consumers)
     return Ring(tiles, full, empty, SLOTS, 1)
 
 
@@ -77,12 +77,12 @@ def attend_fp8(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
     """The blocks of one program: allocate rings and barriers, and start the roles."""
     cache = results.cache
     PLAN: gl.constexpr = cache.PLAN
-    q = allocate_ring(q_desc, PLAN.q_slots, 1, 1)
+    q = allocate_ring(q_desc, PLAN.q_slots, 1, PLAN.consumers)
     raw_k = allocate_ring(k_desc, PLAN.raw_slots, 1, 1, PLAN.block_n)
     raw_v = allocate_ring(v_desc, PLAN.raw_slots, 1, 1, PLAN.block_n)
     k = allocate_converted(q_desc.dtype, PLAN.slots // 2, PLAN)
     v = allocate_converted(q_desc.dtype, PLAN.slots // 2, PLAN)
-    cleaned = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())  # one consumer: nobody waits for it
+    cleaned = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(cleaned, count=128)
     # TMA completes the barriers through the async proxy, and may otherwise find them as they were before.
     fence_async_shared()
@@ -92,11 +92,30 @@ def attend_fp8(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
     c = results.c
     share = Share(results, begin, end, start, q, k, v, cleaned, c, scales_ptr, PLAN, cache.CASE)
     loads = Share(results, begin, end, start, q, raw_k, raw_v, cleaned, c, scales_ptr, PLAN, cache.CASE)
-    gl.warp_specialize(
-        [(consumer, (share, 0)), (converter, (share, raw_k, raw_v)), (producer, (loads, q_desc, k_desc, v_desc))],
-        [4, 1],
-        [152, PLAN.producer_registers],
-    )
+    # The first role has four warps and the registers that are left by the others.
+    if PLAN.consumers == 2:
+        gl.warp_specialize(
+            [
+                (consumer, (share, None, 0)),
+                (consumer, (share, None, 1)),
+                (converter, (share, raw_k, k)),
+                (converter, (share, raw_v, v)),
+                (producer, (loads, q_desc, k_desc, v_desc)),
+            ],
+            [4, 4, 4, 1],
+            [PLAN.registers, PLAN.converter_registers, PLAN.converter_registers, PLAN.producer_registers],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (share, None, 0)),
+                (converter, (share, raw_k, k)),
+                (converter, (share, raw_v, v)),
+                (producer, (loads, q_desc, k_desc, v_desc)),
+            ],
+            [4, 4, 1],
+            [PLAN.converter_registers, PLAN.converter_registers, PLAN.producer_registers],
+        )
 
 
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr", "scales_ptr"])

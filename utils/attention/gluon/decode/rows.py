@@ -12,112 +12,37 @@ program reads which keys, the parts, and the merge are the same as there.
     rings        slots of K and V (64 rows / 128 rows)           6+7 / 6+6        3+3 / 3+3        3+3 / 2+3
     queries      tiles of Q (64 rows / 128 rows)                 2 / 2            2 / 1            1 / 1
     producer     one warp: TMA copies of Q, K and V, a box a page where the cache is in pages
+    programs     one an SM; two with 64 rows and blocks of 64 keys where there are several heads an SM, a program a head
 
-On an H200, at the seventeen of thirty points that it computes: 1.07 times as fast as the best other library
-(0.90 to 1.22). Each point: assets/results/h200/decode.json, and why: docs/decode-log.md.
+On an H200, at the thirteen of thirty points that it computes: 1.09 times as fast as the best other library
+(0.98 to 1.27). Each point: assets/results/h200/decode.json, and why: docs/decode-log.md.
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from utils.attention.gluon.decode.blocks import (
-    clean_values,
-    clear_keys,
-    load_block,
-    load_queries,
-    mask_block,
-    page_numbers,
+from utils.attention.gluon.decode.blocks import clear_keys, load_block, load_queries, page_numbers
+from utils.attention.gluon.decode.heads import (
+    Block,
+    Share,
+    clean_tile,
+    inverses,
+    row_sums,
+    store_head,
+    store_head_by_tma,
 )
 from utils.attention.gluon.decode.kernel import SIZES
-from utils.attention.gluon.decode.merge import Results, in_eights, inverse
-from utils.attention.gluon.decode.work import Cache, Cursor
-from utils.attention.gluon.pipeline import Ring, allocate_ring
-from utils.attention.gluon.shared import accumulator, aggregate, thread_barrier, wait_products
+from utils.attention.gluon.decode.merge import Results, in_eights
+from utils.attention.gluon.decode.steps import first_block, step
+from utils.attention.gluon.decode.work import Cache
+from utils.attention.gluon.pipeline import allocate_ring
+from utils.attention.gluon.shared import accumulator, wait_products
 from utils.attention.gluon.softmax import spread
-from utils.attention.gluon.step5_overlapped import first_block, start_output, step
+from utils.attention.gluon.step5_overlapped import start_output
 from utils.kernels.early_launch import let_next_launch_begin
-
-
-@aggregate
-class Share:
-    """One program's blocks, first and behind the last in the long row, and what its roles share."""
-
-    results: Results
-    begin: gl.tensor
-    end: gl.tensor
-    start: Cursor  # the cursor at block `begin`
-    q: Ring
-    k: Ring
-    v: Ring
-    cleaned: gl.shared_memory_descriptor  # mbarrier: V's rows behind the last key have been replaced by zeros
-    c: gl.tensor
-    scales_ptr: gl.tensor  # of K, then of V, a head of keys each; read only where the cache is in fp8
-    PLAN: gl.constexpr
-    CASE: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, results, begin, end, start, q, k, v, cleaned, c, scales_ptr, PLAN, CASE):
-        self.results = results
-        self.begin = begin
-        self.end = end
-        self.start = start
-        self.q = q
-        self.k = k
-        self.v = v
-        self.cleaned = cleaned
-        self.c = c
-        self.scales_ptr = scales_ptr
-        self.PLAN = gl.constexpr(PLAN)
-        self.CASE = gl.constexpr(CASE)
-
-    @gluon.jit
-    def scaled(self, kv_head):
-        """This share for one head of an fp8 cache, whose scores have a scale of their own; and the scales of K and V."""
-        heads = self.results.cache.heads // self.results.tiles
-        k_scale = gl.load(self.scales_ptr + kv_head)
-        v_scale = gl.load(self.scales_ptr + heads + kv_head)
-        c = self.c * k_scale
-        share = Share(
-            self.results,
-            self.begin,
-            self.end,
-            self.start,
-            self.q,
-            self.k,
-            self.v,
-            self.cleaned,
-            c,
-            self.scales_ptr,
-            self.PLAN,
-            self.CASE,
-        )
-        return share, k_scale, v_scale
-
-    @gluon.jit
-    def mask(self, s, block, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
-        """The scores of a block, minus infinity where a row may not look: what step 5's functions call."""
-        tile = block.cursor.head % self.results.tiles
-        return mask_block(s, self.results.cache, block.cursor, block.j, tile, block.row, 1)
-
-
-@aggregate
-class Block:
-    """One block of keys for one consumer: its number in the K and V rings, its number in the head, its first row."""
-
-    number: gl.tensor
-    cursor: Cursor
-    j: gl.tensor
-    row: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, number, cursor, j, row):
-        self.number = number
-        self.cursor = cursor
-        self.j = j
-        self.row = row
 
 
 @gluon.jit
@@ -172,96 +97,12 @@ def producer(share, q_desc, k_desc, v_desc, KEYS: gl.constexpr = 1, VALUES: gl.c
         numbers = page_numbers(cache, cursor)
 
 
-# Threads t = 0 .. 3 of a row hold word t of the groups 0 .. 3, and then hold group t: the first exchange swaps bit 0 of
-# group and thread, the second one bit 1.
-EXCHANGE = gl.constexpr(
-    "{ .reg .pred odd, high; .reg .b32 t, w0, w1, w2, w3; mov.u32 t, %laneid; "
-    "and.b32 w0, t, 1; setp.ne.u32 odd, w0, 0; and.b32 w0, t, 2; setp.ne.u32 high, w0, 0; "
-    "selp.b32 t, $4, $5, odd; shfl.sync.bfly.b32 t, t, 1, 31, 0xffffffff; "
-    "selp.b32 w0, t, $4, odd; selp.b32 w1, $5, t, odd; "
-    "selp.b32 t, $6, $7, odd; shfl.sync.bfly.b32 t, t, 1, 31, 0xffffffff; "
-    "selp.b32 w2, t, $6, odd; selp.b32 w3, $7, t, odd; "
-    "selp.b32 t, w0, w2, high; shfl.sync.bfly.b32 t, t, 2, 31, 0xffffffff; "
-    "selp.b32 $0, t, w0, high; selp.b32 $2, w2, t, high; "
-    "selp.b32 t, w1, w3, high; shfl.sync.bfly.b32 t, t, 2, 31, 0xffffffff; "
-    "selp.b32 $1, t, w1, high; selp.b32 $3, w3, t, high; }"
-)
-
-
-@gluon.constexpr_function
-def four_groups(PAIRS):
-    """Layout of words [64, PAIRS] as a product leaves them, a thread's words of four groups of four one after another."""
-    registers = [[0, 4], [0, 8], [8, 0]] + [[0, d] for d in (16, 32, 64) if d < PAIRS]
-    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, PAIRS])
-
-
 @gluon.jit
-def store_head(results, cursor, o, row):
-    """Store the output of a head that this program has computed whole, [64, BLOCK_D]; row: the tile's first."""
-    numbers = o.to(results.out_ptr.dtype.element_ty)
-    if results.cache.PLAN.wide:
-        # Two neighbours as one word; then the four threads of a row exchange words, four by four.
-        PAIRS: gl.constexpr = o.shape[1] // 2
-        low, high = numbers.to(gl.int16, bitcast=True).reshape([64, PAIRS, 2]).split()
-        words = (low.to(gl.int32) & 0xFFFF) | (high.to(gl.int32) << 16)
-        words = gl.convert_layout(words, four_groups(PAIRS)).reshape([64, PAIRS // 16, 4, 4])
-        words = gl.inline_asm_elementwise(
-            EXCHANGE, "=&r,=&r,=&r,=&r,r,r,r,r", [words], dtype=gl.int32, is_pure=True, pack=4
-        )
-        words = words.permute([0, 1, 3, 2]).reshape([64, PAIRS])
-        pairs = gl.join((words & 0xFFFF).to(gl.int16), (words >> 16).to(gl.int16)).reshape([64, 2 * PAIRS])
-        results.store_whole(cursor, pairs.to(numbers.dtype, bitcast=True), row, 0)
-    else:
-        results.store_whole(cursor, numbers, row, 0)
+def consumer(all_heads, o_desc, W: gl.constexpr):
+    """Warpgroup W: the query rows W * 64 and on of each head, over all blocks of this program.
 
-
-@gluon.jit
-def row_sums(state, row):
-    """Row numbers, maximum in use and sum: a tuple with one such triple, or with two where a warp's rows are halved."""
-    if len(state) == 2:
-        upper, lower = state
-        layout: gl.constexpr = upper.maximum.type.layout
-        warp = gl.arange(0, 4, gl.SliceLayout(1, layout))[:, None]
-        numbers = row + 16 * warp + gl.arange(0, 8, gl.SliceLayout(0, layout))[None, :]
-        total0 = gl.convert_layout(gl.sum(upper.total, 2), layout)
-        total1 = gl.convert_layout(gl.sum(lower.total, 2), layout)
-        return (numbers, upper.maximum, total0), (numbers + 8, lower.maximum, total1)
-    else:
-        rows = state[0]
-        numbers = row + gl.arange(0, rows.maximum.shape[0], rows.maximum.type.layout)
-        return ((numbers, rows.maximum, rows.total),)
-
-
-@gluon.jit
-def inverses(sums):
-    """1 / sum of each triple of `row_sums`."""
-    if len(sums) == 2:
-        return inverse(sums[0][2]), inverse(sums[1][2])
-    else:
-        return (inverse(sums[0][2]),)
-
-
-@gluon.jit
-def clean_tile(share, block, times, W: gl.constexpr):
-    """Replace the values behind the last key by zeros before any consumer multiplies them; times: cleaned before."""
-    PLAN: gl.constexpr = share.PLAN
-    share.v.wait_full(block.number)
-    if W == 0:
-        tile = share.v.tiles.index(share.v.slot(block.number))
-        clean_values(tile, block.cursor, block.j, PLAN.block_n, PLAN.block_d)
-        # Zeros stored by threads, read by wgmma through the async proxy: without the fence it may read what was there.
-        fence_async_shared()
-        if PLAN.consumers == 2:
-            async_copy.mbarrier_arrive(share.cleaned, increment_count=False)
-        thread_barrier()  # the other warps' zeros
-    else:
-        mbarrier.wait(share.cleaned, times & 1)  # without it this consumer could multiply what is not a number
-
-
-@gluon.jit
-def consumer(all_heads, W: gl.constexpr):
-    """Warpgroup W: the query rows W * 64 and on of each head, over all blocks of this program."""
+    o_desc: the output's TMA descriptor where it leaves that way, else None.
+    """
     share = all_heads
     results = share.results
     cache = results.cache
@@ -283,7 +124,9 @@ def consumer(all_heads, W: gl.constexpr):
             share, k_scale, v_scale = all_heads.scaled(cursor.head // results.tiles)
         share.q.wait_full(piece)  # the first product reads Q
         q = share.q.tiles.index(share.q.slot(piece)).reshape([PLAN.columns, BLOCK_D]).slice(ROW, 64)
-        p, state = first_block(share, Block(it, cursor, cursor.j, gl.to_tensor(ROW)), q, True, False, False)
+        key = (cursor.first + cursor.j) * BLOCK_N
+        masked = (key + BLOCK_N > clear) | (key < low)
+        p, state = first_block(share, Block(it, cursor, cursor.j, gl.to_tensor(ROW)), q, masked)
         o = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
         it += 1
         share.k.wait_full(it, pred=n > 1)  # each step waits for the next one's keys; this is the first one's
@@ -292,9 +135,10 @@ def consumer(all_heads, W: gl.constexpr):
             key = (cursor.first + j) * BLOCK_N
             masked = (key + BLOCK_N > clear) | (key < low)
             block = Block(it, cursor, j, gl.to_tensor(ROW))
-            o, p, state = step(share, block, q, o, p, state, k + 1 < n, masked, True, False)
+            o, p, state = step(share, block, q, o, p, state, k + 1 < n, masked)
             it += 1
-        share.q.release(piece)
+        if not PLAN.by_tma:
+            share.q.release(piece)
 
         j = cursor.j + n - 1
         if share.CASE.clean:  # noqa: SIM102 (decided by the compiler; the next line for each head)
@@ -307,7 +151,13 @@ def consumer(all_heads, W: gl.constexpr):
         share.v.release(it - 1)
         if PLAN.raw_slots > 0:
             o = o * v_scale
-        if n == cursor.blocks:
+        if PLAN.by_tma:
+            # The queries of these rows have been read, by this consumer alone: the output takes their place.
+            tile = share.q.tiles.index(share.q.slot(piece)).slice(ROW // PLAN.queries, 64 // PLAN.queries, dim=2)
+            store_head_by_tma(results, cursor, o_desc, tile, q, o * spread(inverses(sums), o), ROW)
+            tma.store_wait(0)  # shared memory must live until TMA has read it, and the next queries may not come before
+            share.q.release(piece)
+        elif share.CASE.aligned or n == cursor.blocks:
             store_head(results, cursor, o * spread(inverses(sums), o), ROW)
         else:
             part = 2 * program + (split.owner(unit - cursor.j) == program).to(gl.int32)
@@ -323,7 +173,7 @@ def consumer(all_heads, W: gl.constexpr):
 
 
 @gluon.jit
-def attend_rows(results, split, q_desc, k_desc, v_desc, program):
+def attend_rows(results, split, q_desc, k_desc, v_desc, o_desc, program):
     """The blocks of one program: allocate rings and barriers, and start the roles."""
     cache = results.cache
     PLAN: gl.constexpr = cache.PLAN
@@ -336,14 +186,14 @@ def attend_rows(results, split, q_desc, k_desc, v_desc, program):
     # TMA completes the barriers through the async proxy, and may otherwise find them as they were before.
     fence_async_shared()
     begin = split.begin(program)
-    start = cache.locate(begin)
+    start = cache.start(split, program)
     end = split.begin(program + 1)
     share = Share(results, begin, end, start, q, k, v, cleaned, results.c, results.counters_ptr, PLAN, cache.CASE)
     # The first role has four warps and the registers that are left by the others.
     if CONSUMERS == 1 and PLAN.producers == 2:
         gl.warp_specialize(
             [
-                (consumer, (share, 0)),
+                (consumer, (share, o_desc, 0)),
                 (producer, (share, q_desc, k_desc, v_desc, 1, 0)),
                 (producer, (share, q_desc, k_desc, v_desc, 0, 1)),
             ],
@@ -352,12 +202,18 @@ def attend_rows(results, split, q_desc, k_desc, v_desc, program):
         )
     elif CONSUMERS == 1:
         gl.warp_specialize(
-            [(consumer, (share, 0)), (producer, (share, q_desc, k_desc, v_desc))], [1], [PLAN.producer_registers]
+            [(consumer, (share, o_desc, 0)), (producer, (share, q_desc, k_desc, v_desc))],
+            [1],
+            [PLAN.producer_registers],
         )
     else:
         gl.static_assert(CONSUMERS == 2)
         gl.warp_specialize(
-            [(consumer, (share, 0)), (consumer, (share, 1)), (producer, (share, q_desc, k_desc, v_desc))],
+            [
+                (consumer, (share, o_desc, 0)),
+                (consumer, (share, o_desc, 1)),
+                (producer, (share, q_desc, k_desc, v_desc)),
+            ],
             [4, 1],
             [PLAN.registers, PLAN.producer_registers],
         )
@@ -368,6 +224,7 @@ def attention_decode_rows(
     q_desc,
     k_desc,
     v_desc,
+    o_desc,
     out_ptr,
     parts_ptr,
     counters_ptr,
@@ -397,6 +254,6 @@ def attention_decode_rows(
     if PLAN.early and PLAN.merge == "second":
         let_next_launch_begin()
     if program < split.programs:
-        attend_rows(results, split, q_desc, k_desc, v_desc, program)
+        attend_rows(results, split, q_desc, k_desc, v_desc, o_desc, program)
         # Behind the roles' last stores: the first role's warps go on when all roles have ended.
         results.merge_own(split, program)

@@ -11,7 +11,7 @@ heads only, and their queries have two tiles.
     block        keys                                            128              64 or 128        32 or 64
     output       a tile of 64 query rows for each consumer, in Q's type
 
-`arrange` takes it at head dimension 128 where a program has two or more whole heads: 0.90 to 0.99 of the time of
+`arrange` takes it at head dimension 128 for 128 query rows where a program has two or more whole heads: 0.90 to 0.99 of the time of
 `rows.py` on an H200 (docs/decode-log.md, entry 28). With one head a program it is 3% slower.
 """
 
@@ -20,27 +20,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from utils.attention.gluon.decode.blocks import clear_keys
+from utils.attention.gluon.decode.heads import Block, Share, clean_tile, inverses, row_sums, store_head_by_tma
 from utils.attention.gluon.decode.kernel import SIZES
 from utils.attention.gluon.decode.merge import Results, in_eights
-from utils.attention.gluon.decode.rows import Block, Share, clean_tile, inverses, producer, row_sums
+from utils.attention.gluon.decode.rows import producer
 from utils.attention.gluon.decode.work import Cache
 from utils.attention.gluon.pipeline import allocate_ring
-from utils.attention.gluon.shared import accumulator, tma_store
+from utils.attention.gluon.shared import accumulator
 from utils.attention.gluon.softmax import spread, unseen_halves, unseen_whole
 from utils.attention.gluon.step5_overlapped import finish_block, first_block, start_output, start_scores, step
-
-
-@gluon.jit
-def store_head_by_tma(results, cursor, o_desc, tile, o, ROW: gl.constexpr):
-    """Hand the output of a head, query rows ROW .. ROW + 63 of its tile, to TMA, which leaves out rows that are none."""
-    PLAN: gl.constexpr = results.cache.PLAN
-    tma.store_wait(0)  # TMA may still be reading the last head's rows from this buffer
-    tile.reshape([64, PLAN.block_d]).store(o.to(tile.dtype))
-    # The threads wrote through the generic proxy, TMA reads through the async proxy: without the fence it may read
-    # what was there before.
-    fence_async_shared()
-    query = (cursor.head % results.tiles) * PLAN.queries
-    tma_store(o_desc, [cursor.b, cursor.head // results.tiles, ROW // PLAN.queries, query, 0], tile)
 
 
 @gluon.jit
@@ -102,7 +90,9 @@ def consumer_ahead(share, o_desc, o_tiles, W: gl.constexpr):
         block = Block(it, following, following.j, row)
         o, p, state = finish_block(share, block, s, pv, unseen, it + 1 < count, True, True, False, False, True)
         it += 1
-        store_head_by_tma(results, cursor, o_desc, o_tile, o * spread(inverse, o), ROW)
+        tma.store_wait(0)  # TMA may still be reading the last head's rows from this buffer
+        rows = o_tile.reshape([64, BLOCK_D])
+        store_head_by_tma(results, cursor, o_desc, o_tile, rows, o * spread(inverse, o), ROW)
         piece += 1
         cursor = following
     tma.store_wait(0)  # shared memory must live until TMA has read it

@@ -89,7 +89,8 @@ class Cache:
         else:
             total = self.heads * self.batch * self.blocks(self.sk)
         programs = gl.minimum(programs, total)
-        return Split(total // programs, total % programs, programs, grain)
+        share = total // programs
+        return Split(share, total - share * programs, programs, grain)
 
     @gluon.jit
     def split_level(self, total, most, programs):
@@ -142,6 +143,18 @@ class Cache:
             b = head // self.heads
             head = head - b * self.heads
         return Cursor(b, head, j, length, self.first_block(length), blocks)
+
+    @gluon.jit
+    def start(self, split, program):
+        """The cursor at a program's first block. Whole heads need one division for it."""
+        if self.CASE.aligned and not self.CASE.lengths and (self.PLAN.lean or self.PLAN.consumers > 0):
+            flat = split.first_grain(program)
+            b = flat // self.heads
+            return Cursor(
+                b, flat - b * self.heads, gl.to_tensor(0), self.sk, self.first_block(self.sk), self.blocks(self.sk)
+            )
+        else:
+            return self.locate(split.begin(program))
 
     @gluon.jit
     def advance(self, cursor):
@@ -218,9 +231,14 @@ class Split:
         self.grain = grain
 
     @gluon.jit
+    def first_grain(self, program):
+        """First grain of a program."""
+        return program * self.share + gl.minimum(program, self.extra)
+
+    @gluon.jit
     def begin(self, program):
         """First block of a program."""
-        return (program * self.share + gl.minimum(program, self.extra)) * self.grain
+        return self.first_grain(program) * self.grain
 
     @gluon.jit
     def owner(self, unit):
