@@ -168,7 +168,7 @@ class Work:
         ROWS: gl.constexpr = desc.block_type.shape[-2]
         COLUMNS: gl.constexpr = desc.block_type.shape[-1]
         if tile.shape[1] == COLUMNS:
-            halves = tile._reinterpret(tile.dtype, [2, ROWS, COLUMNS], tile.layout)
+            halves = tile.reinterpret(tile.dtype, [2, ROWS, COLUMNS], tile.layout)
             self.copy(desc, halves.index(half), (at[0] + half * ROWS, at[1]), parity, arrived)
         elif (
             self.CONFIG.simulated
@@ -176,7 +176,7 @@ class Work:
             left_or_right = tile.slice(half * COLUMNS, COLUMNS, dim=1)
             self.copy(desc, left_or_right, (at[0], at[1] + half * COLUMNS), parity, arrived)
         else:
-            halves = tile._reinterpret(tile.dtype, [2, ROWS, COLUMNS], tile.layout)
+            halves = tile.reinterpret(tile.dtype, [2, ROWS, COLUMNS], tile.layout)
             self.copy(desc, halves.index(half), (at[0], at[1] + half * COLUMNS), parity, arrived)
 
     @gluon.jit
@@ -222,7 +222,7 @@ class Work:
             ROWS: gl.constexpr = FIRST if self.B_COLUMN_MAJOR else self.CONFIG.block_k
             COLUMNS: gl.constexpr = self.CONFIG.block_k if self.B_COLUMN_MAJOR else FIRST
             start = self.slot(i) * (FIRST // SECOND + 1)
-            b = self.b2_ring.index(start)._reinterpret(self.b2_ring.dtype, [ROWS, COLUMNS], self.b2_ring.layout)
+            b = self.b2_ring.index(start).reinterpret(self.b2_ring.dtype, [ROWS, COLUMNS], self.b2_ring.layout)
             return b, self.b2_ring.index(start + FIRST // SECOND)
         else:
             return self.b_ring.index(self.slot(i)), self.b2_ring.index(self.slot(i))
