@@ -154,7 +154,7 @@ def estimate(
     far = cost.far * 2 * k * (m + n) / 1e6
     steps_time = ((all_steps * step) ** 6 + far**6) ** (1 / 6)
     row = config.rows if config.transposed else config.piece[1]  # elements of a row of a piece of C, as it is stored
-    store = cost.store if config.short else cost.store * (1 + cost.narrow * (16 / row) ** 2)
+    store = cost.store if config.short or row >= 64 else cost.store * (1 + cost.narrow * (16 / row) ** 2)
     return time + steps_time + rounds * (tile + together * store * config.block_m * config.block_n / 512)
 
 

@@ -236,6 +236,9 @@ EVEN = 0
 LEAST_SHARE = 4  # steps of an SM
 
 
+FEW = 512  # rows or columns: one or a few columns of tiles, whose blocks all read the same lines
+
+
 def most_parts(config: Config) -> int:
     """Return how many parts a tile may have: where tiles are large, many cost more to add up than they gain."""
     size = config.block_m * config.block_n
@@ -290,15 +293,18 @@ def partial_tiles(m: int, n: int, config: Config, sms: int) -> int:
 def candidates(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0), by_tma: bool = True) -> list[Config]:
     """Return the configurations that can do a product: each tile whole, and in parts of two steps at least.
 
-    Where there are neighbours, also with tiles that two blocks share; where A is late along K (see `gemm_model.estimate`),
-    with rows by parity; and where TMA can store C (`by_tma`), with its transpose computed.
+    Where rows are late (see `gemm_model.estimate`) or few, also with tiles that two blocks share: elsewhere the bytes are not
+    the limit, and what was measured was no faster. Where A is late along K, with rows by parity; and where TMA can store C
+    (`by_tma`), with its transpose computed.
     """
-    found = in_parts([*with_neighbours(tiles_for(n, late[1]), m, n), *SHORT_CONFIGS], m, n, k, sms)
+    share = 1 in late or 2 in late or min(m, n) <= FEW
+    tiles = tiles_for(n, late[1])
+    found = in_parts([*(with_neighbours(tiles, m, n) if share else tiles), *SHORT_CONFIGS], m, n, k, sms)
     if late[0] == 1 and m % 2 == 0 and n % 8 == 0:
         found += by_parity(found, m, n, sms)
     if by_tma:
         transposed = [replace(config, transposed=True) for config in tiles_for(m, late[0])]
-        found += in_parts(with_neighbours(transposed, n, m), n, m, k, sms)
+        found += in_parts(with_neighbours(transposed, n, m) if share else transposed, n, m, k, sms)
     return found
 
 
