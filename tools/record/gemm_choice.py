@@ -109,12 +109,22 @@ def is_long(shape: dict) -> bool:
 
 @functools.cache
 def _configs_by_name() -> dict:
-    from utils.kernels.gemm_plan import CONFIGS, SHORT_CONFIGS, SPLITS, WIDTHS
+    from utils.kernels.gemm_plan import CONFIGS, EVEN, SHORT_CONFIGS, SPLITS, WIDTHS
 
     found = [
-        replace(config, split=split, pairs=pairs, multicast=multicast, transposed=transposed, early=early, join=join)
+        replace(
+            config,
+            split=split,
+            pairs=pairs,
+            multicast=multicast,
+            transposed=transposed,
+            early=early,
+            join=join,
+            spread=spread,
+        )
         for config in (*CONFIGS, *WIDTHS, *SHORT_CONFIGS)
-        for split in SPLITS
+        for split in (*SPLITS, EVEN)
+        for spread in (False, True)
         for pairs in (False, True)
         for multicast in ("", "A", "B")
         for transposed in (False, True)
@@ -163,7 +173,12 @@ def kinds_of(shape: dict) -> list:
     """Return some configurations of each kind, those that the present model ranks first: of each tile one number of parts."""
     from utils.kernels import gemm_plan
 
-    found = gemm_plan.candidates(shape["m"], shape["n"], shape["k"], SMS, late_rows(shape))
+    m, n, k, late = shape["m"], shape["n"], shape["k"], late_rows(shape)
+    found = gemm_plan.candidates(m, n, k, SMS, late)
+    turned = [replace(config, transposed=True) for config in gemm_plan.tiles_for(m, late[0])]
+    even = gemm_plan.in_shares(gemm_plan.with_neighbours(gemm_plan.tiles_for(n, late[1]), m, n), m, n, k, SMS)
+    even += gemm_plan.in_shares(gemm_plan.with_neighbours(turned, n, m), n, m, k, SMS)
+    found += even + [replace(config, spread=True) for config in found + even if not config.short]
     width = {(config.block_m, config.block_n) for config in gemm_plan.WIDTHS}
     of_width = lambda config: (config.block_m, config.block_n) in width  # noqa: E731
     few_tiles = lambda x: x.split > 2 and x.block_m * x.block_n >= 24576  # noqa: E731
@@ -175,10 +190,14 @@ def kinds_of(shape: dict) -> list:
         (1, lambda x: of_width(x) and x.multicast and not x.transposed),
         (1, lambda x: x.transposed and not x.multicast),
         (2, lambda x: x.transposed and x.multicast),
+        (2, lambda x: x.even and not x.spread),
+        (2, lambda x: x.spread),
     )
     kept = [config for config in [config_of(shape.get("before", ""))] if config]
     for count, of_kind in kinds:
-        kept += first_of([config for config in found if of_kind(config)], shape, count, 1)
+        new = count == 2 and of_kind in (kinds[-1][1], kinds[-2][1])
+        pool = found if new else [config for config in found if not (config.even or config.spread)]
+        kept += first_of([config for config in pool if of_kind(config)], shape, count, 1)
     shared = [config for config in kept[:1] if config.multicast]
     kept += [replace(config, early=False, prefetch=False, lean=False) for config in shared]
     return [*dict.fromkeys(kept)]

@@ -63,7 +63,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from utils.kernels.early_launch import wait_for_launch_before
-from utils.kernels.gemm_parts import last_part, shared_tiles, summed_piece
+from utils.kernels.gemm_parts import add_shares, last_part, last_share, shared_tiles, summed_piece
 from utils.kernels.gemm_ptx import join_cluster, let_cluster_see_barriers
 from utils.kernels.gemm_work import Work, bystander, producer, ring, rings_of_b
 from utils.machine import versions
@@ -153,8 +153,8 @@ def add_steps(work, step, first, last, acc, acc2, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def consumer(work, out, partial, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
-    """One warpgroup: rows WHICH * ROWS and on of each tile."""
+def compute(work, out, partial, step, item, tile, first, last, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
+    """Consumer: its rows of a tile, or of a part of its steps; returns the number of the next step."""
     ROWS: gl.constexpr = work.CONFIG.rows
     COLUMNS: gl.constexpr = work.CONFIG.columns[0]
     MORE: gl.constexpr = work.CONFIG.columns[1]
@@ -163,31 +163,54 @@ def consumer(work, out, partial, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     layout2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SECOND, 16])
     sums, counters = partial
+    row, column, parity = work.origin(tile)
+    row += WHICH * ROWS
+    # Made anew for each tile, so that its registers are free while parts are added up.
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    acc2 = gl.zeros([ROWS, SECOND], gl.float32, layout2)
+    acc, acc2, step = add_steps(work, step, first, last, acc, acc2, WHICH)
+    part = work.part(item)
+    if work.CONFIG.split == 1:
+        store_tile(work, out, acc, acc2, row, column, parity, WHICH, TMA_STORE)
+    elif work.CONFIG.even:
+        if part < 0:
+            store_tile(work, out, acc, acc2, row, column, parity, WHICH, TMA_STORE)
+        else:
+            share, other = work.contributors(tile)
+            block = work.block_of_cluster()
+            begins = 1 - min(first, 1)
+            cut = tile - work.whole
+            own = part % work.stride()
+            if last_share(work.CONFIG, partial, acc, acc2, own, begins, block, cut, other - share, WHICH):
+                acc = add_shares(work.CONFIG, sums, acc, 0, share, other, block, WHICH)
+                if MORE > 0:
+                    acc2 = add_shares(work.CONFIG, sums, acc2, COLUMNS, share, other, block, WHICH)
+                store_tile(work, out, acc, acc2, row, column, parity, WHICH, TMA_STORE)
+    elif part < 0:
+        store_tile(work, out, acc, acc2, row, column, parity, WHICH, TMA_STORE)
+    else:
+        part = work.own_part(part)
+        if last_part(work.CONFIG, sums, counters, acc, acc2, part, WHICH):
+            for i in gl.static_range(TOTAL_PIECES):
+                piece = summed_piece(work.CONFIG, sums, part, i, WHICH).to(work.a_ring.dtype)
+                store_piece(work, out, piece, i, row, column, parity, WHICH, TMA_STORE)
+    return step
+
+
+@gluon.jit
+def consumer(work, out, partial, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
+    """One warpgroup: rows WHICH * ROWS and on of each tile."""
     step = 0
     if work.CONFIG.early:
         wait_for_launch_before()
     join_cluster(work.CONFIG)
     for item in range(work.first_item(), work.items(), work.stride()):
         tile, first, last = work.locate(item)
-        row, column, parity = work.origin(tile)
-        row += WHICH * ROWS
-        # Made anew for each tile, so that its registers are free while parts are added up.
-        acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-        acc2 = gl.zeros([ROWS, SECOND], gl.float32, layout2)
-        acc, acc2, step = add_steps(work, step, first, last, acc, acc2, WHICH)
-
-        if work.CONFIG.split == 1:
-            store_tile(work, out, acc, acc2, row, column, parity, WHICH, TMA_STORE)
+        if work.CONFIG.even:
+            if last > first:  # without a step a slot would be released that nobody filled
+                step = compute(work, out, partial, step, item, tile, first, last, WHICH, TMA_STORE)
         else:
-            part = work.part(item)
-            if part < 0:
-                store_tile(work, out, acc, acc2, row, column, parity, WHICH, TMA_STORE)
-            else:
-                part = work.own_part(part)
-                if last_part(work.CONFIG, sums, counters, acc, acc2, part, WHICH):
-                    for i in gl.static_range(TOTAL_PIECES):
-                        piece = summed_piece(work.CONFIG, sums, part, i, WHICH).to(work.a_ring.dtype)
-                        store_piece(work, out, piece, i, row, column, parity, WHICH, TMA_STORE)
+            step = compute(work, out, partial, step, item, tile, first, last, WHICH, TMA_STORE)
     tma.store_wait(0)  # shared memory must live until TMA has read it
 
 

@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from utils.kernels.gemm_gluon import gemm_kernel
 from utils.kernels.gemm_model import choose
-from utils.kernels.gemm_plan import CONFIGS, Config, parts_of
+from utils.kernels.gemm_plan import CONFIGS, Config, items_of, partial_tiles, parts_of
 from utils.kernels.gemm_ptx import adapted, start
 from utils.kernels.gemm_short import short_kernel
 from utils.kernels.handle import Handle
@@ -105,17 +105,18 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
     c_desc = rows_by_parity(c, piece) if config.pairs else c_desc
     whole, rest = parts_of(m, n, config, sms)
     config = config if rest else replace(config, split=1)  # no tile has parts: there are no counters to compile for
-    tiles = rest * config.cluster
-    partial_sums, counters_needed = tiles * config.split * config.block_m * config.block_n, tiles * config.consumers
+    items = items_of(m, n, config, sms)
+    partial_sums = partial_tiles(m, n, config, sms) * config.block_m * config.block_n if rest else 0
+    counters_needed = rest * config.cluster * config.consumers
     tensors: tuple[TensorDescriptor | torch.Tensor, ...]
     sizes: tuple[int, ...]
     with torch.cuda.device(a.device if a.is_cuda else -1):
         sums, counters = workspace(c, partial_sums, counters_needed)
         if config.short:  # a block for each item of work
-            kernel, blocks = short_kernel, whole + rest * config.split
+            kernel, blocks = short_kernel, items
             tensors, sizes = (a_desc, b_desc, c_desc, c, sums, counters), (m, n, k)
         else:  # a block an SM, or an item where there are fewer; both blocks of a cluster work on the same items
-            kernel, blocks = gemm_kernel, config.cluster * min(sms // config.cluster, whole + rest * config.split)
+            kernel, blocks = gemm_kernel, config.cluster * min(sms // config.cluster, items)
             b2_desc = operand("B", b, [config.block_k, second], config)[0] if second else b_desc
             tensors, sizes = (a_desc, b_desc, b2_desc, c_desc, c, sums, counters), (m, n, k, whole)
         others = (*sizes, replace(config, width=0), a_column_major, b_column_major, by_tma)
@@ -217,8 +218,8 @@ def compile_for_hopper(
         "b2_desc": descriptor("B", [config.block_k, second or first], b_column_major),
         "c_desc": c,
         "c_pointer": f"*{dtype}",
-        "sums": "*fp32" if config.split > 1 else f"*{dtype}",
-        "counters": "*i32" if config.split > 1 else f"*{dtype}",
+        "sums": "*fp32" if config.split != 1 else f"*{dtype}",
+        "counters": "*i32" if config.split != 1 else f"*{dtype}",
         **dict.fromkeys(("M", "N", "K", "whole"), "i32"),
     }
     compiled = compile_gluon(short_kernel if config.short else gemm_kernel, signature, constants)

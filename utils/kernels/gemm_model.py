@@ -64,7 +64,10 @@ def read_together(m: int, n: int, config: Config, sms: int, together: int, many:
     whole, rest = parts_of(m, n, config, sms * config.cluster)
     rows, columns = config.cluster_tile
     tiles_m, tiles_n = _ceil(m, rows), _ceil(n, columns)
-    tiles = min(whole + rest * config.split, sms * together) / (1 if whole else config.split)
+    if config.even:
+        tiles = float(sms if whole else rest)
+    else:
+        tiles = min(whole + rest * config.split, sms * together) / (1 if whole else config.split)
     down = min(tiles_m, tiles, max(1, config.group_m * config.block_m // rows) if tiles_n > 1 else tiles)
     along = min(tiles_n, max(1.0, tiles / down))
     lines = min(down * rows, m), min(along * columns, n)
@@ -109,15 +112,21 @@ def estimate(
         together, rounds = 1, float(_ceil(whole, sms))
         all_steps = rounds * steps
         time, tile = cost.launch, cost.tile
-        if rest:
+        if rest and config.even:
+            rounds += 2  # a share begins in one tile and mostly ends in another
+            all_steps += rest * steps / sms
+            time += 2 * cost.part
+            time += cost.add * config.rows * config.block_n * (1 + sms / rest) / 256
+        elif rest:
             extra = _ceil(rest * config.split, sms)
             rounds += extra
             all_steps += extra * _ceil(steps, config.split)
             time += cost.part * extra
             time += cost.add * config.rows * config.block_n * config.split / 256
     time += 0.0 if config.early else cost.waiting
+    parts = rest + sms if config.even else rest * config.split
     if rest:
-        time += cost.traffic * rest * config.split * config.cluster * config.block_m * config.block_n / 2**18
+        time += cost.traffic * parts * config.cluster * config.block_m * config.block_n / 2**18
     received, sent, factors = 0.0, 0.0, (1.0, cost.late, cost.late_across, 1.0)
     # TMA reads nothing outside of A and B: of tiles over the edge only what is inside counts.
     tile_rows, tile_columns = config.cluster_tile
@@ -129,13 +138,15 @@ def estimate(
     if late[1] > 1 and n > tile_columns and first > 64 and second % 64:  # `Config.pad`: fetched, and not multiplied
         inside = inside[0], inside[1] * (first + 64) / config.block_n
     late_bytes = (0 if config.pairs else late[0], late[1])
+    # Blocks that begin at 16 places read 16 times as many lines at once.
     hot = read_together(m, n, config, sms, together, cost.many)
     for operand, rows, kind, more in zip("AB", inside, late_bytes, hot, strict=True):
         kb = rows * config.block_k / 512 * factors[kind]
         received += kb
+        more = more / 4 if config.spread else more
         sent += kb * (1 + cost.hot * more) * (cost.shared if operand == config.multicast else 1.0)
     product = cost.product * config.block_m * config.width_at(n) * config.block_k / 2**21
-    active = min(whole + rest * config.split, sms) / sms
+    active = min(whole + parts, sms) / sms
     bytes_time = max(cost.port * received, cost.bytes * active * sent)
     wait = cost.wait_shared if config.multicast else cost.wait
     limits = (together * product, together * bytes_time, wait / config.stages)

@@ -28,13 +28,18 @@ class Config:
     pieces: int = 4  # column blocks in which columns[0] of C are stored
     buffers: int = 2  # a consumer's buffers for pieces of C, which take turns; a tile's pieces are a multiple of them
     group_m: int = 8  # rows of tiles that are walked abreast, for the L2
-    split: int = 1  # parts along K of a tile that would leave SMs idle: one of SPLITS
+    split: int = (
+        1  # parts along K of a tile that would leave SMs idle: one of SPLITS; EVEN for equal shares of all steps
+    )
     short: bool = False  # the kernel of `gemm_short`: a block a tile, several blocks on an SM
     pairs: bool = False  # a tile has rows of one parity, see `gemm_gluon`: for late rows of a row-major A
     multicast: str = ""  # "A" or "B": two blocks, a cluster, share it, and each loads half of it for both
     early: bool = True  # the launch begins while the one before it in the stream ends
     prefetch: bool = True  # with early: the TMA descriptors are fetched before the wait for the launch before
     lean: bool = True  # without barriers of all warps that Triton puts in and that protect nothing (`gemm_ptx`)
+    spread: bool = (
+        False  # tiles begin at 16 different places along K, so that not all blocks read the same lines at once
+    )
     transposed: bool = False  # the kernel computes the transpose of C, from those of B and A, and stores it as C
     join: bool = True  # products of both parts of the columns are one instruction, where B lies so that they can be
     width: int = 0  # set by `placed`: columns that are multiplied; 0 for all
@@ -42,6 +47,11 @@ class Config:
         False  # set by `placed`: the second part of B comes in blocks of 64 columns, which are not all multiplied
     )
     simulated: bool = False  # for the simulator, which has no clusters and no addresses in shared memory
+
+    @property
+    def even(self) -> bool:
+        """Whether the steps of the tiles that fill no round are shared evenly among all SMs, wherever tiles begin."""
+        return self.split == EVEN
 
     @property
     def rows(self) -> int:
@@ -174,9 +184,11 @@ class Config:
         kind, rows = "short " if self.short else "", " pairs" if self.pairs else ""
         both = f" both {self.multicast}" if self.multicast else ""
         turned = "T " if self.transposed else ""
+        turned += "spread " if self.spread else ""
         apart = " apart" if self.can_join and not self.join else ""
         waiting = "" if self.early else " waiting"
-        return f"{turned}{kind}{self.block_m}x{self.block_n}/{self.split}{rows}{both}{apart}{waiting}"
+        parts = "even" if self.even else self.split
+        return f"{turned}{kind}{self.block_m}x{self.block_n}/{parts}{rows}{both}{apart}{waiting}"
 
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
@@ -220,6 +232,8 @@ SHORT_CONFIGS = (
     Config(128, 128, consumers=1, pieces=1, stages=3, short=True),
 )
 SPLITS = (1, 2, 3, 4, 6, 8, 16)
+EVEN = 0
+LEAST_SHARE = 4  # steps of an SM
 
 
 FEW = 512  # rows or columns: one or a few columns of tiles, whose blocks all read the same lines
@@ -252,6 +266,28 @@ def in_parts(configs: Iterable[AnyConfig], m: int, n: int, k: int, sms: int) -> 
         most = min(most_parts(config), _ceil(k, config.block_k) // 2)
         found += [replace(config, split=split) for split in SPLITS if 1 < split <= most]
     return found
+
+
+def in_shares(configs: Iterable[AnyConfig], m: int, n: int, k: int, sms: int) -> list[AnyConfig]:
+    """Return configurations whose last tiles are shared evenly, where that gives each SM some steps.
+
+    Not measured, and no candidates. Adding shares up, the largest tiles spill.
+    """
+    found = [replace(x, split=EVEN) for x in configs if not x.short and x.rows * x.block_n <= 18432]
+    found = [x for x in found if x.consumers < 3 or x.block_n < 192]
+    return [x for x in found if parts_of(m, n, x, sms)[1] * _ceil(k, x.block_k) >= LEAST_SHARE * (sms // x.cluster)]
+
+
+def items_of(m: int, n: int, config: Config, sms: int) -> int:
+    """Return how many items of work there are: whole tiles, and parts of the others, or two for each SM's share."""
+    whole, rest = parts_of(m, n, config, sms)
+    return whole + (2 * (sms // config.cluster) * (rest > 0) if config.even else rest * config.split)
+
+
+def partial_tiles(m: int, n: int, config: Config, sms: int) -> int:
+    """Return how many sums of a tile may be left in global memory."""
+    rest = parts_of(m, n, config, sms)[1]
+    return config.cluster * (2 * (sms // config.cluster) * (rest > 0) if config.even else rest * config.split)
 
 
 def candidates(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0), by_tma: bool = True) -> list[Config]:
