@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from utils.checking import expect_number
-from utils.checking.sizes import ARITHMETIC as ARITHMETIC
 from utils.checking.sizes import SizeWatch as SizeWatch
 from utils.checking.sizes import expect_follows_device as expect_follows_device
 from utils.checking.sizes import poisoned_memory as poisoned_memory

@@ -17,7 +17,7 @@ from utils.checking.watching import LABELS, StudentLine
 MAX_RECORDS = 100_000  # operators recorded in one call
 MAX_LEAF = 1_000_000  # elements of a tensor in a record that no operator in it made
 _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
-_COUNTERS = ("operations", "calls", "exits", "custom", "kernels")
+_COUNTERS = ("operations", "calls", "exits", "custom", "kernels", "borrowed")
 
 # ---- in the student's process ------------------------------------------------------------------------------------
 

@@ -284,6 +284,8 @@ class Student:
             self.watcher.look_at(value)
             reply["value"] = encode(value)
         reply["mutated"] = self._mutations(encode)
+        if watch is not None and profile is not None:
+            watch.operations.update(profile.fused() - {*watch.operations, *watch.calls})
         if watch is not None:
             reply["watch"] = describe_watch(watch)
         if recorder is not None:
