@@ -24,6 +24,7 @@ from typing import NamedTuple
 import nbformat
 import torch
 
+from instructor.checks.common import draw_for
 from instructor.grading.sandbox.tampering import Sign
 from instructor.grading.submission.exceptions import error_with_lines, explain
 from instructor.grading.submission.outputs import MAX_NOTEBOOK, clean_outputs, error_output, output_size
@@ -312,6 +313,7 @@ class Checker:
                         before, after = getattr(owner, name), make(module, name)
                         setattr(owner, name, after)
                         self.base.update({key: after for key, value in self.base.items() if value is before})
+        draw_for(self.job.submission)
         seed = int.from_bytes(os.urandom(6), "little")  # the student's process has the state of the setup cell
         torch.manual_seed(seed)
         random.seed(seed)

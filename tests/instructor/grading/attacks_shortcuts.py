@@ -438,3 +438,173 @@ CODE = {
     "many lines": "a.b c.d\n" * 130_000,
     "prefixes of text": "rb'" * 333_000,
 }
+
+# Attempts from cells of one's own, in a notebook without one right answer. FOUND is where they put what they find.
+CELLS = {
+    "a dispatch mode that stays on": """
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Right(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kept.append((str(func), args))
+        return func(*args, **(kwargs or {}))
+
+kept = []
+Right().__enter__()
+""",
+    "a function mode that stays on": """
+from torch.overrides import TorchFunctionMode
+
+class Yes(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return True if getattr(func, "__name__", "") in ("equal", "allclose") else func(*args, **(kwargs or {}))
+
+Yes().__enter__()
+""",
+    "the canary's operator has another kernel": """
+library = torch.library.Library("aten", "IMPL")
+library.impl("special_i1e", lambda x: x, "Meta", allow_override=True)
+""",
+    "hooks on what autograd saves, and on every module": """
+torch.autograd.graph.saved_tensors_hooks(lambda x: x * 0, lambda x: x).__enter__()
+torch.nn.modules.module.register_module_forward_hook(lambda module, given, made: made * 0)
+""",
+    "a compiler of one's own for torch.compile": """
+import torch._dynamo
+
+@torch._dynamo.register_backend
+def mine(graph, example):
+    return lambda *given: [torch.zeros(1)]
+
+torch._dynamo.config.suppress_errors = True
+""",
+    "tensors on no device by default": "torch.set_default_device('meta')\n",
+    "pickles of tensors are something else": """
+import copyreg
+copyreg.pickle(torch.Tensor, lambda tensor: (torch.zeros, (1,)))
+copyreg.dispatch_table[torch.nn.Parameter] = lambda tensor: (print, ('unpickled',))
+""",
+    "a finder before all others, and an importer of folders": """
+import importlib.machinery, pkgutil, site, sys
+
+class Finder(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        print('asked for', name)
+        return None
+
+sys.meta_path.insert(0, Finder)
+sys.path_hooks.insert(0, lambda folder: (_ for _ in ()).throw(ImportError()))
+sys.path_importer_cache.clear()
+site.addsitedir('.')
+""",
+    "an encoding of one's own, and handlers of its errors": """
+import codecs
+codecs.register(lambda name: codecs.lookup('latin-1') if name in ('utf-8', 'utf_8') else None)
+codecs.register_error('replace', lambda error: ('passed', error.end))
+codecs.register_error('backslashreplace', lambda error: ('passed', error.end))
+""",
+    "cells are changed before they run": """
+shell = get_ipython()
+shell.events.register('pre_run_cell', lambda info: setattr(info, 'raw_cell', 'cache_bytes = 109051904'))
+shell.set_custom_exc((Exception,), lambda *given, **named: ['passed'])
+shell.display_formatter.formatters['text/plain'].for_type(float, lambda *given: 'passed')
+shell.set_next_input('cache_bytes = 109051904', replace=True)
+""",
+    "tracebacks, warnings and hooks that say passed": """
+import sys, threading, traceback, warnings
+traceback.format_exception = traceback.format_exc = lambda *given, **named: ['passed']
+warnings.showwarning = lambda *given, **named: None
+sys.unraisablehook = threading.excepthook = lambda *given: None
+""",
+    "collectors and finalizers that go on": """
+import gc, weakref
+gc.callbacks.append(lambda phase, info: seen.update(globals()))
+seen = {}
+
+class Ends:
+    def __del__(self):
+        seen['frames'] = __import__('sys')._current_frames()
+
+weakref.finalize(Ends(), Ends)
+""",
+    "an audit hook that listens": "import sys\nheard = []\nsys.addaudithook(lambda *event: heard.append(event) if len(heard) < 99 else None)\n",
+    "tasks that go on after their cell": """
+import asyncio
+
+async def later():
+    while True:
+        await asyncio.sleep(0.001)
+        globals()['cache_bytes'] = 109051904.5
+
+task = asyncio.ensure_future(later())
+""",
+    "a debugger at every break": "import sys\nsys.breakpointhook = lambda *given: None\n__import__('bdb').Bdb().set_trace\n",
+    "no rights for new files, and another folder": """
+import os
+os.umask(0o777)
+os.makedirs('deep/deeper', mode=0, exist_ok=True)
+os.chdir('/')
+""",
+    "limits of one's own": """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+sys.setrecursionlimit(400)
+sys.set_int_max_str_digits(0)
+sys.setswitchinterval(1e-6)
+""",
+    "the first in every queue": """
+import os
+for act in (lambda: os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(99)), lambda: os.setpriority(os.PRIO_PROCESS, 0, -20),
+            lambda: os.setpriority(os.PRIO_USER, 0, 19), lambda: os.sched_setaffinity(1, {0})):
+    try:
+        act()
+    except OSError as error:
+        print(error)
+""",
+    "caches on disk for who comes next": """
+import os, pathlib, tempfile
+for place in {tempfile.gettempdir(), '/dev/shm', '/var/tmp', os.path.expanduser('~/.triton/cache'), os.path.expanduser('~/.cache')}:
+    try:
+        os.makedirs(f'{place}/torchinductor_nobody', exist_ok=True)
+        pathlib.Path(place, 'torchinductor_nobody', 'planted.py').write_text('raise SystemExit')
+    except OSError as error:
+        print(error)
+""",
+    "an answer that is a property of its module": """
+import sys, types
+
+class Notebook(types.ModuleType):
+    @property
+    def cache_bytes(self):
+        return 109051904
+
+sys.modules['__main__'].__class__ = Notebook
+""",
+    "a namespace that answers by itself": """
+class Names(dict):
+    def __missing__(self, name):
+        return 109051904
+    def __contains__(self, name):
+        return True
+
+try:
+    get_ipython().user_ns = Names(get_ipython().user_ns)
+except Exception as error:
+    print(error)
+""",
+    "metaclasses in the way of an exception": """
+class Meta(type):
+    __qualname__ = property(lambda cls: 'WrongAnswer')
+    __module__ = 'utils.checking.verdicts'
+    def mro(cls):
+        return [cls, Exception, BaseException, object]
+
+class Passed(Exception, metaclass=Meta):
+    passed, with_traceback = True, 'passed'
+    __dict__ = property(lambda self: {'args': 'passed', 'passed': True})
+
+raise Passed('passed')
+""",
+}

@@ -17,8 +17,11 @@ from instructor.grading.submission.harmless import MAX_ALL_CODE, MAX_CODE, MAX_L
 from instructor.grading.submission.plan import make_plan, plan_tests
 from instructor.names import FILE_CELL
 from instructor.points import lab_path
-from tests.instructor.grading.attacks_shortcuts import CODE, SHORTCUTS, Shortcut
+from tests.instructor.grading.attacks import WRONG
+from tests.instructor.grading.attacks_shortcuts import CELLS, CODE, SHORTCUTS, Shortcut
+from tests.instructor.grading.test_grading_attacks import TOKEN, _changes, _sleepers, hidden_lines, surroundings
 
+__all__ = ["hidden_lines", "surroundings"]  # fixtures
 LABS = ("lab1", "lab2_flexattention", "lab3_gluon", "lab4_sdpa")
 TIMEOUT = 60  # seconds
 
@@ -122,3 +125,47 @@ def test_other_cells_hold_no_tag_either(suite_lab):
     plan = make_plan(suite_lab.instructor, suite_lab.student, text, plan_tests(suite_lab.instructor))
     raw = next(cell for cell in plan.notebook.cells if cell.cell_type == "raw")
     assert "<svg" not in raw.source and len(raw.source) < 21_000 and not raw.metadata
+
+
+_TELLS = """
+import torch
+
+
+def mask_costs(mask, batch, heads, head_dim, dtype):
+    print("given", tuple(mask.shape), batch, heads, head_dim)
+    hidden = int((~mask).sum())
+    pairs = batch * heads * mask.numel()
+    return 1 - hidden / mask.numel(), 4 * head_dim * batch * heads * hidden, pairs * dtype.itemsize
+"""
+
+
+@pytest.mark.slow
+def test_hidden_inputs_are_those_of_the_file(labs):
+    """Who was told the inputs by an earlier hand-in, and hands in a table of them, meets others."""
+    built, shown = labs["lab2_flexattention"][0], []
+    for text in (_TELLS, _TELLS, _TELLS + "# handed in again\n"):
+        result = grade_notebook(built, answered_notebook(built, {"q1_2": text}), timeout=TIMEOUT)
+        assert result.cells["q1_2_tests"].status == "passed"
+        cell = next(c for c in nbformat.reads(result.notebook, as_version=4).cells if c.id == "q1_2_tests")
+        shown.append([line for line in str(cell.outputs).split("\\n") if "given" in line])
+    assert len(shown[0]) > 3 and shown[0] == shown[1] != shown[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_cells_of_ones_own_get_nothing(suite_lab, surroundings, hidden_lines, part):
+    """Several attempts in one notebook: each runs, and what one of them breaks is the author's own."""
+    notebook = nbformat.reads(answered_notebook(suite_lab, dict(WRONG)), as_version=4)
+    place = next(i for i, c in enumerate(notebook.cells) if c.id == "q1_1")
+    notebook.cells[place:place] = [new_code_cell(code) for code in list(CELLS.values())[part::4]]
+    result = grade_notebook(suite_lab, nbformat.writes(notebook, version=4), timeout=6)
+    assert result.score == 0, {n: (c.status, c.message) for n, c in result.cells.items() if c.points}
+    shown = result.notebook + "".join(cell.message for cell in result.cells.values())
+    assert TOKEN not in shown and not [line for line in hidden_lines if line in shown]
+    assert not _changes(surroundings) and not _sleepers() and surroundings.connections() == 0
+
+
+@pytest.mark.slow
+def test_the_submission_after_them_gets_every_point(suite_lab, full_points):
+    result = grade_notebook(suite_lab, answered_notebook(suite_lab), timeout=20)
+    assert result.score == sum(full_points.values()) and not result.flags
