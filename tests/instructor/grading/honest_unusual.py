@@ -1,6 +1,6 @@
 """Twenty honest students: right answers to the labs' questions in ways that nobody had written down here before.
 
-Some come close to what `attacks_shortcuts.py` forbids: products of two tiles by broadcasting, whole masks, scalars in loops,
+Some come close to what `attacks_shortcuts.py` forbids: products of two tiles by broadcasting, whole masks,
 other exponentials on one block, a GELU by a sigmoid, derivatives by einsum.
 """
 
@@ -103,18 +103,17 @@ def flash_attention_tiled(q, k, v, tile_q=64, tile_k=64):
                 out[b, h, i : i + tile_q] = row.done().to(out.dtype)
     return out
 '''
-_SCALARS = '''
+_ROWS = '''
 def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
-    """Tiles, and inside of each three loops over single numbers."""
+    """Tiles, and inside of each a column of A by a row of B at a time."""
     (m, k), n = a.shape, b.shape[1]
-    c = torch.zeros(m, n, dtype=torch.float64, device=a.device)
-    for i0 in range(0, m, tile_m):
-        for j0 in range(0, n, tile_n):
-            for k0 in range(0, k, tile_k):
-                for i in range(i0, min(i0 + tile_m, m)):
-                    for j in range(j0, min(j0 + tile_n, n)):
-                        for p in range(k0, min(k0 + tile_k, k)):
-                            c[i, j] += a[i, p] * b[p, j]
+    c = a.new_zeros(m, n, dtype=torch.float64)
+    for i in range(0, m, tile_m):
+        for j in range(0, n, tile_n):
+            block = c[i : i + tile_m, j : j + tile_n]
+            for p in range(0, k, tile_k):
+                for column, row in zip(a[i : i + tile_m, p : p + tile_k].unbind(1), b[p : p + tile_k, j : j + tile_n]):
+                    block.sub_(column.neg()[:, None].double() * row[None])
     return c.to(a.dtype)
 '''
 
@@ -176,7 +175,7 @@ def merge_attention(outputs, lses):
 """,
         },
     ),
-    "single numbers inside of tiles": ("lab1", {"q1_2": _SCALARS}),
+    "a column by a row at a time": ("lab1", {"q1_2": _ROWS}),
     "Python's numbers, pairs counted one by one, a bisection": (
         "lab1",
         {

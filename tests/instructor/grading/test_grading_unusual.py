@@ -1,11 +1,16 @@
 """Twenty honest students with unusual right answers to all labs: every point, and no flag."""
 
+import types
+
 import nbformat
 import pytest
 
 from instructor.build import build_lab
 from instructor.course import answered_notebook
 from instructor.grading import grade_notebook
+from instructor.grading.sandbox.tampering import Sign
+from instructor.grading.submission.checker import Checker
+from instructor.grading.submission.plan import Step
 from instructor.points import lab_path
 from tests.instructor.grading.honest_unusual import STUDENTS
 
@@ -39,6 +44,16 @@ def answers_of(name: str, labs) -> tuple[str, dict[str, str]]:
 
 def test_there_are_twenty_and_they_are_of_all_labs():
     assert len(STUDENTS) >= 20 and {lab for lab, _ in STUDENTS.values()} == set(LABS)
+
+
+def test_code_that_the_labs_own_cell_makes_is_nobodys_fault():
+    job = types.SimpleNamespace(modes={}, timeout=1.0, total=1.0, watching=[])
+    checker = Checker(job, {}, lambda **options: None)
+    cell = nbformat.v4.new_code_cell()
+    steps = [Step("student", cell, f"c{n}", "q5_3", untouched=n == 0, answer=n == 2) for n in range(3)]
+    checker.signs = [Sign(step.name, "hides its code", f"by {step.name}", step.name) for step in steps]
+    checker._flag_signs(steps)
+    assert [flag.detail for flag in checker.flags] == ["by c1", "by c2"]
 
 
 @pytest.mark.slow
