@@ -130,7 +130,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from utils import *
 from utils.checking import (
     FUSED_ATTENTION, MATMUL, SizeWatch, attention_mistake, by_value, check, expect_close, expect_follows_device, expect_number,
-    forbid, forbid_leaving, poisoned_memory, require_answer, watch_operations,
+    forbid, forbid_leaving, leaves_inputs, poisoned_memory, require_answer, watch_operations,
 )
 from utils.benchmark.measuring import measure_together
 from utils.machine.device import compile_support, cuda_graph_support
@@ -2764,6 +2764,7 @@ def longest_length(memory_bytes: int, batch: int, heads: int, dtype: torch.dtype
 # %% nbgrader={"grade_id": "q5_1_tests", "grade": true, "points": 2}
 @check("5.1", "Standard attention")
 def check_standard(standard_attention):
+    standard_attention = leaves_inputs(standard_attention)
     q, k, v = (torch.randn(2, 3, 6, 12) for _ in range(3))
     with watch_operations() as watch:
         got = standard_attention(q, k, v)
@@ -2877,6 +2878,7 @@ def attention_bshd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
 # %% nbgrader={"grade_id": "q5_2_tests", "grade": true, "points": 2}
 @check("5.2", "Attention with (B, S, H, D) inputs")
 def check_layout(attention_bshd):
+    attention_bshd = leaves_inputs(attention_bshd)
     for heads, kv_heads in ((6, 6), (6, 2), (4, 1)):
         q, k, v = torch.randn(2, 7, heads, 8), torch.randn(2, 7, kv_heads, 8), torch.randn(2, 7, kv_heads, 8)
         what = f"attention_bshd of q (2, 7, {heads}, 8) with {kv_heads} key-value heads"

@@ -87,7 +87,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from utils import *
-from utils.checking import SizeWatch, check, expect_close, expect_number, forbid, watch_operations
+from utils.checking import SizeWatch, check, expect_close, expect_number, forbid, leaves_inputs, watch_operations
 from utils.checking.masks import expect_program, expect_rows, kernels_for, modified, pairs
 from utils.checking.mistakes import known_mistake
 from utils.checking.watching import FUSED_ATTENTION
@@ -223,6 +223,7 @@ def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
 # %% nbgrader={"grade_id": "q1_1_tests", "grade": true, "points": 5}
 @check("1.1", "Attention under a mask")
 def check_masked_attention(masked_attention):
+    masked_attention = leaves_inputs(masked_attention)
     # With the identity as values, the output is the weights: every rule of the question can be read off them.
     q, k, eye = torch.randn(1, 2, 5, 6), torch.randn(1, 2, 6, 6), torch.eye(6).expand(1, 2, 6, 6)
     mask = torch.ones(5, 6, dtype=torch.bool).tril(1)
@@ -308,6 +309,7 @@ def mask_costs(
 # %% nbgrader={"grade_id": "q1_2_tests", "grade": true, "points": 4}
 @check("1.2", "Costs of a mask")
 def check_mask_costs(mask_costs):
+    mask_costs = leaves_inputs(mask_costs)
     # 10 of 24 pairs stay and 14 go; 5 sequences of 3 heads, D = 10, in fp32
     got = mask_costs(torch.ones(4, 6, dtype=torch.bool).tril(), 5, 3, 10, torch.float32)
     assert isinstance(got, tuple | list) and len(got) == 3, f"expected (density, wasted FLOPs, mask bytes), got {got!r}"
@@ -808,6 +810,7 @@ def count_blocks(mask: torch.Tensor, block: int) -> tuple[int, int, int]:
 # %% nbgrader={"grade_id": "q3_1_tests", "grade": true, "points": 6}
 @check("3.1", "Counting blocks")
 def check_count_blocks(count_blocks):
+    count_blocks = leaves_inputs(count_blocks)
     causal_8_4 = torch.ones(8, 4, dtype=torch.bool).tril()
     column = torch.zeros(5, 7, dtype=torch.bool)
     column[:, 2] = True
@@ -1033,6 +1036,7 @@ def block_sparse_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bl
 # %% nbgrader={"grade_id": "q3_3_tests", "grade": true, "points": 9}
 @check("3.3", "Attention that skips")
 def check_block_sparse(block_sparse_attention):
+    block_sparse_attention = leaves_inputs(block_sparse_attention)
     numbers = torch.tensor([0] * 6 + [1] * 6)
     asked = []
 
@@ -1811,6 +1815,7 @@ def bucketed_attention(
 # %% nbgrader={"grade_id": "q6_1_tests", "grade": true, "points": 6}
 @check("6.1", "Buckets")
 def check_buckets(bucketed_attention):
+    bucketed_attention = leaves_inputs(bucketed_attention)
     calls = []
 
     def attend(q, k, v, mask_mod):
@@ -2049,6 +2054,7 @@ def lay_out(conversation: torch.Tensor, position: torch.Tensor, window: int):
 # %% nbgrader={"grade_id": "q7_1_tests", "grade": true, "points": 4}
 @check("7.1", "The mask of the layout")
 def check_lay_out(lay_out):
+    lay_out = leaves_inputs(lay_out)
     # tokens 2, 5, 7 are the instructions, 0, 3, 6, 9 are conversation 1, and 1, 4, 8 conversation 2; the window is 2
     conversation = torch.tensor([1, 2, 0, 1, 2, 0, 1, 0, 2, 1])
     position = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2, 3])
@@ -2094,6 +2100,7 @@ hidden.layout_mask(lay_out).raise_if_wrong()
 # %% nbgrader={"grade_id": "q7_1_blocks_tests", "grade": true, "points": 4}
 @check("7.1", "The blocks of the layout")
 def check_layout_blocks(lay_out):
+    lay_out = leaves_inputs(lay_out)
     # Blocks are counted for your order under the mask that is wanted: a mistake in your mask costs nothing here.
     for lengths, block, enough in (([32] * 8, 32, 15), ([64] * 4, 16, 79)):
         conversation, position = arrivals(lengths)
@@ -2454,6 +2461,7 @@ def ragged_attention(attend, texts: list[tuple[torch.Tensor, torch.Tensor, torch
 # %% nbgrader={"grade_id": "bonus_8_3_tests", "grade": true, "points": 6}
 @check("Bonus 8.3", "A ragged batch")
 def check_ragged(ragged_attention):
+    ragged_attention = leaves_inputs(ragged_attention)
     shapes = []
 
     def attend(q, k, v, mask_mod):

@@ -83,7 +83,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from utils import *
 from utils.attention import attention_decode
 from utils.benchmark.measuring import measure_together
-from utils.checking import SizeWatch, check, expect_close, expect_number, forbid, is_answered, watch_operations
+from utils.checking import (
+    SizeWatch, check, expect_close, expect_number, forbid, is_answered, leaves_inputs, watch_operations,
+)
 from utils.checking.mistakes import known_mistake
 from utils.checking.watching import FUSED_ATTENTION
 from utils.machine.environment import environment
@@ -429,6 +431,7 @@ def why_not(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **o
 # %% nbgrader={"grade_id": "q1_2_tests", "grade": true, "points": 6}
 @check("1.2", "Ask it why")
 def check_why_not(why_not):
+    why_not = leaves_inputs(why_not)
     def switches():
         return [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math", "cudnn")]
 
@@ -532,6 +535,7 @@ def pinned_sdpa(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
 # %% nbgrader={"grade_id": "q1_3_tests", "grade": true, "points": 5}
 @check("1.3", "A pin that pins")
 def check_pin(pinned_sdpa):
+    pinned_sdpa = leaves_inputs(pinned_sdpa)
     def switches():
         return [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math", "cudnn")]
 
@@ -828,6 +832,7 @@ def errors(
 # %% nbgrader={"grade_id": "q2_2_tests", "grade": true, "points": 4}
 @check("2.2", "Error against float64")
 def check_errors(errors):
+    errors = leaves_inputs(errors)
     q, k, v = torch.randn(2, 6, 20, 10), torch.randn(2, 2, 20, 10), torch.randn(2, 2, 20, 10)
     for causal in (False, True):
         exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal, enable_gqa=True)
@@ -1110,6 +1115,7 @@ def attention_backward(q, k, v, out, lse, dout) -> tuple[torch.Tensor, torch.Ten
 # %% nbgrader={"grade_id": "bonus_2_4_tests", "grade": true, "points": 8}
 @check("Bonus 2.4", "The backward pass")
 def check_backward(attention_backward):
+    attention_backward = leaves_inputs(attention_backward)
     q, k, v = (torch.randn(2, 3, length, 10, requires_grad=True) for length in (6, 9, 9))
     out = F.scaled_dot_product_attention(q, k, v)
     dout = torch.randn_like(out)
@@ -1391,6 +1397,7 @@ def split_kv_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, splits
 # %% nbgrader={"grade_id": "q3_2_part_tests", "grade": true, "points": 3}
 @check("3.2", "Attention over one part")
 def check_attend_part(attend_part):
+    attend_part = leaves_inputs(attend_part)
     for dtype, large in ((torch.float32, 1), (torch.bfloat16, 1), (torch.float32, 30)):
         q = large * torch.randn(2, 6, 3, 10, dtype=dtype)
         k, v = large * torch.randn(2, 2, 9, 10, dtype=dtype), torch.randn(2, 2, 9, 10, dtype=dtype)
@@ -1431,6 +1438,7 @@ hidden.attend_part(attend_part).raise_if_wrong()
 # %% nbgrader={"grade_id": "q3_2_tests", "grade": true, "points": 5}
 @check("3.2", "Split-KV attention")
 def check_split(split_kv_attention):
+    names, split_kv_attention = getattr(split_kv_attention, "__globals__", {}), leaves_inputs(split_kv_attention)
     for dtype, keys, splits, large, rtol in ((torch.float32, 10, 1, 1, 1e-3), (torch.float32, 10, 4, 1, 1e-3),
                                              (torch.float32, 11, 3, 1, 1e-3), (torch.bfloat16, 10, 4, 1, 2e-2),
                                              (torch.float32, 10, 4, 40, 1e-2), (torch.float32, 10, 16, 1, 1e-3)):
@@ -1475,7 +1483,6 @@ def check_split(split_kv_attention):
             assert max(lengths) - min(lengths) <= 1, (f"{what}: the parts have {sorted(set(lengths))} keys; their sizes should differ "
                                                       "by at most 1")
     # Two parts of known weights, in place of yours: the first one's sum is three times the second's, so it counts three quarters.
-    names = getattr(split_kv_attention, "__globals__", {})
     if "attend_part" in names:
         own = names["attend_part"]
 
@@ -1812,6 +1819,8 @@ def strided_and_fast(x: torch.Tensor) -> torch.Tensor:
 # %% nbgrader={"grade_id": "q4_1_tests", "grade": true, "points": 4}
 @check("4.1", "Strides")
 def check_strides(knocked_out_by_strides, strided_and_fast):
+    knocked_out_by_strides = leaves_inputs(knocked_out_by_strides)
+    strided_and_fast = leaves_inputs(strided_and_fast)
     x = torch.randn(2, 3, 10, 16)
     for function in (knocked_out_by_strides, strided_and_fast):
         got, what = function(x), f"{function.__name__}(x)"
@@ -1990,6 +1999,8 @@ def ready_for_flash(x: torch.Tensor) -> torch.Tensor:
 # %% nbgrader={"grade_id": "q4_3_tests", "grade": true, "points": 4}
 @check("4.3", "Apart without a copy")
 def check_unpack(unpack_qkv, ready_for_flash):
+    unpack_qkv = leaves_inputs(unpack_qkv)
+    ready_for_flash = leaves_inputs(ready_for_flash)
     packed = torch.arange(2 * 3 * 24.0).reshape(2, 3, 24)  # 2 query heads, 2 key and 2 value heads of 4 numbers each
     wide = torch.arange(2 * 5 * 64.0).reshape(2, 5, 64)  # 4 query heads, 2 key and 2 value heads of 8 numbers each
     for x, heads, kv_heads, tokens, size in ((packed, 2, 2, 3, 4), (wide, 4, 2, 5, 8)):
@@ -2237,6 +2248,7 @@ def ulps_apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 # %% nbgrader={"grade_id": "q5_2_tests", "grade": true, "points": 3}
 @check("5.2", "Steps between bf16 numbers")
 def check_ulps(ulps_apart):
+    ulps_apart = leaves_inputs(ulps_apart)
     smallest = 2.0**-133  # the smallest positive bf16 number
     far = "The largest distance is about 65,000: compute with more than 16 bits."
     for a, b, steps, what, hint in (

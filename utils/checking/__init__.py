@@ -1,6 +1,6 @@
 """Verdicts on answers, a watch over the operators that an answer runs, and the runs of Gluon kernels that lab 3 checks."""
 
-from utils.checking.mistakes import attention_mistake
+from utils.checking.mistakes import attention_mistake, leaves_inputs
 from utils.checking.sizes import SizeWatch, expect_follows_device, poisoned_memory
 from utils.checking.travel import by_value
 from utils.checking.verdicts import (
@@ -43,6 +43,7 @@ __all__ = [
     "forbid",
     "forbid_leaving",
     "is_answered",
+    "leaves_inputs",
     "needs",
     "poisoned_memory",
     "quiet_stderr",

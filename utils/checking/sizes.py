@@ -4,37 +4,73 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operators that compute, without views, allocations and copies.
-_ARITHMETIC = (
-    "mul add sub div sum mean prod cumsum addcmul addcdiv nansum exp exp2 expm1 max amax maximum pow logaddexp masked_fill "
-    "where _softmax"
-)
-ARITHMETIC = frozenset(_ARITHMETIC.split())
+# Operators that compute nothing: they make tensors, look at them in other shapes, or carry values from place to place.
+_MOVES = """
+    empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros ones ones_like new_ones full
+    full_like new_full fill zero arange eye scalar_tensor lift lift_fresh lift_fresh_copy detach alias clone copy _to_copy
+    to contiguous view _unsafe_view reshape _reshape_alias view_as_real view_as_complex expand permute transpose t
+    unsqueeze squeeze select slice split split_with_sizes unsafe_split tensor_split unbind chunk narrow as_strided diagonal
+    unfold movedim flatten unflatten cat stack index index_select gather take take_along_dim index_put _unsafe_index
+    index_copy index_fill scatter slice_scatter select_scatter masked_select masked_scatter nonzero repeat
+    repeat_interleave tile roll flip pad constant_pad_nd tril triu tril_indices triu_indices _local_scalar_dense item
+    equal is_nonzero resize set
+"""
+MOVES = frozenset(_MOVES.split())
+# Sums and masks: no softmax and no product can be made of these alone.
+LINEAR = frozenset(["add", "sub", "rsub", "neg", "mul", "div", "sum", "nansum", "mean", "where", "masked_fill"])
+_PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "mv", "addmv"))
+_MULTIPLY = frozenset(("mul", "div", "addcmul", "addcdiv", "_foreach_mul", "_foreach_div", "_foreach_addcmul", "lerp"))
+
+
+def _tensors(values) -> list[torch.Tensor]:
+    """Return the tensors among the arguments or results of an operator, those of lists included."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
 
 
 class SizeWatch(TorchDispatchMode):
-    """Records the operators that run, with the elements of the largest tensor that each one reads or writes."""
+    """Records the operators that run, with the elements of the largest tensor that each one reads or writes.
+
+    Every operator counts as one that computes unless it is known to move values only: a list of those that compute would
+    never be complete.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.largest: dict[str, int] = {}
+        self.computed: dict[str, int] = {}  # the same of operators that compute, on real numbers
         self.products: list[tuple[int, int, int, int]] = []  # (batch, m, k, n) of each matrix product
+        self.multiplied = 0  # elements of all elementwise products of two tensors
+        self.largest_multiplied: tuple[str, int] = ("", 0)  # the largest of these
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1].rstrip("_") or func.__name__
-        tensors = [t for t in (*args, result) if isinstance(t, torch.Tensor)]
-        if isinstance(result, tuple):
-            tensors += [t for t in result if isinstance(t, torch.Tensor)]
-        elements = max((t.numel() for t in tensors), default=0)
-        self.largest[name] = max(self.largest.get(name, 0), elements)
-        if name in ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv"):
+        several = name.startswith("_foreach")  # one operator on a list of tensors
+        given, made = _tensors((*args, *(kwargs or {}).values())), _tensors((result,))
+        sizes = [t.numel() for t in (*given, *made)]
+        self.largest[name] = max(self.largest.get(name, 0), max(sizes, default=0))
+        if name not in MOVES:
+            # Masks and places are no numbers of the inputs, unless they are added up or multiplied.
+            real = [t.numel() for t in (*given, *made) if name in LINEAR or t.is_floating_point() or t.is_complex()]
+            elements = (sum if several else max)(real) if real else 0
+            self.computed[name] = max(self.computed.get(name, 0), elements)
+        if name in _MULTIPLY and sum(t.numel() > 1 for t in given) > 1:
+            elements = (sum if several else max)(t.numel() for t in made) if made else max(sizes)
+            self.multiplied += elements
+            self.largest_multiplied = max(self.largest_multiplied, (name, elements), key=lambda entry: entry[1])
+        if name in _PRODUCTS:
             pair = [t for t in args if isinstance(t, torch.Tensor)][-2:]
             left, right = pair[0], pair[1]
             batch = left.shape[0] if left.dim() == 3 else 1
@@ -47,10 +83,32 @@ class SizeWatch(TorchDispatchMode):
         """Return the multiply-accumulates of all matrix products."""
         return sum(math.prod(product) for product in self.products)
 
-    def over(self, limit: int, names: frozenset[str] = ARITHMETIC) -> tuple[str, int] | None:
-        """Return the operator of `names` with the most elements, and their number, if it is more than `limit`."""
-        name = max((n for n in self.largest if n in names), key=self.largest.__getitem__, default=None)
-        return (name, self.largest[name]) if name and self.largest[name] > limit else None
+    def over(
+        self, limit: int, names: Collection[str] | None = None, but: Collection[str] = ()
+    ) -> tuple[str, int] | None:
+        """Return the operator with the most elements, and their number, if it is more than `limit`.
+
+        Args:
+            limit: elements.
+            names: the operators that count; all that compute by default.
+            but: operators that do not count.
+        """
+        sizes = self.computed if names is None else self.largest
+        counted = [n for n in sizes if n not in but and (names is None or n in names)]
+        name = max(counted, key=sizes.__getitem__, default=None)
+        return (name, sizes[name]) if name and sizes[name] > limit else None
+
+    def over_in_softmax(self, limit: int, most_multiplied: int) -> tuple[str, int] | None:
+        """Return an operator that a softmax needs, or a product of two tensors, on more elements than allowed.
+
+        Sums, scaling and masks may be as large as they like, and the sizes of matrix products are in `products`.
+
+        Args:
+            limit: elements of all other operators.
+            most_multiplied: elements of an elementwise product of two tensors.
+        """
+        name, elements = self.largest_multiplied
+        return self.over(limit, but=LINEAR | _PRODUCTS) or ((name, elements) if elements > most_multiplied else None)
 
 
 @contextlib.contextmanager

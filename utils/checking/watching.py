@@ -16,6 +16,7 @@ Of other machinery it sees:
 | operator of `torch.library`, own C++    | its name, in `custom`: its inside runs below the watch                  |
 | thread started inside                   | the same as in this thread                                              |
 | thread or process that ran before       | nothing                                                                 |
+| a library's Python implementation       | its operators, and in `borrowed` whose code ran them                    |
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.autograd.forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from utils.checking.sizes import MOVES
 from utils.files import ROOT
 
 # Operators that compute attention in one call.
@@ -95,6 +98,42 @@ def _library_folders(search_path: list[str]) -> tuple[str, ...]:
 
 
 _LIBRARIES = _library_folders(sys.path)  # as it was before any of a student's code could change the path
+
+# Where libraries and the course hold formulas written out in Python: whoever calls those has not written them.
+_TORCH = os.path.realpath(os.path.dirname(torch.__file__)) + os.sep
+_IN_TORCH = ("_refs", "_prims", "_decomp", "_inductor", "_higher_order_ops", os.path.join("nn", "attention"))
+_MODELS = ("transformers", "diffusers", "flash_attn", "xformers", "timm", "liger_kernel", "torchao", "torchtune", "fla")
+_IN_COURSE = ("attention", "kernels", "model", "bench")
+_FORMULAS = (
+    *((_TORCH + part + os.sep, os.path.dirname(_TORCH[:-1]) + os.sep) for part in _IN_TORCH),
+    *((folder + name + os.sep, folder) for folder in _LIBRARIES for name in _MODELS),
+    *((str(ROOT / "utils" / part) + os.sep, str(ROOT) + os.sep) for part in _IN_COURSE),
+)
+_MASKS = tuple(
+    str(ROOT / "utils" / "attention" / "masks" / name) for name in ("mask_mods.py", "score_mods.py")
+)  # handed out
+
+
+@functools.cache
+def _whose(file: str) -> str:
+    """Return "student", the file of a library's or the course's formulas, or "" for what lies between the two."""
+    path = os.path.realpath(file) if os.path.isabs(file) else file
+    for folder, above in _FORMULAS:
+        if path.startswith(folder) and path not in _MASKS:
+            return path.removeprefix(above)
+    inside = path.startswith((*_COURSE, *_LIBRARIES)) or file.startswith(("<frozen", "<__array", "<eval_with_key"))
+    return "" if inside else "student"
+
+
+def _lender() -> str:
+    """Return the file and function of a library that runs an operator now, on behalf of a student; "" if there is none."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        whose = _whose(frame.f_code.co_filename)
+        if whose:
+            return "" if whose == "student" else f"{whose}, {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
 
 
 @dataclass(frozen=True)
@@ -166,6 +205,7 @@ class OperationWatch:
     exits: Counter[str] = field(default_factory=Counter)  # ways out of torch, for example ".numpy()"
     custom: Counter[str] = field(default_factory=Counter)  # operators of other namespaces: "mylib::mm"
     kernels: Counter[str] = field(default_factory=Counter)  # Triton kernels launched
+    borrowed: Counter[str] = field(default_factory=Counter)  # a library's formula, whose operators ran: file, function
     lines: dict[str, StudentLine] = field(default_factory=dict)  # name -> the first line that used it
     rules: list[tuple] = field(default_factory=list)  # what was forbidden: (function of this module, its arguments)
 
@@ -193,8 +233,11 @@ class _Dispatch(TorchDispatchMode):
         kwargs = kwargs or {}
         if func not in self.names:
             self.names[func] = self._name(func)
-        if self.names[func][1] not in LABELS:
-            self.seen._note(*self.names[func])
+        counter, name = self.names[func]
+        if name not in LABELS:
+            self.seen._note(counter, name)
+            if name not in MOVES and (lender := _lender()):
+                self.seen._note(self.seen.borrowed, lender)
         # Under inference_mode composite operators arrive whole: look inside.
         if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
             with self:
@@ -245,6 +288,12 @@ class watch_operations:
         ("torch", "from_numpy", "torch.from_numpy (memory shared with NumPy)"),
         ("torch", "frombuffer", "torch.frombuffer (memory shared with Python)"),
     )
+    # Through which every derivative by torch goes: backward, autograd.grad, torch.func's vjp, and forward mode.
+    _DERIVATIVES = (
+        ("torch.autograd", "_engine_run_backward"),
+        ("torch.autograd.graph", "_engine_run_backward"),
+        ("torch.autograd.forward_ad", "make_dual"),
+    )
 
     def __enter__(self) -> OperationWatch:
         self.seen = OperationWatch()
@@ -254,7 +303,10 @@ class watch_operations:
             for module, name, label in self._PATCHED:
                 owner = sys.modules.get(module)
                 if owner is not None and name in vars(owner):
-                    self._replace(owner, name, self._counted(getattr(owner, name), label))
+                    self._replace(owner, name, self._counted(self.seen.exits, getattr(owner, name), label))
+            for module, name in self._DERIVATIVES:
+                owner = sys.modules[module]
+                self._replace(owner, name, self._counted(self.seen.calls, getattr(owner, name), "autograd"))
             self._watch_triton()
             self._watch_threads()
             self._modes = self._enter_modes()
@@ -285,9 +337,9 @@ class watch_operations:
             owner, name, old = self._replaced.pop()
             setattr(owner, name, old)
 
-    def _counted(self, function, label: str):
+    def _counted(self, counter: Counter[str], function, label: str):
         def counted(*args, **kwargs):
-            self.seen._note(self.seen.exits, label)
+            self.seen._note(counter, label)
             return function(*args, **kwargs)
 
         return counted
@@ -358,6 +410,13 @@ def forbid(watch: OperationWatch, operations: tuple[str, ...] = MATMUL, hint: st
         shown = f"torch's {_plain(name)}" if called else f"aten.{name}"
         shown += f" (it ran aten.{ran[0]})" if called and ran and ran[0] != _plain(name) else ""
         raise AssertionError(f"your code may not use {shown} here.{hint}" + (f"\n  {line}" if line else ""))
+    if watch.borrowed:
+        name = next(iter(watch.borrowed))
+        line = watch.lines.get(name)
+        raise AssertionError(
+            f"your code had a formula of a library computed ({name}). Write it yourself, with torch's operators.{hint}"
+            + (f"\n  {line}" if line else "")
+        )
     if watch.custom:
         name = next(iter(watch.custom))
         line = watch.lines.get(name)

@@ -101,6 +101,16 @@ def overlap(source: str, seed=None):
     for d, length, sharp in ((64, 256, 1.0), (128, 384, 20.0)):
         inputs = attention_inputs(1, 128, length, d, sharp, torch.bfloat16, draw.normal)
         run = _expect_overlapped(source, inputs, 2, (None,), "The scores are large here." if sharp > 1 else "")
+        for consumer in ("compute_partition 0", "compute_partition 1"):
+            products, blocks = (
+                sum(e.kind == "wgmma" and e.partition == consumer for e in run.events),
+                cdiv(length, 64),
+            )
+            if products != 2 * blocks:
+                raise AssertionError(
+                    f"{blocks} blocks of keys take {2 * blocks} products in each consumer, and {consumer} makes {products}: "
+                    "the softmax should run during those that are needed."
+                )
     share = overlap_of(run)
     if share < LEAST_OVERLAP:
         raise AssertionError(

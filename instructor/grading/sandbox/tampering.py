@@ -77,6 +77,7 @@ _ANSWERING = (
     *("__torch_function__", "__torch_dispatch__", "__array__"),
 )
 _MATMUL = re.compile("|".join(f"(?:{name})" for name in watching.MATMUL))
+_FUSED = re.compile("|".join(f"(?:{name})" for name in watching.FUSED_ATTENTION))
 
 
 class Sign(NamedTuple):
@@ -519,6 +520,10 @@ class Profile:
         events = sorted(_disable_profiler().events(), key=lambda event: event.start_ns())
         self.in_order = [event.name() for event in events]
         self.names = {name.removeprefix("aten::") for name in self.in_order}
+
+    def fused(self) -> set[str]:
+        """Entries to attention in one call that ran; the modes see only what torch takes some of them apart into."""
+        return {name for name in self.names if _FUSED.fullmatch(name.strip("_"))}
 
     def unseen(self, recorded: set[str], refused: bool = False) -> str:
         """A matrix product that ran although the record of operators holds none, or nothing.

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import nbformat
 import torch
 
+from instructor.checks.common import draw_for
 from instructor.grading.sandbox.tampering import Sign
 from instructor.grading.submission.exceptions import error_with_lines, explain
 from instructor.grading.submission.outputs import MAX_NOTEBOOK, clean_outputs, error_output, output_size
@@ -312,6 +313,7 @@ class Checker:
                         before, after = getattr(owner, name), make(module, name)
                         setattr(owner, name, after)
                         self.base.update({key: after for key, value in self.base.items() if value is before})
+        draw_for(self.job.submission)
         seed = int.from_bytes(os.urandom(6), "little")  # the student's process has the state of the setup cell
         torch.manual_seed(seed)
         random.seed(seed)
@@ -604,7 +606,10 @@ class Checker:
     def _flag_signs(self, steps: list[Step]) -> None:
         """Flag the question whose code tampered, and the one that was tested meanwhile."""
         owner = {step.name: step.question for step in steps}
+        of_lab = {step.name for step in steps if step.untouched and not step.answer}
         for sign in self.signs:
+            if sign.kind == "hides its code" and sign.cell in of_lab:
+                continue  # torch.compile makes code objects in a cell that the lab wrote: lab 2, 5.3
             question = owner.get(sign.cell) or question_of(sign.cell)
             self._flag(question, sign.kind, sign.detail)
             if sign.during != sign.cell and sign.during in self.cells:

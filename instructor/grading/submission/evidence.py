@@ -14,10 +14,11 @@ from instructor.grading.wire.channel import WireError
 from instructor.grading.wire.values import DTYPES
 from utils.checking.watching import LABELS, StudentLine
 
-MAX_RECORDS = 100_000  # operators recorded in one call
+MAX_RECORDS = 150_000  # operators recorded in one call: 20 MB
+CANARY = "aten::special_i1e"
 MAX_LEAF = 1_000_000  # elements of a tensor in a record that no operator in it made
 _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
-_COUNTERS = ("operations", "calls", "exits", "custom", "kernels")
+_COUNTERS = ("operations", "calls", "exits", "custom", "kernels", "borrowed")
 
 # ---- in the student's process ------------------------------------------------------------------------------------
 
@@ -35,10 +36,14 @@ class Recorder(TorchDispatchMode):
         self.kept: list[torch.Tensor] = []  # by number: kept alive, so that no address is used again
         self.memory: dict[int, int] = {}  # the address of a tensor's memory -> the number of the first tensor in it
         self.leaves: list = []  # [number, what it is] of tensors that no operator in the record made
+        self.cut = False  # more operators ran than are recorded
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if len(self.records) >= MAX_RECORDS or getattr(getattr(func, "_schema", None), "name", "") in LABELS:
+        name = getattr(getattr(func, "_schema", None), "name", "")
+        if len(self.records) >= MAX_RECORDS and name != CANARY:
+            self.cut = True
+        if name in LABELS or (self.cut and name != CANARY):
             return func(*args, **kwargs)
         sketches = [self._sketch(a, leaf=True) for a in args], {k: self._sketch(v, True) for k, v in kwargs.items()}
         result = func(*args, **kwargs)
@@ -129,7 +134,7 @@ def expect_canaries(records: list, sizes: list[int]) -> list:
     """The records between the two canaries; `WireError` if these are not where and what they have to be."""
     ends = [records[0], records[-1]] if len(records) > 1 else [[], []]
     for end, size in zip(ends, sizes, strict=True):
-        if end[:1] != ["aten::special_i1e"] or end[2][0]["tensor"][:3] != [[size], "float32", "meta"]:
+        if end[:1] != [CANARY] or end[2][0]["tensor"][:3] != [[size], "float32", "meta"]:
             raise WireError("the record of operators does not hold what has to be in it")
     return records[1:-1]
 

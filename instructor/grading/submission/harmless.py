@@ -19,6 +19,9 @@ MAX_PROSE, MAX_ALL_PROSE = 20_000, 200_000
 MAX_BRACKETS = 2_000  # opening brackets of one answer; nbconvert looks for the end of each
 MAX_PICTURE = 8 << 20  # characters of one picture, base64
 MAX_PICTURES = 24_000_000  # characters of all pictures in the prose of a notebook: a page of more is hard to open
+# Characters of code that are shown, of a line, a cell and a notebook. Its colours take 0.1 ms a character, and in one long line
+# quadratic time: a minute for 80,000 characters. All of it is run and graded.
+MAX_LINE, MAX_CODE, MAX_ALL_CODE = 2_000, 100_000, 300_000
 _TAG = re.compile(r"<(?=[A-Za-z/!?])")
 _ENTITY = re.compile(r"&(?=#|colon|Tab|NewLine|lpar)", flags=re.IGNORECASE)  # hide a scheme such as javascript:
 _SCHEME = re.compile(r"\b(javascript|vbscript|data|file)(\s*):", flags=re.IGNORECASE)
@@ -45,6 +48,15 @@ def harmless_markdown(text: str, most: int = MAX_PROSE) -> str:
     text = _TAG.sub("< ", _CONTROL.sub("", text))
     text = _SCHEME.sub(r"\1 :", _ENTITY.sub("& ", text))
     return _MACRO.sub(r"\\ \1", text)
+
+
+def shown_code(text: str, most: int = MAX_CODE) -> str:
+    """A cell's code as it is shown: long lines are cut, and so is the end of a long cell; a comment says so."""
+    lines = text[:most].split("\n")
+    cut = [line if len(line) <= MAX_LINE else line[:MAX_LINE] + "  # (this line goes on)" for line in lines]
+    if len(text) > most:
+        cut.append("# (The rest of this cell is not shown: it is too long. It was run and graded in whole.)")
+    return "\n".join(cut)
 
 
 def harmless_latex(text: str) -> str:

@@ -19,11 +19,14 @@ import nbformat
 from nbformat import NotebookNode
 
 from instructor.grading.submission.harmless import (
+    MAX_ALL_CODE,
     MAX_ALL_PROSE,
+    MAX_CODE,
     MAX_PICTURES,
     MAX_PROSE,
     harmless_attachments,
     harmless_markdown,
+    shown_code,
     without_lost_pictures,
 )
 from instructor.grading.wire.channel import without_surrogates
@@ -195,7 +198,7 @@ def make_plan(
         name = f"{known.id}" if known is not None else f"extra-{number}"
         node = _new_cell(cell.get("cell_type"), f"{name[:50]}-{number}" if name in taken else name, _source(cell))
         taken.add(node.id)
-        if node.cell_type == "markdown" and not (known is not None and node.source == known.source):
+        if node.cell_type != "code" and not (known is not None and node.source == known.source):
             node.source = harmless_markdown(node.source, min(room, MAX_PROSE))
             room = max(0, room - len(node.source))
             pictures, left_out = harmless_attachments(cell.get("attachments"), room_for_pictures)
@@ -221,7 +224,17 @@ def make_plan(
         if step.kind == "tests":
             step.needs = needs[step.name]
     _leave_out(steps)
+    _shorten_code(steps)
     return Plan(notebook, steps, structure, _files_of_lab(original))
+
+
+def _shorten_code(steps: list[Step]) -> None:
+    """Cut what cells show of very long code; what runs stays whole."""
+    room = MAX_ALL_CODE
+    for step in steps:
+        if step.cell.cell_type == "code" and step.kind != "tests" and not step.untouched:
+            step.cell.source = shown_code(step.source, min(room, MAX_CODE))
+            room = max(0, room - len(step.cell.source))
 
 
 def _files_of_lab(original: list[NotebookNode]) -> dict[str, str]:

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from instructor.grading.submission.conditions import expect_sdpa_switches, sdpa_switches, set_sdpa_switches
 from instructor.grading.submission.evidence import (
+    MAX_RECORDS,
     SCALARS,
     expect_canaries,
     expect_consistent,
@@ -40,6 +41,10 @@ from instructor.grading.wire.signatures import make_proxy, parameters_of
 from instructor.grading.wire.values import Decoder, Encoder
 from utils.checking import watching
 
+TOO_MANY = (
+    f"this call runs more than {MAX_RECORDS:,} operators of torch, and the check looks at the size of each. Let an operator work on "
+    "more numbers at once."
+)
 _FILE_NAME = re.compile(r"\w[\w-]{0,60}\.(?:json|csv|txt)")  # of a file that a check has a student's function write
 
 
@@ -397,9 +402,16 @@ class Remote:
             for watch in (*watches, everything):
                 merge_watch(watch, reply["watch"])
             self.ledger.append((number, everything))
+            cut = reply.get("cut") is True
+            if cut and replayed:
+                raise _mark_as_students(RuntimeError(TOO_MANY))
             if not levels and (why := expect_consistent(records, reply["watch"])):
                 self.contradictions.append(why)
-            if isinstance(number, int) and not levels and made_by_nothing(records, reply["watch"], _shape_made(reply)):
+            if (
+                isinstance(number, int)
+                and not (levels or cut)
+                and made_by_nothing(records, reply["watch"], _shape_made(reply))
+            ):
                 self.unexplained.add(number)
             replay(replayed, records)
         if reply["op"] == "raised":

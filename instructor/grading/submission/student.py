@@ -284,10 +284,12 @@ class Student:
             self.watcher.look_at(value)
             reply["value"] = encode(value)
         reply["mutated"] = self._mutations(encode)
+        if watch is not None and profile is not None:
+            watch.operations.update(profile.fused() - {*watch.operations, *watch.calls})
         if watch is not None:
             reply["watch"] = describe_watch(watch)
         if recorder is not None:
-            reply["records"] = recorder.records
+            reply["records"], reply["cut"] = recorder.records, recorder.cut
             made = recorder.made(value) if raised is None and not levels and conditions["program"] else None
             leaves = [[n, kind, *about] for n, kind, *about in recorder.leaves] if made is not None else []
             encode.known = encode.shared = None

@@ -35,7 +35,7 @@ def unwatched(message, blobs):
     if record:
         ends = [{"tensor": [[size], "float32", "meta"]} for size in wanted["canary"]]
         reply["records"] = [["aten::special_i1e", "default", [end], {}, end] for end in ends]
-        reply["watch"] = {name: {} for name in ("operations", "calls", "exits", "custom", "kernels", "lines")}
+        reply["watch"] = {name: {} for name in ("operations", "calls", "exits", "custom", "kernels", "borrowed", "lines")}
     return reply, data
 
 

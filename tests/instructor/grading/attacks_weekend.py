@@ -40,7 +40,7 @@ def forged(message, blobs):
     if record:
         ends = [{"tensor": [[size], "float32", "meta", -1]} for size in wanted["canary"]]
         reply["records"] = [["aten::special_i1e", "default", [end], {}, end] for end in ends]
-        reply["watch"] = {name: {} for name in ("operations", "calls", "exits", "custom", "kernels", "lines")}
+        reply["watch"] = {name: {} for name in ("operations", "calls", "exits", "custom", "kernels", "borrowed", "lines")}
         reply["program"] = PROGRAM
     return reply, data
 
@@ -85,7 +85,7 @@ while True:
                             "key": None, "data": 0}]
         say(message["n"], [made.tobytes()], op="result", value=value, mutated=[], sdpa=message["conditions"]["sdpa"],
             profile=[], shown="", records=[["aten::special_i1e", "default", [e], {}, e] for e in ends],
-            watch={k: {} for k in ("operations", "calls", "exits", "custom", "kernels", "lines")},
+            watch={k: {} for k in ("operations", "calls", "exits", "custom", "kernels", "borrowed", "lines")},
             program={"leaves": [], "result": [0]})
     elif message["op"] == "room":
         say(message["n"], op="room", exhausted="")

@@ -379,3 +379,60 @@ def test_libraries_of_the_host_are_no_students_code(tmp_path, monkeypatch):
     library, own = (compile("1", str(folder / "a.py"), "exec") for folder in (host / "torch", tmp_path))
     assert not watching.is_students(library) and not watching.is_students(json.dumps.__code__)
     assert watching.is_students(own)
+
+
+# ---- whose formula it is, derivatives, and what computes ---------------------------------------------------------
+
+
+def test_a_formula_of_a_library_is_told_from_the_students_own():
+    import torch._refs.nn.functional as references
+
+    from utils.attention import reference
+    from utils.attention.masks import dense_mask, documents
+
+    x = torch.randn(2, 3)
+    q = torch.randn(1, 1, 4, 8)
+    assert not watched(lambda: F.gelu(torch.softmax(x, -1)) + torch.vmap(torch.sin)(x)).borrowed
+    assert not watched(lambda: dense_mask(documents(2), 4, 4)).borrowed  # the course hands these out
+    assert any("_refs" in name for name in watched(lambda: references.gelu(x, approximate="tanh")).borrowed)
+    borrowed = watched(lambda: reference(q, q, q))
+    assert any(name.startswith("utils/attention/reference.py") for name in borrowed.borrowed)
+    with pytest.raises(AssertionError, match="a formula of a library"):
+        forbid(borrowed, ())
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda x: torch.autograd.grad(x.sin().sum(), x),
+        lambda x: x.sin().sum().backward(),
+        lambda x: torch.func.grad(lambda y: y.sin().sum())(x),
+        lambda x: torch.func.jvp(torch.sin, (x,), (x,)),
+    ],
+    ids=["grad", "backward", "func.grad", "jvp"],
+)
+def test_derivatives_have_one_name(derive):
+    with watch_operations() as watch:
+        derive(torch.ones(3, requires_grad=True))
+    with pytest.raises(AssertionError, match="may not use torch's autograd"):
+        forbid(watch, ("autograd",))
+    assert "autograd" not in watched(lambda: torch.ones(3).sin()).calls
+
+
+def test_an_operator_computes_unless_it_is_known_to_move_values():
+    from utils.checking import SizeWatch
+
+    x = torch.rand(6, 4)
+    with SizeWatch() as sizes:
+        torch.cat([x, x]).T.contiguous()[2:].masked_fill(torch.ones(4, 4, dtype=torch.bool).tril()[:1], 0.0)
+    assert sizes.over(1, but=("masked_fill",)) is None and sizes.over_in_softmax(1, 1) is None
+    for compute in (torch.special.i0, lambda y: y.sort().values, lambda y: torch._foreach_exp([y, y])[0], torch.erf):
+        with SizeWatch() as sizes:
+            compute(x)
+        assert sizes.over(23) and sizes.over_in_softmax(23, 10**6)
+    with SizeWatch() as sizes:
+        x * 2 + x.sum()
+    assert sizes.over_in_softmax(1, 1) is None and sizes.multiplied == 0
+    with SizeWatch() as sizes:
+        x * x
+    assert sizes.over_in_softmax(1, 23) == ("mul", 24) and sizes.multiplied == 24
