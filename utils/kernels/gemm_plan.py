@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
+from utils.machine.versions import installed_version
+
 SHARED_BYTES = 232448 - 1024  # that an SM of an H100 or H200 gives a block, less what barriers take
 
 
@@ -111,8 +113,12 @@ class Config:
 
     @property
     def can_join(self) -> bool:
-        """Whether the columns are two parts whose products can be one instruction."""
-        return 0 < self.columns[1] < self.columns[0] and self.block_n <= 256
+        """Whether the columns are two parts whose products can be one instruction.
+
+        A slot's first part is then seen as a view that is larger than what it is a view of, which Triton 3.9 refuses.
+        """
+        views_may_be_larger = (installed_version("triton") or (3, 8)) < (3, 9)
+        return 0 < self.columns[1] < self.columns[0] and self.block_n <= 256 and views_may_be_larger
 
     @property
     def brought(self) -> int:

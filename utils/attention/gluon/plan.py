@@ -220,7 +220,7 @@ def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
     if step == 3:
         return Plan(d, 64 if d == 256 else 128)
     if step == 4:
-        return replace(_STEP_5[d, ""], v_extra=0)
+        return replace(_STEP_5[d, ""], v_extra=0, stages=3 if d == 64 else 2, q_slots=1, o_in_q=d == 256)
     if step == 5:
         return _STEP_5.get((d, variant)) or _STEP_5[d, ""]
     raise ValueError(f"The ladder has the steps 1 to 5; got step {step!r}.")
