@@ -424,7 +424,7 @@ def test_an_operator_computes_unless_it_is_known_to_move_values():
 
     x = torch.rand(6, 4)
     with SizeWatch() as sizes:
-        torch.cat([x, x]).T.contiguous()[2:].masked_fill(torch.ones(4, 4, dtype=torch.bool).tril()[:1], 0.0)
+        torch.cat([x, x]).T.contiguous()[2:].masked_fill(torch.ones(12, 12, dtype=torch.bool).tril()[:1], 0.0)
     assert sizes.over(1, but=("masked_fill",)) is None and sizes.over_in_softmax(1, 1) is None
     for compute in (torch.special.i0, lambda y: y.sort().values, lambda y: torch._foreach_exp([y, y])[0], torch.erf):
         with SizeWatch() as sizes:
