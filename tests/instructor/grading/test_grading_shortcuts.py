@@ -81,6 +81,7 @@ def _packs(lab: str) -> list[list[Shortcut]]:
     return packs
 
 
+@pytest.mark.overnight
 @pytest.mark.slow
 @pytest.mark.parametrize("pack", [p for lab in LABS for p in _packs(lab)], ids=lambda p: f"{p[0].lab}, {p[0].name}")
 def test_a_whole_submission_gets_no_point_for_it(labs, pack):
@@ -139,6 +140,7 @@ def mask_costs(mask, batch, heads, head_dim, dtype):
 """
 
 
+@pytest.mark.overnight
 @pytest.mark.slow
 def test_hidden_inputs_are_those_of_the_file(labs):
     """Who was told the inputs by an earlier hand-in, and hands in a table of them, meets others."""
@@ -151,6 +153,7 @@ def test_hidden_inputs_are_those_of_the_file(labs):
     assert len(shown[0]) > 3 and shown[0] == shown[1] != shown[2]
 
 
+@pytest.mark.overnight
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_cells_of_ones_own_get_nothing(suite_lab, surroundings, hidden_lines, part):
@@ -165,6 +168,7 @@ def test_cells_of_ones_own_get_nothing(suite_lab, surroundings, hidden_lines, pa
     assert not _changes(surroundings) and not _sleepers() and surroundings.connections() == 0
 
 
+@pytest.mark.overnight
 @pytest.mark.slow
 def test_the_submission_after_them_gets_every_point(suite_lab, full_points):
     result = grade_notebook(suite_lab, answered_notebook(suite_lab), timeout=20)

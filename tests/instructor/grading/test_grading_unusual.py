@@ -56,6 +56,7 @@ def test_code_that_the_labs_own_cell_makes_is_nobodys_fault():
     assert [flag.detail for flag in checker.flags] == ["by c1", "by c2"]
 
 
+@pytest.mark.overnight
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STUDENTS)
 def test_an_unusual_right_notebook_loses_nothing(labs, name):
