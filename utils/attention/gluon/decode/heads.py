@@ -24,7 +24,9 @@ class Share:
     q: Ring
     k: Ring
     v: Ring
-    cleaned: gl.shared_memory_descriptor  # mbarrier: V's rows behind the last key have been replaced by zeros
+    cleaned: (
+        gl.shared_memory_descriptor
+    )  # two mbarriers: V's rows behind the last key have been replaced by zeros; that was seen
     c: gl.tensor
     scales_ptr: gl.tensor  # of K, then of V, a head of keys each; read only where the cache is in fp8
     PLAN: gl.constexpr
@@ -181,14 +183,20 @@ def inverses(sums):
 def clean_tile(share, block, times, W: gl.constexpr):
     """Replace the values behind the last key by zeros before any consumer multiplies them; times: cleaned before."""
     PLAN: gl.constexpr = share.PLAN
+    done, seen = share.cleaned.index(0), share.cleaned.index(1)
     share.v.wait_full(block.number)
     if W == 0:
+        if PLAN.consumers == 2:
+            # Heads may be one block long, and this consumer some heads ahead: without this wait it could clean twice before the
+            # other one looks, which waits for a parity and would take the second time for none.
+            mbarrier.wait(seen, (times & 1) ^ 1)
         tile = share.v.tiles.index(share.v.slot(block.number))
         clean_values(tile, block.cursor, block.j, PLAN.block_n, PLAN.block_d)
         # Zeros stored by threads, read by wgmma through the async proxy: without the fence it may read what was there.
         fence_async_shared()
         if PLAN.consumers == 2:
-            async_copy.mbarrier_arrive(share.cleaned, increment_count=False)
+            async_copy.mbarrier_arrive(done, increment_count=False)
         thread_barrier()  # the other warps' zeros
     else:
-        mbarrier.wait(share.cleaned, times & 1)  # without it this consumer could multiply what is not a number
+        mbarrier.wait(done, times & 1)  # without it this consumer could multiply what is not a number
+        async_copy.mbarrier_arrive(seen, increment_count=False)

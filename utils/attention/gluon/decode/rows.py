@@ -181,8 +181,9 @@ def attend_rows(results, split, q_desc, k_desc, v_desc, o_desc, program):
     q = allocate_ring(q_desc, PLAN.q_slots, 1, CONSUMERS)
     k = allocate_ring(k_desc, PLAN.slots // 2, 1, CONSUMERS, PLAN.block_n)
     v = allocate_ring(v_desc, PLAN.slots - PLAN.slots // 2, 1, CONSUMERS, PLAN.block_n)
-    cleaned = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(cleaned, count=128)  # every thread of the consumer that cleans arrives for itself
+    cleaned = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(cleaned.index(i), count=128)  # every thread of the consumer that cleans arrives for itself
     # TMA completes the barriers through the async proxy, and may otherwise find them as they were before.
     fence_async_shared()
     begin = split.begin(program)
