@@ -4,13 +4,15 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from utils.attention.gluon.decode.blocks import clean_values, mask_block
 from utils.attention.gluon.decode.merge import Results, inverse
 from utils.attention.gluon.decode.work import Cursor
 from utils.attention.gluon.pipeline import Ring
-from utils.attention.gluon.shared import aggregate, thread_barrier, tma_store
+from utils.attention.gluon.shared import aggregate, meet, thread_barrier, tma_store
+
+CLEANED = gl.constexpr(9)  # named barrier of two consumers: V's rows behind the last key have been replaced by zeros
 
 
 @aggregate
@@ -24,16 +26,13 @@ class Share:
     q: Ring
     k: Ring
     v: Ring
-    cleaned: (
-        gl.shared_memory_descriptor
-    )  # two mbarriers: V's rows behind the last key have been replaced by zeros; that was seen
     c: gl.tensor
     scales_ptr: gl.tensor  # of K, then of V, a head of keys each; read only where the cache is in fp8
     PLAN: gl.constexpr
     CASE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, results, begin, end, start, q, k, v, cleaned, c, scales_ptr, PLAN, CASE):
+    def __init__(self, results, begin, end, start, q, k, v, c, scales_ptr, PLAN, CASE):
         self.results = results
         self.begin = begin
         self.end = end
@@ -41,7 +40,6 @@ class Share:
         self.q = q
         self.k = k
         self.v = v
-        self.cleaned = cleaned
         self.c = c
         self.scales_ptr = scales_ptr
         self.PLAN = gl.constexpr(PLAN)
@@ -62,7 +60,6 @@ class Share:
             self.q,
             self.k,
             self.v,
-            self.cleaned,
             c,
             self.scales_ptr,
             self.PLAN,
@@ -180,23 +177,18 @@ def inverses(sums):
 
 
 @gluon.jit
-def clean_tile(share, block, times, W: gl.constexpr):
-    """Replace the values behind the last key by zeros before any consumer multiplies them; times: cleaned before."""
+def clean_tile(share, block, W: gl.constexpr):
+    """Replace the values behind the last key by zeros before any consumer multiplies them."""
     PLAN: gl.constexpr = share.PLAN
-    done, seen = share.cleaned.index(0), share.cleaned.index(1)
     share.v.wait_full(block.number)
     if W == 0:
-        if PLAN.consumers == 2:
-            # Heads may be one block long, and this consumer some heads ahead: without this wait it could clean twice before the
-            # other one looks, which waits for a parity and would take the second time for none.
-            mbarrier.wait(seen, (times & 1) ^ 1)
         tile = share.v.tiles.index(share.v.slot(block.number))
         clean_values(tile, block.cursor, block.j, PLAN.block_n, PLAN.block_d)
         # Zeros stored by threads, read by wgmma through the async proxy: without the fence it may read what was there.
         fence_async_shared()
-        if PLAN.consumers == 2:
-            async_copy.mbarrier_arrive(done, increment_count=False)
-        thread_barrier()  # the other warps' zeros
-    else:
-        mbarrier.wait(done, times & 1)  # without it this consumer could multiply what is not a number
-        async_copy.mbarrier_arrive(seen, increment_count=False)
+        if PLAN.consumers == 1:
+            thread_barrier()  # the other warps' zeros
+    if PLAN.consumers == 2:
+        # Without it the other consumer could multiply what is not a number. A named barrier, since where heads are one block
+        # long one consumer may be some heads ahead, and a wait for an mbarrier's parity cannot tell a time from the next but one.
+        meet(CLEANED, 256)

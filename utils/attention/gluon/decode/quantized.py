@@ -82,17 +82,14 @@ def attend_fp8(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
     raw_v = allocate_ring(v_desc, PLAN.raw_slots, 1, 1, PLAN.block_n)
     k = allocate_converted(q_desc.dtype, PLAN.slots // 2, PLAN)
     v = allocate_converted(q_desc.dtype, PLAN.slots // 2, PLAN)
-    cleaned = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(cleaned.index(i), count=128)
     # TMA completes the barriers through the async proxy, and may otherwise find them as they were before.
     fence_async_shared()
     begin = split.begin(program)
     start = cache.locate(begin)
     end = split.begin(program + 1)
     c = results.c
-    share = Share(results, begin, end, start, q, k, v, cleaned, c, scales_ptr, PLAN, cache.CASE)
-    loads = Share(results, begin, end, start, q, raw_k, raw_v, cleaned, c, scales_ptr, PLAN, cache.CASE)
+    share = Share(results, begin, end, start, q, k, v, c, scales_ptr, PLAN, cache.CASE)
+    loads = Share(results, begin, end, start, q, raw_k, raw_v, c, scales_ptr, PLAN, cache.CASE)
     # The first role has four warps and the registers that are left by the others.
     if PLAN.consumers == 2:
         gl.warp_specialize(

@@ -22,7 +22,7 @@ On an H200, at the thirteen of thirty points that it computes: 1.09 times as fas
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from utils.attention.gluon.decode.blocks import clear_keys, load_block, load_queries, page_numbers
 from utils.attention.gluon.decode.heads import (
@@ -116,7 +116,6 @@ def consumer(all_heads, o_desc, W: gl.constexpr):
     unit = share.begin
     it = gl.to_tensor(0)
     piece = gl.to_tensor(0)
-    cleaned = gl.to_tensor(0)
     while unit < share.end:
         n = gl.minimum(cursor.blocks - cursor.j, share.end - unit)
         low, clear = clear_keys(cache, cursor)
@@ -143,8 +142,7 @@ def consumer(all_heads, o_desc, W: gl.constexpr):
         j = cursor.j + n - 1
         if share.CASE.clean:  # noqa: SIM102 (decided by the compiler; the next line for each head)
             if (cursor.first + j + 1) * BLOCK_N > cursor.length:
-                clean_tile(share, Block(it - 1, cursor, j, gl.to_tensor(ROW)), cleaned, W)
-                cleaned += 1
+                clean_tile(share, Block(it - 1, cursor, j, gl.to_tensor(ROW)), W)
         pv = start_output(share, it, o, p, state)
         sums = row_sums(state, ROW)
         o = wait_products(pv, 0, BLOCK_D)  # the output's registers are read next, and V's slot is released
@@ -181,15 +179,12 @@ def attend_rows(results, split, q_desc, k_desc, v_desc, o_desc, program):
     q = allocate_ring(q_desc, PLAN.q_slots, 1, CONSUMERS)
     k = allocate_ring(k_desc, PLAN.slots // 2, 1, CONSUMERS, PLAN.block_n)
     v = allocate_ring(v_desc, PLAN.slots - PLAN.slots // 2, 1, CONSUMERS, PLAN.block_n)
-    cleaned = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(cleaned.index(i), count=128)  # every thread of the consumer that cleans arrives for itself
     # TMA completes the barriers through the async proxy, and may otherwise find them as they were before.
     fence_async_shared()
     begin = split.begin(program)
     start = cache.start(split, program)
     end = split.begin(program + 1)
-    share = Share(results, begin, end, start, q, k, v, cleaned, results.c, results.counters_ptr, PLAN, cache.CASE)
+    share = Share(results, begin, end, start, q, k, v, results.c, results.counters_ptr, PLAN, cache.CASE)
     # The first role has four warps and the registers that are left by the others.
     if CONSUMERS == 1 and PLAN.producers == 2:
         gl.warp_specialize(

@@ -17,7 +17,7 @@ heads only, and their queries have two tiles.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from utils.attention.gluon.decode.blocks import clear_keys
 from utils.attention.gluon.decode.heads import Block, Share, clean_tile, inverses, row_sums, store_head_by_tma
@@ -52,7 +52,6 @@ def consumer_ahead(share, o_desc, o_tiles, W: gl.constexpr):
     o_tile = o_tiles.index(W)
     it = gl.to_tensor(0)  # the block whose scores come next
     piece = gl.to_tensor(0)
-    cleaned = gl.to_tensor(0)
     row = gl.to_tensor(ROW)
 
     share.q.wait_full(piece)  # the first product reads Q
@@ -72,8 +71,7 @@ def consumer_ahead(share, o_desc, o_tiles, W: gl.constexpr):
         share.q.release(piece)
         if share.CASE.clean:  # noqa: SIM102 (decided by the compiler; the next line for each head)
             if (cursor.first + cursor.blocks) * BLOCK_N > cursor.length:
-                clean_tile(share, Block(it - 1, cursor, cursor.blocks - 1, row), cleaned, W)
-                cleaned += 1
+                clean_tile(share, Block(it - 1, cursor, cursor.blocks - 1, row), W)
 
         # The next head's first block. Behind the last head it is one that still lies there, whose result nobody asks for.
         following = cache.advance(cursor.at_last())
@@ -140,13 +138,11 @@ def attention_decode_rows_ahead(
         o_tiles = gl.allocate_shared_memory(
             o_desc.dtype, [CONSUMERS, 1, 1, o_shape[2], o_shape[3], o_shape[4]], o_desc.layout
         )
-        cleaned = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(cleaned, count=128)  # every thread of the consumer that cleans arrives for itself
         # TMA completes the barriers through the async proxy, and may otherwise find them as they were before.
         fence_async_shared()
         begin = split.begin(program)
         end = split.begin(program + 1)
-        share = Share(results, begin, end, cache.locate(begin), q, k, v, cleaned, c, counters_ptr, PLAN, CASE)
+        share = Share(results, begin, end, cache.locate(begin), q, k, v, c, counters_ptr, PLAN, CASE)
         loads = (share, q_desc, k_desc, v_desc)
         # The first role has four warps and the registers that are left by the others.
         if CONSUMERS == 1:
