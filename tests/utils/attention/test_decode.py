@@ -157,6 +157,9 @@ def test_every_plan_fits(head_dim, group, page):
             if head_dim <= 128:
                 two = make_plan(head_dim, group, sq, page, fp8=True, consumers=2)
                 assert two.raw_slots >= 2 and two.columns == 128 and two.shared_bytes + 1024 < SHARED_BYTES
+            else:
+                with pytest.raises(ValueError, match="two consumers take head dimensions up to 128"):
+                    make_plan(head_dim, group, sq, page, fp8=True, consumers=2)
         for consumers in (1, 2) if group <= 64 else (2,):
             plan = make_plan(head_dim, group, sq, page, consumers=consumers)
             assert plan.shared_bytes + 700 < SHARED_BYTES  # no reduction exchanges anything
@@ -350,6 +353,7 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
         {"fp8": True, "lengths": True, "consumers": 0, "merge": "second"},
     ),
     "fp8, keys as rows, 256": ((1, 3, 1, 5, 200, 256, None), {}, {"fp8": True, "consumers": 0}),
+    "fp8, 64 rows, head dimension 256": ((1, 4, 1, 4, 150, 256, None), {}, {"fp8": True, "consumers": 1}),
     "fp8, lengths, a window, pages": (
         (2, 4, 2, 1, 300, 64, 16),
         {"window": 70},

@@ -310,6 +310,11 @@ def _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halve
             "an fp8 cache takes groups of up to 64 query heads (32 with keys as rows at head dimension 256) and at most "
             f"one consumer; {group} share a head, and consumers={consumers}."
         )
+    if consumers == 2 and block_width(head_dim) == 256:
+        raise ValueError(
+            "with an fp8 cache two consumers take head dimensions up to 128: at 256 their output and the converters need "
+            f"more registers than a block has; head dimension {head_dim} was given. Leave `consumers` out, or give 1."
+        )
     block_n = block_n or {64: 128, 128: 64, 256: 32}[block_width(head_dim)]
     plan = _rows_plan(head_dim, group, sq, page, block_n, 4, merge, early, consumers, halves, 1)
     room = SHARED_BYTES - 1024 - plan.shared_bytes
