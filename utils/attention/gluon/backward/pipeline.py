@@ -359,8 +359,8 @@ def block_work(
 ):
     """Find this block's keys, allocate its shared memory and barriers, and return what its roles get.
 
-    CONSUMERS: warpgroups that read the rings; WRITERS: roles that write dS; KEYS: of a role. whole, parts: blocks behind the first `whole` have `parts` programs each
-    (`split_tail`).
+    CONSUMERS: warpgroups that read the rings; WRITERS: roles that write dS; KEYS: of a role.
+    whole, parts: blocks behind the first `whole` have `parts` programs each (`split_tail`).
     """
     PLAN: gl.constexpr = sizes.PLAN
     DS_SLOTS: gl.constexpr = PLAN.ds_slots

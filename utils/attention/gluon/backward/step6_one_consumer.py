@@ -250,20 +250,18 @@ def consumer(work, queue, sums, leave, parts_ptr, dk_desc, dv_desc):
 
 @gluon.jit(
     do_not_specialize=[
-        *(
-            "sq",
-            "sk",
-            "window",
-            "heads",
-            "kv_heads",
-            "group",
-            "tiles_m",
-            "blocks_n",
-            "section",
-            "total",
-            "whole",
-            "parts",
-        ),
+        "sq",
+        "sk",
+        "window",
+        "heads",
+        "kv_heads",
+        "group",
+        "tiles_m",
+        "blocks_n",
+        "section",
+        "total",
+        "whole",
+        "parts",
         "end",
     ]
 )
