@@ -1191,7 +1191,7 @@ def scale(x_desc, y_desc, tiles, factor, STAGES: gl.constexpr):
         (load_tiles, (x_desc, ring, full, empty, tiles, STAGES)),
     ], [1], [24])
 
-# %% nbgrader={"grade_id": "run_repaired", "locked": true}
+# %%
 try:
     simulate_launch(repaired(text_of("lab3_broken.py"), {}), repair_launch(2)[0])
 except AssertionError as report:

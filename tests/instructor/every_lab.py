@@ -60,6 +60,9 @@ class EveryLab:
     def test_graded_cells_need_no_plain_cell(self, cells):
         lab_cases.assert_graded_cells_need_no_plain_cell(cells)
 
+    def test_locked_cells_run_without_cells_above(self, cells):
+        lab_cases.assert_locked_cells_run_without_cells_above(cells)
+
     def test_an_untouched_lab_says_which_answer_is_missing(self, lab, cells, request, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         names: dict = {"needs": needs}

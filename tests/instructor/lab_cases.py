@@ -269,6 +269,23 @@ def assert_missing_answers_stop_only_cells_that_say_so(cells) -> None:
     assert not problems, "\n".join(problems)
 
 
+def assert_locked_cells_run_without_cells_above(cells) -> None:
+    """Check that locked cells run nothing that needs a cell above, the setup left out: the build gives them no `needs`."""
+    above: set[str] = set()
+    problems = []
+    for cell in cells:
+        role = cell.metadata.get("nbgrader", {})
+        if cell.cell_type != "code" or cell.source.startswith("%%") or role.get("grade_id") == "setup":
+            continue
+        tree = ast.parse(cell.source)
+        if role.get("locked") and not role.get("grade"):
+            run = [node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
+            used = names_used(ast.Module(run, [])) - names_defined(tree)
+            problems += [f"{role['grade_id']} uses {name}" for name in sorted(used & above)]
+        above |= names_defined(tree)
+    assert not problems, "unlock these cells, so that `needs` says what is missing:\n" + "\n".join(problems)
+
+
 def assert_no_cell_reads_a_name_of_two_cells(cells) -> None:
     """Check that a name which one cell leaves for another is given by one cell only: the order of a rerun does not matter."""
     given: dict[str, set[str]] = {}

@@ -15,6 +15,7 @@ from tests.instructor.every_lab import EveryLab, EveryRightAnswer, slow
 from tests.instructor.lab2_right_answers import RIGHT_ANSWERS
 from tests.instructor.lab2_wrong_answers import WRONG_ANSWERS
 from tests.instructor.visible import VisibleChecks, assert_names_the_mistake
+from tests.marks import overnight_but_first_of_each
 
 LAB = "lab2_flexattention"
 NOTEBOOK_OVERNIGHT = True  # its solved run compiles for minutes; `labs grade` judges its answers in the slow set
@@ -65,8 +66,11 @@ def test_wrong_answer_is_refused_twice_and_named(calls, checks, names, visible, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrong", WRONG_ANSWERS, ids=lambda wrong: wrong.mistake)
+@pytest.mark.parametrize(
+    "wrong", overnight_but_first_of_each(WRONG_ANSWERS, lambda wrong: wrong.cell), ids=lambda wrong: wrong.mistake
+)
 def test_wrong_answer_loses_its_question_alone(calls, checks, names, wrong):
+    """All checks of the lab run. A mistake of each answer does in the slow set: the same names are bound by the others."""
     exec(compile(wrong.code, wrong.cell, "exec"), names)
     lab_cases.assert_loses_alone(lab_cases.verdicts_on(calls, names, checks), wrong, every_message=False)
 

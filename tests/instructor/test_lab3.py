@@ -147,9 +147,11 @@ def test_model_answers_pass_with_fresh_inputs(calls, checks, answers, files, see
 
 
 @pytest.mark.parametrize("wrong", _few_quick(WRONG_ANSWERS, 4))
-def test_wrong_answer_loses_its_question_alone(calls, checks, answers, files, wrong):
-    near = _near(calls, wrong.cell)
-    verdicts = _verdicts(near, checks, answers, files, wrong.cell, wrong.code, wrong.replaces)
+def test_wrong_answer_loses_its_question_alone(calls, checks, answers, files, wrong, request):
+    # The first mistakes of an answer show what else it could lose; the others, which are slow, run their own tests.
+    slow = request.node.get_closest_marker("slow")
+    tests = lab_cases.calls_of(wrong.cell, calls) if slow else _near(calls, wrong.cell)
+    verdicts = _verdicts(tests, checks, answers, files, wrong.cell, wrong.code, wrong.replaces)
     lab_cases.assert_loses_alone(verdicts, wrong)
     for message in (verdicts[cell].message for cell in wrong.lost):
         assert "Traceback" not in message and "/tmp/" not in message

@@ -19,6 +19,7 @@ from tests.instructor.lab4_right_answers import RIGHT_ANSWERS
 from tests.instructor.lab4_wrong_answers import WRONG_ANSWERS
 from tests.instructor.lab_cases import WrongAnswer
 from tests.instructor.visible import VisibleChecks, assert_names_the_mistake
+from tests.marks import overnight_but_first_of_each
 from utils.machine.versions import installed_version
 
 LAB = "lab4_sdpa"
@@ -87,8 +88,11 @@ def test_wrong_answer_is_refused_twice_and_named(calls, checks, names, visible, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrong", WRONG_ANSWERS, ids=lambda wrong: wrong.mistake)
+@pytest.mark.parametrize(
+    "wrong", overnight_but_first_of_each(WRONG_ANSWERS, lambda wrong: wrong.cell), ids=lambda wrong: wrong.mistake
+)
 def test_wrong_answer_loses_its_question_alone(calls, checks, names, wrong):
+    """All checks of the lab run. A mistake of each answer does in the slow set: the same names are bound by the others."""
     exec(compile(wrong.code, wrong.cell, "exec"), names)
     with kept_conditions():
         verdicts = lab_cases.verdicts_on(calls, names, checks)

@@ -100,7 +100,7 @@ def test_gpu_tests_run_in_processes_that_are_stopped_in_time(tmp_path, monkeypat
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a GPU\n")
     tests = gpu_tests.collect([file.name])
     assert tests == [f"{file.name}::test_{name}" for name in ("right", "wrong", "endless")]
-    ended = gpu_tests.run(tests, tmp_path / "logs", processes=3, seconds=30)
+    ended = gpu_tests.run(tests, tmp_path / "logs", processes=3, seconds=12)
     assert {test.split("_")[-1]: how for test, how in ended.items()} == {
         "right": "PASSED",
         "wrong": "FAILED",

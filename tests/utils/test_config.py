@@ -1,13 +1,14 @@
 """GPU facts against each other and against unit counts and clocks; the Gemma-3 configuration."""
 
+import json
 import math
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from tests.marks import slow_but_first
 from utils.config import DTYPES, GPU_SPECS, dtype_name, get_ridge_point, gpu_spec, peak_tflops
 
 FIELDS = {f"{name}_tflops" for name in DTYPES} | {
@@ -258,13 +259,33 @@ FIRST_USES = {
 }
 
 
-@pytest.mark.parametrize("use", slow_but_first(list(FIRST_USES)))
-def test_whatever_uses_gemma_config_first_finds_transformers_class(use):
-    out = run_python(
-        "import copy, pickle, sys; from utils import *; g = GEMMA_CONFIG; assert 'transformers' not in sys.modules;"
-        f"from transformers import Gemma3TextConfig; print({FIRST_USES[use]}, isinstance(g, Gemma3TextConfig))"
-    )
-    assert out == "True True"
+# Each use is the first one in a process of its own: a fork of one process that has imported everything and used nothing.
+USE_IN_FORKS = """
+import copy, json, os, pickle, sys
+from utils import *
+g = GEMMA_CONFIG
+assert "transformers" not in sys.modules
+from transformers import Gemma3TextConfig
+for name, use in json.loads(sys.argv[1]).items():
+    if os.fork() == 0:
+        print(json.dumps([name, bool(eval(use)), isinstance(g, Gemma3TextConfig)]), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def first_uses():
+    command = [sys.executable, "-c", USE_IN_FORKS, json.dumps(FIRST_USES)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return {name: found for name, *found in map(json.loads, done.stdout.splitlines())}, done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system forks no processes")
+@pytest.mark.parametrize("use", FIRST_USES)
+def test_whatever_uses_gemma_config_first_finds_transformers_class(first_uses, use):
+    found, said = first_uses
+    assert found.get(use) == [True, True], said
 
 
 def test_facts_cost_no_heavy_import():

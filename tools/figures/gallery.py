@@ -219,6 +219,8 @@ def deadlock() -> Figure:
         if forget:
             end = max(event.end for event in run.events)
             ax.axvspan(end, whole, facecolor=PAPER, edgecolor=HAIR, hatch="///", linewidth=0)
+            for note in ax.texts:  # the title says it, and the area behind the last event
+                note.set_visible(note.get_text() != "nobody can go on")
             ax.text(
                 (end + whole) / 2, ax.get_ylim()[0] / 2 - 0.3, "nobody can go on", ha="center", backgroundcolor=PAPER
             )

@@ -220,8 +220,8 @@ def plot(path: Path, out: Path) -> None:
     record = read_record(path)
     where = record["environment"]
     title = (
-        "How many times faster the Gluon kernel is: bf16 forward, B x S = 16384. "
-        f"Recorded on {machine_name(record)}, torch {where['torch']}, commit {where['commit']}."
+        "How many times faster the Gluon kernel is: bf16 forward, B x S = 16384.\n"
+        f"Recorded on {machine_name(record)}, torch {where['torch']}, commit {where['commit'][:7]}."
     )
     save_picture(plot_attention_ratios(record["rows"], title=title)[0], out)
 

@@ -25,6 +25,7 @@ from utils.attention.gluon.backward.plan import STEPS
 from utils.benchmark.measuring import measure_together
 
 PEERS = ("cudnn", "fa3", "fa4")
+PEER_NAMES = {"cudnn": "cuDNN", "fa3": "FlashAttention 3", "fa4": "FlashAttention 4"}
 LENGTHS, HEAD_DIMS = "4096,16384", "64,128,256"
 Gradients = Callable[[], tuple[torch.Tensor, ...]]
 
@@ -181,7 +182,7 @@ def plot(path: Path, out: Path) -> None:
         places = range(len(rows))
         for i, name in enumerate(PEERS, 1):
             style = {**series(i).line, "linestyle": "none"}
-            ax.plot(places, [row["ratios"].get(name) for row in rows], label=f"against {name}", **style)
+            ax.plot(places, [row["ratios"].get(name) for row in rows], label=f"against {PEER_NAMES[name]}", **style)
         ax.axhline(1.0, color="0.5", linewidth=1)
         labels = [f"{row['length'] // 1024}k\n{'causal' if row['causal'] else 'full'}" for row in rows]
         ax.set_xticks(list(places), labels)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
+from utils.checking.sizes import tensors_in
+
 
 def known_mistake(
     got: object, mistakes: Mapping[str, torch.Tensor], rtol: float = 1e-3, atol: float = 1e-4, otherwise: str = ""
@@ -90,7 +92,7 @@ def leaves_inputs(answer: Callable) -> Callable:
 
     @functools.wraps(answer)
     def call(*args, **kwargs):
-        given = _tensors([*args, *kwargs.values()])
+        given = tensors_in([*args, *kwargs.values()])
         before = [_numbers(tensor) for tensor in given]
         result = answer(*args, **kwargs)
         for old, tensor in zip(before, given, strict=True):
@@ -103,12 +105,6 @@ def leaves_inputs(answer: Callable) -> Callable:
         return result
 
     return call
-
-
-def _tensors(value: object) -> list[torch.Tensor]:
-    if isinstance(value, list | tuple):
-        return [tensor for part in value for tensor in _tensors(part)]
-    return [value] if isinstance(value, torch.Tensor) else []
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:

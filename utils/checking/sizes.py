@@ -28,14 +28,14 @@ _PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "mv", "addmv"))
 _MULTIPLY = frozenset(("mul", "div", "addcmul", "addcdiv", "_foreach_mul", "_foreach_div", "_foreach_addcmul", "lerp"))
 
 
-def _tensors(values) -> list[torch.Tensor]:
-    """Return the tensors among the arguments or results of an operator, those of lists included."""
+def tensors_in(values) -> list[torch.Tensor]:
+    """Return the tensors among arguments or results, those in lists and tuples included."""
     found = []
     for value in values:
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif isinstance(value, list | tuple):
-            found += _tensors(value)
+            found += tensors_in(value)
     return found
 
 
@@ -58,7 +58,7 @@ class SizeWatch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1].rstrip("_") or func.__name__
         several = name.startswith("_foreach")  # one operator on a list of tensors
-        given, made = _tensors((*args, *(kwargs or {}).values())), _tensors((result,))
+        given, made = tensors_in((*args, *(kwargs or {}).values())), tensors_in((result,))
         sizes = [t.numel() for t in (*given, *made)]
         self.largest[name] = max(self.largest.get(name, 0), max(sizes, default=0))
         if name not in MOVES:

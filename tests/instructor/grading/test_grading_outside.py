@@ -39,6 +39,13 @@ SHOW = "print('TAKEN', globals().get('stolen'))"
 
 
 @pytest.mark.slow
+def test_lab_1s_model_answers_pass_outside():
+    found = calibrate(build_lab(lab_path("lab1")))
+    assert set(found.modes.values()) == {"distance"} and len(found.modes) >= 30
+    assert {cell.status for cell in found.result.cells.values()} == {"passed", "by_hand"}
+
+
+@pytest.mark.slow
 def test_lab_3_is_judged_outside_and_a_taken_over_process_earns_nothing():
     pytest.importorskip("triton", reason="lab 3 needs Triton for Gluon itself; there are wheels for Linux only")
     built = build_lab(lab_path("lab3_gluon"))

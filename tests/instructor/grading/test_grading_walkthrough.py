@@ -1,8 +1,8 @@
 """Each lab from `labs release` to the exported CSV, by the commands that an instructor types.
 
-Labs 3 and 4 share a course. Submissions to labs 2 and 4 arrive in a platform's zip. A complete submission is graded in lab 4
-only: `labs grade` itself grades the complete model answers of each lab before it grades a class. Lab 2 compiles for minutes,
-so it is one of the overnight tests.
+Submissions to labs 2 and 4 arrive in a platform's zip. A complete submission is graded in lab 4 only: `labs grade` itself grades
+the complete model answers of each lab before it grades a class. The slow set walks through lab 4, and grades the model answers
+of labs 1 and 3 in `test_grading_outside.py`; labs 1 to 3, and two labs in one course, are overnight tests.
 """
 
 from __future__ import annotations
@@ -36,19 +36,26 @@ COMPLETE, PARTIAL, UNTOUCHED = "Ada Lovelace_4711", "Grace Hopper_4712", "Nobody
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
+@pytest.mark.overnight
 def test_lab_1(tmp_path):
     lab = release("lab1", tmp_path, ("q1_1", "q2_3"), lab1_wrong_answers, "latency taken as seconds")
     expected = grade(lab, tmp_path / "course")
     assert exported_scores(tmp_path / "course") == expected
 
 
+def test_lab_4(tmp_path):
+    """All answers come, in a platform's zip."""
+    expected = grade(release_lab_4(tmp_path), tmp_path / "course", zipped=True, complete=True)
+    assert exported_scores(tmp_path / "course") == expected
+
+
+@pytest.mark.overnight
 def test_labs_3_and_4(tmp_path):
-    """The answers of lab 3 are files; all answers of lab 4 come, in a platform's zip."""
+    """The answers of lab 3 are files."""
     course = tmp_path / "course"
     lab3 = release("lab3_gluon", tmp_path, ("q2_1", "q2_2"), lab3_wrong_answers, "no mask on the store")
     expected = grade(lab3, course)
-    lab4 = release("lab4_sdpa", tmp_path, ("q1_1", "q2_1"), lab4_wrong_answers, "causal costs as much as full")
-    expected |= grade(lab4, course, zipped=True, complete=True)
+    expected |= grade(release_lab_4(tmp_path), course, zipped=True, complete=True)
     # The export has a row for each student and each lab, also where the student handed nothing in.
     expected[lab3.built.name, COMPLETE] = 0.0
     assert exported_scores(course) == expected
@@ -146,6 +153,11 @@ def release(name: str, folder: Path, answers: tuple[str, ...], catalogue, mistak
         notebook = bundle.read(f"{name}/{name}.ipynb").decode()
     (wrong,) = (wrong for wrong in catalogue.WRONG_ANSWERS if wrong.mistake == mistake)
     return ReleasedLab(build_lab(lab_path(name)), notebook, answers, wrong)
+
+
+def release_lab_4(folder: Path) -> ReleasedLab:
+    """Release lab 4, with a mistake that costs a question of it."""
+    return release("lab4_sdpa", folder, ("q1_1", "q2_1"), lab4_wrong_answers, "causal costs as much as full")
 
 
 def grade(lab: ReleasedLab, course: Path, zipped: bool = False, complete: bool = False) -> dict[tuple[str, str], float]:

@@ -179,17 +179,19 @@ VARIANTS = [
 
 
 @pytest.mark.slow
-def test_the_assembly_of_widths_and_transposes():
+@pytest.mark.parametrize("third", [0, *(pytest.param(i, marks=pytest.mark.overnight) for i in (1, 2))])
+def test_the_assembly_of_widths_and_transposes(third):
+    variants = VARIANTS[third::3]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, json.dumps(VARIANTS)],
+        [sys.executable, "-c", COMPILE, json.dumps(variants)],
         capture_output=True,
         text=True,
         env=environment,
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    for variant, report in zip(VARIANTS, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    for variant, report in zip(variants, json.loads(done.stdout.splitlines()[-1]), strict=True):
         index, n, _, b_column_major, changes = variant
         config = (*CONFIGS, *WIDTHS)[index].placed(n, b_column_major)
         expected = {config.width} if config.width else {*config.columns}

@@ -120,7 +120,8 @@ def finish_dq(
 ):
     """Scale one piece of the sums, 64 queries x 64 columns, and store it as rows of dQ.
 
-    Grid (BLOCK_D / 64, rows / 64, B * H), the last heads first, whose sums are still in the L2. FRAGMENTS: the sums are in the order of the fragments, else in rows.
+    Grid (BLOCK_D / 64, rows / 64, B * H), the last heads first, whose sums are still in the L2. FRAGMENTS: the sums are in
+    the order of the fragments, else in rows.
     """
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])

@@ -175,6 +175,26 @@ class Sizes:
         return masked
 
     @gluon.jit
+    def clean_tiles(self, key, ROWS: gl.constexpr, lo, hi):
+        """Tiles of queries [first, end) of lo .. hi - 1 that need no mask against keys key .. key + ROWS - 1."""
+        BLOCK_M: gl.constexpr = self.PLAN.block_m
+        shift = self.sk - self.sq
+        first = lo
+        end = hi
+        if self.CASE.causal:
+            first = gl.cdiv(gl.maximum(key + ROWS - 1 - shift, 0), BLOCK_M)
+        elif self.CASE.window:
+            first = gl.cdiv(gl.maximum(key + ROWS - shift - self.window, 0), BLOCK_M)
+        if self.CASE.window:
+            # The last query of a tile is window - 1 positions behind the first key, at most.
+            end = gl.maximum(key + self.window - shift, 0) // BLOCK_M
+        if self.CASE.tail:  # noqa: SIM102 (the first is decided by the compiler)
+            if key + ROWS > self.sk:
+                first = hi
+        first = gl.minimum(gl.maximum(first, lo), hi)
+        return first, gl.minimum(gl.maximum(end, first), hi)
+
+    @gluon.jit
     def mask(self, p, key, row):
         """Zero the probabilities [keys, queries] of keys key.. and queries row.. where a query may not look."""
         shape = (self.sq, self.sk, self.window, self.heads, self.group)
@@ -339,8 +359,8 @@ def block_work(
 ):
     """Find this block's keys, allocate its shared memory and barriers, and return what its roles get.
 
-    CONSUMERS: warpgroups that read the rings; WRITERS: roles that write dS; KEYS: of a role. whole, parts: blocks behind the first `whole` have `parts` programs each
-    (`split_tail`).
+    CONSUMERS: warpgroups that read the rings; WRITERS: roles that write dS; KEYS: of a role.
+    whole, parts: blocks behind the first `whole` have `parts` programs each (`split_tail`).
     """
     PLAN: gl.constexpr = sizes.PLAN
     DS_SLOTS: gl.constexpr = PLAN.ds_slots

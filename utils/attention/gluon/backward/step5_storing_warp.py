@@ -48,27 +48,6 @@ from utils.attention.gluon.shared import accumulator, left_operand, wait_product
 
 
 @gluon.jit
-def clean_tiles(sizes, key, lo, hi):
-    """Tiles of queries [first, end) of lo .. hi - 1 that need no mask against the 64 keys from `key` on."""
-    BLOCK_M: gl.constexpr = sizes.PLAN.block_m
-    shift = sizes.sk - sizes.sq
-    first = lo
-    end = hi
-    if sizes.CASE.causal:
-        first = gl.cdiv(gl.maximum(key + 63 - shift, 0), BLOCK_M)
-    elif sizes.CASE.window:
-        first = gl.cdiv(gl.maximum(key + 64 - shift - sizes.window, 0), BLOCK_M)
-    if sizes.CASE.window:
-        # The last query of a tile is window - 1 positions behind the first key, at most.
-        end = gl.maximum(key + sizes.window - shift, 0) // BLOCK_M
-    if sizes.CASE.tail:  # noqa: SIM102 (the first is decided by the compiler)
-        if key + 64 > sizes.sk:
-            first = hi
-    first = gl.minimum(gl.maximum(first, lo), hi)
-    return first, gl.minimum(gl.maximum(end, first), hi)
-
-
-@gluon.jit
 def hand_over(work, dq, leave, i, W: gl.constexpr):
     """Leave this consumer's part of dQ of tile i, 64 queries x 64 columns, where the storing warp reads it."""
     sums_desc, tiles, full, empty = leave
@@ -211,7 +190,7 @@ def consumer(work, sums, leave, dk_desc, dv_desc, W: gl.constexpr):
         if PLAN.v_left:
             v_left = work.v_rows(W).slice(0, 64, 1).load(left_operand(PLAN.block_m))
         state = (dk, dv)
-        first, end = clean_tiles(work.sizes, work.key + W * 64, lo, hi)
+        first, end = work.sizes.clean_tiles(work.key + W * 64, 64, lo, hi)
         for turn in range(work.sizes.group):
             head = work.kv_head * work.sizes.group + turn
             number = turn * (hi - lo) - lo

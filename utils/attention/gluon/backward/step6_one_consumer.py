@@ -74,27 +74,6 @@ def to_pieces(x):
 
 
 @gluon.jit
-def clean_tiles(sizes, key, lo, hi):
-    """Tiles of queries [first, end) of lo .. hi - 1 that need no mask against the 128 keys from `key` on."""
-    BLOCK_M: gl.constexpr = sizes.PLAN.block_m
-    shift = sizes.sk - sizes.sq
-    first = lo
-    end = hi
-    if sizes.CASE.causal:
-        first = gl.cdiv(gl.maximum(key + 127 - shift, 0), BLOCK_M)
-    elif sizes.CASE.window:
-        first = gl.cdiv(gl.maximum(key + 128 - shift - sizes.window, 0), BLOCK_M)
-    if sizes.CASE.window:
-        # The last query of a tile is window - 1 positions behind the first key, at most.
-        end = gl.maximum(key + sizes.window - shift, 0) // BLOCK_M
-    if sizes.CASE.tail:  # noqa: SIM102 (the first is decided by the compiler)
-        if key + 128 > sizes.sk:
-            first = hi
-    first = gl.minimum(gl.maximum(first, lo), hi)
-    return first, gl.minimum(gl.maximum(end, first), hi)
-
-
-@gluon.jit
 def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.constexpr):
     """Tiles of queries lo .. hi - 1 of one head: returns the state (dK, dV) behind them.
 
@@ -220,7 +199,7 @@ def compute_block(work, sums, leave, turn, done):
     if PLAN.v_left:
         v_left = work.v.index(0).reshape([128, BLOCK_D]).slice(0, 64, 1).load(keys_operand(PLAN.block_m))
     state = (dk, dv)
-    first, end = clean_tiles(work.sizes, work.key, lo, hi)
+    first, end = work.sizes.clean_tiles(work.key, 128, lo, hi)
     for g in range(work.sizes.group):
         head = work.kv_head * work.sizes.group + g
         number = done + g * (hi - lo) - lo
@@ -271,20 +250,18 @@ def consumer(work, queue, sums, leave, parts_ptr, dk_desc, dv_desc):
 
 @gluon.jit(
     do_not_specialize=[
-        *(
-            "sq",
-            "sk",
-            "window",
-            "heads",
-            "kv_heads",
-            "group",
-            "tiles_m",
-            "blocks_n",
-            "section",
-            "total",
-            "whole",
-            "parts",
-        ),
+        "sq",
+        "sk",
+        "window",
+        "heads",
+        "kv_heads",
+        "group",
+        "tiles_m",
+        "blocks_n",
+        "section",
+        "total",
+        "whole",
+        "parts",
         "end",
     ]
 )

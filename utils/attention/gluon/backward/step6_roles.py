@@ -6,8 +6,6 @@ LEFT             the consumer has left a tile's dQ in shared memory, and the sto
 10 and 11        the same of dO
 """
 
-# A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
-
 from __future__ import annotations
 
 from triton.experimental import gluon
