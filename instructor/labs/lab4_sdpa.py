@@ -1700,16 +1700,15 @@ else:
     print(f"No recorded table {record_file} here.")
 
 # %% [markdown]
-# With one new token the kernel is 1.40 to 1.44 times as fast as the best other for one sequence of 2048 or 8192 keys. There the
+# With one new token the kernel is 1.43 to 1.45 times as fast as the best other for one sequence of 2048 or 8192 keys. There the
 # launch and the merge count as much as the bytes: 2048 keys reach less than a quarter of the speed of a copy. So the
 # multiprocessors that share a head form a cluster and hand each other their parts through shared memory. With eight sequences
-# or more the kernel and cuDNN are within 7% of each other, and the kernel reads the cache at 0.87 to 1.02 of the speed of a copy,
+# or more the kernel and cuDNN are within 9% of each other, and the kernel reads the cache at 0.87 to 1.00 of the speed of a copy,
 # so little is left to gain. With 16 new tokens FlashAttention 4 is ahead at one of the ten shapes, where the ratio is 0.98.
 # Over 128 sequences of 1024 keys the ratio was 0.89 when a multiprocessor, which computes several whole heads of keys one
 # after the other, multiplied nothing between two of them. Now the next head begins before the last one is stored, and the ratio
 # is 1.00. `docs/decode-log.md` tells what was tried.
-# cuDNN and FlashAttention 2 ran without a causal mask here, as they cannot place it at the last key. Where a number is missing,
-# that library was at least 6% behind in the run before, and was left out of the later one from which the row comes.
+# cuDNN and FlashAttention 2 ran without a causal mask here, as they cannot place it at the last key.
 #
 # With a Hopper GPU, time it on your machine:
 

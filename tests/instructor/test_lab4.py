@@ -310,15 +310,15 @@ def test_recorded_decode_is_as_the_text_says(prose):
     rows = pd.DataFrame(record["rows"])
     rows["copy"] = rows["tb_s"] / record["copy_tb_s"]
     short = rows.query("new_tokens == 1 and batch == 1 and head_dim == 128 and keys <= 8192")
-    assert "is 1.40 to 1.44 times as fast as the best other for one sequence of 2048 or 8192 keys" in prose
-    assert [round(ratio, 2) for ratio in sorted(short["ratio"])] == [1.40, 1.44]
+    assert "is 1.43 to 1.45 times as fast as the best other for one sequence of 2048 or 8192 keys" in prose
+    assert [round(ratio, 2) for ratio in sorted(short["ratio"])] == [1.43, 1.45]
     assert "2048 keys reach less than a quarter of the speed of a copy" in prose
     assert 0.2 < rows.query("batch == 1 and keys == 2048")["copy"].max() < 0.25
     level = rows.query("new_tokens == 1 and batch >= 8")
-    assert "With eight sequences or more the kernel and cuDNN are within 7%" in prose
-    assert set(level["best_other"]) == {"cudnn"} and 0.06 < (level["ratio"] - 1).abs().max() < 0.07
-    assert "at 0.87 to 1.02 of the speed of a copy" in prose
-    assert round(level["copy"].min(), 2) == 0.87 and round(level["copy"].max(), 2) == 1.02
+    assert "With eight sequences or more the kernel and cuDNN are within 9%" in prose
+    assert set(level["best_other"]) == {"cudnn"} and 0.08 < (level["ratio"] - 1).abs().max() < 0.09
+    assert "at 0.87 to 1.00 of the speed of a copy" in prose
+    assert round(level["copy"].min(), 2) == 0.87 and round(level["copy"].max(), 2) == 1.00
     many = rows.query("new_tokens == 16")
     behind = many[many["ratio"] < 1]
     assert "With 16 new tokens FlashAttention 4 is ahead at one of the ten shapes, where the ratio is 0.98" in prose

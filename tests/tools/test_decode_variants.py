@@ -64,9 +64,8 @@ def test_the_default_is_nearly_the_best_that_was_measured_at_every_point():
         point = tuple(row[name] for name in ("batch", "heads", "kv_heads", "keys", "head_dim", "new_tokens"))
         assert row["us"]["gluon"] <= 1.02 * measured[point]["us"][measured[point]["best"]], point
     table = read_record(ROOT / "assets/results/h200/decode.json")["rows"]
-    later = [row for row in table if "arrangement" in row]  # the others were measured before, all libraries beside them
-    assert len(table) == len(CACHES) * len(NEW_TOKENS) and len(later) == 12
-    assert all(row in rows for row in later)
+    assert len(table) == len(CACHES) * len(NEW_TOKENS)
+    assert not any("arrangement" in row for row in table)  # one run of all libraries, nothing taken from another
 
 
 def test_a_later_row_takes_a_place_in_the_table_only_with_the_library_that_was_the_best_other():
