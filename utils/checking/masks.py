@@ -20,6 +20,7 @@ from utils.checking.sizes import SizeWatch
 from utils.checking.travel import by_value
 
 Mod = Callable[..., torch.Tensor]
+_LOOKUPS = 10  # tensors of the largest size that a mask may look into; the model answers look into six at most
 _NO_VALUE = (
     "takes a value out of a tensor (.item(), int(), float(), a Python index). A kernel has no Python: stay in tensors."
 )
@@ -132,6 +133,11 @@ def expect_program(mod: Mod, limit: int, what: str, sq: int = 8, sk: int = 8) ->
         raise AssertionError(
             f"{what} touches a tensor of {size} elements (in {name}) to decide about one pair. It is a "
             f"program: it may read tensors with one number a token, {limit} elements at most here, and no tensor of pairs."
+        )
+    if watch.read > _LOOKUPS * limit:
+        raise AssertionError(
+            f"{what} reads tensors of {watch.read} elements together to decide about one pair: a tensor of pairs, in pieces, "
+            "is one, too. It is a program: it may look at some numbers of each of the two tokens."
         )
 
 

@@ -24,6 +24,25 @@ _MOVES = """
 MOVES = frozenset(_MOVES.split())
 # Sums and masks: no softmax and no product can be made of these alone.
 LINEAR = frozenset(["add", "sub", "rsub", "neg", "mul", "div", "sum", "nansum", "mean", "where", "masked_fill"])
+# What one does with all sums of rows, at the end.
+_AFTERWARDS = frozenset(
+    [
+        "reciprocal",
+        "log",
+        "log2",
+        "nan_to_num",
+        "clamp",
+        "isnan",
+        "isinf",
+        "isfinite",
+        "eq",
+        "ne",
+        "gt",
+        "ge",
+        "lt",
+        "le",
+    ]
+)
 _PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "mv", "addmv"))
 _MULTIPLY = frozenset(("mul", "div", "addcmul", "addcdiv", "_foreach_mul", "_foreach_div", "_foreach_addcmul", "lerp"))
 
@@ -53,6 +72,9 @@ class SizeWatch(TorchDispatchMode):
         self.products: list[tuple[int, int, int, int]] = []  # (batch, m, k, n) of each matrix product
         self.multiplied = 0  # elements of all elementwise products of two tensors
         self.largest_multiplied: tuple[str, int] = ("", 0)  # the largest of these
+        self.longest: dict[str, int] = {}  # the longest dimension that an operator computes on, on real numbers
+        self.read = 0  # elements of all tensors that were given to operators, but for single numbers
+        self.steps: list[int] = []  # a hash of each operator, with the shapes and integers that it was given
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -60,16 +82,29 @@ class SizeWatch(TorchDispatchMode):
         several = name.startswith("_foreach")  # one operator on a list of tensors
         given, made = tensors_in((*args, *(kwargs or {}).values())), tensors_in((result,))
         sizes = [t.numel() for t in (*given, *made)]
+        self.read += sum(t.numel() for t in given if t.numel() > 1)
+        self.steps.append(hash((name, *(tuple(t.shape) for t in given), *(a for a in args if type(a) is int))))
         self.largest[name] = max(self.largest.get(name, 0), max(sizes, default=0))
         if name not in MOVES:
             # Masks and places are no numbers of the inputs, unless they are added up or multiplied.
             real = [t.numel() for t in (*given, *made) if name in LINEAR or t.is_floating_point() or t.is_complex()]
             elements = (sum if several else max)(real) if real else 0
             self.computed[name] = max(self.computed.get(name, 0), elements)
+            if name not in LINEAR and name not in _AFTERWARDS:
+                lengths = [n for t in (*given, *made) if t.is_floating_point() for n in t.shape]
+                self.longest[name] = max([self.longest.get(name, 0), *lengths])
         if name in _MULTIPLY and sum(t.numel() > 1 for t in given) > 1:
             elements = (sum if several else max)(t.numel() for t in made) if made else max(sizes)
             self.multiplied += elements
             self.largest_multiplied = max(self.largest_multiplied, (name, elements), key=lambda entry: entry[1])
+        if name == "mul" and len(given) == 2 and all(t.is_floating_point() and t.numel() > 1 for t in given):
+            # A row of numbers times each of many rows is a product along them all.
+            few, many = sorted(given, key=torch.Tensor.numel)
+            along = max(
+                (n for n, m in zip(many.shape[::-1], (*few.shape[::-1], *[1] * many.dim()), strict=False) if m == 1),
+                default=0,
+            )
+            self.longest["mul"] = max(self.longest.get("mul", 0), along)
         if name in _PRODUCTS:
             pair = [t for t in args if isinstance(t, torch.Tensor)][-2:]
             left, right = pair[0], pair[1]
@@ -77,6 +112,11 @@ class SizeWatch(TorchDispatchMode):
             columns = right.shape[-1] if right.dim() >= 2 else 1
             self.products.append((batch, left.shape[-2], left.shape[-1], columns))
         return result
+
+    def longer_in_softmax(self, limit: int) -> tuple[str, int] | None:
+        """Return an operator that works along more than `limit` numbers, and how many; sums, scaling and masks may."""
+        name = max(self.longest, key=self.longest.__getitem__, default="")
+        return (name, self.longest[name]) if name and self.longest[name] > limit else None
 
     @property
     def macs(self) -> int:

@@ -15,6 +15,7 @@ Of other machinery it sees:
 | Triton kernel                           | the kernel's name, in `kernels`                                         |
 | operator of `torch.library`, own C++    | its name, in `custom`: its inside runs below the watch                  |
 | thread started inside                   | the same as in this thread                                              |
+| NumPy, SQLite on numbers from `.item()` | in `exits`, where numbers go in                                         |
 | thread or process that ran before       | nothing                                                                 |
 | a library's Python implementation       | its operators, and in `borrowed` whose code ran them                    |
 """
@@ -100,10 +101,33 @@ def _library_folders(search_path: list[str]) -> tuple[str, ...]:
 _LIBRARIES = _library_folders(sys.path)  # as it was before any of a student's code could change the path
 
 # Where libraries and the course hold formulas written out in Python: whoever calls those has not written them.
+# Where numbers that left a tensor one by one could be multiplied at once; functions of NumPy that take numbers in.
+_FOREIGN = ("numpy", "scipy", "pandas", "sqlite3", "_sqlite3")
+_NUMPY = tuple(os.path.join(folder, "numpy") + os.sep for folder in _LIBRARIES)
+_TAKES_NUMBERS = frozenset(
+    [
+        "array",
+        "asarray",
+        "asanyarray",
+        "ascontiguousarray",
+        "fromiter",
+        "frombuffer",
+        "zeros",
+        "empty",
+        "copyto",
+        "concatenate",
+        "executemany",
+        "execute",
+    ]
+)
 _TORCH = os.path.realpath(os.path.dirname(torch.__file__)) + os.sep
-_IN_TORCH = ("_refs", "_prims", "_decomp", "_inductor", "_higher_order_ops", os.path.join("nn", "attention"))
+_IN_TORCH = (
+    *("_refs", "_prims", "_decomp", "_inductor", "_higher_order_ops", os.path.join("nn", "attention")),
+    *("ao", "onnx", "testing", "masked", "distributed", "sparse", "distributions"),
+)
 _MODELS = ("transformers", "diffusers", "flash_attn", "xformers", "timm", "liger_kernel", "torchao", "torchtune", "fla")
 _IN_COURSE = ("attention", "kernels", "model", "bench")
+_LONG = 200  # bytes of byte code: two people may write the same short function
 _FORMULAS = (
     *((_TORCH + part + os.sep, os.path.dirname(_TORCH[:-1]) + os.sep) for part in _IN_TORCH),
     *((folder + name + os.sep, folder) for folder in _LIBRARIES for name in _MODELS),
@@ -125,6 +149,35 @@ def _whose(file: str) -> str:
     return "" if inside else "student"
 
 
+def _codes_in(code: types.CodeType) -> list[types.CodeType]:
+    inside = [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    return [code, *(deeper for part in inside for deeper in _codes_in(part))]
+
+
+@functools.cache
+def _codes_of_libraries() -> dict[tuple[str, bytes], str]:
+    """{(name, byte code): file} of the functions of the libraries' formulas that are imported now, but for short ones."""
+    found = {}
+    for module in [m for m in list(sys.modules.values()) if type(m) is types.ModuleType]:
+        file = getattr(module, "__file__", None) or ""
+        if not file.endswith(".py") or _whose(file) in ("", "student"):
+            continue
+        values = list(vars(module).values())
+        values += [v for kind in values if type(kind) is type for v in list(vars(kind).values())]
+        for value in values:
+            if type(value) is types.FunctionType and value.__code__.co_filename == file:
+                for code in _codes_in(value.__code__):
+                    if len(code.co_code) >= _LONG:
+                        found[code.co_name, code.co_code] = _whose(file)
+    return found
+
+
+def copied_from(code: types.CodeType) -> str:
+    """Return the library whose formula a compiled text holds word for word; "" if there is none."""
+    known = _codes_of_libraries()
+    return next((known[key] for part in _codes_in(code) if (key := (part.co_name, part.co_code)) in known), "")
+
+
 def _lender() -> str:
     """Return the file and function of a library that runs an operator now, on behalf of a student; "" if there is none."""
     frame: types.FrameType | None = sys._getframe(2)
@@ -134,6 +187,35 @@ def _lender() -> str:
             return "" if whose == "student" else f"{whose}, {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
+
+
+def _taken_in(function: object) -> str:
+    """Return how a function of another library is called in a report, if numbers could go into it; "" for any other."""
+    name = getattr(function, "__name__", "")
+    if name not in _TAKES_NUMBERS:
+        return ""
+    module = getattr(function, "__module__", None) or type(getattr(function, "__self__", None)).__module__
+    library = str(module).partition(".")[0]
+    return f"{library.lstrip('_')}, {name}" if library in _FOREIGN else ""
+
+
+def _has_float(values: object, depth: int = 0) -> bool:
+    """Return whether there is a Python float among the values; sizes and places are integers."""
+    if isinstance(values, list | tuple) and depth < 4:
+        return any(_has_float(value, depth + 1) for value in values[:1000])
+    return isinstance(values, float)
+
+
+def _on_behalf_of_student(frame: types.FrameType | None) -> bool:
+    """Return whether a student's code is the next one outside of the libraries of `_FOREIGN` and of Python."""
+    while frame is not None:
+        if is_students(frame.f_code):
+            return True
+        # NumPy makes arrays for itself where a student asks it for something else.
+        if os.path.realpath(frame.f_code.co_filename).startswith((_TORCH, *_COURSE, *_NUMPY)):
+            return False
+        frame = frame.f_back
+    return False
 
 
 @dataclass(frozen=True)
@@ -236,6 +318,9 @@ class _Dispatch(TorchDispatchMode):
         counter, name = self.names[func]
         if name not in LABELS:
             self.seen._note(counter, name)
+            # The engine can be called without the functions that are replaced below; what it needs is a graph.
+            if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+                self.seen._note(self.seen.calls, "autograd")
             if name not in MOVES and (lender := _lender()):
                 self.seen._note(self.seen.borrowed, lender)
         # Under inference_mode composite operators arrive whole: look inside.
@@ -299,6 +384,7 @@ class watch_operations:
         self.seen = OperationWatch()
         self._launching = threading.local()
         self._replaced: list[tuple[object, str, object]] = []
+        self._profile: tuple | None = None  # the function that `sys.setprofile` had, in a tuple
         try:
             for module, name, label in self._PATCHED:
                 owner = sys.modules.get(module)
@@ -309,6 +395,7 @@ class watch_operations:
                 self._replace(owner, name, self._counted(self.seen.calls, getattr(owner, name), "autograd"))
             self._watch_triton()
             self._watch_threads()
+            self._watch_libraries()
             self._modes = self._enter_modes()
         except BaseException:
             self._restore()
@@ -333,6 +420,9 @@ class watch_operations:
         setattr(owner, name, new)
 
     def _restore(self) -> None:
+        if self._profile is not None:
+            sys.setprofile(self._profile[0])
+            self._profile = None
         while self._replaced:
             owner, name, old = self._replaced.pop()
             setattr(owner, name, old)
@@ -340,6 +430,29 @@ class watch_operations:
     def _counted(self, counter: Counter[str], function, label: str):
         def counted(*args, **kwargs):
             self.seen._note(counter, label)
+            return function(*args, **kwargs)
+
+        return counted
+
+    def _watch_libraries(self) -> None:
+        """Note calls by which numbers go into NumPy or a data base: a tensor's numbers can leave one at a time."""
+
+        def profile(frame, event, function):
+            if event == "c_call" and (name := _taken_in(function)) and _on_behalf_of_student(frame):
+                self.seen._note(self.seen.exits, name)
+
+        self._profile = (sys.getprofile(),)
+        sys.setprofile(profile)
+        library = sys.modules.get("numpy")
+        for name in _TAKES_NUMBERS & set(
+            vars(library) if library is not None else ()
+        ):  # `map` calls it, and no one sees
+            self._replace(library, name, self._counted_for_student(getattr(library, name), f"numpy, {name}"))
+
+    def _counted_for_student(self, function, label: str):
+        def counted(*args, **kwargs):
+            if _has_float(args) and _on_behalf_of_student(sys._getframe(1)):
+                self.seen._note(self.seen.exits, label)
             return function(*args, **kwargs)
 
         return counted

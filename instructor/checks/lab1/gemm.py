@@ -98,6 +98,7 @@ def gemm_tiled(gemm_tiled, seed=None):
             f"the operator {found[0]} worked on {found[1]} elements at once, and a tile of (5, 4, 3) has {5 * 4 * 3}. "
             "Are the tile sizes used, and is every operation inside of one tile?" + (f"\n  {line}" if line else "")
         )
+    _expect_tiles_used(gemm_tiled, draw)
     for dtype in (torch.float32, torch.float64):
         m, k, n = draw.sizes(3, 9, 30)
         for tm, tn, tk in (draw.sizes(3, 2, 7), (64, 32, 128), (1, 5, 1)):
@@ -114,6 +115,23 @@ def gemm_tiled(gemm_tiled, seed=None):
     expect_close(watched, expected, rtol=1e-4, atol=1e-5, what=what, hint=hint)
     _expect_wide_accumulator(gemm_tiled, draw)
     expect_follows_device(lambda x, y: gemm_tiled(x, y, 2, 2, 2), (3, 5), (5, 4), what="gemm_tiled(a, b)")
+
+
+def _expect_tiles_used(gemm_tiled, draw: Draw) -> None:
+    """Assert that other tile sizes make other steps: three loops over single elements stay inside of any tile."""
+    a, b, steps = draw.normal(6, 8), draw.normal(8, 9), []
+    for tiles in ((2, 3, 4), (3, 2, 2)):
+        with SizeWatch() as sizes:
+            gemm_tiled(a, b, *tiles)
+        steps.append(sizes.steps)
+    long, ends = max(map(len, steps)), 0
+    for one, other in (steps, [list(reversed(part)) for part in steps]):
+        ends += next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), long)
+    if ends > 0.8 * long:
+        raise AssertionError(
+            "gemm_tiled does the same steps with tiles (2, 3, 4) and (3, 2, 2): the tile sizes are not used. Walk over "
+            "the tiles of C, and for each of them over the tiles along K."
+        )
 
 
 def _expect_wide_accumulator(gemm_tiled, draw: Draw) -> None:

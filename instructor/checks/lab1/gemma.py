@@ -269,6 +269,9 @@ def decode_with_cache(decode_with_cache, seed=None):
         tokens = draw.normal(batch, prompt_len + new, hidden)
         prompt, new_tokens = tokens[:, :prompt_len], tokens[:, prompt_len:]
         positions = torch.arange(prompt_len + new).expand(batch, -1)
+        # What the attention of this very layer gives is scaled by numbers of the check's: a copy of the layer gives others.
+        scale = 1 + draw.normal(hidden).abs()
+        layer.self_attn.o_proj.register_forward_hook(lambda _, args, out, scale=scale: out * scale)
         embeddings = get_position_embeddings(tokens, positions, rotary_emb, layer.self_attn.layer_type)
         expected = prefill_forward(layer, tokens, positions, embeddings)[:, prompt_len:]
         seen = []

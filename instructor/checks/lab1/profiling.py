@@ -129,8 +129,14 @@ def kernels_per_step(kernels_per_step, seed=None):
     for count in (draw.size(2, 4), draw.size(5, 9)):
         chosen = [draw.choice(functions) for _ in range(count)]
 
+        profiled: list[bool] = []
+
+        def note(enabled, profiled=profiled):
+            profiled.append(bool(enabled))
+
         @by_value
-        def chain(chosen=chosen):
+        def chain(chosen=chosen, note=note):
+            note(torch.autograd._profiler_enabled())
             y = x
             for function in chosen:
                 y = function(y)
@@ -148,6 +154,10 @@ def kernels_per_step(kernels_per_step, seed=None):
                 ),
             },
         )
+        if not any(profiled):
+            raise AssertionError(
+                "kernels_per_step never called fn under the profiler: what a compiled function launches, only a profile shows."
+            )
 
 
 @check("4.4", "The launch queue")

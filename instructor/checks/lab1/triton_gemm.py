@@ -20,6 +20,16 @@ _ENTRY = f"""
 def entry_of_the_check(a, b, block_m, block_n, block_k, transposed, dtype):
     import torch
     import triton
+    from triton.runtime import interpreter
+
+    most = max(block_m, block_n, block_k)
+
+    def make_range(*args):  # the last two are its ends
+        if args[-1] - args[-2] > most:
+            raise ValueError(f"a block of {{args[-1] - args[-2]}}, and the largest here has {{most}}: work block by block")
+        return type(interpreter.interpreter_builder).create_make_range(interpreter.interpreter_builder, *args)
+
+    interpreter.interpreter_builder.create_make_range = make_range
 
     def guarded(rows, cols, value):
         whole = torch.full((rows + 2 * {_GUARD}, cols + 2 * {_GUARD}), value, dtype=dtype)

@@ -184,6 +184,13 @@ def block_sparse_attention(block_sparse_attention, seed=None):
                 f"{what} does the products of {sizes.macs / one:.0f} blocks; only {visited} of "
                 f"{(s // size_q) * (length // size_k)} hold a visible pair. Visit those in the tables."
             )
+        # Products by broadcasting make as many numbers as multiply-accumulates; scaling may come on top of them.
+        most = one * visited + q.numel() + k.numel() + v.numel() + batch * heads * s * length
+        if sizes.multiplied > most:
+            raise AssertionError(
+                f"{what} makes {sizes.multiplied:,} products elementwise, and the blocks in the tables take {one * visited:,}. "
+                "Multiply the queries and keys of visited blocks only."
+            )
         partial = int(block_mask.kv_num_blocks.sum())
         if counted.asked > partial * size_q * size_k:
             raise AssertionError(

@@ -8,7 +8,14 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from instructor.checks.common import Draw, expect_unchanged
-from instructor.checks.lab2_flexattention.common import attend_densely, indices, recording
+from instructor.checks.lab2_flexattention.common import (
+    attend_densely,
+    expect_mask,
+    indices,
+    mark,
+    recording,
+    without_mark,
+)
 from utils.attention import reference
 from utils.checking import check, expect_close
 from utils.checking.masks import kernels_for
@@ -147,7 +154,8 @@ def buckets(bucketed_attention, seed=None):
                 f"{tokens} tokens and buckets of {shuffled}: attend got {shape[2]} tokens, and the smallest "
                 f"bucket that holds them is {bucket}."
             )
-        hint = ""
+        right = attend_densely(q, k, v, torch.ones(1, 1, dtype=torch.bool))
+        got, hint = without_mark(got, mark(shape)[:, :, :tokens], right), ""
         if isinstance(got, torch.Tensor) and got.shape == q.shape:
             unmasked = torch.nn.functional.pad
             wide = [unmasked(x, (0, 0, 0, bucket - tokens)) for x in (q, k, v)]
@@ -158,13 +166,13 @@ def buckets(bucketed_attention, seed=None):
                 ("Attention is not causal here.", past),
             ):
                 hint = hint or (told if torch.allclose(got, wrong, 1e-4, 1e-5) else "")
-        expect_close(
-            got,
-            attend_densely(q, k, v, torch.ones(1, 1, dtype=torch.bool)),
-            rtol=1e-4,
-            atol=1e-5,
-            what=f"{tokens} tokens in a bucket of {bucket}",
-            hint=hint,
+        expect_close(got, right, rtol=1e-4, atol=1e-5, what=f"{tokens} tokens in a bucket of {bucket}", hint=hint)
+        real = torch.arange(bucket) < tokens
+        expect_mask(
+            mod,
+            real.expand(bucket, bucket),
+            f"the mask of {tokens} tokens in a bucket of {bucket}",
+            {"Padded keys are visible: hide them from everybody.": torch.ones(bucket, bucket, dtype=torch.bool)},
         )
         mods.append(mod)
     q = draw.normal(1, 1, sizes[2] + 1, 4)

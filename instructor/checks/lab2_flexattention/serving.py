@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from instructor.checks.common import Draw, expect_unchanged
-from instructor.checks.lab2_flexattention.common import attend_densely, expect_mask, indices, recording
+from instructor.checks.common import Draw, SizeWatch, expect_unchanged
+from instructor.checks.lab2_flexattention.common import (
+    attend_densely,
+    expect_mask,
+    indices,
+    mark,
+    recording,
+    without_mark,
+)
 from utils.checking import check, expect_close
 from utils.checking.masks import expect_program
 
@@ -50,6 +57,13 @@ def at_positions(at_positions, seed=None):
                 h,
             )
     expect_program(mod, 16, "at_positions", sq, sk)
+    with SizeWatch() as sizes:
+        mod(*(torch.tensor(0) for _ in range(4)))
+    if not sizes.read:
+        raise AssertionError(
+            "the mask reads no tensor of positions, so they became constants: the next token would need another kernel. "
+            "Capture the tensor, and look positions[b] up in the mask."
+        )
 
 
 @check("Bonus 8.2", "Pages")
@@ -124,13 +138,18 @@ def ragged_attention(ragged_attention, seed=None):
         size = sizes[i]
         everything = torch.ones(size, size, dtype=torch.bool)
         right = attend_densely(q[None], k[None], v[None], everything.tril())[0]
-        hint = ""
-        if isinstance(got[i], torch.Tensor) and got[i].shape == right.shape and size > 1:
+        start = sum(sizes[:i])
+        result, hint = without_mark(got[i], mark(shape)[0, :, start : start + size], right), ""
+        if isinstance(result, torch.Tensor) and result.shape == right.shape and size > 1:
             both_ways = attend_densely(q[None], k[None], v[None], everything)[0]
             hint = (
                 "Each text is causal."
-                if torch.allclose(got[i], both_ways, 1e-4, 1e-5)
+                if torch.allclose(result, both_ways, 1e-4, 1e-5)
                 else "Does it look at other texts?"
             )
-        expect_close(got[i], right, rtol=1e-4, atol=1e-5, what=f"text {i} of lengths {sizes}", hint=hint)
+        expect_close(result, right, rtol=1e-4, atol=1e-5, what=f"text {i} of lengths {sizes}", hint=hint)
+    owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    q, k = indices(len(owner), len(owner))
+    right = (owner[q] == owner[k]) & (k <= q)
+    expect_mask(mod, right, f"the mask of texts of {sizes} tokens", {"Does it look at other texts?": k <= q})
     expect_program(mod, 2 * sum(sizes), "the mask_mod of ragged_attention", sum(sizes), sum(sizes))

@@ -23,6 +23,8 @@ from utils.checking.kernel_exercises import overlap as overlap_of
 from utils.checking.kernel_mistakes import BLOCKS, OVERLAP, SOFTMAX, attention_mistakes, causal
 
 LEAST_OVERLAP = 0.12  # share of the softmax during a product: zero without overlap, about 0.25 in the model answer
+SOFTMAX_CYCLES = 6727  # model cycles of all arithmetic of the model answer: 128 queries, 384 keys, head dimension 128
+SERIAL = 0.97 * SOFTMAX_CYCLES
 TAILS = (3, 65, 1)  # keys: a few, alone in the second block, and alone at all
 
 
@@ -116,6 +118,12 @@ def overlap(source: str, seed=None):
         raise AssertionError(
             f"only {share:.0%} of the softmax runs while a product of the same consumer is under way. Issue the scores "
             "of block i, then P V of block i - 1, wait until one product is left, and compute the softmax then."
+        )
+    exposed = (1 - share) * sum(e.end - e.start for e in run.events if e.kind == "compute")
+    if exposed > SERIAL:
+        raise AssertionError(
+            f"{exposed:.0f} model cycles of arithmetic run while no product of the same consumer is under way, and the whole "
+            f"softmax takes {SOFTMAX_CYCLES}: other work runs under the products, and the softmax after them."
         )
 
 

@@ -233,10 +233,10 @@ def fp8(quantize_fp8, dequantize_fp8, seed=None):
                 f"{what} holds NaN or infinity. A block of zeros has no largest value to divide by: "
                 "give it the scale 1."
             )
+        wide, spread = x.float(), scale if block is None else scale.repeat_interleave(block, dim=2)[:, :, :s]
         back = dequantize_fp8(x8, scale, block)
         if not isinstance(back, torch.Tensor) or back.shape != x.shape or back.dtype != torch.float32:
             raise AssertionError(f"dequantize_fp8 after {what} should be a float32 tensor of the shape of x.")
-        wide = x.float()
         rows = [wide.flatten()] if block is None else [w for w in wide.split(block, dim=2)]
         scales = [scale.flatten()] if block is None else list(scale.unbind(2))
         for index, (rows_of_block, scale_of_block) in enumerate(zip(rows, scales, strict=True)):
@@ -247,7 +247,6 @@ def fp8(quantize_fp8, dequantize_fp8, seed=None):
                 hint = "It is the inverse: x8 = x / scale, and x = x8 * scale."
             name = f"the scale of block {index} of {what}"
             expect_close(scale_of_block, right, rtol=1e-3, atol=0, what=name, hint=hint)
-        spread = scale if block is None else scale.repeat_interleave(block, dim=2)[:, :, :s]
         allowed = wide.abs() / 16 * 1.001 + spread * 2**-10 * 1.001  # half a step of e4m3: 2^-4 relative, or subnormal
         worst = ((back - wide).abs() - allowed).max()
         if worst > 0:
@@ -256,3 +255,15 @@ def fp8(quantize_fp8, dequantize_fp8, seed=None):
                 "float32, then the cast; back: x8 in float32, times the scale of its own "
                 "block."
             )
+        # One step of e4m3: a division may be rounded otherwise where it is done by the inverse.
+        step = (wide / spread).abs() / 8 + 2**-9
+        if ((x8.float() - wide / spread).abs() > step).any():
+            raise AssertionError(f"x8 of {what} is not x / scale, rounded to e4m3.")
+        # Other numbers with other scales: what stands for them is in x8 and scale alone.
+        other, factor = x8.flatten().roll(1).reshape(x8.shape), scale * draw.real(1.5, 3)
+        at = factor if block is None else factor.repeat_interleave(block, dim=2)[:, :, :s]
+        again = dequantize_fp8(other, factor, block)
+        name = f"dequantize_fp8 of other numbers of {tuple(x.shape)} with block {block}"
+        expect_close(
+            again, other.float() * at, rtol=1e-3, atol=1e-6, what=name, hint="Each number times its block's scale."
+        )

@@ -12,7 +12,8 @@ from utils.attention import reference, reference_gradients
 from utils.checking import check, expect_close, forbid, forbid_leaving, watch_operations
 from utils.checking.watching import FUSED_ATTENTION
 
-_SOFTMAX = (r"_?(?:log_)?softmax\w*", "_?safe_softmax", "softmin")
+SPARE = 4  # times the five products that a backward pass needs
+_SOFTMAX = (r"\w*softmax\w*", "softmin")
 
 
 def _lse(q, k) -> torch.Tensor:
@@ -197,7 +198,7 @@ def attention_backward(attention_backward, seed=None):
         out, expected = reference_gradients(q, k, v, dout)
         tensors = q, k, v, out.float(), _lse(q, k).float(), dout
         copies = [t.clone() for t in tensors]
-        with watch_operations() as watch:
+        with SizeWatch() as sizes, watch_operations() as watch:
             got = attention_backward(*tensors)
         forbid(
             watch,
@@ -205,6 +206,12 @@ def attention_backward(attention_backward, seed=None):
             hint="the probabilities are e^(score - lse)",
         )
         expect_unchanged(copies, tensors, "attention_backward")
+        macs = b * h * sq * sk * d  # of one product
+        if max(sizes.macs, sizes.multiplied) > 5 * SPARE * macs + 20 * (q.numel() + k.numel()):
+            raise AssertionError(
+                f"attention_backward does the work of {max(sizes.macs, sizes.multiplied) / macs:.0f} products, and five are "
+                "enough: use the formulas, and no differences of the forward pass."
+            )
         if not isinstance(got, tuple | list) or len(got) != 3:
             raise AssertionError(f"attention_backward should return (dq, dk, dv), and returned {type(got).__name__}.")
         p = torch.exp(q.double() @ k.double().mT / math.sqrt(d) - _lse(q, k)[..., None])

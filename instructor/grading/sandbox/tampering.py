@@ -360,6 +360,8 @@ class Watcher:
         elif event == "exec":
             if args[0].co_filename in self.answers:
                 self.sign("an answer of the course", f"{args[0].co_filename} was loaded again", _beyond_library(caller))
+            if is_students(code) and is_students(args[0]) and (library := watching.copied_from(args[0])):
+                self.sign("an answer of the course", f"the text of {library} was compiled", code)
             if is_students(args[0]):
                 self.files.setdefault(args[0].co_filename, self.files.get(code.co_filename, self.cell))
         elif event in _READS:

@@ -31,6 +31,7 @@ _MACRO = re.compile(
 )
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\u2028\u2029]")
 _PASTED = re.compile(r"attachment\\?:([\w.%()-]*)", flags=re.IGNORECASE)
+MAX_PIXELS = 50_000_000  # of a picture; a plot of 4 by 3 inches at 1000 dots an inch has 12 million
 PICTURES = ("image/png", "image/jpeg", "image/gif")
 
 
@@ -69,9 +70,20 @@ def is_picture(kind: str, data: str) -> bool:
     if kind not in PICTURES or len(data) > MAX_PICTURE:
         return False
     try:
-        return bool(base64.b64decode("".join(data.split()), validate=True))
+        content = base64.b64decode("".join(data.split()), validate=True)
     except (binascii.Error, ValueError):
         return False
+    return bool(content) and _pixels(kind, content) <= MAX_PIXELS
+
+
+def _pixels(kind: str, content: bytes) -> int:
+    """The pixels that a picture says it has: a browser makes room for them all, however few bytes there are."""
+    if kind == "image/png":
+        return int.from_bytes(content[16:20], "big") * int.from_bytes(content[20:24], "big")
+    if kind == "image/gif":
+        return int.from_bytes(content[6:8], "little") * int.from_bytes(content[8:10], "little")
+    frame = re.search(rb"\xff[\xc0-\xc3\xc5-\xc7\xc9-\xcb\xcd-\xcf]...(..)(..)", content, re.DOTALL)
+    return int.from_bytes(frame[1], "big") * int.from_bytes(frame[2], "big") if frame else 0
 
 
 def harmless_attachments(attachments: object, room: int = MAX_PICTURES) -> tuple[dict[str, dict[str, str]], int]:

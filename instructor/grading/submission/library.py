@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-import sys
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ ANSWERS: dict[str, Answers] = {
         "utils.attention.masks.score_mods": _SCORES,
         "utils.model.costs": _COSTS,
     },
-    "lab4_sdpa": {"utils.model.costs": _COSTS},
+    "lab4_sdpa": {"utils.model.costs": _COSTS, "utils.bench.choose.report": ["geometric_mean"]},
 }
 
 
@@ -28,7 +28,7 @@ def files_of(answers: Answers) -> list[str]:
     """The files that hold the functions, as source and compiled: a child process could import them anew."""
     found: dict[str, None] = {}
     for module, names in answers.items():
-        space = vars(sys.modules[module]) if module in sys.modules else {}
+        space = vars(importlib.import_module(module))
         for name in names:
             if isinstance(function := space.get(name), types.FunctionType):
                 source = function.__globals__["__file__"]
@@ -71,8 +71,8 @@ class Library:
     def hide(self, answers: Answers) -> None:
         """Disable the functions. Nothing that the course does for a student while a lab is graded needs them."""
         for module, names in answers.items():
-            found = sys.modules.get(module)
-            for name in names if found is not None else ():
+            found = importlib.import_module(module)  # a student could import it later
+            for name in names:
                 function = vars(found).get(name)
                 if isinstance(function, types.FunctionType):
                     disable(function, f"{module}.{name}")

@@ -18,6 +18,7 @@ from instructor.grading.submission.plan import make_plan, plan_tests
 from instructor.names import FILE_CELL
 from instructor.points import lab_path
 from tests.instructor.grading.attacks import WRONG
+from tests.instructor.grading.attacks_cold import COLD
 from tests.instructor.grading.attacks_shortcuts import CELLS, CODE, SHORTCUTS, Shortcut
 from tests.instructor.grading.test_grading_attacks import TOKEN, _changes, _sleepers, hidden_lines, surroundings
 
@@ -73,7 +74,7 @@ def test_the_hidden_check_refuses_it_and_says_why(labs, shortcut):
 def _packs(lab: str) -> list[list[Shortcut]]:
     """The shortcuts of a lab, in as few notebooks as there are of one answer cell."""
     packs: list[list[Shortcut]] = []
-    for shortcut in (s for s in SHORTCUTS if s.lab == lab):
+    for shortcut in (s for s in [*SHORTCUTS, *COLD] if s.lab == lab):
         pack = next((p for p in packs if all(other.cell != shortcut.cell for other in p)), None)
         if pack is None:
             packs.append(pack := [])
