@@ -202,6 +202,10 @@ def test_no_queries_give_zeros():
         (64, 6, {"named": True, "storer_fences": True, "exp_first": True}),
         (128, 6, {"named": True, "storer_fences": True, "v_left": False}),
         (128, 6, {"exp_first": True, "storer_fences": True}),
+        (64, 6, {"halves": 1, "exp_first": True}),
+        (64, 6, {"halves": 3, "early_dk": True}),
+        (128, 6, {"halves": 3, "early_dk": True, "exp_first": True}),
+        (64, 6, {"halves": 2, "early_dk": True, "named": True, "storer_fences": True}),
         (128, 3, {"ds_slots": 1}),
         (256, 4, {"by_tma": True, "do_slots": 1}),
         (256, 4, {"q_slots": 1, "do_slots": 1}),
@@ -222,6 +226,7 @@ def test_other_plans(head_dim, step, changes):
     [
         (128, {}, {}),
         (64, {"queue": True, "split_tail": True}, {}),
+        (64, {"queue": True, "halves": 1, "early_dk": True, "named": True}, {"causal": True}),
         (128, {"queue": True}, {"causal": True}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
@@ -230,6 +235,7 @@ def test_other_plans(head_dim, step, changes):
                 (128, {"queue": False}, {}),
                 (128, {"named": True, "storer_fences": True}, {}),
                 (64, {"queue": True, "named": True}, {"window": 60}),
+                (64, {"queue": True, "halves": 2}, {"window": 60}),
                 (64, {"queue": True, "by_tma": False, "producer_first": True}, {"causal": True}),
             )
         ),

@@ -41,6 +41,10 @@ class BackwardPlan:
     named: bool = False  # step 6: slots are given back at named barriers, by an arrival of each warp
     storer_fences: bool = False  # step 6, with by_tma: the storing warp fences dQ, and the consumer does not
     exp_first: bool = False  # step 6: all exponentials before the wait for dP^T
+    halves: int = (
+        0  # step 6 at 64, with by_tma: a tile's queries in two halves; 2: dS of one before the other's exponentials
+    )
+    early_dk: bool = False  # with halves: dK of the first half, too, runs beside dS of the second
     registers: int = 240  # of a consumer thread
 
     def __post_init__(self) -> None:
