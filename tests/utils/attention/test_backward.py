@@ -204,6 +204,7 @@ def test_no_queries_give_zeros():
         (128, 6, {"exp_first": True, "storer_fences": True}),
         (64, 6, {"halves": 1, "exp_first": True}),
         (64, 6, {"halves": 3, "early_dk": True}),
+        (64, 6, {"halves": 3, "early_dk": True, "dq_late": True, "exp_first": True, "named": True}),
         (128, 6, {"halves": 3, "early_dk": True, "exp_first": True}),
         (64, 6, {"halves": 2, "early_dk": True, "named": True, "storer_fences": True}),
         (128, 3, {"ds_slots": 1}),
@@ -227,6 +228,7 @@ def test_other_plans(head_dim, step, changes):
         (128, {}, {}),
         (64, {"queue": True, "split_tail": True}, {}),
         (64, {"queue": True, "halves": 1, "early_dk": True, "named": True}, {"causal": True}),
+        (64, {"queue": True, "halves": 3, "early_dk": True, "dq_late": True, "storer_fences": True}, {"causal": True}),
         (128, {"queue": True}, {"causal": True}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)

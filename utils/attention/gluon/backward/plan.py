@@ -45,6 +45,9 @@ class BackwardPlan:
         0  # step 6 at 64, with by_tma: a tile's queries in two halves; 2: dS of one before the other's exponentials
     )
     early_dk: bool = False  # with halves: dK of the first half, too, runs beside dS of the second
+    dq_late: bool = (
+        False  # with halves=3: dQ is the last product of a tile, and handed over beside the next tile's scores
+    )
     registers: int = 240  # of a consumer thread
 
     def __post_init__(self) -> None:

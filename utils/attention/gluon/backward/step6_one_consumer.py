@@ -259,6 +259,18 @@ def add_half(x, ring, i, total, H: gl.constexpr):
 
 
 @gluon.jit
+def leave_dq(leave, dq, i, FENCED: gl.constexpr):
+    """Leave dQ of tile i where the storing warp reads it."""
+    sums_desc, tiles, empty = leave
+    mbarrier.wait(empty, (i & 1) ^ 1)  # TMA may still be reading the last tile
+    tiles.reshape([8192]).store(to_pieces(dq))
+    if not FENCED:
+        # Stored by threads, read by TMA through the async proxy.
+        fence_async_shared()
+    pass_by(LEFT, 288)
+
+
+@gluon.jit
 def walk_halves(work, leave, v_left, state, lo, hi, number, MASK: gl.constexpr):
     """`walk` where a tile's queries are computed in two halves, and dV of one runs beside dS of the other.
 
@@ -275,6 +287,7 @@ def walk_halves(work, leave, v_left, state, lo, hi, number, MASK: gl.constexpr):
     DP: gl.constexpr = 2 if PLAN.v_left and BLOCK_D > 64 else 1  # products of dP^T of a half
     EARLY: gl.constexpr = 2 if PLAN.early_dk else 1  # products of the first half that run beside the second one
     dk, dv = state
+    late = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, dq_layout(BLOCK_M))
     for m in range(lo, hi):
         i = number + m
         work.q.wait_full(i)
@@ -282,6 +295,9 @@ def walk_halves(work, leave, v_left, state, lo, hi, number, MASK: gl.constexpr):
         if PLAN.halves == 3:
             work.do.wait_full(i)
             dp0 = half_dp(work, v_left, i, 0)
+            if PLAN.dq_late and CASE.dq:  # noqa: SIM102 (the first is decided by the compiler)
+                if m > lo:
+                    leave_dq(leave, late, i - 1, PLAN.storer_fences)
             s1 = half_scores(work, i, 1)
         else:
             s1 = half_scores(work, i, 1)
@@ -300,7 +316,24 @@ def walk_halves(work, leave, v_left, state, lo, hi, number, MASK: gl.constexpr):
             p1 = half_probabilities(work, s1, i, m, 1, DP + EARLY, MASK)
         ds1 = half_ds(work, p1, dp1, i, 1, EARLY)
         dv = add_half(p1.to(dtype), work.do, i, dv, 1)
-        if CASE.dq:
+        if CASE.dq and PLAN.dq_late:
+            if not PLAN.early_dk:
+                dk = add_half(ds0, work.q, i, dk, 0)
+            dk = add_half(ds1, work.q, i, dk, 1)
+            # Stored by threads, read by wgmma through the async proxy: without the fence it may read what was there before.
+            fence_async_shared()
+            thread_barrier()  # the other warpgroup's keys are in dQ too
+            dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, dq_layout(BLOCK_M))
+            ds = work.ds.index(i % PLAN.ds_slots).permute([1, 0])
+            dq = warpgroup_mma(ds, work.k.reshape([128, BLOCK_D]), dq, use_acc=False, is_async=True)
+            # The compiler wants a barrier between this product and the next dS; here nobody waits for long.
+            thread_barrier()
+            dv = wait_products(dv, 1, BLOCK_D)
+            dk = wait_products(dk, 1, BLOCK_D)
+            give_back(work, work.do, i, 10)
+            give_back(work, work.q, i, 8)
+            late = wait_products(dq, 0, 64)
+        elif CASE.dq:
             # Stored by threads, read by wgmma through the async proxy: without the fence it may read what was there before.
             fence_async_shared()
             thread_barrier()  # the other warpgroup's keys are in dQ too
@@ -327,8 +360,12 @@ def walk_halves(work, leave, v_left, state, lo, hi, number, MASK: gl.constexpr):
             dk = add_half(ds1, work.q, i, dk, 1)
             dv = wait_products(dv, 3 - EARLY, BLOCK_D)
             give_back(work, work.do, i, 10)
-        dk = wait_products(dk, 0, BLOCK_D)
-        give_back(work, work.q, i, 8)
+        if not (CASE.dq and PLAN.dq_late):
+            dk = wait_products(dk, 0, BLOCK_D)
+            give_back(work, work.q, i, 8)
+    if CASE.dq and PLAN.dq_late:  # noqa: SIM102 (the first is decided by the compiler)
+        if hi > lo:
+            leave_dq(leave, late, number + hi - 1, PLAN.storer_fences)
     return dk, dv
 
 
