@@ -338,3 +338,23 @@ def test_the_assembly_adds_by_tma_and_keeps_its_products_in_flight():
         assert products and shared <= 227 * 1024
         assert warnings == []  # ptxas warns where it has to serialize wgmma
         assert bool(by_tma) == (step > 3) and bool(by_threads) == (step == 3)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "length", "case", "step"),
+    [
+        (64, 4096, {"causal": True}, 6),
+        (64, 16384, {"causal": True}, 5),
+        (64, 16384, {}, 6),
+        (128, 16384, {"causal": True}, 6),
+        (128, 16384, {"causal": True, "window": True}, 5),
+        (128, 16384, {"deterministic": True}, 5),
+    ],
+)
+def test_the_step_that_was_measured_fastest_is_taken(head_dim, length, case, step):
+    """Entry 40 of docs/backward-log.md; windows and the deterministic mode were not measured with step 6."""
+    from utils.attention.gluon.backward.plan import fastest_step, plan_for
+
+    assert fastest_step(head_dim, length, **case) == step
+    causal = case.get("causal", False)
+    assert plan_for(6, head_dim, causal).storer_fences == (head_dim == 64 or causal)

@@ -99,7 +99,7 @@ def backward(
         plan: Tile and pipeline; the step's own by default.
     """
     if step is None:
-        step = fastest_step(q.shape[-1], plain=not (causal or window or deterministic))
+        step = fastest_step(q.shape[-1], q.shape[2], causal=causal, window=bool(window), deterministic=deterministic)
         deterministic = deterministic or dq_apart(q.shape[-1])
     if deterministic and step < 3:
         raise ValueError(
