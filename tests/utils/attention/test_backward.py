@@ -287,6 +287,9 @@ def test_fields_of_a_plan_that_exclude_each_other_are_refused():
 
     with pytest.raises(ValueError, match="exclude each other"):
         replace(plan_for(5, 128), producer_first=True)
+    for changes in ({"halves": 3, "by_tma": False}, {"halves": 2, "dq_late": True}, {"halves": 4}):
+        with pytest.raises(ValueError, match=f"got halves={changes['halves']}"):
+            replace(plan_for(6, 64), **changes)
 
 
 @pytest.mark.parametrize(("step", "head_dim"), [(3, 64), (4, 256)])

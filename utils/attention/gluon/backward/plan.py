@@ -41,13 +41,9 @@ class BackwardPlan:
     named: bool = False  # step 6: slots are given back at named barriers, by an arrival of each warp
     storer_fences: bool = False  # step 6, with by_tma: the storing warp fences dQ, and the consumer does not
     exp_first: bool = False  # step 6: all exponentials before the wait for dP^T
-    halves: int = (
-        0  # step 6 at 64, with by_tma: a tile's queries in two halves; 2: dS of one before the other's exponentials
-    )
+    halves: int = 0  # step 6, with by_tma: a tile's queries in two halves, in the order 1, 2 or 3 of `step6_halves.py`
     early_dk: bool = False  # with halves: dK of the first half, too, runs beside dS of the second
-    dq_late: bool = (
-        False  # with halves=3: dQ is the last product of a tile, and handed over beside the next tile's scores
-    )
+    dq_late: bool = False  # with halves=3: dQ is a tile's last product, handed over beside the next one's scores
     registers: int = 240  # of a consumer thread
 
     def __post_init__(self) -> None:
@@ -55,6 +51,11 @@ class BackwardPlan:
         if self.by_tma and self.producer_first:
             raise ValueError(
                 "by_tma and producer_first exclude each other: the storing warp needs the registers. Set one of them."
+            )
+        if self.halves not in range(4) or (self.halves and not self.by_tma) or (self.dq_late and self.halves != 3):
+            raise ValueError(
+                f"halves is 0 to 3 and needs by_tma=True, and dq_late needs halves=3; got halves={self.halves}, "
+                f"by_tma={self.by_tma}, dq_late={self.dq_late}. Set by_tma, or leave halves at 0."
             )
 
 
