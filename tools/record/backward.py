@@ -71,7 +71,7 @@ def gluon_backward(
     from utils.attention.gluon.backward.plan import fastest_step, plan_for
     from utils.attention.gluon.launch import forward
 
-    kernel = step or fastest_step(q.shape[-1], plain=not (causal or deterministic))
+    kernel = step or fastest_step(q.shape[-1], q.shape[2], causal=causal, deterministic=deterministic)
     plan = replace(plan_for(kernel, q.shape[-1], causal), **changes)
     out, lse = forward(q, k, v, causal=causal, return_lse=True)
     return lambda: backward(dout, q, k, v, out, lse, causal=causal, step=step, plan=plan, deterministic=deterministic)

@@ -6,7 +6,7 @@ Writes into the folder `--out`: `checks.json` (a row for each contender), `times
 `clocks.json` (calls without a pause for most of a second: rate, clock and power). A process for each check and for each
 head dimension and mask prepares beside the others, and one at a time has the GPU for timing. Rows that are there already
 are not measured again. A contender is written as in `backward.py`: "gluon:v_left=1". One with `probe` is wrong on purpose
-and is not checked.
+and is not checked. `--join FILE` measures nothing: it writes the folder's files as one record.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 
 from tools.record.attention_ratios import HEADS, TOKENS, inputs, relative_difference
 from tools.record.backward import maker_of, prepare
-from tools.record.common import arguments_parser, to_text
+from tools.record.common import arguments_parser, read_record, to_text
 from tools.record.turns import Turns
 from utils.benchmark.measuring import measure_together
 from utils.files import write_whole
@@ -242,6 +242,36 @@ def time_main(options) -> None:
             print(name, data, row, flush=True)
 
 
+def rounded(value, digits: int):
+    """Round the numbers of a table's cell; what is no number stays as it is."""
+    if isinstance(value, dict):
+        return {key: rounded(x, digits) for key, x in value.items()}
+    return round(value, digits) if isinstance(value, float) and math.isfinite(value) else value
+
+
+def join(folder: Path, passes: int) -> dict:
+    """Return the record of a run out of its folder: rates and differences of each point and pass, checks, and clocks."""
+    kept = ("head_dim", "length", "causal", "seed", "samples")
+    parts = [read_record(path) for path in sorted(folder.glob("times-*.json"))]
+    rows = [
+        {key: row[key] for key in kept}
+        | {"tflops": rounded(row["tflops"], 1), "differences": rounded(row["differences"], 6)}
+        for part in parts
+        for row in part["rows"]
+    ]
+    points = {(row["head_dim"], row["length"], row["causal"], row["seed"]) for row in rows}
+    what = "backward: variants and peers in random order, two passes, cold L2, TFLOP/s; checks against float64"
+    record = {"what": what, "environment": parts[0]["environment"], "complete": len(points) == 8 * passes}
+    checks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("check-*.json"))]
+    checks = [row | {"errors": [round(x, 6) for x in row.get("errors", [])]} for row in checks]
+    clocks = [
+        {"length": 16384} | rounded(row, 3)
+        for path in sorted(folder.glob("clocks-*.json"))
+        for row in read_record(path)["rows"]
+    ]
+    return record | {"rows": rows, "checks": checks} | ({"clocks": clocks} if clocks else {})
+
+
 def main() -> None:
     """Check all contenders side by side, then time them."""
     parser = arguments_parser(__doc__, pairs=15)
@@ -258,8 +288,12 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--check")
     parser.add_argument("--part")
+    parser.add_argument("--join", type=Path, help="write the record of the folder `--out`, and measure nothing")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.join:
+        write_whole(options.join, to_text(join(options.out, options.passes)))
+        return
     if options.check:
         check_main(options)
         return

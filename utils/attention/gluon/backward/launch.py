@@ -32,7 +32,7 @@ NAMES = {name: f"attention_backward_step{step}" for step, name in MODULES.items(
 
 
 STEP5_FIELDS = ("stagger", "producer_first", "v_left")  # of step 6, too
-STEP6_FIELDS = ("queue", "split_tail", "named", "storer_fences", "exp_first")
+STEP6_FIELDS = ("queue", "split_tail", "named", "storer_fences", "exp_first", "halves", "early_dk", "dq_late")
 
 
 def module_name(step: int, plan: BackwardPlan) -> str:
@@ -99,7 +99,7 @@ def backward(
         plan: Tile and pipeline; the step's own by default.
     """
     if step is None:
-        step = fastest_step(q.shape[-1], plain=not (causal or window or deterministic))
+        step = fastest_step(q.shape[-1], q.shape[2], causal=causal, window=bool(window), deterministic=deterministic)
         deterministic = deterministic or dq_apart(q.shape[-1])
     if deterministic and step < 3:
         raise ValueError(

@@ -41,6 +41,9 @@ class BackwardPlan:
     named: bool = False  # step 6: slots are given back at named barriers, by an arrival of each warp
     storer_fences: bool = False  # step 6, with by_tma: the storing warp fences dQ, and the consumer does not
     exp_first: bool = False  # step 6: all exponentials before the wait for dP^T
+    halves: int = 0  # step 6, with by_tma: a tile's queries in two halves, in the order 1, 2 or 3 of `step6_halves.py`
+    early_dk: bool = False  # with halves: dK of the first half, too, runs beside dS of the second
+    dq_late: bool = False  # with halves=3: dQ is a tile's last product, handed over beside the next one's scores
     registers: int = 240  # of a consumer thread
 
     def __post_init__(self) -> None:
@@ -48,6 +51,11 @@ class BackwardPlan:
         if self.by_tma and self.producer_first:
             raise ValueError(
                 "by_tma and producer_first exclude each other: the storing warp needs the registers. Set one of them."
+            )
+        if self.halves not in range(4) or (self.halves and not self.by_tma) or (self.dq_late and self.halves != 3):
+            raise ValueError(
+                f"halves is 0 to 3 and needs by_tma=True, and dq_late needs halves=3; got halves={self.halves}, "
+                f"by_tma={self.by_tma}, dq_late={self.dq_late}. Set by_tma, or leave halves at 0."
             )
 
 
@@ -65,8 +73,11 @@ class BackwardCase:
     dq: bool = True
 
 
-FASTEST = {64: 5, 128: 5, 256: 4}  # the fastest step, by tile width
-FASTEST_PLAIN = {64: 6, 128: 6, 256: 4}  # the same without a mask, and where the order of additions is free
+FASTEST = {64: 5, 128: 5, 256: 4}  # the fastest step, by tile width, with a window or in deterministic mode
+FASTEST_FULL = {64: 6, 128: 6, 256: 4}  # without a mask
+FASTEST_CAUSAL = {64: 5, 128: 6, 256: 4}
+# At 64 under a causal mask step 6 is faster at 4096 tokens (1.02) and slower at 16384 (0.99); between them is not measured.
+SHORT = 4096
 _DQ_APART = (256,)  # tile widths at which computing dQ by itself is faster than adding it up
 _SIMPLE = {d: BackwardPlan(d, 64, 64) for d in (64, 128, 256)}  # steps 1 and 2
 _PLANS = {64: BackwardPlan(64, 128, 128), 128: BackwardPlan(128, 64, 128), 256: BackwardPlan(256, 64, 64)}
@@ -81,16 +92,34 @@ def plan_for(step: int, head_dim: int, causal: bool = False) -> BackwardPlan:
         return plan
     if plan.block_d == 128:
         # Not with a mask: the queue costs 2 to 5% there, and nothing is to be split.
-        return replace(plan, by_tma=True, v_left=True, queue=step == 6 and not causal, split_tail=step == 6)
+        full = step == 6 and not causal
+        fences = step == 6 and causal
+        return replace(plan, by_tma=True, v_left=True, queue=full, split_tail=step == 6, storer_fences=fences)
     if step == 6:
-        return replace(plan, by_tma=True)
+        # A mask makes blocks short at the lengths that this step is taken for: there the queue gains 3%.
+        return replace(plan, by_tma=True, named=True, storer_fences=True, queue=causal)
     # At 64 the storing warp's share of the registers costs more than it saves where each warpgroup is a role.
     return replace(plan, producer_first=causal, stagger=not causal)
 
 
-def fastest_step(head_dim: int, plain: bool = False) -> int:
-    """Return the step that was measured fastest for a head dimension; plain: no mask, not deterministic."""
-    return (FASTEST_PLAIN if plain else FASTEST)[block_head_dim(head_dim)]
+def fastest_step(
+    head_dim: int, length: int, *, causal: bool = False, window: bool = False, deterministic: bool = False
+) -> int:
+    """Return the step that was measured fastest.
+
+    Args:
+        head_dim: Head dimension.
+        length: Number of queries.
+        causal: Whether the mask is causal.
+        window: Whether there is a sliding window, which no measurement of step 6 had.
+        deterministic: Whether the same inputs must give the same bits.
+    """
+    width = block_head_dim(head_dim)
+    if window or deterministic:
+        return FASTEST[width]
+    if not causal:
+        return FASTEST_FULL[width]
+    return 6 if width == 64 and length <= SHORT else FASTEST_CAUSAL[width]
 
 
 def dq_apart(head_dim: int) -> bool:

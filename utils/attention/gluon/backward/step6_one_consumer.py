@@ -7,15 +7,17 @@ registers of each warpgroup as before, and dS is exchanged at one barrier of 256
 spills and no moves of addresses between registers (docs/backward-log.md, entry 35).
 
     field         what                                                                       default
-    queue         as many programs as SMs draw blocks from a counter (`queue.py`)            128, without a mask
+    queue         as many programs as SMs draw blocks from a counter (`queue.py`)            128 full, 64 causal
     split_tail    blocks of the last round over the GPU are split by queries (`split.py`)    128, without a mask
     v_left        V's first 64 columns are a left operand in registers                       128
     by_tma        the storing warp adds dQ; else the threads do                              all
-    named         a slot is given back by one arrival of each warp at a named barrier        none: not measured
-    storer_fences the storing warp fences before it hands dQ to TMA, and the consumer not    none: not measured
+    named         a slot is given back by one arrival of each warp at a named barrier        64
+    storer_fences the storing warp fences before it hands dQ to TMA, and the consumer not    64, 128 causal
     exp_first     all exponentials stand before the wait for dP^T                            none: not measured
+    halves        a tile's queries in two halves (`step6_halves.py`)                         none: not measured
 
-The fastest without a mask at head dimensions 64 and 128; with one, step 5 is. Tiles and slots are those of step 3. The other
+The fastest at head dimensions 64 and 128, but for 64 under a causal mask with more than 4096 tokens; windows and the
+deterministic mode take step 5, because they are not measured. Tiles and slots are those of step 3. The other
 roles are in `step6_roles.py`, and head dimension 256 is in `wide_heads.py`. Places and figures: docs/backward-log.md.
 """
 
@@ -33,44 +35,10 @@ from utils.attention.gluon.backward.launch import launch_blocks
 from utils.attention.gluon.backward.pipeline import Sizes, block_work
 from utils.attention.gluon.backward.queue import make_queue
 from utils.attention.gluon.backward.split import finish_parts, store_part
+from utils.attention.gluon.backward.step6_halves import walk_halves
+from utils.attention.gluon.backward.step6_layouts import dq_layout, keys_layout, keys_operand, to_pieces
 from utils.attention.gluon.backward.step6_roles import LEFT, give_back, producer, storing_warp
 from utils.attention.gluon.shared import hold_here, pass_by, thread_barrier, tma_store, wait_products
-
-
-@gluon.constexpr_function
-def keys_layout(columns):
-    """Layout of a product [128 keys, columns]: 64 rows for each warpgroup."""
-    return gl.NVMMADistributedLayout([3, 0], [8, 1], [16, columns, 16])
-
-
-@gluon.constexpr_function
-def keys_operand(columns):
-    """Layout of P^T or dS^T as the left operand, in registers, of a product [128 keys, columns]."""
-    return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [8, 1], [16, columns, 16]), 2)
-
-
-@gluon.constexpr_function
-def dq_layout(queries):
-    """Layout of dQ: 64 queries for each warpgroup, or 64 columns where a tile has 64 queries."""
-    return gl.NVMMADistributedLayout([3, 0], [8, 1] if queries == 128 else [4, 2], [16, 64, 16])
-
-
-@gluon.jit
-def to_pieces(x):
-    """DQ of a tile, 8192 elements, in the order of the sums: a piece of 64 x 64 for each warpgroup; registers are renamed."""
-    layout: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[1], [2], [512], [1024], [2048]],
-        lane_bases=[[4], [8], [16], [32], [64]],
-        warp_bases=[[128], [256], [4096]],
-        block_bases=[],
-        shape=[8192],
-    )
-    # row = 16 warp + 8 half + high, column = 8 block + 2 low + pair; thread = 32 warp + 4 high + low
-    if x.shape[0] == 64:
-        flat = x.reshape([4, 2, 8, 2, 8, 4, 2]).permute([3, 4, 0, 2, 5, 1, 6])
-    else:
-        flat = x.reshape([2, 4, 2, 8, 8, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6])
-    return gl.convert_layout(flat.reshape([8192]), layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -79,6 +47,17 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.conste
 
     number: of the load of tile 0, if there was one. MASK: whether these tiles get a mask.
     """
+    PLAN: gl.constexpr = work.sizes.PLAN
+    if PLAN.halves:
+        dk, dv = walk_halves(work, leave, v_left, state, lo, hi, number, MASK)
+    else:
+        dk, dv = walk_tiles(work, sums, leave, v_left, state, lo, hi, number, head, MASK)
+    return dk, dv
+
+
+@gluon.jit
+def walk_tiles(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.constexpr):
+    """`walk` where a tile is computed as a whole."""
     sums_desc, tiles, empty = leave
     PLAN: gl.constexpr = work.sizes.PLAN
     CASE: gl.constexpr = work.sizes.CASE
@@ -197,7 +176,8 @@ def compute_block(work, sums, leave, turn, done):
     mbarrier.wait(work.loaded.index(1), turn & 1)
     v_left = 0
     if PLAN.v_left:
-        v_left = work.v.index(0).reshape([128, BLOCK_D]).slice(0, 64, 1).load(keys_operand(PLAN.block_m))
+        QUERIES: gl.constexpr = PLAN.block_m // 2 if PLAN.halves else PLAN.block_m  # of a product
+        v_left = work.v.index(0).reshape([128, BLOCK_D]).slice(0, 64, 1).load(keys_operand(QUERIES))
     state = (dk, dv)
     first, end = work.sizes.clean_tiles(work.key, 128, lo, hi)
     for g in range(work.sizes.group):
