@@ -494,7 +494,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = arguments_parser(__doc__)
     parser.add_argument("what", choices=("measure", "fit"))
     parser.add_argument("--read", type=Path, nargs="+", help="fit: the recorded times, of one or more tables")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="measure: stop after this time")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="measure: stop so long after compiling")
     parser.add_argument("--l2", choices=("cold", "warm"), default="cold", help="measure: the cache before each call")
     parser.add_argument("--worst", type=int, help="measure: this many shapes, the worst ones of gemm_shapes.json")
     parser.add_argument("--behind", type=float, help="measure: the shapes of both tables below this ratio, and others")
@@ -526,8 +526,10 @@ def main(arguments: list[str] | None = None) -> int:
         shapes = [shape | {"kind": "test"} for shape in draw_shapes()]
         shapes += [shape | {"kind": "train"} for shape in training_shapes()]
     method = {"ranked": RANKED, "l2": options.l2}
+    wrong = compile_all(shapes)
+    # Only now: the seconds are for rows.
     record = Record(options.out, "GEMM configurations at random shapes", "cuda", options.seconds, **method)
-    wrong = record.contents["wrong"] = compile_all(shapes)
+    record.contents["wrong"] = wrong
     complete = record.fill(shapes, functools.partial(shape_row, l2=options.l2, wrong=wrong), show)
     record.finish() if complete else record.save()
     return 0

@@ -252,7 +252,7 @@ FEW = 512  # rows or columns: one or a few columns of tiles, whose blocks all re
 def most_parts(config: Config) -> int:
     """Return how many parts a tile may have: where tiles are large, many cost more to add up than they gain."""
     size = config.block_m * config.block_n
-    return 16 if size <= 8192 else 8 if size <= 16384 else 4
+    return 16 if size <= 8192 else 8 if size == 16384 else 4
 
 
 def parts_of(m: int, n: int, config: Config, sms: int) -> tuple[int, int]:
@@ -282,7 +282,7 @@ def in_parts(configs: Iterable[AnyConfig], m: int, n: int, k: int, sms: int) -> 
 def in_shares(configs: Iterable[AnyConfig], m: int, n: int, k: int, sms: int) -> list[AnyConfig]:
     """Return configurations whose last tiles are shared evenly, where that gives each SM some steps.
 
-    Not measured, and no candidates. Adding shares up, the largest tiles spill.
+    Measured as slower (docs/gemm-log.md, entry 34), and no candidates. Adding shares up, the largest tiles spill.
     """
     found = [replace(x, split=EVEN) for x in configs if not x.short and x.rows * x.block_n <= 18432]
     found = [x for x in found if x.consumers < 3 or x.block_n < 192]
@@ -337,16 +337,19 @@ def candidates(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0),
 
     Where rows are late (see `gemm_model.estimate`) or few, also with tiles that two blocks share: elsewhere the bytes are not
     the limit, and what was measured was no faster. Where A is late along K, with rows by parity; and where TMA can store C
-    (`by_tma`), with its transpose computed.
+    (`by_tma`), with its transpose computed. Clusters for a tile's parts (`in_clusters`) are not among them: they were right on
+    a GPU, and not timed.
     """
     share = 1 in late or 2 in late or min(m, n) <= FEW
     tiles = tiles_for(n, late[1])
     found = in_parts([*(with_neighbours(tiles, m, n) if share else tiles), *SHORT_CONFIGS], m, n, k, sms)
     if late[0] == 1 and m % 2 == 0 and n % 8 == 0:
         found += by_parity(found, m, n, sms)
+    found = [*at_other_places(found, m, n), *found]
     if by_tma:
         transposed = [replace(config, transposed=True) for config in tiles_for(m, late[0])]
-        found += in_parts(with_neighbours(transposed, n, m) if share else transposed, n, m, k, sms)
+        turned = in_parts(with_neighbours(transposed, n, m) if share else transposed, n, m, k, sms)
+        found += [*at_other_places(turned, n, m), *turned]
     return found
 
 
@@ -362,7 +365,19 @@ def tiles_for(n: int, late: int) -> list[Config]:
 def by_parity(configs: Iterable[AnyConfig], m: int, n: int, sms: int) -> list[AnyConfig]:
     """Return configurations with rows by parity, where there are neighbours and parts for them too."""
     found = [replace(x, pairs=True) for x in configs if x.multicast != "B" or m // 2 > x.block_m]
-    return [x for x in found if x.split == 1 or parts_of(m, n, x, sms)[1]]
+    found = [x for x in found if not x.in_cluster or parts_of(m, n, x, sms)[0] <= clusters_at_once(x.split, sms)]
+    return [x for x in found if x.split == 1 or x.in_cluster or parts_of(m, n, x, sms)[1]]
+
+
+def at_other_places(configs: Iterable[AnyConfig], m: int, n: int) -> list[AnyConfig]:
+    """Return configurations whose tiles begin at other places along K, where all tiles need one operand, and no two the other.
+
+    Elsewhere blocks that run side by side find in the L2 what their neighbours have just read: where they began at different
+    places, products took up to 1.35 times as long.
+    """
+    found = [x for x in configs if x.multicast and not x.short]
+    one = [x for x in found if m <= x.cluster_tile[0] or n <= x.cluster_tile[1]]
+    return [replace(x, spread=True) for x in one]
 
 
 def with_neighbours(configs: Iterable[AnyConfig], m: int, n: int) -> list[AnyConfig]:

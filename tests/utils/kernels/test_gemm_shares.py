@@ -38,8 +38,8 @@ def configurations(rng, m, n, k, sms):
 def check(m, n, k, config, sms):
     """One product by one configuration: every tile once, whole or in its parts, and every part of K once."""
     whole, rest = parts_of(m, n, config, sms)
-    config = config if rest else replace(config, split=1)  # as the launch does
-    clusters = min(sms // config.cluster, whole + rest * config.split)
+    config = config if rest or config.in_cluster else replace(config, split=1)  # as the launch does
+    clusters = whole if config.in_cluster else min(sms // config.cluster, whole + rest * config.split)
     CODE.gl.programs = clusters * config.cluster
     sizes = [Number(x) for x in (m, n, k, whole)]
     work = CODE.Work(None, None, None, None, None, *sizes, config, False, False)
@@ -157,7 +157,7 @@ def test_a_configuration_is_never_cut_finer_than_two_steps():
         m, n, k = size(rng), size(rng), size(rng)
         for config in candidates(m, n, k, 132, (1, 0) if m % 2 == n % 8 == 0 else (0, 0)):
             assert config.split == 1 or 2 * config.split <= -(-k // config.block_k)
-            assert config.split <= gemm_plan.most_parts(config)
+            assert config.split <= (gemm_plan.MOST_IN_CLUSTER if config.in_cluster else gemm_plan.most_parts(config))
 
 
 def test_a_tile_s_parts_in_a_cluster_are_all_of_its_steps():
