@@ -4,6 +4,7 @@
     python -m tools.record.gemm_choice measure --l2 warm --worst 44 --out assets/results/h200/gemm_choice_warm.json
     python -m tools.record.gemm_choice measure --l2 warm --longest 24 --out assets/results/h200/gemm_choice_multicast.json
     python -m tools.record.gemm_choice measure --l2 warm --behind 0.97 --out assets/results/h200/gemm_choice_widths.json
+    python -m tools.record.gemm_choice measure --l2 warm --poor 0.93 --out assets/results/h200/gemm_choice_clusters.json
     python -m tools.record.gemm_choice fit --read assets/results/h200/gemm_choice_warm.json
 
 `measure` times, at each shape, the configurations that the present model ranks first and torch.matmul, in turns. The shapes
@@ -11,7 +12,7 @@ are those of `tools.record.gemm_shapes` (kind "test") and others (kind "train");
 recorded table is worst, and every second one is kept for the test; with `--longest` those that take longest and are not
 ahead, and two squares, with as many configurations whose blocks share tiles (`multicast`) as others; with `--behind` those
 of two recorded tables whose ratio is below it, and as many of another seed (kind "test"), with some configurations of each
-kind (`kinds_of`). `fit` does not see the shapes of the test: it prints
+kind (`kinds_of`); with `--poor` likewise, with clusters that add up a tile's parts, and with the names of torch's kernels. `fit` does not see the shapes of the test: it prints
 the constants for `utils.kernels.gemm_model.Cost` and how much slower than the best measured configuration the chosen one is,
 for the shapes it was fitted to and for the others. A configuration is recorded by its name, such as "128x256/4": tile, parts.
 """
@@ -33,12 +34,15 @@ import torch
 from tools.record.common import Record, arguments_parser, in_many_processes, read_record
 from tools.record.gemm_shapes import LARGEST, PROCESSES, SMALLEST, draw_shapes, relative_error
 from utils.benchmark.measuring import measure_together
+from utils.benchmark.profiling import launched
 from utils.files import ROOT
 
 SEED, SHAPES = 7, 140
 RANKED = 12  # configurations that are timed at a shape
 SPLITS_OF_A_TILE = 2  # at most so many of them differ in their parts only
 SMS = 132
+MORE_SPLITS = (5, 7, 12)  # numbers of parts that are tried and are no candidates
+POOR_SEEDS, POOR_HELD_OUT = (2027, 2028), 14
 BEHIND_TABLES = ("gemm_shapes", "gemm_shapes_other")
 BEHIND_SEED, HELD_OUT = 2027, 14
 COLD_US = 1.5  # more of a product whose operands are not in the L2
@@ -48,7 +52,8 @@ MOST_ERROR = 4e-3  # of C in bf16, relative to a float64 product; rounding alone
 
 def training_shapes(seed: int = SEED, count: int = SHAPES) -> list[dict]:
     """Draw shapes as `gemm_shapes` does, from another seed; A is row-major, B either."""
-    draw, shapes = random.Random(seed), []
+    draw = random.Random(seed)
+    shapes: list[dict] = []
     while len(shapes) < count:
         m, n, k = (8 * round(math.exp(draw.uniform(math.log(SMALLEST), math.log(LARGEST))) / 8) for _ in "mnk")
         column_major = draw.random() < 0.5
@@ -109,7 +114,7 @@ def is_long(shape: dict) -> bool:
 
 @functools.cache
 def _configs_by_name() -> dict:
-    from utils.kernels.gemm_plan import CONFIGS, EVEN, SHORT_CONFIGS, SPLITS, WIDTHS
+    from utils.kernels.gemm_plan import CONFIGS, EVEN, MOST_IN_CLUSTER, SHORT_CONFIGS, SPLITS, WIDTHS, as_cluster
 
     found = [
         replace(
@@ -123,7 +128,7 @@ def _configs_by_name() -> dict:
             spread=spread,
         )
         for config in (*CONFIGS, *WIDTHS, *SHORT_CONFIGS)
-        for split in (*SPLITS, EVEN)
+        for split in (*SPLITS, *MORE_SPLITS, EVEN)
         for spread in (False, True)
         for pairs in (False, True)
         for multicast in ("", "A", "B")
@@ -131,6 +136,12 @@ def _configs_by_name() -> dict:
         for early in (True, False)
         for join in (True, False)
         if not (config.short and (multicast or transposed)) and not (pairs and transposed) and (join or config.can_join)
+    ]
+    found += [
+        as_cluster(replace(config, pairs=pairs, transposed=transposed), split)
+        for config in (*CONFIGS, *WIDTHS)
+        for split in range(2, MOST_IN_CLUSTER + 1)
+        for pairs, transposed in ((False, False), (True, False), (False, True))
     ]
     return {config.name: config for config in found}
 
@@ -160,6 +171,8 @@ def ranked(shape: dict, count: int = RANKED) -> list:
             x for x in first_of(gemm_plan.candidates(*sizes, SMS, late), shape, 400) if x.can_join and not x.multicast
         ]
         return [replace(x, join=join) for x in [x for x in found if x.block_n == 192][:2] for join in (True, False)]
+    if "poor" in shape:
+        return clusters_and_others(shape)
     if "kind" in shape and "long" not in shape:
         return kinds_of(shape)
     if "long" in shape:
@@ -200,6 +213,80 @@ def kinds_of(shape: dict) -> list:
         kept += first_of([config for config in pool if of_kind(config)], shape, count, 1)
     shared = [config for config in kept[:1] if config.multicast]
     kept += [replace(config, early=False, prefetch=False, lean=False) for config in shared]
+    return [*dict.fromkeys(kept)]
+
+
+def poor_shapes(ratio: float) -> list[dict]:
+    """Return the shapes of both recorded tables whose ratio is below `ratio`, the worst first, and between them held-out ones.
+
+    Those are of other seeds, such as the model expects a cluster's sums in shared memory to help.
+    """
+    tables = (read_record(ROOT / f"assets/results/h200/{name}.json")["rows"] for name in BEHIND_TABLES)
+    rows = sorted((row for rows in tables for row in rows if row["ratio"] < ratio), key=lambda row: row["ratio"])
+    sizes = ("m", "n", "k", "a_column_major", "b_column_major")
+    poor = [{x: row[x] for x in sizes} | {"kind": "train", "poor": True, "before": row["config"]} for row in rows]
+    others = [shape for seed in POOR_SEEDS for shape in draw_shapes(seed, 80) if is_long(shape) and is_helped(shape)]
+    others = [{x: shape[x] for x in sizes} | {"kind": "test", "poor": True} for shape in others[:POOR_HELD_OUT]]
+    found: list[dict] = []
+    for i, shape in enumerate(poor):
+        found += [shape, *(others[i // 2 : i // 2 + 1] if i % 2 else [])]
+    return found
+
+
+def is_helped(shape: dict) -> bool:
+    """Whether the model expects a cluster's sums in shared memory to be faster than what is chosen now."""
+    times = [
+        min((estimate(shape, config, None) for config in found), default=math.inf)
+        for found in (clusters_of(shape), chosen_from(shape))
+    ]
+    return times[0] < times[1]
+
+
+def clusters_of(shape: dict) -> list:
+    """Return the configurations whose tiles are computed by clusters, in parts."""
+    from utils.kernels import gemm_plan
+
+    m, n, k, late = shape["m"], shape["n"], shape["k"], late_rows(shape)
+    found = gemm_plan.in_clusters(gemm_plan.tiles_for(n, late[1]), m, n, k, SMS)
+    if late[0] == 1 and m % 2 == 0 and n % 8 == 0:
+        rows = gemm_plan.by_parity(found, m, n, SMS)
+        found += [x for x in rows if gemm_plan.parts_of(m, n, x, SMS)[0] <= gemm_plan.clusters_at_once(x.split, SMS)]
+    turned = [replace(config, transposed=True) for config in gemm_plan.tiles_for(m, late[0])]
+    return found + gemm_plan.in_clusters(turned, n, m, k, SMS)
+
+
+def chosen_from(shape: dict) -> list:
+    """Return the candidates of a shape."""
+    from utils.kernels import gemm_plan
+
+    return gemm_plan.candidates(shape["m"], shape["n"], shape["k"], SMS, late_rows(shape))
+
+
+def clusters_and_others(shape: dict) -> list:
+    """Return what was chosen, clusters that add up in shared memory, and candidates in more numbers of parts, the first of each.
+
+    Of tiles that two blocks share some begin at other places along K.
+    """
+    from utils.kernels import gemm_plan
+
+    others = chosen_from(shape)
+    most = gemm_plan.most_parts
+    more = [
+        replace(config, split=split)
+        for config in others
+        if config.split == 2 and not config.short
+        for split in MORE_SPLITS
+        if split <= min(most(config), -(-shape["k"] // config.block_k) // 2)
+    ]
+    spread = [replace(config, spread=True) for config in others + more if config.multicast]
+    kept = [config for config in [config_of(shape.get("before", ""))] if config]
+    for count, found in (
+        (6, clusters_of(shape) if shape.get("clusters", True) else []),
+        (4, others),
+        (1, more),
+        (2, spread),
+    ):
+        kept += first_of(found, shape, count)
     return [*dict.fromkeys(kept)]
 
 
@@ -269,7 +356,8 @@ def shape_row(shape: dict, l2: str, wrong: Iterable[str] = ()) -> dict:
     labels = ["torch.matmul", *names]
     timed = measure_together(calls, labels=labels, warmup=2, iterations=9, device="cuda", l2=l2, max_seconds=0.4)
     torch_us, *times = (1e3 * each.median_ms for each in timed)
-    return shape | {"torch_us": torch_us, "times": [*zip(names, times, strict=True)]}
+    row = shape | {"torch_us": torch_us, "times": [*zip(names, times, strict=True)]}
+    return row | {"torch_kernels": launched(calls[0]).kernels} if "poor" in shape else row
 
 
 def right_launch(a: torch.Tensor, b: torch.Tensor, config):
@@ -406,10 +494,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = arguments_parser(__doc__)
     parser.add_argument("what", choices=("measure", "fit"))
     parser.add_argument("--read", type=Path, nargs="+", help="fit: the recorded times, of one or more tables")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="measure: stop after this time")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="measure: stop so long after compiling")
     parser.add_argument("--l2", choices=("cold", "warm"), default="cold", help="measure: the cache before each call")
     parser.add_argument("--worst", type=int, help="measure: this many shapes, the worst ones of gemm_shapes.json")
     parser.add_argument("--behind", type=float, help="measure: the shapes of both tables below this ratio, and others")
+    parser.add_argument("--poor", type=float, help="measure: the shapes of both tables below this ratio, with clusters")
+    parser.add_argument(
+        "--without-clusters", action="store_true", help="with --poor: where clusters of parts do not run"
+    )
     parser.add_argument("--longest", type=int, help="measure: this many shapes, the longest of it, with multicast too")
     options = parser.parse_args(arguments)
     if (options.what == "fit") != (options.read is not None):
@@ -422,7 +514,9 @@ def main(arguments: list[str] | None = None) -> int:
             "error: the times are measured on an NVIDIA GPU: torch.cuda.is_available() is False here.", file=sys.stderr
         )
         return 1
-    if options.behind:
+    if options.poor:
+        shapes = [shape | {"clusters": not options.without_clusters} for shape in poor_shapes(options.poor)]
+    elif options.behind:
         shapes = shapes_behind(options.behind)
     elif options.worst:
         shapes = worst_shapes(options.worst)
@@ -432,8 +526,10 @@ def main(arguments: list[str] | None = None) -> int:
         shapes = [shape | {"kind": "test"} for shape in draw_shapes()]
         shapes += [shape | {"kind": "train"} for shape in training_shapes()]
     method = {"ranked": RANKED, "l2": options.l2}
+    wrong = compile_all(shapes)
+    # Only now: the seconds are for rows.
     record = Record(options.out, "GEMM configurations at random shapes", "cuda", options.seconds, **method)
-    wrong = record.contents["wrong"] = compile_all(shapes)
+    record.contents["wrong"] = wrong
     complete = record.fill(shapes, functools.partial(shape_row, l2=options.l2, wrong=wrong), show)
     record.finish() if complete else record.save()
     return 0

@@ -45,7 +45,8 @@ same few columns of B at the same time, half as many do.
 **Parts.** 800 tiles on 132 SMs are 6.06 rounds, done in 7; and a product with few tiles and long sums leaves most SMs
 idle. So the tiles that do not fill a round may be cut along K into 2 to 16 parts. Each part leaves its sums in global
 memory and counts; the part that counts last adds all of them in their order, so that the same bits come out twice. No
-program waits for another.
+program waits for another. With `Config.in_cluster` the parts of a tile are a cluster, whose blocks do wait for each other and
+add up their sums in shared memory (`gemm_ptx.py`); that was right on a GPU, is not timed yet, and is off.
 
 H200 figures of square matrices: assets/results/h200/gemm.json; of random shapes: gemm_shapes.json (docs/gemm-log.md).
 Products of a few microseconds have a kernel of their own, `gemm_short.py`; `gemm_launch.py` starts both. Importing this
@@ -63,8 +64,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from utils.kernels.early_launch import wait_for_launch_before
-from utils.kernels.gemm_parts import add_shares, last_part, last_share, shared_tiles, summed_piece
-from utils.kernels.gemm_ptx import join_cluster, let_cluster_see_barriers
+from utils.kernels.gemm_parts import add_shares, last_part, last_share, shared_tiles, summed_piece, whole_warpgroup
+from utils.kernels.gemm_ptx import (
+    join_cluster,
+    let_cluster_see_barriers,
+    meet_in_cluster,
+    rank,
+    read_block,
+    read_this_block,
+)
 from utils.kernels.gemm_work import Work, bystander, producer, ring, rings_of_b
 from utils.machine import versions
 
@@ -153,6 +161,37 @@ def add_steps(work, step, first, last, acc, acc2, WHICH: gl.constexpr):
 
 
 @gluon.jit
+def add_in_cluster(work, out, sums, acc, acc2, row, column, parity, WHICH: gl.constexpr):
+    """Consumer: leave a part's sums in shared memory, add up some column blocks of the cluster's sums, and store these.
+
+    The parts are added in their order, so that the same bits come out twice.
+    """
+    SPLIT: gl.constexpr = work.CONFIG.split
+    PIECES: gl.constexpr = work.CONFIG.pieces
+    ROWS: gl.constexpr = work.CONFIG.rows
+    COLUMNS: gl.constexpr = work.CONFIG.piece[1]
+    TOTAL_PIECES: gl.constexpr = work.CONFIG.block_n // COLUMNS
+    pieces = column_pieces(acc, PIECES)
+    if work.CONFIG.columns[1] > 0:
+        pieces += column_pieces(acc2, work.CONFIG.columns[1] // work.CONFIG.piece[1])
+    for i in gl.static_range(TOTAL_PIECES):
+        sums.index(WHICH * TOTAL_PIECES + i).store(pieces[i])
+    # All threads' sums are there before one of them tells the cluster so.
+    whole_warpgroup()
+    meet_in_cluster(True)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    for i in range(rank(SPLIT), TOTAL_PIECES, SPLIT):
+        total = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+        for part in gl.static_range(SPLIT):
+            zero = read_block(part)
+            total += sums.index(WHICH * TOTAL_PIECES + i + zero).load(layout)
+            read_this_block()
+        store_piece(work, out, total.to(work.a_ring.dtype), i, row, column, parity, WHICH, True)
+    # A block that ends, or goes on, takes its sums with it: not before all have been read.
+    meet_in_cluster()
+
+
+@gluon.jit
 def compute(work, out, partial, step, item, tile, first, last, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
     """Consumer: its rows of a tile, or of a part of its steps; returns the number of the next step."""
     ROWS: gl.constexpr = work.CONFIG.rows
@@ -162,7 +201,7 @@ def compute(work, out, partial, step, item, tile, first, last, WHICH: gl.constex
     SECOND: gl.constexpr = MORE if MORE > 0 else 8  # without a second part its accumulator is never used
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     layout2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SECOND, 16])
-    sums, counters = partial
+    sums, counters, sums_here = partial
     row, column, parity = work.origin(tile)
     row += WHICH * ROWS
     # Made anew for each tile, so that its registers are free while parts are added up.
@@ -172,6 +211,8 @@ def compute(work, out, partial, step, item, tile, first, last, WHICH: gl.constex
     part = work.part(item)
     if work.CONFIG.split == 1:
         store_tile(work, out, acc, acc2, row, column, parity, WHICH, TMA_STORE)
+    elif work.CONFIG.in_cluster:
+        add_in_cluster(work, out, sums_here, acc, acc2, row, column, parity, WHICH)
     elif work.CONFIG.even:
         if part < 0:
             store_tile(work, out, acc, acc2, row, column, parity, WHICH, TMA_STORE)
@@ -181,7 +222,7 @@ def compute(work, out, partial, step, item, tile, first, last, WHICH: gl.constex
             begins = 1 - min(first, 1)
             cut = tile - work.whole
             own = part % work.stride()
-            if last_share(work.CONFIG, partial, acc, acc2, own, begins, block, cut, other - share, WHICH):
+            if last_share(work.CONFIG, (sums, counters), acc, acc2, own, begins, block, cut, other - share, WHICH):
                 acc = add_shares(work.CONFIG, sums, acc, 0, share, other, block, WHICH)
                 if MORE > 0:
                     acc2 = add_shares(work.CONFIG, sums, acc2, COLUMNS, share, other, block, WHICH)
@@ -241,7 +282,7 @@ def gemm_kernel(
     STAGES: gl.constexpr = CONFIG.stages
     CONSUMERS: gl.constexpr = CONFIG.consumers
     REGISTERS: gl.constexpr = CONFIG.registers
-    READERS: gl.constexpr = CONSUMERS * (2 if CONFIG.on_clusters else 1)
+    READERS: gl.constexpr = CONSUMERS * (2 if CONFIG.on_clusters and CONFIG.multicast != "" else 1)
     a_ring = ring(a_desc, STAGES * CONSUMERS, CONFIG.rows, CONFIG.block_k, A_COLUMN_MAJOR)
     b_ring, b2_ring = rings_of_b(b_desc, b2_desc, CONFIG, B_COLUMN_MAJOR)
     c_buffers = shared_tiles(c_desc, CONFIG.buffers * CONSUMERS) if TMA_STORE else a_ring
@@ -253,7 +294,14 @@ def gemm_kernel(
     let_cluster_see_barriers(CONFIG)
     work = Work(a_ring, b_ring, b2_ring, full, empty, M, N, K, whole, CONFIG, A_COLUMN_MAJOR, B_COLUMN_MAJOR)
     out = (c_desc, c_pointer, c_buffers)
-    partial = (sums, counters)
+    sums_here = a_ring
+    if CONFIG.in_cluster:
+        gl.static_assert(TMA_STORE, "sums of a cluster are stored by TMA only")
+        # Four rows of eight columns lie in different banks: a quarter of a warp's sums.
+        swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, CONFIG.piece[1] // 8, [1, 0])
+        NUMBER: gl.constexpr = CONSUMERS * CONFIG.block_n // CONFIG.piece[1]
+        sums_here = gl.allocate_shared_memory(gl.float32, [NUMBER, CONFIG.rows, CONFIG.piece[1]], swizzled)
+    partial = (sums, counters, sums_here)
     # After the roles: warps and registers of all but the first, which has num_warps and the registers that are left. A
     # cluster is joined by all warps, so there the three that would be idle have a role, too.
     if CONSUMERS == 1:
@@ -262,8 +310,8 @@ def gemm_kernel(
                 [
                     (consumer, (work, out, partial, 0, TMA_STORE)),
                     (producer, (work, a_desc, b_desc, b2_desc)),
-                    (bystander, (CONFIG,)),
-                    (bystander, (CONFIG,)),
+                    (bystander, (work,)),
+                    (bystander, (work,)),
                 ],
                 [1, 1, 2],
                 [24, 24, 24],
@@ -279,8 +327,8 @@ def gemm_kernel(
                     (consumer, (work, out, partial, 0, TMA_STORE)),
                     (consumer, (work, out, partial, 1, TMA_STORE)),
                     (producer, (work, a_desc, b_desc, b2_desc)),
-                    (bystander, (CONFIG,)),
-                    (bystander, (CONFIG,)),
+                    (bystander, (work,)),
+                    (bystander, (work,)),
                 ],
                 [4, 1, 1, 2],
                 [REGISTERS, 24, 24, 24],
@@ -304,8 +352,8 @@ def gemm_kernel(
                     (consumer, (work, out, partial, 1, TMA_STORE)),
                     (consumer, (work, out, partial, 2, TMA_STORE)),
                     (producer, (work, a_desc, b_desc, b2_desc)),
-                    (bystander, (CONFIG,)),
-                    (bystander, (CONFIG,)),
+                    (bystander, (work,)),
+                    (bystander, (work,)),
                 ],
                 [4, 4, 1, 1, 2],
                 [REGISTERS, REGISTERS, 32, 32, 32],

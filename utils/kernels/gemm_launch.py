@@ -92,6 +92,8 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
     (m, k), n = a.shape, b.shape[1]
     if config.split > triton.cdiv(k, config.block_k):
         raise ValueError(f"{config.split} parts of K = {k} would be shorter than one step of {config.block_k}.")
+    if config.in_cluster and not by_tma:
+        raise ValueError(f"{config} stores C by TMA: rows of C start at multiples of 16 bytes.")
     config = config.placed(n, rows_in_memory("B", b)[3], simulated=not a.is_cuda)
     first, second = config.columns[0], config.brought
     a_desc, a_column_major = operand("A", a, [config.rows, config.block_k], config)
@@ -104,7 +106,9 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
     c_desc = TensorDescriptor(c, [*c.shape], [c.stride(0), 1], piece, box_layout(piece)) if by_tma else a_desc
     c_desc = rows_by_parity(c, piece) if config.pairs else c_desc
     whole, rest = parts_of(m, n, config, sms)
-    config = config if rest else replace(config, split=1)  # no tile has parts: there are no counters to compile for
+    config = (
+        config if rest or config.in_cluster else replace(config, split=1)
+    )  # no tile has parts: there are no counters to compile for
     items = items_of(m, n, config, sms)
     partial_sums = partial_tiles(m, n, config, sms) * config.block_m * config.block_n if rest else 0
     counters_needed = rest * config.cluster * config.consumers
@@ -116,7 +120,8 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
             kernel, blocks = short_kernel, items
             tensors, sizes = (a_desc, b_desc, c_desc, c, sums, counters), (m, n, k)
         else:  # a block an SM, or an item where there are fewer; both blocks of a cluster work on the same items
-            kernel, blocks = gemm_kernel, config.cluster * min(sms // config.cluster, items)
+            clusters = items if config.in_cluster else min(sms // config.cluster, items)
+            kernel, blocks = gemm_kernel, config.cluster * clusters
             b2_desc = operand("B", b, [config.block_k, second], config)[0] if second else b_desc
             tensors, sizes = (a_desc, b_desc, b2_desc, c_desc, c, sums, counters), (m, n, k, whole)
         others = (*sizes, replace(config, width=0), a_column_major, b_column_major, by_tma)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from utils.kernels.gemm_plan import Config, candidates, parts_of
+from utils.kernels.gemm_plan import Config, candidates, clusters_at_once, parts_of
 
 
 def _ceil(x: int, y: int) -> int:
@@ -19,29 +19,32 @@ def _ceil(x: int, y: int) -> int:
 class Cost:
     """Constants of a model of the kernels' time, in microseconds; fitted by `tools.record.gemm_choice`."""
 
-    product: float = 0.668  # of 2**21 multiplications on one SM: 128 x 256 x 64
-    bytes: float = 0.01293  # of a KB of A and B that each SM reads, where all read at once
-    port: float = 0.0088  # of a KB that an SM reads, where few do
-    late: float = 1.401  # how many times a byte of A or B counts whose rows are late and lie along K
-    late_across: float = 1.655  # and where they lie along M or N
-    hot: float = 0.7868  # how many times more a byte counts that many SMs read at once, where few others are read
-    many: float = 45.8  # SMs that are as many as it takes
-    shared: float = 0.4422  # how many times a byte counts for each of two blocks that share it
-    far: float = 0.3076  # of a MB of A and B, which has to come from memory or the L2's other half once
-    wait: float = 0.5973  # from asking for a slot's bytes to reading them; a block waits for `stages` slots at once
-    wait_shared: float = 2.102  # and where two blocks share a tile: a slot waits for both
-    tile: float = 0.05986  # of a tile's start and end
-    store: float = 0.03164  # of a KB of C
-    narrow: float = 0.6088  # how many times more it counts in pieces whose rows have 32 bytes
-    part: float = 1.338  # of leaving a part's sums and counting
-    add: float = 0.01073  # of a KB of sums that the last part reads
-    traffic: float = 0.3617  # of a MB of sums that all parts write and read
-    launch: float = 2.217
-    waiting: float = 1.391  # of a launch that does not begin while the one before it ends
-    short_launch: float = 1.083  # of the short kernel
-    short_tile: float = 0.3234  # of a block of the short kernel, as many as share an SM at once
-    short_part: float = 0.8228  # of a part there
-    short_add: float = 0.02433  # of a KB of sums that the last part reads there
+    product: float = 0.6588  # of 2**21 multiplications on one SM: 128 x 256 x 64
+    bytes: float = 0.01431  # of a KB of A and B that each SM reads, where all read at once
+    port: float = 0.008798  # of a KB that an SM reads, where few do
+    late: float = 1.387  # how many times a byte of A or B counts whose rows are late and lie along K
+    late_across: float = 1.718  # and where they lie along M or N
+    hot: float = 0.6374  # how many times more a byte counts that many SMs read at once, where few others are read
+    many: float = 79.0  # SMs that are as many as it takes
+    shared: float = 0.4221  # how many times a byte counts for each of two blocks that share it
+    far: float = 0.2772  # of a MB of A and B, which has to come from memory or the L2's other half once
+    wait: float = 0.6656  # from asking for a slot's bytes to reading them; a block waits for `stages` slots at once
+    wait_shared: float = 1.936  # and where two blocks share a tile: a slot waits for both
+    tile: float = 0.06927  # of a tile's start and end
+    store: float = 0.03073  # of a KB of C
+    narrow: float = 0.8299  # how many times more it counts in pieces whose rows have 32 bytes
+    part: float = 0.8488  # of leaving a part's sums and counting
+    add: float = 0.008473  # of a KB of sums that the last part reads
+    turned: float = 4.204  # how many times as long that takes where C's transpose is computed
+    traffic: float = 0.4621  # of a MB of sums that all parts write and read
+    meet: float = 1.2  # of a cluster that adds up its parts' sums
+    gather: float = 0.02  # of a KB of sums that each of its blocks stores, and reads as many
+    launch: float = 2.442
+    waiting: float = 1.299  # of a launch that does not begin while the one before it ends
+    short_launch: float = 1.283  # of the short kernel
+    short_tile: float = 0.1874  # of a block of the short kernel, as many as share an SM at once
+    short_part: float = 0.7659  # of a part there
+    short_add: float = 0.01616  # of a KB of sums that the last part reads there
 
 
 COST = Cost()
@@ -100,7 +103,8 @@ def estimate(
         m, n, late = n, m, (late[1], late[0])
     steps = _ceil(k, config.block_k)
     whole, rest = parts_of(m, n, config, sms)
-    sms //= config.cluster  # from here on a cluster, with its tiles, counts as one
+    # From here on a cluster, with its tiles, counts as one.
+    sms = clusters_at_once(config.split, sms) if config.in_cluster else sms // config.cluster
     if config.short:
         blocks = _ceil(whole + rest * config.split, sms)  # of the busiest SM
         together = min(blocks, config.blocks)
@@ -110,8 +114,10 @@ def estimate(
         time += cost.short_part + cost.short_add * config.rows * config.block_n * config.split / 256 if rest else 0.0
     else:
         together, rounds = 1, float(_ceil(whole, sms))
-        all_steps = rounds * steps
+        all_steps = rounds * (_ceil(steps, config.split) if config.in_cluster else steps)
         time, tile = cost.launch, cost.tile
+        if config.in_cluster:
+            time += rounds * (cost.meet + cost.gather * config.block_m * config.block_n / 256)
         if rest and config.even:
             rounds += 2  # a share begins in one tile and mostly ends in another
             all_steps += rest * steps / sms
@@ -122,7 +128,8 @@ def estimate(
             rounds += extra
             all_steps += extra * _ceil(steps, config.split)
             time += cost.part * extra
-            time += cost.add * config.rows * config.block_n * config.split / 256
+            turned = cost.turned if config.transposed else 1.0
+            time += cost.add * turned * config.rows * config.block_n * config.split / 256
     time += 0.0 if config.early else cost.waiting
     parts = rest + sms if config.even else rest * config.split
     if rest:
@@ -155,6 +162,7 @@ def estimate(
     steps_time = ((all_steps * step) ** 6 + far**6) ** (1 / 6)
     row = config.rows if config.transposed else config.piece[1]  # elements of a row of a piece of C, as it is stored
     store = cost.store if config.short or row >= 64 else cost.store * (1 + cost.narrow * (16 / row) ** 2)
+    store /= config.split if config.in_cluster else 1
     return time + steps_time + rounds * (tile + together * store * config.block_m * config.block_n / 512)
 
 

@@ -35,6 +35,7 @@ class Config:
     )
     short: bool = False  # the kernel of `gemm_short`: a block a tile, several blocks on an SM
     pairs: bool = False  # a tile has rows of one parity, see `gemm_gluon`: for late rows of a row-major A
+    in_cluster: bool = False  # the parts of a tile are a cluster's blocks, which add up their sums in shared memory
     multicast: str = ""  # "A" or "B": two blocks, a cluster, share it, and each loads half of it for both
     early: bool = True  # the launch begins while the one before it in the stream ends
     prefetch: bool = True  # with early: the TMA descriptors are fetched before the wait for the launch before
@@ -72,13 +73,13 @@ class Config:
 
     @property
     def cluster(self) -> int:
-        """Blocks that work on neighbouring tiles at the same time: two below each other share B, two abreast share A."""
-        return 2 if self.multicast else 1
+        """Blocks of a cluster: of two neighbouring tiles (below each other they share B, abreast A), or of one tile's parts."""
+        return self.split if self.in_cluster else 2 if self.multicast else 1
 
     @property
     def on_clusters(self) -> bool:
-        """Whether blocks of a cluster send each other tiles."""
-        return self.multicast != "" and not self.simulated
+        """Whether blocks are launched in clusters."""
+        return (self.multicast != "" or self.in_cluster) and not self.simulated
 
     @property
     def rewritten(self) -> bool:
@@ -151,7 +152,8 @@ class Config:
         join = self.join and self.can_join and blocks and not simulated
         pad = join and not b_along_k and self.columns[1] % 64 > 0
         width = 0 if simulated or (self.columns[1] and not join) else self.width_at(n)
-        config = replace(self, join=join, pad=pad, width=width, simulated=simulated)
+        in_cluster = self.in_cluster and not simulated  # the simulator adds the parts up as they are without clusters
+        config = replace(self, join=join, pad=pad, width=width, simulated=simulated, in_cluster=in_cluster)
         while config.shared_bytes > SHARED_BYTES and config.stages > 2:
             config = replace(config, stages=config.stages - 1)
         return config
@@ -177,7 +179,8 @@ class Config:
         ring = self.stages * self.slot_bytes
         if self.short:  # C goes through the ring's memory when its last slot has been read
             return max(ring, 2 * self.block_m * self.block_n)
-        return ring + self.buffers * self.block_m * self.piece[1] * 2
+        sums = 4 * self.block_m * self.block_n if self.in_cluster else 0
+        return ring + sums + self.buffers * self.block_m * self.piece[1] * 2
 
     @property
     def blocks(self) -> int:
@@ -193,7 +196,7 @@ class Config:
         turned += "spread " if self.spread else ""
         apart = " apart" if self.can_join and not self.join else ""
         waiting = "" if self.early else " waiting"
-        parts = "even" if self.even else self.split
+        parts = "even" if self.even else f"{self.split} cluster" if self.in_cluster else self.split
         return f"{turned}{kind}{self.block_m}x{self.block_n}/{parts}{rows}{both}{apart}{waiting}"
 
 
@@ -240,6 +243,7 @@ SHORT_CONFIGS = (
 SPLITS = (1, 2, 3, 4, 6, 8, 16)
 EVEN = 0
 LEAST_SHARE = 4  # steps of an SM
+MOST_IN_CLUSTER = 8  # blocks of a cluster that every GPU with clusters can run
 
 
 FEW = 512  # rows or columns: one or a few columns of tiles, whose blocks all read the same lines
@@ -254,11 +258,12 @@ def most_parts(config: Config) -> int:
 def parts_of(m: int, n: int, config: Config, sms: int) -> tuple[int, int]:
     """Return how many tiles are computed whole, and how many in parts; a cluster's tiles count as one.
 
-    Those that would not fill a round of all SMs are; the short kernel, which is for few tiles, cuts all or none.
+    Those that would not fill a round of all SMs are; the short kernel, which is for few tiles, cuts all or none. A tile
+    that a cluster computes in parts counts as whole.
     """
     rows, columns = config.cluster_tile
     tiles = (2 * _ceil(m // 2, rows) if config.pairs else _ceil(m, rows)) * _ceil(n, columns)
-    rest = 0 if config.split == 1 else tiles if config.short else tiles % (sms // config.cluster)
+    rest = 0 if config.split == 1 or config.in_cluster else tiles if config.short else tiles % (sms // config.cluster)
     return tiles - rest, rest
 
 
@@ -277,11 +282,42 @@ def in_parts(configs: Iterable[AnyConfig], m: int, n: int, k: int, sms: int) -> 
 def in_shares(configs: Iterable[AnyConfig], m: int, n: int, k: int, sms: int) -> list[AnyConfig]:
     """Return configurations whose last tiles are shared evenly, where that gives each SM some steps.
 
-    Not measured, and no candidates. Adding shares up, the largest tiles spill.
+    Measured as slower (docs/gemm-log.md, entry 34), and no candidates. Adding shares up, the largest tiles spill.
     """
     found = [replace(x, split=EVEN) for x in configs if not x.short and x.rows * x.block_n <= 18432]
     found = [x for x in found if x.consumers < 3 or x.block_n < 192]
     return [x for x in found if parts_of(m, n, x, sms)[1] * _ceil(k, x.block_k) >= LEAST_SHARE * (sms // x.cluster)]
+
+
+def clusters_at_once(blocks: int, sms: int) -> int:
+    """Return how many clusters of so many blocks run at once, a block on each SM.
+
+    A cluster lies within one of the GPU's groups of SMs. An H100 or H200 has six groups of 16 SMs and two of 18.
+    """
+    return sum(count * (size // blocks) for count, size in ((6, 16), (2, 18))) if sms == 132 else sms // blocks
+
+
+def in_clusters(configs: Iterable[AnyConfig], m: int, n: int, k: int, sms: int) -> list[AnyConfig]:
+    """Return configurations whose tiles are computed by a cluster each, in parts of two steps at least, all tiles at once."""
+    found = []
+    for config in configs:
+        if config.short or config.multicast:
+            continue
+        for split in range(2, min(MOST_IN_CLUSTER, _ceil(k, config.block_k) // 2) + 1):
+            clustered = as_cluster(config, split)
+            tiles = parts_of(m, n, clustered, sms)[0]
+            if clustered.shared_bytes <= SHARED_BYTES and tiles <= clusters_at_once(split, sms):
+                found.append(clustered)
+    return found
+
+
+def as_cluster(config: AnyConfig, split: int) -> AnyConfig:
+    """Return a configuration whose tiles are computed by clusters, with fewer slots where the sums need the memory."""
+    # Column blocks of 16 columns, so that there is one or more for most blocks of the cluster.
+    clustered = replace(config, split=split, in_cluster=True, pieces=config.columns[0] // 16, buffers=1)
+    while clustered.shared_bytes > SHARED_BYTES and clustered.stages > 3:
+        clustered = replace(clustered, stages=clustered.stages - 1)
+    return clustered
 
 
 def items_of(m: int, n: int, config: Config, sms: int) -> int:
@@ -301,16 +337,19 @@ def candidates(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0),
 
     Where rows are late (see `gemm_model.estimate`) or few, also with tiles that two blocks share: elsewhere the bytes are not
     the limit, and what was measured was no faster. Where A is late along K, with rows by parity; and where TMA can store C
-    (`by_tma`), with its transpose computed.
+    (`by_tma`), with its transpose computed. Clusters for a tile's parts (`in_clusters`) are not among them: they were right on
+    a GPU, and not timed.
     """
     share = 1 in late or 2 in late or min(m, n) <= FEW
     tiles = tiles_for(n, late[1])
     found = in_parts([*(with_neighbours(tiles, m, n) if share else tiles), *SHORT_CONFIGS], m, n, k, sms)
     if late[0] == 1 and m % 2 == 0 and n % 8 == 0:
         found += by_parity(found, m, n, sms)
+    found = [*at_other_places(found, m, n), *found]
     if by_tma:
         transposed = [replace(config, transposed=True) for config in tiles_for(m, late[0])]
-        found += in_parts(with_neighbours(transposed, n, m) if share else transposed, n, m, k, sms)
+        turned = in_parts(with_neighbours(transposed, n, m) if share else transposed, n, m, k, sms)
+        found += [*at_other_places(turned, n, m), *turned]
     return found
 
 
@@ -326,7 +365,19 @@ def tiles_for(n: int, late: int) -> list[Config]:
 def by_parity(configs: Iterable[AnyConfig], m: int, n: int, sms: int) -> list[AnyConfig]:
     """Return configurations with rows by parity, where there are neighbours and parts for them too."""
     found = [replace(x, pairs=True) for x in configs if x.multicast != "B" or m // 2 > x.block_m]
-    return [x for x in found if x.split == 1 or parts_of(m, n, x, sms)[1]]
+    found = [x for x in found if not x.in_cluster or parts_of(m, n, x, sms)[0] <= clusters_at_once(x.split, sms)]
+    return [x for x in found if x.split == 1 or x.in_cluster or parts_of(m, n, x, sms)[1]]
+
+
+def at_other_places(configs: Iterable[AnyConfig], m: int, n: int) -> list[AnyConfig]:
+    """Return configurations whose tiles begin at other places along K, where all tiles need one operand, and no two the other.
+
+    Elsewhere blocks that run side by side find in the L2 what their neighbours have just read: where they began at different
+    places, products took up to 1.35 times as long.
+    """
+    found = [x for x in configs if x.multicast and not x.short]
+    one = [x for x in found if m <= x.cluster_tile[0] or n <= x.cluster_tile[1]]
+    return [replace(x, spread=True) for x in one]
 
 
 def with_neighbours(configs: Iterable[AnyConfig], m: int, n: int) -> list[AnyConfig]:

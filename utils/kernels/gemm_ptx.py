@@ -15,6 +15,10 @@ shared memory of both ("multicast"). So each fetches half of the shared tile, an
 Triton compiles one block, whose shared copies stand between two marks. `multicast` writes the word into the copies between
 them and adds to each arrival one on the other block's barrier; the launch makes the clusters (`handle.Handle`).
 
+**Parts that add up in shared memory** (`Config.in_cluster`). The parts of a tile are a cluster. Each leaves its sums in its
+own shared memory, and each adds up some columns of all. Triton reads its own block's memory only: a mark says which block the
+loads behind it read, and `read_other_blocks` turns the addresses into those of that block (`mapa`).
+
 **Descriptors** (`Config.prefetch`) are fetched before a launch that begins early waits for the one before it.
 
 **Barriers** (`Config.lean`) of all warps that protect nothing are taken out.
@@ -43,7 +47,11 @@ MARK_SHARED = gl.constexpr(f"mov.u32 $0, 0; // {SHARED}")
 MARK_OWN = gl.constexpr(f"mov.u32 $0, 0; // {OWN}")
 SHOW = gl.constexpr("fence.mbarrier_init.release.cluster; mov.u32 $0, 0;")
 JOIN = gl.constexpr("barrier.cluster.arrive.relaxed; barrier.cluster.wait.acquire; mov.u32 $0, 0;")
+FROM_BLOCK, FROM_HERE = "from block", "from here"
+MARK_HERE = gl.constexpr(f"mov.u32 $0, 0; // {FROM_HERE}")
+MEET = gl.constexpr("barrier.cluster.arrive.release; barrier.cluster.wait.acquire; mov.u32 $0, 0;")
 
+_LOAD = re.compile(r"(@!?%\w+ )?ld\.shared(?:::cta)?(\.[.\w]+\s+[^\[;]*)\[(%r\d+)([+-]?\d*)\];")
 _COPY = re.compile(
     r"(cp\.async\.bulk\.tensor\.\dd\.shared::)(?:cta|cluster)(\.global\.mbarrier::complete_tx::bytes)( \[[^;]*\]);"
 )
@@ -51,9 +59,9 @@ _ARRIVAL = re.compile(r"(@%\w+ )?mbarrier\.arrive\.shared(?:::cta)?\.b64 _, \[(%
 
 
 @gluon.jit
-def rank():
-    """This block's number in its cluster: 0 or 1."""
-    return gl.program_id(0) % 2
+def rank(CLUSTER: gl.constexpr = 2):
+    """This block's number in its cluster."""
+    return gl.program_id(0) % CLUSTER
 
 
 @gluon.jit
@@ -83,6 +91,61 @@ def join_cluster(CONFIG: gl.constexpr):
     """
     if CONFIG.on_clusters:
         gl.inline_asm_elementwise(JOIN, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def mark_of_block(number):
+    """Return the assembly that marks the loads that follow: they read another block's shared memory."""
+    return f"mov.u32 $0, 0; // {FROM_BLOCK} {number}"
+
+
+@gluon.jit
+def read_block(NUMBER: gl.constexpr):
+    """Mark the loads that follow: they read the shared memory of a block of the cluster. Returns 0.
+
+    The addresses have to be made with that 0, which the compiler does not see through: it would take loads of the same
+    place in all blocks for one.
+    """
+    mark: gl.constexpr = mark_of_block(NUMBER)
+    return gl.inline_asm_elementwise(mark, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def read_this_block():
+    """Mark the loads that follow: they read this block's shared memory, as all do without a mark."""
+    gl.inline_asm_elementwise(MARK_HERE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def meet_in_cluster(SHOW_SUMS: gl.constexpr = False):
+    """Wait for all threads of the cluster. With SHOW_SUMS, what the calling thread has stored before can be read behind it.
+
+    To show costs a fence, so who has stored nothing does without.
+    """
+    if SHOW_SUMS:
+        gl.inline_asm_elementwise(MEET, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        gl.inline_asm_elementwise(JOIN, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+def read_other_blocks(ptx: str) -> tuple[str, list[int]]:
+    """Make the marked loads read the shared memory of the block that the mark names; return how many loads each mark has."""
+    lines, block, counts = [], None, []
+    for line in ptx.splitlines():
+        if "// " + FROM_HERE in line:
+            block = None
+        elif "// " + FROM_BLOCK in line:
+            block = int(line.rsplit(maxsplit=1)[1])
+            counts.append(0)
+        elif block is not None:
+            # A place in this block's memory, and the place as far from the beginning of the other's.
+            line, found = _LOAD.subn(
+                rf"{{ .reg .b32 there; mapa.shared::cluster.u32 there, \3, {block}; \1ld.shared::cluster\2[there\4]; }}",
+                line,
+            )
+            counts[-1] += found
+        lines.append(line)
+    return "\n".join(lines) + "\n", counts
 
 
 def multicast(ptx: str) -> tuple[str, int, int]:
@@ -225,7 +288,11 @@ def adapted(compiled: Any, config: Config) -> Any:
     twin = twins.get(config.width)
     if twin is None:
         ptx = compiled.asm["ptx"]
-        if config.on_clusters:
+        if config.in_cluster:
+            ptx, loads = read_other_blocks(ptx)
+            if not loads or not all(loads) or len(loads) % config.split:
+                raise ValueError(f"{compiled.name} reads other blocks' sums by {loads} loads, in {config.split} parts.")
+        elif config.on_clusters:
             ptx, arrivals, copies = multicast(ptx)
             if not arrivals or not copies:
                 raise ValueError(

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
-from utils.kernels.gemm_ptx import for_both_blocks, for_this_block, join_cluster, rank
+from utils.kernels.gemm_ptx import for_both_blocks, for_this_block, join_cluster, meet_in_cluster, rank
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
@@ -156,7 +156,11 @@ class Work:
         steps = self.steps()
         part = self.part(item)
         is_part = min(max(part + 1, 0), 1)  # 1 or 0
-        if self.CONFIG.even:
+        if self.CONFIG.in_cluster:  # an item is a tile, and each block of a cluster has a part of its steps
+            PARTS: gl.constexpr = self.CONFIG.split
+            number = rank(PARTS)
+            return item, number * steps // PARTS, (number + 1) * steps // PARTS
+        elif self.CONFIG.even:
             shares = self.stride()
             part = max(part, 0)
             begin, end = self.share(part % shares), self.share(part % shares + 1)
@@ -329,7 +333,9 @@ def producer(work, a_desc, b_desc, b2_desc):
             start = step_of_k * work.CONFIG.block_k - work.CONFIG.shift * parity
             work.load(step, a_desc, b_desc, b2_desc, row, column, parity, start)
             step += 1
-    if work.CONFIG.on_clusters:
+        if work.CONFIG.in_cluster:
+            meet_for_sums()
+    if work.CONFIG.on_clusters and work.CONFIG.multicast != "":
         # Until all that this block has fetched has been read: after that the other block sends nothing here, and this
         # one may end, with its barriers.
         STAGES: gl.constexpr = work.CONFIG.stages
@@ -338,9 +344,19 @@ def producer(work, a_desc, b_desc, b2_desc):
 
 
 @gluon.jit
-def bystander(CONFIG: gl.constexpr):
+def meet_for_sums():
+    """Wait with the cluster's other warps, as all have to: until a tile's sums are there, and until they have been read."""
+    meet_in_cluster()
+    meet_in_cluster()
+
+
+@gluon.jit
+def bystander(work):
     """Warps without a role: they are there because all warps of a block join its cluster."""
-    join_cluster(CONFIG)
+    join_cluster(work.CONFIG)
+    if work.CONFIG.in_cluster:
+        for _ in range(work.first_item(), work.items(), work.stride()):
+            meet_for_sums()
 
 
 @gluon.jit

@@ -149,7 +149,7 @@ def test_the_choice_of_tile_fills_the_gpu():
     assert large.block_m * large.block_n >= 128 * 256
     few = choose(320, 112, 12712, 132)  # six tiles at most, and long sums: parts keep more SMs busy
     whole, rest = parts_of(*((112, 320) if few.transposed else (320, 112)), few, 132)
-    assert few.split > 1 and whole == 0 and rest * few.split > 20
+    assert few.split > 1 and (whole == 0 or few.in_cluster) and (whole + rest) * few.split > 20
     assert choose(8, 8, 8, 132).split == 1
     for m, n, k in ((1, 1, 1), (5000, 5000, 5000), (64, 16384, 200), (320, 112, 12712)):
         for config in candidates(m, n, k, 132):
@@ -157,8 +157,10 @@ def test_the_choice_of_tile_fills_the_gpu():
             whole, rest = parts_of(*sizes, config, 132)
             rows, columns = config.cluster_tile
             tiles, at_once = -(-sizes[0] // rows) * -(-sizes[1] // columns), 132 // config.cluster
-            assert whole + rest == tiles and (config.split == 1 or rest > 0)
-            assert config.short or (rest < at_once and whole % at_once in (0, tiles % at_once))
+            assert whole + rest == tiles and (config.split == 1 or config.in_cluster or rest > 0)
+            one_round = tiles <= at_once
+            assert one_round if config.in_cluster else config.short or whole % at_once in (0, tiles % at_once)
+            assert config.short or rest < at_once
             assert config.split == 1 or 2 * config.split <= -(-k // config.block_k)
 
 
@@ -257,6 +259,29 @@ def test_tiles_that_two_blocks_share_against_float64(index, multicast, a_column_
         assert_product(c, a, b, f"{given} {m} x {n} x {k} {dtype} A^T {a_column_major} B^T {b_column_major}")
         for _ in range(5):
             assert torch.equal(c, gemm_launch.gemm(a, b, given)), f"{given}: not the same bits twice"
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("index", [1, 4, 5, 8, 9, 10, 11, 12])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_parts_that_a_cluster_adds_up_against_float64(index, transposed):
+    """Odd tails, tiles wider than C, and more tiles than run at once: the same bits as the first time, again and again."""
+    from utils.kernels import gemm_launch, gemm_plan
+
+    dtype = random.choice(list(ROUNDING))
+    base = replace(gemm_plan.CONFIGS[index], transposed=transposed)
+    fixed = [(8, 8, 1024), (129, 264, 2048), (127, 248, 1096), (3000, 1032, 1160)]
+    drawn = [[random.randint(1, 1500), 8 * random.randint(1, 100), random.randint(1024, 3000)] for _ in range(4)]
+    for m, n, k in (*fixed, *drawn):
+        given = gemm_plan.as_cluster(base, random.randint(2, gemm_plan.MOST_IN_CLUSTER))
+        if given.shared_bytes > gemm_plan.SHARED_BYTES:
+            continue
+        columns = random.random() < 0.5
+        a, b = matrix(m, k, dtype, columns), matrix(k, n, dtype, not columns)
+        c, launch = gemm_launch.gemm_and_launch(a, b, given)
+        assert_product(c, a, b, f"{given} {m} x {n} x {k} {dtype} columns {columns}")
+        assert all(torch.equal(c, launch(a, b)) for _ in range(20)), f"{given}: not the same bits twice"
 
 
 @pytest.mark.gpu

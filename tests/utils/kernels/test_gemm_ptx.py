@@ -16,7 +16,15 @@ if importlib.util.find_spec("triton") is None:
 
 from utils.kernels.gemm_model import estimate
 from utils.kernels.gemm_plan import Config, candidates, parts_of
-from utils.kernels.gemm_ptx import OWN, SHARED, adapted, fewer_barriers, multicast, prefetch_descriptors
+from utils.kernels.gemm_ptx import (
+    OWN,
+    SHARED,
+    adapted,
+    fewer_barriers,
+    multicast,
+    prefetch_descriptors,
+    read_other_blocks,
+)
 
 COPY = "cp.async.bulk.tensor.{}d.shared::{}.global.mbarrier::complete_tx::bytes"
 PTX = f"""
@@ -167,3 +175,58 @@ def test_sharing_is_estimated_to_help_where_bytes_are_the_limit():
         for rows in (late, aligned)
     ]
     assert gain[0] > 1.2 and 0.99 < gain[1] < gain[0]
+
+
+def test_loads_behind_a_mark_read_the_block_that_it_names():
+    ptx = "\n".join(
+        [
+            "ld.shared.v2.b32 {%r1, %r2}, [%r9+512];",
+            "mov.u32 %r20, 0; // from block 0",
+            "@%p1 ld.shared.b32 %r3, [%r10];",
+            "ld.shared.v2.b32 \t{%r4, %r5}, [%r11+512];",
+            "mov.u32 %r21, 0; // from here",
+            "ld.shared.b32 %r6, [%r12];",
+            "mov.u32 %r22, 0; // from block 3",
+            "ld.shared::cta.f32 %r7, [%r13-16];",
+            "st.shared.b32 [%r13], %r7;",
+            "mov.u32 %r23, 0; // from here",
+        ]
+    )
+    text, loads = read_other_blocks(ptx)
+    lines, before = text.splitlines(), ptx.splitlines()
+    assert loads == [2, 1]
+    assert [i for i in range(len(before)) if lines[i] != before[i]] == [2, 3, 7]
+    at = "{ .reg .b32 there; mapa.shared::cluster.u32 there, "
+    assert lines[2] == at + "%r10, 0; @%p1 ld.shared::cluster.b32 %r3, [there]; }"
+    assert lines[3] == at + "%r11, 0; ld.shared::cluster.v2.b32 \t{%r4, %r5}, [there+512]; }"
+    assert lines[7] == at + "%r13, 3; ld.shared::cluster.f32 %r7, [there-16]; }"
+
+
+COMPILE_PARTS = """
+import json, re, sys
+from utils.kernels.gemm_launch import compile_for_hopper
+from utils.kernels.gemm_plan import CONFIGS, as_cluster
+
+reports = []
+for index, split in json.loads(sys.argv[1]):
+    ptx = compile_for_hopper(as_cluster(CONFIGS[index], split)).asm["ptx"]
+    reports.append(re.findall(r"mapa\\.shared::cluster\\.u32 there, %r\\d+, (\\d);", ptx))
+print(json.dumps(reports))
+"""
+
+
+@pytest.mark.slow
+def test_sums_of_every_block_are_read_by_loads_of_their_own():
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    given = [(12, 2), (1, 8)]  # 64 x 96 with one consumer, 128 x 128 with two
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE_PARTS, json.dumps(given)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for (_, split), blocks in zip(given, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        loads = [blocks.count(str(block)) for block in range(split)]
+        assert len(set(loads)) == 1 and loads[0] > 0 and sum(loads) == len(blocks)

@@ -13,7 +13,7 @@ from utils.kernels.gemm_plan import candidates, parts_of
 
 RANK = [0]  # of the block in its cluster
 CODE = kernel_code(
-    "utils/kernels/gemm_work.py", "@aggregate\nclass Work", "@gluon.jit\ndef producer", rank=lambda: RANK[0]
+    "utils/kernels/gemm_work.py", "@aggregate\nclass Work", "@gluon.jit\ndef producer", rank=lambda cluster=2: RANK[0]
 )
 SHARED_BYTES = 232_448
 
@@ -38,8 +38,8 @@ def configurations(rng, m, n, k, sms):
 def check(m, n, k, config, sms):
     """One product by one configuration: every tile once, whole or in its parts, and every part of K once."""
     whole, rest = parts_of(m, n, config, sms)
-    config = config if rest else replace(config, split=1)  # as the launch does
-    clusters = min(sms // config.cluster, whole + rest * config.split)
+    config = config if rest or config.in_cluster else replace(config, split=1)  # as the launch does
+    clusters = whole if config.in_cluster else min(sms // config.cluster, whole + rest * config.split)
     CODE.gl.programs = clusters * config.cluster
     sizes = [Number(x) for x in (m, n, k, whole)]
     work = CODE.Work(None, None, None, None, None, *sizes, config, False, False)
@@ -157,4 +157,32 @@ def test_a_configuration_is_never_cut_finer_than_two_steps():
         m, n, k = size(rng), size(rng), size(rng)
         for config in candidates(m, n, k, 132, (1, 0) if m % 2 == n % 8 == 0 else (0, 0)):
             assert config.split == 1 or 2 * config.split <= -(-k // config.block_k)
-            assert config.split <= gemm_plan.most_parts(config)
+            assert config.split <= (gemm_plan.MOST_IN_CLUSTER if config.in_cluster else gemm_plan.most_parts(config))
+
+
+def test_a_tile_s_parts_in_a_cluster_are_all_of_its_steps():
+    rng, count = random.Random(9), 0
+    while count < 60:
+        sms = rng.choice((132, 114, 20))
+        m, n, k = size(rng), size(rng), size(rng)
+        found = gemm_plan.in_clusters([*gemm_plan.CONFIGS, *gemm_plan.WIDTHS], m, n, k, sms)
+        if not found:
+            continue
+        count += 1
+        config = rng.choice(found)
+        assert config.shared_bytes <= gemm_plan.SHARED_BYTES and config.split <= gemm_plan.MOST_IN_CLUSTER
+        tiles, rest = parts_of(m, n, config, sms)
+        assert rest == 0 and tiles <= gemm_plan.clusters_at_once(config.split, sms)
+        CODE.gl.programs = tiles * config.split
+        work = CODE.Work(None, None, None, None, None, *[Number(x) for x in (m, n, k, tiles)], config, False, False)
+        steps, parts = int(work.steps()), {}
+        for program in range(CODE.gl.programs):
+            CODE.gl.program, RANK[0] = program, program % config.split
+            for item in range(work.first_item(), work.items(), work.stride()):
+                tile, first, last = map(int, work.locate(Number(item)))
+                assert first < last  # a part without a step would release a slot that nobody filled
+                parts.setdefault(tile, []).append((first, last))
+        assert set(parts) == set(range(tiles))
+        for found_parts in parts.values():
+            assert len(found_parts) == config.split and found_parts[0][0] == 0 and found_parts[-1][1] == steps
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(found_parts))
