@@ -285,6 +285,7 @@ def test_programs_share_tiles_where_there_are_few():
     assert parts_for(plan_for(5, 64), 512, 8192, 1, False, 0, 132) == 1  # registers for two consumers only
 
 
+@pytest.mark.slow
 def test_no_program_has_two_shared_tiles():
     """Programs that share tiles wait for each other, so all of them run at once; a tile too many would never be computed."""
     rng, shared = random.Random(11), 0
