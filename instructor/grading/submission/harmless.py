@@ -82,8 +82,24 @@ def _pixels(kind: str, content: bytes) -> int:
         return int.from_bytes(content[16:20], "big") * int.from_bytes(content[20:24], "big")
     if kind == "image/gif":
         return int.from_bytes(content[6:8], "little") * int.from_bytes(content[8:10], "little")
-    frame = re.search(rb"\xff[\xc0-\xc3\xc5-\xc7\xc9-\xcb\xcd-\xcf]...(..)(..)", content, re.DOTALL)
-    return int.from_bytes(frame[1], "big") * int.from_bytes(frame[2], "big") if frame else 0
+    return _jpeg_pixels(content)
+
+
+def _jpeg_pixels(content: bytes) -> int:
+    """The pixels that the frame of a JPEG has; without a frame more than any picture may have.
+
+    Its segments are walked over one after another: a thumbnail within one of them has a frame of its own.
+    """
+    at = 2
+    while content[at : at + 1] == b"\xff" and at + 9 <= len(content):
+        kind = content[at + 1]
+        if kind == 0xFF:  # filling between two segments
+            at += 1
+        elif 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
+            return int.from_bytes(content[at + 5 : at + 7], "big") * int.from_bytes(content[at + 7 : at + 9], "big")
+        else:
+            at += 2 + int.from_bytes(content[at + 2 : at + 4], "big")
+    return MAX_PIXELS + 1
 
 
 def harmless_attachments(attachments: object, room: int = MAX_PICTURES) -> tuple[dict[str, dict[str, str]], int]:

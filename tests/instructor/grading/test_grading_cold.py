@@ -117,6 +117,11 @@ def test_a_picture_has_no_more_pixels_than_a_browser_can_hold():
     assert is_picture("image/png", _png(4000, 3000)) and not is_picture("image/png", _png(100_000, 100_000))
     frame = b"\xff\xd8\xff\xc0\0\x11\x08" + struct.pack(">HH", 60_000, 60_000)
     assert not is_picture("image/jpeg", base64.b64encode(frame).decode())
+    profile = frame[2:] + b"\xff" * 200  # bytes of a segment that look like a frame
+    for thumbnail, width in ((profile, 400), (struct.pack(">4sHH", b"\xff\xc0\0\x11", 8, 8), 60_000)):
+        segment = b"\xff\xe2" + struct.pack(">H", len(thumbnail) + 2) + thumbnail
+        picture = b"\xff\xd8" + segment + b"\xff\xc0\0\x11\x08" + struct.pack(">HH", width, width) + b"\x03"
+        assert is_picture("image/jpeg", base64.b64encode(picture).decode()) is (width == 400)
     assert not is_picture("image/gif", base64.b64encode(b"GIF89a" + b"\xff" * 4).decode())
 
 
