@@ -13,47 +13,36 @@ the same time: about a thousand of 4300 cycles in which the tensor cores have no
     exp_first   the exponentials of a half stand before its wait for dP^T                      off
 """
 
-# A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
-# ruff: noqa: RUF059
-
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from utils.attention.gluon.backward.step6_layouts import dq_layout, keys_layout, keys_operand, to_pieces
-from utils.attention.gluon.backward.step6_roles import LEFT, give_back
-from utils.attention.gluon.shared import hold_here, pass_by, thread_barrier, wait_products
+from utils.attention.gluon.backward.step6_products import (
+    dq_layout,
+    keys_operand,
+    leave_dq,
+    start_dp,
+    start_dq,
+    start_scores,
+)
+from utils.attention.gluon.backward.step6_roles import give_back
+from utils.attention.gluon.shared import hold_here, wait_products
 
 
 @gluon.jit
 def half_scores(work, i, H: gl.constexpr):
     """Hand S^T of half H of tile i to the tensor cores."""
-    PLAN: gl.constexpr = work.sizes.PLAN
-    HALF: gl.constexpr = PLAN.block_m // 2
-    zero = gl.zeros([128, HALF], gl.float32, keys_layout(HALF))
-    k = work.k.reshape([128, PLAN.block_d])
-    q = work.q.tile(i).slice(H * HALF, HALF, 0)
-    return warpgroup_mma(k, q.permute([1, 0]), zero, use_acc=False, is_async=True)
+    HALF: gl.constexpr = work.sizes.PLAN.block_m // 2
+    return start_scores(work, work.q.tile(i).slice(H * HALF, HALF, 0))
 
 
 @gluon.jit
 def half_dp(work, v_left, i, H: gl.constexpr):
     """Hand dP^T of half H of tile i to the tensor cores."""
-    PLAN: gl.constexpr = work.sizes.PLAN
-    HALF: gl.constexpr = PLAN.block_m // 2
-    dp = gl.zeros([128, HALF], gl.float32, keys_layout(HALF))
-    v = work.v.index(0).reshape([128, PLAN.block_d])
-    do = work.do.tile(i).slice(H * HALF, HALF, 0)
-    if PLAN.v_left:
-        dp = warpgroup_mma(v_left, do.slice(0, 64, 1).permute([1, 0]), dp, use_acc=False, is_async=True)
-        if PLAN.block_d > 64:
-            REST: gl.constexpr = PLAN.block_d - 64
-            dp = warpgroup_mma(v.slice(64, REST, 1), do.slice(64, REST, 1).permute([1, 0]), dp, is_async=True)
-    else:
-        dp = warpgroup_mma(v, do.permute([1, 0]), dp, use_acc=False, is_async=True)
-    return dp
+    HALF: gl.constexpr = work.sizes.PLAN.block_m // 2
+    return start_dp(work, v_left, work.do.tile(i).slice(H * HALF, HALF, 0))
 
 
 @gluon.jit
@@ -101,25 +90,12 @@ def add_half(x, ring, i, total, H: gl.constexpr):
 
 
 @gluon.jit
-def leave_dq(leave, dq, i, FENCED: gl.constexpr):
-    """Leave dQ of tile i where the storing warp reads it."""
-    sums_desc, tiles, empty = leave
-    mbarrier.wait(empty, (i & 1) ^ 1)  # TMA may still be reading the last tile
-    tiles.reshape([8192]).store(to_pieces(dq))
-    if not FENCED:
-        # Stored by threads, read by TMA through the async proxy.
-        fence_async_shared()
-    pass_by(LEFT, 288)
-
-
-@gluon.jit
 def walk_halves(work, leave, v_left, state, lo, hi, number, MASK: gl.constexpr):
     """`walk` where a tile's queries are computed in two halves, and dV of one runs beside dS of the other.
 
     The tensor cores get S^T and dP^T of both halves at once. dV of the first half (and dK, with `early_dk`) starts when its
     dS is there, and runs while the threads compute the second one.
     """
-    sums_desc, tiles, empty = leave
     PLAN: gl.constexpr = work.sizes.PLAN
     CASE: gl.constexpr = work.sizes.CASE
     BLOCK_D: gl.constexpr = PLAN.block_d
@@ -162,40 +138,21 @@ def walk_halves(work, leave, v_left, state, lo, hi, number, MASK: gl.constexpr):
             if not PLAN.early_dk:
                 dk = add_half(ds0, work.q, i, dk, 0)
             dk = add_half(ds1, work.q, i, dk, 1)
-            # Stored by threads, read by wgmma through the async proxy: without the fence it may read what was there before.
-            fence_async_shared()
-            thread_barrier()  # the other warpgroup's keys are in dQ too
-            dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, dq_layout(BLOCK_M))
-            ds = work.ds.index(i % PLAN.ds_slots).permute([1, 0])
-            dq = warpgroup_mma(ds, work.k.reshape([128, BLOCK_D]), dq, use_acc=False, is_async=True)
-            # The compiler wants a barrier between this product and the next dS; here nobody waits for long.
-            thread_barrier()
+            dq = start_dq(work, i)
             dv = wait_products(dv, 1, BLOCK_D)
             dk = wait_products(dk, 1, BLOCK_D)
             give_back(work, work.do, i, 10)
             give_back(work, work.q, i, 8)
             late = wait_products(dq, 0, 64)
         elif CASE.dq:
-            # Stored by threads, read by wgmma through the async proxy: without the fence it may read what was there before.
-            fence_async_shared()
-            thread_barrier()  # the other warpgroup's keys are in dQ too
-            dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, dq_layout(BLOCK_M))
-            ds = work.ds.index(i % PLAN.ds_slots).permute([1, 0])
-            dq = warpgroup_mma(ds, work.k.reshape([128, BLOCK_D]), dq, use_acc=False, is_async=True)
-            # The compiler wants a barrier between this product and the next dS; here nobody waits for long.
-            thread_barrier()
+            dq = start_dq(work, i)
             dv = wait_products(dv, 1, BLOCK_D)
             give_back(work, work.do, i, 10)
             if not PLAN.early_dk:
                 dk = add_half(ds0, work.q, i, dk, 0)
             dk = add_half(ds1, work.q, i, dk, 1)
             dq = wait_products(dq, 3 - EARLY, 64)
-            mbarrier.wait(empty, (i & 1) ^ 1)  # TMA may still be reading the last tile
-            tiles.reshape([8192]).store(to_pieces(dq))
-            if not PLAN.storer_fences:
-                # Stored by threads, read by TMA through the async proxy.
-                fence_async_shared()
-            pass_by(LEFT, 288)
+            leave_dq(leave, dq, i, PLAN.storer_fences)
         else:
             if not PLAN.early_dk:
                 dk = add_half(ds0, work.q, i, dk, 0)

@@ -21,9 +21,6 @@ deterministic mode take step 5, because they are not measured. Tiles and slots a
 roles are in `step6_roles.py`, and head dimension 256 is in `wide_heads.py`. Places and figures: docs/backward-log.md.
 """
 
-# A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
-# ruff: noqa: RUF059
-
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -36,9 +33,17 @@ from utils.attention.gluon.backward.pipeline import Sizes, block_work
 from utils.attention.gluon.backward.queue import make_queue
 from utils.attention.gluon.backward.split import finish_parts, store_part
 from utils.attention.gluon.backward.step6_halves import walk_halves
-from utils.attention.gluon.backward.step6_layouts import dq_layout, keys_layout, keys_operand, to_pieces
-from utils.attention.gluon.backward.step6_roles import LEFT, give_back, producer, storing_warp
-from utils.attention.gluon.shared import hold_here, pass_by, thread_barrier, tma_store, wait_products
+from utils.attention.gluon.backward.step6_products import (
+    keys_layout,
+    keys_operand,
+    leave_dq,
+    start_dp,
+    start_dq,
+    start_scores,
+    to_pieces,
+)
+from utils.attention.gluon.backward.step6_roles import give_back, producer, storing_warp
+from utils.attention.gluon.shared import hold_here, tma_store, wait_products
 
 
 @gluon.jit
@@ -58,31 +63,18 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.conste
 @gluon.jit
 def walk_tiles(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.constexpr):
     """`walk` where a tile is computed as a whole."""
-    sums_desc, tiles, empty = leave
     PLAN: gl.constexpr = work.sizes.PLAN
     CASE: gl.constexpr = work.sizes.CASE
     BLOCK_M: gl.constexpr = PLAN.block_m
     BLOCK_D: gl.constexpr = PLAN.block_d
     dtype: gl.constexpr = work.k.dtype
-    k = work.k.reshape([128, BLOCK_D])
-    v = work.v.index(0).reshape([128, BLOCK_D])
     dk, dv = state
     for m in range(lo, hi):
         i = number + m
-        slot = i % PLAN.ds_slots
         work.q.wait_full(i)
-        s = gl.zeros([128, BLOCK_M], gl.float32, keys_layout(BLOCK_M))
-        s = warpgroup_mma(k, work.q.tile(i).permute([1, 0]), s, use_acc=False, is_async=True)
+        s = start_scores(work, work.q.tile(i))
         work.do.wait_full(i)
-        dp = gl.zeros([128, BLOCK_M], gl.float32, keys_layout(BLOCK_M))
-        if PLAN.v_left:
-            do = work.do.tile(i)
-            dp = warpgroup_mma(v_left, do.slice(0, 64, 1).permute([1, 0]), dp, use_acc=False, is_async=True)
-            if BLOCK_D > 64:
-                REST: gl.constexpr = BLOCK_D - 64
-                dp = warpgroup_mma(v.slice(64, REST, 1), do.slice(64, REST, 1).permute([1, 0]), dp, is_async=True)
-        else:
-            dp = warpgroup_mma(v, work.do.tile(i).permute([1, 0]), dp, use_acc=False, is_async=True)
+        dp = start_dp(work, v_left, work.do.tile(i))
         s = wait_products(s, 2 if PLAN.v_left and BLOCK_D > 64 else 1, BLOCK_M)
         lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
         p = gl.exp2(s * work.c - lse2[None, :])
@@ -98,27 +90,16 @@ def walk_tiles(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.
         ds = (p * (dp - delta[None, :])).to(dtype)
         if CASE.dq:
             # The slot's last dS, two tiles ago, has been read: all threads have since come to the last tile's barrier.
-            work.ds.index(slot).store(ds)
+            work.ds.index(i % PLAN.ds_slots).store(ds)
         dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
         if CASE.dq:
-            # Stored by threads, read by wgmma through the async proxy: without the fence it may read what was there before.
-            fence_async_shared()
-            thread_barrier()  # the other warpgroup's keys are in dQ too
-            dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, dq_layout(BLOCK_M))
-            dq = warpgroup_mma(work.ds.index(slot).permute([1, 0]), k, dq, use_acc=False, is_async=True)
-            # The compiler wants a barrier between this product and the next dS; here nobody waits for long.
-            thread_barrier()
+            dq = start_dq(work, i)
             dv = wait_products(dv, 1, BLOCK_D)
             give_back(work, work.do, i, 10)
             dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
             dq = wait_products(dq, 1, 64)
             if PLAN.by_tma:
-                mbarrier.wait(empty, (i & 1) ^ 1)  # TMA may still be reading the last tile
-                tiles.reshape([8192]).store(to_pieces(dq))
-                if not PLAN.storer_fences:
-                    # Stored by threads, read by TMA through the async proxy.
-                    fence_async_shared()
-                pass_by(LEFT, 288)
+                leave_dq(leave, dq, i, PLAN.storer_fences)
             else:
                 flat = to_pieces(dq)
                 tile = (work.batch * work.sizes.heads + head).to(gl.int64) * work.sizes.tiles_m + m
