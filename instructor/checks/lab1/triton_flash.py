@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from instructor.checks.common import Draw
+from instructor.checks.lab1.triton_blocks import LIMIT_BLOCKS
 from utils.checking import check, expect_close
 from utils.checking.kernel_files import kernels_of
 from utils.checking.kernel_mistakes import flash_mistake
@@ -17,21 +18,13 @@ _GUARD = 70  # rows around each head: more than a block can reach beyond its edg
 
 # Appended to the student's file; it runs in the interpreter's process, which refuses accesses outside the memory of the
 # tensors. The gaps around the rows are inside that memory: they hold NaN in Q, K and V, and sevens in the output.
-_ENTRY = f"""
+_ENTRY = f"""{LIMIT_BLOCKS}
 
 def entry_of_the_check(q, k, v, block_m, block_n, tokens_first):
     import torch
     import triton
-    from triton.runtime import interpreter
 
-    most = max(block_m, block_n, q.shape[2])
-
-    def make_range(*args):  # the last two are its ends
-        if args[-1] - args[-2] > most:
-            raise ValueError(f"a block of {{args[-1] - args[-2]}}, and the largest here has {{most}}: work block by block")
-        return type(interpreter.interpreter_builder).create_make_range(interpreter.interpreter_builder, *args)
-
-    interpreter.interpreter_builder.create_make_range = make_range
+    limit_blocks_of_the_check(max(block_m, block_n, q.shape[2]))
 
     def guarded(x, value):
         heads, tokens, size = x.shape

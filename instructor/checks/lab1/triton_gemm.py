@@ -7,6 +7,7 @@ import re
 import torch
 
 from instructor.checks.common import Draw
+from instructor.checks.lab1.triton_blocks import LIMIT_BLOCKS
 from utils.checking import check, expect_close
 from utils.checking.kernel_files import kernels_of
 from utils.kernels.interpreter import InterpretedKernelError, run_interpreted_cases
@@ -15,21 +16,13 @@ _GUARD = 40  # rows and columns around each matrix: more than a block can reach 
 
 # The code is appended to the student's file and runs in the interpreter's process, which refuses accesses outside the memory
 # of the matrices. The gaps between rows are inside that memory: they hold NaN around A and B, and sevens around C.
-_ENTRY = f"""
+_ENTRY = f"""{LIMIT_BLOCKS}
 
 def entry_of_the_check(a, b, block_m, block_n, block_k, transposed, dtype):
     import torch
     import triton
-    from triton.runtime import interpreter
 
-    most = max(block_m, block_n, block_k)
-
-    def make_range(*args):  # the last two are its ends
-        if args[-1] - args[-2] > most:
-            raise ValueError(f"a block of {{args[-1] - args[-2]}}, and the largest here has {{most}}: work block by block")
-        return type(interpreter.interpreter_builder).create_make_range(interpreter.interpreter_builder, *args)
-
-    interpreter.interpreter_builder.create_make_range = make_range
+    limit_blocks_of_the_check(max(block_m, block_n, block_k))
 
     def guarded(rows, cols, value):
         whole = torch.full((rows + 2 * {_GUARD}, cols + 2 * {_GUARD}), value, dtype=dtype)
