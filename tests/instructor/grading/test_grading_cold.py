@@ -1,74 +1,25 @@
-"""What a cold round found: each shortcut is refused by its hidden check, and nothing that it tried costs others anything."""
+"""What a cold round found beside its shortcuts (`test_grading_shortcuts.py`): nothing that it tried costs others anything."""
 
 import base64
-import importlib
-import math
 import struct
 import sys
 import types
-import warnings
 
 import nbformat
 import pytest
 import torch
-import torch.nn.functional as F
 from nbformat.v4 import new_code_cell
 
-import utils
 from instructor.course import answered_notebook
 from instructor.grading import grade_notebook
 from instructor.grading.submission.harmless import is_picture
-from instructor.names import FILE_CELL
 from tests.instructor.grading.attacks import COST, NUMBER, WRONG
-from tests.instructor.grading.attacks_cold import COLD, HARM, HARMFUL_VALUES
+from tests.instructor.grading.attacks_cold import HARM, HARMFUL_VALUES
 from tests.instructor.grading.test_grading_attacks import _changes, _sleepers, surroundings
-from tests.instructor.grading.test_grading_shortcuts import _answer, labs
 from utils.checking import watching
 from utils.checking.kernel_files import ASKED_FOR, HELPERS, expect_kernel_file
 
-__all__ = ["labs", "surroundings"]  # fixtures
-
-
-def _names() -> dict:
-    """What a lab's setup gives its answers."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    backends = {
-        "math": SDPBackend.MATH,
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    }
-    names = {
-        "torch": torch,
-        "math": math,
-        "F": F,
-        "warnings": warnings,
-        "sdpa_kernel": sdpa_kernel,
-        "BACKENDS": backends,
-    }
-    return names | {
-        name: getattr(utils, name) for name in ("build_decoder_layer", "get_position_embeddings", "prefill_forward")
-    }
-
-
-SLOW = ("every sentence", "differences", "tiles of a fixed size", "a slice of one tile")
-
-
-@pytest.mark.parametrize(
-    "shortcut",
-    [pytest.param(s, id=s.name, marks=[pytest.mark.overnight] * any(word in s.name for word in SLOW)) for s in COLD],
-)
-def test_the_hidden_check_refuses_it_and_says_why(labs, shortcut):
-    text, (check, *names) = _answer(shortcut, labs[shortcut.lab][1]), shortcut.check
-    if FILE_CELL.match(text):
-        answers = [text.partition("\n")[2]]
-    else:
-        space = _names()
-        exec(text, space)
-        answers = [space[name] for name in names]
-    module = "instructor.checks.lab1.profiling" if check == "gelu_by_hand" else f"instructor.checks.{shortcut.lab}"
-    verdict = getattr(importlib.import_module(module), check)(*answers)
-    assert not verdict.passed and shortcut.words in str(verdict)
+__all__ = ["surroundings"]  # a fixture
 
 
 def test_a_file_may_not_import_what_it_is_asked_to_write():

@@ -3,13 +3,16 @@
 import importlib
 import math
 import time
+import warnings
 
 import nbformat
 import pytest
 import torch
+import torch.nn.functional as F
 from nbconvert import HTMLExporter
 from nbformat.v4 import new_code_cell, new_raw_cell
 
+import utils
 from instructor.build import build_lab
 from instructor.course import answered_notebook
 from instructor.grading import grade_notebook
@@ -55,13 +58,52 @@ def test_there_are_enough():
     assert len({(s.name, s.lab) for s in SHORTCUTS}) == len(SHORTCUTS)
 
 
-@pytest.mark.parametrize("shortcut", [s for s in SHORTCUTS if s.check], ids=lambda s: s.name)
+def _names() -> dict:
+    """What a lab's setup gives its answers."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backends = {
+        "math": SDPBackend.MATH,
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }
+    names = {
+        "torch": torch,
+        "math": math,
+        "F": F,
+        "warnings": warnings,
+        "sdpa_kernel": sdpa_kernel,
+        "BACKENDS": backends,
+    }
+    return names | {
+        name: getattr(utils, name) for name in ("build_decoder_layer", "get_position_embeddings", "prefill_forward")
+    }
+
+
+SLOW = (
+    "every sentence",
+    "differences",
+    "tiles of a fixed size",
+    "a slice of one tile",
+)  # of a cold round: seconds each
+
+
+@pytest.mark.parametrize(
+    "shortcut",
+    [
+        *(pytest.param(s, id=s.name) for s in SHORTCUTS if s.check),
+        *(
+            pytest.param(s, id=s.name, marks=[pytest.mark.overnight] * any(word in s.name for word in SLOW))
+            for s in COLD
+        ),
+    ],
+)
 def test_the_hidden_check_refuses_it_and_says_why(labs, shortcut):
     text, (check, *names) = _answer(shortcut, labs[shortcut.lab][1]), shortcut.check
     if FILE_CELL.match(text):
         answers = [text.partition("\n")[2]]
     else:
-        space = {"torch": torch, "math": math}
+        space = _names()
         exec(text, space)
         answers = [space[name] for name in names]
     verdict = getattr(importlib.import_module(f"instructor.checks.{shortcut.lab}"), check, None)
@@ -131,6 +173,7 @@ def test_other_cells_hold_no_tag_either(suite_lab):
 
 _TELLS = """
 import torch
+import torch.nn.functional as F
 
 
 def mask_costs(mask, batch, heads, head_dim, dtype):
