@@ -161,25 +161,27 @@ def late_rows(shape: dict) -> tuple[int, int]:
     ]
 
 
-def ranked(shape: dict, count: int = RANKED) -> list:
-    """Return the configurations that the present model ranks first at a shape; of a long one half of each kernel."""
+def candidates_of(shape: dict) -> list:
+    """Return the candidates of a shape."""
     from utils.kernels import gemm_plan
 
-    sizes, late = (shape["m"], shape["n"], shape["k"]), late_rows(shape)
+    return gemm_plan.candidates(shape["m"], shape["n"], shape["k"], SMS, late_rows(shape))
+
+
+def ranked(shape: dict, count: int = RANKED) -> list:
+    """Return the configurations that the present model ranks first at a shape; of a long one half of each kernel."""
     if shape.get("apart"):
-        found = [
-            x for x in first_of(gemm_plan.candidates(*sizes, SMS, late), shape, 400) if x.can_join and not x.multicast
-        ]
+        found = [x for x in first_of(candidates_of(shape), shape, 400) if x.can_join and not x.multicast]
         return [replace(x, join=join) for x in [x for x in found if x.block_n == 192][:2] for join in (True, False)]
     if "poor" in shape:
         return clusters_and_others(shape)
     if "kind" in shape and "long" not in shape:
         return kinds_of(shape)
     if "long" in shape:
-        found = gemm_plan.candidates(*sizes, SMS, late)
+        found = candidates_of(shape)
         halves = [[config for config in found if bool(config.multicast) == shared] for shared in (False, True)]
         return [config for half in halves for config in first_of(half, shape, count // 2)]
-    return first_of(gemm_plan.candidates(*sizes, SMS, late), shape, count)
+    return first_of(candidates_of(shape), shape, count)
 
 
 def kinds_of(shape: dict) -> list:
@@ -187,7 +189,7 @@ def kinds_of(shape: dict) -> list:
     from utils.kernels import gemm_plan
 
     m, n, k, late = shape["m"], shape["n"], shape["k"], late_rows(shape)
-    found = gemm_plan.candidates(m, n, k, SMS, late)
+    found = candidates_of(shape)
     turned = [replace(config, transposed=True) for config in gemm_plan.tiles_for(m, late[0])]
     even = gemm_plan.in_shares(gemm_plan.with_neighbours(gemm_plan.tiles_for(n, late[1]), m, n), m, n, k, SMS)
     even += gemm_plan.in_shares(gemm_plan.with_neighbours(turned, n, m), n, m, k, SMS)
@@ -237,7 +239,7 @@ def is_helped(shape: dict) -> bool:
     """Whether the model expects a cluster's sums in shared memory to be faster than what is chosen now."""
     times = [
         min((estimate(shape, config, None) for config in found), default=math.inf)
-        for found in (clusters_of(shape), chosen_from(shape))
+        for found in (clusters_of(shape), candidates_of(shape))
     ]
     return times[0] < times[1]
 
@@ -255,13 +257,6 @@ def clusters_of(shape: dict) -> list:
     return found + gemm_plan.in_clusters(turned, n, m, k, SMS)
 
 
-def chosen_from(shape: dict) -> list:
-    """Return the candidates of a shape."""
-    from utils.kernels import gemm_plan
-
-    return gemm_plan.candidates(shape["m"], shape["n"], shape["k"], SMS, late_rows(shape))
-
-
 def clusters_and_others(shape: dict) -> list:
     """Return what was chosen, clusters that add up in shared memory, and candidates in more numbers of parts, the first of each.
 
@@ -269,7 +264,7 @@ def clusters_and_others(shape: dict) -> list:
     """
     from utils.kernels import gemm_plan
 
-    others = chosen_from(shape)
+    others = candidates_of(shape)
     most = gemm_plan.most_parts
     more = [
         replace(config, split=split)

@@ -100,7 +100,6 @@ def _library_folders(search_path: list[str]) -> tuple[str, ...]:
 
 _LIBRARIES = _library_folders(sys.path)  # as it was before any of a student's code could change the path
 
-# Where libraries and the course hold formulas written out in Python: whoever calls those has not written them.
 # Where numbers that left a tensor one by one could be multiplied at once; functions of NumPy that take numbers in.
 _FOREIGN = ("numpy", "scipy", "pandas", "sqlite3", "_sqlite3")
 _NUMPY = tuple(os.path.join(folder, "numpy") + os.sep for folder in _LIBRARIES)
@@ -120,6 +119,7 @@ _TAKES_NUMBERS = frozenset(
         "execute",
     ]
 )
+# Where libraries and the course hold formulas written out in Python: whoever calls those has not written them.
 _TORCH = os.path.realpath(os.path.dirname(torch.__file__)) + os.sep
 _IN_TORCH = (
     *("_refs", "_prims", "_decomp", "_inductor", "_higher_order_ops", os.path.join("nn", "attention")),
@@ -443,11 +443,9 @@ class watch_operations:
 
         self._profile = (sys.getprofile(),)
         sys.setprofile(profile)
-        library = sys.modules.get("numpy")
-        for name in _TAKES_NUMBERS & set(
-            vars(library) if library is not None else ()
-        ):  # `map` calls it, and no one sees
-            self._replace(library, name, self._counted_for_student(getattr(library, name), f"numpy, {name}"))
+        if (library := sys.modules.get("numpy")) is not None:
+            for name in _TAKES_NUMBERS & set(vars(library)):  # `map` calls it, and no profile function sees that
+                self._replace(library, name, self._counted_for_student(getattr(library, name), f"numpy, {name}"))
 
     def _counted_for_student(self, function, label: str):
         def counted(*args, **kwargs):

@@ -106,9 +106,8 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
     c_desc = TensorDescriptor(c, [*c.shape], [c.stride(0), 1], piece, box_layout(piece)) if by_tma else a_desc
     c_desc = rows_by_parity(c, piece) if config.pairs else c_desc
     whole, rest = parts_of(m, n, config, sms)
-    config = (
-        config if rest or config.in_cluster else replace(config, split=1)
-    )  # no tile has parts: there are no counters to compile for
+    if not (rest or config.in_cluster):  # no tile has parts: there are no counters to compile for
+        config = replace(config, split=1)
     items = items_of(m, n, config, sms)
     partial_sums = partial_tiles(m, n, config, sms) * config.block_m * config.block_n if rest else 0
     counters_needed = rest * config.cluster * config.consumers
