@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import types
 import warnings
@@ -164,11 +165,17 @@ def _describe(metadata: tuple) -> str:
     )
 
 
-def compiled_graphs() -> int:
-    """Return how many graphs torch.compile has compiled in this process."""
+@functools.cache
+def _compiler_counters() -> dict:
+    """Return torch.compile's counters; importing them imports Triton, and an import statement takes time at each call."""
     from torch._dynamo.utils import counters
 
-    return counters["stats"]["unique_graphs"]
+    return counters
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs torch.compile has compiled in this process."""
+    return _compiler_counters()["stats"]["unique_graphs"]
 
 
 def _with_code(call: Callable) -> list[str]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from utils.attention import AttentionUnsupported, Recompiled, make_problem, prepare, reference
+from utils.attention import AttentionUnsupported, Recompiled, attention, make_problem, prepare, reference
 from utils.attention.backends.flex import triton_options
 from utils.attention.masks import (
     both,
@@ -121,6 +121,18 @@ def test_the_flash_backend_and_its_absence(monkeypatch):
     assert "directly" in direct.settings["implementation"] and error(direct, mask) < BF16_ERROR
     with pytest.raises(AttentionUnsupported, match="does not have"):
         prepare(q, k, v, mask_mod=mask, backend="flex")
+
+
+@needs_cute
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 100), (False, 100)])
+def test_cute_gives_the_same_bits_with_and_without_the_autograd_function(causal, window):
+    q, k, v = tensors()
+    plain = attention(q, k, v, causal=causal, window=window, backend="cute")
+    again = attention(q, k, v, causal=causal, window=window, backend="cute")  # by the decision that was kept
+    q.requires_grad_()
+    differentiable = attention(q, k, v, causal=causal, window=window, backend="cute")
+    assert differentiable.requires_grad and not plain.requires_grad
+    assert torch.equal(plain, differentiable) and torch.equal(plain, again)
 
 
 @needs_cute

@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import time
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -28,6 +29,7 @@ from utils.attention.problem import (
     describe_plain,
     positive_scale,
 )
+from utils.kernels.handle import observed
 from utils.machine.device import Support, cuda_support, flash_attn_support
 
 # Module, distribution that brings it, oldest GPU: the fastest on a Hopper GPU first.
@@ -155,6 +157,26 @@ def _accepts_cute(problem: Problem, options: Options) -> Support:
     return accept_functions(problem, options, native)
 
 
+@functools.cache
+def _forward_alone() -> Callable | None:
+    """Return FlashAttention 4's forward pass without the autograd function around it; None where the package has none.
+
+    The function saves tensors and makes a node at each call, also where no gradient is asked for.
+    """
+    try:
+        from flash_attn.cute.interface import _flash_attn_fwd
+    except ImportError:
+        return None
+
+    def forward(q, k, v, *, softmax_scale, causal, window_size):
+        left, right = window_size
+        return _flash_attn_fwd(
+            q, k, v, softmax_scale=softmax_scale, causal=causal, window_size_left=left, window_size_right=right
+        )[0]
+
+    return forward
+
+
 def bind_cute(problem: Problem, options: Options) -> Bound:
     """Bind FlashAttention 4's kernel: its own mask if it has one, else the mask function in the CuTe DSL."""
     from flash_attn.cute import flash_attn_func
@@ -163,7 +185,12 @@ def bind_cute(problem: Problem, options: Options) -> Bound:
     if not problem.has_functions:
         arguments: dict[str, Any] = {"softmax_scale": problem.scale, "causal": problem.causal}
         arguments["window_size"] = window_size(problem, None)
-        return Bound(lambda q, k, v: call_package(flash_attn_func, q, k, v, **arguments))
+        forward = _forward_alone() or flash_attn_func
+
+        def call(q, k, v):
+            return call_package(flash_attn_func if observed(q, k, v) else forward, q, k, v, **arguments)
+
+        return Bound(call)
     from utils.attention.backends.cute_mods import block_tables, translate
 
     mask_mod: Any = problem.mask_function() if plain is None else None
