@@ -102,6 +102,22 @@ CASES["slots"] = [
         for b, s in ((16, 1024), (8, 2048), (4, 4096), (1, 16384))
     ],
 ]
+# Windows whose tiles each program has one of, or two: slots and tiles of Q of "narrow", and its softmax by halves.
+_NARROW = (
+    "narrow",
+    "narrow, q_slots=1",
+    "narrow, stages=8",
+    "narrow, stages=10, q_slots=1",
+    "narrow, halves=1",
+    "few, block_n=64",
+)
+CASES["narrow"] = [
+    ((2, 8, 2, 1408, 1408, 64, FULL, 256), _NARROW),
+    ((2, 8, 8, 1536, 1536, 64, FULL, 300), _NARROW),
+    ((4, 4, 1, 1337, 1337, 64, FULL, 128), _NARROW),
+    ((8, 8, 8, 1024, 1024, 64, CAUSAL, 256), _NARROW),
+    ((3, 12, 4, 2111, 2111, 64, CAUSAL, 200), _NARROW),
+]
 PEERS = ("cudnn", "fa3", "cute")
 
 
