@@ -6,8 +6,12 @@ stored: no atomics, no zeros to write before and no order to restore behind.
 
     part          what                              head dim 64    128    256
     consumers     2 warpgroups x 64 query rows
-    K, V tile     BLOCK_N keys, slots of each ring  128, 2         64, 2  32, 2
+    K, V tile     BLOCK_N keys, slots of the rings  128, 2 and 2   64, 2 and 2  64, 2 and 1
     registers     a consumer thread, a producer     240, 24
+
+A product of 64 x BLOCK_N reads 64 rows of Q or dO and BLOCK_N of K or V from shared memory. With 32 keys that takes half as
+long again as the product itself, with 64 as long. So at 256 V has one slot, which is free as soon as dP is there: the next
+V comes while dS and dQ are computed.
 """
 
 # A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
@@ -65,12 +69,15 @@ def consumer(
     delta = gl.load(delta_ptr + at)
     lo, hi = key_blocks(first_row, 64 * CONSUMERS, sq, sk, window, BLOCK_N, CASE.causal, CASE.window)
     right, edge = clean_blocks(row, 64, lo, hi, sq, sk, window, BLOCK_N, CASE.causal, CASE.window)
-    q = q_tiles.index(W).reshape([64, BLOCK_D])
-    do = do_tiles.index(W).reshape([64, BLOCK_D])
     dq = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
     mbarrier.wait(loaded.index(0), 0)
     for i in range(hi - lo):
         key = (hi - 1 - i) * BLOCK_N
+        # The number of blocks is far below 2**30: this is W, but ptxas does not know. Otherwise it keeps the addresses of all
+        # parts of Q and dO over the loop, 64 registers at head dimension 256, and spills.
+        own = W + (i >> 30)
+        q = q_tiles.index(own).reshape([64, BLOCK_D])
+        do = do_tiles.index(own).reshape([64, BLOCK_D])
         k.wait_full(i)
         s = start_product(q, k.tile(i).permute([1, 0]), 64, BLOCK_N)
         v.wait_full(i)
@@ -108,7 +115,8 @@ def attention_backward_dq(
     heads_total,
     c,
     scale,
-    SLOTS: gl.constexpr,
+    K_SLOTS: gl.constexpr,
+    V_SLOTS: gl.constexpr,
     CASE: gl.constexpr,
 ):
     """A block computes dQ of 128 query rows of one head: grid (tiles * B * H,), the last rows of all heads first."""
@@ -122,8 +130,8 @@ def attention_backward_dq(
     shape: gl.constexpr = [CONSUMERS] + q_desc.block_type.shape  # noqa: RUF005 (Gluon knows no starred lists)
     q = gl.allocate_shared_memory(q_desc.dtype, shape, q_desc.layout)
     do = gl.allocate_shared_memory(q_desc.dtype, shape, q_desc.layout)
-    k = allocate_ring(k_desc, SLOTS, 1, CONSUMERS)
-    v = allocate_ring(v_desc, SLOTS, 1, CONSUMERS)
+    k = allocate_ring(k_desc, K_SLOTS, 1, CONSUMERS)
+    v = allocate_ring(v_desc, V_SLOTS, 1, CONSUMERS)
     loaded = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     mbarrier.init(loaded.index(0), count=1)
     place = (row, batch, head)
@@ -143,7 +151,7 @@ def attention_backward_dq(
 
 def launch(g: Gradients) -> None:
     """Run the kernel on tensors of a GPU."""
-    block_n = 8192 // g.plan.block_d
+    block_n = 128 if g.plan.block_d == 64 else 64
     tiles = -(-g.sq // 128)
     attention_backward_dq[(tiles * g.heads_total,)](
         *g.row_descriptors({"q": 64, "dout": 64, "k": block_n, "v": block_n, "dq": 64}),
@@ -159,7 +167,8 @@ def launch(g: Gradients) -> None:
         g.heads_total,
         g.c,
         g.scale,
-        SLOTS=2,
+        K_SLOTS=2,
+        V_SLOTS=1 if g.plan.block_d == 256 else 2,
         CASE=BackwardCase(g.causal, g.window > 0),
         num_warps=4,
     )

@@ -36,6 +36,9 @@ class BackwardPlan:
     )
     producer_first: bool = False  # steps 5 and 6, where threads add: the producer is the default partition
     v_left: bool = False  # steps 5 and 6: the first 64 columns of V stay in registers, as a left operand of dP^T
+    left: int = (
+        0  # head dimension 256, dQ apart: 128 columns of K and V stay in registers, left operands of S^T and dP^T
+    )
     queue: bool = False  # step 6: as many programs as SMs take block after block (`queue.py`)
     split_tail: bool = False  # step 6, without a mask: the blocks of the last round over the GPU are split (`split.py`)
     named: bool = False  # step 6: slots are given back at named barriers, by an arrival of each warp

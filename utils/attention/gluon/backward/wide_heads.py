@@ -32,14 +32,7 @@ from utils.attention.gluon.backward.arguments import Gradients
 from utils.attention.gluon.backward.fragments import add_fragments, from_fragments, to_fragments
 from utils.attention.gluon.backward.launch import launch_blocks
 from utils.attention.gluon.backward.pipeline import Sizes, block_work, tma_add
-from utils.attention.gluon.backward.step3_warp_specialized import (
-    probabilities,
-    producer,
-    start_dp,
-    start_product,
-    start_scores,
-    store_rows,
-)
+from utils.attention.gluon.backward.step3_warp_specialized import probabilities, producer, start_product, store_rows
 from utils.attention.gluon.shared import accumulator, left_operand, wait_products
 
 
@@ -58,6 +51,35 @@ def split_columns(dq):
     """
     left, right = dq.reshape([64, 2, 64]).permute([0, 2, 1]).split()
     return gl.convert_layout(left, accumulator(64)), gl.convert_layout(right, accumulator(64)) + 0.0
+
+
+@gluon.constexpr_function
+def columns_left(plan, case):
+    """How many columns of K and V stay in registers: none where dQ is summed here, which needs them itself."""
+    return 0 if case.dq else plan.left
+
+
+@gluon.jit
+def left_columns(work, rows):
+    """The first columns of K or V in registers, the left operand of each tile's product; 0 if there are none."""
+    LEFT: gl.constexpr = columns_left(work.sizes.PLAN, work.sizes.CASE)
+    x = 0
+    if LEFT:
+        x = rows.slice(0, LEFT, 1).load(left_operand(64))
+    return x
+
+
+@gluon.jit
+def start_transposed(work, rows, left, tile):
+    """Hand rows @ tile^T to the tensor cores, S^T or dP^T: one product, or two where the first columns are in registers."""
+    LEFT: gl.constexpr = columns_left(work.sizes.PLAN, work.sizes.CASE)
+    if LEFT:
+        REST: gl.constexpr = 256 - LEFT
+        x = start_product(left, tile.slice(0, LEFT, 1).permute([1, 0]), 64, 64)
+        x = warpgroup_mma(rows.slice(LEFT, REST, 1), tile.slice(LEFT, REST, 1).permute([1, 0]), x, is_async=True)
+    else:
+        x = start_product(rows, tile.permute([1, 0]), 64, 64)
+    return x
 
 
 @gluon.jit
@@ -135,13 +157,17 @@ def first_consumer(work, exchange, add, dv_desc):
     m = lo
     dv = gl.zeros([64, 256], gl.float32, accumulator(256))
     mbarrier.wait(work.loaded.index(0), 0)
+    k_left = left_columns(work, work.k_rows(0))
     if count > 0:
-        dv = wait_products(finish_scores(work, exchange, start_scores(work, 0, 0), 0, m, dv), 0, 256)
+        work.q.wait_full(0)
+        s = start_transposed(work, work.k_rows(0), k_left, work.q.tile(0))
+        dv = wait_products(finish_scores(work, exchange, s, 0, m, dv), 0, 256)
         work.do.release(0)
         rest = gl.zeros([64, 64 if PLAN.by_tma else 128], gl.float32, accumulator(64 if PLAN.by_tma else 128))
         piece = piece_of(work, head, m, 0)
         for i in range(1, count):
-            s = start_scores(work, i, 0)
+            work.q.wait_full(i)
+            s = start_transposed(work, work.k_rows(0), k_left, work.q.tile(i))
             if CASE.dq:  # noqa: SIM102 (the first is decided by the compiler)
                 if i > 1:
                     add_later(work, add, rest, piece)
@@ -190,11 +216,12 @@ def second_consumer(work, exchange, add, dk_desc):
     rest = gl.zeros([64, 64 if PLAN.by_tma else 128], gl.float32, accumulator(64 if PLAN.by_tma else 128))
     piece = piece_of(work, head, m, 2)
     mbarrier.wait(work.loaded.index(0), 0)
-    if count > 0:
-        mbarrier.wait(work.loaded.index(1), 0)
+    mbarrier.wait(work.loaded.index(1), 0, pred=count > 0)  # without a query nobody loads V
+    v_left = left_columns(work, work.v_rows(0))
     for i in range(count):
         slot = i % SLOTS
-        dp = start_dp(work, i, 0)
+        work.do.wait_full(i)
+        dp = start_transposed(work, work.v_rows(0), v_left, work.do.tile(i))
         if CASE.dq:  # noqa: SIM102 (the first is decided by the compiler)
             if i > 0:
                 add_later(work, add, rest, piece)
