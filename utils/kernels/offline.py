@@ -21,7 +21,10 @@ HOPPER = ("cuda", 90, 32)  # Triton's name for sm_90a: backend, architecture, th
 
 @dataclass(frozen=True)
 class Assembly:
-    """One kernel compiled for sm_90a. registers: at launch, before setmaxnreg moves them between warpgroups."""
+    """One kernel compiled for sm_90a.
+
+    registers: at launch, before setmaxnreg moves them between warpgroups. unused_barriers: see the function of this name.
+    """
 
     name: str
     ptx: str
@@ -31,6 +34,7 @@ class Assembly:
     spill_bytes: int
     stack_bytes: int
     warnings: tuple[str, ...]
+    unused_barriers: tuple[str, ...] = ()
 
     def count(self, pattern: str, where: str = "sass") -> int:
         """Count the matches of a regular expression in the SASS or the PTX."""
@@ -90,7 +94,33 @@ def read_assembly(compiled, name: str) -> Assembly:
         total(r"(\d+) bytes spill (?:stores|loads)"),
         total(r"(\d+) bytes stack frame"),
         tuple(line.strip() for line in report.splitlines() if "warning" in line.lower() or "C75" in line),
+        unused_barriers(compiled.asm["ttgir"]),
     )
+
+
+def unused_barriers(ttgir: str) -> tuple[str, ...]:
+    """Return the mbarriers, by their names in Triton's IR, that a kernel initialises and never uses.
+
+    Behind its last use the compiler gives a barrier's place in shared memory to a tile. PTX forbids that without
+    mbarrier.inval, and on an H200 a context switch in the middle of the kernel wrote the barrier over the tile.
+    """
+    lines = [line.split(" loc(")[0] for line in ttgir.splitlines()]
+    where: dict[str, list[int]] = {}
+    for number, line in enumerate(lines):
+        for name in set(re.findall(r"%[\w$.-]+", line)):
+            where.setdefault(name, []).append(number)
+
+    def only_initialised(name: str, defined: int) -> bool:
+        for number in where[name]:
+            part = re.match(r"\s*(%[\w$.-]+) = ttg\.memdesc_(?:index|sub\w+) ", lines[number])
+            if number == defined or "ttng.init_barrier" in lines[number]:
+                continue
+            if part is None or not only_initialised(part.group(1), number):
+                return False
+        return True
+
+    arrays = ((n, re.match(r"\s*(%[\w$.-]+) = ttg\.local_alloc .*memdesc<[\dx]*xi64", x)) for n, x in enumerate(lines))
+    return tuple(found.group(1) for n, found in arrays if found and only_initialised(found.group(1), n))
 
 
 def _tool(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -318,7 +318,14 @@ def test_torch_differentiates_the_operator_with_shapes_alone():
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
 
 
-COMPILED = [(3, 128, False), (5, 128, True), (6, 128, False)]
+# Step, head dimension, causal, whether dQ is summed there.
+COMPILED = [
+    (3, 128, False, True),
+    (5, 128, True, True),
+    (6, 128, False, True),
+    (6, 64, True, True),
+    (4, 256, False, False),
+]
 
 
 @pytest.mark.slow
@@ -331,16 +338,17 @@ def test_the_assembly_adds_by_tma_and_keeps_its_products_in_flight():
     code = (
         "import json; from utils.attention.gluon.backward.offline import compile_backward\n"
         f"for case in {COMPILED!r}:\n"
-        "    a = compile_backward(case[0], case[1], causal=case[2])\n"
-        "    print(json.dumps([a.count('UTMAREDG'), a.count('REDG.E.ADD'), a.count('HGMMA'), a.shared_bytes, a.warnings]))"
+        "    a = compile_backward(case[0], case[1], causal=case[2], dq=case[3])\n"
+        "    print(json.dumps([a.count('UTMAREDG'), a.count('REDG.E.ADD'), a.count('HGMMA'), a.shared_bytes, a.warnings, a.unused_barriers]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == len(COMPILED), done.stderr[-2000:]
-    for (step, _, _), (by_tma, by_threads, products, shared, warnings) in zip(COMPILED, rows, strict=True):
+    for (step, _, _, dq), (by_tma, by_threads, products, shared, warnings, unused) in zip(COMPILED, rows, strict=True):
         assert products and shared <= 227 * 1024
         assert warnings == []  # ptxas warns where it has to serialize wgmma
-        assert bool(by_tma) == (step > 3) and bool(by_threads) == (step == 3)
+        assert bool(by_tma) == (dq and step > 3) and bool(by_threads) == (dq and step == 3)
+        assert unused == []  # such a barrier would lie on a tile
 
 
 @pytest.mark.parametrize(

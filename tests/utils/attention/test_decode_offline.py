@@ -66,6 +66,7 @@ for name, (plan, case) in json.loads(sys.argv[1]).items():
         warnings=[w for w in first.warnings if "maxnreg" in w or "wgmma" in w],
         hints=[copies, hinted.count(".L2::cache_hint"), first.count(r"cp\.async\.bulk\.tensor\.4d\.shared", "ptx")],
         sends=first.count("STAS"), inbox=plan.inbox_space, in_ring=plan.inbox_in_ring, barriers=plan.slots + 1,
+        unused=first.unused_barriers + (second.unused_barriers if second else ()),
         invalidated=first.count("mbarrier.inval", "ptx"), joins=first.count("UCGABAR_ARV"), hinted=len(assemble(hinted)) if plan.cluster else 0,
         begins=first.count("griddepcontrol.launch_dependents", "ptx"), waits=second.count("griddepcontrol.wait", "ptx") if second else 1,
     )
@@ -94,6 +95,7 @@ def report():
 def test_the_assembly_is_what_the_plan_says(report, name):
     found = report[name]
     # Where an accumulator has 128 registers of a thread, three numbers that are used once a head have left theirs.
+    assert found["unused"] == []
     assert found["spill"] <= (24 if name.startswith("fp8, 64 rows, head dimension 256") else 0)
     assert found["wgmma"] >= 16 and not found["warnings"]
     measured, planned = found["shared"]

@@ -260,7 +260,7 @@ for index, split, dtype, by_row, by_tma in json.loads(sys.argv[1]):
     columns = (config.block_n, 0) if config.can_join else config.columns
     wgmma = r"wgmma\\.mma_async\\.sync\\.aligned\\.m64n%dk32\\.f32\\.e4m3\\.e4m3"
     reports.append({
-        "spills": assembly.spill_bytes, "local": assembly.count("LDL|STL"), "shared": assembly.shared_bytes,
+        "spills": assembly.spill_bytes, "unused": assembly.unused_barriers, "local": assembly.count("LDL|STL"), "shared": assembly.shared_bytes,
         "wgmma": [assembly.count(wgmma % columns, "ptx") for columns in columns],
         "QGMMA": assembly.count("QGMMA"), "from_zero": assembly.count(r"QGMMA[^;]*RZ, !UPT"),
         "in_flight": sorted(int(depth, 16) for depth in re.findall(r"DEPBAR\\.LE gsb0, (0x[012])", assembly.sass)),
@@ -284,6 +284,7 @@ def check_assembly(variant, report):
     """The tensor cores multiply e4m3, nothing spills, and a promoted step starts each product from zero."""
     index, split, _, _, by_tma = variant
     config = CONFIGS[index]
+    assert report["unused"] == []
     assert report["spills"] == report["local"] == 0 and report["shared"] <= SHARED_MEMORY
     once = config.block_m // 64 * (config.block_k // 32)  # instructions of a step of all consumers, unrolled
     products = 2 if config.columns[1] and not config.can_join else 1

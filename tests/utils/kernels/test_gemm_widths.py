@@ -167,7 +167,7 @@ for index, n, a_column_major, b_column_major, changes in json.loads(sys.argv[1])
     kernel = compile_for_hopper(config, a_column_major=a_column_major, b_column_major=b_column_major, n=n)
     assembly = read_assembly(kernel, config.name)
     reports.append({"widths": sorted(set(re.findall(r"HGMMA\\.64x(\\d+)x16", assembly.sass))), "shared": assembly.shared_bytes,
-                    "spills": assembly.spill_bytes, "local": assembly.count(r"\\b(?:LDL|STL)\\b"),
+                    "spills": assembly.spill_bytes, "unused": assembly.unused_barriers, "local": assembly.count(r"\\b(?:LDL|STL)\\b"),
                     "turned": assembly.count(r"stmatrix\\S*\\.trans", "ptx"), "stores": assembly.count("stmatrix", "ptx")})
 print(json.dumps(reports))
 """
@@ -196,6 +196,7 @@ def test_the_assembly_of_widths_and_transposes(third):
         config = (*CONFIGS, *WIDTHS)[index].placed(n, b_column_major)
         expected = {config.width} if config.width else {*config.columns}
         assert {*map(int, report["widths"])} == expected, variant
+        assert report["unused"] == [], variant
         assert report["spills"] == report["local"] == 0 and report["shared"] <= SHARED_MEMORY, variant
         assert report["stores"] > 0 and report["turned"] == (report["stores"] if "transposed" in changes else 0), (
             variant

@@ -82,16 +82,22 @@ class RowRing:
 
 @gluon.jit
 def allocate_row_ring(tile_desc, number_desc, SLOTS: gl.constexpr, READERS: gl.constexpr):
-    """A ring for tiles of a TMA descriptor and the numbers of their rows; READERS: warpgroups that read it."""
+    """A ring for tiles of a TMA descriptor and the numbers of their rows; READERS: warpgroups that read it.
+
+    With no READERS slots are not given back at a barrier of the ring (`step6_roles.give_back`).
+    """
     shape: gl.constexpr = [SLOTS] + tile_desc.block_type.shape  # noqa: RUF005 (Gluon knows no starred lists)
     number_shape: gl.constexpr = [SLOTS] + number_desc.block_type.shape  # noqa: RUF005
     tiles = gl.allocate_shared_memory(tile_desc.dtype, shape, tile_desc.layout)
     numbers = gl.allocate_shared_memory(gl.float32, number_shape, number_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = full
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=128 * READERS)
+    if READERS:
+        empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(SLOTS):
+            mbarrier.init(empty.index(i), count=128 * READERS)
     return RowRing(tiles, numbers, full, empty, SLOTS)
 
 
@@ -371,8 +377,9 @@ def block_work(
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     place = block_part(sizes, gl.program_id(0), blocks_n, section, total, whole, parts)
     key, batch, kv_head, late, part, parts = place
-    q = allocate_row_ring(q_desc, lse_desc, PLAN.q_slots, CONSUMERS)
-    do = allocate_row_ring(do_desc, delta_desc, PLAN.do_slots, CONSUMERS)
+    READERS: gl.constexpr = 0 if PLAN.named else CONSUMERS
+    q = allocate_row_ring(q_desc, lse_desc, PLAN.q_slots, READERS)
+    do = allocate_row_ring(do_desc, delta_desc, PLAN.do_slots, READERS)
     k = gl.allocate_shared_memory(dtype, [1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
     V_SHAPE: gl.constexpr = [PLAN.block_n // KEYS, 1, 1, KEYS, PLAN.block_d]
     v = gl.allocate_shared_memory(dtype, V_SHAPE, v_desc.layout)
@@ -384,12 +391,19 @@ def block_work(
     )
     ds = gl.allocate_shared_memory(dtype, DS_SHAPE, swizzled)
     loaded = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    written = gl.allocate_shared_memory(gl.int64, [PLAN.ds_slots, 1], barrier)
-    read = gl.allocate_shared_memory(gl.int64, [READ_SLOTS, 1], barrier)
+    # A barrier that is initialised and not used has no place of its own: the compiler gives it to a tile, which PTX forbids,
+    # and a context switch in the middle of the kernel writes the barrier over the tile (docs/backward-log.md).
+    written = loaded
+    read = loaded
+    ROLES: gl.constexpr = sizes.CASE.dq and KEYS == 64  # which write dS for each other; step 6 meets at another barrier
     mbarrier.init(loaded.index(0), count=1)
     mbarrier.init(loaded.index(1), count=1)
-    for i in gl.static_range(DS_SLOTS):
-        mbarrier.init(written.index(i), count=WRITERS)
-    for i in gl.static_range(READ_SLOTS):
-        mbarrier.init(read.index(i), count=128 * WRITERS)
+    if ROLES:
+        written = gl.allocate_shared_memory(gl.int64, [DS_SLOTS, 1], barrier)
+        for i in gl.static_range(DS_SLOTS):
+            mbarrier.init(written.index(i), count=WRITERS)
+    if ROLES and (WRITERS == 1 or DS_SLOTS == 1):
+        read = gl.allocate_shared_memory(gl.int64, [READ_SLOTS, 1], barrier)
+        for i in gl.static_range(READ_SLOTS):
+            mbarrier.init(read.index(i), count=128 * WRITERS)
     return Work(sizes, key, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written, read, late, part, parts)

@@ -247,7 +247,7 @@ def attention_backward_step5(
     tiles = work.ds
     full = work.loaded
     empty = work.loaded
-    if PLAN.by_tma:
+    if PLAN.by_tma and CASE.dq:
         tiles = gl.allocate_shared_memory(gl.float32, [2, 32, 128], sums_desc.layout)
         full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())

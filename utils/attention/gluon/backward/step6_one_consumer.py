@@ -263,7 +263,7 @@ def attention_backward_step6(
     work = block_work(sizes, descriptors, blocks_n, section, total, c, scale, 2, 1, 128, whole, parts)
     tiles = work.ds
     empty = work.loaded
-    if PLAN.by_tma:
+    if PLAN.by_tma and CASE.dq:
         tiles = gl.allocate_shared_memory(gl.float32, [64, 128], sums_desc.layout)
         empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(empty, count=1)
