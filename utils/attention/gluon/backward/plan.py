@@ -83,7 +83,7 @@ FASTEST_CAUSAL = {64: 5, 128: 6, 256: 4}
 SHORT = 4096
 _DQ_APART = (256,)  # tile widths at which computing dQ by itself is faster than adding it up
 _SIMPLE = {d: BackwardPlan(d, 64, 64) for d in (64, 128, 256)}  # steps 1 and 2
-_PLANS = {64: BackwardPlan(64, 128, 128), 128: BackwardPlan(128, 64, 128), 256: BackwardPlan(256, 64, 64)}
+_PLANS = {64: BackwardPlan(64, 128, 128), 128: BackwardPlan(128, 64, 128), 256: BackwardPlan(256, 64, 64, left=128)}
 
 
 def plan_for(step: int, head_dim: int, causal: bool = False) -> BackwardPlan:

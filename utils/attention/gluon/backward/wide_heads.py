@@ -6,6 +6,7 @@ dQ, which the first computes a tile late. The additions to dQ run beside the nex
 
     part          what
     tile          64 queries x 64 keys
+    left          128 columns of K and V in registers, left operands of S^T and dP^T, where dQ has a kernel of its own
     slots         Q 2, dO 2, dS 2, P 1
     registers     240 a consumer thread, 24 a producer thread
     shared        K + V + Q + dO + dS + P: 32+32+64+64+16+16 KiB
