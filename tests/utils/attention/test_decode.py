@@ -404,6 +404,23 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
         {"window": 70},
         {"fp8": True, "lengths": True, "merge": "second", "consumers": 2},
     ),
+    "128 rows, keys backwards, rings filled before the roles begin": (
+        (2, 16, 2, 13, 430, 128, None),
+        {},
+        {"consumers": 2, "aligned": True, "programs": 4, "by_tma": True, "backward": True, "prefill": True},
+    ),
+    "keys backwards under a window, two heads a program, K first": (
+        (2, 6, 2, 13, 420, 64, None),
+        {"window": 150},
+        {"consumers": 1, "aligned": True, "programs": 2, "backward": True, "k_first": True, "q_slots": 1},
+    ),
+    "each head begun before the last one ends, in the new order": (
+        (1, 9, 3, 5, 350, 64, None),
+        {},
+        {"consumers": 1, "block_n": 64, "aligned": True, "programs": 1, "ahead": True}
+        | {"backward": True, "k_first": True, "prefill": True},
+    ),
+    "parts, K first": ((1, 8, 2, 16, 500, 64, None), {}, {"consumers": 1, "k_first": True, "programs": 3}),
     "128 rows, whole heads of 256": ((2, 5, 1, 7, 90, 256, None), {}, {"consumers": 2, "aligned": True, "wide": True}),
 }
 

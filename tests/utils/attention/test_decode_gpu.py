@@ -56,6 +56,22 @@ def test_the_door_takes_the_decode_kernel_for_few_queries(sq):
             (66, 32, 8, 16, 300, 128),
             {"consumers": 1, "block_n": 64, "per_sm": 2, "aligned": True, "programs": 264, "by_tma": True},
         ),
+        "128 rows, keys backwards, K first, rings filled early": (
+            (16, 64, 8, 13, 500, 128),
+            {"backward": True, "k_first": True, "prefill": True},
+        ),
+        "each head begun before the last one ends, in the new order": (
+            (66, 32, 4, 16, 400, 128),
+            {"backward": True, "k_first": True, "prefill": True},
+        ),
+        "two programs an SM, in the new order": (
+            (66, 24, 8, 11, 700, 128),
+            {"backward": True, "k_first": True, "prefill": True},
+        ),
+        "programs that wait for each other, K first, rings filled early": (
+            (1, 32, 8, 16, 8192, 128),
+            {"k_first": True, "prefill": True},
+        ),
         "keys as rows, a program a head": ((66, 32, 8, 1, 4100, 128), {}),
         "fp8, two consumers, whole heads": ((16, 64, 8, 15, 500, 128), {"fp8": True}),
         "fp8, two consumers, parts": ((2, 64, 8, 16, 3000, 128), {"fp8": True}),

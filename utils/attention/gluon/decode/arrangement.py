@@ -240,6 +240,10 @@ def arrange(
     if lengths and not page and not plan.consumers and not fp8 and bytes_ > HINT_BYTES[1]:
         programs = programs or shared_programs(heads, multiprocessors)
     programs = programs or even or multiprocessors
+    if plan.prefill:
+        # Its blocks exist and lie in one head: of whole heads, or where programs share each evenly.
+        each = heads * blocks // programs if even == programs else 0
+        plan = replace(plan, prefill=plan.prefill if (aligned and blocks > plan.prefill) or each >= plan.prefill else 0)
     one_head = aligned and heads <= programs
     if aligned and plan.consumers and plan.block_d == TIMED_WIDTH and not (plan.ahead or fp8):
         by_tma = one_head and (plan.consumers == 2 or plan.per_sm == 2)

@@ -23,7 +23,7 @@ from utils.attention.gluon.decode.blocks import clear_keys
 from utils.attention.gluon.decode.heads import Block, Share, clean_tile, inverses, row_sums, store_head_by_tma
 from utils.attention.gluon.decode.kernel import SIZES
 from utils.attention.gluon.decode.merge import Results, in_eights
-from utils.attention.gluon.decode.rows import producer
+from utils.attention.gluon.decode.rows import fill_rings, producer
 from utils.attention.gluon.decode.work import Cache
 from utils.attention.gluon.pipeline import allocate_ring
 from utils.attention.gluon.shared import accumulator
@@ -56,14 +56,15 @@ def consumer_ahead(share, o_desc, o_tiles, W: gl.constexpr):
 
     share.q.wait_full(piece)  # the first product reads Q
     q = queries_of(share, piece, ROW)
-    p, state = first_block(share, Block(it, cursor, cursor.j, row), q, True, False, False)
+    p, state = first_block(share, Block(it, cursor, cache.block_at(cursor, 0), row), q, True, False, False)
     it += 1
     share.k.wait_full(it, pred=it < count)  # each step waits for the next one's keys; this is the first one's
     while it <= count:
         low, clear = clear_keys(cache, cursor)
         q = queries_of(share, piece, ROW)
         o = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
-        for j in range(1, cursor.blocks):
+        for k in range(1, cursor.blocks):
+            j = cache.block_at(cursor, k)
             key = (cursor.first + j) * BLOCK_N
             masked = (key + BLOCK_N > clear) | (key < low)
             o, p, state = step(share, Block(it, cursor, j, row), q, o, p, state, it + 1 < count, masked, True, False)
@@ -85,7 +86,7 @@ def consumer_ahead(share, o_desc, o_tiles, W: gl.constexpr):
             unseen = unseen_halves(64, BLOCK_N, accumulator(BLOCK_N))
         else:
             unseen = (unseen_whole(64, accumulator(BLOCK_N)),)
-        block = Block(it, following, following.j, row)
+        block = Block(it, following, cache.block_at(following, 0), row)
         o, p, state = finish_block(share, block, s, pv, unseen, it + 1 < count, True, True, False, False, True)
         it += 1
         tma.store_wait(0)  # TMA may still be reading the last head's rows from this buffer
@@ -144,6 +145,8 @@ def attention_decode_rows_ahead(
         end = split.begin(program + 1)
         share = Share(results, begin, end, cache.locate(begin), q, k, v, c, counters_ptr, PLAN, CASE)
         loads = (share, q_desc, k_desc, v_desc)
+        if PLAN.prefill > 0:
+            fill_rings(share, q_desc, k_desc, v_desc)
         # The first role has four warps and the registers that are left by the others.
         if CONSUMERS == 1:
             gl.warp_specialize(
