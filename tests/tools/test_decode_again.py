@@ -15,10 +15,10 @@ def test_variants_fit_and_differ(points, variants):
 
 
 def test_the_new_orders_are_measured_where_query_rows_are_rows():
-    plan = arrangement(TIES[0], variants_of_ties(TIES[0])["backward, k first, prefill"]).plan
+    plan = arrangement(TIES[0], variants_of_ties(TIES[0])["all three"]).plan
     assert plan.backward and plan.k_first and plan.prefill == plan.slots // 2 and plan.by_tma
     parts = variants_of_ties((1, 32, 8, 131072, 128, 16))
-    assert "k first, prefill" in parts and not any("backward" in name for name in parts)
+    assert "k first, rings filled early" in parts and not {"backward", "all three"} & set(parts)
 
 
 def test_a_ratio_has_an_interval_over_all_series_and_one_number_for_each():

@@ -27,17 +27,19 @@ from tools.record.decode import draw, median, others, time_together
 from tools.record.decode_variants import arrangement, describe, distinct, right_calls
 from tools.record.turns import Turns
 from utils.attention import decode_reference
-from utils.attention.gluon.decode.plan import KEYS_BLOCK, block_width
+from utils.attention.gluon.decode.plan import FITTING_CLUSTERS, KEYS_BLOCK, block_width
 from utils.benchmark.intervals import speedup, speedup_interval
 
 SERIES, ITERATIONS = {"ties": 5, "heads": 3}, 21
 NOT_TIMED = "fa2", "fa3_lengths"
+OLD: dict = {"backward": False, "k_first": False, "prefill": False}
 ORDERS = {
-    "backward": {"backward": True},
-    "k first": {"k_first": True},
-    "prefill": {"prefill": True},
-    "k first, prefill": {"k_first": True, "prefill": True},
-    "backward, k first, prefill": {"backward": True, "k_first": True, "prefill": True},
+    "the old order": OLD,
+    "backward": OLD | {"backward": True},
+    "k first": OLD | {"k_first": True},
+    "rings filled early": OLD | {"prefill": True},
+    "k first, rings filled early": OLD | {"k_first": True, "prefill": True},
+    "all three": {"backward": True, "k_first": True, "prefill": True},
 }
 # Sequences, heads, heads of keys, keys, head dimension, new tokens: the most important first.
 TIES = (
@@ -69,7 +71,22 @@ HEADS = (
     (20, 32, 8, 2048, 128, 1),
     (14, 32, 8, 16384, 128, 1),
     (16, 32, 8, 16384, 128, 1),
+    (32, 32, 8, 16384, 128, 1),
     (64, 32, 8, 16384, 128, 1),
+    (64, 32, 8, 2048, 128, 1),
+    # Sizes at which the rule for heads that are not as many as SMs takes what its neighbours were faster with.
+    (12, 32, 8, 2048, 64, 1),
+    (14, 32, 8, 8192, 64, 1),
+    (24, 32, 8, 2048, 128, 1),
+    (20, 32, 8, 1024, 64, 1),
+    (16, 96, 12, 1000, 128, 1),
+    (6, 32, 8, 2048, 128, 1),
+    (4, 32, 8, 4096, 64, 1),
+    (2, 32, 8, 4096, 64, 1),
+    (1, 32, 8, 8192, 64, 1),
+    (8, 32, 8, 8192, 64, 1),
+    (6, 32, 8, 2048, 64, 4),
+    (12, 32, 8, 2048, 128, 4),
 )
 
 
@@ -78,7 +95,8 @@ def variants_of_ties(point: tuple) -> dict[str, dict]:
     default = arrangement(point, {})
     found: dict[str, dict] = {"default": {}}
     if default.plan.consumers and not default.plan.cluster:
-        found |= {name: c for name, c in ORDERS.items() if default.aligned or "backward" not in c}
+        found |= {name: c for name, c in ORDERS.items() if default.aligned or not c["backward"]}
+        found["two slots of K and of V"] = {"slots": 4}
         return distinct(point, found)
     return distinct(point, found | ({} if default.plan.cluster else variants_of_heads(point)))
 
@@ -97,10 +115,20 @@ def variants_of_heads(point: tuple) -> dict[str, dict]:
         "a program a head, three an SM, no L2 hint": whole | {"per_sm": 3, "block_n": 64, "hint": False},
         "a program a head, four an SM": whole | {"per_sm": 4, "block_n": 64},
     }
+    if heads > 264:
+        two = {"per_sm": 2, "block_n": block // 2}
+        found["a program a head, four slots"] = whole | {"slots": 4}
+        found["a program a head, two an SM, four slots"] = whole | two | {"slots": 4}
+        found["two an SM"] = {"consumers": 0, **two}
+    for parts in (4, 8):
+        if heads <= FITTING_CLUSTERS[parts] and heads * parts > 40:
+            found[f"clusters of {parts}"] = {"cluster": parts}
     if heads <= 66:
         found["clusters of 2"] = {"cluster": 2}
         found["clusters of 2, no L2 hint"] = {"cluster": 2, "hint": False}
         found["two programs a head, small blocks"] = {"consumers": 0, "programs": 2 * heads, "block_n": block // 2}
+    # What was the default before: the keys are shared evenly, and merged.
+    found["equal shares"] = {"consumers": 0, "aligned": False}
     return distinct(point, found)
 
 

@@ -13,9 +13,10 @@ program reads which keys, the parts, and the merge are the same as there.
     queries      tiles of Q (64 rows / 128 rows)                 2 / 2            2 / 1            1 / 1
     producer     one warp: TMA copies of Q, K and V, a box a page where the cache is in pages
     programs     one an SM; two with 64 rows and blocks of 64 keys where there are several heads an SM, a program a head
+    order        K a block ahead of V where a program has one head; the rings are filled before the roles begin (head dim 128)
 
 On an H200, at the thirteen of thirty points that it computes: 1.09 times as fast as the best other library
-(0.98 to 1.27). Each point: assets/results/h200/decode.json, and why: docs/decode-log.md.
+(0.98 to 1.27), before the order of the last row (entry 41). Each point: assets/results/h200/decode.json, and why: docs/decode-log.md.
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.

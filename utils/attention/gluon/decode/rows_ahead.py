@@ -10,6 +10,7 @@ heads only, and their queries have two tiles.
     consumers    warpgroups x 64 query rows                      1 or 2           1 or 2           1
     block        keys                                            128              64 or 128        32 or 64
     output       a tile of 64 query rows for each consumer, in Q's type
+    order        keys from the last block to the first: a causal mask touches a head's first block alone
 
 `arrange` takes it at head dimension 128 for 128 query rows where a program has two or more whole heads: 0.90 to 0.99 of the time of
 `rows.py` on an H200 (docs/decode-log.md, entry 28). With one head a program it is 3% slower.
