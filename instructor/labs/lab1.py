@@ -133,7 +133,8 @@ from utils.checking import (
     forbid, forbid_leaving, leaves_inputs, poisoned_memory, require_answer, watch_operations,
 )
 from utils.benchmark.measuring import measure_together
-from utils.machine.device import compile_support, cuda_graph_support
+from utils.attention import attention_decode
+from utils.machine.device import compile_support, cuda_graph_support, gluon_support
 from utils.machine.environment import environment
 from utils.files import output_path, recorded_table
 from utils.visualization import series, style_axes
@@ -2194,8 +2195,8 @@ hidden.profile_steps(profile_steps).raise_if_wrong()
 guesses["operators (on a GPU: kernels) of a decode step"] = None
 
 # %%
-def decode_step(batch: int, length: int, layer_idx: int = 5):
-    """A function of no arguments that decodes one token with the cache."""
+def decode_step(batch: int, length: int, layer_idx: int = 5, attend="auto"):
+    """A function of no arguments that decodes one token with the cache; attend: the attention, None for the layer's own."""
     layer, rotary_emb = build_decoder_layer(config, layer_idx, dtype, device)
     kind = layer.self_attn.layer_type
     cache = initialize_kv_cache(layer.config, length + 1)
@@ -2204,7 +2205,7 @@ def decode_step(batch: int, length: int, layer_idx: int = 5):
     x, position_ids, positions = create_decode_inputs_with_cache(batch, length, config.hidden_size, dtype, device)
     embeddings = get_position_embeddings(x, position_ids, rotary_emb, kind)
     return lambda: decode_forward(
-        layer, x, position_ids, embeddings, use_kv_cache=True, past_key_values=cache, cache_positions=positions
+        layer, x, position_ids, embeddings, use_kv_cache=True, past_key_values=cache, cache_positions=positions, attend=attend
     )
 
 
@@ -2652,10 +2653,65 @@ for what, row in (("decode, batch 1", 0), ("prefill of 8192 tokens, batch 1", 2)
         beside_guess(f"gain of a graph, {what}", float(graphs["gain"][row]))
 
 # %% [markdown]
-# The graph runs the same kernels on the same bytes, and one launch is left of about ninety. Now put the three limits side by
+# The graph does the same work on the same bytes, and one launch is left of about ninety. Now put the three limits side by
 # side for decode at batch 1: the bytes of the layer need 2.3 µs on an H200, the kernels one after the other need the time of
 # the graph, and launching them one by one takes the eager time. The graph is still far above the memory floor: ninety tiny
 # kernels, each of which fills a fraction of the GPU and waits for the one before. That is what fusion is for.
+#
+# ## One kernel of the ninety
+#
+# One of these kernels is attention. For a Hopper GPU the course has a kernel of its own for one new token over a long cache,
+# `attention_decode`; lab 4 shows how it shares the keys among the multiprocessors. In a graph `decode_forward` takes it by
+# itself; `attend=None` keeps the layer's own attention. A better kernel helps only where something waits for it. The next
+# cell takes the layer that attends to everything, with one sequence and with 64, launched one by one and in a graph.
+#
+# **Before you run.** By what factor is the step of 64 sequences with 4096 tokens each faster with the decode kernel, in a
+# graph? And launched one by one, with one sequence of 2048 tokens?
+
+# %%
+guesses["gain of the decode kernel, 64 x 4096, graph"] = None
+guesses["gain of the decode kernel, 1 x 2048, one by one"] = None
+
+# %%
+if cuda_graph_support() and gluon_support():
+    rows = []
+    for step_batch, cached in ((1, 2048), (1, 32768), (64, 4096)):
+        row = {"batch": step_batch, "tokens": cached}
+        for name, attend in (("own", None), ("decode kernel", attention_decode)):
+            step = decode_step(step_batch, cached, attend=attend)
+            row[f"{name}, one by one, us"] = 1e3 * measure(step, queue_ahead=False, **TIMES).median_ms
+            row[f"{name}, graph, us"] = (
+                1e3 * measure(step, graph=True, queue_ahead=False, calls_per_sample=1, **TIMES).median_ms
+            )
+        rows.append(row)
+    results["decode_kernel"] = rows
+else:
+    print(gluon_support().reason)
+    record_file, rows = Path("assets/results/h200/decode_layer.json"), []
+    if record_file.exists():
+        record = json.loads(record_file.read_text())
+        print(f"Recorded on {record['environment']['gpu']}. Not measured here:")
+        for recorded in record["rows"]:
+            if recorded["type"] == "full_attention":
+                row = {"batch": recorded["batch"], "tokens": recorded["tokens"]}
+                for name in ("own", "decode kernel"):
+                    # Launched one by one, a step takes as long as the CPU takes to launch it.
+                    row[f"{name}, one by one, us"] = recorded[name]["host_us"]
+                    row[f"{name}, graph, us"] = recorded[name]["graph_us"]
+                rows.append(row)
+if rows:
+    kernels = pd.DataFrame(rows)
+    for how in ("one by one", "graph"):
+        kernels[f"gain, {how}"] = kernels[f"own, {how}, us"] / kernels[f"decode kernel, {how}, us"]
+    display(kernels.round(2))
+    beside_guess("gain of the decode kernel, 64 x 4096, graph", float(kernels["gain, graph"].iloc[-1]))
+    beside_guess("gain of the decode kernel, 1 x 2048, one by one", float(kernels["gain, one by one"].iloc[0]))
+
+# %% [markdown]
+# In a graph the kernel gains more the longer the caches are, because then attention is a larger part of the step: 1.08 times
+# with one sequence of 2048 tokens, 1.22 with 32,768, and 1.77 with 64 sequences of 4096 (an H200). Launched one by one, the
+# step is as fast as the CPU launches its kernels. The differences that you see there are the CPU's: they do not follow the
+# length of the cache.
 
 # %% [markdown]
 # ### Question 4.5: Explain the fusion {points}

@@ -91,9 +91,9 @@ from utils.checking import SizeWatch, check, expect_close, expect_number, forbid
 from utils.checking.masks import expect_program, expect_rows, kernels_for, modified, pairs
 from utils.checking.mistakes import known_mistake
 from utils.checking.watching import FUSED_ATTENTION
-from utils.machine.device import compile_support, flash_attn_support
+from utils.machine.device import compile_support, flash_attn_support, gluon_support
 from utils.machine.environment import environment
-from utils.attention import AttentionUnsupported, prepare
+from utils.attention import AttentionUnsupported, attention_decode, prepare
 from utils.attention.backends.flex import needed_kernel_options
 from utils.attention.masks import dense_mask, documents
 from utils.attention.masks import named as with_name
@@ -2424,6 +2424,66 @@ check_pages(paged_mask).raise_if_wrong()
 from instructor.checks import lab2_flexattention as hidden
 hidden.paged_mask(paged_mask).raise_if_wrong()
 ### END HIDDEN TESTS
+
+# %% [markdown]
+# Your mask describes the pool from the side of the pages: whose are you? A server's kernel asks from the side of the
+# sequences, by a **block table**: row `b` lists the pages of sequence `b` in order. Then a sequence touches its own pages
+# and no others, and no mask has to be sorted into blocks when a page changes its owner. The course's kernel for one new token
+# over a long cache reads pages in this way (Part 3 of lab 4 tells how it shares them among the multiprocessors). On a machine
+# without a Hopper GPU the same call gathers the pages and goes to SDPA. Both descriptions are of one pool, so they give
+# the same attention:
+
+# %%
+page_size, sequences, each = 64, 2, 4  # tokens of a page, sequences, pages of a sequence
+table = torch.randperm(sequences * each, device=device).view(sequences, each).int()  # the pages of each sequence, in order
+owner, number = torch.empty(2, sequences * each, dtype=torch.long, device=device)
+for b, pages in enumerate(table.long()):
+    owner[pages], number[pages] = b, torch.arange(each, device=device)
+q = torch.randn(sequences, heads, 1, head_dim, device=device, dtype=dtype)
+k_pages, v_pages = (torch.randn(len(owner), heads, page_size, head_dim, device=device, dtype=dtype) for _ in range(2))
+lengths = torch.tensor([100, 256], dtype=torch.int32, device=device)  # tokens in use, the new one included
+by_table = attention_decode(q, k_pages, v_pages, seqlens=lengths, block_table=table)
+over_pool = paged_mask(lambda b, h, q, k: k < lengths[b], owner, number, page_size)
+k_pool, v_pool = (pages.transpose(0, 1).flatten(1, 2)[None] for pages in (k_pages, v_pages))  # (1, H, places, D)
+for b in range(sequences):
+    mask = dense_mask(over_pool, 1, k_pool.shape[2], device=device, b=b)
+    by_mask = F.scaled_dot_product_attention(q[b : b + 1], k_pool, v_pool, attn_mask=mask)
+    difference = (by_table[b : b + 1] - by_mask).abs().max().item()
+    print(f"sequence {b}, {int(lengths[b])} tokens: largest difference between table and mask {difference:.1e}")
+
+# %% [markdown]
+# What do pages cost? On a Hopper GPU the next cell races the kernel over pages with the same cache in one piece, and with
+# what one does without such a kernel: copy the pages together, then attend. Elsewhere it shows what was recorded on an H200,
+# beside FlashAttention 3, which reads pages, too.
+
+# %%
+if gluon_support():
+    rows = []
+    sequences, kv_heads, tokens = 8, 8, 8192
+    q = torch.randn(sequences, 32, 1, 128, device=device, dtype=dtype)
+    k, v = (torch.randn(sequences, kv_heads, tokens, 128, device=device, dtype=dtype) for _ in range(2))
+    lengths = torch.full((sequences,), tokens, dtype=torch.int32, device=device)
+    ways = {"one piece": functools.partial(attention_decode, q, k, v, seqlens=lengths)}
+    for page_size in (256, 64, 16):
+        table = torch.randperm(sequences * tokens // page_size, device=device).view(sequences, -1).int()
+        pages = []
+        for x in (k, v):
+            pool = torch.empty(table.numel(), kv_heads, page_size, 128, device=device, dtype=dtype)
+            pool[table.flatten().long()] = (
+                x.view(sequences, kv_heads, -1, page_size, 128).transpose(1, 2).reshape(pool.shape)
+            )
+            pages.append(pool)
+        call = functools.partial(attention_decode, q, *pages, seqlens=lengths, block_table=table)
+        ways[f"pages of {page_size}"] = call
+    ways["pages of 16, gathered, then SDPA"] = functools.partial(call, backend="sdpa")
+    keep("pages", time_ways(ways), digits=4)
+else:
+    record_file = Path("assets/results/h200/decode_pages.json")
+    print(gluon_support().reason)
+    if record_file.exists():
+        record = json.loads(record_file.read_text())
+        print(f"Microseconds, recorded on {record['environment']['gpu']}. Not measured here:")
+        display(pd.DataFrame([{"sequences": row["batch"], "tokens": row["keys"], **row["us"]} for row in record["rows"]]))
 
 # %% [markdown]
 # ### Bonus Question 8.3: A ragged batch {points}

@@ -125,16 +125,12 @@ def flashinfer_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callab
     return partial(wrapper.run, tokens, (k, v))
 
 
-def time_together(calls: dict[str, Callable], bytes_: int, iterations: int = ITERATIONS) -> dict[str, list[float]]:
+def time_together(
+    calls: dict[str, Callable], bytes_: int, iterations: int = ITERATIONS, l2: str = "cold"
+) -> dict[str, list[float]]:
     """Time the calls, interleaved: microseconds of each sample."""
     timed = measure_together(
-        list(calls.values()),
-        labels=list(calls),
-        warmup=4,
-        iterations=iterations,
-        device="cuda",
-        bytes=bytes_,
-        l2="cold",
+        list(calls.values()), labels=list(calls), warmup=4, iterations=iterations, device="cuda", bytes=bytes_, l2=l2
     )
     return {name: [1e3 * ms for ms in m.samples_ms] for name, m in zip(calls, timed, strict=True)}
 

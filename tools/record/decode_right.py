@@ -75,6 +75,10 @@ def random_case(seed: int, paged: bool = False) -> dict:
         choices |= rng.choice(({}, {"per_sm": 2, "block_n": 64}))
     if consumers and lengths is None and not ahead and not choices.get("fp8") and rng.random() < 0.6:
         choices |= {"by_tma": True, "aligned": True, "merge": None}
+    if consumers and page is None and not choices.get("fp8"):
+        choices["k_first"] = rng.random() < 0.5 and choices.get("producers", 1) == 1
+        choices["prefill"] = rng.random() < 0.5 and lengths is None
+        choices["backward"] = rng.random() < 0.5 and choices.get("aligned", False)
     if consumers == 0 and not choices.get("fp8"):
         choices["lean"] = rng.random() < 0.5
     call = bound(choices, q, k, v, lengths, table, scales, **case)

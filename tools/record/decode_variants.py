@@ -149,6 +149,7 @@ def describe(found: Arrangement) -> str:
     warps += ", ahead" * plan.ahead + ", L2 hint" * found.hint
     warps += ", wide stores" * plan.wide + ", output by TMA" * plan.by_tma + ", lean" * plan.lean
     warps += ", two programs an SM" * (plan.per_sm == 2 and plan.consumers > 0)
+    warps += ", backward" * plan.backward + ", K first" * plan.k_first + ", rings filled early" * (plan.prefill > 0)
     if plan.cluster:
         return f"{tile}, {warps}; {found.programs} programs, clusters of {plan.cluster}"
     if found.aligned:

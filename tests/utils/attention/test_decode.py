@@ -196,7 +196,10 @@ def test_how_many_programs_share_a_cache():
 
     # Whole heads: two programs an SM take several short ones each, or one long one each.
     assert programs(64, 8, 4, 1, 4096, 128) == programs(64, 8, 4, 16, 4096, 128) == 512
-    assert programs(128, 8, 8, 1, 1024, 128) == programs(64, 16, 1, 1, 2048, 64) == 264
+    assert programs(64, 8, 4, 1, 2048, 128) == programs(64, 16, 1, 16, 2048, 64) == 264
+    # Many short ones have a program each, with an SM's whole memory at one token.
+    assert programs(128, 8, 8, 1, 1024, 128) == programs(64, 16, 1, 1, 2048, 64) == 1024
+    assert arrange(128, 8, 8, 1, 1024, 128, 132).plan.per_sm == 1
     assert programs(128, 8, 8, 8, 1024, 128) == 1024
     assert programs(99, 4, 8, 8, 1024, 128) == 396  # three for each SM, which two places an SM would not share evenly
     # With lengths, for a large cache, as many as share equal heads evenly.
@@ -206,6 +209,47 @@ def test_how_many_programs_share_a_cache():
     )
     assert (shared_programs(64, 132), shared_programs(6, 132), shared_programs(70, 132)) == (128, 132, 0)
     assert shared_programs(1000, 132) == 0 and shared_programs(1001, 144) == 143
+
+
+@pytest.mark.parametrize(
+    ("sizes", "per_sm", "programs", "cluster"),
+    [
+        ((12, 8, 4, 1, 2048, 128), 2, 96, 0),
+        ((14, 8, 4, 1, 16384, 128), 2, 112, 0),  # of any length: there is room for all of them at once
+        ((20, 8, 4, 1, 2048, 128), 3, 160, 0),
+        ((24, 8, 4, 1, 512, 64), 2, 192, 0),
+        ((16, 8, 4, 1, 2048, 128), 1, 132, 0),  # nearly as many as SMs
+        ((24, 8, 4, 1, 16384, 128), 1, 132, 0),  # 1.5 GB: equal shares
+        ((12, 8, 4, 4, 2048, 128), 1, 132, 0),  # 16 query rows were not timed
+        ((6, 8, 4, 1, 2048, 64), 1, 96, 2),
+        ((8, 8, 4, 1, 512, 64), 1, 128, 2),
+        ((8, 8, 4, 1, 16384, 64), 1, 128, 0),  # too long for what was timed: the programs of a head wait for each other
+        ((6, 8, 4, 4, 2048, 64), 1, 132, 0),
+    ],
+    ids=str,
+)
+def test_heads_that_are_not_as_many_as_multiprocessors_have_a_program_each(sizes, per_sm, programs, cluster):
+    found = arrange(*sizes, 132)
+    assert (found.plan.per_sm, found.programs, found.plan.cluster) == (per_sm, programs, cluster)
+    assert found.plan.shared_bytes + 1024 <= SHARED_BYTES // per_sm
+    if per_sm > 1:  # nothing is merged
+        assert found.aligned and found.plan.lean and found.programs == found.heads
+        assert arrange(*sizes, 132, window=100).plan.per_sm == arrange(*sizes, 132, lengths=True).plan.per_sm == 1
+        assert arrange(*sizes, 108).plan.per_sm == 1  # another GPU
+
+
+def test_orders_of_blocks_and_early_rings_go_with_the_kernels_that_were_timed_with_them():
+    def order(*sizes, **options):
+        plan = arrange(*sizes, 132, **options).plan
+        return plan.backward, plan.k_first, plan.prefill
+
+    assert order(16, 8, 8, 16, 8192, 128) == order(16, 8, 8, 8, 8192, 128) == (False, True, 3)
+    assert order(64, 8, 4, 16, 4096, 128) == order(1, 8, 4, 16, 8192, 128) == (False, False, 3)
+    assert order(128, 8, 8, 16, 1024, 128) == (True, False, 0)  # each head begun before the last one ends
+    for options in ({"window": 100}, {"lengths": True}, {"lengths": True, "page": 16}, {"fp8": True}):
+        assert order(16, 8, 8, 16, 8192, 128, **options) == (False, False, 0)
+    # Heads of so few blocks that the rings would hold more, and parts that a program has two of.
+    assert order(16, 8, 8, 16, 300, 128)[2] == order(3, 8, 4, 16, 5000, 128)[2] == 0
 
 
 def test_sizes_out_of_range_are_named():
@@ -233,7 +277,7 @@ def test_two_programs_share_an_sm_where_each_takes_whole_long_heads():
         plan = arrange(*sizes, 132, **options).plan
         return plan.consumers, plan.per_sm
 
-    assert chosen(64, 8, 4, 4, 4096, 128) == chosen(64, 16, 1, 1, 2048, 64) == (0, 2)
+    assert chosen(64, 8, 4, 4, 4096, 128) == chosen(64, 16, 1, 16, 2048, 64) == (0, 2)
     assert chosen(64, 8, 4, 8, 4096, 128) == chosen(64, 8, 4, 16, 4096, 128) == (1, 2)  # 32 and 64 query rows
     assert chosen(16, 8, 8, 8, 8192, 128) == chosen(64, 8, 4, 16, 4096, 128, lengths=True) == (1, 1)
     assert chosen(16, 8, 8, 1, 8192, 128) == chosen(1, 8, 4, 1, 2048, 128) == (0, 1)  # 128 and 8 heads
@@ -404,6 +448,23 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
         {"window": 70},
         {"fp8": True, "lengths": True, "merge": "second", "consumers": 2},
     ),
+    "128 rows, keys backwards, rings filled before the roles begin": (
+        (2, 16, 2, 13, 430, 128, None),
+        {},
+        {"consumers": 2, "aligned": True, "programs": 4, "by_tma": True, "backward": True, "prefill": True},
+    ),
+    "keys backwards under a window, two heads a program, K first": (
+        (2, 6, 2, 13, 420, 64, None),
+        {"window": 150},
+        {"consumers": 1, "aligned": True, "programs": 2, "backward": True, "k_first": True, "q_slots": 1},
+    ),
+    "each head begun before the last one ends, in the new order": (
+        (1, 9, 3, 5, 350, 64, None),
+        {},
+        {"consumers": 1, "block_n": 64, "aligned": True, "programs": 1, "ahead": True}
+        | {"backward": True, "k_first": True, "prefill": True},
+    ),
+    "parts, K first": ((1, 8, 2, 16, 500, 64, None), {}, {"consumers": 1, "k_first": True, "programs": 3}),
     "128 rows, whole heads of 256": ((2, 5, 1, 7, 90, 256, None), {}, {"consumers": 2, "aligned": True, "wide": True}),
 }
 

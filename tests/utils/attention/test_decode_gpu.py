@@ -36,6 +36,41 @@ def test_random_lengths_pages_and_windows(seed):
         assert relative_error(out, expected) < 5e-3 if expected.any() else not out.any()
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_random_full_caches_row_by_row(seed):
+    """Without lengths the host chooses among all kernels and merges; each row of some sequences has an error of its own."""
+    rng = random.Random(1000 + seed)
+    dtype, fp8 = rng.choice((torch.bfloat16, torch.float16)), rng.random() < 0.2
+    while True:
+        batch, kv_heads = rng.choice((1, 1, 2, 4, 8, 16, 66, 140)), rng.choice((1, 2, 4, 8))
+        group, sq = rng.choice((1, 2, 3, 4, 8, 16, 24, 64)), rng.choice((1, 1, 1, 2, 8, 13, 16, 40, 64))
+        head_dim, keys = rng.choice((64, 128, 128, 128, 256, 80)), rng.choice((70, 512, 700, 1024, 2048, 4100, 9000))
+        if seed % 4 == 0:  # what clusters take
+            batch, kv_heads, group, head_dim = rng.choice((1, 1, 2, 8)), 8, min(group, 4), 128
+        elif seed % 4 == 1:  # whole heads, several an SM, with query rows as rows
+            batch, kv_heads, group, head_dim = rng.choice((66, 132)), rng.choice((4, 8)), rng.choice((4, 8)), 128
+        if keys >= sq and batch * kv_heads * keys * head_dim < 1 << 26 and batch * kv_heads * group * sq < 1 << 16:
+            break
+    windows = (None,) if seed % 4 == 0 else (None, None, None, 1, 300)
+    torch.manual_seed(seed)
+    options = {"causal": rng.random() < 0.8, "window": rng.choice(windows), "scale": 0.1}
+
+    def cache():
+        x = torch.randn(batch, keys, kv_heads, head_dim, device="cuda").to(dtype).transpose(1, 2)  # tokens first
+        x = x if seed % 2 else x.contiguous()
+        return x.to(torch.float8_e4m3fn) if fp8 else x
+
+    q, k, v = torch.randn(batch, kv_heads * group, sq, head_dim, device="cuda").to(dtype), cache(), cache()
+    scales = torch.rand(2, kv_heads, device="cuda") + 0.5 if fp8 else None
+    some = sorted({0, batch - 1, rng.randrange(batch), rng.randrange(batch)})
+    expected = decode_reference(q[some], k[some], v[some], kv_scales=scales, **options)
+    for _ in range(2):  # the second call finds the counters of the first
+        out = attention_decode(q, k, v, kv_scales=scales, backend="gluon", **options)
+        assert not out.isnan().any()
+        rows = (out[some].double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-2)
+        assert rows.max() < 2.5e-2
+
+
 @pytest.mark.parametrize("sq", [1, 8, 40])
 def test_the_door_takes_the_decode_kernel_for_few_queries(sq):
     q, k, v = (
@@ -55,6 +90,22 @@ def test_the_door_takes_the_decode_kernel_for_few_queries(sq):
         "two programs an SM, several heads each": (
             (66, 32, 8, 16, 300, 128),
             {"consumers": 1, "block_n": 64, "per_sm": 2, "aligned": True, "programs": 264, "by_tma": True},
+        ),
+        "128 rows, keys backwards, K first, rings filled early": (
+            (16, 64, 8, 13, 500, 128),
+            {"backward": True, "k_first": True, "prefill": True},
+        ),
+        "each head begun before the last one ends, in the new order": (
+            (66, 32, 4, 16, 400, 128),
+            {"backward": True, "k_first": True, "prefill": True},
+        ),
+        "two programs an SM, in the new order": (
+            (66, 24, 8, 11, 700, 128),
+            {"backward": True, "k_first": True, "prefill": True},
+        ),
+        "programs that wait for each other, K first, rings filled early": (
+            (1, 32, 8, 16, 8192, 128),
+            {"k_first": True, "prefill": True},
         ),
         "keys as rows, a program a head": ((66, 32, 8, 1, 4100, 128), {}),
         "fp8, two consumers, whole heads": ((16, 64, 8, 15, 500, 128), {"fp8": True}),

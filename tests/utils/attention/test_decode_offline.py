@@ -30,6 +30,18 @@ CASES = {  # arguments of make_plan or cluster_plan, of Case
         dict(causal=True, aligned=True),
     ),
     "128 rows, the output by TMA": (dict(head_dim=128, group=8, sq=16, by_tma=True), dict(causal=True, aligned=True)),
+    "128 rows, keys backwards, K first, rings filled early": (
+        dict(head_dim=128, group=8, sq=16, by_tma=True, backward=True, k_first=True, prefill=True),
+        dict(causal=True, aligned=True),
+    ),
+    "64 rows, ahead, in the new order": (
+        dict(head_dim=128, group=4, sq=16, consumers=1, ahead=True, backward=True, k_first=True, prefill=True),
+        dict(causal=True, aligned=True),
+    ),
+    "64 rows, parts, K first, rings filled early": (
+        dict(head_dim=128, group=4, sq=16, k_first=True, prefill=True),
+        dict(causal=True),
+    ),
     "one token, a program a head": (dict(head_dim=128, group=8, sq=1, lean=True), dict(aligned=True)),
     "128 rows, pages of 16": (
         dict(head_dim=128, group=8, sq=16, page=16),

@@ -34,6 +34,10 @@ FEW_BLOCKS = {64: 0, 128: 3, 256: 5}  # where a program has fewer of the latter,
 HINT_BYTES = 16 << 20, 192 << 20
 # Heads of keys, of all sequences, and the programs of a cluster that were timed for them (entries 34 and 35).
 CLUSTERS = {4: 16, 8: 8, 16: 4, 32: 2, 64: 2}
+CLUSTERS_64 = {48: 2, 64: 2}  # the same for head dimension 64 and a tile of eight query rows (entry 40)
+CLUSTER_64_KEYS = 8192  # of a sequence, up to which those clusters are taken; two of 2048 keys were timed
+MANY_HEADS = 6  # times the SMs, from which short heads are faster with a program each and an SM's whole memory
+WHOLE_KEYS = 512  # from which heads that are not as many as SMs have a program each (entry 40)
 TIMED_SMS = 132
 PROGRAM_A_HEAD_KEYS = (
     4096  # keys as rows, from which as many programs as heads are faster than two an SM that take several
@@ -50,15 +54,18 @@ def aligned_split(heads: int, blocks: int, programs: int) -> bool:
 
 
 def best_cluster(heads: int, group: int, sq: int, keys: int, head_dim: int, multiprocessors: int) -> int:
-    """Choose the programs of a cluster, 0 for the other kernels: as timed on an H200, with heads of 128.
+    """Choose the programs of a cluster, 0 for the other kernels: as timed on an H200, with heads of 128, and a few of 64.
 
     heads: of keys, of all sequences. Half of the SMs read as fast as all of them, if each has all of its memory for a ring;
     with many query rows, or with two programs a head, they do so only for short caches.
     """
-    parts = CLUSTERS.get(heads, 0)
-    rows = power_of_two(group) * sq
-    blocks = -(-keys // KEYS_BLOCK[TIMED_WIDTH])
-    if multiprocessors != TIMED_SMS or block_width(head_dim) != TIMED_WIDTH or rows > 64 or blocks < parts or not parts:
+    width, rows = block_width(head_dim), power_of_two(group) * sq
+    if multiprocessors != TIMED_SMS or width > TIMED_WIDTH or rows > 64:
+        return 0
+    few = width == 64 and rows <= 8 and keys <= CLUSTER_64_KEYS
+    parts = CLUSTERS.get(heads, 0) if width == TIMED_WIDTH else CLUSTERS_64.get(heads, 0) if few else 0
+    blocks = -(-keys // KEYS_BLOCK[width])
+    if blocks < parts or not parts:
         return 0
     if 2 * heads * parts <= multiprocessors:
         longest = -(-blocks // parts)  # share of a program
@@ -85,6 +92,23 @@ def two_programs(heads: int, group: int, sq: int, seen: int, head_dim: int, plac
     """
     few = power_of_two(group) * sq <= MOST_COLUMNS and block_width(head_dim) <= 128
     return few and seen >= LONG_HEADS and aligned_split(heads, seen, places)
+
+
+def whole_heads(heads: int, group: int, sq: int, keys: int, head_dim: int, bytes_: int, multiprocessors: int) -> int:
+    """Choose how many programs of an SM take a head each where heads are not as many as SMs; 0: other rules decide.
+
+    Nothing is merged, and the GPU puts the programs where there is room: two of them on one SM get twice the bytes of one
+    that is alone, so all end together. heads: of all sequences; bytes_: of keys and values.
+    """
+    width = block_width(head_dim)
+    if multiprocessors != TIMED_SMS or width > TIMED_WIDTH or power_of_two(group) * sq > 8 or keys < WHOLE_KEYS:
+        return 0
+    if aligned_split(heads, 2, multiprocessors):
+        return 0
+    if 0.7 * multiprocessors <= heads < multiprocessors:
+        return 2
+    more = multiprocessors < heads <= 1.5 * multiprocessors and bytes_ <= HINT_BYTES[1]
+    return 0 if not more else 3 if width == TIMED_WIDTH else 2
 
 
 def several_heads(head_dim: int, group: int, sq: int, consumers: int, heads: int, multiprocessors: int) -> bool:
@@ -181,7 +205,8 @@ def arrange(
     if hint is None:
         hint = not (page or window or fp8) and HINT_BYTES[0] <= bytes_ <= HINT_BYTES[1]
     own = programs or aligned is not None or merge or consumers is not None or block_n or choices
-    if cluster is None and plain and not own:
+    chosen = cluster is None and plain and not own
+    if chosen:
         cluster = best_cluster(batch * kv_heads, group, sq, keys, head_dim, multiprocessors)
     if cluster:
         if not plain:
@@ -191,13 +216,23 @@ def arrange(
         tiles = -(-sq // plan.queries)
         heads = batch * kv_heads * tiles
         return Arrangement(plan, plan, heads * plan.cluster, tiles, heads, False, 1, hint)
+    whole = 0
+    if chosen:
+        whole = whole_heads(batch * kv_heads, group, sq, keys, head_dim, bytes_, multiprocessors)
+    if whole:
+        block_n = 64 if whole == 3 else KEYS_BLOCK[block_width(head_dim)] // 2
+        consumers, aligned, programs, choices = 0, True, batch * kv_heads, {"per_sm": whole}
     free = not (lengths or page or fp8 or programs or aligned is False)
     by_rows = consumers if fp8 or consumers is not None else best_consumers(head_dim, group, sq, page)
     several = free and by_rows and several_heads(head_dim, group, sq, by_rows, batch * kv_heads, multiprocessors)
     if not (fp8 or lengths or several) and consumers is None and block_n is None and "per_sm" not in choices:
         half = KEYS_BLOCK[block_width(head_dim)] // 2
         if two_programs(batch * kv_heads, group, sq, seen, head_dim, 2 * multiprocessors):
-            consumers, block_n, choices = 0, half, choices | {"per_sm": 2}
+            short = seen < PROGRAM_A_HEAD_KEYS and batch * kv_heads > MANY_HEADS * multiprocessors
+            if chosen and short and power_of_two(group) <= 8 and sq == 1:
+                consumers, aligned, programs = 0, True, batch * kv_heads
+            else:
+                consumers, block_n, choices = 0, half, choices | {"per_sm": 2}
     if fp8 and consumers is None and bytes_ > TOGETHER_BYTES and head_dim == TIMED_WIDTH:
         consumers = 0 if power_of_two(group) * sq <= FP8_LARGE_COLUMNS else None
     if (
@@ -241,6 +276,18 @@ def arrange(
         programs = programs or shared_programs(heads, multiprocessors)
     programs = programs or even or multiprocessors
     one_head = aligned and heads <= programs
+    if plain and plan.consumers and plan.block_d == TIMED_WIDTH:
+        k_first = one_head and plan.per_sm == 1
+        plan = replace(
+            plan,
+            backward=choices.get("backward", plan.ahead),
+            k_first=choices.get("k_first", k_first),
+            prefill=plan.slots // 2 if choices.get("prefill", not plan.ahead) else 0,
+        )
+    if plan.prefill:
+        # Its blocks exist and lie in one head: of whole heads, or where programs share each evenly.
+        each = heads * blocks // programs if even == programs else 0
+        plan = replace(plan, prefill=plan.prefill if (aligned and blocks > plan.prefill) or each >= plan.prefill else 0)
     if aligned and plan.consumers and plan.block_d == TIMED_WIDTH and not (plan.ahead or fp8):
         by_tma = one_head and (plan.consumers == 2 or plan.per_sm == 2)
         plan = replace(plan, by_tma=choices.get("by_tma", by_tma))

@@ -50,7 +50,7 @@ def load_block(descriptor, cache, cursor, numbers, kv_head, tile, full, pred, EX
     PLAN: gl.constexpr = cache.PLAN
     if EXPECT:
         mbarrier.expect(full, PLAN.block_n * PLAN.block_d * (descriptor.dtype.primitive_bitwidth // 8), pred=pred)
-    key = (cursor.first + cursor.j) * PLAN.block_n
+    key = (cursor.first + cache.block_at(cursor, 0)) * PLAN.block_n
     if cache.CASE.paged:
         PAGES: gl.constexpr = PLAN.block_n // PLAN.box
         row = key % cache.page

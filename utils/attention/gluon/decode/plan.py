@@ -68,6 +68,11 @@ class Plan:
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)
     wide: bool = False  # where query rows are the rows: threads exchange the output, and store 16 bytes at once, not 4
     by_tma: bool = False  # the output of a whole head leaves by TMA, from the place of its queries
+    backward: bool = (
+        False  # query rows as rows, whole heads: keys from the last block to the first, so that masks come first
+    )
+    k_first: bool = False  # query rows as rows: each block of K is asked for before the block of V in front of it
+    prefill: int = 0  # query rows as rows: blocks of K and of V that are asked for before the roles begin
     lean: bool = False  # keys as rows: all expectations come before all copies, and whole heads have no code for parts
 
     @property
@@ -172,6 +177,9 @@ def make_plan(
     ahead: bool = False,
     wide: bool = False,
     by_tma: bool = False,
+    backward: bool = False,
+    k_first: bool = False,
+    prefill: bool = False,
     lean: bool = False,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
@@ -179,7 +187,7 @@ def make_plan(
     The other arguments overrule the choice, for measurements. consumers: 1 or 2 make query rows the rows of the
     products, 64 or 128 a tile (`rows.py`); 0 makes keys the rows. fp8: the cache is in e4m3, which one consumer's kernel
     reads (`quantized.py`), or with 0 consumers `quantized_keys.py`. per_sm: programs of an SM, where keys are the rows.
-    ahead: `rows_ahead.py`.
+    ahead: `rows_ahead.py`. prefill: as many blocks as the rings have room for.
     """
     if fp8:
         if consumers is None:
@@ -194,7 +202,8 @@ def make_plan(
         )
         producers = producers if consumers == 1 else 1
         level = (page is not None and page <= LEVEL_PAGES) if level is None else level
-        return replace(plan, producers=producers, level=level, wide=wide, by_tma=by_tma)
+        plan = replace(plan, producers=producers, level=level, wide=wide, by_tma=by_tma)
+        return replace(plan, backward=backward, k_first=k_first, prefill=plan.slots // 2 if prefill else 0)
     if ahead:
         raise ValueError("ahead is a variant of the kernel with query rows as rows; give consumers=1 or 2 with it.")
     block_d = block_width(head_dim)

@@ -13,16 +13,17 @@ program reads which keys, the parts, and the merge are the same as there.
     queries      tiles of Q (64 rows / 128 rows)                 2 / 2            2 / 1            1 / 1
     producer     one warp: TMA copies of Q, K and V, a box a page where the cache is in pages
     programs     one an SM; two with 64 rows and blocks of 64 keys where there are several heads an SM, a program a head
+    order        K a block ahead of V where a program has one head; the rings are filled before the roles begin (head dim 128)
 
 On an H200, at the thirteen of thirty points that it computes: 1.09 times as fast as the best other library
-(0.98 to 1.27). Each point: assets/results/h200/decode.json, and why: docs/decode-log.md.
+(0.98 to 1.27), before the order of the last row (entry 41). Each point: assets/results/h200/decode.json, and why: docs/decode-log.md.
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from utils.attention.gluon.decode.blocks import clear_keys, load_block, load_queries, page_numbers
 from utils.attention.gluon.decode.heads import (
@@ -63,6 +64,28 @@ def load_query_tile(share, piece, cursor, q_desc):
 
 
 @gluon.jit
+def fill_rings(share, q_desc, k_desc, v_desc):
+    """Before the roles begin: ask for the queries of the first head, and for its first blocks, which the rings have room for.
+
+    All expectations come before all copies, because the compiler puts a barrier between an expectation and its copy.
+    """
+    COUNT: gl.constexpr = share.PLAN.prefill
+    cache = share.results.cache
+    cursor = share.start
+    kv_head = cursor.head // share.results.tiles
+    q, k, v = share.q, share.k, share.v
+    mbarrier.expect(q.full.index(0), q_desc.block_type.nbytes)
+    for i in gl.static_range(COUNT):
+        mbarrier.expect(k.full.index(i), k_desc.block_type.nbytes)
+        mbarrier.expect(v.full.index(i), v_desc.block_type.nbytes)
+    load_queries(q_desc, share.results, cursor.b, cursor.head, q.tiles.index(0), q.full.index(0), True, False)
+    for i in gl.static_range(COUNT):
+        block = cursor.behind(i)
+        load_block(k_desc, cache, block, (), kv_head, k.tiles.index(i), k.full.index(i), True, False)
+        load_block(v_desc, cache, block, (), kv_head, v.tiles.index(i), v.full.index(i), True, False)
+
+
+@gluon.jit
 def producer(share, q_desc, k_desc, v_desc, KEYS: gl.constexpr = 1, VALUES: gl.constexpr = 1):
     """One warp: keep the rings of Q and K (KEYS), and of V (VALUES), full, across heads.
 
@@ -72,19 +95,26 @@ def producer(share, q_desc, k_desc, v_desc, KEYS: gl.constexpr = 1, VALUES: gl.c
     PLAN: gl.constexpr = share.PLAN
     LATE: gl.constexpr = PLAN.slots // 2 - 2  # the block behind which a later head's queries are fetched
     cache = share.results.cache
-    cursor = share.start
+    cursor = share.start.behind(PLAN.prefill)
     count = share.end - share.begin
     piece = gl.to_tensor(0)
     numbers = page_numbers(cache, cursor)
-    if KEYS:
+    if KEYS and PLAN.prefill == 0:
         load_query_tile(share, piece, cursor, q_desc)
-    for i in range(count):
+    for i in range(PLAN.prefill, count):
         if (cursor.j == 0) & (i > 0):
             piece += 1
             if KEYS and PLAN.q_slots == 2:
                 load_query_tile(share, piece, cursor, q_desc)
         kv_head = cursor.head // share.results.tiles
-        if KEYS:
+        if PLAN.k_first:
+            # In the order of need: a consumer hands over the scores of block i + 1 before the product with V(i).
+            if i == PLAN.prefill:
+                load_tile(share.k, i, k_desc, cache, cursor, numbers, kv_head)
+            if i + 1 < count:
+                following = cache.advance(cursor)
+                load_tile(share.k, i + 1, k_desc, cache, following, numbers, following.head // share.results.tiles)
+        elif KEYS:
             load_tile(share.k, i, k_desc, cache, cursor, numbers, kv_head)
         if VALUES:
             load_tile(share.v, i, v_desc, cache, cursor, numbers, kv_head)
@@ -123,14 +153,15 @@ def consumer(all_heads, o_desc, W: gl.constexpr):
             share, k_scale, v_scale = all_heads.scaled(cursor.head // results.tiles)
         share.q.wait_full(piece)  # the first product reads Q
         q = share.q.tiles.index(share.q.slot(piece)).reshape([PLAN.columns, BLOCK_D]).slice(ROW, 64)
-        key = (cursor.first + cursor.j) * BLOCK_N
+        first = cache.block_at(cursor, 0)
+        key = (cursor.first + first) * BLOCK_N
         masked = (key + BLOCK_N > clear) | (key < low)
-        p, state = first_block(share, Block(it, cursor, cursor.j, gl.to_tensor(ROW)), q, masked)
+        p, state = first_block(share, Block(it, cursor, first, gl.to_tensor(ROW)), q, masked)
         o = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
         it += 1
         share.k.wait_full(it, pred=n > 1)  # each step waits for the next one's keys; this is the first one's
         for k in range(1, n):
-            j = cursor.j + k
+            j = cache.block_at(cursor, k)
             key = (cursor.first + j) * BLOCK_N
             masked = (key + BLOCK_N > clear) | (key < low)
             block = Block(it, cursor, j, gl.to_tensor(ROW))
@@ -176,6 +207,9 @@ def attend_rows(results, split, q_desc, k_desc, v_desc, o_desc, program):
     cache = results.cache
     PLAN: gl.constexpr = cache.PLAN
     CONSUMERS: gl.constexpr = PLAN.consumers
+    gl.static_assert(cache.CASE.aligned or not PLAN.backward, "parts of heads are read forwards")
+    gl.static_assert(not (PLAN.k_first and (cache.CASE.paged or PLAN.producers == 2)), "no page numbers so far ahead")
+    gl.static_assert(PLAN.prefill == 0 or not (cache.CASE.paged or cache.CASE.lengths), "lengths and pages come later")
     q = allocate_ring(q_desc, PLAN.q_slots, 1, CONSUMERS)
     k = allocate_ring(k_desc, PLAN.slots // 2, 1, CONSUMERS, PLAN.block_n)
     v = allocate_ring(v_desc, PLAN.slots - PLAN.slots // 2, 1, CONSUMERS, PLAN.block_n)
@@ -185,6 +219,8 @@ def attend_rows(results, split, q_desc, k_desc, v_desc, o_desc, program):
     start = cache.start(split, program)
     end = split.begin(program + 1)
     share = Share(results, begin, end, start, q, k, v, results.c, results.counters_ptr, PLAN, cache.CASE)
+    if PLAN.prefill > 0:
+        fill_rings(share, q_desc, k_desc, v_desc)
     # The first role has four warps and the registers that are left by the others.
     if CONSUMERS == 1 and PLAN.producers == 2:
         gl.warp_specialize(

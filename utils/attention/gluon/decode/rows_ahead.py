@@ -10,6 +10,7 @@ heads only, and their queries have two tiles.
     consumers    warpgroups x 64 query rows                      1 or 2           1 or 2           1
     block        keys                                            128              64 or 128        32 or 64
     output       a tile of 64 query rows for each consumer, in Q's type
+    order        keys from the last block to the first: a causal mask touches a head's first block alone
 
 `arrange` takes it at head dimension 128 for 128 query rows where a program has two or more whole heads: 0.90 to 0.99 of the time of
 `rows.py` on an H200 (docs/decode-log.md, entry 28). With one head a program it is 3% slower.
@@ -23,7 +24,7 @@ from utils.attention.gluon.decode.blocks import clear_keys
 from utils.attention.gluon.decode.heads import Block, Share, clean_tile, inverses, row_sums, store_head_by_tma
 from utils.attention.gluon.decode.kernel import SIZES
 from utils.attention.gluon.decode.merge import Results, in_eights
-from utils.attention.gluon.decode.rows import producer
+from utils.attention.gluon.decode.rows import fill_rings, producer
 from utils.attention.gluon.decode.work import Cache
 from utils.attention.gluon.pipeline import allocate_ring
 from utils.attention.gluon.shared import accumulator
@@ -56,14 +57,15 @@ def consumer_ahead(share, o_desc, o_tiles, W: gl.constexpr):
 
     share.q.wait_full(piece)  # the first product reads Q
     q = queries_of(share, piece, ROW)
-    p, state = first_block(share, Block(it, cursor, cursor.j, row), q, True, False, False)
+    p, state = first_block(share, Block(it, cursor, cache.block_at(cursor, 0), row), q, True, False, False)
     it += 1
     share.k.wait_full(it, pred=it < count)  # each step waits for the next one's keys; this is the first one's
     while it <= count:
         low, clear = clear_keys(cache, cursor)
         q = queries_of(share, piece, ROW)
         o = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
-        for j in range(1, cursor.blocks):
+        for k in range(1, cursor.blocks):
+            j = cache.block_at(cursor, k)
             key = (cursor.first + j) * BLOCK_N
             masked = (key + BLOCK_N > clear) | (key < low)
             o, p, state = step(share, Block(it, cursor, j, row), q, o, p, state, it + 1 < count, masked, True, False)
@@ -85,7 +87,7 @@ def consumer_ahead(share, o_desc, o_tiles, W: gl.constexpr):
             unseen = unseen_halves(64, BLOCK_N, accumulator(BLOCK_N))
         else:
             unseen = (unseen_whole(64, accumulator(BLOCK_N)),)
-        block = Block(it, following, following.j, row)
+        block = Block(it, following, cache.block_at(following, 0), row)
         o, p, state = finish_block(share, block, s, pv, unseen, it + 1 < count, True, True, False, False, True)
         it += 1
         tma.store_wait(0)  # TMA may still be reading the last head's rows from this buffer
@@ -144,6 +146,8 @@ def attention_decode_rows_ahead(
         end = split.begin(program + 1)
         share = Share(results, begin, end, cache.locate(begin), q, k, v, c, counters_ptr, PLAN, CASE)
         loads = (share, q_desc, k_desc, v_desc)
+        if PLAN.prefill > 0:
+            fill_rings(share, q_desc, k_desc, v_desc)
         # The first role has four warps and the registers that are left by the others.
         if CONSUMERS == 1:
             gl.warp_specialize(

@@ -157,6 +157,14 @@ class Cache:
             return self.locate(split.begin(program))
 
     @gluon.jit
+    def block_at(self, cursor, k):
+        """Number in its head of the block that is read k blocks behind the cursor's."""
+        if self.PLAN.backward:
+            return cursor.blocks - 1 - cursor.j - k
+        else:
+            return cursor.j + k
+
+    @gluon.jit
     def advance(self, cursor):
         """The cursor at the next block."""
         j = cursor.j + 1
