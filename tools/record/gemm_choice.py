@@ -236,25 +236,8 @@ def poor_shapes(ratio: float) -> list[dict]:
 
 
 def is_helped(shape: dict) -> bool:
-    """Whether the model expects a cluster's sums in shared memory to be faster than what is chosen now."""
-    times = [
-        min((estimate(shape, config, None) for config in found), default=math.inf)
-        for found in (clusters_of(shape), candidates_of(shape))
-    ]
-    return times[0] < times[1]
-
-
-def clusters_of(shape: dict) -> list:
-    """Return the configurations whose tiles are computed by clusters, in parts."""
-    from utils.kernels import gemm_plan
-
-    m, n, k, late = shape["m"], shape["n"], shape["k"], late_rows(shape)
-    found = gemm_plan.in_clusters(gemm_plan.tiles_for(n, late[1]), m, n, k, SMS)
-    if late[0] == 1 and m % 2 == 0 and n % 8 == 0:
-        rows = gemm_plan.by_parity(found, m, n, SMS)
-        found += [x for x in rows if gemm_plan.parts_of(m, n, x, SMS)[0] <= gemm_plan.clusters_at_once(x.split, SMS)]
-    turned = [replace(config, transposed=True) for config in gemm_plan.tiles_for(m, late[0])]
-    return found + gemm_plan.in_clusters(turned, n, m, k, SMS)
+    """Whether the model expects a cluster's sums in shared memory to be faster than all else."""
+    return first_of(candidates_of(shape), shape, 1)[0].in_cluster
 
 
 def clusters_and_others(shape: dict) -> list:
@@ -264,7 +247,8 @@ def clusters_and_others(shape: dict) -> list:
     """
     from utils.kernels import gemm_plan
 
-    others = candidates_of(shape)
+    found = candidates_of(shape)
+    clusters, others = ([config for config in found if config.in_cluster == wanted] for wanted in (True, False))
     most = gemm_plan.most_parts
     more = [
         replace(config, split=split)
@@ -275,12 +259,7 @@ def clusters_and_others(shape: dict) -> list:
     ]
     spread = [replace(config, spread=True) for config in others + more if config.multicast]
     kept = [config for config in [config_of(shape.get("before", ""))] if config]
-    for count, found in (
-        (6, clusters_of(shape) if shape.get("clusters", True) else []),
-        (4, others),
-        (1, more),
-        (2, spread),
-    ):
+    for count, found in ((6, clusters if shape.get("clusters", True) else []), (4, others), (1, more), (2, spread)):
         kept += first_of(found, shape, count)
     return [*dict.fromkeys(kept)]
 

@@ -46,7 +46,7 @@ same few columns of B at the same time, half as many do.
 idle. So the tiles that do not fill a round may be cut along K into 2 to 16 parts. Each part leaves its sums in global
 memory and counts; the part that counts last adds all of them in their order, so that the same bits come out twice. No
 program waits for another. With `Config.in_cluster` the parts of a tile are a cluster, whose blocks do wait for each other and
-add up their sums in shared memory (`gemm_ptx.py`); that was right on a GPU, is not timed yet, and is off.
+add up their sums in shared memory (`gemm_ptx.py`): that is faster where tiles are few and sums long.
 
 H200 figures of square matrices: assets/results/h200/gemm.json; of random shapes: gemm_shapes.json (docs/gemm-log.md).
 Products of a few microseconds have a kernel of their own, `gemm_short.py`; `gemm_launch.py` starts both. Importing this

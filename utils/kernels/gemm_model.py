@@ -19,32 +19,32 @@ def _ceil(x: int, y: int) -> int:
 class Cost:
     """Constants of a model of the kernels' time, in microseconds; fitted by `tools.record.gemm_choice`."""
 
-    product: float = 0.6588  # of 2**21 multiplications on one SM: 128 x 256 x 64
-    bytes: float = 0.01431  # of a KB of A and B that each SM reads, where all read at once
-    port: float = 0.008798  # of a KB that an SM reads, where few do
-    late: float = 1.387  # how many times a byte of A or B counts whose rows are late and lie along K
-    late_across: float = 1.718  # and where they lie along M or N
-    hot: float = 0.6374  # how many times more a byte counts that many SMs read at once, where few others are read
-    many: float = 79.0  # SMs that are as many as it takes
-    shared: float = 0.4221  # how many times a byte counts for each of two blocks that share it
-    far: float = 0.2772  # of a MB of A and B, which has to come from memory or the L2's other half once
-    wait: float = 0.6656  # from asking for a slot's bytes to reading them; a block waits for `stages` slots at once
-    wait_shared: float = 1.936  # and where two blocks share a tile: a slot waits for both
-    tile: float = 0.06927  # of a tile's start and end
-    store: float = 0.03073  # of a KB of C
-    narrow: float = 0.8299  # how many times more it counts in pieces whose rows have 32 bytes
-    part: float = 0.8488  # of leaving a part's sums and counting
-    add: float = 0.008473  # of a KB of sums that the last part reads
-    turned: float = 4.204  # how many times as long that takes where C's transpose is computed
-    traffic: float = 0.4621  # of a MB of sums that all parts write and read
-    meet: float = 1.2  # of a cluster that adds up its parts' sums
-    gather: float = 0.02  # of a KB of sums that each of its blocks stores, and reads as many
-    launch: float = 2.442
-    waiting: float = 1.299  # of a launch that does not begin while the one before it ends
-    short_launch: float = 1.283  # of the short kernel
-    short_tile: float = 0.1874  # of a block of the short kernel, as many as share an SM at once
-    short_part: float = 0.7659  # of a part there
-    short_add: float = 0.01616  # of a KB of sums that the last part reads there
+    product: float = 0.6673  # of 2**21 multiplications on one SM: 128 x 256 x 64
+    bytes: float = 0.01499  # of a KB of A and B that each SM reads, where all read at once
+    port: float = 0.009228  # of a KB that an SM reads, where few do
+    late: float = 1.343  # how many times a byte of A or B counts whose rows are late and lie along K
+    late_across: float = 1.67  # and where they lie along M or N
+    hot: float = 0.5701  # how many times more a byte counts that many SMs read at once, where few others are read
+    many: float = 78.78  # SMs that are as many as it takes
+    shared: float = 0.4368  # how many times a byte counts for each of two blocks that share it
+    far: float = 0.263  # of a MB of A and B, which has to come from memory or the L2's other half once
+    wait: float = 0.649  # from asking for a slot's bytes to reading them; a block waits for `stages` slots at once
+    wait_shared: float = 1.977  # and where two blocks share a tile: a slot waits for both
+    tile: float = 0.08684  # of a tile's start and end
+    store: float = 0.02821  # of a KB of C
+    narrow: float = 0.9546  # how many times more it counts in pieces whose rows have 32 bytes
+    part: float = 1.188  # of leaving a part's sums and counting
+    add: float = 0.007472  # of a KB of sums that the last part reads
+    turned: float = 4.677  # how many times as long that takes where C's transpose is computed
+    traffic: float = 0.461  # of a MB of sums that all parts write and read
+    meet: float = 0.03351  # of a cluster that adds up its parts' sums
+    gather: float = 0.03542  # of a KB of sums that each of its blocks stores, and reads as many
+    launch: float = 2.488
+    waiting: float = 1.268  # of a launch that does not begin while the one before it ends
+    short_launch: float = 1.269  # of the short kernel
+    short_tile: float = 0.2544  # of a block of the short kernel, as many as share an SM at once
+    short_part: float = 0.6813  # of a part there
+    short_add: float = 0.01593  # of a KB of sums that the last part reads there
 
 
 COST = Cost()

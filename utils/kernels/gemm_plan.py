@@ -292,9 +292,11 @@ def in_shares(configs: Iterable[AnyConfig], m: int, n: int, k: int, sms: int) ->
 def clusters_at_once(blocks: int, sms: int) -> int:
     """Return how many clusters of so many blocks run at once, a block on each SM.
 
-    A cluster lies within one of the GPU's groups of SMs. An H100 or H200 has six groups of 16 SMs and two of 18.
+    A cluster lies within one of the GPU's groups of SMs, which differ in size. On an H200 with 132 SMs one cluster more than
+    this took 1.3 to 1.9 times as long, with 3, 5, 6, 7 and 8 blocks (docs/gemm-log.md, entry 38), as if seven groups had 16
+    SMs and one had 12. Pairs of SMs have no such limit.
     """
-    return sum(count * (size // blocks) for count, size in ((6, 16), (2, 18))) if sms == 132 else sms // blocks
+    return 7 * (16 // blocks) + 12 // blocks if sms == 132 and blocks > 2 else sms // blocks
 
 
 def in_clusters(configs: Iterable[AnyConfig], m: int, n: int, k: int, sms: int) -> list[AnyConfig]:
@@ -337,19 +339,20 @@ def candidates(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0),
 
     Where rows are late (see `gemm_model.estimate`) or few, also with tiles that two blocks share: elsewhere the bytes are not
     the limit, and what was measured was no faster. Where A is late along K, with rows by parity; and where TMA can store C
-    (`by_tma`), with its transpose computed. Clusters for a tile's parts (`in_clusters`) are not among them: they were right on
-    a GPU, and not timed.
+    (`by_tma`), with its transpose computed, and with clusters for a tile's parts.
     """
     share = 1 in late or 2 in late or min(m, n) <= FEW
     tiles = tiles_for(n, late[1])
     found = in_parts([*(with_neighbours(tiles, m, n) if share else tiles), *SHORT_CONFIGS], m, n, k, sms)
+    if by_tma:
+        found += in_clusters(tiles, m, n, k, sms)
     if late[0] == 1 and m % 2 == 0 and n % 8 == 0:
         found += by_parity(found, m, n, sms)
     found = [*at_other_places(found, m, n), *found]
     if by_tma:
         transposed = [replace(config, transposed=True) for config in tiles_for(m, late[0])]
         turned = in_parts(with_neighbours(transposed, n, m) if share else transposed, n, m, k, sms)
-        found += [*at_other_places(turned, n, m), *turned]
+        found += [*at_other_places(turned, n, m), *turned, *in_clusters(transposed, n, m, k, sms)]
     return found
 
 
