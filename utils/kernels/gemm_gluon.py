@@ -282,7 +282,7 @@ def gemm_kernel(
     STAGES: gl.constexpr = CONFIG.stages
     CONSUMERS: gl.constexpr = CONFIG.consumers
     REGISTERS: gl.constexpr = CONFIG.registers
-    READERS: gl.constexpr = CONSUMERS * (2 if CONFIG.on_clusters and CONFIG.multicast != "" else 1)
+    READERS: gl.constexpr = CONSUMERS * (CONFIG.cluster if CONFIG.on_clusters and CONFIG.multicast != "" else 1)
     a_ring = ring(a_desc, STAGES * CONSUMERS, CONFIG.rows, CONFIG.block_k, A_COLUMN_MAJOR)
     b_ring, b2_ring = rings_of_b(b_desc, b2_desc, CONFIG, B_COLUMN_MAJOR)
     c_buffers = shared_tiles(c_desc, CONFIG.buffers * CONSUMERS) if TMA_STORE else a_ring

@@ -26,10 +26,13 @@ class Cost:
     late_across: float = 1.67  # and where they lie along M or N
     hot: float = 0.5701  # how many times more a byte counts that many SMs read at once, where few others are read
     many: float = 78.78  # SMs that are as many as it takes
-    shared: float = 0.4368  # how many times a byte counts for each of two blocks that share it
+    shared: float = (
+        0.4368  # how many times a byte counts for each of two blocks that share it; squared for each of four
+    )
     far: float = 0.263  # of a MB of A and B, which has to come from memory or the L2's other half once
     wait: float = 0.649  # from asking for a slot's bytes to reading them; a block waits for `stages` slots at once
     wait_shared: float = 1.977  # and where two blocks share a tile: a slot waits for both
+    wait_more: float = 1.139  # how many times as long where four do, and again where eight do
     tile: float = 0.08684  # of a tile's start and end
     store: float = 0.02821  # of a KB of C
     narrow: float = 0.9546  # how many times more it counts in pieces whose rows have 32 bytes
@@ -104,7 +107,7 @@ def estimate(
     steps = _ceil(k, config.block_k)
     whole, rest = parts_of(m, n, config, sms)
     # From here on a cluster, with its tiles, counts as one.
-    sms = clusters_at_once(config.split, sms) if config.in_cluster else sms // config.cluster
+    sms = clusters_at_once(config.cluster, sms)
     if config.short:
         blocks = _ceil(whole + rest * config.split, sms)  # of the busiest SM
         together = min(blocks, config.blocks)
@@ -151,11 +154,13 @@ def estimate(
         kb = rows * config.block_k / 512 * factors[kind]
         received += kb
         more = more / 4 if config.spread else more
-        sent += kb * (1 + cost.hot * more) * (cost.shared if operand == config.multicast else 1.0)
+        sent += kb * (1 + cost.hot * more) * cost.shared ** math.log2(config.sharers(operand))
     product = cost.product * config.block_m * config.width_at(n) * config.block_k / 2**21
     active = min(whole + parts, sms) / sms
     bytes_time = max(cost.port * received, cost.bytes * active * sent)
-    wait = cost.wait_shared if config.multicast else cost.wait
+    wait = cost.wait
+    if config.multicast:
+        wait = cost.wait_shared * cost.wait_more ** (math.log2(config.cluster) - 1)
     limits = (together * product, together * bytes_time, wait / config.stages)
     step = sum(limit**6 for limit in limits) ** (1 / 6)
     far = cost.far * 2 * k * (m + n) / 1e6
