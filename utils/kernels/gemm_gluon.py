@@ -38,9 +38,9 @@ row is late (`gemm_work.py`).
 **Few rows.** A tile has 64 rows at least. With `Config.transposed` the kernel computes C^T = B^T A^T, so that few rows of C are
 few columns of the tile, and turns each piece on its way to shared memory (stmatrix).
 
-**Clusters.** With `Config.multicast` two blocks with neighbouring tiles fetch the operand that both need by halves, each for
-both (`gemm_ptx.py`): where the L2's bytes are the limit, those of one operand are halved; and where all blocks read the
-same few columns of B at the same time, half as many do.
+**Clusters.** With `Config.multicast` the blocks of a cluster, two, four or eight, have neighbouring tiles. Those below each
+other fetch their columns of B by pieces, each for all of them, those abreast their rows of A (`gemm_ptx.py`). Where the L2's
+bytes are the limit, the SMs ask it for fewer; and where all blocks read the same few columns of B at the same time, fewer do.
 
 **Parts.** 800 tiles on 132 SMs are 6.06 rounds, done in 7; and a product with few tiles and long sums leaves most SMs
 idle. So the tiles that do not fill a round may be cut along K into 2 to 16 parts. Each part leaves its sums in global

@@ -19,35 +19,35 @@ def _ceil(x: int, y: int) -> int:
 class Cost:
     """Constants of a model of the kernels' time, in microseconds; fitted by `tools.record.gemm_choice`."""
 
-    product: float = 0.6673  # of 2**21 multiplications on one SM: 128 x 256 x 64
-    bytes: float = 0.01499  # of a KB of A and B that each SM reads, where all read at once
-    port: float = 0.009228  # of a KB that an SM reads, where few do
-    late: float = 1.343  # how many times a byte of A or B counts whose rows are late and lie along K
-    late_across: float = 1.67  # and where they lie along M or N
-    hot: float = 0.5701  # how many times more a byte counts that many SMs read at once, where few others are read
-    many: float = 78.78  # SMs that are as many as it takes
+    product: float = 0.6496  # of 2**21 multiplications on one SM: 128 x 256 x 64
+    bytes: float = 0.01544  # of a KB of A and B that each SM reads, where all read at once
+    port: float = 0.008217  # of a KB that an SM reads, where few do
+    late: float = 1.346  # how many times a byte of A or B counts whose rows are late and lie along K
+    late_across: float = 1.581  # and where they lie along M or N
+    hot: float = 0.4911  # how many times more a byte counts that many SMs read at once, where few others are read
+    many: float = 79.08  # SMs that are as many as it takes
     shared: float = (
         0.4368  # how many times a byte counts for each of two blocks that share it; squared for each of four
     )
-    far: float = 0.263  # of a MB of A and B, which has to come from memory or the L2's other half once
-    wait: float = 0.649  # from asking for a slot's bytes to reading them; a block waits for `stages` slots at once
-    wait_shared: float = 1.977  # and where two blocks share a tile: a slot waits for both
-    wait_more: float = 1.139  # how many times as long where four do, and again where eight do
-    tile: float = 0.08684  # of a tile's start and end
-    store: float = 0.02821  # of a KB of C
-    narrow: float = 0.9546  # how many times more it counts in pieces whose rows have 32 bytes
-    part: float = 1.188  # of leaving a part's sums and counting
-    add: float = 0.007472  # of a KB of sums that the last part reads
-    turned: float = 4.677  # how many times as long that takes where C's transpose is computed
-    traffic: float = 0.461  # of a MB of sums that all parts write and read
-    meet: float = 0.03351  # of a cluster that adds up its parts' sums
-    gather: float = 0.03542  # of a KB of sums that each of its blocks stores, and reads as many
-    launch: float = 2.488
-    waiting: float = 1.268  # of a launch that does not begin while the one before it ends
-    short_launch: float = 1.269  # of the short kernel
-    short_tile: float = 0.2544  # of a block of the short kernel, as many as share an SM at once
-    short_part: float = 0.6813  # of a part there
-    short_add: float = 0.01593  # of a KB of sums that the last part reads there
+    far: float = 0.2602  # of a MB of A and B, which has to come from memory or the L2's other half once
+    wait: float = 0.6666  # from asking for a slot's bytes to reading them; a block waits for `stages` slots at once
+    wait_shared: float = 2.044  # and where two blocks share a tile: a slot waits for both
+    wait_more: float = 0.5605  # how many times as long where four do, and again where eight do
+    tile: float = 0.04637  # of a tile's start and end
+    store: float = 0.02876  # of a KB of C
+    narrow: float = 1.013  # how many times more it counts in pieces whose rows have 32 bytes
+    part: float = 1.094  # of leaving a part's sums and counting
+    add: float = 0.007785  # of a KB of sums that the last part reads
+    turned: float = 4.481  # how many times as long that takes where C's transpose is computed
+    traffic: float = 0.4516  # of a MB of sums that all parts write and read
+    meet: float = 0.01246  # of a block of a cluster that adds up its parts' sums
+    gather: float = 0.03303  # of a KB of sums that each of its blocks stores, and reads as many
+    launch: float = 2.527
+    waiting: float = 1.28  # of a launch that does not begin while the one before it ends
+    short_launch: float = 1.342  # of the short kernel
+    short_tile: float = 0.1738  # of a block of the short kernel, as many as share an SM at once
+    short_part: float = 0.6279  # of a part there
+    short_add: float = 0.0163  # of a KB of sums that the last part reads there
 
 
 COST = Cost()
@@ -120,7 +120,7 @@ def estimate(
         all_steps = rounds * (_ceil(steps, config.split) if config.in_cluster else steps)
         time, tile = cost.launch, cost.tile
         if config.in_cluster:
-            time += rounds * (cost.meet + cost.gather * config.block_m * config.block_n / 256)
+            time += rounds * (cost.meet * config.split + cost.gather * config.block_m * config.block_n / 256)
         if rest and config.even:
             rounds += 2  # a share begins in one tile and mostly ends in another
             all_steps += rest * steps / sms

@@ -273,6 +273,7 @@ SPLITS = (1, 2, 3, 4, 6, 8, 16)
 EVEN = 0
 LEAST_SHARE = 4  # steps of an SM
 LARGER = tuple(shape for shape, (down, abreast) in SHAPES.items() if down * abreast > 2)
+AT_ONCE = {3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}  # clusters of so many blocks on an H200 with 132 SMs
 MOST_IN_CLUSTER = 8  # blocks of a cluster that every GPU with clusters can run
 
 
@@ -332,11 +333,10 @@ def in_shares(configs: Iterable[AnyConfig], m: int, n: int, k: int, sms: int) ->
 def clusters_at_once(blocks: int, sms: int) -> int:
     """Return how many clusters of so many blocks run at once, a block on each SM.
 
-    A cluster lies within one of the GPU's groups of SMs, which differ in size. On an H200 with 132 SMs one cluster more than
-    this took 1.3 to 1.9 times as long, with 3, 5, 6, 7 and 8 blocks (docs/gemm-log.md, entry 38), as if seven groups had 16
-    SMs and one had 12. Pairs of SMs have no such limit.
+    A cluster lies within one of the GPU's groups of SMs, which differ in size, so some SMs are left over. The driver says how
+    many there are (`tools.record.clusters_at_once`, on an H200); one cluster more is a second round.
     """
-    return 7 * (16 // blocks) + 12 // blocks if sms == 132 and blocks > 2 else sms // blocks
+    return AT_ONCE.get(blocks, sms // blocks) if sms == 132 else sms // blocks
 
 
 def in_clusters(configs: Iterable[AnyConfig], m: int, n: int, k: int, sms: int) -> list[AnyConfig]:

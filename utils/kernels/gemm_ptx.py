@@ -1,6 +1,6 @@
 """What Triton 3.6 has no word for, written into the PTX of the GEMM's kernels before it is assembled.
 
-**Clusters of two blocks** (`Config.multicast`). Two blocks whose tiles lie below each other read the same columns of B, two
+**Clusters** (`Config.multicast`). Two blocks whose tiles lie below each other read the same columns of B, two
 abreast the same rows of A. As a thread block cluster they start together, and TMA can bring what it reads once to the
 shared memory of both ("multicast"). So each fetches half of the shared tile, and the L2 sends it once:
 
@@ -11,6 +11,9 @@ shared memory of both ("multicast"). So each fetches half of the shared tile, an
     full                 the bytes: those that this block has asked for, and those that the other one sends
     empty                the consumers of both blocks: a half that is sent too early would overwrite what the other block
                          still reads. So consumers count on the barriers of both blocks.
+
+With four or eight blocks, some of them below each other and some abreast, a piece goes to those that read the same tile
+(`sharing_blocks`), and lanes of one warp arrive at the barriers of all blocks, in one instruction.
 
 Triton compiles one block, whose shared copies stand between two marks. `multicast` writes the word into the copies between
 them and adds to each arrival one on the other block's barrier; the launch makes the clusters (`handle.Handle`).
