@@ -5,6 +5,7 @@
     python -m tools.record.gemm_choice measure --l2 warm --longest 24 --out assets/results/h200/gemm_choice_multicast.json
     python -m tools.record.gemm_choice measure --l2 warm --behind 0.97 --out assets/results/h200/gemm_choice_widths.json
     python -m tools.record.gemm_choice measure --l2 warm --poor 0.93 --out assets/results/h200/gemm_choice_clusters.json
+    python -m tools.record.gemm_choice measure --l2 warm --few 0.96 --out assets/results/h200/gemm_choice_few.json
     python -m tools.record.gemm_choice fit --read assets/results/h200/gemm_choice_warm.json
 
 `measure` times, at each shape, the configurations that the present model ranks first and torch.matmul, in turns. The shapes
@@ -12,7 +13,8 @@ are those of `tools.record.gemm_shapes` (kind "test") and others (kind "train");
 recorded table is worst, and every second one is kept for the test; with `--longest` those that take longest and are not
 ahead, and two squares, with as many configurations whose blocks share tiles (`multicast`) as others; with `--behind` those
 of two recorded tables whose ratio is below it, and as many of another seed (kind "test"), with some configurations of each
-kind (`kinds_of`); with `--poor` likewise, with clusters that add up a tile's parts, and with the names of torch's kernels. `fit` does not see the shapes of the test: it prints
+kind (`kinds_of`); with `--poor` likewise, with clusters that add up a tile's parts, and with the names of torch's kernels; with `--few` those of that record with few rows
+or columns, and as many others, with clusters of four and eight blocks that share tiles. `fit` does not see the shapes of the test: it prints
 the constants for `utils.kernels.gemm_model.Cost` and how much slower than the best measured configuration the chosen one is,
 for the shapes it was fitted to and for the others. A configuration is recorded by its name, such as "128x256/4": tile, parts.
 """
@@ -43,6 +45,7 @@ SPLITS_OF_A_TILE = 2  # at most so many of them differ in their parts only
 SMS = 132
 MORE_SPLITS = (5, 7, 12)  # numbers of parts that are tried and are no candidates
 POOR_SEEDS, POOR_HELD_OUT = (2027, 2028), 14
+FEW_SEEDS = (2031, 2032, 2033)
 BEHIND_TABLES = ("gemm_shapes", "gemm_shapes_other")
 BEHIND_SEED, HELD_OUT = 2027, 14
 COLD_US = 1.5  # more of a product whose operands are not in the L2
@@ -114,7 +117,17 @@ def is_long(shape: dict) -> bool:
 
 @functools.cache
 def _configs_by_name() -> dict:
-    from utils.kernels.gemm_plan import CONFIGS, EVEN, MOST_IN_CLUSTER, SHORT_CONFIGS, SPLITS, WIDTHS, as_cluster
+    from utils.kernels.gemm_plan import (
+        CONFIGS,
+        DEEP,
+        EVEN,
+        MOST_IN_CLUSTER,
+        SHAPES,
+        SHORT_CONFIGS,
+        SPLITS,
+        WIDTHS,
+        as_cluster,
+    )
 
     found = [
         replace(
@@ -127,11 +140,11 @@ def _configs_by_name() -> dict:
             join=join,
             spread=spread,
         )
-        for config in (*CONFIGS, *WIDTHS, *SHORT_CONFIGS)
+        for config in (*CONFIGS, *WIDTHS, *DEEP, *SHORT_CONFIGS)
         for split in (*SPLITS, *MORE_SPLITS, EVEN)
         for spread in (False, True)
         for pairs in (False, True)
-        for multicast in ("", "A", "B")
+        for multicast in SHAPES
         for transposed in (False, True)
         for early in (True, False)
         for join in (True, False)
@@ -139,11 +152,12 @@ def _configs_by_name() -> dict:
     ]
     found += [
         as_cluster(replace(config, pairs=pairs, transposed=transposed), split)
-        for config in (*CONFIGS, *WIDTHS)
+        for config in (*CONFIGS, *WIDTHS, *DEEP)
         for split in range(2, MOST_IN_CLUSTER + 1)
         for pairs, transposed in ((False, False), (True, False), (False, True))
     ]
-    return {config.name: config for config in found}
+    # Of configurations with one name, as of a cluster whose sums leave no room for more slots, the first.
+    return {config.name: config for config in reversed(found)}
 
 
 def config_of(name: str):
@@ -173,6 +187,8 @@ def ranked(shape: dict, count: int = RANKED) -> list:
     if shape.get("apart"):
         found = [x for x in first_of(candidates_of(shape), shape, 400) if x.can_join and not x.multicast]
         return [replace(x, join=join) for x in [x for x in found if x.block_n == 192][:2] for join in (True, False)]
+    if "few" in shape:
+        return larger_and_others(shape)
     if "poor" in shape:
         return clusters_and_others(shape)
     if "kind" in shape and "long" not in shape:
@@ -235,26 +251,61 @@ def poor_shapes(ratio: float) -> list[dict]:
     return found
 
 
-def is_helped(shape: dict) -> bool:
-    """Whether the model expects a cluster's sums in shared memory to be faster than what is chosen now."""
-    times = [
-        min((estimate(shape, config, None) for config in found), default=math.inf)
-        for found in (clusters_of(shape), candidates_of(shape))
+def few_shapes(ratio: float) -> list[dict]:
+    """Return the shapes with few rows or columns at which all of `gemm_choice_clusters` is below a ratio, and others.
+
+    The worst stand first, and between them others of another seed, at which the model expects clusters of four or eight blocks
+    to be within a tenth of what is chosen.
+    """
+    from utils.kernels.gemm_plan import FEW, LARGER
+
+    rows = read_record(ROOT / "assets/results/h200/gemm_choice_clusters.json")["rows"]
+    best = [min(row["times"], key=lambda entry: entry[1]) for row in rows]
+    found = sorted((row["torch_us"] / us, i, name) for i, (row, (name, us)) in enumerate(zip(rows, best, strict=True)))
+    sizes = ("m", "n", "k", "a_column_major", "b_column_major")
+    few = [
+        {x: rows[i][x] for x in (*sizes, "kind")} | {"poor": True, "few": True, "before": name}
+        for value, i, name in found
+        if value < ratio and min(rows[i]["m"], rows[i]["n"]) <= FEW
     ]
-    return times[0] < times[1]
+    others: list[dict] = []
+    for shape in (shape for seed in FEW_SEEDS for shape in draw_shapes(seed, 80) if is_long(shape)):
+        if min(shape["m"], shape["n"]) > FEW or len(others) == POOR_HELD_OUT:
+            continue
+        candidates = candidates_of(shape)
+        larger = first_of([x for x in candidates if x.multicast in LARGER], shape, 1)
+        if larger and estimate(shape, larger[0], None) < 1.1 * estimate(shape, first_of(candidates, shape, 1)[0], None):
+            others.append({x: shape[x] for x in sizes} | {"kind": "test", "poor": True, "few": True})
+    mixed: list[dict] = []
+    for i, shape in enumerate(few):
+        mixed += [shape, *(others[i // 2 : i // 2 + 1] if i % 2 else [])]
+    return mixed + others[len(few) // 2 :]
 
 
-def clusters_of(shape: dict) -> list:
-    """Return the configurations whose tiles are computed by clusters, in parts."""
-    from utils.kernels import gemm_plan
+def larger_and_others(shape: dict) -> list:
+    """Return what was best, clusters of four and eight blocks of each form, and other candidates, the first of each."""
+    from utils.kernels.gemm_plan import LARGER
 
-    m, n, k, late = shape["m"], shape["n"], shape["k"], late_rows(shape)
-    found = gemm_plan.in_clusters(gemm_plan.tiles_for(n, late[1]), m, n, k, SMS)
-    if late[0] == 1 and m % 2 == 0 and n % 8 == 0:
-        rows = gemm_plan.by_parity(found, m, n, SMS)
-        found += [x for x in rows if gemm_plan.parts_of(m, n, x, SMS)[0] <= gemm_plan.clusters_at_once(x.split, SMS)]
-    turned = [replace(config, transposed=True) for config in gemm_plan.tiles_for(m, late[0])]
-    return found + gemm_plan.in_clusters(turned, n, m, k, SMS)
+    found = candidates_of(shape)
+    larger = [config for config in found if config.multicast in LARGER and shape.get("clusters", True)]
+    others = [config for config in found if config.multicast not in LARGER]
+
+    def form(config) -> tuple[int, int]:
+        """How many rows and columns of C's own tiles a cluster has."""
+        return (config.abreast, config.down) if config.transposed else (config.down, config.abreast)
+
+    kept = [config for config in [config_of(shape.get("before", ""))] if config]
+    kept += first_of(larger, shape, 2, 1)
+    for each in sorted({form(config) for config in larger}):
+        of_form = [config for config in larger if form(config) == each]
+        kept += first_of(of_form, shape, 1) + first_of([config for config in of_form if config.split == 1], shape, 1)
+    kept += first_of(others, shape, 3) + first_of([config for config in others if config.stages > 8], shape, 1)
+    return [*dict.fromkeys(kept)]
+
+
+def is_helped(shape: dict) -> bool:
+    """Whether the model expects a cluster's sums in shared memory to be faster than all else."""
+    return first_of(candidates_of(shape), shape, 1)[0].in_cluster
 
 
 def clusters_and_others(shape: dict) -> list:
@@ -264,7 +315,8 @@ def clusters_and_others(shape: dict) -> list:
     """
     from utils.kernels import gemm_plan
 
-    others = candidates_of(shape)
+    found = candidates_of(shape)
+    clusters, others = ([config for config in found if config.in_cluster == wanted] for wanted in (True, False))
     most = gemm_plan.most_parts
     more = [
         replace(config, split=split)
@@ -275,12 +327,7 @@ def clusters_and_others(shape: dict) -> list:
     ]
     spread = [replace(config, spread=True) for config in others + more if config.multicast]
     kept = [config for config in [config_of(shape.get("before", ""))] if config]
-    for count, found in (
-        (6, clusters_of(shape) if shape.get("clusters", True) else []),
-        (4, others),
-        (1, more),
-        (2, spread),
-    ):
+    for count, found in ((6, clusters if shape.get("clusters", True) else []), (4, others), (1, more), (2, spread)):
         kept += first_of(found, shape, count)
     return [*dict.fromkeys(kept)]
 
@@ -495,7 +542,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--behind", type=float, help="measure: the shapes of both tables below this ratio, and others")
     parser.add_argument("--poor", type=float, help="measure: the shapes of both tables below this ratio, with clusters")
     parser.add_argument(
-        "--without-clusters", action="store_true", help="with --poor: where clusters of parts do not run"
+        "--few", type=float, help="measure: few rows or columns, below this ratio, with larger clusters"
+    )
+    parser.add_argument(
+        "--without-clusters", action="store_true", help="with --poor and --few: where such clusters do not run"
     )
     parser.add_argument("--longest", type=int, help="measure: this many shapes, the longest of it, with multicast too")
     options = parser.parse_args(arguments)
@@ -511,6 +561,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     if options.poor:
         shapes = [shape | {"clusters": not options.without_clusters} for shape in poor_shapes(options.poor)]
+    elif options.few:
+        shapes = [shape | {"clusters": not options.without_clusters} for shape in few_shapes(options.few)]
     elif options.behind:
         shapes = shapes_behind(options.behind)
     elif options.worst:

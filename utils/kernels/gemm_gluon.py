@@ -38,15 +38,15 @@ row is late (`gemm_work.py`).
 **Few rows.** A tile has 64 rows at least. With `Config.transposed` the kernel computes C^T = B^T A^T, so that few rows of C are
 few columns of the tile, and turns each piece on its way to shared memory (stmatrix).
 
-**Clusters.** With `Config.multicast` two blocks with neighbouring tiles fetch the operand that both need by halves, each for
-both (`gemm_ptx.py`): where the L2's bytes are the limit, those of one operand are halved; and where all blocks read the
-same few columns of B at the same time, half as many do.
+**Clusters.** With `Config.multicast` the blocks of a cluster, two, four or eight, have neighbouring tiles. Those below each
+other fetch their columns of B by pieces, each for all of them, those abreast their rows of A (`gemm_ptx.py`). Where the L2's
+bytes are the limit, the SMs ask it for fewer; and where all blocks read the same few columns of B at the same time, fewer do.
 
 **Parts.** 800 tiles on 132 SMs are 6.06 rounds, done in 7; and a product with few tiles and long sums leaves most SMs
 idle. So the tiles that do not fill a round may be cut along K into 2 to 16 parts. Each part leaves its sums in global
 memory and counts; the part that counts last adds all of them in their order, so that the same bits come out twice. No
 program waits for another. With `Config.in_cluster` the parts of a tile are a cluster, whose blocks do wait for each other and
-add up their sums in shared memory (`gemm_ptx.py`); that was right on a GPU, is not timed yet, and is off.
+add up their sums in shared memory (`gemm_ptx.py`): that is faster where tiles are few and sums long.
 
 H200 figures of square matrices: assets/results/h200/gemm.json; of random shapes: gemm_shapes.json (docs/gemm-log.md).
 Products of a few microseconds have a kernel of their own, `gemm_short.py`; `gemm_launch.py` starts both. Importing this
@@ -282,7 +282,7 @@ def gemm_kernel(
     STAGES: gl.constexpr = CONFIG.stages
     CONSUMERS: gl.constexpr = CONFIG.consumers
     REGISTERS: gl.constexpr = CONFIG.registers
-    READERS: gl.constexpr = CONSUMERS * (2 if CONFIG.on_clusters and CONFIG.multicast != "" else 1)
+    READERS: gl.constexpr = CONSUMERS * (CONFIG.cluster if CONFIG.on_clusters and CONFIG.multicast != "" else 1)
     a_ring = ring(a_desc, STAGES * CONSUMERS, CONFIG.rows, CONFIG.block_k, A_COLUMN_MAJOR)
     b_ring, b2_ring = rings_of_b(b_desc, b2_desc, CONFIG, B_COLUMN_MAJOR)
     c_buffers = shared_tiles(c_desc, CONFIG.buffers * CONSUMERS) if TMA_STORE else a_ring

@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from utils.kernels.gemm_gluon import gemm_kernel
 from utils.kernels.gemm_model import choose
-from utils.kernels.gemm_plan import CONFIGS, Config, items_of, partial_tiles, parts_of
+from utils.kernels.gemm_plan import CONFIGS, Config, clusters_at_once, items_of, partial_tiles, parts_of
 from utils.kernels.gemm_ptx import adapted, start
 from utils.kernels.gemm_short import short_kernel
 from utils.kernels.handle import Handle
@@ -119,7 +119,7 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
             kernel, blocks = short_kernel, items
             tensors, sizes = (a_desc, b_desc, c_desc, c, sums, counters), (m, n, k)
         else:  # a block an SM, or an item where there are fewer; both blocks of a cluster work on the same items
-            clusters = items if config.in_cluster else min(sms // config.cluster, items)
+            clusters = items if config.in_cluster else min(clusters_at_once(config.cluster, sms), items)
             kernel, blocks = gemm_kernel, config.cluster * clusters
             b2_desc = operand("B", b, [config.block_k, second], config)[0] if second else b_desc
             tensors, sizes = (a_desc, b_desc, b2_desc, c_desc, c, sums, counters), (m, n, k, whole)

@@ -19,32 +19,35 @@ def _ceil(x: int, y: int) -> int:
 class Cost:
     """Constants of a model of the kernels' time, in microseconds; fitted by `tools.record.gemm_choice`."""
 
-    product: float = 0.6588  # of 2**21 multiplications on one SM: 128 x 256 x 64
-    bytes: float = 0.01431  # of a KB of A and B that each SM reads, where all read at once
-    port: float = 0.008798  # of a KB that an SM reads, where few do
-    late: float = 1.387  # how many times a byte of A or B counts whose rows are late and lie along K
-    late_across: float = 1.718  # and where they lie along M or N
-    hot: float = 0.6374  # how many times more a byte counts that many SMs read at once, where few others are read
-    many: float = 79.0  # SMs that are as many as it takes
-    shared: float = 0.4221  # how many times a byte counts for each of two blocks that share it
-    far: float = 0.2772  # of a MB of A and B, which has to come from memory or the L2's other half once
-    wait: float = 0.6656  # from asking for a slot's bytes to reading them; a block waits for `stages` slots at once
-    wait_shared: float = 1.936  # and where two blocks share a tile: a slot waits for both
-    tile: float = 0.06927  # of a tile's start and end
-    store: float = 0.03073  # of a KB of C
-    narrow: float = 0.8299  # how many times more it counts in pieces whose rows have 32 bytes
-    part: float = 0.8488  # of leaving a part's sums and counting
-    add: float = 0.008473  # of a KB of sums that the last part reads
-    turned: float = 4.204  # how many times as long that takes where C's transpose is computed
-    traffic: float = 0.4621  # of a MB of sums that all parts write and read
-    meet: float = 1.2  # of a cluster that adds up its parts' sums
-    gather: float = 0.02  # of a KB of sums that each of its blocks stores, and reads as many
-    launch: float = 2.442
-    waiting: float = 1.299  # of a launch that does not begin while the one before it ends
-    short_launch: float = 1.283  # of the short kernel
-    short_tile: float = 0.1874  # of a block of the short kernel, as many as share an SM at once
-    short_part: float = 0.7659  # of a part there
-    short_add: float = 0.01616  # of a KB of sums that the last part reads there
+    product: float = 0.6496  # of 2**21 multiplications on one SM: 128 x 256 x 64
+    bytes: float = 0.01544  # of a KB of A and B that each SM reads, where all read at once
+    port: float = 0.008217  # of a KB that an SM reads, where few do
+    late: float = 1.346  # how many times a byte of A or B counts whose rows are late and lie along K
+    late_across: float = 1.581  # and where they lie along M or N
+    hot: float = 0.4911  # how many times more a byte counts that many SMs read at once, where few others are read
+    many: float = 79.08  # SMs that are as many as it takes
+    shared: float = (
+        0.4368  # how many times a byte counts for each of two blocks that share it; squared for each of four
+    )
+    far: float = 0.2602  # of a MB of A and B, which has to come from memory or the L2's other half once
+    wait: float = 0.6666  # from asking for a slot's bytes to reading them; a block waits for `stages` slots at once
+    wait_shared: float = 2.044  # and where two blocks share a tile: a slot waits for both
+    wait_more: float = 0.5605  # how many times as long where four do, and again where eight do
+    tile: float = 0.04637  # of a tile's start and end
+    store: float = 0.02876  # of a KB of C
+    narrow: float = 1.013  # how many times more it counts in pieces whose rows have 32 bytes
+    part: float = 1.094  # of leaving a part's sums and counting
+    add: float = 0.007785  # of a KB of sums that the last part reads
+    turned: float = 4.481  # how many times as long that takes where C's transpose is computed
+    traffic: float = 0.4516  # of a MB of sums that all parts write and read
+    meet: float = 0.01246  # of a block of a cluster that adds up its parts' sums
+    gather: float = 0.03303  # of a KB of sums that each of its blocks stores, and reads as many
+    launch: float = 2.527
+    waiting: float = 1.28  # of a launch that does not begin while the one before it ends
+    short_launch: float = 1.342  # of the short kernel
+    short_tile: float = 0.1738  # of a block of the short kernel, as many as share an SM at once
+    short_part: float = 0.6279  # of a part there
+    short_add: float = 0.0163  # of a KB of sums that the last part reads there
 
 
 COST = Cost()
@@ -104,7 +107,7 @@ def estimate(
     steps = _ceil(k, config.block_k)
     whole, rest = parts_of(m, n, config, sms)
     # From here on a cluster, with its tiles, counts as one.
-    sms = clusters_at_once(config.split, sms) if config.in_cluster else sms // config.cluster
+    sms = clusters_at_once(config.cluster, sms)
     if config.short:
         blocks = _ceil(whole + rest * config.split, sms)  # of the busiest SM
         together = min(blocks, config.blocks)
@@ -117,7 +120,7 @@ def estimate(
         all_steps = rounds * (_ceil(steps, config.split) if config.in_cluster else steps)
         time, tile = cost.launch, cost.tile
         if config.in_cluster:
-            time += rounds * (cost.meet + cost.gather * config.block_m * config.block_n / 256)
+            time += rounds * (cost.meet * config.split + cost.gather * config.block_m * config.block_n / 256)
         if rest and config.even:
             rounds += 2  # a share begins in one tile and mostly ends in another
             all_steps += rest * steps / sms
@@ -151,11 +154,13 @@ def estimate(
         kb = rows * config.block_k / 512 * factors[kind]
         received += kb
         more = more / 4 if config.spread else more
-        sent += kb * (1 + cost.hot * more) * (cost.shared if operand == config.multicast else 1.0)
+        sent += kb * (1 + cost.hot * more) * cost.shared ** math.log2(config.sharers(operand))
     product = cost.product * config.block_m * config.width_at(n) * config.block_k / 2**21
     active = min(whole + parts, sms) / sms
     bytes_time = max(cost.port * received, cost.bytes * active * sent)
-    wait = cost.wait_shared if config.multicast else cost.wait
+    wait = cost.wait
+    if config.multicast:
+        wait = cost.wait_shared * cost.wait_more ** (math.log2(config.cluster) - 1)
     limits = (together * product, together * bytes_time, wait / config.stages)
     step = sum(limit**6 for limit in limits) ** (1 / 6)
     far = cost.far * 2 * k * (m + n) / 1e6

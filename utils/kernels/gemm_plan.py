@@ -36,7 +36,9 @@ class Config:
     short: bool = False  # the kernel of `gemm_short`: a block a tile, several blocks on an SM
     pairs: bool = False  # a tile has rows of one parity, see `gemm_gluon`: for late rows of a row-major A
     in_cluster: bool = False  # the parts of a tile are a cluster's blocks, which add up their sums in shared memory
-    multicast: str = ""  # "A" or "B": two blocks, a cluster, share it, and each loads half of it for both
+    multicast: str = (
+        ""  # one of SHAPES: blocks of a cluster share what they read alike, and each loads a piece of it for all
+    )
     early: bool = True  # the launch begins while the one before it in the stream ends
     prefetch: bool = True  # with early: the TMA descriptors are fetched before the wait for the launch before
     lean: bool = True  # without barriers of all warps that Triton puts in and that protect nothing (`gemm_ptx`)
@@ -73,8 +75,18 @@ class Config:
 
     @property
     def cluster(self) -> int:
-        """Blocks of a cluster: of two neighbouring tiles (below each other they share B, abreast A), or of one tile's parts."""
-        return self.split if self.in_cluster else 2 if self.multicast else 1
+        """Blocks of a cluster: of neighbouring tiles (below each other they share B, abreast A), or of one tile's parts."""
+        return self.split if self.in_cluster else self.down * self.abreast
+
+    @property
+    def down(self) -> int:
+        """Blocks of a cluster with tiles below each other, which share B."""
+        return SHAPES[self.multicast][0]
+
+    @property
+    def abreast(self) -> int:
+        """Blocks of a cluster with tiles abreast, which share A."""
+        return SHAPES[self.multicast][1]
 
     @property
     def on_clusters(self) -> bool:
@@ -89,18 +101,22 @@ class Config:
     @property
     def cluster_tile(self) -> tuple[int, int]:
         """Rows and columns of C that a cluster computes at a time."""
-        return self.block_m * (2 if self.multicast == "B" else 1), self.block_n * (2 if self.multicast == "A" else 1)
+        return self.block_m * self.down, self.block_n * self.abreast
+
+    def sharers(self, operand: str) -> int:
+        """Return how many blocks read the same tile of an operand, "A" or "B", each of them a piece of it for all; "C" is one's own."""
+        return {"A": self.abreast, "B": self.down}.get(operand, 1)
 
     def box(self, operand: str, rows: int, columns: int, transposed: bool = False) -> list[int]:
-        """Box that one TMA copy of an operand brings: rows and columns of a matrix, or half of them, as they lie in memory.
+        """Box that one TMA copy of an operand brings: rows and columns of a matrix, or a piece of them, as they lie in memory.
 
-        In shared memory rows of at most 128 bytes follow each other, so the halves of a tile are halves of its rows.
-        Longer rows lie there as blocks of 128 bytes side by side, and the halves are halves of its columns.
+        In shared memory rows of at most 128 bytes follow each other, so the pieces of a tile are pieces of its rows.
+        Longer rows lie there as blocks of 128 bytes side by side, so the pieces are such blocks, or pieces of their rows.
         """
         box = [columns, rows] if transposed else [rows, columns]
-        if operand != self.multicast:
-            return box
-        return [box[0], box[1] // 2] if box[1] * self.element_bytes > 128 else [box[0] // 2, box[1]]
+        pieces = self.sharers(operand)
+        abreast = min(pieces, max(1, box[1] * self.element_bytes // 128))
+        return [box[0] * abreast // pieces, box[1] // abreast]
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -191,13 +207,15 @@ class Config:
     def name(self) -> str:
         """Name in the records, such as "128x256/4": tile and parts."""
         kind, rows = "short " if self.short else "", " pairs" if self.pairs else ""
-        both = f" both {self.multicast}" if self.multicast else ""
+        both = f" both {self.multicast}" if self.multicast in ("A", "B") else f" {self.multicast}" * (self.cluster > 1)
+        both = "" if self.in_cluster else both
         turned = "T " if self.transposed else ""
         turned += "spread " if self.spread else ""
         apart = " apart" if self.can_join and not self.join else ""
         waiting = "" if self.early else " waiting"
         parts = "even" if self.even else f"{self.split} cluster" if self.in_cluster else self.split
-        return f"{turned}{kind}{self.block_m}x{self.block_n}/{parts}{rows}{both}{apart}{waiting}"
+        slots = f" {self.stages} slots" if self.stages > 8 else ""
+        return f"{turned}{kind}{self.block_m}x{self.block_n}/{parts}{rows}{both}{slots}{apart}{waiting}"
 
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
@@ -233,6 +251,12 @@ WIDTHS = (
     Config(256, 144, stages=4, pieces=8, buffers=3),
     Config(256, 160, stages=4, pieces=8),
 )
+# As many slots as there is memory for: where few bytes of a step are on their way, a step waits for them.
+DEEP = (
+    Config(64, 64, consumers=1, stages=13, pieces=2),
+    Config(64, 80, consumers=1, stages=11, buffers=5),
+    Config(64, 96, consumers=1, stages=11),
+)
 SHORT_CONFIGS = (
     Config(64, 32, consumers=1, pieces=1, stages=4, short=True),
     Config(64, 64, consumers=1, pieces=1, stages=4, short=True),
@@ -240,9 +264,16 @@ SHORT_CONFIGS = (
     Config(128, 64, consumers=1, pieces=1, stages=4, short=True),
     Config(128, 128, consumers=1, pieces=1, stages=3, short=True),
 )
+# Clusters whose blocks share operands: how many tiles below each other, which share B, and abreast, which share A.
+SHAPES = {
+    **{"": (1, 1), "B": (2, 1), "A": (1, 2)},
+    **{"4x1": (4, 1), "1x4": (1, 4), "2x2": (2, 2), "4x2": (4, 2), "2x4": (2, 4)},
+}
 SPLITS = (1, 2, 3, 4, 6, 8, 16)
 EVEN = 0
 LEAST_SHARE = 4  # steps of an SM
+LARGER = tuple(shape for shape, (down, abreast) in SHAPES.items() if down * abreast > 2)
+AT_ONCE = {3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}  # clusters of so many blocks on an H200 with 132 SMs
 MOST_IN_CLUSTER = 8  # blocks of a cluster that every GPU with clusters can run
 
 
@@ -263,7 +294,13 @@ def parts_of(m: int, n: int, config: Config, sms: int) -> tuple[int, int]:
     """
     rows, columns = config.cluster_tile
     tiles = (2 * _ceil(m // 2, rows) if config.pairs else _ceil(m, rows)) * _ceil(n, columns)
-    rest = 0 if config.split == 1 or config.in_cluster else tiles if config.short else tiles % (sms // config.cluster)
+    rest = (
+        0
+        if config.split == 1 or config.in_cluster
+        else tiles
+        if config.short
+        else tiles % clusters_at_once(config.cluster, sms)
+    )
     return tiles - rest, rest
 
 
@@ -286,15 +323,20 @@ def in_shares(configs: Iterable[AnyConfig], m: int, n: int, k: int, sms: int) ->
     """
     found = [replace(x, split=EVEN) for x in configs if not x.short and x.rows * x.block_n <= 18432]
     found = [x for x in found if x.consumers < 3 or x.block_n < 192]
-    return [x for x in found if parts_of(m, n, x, sms)[1] * _ceil(k, x.block_k) >= LEAST_SHARE * (sms // x.cluster)]
+    return [
+        x
+        for x in found
+        if parts_of(m, n, x, sms)[1] * _ceil(k, x.block_k) >= LEAST_SHARE * clusters_at_once(x.cluster, sms)
+    ]
 
 
 def clusters_at_once(blocks: int, sms: int) -> int:
     """Return how many clusters of so many blocks run at once, a block on each SM.
 
-    A cluster lies within one of the GPU's groups of SMs. An H100 or H200 has six groups of 16 SMs and two of 18.
+    A cluster lies within one of the GPU's groups of SMs, which differ in size, so some SMs are left over. The driver says how
+    many there are (`tools.record.clusters_at_once`, on an H200); one cluster more is a second round.
     """
-    return sum(count * (size // blocks) for count, size in ((6, 16), (2, 18))) if sms == 132 else sms // blocks
+    return AT_ONCE.get(blocks, sms // blocks) if sms == 132 else sms // blocks
 
 
 def in_clusters(configs: Iterable[AnyConfig], m: int, n: int, k: int, sms: int) -> list[AnyConfig]:
@@ -323,13 +365,15 @@ def as_cluster(config: AnyConfig, split: int) -> AnyConfig:
 def items_of(m: int, n: int, config: Config, sms: int) -> int:
     """Return how many items of work there are: whole tiles, and parts of the others, or two for each SM's share."""
     whole, rest = parts_of(m, n, config, sms)
-    return whole + (2 * (sms // config.cluster) * (rest > 0) if config.even else rest * config.split)
+    return whole + (2 * clusters_at_once(config.cluster, sms) * (rest > 0) if config.even else rest * config.split)
 
 
 def partial_tiles(m: int, n: int, config: Config, sms: int) -> int:
     """Return how many sums of a tile may be left in global memory."""
     rest = parts_of(m, n, config, sms)[1]
-    return config.cluster * (2 * (sms // config.cluster) * (rest > 0) if config.even else rest * config.split)
+    return config.cluster * (
+        2 * clusters_at_once(config.cluster, sms) * (rest > 0) if config.even else rest * config.split
+    )
 
 
 def candidates(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0), by_tma: bool = True) -> list[Config]:
@@ -337,19 +381,26 @@ def candidates(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0),
 
     Where rows are late (see `gemm_model.estimate`) or few, also with tiles that two blocks share: elsewhere the bytes are not
     the limit, and what was measured was no faster. Where A is late along K, with rows by parity; and where TMA can store C
-    (`by_tma`), with its transpose computed. Clusters for a tile's parts (`in_clusters`) are not among them: they were right on
-    a GPU, and not timed.
+    (`by_tma`), with its transpose computed, and with clusters for a tile's parts.
     """
-    share = 1 in late or 2 in late or min(m, n) <= FEW
+    few = min(m, n) <= FEW
+    share = 1 in late or 2 in late or few
     tiles = tiles_for(n, late[1])
-    found = in_parts([*(with_neighbours(tiles, m, n) if share else tiles), *SHORT_CONFIGS], m, n, k, sms)
+    neighbours = with_neighbours(tiles, m, n) if share else tiles
+    found = in_parts([*neighbours, *SHORT_CONFIGS], m, n, k, sms)
+    if few:
+        found += in_parts(with_larger_clusters(tiles, m, n, sms), m, n, k, sms)
+    if by_tma:
+        found += in_clusters(tiles, m, n, k, sms)
     if late[0] == 1 and m % 2 == 0 and n % 8 == 0:
         found += by_parity(found, m, n, sms)
     found = [*at_other_places(found, m, n), *found]
     if by_tma:
         transposed = [replace(config, transposed=True) for config in tiles_for(m, late[0])]
         turned = in_parts(with_neighbours(transposed, n, m) if share else transposed, n, m, k, sms)
-        found += [*at_other_places(turned, n, m), *turned]
+        if few:
+            turned += in_parts(with_larger_clusters(transposed, n, m, sms), n, m, k, sms)
+        found += [*at_other_places(turned, n, m), *turned, *in_clusters(transposed, n, m, k, sms)]
     return found
 
 
@@ -359,12 +410,12 @@ def tiles_for(n: int, late: int) -> list[Config]:
     Where B's neighbours in memory are columns (`late` is 2 or 3), two parts of 64 columns and fewer would stay two products.
     """
     widths = [config for config in WIDTHS if n > config.columns[0] and (late < 2 or config.columns[0] > 64)]
-    return [*CONFIGS, *widths]
+    return [*CONFIGS, *widths, *(config for config in DEEP if n > config.columns[0] or config.columns[1] == 0)]
 
 
 def by_parity(configs: Iterable[AnyConfig], m: int, n: int, sms: int) -> list[AnyConfig]:
     """Return configurations with rows by parity, where there are neighbours and parts for them too."""
-    found = [replace(x, pairs=True) for x in configs if x.multicast != "B" or m // 2 > x.block_m]
+    found = [replace(x, pairs=True) for x in configs if 2 * _ceil(m // 2, x.block_m) >= 2 * x.down]
     found = [x for x in found if not x.in_cluster or parts_of(m, n, x, sms)[0] <= clusters_at_once(x.split, sms)]
     return [x for x in found if x.split == 1 or x.in_cluster or parts_of(m, n, x, sms)[1]]
 
@@ -385,3 +436,14 @@ def with_neighbours(configs: Iterable[AnyConfig], m: int, n: int) -> list[AnyCon
     found = [*configs]
     shared = [replace(config, multicast="B") for config in found if m > config.block_m]
     return found + shared + [replace(config, multicast="A") for config in found if n > config.block_n]
+
+
+def with_larger_clusters(configs: Iterable[AnyConfig], m: int, n: int, sms: int) -> list[AnyConfig]:
+    """Return configurations in clusters of four and eight blocks, where there are tiles for all of them.
+
+    A piece of a tile has eight rows at least, as they are swizzled: of 16 columns four blocks cannot share.
+    """
+    found = [replace(config, multicast=shape) for config in configs for shape in LARGER]
+    found = [x for x in found if x.cluster <= sms]
+    found = [x for x in found if _ceil(m, x.block_m) >= x.down and _ceil(n, x.block_n) >= x.abreast]
+    return [x for x in found if x.columns[1] != 16 or x.down < 4]

@@ -1,6 +1,6 @@
 """What Triton 3.6 has no word for, written into the PTX of the GEMM's kernels before it is assembled.
 
-**Clusters of two blocks** (`Config.multicast`). Two blocks whose tiles lie below each other read the same columns of B, two
+**Clusters** (`Config.multicast`). Two blocks whose tiles lie below each other read the same columns of B, two
 abreast the same rows of A. As a thread block cluster they start together, and TMA can bring what it reads once to the
 shared memory of both ("multicast"). So each fetches half of the shared tile, and the L2 sends it once:
 
@@ -11,6 +11,9 @@ shared memory of both ("multicast"). So each fetches half of the shared tile, an
     full                 the bytes: those that this block has asked for, and those that the other one sends
     empty                the consumers of both blocks: a half that is sent too early would overwrite what the other block
                          still reads. So consumers count on the barriers of both blocks.
+
+With four or eight blocks, some of them below each other and some abreast, a piece goes to those that read the same tile
+(`sharing_blocks`), and lanes of one warp arrive at the barriers of all blocks, in one instruction.
 
 Triton compiles one block, whose shared copies stand between two marks. `multicast` writes the word into the copies between
 them and adds to each arrival one on the other block's barrier; the launch makes the clusters (`handle.Handle`).
@@ -28,6 +31,7 @@ loads behind it read, and `read_other_blocks` turns the addresses into those of 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -41,9 +45,8 @@ from utils.kernels.assembling import reassembled
 from utils.kernels.gemm_plan import Config
 from utils.kernels.handle import Handle
 
-SHARED = "for both blocks"
+SHARED = "for all blocks that share"
 OWN = "for this block"
-MARK_SHARED = gl.constexpr(f"mov.u32 $0, 0; // {SHARED}")
 MARK_OWN = gl.constexpr(f"mov.u32 $0, 0; // {OWN}")
 SHOW = gl.constexpr("fence.mbarrier_init.release.cluster; mov.u32 $0, 0;")
 JOIN = gl.constexpr("barrier.cluster.arrive.relaxed; barrier.cluster.wait.acquire; mov.u32 $0, 0;")
@@ -64,10 +67,17 @@ def rank(CLUSTER: gl.constexpr = 2):
     return gl.program_id(0) % CLUSTER
 
 
+@gluon.constexpr_function
+def mark_of_operand(operand):
+    """Return the assembly that marks the copies that follow: they go to all blocks that share an operand."""
+    return f"mov.u32 $0, 0; // {SHARED} {operand}"
+
+
 @gluon.jit
-def for_both_blocks():
-    """Mark the copies that follow: they go to both blocks of the cluster."""
-    gl.inline_asm_elementwise(MARK_SHARED, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def for_sharing_blocks(OPERAND: gl.constexpr):
+    """Mark the copies that follow: they go to all blocks of the cluster that read the same tile of an operand, "A" or "B"."""
+    mark: gl.constexpr = mark_of_operand(OPERAND)
+    gl.inline_asm_elementwise(mark, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -148,20 +158,38 @@ def read_other_blocks(ptx: str) -> tuple[str, list[int]]:
     return "\n".join(lines) + "\n", counts
 
 
-def multicast(ptx: str) -> tuple[str, int, int]:
-    """Make the marked copies go to both blocks, and arrivals count in both; return the PTX and how many of each."""
-    lines, shared, copies = [], False, 0
+def multicast(ptx: str, config: Config) -> tuple[str, int, int]:
+    """Make the marked copies go to all blocks that share, and arrivals count in the cluster; return the PTX and how many of each."""
+    lines, operand, copies = [], "", 0
     for line in ptx.splitlines():
         if "// " + SHARED in line or "// " + OWN in line:
-            shared = SHARED in line
-        if shared:
-            # Place and barrier are this block's: those of the other are as far from the beginning of its memory.
-            line, found = _COPY.subn(r"\1cluster\2.multicast::cluster\3, both;", line)
+            operand = line.rsplit(maxsplit=1)[1] if "// " + SHARED in line else ""
+        if operand:
+            # Place and barrier are this block's: those of the others are as far from the beginning of their memory.
+            line, found = _COPY.subn(r"\1cluster\2.multicast::cluster\3, all;", line)
             if found:
-                line = f"{{ .reg .b16 both; mov.b16 both, 3; {line.strip()} }}"
+                line = f"{{ {sharing_blocks(config, operand)} {line.strip()} }}"
             copies += found
         lines.append(line)
-    return *_ARRIVAL.subn(_arrive_in_both, "\n".join(lines) + "\n"), copies
+    arrive = _arrive_in_both if config.cluster == 2 else functools.partial(_arrive_in_all, blocks=config.cluster)
+    return *_ARRIVAL.subn(arrive, "\n".join(lines) + "\n"), copies
+
+
+def sharing_blocks(config: Config, operand: str) -> str:
+    """Return the assembly that puts into `all` a bit for each block that reads the same tile of an operand as this one.
+
+    Blocks of a cluster are numbered down, then to the right: below each other they share B, abreast A.
+    """
+    down, abreast = config.down, config.abreast
+    bits, others = ((1 << down) - 1, abreast) if operand == "B" else (sum(1 << down * i for i in range(abreast)), down)
+    if others == 1:  # all blocks of the cluster
+        return f".reg .b16 all; mov.b16 all, {bits};"
+    # Powers of two: the first block of this one's column, or this one's place in it.
+    of_block = f"and.b32 first, first, {config.cluster - down if operand == 'B' else down - 1};"
+    return (
+        f".reg .b16 all; .reg .b32 first, bits; mov.u32 first, %cluster_ctarank; {of_block} "
+        f"mov.b32 bits, {bits}; shl.b32 bits, bits, first; cvt.u16.u32 all, bits;"
+    )
 
 
 def _arrive_in_both(found: re.Match) -> str:
@@ -172,6 +200,19 @@ def _arrive_in_both(found: re.Match) -> str:
         f"{found[0]} {{ .reg .b32 other, there; mov.u32 other, %cluster_ctarank; xor.b32 other, other, 1; "
         f"mapa.shared::cluster.u32 there, {barrier}, other; "
         f"{condition}mbarrier.arrive.shared::cluster.b64 _, [there]; }}"
+    )
+
+
+def _arrive_in_all(found: re.Match, blocks: int) -> str:
+    # One thread of the four warps would arrive. Its warp does so instead, each lane at a block of its own, in one instruction.
+    condition, barrier = found[1], found[2]
+    if condition is None or condition.startswith("@!"):
+        raise ValueError(f"An arrival of one thread has a condition that says which: {found[0]}")
+    return (
+        f"{{ .reg .b32 lane, there; .reg .pred arrives; vote.sync.any.pred arrives, {condition.strip()[1:]}, -1; "
+        f"mov.u32 lane, %laneid; setp.lt.and.u32 arrives, lane, {blocks}, arrives; "
+        f"mapa.shared::cluster.u32 there, {barrier}, lane; "
+        f"@arrives mbarrier.arrive.shared::cluster.b64 _, [there]; }}"
     )
 
 
@@ -293,7 +334,7 @@ def adapted(compiled: Any, config: Config) -> Any:
             if not loads or not all(loads) or len(loads) % config.split:
                 raise ValueError(f"{compiled.name} reads other blocks' sums by {loads} loads, in {config.split} parts.")
         elif config.on_clusters:
-            ptx, arrivals, copies = multicast(ptx)
+            ptx, arrivals, copies = multicast(ptx, config)
             if not arrivals or not copies:
                 raise ValueError(
                     f"{compiled.name} has {copies} copies for both blocks and {arrivals} arrivals: no cluster."

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
-from utils.kernels.gemm_ptx import for_both_blocks, for_this_block, join_cluster, meet_in_cluster, rank
+from utils.kernels.gemm_ptx import for_sharing_blocks, for_this_block, join_cluster, meet_in_cluster, rank
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
@@ -99,10 +99,10 @@ class Work:
         if self.CONFIG.pairs:
             row, parity = row // 2, row % 2
         row *= TILE_M
-        if self.CONFIG.multicast == "B":
-            row += rank() * self.CONFIG.block_m
-        if self.CONFIG.multicast == "A":
-            column += rank() * self.CONFIG.block_n
+        if self.CONFIG.down > 1:
+            row += self.number_down() * self.CONFIG.block_m
+        if self.CONFIG.abreast > 1:
+            column += self.number_abreast() * self.CONFIG.block_n
         return row, column, parity
 
     @gluon.jit
@@ -132,16 +132,30 @@ class Work:
     def block_of_cluster(self):
         """Number of this block in its cluster; 0 without clusters."""
         if self.CONFIG.multicast != "":
-            return rank()
+            return rank(self.CONFIG.cluster)
         else:
             return 0
 
     @gluon.jit
+    def number_down(self):
+        """Number of this block's tile among the cluster's tiles below each other."""
+        if self.CONFIG.abreast == 1:
+            return rank(self.CONFIG.down)
+        else:
+            return rank(self.CONFIG.cluster) % self.CONFIG.down
+
+    @gluon.jit
+    def number_abreast(self):
+        """Number of this block's tile among the cluster's tiles abreast."""
+        return rank(self.CONFIG.cluster) // self.CONFIG.down
+
+    @gluon.jit
     def own_part(self, part):
-        """Number of this block's part: a cluster's item is two parts, one of each block's tile."""
+        """Number of this block's part: a cluster's item is a part of each block's tile."""
         if self.CONFIG.multicast != "":
             SPLIT: gl.constexpr = self.CONFIG.split
-            return (part // SPLIT * 2 + rank()) * SPLIT + part % SPLIT
+            CLUSTER: gl.constexpr = self.CONFIG.cluster
+            return (part // SPLIT * CLUSTER + rank(CLUSTER)) * SPLIT + part % SPLIT
         else:
             return part
 
@@ -194,37 +208,36 @@ class Work:
         return ((cut * steps + 1) * shares - 1) // all_steps, ((cut + 1) * steps * shares - 1) // all_steps
 
     @gluon.jit
-    def fetch(self, desc, tile, at, parity, arrived, SHARED: gl.constexpr):
-        """Producer: fetch a tile into a slot; of one that both blocks share this block's half, for both.
+    def fetch(self, desc, tile, at, parity, arrived, OPERAND: gl.constexpr):
+        """Producer: fetch a tile of an operand into a slot; of one that blocks share this block's piece, for all of them.
 
         at: where the whole tile begins, as it lies in memory.
         """
-        if not SHARED:
+        PIECES: gl.constexpr = self.CONFIG.down if OPERAND == "B" else self.CONFIG.abreast
+        if PIECES == 1:
             self.copy(desc, tile, at, parity, arrived)
         elif self.CONFIG.simulated:
-            for half in gl.static_range(2):
-                self.copy_half(desc, tile, at, half, parity, arrived)
+            for piece in gl.static_range(PIECES):
+                self.copy_piece(desc, tile, at, piece, parity, arrived, PIECES)
         else:
-            for_both_blocks()
-            self.copy_half(desc, tile, at, rank(), parity, arrived)
+            for_sharing_blocks(OPERAND)
+            number = self.number_down() if OPERAND == "B" else self.number_abreast()
+            self.copy_piece(desc, tile, at, number, parity, arrived, PIECES)
             for_this_block()
 
     @gluon.jit
-    def copy_half(self, desc, tile, at, half, parity, arrived):
-        """Producer: fetch the first or the second half of a tile: of its rows, or of its columns (`Config.box`)."""
+    def copy_piece(self, desc, tile, at, piece, parity, arrived, PIECES: gl.constexpr):
+        """Producer: fetch a piece of a tile: of its rows, of its columns, or of both (`Config.box`)."""
         ROWS: gl.constexpr = desc.block_type.shape[-2]
         COLUMNS: gl.constexpr = desc.block_type.shape[-1]
-        if tile.shape[1] == COLUMNS:
-            halves = tile.reinterpret(tile.dtype, [2, ROWS, COLUMNS], tile.layout)
-            self.copy(desc, halves.index(half), (at[0] + half * ROWS, at[1]), parity, arrived)
-        elif (
-            self.CONFIG.simulated
-        ):  # the simulator keeps elements by their place in a tile, and has no blocks of 128 bytes
-            left_or_right = tile.slice(half * COLUMNS, COLUMNS, dim=1)
-            self.copy(desc, left_or_right, (at[0], at[1] + half * COLUMNS), parity, arrived)
+        DOWN: gl.constexpr = PIECES * COLUMNS // tile.shape[1]
+        first_row, first_column = piece % DOWN * ROWS, piece // DOWN * COLUMNS
+        # The simulator keeps elements by their place in a tile, and has no blocks of 128 bytes.
+        if self.CONFIG.simulated and tile.shape[1] != COLUMNS:
+            memory = tile.slice(piece // DOWN * COLUMNS, COLUMNS, dim=1).slice(piece % DOWN * ROWS, ROWS, dim=0)
         else:
-            halves = tile.reinterpret(tile.dtype, [2, ROWS, COLUMNS], tile.layout)
-            self.copy(desc, halves.index(half), (at[0], at[1] + half * COLUMNS), parity, arrived)
+            memory = tile.reinterpret(tile.dtype, [PIECES, ROWS, COLUMNS], tile.layout).index(piece)
+        self.copy(desc, memory, (at[0] + first_row, at[1] + first_column), parity, arrived)
 
     @gluon.jit
     def copy(self, desc, memory, at, parity, arrived):
@@ -239,8 +252,6 @@ class Work:
         """Producer: fetch A[row.., k..] and B[k.., column..] for step i, as soon as its slot is empty."""
         CONSUMERS: gl.constexpr = self.CONFIG.consumers
         ROWS: gl.constexpr = self.CONFIG.block_m // CONSUMERS
-        A_SHARED: gl.constexpr = self.CONFIG.multicast == "A"
-        B_SHARED: gl.constexpr = self.CONFIG.multicast == "B"
         # Without this wait TMA would overwrite what a consumer still reads, the other block's too where it shares the
         # tile. The parity is that of the round before: in the first round a fresh barrier counts as just completed.
         self.wait_until_empty(i)
@@ -252,13 +263,13 @@ class Work:
         for w in gl.static_range(CONSUMERS):
             tile = self.a_ring.index(self.slot(i) * CONSUMERS + w)
             at = self.place(row + w * ROWS, k, self.A_COLUMN_MAJOR)
-            self.fetch(a_desc, tile, at, parity, arrived, A_SHARED)
+            self.fetch(a_desc, tile, at, parity, arrived, "A")
         at = self.place(k, column, self.B_COLUMN_MAJOR)
         b, b2 = self.parts_of_b(i)
-        self.fetch(b_desc, b, at, 0, arrived, B_SHARED)
+        self.fetch(b_desc, b, at, 0, arrived, "B")
         if self.CONFIG.columns[1] > 0:
             at = self.place(k, column + self.CONFIG.columns[0], self.B_COLUMN_MAJOR)
-            self.fetch(b2_desc, b2, at, 0, arrived, B_SHARED)
+            self.fetch(b2_desc, b2, at, 0, arrived, "B")
 
     @gluon.jit
     def parts_of_b(self, i):

@@ -263,6 +263,29 @@ def test_tiles_that_two_blocks_share_against_float64(index, multicast, a_column_
 
 @pytest.mark.gpu
 @hopper
+@pytest.mark.parametrize("shape", ["4x1", "1x4", "2x2", "4x2", "2x4"])
+@pytest.mark.parametrize("a_column_major, b_column_major", [(False, True), (True, False), (False, False)])
+def test_tiles_that_four_and_eight_blocks_share_against_float64(shape, a_column_major, b_column_major):
+    """Clusters that hang over both edges, more of them than run at once, parts, and rows by parity."""
+    from utils.kernels import gemm_launch, gemm_plan
+
+    dtype = random.choice(list(ROUNDING))
+    tiles = [x for x in (*gemm_plan.CONFIGS, *gemm_plan.WIDTHS, *gemm_plan.DEEP) if x.columns[1] != 16]
+    sizes = [(8, 8, 8), (129, 264, 65), (232, 2000, 1048), (4000, 96, 1160), (1500, 1032, 520)]
+    sizes += [[random.randint(1, 1500), 8 * random.randint(1, 190), random.randint(1, 1500)] for _ in range(5)]
+    for m, n, k in sizes:
+        pairs = not a_column_major and m % 2 == 0 and random.random() < 0.5
+        split = random.choice((1, 1, 2, 4))
+        given = replace(random.choice(tiles), multicast=shape, pairs=pairs, split=split if split <= -(-k // 64) else 1)
+        given = replace(given, transposed=not pairs and random.random() < 0.5)
+        a, b = matrix(m, k, dtype, a_column_major), matrix(k, n, dtype, b_column_major)
+        c, launch = gemm_launch.gemm_and_launch(a, b, given)
+        assert_product(c, a, b, f"{given} {m} x {n} x {k} {dtype} A^T {a_column_major} B^T {b_column_major}")
+        assert all(torch.equal(c, launch(a, b)) for _ in range(20)), f"{given}: not the same bits twice"
+
+
+@pytest.mark.gpu
+@hopper
 @pytest.mark.parametrize("index", [1, 4, 5, 8, 9, 10, 11, 12])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_parts_that_a_cluster_adds_up_against_float64(index, transposed):

@@ -103,7 +103,7 @@ def test_rows_by_parity_need_pairs_of_rows(simulated):
         simulated(matrix(304, 24, True), matrix(24, 104, False), PAIRS[0])
 
 
-# Without a cluster each block fetches both halves: the tiles, the parts and the places of the halves are those of a cluster.
+# Without a cluster each block fetches all pieces: the tiles, the parts and the places of the pieces are those of a cluster.
 SHARED = (
     Config(128, 128, stages=3, pieces=2, multicast="B"),
     Config(128, 192, stages=2, multicast="B", split=2),
@@ -112,14 +112,20 @@ SHARED = (
     Config(192, 96, consumers=3, stages=2, multicast="A"),
     Config(128, 64, stages=3, pieces=2, multicast="B", pairs=True, split=2),
     Config(128, 64, stages=3, pieces=2, multicast="A", pairs=True),
+    Config(64, 128, consumers=1, stages=3, pieces=2, multicast="4x1", split=2),
+    Config(64, 128, consumers=1, stages=3, pieces=2, multicast="1x4", pairs=True),
+    Config(128, 96, stages=2, pieces=2, buffers=3, multicast="2x2"),
+    Config(64, 64, consumers=1, stages=3, pieces=2, multicast="4x2", split=2),
+    Config(64, 80, consumers=1, stages=3, buffers=5, multicast="2x4"),
 )
 
 
 @pytest.mark.parametrize("a_column_major, b_column_major", [(False, False), (True, True)])
 @pytest.mark.parametrize("config", SHARED, ids=lambda config: config.name)
-def test_tiles_that_two_blocks_share(simulated, monkeypatch, config, a_column_major, b_column_major):
+def test_tiles_that_blocks_share(simulated, monkeypatch, config, a_column_major, b_column_major):
     # So many SMs that, with parts, some tiles are whole and some are cut.
-    sms = next(sms for sms in (5, 9, 11) if config.split == 1 or min(parts_of(520, 360, config, sms)) > 0)
+    possible = [sms for sms in (5, 9, 11, 21, 33) if sms >= config.cluster]
+    sms = next(sms for sms in possible if config.split == 1 or min(parts_of(520, 360, config, sms)) > 0)
     properties = type("Properties", (), {"multi_processor_count": sms})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     a = matrix(520, 264, a_column_major and not config.pairs)
