@@ -32,7 +32,7 @@ NAMES = {name: f"attention_backward_step{step}" for step, name in MODULES.items(
 
 
 STEP5_FIELDS = ("stagger", "producer_first", "v_left")  # of step 6, too
-STEP6_FIELDS = ("queue", "split_tail", "named", "storer_fences", "exp_first", "halves", "early_dk", "dq_late")
+STEP6_FIELDS = ("queue", "split_tail", "named", "storer_fences")
 
 
 def module_name(step: int, plan: BackwardPlan) -> str:

@@ -7,14 +7,12 @@ registers of each warpgroup as before, and dS is exchanged at one barrier of 256
 spills and no moves of addresses between registers (docs/backward-log.md, entry 35).
 
     field         what                                                                       default
-    queue         as many programs as SMs draw blocks from a counter (`queue.py`)            128 full, 64 causal
-    split_tail    blocks of the last round over the GPU are split by queries (`split.py`)    128, without a mask
+    queue         as many programs as SMs draw blocks from a counter (`queue.py`)            128 full, 64
+    split_tail    blocks of the last round over the GPU are split by queries (`split.py`)    all, without a mask
     v_left        V's first 64 columns are a left operand in registers                       128
     by_tma        the storing warp adds dQ; else the threads do                              all
     named         a slot is given back by one arrival of each warp at a named barrier        64
     storer_fences the storing warp fences before it hands dQ to TMA, and the consumer not    64, 128 causal
-    exp_first     all exponentials stand before the wait for dP^T                            none: not measured
-    halves        a tile's queries in two halves (`step6_halves.py`)                         none: not measured
 
 The fastest at head dimensions 64 and 128, but for 64 under a causal mask with more than 4096 tokens; windows and the
 deterministic mode take step 5, because they are not measured. Tiles and slots are those of step 3. The other
@@ -32,7 +30,6 @@ from utils.attention.gluon.backward.launch import launch_blocks
 from utils.attention.gluon.backward.pipeline import Sizes, block_work
 from utils.attention.gluon.backward.queue import make_queue
 from utils.attention.gluon.backward.split import finish_parts, store_part
-from utils.attention.gluon.backward.step6_halves import walk_halves
 from utils.attention.gluon.backward.step6_products import (
     keys_layout,
     keys_operand,
@@ -43,7 +40,7 @@ from utils.attention.gluon.backward.step6_products import (
     to_pieces,
 )
 from utils.attention.gluon.backward.step6_roles import give_back, producer, storing_warp
-from utils.attention.gluon.shared import hold_here, tma_store, wait_products
+from utils.attention.gluon.shared import tma_store, wait_products
 
 
 @gluon.jit
@@ -52,17 +49,6 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.conste
 
     number: of the load of tile 0, if there was one. MASK: whether these tiles get a mask.
     """
-    PLAN: gl.constexpr = work.sizes.PLAN
-    if PLAN.halves:
-        dk, dv = walk_halves(work, leave, v_left, state, lo, hi, number, MASK)
-    else:
-        dk, dv = walk_tiles(work, sums, leave, v_left, state, lo, hi, number, head, MASK)
-    return dk, dv
-
-
-@gluon.jit
-def walk_tiles(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.constexpr):
-    """`walk` where a tile is computed as a whole."""
     PLAN: gl.constexpr = work.sizes.PLAN
     CASE: gl.constexpr = work.sizes.CASE
     BLOCK_M: gl.constexpr = PLAN.block_m
@@ -82,8 +68,6 @@ def walk_tiles(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.
             # At 64 the assembly makes ptxas spill in the loop without a mask, too.
             row = m * BLOCK_M
             p = work.sizes.mask_product(p, work.key, row) if BLOCK_D == 128 else work.sizes.mask(p, work.key, row)
-        if PLAN.exp_first:
-            p = hold_here(p)
         p16 = gl.convert_layout(p.to(dtype), keys_operand(BLOCK_D))
         dp = wait_products(dp, 0, BLOCK_M)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
@@ -157,8 +141,7 @@ def compute_block(work, sums, leave, turn, done):
     mbarrier.wait(work.loaded.index(1), turn & 1)
     v_left = 0
     if PLAN.v_left:
-        QUERIES: gl.constexpr = PLAN.block_m // 2 if PLAN.halves else PLAN.block_m  # of a product
-        v_left = work.v.index(0).reshape([128, BLOCK_D]).slice(0, 64, 1).load(keys_operand(QUERIES))
+        v_left = work.v.index(0).reshape([128, BLOCK_D]).slice(0, 64, 1).load(keys_operand(PLAN.block_m))
     state = (dk, dv)
     first, end = work.sizes.clean_tiles(work.key, 128, lo, hi)
     for g in range(work.sizes.group):
