@@ -226,7 +226,6 @@ def test_other_plans(head_dim, step, changes):
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                (64, {"split_tail": True, "stagger": True}, {}),
                 (128, {"queue": False}, {}),
                 (128, {"named": True, "storer_fences": True}, {}),
                 (64, {"queue": True, "named": True}, {"window": 60}),
@@ -248,16 +247,6 @@ def test_a_program_takes_several_blocks_and_split_ones(monkeypatch, head_dim, ch
     q, k, v, dout = tensors(1, 4, 2, 300, 700, head_dim, torch.bfloat16)
     plan = replace(plan_for(6, head_dim, problem.get("causal", False)), **changes)
     check(*simulated(q, k, v, dout, step=6, plan=plan, deterministic=deterministic, **problem), torch.bfloat16)
-
-
-@pytest.mark.parametrize(("blocks", "rest", "share"), [(2048, 68, 0.56), (4096, 4, 0.07), (8, 8, 0.07), (132, 0, 0)])
-def test_the_last_round_is_split(blocks, rest, share):
-    """On 132 SMs, with 256 tiles a block: the parts of the last round take at most so much of a block's time."""
-    from utils.attention.gluon.backward.split import whole_and_parts
-
-    whole, parts = whole_and_parts(blocks, 256, 132)
-    assert whole == blocks - rest
-    assert -(-rest * parts // 132) / parts <= share
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from utils.attention.gluon.arguments import descriptor
+from utils.attention.gluon.backward.balance import Blocks, Order, choose_order, query_tiles
 from utils.attention.gluon.backward.plan import BackwardCase, BackwardPlan
 
 LOG2_E = math.log2(math.e)
@@ -95,18 +96,16 @@ class Gradients:
         """Steps 1 and 2: one warpgroup, or two where dK and dV would not fit in the registers of one."""
         return 8 if self.plan.block_d == 256 else 4
 
-    def section(self) -> int:
-        """Steps 3 and 4: heads whose Q, dO and sums of dQ fit in the L2 together."""
-        return max(1, L2_BYTES // (self.rows * self.plan.block_d * 8 * self.group))
-
-    def split(self) -> tuple[int, int]:
-        """How many blocks of keys stay whole, and how many programs each of the others gets (`split.py`)."""
-        from utils.attention.gluon.backward.split import whole_and_parts
-
-        blocks = self.blocks_n * self.kv_heads_total
-        if not self.plan.split_tail or self.causal or self.window:
-            return blocks, 1
-        return whole_and_parts(blocks, self.rows // self.plan.block_m * self.group, processors(self.q.device))
+    @property
+    def order(self) -> Order:
+        """Steps 3 and on: in which order blocks of keys are taken, and which are split."""
+        plan = self.plan
+        tiles = query_tiles(
+            self.sq, self.sk, plan.block_m, plan.block_n, causal=self.causal, window=self.window
+        )
+        fit = max(1, L2_BYTES // (self.rows * plan.block_d * 8 * self.group))
+        blocks = Blocks(tiles, self.kv_heads_total, self.group, fit, processors(self.q.device))
+        return choose_order(blocks, plan.split)
 
     def row_descriptors(self, rows: dict[str, int]) -> list:
         """TMA descriptors of the tensors named, with boxes of so many rows."""

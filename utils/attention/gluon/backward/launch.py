@@ -31,8 +31,12 @@ NAMES = {name: f"attention_backward_step{step}" for step, name in MODULES.items(
 }
 
 
-STEP5_FIELDS = ("stagger", "producer_first", "v_left")  # of step 6, too
-STEP6_FIELDS = ("queue", "split_tail", "named", "storer_fences")
+# Steps that know a field of a plan; head dimension 256 knows none of them.
+FIELDS = {
+    (5,): ("stagger",),
+    (5, 6): ("producer_first", "v_left"),
+    (6,): ("queue", "split", "named", "storer_fences"),
+}
 
 
 def module_name(step: int, plan: BackwardPlan) -> str:
@@ -54,12 +58,12 @@ def kernel_of(step: int, plan: BackwardPlan):
 def check_plan(step: int, plan: BackwardPlan) -> None:
     """Refuse a plan with fields that the step's kernel does not know: its results could be wrong."""
     module = module_name(step, plan)
-    for least, names in ((5, STEP5_FIELDS), (6, STEP6_FIELDS)):
+    for steps, names in FIELDS.items():
         fields = [name for name in names if getattr(plan, name)]
-        if fields and module not in [MODULES[n] for n in range(least, 7)]:
+        if fields and module not in [MODULES[n] for n in steps]:
             raise ValueError(
-                f"Only step {least} and on, at head dimensions up to 128, know {', '.join(fields)}; got step {step} with "
-                f"tiles of width {plan.block_d}. Set these fields to False, or take another step."
+                f"Only step {' and '.join(map(str, steps))}, at head dimensions up to 128, know {', '.join(fields)}; got step "
+                f"{step} with tiles of width {plan.block_d}. Set these fields to False, or take another step."
             )
 
 
@@ -169,7 +173,7 @@ def launch_blocks(kernel, g: Gradients, *sums, programs: int | None = None, num_
         *sums,
         *g.sizes(),
         g.blocks_n,
-        g.section(),
+        g.order.section,
         g.kv_heads_total,
         g.c,
         g.scale,

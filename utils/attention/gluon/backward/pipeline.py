@@ -150,7 +150,7 @@ class Sizes:
         BLOCK_M: gl.constexpr = self.PLAN.block_m
         shift = self.sk - self.sq
         lo = 0
-        hi = self.tiles_m
+        hi = gl.cdiv(self.sq, BLOCK_M)  # fewer than tiles_m where rows are rounded up to 128 and a tile has 64
         if self.CASE.causal:
             lo = gl.maximum(key - shift, 0) // BLOCK_M
         elif self.CASE.window:
@@ -232,7 +232,7 @@ class Work:
     loaded: gl.shared_memory_descriptor  # mbarriers: K and V have arrived
     written: gl.shared_memory_descriptor  # mbarriers: all consumers have written their part of dS
     read: gl.shared_memory_descriptor  # mbarriers: dS has been read by those who wait for it (`block_work`)
-    late: gl.tensor  # number of this part among those of all split blocks
+    late: gl.tensor  # number of this part among those of all split blocks; of no meaning for a whole block
     part: gl.tensor  # which of the block's parts this is
     parts: gl.tensor  # parts of this block: 1 unless it is split
 
@@ -292,13 +292,22 @@ class Work:
 
     @gluon.jit
     def first(self):
-        """(number of query tiles to walk, tiles of one head, first tile): all heads that share these keys."""
+        """(number of query tiles to walk, first tile and end of one head): all heads that share these keys."""
         lo, hi = self.sizes.tiles_of(self.key)
-        if self.sizes.PLAN.split_tail:
-            tiles = hi - lo
-            hi = lo + tiles * (self.part + 1) // self.parts
-            lo = lo + tiles * self.part // self.parts
         return (hi - lo) * self.sizes.group, lo, hi
+
+    @gluon.jit
+    def share(self):
+        """`first` for a block that may be a part of one, and in front of that the number of its first tile.
+
+        Tiles are counted over all heads that share these keys, head by head; a part may begin and end inside of a head.
+        """
+        count, lo, hi = self.first()
+        at = 0
+        if self.sizes.PLAN.split:
+            at = count * self.part // self.parts
+            count = count * (self.part + 1) // self.parts - at
+        return at, count, lo, hi
 
     @gluon.jit
     def start(self, lo, hi):
@@ -327,16 +336,20 @@ def block_place(block, blocks_n, section, total):
 
 
 @gluon.jit
-def block_part(sizes, program, blocks_n, section, total, whole, parts):
-    """Return where a program works: key, batch, kv_head, and of a split block the number, the part and the parts."""
+def block_part(sizes, program, blocks_n, section, total, first, split, parts):
+    """Return where a program works: key, batch, kv_head, and of a split block the number, the part and the parts.
+
+    Blocks first .. first + split - 1 have `parts` programs each (`balance.Order`).
+    """
     block = program
     late = program * 0
     part = late
-    if sizes.PLAN.split_tail:
-        late = gl.maximum(program - whole, 0)
-        part = late % parts
-        block = gl.minimum(program, whole + late // parts)
-        parts = gl.where(program < whole, 1, parts)
+    if sizes.PLAN.split:
+        late = gl.minimum(gl.maximum(program - first, 0), split * parts)
+        block = program - late + late // parts
+        is_part = (program >= first) & (late < split * parts)
+        part = gl.where(is_part, late % parts, 0)
+        parts = gl.where(is_part, parts, 1)
     n, flat = block_place(block, blocks_n, section, total)
     batch = flat // sizes.kv_heads
     return n * sizes.PLAN.block_n, batch, flat - batch * sizes.kv_heads, late, part, gl.to_tensor(parts)
@@ -354,13 +367,14 @@ def block_work(
     CONSUMERS: gl.constexpr,
     WRITERS: gl.constexpr,
     KEYS: gl.constexpr = 64,
-    whole=0,
+    split_first=0,
+    split=0,
     parts=1,
 ):
     """Find this block's keys, allocate its shared memory and barriers, and return what its roles get.
 
     CONSUMERS: warpgroups that read the rings; WRITERS: roles that write dS; KEYS: of a role.
-    whole, parts: blocks behind the first `whole` have `parts` programs each (`split_tail`).
+    split_first, split, parts: which blocks are split, and in how many programs each (`block_part`).
     """
     PLAN: gl.constexpr = sizes.PLAN
     DS_SLOTS: gl.constexpr = PLAN.ds_slots
@@ -369,7 +383,7 @@ def block_work(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc = descriptors
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    place = block_part(sizes, gl.program_id(0), blocks_n, section, total, whole, parts)
+    place = block_part(sizes, gl.program_id(0), blocks_n, section, total, split_first, split, parts)
     key, batch, kv_head, late, part, parts = place
     q = allocate_row_ring(q_desc, lse_desc, PLAN.q_slots, CONSUMERS)
     do = allocate_row_ring(do_desc, delta_desc, PLAN.do_slots, CONSUMERS)

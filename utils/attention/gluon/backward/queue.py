@@ -5,8 +5,9 @@ microseconds in which the tensor cores do nothing, and it ends with stores. Unde
 tiles of 2 microseconds on average, so that this is several percent. Here as many programs as the GPU has SMs draw blocks
 from a counter in memory:
 
-    producer    draws the number of the next block while this one runs, tells it the others through two slots in shared
-                memory, and loads the next K, V, Q and dO while dV and dK of the last block leave
+    producer    draws the number of the next block when it has asked for this one's last tile, tells it the others through
+                two slots in shared memory, and loads the next K, V, Q and dO while dV and dK of the last block leave.
+                Drawn at a block's start, the next block would wait for this one's end while other SMs have nothing to do
     others      count tiles through, over all blocks, as the rings do
     the end     a number behind the last block
 """
@@ -33,7 +34,8 @@ class Queue:
     blocks_n: gl.tensor
     section: gl.tensor
     total: gl.tensor
-    whole: gl.tensor
+    first: gl.tensor
+    split: gl.tensor
     parts: gl.tensor
     numbers: gl.shared_memory_descriptor  # (2, 1) int32
     full: gl.shared_memory_descriptor
@@ -41,14 +43,15 @@ class Queue:
     freed: gl.shared_memory_descriptor  # mbarrier: K and V may be overwritten
 
     @gluon.constexpr_function
-    def __init__(self, counter, programs, end, blocks_n, section, total, whole, parts, numbers, full, empty, freed):
+    def __init__(self, counter, programs, end, blocks_n, section, total, first, split, parts, numbers, full, empty, freed):
         self.counter = counter
         self.programs = programs
         self.end = end
         self.blocks_n = blocks_n
         self.section = section
         self.total = total
-        self.whole = whole
+        self.first = first
+        self.split = split
         self.parts = parts
         self.numbers = numbers
         self.full = full
@@ -58,9 +61,8 @@ class Queue:
     @gluon.jit
     def place(self, work, number):
         """`work` at block `number`."""
-        return work.moved(
-            block_part(work.sizes, number, self.blocks_n, self.section, self.total, self.whole, self.parts)
-        )
+        order = (self.blocks_n, self.section, self.total, self.first, self.split, self.parts)
+        return work.moved(block_part(work.sizes, number, *order))
 
     @gluon.jit
     def draw(self):
@@ -87,7 +89,7 @@ class Queue:
 
 
 @gluon.jit
-def make_queue(counter_ptr, end, blocks_n, section, total, whole, parts, READERS: gl.constexpr):
+def make_queue(counter_ptr, end, blocks_n, section, total, first, split, parts, READERS: gl.constexpr):
     """Allocate a queue; READERS: roles that read the numbers. One role tells when K and V may be overwritten."""
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -99,4 +101,4 @@ def make_queue(counter_ptr, end, blocks_n, section, total, whole, parts, READERS
         mbarrier.init(read.index(w), count=READERS)
     mbarrier.init(freed, count=1)
     programs = gl.num_programs(0)
-    return Queue(counter_ptr, programs, end, blocks_n, section, total, whole, parts, numbers, told, read, freed)
+    return Queue(counter_ptr, programs, end, blocks_n, section, total, first, split, parts, numbers, told, read, freed)

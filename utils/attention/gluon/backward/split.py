@@ -1,8 +1,9 @@
-"""Split the blocks of the last round over the GPU, so that all of its SMs have work until the end.
+"""Blocks that are split, each in a program for each part, so that all SMs have work until the end (`balance.py`).
 
 Without a mask all blocks take the same time, and an SM holds one. 2048 blocks on 132 SMs are fifteen rounds and 68 blocks:
-in the sixteenth, half of the SMs have nothing to do. Split in five parts each, by queries, these 68 are done in three fifths
-of a round. A part leaves its dK and dV in memory, fp32, and `finish_parts` adds them up, always in the same order.
+in the sixteenth, half of the SMs have nothing to do. Split in five parts each, these 68 are done in three fifths of a round.
+With grouped heads a block walks over all query heads that share its keys, and blocks can be fewer than SMs from the start.
+A part leaves its dK and dV in memory, fp32, and `finish_parts` adds them up, always in the same order.
 
     parts of dK and dV    (split blocks, parts, halves of the keys, dV and dK, 64 * BLOCK_D) fp32, in the order of `fragments.py`
 """
@@ -14,23 +15,6 @@ from triton.experimental.gluon import language as gl
 
 from utils.attention.gluon.backward.fragments import from_fragments
 from utils.attention.gluon.backward.pipeline import block_place
-
-PART_TILES = 2  # what the beginning and the end of a part take, in tiles of queries: a guess
-MOST_PARTS = 16
-
-
-def whole_and_parts(blocks: int, tiles: int, sms: int) -> tuple[int, int]:
-    """Return how many blocks stay whole, and in how many parts each of the others is split.
-
-    Args:
-        blocks: Blocks of keys of the launch.
-        tiles: Tiles of queries of a block.
-        sms: SMs of the GPU, each of which holds one block.
-    """
-    rest = blocks % sms
-    # A round of parts takes as long as one of them.
-    parts = min(range(1, MOST_PARTS + 1), key=lambda n: -(-rest * n // sms) * (tiles / n + PART_TILES))
-    return (blocks - rest, parts) if rest and parts > 1 else (blocks, 1)
 
 
 @gluon.jit
@@ -51,7 +35,7 @@ def store_part(parts_ptr, work, x, WHICH: gl.constexpr):
     gl.store(parts_ptr + at, gl.convert_layout(flat, layout, assert_trivial=True))
 
 
-@gluon.jit(do_not_specialize=["parts", "whole", "blocks_n", "section", "total", "kv_heads", "sk"])
+@gluon.jit(do_not_specialize=["parts", "first", "blocks_n", "section", "total", "kv_heads", "sk"])
 def finish_parts(
     parts_ptr,
     dv_ptr,
@@ -60,7 +44,7 @@ def finish_parts(
     head_stride,
     row_stride,
     parts,
-    whole,
+    first,
     blocks_n,
     section,
     total,
@@ -83,7 +67,7 @@ def finish_parts(
     for _part in range(parts):
         sums += gl.load(at)
         at += 4 * 64 * BLOCK_D
-    n, head_total = block_place(whole + number, blocks_n, section, total)
+    n, head_total = block_place(first + number, blocks_n, section, total)
     batch = head_total // kv_heads
     head = head_total - batch * kv_heads
     row = n * 128 + half * 64 + gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None]

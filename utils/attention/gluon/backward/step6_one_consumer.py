@@ -8,7 +8,7 @@ spills and no moves of addresses between registers (docs/backward-log.md, entry 
 
     field         what                                                                       default
     queue         as many programs as SMs draw blocks from a counter (`queue.py`)            128 full, 64
-    split_tail    blocks of the last round over the GPU are split by queries (`split.py`)    all, without a mask
+    split         blocks are split where SMs would wait for each other (`balance.py`)        all
     v_left        V's first 64 columns are a left operand in registers                       128
     by_tma        the storing warp adds dQ; else the threads do                              all
     named         a slot is given back by one arrival of each warp at a named barrier        64
@@ -134,7 +134,8 @@ def compute_block(work, sums, leave, turn, done):
     CASE: gl.constexpr = work.sizes.CASE
     MASKS: gl.constexpr = CASE.causal or CASE.window or CASE.tail
     BLOCK_D: gl.constexpr = PLAN.block_d
-    count, lo, hi = work.first()
+    at, count, lo, hi = work.share()
+    tiles = hi - lo
     dk = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
     dv = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
     mbarrier.wait(work.loaded.index(0), turn & 1)
@@ -143,21 +144,24 @@ def compute_block(work, sums, leave, turn, done):
     if PLAN.v_left:
         v_left = work.v.index(0).reshape([128, BLOCK_D]).slice(0, 64, 1).load(keys_operand(PLAN.block_m))
     state = (dk, dv)
-    first, end = work.sizes.clean_tiles(work.key, 128, lo, hi)
-    for g in range(work.sizes.group):
+    # Heads of which this part has a tile; it may begin and end inside of one.
+    begin = at // gl.maximum(tiles, 1)
+    for g in range(begin, begin + gl.cdiv(at - begin * tiles + count, gl.maximum(tiles, 1))):
         head = work.kv_head * work.sizes.group + g
-        number = done + g * (hi - lo) - lo
+        number = done + g * tiles - at - lo
+        low = lo
+        high = hi
+        if PLAN.split:
+            low = lo + gl.maximum(at - g * tiles, 0)
+            high = lo + gl.minimum(at + count - g * tiles, tiles)
         if MASKS:
-            state = walk(work, sums, leave, v_left, state, lo, first, number, head, True)
+            first, end = work.sizes.clean_tiles(work.key, 128, low, high)
+            state = walk(work, sums, leave, v_left, state, low, first, number, head, True)
             state = walk(work, sums, leave, v_left, state, first, end, number, head, False)
             if CASE.window:
-                state = walk(work, sums, leave, v_left, state, end, hi, number, head, True)
-        elif PLAN.stagger:
-            start = work.start(lo, hi)
-            state = walk(work, sums, leave, v_left, state, start, hi, number + lo - start, head, False)
-            state = walk(work, sums, leave, v_left, state, lo, start, number + hi - start, head, False)
+                state = walk(work, sums, leave, v_left, state, end, high, number, head, True)
         else:
-            state = walk(work, sums, leave, v_left, state, lo, hi, number, head, False)
+            state = walk(work, sums, leave, v_left, state, low, high, number, head, False)
     dk, dv = state
     return dk, dv, count
 
@@ -165,7 +169,7 @@ def compute_block(work, sums, leave, turn, done):
 @gluon.jit
 def leave_block(work, parts_ptr, dk_desc, dv_desc, dk, dv):
     """Store dV and dK of a block, or of a part of one."""
-    if work.sizes.PLAN.split_tail and work.parts > 1:
+    if work.sizes.PLAN.split and work.parts > 1:
         store_part(parts_ptr, work, dv, 0)
         store_part(parts_ptr, work, dk, 1)
     else:
@@ -204,7 +208,8 @@ def consumer(work, queue, sums, leave, parts_ptr, dk_desc, dv_desc):
         "blocks_n",
         "section",
         "total",
-        "whole",
+        "split_first",
+        "split",
         "parts",
         "end",
     ]
@@ -223,7 +228,8 @@ def attention_backward_step6(
     parts_ptr,
     counter_ptr,
     end,
-    whole,
+    split_first,
+    split,
     parts,
     sq,
     sk,
@@ -243,7 +249,7 @@ def attention_backward_step6(
     """A block computes dK and dV of BLOCK_N keys of one head, and adds to dQ: grid (blocks of keys * B * Hkv,)."""
     sizes = Sizes(sq, sk, window, heads, kv_heads, group, tiles_m, PLAN, CASE)
     descriptors = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
-    work = block_work(sizes, descriptors, blocks_n, section, total, c, scale, 2, 1, 128, whole, parts)
+    work = block_work(sizes, descriptors, blocks_n, section, total, c, scale, 2, 1, 128, split_first, split, parts)
     tiles = work.ds
     empty = work.loaded
     if PLAN.by_tma:
@@ -254,7 +260,7 @@ def attention_backward_step6(
     queue = 0
     if PLAN.queue:
         READERS: gl.constexpr = 2 if PLAN.by_tma and CASE.dq else 1
-        queue = make_queue(counter_ptr, end, blocks_n, section, total, whole, parts, READERS)
+        queue = make_queue(counter_ptr, end, blocks_n, section, total, split_first, split, parts, READERS)
     loads = (work, queue, descriptors)
     REGISTERS: gl.constexpr = PLAN.registers
     if PLAN.producer_first:
@@ -281,10 +287,9 @@ def attention_backward_step6(
 
 def launch(g: Gradients) -> None:
     """Run the kernel on tensors of a GPU, and add up the parts of split blocks."""
-    whole, parts = g.split()
-    split = g.blocks_n * g.kv_heads_total - whole
-    end = whole + split * parts
-    parts_of = g.lse2.new_empty(split * parts * 4 * 64 * g.plan.block_d) if split else g.delta
+    order = g.order
+    end = order.programs(g.blocks_n * g.kv_heads_total)
+    parts_of = g.lse2.new_empty(order.split * order.parts * 4 * 64 * g.plan.block_d) if order.split else g.delta
     launch_blocks(
         attention_backward_step6,
         g,
@@ -293,22 +298,23 @@ def launch(g: Gradients) -> None:
         parts_of,
         g.counter,
         end,
-        whole,
-        parts,
+        order.first,
+        order.split,
+        order.parts,
         programs=min(end, processors(g.q.device)) if g.plan.queue else end,
         num_warps=4 if g.plan.producer_first else 8,
         keys=128,
     )
-    if split:
-        finish_parts[(split * 2, 2, g.plan.block_d // 32)](
+    if order.split:
+        finish_parts[(order.split * 2, 2, g.plan.block_d // 32)](
             parts_of,
             g.dv,
             g.dk,
             *g.dk.stride()[:3],
-            parts,
-            whole,
+            order.parts,
+            order.first,
             g.blocks_n,
-            g.section(),
+            order.section,
             g.kv_heads_total,
             g.kv_heads,
             g.sk,
