@@ -41,7 +41,9 @@ def cudnn_backward(q, k, v, dout, causal: bool) -> Gradients:
 
     q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
     return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
 

@@ -222,12 +222,19 @@ def test_other_plans(head_dim, step, changes):
         (128, {}, {}),
         (64, {}, {}),
         (64, {}, {"causal": True}),
+        (64, {"queue": True, "even": True, "split": False}, {"causal": True}),
+        (128, {"queue": True, "even": True, "split": False}, {}),
         (128, {"queue": True}, {"causal": True}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 (128, {"queue": False}, {}),
                 (128, {"named": True, "storer_fences": True}, {}),
+                (64, {"queue": True, "even": True, "split": False}, {}),
+                (64, {"queue": True, "even": True, "split": False}, {"window": 60}),
+                (128, {"queue": True, "even": True, "split": False}, {"causal": True, "window": 70}),
+                (64, {"queue": True, "split": True}, {"causal": True}),
+                (64, {"short_mask": True}, {"causal": True}),
                 (64, {"queue": True, "named": True}, {"window": 60}),
                 (64, {"queue": True, "by_tma": False, "producer_first": True}, {"causal": True}),
             )
@@ -236,7 +243,7 @@ def test_other_plans(head_dim, step, changes):
 )
 @pytest.mark.parametrize("deterministic", slow_but_first([False, True]))
 def test_a_program_takes_several_blocks_and_split_ones(monkeypatch, head_dim, changes, problem, deterministic):
-    """Five SMs and twelve blocks of keys: with a queue a program takes two or more, and the last two are split."""
+    """Five SMs and twelve blocks of keys: a program takes two or more, and blocks are split at the end or where shares end."""
     from dataclasses import replace
 
     from utils.attention.gluon.backward import arguments, step6_one_consumer
@@ -247,6 +254,27 @@ def test_a_program_takes_several_blocks_and_split_ones(monkeypatch, head_dim, ch
     q, k, v, dout = tensors(1, 4, 2, 300, 700, head_dim, torch.bfloat16)
     plan = replace(plan_for(6, head_dim, problem.get("causal", False)), **changes)
     check(*simulated(q, k, v, dout, step=6, plan=plan, deterministic=deterministic, **problem), torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_equal_shares_of_odd_shapes(monkeypatch, seed):
+    """Blocks that no query sees, programs inside of one block, groups, tails: each tile is somebody's, and once."""
+    from dataclasses import replace
+
+    from utils.attention.gluon.backward import arguments, step6_one_consumer
+    from utils.attention.gluon.backward.plan import plan_for
+
+    rng = random.Random(seed)
+    sms = rng.choice((1, 2, 3, 7, 20))
+    for module in (arguments, step6_one_consumer):
+        monkeypatch.setattr(module, "processors", lambda device: sms)
+    head_dim, kv_heads, group = rng.choice((64, 128)), rng.choice((1, 2)), rng.choice((1, 2, 3))
+    sq, sk = rng.choice((1, 63, 130, 257, 520)), rng.choice((1, 65, 128, 300, 700))
+    problem = {"causal": rng.random() < 0.6, "window": rng.choice((None, None, 50))}
+    q, k, v, dout = tensors(rng.choice((1, 2)), kv_heads * group, kv_heads, sq, sk, head_dim, torch.bfloat16, seed)
+    plan = replace(plan_for(6, head_dim, problem["causal"]), queue=True, even=True, split=False)
+    check(*simulated(q, k, v, dout, seed=seed, step=6, plan=plan, **problem), torch.bfloat16)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from utils.attention.gluon.arguments import descriptor
-from utils.attention.gluon.backward.balance import Blocks, Order, choose_order, query_tiles
+from utils.attention.gluon.backward.balance import Order, blocks_of, choose_order, even_order
 from utils.attention.gluon.backward.plan import BackwardCase, BackwardPlan
 
 LOG2_E = math.log2(math.e)
-# What the heads in flight should fit in, of the H200's 60 MB. Measured: half as much costs 0 to 2%, no limit up to 30%.
-L2_BYTES = 32 << 20
 
 
 def processors(device: torch.device) -> int:
@@ -99,13 +97,12 @@ class Gradients:
     @property
     def order(self) -> Order:
         """Steps 3 and on: in which order blocks of keys are taken, and which are split."""
-        plan = self.plan
-        tiles = query_tiles(
-            self.sq, self.sk, plan.block_m, plan.block_n, causal=self.causal, window=self.window
-        )
-        fit = max(1, L2_BYTES // (self.rows * plan.block_d * 8 * self.group))
-        blocks = Blocks(tiles, self.kv_heads_total, self.group, fit, processors(self.q.device))
-        return choose_order(blocks, plan.split)
+        plan, sms = self.plan, processors(self.q.device)
+        sizes = self.sq, self.sk, self.kv_heads_total, self.group, sms
+        blocks = blocks_of(plan, *sizes, causal=self.causal, window=self.window)
+        if plan.sectioned:
+            return Order(min(blocks.fit, blocks.heads))
+        return even_order(blocks) if plan.even else choose_order(blocks, plan.split)
 
     def row_descriptors(self, rows: dict[str, int]) -> list:
         """TMA descriptors of the tensors named, with boxes of so many rows."""

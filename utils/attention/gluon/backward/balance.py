@@ -22,12 +22,17 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from utils.attention.gluon.backward.plan import BackwardPlan
+
+# What the heads in flight should fit in, of the H200's 60 MB. Measured: half as much costs 0 to 2%, no limit up to 30%.
+L2_BYTES = 32 << 20
 # In tiles of queries, each 2.1 to 2.4 us:
 BLOCK_TILES = 1.4  # beginning and end of a block: barriers, the first K and Q, stores of dV and dK
 PART_TILES = 2.0  # the same of a part, whose dV and dK are stored in fp32
 FINISH_TILES = 2.0  # launch of the kernel that adds up the parts
 ADD_TILES = 0.03  # writing and reading a part of 128 keys x 128 columns once more, of all SMs together
 WIDER = 0.03  # share of the time that each doubling of the sections beyond the L2 costs: a guess, 30% were seen for all heads
+BLOCK_UNITS = 2  # what the kernel takes for the beginning and end of a block where programs have equal shares
 MOST_PARTS = 16
 MOST_BLOCKS = 8  # of an SM: with more of them no block is so long that a schedule would have to be computed
 
@@ -43,6 +48,8 @@ class Order:
     first: int = 0
     split: int = 0
     parts: int = 1
+    even: int = 0  # programs with an equal share of all tiles each (`queue.py`); 0: programs take blocks
+    units: int = 0  # with even: tiles of all blocks, and BLOCK_UNITS for each block
 
     def programs(self, blocks: int) -> int:
         """Return how many programs so many blocks are."""
@@ -92,6 +99,17 @@ def query_tiles(
     return tuple(found)
 
 
+def blocks_of(
+    plan: BackwardPlan, sq: int, sk: int, heads: int, group: int, sms: int, *, causal: bool = False, window: int = 0
+) -> Blocks:
+    """Return the blocks of a launch; heads: of keys, of all sequences."""
+    tiles = query_tiles(sq, sk, plan.block_m, plan.block_n, causal=causal, window=window)
+    rows = -(-sq // 128) * 128
+    # Q and dO in 16 bits, the sums of dQ in 32.
+    fit = max(1, L2_BYTES // (rows * plan.block_d * 8 * group))
+    return Blocks(tiles, heads, group, fit, sms)
+
+
 def part_lengths(tiles: int, group: int, parts: int) -> list[int]:
     """Return the tiles of each part of a block: the tiles of all its query heads, one head after another, are dealt evenly."""
     return [tiles * group * (i + 1) // parts - tiles * group * i // parts for i in range(parts)]
@@ -123,6 +141,8 @@ def list_schedule(costs: Iterable[float], sms: int) -> float:
 
 def schedule_tiles(blocks: Blocks, order: Order) -> float:
     """Return how long an order takes, in tiles, with the kernel that adds up the parts."""
+    if order.even:
+        return order.units / order.even + PART_TILES + FINISH_TILES + ADD_TILES * 2 * order.even
     end = list_schedule(in_order(blocks, order), blocks.sms)
     return end + (FINISH_TILES + ADD_TILES * order.split * order.parts if order.split else 0.0)
 
@@ -157,6 +177,12 @@ def splits(blocks: Blocks, section: int) -> list[Order]:
         if split and parts > 1:
             found.append(Order(section, 0, split * blocks.heads, parts))
     return found
+
+
+def even_order(blocks: Blocks) -> Order:
+    """Return the order in which each program has an equal share of all tiles."""
+    units = sum(n * blocks.group + BLOCK_UNITS for n in blocks.tiles) * blocks.heads
+    return Order(blocks.heads, even=max(1, min(blocks.sms, units // (4 * BLOCK_UNITS))), units=units)
 
 
 @functools.lru_cache(maxsize=512)

@@ -232,12 +232,12 @@ class Work:
     loaded: gl.shared_memory_descriptor  # mbarriers: K and V have arrived
     written: gl.shared_memory_descriptor  # mbarriers: all consumers have written their part of dS
     read: gl.shared_memory_descriptor  # mbarriers: dS has been read by those who wait for it (`block_work`)
-    late: gl.tensor  # number of this part among those of all split blocks; of no meaning for a whole block
-    part: gl.tensor  # which of the block's parts this is
-    parts: gl.tensor  # parts of this block: 1 unless it is split
+    slot: gl.tensor  # where dV and dK of this part of a block go (`split.py`); -1: this is a whole block
+    at: gl.tensor  # first tile of the part: tiles are counted over all heads that share these keys, head by head
+    count: gl.tensor  # tiles of the part
 
     @gluon.constexpr_function
-    def __init__(self, sizes, key, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written, read, late, part, parts):
+    def __init__(self, sizes, key, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written, read, slot, at, count):
         self.sizes = sizes
         self.key = key
         self.batch = batch
@@ -252,14 +252,14 @@ class Work:
         self.loaded = loaded
         self.written = written
         self.read = read
-        self.late = late
-        self.part = part
-        self.parts = parts
+        self.slot = slot
+        self.at = at
+        self.count = count
 
     @gluon.jit
     def moved(self, place):
         """The same shared memory for another block, `place` of `block_part`."""
-        key, batch, kv_head, late, part, parts = place
+        key, batch, kv_head, slot, at, count = place
         return Work(
             self.sizes,
             key,
@@ -275,9 +275,9 @@ class Work:
             self.loaded,
             self.written,
             self.read,
-            late,
-            part,
-            parts,
+            slot,
+            at,
+            count,
         )
 
     @gluon.jit
@@ -298,15 +298,12 @@ class Work:
 
     @gluon.jit
     def share(self):
-        """`first` for a block that may be a part of one, and in front of that the number of its first tile.
-
-        Tiles are counted over all heads that share these keys, head by head; a part may begin and end inside of a head.
-        """
+        """`first` for a block that may be a part of one, and in front of that the number of its first tile."""
         count, lo, hi = self.first()
         at = 0
-        if self.sizes.PLAN.split:
-            at = count * self.part // self.parts
-            count = count * (self.part + 1) // self.parts - at
+        if self.sizes.PLAN.split or self.sizes.PLAN.even:
+            at = self.at
+            count = self.count
         return at, count, lo, hi
 
     @gluon.jit
@@ -337,22 +334,30 @@ def block_place(block, blocks_n, section, total):
 
 @gluon.jit
 def block_part(sizes, program, blocks_n, section, total, first, split, parts):
-    """Return where a program works: key, batch, kv_head, and of a split block the number, the part and the parts.
+    """Return where a program works: key, batch, kv_head, and of a split block the slot, the first tile and the tiles.
 
     Blocks first .. first + split - 1 have `parts` programs each (`balance.Order`).
     """
     block = program
-    late = program * 0
-    part = late
+    slot = program * 0 - 1
+    part = slot
     if sizes.PLAN.split:
         late = gl.minimum(gl.maximum(program - first, 0), split * parts)
         block = program - late + late // parts
         is_part = (program >= first) & (late < split * parts)
         part = gl.where(is_part, late % parts, 0)
+        slot = gl.where(is_part, late, -1)
         parts = gl.where(is_part, parts, 1)
     n, flat = block_place(block, blocks_n, section, total)
     batch = flat // sizes.kv_heads
-    return n * sizes.PLAN.block_n, batch, flat - batch * sizes.kv_heads, late, part, gl.to_tensor(parts)
+    at = slot
+    count = slot
+    if sizes.PLAN.split:
+        lo, hi = sizes.tiles_of(n * sizes.PLAN.block_n)
+        tiles = (hi - lo) * sizes.group
+        at = tiles * part // parts
+        count = tiles * (part + 1) // parts - at
+    return n * sizes.PLAN.block_n, batch, flat - batch * sizes.kv_heads, slot, at, count
 
 
 @gluon.jit
@@ -384,7 +389,7 @@ def block_work(
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     place = block_part(sizes, gl.program_id(0), blocks_n, section, total, split_first, split, parts)
-    key, batch, kv_head, late, part, parts = place
+    key, batch, kv_head, slot, at, count = place
     q = allocate_row_ring(q_desc, lse_desc, PLAN.q_slots, CONSUMERS)
     do = allocate_row_ring(do_desc, delta_desc, PLAN.do_slots, CONSUMERS)
     k = gl.allocate_shared_memory(dtype, [1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
@@ -406,4 +411,4 @@ def block_work(
         mbarrier.init(written.index(i), count=WRITERS)
     for i in gl.static_range(READ_SLOTS):
         mbarrier.init(read.index(i), count=128 * WRITERS)
-    return Work(sizes, key, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written, read, late, part, parts)
+    return Work(sizes, key, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written, read, slot, at, count)

@@ -31,13 +31,16 @@ class BackwardPlan:
     do_slots: int = 2  # slots of the ring of dO and delta
     ds_slots: int = 2  # tiles of dS, which both consumers write and read
     by_tma: bool = False  # head dimension 256 and step 5: TMA adds dQ to the sums, not the threads
-    stagger: bool = (
-        False  # step 5, without a mask: block n starts at tile n; fewer blocks add to the same rows of dQ
-    )
+    stagger: bool = False  # step 5, without a mask: block n starts at tile n; fewer blocks add to the same rows of dQ
     producer_first: bool = False  # steps 5 and 6, where threads add: the producer is the default partition
     v_left: bool = False  # steps 5 and 6: the first 64 columns of V stay in registers, as a left operand of dP^T
     queue: bool = False  # step 6: as many programs as SMs take block after block (`queue.py`)
     split: bool = False  # step 6: blocks are split where that ends earlier (`balance.py`)
+    even: bool = False  # step 6, with queue: each program has an equal share of all tiles (`queue.py`)
+    short_mask: bool = False  # step 6 at 64: the mask as one assembly, as at 128
+    sectioned: bool = (
+        False  # the order of blocks of before entry 42: sections as large as fit in the L2, nothing balanced
+    )
     named: bool = False  # step 6: slots are given back at named barriers, by an arrival of each warp
     storer_fences: bool = False  # step 6, with by_tma: the storing warp fences dQ, and the consumer does not
     registers: int = 240  # of a consumer thread
@@ -47,6 +50,10 @@ class BackwardPlan:
         if self.by_tma and self.producer_first:
             raise ValueError(
                 "by_tma and producer_first exclude each other: the storing warp needs the registers. Set one of them."
+            )
+        if self.even and (self.split or not self.queue):
+            raise ValueError(
+                "even needs queue=True and split=False: a program takes parts of blocks one after another."
             )
 
 
@@ -85,11 +92,11 @@ def plan_for(step: int, head_dim: int, causal: bool = False) -> BackwardPlan:
         # Not with a mask: the queue costs 2 to 5% there, and nothing is to be split.
         full = step == 6 and not causal
         fences = step == 6 and causal
-        return replace(plan, by_tma=True, v_left=True, queue=full, split=step == 6, storer_fences=fences)
+        return replace(plan, by_tma=True, v_left=True, queue=full, split=full, storer_fences=fences)
     if step == 6:
         # A mask makes blocks short at the lengths that this step is taken for: there the queue gains 3%. Without one queue
         # and split blocks together gain 6%.
-        return replace(plan, by_tma=True, named=True, storer_fences=True, queue=True, split=True)
+        return replace(plan, by_tma=True, named=True, storer_fences=True, queue=True, split=not causal)
     # At 64 the storing warp's share of the registers costs more than it saves where each warpgroup is a role.
     return replace(plan, producer_first=causal, stagger=not causal)
 

@@ -10,6 +10,9 @@ from a counter in memory:
                 Drawn at a block's start, the next block would wait for this one's end while other SMs have nothing to do
     others      count tiles through, over all blocks, as the rings do
     the end     a number behind the last block
+
+With `even` nothing is drawn. All blocks' tiles stand in one row, each block preceded by BLOCK_UNITS for what its beginning
+takes, and a program gets an equal share of that row: it begins and ends inside of blocks, whose parts are added up (`split.py`).
 """
 
 # A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
@@ -20,8 +23,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from utils.attention.gluon.backward.balance import BLOCK_UNITS
 from utils.attention.gluon.backward.pipeline import block_part
 from utils.attention.gluon.shared import aggregate, uniform
+
+UNITS = gl.constexpr(BLOCK_UNITS)
+
+
+@gluon.jit
+def block_units(sizes, n):
+    """Length of the block of keys number n in the row of all blocks."""
+    lo, hi = sizes.tiles_of(n * sizes.PLAN.block_n)
+    return (hi - lo) * sizes.group + UNITS
 
 
 @aggregate
@@ -30,7 +43,7 @@ class Queue:
 
     counter: gl.tensor  # pointer to the number of blocks drawn so far, by all programs
     programs: gl.tensor  # of this launch; each has its own number as its first block
-    end: gl.tensor  # number of blocks, or parts of blocks
+    end: gl.tensor  # number of blocks, or parts of blocks; with `even` the length of the row of all blocks
     blocks_n: gl.tensor
     section: gl.tensor
     total: gl.tensor
@@ -43,7 +56,9 @@ class Queue:
     freed: gl.shared_memory_descriptor  # mbarrier: K and V may be overwritten
 
     @gluon.constexpr_function
-    def __init__(self, counter, programs, end, blocks_n, section, total, first, split, parts, numbers, full, empty, freed):
+    def __init__(
+        self, counter, programs, end, blocks_n, section, total, first, split, parts, numbers, full, empty, freed
+    ):
         self.counter = counter
         self.programs = programs
         self.end = end
@@ -63,6 +78,41 @@ class Queue:
         """`work` at block `number`."""
         order = (self.blocks_n, self.section, self.total, self.first, self.split, self.parts)
         return work.moved(block_part(work.sizes, number, *order))
+
+    @gluon.jit
+    def bounds(self, EVEN: gl.constexpr):
+        """Number of this program's first block, and the number at which it ends."""
+        number = gl.program_id(0)
+        end = self.end
+        if EVEN:
+            end = self.end * (number + 1) // self.programs
+            number = self.end * number // self.programs
+        return number, end
+
+    @gluon.jit
+    def row(self, sizes, number, n, base):
+        """With `even`: block of keys, and where its first head begins, of place `number`; n, base: of a place before it."""
+        length = block_units(sizes, n) * self.total
+        while number >= base + length:
+            base += length
+            n += 1
+            length = block_units(sizes, n) * self.total
+        return n, base
+
+    @gluon.jit
+    def share(self, work, number, n, base, end):
+        """With `even`: `work` at what this program has of the block at place `number`, and the place behind it."""
+        length = block_units(work.sizes, n)
+        flat = (number - base) // length
+        first = number - base - flat * length
+        last = gl.minimum(length, first + end - number)
+        at = gl.maximum(first - UNITS, 0)
+        count = gl.maximum(last - UNITS, 0) - at
+        # A program has two parts of blocks at most: of the one that it begins inside of, and of the one that it ends in.
+        slot = gl.where(last - first < length, 2 * gl.program_id(0) + gl.where(first == 0, 1, 0), -1)
+        batch = flat // work.sizes.kv_heads
+        place = (n * work.sizes.PLAN.block_n, batch, flat - batch * work.sizes.kv_heads, slot, at, count)
+        return work.moved(place), number + last - first
 
     @gluon.jit
     def draw(self):

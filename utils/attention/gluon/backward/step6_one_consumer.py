@@ -65,9 +65,12 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.conste
         lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
         p = gl.exp2(s * work.c - lse2[None, :])
         if MASK:
-            # At 64 the assembly makes ptxas spill in the loop without a mask, too.
+            # At 64 the assembly made ptxas spill in the loop without a mask, too.
             row = m * BLOCK_M
-            p = work.sizes.mask_product(p, work.key, row) if BLOCK_D == 128 else work.sizes.mask(p, work.key, row)
+            if BLOCK_D == 128 or PLAN.short_mask:
+                p = work.sizes.mask_product(p, work.key, row)
+            else:
+                p = work.sizes.mask(p, work.key, row)
         p16 = gl.convert_layout(p.to(dtype), keys_operand(BLOCK_D))
         dp = wait_products(dp, 0, BLOCK_M)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
@@ -151,7 +154,7 @@ def compute_block(work, sums, leave, turn, done):
         number = done + g * tiles - at - lo
         low = lo
         high = hi
-        if PLAN.split:
+        if PLAN.split or PLAN.even:
             low = lo + gl.maximum(at - g * tiles, 0)
             high = lo + gl.minimum(at + count - g * tiles, tiles)
         if MASKS:
@@ -169,7 +172,8 @@ def compute_block(work, sums, leave, turn, done):
 @gluon.jit
 def leave_block(work, parts_ptr, dk_desc, dv_desc, dk, dv):
     """Store dV and dK of a block, or of a part of one."""
-    if work.sizes.PLAN.split and work.parts > 1:
+    PLAN: gl.constexpr = work.sizes.PLAN
+    if (PLAN.split or PLAN.even) and work.slot >= 0:
         store_part(parts_ptr, work, dv, 0)
         store_part(parts_ptr, work, dk, 1)
     else:
@@ -179,16 +183,27 @@ def leave_block(work, parts_ptr, dk_desc, dv_desc, dk, dv):
 @gluon.jit
 def consumer(work, queue, sums, leave, parts_ptr, dk_desc, dv_desc):
     """Both warpgroups: all blocks of this program."""
+    EVEN: gl.constexpr = work.sizes.PLAN.even
     if work.sizes.PLAN.queue:
-        number = gl.program_id(0)
+        number, end = queue.bounds(EVEN)
+        n = 0
+        base = 0
         turn = 0
         done = 0
-        while number < queue.end:
-            here = queue.place(work, number)
+        while number < end:
+            if EVEN:
+                n, base = queue.row(work.sizes, number, n, base)
+                here, number = queue.share(work, number, n, base, end)
+            else:
+                here = queue.place(work, number)
             dk, dv, count = compute_block(here, sums, leave, turn, done)
             done += count
+            if work.sizes.PLAN.v_left:
+                # V was read by ordinary loads, and TMA writes the next one: a block without tiles has had no fence since.
+                fence_async_shared()
             mbarrier.arrive(queue.freed, count=1)
-            number = queue.next(turn, 8)
+            if not EVEN:
+                number = queue.next(turn, 8)
             leave_block(here, parts_ptr, dk_desc, dv_desc, dk, dv)
             turn += 1
     else:
@@ -288,8 +303,14 @@ def attention_backward_step6(
 def launch(g: Gradients) -> None:
     """Run the kernel on tensors of a GPU, and add up the parts of split blocks."""
     order = g.order
-    end = order.programs(g.blocks_n * g.kv_heads_total)
-    parts_of = g.lse2.new_empty(order.split * order.parts * 4 * 64 * g.plan.block_d) if order.split else g.delta
+    blocks = g.blocks_n * g.kv_heads_total
+    programs = end = order.programs(blocks)
+    slots = order.split * order.parts
+    if g.plan.even:
+        programs, end, slots = order.even, order.units, 2 * order.even
+    elif g.plan.queue:
+        programs = min(end, processors(g.q.device))
+    parts_of = g.lse2.new_empty(slots * 4 * 64 * g.plan.block_d) if slots else g.delta
     launch_blocks(
         attention_backward_step6,
         g,
@@ -301,25 +322,27 @@ def launch(g: Gradients) -> None:
         order.first,
         order.split,
         order.parts,
-        programs=min(end, processors(g.q.device)) if g.plan.queue else end,
+        programs=programs,
         num_warps=4 if g.plan.producer_first else 8,
         keys=128,
     )
-    if order.split:
-        finish_parts[(order.split * 2, 2, g.plan.block_d // 32)](
+    if slots:
+        finish_parts[((blocks if g.plan.even else order.split) * 2, 2, g.plan.block_d // 32)](
             parts_of,
             g.dv,
             g.dk,
             *g.dk.stride()[:3],
             order.parts,
             order.first,
+            programs,
+            end,
+            *g.sizes(),
             g.blocks_n,
             order.section,
             g.kv_heads_total,
-            g.kv_heads,
-            g.sk,
             g.scale,
             HEAD_DIM=g.head_dim,
-            BLOCK_D=g.plan.block_d,
+            PLAN=g.plan,
+            CASE=g.case(),
             num_warps=4,
         )

@@ -85,16 +85,23 @@ def load_block(work, queue, turn, done, descriptors):
 def producer(work, queue, descriptors):
     """One warp loads all blocks of this program."""
     WARPS: gl.constexpr = 4 if work.sizes.PLAN.producer_first else 1
+    EVEN: gl.constexpr = work.sizes.PLAN.even
     if work.sizes.PLAN.queue:
-        number = gl.program_id(0)
+        number, end = queue.bounds(EVEN)
+        n = 0
+        base = 0
         turn = 0
         done = 0
-        while number < queue.end:
-            here = queue.place(work, number)
-            done += load_block(here, queue, turn, done, descriptors)
-            # Not before: whoever is free first is to have the next block. The consumer has two tiles left to compute.
-            number = queue.draw()
-            queue.publish(turn, number, WARPS)
+        while number < end:
+            if EVEN:
+                n, base = queue.row(work.sizes, number, n, base)
+                here, number = queue.share(work, number, n, base, end)
+                done += load_block(here, queue, turn, done, descriptors)
+            else:
+                done += load_block(queue.place(work, number), queue, turn, done, descriptors)
+                # Not before: whoever is free first is to have the next block. The consumer has two tiles left to compute.
+                number = queue.draw()
+                queue.publish(turn, number, WARPS)
             turn += 1
     else:
         load_block(work, queue, 0, 0, descriptors)
@@ -130,14 +137,22 @@ def add_block(work, leave, done):
 @gluon.jit
 def storing_warp(work, queue, leave):
     """One warp adds dQ of all blocks of this program."""
+    EVEN: gl.constexpr = work.sizes.PLAN.even
     if work.sizes.CASE.dq and work.sizes.PLAN.by_tma:
         if work.sizes.PLAN.queue:
-            number = gl.program_id(0)
+            number, end = queue.bounds(EVEN)
+            n = 0
+            base = 0
             turn = 0
             done = 0
-            while number < queue.end:
-                done += add_block(queue.place(work, number), leave, done)
-                number = queue.next(turn, 1)
+            while number < end:
+                if EVEN:
+                    n, base = queue.row(work.sizes, number, n, base)
+                    here, number = queue.share(work, number, n, base, end)
+                    done += add_block(here, leave, done)
+                else:
+                    done += add_block(queue.place(work, number), leave, done)
+                    number = queue.next(turn, 1)
                 turn += 1
         else:
             add_block(work, leave, 0)
