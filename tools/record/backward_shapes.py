@@ -195,17 +195,17 @@ def prepare_shape(shape: Shape, options) -> dict:
 
 
 def predicted_us(shape: Shape) -> dict[str, float]:
-    """Return what the schedule gives: programs that take blocks, and with `even`; and what was taken before (`sectioned`)."""
-    from utils.attention.gluon.backward.balance import Order, blocks_of, choose_order, even_order, schedule_tiles
+    """Return what the schedule gives: where programs take blocks, with `even`, and for the sections of before entry 42."""
+    from utils.attention.gluon.backward.balance import Order, block_order, blocks_of, even_order, schedule_tiles
     from utils.attention.gluon.backward.plan import plan_for
 
     batch, heads, kv_heads, length, head_dim, causal = shape
     plan = plan_for(6, head_dim, causal)
     blocks = blocks_of(plan, length, length, batch * kv_heads, heads // kv_heads, 132, causal=causal)
     orders = {
-        "blocks": choose_order(blocks, plan.split),
+        "blocks": block_order(blocks, plan.split),
         "even": even_order(blocks),
-        "sectioned": Order(min(blocks.fit, blocks.heads)),
+        "before": Order(min(blocks.fit, blocks.heads), blocks.count, blocks.count),
     }
     # The kernels before and behind: O and dO are read, sums of dQ written and read, dQ written, at 4 TB/s.
     rows = -(-length // 128) * 128

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from utils.attention.gluon.arguments import descriptor
-from utils.attention.gluon.backward.balance import Order, blocks_of, choose_order, even_order
+from utils.attention.gluon.backward.balance import Order, order_of
 from utils.attention.gluon.backward.plan import BackwardCase, BackwardPlan
 
 LOG2_E = math.log2(math.e)
@@ -97,12 +97,8 @@ class Gradients:
     @property
     def order(self) -> Order:
         """Steps 3 and on: in which order blocks of keys are taken, and which are split."""
-        plan, sms = self.plan, processors(self.q.device)
-        sizes = self.sq, self.sk, self.kv_heads_total, self.group, sms
-        blocks = blocks_of(plan, *sizes, causal=self.causal, window=self.window)
-        if plan.sectioned:
-            return Order(min(blocks.fit, blocks.heads))
-        return even_order(blocks) if plan.even else choose_order(blocks, plan.split)
+        sizes = self.sq, self.sk, self.kv_heads_total, self.group, processors(self.q.device)
+        return order_of(self.plan, *sizes, self.causal, self.window)
 
     def row_descriptors(self, rows: dict[str, int]) -> list:
         """TMA descriptors of the tensors named, with boxes of so many rows."""

@@ -20,9 +20,9 @@ import functools
 import heapq
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from utils.attention.gluon.backward.plan import BackwardPlan
+from utils.attention.gluon.backward.plan import BackwardPlan, fastest_step, plan_for
 
 # What the heads in flight should fit in, of the H200's 60 MB. Measured: half as much costs 0 to 2%, no limit up to 30%.
 L2_BYTES = 32 << 20
@@ -32,28 +32,31 @@ PART_TILES = 2.0  # the same of a part, whose dV and dK are stored in fp32
 FINISH_TILES = 2.0  # launch of the kernel that adds up the parts
 ADD_TILES = 0.03  # writing and reading a part of 128 keys x 128 columns once more, of all SMs together
 WIDER = 0.03  # share of the time that each doubling of the sections beyond the L2 costs: a guess, 30% were seen for all heads
+# With equal shares all heads are in flight: twice L2_BYTES cost nothing, and each L2_BYTES more a tenth of the time.
+ROOMY, BEYOND = 2.0, 0.1
 BLOCK_UNITS = 2  # what the kernel takes for the beginning and end of a block where programs have equal shares
+EVEN_GAIN = (
+    0.97  # equal shares are taken where the schedule gives at most so much of the time: it is right to a few percent
+)
 MOST_PARTS = 16
 MOST_BLOCKS = 8  # of an SM: with more of them no block is so long that a schedule would have to be computed
 
 
 @dataclass(frozen=True)
 class Order:
-    """The order of blocks: heads of keys in sections; of a section the first keys of all its heads come first.
+    """The order of blocks: heads of keys in sections; of a section the first keys of all its heads come first."""
 
-    Blocks first .. first + split - 1 of that order are split in `parts` programs each.
-    """
-
-    section: int
-    first: int = 0
-    split: int = 0
-    parts: int = 1
+    section: int  # heads of keys
+    blocks: int
+    whole: int  # so many blocks are taken as they are; each of the others is split
+    parts: int = 1  # in so many programs
     even: int = 0  # programs with an equal share of all tiles each (`queue.py`); 0: programs take blocks
     units: int = 0  # with even: tiles of all blocks, and BLOCK_UNITS for each block
 
-    def programs(self, blocks: int) -> int:
-        """Return how many programs so many blocks are."""
-        return blocks + self.split * (self.parts - 1)
+    @property
+    def programs(self) -> int:
+        """Number of programs, or of what programs draw from a queue."""
+        return self.even or self.whole + (self.blocks - self.whole) * self.parts
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def query_tiles(
     """
     found = []
     shift = sk - sq
-    for key in range(0, sk, block_n):
+    for key in range(0, max(sk, 1), block_n):
         lo, hi = 0, -(-sq // block_m)
         if causal:
             lo = max(key - shift, 0) // block_m
@@ -110,25 +113,19 @@ def blocks_of(
     return Blocks(tiles, heads, group, fit, sms)
 
 
-def part_lengths(tiles: int, group: int, parts: int) -> list[int]:
-    """Return the tiles of each part of a block: the tiles of all its query heads, one head after another, are dealt evenly."""
-    return [tiles * group * (i + 1) // parts - tiles * group * i // parts for i in range(parts)]
-
-
 def in_order(blocks: Blocks, order: Order) -> list[float]:
     """Return what each program of a launch takes, in tiles, in the order in which SMs take them."""
     costs: list[float] = []
-    number = 0
     for start in range(0, blocks.heads, order.section):
         wide = min(order.section, blocks.heads - start)
         for tiles in blocks.tiles:
-            for _head in range(wide):
-                if order.first <= number < order.first + order.split:
-                    costs += [n + PART_TILES for n in part_lengths(tiles, blocks.group, order.parts)]
-                else:
-                    costs.append(tiles * blocks.group + BLOCK_TILES)
-                number += 1
-    return costs
+            costs += [tiles * blocks.group + BLOCK_TILES] * wide
+    split = [
+        part
+        for cost in costs[order.whole :]
+        for part in [(cost - BLOCK_TILES) / order.parts + PART_TILES] * order.parts
+    ]
+    return costs[: order.whole] + split
 
 
 def list_schedule(costs: Iterable[float], sms: int) -> float:
@@ -142,68 +139,103 @@ def list_schedule(costs: Iterable[float], sms: int) -> float:
 def schedule_tiles(blocks: Blocks, order: Order) -> float:
     """Return how long an order takes, in tiles, with the kernel that adds up the parts."""
     if order.even:
-        return order.units / order.even + PART_TILES + FINISH_TILES + ADD_TILES * 2 * order.even
+        # All heads are in flight, and what is beyond the L2 slows every tile down.
+        beyond = max(0.0, blocks.heads / blocks.fit - ROOMY)
+        return order.units / order.even * (1 + BEYOND * beyond) + PART_TILES + FINISH_TILES + ADD_TILES * 2 * order.even
     end = list_schedule(in_order(blocks, order), blocks.sms)
-    return end + (FINISH_TILES + ADD_TILES * order.split * order.parts if order.split else 0.0)
+    split = blocks.count - order.whole
+    return end + (FINISH_TILES + ADD_TILES * split * order.parts if split else 0.0)
+
+
+def even_order(blocks: Blocks) -> Order:
+    """Return the order in which each program has an equal share of all tiles."""
+    units = sum(n * blocks.group + BLOCK_UNITS for n in blocks.tiles) * blocks.heads
+    even = max(1, min(blocks.sms, units // (4 * BLOCK_UNITS)))
+    return Order(blocks.heads, blocks.count, blocks.count, even=even, units=units)
+
+
+def split_order(blocks: Blocks, section: int) -> Order:
+    """Return the order for blocks that all take the same time: those of the last round are split.
+
+    A round of parts takes as long as one of them, so few rounds of nearly full length win.
+    """
+    rest, tiles = blocks.count % blocks.sms, blocks.tiles[0] * blocks.group
+    parts = min(
+        range(1, MOST_PARTS + 1),
+        key=lambda n: -(-rest * n // blocks.sms) * (-(-tiles // n) + PART_TILES) + ADD_TILES * rest * n,
+    )
+    return Order(section, blocks.count, blocks.count - rest, parts)
 
 
 def sections(blocks: Blocks) -> list[int]:
-    """Return sizes of sections to choose from, the one that fits in the L2 first; all sections of a size are as even as can be."""
+    """Return sizes of sections to choose from, that which fits in the L2 first; the sections of a size are as even as can be."""
     # Heads that run at the same time anyway need not fit.
     fit = max(blocks.fit, -(-blocks.sms // len(blocks.tiles)))
     most = -(-blocks.heads // fit)
     return [-(-blocks.heads // count) for count in range(most, max(most - 8, 0), -1)]
 
 
-def splits(blocks: Blocks, section: int) -> list[Order]:
-    """Return orders with split blocks to choose from, for one size of sections."""
-    if min(blocks.tiles) == max(blocks.tiles):
-        # All blocks take the same time: those of the last round are split. A round of parts takes as long as one of them.
-        rest, tiles = blocks.count % blocks.sms, blocks.tiles[0] * blocks.group
-        parts = min(
-            range(2, MOST_PARTS + 1),
-            key=lambda n: -(-rest * n // blocks.sms) * (-(-tiles // n) + PART_TILES) + ADD_TILES * rest * n,
-        )
-        return [Order(section, blocks.count - rest, rest, parts)] if rest else []
-    if section < blocks.heads:
-        return []
-    # The longest blocks come first. Those above a share of an SM's mean work are split, so that no part is longer.
-    longest = blocks.tiles[0] * blocks.group
-    mean = sum(blocks.tiles) * blocks.heads * blocks.group / blocks.sms
-    found = []
-    for share in (1.0, 0.75, 0.5, 0.35):
-        split = next((i for i, n in enumerate(blocks.tiles) if n * blocks.group <= share * mean), len(blocks.tiles))
-        parts = min(-(-longest // max(int(share * mean), 1)), MOST_PARTS)
-        if split and parts > 1:
-            found.append(Order(section, 0, split * blocks.heads, parts))
-    return found
-
-
-def even_order(blocks: Blocks) -> Order:
-    """Return the order in which each program has an equal share of all tiles."""
-    units = sum(n * blocks.group + BLOCK_UNITS for n in blocks.tiles) * blocks.heads
-    return Order(blocks.heads, even=max(1, min(blocks.sms, units // (4 * BLOCK_UNITS))), units=units)
-
-
-@functools.lru_cache(maxsize=512)
-def choose_order(blocks: Blocks, split: bool) -> Order:
-    """Return the order that ends first, by the schedule.
-
-    Args:
-        blocks: The blocks of the launch.
-        split: Whether the kernel can split blocks.
-    """
+def block_order(blocks: Blocks, split: bool) -> Order:
+    """Return the order that ends first where programs take blocks, by the schedule; split: whether blocks can be."""
     sizes = sections(blocks)
-    equal = min(blocks.tiles) == max(blocks.tiles)
-    if equal or blocks.count > MOST_BLOCKS * blocks.sms:
-        sizes = sizes[:1]
-    orders = [Order(size) for size in sizes]
-    if split and (equal or len(sizes) > 1 or blocks.count <= MOST_BLOCKS * blocks.sms):
-        orders += [order for size in sizes for order in splits(blocks, size)]
-    if len(orders) == 1:
-        return orders[0]
+    if min(blocks.tiles) == max(blocks.tiles):
+        whole = Order(sizes[0], blocks.count, blocks.count)
+        orders = [whole, split_order(blocks, sizes[0])] if split else [whole]
+    elif blocks.count > MOST_BLOCKS * blocks.sms:
+        return Order(sizes[0], blocks.count, blocks.count)
+    else:
+        orders = [Order(size, blocks.count, blocks.count) for size in sizes]
 
     def cost(order: Order) -> float:
         return schedule_tiles(blocks, order) * (1 + WIDER * max(0.0, math.log2(order.section / sizes[0])))
 
     return min(orders, key=cost)
+
+
+@functools.lru_cache(maxsize=512)
+def order_of(
+    plan: BackwardPlan, sq: int, sk: int, heads: int, group: int, sms: int, causal: bool, window: int
+) -> Order:
+    """Return the order of blocks that a plan's kernel takes; arguments as for `blocks_of`."""
+    blocks = blocks_of(plan, sq, sk, heads, group, sms, causal=causal, window=window)
+    return even_order(blocks) if plan.even else block_order(blocks, plan.split)
+
+
+@functools.lru_cache(maxsize=512)
+def choose_plan(
+    head_dim: int,
+    sq: int,
+    sk: int,
+    heads: int,
+    group: int,
+    sms: int,
+    causal: bool = False,
+    window: int = 0,
+    deterministic: bool = False,
+) -> tuple[int, BackwardPlan]:
+    """Return the step of the ladder that is taken for a shape, and its plan.
+
+    The step that was measured fastest for head dimension, length and mask, programs taking blocks in a balanced order; or
+    step 6 with equal shares of all tiles, where blocks are so few or so unequal that the schedule says that this ends earlier.
+
+    Args:
+        head_dim: Head dimension.
+        sq: Queries.
+        sk: Keys.
+        heads: Heads of keys, of all sequences.
+        group: Query heads that share one.
+        sms: SMs of the GPU.
+        causal: Whether the mask is causal.
+        window: Sliding window; 0: none. No measurement of step 6 had one.
+        deterministic: Whether the same inputs must give the same bits.
+    """
+    step = fastest_step(head_dim, causal=causal, window=window > 0, deterministic=deterministic)
+    plan = plan_for(step, head_dim, causal)
+    if plan.block_d == 256 or window or deterministic:
+        return step, plan
+    even = replace(plan_for(6, head_dim, causal), queue=True, even=True, split=False)
+    blocks = blocks_of(plan, sq, sk, heads, group, sms, causal=causal)
+    by_blocks = schedule_tiles(blocks, block_order(blocks, plan.split))
+    if schedule_tiles(blocks, even_order(blocks)) < EVEN_GAIN * by_blocks:
+        return 6, even
+    return step, plan

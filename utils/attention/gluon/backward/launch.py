@@ -15,8 +15,9 @@ import importlib
 import torch
 
 from utils.attention.gluon.arguments import addressable
-from utils.attention.gluon.backward.arguments import Gradients
-from utils.attention.gluon.backward.plan import BackwardPlan, dq_apart, fastest_step, plan_for
+from utils.attention.gluon.backward.arguments import Gradients, processors
+from utils.attention.gluon.backward.balance import choose_plan
+from utils.attention.gluon.backward.plan import BackwardPlan, dq_apart, plan_for
 
 MODULES = {
     1: "step1_atomics",
@@ -35,7 +36,7 @@ NAMES = {name: f"attention_backward_step{step}" for step, name in MODULES.items(
 FIELDS = {
     (5,): ("stagger",),
     (5, 6): ("producer_first", "v_left"),
-    (6,): ("queue", "split", "even", "short_mask", "named", "storer_fences"),
+    (6,): ("queue", "split", "even", "named", "storer_fences"),
 }
 
 
@@ -65,6 +66,13 @@ def check_plan(step: int, plan: BackwardPlan) -> None:
                 f"Only step {' and '.join(map(str, steps))}, at head dimensions up to 128, know {', '.join(fields)}; got step "
                 f"{step} with tiles of width {plan.block_d}. Set these fields to False, or take another step."
             )
+
+
+def shape_of(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int, int, int, int]:
+    """Return what a plan is chosen by: head dimension, queries, keys, heads of keys, query heads of each, and SMs."""
+    batch, heads, sq, head_dim = q.shape
+    kv_heads, sk = k.shape[1:3]
+    return head_dim, sq, sk, batch * kv_heads, heads // kv_heads, processors(q.device)
 
 
 def backward(
@@ -102,17 +110,18 @@ def backward(
             deterministic one.
         plan: Tile and pipeline; the step's own by default.
     """
+    if not q.numel():
+        # Contiguous like all other results: torch.compile checks that the layout is the promised one.
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        return dq, *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     if step is None:
-        step = fastest_step(q.shape[-1], q.shape[2], causal=causal, window=bool(window), deterministic=deterministic)
+        step, chosen = choose_plan(*shape_of(q, k), causal, window or 0, deterministic)
+        plan = plan or chosen
         deterministic = deterministic or dq_apart(q.shape[-1])
     if deterministic and step < 3:
         raise ValueError(
             f"Step {step} of the backward ladder adds to dQ by atomics, in any order; deterministic=True needs step 3 or a later one."
         )
-    if not q.numel():
-        # Contiguous like all other results: torch.compile checks that the layout is the promised one.
-        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-        return dq, *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     plan = plan or plan_for(step, q.shape[-1], causal)
     check_plan(step, plan)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)

@@ -232,12 +232,14 @@ class Work:
     loaded: gl.shared_memory_descriptor  # mbarriers: K and V have arrived
     written: gl.shared_memory_descriptor  # mbarriers: all consumers have written their part of dS
     read: gl.shared_memory_descriptor  # mbarriers: dS has been read by those who wait for it (`block_work`)
-    slot: gl.tensor  # where dV and dK of this part of a block go (`split.py`); -1: this is a whole block
-    at: gl.tensor  # first tile of the part: tiles are counted over all heads that share these keys, head by head
-    count: gl.tensor  # tiles of the part
+    late: gl.tensor  # number of this part among those of all split blocks; with `even`: its slot, -1: a whole block
+    part: (
+        gl.tensor
+    )  # which of the block's parts this is; with `even`: its first tile, counted over all heads, head by head
+    parts: gl.tensor  # parts of this block, 1 unless it is split; with `even`: how many tiles this part has
 
     @gluon.constexpr_function
-    def __init__(self, sizes, key, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written, read, slot, at, count):
+    def __init__(self, sizes, key, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written, read, late, part, parts):
         self.sizes = sizes
         self.key = key
         self.batch = batch
@@ -252,14 +254,14 @@ class Work:
         self.loaded = loaded
         self.written = written
         self.read = read
-        self.slot = slot
-        self.at = at
-        self.count = count
+        self.late = late
+        self.part = part
+        self.parts = parts
 
     @gluon.jit
     def moved(self, place):
         """The same shared memory for another block, `place` of `block_part`."""
-        key, batch, kv_head, slot, at, count = place
+        key, batch, kv_head, late, part, parts = place
         return Work(
             self.sizes,
             key,
@@ -275,9 +277,9 @@ class Work:
             self.loaded,
             self.written,
             self.read,
-            slot,
-            at,
-            count,
+            late,
+            part,
+            parts,
         )
 
     @gluon.jit
@@ -294,16 +296,20 @@ class Work:
     def first(self):
         """(number of query tiles to walk, first tile and end of one head): all heads that share these keys."""
         lo, hi = self.sizes.tiles_of(self.key)
+        if self.sizes.PLAN.split:
+            tiles = hi - lo
+            hi = lo + tiles * (self.part + 1) // self.parts
+            lo = lo + tiles * self.part // self.parts
         return (hi - lo) * self.sizes.group, lo, hi
 
     @gluon.jit
     def share(self):
-        """`first` for a block that may be a part of one, and in front of that the number of its first tile."""
+        """`first`, and in front of that the number of the first tile, for a part that may begin and end inside of a head."""
         count, lo, hi = self.first()
         at = 0
-        if self.sizes.PLAN.split or self.sizes.PLAN.even:
-            at = self.at
-            count = self.count
+        if self.sizes.PLAN.even:
+            at = self.part
+            count = self.parts
         return at, count, lo, hi
 
     @gluon.jit
@@ -333,31 +339,22 @@ def block_place(block, blocks_n, section, total):
 
 
 @gluon.jit
-def block_part(sizes, program, blocks_n, section, total, first, split, parts):
-    """Return where a program works: key, batch, kv_head, and of a split block the slot, the first tile and the tiles.
+def block_part(sizes, program, blocks_n, section, total, whole, parts):
+    """Return where a program works: key, batch, kv_head, and of a split block the number, the part and the parts.
 
-    Blocks first .. first + split - 1 have `parts` programs each (`balance.Order`).
+    Blocks behind the first `whole` have `parts` programs each (`balance.Order`).
     """
     block = program
-    slot = program * 0 - 1
-    part = slot
+    late = program * 0
+    part = late
     if sizes.PLAN.split:
-        late = gl.minimum(gl.maximum(program - first, 0), split * parts)
-        block = program - late + late // parts
-        is_part = (program >= first) & (late < split * parts)
-        part = gl.where(is_part, late % parts, 0)
-        slot = gl.where(is_part, late, -1)
-        parts = gl.where(is_part, parts, 1)
+        late = gl.maximum(program - whole, 0)
+        part = late % parts
+        block = gl.minimum(program, whole + late // parts)
+        parts = gl.where(program < whole, 1, parts)
     n, flat = block_place(block, blocks_n, section, total)
     batch = flat // sizes.kv_heads
-    at = slot
-    count = slot
-    if sizes.PLAN.split:
-        lo, hi = sizes.tiles_of(n * sizes.PLAN.block_n)
-        tiles = (hi - lo) * sizes.group
-        at = tiles * part // parts
-        count = tiles * (part + 1) // parts - at
-    return n * sizes.PLAN.block_n, batch, flat - batch * sizes.kv_heads, slot, at, count
+    return n * sizes.PLAN.block_n, batch, flat - batch * sizes.kv_heads, late, part, gl.to_tensor(parts)
 
 
 @gluon.jit
@@ -372,14 +369,13 @@ def block_work(
     CONSUMERS: gl.constexpr,
     WRITERS: gl.constexpr,
     KEYS: gl.constexpr = 64,
-    split_first=0,
-    split=0,
+    whole=0,
     parts=1,
 ):
     """Find this block's keys, allocate its shared memory and barriers, and return what its roles get.
 
     CONSUMERS: warpgroups that read the rings; WRITERS: roles that write dS; KEYS: of a role.
-    split_first, split, parts: which blocks are split, and in how many programs each (`block_part`).
+    whole, parts: blocks behind the first `whole` have `parts` programs each (`split`).
     """
     PLAN: gl.constexpr = sizes.PLAN
     DS_SLOTS: gl.constexpr = PLAN.ds_slots
@@ -388,8 +384,8 @@ def block_work(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc = descriptors
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    place = block_part(sizes, gl.program_id(0), blocks_n, section, total, split_first, split, parts)
-    key, batch, kv_head, slot, at, count = place
+    place = block_part(sizes, gl.program_id(0), blocks_n, section, total, whole, parts)
+    key, batch, kv_head, late, part, parts = place
     q = allocate_row_ring(q_desc, lse_desc, PLAN.q_slots, CONSUMERS)
     do = allocate_row_ring(do_desc, delta_desc, PLAN.do_slots, CONSUMERS)
     k = gl.allocate_shared_memory(dtype, [1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
@@ -411,4 +407,4 @@ def block_work(
         mbarrier.init(written.index(i), count=WRITERS)
     for i in gl.static_range(READ_SLOTS):
         mbarrier.init(read.index(i), count=128 * WRITERS)
-    return Work(sizes, key, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written, read, slot, at, count)
+    return Work(sizes, key, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written, read, late, part, parts)

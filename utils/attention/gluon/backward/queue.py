@@ -5,9 +5,10 @@ microseconds in which the tensor cores do nothing, and it ends with stores. Unde
 tiles of 2 microseconds on average, so that this is several percent. Here as many programs as the GPU has SMs draw blocks
 from a counter in memory:
 
-    producer    draws the number of the next block when it has asked for this one's last tile, tells it the others through
-                two slots in shared memory, and loads the next K, V, Q and dO while dV and dK of the last block leave.
-                Drawn at a block's start, the next block would wait for this one's end while other SMs have nothing to do
+    producer    draws the number of the next block, tells it the others through two slots in shared memory, and loads the
+                next K, V, Q and dO while dV and dK of the last block leave. Under a mask it draws when it has asked for
+                this block's last tile: drawn at a long block's start, the next one would wait for its end while other SMs
+                have nothing to do
     others      count tiles through, over all blocks, as the rings do
     the end     a number behind the last block
 
@@ -47,8 +48,7 @@ class Queue:
     blocks_n: gl.tensor
     section: gl.tensor
     total: gl.tensor
-    first: gl.tensor
-    split: gl.tensor
+    whole: gl.tensor
     parts: gl.tensor
     numbers: gl.shared_memory_descriptor  # (2, 1) int32
     full: gl.shared_memory_descriptor
@@ -56,17 +56,14 @@ class Queue:
     freed: gl.shared_memory_descriptor  # mbarrier: K and V may be overwritten
 
     @gluon.constexpr_function
-    def __init__(
-        self, counter, programs, end, blocks_n, section, total, first, split, parts, numbers, full, empty, freed
-    ):
+    def __init__(self, counter, programs, end, blocks_n, section, total, whole, parts, numbers, full, empty, freed):
         self.counter = counter
         self.programs = programs
         self.end = end
         self.blocks_n = blocks_n
         self.section = section
         self.total = total
-        self.first = first
-        self.split = split
+        self.whole = whole
         self.parts = parts
         self.numbers = numbers
         self.full = full
@@ -76,7 +73,7 @@ class Queue:
     @gluon.jit
     def place(self, work, number):
         """`work` at block `number`."""
-        order = (self.blocks_n, self.section, self.total, self.first, self.split, self.parts)
+        order = (self.blocks_n, self.section, self.total, self.whole, self.parts)
         return work.moved(block_part(work.sizes, number, *order))
 
     @gluon.jit
@@ -139,16 +136,18 @@ class Queue:
 
 
 @gluon.jit
-def make_queue(counter_ptr, end, blocks_n, section, total, first, split, parts, READERS: gl.constexpr):
+def make_queue(counter_ptr, end, blocks_n, section, total, whole, parts, READERS: gl.constexpr, EVEN: gl.constexpr):
     """Allocate a queue; READERS: roles that read the numbers. One role tells when K and V may be overwritten."""
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     told = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     read = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     freed = gl.allocate_shared_memory(gl.int64, [1], barrier)
-    for w in gl.static_range(2):
-        mbarrier.init(told.index(w), count=1)
-        mbarrier.init(read.index(w), count=READERS)
+    if not EVEN:
+        # Nobody uses them with `even`: the compiler may then give their place to data, which a barrier must not lie under.
+        for w in gl.static_range(2):
+            mbarrier.init(told.index(w), count=1)
+            mbarrier.init(read.index(w), count=READERS)
     mbarrier.init(freed, count=1)
     programs = gl.num_programs(0)
-    return Queue(counter_ptr, programs, end, blocks_n, section, total, first, split, parts, numbers, told, read, freed)
+    return Queue(counter_ptr, programs, end, blocks_n, section, total, whole, parts, numbers, told, read, freed)

@@ -32,7 +32,7 @@ def store_part(parts_ptr, work, x, WHICH: gl.constexpr):
     )
     flat = x.reshape([2, 4, 2, 8, BLOCKS, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6]).reshape([2 * HALF])
     i = gl.arange(0, 2 * HALF, layout)
-    at = ((work.slot.to(gl.int64) * 2 + i // HALF) * 2 + WHICH) * HALF + i % HALF
+    at = ((work.late.to(gl.int64) * 2 + i // HALF) * 2 + WHICH) * HALF + i % HALF
     gl.store(parts_ptr + at, gl.convert_layout(flat, layout, assert_trivial=True))
 
 
@@ -54,7 +54,7 @@ def slots_of_share(sizes, number, total, programs, end):
 
 @gluon.jit(
     do_not_specialize=[
-        *("parts", "first", "programs", "end", "sq", "sk", "window", "heads", "kv_heads", "group", "tiles_m"),
+        *("parts", "whole", "programs", "end", "sq", "sk", "window", "heads", "kv_heads", "group", "tiles_m"),
         *("blocks_n", "section", "total"),
     ]
 )
@@ -66,7 +66,7 @@ def finish_parts(
     head_stride,
     row_stride,
     parts,
-    first,
+    whole,
     programs,
     end,
     sq,
@@ -99,7 +99,7 @@ def finish_parts(
     if PLAN.even:
         n, head_total, slot, after, count = slots_of_share(sizes, number, total, programs, end)
     else:
-        n, head_total = block_place(first + number, blocks_n, section, total)
+        n, head_total = block_place(whole + number, blocks_n, section, total)
         slot = number * parts
         after = slot + 1
         count = parts

@@ -7,14 +7,15 @@ registers of each warpgroup as before, and dS is exchanged at one barrier of 256
 spills and no moves of addresses between registers (docs/backward-log.md, entry 35).
 
     field         what                                                                       default
-    queue         as many programs as SMs draw blocks from a counter (`queue.py`)            128 full, 64
-    split         blocks are split where SMs would wait for each other (`balance.py`)        all
+    queue         as many programs as SMs draw blocks from a counter (`queue.py`)            all
+    split         blocks of the last round over the GPU are split (`split.py`)               without a mask
+    even          programs have equal shares of all tiles (`queue.py`)                       few blocks (`balance.py`)
     v_left        V's first 64 columns are a left operand in registers                       128
     by_tma        the storing warp adds dQ; else the threads do                              all
     named         a slot is given back by one arrival of each warp at a named barrier        64
     storer_fences the storing warp fences before it hands dQ to TMA, and the consumer not    64, 128 causal
 
-The fastest at head dimensions 64 and 128, but for 64 under a causal mask with more than 4096 tokens; windows and the
+The fastest at head dimensions 64 and 128; windows and the
 deterministic mode take step 5, because they are not measured. Tiles and slots are those of step 3. The other
 roles are in `step6_roles.py`, and head dimension 256 is in `wide_heads.py`. Places and figures: docs/backward-log.md.
 """
@@ -65,12 +66,7 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.conste
         lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
         p = gl.exp2(s * work.c - lse2[None, :])
         if MASK:
-            # At 64 the assembly made ptxas spill in the loop without a mask, too.
-            row = m * BLOCK_M
-            if BLOCK_D == 128 or PLAN.short_mask:
-                p = work.sizes.mask_product(p, work.key, row)
-            else:
-                p = work.sizes.mask(p, work.key, row)
+            p = work.sizes.mask_product(p, work.key, m * BLOCK_M)
         p16 = gl.convert_layout(p.to(dtype), keys_operand(BLOCK_D))
         dp = wait_products(dp, 0, BLOCK_M)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
@@ -137,7 +133,11 @@ def compute_block(work, sums, leave, turn, done):
     CASE: gl.constexpr = work.sizes.CASE
     MASKS: gl.constexpr = CASE.causal or CASE.window or CASE.tail
     BLOCK_D: gl.constexpr = PLAN.block_d
-    at, count, lo, hi = work.share()
+    at = 0
+    if PLAN.even:
+        at, count, lo, hi = work.share()
+    else:
+        count, lo, hi = work.first()
     tiles = hi - lo
     dk = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
     dv = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
@@ -147,18 +147,23 @@ def compute_block(work, sums, leave, turn, done):
     if PLAN.v_left:
         v_left = work.v.index(0).reshape([128, BLOCK_D]).slice(0, 64, 1).load(keys_operand(PLAN.block_m))
     state = (dk, dv)
-    # Heads of which this part has a tile; it may begin and end inside of one.
-    begin = at // gl.maximum(tiles, 1)
-    for g in range(begin, begin + gl.cdiv(at - begin * tiles + count, gl.maximum(tiles, 1))):
+    begin = 0
+    behind = work.sizes.group
+    if PLAN.even:
+        # Heads of which this part has a tile; it may begin and end inside of one.
+        begin = at // gl.maximum(tiles, 1)
+        behind = begin + gl.cdiv(at - begin * tiles + count, gl.maximum(tiles, 1))
+    first, end = work.sizes.clean_tiles(work.key, 128, lo, hi)
+    for g in range(begin, behind):
         head = work.kv_head * work.sizes.group + g
         number = done + g * tiles - at - lo
         low = lo
         high = hi
-        if PLAN.split or PLAN.even:
+        if PLAN.even:
             low = lo + gl.maximum(at - g * tiles, 0)
             high = lo + gl.minimum(at + count - g * tiles, tiles)
-        if MASKS:
             first, end = work.sizes.clean_tiles(work.key, 128, low, high)
+        if MASKS:
             state = walk(work, sums, leave, v_left, state, low, first, number, head, True)
             state = walk(work, sums, leave, v_left, state, first, end, number, head, False)
             if CASE.window:
@@ -173,7 +178,7 @@ def compute_block(work, sums, leave, turn, done):
 def leave_block(work, parts_ptr, dk_desc, dv_desc, dk, dv):
     """Store dV and dK of a block, or of a part of one."""
     PLAN: gl.constexpr = work.sizes.PLAN
-    if (PLAN.split or PLAN.even) and work.slot >= 0:
+    if (PLAN.split and work.parts > 1) or (PLAN.even and work.late >= 0):
         store_part(parts_ptr, work, dv, 0)
         store_part(parts_ptr, work, dk, 1)
     else:
@@ -223,8 +228,7 @@ def consumer(work, queue, sums, leave, parts_ptr, dk_desc, dv_desc):
         "blocks_n",
         "section",
         "total",
-        "split_first",
-        "split",
+        "whole",
         "parts",
         "end",
     ]
@@ -243,8 +247,7 @@ def attention_backward_step6(
     parts_ptr,
     counter_ptr,
     end,
-    split_first,
-    split,
+    whole,
     parts,
     sq,
     sk,
@@ -264,7 +267,7 @@ def attention_backward_step6(
     """A block computes dK and dV of BLOCK_N keys of one head, and adds to dQ: grid (blocks of keys * B * Hkv,)."""
     sizes = Sizes(sq, sk, window, heads, kv_heads, group, tiles_m, PLAN, CASE)
     descriptors = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
-    work = block_work(sizes, descriptors, blocks_n, section, total, c, scale, 2, 1, 128, split_first, split, parts)
+    work = block_work(sizes, descriptors, blocks_n, section, total, c, scale, 2, 1, 128, whole, parts)
     tiles = work.ds
     empty = work.loaded
     if PLAN.by_tma:
@@ -275,7 +278,7 @@ def attention_backward_step6(
     queue = 0
     if PLAN.queue:
         READERS: gl.constexpr = 2 if PLAN.by_tma and CASE.dq else 1
-        queue = make_queue(counter_ptr, end, blocks_n, section, total, split_first, split, parts, READERS)
+        queue = make_queue(counter_ptr, end, blocks_n, section, total, whole, parts, READERS, PLAN.even)
     loads = (work, queue, descriptors)
     REGISTERS: gl.constexpr = PLAN.registers
     if PLAN.producer_first:
@@ -302,14 +305,11 @@ def attention_backward_step6(
 
 def launch(g: Gradients) -> None:
     """Run the kernel on tensors of a GPU, and add up the parts of split blocks."""
-    order = g.order
-    blocks = g.blocks_n * g.kv_heads_total
-    programs = end = order.programs(blocks)
-    slots = order.split * order.parts
-    if g.plan.even:
-        programs, end, slots = order.even, order.units, 2 * order.even
-    elif g.plan.queue:
-        programs = min(end, processors(g.q.device))
+    order, even = g.order, g.plan.even
+    split = order.blocks - order.whole
+    slots = 2 * order.even if even else split * order.parts
+    end = order.units if even else order.programs
+    programs = min(order.programs, processors(g.q.device)) if g.plan.queue else order.programs
     parts_of = g.lse2.new_empty(slots * 4 * 64 * g.plan.block_d) if slots else g.delta
     launch_blocks(
         attention_backward_step6,
@@ -319,21 +319,20 @@ def launch(g: Gradients) -> None:
         parts_of,
         g.counter,
         end,
-        order.first,
-        order.split,
+        order.whole,
         order.parts,
         programs=programs,
         num_warps=4 if g.plan.producer_first else 8,
         keys=128,
     )
     if slots:
-        finish_parts[((blocks if g.plan.even else order.split) * 2, 2, g.plan.block_d // 32)](
+        finish_parts[((order.blocks if even else split) * 2, 2, g.plan.block_d // 32)](
             parts_of,
             g.dv,
             g.dk,
             *g.dk.stride()[:3],
             order.parts,
-            order.first,
+            order.whole,
             programs,
             end,
             *g.sizes(),

@@ -19,6 +19,12 @@ from utils.attention.gluon.shared import meet, pass_by, tma_load
 LEFT = gl.constexpr(6)
 
 
+@gluon.constexpr_function
+def draws_early(plan, case):
+    """Whether a program draws its next block when it begins one: without a mask, where all blocks take the same time."""
+    return plan.queue and not plan.even and not case.causal and not case.window
+
+
 @gluon.jit
 def give_back(work, ring, i, NUMBER: gl.constexpr):
     """Consumer: load number i of a ring has been read; NUMBER: the named barrier of its first slot, with `named`."""
@@ -49,10 +55,10 @@ def load_rows(work, ring, i, tile_desc, number_desc, head, row, NUMBER: gl.const
 
 
 @gluon.jit
-def load_block(work, queue, turn, done, descriptors):
+def load_block(work, queue, turn, done, after, descriptors):
     """Load a block's K and V once, and Q and dO tile by tile, in the order of need: returns how many tiles.
 
-    turn, done: blocks and tiles of this program before.
+    turn, done: blocks and tiles of this program before. after: number of its next block, where that is drawn early.
     """
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc = descriptors
     PLAN: gl.constexpr = work.sizes.PLAN
@@ -72,6 +78,8 @@ def load_block(work, queue, turn, done, descriptors):
         if i == 0:
             mbarrier.expect(work.loaded.index(1), v_desc.block_type.nbytes)
             tma_load(v_desc, [work.batch, work.kv_head, work.key, 0], work.loaded.index(1), work.v.index(0))
+            if draws_early(work.sizes.PLAN, work.sizes.CASE):
+                queue.publish(turn, after, 4 if PLAN.producer_first else 1)
         if count > 0:
             load_rows(work, work.do, done + i, do_desc, delta_desc, head, m * PLAN.block_m, 10)
         m += 1
@@ -96,15 +104,19 @@ def producer(work, queue, descriptors):
             if EVEN:
                 n, base = queue.row(work.sizes, number, n, base)
                 here, number = queue.share(work, number, n, base, end)
-                done += load_block(here, queue, turn, done, descriptors)
+                done += load_block(here, queue, turn, done, 0, descriptors)
+            elif draws_early(work.sizes.PLAN, work.sizes.CASE):
+                here = queue.place(work, number)
+                number = queue.draw()
+                done += load_block(here, queue, turn, done, number, descriptors)
             else:
-                done += load_block(queue.place(work, number), queue, turn, done, descriptors)
+                done += load_block(queue.place(work, number), queue, turn, done, 0, descriptors)
                 # Not before: whoever is free first is to have the next block. The consumer has two tiles left to compute.
                 number = queue.draw()
                 queue.publish(turn, number, WARPS)
             turn += 1
     else:
-        load_block(work, queue, 0, 0, descriptors)
+        load_block(work, queue, 0, 0, 0, descriptors)
 
 
 @gluon.jit
