@@ -41,7 +41,9 @@ def cudnn_backward(q, k, v, dout, causal: bool) -> Gradients:
 
     q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
     return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
 
@@ -67,12 +69,16 @@ def gluon_backward(
     """Return the call of a step of the ladder; changes: fields of its plan."""
     from dataclasses import replace
 
-    from utils.attention.gluon.backward.launch import backward
-    from utils.attention.gluon.backward.plan import fastest_step, plan_for
+    from utils.attention.gluon.backward.balance import choose_plan
+    from utils.attention.gluon.backward.launch import backward, shape_of
+    from utils.attention.gluon.backward.plan import plan_for
     from utils.attention.gluon.launch import forward
 
-    kernel = step or fastest_step(q.shape[-1], q.shape[2], causal=causal, deterministic=deterministic)
-    plan = replace(plan_for(kernel, q.shape[-1], causal), **changes)
+    if step is None:
+        _, plan = choose_plan(*shape_of(q, k), causal, 0, deterministic)
+    else:
+        plan = plan_for(step, q.shape[-1], causal)
+    plan = replace(plan, **changes)
     out, lse = forward(q, k, v, causal=causal, return_lse=True)
     return lambda: backward(dout, q, k, v, out, lse, causal=causal, step=step, plan=plan, deterministic=deterministic)
 

@@ -72,8 +72,6 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
             keep &= columns < limit.data if name == "last" else columns >= limit.data
         other = np.float32("-inf") if kept[1] == "0fFF800000" else np.float32(0)
         return Tensor(np.where(keep, args[0].data, other), gl.float32, args[0].layout)
-    if text == _hold_text(pack):
-        return args[0]  # says when to compute, not what
     if text == _E4M3_TO_FP16 and pack == 4 and args[0].dtype.name == "uint8":
         return Tensor(_E4M3[args[0].data], gl.float16, args[0].layout)
     if text == _EXCHANGE and pack == 4 and tuple(args[0].data.shape[-2:]) == (4, 4):
@@ -97,11 +95,6 @@ _EXCHANGE = (
 
 
 _ADD_ZERO = "{ .reg .b32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }"  # a lane's number is below 32
-
-
-def _hold_text(n: int) -> str:
-    ors = " ".join(f"or.b32 t, t, ${i};" for i in range(n))
-    return f"{{ .reg .b32 t; activemask.b32 t; {ors} bar.warp.sync t; }}"
 
 
 def _product_text(n: int) -> str:

@@ -151,40 +151,6 @@ def uniform(x):
 
 
 @gluon.constexpr_function
-def _hold_asm(n):
-    # The warp's mask is full, so that nothing is waited for; but the instruction needs all n numbers.
-    lines = [
-        "{",
-        ".reg .b32 t;",
-        "activemask.b32 t;",
-        *[f"or.b32 t, t, ${i};" for i in range(n)],
-        "bar.warp.sync t;",
-        "}",
-    ]
-    return " ".join(lines)
-
-
-@gluon.constexpr_function
-def _hold_constraints(n):
-    return ",".join(["=r"] * n) + "," + ",".join(str(i) for i in range(n))
-
-
-@gluon.jit
-def hold_here(x):
-    """Compute x before what follows; ptxas otherwise moves exponentials behind the next wait for a product."""
-    registers: gl.constexpr = x.shape[1] // 2
-    bits = gl.inline_asm_elementwise(
-        _hold_asm(registers),
-        _hold_constraints(registers),
-        [x.to(gl.int32, bitcast=True)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=registers,
-    )
-    return bits.to(gl.float32, bitcast=True)
-
-
-@gluon.constexpr_function
 def _barrier_asm(kind, threads):
     return f"bar.{kind} $1, {threads}; mov.u32 $0, 0;"
 

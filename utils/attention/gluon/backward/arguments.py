@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from utils.attention.gluon.arguments import descriptor
+from utils.attention.gluon.backward.balance import Order, order_of
 from utils.attention.gluon.backward.plan import BackwardCase, BackwardPlan
 
 LOG2_E = math.log2(math.e)
-# What the heads in flight should fit in, of the H200's 60 MB. Measured: half as much costs 0 to 2%, no limit up to 30%.
-L2_BYTES = 32 << 20
 
 
 def processors(device: torch.device) -> int:
@@ -95,18 +94,11 @@ class Gradients:
         """Steps 1 and 2: one warpgroup, or two where dK and dV would not fit in the registers of one."""
         return 8 if self.plan.block_d == 256 else 4
 
-    def section(self) -> int:
-        """Steps 3 and 4: heads whose Q, dO and sums of dQ fit in the L2 together."""
-        return max(1, L2_BYTES // (self.rows * self.plan.block_d * 8 * self.group))
-
-    def split(self) -> tuple[int, int]:
-        """How many blocks of keys stay whole, and how many programs each of the others gets (`split.py`)."""
-        from utils.attention.gluon.backward.split import whole_and_parts
-
-        blocks = self.blocks_n * self.kv_heads_total
-        if not self.plan.split_tail or self.causal or self.window:
-            return blocks, 1
-        return whole_and_parts(blocks, self.rows // self.plan.block_m * self.group, processors(self.q.device))
+    @property
+    def order(self) -> Order:
+        """Steps 3 and on: in which order blocks of keys are taken, and which are split."""
+        sizes = self.sq, self.sk, self.kv_heads_total, self.group, processors(self.q.device)
+        return order_of(self.plan, *sizes, self.causal, self.window)
 
     def row_descriptors(self, rows: dict[str, int]) -> list:
         """TMA descriptors of the tensors named, with boxes of so many rows."""

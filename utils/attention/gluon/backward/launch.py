@@ -15,8 +15,9 @@ import importlib
 import torch
 
 from utils.attention.gluon.arguments import addressable
-from utils.attention.gluon.backward.arguments import Gradients
-from utils.attention.gluon.backward.plan import BackwardPlan, dq_apart, fastest_step, plan_for
+from utils.attention.gluon.backward.arguments import Gradients, processors
+from utils.attention.gluon.backward.balance import choose_plan
+from utils.attention.gluon.backward.plan import BackwardPlan, dq_apart, plan_for
 
 MODULES = {
     1: "step1_atomics",
@@ -31,8 +32,12 @@ NAMES = {name: f"attention_backward_step{step}" for step, name in MODULES.items(
 }
 
 
-STEP5_FIELDS = ("stagger", "producer_first", "v_left")  # of step 6, too
-STEP6_FIELDS = ("queue", "split_tail", "named", "storer_fences", "exp_first", "halves", "early_dk", "dq_late")
+# Steps that know a field of a plan; head dimension 256 knows none of them.
+FIELDS = {
+    (5,): ("stagger",),
+    (5, 6): ("producer_first", "v_left"),
+    (6,): ("queue", "split", "even", "named", "storer_fences"),
+}
 
 
 def module_name(step: int, plan: BackwardPlan) -> str:
@@ -54,13 +59,20 @@ def kernel_of(step: int, plan: BackwardPlan):
 def check_plan(step: int, plan: BackwardPlan) -> None:
     """Refuse a plan with fields that the step's kernel does not know: its results could be wrong."""
     module = module_name(step, plan)
-    for least, names in ((5, STEP5_FIELDS), (6, STEP6_FIELDS)):
+    for steps, names in FIELDS.items():
         fields = [name for name in names if getattr(plan, name)]
-        if fields and module not in [MODULES[n] for n in range(least, 7)]:
+        if fields and module not in [MODULES[n] for n in steps]:
             raise ValueError(
-                f"Only step {least} and on, at head dimensions up to 128, know {', '.join(fields)}; got step {step} with "
-                f"tiles of width {plan.block_d}. Set these fields to False, or take another step."
+                f"Only step {' and '.join(map(str, steps))}, at head dimensions up to 128, know {', '.join(fields)}; got step "
+                f"{step} with tiles of width {plan.block_d}. Set these fields to False, or take another step."
             )
+
+
+def shape_of(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int, int, int, int]:
+    """Return what a plan is chosen by: head dimension, queries, keys, heads of keys, query heads of each, and SMs."""
+    batch, heads, sq, head_dim = q.shape
+    kv_heads, sk = k.shape[1:3]
+    return head_dim, sq, sk, batch * kv_heads, heads // kv_heads, processors(q.device)
 
 
 def backward(
@@ -98,17 +110,18 @@ def backward(
             deterministic one.
         plan: Tile and pipeline; the step's own by default.
     """
+    if not q.numel():
+        # Contiguous like all other results: torch.compile checks that the layout is the promised one.
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        return dq, *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     if step is None:
-        step = fastest_step(q.shape[-1], q.shape[2], causal=causal, window=bool(window), deterministic=deterministic)
+        step, chosen = choose_plan(*shape_of(q, k), causal, window or 0, deterministic)
+        plan = plan or chosen
         deterministic = deterministic or dq_apart(q.shape[-1])
     if deterministic and step < 3:
         raise ValueError(
             f"Step {step} of the backward ladder adds to dQ by atomics, in any order; deterministic=True needs step 3 or a later one."
         )
-    if not q.numel():
-        # Contiguous like all other results: torch.compile checks that the layout is the promised one.
-        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-        return dq, *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     plan = plan or plan_for(step, q.shape[-1], causal)
     check_plan(step, plan)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -169,7 +182,7 @@ def launch_blocks(kernel, g: Gradients, *sums, programs: int | None = None, num_
         *sums,
         *g.sizes(),
         g.blocks_n,
-        g.section(),
+        g.order.section,
         g.kv_heads_total,
         g.c,
         g.scale,

@@ -156,7 +156,7 @@ class Sizes:
         BLOCK_M: gl.constexpr = self.PLAN.block_m
         shift = self.sk - self.sq
         lo = 0
-        hi = self.tiles_m
+        hi = gl.cdiv(self.sq, BLOCK_M)  # fewer than tiles_m where rows are rounded up to 128 and a tile has 64
         if self.CASE.causal:
             lo = gl.maximum(key - shift, 0) // BLOCK_M
         elif self.CASE.window:
@@ -238,9 +238,11 @@ class Work:
     loaded: gl.shared_memory_descriptor  # mbarriers: K and V have arrived
     written: gl.shared_memory_descriptor  # mbarriers: all consumers have written their part of dS
     read: gl.shared_memory_descriptor  # mbarriers: dS has been read by those who wait for it (`block_work`)
-    late: gl.tensor  # number of this part among those of all split blocks
-    part: gl.tensor  # which of the block's parts this is
-    parts: gl.tensor  # parts of this block: 1 unless it is split
+    late: gl.tensor  # number of this part among those of all split blocks; with `even`: its slot, -1: a whole block
+    part: (
+        gl.tensor
+    )  # which of the block's parts this is; with `even`: its first tile, counted over all heads, head by head
+    parts: gl.tensor  # parts of this block, 1 unless it is split; with `even`: how many tiles this part has
 
     @gluon.constexpr_function
     def __init__(self, sizes, key, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written, read, late, part, parts):
@@ -298,13 +300,23 @@ class Work:
 
     @gluon.jit
     def first(self):
-        """(number of query tiles to walk, tiles of one head, first tile): all heads that share these keys."""
+        """(number of query tiles to walk, first tile and end of one head): all heads that share these keys."""
         lo, hi = self.sizes.tiles_of(self.key)
-        if self.sizes.PLAN.split_tail:
+        if self.sizes.PLAN.split:
             tiles = hi - lo
             hi = lo + tiles * (self.part + 1) // self.parts
             lo = lo + tiles * self.part // self.parts
         return (hi - lo) * self.sizes.group, lo, hi
+
+    @gluon.jit
+    def share(self):
+        """`first`, and in front of that the number of the first tile, for a part that may begin and end inside of a head."""
+        count, lo, hi = self.first()
+        at = 0
+        if self.sizes.PLAN.even:
+            at = self.part
+            count = self.parts
+        return at, count, lo, hi
 
     @gluon.jit
     def start(self, lo, hi):
@@ -334,11 +346,14 @@ def block_place(block, blocks_n, section, total):
 
 @gluon.jit
 def block_part(sizes, program, blocks_n, section, total, whole, parts):
-    """Return where a program works: key, batch, kv_head, and of a split block the number, the part and the parts."""
+    """Return where a program works: key, batch, kv_head, and of a split block the number, the part and the parts.
+
+    Blocks behind the first `whole` have `parts` programs each (`balance.Order`).
+    """
     block = program
     late = program * 0
     part = late
-    if sizes.PLAN.split_tail:
+    if sizes.PLAN.split:
         late = gl.maximum(program - whole, 0)
         part = late % parts
         block = gl.minimum(program, whole + late // parts)
@@ -366,7 +381,7 @@ def block_work(
     """Find this block's keys, allocate its shared memory and barriers, and return what its roles get.
 
     CONSUMERS: warpgroups that read the rings; WRITERS: roles that write dS; KEYS: of a role.
-    whole, parts: blocks behind the first `whole` have `parts` programs each (`split_tail`).
+    whole, parts: blocks behind the first `whole` have `parts` programs each (`split`).
     """
     PLAN: gl.constexpr = sizes.PLAN
     DS_SLOTS: gl.constexpr = PLAN.ds_slots

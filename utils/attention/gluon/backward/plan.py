@@ -31,22 +31,17 @@ class BackwardPlan:
     do_slots: int = 2  # slots of the ring of dO and delta
     ds_slots: int = 2  # tiles of dS, which both consumers write and read
     by_tma: bool = False  # head dimension 256 and step 5: TMA adds dQ to the sums, not the threads
-    stagger: bool = (
-        False  # steps 5 and 6, without a mask: block n starts at tile n; fewer blocks add to the same rows of dQ
-    )
+    stagger: bool = False  # step 5, without a mask: block n starts at tile n; fewer blocks add to the same rows of dQ
     producer_first: bool = False  # steps 5 and 6, where threads add: the producer is the default partition
     v_left: bool = False  # steps 5 and 6: the first 64 columns of V stay in registers, as a left operand of dP^T
     left: int = (
         0  # head dimension 256, dQ apart: 128 columns of K and V stay in registers, left operands of S^T and dP^T
     )
     queue: bool = False  # step 6: as many programs as SMs take block after block (`queue.py`)
-    split_tail: bool = False  # step 6, without a mask: the blocks of the last round over the GPU are split (`split.py`)
+    split: bool = False  # step 6: blocks are split where that ends earlier (`balance.py`)
+    even: bool = False  # step 6, with queue: each program has an equal share of all tiles (`queue.py`)
     named: bool = False  # step 6: slots are given back at named barriers, by an arrival of each warp
     storer_fences: bool = False  # step 6, with by_tma: the storing warp fences dQ, and the consumer does not
-    exp_first: bool = False  # step 6: all exponentials before the wait for dP^T
-    halves: int = 0  # step 6, with by_tma: a tile's queries in two halves, in the order 1, 2 or 3 of `step6_halves.py`
-    early_dk: bool = False  # with halves: dK of the first half, too, runs beside dS of the second
-    dq_late: bool = False  # with halves=3: dQ is a tile's last product, handed over beside the next one's scores
     registers: int = 240  # of a consumer thread
 
     def __post_init__(self) -> None:
@@ -55,10 +50,9 @@ class BackwardPlan:
             raise ValueError(
                 "by_tma and producer_first exclude each other: the storing warp needs the registers. Set one of them."
             )
-        if self.halves not in range(4) or (self.halves and not self.by_tma) or (self.dq_late and self.halves != 3):
+        if self.even and (self.split or not self.queue):
             raise ValueError(
-                f"halves is 0 to 3 and needs by_tma=True, and dq_late needs halves=3; got halves={self.halves}, "
-                f"by_tma={self.by_tma}, dq_late={self.dq_late}. Set by_tma, or leave halves at 0."
+                "even needs queue=True and split=False: a program takes parts of blocks one after another."
             )
 
 
@@ -78,9 +72,7 @@ class BackwardCase:
 
 FASTEST = {64: 5, 128: 5, 256: 4}  # the fastest step, by tile width, with a window or in deterministic mode
 FASTEST_FULL = {64: 6, 128: 6, 256: 4}  # without a mask
-FASTEST_CAUSAL = {64: 5, 128: 6, 256: 4}
-# At 64 under a causal mask step 6 is faster at 4096 tokens (1.02) and slower at 16384 (0.99); between them is not measured.
-SHORT = 4096
+FASTEST_CAUSAL = {64: 6, 128: 6, 256: 4}
 _DQ_APART = (256,)  # tile widths at which computing dQ by itself is faster than adding it up
 _SIMPLE = {d: BackwardPlan(d, 64, 64) for d in (64, 128, 256)}  # steps 1 and 2
 _PLANS = {64: BackwardPlan(64, 128, 128), 128: BackwardPlan(128, 64, 128), 256: BackwardPlan(256, 64, 64, left=128)}
@@ -93,26 +85,23 @@ def plan_for(step: int, head_dim: int, causal: bool = False) -> BackwardPlan:
     plan = (_SIMPLE if step < 3 else _PLANS)[block_head_dim(head_dim)]
     if step < 5 or plan.block_d == 256:
         return plan
+    # Step 6: a queue, and where all blocks take the same time those of the last round are split. Under a mask the next block
+    # is drawn late (`queue.py`), which gains 1 to 4% over a program for each block.
+    split = step == 6 and not causal
     if plan.block_d == 128:
-        # Not with a mask: the queue costs 2 to 5% there, and nothing is to be split.
-        full = step == 6 and not causal
         fences = step == 6 and causal
-        return replace(plan, by_tma=True, v_left=True, queue=full, split_tail=step == 6, storer_fences=fences)
+        return replace(plan, by_tma=True, v_left=True, queue=step == 6, split=split, storer_fences=fences)
     if step == 6:
-        # A mask makes blocks short at the lengths that this step is taken for: there the queue gains 3%.
-        return replace(plan, by_tma=True, named=True, storer_fences=True, queue=causal)
+        return replace(plan, by_tma=True, named=True, storer_fences=True, queue=True, split=split)
     # At 64 the storing warp's share of the registers costs more than it saves where each warpgroup is a role.
     return replace(plan, producer_first=causal, stagger=not causal)
 
 
-def fastest_step(
-    head_dim: int, length: int, *, causal: bool = False, window: bool = False, deterministic: bool = False
-) -> int:
+def fastest_step(head_dim: int, *, causal: bool = False, window: bool = False, deterministic: bool = False) -> int:
     """Return the step that was measured fastest.
 
     Args:
         head_dim: Head dimension.
-        length: Number of queries.
         causal: Whether the mask is causal.
         window: Whether there is a sliding window, which no measurement of step 6 had.
         deterministic: Whether the same inputs must give the same bits.
@@ -120,9 +109,7 @@ def fastest_step(
     width = block_head_dim(head_dim)
     if window or deterministic:
         return FASTEST[width]
-    if not causal:
-        return FASTEST_FULL[width]
-    return 6 if width == 64 and length <= SHORT else FASTEST_CAUSAL[width]
+    return (FASTEST_CAUSAL if causal else FASTEST_FULL)[width]
 
 
 def dq_apart(head_dim: int) -> bool:

@@ -7,16 +7,15 @@ registers of each warpgroup as before, and dS is exchanged at one barrier of 256
 spills and no moves of addresses between registers (docs/backward-log.md, entry 35).
 
     field         what                                                                       default
-    queue         as many programs as SMs draw blocks from a counter (`queue.py`)            128 full, 64 causal
-    split_tail    blocks of the last round over the GPU are split by queries (`split.py`)    128, without a mask
+    queue         as many programs as SMs draw blocks from a counter (`queue.py`)            all
+    split         blocks of the last round over the GPU are split (`split.py`)               without a mask
+    even          programs have equal shares of all tiles (`queue.py`)                       few blocks (`balance.py`)
     v_left        V's first 64 columns are a left operand in registers                       128
     by_tma        the storing warp adds dQ; else the threads do                              all
     named         a slot is given back by one arrival of each warp at a named barrier        64
     storer_fences the storing warp fences before it hands dQ to TMA, and the consumer not    64, 128 causal
-    exp_first     all exponentials stand before the wait for dP^T                            none: not measured
-    halves        a tile's queries in two halves (`step6_halves.py`)                         none: not measured
 
-The fastest at head dimensions 64 and 128, but for 64 under a causal mask with more than 4096 tokens; windows and the
+The fastest at head dimensions 64 and 128; windows and the
 deterministic mode take step 5, because they are not measured. Tiles and slots are those of step 3. The other
 roles are in `step6_roles.py`, and head dimension 256 is in `wide_heads.py`. Places and figures: docs/backward-log.md.
 """
@@ -32,7 +31,6 @@ from utils.attention.gluon.backward.launch import launch_blocks
 from utils.attention.gluon.backward.pipeline import Sizes, block_work
 from utils.attention.gluon.backward.queue import make_queue
 from utils.attention.gluon.backward.split import finish_parts, store_part
-from utils.attention.gluon.backward.step6_halves import walk_halves
 from utils.attention.gluon.backward.step6_products import (
     keys_layout,
     keys_operand,
@@ -43,7 +41,7 @@ from utils.attention.gluon.backward.step6_products import (
     to_pieces,
 )
 from utils.attention.gluon.backward.step6_roles import give_back, producer, storing_warp
-from utils.attention.gluon.shared import hold_here, tma_store, wait_products
+from utils.attention.gluon.shared import tma_store, wait_products
 
 
 @gluon.jit
@@ -52,17 +50,6 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.conste
 
     number: of the load of tile 0, if there was one. MASK: whether these tiles get a mask.
     """
-    PLAN: gl.constexpr = work.sizes.PLAN
-    if PLAN.halves:
-        dk, dv = walk_halves(work, leave, v_left, state, lo, hi, number, MASK)
-    else:
-        dk, dv = walk_tiles(work, sums, leave, v_left, state, lo, hi, number, head, MASK)
-    return dk, dv
-
-
-@gluon.jit
-def walk_tiles(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.constexpr):
-    """`walk` where a tile is computed as a whole."""
     PLAN: gl.constexpr = work.sizes.PLAN
     CASE: gl.constexpr = work.sizes.CASE
     BLOCK_M: gl.constexpr = PLAN.block_m
@@ -79,11 +66,7 @@ def walk_tiles(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.
         lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
         p = gl.exp2(s * work.c - lse2[None, :])
         if MASK:
-            # At 64 the assembly makes ptxas spill in the loop without a mask, too.
-            row = m * BLOCK_M
-            p = work.sizes.mask_product(p, work.key, row) if BLOCK_D == 128 else work.sizes.mask(p, work.key, row)
-        if PLAN.exp_first:
-            p = hold_here(p)
+            p = work.sizes.mask_product(p, work.key, m * BLOCK_M)
         p16 = gl.convert_layout(p.to(dtype), keys_operand(BLOCK_D))
         dp = wait_products(dp, 0, BLOCK_M)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
@@ -150,31 +133,43 @@ def compute_block(work, sums, leave, turn, done):
     CASE: gl.constexpr = work.sizes.CASE
     MASKS: gl.constexpr = CASE.causal or CASE.window or CASE.tail
     BLOCK_D: gl.constexpr = PLAN.block_d
-    count, lo, hi = work.first()
+    at = 0
+    if PLAN.even:
+        at, count, lo, hi = work.share()
+    else:
+        count, lo, hi = work.first()
+    tiles = hi - lo
     dk = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
     dv = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
     mbarrier.wait(work.loaded.index(0), turn & 1)
     mbarrier.wait(work.loaded.index(1), turn & 1)
     v_left = 0
     if PLAN.v_left:
-        QUERIES: gl.constexpr = PLAN.block_m // 2 if PLAN.halves else PLAN.block_m  # of a product
-        v_left = work.v.index(0).reshape([128, BLOCK_D]).slice(0, 64, 1).load(keys_operand(QUERIES))
+        v_left = work.v.index(0).reshape([128, BLOCK_D]).slice(0, 64, 1).load(keys_operand(PLAN.block_m))
     state = (dk, dv)
+    begin = 0
+    behind = work.sizes.group
+    if PLAN.even:
+        # Heads of which this part has a tile; it may begin and end inside of one.
+        begin = at // gl.maximum(tiles, 1)
+        behind = begin + gl.cdiv(at - begin * tiles + count, gl.maximum(tiles, 1))
     first, end = work.sizes.clean_tiles(work.key, 128, lo, hi)
-    for g in range(work.sizes.group):
+    for g in range(begin, behind):
         head = work.kv_head * work.sizes.group + g
-        number = done + g * (hi - lo) - lo
+        number = done + g * tiles - at - lo
+        low = lo
+        high = hi
+        if PLAN.even:
+            low = lo + gl.maximum(at - g * tiles, 0)
+            high = lo + gl.minimum(at + count - g * tiles, tiles)
+            first, end = work.sizes.clean_tiles(work.key, 128, low, high)
         if MASKS:
-            state = walk(work, sums, leave, v_left, state, lo, first, number, head, True)
+            state = walk(work, sums, leave, v_left, state, low, first, number, head, True)
             state = walk(work, sums, leave, v_left, state, first, end, number, head, False)
             if CASE.window:
-                state = walk(work, sums, leave, v_left, state, end, hi, number, head, True)
-        elif PLAN.stagger:
-            start = work.start(lo, hi)
-            state = walk(work, sums, leave, v_left, state, start, hi, number + lo - start, head, False)
-            state = walk(work, sums, leave, v_left, state, lo, start, number + hi - start, head, False)
+                state = walk(work, sums, leave, v_left, state, end, high, number, head, True)
         else:
-            state = walk(work, sums, leave, v_left, state, lo, hi, number, head, False)
+            state = walk(work, sums, leave, v_left, state, low, high, number, head, False)
     dk, dv = state
     return dk, dv, count
 
@@ -182,7 +177,8 @@ def compute_block(work, sums, leave, turn, done):
 @gluon.jit
 def leave_block(work, parts_ptr, dk_desc, dv_desc, dk, dv):
     """Store dV and dK of a block, or of a part of one."""
-    if work.sizes.PLAN.split_tail and work.parts > 1:
+    PLAN: gl.constexpr = work.sizes.PLAN
+    if (PLAN.split and work.parts > 1) or (PLAN.even and work.late >= 0):
         store_part(parts_ptr, work, dv, 0)
         store_part(parts_ptr, work, dk, 1)
     else:
@@ -192,16 +188,27 @@ def leave_block(work, parts_ptr, dk_desc, dv_desc, dk, dv):
 @gluon.jit
 def consumer(work, queue, sums, leave, parts_ptr, dk_desc, dv_desc):
     """Both warpgroups: all blocks of this program."""
+    EVEN: gl.constexpr = work.sizes.PLAN.even
     if work.sizes.PLAN.queue:
-        number = gl.program_id(0)
+        number, end = queue.bounds(EVEN)
+        n = 0
+        base = 0
         turn = 0
         done = 0
-        while number < queue.end:
-            here = queue.place(work, number)
+        while number < end:
+            if EVEN:
+                n, base = queue.row(work.sizes, number, n, base)
+                here, number = queue.share(work, number, n, base, end)
+            else:
+                here = queue.place(work, number)
             dk, dv, count = compute_block(here, sums, leave, turn, done)
             done += count
+            if work.sizes.PLAN.v_left:
+                # V was read by ordinary loads, and TMA writes the next one: a block without tiles has had no fence since.
+                fence_async_shared()
             mbarrier.arrive(queue.freed, count=1)
-            number = queue.next(turn, 8)
+            if not EVEN:
+                number = queue.next(turn, 8)
             leave_block(here, parts_ptr, dk_desc, dv_desc, dk, dv)
             turn += 1
     else:
@@ -271,7 +278,7 @@ def attention_backward_step6(
     queue = 0
     if PLAN.queue:
         READERS: gl.constexpr = 2 if PLAN.by_tma and CASE.dq else 1
-        queue = make_queue(counter_ptr, end, blocks_n, section, total, whole, parts, READERS)
+        queue = make_queue(counter_ptr, end, blocks_n, section, total, whole, parts, READERS, PLAN.even)
     loads = (work, queue, descriptors)
     REGISTERS: gl.constexpr = PLAN.registers
     if PLAN.producer_first:
@@ -298,10 +305,12 @@ def attention_backward_step6(
 
 def launch(g: Gradients) -> None:
     """Run the kernel on tensors of a GPU, and add up the parts of split blocks."""
-    whole, parts = g.split()
-    split = g.blocks_n * g.kv_heads_total - whole
-    end = whole + split * parts
-    parts_of = g.lse2.new_empty(split * parts * 4 * 64 * g.plan.block_d) if split else g.delta
+    order, even = g.order, g.plan.even
+    split = order.blocks - order.whole
+    slots = 2 * order.even if even else split * order.parts
+    end = order.units if even else order.programs
+    programs = min(order.programs, processors(g.q.device)) if g.plan.queue else order.programs
+    parts_of = g.lse2.new_empty(slots * 4 * 64 * g.plan.block_d) if slots else g.delta
     launch_blocks(
         attention_backward_step6,
         g,
@@ -310,27 +319,29 @@ def launch(g: Gradients) -> None:
         parts_of,
         g.counter,
         end,
-        whole,
-        parts,
-        programs=min(end, processors(g.q.device)) if g.plan.queue else end,
+        order.whole,
+        order.parts,
+        programs=programs,
         num_warps=4 if g.plan.producer_first else 8,
         keys=128,
     )
-    if split:
-        finish_parts[(split * 2, 2, g.plan.block_d // 32)](
+    if slots:
+        finish_parts[((order.blocks if even else split) * 2, 2, g.plan.block_d // 32)](
             parts_of,
             g.dv,
             g.dk,
             *g.dk.stride()[:3],
-            parts,
-            whole,
+            order.parts,
+            order.whole,
+            programs,
+            end,
+            *g.sizes(),
             g.blocks_n,
-            g.section(),
+            order.section,
             g.kv_heads_total,
-            g.kv_heads,
-            g.sk,
             g.scale,
             HEAD_DIM=g.head_dim,
-            BLOCK_D=g.plan.block_d,
+            PLAN=g.plan,
+            CASE=g.case(),
             num_warps=4,
         )

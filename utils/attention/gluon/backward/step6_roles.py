@@ -19,6 +19,12 @@ from utils.attention.gluon.shared import meet, pass_by, tma_load
 LEFT = gl.constexpr(6)
 
 
+@gluon.constexpr_function
+def draws_early(plan, case):
+    """Whether a program draws its next block when it begins one: without a mask, where all blocks take the same time."""
+    return plan.queue and not plan.even and not case.causal and not case.window
+
+
 @gluon.jit
 def give_back(work, ring, i, NUMBER: gl.constexpr):
     """Consumer: load number i of a ring has been read; NUMBER: the named barrier of its first slot, with `named`."""
@@ -52,35 +58,33 @@ def load_rows(work, ring, i, tile_desc, number_desc, head, row, NUMBER: gl.const
 def load_block(work, queue, turn, done, after, descriptors):
     """Load a block's K and V once, and Q and dO tile by tile, in the order of need: returns how many tiles.
 
-    turn, done: blocks and tiles of this program before. after: number of its next block.
+    turn, done: blocks and tiles of this program before. after: number of its next block, where that is drawn early.
     """
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc = descriptors
     PLAN: gl.constexpr = work.sizes.PLAN
-    WARPS: gl.constexpr = 4 if PLAN.producer_first else 1
-    count, lo, hi = work.first()
+    at, count, lo, hi = work.share()
     if PLAN.queue:
         # Nobody reads the last block's K and V any more.
         mbarrier.wait(queue.freed, (turn & 1) ^ 1)
     # K and V have a barrier each: the first product starts when K is there.
     mbarrier.expect(work.loaded.index(0), k_desc.block_type.nbytes)
     tma_load(k_desc, [work.batch, work.kv_head, work.key, 0], work.loaded.index(0), work.k)
-    head = work.kv_head * work.sizes.group
-    start = work.start(lo, hi)
-    m = start
+    skipped = at // gl.maximum(hi - lo, 1)
+    head = work.kv_head * work.sizes.group + skipped
+    m = lo + at - skipped * (hi - lo)
     for i in range(gl.maximum(count, 1)):
         if count > 0:
             load_rows(work, work.q, done + i, q_desc, lse_desc, head, m * PLAN.block_m, 8)
         if i == 0:
             mbarrier.expect(work.loaded.index(1), v_desc.block_type.nbytes)
             tma_load(v_desc, [work.batch, work.kv_head, work.key, 0], work.loaded.index(1), work.v.index(0))
-            if PLAN.queue:
-                queue.publish(turn, after, WARPS)
+            if draws_early(work.sizes.PLAN, work.sizes.CASE):
+                queue.publish(turn, after, 4 if PLAN.producer_first else 1)
         if count > 0:
             load_rows(work, work.do, done + i, do_desc, delta_desc, head, m * PLAN.block_m, 10)
         m += 1
         if m == hi:
             m = lo
-        if m == start:
             head += 1
     return count
 
@@ -88,14 +92,28 @@ def load_block(work, queue, turn, done, after, descriptors):
 @gluon.jit
 def producer(work, queue, descriptors):
     """One warp loads all blocks of this program."""
+    WARPS: gl.constexpr = 4 if work.sizes.PLAN.producer_first else 1
+    EVEN: gl.constexpr = work.sizes.PLAN.even
     if work.sizes.PLAN.queue:
-        number = gl.program_id(0)
+        number, end = queue.bounds(EVEN)
+        n = 0
+        base = 0
         turn = 0
         done = 0
-        while number < queue.end:
-            here = queue.place(work, number)
-            number = queue.draw()
-            done += load_block(here, queue, turn, done, number, descriptors)
+        while number < end:
+            if EVEN:
+                n, base = queue.row(work.sizes, number, n, base)
+                here, number = queue.share(work, number, n, base, end)
+                done += load_block(here, queue, turn, done, 0, descriptors)
+            elif draws_early(work.sizes.PLAN, work.sizes.CASE):
+                here = queue.place(work, number)
+                number = queue.draw()
+                done += load_block(here, queue, turn, done, number, descriptors)
+            else:
+                done += load_block(queue.place(work, number), queue, turn, done, 0, descriptors)
+                # Not before: whoever is free first is to have the next block. The consumer has two tiles left to compute.
+                number = queue.draw()
+                queue.publish(turn, number, WARPS)
             turn += 1
     else:
         load_block(work, queue, 0, 0, 0, descriptors)
@@ -107,24 +125,23 @@ def add_block(work, leave, done):
     sums_desc, tiles, empty = leave
     PLAN: gl.constexpr = work.sizes.PLAN
     PIECES: gl.constexpr = PLAN.block_m * PLAN.block_d // 4096
-    count, lo, hi = work.first()
-    head = work.batch * work.sizes.heads + work.kv_head * work.sizes.group
-    start = work.start(lo, hi)
-    m = start
+    at, count, lo, hi = work.share()
+    skipped = at // gl.maximum(hi - lo, 1)
+    head = work.batch * work.sizes.heads + work.kv_head * work.sizes.group + skipped
+    m = lo + at - skipped * (hi - lo)
     for _i in range(done, done + count):
         meet(LEFT, 288)
         if PLAN.storer_fences:
             # Stored by threads, read by TMA through the async proxy: a fence on the way from one to the other is enough.
             fence_async_shared()
         for w in gl.static_range(2):
-            at = [((head * work.sizes.tiles_m + m) * PIECES + w) * 32, 0]
-            tma_add(sums_desc, at, tiles.slice(w * 32, 32, 0))
+            place = [((head * work.sizes.tiles_m + m) * PIECES + w) * 32, 0]
+            tma_add(sums_desc, place, tiles.slice(w * 32, 32, 0))
         tma.store_wait(0)
         mbarrier.arrive(empty, count=1)
         m += 1
         if m == hi:
             m = lo
-        if m == start:
             head += 1
     return count
 
@@ -132,14 +149,22 @@ def add_block(work, leave, done):
 @gluon.jit
 def storing_warp(work, queue, leave):
     """One warp adds dQ of all blocks of this program."""
+    EVEN: gl.constexpr = work.sizes.PLAN.even
     if work.sizes.CASE.dq and work.sizes.PLAN.by_tma:
         if work.sizes.PLAN.queue:
-            number = gl.program_id(0)
+            number, end = queue.bounds(EVEN)
+            n = 0
+            base = 0
             turn = 0
             done = 0
-            while number < queue.end:
-                done += add_block(queue.place(work, number), leave, done)
-                number = queue.next(turn, 1)
+            while number < end:
+                if EVEN:
+                    n, base = queue.row(work.sizes, number, n, base)
+                    here, number = queue.share(work, number, n, base, end)
+                    done += add_block(here, leave, done)
+                else:
+                    done += add_block(queue.place(work, number), leave, done)
+                    number = queue.next(turn, 1)
                 turn += 1
         else:
             add_block(work, leave, 0)
