@@ -34,9 +34,7 @@ class BackwardPlan:
     stagger: bool = False  # step 5, without a mask: block n starts at tile n; fewer blocks add to the same rows of dQ
     producer_first: bool = False  # steps 5 and 6, where threads add: the producer is the default partition
     v_left: bool = False  # steps 5 and 6: the first 64 columns of V stay in registers, as a left operand of dP^T
-    left: int = (
-        0  # head dimension 256, dQ apart: 128 columns of K and V stay in registers, left operands of S^T and dP^T
-    )
+    left: int = 0  # head dimension 256, dQ apart: so many columns of K and V stay in registers, as left operands
     queue: bool = False  # step 6: as many programs as SMs take block after block (`queue.py`)
     split: bool = False  # step 6: blocks are split where that ends earlier (`balance.py`)
     even: bool = False  # step 6, with queue: each program has an equal share of all tiles (`queue.py`)
