@@ -430,7 +430,7 @@ def ridge_point(peak_tflops, bandwidth_tb_s):
     return peak_tflops / bandwidth_tb_s
 
 def attainable_tflops(intensity, peak_tflops, bandwidth_tb_s):
-    course = types.SimpleNamespace(peak=lambda dtype: peak_tflops, peak_tflops=peak_tflops, bandwidth_tb_s=bandwidth_tb_s)
+    course = types.SimpleNamespace(peak_tflops=lambda dtype: peak_tflops, memory_bandwidth_tb_s=bandwidth_tb_s)
     return type(roofs).attainable_tflops(course, intensity, torch.float32)
 """,
     ),
