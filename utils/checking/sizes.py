@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
 
 # Operators that compute nothing: they make tensors, look at them in other shapes, or carry values from place to place.
 _MOVES = """
@@ -22,6 +28,12 @@ _MOVES = """
     equal is_nonzero resize set
 """
 MOVES = frozenset(_MOVES.split())
+# Of these, the ones whose result is another look at the memory of their argument.
+_VIEWS = _words("""
+    detach alias view _unsafe_view reshape _reshape_alias view_as_real view_as_complex expand permute transpose t unsqueeze
+    squeeze select slice split split_with_sizes unsafe_split tensor_split unbind chunk narrow as_strided diagonal unfold movedim
+    flatten unflatten lift_fresh
+    """)
 # Sums and masks: no softmax and no product can be made of these alone.
 LINEAR = frozenset(["add", "sub", "rsub", "neg", "mul", "div", "sum", "nansum", "mean", "where", "masked_fill"])
 # What one does with all sums of rows, at the end.
@@ -74,6 +86,10 @@ class SizeWatch(TorchDispatchMode):
         self.largest_multiplied: tuple[str, int] = ("", 0)  # the largest of these
         self.longest: dict[str, int] = {}  # the longest dimension that an operator computes on, on real numbers
         self.read = 0  # elements of all tensors that were given to operators, but for single numbers
+        self._memory: dict[int, int] = {}  # id of a tensor that was made -> the id of the one whose memory it shows
+        # id of such a tensor -> [elements, step that made it, last step that used it, does it hold numbers of the inputs?]
+        self._spans: dict[int, list[int]] = {}
+        self._alive: list[torch.Tensor] = []  # so that no id is used twice
         self.steps: list[int] = []  # a hash of each operator, with the shapes and integers that it was given
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -84,6 +100,7 @@ class SizeWatch(TorchDispatchMode):
         sizes = [t.numel() for t in (*given, *made)]
         self.read += sum(t.numel() for t in given if t.numel() > 1)
         self.steps.append(hash((name, *(tuple(t.shape) for t in given), *(a for a in args if type(a) is int))))
+        self._follow(name, given, made)
         self.largest[name] = max(self.largest.get(name, 0), max(sizes, default=0))
         if name not in MOVES:
             # Masks and places are no numbers of the inputs, unless they are added up or multiplied.
@@ -112,6 +129,38 @@ class SizeWatch(TorchDispatchMode):
             columns = right.shape[-1] if right.dim() >= 2 else 1
             self.products.append((batch, left.shape[-2], left.shape[-1], columns))
         return result
+
+    def _follow(self, name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+        """Note which memory an operator used, and which it made."""
+        step, spans = len(self.steps), [self._spans.get(self._memory.get(id(t), 0)) for t in given]
+        of_inputs = any(
+            span[3] if span else t.is_floating_point() and t.numel() > 1  # memory that was not made here is an input's
+            for t, span in zip(given, spans, strict=True)
+        )
+        for span in spans:
+            if span:
+                span[2] = step
+        for tensor in made:
+            known = self._spans.get(self._memory.get(id(tensor), 0))
+            if known:  # it was written to
+                known[3] |= of_inputs
+            elif any(tensor is t for t in given) or id(tensor) in self._memory:
+                continue
+            else:
+                self._alive += [tensor, *given[:1]]
+                if name in _VIEWS and given:
+                    self._memory[id(tensor)] = self._memory.get(id(given[0]), id(given[0]))
+                else:
+                    self._memory[id(tensor)] = id(tensor)
+                    self._spans[id(tensor)] = [tensor.numel(), step, step, of_inputs and tensor.is_floating_point()]
+
+    @property
+    def held(self) -> int:
+        """Return the most numbers, computed from the inputs and needed again later, that there were at any one time."""
+        spans = [(n, made, used) for n, made, used, of_inputs in self._spans.values() if of_inputs]
+        # At one step, what ends comes before what begins.
+        changes = sorted(c for n, made, used in spans for c in ((made, n), (used + 1, -n)))
+        return max(itertools.accumulate((n for _, n in changes), initial=0))
 
     def longer_in_softmax(self, limit: int) -> tuple[str, int] | None:
         """Return an operator that works along more than `limit` numbers, and how many; sums, scaling and masks may."""

@@ -146,7 +146,7 @@ def online_softmax_stats(online_softmax_stats, seed=None):
         (0, "rising", torch.float32),
         (0, "falling", torch.float32),
     ):
-        rows, widths = draw.size(3, 7), [draw.size(4, 9) for _ in range(draw.size(3, 5))]
+        rows, widths = draw.size(3, 7), [draw.size(4, 9) for _ in range(draw.size(9, 12))]
         if order is None:
             widths[0] = 1
         x = middle + 3 * draw.normal(rows, sum(widths), dtype=dtype)
@@ -175,6 +175,11 @@ def online_softmax_stats(online_softmax_stats, seed=None):
             )
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise AssertionError(f"online_softmax_stats should return (m, l), and returned {type(result).__name__}.")
+        if (held := sizes.held) > 3 * largest + 8 * rows:
+            raise AssertionError(
+                f"online_softmax_stats kept {held} numbers at once; no block has over {largest}. Keep a running maximum and a "
+                "running sum, and no block."
+            )
         m, l = _softmax_stats(x.double())  # noqa: E741 (the formula's letter)
         name = f"{len(widths)} blocks" + (f" with {order} values" if order else f" with values around {middle}")
         expect_close(
@@ -219,7 +224,8 @@ def _expect_wide_inside(function, draw: Draw, causal: bool, name: str) -> None:
 
 def _expect_tiles_only(function, draw: Draw, name: str) -> SizeWatch:
     """Assert that no fused operator and no operator on whole rows runs, and that only one tile of scores exists at a time."""
-    b, h, s, d, tile_q, tile_k = 1, 2, 144, 4, 16, 24
+    # Few numbers for each token and many queries in a tile: then a row of tiles is larger than all that one may keep.
+    b, h, s, d, tile_q, tile_k = 1, 2, 288, 2, 32, 24
     q, k, v = (draw.normal(b, h, s, d) for _ in range(3))
     copies = q.clone(), k.clone(), v.clone()
     with SizeWatch() as sizes, watch_operations() as watch:
@@ -251,6 +257,13 @@ def _expect_tiles_only(function, draw: Draw, name: str) -> SizeWatch:
         raise AssertionError(
             f"{name}: {along[0]} worked along {along[1]} queries or keys at once, and a tile has {tile_q} queries and "
             f"{tile_k} keys: walk along the keys tile by tile, with a running maximum and a running sum."
+        )
+    # The output, q, k and v in float32, and a few tiles of scores or of products by broadcasting.
+    most = 4 * q.numel() + 2 * tile * (1 + d)
+    if sizes.held > most:
+        raise AssertionError(
+            f"{name} kept {sizes.held:,} numbers at once; q, k, v, the output and a few tiles are fewer than {most:,}. Use a tile "
+            "of scores up before the next one comes: that is what the running maximum and the running sum are for."
         )
     what = f"{name} of {s} tokens with tiles ({tile_q}, {tile_k})"
     expect_close(got, _reference(*copies, causal="causal" in name), rtol=1e-4, atol=1e-5, what=what)

@@ -32,14 +32,17 @@ from instructor.grading.submission.plan import Plan, Step, Unreadable, make_plan
 from instructor.grading.submission.records import Job, Report
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
 from instructor.grading.submission.results import CellResult, Flag, SubmissionResult
+from instructor.grading.submission.usual import Reading, Usual, unusual_calls, unusual_file
+from instructor.grading.submission.usual_words import MOST_OPERATORS, OPERATORS, WORDS
 from instructor.grading.wire.channel import Channel
 
 MAX_RESTARTS = 12
+UNUSUAL = "unusual"  # a flag: the answer passed, and waits, since it uses what right answers do not need
 MAX_ALIKE, MAX_FLAGS = 4, 200  # flags of one kind for one question, and of a submission
 # Flags that take no points: a changed structure, and what honest code does now and then and the walls make harmless.
 NOTED = (
     *("structure", "inspects frames or objects", "network", "runs at the end", "proved in part"),
-    *("unreadable", "not graded"),
+    *("unreadable", "not graded", UNUSUAL),
 )
 READ_SECONDS = 60  # that reading a submission and planning its cells may take
 MAX_SHOWN = 20_000  # characters of what a test prints
@@ -102,11 +105,16 @@ class Checker:
         self.modes = dict(job.modes)
         self.why: dict[str, str] = {}
         self.student_texts: list[str] = []
+        self.file_texts: dict[str, str] = {}  # the same by the names of the files
         self.clean: dict[bool, tuple[StudentProcess, Remote]] = {}  # of the test cell: interpreting Triton, or not
         self.testing = False
         self.watching = set(job.watching)  # test cells that record what runs in the student's functions
         self.gpu_work = 0  # tests' requests to run a kernel on a GPU
         self.proving: dict[str, str] = {}  # of these, the ones whose records compute the results: "whole" or "in part"
+        self.usual = Usual(job.instructor_notebook, base, WORDS.get(job.lab))
+        self.reading: Reading | None = None  # the code of the submission
+        self.forbidding: set[str] = set()  # test cells that forbid something
+        self.unusual: dict[str, list[str]] = {}  # test cell -> what its answer does beside what right answers need
 
     def grade(self) -> Report:
         """Run and test every cell of the submission."""
@@ -128,6 +136,7 @@ class Checker:
             self._flag(change.question, change.kind, change.detail)
         # In the warm process's folder, which is removed whatever becomes of this process.
         with tempfile.TemporaryDirectory(prefix="checker-", dir=os.getcwd()) as self.folder:
+            self.reading = Reading(plan.steps, self.usual)
             self._prepare()
             for name, text in plan.files.items():
                 Path(self.folder, name).write_text(text, encoding="utf-8")
@@ -141,6 +150,7 @@ class Checker:
             self._stop_student()
         self._flag_signs(plan.steps)
         self._take_points_of_flagged()
+        self._let_unusual_wait(plan.steps)
         return self._report(plan, began)
 
     def _report(self, plan: Plan, began: float) -> Report:
@@ -383,7 +393,7 @@ class Checker:
 
     def _test(self, step: Step) -> None:
         """Run a test cell and give its points."""
-        began, self.current = time.perf_counter(), step.name
+        began, self.current, self.file_texts = time.perf_counter(), step.name, {}
         work = self._gpu_work()
         status, message, shown = self._verdict(step)
         on_gpu = self._gpu_work() > work
@@ -393,6 +403,8 @@ class Checker:
         self.cell_seconds += seconds
         if status != "passed" and step.question in self.fates:
             status, message = self.fates[step.question]
+        if status == "passed":
+            self._read_answer(step)
         points = step.points if status == "passed" else 0.0
         self.cells[step.name] = CellResult(points, step.points, status, message, seconds, on_gpu)
         outputs = [nbformat.v4.new_output("stream", name="stdout", text=shown)] if shown else []
@@ -479,6 +491,9 @@ class Checker:
                 self._flag(step.question, "switches off the watch", why)
         text = "".join(remote.shown)[:MAX_SHOWN] + shown.getvalue()[:MAX_SHOWN]
         if error is None:
+            if remote.ledger and any(watch.rules for _, watch in remote.watches):
+                self.forbidding.add(step.name)
+                self._read_record(step, remote)
             return "passed", "", text
         return (*explain(error), text)
 
@@ -522,6 +537,7 @@ class Checker:
     def _fetch_files(self, remote: Remote, step: Step) -> None:
         """Put files that are answers into the folder of the test, as data."""
         self.student_texts = []
+        self.file_texts = {}
         for name in step.needs.files:
             reply, blobs = remote.ask({"op": "file", "name": name})
             path = Path(self.folder, os.path.basename(name))
@@ -530,7 +546,8 @@ class Checker:
             path.unlink(missing_ok=True)
             if reply.get("exists") is True and len(blobs) == 1:
                 path.write_bytes(blobs[0])
-                self.student_texts.append(blobs[0].decode(errors="replace"))
+                self.file_texts[name] = blobs[0].decode(errors="replace")
+                self.student_texts.append(self.file_texts[name])
         self.student_texts = [text for text in self.student_texts if text.strip()]
 
     def _test_inside(self, remote: Remote, step: Step) -> tuple[str, str, str]:
@@ -624,6 +641,41 @@ class Checker:
                 kinds = sorted({flag.kind for flag in self.flags if flag.question == question} - set(NOTED))
                 message = f"{question_title(question)}: no points, because of what the code does: {', '.join(kinds)}."
                 self.cells[name] = CellResult(0.0, cell.max_points, "flagged", message, cell.seconds, cell.on_gpu)
+
+    # ---- what is unusual --------------------------------------------------------------------------------------
+
+    def _read_record(self, step: Step, remote: Remote) -> None:
+        """Note operators that right answers to a question that forbids something do not run."""
+        more = OPERATORS.get(self.job.lab, {})
+        known = {*more.get("", "").split(), *more.get(step.name, "").split()}
+        most = MOST_OPERATORS.get(self.job.lab, {}).get(step.name)
+        self.unusual.setdefault(step.name, []).extend(unusual_calls((watch for _, watch in remote.ledger), known, most))
+
+    def _read_answer(self, step: Step) -> None:
+        """Note what the text of an answer that passed reaches for, beside what right answers need."""
+        found = self.unusual.setdefault(step.name, [])
+        if self.reading is not None:
+            found += self.reading.unusual(step, strict=step.name in self.forbidding)
+        for name, text in self.file_texts.items():
+            found += unusual_file(text, self.usual, step.question) if name.endswith(".py") else []
+
+    def _let_unusual_wait(self, steps: list[Step]) -> None:
+        """Let a person look at an answer that passed in an unusual way, before it gets its points."""
+        for step in steps:
+            found, cell = self.unusual.get(step.name), self.cells.get(step.name)
+            if found and cell is not None and cell.status == "passed":
+                words = "; it ".join(dict.fromkeys(found))
+                self._flag(
+                    step.question,
+                    UNUSUAL,
+                    f"{step.name}: the values are right, and the way is unusual: it {words}. Please look.",
+                )
+                message = (
+                    f"{question_title(step.question)}: the values are right. The way is unusual, so a person looks at it before "
+                    f"it gets its points: it {words}."
+                )
+                self.cells[step.name] = CellResult(0.0, cell.max_points, "flagged", message, cell.seconds, cell.on_gpu)
+                step.cell.outputs.append(nbformat.v4.new_output("stream", name="stdout", text=message))
 
 
 def _for_question(step: Step, expect: Callable[[], None]) -> None:

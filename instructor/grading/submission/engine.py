@@ -266,7 +266,7 @@ def _first_modes(report: Report) -> tuple[dict[str, str], dict[str, str]]:
     cells = {name: cell for name, cell in report.result.cells.items() if cell.status != "by_hand"}
     modes, why = {name: report.modes.get(name, "distance") for name in cells}, dict(report.why)
     for name, cell in cells.items():
-        if cell.status != "passed" and modes[name] == "distance":
+        if cell.status not in ("passed", "flagged") and modes[name] == "distance":
             modes[name], why[name] = "inside", cell.message
     return modes, why
 

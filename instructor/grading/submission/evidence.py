@@ -204,9 +204,13 @@ class _RecordedOperator:
 
 def replay(modes: list, records: list) -> None:
     """Show the check's own modes each operator, with tensors that have shapes and no values."""
+    tensors: dict[int, torch.Tensor] = {}  # a tensor that comes again is the same one
     for name, overload, args, kwargs, result in records if modes else ():
-        function = _RecordedOperator(_operator(str(name), str(overload)), _unsketch(result))
-        values, named = [_unsketch(v) for v in args], {str(k): _unsketch(v) for k, v in kwargs.items()}
+        values, named = (
+            [_unsketch(v, tensors) for v in args],
+            {str(k): _unsketch(v, tensors) for k, v in kwargs.items()},
+        )
+        function = _RecordedOperator(_operator(str(name), str(overload)), _unsketch(result, tensors))
         for mode in modes:
             mode.__torch_dispatch__(function, (), tuple(values), named)
 
@@ -222,14 +226,19 @@ def _operator(name: str, overload: str) -> object:
     return types.SimpleNamespace(_schema=schema, __name__=f"{plain}.{overload}", namespace=namespace)
 
 
-def _unsketch(value):
+def _unsketch(value, tensors: dict[int, torch.Tensor]):
     if isinstance(value, dict):
         ((kind, content),) = value.items()
         if kind == "tensor":
-            shape, dtype = content[:2]
-            return torch.empty([int(n) for n in shape], dtype=DTYPES[dtype], device="meta")
+            shape, dtype, number = content[0], content[1], content[3]
+            known = tensors.get(number)
+            if known is None or list(known.shape) != shape or known.dtype != DTYPES[dtype]:
+                known = torch.empty([int(n) for n in shape], dtype=DTYPES[dtype], device="meta")
+                if type(number) is int and number >= 0:
+                    tensors[number] = known
+            return known
         if kind in ("list", "tuple"):
-            return getattr(builtins, kind)(_unsketch(v) for v in content)
+            return getattr(builtins, kind)(_unsketch(v, tensors) for v in content)
         if kind == "integer":
             return _integer(content)
         if kind == "torch":

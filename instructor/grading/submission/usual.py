@@ -1,0 +1,378 @@
+"""Whether an answer keeps to what right answers need. One that does not waits for a person, whatever its values are.
+
+A list of ways around a question never ends, so this reads the other way round. `vocabulary` holds what right answers are
+written with, and a question's model answer adds its own words. The code of an answer is read as text: the functions that a
+check calls, and whatever of the student's cells and files they reach by name. The record of a call's operators is held against
+the same lists. Nothing here says that an answer is wrong.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import symtable
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import nbformat
+import torch
+
+from instructor.grading.submission import vocabulary
+from instructor.grading.submission.plan import Step, question_of
+from instructor.names import FILE_CELL, bound_names, python_of
+from utils.checking.watching import SCALAR_EXITS, OperationWatch
+
+MAX_TOLD = 4  # words of one kind that a message names
+_DUNDER = re.compile(r"__\w+__")
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_METHODS = (types.FunctionType, property, classmethod, staticmethod)
+# What a student could give a class of theirs to make a library's name look like their own.
+_LIBRARY = frozenset(
+    {*dir(torch), *dir(torch.Tensor), *dir(torch.nn.functional), *dir(torch.nn), *dir(torch.nn.Module)}
+)
+
+
+@dataclass
+class Words:
+    """The names, attributes and modules that a piece of code uses."""
+
+    names: set[str] = field(default_factory=set)
+    attributes: set[str] = field(default_factory=set)
+    modules: set[str] = field(default_factory=set)
+
+
+def words_of(text: str) -> Words:
+    """The words of an answer of the lab's own."""
+    found = Words()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Name):
+            found.names.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.attributes.add(node.attr)
+        elif isinstance(node, ast.Import):
+            found.modules.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found.modules.add(node.module or "")
+            found.names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            found.attributes.add(node.value)
+    return found
+
+
+class Usual:
+    """What a lab's right answers use.
+
+    Args:
+        instructor_notebook: the lab with its solutions.
+        base: the notebook's names after its setup.
+        more: {question: words that right answers use beside those of the model answer}; "" is for all questions.
+    """
+
+    def __init__(self, instructor_notebook: str, base: Mapping[str, object], more: Mapping[str, str] | None = None):
+        self.base, self.more = base, more or {}
+        self.of_course = _methods_of_course()  # of objects that the course hands out
+        self.models: dict[str, Words] = {}  # question -> words of its model answer
+        self.kernels = Words()  # of all files of kernels
+        for cell in nbformat.v4.nbjson.reads(instructor_notebook).cells:
+            if cell.cell_type == "code" and cell.metadata.get("nbgrader", {}).get("solution"):
+                is_file = FILE_CELL.match(cell.source.lstrip())
+                text = cell.source.partition("\n")[2] if is_file else python_of(cell.source) or ""
+                try:
+                    words = words_of(text)
+                except SyntaxError:  # a file that is no Python
+                    continue
+                question = self.models.setdefault(question_of(cell.metadata["nbgrader"]["grade_id"]), Words())
+                for own in (question, self.kernels) if is_file else (question,):
+                    own.names |= words.names
+                    own.attributes |= words.attributes
+                    own.modules |= words.modules
+
+    def words(self, question: str) -> Words:
+        """The words of a question's model answer, and of other right answers to it."""
+        model, more = self.models.get(question, Words()), self.more
+        extra = {*more.get("", "").split(), *more.get(question, "").split()}
+        return Words(model.names | extra, model.attributes | extra, model.modules | extra)
+
+
+@dataclass
+class _Place:
+    """A statement at the top of a student's cell or file."""
+
+    node: ast.stmt
+    number: int  # in running order
+    names: set[str]  # that it takes from elsewhere
+
+
+class Reading:
+    """The code of a submission, as text."""
+
+    def __init__(self, steps: Iterable[Step], usual: Usual):
+        self.usual = usual
+        self.of_lab: set[str] = set()  # names that the lab's own cells define
+        self.bindings: dict[str, list[_Place]] = {}
+        self.files: dict[str, list[_Place]] = {}  # module of the student's -> its statements
+        self.own: set[str] = set()  # attributes of the student's own classes
+        self.unread: set[str] = set()  # cells that are no Python
+        self.strict, self.count = True, 0
+        for step in steps:
+            if step.cell.cell_type != "code":
+                continue
+            if step.untouched and not step.answer:
+                for node in ast.parse(python_of(step.source) or "").body:
+                    self.of_lab |= set() if isinstance(node, ast.Import | ast.ImportFrom) else bound_names(node)
+            elif step.kind == "student" and not step.untouched:
+                self._take(step)
+
+    def _take(self, step: Step) -> None:
+        match = FILE_CELL.match(step.source.lstrip())
+        text = step.source.lstrip().partition("\n")[2] if match else python_of(step.source)
+        try:
+            tree = ast.parse(text or "")
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            tree, text = ast.Module([], []), None
+        if text is None:
+            self.unread.add(step.name)
+        self._note_own(tree)
+        places = [self._place(node) for node in tree.body]
+        if match:
+            path = Path(match[1])
+            self.files.setdefault(path.stem if path.stem != "__init__" else path.parent.name, []).extend(places)
+        for place in places:
+            for name in _bound(place.node):
+                self.bindings.setdefault(name, []).append(place)
+
+    def _place(self, node: ast.stmt) -> _Place:
+        self.count += 1
+        return _Place(node, self.count, _taken(node))
+
+    def _note_own(self, tree: ast.AST) -> None:
+        """Note the fields and methods of the student's classes, and what is set on their functions."""
+        found: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found |= set().union(*(bound_names(part) for part in node.body))
+                found |= {
+                    p.target.id for p in node.body if isinstance(p, ast.AnnAssign) and isinstance(p.target, ast.Name)
+                }
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+            elif (
+                isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "namedtuple"
+            ):
+                texts = [c.value for c in ast.walk(node) if isinstance(c, ast.Constant) and isinstance(c.value, str)]
+                found |= {word for text in texts for word in re.findall(r"\w+", text)}
+        self.own |= found - _LIBRARY
+
+    def unusual(self, step: Step, strict: bool) -> list[str]:
+        """What the code that a test cell calls reaches for, in words, beside what right answers need.
+
+        Args:
+            step: the test cell.
+            strict: the question forbids something. Where none does, any library that computes may be used; what the course has
+                beside the model answer's words, and what leads to the insides of Python, may not.
+        """
+        words, self.strict = self.usual.words(step.question), strict
+        found: dict[str, list[str]] = {}
+        todo: list[_Place] = []
+        for name in step.needs.names:
+            if name in self.bindings:
+                todo += self.bindings[name]
+            elif name in self.of_lab or name in self.usual.base:
+                continue  # an answer left as it was
+            else:
+                found.setdefault("defines out of sight", []).append(name)
+        seen: set[int] = set()
+        while todo:
+            place = todo.pop()
+            if place.number not in seen:
+                seen.add(place.number)
+                todo += self._look(place, words, lambda kind, word: found.setdefault(kind, []).append(word))
+        return told(found)
+
+    def _look(self, place: _Place, words: Words, note: Callable[[str, str], object]) -> list[_Place]:
+        """Note what is unusual in a statement; returns the statements that it reaches."""
+        reached: list[_Place] = []
+        for name in place.names:
+            own = self.bindings.get(name, [])
+            before = isinstance(place.node, _DEFINITIONS) or any(p.number < place.number for p in own)
+            written = bool(own) and before and (name in vocabulary.BUILTINS or not hasattr(builtins, name))
+            if written or name in self.of_lab or name in words.names:
+                reached += own
+            elif name in self.usual.base:
+                value = self.usual.base[name]
+                if isinstance(value, types.ModuleType):
+                    self._module(value.__name__, words, note)
+                elif not _is_plain(name, value):
+                    note("calls", name)
+            elif hasattr(builtins, name):
+                if name not in vocabulary.BUILTINS and (self.strict or name not in vocabulary.BUILTINS_ELSEWHERE):
+                    note("calls", name)
+            elif name not in vocabulary.DUNDERS and not own:
+                note("takes from out of sight", name)
+        for node in ast.walk(place.node):
+            reached += self._look_at(node, words, note)
+        return reached
+
+    def _look_at(self, node: ast.AST, words: Words, note: Callable[[str, str], object]) -> list[_Place]:
+        if isinstance(node, ast.Attribute):
+            self._attribute(node.attr, words, note)
+        elif isinstance(node, ast.Import):
+            return [place for alias in node.names for place in self._module(alias.name, words, note)]
+        elif isinstance(node, ast.ImportFrom):
+            reached = self._module(node.module or "", words, note)
+            if not reached:
+                for alias in node.names:
+                    if f"{node.module}.{alias.name}" not in vocabulary.MODULES and alias.name != "*":
+                        self._attribute(alias.name, words, note)
+            return reached
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if _DUNDER.fullmatch(node.value) and node.value not in vocabulary.DUNDERS:
+                note("names", node.value)
+        elif isinstance(node, ast.ClassDef):
+            if any(getattr(base, "attr", getattr(base, "id", "")) == "Tensor" for base in node.bases) or node.keywords:
+                note("makes a class of a kind of its own,", node.name)
+        elif isinstance(node, ast.FunctionDef) and _DUNDER.fullmatch(node.name):
+            if node.name not in vocabulary.DUNDERS:
+                note("defines", node.name)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "type" and len(node.args) > 1:
+            note("calls", "type with three arguments")
+        return []
+
+    def _attribute(self, name: str, words: Words, note: Callable[[str, str], object]) -> None:
+        if name.startswith("__"):
+            known = name in vocabulary.DUNDERS
+        else:
+            known = name in vocabulary.ATTRIBUTES or name in self.own
+            if not self.strict:
+                inside = name in vocabulary.INSIDE_TORCH or name.startswith(vocabulary.INSIDE)
+                known |= not inside and name not in self.usual.of_course
+        if not known and name not in words.attributes and name not in words.names:
+            note("uses", f".{name}")
+
+    def _module(self, name: str, words: Words, note: Callable[[str, str], object]) -> list[_Place]:
+        """Note a module that right answers do not import; returns the statements of one of the student's own."""
+        if (own := name.partition(".")[0]) in self.files:
+            return self.files[own]
+        known = name in vocabulary.MODULES or name in words.modules
+        if not self.strict:
+            known |= name.partition(".")[0] in vocabulary.LIBRARIES or name in vocabulary.OF_TORCH
+        if not known:
+            note("imports", name)
+        return []
+
+
+def unusual_file(text: str, usual: Usual, question: str) -> list[str]:
+    """What a file of kernels uses beside what the lab's own files of kernels do, in words."""
+    try:
+        used = words_of(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []  # a file that is no Python
+    own: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            own |= set().union(*(bound_names(part) for part in node.body))
+            own |= {p.target.id for p in node.body if isinstance(p, ast.AnnAssign) and isinstance(p.target, ast.Name)}
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            own.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            used.attributes.discard(node.value)
+    known = vocabulary.ATTRIBUTES | vocabulary.KERNELS | usual.kernels.attributes | usual.words(question).attributes
+    return told({"uses": [f".{name}" for name in sorted(used.attributes - known - own)]})
+
+
+def unusual_calls(calls: Iterable[OperationWatch], more: Iterable[str] = (), most: int | None = None) -> list[str]:
+    """What ran in a question that forbids something, beside what right answers run, in words.
+
+    Args:
+        calls: what ran in each call of the student's functions.
+        more: operators that right answers to this question run beside the usual ones.
+        most: operators that all calls together may run.
+    """
+    found: dict[str, list[str]] = {}
+    known, total = vocabulary.OPERATORS | set(more), 0
+    for watch in calls:
+        total += sum(watch.operations.values())
+        plain = {name.rstrip("_") for name in watch.operations}
+        found.setdefault("runs", []).extend(sorted(n for n in plain if n not in known and n.lstrip("_") not in known))
+        found["runs"] += [n for n in watch.custom if n not in known]
+        found["runs"] += [f"the kernel {n}" for n in watch.kernels if n not in known]
+        found["runs"] += ["autograd" for name in watch.calls if name == "autograd" and name not in known]
+        found.setdefault("takes values out of torch by", []).extend(
+            n for n in watch.exits if n not in SCALAR_EXITS and n not in known
+        )
+    if most is not None and total > most:
+        found["runs"].insert(0, f"{total:,} operators, and right answers run fewer than {most:,}")
+    return told(found)
+
+
+def told(found: Mapping[str, Iterable[str]]) -> list[str]:
+    """[kind word, word, ...] for each kind of which there is something."""
+    lines = []
+    for kind, words in found.items():
+        several = list(dict.fromkeys(words))
+        if several:
+            lines.append(f"{kind} {', '.join(several[:MAX_TOLD])}{' and more' * (len(several) > MAX_TOLD)}")
+    return lines
+
+
+def _methods_of_course() -> frozenset[str]:
+    """The methods and properties of the course's classes, as far as they are loaded."""
+    found: set[str] = set()
+    for module in [m for n, m in list(sys.modules.items()) if n.partition(".")[0] == "utils" and m is not None]:
+        for kind in [v for v in list(vars(module).values()) if isinstance(v, type) and v.__module__ == module.__name__]:
+            found |= {n for n, v in vars(kind).items() if isinstance(v, _METHODS) and not n.startswith("_")}
+    return frozenset(found)
+
+
+def _is_plain(name: str, value: object) -> bool:
+    """Whether right answers may name a value of the setup: numbers, objects, the lab's own functions, usual ones of torch."""
+    if not callable(value) or isinstance(value, torch.dtype | torch.device):
+        return True
+    origin = str(getattr(value, "__module__", None) or "").partition(".")[0]
+    if origin in ("__main__", ""):
+        return True
+    usual = name in vocabulary.ATTRIBUTES or origin in vocabulary.MODULES - {"torch"}
+    return origin != "utils" and usual
+
+
+def _bound(node: ast.stmt) -> set[str]:
+    """The names that a statement defines or changes: also X of `X.y = ...`, `X[y] = ...`, `X.append(...)`, `setattr(X, ...)`."""
+    found = bound_names(node)
+    if isinstance(node, _DEFINITIONS):
+        return found
+    for part in ast.walk(node):
+        if isinstance(part, ast.Attribute | ast.Subscript) and isinstance(part.ctx, ast.Store | ast.Del):
+            found.add(_root(part))
+        elif isinstance(part, ast.Call) and getattr(part.func, "id", "") in ("setattr", "delattr") and part.args:
+            found.add(_root(part.args[0]))
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute):
+        found.add(_root(node.value.func))
+    return found - {""}
+
+
+def _root(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _taken(node: ast.stmt) -> set[str]:
+    """The names that a statement takes from the notebook or from Python."""
+    found: set[str] = set()
+
+    def visit(table: symtable.SymbolTable) -> None:
+        for symbol in table.get_symbols():
+            if symbol.is_referenced() and (table.get_type() == "module" or symbol.is_global()):
+                found.add(symbol.get_name())
+        for child in table.get_children():
+            visit(child)
+
+    try:
+        visit(symtable.symtable(ast.unparse(node), "cell", "exec"))
+    except (SyntaxError, ValueError, RecursionError):
+        found |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    return found
