@@ -4,10 +4,10 @@
     python -m tools.record.attention_plans few tails --out attention_tails.json
 
 Tables: "tails", full attention at head dim 64, with and without a tail; "windows"; "few", fewer tiles than multiprocessors;
-"dealt", causal tiles that the host deals out; "slots", tiles of Q and slots of the rings. A plan is named by its variant, and by
+"dealt", causal tiles that the host deals out; "slots", tiles of Q and slots of the rings; "narrow", small windows. A plan is named by its variant, and by
 fields of it that are changed ("few, q_slots=1"); where programs share tiles, by their number.
 
-`assets/results/h200/attention_tails.json` and `attention_slots.json` are of this script. `attention_plans.json` has the tables "tails", "rows" and "three",
+`attention_tails.json`, `attention_slots.json` and `attention_narrow.json` of `assets/results/h200/` are of this script. `attention_plans.json` has the tables "tails", "rows" and "three",
 `attention_few_tiles.json` has "windows", "few" and "dealt", both with plans that were tried: those that lost are no longer in
 `utils.attention.gluon.plan`.
 """
