@@ -90,6 +90,7 @@ def test_wrong_answer_loses_its_points(calls, checks, answers, names, wrong):
     lab_cases.assert_loses_alone(_verdicts(own, checks, names, file_text), wrong, every_message=False)
 
 
+@pytest.mark.slow
 def test_wrong_answers_lose_no_others(calls, checks, names):
     """One wrong answer of each answer cell at a time: the other questions keep their points."""
     for wrong in {wrong.cell: wrong for wrong in WRONG_ANSWERS if wrong.code}.values():

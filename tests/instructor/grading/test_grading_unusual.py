@@ -48,7 +48,8 @@ def test_there_are_twenty_and_they_are_of_all_labs():
 
 
 def test_code_that_the_labs_own_cell_makes_is_nobodys_fault():
-    job = types.SimpleNamespace(modes={}, timeout=1.0, total=1.0, watching=[])
+    empty = nbformat.writes(nbformat.v4.new_notebook())
+    job = types.SimpleNamespace(modes={}, timeout=1.0, total=1.0, watching=[], lab="lab1", instructor_notebook=empty)
     checker = Checker(job, {}, lambda **options: None)
     cell = nbformat.v4.new_code_cell()
     steps = [Step("student", cell, f"c{n}", "q5_3", untouched=n == 0, answer=n == 2) for n in range(3)]

@@ -143,7 +143,7 @@ def test_every_configuration_fits_and_is_whole():
 
 def test_the_choice_of_tile_fills_the_gpu():
     from utils.kernels.gemm_model import choose
-    from utils.kernels.gemm_plan import candidates, parts_of
+    from utils.kernels.gemm_plan import candidates, clusters_at_once, parts_of
 
     large = choose(8192, 8192, 8192, 132)
     assert large.block_m * large.block_n >= 128 * 256
@@ -156,7 +156,7 @@ def test_the_choice_of_tile_fills_the_gpu():
             sizes = (n, m) if config.transposed else (m, n)
             whole, rest = parts_of(*sizes, config, 132)
             rows, columns = config.cluster_tile
-            tiles, at_once = -(-sizes[0] // rows) * -(-sizes[1] // columns), 132 // config.cluster
+            tiles, at_once = -(-sizes[0] // rows) * -(-sizes[1] // columns), clusters_at_once(config.cluster, 132)
             assert whole + rest == tiles and (config.split == 1 or config.in_cluster or rest > 0)
             one_round = tiles <= at_once
             assert one_round if config.in_cluster else config.short or whole % at_once in (0, tiles % at_once)
