@@ -88,15 +88,17 @@ SLOW = (
 )  # of a cold round: seconds each
 
 
+DEAR = ("forward mode, a number at a time", "1.2 tile sizes not used: three loops")  # 8 to 13 s each
+
+
+def _case(shortcut, overnight: bool):
+    marks = [pytest.mark.overnight] if overnight else [pytest.mark.slow] if shortcut.name in DEAR else []
+    return pytest.param(shortcut, id=shortcut.name, marks=marks)
+
+
 @pytest.mark.parametrize(
     "shortcut",
-    [
-        *(pytest.param(s, id=s.name) for s in SHORTCUTS if s.check),
-        *(
-            pytest.param(s, id=s.name, marks=[pytest.mark.overnight] * any(word in s.name for word in SLOW))
-            for s in COLD
-        ),
-    ],
+    [*(_case(s, False) for s in SHORTCUTS if s.check), *(_case(s, any(word in s.name for word in SLOW)) for s in COLD)],
 )
 def test_the_hidden_check_refuses_it_and_says_why(labs, shortcut):
     text, (check, *names) = _answer(shortcut, labs[shortcut.lab][1]), shortcut.check
