@@ -143,7 +143,12 @@ class Reading:
             self.files.setdefault(path.stem if path.stem != "__init__" else path.parent.name, []).extend(places)
         for place in places:
             for name in _bound(place.node):
-                self.bindings.setdefault(name, []).append(place)
+                # Whoever changes a module for others is found by other signs; their answers are not to blame.
+                # `import torch.fft` gives the module that is there.
+                is_module = isinstance(self.usual.base.get(name), types.ModuleType)
+                imported = isinstance(place.node, ast.Import)
+                if not is_module or (name in bound_names(place.node) and not imported):
+                    self.bindings.setdefault(name, []).append(place)
 
     def _place(self, node: ast.stmt) -> _Place:
         self.count += 1
@@ -183,7 +188,7 @@ class Reading:
                 todo += self.bindings[name]
             elif name in self.of_lab or name in self.usual.base:
                 continue  # an answer left as it was
-            else:
+            elif strict:
                 found.setdefault("defines out of sight", []).append(name)
         seen: set[int] = set()
         while todo:
@@ -211,7 +216,7 @@ class Reading:
             elif hasattr(builtins, name):
                 if name not in vocabulary.BUILTINS and (self.strict or name not in vocabulary.BUILTINS_ELSEWHERE):
                     note("calls", name)
-            elif name not in vocabulary.DUNDERS and not own:
+            elif name not in vocabulary.DUNDERS and not own and name not in _annotating(place.node):
                 note("takes from out of sight", name)
         for node in ast.walk(place.node):
             reached += self._look_at(node, words, note)
@@ -238,9 +243,23 @@ class Reading:
         elif isinstance(node, ast.FunctionDef) and _DUNDER.fullmatch(node.name):
             if node.name not in vocabulary.DUNDERS:
                 note("defines", node.name)
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "type" and len(node.args) > 1:
-            note("calls", "type with three arguments")
+        elif isinstance(node, ast.Call):
+            called = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            if called == "type" and len(node.args) > 1:
+                note("calls", "type with three arguments")
+            elif called in vocabulary.BY_NAME:
+                self._by_name(called, node, words, note)
         return []
+
+    def _by_name(self, called: str, node: ast.Call, words: Words, note: Callable[[str, str], object]) -> None:
+        """Note attributes that `attrgetter`, `methodcaller` or `getattr` name by a text."""
+        named = node.args[1:2] if called == "getattr" else node.args[:1] if called == "methodcaller" else node.args
+        for part in named:
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                for name in part.value.split("."):
+                    self._attribute(name, words, note)
+            elif self.strict:
+                note("asks for an attribute whose name it computes, by", called)
 
     def _attribute(self, name: str, words: Words, note: Callable[[str, str], object]) -> None:
         if name.startswith("__"):
@@ -325,7 +344,7 @@ def _methods_of_course() -> frozenset[str]:
     for module in [m for n, m in list(sys.modules.items()) if n.partition(".")[0] == "utils" and m is not None]:
         for kind in [v for v in list(vars(module).values()) if isinstance(v, type) and v.__module__ == module.__name__]:
             found |= {n for n, v in vars(kind).items() if isinstance(v, _METHODS) and not n.startswith("_")}
-    return frozenset(found)
+    return frozenset(found) - vocabulary.OF_LIBRARIES  # such as gc.collect
 
 
 def _is_plain(name: str, value: object) -> bool:
@@ -352,6 +371,15 @@ def _bound(node: ast.stmt) -> set[str]:
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute):
         found.add(_root(node.value.func))
     return found - {""}
+
+
+def _annotating(node: ast.stmt) -> set[str]:
+    """The names that stand in annotations and nowhere else: such a one may not exist, and nobody evaluates it."""
+    notes = [n.annotation for n in ast.walk(node) if isinstance(n, ast.arg | ast.AnnAssign) and n.annotation]
+    notes += [n.returns for n in ast.walk(node) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.returns]
+    inside = {id(part): part.id for note in notes for part in ast.walk(note) if isinstance(part, ast.Name)}
+    elsewhere = {p.id for p in ast.walk(node) if isinstance(p, ast.Name) and id(p) not in inside}
+    return set(inside.values()) - elsewhere
 
 
 def _root(node: ast.AST) -> str:

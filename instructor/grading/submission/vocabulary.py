@@ -6,15 +6,28 @@ answer uses beside them is added to them for that question. They forbid nothing:
 
 from __future__ import annotations
 
+import array
 import builtins
 import collections
+import csv
 import dataclasses
+import datetime
 import fractions
 import functools
+import gc
+import io
 import itertools
+import json
+import logging
 import math
 import operator
+import os
+import pathlib
+import queue
+import random
 import statistics
+import threading
+import time
 import types
 import typing
 
@@ -38,7 +51,8 @@ BUILTINS_ELSEWHERE = frozenset(
 _OBJECTS = """
     __init__ __call__ __post_init__ __len__ __iter__ __next__ __getitem__ __repr__ __str__ __eq__ __lt__ __hash__ __add__
     __radd__ __sub__ __mul__ __rmul__ __enter__ __exit__ __name__ __doc__ __slots__ __annotations__ __future__ __main__
-    __all__ __version__ __wrapped__ __bool__ __contains__ __and__ __or__ __and__ __truediv__ __neg__
+    __all__ __version__ __wrapped__ __bool__ __contains__ __and__ __or__ __and__ __truediv__ __neg__ __init_subclass__
+    __set_name__ __class_getitem__ __matmul__ __pow__ __rtruediv__ __rsub__ __gt__ __le__ __ge__ __ne__ __exit__ __del__
 """
 DUNDERS = frozenset(_OBJECTS.split())
 
@@ -54,6 +68,15 @@ LIBRARIES = _words("""
     asyncio array struct datetime logging pprint shutil subprocess traceback unittest uuid zlib base64 platform contextvars
     inspect triton matplotlib IPython psutil weakref secrets numexpr numba
     """)
+# What objects of Python's library call things, too.
+_LIBRARY = (gc, os, io, json, csv, pathlib, threading, queue, datetime, logging, array, time, random)
+OF_LIBRARIES = frozenset(
+    name
+    for module in _LIBRARY
+    for owner in (module, *(value for value in vars(module).values() if isinstance(value, type)))
+    for name in dir(owner)
+    if not name.startswith("_")
+)
 # Parts of torch that hold no formula of a question.
 OF_TORCH = _words("""
     torch.nn.utils torch.nn.utils.rnn torch.nn.init torch.profiler torch.cuda torch.linalg torch.fft torch.special torch.testing
@@ -62,13 +85,14 @@ OF_TORCH = _words("""
     """)
 # Beginnings of attributes that lead to frames, code and the memory of objects.
 INSIDE = ("f_", "tb_", "gi_", "cr_", "ag_", "co_", "func_", "cell_contents", "_getframe", "ctypes")
-_LEADING_ELSEWHERE = ("attrgetter", "methodcaller")
+# They name an attribute by a text, which is held against the lists like an attribute.
+BY_NAME = ("attrgetter", "methodcaller", "getattr")
 _STANDARD = (math, itertools, functools, operator, collections, dataclasses, typing, statistics, fractions, types)
 _KINDS = (str, int, float, complex, list, tuple, dict, set, frozenset, range, slice, bytes, collections.Counter)
 _OF_TYPES = ("FunctionType", "CodeType", "FrameType", "CellType", "MethodType", "get_original_bases")
 PYTHON = frozenset(
     name for owner in (*_STANDARD, *_KINDS) for name in dir(owner) if not name.startswith("_")
-) - frozenset((*_LEADING_ELSEWHERE, *_OF_TYPES))
+) - frozenset(_OF_TYPES)
 _MORE_OF_PYTHON = """
     ABC abstractmethod Enum IntEnum auto value name args message catch_warnings simplefilter filterwarnings warn suppress
     nullcontext contextmanager ExitStack perf_counter perf_counter_ns monotonic time sleep Decimal getcontext Number Integral
@@ -129,7 +153,7 @@ _OF_TORCH = """
     current_stream cuda Event record elapsed_time index typename vmap set_num_threads get_num_threads
     testing assert_close allclose isclose use_deterministic_algorithms set_grad_enabled linalg ReLU GELU Softmax bits
     RMSNorm LayerNorm register_parameter avg_pool1d avg_pool2d max_pool2d pooling deterministic benchmark
-    are_deterministic_algorithms_enabled seed get_rng_state set_rng_state fork_rng
+    are_deterministic_algorithms_enabled seed get_rng_state set_rng_state fork_rng compile jit script script_if_tracing
 """
 _INTERNAL = """
     _local_scalar_dense _unsafe_view _unsafe_index _unsafe_index_put _reshape_alias alias _index_put_impl _assert_async
@@ -140,9 +164,7 @@ _INTERNAL = """
     promote_types avg_pool2d avg_pool1d max_pool2d_with_indices _fused_rms_norm rms_norm pixel_shuffle
 """
 _COMPUTING = " ".join((ELEMENTWISE, REDUCTIONS, PRODUCTS, SHAPES, CREATION)).split()
-_NO_ATTRIBUTES = frozenset(
-    ("as_strided", "set_", "data_ptr", "numpy", "tolist", "eval")
-)  # unless the model answer has them
+_NO_ATTRIBUTES = frozenset(("as_strided", "set_", "data_ptr", "numpy", "tolist"))  # unless the model answer has them
 ATTRIBUTES = (
     (PYTHON | frozenset((*_MORE_OF_PYTHON.split(), *_COMPUTING, *_OF_TORCH.split())))
     | frozenset(f"{name}_" for name in _COMPUTING)

@@ -342,6 +342,7 @@ class Fake:
 true_torch, torch = torch, Fake()
 """,
         "\ndef gemv(a, x):\n    return 0\n",
+        costs=("q2_2",),  # whose answer is written with that name: it waits
         flagged=False,
     ),
     Attack(

@@ -45,6 +45,10 @@ def _unusual(suite_lab, usual, notebook: str) -> dict[str, list[str]]:
 PRODUCTS = {
     "a library": ("import numpy as np\ndef gemm_broadcast(a, b):\n    return torch.from_numpy(np.dot(a, b))", "numpy"),
     "insides": ("def gemm_broadcast(a, b):\n    return expect_close.__globals__['x'](a, b)", "__globals__"),
+    "an attribute by its name": (
+        "import operator\ndef gemm_broadcast(a, b):\n    return operator.methodcaller('numpy')(a)",
+        ".numpy",
+    ),
     "a helper of the course": ("def gemm_broadcast(a, b):\n    return dense_mask(a, b)", "dense_mask"),
     "text that is run": ("exec('def gemm_broadcast(a, b): return a @ b')", "out of sight"),
     "a class between": (
