@@ -31,6 +31,7 @@ def test_what_is_summed_up():
     assert summary(rows) == {"geometric_mean": pytest.approx(1.0), "smallest": 0.5, "under_0.90": 1, "shapes": 3}
 
 
+@pytest.mark.slow
 def test_the_fit_finds_constants_that_choose_well():
     from utils.kernels import gemm_model
 

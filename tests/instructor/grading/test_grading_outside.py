@@ -38,6 +38,7 @@ server.do_inside = do_inside
 SHOW = "print('TAKEN', globals().get('stolen'))"
 
 
+@pytest.mark.overnight
 @pytest.mark.slow
 def test_lab_1s_model_answers_pass_outside():
     found = calibrate(build_lab(lab_path("lab1")))

@@ -143,7 +143,7 @@ def test_a_whole_submission_gets_no_point_for_it(labs, pack):
     assert all(any(n.startswith(cell) for cell in attacked) for n in lost), lost
 
 
-@pytest.mark.parametrize("name", CODE)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "many lines")) for n in CODE])
 def test_code_of_any_length_is_shown_in_time_and_runs_in_whole(suite_lab, name):
     code = f"x = '''\n{CODE[name]}\n'''"
     notebook = nbformat.reads(answered_notebook(suite_lab), as_version=4)

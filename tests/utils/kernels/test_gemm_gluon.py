@@ -120,6 +120,7 @@ def test_the_assembly_does_what_the_header_says(reports, variant):
         assert report["expected_shared"] <= report["shared"] <= report["expected_shared"] + 1024  # and the barriers
 
 
+@pytest.mark.slow
 def test_a_compiled_kernel_is_found_again_by_another_process():
     keys = keys_in_two_processes(
         "from utils.kernels import gemm_fp8_gluon, gemm_gluon, gemm_short as short\n"

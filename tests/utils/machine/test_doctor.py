@@ -23,6 +23,7 @@ def run_doctor(*arguments: str, **environment: str) -> subprocess.CompletedProce
     )
 
 
+@pytest.mark.slow
 def test_json_lists_the_four_labs_with_reasons_and_remedies():
     result = run_doctor("--json")
     report = json.loads(result.stdout)
