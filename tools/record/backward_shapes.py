@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import subprocess
 import sys
@@ -26,9 +25,9 @@ import torch
 
 from tools.record.attention_ratios import relative_difference
 from tools.record.backward import maker_of
-from tools.record.backward_variants import LIMIT, load_fa3
+from tools.record.backward_variants import LIMIT, PEERS, add_contenders, load_fa3
 from tools.record.common import arguments_parser, to_text
-from tools.record.turns import Turns
+from tools.record.turns import Turns, run_parts
 from utils.benchmark.measuring import measure_together
 from utils.files import write_whole
 from utils.machine.environment import environment
@@ -36,7 +35,6 @@ from utils.machine.environment import environment
 SEED, COUNT = 17, 24
 # Of a tile of queries and 128 keys, from the rates at 16384 tokens in `backward_random_order_third.json`.
 TILE_US = {(64, True): 2.42, (64, False): 2.27, (128, True): 2.06, (128, False): 2.13}
-PEERS = "cudnn,fa3,fa4"
 KNOWN = [  # batch, heads, heads of keys, length, head dimension, causal: read under 0.90 of the best peer before
     (1, 24, 3, 3056, 64, False),
     (2, 8, 8, 4128, 64, True),
@@ -231,7 +229,7 @@ def time_shape(ready: dict, pairs: int) -> dict:
     times = {name: result.median_ms for name, result in zip(calls, results, strict=True)}
     row = {key: ready[key] for key in ("shape", "errors", "refused")} | {"ms": times}
     row["tflops"] = {name: flops / ms / 1e9 for name, ms in times.items()}
-    peers = [ms for name, ms in times.items() if name in PEERS.split(",")]
+    peers = [ms for name, ms in times.items() if name in PEERS]
     if peers:
         row["ratios"] = {name: min(peers) / ms for name, ms in times.items()}
     return row
@@ -298,12 +296,7 @@ def join(folder: Path) -> dict:
 def main() -> None:
     """Time all shapes, or join the rows of a folder."""
     parser = arguments_parser(__doc__, pairs=11)
-    parser.add_argument("--fa3", default=os.environ.get("FLASH_ATTENTION_3_LIBRARY"))
-    for name in ("full64", "causal64", "full128", "causal128"):
-        parser.add_argument(
-            f"--{name}", default="", help="contenders beside the default and the peers, with semicolons"
-        )
-    parser.add_argument("--peers", default=PEERS)
+    add_contenders(parser)
     parser.add_argument("--round", type=int, default=0)
     parser.add_argument("--prepare", type=float, default=40, help="seconds to prepare the timing")
     parser.add_argument("--workers", type=int, default=12)
@@ -332,13 +325,7 @@ def main() -> None:
     command = [sys.executable, "-m", "tools.record.backward_shapes", *sys.argv[1:]]
     check_kernels(command, options)
     print(f"checked after {time.monotonic() - began:.0f} s", flush=True)
-    processes = [subprocess.Popen([*command, "--part", str(i)]) for i in range(options.workers)]
-    for process in processes:
-        left = None if math.isinf(options.seconds) else max(1.0, options.seconds - (time.monotonic() - began))
-        try:
-            process.wait(left)
-        except subprocess.TimeoutExpired:
-            process.kill()
+    run_parts([[*command, "--part", str(i)] for i in range(options.workers)], began + options.seconds)
 
 
 if __name__ == "__main__":

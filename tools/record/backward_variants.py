@@ -11,6 +11,7 @@ and is not checked. `--join FILE` measures nothing: it writes the folder's files
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
@@ -27,7 +28,7 @@ import torch
 from tools.record.attention_ratios import HEADS, TOKENS, inputs, relative_difference
 from tools.record.backward import maker_of, prepare
 from tools.record.common import arguments_parser, read_record, to_text
-from tools.record.turns import Turns
+from tools.record.turns import Turns, run_parts
 from utils.benchmark.measuring import measure_together
 from utils.files import write_whole
 from utils.machine.environment import environment
@@ -133,6 +134,16 @@ def sustain(call, flops: float, seconds: float) -> dict:
     watcher.join()
     ms = begin.elapsed_time(end) / calls
     return {"ms": ms, "tflops": flops / ms / 1e9, "mhz": [r[0] for r in readings], "watt": [r[1] for r in readings]}
+
+
+def add_contenders(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name contenders, peers, and the library of one of them."""
+    parser.add_argument("--fa3", default=os.environ.get("FLASH_ATTENTION_3_LIBRARY"))
+    for name in ("full64", "causal64", "full128", "causal128"):
+        parser.add_argument(
+            f"--{name}", default="", help="contenders beside the default and the peers, with semicolons"
+        )
+    parser.add_argument("--peers", default=",".join(PEERS))
 
 
 def contenders(head_dim: int, causal: bool, options) -> list[str]:
@@ -275,12 +286,8 @@ def join(folder: Path, passes: int) -> dict:
 def main() -> None:
     """Check all contenders side by side, then time them."""
     parser = arguments_parser(__doc__, pairs=15)
-    parser.add_argument("--fa3", default=os.environ.get("FLASH_ATTENTION_3_LIBRARY"))
-    for name in ("full64", "causal64", "full128", "causal128", "sustain"):
-        parser.add_argument(
-            f"--{name}", default="", help="contenders beside the default and the peers, with semicolons"
-        )
-    parser.add_argument("--peers", default=",".join(PEERS))
+    add_contenders(parser)
+    parser.add_argument("--sustain", default="", help="contenders that are called without a pause, with semicolons")
     parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--round", type=int, default=0)
     parser.add_argument("--prepare", type=float, default=60, help="seconds to prepare the timing")
@@ -314,13 +321,7 @@ def main() -> None:
     print(f"checked after {time.monotonic() - began:.0f} s", flush=True)
     for path in sorted(options.out.glob("check-*.json")):
         print(path.read_text(encoding="utf-8").strip(), flush=True)
-    timing = [subprocess.Popen([*command, "--part", f"{d}|{int(causal)}"]) for d, causal in parts]
-    for process in timing:
-        left = None if math.isinf(options.seconds) else max(1.0, options.seconds - (time.monotonic() - began))
-        try:
-            process.wait(left)
-        except subprocess.TimeoutExpired:
-            process.kill()
+    run_parts([[*command, "--part", f"{d}|{int(causal)}"] for d, causal in parts], began + options.seconds)
 
 
 if __name__ == "__main__":

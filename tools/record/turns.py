@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,3 +55,13 @@ class Turns:
         with (self.folder / "gpu.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield  # closing the file ends the lock, also where this process dies
+
+
+def run_parts(commands: list[list[str]], end: float) -> None:
+    """Run commands side by side, and stop those that still run at `end`, by the monotonic clock."""
+    processes = [subprocess.Popen(command) for command in commands]
+    for process in processes:
+        try:
+            process.wait(None if math.isinf(end) else max(1.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()

@@ -26,9 +26,7 @@ class Cost:
     late_across: float = 1.581  # and where they lie along M or N
     hot: float = 0.4911  # how many times more a byte counts that many SMs read at once, where few others are read
     many: float = 79.08  # SMs that are as many as it takes
-    shared: float = (
-        0.4368  # how many times a byte counts for each of two blocks that share it; squared for each of four
-    )
+    shared: float = 0.4368  # how many times a byte counts for each of two blocks that share it; squared: of four
     far: float = 0.2602  # of a MB of A and B, which has to come from memory or the L2's other half once
     wait: float = 0.6666  # from asking for a slot's bytes to reading them; a block waits for `stages` slots at once
     wait_shared: float = 2.044  # and where two blocks share a tile: a slot waits for both

@@ -36,9 +36,7 @@ class Config:
     short: bool = False  # the kernel of `gemm_short`: a block a tile, several blocks on an SM
     pairs: bool = False  # a tile has rows of one parity, see `gemm_gluon`: for late rows of a row-major A
     in_cluster: bool = False  # the parts of a tile are a cluster's blocks, which add up their sums in shared memory
-    multicast: str = (
-        ""  # one of SHAPES: blocks of a cluster share what they read alike, and each loads a piece of it for all
-    )
+    multicast: str = ""  # one of SHAPES: blocks of a cluster share what they read alike, each loads a piece for all
     early: bool = True  # the launch begins while the one before it in the stream ends
     prefetch: bool = True  # with early: the TMA descriptors are fetched before the wait for the launch before
     lean: bool = True  # without barriers of all warps that Triton puts in and that protect nothing (`gemm_ptx`)
@@ -294,13 +292,9 @@ def parts_of(m: int, n: int, config: Config, sms: int) -> tuple[int, int]:
     """
     rows, columns = config.cluster_tile
     tiles = (2 * _ceil(m // 2, rows) if config.pairs else _ceil(m, rows)) * _ceil(n, columns)
-    rest = (
-        0
-        if config.split == 1 or config.in_cluster
-        else tiles
-        if config.short
-        else tiles % clusters_at_once(config.cluster, sms)
-    )
+    if config.split == 1 or config.in_cluster:
+        return tiles, 0
+    rest = tiles if config.short else tiles % clusters_at_once(config.cluster, sms)
     return tiles - rest, rest
 
 

@@ -102,7 +102,7 @@ def unused_barriers(ttgir: str) -> tuple[str, ...]:
     """Return the mbarriers, by their names in Triton's IR, that a kernel initialises and never uses.
 
     Behind its last use the compiler gives a barrier's place in shared memory to a tile. PTX forbids that without
-    mbarrier.inval, and on an H200 a context switch in the middle of the kernel wrote the barrier over the tile.
+    mbarrier.inval. Where several processes took turns on an H200, such tiles had nan at the barriers' places.
     """
     lines = [line.split(" loc(")[0] for line in ttgir.splitlines()]
     where: dict[str, list[int]] = {}

@@ -35,9 +35,8 @@ WIDER = 0.03  # share of the time that each doubling of the sections beyond the 
 # With equal shares all heads are in flight: twice L2_BYTES cost nothing, and each L2_BYTES more a tenth of the time.
 ROOMY, BEYOND = 2.0, 0.1
 BLOCK_UNITS = 2  # what the kernel takes for the beginning and end of a block where programs have equal shares
-EVEN_GAIN = (
-    0.97  # equal shares are taken where the schedule gives at most so much of the time: it is right to a few percent
-)
+# Equal shares are taken where the schedule gives at most so much of the time: it is right to a few percent.
+EVEN_GAIN = 0.97
 MOST_PARTS = 16
 MOST_BLOCKS = 8  # of an SM: with more of them no block is so long that a schedule would have to be computed
 

@@ -239,9 +239,7 @@ class Work:
     written: gl.shared_memory_descriptor  # mbarriers: all consumers have written their part of dS
     read: gl.shared_memory_descriptor  # mbarriers: dS has been read by those who wait for it (`block_work`)
     late: gl.tensor  # number of this part among those of all split blocks; with `even`: its slot, -1: a whole block
-    part: (
-        gl.tensor
-    )  # which of the block's parts this is; with `even`: its first tile, counted over all heads, head by head
+    part: gl.tensor  # which of the block's parts this is; with `even`: its first tile, counted head by head over all
     parts: gl.tensor  # parts of this block, 1 unless it is split; with `even`: how many tiles this part has
 
     @gluon.constexpr_function
@@ -406,8 +404,8 @@ def block_work(
     )
     ds = gl.allocate_shared_memory(dtype, DS_SHAPE, swizzled)
     loaded = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    # A barrier that is initialised and not used has no place of its own: the compiler gives it to a tile, which PTX forbids,
-    # and a context switch in the middle of the kernel writes the barrier over the tile (docs/backward-log.md).
+    # A barrier that is initialised and not used has no place of its own: the compiler gives it to a tile, which PTX forbids.
+    # Where processes took turns on the GPU, such tiles had nan at the barriers' places (docs/backward-log.md, entry 44).
     written = loaded
     read = loaded
     ROLES: gl.constexpr = sizes.CASE.dq and KEYS == 64  # which write dS for each other; step 6 meets at another barrier
