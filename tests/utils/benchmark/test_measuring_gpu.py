@@ -1,6 +1,8 @@
 """On a GPU: known kernels, agreement with triton.testing.do_bench, and a function against itself 200 times over."""
 
+import itertools
 import statistics
+import time
 
 import pytest
 import torch
@@ -80,6 +82,16 @@ def test_a_function_that_synchronizes_is_noted():
     x = torch.randn(64, device="cuda")
     result = measure(lambda: x.sum().item(), iterations=10)
     assert any("launch gaps are included" in note for note in result.method["notes"])
+
+
+@pytest.mark.parametrize("n", [1536, 3072])
+def test_measurements_one_after_another_agree_within_their_intervals(n):
+    """After a pause the first ones are slower, and near the power limit the clocks move: the intervals have to say so."""
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    time.sleep(1.0)
+    intervals = [measure(torch.mm, a, b, floor=False).interval_ms for _ in range(12)]
+    meet = [max(x[0], y[0]) <= min(x[1], y[1]) for x, y in itertools.combinations(intervals, 2)]
+    assert sum(meet) >= 0.9 * len(meet), intervals
 
 
 def test_no_gpu_work_is_below_the_floor():
