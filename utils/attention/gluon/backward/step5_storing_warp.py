@@ -44,6 +44,7 @@ from utils.attention.gluon.backward.step3_warp_specialized import (
     wait_dq,
     write_ds,
 )
+from utils.attention.gluon.exponentials import exp2
 from utils.attention.gluon.shared import accumulator, left_operand, wait_products
 
 
@@ -104,7 +105,7 @@ def softmax_gradient(work, s, dp, i, key, row, W: gl.constexpr, MASK: gl.constex
     dtype: gl.constexpr = work.k.dtype
     s = wait_products(s, 2 if PLAN.v_left and PLAN.block_d > 64 else 1, PLAN.block_m)
     lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
-    p = gl.exp2(s * work.c - lse2[None, :])
+    p = exp2(s * work.c - lse2[None, :], PLAN.by_polynomial)
     if MASK:
         # At 64 the assembly makes ptxas spill in the loop without a mask, too.
         p = work.sizes.mask_product(p, key, row) if PLAN.block_d == 128 else work.sizes.mask(p, key, row)
