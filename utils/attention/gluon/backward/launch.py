@@ -36,7 +36,19 @@ NAMES = {name: f"attention_backward_step{step}" for step, name in MODULES.items(
 FIELDS = {
     (5,): ("stagger",),
     (5, 6): ("producer_first", "v_left", "by_polynomial", "opaque"),
-    (6,): ("queue", "split", "even", "named", "storer_fences", "delta_first", "early", "ahead", "dq_apart"),
+    (6,): (
+        "queue",
+        "split",
+        "even",
+        "named",
+        "storer_fences",
+        "delta_first",
+        "early",
+        "dk_first",
+        "dv_first",
+        "ahead",
+        "dq_apart",
+    ),
 }
 
 

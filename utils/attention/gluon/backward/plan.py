@@ -46,6 +46,8 @@ class BackwardPlan:
     dq_apart: bool = False  # step 6, with by_tma: each warpgroup hands its half of dQ over by itself
     probe: int = 0  # step 6, wrong on purpose: 1: dQ is not added; 2: right, and the clock is kept
     early: int = 0  # step 6: exponentials before the wait for dP^T: 1: all, 2: half
+    dk_first: bool = False  # step 6: dK before dQ, which waits for the other warpgroup's dS
+    dv_first: bool = False  # step 6: dV before the wait for dP^T
     ahead: bool = False  # step 6: the next Q is waited for before dK
     registers: int = 240  # of a consumer thread
 

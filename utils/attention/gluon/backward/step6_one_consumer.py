@@ -108,24 +108,34 @@ def walk(work, stamps, sums, leave, v_left, state, lo, hi, number, head, MASK: g
         if MASK:
             p = work.sizes.mask_product(p, work.key, m * BLOCK_M)
         p16 = gl.convert_layout(p.to(dtype), keys_operand(BLOCK_D))
+        if PLAN.dv_first:
+            dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
         if PLAN.early != 2:
-            dp = wait_products(dp, 0, BLOCK_M)
+            dp = wait_products(dp, 1 if PLAN.dv_first else 0, BLOCK_M)
         stamp(stamps, i, 3, PLAN.probe)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
         ds = (p * dp if PLAN.delta_first else p * (dp - delta[None, :])).to(dtype)
         if CASE.dq:
             # The slot's last dS, two tiles ago, has been read: all threads have since come to the last tile's barrier.
             work.ds.index(i % PLAN.ds_slots).store(ds)
-        dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
+        if not PLAN.dv_first:
+            dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
         if CASE.dq:
             stamp(stamps, i, 4, PLAN.probe)
+            if PLAN.dk_first:
+                dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
             dq = start_dq(work, i)
             stamp(stamps, i, 5, PLAN.probe)
-            dv = wait_products(dv, 1, BLOCK_D)
+            dv = wait_products(dv, 2 if PLAN.dk_first else 1, BLOCK_D)
             stamp(stamps, i, 6, PLAN.probe)
             give_back(work, work.do, i, 10)
-            dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
-            dq = wait_products(dq, 1, 64)
+            if PLAN.dk_first:
+                dk = wait_products(dk, 1, BLOCK_D)
+                give_back(work, work.q, i, 8)
+                dq = wait_products(dq, 0, 64)
+            else:
+                dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
+                dq = wait_products(dq, 1, 64)
             stamp(stamps, i, 7, PLAN.probe)
             if PLAN.by_tma:
                 leave_dq(leave, dq, i, PLAN.storer_fences, PLAN.dq_apart)
@@ -141,9 +151,10 @@ def walk(work, stamps, sums, leave, v_left, state, lo, hi, number, head, MASK: g
             if m + 1 < hi:
                 work.q.wait_full(i + 1)
         stamp(stamps, i, 8, PLAN.probe)
-        dk = wait_products(dk, 0, BLOCK_D)
+        if not PLAN.dk_first or not CASE.dq:
+            dk = wait_products(dk, 0, BLOCK_D)
+            give_back(work, work.q, i, 8)
         stamp(stamps, i, 9, PLAN.probe)
-        give_back(work, work.q, i, 8)
     return dk, dv
 
 
