@@ -30,7 +30,7 @@ POINTS = (
     "dK",
 )
 CASES = ((64, True), (64, False), (128, True), (128, False))
-VARIANTS = ("", "early=1")
+VARIANTS = ("", "early=1", "early=1,dk_first=1")
 
 
 def read(head_dim: int, causal: bool, fields: str, zeros: bool) -> dict:
