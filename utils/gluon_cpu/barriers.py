@@ -226,11 +226,8 @@ class NamedBarrier(MBarrier):
         """Nothing initializes a named barrier."""
 
 
-def come_to_named_barrier(number: int, threads: int, waits: bool, come: int | None = None) -> None:
-    """Count the threads of the running partition at a named barrier; if it waits, until the round is complete.
-
-    come: how many threads come; None: all of the partition.
-    """
+def come_to_named_barrier(number: int, threads: int, waits: bool) -> None:
+    """Count the threads of the running partition at a named barrier; if it waits, until the round is complete."""
     program = context.program()
     p = program.partition
     if program.num_ctas > 1:
@@ -245,7 +242,7 @@ def come_to_named_barrier(number: int, threads: int, waits: bool, come: int | No
     if barrier.count != threads:
         refuse("kernel", f"{barrier.name} was for {barrier.count} threads ({barrier.site}), and is now for {threads}.")
     parity = barrier.phase & 1
-    barrier.arrive(come or 32 * p.num_warps, "bar.sync" if waits else "bar.arrive", block)
+    barrier.arrive(32 * p.num_warps, "bar.sync" if waits else "bar.arrive", block)
     if waits:
         wait(barrier, parity, block)
     else:

@@ -49,15 +49,6 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     if named:
         come_to_named_barrier(int(to_tensor(args[0]).data), int(named[2]), named[1] == "sync")
         return Tensor(0, gl.int32)
-    own = re.fullmatch(
-        r"\{ \.reg \.b32 t; mov\.u32 t, %tid\.x; shr\.u32 t, t, 7; add\.u32 t, t, \$1; bar\.arrive t, (\d+); "
-        r"mov\.u32 \$0, 0; \}",
-        text,
-    )
-    if own:
-        for warpgroup in range(2):
-            come_to_named_barrier(int(to_tensor(args[0]).data) + warpgroup, int(own[1]), False, 128)
-        return Tensor(0, gl.int32)
     if text == "prefetch.global.L2 [$1]; mov.u32 $0, 0;":
         offsets, _, layout = addresses(args[0], None, "prefetch")  # a prefetch changes no value
         return Tensor(offsets * 0, gl.int32, layout)
@@ -71,13 +62,8 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return args[0]  # a scalar is the same in every lane
     if text == _ADD_ZERO and is_scalar:
         return args[0]
-    if (
-        text
-        == "{ .reg .pred p; again: setp.ge.s32 p, $1, 0; @p bra done; nanosleep.u32 1; bra again; done: mov.u32 $0, 0; }"
-    ):
-        return Tensor(0, gl.int32)
-    if text == "// computed here":
-        return args[0]
+    if text == _DIVIDE_CODE:
+        return Tensor(0, gl.int32)  # a branch that is always taken
     if len(args) == 2 and text == _product_text(pack):
         return args[0] * args[1]
     kept = re.fullmatch(r"\{ \.reg \.pred p; \.reg \.b32 c, first, last; .* (0f00000000|0fFF800000), p; \}", text)
@@ -113,6 +99,9 @@ _EXCHANGE = (
 )
 
 
+_DIVIDE_CODE = (
+    "{ .reg .pred p; again: setp.ge.s32 p, $1, 0; @p bra done; nanosleep.u32 1; bra again; done: mov.u32 $0, 0; }"
+)
 _ADD_ZERO = "{ .reg .b32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }"  # a lane's number is below 32
 
 

@@ -143,14 +143,6 @@ def wait_products(accumulator, LEFT: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def hold(x, REGISTERS: gl.constexpr):
-    """Compute x here, and not where it is used; REGISTERS: of a thread."""
-    return gl.inline_asm_elementwise(
-        "// computed here", _in_place(REGISTERS), [x], dtype=gl.float32, is_pure=False, pack=REGISTERS
-    )
-
-
-@gluon.jit
 def divide_code(number):
     """End a stretch of straight code, within which ptxas orders instructions; number: not negative, or it never ends."""
     gl.inline_asm_elementwise(
@@ -161,19 +153,6 @@ def divide_code(number):
         is_pure=False,
         pack=1,
     )
-
-
-@gluon.jit
-def split_columns(x):
-    """[rows, N] product -> its left and right half, [rows, N / 2]: registers are renamed, not moved."""
-    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
-
-
-@gluon.jit
-def join_columns(a, b, layout: gl.constexpr):
-    """Undo `split_columns`; layout: of the whole product."""
-    x = gl.join(a, b).permute([0, 2, 1]).reshape([a.shape[0], 2 * a.shape[1]])
-    return gl.convert_layout(x, layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -199,20 +178,6 @@ def meet(number, THREADS: gl.constexpr):
 def pass_by(number, THREADS: gl.constexpr):
     """Count as come to a named barrier, and go on."""
     gl.inline_asm_elementwise(_barrier_asm("arrive", THREADS), "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.constexpr_function
-def _own_barrier_asm(threads):
-    return (
-        "{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 t, t, 7; add.u32 t, t, $1; "
-        f"bar.arrive t, {threads}; mov.u32 $0, 0; }}"
-    )
-
-
-@gluon.jit
-def pass_by_own(number, THREADS: gl.constexpr):
-    """`pass_by` for two warpgroups, the block's first ones: at barrier `number`, and at the next one."""
-    gl.inline_asm_elementwise(_own_barrier_asm(THREADS), "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function

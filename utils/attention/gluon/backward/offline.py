@@ -56,7 +56,6 @@ def compile_backward(
     kinds |= {name: f"tensordesc<fp32[1, {plan.block_m}],{numbers!r}>" for name in ("lse_desc", "delta_desc")}
     kinds["sums_desc"] = f"tensordesc<fp32[32, 128],{numbers!r}>"
     kinds["counter_ptr"] = "*i32"
-    kinds |= {"parts_ptr": "*i32"} if plan.probe == 2 else {}
     kinds |= {name: "*fp32" for name in ("dq_sums_ptr", "lse2_ptr", "delta_ptr", "parts_ptr")} | {
         "c": "fp32",
         "scale": "fp32",

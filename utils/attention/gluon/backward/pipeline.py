@@ -27,11 +27,9 @@ class RowRing:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     SLOTS: gl.constexpr
-    OPAQUE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, tiles, numbers, full, empty, SLOTS, OPAQUE):
-        self.OPAQUE = gl.constexpr(OPAQUE)
+    def __init__(self, tiles, numbers, full, empty, SLOTS):
         self.tiles = tiles
         self.numbers = numbers
         self.full = full
@@ -46,9 +44,7 @@ class RowRing:
     @gluon.jit
     def tile(self, i):
         """The tile of load number i, [BLOCK_M, BLOCK_D]."""
-        return self.tiles.index(i % self.SLOTS + (i >> 30 if self.OPAQUE == 1 else 0)).reshape(
-            [self.tiles.shape[3], self.tiles.shape[4]]
-        )
+        return self.tiles.index(i % self.SLOTS).reshape([self.tiles.shape[3], self.tiles.shape[4]])
 
     @gluon.jit
     def row_numbers(self, i, layout: gl.constexpr):
@@ -85,7 +81,7 @@ class RowRing:
 
 
 @gluon.jit
-def allocate_row_ring(tile_desc, number_desc, SLOTS: gl.constexpr, READERS: gl.constexpr, OPAQUE: gl.constexpr = False):
+def allocate_row_ring(tile_desc, number_desc, SLOTS: gl.constexpr, READERS: gl.constexpr):
     """A ring for tiles of a TMA descriptor and the numbers of their rows; READERS: warpgroups that read it.
 
     With no READERS slots are not given back at a barrier of the ring (`step6_roles.give_back`).
@@ -102,7 +98,7 @@ def allocate_row_ring(tile_desc, number_desc, SLOTS: gl.constexpr, READERS: gl.c
         empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(SLOTS):
             mbarrier.init(empty.index(i), count=128 * READERS)
-    return RowRing(tiles, numbers, full, empty, SLOTS, OPAQUE)
+    return RowRing(tiles, numbers, full, empty, SLOTS)
 
 
 @gluon.jit
@@ -296,12 +292,9 @@ class Work:
         return self.k.reshape([self.k.shape[2], self.k.shape[3]]).slice(W * 64, 64, 0)
 
     @gluon.jit
-    def v_rows(self, W: gl.constexpr, i=0):
-        """Rows W * 64 .. W * 64 + 63 of V; i: number of a tile, for `opaque`."""
-        if self.sizes.PLAN.opaque == 2:
-            return self.v.index(W + (i >> 30)).reshape([64, self.v.shape[4]])
-        else:
-            return self.v.index(W).reshape([64, self.v.shape[4]])
+    def v_rows(self, W: gl.constexpr):
+        """Rows W * 64 .. W * 64 + 63 of V."""
+        return self.v.index(W).reshape([64, self.v.shape[4]])
 
     @gluon.jit
     def first(self):
@@ -398,8 +391,8 @@ def block_work(
     place = block_part(sizes, gl.program_id(0), blocks_n, section, total, whole, parts)
     key, batch, kv_head, late, part, parts = place
     READERS: gl.constexpr = 0 if PLAN.named else CONSUMERS
-    q = allocate_row_ring(q_desc, lse_desc, PLAN.q_slots, READERS, PLAN.opaque)
-    do = allocate_row_ring(do_desc, delta_desc, PLAN.do_slots, READERS, PLAN.opaque)
+    q = allocate_row_ring(q_desc, lse_desc, PLAN.q_slots, READERS)
+    do = allocate_row_ring(do_desc, delta_desc, PLAN.do_slots, READERS)
     k = gl.allocate_shared_memory(dtype, [1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
     V_SHAPE: gl.constexpr = [PLAN.block_n // KEYS, 1, 1, KEYS, PLAN.block_d]
     v = gl.allocate_shared_memory(dtype, V_SHAPE, v_desc.layout)

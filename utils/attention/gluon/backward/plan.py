@@ -40,15 +40,11 @@ class BackwardPlan:
     even: bool = False  # step 6, with queue: each program has an equal share of all tiles (`queue.py`)
     named: bool = False  # step 6: slots are given back at named barriers, by an arrival of each warp
     storer_fences: bool = False  # step 6, with by_tma: the storing warp fences dQ, and the consumer does not
-    by_polynomial: int = 0  # steps 5 and 6: of eight exponentials, how many are polynomials (`exponentials.py`)
-    delta_first: bool = False  # step 6: the sum of dP^T begins with -delta
-    opaque: bool = False  # steps 5 and 6: slots are computed where they are used
-    dq_apart: bool = False  # step 6, with by_tma: each warpgroup hands its half of dQ over by itself
-    probe: int = 0  # step 6, wrong on purpose: 1: dQ is not added; 2: right, and the clock is kept
-    early: int = 0  # step 6: exponentials before the wait for dP^T: 1: all, 2: half
+    by_polynomial: int = 0  # steps 5 and 6: of eight exponentials, so many are polynomials (`exponentials.py`)
+    divided: bool = False  # step 6: half of the exponentials run beside dP^T
     dk_first: bool = False  # step 6: dK before dQ, which waits for the other warpgroup's dS
     dv_first: bool = False  # step 6: dV before the wait for dP^T
-    ahead: bool = False  # step 6: the next Q is waited for before dK
+    late: int = 0  # step 5, with by_tma: dQ is computed beside the next tile's dV and dK; 2, 3: consumers take turns
     registers: int = 240  # of a consumer thread
 
     def __post_init__(self) -> None:

@@ -81,7 +81,7 @@ def start_scores(work, i, W: gl.constexpr):
 def start_dp(work, i, W: gl.constexpr):
     """Hand dP^T = V dO^T of tile i to the tensor cores: 64 keys, BLOCK_M queries."""
     work.do.wait_full(i)
-    return start_product(work.v_rows(W, i), work.do.tile(i).permute([1, 0]), 64, work.sizes.PLAN.block_m)
+    return start_product(work.v_rows(W), work.do.tile(i).permute([1, 0]), 64, work.sizes.PLAN.block_m)
 
 
 @gluon.jit

@@ -22,8 +22,6 @@ roles are in `step6_roles.py`, and head dimension 256 is in `wide_heads.py`. Pla
 
 from __future__ import annotations
 
-import functools
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
@@ -44,30 +42,11 @@ from utils.attention.gluon.backward.step6_products import (
 )
 from utils.attention.gluon.backward.step6_roles import give_back, producer, storing_warp
 from utils.attention.gluon.exponentials import exp2
-from utils.attention.gluon.shared import divide_code, hold, join_columns, split_columns, tma_store, wait_products
-
-STAMPED = gl.constexpr(64)  # tiles of a program whose clocks are kept
-
-
-@gluon.constexpr_function
-def _stamp_asm(point):
-    return (
-        "{ .reg .pred p; .reg .b32 t, c; .reg .b64 a; mov.u32 t, %tid.x; and.b32 c, t, 127; setp.eq.u32 p, c, 0; "
-        f"shr.u32 t, t, 7; mul.wide.u32 a, t, {64 * 64}; add.u64 a, a, $1; mov.u32 c, %clock; "
-        f"@p st.global.b32 [a+{4 * point}], c; mov.u32 $0, 0; }}"
-    )
+from utils.attention.gluon.shared import divide_code, tma_store, wait_products
 
 
 @gluon.jit
-def stamp(stamps, i, POINT: gl.constexpr, PROBE: gl.constexpr):
-    """With `probe=2`: keep the clock at a point of tile i of this program."""
-    if PROBE == 2:
-        at = stamps + (gl.program_id(0) * (2 * STAMPED) + i % STAMPED) * 16
-        gl.inline_asm_elementwise(_stamp_asm(POINT), "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def walk(work, stamps, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.constexpr):
+def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.constexpr):
     """Tiles of queries lo .. hi - 1 of one head: returns the state (dK, dV) behind them.
 
     number: of the load of tile 0, if there was one. MASK: whether these tiles get a mask.
@@ -78,56 +57,36 @@ def walk(work, stamps, sums, leave, v_left, state, lo, hi, number, head, MASK: g
     BLOCK_D: gl.constexpr = PLAN.block_d
     dtype: gl.constexpr = work.k.dtype
     dk, dv = state
-    if PLAN.ahead:  # noqa: SIM102
-        if lo < hi:
-            work.q.wait_full(number + lo)
     for m in range(lo, hi):
         i = number + m
-        if not PLAN.ahead:
-            work.q.wait_full(i)
-        stamp(stamps, i, 0, PLAN.probe)
+        work.q.wait_full(i)
         s = start_scores(work, work.q.tile(i))
         work.do.wait_full(i)
-        dp = start_dp(work, v_left, work.do.tile(i), i)
-        stamp(stamps, i, 1, PLAN.probe)
+        dp = start_dp(work, v_left, work.do.tile(i))
         s = wait_products(s, 2 if PLAN.v_left and BLOCK_D > 64 else 1, BLOCK_M)
-        stamp(stamps, i, 2, PLAN.probe)
         lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
-        x = s * work.c - lse2[None, :]
-        if PLAN.early == 2:
-            x0, x1 = split_columns(x)
-            p0 = hold(exp2(x0, PLAN.by_polynomial), BLOCK_M // 4)
+        p = exp2(s * work.c - lse2[None, :], PLAN.by_polynomial)
+        if PLAN.divided:
+            # ptxas would move the wait for dP^T in front of the exponentials, which can run beside that product.
             divide_code(i)
-            dp = wait_products(dp, 0, BLOCK_M)
-            p = join_columns(p0, exp2(x1, PLAN.by_polynomial), x.type.layout)
-        else:
-            p = exp2(x, PLAN.by_polynomial)
-            if PLAN.early == 1:
-                p = hold(p, BLOCK_M // 2)
-                divide_code(i)
         if MASK:
             p = work.sizes.mask_product(p, work.key, m * BLOCK_M)
         p16 = gl.convert_layout(p.to(dtype), keys_operand(BLOCK_D))
         if PLAN.dv_first:
             dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
-        if PLAN.early != 2:
-            dp = wait_products(dp, 1 if PLAN.dv_first else 0, BLOCK_M)
-        stamp(stamps, i, 3, PLAN.probe)
+        dp = wait_products(dp, 1 if PLAN.dv_first else 0, BLOCK_M)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
-        ds = (p * dp if PLAN.delta_first else p * (dp - delta[None, :])).to(dtype)
+        ds = (p * (dp - delta[None, :])).to(dtype)
         if CASE.dq:
             # The slot's last dS, two tiles ago, has been read: all threads have since come to the last tile's barrier.
             work.ds.index(i % PLAN.ds_slots).store(ds)
         if not PLAN.dv_first:
             dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
         if CASE.dq:
-            stamp(stamps, i, 4, PLAN.probe)
             if PLAN.dk_first:
                 dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
             dq = start_dq(work, i)
-            stamp(stamps, i, 5, PLAN.probe)
             dv = wait_products(dv, 2 if PLAN.dk_first else 1, BLOCK_D)
-            stamp(stamps, i, 6, PLAN.probe)
             give_back(work, work.do, i, 10)
             if PLAN.dk_first:
                 dk = wait_products(dk, 1, BLOCK_D)
@@ -136,9 +95,8 @@ def walk(work, stamps, sums, leave, v_left, state, lo, hi, number, head, MASK: g
             else:
                 dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
                 dq = wait_products(dq, 1, 64)
-            stamp(stamps, i, 7, PLAN.probe)
             if PLAN.by_tma:
-                leave_dq(leave, dq, i, PLAN.storer_fences, PLAN.dq_apart)
+                leave_dq(leave, dq, i, PLAN.storer_fences)
             else:
                 flat = to_pieces(dq)
                 tile = (work.batch * work.sizes.heads + head).to(gl.int64) * work.sizes.tiles_m + m
@@ -147,14 +105,9 @@ def walk(work, stamps, sums, leave, v_left, state, lo, hi, number, head, MASK: g
             dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
             dv = wait_products(dv, 1, BLOCK_D)
             give_back(work, work.do, i, 10)
-        if PLAN.ahead:  # noqa: SIM102
-            if m + 1 < hi:
-                work.q.wait_full(i + 1)
-        stamp(stamps, i, 8, PLAN.probe)
-        if not PLAN.dk_first or not CASE.dq:
+        if not (PLAN.dk_first and CASE.dq):
             dk = wait_products(dk, 0, BLOCK_D)
             give_back(work, work.q, i, 8)
-        stamp(stamps, i, 9, PLAN.probe)
     return dk, dv
 
 
@@ -189,7 +142,7 @@ def store_keys(work, dk_desc, dv_desc, dk, dv):
 
 
 @gluon.jit
-def compute_block(work, stamps, sums, leave, turn, done):
+def compute_block(work, sums, leave, turn, done):
     """128 keys against all tiles of queries that see them: returns dK, dV, and how many tiles."""
     PLAN: gl.constexpr = work.sizes.PLAN
     CASE: gl.constexpr = work.sizes.CASE
@@ -226,12 +179,12 @@ def compute_block(work, stamps, sums, leave, turn, done):
             high = lo + gl.minimum(at + count - g * tiles, tiles)
             first, end = work.sizes.clean_tiles(work.key, 128, low, high)
         if MASKS:
-            state = walk(work, stamps, sums, leave, v_left, state, low, first, number, head, True)
-            state = walk(work, stamps, sums, leave, v_left, state, first, end, number, head, False)
+            state = walk(work, sums, leave, v_left, state, low, first, number, head, True)
+            state = walk(work, sums, leave, v_left, state, first, end, number, head, False)
             if CASE.window:
-                state = walk(work, stamps, sums, leave, v_left, state, end, high, number, head, True)
+                state = walk(work, sums, leave, v_left, state, end, high, number, head, True)
         else:
-            state = walk(work, stamps, sums, leave, v_left, state, low, high, number, head, False)
+            state = walk(work, sums, leave, v_left, state, low, high, number, head, False)
     dk, dv = state
     return dk, dv, count
 
@@ -263,7 +216,7 @@ def consumer(work, queue, sums, leave, parts_ptr, dk_desc, dv_desc):
                 here, number = queue.share(work, number, n, base, end)
             else:
                 here = queue.place(work, number)
-            dk, dv, count = compute_block(here, parts_ptr, sums, leave, turn, done)
+            dk, dv, count = compute_block(here, sums, leave, turn, done)
             done += count
             if work.sizes.PLAN.v_left:
                 # V was read by ordinary loads, and TMA writes the next one: a block without tiles has had no fence since.
@@ -274,7 +227,7 @@ def consumer(work, queue, sums, leave, parts_ptr, dk_desc, dv_desc):
             leave_block(here, parts_ptr, dk_desc, dv_desc, dk, dv)
             turn += 1
     else:
-        dk, dv, count = compute_block(work, parts_ptr, sums, leave, 0, 0)
+        dk, dv, count = compute_block(work, sums, leave, 0, 0)
         leave_block(work, parts_ptr, dk_desc, dv_desc, dk, dv)
 
 
@@ -365,14 +318,6 @@ def attention_backward_step6(
         )
 
 
-@functools.cache
-def stamps_of(device):
-    """Where kernels with `probe=2` keep their clocks: (programs, warpgroups, STAMPED, 16) int32."""
-    import torch
-
-    return torch.zeros((132, 2, 64, 16), dtype=torch.int32, device=device)
-
-
 def launch(g: Gradients) -> None:
     """Run the kernel on tensors of a GPU, and add up the parts of split blocks."""
     order, even = g.order, g.plan.even
@@ -381,8 +326,6 @@ def launch(g: Gradients) -> None:
     end = order.units if even else order.programs
     programs = min(order.programs, processors(g.q.device)) if g.plan.queue else order.programs
     parts_of = g.lse2.new_empty(slots * 4 * 64 * g.plan.block_d) if slots else g.delta
-    if g.plan.probe == 2:
-        parts_of = stamps_of(g.q.device)
     launch_blocks(
         attention_backward_step6,
         g,

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from utils.attention.gluon.backward.step6_roles import LEFT
-from utils.attention.gluon.shared import pass_by, pass_by_own, thread_barrier
+from utils.attention.gluon.shared import pass_by, thread_barrier
 
 
 @gluon.constexpr_function
@@ -59,22 +59,19 @@ def start_scores(work, q):
 
 
 @gluon.jit
-def start_dp(work, v_left, do, i):
+def start_dp(work, v_left, do):
     """Hand dP^T of the same queries to the tensor cores: one product, or two where V's first columns are in registers."""
     PLAN: gl.constexpr = work.sizes.PLAN
     QUERIES: gl.constexpr = do.shape[0]
-    v = work.v.index(i >> 30 if PLAN.opaque == 2 else 0).reshape([128, PLAN.block_d])
+    v = work.v.index(0).reshape([128, PLAN.block_d])
     dp = gl.zeros([128, QUERIES], gl.float32, keys_layout(QUERIES))
-    if PLAN.delta_first:
-        delta = work.do.row_numbers(i, gl.SliceLayout(0, dp.type.layout))
-        dp = dp - delta[None, :]
     if PLAN.v_left:
-        dp = warpgroup_mma(v_left, do.slice(0, 64, 1).permute([1, 0]), dp, use_acc=PLAN.delta_first == 1, is_async=True)
+        dp = warpgroup_mma(v_left, do.slice(0, 64, 1).permute([1, 0]), dp, use_acc=False, is_async=True)
         if PLAN.block_d > 64:
             REST: gl.constexpr = PLAN.block_d - 64
             dp = warpgroup_mma(v.slice(64, REST, 1), do.slice(64, REST, 1).permute([1, 0]), dp, is_async=True)
     else:
-        dp = warpgroup_mma(v, do.permute([1, 0]), dp, use_acc=PLAN.delta_first == 1, is_async=True)
+        dp = warpgroup_mma(v, do.permute([1, 0]), dp, use_acc=False, is_async=True)
     return dp
 
 
@@ -96,7 +93,7 @@ def start_dq(work, i):
 
 
 @gluon.jit
-def leave_dq(leave, dq, i, FENCED: gl.constexpr, APART: gl.constexpr):
+def leave_dq(leave, dq, i, FENCED: gl.constexpr):
     """Leave dQ of load number i where the storing warp reads it. FENCED: that warp fences it."""
     sums_desc, tiles, empty = leave
     mbarrier.wait(empty, (i & 1) ^ 1)  # TMA may still be reading the last tile
@@ -104,7 +101,4 @@ def leave_dq(leave, dq, i, FENCED: gl.constexpr, APART: gl.constexpr):
     if not FENCED:
         # Stored by threads, read by TMA through the async proxy.
         fence_async_shared()
-    if APART:
-        pass_by_own(LEFT, 160)
-    else:
-        pass_by(LEFT, 288)
+    pass_by(LEFT, 288)

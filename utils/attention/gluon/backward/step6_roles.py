@@ -130,19 +130,13 @@ def add_block(work, leave, done):
     head = work.batch * work.sizes.heads + work.kv_head * work.sizes.group + skipped
     m = lo + at - skipped * (hi - lo)
     for _i in range(done, done + count):
-        if not PLAN.dq_apart:
-            meet(LEFT, 288)
-            if PLAN.storer_fences:
-                # Stored by threads, read by TMA through the async proxy: a fence on the way from one to the other is enough.
-                fence_async_shared()
+        meet(LEFT, 288)
+        if PLAN.storer_fences:
+            # Stored by threads, read by TMA through the async proxy: a fence on the way from one to the other is enough.
+            fence_async_shared()
         for w in gl.static_range(2):
-            if PLAN.dq_apart:
-                meet(LEFT + w, 160)
-                if PLAN.storer_fences:
-                    fence_async_shared()
             place = [((head * work.sizes.tiles_m + m) * PIECES + w) * 32, 0]
-            if PLAN.probe != 1:
-                tma_add(sums_desc, place, tiles.slice(w * 32, 32, 0))
+            tma_add(sums_desc, place, tiles.slice(w * 32, 32, 0))
         tma.store_wait(0)
         mbarrier.arrive(empty, count=1)
         m += 1
