@@ -21,7 +21,7 @@ _C1, _C2, _C3, _ROUND, _LEAST = "0f3F31F32D", "0f3E691BB9", "0f3D9DD568", "0f4B4
 
 @gluon.constexpr_function
 def _exp2_asm(n, by_polynomial):
-    # Registers are taken evenly, the last of each group. Below -127 the result is 0; a nan stays none of a finite size.
+    # Registers are taken evenly, the last of each group. Below -127 the result is 0, and a nan becomes the greatest number.
     chosen = {(i + 1) * n // by_polynomial - 1 for i in range(by_polynomial)}
     lines = ["{", ".reg .f32 x, y, f;", ".reg .b32 a, b;"]
     for i in range(n):

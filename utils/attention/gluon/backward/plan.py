@@ -92,10 +92,11 @@ def plan_for(step: int, head_dim: int, causal: bool = False) -> BackwardPlan:
     # is drawn late (`queue.py`), which gains 1 to 4% over a program for each block.
     split = step == 6 and not causal
     if plan.block_d == 128:
-        fences = step == 6 and causal
-        return replace(plan, by_tma=True, v_left=True, queue=step == 6, split=split, storer_fences=fences)
+        plan = replace(plan, by_tma=True, v_left=True, queue=step == 6, split=split, storer_fences=step == 6 and causal)
+        return replace(plan, divided=not causal, by_polynomial=int(causal)) if step == 6 else plan
     if step == 6:
-        return replace(plan, by_tma=True, named=True, storer_fences=True, queue=True, split=split)
+        plan = replace(plan, by_tma=True, named=True, storer_fences=True, queue=True, split=split)
+        return replace(plan, divided=True, by_polynomial=2 if causal else 1)
     # At 64 the storing warp's share of the registers costs more than it saves where each warpgroup is a role.
     return replace(plan, producer_first=causal, stagger=not causal)
 

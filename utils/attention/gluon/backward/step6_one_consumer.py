@@ -14,6 +14,8 @@ spills and no moves of addresses between registers (docs/backward-log.md, entry 
     by_tma        the storing warp adds dQ; else the threads do                              all
     named         a slot is given back by one arrival of each warp at a named barrier        64
     storer_fences the storing warp fences before it hands dQ to TMA, and the consumer not    64, 128 causal
+    divided       half of the exponentials stand in front of the wait for dP^T               64, 128 full
+    by_polynomial of eight exponentials, so many are polynomials (`exponentials.py`)         64: 1, causal 2; 128 causal: 1
 
 The fastest at head dimensions 64 and 128; windows and the
 deterministic mode take step 5, because they are not measured. Tiles and slots are those of step 3. The other
