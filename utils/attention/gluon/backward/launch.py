@@ -34,9 +34,9 @@ NAMES = {name: f"attention_backward_step{step}" for step, name in MODULES.items(
 
 # Steps that know a field of a plan; head dimension 256 knows none of them.
 FIELDS = {
-    (5,): ("stagger", "late"),
-    (5, 6): ("producer_first", "v_left", "by_polynomial"),
-    (6,): ("queue", "split", "even", "named", "storer_fences", "divided", "dk_first", "dv_first"),
+    (5,): ("stagger",),
+    (5, 6): ("producer_first", "v_left"),
+    (6,): ("queue", "split", "even", "named", "storer_fences", "by_polynomial", "divided"),
 }
 
 

@@ -44,11 +44,7 @@ from utils.attention.gluon.backward.step3_warp_specialized import (
     wait_dq,
     write_ds,
 )
-from utils.attention.gluon.exponentials import exp2
-from utils.attention.gluon.shared import accumulator, left_operand, meet, pass_by, wait_products
-
-
-TURN = gl.constexpr(8)  # named barriers 8 and 9: whose turn it is to hand dV, dQ and dK to the tensor cores
+from utils.attention.gluon.shared import accumulator, left_operand, wait_products
 
 
 @gluon.jit
@@ -108,7 +104,7 @@ def softmax_gradient(work, s, dp, i, key, row, W: gl.constexpr, MASK: gl.constex
     dtype: gl.constexpr = work.k.dtype
     s = wait_products(s, 2 if PLAN.v_left and PLAN.block_d > 64 else 1, PLAN.block_m)
     lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
-    p = exp2(s * work.c - lse2[None, :], PLAN.by_polynomial)
+    p = gl.exp2(s * work.c - lse2[None, :])
     if MASK:
         # At 64 the assembly makes ptxas spill in the loop without a mask, too.
         p = work.sizes.mask_product(p, key, row) if PLAN.block_d == 128 else work.sizes.mask(p, key, row)
@@ -157,65 +153,6 @@ def finish_tile(work, sums, leave, dk, dq, i, m, head, W: gl.constexpr):
 
 
 @gluon.jit
-def start_both(work, v_left, i, W: gl.constexpr):
-    """Hand S^T and dP^T of tile i to the tensor cores."""
-    s = start_scores(work, i, W)
-    if work.sizes.PLAN.v_left:
-        return s, start_dp_from_registers(work, v_left, i, W)
-    else:
-        return s, start_dp(work, i, W)
-
-
-@gluon.jit
-def first_tile_late(work, v_left, state, m, W: gl.constexpr, MASK: gl.constexpr):
-    """Tile m, the block's first one, with `late`: its dQ follows beside the next tile. Returns dK and dV."""
-    PLAN: gl.constexpr = work.sizes.PLAN
-    dk, dv = state
-    s, dp = start_both(work, v_left, 0, W)
-    p16, ds = softmax_gradient(work, s, dp, 0, work.key + W * 64, m * PLAN.block_m, W, MASK)
-    write_ds(work, 0, ds, W)
-    dv = warpgroup_mma(p16, work.do.tile(0), dv, is_async=True)
-    publish_ds(work, 0)
-    dk = warpgroup_mma(gl.convert_layout(ds, left_operand(PLAN.block_d)), work.q.tile(0), dk, is_async=True)
-    dv = wait_products(dv, 1, PLAN.block_d)
-    work.do.release(0)
-    dk = wait_products(dk, 0, PLAN.block_d)
-    work.q.release(0)
-    return dk, dv
-
-
-@gluon.jit
-def finish_tile_late(work, leave, state, p16, ds, i, count, W: gl.constexpr):
-    """DV and dK of tile i and dQ of the tile before, from start to end, with `late`: returns dK and dV."""
-    PLAN: gl.constexpr = work.sizes.PLAN
-    BLOCK_D: gl.constexpr = PLAN.block_d
-    dk, dv = state
-    if PLAN.late >= 2:
-        meet(TURN + W, 256)
-    # This waits for the other consumer's last dS, which it wrote after its dQ had read the slot that is written next.
-    dq = start_dq(work, i - 1, W)
-    dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
-    write_ds(work, i, ds, W)
-    dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
-    if PLAN.late == 2:
-        # The last turn of consumer 1 has no turn of consumer 0 behind it.
-        if W == 0 or i + 1 < count:
-            pass_by(TURN + 1 - W, 256)
-    elif PLAN.late == 3 and W == 0:
-        if i + 1 == count:
-            pass_by(TURN + 1, 256)
-    dq = wait_dq(work, dq, 2)
-    # Only now: who sees this dS written takes the dS before it for read.
-    publish_ds(work, i)
-    hand_over(work, dq, leave, i - 1, W)
-    dv = wait_products(dv, 1, BLOCK_D)
-    work.do.release(i)
-    dk = wait_products(dk, 0, BLOCK_D)
-    work.q.release(i)
-    return dk, dv
-
-
-@gluon.jit
 def walk(work, sums, leave, v_left, state, lo, hi, number, head, W: gl.constexpr, MASK: gl.constexpr):
     """Tiles of queries lo .. hi - 1 of one head: returns the state (dK, dV) behind them.
 
@@ -226,19 +163,13 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, W: gl.constexpr
     BLOCK_M: gl.constexpr = PLAN.block_m
     key = work.key + W * 64
     dk, dv = state
-    count, _lo, _hi = work.first()
     for m in range(lo, hi):
         i = number + m
-        s, dp = start_both(work, v_left, i, W)
-        if PLAN.late == 3 and work.sizes.CASE.dq:  # noqa: SIM102 (the first is decided by the compiler)
-            if i > 1:
-                pass_by(TURN + 1 - W, 256)
+        s = start_scores(work, i, W)
+        dp = start_dp_from_registers(work, v_left, i, W) if PLAN.v_left else start_dp(work, i, W)
         p16, ds = softmax_gradient(work, s, dp, i, key, m * BLOCK_M, W, MASK)
-        if PLAN.late and work.sizes.CASE.dq:
-            dk, dv = finish_tile_late(work, leave, (dk, dv), p16, ds, i, count, W)
-        else:
-            dk, dv, dq = start_gradients(work, (dk, dv), p16, ds, i, W)
-            dk = finish_tile(work, sums, leave, dk, dq, i, m, head, W)
+        dk, dv, dq = start_gradients(work, (dk, dv), p16, ds, i, W)
+        dk = finish_tile(work, sums, leave, dk, dq, i, m, head, W)
     return dk, dv
 
 
@@ -260,34 +191,20 @@ def consumer(work, sums, leave, dk_desc, dv_desc, W: gl.constexpr):
             v_left = work.v_rows(W).slice(0, 64, 1).load(left_operand(PLAN.block_m))
         state = (dk, dv)
         first, end = work.sizes.clean_tiles(work.key + W * 64, 64, lo, hi)
-        LATE: gl.constexpr = PLAN.late and CASE.dq
-        if LATE:
-            if PLAN.late >= 2 and W == 1 and count > 1:
-                pass_by(TURN, 256)
-            state = first_tile_late(work, v_left, state, lo, W, MASKS)
         for turn in range(work.sizes.group):
             head = work.kv_head * work.sizes.group + turn
             number = turn * (hi - lo) - lo
-            begin = lo
-            clean = first
-            after = end
-            if LATE:
-                begin = lo + gl.where(turn == 0, 1, 0)
-                clean = gl.maximum(begin, first)
-                after = gl.maximum(begin, end)
             if MASKS:
-                state = walk(work, sums, leave, v_left, state, begin, first, number, head, W, True)
-                state = walk(work, sums, leave, v_left, state, clean, end, number, head, W, False)
+                state = walk(work, sums, leave, v_left, state, lo, first, number, head, W, True)
+                state = walk(work, sums, leave, v_left, state, first, end, number, head, W, False)
                 if CASE.window:
-                    state = walk(work, sums, leave, v_left, state, after, hi, number, head, W, True)
+                    state = walk(work, sums, leave, v_left, state, end, hi, number, head, W, True)
             elif PLAN.stagger:
                 start = work.start(lo, hi)
                 state = walk(work, sums, leave, v_left, state, start, hi, number + lo - start, head, W, False)
                 state = walk(work, sums, leave, v_left, state, lo, start, number + hi - start, head, W, False)
             else:
-                state = walk(work, sums, leave, v_left, state, begin, hi, number, head, W, False)
-        if LATE:
-            hand_over(work, wait_dq(work, start_dq(work, count - 1, W), 0), leave, count - 1, W)
+                state = walk(work, sums, leave, v_left, state, lo, hi, number, head, W, False)
         dk, dv = state
     # V's own rows are not needed any more: they carry dV away, and then dK.
     store_rows(dv_desc, work, work.v.index(W), dv, W)

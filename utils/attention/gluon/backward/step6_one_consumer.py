@@ -14,8 +14,8 @@ spills and no moves of addresses between registers (docs/backward-log.md, entry 
     by_tma        the storing warp adds dQ; else the threads do                              all
     named         a slot is given back by one arrival of each warp at a named barrier        64
     storer_fences the storing warp fences before it hands dQ to TMA, and the consumer not    64, 128 causal
-    divided       half of the exponentials stand in front of the wait for dP^T               64, 128 full
-    by_polynomial of eight exponentials, so many are polynomials (`exponentials.py`)         64: 1, causal 2; 128 causal: 1
+    by_polynomial of eight exponentials, so many are polynomials (`exponentials.py`)         all: 2
+    divided       half of the exponentials stand in front of the wait for dP^T               64 causal
 
 The fastest at head dimensions 64 and 128; windows and the
 deterministic mode take step 5, because they are not measured. Tiles and slots are those of step 3. The other
@@ -74,29 +74,19 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.conste
         if MASK:
             p = work.sizes.mask_product(p, work.key, m * BLOCK_M)
         p16 = gl.convert_layout(p.to(dtype), keys_operand(BLOCK_D))
-        if PLAN.dv_first:
-            dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
-        dp = wait_products(dp, 1 if PLAN.dv_first else 0, BLOCK_M)
+        dp = wait_products(dp, 0, BLOCK_M)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
         ds = (p * (dp - delta[None, :])).to(dtype)
         if CASE.dq:
             # The slot's last dS, two tiles ago, has been read: all threads have since come to the last tile's barrier.
             work.ds.index(i % PLAN.ds_slots).store(ds)
-        if not PLAN.dv_first:
-            dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
+        dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
         if CASE.dq:
-            if PLAN.dk_first:
-                dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
             dq = start_dq(work, i)
-            dv = wait_products(dv, 2 if PLAN.dk_first else 1, BLOCK_D)
+            dv = wait_products(dv, 1, BLOCK_D)
             give_back(work, work.do, i, 10)
-            if PLAN.dk_first:
-                dk = wait_products(dk, 1, BLOCK_D)
-                give_back(work, work.q, i, 8)
-                dq = wait_products(dq, 0, 64)
-            else:
-                dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
-                dq = wait_products(dq, 1, 64)
+            dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
+            dq = wait_products(dq, 1, 64)
             if PLAN.by_tma:
                 leave_dq(leave, dq, i, PLAN.storer_fences)
             else:
@@ -107,9 +97,8 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.conste
             dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
             dv = wait_products(dv, 1, BLOCK_D)
             give_back(work, work.do, i, 10)
-        if not (PLAN.dk_first and CASE.dq):
-            dk = wait_products(dk, 0, BLOCK_D)
-            give_back(work, work.q, i, 8)
+        dk = wait_products(dk, 0, BLOCK_D)
+        give_back(work, work.q, i, 8)
     return dk, dv
 
 
