@@ -58,7 +58,7 @@ def run_numbers(text: str, x: Tensor, pack: int) -> Tensor:
         return values[name] if not name.isdigit() else int(name)
 
     with np.errstate(all="ignore"):
-        for line in _BLOCK.fullmatch(text)[1].strip("; ").split("; "):
+        for line in _BLOCK.sub(r"\1", text).strip("; ").split("; "):
             operation, _, names = line.partition(" ")
             if operation not in _OPERATIONS:
                 refuse("unknown operation", f"gluon_cpu does not know {operation} in inline assembly: {line}")
