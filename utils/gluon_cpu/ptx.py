@@ -18,6 +18,7 @@ from .copies import store_wait
 from .global_memory import addresses
 from .known import known
 from .products import Accumulator, finished_tensor, wait_products
+from .ptx_numbers import computes_numbers, run_numbers
 from .tensors import Tensor, to_tensor
 
 _E4M3_TO_FP16 = (
@@ -61,6 +62,8 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return args[0]  # a scalar is the same in every lane
     if text == _ADD_ZERO and is_scalar:
         return args[0]
+    if text == _DIVIDE_CODE:
+        return Tensor(0, gl.int32)  # a branch that is always taken
     if len(args) == 2 and text == _product_text(pack):
         return args[0] * args[1]
     kept = re.fullmatch(r"\{ \.reg \.pred p; \.reg \.b32 c, first, last; .* (0f00000000|0fFF800000), p; \}", text)
@@ -76,6 +79,8 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return Tensor(_E4M3[args[0].data], gl.float16, args[0].layout)
     if text == _EXCHANGE and pack == 4 and tuple(args[0].data.shape[-2:]) == (4, 4):
         return Tensor(args[0].data.swapaxes(-1, -2), gl.int32, args[0].layout)
+    if len(args) == 1 and computes_numbers(text):
+        return run_numbers(text, args[0], pack)
     refuse("unknown operation", f"gluon_cpu does not know this inline assembly: {text[:120]}")
 
 
@@ -94,6 +99,9 @@ _EXCHANGE = (
 )
 
 
+_DIVIDE_CODE = (
+    "{ .reg .pred p; again: setp.ge.s32 p, $1, 0; @p bra done; nanosleep.u32 1; bra again; done: mov.u32 $0, 0; }"
+)
 _ADD_ZERO = "{ .reg .b32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }"  # a lane's number is below 32
 
 

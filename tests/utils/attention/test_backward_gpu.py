@@ -74,6 +74,24 @@ def test_each_step_matches_float64(step, head_dim):
     check(backward(dout, q, k, v, out, lse, causal=True, step=step), q, k, v, dout, causal=True)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_probabilities_near_zero_and_rows_without_keys(head_dim, causal):
+    """2^x of scores hundreds below the greatest, and of minus infinity, also where it is a polynomial (`exponentials.py`)."""
+    from utils.attention.gluon.backward.launch import backward
+    from utils.attention.gluon.launch import forward
+
+    q, k, v, dout = (x.detach() for x in draw(2, 4, 2, 400, 300, head_dim, torch.bfloat16))
+    q = q * 10
+    out, lse = forward(q, k, v, causal=causal, return_lse=True)
+    dq, dk, dv = backward(dout, q, k, v, out, lse, causal=causal, step=6)
+    expected = reference_gradients(q, k, v, dout, causal=causal)[1][2]
+    assert relative_error(dv, expected) < LIMITS[torch.bfloat16]
+    assert all(x.isfinite().all() for x in (dq, dk, dv))
+    if causal:
+        assert not dq[:, :, :100].any()  # these rows stand before the first key
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])

@@ -10,7 +10,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
 from utils import gluon_cpu
-from utils.attention.gluon.shared import keep_columns, meet, pass_by, rescale, uniform, wait_products, zero_columns
+from utils.attention.gluon.exponentials import exp2
+from utils.attention.gluon.shared import (
+    divide_code,
+    keep_columns,
+    meet,
+    pass_by,
+    rescale,
+    uniform,
+    wait_products,
+    zero_columns,
+)
 
 
 @gluon.jit
@@ -48,6 +58,18 @@ def zeroed(y_ptr, first_ptr, behind_ptr, COLUMNS: gl.constexpr, BOTH: gl.constex
     p = gl.full([64, COLUMNS], float("inf"), gl.float32, layout)
     p = zero_columns(p, gl.load(first_ptr + rows), gl.load(behind_ptr + rows), BOTH)
     gl.store(y_ptr + rows[:, None] * COLUMNS + columns, p)
+
+
+@gluon.jit
+def powers(y_ptr, x_ptr, ROWS: gl.constexpr, BY_POLYNOMIAL: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, 64, 16])
+    at = (
+        gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None] * 64
+        + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+    )
+    y = exp2(gl.load(x_ptr + at), BY_POLYNOMIAL)
+    divide_code(at.shape[0] * 0)
+    gl.store(y_ptr + at, y)
 
 
 @gluon.jit
@@ -113,6 +135,23 @@ def test_columns_outside_of_two_limits_are_zero(columns, both):
     number = torch.arange(columns)[None]
     keep = (number >= first[:, None]) & ((number < behind[:, None]) | (not both))
     assert run.ok and torch.equal(y, torch.where(keep, torch.inf, 0.0))
+
+
+@pytest.mark.parametrize("by_polynomial", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [64, 128])
+def test_some_powers_are_polynomials(rows, by_polynomial):
+    x = torch.linspace(-30, 1, rows * 64).reshape(rows, 64)
+    x[1] = torch.linspace(-200, 120, 64)
+    x[9] = -torch.inf
+    y = torch.empty_like(x)
+    with gluon_cpu.simulate() as run:
+        powers[(1,)](y, x, rows, by_polynomial, num_warps=rows // 16)
+    assert run.ok
+    expected = torch.exp2(x.double())
+    error = (y - expected).abs() / expected.clamp_min(1e-30)  # below 2^-126 there are fewer bits
+    assert error.max() < 9e-5 and not y[9].any()
+    share = (error > 1e-6).double().mean().item()
+    assert 0.8 * by_polynomial / 8 <= share <= by_polynomial / 8
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])

@@ -36,7 +36,7 @@ NAMES = {name: f"attention_backward_step{step}" for step, name in MODULES.items(
 FIELDS = {
     (5,): ("stagger",),
     (5, 6): ("producer_first", "v_left"),
-    (6,): ("queue", "split", "even", "named", "storer_fences"),
+    (6,): ("queue", "split", "even", "named", "storer_fences", "by_polynomial", "divided"),
 }
 
 

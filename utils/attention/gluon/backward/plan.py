@@ -40,6 +40,8 @@ class BackwardPlan:
     even: bool = False  # step 6, with queue: each program has an equal share of all tiles (`queue.py`)
     named: bool = False  # step 6: slots are given back at named barriers, by an arrival of each warp
     storer_fences: bool = False  # step 6, with by_tma: the storing warp fences dQ, and the consumer does not
+    by_polynomial: int = 0  # step 6: of eight exponentials, so many are polynomials (`exponentials.py`)
+    divided: bool = False  # step 6: half of the exponentials stand in front of the wait for dP^T
     registers: int = 240  # of a consumer thread
 
     def __post_init__(self) -> None:
@@ -86,6 +88,9 @@ def plan_for(step: int, head_dim: int, causal: bool = False) -> BackwardPlan:
     # Step 6: a queue, and where all blocks take the same time those of the last round are split. Under a mask the next block
     # is drawn late (`queue.py`), which gains 1 to 4% over a program for each block.
     split = step == 6 and not causal
+    if step == 6:
+        # What a tile waits for most is the exponential unit (docs/backward-log.md, entries 45 and 46).
+        plan = replace(plan, by_polynomial=2, divided=plan.block_d == 64 and causal)
     if plan.block_d == 128:
         fences = step == 6 and causal
         return replace(plan, by_tma=True, v_left=True, queue=step == 6, split=split, storer_fences=fences)

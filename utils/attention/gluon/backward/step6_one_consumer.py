@@ -14,6 +14,8 @@ spills and no moves of addresses between registers (docs/backward-log.md, entry 
     by_tma        the storing warp adds dQ; else the threads do                              all
     named         a slot is given back by one arrival of each warp at a named barrier        64
     storer_fences the storing warp fences before it hands dQ to TMA, and the consumer not    64, 128 causal
+    by_polynomial of eight exponentials, so many are polynomials (`exponentials.py`)         all: 2
+    divided       half of the exponentials stand in front of the wait for dP^T               64 causal
 
 The fastest at head dimensions 64 and 128; windows and the
 deterministic mode take step 5, because they are not measured. Tiles and slots are those of step 3. The other
@@ -41,7 +43,8 @@ from utils.attention.gluon.backward.step6_products import (
     to_pieces,
 )
 from utils.attention.gluon.backward.step6_roles import give_back, producer, storing_warp
-from utils.attention.gluon.shared import tma_store, wait_products
+from utils.attention.gluon.exponentials import exp2
+from utils.attention.gluon.shared import divide_code, tma_store, wait_products
 
 
 @gluon.jit
@@ -64,7 +67,10 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.conste
         dp = start_dp(work, v_left, work.do.tile(i))
         s = wait_products(s, 2 if PLAN.v_left and BLOCK_D > 64 else 1, BLOCK_M)
         lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
-        p = gl.exp2(s * work.c - lse2[None, :])
+        p = exp2(s * work.c - lse2[None, :], PLAN.by_polynomial)
+        if PLAN.divided:
+            # ptxas would move the wait for dP^T in front of the exponentials, which can run beside that product.
+            divide_code(i)
         if MASK:
             p = work.sizes.mask_product(p, work.key, m * BLOCK_M)
         p16 = gl.convert_layout(p.to(dtype), keys_operand(BLOCK_D))
