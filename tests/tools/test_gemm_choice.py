@@ -28,11 +28,11 @@ def test_shapes_of_the_search_are_new_and_half_of_them_are_held_out():
     assert not [s for s in drawn if tuple(s[x] for x in "mnk") in table]
     for group in ("few tiles", "large", "any"):
         kinds = [s["kind"] for s in drawn if s["group"] == group]
-        assert len(kinds) >= 10 and abs(kinds.count("test") - kinds.count("train")) <= 1
+        assert len(kinds) >= 4 and abs(kinds.count("test") - kinds.count("train")) <= 1
     shapes = gemm_choice_shapes.all_shapes()
     parts = [gemm_choice.part_of(shapes, part) for part in ("1/2", "2/2")]
     assert sorted(map(str, parts[0] + parts[1])) == sorted(map(str, shapes))
-    poor = gemm_choice_shapes.poor_shapes(0.9)
+    poor = gemm_choice_shapes.poor_shapes(0.95)
     assert all(s["before"] and all(gemm_choice_shapes.config_of(x) for x in s["before"]) for s in poor)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from utils.kernels import gemm_model
-from utils.kernels.gemm_plan import CONFIGS, WIDTHS, Config, by_parity, in_parts, with_neighbours
+from utils.kernels.gemm_config import Config
+from utils.kernels.gemm_plan import CONFIGS, WIDTHS, by_parity, in_parts, with_neighbours
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,15 @@ COST = gemm_model.Cost(
     bytes=0.0135,
     port=0.0071,
     late=1.5,
+    late_across=1.581,
     hot=0.0,
     shared=0.296,
     far=0.0,
     wait=0.696,
     wait_shared=2.09,
+    slots=1.0,
+    few=1.0,
+    edge=1.0,
     tile=0.318,
     store=0.0246,
     narrow=0.0,
