@@ -11,6 +11,7 @@ if importlib.util.find_spec("triton") is None:
 from tools.record import gemm_choice, gemm_choice_fit, gemm_choice_shapes, gemm_shapes
 from tools.record.gemm_shapes import draw_shapes, summary
 from utils.files import ROOT
+from utils.kernels import gemm_model
 
 
 def test_shapes_are_drawn_by_seed():
@@ -51,24 +52,48 @@ def test_what_is_summed_up():
     assert summary(rows) == {"geometric_mean": pytest.approx(1.0), "smallest": 0.5, "under_0.90": 1, "shapes": 3}
 
 
-@pytest.mark.slow
-def test_the_fit_finds_constants_that_choose_well():
-    from utils.kernels import gemm_model
-
-    truth = replace(gemm_model.COST, product=0.5, bytes=0.02, late=1.3, tile=2.0, launch=3.0)
+def made_up_rows(truth, count: int) -> list[dict]:
+    """Rows whose times are those of the model with other constants."""
     rows = []
-    for shape in gemm_choice_shapes.training_shapes(7, 10):
-        row = shape | {"kind": "train", "torch_us": 10.0, "times": []}
-        for config in gemm_choice_shapes.families_of(shape)[:5]:
-            assert gemm_choice_shapes.config_of(config.name) == config
-            row["times"].append((config.name, gemm_choice_fit.estimate(row, config, truth)))
-        row["times"].append(("8x8/1", 0.1))  # a tile that the kernel does not have is left out
-        rows.append(row)
-    found = gemm_choice_fit.fit(rows, gemm_model.COST, tries=3000)
-    assert gemm_choice_fit.error(rows, found) < 0.1 * gemm_choice_fit.error(rows, gemm_model.COST)
-    judged = gemm_choice_fit.judge(rows, found)
-    assert judged["best / chosen"] > 0.98 and judged["shapes"] == 10
-    assert gemm_choice_fit.judge(rows, truth)["best / chosen"] == 1.0
+    for shape in gemm_choice_shapes.training_shapes(7, count):
+        row = shape | {"torch_us": 10.0, "families": True}
+        configs = gemm_choice_shapes.families_of(shape)[:6]
+        sizes = [shape[x] for x in "mnk"]
+        late = gemm_choice_shapes.late_rows(shape)
+        times = [(x.name, gemm_model.estimate(*sizes, x, 132, late, truth)) for x in configs]
+        assert all(gemm_choice_shapes.config_of(x.name) == x for x in configs)
+        rows.append(row | {"times": [*times, ("8x8/1", 0.1)]})  # a tile that the kernel does not have is left out
+    return rows
+
+
+def test_the_fit_finds_constants_that_choose_well():
+    truth = replace(gemm_model.COST, product=0.5, bytes=0.02, late=1.5, launch=3.5, few=0.9)
+    given = gemm_choice_fit.measured(made_up_rows(truth, 12))
+    found = gemm_choice_fit.fit(given, gemm_model.COST, tries=1500)
+    assert gemm_choice_fit.error(given, truth) < 1e-12
+    assert gemm_choice_fit.error(given, found) < 0.1 * gemm_choice_fit.error(given, gemm_model.COST)
+    judged = gemm_choice_fit.judge(gemm_choice_fit.choices(given, found))
+    assert judged["best / chosen"] > 0.98 and judged["shapes"] == 12
+    assert gemm_choice_fit.judge(gemm_choice_fit.choices(given, truth))["best / chosen"] == 1.0
+
+
+def test_what_a_choice_loses_is_counted():
+    assert gemm_choice_fit.judge([(8.0, 10.0, 8.5), (5.0, 5.0, 10.0)]) == {
+        "shapes": 2,
+        "best / chosen": pytest.approx(0.8**0.5),
+        "worst choice": 0.8,
+        "torch / chosen": pytest.approx(1.7**0.5),
+        "torch / best": pytest.approx(2.125**0.5),
+        "under_0.90": 1,
+        "best under_0.90": 0,
+    }
+
+
+def test_a_shape_is_judged_by_constants_that_have_not_seen_it():
+    rows = made_up_rows(gemm_model.COST, 9)
+    parts = gemm_choice_fit.groups(rows + rows)
+    shapes = [{tuple(row[x] for x in gemm_choice_shapes.SIZES) for row in part} for part in parts]
+    assert sum(map(len, shapes)) == 9 and len(set().union(*shapes)) == 9
 
 
 def test_a_record_that_was_cut_off_is_gone_on_with():

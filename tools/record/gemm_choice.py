@@ -5,8 +5,8 @@
 
 `measure` times, at the shapes and by the configurations of `gemm_choice_shapes`, each configuration and torch.matmul, in
 turns. Earlier records were made by earlier choices of shapes; each names its commit. `fit` prints the constants for
-`utils.kernels.gemm_model.Cost`, and how much slower than the best measured configuration the chosen one is, for the shapes it
-was fitted to and for the others (kind "test"). A configuration is recorded by its name, such as "128x256/4": tile, parts.
+`utils.kernels.gemm_model.Cost`, and how much slower than the best measured configuration the chosen one is, at shapes that the
+constants were not fitted to. A configuration is recorded by its name, such as "128x256/4": tile, parts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from tools.record.common import Record, arguments_parser, in_many_processes
-from tools.record.gemm_choice_fit import judge, print_fit
+from tools.record.gemm_choice_fit import choices, judge, measured, print_fit
 from tools.record.gemm_choice_shapes import all_shapes, config_of, families_of
 from tools.record.gemm_shapes import PROCESSES, relative_error
 from utils.benchmark.measuring import measure_together
@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     record.contents["wrong"] = wrong
     complete = record.fill(shapes, functools.partial(shape_row, l2=options.l2, wrong=wrong), show)
-    print(torch.cuda.get_device_name(), judge(record.contents["rows"], gemm_model.COST))
+    print(torch.cuda.get_device_name(), judge(choices(measured(record.contents["rows"]), gemm_model.COST)))
     record.finish() if complete else record.save()
     return 0
 
