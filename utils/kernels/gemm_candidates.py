@@ -26,6 +26,10 @@ from utils.kernels.gemm_plan import (
     most_parts,
 )
 
+# Bytes of A and B, twice an H100's L2, from which on tiles are shared by four or eight blocks only where all of them are computed
+# at once: at three products of several rounds such clusters took 4 to 15% longer than a pair (docs/gemm-log.md, entry 44).
+BEYOND_L2 = 100e6
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -51,7 +55,6 @@ class Traits:
     in_cluster: Any
     multicast: Any
     early: Any
-    spread: Any
     transposed: Any
     even: Any
 
@@ -80,7 +83,6 @@ class Traits:
             in_cluster=config.in_cluster,
             multicast=config.multicast != "",
             early=config.early,
-            spread=config.spread,
             transposed=config.transposed,
             even=config.even,
         )
@@ -106,33 +108,32 @@ def at_once(sms: int) -> np.ndarray:
 class Table:
     """Every configuration: a tile of a kernel, alone, in parts, or shared by a cluster, direct or transposed, by parity or not.
 
-    Of configurations that the model holds to be equal the first is taken. So those whose tiles begin at other places along K
-    stand before those that do not, and direct ones before transposed ones.
+    Of configurations that the model holds to be equal the first is taken, so direct ones stand before transposed ones.
 
     Attributes:
         configs: one for each tile, form of cluster and direction.
         index: of each entry, which of these it is.
-        traits: of each entry, with its number of parts, whether rows are by parity, and whether tiles begin at other places.
+        traits: of each entry, with its number of parts, and whether rows are by parity.
         width: of each entry, whether its tile is between powers of two.
         deep: of each entry, whether its ring fills shared memory.
     """
 
     def __init__(self) -> None:
-        tiles = [*CONFIGS, *WIDTHS, *DEEP]
+        tiles = [*enumerate((*CONFIGS, *WIDTHS, *DEEP))]
         # A piece of a shared tile has eight rows at least, as they are swizzled: of 16 columns four blocks cannot share.
         shared = [
-            (x, replace(x, multicast=shape))
+            (i, replace(x, multicast=shape))
             for shape, (down, _) in SHAPES.items()
-            for x in tiles
+            for i, x in tiles
             if x.columns[1] != 16 or down < 4
         ]
-        parts = [(x, as_cluster(x, split)) for x in tiles for split in range(2, MOST_IN_CLUSTER + 1)]
-        parts = [(tile, x) for tile, x in parts if x.shared_bytes <= SHARED_BYTES]
-        groups = [[*shared, *((x, x) for x in SHORT_CONFIGS)], parts]
-        groups += [[(tile, replace(x, transposed=True)) for tile, x in group] for group in (shared, parts)]
+        parts = [(i, as_cluster(x, split)) for i, x in tiles for split in range(2, MOST_IN_CLUSTER + 1)]
+        parts = [(i, x) for i, x in parts if x.shared_bytes <= SHARED_BYTES]
+        groups = [[*shared, *((0, x) for x in SHORT_CONFIGS)], parts]
+        groups += [[(i, replace(x, transposed=True)) for i, x in group] for group in (shared, parts)]
         self.configs = [config for group in groups for _, config in group]
         numbers = iter(range(len(self.configs)))
-        entries: list[tuple[int, int, bool, bool]] = []  # which configuration, parts, by parity, at other places
+        entries: list[tuple[int, int, bool]] = []  # which configuration, parts, by parity
         for direct in (True, False):
             found = []
             for group in groups[:2] if direct else groups[2:]:
@@ -140,26 +141,20 @@ class Table:
                     number = next(numbers)
                     splits = (config.split,) if config.in_cluster else SPLITS
                     most = config.split if config.in_cluster else most_parts(config)
-                    found += [(number, split, False, False) for split in splits if split <= most]
+                    found += [(number, split, False) for split in splits if split <= most]
             if direct:
-                found += [(number, split, True, False) for number, split, _, _ in found]
-            entries += [(*entry[:3], True) for entry in found if self.configs[entry[0]].multicast]
+                found += [(number, split, True) for number, split, _ in found]
             entries += found
-        self.index, split, pairs, spread = (np.array(column) for column in zip(*entries, strict=True))
-        self.traits = Traits.of_all(self.configs).take(self.index, split=split, pairs=pairs, spread=spread)
-        tile_of = [tile for group in groups for tile, _ in group]
-        self.width = np.array([tile in WIDTHS for tile in tile_of])[self.index]
-        self.deep = np.array([tile in DEEP for tile in tile_of])[self.index]
+        self.index, split, pairs = (np.array(column) for column in zip(*entries, strict=True))
+        self.traits = Traits.of_all(self.configs).take(self.index, split=split, pairs=pairs)
+        tile = np.array([i for group in groups for i, _ in group])[self.index]
+        self.width = (tile >= len(CONFIGS)) & (tile < len(CONFIGS) + len(WIDTHS))
+        self.deep = tile >= len(CONFIGS) + len(WIDTHS)
 
     def config(self, entry: int) -> Config:
         """Return the configuration of an entry."""
         traits = self.traits
-        return replace(
-            self.configs[self.index[entry]],
-            split=int(traits.split[entry]),
-            pairs=bool(traits.pairs[entry]),
-            spread=bool(traits.spread[entry]),
-        )
+        return replace(self.configs[self.index[entry]], split=int(traits.split[entry]), pairs=bool(traits.pairs[entry]))
 
     def possible(self, m: int, n: int, k: int, sms: int, late: tuple[int, int], by_tma: bool) -> np.ndarray:
         """Return the entries that can do a product; the arguments are those of `candidates`."""
@@ -172,7 +167,6 @@ class Table:
         fits &= ~self.deep | (columns > t.first) | (t.second == 0)
         fits &= (_ceil(rows, t.block_m) >= t.down) & (_ceil(columns, t.block_n) >= t.abreast) & (t.cluster <= sms)
         fits &= ~t.transposed | by_tma
-        fits &= ~t.spread | (rows <= t.block_m * t.down) | (columns <= t.block_n * t.abreast)
         split = (t.split > 1) & ~t.in_cluster
         once = at_once(sms)[t.cluster]
         for by_parity in (False, True):
@@ -181,6 +175,8 @@ class Table:
             whole = ~t.in_cluster | (by_tma & (tiles <= once))
             fits &= (cut & whole) | (by_parity & ~t.pairs)
         fits &= (t.split == 1) | (t.split <= steps // 2)
+        if 2 * k * (m + n) > BEYOND_L2:
+            fits &= ~t.multicast | (t.cluster == 2) | (tiles_of(rows, columns, t, t.pairs) <= once)
         if not (late[0] == 1 and m % 2 == 0 and n % 8 == 0):
             return np.flatnonzero(fits & ~t.pairs)
         return np.flatnonzero(fits & (~t.pairs | (_ceil(m // 2, t.block_m) >= t.down)))
@@ -205,9 +201,8 @@ def table() -> Table:
 def candidates(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0), by_tma: bool = True) -> list[Config]:
     """Return the configurations that can do a product: each tile whole, and in parts of two steps at least.
 
-    Tiles are alone or shared by a cluster. Where no two blocks need the same rows (or columns), those of a cluster may begin at
-    other places along K: elsewhere blocks that run side by side find in the L2 what their neighbours have just read, and
-    products took up to 1.35 times as long.
+    Tiles are alone or shared by a cluster. That tiles begin at other places along K (`Config.spread`) is no candidate: it was
+    measured as slower where blocks side by side need the same lines, and as no faster elsewhere.
 
     Args:
         m: rows of C.

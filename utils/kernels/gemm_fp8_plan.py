@@ -93,11 +93,14 @@ COST = gemm_model.Cost(
     port=0.0071,
     late=1.5,
     late_across=1.581,
+    late_n=1.0,
     hot=0.0,
     shared=0.296,
+    shared_more=1.0,
     far=0.0,
     wait=0.696,
     wait_shared=2.09,
+    wait_both=1.0,
     slots=1.0,
     few=1.0,
     edge=1.0,
@@ -108,6 +111,7 @@ COST = gemm_model.Cost(
     add=0.0197,
     traffic=0.36,
     launch=4.02,
+    launch_cluster=0.0,
 )
 
 # A step of two products of which the second waits for the first takes longer than its share of multiplications: 128 x 256

@@ -24,38 +24,43 @@ def _ceil(x: Any, y: Any) -> Any:
 class Cost:
     """Constants of a model of the kernels' time, in microseconds; fitted by `tools.record.gemm_choice`."""
 
-    product: float = 0.6099  # of 2**21 multiplications on one SM: 128 x 256 x 64
-    bytes: float = 0.01454  # of a KB of A and B that each SM reads, where all read at once
-    port: float = 0.005635  # of a KB that an SM reads, where few do
-    late: float = 1.299  # how many times a byte of A or B counts whose rows are late and lie along K
-    late_across: float = 1.533  # and where they lie along M or N
-    hot: float = 0.2185  # how many times more a byte counts that many SMs read at once, where few others are read
-    many: float = 101  # SMs that are as many as it takes
-    shared: float = 0.6031  # how many times a byte counts for each of two blocks that share it; squared: of four
-    far: float = 0.2406  # of a MB of A and B, which has to come from memory or the L2's other half once
-    wait: float = 0.8744  # from asking for a slot's bytes to reading them; a block waits for `stages` slots at once
-    wait_shared: float = 1.704  # and where two blocks share a tile: a slot waits for both
-    wait_more: float = 0.8652  # how many times as long where four do, and again where eight do
-    wait_parts: float = 2.017  # and where blocks add up a tile's parts
-    slots: float = 0.4708  # by which power of the number of slots that becomes less
-    few: float = 0.5288  # by which power of the share of SMs that run the bytes take less
+    product: float = 0.5988  # of 2**21 multiplications on one SM: 128 x 256 x 64
+    bytes: float = 0.01453  # of a KB of A and B that each SM reads, where all read at once
+    port: float = 0.005441  # of a KB that an SM reads, where few do
+    late: float = 1.326  # how many times a byte of A or B counts whose rows are late and lie along K
+    late_across: float = 1.425  # and where they lie along M or N
+    late_n: float = 1.071  # and how many times that again where these are B's rows, not A's
+    hot: float = 0.3445  # how many times more a byte counts that many SMs read at once, where few others are read
+    lines: float = 1.597  # by which power of 96 over the number of lines that is more
+    many: float = 70.99  # SMs that are as many as it takes
+    shared: float = 0.6158  # how many times a byte counts for each of two blocks that share it; squared: of four
+    shared_more: float = 0.7448  # how many times that again for each of four
+    far: float = 0.2834  # of a MB of A and B, which has to come from memory or the L2's other half once
+    wait: float = 0.8216  # from asking for a slot's bytes to reading them; a block waits for `stages` slots at once
+    wait_shared: float = 1.774  # and where two blocks share a tile: a slot waits for both
+    wait_more: float = 0.8405  # how many times as long where four do, and again where eight do
+    wait_both: float = 1.08  # and where both operands are shared
+    wait_parts: float = 2.326  # and where blocks add up a tile's parts
+    slots: float = 0.5173  # by which power of the number of slots that becomes less
+    few: float = 0.5058  # by which power of the share of SMs that run the bytes take less
     edge: float = 0.0  # by which power of the share of a tile that lies inside of C its bytes count
-    tile: float = 0.03586  # of a tile's start and end
-    store: float = 0.03002  # of a KB of C
-    narrow: float = 0.8899  # how many times more it counts in pieces whose rows have 32 bytes
-    part: float = 0.719  # of leaving a part's sums and counting
-    add: float = 0.00605  # of a KB of sums that the last part reads
-    turned: float = 6.232  # how many times as long that takes where C's transpose is computed
-    traffic: float = 0.5977  # of a MB of sums that all parts write and read
-    meet: float = 0.01527  # of a block of a cluster that adds up its parts' sums
-    gather: float = 0.04007  # of a KB of sums that each of its blocks stores, and reads as many
-    launch: float = 2.635
-    launch_parts: float = 0.4006  # more of one of clusters that add up a tile's parts
+    tile: float = 0.02165  # of a tile's start and end
+    store: float = 0.03261  # of a KB of C
+    narrow: float = 0.82  # how many times more it counts in pieces whose rows have 32 bytes
+    part: float = 0.7136  # of leaving a part's sums and counting
+    add: float = 0.009468  # of a KB of sums that the last part reads
+    turned: float = 4.318  # how many times as long that takes where C's transpose is computed
+    traffic: float = 0.5762  # of a MB of sums that all parts write and read
+    meet: float = 0.01885  # of a block of a cluster that adds up its parts' sums
+    gather: float = 0.04588  # of a KB of sums that each of its blocks stores, and reads as many
+    launch: float = 2.416
+    launch_parts: float = 0.3589  # more of one of clusters that add up a tile's parts
+    launch_cluster: float = 0.09932  # more of one of clusters that share tiles, for each doubling of their blocks
     waiting: float = 1.28  # of a launch that does not begin while the one before it ends
-    short_launch: float = 0.8948  # of the short kernel
-    short_tile: float = 0.2213  # of a block of the short kernel, as many as share an SM at once
-    short_part: float = 0.6557  # of a part there
-    short_add: float = 0.01403  # of a KB of sums that the last part reads there
+    short_launch: float = 0.6274  # of the short kernel
+    short_tile: float = 0.479  # of a block of the short kernel, as many as share an SM at once
+    short_part: float = 0.655  # of a part there
+    short_add: float = 0.0193  # of a KB of sums that the last part reads there
 
 
 COST = Cost()
@@ -66,10 +71,10 @@ class _Numbers:
     """The functions of numpy that the model needs, for plain numbers, where numpy's would take twenty times as long."""
 
     where = staticmethod(lambda condition, x, y: x if condition else y)
-    minimum, maximum, sqrt, log2 = min, max, math.sqrt, math.log2
+    minimum, maximum, log2 = min, max, math.log2
 
 
-def read_together(m: Any, n: Any, t: Traits, tiles: Any, many: float, xp: Any = _Numbers) -> tuple[Any, Any]:
+def read_together(m: Any, n: Any, t: Traits, tiles: Any, cost: Cost, xp: Any = _Numbers) -> tuple[Any, Any]:
     """Return how many times more a byte of A and of B counts, in units of `Cost.hot`, because many SMs read it at once.
 
     Blocks run through K side by side, so where all tiles have the same columns of B, all SMs ask for the same few lines of
@@ -80,7 +85,7 @@ def read_together(m: Any, n: Any, t: Traits, tiles: Any, many: float, xp: Any = 
         n: columns of C.
         t: traits of the configuration.
         tiles: how many are computed at once; a cluster's count as one.
-        many: `Cost.many`.
+        cost: the constants `many` and `lines`.
         xp: where minimum and the like are from: numpy for arrays.
     """
     rows, columns = t.block_m * t.down, t.block_n * t.abreast
@@ -90,7 +95,7 @@ def read_together(m: Any, n: Any, t: Traits, tiles: Any, many: float, xp: Any = 
     along = xp.minimum(tiles_n, xp.maximum(1.0, tiles / down))
 
     def more(lines: Any, readers: Any) -> Any:
-        return xp.sqrt(96 / lines) * xp.minimum(1.0, (readers - 1) / many)
+        return (96 / lines) ** cost.lines * xp.minimum(1.0, (readers - 1) / cost.many)
 
     return more(xp.minimum(down * rows, m), along), more(xp.minimum(along * columns, n), down)
 
@@ -120,6 +125,7 @@ def _time(m: Any, n: Any, k: Any, t: Traits, sms: int, late: tuple[Any, Any], co
     rounds, extra = _ceil(whole, once) * 1.0, where(cut, _ceil(rest * t.split, once), 0)
     part_steps = _ceil(steps, parts_of_tile)
     time = cost.launch + where(t.in_cluster, cost.launch_parts, 0.0)
+    time = time + where(t.multicast, cost.launch_cluster * xp.log2(t.cluster), 0.0)
     time = time + where(t.in_cluster, rounds * (cost.meet * t.split + cost.gather * 2 * size), 0.0)
     all_steps = rounds * where(t.in_cluster, part_steps, steps) + extra * part_steps
     turned = where(t.transposed, cost.turned, 1.0)
@@ -146,19 +152,21 @@ def _time(m: Any, n: Any, k: Any, t: Traits, sms: int, late: tuple[Any, Any], co
         return where(kind == 1, cost.late, where(kind == 2, cost.late_across, 1.0))
 
     kb_a = inside_a * t.block_k / 512 * counted(where(t.pairs, 0, late_a))
-    kb_b = inside_b * t.block_k / 512 * counted(late_b)
+    kb_b = inside_b * t.block_k / 512 * counted(late_b) * where(late_b == 2, cost.late_n, 1.0)
     at_a_time = minimum(whole + rest * t.split, once * together) / where(whole > 0, 1, parts_of_tile)
     at_a_time = where(t.even, where(whole > 0, once, rest), at_a_time)
-    hot_a, hot_b = read_together(m, n, t, at_a_time, cost.many, xp)
-    # Blocks that begin at 16 places read 16 times as many lines at once.
-    hot = cost.hot * where(t.spread, 0.25, 1.0)
-    sent = kb_a * (1 + hot * hot_a) * cost.shared ** xp.log2(t.abreast)
-    sent = sent + kb_b * (1 + hot * hot_b) * cost.shared ** xp.log2(t.down)
+    hot_a, hot_b = read_together(m, n, t, at_a_time, cost, xp)
+
+    def shared(blocks: Any) -> Any:
+        return cost.shared ** xp.log2(blocks) * where(blocks > 2, cost.shared_more, 1.0)
+
+    sent = kb_a * (1 + cost.hot * hot_a) * shared(t.abreast) + kb_b * (1 + cost.hot * hot_b) * shared(t.down)
     active = minimum(whole + parts, once) / once
     bytes_time = maximum(cost.port * (kb_a + kb_b), cost.bytes * active**cost.few * sent)
     width = where(t.one_product, minimum(t.block_n, _ceil(n, 16) * 16), t.block_n)
     product = cost.product * t.block_m * width * t.block_k / 2**21
     wait_shared = cost.wait_shared * cost.wait_more ** maximum(xp.log2(t.cluster) - 1, 0.0)
+    wait_shared = wait_shared * where((t.down > 1) & (t.abreast > 1), cost.wait_both, 1.0)
     wait = where(t.multicast, wait_shared, where(t.in_cluster, cost.wait * cost.wait_parts, cost.wait))
     wait = wait / (SLOTS * (t.stages / SLOTS) ** cost.slots)
     step = ((together * product) ** 6 + (together * bytes_time) ** 6 + wait**6) ** (1 / 6)
