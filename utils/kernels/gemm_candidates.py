@@ -212,4 +212,4 @@ def candidates(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0),
         late: how rows of A and B lie, see `gemm_model.estimate`. Where A is late along K, rows by parity are candidates too.
         by_tma: whether TMA can store C: if so, the transpose of C and clusters for a tile's parts are candidates too.
     """
-    return [table().config(entry) for entry in table().possible(m, n, k, sms, late, by_tma)]
+    return [table().config(int(entry)) for entry in table().possible(m, n, k, sms, late, by_tma)]

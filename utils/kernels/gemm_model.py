@@ -209,4 +209,4 @@ def choose(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0), by_
     """Return the configuration with the shortest estimated time; the arguments are those of `candidates` and `estimate`."""
     entries = table().possible(m, n, k, sms, late, by_tma)
     times = estimates(m, n, k, table().traits.take(entries), sms, late)
-    return table().config(entries[int(np.argmin(times))])
+    return table().config(int(entries[np.argmin(times)]))

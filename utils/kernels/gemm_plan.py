@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TypeVar
 
-from utils.kernels.gemm_config import EVEN, SHAPES, SHARED_BYTES, Config
+from utils.kernels.gemm_config import EVEN, SHARED_BYTES, Config
 
 
 def _ceil(x: int, y: int) -> int:
@@ -64,7 +64,6 @@ SHORT_CONFIGS = (
 )
 SPLITS = (1, 2, 3, 4, 6, 8, 16)
 LEAST_SHARE = 4  # steps of an SM
-LARGER = tuple(shape for shape, (down, abreast) in SHAPES.items() if down * abreast > 2)
 AT_ONCE = {3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}  # clusters of so many blocks on an H200 with 132 SMs
 MOST_IN_CLUSTER = 8  # blocks of a cluster that every GPU with clusters can run
 
