@@ -165,17 +165,8 @@ def families_of(shape: dict) -> list:
 
 @functools.cache
 def _configs_by_name() -> dict:
-    from utils.kernels.gemm_plan import (
-        CONFIGS,
-        DEEP,
-        EVEN,
-        MOST_IN_CLUSTER,
-        SHAPES,
-        SHORT_CONFIGS,
-        SPLITS,
-        WIDTHS,
-        as_cluster,
-    )
+    from utils.kernels.gemm_config import EVEN, SHAPES
+    from utils.kernels.gemm_plan import CONFIGS, DEEP, MOST_IN_CLUSTER, SHORT_CONFIGS, SPLITS, WIDTHS, as_cluster
 
     found = [
         replace(

@@ -11,7 +11,7 @@ from utils.kernels.gemm_plan import CONFIGS, WIDTHS, by_parity, in_parts, with_n
 
 @dataclass(frozen=True)
 class Fp8Config(Config):
-    """Tile and pipeline of the FP8 kernel; `gemm_plan.Config` says what the other fields are."""
+    """Tile and pipeline of the FP8 kernel; `gemm_config.Config` says what the other fields are."""
 
     block_k: int = 128  # terms of a step: 128 bytes, as in the 16-bit kernel
     promote: bool = False  # add the sums of each step to fp32 registers; else the tensor cores add all of K
