@@ -2,7 +2,8 @@
 
 `python -m tools.record.gemm_choice fit --read FILES` calls `print_fit`. It judges by shapes that the constants have not seen:
 the shapes are divided into four groups, and each is judged by constants that were fitted to the other three. Those that it
-prints last are fitted to all.
+prints last are fitted to all. Every fit begins with the present constants. So the judgement is of unseen shapes only for rows
+that were measured after these were fitted.
 """
 
 from __future__ import annotations
