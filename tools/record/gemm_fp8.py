@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from tools.record.common import Record, arguments_parser, in_many_processes, read_record
-from tools.record.gemm_choice import fit
+from tools.record.gemm_choice_fit import fit
 from tools.record.gemm_shapes import summary
 from utils.benchmark.measuring import measure_together
 from utils.benchmark.profiling import launched

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from utils.kernels import gemm_model
-from utils.kernels.gemm_plan import CONFIGS, WIDTHS, Config, by_parity, in_parts, with_neighbours
+from utils.kernels.gemm_config import Config
+from utils.kernels.gemm_plan import CONFIGS, WIDTHS, by_parity, in_parts, with_neighbours
 
 
 @dataclass(frozen=True)
 class Fp8Config(Config):
-    """Tile and pipeline of the FP8 kernel; `gemm_plan.Config` says what the other fields are."""
+    """Tile and pipeline of the FP8 kernel; `gemm_config.Config` says what the other fields are."""
 
     block_k: int = 128  # terms of a step: 128 bytes, as in the 16-bit kernel
     promote: bool = False  # add the sums of each step to fp32 registers; else the tensor cores add all of K
@@ -91,11 +92,18 @@ COST = gemm_model.Cost(
     bytes=0.0135,
     port=0.0071,
     late=1.5,
+    late_across=1.581,
+    late_n=1.0,
     hot=0.0,
     shared=0.296,
+    shared_more=1.0,
     far=0.0,
     wait=0.696,
     wait_shared=2.09,
+    wait_both=1.0,
+    slots=1.0,
+    few=1.0,
+    edge=1.0,
     tile=0.318,
     store=0.0246,
     narrow=0.0,
@@ -103,6 +111,7 @@ COST = gemm_model.Cost(
     add=0.0197,
     traffic=0.36,
     launch=4.02,
+    launch_cluster=0.0,
 )
 
 # A step of two products of which the second waits for the first takes longer than its share of multiplications: 128 x 256

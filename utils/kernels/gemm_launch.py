@@ -11,9 +11,10 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from utils.kernels.gemm_config import Config
 from utils.kernels.gemm_gluon import gemm_kernel
 from utils.kernels.gemm_model import choose
-from utils.kernels.gemm_plan import CONFIGS, Config, clusters_at_once, items_of, partial_tiles, parts_of
+from utils.kernels.gemm_plan import CONFIGS, clusters_at_once, items_of, partial_tiles, parts_of
 from utils.kernels.gemm_ptx import adapted, start
 from utils.kernels.gemm_short import short_kernel
 from utils.kernels.handle import Handle

@@ -42,7 +42,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from utils.kernels.assembling import reassembled
-from utils.kernels.gemm_plan import Config
+from utils.kernels.gemm_config import Config
 from utils.kernels.handle import Handle
 
 SHARED = "for all blocks that share"

@@ -14,8 +14,10 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
+from utils.kernels.gemm_candidates import candidates
+from utils.kernels.gemm_config import SHAPES, Config
 from utils.kernels.gemm_model import estimate
-from utils.kernels.gemm_plan import SHAPES, Config, candidates, parts_of
+from utils.kernels.gemm_plan import parts_of
 from utils.kernels.gemm_ptx import (
     OWN,
     SHARED,

@@ -8,8 +8,9 @@ import pytest
 
 from tests.utils.kernel_code import Number, kernel_code
 from utils.kernels import gemm_fp8_plan, gemm_plan
+from utils.kernels.gemm_candidates import candidates
 from utils.kernels.gemm_model import choose
-from utils.kernels.gemm_plan import candidates, parts_of
+from utils.kernels.gemm_plan import parts_of
 
 RANK = [0]  # of the block in its cluster
 CODE = kernel_code(
@@ -165,7 +166,7 @@ def test_a_tile_s_parts_in_a_cluster_are_all_of_its_steps():
     while count < 60:
         sms = rng.choice((132, 114, 20))
         m, n, k = size(rng), size(rng), size(rng)
-        found = gemm_plan.in_clusters([*gemm_plan.CONFIGS, *gemm_plan.WIDTHS], m, n, k, sms)
+        found = [x for x in candidates(m, n, k, sms) if x.in_cluster and not x.transposed]
         if not found:
             continue
         count += 1

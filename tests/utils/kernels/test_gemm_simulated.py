@@ -12,7 +12,9 @@ if importlib.util.find_spec("triton") is None:
 
 from utils import gluon_cpu
 from utils.kernels import gemm_launch
-from utils.kernels.gemm_plan import SHORT_CONFIGS, Config, candidates, parts_of
+from utils.kernels.gemm_candidates import candidates
+from utils.kernels.gemm_config import Config
+from utils.kernels.gemm_plan import SHORT_CONFIGS, parts_of
 
 SMS = 3
 

@@ -18,8 +18,10 @@ from tests.utils.kernels.test_gemm_gluon import ROUNDING, assert_product, hopper
 from tests.utils.kernels.test_gemm_gluon import matrix as cuda_matrix
 from tests.utils.kernels.test_gemm_simulated import assert_close, matrix, simulated  # noqa: F401
 from utils.kernels import gemm_launch
+from utils.kernels.gemm_candidates import Traits, candidates
+from utils.kernels.gemm_config import EVEN, Config
 from utils.kernels.gemm_model import COST, estimate, read_together
-from utils.kernels.gemm_plan import CONFIGS, EVEN, WIDTHS, Config, candidates
+from utils.kernels.gemm_plan import CONFIGS, WIDTHS
 from utils.kernels.gemm_ptx import join_products, narrow_products
 
 SHARED_MEMORY = 232448  # bytes a block may have on compute capability 9.0
@@ -65,11 +67,12 @@ def test_no_more_columns_are_multiplied_than_c_has():
 
 
 def test_lines_that_all_blocks_read_at_once_count_more_the_fewer_they_are():
-    a, b = read_together(12800, 128, CONFIGS[1], 132, 1, many=45)
+    tile = Traits.of(CONFIGS[1])
+    a, b = read_together(12800, 128, tile, 100, COST)
     assert a == 0 and b > 0.5  # a hundred blocks read the same 128 columns of B, and each its own rows of A
-    a_of_many, b_of_many = read_together(12800, 12800, CONFIGS[1], 132, 1, many=45)
+    a_of_many, b_of_many = read_together(12800, 12800, tile, 132, COST)
     assert 0 < a_of_many < 0.5 * b and 0 < b_of_many < 0.5 * b
-    assert read_together(128, 12800, CONFIGS[1], 132, 1, many=45)[0] == b
+    assert read_together(128, 12800, tile, 100, COST)[0] == b
     cold = estimate(12800, 128, 4096, CONFIGS[1], 132, cost=replace(COST, hot=0.0))
     assert estimate(12800, 128, 4096, CONFIGS[1], 132) > cold
 
