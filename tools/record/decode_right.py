@@ -97,28 +97,39 @@ def verdict(call: Callable, expected: torch.Tensor) -> dict:
 
 
 def random_cluster_case(seed: int) -> dict:
-    """Compare clusters of random sizes on random shapes with float64, twice."""
+    """Compare clusters of random sizes on random shapes, with lengths, pages and two teams, with float64, twice."""
+    from tests.utils.attention.decode_cases import random_cache
+
     rng = random.Random(seed)
     while True:
         dtype, causal = rng.choice((torch.bfloat16, torch.float16)), rng.random() < 0.7
         batch, kv_heads, group = rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 8)), rng.choice((1, 2, 3, 4, 8))
         sq, head_dim = rng.choice((1, 2, 7, 8, 16, 33)), rng.choice((64, 128, 128, 256, 80))
         choices = {"cluster": rng.choice((2, 4, 8, 16)), "consumers": rng.choice((0, 1)), "hint": rng.random() < 0.5}
-        choices["block_n"] = block = rng.choice((32, 64, 128))
-        blocks = choices["cluster"] * rng.choice((1, 1, 2, 3, 5, 9)) + rng.choice(
-            (0, rng.randrange(choices["cluster"]))
-        )
+        choices["in_turn"], choices["teams"] = rng.random() < 0.7, rng.choice((1, 1, 2))
+        if choices["teams"] == 2:
+            choices["consumers"], head_dim = 1, rng.choice((80, 128))
+        choices["block_n"] = block = 64 if choices["teams"] == 2 else rng.choice((32, 64, 128))
+        each = choices["cluster"] * choices["teams"]
+        blocks = each * rng.choice((1, 1, 2, 3, 5, 9)) + rng.choice((0, rng.randrange(each)))
         keys = max(blocks * block - rng.randrange(block), sq)
+        page = rng.choice((None, None, 16, 64, 256))
+        lengths = page is not None or rng.random() < 0.3
         with contextlib.suppress(ValueError):  # tiles that do not fit
-            arrange(batch, kv_heads, group, sq, keys, head_dim, MULTIPROCESSORS, **choices)
+            arrange(batch, kv_heads, group, sq, keys, head_dim, MULTIPROCESSORS, page=page, lengths=lengths, **choices)
             break
     torch.manual_seed(seed)
-    shapes = (batch, kv_heads * group, sq, head_dim), *2 * [(batch, kv_heads, keys, head_dim)]
-    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
-    call = bound(choices, q, k, v, causal=causal)
-    shape = (batch, kv_heads * group, kv_heads, sq, keys, head_dim)
+    q = torch.randn(batch, kv_heads * group, sq, head_dim, device="cuda", dtype=dtype)
+    if lengths:
+        cache = random_cache(batch, kv_heads, keys, head_dim, dtype, seed, page)
+        k, v, used, table = (x if x is None else x.cuda() for x in cache)
+    else:
+        k, v = torch.randn(2, batch, kv_heads, keys, head_dim, device="cuda", dtype=dtype)
+        used = table = None
+    call = bound(choices, q, k, v, used, table, causal=causal)
+    shape = (batch, kv_heads * group, kv_heads, sq, keys, head_dim, page, lengths)
     row = {"seed": seed, "shape": shape, "case": {"causal": causal}, "choices": choices}
-    return row | verdict(call, decode_reference(q, k, v, causal=causal))
+    return row | verdict(call, decode_reference(q, k, v, seqlens=used, block_table=table, causal=causal))
 
 
 def main() -> None:
@@ -135,10 +146,10 @@ def main() -> None:
     record = Record(options.out, "decode: random cases against float64", "cuda", options.seconds)
     case = random_cluster_case if options.clusters else partial(random_case, paged=options.paged)
     seeds = range(options.first, options.first + options.cases)[part::parts]
-    if record.fill(seeds, case, str):
+    if record.fill(seeds, case, lambda row: "" if row["right"] else str(row)):
         record.finish()
     wrong = [row for row in record.contents["rows"] if not row["right"]]
-    print(f"{len(record.contents['rows'])} cases, {len(wrong)} wrong: {wrong}")
+    print(f"{len(record.contents['rows'])} cases, {len(wrong)} wrong: {wrong}"[:800])
 
 
 if __name__ == "__main__":

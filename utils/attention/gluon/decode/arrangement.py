@@ -209,10 +209,11 @@ def arrange(
     if chosen:
         cluster = best_cluster(batch * kv_heads, group, sq, keys, head_dim, multiprocessors)
     if cluster:
-        if not plain:
-            raise ValueError("a cluster takes no lengths, pages, window or fp8 cache: leave `cluster` out.")
-        own_tile = consumers, block_n, choices.get("slots"), merge
-        plan = cluster_plan(head_dim, group, sq, keys, batch * kv_heads, cluster, *own_tile)
+        if window or fp8:
+            raise ValueError("a cluster takes no window and no fp8 cache: leave `cluster` out.")
+        own_tile = consumers, block_n, choices.get("slots"), merge, page, choices.get("teams", 1)
+        in_turn = choices.get("in_turn", True)
+        plan = cluster_plan(head_dim, group, sq, keys, batch * kv_heads, cluster, *own_tile, in_turn)
         tiles = -(-sq // plan.queries)
         heads = batch * kv_heads * tiles
         return Arrangement(plan, plan, heads * plan.cluster, tiles, heads, False, 1, hint)

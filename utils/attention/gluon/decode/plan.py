@@ -25,6 +25,7 @@ FP8_ROWS_FROM = 17  # query rows of a head of keys from which `quantized.py` rea
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
 # one GPC, and seven of the eight have 16 or 18 SMs.
 FITTING_CLUSTERS = {2: 66, 4: 30, 8: 15, 16: 7}
+TEAMS_WIDTH = 128  # head dimension of a tile with two teams in a program of a cluster
 MERGES = {
     "cluster": "the programs of a head, a thread block cluster, in shared memory (`cluster.py`)",
     "second": "a second launch, which begins while the first runs and waits for its end",
@@ -63,6 +64,8 @@ class Plan:
     producers: int = 1  # warps that load, where query rows are the rows: one, or one for K and one for V
     ahead: bool = False  # whole heads, each begun before the one before it is stored (`rows_ahead.py`)
     cluster: int = 0  # programs of a head, which merge in shared memory (`cluster.py`); 0: the other kernels
+    teams: int = 1  # warpgroups of a program of a cluster, which take its blocks in turn
+    in_turn: bool = False  # the programs of a cluster take a head's blocks in turn, and not a run of them each
     sent: int = 0  # query rows of the tile that the programs of a cluster send each other: those that exist
     inbox_in_ring: bool = False  # what they send lies where the tiles were: that costs a wait for the cluster
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)
@@ -121,9 +124,8 @@ class Plan:
             return {"num_warps": 4, "maxnreg": 128}
         if self.per_sm > 2:
             return {"num_warps": 4, "maxnreg": 65536 // (128 * self.per_sm) // 8 * 8}
-        return {"num_warps": 4} | (
-            {"maxnreg": 240} if self.consumers == 1 and not self.raw_slots and not self.cluster else {}
-        )
+        alone = self.consumers == 1 and not self.raw_slots and (not self.cluster or self.teams == 2)
+        return {"num_warps": 4} | ({"maxnreg": 240} if alone else {})
 
     @property
     def shared_bytes(self) -> int:
@@ -365,14 +367,24 @@ def cluster_plan(
     block_n: int | None = None,
     slots: int | None = None,
     merge: str | None = None,
+    page: int | None = None,
+    teams: int = 1,
+    in_turn: bool = True,
 ) -> Plan:
-    """Choose the tile of `cluster.py`; heads: of keys, of all sequences; parts: programs of a head.
+    """Choose the tile of `cluster.py`; heads: of keys, of all sequences; parts: programs of a head; page: of its tokens.
 
-    The last four arguments overrule the choice. consumers: 0 makes keys the rows of the products, 1 query rows.
+    The arguments from `consumers` on, but for the page, overrule the choice. consumers: 0 makes keys the rows of the products, 1
+    query rows. teams: with query rows as rows, one warpgroup or two. slots: tiles of all teams.
     """
     block_d = block_width(head_dim)
     group = power_of_two(group)
-    consumers = int(group * sq >= ROWS_FROM) if consumers is None else consumers
+    consumers = int(teams == 2 or group * sq >= ROWS_FROM) if consumers is None else consumers
+    if teams == 2 and (consumers == 0 or block_d != TEAMS_WIDTH or block_n not in (None, 64)):
+        raise ValueError(
+            f"two teams have query rows as rows, head dimensions above 64 and up to {TEAMS_WIDTH}, and blocks of 64 keys; "
+            f"consumers={consumers}, head dimension {head_dim} and block_n={block_n} were given."
+        )
+    block_n = 64 if teams == 2 else block_n
     most = 64 if consumers else MOST_COLUMNS
     if group > most:
         raise ValueError(f"a program of a cluster has up to {most} query rows, and a group needs {group}.")
@@ -388,25 +400,29 @@ def cluster_plan(
         raise ValueError(f"a product has 64 rows at least; with keys as rows a block has as many keys, not {block_n}.")
     for block in (block_n,) if block_n else (largest, largest // 2):
         blocks = -(-keys // block)
-        if blocks < parts:
+        if blocks < parts * teams:
             raise ValueError(f"each program of a cluster takes a block at least, and {parts} share {blocks} blocks.")
-        plan = Plan(block_d, block, columns // queries, queries, 0, 1, block, consumers=consumers, cluster=parts)
-        plan = replace(plan, merge=merge or "cluster", sent=group * queries)
-        # Beside the tiles there are barriers, and the sums that reductions exchange.
-        room = SHARED_BYTES - 192 - plan.shared_bytes - (0 if consumers else 32 * columns)
-        share = -(-blocks // parts)  # of the programs with the most
-        wanted, tile = slots or min(16, 2 * share), 2 * block * block_d
+        box = min(block, page) if page else block
+        plan = Plan(block_d, block, columns // queries, queries, 0, 1, box, consumers=consumers, cluster=parts)
+        plan = replace(plan, merge=merge or "cluster", sent=group * queries, teams=teams, in_turn=in_turn)
+        # Beside the tiles there are barriers, and the sums that reductions exchange, or what one team tells the other.
+        room = SHARED_BYTES - 192 - plan.shared_bytes - (0 if consumers else 32 * columns) - 1024 * (teams - 1)
+        share = -(-blocks // (parts * teams))  # of the warpgroups with the most
+        wanted, tile = slots or teams * min(16, 2 * share), 2 * block * block_d
         # A large inbox does not cost tiles: it takes their place.
-        in_ring = replace(plan, inbox_in_ring=plan.inbox_bytes > 8192)
-        fit, most_fit = (min((room - p.inbox_space) // tile // 2 * 2, wanted) for p in (plan, in_ring))
+        in_ring = replace(plan, inbox_in_ring=plan.inbox_bytes > 8192 or teams == 2)
+        even = 2 * teams  # each team has as many tiles of K as of V
+        fit, most_fit = (min((room - p.inbox_space) // tile // even * even, wanted) for p in (plan, in_ring))
+        if teams == 2:
+            fit, plan = most_fit, replace(in_ring, registers=240)
         plan = replace(plan if fit == most_fit else in_ring, slots=most_fit)
         if slots and plan.slots != slots:
             raise ValueError(f"{slots} slots of {block} keys do not fit; there is room for {plan.slots}.")
-        if plan.slots >= min(6, 2 * share):  # two more blocks on their way beside the one in use
+        if plan.slots >= teams * min(6, 2 * share):  # two more blocks on their way beside the one in use
             break
     if plan.inbox_in_ring and plan.inbox_bytes > plan.shared_bytes:
         raise ValueError(f"an inbox of {plan.inbox_bytes} bytes does not fit into the place of the tiles.")
-    if plan.slots < min(4, 2 * share):
+    if plan.slots < teams * min(4, 2 * share):
         raise ValueError(f"two blocks of {block} keys do not fit beside the rest of a program's memory.")
     return plan
 
