@@ -88,9 +88,16 @@ def prepare_pages(point: tuple, fa3: bool, unequal: bool) -> tuple[dict, dict[st
         calls, row["left_out"] = right_calls({"one piece": {}}, expected, q, k, v)
     named = {"default": {}, "cluster": {"cluster": parts, "hint": False}}
     named["cluster, hint"] = {"cluster": parts, "hint": True}
+    if unequal:
+        named = {
+            "default": {},
+            "cluster": {"cluster": parts},
+            "cluster, never apart": {"cluster": parts, "else_shared": False},
+        }
     tensors: tuple = (q, k, v, used, None)
-    if page:
+    if page and not unequal:
         named["cluster of two teams"] = {"cluster": parts, "hint": False, "teams": 2}
+    if page:
         table = torch.randperm(cache[0] * cache[3] // page, device="cuda").int().view(cache[0], -1)
         pages = [in_pages(x, page, table) for x in (k, v)]
         tensors = (q, *pages, used, table)

@@ -444,6 +444,11 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
         {"cluster": 4, "consumers": 1, "block_n": 64, "lengths": True},
     ),
     "a cluster of four, pages of 256": ((2, 4, 1, 1, 700, 128, 256), {}, {"cluster": 4, "lengths": True}),
+    "clusters of two, lengths that are nearly the same": (
+        (3, 4, 2, 2, 300, 64, None),
+        {},
+        {"cluster": 2, "consumers": 0, "block_n": 64, "lengths": [300, 290, 280]},
+    ),
     "two teams": ((1, 4, 1, 16, 700, 128, None), {}, {"cluster": 2, "teams": 2}),
     "two teams, lengths, pages": ((3, 8, 2, 9, 900, 80, 64), {}, {"cluster": 4, "teams": 2, "lengths": True}),
     "128 rows, the output by TMA, queries and heads that are none": (

@@ -216,6 +216,9 @@ def arrange(
         plan = cluster_plan(head_dim, group, sq, keys, batch * kv_heads, cluster, *own_tile, in_turn)
         tiles = -(-sq // plan.queries)
         heads = batch * kv_heads * tiles
+        if choices.get("else_shared", lengths and batch > 1 and plan.consumers == 0):
+            numbers = group * min(sq, plan.queries) * plan.block_d  # of a head, which one program merges
+            plan = replace(plan, else_shared=True, **merge_shape(max(cluster, 4), numbers))
         return Arrangement(plan, plan, heads * plan.cluster, tiles, heads, False, 1, hint)
     whole = 0
     if chosen:

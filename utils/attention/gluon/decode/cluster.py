@@ -35,7 +35,7 @@ from utils.attention.gluon.decode.blocks import (
     page_numbers,
 )
 from utils.attention.gluon.decode.inbox import add_up, join, leave, open_inbox, send_part
-from utils.attention.gluon.decode.kernel import SIZES, start_block, start_scores, thread_sums
+from utils.attention.gluon.decode.kernel import SIZES, attend, start_block, start_scores, thread_sums
 from utils.attention.gluon.decode.merge import Results, in_eights
 from utils.attention.gluon.decode.work import Cache, Cursor, Split
 from utils.attention.gluon.shared import (
@@ -295,33 +295,13 @@ def store_and_merge(results, start, rank, o, m, total):
         gl.store(results.counter(start), 0)  # for the next launch
 
 
-@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr"])
-def attention_decode_cluster(
-    q_desc,
-    k_desc,
-    v_desc,
-    out_ptr,
-    parts_ptr,
-    counters_ptr,
-    lens_ptr,
-    table_ptr,
-    table_stride,
-    batch,
-    kv_heads,
-    group,
-    sq,
-    sk,
-    window,
-    tiles,
-    page,
-    pages,
-    head_dim,
-    c,
-    PLAN: gl.constexpr,
-    CASE: gl.constexpr,
-):
-    """One program: its share of one head's blocks, and a slice of the head's output. Arguments: `attention_decode`'s."""
-    PARTS: gl.constexpr = PLAN.cluster
+@gluon.jit
+def attend_together(results, rank, starts, counts, numbers, q_desc, k_desc, v_desc):
+    """The program's share of its head, and the merge with the other programs of the cluster.
+
+    starts, counts: the first block of each team, and how many it has. numbers: the pages of the blocks that come first.
+    """
+    PLAN: gl.constexpr = results.cache.PLAN
     TEAMS: gl.constexpr = PLAN.teams
     TILES: gl.constexpr = PLAN.slots
     SLOTS: gl.constexpr = TILES // TEAMS
@@ -329,34 +309,10 @@ def attention_decode_cluster(
     BLOCK_D: gl.constexpr = PLAN.block_d
     BYTES: gl.constexpr = BLOCK_N * BLOCK_D * 2
     STEP: gl.constexpr = stride(PLAN)
-    gl.static_assert(not CASE.window)
-    cache = Cache(lens_ptr, table_ptr, table_stride, batch, kv_heads * tiles, sq, sk, window, page, pages, PLAN, CASE)
-    results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
-    rank = gl.program_id(0) % PARTS
-    kv_head = gl.program_id(0) // PARTS
-    b = gl.program_id(1)
-    head = kv_head * tiles + gl.program_id(2)
-    length = cache.length(b)
-    blocks = cache.blocks(length)
-    starts = ()
-    counts = ()
-    numbers = ()
-    for t in gl.static_range(TEAMS):
-        part = rank * TEAMS + t
-        if PLAN.in_turn:
-            # Where the length is read from memory, it is on its way beside the first page numbers, which do not depend on it.
-            first = part
-            n = (blocks - part + (STEP - 1)) // STEP
-        else:
-            split = Split(blocks // (PARTS * TEAMS), blocks % (PARTS * TEAMS), gl.to_tensor(PARTS), gl.to_tensor(1))
-            first = split.begin(part)
-            n = split.begin(part + 1) - first
-        start = Cursor(b, head, first, length, length * 0, blocks)
-        # A program behind the last block computes one all the same: all its scores are masked, and its sums are zero.
-        starts = starts + (start,)  # noqa: RUF005
-        counts = counts + (gl.maximum(n, 1) if CASE.lengths else n,)  # noqa: RUF005
-        for i in gl.static_range(SLOTS // 2):
-            numbers = numbers + (page_numbers(cache, start.behind(i * STEP)),)  # noqa: RUF005
+    cache = results.cache
+    b = starts[0].b
+    head = starts[0].head
+    kv_head = head // results.tiles
     ring = gl.allocate_shared_memory(k_desc.dtype, [TILES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -416,3 +372,86 @@ def attention_decode_cluster(
             add_up(results, inbox, barrier, rank, start)
         else:
             store_and_merge(results, start, rank, o, m, total)
+
+
+@gluon.jit
+def attend_apart(results, q_desc, k_desc, v_desc):
+    """As many blocks as each other program has, of whichever heads, as in `kernel.py`; who is last with a head merges it."""
+    PLAN: gl.constexpr = results.cache.PLAN.apart
+    CASE: gl.constexpr = results.cache.CASE
+    given = results.cache
+    sizes = given.batch, given.heads, given.sq, given.sk, given.window, given.page, given.pages
+    cache = Cache(given.lens_ptr, given.table_ptr, given.table_stride, *sizes, PLAN, CASE)
+    out, parts, counters = results.out_ptr, results.parts_ptr, results.counters_ptr
+    results = Results(out, parts, counters, results.group, results.tiles, results.head_dim, results.c, cache)
+    across = gl.num_programs(0)
+    split = cache.split_for(across * gl.num_programs(1) * gl.num_programs(2))
+    program = (gl.program_id(2) * gl.num_programs(1) + gl.program_id(1)) * across + gl.program_id(0)
+    if program < split.programs:
+        attend(results, split, q_desc, k_desc, v_desc, program)
+
+
+@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr"])
+def attention_decode_cluster(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_ptr,
+    parts_ptr,
+    counters_ptr,
+    lens_ptr,
+    table_ptr,
+    table_stride,
+    batch,
+    kv_heads,
+    group,
+    sq,
+    sk,
+    window,
+    tiles,
+    page,
+    pages,
+    head_dim,
+    c,
+    PLAN: gl.constexpr,
+    CASE: gl.constexpr,
+):
+    """One program: its share of one head's blocks, and a slice of the head's output. Arguments: `attention_decode`'s."""
+    TEAMS: gl.constexpr = PLAN.teams
+    AHEAD: gl.constexpr = PLAN.slots // TEAMS // 2
+    STEP: gl.constexpr = stride(PLAN)
+    gl.static_assert(not CASE.window)
+    heads = kv_heads * tiles
+    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
+    results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
+    rank = gl.program_id(0) % PLAN.cluster
+    head = gl.program_id(0) // PLAN.cluster * tiles + gl.program_id(2)
+    length = cache.length(gl.program_id(1))
+    blocks = cache.blocks(length)
+    starts = ()
+    counts = ()
+    numbers = ()
+    for t in gl.static_range(TEAMS):
+        part = rank * TEAMS + t
+        if PLAN.in_turn:
+            # Where the length is read from memory, it is on its way beside the first page numbers, which do not depend on it.
+            first = part
+            n = (blocks - part + (STEP - 1)) // STEP
+        else:
+            each = PLAN.cluster * TEAMS
+            split = Split(blocks // each, blocks % each, gl.to_tensor(PLAN.cluster), gl.to_tensor(1))
+            first = split.begin(part)
+            n = split.begin(part + 1) - first
+        start = Cursor(gl.program_id(1), head, first, length, length * 0, blocks)
+        # A program behind the last block computes one all the same: all its scores are masked, and its sums are zero.
+        starts = starts + (start,)  # noqa: RUF005
+        counts = counts + (gl.maximum(n, 1) if CASE.lengths else n,)  # noqa: RUF005
+        for i in gl.static_range(AHEAD):
+            numbers = numbers + (page_numbers(cache, start.behind(i * STEP)),)  # noqa: RUF005
+    if PLAN.else_shared:
+        if cache.level():
+            attend_together(results, rank, starts, counts, numbers, q_desc, k_desc, v_desc)
+        else:
+            attend_apart(results, q_desc, k_desc, v_desc)
+    else:
+        attend_together(results, rank, starts, counts, numbers, q_desc, k_desc, v_desc)

@@ -105,6 +105,15 @@ class Cache:
         return gl.where(whole, heads, total), gl.where(whole, most, 1)
 
     @gluon.jit
+    def level(self):
+        """Whether the sequences have about as many blocks: the longest one's are at most 1/16 more than their mean."""
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        at = gl.arange(0, self.CASE.batch_block, layout)
+        lengths = gl.load(self.lens_ptr + at, mask=at < self.batch, other=0)
+        blocks = gl.where(at < self.batch, self.blocks(lengths), 0)
+        return 16 * self.batch * gl.max(blocks, 0) <= 17 * gl.sum(blocks, 0)
+
+    @gluon.jit
     def place(self, flat):
         """First block of a head, counted over all sequences, in the long row; and how many it has."""
         if self.CASE.lengths:
