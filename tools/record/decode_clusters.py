@@ -1,4 +1,4 @@
-"""Measure clusters that read lengths and pages, that take blocks in turn, and whose programs have two warpgroups of consumers.
+"""Measure entries 43 and 44 of decode's log: clusters with lengths, pages and two warpgroups; fp8 products in fp16.
 
     python -m tools.record.decode_clusters --workers 14 --seconds 85 --fa3 fa3/_C.so --fa4 --out decode_clusters.json
 
@@ -6,6 +6,7 @@
   goal is that pages cost 3% at most.
 - `lengths`: sequences whose lengths differ, so that programs of a short one have nothing to do while others read.
 - `tokens`: many query rows, by one warpgroup and by two, beside the default, one token, and the other libraries.
+- `fp8`: a cache in e4m3 and many query rows, with products in the queries' type and in fp16, beside the same cache in bf16.
 
 All calls of a row are timed in one process, interleaved, with a cold L2 cache; the processes prepare side by side and time one
 after another (`turns.py`). A variant that is not right on the drawn tensors, against float64, is named and not timed.
@@ -23,7 +24,7 @@ import torch
 
 from tools.record.common import Record, arguments_parser, machine_name, read_record
 from tools.record.decode import draw, in_pages, median, others, time_together
-from tools.record.decode_variants import arrangement, describe, fits, right_calls
+from tools.record.decode_variants import arrangement, describe, distinct, right_calls
 from tools.record.turns import Turns, run_parts
 from utils.attention import decode_reference
 
@@ -38,7 +39,18 @@ TOKENS = [
     for batch, heads, keys in ((1, 32, 8192), (1, 32, 2048), (1, 32, 32768), (8, 32, 8192), (1, 32, 131072))
     for new in (16, 8, 1)
 ] + [("tokens", (16, 64, 8, 8192, 128, 16))]
-CASES = [*TOKENS, *PAGED, *UNEQUAL]
+FP8 = [
+    ("fp8", (batch, heads, 8, keys, 128, new))
+    for batch, heads, keys, new in (
+        (64, 32, 4096, 16),
+        (16, 64, 8192, 16),
+        (8, 32, 8192, 16),
+        (128, 64, 1024, 16),
+        (1, 32, 131072, 16),
+        (1, 32, 8192, 16),
+    )
+]
+CASES = [*TOKENS, *PAGED, *UNEQUAL, *FP8]
 
 
 def variants_of_tokens(point: tuple) -> dict[str, dict]:
@@ -47,7 +59,7 @@ def variants_of_tokens(point: tuple) -> dict[str, dict]:
     found: dict[str, dict] = {"default": {}}
     parts = {8: 8, 64: 2}.get(batch * kv_heads)
     if parts is None:
-        return found | {"four slots": {"slots": 4}, "four slots, rings filled early": {"slots": 4, "prefill": True}}
+        return found | {"four slots": {"slots": 4}}
     hint = 16 << 20 <= 4 * batch * kv_heads * keys * 128 <= 192 << 20
     for in_turn in (True, False):
         way = {"cluster": parts, "hint": hint, "in_turn": in_turn}
@@ -57,13 +69,13 @@ def variants_of_tokens(point: tuple) -> dict[str, dict]:
             found[f"two teams, {order}"] = way | {"teams": 2}
     if heads // kv_heads * new >= 32 and not hint and batch * keys < 1 << 17:
         found["two teams, hint"] = {"cluster": parts, "hint": True, "teams": 2}
-    return found
+    return distinct(point, found)
 
 
 def prepare_tokens(point: tuple, fa3: bool, fa4: bool) -> tuple[dict, dict[str, Callable], int]:
     """Return a row so far, the calls to time, and the bytes of the cache."""
     q, k, v = draw(*point)
-    named = {name: c for name, c in variants_of_tokens(point).items() if fits(arrangement(point, c))}
+    named = variants_of_tokens(point)
     errors: dict[str, float] = {}
     calls, left_out = right_calls(named, decode_reference(q[:1], k[:1], v[:1]), q, k, v, errors=errors)
     found = others(q, k, v, fa3, fa4 and point[0] == 16, left_out)
@@ -111,6 +123,19 @@ def prepare_pages(point: tuple, fa3: bool, unequal: bool) -> tuple[dict, dict[st
     return row, calls, 4 * k.numel()
 
 
+def prepare_fp8(point: tuple) -> tuple[dict, dict[str, Callable], int]:
+    """Prepare a cache in e4m3, read by `quantized.py` in both ways, beside the same one in bf16."""
+    q, k, v = draw(*point)
+    row: dict = {"point": list(point), "errors": {}}
+    calls, row["left_out"] = right_calls({"bf16": {}}, decode_reference(q[:1], k[:1], v[:1]), q, k, v)
+    small, scales = [x.to(torch.float8_e4m3fn) for x in (k, v)], torch.rand(2, point[2], device="cuda") + 0.5
+    expected = decode_reference(q[:1], small[0][:1], small[1][:1], kv_scales=scales)
+    named: dict[str, dict] = {"fp8": {"fp8": True}, "fp8, fp16": {"fp8": True, "fp16": True}}
+    found, missing = right_calls(named, expected, q, *small, scales=scales, errors=row["errors"])
+    row["left_out"] |= missing
+    return row, calls | found, 2 * k.numel()
+
+
 def show(row: dict) -> str:
     """Return a row as a line: the times, the fastest first, and what was not timed."""
     times = sorted(row.get("us", {}).items(), key=lambda pair: pair[1])
@@ -132,10 +157,15 @@ def worker(options, part: int) -> None:
         torch.ops.load_library(str(options.fa3.expanduser()))
     turns = Turns(options.out.with_suffix(".turns"), options.workers, options.prepare)
     fa3, prepared = options.fa3 is not None, []
+    prepare: dict[str, Callable] = {
+        "tokens": partial(prepare_tokens, fa3=fa3, fa4=options.fa4),
+        "pages": partial(prepare_pages, fa3=fa3, unequal=False),
+        "lengths": partial(prepare_pages, fa3=fa3, unequal=True),
+        "fp8": prepare_fp8,
+    }
     for table, point in CASES[part :: options.workers]:
         if turns.time_left():
-            prepare = prepare_tokens if table == "tokens" else partial(prepare_pages, unequal=table == "lengths")
-            prepared.append((table, prepare(point, fa3, fa4=options.fa4) if table == "tokens" else prepare(point, fa3)))
+            prepared.append((table, prepare[table](point)))
     torch.cuda.synchronize()
     turns.wait_for_all(str(part))
 

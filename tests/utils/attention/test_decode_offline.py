@@ -60,6 +60,7 @@ CASES = {  # arguments of make_plan or cluster_plan, of Case
     ),
     "fp8": (dict(head_dim=128, group=4, sq=4, fp8=True), dict(causal=True)),
     "fp8, 64 rows": (dict(head_dim=128, group=4, sq=16, fp8=True), dict(causal=True)),
+    "fp8, 64 rows, products in fp16": (dict(head_dim=128, group=4, sq=16, fp8=True, fp16=True), dict(causal=True)),
     "fp8, 64 rows, head dimension 256, pages": (
         dict(head_dim=256, group=4, sq=16, page=16, fp8=True),
         dict(causal=True, lengths=True, batch_block=4, paged=True, clean=True),

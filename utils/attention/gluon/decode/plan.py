@@ -58,6 +58,7 @@ class Plan:
     early: bool = True  # the second launch begins while the first runs, and waits for its end
     consumers: int = 0  # warpgroups of 64 query rows each; 0: keys are the rows of the products
     registers: int = 0  # of a consumer's thread, with two consumers
+    fp16: bool = False  # products of an fp8 cache in fp16 also where queries are in bf16 (`quantized.py`)
     raw_slots: int = 0  # slots of K and of V for an fp8 cache's bytes, each; 0: the cache has the queries' type
     per_sm: int = 1  # programs that an SM runs at the same time
     level: bool = False  # with lengths: programs take whole heads where the kernel finds them balanced
@@ -141,7 +142,9 @@ class Plan:
         tile = self.block_n * self.block_d
         p = 0 if self.consumers else self.columns * self.block_n
         raw = 2 * self.raw_slots * tile
-        query_tiles = self.q_slots + self.ahead  # the output has a tile like one of Q's
+        query_tiles = (
+            self.q_slots + self.ahead + self.fp16
+        )  # the output has a tile like one of Q's, and queries in fp16
         return 2 * (self.slots * tile + self.columns * query_tiles * self.block_d + p) + raw
 
 
@@ -191,6 +194,7 @@ def make_plan(
     k_first: bool = False,
     prefill: bool = False,
     lean: bool = False,
+    fp16: bool = False,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
 
@@ -204,7 +208,7 @@ def make_plan(
             consumers = 0 if power_of_two(group) * sq < FP8_ROWS_FROM else 1
         if consumers == 0 and power_of_two(group) <= MOST_FP8_COLUMNS[block_width(head_dim)]:
             return _fp8_keys_plan(head_dim, group, sq, page, block_n, merge, early, per_sm or 2)
-        return _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves)
+        return _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves, fp16)
     consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
     if consumers:
         plan = _rows_plan(
@@ -322,7 +326,7 @@ def _fp8_keys_plan(head_dim, group, sq, page, block_n, merge, early, per_sm) -> 
     return replace(plan, raw_slots=min(room // (2 * block_n * block_d), 8))
 
 
-def _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves) -> Plan:
+def _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves, fp16) -> Plan:
     """Return `make_plan`'s plan for a cache in e4m3: two slots each for the converted K and V, the rest for bytes."""
     if power_of_two(group) > 64:
         raise ValueError(
@@ -336,6 +340,7 @@ def _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halve
         )
     block_n = block_n or {64: 128, 128: 64, 256: 32}[block_width(head_dim)]
     plan = _rows_plan(head_dim, group, sq, page, block_n, 4, merge, early, consumers, halves, 1)
+    plan = replace(plan, fp16=fp16)
     room = SHARED_BYTES - 1024 - plan.shared_bytes
     registers = 160 if consumers == 2 else 0
     raw_slots = min(room // (2 * block_n * plan.block_d), 8)
