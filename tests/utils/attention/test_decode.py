@@ -203,10 +203,9 @@ def test_how_many_programs_share_a_cache():
     assert programs(128, 8, 8, 8, 1024, 128) == 1024
     assert programs(99, 4, 8, 8, 1024, 128) == 396  # three for each SM, which two places an SM would not share evenly
     # With lengths, for a large cache, as many as share equal heads evenly.
-    assert programs(8, 8, 4, 1, 8192, 128, lengths=True) == programs(64, 8, 4, 1, 4096, 128, lengths=True) == 128
-    assert (
-        programs(1, 8, 4, 1, 32768, 128, lengths=True) == programs(8, 8, 4, 1, 8192, 128, lengths=True, page=64) == 132
-    )
+    apart: dict = {"lengths": True, "cluster": 0}
+    assert programs(8, 8, 4, 1, 8192, 128, **apart) == programs(64, 8, 4, 1, 4096, 128, lengths=True) == 128
+    assert programs(1, 8, 4, 1, 32768, 128, **apart) == programs(8, 8, 4, 1, 8192, 128, page=64, **apart) == 132
     assert (shared_programs(64, 132), shared_programs(6, 132), shared_programs(70, 132)) == (128, 132, 0)
     assert shared_programs(1000, 132) == 0 and shared_programs(1001, 144) == 143
 
@@ -286,7 +285,7 @@ def test_two_programs_share_an_sm_where_each_takes_whole_long_heads():
 
 def test_warps_that_load_pages():
     def chosen(batch, keys, page):
-        plan = arrange(batch, 8, 4, 1, keys, 128, 132, page=page, lengths=True).plan
+        plan = arrange(batch, 8, 4, 1, keys, 128, 132, page=page, lengths=True, cluster=0).plan
         return plan.consumers, plan.producers, plan.level
 
     assert chosen(1, 32768, 16) == (1, 2, True)
@@ -347,9 +346,18 @@ def test_clusters_and_the_hint_are_chosen_where_they_were_timed():
     ):
         found = arrange(batch, kv_heads, 4, sq, keys, 128, 132)
         assert (found.plan.cluster, found.hint) == (parts, hint), (batch, kv_heads, sq, keys)
-    for options in ({"lengths": True}, {"window": 9000}, {"lengths": True, "page": 64}, {"fp8": True}):
+    for options, parts in (
+        ({"lengths": True}, 8),
+        ({"lengths": True, "page": 16}, 8),
+        ({"window": 9000}, 0),
+        ({"fp8": True}, 0),
+    ):
         found = arrange(1, 8, 4, 1, 8192, 128, 132, **options)
-        assert (found.plan.cluster, found.hint) == (0, options == {"lengths": True}), options
+        assert (found.plan.cluster, found.hint) == (parts, parts > 0), options
+    # Sequences whose lengths differ are merged through counters, by one program a head: few rows, and no graph that shares them.
+    for sq, stateless, parts in ((2, False, 2), (3, False, 0), (1, True, 0)):
+        found = arrange(8, 8, 4, sq, 8192, 128, 132, lengths=True, page=64, stateless=stateless)
+        assert (found.plan.cluster, found.plan.else_shared, found.hint) == (parts, parts > 0, False)
     assert arrange(1, 8, 4, 1, 8192, 128, 114).plan.cluster == 0  # another GPU
 
 

@@ -202,17 +202,21 @@ def arrange(
     seen = min(keys, sq + window - 1) if window else keys
     bytes_ = 2 * seen * batch * kv_heads * head_dim * (1 if fp8 else 2)
     plain = not (lengths or page or window or fp8)
-    if hint is None:
-        hint = not (page or window or fp8) and HINT_BYTES[0] <= bytes_ <= HINT_BYTES[1]
     own = programs or aligned is not None or merge or consumers is not None or block_n or choices
-    chosen = cluster is None and plain and not own
+    chosen = cluster is None and not (window or fp8 or own)
     if chosen:
         cluster = best_cluster(batch * kv_heads, group, sq, keys, head_dim, multiprocessors)
+        few = power_of_two(group) * sq <= 8 and not stateless  # who shares all blocks where lengths differ
+        if lengths and (block_width(head_dim) != TIMED_WIDTH or (batch > 1 and not few)):
+            cluster = 0
+    chosen = chosen and plain
+    if hint is None:
+        hint = not (window or fp8 or (page and not cluster)) and HINT_BYTES[0] <= bytes_ <= HINT_BYTES[1]
     if cluster:
         if window or fp8:
             raise ValueError("a cluster takes no window and no fp8 cache: leave `cluster` out.")
         own_tile = consumers, block_n, choices.get("slots"), merge, page, choices.get("teams", 1)
-        in_turn = choices.get("in_turn", True)
+        in_turn = choices.get("in_turn", bool(lengths))
         plan = cluster_plan(head_dim, group, sq, keys, batch * kv_heads, cluster, *own_tile, in_turn)
         tiles = -(-sq // plan.queries)
         heads = batch * kv_heads * tiles

@@ -296,6 +296,38 @@ def store_and_merge(results, start, rank, o, m, total):
 
 
 @gluon.jit
+def first_blocks(cache, b, head, rank):
+    """The first block of each team of a program, how many it has, and the pages of those that its ring has room for."""
+    PLAN: gl.constexpr = cache.PLAN
+    TEAMS: gl.constexpr = PLAN.teams
+    AHEAD: gl.constexpr = PLAN.slots // TEAMS // 2
+    STEP: gl.constexpr = stride(PLAN)
+    length = cache.length(b)
+    blocks = cache.blocks(length)
+    starts = ()
+    counts = ()
+    numbers = ()
+    for t in gl.static_range(TEAMS):
+        part = rank * TEAMS + t
+        if PLAN.in_turn:
+            # Where the length is read from memory, it is on its way beside the first page numbers, which do not depend on it.
+            first = part
+            n = (blocks - part + (STEP - 1)) // STEP
+        else:
+            each = PLAN.cluster * TEAMS
+            split = Split(blocks // each, blocks % each, gl.to_tensor(PLAN.cluster), gl.to_tensor(1))
+            first = split.begin(part)
+            n = split.begin(part + 1) - first
+        start = Cursor(b, head, first, length, length * 0, blocks)
+        # A program behind the last block computes one all the same: all its scores are masked, and its sums are zero.
+        starts = starts + (start,)  # noqa: RUF005
+        counts = counts + (gl.maximum(n, 1) if cache.CASE.lengths else n,)  # noqa: RUF005
+        for i in gl.static_range(AHEAD):
+            numbers = numbers + (page_numbers(cache, start.behind(i * STEP)),)  # noqa: RUF005
+    return starts, counts, numbers
+
+
+@gluon.jit
 def attend_together(results, rank, starts, counts, numbers, q_desc, k_desc, v_desc):
     """The program's share of its head, and the merge with the other programs of the cluster.
 
@@ -346,7 +378,9 @@ def attend_together(results, rank, starts, counts, numbers, q_desc, k_desc, v_de
         sums = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         # The number of the team stands in the call itself: in a tuple with a name it would be a number of the running kernel.
         given = (results, rank, q_tile, q_full, ring, full, sums, barrier, k_desc, v_desc)
-        gl.warp_specialize([(team, (starts[0], counts[0], given, 0)), (team, (starts[1], counts[1], given, 1))], [4])
+        gl.warp_specialize(
+            [(team, (starts[0], counts[0], given, 0)), (team, (starts[1], counts[1], given, 1))], [4], [PLAN.registers]
+        )
     else:
         start = starts[0]
         n = counts[0]
@@ -417,37 +451,13 @@ def attention_decode_cluster(
     CASE: gl.constexpr,
 ):
     """One program: its share of one head's blocks, and a slice of the head's output. Arguments: `attention_decode`'s."""
-    TEAMS: gl.constexpr = PLAN.teams
-    AHEAD: gl.constexpr = PLAN.slots // TEAMS // 2
-    STEP: gl.constexpr = stride(PLAN)
     gl.static_assert(not CASE.window)
     heads = kv_heads * tiles
     cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
     results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
     rank = gl.program_id(0) % PLAN.cluster
     head = gl.program_id(0) // PLAN.cluster * tiles + gl.program_id(2)
-    length = cache.length(gl.program_id(1))
-    blocks = cache.blocks(length)
-    starts = ()
-    counts = ()
-    numbers = ()
-    for t in gl.static_range(TEAMS):
-        part = rank * TEAMS + t
-        if PLAN.in_turn:
-            # Where the length is read from memory, it is on its way beside the first page numbers, which do not depend on it.
-            first = part
-            n = (blocks - part + (STEP - 1)) // STEP
-        else:
-            each = PLAN.cluster * TEAMS
-            split = Split(blocks // each, blocks % each, gl.to_tensor(PLAN.cluster), gl.to_tensor(1))
-            first = split.begin(part)
-            n = split.begin(part + 1) - first
-        start = Cursor(gl.program_id(1), head, first, length, length * 0, blocks)
-        # A program behind the last block computes one all the same: all its scores are masked, and its sums are zero.
-        starts = starts + (start,)  # noqa: RUF005
-        counts = counts + (gl.maximum(n, 1) if CASE.lengths else n,)  # noqa: RUF005
-        for i in gl.static_range(AHEAD):
-            numbers = numbers + (page_numbers(cache, start.behind(i * STEP)),)  # noqa: RUF005
+    starts, counts, numbers = first_blocks(cache, gl.program_id(1), head, rank)
     if PLAN.else_shared:
         if cache.level():
             attend_together(results, rank, starts, counts, numbers, q_desc, k_desc, v_desc)
