@@ -2,11 +2,11 @@
 
     python -m tools.record.decode_clusters --workers 14 --seconds 85 --fa3 fa3/_C.so --fa4 --out decode_clusters.json
 
-- `pages`: one new token, a cache in one piece, with lengths, and in pages of random order, by the default and by clusters; the
-  goal is that pages cost 3% at most.
-- `lengths`: sequences whose lengths differ, so that programs of a short one have nothing to do while others read.
-- `tokens`: many query rows, by one warpgroup and by two, beside the default, one token, and the other libraries.
+- `tokens`: many query rows, by one warpgroup of a cluster's program and by two, beside the default and the other libraries.
+- `pages`: a cache in one piece, with lengths, and in pages of random order, by the default and without clusters; the goal is that
+  pages cost 3% at most. Sequences whose lengths differ are there, too.
 - `fp8`: a cache in e4m3 and many query rows, with products in the queries' type and in fp16, beside the same cache in bf16.
+- `rings`: fewer tiles of K and V on their way.
 
 All calls of a row are timed in one process, interleaved, with a cold L2 cache; the processes prepare side by side and time one
 after another (`turns.py`). A variant that is not right on the drawn tensors, against float64, is named and not timed.
@@ -30,95 +30,108 @@ from utils.attention import decode_reference
 
 ITERATIONS = 21
 NOT_TIMED = "fa2", "fa3_lengths", "flashinfer"
-# Sequences, heads, heads of keys, keys, head dimension; tokens of a page, or 0 for lengths alone.
-CACHES = {(1, 32, 8, 32768, 128): 8, (8, 32, 8, 8192, 128): 2, (1, 32, 8, 8192, 128): 8}
-PAGED = [("pages", (*cache, page)) for cache in CACHES for page in (0, 256, 64, 16)]
-UNEQUAL = [("lengths", (8, 32, 8, 8192, 128, page)) for page in (0, 64)]
-TOKENS = [
-    ("tokens", (batch, heads, 8, keys, 128, new))
-    for batch, heads, keys in ((1, 32, 8192), (1, 32, 2048), (1, 32, 32768), (8, 32, 8192), (1, 32, 131072))
+# Sequences, heads, heads of keys, keys, head dimension, new tokens.
+TOKENS = tuple(
+    (batch, 32, 8, keys, 128, new)
+    for batch, keys in ((1, 8192), (1, 2048), (1, 32768), (8, 8192), (1, 131072), (4, 4096))
+    for new in (16, 8)
+)
+RINGS = tuple(
+    (*cache, new)
+    for cache in ((16, 64, 8, 8192, 128), (64, 32, 8, 4096, 128), (128, 64, 8, 1024, 128), (1, 32, 8, 131072, 128))
     for new in (16, 8, 1)
-] + [("tokens", (16, 64, 8, 8192, 128, 16))]
-FP8 = [
-    ("fp8", (batch, heads, 8, keys, 128, new))
-    for batch, heads, keys, new in (
-        (64, 32, 4096, 16),
-        (16, 64, 8192, 16),
-        (8, 32, 8192, 16),
-        (128, 64, 1024, 16),
-        (1, 32, 131072, 16),
-        (1, 32, 8192, 16),
-    )
-]
-CASES = [*TOKENS, *PAGED, *UNEQUAL, *FP8]
+)
+# The same, then tokens of a page (0: a cache in one piece, with lengths) and the kind of lengths (LENGTHS).
+PAGES = (
+    *((1, 32, 8, 32768, 128, 1, page, "equal") for page in (0, 256, 64, 16)),
+    *((8, 32, 8, 8192, 128, 1, page, "equal") for page in (0, 256, 64, 16)),
+    *((8, 32, 8, 8192, 128, 1, page, kind) for kind in ("even steps", "one long") for page in (0, 64)),
+    (8, 32, 8, 1024, 128, 1, 64, "equal"),
+    (2, 32, 8, 8192, 128, 1, 64, "equal"),
+    (1, 32, 8, 8192, 128, 8, 64, "equal"),
+    (1, 32, 8, 32768, 128, 16, 64, "equal"),
+)
+FP8 = (
+    (64, 32, 8, 4096, 128, 16),
+    (16, 64, 8, 8192, 128, 16),
+    (8, 32, 8, 8192, 128, 16),
+    (128, 64, 8, 1024, 128, 16),
+    (1, 32, 8, 131072, 128, 16),
+    (1, 32, 8, 8192, 128, 16),
+)
+POINTS = {"tokens": TOKENS, "pages": PAGES, "fp8": FP8, "rings": RINGS}
+# Keys of each sequence, as fractions of the cache's: its length is that of the longest.
+LENGTHS = {
+    "equal": lambda batch: [1.0] * batch,
+    "even steps": lambda batch: [1 - i / batch for i in range(batch)],
+    "one long": lambda batch: [1.0] + [1 / 64] * (batch - 1),
+}
 
 
-def variants_of_tokens(point: tuple) -> dict[str, dict]:
-    """Name the ways to compute a point with many query rows: {name: arguments of `arrangement.arrange`}."""
-    batch, heads, kv_heads, keys, _, new = point
-    found: dict[str, dict] = {"default": {}}
-    parts = {8: 8, 64: 2}.get(batch * kv_heads)
-    if parts is None:
-        return found | {"four slots": {"slots": 4}}
-    hint = 16 << 20 <= 4 * batch * kv_heads * keys * 128 <= 192 << 20
-    for in_turn in (True, False):
-        way = {"cluster": parts, "hint": hint, "in_turn": in_turn}
-        order = "in turn" if in_turn else "runs"
-        found[f"cluster, {order}"] = way
-        if heads // kv_heads * new >= 32:
-            found[f"two teams, {order}"] = way | {"teams": 2}
-    if heads // kv_heads * new >= 32 and not hint and batch * keys < 1 << 17:
-        found["two teams, hint"] = {"cluster": parts, "hint": True, "teams": 2}
-    return distinct(point, found)
+def clusters_of(point: tuple) -> int:
+    """Return how many programs of a cluster there are for a head, by the number of heads."""
+    return {8: 8, 16: 4, 32: 2, 64: 2}[point[0] * point[2]]
 
 
-def prepare_tokens(point: tuple, fa3: bool, fa4: bool) -> tuple[dict, dict[str, Callable], int]:
+def prepare(point: tuple, named: dict[str, dict], fa3: bool, fa4: bool) -> tuple[dict, dict[str, Callable], int]:
     """Return a row so far, the calls to time, and the bytes of the cache."""
     q, k, v = draw(*point)
-    named = variants_of_tokens(point)
-    errors: dict[str, float] = {}
+    named, errors = distinct(point, named), dict[str, float]()
     calls, left_out = right_calls(named, decode_reference(q[:1], k[:1], v[:1]), q, k, v, errors=errors)
-    found = others(q, k, v, fa3, fa4 and point[0] == 16, left_out)
+    found = others(q, k, v, fa3, fa4, left_out)
     calls |= {n: call for n, call in found.items() if n not in NOT_TIMED and (n != "cudnn" or point[5] == 1)}
     own = {name: describe(arrangement(point, choices)) for name, choices in named.items()}
     return {"point": list(point), "own": own, "errors": errors, "left_out": left_out}, calls, 4 * k.numel()
 
 
-def prepare_pages(point: tuple, fa3: bool, unequal: bool) -> tuple[dict, dict[str, Callable], int]:
-    """Prepare one new token over a cache with lengths or in pages, by the default and by clusters."""
-    *cache, page = point
-    parts = CACHES[tuple(cache)]
-    q, k, v = draw(*cache, 1)
-    used = torch.full((len(q),), cache[3], dtype=torch.int32, device="cuda")
-    if unequal:
-        used = torch.linspace(cache[3] // 8, cache[3], len(q), device="cuda").int().flip(0)
-    seqlens = {"seqlens": used[:1]} if unequal else {}
-    expected = decode_reference(q[:1], k[:1], v[:1], **seqlens)
+def prepare_tokens(point: tuple, fa3: bool) -> tuple[dict, dict[str, Callable], int]:
+    """Prepare many query rows: clusters of one warpgroup and of two, whose blocks are taken in turn or in runs."""
+    way = {"cluster": clusters_of(point)}
+    named = {"default": {}, "one team": way, "two teams, runs": way | {"teams": 2}}
+    named["two teams, in turn"] = way | {"teams": 2, "in_turn": True}
+    return prepare(point, named, fa3, False)
+
+
+def prepare_rings(point: tuple, fa3: bool, fa4: bool) -> tuple[dict, dict[str, Callable], int]:
+    """Prepare shorter rings: FlashAttention 4 has two blocks of K and two of V."""
+    plan = arrangement(point, {}).plan
+    own = {"cluster": plan.cluster} if plan.cluster else {}
+    named = {"default": {}} | {f"{slots} slots": own | {"slots": slots} for slots in (4, 5) if slots < plan.slots}
+    if plan.cluster:
+        named.pop("5 slots", None)  # as many of K as of V
+    return prepare(point, named, fa3, fa4 and point[0] > 1)
+
+
+def prepare_pages(point: tuple, fa3: bool) -> tuple[dict, dict[str, Callable], int]:
+    """Prepare a cache with lengths or in pages: the default, no clusters, and clusters that never share all blocks."""
+    *sizes, page, kind = point
+    q, k, v = draw(*sizes)
+    fractions = LENGTHS[kind](len(q))
+    used = torch.tensor([max(1, int(x * sizes[3])) for x in fractions], dtype=torch.int32, device="cuda")
+    expected = decode_reference(q[:1], k[:1], v[:1])  # the first sequence is the longest one
     row: dict = {"point": list(point), "left_out": {}, "errors": {}}
     calls: dict[str, Callable] = {}
-    if not unequal:
+    if kind == "equal":
         calls, row["left_out"] = right_calls({"one piece": {}}, expected, q, k, v)
-    named = {"default": {}, "cluster": {"cluster": parts, "hint": False}}
-    named["cluster, hint"] = {"cluster": parts, "hint": True}
-    if unequal:
-        named = {
-            "default": {},
-            "cluster": {"cluster": parts},
-            "cluster, never apart": {"cluster": parts, "else_shared": False},
-        }
+    parts = clusters_of(point)
+    named: dict[str, dict] = {"default": {}, "no clusters": {"cluster": 0}}
+    if sizes[5] > 1:
+        named["two teams"] = {"cluster": parts, "teams": 2}
+    if kind != "equal":
+        named["never apart"] = {"cluster": parts, "else_shared": False}
     tensors: tuple = (q, k, v, used, None)
-    if page and not unequal:
-        named["cluster of two teams"] = {"cluster": parts, "hint": False, "teams": 2}
     if page:
-        table = torch.randperm(cache[0] * cache[3] // page, device="cuda").int().view(cache[0], -1)
-        pages = [in_pages(x, page, table) for x in (k, v)]
-        tensors = (q, *pages, used, table)
+        if sizes[5] == 1 and page == 16:
+            named["two teams"] = {"cluster": parts, "teams": 2}
+        table = torch.randperm(sizes[0] * sizes[3] // page, device="cuda").int().view(sizes[0], -1)
+        tensors = (q, *(in_pages(x, page, table) for x in (k, v)), used, table)
     found, missing = right_calls(named, expected, *tensors, errors=row["errors"])
     calls |= found
     row["left_out"] |= missing
     if fa3:
         tokens_first = [x.transpose(1, 2) for x in tensors[:3]]
-        options = {"seqused_k": used, "num_splits": 0} | ({"page_table": tensors[4]} if page else {})
+        options = {"seqused_k": used, "num_splits": 0, "is_causal": sizes[5] > 1}
+        options |= {"page_table": tensors[4]} if page else {}
         calls["fa3"] = partial(torch.ops.flash_attn_3.fwd, *tokens_first, **options)
     return row, calls, 4 * k.numel()
 
@@ -148,6 +161,11 @@ def show(row: dict) -> str:
     )
 
 
+def cases_of(options) -> list[tuple[str, tuple]]:
+    """Return the points of the chosen tables: the processes take them in turn."""
+    return [(table, point) for table in options.tables for point in POINTS[table]]
+
+
 def worker(options, part: int) -> None:
     """Prepare every `workers`-th row beside the other processes, then time each alone on the GPU."""
     record = Record(
@@ -157,15 +175,16 @@ def worker(options, part: int) -> None:
         torch.ops.load_library(str(options.fa3.expanduser()))
     turns = Turns(options.out.with_suffix(".turns"), options.workers, options.prepare)
     fa3, prepared = options.fa3 is not None, []
-    prepare: dict[str, Callable] = {
-        "tokens": partial(prepare_tokens, fa3=fa3, fa4=options.fa4),
-        "pages": partial(prepare_pages, fa3=fa3, unequal=False),
-        "lengths": partial(prepare_pages, fa3=fa3, unequal=True),
+    ways: dict[str, Callable] = {
+        "tokens": partial(prepare_tokens, fa3=fa3),
+        "pages": partial(prepare_pages, fa3=fa3),
         "fp8": prepare_fp8,
+        "rings": partial(prepare_rings, fa3=fa3, fa4=options.fa4),
     }
-    for table, point in CASES[part :: options.workers]:
+    cases = cases_of(options)[part :: options.workers]
+    for table, point in cases:
         if turns.time_left():
-            prepared.append((table, prepare[table](point)))
+            prepared.append((table, ways[table](point)))
     torch.cuda.synchronize()
     turns.wait_for_all(str(part))
 
@@ -176,7 +195,7 @@ def worker(options, part: int) -> None:
         us = {name: round(median(times), 2) for name, times in samples.items()}
         return {"table": table} | row | {"bytes": bytes_, "us": us}
 
-    if record.fill(prepared, timed, lambda row: "") and len(prepared) == len(CASES[part :: options.workers]):
+    if record.fill(prepared, timed, lambda row: "") and len(prepared) == len(cases):
         record.finish()
 
 
@@ -186,7 +205,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=85, help="stop after this time, with the rows so far")
     parser.add_argument("--prepare", type=float, default=40, help="seconds to prepare rows")
     parser.add_argument("--fa3", type=Path, help="the built library of FlashAttention 3")
-    parser.add_argument("--fa4", action="store_true", help="time flash-attn-4 at 16 sequences")
+    parser.add_argument(
+        "--fa4", action="store_true", help="time flash-attn-4 in the table of rings; it compiles for seconds"
+    )
+    parser.add_argument("--tables", nargs="*", default=list(POINTS), choices=list(POINTS))
     parser.add_argument("--workers", type=int, default=14, help="processes")
     parser.add_argument("--part", type=int, help="the rows of one process; by default all are started")
     options = parser.parse_args()
@@ -198,10 +220,11 @@ def main() -> None:
     run_parts([[*command, "--part", str(i)] for i in range(options.workers)], began + options.seconds)
     parts = [path for i in range(options.workers) if (path := options.out.with_suffix(f".{i}.json")).exists()]
     records = [read_record(path) for path in parts]
-    order = {case: i for i, case in enumerate(CASES)}
+    cases = cases_of(options)
+    order = {case: i for i, case in enumerate(cases)}
     rows = sorted((row for r in records for row in r["rows"]), key=lambda row: order[row["table"], tuple(row["point"])])
     record = Record(options.out, "decode: clusters")
-    record.contents = {**records[0], "complete": len(rows) == len(CASES), "rows": rows}
+    record.contents = {**records[0], "complete": len(rows) == len(cases), "rows": rows}
     record.save()
     print(machine_name(record.contents), f"{time.monotonic() - began:.0f} s")
     print("\n".join(show(row) for row in rows))
