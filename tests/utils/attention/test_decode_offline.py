@@ -71,7 +71,8 @@ CASES = {  # arguments of make_plan or cluster_plan, of Case
 PROGRAM = r"""
 import json, sys
 from utils.attention.gluon.decode.offline import compile_decode
-from utils.attention.gluon.decode.plan import Case, cluster_plan, make_plan
+from utils.attention.gluon.decode.cluster_plan import cluster_plan
+from utils.attention.gluon.decode.plan import Case, make_plan
 from utils.kernels.assembling import assemble
 from utils.kernels.l2_hint import hint_copies
 answer = {}

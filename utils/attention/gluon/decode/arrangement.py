@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from utils.attention.gluon.decode.cluster_plan import cluster_plan
 from utils.attention.gluon.decode.plan import (
     KEYS_BLOCK,
     MERGE_WARPS,
@@ -17,7 +18,6 @@ from utils.attention.gluon.decode.plan import (
     Plan,
     best_consumers,
     block_width,
-    cluster_plan,
     make_plan,
     power_of_two,
 )

@@ -22,10 +22,6 @@ KEYS_BLOCK = {64: 256, 128: 128, 256: 64}  # keys of a block by head dimension, 
 ROWS_BLOCK = {64: 128, 128: 128, 256: 64}  # where query rows are the rows
 LEVEL_PAGES = 32  # tokens of the largest page with which whole heads are worth being found by the kernel
 FP8_ROWS_FROM = 17  # query rows of a head of keys from which `quantized.py` reads an fp8 cache, not `quantized_keys.py`
-# Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
-# one GPC, and seven of the eight have 16 or 18 SMs.
-FITTING_CLUSTERS = {2: 66, 4: 30, 8: 15, 16: 7}
-TEAMS_WIDTH = 128  # head dimension of a tile with two teams in a program of a cluster
 MERGES = {
     "cluster": "the programs of a head, a thread block cluster, in shared memory (`cluster.py`)",
     "second": "a second launch, which begins while the first runs and waits for its end",
@@ -367,77 +363,6 @@ def refuse(group: int, sq: int, batch: int, page: int | None = None, head_dim: i
 def block_width(head_dim: int) -> int:
     """The head dimension of a tile: the smallest that there is and that holds this one."""
     return next(d for d in (64, 128, 256) if head_dim <= d)
-
-
-def cluster_plan(
-    head_dim: int,
-    group: int,
-    sq: int,
-    keys: int,
-    heads: int,
-    parts: int,
-    consumers: int | None = None,
-    block_n: int | None = None,
-    slots: int | None = None,
-    merge: str | None = None,
-    page: int | None = None,
-    teams: int = 1,
-    in_turn: bool = True,
-) -> Plan:
-    """Choose the tile of `cluster.py`; heads: of keys, of all sequences; parts: programs of a head; page: of its tokens.
-
-    The arguments from `consumers` on, but for the page, overrule the choice. consumers: 0 makes keys the rows of the products, 1
-    query rows. teams: with query rows as rows, one warpgroup or two. slots: tiles of all teams.
-    """
-    block_d = block_width(head_dim)
-    group = power_of_two(group)
-    consumers = int(teams == 2 or group * sq >= ROWS_FROM) if consumers is None else consumers
-    if teams == 2 and (consumers == 0 or block_d != TEAMS_WIDTH or block_n not in (None, 64)):
-        raise ValueError(
-            f"two teams have query rows as rows, head dimensions above 64 and up to {TEAMS_WIDTH}, and blocks of 64 keys; "
-            f"consumers={consumers}, head dimension {head_dim} and block_n={block_n} were given."
-        )
-    block_n = 64 if teams == 2 else block_n
-    most = 64 if consumers else MOST_COLUMNS
-    if group > most:
-        raise ValueError(f"a program of a cluster has up to {most} query rows, and a group needs {group}.")
-    queries = min(power_of_two(sq), most // group)
-    columns = most if consumers else max(group * queries, 8)
-    heads *= -(-sq // queries)
-    if merge not in (None, "cluster", "last"):
-        raise ValueError(f"a cluster merges in shared memory, or in the simulator by its last program; not {merge!r}.")
-    if heads > FITTING_CLUSTERS.get(parts, 0):
-        raise ValueError(f"clusters have 2, 4, 8 or 16 programs and run at once; {heads} of {parts} do not.")
-    largest = (ROWS_BLOCK if consumers else KEYS_BLOCK)[block_d]
-    if block_n and not consumers and block_n < 64:
-        raise ValueError(f"a product has 64 rows at least; with keys as rows a block has as many keys, not {block_n}.")
-    for block in (block_n,) if block_n else (largest, largest // 2):
-        blocks = -(-keys // block)
-        if blocks < parts * teams:
-            raise ValueError(f"each program of a cluster takes a block at least, and {parts} share {blocks} blocks.")
-        box = min(block, page) if page else block
-        plan = Plan(block_d, block, columns // queries, queries, 0, 1, box, consumers=consumers, cluster=parts)
-        plan = replace(plan, merge=merge or "cluster", sent=group * queries, teams=teams, in_turn=in_turn)
-        # Beside the tiles there are barriers, and the sums that reductions exchange, or what one team tells the other.
-        room = SHARED_BYTES - 192 - plan.shared_bytes - (0 if consumers else 32 * columns) - 1024 * (teams - 1)
-        share = -(-blocks // (parts * teams))  # of the warpgroups with the most
-        wanted, tile = slots or teams * min(16, 2 * share), 2 * block * block_d
-        # A large inbox does not cost tiles: it takes their place.
-        in_ring = replace(plan, inbox_in_ring=plan.inbox_bytes > 8192 or teams == 2)
-        even = 2 * teams  # each team has as many tiles of K as of V
-        fit, most_fit = (min((room - p.inbox_space) // tile // even * even, wanted) for p in (plan, in_ring))
-        if teams == 2:
-            fit, plan = most_fit, replace(in_ring, registers=240)
-        plan = replace(plan if fit == most_fit else in_ring, slots=most_fit)
-        if slots and plan.slots != slots:
-            raise ValueError(f"{slots} slots of {block} keys do not fit; there is room for {plan.slots}.")
-        if plan.slots >= teams * min(6, 2 * share):  # two more blocks on their way beside the one in use
-            break
-    if plan.inbox_in_ring and plan.inbox_bytes > plan.shared_bytes:
-        raise ValueError(f"an inbox of {plan.inbox_bytes} bytes does not fit into the place of the tiles.")
-    if plan.slots < teams * min(4, 2 * share):
-        raise ValueError(f"two blocks of {block} keys do not fit beside the rest of a program's memory.")
-    return plan
 
 
 def best_consumers(head_dim: int, group: int, sq: int, page: int | None = None) -> int:
