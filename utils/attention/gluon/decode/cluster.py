@@ -8,9 +8,11 @@ each other program that one's slice of its output, and adds up the slices that i
 no counter is polled.
 
     grid         (heads of keys, sequences, tiles of queries) clusters; shares of a head differ by a block at most
-    blocks       programs take a head's blocks in turn: the first ones are known before the length is
+    blocks       a run of them each; with lengths in turn, so that the first ones are known before the length is
+    lengths      a head has as many programs whatever its sequence's length, unless one is so long that these would be the last
+                 to end: then all programs share all blocks, as in `kernel.py`, in the same launch
     ring         tiles of K and V in turn; the first loads are asked for behind a single barrier
-    teams        one warpgroup, or two with query rows as rows: a program's blocks in turn, each with a ring of its own. The
+    teams        one warpgroup, or two with query rows as rows, which share a program's blocks, each with a ring of its own. The
                  second one hands its output to the first, in shared memory, before anything is sent
     inbox        for each query row a slice of the output (fp32), a maximum and a sum from each program; a large one that would
                  cost tiles takes the place of the ring, which no program may be reading then
