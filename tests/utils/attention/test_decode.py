@@ -358,6 +358,9 @@ def test_clusters_and_the_hint_are_chosen_where_they_were_timed():
     for sq, stateless, parts in ((2, False, 2), (3, False, 0), (1, True, 0)):
         found = arrange(8, 8, 4, sq, 8192, 128, 132, lengths=True, page=64, stateless=stateless)
         assert (found.plan.cluster, found.plan.else_shared, found.hint) == (parts, parts > 0, False)
+    assert (
+        arrange(2, 8, 4, 1, 8192, 128, 132, lengths=True).plan.cluster == 0
+    )  # 64 programs, all of which a long sequence needs
     assert arrange(1, 8, 4, 1, 8192, 128, 114).plan.cluster == 0  # another GPU
 
 

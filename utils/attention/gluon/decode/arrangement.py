@@ -206,8 +206,9 @@ def arrange(
     chosen = cluster is None and not (window or fp8 or own)
     if chosen:
         cluster = best_cluster(batch * kv_heads, group, sq, keys, head_dim, multiprocessors)
-        few = power_of_two(group) * sq <= 8 and not stateless  # who shares all blocks where lengths differ
-        if lengths and (block_width(head_dim) != TIMED_WIDTH or (batch > 1 and not few)):
+        # Where lengths differ all programs may have to share all blocks, and half of the SMs have no reserve for a long sequence.
+        shared = power_of_two(group) * sq <= 8 and not stateless and batch * kv_heads * cluster > multiprocessors // 2
+        if lengths and (block_width(head_dim) != TIMED_WIDTH or (batch > 1 and not shared)):
             cluster = 0
     chosen = chosen and plain
     if hint is None:
