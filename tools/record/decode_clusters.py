@@ -115,6 +115,8 @@ def prepare_pages(point: tuple, fa3: bool) -> tuple[dict, dict[str, Callable], i
         calls, row["left_out"] = right_calls({"one piece": {}}, expected, q, k, v)
     parts = clusters_of(point)
     named: dict[str, dict] = {"default": {}, "no clusters": {"cluster": 0}}
+    if sizes[0] == 2:
+        named["cluster"] = {"cluster": parts}
     if sizes[5] > 1:
         named["two teams"] = {"cluster": parts, "teams": 2}
     if kind != "equal":
