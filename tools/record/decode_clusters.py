@@ -1,8 +1,8 @@
-"""Measure entries 43 and 44 of decode's log: clusters with lengths, pages and two warpgroups; fp8 products in fp16.
+"""Measure entries 43 and 44 of decode's log: clusters with lengths and pages; shorter rings; fp8 products in fp16.
 
     python -m tools.record.decode_clusters --workers 14 --seconds 85 --fa3 fa3/_C.so --fa4 --out decode_clusters.json
 
-- `tokens`: many query rows, by one warpgroup of a cluster's program and by two, beside the default and the other libraries.
+- `tokens`: many query rows by clusters, beside the default and the other libraries.
 - `pages`: a cache in one piece, with lengths, and in pages of random order, by the default and without clusters; the goal is that
   pages cost 3% at most. Sequences whose lengths differ are there, too.
 - `fp8`: a cache in e4m3 and many query rows, with products in the queries' type and in fp16, beside the same cache in bf16.
@@ -85,10 +85,9 @@ def prepare(point: tuple, named: dict[str, dict], fa3: bool, fa4: bool) -> tuple
 
 
 def prepare_tokens(point: tuple, fa3: bool) -> tuple[dict, dict[str, Callable], int]:
-    """Prepare many query rows: clusters of one warpgroup and of two, whose blocks are taken in turn or in runs."""
+    """Prepare many query rows: clusters, whose blocks are taken in turn or in runs."""
     way = {"cluster": clusters_of(point)}
-    named = {"default": {}, "one team": way, "two teams, runs": way | {"teams": 2}}
-    named["two teams, in turn"] = way | {"teams": 2, "in_turn": True}
+    named = {"default": {}, "runs": way, "in turn": way | {"in_turn": True}}
     return prepare(point, named, fa3, False)
 
 
@@ -96,7 +95,9 @@ def prepare_rings(point: tuple, fa3: bool, fa4: bool) -> tuple[dict, dict[str, C
     """Prepare shorter rings: FlashAttention 4 has two blocks of K and two of V."""
     plan = arrangement(point, {}).plan
     own = {"cluster": plan.cluster} if plan.cluster else {}
-    named = {"default": {}} | {f"{slots} slots": own | {"slots": slots} for slots in (4, 5) if slots < plan.slots}
+    named = {"default": {}} | {
+        f"{slots} slots": own | {"slots": slots} for slots in (4, 5, 6, 8) if slots != plan.slots
+    }
     if plan.cluster:
         named.pop("5 slots", None)  # as many of K as of V
     return prepare(point, named, fa3, fa4 and point[0] > 1)
@@ -115,16 +116,12 @@ def prepare_pages(point: tuple, fa3: bool) -> tuple[dict, dict[str, Callable], i
         calls, row["left_out"] = right_calls({"one piece": {}}, expected, q, k, v)
     parts = clusters_of(point)
     named: dict[str, dict] = {"default": {}, "no clusters": {"cluster": 0}}
-    if sizes[0] == 2:
+    if sizes[0] == 2 or sizes[5] > 1:
         named["cluster"] = {"cluster": parts}
-    if sizes[5] > 1:
-        named["two teams"] = {"cluster": parts, "teams": 2}
     if kind != "equal":
         named["never apart"] = {"cluster": parts, "else_shared": False}
     tensors: tuple = (q, k, v, used, None)
     if page:
-        if sizes[5] == 1 and page == 16:
-            named["two teams"] = {"cluster": parts, "teams": 2}
         table = torch.randperm(sizes[0] * sizes[3] // page, device="cuda").int().view(sizes[0], -1)
         tensors = (q, *(in_pages(x, page, table) for x in (k, v)), used, table)
     found, missing = right_calls(named, expected, *tensors, errors=row["errors"])
@@ -145,7 +142,7 @@ def prepare_fp8(point: tuple) -> tuple[dict, dict[str, Callable], int]:
     calls, row["left_out"] = right_calls({"bf16": {}}, decode_reference(q[:1], k[:1], v[:1]), q, k, v)
     small, scales = [x.to(torch.float8_e4m3fn) for x in (k, v)], torch.rand(2, point[2], device="cuda") + 0.5
     expected = decode_reference(q[:1], small[0][:1], small[1][:1], kv_scales=scales)
-    named: dict[str, dict] = {"fp8": {"fp8": True}, "fp8, fp16": {"fp8": True, "fp16": True}}
+    named: dict[str, dict] = {"fp8": {"fp8": True, "fp16": False}, "fp8, fp16": {"fp8": True, "fp16": True}}
     found, missing = right_calls(named, expected, q, *small, scales=scales, errors=row["errors"])
     row["left_out"] |= missing
     return row, calls | found, 2 * k.numel()

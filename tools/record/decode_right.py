@@ -115,7 +115,7 @@ def verdict(call: Callable, expected: torch.Tensor) -> dict:
 
 
 def random_cluster_case(seed: int, cpu: bool = False) -> dict:
-    """Compare clusters of random sizes on random shapes, with lengths, pages and two teams, with float64, twice."""
+    """Compare clusters of random sizes on random shapes, with lengths and pages, with float64, twice."""
     from tests.utils.attention.decode_cases import random_cache
 
     rng = random.Random(seed)
@@ -124,11 +124,8 @@ def random_cluster_case(seed: int, cpu: bool = False) -> dict:
         batch, kv_heads, group = rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 8)), rng.choice((1, 2, 3, 4, 8))
         sq, head_dim = rng.choice((1, 2, 7, 8, 16, 33)), rng.choice((64, 128, 128, 256, 80))
         choices = {"cluster": rng.choice((2, 4, 8, 16)), "consumers": rng.choice((0, 1)), "hint": rng.random() < 0.5}
-        choices["in_turn"], choices["teams"] = rng.random() < 0.7, rng.choice((1, 1, 2))
-        if choices["teams"] == 2:
-            choices["consumers"], head_dim = 1, rng.choice((80, 128))
-        choices["block_n"] = block = 64 if choices["teams"] == 2 else rng.choice((32, 64, 128))
-        each = choices["cluster"] * choices["teams"]
+        choices["in_turn"], choices["block_n"] = rng.random() < 0.7, (block := rng.choice((32, 64, 128)))
+        each = choices["cluster"]
         blocks = each * rng.choice((1, 1, 2, 3, 5, 9)) + rng.choice((0, rng.randrange(each)))
         keys = max(blocks * block - rng.randrange(block), sq)
         if cpu and keys > LONGEST_ON_CPU:

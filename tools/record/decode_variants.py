@@ -152,9 +152,8 @@ def describe(found: Arrangement) -> str:
     warps += ", two programs an SM" * (plan.per_sm == 2 and plan.consumers > 0)
     warps += ", backward" * plan.backward + ", K first" * plan.k_first + ", rings filled early" * (plan.prefill > 0)
     if plan.cluster:
-        teams = ", two teams" * (plan.teams == 2) + ", blocks in turn" * plan.in_turn
-        teams += ", or all blocks shared" * plan.else_shared
-        return f"{tile}, {warps}{teams}; {found.programs} programs, clusters of {plan.cluster}"
+        turns = ", blocks in turn" * plan.in_turn + ", or all blocks shared" * plan.else_shared
+        return f"{tile}, {warps}{turns}; {found.programs} programs, clusters of {plan.cluster}"
     if found.aligned:
         return f"{tile}, {warps}; {found.programs} programs, whole heads"
     parts = f"{merge.merge_warps} x {merge.merge_parts} parts x {merge.merge_width} numbers x {merge.merge_steps}"

@@ -242,7 +242,7 @@ def test_orders_of_blocks_and_early_rings_go_with_the_kernels_that_were_timed_wi
         plan = arrange(*sizes, 132, **options).plan
         return plan.backward, plan.k_first, plan.prefill
 
-    assert order(16, 8, 8, 16, 8192, 128) == order(16, 8, 8, 8, 8192, 128) == (False, True, 3)
+    assert order(16, 8, 8, 16, 8192, 128) == order(16, 8, 8, 8, 8192, 128) == (False, True, 2)
     assert order(64, 8, 4, 16, 4096, 128) == order(1, 8, 4, 16, 8192, 128) == (False, False, 3)
     assert order(128, 8, 8, 16, 1024, 128) == (True, False, 0)  # each head begun before the last one ends
     for options in ({"window": 100}, {"lengths": True}, {"lengths": True, "page": 16}, {"fp8": True}):
@@ -313,9 +313,6 @@ def test_each_program_of_a_cluster_has_a_block_and_all_clusters_fit_at_once():
         ("by its last program", (1, 8, 4, 1, 2048, 128), {"cluster": 8, "merge": "together"}),
         ("run at once; 8 of 16", (1, 8, 4, 1, 2048, 128), {"cluster": 16}),
         ("no window", (1, 8, 4, 1, 2048, 128), {"cluster": 8, "window": 100}),
-        ("two teams have", (1, 8, 4, 8, 8192, 64), {"cluster": 8, "teams": 2}),
-        ("two teams have", (1, 8, 4, 8, 8192, 128), {"cluster": 8, "teams": 2, "block_n": 128}),
-        ("8 share 15 blocks", (1, 8, 4, 8, 15 * 64, 128), {"cluster": 8, "teams": 2}),
         ("do not fit", (1, 8, 4, 16, 8192, 256), {"cluster": 8, "block_n": 128}),
         ("10 slots of 128 keys do not fit", (1, 8, 4, 1, 8192, 128), {"cluster": 8, "slots": 10}),
         ("64 rows at least", (1, 8, 4, 1, 8192, 128), {"cluster": 8, "block_n": 32}),
@@ -460,8 +457,6 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
         {},
         {"cluster": 2, "consumers": 0, "block_n": 64, "lengths": [300, 290, 280]},
     ),
-    "two teams": ((1, 4, 1, 16, 700, 128, None), {}, {"cluster": 2, "teams": 2}),
-    "two teams, lengths, pages": ((3, 8, 2, 9, 900, 80, 64), {}, {"cluster": 4, "teams": 2, "lengths": True}),
     "128 rows, the output by TMA, queries and heads that are none": (
         (2, 10, 2, 11, 300, 128, None),
         {},

@@ -167,9 +167,6 @@ def test_both_kernels_with_every_merge(consumers, merge):
         "query rows as rows, an inbox in the ring": ((2, 16, 4, 9, 3060, 128), {"cluster": 8, "consumers": 1}),
         "keys as rows, two tiles": ((3, 6, 2, 17, 1000, 64), {"cluster": 2, "consumers": 0}),
         "head dimension 200": ((1, 8, 2, 2, 2000, 200), {"cluster": 4}),
-        "two teams, a block each": ((1, 32, 8, 8, 1024, 128), {"cluster": 8, "teams": 2}),
-        "two teams, shares of five and four blocks": ((2, 32, 8, 16, 2200, 128), {"cluster": 4, "teams": 2}),
-        "two teams, a hint": ((1, 32, 8, 16, 8192, 128), {"cluster": 8, "teams": 2, "hint": True}),
     }.values(),
     ids=str,
 )
@@ -197,7 +194,7 @@ def test_clusters_merge_in_shared_memory_also_when_captured(sizes, choices):
 @pytest.mark.parametrize(
     "filled", [(2000, 2000, 2000, 2000), (2000, 1950, 2000, 1990), (2000, 0, 3, 700), (1, 0, 0, 0)], ids=str
 )
-@pytest.mark.parametrize("choices", [{"consumers": 0}, {"consumers": 1, "block_n": 64}, {"teams": 2}], ids=str)
+@pytest.mark.parametrize("choices", [{"consumers": 0}, {"consumers": 1, "block_n": 64}], ids=str)
 def test_clusters_read_lengths_and_pages_and_share_all_blocks_where_lengths_differ(choices, filled, page):
     from utils.attention.gluon.decode.launch import Launch
 
@@ -205,9 +202,11 @@ def test_clusters_read_lengths_and_pages_and_share_all_blocks_where_lengths_diff
     k, v, _, table = random_cache(batch, 8, keys, 128, torch.bfloat16, page or 0, page, fill=0.5)
     lengths = torch.tensor(filled, dtype=torch.int32)
     if page:  # what stands behind the last page of a sequence is no page
+        table = (
+            torch.randperm(len(k))[: table.numel()].int().view(table.shape)
+        )  # that of `random_cache` is for its own lengths
         for pages, length in zip(table, filled, strict=True):
             pages[-(-length // page) :] = 10**6
-        table[:, 0] = torch.arange(batch)
     else:
         for b, length in enumerate(filled):
             k[b, :, length:], v[b, :, length:] = torch.nan, torch.nan

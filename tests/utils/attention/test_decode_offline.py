@@ -54,10 +54,6 @@ CASES = {  # arguments of make_plan or cluster_plan, of Case
         dict(head_dim=128, group=4, sq=1, keys=8192, heads=8, parts=8, page=64),
         dict(lengths=True, batch_block=1, paged=True, clean=True),
     ),
-    "a cluster of 8, two teams, in the ring": (
-        dict(head_dim=128, group=4, sq=16, keys=8192, heads=8, parts=8, teams=2),
-        dict(causal=True),
-    ),
     "fp8": (dict(head_dim=128, group=4, sq=4, fp8=True), dict(causal=True)),
     "fp8, 64 rows": (dict(head_dim=128, group=4, sq=16, fp8=True), dict(causal=True)),
     "fp8, 64 rows, products in fp16": (dict(head_dim=128, group=4, sq=16, fp8=True, fp16=True), dict(causal=True)),
@@ -137,8 +133,7 @@ def test_no_barrier_is_left_where_an_inbox_takes_the_place_of_the_ring(report, n
     found = report[name]
     assert found["in_ring"] == ("in the ring" in name)  # CASES has both
     assert found["invalidated"] == (found["barriers"] if found["in_ring"] else 0)
-    # Before the inboxes are written, and before the first program ends; each team in its own code.
-    assert found["joins"] == 2 * CASES[name][0].get("teams", 1)
+    assert found["joins"] == 2  # before the inboxes are written, and before the first program ends
 
 
 @pytest.mark.parametrize("name", CASES)

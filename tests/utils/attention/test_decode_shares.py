@@ -61,8 +61,8 @@ def check(rng):
     found = arrange(**sizes, **options)
     plan, sq, window, keys = found.plan, sizes["sq"], options["window"], sizes["keys"]
     assert plan.shared_bytes + plan.inbox_space * (plan.cluster > 0) < SHARED_BYTES // plan.per_sm
-    if plan.cluster:  # a program of a cluster has one head's blocks: each warpgroup takes every so many-th one
-        blocks, step = -(-keys // plan.block_n), plan.cluster * plan.teams
+    if plan.cluster:  # a program of a cluster has one head's blocks: a run of them, or every so many-th one
+        blocks, step = -(-keys // plan.block_n), plan.cluster
         assert plan.in_turn == (lengths is not None) and blocks >= step
         split = CODE.Split(Number(blocks // step), Number(blocks % step), Number(step), Number(1))
         starts = [split.begin(Number(i)) for i in range(step + 1)]

@@ -12,8 +12,6 @@ no counter is polled.
     lengths      a head has as many programs whatever its sequence's length, unless one is so long that these would be the last
                  to end: then all programs share all blocks, as in `kernel.py`, in the same launch
     ring         tiles of K and V in turn; the first loads are asked for behind a single barrier
-    teams        one warpgroup, or two with query rows as rows, which share a program's blocks, each with a ring of its own. The
-                 second one hands its output to the first, in shared memory, before anything is sent
     inbox        for each query row a slice of the output (fp32), a maximum and a sum from each program; a large one that would
                  cost tiles takes the place of the ring, which no program may be reading then
     end          all programs of a cluster leave together: each says when it has what the others sent, and waits for them
@@ -25,78 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from utils.attention.gluon.decode.blocks import load_block, load_queries, page_numbers
 from utils.attention.gluon.decode.cluster_blocks import attend_keys, attend_rows, stride
-from utils.attention.gluon.decode.inbox import add_up, join, leave, open_inbox, send_part
+from utils.attention.gluon.decode.inbox import add_up, join, open_inbox, send_part
 from utils.attention.gluon.decode.kernel import SIZES, attend
 from utils.attention.gluon.decode.merge import Results, in_eights
 from utils.attention.gluon.decode.work import Cache, Cursor, Split
-from utils.attention.gluon.shared import MINUS_INF, accumulator, meet, thread_barrier
-
-HANDED_OVER = gl.constexpr(9)  # named barrier of two teams: the second one's part lies in shared memory
-
-
-@gluon.jit
-def hand_over(ring, sums, o, m, total, FIRST: gl.constexpr):
-    """The second team: lay its part into two tiles of its ring, the upper and the lower halves of the numbers, and say so."""
-    BLOCK_D: gl.constexpr = o.shape[1]
-    bits = o.to(gl.int32, bitcast=True)
-    upper = ring.index(FIRST).reshape([64, BLOCK_D])
-    lower = ring.index(FIRST + 1).reshape([64, BLOCK_D])
-    thread_barrier()  # all warps have read the tiles
-    upper.store((bits >> 16).to(gl.int16).to(ring.dtype, bitcast=True))
-    lower.store(bits.to(gl.int16).to(ring.dtype, bitcast=True))
-    sums.index(0).store(m)
-    sums.index(1).store(total)
-    meet(HANDED_OVER, 256)
-
-
-@gluon.jit
-def take_over(ring, sums, o, m, total, c, FIRST: gl.constexpr):
-    """The first team: wait for the second one's part, and add it to its own."""
-    BLOCK_D: gl.constexpr = o.shape[1]
-    rows: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-    meet(HANDED_OVER, 256)
-    upper = ring.index(FIRST).reshape([64, BLOCK_D]).load(o.type.layout).to(gl.int16, bitcast=True)
-    lower = ring.index(FIRST + 1).reshape([64, BLOCK_D]).load(o.type.layout).to(gl.int16, bitcast=True)
-    bits = (upper.to(gl.int32) << 16) | (lower.to(gl.int32) & 0xFFFF)
-    other_m = sums.index(0).load(rows)
-    top = gl.maximum(m, other_m)
-    shifted = gl.where(top == MINUS_INF, 0.0, top * c)
-    own = gl.exp2(m * c - shifted)
-    other = gl.exp2(other_m * c - shifted)
-    o = o * own[:, None] + bits.to(gl.float32, bitcast=True) * other[:, None]
-    return o, top, total * own + sums.index(1).load(rows) * other
-
-
-@gluon.jit
-def team(start, n, given, TEAM: gl.constexpr):
-    """One warpgroup of two: its blocks, and then the first one sends and merges the part of both."""
-    results, rank, q_tile, q_full, ring, full, sums, barrier, k_desc, v_desc = given
-    PLAN: gl.constexpr = results.cache.PLAN
-    SLOTS: gl.constexpr = PLAN.slots // 2
-    mbarrier.wait(q_full.index(0), 0)
-    o, m, total = attend_rows(results, start, n, q_tile, ring, full, k_desc, v_desc, TEAM)
-    if TEAM == 1:
-        hand_over(ring, sums, o, m, total, SLOTS)
-    else:
-        o, m, total = take_over(ring, sums, o, m, total, results.c, SLOTS)
-    if PLAN.merge == "cluster":
-        if TEAM == 0:
-            few: gl.constexpr = gl.SliceLayout(1, accumulator(16))
-            m = gl.convert_layout(m, few)
-            total = gl.convert_layout(total, few)
-        # Behind the meeting no warp waits for these barriers any more. The inbox takes their place (see `attention_decode_cluster`).
-        for slot in gl.static_range(SLOTS):
-            mbarrier.invalidate(full.index(TEAM * SLOTS + slot))
-        if TEAM == 0:
-            mbarrier.invalidate(q_full.index(0))
-        inbox = join(barrier, PLAN)
-        if TEAM == 0:
-            send_part(inbox, barrier, rank, o, m, total, PLAN, 0)
-            add_up(results, inbox, barrier, rank, start)
-        else:
-            leave()
-    elif TEAM == 0:
-        store_and_merge(results, start, rank, o, m, total)
+from utils.attention.gluon.shared import accumulator, thread_barrier
 
 
 @gluon.jit
@@ -118,116 +49,91 @@ def store_and_merge(results, start, rank, o, m, total):
 
 
 @gluon.jit
-def first_blocks(cache, b, head, rank):
-    """The first block of each team of a program, how many it has, and the pages of those that its ring has room for."""
+def first_block(cache, b, head, rank):
+    """The first block of a program, how many it has, and the pages of those that its ring has room for."""
     PLAN: gl.constexpr = cache.PLAN
-    TEAMS: gl.constexpr = PLAN.teams
-    AHEAD: gl.constexpr = PLAN.slots // TEAMS // 2
+    AHEAD: gl.constexpr = PLAN.slots // 2
     STEP: gl.constexpr = stride(PLAN)
     length = cache.length(b)
     blocks = cache.blocks(length)
-    starts = ()
-    counts = ()
-    numbers = ()
-    for t in gl.static_range(TEAMS):
-        part = rank * TEAMS + t
-        if PLAN.in_turn:
-            # Where the length is read from memory, it is on its way beside the first page numbers, which do not depend on it.
-            first = part
-            n = (blocks - part + (STEP - 1)) // STEP
-        else:
-            each = PLAN.cluster * TEAMS
-            split = Split(blocks // each, blocks % each, gl.to_tensor(PLAN.cluster), gl.to_tensor(1))
-            first = split.begin(part)
-            n = split.begin(part + 1) - first
-        start = Cursor(b, head, first, length, length * 0, blocks)
+    if PLAN.in_turn:
+        # Where the length is read from memory, it is on its way beside the first page numbers, which do not depend on it.
+        first = rank
+        n = (blocks - rank + (STEP - 1)) // STEP
+    else:
+        split = Split(blocks // PLAN.cluster, blocks % PLAN.cluster, gl.to_tensor(PLAN.cluster), gl.to_tensor(1))
+        first = split.begin(rank)
+        n = split.begin(rank + 1) - first
+    if cache.CASE.lengths:
         # A program behind the last block computes one all the same: all its scores are masked, and its sums are zero.
-        starts = starts + (start,)  # noqa: RUF005
-        counts = counts + (gl.maximum(n, 1) if cache.CASE.lengths else n,)  # noqa: RUF005
-        for i in gl.static_range(AHEAD):
-            numbers = numbers + (page_numbers(cache, start.behind(i * STEP)),)  # noqa: RUF005
-    return starts, counts, numbers
+        n = gl.maximum(n, 1)
+    start = Cursor(b, head, first, length, length * 0, blocks)
+    numbers = ()
+    for i in gl.static_range(AHEAD):
+        numbers = numbers + (page_numbers(cache, start.behind(i * STEP)),)  # noqa: RUF005
+    return start, n, numbers
 
 
 @gluon.jit
-def attend_together(results, rank, starts, counts, numbers, q_desc, k_desc, v_desc):
+def attend_together(results, rank, start, n, numbers, q_desc, k_desc, v_desc):
     """The program's share of its head, and the merge with the other programs of the cluster.
 
-    starts, counts: the first block of each team, and how many it has. numbers: the pages of the blocks that come first.
+    start, n: its first block, and how many it has. numbers: the pages of the blocks that come first.
     """
     PLAN: gl.constexpr = results.cache.PLAN
-    TEAMS: gl.constexpr = PLAN.teams
-    TILES: gl.constexpr = PLAN.slots
-    SLOTS: gl.constexpr = TILES // TEAMS
+    SLOTS: gl.constexpr = PLAN.slots
     BLOCK_N: gl.constexpr = PLAN.block_n
     BLOCK_D: gl.constexpr = PLAN.block_d
     BYTES: gl.constexpr = BLOCK_N * BLOCK_D * 2
     STEP: gl.constexpr = stride(PLAN)
     cache = results.cache
-    b = starts[0].b
-    head = starts[0].head
-    kv_head = head // results.tiles
-    ring = gl.allocate_shared_memory(k_desc.dtype, [TILES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    kv_head = start.head // results.tiles
+    ring = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS + 1, 1], mbarrier.MBarrierLayout())
     q_tile = gl.allocate_shared_memory(k_desc.dtype, [1, 1, PLAN.heads, PLAN.queries, BLOCK_D], q_desc.layout)
-    mbarrier.init(q_full.index(0), count=1)
-    for slot in gl.static_range(TILES):
+    for slot in gl.static_range(SLOTS + 1):
         mbarrier.init(full.index(slot), count=1)
     # All expectations before all copies: the compiler puts a barrier between the two, here one for all.
-    mbarrier.expect(q_full.index(0), q_desc.block_type.nbytes)
-    for slot in gl.static_range(TILES):
-        mbarrier.expect(full.index(slot), BYTES, pred=slot % SLOTS // 2 < counts[slot // SLOTS])
+    mbarrier.expect(full.index(SLOTS), q_desc.block_type.nbytes)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.expect(full.index(slot), BYTES, pred=slot // 2 < n)
     # TMA completes the barriers through the async proxy, and may otherwise find them as they were before.
     fence_async_shared()
     thread_barrier()
-    for turn in gl.static_range(SLOTS):
-        for t in gl.static_range(TEAMS):
-            block = starts[t].behind(turn // 2 * STEP)
-            pages_of = numbers[t * (SLOTS // 2) + turn // 2]
-            wanted = turn // 2 < counts[t]
-            tile = ring.index(t * SLOTS + turn)
-            arrived = full.index(t * SLOTS + turn)
-            if turn % 2 == 0:
-                load_block(k_desc, cache, block, pages_of, kv_head, tile, arrived, wanted, False)
-            else:
-                load_block(v_desc, cache, block, pages_of, kv_head, tile, arrived, wanted, False)
-        if turn == 0:
-            load_queries(q_desc, results, b, head, q_tile, q_full.index(0), True, False)
+    for slot in gl.static_range(SLOTS):
+        block = start.behind(slot // 2 * STEP)
+        pages = numbers[slot // 2]
+        wanted = slot // 2 < n
+        if slot % 2 == 0:
+            load_block(k_desc, cache, block, pages, kv_head, ring.index(slot), full.index(slot), wanted, False)
+        else:
+            load_block(v_desc, cache, block, pages, kv_head, ring.index(slot), full.index(slot), wanted, False)
+        if slot == 0:
+            load_queries(q_desc, results, start.b, start.head, q_tile, full.index(SLOTS), True, False)
 
-    barrier = open_inbox(PLAN) if PLAN.merge == "cluster" else rank
-    if TEAMS == 2:
-        sums = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        # The number of the team stands in the call itself: in a tuple with a name it would be a number of the running kernel.
-        given = (results, rank, q_tile, q_full, ring, full, sums, barrier, k_desc, v_desc)
-        gl.warp_specialize(
-            [(team, (starts[0], counts[0], given, 0)), (team, (starts[1], counts[1], given, 1))], [4], [PLAN.registers]
-        )
+    if PLAN.merge == "cluster":
+        barrier = open_inbox(PLAN)
+    mbarrier.wait(full.index(SLOTS), 0)
+    if PLAN.consumers == 0:
+        o, m, total = attend_keys(results, start, n, q_tile, ring, full, k_desc, v_desc)
     else:
-        start = starts[0]
-        n = counts[0]
-        mbarrier.wait(q_full.index(0), 0)
-        if PLAN.consumers == 0:
-            o, m, total = attend_keys(results, start, n, q_tile, ring, full, k_desc, v_desc)
-        else:
-            o, m, total = attend_rows(results, start, n, q_tile, ring, full, k_desc, v_desc)
-        if PLAN.merge == "cluster":
-            ROWS: gl.constexpr = 1 if PLAN.consumers == 0 else 0  # the dimension of o that holds query rows
-            few: gl.constexpr = gl.SliceLayout(1 - ROWS, o.type.layout if ROWS == 1 else accumulator(16))
-            # What goes through shared memory by itself comes before the inboxes are open: it may use what becomes one.
-            m = gl.convert_layout(m, few)
-            total = gl.convert_layout(total, few)
-            if PLAN.inbox_in_ring:
-                # The hardware may write a barrier's word back late, over what was stored in its place: it must know that it is none.
-                thread_barrier()  # all warps have waited for the last tiles
-                for slot in gl.static_range(SLOTS):
-                    mbarrier.invalidate(full.index(slot))
-                mbarrier.invalidate(q_full.index(0))
-            inbox = join(barrier, PLAN)
-            send_part(inbox, barrier, rank, o, m, total, PLAN, ROWS)
-            add_up(results, inbox, barrier, rank, start)
-        else:
-            store_and_merge(results, start, rank, o, m, total)
+        o, m, total = attend_rows(results, start, n, q_tile, ring, full, k_desc, v_desc)
+    if PLAN.merge == "cluster":
+        ROWS: gl.constexpr = 1 if PLAN.consumers == 0 else 0  # the dimension of o that holds query rows
+        few: gl.constexpr = gl.SliceLayout(1 - ROWS, o.type.layout if ROWS == 1 else accumulator(16))
+        # What goes through shared memory by itself comes before the inboxes are open: it may use what becomes one.
+        m = gl.convert_layout(m, few)
+        total = gl.convert_layout(total, few)
+        if PLAN.inbox_in_ring:
+            # The hardware may write a barrier's word back late, over what was stored in its place: it must know that it is none.
+            thread_barrier()  # all warps have waited for the last tiles
+            for slot in gl.static_range(SLOTS + 1):
+                mbarrier.invalidate(full.index(slot))
+        inbox = join(barrier, PLAN)
+        send_part(inbox, barrier, rank, o, m, total, PLAN, ROWS)
+        add_up(results, inbox, barrier, rank, start)
+    else:
+        store_and_merge(results, start, rank, o, m, total)
 
 
 @gluon.jit
@@ -279,11 +185,11 @@ def attention_decode_cluster(
     results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
     rank = gl.program_id(0) % PLAN.cluster
     head = gl.program_id(0) // PLAN.cluster * tiles + gl.program_id(2)
-    starts, counts, numbers = first_blocks(cache, gl.program_id(1), head, rank)
+    start, n, numbers = first_block(cache, gl.program_id(1), head, rank)
     if PLAN.else_shared:
         if cache.level():
-            attend_together(results, rank, starts, counts, numbers, q_desc, k_desc, v_desc)
+            attend_together(results, rank, start, n, numbers, q_desc, k_desc, v_desc)
         else:
             attend_apart(results, q_desc, k_desc, v_desc)
     else:
-        attend_together(results, rank, starts, counts, numbers, q_desc, k_desc, v_desc)
+        attend_together(results, rank, start, n, numbers, q_desc, k_desc, v_desc)

@@ -1,4 +1,4 @@
-"""The blocks of keys of one warpgroup of `cluster.py`, keys as rows or query rows as rows: multiply, and ask for what comes next."""
+"""The blocks of keys of one program of `cluster.py`, keys as rows or query rows as rows: multiply, and ask for what comes next."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,8 +16,8 @@ from utils.attention.gluon.shared import MINUS_INF, accumulator, left_operand, o
 
 @gluon.constexpr_function
 def stride(plan):
-    """From a block of one warpgroup to its next one."""
-    return plan.cluster * plan.teams if plan.in_turn else 1
+    """From a block of a program to its next one."""
+    return plan.cluster if plan.in_turn else 1
 
 
 @gluon.jit
@@ -115,17 +115,16 @@ def start_row_scores(q, k_tile, layout: gl.constexpr):
 
 
 @gluon.jit
-def attend_rows(results, start, n, q_tile, ring, full, k_desc, v_desc, TEAM: gl.constexpr = 0):
-    """The blocks of one warpgroup, query rows as rows: the output [64, BLOCK_D], unnormalized, the rows' maxima and sums.
+def attend_rows(results, start, n, q_tile, ring, full, k_desc, v_desc):
+    """The blocks of one program, query rows as rows: the output [64, BLOCK_D], unnormalized, the rows' maxima and sums.
 
-    A block's scores are computed during the softmax of the block before it. TEAM: whose part of the ring it is.
+    One warpgroup: a block's scores are computed during the softmax of the block before it.
     """
     PLAN: gl.constexpr = results.cache.PLAN
     CLEAN: gl.constexpr = results.cache.CASE.clean
     cache = results.cache
     BLOCK_D: gl.constexpr = PLAN.block_d
-    SLOTS: gl.constexpr = PLAN.slots // PLAN.teams
-    FIRST: gl.constexpr = TEAM * SLOTS
+    SLOTS: gl.constexpr = PLAN.slots
     AHEAD: gl.constexpr = SLOTS // 2
     STEP: gl.constexpr = stride(PLAN)
     scores: gl.constexpr = accumulator(PLAN.block_n)
@@ -139,17 +138,17 @@ def attend_rows(results, start, n, q_tile, ring, full, k_desc, v_desc, TEAM: gl.
     limits = clear_keys(cache, start)
     numbers = page_numbers(cache, start.behind(AHEAD * STEP))
     following = page_numbers(cache, start.behind((AHEAD + 1) * STEP))
-    mbarrier.wait(full.index(FIRST), 0)  # K has arrived
-    s = warpgroup_mma_wait(0, [start_row_scores(q, ring.index(FIRST), scores)])
+    mbarrier.wait(full.index(0), 0)  # K has arrived
+    s = warpgroup_mma_wait(0, [start_row_scores(q, ring.index(0), scores)])
     if n > AHEAD:
         thread_barrier()  # all warps have read this K: TMA may overwrite it
         k_next = start.behind(AHEAD * STEP)
-        load_block(k_desc, cache, k_next, numbers, kv_head, ring.index(FIRST), full.index(FIRST), True)
+        load_block(k_desc, cache, k_next, numbers, kv_head, ring.index(0), full.index(0), True)
     for i in range(n - 1):
-        after = FIRST + 2 * (i + 1) % SLOTS
+        after = 2 * (i + 1) % SLOTS
         mbarrier.wait(full.index(after), (2 * (i + 1) // SLOTS) & 1)
         s_next = start_row_scores(q, ring.index(after), scores)
-        slot = FIRST + 2 * i % SLOTS + 1
+        slot = 2 * i % SLOTS + 1
         v_full = full.index(slot), (2 * i // SLOTS) & 1
         j = start.j + i * STEP
         o_next, m, total = start_rows(results, start, j, s, m, total, o, limits, ring.index(slot), v_full, False)
@@ -165,7 +164,7 @@ def attend_rows(results, start, n, q_tile, ring, full, k_desc, v_desc, TEAM: gl.
             load_block(v_desc, cache, v_next, numbers, kv_head, ring.index(slot), full.index(slot), True)
         numbers = following
         following = page_numbers(cache, start.behind((i + 2 + AHEAD) * STEP))
-    slot = FIRST + 2 * (n - 1) % SLOTS + 1
+    slot = 2 * (n - 1) % SLOTS + 1
     v_full = full.index(slot), (2 * (n - 1) // SLOTS) & 1
     j = start.j + (n - 1) * STEP
     o, m, total = start_rows(results, start, j, s, m, total, o, limits, ring.index(slot), v_full, CLEAN)

@@ -18,7 +18,6 @@ from utils.attention.gluon.decode.plan import (
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
 # one GPC, and seven of the eight have 16 or 18 SMs.
 FITTING_CLUSTERS = {2: 66, 4: 30, 8: 15, 16: 7}
-TEAMS_WIDTH = 128  # head dimension of a tile with two teams
 
 
 def cluster_plan(
@@ -33,23 +32,16 @@ def cluster_plan(
     slots: int | None = None,
     merge: str | None = None,
     page: int | None = None,
-    teams: int = 1,
     in_turn: bool = True,
 ) -> Plan:
     """Choose the tile of `cluster.py`; heads: of keys, of all sequences; parts: programs of a head; page: of its tokens.
 
     The arguments from `consumers` on, but for the page, overrule the choice. consumers: 0 makes keys the rows of the products, 1
-    query rows. teams: with query rows as rows, one warpgroup or two. slots: tiles of all teams.
+    query rows. in_turn: programs take a head's blocks in turn, and not a run of them each.
     """
     block_d = block_width(head_dim)
     group = power_of_two(group)
-    consumers = int(teams == 2 or group * sq >= ROWS_FROM) if consumers is None else consumers
-    if teams == 2 and (consumers == 0 or block_d != TEAMS_WIDTH or block_n not in (None, 64)):
-        raise ValueError(
-            f"two teams have query rows as rows, head dimensions above 64 and up to {TEAMS_WIDTH}, and blocks of 64 keys; "
-            f"consumers={consumers}, head dimension {head_dim} and block_n={block_n} were given."
-        )
-    block_n = 64 if teams == 2 else block_n
+    consumers = int(group * sq >= ROWS_FROM) if consumers is None else consumers
     most = 64 if consumers else MOST_COLUMNS
     if group > most:
         raise ValueError(f"a program of a cluster has up to {most} query rows, and a group needs {group}.")
@@ -65,28 +57,25 @@ def cluster_plan(
         raise ValueError(f"a product has 64 rows at least; with keys as rows a block has as many keys, not {block_n}.")
     for block in (block_n,) if block_n else (largest, largest // 2):
         blocks = -(-keys // block)
-        if blocks < parts * teams:
+        if blocks < parts:
             raise ValueError(f"each program of a cluster takes a block at least, and {parts} share {blocks} blocks.")
         box = min(block, page) if page else block
         plan = Plan(block_d, block, columns // queries, queries, 0, 1, box, consumers=consumers, cluster=parts)
-        plan = replace(plan, merge=merge or "cluster", sent=group * queries, teams=teams, in_turn=in_turn)
-        # Beside the tiles there are barriers, and the sums that reductions exchange, or what one team tells the other.
-        room = SHARED_BYTES - 192 - plan.shared_bytes - (0 if consumers else 32 * columns) - 1024 * (teams - 1)
-        share = -(-blocks // (parts * teams))  # of the warpgroups with the most
-        wanted, tile = slots or teams * min(16, 2 * share), 2 * block * block_d
+        plan = replace(plan, merge=merge or "cluster", sent=group * queries, in_turn=in_turn)
+        # Beside the tiles there are barriers, and the sums that reductions exchange.
+        room = SHARED_BYTES - 192 - plan.shared_bytes - (0 if consumers else 32 * columns)
+        share = -(-blocks // parts)  # of the programs with the most
+        wanted, tile = slots or min(16, 2 * share), 2 * block * block_d
         # A large inbox does not cost tiles: it takes their place.
-        in_ring = replace(plan, inbox_in_ring=plan.inbox_bytes > 8192 or teams == 2)
-        even = 2 * teams  # each team has as many tiles of K as of V
-        fit, most_fit = (min((room - p.inbox_space) // tile // even * even, wanted) for p in (plan, in_ring))
-        if teams == 2:
-            fit, plan = most_fit, replace(in_ring, registers=240)
+        in_ring = replace(plan, inbox_in_ring=plan.inbox_bytes > 8192)
+        fit, most_fit = (min((room - p.inbox_space) // tile // 2 * 2, wanted) for p in (plan, in_ring))
         plan = replace(plan if fit == most_fit else in_ring, slots=most_fit)
         if slots and plan.slots != slots:
             raise ValueError(f"{slots} slots of {block} keys do not fit; there is room for {plan.slots}.")
-        if plan.slots >= teams * min(6, 2 * share):  # two more blocks on their way beside the one in use
+        if plan.slots >= min(6, 2 * share):  # two more blocks on their way beside the one in use
             break
     if plan.inbox_in_ring and plan.inbox_bytes > plan.shared_bytes:
         raise ValueError(f"an inbox of {plan.inbox_bytes} bytes does not fit into the place of the tiles.")
-    if plan.slots < teams * min(4, 2 * share):
+    if plan.slots < min(4, 2 * share):
         raise ValueError(f"two blocks of {block} keys do not fit beside the rest of a program's memory.")
     return plan

@@ -128,13 +128,6 @@ def load_sums(address):
 
 
 @gluon.jit
-def leave():
-    """Of a warpgroup to which nothing is sent: end with all the others of the cluster."""
-    gl.inline_asm_elementwise(ALL_HAVE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    gl.inline_asm_elementwise(LEAVE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def add_up(results, inbox, barrier, rank, start):
     """Wait for all slices of this program, add them up, and store them: numbers [rank * WIDTH, + WIDTH) of each row."""
     PLAN: gl.constexpr = results.cache.PLAN

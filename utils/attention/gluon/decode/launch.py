@@ -160,6 +160,8 @@ class Launch:
         window = min(window, keys + sq)
         # A plain tuple: torch.empty takes more than a microsecond longer to read a torch.Size.
         self.shape, self.dtype, self.device = tuple(q.shape), q.dtype, q.device
+        if fp8 and q.dtype == torch.float16:
+            choices.setdefault("fp16", False)  # the products are in fp16 anyway
         found = arrange(
             batch,
             kv_heads,

@@ -61,7 +61,6 @@ class Plan:
     producers: int = 1  # warps that load, where query rows are the rows: one, or one for K and one for V
     ahead: bool = False  # whole heads, each begun before the one before it is stored (`rows_ahead.py`)
     cluster: int = 0  # programs of a head, which merge in shared memory (`cluster.py`); 0: the other kernels
-    teams: int = 1  # warpgroups of a program of a cluster, which take its blocks in turn
     in_turn: bool = False  # the programs of a cluster take a head's blocks in turn, and not a run of them each
     else_shared: bool = (
         False  # sequences of a cluster's launch whose lengths differ share all programs, without clusters
@@ -129,7 +128,7 @@ class Plan:
             return {"num_warps": 4, "maxnreg": 128}
         if self.per_sm > 2:
             return {"num_warps": 4, "maxnreg": 65536 // (128 * self.per_sm) // 8 * 8}
-        alone = self.consumers == 1 and not self.raw_slots and (not self.cluster or self.teams == 2)
+        alone = self.consumers == 1 and not self.raw_slots and not self.cluster
         return {"num_warps": 4} | ({"maxnreg": 240} if alone else {})
 
     @property
