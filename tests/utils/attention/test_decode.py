@@ -243,7 +243,7 @@ def test_orders_of_blocks_and_early_rings_go_with_the_kernels_that_were_timed_wi
         return plan.backward, plan.k_first, plan.prefill
 
     assert order(16, 8, 8, 16, 8192, 128) == order(16, 8, 8, 8, 8192, 128) == (False, True, 2)
-    assert order(64, 8, 4, 16, 4096, 128) == order(1, 8, 4, 16, 8192, 128) == (False, False, 3)
+    assert order(64, 8, 4, 16, 4096, 128) == (False, False, 2) and order(1, 8, 4, 16, 8192, 128) == (False, False, 3)
     assert order(128, 8, 8, 16, 1024, 128) == (True, False, 0)  # each head begun before the last one ends
     for options in ({"window": 100}, {"lengths": True}, {"lengths": True, "page": 16}, {"fp8": True}):
         assert order(16, 8, 8, 16, 8192, 128, **options) == (False, False, 0)
