@@ -64,13 +64,18 @@ def old_order(point):
 
 
 def measured_since(point):
-    """Whether what is the default at a point now was measured by `decode_again`, and nearly the best there."""
+    """Whether what is the default at a point now was measured by `decode_again`, or with shorter rings, and nearly the best there."""
     now = describe(arrangement(tuple(point), {}))
     for row in read_record(ROOT / "assets/results/h200/decode_again.json")["rows"]:
         if row["point"] == list(point) and now in row["own"].values():
             us = {name: row["cold"]["us"][name] for name in row["own"]}
             (name,) = [name for name, what in row["own"].items() if what == now]
             assert us[name] <= 1.01 * min(us.values()), point
+            return True
+    for row in read_record(ROOT / "assets/results/h100/decode_clusters.json")["rows"]:
+        if row["table"] == "rings" and row["point"] == list(point):
+            (name,) = [name for name, what in row["own"].items() if what == now]
+            assert row["us"][name] <= 1.01 * min(row["us"][name] for name in row["own"]), point
             return True
     return False
 
@@ -113,7 +118,7 @@ def test_the_default_was_nearly_the_best_of_all_variants_in_the_run_that_had_the
             unchanged += 1
         else:  # another default since, which was measured too
             assert row["point"] in [later["point"] for later in again] or measured_since(row["point"])
-    assert unchanged == 22
+    assert unchanged == 19  # three more have shorter rings since (entry 46)
 
 
 def test_between_the_points_the_rule_takes_nearly_the_best():
@@ -136,6 +141,7 @@ def test_between_the_points_the_rule_takes_nearly_the_best():
         ((3, 8, 4, 1, 16384, 128), {}, 0, "second", 132),
         ((2, 8, 8, 16, 16384, 128), {}, 2, "together", 128),  # 8 programs a head, 16 blocks each
         ((2, 8, 8, 16, 16384, 128), {"lengths": True}, 2, "second", 132),
+        ((1, 8, 4, 1, 16384, 128), {"lengths": True, "page": 64}, 0, "cluster", 64),
         ((2, 8, 4, 1, 16384, 128), {"lengths": True, "page": 64}, 1, "second", 132),
         ((2, 8, 4, 1, 16384, 128), {"lengths": True, "page": 128}, 0, "second", 132),
         ((1, 1, 4, 16, 32768, 256), {}, 1, "second", 132),  # 132 parts

@@ -27,7 +27,8 @@ from tools.record.decode import draw, median, others, time_together
 from tools.record.decode_variants import arrangement, describe, distinct, right_calls
 from tools.record.turns import Turns
 from utils.attention import decode_reference
-from utils.attention.gluon.decode.plan import FITTING_CLUSTERS, KEYS_BLOCK, block_width
+from utils.attention.gluon.decode.cluster_plan import FITTING_CLUSTERS
+from utils.attention.gluon.decode.plan import KEYS_BLOCK, block_width
 from utils.benchmark.intervals import speedup, speedup_interval
 
 SERIES, ITERATIONS = {"ties": 5, "heads": 3}, 21

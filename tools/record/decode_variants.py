@@ -148,10 +148,12 @@ def describe(found: Arrangement) -> str:
     warps = f"{plan.q_slots} Q, {f'{plan.consumers} consumers' if plan.consumers else '4 warps'}, halves {plan.halves}"
     warps += ", ahead" * plan.ahead + ", L2 hint" * found.hint
     warps += ", wide stores" * plan.wide + ", output by TMA" * plan.by_tma + ", lean" * plan.lean
+    warps += ", products in fp16" * plan.fp16
     warps += ", two programs an SM" * (plan.per_sm == 2 and plan.consumers > 0)
     warps += ", backward" * plan.backward + ", K first" * plan.k_first + ", rings filled early" * (plan.prefill > 0)
     if plan.cluster:
-        return f"{tile}, {warps}; {found.programs} programs, clusters of {plan.cluster}"
+        turns = ", blocks in turn" * plan.in_turn + ", or all blocks shared" * plan.else_shared
+        return f"{tile}, {warps}{turns}; {found.programs} programs, clusters of {plan.cluster}"
     if found.aligned:
         return f"{tile}, {warps}; {found.programs} programs, whole heads"
     parts = f"{merge.merge_warps} x {merge.merge_parts} parts x {merge.merge_width} numbers x {merge.merge_steps}"

@@ -203,10 +203,9 @@ def test_how_many_programs_share_a_cache():
     assert programs(128, 8, 8, 8, 1024, 128) == 1024
     assert programs(99, 4, 8, 8, 1024, 128) == 396  # three for each SM, which two places an SM would not share evenly
     # With lengths, for a large cache, as many as share equal heads evenly.
-    assert programs(8, 8, 4, 1, 8192, 128, lengths=True) == programs(64, 8, 4, 1, 4096, 128, lengths=True) == 128
-    assert (
-        programs(1, 8, 4, 1, 32768, 128, lengths=True) == programs(8, 8, 4, 1, 8192, 128, lengths=True, page=64) == 132
-    )
+    apart: dict = {"lengths": True, "cluster": 0}
+    assert programs(8, 8, 4, 1, 8192, 128, **apart) == programs(64, 8, 4, 1, 4096, 128, lengths=True) == 128
+    assert programs(1, 8, 4, 1, 32768, 128, **apart) == programs(8, 8, 4, 1, 8192, 128, page=64, **apart) == 132
     assert (shared_programs(64, 132), shared_programs(6, 132), shared_programs(70, 132)) == (128, 132, 0)
     assert shared_programs(1000, 132) == 0 and shared_programs(1001, 144) == 143
 
@@ -243,8 +242,8 @@ def test_orders_of_blocks_and_early_rings_go_with_the_kernels_that_were_timed_wi
         plan = arrange(*sizes, 132, **options).plan
         return plan.backward, plan.k_first, plan.prefill
 
-    assert order(16, 8, 8, 16, 8192, 128) == order(16, 8, 8, 8, 8192, 128) == (False, True, 3)
-    assert order(64, 8, 4, 16, 4096, 128) == order(1, 8, 4, 16, 8192, 128) == (False, False, 3)
+    assert order(16, 8, 8, 16, 8192, 128) == order(16, 8, 8, 8, 8192, 128) == (False, True, 2)
+    assert order(64, 8, 4, 16, 4096, 128) == (False, False, 2) and order(1, 8, 4, 16, 8192, 128) == (False, False, 3)
     assert order(128, 8, 8, 16, 1024, 128) == (True, False, 0)  # each head begun before the last one ends
     for options in ({"window": 100}, {"lengths": True}, {"lengths": True, "page": 16}, {"fp8": True}):
         assert order(16, 8, 8, 16, 8192, 128, **options) == (False, False, 0)
@@ -286,7 +285,7 @@ def test_two_programs_share_an_sm_where_each_takes_whole_long_heads():
 
 def test_warps_that_load_pages():
     def chosen(batch, keys, page):
-        plan = arrange(batch, 8, 4, 1, keys, 128, 132, page=page, lengths=True).plan
+        plan = arrange(batch, 8, 4, 1, keys, 128, 132, page=page, lengths=True, cluster=0).plan
         return plan.consumers, plan.producers, plan.level
 
     assert chosen(1, 32768, 16) == (1, 2, True)
@@ -313,7 +312,7 @@ def test_each_program_of_a_cluster_has_a_block_and_all_clusters_fit_at_once():
         ("8 share 7 blocks", (1, 8, 4, 1, 7 * 128, 128), {"cluster": 8, "block_n": 128}),
         ("by its last program", (1, 8, 4, 1, 2048, 128), {"cluster": 8, "merge": "together"}),
         ("run at once; 8 of 16", (1, 8, 4, 1, 2048, 128), {"cluster": 16}),
-        ("no lengths", (1, 8, 4, 1, 2048, 128), {"cluster": 8, "lengths": True}),
+        ("no window", (1, 8, 4, 1, 2048, 128), {"cluster": 8, "window": 100}),
         ("do not fit", (1, 8, 4, 16, 8192, 256), {"cluster": 8, "block_n": 128}),
         ("10 slots of 128 keys do not fit", (1, 8, 4, 1, 8192, 128), {"cluster": 8, "slots": 10}),
         ("64 rows at least", (1, 8, 4, 1, 8192, 128), {"cluster": 8, "block_n": 32}),
@@ -344,9 +343,21 @@ def test_clusters_and_the_hint_are_chosen_where_they_were_timed():
     ):
         found = arrange(batch, kv_heads, 4, sq, keys, 128, 132)
         assert (found.plan.cluster, found.hint) == (parts, hint), (batch, kv_heads, sq, keys)
-    for options in ({"lengths": True}, {"window": 9000}, {"lengths": True, "page": 64}, {"fp8": True}):
+    for options, parts in (
+        ({"lengths": True}, 8),
+        ({"lengths": True, "page": 16}, 8),
+        ({"window": 9000}, 0),
+        ({"fp8": True}, 0),
+    ):
         found = arrange(1, 8, 4, 1, 8192, 128, 132, **options)
-        assert (found.plan.cluster, found.hint) == (0, options == {"lengths": True}), options
+        assert (found.plan.cluster, found.hint) == (parts, parts > 0), options
+    # Sequences whose lengths differ are merged through counters, by one program a head: few rows, and no graph that shares them.
+    for sq, stateless, parts in ((2, False, 2), (3, False, 0), (1, True, 0)):
+        found = arrange(8, 8, 4, sq, 8192, 128, 132, lengths=True, page=64, stateless=stateless)
+        assert (found.plan.cluster, found.plan.else_shared, found.hint) == (parts, parts > 0, False)
+    assert (
+        arrange(2, 8, 4, 1, 8192, 128, 132, lengths=True).plan.cluster == 0
+    )  # 64 programs, all of which a long sequence needs
     assert arrange(1, 8, 4, 1, 8192, 128, 114).plan.cluster == 0  # another GPU
 
 
@@ -425,6 +436,27 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
         {},
         {"cluster": 2, "block_n": 64, "slots": 6},
     ),
+    "a cluster whose programs have runs of blocks": (
+        (1, 4, 1, 1, 1200, 128, None),
+        {},
+        {"cluster": 4, "in_turn": False},
+    ),
+    "clusters of two, lengths of 0 and of the whole cache": (
+        (3, 4, 2, 2, 300, 64, None),
+        {},
+        {"cluster": 2, "consumers": 0, "block_n": 64, "lengths": [300, 0, 130]},
+    ),
+    "a cluster of four, query rows as rows, pages of 16": (
+        (2, 8, 1, 5, 700, 80, 16),
+        {},
+        {"cluster": 4, "consumers": 1, "block_n": 64, "lengths": True},
+    ),
+    "a cluster of four, pages of 256": ((2, 4, 1, 1, 700, 128, 256), {}, {"cluster": 4, "lengths": True}),
+    "clusters of two, lengths that are nearly the same": (
+        (3, 4, 2, 2, 300, 64, None),
+        {},
+        {"cluster": 2, "consumers": 0, "block_n": 64, "lengths": [300, 290, 280]},
+    ),
     "128 rows, the output by TMA, queries and heads that are none": (
         (2, 10, 2, 11, 300, 128, None),
         {},
@@ -442,6 +474,12 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
     ),
     "whole heads, a program each, lean": ((3, 4, 2, 1, 300, 64, None), {}, {"aligned": True, "programs": 6}),
     "lengths, lean": ((3, 4, 2, 2, 300, 64, None), {}, {"lengths": [300, 0, 130], "lean": True, "programs": 4}),
+    "fp8, products in fp16": ((2, 8, 2, 9, 300, 128, None), {}, {"fp8": True, "consumers": 1, "fp16": True}),
+    "fp8, two consumers, products in fp16, pages": (
+        (2, 8, 1, 11, 300, 64, 16),
+        {"window": 70},
+        {"fp8": True, "lengths": True, "merge": "second", "consumers": 2, "fp16": True},
+    ),
     "fp8, two consumers": ((2, 8, 1, 16, 300, 128, None), {}, {"fp8": True, "consumers": 2}),
     "fp8, two consumers, lengths, pages": (
         (2, 8, 1, 11, 300, 64, 16),

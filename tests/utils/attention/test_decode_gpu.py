@@ -190,6 +190,35 @@ def test_clusters_merge_in_shared_memory_also_when_captured(sizes, choices):
         assert relative_error(out, decode_reference(q, k, v, scale=0.1)) < 5e-3
 
 
+@pytest.mark.parametrize("page", [None, 16, 64, 256])
+@pytest.mark.parametrize(
+    "filled", [(2000, 2000, 2000, 2000), (2000, 1950, 2000, 1990), (2000, 0, 3, 700), (1, 0, 0, 0)], ids=str
+)
+@pytest.mark.parametrize("choices", [{"consumers": 0}, {"consumers": 1, "block_n": 64}], ids=str)
+def test_clusters_read_lengths_and_pages_and_share_all_blocks_where_lengths_differ(choices, filled, page):
+    from utils.attention.gluon.decode.launch import Launch
+
+    batch, group, sq, keys = 4, 4, 3, 2000
+    k, v, _, table = random_cache(batch, 8, keys, 128, torch.bfloat16, page or 0, page, fill=0.5)
+    lengths = torch.tensor(filled, dtype=torch.int32)
+    if page:  # what stands behind the last page of a sequence is no page
+        table = (
+            torch.randperm(len(k))[: table.numel()].int().view(table.shape)
+        )  # that of `random_cache` is for its own lengths
+        for pages, length in zip(table, filled, strict=True):
+            pages[-(-length // page) :] = 10**6
+    else:
+        for b, length in enumerate(filled):
+            k[b, :, length:], v[b, :, length:] = torch.nan, torch.nan
+    k, v, lengths, table = (x if x is None else x.cuda() for x in (k, v, lengths, table))
+    q = torch.randn(batch, 8 * group, sq, 128, device="cuda", dtype=torch.bfloat16)
+    launch = Launch(q, k, v, True, 0, True, table, cluster=2, **choices)
+    assert launch.plan.merge == "cluster" and launch.plan.else_shared == (choices.get("consumers") == 0)
+    expected = decode_reference(q, k, v, seqlens=lengths, block_table=table, scale=0.1)
+    for _ in range(5):  # the later calls find the counters of those before
+        assert relative_error(launch(q, k, v, 0.1, lengths, table), expected) < 5e-3
+
+
 def test_barriers_under_an_inbox_are_invalidated(monkeypatch):
     """Four programs an SM whose inboxes lie over the ring's barriers: with these kept, each call gave nan."""
     from utils.attention.gluon.decode import arrangement, launch
@@ -206,6 +235,20 @@ def test_barriers_under_an_inbox_are_invalidated(monkeypatch):
     expected = decode_reference(q, k, v, scale=0.1)
     for _ in range(20):
         assert relative_error(call(q, k, v, 0.1, None, None), expected) < 5e-3
+
+
+@pytest.mark.parametrize("size", [1.0, 1e30, 1e-30])
+@pytest.mark.parametrize("consumers", [1, 2])
+def test_an_fp8_cache_with_products_in_fp16(consumers, size):
+    from utils.attention.gluon.decode.launch import Launch
+
+    q = torch.randn(2, 16, 13, 128, device="cuda").mul(size).bfloat16()
+    k, v = (torch.randn(2, 2, 900, 128, device="cuda").to(torch.float8_e4m3fn) for _ in "kv")
+    scales = torch.rand(2, 2, device="cuda") + 0.5
+    launch = Launch(q, k, v, True, 0, False, None, fp8=True, consumers=consumers, fp16=True)
+    expected = decode_reference(q, k, v, kv_scales=scales, scale=0.1 / size)
+    for _ in range(2):
+        assert relative_error(launch(q, k, v, 0.1 / size, None, None, scales), expected) < 5e-3
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -137,9 +137,9 @@ def problem(batch=8, slots=1024):
 
 
 def test_a_kept_launch_gets_addresses_of_this_call(launched):
-    q, k, v, lengths = problem()
+    q, k, v, lengths = problem(6)
     attention_decode(q, k, v, seqlens=lengths)
-    others = problem()
+    others = problem(6)
     out = attention_decode(*others[:3], seqlens=others[3], scale=0.25)
     out = attention_decode(*others[:3], seqlens=others[3])
     assert launched.pop(0) == "compiled" and len(launched) == 4

@@ -50,8 +50,13 @@ CASES = {  # arguments of make_plan or cluster_plan, of Case
     "a cluster of 8": (dict(head_dim=128, group=4, sq=1, keys=8192, heads=8, parts=8), dict()),
     "a cluster of 8, 64 rows": (dict(head_dim=128, group=4, sq=16, keys=2048, heads=8, parts=8), dict(causal=True)),
     "clusters of 2, in the ring": (dict(head_dim=256, group=4, sq=8, keys=4096, heads=64, parts=2), dict(causal=True)),
+    "a cluster of 8, pages of 64": (
+        dict(head_dim=128, group=4, sq=1, keys=8192, heads=8, parts=8, page=64),
+        dict(lengths=True, batch_block=1, paged=True, clean=True),
+    ),
     "fp8": (dict(head_dim=128, group=4, sq=4, fp8=True), dict(causal=True)),
     "fp8, 64 rows": (dict(head_dim=128, group=4, sq=16, fp8=True), dict(causal=True)),
+    "fp8, 64 rows, products in fp16": (dict(head_dim=128, group=4, sq=16, fp8=True, fp16=True), dict(causal=True)),
     "fp8, 64 rows, head dimension 256, pages": (
         dict(head_dim=256, group=4, sq=16, page=16, fp8=True),
         dict(causal=True, lengths=True, batch_block=4, paged=True, clean=True),
@@ -62,7 +67,8 @@ CASES = {  # arguments of make_plan or cluster_plan, of Case
 PROGRAM = r"""
 import json, sys
 from utils.attention.gluon.decode.offline import compile_decode
-from utils.attention.gluon.decode.plan import Case, cluster_plan, make_plan
+from utils.attention.gluon.decode.cluster_plan import cluster_plan
+from utils.attention.gluon.decode.plan import Case, make_plan
 from utils.kernels.assembling import assemble
 from utils.kernels.l2_hint import hint_copies
 answer = {}

@@ -61,13 +61,15 @@ def check(rng):
     found = arrange(**sizes, **options)
     plan, sq, window, keys = found.plan, sizes["sq"], options["window"], sizes["keys"]
     assert plan.shared_bytes + plan.inbox_space * (plan.cluster > 0) < SHARED_BYTES // plan.per_sm
-    if plan.cluster:  # a program of a cluster has one head's blocks, by the same Split
-        blocks = -(-keys // plan.block_n)
-        split = CODE.Split(
-            Number(blocks // plan.cluster), Number(blocks % plan.cluster), Number(plan.cluster), Number(1)
-        )
-        starts = [split.begin(Number(i)) for i in range(plan.cluster + 1)]
-        assert starts[0] == 0 and starts[-1] == blocks and all(a < b for a, b in itertools.pairwise(starts))
+    if plan.cluster:  # a program of a cluster has one head's blocks: a run of them, or every so many-th one
+        blocks, step = -(-keys // plan.block_n), plan.cluster
+        assert plan.in_turn == (lengths is not None) and blocks >= step
+        split = CODE.Split(Number(blocks // step), Number(blocks % step), Number(step), Number(1))
+        starts = [split.begin(Number(i)) for i in range(step + 1)]
+        taken = [j for a, b in itertools.pairwise(starts) for j in range(a, b)]
+        if plan.in_turn:
+            taken = [j for part in range(step) for j in range(part, blocks, step)]
+        assert sorted(taken) == list(range(blocks))
         return "cluster"
     case = Case(sq > 1, window > 0, lengths is not None, power_of_two(sizes["batch"]), False, found.aligned)
     heads = sizes["kv_heads"] * found.tiles

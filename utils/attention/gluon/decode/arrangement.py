@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from utils.attention.gluon.decode.cluster_plan import cluster_plan
 from utils.attention.gluon.decode.plan import (
     KEYS_BLOCK,
     MERGE_WARPS,
@@ -17,7 +18,6 @@ from utils.attention.gluon.decode.plan import (
     Plan,
     best_consumers,
     block_width,
-    cluster_plan,
     make_plan,
     power_of_two,
 )
@@ -32,6 +32,9 @@ FEW_BLOCKS = {64: 0, 128: 3, 256: 5}  # where a program has fewer of the latter,
 # Of keys and values: where it is faster that they leave the L2 first, by up to 2 us. With 4 to 12 MB it gains 0.3 us at most, with
 # 268 MB nothing, and from half a gigabyte on it is slower.
 HINT_BYTES = 16 << 20, 192 << 20
+# Of keys and values, from which two blocks of K and two of V on their way are faster than three, where query rows are the rows.
+SHORT_RING_BYTES = 500_000_000
+SHORT_RING = 4
 # Heads of keys, of all sequences, and the programs of a cluster that were timed for them (entries 34 and 35).
 CLUSTERS = {4: 16, 8: 8, 16: 4, 32: 2, 64: 2}
 CLUSTERS_64 = {48: 2, 64: 2}  # the same for head dimension 64 and a tile of eight query rows (entry 40)
@@ -201,20 +204,30 @@ def arrange(
     """
     seen = min(keys, sq + window - 1) if window else keys
     bytes_ = 2 * seen * batch * kv_heads * head_dim * (1 if fp8 else 2)
-    plain = not (lengths or page or window or fp8)
-    if hint is None:
-        hint = not (page or window or fp8) and HINT_BYTES[0] <= bytes_ <= HINT_BYTES[1]
+    plain_fp8 = not (lengths or page or window)
+    plain = plain_fp8 and not fp8
     own = programs or aligned is not None or merge or consumers is not None or block_n or choices
-    chosen = cluster is None and plain and not own
+    chosen = cluster is None and not (window or fp8 or own)
     if chosen:
         cluster = best_cluster(batch * kv_heads, group, sq, keys, head_dim, multiprocessors)
+        # Where lengths differ all programs may have to share all blocks, and half of the SMs have no reserve for a long sequence.
+        shared = power_of_two(group) * sq <= 8 and not stateless and batch * kv_heads * cluster > multiprocessors // 2
+        if lengths and (block_width(head_dim) != TIMED_WIDTH or (batch > 1 and not shared)):
+            cluster = 0
+    chosen = chosen and plain
+    if hint is None:
+        hint = not (window or fp8 or (page and not cluster)) and HINT_BYTES[0] <= bytes_ <= HINT_BYTES[1]
     if cluster:
-        if not plain:
-            raise ValueError("a cluster takes no lengths, pages, window or fp8 cache: leave `cluster` out.")
-        own_tile = consumers, block_n, choices.get("slots"), merge
-        plan = cluster_plan(head_dim, group, sq, keys, batch * kv_heads, cluster, *own_tile)
+        if window or fp8:
+            raise ValueError("a cluster takes no window and no fp8 cache: leave `cluster` out.")
+        own_tile = consumers, block_n, choices.get("slots"), merge, page
+        in_turn = choices.get("in_turn", bool(lengths))
+        plan = cluster_plan(head_dim, group, sq, keys, batch * kv_heads, cluster, *own_tile, in_turn)
         tiles = -(-sq // plan.queries)
         heads = batch * kv_heads * tiles
+        if choices.get("else_shared", lengths and batch > 1 and plan.consumers == 0):
+            numbers = group * min(sq, plan.queries) * plan.block_d  # of a head, which one program merges
+            plan = replace(plan, else_shared=True, **merge_shape(max(cluster, 4), numbers))
         return Arrangement(plan, plan, heads * plan.cluster, tiles, heads, False, 1, hint)
     whole = 0
     if chosen:
@@ -255,7 +268,11 @@ def arrange(
             # Small blocks leave more than two slots for K and for V beside the rest.
             small = choices.get("ahead", False) or choices.get("per_sm", 1) == 2
             block_n = ROWS_BLOCK[width] // 2 if small else best_block(head_dim, batch * kv_heads, seen, multiprocessors)
+    if fp8 and plain_fp8 and bytes_ > TOGETHER_BYTES and head_dim == TIMED_WIDTH:
+        choices = {"fp16": True} | choices
     plan = make_plan(head_dim, group, sq, page, block_n=block_n, consumers=consumers, fp8=fp8, **choices)
+    if plain and plan.consumers and not plan.ahead and plan.block_d == TIMED_WIDTH and bytes_ >= SHORT_RING_BYTES:
+        plan = replace(plan, slots=choices.get("slots", min(plan.slots, SHORT_RING)))
     multiprocessors *= plan.per_sm  # from here on, places for programs
     tiles = -(-sq // plan.queries)
     heads = batch * kv_heads * tiles

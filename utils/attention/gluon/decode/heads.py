@@ -28,11 +28,12 @@ class Share:
     v: Ring
     c: gl.tensor
     scales_ptr: gl.tensor  # of K, then of V, a head of keys each; read only where the cache is in fp8
+    powers: gl.tensor  # by which the queries' rows were divided, where an fp8 cache's products are in fp16
     PLAN: gl.constexpr
     CASE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, results, begin, end, start, q, k, v, c, scales_ptr, PLAN, CASE):
+    def __init__(self, results, begin, end, start, q, k, v, c, scales_ptr, powers, PLAN, CASE):
         self.results = results
         self.begin = begin
         self.end = end
@@ -42,11 +43,12 @@ class Share:
         self.v = v
         self.c = c
         self.scales_ptr = scales_ptr
+        self.powers = powers
         self.PLAN = gl.constexpr(PLAN)
         self.CASE = gl.constexpr(CASE)
 
     @gluon.jit
-    def scaled(self, kv_head):
+    def scaled(self, kv_head, powers):
         """This share for one head of an fp8 cache, whose scores have a scale of their own; and the scales of K and V."""
         heads = self.results.cache.heads // self.results.tiles
         k_scale = gl.load(self.scales_ptr + kv_head)
@@ -62,6 +64,7 @@ class Share:
             self.v,
             c,
             self.scales_ptr,
+            powers,
             self.PLAN,
             self.CASE,
         )
@@ -89,6 +92,26 @@ class Block:
         self.cursor = cursor
         self.j = j
         self.row = row
+
+
+@gluon.jit
+def queries_in_fp16(q, target, layout: gl.constexpr):
+    """Store 64 rows of queries as fp16, each divided by a power of two near its largest number; the powers of the rows.
+
+    Bytes become fp16 in one instruction for two numbers, bf16 in four; queries in bf16 may be larger than fp16 has numbers.
+    """
+    BLOCK_D: gl.constexpr = q.shape[1]
+    lanes: gl.constexpr = BLOCK_D // 8
+    own: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+    numbers = q.load(own).to(gl.float32)
+    largest = gl.max(gl.abs(numbers), 1)
+    power = (largest.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+    power = gl.minimum(gl.maximum(power, 1.1754943508222875e-38), 8.507059173023462e37)  # 2^-126 to 2^126
+    target.store((numbers / power[:, None]).to(gl.float16))
+    # The threads wrote through the generic proxy, wgmma reads through the async proxy; and other warps' rows are read, too.
+    fence_async_shared()
+    thread_barrier()
+    return gl.convert_layout(power, gl.SliceLayout(1, layout))
 
 
 # Threads t = 0 .. 3 of a row hold word t of the groups 0 .. 3, and then hold group t: the first exchange swaps bit 0 of

@@ -160,6 +160,8 @@ class Launch:
         window = min(window, keys + sq)
         # A plain tuple: torch.empty takes more than a microsecond longer to read a torch.Size.
         self.shape, self.dtype, self.device = tuple(q.shape), q.dtype, q.device
+        if fp8 and q.dtype == torch.float16:
+            choices.setdefault("fp16", False)  # the products are in fp16 anyway
         found = arrange(
             batch,
             kv_heads,
@@ -180,14 +182,13 @@ class Launch:
         self.grid = (kv_heads * (1 if plan.merge == "cluster" else plan.cluster), batch, found.tiles)
         self.grid = self.grid if plan.cluster else (found.programs, 1, 1)
         self.adapted = q.is_cuda and (self.hint or plan.merge == "cluster")  # between Triton's compiler and the launch
-        self.counters = 0 if plan.merge in ("second", "cluster") else 2 * found.heads
+        in_memory = plan.merge != "cluster" or plan.else_shared  # parts of heads that are merged
+        self.counters = 2 * found.heads if in_memory and plan.merge != "second" else 0
         holds = power_of_two(batch) if lengths else 1
         self.case = Case(causal and sq > 1, window > 0, lengths, holds, paged, found.aligned, lengths or paged)
         pages, stride = (0, 0) if block_table is None else (block_table.shape[1], block_table.stride(0))
         self.sizes = (stride, batch, kv_heads, group, sq, rows, window, found.tiles, page, pages, head_dim)
-        self.parts = (
-            0 if found.aligned or plan.merge == "cluster" else 2 * self.programs * plan.columns * (plan.block_d + 2)
-        )
+        self.parts = 2 * self.programs * plan.columns * (plan.block_d + 2) if in_memory and not found.aligned else 0
         self.merge_grid = found.heads, found.merge_pieces, 1
         self.constants = plan, self.case
         self.merge_arguments = self.programs, found.merge_plan, self.case

@@ -22,9 +22,6 @@ KEYS_BLOCK = {64: 256, 128: 128, 256: 64}  # keys of a block by head dimension, 
 ROWS_BLOCK = {64: 128, 128: 128, 256: 64}  # where query rows are the rows
 LEVEL_PAGES = 32  # tokens of the largest page with which whole heads are worth being found by the kernel
 FP8_ROWS_FROM = 17  # query rows of a head of keys from which `quantized.py` reads an fp8 cache, not `quantized_keys.py`
-# Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
-# one GPC, and seven of the eight have 16 or 18 SMs.
-FITTING_CLUSTERS = {2: 66, 4: 30, 8: 15, 16: 7}
 MERGES = {
     "cluster": "the programs of a head, a thread block cluster, in shared memory (`cluster.py`)",
     "second": "a second launch, which begins while the first runs and waits for its end",
@@ -57,12 +54,17 @@ class Plan:
     early: bool = True  # the second launch begins while the first runs, and waits for its end
     consumers: int = 0  # warpgroups of 64 query rows each; 0: keys are the rows of the products
     registers: int = 0  # of a consumer's thread, with two consumers
+    fp16: bool = False  # products of an fp8 cache in fp16 also where queries are in bf16 (`quantized.py`)
     raw_slots: int = 0  # slots of K and of V for an fp8 cache's bytes, each; 0: the cache has the queries' type
     per_sm: int = 1  # programs that an SM runs at the same time
     level: bool = False  # with lengths: programs take whole heads where the kernel finds them balanced
     producers: int = 1  # warps that load, where query rows are the rows: one, or one for K and one for V
     ahead: bool = False  # whole heads, each begun before the one before it is stored (`rows_ahead.py`)
     cluster: int = 0  # programs of a head, which merge in shared memory (`cluster.py`); 0: the other kernels
+    in_turn: bool = False  # the programs of a cluster take a head's blocks in turn, and not a run of them each
+    else_shared: bool = (
+        False  # sequences of a cluster's launch whose lengths differ share all programs, without clusters
+    )
     sent: int = 0  # query rows of the tile that the programs of a cluster send each other: those that exist
     inbox_in_ring: bool = False  # what they send lies where the tiles were: that costs a wait for the cluster
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)
@@ -79,6 +81,11 @@ class Plan:
     def columns(self) -> int:
         """Query rows of a tile: columns of the products, or their rows."""
         return self.heads * self.queries
+
+    @property
+    def apart(self) -> Plan:
+        """The plan of `kernel.attend` in a cluster's launch whose sequences' lengths differ (`else_shared`)."""
+        return replace(self, cluster=0, merge="last", lean=True)
 
     @property
     def output_box(self) -> list[int]:
@@ -121,9 +128,8 @@ class Plan:
             return {"num_warps": 4, "maxnreg": 128}
         if self.per_sm > 2:
             return {"num_warps": 4, "maxnreg": 65536 // (128 * self.per_sm) // 8 * 8}
-        return {"num_warps": 4} | (
-            {"maxnreg": 240} if self.consumers == 1 and not self.raw_slots and not self.cluster else {}
-        )
+        alone = self.consumers == 1 and not self.raw_slots and not self.cluster
+        return {"num_warps": 4} | ({"maxnreg": 240} if alone else {})
 
     @property
     def shared_bytes(self) -> int:
@@ -131,7 +137,9 @@ class Plan:
         tile = self.block_n * self.block_d
         p = 0 if self.consumers else self.columns * self.block_n
         raw = 2 * self.raw_slots * tile
-        query_tiles = self.q_slots + self.ahead  # the output has a tile like one of Q's
+        query_tiles = (
+            self.q_slots + self.ahead + self.fp16
+        )  # the output has a tile like one of Q's, and queries in fp16
         return 2 * (self.slots * tile + self.columns * query_tiles * self.block_d + p) + raw
 
 
@@ -181,6 +189,7 @@ def make_plan(
     k_first: bool = False,
     prefill: bool = False,
     lean: bool = False,
+    fp16: bool = False,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
 
@@ -194,7 +203,7 @@ def make_plan(
             consumers = 0 if power_of_two(group) * sq < FP8_ROWS_FROM else 1
         if consumers == 0 and power_of_two(group) <= MOST_FP8_COLUMNS[block_width(head_dim)]:
             return _fp8_keys_plan(head_dim, group, sq, page, block_n, merge, early, per_sm or 2)
-        return _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves)
+        return _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves, fp16)
     consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
     if consumers:
         plan = _rows_plan(
@@ -312,7 +321,7 @@ def _fp8_keys_plan(head_dim, group, sq, page, block_n, merge, early, per_sm) -> 
     return replace(plan, raw_slots=min(room // (2 * block_n * block_d), 8))
 
 
-def _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves) -> Plan:
+def _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves, fp16) -> Plan:
     """Return `make_plan`'s plan for a cache in e4m3: two slots each for the converted K and V, the rest for bytes."""
     if power_of_two(group) > 64:
         raise ValueError(
@@ -326,6 +335,7 @@ def _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halve
         )
     block_n = block_n or {64: 128, 128: 64, 256: 32}[block_width(head_dim)]
     plan = _rows_plan(head_dim, group, sq, page, block_n, 4, merge, early, consumers, halves, 1)
+    plan = replace(plan, fp16=fp16)
     room = SHARED_BYTES - 1024 - plan.shared_bytes
     registers = 160 if consumers == 2 else 0
     raw_slots = min(room // (2 * block_n * plan.block_d), 8)
@@ -352,63 +362,6 @@ def refuse(group: int, sq: int, batch: int, page: int | None = None, head_dim: i
 def block_width(head_dim: int) -> int:
     """The head dimension of a tile: the smallest that there is and that holds this one."""
     return next(d for d in (64, 128, 256) if head_dim <= d)
-
-
-def cluster_plan(
-    head_dim: int,
-    group: int,
-    sq: int,
-    keys: int,
-    heads: int,
-    parts: int,
-    consumers: int | None = None,
-    block_n: int | None = None,
-    slots: int | None = None,
-    merge: str | None = None,
-) -> Plan:
-    """Choose the tile of `cluster.py`; heads: of keys, of all sequences; parts: programs of a head.
-
-    The last four arguments overrule the choice. consumers: 0 makes keys the rows of the products, 1 query rows.
-    """
-    block_d = block_width(head_dim)
-    group = power_of_two(group)
-    consumers = int(group * sq >= ROWS_FROM) if consumers is None else consumers
-    most = 64 if consumers else MOST_COLUMNS
-    if group > most:
-        raise ValueError(f"a program of a cluster has up to {most} query rows, and a group needs {group}.")
-    queries = min(power_of_two(sq), most // group)
-    columns = most if consumers else max(group * queries, 8)
-    heads *= -(-sq // queries)
-    if merge not in (None, "cluster", "last"):
-        raise ValueError(f"a cluster merges in shared memory, or in the simulator by its last program; not {merge!r}.")
-    if heads > FITTING_CLUSTERS.get(parts, 0):
-        raise ValueError(f"clusters have 2, 4, 8 or 16 programs and run at once; {heads} of {parts} do not.")
-    largest = (ROWS_BLOCK if consumers else KEYS_BLOCK)[block_d]
-    if block_n and not consumers and block_n < 64:
-        raise ValueError(f"a product has 64 rows at least; with keys as rows a block has as many keys, not {block_n}.")
-    for block in (block_n,) if block_n else (largest, largest // 2):
-        blocks = -(-keys // block)
-        if blocks < parts:
-            raise ValueError(f"each program of a cluster takes a block at least, and {parts} share {blocks} blocks.")
-        plan = Plan(block_d, block, columns // queries, queries, 0, 1, block, consumers=consumers, cluster=parts)
-        plan = replace(plan, merge=merge or "cluster", sent=group * queries)
-        # Beside the tiles there are barriers, and the sums that reductions exchange.
-        room = SHARED_BYTES - 192 - plan.shared_bytes - (0 if consumers else 32 * columns)
-        share = -(-blocks // parts)  # of the programs with the most
-        wanted, tile = slots or min(16, 2 * share), 2 * block * block_d
-        # A large inbox does not cost tiles: it takes their place.
-        in_ring = replace(plan, inbox_in_ring=plan.inbox_bytes > 8192)
-        fit, most_fit = (min((room - p.inbox_space) // tile // 2 * 2, wanted) for p in (plan, in_ring))
-        plan = replace(plan if fit == most_fit else in_ring, slots=most_fit)
-        if slots and plan.slots != slots:
-            raise ValueError(f"{slots} slots of {block} keys do not fit; there is room for {plan.slots}.")
-        if plan.slots >= min(6, 2 * share):  # two more blocks on their way beside the one in use
-            break
-    if plan.inbox_in_ring and plan.inbox_bytes > plan.shared_bytes:
-        raise ValueError(f"an inbox of {plan.inbox_bytes} bytes does not fit into the place of the tiles.")
-    if plan.slots < min(4, 2 * share):
-        raise ValueError(f"two blocks of {block} keys do not fit beside the rest of a program's memory.")
-    return plan
 
 
 def best_consumers(head_dim: int, group: int, sq: int, page: int | None = None) -> int:

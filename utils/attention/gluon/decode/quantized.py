@@ -10,8 +10,8 @@ V's into the output. Bad numbers stay bad: the converting instruction makes e4m3
                   4        at head dimension 256: one for both, since the consumer needs the registers
     consumers     4 or 8   64 query rows each, as in rows.py; they share what was converted
 
-It saves memory more than time: on an H200 it is 1.1 times as fast as a cache in bf16, and 0.9 times with more than 64 query rows
-(docs/decode-log.md, entry 38). Up to 16 query rows `quantized_keys.py` reads an fp8 cache, 1.06 to 1.87 times as fast as one in bf16
+With products in the queries' type it is 1.1 times as fast on an H200 as a cache in bf16, and 0.9 times with more than 64 query rows
+(docs/decode-log.md, entry 38); with products in fp16, for large caches, 1.2 to 1.7 times on an H100 (entry 46). Up to 16 query rows `quantized_keys.py` reads an fp8 cache, 1.06 to 1.87 times as fast as one in bf16
 (assets/results/h200/decode_fp8.json; docs/decode-log.md says what bounds both).
 """
 
@@ -89,22 +89,29 @@ def attend_fp8(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
     q = allocate_ring(q_desc, PLAN.q_slots, 1, PLAN.consumers)
     raw_k = allocate_ring(k_desc, PLAN.raw_slots, 1, 1, PLAN.block_n)
     raw_v = allocate_ring(v_desc, PLAN.raw_slots, 1, 1, PLAN.block_n)
-    k = allocate_converted(q_desc.dtype, PLAN.slots // 2, PLAN)
-    v = allocate_converted(q_desc.dtype, PLAN.slots // 2, PLAN)
+    # Products are in the queries' type, or in fp16, into which bytes are converted with fewer instructions.
+    dtype: gl.constexpr = gl.float16 if PLAN.fp16 else q_desc.dtype
+    k = allocate_converted(dtype, PLAN.slots // 2, PLAN)
+    v = allocate_converted(dtype, PLAN.slots // 2, PLAN)
+    if PLAN.fp16:
+        rows: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+        place = gl.allocate_shared_memory(gl.float16, [PLAN.columns, PLAN.block_d], rows)
+    else:
+        place: gl.constexpr = None
     # TMA completes the barriers through the async proxy, and may otherwise find them as they were before.
     fence_async_shared()
     begin = split.begin(program)
     start = cache.locate(begin)
     end = split.begin(program + 1)
     c = results.c
-    share = Share(results, begin, end, start, q, k, v, c, scales_ptr, PLAN, cache.CASE)
-    loads = Share(results, begin, end, start, q, raw_k, raw_v, c, scales_ptr, PLAN, cache.CASE)
+    share = Share(results, begin, end, start, q, k, v, c, scales_ptr, c, PLAN, cache.CASE)
+    loads = Share(results, begin, end, start, q, raw_k, raw_v, c, scales_ptr, c, PLAN, cache.CASE)
     # The first role has four warps and the registers that are left by the others.
     if PLAN.consumers == 2:
         gl.warp_specialize(
             [
-                (consumer, (share, None, 0)),
-                (consumer, (share, None, 1)),
+                (consumer, (share, None, place, 0)),
+                (consumer, (share, None, place, 1)),
                 (converter, (share, raw_k, k)),
                 (converter, (share, raw_v, v)),
                 (producer, (loads, q_desc, k_desc, v_desc)),
@@ -116,7 +123,7 @@ def attend_fp8(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
         # The output of 64 rows takes 128 registers of a thread, and ptxas compiles a block of sixteen warps for 128 in all.
         gl.warp_specialize(
             [
-                (consumer, (share, None, 0)),
+                (consumer, (share, None, place, 0)),
                 (converter_of_both, (share, raw_k, raw_v)),
                 (producer, (loads, q_desc, k_desc, v_desc)),
             ],
@@ -126,7 +133,7 @@ def attend_fp8(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
     else:
         gl.warp_specialize(
             [
-                (consumer, (share, None, 0)),
+                (consumer, (share, None, place, 0)),
                 (converter, (share, raw_k, k)),
                 (converter, (share, raw_v, v)),
                 (producer, (loads, q_desc, k_desc, v_desc)),

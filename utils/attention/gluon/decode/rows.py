@@ -10,6 +10,7 @@ program reads which keys, the parts, and the merge are the same as there.
     consumers    warpgroups x 64 query rows                      1 or 2           1 or 2           1 or 2
     block        keys (where a program has few blocks)           128              128 (64)         64 (32)
     rings        slots of K and V (64 rows / 128 rows)           6+7 / 6+6        3+3 / 3+3        3+3 / 2+3
+                 two and two from half a gigabyte of keys and values on (entry 46)
     queries      tiles of Q (64 rows / 128 rows)                 2 / 2            2 / 1            1 / 1
     producer     one warp: TMA copies of Q, K and V, a box a page where the cache is in pages
     programs     one an SM; two with 64 rows and blocks of 64 keys where there are several heads an SM, a program a head
@@ -31,6 +32,7 @@ from utils.attention.gluon.decode.heads import (
     Share,
     clean_tile,
     inverses,
+    queries_in_fp16,
     row_sums,
     store_head,
     store_head_by_tma,
@@ -128,31 +130,37 @@ def producer(share, q_desc, k_desc, v_desc, KEYS: gl.constexpr = 1, VALUES: gl.c
 
 
 @gluon.jit
-def consumer(all_heads, o_desc, W: gl.constexpr):
+def consumer(all_heads, o_desc, place, W: gl.constexpr):
     """Warpgroup W: the query rows W * 64 and on of each head, over all blocks of this program.
 
-    o_desc: the output's TMA descriptor where it leaves that way, else None.
+    o_desc: the output's TMA descriptor where it leaves that way, else None. place: of an fp8 cache's queries in fp16, else None.
     """
-    share = all_heads
-    results = share.results
+    results = all_heads.results
     cache = results.cache
-    PLAN: gl.constexpr = share.PLAN
+    PLAN: gl.constexpr = all_heads.PLAN
     BLOCK_N: gl.constexpr = PLAN.block_n
     BLOCK_D: gl.constexpr = PLAN.block_d
     ROW: gl.constexpr = 64 * W
     split = cache.split()
     program = gl.program_id(0)
-    cursor = share.start
-    unit = share.begin
+    cursor = all_heads.start
+    unit = all_heads.begin
     it = gl.to_tensor(0)
     piece = gl.to_tensor(0)
-    while unit < share.end:
-        n = gl.minimum(cursor.blocks - cursor.j, share.end - unit)
+    while unit < all_heads.end:
+        n = gl.minimum(cursor.blocks - cursor.j, all_heads.end - unit)
         low, clear = clear_keys(cache, cursor)
+        all_heads.q.wait_full(piece)  # the first product reads Q
+        q = all_heads.q.tiles.index(all_heads.q.slot(piece)).reshape([PLAN.columns, BLOCK_D]).slice(ROW, 64)
+        powers = results.c
+        if PLAN.fp16:
+            powers = queries_in_fp16(q, place.slice(ROW, 64), accumulator(BLOCK_N))
+            q = place.slice(ROW, 64)
+            all_heads.q.release(piece)
         if PLAN.raw_slots > 0:
-            share, k_scale, v_scale = all_heads.scaled(cursor.head // results.tiles)
-        share.q.wait_full(piece)  # the first product reads Q
-        q = share.q.tiles.index(share.q.slot(piece)).reshape([PLAN.columns, BLOCK_D]).slice(ROW, 64)
+            share, k_scale, v_scale = all_heads.scaled(cursor.head // results.tiles, powers)
+        else:
+            share = all_heads
         first = cache.block_at(cursor, 0)
         key = (cursor.first + first) * BLOCK_N
         masked = (key + BLOCK_N > clear) | (key < low)
@@ -167,7 +175,7 @@ def consumer(all_heads, o_desc, W: gl.constexpr):
             block = Block(it, cursor, j, gl.to_tensor(ROW))
             o, p, state = step(share, block, q, o, p, state, k + 1 < n, masked)
             it += 1
-        if not PLAN.by_tma:
+        if not (PLAN.by_tma or PLAN.fp16):
             share.q.release(piece)
 
         j = cursor.j + n - 1
@@ -218,14 +226,14 @@ def attend_rows(results, split, q_desc, k_desc, v_desc, o_desc, program):
     begin = split.begin(program)
     start = cache.start(split, program)
     end = split.begin(program + 1)
-    share = Share(results, begin, end, start, q, k, v, results.c, results.counters_ptr, PLAN, cache.CASE)
+    share = Share(results, begin, end, start, q, k, v, results.c, results.counters_ptr, results.c, PLAN, cache.CASE)
     if PLAN.prefill > 0:
         fill_rings(share, q_desc, k_desc, v_desc)
     # The first role has four warps and the registers that are left by the others.
     if CONSUMERS == 1 and PLAN.producers == 2:
         gl.warp_specialize(
             [
-                (consumer, (share, o_desc, 0)),
+                (consumer, (share, o_desc, None, 0)),
                 (producer, (share, q_desc, k_desc, v_desc, 1, 0)),
                 (producer, (share, q_desc, k_desc, v_desc, 0, 1)),
             ],
@@ -234,7 +242,7 @@ def attend_rows(results, split, q_desc, k_desc, v_desc, o_desc, program):
         )
     elif CONSUMERS == 1:
         gl.warp_specialize(
-            [(consumer, (share, o_desc, 0)), (producer, (share, q_desc, k_desc, v_desc))],
+            [(consumer, (share, o_desc, None, 0)), (producer, (share, q_desc, k_desc, v_desc))],
             [1],
             [PLAN.producer_registers],
         )
@@ -242,8 +250,8 @@ def attend_rows(results, split, q_desc, k_desc, v_desc, o_desc, program):
         gl.static_assert(CONSUMERS == 2)
         gl.warp_specialize(
             [
-                (consumer, (share, o_desc, 0)),
-                (consumer, (share, o_desc, 1)),
+                (consumer, (share, o_desc, None, 0)),
+                (consumer, (share, o_desc, None, 1)),
                 (producer, (share, q_desc, k_desc, v_desc)),
             ],
             [4, 1],

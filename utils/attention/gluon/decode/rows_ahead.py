@@ -144,7 +144,7 @@ def attention_decode_rows_ahead(
         fence_async_shared()
         begin = split.begin(program)
         end = split.begin(program + 1)
-        share = Share(results, begin, end, cache.locate(begin), q, k, v, c, counters_ptr, PLAN, CASE)
+        share = Share(results, begin, end, cache.locate(begin), q, k, v, c, counters_ptr, c, PLAN, CASE)
         loads = (share, q_desc, k_desc, v_desc)
         if PLAN.prefill > 0:
             fill_rings(share, q_desc, k_desc, v_desc)

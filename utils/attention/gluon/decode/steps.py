@@ -21,6 +21,8 @@ def first_block(share, block, q, masked):
     # The softmax reads the scores' registers: before this wait the tensor cores may not have written them.
     s = wait_products(start_scores(q, share.k.tile(block.number)), 0, PLAN.block_n)
     share.k.release(block.number)
+    if PLAN.fp16:
+        s = s * share.powers[:, None]
     if masked:
         s = share.mask(s, block, True, False)
     p, state = first_softmax(s, share.c, q.dtype, PLAN.halves, True)
@@ -35,6 +37,8 @@ def finish_block(share, block, s, pv, state, more, masked):
     # Of the two products in flight the older one, the scores, is waited for: their registers are read next.
     s = wait_products(s, 1, PLAN.block_n)
     share.k.release(block.number)
+    if PLAN.fp16:
+        s = s * share.powers[:, None]
     if masked:
         s = share.mask(s, block, True, False)
     # The second wait for V(i-1), which is long over, makes a basic block of what comes before it: without one ptxas

@@ -1,0 +1,184 @@
+"""What the programs of a cluster send each other, and where it arrives: the merge of `cluster.py` in shared memory.
+
+Each program sends each other one that one's slice of its unnormalized output, with the maxima and sums of all rows. The stores
+count the bytes they bring on a barrier of the receiver (`st.async`), so a program waits once, for everything, then adds up its
+slice and stores it. Triton knows nothing of clusters, so all of this is PTX.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from utils.attention.gluon.decode.merge import inverse
+from utils.attention.gluon.shared import MINUS_INF, accumulator
+
+
+@gluon.constexpr_function
+def _open_asm(plan):
+    # The launch asks for more shared memory than Triton knows of: at its end are the inbox's barrier and the inbox, unless it is
+    # in the ring.
+    # One thread says how many bytes will come.
+    tell = "" if plan.inbox_in_ring else "barrier.cluster.arrive.relaxed; "
+    return (
+        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %dynamic_smem_size; mov.u32 $0, global_smem; add.u32 $0, $0, t; "
+        f"sub.u32 $0, $0, {plan.inbox_space}; "
+        "mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; @p mbarrier.init.shared::cta.b64 [$0], 1; "
+        f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {plan.inbox_bytes}; "
+        f"@p fence.mbarrier_init.release.cluster; {tell}}}"
+    )
+
+
+@gluon.constexpr_function
+def _join_asm(plan):
+    # Where the numbers will stand. All programs have opened their inboxes: without the wait, a slice could come before the
+    # barrier is there. An inbox in the ring takes the place of tiles that all programs must have read.
+    if plan.inbox_in_ring:
+        return "barrier.cluster.arrive.release; barrier.cluster.wait.acquire; mov.u32 $0, global_smem;"
+    return "barrier.cluster.wait.acquire; add.u32 $0, $1, 16;"
+
+
+@gluon.constexpr_function
+def _send_asm(parts, pairs):
+    # A number ($1: where, $2: to whom, $3: the barrier that counts the bytes, $4: the number), or two that stand side by side
+    # there; to a program that does not exist nothing goes.
+    at, owner, barrier, numbers, zeros = "$1", "$2", "$3", "$4", "mov.u32 $0, 0;"
+    if pairs == "neighbours":  # two neighbouring elements, with the address of the first
+        at, owner, barrier, numbers, zeros = "$2", "$4", "$6", "{$8, $9}", "mov.u32 $0, 0; mov.u32 $1, 0;"
+    elif pairs:  # two tensors
+        numbers = "{$4, $5}"
+    return (
+        f"{{ .reg .b32 a, b; .reg .pred p; setp.lt.u32 p, {owner}, {parts}; "
+        f"@p mapa.shared::cluster.u32 a, {at}, {owner}; @p mapa.shared::cluster.u32 b, {barrier}, {owner}; "
+        f"@p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{'.v2' if pairs else ''}.f32 [a], {numbers}, [b]; "
+        f"{zeros} }}"
+    )
+
+
+ARRIVED = gl.constexpr(
+    "{ .reg .pred p; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$1], 0; @!p bra again; "
+    "mov.u32 $0, 0; }"
+)
+# A program that ends gives its shared memory back, while stores of it, or to it, may still be on their way. So none ends before
+# all have what was sent to them; the wait is behind the last work, when the others have long arrived.
+ALL_HAVE = gl.constexpr("barrier.cluster.arrive.relaxed; mov.u32 $0, 0;")
+LEAVE = gl.constexpr("barrier.cluster.wait.acquire; mov.u32 $0, 0;")
+
+
+@gluon.jit
+def open_inbox(PLAN: gl.constexpr):
+    """Set up the barrier of this program's inbox; its address."""
+    return gl.inline_asm_elementwise(_open_asm(PLAN), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def join(barrier, PLAN: gl.constexpr):
+    """Wait until all inboxes of the cluster may be written; where in each the numbers stand."""
+    return gl.inline_asm_elementwise(_join_asm(PLAN), "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def send(inbox, barrier, rank, row, d, o, PLAN: gl.constexpr, PAIRS: gl.constexpr):
+    """Send each program its slice of o; row, d: of each number, in o's shape. PAIRS: neighbours along d go together."""
+    WIDTH: gl.constexpr = PLAN.block_d // PLAN.cluster
+    at = inbox + PLAN.numbers_at + 4 * ((rank * PLAN.sent + row) * WIDTH + d % WIDTH)
+    owner = gl.where(row < PLAN.sent, d // WIDTH, PLAN.cluster)
+    barrier = gl.full_like(at, 0) + barrier
+    if PAIRS:
+        gl.inline_asm_elementwise(
+            _send_asm(PLAN.cluster, "neighbours"),
+            "=r,=r,r,r,r,r,r,r,f,f",
+            [at, owner, barrier, o],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=2,
+        )
+    else:
+        gl.inline_asm_elementwise(
+            _send_asm(PLAN.cluster, False), "=r,r,r,r,f", [at, owner, barrier, o], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def send_sums(inbox, barrier, rank, row, other, m, total, PLAN: gl.constexpr):
+    """Send the rows' maxima and sums to program `other`, if there is one; all four of one shape."""
+    at = inbox + 8 * (rank * PLAN.sent + row)
+    other = gl.where(row < PLAN.sent, other, PLAN.cluster)
+    barrier = gl.full_like(at, 0) + barrier
+    gl.inline_asm_elementwise(
+        _send_asm(PLAN.cluster, True),
+        "=r,r,r,r,f,f",
+        [at, other, barrier, m, total],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def load_shared(address):
+    """Read fp32 numbers of this program's inbox."""
+    return gl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [address], gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def load_sums(address):
+    """Read maxima and sums, which stand side by side."""
+    return gl.inline_asm_elementwise(
+        "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", [address], (gl.float32, gl.float32), is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def add_up(results, inbox, barrier, rank, start):
+    """Wait for all slices of this program, add them up, and store them: numbers [rank * WIDTH, + WIDTH) of each row."""
+    PLAN: gl.constexpr = results.cache.PLAN
+    PARTS: gl.constexpr = PLAN.cluster
+    ROWS: gl.constexpr = PLAN.sent
+    WIDTH: gl.constexpr = PLAN.block_d // PLAN.cluster
+    EACH: gl.constexpr = max(1, min(ROWS * WIDTH // 128, 4))
+    layout: gl.constexpr = gl.BlockedLayout([EACH], [32], [4], [0])
+    i = gl.arange(0, ROWS * WIDTH, layout)
+    row = i // WIDTH
+    d = rank * WIDTH + i % WIDTH
+    in_group = row // PLAN.queries
+    query = start.head % results.tiles * PLAN.queries + row % PLAN.queries
+    kv_heads = results.cache.heads // results.tiles
+    place = ((start.b * kv_heads + start.head // results.tiles) * results.group + in_group) * results.cache.sq + query
+    exists = (in_group < results.group) & (query < results.cache.sq) & (d < results.head_dim)
+    gl.inline_asm_elementwise(ARRIVED, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(ALL_HAVE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    sums = inbox + 8 * row
+    numbers = inbox + PLAN.numbers_at + 4 * i
+    top = gl.full([ROWS * WIDTH], MINUS_INF, gl.float32, layout)
+    for part in gl.static_range(PARTS):
+        top = gl.maximum(top, load_shared(sums + 8 * part * ROWS))
+    shifted = gl.where(top == MINUS_INF, 0.0, top * results.c)
+    o = gl.zeros([ROWS * WIDTH], gl.float32, layout)
+    total = gl.zeros([ROWS * WIDTH], gl.float32, layout)
+    for part in gl.static_range(PARTS):
+        m, part_total = load_sums(sums + 8 * part * ROWS)
+        weight = gl.exp2(m * results.c - shifted)
+        o += weight * load_shared(numbers + 4 * part * ROWS * WIDTH)
+        total += weight * part_total
+    o = o * inverse(total)
+    at = place.to(gl.int64) * results.head_dim + d
+    gl.store(results.out_ptr + at, o.to(results.out_ptr.dtype.element_ty), mask=exists)
+    gl.inline_asm_elementwise(LEAVE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def send_part(inbox, barrier, rank, o, m, total, PLAN: gl.constexpr, ROWS: gl.constexpr):
+    """Send a part to all programs of the cluster. Dimension ROWS of o holds query rows, the other one D."""
+    OTHER: gl.constexpr = 1 - ROWS
+    layout: gl.constexpr = o.type.layout
+    # A product's 64 rows, or sixteen of its columns, stand for programs: a thread holds some, and sends sums to them.
+    few: gl.constexpr = layout if ROWS == 1 else accumulator(16)
+    shape: gl.constexpr = [64, PLAN.columns] if ROWS == 1 else [64, 16]
+    other = gl.expand_dims(gl.arange(0, shape[OTHER], gl.SliceLayout(ROWS, few)), ROWS).broadcast_to(shape)
+    row = gl.expand_dims(gl.arange(0, shape[ROWS], gl.SliceLayout(OTHER, few)), OTHER).broadcast_to(shape)
+    m = gl.expand_dims(m, OTHER).broadcast_to(shape)
+    total = gl.expand_dims(total, OTHER).broadcast_to(shape)
+    send_sums(inbox, barrier, rank, row, other, m, total, PLAN)
+    whole: gl.constexpr = o.shape
+    d = gl.expand_dims(gl.arange(0, whole[OTHER], gl.SliceLayout(ROWS, layout)), ROWS).broadcast_to(whole)
+    row = gl.expand_dims(gl.arange(0, whole[ROWS], gl.SliceLayout(OTHER, layout)), OTHER).broadcast_to(whole)
+    send(inbox, barrier, rank, row, d, o, PLAN, ROWS == 0)
