@@ -103,6 +103,12 @@ def specialized(source: str, seed=None):
         if who != {"load_partition"}:
             raise AssertionError(f"K and V should be issued by load_partition alone, and were by {', '.join(who)}.")
         _expect_products(run, blocks, "each computes its own 64 rows")
+        places = {e.buffer for e in copies}  # two tiles of Q, and the slots of K and V
+        if len(places) < 2 + 2 * min(stages, blocks):
+            raise AssertionError(
+                f"{blocks} blocks come into {(len(places) - 2) // 2} slots of each ring, and there are {stages}: tile i lies in "
+                "slot i % STAGES."
+            )
 
 
 @check("5.3", "Overlap")
