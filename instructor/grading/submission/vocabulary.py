@@ -31,6 +31,7 @@ import time
 import types
 import typing
 
+import pandas
 import torch
 
 from utils.checking.sizes import LINEAR, MOVES, words
@@ -65,10 +66,11 @@ LIBRARIES = words("""
     """)
 # What objects of Python's library call things, too.
 _LIBRARY = (gc, os, io, json, csv, pathlib, threading, queue, datetime, logging, array, time, random)
+_TABLES = (pandas.DataFrame, pandas.Series, pandas.Index)  # which have a to_dict, as classes of the course do
 OF_LIBRARIES = frozenset(
     name
     for module in _LIBRARY
-    for owner in (module, *(value for value in vars(module).values() if isinstance(value, type)))
+    for owner in (module, *_TABLES, *(value for value in vars(module).values() if isinstance(value, type)))
     for name in dir(owner)
     if not name.startswith("_")
 )

@@ -132,6 +132,8 @@ def test_a_whole_submission_gets_no_point_for_it(labs, pack):
     assert all(status in ("failed", "error") for status, _ in got.values()), got
     assert not [flag for flag in result.flags if flag.kind != "structure"]
     attacked = {s.cell for s in pack}
+    # The message of lab 4's 1.3 holds what the submission's own `why_not` of 1.2 says.
+    attacked |= {"q1_3"} if pack[0].lab == "lab4_sdpa" and "q1_2" in attacked else set()
     lost = {n for n, c in result.cells.items() if c.points < c.max_points and c.status != "by_hand"}
     assert all(any(n.startswith(cell) for cell in attacked) for n in lost), lost
 

@@ -12,9 +12,9 @@ from instructor.grading.sandbox.tampering import Sign
 from instructor.grading.submission.checker import Checker
 from instructor.grading.submission.plan import Step
 from instructor.points import lab_path
-from tests.instructor.grading import honest_cold, honest_unusual
+from tests.instructor.grading import honest_cold, honest_third, honest_unusual
 
-STUDENTS = {**honest_unusual.STUDENTS, **honest_cold.STUDENTS}
+STUDENTS = {**honest_unusual.STUDENTS, **honest_cold.STUDENTS, **honest_third.STUDENTS}
 LABS = ("lab1", "lab2_flexattention", "lab3_gluon", "lab4_sdpa")
 
 
