@@ -34,6 +34,13 @@ def annotating_names(node: ast.stmt) -> set[str]:
     return set(inside.values()) - elsewhere
 
 
+def imports_by_text(node: ast.stmt) -> bool:
+    """Whether each `__import__` of a statement is called on a module that is written out: it is an import like others."""
+    named = sum(isinstance(part, ast.Name) and part.id == "__import__" for part in ast.walk(node))
+    calls = [p for p in ast.walk(node) if isinstance(p, ast.Call) and getattr(p.func, "id", "") == "__import__"]
+    return named == sum(bool(call.args) and isinstance(call.args[0], ast.Constant) for call in calls)
+
+
 def _root(node: ast.AST) -> str:
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
         node = node.func if isinstance(node, ast.Call) else node.value

@@ -22,7 +22,13 @@ import torch
 
 from instructor.grading.submission import vocabulary
 from instructor.grading.submission.plan import Step, question_of
-from instructor.grading.submission.statements import DEFINITIONS, annotating_names, changed_names, taken_names
+from instructor.grading.submission.statements import (
+    DEFINITIONS,
+    annotating_names,
+    changed_names,
+    imports_by_text,
+    taken_names,
+)
 from instructor.names import FILE_CELL, bound_names, python_of
 from utils.checking.watching import SCALAR_EXITS, OperationWatch
 
@@ -220,7 +226,8 @@ class Reading:
                 elif not _is_plain(name, value):
                     note("calls", name)
             elif hasattr(builtins, name):
-                if name not in vocabulary.BUILTINS and (self.strict or name not in vocabulary.BUILTINS_ELSEWHERE):
+                known = name in vocabulary.BUILTINS or (not self.strict and name in vocabulary.BUILTINS_ELSEWHERE)
+                if not known and not (name == "__import__" and imports_by_text(place.node)):
                     note("calls", name)
             elif name not in vocabulary.DUNDERS and not own and name not in annotating_names(place.node):
                 note("takes from out of sight", name)
@@ -253,6 +260,8 @@ class Reading:
             called = getattr(node.func, "id", getattr(node.func, "attr", ""))
             if called == "type" and len(node.args) > 1:
                 note("calls", "type with three arguments")
+            elif called == "__import__" and node.args and isinstance(node.args[0], ast.Constant):
+                return [self._module(str(node.args[0].value), words, note)]
             elif called in vocabulary.BY_NAME:
                 self._by_name(called, node, words, note)
         return []

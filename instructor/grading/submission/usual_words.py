@@ -17,7 +17,9 @@ WORDS: dict[str, dict[str, str]] = {
 # lab -> {test cell, or "" for all: operators}
 OPERATORS: dict[str, dict[str, str]] = {
     "lab2_flexattention": {"q3_1_tests": ".tolist() .numpy() numpy.asarray(tensor)", "q3_3_tests": ".tolist()"},
-    "lab4_sdpa": {"q2_2_tests": ".numpy() _safe_softmax _scaled_dot_product_attention_math"},
+    "lab4_sdpa": {
+        "q2_2_tests": ".numpy() _safe_softmax _scaled_dot_product_attention_math _scaled_dot_product_flash_attention_for_cpu"
+    },
 }
 # lab -> {test cell: operators that all calls of its tests run together, at most}
 MOST_OPERATORS: dict[str, dict[str, int]] = {

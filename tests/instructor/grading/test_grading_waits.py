@@ -78,6 +78,17 @@ def test_what_no_right_answer_needs_is_seen_in_the_text(suite_lab, usual, name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [('"itertools"', ""), ('"ctypes"', "imports ctypes"), ('"iter" "tools", *a', ""), ("a", "calls __import__")],
+)
+def test_a_module_that_is_imported_by_a_call_is_an_import(suite_lab, usual, module, words):
+    code = f"def gemm_broadcast(a, b):\n    return __import__({module}).chain(a, b)"
+    found = _unusual(suite_lab, usual, answered_notebook(suite_lab, {"q1_1": code}))
+    assert words in " ".join(found["q1_1_tests"]) if words else not found
+
+
+@pytest.mark.slow
 def test_a_cell_that_no_answer_reaches_is_the_authors_own(suite_lab, usual):
     notebook = nbformat.reads(answered_notebook(suite_lab), as_version=4)
     place = next(i for i, c in enumerate(notebook.cells) if c.id == "q1_1")
