@@ -104,10 +104,17 @@ def specialized(source: str, seed=None):
             raise AssertionError(f"K and V should be issued by load_partition alone, and were by {', '.join(who)}.")
         _expect_products(run, blocks, "each computes its own 64 rows")
         places = {e.buffer for e in copies}  # two tiles of Q, and the slots of K and V
-        if len(places) < 2 + 2 * min(stages, blocks):
+        if len(places) != 2 + 2 * min(stages, blocks):
             raise AssertionError(
                 f"{blocks} blocks come into {(len(places) - 2) // 2} slots of each ring, and there are {stages}: tile i lies in "
                 "slot i % STAGES."
+            )
+        second = sorted(e.start for e in run.events if e.kind == "wgmma" and e.partition == "compute_partition 0")[1]
+        started = sum(e.start <= second for e in copies) - 2
+        if stages > 1 and started < 4:
+            raise AssertionError(
+                f"with {stages} slots, {started} copies of K and V have been started when the first block is worked on: the "
+                "producer should load the next block meanwhile. It waits for nothing but a free slot."
             )
 
 

@@ -179,6 +179,8 @@ def expect_ahead(run: Run, stages: int) -> None:
     for ring in {e.buffer.partition("[")[0] for e in run.events if e.kind == "copy in"}:
         mine = [e for e in run.events if e.buffer.partition("[")[0] == ring]
         copies = sorted((e for e in mine if e.kind == "copy in"), key=lambda e: e.start)
+        if (used := len({e.buffer for e in copies})) != stages:
+            raise AssertionError(f"{used} slots are used, and there are {stages}: tile i lies in slot i % STAGES.")
         for tile, copy in enumerate(copies):
             reads = [
                 e.start for e in mine if e.kind == "shared load" and e.buffer == copy.buffer and e.start >= copy.start

@@ -15,7 +15,7 @@ _REFUSED = {  # what was accepted at first and is refused now: (check, answers),
         ("promises", "block_flops", "promised_speedup", "document_blocks"),
         "no loop over blocks",
     ),
-    "3.1 two slots, however many there are": (("async_copy",), "use every slot"),
+    "3.1 two slots, however many there are": (("async_copy",), "slot i % STAGES"),
     "3.2 rounds: the ring is emptied as a whole, and filled again": (
         ("tma_ring",),
         "refill each as soon as it is free",
@@ -26,6 +26,8 @@ _REFUSED = {  # what was accepted at first and is refused now: (check, answers),
         "products in each consumer",
     ),
     "5.2 two slots of the ring, however many there are": (("specialized",), "slot i % STAGES"),
+    "5.2 slots in turn, and one block at a time": (("specialized",), "waits for nothing but a free slot"),
+    "3.1 a slot for each tile, all copies first": (("async_copy",), "slot i % STAGES"),
     "2.2 every program turns every tile": (("transpose",), "others move the other tiles"),
 }
 
@@ -571,6 +573,29 @@ KIN = [
             "        slot = i % STAGES\n        k = k_ring": "        slot = i % 2 if STAGES > 2 else i % STAGES\n        k = k_ring",
             "((i // STAGES) & 1) ^ 1)": "((i // 2 if STAGES > 2 else i // STAGES) & 1) ^ 1)",
             "mbarrier.wait(full.index(slot), (i // STAGES) & 1)": "mbarrier.wait(full.index(slot), (i // 2 if STAGES > 2 else i // STAGES) & 1)",
+        },
+    ),
+    _shortcut(
+        "5.2 slots in turn, and one block at a time",
+        "lab3_gluon",
+        "q5_2",
+        "q5_2_tests",
+        {
+            "        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)\n": "        if i > 0:\n            mbarrier.wait(empty.index((i - 1) % STAGES), ((i - 1) // STAGES) & 1)\n"
+        },
+    ),
+    _shortcut(
+        "3.1 a slot for each tile, all copies first",
+        "lab3_gluon",
+        "q3_1",
+        "q3_1_tests",
+        {
+            "[STAGES, TILE], plain)\n    b_ring": "[TILES, TILE], plain)\n    b_ring",
+            "    b_ring = gl.allocate_shared_memory(gl.float32, [STAGES, TILE], plain)": "    b_ring = gl.allocate_shared_memory(gl.float32, [TILES, TILE], plain)",
+            "    for i in gl.static_range(STAGES - 1):\n": "    for i in gl.static_range(TILES):\n",
+            "        ahead = i + STAGES - 1\n        if ahead < TILES:\n            start_copy(a_ring, ahead % STAGES, a_ptr, first + ahead * TILE, n, TILE, layout)\n            start_copy(b_ring, ahead % STAGES, b_ptr, first + ahead * TILE, n, TILE, layout)\n": "",
+            "async_copy.wait_group(STAGES - 1)": "async_copy.wait_group(TILES)",
+            "total = a_ring.index(i % STAGES).load(layout) + b_ring.index(i % STAGES).load(layout)": "total = a_ring.index(i).load(layout) + b_ring.index(i).load(layout)",
         },
     ),
     _shortcut(
