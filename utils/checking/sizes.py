@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def _words(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
+    """The words of a text, to write a set of names in few lines."""
     return frozenset(text.split())
 
 
@@ -29,7 +30,7 @@ _MOVES = """
 """
 MOVES = frozenset(_MOVES.split())
 # Of these, the ones whose result is another look at the memory of their argument.
-_VIEWS = _words("""
+_VIEWS = words("""
     detach alias view _unsafe_view reshape _reshape_alias view_as_real view_as_complex expand permute transpose t unsqueeze
     squeeze select slice split split_with_sizes unsafe_split tensor_split unbind chunk narrow as_strided diagonal unfold movedim
     flatten unflatten lift_fresh

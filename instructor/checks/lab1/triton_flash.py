@@ -24,7 +24,7 @@ def entry_of_the_check(q, k, v, block_m, block_n, tokens_first):
     import torch
     import triton
 
-    limit_blocks_of_the_check(max(block_m, block_n, q.shape[2]))
+    limit_blocks_of_the_check(max(block_m, block_n, q.shape[2]), 2 * (block_m + 2 * k.shape[1]) * q.shape[2])
 
     def guarded(x, value):
         heads, tokens, size = x.shape

@@ -22,7 +22,7 @@ def entry_of_the_check(a, b, block_m, block_n, block_k, transposed, dtype):
     import torch
     import triton
 
-    limit_blocks_of_the_check(max(block_m, block_n, block_k))
+    limit_blocks_of_the_check(max(block_m, block_n, block_k), 2 * (block_m + block_n) * a.shape[1])
 
     def guarded(rows, cols, value):
         whole = torch.full((rows + 2 * {_GUARD}, cols + 2 * {_GUARD}), value, dtype=dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,8 @@ from instructor.checks.lab2_flexattention.common import attend_densely, moved_he
 from utils.attention.masks import dense_mask
 from utils.checking import check, expect_close, forbid, watch_operations
 from utils.checking.watching import FUSED_ATTENTION
+
+MOST_SECONDS = 0.3  # of a formula, which takes microseconds
 
 
 def _counts(mask: torch.Tensor, block: int, filler: bool = False) -> tuple[int, int, int]:
@@ -125,6 +128,22 @@ def promises(block_flops, promised_speedup, document_blocks, seed=None):
                 "A block is square: divide by its side twice.": length * max(span, block) // block,
             },
         )
+    _expect_no_loop_over_blocks(document_blocks)
+
+
+def _expect_no_loop_over_blocks(document_blocks, across: int = 2**11) -> None:
+    """Assert that the blocks of `across` rows of `across` are not counted one by one, which takes seconds."""
+    spent = []
+    for _ in range(3):  # other work on the machine does not meet three calls
+        began = time.perf_counter()
+        document_blocks(across * 128, 1024, 128)
+        spent.append(time.perf_counter() - began)
+        if spent[-1] < MOST_SECONDS:
+            return
+    raise AssertionError(
+        f"document_blocks({across * 128}, 1024, 128) took {min(spent):.1f} s: work the number out on paper. No mask, and no loop "
+        "over blocks."
+    )
 
 
 class _Counted:

@@ -18,7 +18,7 @@ from utils.checking.gluon_launches import (
     falling_inputs,
     overlap_launch,
 )
-from utils.checking.kernel_exercises import expect_kernel
+from utils.checking.kernel_exercises import Run, expect_kernel
 from utils.checking.kernel_exercises import overlap as overlap_of
 from utils.checking.kernel_mistakes import BLOCKS, OVERLAP, SOFTMAX, attention_mistakes, causal
 
@@ -51,13 +51,25 @@ def softmax(source: str, seed=None):
     for inputs, words in cases:
         q, k, v, _ = inputs
         launch, expected = attention_launch("lab3_softmax.py", 64, *inputs)
-        expect_kernel(
+        run = expect_kernel(
             source,
             launch,
             expected,
             **CLOSE,
             hint=words or f"{k.shape[1]} keys in blocks of 64, {q.shape[1]} queries, head dimension {q.shape[2]}.",
             mistakes=partial(attention_mistakes, q, k, v, SOFTMAX),
+        )
+        expect_one_pass(run, cdiv(k.shape[1], 64))
+
+
+def expect_one_pass(run: Run, blocks: int) -> None:
+    """Assert that the first program loads and multiplies each of its blocks of keys once: Q comes by one copy."""
+    products = sum(e.kind == "wgmma" for e in run.events)
+    copies = sum(e.kind == "copy in" for e in run.events)
+    if (products, copies) != (2 * blocks, 1 + 2 * blocks):
+        raise AssertionError(
+            f"{blocks} blocks of keys take {2 * blocks} products and {1 + 2 * blocks} copies, and a program makes {products} "
+            f"and {copies}. Online softmax is one pass: it takes each block once, and corrects what came before."
         )
 
 
@@ -90,6 +102,20 @@ def specialized(source: str, seed=None):
         who = {e.partition for e in copies}
         if who != {"load_partition"}:
             raise AssertionError(f"K and V should be issued by load_partition alone, and were by {', '.join(who)}.")
+        _expect_products(run, blocks, "each computes its own 64 rows")
+        places = {e.buffer for e in copies}  # two tiles of Q, and the slots of K and V
+        if len(places) != 2 + 2 * min(stages, blocks):
+            raise AssertionError(
+                f"{blocks} blocks come into {(len(places) - 2) // 2} slots of each ring, and there are {stages}: tile i lies in "
+                "slot i % STAGES."
+            )
+        second = sorted(e.start for e in run.events if e.kind == "wgmma" and e.partition == "compute_partition 0")[1]
+        started = sum(e.start <= second for e in copies) - 2
+        if stages > 1 and started < 4:
+            raise AssertionError(
+                f"with {stages} slots, {started} copies of K and V have been started when the first block is worked on: the "
+                "producer should load the next block meanwhile. It waits for nothing but a free slot."
+            )
 
 
 @check("5.3", "Overlap")
@@ -103,16 +129,7 @@ def overlap(source: str, seed=None):
     for d, length, sharp in ((64, 256, 1.0), (128, 384, 20.0)):
         inputs = attention_inputs(1, 128, length, d, sharp, torch.bfloat16, draw.normal)
         run = _expect_overlapped(source, inputs, 2, (None,), "The scores are large here." if sharp > 1 else "")
-        for consumer in ("compute_partition 0", "compute_partition 1"):
-            products, blocks = (
-                sum(e.kind == "wgmma" and e.partition == consumer for e in run.events),
-                cdiv(length, 64),
-            )
-            if products != 2 * blocks:
-                raise AssertionError(
-                    f"{blocks} blocks of keys take {2 * blocks} products in each consumer, and {consumer} makes {products}: "
-                    "the softmax should run during those that are needed."
-                )
+        _expect_products(run, cdiv(length, 64), "the softmax should run during those that are needed")
     share = overlap_of(run)
     if share < LEAST_OVERLAP:
         raise AssertionError(
@@ -125,6 +142,16 @@ def overlap(source: str, seed=None):
             f"{exposed:.0f} model cycles of arithmetic run while no product of the same consumer is under way, and the whole "
             f"softmax takes {SOFTMAX_CYCLES}: other work runs under the products, and the softmax after them."
         )
+
+
+def _expect_products(run: Run, blocks: int, words: str) -> None:
+    """Assert that each of two consumers makes two products for each block of keys."""
+    for consumer in ("compute_partition 0", "compute_partition 1"):
+        products = sum(e.kind == "wgmma" and e.partition == consumer for e in run.events)
+        if products != 2 * blocks:
+            raise AssertionError(
+                f"{blocks} blocks of keys take {2 * blocks} products in each consumer, and {consumer} makes {products}: {words}."
+            )
 
 
 def _expect_overlapped(source: str, inputs, stages: int, seeds: tuple, words: str):
@@ -167,3 +194,4 @@ def attention_causal(source: str, seed=None):
                 f"the first 64 rows need {needed // 2} of {cdiv(sk, 64)} blocks of keys, {needed} "
                 f"products, and their program makes {products}. {hint}"
             )
+        expect_one_pass(run, needed // 2)

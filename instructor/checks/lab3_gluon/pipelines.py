@@ -42,15 +42,16 @@ def transpose(source: str, seed=None):
         events = [e for e in run.events if e.kind == kind and e.bytes]
         touched, moved = sum(e.sectors for e in events), sum(e.bytes for e in events)
         worst = max(events, key=lambda e: 32 * e.sectors - e.bytes)
+        if moved > 4 * 32 * 32:
+            raise AssertionError(
+                f"a program should {kind} one tile of 32 x 32 elements, 4096 bytes, and moves {moved}: others move the other tiles."
+            )
         if 32 * touched > moved or 32 * worst.sectors > worst.bytes:
             raise AssertionError(
                 f"the {kind} at line {worst.line} moves {worst.bytes} bytes and touches {worst.sectors} sectors of 32 "
                 f"bytes; {worst.bytes // 32} would do. Neighbouring lanes should hold neighbours in memory: look at "
                 "the layout's order and at its threads a warp."
             )
-    shape = (32, 32)
-    if any(e.bytes > 4 * shape[0] * shape[1] for e in run.events):
-        raise AssertionError("a program should load and store one tile of 32 x 32 elements.")
 
 
 def expect_same_work(runs: dict[int, Run]) -> None:
@@ -96,6 +97,8 @@ def async_copy(source: str, seed=None):
         cycles[stages] = runs[stages].cycles[0]
     expect_same_work(runs)
     expect_in_flight(runs[3], 2)
+    launch, expected = async_copy_launch(256 * TILES, TILES, MANY_SLOTS, normal=draw.normal)
+    expect_ahead(expect_kernel(source, launch, expected, rtol=0, atol=0), MANY_SLOTS)
     if cycles[3] > 0.6 * cycles[1]:
         raise AssertionError(
             f"three slots take {cycles[3]:.0f} model cycles, one slot {cycles[1]:.0f}: the copies wait for each other. "
@@ -131,6 +134,8 @@ def tma_ring(source: str, seed=None):
         cycles[stages] = runs[stages].cycles[0]
     expect_same_work(runs)
     expect_in_flight(runs[3], 1)
+    launch, expected = tma_ring_launch(16, 64 * TILES, MANY_SLOTS, normal=draw.normal)
+    expect_ahead(expect_kernel(source, launch, expected, rtol=1e-4, atol=1e-3), MANY_SLOTS)
     if cycles[3] > 0.65 * cycles[1]:
         raise AssertionError(
             f"three slots take {cycles[3]:.0f} model cycles, one slot {cycles[1]:.0f}: the copies wait for each other. "
@@ -160,6 +165,32 @@ def expect_in_flight(run: Run, copies: int) -> None:
             f"with three slots {under_way:.2f} tiles are on their way at a time, on average: the copies wait for each other. "
             "Issue the copies of the next tiles before you wait for this one."
         )
+
+
+MANY_SLOTS = 5
+
+
+def expect_ahead(run: Run, stages: int) -> None:
+    """Assert that the copies run as far ahead as the slots allow, all the time.
+
+    When tile t is read, the copies of the `stages - 1` tiles behind it have to be on their way, unless there are fewer: a ring
+    that uses two of five slots, or that is emptied as a whole before it is filled again, has fewer.
+    """
+    for ring in {e.buffer.partition("[")[0] for e in run.events if e.kind == "copy in"}:
+        mine = [e for e in run.events if e.buffer.partition("[")[0] == ring]
+        copies = sorted((e for e in mine if e.kind == "copy in"), key=lambda e: e.start)
+        if (used := len({e.buffer for e in copies})) != stages:
+            raise AssertionError(f"{used} slots are used, and there are {stages}: tile i lies in slot i % STAGES.")
+        for tile, copy in enumerate(copies):
+            reads = [
+                e.start for e in mine if e.kind == "shared load" and e.buffer == copy.buffer and e.start >= copy.start
+            ]
+            issued = sum(e.start <= min(reads, default=copy.end) for e in copies)
+            if issued < min(len(copies), tile + stages - 1):
+                raise AssertionError(
+                    f"with {stages} slots, {issued} copies have been started when tile {tile} is read, and "
+                    f"{min(len(copies), tile + stages - 1)} could be: use every slot, and refill each as soon as it is free."
+                )
 
 
 MOST_REPAIRS = 6
@@ -224,6 +255,11 @@ def wgmma(source: str, seed=None):
         if len(products) != cdiv(k, 64):
             raise AssertionError(
                 f"{cdiv(k, 64)} steps along K, and {len(products)} products by wgmma: one a step is right."
+            )
+        copies = sum(e.kind == "copy in" for e in run.events)
+        if copies != 2 * cdiv(k, 64):
+            raise AssertionError(
+                f"{cdiv(k, 64)} steps along K load {2 * cdiv(k, 64)} tiles, and {copies} copies were started."
             )
         if not any(e.kind == "copy out" for e in run.events):
             raise AssertionError("C should leave by TMA: store it into c_tile, then tma_store.")

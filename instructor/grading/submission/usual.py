@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import builtins
 import re
-import symtable
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -23,12 +22,18 @@ import torch
 
 from instructor.grading.submission import vocabulary
 from instructor.grading.submission.plan import Step, question_of
+from instructor.grading.submission.statements import (
+    DEFINITIONS,
+    annotating_names,
+    changed_names,
+    imports_by_text,
+    taken_names,
+)
 from instructor.names import FILE_CELL, bound_names, python_of
 from utils.checking.watching import SCALAR_EXITS, OperationWatch
 
 MAX_TOLD = 4  # words of one kind that a message names
 _DUNDER = re.compile(r"__\w+__")
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _METHODS = (types.FunctionType, property, classmethod, staticmethod)
 # What a student could give a class of theirs to make a library's name look like their own.
 _LIBRARY = frozenset(
@@ -142,7 +147,7 @@ class Reading:
             path = Path(match[1])
             self.files.setdefault(path.stem if path.stem != "__init__" else path.parent.name, []).extend(places)
         for place in places:
-            for name in _bound(place.node):
+            for name in changed_names(place.node):
                 # Whoever changes a module for others is found by other signs; their answers are not to blame.
                 # `import torch.fft` gives the module that is there.
                 is_module = isinstance(self.usual.base.get(name), types.ModuleType)
@@ -152,7 +157,7 @@ class Reading:
 
     def _place(self, node: ast.stmt) -> _Place:
         self.count += 1
-        return _Place(node, self.count, _taken(node))
+        return _Place(node, self.count, taken_names(node))
 
     def _note_own(self, tree: ast.AST) -> None:
         """Note the fields and methods of the student's classes, and what is set on their functions."""
@@ -191,22 +196,29 @@ class Reading:
             elif strict:
                 found.setdefault("defines out of sight", []).append(name)
         seen: set[int] = set()
+        followed: set[int] = (
+            set()
+        )  # lists of statements; without it, a cell of n assignments to one name takes n * n steps
         while todo:
             place = todo.pop()
-            if place.number not in seen:
-                seen.add(place.number)
-                todo += self._look(place, words, lambda kind, word: found.setdefault(kind, []).append(word))
+            if place.number in seen:
+                continue
+            seen.add(place.number)
+            for statements in self._look(place, words, lambda kind, word: found.setdefault(kind, []).append(word)):
+                if id(statements) not in followed:
+                    followed.add(id(statements))
+                    todo += statements
         return told(found)
 
-    def _look(self, place: _Place, words: Words, note: Callable[[str, str], object]) -> list[_Place]:
-        """Note what is unusual in a statement; returns the statements that it reaches."""
-        reached: list[_Place] = []
+    def _look(self, place: _Place, words: Words, note: Callable[[str, str], object]) -> list[list[_Place]]:
+        """Note what is unusual in a statement; returns the lists of statements, of `bindings` and `files`, that it reaches."""
+        reached: list[list[_Place]] = []
         for name in place.names:
             own = self.bindings.get(name, [])
-            before = isinstance(place.node, _DEFINITIONS) or any(p.number < place.number for p in own)
+            before = isinstance(place.node, DEFINITIONS) or any(p.number < place.number for p in own)
             written = bool(own) and before and (name in vocabulary.BUILTINS or not hasattr(builtins, name))
             if written or name in self.of_lab or name in words.names:
-                reached += own
+                reached.append(own)
             elif name in self.usual.base:
                 value = self.usual.base[name]
                 if isinstance(value, types.ModuleType):
@@ -214,26 +226,27 @@ class Reading:
                 elif not _is_plain(name, value):
                     note("calls", name)
             elif hasattr(builtins, name):
-                if name not in vocabulary.BUILTINS and (self.strict or name not in vocabulary.BUILTINS_ELSEWHERE):
+                known = name in vocabulary.BUILTINS or (not self.strict and name in vocabulary.BUILTINS_ELSEWHERE)
+                if not known and not (name == "__import__" and imports_by_text(place.node)):
                     note("calls", name)
-            elif name not in vocabulary.DUNDERS and not own and name not in _annotating(place.node):
+            elif name not in vocabulary.DUNDERS and not own and name not in annotating_names(place.node):
                 note("takes from out of sight", name)
         for node in ast.walk(place.node):
             reached += self._look_at(node, words, note)
         return reached
 
-    def _look_at(self, node: ast.AST, words: Words, note: Callable[[str, str], object]) -> list[_Place]:
+    def _look_at(self, node: ast.AST, words: Words, note: Callable[[str, str], object]) -> list[list[_Place]]:
         if isinstance(node, ast.Attribute):
             self._attribute(node.attr, words, note)
         elif isinstance(node, ast.Import):
-            return [place for alias in node.names for place in self._module(alias.name, words, note)]
+            return [self._module(alias.name, words, note) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             reached = self._module(node.module or "", words, note)
             if not reached:
                 for alias in node.names:
                     if f"{node.module}.{alias.name}" not in vocabulary.MODULES and alias.name != "*":
                         self._attribute(alias.name, words, note)
-            return reached
+            return [reached]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             if _DUNDER.fullmatch(node.value) and node.value not in vocabulary.DUNDERS:
                 note("names", node.value)
@@ -247,6 +260,8 @@ class Reading:
             called = getattr(node.func, "id", getattr(node.func, "attr", ""))
             if called == "type" and len(node.args) > 1:
                 note("calls", "type with three arguments")
+            elif called == "__import__" and node.args and isinstance(node.args[0], ast.Constant):
+                return [self._module(str(node.args[0].value), words, note)]
             elif called in vocabulary.BY_NAME:
                 self._by_name(called, node, words, note)
         return []
@@ -356,51 +371,3 @@ def _is_plain(name: str, value: object) -> bool:
         return True
     usual = name in vocabulary.ATTRIBUTES or origin in vocabulary.MODULES - {"torch"}
     return origin != "utils" and usual
-
-
-def _bound(node: ast.stmt) -> set[str]:
-    """The names that a statement defines or changes: also X of `X.y = ...`, `X[y] = ...`, `X.append(...)`, `setattr(X, ...)`."""
-    found = bound_names(node)
-    if isinstance(node, _DEFINITIONS):
-        return found
-    for part in ast.walk(node):
-        if isinstance(part, ast.Attribute | ast.Subscript) and isinstance(part.ctx, ast.Store | ast.Del):
-            found.add(_root(part))
-        elif isinstance(part, ast.Call) and getattr(part.func, "id", "") in ("setattr", "delattr") and part.args:
-            found.add(_root(part.args[0]))
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute):
-        found.add(_root(node.value.func))
-    return found - {""}
-
-
-def _annotating(node: ast.stmt) -> set[str]:
-    """The names that stand in annotations and nowhere else: such a one may not exist, and nobody evaluates it."""
-    notes = [n.annotation for n in ast.walk(node) if isinstance(n, ast.arg | ast.AnnAssign) and n.annotation]
-    notes += [n.returns for n in ast.walk(node) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.returns]
-    inside = {id(part): part.id for note in notes for part in ast.walk(note) if isinstance(part, ast.Name)}
-    elsewhere = {p.id for p in ast.walk(node) if isinstance(p, ast.Name) and id(p) not in inside}
-    return set(inside.values()) - elsewhere
-
-
-def _root(node: ast.AST) -> str:
-    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _taken(node: ast.stmt) -> set[str]:
-    """The names that a statement takes from the notebook or from Python."""
-    found: set[str] = set()
-
-    def visit(table: symtable.SymbolTable) -> None:
-        for symbol in table.get_symbols():
-            if symbol.is_referenced() and (table.get_type() == "module" or symbol.is_global()):
-                found.add(symbol.get_name())
-        for child in table.get_children():
-            visit(child)
-
-    try:
-        visit(symtable.symtable(ast.unparse(node), "cell", "exec"))
-    except (SyntaxError, ValueError, RecursionError):
-        found |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-    return found

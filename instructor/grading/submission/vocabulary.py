@@ -31,14 +31,10 @@ import time
 import types
 import typing
 
+import pandas
 import torch
 
-from utils.checking.sizes import LINEAR, MOVES
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
+from utils.checking.sizes import LINEAR, MOVES, words
 
 _NOT_NEEDED = """
     eval exec compile open input breakpoint globals locals vars dir setattr delattr getattr memoryview help exit quit
@@ -57,28 +53,29 @@ _OBJECTS = """
 DUNDERS = frozenset(_OBJECTS.split())
 
 # Modules of Python that compute, or that help to write a function.
-MODULES = _words("""
+MODULES = words("""
     __future__ abc bisect collections collections.abc contextlib copy dataclasses decimal enum fractions functools heapq
     itertools math numbers operator random re statistics string textwrap time types typing typing_extensions warnings
     torch torch.nn torch.nn.functional
     """)
 # The same where a question forbids nothing: whatever computes, keeps or measures something.
-LIBRARIES = _words("""
+LIBRARIES = words("""
     numpy pandas scipy sympy os io sys pathlib tempfile json csv pickle hashlib gc tracemalloc concurrent threading queue
     asyncio array struct datetime logging pprint shutil subprocess traceback unittest uuid zlib base64 platform contextvars
     inspect triton matplotlib IPython psutil weakref secrets numexpr numba
     """)
 # What objects of Python's library call things, too.
 _LIBRARY = (gc, os, io, json, csv, pathlib, threading, queue, datetime, logging, array, time, random)
+_TABLES = (pandas.DataFrame, pandas.Series, pandas.Index)  # which have a to_dict, as classes of the course do
 OF_LIBRARIES = frozenset(
     name
     for module in _LIBRARY
-    for owner in (module, *(value for value in vars(module).values() if isinstance(value, type)))
+    for owner in (module, *_TABLES, *(value for value in vars(module).values() if isinstance(value, type)))
     for name in dir(owner)
     if not name.startswith("_")
 )
 # Parts of torch that hold no formula of a question.
-OF_TORCH = _words("""
+OF_TORCH = words("""
     torch.nn.utils torch.nn.utils.rnn torch.nn.init torch.profiler torch.cuda torch.linalg torch.fft torch.special torch.testing
     torch.backends torch.backends.cuda torch.backends.cudnn torch.autograd torch.func torch.compiler torch.version torch.random
     torch.types torch.optim torch.utils.data torch.utils.benchmark
@@ -151,7 +148,7 @@ _OF_TORCH = """
     children modules eval train register_buffer state_dict load_state_dict in_features out_features backends
     matmul cudnn allow_tf32 set_float32_matmul_precision set_printoptions is_available synchronize current_device
     current_stream cuda Event record elapsed_time index typename vmap set_num_threads get_num_threads
-    testing assert_close allclose isclose use_deterministic_algorithms set_grad_enabled linalg ReLU GELU Softmax bits
+    testing assert_close allclose isclose use_deterministic_algorithms set_grad_enabled linalg ReLU bits
     RMSNorm LayerNorm register_parameter avg_pool1d avg_pool2d max_pool2d pooling deterministic benchmark
     are_deterministic_algorithms_enabled seed get_rng_state set_rng_state fork_rng compile jit script script_if_tracing
 """
@@ -172,7 +169,7 @@ ATTRIBUTES = (
 OPERATORS = frozenset((*_COMPUTING, *_INTERNAL.split())) | MOVES | LINEAR
 
 # Of the kernel languages, beside what the lab's own files of kernels use.
-KERNELS = _words("""
+KERNELS = words("""
     jit constexpr aggregate program_id num_programs arange load store make_range expand_dims trans dot join split reshape
     permute broadcast_to broadcast advance make_block_ptr zeros full cdiv multiple_of max_contiguous max_constancy
     static_range static_assert static_print device_print fma exp exp2 log log2 sqrt rsqrt where reduce maximum minimum

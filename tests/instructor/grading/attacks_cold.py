@@ -783,6 +783,63 @@ from IPython.display import publish_display_data
 laughs = ''.join(f'<!ENTITY l{n + 1} "{("&l%d;" % n) * 10}">' for n in range(12))
 publish_display_data({'image/svg+xml': f'<?xml version="1.0"?><!DOCTYPE s [<!ENTITY l0 "ha">{laughs}]><svg xmlns="http://www.w3.org/2000/svg"><text>&l12;</text></svg>'})
 """,
+    # Of a third round.
+    "what pipes and sockets hold for nobody": """
+import fcntl, os, socket, time
+kept = []
+try:
+    while True:
+        r, w = os.pipe()
+        os.set_blocking(w, False)
+        kept += [r, w]
+        try:
+            fcntl.fcntl(w, 1031, 1 << 20)
+        except OSError:
+            pass
+        try:
+            while True:
+                os.write(w, bytes(65536))
+        except BlockingIOError:
+            pass
+except OSError:
+    pass
+for fd in kept[::2][:200]:
+    os.close(fd)
+pairs = []
+try:
+    while True:
+        one, two = socket.socketpair()
+        one.setblocking(False)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+        pairs.append((one, two))
+        try:
+            while True:
+                one.send(bytes(65536))
+        except BlockingIOError:
+            pass
+except OSError:
+    pass
+time.sleep(3600)
+""",
+    "descriptors in flight, in sockets that nobody reads": """
+import array, os, socket, time
+def fill():
+    held = []
+    try:
+        while True:
+            one, two = socket.socketpair()
+            one.setblocking(False)
+            held.append((one, two))
+            for _ in range(50):
+                one.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [os.open("/dev/null", 0)] * 200))])
+    except OSError:
+        pass
+    time.sleep(3600)
+for _ in range(30):
+    if os.fork() == 0:
+        fill()
+time.sleep(3600)
+""",
 }
 HARMFUL_VALUES = {
     "one number, shown as 10^13": "torch.zeros(1).expand(10**13)",

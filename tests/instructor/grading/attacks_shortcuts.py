@@ -33,6 +33,17 @@ class Shortcut:
     words: str
 
 
+def answer_of(shortcut: Shortcut, model: dict[str, str]) -> str:
+    """The text of the answer cell."""
+    if isinstance(shortcut.code, str):
+        return shortcut.code.lstrip("\n")
+    text = model[shortcut.cell]
+    for old, new in shortcut.code.items():
+        assert text.count(old) == 1, f"{shortcut.name}: the model answer has other lines now: {old!r}"
+        text = text.replace(old, new)
+    return text
+
+
 _DENSE = """
 import math
 

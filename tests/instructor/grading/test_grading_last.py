@@ -72,6 +72,15 @@ def test_a_file_that_nbformat_cannot_convert_is_refused_in_words(suite_lab, need
         make_plan(suite_lab.instructor, suite_lab.student, text, needs)
 
 
+def test_a_number_that_python_does_not_read_is_refused_in_words(suite_lab, needs):
+    """An integer of more than 4,300 digits is a ValueError of its own, and not one of JSON."""
+    text = answered_notebook(suite_lab)
+    long = text.replace('"nbformat_minor"', f'"largest": {"9" * 5_000}, "nbformat_minor"', 1)
+    assert len(long) > len(text) + 5_000
+    with pytest.raises(Unreadable, match="The submitted file is no notebook"):
+        make_plan(suite_lab.instructor, suite_lab.student, long, needs)
+
+
 class _Dict(dict):
     __getattr__ = dict.get
     __iter__ = keys = items = None  # what the class says of itself is not asked

@@ -12,9 +12,11 @@ from instructor.grading.sandbox.tampering import Sign
 from instructor.grading.submission.checker import Checker
 from instructor.grading.submission.plan import Step
 from instructor.points import lab_path
-from tests.instructor.grading import honest_cold, honest_unusual
+from tests.instructor.grading import honest_cold, honest_third, honest_unusual
 
-STUDENTS = {**honest_unusual.STUDENTS, **honest_cold.STUDENTS}
+STUDENTS = {**honest_unusual.STUDENTS, **honest_cold.STUDENTS, **honest_third.STUDENTS}
+# A module that a cell writes by a function of Python's cannot be read as text, so where something is forbidden it waits.
+WAITS = {"compiled, cached, in a module of one's own": ["q4_2_tests"]}
 LABS = ("lab1", "lab2_flexattention", "lab3_gluon", "lab4_sdpa")
 
 
@@ -68,4 +70,5 @@ def test_an_unusual_right_notebook_loses_nothing(labs, name):
     lost = {
         n: (c.status, c.message) for n, c in result.cells.items() if c.points < c.max_points and c.status != "by_hand"
     }
-    assert not lost and not result.flags
+    assert {n: status for n, (status, _) in lost.items()} == dict.fromkeys(WAITS.get(name, ()), "flagged"), lost
+    assert all(flag.kind == "unusual" for flag in result.flags) and len(result.flags) == len(lost)

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import time
 
 import nbformat
 import pytest
@@ -14,7 +15,8 @@ from instructor.grading.submission.plan import make_plan, plan_tests
 from instructor.grading.submission.usual import Reading, Usual, unusual_calls
 from instructor.names import python_of
 from instructor.points import lab_path
-from tests.instructor.grading.attacks_shortcuts import Shortcut
+from tests.instructor.grading.attacks_shortcuts import Shortcut, answer_of
+from tests.instructor.grading.attacks_third import KIN, THIRD
 from tests.instructor.grading.attacks_wait import WAITING
 from tests.instructor.grading.honest_class import honest_notebook
 from tests.instructor.grading.honest_variants import packs
@@ -51,6 +53,10 @@ PRODUCTS = {
     ),
     "a helper of the course": ("def gemm_broadcast(a, b):\n    return dense_mask(a, b)", "dense_mask"),
     "text that is run": ("exec('def gemm_broadcast(a, b): return a @ b')", "out of sight"),
+    "a table that torch's own module made": (
+        "TABLE = torch.nn.GELU()(torch.zeros(3))\ndef gemm_broadcast(a, b):\n    return TABLE",
+        ".GELU",
+    ),
     "a class between": (
         "class Own(torch.Tensor):\n    pass\ndef gemm_broadcast(a, b):\n    return Own(a)",
         "class of a kind of its own",
@@ -72,11 +78,36 @@ def test_what_no_right_answer_needs_is_seen_in_the_text(suite_lab, usual, name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [('"itertools"', ""), ('"ctypes"', "imports ctypes"), ('"iter" "tools", *a', ""), ("a", "calls __import__")],
+)
+def test_a_module_that_is_imported_by_a_call_is_an_import(suite_lab, usual, module, words):
+    code = f"def gemm_broadcast(a, b):\n    return __import__({module}).chain(a, b)"
+    found = _unusual(suite_lab, usual, answered_notebook(suite_lab, {"q1_1": code}))
+    assert words in " ".join(found["q1_1_tests"]) if words else not found
+
+
+@pytest.mark.slow
 def test_a_cell_that_no_answer_reaches_is_the_authors_own(suite_lab, usual):
     notebook = nbformat.reads(answered_notebook(suite_lab), as_version=4)
     place = next(i for i, c in enumerate(notebook.cells) if c.id == "q1_1")
     notebook.cells.insert(place, nbformat.v4.new_code_cell("import gc, sys, ctypes\nprint(sys._getframe().f_globals)"))
     assert not _unusual(suite_lab, usual, nbformat.writes(notebook, version=4))
+
+
+@pytest.mark.slow
+def test_reading_follows_each_name_once(suite_lab, usual):
+    """Each of n statements that bind a name leads to all n: this took n * n steps, half a minute for these."""
+    code = "x = 0\n" + "x = x\n" * 20_000 + "def gemm_broadcast(a, b):\n    return x\n"
+    notebook = answered_notebook(suite_lab, {"q1_1": code})
+    plan = make_plan(suite_lab.instructor, suite_lab.student, notebook, plan_tests(suite_lab.instructor))
+    reading = Reading(plan.steps, usual)
+    began = time.process_time()
+    for step in plan.steps:
+        if step.kind == "tests":
+            reading.unusual(step, step.name in FORBIDDING)
+    assert time.process_time() - began < 5
 
 
 def test_what_runs_is_held_against_the_same_lists():
@@ -112,7 +143,7 @@ def test_honest_notebooks_do_not_wait(suite_lab, usual):
 
 def _packs() -> list[list[Shortcut]]:
     found: list[list[Shortcut]] = []
-    for shortcut in WAITING:
+    for shortcut in (*WAITING, *THIRD, *KIN):
         room = (p for p in found if p[0].lab == shortcut.lab and all(o.cell != shortcut.cell for o in p))
         if (pack := next(room, None)) is None:
             found.append(pack := [])
@@ -125,7 +156,10 @@ def _packs() -> list[list[Shortcut]]:
 @pytest.mark.parametrize("pack", _packs(), ids=lambda p: f"{p[0].lab}, {p[0].name}")
 def test_a_shortcut_is_refused_or_waits(pack):
     built = build_lab(lab_path(pack[0].lab))
-    result = grade_notebook(built, answered_notebook(built, {s.cell: s.code.lstrip("\n") for s in pack}), timeout=150)
+    cells = nbformat.reads(built.instructor, as_version=4).cells
+    lines = {c.id: [line for line in c.source.split("\n") if line.strip()[:3] != "###"] for c in cells}
+    model = {name: "\n".join(text) for name, text in lines.items()}
+    result = grade_notebook(built, answered_notebook(built, {s.cell: answer_of(s, model) for s in pack}), timeout=150)
     got = {s.name: (result.cells[s.tests].points, result.cells[s.tests].status) for s in pack}
     assert not [name for name, (points, _) in got.items() if points], got
     waiting = [s for s in pack if result.cells[s.tests].status == "flagged"]

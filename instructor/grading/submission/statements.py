@@ -1,0 +1,65 @@
+"""What a statement of a student's text binds, changes and takes, by name; nothing is run."""
+
+from __future__ import annotations
+
+import ast
+import symtable
+
+from instructor.names import bound_names
+
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def changed_names(node: ast.stmt) -> set[str]:
+    """The names that a statement defines or changes: also X of `X.y = ...`, `X[y] = ...`, `X.append(...)`, `setattr(X, ...)`."""
+    found = bound_names(node)
+    if isinstance(node, DEFINITIONS):
+        return found
+    for part in ast.walk(node):
+        if isinstance(part, ast.Attribute | ast.Subscript) and isinstance(part.ctx, ast.Store | ast.Del):
+            found.add(_root(part))
+        elif isinstance(part, ast.Call) and getattr(part.func, "id", "") in ("setattr", "delattr") and part.args:
+            found.add(_root(part.args[0]))
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute):
+        found.add(_root(node.value.func))
+    return found - {""}
+
+
+def annotating_names(node: ast.stmt) -> set[str]:
+    """The names that stand in annotations and nowhere else: such a one may not exist, and nobody evaluates it."""
+    notes = [n.annotation for n in ast.walk(node) if isinstance(n, ast.arg | ast.AnnAssign) and n.annotation]
+    notes += [n.returns for n in ast.walk(node) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.returns]
+    inside = {id(part): part.id for note in notes for part in ast.walk(note) if isinstance(part, ast.Name)}
+    elsewhere = {p.id for p in ast.walk(node) if isinstance(p, ast.Name) and id(p) not in inside}
+    return set(inside.values()) - elsewhere
+
+
+def imports_by_text(node: ast.stmt) -> bool:
+    """Whether each `__import__` of a statement is called on a module that is written out: it is an import like others."""
+    named = sum(isinstance(part, ast.Name) and part.id == "__import__" for part in ast.walk(node))
+    calls = [p for p in ast.walk(node) if isinstance(p, ast.Call) and getattr(p.func, "id", "") == "__import__"]
+    return named == sum(bool(call.args) and isinstance(call.args[0], ast.Constant) for call in calls)
+
+
+def _root(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def taken_names(node: ast.stmt) -> set[str]:
+    """The names that a statement takes from the notebook or from Python."""
+    found: set[str] = set()
+
+    def visit(table: symtable.SymbolTable) -> None:
+        for symbol in table.get_symbols():
+            if symbol.is_referenced() and (table.get_type() == "module" or symbol.is_global()):
+                found.add(symbol.get_name())
+        for child in table.get_children():
+            visit(child)
+
+    try:
+        visit(symtable.symtable(ast.unparse(node), "cell", "exec"))
+    except (SyntaxError, ValueError, RecursionError):
+        found |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    return found
