@@ -114,7 +114,7 @@ def decode_case(rng: random.Random) -> tuple[dict, float, float]:
 
 def gemm_case(rng: random.Random) -> tuple[dict, float, float]:
     """Draw one product and any configuration that its choice looks at."""
-    from utils.kernels import gemm_launch, gemm_plan
+    from utils.kernels import gemm_candidates, gemm_launch
 
     dtype = rng.choice((torch.bfloat16, torch.float16))
     m, n, k = (8 * rng.randint(1, limit) for limit in (100, 100, 250))
@@ -126,7 +126,7 @@ def gemm_case(rng: random.Random) -> tuple[dict, float, float]:
     a, b = (x.cuda() if x.is_contiguous() else x.T.cuda().T for x in (a, b))
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     late = gemm_launch.lateness("a", a), gemm_launch.lateness("b", b)
-    config = rng.choice(gemm_plan.candidates(m, n, k, sms, late))
+    config = rng.choice(gemm_candidates.candidates(m, n, k, sms, late))
     out = gemm_launch.gemm(a, b, config)
     return (
         {"shape": (m, n, k), "by columns": columns, "config": str(config)},

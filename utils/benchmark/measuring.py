@@ -60,7 +60,7 @@ def measure(
         warmup: calls before the timing.
         iterations: number of samples; with `target_interval` the smallest number. Where the clocks of a GPU move, as at
             its power limit, more samples follow for half a second in all, and the interval is at least 5% to each
-            side: medians lay up to 12% apart, within seconds. At constant clocks it is at least 0.8% to each side.
+            side: medians lay up to 12% apart, within seconds. At constant clocks it is at least 1% to each side.
         device: "cuda" times by device events, "cpu" by the host's clock. Default: where the call's tensors are.
         flops: FLOPs of one call, for `tflops` and `roof_share`.
         bytes: bytes read and written by one call, for `gb_s` and `roof_share`.
