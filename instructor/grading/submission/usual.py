@@ -75,10 +75,17 @@ class Usual:
         instructor_notebook: the lab with its solutions.
         base: the notebook's names after its setup.
         more: {question: words that right answers use beside those of the model answer}; "" is for all questions.
+        needed: {question: words that every right answer uses}.
     """
 
-    def __init__(self, instructor_notebook: str, base: Mapping[str, object], more: Mapping[str, str] | None = None):
-        self.base, self.more = base, more or {}
+    def __init__(
+        self,
+        instructor_notebook: str,
+        base: Mapping[str, object],
+        more: Mapping[str, str] | None = None,
+        needed: Mapping[str, str] | None = None,
+    ):
+        self.base, self.more, self.needed = base, more or {}, needed or {}
         self.of_course = _methods_of_course()  # of objects that the course hands out
         self.models: dict[str, Words] = {}  # question -> words of its model answer
         self.kernels = Words()  # of all files of kernels
@@ -195,6 +202,7 @@ class Reading:
                 continue  # an answer left as it was
             elif strict:
                 found.setdefault("defines out of sight", []).append(name)
+        missing = set(self.usual.needed.get(step.question, "").split()) if todo else set()
         seen: set[int] = set()
         followed: set[int] = (
             set()
@@ -204,10 +212,13 @@ class Reading:
             if place.number in seen:
                 continue
             seen.add(place.number)
+            if missing:
+                missing -= place.names | {node.attr for node in ast.walk(place.node) if isinstance(node, ast.Attribute)}
             for statements in self._look(place, words, lambda kind, word: found.setdefault(kind, []).append(word)):
                 if id(statements) not in followed:
                     followed.add(id(statements))
                     todo += statements
+        found["does without"] = sorted(missing)
         return told(found)
 
     def _look(self, place: _Place, words: Words, note: Callable[[str, str], object]) -> list[list[_Place]]:

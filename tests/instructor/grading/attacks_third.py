@@ -564,6 +564,24 @@ def split_kv_attention(q, k, v, splits):
 
 KIN = [
     _shortcut(
+        "4.1 steps that end while the device works",
+        "lab1",
+        "q4_1",
+        "q4_1_tests",
+        """
+def profile_steps(fn, trace_path):
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities, schedule=default_schedule) as prof:
+        for _ in range(10):
+            fn()
+            prof.step()
+    prof.export_chrome_trace(str(trace_path))
+    return prof
+""",
+    ),
+    _shortcut(
         "5.2 two slots of the ring, however many there are",
         "lab3_gluon",
         "q5_2",

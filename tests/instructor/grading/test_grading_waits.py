@@ -1,6 +1,7 @@
 """An answer that passes by what no right answer needs waits for a person; honest ones do not."""
 
 import contextlib
+import copy
 import io
 import time
 
@@ -86,6 +87,19 @@ def test_a_module_that_is_imported_by_a_call_is_an_import(suite_lab, usual, modu
     code = f"def gemm_broadcast(a, b):\n    return __import__({module}).chain(a, b)"
     found = _unusual(suite_lab, usual, answered_notebook(suite_lab, {"q1_1": code}))
     assert words in " ".join(found["q1_1_tests"]) if words else not found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", ["return wait(a, b)", "return a.wait(b)", "return helper(a, b)", "return a @ b"])
+def test_what_every_right_answer_uses_is_missed(suite_lab, usual, code):
+    """As `synchronize` in a profile, which has no effect on a CPU; a helper of the student's may use it."""
+    needing = copy.copy(usual)
+    needing.needed, needing.more = {"q1_1": "wait"}, {"q1_1": "wait"}
+    code = (
+        f"def helper(a, b):\n    return a.wait(b)\ndef wait(a, b):\n    return a\ndef gemm_broadcast(a, b):\n    {code}"
+    )
+    found = _unusual(suite_lab, needing, answered_notebook(suite_lab, {"q1_1": code}))
+    assert ("does without wait" in " ".join(found.get("q1_1_tests", []))) == ("@" in code)
 
 
 @pytest.mark.slow
