@@ -271,8 +271,7 @@ def join(folder: Path, passes: int) -> dict:
         for row in part["rows"]
     ]
     points = {(row["head_dim"], row["length"], row["causal"], row["seed"]) for row in rows}
-    count = "two passes" if passes == 2 else f"passes: {passes}"
-    what = f"backward: variants and peers in random order, {count}, cold L2, TFLOP/s; checks against float64"
+    what = f"backward: variants and peers in random order, passes: {passes}, cold L2, TFLOP/s; checks against float64"
     record = {"what": what, "environment": parts[0]["environment"], "complete": len(points) == 8 * passes}
     checks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("check-*.json"))]
     checks = [row | {"errors": [round(x, 6) for x in row.get("errors", [])]} for row in checks]

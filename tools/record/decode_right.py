@@ -3,9 +3,7 @@
     python -m tools.record.decode_right --cases 60 --seconds 40 --out decode_right.json
     python -m tools.record.decode_right --clusters --out decode_right_clusters.json
     python -m tools.record.decode_right --paged --out decode_right_pages.json
-    compute-sanitizer --error-exitcode 7 python -m tools.record.decode_right --clusters --cpu --cases 20 --first 100
 
-With `--cpu` the float64 results are computed on the CPU, and caches are short, because compute-sanitizer makes each of torch's kernels slow.
 A case is right if both calls are, and gave the same bits. Several processes share the work with `--part`.
 """
 
@@ -23,22 +21,9 @@ from tools.record.decode_variants import MULTIPROCESSORS, WRONG, bound, error_of
 from utils.attention import decode_reference
 from utils.attention.gluon.decode.arrangement import arrange
 
-LONGEST_ON_CPU = 2500  # keys
 
-
-def reference(cpu: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> torch.Tensor:
-    """Return `decode_reference`, computed on the CPU or where the tensors are."""
-    if not cpu:
-        return decode_reference(q, k, v, **options)
-    options = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    return decode_reference(q.cpu(), k.cpu(), v.cpu(), **options).to(q.device)
-
-
-def random_case(seed: int, paged: bool = False, cpu: bool = False) -> dict:
-    """Compare one variant on random shapes, lengths, pages and masks with float64, twice.
-
-    paged: the cache is in pages. cpu: the float64 results are computed on the CPU, from at most `LONGEST_ON_CPU` keys.
-    """
+def random_case(seed: int, paged: bool = False) -> dict:
+    """Compare one variant on random shapes, lengths, pages and masks with float64, twice; paged: the cache is in pages."""
     from tests.utils.attention.decode_cases import random_cache
 
     rng = random.Random(seed)
@@ -46,10 +31,7 @@ def random_case(seed: int, paged: bool = False, cpu: bool = False) -> dict:
     consumers = rng.choice((0, 1, 2, 1, 2))
     batch, kv_heads, group = rng.choice((1, 2, 5, 17)), rng.choice((1, 2, 3)), rng.choice((1, 2, 3, 4, 8, 16))
     sq, head_dim = rng.choice((1, 2, 7, 16, 33)), rng.choice((64, 128, 128, 256, 80))
-    slots, page = (
-        rng.choice((5, 129, 700, 1500, LONGEST_ON_CPU if cpu else 4097)),
-        rng.choice((None, None, 16, 64, 256)),
-    )
+    slots, page = rng.choice((5, 129, 700, 1500, 4097)), rng.choice((None, None, 16, 64, 256))
     case = {"causal": rng.random() < 0.7, "window": rng.choice((None, None, 1, 100, 1000))}
     # It takes neither lengths nor pages, and would be rare among all others.
     ahead = rng.random() < 0.3 and not paged
@@ -100,7 +82,7 @@ def random_case(seed: int, paged: bool = False, cpu: bool = False) -> dict:
     if consumers == 0 and not choices.get("fp8"):
         choices["lean"] = rng.random() < 0.5
     call = bound(choices, q, k, v, lengths, table, scales, **case)
-    expected = reference(cpu, q, k, v, seqlens=lengths, block_table=table, kv_scales=scales, **case)
+    expected = decode_reference(q, k, v, seqlens=lengths, block_table=table, kv_scales=scales, **case)
     shape = (batch, kv_heads * group, kv_heads, sq, slots, head_dim, page)
     return {"seed": seed, "shape": shape, "case": case, "choices": choices} | verdict(call, expected)
 
@@ -114,7 +96,7 @@ def verdict(call: Callable, expected: torch.Tensor) -> dict:
     return {"errors": errors, "same_bits": same, "right": same and all(error < WRONG for error in errors)}
 
 
-def random_cluster_case(seed: int, cpu: bool = False) -> dict:
+def random_cluster_case(seed: int) -> dict:
     """Compare clusters of random sizes on random shapes, with lengths and pages, with float64, twice."""
     from tests.utils.attention.decode_cases import random_cache
 
@@ -128,8 +110,6 @@ def random_cluster_case(seed: int, cpu: bool = False) -> dict:
         each = choices["cluster"]
         blocks = each * rng.choice((1, 1, 2, 3, 5, 9)) + rng.choice((0, rng.randrange(each)))
         keys = max(blocks * block - rng.randrange(block), sq)
-        if cpu and keys > LONGEST_ON_CPU:
-            continue
         page = rng.choice((None, None, 16, 64, 256))
         lengths = page is not None or rng.random() < 0.3
         with contextlib.suppress(ValueError):  # tiles that do not fit
@@ -146,7 +126,7 @@ def random_cluster_case(seed: int, cpu: bool = False) -> dict:
     call = bound(choices, q, k, v, used, table, causal=causal)
     shape = (batch, kv_heads * group, kv_heads, sq, keys, head_dim, page, lengths)
     row = {"seed": seed, "shape": shape, "case": {"causal": causal}, "choices": choices}
-    return row | verdict(call, reference(cpu, q, k, v, seqlens=used, block_table=table, causal=causal))
+    return row | verdict(call, decode_reference(q, k, v, seqlens=used, block_table=table, causal=causal))
 
 
 def main() -> None:
@@ -158,12 +138,10 @@ def main() -> None:
     parser.add_argument("--part", default="0/1", help="part/parts: every parts-th case")
     parser.add_argument("--clusters", action="store_true", help="clusters only")
     parser.add_argument("--paged", action="store_true", help="caches in pages only")
-    parser.add_argument("--cpu", action="store_true", help="short caches, and their float64 results from the CPU")
     options = parser.parse_args()
     part, parts = map(int, options.part.split("/"))
     record = Record(options.out, "decode: random cases against float64", "cuda", options.seconds)
     case = random_cluster_case if options.clusters else partial(random_case, paged=options.paged)
-    case = partial(case, cpu=options.cpu)
     seeds = range(options.first, options.first + options.cases)[part::parts]
     if record.fill(seeds, case, lambda row: "" if row["right"] else str(row)):
         record.finish()

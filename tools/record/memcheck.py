@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from tools.record.common import Record, arguments_parser
+from tools.record.gluon_verdicts import sanitizer
 from utils.files import ROOT
 
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
@@ -152,7 +153,7 @@ def run_cases(family: str, numbers: list[int]) -> None:
 def check(job: tuple[str, list[int]], tool: str, seconds: float) -> list[dict]:
     """Run some cases of a family in a process of the sanitizer and return their rows."""
     family, numbers = job
-    command = ["compute-sanitizer", "--tool", tool, sys.executable, "-m", "tools.record.memcheck", "--inside", family]
+    command = [str(sanitizer()), "--tool", tool, sys.executable, "-m", "tools.record.memcheck", "--inside", family]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     try:
         done = subprocess.run(
@@ -200,6 +201,13 @@ def main() -> int:
     if options.inside:
         run_cases(options.inside[0], [int(number) for number in options.inside[1:]])
         return 0
+    if not torch.cuda.is_available() or sanitizer() is None:
+        print(
+            "error: the kernels are checked on an NVIDIA GPU by compute-sanitizer: torch.cuda.is_available() is "
+            f"{torch.cuda.is_available()}, and compute-sanitizer is {sanitizer() or 'not found: COMPUTE_SANITIZER names it'}.",
+            file=sys.stderr,
+        )
+        return 1
     deadline = time.monotonic() + options.seconds
     numbers = range(options.first, options.first + options.cases)
     slices = [

@@ -22,6 +22,7 @@ from utils.kernels.gemm_plan import (
     SPLITS,
     WIDTHS,
     as_cluster,
+    ceil_div,
     clusters_at_once,
     most_parts,
 )
@@ -159,13 +160,13 @@ class Table:
     def possible(self, m: int, n: int, k: int, sms: int, late: tuple[int, int], by_tma: bool) -> np.ndarray:
         """Return the entries that can do a product; the arguments are those of `candidates`."""
         t = self.traits
-        steps = _ceil(k, t.block_k)
+        steps = ceil_div(k, t.block_k)
         rows, columns = np.where(t.transposed, n, m), np.where(t.transposed, m, n)
         late_b = np.where(t.transposed, late[0], late[1])
         # Where B's neighbours in memory are columns, two parts of 64 columns and fewer would stay two products.
         fits = ~self.width | ((columns > t.first) & ((late_b < 2) | (t.first > 64)))
         fits &= ~self.deep | (columns > t.first) | (t.second == 0)
-        fits &= (_ceil(rows, t.block_m) >= t.down) & (_ceil(columns, t.block_n) >= t.abreast) & (t.cluster <= sms)
+        fits &= (ceil_div(rows, t.block_m) >= t.down) & (ceil_div(columns, t.block_n) >= t.abreast) & (t.cluster <= sms)
         fits &= ~t.transposed | by_tma
         split = (t.split > 1) & ~t.in_cluster
         once = at_once(sms)[t.cluster]
@@ -179,17 +180,13 @@ class Table:
             fits &= ~t.multicast | (t.cluster == 2) | (tiles_of(rows, columns, t, t.pairs) <= once)
         if not (late[0] == 1 and m % 2 == 0 and n % 8 == 0):
             return np.flatnonzero(fits & ~t.pairs)
-        return np.flatnonzero(fits & (~t.pairs | (_ceil(m // 2, t.block_m) >= t.down)))
-
-
-def _ceil(x: Any, y: Any) -> Any:
-    return -(-x // y)
+        return np.flatnonzero(fits & (~t.pairs | (ceil_div(m // 2, t.block_m) >= t.down)))
 
 
 def tiles_of(m: Any, n: Any, traits: Traits, pairs: Any) -> Any:
     """Return how many tiles C has, a cluster's as one; `pairs`: with tiles of rows of one parity."""
     rows, columns = traits.block_m * traits.down, traits.block_n * traits.abreast
-    return (_ceil(m, rows) * (1 - pairs) + 2 * _ceil(m // 2, rows) * pairs) * _ceil(n, columns)
+    return (ceil_div(m, rows) * (1 - pairs) + 2 * ceil_div(m // 2, rows) * pairs) * ceil_div(n, columns)
 
 
 @functools.cache

@@ -14,10 +14,7 @@ import numpy as np
 
 from utils.kernels.gemm_candidates import Traits, at_once, table, tiles_of
 from utils.kernels.gemm_config import Config
-
-
-def _ceil(x: Any, y: Any) -> Any:
-    return -(-x // y)
+from utils.kernels.gemm_plan import ceil_div
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,7 @@ def read_together(m: Any, n: Any, t: Traits, tiles: Any, cost: Cost, xp: Any = _
         xp: where minimum and the like are from: numpy for arrays.
     """
     rows, columns = t.block_m * t.down, t.block_n * t.abreast
-    tiles_m, tiles_n = _ceil(m, rows), _ceil(n, columns)
+    tiles_m, tiles_n = ceil_div(m, rows), ceil_div(n, columns)
     down = xp.minimum(tiles_m, tiles)
     down = xp.where(tiles_n > 1, xp.minimum(down, xp.maximum(1, t.group_m * t.block_m // rows)), down)
     along = xp.minimum(tiles_n, xp.maximum(1.0, tiles / down))
@@ -105,7 +102,7 @@ def _time(m: Any, n: Any, k: Any, t: Traits, sms: int, late: tuple[Any, Any], co
     where, minimum, maximum = xp.where, xp.minimum, xp.maximum
     m, n = where(t.transposed, n, m), where(t.transposed, m, n)
     late_a, late_b = where(t.transposed, late[1], late[0]), where(t.transposed, late[0], late[1])
-    steps = _ceil(k, t.block_k)
+    steps = ceil_div(k, t.block_k)
     # From here on a cluster, with its tiles, counts as one.
     once = at_once(sms)[t.cluster]
     tiles = tiles_of(m, n, t, t.pairs)
@@ -117,13 +114,13 @@ def _time(m: Any, n: Any, k: Any, t: Traits, sms: int, late: tuple[Any, Any], co
     sums = t.rows * t.block_n / 256  # KB of a consumer
     size = t.block_m * t.block_n / 512  # KB of C
     # The short kernel: all blocks of the busiest SM, several of which run at once.
-    blocks = _ceil(whole + rest * t.split, once)
+    blocks = ceil_div(whole + rest * t.split, once)
     abreast = maximum(1, minimum(blocks, t.blocks))
     together, short_rounds = where(t.short, abreast, 1), blocks / abreast
     short_time = cost.short_launch + where(cut, cost.short_part + cost.short_add * sums * t.split, 0.0)
     # The other: rounds of whole tiles, then of parts; or equal shares, which begin in one tile and mostly end in another.
-    rounds, extra = _ceil(whole, once) * 1.0, where(cut, _ceil(rest * t.split, once), 0)
-    part_steps = _ceil(steps, parts_of_tile)
+    rounds, extra = ceil_div(whole, once) * 1.0, where(cut, ceil_div(rest * t.split, once), 0)
+    part_steps = ceil_div(steps, parts_of_tile)
     time = cost.launch + where(t.in_cluster, cost.launch_parts, 0.0)
     time = time + where(t.multicast, cost.launch_cluster * xp.log2(t.cluster), 0.0)
     time = time + where(t.in_cluster, rounds * (cost.meet * t.split + cost.gather * 2 * size), 0.0)
@@ -142,8 +139,8 @@ def _time(m: Any, n: Any, k: Any, t: Traits, sms: int, late: tuple[Any, Any], co
     time = time + where(rest > 0, cost.traffic * parts * t.cluster * size / 512, 0.0)
     # Bytes of a step. TMA reads nothing outside of A and B, but a round takes as long as its fullest tiles.
     rows, columns = t.block_m * t.down, t.block_n * t.abreast
-    inside_a = t.block_m * (m / (_ceil(m, rows) * rows)) ** cost.edge
-    inside_b = t.block_n * (n / (_ceil(n, columns) * columns)) ** cost.edge
+    inside_a = t.block_m * (m / (ceil_div(m, rows) * rows)) ** cost.edge
+    inside_b = t.block_n * (n / (ceil_div(n, columns) * columns)) ** cost.edge
     # `Config.pad`: columns that are fetched and not multiplied.
     padded = (late_b > 1) & (n > columns) & (t.first > 64) & (t.second % 64 > 0)
     inside_b = inside_b * where(padded, (t.first + 64) / t.block_n, 1.0)
@@ -163,7 +160,7 @@ def _time(m: Any, n: Any, k: Any, t: Traits, sms: int, late: tuple[Any, Any], co
     sent = kb_a * (1 + cost.hot * hot_a) * shared(t.abreast) + kb_b * (1 + cost.hot * hot_b) * shared(t.down)
     active = minimum(whole + parts, once) / once
     bytes_time = maximum(cost.port * (kb_a + kb_b), cost.bytes * active**cost.few * sent)
-    width = where(t.one_product, minimum(t.block_n, _ceil(n, 16) * 16), t.block_n)
+    width = where(t.one_product, minimum(t.block_n, ceil_div(n, 16) * 16), t.block_n)
     product = cost.product * t.block_m * width * t.block_k / 2**21
     wait_shared = cost.wait_shared * cost.wait_more ** maximum(xp.log2(t.cluster) - 1, 0.0)
     wait_shared = wait_shared * where((t.down > 1) & (t.abreast > 1), cost.wait_both, 1.0)

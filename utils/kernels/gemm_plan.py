@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from utils.kernels.gemm_config import EVEN, SHARED_BYTES, Config
 
 
-def _ceil(x: int, y: int) -> int:
+def ceil_div(x: Any, y: Any) -> Any:
+    """Return x / y, rounded up: of whole numbers, or of arrays of them."""
     return -(-x // y)
 
 
@@ -81,7 +82,7 @@ def parts_of(m: int, n: int, config: Config, sms: int) -> tuple[int, int]:
     that a cluster computes in parts counts as whole.
     """
     rows, columns = config.cluster_tile
-    tiles = (2 * _ceil(m // 2, rows) if config.pairs else _ceil(m, rows)) * _ceil(n, columns)
+    tiles = (2 * ceil_div(m // 2, rows) if config.pairs else ceil_div(m, rows)) * ceil_div(n, columns)
     if config.split == 1 or config.in_cluster:
         return tiles, 0
     rest = tiles if config.short else tiles % clusters_at_once(config.cluster, sms)
@@ -95,7 +96,7 @@ def in_parts(configs: Iterable[AnyConfig], m: int, n: int, k: int, sms: int) -> 
         found.append(config)
         if not parts_of(m, n, replace(config, split=2), sms)[1]:
             continue  # every round is full
-        most = min(most_parts(config), _ceil(k, config.block_k) // 2)
+        most = min(most_parts(config), ceil_div(k, config.block_k) // 2)
         found += [replace(config, split=split) for split in SPLITS if 1 < split <= most]
     return found
 
@@ -110,7 +111,7 @@ def in_shares(configs: Iterable[AnyConfig], m: int, n: int, k: int, sms: int) ->
     return [
         x
         for x in found
-        if parts_of(m, n, x, sms)[1] * _ceil(k, x.block_k) >= LEAST_SHARE * clusters_at_once(x.cluster, sms)
+        if parts_of(m, n, x, sms)[1] * ceil_div(k, x.block_k) >= LEAST_SHARE * clusters_at_once(x.cluster, sms)
     ]
 
 
@@ -148,7 +149,7 @@ def partial_tiles(m: int, n: int, config: Config, sms: int) -> int:
 
 def by_parity(configs: Iterable[AnyConfig], m: int, n: int, sms: int) -> list[AnyConfig]:
     """Return configurations with rows by parity, where there are neighbours and parts for them too."""
-    found = [replace(x, pairs=True) for x in configs if 2 * _ceil(m // 2, x.block_m) >= 2 * x.down]
+    found = [replace(x, pairs=True) for x in configs if 2 * ceil_div(m // 2, x.block_m) >= 2 * x.down]
     found = [x for x in found if not x.in_cluster or parts_of(m, n, x, sms)[0] <= clusters_at_once(x.split, sms)]
     return [x for x in found if x.split == 1 or x.in_cluster or parts_of(m, n, x, sms)[1]]
 

@@ -204,9 +204,8 @@ class Reading:
                 found.setdefault("defines out of sight", []).append(name)
         missing = set(self.usual.needed.get(step.question, "").split()) if todo else set()
         seen: set[int] = set()
-        followed: set[int] = (
-            set()
-        )  # lists of statements; without it, a cell of n assignments to one name takes n * n steps
+        # Lists of statements: without it, a cell of n assignments to one name takes n * n steps.
+        followed: set[int] = set()
         while todo:
             place = todo.pop()
             if place.number in seen:

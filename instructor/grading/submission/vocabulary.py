@@ -67,12 +67,9 @@ LIBRARIES = words("""
 # What objects of Python's library call things, too.
 _LIBRARY = (gc, os, io, json, csv, pathlib, threading, queue, datetime, logging, array, time, random)
 _TABLES = (pandas.DataFrame, pandas.Series, pandas.Index)  # which have a to_dict, as classes of the course do
+_CLASSES = (value for module in _LIBRARY for value in vars(module).values() if isinstance(value, type))
 OF_LIBRARIES = frozenset(
-    name
-    for module in _LIBRARY
-    for owner in (module, *_TABLES, *(value for value in vars(module).values() if isinstance(value, type)))
-    for name in dir(owner)
-    if not name.startswith("_")
+    name for owner in (*_LIBRARY, *_TABLES, *_CLASSES) for name in dir(owner) if not name.startswith("_")
 )
 # Parts of torch that hold no formula of a question.
 OF_TORCH = words("""
