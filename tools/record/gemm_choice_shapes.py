@@ -149,11 +149,7 @@ def families_of(shape: dict) -> list:
     """
     near = [config for _, config in ranked(shape)]
     kept = [config for name in shape.get("before", ()) if (config := config_of(name))]
-    keys = (
-        (RANKED, lambda x: (x.block_m, x.block_n, x.multicast, x.in_cluster, x.transposed, x.short, x.pairs)),
-        (MOST, family),
-        (MOST, lambda x: (family(x), x.transposed)),
-    )
+    keys = ((RANKED, lambda x: x.tile), (MOST, family), (MOST, lambda x: (family(x), x.transposed)))
     for count, key in keys:
         taken = {key(config) for config in kept}
         for config in near:

@@ -118,6 +118,12 @@ class Config:
         return [box[0] * abreast // pieces, box[1] // abreast]
 
     @property
+    def tile(self) -> tuple[int, int, str, bool, bool, bool, bool]:
+        """What makes a tile another one in a search: its size, its cluster, its direction, its kernel, and its rows' parity."""
+        cluster = "" if self.in_cluster else self.multicast
+        return self.block_m, self.block_n, cluster, self.in_cluster, self.transposed, self.short, self.pairs
+
+    @property
     def columns(self) -> tuple[int, int]:
         """Columns of the tile as powers of two, which Gluon's tiles must be: (256, 0), or (128, 64) for 192.
 

@@ -68,10 +68,14 @@ def tma_can_store(c: torch.Tensor) -> bool:
 
 def chosen(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Config:
     """Return the configuration that is estimated to be the fastest for A (M, K), B (K, N) and C (M, N)."""
+    return choose(*problem(a, b, tma_can_store(c)))
+
+
+def problem(a: torch.Tensor, b: torch.Tensor, by_tma: bool) -> tuple[int, int, int, int, tuple[int, int], bool]:
+    """Return what `gemm_model.choose` takes for A (M, K) and B (K, N): M, N, K, SMs, lateness, and whether TMA stores C."""
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
-    by_tma = tma_can_store(c)
     late = lateness("A", a, by_tma), lateness("B", b)
-    return choose(a.shape[0], b.shape[1], a.shape[1], sms, late, by_tma)
+    return a.shape[0], b.shape[1], a.shape[1], sms, late, by_tma
 
 
 def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | None = None) -> Launch | None:

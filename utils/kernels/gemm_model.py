@@ -1,7 +1,7 @@
 """Which of the GEMM's configurations: a model of the kernels' time, fitted to measured times, and the choice by it.
 
-`estimate` says how long a product takes by a configuration, `estimates` by many; `choose` takes the first. Nothing here needs
-Triton.
+`estimate` says how long a product takes by a configuration, `estimates` by many; `choose` takes the first, and `first_choices`
+the first few, of which one is found by timing them (`gemm_tune.py`). Nothing here needs Triton.
 """
 
 from __future__ import annotations
@@ -207,3 +207,19 @@ def choose(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0), by_
     entries = table().possible(m, n, k, sms, late, by_tma)
     times = estimates(m, n, k, table().traits.take(entries), sms, late)
     return table().config(int(entries[np.argmin(times)]))
+
+
+def first_choices(m: int, n: int, k: int, sms: int, late: tuple[int, int], by_tma: bool, count: int) -> list[Config]:
+    """Return the first few configurations by estimated time, of different tiles: what `choose` returns is the first.
+
+    The number of parts and of slots makes no other tile. The other arguments are those of `choose`.
+    """
+    entries = table().possible(m, n, k, sms, late, by_tma)
+    times = estimates(m, n, k, table().traits.take(entries), sms, late)
+    found: dict[tuple, Config] = {}
+    for i in np.argsort(times, kind="stable"):
+        config = table().config(int(entries[i]))
+        found.setdefault(config.tile, config)
+        if len(found) == count:
+            break
+    return [*found.values()]
