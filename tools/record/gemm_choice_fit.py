@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from tools.record.common import read_record
-from tools.record.gemm_choice_shapes import SIZES, SMS, config_of, late_rows
+from tools.record.gemm_choice_shapes import SIZES, config_of
+from tools.record.gemm_shapes import SMS, late_rows
 from utils.kernels import gemm_model
 from utils.kernels.gemm_candidates import Traits
 

@@ -14,11 +14,10 @@ import random
 from dataclasses import replace
 
 from tools.record.common import read_record
-from tools.record.gemm_shapes import LARGEST, SMALLEST, draw_shapes
+from tools.record.gemm_shapes import LARGEST, SMALLEST, SMS, draw_shapes, late_rows
 from utils.files import ROOT
 from utils.kernels.gemm_config import Config
 
-SMS = 132
 SEED = 2043
 FEW_TILES, LARGE_LATE, ANY = 12, 4, 14  # shapes of the seed
 SHORTEST_US = 5.0  # by the model: shorter products are ahead
@@ -124,16 +123,6 @@ def training_shapes(seed: int, count: int) -> list[dict]:
         if 2e7 <= 2 * m * n * k <= 1.2e12:
             shapes.append({"m": m, "n": n, "k": k, "a_column_major": False, "b_column_major": column_major})
     return shapes
-
-
-def late_rows(shape: dict) -> tuple[int, int]:
-    """Return for A and B how rows lie in memory, and whether they start at odd multiples of 16 bytes: see `gemm_launch.lateness`."""
-    a = shape["m"] if shape["a_column_major"] else shape["k"]
-    b = shape["k"] if shape["b_column_major"] else shape["n"]
-    late, aligned = ((2, 1), (3, 0))
-    return (late if a % 16 else aligned)[not shape["a_column_major"]], (late if b % 16 else aligned)[
-        shape["b_column_major"]
-    ]
 
 
 def family(config) -> tuple:

@@ -20,8 +20,8 @@ from dataclasses import replace
 import torch
 
 from tools.record.common import Record, arguments_parser, in_many_processes
-from tools.record.gemm_choice_shapes import SIZES, SMS, TABLES, config_of, late_rows, recorded
-from tools.record.gemm_shapes import PROCESSES, operands, relative_error
+from tools.record.gemm_choice_shapes import SIZES, TABLES, config_of, recorded
+from tools.record.gemm_shapes import PROCESSES, SMS, late_rows, operands, relative_error
 from utils.benchmark.measuring import measure_together
 from utils.kernels import gemm_model
 from utils.kernels.assembling import reassembled

@@ -42,24 +42,30 @@ _kept: Newest[tuple[int, str], Times] = Newest(1024)  # by device and product
 
 
 def tuned(a: torch.Tensor, b: torch.Tensor) -> Config:
-    """Return the configuration that was the fastest for A (M, K) and B (K, N), neither of them empty; time it if nobody has.
+    """Return the configuration that was the fastest for A (M, K) and B (K, N), neither of them empty; time it if nobody has."""
+    configs = {config.name: config for config in candidates_of(a, b)}
+    return next(configs[name] for name in times_of(a, b) if name in configs)
+
+
+def times_of(a: torch.Tensor, b: torch.Tensor) -> Times:
+    """Return the times of the candidates for A (M, K) and B (K, N), the fastest first; measure them if nobody has.
 
     Raises:
         RuntimeError: The stream is being captured, and no earlier call has timed such a product.
     """
     product, device = product_name(a, b), a.device.index or 0
-    configs = {config.name: config for config in candidates_of(a, b)}
+    configs = candidates_of(a, b)
     times = _kept.get((device, product)) or _read(device).get(product) or {}
-    if not configs.keys() & times.keys():
+    if not {config.name for config in configs} & times.keys():
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"gemm_warp_specialized(tune=True) has to time {product} once, and a stream that is being captured into a "
                 "CUDA graph cannot be waited for. Call it once with operands like these before the capture, or leave tune out."
             )
-        times = fastest_first(a, b, list(configs.values()))
+        times = fastest_first(a, b, configs)
         _keep(device, product, times)
     _kept[device, product] = times
-    return next(configs[name] for name in times if name in configs)
+    return times
 
 
 def candidates_of(a: torch.Tensor, b: torch.Tensor) -> list[Config]:
