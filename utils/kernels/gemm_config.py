@@ -16,7 +16,6 @@ SHAPES = {
     **{"": (1, 1), "B": (2, 1), "A": (1, 2)},
     **{"4x1": (4, 1), "1x4": (1, 4), "2x2": (2, 2), "4x2": (4, 2), "2x4": (2, 4)},
 }
-EVEN = 0  # the value of `Config.split` for equal shares
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,7 @@ class Config:
     pieces: int = 4  # column blocks in which columns[0] of C are stored
     buffers: int = 2  # a consumer's buffers for pieces of C, which take turns; a tile's pieces are a multiple of them
     group_m: int = 8  # rows of tiles that are walked abreast, for the L2
-    split: int = (
-        1  # parts along K of a tile that would leave SMs idle: one of SPLITS; EVEN for equal shares of all steps
-    )
+    split: int = 1  # parts along K of a tile that would leave SMs idle: one of SPLITS
     short: bool = False  # the kernel of `gemm_short`: a block a tile, several blocks on an SM
     pairs: bool = False  # a tile has rows of one parity, see `gemm_gluon`: for late rows of a row-major A
     in_cluster: bool = False  # the parts of a tile are a cluster's blocks, which add up their sums in shared memory
@@ -41,9 +38,6 @@ class Config:
     early: bool = True  # the launch begins while the one before it in the stream ends
     prefetch: bool = True  # with early: the TMA descriptors are fetched before the wait for the launch before
     lean: bool = True  # without barriers of all warps that Triton puts in and that protect nothing (`gemm_ptx`)
-    spread: bool = (
-        False  # tiles begin at 16 different places along K, so that not all blocks read the same lines at once
-    )
     transposed: bool = False  # the kernel computes the transpose of C, from those of B and A, and stores it as C
     join: bool = True  # products of both parts of the columns are one instruction, where B lies so that they can be
     width: int = 0  # set by `placed`: columns that are multiplied; 0 for all
@@ -51,11 +45,6 @@ class Config:
         False  # set by `placed`: the second part of B comes in blocks of 64 columns, which are not all multiplied
     )
     simulated: bool = False  # for the simulator, which has no clusters and no addresses in shared memory
-
-    @property
-    def even(self) -> bool:
-        """Whether the steps of the tiles that fill no round are shared evenly among all SMs, wherever tiles begin."""
-        return self.split == EVEN
 
     @property
     def rows(self) -> int:
@@ -215,9 +204,8 @@ class Config:
         both = f" both {self.multicast}" if self.multicast in ("A", "B") else f" {self.multicast}" * (self.cluster > 1)
         both = "" if self.in_cluster else both
         turned = "T " if self.transposed else ""
-        turned += "spread " if self.spread else ""
         apart = " apart" if self.can_join and not self.join else ""
         waiting = "" if self.early else " waiting"
-        parts = "even" if self.even else f"{self.split} cluster" if self.in_cluster else self.split
+        parts = f"{self.split} cluster" if self.in_cluster else self.split
         slots = f" {self.stages} slots" if self.stages > 8 else ""
         return f"{turned}{kind}{self.block_m}x{self.block_n}/{parts}{rows}{both}{slots}{apart}{waiting}"

@@ -64,7 +64,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from utils.kernels.early_launch import wait_for_launch_before
-from utils.kernels.gemm_parts import add_shares, last_part, last_share, shared_tiles, summed_piece, whole_warpgroup
+from utils.kernels.gemm_parts import last_part, shared_tiles, summed_piece, whole_warpgroup
 from utils.kernels.gemm_ptx import (
     join_cluster,
     let_cluster_see_barriers,
@@ -213,20 +213,6 @@ def compute(work, out, partial, step, item, tile, first, last, WHICH: gl.constex
         store_tile(work, out, acc, acc2, row, column, parity, WHICH, TMA_STORE)
     elif work.CONFIG.in_cluster:
         add_in_cluster(work, out, sums_here, acc, acc2, row, column, parity, WHICH)
-    elif work.CONFIG.even:
-        if part < 0:
-            store_tile(work, out, acc, acc2, row, column, parity, WHICH, TMA_STORE)
-        else:
-            share, other = work.contributors(tile)
-            block = work.block_of_cluster()
-            begins = 1 - min(first, 1)
-            cut = tile - work.whole
-            own = part % work.stride()
-            if last_share(work.CONFIG, (sums, counters), acc, acc2, own, begins, block, cut, other - share, WHICH):
-                acc = add_shares(work.CONFIG, sums, acc, 0, share, other, block, WHICH)
-                if MORE > 0:
-                    acc2 = add_shares(work.CONFIG, sums, acc2, COLUMNS, share, other, block, WHICH)
-                store_tile(work, out, acc, acc2, row, column, parity, WHICH, TMA_STORE)
     elif part < 0:
         store_tile(work, out, acc, acc2, row, column, parity, WHICH, TMA_STORE)
     else:
@@ -247,11 +233,7 @@ def consumer(work, out, partial, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
     join_cluster(work.CONFIG)
     for item in range(work.first_item(), work.items(), work.stride()):
         tile, first, last = work.locate(item)
-        if work.CONFIG.even:
-            if last > first:  # without a step a slot would be released that nobody filled
-                step = compute(work, out, partial, step, item, tile, first, last, WHICH, TMA_STORE)
-        else:
-            step = compute(work, out, partial, step, item, tile, first, last, WHICH, TMA_STORE)
+        step = compute(work, out, partial, step, item, tile, first, last, WHICH, TMA_STORE)
     tma.store_wait(0)  # shared memory must live until TMA has read it
 
 
