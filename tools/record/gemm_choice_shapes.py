@@ -16,6 +16,7 @@ from dataclasses import replace
 from tools.record.common import read_record
 from tools.record.gemm_shapes import LARGEST, SMALLEST, SMS, draw_shapes, late_rows
 from utils.files import ROOT
+from utils.kernels import gemm_model
 from utils.kernels.gemm_config import Config
 
 SEED = 2043
@@ -24,6 +25,8 @@ SHORTEST_US = 5.0  # by the model: shorter products are ahead
 RANKED, MOST = 5, 11  # configurations at a shape: the first of all tiles, then the first of the families
 WITHIN = 1.7  # a family whose first takes so many times as long as the first of all is left out
 MORE_SPLITS = (5, 7, 12)  # numbers of parts that were tried in earlier records and are no candidates
+AS_IN_TABLES = "as in tables"
+FIRST = 6  # configurations at a shape that is drawn as in tables
 POOR = 0.95  # ratio in a table below which a shape is searched
 TABLES = ("gemm_shapes", "gemm_shapes_other")
 SIZES = ("m", "n", "k", "a_column_major", "b_column_major")
@@ -91,6 +94,13 @@ def all_shapes(ratio: float = POOR) -> list[dict]:
     return found
 
 
+def shapes_as_in_tables(seed: int, count: int) -> list[dict]:
+    """Draw shapes as those of the tables are drawn, none of which is in one; `families_of` takes the model's first for them."""
+    in_tables = [{x: shape[x] for x in SIZES[:3]} for table in TABLES for shape in recorded(table)]
+    drawn = [{x: shape[x] for x in SIZES} for shape in draw_shapes(seed, count)]
+    return [shape | {"kind": AS_IN_TABLES} for shape in drawn if {x: shape[x] for x in SIZES[:3]} not in in_tables]
+
+
 def work(shape: dict) -> float:
     """Return the operations of a product."""
     return 2.0 * shape["m"] * shape["n"] * shape["k"]
@@ -103,7 +113,6 @@ def shortest(shape: dict) -> float:
 
 def ranked(shape: dict) -> list[tuple[float, Config]]:
     """Return the candidates of a shape, each behind the model's time in microseconds, the shortest first."""
-    from utils.kernels import gemm_model
     from utils.kernels.gemm_candidates import table
 
     sizes, late = (shape["m"], shape["n"], shape["k"]), late_rows(shape)
@@ -136,6 +145,9 @@ def families_of(shape: dict) -> list:
 
     The first ones have different tiles; slots and places along K make no other tile, nor does the number of parts.
     """
+    if shape.get("kind") == AS_IN_TABLES:
+        sizes = shape["m"], shape["n"], shape["k"]
+        return gemm_model.first_choices(*sizes, SMS, late_rows(shape), True, FIRST)
     near = [config for _, config in ranked(shape)]
     kept = [config for name in shape.get("before", ()) if (config := config_of(name))]
     keys = ((RANKED, lambda x: x.tile), (MOST, family), (MOST, lambda x: (family(x), x.transposed)))

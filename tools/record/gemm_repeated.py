@@ -5,8 +5,8 @@
 A launch that begins early takes the SMs that the one before it leaves idle, so the same tile runs on other SMs from launch to
 launch. Each half of the SMs has its own half of the L2, and what both halves read is in both. The question is whether a product
 that is repeated therefore finds less of its operands there than one whose tiles stay where they are ("waiting"), and whether
-telling the L2 what to keep helps. At the shapes of the two recorded tables with the lowest ratios, the model's first four
-configurations; at 10216 x 88 x 1760 more of them, and products that differ from it in one thing.
+telling the L2 what to keep helps. The shapes are drawn as those of the tables, and kept where the operands are about as large as
+the L2 and the model's first configuration leaves a third of the SMs idle, or C has few rows or columns.
 """
 
 from __future__ import annotations
@@ -20,24 +20,22 @@ from dataclasses import replace
 import torch
 
 from tools.record.common import Record, arguments_parser, in_many_processes
-from tools.record.gemm_choice_shapes import SIZES, TABLES, config_of, recorded
-from tools.record.gemm_shapes import PROCESSES, SMS, late_rows, operands, relative_error
+from tools.record.gemm_shapes import PROCESSES, SMS, draw_shapes, late_rows, operands, relative_error
 from utils.benchmark.measuring import measure_together
 from utils.kernels import gemm_model
 from utils.kernels.assembling import reassembled
 from utils.kernels.gemm_config import Config
+from utils.kernels.gemm_plan import items_of
+from utils.kernels.gemm_tune import CANDIDATES
 
-POOR = 0.96
 MOST_ERROR = {"bf16": 4e-3, "fp16": 5e-4}
-THE_SHAPE = {"m": 10216, "n": 88, "k": 1760, "dtype": "bf16", "a_column_major": True, "b_column_major": False}
-CONFIGS = ("128x128/1 4x1", "T 64x256/1 2x4", "T 128x128/1 1x4", "T 64x160/1 both B", "128x96/1 4x1", "T 128x96/1 1x4")
-# What a copy that no other block shares tells the L2: here that is A, of which each byte is read once.
-HINTS = {
-    "evict_first": "mov.b64 policy, 0x12F0000000000000;",
-    "evict_last": "mov.b64 policy, 0x14F0000000000000;",
-    "half evict_last": "createpolicy.fractional.L2::evict_last.L2::evict_unchanged.b64 policy, 0.5;",
-    "half evict_first": "createpolicy.fractional.L2::evict_first.L2::evict_unchanged.b64 policy, 0.5;",
-}
+SEED = 4242
+MOST_BLOCKS, IDLE_MB, MOST_IDLE = 92, (15, 60), 16
+THIN, THIN_MB, MOST_THIN = 256, (30, 90), 8
+HINTED = 2  # of a shape's configurations
+# What copies of an operand that no block shares tell the L2: half of their lines are the first to go.
+HINT = "half evict_first"
+HINTS = {HINT: "createpolicy.fractional.L2::evict_first.L2::evict_unchanged.b64 policy, 0.5;"}
 _COPY = re.compile(
     r"(@%\w+ )?(cp\.async\.bulk\.tensor\.2d\.shared::(?:cta|cluster)\.global\.mbarrier::complete_tx::bytes)( \[[^;]*\]);"
 )
@@ -82,24 +80,26 @@ def launch(a: torch.Tensor, b: torch.Tensor, config: Config, hint: str = ""):
         _hint = ""
 
 
+def blocks_of(config: Config, shape: dict) -> int:
+    """Return how many blocks a launch has."""
+    sizes = (shape["n"], shape["m"]) if config.transposed else (shape["m"], shape["n"])
+    return items_of(*sizes, config, SMS) * config.cluster
+
+
+def first_of(shape: dict) -> list[Config]:
+    """Return the model's first configurations at a shape."""
+    return gemm_model.first_choices(shape["m"], shape["n"], shape["k"], SMS, late_rows(shape), True, CANDIDATES)
+
+
 def jobs_of(shape: dict) -> dict[str, tuple[Config, str]]:
-    """Return by name what is timed at a shape: a configuration and a hint."""
-    if shape.get("near"):
-        configs = [config_of(name) for name in CONFIGS[:1]]
-    elif {x: shape[x] for x in SIZES} == {x: THE_SHAPE[x] for x in SIZES}:
-        configs = [config_of(name) for name in CONFIGS]
-    else:
-        sizes = shape["m"], shape["n"], shape["k"]
-        configs = gemm_model.first_choices(*sizes, SMS, late_rows(shape), True, 4)
+    """Return by name what is timed at a shape: configurations, early and waiting, and the first ones with a hint."""
     found = {}
-    for config in configs:
-        found[config.name] = config, ""
-        waiting = replace(config, early=False)
-        found[waiting.name] = waiting, ""
-    if len(configs) == len(CONFIGS):
-        for config in (configs[0], configs[2]):  # A is not shared
-            found |= {f"{config.name}, {hint}": (config, hint) for hint in HINTS}
-            found |= {f"{config.name} waiting, {hint}": (replace(config, early=False), hint) for hint in HINTS}
+    for i, config in enumerate(first_of(shape)):
+        ways = [(config, ""), (replace(config, early=False), "")]
+        # Of both operands, one that no other block shares has copies that take a hint.
+        if i < HINTED and not config.pairs and not (config.down > 1 and config.abreast > 1):
+            ways += [(way, HINT) for way, _ in ways]
+        found |= {way.name + f", {hint}" * (hint != ""): (way, hint) for way, hint in ways}
     return found
 
 
@@ -111,21 +111,15 @@ def compile_one(job: tuple) -> float:
 
 
 def all_shapes() -> list[dict]:
-    """Return the shape, products near it, and the poor shapes of both tables."""
-    near = [
-        THE_SHAPE | change | {"near": what}
-        for what, change in (
-            ("A of 21 MB", {"m": 6008}),
-            ("A of 28 MB", {"m": 8024}),
-            ("A of 49 MB", {"m": 14024}),
-            ("A at multiples of 32 bytes", {"m": 10208}),
-            ("B at multiples of 32 bytes", {"n": 96}),
-            ("both at multiples of 32 bytes", {"m": 10208, "n": 96}),
-        )
-    ]
-    poor = sorted((row for name in TABLES for row in recorded(name) if row["ratio"] < POOR), key=lambda x: x["ratio"])
-    kept = [{x: row[x] for x in (*SIZES, "dtype")} for row in poor if row["us"] < 70]
-    return [THE_SHAPE, *near, *(x for x in kept if x != THE_SHAPE)]
+    """Draw shapes as those of the tables are drawn: with operands near the L2's size, and idle SMs or few rows or columns."""
+    found = []
+    for shape in draw_shapes(SEED, 1500):
+        config, size = first_of(shape)[0], 2e-6 * shape["k"] * (shape["m"] + shape["n"])
+        idle = blocks_of(config, shape) <= MOST_BLOCKS and IDLE_MB[0] < size < IDLE_MB[1]
+        thin = min(shape["m"], shape["n"]) <= THIN and THIN_MB[0] < size < THIN_MB[1]
+        if sum(x["idle"] == idle for x in found) < (MOST_IDLE if idle else MOST_THIN) and (idle or thin):
+            found.append(shape | {"idle": idle, "blocks": blocks_of(config, shape), "mb": size})
+    return sorted(found, key=lambda x: x["mb"])
 
 
 def shape_row(shape: dict, rounds: int) -> dict:
@@ -146,13 +140,13 @@ def shape_row(shape: dict, rounds: int) -> dict:
 
 
 def show(row: dict) -> str:
-    """Return the line that is printed for a row: torch's time, and ratios of the fastest early and waiting ones."""
-    times = sorted(row["times"], key=lambda entry: entry[1])
-    most = 12 if len(times) > 20 else 1
-    kept = [x for x in times if "waiting" not in x[0]][:most] + [x for x in times if "waiting" in x[0]][:most]
-    ratios = ", ".join(f"{name} {row['torch_us'] / us:.3f}" for name, us in kept)
-    sizes = f"{row['m']}x{row['n']}x{row['k']} {row.get('near', '')}"
-    return f"{sizes} {row['torch_us']:.1f} us: {ratios}{row['wrong'] or ''}".replace("waiting", "w")
+    """Return the line that is printed for a row: torch's time, and ratios of the first configuration's ways and of the fastest."""
+    times = row["times"]
+    ratios = ", ".join(f"{row['torch_us'] / us:.3f}" for _, us in times[:4])
+    best = min(times, key=lambda entry: entry[1])
+    name = f"{best[0]} {row['torch_us'] / best[1]:.3f}".replace("waiting", "w").replace("evict_first", "ef")
+    sizes = f"{row['m']}x{row['n']}x{row['k']} {row['mb']:.0f}MB {row['blocks']}b"
+    return f"{sizes} {row['torch_us']:.1f}: {ratios} | {name}{row['wrong'] or ''}"
 
 
 def main() -> int:
