@@ -11,7 +11,7 @@ if importlib.util.find_spec("triton") is None:
 from tools.record import gemm_choice, gemm_choice_fit, gemm_choice_shapes, gemm_shapes
 from tools.record.gemm_shapes import draw_shapes, summary
 from utils.files import ROOT
-from utils.kernels import gemm_model
+from utils.kernels import gemm_choose, gemm_model
 
 
 def test_shapes_are_drawn_by_seed():
@@ -113,6 +113,6 @@ def test_what_a_table_compiles_has_what_is_timed_and_each_kernel_once():
     assert len(kernels) == len(gemm_shapes.kernels_of(shapes, tune=True)) <= 24
     for shape in shapes:
         sizes = shape["m"], shape["n"], shape["k"]
-        first = gemm_model.choose(*sizes, gemm_shapes.SMS, gemm_shapes.late_rows(shape))
+        first = gemm_choose.choose(*sizes, gemm_shapes.SMS, gemm_shapes.late_rows(shape))
         assert (shape, first) in gemm_shapes.kernels_of([shape], tune=False)
         assert any(config == first for _, config in kernels)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from tools.record.common import read_record
 from tools.record.gemm_shapes import LARGEST, SMALLEST, SMS, draw_shapes, late_rows
 from utils.files import ROOT
-from utils.kernels import gemm_model
+from utils.kernels import gemm_choose, gemm_model
 from utils.kernels.gemm_config import Config
 
 SEED = 2043
@@ -147,7 +147,7 @@ def families_of(shape: dict) -> list:
     """
     if shape.get("kind") == AS_IN_TABLES:
         sizes = shape["m"], shape["n"], shape["k"]
-        return gemm_model.first_choices(*sizes, SMS, late_rows(shape), True, FIRST)
+        return gemm_choose.first_choices(*sizes, SMS, late_rows(shape), True, FIRST)
     near = [config for _, config in ranked(shape)]
     kept = [config for name in shape.get("before", ()) if (config := config_of(name))]
     keys = ((RANKED, lambda x: x.tile), (MOST, family), (MOST, lambda x: (family(x), x.transposed)))
@@ -191,4 +191,6 @@ def config_of(name: str):
 
     "spread" in a name of an earlier record says that tiles began at other places along K, which they no longer can.
     """
-    return _configs_by_name().get(name.replace("spread ", ""))
+    plain, _, stream = name.replace("spread ", "").partition(" streams ")
+    config = _configs_by_name().get(plain)
+    return replace(config, stream=stream) if config and stream else config

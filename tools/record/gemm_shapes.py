@@ -25,7 +25,7 @@ import torch
 
 from tools.record.common import Record, arguments_parser, read_record
 from utils.benchmark.measuring import compare
-from utils.kernels import gemm_model, gemm_tune
+from utils.kernels import gemm_choose, gemm_tune
 from utils.kernels.gemm import gemm_warp_specialized
 
 SEED, SHAPES = 16, 80
@@ -87,7 +87,7 @@ def kernels_of(shapes: list[dict], tune: bool) -> list[tuple]:
     found = {}
     for shape in shapes:
         sizes, late = (shape["m"], shape["n"], shape["k"]), late_rows(shape)
-        for config in gemm_model.first_choices(*sizes, SMS, late, True, gemm_tune.CANDIDATES if tune else 1):
+        for config in gemm_choose.first_choices(*sizes, SMS, late, True, gemm_tune.CANDIDATES if tune else 1):
             # A C that is narrower than the tile has its own products.
             columns = config.width_at(shape["m"] if config.transposed else shape["n"])
             layout = shape["dtype"], shape["a_column_major"], shape["b_column_major"]

@@ -35,6 +35,9 @@ class Config:
     pairs: bool = False  # a tile has rows of one parity, see `gemm_gluon`: for late rows of a row-major A
     in_cluster: bool = False  # the parts of a tile are a cluster's blocks, which add up their sums in shared memory
     multicast: str = ""  # one of SHAPES: blocks of a cluster share what they read alike, each loads a piece for all
+    stream: str = (
+        ""  # "A" or "B": half of the lines of that operand are the first to leave the L2 (`gemm_choose.for_l2`)
+    )
     early: bool = True  # the launch begins while the one before it in the stream ends
     prefetch: bool = True  # with early: the TMA descriptors are fetched before the wait for the launch before
     lean: bool = True  # without barriers of all warps that Triton puts in and that protect nothing (`gemm_ptx`)
@@ -84,7 +87,9 @@ class Config:
     @property
     def rewritten(self) -> bool:
         """Whether the kernel's PTX is rewritten before it is assembled (`gemm_ptx.adapted`)."""
-        return self.on_clusters or self.prefetch or self.lean or self.join or 0 < self.width < self.block_n
+        return bool(
+            self.on_clusters or self.stream or self.prefetch or self.lean or self.join or 0 < self.width < self.block_n
+        )
 
     @property
     def cluster_tile(self) -> tuple[int, int]:
@@ -163,7 +168,10 @@ class Config:
         pad = join and not b_along_k and self.columns[1] % 64 > 0
         width = 0 if simulated or (self.columns[1] and not join) else self.width_at(n)
         in_cluster = self.in_cluster and not simulated  # the simulator adds the parts up as they are without clusters
-        config = replace(self, join=join, pad=pad, width=width, simulated=simulated, in_cluster=in_cluster)
+        stream = "" if simulated else self.stream
+        config = replace(
+            self, join=join, pad=pad, width=width, simulated=simulated, in_cluster=in_cluster, stream=stream
+        )
         while config.shared_bytes > SHARED_BYTES and config.stages > 2:
             config = replace(config, stages=config.stages - 1)
         return config
@@ -208,4 +216,5 @@ class Config:
         waiting = "" if self.early else " waiting"
         parts = f"{self.split} cluster" if self.in_cluster else self.split
         slots = f" {self.stages} slots" if self.stages > 8 else ""
-        return f"{turned}{kind}{self.block_m}x{self.block_n}/{parts}{rows}{both}{slots}{apart}{waiting}"
+        stream = f" streams {self.stream}" if self.stream else ""
+        return f"{turned}{kind}{self.block_m}x{self.block_n}/{parts}{rows}{both}{slots}{apart}{waiting}{stream}"

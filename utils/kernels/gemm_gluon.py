@@ -27,7 +27,7 @@ multiple of 8), TMA cannot write them, and consumers store from registers with a
 128 x 256 needs, so larger tiles pay where there are enough of them: 192 x 256 (three consumers) and 256 x 192 (192
 registers of sums a thread) read 22% less a product. Gluon's tiles are powers of two, so 192 columns are two products of
 128 and 64, and the tiles of 80, 96, 144 and 160 columns, which fit more edges and numbers of SMs, two as well; the PTX makes
-one instruction of both (`gemm_ptx.py`), and where C is narrower than the tile, one that is as narrow. `gemm_model.choose` takes the configuration that a model
+one instruction of both (`gemm_ptx.py`), and where C is narrower than the tile, one that is as narrow. `gemm_choose.choose` takes the configuration that a model
 of the time, fitted to measured times, ranks first.
 
 **Late rows** start at odd multiples of 16 bytes: 128 bytes then lie in five sectors of the L2 instead of four, and cost

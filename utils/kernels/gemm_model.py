@@ -1,7 +1,7 @@
-"""Which of the GEMM's configurations: a model of the kernels' time, fitted to measured times, and the choice by it.
+"""A model of the time of the GEMM's kernels, fitted to measured times: by it a product's configuration is chosen.
 
-`estimate` says how long a product takes by a configuration, `estimates` by many; `choose` takes the first, and `first_choices`
-the first few, of which one is found by timing them (`gemm_tune.py`). Nothing here needs Triton.
+`estimate` says how long a product takes by a configuration, `estimates` by many; `gemm_choose.choose` takes the first. Nothing
+here needs Triton.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from utils.kernels.gemm_candidates import Traits, at_once, table, tiles_of
+from utils.kernels.gemm_candidates import Traits, at_once, tiles_of
 from utils.kernels.gemm_config import Config
 from utils.kernels.gemm_plan import ceil_div
 
@@ -196,26 +196,3 @@ def estimates(
 ) -> np.ndarray:
     """Estimate as `estimate` does, for many configurations; the product may be another for each of them."""
     return _time(m, n, k, traits, sms, late, cost or COST, np)
-
-
-def choose(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0), by_tma: bool = True) -> Config:
-    """Return the configuration with the shortest estimated time; the arguments are those of `candidates` and `estimate`."""
-    entries = table().possible(m, n, k, sms, late, by_tma)
-    times = estimates(m, n, k, table().traits.take(entries), sms, late)
-    return table().config(int(entries[np.argmin(times)]))
-
-
-def first_choices(m: int, n: int, k: int, sms: int, late: tuple[int, int], by_tma: bool, count: int) -> list[Config]:
-    """Return the first few configurations by estimated time, of different tiles: what `choose` returns is the first.
-
-    The number of parts and of slots makes no other tile. The other arguments are those of `choose`.
-    """
-    entries = table().possible(m, n, k, sms, late, by_tma)
-    times = estimates(m, n, k, table().traits.take(entries), sms, late)
-    found: dict[tuple, Config] = {}
-    for i in np.argsort(times, kind="stable"):
-        config = table().config(int(entries[i]))
-        found.setdefault(config.tile, config)
-        if len(found) == count:
-            break
-    return [*found.values()]

@@ -1,6 +1,6 @@
 """Which tiles the GEMM's kernels have, and into how many parts a tile's sums are cut. Nothing here needs Triton.
 
-`gemm_candidates` combines both into all configurations, and `gemm_model.choose` takes the one that a model of the time ranks first.
+`gemm_candidates` combines both into all configurations, and `gemm_choose.choose` takes the one that a model of the time ranks first.
 """
 
 from __future__ import annotations

@@ -70,10 +70,10 @@ def times_of(a: torch.Tensor, b: torch.Tensor) -> Times:
 
 def candidates_of(a: torch.Tensor, b: torch.Tensor) -> list[Config]:
     """Return the configurations that are timed for A (M, K) and B (K, N)."""
-    from utils.kernels import gemm_launch, gemm_model
+    from utils.kernels import gemm_choose, gemm_launch
 
     by_tma = b.shape[1] % 8 == 0  # C is contiguous
-    return gemm_model.first_choices(*gemm_launch.problem(a, b, by_tma), CANDIDATES)
+    return gemm_choose.first_choices(*gemm_launch.problem(a, b, by_tma), CANDIDATES)
 
 
 def product_name(a: torch.Tensor, b: torch.Tensor) -> str:
@@ -140,7 +140,7 @@ def _file(device: int) -> Path | None:
     import triton
 
     here = Path(__file__)
-    sources = b"".join(path.read_bytes() for path in sorted(here.parent.glob("gemm*.py")) if "fp8" not in path.name)
+    sources = b"".join(path.read_bytes() for path in sorted(here.parent.glob("gemm*.*")) if "fp8" not in path.name)
     gpu = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-")
     versions = f"triton-{triton.__version__}_torch-{torch.__version__}"
     return folder / f"{gpu}_{versions}_{hashlib.sha256(sources).hexdigest()[:16]}.json"

@@ -12,7 +12,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
-from utils.kernels.gemm_ptx import for_sharing_blocks, for_this_block, join_cluster, meet_in_cluster, rank
+from utils.kernels.gemm_ptx import (
+    copies_stay,
+    copies_stream,
+    for_sharing_blocks,
+    for_this_block,
+    join_cluster,
+    meet_in_cluster,
+    rank,
+)
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
@@ -179,6 +187,8 @@ class Work:
         at: where the whole tile begins, as it lies in memory.
         """
         PIECES: gl.constexpr = self.CONFIG.down if OPERAND == "B" else self.CONFIG.abreast
+        if self.CONFIG.stream == OPERAND:
+            copies_stream()
         if PIECES == 1:
             self.copy(desc, tile, at, parity, arrived)
         elif self.CONFIG.simulated:
@@ -189,6 +199,8 @@ class Work:
             number = self.number_down() if OPERAND == "B" else self.number_abreast()
             self.copy_piece(desc, tile, at, number, parity, arrived, PIECES)
             for_this_block()
+        if self.CONFIG.stream == OPERAND:
+            copies_stay()
 
     @gluon.jit
     def copy_piece(self, desc, tile, at, piece, parity, arrived, PIECES: gl.constexpr):

@@ -144,7 +144,7 @@ def test_every_configuration_fits_and_is_whole():
 
 def test_the_choice_of_tile_fills_the_gpu():
     from utils.kernels.gemm_candidates import candidates
-    from utils.kernels.gemm_model import choose
+    from utils.kernels.gemm_choose import choose
     from utils.kernels.gemm_plan import clusters_at_once, parts_of
 
     large = choose(8192, 8192, 8192, 132)

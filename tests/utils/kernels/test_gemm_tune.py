@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from utils.kernels import gemm, gemm_launch, gemm_model, gemm_tune
+from utils.kernels import gemm, gemm_launch, gemm_tune
 
 hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
@@ -52,15 +52,6 @@ def timed(monkeypatch):
 
 def operands(m=104, n=3456, k=4352, dtype=torch.float16):
     return torch.empty(m, k, dtype=dtype), torch.empty(n, k, dtype=dtype).T
-
-
-def test_the_model_s_first_few_are_different_tiles_and_its_first_is_the_choice():
-    for m, n, k, late in ((104, 3456, 4352, (0, 0)), (10216, 88, 1760, (2, 2)), (4096, 4096, 4096, (0, 3))):
-        found = gemm_model.first_choices(m, n, k, 132, late, True, 4)
-        assert found[0] == gemm_model.choose(m, n, k, 132, late, True)
-        assert len({config.tile for config in found}) == len({config.name for config in found}) == 4
-        times = [gemm_model.estimate(m, n, k, config, 132, late) for config in found]
-        assert times == sorted(times)
 
 
 def test_a_product_is_timed_once_in_a_process_and_found_by_the_next(cache, timed):

@@ -9,7 +9,7 @@ import pytest
 from tests.utils.kernel_code import Number, kernel_code
 from utils.kernels import gemm_fp8_plan, gemm_plan
 from utils.kernels.gemm_candidates import candidates
-from utils.kernels.gemm_model import choose
+from utils.kernels.gemm_choose import choose
 from utils.kernels.gemm_plan import parts_of
 
 RANK = [0]  # of the block in its cluster
