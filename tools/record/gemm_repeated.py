@@ -1,9 +1,11 @@
 """Time what `gemm_choose.for_l2` says at products about as large as the L2: launches that wait, and operands that stream.
 
     python -m tools.record.gemm_repeated --out assets/results/h100/gemm_repeated.json
+    python -m tools.record.gemm_repeated --wide --out assets/results/h100/gemm_repeated_wide.json
 
 At the products of the two tables of random shapes where it says anything, and at others of a seed that are near its limits, the first
-configurations are timed as they are launched, without a stream, and without waiting, beside torch.matmul, in turns, L2 warm. An
+configurations are timed as they are launched, without a stream, and without waiting, beside torch.matmul, in turns, L2 warm.
+With --wide the products are those whose C has neither few rows nor few columns, but whose tiles are all computed at once. An
 earlier version (commit 9cfcb0b) timed every configuration in both ways: `gemm_repeated_before.json`.
 """
 
@@ -21,12 +23,15 @@ from tools.record.gemm_choice_shapes import SIZES, TABLES, recorded
 from tools.record.gemm_shapes import PROCESSES, SMS, draw_shapes, late_rows, operands, relative_error
 from utils.benchmark.measuring import measure_together
 from utils.kernels import gemm_choose
+from utils.kernels.gemm_choose import THIN as THIN_C
 from utils.kernels.gemm_config import Config
+from utils.kernels.gemm_plan import clusters_at_once, items_of
 
 MOST_ERROR = {"bf16": 4e-3, "fp16": 5e-4}
 SEED, DRAWN = 4243, 14
 THIN, MB = 320, (24, 110)  # of shapes that are drawn: beyond the limits of `for_l2`, to see what is there
 CONFIGS = 2
+WIDE, WIDE_MB, MOST_WIDE = 2500, (28, 85), 26
 
 
 def ways_of(config: Config, shape: dict) -> list[Config]:
@@ -52,6 +57,23 @@ def all_shapes() -> list[dict]:
     drawn = [shape | {"kind": "drawn"} for shape in draw_shapes(SEED, 700) if thin(shape) and jobs_of(shape)][:DRAWN]
     found = [row | {"mb": size_of(row)} for row in (*found, *drawn)]
     return sorted(found, key=lambda row: row["mb"])
+
+
+def wide_shapes() -> list[dict]:
+    """Return products of both tables, and drawn ones, with more rows and columns, whose tiles are all computed at once."""
+    rows = [{x: row[x] for x in (*SIZES, "dtype")} | {"kind": "table"} for table in TABLES for row in recorded(table)]
+    found = [row | {"mb": size_of(row)} for row in (*rows, *(x | {"kind": "drawn"} for x in draw_shapes(SEED, 400)))]
+    found = [row for row in found if THIN_C < min(row["m"], row["n"]) < WIDE and WIDE_MB[0] < row["mb"] < WIDE_MB[1]]
+    return sorted((row for row in found if at_once(row)), key=lambda row: row["mb"])[:MOST_WIDE]
+
+
+def at_once(shape: dict) -> bool:
+    """Whether the first configuration computes all tiles, or parts, in one round."""
+    config = jobs_of(shape)[0] if jobs_of(shape) else None
+    if config is None:
+        return False
+    sizes = (shape["n"], shape["m"]) if config.transposed else (shape["m"], shape["n"])
+    return items_of(*sizes, config, SMS) <= clusters_at_once(config.cluster, SMS)
 
 
 def size_of(shape: dict) -> float:
@@ -102,11 +124,12 @@ def show(row: dict) -> str:
 def main() -> int:
     """Measure and record; return the exit status."""
     parser = arguments_parser(__doc__, pairs=11)
+    parser.add_argument("--wide", action="store_true", help="products with more rows and columns of C")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("error: products are timed on an NVIDIA GPU: torch.cuda.is_available() is False here.", file=sys.stderr)
         return 1
-    shapes = all_shapes()
+    shapes = wide_shapes() if options.wide else all_shapes()
     jobs = {}
     for shape in shapes:
         for config in jobs_of(shape):

@@ -288,6 +288,29 @@ def test_tiles_that_four_and_eight_blocks_share_against_float64(shape, a_column_
 
 @pytest.mark.gpu
 @hopper
+@pytest.mark.parametrize("stream", "AB")
+@pytest.mark.parametrize("early", [True, False])
+def test_streams_and_launches_that_wait_against_float64(stream, early):
+    """Alone, shared, in parts, by parity and transposed, with the hint on copies to this block and to all that share."""
+    from utils.kernels import gemm_launch, gemm_plan
+
+    dtype = random.choice(list(ROUNDING))
+    tile = gemm_plan.CONFIGS[random.choice((0, 1, 4, 8, 9))]
+    configs = [tile, replace(tile, transposed=True), replace(tile, pairs=True), gemm_plan.as_cluster(tile, 2)]
+    configs += [replace(tile, multicast=shape) for shape in ("B", "A", "4x1", "1x4", "2x4")]
+    for config in configs:
+        if config.shared_bytes > gemm_plan.SHARED_BYTES:
+            continue
+        given = replace(config, stream=stream, early=early)
+        for m, n, k in ((136, 264, 1032), (2000, 1032, 264)):
+            a, b = matrix(m, k, dtype, False), matrix(k, n, dtype, random.random() < 0.5)
+            c, launch = gemm_launch.gemm_and_launch(a, b, given)
+            assert_product(c, a, b, f"{given} {m} x {n} x {k} {dtype}")
+            assert all(torch.equal(c, launch(a, b)) for _ in range(10)), f"{given}: not the same bits twice"
+
+
+@pytest.mark.gpu
+@hopper
 @pytest.mark.parametrize("index", [1, 4, 5, 8, 9, 10, 11, 12])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_parts_that_a_cluster_adds_up_against_float64(index, transposed):
