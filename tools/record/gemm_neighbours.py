@@ -4,8 +4,8 @@
     python -m tools.record.gemm_neighbours --judge  only judge it
 
 The fit reads all recorded searches with a warm L2, and leaves out every product that is in one of the two tables of random
-shapes. So the tables are held out: the judgement is by the times of the four candidates that `gemm_shapes --tune` has recorded
-there. Besides, the products of the fit are divided into five groups, and each is judged by a fit to the other four.
+shapes. So the tables are held out: the judgement is by the times of the model's first four there, which `gemm_shapes --tune` has
+recorded. Besides, the products of the fit are divided into five groups, and each is judged by a fit to the other four.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.record.common import read_record
 from tools.record.gemm_choice_fit import Measured, measured, recorded_rows
-from tools.record.gemm_choice_shapes import SIZES, TABLES
+from tools.record.gemm_choice_shapes import SIZES, recorded
 from tools.record.gemm_shapes import SMS, late_rows
 from utils.files import ROOT, write_whole
 from utils.kernels import gemm_model
@@ -32,6 +31,8 @@ LEAST_WEIGHT = 0.02  # of a configuration that is much slower than the best of i
 MORE = 2.0  # weight of searches that compare families
 GROUPS = 5
 DIGITS = 4  # of a weight
+# The tables whose candidates were the first by the model alone (commit f63eb9e).
+TUNED = ("gemm_shapes_tuned_before", "gemm_shapes_tuned_before_other")
 
 
 def rows_of(paths: list[Path]) -> list[dict]:
@@ -46,15 +47,10 @@ def product_of(row: dict) -> tuple:
 
 
 def tuned_rows() -> list[dict]:
-    """Return the rows of both tables with the times of their candidates, as rows of a search."""
-    rows = [row for table in TABLES for row in read_record(ROOT / f"assets/results/h100/{tuned_name(table)}")["rows"]]
+    """Return the rows of both tables with the times of the model's first four, as rows of a search."""
+    rows = [row for name in TUNED for row in recorded(name)]
     how = {"cold": False, "waiting": False, "families": True}
     return [row | how | {"times": [*row["tuned_us"].items()]} for row in rows]
-
-
-def tuned_name(table: str) -> str:
-    """Return the file of a table whose candidates were timed."""
-    return table.replace("gemm_shapes", "gemm_shapes_tuned") + ".json"
 
 
 class Points:

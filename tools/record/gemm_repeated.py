@@ -5,8 +5,8 @@
 
 At the products of the two tables of random shapes where it says anything, and at others of a seed that are near its limits, the first
 configurations are timed as they are launched, without a stream, and without waiting, beside torch.matmul, in turns, L2 warm.
-With --wide the products are those whose C has neither few rows nor few columns, but whose tiles are all computed at once. An
-earlier version (commit 9cfcb0b) timed every configuration in both ways: `gemm_repeated_before.json`.
+With --wide the products are those whose C has neither few rows nor few columns, but whose tiles are all computed at once. Two
+earlier versions looked for what helps at all: `gemm_repeated_first.json` (commit f63eb9e) and `gemm_repeated_second.json` (9cfcb0b).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from tools.record.gemm_choice_shapes import SIZES, TABLES, recorded
 from tools.record.gemm_shapes import PROCESSES, SMS, draw_shapes, late_rows, operands, relative_error
 from utils.benchmark.measuring import measure_together
 from utils.kernels import gemm_choose
-from utils.kernels.gemm_choose import THIN as THIN_C
 from utils.kernels.gemm_config import Config
 from utils.kernels.gemm_plan import clusters_at_once, items_of
 
@@ -31,7 +30,7 @@ MOST_ERROR = {"bf16": 4e-3, "fp16": 5e-4}
 SEED, DRAWN = 4243, 14
 THIN, MB = 320, (24, 110)  # of shapes that are drawn: beyond the limits of `for_l2`, to see what is there
 CONFIGS = 2
-WIDE, WIDE_MB, MOST_WIDE = 2500, (28, 85), 26
+WIDE, WIDE_MB, MOST_WIDE = (256, 2500), (28, 85), 26
 
 
 def ways_of(config: Config, shape: dict) -> list[Config]:
@@ -63,7 +62,9 @@ def wide_shapes() -> list[dict]:
     """Return products of both tables, and drawn ones, with more rows and columns, whose tiles are all computed at once."""
     rows = [{x: row[x] for x in (*SIZES, "dtype")} | {"kind": "table"} for table in TABLES for row in recorded(table)]
     found = [row | {"mb": size_of(row)} for row in (*rows, *(x | {"kind": "drawn"} for x in draw_shapes(SEED, 400)))]
-    found = [row for row in found if THIN_C < min(row["m"], row["n"]) < WIDE and WIDE_MB[0] < row["mb"] < WIDE_MB[1]]
+    found = [
+        row for row in found if WIDE[0] < min(row["m"], row["n"]) < WIDE[1] and WIDE_MB[0] < row["mb"] < WIDE_MB[1]
+    ]
     return sorted((row for row in found if at_once(row)), key=lambda row: row["mb"])[:MOST_WIDE]
 
 

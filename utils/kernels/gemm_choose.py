@@ -15,13 +15,12 @@ from utils.kernels import gemm_neighbours
 from utils.kernels.gemm_candidates import Traits, table
 from utils.kernels.gemm_config import Config
 from utils.kernels.gemm_model import estimates
-from utils.kernels.gemm_plan import clusters_at_once, parts_of
+from utils.kernels.gemm_plan import clusters_at_once, items_of
 
 RANKED_ANEW = 6  # configurations of different tiles
-THIN = 256  # rows or columns of C up to which the larger operand is read by one row or column of tiles, or by two
 # MB of A and B where half of the larger operand should be the first to leave the L2 of 50 MB: with less all stays, and with more
-# little does anyway.
-STREAMED_MB = (30, 80)
+# little does anyway. And rows or columns of C up to which memory is the limit then.
+STREAMED_MB, THIN = (32, 75), 640
 # The same where a launch should wait for the one before it, and the share of the SMs that its blocks take then at most.
 WAITING_MB, WAITING_SHARE = (28, 45), 0.62
 
@@ -62,7 +61,7 @@ def for_l2(config: Config, m: int, n: int, k: int, sms: int) -> Config:
 
     **Streams.** A product that reads more than the L2 holds, from first to last, finds nothing there when it is repeated: each
     line has put out the one that is needed next. If half of the lines of the larger operand are the first to go, the other half
-    stays. That is for an operand that is read once, by one row or column of tiles.
+    stays. That is for products whose tiles are all computed at once: what is read again in a later round should stay.
 
     **Waiting.** A launch that begins early takes SMs that the one before it leaves idle, so with few blocks the same tile runs on
     other SMs from launch to launch. Each half of the SMs has its own half of the L2, and what both halves have read is in both:
@@ -71,11 +70,10 @@ def for_l2(config: Config, m: int, n: int, k: int, sms: int) -> Config:
     size = 2e-6 * k * (m + n)
     if config.short:
         return config
+    items = items_of(*((n, m) if config.transposed else (m, n)), config, sms)
+    if items > clusters_at_once(config.cluster, sms):
+        return config
     if min(m, n) <= THIN and STREAMED_MB[0] < size < STREAMED_MB[1]:
         config = replace(config, stream="A" if (m > n) != config.transposed else "B")
-    if config.cluster >= 4 and config.split == 1 and WAITING_MB[0] < size < WAITING_MB[1]:
-        tiles, _ = parts_of(*((n, m) if config.transposed else (m, n)), config, sms)
-        clusters = min(tiles, clusters_at_once(config.cluster, sms))
-        if clusters * config.cluster <= WAITING_SHARE * sms:
-            config = replace(config, early=False)
-    return config
+    few = config.cluster >= 4 and config.split == 1 and items * config.cluster <= WAITING_SHARE * sms
+    return replace(config, early=False) if few and WAITING_MB[0] < size < WAITING_MB[1] else config

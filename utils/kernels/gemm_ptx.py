@@ -22,9 +22,6 @@ them and adds to each arrival one on the other block's barrier; the launch makes
 own shared memory, and each adds up some columns of all. Triton reads its own block's memory only: a mark says which block the
 loads behind it read, and `read_other_blocks` turns the addresses into those of that block (`mapa`).
 
-**Streams** (`Config.stream`). Copies of an operand that is about as large as the L2 say that half of its lines are the first to
-leave it: the other half is there when the product is repeated, where otherwise each line would put out the next that is needed.
-
 **Descriptors** (`Config.prefetch`) are fetched before a launch that begins early waits for the one before it.
 
 **Barriers** (`Config.lean`) of all warps that protect nothing are taken out.
@@ -46,14 +43,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from utils.kernels.assembling import reassembled
 from utils.kernels.gemm_config import Config
+from utils.kernels.gemm_stream import stream_copies
 from utils.kernels.handle import Handle
 
 SHARED = "for all blocks that share"
 OWN = "for this block"
-STREAMS, STAYS = "copies of a stream", "copies that stay"
-MARK_STREAMS, MARK_STAYS = (gl.constexpr(f"mov.u32 $0, 0; // {mark}") for mark in (STREAMS, STAYS))
-# PTX says "half of the accesses", not which; by the times (docs/gemm-log.md, entry 48) they are the same at each launch.
-_POLICY = "createpolicy.fractional.L2::evict_first.L2::evict_unchanged.b64 policy, 0.5;"
 MARK_OWN = gl.constexpr(f"mov.u32 $0, 0; // {OWN}")
 SHOW = gl.constexpr("fence.mbarrier_init.release.cluster; mov.u32 $0, 0;")
 JOIN = gl.constexpr("barrier.cluster.arrive.relaxed; barrier.cluster.wait.acquire; mov.u32 $0, 0;")
@@ -64,9 +58,6 @@ MEET = gl.constexpr("barrier.cluster.arrive.release; barrier.cluster.wait.acquir
 _LOAD = re.compile(r"(@!?%\w+ )?ld\.shared(?:::cta)?(\.[.\w]+\s+[^\[;]*)\[(%r\d+)([+-]?\d*)\];")
 _COPY = re.compile(
     r"(cp\.async\.bulk\.tensor\.\dd\.shared::)(?:cta|cluster)(\.global\.mbarrier::complete_tx::bytes)( \[[^;]*\]);"
-)
-_ANY_COPY = re.compile(
-    r"(@!?%\w+ )?(cp\.async\.bulk\.tensor\.\dd\.shared::\w+\.global\.mbarrier::complete_tx::bytes\S*)( \[[^;]*);"
 )
 _ARRIVAL = re.compile(r"(@%\w+ )?mbarrier\.arrive\.shared(?:::cta)?\.b64 _, \[(%\w+)\];")
 
@@ -94,18 +85,6 @@ def for_sharing_blocks(OPERAND: gl.constexpr):
 def for_this_block():
     """Mark the copies that follow: they go to this block, as all do without a mark."""
     gl.inline_asm_elementwise(MARK_OWN, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def copies_stream():
-    """Mark the copies that follow: half of the lines that they read are the first to leave the L2."""
-    gl.inline_asm_elementwise(MARK_STREAMS, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def copies_stay():
-    """Mark the copies that follow: the L2 treats what they read as it treats all without a mark."""
-    gl.inline_asm_elementwise(MARK_STAYS, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -178,20 +157,6 @@ def read_other_blocks(ptx: str) -> tuple[str, list[int]]:
             counts[-1] += found
         lines.append(line)
     return "\n".join(lines) + "\n", counts
-
-
-def stream_copies(ptx: str) -> tuple[str, int]:
-    """Give the marked copies the policy of a stream; return the PTX and how many there were."""
-    lines, streams, copies = [], False, 0
-    for line in ptx.splitlines():
-        if "// " + STREAMS in line or "// " + STAYS in line:
-            streams = "// " + STREAMS in line
-        elif streams:
-            hinted = rf"{{ .reg .b64 policy; {_POLICY} \1\2.L2::cache_hint\3, policy; }}"
-            line, found = _ANY_COPY.subn(hinted, line)
-            copies += found
-        lines.append(line)
-    return "\n".join(lines) + "\n", copies
 
 
 def multicast(ptx: str, config: Config) -> tuple[str, int, int]:

@@ -12,15 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
-from utils.kernels.gemm_ptx import (
-    copies_stay,
-    copies_stream,
-    for_sharing_blocks,
-    for_this_block,
-    join_cluster,
-    meet_in_cluster,
-    rank,
-)
+from utils.kernels.gemm_ptx import for_sharing_blocks, for_this_block, join_cluster, meet_in_cluster, rank
+from utils.kernels.gemm_stream import copies_stay, copies_stream
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()

@@ -103,7 +103,9 @@ TILE = replace(CONFIGS[1], multicast="4x1")
         (TILE, 15000, 88, 1760, "A", True),  # 53 MB: too much for its side as well
         (TILE, 14000, 88, 1300, "A", True),  # 112 blocks: few others are free
         (TILE, 10216, 88, 4000, "", True),  # 82 MB
-        (TILE, 5000, 264, 3400, "", True),  # three columns of tiles read A
+        (TILE, 2000, 264, 9000, "A", False),  # three columns of tiles read A at the same time
+        (replace(TILE, multicast="2x4"), 1304, 648, 10000, "", True),  # 39 MB, but products are the limit
+        (TILE, 16000, 264, 1400, "", True),  # 375 tiles: A's lines are needed in another round
         (CONFIGS[1], 10216, 88, 1760, "A", True),  # no cluster
         (as_cluster(CONFIGS[1], 4), 1000, 88, 16000, "A", True),
         (SHORT_CONFIGS[4], 10216, 88, 1760, "", True),

@@ -21,16 +21,14 @@ from utils.kernels.gemm_plan import parts_of
 from utils.kernels.gemm_ptx import (
     OWN,
     SHARED,
-    STAYS,
-    STREAMS,
     adapted,
     fewer_barriers,
     multicast,
     prefetch_descriptors,
     read_other_blocks,
     sharing_blocks,
-    stream_copies,
 )
+from utils.kernels.gemm_stream import STAYS, STREAMS, stream_copies
 
 COPY = "cp.async.bulk.tensor.{}d.shared::{}.global.mbarrier::complete_tx::bytes"
 PTX = f"""
