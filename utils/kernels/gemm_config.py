@@ -1,6 +1,6 @@
 """A configuration of the GEMM's Gluon kernels: its tile, its pipeline, and how blocks share the work. Nothing here needs Triton.
 
-`gemm_plan` lists the configurations, and `gemm_model` says which is the fastest for a product.
+`gemm_plan` lists the configurations, and `gemm_choose` says which one a product gets.
 """
 
 from __future__ import annotations

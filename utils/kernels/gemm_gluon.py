@@ -28,7 +28,7 @@ multiple of 8), TMA cannot write them, and consumers store from registers with a
 registers of sums a thread) read 22% less a product. Gluon's tiles are powers of two, so 192 columns are two products of
 128 and 64, and the tiles of 80, 96, 144 and 160 columns, which fit more edges and numbers of SMs, two as well; the PTX makes
 one instruction of both (`gemm_ptx.py`), and where C is narrower than the tile, one that is as narrow. `gemm_choose.choose` takes the configuration that a model
-of the time, fitted to measured times, ranks first.
+of the time, fitted to measured times and corrected by measured neighbours, ranks first.
 
 **Late rows** start at odd multiples of 16 bytes: 128 bytes then lie in five sectors of the L2 instead of four, and cost
 about twice the time. Where rows of A are an odd multiple of 16 bytes apart, every second one is late. With
@@ -47,6 +47,9 @@ idle. So the tiles that do not fill a round may be cut along K into 2 to 16 part
 memory and counts; the part that counts last adds all of them in their order, so that the same bits come out twice. No
 program waits for another. With `Config.in_cluster` the parts of a tile are a cluster, whose blocks do wait for each other and
 add up their sums in shared memory (`gemm_ptx.py`): that is faster where tiles are few and sums long.
+
+**The L2.** Where A and B are about as large as the L2, copies of the larger one may say that half of its lines are the first to leave
+it (`Config.stream`, `gemm_stream.py`), and a launch may wait for the one before it, so that tiles stay on their SMs.
 
 H200 figures of square matrices: assets/results/h200/gemm.json; of random shapes: gemm_shapes.json (docs/gemm-log.md).
 Products of a few microseconds have a kernel of their own, `gemm_short.py`; `gemm_launch.py` starts both. Importing this

@@ -1,8 +1,8 @@
 """Time the first few configurations of a product once, and keep the fastest: `gemm_warp_specialized(a, b, tune=True)`.
 
-The model of the time (`gemm_model.py`) ranks about 2000 configurations and is off by a few percent, so the one that it ranks
-first takes 3% longer than the best in the mean, and a tenth longer at one shape in twelve (docs/gemm-log.md, entry 44). The best
-of its first four, of different tiles, is within 1%. So a caller who needs a product often lets these four be timed:
+Of about 2000 configurations a product gets the one that a model of the time ranks first (`gemm_choose.py`). That one takes 2%
+longer than the best in the mean, and a tenth longer at one shape in thirty; the best of the first four, of different tiles, is
+within 1% (docs/gemm-log.md, entries 46 and 47). So a caller who needs a product often lets these four be timed:
 
     what is timed        each of the four on random operands with the strides of the caller's, in turns, with a full queue and
                          the L2 as they leave it (`measure_together`); one whose product is not torch.matmul's is left out
