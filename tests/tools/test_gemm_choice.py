@@ -11,7 +11,7 @@ if importlib.util.find_spec("triton") is None:
 from tools.record import gemm_choice, gemm_choice_fit, gemm_choice_shapes, gemm_shapes
 from tools.record.gemm_shapes import draw_shapes, summary
 from utils.files import ROOT
-from utils.kernels import gemm_model
+from utils.kernels import gemm_choose, gemm_model
 
 
 def test_shapes_are_drawn_by_seed():
@@ -59,7 +59,7 @@ def made_up_rows(truth, count: int) -> list[dict]:
         row = shape | {"torch_us": 10.0, "families": True}
         configs = gemm_choice_shapes.families_of(shape)[:6]
         sizes = [shape[x] for x in "mnk"]
-        late = gemm_choice_shapes.late_rows(shape)
+        late = gemm_shapes.late_rows(shape)
         times = [(x.name, gemm_model.estimate(*sizes, x, 132, late, truth)) for x in configs]
         assert all(gemm_choice_shapes.config_of(x.name) == x for x in configs)
         rows.append(row | {"times": [*times, ("8x8/1", 0.1)]})  # a tile that the kernel does not have is left out
@@ -103,3 +103,16 @@ def test_a_record_that_was_cut_off_is_gone_on_with():
     assert gemm_shapes.missing_shapes(draw_shapes(), kept[:58]) == draw_shapes()[58:]
     with pytest.raises(SystemExit, match="no one table"):
         gemm_shapes.kept_rows(path, seed=16, l2="cold")
+    with pytest.raises(SystemExit, match="tune"):
+        gemm_shapes.kept_rows(path, seed=16, l2="warm", tune=True)
+
+
+def test_what_a_table_compiles_has_what_is_timed_and_each_kernel_once():
+    shapes = gemm_shapes.draw_shapes(count=6)
+    kernels = gemm_shapes.kernels_of([*shapes, *shapes], tune=True)
+    assert len(kernels) == len(gemm_shapes.kernels_of(shapes, tune=True)) <= 24
+    for shape in shapes:
+        sizes = shape["m"], shape["n"], shape["k"]
+        first = gemm_choose.choose(*sizes, gemm_shapes.SMS, gemm_shapes.late_rows(shape))
+        assert (shape, first) in gemm_shapes.kernels_of([shape], tune=False)
+        assert any(config == first for _, config in kernels)

@@ -55,6 +55,8 @@ TABLES = {
         Table("gpu_tests", "gpu_tests tests/utils/kernels tests/utils/attention", 120),
         Table("gemm_shapes", "record.gemm_shapes --l2 warm", 60),
         Table("gemm_shapes_other", "record.gemm_shapes --l2 warm --seed 1123", 60),
+        Table("gemm_shapes_tuned", "record.gemm_shapes --l2 warm --tune", 90),
+        Table("gemm_shapes_tuned_other", "record.gemm_shapes --l2 warm --tune --seed 1123", 90),
         Table("gemm_launches", "record.gemm_launches", 40),
         Table("gemm_launches_cold", "record.gemm_launches --l2 cold", 40),
         Table("gemm_fp8", "record.gemm_fp8 shapes --pairs 9", 60),

@@ -22,7 +22,7 @@ import torch
 
 from tools.record.common import Record, arguments_parser, in_many_processes
 from tools.record.gemm_choice_fit import choices, judge, measured, print_fit
-from tools.record.gemm_choice_shapes import all_shapes, config_of, families_of
+from tools.record.gemm_choice_shapes import all_shapes, config_of, families_of, shapes_as_in_tables
 from tools.record.gemm_shapes import PROCESSES, relative_error
 from utils.benchmark.measuring import measure_together
 from utils.kernels import gemm_model
@@ -118,6 +118,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="measure: stop so long after compiling")
     parser.add_argument("--l2", choices=("cold", "warm"), default="warm", help="measure: the cache before each call")
     parser.add_argument("--part", default="1/1", help="measure: such as 1/2, every second shape from the first")
+    parser.add_argument(
+        "--drawn", type=int, nargs=2, help="measure: seed and number of shapes as in the tables instead"
+    )
     options = parser.parse_args(arguments)
     if (options.what == "fit") != (options.read is not None):
         parser.error("--read names the recorded times for `fit`, and goes with nothing else")
@@ -129,7 +132,7 @@ def main(arguments: list[str] | None = None) -> int:
             "error: the times are measured on an NVIDIA GPU: torch.cuda.is_available() is False here.", file=sys.stderr
         )
         return 1
-    shapes = part_of(all_shapes(), options.part)
+    shapes = part_of(shapes_as_in_tables(*options.drawn) if options.drawn else all_shapes(), options.part)
     wrong = compile_all(shapes)
     # Only now: the seconds are for rows.
     record = Record(

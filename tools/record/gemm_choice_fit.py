@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from tools.record.common import read_record
-from tools.record.gemm_choice_shapes import SIZES, SMS, config_of, late_rows
+from tools.record.gemm_choice_shapes import SIZES, config_of
+from tools.record.gemm_shapes import SMS, late_rows
 from utils.kernels import gemm_model
 from utils.kernels.gemm_candidates import Traits
 
@@ -72,9 +73,9 @@ def recorded_rows(path: Path) -> list[dict]:
 def times_of(row: dict) -> list[tuple]:
     """Return the configurations of a row that are candidates still, each with its measured time.
 
-    Tiles that begin at other places along K count as those that do not: of 93 pairs one takes as long as the other.
+    Tiles that began at other places along K ("spread") count as those that do not: of 93 pairs one takes as long as the other.
     """
-    found = [(config, us) for name, us in row["times"] if (config := config_of(name)) is not None and not config.even]
+    found = [(config, us) for name, us in row["times"] if (config := config_of(name)) is not None]
     return [(replace(config, early=False), us) for config, us in found] if row.get("waiting") else found
 
 

@@ -14,17 +14,19 @@ import random
 from dataclasses import replace
 
 from tools.record.common import read_record
-from tools.record.gemm_shapes import LARGEST, SMALLEST, draw_shapes
+from tools.record.gemm_shapes import LARGEST, SMALLEST, SMS, draw_shapes, late_rows
 from utils.files import ROOT
+from utils.kernels import gemm_choose, gemm_model
 from utils.kernels.gemm_config import Config
 
-SMS = 132
 SEED = 2043
 FEW_TILES, LARGE_LATE, ANY = 12, 4, 14  # shapes of the seed
 SHORTEST_US = 5.0  # by the model: shorter products are ahead
 RANKED, MOST = 5, 11  # configurations at a shape: the first of all tiles, then the first of the families
 WITHIN = 1.7  # a family whose first takes so many times as long as the first of all is left out
 MORE_SPLITS = (5, 7, 12)  # numbers of parts that were tried in earlier records and are no candidates
+AS_IN_TABLES = "as in tables"
+FIRST = 6  # configurations at a shape that is drawn as in tables
 POOR = 0.95  # ratio in a table below which a shape is searched
 TABLES = ("gemm_shapes", "gemm_shapes_other")
 SIZES = ("m", "n", "k", "a_column_major", "b_column_major")
@@ -92,6 +94,13 @@ def all_shapes(ratio: float = POOR) -> list[dict]:
     return found
 
 
+def shapes_as_in_tables(seed: int, count: int) -> list[dict]:
+    """Draw shapes as those of the tables are drawn, none of which is in one; `families_of` takes the model's first for them."""
+    in_tables = [{x: shape[x] for x in SIZES[:3]} for table in TABLES for shape in recorded(table)]
+    drawn = [{x: shape[x] for x in SIZES} for shape in draw_shapes(seed, count)]
+    return [shape | {"kind": AS_IN_TABLES} for shape in drawn if {x: shape[x] for x in SIZES[:3]} not in in_tables]
+
+
 def work(shape: dict) -> float:
     """Return the operations of a product."""
     return 2.0 * shape["m"] * shape["n"] * shape["k"]
@@ -104,7 +113,6 @@ def shortest(shape: dict) -> float:
 
 def ranked(shape: dict) -> list[tuple[float, Config]]:
     """Return the candidates of a shape, each behind the model's time in microseconds, the shortest first."""
-    from utils.kernels import gemm_model
     from utils.kernels.gemm_candidates import table
 
     sizes, late = (shape["m"], shape["n"], shape["k"]), late_rows(shape)
@@ -126,16 +134,6 @@ def training_shapes(seed: int, count: int) -> list[dict]:
     return shapes
 
 
-def late_rows(shape: dict) -> tuple[int, int]:
-    """Return for A and B how rows lie in memory, and whether they start at odd multiples of 16 bytes: see `gemm_launch.lateness`."""
-    a = shape["m"] if shape["a_column_major"] else shape["k"]
-    b = shape["k"] if shape["b_column_major"] else shape["n"]
-    late, aligned = ((2, 1), (3, 0))
-    return (late if a % 16 else aligned)[not shape["a_column_major"]], (late if b % 16 else aligned)[
-        shape["b_column_major"]
-    ]
-
-
 def family(config) -> tuple:
     """Return what kind of configuration it is: which kernel, how many blocks share tiles, parts, rows by parity."""
     parts = "cluster" if config.in_cluster else "parts" if config.split > 1 else "whole"
@@ -147,13 +145,12 @@ def families_of(shape: dict) -> list:
 
     The first ones have different tiles; slots and places along K make no other tile, nor does the number of parts.
     """
+    if shape.get("kind") == AS_IN_TABLES:
+        sizes = shape["m"], shape["n"], shape["k"]
+        return gemm_choose.first_choices(*sizes, SMS, late_rows(shape), True, FIRST)
     near = [config for _, config in ranked(shape)]
     kept = [config for name in shape.get("before", ()) if (config := config_of(name))]
-    keys = (
-        (RANKED, lambda x: (x.block_m, x.block_n, x.multicast, x.in_cluster, x.transposed, x.short, x.pairs)),
-        (MOST, family),
-        (MOST, lambda x: (family(x), x.transposed)),
-    )
+    keys = ((RANKED, lambda x: x.tile), (MOST, family), (MOST, lambda x: (family(x), x.transposed)))
     for count, key in keys:
         taken = {key(config) for config in kept}
         for config in near:
@@ -165,23 +162,13 @@ def families_of(shape: dict) -> list:
 
 @functools.cache
 def _configs_by_name() -> dict:
-    from utils.kernels.gemm_config import EVEN, SHAPES
+    from utils.kernels.gemm_config import SHAPES
     from utils.kernels.gemm_plan import CONFIGS, DEEP, MOST_IN_CLUSTER, SHORT_CONFIGS, SPLITS, WIDTHS, as_cluster
 
     found = [
-        replace(
-            config,
-            split=split,
-            pairs=pairs,
-            multicast=multicast,
-            transposed=transposed,
-            early=early,
-            join=join,
-            spread=spread,
-        )
+        replace(config, split=split, pairs=pairs, multicast=multicast, transposed=transposed, early=early, join=join)
         for config in (*CONFIGS, *WIDTHS, *DEEP, *SHORT_CONFIGS)
-        for split in (*SPLITS, *MORE_SPLITS, EVEN)
-        for spread in (False, True)
+        for split in (*SPLITS, *MORE_SPLITS)
         for pairs in (False, True)
         for multicast in SHAPES
         for transposed in (False, True)
@@ -200,5 +187,10 @@ def _configs_by_name() -> dict:
 
 
 def config_of(name: str):
-    """Return the configuration with a name; None if the kernels no longer have its tile."""
-    return _configs_by_name().get(name)
+    """Return the configuration with a name; None if the kernels no longer have its tile.
+
+    "spread" in a name of an earlier record says that tiles began at other places along K, which they no longer can.
+    """
+    plain, _, stream = name.replace("spread ", "").partition(" streams ")
+    config = _configs_by_name().get(plain)
+    return replace(config, stream=stream) if config and stream else config

@@ -1,17 +1,21 @@
 """Time the warp-specialized GEMM against torch.matmul (cuBLAS) at 80 shapes drawn at random by seed.
 
     python -m tools.record.gemm_shapes --out assets/results/h200/gemm_shapes.json
+    python -m tools.record.gemm_shapes --tune --out assets/results/h100/gemm_shapes_tuned.json
 
 M, N and K are drawn evenly in their logarithm from 64 to 16,384 and rounded to multiples of 8; bf16 or fp16; A and B each
 row- or column-major. Shapes whose product would take less than 20 MFLOP or more than 4 TFLOP are drawn again. Both sides
 are timed in one process, their calls interleaved. Ratio: time of torch.matmul / time of the kernel. The result is compared
-with torch.matmul's, both against a float64 product of 64 rows.
+with torch.matmul's, both against a float64 product of 64 rows. With --tune the kernel is called with `tune=True`: before it is
+timed against torch.matmul, the model's first four configurations are timed against each other, anew.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import multiprocessing
+import os
 import random
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -21,6 +25,7 @@ import torch
 
 from tools.record.common import Record, arguments_parser, read_record
 from utils.benchmark.measuring import compare
+from utils.kernels import gemm_choose, gemm_tune
 from utils.kernels.gemm import gemm_warp_specialized
 
 SEED, SHAPES = 16, 80
@@ -28,6 +33,7 @@ SMALLEST, LARGEST = 64, 16384
 FEWEST_FLOPS, MOST_FLOPS = 2e7, 4e12
 ROWS_CHECKED = 64
 PROCESSES = 15
+SMS = 132  # of an H100 and of an H200
 
 
 def draw_shapes(seed: int = SEED, count: int = SHAPES) -> list[dict]:
@@ -43,6 +49,16 @@ def draw_shapes(seed: int = SEED, count: int = SHAPES) -> list[dict]:
         if FEWEST_FLOPS <= 2.0 * m * n * k <= MOST_FLOPS:
             shapes.append({"m": m, "n": n, "k": k} | rest)
     return shapes
+
+
+def late_rows(shape: dict) -> tuple[int, int]:
+    """Return for A and B how rows lie in memory, and whether they start at odd multiples of 16 bytes: see `gemm_launch.lateness`."""
+    a = shape["m"] if shape["a_column_major"] else shape["k"]
+    b = shape["k"] if shape["b_column_major"] else shape["n"]
+    late, aligned = ((2, 1), (3, 0))
+    return (late if a % 16 else aligned)[not shape["a_column_major"]], (late if b % 16 else aligned)[
+        shape["b_column_major"]
+    ]
 
 
 def operands(shape: dict) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,29 +82,50 @@ def relative_error(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
     return ((c[rows].double() - exact).norm() / exact.norm()).item()
 
 
-def compile_one(shape: dict) -> None:
-    """Run the product of a shape once, so that its kernel is in Triton's cache."""
-    gemm_warp_specialized(*operands(shape))
+def kernels_of(shapes: list[dict], tune: bool) -> list[tuple]:
+    """Return what `compile_one` takes, so that all kernels of the shapes are compiled, each once."""
+    found = {}
+    for shape in shapes:
+        sizes, late = (shape["m"], shape["n"], shape["k"]), late_rows(shape)
+        for config in gemm_choose.first_choices(*sizes, SMS, late, True, gemm_tune.CANDIDATES if tune else 1):
+            # A C that is narrower than the tile has its own products.
+            columns = config.width_at(shape["m"] if config.transposed else shape["n"])
+            layout = shape["dtype"], shape["a_column_major"], shape["b_column_major"]
+            found.setdefault((config.name, *layout, columns), (shape, config))
+    return [*found.values()]
+
+
+def compile_one(job: tuple) -> None:
+    """Run a product by a configuration once, so that its kernel is in Triton's cache."""
+    from utils.kernels import gemm_launch
+
+    shape, config = job
+    gemm_launch.gemm(*operands(shape), config)
     torch.cuda.synchronize()
 
 
-def compile_all(shapes: list[dict]) -> None:
+def compile_all(shapes: list[dict], tune: bool = False) -> None:
     """Compile what the shapes need, in many processes: one process would take a second and more for each."""
     with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(compile_one, shapes))
+        list(pool.map(compile_one, kernels_of(shapes, tune)))
 
 
-def shape_row(shape: dict, pairs: int, l2: str) -> dict:
+def shape_row(shape: dict, pairs: int, l2: str, tune: bool = False) -> dict:
     """Measure one shape."""
     from utils.kernels import gemm_launch
 
     a, b = operands(shape)
     config = gemm_launch.chosen(a, b, a.new_empty(shape["m"], shape["n"]))
-    errors = {"error": relative_error(gemm_warp_specialized(a, b), a, b)}
+    found = {"config": config.name}
+    if tune:
+        times = gemm_tune.times_of(a, b)
+        found = {"config": next(iter(times)), "model": config.name, "tuned_us": times}
+    kernel = functools.partial(gemm_warp_specialized, tune=tune)
+    errors = {"error": relative_error(kernel(a, b), a, b)}
     errors["torch_error"] = relative_error(torch.matmul(a, b), a, b)
     result = compare(
         torch.matmul,
-        gemm_warp_specialized,
+        kernel,
         a,
         b,
         warmup=3,
@@ -99,7 +136,7 @@ def shape_row(shape: dict, pairs: int, l2: str) -> dict:
     )
     flops = 2.0 * shape["m"] * shape["n"] * shape["k"]
     return shape | {
-        "config": config.name,
+        **found,
         "ratio": result.speedup,
         "interval": list(result.interval),
         "us": 1e3 * result.b.median_ms,
@@ -129,12 +166,14 @@ def summary(rows: list[dict]) -> dict:
     }
 
 
-def kept_rows(path: Path, seed: int, l2: str) -> list[dict]:
+def kept_rows(path: Path, seed: int, l2: str, tune: bool = False) -> list[dict]:
     """Return the rows of an earlier record; refuse one that was measured by another method."""
     record = read_record(path)
-    before, now = (record["seed"], record["l2"]), (seed, l2)
+    before, now = (record["seed"], record["l2"], record.get("tune", False)), (seed, l2, tune)
     if before != now:
-        raise SystemExit(f"error: {path} has seed and L2 {before}, and this run {now}: their rows are no one table.")
+        raise SystemExit(
+            f"error: {path} has seed, L2 and tune {before}, and this run {now}: their rows are no one table."
+        )
     return record["rows"]
 
 
@@ -149,14 +188,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--keep", type=Path, help="an earlier record: its rows are kept and not measured again")
     parser.add_argument("--l2", choices=("cold", "warm"), default="cold", help="state of the cache before each call")
+    parser.add_argument("--tune", action="store_true", help="call the kernel with tune=True")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("error: the shapes are timed on an NVIDIA GPU: torch.cuda.is_available() is False here.", file=sys.stderr)
         return 1
-    kept = kept_rows(options.keep, options.seed, options.l2) if options.keep else []
+    kept = kept_rows(options.keep, options.seed, options.l2, options.tune) if options.keep else []
     torch.manual_seed(options.seed)
     shapes = missing_shapes(draw_shapes(options.seed), kept)
-    compile_all(shapes)
+    compile_all(shapes, options.tune)
+    os.environ["LABS_COMPILE_CACHE"] = "off"  # what an earlier run has timed is not taken from its file
     record = Record(
         options.out,
         "GEMM at random shapes",
@@ -165,10 +206,11 @@ def main() -> int:
         pairs=options.pairs,
         seed=options.seed,
         l2=options.l2,
+        tune=options.tune,
     )
     if kept:
         record.contents |= {"rows": kept, "rows_kept": len(kept), "kept_from": read_record(options.keep)["environment"]}
-    complete = record.fill(shapes, lambda shape: shape_row(shape, options.pairs, options.l2), show)
+    complete = record.fill(shapes, lambda shape: shape_row(shape, options.pairs, options.l2, options.tune), show)
     record.contents["summary"] = summary(record.contents["rows"])
     print(record.contents["summary"])
     record.finish() if complete else record.save()

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
 
-from utils.files import write_whole
+from utils.files import cache_folder, write_whole
 from utils.kernels import offline
 from utils.kernels.warm_process import WarmProcess, serve
 from utils.machine import versions
@@ -131,11 +131,7 @@ def compile_kernel(request: Request, *, figures: bool = True, timeout: float = 1
 # gets the result of another kernel by accident. A program of the same user could still write a false one; that is no
 # more than it can do to the checks themselves. The grader turns the cache off (LABS_COMPILE_CACHE=off), because there
 # a student's process could vouch for a kernel of its own that does not compile.
-_CACHE = (
-    None
-    if os.environ.get("LABS_COMPILE_CACHE") == "off"
-    else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpu-efficiency-labs" / "compiled"
-)
+_CACHE = cache_folder("compiled")
 _SELF_CONTAINED = (sys.stdlib_module_names - {"importlib", "runpy"}) | {"triton", "torch", "numpy"}
 
 

@@ -60,19 +60,32 @@ def gemm_autotuned(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return _launch("autotuned", a, b)
 
 
-def gemm_warp_specialized(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def gemm_warp_specialized(a: torch.Tensor, b: torch.Tensor, tune: bool = False) -> torch.Tensor:
     """C = A @ B by the warp-specialized Gluon kernel for Hopper: fp16 or bf16 A (M, K), B (K, N), C (M, N).
 
     TMA copies A and B, so their rows (columns, where column-major) must start at multiples of 16 bytes.
+
+    Args:
+        a: (M, K).
+        b: (K, N).
+        tune: the first call with new sizes, strides or dtype times the four configurations that a model of the time ranks
+            first, which takes a few seconds, and the fastest is kept for later calls and processes (`gemm_tune.py`). By
+            default the model's first is taken. Not within torch.compile; before a CUDA graph is captured, call it once.
     """
     name = "gemm_warp_specialized"
     # Operands of these shapes, strides and types were checked before, and their launch was kept.
-    key = None if observed(a, b) else (a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device)
+    plain = not observed(a, b)
+    key = (a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device, tune) if plain else None
     kept = _launches.get(key)
     if kept is not None and (a.data_ptr() | b.data_ptr()) % 16 == 0:
         return kept(a, b)
     check_operands(name, a, b, dtypes=(torch.float16, torch.bfloat16))
     given = shapes(a, b)
+    if tune and not plain:
+        raise RuntimeError(
+            f"{name}(tune=True) times kernels, and here it is not called plainly: torch.compile, a function transform, a "
+            f"dispatch mode or a subclass of Tensor sees the call; got {given}. Leave tune out there."
+        )
     if not a.is_cuda:
         raise ValueError(
             f"{name} runs on a Hopper GPU (H100, H200) and has no interpreter; got {given} on the CPU. "
@@ -85,9 +98,10 @@ def gemm_warp_specialized(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             f"{major}.{minor}. Use gemm_autotuned or torch.matmul there."
         )
     need_triton(name)
-    from utils.kernels import gemm_launch
+    from utils.kernels import gemm_launch, gemm_tune
 
-    c, launch = gemm_launch.gemm_and_launch(a, b)
+    config = gemm_tune.tuned(a, b) if tune and a.numel() and b.numel() else None
+    c, launch = gemm_launch.gemm_and_launch(a, b, config)
     if launch is not None and key is not None:
         _launches[key] = launch
     return c

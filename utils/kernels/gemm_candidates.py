@@ -57,7 +57,6 @@ class Traits:
     multicast: Any
     early: Any
     transposed: Any
-    even: Any
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -85,7 +84,6 @@ class Traits:
             multicast=config.multicast != "",
             early=config.early,
             transposed=config.transposed,
-            even=config.even,
         )
 
     @classmethod
@@ -198,8 +196,7 @@ def table() -> Table:
 def candidates(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0), by_tma: bool = True) -> list[Config]:
     """Return the configurations that can do a product: each tile whole, and in parts of two steps at least.
 
-    Tiles are alone or shared by a cluster. That tiles begin at other places along K (`Config.spread`) is no candidate: it was
-    measured as slower where blocks side by side need the same lines, and as no faster elsewhere.
+    Tiles are alone or shared by a cluster.
 
     Args:
         m: rows of C.

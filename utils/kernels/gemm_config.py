@@ -1,6 +1,6 @@
 """A configuration of the GEMM's Gluon kernels: its tile, its pipeline, and how blocks share the work. Nothing here needs Triton.
 
-`gemm_plan` lists the configurations, and `gemm_model` says which is the fastest for a product.
+`gemm_plan` lists the configurations, and `gemm_choose` says which one a product gets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ SHAPES = {
     **{"": (1, 1), "B": (2, 1), "A": (1, 2)},
     **{"4x1": (4, 1), "1x4": (1, 4), "2x2": (2, 2), "4x2": (4, 2), "2x4": (2, 4)},
 }
-EVEN = 0  # the value of `Config.split` for equal shares
 
 
 @dataclass(frozen=True)
@@ -31,19 +30,17 @@ class Config:
     pieces: int = 4  # column blocks in which columns[0] of C are stored
     buffers: int = 2  # a consumer's buffers for pieces of C, which take turns; a tile's pieces are a multiple of them
     group_m: int = 8  # rows of tiles that are walked abreast, for the L2
-    split: int = (
-        1  # parts along K of a tile that would leave SMs idle: one of SPLITS; EVEN for equal shares of all steps
-    )
+    split: int = 1  # parts along K of a tile that would leave SMs idle: one of SPLITS
     short: bool = False  # the kernel of `gemm_short`: a block a tile, several blocks on an SM
     pairs: bool = False  # a tile has rows of one parity, see `gemm_gluon`: for late rows of a row-major A
     in_cluster: bool = False  # the parts of a tile are a cluster's blocks, which add up their sums in shared memory
     multicast: str = ""  # one of SHAPES: blocks of a cluster share what they read alike, each loads a piece for all
+    stream: str = (
+        ""  # "A" or "B": half of the lines of that operand are the first to leave the L2 (`gemm_choose.for_l2`)
+    )
     early: bool = True  # the launch begins while the one before it in the stream ends
     prefetch: bool = True  # with early: the TMA descriptors are fetched before the wait for the launch before
     lean: bool = True  # without barriers of all warps that Triton puts in and that protect nothing (`gemm_ptx`)
-    spread: bool = (
-        False  # tiles begin at 16 different places along K, so that not all blocks read the same lines at once
-    )
     transposed: bool = False  # the kernel computes the transpose of C, from those of B and A, and stores it as C
     join: bool = True  # products of both parts of the columns are one instruction, where B lies so that they can be
     width: int = 0  # set by `placed`: columns that are multiplied; 0 for all
@@ -51,11 +48,6 @@ class Config:
         False  # set by `placed`: the second part of B comes in blocks of 64 columns, which are not all multiplied
     )
     simulated: bool = False  # for the simulator, which has no clusters and no addresses in shared memory
-
-    @property
-    def even(self) -> bool:
-        """Whether the steps of the tiles that fill no round are shared evenly among all SMs, wherever tiles begin."""
-        return self.split == EVEN
 
     @property
     def rows(self) -> int:
@@ -95,7 +87,9 @@ class Config:
     @property
     def rewritten(self) -> bool:
         """Whether the kernel's PTX is rewritten before it is assembled (`gemm_ptx.adapted`)."""
-        return self.on_clusters or self.prefetch or self.lean or self.join or 0 < self.width < self.block_n
+        return bool(
+            self.on_clusters or self.stream or self.prefetch or self.lean or self.join or 0 < self.width < self.block_n
+        )
 
     @property
     def cluster_tile(self) -> tuple[int, int]:
@@ -116,6 +110,12 @@ class Config:
         pieces = self.sharers(operand)
         abreast = min(pieces, max(1, box[1] * self.element_bytes // 128))
         return [box[0] * abreast // pieces, box[1] // abreast]
+
+    @property
+    def tile(self) -> tuple[int, int, str, bool, bool, bool, bool]:
+        """What makes a tile another one in a search: its size, its cluster, its direction, its kernel, and its rows' parity."""
+        cluster = "" if self.in_cluster else self.multicast
+        return self.block_m, self.block_n, cluster, self.in_cluster, self.transposed, self.short, self.pairs
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -168,7 +168,10 @@ class Config:
         pad = join and not b_along_k and self.columns[1] % 64 > 0
         width = 0 if simulated or (self.columns[1] and not join) else self.width_at(n)
         in_cluster = self.in_cluster and not simulated  # the simulator adds the parts up as they are without clusters
-        config = replace(self, join=join, pad=pad, width=width, simulated=simulated, in_cluster=in_cluster)
+        stream = "" if simulated else self.stream
+        config = replace(
+            self, join=join, pad=pad, width=width, simulated=simulated, in_cluster=in_cluster, stream=stream
+        )
         while config.shared_bytes > SHARED_BYTES and config.stages > 2:
             config = replace(config, stages=config.stages - 1)
         return config
@@ -209,9 +212,9 @@ class Config:
         both = f" both {self.multicast}" if self.multicast in ("A", "B") else f" {self.multicast}" * (self.cluster > 1)
         both = "" if self.in_cluster else both
         turned = "T " if self.transposed else ""
-        turned += "spread " if self.spread else ""
         apart = " apart" if self.can_join and not self.join else ""
         waiting = "" if self.early else " waiting"
-        parts = "even" if self.even else f"{self.split} cluster" if self.in_cluster else self.split
+        parts = f"{self.split} cluster" if self.in_cluster else self.split
         slots = f" {self.stages} slots" if self.stages > 8 else ""
-        return f"{turned}{kind}{self.block_m}x{self.block_n}/{parts}{rows}{both}{slots}{apart}{waiting}"
+        stream = f" streams {self.stream}" if self.stream else ""
+        return f"{turned}{kind}{self.block_m}x{self.block_n}/{parts}{rows}{both}{slots}{apart}{waiting}{stream}"

@@ -27,8 +27,8 @@ multiple of 8), TMA cannot write them, and consumers store from registers with a
 128 x 256 needs, so larger tiles pay where there are enough of them: 192 x 256 (three consumers) and 256 x 192 (192
 registers of sums a thread) read 22% less a product. Gluon's tiles are powers of two, so 192 columns are two products of
 128 and 64, and the tiles of 80, 96, 144 and 160 columns, which fit more edges and numbers of SMs, two as well; the PTX makes
-one instruction of both (`gemm_ptx.py`), and where C is narrower than the tile, one that is as narrow. `gemm_model.choose` takes the configuration that a model
-of the time, fitted to measured times, ranks first.
+one instruction of both (`gemm_ptx.py`), and where C is narrower than the tile, one that is as narrow. `gemm_choose.choose` takes the configuration that a model
+of the time, fitted to measured times and corrected by measured neighbours, ranks first.
 
 **Late rows** start at odd multiples of 16 bytes: 128 bytes then lie in five sectors of the L2 instead of four, and cost
 about twice the time. Where rows of A are an odd multiple of 16 bytes apart, every second one is late. With
@@ -48,6 +48,9 @@ memory and counts; the part that counts last adds all of them in their order, so
 program waits for another. With `Config.in_cluster` the parts of a tile are a cluster, whose blocks do wait for each other and
 add up their sums in shared memory (`gemm_ptx.py`): that is faster where tiles are few and sums long.
 
+**The L2.** Where A and B are about as large as the L2, copies of the larger one may say that half of its lines are the first to leave
+it (`Config.stream`, `gemm_stream.py`), and a launch may wait for the one before it, so that tiles stay on their SMs.
+
 H200 figures of square matrices: assets/results/h200/gemm.json; of random shapes: gemm_shapes.json (docs/gemm-log.md).
 Products of a few microseconds have a kernel of their own, `gemm_short.py`; `gemm_launch.py` starts both. Importing this
 module imports Triton; the way in is `utils.kernels.gemm.gemm_warp_specialized`.
@@ -64,7 +67,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from utils.kernels.early_launch import wait_for_launch_before
-from utils.kernels.gemm_parts import add_shares, last_part, last_share, shared_tiles, summed_piece, whole_warpgroup
+from utils.kernels.gemm_parts import last_part, shared_tiles, summed_piece, whole_warpgroup
 from utils.kernels.gemm_ptx import (
     join_cluster,
     let_cluster_see_barriers,
@@ -213,20 +216,6 @@ def compute(work, out, partial, step, item, tile, first, last, WHICH: gl.constex
         store_tile(work, out, acc, acc2, row, column, parity, WHICH, TMA_STORE)
     elif work.CONFIG.in_cluster:
         add_in_cluster(work, out, sums_here, acc, acc2, row, column, parity, WHICH)
-    elif work.CONFIG.even:
-        if part < 0:
-            store_tile(work, out, acc, acc2, row, column, parity, WHICH, TMA_STORE)
-        else:
-            share, other = work.contributors(tile)
-            block = work.block_of_cluster()
-            begins = 1 - min(first, 1)
-            cut = tile - work.whole
-            own = part % work.stride()
-            if last_share(work.CONFIG, (sums, counters), acc, acc2, own, begins, block, cut, other - share, WHICH):
-                acc = add_shares(work.CONFIG, sums, acc, 0, share, other, block, WHICH)
-                if MORE > 0:
-                    acc2 = add_shares(work.CONFIG, sums, acc2, COLUMNS, share, other, block, WHICH)
-                store_tile(work, out, acc, acc2, row, column, parity, WHICH, TMA_STORE)
     elif part < 0:
         store_tile(work, out, acc, acc2, row, column, parity, WHICH, TMA_STORE)
     else:
@@ -247,11 +236,7 @@ def consumer(work, out, partial, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
     join_cluster(work.CONFIG)
     for item in range(work.first_item(), work.items(), work.stride()):
         tile, first, last = work.locate(item)
-        if work.CONFIG.even:
-            if last > first:  # without a step a slot would be released that nobody filled
-                step = compute(work, out, partial, step, item, tile, first, last, WHICH, TMA_STORE)
-        else:
-            step = compute(work, out, partial, step, item, tile, first, last, WHICH, TMA_STORE)
+        step = compute(work, out, partial, step, item, tile, first, last, WHICH, TMA_STORE)
     tma.store_wait(0)  # shared memory must live until TMA has read it
 
 

@@ -11,9 +11,9 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from utils.kernels.gemm_choose import choose
 from utils.kernels.gemm_config import Config
 from utils.kernels.gemm_gluon import gemm_kernel
-from utils.kernels.gemm_model import choose
 from utils.kernels.gemm_plan import CONFIGS, clusters_at_once, items_of, partial_tiles, parts_of
 from utils.kernels.gemm_ptx import adapted, start
 from utils.kernels.gemm_short import short_kernel
@@ -68,10 +68,14 @@ def tma_can_store(c: torch.Tensor) -> bool:
 
 def chosen(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Config:
     """Return the configuration that is estimated to be the fastest for A (M, K), B (K, N) and C (M, N)."""
+    return choose(*problem(a, b, tma_can_store(c)))
+
+
+def problem(a: torch.Tensor, b: torch.Tensor, by_tma: bool) -> tuple[int, int, int, int, tuple[int, int], bool]:
+    """Return what `gemm_choose.choose` takes for A (M, K) and B (K, N): M, N, K, SMs, lateness, and whether TMA stores C."""
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
-    by_tma = tma_can_store(c)
     late = lateness("A", a, by_tma), lateness("B", b)
-    return choose(a.shape[0], b.shape[1], a.shape[1], sms, late, by_tma)
+    return a.shape[0], b.shape[1], a.shape[1], sms, late, by_tma
 
 
 def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | None = None) -> Launch | None:

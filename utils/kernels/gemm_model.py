@@ -1,7 +1,7 @@
-"""Which of the GEMM's configurations: a model of the kernels' time, fitted to measured times, and the choice by it.
+"""A model of the time of the GEMM's kernels, fitted to measured times: by it a product's configuration is chosen.
 
-`estimate` says how long a product takes by a configuration, `estimates` by many; `choose` takes the first. Nothing here needs
-Triton.
+`estimate` says how long a product takes by a configuration, `estimates` by many; `gemm_choose.choose` takes the first. Nothing
+here needs Triton.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from utils.kernels.gemm_candidates import Traits, at_once, table, tiles_of
+from utils.kernels.gemm_candidates import Traits, at_once, tiles_of
 from utils.kernels.gemm_config import Config
 from utils.kernels.gemm_plan import ceil_div
 
@@ -106,11 +106,11 @@ def _time(m: Any, n: Any, k: Any, t: Traits, sms: int, late: tuple[Any, Any], co
     # From here on a cluster, with its tiles, counts as one.
     once = at_once(sms)[t.cluster]
     tiles = tiles_of(m, n, t, t.pairs)
-    parts_of_tile = maximum(t.split, 1)
+    parts_of_tile = t.split
     in_parts = (t.split != 1) & (t.in_cluster ^ True)
     rest = where(in_parts, where(t.short, tiles, tiles % once), 0)
     whole = tiles - rest
-    cut, shares = (rest > 0) & (t.even ^ True), (rest > 0) & t.even
+    cut = rest > 0
     sums = t.rows * t.block_n / 256  # KB of a consumer
     size = t.block_m * t.block_n / 512  # KB of C
     # The short kernel: all blocks of the busiest SM, several of which run at once.
@@ -118,7 +118,7 @@ def _time(m: Any, n: Any, k: Any, t: Traits, sms: int, late: tuple[Any, Any], co
     abreast = maximum(1, minimum(blocks, t.blocks))
     together, short_rounds = where(t.short, abreast, 1), blocks / abreast
     short_time = cost.short_launch + where(cut, cost.short_part + cost.short_add * sums * t.split, 0.0)
-    # The other: rounds of whole tiles, then of parts; or equal shares, which begin in one tile and mostly end in another.
+    # The other: rounds of whole tiles, then of parts.
     rounds, extra = ceil_div(whole, once) * 1.0, where(cut, ceil_div(rest * t.split, once), 0)
     part_steps = ceil_div(steps, parts_of_tile)
     time = cost.launch + where(t.in_cluster, cost.launch_parts, 0.0)
@@ -127,16 +127,13 @@ def _time(m: Any, n: Any, k: Any, t: Traits, sms: int, late: tuple[Any, Any], co
     all_steps = rounds * where(t.in_cluster, part_steps, steps) + extra * part_steps
     turned = where(t.transposed, cost.turned, 1.0)
     time = time + where(cut, cost.part * extra + cost.add * turned * sums * t.split, 0.0)
-    each = sums * (1 + once / maximum(rest, 1))
-    time = time + where(shares, 2 * cost.part + cost.add * each, 0.0)
-    all_steps = all_steps + where(shares, rest * steps / once, 0.0)
-    rounds = rounds + extra + where(shares, 2, 0)
+    rounds = rounds + extra
     time = where(t.short, short_time, time)
     all_steps = where(t.short, short_rounds * part_steps, all_steps)
     rounds = where(t.short, short_rounds, rounds)
-    parts = where(t.even, rest + once, rest * t.split)
+    parts = rest * t.split
     time = time + where(t.early, 0.0, cost.waiting)
-    time = time + where(rest > 0, cost.traffic * parts * t.cluster * size / 512, 0.0)
+    time = time + cost.traffic * parts * t.cluster * size / 512
     # Bytes of a step. TMA reads nothing outside of A and B, but a round takes as long as its fullest tiles.
     rows, columns = t.block_m * t.down, t.block_n * t.abreast
     inside_a = t.block_m * (m / (ceil_div(m, rows) * rows)) ** cost.edge
@@ -151,7 +148,6 @@ def _time(m: Any, n: Any, k: Any, t: Traits, sms: int, late: tuple[Any, Any], co
     kb_a = inside_a * t.block_k / 512 * counted(where(t.pairs, 0, late_a))
     kb_b = inside_b * t.block_k / 512 * counted(late_b) * where(late_b == 2, cost.late_n, 1.0)
     at_a_time = minimum(whole + rest * t.split, once * together) / where(whole > 0, 1, parts_of_tile)
-    at_a_time = where(t.even, where(whole > 0, once, rest), at_a_time)
     hot_a, hot_b = read_together(m, n, t, at_a_time, cost, xp)
 
     def shared(blocks: Any) -> Any:
@@ -200,10 +196,3 @@ def estimates(
 ) -> np.ndarray:
     """Estimate as `estimate` does, for many configurations; the product may be another for each of them."""
     return _time(m, n, k, traits, sms, late, cost or COST, np)
-
-
-def choose(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0), by_tma: bool = True) -> Config:
-    """Return the configuration with the shortest estimated time; the arguments are those of `candidates` and `estimate`."""
-    entries = table().possible(m, n, k, sms, late, by_tma)
-    times = estimates(m, n, k, table().traits.take(entries), sms, late)
-    return table().config(int(entries[np.argmin(times)]))

@@ -1,8 +1,6 @@
 """Sums of a tile in parts, for both Gluon kernels: each part leaves its own, and the one that counts last adds them up.
 
-No part waits for another. The last one adds the sums in their order, so that the same bits come out twice. Parts are equal
-pieces of a tile's steps (`last_part`, `summed_piece`), or what even shares of all steps make of a tile (`last_share`,
-`add_shares`): a share's sums of the tile in which it begins are left in one place, those of the next tile in another.
+No part waits for another. The last one adds the sums in their order, so that the same bits come out twice.
 """
 
 from triton.experimental import gluon
@@ -49,46 +47,6 @@ def last_part(CONFIG: gl.constexpr, sums, counters, acc, acc2, part, WHICH: gl.c
     if count == SPLIT - 1:
         gl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")  # the next launch finds it as this one did
     return count == SPLIT - 1
-
-
-@gluon.jit
-def place_of_share(CONFIG: gl.constexpr, share, begins, rank, WHICH: gl.constexpr):
-    """Where in the sums a share leaves those of a tile: of one that it begins with its first step, or of another."""
-    CLUSTER: gl.constexpr = CONFIG.cluster
-    place = ((2 * share + begins) * CLUSTER + rank) * CONFIG.consumers + WHICH
-    return place.to(gl.int64) * (CONFIG.rows * CONFIG.block_n)
-
-
-@gluon.jit
-def last_share(CONFIG: gl.constexpr, partial, acc, acc2, share, begins, rank, cut, others, WHICH: gl.constexpr):
-    """Leave a share's sums of a tile in global memory, and tell whether those of all `others` are there now."""
-    sums, counters = partial
-    own = sums + place_of_share(CONFIG, share, begins, rank, WHICH)
-    leave_sums(own, acc, 0, CONFIG.block_n)
-    if CONFIG.columns[1] > 0:
-        leave_sums(own, acc2, acc.shape[1], CONFIG.block_n)
-    # All threads of the warpgroup have stored before one of them counts: whoever counts last reads what all have stored.
-    whole_warpgroup()
-    counter = counters + (cut * CONFIG.cluster + rank) * CONFIG.consumers + WHICH
-    count = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-    if count == others:
-        gl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")  # the next launch finds it as this one did
-    return count == others
-
-
-@gluon.jit
-def add_shares(CONFIG: gl.constexpr, sums, like, FIRST: gl.constexpr, first, last, rank, WHICH: gl.constexpr):
-    """Columns FIRST and on of a tile, summed over its shares in their order, in the layout of an accumulator."""
-    layout: gl.constexpr = like.type.layout
-    m = gl.arange(0, like.shape[0], gl.SliceLayout(1, layout))
-    n = FIRST + gl.arange(0, like.shape[1], gl.SliceLayout(0, layout))
-    offsets = m[:, None] * CONFIG.block_n + n[None, :]
-    total = gl.zeros(like.shape, gl.float32, layout)
-    for share in range(first, last + 1):
-        begins = 1 - min(share - first, 1)  # only the first one begins with the tile's first step
-        place = place_of_share(CONFIG, share, begins, rank, WHICH)
-        total += gl.load(sums + place + offsets, cache_modifier=".cg")  # the L1 may hold what was there before
-    return total
 
 
 @gluon.jit

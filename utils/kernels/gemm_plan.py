@@ -1,6 +1,6 @@
 """Which tiles the GEMM's kernels have, and into how many parts a tile's sums are cut. Nothing here needs Triton.
 
-`gemm_candidates` combines both into all configurations, and `gemm_model.choose` takes the one that a model of the time ranks first.
+`gemm_candidates` combines both into all configurations, and `gemm_choose.choose` takes the one that a model of the time ranks first.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from utils.kernels.gemm_config import EVEN, SHARED_BYTES, Config
+from utils.kernels.gemm_config import SHARED_BYTES, Config
 
 
 def ceil_div(x: Any, y: Any) -> Any:
@@ -64,7 +64,6 @@ SHORT_CONFIGS = (
     Config(128, 128, consumers=1, pieces=1, stages=3, short=True),
 )
 SPLITS = (1, 2, 3, 4, 6, 8, 16)
-LEAST_SHARE = 4  # steps of an SM
 AT_ONCE = {3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}  # clusters of so many blocks on an H200 with 132 SMs
 MOST_IN_CLUSTER = 8  # blocks of a cluster that every GPU with clusters can run
 
@@ -101,20 +100,6 @@ def in_parts(configs: Iterable[AnyConfig], m: int, n: int, k: int, sms: int) -> 
     return found
 
 
-def in_shares(configs: Iterable[AnyConfig], m: int, n: int, k: int, sms: int) -> list[AnyConfig]:
-    """Return configurations whose last tiles are shared evenly, where that gives each SM some steps.
-
-    Measured as slower (docs/gemm-log.md, entry 34), and no candidates. Adding shares up, the largest tiles spill.
-    """
-    found = [replace(x, split=EVEN) for x in configs if not x.short and x.rows * x.block_n <= 18432]
-    found = [x for x in found if x.consumers < 3 or x.block_n < 192]
-    return [
-        x
-        for x in found
-        if parts_of(m, n, x, sms)[1] * ceil_div(k, x.block_k) >= LEAST_SHARE * clusters_at_once(x.cluster, sms)
-    ]
-
-
 def clusters_at_once(blocks: int, sms: int) -> int:
     """Return how many clusters of so many blocks run at once, a block on each SM.
 
@@ -134,17 +119,14 @@ def as_cluster(config: AnyConfig, split: int) -> AnyConfig:
 
 
 def items_of(m: int, n: int, config: Config, sms: int) -> int:
-    """Return how many items of work there are: whole tiles, and parts of the others, or two for each SM's share."""
+    """Return how many items of work there are: whole tiles, and parts of the others."""
     whole, rest = parts_of(m, n, config, sms)
-    return whole + (2 * clusters_at_once(config.cluster, sms) * (rest > 0) if config.even else rest * config.split)
+    return whole + rest * config.split
 
 
 def partial_tiles(m: int, n: int, config: Config, sms: int) -> int:
     """Return how many sums of a tile may be left in global memory."""
-    rest = parts_of(m, n, config, sms)[1]
-    return config.cluster * (
-        2 * clusters_at_once(config.cluster, sms) * (rest > 0) if config.even else rest * config.split
-    )
+    return config.cluster * parts_of(m, n, config, sms)[1] * config.split
 
 
 def by_parity(configs: Iterable[AnyConfig], m: int, n: int, sms: int) -> list[AnyConfig]:

@@ -43,6 +43,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from utils.kernels.assembling import reassembled
 from utils.kernels.gemm_config import Config
+from utils.kernels.gemm_stream import stream_copies
 from utils.kernels.handle import Handle
 
 SHARED = "for all blocks that share"
@@ -339,6 +340,10 @@ def adapted(compiled: Any, config: Config) -> Any:
                 raise ValueError(
                     f"{compiled.name} has {copies} copies for both blocks and {arrivals} arrivals: no cluster."
                 )
+        if config.stream:
+            ptx, copies = stream_copies(ptx)
+            if not copies:
+                raise ValueError(f"{compiled.name} has no copies of {config.stream}: there is nothing to stream.")
         ptx = other_products(ptx, config)
         if config.lean:
             ptx = fewer_barriers(ptx)[0]

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
 from utils.kernels.gemm_ptx import for_sharing_blocks, for_this_block, join_cluster, meet_in_cluster, rank
+from utils.kernels.gemm_stream import copies_stay, copies_stream
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
@@ -107,11 +108,8 @@ class Work:
 
     @gluon.jit
     def items(self):
-        """Number of items of work: whole tiles first, then the parts of the others, or two for each block's share of them."""
-        if self.CONFIG.even:
-            return self.whole + 2 * self.stride()
-        else:
-            return self.whole + (self.tiles() - self.whole) * self.CONFIG.split
+        """Number of items of work: whole tiles first, then the parts of the others."""
+        return self.whole + (self.tiles() - self.whole) * self.CONFIG.split
 
     @gluon.jit
     def first_item(self):
@@ -127,14 +125,6 @@ class Work:
     def part(self, item):
         """Number of an item among the parts of tiles; negative for a whole tile."""
         return item - self.whole
-
-    @gluon.jit
-    def block_of_cluster(self):
-        """Number of this block in its cluster; 0 without clusters."""
-        if self.CONFIG.multicast != "":
-            return rank(self.CONFIG.cluster)
-        else:
-            return 0
 
     @gluon.jit
     def number_down(self):
@@ -166,7 +156,7 @@ class Work:
 
     @gluon.jit
     def locate(self, item):
-        """Tile of an item, and its first step along K and the one behind its last; an even share's second item may have none."""
+        """Tile of an item, and its first step along K and the one behind its last."""
         steps = self.steps()
         part = self.part(item)
         is_part = min(max(part + 1, 0), 1)  # 1 or 0
@@ -174,17 +164,6 @@ class Work:
             PARTS: gl.constexpr = self.CONFIG.split
             number = rank(PARTS)
             return item, number * steps // PARTS, (number + 1) * steps // PARTS
-        elif self.CONFIG.even:
-            shares = self.stride()
-            part = max(part, 0)
-            begin, end = self.share(part % shares), self.share(part % shares + 1)
-            cut = (
-                begin // steps + part // shares
-            )  # a share has fewer steps than a tile, so it ends in the next one at most
-            first = max(begin - cut * steps, 0) * is_part
-            last = max(min(end - cut * steps, steps), 0)
-            # Of whole tiles the item is the smaller one; of shares it is not smaller than the number of the tile.
-            return min(item, self.whole + cut), first, steps + (last - steps) * is_part
         else:
             SPLIT: gl.constexpr = self.CONFIG.split
             tile = min(
@@ -195,25 +174,14 @@ class Work:
             return tile, within * steps // parts, (within + 1) * steps // parts
 
     @gluon.jit
-    def share(self, number):
-        """First step of an even share, counted over all tiles that are shared."""
-        return number * ((self.tiles() - self.whole) * self.steps()) // self.stride()
-
-    @gluon.jit
-    def contributors(self, tile):
-        """First and last share that have steps of a tile."""
-        steps, shares = self.steps(), self.stride()
-        all_steps = (self.tiles() - self.whole) * steps
-        cut = tile - self.whole
-        return ((cut * steps + 1) * shares - 1) // all_steps, ((cut + 1) * steps * shares - 1) // all_steps
-
-    @gluon.jit
     def fetch(self, desc, tile, at, parity, arrived, OPERAND: gl.constexpr):
         """Producer: fetch a tile of an operand into a slot; of one that blocks share this block's piece, for all of them.
 
         at: where the whole tile begins, as it lies in memory.
         """
         PIECES: gl.constexpr = self.CONFIG.down if OPERAND == "B" else self.CONFIG.abreast
+        if self.CONFIG.stream == OPERAND:
+            copies_stream()
         if PIECES == 1:
             self.copy(desc, tile, at, parity, arrived)
         elif self.CONFIG.simulated:
@@ -224,6 +192,8 @@ class Work:
             number = self.number_down() if OPERAND == "B" else self.number_abreast()
             self.copy_piece(desc, tile, at, number, parity, arrived, PIECES)
             for_this_block()
+        if self.CONFIG.stream == OPERAND:
+            copies_stay()
 
     @gluon.jit
     def copy_piece(self, desc, tile, at, piece, parity, arrived, PIECES: gl.constexpr):
@@ -338,10 +308,7 @@ def producer(work, a_desc, b_desc, b2_desc):
         for k in range(first, last):
             # Odd rows start 16 bytes late: so much earlier they are where even rows are. TMA fills in zeros before the
             # first element, for A and for B.
-            step_of_k = k
-            if work.CONFIG.spread:
-                step_of_k = first + (k - first + tile % 16 * (last - first) // 16) % (last - first)
-            start = step_of_k * work.CONFIG.block_k - work.CONFIG.shift * parity
+            start = k * work.CONFIG.block_k - work.CONFIG.shift * parity
             work.load(step, a_desc, b_desc, b2_desc, row, column, parity, start)
             step += 1
         if work.CONFIG.in_cluster:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from utils.kernels.gemm_candidates import Traits, candidates, table, tiles_of
+from utils.kernels.gemm_choose import first_by_model
 from utils.kernels.gemm_config import SHARED_BYTES
-from utils.kernels.gemm_model import COST, choose, estimate, estimates
+from utils.kernels.gemm_model import COST, estimate, estimates
 from utils.kernels.gemm_plan import CONFIGS, DEEP, SHORT_CONFIGS, WIDTHS, as_cluster, clusters_at_once, parts_of
 
 
@@ -28,7 +29,7 @@ def test_no_configuration_stands_in_the_table_twice_and_all_fit():
     assert len(set(found)) > 0.99 * len(found)  # a ring that fills memory and gives some up for a cluster's sums
     for config in found:
         assert config.short or config.shared_bytes <= SHARED_BYTES, config
-        assert not (config.pairs and config.transposed) and not config.spread
+        assert not (config.pairs and config.transposed)
     tiles = {(x.block_m, x.block_n, x.short) for x in found}
     assert tiles == {(x.block_m, x.block_n, x.short) for x in (*CONFIGS, *WIDTHS, *DEEP, *SHORT_CONFIGS)}
 
@@ -45,7 +46,9 @@ def test_what_is_chosen_is_the_first_of_all_candidates_by_the_model(product):
     m, n, k, sms, late, by_tma = product
     found = candidates(m, n, k, sms, late, by_tma)
     times = [estimate(m, n, k, config, sms, late) for config in found]
-    assert choose(m, n, k, sms, late, by_tma) == found[times.index(min(times))]
+    first, us = first_by_model(m, n, k, sms, late, by_tma, 3)
+    assert first[0] == found[times.index(min(times))] and [*us] == sorted(us) and us[0] == pytest.approx(min(times))
+    assert len({config.tile for config in first}) == 3
     together = estimates(m, n, k, Traits.of_all(found), sms, late)
     assert together == pytest.approx(times, rel=1e-12)
 

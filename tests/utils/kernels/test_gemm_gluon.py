@@ -144,7 +144,7 @@ def test_every_configuration_fits_and_is_whole():
 
 def test_the_choice_of_tile_fills_the_gpu():
     from utils.kernels.gemm_candidates import candidates
-    from utils.kernels.gemm_model import choose
+    from utils.kernels.gemm_choose import choose
     from utils.kernels.gemm_plan import clusters_at_once, parts_of
 
     large = choose(8192, 8192, 8192, 132)
@@ -284,6 +284,29 @@ def test_tiles_that_four_and_eight_blocks_share_against_float64(shape, a_column_
         c, launch = gemm_launch.gemm_and_launch(a, b, given)
         assert_product(c, a, b, f"{given} {m} x {n} x {k} {dtype} A^T {a_column_major} B^T {b_column_major}")
         assert all(torch.equal(c, launch(a, b)) for _ in range(20)), f"{given}: not the same bits twice"
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("stream", "AB")
+@pytest.mark.parametrize("early", [True, False])
+def test_streams_and_launches_that_wait_against_float64(stream, early):
+    """Alone, shared, in parts, by parity and transposed, with the hint on copies to this block and to all that share."""
+    from utils.kernels import gemm_launch, gemm_plan
+
+    dtype = random.choice(list(ROUNDING))
+    tile = gemm_plan.CONFIGS[random.choice((0, 1, 4, 8, 9))]
+    configs = [tile, replace(tile, transposed=True), replace(tile, pairs=True), gemm_plan.as_cluster(tile, 2)]
+    configs += [replace(tile, multicast=shape) for shape in ("B", "A", "4x1", "1x4", "2x4")]
+    for config in configs:
+        if config.shared_bytes > gemm_plan.SHARED_BYTES:
+            continue
+        given = replace(config, stream=stream, early=early)
+        for m, n, k in ((136, 264, 1032), (2000, 1032, 264)):
+            a, b = matrix(m, k, dtype, False), matrix(k, n, dtype, random.random() < 0.5)
+            c, launch = gemm_launch.gemm_and_launch(a, b, given)
+            assert_product(c, a, b, f"{given} {m} x {n} x {k} {dtype}")
+            assert all(torch.equal(c, launch(a, b)) for _ in range(10)), f"{given}: not the same bits twice"
 
 
 @pytest.mark.gpu

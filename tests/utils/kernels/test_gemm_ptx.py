@@ -28,6 +28,7 @@ from utils.kernels.gemm_ptx import (
     read_other_blocks,
     sharing_blocks,
 )
+from utils.kernels.gemm_stream import STAYS, STREAMS, stream_copies
 
 COPY = "cp.async.bulk.tensor.{}d.shared::{}.global.mbarrier::complete_tx::bytes"
 PTX = f"""
@@ -41,6 +42,60 @@ PTX = f"""
     @%p6 mbarrier.arrive.shared::cta.b64 _, [%r8];
     mbarrier.arrive.shared.b64 _, [%r8];
 """
+
+STREAM = f"""
+    @%p1 {COPY.format(2, "cta")} [%r1], [%rd1, {{%r2, %r3}}], [%r7];
+    mov.u32 %r9, 0; // {STREAMS}
+    @!%p2 {COPY.format(3, "cluster")} [%r1], [%rd1, {{%r2, %r3, %r4}}], [%r7];
+    mov.u32 %r9, 0; // {SHARED} B
+    {{ .reg .b16 all; mov.b16 all, 3; {COPY.format(2, "cluster")}.multicast::cluster [%r1], [%rd1, {{%r2, %r3}}], [%r7], all; }}
+    mov.u32 %r9, 0; // {OWN}
+    mov.u32 %r9, 0; // {STAYS}
+    @%p4 {COPY.format(2, "cluster")} [%r1], [%rd1, {{%r2, %r3}}], [%r7];
+"""
+
+
+def test_copies_between_the_marks_of_a_stream_have_its_policy():
+    ptx, copies = stream_copies(STREAM)
+    assert copies == 2
+    before, after = STREAM.splitlines(), ptx.splitlines()
+    changed = [line for line in range(len(before)) if before[line] != after[line]]
+    assert changed == [3, 5]
+    for line in changed:
+        assert after[line].count("createpolicy.fractional.L2::evict_first.L2::evict_unchanged.b64 policy, 0.5;") == 1
+    assert (
+        after[3]
+        .strip()
+        .endswith(
+            f"@!%p2 {COPY.format(3, 'cluster')}.L2::cache_hint [%r1], [%rd1, {{%r2, %r3, %r4}}], [%r7], policy; }}"
+        )
+    )
+    assert ".multicast::cluster.L2::cache_hint [%r1], [%rd1, {%r2, %r3}], [%r7], all, policy; } }" in after[5]
+
+
+@pytest.mark.slow
+def test_a_stream_changes_the_copies_of_its_operand_alone():
+    code = (
+        "from dataclasses import replace\n"
+        "from utils.kernels.gemm_launch import compile_for_hopper\n"
+        "from utils.kernels.gemm_plan import CONFIGS, as_cluster\n"
+        "for config in (replace(CONFIGS[1], multicast='4x1'), replace(CONFIGS[8], multicast='2x4', transposed=True),\n"
+        "               replace(CONFIGS[9], pairs=True), as_cluster(CONFIGS[4], 4)):\n"
+        "    for stream in ('A', 'B'):\n"
+        "        ptx = compile_for_hopper(replace(config, stream=stream)).asm['ptx']\n"
+        "        plain = compile_for_hopper(config).asm['ptx']\n"
+        "        copies = plain.count('global.mbarrier::complete_tx')\n"
+        "        print(ptx.count('L2::cache_hint'), plain.count('L2::cache_hint'), copies)\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [[int(x) for x in line.split()] for line in done.stdout.splitlines()]
+    assert len(rows) == 8
+    for (of_a, none_a, copies), (of_b, none_b, again) in zip(rows[::2], rows[1::2], strict=True):
+        assert none_a == none_b == 0 and copies == again
+        assert 0 < of_a < copies and of_a + of_b == copies  # each copy brings one operand
+
 
 # In a process of its own: Triton may be interpreting in this one, and a fault of the assembler would end it.
 COMPILE = """

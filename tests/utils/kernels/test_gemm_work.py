@@ -9,7 +9,7 @@ import pytest
 from tests.utils.kernel_code import Number, kernel_code
 from utils.kernels import gemm_fp8_plan, gemm_plan
 from utils.kernels.gemm_candidates import candidates
-from utils.kernels.gemm_model import choose
+from utils.kernels.gemm_choose import choose
 from utils.kernels.gemm_plan import parts_of
 
 RANK = [0]  # of the block in its cluster
@@ -75,46 +75,6 @@ def check(m, n, k, config, sms):
         assert parts[0][0] == 0 and parts[-1][1] == steps
         assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
         assert len(parts) in (1, config.split)
-
-
-def check_even(m, n, k, config, sms):
-    """One product in even shares: every step of every tile once, by the shares that `contributors` names, in their order."""
-    whole, rest = parts_of(m, n, config, sms)
-    assert rest > 0
-    clusters = sms // config.cluster
-    CODE.gl.programs = clusters * config.cluster
-    work = CODE.Work(None, None, None, None, None, *[Number(x) for x in (m, n, k, whole)], config, False, False)
-    steps, found = int(work.steps()), {}
-    for cluster in range(clusters):
-        CODE.gl.program, RANK[0] = cluster * config.cluster, 0
-        for item in range(work.first_item(), work.items(), work.stride()):
-            tile, first, last = map(int, work.locate(Number(item)))
-            if last > first:
-                found.setdefault(tile, []).append((first, last, cluster, int(work.part(item))))
-    assert set(found) == set(range(whole + rest))
-    for tile, parts in found.items():
-        parts.sort()
-        assert parts[0][0] == 0 and parts[-1][1] == steps
-        assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
-        assert (len(parts) == 1 and parts[0][3] < 0) if tile < whole else all(part[3] >= 0 for part in parts)
-        if tile >= whole:
-            first, last = map(int, work.contributors(Number(tile)))
-            assert [part[2] for part in parts] == list(range(first, last + 1))
-
-
-def test_even_shares_take_every_step_once():
-    rng, count = random.Random(5), 0
-    while count < 40:
-        sms = rng.choice((132, 132, 114, 7))
-        m, n, k = size(rng), size(rng), size(rng)
-        tiles = gemm_plan.with_neighbours(gemm_plan.CONFIGS, m, n)
-        found = gemm_plan.in_shares(tiles, m, n, k, sms)
-        if not found or m * n > 3e7:
-            continue
-        count += 1
-        config = rng.choice(found)
-        check_even(m, n, k, config, sms)
-        check_even(m, n, k, replace(config, pairs=False), sms)
 
 
 def check_some(rng, most_tiles):
