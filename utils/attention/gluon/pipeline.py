@@ -218,6 +218,8 @@ class Work:
         lo, hi = self.visible_blocks(row, ROWS)
         if self.CASE.parts:
             lo, hi = self.parts.blocks(t, lo, hi)
+        if self.PLAN.early:  # an even number: one more, behind the last key
+            hi = lo + (hi - lo + 1) // 2 * 2
         return lo, hi
 
     @gluon.jit

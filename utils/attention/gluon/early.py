@@ -1,0 +1,117 @@
+"""Scores a block early: the softmax of a block waits for no product.
+
+In `step5_overlapped.consumer` a block's scores are handed to the tensor cores just before their softmax, which waits for them;
+only the other consumers' work fills that wait. Here the scores of block i + 1 are handed over before the softmax of block i, so
+that they are there when it ends. That takes a second set of scores in registers, which leaves room for two consumers.
+
+    tensor cores   P V(0), S(2)             P V(1), S(3)             P V(2), S(4)
+    a consumer     softmax of S(1)          softmax of S(2)          softmax of S(3)
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
+
+from utils.attention.gluon.blocks import start_output, start_scores
+from utils.attention.gluon.pipeline import Block
+from utils.attention.gluon.shared import accumulator, left_operand, rescale, wait_products
+from utils.attention.gluon.softmax import first_softmax, half_softmax, join_rows, normalizers, split_rows, spread
+from utils.attention.gluon.stores import store_lse, store_tile
+
+
+@gluon.jit
+def early_step(work, number, q, s, o, p, state, more, FOLLOWED: gl.constexpr = True):
+    """Block `number`, whose scores `s` are there: P V of the last block, the next one's scores, the softmax.
+
+    more: whether there is a block number + 2.
+    """
+    PLAN: gl.constexpr = work.PLAN
+    dtype: gl.constexpr = work.k.tiles.dtype
+    MASKED: gl.constexpr = work.CASE.causal
+    upper, lower = state
+    o = rescale(o, spread((upper.factor, lower.factor), o))
+    pv = warpgroup_mma(p, work.v.tile(number - 1), o, is_async=True)
+    following = s
+    if FOLLOWED:
+        following = start_scores(q, work.k.tile(number + 1))
+    # This wait and the next one, which the compiler cannot know to be unconditional, make a stretch of code of the softmax:
+    # without them ptxas spreads the products' instructions between exponentials, and computes exponentials behind the products.
+    work.k.wait_full(number + 2, pred=more)
+    s0, s1 = split_rows(s)
+    top0 = gl.maximum(upper.maximum, gl.max(s0, 2))
+    top1 = gl.maximum(lower.maximum, gl.max(s1, 2))
+    p0, upper = half_softmax(s0, upper, top0, work.c, dtype, MASKED, PLAN.by_polynomial)
+    p1, lower = half_softmax(s1, lower, top1, work.c, dtype, MASKED, PLAN.by_polynomial)
+    work.v.wait_full(number, pred=work.sk > 0)
+    o = wait_products(pv, 1 if FOLLOWED else 0, PLAN.block_d)
+    work.v.release(number - 1)
+    if FOLLOWED:
+        following = wait_products(following, 0, PLAN.block_n)
+        work.k.release(number + 1)
+    return following, o, gl.convert_layout(join_rows(p0, p1), left_operand(PLAN.block_d)), (upper, lower)
+
+
+@gluon.jit
+def consumer_early(work, results, W: gl.constexpr):
+    """Warpgroup W: rows W * 64 and on of each tile, key blocks from the last to the first, scores a block early."""
+    out, o_tiles, lse_ptr = results
+    PLAN: gl.constexpr = work.PLAN
+    CAUSAL: gl.constexpr = work.CASE.causal
+    MASKED: gl.constexpr = CAUSAL or work.CASE.tail
+    BLOCK_N: gl.constexpr = PLAN.block_n
+    BLOCK_D: gl.constexpr = PLAN.block_d
+    BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
+    sq, sk = work.sq, work.sk
+    count, t, rest = work.first(BLOCK_M * PLAN.consumers)
+    it = 0
+    for i in range(count):
+        t_next = work.todo.start_next(t, rest, i)
+        tile, flat = work.todo.locate(t)
+        first_row = work.first_row(tile)
+        row = first_row + W * BLOCK_M
+        lo, hi = work.blocks(t, first_row, BLOCK_M * PLAN.consumers)
+        n = hi - lo
+
+        work.q.wait_full(i, W)
+        q = work.q.tile(i, W)
+        work.k.wait_full(it)
+        s = start_scores(q, work.k.tile(it))
+        work.k.wait_full(it + 1)
+        following = start_scores(q, work.k.tile(it + 1))
+        s = wait_products(s, 0, BLOCK_N)
+        following = wait_products(following, 0, BLOCK_N)
+        work.k.release(it)
+        work.k.release(it + 1)
+        if MASKED:
+            s = work.mask(s, Block(it, row, (hi - 1) * BLOCK_N), CAUSAL, False)
+            if hi > work.visible_blocks(first_row, BLOCK_M * PLAN.consumers)[1]:  # the first block is behind all keys
+                following = work.mask(following, Block(it, row, (hi - 2) * BLOCK_N), CAUSAL, False)
+        p, state = first_softmax(s, work.c, q.dtype, PLAN.halves, MASKED, PLAN.by_polynomial)
+        p = gl.convert_layout(p, left_operand(BLOCK_D))
+        o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, accumulator(BLOCK_D))
+        work.k.wait_full(it + 2, pred=n > 2)
+        work.v.wait_full(it)
+        it += 1
+        # `following` has the scores of block 1. Two blocks at a time (`Work.blocks` makes n even), so that the two sets of scores
+        # change places without moves.
+        for j in range(2, n - 1, 2):
+            other, o, p, state = early_step(work, it, q, following, o, p, state, sk > 0)
+            following, o, p, state = early_step(work, it + 1, q, other, o, p, state, j + 2 < n)
+            it += 2
+        work.q.release(i, W)
+        following, o, p, state = early_step(work, it, q, following, o, p, state, False, False)
+        it += 1
+
+        pv = start_output(work, it, o, p, state)
+        inverse, lses = normalizers(state, work.c, row)
+        if work.CASE.lse:
+            store_lse(lse_ptr, lses, flat, sq)
+        o = wait_products(pv, 0, BLOCK_D)
+        o = o * spread(inverse, o)
+        work.v.release(it - 1)
+        tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
+        store_tile(work, out, flat, row, o_tiles.index(W), o)
+        t = work.todo.finish_next(t_next)
+    tma.store_wait(0)  # shared memory must live until TMA has read it
