@@ -126,9 +126,9 @@ CASES["narrow"] = [
 _SQUARE = ((1, 16384), (2, 8192), (4, 4096), (8, 2048), (16, 1024))
 _POLYNOMIALS = (", by_polynomial=1", ", by_polynomial=2")
 CASES["early"] = [
-    ((b, 32, 32, s, s, 64, causal, None), tuple(name + p for name in names for p in ("", *_POLYNOMIALS)))
-    for b, s in _SQUARE[:4]
-    for causal, names in ((FULL, ("ahead of three", "early")), (CAUSAL, ("", "early")))
+    ((b, 32, 32, s, s, 64, causal, None), ("early", *(name + p for name in names for p in ("", *_POLYNOMIALS))))
+    for b, s in _SQUARE
+    for causal, names in ((FULL, ("ahead of three", "early, ahead=1")), (CAUSAL, ("", "early, ahead=1")))
 ]
 CASES["polynomials"] = [
     ((b, 2048 // d, 2048 // d, s, s, d, causal, None), tuple(name + p for p in ("", *_POLYNOMIALS)))
