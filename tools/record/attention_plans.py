@@ -4,8 +4,8 @@
     python -m tools.record.attention_plans few tails --out attention_tails.json
 
 Tables: "tails", full attention at head dim 64, with and without a tail; "windows"; "few", fewer tiles than multiprocessors;
-"dealt", causal tiles that the host deals out; "slots", tiles of Q and slots of the rings; "narrow", small windows; "early" and "polynomials", the thirty points
-with scores a block early and with exponentials as polynomials. A plan is named by its variant, and by
+"dealt", causal tiles that the host deals out; "slots", tiles of Q and slots of the rings; "narrow", small windows; "woven", P V's instructions
+between those of the softmax. A plan is named by its variant, and by
 fields of it that are changed ("few, q_slots=1"); where programs share tiles, by their number. With `--processes` the kernels are
 compiled side by side before anything is timed.
 
@@ -122,19 +122,23 @@ CASES["narrow"] = [
     ((8, 8, 8, 1024, 1024, 64, CAUSAL, 256), _NARROW),
     ((3, 12, 4, 2111, 2111, 64, CAUSAL, 200), _NARROW),
 ]
-# Exponentials as polynomials, and scores that are handed over a block early.
-_SQUARE = ((1, 16384), (2, 8192), (4, 4096), (8, 2048), (16, 1024))
-_POLYNOMIALS = (", by_polynomial=1", ", by_polynomial=2")
-CASES["early"] = [
-    ((b, 32, 32, s, s, 64, causal, None), ("early", *(name + p for name in names for p in ("", *_POLYNOMIALS))))
+# P V's instructions between those of the softmax, and scores that are handed over a block early.
+_SQUARE = ((1, 16384), (4, 4096), (16, 1024))
+_WOVEN = {
+    (64, FULL): ("ahead of three", "ahead of three, woven=1", ", woven=1", "early"),
+    (64, CAUSAL): ("", ", woven=1", "early"),
+    (128, FULL): ("ahead", "ahead, woven=1", "ahead, woven=1, halves=0"),
+    (128, CAUSAL): ("", ", woven=1", ", woven=1, halves=0"),
+    (256, FULL): ("", ", woven=1", ", woven=1, halves=0"),
+    (256, CAUSAL): ("", ", woven=1", ", woven=1, halves=0"),
+}
+CASES["woven"] = [
+    ((b, 2048 // d, 2048 // d, s, s, d, causal, None), plans)
+    for (d, causal), plans in _WOVEN.items()
     for b, s in _SQUARE
-    for causal, names in ((FULL, ("ahead of three", "early, ahead=1")), (CAUSAL, ("", "early, ahead=1")))
-]
-CASES["polynomials"] = [
-    ((b, 2048 // d, 2048 // d, s, s, d, causal, None), tuple(name + p for p in ("", *_POLYNOMIALS)))
-    for d in (128, 256)
-    for b, s in (_SQUARE[0], _SQUARE[2], _SQUARE[4])
-    for causal, name in ((FULL, "ahead" if d == 128 else ""), (CAUSAL, ""))
+] + [
+    ((2, 8, 2, 1408, 1408, 64, FULL, 256), ("narrow", "narrow, woven=1")),
+    ((1, 64, 8, 5248, 5248, 64, CAUSAL, 4096), ("", ", woven=1")),
 ]
 PEERS = ("cudnn", "fa3", "cute")
 WRONG = 8e-3  # relative error: a contender with more is not timed

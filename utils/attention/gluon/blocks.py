@@ -57,6 +57,7 @@ def finish_block(
     WINDOW: gl.constexpr,
     TAIL: gl.constexpr = False,
     NEXT_TILE: gl.constexpr = False,
+    WAITED: gl.constexpr = False,
 ):
     """The softmax of block i, from the scores `s` in flight, while P V(i-1), `pv`, is still running.
 
@@ -66,8 +67,9 @@ def finish_block(
     MASKED: gl.constexpr = CAUSAL or WINDOW or TAIL
     dtype: gl.constexpr = work.k.tiles.dtype
     # Of the two products in flight the older one, the scores, is waited for: their registers are read next.
-    s = wait_products(s, 1, PLAN.block_n)
-    work.k.release(block.number)
+    if not WAITED:
+        s = wait_products(s, 1, PLAN.block_n)
+        work.k.release(block.number)
     if MASKED:  # noqa: SIM102 (decided by the compiler; the next line for each block)
         if masked:
             s = work.mask(s, block, CAUSAL, WINDOW)
@@ -103,5 +105,17 @@ def step(work, block, q, o, p, state, more, masked, CAUSAL: gl.constexpr, WINDOW
     blocks that need none.
     """
     s = start_scores(q, work.k.tile(block.number))
-    pv = start_output(work, block.number, o, p, state)
-    return finish_block(work, block, s, pv, state, more, masked, CAUSAL, WINDOW)
+    if work.PLAN.woven:
+        work.v.wait_full(block.number - 1)
+        if work.PLAN.halves:
+            o = rescale(o, spread((state[0].factor, state[1].factor), o))
+        s = wait_products(s, 0, work.PLAN.block_n)
+        work.k.release(block.number)
+        if CAUSAL or WINDOW:  # noqa: SIM102 (decided by the compiler; the next line for each block)
+            if masked:
+                s = work.mask(s, block, CAUSAL, WINDOW)
+        pv = warpgroup_mma(p, work.v.tile(block.number - 1), o, is_async=True)
+        return finish_block(work, block, s, pv, state, more, False, CAUSAL, WINDOW, WAITED=True)
+    else:
+        pv = start_output(work, block.number, o, p, state)
+        return finish_block(work, block, s, pv, state, more, masked, CAUSAL, WINDOW)

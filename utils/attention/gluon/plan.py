@@ -41,6 +41,7 @@ class Plan:
     )
     ahead: bool = False  # a tile's end overlaps the next tile's start (`consumer_ahead`): needs two tiles of Q
     early: bool = False  # a block's scores are handed over a block early (`early.py`): two sets of scores in registers
+    woven: bool = False  # P V is handed over when the scores are there, between the softmax's instructions
     by_polynomial: int = 0  # of eight exponentials, so many are polynomials (`exponentials.py`)
     divided: bool = False  # some of the exponentials stay in front of the wait for P V (`shared.divide_code`)
 

@@ -59,7 +59,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from utils.attention.gluon.arguments import Arguments, unused
 from utils.attention.gluon.blocks import finish_block, first_block, start_output, start_scores, step
 from utils.attention.gluon.dealing import deal_tiles
-from utils.attention.gluon.early import consumer_early, consumer_stream
+from utils.attention.gluon.early import consumer_early
 from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring
 from utils.attention.gluon.plan import Case, parts_for, row_offset, tile_blocks
@@ -333,14 +333,7 @@ def attention_step5(
     loads = (work, q_desc, k_desc, v_desc)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
     # registers that are left. Functions cannot be kept in a variable here, so the lists are written out.
-    if PLAN.early and PLAN.ahead:
-        gl.static_assert(CONSUMERS == 2 and not (CASE.window or CASE.parts or PLAN.own_keys or PLAN.o_in_q))
-        gl.warp_specialize(
-            [(consumer_stream, (work, results, 0)), (consumer_stream, (work, results, 1)), (producer, loads)],
-            [4, 1],
-            [REGISTERS, 24],
-        )
-    elif PLAN.ahead:
+    if PLAN.ahead:
         gl.static_assert(PLAN.q_slots == 2 and not (CASE.causal or CASE.window or CASE.parts or PLAN.own_keys))
         if CONSUMERS == 2:
             gl.warp_specialize(
