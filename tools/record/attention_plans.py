@@ -4,8 +4,8 @@
     python -m tools.record.attention_plans few tails --out attention_tails.json
 
 Tables: "tails", full attention at head dim 64, with and without a tail; "windows"; "few", fewer tiles than multiprocessors;
-"dealt", causal tiles that the host deals out; "slots", tiles of Q and slots of the rings; "narrow", small windows; "woven", P V's instructions
-between those of the softmax. A plan is named by its variant, and by
+"dealt", causal tiles that the host deals out; "slots", tiles of Q and slots of the rings; "narrow", small windows; "outputs", where the output
+leaves at head dim 256. A plan is named by its variant, and by
 fields of it that are changed ("few, q_slots=1"); where programs share tiles, by their number. With `--processes` the kernels are
 compiled side by side before anything is timed.
 
@@ -122,23 +122,14 @@ CASES["narrow"] = [
     ((8, 8, 8, 1024, 1024, 64, CAUSAL, 256), _NARROW),
     ((3, 12, 4, 2111, 2111, 64, CAUSAL, 200), _NARROW),
 ]
-# P V's instructions between those of the softmax, and scores that are handed over a block early.
-_SQUARE = ((1, 16384), (4, 4096), (16, 1024))
-_WOVEN = {
-    (64, FULL): ("ahead of three", "ahead of three, woven=1", ", woven=1", "early"),
-    (64, CAUSAL): ("", ", woven=1", "early"),
-    (128, FULL): ("ahead", "ahead, woven=1", "ahead, woven=1, halves=0"),
-    (128, CAUSAL): ("", ", woven=1", ", woven=1, halves=0"),
-    (256, FULL): ("", ", woven=1", ", woven=1, halves=0"),
-    (256, CAUSAL): ("", ", woven=1", ", woven=1, halves=0"),
-}
-CASES["woven"] = [
-    ((b, 2048 // d, 2048 // d, s, s, d, causal, None), plans)
-    for (d, causal), plans in _WOVEN.items()
-    for b, s in _SQUARE
+# Head dim 256: the output leaves through slots of V's ring in place of Q's tile.
+CASES["outputs"] = [
+    ((b, 8, 8, s, s, 256, causal, None), ("", ", o_in_q=0, o_in_v=1"))
+    for b, s in ((16, 1024), (8, 2048), (4, 4096), (2, 8192), (1, 16384))
+    for causal in (FULL, CAUSAL)
 ] + [
-    ((2, 8, 2, 1408, 1408, 64, FULL, 256), ("narrow", "narrow, woven=1")),
-    ((1, 64, 8, 5248, 5248, 64, CAUSAL, 4096), ("", ", woven=1")),
+    ((3, 16, 2, 3764, 6286, 256, CAUSAL, None), ("", ", o_in_q=0, o_in_v=1")),
+    ((4, 16, 16, 1500, 1500, 256, FULL, 400), ("", ", o_in_q=0, o_in_v=1")),
 ]
 PEERS = ("cudnn", "fa3", "cute")
 WRONG = 8e-3  # relative error: a contender with more is not timed

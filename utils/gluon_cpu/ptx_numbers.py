@@ -41,18 +41,14 @@ _OPERATIONS = {
 
 
 def run_numbers(text: str, x: Tensor, pack: int) -> Tensor:
-    """Run such a block on a product [rows, columns], or on half of its rows [4, 8, columns], `pack` registers at a time.
+    """Run such a block on a product [rows, columns], of which it gets `pack` registers at a time.
 
-    Registers 2 h + 4 b + p hold, of each sixteen rows and columns, row 8 h and on, column 8 b and on, and of two neighbours p;
-    of half the rows, registers 2 b + p hold, of each thirty-two columns, column 8 b and on, and of two neighbours p.
+    Registers 2 h + 4 b + p hold, of each sixteen rows and columns, row 8 h and on, column 8 b and on, and of two neighbours p.
     """
-    if pack != 8 or x.data.ndim not in (2, 3) or x.dtype.name != "fp32":
+    if pack != 8 or x.data.ndim != 2 or x.dtype.name != "fp32":
         refuse("unknown operation", f"gluon_cpu does not know this inline assembly with pack={pack}: {text[:120]}")
-    *rows, columns = (np.arange(n) for n in x.data.shape)
-    if x.data.ndim == 2:
-        register = (rows[0] % 16 // 8 * 2)[:, None] + (columns % 16 // 8 * 4 + columns % 2)[None, :]
-    else:
-        register = np.broadcast_to(columns % 32 // 8 * 2 + columns % 2, x.data.shape)
+    rows, columns = (np.arange(n) for n in x.data.shape)
+    register = (rows % 16 // 8 * 2)[:, None] + (columns % 16 // 8 * 4 + columns % 2)[None, :]
     out = np.empty_like(x.data)
     values = {f"${pack + i}": x.data[register == i] for i in range(pack)}
 

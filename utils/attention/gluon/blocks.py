@@ -21,7 +21,7 @@ def start_scores(q, k):
 
 @gluon.jit
 def start_output(work, number, o, p, state):
-    """Hand P V of block number - 1 to the tensor cores, added to `o`, which with halves is rescaled only here."""
+    """Hand P V of load number - 1 of V to the tensor cores, added to `o`, which with halves is rescaled only here."""
     work.v.wait_full(number - 1)
     if work.PLAN.halves:
         o = rescale(o, spread((state[0].factor, state[1].factor), o))
@@ -40,7 +40,7 @@ def first_block(work, block, q, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TAIL
     if MASKED:
         s = work.mask(s, block, CAUSAL, WINDOW)
     # Of a tail each row sees a key at least: no maximum is minus infinity.
-    p, state = first_softmax(s, work.c, q.dtype, PLAN.halves, CAUSAL or WINDOW, PLAN.by_polynomial)
+    p, state = first_softmax(s, work.c, q.dtype, PLAN.halves, CAUSAL or WINDOW)
     return gl.convert_layout(p, left_operand(PLAN.block_d)), state
 
 
@@ -57,7 +57,6 @@ def finish_block(
     WINDOW: gl.constexpr,
     TAIL: gl.constexpr = False,
     NEXT_TILE: gl.constexpr = False,
-    WAITED: gl.constexpr = False,
 ):
     """The softmax of block i, from the scores `s` in flight, while P V(i-1), `pv`, is still running.
 
@@ -67,9 +66,8 @@ def finish_block(
     MASKED: gl.constexpr = CAUSAL or WINDOW or TAIL
     dtype: gl.constexpr = work.k.tiles.dtype
     # Of the two products in flight the older one, the scores, is waited for: their registers are read next.
-    if not WAITED:
-        s = wait_products(s, 1, PLAN.block_n)
-        work.k.release(block.number)
+    s = wait_products(s, 1, PLAN.block_n)
+    work.k.release(block.number)
     if MASKED:  # noqa: SIM102 (decided by the compiler; the next line for each block)
         if masked:
             s = work.mask(s, block, CAUSAL, WINDOW)
@@ -81,17 +79,17 @@ def finish_block(
         s0, s1 = split_rows(s)
         top0 = gl.maximum(upper.maximum, gl.max(s0, 2))
         top1 = gl.maximum(lower.maximum, gl.max(s1, 2))
-        p0, upper = half_softmax(s0, upper, top0, work.c, dtype, CAUSAL or WINDOW, PLAN.by_polynomial)
+        p0, upper = half_softmax(s0, upper, top0, work.c, dtype, CAUSAL or WINDOW)
         work.k.wait_full(block.number + 1, pred=more)
         o = wait_products(pv, 0, PLAN.block_d)
-        work.v.release(block.number - 1)
-        p1, lower = half_softmax(s1, lower, top1, work.c, dtype, CAUSAL or WINDOW, PLAN.by_polynomial)
+        work.v.release(block.value_number() - 1)
+        p1, lower = half_softmax(s1, lower, top1, work.c, dtype, CAUSAL or WINDOW)
         return o, gl.convert_layout(join_rows(p0, p1), left_operand(PLAN.block_d)), (upper, lower)
     else:
-        p, rows = whole_softmax(s, state[0], work.c, dtype, CAUSAL or WINDOW, PLAN.by_polynomial)
+        p, rows = whole_softmax(s, state[0], work.c, dtype, CAUSAL or WINDOW)
         work.k.wait_full(block.number + 1, pred=more)
         o = wait_products(pv, 0, PLAN.block_d)
-        work.v.release(block.number - 1)
+        work.v.release(block.value_number() - 1)
         if not NEXT_TILE:
             o = rescale(o, spread((rows.factor,), o))
         return o, gl.convert_layout(p, left_operand(PLAN.block_d)), (rows,)
@@ -105,17 +103,5 @@ def step(work, block, q, o, p, state, more, masked, CAUSAL: gl.constexpr, WINDOW
     blocks that need none.
     """
     s = start_scores(q, work.k.tile(block.number))
-    if work.PLAN.woven:
-        work.v.wait_full(block.number - 1)
-        if work.PLAN.halves:
-            o = rescale(o, spread((state[0].factor, state[1].factor), o))
-        s = wait_products(s, 0, work.PLAN.block_n)
-        work.k.release(block.number)
-        if CAUSAL or WINDOW:  # noqa: SIM102 (decided by the compiler; the next line for each block)
-            if masked:
-                s = work.mask(s, block, CAUSAL, WINDOW)
-        pv = warpgroup_mma(p, work.v.tile(block.number - 1), o, is_async=True)
-        return finish_block(work, block, s, pv, state, more, False, CAUSAL, WINDOW, WAITED=True)
-    else:
-        pv = start_output(work, block.number, o, p, state)
-        return finish_block(work, block, s, pv, state, more, masked, CAUSAL, WINDOW)
+    pv = start_output(work, block.value_number(), o, p, state)
+    return finish_block(work, block, s, pv, state, more, masked, CAUSAL, WINDOW)

@@ -70,6 +70,12 @@ class Ring:
         tma_load(descriptor, [batch, head, row, 0], self.full.index(slot), self.tiles.index(slot))
 
     @gluon.jit
+    def grant(self, i):
+        """Producer: load number i is nothing; its slot is for what a consumer leaves there."""
+        self.wait_empty(i)
+        mbarrier.arrive(self.full.index(self.slot(i)), count=1)
+
+    @gluon.jit
     def wait_full(self, i, lane=0, pred=True):
         """Consumer: wait until load number i has arrived; a product before that would read the last round's tile."""
         mbarrier.wait(self.full.index(self.slot(i, lane)), self.phase(i), pred=pred)
@@ -218,9 +224,12 @@ class Work:
         lo, hi = self.visible_blocks(row, ROWS)
         if self.CASE.parts:
             lo, hi = self.parts.blocks(t, lo, hi)
-        if self.PLAN.early:  # an even number: one more, behind the last key
-            hi = lo + (hi - lo + 1) // 2 * 2
         return lo, hi
+
+    @gluon.jit
+    def outputs(self, i):
+        """How many tiles of output have gone through the V ring before the program's i-th tile."""
+        return i * self.PLAN.consumers if self.PLAN.o_in_v and not self.CASE.parts else 0
 
     @gluon.jit
     def first(self, ROWS: gl.constexpr):
@@ -246,14 +255,24 @@ class Work:
 
 @aggregate
 class Block:
-    """One block of keys for one consumer: its number in the K and V rings, the first query row, the first key."""
+    """One block of keys for one consumer: its number in the K ring, the first query row, the first key.
+
+    Its number in the V ring is larger by `outputs`, the tiles of output that have gone through that ring before.
+    """
 
     number: gl.tensor
     row: gl.tensor
     key: gl.tensor
+    outputs: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, number, row, key):
+    def __init__(self, number, row, key, outputs):
         self.number = number
         self.row = row
         self.key = key
+        self.outputs = outputs
+
+    @gluon.jit
+    def value_number(self):
+        """The block's number in the V ring."""
+        return self.number + self.outputs

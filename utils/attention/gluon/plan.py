@@ -35,15 +35,14 @@ class Plan:
     v_extra: int = 0  # slots that the V ring has beyond the K ring's: V's is released half a block later than K's
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (softmax.py)
     o_in_q: bool = False  # the output leaves through Q's tile
+    o_in_v: bool = (
+        False  # the output leaves through slots of V's ring, so that Q's tile is free for the next tile before
+    )
     own_keys: bool = False  # each consumer starts at its own rows' last block, not at the tile's
     q_slots: int = (
         1  # tiles of Q in shared memory; with two, the next tile's Q, K and V come while this one is computed
     )
     ahead: bool = False  # a tile's end overlaps the next tile's start (`consumer_ahead`): needs two tiles of Q
-    early: bool = False  # a block's scores are handed over a block early (`early.py`): two sets of scores in registers
-    woven: bool = False  # P V is handed over when the scores are there, between the softmax's instructions
-    by_polynomial: int = 0  # of eight exponentials, so many are polynomials (`exponentials.py`)
-    divided: bool = False  # some of the exponentials stay in front of the wait for P V (`shared.divide_code`)
 
     @property
     def rows(self) -> int:
@@ -83,7 +82,6 @@ _STEP_5 = {
     (64, "ahead"): Plan(64, 128, 2, 3, 240, halves=True, q_slots=2, ahead=True),
     (64, "ahead of three"): Plan(64, 128, 3, 4, 160, q_slots=2, ahead=True),
     (64, "narrow"): Plan(64, 64, 3, 5, 160, own_keys=True, q_slots=2),
-    (64, "early"): Plan(64, 128, 2, 4, 240, halves=True, q_slots=2, early=True),
     (64, "few"): Plan(64, 128, 2, 3, 240, halves=True, own_keys=True, q_slots=2),
     (128, ""): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2),
     (128, "ahead"): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2, ahead=True),
@@ -204,7 +202,7 @@ def shared_time(
 ) -> tuple[float, int]:
     """Return the time of a program that has one tile or shares it, in blocks of keys, and how many programs should share it."""
     tiles, blocks = row_tiles(plan, sq, sk, causal, window) * heads, visible(plan, sk, causal, window)
-    most = 1 if plan.ahead or plan.early or plan.consumers > 2 else min(programs // tiles, blocks, MOST_PARTS)
+    most = 1 if plan.ahead or plan.consumers > 2 else min(programs // tiles, blocks, MOST_PARTS)
     block = _ONE_CONSUMER if plan.consumers == 1 else 1.0
     times = [(block * blocks, 1)]
     sharing = _SHARING[plan.block_d][plan.consumers > 1]
@@ -238,7 +236,7 @@ def tile_blocks(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> list
         behind = row + plan.rows + shift + (0 if causal else window - 1)  # of the first key that no row sees
         high = min(last, -(-max(behind, 0) // plan.block_n)) if causal or window else last
         low = min(max(row + shift - window + 1, 0) // plan.block_n, last - 1) if window else 0
-        found.append(max(high - low, 1) if not plan.early else -(-max(high - low, 1) // 2) * 2)
+        found.append(max(high - low, 1))
     return found
 
 

@@ -13,7 +13,6 @@ because sum and output carry the same factor, and after the first blocks hardly 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from utils.attention.gluon.exponentials import exp2
 from utils.attention.gluon.shared import MINUS_INF, aggregate, inverse_and_lse
 
 
@@ -85,20 +84,20 @@ def lazy_maximum(old, top, c, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def half_softmax(s, rows, top, c, dtype: gl.constexpr, MASKED: gl.constexpr, BY_POLYNOMIAL: gl.constexpr = 0):
+def half_softmax(s, rows, top, c, dtype: gl.constexpr, MASKED: gl.constexpr):
     """Softmax of one half's scores [4, 8, N], whose maximum with all before is `top`: probabilities and new `Rows`."""
     maximum, shifted, factor = lazy_maximum(rows.maximum, top, c, MASKED)
-    p = exp2(s * c - shifted[:, :, None], BY_POLYNOMIAL)
+    p = gl.exp2(s * c - shifted[:, :, None])
     sums = thread_sums(p)
     total = rows.total * gl.convert_layout(factor, gl.SliceLayout(2, sums.type.layout))[:, :, None] + sums
     return p.to(dtype), Rows(maximum, total, factor)
 
 
 @gluon.jit
-def whole_softmax(s, rows, c, dtype: gl.constexpr, MASKED: gl.constexpr, BY_POLYNOMIAL: gl.constexpr = 0):
+def whole_softmax(s, rows, c, dtype: gl.constexpr, MASKED: gl.constexpr):
     """Softmax of the scores [64, N] in one piece: probabilities and the new `Rows`."""
     maximum, shifted, factor = lazy_maximum(rows.maximum, gl.maximum(rows.maximum, gl.max(s, 1)), c, MASKED)
-    p = exp2(s * c - shifted[:, None], BY_POLYNOMIAL)
+    p = gl.exp2(s * c - shifted[:, None])
     return p.to(dtype), Rows(maximum, rows.total * factor + gl.sum(p, 1), factor)
 
 
@@ -125,18 +124,16 @@ def unseen_whole(BLOCK_M: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def first_softmax(
-    s, c, dtype: gl.constexpr, HALVES: gl.constexpr, MASKED: gl.constexpr, BY_POLYNOMIAL: gl.constexpr = 0
-):
+def first_softmax(s, c, dtype: gl.constexpr, HALVES: gl.constexpr, MASKED: gl.constexpr):
     """Softmax of a tile's first block: probabilities [64, N] and the state, a tuple of one or two `Rows`."""
     if HALVES:
         s0, s1 = split_rows(s)
-        p0, rows0 = half_softmax(s0, unseen_half(s0), gl.max(s0, 2), c, dtype, MASKED, BY_POLYNOMIAL)
-        p1, rows1 = half_softmax(s1, unseen_half(s1), gl.max(s1, 2), c, dtype, MASKED, BY_POLYNOMIAL)
+        p0, rows0 = half_softmax(s0, unseen_half(s0), gl.max(s0, 2), c, dtype, MASKED)
+        p1, rows1 = half_softmax(s1, unseen_half(s1), gl.max(s1, 2), c, dtype, MASKED)
         return join_rows(p0, p1), (rows0, rows1)
     else:
         layout: gl.constexpr = s.type.layout  # Triton 3.6 takes a layout as an argument only by such a name
-        p, rows = whole_softmax(s, unseen_whole(s.shape[0], layout), c, dtype, MASKED, BY_POLYNOMIAL)
+        p, rows = whole_softmax(s, unseen_whole(s.shape[0], layout), c, dtype, MASKED)
         return p, (rows,)
 
 
