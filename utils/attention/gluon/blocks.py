@@ -21,7 +21,7 @@ def start_scores(q, k):
 
 @gluon.jit
 def start_output(work, number, o, p, state):
-    """Hand P V of load number - 1 of V to the tensor cores, added to `o`, which with halves is rescaled only here."""
+    """Hand P V of block number - 1 to the tensor cores, added to `o`, which with halves is rescaled only here."""
     work.v.wait_full(number - 1)
     if work.PLAN.halves:
         o = rescale(o, spread((state[0].factor, state[1].factor), o))
@@ -82,14 +82,14 @@ def finish_block(
         p0, upper = half_softmax(s0, upper, top0, work.c, dtype, CAUSAL or WINDOW)
         work.k.wait_full(block.number + 1, pred=more)
         o = wait_products(pv, 0, PLAN.block_d)
-        work.v.release(block.value_number() - 1)
+        work.v.release(block.number - 1)
         p1, lower = half_softmax(s1, lower, top1, work.c, dtype, CAUSAL or WINDOW)
         return o, gl.convert_layout(join_rows(p0, p1), left_operand(PLAN.block_d)), (upper, lower)
     else:
         p, rows = whole_softmax(s, state[0], work.c, dtype, CAUSAL or WINDOW)
         work.k.wait_full(block.number + 1, pred=more)
         o = wait_products(pv, 0, PLAN.block_d)
-        work.v.release(block.value_number() - 1)
+        work.v.release(block.number - 1)
         if not NEXT_TILE:
             o = rescale(o, spread((rows.factor,), o))
         return o, gl.convert_layout(p, left_operand(PLAN.block_d)), (rows,)
@@ -103,5 +103,5 @@ def step(work, block, q, o, p, state, more, masked, CAUSAL: gl.constexpr, WINDOW
     blocks that need none.
     """
     s = start_scores(q, work.k.tile(block.number))
-    pv = start_output(work, block.value_number(), o, p, state)
+    pv = start_output(work, block.number, o, p, state)
     return finish_block(work, block, s, pv, state, more, masked, CAUSAL, WINDOW)

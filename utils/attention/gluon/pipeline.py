@@ -70,12 +70,6 @@ class Ring:
         tma_load(descriptor, [batch, head, row, 0], self.full.index(slot), self.tiles.index(slot))
 
     @gluon.jit
-    def grant(self, i):
-        """Producer: load number i is nothing; its slot is for what a consumer leaves there."""
-        self.wait_empty(i)
-        mbarrier.arrive(self.full.index(self.slot(i)), count=1)
-
-    @gluon.jit
     def wait_full(self, i, lane=0, pred=True):
         """Consumer: wait until load number i has arrived; a product before that would read the last round's tile."""
         mbarrier.wait(self.full.index(self.slot(i, lane)), self.phase(i), pred=pred)
@@ -227,11 +221,6 @@ class Work:
         return lo, hi
 
     @gluon.jit
-    def outputs(self, i):
-        """How many tiles of output have gone through the V ring before the program's i-th tile."""
-        return i * self.PLAN.consumers if self.PLAN.o_in_v and not self.CASE.parts else 0
-
-    @gluon.jit
     def first(self, ROWS: gl.constexpr):
         """What `Tiles.first` says, and no tiles for a program whose part of a tile's keys is empty."""
         count, t, rest = self.todo.first()
@@ -255,24 +244,14 @@ class Work:
 
 @aggregate
 class Block:
-    """One block of keys for one consumer: its number in the K ring, the first query row, the first key.
-
-    Its number in the V ring is larger by `outputs`, the tiles of output that have gone through that ring before.
-    """
+    """One block of keys for one consumer: its number in the K and V rings, the first query row, the first key."""
 
     number: gl.tensor
     row: gl.tensor
     key: gl.tensor
-    outputs: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, number, row, key, outputs):
+    def __init__(self, number, row, key):
         self.number = number
         self.row = row
         self.key = key
-        self.outputs = outputs
-
-    @gluon.jit
-    def value_number(self):
-        """The block's number in the V ring."""
-        return self.number + self.outputs

@@ -35,9 +35,6 @@ class Plan:
     v_extra: int = 0  # slots that the V ring has beyond the K ring's: V's is released half a block later than K's
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (softmax.py)
     o_in_q: bool = False  # the output leaves through Q's tile
-    o_in_v: bool = (
-        False  # the output leaves through slots of V's ring, so that Q's tile is free for the next tile before
-    )
     own_keys: bool = False  # each consumer starts at its own rows' last block, not at the tile's
     q_slots: int = (
         1  # tiles of Q in shared memory; with two, the next tile's Q, K and V come while this one is computed

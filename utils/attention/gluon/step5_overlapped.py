@@ -95,16 +95,13 @@ def producer(work, q_desc, k_desc, v_desc):
             if j == 0:
                 for w in gl.static_range(1, CONSUMERS):
                     work.q.load(i, q_desc, batch, head, row + w * BLOCK_M, w)
-            work.v.load(it + work.outputs(i), v_desc, batch, kv_head, key)
+            work.v.load(it, v_desc, batch, kv_head, key)
             it += 1
-        if PLAN.o_in_v and not work.CASE.parts:
-            for w in gl.static_range(CONSUMERS):
-                work.v.grant(it + work.outputs(i) + w)
         t = work.todo.finish_next(t_next)
 
 
 @gluon.jit
-def skip_blocks(work, it, count, outputs):
+def skip_blocks(work, it, count):
     """Release blocks of keys that this consumer's rows do not see; return the number of the next block.
 
     Not before they are full: until then the other consumers may still owe the barrier their arrival for the slot's last use.
@@ -112,17 +109,10 @@ def skip_blocks(work, it, count, outputs):
     for _skipped in range(count):
         work.k.wait_full(it)
         work.k.release(it)
-        work.v.wait_full(it + outputs)
-        work.v.release(it + outputs)
+        work.v.wait_full(it)
+        work.v.release(it)
         it += 1
     return it
-
-
-@gluon.jit
-def leave_ring(work, output):
-    """Release the slot of V's ring through which the output leaves: the next V may not come before it has left."""
-    tma.store_wait(0)
-    work.v.release(output)
 
 
 @gluon.jit
@@ -139,8 +129,6 @@ def consumer(work, results, W: gl.constexpr):
     LOOP_CAUSAL: gl.constexpr = CAUSAL and WINDOW
 
     # Two tiles of Q, and the output leaves through the one that it belongs to: the slot is released a tile later.
-    CONSUMERS: gl.constexpr = PLAN.consumers
-    OUTPUT_IN_V: gl.constexpr = PLAN.o_in_v and not work.CASE.parts
     LATE_RELEASE: gl.constexpr = PLAN.o_in_q and PLAN.q_slots == 2
 
     sq, sk = work.sq, work.sk
@@ -149,9 +137,6 @@ def consumer(work, results, W: gl.constexpr):
     for i in range(count):
         t_next = work.todo.start_next(t, rest, i)
         tile, flat = work.todo.locate(t)
-        outputs = gl.to_tensor(work.outputs(i))
-        last_output = it + outputs - CONSUMERS + W  # the number in V's ring of the last tile's rows
-        held = i > 0
         first_row = work.first_row(tile)
         row = first_row + W * BLOCK_M
         lo, hi = work.blocks(t, first_row, BLOCK_M * PLAN.consumers)
@@ -160,11 +145,7 @@ def consumer(work, results, W: gl.constexpr):
             own_hi = gl.where(row < sq, work.visible_blocks(row, BLOCK_M)[1], lo + 1)
             if work.CASE.parts:  # the rows' last block may lie in another part, or all of this one's behind it
                 own_hi = gl.minimum(gl.maximum(own_hi, lo + 1), hi)
-            if OUTPUT_IN_V:
-                held = (i > 0) & (hi - own_hi <= 1)
-                if (i > 0) & (hi - own_hi > 1):  # V's ring has room for one block beside the output
-                    leave_ring(work, last_output)
-            it = skip_blocks(work, it, hi - own_hi, outputs)
+            it = skip_blocks(work, it, hi - own_hi)
             hi = own_hi
         before = 0
         if WINDOW and PLAN.consumers > 1:  # the tile's first blocks may lie before the window of this consumer's rows
@@ -176,38 +157,35 @@ def consumer(work, results, W: gl.constexpr):
 
         work.q.wait_full(i, W)  # the first product reads Q; the producer loads it in the order of need
         q = work.q.tile(i, W)
-        block = Block(it, row, (hi - 1) * BLOCK_N, outputs)
+        block = Block(it, row, (hi - 1) * BLOCK_N)
         p, state = first_block(work, block, q, CAUSAL, WINDOW, work.CASE.tail)
         if LATE_RELEASE:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
             if i > 0:
                 # The last tile's output leaves through its Q's slot: the next Q may not come before it has left.
                 tma.store_wait(0)
                 work.q.release(i + 1, W)
-        if OUTPUT_IN_V:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
-            if held:
-                leave_ring(work, last_output)
         o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, accumulator(BLOCK_D))
         it += 1
         work.k.wait_full(it, pred=n > 1)  # each step waits for the next one's keys; this is the first one's
         for j in range(1, n):
-            block = Block(it, row, (hi - 1 - j) * BLOCK_N, outputs)
+            block = Block(it, row, (hi - 1 - j) * BLOCK_N)
             masked = (j < right) | (j >= edge)
             o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked, LOOP_CAUSAL, WINDOW)
             it += 1
         if not PLAN.o_in_q:
             work.q.release(i, W)
 
-        pv = start_output(work, it + outputs, o, p, state)
+        pv = start_output(work, it, o, p, state)
         inverse, lses = normalizers(state, work.c, row)
         if work.CASE.lse and not work.CASE.parts:
             store_lse(lse_ptr, lses, flat, sq)
         # The output's registers are read next, and V's slot is released.
         o = wait_products(pv, 0, BLOCK_D)
         o = o * spread(inverse, o)
-        work.v.release(it - 1 + outputs)
+        work.v.release(it - 1)
         if WINDOW and PLAN.consumers > 1:
-            it = skip_blocks(work, it, before, outputs)
-        if not (PLAN.o_in_q or OUTPUT_IN_V):
+            it = skip_blocks(work, it, before)
+        if not PLAN.o_in_q:
             tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
         if work.CASE.parts:
             lo, hi = work.visible_blocks(first_row, BLOCK_M * PLAN.consumers)
@@ -220,13 +198,6 @@ def consumer(work, results, W: gl.constexpr):
                 store_rows(work, out, lse_ptr, flat, row + own * PIECE, rows, lse)
             if TOGETHER:
                 work.parts.depart(t, W, PLAN.consumers, used)
-        elif OUTPUT_IN_V:
-            work.v.wait_full(it + outputs + W)
-            store_tile(work, out, flat, row, o_tiles.index(work.v.slot(it + outputs + W)), o)
-            for w in gl.static_range(CONSUMERS):
-                if w != W:  # another consumer's slot: this one has nothing to do with it
-                    work.v.wait_full(it + outputs + w)
-                    work.v.release(it + outputs + w)
         else:
             store_tile(work, out, flat, row, o_tiles.index(work.q.slot(i, W) if PLAN.o_in_q else W), o)
         if PLAN.o_in_q and not LATE_RELEASE:
@@ -252,10 +223,9 @@ def consumer_ahead(work, results, W: gl.constexpr):
     count, t = work.todo.first()[:2]
     n = gl.cdiv(work.sk, BLOCK_N)
     it = gl.to_tensor(0)
-    none = gl.to_tensor(0)
     last_key = (n - 1) * BLOCK_N  # only a tile's first block, with the last keys, is masked: that needs no row
     work.q.wait_full(0, W)
-    p, state = first_block(work, Block(it, it, last_key, none), work.q.tile(0, W), False, False, TAIL)
+    p, state = first_block(work, Block(it, it, last_key), work.q.tile(0, W), False, False, TAIL)
     it += 1
     work.k.wait_full(it)  # each step waits for the next one's keys; this is the first one's
     for i in range(count):
@@ -271,13 +241,11 @@ def consumer_ahead(work, results, W: gl.constexpr):
             if i > 0:
                 tma.store_wait(0)  # Q's slot holds the last tile's output: the next Q may not come before it has left
                 work.q.release(i + 1, W)
-            block = Block(it, it, last_key, none)
+            block = Block(it, it, last_key)
             o, p, state = finish_block(work, block, s, pv, state, (n > 2) | more, False, False, False)
             it += 1
         for j in range(2 if PLAN.o_in_q else 1, n):
-            o, p, state = step(
-                work, Block(it, it, last_key, none), q, o, p, state, (j + 1 < n) | more, False, False, False
-            )
+            o, p, state = step(work, Block(it, it, last_key), q, o, p, state, (j + 1 < n) | more, False, False, False)
             it += 1
         if not PLAN.o_in_q:
             work.q.release(i, W)
@@ -294,7 +262,7 @@ def consumer_ahead(work, results, W: gl.constexpr):
             unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
         else:
             unseen = (unseen_whole(BLOCK_M, accumulator(BLOCK_N)),)
-        block = Block(it, it, last_key, none)
+        block = Block(it, it, last_key)
         o, p, state = finish_block(work, block, s, pv, unseen, more, True, False, False, TAIL, True)
         it += 1
         if not PLAN.o_in_q:
@@ -355,8 +323,6 @@ def attention_step5(
     v = allocate_ring(v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS)
     if PLAN.o_in_q:
         o_tiles = q.tiles
-    elif PLAN.o_in_v:
-        o_tiles = v.tiles
     else:
         o_tiles = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, 1, 1, 64, BLOCK_D], o_desc.layout)
     todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, parts, CASE.dealt, CASE.causal)

@@ -93,11 +93,6 @@ class Block:
         self.j = j
         self.row = row
 
-    @gluon.jit
-    def value_number(self):
-        """The block's number in the V ring."""
-        return self.number
-
 
 @gluon.jit
 def queries_in_fp16(q, target, layout: gl.constexpr):
