@@ -24,14 +24,15 @@ and 128 (`consumer_ahead`): 2 consumers, and a tile's end beside the next one's 
 consumers, is for whole blocks of keys. Where tiles are fewer than multiprocessors, programs share them (`parts.py`).
 
 The checklist of warp-specialized attention, for Hopper:
-- Pipeline: a TMA producer; in each consumer Q K, softmax and P V, a block apart from each other. V's slot is released
+- Pipeline: a TMA producer; in each consumer Q K, softmax and P V, a block apart from each other (`blocks.py`). V's slot is released
   half a block later than K's. When there is room for one extra slot only, V gets it.
 - Layouts: wgmma accumulators m64nN; P becomes the left operand of P V in registers; 128-byte swizzle for every tile; no
   conversion in the loop moves data between threads.
 - Softmax: in base 2, with a maximum that follows only when it has grown by more than 2^8 (`softmax.py`).
 - Sync: a full and an empty mbarrier for every slot of a ring (`pipeline.py`), K and V in rings of their own; no barrier
   inside a consumer.
-- Memory: Hopper has no tensor memory: O stays in registers, Q in shared memory, O leaves through shared memory by TMA.
+- Memory: Hopper has no tensor memory: O stays in registers, Q in shared memory, O leaves through shared memory by TMA
+  (`stores.py`).
 - Loads: one elected thread issues TMA boxes of 64 rows (Q) and BLOCK_N rows (K, V); TMA zeroes what lies outside.
 - Critical path: the next scores' product is queued before P V, and the rescaling hides behind it. With `halves` the
   wait for P V comes between the two halves of the softmax, so that packing P and summing fill the gaps between the
