@@ -5,16 +5,19 @@
 
 Tables: "tails", full attention at head dim 64, with and without a tail; "windows"; "few", fewer tiles than multiprocessors;
 "dealt", causal tiles that the host deals out; "slots", tiles of Q and slots of the rings; "narrow", small windows. A plan is named by its variant, and by
-fields of it that are changed ("few, q_slots=1"); where programs share tiles, by their number.
+fields of it that are changed ("few, q_slots=1"); where programs share tiles, by their number. With `--processes` the kernels are compiled
+side by side before anything is timed. A plan whose output is wrong is not timed.
 
 `attention_tails.json`, `attention_slots.json` and `attention_narrow.json` of `assets/results/h200/` are of this script. `attention_plans.json` has the tables "tails", "rows" and "three",
-`attention_few_tiles.json` has "windows", "few" and "dealt", both with plans that were tried: those that lost are no longer in
-`utils.attention.gluon.plan`.
+`attention_few_tiles.json` has "windows", "few" and "dealt", and `attention_early.json`, `attention_woven.json` and `attention_outputs.json` of `assets/results/h100/` have tables of their own commits (docs/attention-log.md,
+entries 36 to 38), all with plans that were tried: those that lost are no longer in `utils.attention.gluon.plan`.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -119,6 +122,7 @@ CASES["narrow"] = [
     ((3, 12, 4, 2111, 2111, 64, CAUSAL, 200), _NARROW),
 ]
 PEERS = ("cudnn", "fa3", "cute")
+WRONG = 8e-3  # relative error: a contender with more is not timed
 
 
 def named_plan(name: str, head_dim: int) -> Plan:
@@ -143,14 +147,52 @@ def run_plan(variant: str, parts: int, q, k, v, out, causal: bool, window: int |
     return partial(launched, q, k, v, out, nothing)
 
 
-def shape_row(case: tuple, pairs: int) -> dict:
-    """Time the plans and the peers that take the shape, interleaved; errors are those of the last head's last rows."""
-    (batch, heads, kv_heads, sq, sk, head_dim, causal, window), plans = case
+def tensors(case: tuple) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw q, k and v of a case."""
+    batch, heads, kv_heads, sq, sk, head_dim = case[0][:6]
     q = torch.randn(batch, heads, sq, head_dim, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(batch, kv_heads, sk, head_dim, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    return q, k, v
+
+
+def compile_plan(case_and_plan: tuple) -> None:
+    """Compile the kernel of a case and plan, in a process of its own, for the cache on the disk."""
+    case, plan = case_and_plan
+    q, k, v = tensors(case)
+    variant, parts = plan if isinstance(plan, tuple) else (plan, 1)
+    try:
+        run_plan(variant, parts, q, k, v, torch.empty_like(q), *case[0][6:])
+        torch.cuda.synchronize()
+    except Exception as error:
+        print(f"{case[0]} {plan}: {type(error).__name__}: {error}"[:300], flush=True)
+
+
+def errors_of(outputs: dict[str, torch.Tensor], q, k, v, mask: dict) -> dict[str, float]:
+    """Return the largest relative error, against float64, of the last head's last 300 rows and of the first head's first ones.
+
+    The first rows of causal attention are a problem of their own, with fewer keys: the last query is at the last key. Under a
+    window they are left out.
+    """
+    sq, sk = q.shape[2], k.shape[2]
+    rows = min(300, sq)
+    checked = [(slice(-1, None), slice(sq - rows, sq), sk)]
+    keys = sk - sq + rows if mask["causal"] else sk
+    if keys > 0 and not mask["window"]:
+        checked.append((slice(0, 1), slice(0, rows), keys))
+    found = dict.fromkeys(outputs, 0.0)
+    for head, some, keys in checked:
+        exact = reference(q[head, head, some], k[head, head, :keys], v[head, head, :keys], **mask)[0]
+        for name, out in outputs.items():
+            error = ((out[head, head, some].double() - exact).norm() / exact.norm()).item()
+            found[name] = max(found[name], error)
+    return found
+
+
+def shape_row(case: tuple, pairs: int, peers: tuple[str, ...] = PEERS) -> dict:
+    """Time the plans and the peers that take the shape, interleaved."""
+    (batch, heads, kv_heads, sq, sk, head_dim, causal, window), plans = case
+    q, k, v = tensors(case)
     mask = {"causal": causal, "window": window}
-    last = slice(max(0, sq - 300), sq)
-    exact = reference(q[-1:, -1:, last], k[-1:, -1:], v[-1:, -1:], **mask)[0]
     calls, results = {}, {}
     for plan in plans:
         variant, parts = plan if isinstance(plan, tuple) else (plan, 1)
@@ -158,14 +200,15 @@ def shape_row(case: tuple, pairs: int) -> dict:
         results[name] = torch.empty_like(q)
         calls[name] = run_plan(variant, parts, q, k, v, results[name], causal, window)
     problem = make_problem(q, k, v, **mask)
-    for name in ("gluon", *PEERS):  # "gluon": the plan that is chosen
+    for name in ("gluon", *peers):  # "gluon": the plan that is chosen
         if find_backend(name).support(problem):
             calls[name] = partial(attention, q, k, v, backend=name, **mask)
             results[name] = calls[name]()
+    errors = errors_of(results, q, k, v, mask)
+    calls = {name: call for name, call in calls.items() if errors[name] < WRONG}
     timed = measure_together(
         list(calls.values()), labels=list(calls), warmup=3, iterations=pairs, device="cuda", l2="cold", max_seconds=2.5
     )
-    errors = {n: ((x[-1:, -1:, last].double() - exact).norm() / exact.norm()).item() for n, x in results.items()}
     us = {name: 1e3 * result.median_ms for name, result in zip(calls, timed, strict=True)}
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "sq": sq, "sk": sk, "head_dim": head_dim}
     return sizes | mask | {"us": us, "errors": errors}
@@ -175,13 +218,17 @@ def show(row: dict) -> str:
     """Return the line that is printed for a row."""
     kind = ("causal" if row["causal"] else "full") + (f" window {row['window']}" if row["window"] else "")
     shape = f"{row['batch']} x {row['heads']}/{row['kv_heads']} x {row['sq']} x {row['sk']} D={row['head_dim']} {kind}"
-    return f"{shape}: " + "  ".join(f"{name} {us:.1f}" for name, us in row["us"].items())
+    worst = max(row["errors"], key=row["errors"].__getitem__)
+    times = "  ".join(f"{name} {us:.1f}" for name, us in row["us"].items())
+    return f"{shape}: {times}  (largest error {row['errors'][worst]:.5f}, {worst})"
 
 
 def main() -> int:
     """Measure and record the tables; return the exit status."""
     parser = arguments_parser(__doc__, pairs=11)
     parser.add_argument("tables", nargs="+", choices=tuple(CASES))
+    parser.add_argument("--peers", default=",".join(PEERS))
+    parser.add_argument("--processes", type=int, default=0, help="compile so many kernels side by side beforehand")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("error: the plans are timed on an NVIDIA GPU: torch.cuda.is_available() is False here.", file=sys.stderr)
@@ -190,9 +237,16 @@ def main() -> int:
     record = Record(
         options.out, "Plans of step 5 against the peers", "cuda", options.seconds, pairs=options.pairs, l2="cold"
     )
+    if options.processes:
+        kernels = {
+            (case[0][5:], plan): (case, plan) for table in options.tables for case in CASES[table] for plan in case[1]
+        }
+        with ProcessPoolExecutor(options.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(compile_plan, kernels.values()))
     complete = True
+    measure = partial(shape_row, pairs=options.pairs, peers=tuple(options.peers.split(",")))
     for table in options.tables:
-        complete &= record.fill(CASES[table], partial(shape_row, pairs=options.pairs), show, table=table)
+        complete &= record.fill(CASES[table], measure, show, table=table)
     record.finish() if complete else record.save()
     return 0
 

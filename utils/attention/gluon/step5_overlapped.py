@@ -24,14 +24,15 @@ and 128 (`consumer_ahead`): 2 consumers, and a tile's end beside the next one's 
 consumers, is for whole blocks of keys. Where tiles are fewer than multiprocessors, programs share them (`parts.py`).
 
 The checklist of warp-specialized attention, for Hopper:
-- Pipeline: a TMA producer; in each consumer Q K, softmax and P V, a block apart from each other. V's slot is released
+- Pipeline: a TMA producer; in each consumer Q K, softmax and P V, a block apart from each other (`blocks.py`). V's slot is released
   half a block later than K's. When there is room for one extra slot only, V gets it.
 - Layouts: wgmma accumulators m64nN; P becomes the left operand of P V in registers; 128-byte swizzle for every tile; no
   conversion in the loop moves data between threads.
 - Softmax: in base 2, with a maximum that follows only when it has grown by more than 2^8 (`softmax.py`).
 - Sync: a full and an empty mbarrier for every slot of a ring (`pipeline.py`), K and V in rings of their own; no barrier
   inside a consumer.
-- Memory: Hopper has no tensor memory: O stays in registers, Q in shared memory, O leaves through shared memory by TMA.
+- Memory: Hopper has no tensor memory: O stays in registers, Q in shared memory, O leaves through shared memory by TMA
+  (`stores.py`).
 - Loads: one elected thread issues TMA boxes of 64 rows (Q) and BLOCK_N rows (K, V); TMA zeroes what lies outside.
 - Critical path: the next scores' product is queued before P V, and the rescaling hides behind it. With `halves` the
   wait for P V comes between the two halves of the softmax, so that packing P and summing fill the gaps between the
@@ -54,33 +55,17 @@ from dataclasses import dataclass
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from utils.attention.gluon.arguments import Arguments, unused
+from utils.attention.gluon.blocks import finish_block, first_block, start_output, start_scores, step
 from utils.attention.gluon.dealing import deal_tiles
 from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring
 from utils.attention.gluon.plan import Case, parts_for, row_offset, tile_blocks
-from utils.attention.gluon.shared import (
-    accumulator,
-    clean_blocks,
-    left_operand,
-    rescale,
-    thread_barrier,
-    tma_store,
-    wait_products,
-)
-from utils.attention.gluon.softmax import (
-    first_softmax,
-    half_softmax,
-    join_rows,
-    normalizers,
-    split_rows,
-    spread,
-    unseen_halves,
-    unseen_whole,
-    whole_softmax,
-)
+from utils.attention.gluon.shared import accumulator, clean_blocks, wait_products
+from utils.attention.gluon.softmax import normalizers, spread, unseen_halves, unseen_whole
+from utils.attention.gluon.stores import store_lse, store_rows, store_tile
 from utils.kernels.capture import tensor_on
 from utils.kernels.handle import Handle
 from utils.kernels.workspace import workspace
@@ -114,162 +99,6 @@ def producer(work, q_desc, k_desc, v_desc):
             work.v.load(it, v_desc, batch, kv_head, key)
             it += 1
         t = work.todo.finish_next(t_next)
-
-
-@gluon.jit
-def start_scores(q, k):
-    """Hand Q K^T to the tensor cores: tiles [BLOCK_M, BLOCK_D] and [BLOCK_N, BLOCK_D] of shared memory."""
-    BLOCK_M: gl.constexpr = q.shape[0]
-    BLOCK_N: gl.constexpr = k.shape[0]
-    zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, accumulator(BLOCK_N))
-    return warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def start_output(work, number, o, p, state):
-    """Hand P V of block number - 1 to the tensor cores, added to `o`, which with halves is rescaled only here."""
-    work.v.wait_full(number - 1)
-    if work.PLAN.halves:
-        o = rescale(o, spread((state[0].factor, state[1].factor), o))
-    return warpgroup_mma(p, work.v.tile(number - 1), o, is_async=True)
-
-
-@gluon.jit
-def first_block(work, block, q, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TAIL: gl.constexpr):
-    """A tile's first block, with no other product beside it: probabilities and the softmax state."""
-    PLAN: gl.constexpr = work.PLAN
-    MASKED: gl.constexpr = CAUSAL or WINDOW or TAIL
-    work.k.wait_full(block.number)
-    # The softmax reads the scores' registers: before this wait the tensor cores may not have written them.
-    s = wait_products(start_scores(q, work.k.tile(block.number)), 0, PLAN.block_n)
-    work.k.release(block.number)
-    if MASKED:
-        s = work.mask(s, block, CAUSAL, WINDOW)
-    # Of a tail each row sees a key at least: no maximum is minus infinity.
-    p, state = first_softmax(s, work.c, q.dtype, PLAN.halves, CAUSAL or WINDOW)
-    return gl.convert_layout(p, left_operand(PLAN.block_d)), state
-
-
-@gluon.jit
-def finish_block(
-    work,
-    block,
-    s,
-    pv,
-    state,
-    more,
-    masked,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    TAIL: gl.constexpr = False,
-    NEXT_TILE: gl.constexpr = False,
-):
-    """The softmax of block i, from the scores `s` in flight, while P V(i-1), `pv`, is still running.
-
-    NEXT_TILE: block i is another tile's first one, so that its maximum has nothing to do with `pv`.
-    """
-    PLAN: gl.constexpr = work.PLAN
-    MASKED: gl.constexpr = CAUSAL or WINDOW or TAIL
-    dtype: gl.constexpr = work.k.tiles.dtype
-    # Of the two products in flight the older one, the scores, is waited for: their registers are read next.
-    s = wait_products(s, 1, PLAN.block_n)
-    work.k.release(block.number)
-    if MASKED:  # noqa: SIM102 (decided by the compiler; the next line for each block)
-        if masked:
-            s = work.mask(s, block, CAUSAL, WINDOW)
-
-    # The wait for the next keys makes a basic block of what comes before it: without it ptxas hoists the wait for P V
-    # above the exponentials, and nothing overlaps. The wait for P V comes before `o` and the slot of V are used again.
-    if PLAN.halves:
-        upper, lower = state
-        s0, s1 = split_rows(s)
-        top0 = gl.maximum(upper.maximum, gl.max(s0, 2))
-        top1 = gl.maximum(lower.maximum, gl.max(s1, 2))
-        p0, upper = half_softmax(s0, upper, top0, work.c, dtype, CAUSAL or WINDOW)
-        work.k.wait_full(block.number + 1, pred=more)
-        o = wait_products(pv, 0, PLAN.block_d)
-        work.v.release(block.number - 1)
-        p1, lower = half_softmax(s1, lower, top1, work.c, dtype, CAUSAL or WINDOW)
-        return o, gl.convert_layout(join_rows(p0, p1), left_operand(PLAN.block_d)), (upper, lower)
-    else:
-        p, rows = whole_softmax(s, state[0], work.c, dtype, CAUSAL or WINDOW)
-        work.k.wait_full(block.number + 1, pred=more)
-        o = wait_products(pv, 0, PLAN.block_d)
-        work.v.release(block.number - 1)
-        if not NEXT_TILE:
-            o = rescale(o, spread((rows.factor,), o))
-        return o, gl.convert_layout(p, left_operand(PLAN.block_d)), (rows,)
-
-
-@gluon.jit
-def step(work, block, q, o, p, state, more, masked, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
-    """One key block i: Q K(i) and P V(i-1) to the tensor cores, then the softmax of block i while P V(i-1) runs.
-
-    more: whether another block follows. CAUSAL, WINDOW: what the mask is where `masked`; both false in a loop over
-    blocks that need none.
-    """
-    s = start_scores(q, work.k.tile(block.number))
-    pv = start_output(work, block.number, o, p, state)
-    return finish_block(work, block, s, pv, state, more, masked, CAUSAL, WINDOW)
-
-
-@gluon.jit
-def store_shared(work, out, flat, row, tile):
-    """Store 64 rows of the output from shared memory, where the threads have just written them.
-
-    By TMA, but where the first row is before the first query: TMA reads from negative coordinates, and fills in zeros, but
-    a store to them is an illegal instruction. Such rows, of a head's first tile, the threads store themselves.
-    """
-    o_desc, out_ptr, head_dim = out
-    # The threads wrote through the generic proxy, TMA reads through the async proxy: without the fence it may read
-    # what was there before.
-    fence_async_shared()
-    by_tma = True
-    if work.CASE.offset:
-        by_tma = row >= 0
-        if row < 0:
-            BLOCK_D: gl.constexpr = tile.shape[3]
-            layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
-            thread_barrier()  # all rows have been written
-            x = tile.reshape([64, BLOCK_D]).load(layout)
-            rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
-            d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
-            keep = (rows >= 0) & (rows < work.sq) & (d < head_dim)
-            gl.store(out_ptr + (flat.to(gl.int64) * work.sq + rows) * head_dim + d, x, mask=keep)
-            fence_async_shared()  # TMA may be the next to write here
-            thread_barrier()  # all rows have been read
-    if by_tma:
-        batch = flat // work.heads
-        tma_store(o_desc, [batch, flat - batch * work.heads, row, 0], tile)
-
-
-@gluon.jit
-def store_tile(work, out, flat, row, tile, o):
-    """Store 64 rows of the output through shared memory."""
-    tile.reshape([o.shape[0], o.shape[1]]).store(o.to(tile.dtype))
-    store_shared(work, out, flat, row, tile)
-
-
-@gluon.jit
-def store_rows(work, out, lse_ptr, flat, row, o, lse):
-    """Store rows that threads hold as `parts.piece_layout` says, from row number `row` on, and their log-sum-exp."""
-    out_ptr, head_dim = out[1], out[2]
-    layout: gl.constexpr = o.type.layout
-    rows = row + gl.arange(0, o.shape[0], gl.SliceLayout(1, layout))
-    d = gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))[None, :]
-    exists = (rows >= 0) & (rows < work.sq)
-    place = (flat.to(gl.int64) * work.sq + rows[:, None]) * head_dim + d
-    gl.store(out_ptr + place, o.to(out_ptr.dtype.element_ty), mask=exists[:, None] & (d < head_dim))
-    if work.CASE.lse:
-        gl.store(lse_ptr + flat.to(gl.int64) * work.sq + rows, lse, mask=exists)
-
-
-@gluon.jit
-def store_lse(lse_ptr, lses, flat, sq):
-    """Store the log-sum-exp of the rows that exist; lses: pairs of row numbers and values."""
-    for part in gl.static_range(len(lses)):
-        rows, lse = lses[part]
-        gl.store(lse_ptr + flat.to(gl.int64) * sq + rows, lse, mask=(rows >= 0) & (rows < sq))
 
 
 @gluon.jit

@@ -26,6 +26,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from utils.attention.gluon.blocks import start_output
 from utils.attention.gluon.decode.blocks import clear_keys, load_block, load_queries, page_numbers
 from utils.attention.gluon.decode.heads import (
     Block,
@@ -44,7 +45,6 @@ from utils.attention.gluon.decode.work import Cache
 from utils.attention.gluon.pipeline import allocate_ring
 from utils.attention.gluon.shared import accumulator, wait_products
 from utils.attention.gluon.softmax import spread
-from utils.attention.gluon.step5_overlapped import start_output
 from utils.kernels.early_launch import let_next_launch_begin
 
 

@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from utils.attention.gluon.blocks import finish_block, first_block, start_output, start_scores, step
 from utils.attention.gluon.decode.blocks import clear_keys
 from utils.attention.gluon.decode.heads import Block, Share, clean_tile, inverses, row_sums, store_head_by_tma
 from utils.attention.gluon.decode.kernel import SIZES
@@ -29,7 +30,6 @@ from utils.attention.gluon.decode.work import Cache
 from utils.attention.gluon.pipeline import allocate_ring
 from utils.attention.gluon.shared import accumulator
 from utils.attention.gluon.softmax import spread, unseen_halves, unseen_whole
-from utils.attention.gluon.step5_overlapped import finish_block, first_block, start_output, start_scores, step
 
 
 @gluon.jit

@@ -8,9 +8,9 @@ first, and the rest of a block's softmax is done when the next keys arrive.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from utils.attention.gluon.blocks import start_output, start_scores
 from utils.attention.gluon.shared import left_operand, rescale, wait_products
 from utils.attention.gluon.softmax import first_softmax, half_softmax, join_rows, split_rows, spread, whole_softmax
-from utils.attention.gluon.step5_overlapped import start_output, start_scores
 
 
 @gluon.jit

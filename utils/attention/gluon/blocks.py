@@ -1,0 +1,107 @@
+"""One block of keys in step 5's consumers: scores and output to the tensor cores, and the softmax beside them."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+
+from utils.attention.gluon.shared import accumulator, left_operand, rescale, wait_products
+from utils.attention.gluon.softmax import first_softmax, half_softmax, join_rows, split_rows, spread, whole_softmax
+
+
+@gluon.jit
+def start_scores(q, k):
+    """Hand Q K^T to the tensor cores: tiles [BLOCK_M, BLOCK_D] and [BLOCK_N, BLOCK_D] of shared memory."""
+    BLOCK_M: gl.constexpr = q.shape[0]
+    BLOCK_N: gl.constexpr = k.shape[0]
+    zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, accumulator(BLOCK_N))
+    return warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def start_output(work, number, o, p, state):
+    """Hand P V of block number - 1 to the tensor cores, added to `o`, which with halves is rescaled only here."""
+    work.v.wait_full(number - 1)
+    if work.PLAN.halves:
+        o = rescale(o, spread((state[0].factor, state[1].factor), o))
+    return warpgroup_mma(p, work.v.tile(number - 1), o, is_async=True)
+
+
+@gluon.jit
+def first_block(work, block, q, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TAIL: gl.constexpr):
+    """A tile's first block, with no other product beside it: probabilities and the softmax state."""
+    PLAN: gl.constexpr = work.PLAN
+    MASKED: gl.constexpr = CAUSAL or WINDOW or TAIL
+    work.k.wait_full(block.number)
+    # The softmax reads the scores' registers: before this wait the tensor cores may not have written them.
+    s = wait_products(start_scores(q, work.k.tile(block.number)), 0, PLAN.block_n)
+    work.k.release(block.number)
+    if MASKED:
+        s = work.mask(s, block, CAUSAL, WINDOW)
+    # Of a tail each row sees a key at least: no maximum is minus infinity.
+    p, state = first_softmax(s, work.c, q.dtype, PLAN.halves, CAUSAL or WINDOW)
+    return gl.convert_layout(p, left_operand(PLAN.block_d)), state
+
+
+@gluon.jit
+def finish_block(
+    work,
+    block,
+    s,
+    pv,
+    state,
+    more,
+    masked,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    TAIL: gl.constexpr = False,
+    NEXT_TILE: gl.constexpr = False,
+):
+    """The softmax of block i, from the scores `s` in flight, while P V(i-1), `pv`, is still running.
+
+    NEXT_TILE: block i is another tile's first one, so that its maximum has nothing to do with `pv`.
+    """
+    PLAN: gl.constexpr = work.PLAN
+    MASKED: gl.constexpr = CAUSAL or WINDOW or TAIL
+    dtype: gl.constexpr = work.k.tiles.dtype
+    # Of the two products in flight the older one, the scores, is waited for: their registers are read next.
+    s = wait_products(s, 1, PLAN.block_n)
+    work.k.release(block.number)
+    if MASKED:  # noqa: SIM102 (decided by the compiler; the next line for each block)
+        if masked:
+            s = work.mask(s, block, CAUSAL, WINDOW)
+
+    # The wait for the next keys makes a basic block of what comes before it: without it ptxas hoists the wait for P V
+    # above the exponentials, and nothing overlaps. The wait for P V comes before `o` and the slot of V are used again.
+    if PLAN.halves:
+        upper, lower = state
+        s0, s1 = split_rows(s)
+        top0 = gl.maximum(upper.maximum, gl.max(s0, 2))
+        top1 = gl.maximum(lower.maximum, gl.max(s1, 2))
+        p0, upper = half_softmax(s0, upper, top0, work.c, dtype, CAUSAL or WINDOW)
+        work.k.wait_full(block.number + 1, pred=more)
+        o = wait_products(pv, 0, PLAN.block_d)
+        work.v.release(block.number - 1)
+        p1, lower = half_softmax(s1, lower, top1, work.c, dtype, CAUSAL or WINDOW)
+        return o, gl.convert_layout(join_rows(p0, p1), left_operand(PLAN.block_d)), (upper, lower)
+    else:
+        p, rows = whole_softmax(s, state[0], work.c, dtype, CAUSAL or WINDOW)
+        work.k.wait_full(block.number + 1, pred=more)
+        o = wait_products(pv, 0, PLAN.block_d)
+        work.v.release(block.number - 1)
+        if not NEXT_TILE:
+            o = rescale(o, spread((rows.factor,), o))
+        return o, gl.convert_layout(p, left_operand(PLAN.block_d)), (rows,)
+
+
+@gluon.jit
+def step(work, block, q, o, p, state, more, masked, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """One key block i: Q K(i) and P V(i-1) to the tensor cores, then the softmax of block i while P V(i-1) runs.
+
+    more: whether another block follows. CAUSAL, WINDOW: what the mask is where `masked`; both false in a loop over
+    blocks that need none.
+    """
+    s = start_scores(q, work.k.tile(block.number))
+    pv = start_output(work, block.number, o, p, state)
+    return finish_block(work, block, s, pv, state, more, masked, CAUSAL, WINDOW)

@@ -1,0 +1,68 @@
+"""Where step 5's consumers leave a tile: the output through shared memory by TMA, or by the threads, and the log-sum-exp."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from utils.attention.gluon.shared import thread_barrier, tma_store
+
+
+@gluon.jit
+def store_shared(work, out, flat, row, tile):
+    """Store 64 rows of the output from shared memory, where the threads have just written them.
+
+    By TMA, but where the first row is before the first query: TMA reads from negative coordinates, and fills in zeros, but
+    a store to them is an illegal instruction. Such rows, of a head's first tile, the threads store themselves.
+    """
+    o_desc, out_ptr, head_dim = out
+    # The threads wrote through the generic proxy, TMA reads through the async proxy: without the fence it may read
+    # what was there before.
+    fence_async_shared()
+    by_tma = True
+    if work.CASE.offset:
+        by_tma = row >= 0
+        if row < 0:
+            BLOCK_D: gl.constexpr = tile.shape[3]
+            layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+            thread_barrier()  # all rows have been written
+            x = tile.reshape([64, BLOCK_D]).load(layout)
+            rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+            d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
+            keep = (rows >= 0) & (rows < work.sq) & (d < head_dim)
+            gl.store(out_ptr + (flat.to(gl.int64) * work.sq + rows) * head_dim + d, x, mask=keep)
+            fence_async_shared()  # TMA may be the next to write here
+            thread_barrier()  # all rows have been read
+    if by_tma:
+        batch = flat // work.heads
+        tma_store(o_desc, [batch, flat - batch * work.heads, row, 0], tile)
+
+
+@gluon.jit
+def store_tile(work, out, flat, row, tile, o):
+    """Store 64 rows of the output through shared memory."""
+    tile.reshape([o.shape[0], o.shape[1]]).store(o.to(tile.dtype))
+    store_shared(work, out, flat, row, tile)
+
+
+@gluon.jit
+def store_rows(work, out, lse_ptr, flat, row, o, lse):
+    """Store rows that threads hold as `parts.piece_layout` says, from row number `row` on, and their log-sum-exp."""
+    out_ptr, head_dim = out[1], out[2]
+    layout: gl.constexpr = o.type.layout
+    rows = row + gl.arange(0, o.shape[0], gl.SliceLayout(1, layout))
+    d = gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))[None, :]
+    exists = (rows >= 0) & (rows < work.sq)
+    place = (flat.to(gl.int64) * work.sq + rows[:, None]) * head_dim + d
+    gl.store(out_ptr + place, o.to(out_ptr.dtype.element_ty), mask=exists[:, None] & (d < head_dim))
+    if work.CASE.lse:
+        gl.store(lse_ptr + flat.to(gl.int64) * work.sq + rows, lse, mask=exists)
+
+
+@gluon.jit
+def store_lse(lse_ptr, lses, flat, sq):
+    """Store the log-sum-exp of the rows that exist; lses: pairs of row numbers and values."""
+    for part in gl.static_range(len(lses)):
+        rows, lse = lses[part]
+        gl.store(lse_ptr + flat.to(gl.int64) * sq + rows, lse, mask=(rows >= 0) & (rows < sq))
