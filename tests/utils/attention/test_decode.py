@@ -503,6 +503,27 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
         | {"backward": True, "k_first": True, "prefill": True},
     ),
     "parts, K first": ((1, 8, 2, 16, 500, 64, None), {}, {"consumers": 1, "k_first": True, "programs": 3}),
+    "keys, turned": ((3, 8, 2, 2, 330, 64, None), {}, {"consumers": 0, "block_n": 64, "aligned": True, "turned": True}),
+    "rows, turned": (
+        (3, 4, 2, 16, 330, 64, None),
+        {},
+        {"consumers": 1, "block_n": 64, "aligned": True, "turned": True, "prefill": True},
+    ),
+    "keys, small boxes": (
+        (2, 8, 2, 2, 330, 128, None),
+        {},
+        {"consumers": 0, "box": 32, "turned": True, "aligned": True},
+    ),
+    "rows, small boxes": (
+        (2, 8, 2, 16, 330, 128, None),
+        {},
+        {"consumers": 1, "box": 16, "aligned": True, "turned": True},
+    ),
+    "ahead, turned": (
+        (3, 8, 2, 16, 330, 64, None),
+        {},
+        {"consumers": 1, "block_n": 64, "aligned": True, "turned": True, "ahead": True, "programs": 4},
+    ),
     "128 rows, whole heads of 256": ((2, 5, 1, 7, 90, 256, None), {}, {"consumers": 2, "aligned": True, "wide": True}),
 }
 

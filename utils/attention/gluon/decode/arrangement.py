@@ -223,6 +223,7 @@ def arrange(
         own_tile = consumers, block_n, choices.get("slots"), merge, page
         in_turn = choices.get("in_turn", bool(lengths))
         plan = cluster_plan(head_dim, group, sq, keys, batch * kv_heads, cluster, *own_tile, in_turn)
+        plan = replace(plan, box=choices.get("box", plan.box))
         tiles = -(-sq // plan.queries)
         heads = batch * kv_heads * tiles
         if choices.get("else_shared", lengths and batch > 1 and plan.consumers == 0):
