@@ -49,7 +49,20 @@ BOUND = (
 )
 READ = ((16, 8, 8192, 128), (64, 16, 2048, 64))  # sequences, heads of keys, keys, head dimension
 TOKENS = ((1, 32, 8, 8192, 128, 8), (1, 32, 8, 8192, 128, 16), (1, 32, 8, 2048, 128, 16), (1, 32, 8, 4096, 128, 8))
-POINTS = {"bound": BOUND, "read": READ, "tokens": TOKENS}
+# The same, then tokens of a page (0: in one piece) and each sequence's keys as fractions of the cache's.
+LENGTHS = (
+    *((8, 32, 8, 8192, 128, 1, page, "one long") for page in (0, 64)),
+    *((8, 32, 8, 8192, 128, 1, page, "even steps") for page in (0, 64)),
+    *((2, 32, 8, 8192, 128, 1, page, kind) for kind in ("equal", "one long", "halves") for page in (0, 64)),
+    (16, 64, 8, 8192, 128, 1, 0, "one long"),
+)
+FRACTIONS = {
+    "equal": lambda batch: [1.0] * batch,
+    "even steps": lambda batch: [1 - i / batch for i in range(batch)],
+    "one long": lambda batch: [1.0] + [1 / 64] * (batch - 1),
+    "halves": lambda batch: [1.0] + [1 / 2] * (batch - 1),
+}
+POINTS = {"bound": BOUND, "read": READ, "tokens": TOKENS, "lengths": LENGTHS}
 PAGE = 64
 
 
@@ -164,6 +177,37 @@ def prepare_tokens(point: tuple) -> list[tuple[dict, dict[str, Callable], int]]:
     return [(row, calls, 4 * k.numel())]
 
 
+def prepare_lengths(point: tuple) -> list[tuple[dict, dict[str, Callable], int]]:
+    """Prepare sequences of other lengths: with clusters and without, with few and many parts in a thread of the merge."""
+    *sizes, page, kind = point
+    q, k, v = draw(*sizes)
+    used = torch.tensor([int(x * sizes[3]) for x in FRACTIONS[kind](len(q))], dtype=torch.int32, device="cuda")
+    tensors: tuple = (q, k, v, used, None)
+    if page:
+        table = torch.randperm(sizes[0] * sizes[3] // page, device="cuda").int().view(sizes[0], -1)
+        tensors = (q, *(in_pages(x, page, table) for x in (k, v)), used, table)
+    parts = {16: 4, 64: 2}.get(sizes[0] * sizes[2], 0)
+    named: dict[str, dict] = {"default": {}}
+    for ahead in (4, 16):
+        own = {"length_parts": ahead}
+        named[f"no clusters, {ahead} parts"] = own | {"cluster": 0}
+        if parts:
+            named[f"clusters, {ahead} parts"] = own | {"cluster": parts}
+    if parts:
+        named["clusters, never apart"] = {"cluster": parts, "else_shared": False}
+    row: dict = {"point": list(point), "series": 0, "errors": {}, "left_out": {}}
+    expected, calls = decode_reference(q, k, v, seqlens=used), dict[str, Callable]()
+    for name, choices in named.items():
+        found, missing = right_calls({name: choices}, expected[:1], *tensors, errors=row["errors"])
+        for call in found.values():  # the other sequences, too
+            if error_of(call(), expected) < WRONG:
+                calls[name] = call
+            else:
+                missing[name] = "wrong: other sequences"
+        row["left_out"] |= missing
+    return [(row, calls, 4 * k.numel())]
+
+
 def show(rows: list[dict]) -> str:
     """Return the series of a point as a line: the medians, the fastest first, and what was not timed."""
     us = {name: [row["us"][name] for row in rows if name in row["us"]] for name in rows[0]["us"]}
@@ -189,6 +233,7 @@ def worker(options, part: int) -> None:
         "bound": partial(prepare_bound, fa4=options.fa4),
         "read": prepare_read,
         "tokens": prepare_tokens,
+        "lengths": prepare_lengths,
     }
     cases, prepared = cases_of(options)[part :: options.workers], []
     for table, point in cases:
@@ -229,7 +274,7 @@ def main() -> None:
     cases = cases_of(options)
     rows = [row for r in records for row in r.get("rows", ())]
     of_case = {
-        case: [row for row in rows if row["table"] == case[0] and row["point"][: len(case[1])] == list(case[1])]
+        case: [row for row in rows if row["table"] == case[0] and tuple(row["point"][: len(case[1])]) == case[1]]
         for case in cases
     }
     record = Record(options.out, "decode: what bounds it")

@@ -195,6 +195,7 @@ def arrange(
     hint: bool | None = None,
     cluster: int | None = None,
     stateless: bool = False,
+    length_parts: int = 4,
     **choices,
 ) -> Arrangement:
     """Choose how a call is computed; the arguments from `programs` on overrule the choice, for measurements.
@@ -228,7 +229,7 @@ def arrange(
         heads = batch * kv_heads * tiles
         if choices.get("else_shared", lengths and batch > 1 and plan.consumers == 0):
             numbers = group * min(sq, plan.queries) * plan.block_d  # of a head, which one program merges
-            plan = replace(plan, else_shared=True, **merge_shape(max(cluster, 4), numbers))
+            plan = replace(plan, else_shared=True, **merge_shape(max(cluster, length_parts), numbers))
         return Arrangement(plan, plan, heads * plan.cluster, tiles, heads, False, 1, hint)
     whole = 0
     if chosen:
@@ -324,7 +325,7 @@ def arrange(
     own = 1 if merge == "last" else parts  # programs that merge a head
     plan = replace(plan, merge=merge)
     # Sequences that are longer than others have more parts than where all are equal.
-    merge_plan = replace(plan, **merge_shape(max(parts, 4) if lengths else parts, -(-numbers // own)))
+    merge_plan = replace(plan, **merge_shape(max(parts, length_parts) if lengths else parts, -(-numbers // own)))
     # A program of the second launch adds up a piece at a time; few heads have enough programs for all their pieces.
     pieces = -(-numbers // (32 * merge_plan.merge_width * MERGE_WARPS // merge_plan.merge_warps))
     pieces = min(pieces, -(-MERGE_PROGRAMS // heads))
