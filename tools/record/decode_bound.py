@@ -23,7 +23,7 @@ import torch
 
 from tools.record.common import Record, arguments_parser, machine_name, read_record
 from tools.record.decode import draw, in_pages, median, others, time_together
-from tools.record.decode_variants import WRONG, arrangement, describe, error_of, fits, right_calls
+from tools.record.decode_variants import WRONG, arrangement, describe, error_of, right_calls
 from tools.record.read_alone import reader
 from tools.record.turns import Turns, run_parts
 from utils.attention import decode_reference
@@ -33,34 +33,36 @@ SHOWN = "default", "cudnn", "fa4", "copy of half"  # beside the fastest
 NOT_TIMED = "fa2", "fa3_lengths", "flashinfer"
 # Sequences, heads, heads of keys, keys, head dimension, new tokens.
 BOUND = (
+    (16, 64, 8, 8192, 128, 16),
     (16, 64, 8, 8192, 128, 1),
     (64, 32, 8, 4096, 128, 1),
     (128, 64, 8, 1024, 128, 16),
-    (16, 64, 8, 8192, 128, 16),
     (64, 16, 16, 2048, 64, 8),
     (64, 16, 16, 2048, 64, 16),
     (128, 64, 8, 1024, 128, 1),
-    (64, 32, 8, 4096, 128, 8),
     (64, 16, 16, 2048, 64, 1),
-    (1, 32, 8, 131072, 128, 1),
     (16, 64, 8, 8192, 128, 8),
-    (128, 64, 8, 1024, 128, 8),
-    (8, 32, 8, 8192, 128, 1),
+    # Between and beyond the thirty points: 268 MB, and 2 and 4 GB.
+    (16, 64, 8, 4096, 128, 1),
+    (32, 64, 8, 2048, 128, 1),
+    (128, 64, 8, 512, 128, 1),
+    (64, 64, 8, 1024, 128, 16),
+    (128, 16, 16, 512, 64, 8),
+    (64, 32, 8, 16384, 128, 1),
+    (32, 32, 8, 8192, 128, 1),
 )
-READ = ((16, 8, 8192, 128), (64, 16, 2048, 64))  # sequences, heads of keys, keys, head dimension
-TOKENS = ((1, 32, 8, 8192, 128, 8), (1, 32, 8, 8192, 128, 16), (1, 32, 8, 2048, 128, 16), (1, 32, 8, 4096, 128, 8))
+READ = ((16, 8, 8192, 128),)  # sequences, heads of keys, keys, head dimension
+TOKENS = tuple((1, 32, 8, keys, 128, new) for keys in (8192, 16384, 32768) for new in (8, 16))
 # The same, then tokens of a page (0: in one piece) and each sequence's keys as fractions of the cache's.
 LENGTHS = (
-    *((8, 32, 8, 8192, 128, 1, page, "one long") for page in (0, 64)),
-    *((8, 32, 8, 8192, 128, 1, page, "even steps") for page in (0, 64)),
-    *((2, 32, 8, 8192, 128, 1, page, kind) for kind in ("equal", "one long", "halves") for page in (0, 64)),
-    (16, 64, 8, 8192, 128, 1, 0, "one long"),
+    *((8, 32, 8, 8192, 128, 1, page, kind) for kind in ("equal", "one long", "even steps") for page in (0, 64)),
+    *((4, 32, 8, 8192, 128, 1, page, kind) for kind in ("equal", "one long", "even steps") for page in (0, 64)),
+    *((2, 32, 8, 8192, 128, 1, page, kind) for kind in ("equal", "one long") for page in (0, 64)),
 )
 FRACTIONS = {
     "equal": lambda batch: [1.0] * batch,
     "even steps": lambda batch: [1 - i / batch for i in range(batch)],
     "one long": lambda batch: [1.0] + [1 / 64] * (batch - 1),
-    "halves": lambda batch: [1.0] + [1 / 2] * (batch - 1),
 }
 POINTS = {"bound": BOUND, "read": READ, "tokens": TOKENS, "lengths": LENGTHS}
 PAGE = 64
@@ -70,50 +72,50 @@ def variants(point: tuple) -> dict[str, dict]:
     """Name the variants of a point: {name: arguments of `arrangement.arrange`}."""
     batch, heads, kv_heads, _, head_dim, new_tokens = point
     rows, all_heads = heads // kv_heads * new_tokens, batch * kv_heads
-    default = arrangement(point, {}).plan
     found: dict[str, dict] = {"default": {}}
-    if default.cluster:
-        base: dict = {"cluster": default.cluster}
-        found |= {f"box {box}": base | {"box": box} for box in (64, 32, 16)}
-        return found | {"hint": base | {"hint": True}, "no hint": base | {"hint": False}}
     if rows < 32:
         large, small = (256, 128) if head_dim == 64 else (128, 64)
-        one: dict = {"consumers": 0, "aligned": True, "programs": max(all_heads, 132) if all_heads < 132 else all_heads}
-        two = one | {"per_sm": 2, "block_n": small}
-        best = two if default.per_sm == 2 else one | {"block_n": default.block_n}
+        one: dict = {"consumers": 0, "aligned": True, "programs": all_heads}
+        two = one | {"per_sm": 2, "block_n": small, "slots": 6}
         found |= {f"{large} x {slots}": one | {"block_n": large, "slots": slots} for slots in (4, 6)}
-        found |= {f"{small} x {slots}": one | {"block_n": small, "slots": slots} for slots in (4, 6, 8, 12)}
-        if all_heads > 132:
-            found |= {f"two an SM, {small} x {slots}": two | {"slots": slots} for slots in (4, 6)}
-            found["132 programs"] = best | {"programs": 132 * default.per_sm}
-        short = best | {"slots": 4}
-        found |= {f"x 4, box {box}": short | {"box": box} for box in (32, 16)}
-        found |= {"x 4, turned": short | {"turned": True}}
-        found |= {f"x 4, hint {kind}": short | {"hint": kind} for kind in (True, "unchanged")}
-        found |= {"box 32": best | {"box": 32}, "turned": best | {"turned": True}, "hint": best | {"hint": True}}
+        found |= {f"{small} x 8": one | {"block_n": small, "slots": 8}, f"two an SM, {small} x 6": two}
+        if head_dim == 64:
+            found["264 programs"] = two | {"programs": 264}
+        else:
+            found["256 x 2"] = one | {"block_n": 256, "slots": 2}
+        if all_heads <= 132:
+            found[f"{small} x 4"] = one | {"block_n": small, "slots": 4}
         return found
-    own: dict = {"consumers": default.consumers, "block_n": default.block_n, "per_sm": default.per_sm}
-    own |= {"ahead": True} if default.ahead else {}
-    own |= {"slots": default.slots}
-    found |= {"box 32": own | {"box": 32}, "turned": own | {"turned": True}, "hint": own | {"hint": True}}
-    if default.per_sm == 1 and not default.ahead:
-        found["64 x 6"] = own | {"block_n": 64, "slots": 6}
-    if default.ahead:
+    if rows == 128:
         whole: dict = {"consumers": 2, "ahead": False, "aligned": True, "programs": all_heads}
-        found["ahead, 128 x 4"] = own | {"slots": 4, "block_n": 128}
-        found["ahead, K first, early"] = own | {"k_first": True, "prefill": True}
-        found["ahead, forwards"] = own | {"backward": False}
-        found |= {f"a program a head, 128 x {slots}": whole | {"block_n": 128, "slots": slots} for slots in (4, 6)}
-        found |= {f"a program a head, 64 x {slots}": whole | {"block_n": 64, "slots": slots} for slots in (8,)}
-        found["a program a head, 128 x 4, backward"] = whole | {"block_n": 128, "slots": 4, "backward": True}
-        found["two tiles, two an SM"] = {"consumers": 1, "per_sm": 2, "block_n": 64, "slots": 4}
+        found["a program a head, 128 x 4"] = whole | {"block_n": 128, "slots": 4}
+        found["backward"] = whole | {"block_n": 128, "slots": 4, "backward": True}
+        found["one softmax"] = whole | {"block_n": 128, "slots": 4, "halves": False}
+        if all_heads > 132:
+            found["ahead"] = {"consumers": 2, "ahead": True, "block_n": 64}
+    own: dict = {
+        "consumers": 2 if rows == 128 else 1,
+        "aligned": True,
+        "programs": all_heads,
+        "slots": 4,
+        "block_n": 128,
+    }
+    if rows == 64 or all_heads <= 132:
+        found["V first"] = own | {"k_first": False}
+        found["rings filled later"] = own | {"prefill": False}
+        found["V first, rings filled later"] = own | {"k_first": False, "prefill": False}
+        found["64 x 8"] = own | {"block_n": 64, "slots": 8}
+        found["64 x 6"] = own | {"block_n": 64, "slots": 6}
     return found
 
 
 def prepare_bound(point: tuple, fa4: bool) -> list[tuple[dict, dict[str, Callable], int]]:
     """Return a row, the calls to time, and the bytes of the cache, for each series."""
     series, named = [], variants(point)
-    named = {name: choices for name, choices in named.items() if fits(arrangement(point, choices))}
+    ways: dict = {}
+    for name, choices in named.items():
+        ways.setdefault(arrangement(point, choices), name)
+    named = {name: named[name] for name in ways.values()}
     for number in range(SERIES):
         q, k, v = draw(*point)
         errors: dict[str, float] = {}
@@ -137,21 +139,15 @@ def prepare_read(cache: tuple) -> list[tuple[dict, dict[str, Callable], int]]:
     k, v = (torch.randn(cache, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     rows, width = cache[0] * cache[1] * cache[2], cache[3]
     calls: dict[str, Callable] = {}
-    block = 128 if width == 128 else 256
-    for programs, slots, box, in_turn in (
-        (128, 6, block, False),
-        (128, 4, block, False),
-        (128, 3, block, False),
-        (128, 2, block, False),
-        (128, 4, 32, False),
-        (128, 4, 16, False),
-        (128, 4, block, True),
-        (128, 4, 32, True),
-        (132, 4, block, True),
-        (132, 6, block, True),
+    for programs, block, slots, group in (
+        *((128, 128, slots, 1) for slots in (2, 4, 6)),
+        (128, 256, 2, 1),
+        (128, 64, 4, 1),
+        *((128, 128, 4, group) for group in (2, 4, 8, 128)),
+        *((132, 128, slots, 132) for slots in (4, 6)),
     ):
-        name = f"{programs} programs, {slots} slots, box {box}, {'in turn' if in_turn else 'runs'}"
-        calls[name] = reader(k.view(rows, width), v.view(rows, width), programs, block, slots, box, in_turn)
+        name = f"{programs} programs, {block} x {slots}, runs of {group}"
+        calls[name] = reader(k.view(rows, width), v.view(rows, width), programs, block, slots, group)
         calls[name]()
     calls["copy of half"] = partial(torch.empty_like(k).copy_, v)
     calls["sum"] = partial(torch.sum, k.view(torch.int32))
@@ -168,7 +164,7 @@ def prepare_tokens(point: tuple) -> list[tuple[dict, dict[str, Callable], int]]:
     calls, row["left_out"] = right_calls({"one piece": {}, "one piece, cluster": {"cluster": 8}}, expected, q, k, v)
     table = torch.randperm(point[3] // PAGE, device="cuda").int().view(1, -1)
     paged = (q, *(in_pages(x, PAGE, table) for x in (k, v)), used, table)
-    named = {"default": {}, "cluster": {"cluster": 8}, "cluster, hint": {"cluster": 8, "hint": True}}
+    named = {"default": {}, "cluster": {"cluster": 8}}
     for kind, tensors in (("pages", paged), ("lengths", (q, k, v, used, None))):
         ways = {f"{kind}, {name}": choices for name, choices in named.items()}
         found, missing = right_calls(ways, expected, *tensors, errors=row["errors"])
@@ -186,15 +182,16 @@ def prepare_lengths(point: tuple) -> list[tuple[dict, dict[str, Callable], int]]
     if page:
         table = torch.randperm(sizes[0] * sizes[3] // page, device="cuda").int().view(sizes[0], -1)
         tensors = (q, *(in_pages(x, page, table) for x in (k, v)), used, table)
-    parts = {16: 4, 64: 2}.get(sizes[0] * sizes[2], 0)
     named: dict[str, dict] = {"default": {}}
-    for ahead in (4, 16):
-        own = {"length_parts": ahead}
-        named[f"no clusters, {ahead} parts"] = own | {"cluster": 0}
-        if parts:
-            named[f"clusters, {ahead} parts"] = own | {"cluster": parts}
-    if parts:
-        named["clusters, never apart"] = {"cluster": parts, "else_shared": False}
+    for parts in (4, 16):
+        named[f"no clusters, {parts} parts"] = {"cluster": 0, "length_parts": parts}
+    for parts in {16: (4, 8), 32: (4, 8), 64: (2, 4)}[sizes[0] * sizes[2]]:
+        programs = parts * sizes[0] * sizes[2]
+        way = {"cluster": parts, "else_shared": False}
+        if programs < 128 or parts == 2:
+            named[f"clusters of {parts}"] = way
+        if programs >= 128:
+            named |= {f"clusters of {parts}, two an SM, {n} slots": way | {"per_sm": 2, "slots": n} for n in (4, 6)}
     row: dict = {"point": list(point), "series": 0, "errors": {}, "left_out": {}}
     expected, calls = decode_reference(q, k, v, seqlens=used), dict[str, Callable]()
     for name, choices in named.items():

@@ -146,8 +146,7 @@ def describe(found: Arrangement) -> str:
     plan, merge = found.plan, found.merge_plan
     tile = f"{'rows' if plan.consumers else 'keys'}: {plan.columns} columns, {plan.block_n} keys, {plan.slots} slots"
     warps = f"{plan.q_slots} Q, {f'{plan.consumers} consumers' if plan.consumers else '4 warps'}, halves {plan.halves}"
-    warps += ", ahead" * plan.ahead + ", L2 hint" * bool(found.hint)
-    warps += f", boxes of {plan.box}" * (plan.box < plan.block_n) + ", turned" * plan.turned
+    warps += ", ahead" * plan.ahead + ", L2 hint" * found.hint
     warps += ", wide stores" * plan.wide + ", output by TMA" * plan.by_tma + ", lean" * plan.lean
     warps += ", products in fp16" * plan.fp16
     warps += ", two programs an SM" * (plan.per_sm == 2 and plan.consumers > 0)

@@ -14,21 +14,18 @@ from utils.attention.gluon.shared import thread_barrier, tma_load
 
 
 @gluon.jit
-def load(k_desc, v_desc, i, first, step, tile, full, pred, BLOCK: gl.constexpr, BOX: gl.constexpr):
+def load(k_desc, v_desc, i, first, step, tile, full, pred):
     """Ask for load number i of a program: K and V of its blocks alternate."""
-    row = (first + i // 2 * step) * BLOCK
-    mbarrier.expect(full, BLOCK * tile.shape[1] * 2, pred=pred)
-    for j in gl.static_range(BLOCK // BOX):
-        part = tile.slice(j * BOX, BOX)
-        tma_load(k_desc, [row + j * BOX, 0], full, part, pred=pred & (i % 2 == 0))
-        tma_load(v_desc, [row + j * BOX, 0], full, part, pred=pred & (i % 2 == 1))
+    row = (first + i // 2 * step) * tile.shape[0]
+    mbarrier.expect(full, k_desc.block_type.nbytes, pred=pred)
+    tma_load(k_desc, [row, 0], full, tile, pred=pred & (i % 2 == 0))
+    tma_load(v_desc, [row, 0], full, tile, pred=pred & (i % 2 == 1))
 
 
 @gluon.jit
-def read_alone(
-    k_desc, v_desc, blocks, BLOCK: gl.constexpr, SLOTS: gl.constexpr, BOX: gl.constexpr, IN_TURN: gl.constexpr
-):
-    """Read an equal share of all blocks: a run of neighbours, or IN_TURN every `programs`-th."""
+def read_alone(k_desc, v_desc, blocks, group, SLOTS: gl.constexpr):
+    """Read an equal share of all blocks: `group` neighbouring programs share a run of blocks, which they take in turn."""
+    BLOCK: gl.constexpr = k_desc.block_type.shape[0]
     WIDTH: gl.constexpr = k_desc.block_type.shape[1]
     ring = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, BLOCK, WIDTH], k_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -37,27 +34,23 @@ def read_alone(
     fence_async_shared()
     thread_barrier()
     program, programs = gl.program_id(0), gl.num_programs(0)
-    if IN_TURN:
-        first, step = program, programs
-        count = 2 * ((blocks - program + programs - 1) // programs)
-    else:
-        first = program * blocks // programs
-        step = 1
-        count = 2 * ((program + 1) * blocks // programs - first)
+    groups, rank = programs // group, program % group
+    begin = program // group * blocks // groups
+    end = (program // group + 1) * blocks // groups
+    first = begin + rank
+    count = 2 * ((end - first + group - 1) // group)
     for fill in gl.static_range(SLOTS):
         i = gl.to_tensor(fill)
-        load(k_desc, v_desc, i, first, step, ring.index(fill), full.index(fill), i < count, BLOCK, BOX)
+        load(k_desc, v_desc, i, first, group, ring.index(fill), full.index(fill), i < count)
     for i in range(count):
         slot = i % SLOTS
         mbarrier.wait(full.index(slot), (i // SLOTS) & 1)
         more = i + SLOTS < count
-        load(k_desc, v_desc, i + SLOTS, first, step, ring.index(slot), full.index(slot), more, BLOCK, BOX)
+        load(k_desc, v_desc, i + SLOTS, first, group, ring.index(slot), full.index(slot), more)
 
 
-def reader(
-    k: torch.Tensor, v: torch.Tensor, programs: int, block: int, slots: int, box: int, in_turn: bool
-) -> Callable[[], object]:
+def reader(k: torch.Tensor, v: torch.Tensor, programs: int, block: int, slots: int, group: int) -> Callable[[], object]:
     """Return a call that reads k and v (rows, width) in blocks of `block` rows, `slots` of them on their way a program."""
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
-    k_desc, v_desc = (TensorDescriptor.from_tensor(x, [box, x.shape[1]], layout) for x in (k, v))
-    return lambda: read_alone[(programs,)](k_desc, v_desc, len(k) // block, block, slots, box, in_turn, num_warps=4)
+    k_desc, v_desc = (TensorDescriptor.from_tensor(x, [block, x.shape[1]], layout) for x in (k, v))
+    return lambda: read_alone[(programs,)](k_desc, v_desc, len(k) // block, group, slots, num_warps=4)

@@ -17,29 +17,23 @@ _COPY = re.compile(
     r"(@%\w+ )?(cp\.async\.bulk\.tensor\.4d\.shared::\w+\.global\.mbarrier::complete_tx::bytes)( \[[^;]*\]);"
 )
 # What createpolicy.fractional.L2::evict_first gives for all lines, as CUTLASS has it.
-_EVICT_FIRST = "mov.b64 policy, 0x12F0000000000000"
-POLICIES = {
-    True: _EVICT_FIRST,
-    "unchanged": "createpolicy.fractional.L2::evict_unchanged.b64 policy, 1.0",
-    "normal": "mov.b64 policy, 0x1000000000000000",
-    "last": "mov.b64 policy, 0x14F0000000000000",
-    "half": "createpolicy.fractional.L2::evict_first.L2::evict_unchanged.b64 policy, 0.5",
-}
+_EVICT_FIRST = "0x12F0000000000000"
 
 
-def hint_copies(ptx: str, kind=True) -> tuple[str, int]:
+def hint_copies(ptx: str) -> tuple[str, int]:
     """Give each TMA copy of four dimensions the hint; return the PTX and the number of copies."""
     return _COPY.subn(
         lambda found: (
-            f"{{ .reg .b64 policy; {POLICIES[kind]}; {found[1] or ''}{found[2]}.L2::cache_hint{found[3]}, policy; }}"
+            f"{{ .reg .b64 policy; mov.b64 policy, {_EVICT_FIRST}; {found[1] or ''}{found[2]}.L2::cache_hint{found[3]}, "
+            "policy; }"
         ),
         ptx,
     )
 
 
-def with_l2_hint(compiled: Any, kind=True) -> Any:
+def with_l2_hint(compiled: Any) -> Any:
     """Return a copy of a kernel that Triton compiled, whose TMA copies of four dimensions have the hint; not yet loaded."""
-    ptx, copies = hint_copies(compiled.asm["ptx"], kind)
+    ptx, copies = hint_copies(compiled.asm["ptx"])
     if not copies:
         raise ValueError(f"{compiled.name} has no TMA copy of four dimensions: there is nothing to give the hint to.")
     return reassembled(compiled, ptx)

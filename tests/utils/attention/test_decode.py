@@ -7,7 +7,7 @@ import torch
 
 from tests.utils.attention.decode_cases import random_cache, relative_error
 from utils.attention import AttentionUnsupported, attention_decode, decode_reference, last_run
-from utils.attention.gluon.decode.arrangement import aligned_split, arrange, shared_programs
+from utils.attention.gluon.decode.arrangement import SHORT_RING_BYTES, aligned_split, arrange, shared_programs
 from utils.attention.gluon.decode.plan import SHARED_BYTES, make_plan, power_of_two, refuse
 
 
@@ -178,7 +178,8 @@ def test_the_next_head_begins_early_only_where_programs_take_several_whole_heads
             found = arrange(batch, kv_heads, group, sq, 1024, head_dim, 132, **options)
             plan, several = found.plan, found.aligned and found.heads >= 264
             by_rows = plan.consumers > 0 and plan.block_d == 128 and not options
-            assert plan.ahead == (several and by_rows and plan.consumers == 2)
+            large = 4 * batch * kv_heads * 1024 * head_dim >= SHORT_RING_BYTES
+            assert plan.ahead == (several and by_rows and plan.consumers == 2 and not large)
             assert (plan.per_sm == 2) == (several and plan.consumers == 1) or not by_rows
             whole, one_head = found.aligned and by_rows and not plan.ahead, found.programs >= found.heads
             assert plan.by_tma == (whole and one_head and (plan.consumers == 2 or plan.per_sm == 2))
@@ -196,9 +197,10 @@ def test_how_many_programs_share_a_cache():
 
     # Whole heads: two programs an SM take several short ones each, or one long one each.
     assert programs(64, 8, 4, 1, 4096, 128) == programs(64, 8, 4, 16, 4096, 128) == 512
-    assert programs(64, 8, 4, 1, 2048, 128) == programs(64, 16, 1, 16, 2048, 64) == 264
-    # Many short ones have a program each, with an SM's whole memory at one token.
-    assert programs(128, 8, 8, 1, 1024, 128) == programs(64, 16, 1, 1, 2048, 64) == 1024
+    assert programs(64, 8, 4, 1, 1024, 128) == programs(64, 16, 1, 16, 1024, 64) == 264
+    # From half a gigabyte on, and where there are many short ones, a program each with an SM's whole memory.
+    assert programs(128, 8, 8, 1, 1024, 128) == programs(64, 16, 1, 16, 2048, 64) == 1024
+    assert programs(64, 16, 1, 1, 1024, 64) == 1024
     assert arrange(128, 8, 8, 1, 1024, 128, 132).plan.per_sm == 1
     assert programs(128, 8, 8, 8, 1024, 128) == 1024
     assert programs(99, 4, 8, 8, 1024, 128) == 396  # three for each SM, which two places an SM would not share evenly
@@ -244,7 +246,8 @@ def test_orders_of_blocks_and_early_rings_go_with_the_kernels_that_were_timed_wi
 
     assert order(16, 8, 8, 16, 8192, 128) == order(16, 8, 8, 8, 8192, 128) == (False, True, 2)
     assert order(64, 8, 4, 16, 4096, 128) == (False, False, 2) and order(1, 8, 4, 16, 8192, 128) == (False, False, 3)
-    assert order(128, 8, 8, 16, 1024, 128) == (True, False, 0)  # each head begun before the last one ends
+    assert order(128, 8, 8, 16, 1024, 128) == (False, True, 2)
+    assert order(64, 8, 8, 16, 1024, 128) == (True, False, 0)  # each head begun before the last one ends
     for options in ({"window": 100}, {"lengths": True}, {"lengths": True, "page": 16}, {"fp8": True}):
         assert order(16, 8, 8, 16, 8192, 128, **options) == (False, False, 0)
     # Heads of so few blocks that the rings would hold more, and parts that a program has two of.
@@ -276,7 +279,8 @@ def test_two_programs_share_an_sm_where_each_takes_whole_long_heads():
         plan = arrange(*sizes, 132, **options).plan
         return plan.consumers, plan.per_sm
 
-    assert chosen(64, 8, 4, 4, 4096, 128) == chosen(64, 16, 1, 16, 2048, 64) == (0, 2)
+    assert chosen(64, 8, 4, 4, 1024, 128) == chosen(64, 16, 1, 16, 1024, 64) == (0, 2)
+    assert chosen(64, 8, 4, 4, 4096, 128) == chosen(64, 16, 1, 16, 2048, 64) == (0, 1)  # from half a gigabyte on
     assert chosen(64, 8, 4, 8, 4096, 128) == chosen(64, 8, 4, 16, 4096, 128) == (1, 2)  # 32 and 64 query rows
     assert chosen(16, 8, 8, 8, 8192, 128) == chosen(64, 8, 4, 16, 4096, 128, lengths=True) == (1, 1)
     assert chosen(16, 8, 8, 1, 8192, 128) == chosen(1, 8, 4, 1, 2048, 128) == (0, 1)  # 128 and 8 heads
@@ -503,26 +507,10 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
         | {"backward": True, "k_first": True, "prefill": True},
     ),
     "parts, K first": ((1, 8, 2, 16, 500, 64, None), {}, {"consumers": 1, "k_first": True, "programs": 3}),
-    "keys, turned": ((3, 8, 2, 2, 330, 64, None), {}, {"consumers": 0, "block_n": 64, "aligned": True, "turned": True}),
-    "rows, turned": (
-        (3, 4, 2, 16, 330, 64, None),
+    "a block of keys and one of values": (
+        (2, 8, 2, 2, 330, 64, None),
         {},
-        {"consumers": 1, "block_n": 64, "aligned": True, "turned": True, "prefill": True},
-    ),
-    "keys, small boxes": (
-        (2, 8, 2, 2, 330, 128, None),
-        {},
-        {"consumers": 0, "box": 32, "turned": True, "aligned": True},
-    ),
-    "rows, small boxes": (
-        (2, 8, 2, 16, 330, 128, None),
-        {},
-        {"consumers": 1, "box": 16, "aligned": True, "turned": True},
-    ),
-    "ahead, turned": (
-        (3, 8, 2, 16, 330, 64, None),
-        {},
-        {"consumers": 1, "block_n": 64, "aligned": True, "turned": True, "ahead": True, "programs": 4},
+        {"consumers": 0, "block_n": 64, "aligned": True, "slots": 2, "programs": 3},
     ),
     "128 rows, whole heads of 256": ((2, 5, 1, 7, 90, 256, None), {}, {"consumers": 2, "aligned": True, "wide": True}),
 }

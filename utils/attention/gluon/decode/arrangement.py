@@ -223,8 +223,9 @@ def arrange(
             raise ValueError("a cluster takes no window and no fp8 cache: leave `cluster` out.")
         own_tile = consumers, block_n, choices.get("slots"), merge, page
         in_turn = choices.get("in_turn", bool(lengths))
-        plan = cluster_plan(head_dim, group, sq, keys, batch * kv_heads, cluster, *own_tile, in_turn)
-        plan = replace(plan, box=choices.get("box", plan.box))
+        plan = cluster_plan(
+            head_dim, group, sq, keys, batch * kv_heads, cluster, *own_tile, in_turn, choices.get("per_sm", 1)
+        )
         tiles = -(-sq // plan.queries)
         heads = batch * kv_heads * tiles
         if choices.get("else_shared", lengths and batch > 1 and plan.consumers == 0):
@@ -234,6 +235,11 @@ def arrange(
     whole = 0
     if chosen:
         whole = whole_heads(batch * kv_heads, group, sq, keys, head_dim, bytes_, multiprocessors)
+    width = block_width(head_dim)
+    large = chosen and not whole and bytes_ >= SHORT_RING_BYTES and width <= TIMED_WIDTH
+    if large and best_consumers(head_dim, group, sq) == 0 and aligned_split(batch * kv_heads, 2, multiprocessors):
+        consumers, block_n, aligned, programs = 0, KEYS_BLOCK[width], True, batch * kv_heads
+        choices = {"per_sm": 1, "slots": SHORT_RING}
     if whole:
         block_n = 64 if whole == 3 else KEYS_BLOCK[block_width(head_dim)] // 2
         consumers, aligned, programs, choices = 0, True, batch * kv_heads, {"per_sm": whole}
@@ -264,9 +270,8 @@ def arrange(
         consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
         if consumers and block_n is None:
             if several:
-                # Two programs with 64 query rows fit on an SM; one with 128 begins the next head before one ends.
-                choices = ({"per_sm": 2} if consumers == 1 else {"ahead": True}) | choices
-            width = block_width(head_dim)
+                # Two programs with 64 query rows fit on an SM; one with 128 begins the next head before one ends, or ends with it.
+                choices = ({"per_sm": 2} if consumers == 1 else {"ahead": bytes_ < SHORT_RING_BYTES}) | choices
             # Small blocks leave more than two slots for K and for V beside the rest.
             small = choices.get("ahead", False) or choices.get("per_sm", 1) == 2
             block_n = ROWS_BLOCK[width] // 2 if small else best_block(head_dim, batch * kv_heads, seen, multiprocessors)
@@ -289,7 +294,8 @@ def arrange(
             "`aligned_split` is true, or aligned=True."
         )
     even = 0 if lengths or aligned else even_programs(heads, blocks, multiprocessors)
-    if aligned and plan.per_sm == 2 and (plan.consumers or seen >= PROGRAM_A_HEAD_KEYS):
+    several = bool(several) and plan.consumers == 2 and not plan.ahead
+    if aligned and (several or (plan.per_sm == 2 and (plan.consumers or seen >= PROGRAM_A_HEAD_KEYS))):
         programs = programs or heads  # they drift apart, and so some read while others begin and end
     if lengths and not page and not plan.consumers and not fp8 and bytes_ > HINT_BYTES[1]:
         programs = programs or shared_programs(heads, multiprocessors)

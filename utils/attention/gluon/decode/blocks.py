@@ -59,9 +59,7 @@ def load_block(descriptor, cache, cursor, numbers, kv_head, tile, full, pred, EX
             number = when_used(numbers[i])
             tma_load(descriptor, [number, kv_head, row, 0], full, part, pred=pred)
     else:
-        for i in gl.static_range(PLAN.block_n // PLAN.box):
-            part = tile.slice(i * PLAN.box, PLAN.box, dim=2)
-            tma_load(descriptor, [cursor.b, kv_head, key + i * PLAN.box, 0], full, part, pred=pred)
+        tma_load(descriptor, [cursor.b, kv_head, key, 0], full, tile, pred=pred)
 
 
 @gluon.jit

@@ -196,7 +196,7 @@ def attend(results, split, q_desc, k_desc, v_desc, program):
             s_next = start_scores(ring.index(after), q, layout)
             slot = 2 * i % SLOTS + 1
             v_full = full.index(slot), (2 * i // SLOTS) & 1
-            block = cache.block_at(cursor, k), low, clear
+            block = cursor.j + k, low, clear
             o_next, m, sums = start_block(
                 results, cursor, block, s, m, o, sums, p_tile, ring.index(slot), v_full, False
             )
@@ -213,7 +213,7 @@ def attend(results, split, q_desc, k_desc, v_desc, program):
         i = unit - begin + n - 1
         slot = 2 * i % SLOTS + 1
         v_full = full.index(slot), (2 * i // SLOTS) & 1
-        block = cache.block_at(cursor, n - 1), low, clear
+        block = cursor.j + n - 1, low, clear
         o, m, sums = start_block(results, cursor, block, s, m, o, sums, p_tile, ring.index(slot), v_full, CASE.clean)
         o = warpgroup_mma_wait(0, [o])
         thread_barrier()

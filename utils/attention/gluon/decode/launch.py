@@ -326,9 +326,10 @@ class Launch:
         twins = vars(compiled).setdefault("decode_twins", {})  # the plan is the kernel's own, the hint is not
         twin = twins.get(self.hint)
         if twin is None:
-            twin = with_l2_hint(compiled, self.hint) if self.hint else not_loaded(compiled)
+            twin = with_l2_hint(compiled) if self.hint else not_loaded(compiled)
             if self.plan.merge == "cluster":
-                shared = max(-(-compiled.metadata.shared // 16) * 16 + self.plan.inbox_space, ALONE_BYTES)
+                alone = ALONE_BYTES if self.plan.per_sm == 1 else 0
+                shared = max(-(-compiled.metadata.shared // 16) * 16 + self.plan.inbox_space, alone)
                 twin.metadata = compiled.metadata._replace(shared=shared)
             twins[self.hint] = twin
         return twin

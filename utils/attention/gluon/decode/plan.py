@@ -75,9 +75,6 @@ class Plan:
     )
     k_first: bool = False  # query rows as rows: each block of K is asked for before the block of V in front of it
     prefill: int = 0  # query rows as rows: blocks of K and of V that are asked for before the roles begin
-    turned: bool = (
-        False  # whole heads: each begins at another block, so that programs are not at the same place of their heads
-    )
     lean: bool = False  # keys as rows: all expectations come before all copies, and whole heads have no code for parts
 
     @property
@@ -193,8 +190,6 @@ def make_plan(
     prefill: bool = False,
     lean: bool = False,
     fp16: bool = False,
-    turned: bool = False,
-    box: int | None = None,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
 
@@ -217,14 +212,7 @@ def make_plan(
         producers = producers if consumers == 1 else 1
         level = (page is not None and page <= LEVEL_PAGES) if level is None else level
         plan = replace(plan, producers=producers, level=level, wide=wide, by_tma=by_tma)
-        return replace(
-            plan,
-            backward=backward,
-            k_first=k_first,
-            prefill=plan.slots // 2 if prefill else 0,
-            turned=turned,
-            box=box or plan.box,
-        )
+        return replace(plan, backward=backward, k_first=k_first, prefill=plan.slots // 2 if prefill else 0)
     if ahead:
         raise ValueError("ahead is a variant of the kernel with query rows as rows; give consumers=1 or 2 with it.")
     block_d = block_width(head_dim)
@@ -253,13 +241,12 @@ def make_plan(
         queries,
         slots or fit,
         tiles,
-        min(box or block_n, page) if page else box or block_n,
+        min(block_n, page) if page else block_n,
         merge=merge,
         early=early,
         per_sm=per_sm,
         level=bool(level),
         lean=lean,
-        turned=turned,
     )
 
 

@@ -72,15 +72,14 @@ def fill_rings(share, q_desc, k_desc, v_desc):
     All expectations come before all copies, because the compiler puts a barrier between an expectation and its copy.
     """
     COUNT: gl.constexpr = share.PLAN.prefill
-    BYTES: gl.constexpr = share.PLAN.block_n * share.PLAN.block_d * 2
     cache = share.results.cache
     cursor = share.start
     kv_head = cursor.head // share.results.tiles
     q, k, v = share.q, share.k, share.v
     mbarrier.expect(q.full.index(0), q_desc.block_type.nbytes)
     for i in gl.static_range(COUNT):
-        mbarrier.expect(k.full.index(i), BYTES)
-        mbarrier.expect(v.full.index(i), BYTES)
+        mbarrier.expect(k.full.index(i), k_desc.block_type.nbytes)
+        mbarrier.expect(v.full.index(i), v_desc.block_type.nbytes)
     load_queries(q_desc, share.results, cursor.b, cursor.head, q.tiles.index(0), q.full.index(0), True, False)
     for i in gl.static_range(COUNT):
         block = cursor.behind(i)

@@ -11,7 +11,6 @@ from triton.experimental.gluon import language as gl
 
 from utils.attention.gluon.shared import aggregate
 
-TURN = gl.constexpr(5)  # blocks by which a head begins behind the one before it, where heads are read `turned`
 ENOUGH_SMS = gl.constexpr(64)  # so many of 132 read as fast as all, each with all of its memory (entry 34)
 
 
@@ -176,11 +175,7 @@ class Cache:
     @gluon.jit
     def block_at(self, cursor, k):
         """Number in its head of the block that is read k blocks behind the cursor's."""
-        if self.PLAN.turned:
-            first = (cursor.b * self.heads + cursor.head) * TURN % cursor.blocks
-            j = first + cursor.j + k
-            return j - gl.where(j >= cursor.blocks, cursor.blocks, 0)
-        elif self.PLAN.backward:
+        if self.PLAN.backward:
             return cursor.blocks - 1 - cursor.j - k
         else:
             return cursor.j + k
