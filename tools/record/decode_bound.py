@@ -34,29 +34,24 @@ NOT_TIMED = "fa2", "fa3_lengths", "flashinfer"
 # Sequences, heads, heads of keys, keys, head dimension, new tokens.
 BOUND = (
     (16, 64, 8, 8192, 128, 16),
-    (16, 64, 8, 8192, 128, 1),
-    (64, 32, 8, 4096, 128, 1),
-    (128, 64, 8, 1024, 128, 16),
-    (64, 16, 16, 2048, 64, 8),
-    (64, 16, 16, 2048, 64, 16),
-    (128, 64, 8, 1024, 128, 1),
-    (64, 16, 16, 2048, 64, 1),
     (16, 64, 8, 8192, 128, 8),
-    # Between and beyond the thirty points: 268 MB, and 2 and 4 GB.
-    (16, 64, 8, 4096, 128, 1),
-    (32, 64, 8, 2048, 128, 1),
-    (128, 64, 8, 512, 128, 1),
-    (64, 64, 8, 1024, 128, 16),
-    (128, 16, 16, 512, 64, 8),
-    (64, 32, 8, 16384, 128, 1),
-    (32, 32, 8, 8192, 128, 1),
+    # Between the thirty points: 268 and 134 MB.
+    (16, 64, 8, 4096, 128, 16),
+    (16, 64, 8, 4096, 128, 8),
+    (32, 64, 8, 2048, 128, 8),
+    (64, 64, 8, 512, 128, 16),
+    (32, 64, 8, 1024, 128, 16),
+    (16, 64, 8, 2048, 128, 1),
+    (32, 64, 8, 1024, 128, 1),
+    (64, 64, 8, 512, 128, 1),
+    (64, 16, 16, 1024, 64, 8),
 )
 READ = ((16, 8, 8192, 128),)  # sequences, heads of keys, keys, head dimension
 TOKENS = tuple((1, 32, 8, keys, 128, new) for keys in (8192, 16384, 32768) for new in (8, 16))
 # The same, then tokens of a page (0: in one piece) and each sequence's keys as fractions of the cache's.
 LENGTHS = (
     *((8, 32, 8, 8192, 128, 1, page, kind) for kind in ("equal", "one long", "even steps") for page in (0, 64)),
-    *((4, 32, 8, 8192, 128, 1, page, kind) for kind in ("equal", "one long", "even steps") for page in (0, 64)),
+    *((4, 32, 8, 8192, 128, 1, page, kind) for kind in ("equal", "one long") for page in (0, 64)),
     *((2, 32, 8, 8192, 128, 1, page, kind) for kind in ("equal", "one long") for page in (0, 64)),
 )
 FRACTIONS = {
@@ -75,37 +70,20 @@ def variants(point: tuple) -> dict[str, dict]:
     found: dict[str, dict] = {"default": {}}
     if rows < 32:
         large, small = (256, 128) if head_dim == 64 else (128, 64)
-        one: dict = {"consumers": 0, "aligned": True, "programs": all_heads}
-        two = one | {"per_sm": 2, "block_n": small, "slots": 6}
-        found |= {f"{large} x {slots}": one | {"block_n": large, "slots": slots} for slots in (4, 6)}
-        found |= {f"{small} x 8": one | {"block_n": small, "slots": 8}, f"two an SM, {small} x 6": two}
-        if head_dim == 64:
-            found["264 programs"] = two | {"programs": 264}
-        else:
-            found["256 x 2"] = one | {"block_n": 256, "slots": 2}
-        if all_heads <= 132:
-            found[f"{small} x 4"] = one | {"block_n": small, "slots": 4}
-        return found
-    if rows == 128:
-        whole: dict = {"consumers": 2, "ahead": False, "aligned": True, "programs": all_heads}
-        found["a program a head, 128 x 4"] = whole | {"block_n": 128, "slots": 4}
-        found["backward"] = whole | {"block_n": 128, "slots": 4, "backward": True}
-        found["one softmax"] = whole | {"block_n": 128, "slots": 4, "halves": False}
-        if all_heads > 132:
-            found["ahead"] = {"consumers": 2, "ahead": True, "block_n": 64}
-    own: dict = {
-        "consumers": 2 if rows == 128 else 1,
-        "aligned": True,
-        "programs": all_heads,
-        "slots": 4,
-        "block_n": 128,
-    }
-    if rows == 64 or all_heads <= 132:
-        found["V first"] = own | {"k_first": False}
-        found["rings filled later"] = own | {"prefill": False}
-        found["V first, rings filled later"] = own | {"k_first": False, "prefill": False}
-        found["64 x 8"] = own | {"block_n": 64, "slots": 8}
-        found["64 x 6"] = own | {"block_n": 64, "slots": 6}
+        one: dict = {"consumers": 0, "aligned": True, "programs": all_heads, "block_n": large}
+        found |= {f"{large} x {slots}": one | {"slots": slots} for slots in (4, 6)}
+        found |= {f"{large} x {slots}, no hint": one | {"slots": slots, "hint": False} for slots in (4, 6)}
+        two: dict = one | {"per_sm": 2, "block_n": small}
+        return found | {f"two an SM, {small} x {slots}": two | {"slots": slots} for slots in (4, 6)}
+    own: dict = {"consumers": 2 if rows == 128 else 1, "aligned": True, "programs": all_heads}
+    if all_heads > 132 and rows == 64:
+        own |= {"per_sm": 2, "block_n": 64}
+    if all_heads > 132 and rows == 128:
+        found["ahead"] = {"consumers": 2, "ahead": True, "block_n": 64}
+        own |= {"ahead": False, "block_n": 128}
+    found |= {f"a program a head, {slots} slots": own | {"slots": slots} for slots in (4, 6)}
+    if all_heads <= 132:
+        found["132 programs"] = own | {"programs": 132, "slots": 4}
     return found
 
 
@@ -183,15 +161,12 @@ def prepare_lengths(point: tuple) -> list[tuple[dict, dict[str, Callable], int]]
         table = torch.randperm(sizes[0] * sizes[3] // page, device="cuda").int().view(sizes[0], -1)
         tensors = (q, *(in_pages(x, page, table) for x in (k, v)), used, table)
     named: dict[str, dict] = {"default": {}}
-    for parts in (4, 16):
-        named[f"no clusters, {parts} parts"] = {"cluster": 0, "length_parts": parts}
-    for parts in {16: (4, 8), 32: (4, 8), 64: (2, 4)}[sizes[0] * sizes[2]]:
-        programs = parts * sizes[0] * sizes[2]
-        way = {"cluster": parts, "else_shared": False}
-        if programs < 128 or parts == 2:
-            named[f"clusters of {parts}"] = way
-        if programs >= 128:
-            named |= {f"clusters of {parts}, two an SM, {n} slots": way | {"per_sm": 2, "slots": n} for n in (4, 6)}
+    named["no clusters"] = {"cluster": 0}
+    heads = sizes[0] * sizes[2]
+    named["clusters, one an SM"] = {"cluster": {16: 4, 32: 2, 64: 2}[heads]}
+    for parts in {16: (8,), 32: (4, 8), 64: (4,)}[heads]:
+        two = {"cluster": parts, "per_sm": 2, "block_n": 64}
+        named |= {f"clusters of {parts}, two an SM, {slots} slots": two | {"slots": slots} for slots in (4, 6)}
     row: dict = {"point": list(point), "series": 0, "errors": {}, "left_out": {}}
     expected, calls = decode_reference(q, k, v, seqlens=used), dict[str, Callable]()
     for name, choices in named.items():

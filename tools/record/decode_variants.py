@@ -152,7 +152,7 @@ def describe(found: Arrangement) -> str:
     warps += ", two programs an SM" * (plan.per_sm == 2 and plan.consumers > 0)
     warps += ", backward" * plan.backward + ", K first" * plan.k_first + ", rings filled early" * (plan.prefill > 0)
     if plan.cluster:
-        turns = ", blocks in turn" * plan.in_turn + ", or all blocks shared" * plan.else_shared
+        turns = ", blocks in turn" * plan.in_turn + ", two programs an SM" * (plan.per_sm == 2)
         return f"{tile}, {warps}{turns}; {found.programs} programs, clusters of {plan.cluster}"
     if found.aligned:
         return f"{tile}, {warps}; {found.programs} programs, whole heads"

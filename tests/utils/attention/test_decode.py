@@ -197,10 +197,10 @@ def test_how_many_programs_share_a_cache():
 
     # Whole heads: two programs an SM take several short ones each, or one long one each.
     assert programs(64, 8, 4, 1, 4096, 128) == programs(64, 8, 4, 16, 4096, 128) == 512
-    assert programs(64, 8, 4, 1, 1024, 128) == programs(64, 16, 1, 16, 1024, 64) == 264
-    # From half a gigabyte on, and where there are many short ones, a program each with an SM's whole memory.
+    assert programs(64, 8, 4, 1, 1024, 64) == programs(32, 16, 1, 16, 1024, 64) == 264
+    # From 250 MB on, and where there are many short ones, a program each with an SM's whole memory.
     assert programs(128, 8, 8, 1, 1024, 128) == programs(64, 16, 1, 16, 2048, 64) == 1024
-    assert programs(64, 16, 1, 1, 1024, 64) == 1024
+    assert programs(128, 16, 1, 1, 512, 64) == 2048 and programs(64, 16, 1, 1, 512, 64) == 132
     assert arrange(128, 8, 8, 1, 1024, 128, 132).plan.per_sm == 1
     assert programs(128, 8, 8, 8, 1024, 128) == 1024
     assert programs(99, 4, 8, 8, 1024, 128) == 396  # three for each SM, which two places an SM would not share evenly
@@ -247,7 +247,7 @@ def test_orders_of_blocks_and_early_rings_go_with_the_kernels_that_were_timed_wi
     assert order(16, 8, 8, 16, 8192, 128) == order(16, 8, 8, 8, 8192, 128) == (False, True, 2)
     assert order(64, 8, 4, 16, 4096, 128) == (False, False, 2) and order(1, 8, 4, 16, 8192, 128) == (False, False, 3)
     assert order(128, 8, 8, 16, 1024, 128) == (False, True, 2)
-    assert order(64, 8, 8, 16, 1024, 128) == (True, False, 0)  # each head begun before the last one ends
+    assert order(64, 8, 8, 16, 512, 128) == (True, False, 0)  # each head begun before the last one ends
     for options in ({"window": 100}, {"lengths": True}, {"lengths": True, "page": 16}, {"fp8": True}):
         assert order(16, 8, 8, 16, 8192, 128, **options) == (False, False, 0)
     # Heads of so few blocks that the rings would hold more, and parts that a program has two of.
@@ -279,8 +279,8 @@ def test_two_programs_share_an_sm_where_each_takes_whole_long_heads():
         plan = arrange(*sizes, 132, **options).plan
         return plan.consumers, plan.per_sm
 
-    assert chosen(64, 8, 4, 4, 1024, 128) == chosen(64, 16, 1, 16, 1024, 64) == (0, 2)
-    assert chosen(64, 8, 4, 4, 4096, 128) == chosen(64, 16, 1, 16, 2048, 64) == (0, 1)  # from half a gigabyte on
+    assert chosen(32, 16, 4, 4, 1024, 64) == chosen(32, 16, 1, 16, 1024, 64) == (0, 2)
+    assert chosen(64, 8, 4, 4, 4096, 128) == chosen(64, 16, 1, 16, 2048, 64) == (0, 1)  # from 250 MB on
     assert chosen(64, 8, 4, 8, 4096, 128) == chosen(64, 8, 4, 16, 4096, 128) == (1, 2)  # 32 and 64 query rows
     assert chosen(16, 8, 8, 8, 8192, 128) == chosen(64, 8, 4, 16, 4096, 128, lengths=True) == (1, 1)
     assert chosen(16, 8, 8, 1, 8192, 128) == chosen(1, 8, 4, 1, 2048, 128) == (0, 1)  # 128 and 8 heads
@@ -355,13 +355,18 @@ def test_clusters_and_the_hint_are_chosen_where_they_were_timed():
     ):
         found = arrange(1, 8, 4, 1, 8192, 128, 132, **options)
         assert (found.plan.cluster, found.hint) == (parts, parts > 0), options
-    # Sequences whose lengths differ are merged through counters, by one program a head: few rows, and no graph that shares them.
-    for sq, stateless, parts in ((2, False, 2), (3, False, 0), (1, True, 0)):
-        found = arrange(8, 8, 4, sq, 8192, 128, 132, lengths=True, page=64, stateless=stateless)
-        assert (found.plan.cluster, found.plan.else_shared, found.hint) == (parts, parts > 0, False)
-    assert (
-        arrange(2, 8, 4, 1, 8192, 128, 132, lengths=True).plan.cluster == 0
-    )  # 64 programs, all of which a long sequence needs
+    # With lengths: also many query rows over few blocks; of sequences whose lengths may differ, two at most.
+    for batch, sq, keys, parts in (
+        (1, 16, 8192, 8),
+        (1, 16, 9000, 0),
+        (2, 2, 8192, 4),
+        (2, 3, 8192, 0),
+        (2, 1, 9000, 0),
+        (4, 1, 8192, 0),
+    ):
+        for stateless in (False, True):
+            found = arrange(batch, 8, 4, sq, keys, 128, 132, lengths=True, page=64, stateless=stateless)
+            assert found.plan.cluster == parts, (batch, sq, keys)
     assert arrange(1, 8, 4, 1, 8192, 128, 114).plan.cluster == 0  # another GPU
 
 

@@ -32,16 +32,21 @@ FEW_BLOCKS = {64: 0, 128: 3, 256: 5}  # where a program has fewer of the latter,
 # Of keys and values: where it is faster that they leave the L2 first, by up to 2 us. With 4 to 12 MB it gains 0.3 us at most, with
 # 268 MB nothing, and from half a gigabyte on it is slower.
 HINT_BYTES = 16 << 20, 192 << 20
-# Of keys and values, from which two blocks of K and two of V on their way are faster than three, where query rows are the rows.
-SHORT_RING_BYTES = 500_000_000
+# Of keys and values, from which two blocks of K and two of V on their way are faster than three (entries 46 to 50).
+SHORT_RING_BYTES = 250_000_000
 SHORT_RING = 4
 # Heads of keys, of all sequences, and the programs of a cluster that were timed for them (entries 34 and 35).
 CLUSTERS = {4: 16, 8: 8, 16: 4, 32: 2, 64: 2}
 CLUSTERS_64 = {48: 2, 64: 2}  # the same for head dimension 64 and a tile of eight query rows (entry 40)
+LENGTHS_CLUSTER_KEYS = (
+    8192  # of the longer one of two sequences whose lengths may differ, up to which they are read by clusters
+)
 CLUSTER_64_KEYS = 8192  # of a sequence, up to which those clusters are taken; two of 2048 keys were timed
 MANY_HEADS = 6  # times the SMs, from which short heads are faster with a program each and an SM's whole memory
 WHOLE_KEYS = 512  # from which heads that are not as many as SMs have a program each (entry 40)
 TIMED_SMS = 132
+# A sequence that is longer than the others has more parts than where all are equal; a thread of the merge loads so many at once.
+LENGTHS_PARTS = 16
 PROGRAM_A_HEAD_KEYS = (
     4096  # keys as rows, from which as many programs as heads are faster than two an SM that take several
 )
@@ -56,11 +61,14 @@ def aligned_split(heads: int, blocks: int, programs: int) -> bool:
     return rounds * programs <= 1.04 * heads or blocks == 1
 
 
-def best_cluster(heads: int, group: int, sq: int, keys: int, head_dim: int, multiprocessors: int) -> int:
+def best_cluster(
+    heads: int, group: int, sq: int, keys: int, head_dim: int, multiprocessors: int, lengths: bool = False
+) -> int:
     """Choose the programs of a cluster, 0 for the other kernels: as timed on an H200, with heads of 128, and a few of 64.
 
     heads: of keys, of all sequences. Half of the SMs read as fast as all of them, if each has all of its memory for a ring;
-    with many query rows, or with two programs a head, they do so only for short caches.
+    with many query rows, or with two programs a head, they do so only for short caches. lengths: the kernel reads them, which a
+    cluster does while its first copies are under way; the other kernels begin behind that.
     """
     width, rows = block_width(head_dim), power_of_two(group) * sq
     if multiprocessors != TIMED_SMS or width > TIMED_WIDTH or rows > 64:
@@ -72,7 +80,7 @@ def best_cluster(heads: int, group: int, sq: int, keys: int, head_dim: int, mult
         return 0
     if 2 * heads * parts <= multiprocessors:
         longest = -(-blocks // parts)  # share of a program
-        if (longest > 8 and (rows > 8 or parts == 2)) or (longest > 4 and rows > 16):
+        if (longest > 8 and (rows > 8 or parts == 2)) or (longest > 4 and rows > 16 and not lengths):
             return 0
     return parts
 
@@ -195,7 +203,6 @@ def arrange(
     hint: bool | None = None,
     cluster: int | None = None,
     stateless: bool = False,
-    length_parts: int = 4,
     **choices,
 ) -> Arrangement:
     """Choose how a call is computed; the arguments from `programs` on overrule the choice, for measurements.
@@ -210,10 +217,10 @@ def arrange(
     own = programs or aligned is not None or merge or consumers is not None or block_n or choices
     chosen = cluster is None and not (window or fp8 or own)
     if chosen:
-        cluster = best_cluster(batch * kv_heads, group, sq, keys, head_dim, multiprocessors)
-        # Where lengths differ all programs may have to share all blocks, and half of the SMs have no reserve for a long sequence.
-        shared = power_of_two(group) * sq <= 8 and not stateless and batch * kv_heads * cluster > multiprocessors // 2
-        if lengths and (block_width(head_dim) != TIMED_WIDTH or (batch > 1 and not shared)):
+        cluster = best_cluster(batch * kv_heads, group, sq, keys, head_dim, multiprocessors, lengths)
+        # One of two sequences has half of the programs, whatever the other's length: for long ones that is too few.
+        level = batch == 1 or (batch == 2 and power_of_two(group) * sq <= 8 and keys <= LENGTHS_CLUSTER_KEYS)
+        if lengths and not (level and block_width(head_dim) == TIMED_WIDTH):
             cluster = 0
     chosen = chosen and plain
     if hint is None:
@@ -228,9 +235,6 @@ def arrange(
         )
         tiles = -(-sq // plan.queries)
         heads = batch * kv_heads * tiles
-        if choices.get("else_shared", lengths and batch > 1 and plan.consumers == 0):
-            numbers = group * min(sq, plan.queries) * plan.block_d  # of a head, which one program merges
-            plan = replace(plan, else_shared=True, **merge_shape(max(cluster, length_parts), numbers))
         return Arrangement(plan, plan, heads * plan.cluster, tiles, heads, False, 1, hint)
     whole = 0
     if chosen:
@@ -331,7 +335,7 @@ def arrange(
     own = 1 if merge == "last" else parts  # programs that merge a head
     plan = replace(plan, merge=merge)
     # Sequences that are longer than others have more parts than where all are equal.
-    merge_plan = replace(plan, **merge_shape(max(parts, length_parts) if lengths else parts, -(-numbers // own)))
+    merge_plan = replace(plan, **merge_shape(max(parts, LENGTHS_PARTS) if lengths else parts, -(-numbers // own)))
     # A program of the second launch adds up a piece at a time; few heads have enough programs for all their pieces.
     pieces = -(-numbers // (32 * merge_plan.merge_width * MERGE_WARPS // merge_plan.merge_warps))
     pieces = min(pieces, -(-MERGE_PROGRAMS // heads))
