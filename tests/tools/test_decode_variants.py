@@ -72,7 +72,7 @@ def measured_since(point):
             (name,) = [name for name, what in row["own"].items() if what == now]
             assert us[name] <= 1.01 * min(us.values()), point
             return True
-    for record in ("decode_bound", "decode_clusters"):
+    for record in ("decode_bound", "decode_bound_between", "decode_clusters"):
         for row in read_record(ROOT / f"assets/results/h100/{record}.json")["rows"]:
             if row["table"] in ("bound", "rings") and row["point"] == list(point):
                 names = [name for name, what in row["own"].items() if what == now]

@@ -51,8 +51,11 @@ TOKENS = tuple((1, 32, 8, keys, 128, new) for keys in (8192, 16384, 32768) for n
 # The same, then tokens of a page (0: in one piece) and each sequence's keys as fractions of the cache's.
 LENGTHS = (
     *((8, 32, 8, 8192, 128, 1, page, kind) for kind in ("equal", "one long", "even steps") for page in (0, 64)),
-    *((4, 32, 8, 8192, 128, 1, page, kind) for kind in ("equal", "one long") for page in (0, 64)),
-    *((2, 32, 8, 8192, 128, 1, page, kind) for kind in ("equal", "one long") for page in (0, 64)),
+    *((8, 32, 8, 2048, 128, 1, page, kind) for kind in ("equal", "one long") for page in (0, 64)),
+    *((16, 32, 8, 8192, 128, 1, 64, kind) for kind in ("equal", "one long", "even steps")),
+    *((4, 32, 8, keys, 128, 1, 64, kind) for keys in (2048, 16384) for kind in ("equal", "one long")),
+    *((4, 4 * kv_heads, kv_heads, 8192, 128, 1, 64, kind) for kv_heads in (4, 16) for kind in ("equal", "one long")),
+    *((32, 32, 8, 4096, 128, 1, 64, kind) for kind in ("equal", "even steps")),
 )
 FRACTIONS = {
     "equal": lambda batch: [1.0] * batch,
@@ -162,9 +165,7 @@ def prepare_lengths(point: tuple) -> list[tuple[dict, dict[str, Callable], int]]
         tensors = (q, *(in_pages(x, page, table) for x in (k, v)), used, table)
     named: dict[str, dict] = {"default": {}}
     named["no clusters"] = {"cluster": 0}
-    heads = sizes[0] * sizes[2]
-    named["clusters, one an SM"] = {"cluster": {16: 4, 32: 2, 64: 2}[heads]}
-    for parts in {16: (8,), 32: (4, 8), 64: (4,)}[heads]:
+    for parts in {4: (16,), 8: (4, 8), 16: (4,)}[sizes[2]]:
         two = {"cluster": parts, "per_sm": 2, "block_n": 64}
         named |= {f"clusters of {parts}, two an SM, {slots} slots": two | {"slots": slots} for slots in (4, 6)}
     row: dict = {"point": list(point), "series": 0, "errors": {}, "left_out": {}}

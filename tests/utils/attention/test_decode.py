@@ -219,7 +219,7 @@ def test_how_many_programs_share_a_cache():
         ((14, 8, 4, 1, 16384, 128), 2, 112, 0),  # of any length: there is room for all of them at once
         ((20, 8, 4, 1, 2048, 128), 3, 160, 0),
         ((24, 8, 4, 1, 512, 64), 2, 192, 0),
-        ((16, 8, 4, 1, 2048, 128), 1, 132, 0),  # nearly as many as SMs
+        ((16, 8, 4, 1, 2048, 128), 1, 128, 0),  # nearly as many as SMs
         ((24, 8, 4, 1, 16384, 128), 1, 132, 0),  # 1.5 GB: equal shares
         ((12, 8, 4, 4, 2048, 128), 1, 132, 0),  # 16 query rows were not timed
         ((6, 8, 4, 1, 2048, 64), 1, 96, 2),
@@ -355,18 +355,19 @@ def test_clusters_and_the_hint_are_chosen_where_they_were_timed():
     ):
         found = arrange(1, 8, 4, 1, 8192, 128, 132, **options)
         assert (found.plan.cluster, found.hint) == (parts, parts > 0), options
-    # With lengths: also many query rows over few blocks; of sequences whose lengths may differ, two at most.
+    # With lengths: also many query rows over few blocks; of several sequences each has 64 programs, two an SM.
     for batch, sq, keys, parts in (
         (1, 16, 8192, 8),
         (1, 16, 9000, 0),
-        (2, 2, 8192, 4),
+        (2, 2, 8192, 8),
         (2, 3, 8192, 0),
-        (2, 1, 9000, 0),
-        (4, 1, 8192, 0),
+        (4, 1, 8192, 8),
+        (64, 1, 8192, 0),
     ):
         for stateless in (False, True):
             found = arrange(batch, 8, 4, sq, keys, 128, 132, lengths=True, page=64, stateless=stateless)
             assert found.plan.cluster == parts, (batch, sq, keys)
+            assert found.plan.per_sm == (2 if parts and batch > 1 else 1) and not found.plan.merge == "last"
     assert arrange(1, 8, 4, 1, 8192, 128, 114).plan.cluster == 0  # another GPU
 
 

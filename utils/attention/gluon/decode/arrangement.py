@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from utils.attention.gluon.decode.cluster_plan import cluster_plan
+from utils.attention.gluon.decode.cluster_plan import FITTING_CLUSTERS, cluster_plan
 from utils.attention.gluon.decode.plan import (
     KEYS_BLOCK,
     MERGE_WARPS,
@@ -38,11 +38,10 @@ SHORT_RING = 4
 # Heads of keys, of all sequences, and the programs of a cluster that were timed for them (entries 34 and 35).
 CLUSTERS = {4: 16, 8: 8, 16: 4, 32: 2, 64: 2}
 CLUSTERS_64 = {48: 2, 64: 2}  # the same for head dimension 64 and a tile of eight query rows (entry 40)
-LENGTHS_CLUSTER_KEYS = (
-    8192  # of the longer one of two sequences whose lengths may differ, up to which they are read by clusters
-)
+# Sequences whose lengths may differ, and keys of the longest, where each sequence has clusters of its own (entry 51).
+SEQUENCES_OF_CLUSTERS = range(2, 5)
+SEQUENCE_KEYS = 8192, 8192
 CLUSTER_64_KEYS = 8192  # of a sequence, up to which those clusters are taken; two of 2048 keys were timed
-MANY_HEADS = 6  # times the SMs, from which short heads are faster with a program each and an SM's whole memory
 WHOLE_KEYS = 512  # from which heads that are not as many as SMs have a program each (entry 40)
 TIMED_SMS = 132
 # A sequence that is longer than the others has more parts than where all are equal; a thread of the merge loads so many at once.
@@ -83,6 +82,21 @@ def best_cluster(
         if (longest > 8 and (rows > 8 or parts == 2)) or (longest > 4 and rows > 16 and not lengths):
             return 0
     return parts
+
+
+def cluster_of_a_sequence(
+    batch: int, kv_heads: int, group: int, sq: int, keys: int, head_dim: int, multiprocessors: int
+) -> int:
+    """Choose the programs of a cluster where each sequence has a length of its own; 0 for the other kernels.
+
+    Each sequence has 64 programs, which read as fast as all SMs would, so that a long one among short ones is as fast as by itself;
+    two of them share an SM, so that nearly all SMs work where lengths are equal.
+    """
+    timed = multiprocessors == TIMED_SMS and block_width(head_dim) == TIMED_WIDTH and power_of_two(group) * sq <= 8
+    parts = 64 // kv_heads
+    if not timed or batch not in SEQUENCES_OF_CLUSTERS or parts * kv_heads != 64 or parts not in FITTING_CLUSTERS:
+        return 0
+    return parts if SEQUENCE_KEYS[0] <= keys <= SEQUENCE_KEYS[1] else 0
 
 
 def best_block(head_dim: int, heads: int, seen: int, multiprocessors: int) -> int:
@@ -218,9 +232,11 @@ def arrange(
     chosen = cluster is None and not (window or fp8 or own)
     if chosen:
         cluster = best_cluster(batch * kv_heads, group, sq, keys, head_dim, multiprocessors, lengths)
-        # One of two sequences has half of the programs, whatever the other's length: for long ones that is too few.
-        level = batch == 1 or (batch == 2 and power_of_two(group) * sq <= 8 and keys <= LENGTHS_CLUSTER_KEYS)
-        if lengths and not (level and block_width(head_dim) == TIMED_WIDTH):
+        if lengths and batch > 1:
+            cluster = cluster_of_a_sequence(batch, kv_heads, group, sq, keys, head_dim, multiprocessors)
+            if cluster:
+                block_n, choices = 64, {"per_sm": 2, "slots": SHORT_RING}
+        elif lengths and block_width(head_dim) != TIMED_WIDTH:
             cluster = 0
     chosen = chosen and plain
     if hint is None:
@@ -253,11 +269,7 @@ def arrange(
     if not (fp8 or lengths or several) and consumers is None and block_n is None and "per_sm" not in choices:
         half = KEYS_BLOCK[block_width(head_dim)] // 2
         if two_programs(batch * kv_heads, group, sq, seen, head_dim, 2 * multiprocessors):
-            short = seen < PROGRAM_A_HEAD_KEYS and batch * kv_heads > MANY_HEADS * multiprocessors
-            if chosen and short and power_of_two(group) <= 8 and sq == 1:
-                consumers, aligned, programs = 0, True, batch * kv_heads
-            else:
-                consumers, block_n, choices = 0, half, choices | {"per_sm": 2}
+            consumers, block_n, choices = 0, half, choices | {"per_sm": 2}
     if fp8 and consumers is None and bytes_ > TOGETHER_BYTES and head_dim == TIMED_WIDTH:
         consumers = 0 if power_of_two(group) * sq <= FP8_LARGE_COLUMNS else None
     if (
@@ -303,7 +315,7 @@ def arrange(
         programs = programs or heads  # they drift apart, and so some read while others begin and end
     if lengths and not page and not plan.consumers and not fp8 and bytes_ > HINT_BYTES[1]:
         programs = programs or shared_programs(heads, multiprocessors)
-    programs = programs or even or multiprocessors
+    programs = programs or even or (heads if aligned and heads <= multiprocessors else multiprocessors)
     one_head = aligned and heads <= programs
     if plain and plan.consumers and plan.block_d == TIMED_WIDTH:
         k_first = one_head and plan.per_sm == 1

@@ -18,7 +18,6 @@ from utils.attention.gluon.decode.plan import (
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
 # one GPC, and seven of the eight have 16 or 18 SMs.
 FITTING_CLUSTERS = {2: 66, 4: 30, 8: 15, 16: 7}
-FITTING_PAIRS = {2: 132, 4: 66, 8: 32, 16: 14}  # the same where two programs share an SM
 
 
 def cluster_plan(
@@ -39,7 +38,8 @@ def cluster_plan(
     """Choose the tile of `cluster.py`; heads: of keys, of all sequences; parts: programs of a head; page: of its tokens.
 
     The arguments from `consumers` on, but for the page, overrule the choice. consumers: 0 makes keys the rows of the products, 1
-    query rows. in_turn: programs take a head's blocks in turn, and not a run of them each. per_sm: programs that share an SM.
+    query rows. in_turn: programs take a head's blocks in turn, and not a run of them each. per_sm: programs that share an SM;
+    with two, any number of clusters, since nothing waits for another cluster.
     """
     block_d = block_width(head_dim)
     group = power_of_two(group)
@@ -52,7 +52,7 @@ def cluster_plan(
     heads *= -(-sq // queries)
     if merge not in (None, "cluster", "last"):
         raise ValueError(f"a cluster merges in shared memory, or in the simulator by its last program; not {merge!r}.")
-    if heads > (FITTING_CLUSTERS if per_sm == 1 else FITTING_PAIRS).get(parts, 0):
+    if heads > FITTING_CLUSTERS.get(parts, 0) and (per_sm == 1 or parts not in FITTING_CLUSTERS):
         raise ValueError(f"clusters have 2, 4, 8 or 16 programs and run at once; {heads} of {parts} do not.")
     largest = (ROWS_BLOCK if consumers else KEYS_BLOCK)[block_d]
     if block_n and not consumers and block_n < 64:
