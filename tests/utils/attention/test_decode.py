@@ -176,7 +176,7 @@ def test_the_next_head_begins_early_only_where_programs_take_several_whole_heads
             if refuse(group, sq, batch, options.get("page"), head_dim, options.get("fp8", False)):
                 continue
             found = arrange(batch, kv_heads, group, sq, 1024, head_dim, 132, **options)
-            plan, several = found.plan, found.aligned and found.heads >= 264
+            plan, several = found.plan, found.aligned and found.heads > 132
             by_rows = plan.consumers > 0 and plan.block_d == 128 and not options
             large = 4 * batch * kv_heads * 1024 * head_dim >= SHORT_RING_BYTES
             assert plan.ahead == (several and by_rows and plan.consumers == 2 and not large)
@@ -367,7 +367,7 @@ def test_clusters_and_the_hint_are_chosen_where_they_were_timed():
         for stateless in (False, True):
             found = arrange(batch, 8, 4, sq, keys, 128, 132, lengths=True, page=64, stateless=stateless)
             assert found.plan.cluster == parts, (batch, sq, keys)
-            assert found.plan.per_sm == (2 if parts and batch > 1 else 1) and not found.plan.merge == "last"
+            assert found.plan.per_sm == (2 if parts and batch > 1 else 1) and found.plan.merge != "last"
     assert arrange(1, 8, 4, 1, 8192, 128, 114).plan.cluster == 0  # another GPU
 
 
@@ -462,6 +462,11 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
         {"cluster": 4, "consumers": 1, "block_n": 64, "lengths": True},
     ),
     "a cluster of four, pages of 256": ((2, 4, 1, 1, 700, 128, 256), {}, {"cluster": 4, "lengths": True}),
+    "clusters of four, two programs an SM": (
+        (3, 4, 2, 1, 700, 128, 64),
+        {},
+        {"cluster": 4, "per_sm": 2, "slots": 4, "block_n": 64, "lengths": True},
+    ),
     "clusters of two, lengths that are nearly the same": (
         (3, 4, 2, 2, 300, 64, None),
         {},

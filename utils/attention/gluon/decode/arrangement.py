@@ -143,7 +143,7 @@ def several_heads(head_dim: int, group: int, sq: int, consumers: int, heads: int
     """
     queries = min(power_of_two(sq), 64 * consumers // power_of_two(group))
     heads *= -(-sq // queries)
-    whole = heads >= 2 * multiprocessors and aligned_split(heads, 2, multiprocessors)
+    whole = heads > multiprocessors and aligned_split(heads, 2, multiprocessors)
     return whole and block_width(head_dim) == TIMED_WIDTH
 
 
