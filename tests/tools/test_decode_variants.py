@@ -144,8 +144,9 @@ def test_between_the_points_the_rule_takes_nearly_the_best():
         ((2, 8, 8, 16, 16384, 128), {}, 2, "together", 128),  # 8 programs a head, 16 blocks each
         ((2, 8, 8, 16, 16384, 128), {"lengths": True}, 2, "second", 132),
         ((1, 8, 4, 1, 16384, 128), {"lengths": True, "page": 64}, 0, "cluster", 64),
-        ((2, 8, 4, 1, 16384, 128), {"lengths": True, "page": 64}, 1, "second", 132),
-        ((2, 8, 4, 1, 16384, 128), {"lengths": True, "page": 128}, 0, "second", 132),
+        ((2, 8, 4, 1, 16384, 128), {"lengths": True, "page": 64}, 0, "cluster", 128),
+        ((9, 8, 4, 1, 16384, 128), {"lengths": True, "page": 64}, 1, "second", 132),
+        ((9, 8, 4, 1, 16384, 128), {"lengths": True, "page": 128}, 0, "second", 132),
         ((1, 1, 4, 16, 32768, 256), {}, 1, "second", 132),  # 132 parts
     ],
     ids=str,

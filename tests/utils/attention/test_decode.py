@@ -361,8 +361,10 @@ def test_clusters_and_the_hint_are_chosen_where_they_were_timed():
         (1, 16, 9000, 0),
         (2, 2, 8192, 8),
         (2, 3, 8192, 0),
-        (4, 1, 8192, 8),
-        (64, 1, 8192, 0),
+        (8, 1, 2048, 8),
+        (8, 1, 2047, 0),
+        (9, 1, 8192, 0),
+        (4, 1, 16385, 0),
     ):
         for stateless in (False, True):
             found = arrange(batch, 8, 4, sq, keys, 128, 132, lengths=True, page=64, stateless=stateless)

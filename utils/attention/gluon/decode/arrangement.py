@@ -38,9 +38,9 @@ SHORT_RING = 4
 # Heads of keys, of all sequences, and the programs of a cluster that were timed for them (entries 34 and 35).
 CLUSTERS = {4: 16, 8: 8, 16: 4, 32: 2, 64: 2}
 CLUSTERS_64 = {48: 2, 64: 2}  # the same for head dimension 64 and a tile of eight query rows (entry 40)
-# Sequences whose lengths may differ, and keys of the longest, where each sequence has clusters of its own (entry 51).
-SEQUENCES_OF_CLUSTERS = range(2, 5)
-SEQUENCE_KEYS = 8192, 8192
+# Sequences whose lengths may differ, and keys of the longest, where each sequence has clusters of its own (entries 51 and 52).
+SEQUENCES_OF_CLUSTERS = range(2, 9)
+SEQUENCE_KEYS = 2048, 16384
 CLUSTER_64_KEYS = 8192  # of a sequence, up to which those clusters are taken; two of 2048 keys were timed
 WHOLE_KEYS = 512  # from which heads that are not as many as SMs have a program each (entry 40)
 TIMED_SMS = 132
