@@ -2,11 +2,12 @@
 
     python -m tools.record.decode_bound --workers 14 --seconds 85 --fa4 --out decode_bound.json
 
-- `read`: the cache read by TMA and not looked at (`read_alone.py`): how fast it can be read at all, by the order of its blocks,
-  the bytes on their way, and the box of a copy.
+- `read`: the cache read by TMA and not looked at (`read_alone.py`): how fast it can be read at all, by the order of its blocks
+  and the bytes on their way.
 - `bound`: variants of the kernel at points of `decode.json` whose bytes decide, beside cuDNN and FlashAttention 4. Each point
-  is timed in several series, with tensors at other addresses, and its row has the medians over all of them.
+  is timed in several series, each with tensors at other addresses and a row of its own.
 - `tokens`: one sequence in pages with 8 and 16 new tokens: by a cluster, and by the default.
+- `lengths`: sequences whose lengths are equal, and others: with clusters of which two programs share an SM, and without.
 
 All calls of a row are timed in one process, interleaved, with a cold L2 cache; the processes prepare side by side and time
 one after another (`turns.py`). A variant that is not right on the drawn tensors, against float64, is named and not timed.
@@ -131,7 +132,6 @@ def prepare_read(cache: tuple) -> list[tuple[dict, dict[str, Callable], int]]:
         calls[name] = reader(k.view(rows, width), v.view(rows, width), programs, block, slots, group)
         calls[name]()
     calls["copy of half"] = partial(torch.empty_like(k).copy_, v)
-    calls["sum"] = partial(torch.sum, k.view(torch.int32))
     torch.cuda.synchronize()
     return [({"point": list(cache), "left_out": {}, "series": 0}, calls, 4 * k.numel())]
 
