@@ -363,13 +363,23 @@ def test_clusters_and_the_hint_are_chosen_where_they_were_timed():
         (2, 3, 8192, 0),
         (8, 1, 2048, 8),
         (8, 1, 2047, 0),
-        (9, 1, 8192, 0),
+        (9, 1, 4095, 0),
+        (64, 1, 4096, 8),
+        (65, 1, 4096, 0),
         (4, 1, 16385, 0),
     ):
         for stateless in (False, True):
             found = arrange(batch, 8, 4, sq, keys, 128, 132, lengths=True, page=64, stateless=stateless)
             assert found.plan.cluster == parts, (batch, sq, keys)
             assert found.plan.per_sm == (2 if parts and batch > 1 else 1) and found.plan.merge != "last"
+    rings = {
+        (b, keys): arrange(b, 8, 4, 1, keys, 128, 132, lengths=True, page=64).plan
+        for b in (4, 8, 64)
+        for keys in (4096, 8192)
+    }
+    assert all(plan.slots == (6 if sizes == (8, 8192) else 4) for sizes, plan in rings.items())
+    # Many sequences only in pages.
+    assert arrange(9, 8, 4, 1, 8192, 128, 132, lengths=True).plan.cluster == 0
     assert arrange(1, 8, 4, 1, 8192, 128, 114).plan.cluster == 0  # another GPU
 
 

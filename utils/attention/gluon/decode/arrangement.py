@@ -38,9 +38,10 @@ SHORT_RING = 4
 # Heads of keys, of all sequences, and the programs of a cluster that were timed for them (entries 34 and 35).
 CLUSTERS = {4: 16, 8: 8, 16: 4, 32: 2, 64: 2}
 CLUSTERS_64 = {48: 2, 64: 2}  # the same for head dimension 64 and a tile of eight query rows (entry 40)
-# Sequences whose lengths may differ, and keys of the longest, where each sequence has clusters of its own (entries 51 and 52).
-SEQUENCES_OF_CLUSTERS = range(2, 9)
-SEQUENCE_KEYS = 2048, 16384
+# Sequences whose lengths may differ, and keys of the longest, where each sequence has clusters of its own (entries 51 to 53); many only
+# in pages, which the other kernels read more slowly.
+FEW_SEQUENCES, FEW_KEYS = 8, (2048, 16384)
+MANY_SEQUENCES, MANY_KEYS = 64, (4096, 8192)
 CLUSTER_64_KEYS = 8192  # of a sequence, up to which those clusters are taken; two of 2048 keys were timed
 WHOLE_KEYS = 512  # from which heads that are not as many as SMs have a program each (entry 40)
 TIMED_SMS = 132
@@ -85,7 +86,7 @@ def best_cluster(
 
 
 def cluster_of_a_sequence(
-    batch: int, kv_heads: int, group: int, sq: int, keys: int, head_dim: int, multiprocessors: int
+    batch: int, kv_heads: int, group: int, sq: int, keys: int, head_dim: int, multiprocessors: int, paged: bool
 ) -> int:
     """Choose the programs of a cluster where each sequence has a length of its own; 0 for the other kernels.
 
@@ -94,9 +95,16 @@ def cluster_of_a_sequence(
     """
     timed = multiprocessors == TIMED_SMS and block_width(head_dim) == TIMED_WIDTH and power_of_two(group) * sq <= 8
     parts = 64 // kv_heads
-    if not timed or batch not in SEQUENCES_OF_CLUSTERS or parts * kv_heads != 64 or parts not in FITTING_CLUSTERS:
+    if not timed or batch < 2 or parts * kv_heads != 64 or parts not in FITTING_CLUSTERS:
         return 0
-    return parts if SEQUENCE_KEYS[0] <= keys <= SEQUENCE_KEYS[1] else 0
+    few = batch <= FEW_SEQUENCES and FEW_KEYS[0] <= keys <= FEW_KEYS[1]
+    many = paged and batch <= MANY_SEQUENCES and MANY_KEYS[0] <= keys <= MANY_KEYS[1]
+    return parts if few or many else 0
+
+
+def ring_of_a_sequence(batch: int, keys: int) -> int:
+    """Slots of a program of such clusters: more where they come in two rounds, of at least 16 blocks each."""
+    return 6 if 4 < batch <= FEW_SEQUENCES and keys >= 8192 else SHORT_RING
 
 
 def best_block(head_dim: int, heads: int, seen: int, multiprocessors: int) -> int:
@@ -233,9 +241,9 @@ def arrange(
     if chosen:
         cluster = best_cluster(batch * kv_heads, group, sq, keys, head_dim, multiprocessors, lengths)
         if lengths and batch > 1:
-            cluster = cluster_of_a_sequence(batch, kv_heads, group, sq, keys, head_dim, multiprocessors)
+            cluster = cluster_of_a_sequence(batch, kv_heads, group, sq, keys, head_dim, multiprocessors, bool(page))
             if cluster:
-                block_n, choices = 64, {"per_sm": 2, "slots": SHORT_RING}
+                block_n, choices = 64, {"per_sm": 2, "slots": ring_of_a_sequence(batch, keys)}
         elif lengths and block_width(head_dim) != TIMED_WIDTH:
             cluster = 0
     chosen = chosen and plain
