@@ -104,7 +104,7 @@ def prepare_rings(point: tuple, fa3: bool, fa4: bool) -> tuple[dict, dict[str, C
 
 
 def prepare_pages(point: tuple, fa3: bool) -> tuple[dict, dict[str, Callable], int]:
-    """Prepare a cache with lengths or in pages: the default, no clusters, and clusters that never share all blocks."""
+    """Prepare a cache with lengths or in pages: the default, and no clusters."""
     *sizes, page, kind = point
     q, k, v = draw(*sizes)
     fractions = LENGTHS[kind](len(q))
@@ -118,8 +118,6 @@ def prepare_pages(point: tuple, fa3: bool) -> tuple[dict, dict[str, Callable], i
     named: dict[str, dict] = {"default": {}, "no clusters": {"cluster": 0}}
     if sizes[0] == 2 or sizes[5] > 1:
         named["cluster"] = {"cluster": parts}
-    if kind != "equal":
-        named["never apart"] = {"cluster": parts, "else_shared": False}
     tensors: tuple = (q, k, v, used, None)
     if page:
         table = torch.randperm(sizes[0] * sizes[3] // page, device="cuda").int().view(sizes[0], -1)

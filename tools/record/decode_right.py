@@ -107,6 +107,7 @@ def random_cluster_case(seed: int) -> dict:
         sq, head_dim = rng.choice((1, 2, 7, 8, 16, 33)), rng.choice((64, 128, 128, 256, 80))
         choices = {"cluster": rng.choice((2, 4, 8, 16)), "consumers": rng.choice((0, 1)), "hint": rng.random() < 0.5}
         choices["in_turn"], choices["block_n"] = rng.random() < 0.7, (block := rng.choice((32, 64, 128)))
+        choices["per_sm"] = rng.choice((1, 2)) if choices["consumers"] == 0 else 1
         each = choices["cluster"]
         blocks = each * rng.choice((1, 1, 2, 3, 5, 9)) + rng.choice((0, rng.randrange(each)))
         keys = max(blocks * block - rng.randrange(block), sq)

@@ -152,7 +152,7 @@ def describe(found: Arrangement) -> str:
     warps += ", two programs an SM" * (plan.per_sm == 2 and plan.consumers > 0)
     warps += ", backward" * plan.backward + ", K first" * plan.k_first + ", rings filled early" * (plan.prefill > 0)
     if plan.cluster:
-        turns = ", blocks in turn" * plan.in_turn + ", or all blocks shared" * plan.else_shared
+        turns = ", blocks in turn" * plan.in_turn + ", two programs an SM" * (plan.per_sm == 2)
         return f"{tile}, {warps}{turns}; {found.programs} programs, clusters of {plan.cluster}"
     if found.aligned:
         return f"{tile}, {warps}; {found.programs} programs, whole heads"
@@ -287,14 +287,14 @@ def finish_pages(row: dict, samples: dict[str, list[float]], bytes_: int) -> dic
 
 
 def prepare_fp8(point: tuple) -> tuple[dict, dict[str, Callable], int]:
-    """Prepare a cache in e4m3 beside the same one in bf16, which the default and `rows.py` read."""
+    """Prepare a cache in e4m3, by the default and by variants, beside the same one in bf16, by its default."""
     q, k, v = draw(*point)
     kernels: dict[str, dict] = {"bf16": {}}
     calls, left_out = right_calls(kernels, decode_reference(q[:1], k[:1], v[:1]), q, k, v)
     small, scales = [x.to(torch.float8_e4m3fn) for x in (k, v)], torch.rand(2, point[2], device="cuda") + 0.5
     expected = decode_reference(q[:1], small[0][:1], small[1][:1], kv_scales=scales)
     keys: dict = {"fp8": True, "consumers": 0}
-    named: dict[str, dict] = {"fp8, rows": {"fp8": True, "consumers": 1}, "fp8, keys": keys}
+    named: dict[str, dict] = {"fp8": {"fp8": True}, "fp8, rows": {"fp8": True, "consumers": 1}, "fp8, keys": keys}
     if point[4] <= 128:
         named["fp8, keys, small blocks"] = keys | {"block_n": 64}
         named["fp8, keys, three programs an SM"] = keys | {"block_n": 64, "per_sm": 3}
@@ -312,9 +312,8 @@ def prepare_fp8(point: tuple) -> tuple[dict, dict[str, Callable], int]:
 
 
 def finish_fp8(row: dict, samples: dict[str, list[float]], bytes_: int) -> dict:
-    """Return a row of the fp8 table: bf16's time by fp8's, the best of each, and TB/s of the fp8 cache's bytes."""
-    us = row["us"]
-    bf16, fp8 = (min((us[n] for n in us if n.startswith(kind)), default=float("nan")) for kind in ("bf16", "fp8"))
+    """Return a row of the fp8 table: bf16's time by fp8's, by the default of each, and TB/s of the fp8 cache's bytes."""
+    bf16, fp8 = (row["us"].get(name, float("nan")) for name in ("bf16", "fp8"))
     return row | {"ratio": round(bf16 / fp8, 3), "tb_s": round(bytes_ / fp8 / 1e6, 3)}
 
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.utils.attention.decode_cases import random_cache, relative_error
 from utils.attention import AttentionUnsupported, attention_decode, decode_reference, last_run
-from utils.attention.gluon.decode.arrangement import aligned_split, arrange, shared_programs
+from utils.attention.gluon.decode.arrangement import SHORT_RING_BYTES, aligned_split, arrange, shared_programs
 from utils.attention.gluon.decode.plan import SHARED_BYTES, make_plan, power_of_two, refuse
 
 
@@ -176,9 +176,10 @@ def test_the_next_head_begins_early_only_where_programs_take_several_whole_heads
             if refuse(group, sq, batch, options.get("page"), head_dim, options.get("fp8", False)):
                 continue
             found = arrange(batch, kv_heads, group, sq, 1024, head_dim, 132, **options)
-            plan, several = found.plan, found.aligned and found.heads >= 264
+            plan, several = found.plan, found.aligned and found.heads > 132
             by_rows = plan.consumers > 0 and plan.block_d == 128 and not options
-            assert plan.ahead == (several and by_rows and plan.consumers == 2)
+            large = 4 * batch * kv_heads * 1024 * head_dim >= SHORT_RING_BYTES
+            assert plan.ahead == (several and by_rows and plan.consumers == 2 and not large)
             assert (plan.per_sm == 2) == (several and plan.consumers == 1) or not by_rows
             whole, one_head = found.aligned and by_rows and not plan.ahead, found.programs >= found.heads
             assert plan.by_tma == (whole and one_head and (plan.consumers == 2 or plan.per_sm == 2))
@@ -196,9 +197,10 @@ def test_how_many_programs_share_a_cache():
 
     # Whole heads: two programs an SM take several short ones each, or one long one each.
     assert programs(64, 8, 4, 1, 4096, 128) == programs(64, 8, 4, 16, 4096, 128) == 512
-    assert programs(64, 8, 4, 1, 2048, 128) == programs(64, 16, 1, 16, 2048, 64) == 264
-    # Many short ones have a program each, with an SM's whole memory at one token.
-    assert programs(128, 8, 8, 1, 1024, 128) == programs(64, 16, 1, 1, 2048, 64) == 1024
+    assert programs(64, 8, 4, 1, 1024, 64) == programs(32, 16, 1, 16, 1024, 64) == 264
+    # From 250 MB on, and where there are many short ones, a program each with an SM's whole memory.
+    assert programs(128, 8, 8, 1, 1024, 128) == programs(64, 16, 1, 16, 2048, 64) == 1024
+    assert programs(128, 16, 1, 1, 512, 64) == 2048 and programs(64, 16, 1, 1, 512, 64) == 132
     assert arrange(128, 8, 8, 1, 1024, 128, 132).plan.per_sm == 1
     assert programs(128, 8, 8, 8, 1024, 128) == 1024
     assert programs(99, 4, 8, 8, 1024, 128) == 396  # three for each SM, which two places an SM would not share evenly
@@ -217,7 +219,7 @@ def test_how_many_programs_share_a_cache():
         ((14, 8, 4, 1, 16384, 128), 2, 112, 0),  # of any length: there is room for all of them at once
         ((20, 8, 4, 1, 2048, 128), 3, 160, 0),
         ((24, 8, 4, 1, 512, 64), 2, 192, 0),
-        ((16, 8, 4, 1, 2048, 128), 1, 132, 0),  # nearly as many as SMs
+        ((16, 8, 4, 1, 2048, 128), 1, 128, 0),  # nearly as many as SMs
         ((24, 8, 4, 1, 16384, 128), 1, 132, 0),  # 1.5 GB: equal shares
         ((12, 8, 4, 4, 2048, 128), 1, 132, 0),  # 16 query rows were not timed
         ((6, 8, 4, 1, 2048, 64), 1, 96, 2),
@@ -244,7 +246,8 @@ def test_orders_of_blocks_and_early_rings_go_with_the_kernels_that_were_timed_wi
 
     assert order(16, 8, 8, 16, 8192, 128) == order(16, 8, 8, 8, 8192, 128) == (False, True, 2)
     assert order(64, 8, 4, 16, 4096, 128) == (False, False, 2) and order(1, 8, 4, 16, 8192, 128) == (False, False, 3)
-    assert order(128, 8, 8, 16, 1024, 128) == (True, False, 0)  # each head begun before the last one ends
+    assert order(128, 8, 8, 16, 1024, 128) == (False, True, 2)
+    assert order(64, 8, 8, 16, 512, 128) == (True, False, 0)  # each head begun before the last one ends
     for options in ({"window": 100}, {"lengths": True}, {"lengths": True, "page": 16}, {"fp8": True}):
         assert order(16, 8, 8, 16, 8192, 128, **options) == (False, False, 0)
     # Heads of so few blocks that the rings would hold more, and parts that a program has two of.
@@ -276,7 +279,8 @@ def test_two_programs_share_an_sm_where_each_takes_whole_long_heads():
         plan = arrange(*sizes, 132, **options).plan
         return plan.consumers, plan.per_sm
 
-    assert chosen(64, 8, 4, 4, 4096, 128) == chosen(64, 16, 1, 16, 2048, 64) == (0, 2)
+    assert chosen(32, 16, 4, 4, 1024, 64) == chosen(32, 16, 1, 16, 1024, 64) == (0, 2)
+    assert chosen(64, 8, 4, 4, 4096, 128) == chosen(64, 16, 1, 16, 2048, 64) == (0, 1)  # from 250 MB on
     assert chosen(64, 8, 4, 8, 4096, 128) == chosen(64, 8, 4, 16, 4096, 128) == (1, 2)  # 32 and 64 query rows
     assert chosen(16, 8, 8, 8, 8192, 128) == chosen(64, 8, 4, 16, 4096, 128, lengths=True) == (1, 1)
     assert chosen(16, 8, 8, 1, 8192, 128) == chosen(1, 8, 4, 1, 2048, 128) == (0, 1)  # 128 and 8 heads
@@ -351,13 +355,31 @@ def test_clusters_and_the_hint_are_chosen_where_they_were_timed():
     ):
         found = arrange(1, 8, 4, 1, 8192, 128, 132, **options)
         assert (found.plan.cluster, found.hint) == (parts, parts > 0), options
-    # Sequences whose lengths differ are merged through counters, by one program a head: few rows, and no graph that shares them.
-    for sq, stateless, parts in ((2, False, 2), (3, False, 0), (1, True, 0)):
-        found = arrange(8, 8, 4, sq, 8192, 128, 132, lengths=True, page=64, stateless=stateless)
-        assert (found.plan.cluster, found.plan.else_shared, found.hint) == (parts, parts > 0, False)
-    assert (
-        arrange(2, 8, 4, 1, 8192, 128, 132, lengths=True).plan.cluster == 0
-    )  # 64 programs, all of which a long sequence needs
+    # With lengths: also many query rows over few blocks; of several sequences each has 64 programs, two an SM.
+    for batch, sq, keys, parts in (
+        (1, 16, 8192, 8),
+        (1, 16, 9000, 0),
+        (2, 2, 8192, 8),
+        (2, 3, 8192, 0),
+        (8, 1, 2048, 8),
+        (8, 1, 2047, 0),
+        (9, 1, 4095, 0),
+        (64, 1, 4096, 8),
+        (65, 1, 4096, 0),
+        (4, 1, 16385, 0),
+    ):
+        for stateless in (False, True):
+            found = arrange(batch, 8, 4, sq, keys, 128, 132, lengths=True, page=64, stateless=stateless)
+            assert found.plan.cluster == parts, (batch, sq, keys)
+            assert found.plan.per_sm == (2 if parts and batch > 1 else 1) and found.plan.merge != "last"
+    rings = {
+        (b, keys): arrange(b, 8, 4, 1, keys, 128, 132, lengths=True, page=64).plan
+        for b in (4, 8, 64)
+        for keys in (4096, 8192)
+    }
+    assert all(plan.slots == (6 if sizes == (8, 8192) else 4) for sizes, plan in rings.items())
+    # Many sequences only in pages.
+    assert arrange(9, 8, 4, 1, 8192, 128, 132, lengths=True).plan.cluster == 0
     assert arrange(1, 8, 4, 1, 8192, 128, 114).plan.cluster == 0  # another GPU
 
 
@@ -452,6 +474,11 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
         {"cluster": 4, "consumers": 1, "block_n": 64, "lengths": True},
     ),
     "a cluster of four, pages of 256": ((2, 4, 1, 1, 700, 128, 256), {}, {"cluster": 4, "lengths": True}),
+    "clusters of four, two programs an SM": (
+        (3, 4, 2, 1, 700, 128, 64),
+        {},
+        {"cluster": 4, "per_sm": 2, "slots": 4, "block_n": 64, "lengths": True},
+    ),
     "clusters of two, lengths that are nearly the same": (
         (3, 4, 2, 2, 300, 64, None),
         {},
@@ -503,6 +530,11 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
         | {"backward": True, "k_first": True, "prefill": True},
     ),
     "parts, K first": ((1, 8, 2, 16, 500, 64, None), {}, {"consumers": 1, "k_first": True, "programs": 3}),
+    "a block of keys and one of values": (
+        (2, 8, 2, 2, 330, 64, None),
+        {},
+        {"consumers": 0, "block_n": 64, "aligned": True, "slots": 2, "programs": 3},
+    ),
     "128 rows, whole heads of 256": ((2, 5, 1, 7, 90, 256, None), {}, {"consumers": 2, "aligned": True, "wide": True}),
 }
 

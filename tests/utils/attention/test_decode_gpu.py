@@ -194,8 +194,16 @@ def test_clusters_merge_in_shared_memory_also_when_captured(sizes, choices):
 @pytest.mark.parametrize(
     "filled", [(2000, 2000, 2000, 2000), (2000, 1950, 2000, 1990), (2000, 0, 3, 700), (1, 0, 0, 0)], ids=str
 )
-@pytest.mark.parametrize("choices", [{"consumers": 0}, {"consumers": 1, "block_n": 64}], ids=str)
-def test_clusters_read_lengths_and_pages_and_share_all_blocks_where_lengths_differ(choices, filled, page):
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"cluster": 2, "consumers": 0},
+        {"cluster": 2, "consumers": 1, "block_n": 64},
+        {"cluster": 4, "consumers": 0, "block_n": 64, "per_sm": 2},
+    ],
+    ids=str,
+)
+def test_clusters_read_lengths_that_differ_and_pages(choices, filled, page):
     from utils.attention.gluon.decode.launch import Launch
 
     batch, group, sq, keys = 4, 4, 3, 2000
@@ -212,10 +220,10 @@ def test_clusters_read_lengths_and_pages_and_share_all_blocks_where_lengths_diff
             k[b, :, length:], v[b, :, length:] = torch.nan, torch.nan
     k, v, lengths, table = (x if x is None else x.cuda() for x in (k, v, lengths, table))
     q = torch.randn(batch, 8 * group, sq, 128, device="cuda", dtype=torch.bfloat16)
-    launch = Launch(q, k, v, True, 0, True, table, cluster=2, **choices)
-    assert launch.plan.merge == "cluster" and launch.plan.else_shared == (choices.get("consumers") == 0)
+    launch = Launch(q, k, v, True, 0, True, table, **choices)
+    assert launch.plan.merge == "cluster" and not launch.counters
     expected = decode_reference(q, k, v, seqlens=lengths, block_table=table, scale=0.1)
-    for _ in range(5):  # the later calls find the counters of those before
+    for _ in range(5):
         assert relative_error(launch(q, k, v, 0.1, lengths, table), expected) < 5e-3
 
 

@@ -10,6 +10,7 @@ import torch
 from utils.attention import attention_decode, decode, decode_reference
 from utils.attention.gluon.decode import launch as decode_launch
 from utils.attention.gluon.decode.launch import LOG2_E, Launch, Map
+from utils.attention.gluon.decode.plan import ALONE_BYTES
 from utils.machine.device import Support
 
 
@@ -71,8 +72,21 @@ def test_a_cache_that_grows_has_one_adapted_kernel(monkeypatch):
 
     first = adapted(4000, False)
     assert first is adapted(4001, False) and first.module is None and compiled.module == "loaded"
-    assert first.metadata.shared > compiled.metadata.shared == 3000
+    assert first.metadata.shared == ALONE_BYTES > compiled.metadata.shared == 3000
     assert adapted(4000, True) is adapted(4001, True) is not first
+
+
+def test_two_programs_of_clusters_share_an_sm_only_where_the_plan_says_so():
+    Metadata = collections.namedtuple("Metadata", "shared num_warps")
+    q, k = torch.zeros(1, 8, 1, 128).bfloat16(), torch.zeros(1, 2, 4000, 128).bfloat16()
+    asked = []
+    for per_sm in (1, 2):
+        compiled = types.SimpleNamespace(
+            metadata=Metadata(70000, 4), module=None, function=None, _run=None, asm={"ptx": ""}
+        )
+        launch = Launch(q, k, k, True, 0, False, None, cluster=4, hint=False, per_sm=per_sm, block_n=64)
+        asked.append(launch._adapt(compiled).metadata.shared)
+    assert asked[0] == ALONE_BYTES and 70000 < asked[1] < ALONE_BYTES - 1024
 
 
 class OnGpu(torch.Tensor):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from utils.attention.gluon.decode.cluster_plan import cluster_plan
+from utils.attention.gluon.decode.cluster_plan import FITTING_CLUSTERS, cluster_plan
 from utils.attention.gluon.decode.plan import (
     KEYS_BLOCK,
     MERGE_WARPS,
@@ -32,16 +32,21 @@ FEW_BLOCKS = {64: 0, 128: 3, 256: 5}  # where a program has fewer of the latter,
 # Of keys and values: where it is faster that they leave the L2 first, by up to 2 us. With 4 to 12 MB it gains 0.3 us at most, with
 # 268 MB nothing, and from half a gigabyte on it is slower.
 HINT_BYTES = 16 << 20, 192 << 20
-# Of keys and values, from which two blocks of K and two of V on their way are faster than three, where query rows are the rows.
-SHORT_RING_BYTES = 500_000_000
+# Of keys and values, from which two blocks of K and two of V on their way are faster than three (entries 46 to 50).
+SHORT_RING_BYTES = 250_000_000
 SHORT_RING = 4
 # Heads of keys, of all sequences, and the programs of a cluster that were timed for them (entries 34 and 35).
 CLUSTERS = {4: 16, 8: 8, 16: 4, 32: 2, 64: 2}
 CLUSTERS_64 = {48: 2, 64: 2}  # the same for head dimension 64 and a tile of eight query rows (entry 40)
+# Sequences whose lengths may differ, and keys of the longest, where each sequence has clusters of its own (entries 51 to 53); many only
+# in pages, which the other kernels read more slowly.
+FEW_SEQUENCES, FEW_KEYS = 8, (2048, 16384)
+MANY_SEQUENCES, MANY_KEYS = 64, (4096, 8192)
 CLUSTER_64_KEYS = 8192  # of a sequence, up to which those clusters are taken; two of 2048 keys were timed
-MANY_HEADS = 6  # times the SMs, from which short heads are faster with a program each and an SM's whole memory
 WHOLE_KEYS = 512  # from which heads that are not as many as SMs have a program each (entry 40)
 TIMED_SMS = 132
+# A sequence that is longer than the others has more parts than where all are equal; a thread of the merge loads so many at once.
+LENGTHS_PARTS = 16
 PROGRAM_A_HEAD_KEYS = (
     4096  # keys as rows, from which as many programs as heads are faster than two an SM that take several
 )
@@ -56,11 +61,14 @@ def aligned_split(heads: int, blocks: int, programs: int) -> bool:
     return rounds * programs <= 1.04 * heads or blocks == 1
 
 
-def best_cluster(heads: int, group: int, sq: int, keys: int, head_dim: int, multiprocessors: int) -> int:
+def best_cluster(
+    heads: int, group: int, sq: int, keys: int, head_dim: int, multiprocessors: int, lengths: bool = False
+) -> int:
     """Choose the programs of a cluster, 0 for the other kernels: as timed on an H200, with heads of 128, and a few of 64.
 
     heads: of keys, of all sequences. Half of the SMs read as fast as all of them, if each has all of its memory for a ring;
-    with many query rows, or with two programs a head, they do so only for short caches.
+    with many query rows, or with two programs a head, they do so only for short caches. lengths: the kernel reads them, which a
+    cluster does while its first copies are under way; the other kernels begin behind that.
     """
     width, rows = block_width(head_dim), power_of_two(group) * sq
     if multiprocessors != TIMED_SMS or width > TIMED_WIDTH or rows > 64:
@@ -72,9 +80,31 @@ def best_cluster(heads: int, group: int, sq: int, keys: int, head_dim: int, mult
         return 0
     if 2 * heads * parts <= multiprocessors:
         longest = -(-blocks // parts)  # share of a program
-        if (longest > 8 and (rows > 8 or parts == 2)) or (longest > 4 and rows > 16):
+        if (longest > 8 and (rows > 8 or parts == 2)) or (longest > 4 and rows > 16 and not lengths):
             return 0
     return parts
+
+
+def cluster_of_a_sequence(
+    batch: int, kv_heads: int, group: int, sq: int, keys: int, head_dim: int, multiprocessors: int, paged: bool
+) -> int:
+    """Choose the programs of a cluster where each sequence has a length of its own; 0 for the other kernels.
+
+    Each sequence has 64 programs, which read as fast as all SMs would, so that a long one among short ones is as fast as by itself;
+    two of them share an SM, so that nearly all SMs work where lengths are equal.
+    """
+    timed = multiprocessors == TIMED_SMS and block_width(head_dim) == TIMED_WIDTH and power_of_two(group) * sq <= 8
+    parts = 64 // kv_heads
+    if not timed or batch < 2 or parts * kv_heads != 64 or parts not in FITTING_CLUSTERS:
+        return 0
+    few = batch <= FEW_SEQUENCES and FEW_KEYS[0] <= keys <= FEW_KEYS[1]
+    many = paged and batch <= MANY_SEQUENCES and MANY_KEYS[0] <= keys <= MANY_KEYS[1]
+    return parts if few or many else 0
+
+
+def ring_of_a_sequence(batch: int, keys: int) -> int:
+    """Slots of a program of such clusters: more where they come in two rounds, of at least 16 blocks each."""
+    return 6 if 4 < batch <= FEW_SEQUENCES and keys >= 8192 else SHORT_RING
 
 
 def best_block(head_dim: int, heads: int, seen: int, multiprocessors: int) -> int:
@@ -121,7 +151,7 @@ def several_heads(head_dim: int, group: int, sq: int, consumers: int, heads: int
     """
     queries = min(power_of_two(sq), 64 * consumers // power_of_two(group))
     heads *= -(-sq // queries)
-    whole = heads >= 2 * multiprocessors and aligned_split(heads, 2, multiprocessors)
+    whole = heads > multiprocessors and aligned_split(heads, 2, multiprocessors)
     return whole and block_width(head_dim) == TIMED_WIDTH
 
 
@@ -209,10 +239,12 @@ def arrange(
     own = programs or aligned is not None or merge or consumers is not None or block_n or choices
     chosen = cluster is None and not (window or fp8 or own)
     if chosen:
-        cluster = best_cluster(batch * kv_heads, group, sq, keys, head_dim, multiprocessors)
-        # Where lengths differ all programs may have to share all blocks, and half of the SMs have no reserve for a long sequence.
-        shared = power_of_two(group) * sq <= 8 and not stateless and batch * kv_heads * cluster > multiprocessors // 2
-        if lengths and (block_width(head_dim) != TIMED_WIDTH or (batch > 1 and not shared)):
+        cluster = best_cluster(batch * kv_heads, group, sq, keys, head_dim, multiprocessors, lengths)
+        if lengths and batch > 1:
+            cluster = cluster_of_a_sequence(batch, kv_heads, group, sq, keys, head_dim, multiprocessors, bool(page))
+            if cluster:
+                block_n, choices = 64, {"per_sm": 2, "slots": ring_of_a_sequence(batch, keys)}
+        elif lengths and block_width(head_dim) != TIMED_WIDTH:
             cluster = 0
     chosen = chosen and plain
     if hint is None:
@@ -222,16 +254,20 @@ def arrange(
             raise ValueError("a cluster takes no window and no fp8 cache: leave `cluster` out.")
         own_tile = consumers, block_n, choices.get("slots"), merge, page
         in_turn = choices.get("in_turn", bool(lengths))
-        plan = cluster_plan(head_dim, group, sq, keys, batch * kv_heads, cluster, *own_tile, in_turn)
+        plan = cluster_plan(
+            head_dim, group, sq, keys, batch * kv_heads, cluster, *own_tile, in_turn, choices.get("per_sm", 1)
+        )
         tiles = -(-sq // plan.queries)
         heads = batch * kv_heads * tiles
-        if choices.get("else_shared", lengths and batch > 1 and plan.consumers == 0):
-            numbers = group * min(sq, plan.queries) * plan.block_d  # of a head, which one program merges
-            plan = replace(plan, else_shared=True, **merge_shape(max(cluster, 4), numbers))
         return Arrangement(plan, plan, heads * plan.cluster, tiles, heads, False, 1, hint)
     whole = 0
     if chosen:
         whole = whole_heads(batch * kv_heads, group, sq, keys, head_dim, bytes_, multiprocessors)
+    width = block_width(head_dim)
+    large = chosen and not whole and bytes_ >= SHORT_RING_BYTES and width <= TIMED_WIDTH
+    if large and best_consumers(head_dim, group, sq) == 0 and aligned_split(batch * kv_heads, 2, multiprocessors):
+        consumers, block_n, aligned, programs = 0, KEYS_BLOCK[width], True, batch * kv_heads
+        choices = {"per_sm": 1, "slots": SHORT_RING}
     if whole:
         block_n = 64 if whole == 3 else KEYS_BLOCK[block_width(head_dim)] // 2
         consumers, aligned, programs, choices = 0, True, batch * kv_heads, {"per_sm": whole}
@@ -241,11 +277,7 @@ def arrange(
     if not (fp8 or lengths or several) and consumers is None and block_n is None and "per_sm" not in choices:
         half = KEYS_BLOCK[block_width(head_dim)] // 2
         if two_programs(batch * kv_heads, group, sq, seen, head_dim, 2 * multiprocessors):
-            short = seen < PROGRAM_A_HEAD_KEYS and batch * kv_heads > MANY_HEADS * multiprocessors
-            if chosen and short and power_of_two(group) <= 8 and sq == 1:
-                consumers, aligned, programs = 0, True, batch * kv_heads
-            else:
-                consumers, block_n, choices = 0, half, choices | {"per_sm": 2}
+            consumers, block_n, choices = 0, half, choices | {"per_sm": 2}
     if fp8 and consumers is None and bytes_ > TOGETHER_BYTES and head_dim == TIMED_WIDTH:
         consumers = 0 if power_of_two(group) * sq <= FP8_LARGE_COLUMNS else None
     if (
@@ -262,9 +294,8 @@ def arrange(
         consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
         if consumers and block_n is None:
             if several:
-                # Two programs with 64 query rows fit on an SM; one with 128 begins the next head before one ends.
-                choices = ({"per_sm": 2} if consumers == 1 else {"ahead": True}) | choices
-            width = block_width(head_dim)
+                # Two programs with 64 query rows fit on an SM; one with 128 begins the next head before one ends, or ends with it.
+                choices = ({"per_sm": 2} if consumers == 1 else {"ahead": bytes_ < SHORT_RING_BYTES}) | choices
             # Small blocks leave more than two slots for K and for V beside the rest.
             small = choices.get("ahead", False) or choices.get("per_sm", 1) == 2
             block_n = ROWS_BLOCK[width] // 2 if small else best_block(head_dim, batch * kv_heads, seen, multiprocessors)
@@ -287,11 +318,12 @@ def arrange(
             "`aligned_split` is true, or aligned=True."
         )
     even = 0 if lengths or aligned else even_programs(heads, blocks, multiprocessors)
-    if aligned and plan.per_sm == 2 and (plan.consumers or seen >= PROGRAM_A_HEAD_KEYS):
+    several = bool(several) and plan.consumers == 2 and not plan.ahead
+    if aligned and (several or (plan.per_sm == 2 and (plan.consumers or seen >= PROGRAM_A_HEAD_KEYS))):
         programs = programs or heads  # they drift apart, and so some read while others begin and end
     if lengths and not page and not plan.consumers and not fp8 and bytes_ > HINT_BYTES[1]:
         programs = programs or shared_programs(heads, multiprocessors)
-    programs = programs or even or multiprocessors
+    programs = programs or even or (heads if aligned and heads <= multiprocessors else multiprocessors)
     one_head = aligned and heads <= programs
     if plain and plan.consumers and plan.block_d == TIMED_WIDTH:
         k_first = one_head and plan.per_sm == 1
@@ -323,7 +355,7 @@ def arrange(
     own = 1 if merge == "last" else parts  # programs that merge a head
     plan = replace(plan, merge=merge)
     # Sequences that are longer than others have more parts than where all are equal.
-    merge_plan = replace(plan, **merge_shape(max(parts, 4) if lengths else parts, -(-numbers // own)))
+    merge_plan = replace(plan, **merge_shape(max(parts, LENGTHS_PARTS) if lengths else parts, -(-numbers // own)))
     # A program of the second launch adds up a piece at a time; few heads have enough programs for all their pieces.
     pieces = -(-numbers // (32 * merge_plan.merge_width * MERGE_WARPS // merge_plan.merge_warps))
     pieces = min(pieces, -(-MERGE_PROGRAMS // heads))

@@ -9,8 +9,8 @@ no counter is polled.
 
     grid         (heads of keys, sequences, tiles of queries) clusters; shares of a head differ by a block at most
     blocks       a run of them each; with lengths in turn, so that the first ones are known before the length is
-    lengths      a head has as many programs whatever its sequence's length, unless one is so long that these would be the last
-                 to end: then all programs share all blocks, as in `kernel.py`, in the same launch
+    lengths      a head has as many programs whatever its sequence's length. Where several sequences' lengths may differ, each has 64
+                 of them, two an SM
     ring         tiles of K and V in turn; the first loads are asked for behind a single barrier
     inbox        for each query row a slice of the output (fp32), a maximum and a sum from each program; a large one that would
                  cost tiles takes the place of the ring, which no program may be reading then
@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from utils.attention.gluon.decode.blocks import load_block, load_queries, page_numbers
 from utils.attention.gluon.decode.cluster_blocks import attend_keys, attend_rows, stride
 from utils.attention.gluon.decode.inbox import add_up, join, open_inbox, send_part
-from utils.attention.gluon.decode.kernel import SIZES, attend
+from utils.attention.gluon.decode.kernel import SIZES
 from utils.attention.gluon.decode.merge import Results, in_eights
 from utils.attention.gluon.decode.work import Cache, Cursor, Split
 from utils.attention.gluon.shared import accumulator, thread_barrier
@@ -136,23 +136,6 @@ def attend_together(results, rank, start, n, numbers, q_desc, k_desc, v_desc):
         store_and_merge(results, start, rank, o, m, total)
 
 
-@gluon.jit
-def attend_apart(results, q_desc, k_desc, v_desc):
-    """As many blocks as each other program has, of whichever heads, as in `kernel.py`; who is last with a head merges it."""
-    PLAN: gl.constexpr = results.cache.PLAN.apart
-    CASE: gl.constexpr = results.cache.CASE
-    given = results.cache
-    sizes = given.batch, given.heads, given.sq, given.sk, given.window, given.page, given.pages
-    cache = Cache(given.lens_ptr, given.table_ptr, given.table_stride, *sizes, PLAN, CASE)
-    out, parts, counters = results.out_ptr, results.parts_ptr, results.counters_ptr
-    results = Results(out, parts, counters, results.group, results.tiles, results.head_dim, results.c, cache)
-    across = gl.num_programs(0)
-    split = cache.split_for(across * gl.num_programs(1) * gl.num_programs(2))
-    program = (gl.program_id(2) * gl.num_programs(1) + gl.program_id(1)) * across + gl.program_id(0)
-    if program < split.programs:
-        attend(results, split, q_desc, k_desc, v_desc, program)
-
-
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr"])
 def attention_decode_cluster(
     q_desc,
@@ -186,10 +169,4 @@ def attention_decode_cluster(
     rank = gl.program_id(0) % PLAN.cluster
     head = gl.program_id(0) // PLAN.cluster * tiles + gl.program_id(2)
     start, n, numbers = first_block(cache, gl.program_id(1), head, rank)
-    if PLAN.else_shared:
-        if cache.level():
-            attend_together(results, rank, start, n, numbers, q_desc, k_desc, v_desc)
-        else:
-            attend_apart(results, q_desc, k_desc, v_desc)
-    else:
-        attend_together(results, rank, start, n, numbers, q_desc, k_desc, v_desc)
+    attend_together(results, rank, start, n, numbers, q_desc, k_desc, v_desc)

@@ -33,11 +33,13 @@ def cluster_plan(
     merge: str | None = None,
     page: int | None = None,
     in_turn: bool = True,
+    per_sm: int = 1,
 ) -> Plan:
     """Choose the tile of `cluster.py`; heads: of keys, of all sequences; parts: programs of a head; page: of its tokens.
 
     The arguments from `consumers` on, but for the page, overrule the choice. consumers: 0 makes keys the rows of the products, 1
-    query rows. in_turn: programs take a head's blocks in turn, and not a run of them each.
+    query rows. in_turn: programs take a head's blocks in turn, and not a run of them each. per_sm: programs that share an SM;
+    with two, any number of clusters, since nothing waits for another cluster.
     """
     block_d = block_width(head_dim)
     group = power_of_two(group)
@@ -50,7 +52,7 @@ def cluster_plan(
     heads *= -(-sq // queries)
     if merge not in (None, "cluster", "last"):
         raise ValueError(f"a cluster merges in shared memory, or in the simulator by its last program; not {merge!r}.")
-    if heads > FITTING_CLUSTERS.get(parts, 0):
+    if heads > FITTING_CLUSTERS.get(parts, 0) and (per_sm == 1 or parts not in FITTING_CLUSTERS):
         raise ValueError(f"clusters have 2, 4, 8 or 16 programs and run at once; {heads} of {parts} do not.")
     largest = (ROWS_BLOCK if consumers else KEYS_BLOCK)[block_d]
     if block_n and not consumers and block_n < 64:
@@ -60,10 +62,17 @@ def cluster_plan(
         if blocks < parts:
             raise ValueError(f"each program of a cluster takes a block at least, and {parts} share {blocks} blocks.")
         box = min(block, page) if page else block
-        plan = Plan(block_d, block, columns // queries, queries, 0, 1, box, consumers=consumers, cluster=parts)
+        plan = Plan(
+            block_d, block, columns // queries, queries, 0, 1, box, consumers=consumers, cluster=parts, per_sm=per_sm
+        )
         plan = replace(plan, merge=merge or "cluster", sent=group * queries, in_turn=in_turn)
         # Beside the tiles there are barriers, and the sums that reductions exchange.
-        room = SHARED_BYTES - 192 - plan.shared_bytes - (0 if consumers else 32 * columns)
+        room = (
+            SHARED_BYTES // per_sm
+            - (192 if per_sm == 1 else 1024 + 192)
+            - plan.shared_bytes
+            - (0 if consumers else 32 * columns)
+        )
         share = -(-blocks // parts)  # of the programs with the most
         wanted, tile = slots or min(16, 2 * share), 2 * block * block_d
         # A large inbox does not cost tiles: it takes their place.

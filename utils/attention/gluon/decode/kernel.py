@@ -12,9 +12,10 @@ A program's warps meet at a barrier before that anyway, for the maxima over the 
     columns     heads of the group x new tokens         8 to 32, powers of two; more: `rows.py`
     block       keys                                    256                   128                 64
     ring        tiles of K and V in turn                6                     6                   6
+                from 250 MB of keys and values on           4                     4                   6
     pipeline    the next block's scores are computed during this block's softmax
-    programs    one an SM; where each takes whole long heads two, with half of the keys a block and 4 or 6 tiles each, and
-                from 4096 keys on as many as heads
+    programs    one an SM; from 250 MB on as many as heads, if these are balanced, one at a time on an SM; with less, where
+                each takes whole long heads, two an SM with half of the keys a block
 
 Measured against the other libraries: docs/decode-log.md, assets/results/h200/decode.json.
 """

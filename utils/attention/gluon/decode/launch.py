@@ -182,7 +182,7 @@ class Launch:
         self.grid = (kv_heads * (1 if plan.merge == "cluster" else plan.cluster), batch, found.tiles)
         self.grid = self.grid if plan.cluster else (found.programs, 1, 1)
         self.adapted = q.is_cuda and (self.hint or plan.merge == "cluster")  # between Triton's compiler and the launch
-        in_memory = plan.merge != "cluster" or plan.else_shared  # parts of heads that are merged
+        in_memory = plan.merge != "cluster"  # parts of heads that are merged
         self.counters = 2 * found.heads if in_memory and plan.merge != "second" else 0
         holds = power_of_two(batch) if lengths else 1
         self.case = Case(causal and sq > 1, window > 0, lengths, holds, paged, found.aligned, lengths or paged)
@@ -328,7 +328,8 @@ class Launch:
         if twin is None:
             twin = with_l2_hint(compiled) if self.hint else not_loaded(compiled)
             if self.plan.merge == "cluster":
-                shared = max(-(-compiled.metadata.shared // 16) * 16 + self.plan.inbox_space, ALONE_BYTES)
+                alone = ALONE_BYTES if self.plan.per_sm == 1 else 0
+                shared = max(-(-compiled.metadata.shared // 16) * 16 + self.plan.inbox_space, alone)
                 twin.metadata = compiled.metadata._replace(shared=shared)
             twins[self.hint] = twin
         return twin

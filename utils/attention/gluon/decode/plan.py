@@ -62,9 +62,6 @@ class Plan:
     ahead: bool = False  # whole heads, each begun before the one before it is stored (`rows_ahead.py`)
     cluster: int = 0  # programs of a head, which merge in shared memory (`cluster.py`); 0: the other kernels
     in_turn: bool = False  # the programs of a cluster take a head's blocks in turn, and not a run of them each
-    else_shared: bool = (
-        False  # sequences of a cluster's launch whose lengths differ share all programs, without clusters
-    )
     sent: int = 0  # query rows of the tile that the programs of a cluster send each other: those that exist
     inbox_in_ring: bool = False  # what they send lies where the tiles were: that costs a wait for the cluster
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)
@@ -81,11 +78,6 @@ class Plan:
     def columns(self) -> int:
         """Query rows of a tile: columns of the products, or their rows."""
         return self.heads * self.queries
-
-    @property
-    def apart(self) -> Plan:
-        """The plan of `kernel.attend` in a cluster's launch whose sequences' lengths differ (`else_shared`)."""
-        return replace(self, cluster=0, merge="last", lean=True)
 
     @property
     def output_box(self) -> list[int]:

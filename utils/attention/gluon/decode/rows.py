@@ -10,7 +10,7 @@ program reads which keys, the parts, and the merge are the same as there.
     consumers    warpgroups x 64 query rows                      1 or 2           1 or 2           1 or 2
     block        keys (where a program has few blocks)           128              128 (64)         64 (32)
     rings        slots of K and V (64 rows / 128 rows)           6+7 / 6+6        3+3 / 3+3        3+3 / 2+3
-                 two and two from half a gigabyte of keys and values on (entry 46)
+                 two and two from 250 MB of keys and values on (entries 46, 48, 50)
     queries      tiles of Q (64 rows / 128 rows)                 2 / 2            2 / 1            1 / 1
     producer     one warp: TMA copies of Q, K and V, a box a page where the cache is in pages
     programs     one an SM; two with 64 rows and blocks of 64 keys where there are several heads an SM, a program a head

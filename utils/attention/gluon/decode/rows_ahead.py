@@ -12,8 +12,9 @@ heads only, and their queries have two tiles.
     output       a tile of 64 query rows for each consumer, in Q's type
     order        keys from the last block to the first: a causal mask touches a head's first block alone
 
-`arrange` takes it at head dimension 128 for 128 query rows where a program has two or more whole heads: 0.90 to 0.99 of the time of
-`rows.py` on an H200 (docs/decode-log.md, entry 28). With one head a program it is 3% slower.
+`arrange` takes it at head dimension 128 for 128 query rows where an SM has two or more whole heads, up to 250 MB of keys and values:
+0.90 to 0.99 of the time of `rows.py` on an H200 (docs/decode-log.md, entry 28). From there on `rows.py` with a program a head is
+2% faster on an H100 (entries 48 and 51).
 """
 
 from triton.experimental import gluon

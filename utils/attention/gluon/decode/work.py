@@ -11,8 +11,6 @@ from triton.experimental.gluon import language as gl
 
 from utils.attention.gluon.shared import aggregate
 
-ENOUGH_SMS = gl.constexpr(64)  # so many of 132 read as fast as all, each with all of its memory (entry 34)
-
 
 @aggregate
 class Cache:
@@ -105,20 +103,6 @@ class Cache:
         balanced = 25 * (gl.cdiv(heads, programs) * programs) <= 26 * heads
         whole = (total == most * heads) & (balanced | (most == 1))
         return gl.where(whole, heads, total), gl.where(whole, most, 1)
-
-    @gluon.jit
-    def level(self):
-        """Whether it costs little that each sequence has as many programs of a launch of clusters.
-
-        Half of the GPU's SMs read as fast as all of them. So with clusters on all SMs the longest sequence may have twice as many
-        blocks as the mean: its programs go on faster when the others' have ended. 1/16 more is about what sharing costs.
-        """
-        programs = gl.num_programs(0) * gl.num_programs(1) * gl.num_programs(2)
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        at = gl.arange(0, self.CASE.batch_block, layout)
-        lengths = gl.load(self.lens_ptr + at, mask=at < self.batch, other=0)
-        blocks = gl.where(at < self.batch, self.blocks(lengths), 0)
-        return 16 * self.batch * gl.max(blocks, 0) <= 17 * programs // ENOUGH_SMS * gl.sum(blocks, 0)
 
     @gluon.jit
     def place(self, flat):
