@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 from utils.files import ROOT
@@ -32,6 +34,7 @@ PYTEST = [
     "-m",
     "gpu",
 ]
+TO_WRITE_S = 10.0  # for pytest's summary, behind the end of the time
 _OUTCOME = re.compile(r"^(\S.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", re.MULTILINE)
 
 
@@ -56,15 +59,23 @@ def outcomes(log: str) -> dict[str, str]:
 def run(tests: list[str], folder: Path, processes: int, seconds: float) -> dict[str, str]:
     """Run the tests, stop all processes after the time, and return what became of each test; "NOT RUN" of the rest."""
     folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("shard-*.log"):
+        old.unlink()
     deadline, running = time.monotonic() + seconds, []
     for i, shard in enumerate(deal(tests, processes)):
         ids, log = folder / f"shard-{i}.txt", folder / f"shard-{i}.log"
         ids.write_text("\n".join(shard) + "\n", encoding="utf-8")
         with log.open("w", encoding="utf-8") as file:
             command = [*PYTEST, "-v", "--tb=short", "-rf", f"@{ids}"]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "400"}
             process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)
         running.append((process, log))
+    for process, _ in running:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(deadline - time.monotonic(), 0))
+    for process, _ in running:
+        process.send_signal(signal.SIGINT)  # as by Ctrl-C: pytest writes why tests have failed, and ends
+    deadline = time.monotonic() + TO_WRITE_S
     ended: dict[str, str] = {}
     for process, log in running:
         try:
@@ -74,6 +85,11 @@ def run(tests: list[str], folder: Path, processes: int, seconds: float) -> dict[
             process.wait()
         ended |= outcomes(log.read_text(encoding="utf-8", errors="replace"))
     return {test: ended.get(test, "NOT RUN") for test in tests}
+
+
+def reasons(log: str) -> list[str]:
+    """Return the lines of pytest's summary that say what failed, and why."""
+    return [line for line in log.splitlines() if line.startswith(("FAILED ", "ERROR "))]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -89,9 +105,13 @@ def main(arguments: list[str] | None = None) -> int:
         print("no GPU tests there")
         return 1
     result = run(tests, options.out, options.processes, options.seconds)
-    for test, outcome in result.items():
+    # What failed comes last, where a terminal shows it, and with its reason.
+    for test, outcome in sorted(result.items(), key=lambda entry: entry[1] != "NOT RUN"):
         if outcome not in ("PASSED", "SKIPPED", "XFAIL"):
             print(f"{outcome:8} {test}")
+    for log in sorted(options.out.glob("shard-*.log")):
+        for line in reasons(log.read_text(encoding="utf-8", errors="replace")):
+            print(line)
     counts = Counter(result.values())
     print(
         ", ".join(f"{count} {outcome.lower()}" for outcome, count in counts.most_common()), f"(logs in {options.out})"

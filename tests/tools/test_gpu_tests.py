@@ -1,0 +1,26 @@
+"""The runner of GPU tests: what it says when the time is over. The tests that it runs here need no GPU."""
+
+from tools.gpu_tests import outcomes, reasons, run
+
+TESTS = """
+import time
+import pytest
+pytestmark = pytest.mark.gpu
+def test_right():
+    pass
+def test_wrong():
+    assert 1 == 2, "a reason"
+def test_long():
+    time.sleep(600)
+"""
+
+
+def test_when_the_time_is_over_the_log_says_why_a_test_failed(tmp_path):
+    file = tmp_path / "test_three.py"
+    file.write_text(TESTS, encoding="utf-8")
+    names = [f"{file}::{name}" for name in ("test_right", "test_wrong", "test_long")]
+    result = run(names, tmp_path / "logs", processes=1, seconds=8.0)
+    log = (tmp_path / "logs" / "shard-0.log").read_text(encoding="utf-8")
+    assert sorted(outcomes(log).values()) == ["FAILED", "PASSED"]
+    assert list(result.values()).count("NOT RUN") >= 1
+    assert len(reasons(log)) == 1 and "a reason" in reasons(log)[0]
