@@ -12,6 +12,7 @@ import torch
 from tools.record.common import read_record
 from tools.record.decode import CACHES, NEW_TOKENS
 from tools.record.decode_right import verdict
+from tools.record.decode_shared import differences
 from tools.record.decode_variants import BETWEEN, arrangement, describe, points_of_default, variants, variants_between
 from tools.record.turns import Turns
 from utils.attention.gluon.decode.arrangement import arrange
@@ -55,6 +56,15 @@ def test_a_random_case_is_right_if_both_calls_are(second, right, same):
     outputs = [torch.tensor([1.0, 2.0]), torch.tensor(second)]
     found = verdict(lambda: outputs.pop(0), torch.tensor([1.0, 2.0], dtype=torch.float64))
     assert (found["right"], found["same_bits"], found["errors"][0]) == (right, same, 0)
+
+
+def test_results_that_are_not_the_same_are_described():
+    right = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16)
+    assert differences(right.clone(), right) is None
+    out = torch.tensor([[1.0, float("nan")], [3.0, 4.5]], dtype=torch.bfloat16)
+    found = differences(out, right)
+    assert (found["numbers"], found["nan"]) == (2, 1)
+    assert found["places"][0][:2] == [0, 1] and found["places"][1] == [1, 1, 4.5, 4.0]
 
 
 def old_order(point):
