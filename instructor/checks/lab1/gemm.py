@@ -98,6 +98,12 @@ def gemm_tiled(gemm_tiled, seed=None):
             f"the operator {found[0]} worked on {found[1]} elements at once, and a tile of (5, 4, 3) has {5 * 4 * 3}. "
             "Are the tile sizes used, and is every operation inside of one tile?" + (f"\n  {line}" if line else "")
         )
+    most = 20 * 24 * 24  # multiply-accumulates of whole tiles
+    if sizes.multiplied > 1.3 * most:
+        raise AssertionError(
+            f"gemm_tiled multiplied {sizes.multiplied:,} pairs of elements for (20, 24) @ (24, 22), and the tiles (5, 4, 3) hold "
+            f"{most:,}: each is multiplied once, and nothing else is."
+        )
     _expect_tiles_used(gemm_tiled, draw)
     for dtype in (torch.float32, torch.float64):
         m, k, n = draw.sizes(3, 9, 30)

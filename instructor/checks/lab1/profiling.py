@@ -58,6 +58,19 @@ def profile_steps(profile_steps, seed=None):
         )
 
 
+_LOOKUPS = (
+    "gather",
+    "take",
+    "take_along_dim",
+    "index_select",
+    "searchsorted",
+    "bucketize",
+    "embedding",
+    r"grid_sample\w*",
+)
+_CONSTANTS = 4  # of the formula, that may be computed by torch and read
+
+
 @check("4.2", "GELU by hand")
 def gelu_by_hand(gelu_by_hand, seed=None):
     """Check the tanh form of GELU, made of elementwise operators, on any shape and dtype."""
@@ -67,7 +80,14 @@ def gelu_by_hand(gelu_by_hand, seed=None):
     with watch_operations() as watch:
         watched = gelu_by_hand(x)
     forbid(watch, ("gelu", r"\w*gelu\w*", *MATMUL), hint="write the formula from +, * and torch.tanh")
+    forbid(
+        watch, _LOOKUPS, hint="an elementwise operator computes each element from its own input, and looks nothing up"
+    )
     forbid_leaving(watch)
+    if sum(watch.exits.values()) > _CONSTANTS:
+        raise AssertionError(
+            f"gelu_by_hand took {sum(watch.exits.values())} single numbers out of torch. Write it from operators on whole tensors."
+        )
     # A constant in float32, such as torch.sqrt(torch.tensor(2 / math.pi)), is right in float64, too.
     for dtype, rtol, atol in ((torch.float64, 1e-5, 1e-7), (torch.float32, 1e-4, 1e-6), (torch.bfloat16, 3e-2, 3e-2)):
         x = 3 * draw.normal(draw.size(2, 5), draw.size(20, 40), dtype=dtype)
@@ -154,6 +174,10 @@ def kernels_per_step(kernels_per_step, seed=None):
                 ),
             },
         )
+        if len(profiled) < 3 and any(profiled):
+            raise AssertionError(
+                f"kernels_per_step called fn {len(profiled)} times: profile it with a schedule, whose first steps are not recorded."
+            )
         if not any(profiled):
             raise AssertionError(
                 "kernels_per_step never called fn under the profiler: what a compiled function launches, only a profile shows."

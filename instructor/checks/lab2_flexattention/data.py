@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from instructor.checks.common import DTYPES, Draw, dtype_name, expect_counts, expect_unchanged
+from instructor.checks.common import DTYPES, Draw, SizeWatch, dtype_name, expect_counts, expect_unchanged
 from instructor.checks.lab2_flexattention.common import attend_densely, moved_heads
 from utils.checking import check, expect_close, forbid, watch_operations
 from utils.checking.watching import FUSED_ATTENTION
@@ -44,9 +44,10 @@ def masked_attention(masked_attention, seed=None):
     q, k, v = (draw.normal(1, 2, 5, 8) for _ in range(3))
     mask = torch.ones(5, 5, dtype=torch.bool)
     right = attend_densely(q, k, v, mask)
-    with watch_operations() as watch:
+    with SizeWatch() as sizes, watch_operations() as watch:
         watched = masked_attention(q, k, v, mask)
     forbid(watch, FUSED_ATTENTION, hint="write product, mask, softmax, product yourself")
+    sizes.expect_seen(2 * 2 * 5 * 5 * 8, "masked_attention")
     for _ in range(3):
         b, h, s, length, d = draw.sizes(5, 2, 20)
         q = draw.normal(b, h, s, d)
