@@ -87,6 +87,7 @@ class SizeWatch(TorchDispatchMode):
         self.multiplied = 0  # elements of all elementwise products of two tensors
         self.largest_multiplied: tuple[str, int] = ("", 0)  # the largest of these
         self.longest: dict[str, int] = {}  # the longest dimension that an operator computes on, on real numbers
+        self.moved = 0  # elements that were copied, filled or put together, and not computed
         self.read = 0  # elements of all tensors that were given to operators, but for single numbers
         self._memory: dict[int, int] = {}  # id of a tensor that was made -> the id of the one whose memory it shows
         # id of such a tensor -> [elements, step that made it, last step that used it, does it hold numbers of the inputs?]
@@ -103,6 +104,8 @@ class SizeWatch(TorchDispatchMode):
         self.read += sum(t.numel() for t in given if t.numel() > 1)
         self.steps.append(hash((name, *(tuple(t.shape) for t in given), *(a for a in args if type(a) is int))))
         self._follow(name, given, made)
+        if name in MOVES and name not in _VIEWS:
+            self.moved += sum(t.numel() for t in made)
         self.largest[name] = max(self.largest.get(name, 0), max(sizes, default=0))
         if name not in MOVES:
             self.computing.add(name)

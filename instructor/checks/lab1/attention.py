@@ -312,6 +312,18 @@ def _expect_tiles_only(function, draw: Draw, name: str) -> SizeWatch:
     return sizes
 
 
+def _expect_running_maximum(function, draw: Draw, causal: bool, name: str) -> None:
+    """Assert that the maximum runs: from tile to tile the scores rise so far that no exponent, of any dtype, bridges it."""
+    s, d = 24, 8
+    q, k = draw.normal(1, 1, s, d).abs() + 0.5, draw.normal(1, 1, s, d).abs() + 0.5
+    k = k * torch.linspace(-300.0, 300.0, s)[None, None, :, None]
+    v = draw.normal(1, 1, s, d)
+    what = f"{name} of scores that rise by thousands from tile to tile"
+    hint = "When a larger maximum comes, rescale what was there; the first tile's maximum is not the row's."
+    got = function(q, k, v, 8, 8)
+    expect_close(got, _reference(q, k, v, causal=causal), rtol=1e-3, atol=1e-3, what=what, hint=hint)
+
+
 @check("5.3", "Flash attention by hand")
 def flash_attention_tiled(flash_attention_tiled, seed=None):
     """Check any lengths and tiles, several dtypes and large scores; one tile of scores at a time."""
@@ -329,6 +341,7 @@ def flash_attention_tiled(flash_attention_tiled, seed=None):
         for tile_q, tile_k in (draw.sizes(2, 5, 13), (64, 64)):
             _expect_tiled(flash_attention_tiled, q, k, v, tile_q, tile_k, False, rtol, atol, name)
     _expect_wide_inside(flash_attention_tiled, draw, False, name)
+    _expect_running_maximum(flash_attention_tiled, draw, False, name)
     # Large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
     q, k, v = 20 * draw.normal(1, 1, 20, 16), 20 * draw.normal(1, 1, 33, 16), draw.normal(1, 1, 33, 16)
     _expect_tiled(flash_attention_tiled, q, k, v, 6, 8, False, 1e-3, 1e-3, name)
@@ -375,6 +388,7 @@ def flash_attention_causal(flash_attention_causal, seed=None):
         for tile_q, tile_k in ((8, 8), draw.sizes(2, 5, 13), (17, 4), (4, 17), (64, 64)):
             _expect_tiled(flash_attention_causal, q, k, v, tile_q, tile_k, True, rtol, atol, name)
     _expect_tiles_only(flash_attention_causal, draw, name)
+    _expect_running_maximum(flash_attention_causal, draw, True, name)
     for s, tile_q, tile_k in ((96, 16, 16), (draw.size(60, 90), 16, 8), (draw.size(60, 90), 8, 24)):
         q, k, v = (draw.normal(1, 1, s, 8) for _ in range(3))
         expected = _reference(q, k, v, causal=True)

@@ -104,6 +104,13 @@ def gemm_tiled(gemm_tiled, seed=None):
             f"gemm_tiled multiplied {sizes.multiplied:,} pairs of elements for (20, 24) @ (24, 22), and the tiles (5, 4, 3) hold "
             f"{most:,}: each is multiplied once, and nothing else is."
         )
+    # Bonus 1.6 counts what tiles fetch: A once for each tile column of C, B once for each tile row. Whole copies come on top.
+    most = 6 * a.numel() + 4 * b.numel() + 2 * (a.numel() + b.numel() + expected.numel())
+    if sizes.moved > 1.5 * most:
+        raise AssertionError(
+            f"gemm_tiled copied {sizes.moved:,} elements, and its tiles hold {most:,}, each fetched once. Fetch a tile before the "
+            "loop that multiplies its columns and rows."
+        )
     _expect_tiles_used(gemm_tiled, draw)
     for dtype in (torch.float32, torch.float64):
         m, k, n = draw.sizes(3, 9, 30)

@@ -12,6 +12,7 @@ import torch
 
 from instructor.checks.common import DTYPES, Draw, by_value, dtype_name, expect_unchanged, expect_value
 from utils.checking import MATMUL, check, expect_close, forbid, forbid_leaving, watch_operations
+from utils.checking.profiles import marked_waits, steps_that_wait
 from utils.machine.device import default_device
 
 
@@ -33,7 +34,8 @@ def profile_steps(profile_steps, seed=None):
 
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         path = Path(f"trace_{draw.size(0, 999)}.json")
-        prof = profile_steps(step, str(path))
+        with marked_waits(profile_steps):
+            prof = profile_steps(step, str(path))
         if not path.exists():
             raise AssertionError(
                 f"no file was written to trace_path ({path.name}): prof.export_chrome_trace(trace_path)."
@@ -55,6 +57,11 @@ def profile_steps(profile_steps, seed=None):
         raise AssertionError(
             f"the trace holds {len(steps)} steps and {recorded} of fn's operators; expected 6 steps and {6 * repeats}. "
             "Is schedule=default_schedule given, and is prof.step() called after each call?"
+        )
+    if (waits := steps_that_wait(events, "aten::erfinv")) is not None and waits < 6:
+        raise AssertionError(
+            f"{waits} of 6 recorded steps wait for the device after fn and before they end: call synchronize() between fn() and "
+            "prof.step()."
         )
 
 

@@ -132,7 +132,7 @@ def promises(block_flops, promised_speedup, document_blocks, seed=None):
 
 
 def _expect_no_loop_over_blocks(document_blocks) -> None:
-    """Assert that blocks, or rows of blocks, are not counted one by one: with ever more of them that takes seconds."""
+    """Assert that blocks, rows of blocks or documents are not counted one by one: with ever more of them that takes seconds."""
     for across in (2**11, 2**15, 2**19, 2**23):  # a loop ends at the first that is too long
         _expect_quick(document_blocks, across)
 
@@ -142,12 +142,13 @@ def _expect_quick(document_blocks, across: int) -> None:
     for _ in range(3):  # other work on the machine does not meet three calls
         began = time.perf_counter()
         document_blocks(across * 128, 1024, 128)
+        document_blocks(across * 128, 128, 128)
         spent.append(time.perf_counter() - began)
         if spent[-1] < MOST_SECONDS:
             return
     raise AssertionError(
         f"document_blocks({across * 128}, 1024, 128) took {min(spent):.1f} s: work the number out on paper. No mask, and no loop "
-        "over blocks."
+        "over blocks, rows of blocks or documents."
     )
 
 
@@ -230,6 +231,23 @@ def block_sparse_attention(block_sparse_attention, seed=None):
                 f"{what} works on a tensor of {over[1]} elements (in {over[0]}); one row of blocks has "
                 f"{row} scores. Keep the scores of one row of blocks at a time."
             )
+    _expect_one_row_kept(block_sparse_attention, draw)
+
+
+def _expect_one_row_kept(block_sparse_attention, draw: Draw) -> None:
+    """Assert that the scores of a row of blocks are used up before the next row comes. With one number a token, scores are most."""
+    s, block = 128, 8
+    q, k, v = (draw.normal(1, 2, s, 1) for _ in range(3))
+    block_mask = create_block_mask(lambda b, h, q, k: k <= q, None, None, s, s, device="cpu", BLOCK_SIZE=block)
+    with SizeWatch() as sizes:
+        block_sparse_attention(q, k, v, block_mask)
+    row, tokens = 2 * block * s, 2 * s
+    most = 12 * tokens + 4 * row
+    if sizes.held > most:
+        raise AssertionError(
+            f"block_sparse_attention over {s} tokens keeps {sizes.held:,} numbers at once; q, k, v, the output and the scores of one "
+            f"row of blocks are fewer than {most:,}. Use the scores of a row of blocks up before the next row comes."
+        )
 
 
 def _hint(got, right, q, k, v, mask, block_mask) -> str:

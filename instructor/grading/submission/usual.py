@@ -13,6 +13,7 @@ import builtins
 import re
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,6 +81,19 @@ def read_arguments(function: ast.FunctionDef) -> list[tuple[int, str]]:
     return [(place, name) for place, name in enumerate(names) if name in read]
 
 
+def lines_given(text: str) -> Counter[str]:
+    """The lines of code of a file of kernels that stand outside of its solutions, without comments, texts and indentation."""
+    given = re.sub(r"### BEGIN SOLUTION.*?### END SOLUTION", "", text, flags=re.DOTALL)
+    return lines_of_code(given)
+
+
+def lines_of_code(text: str) -> Counter[str]:
+    """The lines of a file, without comments, texts that stand alone, and spaces."""
+    bare = re.sub(r'^\s*""".*?"""', "", text, flags=re.DOTALL | re.MULTILINE)
+    lines = ("".join(line.partition("#")[0].split()) for line in bare.split("\n"))
+    return Counter(line for line in lines if len(line) > 2)
+
+
 class Usual:
     """What a lab's right answers use.
 
@@ -106,6 +120,7 @@ class Usual:
         self.of_course = _methods_of_course()  # of objects that the course hands out
         self.models: dict[str, Words] = {}  # question -> words of its model answer
         self.kernels = Words()  # of all files of kernels
+        self.given: dict[str, Counter[str]] = {}  # question -> lines of its file of kernels that students get
         for cell in nbformat.v4.nbjson.reads(instructor_notebook).cells:
             if cell.cell_type == "code" and cell.metadata.get("nbgrader", {}).get("solution"):
                 is_file = FILE_CELL.match(cell.source.lstrip())
@@ -114,7 +129,9 @@ class Usual:
                     words = words_of(text)
                 except SyntaxError:  # a file that is no Python
                     continue
-                if not is_file:
+                if is_file:
+                    self.given[question_of(cell.metadata["nbgrader"]["grade_id"])] = lines_given(text)
+                else:
                     for node in ast.parse(text).body:
                         if isinstance(node, ast.FunctionDef):
                             self.reads[node.name] = read_arguments(node)
@@ -366,7 +383,8 @@ def unusual_file(text: str, usual: Usual, question: str) -> list[str]:
     known = vocabulary.ATTRIBUTES | vocabulary.KERNELS | usual.kernels.attributes | usual.words(question).attributes
     missing = set(usual.needed.get(question, "").split()) - used.attributes - used.names
     uses = [f".{name}" for name in sorted(used.attributes - known - own)]
-    return told({"uses": uses, "does without": sorted(missing)})
+    gone = sorted((usual.given.get(question, Counter()) - lines_of_code(text)).elements())
+    return told({"uses": uses, "does without": sorted(missing), "changes lines that stood there:": gone})
 
 
 def unusual_calls(
