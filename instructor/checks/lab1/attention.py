@@ -300,6 +300,11 @@ def _expect_tiles_only(function, draw: Draw, name: str) -> SizeWatch:
             f"{name}: tiles of scores have up to {sides[0]} x {sides[1]} elements, and tile_q is {tile_q}, tile_k {tile_k}. "
             "Are the tile sizes used?"
         )
+    if found := sizes.over(s * s - 1, sizes.computing):
+        raise AssertionError(
+            f"{name}: {found[0]} worked on {found[1]:,} elements, as many as there are pairs of {s} tokens. No tensor may be as large "
+            "as a whole score matrix, a mask neither."
+        )
     # The output, q, k and v in float32, and a few tiles of scores or of products by broadcasting.
     most = 4 * q.numel() + 2 * tile * (1 + d)
     if sizes.held > most:

@@ -181,9 +181,10 @@ def kernels_per_step(kernels_per_step, seed=None):
                 ),
             },
         )
-        if len(profiled) < 3 and any(profiled):
+        if any(profiled) and (len(profiled) < 3 or profiled[0]):
             raise AssertionError(
-                f"kernels_per_step called fn {len(profiled)} times: profile it with a schedule, whose first steps are not recorded."
+                f"kernels_per_step called fn {len(profiled)} times, from the first one on under the profiler: profile it with a "
+                "schedule, which waits and warms up first."
             )
         if not any(profiled):
             raise AssertionError(

@@ -63,7 +63,7 @@ def gemm_triton(source: str, seed=None):
         ("fp16", (draw.size(5, 15), 16, draw.size(33, 47)), (16, 16, 32), False, torch.float16),
     ):
         a, b = draw.normal(m, k, dtype=dtype), draw.normal(k, n, dtype=dtype)
-        cases.append((a, b, bm, bn, bk, transposed, dtype))
+        cases.append((a, b, bm, bn, bk, transposed, dtype, False))
         names.append(f"({m}, {k}) @ ({k}, {n}) with blocks ({bm}, {bn}, {bk}), {name}")
     a, b = draw.normal(20, 40), draw.normal(40, 24)
     cases.append((a, b, 16, 16, 16, False, torch.float32, True))

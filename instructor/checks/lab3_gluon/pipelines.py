@@ -240,7 +240,7 @@ def repairs(source: str, repairs, seed=None):
     slots = {n: replace(launch, args={**launch.args, "STAGES": n}) for n in (1, 3)}
     runs = {n: simulate_launch(text, ring, timeline=True)[1] for n, ring in slots.items()}
     expect_same_work(runs)
-    _expect_ring_of_two(runs[3].programs()[0], launch.args["tiles"], 3)
+    _expect_ring_of_two(runs[3].programs()[0], 8, 3)
     with_one, with_three = (runs[n].cycles[0] for n in (1, 3))
     if with_three > 0.8 * with_one:
         raise AssertionError(

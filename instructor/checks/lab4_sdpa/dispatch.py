@@ -7,7 +7,7 @@ import warnings
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from instructor.checks.common import Draw, expect_unchanged
+from instructor.checks.common import Draw, SizeWatch, expect_unchanged
 from instructor.checks.lab4_sdpa.common import (
     KNOCKED_OUT,
     Attentions,
@@ -200,6 +200,14 @@ def pinned_sdpa(pinned_sdpa, seed=None):
                 expect_unchanged(copies, tensors, what)
                 expected = F.scaled_dot_product_attention(*(t.double() for t in tensors), **options).float()
                 expect_close(got, expected, rtol=1e-4, atol=1e-5, what=what, hint="Do all options reach SDPA?")
+        views = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+        with SizeWatch() as sizes:
+            pinned_sdpa("flash", *views)
+        if sizes.moved:
+            raise AssertionError(
+                f"pinned_sdpa copies {sizes.moved:,} elements of tensors that flash runs as they are. No copies of the inputs that "
+                "nobody asked for."
+            )
         for name in KNOCKED_OUT:
             tensors, options = knocked_out(name, q, k, v)
             _expect_refusal(pinned_sdpa, "flash", tensors, options, f"flash with {name}")

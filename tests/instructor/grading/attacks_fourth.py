@@ -41,7 +41,11 @@ _REFUSED: dict[str, tuple[str, str, str]] = {  # name: check, the answers that i
     "5.1 a block mask that reads a table of all pairs": ("prepare_flex", "prepare_flex", "no tensor of pairs"),
     "6.1 a mask that reads a tensor of pairs of the bucket": ("buckets", "bucketed_attention", "no tensor of pairs"),
     "2.2 one layout of eight rows a thread, nothing goes through shared memory": ("transpose", "", "sectors"),
-    "3.1 the sum goes to memory and back: a is stored, read again, and b added": ("async_copy", "", "on their way at a time"),
+    "3.1 the sum goes to memory and back: a is stored, read again, and b added": (
+        "async_copy",
+        "",
+        "on their way at a time",
+    ),
     "3.2 a tile is read from its slot twice": ("tma_ring", "", "read each once"),
     "4.1 each product starts from zero and is added in registers": ("wgmma", "", "cycles of arithmetic"),
     "5.1 divided by the sum in every block": ("softmax", "", "divided at the end only"),
