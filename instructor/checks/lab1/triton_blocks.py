@@ -5,7 +5,7 @@ from __future__ import annotations
 LIMIT_BLOCKS = """
 
 def limit_blocks_of_the_check(most, loaded, doubled=False):
-    # No range is longer than `most`, no program reads more than `loaded` elements, and no element has two writers.
+    # No range is longer than `most`, no program reads more than `loaded` elements, and no element is written twice.
     # Returns the products that each program makes, {program: number}. Each is twice as large as it should be with `doubled`, so
     # a result that was computed beside them shows.
     import numpy
@@ -34,8 +34,11 @@ def limit_blocks_of_the_check(most, loaded, doubled=False):
 
     def store(pointers, value, mask, *rest):
         for address in numpy.broadcast_to(pointers.data, mask.data.shape)[mask.data].tolist():
-            if writers.setdefault(address, builder.grid_idx) != builder.grid_idx:
+            if address in writers:
+                if writers[address] == builder.grid_idx:
+                    raise ValueError("a program writes an element twice: what it computes stays on the chip until it is done")
                 raise ValueError("two programs write the same element: one program computes one tile, and nobody else does")
+            writers[address] = builder.grid_idx
         return type(builder).create_masked_store(builder, pointers, value, mask, *rest)
 
     builder.create_make_range, builder.create_masked_load, builder.create_masked_store = make_range, load, store

@@ -81,6 +81,25 @@ _REFUSED: dict[str, tuple[str, str, str]] = {  # name: check, the answers that i
     "3.2 documents counted one by one": ("promises", "block_flops promised_speedup document_blocks", "or documents"),
     "4.1 C goes to shared memory in every step": ("wgmma", "", "cycles of arithmetic"),
     "5.2 a consumer waits for the next block as well": ("specialized", "", "model cycles"),
+    "1.3 the clock starts before the first wait": ("time_calls", "time_calls", "between the calls"),
+    "4.3 ten calls, all recorded, divided by ten": ("kernels_per_step", "kernels_per_step", "waits and warms up first"),
+    "b5.6 a mask of all pairs, cut into tiles": (
+        "flash_attention_causal",
+        "flash_attention_causal",
+        "as many as there are pairs",
+    ),
+    "3.3 everything in the dtype of the inputs": (
+        "block_sparse_attention",
+        "block_sparse_attention",
+        "block_sparse_attention of",
+    ),
+    "b5.8 the output goes to memory and back in every block": ("flash_triton", "", "writes an element twice"),
+    "b2.4 scores and probabilities anew for each gradient": (
+        "attention_backward",
+        "attention_backward",
+        "five are enough",
+    ),
+    "1.3 copies that flash does not need": ("pinned_sdpa", "pinned_sdpa", "nobody asked for"),
     "2.2 converted there and back and there": ("transpose", "", "cycles of arithmetic"),
 }
 
@@ -750,6 +769,112 @@ def distinct_results(fn, runs):
             break
         found.add(bits)
     return len(found)
+""",
+    ),
+]
+
+
+KIN = [
+    _shortcut(
+        "1.3 the clock starts before the first wait",
+        "lab1",
+        "q1_3",
+        """
+def time_calls(fn, n_calls, synchronize):
+    times = []
+    for _ in range(n_calls):
+        start = time.perf_counter()
+        synchronize()
+        fn()
+        synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return times
+""",
+    ),
+    _shortcut(
+        "2.1 the counts of an earlier question are called",
+        "lab1",
+        "q2_1",
+        """
+def gemm_intensity(m, n, k, dtype):
+    _, flops, traffic = gemm_macs_flops_bytes(m, n, k, dtype)
+    return flops / traffic
+
+
+def gemv_intensity(m, k, dtype):
+    _, flops, traffic = gemv_macs_flops_bytes(m, k, dtype)
+    return flops / traffic
+""",
+    ),
+    _shortcut(
+        "4.3 ten calls, all recorded, divided by ten",
+        "lab1",
+        "q4_3",
+        """
+def kernels_per_step(fn):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prof:
+        for _ in range(10):
+            fn()
+            synchronize()
+    return count_cuda_kernels(prof)["total"] // 10
+""",
+    ),
+    _shortcut(
+        "b5.6 a mask of all pairs, cut into tiles",
+        "lab1",
+        "bonus_5_6",
+        {
+            "            hidden_keys = positions[i : i + tile_q, None] < positions[None, j : j + tile_k]\n": "            hidden_keys = hidden[i : i + tile_q, j : j + tile_k]\n",
+            "    output = torch.empty_like(q)\n": "    hidden = positions[:, None] < positions[None, :]\n    output = torch.empty_like(q)\n",
+        },
+    ),
+    _shortcut(
+        "3.3 everything in the dtype of the inputs",
+        "lab2_flexattention",
+        "q3_3",
+        {"    wide = torch.promote_types(q.dtype, torch.float32)\n": "    wide = q.dtype\n"},
+    ),
+    _shortcut(
+        "1.3 copies that flash does not need",
+        "lab4_sdpa",
+        "q1_3",
+        """
+def pinned_sdpa(backend, q, k, v, **options):
+    tensors = [x.contiguous() if x.stride(-1) == 1 else x for x in (q, k, v)]
+    with sdpa_kernel(BACKENDS[backend]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return F.scaled_dot_product_attention(*tensors, **options)
+        except RuntimeError as error:
+            reasons = " ".join(why_not(backend, q, k, v, **options))
+            raise BackendRefused(f"{backend} cannot run this call: {reasons}") from error
+""",
+    ),
+    _shortcut(
+        "b5.8 the output goes to memory and back in every block",
+        "lab1",
+        "bonus_5_8",
+        {
+            '    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)\n': '    o_tile = o_ptr + head * stride_oh + rows[:, None] * stride_os + dims[None, :] * stride_od\n    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)\n',
+            "        accumulator = accumulator * rescale[:, None] + new\n": "        if start > 0:\n            accumulator = tl.load(o_tile, mask=rows[:, None] < queries, other=0.0).to(tl.float32)\n        accumulator = accumulator * rescale[:, None] + new\n        tl.store(o_tile, accumulator, mask=rows[:, None] < queries)\n",
+            "    o_tile = o_ptr + head * stride_oh + rows[:, None] * stride_os + dims[None, :] * stride_od\n    tl.store(o_tile, accumulator / l[:, None]": "    tl.store(o_tile, accumulator / l[:, None]",
+        },
+    ),
+    _shortcut(
+        "b2.4 scores and probabilities anew for each gradient",
+        "lab4_sdpa",
+        "bonus_2_4",
+        """
+def attention_backward(q, k, v, out, lse, dout):
+    scale = 1 / math.sqrt(q.shape[-1])
+
+    def probabilities():
+        return torch.exp(q @ k.mT * scale - lse[..., None])
+
+    def scores_gradient():
+        return probabilities() * (dout @ v.mT - (dout * out).sum(dim=-1, keepdim=True))
+
+    return scores_gradient() @ k * scale, scores_gradient().mT @ q * scale, probabilities().mT @ dout
 """,
     ),
 ]

@@ -23,6 +23,7 @@ from instructor.points import lab_path
 from tests.instructor.grading.attacks import WRONG
 from tests.instructor.grading.attacks_cold import COLD
 from tests.instructor.grading.attacks_fourth import FIFTH, FOURTH
+from tests.instructor.grading.attacks_fourth import KIN as MORE_KIN
 from tests.instructor.grading.attacks_shortcuts import CELLS, CODE, SHORTCUTS, Shortcut, answer_of
 from tests.instructor.grading.attacks_third import KIN, THIRD
 from tests.instructor.grading.test_grading_attacks import TOKEN, _changes, _sleepers, hidden_lines, surroundings
@@ -52,7 +53,7 @@ def test_there_are_enough():
 def _names() -> dict:
     """What a lab's setup gives its answers."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
     backends = {
         "math": SDPBackend.MATH,
@@ -63,10 +64,12 @@ def _names() -> dict:
         "torch": torch,
         "math": math,
         "F": F,
+        "time": time,
         "warnings": warnings,
         "sdpa_kernel": sdpa_kernel,
         "BACKENDS": backends,
         "create_block_mask": create_block_mask,
+        "BlockMask": BlockMask,
         "synchronize": lambda: None,
     }
     return names | {
@@ -103,7 +106,7 @@ def _case(shortcut, overnight: bool):
 @pytest.mark.parametrize(
     "shortcut",
     [
-        *(_case(s, False) for s in (*SHORTCUTS, *THIRD, *KIN, *FOURTH, *FIFTH) if s.check),
+        *(_case(s, False) for s in (*SHORTCUTS, *THIRD, *KIN, *FOURTH, *FIFTH, *MORE_KIN) if s.check),
         *(_case(s, any(word in s.name for word in SLOW)) for s in COLD),
     ],
 )
