@@ -42,7 +42,6 @@ def standard_attention(standard_attention, seed=None):
     with SizeWatch() as sizes, watch_operations() as watch:
         watched = standard_attention(q, k, v)
     forbid(watch, FUSED_ATTENTION, hint="write the three lines yourself")
-    sizes.expect_seen(2 * 2 * 5 * 5 * 8, "standard_attention")
     right = _reference(*copies)
     for dtype, rtol, atol in ((torch.float32, 1e-4, 1e-5), (torch.float64, 1e-5, 1e-6)):
         b, h, s = draw.sizes(3, 2, 20)
@@ -66,6 +65,7 @@ def standard_attention(standard_attention, seed=None):
         hint="exp overflows: subtract the largest score first, or use torch.softmax.",
     )
     expect_close(watched, right, rtol=1e-4, atol=1e-5, what="standard_attention of (1, 2, 5, 8)")
+    sizes.expect_seen(2 * 2 * 5 * 5 * 8, "standard_attention")
 
 
 @check("5.1", "Memory of the scores")
@@ -110,20 +110,6 @@ def attention_memory(score_bytes, longest_length, seed=None):
 def attention_bshd(attention_bshd, seed=None):
     """Check the layout, the causal mask and grouped heads, and that SDPA computes it."""
     draw = Draw(seed)
-    q, k, v = (draw.normal(1, 64, 2, 8) for _ in range(3))
-    with watch_operations() as watch:
-        watched = attention_bshd(q, k, v)
-    demand(watch, FUSED_ATTENTION, hint="call F.scaled_dot_product_attention on views with the heads before the tokens")
-    ran = [name for name, count in watch.operations.items() for _ in range(count) if re.fullmatch(_FUSED_ON_CPU, name)]
-    beside = [name for name in watch.operations if re.fullmatch(_BESIDE_SDPA, name)]
-    if len(ran) != 1 or beside:
-        raise AssertionError(
-            f"attention_bshd computes attention by {', '.join((*ran, *beside)) or 'nothing that is fused'}; one call of SDPA does it "
-            "for all heads, and leaves no product and no exponential to do."
-        )
-    views = (x.transpose(1, 2) for x in (q, k, v))
-    right = _reference(*views, causal=True).transpose(1, 2)
-    expect_close(watched, right, rtol=1e-4, atol=1e-5, what="attention_bshd of (1, 64, 2, 8)")
     for s, heads, kv_heads in ((draw.size(9, 15), 4, 4), (6, 6, 6), (draw.size(9, 15), 6, 2), (draw.size(9, 15), 4, 1)):
         b, d = draw.size(2, 3), draw.choice((8, 16))
         q, k, v = draw.normal(b, s, heads, d), draw.normal(b, s, kv_heads, d), draw.normal(b, s, kv_heads, d)
@@ -146,6 +132,20 @@ def attention_bshd(attention_bshd, seed=None):
             hint = "Turn the result back to (B, S, H, D)."
             raise AssertionError(f"{what} should have shape {tuple(q.shape)}, and has {tuple(got.shape)}. {hint}")
         expect_close(got, attend(True), rtol=1e-4, atol=1e-5, what=what, hint=hint)
+    q, k, v = (draw.normal(1, 64, 2, 8) for _ in range(3))
+    with watch_operations() as watch:
+        watched = attention_bshd(q, k, v)
+    demand(watch, FUSED_ATTENTION, hint="call F.scaled_dot_product_attention on views with the heads before the tokens")
+    ran = [name for name, count in watch.operations.items() for _ in range(count) if re.fullmatch(_FUSED_ON_CPU, name)]
+    beside = [name for name in watch.operations if re.fullmatch(_BESIDE_SDPA, name)]
+    if len(ran) != 1 or beside:
+        raise AssertionError(
+            f"attention_bshd computes attention by {', '.join((*ran, *beside)) or 'nothing that is fused'}; one call of SDPA does it "
+            "for all heads, and leaves no product and no exponential to do."
+        )
+    views = (x.transpose(1, 2) for x in (q, k, v))
+    right = _reference(*views, causal=True).transpose(1, 2)
+    expect_close(watched, right, rtol=1e-4, atol=1e-5, what="attention_bshd of (1, 64, 2, 8)")
 
 
 def _softmax_stats(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

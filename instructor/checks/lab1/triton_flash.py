@@ -73,8 +73,8 @@ def flash_triton(source: str, seed=None):
         names.append(
             f"3 heads, {queries} queries and {keys} keys, D = {size}, blocks of {block_m} and {block_n}, {words}"
         )
-    q, k, v = (draw.normal(1, n, 16) for n in (20, 40, 40))
-    cases.append((q, k, v, 16, 16, False, True))
+    last = [draw.normal(1, n, 16) for n in (20, 40, 40)]
+    cases.append((*last, 16, 16, False, True))
     names.append("1 head, 20 queries and 40 keys, each product of tl.dot twice as large")
     try:
         results = run_interpreted_cases((source + _ENTRY, "entry_of_the_check"), cases, timeout=120)
@@ -82,12 +82,6 @@ def flash_triton(source: str, seed=None):
         place = f" on {names[error.case]}" if error.case is not None else ""
         raise AssertionError(f"flash_kernel failed{place}: {error.in_short}") from None
     *results, doubled = results
-    right = 2 * F.scaled_dot_product_attention(2 * q.double(), k.double(), v.double())
-    if not torch.allclose(doubled[:, _GUARD : _GUARD + 20], right, 1e-3, 1e-3):
-        raise AssertionError(
-            "the output is not made of what tl.dot returns: when each of its products is twice as large, scores and output are not. "
-            "Both products of a block come from tl.dot."
-        )
     for name, (q, k, v, _, block_n, _), result in zip(names[:-1], cases[:-1], results, strict=True):
         inside = result[:, _GUARD : _GUARD + q.shape[1]]
         around = result.clone()
@@ -101,3 +95,9 @@ def flash_triton(source: str, seed=None):
         hint = flash_mistake(inside, q, k, v, block_n)
         tolerance = 1e-3 if q.dtype == torch.float32 else 5e-3
         expect_close(inside, expected, rtol=tolerance, atol=tolerance, what=f"the output of {name}", hint=hint)
+    right = 2 * F.scaled_dot_product_attention(2 * last[0].double(), *(x.double() for x in last[1:]))
+    if not torch.allclose(doubled[:, _GUARD : _GUARD + 20], right, 1e-3, 1e-3):
+        raise AssertionError(
+            "the output is not made of what tl.dot returns: when each of its products is twice as large, scores and output are not. "
+            "Both products of a block come from tl.dot."
+        )

@@ -23,7 +23,7 @@ def entry_of_the_check(a, b, block_m, block_n, block_k, transposed, dtype, doubl
     import triton
 
     most = max(block_m, block_n, block_k)
-    products = limit_blocks_of_the_check(most, (block_m + block_n) * a.shape[1], doubled)
+    products = limit_blocks_of_the_check(most, 2 * (block_m + block_n) * a.shape[1], doubled)
 
     def guarded(rows, cols, value):
         whole = torch.full((rows + 2 * {_GUARD}, cols + 2 * {_GUARD}), value, dtype=dtype)
@@ -65,8 +65,8 @@ def gemm_triton(source: str, seed=None):
         a, b = draw.normal(m, k, dtype=dtype), draw.normal(k, n, dtype=dtype)
         cases.append((a, b, bm, bn, bk, transposed, dtype, False))
         names.append(f"({m}, {k}) @ ({k}, {n}) with blocks ({bm}, {bn}, {bk}), {name}")
-    a, b = draw.normal(20, 40), draw.normal(40, 24)
-    cases.append((a, b, 16, 16, 16, False, torch.float32, True))
+    first, second = draw.normal(20, 40), draw.normal(40, 24)
+    cases.append((first, second, 16, 16, 16, False, torch.float32, True))
     names.append("(20, 40) @ (40, 24) with blocks (16, 16, 16), each product of tl.dot twice as large")
     try:
         results = run_interpreted_cases((source + _ENTRY, "entry_of_the_check"), cases, timeout=120)
@@ -74,11 +74,6 @@ def gemm_triton(source: str, seed=None):
         place = f" on {names[error.case]}" if error.case is not None else ""
         raise AssertionError(f"gemm_kernel failed{place}: {error.in_short}") from None
     *results, doubled = results
-    if not torch.allclose(doubled[_GUARD : _GUARD + 20, _GUARD : _GUARD + 24], 2 * a.double() @ b.double(), 1e-4, 1e-4):
-        raise AssertionError(
-            "C is not the sum of what tl.dot returns: when each of its products is twice as large, C is not. Add up the products of "
-            "tiles that tl.dot makes."
-        )
     for name, (a, b, *_), result in zip(names[:-1], cases[:-1], results, strict=True):
         m, n = a.shape[0], b.shape[1]
         inside = result[_GUARD : _GUARD + m, _GUARD : _GUARD + n]
@@ -98,4 +93,11 @@ def gemm_triton(source: str, seed=None):
             atol=atol,
             what=f"C of {name}",
             hint="Look at the strides, at the masks, and at what other= puts where a mask is false.",
+        )
+    if not torch.allclose(
+        doubled[_GUARD : _GUARD + 20, _GUARD : _GUARD + 24], 2 * first.double() @ second.double(), 1e-4, 1e-4
+    ):
+        raise AssertionError(
+            "C is not the sum of what tl.dot returns: when each of its products is twice as large, C is not. Add up the products of "
+            "tiles that tl.dot makes."
         )

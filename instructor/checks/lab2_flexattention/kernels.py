@@ -132,13 +132,13 @@ def prepare_flex(prepare_flex, seed=None):
         got = without_mark(got, mark(tuple(q.shape)), expected)
         expect_close(got, expected, rtol=1e-3, atol=1e-4, what=f"attend with 4 heads over {kv_heads}")
         masks.append(block_mask)
-    if asked[0] != built:
-        raise AssertionError("attend calls the mask_mod again. Build the block mask once, in prepare_flex.")
-    expect_program(masks[0].mask_mod, 2 * length, "the mask_mod of the block mask", length, length)
     if masks[0] is not masks[1]:
         raise AssertionError(
             "every call of attend has another block mask. Build it once, in prepare_flex, and keep it."
         )
+    if asked[0] != built:
+        raise AssertionError("attend calls the mask_mod again. Build the block mask once, in prepare_flex.")
+    expect_program(masks[0].mask_mod, 2 * length, "the mask_mod of the block mask", length, length)
     unmasked = _Attention()
     attend = prepare_flex(unmasked, None, None, length, cpu)
     q, k, v = (draw.normal(1, 2, length, 16) for _ in range(3))

@@ -200,6 +200,12 @@ def pinned_sdpa(pinned_sdpa, seed=None):
                 expect_unchanged(copies, tensors, what)
                 expected = F.scaled_dot_product_attention(*(t.double() for t in tensors), **options).float()
                 expect_close(got, expected, rtol=1e-4, atol=1e-5, what=what, hint="Do all options reach SDPA?")
+        for name in KNOCKED_OUT:
+            tensors, options = knocked_out(name, q, k, v)
+            _expect_refusal(pinned_sdpa, "flash", tensors, options, f"flash with {name}")
+            if sdpa_switches() != switches:
+                raise AssertionError(f"after a refusal (flash with {name}), other backends are allowed than before.")
+        _expect_refusal(pinned_sdpa, "cudnn", (q, k, v), {}, "cudnn on CPU tensors")
         views = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
         with SizeWatch() as sizes:
             pinned_sdpa("flash", *views)
@@ -208,12 +214,6 @@ def pinned_sdpa(pinned_sdpa, seed=None):
                 f"pinned_sdpa copies {sizes.moved:,} elements of tensors that flash runs as they are. No copies of the inputs that "
                 "nobody asked for."
             )
-        for name in KNOCKED_OUT:
-            tensors, options = knocked_out(name, q, k, v)
-            _expect_refusal(pinned_sdpa, "flash", tensors, options, f"flash with {name}")
-            if sdpa_switches() != switches:
-                raise AssertionError(f"after a refusal (flash with {name}), other backends are allowed than before.")
-        _expect_refusal(pinned_sdpa, "cudnn", (q, k, v), {}, "cudnn on CPU tensors")
     if sdpa_switches() != switches:
         raise AssertionError(
             "after pinned_sdpa, other backends are switched on than before: use sdpa_kernel in a "

@@ -80,11 +80,6 @@ def attend_part(attend_part, seed=None):
             got = attend_part(q, k, v)
         forbid(watch, FUSED_ATTENTION, hint="write the products and the softmax yourself: SDPA does not return the lse")
         expect_unchanged(copies, (q, k, v), what)
-        if sizes.macs > 2.2 * q.numel() * sk:
-            raise AssertionError(
-                f"{what} multiplies {sizes.macs:,} pairs of numbers, and its two products have {2 * q.numel() * sk:,}: the scores "
-                "give the output and the lse, and are computed once."
-            )
         output, lse = _expect_pair(got, what)
         hint = _group_hint(output, q, k, v) or _scale_hint(output, q, k, v) or "Divide by the part's own sum."
         expect_close(
@@ -97,6 +92,11 @@ def attend_part(attend_part, seed=None):
         )
         hint = "It is the natural logarithm of the sum of e^score: maximum + log(sum of e^(score - maximum))."
         expect_close(lse, _lse(q, k).float(), rtol=rtol, atol=1e-3, what=f"the lse of {what}", hint=hint)
+        if sizes.macs > 2.2 * q.numel() * sk:
+            raise AssertionError(
+                f"{what} multiplies {sizes.macs:,} pairs of numbers, and its two products have {2 * q.numel() * sk:,}: the scores "
+                "give the output and the lse, and are computed once."
+            )
 
 
 def _parts_merged_wrongly(q, k, v, splits: int) -> dict[str, torch.Tensor]:
