@@ -34,7 +34,6 @@ from instructor.grading.submission.remote import CannotTravel, Gone, Remote
 from instructor.grading.submission.results import CellResult, Flag, SubmissionResult
 from instructor.grading.submission.usual import Reading, Usual, unusual_calls, unusual_file
 from instructor.grading.submission.usual_words import (
-    AVOIDED,
     MOST_NUMBERS,
     MOST_OPERATORS,
     NARROW,
@@ -120,14 +119,7 @@ class Checker:
         self.watching = set(job.watching)  # test cells that record what runs in the student's functions
         self.gpu_work = 0  # tests' requests to run a kernel on a GPU
         self.proving: dict[str, str] = {}  # of these, the ones whose records compute the results: "whole" or "in part"
-        self.usual = Usual(
-            job.instructor_notebook,
-            base,
-            WORDS.get(job.lab),
-            NEEDED.get(job.lab),
-            NARROW.get(job.lab),
-            AVOIDED.get(job.lab),
-        )
+        self.usual = Usual(job.instructor_notebook, base, WORDS.get(job.lab), NEEDED.get(job.lab), NARROW.get(job.lab))
         self.reading: Reading | None = None  # the code of the submission
         self.forbidding: set[str] = set()  # test cells that forbid something
         self.unusual: dict[str, list[str]] = {}  # test cell -> what its answer does beside what right answers need

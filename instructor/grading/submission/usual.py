@@ -102,7 +102,6 @@ class Usual:
         base: the notebook's names after its setup.
         more: {question: words that right answers use beside those of the model answer}; "" is for all questions.
         needed: {question: words that every right answer uses}.
-        avoided: {question: names that its text says not to use}.
         narrow: {question: all words of Python and torch that right answers use}, in place of the wide lists.
     """
 
@@ -113,10 +112,8 @@ class Usual:
         more: Mapping[str, str] | None = None,
         needed: Mapping[str, str] | None = None,
         narrow: Mapping[str, str] | None = None,
-        avoided: Mapping[str, str] | None = None,
     ):
         self.base, self.more, self.needed, self.narrow = base, more or {}, needed or {}, narrow or {}
-        self.avoided = avoided or {}
         self.reads: dict[
             str, list[tuple[int, str]]
         ] = {}  # function of a model answer -> (place, name) of what it reads
@@ -247,7 +244,6 @@ class Reading:
             elif strict:
                 found.setdefault("defines out of sight", []).append(name)
         missing = set(self.usual.needed.get(step.question, "").split()) if todo else set()
-        avoided = set(self.usual.avoided.get(step.question, "").split())
         seen: set[int] = set()
         # Lists of statements: without it, a cell of n assignments to one name takes n * n steps.
         followed: set[int] = set()
@@ -256,8 +252,6 @@ class Reading:
             if place.number in seen:
                 continue
             seen.add(place.number)
-            if avoided & place.names:
-                found.setdefault("calls", []).extend(sorted(avoided & place.names))
             if missing:
                 missing -= words_in(place.node).names | words_in(place.node).attributes
             for statements in self._look(place, words, lambda kind, word: found.setdefault(kind, []).append(word)):
@@ -265,7 +259,8 @@ class Reading:
                     followed.add(id(statements))
                     todo += statements
         found["does without"] = sorted(missing)
-        found["does not read"] = [word for name in sorted(step.needs.names) for word in self._unread_arguments(name)]
+        if strict:  # elsewhere the values tell, and an argument may cancel
+            found["does not read"] = [w for name in sorted(step.needs.names) for w in self._unread_arguments(name)]
         return told(found)
 
     def _unread_arguments(self, name: str) -> list[str]:

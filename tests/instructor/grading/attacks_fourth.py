@@ -792,21 +792,6 @@ def time_calls(fn, n_calls, synchronize):
 """,
     ),
     _shortcut(
-        "2.1 the counts of an earlier question are called",
-        "lab1",
-        "q2_1",
-        """
-def gemm_intensity(m, n, k, dtype):
-    _, flops, traffic = gemm_macs_flops_bytes(m, n, k, dtype)
-    return flops / traffic
-
-
-def gemv_intensity(m, k, dtype):
-    _, flops, traffic = gemv_macs_flops_bytes(m, k, dtype)
-    return flops / traffic
-""",
-    ),
-    _shortcut(
         "4.3 ten calls, all recorded, divided by ten",
         "lab1",
         "q4_3",
