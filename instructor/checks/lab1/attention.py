@@ -287,10 +287,12 @@ def _expect_tiles_only(function, draw: Draw, name: str) -> SizeWatch:
     done = max(
         sizes.macs, (sizes.macs + sizes.multiplied) / 1.35
     )  # by broadcasting, with what scales scores and output
-    if done > 1.02 * needed:
+    if (
+        done > 1.55 * needed
+    ):  # all maxima first and then the sums is half as much again, and a way that honest students take
         raise AssertionError(
-            f"{name} multiplied {done:,.0f} pairs of numbers in its products, and each tile of scores once takes {needed:,}: it is "
-            "one pass over the keys, which corrects what came before when a larger maximum comes."
+            f"{name} multiplied {done:,.0f} pairs of numbers in its products, and each tile of scores once takes {needed:,}: one "
+            "pass over the keys is enough, which corrects what came before when a larger maximum comes."
         )
     sizes.expect_seen(needed // (2 if "causal" in name else 1), name)
     # The sides of the largest tile of scores, if it is a matrix product: the tiles that were asked for.

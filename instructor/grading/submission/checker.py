@@ -40,6 +40,7 @@ from instructor.grading.submission.usual_words import (
     NEEDED,
     OPERATORS,
     READING_ONE_BY_ONE,
+    REWRITTEN,
     WORDS,
 )
 from instructor.grading.wire.channel import Channel
@@ -119,7 +120,14 @@ class Checker:
         self.watching = set(job.watching)  # test cells that record what runs in the student's functions
         self.gpu_work = 0  # tests' requests to run a kernel on a GPU
         self.proving: dict[str, str] = {}  # of these, the ones whose records compute the results: "whole" or "in part"
-        self.usual = Usual(job.instructor_notebook, base, WORDS.get(job.lab), NEEDED.get(job.lab), NARROW.get(job.lab))
+        self.usual = Usual(
+            job.instructor_notebook,
+            base,
+            WORDS.get(job.lab),
+            NEEDED.get(job.lab),
+            NARROW.get(job.lab),
+            job.lab not in REWRITTEN,
+        )
         self.reading: Reading | None = None  # the code of the submission
         self.forbidding: set[str] = set()  # test cells that forbid something
         self.unusual: dict[str, list[str]] = {}  # test cell -> what its answer does beside what right answers need

@@ -102,6 +102,7 @@ class Usual:
         base: the notebook's names after its setup.
         more: {question: words that right answers use beside those of the model answer}; "" is for all questions.
         needed: {question: words that every right answer uses}.
+        keeps_lines: whether a file of kernels keeps the lines that students get: questions with holes ask for these alone.
         narrow: {question: all words of Python and torch that right answers use}, in place of the wide lists.
     """
 
@@ -112,6 +113,7 @@ class Usual:
         more: Mapping[str, str] | None = None,
         needed: Mapping[str, str] | None = None,
         narrow: Mapping[str, str] | None = None,
+        keeps_lines: bool = True,
     ):
         self.base, self.more, self.needed, self.narrow = base, more or {}, needed or {}, narrow or {}
         self.reads: dict[
@@ -130,7 +132,8 @@ class Usual:
                 except SyntaxError:  # a file that is no Python
                     continue
                 if is_file:
-                    self.given[question_of(cell.metadata["nbgrader"]["grade_id"])] = lines_given(text)
+                    given = lines_given(text) if keeps_lines else Counter()
+                    self.given[question_of(cell.metadata["nbgrader"]["grade_id"])] = given
                 else:
                     for node in ast.parse(text).body:
                         if isinstance(node, ast.FunctionDef):

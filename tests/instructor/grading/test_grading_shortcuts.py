@@ -71,6 +71,8 @@ def _names() -> dict:
         "create_block_mask": create_block_mask,
         "BlockMask": BlockMask,
         "synchronize": lambda: None,
+        "BackendRefused": type("BackendRefused", (RuntimeError,), {}),
+        "why_not": lambda *args, **options: [],  # a check puts the right one there
     }
     return names | {
         name: getattr(utils, name)
