@@ -15,7 +15,7 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
@@ -30,6 +30,14 @@ from instructor.grading.submission.statements import (
     imports_by_text,
     taken_names,
 )
+from instructor.grading.submission.text_words import (
+    Words,
+    lines_given,
+    lines_of_code,
+    read_arguments,
+    words_in,
+    words_of,
+)
 from instructor.names import FILE_CELL, bound_names, python_of
 from utils.checking.watching import SCALAR_EXITS, OperationWatch
 
@@ -40,58 +48,6 @@ _METHODS = (types.FunctionType, property, classmethod, staticmethod)
 _LIBRARY = frozenset(
     {*dir(torch), *dir(torch.Tensor), *dir(torch.nn.functional), *dir(torch.nn), *dir(torch.nn.Module)}
 )
-
-
-@dataclass
-class Words:
-    """The names, attributes and modules that a piece of code uses."""
-
-    names: set[str] = field(default_factory=set)
-    attributes: set[str] = field(default_factory=set)
-    modules: set[str] = field(default_factory=set)
-
-
-def words_of(text: str) -> Words:
-    """The words of an answer of the lab's own."""
-    return words_in(ast.parse(text))
-
-
-def words_in(tree: ast.AST) -> Words:
-    """The words of a piece of code."""
-    found = Words()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            found.names.add(node.id)
-        elif isinstance(node, ast.Attribute):
-            found.attributes.add(node.attr)
-        elif isinstance(node, ast.Import):
-            found.modules.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            found.modules.add(node.module or "")
-            found.names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-            found.attributes.add(node.value)
-    return found
-
-
-def read_arguments(function: ast.FunctionDef) -> list[tuple[int, str]]:
-    """The places and names of a function's arguments that its body reads."""
-    names = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
-    read = {n.id for part in function.body for n in ast.walk(part) if isinstance(n, ast.Name)}
-    return [(place, name) for place, name in enumerate(names) if name in read]
-
-
-def lines_given(text: str) -> Counter[str]:
-    """The lines of code of a file of kernels that stand outside of its solutions, without comments, texts and indentation."""
-    given = re.sub(r"### BEGIN SOLUTION.*?### END SOLUTION", "", text, flags=re.DOTALL)
-    return lines_of_code(given)
-
-
-def lines_of_code(text: str) -> Counter[str]:
-    """The lines of a file, without comments, texts that stand alone, and spaces."""
-    bare = re.sub(r'^\s*""".*?"""', "", text, flags=re.DOTALL | re.MULTILINE)
-    lines = ("".join(line.partition("#")[0].split()) for line in bare.split("\n"))
-    return Counter(line for line in lines if len(line) > 2)
 
 
 class Usual:

@@ -59,6 +59,7 @@ def _names() -> dict:
         "math": SDPBackend.MATH,
         "flash": SDPBackend.FLASH_ATTENTION,
         "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
     }
     names = {
         "torch": torch,
