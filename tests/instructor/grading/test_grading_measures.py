@@ -9,6 +9,7 @@ import torch
 
 from instructor.build import build_lab
 from instructor.checks.lab3_gluon.work import MODEL, launch_of, work_of
+from instructor.grading.submission.remote import Gone, Remote
 from instructor.grading.submission.text_words import lines_of_code, read_arguments
 from instructor.grading.submission.usual import Usual, unusual_calls, unusual_file
 from instructor.points import lab_path
@@ -123,3 +124,21 @@ def test_lines_of_a_file_that_were_given_stay(lab3):
 
 def test_lines_are_compared_without_their_form():
     assert lines_of_code('"""A text."""\n  x  = 1  # one\n\n# two\n') == {"x=1": 1}
+
+
+@pytest.mark.parametrize(
+    ("why", "kind"), [("in __exit__\nMemoryError: std::bad_alloc\n", "killed"), ("KeyError: 1", "protocol")]
+)
+def test_memory_that_is_used_up_is_no_disturbance(why, kind):
+    class Channel:
+        def send(self, *_):
+            pass
+
+        def receive(self, _):
+            return {"op": "broken", "n": 1, "why": why}, []
+
+    remote = Remote.__new__(Remote)
+    remote.number, remote.deadline, remote.channel, remote.beats = 0, 0.0, Channel(), lambda _: None
+    with pytest.raises(Gone) as gone:
+        remote.ask({})
+    assert gone.value.kind == kind
