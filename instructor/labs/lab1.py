@@ -2147,6 +2147,8 @@ def profile_steps(fn, trace_path: str) -> torch.profiler.profile:
 import contextlib
 import tempfile
 
+from utils.checking.profiles import marked_waits, steps_that_wait
+
 
 @check("4.1", "Profile and trace")
 def check_profile(profile_steps):
@@ -2163,7 +2165,8 @@ def check_profile(profile_steps):
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # new each time, so that no old file is read
         path = Path("check_trace.json")
         try:
-            prof = profile_steps(step, str(path))
+            with marked_waits(profile_steps):
+                prof = profile_steps(step, str(path))
         except (RuntimeError, AssertionError) as error:
             if "Profiler must be initialized" not in str(error):
                 raise
@@ -2177,6 +2180,11 @@ def check_profile(profile_steps):
                            "schedule=default_schedule given, and is prof.step() called after each call?")
     steps = {event["name"] for event in events if str(event.get("name", "")).startswith("ProfilerStep#")}
     assert len(steps) == 6, f"the trace should hold 6 steps, and holds {len(steps)}: call prof.step() after each call"
+    waits = steps_that_wait(events, "aten::erf")
+    assert waits in (None, 6), f"{waits} of 6 steps wait between fn() and prof.step(): call synchronize() there"
+    if waits is None:
+        print("No step called the setup cell's synchronize(). On a CPU that changes nothing; on a GPU the steps end too early. "
+              "The grader looks for it.")
 
 
 check_profile(profile_steps).raise_if_wrong()

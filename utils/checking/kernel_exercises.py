@@ -214,7 +214,9 @@ def simulate_launch(
     outputs, seen = simulate_file(source, launch, options)
     run = Run(seed, True, int(timeline), max_steps, max_seconds, model or CostModel())
     run.events = [Event(*fields) for fields in seen["events"]]
-    run.cycles, run.launches, run.recorded = seen["cycles"], seen["launches"], seen["recorded"]
+    run.cycles, run.launches, run.recorded, run.ends = (
+        seen[name] for name in ("cycles", "launches", "recorded", "ends")
+    )
     return outputs, run
 
 
@@ -232,7 +234,12 @@ def simulate_file(source: str, launch: Launch, options: dict) -> tuple[dict[str,
             outputs = launch.run(module, "cpu")
     except SimulationError as error:
         raise AssertionError(f"the simulator stopped {launch.kernel}.\n  {describe(error.report)}") from None
-    seen = {"cycles": [float(c) for c in run.cycles], "launches": run.launches, "recorded": run.recorded}
+    seen = {
+        "cycles": [float(c) for c in run.cycles],
+        "launches": run.launches,
+        "recorded": run.recorded,
+        "ends": run.ends,
+    }
     return outputs, {**seen, "events": [astuple(event) for event in run.events]}
 
 
@@ -413,6 +420,7 @@ def expect_kernel(
     hint: str = "",
     mistakes: Callable[[], dict[str, torch.Tensor]] | None = None,
     max_steps: int = 60_000,
+    programs: int = 1,
 ) -> Run:
     """Assert that a kernel computes what is expected: in the simulator and, with `compiles`, beyond it.
 
@@ -428,6 +436,7 @@ def expect_kernel(
         hint: what to look at when the values are wrong, if no known mistake explains them.
         mistakes: gives {what is wrong: the first output with this mistake}; asked for only when the values are wrong.
         max_steps: calls and loop turns of one program in the simulator.
+        programs: how many programs the timeline records.
 
     Returns:
         The first simulation, with a timeline.
@@ -451,7 +460,7 @@ def expect_kernel(
 
     runs: list[Run] = []
     for seed in seeds:
-        outputs, run = simulate_launch(source, launch, seed=seed, timeline=not runs, max_steps=max_steps)
+        outputs, run = simulate_launch(source, launch, seed=seed, timeline=0 if runs else programs, max_steps=max_steps)
         compare(outputs, "" if seed is None else f" (simulated with times of seed {seed})")
         runs.append(run)
     if compiles and offline_compile_support():

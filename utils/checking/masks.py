@@ -20,6 +20,8 @@ from utils.checking.sizes import SizeWatch
 from utils.checking.travel import by_value
 
 Mod = Callable[..., torch.Tensor]
+_NUMBERS = 4  # that an operator of a mask may compute with for one pair
+_SEARCHES = ("searchsorted", "bucketize")  # they look at few of many
 _LOOKUPS = 10  # tensors of the largest size that a mask may look into; the model answers look into six at most
 _NO_VALUE = (
     "takes a value out of a tensor (.item(), int(), float(), a Python index). A kernel has no Python: stay in tensors."
@@ -133,6 +135,11 @@ def expect_program(mod: Mod, limit: int, what: str, sq: int = 8, sk: int = 8) ->
         raise AssertionError(
             f"{what} touches a tensor of {size} elements (in {name}) to decide about one pair. It is a "
             f"program: it may read tensors with one number a token, {limit} elements at most here, and no tensor of pairs."
+        )
+    if busy := watch.over(_NUMBERS, watch.computing, but=_SEARCHES):
+        raise AssertionError(
+            f"{what} computes with {busy[1]} numbers at once (in {busy[0]}) to decide about one pair. It is a program for one pair: "
+            "it looks up numbers of the query and of the key, and compares them."
         )
     if watch.read > _LOOKUPS * limit:
         raise AssertionError(

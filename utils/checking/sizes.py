@@ -82,10 +82,12 @@ class SizeWatch(TorchDispatchMode):
         super().__init__()
         self.largest: dict[str, int] = {}
         self.computed: dict[str, int] = {}  # the same of operators that compute, on real numbers
+        self.computing: set[str] = set()  # the operators that compute, on numbers and truth values of any kind
         self.products: list[tuple[int, int, int, int]] = []  # (batch, m, k, n) of each matrix product
         self.multiplied = 0  # elements of all elementwise products of two tensors
         self.largest_multiplied: tuple[str, int] = ("", 0)  # the largest of these
         self.longest: dict[str, int] = {}  # the longest dimension that an operator computes on, on real numbers
+        self.moved = 0  # elements that were copied, filled or put together, and not computed
         self.read = 0  # elements of all tensors that were given to operators, but for single numbers
         self._memory: dict[int, int] = {}  # id of a tensor that was made -> the id of the one whose memory it shows
         # id of such a tensor -> [elements, step that made it, last step that used it, does it hold numbers of the inputs?]
@@ -102,8 +104,11 @@ class SizeWatch(TorchDispatchMode):
         self.read += sum(t.numel() for t in given if t.numel() > 1)
         self.steps.append(hash((name, *(tuple(t.shape) for t in given), *(a for a in args if type(a) is int))))
         self._follow(name, given, made)
+        if name in MOVES and name not in _VIEWS:
+            self.moved += sum(t.numel() for t in made)
         self.largest[name] = max(self.largest.get(name, 0), max(sizes, default=0))
         if name not in MOVES:
+            self.computing.add(name)
             # Masks and places are no numbers of the inputs, unless they are added up or multiplied.
             real = [t.numel() for t in (*given, *made) if name in LINEAR or t.is_floating_point() or t.is_complex()]
             elements = (sum if several else max)(real) if real else 0
@@ -111,10 +116,13 @@ class SizeWatch(TorchDispatchMode):
             if name not in LINEAR and name not in _AFTERWARDS:
                 lengths = [n for t in (*given, *made) if t.is_floating_point() for n in t.shape]
                 self.longest[name] = max([self.longest.get(name, 0), *lengths])
-        if name in _MULTIPLY and sum(t.numel() > 1 for t in given) > 1:
+        several_numbers = [t.numel() > 1 for t in given]
+        if name in _MULTIPLY and len(given) > 1 and (sum(several_numbers) > 1 or not any(several_numbers)):
             elements = (sum if several else max)(t.numel() for t in made) if made else max(sizes)
             self.multiplied += elements
             self.largest_multiplied = max(self.largest_multiplied, (name, elements), key=lambda entry: entry[1])
+        if name in ("square", "pow") and given[0].numel() > 1 and given[0].is_floating_point():
+            self.multiplied += given[0].numel()
         if name == "mul" and len(given) == 2 and all(t.is_floating_point() and t.numel() > 1 for t in given):
             # A row of numbers times each of many rows is a product along them all.
             few, many = sorted(given, key=torch.Tensor.numel)
@@ -129,6 +137,8 @@ class SizeWatch(TorchDispatchMode):
             batch = left.shape[0] if left.dim() == 3 else 1
             columns = right.shape[-1] if right.dim() >= 2 else 1
             self.products.append((batch, left.shape[-2], left.shape[-1], columns))
+        elif name in ("dot", "vdot"):
+            self.products.append((1, 1, given[0].numel(), 1))
         return result
 
     def _follow(self, name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
@@ -172,6 +182,19 @@ class SizeWatch(TorchDispatchMode):
     def macs(self) -> int:
         """Return the multiply-accumulates of all matrix products."""
         return sum(math.prod(product) for product in self.products)
+
+    def expect_seen(self, least: int, what: str) -> None:
+        """Assert that at least so many multiply-accumulates ran as operators: what runs elsewhere, no limit holds for.
+
+        Args:
+            least: multiply-accumulates that any way of computing it takes.
+            what: name of the answer.
+        """
+        if (seen := self.macs + self.multiplied) < 0.95 * least:
+            raise AssertionError(
+                f"{what} multiplied {seen:,} pairs of numbers by torch's operators, and its products take {least:,}. Write all of "
+                "them with torch's operators (@, or * and a sum): numbers that are read one by one, or computed elsewhere, do not count."
+            )
 
     def over(
         self, limit: int, names: Collection[str] | None = None, but: Collection[str] = ()

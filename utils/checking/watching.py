@@ -554,3 +554,18 @@ def forbid_leaving(watch: OperationWatch, hint: str = "", *, scalars: bool = Tru
             f"your code took a tensor's values out of torch, by {exits[0]}. Keep them in tensors.{hint}"
             + (f"\n  {line}" if line else "")
         )
+
+
+def demand(watch: OperationWatch, operations: tuple[str, ...], hint: str = "") -> None:
+    """Assert that one of `operations` ran under `watch`: a question that names a tool asks for it, not for its values.
+
+    Args:
+        watch: the record of `with watch_operations() as watch`.
+        operations: operator names without namespace, each a regular expression.
+        hint: what to do instead.
+    """
+    watch.rules.append((demand, (operations, hint)))
+    pattern = re.compile("|".join(f"(?:{name})" for name in operations))
+    if not any(pattern.fullmatch(_plain(name)) for name in (*watch.calls, *watch.operations)):
+        hint = f" {hint[0].upper()}{hint[1:]}." if hint else ""
+        raise AssertionError(f"your code runs without the operator that the question asks for.{hint}")

@@ -49,6 +49,7 @@ class Run:
         cycles: model cycles of each program.
         launches: how many launches there were.
         recorded: how many programs the timeline has.
+        ends: number of events up to the end of each recorded program.
     """
 
     seed: int | None
@@ -62,11 +63,16 @@ class Run:
     cycles: list[float] = field(default_factory=list)
     launches: int = 0
     recorded: int = 0
+    ends: list[int] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
         """Whether nothing was found."""
         return not self.reports
+
+    def programs(self) -> list[list[Event]]:
+        """Return the events of each recorded program."""
+        return [self.events[begin:end] for begin, end in zip([0, *self.ends], self.ends, strict=False)]
 
     def plot(
         self, *, ax: Axes | None = None, title: str | None = None, window: tuple[float, float] | None = None
@@ -118,6 +124,8 @@ class Run:
             finally:
                 context.set_program(None)
             self.cycles.append(max(p.time for p in program.partitions))
+            if events is not None:
+                self.ends.append(len(events))
 
 
 def _bind(kernel, args: tuple, options: dict) -> tuple[dict[str, Any], int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import torch
 
@@ -18,10 +19,12 @@ from instructor.checks.common import (
 )
 from utils.attention import reference
 from utils.checking import attention_mistake, check, expect_close
-from utils.checking.watching import FUSED_ATTENTION, forbid, forbid_leaving, watch_operations
+from utils.checking.watching import FUSED_ATTENTION, demand, forbid, forbid_leaving, watch_operations
 
 # What the text names: "softmax and logsumexp of the library, under any name". logaddexp is allowed.
 _SOFTMAX = (r"\w*softmax\w*", r"\w*logsumexp\w*", "logcumsumexp", "softmin")
+_FUSED_ON_CPU = r"_scaled_dot_product_\w+"
+_BESIDE_SDPA = r"mm|bmm|addmm|baddbmm|mv|dot|\w*softmax|exp2?|expm1|sigmoid|tanh|pow"
 _ACCURATE_ENOUGH = 0.006  # rms error in bf16 over 400 keys: 0.003 with float32 inside, 0.009 with bf16 inside
 
 
@@ -36,7 +39,7 @@ def standard_attention(standard_attention, seed=None):
     draw = Draw(seed)
     q, k, v = (draw.normal(1, 2, 5, 8) for _ in range(3))
     copies = q.clone(), k.clone(), v.clone()
-    with watch_operations() as watch:
+    with SizeWatch() as sizes, watch_operations() as watch:
         watched = standard_attention(q, k, v)
     forbid(watch, FUSED_ATTENTION, hint="write the three lines yourself")
     right = _reference(*copies)
@@ -62,6 +65,7 @@ def standard_attention(standard_attention, seed=None):
         hint="exp overflows: subtract the largest score first, or use torch.softmax.",
     )
     expect_close(watched, right, rtol=1e-4, atol=1e-5, what="standard_attention of (1, 2, 5, 8)")
+    sizes.expect_seen(2 * 2 * 5 * 5 * 8, "standard_attention")
 
 
 @check("5.1", "Memory of the scores")
@@ -104,7 +108,7 @@ def attention_memory(score_bytes, longest_length, seed=None):
 
 @check("5.2", "Attention with (B, S, H, D) inputs")
 def attention_bshd(attention_bshd, seed=None):
-    """Check the layout, the causal mask and grouped heads."""
+    """Check the layout, the causal mask and grouped heads, and that SDPA computes it."""
     draw = Draw(seed)
     for s, heads, kv_heads in ((draw.size(9, 15), 4, 4), (6, 6, 6), (draw.size(9, 15), 6, 2), (draw.size(9, 15), 4, 1)):
         b, d = draw.size(2, 3), draw.choice((8, 16))
@@ -128,6 +132,20 @@ def attention_bshd(attention_bshd, seed=None):
             hint = "Turn the result back to (B, S, H, D)."
             raise AssertionError(f"{what} should have shape {tuple(q.shape)}, and has {tuple(got.shape)}. {hint}")
         expect_close(got, attend(True), rtol=1e-4, atol=1e-5, what=what, hint=hint)
+    q, k, v = (draw.normal(1, 64, 2, 8) for _ in range(3))
+    with watch_operations() as watch:
+        watched = attention_bshd(q, k, v)
+    demand(watch, FUSED_ATTENTION, hint="call F.scaled_dot_product_attention on views with the heads before the tokens")
+    ran = [name for name, count in watch.operations.items() for _ in range(count) if re.fullmatch(_FUSED_ON_CPU, name)]
+    beside = [name for name in watch.operations if re.fullmatch(_BESIDE_SDPA, name)]
+    if len(ran) != 1 or beside:
+        raise AssertionError(
+            f"attention_bshd computes attention by {', '.join((*ran, *beside)) or 'nothing that is fused'}; one call of SDPA does it "
+            "for all heads, and leaves no product and no exponential to do."
+        )
+    views = (x.transpose(1, 2) for x in (q, k, v))
+    right = _reference(*views, causal=True).transpose(1, 2)
+    expect_close(watched, right, rtol=1e-4, atol=1e-5, what="attention_bshd of (1, 64, 2, 8)")
 
 
 def _softmax_stats(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,12 +163,19 @@ def online_softmax_stats(online_softmax_stats, seed=None):
         (-1000, None, torch.float64),
         (0, "rising", torch.float32),
         (0, "falling", torch.float32),
+        (0, "jumping", torch.float64),
+        (0, "narrow", torch.float32),
     ):
         rows, widths = draw.size(3, 7), [draw.size(4, 9) for _ in range(draw.size(9, 12))]
+        if order == "narrow":
+            widths = [2] * 40
         if order is None:
             widths[0] = 1
         x = middle + 3 * draw.normal(rows, sum(widths), dtype=dtype)
-        if order:
+        if order == "jumping":  # so far that no exponent bridges it, in any dtype
+            x[:, widths[0] :] += 1000.0
+            x[:, : widths[0]] -= 1000.0
+        elif order in ("rising", "falling"):
             x = x.sort(dim=1, descending=order == "falling").values
         blocks = x.split(widths, dim=1)
         copies = [block.clone() for block in blocks]
@@ -258,6 +283,30 @@ def _expect_tiles_only(function, draw: Draw, name: str) -> SizeWatch:
             f"{name}: {along[0]} worked along {along[1]} queries or keys at once, and a tile has {tile_q} queries and "
             f"{tile_k} keys: walk along the keys tile by tile, with a running maximum and a running sum."
         )
+    needed = 2 * b * h * s * s * d  # multiply-accumulates of both products
+    done = max(
+        sizes.macs, (sizes.macs + sizes.multiplied) / 1.35
+    )  # by broadcasting, with what scales scores and output
+    if (
+        done > 1.55 * needed
+    ):  # all maxima first and then the sums is half as much again, and a way that honest students take
+        raise AssertionError(
+            f"{name} multiplied {done:,.0f} pairs of numbers in its products, and each tile of scores once takes {needed:,}: one "
+            "pass over the keys is enough, which corrects what came before when a larger maximum comes."
+        )
+    sizes.expect_seen(needed // (2 if "causal" in name else 1), name)
+    # The sides of the largest tile of scores, if it is a matrix product: the tiles that were asked for.
+    sides = [max((p[i] for p in sizes.products if p[2] == d), default=0) for i in (1, 3)]
+    if largest and sorted(sides) != sorted((tile_q, tile_k)):
+        raise AssertionError(
+            f"{name}: tiles of scores have up to {sides[0]} x {sides[1]} elements, and tile_q is {tile_q}, tile_k {tile_k}. "
+            "Are the tile sizes used?"
+        )
+    if found := sizes.over(s * s - 1, sizes.computing):
+        raise AssertionError(
+            f"{name}: {found[0]} worked on {found[1]:,} elements, as many as there are pairs of {s} tokens. No tensor may be as large "
+            "as a whole score matrix, a mask neither."
+        )
     # The output, q, k and v in float32, and a few tiles of scores or of products by broadcasting.
     most = 4 * q.numel() + 2 * tile * (1 + d)
     if sizes.held > most:
@@ -268,6 +317,18 @@ def _expect_tiles_only(function, draw: Draw, name: str) -> SizeWatch:
     what = f"{name} of {s} tokens with tiles ({tile_q}, {tile_k})"
     expect_close(got, _reference(*copies, causal="causal" in name), rtol=1e-4, atol=1e-5, what=what)
     return sizes
+
+
+def _expect_running_maximum(function, draw: Draw, causal: bool, name: str) -> None:
+    """Assert that the maximum runs: from tile to tile the scores rise so far that no exponent, of any dtype, bridges it."""
+    s, d = 24, 8
+    q, k = draw.normal(1, 1, s, d).abs() + 0.5, draw.normal(1, 1, s, d).abs() + 0.5
+    k = k * torch.linspace(-300.0, 300.0, s)[None, None, :, None]
+    v = draw.normal(1, 1, s, d)
+    what = f"{name} of scores that rise by thousands from tile to tile"
+    hint = "When a larger maximum comes, rescale what was there; the first tile's maximum is not the row's."
+    got = function(q, k, v, 8, 8)
+    expect_close(got, _reference(q, k, v, causal=causal), rtol=1e-3, atol=1e-3, what=what, hint=hint)
 
 
 @check("5.3", "Flash attention by hand")
@@ -287,6 +348,7 @@ def flash_attention_tiled(flash_attention_tiled, seed=None):
         for tile_q, tile_k in (draw.sizes(2, 5, 13), (64, 64)):
             _expect_tiled(flash_attention_tiled, q, k, v, tile_q, tile_k, False, rtol, atol, name)
     _expect_wide_inside(flash_attention_tiled, draw, False, name)
+    _expect_running_maximum(flash_attention_tiled, draw, False, name)
     # Large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
     q, k, v = 20 * draw.normal(1, 1, 20, 16), 20 * draw.normal(1, 1, 33, 16), draw.normal(1, 1, 33, 16)
     _expect_tiled(flash_attention_tiled, q, k, v, 6, 8, False, 1e-3, 1e-3, name)
@@ -333,6 +395,7 @@ def flash_attention_causal(flash_attention_causal, seed=None):
         for tile_q, tile_k in ((8, 8), draw.sizes(2, 5, 13), (17, 4), (4, 17), (64, 64)):
             _expect_tiled(flash_attention_causal, q, k, v, tile_q, tile_k, True, rtol, atol, name)
     _expect_tiles_only(flash_attention_causal, draw, name)
+    _expect_running_maximum(flash_attention_causal, draw, True, name)
     for s, tile_q, tile_k in ((96, 16, 16), (draw.size(60, 90), 16, 8), (draw.size(60, 90), 8, 24)):
         q, k, v = (draw.normal(1, 1, s, 8) for _ in range(3))
         expected = _reference(q, k, v, causal=True)

@@ -98,6 +98,19 @@ def gemm_tiled(gemm_tiled, seed=None):
             f"the operator {found[0]} worked on {found[1]} elements at once, and a tile of (5, 4, 3) has {5 * 4 * 3}. "
             "Are the tile sizes used, and is every operation inside of one tile?" + (f"\n  {line}" if line else "")
         )
+    most = 20 * 24 * 24  # multiply-accumulates of whole tiles
+    if sizes.multiplied > 1.3 * most:
+        raise AssertionError(
+            f"gemm_tiled multiplied {sizes.multiplied:,} pairs of elements for (20, 24) @ (24, 22), and the tiles (5, 4, 3) hold "
+            f"{most:,}: each is multiplied once, and nothing else is."
+        )
+    # Bonus 1.6 counts what tiles fetch: A once for each tile column of C, B once for each tile row. Whole copies come on top.
+    most = 6 * a.numel() + 4 * b.numel() + 2 * (a.numel() + b.numel() + expected.numel())
+    if sizes.moved > 1.5 * most:
+        raise AssertionError(
+            f"gemm_tiled copied {sizes.moved:,} elements, and its tiles hold {most:,}, each fetched once. Fetch a tile before the "
+            "loop that multiplies its columns and rows."
+        )
     _expect_tiles_used(gemm_tiled, draw)
     for dtype in (torch.float32, torch.float64):
         m, k, n = draw.sizes(3, 9, 30)
@@ -151,11 +164,12 @@ def _expect_wide_accumulator(gemm_tiled, draw: Draw) -> None:
 class _Queue:
     """A device that accepts work at once and finishes it later; it logs the calls and the waits, with their times."""
 
-    def __init__(self, work_ms: list[float]):
-        self.work_ms, self.busy_until = list(work_ms), time.perf_counter()
+    def __init__(self, work_ms: list[float], older_ms: float = 0.0):
+        self.work_ms, self.busy_until = list(work_ms), time.perf_counter() + older_ms / 1e3
         self.log: list[str] = []
         self.launched: list[float] = []  # seconds: when each call came
         self.waited: list[float] = []  # seconds: when the first wait after each call was over
+        self.ready: float | None = None  # seconds: when the first wait of all was over
 
     def launch(self) -> None:
         now = time.perf_counter()
@@ -170,6 +184,7 @@ class _Queue:
         self.log.append("wait")
         while (rest := self.busy_until - time.perf_counter()) > 0:
             time.sleep(rest)
+        self.ready = self.ready or time.perf_counter()
         if len(self.waited) < len(self.launched):
             self.waited.append(time.perf_counter())
 
@@ -179,7 +194,7 @@ def time_calls(time_calls, seed=None):
     """Check that the function waits at the right moments and times each call separately, in ms."""
     draw = Draw(seed)
     work_ms = [draw.real(40, 60), draw.real(4, 6), draw.real(15, 25)]
-    device = _Queue(work_ms)
+    device = _Queue(work_ms, older_ms=80.0)
     begin = time.perf_counter()
     times = time_calls(device.launch, len(work_ms), device.synchronize)
     end = time.perf_counter()
@@ -199,7 +214,7 @@ def time_calls(time_calls, seed=None):
     # does not change the verdict.
     most_ms = [
         (stop - start) * 1e3 * 1.01 + 1
-        for start, stop in zip([begin, *device.waited], [*device.launched[1:], end], strict=False)
+        for start, stop in zip([device.ready or begin, *device.waited], [*device.launched[1:], end], strict=False)
     ]
     for i, (got, work, most) in enumerate(zip([float(t) for t in times], work_ms, most_ms, strict=True)):
         if got < 0.99 * work:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from instructor.checks.common import DTYPES, Draw, by_value, dtype_name, expect_counts, expect_value
+from instructor.checks.common import DTYPES, Draw, SizeWatch, by_value, dtype_name, expect_counts, expect_value
 from utils.checking import check, expect_close
 from utils.config import GEMMA_CONFIG
 
@@ -247,6 +247,9 @@ def counted_flops(counted_flops, seed=None):
         raise AssertionError("counted_flops(torch.sin, a) should be 0: PyTorch counts matrix products only.")
 
 
+_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj")
+
+
 def _small_layer(layer_idx: int):
     from utils.model import build_decoder_layer
 
@@ -273,15 +276,21 @@ def decode_with_cache(decode_with_cache, seed=None):
         scale = 1 + draw.normal(hidden).abs()
         layer.self_attn.o_proj.register_forward_hook(lambda _, args, out, scale=scale: out * scale)
         embeddings = get_position_embeddings(tokens, positions, rotary_emb, layer.self_attn.layer_type)
-        expected = prefill_forward(layer, tokens, positions, embeddings)[:, prompt_len:]
-        seen = []
-        hook = layer.self_attn.q_proj.register_forward_pre_hook(
-            lambda _, args, seen=seen: seen.append(args[0].shape[-2])
-        )
+        with SizeWatch() as whole:
+            expected = prefill_forward(layer, tokens, positions, embeddings)[:, prompt_len:]
+        seen: dict[str, list[int]] = {name: [] for name in _PROJECTIONS}
+        hooks = [
+            layer.get_submodule(name).register_forward_pre_hook(
+                lambda _, args, counts=counts: counts.append(args[0].shape[-2])
+            )
+            for name, counts in seen.items()
+        ]
         try:
-            got = decode_with_cache(layer, rotary_emb, prompt.clone(), new_tokens.clone())
+            with SizeWatch() as sizes:
+                got = decode_with_cache(layer, rotary_emb, prompt.clone(), new_tokens.clone())
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
         kind = layer.self_attn.layer_type.replace("_", " ")
         what = f"decode_with_cache of {prompt_len} + {new} tokens ({kind})"
         expect_close(
@@ -293,11 +302,18 @@ def decode_with_cache(decode_with_cache, seed=None):
             hint="Position of the first new token: prompt_len. The rotary embedding, position_ids and cache_positions "
             "must all say so.",
         )
-        if seen != [prompt_len] + [1] * new:
+        most = 2 * max(whole.largest.values())
+        if found := sizes.over(most, tuple(sizes.largest)):
             raise AssertionError(
-                f"{what}: the values are right, but the layer ran on {seen} tokens, call by call. Expected one prefill "
-                f"of {prompt_len} tokens and then {new} times 1 token: the cache saves the rest."
+                f"{what}: the values are right, but {found[0]} worked on {found[1]:,} elements; a prefill of all tokens never has "
+                f"more than {most // 2:,}. How many tokens must the cache hold?"
             )
+        for name, counts in seen.items():
+            if counts != [prompt_len] + [1] * new:
+                raise AssertionError(
+                    f"{what}: the values are right, but the layer's {name} ran on {counts} tokens, call by call. Expected one "
+                    f"prefill of {prompt_len} tokens and then {new} times 1 token: the cache saves the rest."
+                )
 
 
 @check("3.4", "KV-cache bytes")

@@ -12,6 +12,7 @@ import torch
 
 from instructor.checks.common import DTYPES, Draw, by_value, dtype_name, expect_unchanged, expect_value
 from utils.checking import MATMUL, check, expect_close, forbid, forbid_leaving, watch_operations
+from utils.checking.profiles import marked_waits, steps_that_wait
 from utils.machine.device import default_device
 
 
@@ -33,7 +34,8 @@ def profile_steps(profile_steps, seed=None):
 
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         path = Path(f"trace_{draw.size(0, 999)}.json")
-        prof = profile_steps(step, str(path))
+        with marked_waits(profile_steps):
+            prof = profile_steps(step, str(path))
         if not path.exists():
             raise AssertionError(
                 f"no file was written to trace_path ({path.name}): prof.export_chrome_trace(trace_path)."
@@ -56,6 +58,24 @@ def profile_steps(profile_steps, seed=None):
             f"the trace holds {len(steps)} steps and {recorded} of fn's operators; expected 6 steps and {6 * repeats}. "
             "Is schedule=default_schedule given, and is prof.step() called after each call?"
         )
+    if (waits := steps_that_wait(events, "aten::erfinv")) is not None and waits < 6:
+        raise AssertionError(
+            f"{waits} of 6 recorded steps wait for the device after fn and before they end: call synchronize() between fn() and "
+            "prof.step()."
+        )
+
+
+_LOOKUPS = (
+    "gather",
+    "take",
+    "take_along_dim",
+    "index_select",
+    "searchsorted",
+    "bucketize",
+    "embedding",
+    r"grid_sample\w*",
+)
+_CONSTANTS = 4  # of the formula, that may be computed by torch and read
 
 
 @check("4.2", "GELU by hand")
@@ -67,7 +87,14 @@ def gelu_by_hand(gelu_by_hand, seed=None):
     with watch_operations() as watch:
         watched = gelu_by_hand(x)
     forbid(watch, ("gelu", r"\w*gelu\w*", *MATMUL), hint="write the formula from +, * and torch.tanh")
+    forbid(
+        watch, _LOOKUPS, hint="an elementwise operator computes each element from its own input, and looks nothing up"
+    )
     forbid_leaving(watch)
+    if sum(watch.exits.values()) > _CONSTANTS:
+        raise AssertionError(
+            f"gelu_by_hand took {sum(watch.exits.values())} single numbers out of torch. Write it from operators on whole tensors."
+        )
     # A constant in float32, such as torch.sqrt(torch.tensor(2 / math.pi)), is right in float64, too.
     for dtype, rtol, atol in ((torch.float64, 1e-5, 1e-7), (torch.float32, 1e-4, 1e-6), (torch.bfloat16, 3e-2, 3e-2)):
         x = 3 * draw.normal(draw.size(2, 5), draw.size(20, 40), dtype=dtype)
@@ -154,6 +181,11 @@ def kernels_per_step(kernels_per_step, seed=None):
                 ),
             },
         )
+        if any(profiled) and (len(profiled) < 3 or profiled[0]):
+            raise AssertionError(
+                f"kernels_per_step called fn {len(profiled)} times, from the first one on under the profiler: profile it with a "
+                "schedule, which waits and warms up first."
+            )
         if not any(profiled):
             raise AssertionError(
                 "kernels_per_step never called fn under the profiler: what a compiled function launches, only a profile shows."

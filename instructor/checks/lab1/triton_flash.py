@@ -20,11 +20,14 @@ _GUARD = 70  # rows around each head: more than a block can reach beyond its edg
 # tensors. The gaps around the rows are inside that memory: they hold NaN in Q, K and V, and sevens in the output.
 _ENTRY = f"""{LIMIT_BLOCKS}
 
-def entry_of_the_check(q, k, v, block_m, block_n, tokens_first):
+def entry_of_the_check(q, k, v, block_m, block_n, tokens_first, doubled=False):
     import torch
     import triton
 
-    limit_blocks_of_the_check(max(block_m, block_n, q.shape[2]), 2 * (block_m + 2 * k.shape[1]) * q.shape[2])
+    blocks = triton.cdiv(k.shape[1], block_n)
+    products = limit_blocks_of_the_check(
+        max(block_m, block_n, q.shape[2]), (block_m * blocks + 2 * k.shape[1]) * q.shape[2], doubled
+    )
 
     def guarded(x, value):
         heads, tokens, size = x.shape
@@ -41,6 +44,7 @@ def entry_of_the_check(q, k, v, block_m, block_n, tokens_first):
         *views, view, q.shape[1], k.shape[1], q.shape[2] ** -0.5, *strides,
         D=q.shape[2], BLOCK_M=block_m, BLOCK_N=block_n,
     )
+    expect_products_of_the_check(products, triton.cdiv(q.shape[1], block_m) * q.shape[0], 2 * blocks)
     return whole.contiguous().double()
 """
 
@@ -69,12 +73,16 @@ def flash_triton(source: str, seed=None):
         names.append(
             f"3 heads, {queries} queries and {keys} keys, D = {size}, blocks of {block_m} and {block_n}, {words}"
         )
+    last = [draw.normal(1, n, 16) for n in (20, 40, 40)]
+    cases.append((*last, 16, 16, False, True))
+    names.append("1 head, 20 queries and 40 keys, each product of tl.dot twice as large")
     try:
         results = run_interpreted_cases((source + _ENTRY, "entry_of_the_check"), cases, timeout=120)
     except InterpretedKernelError as error:
         place = f" on {names[error.case]}" if error.case is not None else ""
         raise AssertionError(f"flash_kernel failed{place}: {error.in_short}") from None
-    for name, (q, k, v, _, block_n, _), result in zip(names, cases, results, strict=True):
+    *results, doubled = results
+    for name, (q, k, v, _, block_n, _), result in zip(names[:-1], cases[:-1], results, strict=True):
         inside = result[:, _GUARD : _GUARD + q.shape[1]]
         around = result.clone()
         around[:, _GUARD : _GUARD + q.shape[1]] = 7.0
@@ -87,3 +95,9 @@ def flash_triton(source: str, seed=None):
         hint = flash_mistake(inside, q, k, v, block_n)
         tolerance = 1e-3 if q.dtype == torch.float32 else 5e-3
         expect_close(inside, expected, rtol=tolerance, atol=tolerance, what=f"the output of {name}", hint=hint)
+    right = 2 * F.scaled_dot_product_attention(2 * last[0].double(), *(x.double() for x in last[1:]))
+    if not torch.allclose(doubled[:, _GUARD : _GUARD + 20], right, 1e-3, 1e-3):
+        raise AssertionError(
+            "the output is not made of what tl.dot returns: when each of its products is twice as large, scores and output are not. "
+            "Both products of a block come from tl.dot."
+        )

@@ -18,11 +18,12 @@ _GUARD = 40  # rows and columns around each matrix: more than a block can reach 
 # of the matrices. The gaps between rows are inside that memory: they hold NaN around A and B, and sevens around C.
 _ENTRY = f"""{LIMIT_BLOCKS}
 
-def entry_of_the_check(a, b, block_m, block_n, block_k, transposed, dtype):
+def entry_of_the_check(a, b, block_m, block_n, block_k, transposed, dtype, doubled=False):
     import torch
     import triton
 
-    limit_blocks_of_the_check(max(block_m, block_n, block_k), 2 * (block_m + block_n) * a.shape[1])
+    most = max(block_m, block_n, block_k)
+    products = limit_blocks_of_the_check(most, 2 * (block_m + block_n) * a.shape[1], doubled)
 
     def guarded(rows, cols, value):
         whole = torch.full((rows + 2 * {_GUARD}, cols + 2 * {_GUARD}), value, dtype=dtype)
@@ -39,6 +40,7 @@ def entry_of_the_check(a, b, block_m, block_n, block_k, transposed, dtype):
         *a_view.stride(), *b_view.stride(), *c_view.stride(),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
     )
+    expect_products_of_the_check(products, grid[0] * grid[1], triton.cdiv(a.shape[1], block_k))
     return c_whole.contiguous().double()
 """
 
@@ -61,14 +63,18 @@ def gemm_triton(source: str, seed=None):
         ("fp16", (draw.size(5, 15), 16, draw.size(33, 47)), (16, 16, 32), False, torch.float16),
     ):
         a, b = draw.normal(m, k, dtype=dtype), draw.normal(k, n, dtype=dtype)
-        cases.append((a, b, bm, bn, bk, transposed, dtype))
+        cases.append((a, b, bm, bn, bk, transposed, dtype, False))
         names.append(f"({m}, {k}) @ ({k}, {n}) with blocks ({bm}, {bn}, {bk}), {name}")
+    first, second = draw.normal(20, 40), draw.normal(40, 24)
+    cases.append((first, second, 16, 16, 16, False, torch.float32, True))
+    names.append("(20, 40) @ (40, 24) with blocks (16, 16, 16), each product of tl.dot twice as large")
     try:
         results = run_interpreted_cases((source + _ENTRY, "entry_of_the_check"), cases, timeout=120)
     except InterpretedKernelError as error:
         place = f" on {names[error.case]}" if error.case is not None else ""
         raise AssertionError(f"gemm_kernel failed{place}: {error.in_short}") from None
-    for name, (a, b, *_), result in zip(names, cases, results, strict=True):
+    *results, doubled = results
+    for name, (a, b, *_), result in zip(names[:-1], cases[:-1], results, strict=True):
         m, n = a.shape[0], b.shape[1]
         inside = result[_GUARD : _GUARD + m, _GUARD : _GUARD + n]
         around = result.clone()
@@ -87,4 +93,11 @@ def gemm_triton(source: str, seed=None):
             atol=atol,
             what=f"C of {name}",
             hint="Look at the strides, at the masks, and at what other= puts where a mask is false.",
+        )
+    if not torch.allclose(
+        doubled[_GUARD : _GUARD + 20, _GUARD : _GUARD + 24], 2 * first.double() @ second.double(), 1e-4, 1e-4
+    ):
+        raise AssertionError(
+            "C is not the sum of what tl.dot returns: when each of its products is twice as large, C is not. Add up the products of "
+            "tiles that tl.dot makes."
         )

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from instructor.checks.common import DTYPES, Draw, dtype_name, expect_counts, expect_unchanged
+from instructor.checks.common import DTYPES, Draw, SizeWatch, dtype_name, expect_counts, expect_unchanged
 from instructor.checks.lab2_flexattention.common import attend_densely, moved_heads
 from utils.checking import check, expect_close, forbid, watch_operations
 from utils.checking.watching import FUSED_ATTENTION
@@ -44,7 +44,7 @@ def masked_attention(masked_attention, seed=None):
     q, k, v = (draw.normal(1, 2, 5, 8) for _ in range(3))
     mask = torch.ones(5, 5, dtype=torch.bool)
     right = attend_densely(q, k, v, mask)
-    with watch_operations() as watch:
+    with SizeWatch() as sizes, watch_operations() as watch:
         watched = masked_attention(q, k, v, mask)
     forbid(watch, FUSED_ATTENTION, hint="write product, mask, softmax, product yourself")
     for _ in range(3):
@@ -71,6 +71,7 @@ def masked_attention(masked_attention, seed=None):
         hint="The softmax of nothing is 0 divided by 0: such a query gets zeros.",
     )
     expect_close(watched, right, rtol=1e-4, atol=1e-5, what="masked_attention of 5 tokens that see each other")
+    sizes.expect_seen(2 * 2 * 5 * 5 * 8, "masked_attention")
 
 
 @check("1.2", "Costs of a mask")

@@ -18,7 +18,7 @@ from instructor.checks.lab2_flexattention.common import (
 )
 from utils.attention import reference
 from utils.checking import check, expect_close
-from utils.checking.masks import kernels_for
+from utils.checking.masks import expect_program, kernels_for
 
 _SIGNATURE = inspect.signature(flex_attention)
 
@@ -29,6 +29,7 @@ class _Attention:
     def __init__(self):
         self.calls: list[dict] = []
         self.running = False  # true while it evaluates the mask_mod for every pair
+        self.returned = torch.zeros(())  # what it returned last, without its mark
 
     def __call__(self, *args, **kwargs):
         self.running = True
@@ -46,7 +47,24 @@ class _Attention:
         block_mask = given.get("block_mask")
         mask_mod = None if block_mask is None else block_mask.mask_mod
         out, _ = reference(q, k, v, mask_mod=mask_mod, score_mod=given.get("score_mod"), scale=given.get("scale"))
-        return out.to(q.dtype)
+        self.returned = out.to(q.dtype)
+        return self.returned + mark(tuple(out.shape))
+
+
+def _expect_one_call(attention: _Attention, kv_heads: int, got) -> None:
+    """Assert that attend called attention once, with the keys' own heads, and returned what it returned."""
+    if len(attention.calls) != 1:
+        raise AssertionError(
+            f"attend(q, k, v) calls attention {len(attention.calls)} times; once is enough for all heads."
+        )
+    heads = attention.calls[0]["key"].shape[1]
+    if heads != kv_heads:
+        raise AssertionError(
+            f"attend hands {heads} key heads to attention, and k has {kv_heads}: with enable_gqa=True nobody copies keys."
+        )
+    marked = attention.returned + mark(tuple(attention.returned.shape))
+    if not isinstance(got, torch.Tensor) or got.shape != marked.shape or not torch.allclose(got, marked):
+        raise AssertionError("attend should return what attention returns, and compute nothing else.")
 
 
 @check("5.1", "Prepare once")
@@ -78,7 +96,7 @@ def prepare_flex(prepare_flex, seed=None):
         raise AssertionError(
             "prepare_flex does not build the block mask: the mask_mod was not asked before the first call."
         )
-    built = asked[0]
+    built, masks = asked[0], []
     for kv_heads in (4, 2):
         q = draw.normal(2, 4, length, 16)
         k, v = draw.normal(2, kv_heads, length, 16), draw.normal(2, kv_heads, length, 16)
@@ -91,9 +109,10 @@ def prepare_flex(prepare_flex, seed=None):
                     "attend fails with 4 query heads and 2 key-value heads: pass enable_gqa."
                 ) from None
             raise
-        arguments = attention.calls[-1] if attention.calls else {}
-        if not arguments:
+        if not attention.calls:
             raise AssertionError("attend(q, k, v) does not call attention.")
+        _expect_one_call(attention, kv_heads, got)
+        arguments = attention.calls.pop()
         block_mask = arguments.get("block_mask")
         if not isinstance(block_mask, BlockMask):
             raise AssertionError("attend calls attention without a block_mask: every block would be computed.")
@@ -110,25 +129,28 @@ def prepare_flex(prepare_flex, seed=None):
             raise AssertionError("attend calls attention without the score_mod.")
         expect_unchanged(copies, (q, k, v), "attend")
         expected = reference(q, k, v, allowed=mask, score_mod=bias)[0].float()
+        got = without_mark(got, mark(tuple(q.shape)), expected)
         expect_close(got, expected, rtol=1e-3, atol=1e-4, what=f"attend with 4 heads over {kv_heads}")
-    if attention.calls[0]["block_mask"] is not attention.calls[1]["block_mask"]:
+        masks.append(block_mask)
+    if masks[0] is not masks[1]:
         raise AssertionError(
             "every call of attend has another block mask. Build it once, in prepare_flex, and keep it."
         )
     if asked[0] != built:
         raise AssertionError("attend calls the mask_mod again. Build the block mask once, in prepare_flex.")
+    expect_program(masks[0].mask_mod, 2 * length, "the mask_mod of the block mask", length, length)
     unmasked = _Attention()
     attend = prepare_flex(unmasked, None, None, length, cpu)
     q, k, v = (draw.normal(1, 2, length, 16) for _ in range(3))
     copies = [x.clone() for x in (q, k, v)]
     got = attend(q, k, v)
     expect_unchanged(copies, (q, k, v), "attend without a mask_mod")
+    _expect_one_call(unmasked, 2, got)
+    if unmasked.calls[0].get("block_mask") is not None:
+        raise AssertionError("mask_mod is None, and attend calls attention with a block mask: then there is none.")
+    right = attend_densely(q, k, v, torch.ones(1, 1, dtype=torch.bool))
     expect_close(
-        got,
-        attend_densely(q, k, v, torch.ones(1, 1, dtype=torch.bool)),
-        rtol=1e-3,
-        atol=1e-4,
-        what="attend without a mask_mod",
+        without_mark(got, mark(tuple(q.shape)), right), right, rtol=1e-3, atol=1e-4, what="attend without a mask_mod"
     )
 
 
@@ -143,6 +165,7 @@ def buckets(bucketed_attention, seed=None):
         attend, calls = recording()
         q, k, v = (draw.normal(2, 2, tokens, 4) for _ in range(3))
         k = k - 1.0  # the scores differ clearly from those of padding
+        k[:, :, 1] = 0.0  # a key that looks like padding, and is none
         copies = [x.clone() for x in (q, k, v)]
         got = bucketed_attention(attend, q, k, v, list(shuffled))
         expect_unchanged(copies, (q, k, v), "bucketed_attention")
@@ -174,6 +197,7 @@ def buckets(bucketed_attention, seed=None):
             f"the mask of {tokens} tokens in a bucket of {bucket}",
             {"Padded keys are visible: hide them from everybody.": torch.ones(bucket, bucket, dtype=torch.bool)},
         )
+        expect_program(mod, 2 * bucket, "the mask_mod of bucketed_attention", bucket, bucket)
         mods.append(mod)
     q = draw.normal(1, 1, sizes[2] + 1, 4)
     attend, calls = recording()

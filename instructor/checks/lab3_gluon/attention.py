@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import math
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from instructor.checks.common import Draw
 from instructor.checks.lab3_gluon.pipelines import HALVES, cdiv
+from instructor.checks.lab3_gluon.work import expect_work
 from utils.checking import check
 from utils.checking.gluon_launches import (
     CLOSE,
+    NAN,
     attention_inputs,
     attention_launch,
     causal_launch,
@@ -18,13 +23,15 @@ from utils.checking.gluon_launches import (
     falling_inputs,
     overlap_launch,
 )
-from utils.checking.kernel_exercises import Run, expect_kernel
+from utils.checking.kernel_exercises import Launch, Run, expect_kernel
 from utils.checking.kernel_exercises import overlap as overlap_of
 from utils.checking.kernel_mistakes import BLOCKS, OVERLAP, SOFTMAX, attention_mistakes, causal
+from utils.gluon_cpu.timeline import Event
 
 LEAST_OVERLAP = 0.12  # share of the softmax during a product: zero without overlap, about 0.25 in the model answer
 SOFTMAX_CYCLES = 6727  # model cycles of all arithmetic of the model answer: 128 queries, 384 keys, head dimension 128
 SERIAL = 0.97 * SOFTMAX_CYCLES
+CONSUMERS = ("compute_partition 0", "compute_partition 1")
 TAILS = (3, 65, 1)  # keys: a few, alone in the second block, and alone at all
 
 
@@ -58,14 +65,70 @@ def softmax(source: str, seed=None):
             **CLOSE,
             hint=words or f"{k.shape[1]} keys in blocks of 64, {q.shape[1]} queries, head dimension {q.shape[2]}.",
             mistakes=partial(attention_mistakes, q, k, v, SOFTMAX),
+            programs=math.prod(launch.grid),
         )
-        expect_one_pass(run, cdiv(k.shape[1], 64))
+        for events in run.programs():
+            expect_one_pass(events, cdiv(k.shape[1], 64))
+    _expect_steps(source, draw)
+    expect_work(
+        source, "softmax", draw.normal, "A block takes one exponential a score, and the division comes at the end."
+    )
 
 
-def expect_one_pass(run: Run, blocks: int) -> None:
-    """Assert that the first program loads and multiplies each of its blocks of keys once: Q comes by one copy."""
-    products = sum(e.kind == "wgmma" for e in run.events)
-    copies = sum(e.kind == "copy in" for e in run.events)
+_ARGUMENTS = ["s", "m", "total", "o", "c", "key", "sk"]
+_PROBE = """
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def probe_of_the_check(first_ptr, second_ptr, p_ptr, total_ptr, o_ptr, sk, c):
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    rows = gl.arange(0, 64, gl.SliceLayout(1, scores))
+    at = rows[:, None] * 64 + gl.arange(0, 64, gl.SliceLayout(0, scores))[None, :]
+    m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
+    total = gl.zeros([64], gl.float32, gl.SliceLayout(1, scores))
+    o = gl.zeros([64, 32], gl.float32, output)
+    p, m, total, o = online_softmax(gl.load(first_ptr + at), m, total, o, c, 0, sk)
+    p, m, total, o = online_softmax(gl.load(second_ptr + at), m, total, o + 1.0, c, 64, sk)
+    gl.store(p_ptr + at, p)
+    gl.store(total_ptr + rows, total)
+    place = gl.arange(0, 64, gl.SliceLayout(1, output))[:, None] * 32 + gl.arange(0, 32, gl.SliceLayout(0, output))[None, :]
+    gl.store(o_ptr + place, o)
+"""
+
+
+def _expect_steps(source: str, draw: Draw) -> None:
+    """Assert what `online_softmax` returns for the second of two blocks: p, the sum, and an output that is only rescaled."""
+    first, second, sk, c = 4 * draw.normal(64, 64), 4 * draw.normal(64, 64), 64 + draw.size(20, 60), draw.real(0.2, 0.6)
+    shown = second.double()
+    shown[:, sk - 64 :] = -math.inf
+    before = first.double().amax(1)
+    top = torch.maximum(before, shown.amax(1))
+    p, factor = torch.exp2((shown - top[:, None]) * c), torch.exp2((before - top) * c)
+    total = torch.exp2((first.double() - before[:, None]) * c).sum(1) * factor + p.sum(1)
+    args = {
+        "first_ptr": first,
+        "second_ptr": second,
+        "p_ptr": torch.full((64, 64), NAN),
+        "total_ptr": torch.full((64,), NAN),
+    }
+    args |= {"o_ptr": torch.full((64, 32), NAN), "sk": sk, "c": c}
+    launch = Launch("probe_of_the_check", (1,), args, ("p_ptr", "total_ptr", "o_ptr"), file="lab3_softmax.py")
+    expected = {"p_ptr": p, "total_ptr": total, "o_ptr": factor[:, None].expand(64, 32)}
+    given = next((n for n in ast.parse(source).body if getattr(n, "name", "") == "online_softmax"), None)
+    if not isinstance(given, ast.FunctionDef) or [a.arg for a in given.args.args] != _ARGUMENTS:
+        raise AssertionError(f"online_softmax should be a function of ({', '.join(_ARGUMENTS)}), as it stood there.")
+    hint = "online_softmax returns p, m, total and o for the new maximum: o is rescaled by it, and divided at the end only."
+    expect_kernel(source + _PROBE, launch, expected, **CLOSE, hint=hint)
+
+
+def expect_one_pass(events: list[Event], blocks: int) -> None:
+    """Assert that a program loads and multiplies each of its blocks of keys once: Q comes by one copy."""
+    products = sum(e.kind == "wgmma" for e in events)
+    copies = sum(e.kind == "copy in" for e in events)
     if (products, copies) != (2 * blocks, 1 + 2 * blocks):
         raise AssertionError(
             f"{blocks} blocks of keys take {2 * blocks} products and {1 + 2 * blocks} copies, and a program makes {products} "
@@ -91,31 +154,38 @@ def specialized(source: str, seed=None):
             seeds=(None, draw.size(1, 999), draw.size(1, 999)),
             hint=f"With {stages} slots: does each consumer take every block of keys once, and store its own 64 rows?",
             mistakes=partial(attention_mistakes, q, k, v, BLOCKS),
+            programs=math.prod(launch.grid),
         )
-        blocks = cdiv(k.shape[-2], 64)
-        copies = [e for e in run.events if e.kind == "copy in"]
-        if len(copies) != 2 + 2 * blocks:
-            raise AssertionError(
-                f"{len(copies)} TMA copies for {blocks} blocks of keys; two for Q, one of K and one "
-                f"of V for each block make {2 + 2 * blocks}. Both consumers read the same tile."
-            )
-        who = {e.partition for e in copies}
-        if who != {"load_partition"}:
-            raise AssertionError(f"K and V should be issued by load_partition alone, and were by {', '.join(who)}.")
-        _expect_products(run, blocks, "each computes its own 64 rows")
-        places = {e.buffer for e in copies}  # two tiles of Q, and the slots of K and V
-        if len(places) != 2 + 2 * min(stages, blocks):
-            raise AssertionError(
-                f"{blocks} blocks come into {(len(places) - 2) // 2} slots of each ring, and there are {stages}: tile i lies in "
-                "slot i % STAGES."
-            )
-        second = sorted(e.start for e in run.events if e.kind == "wgmma" and e.partition == "compute_partition 0")[1]
-        started = sum(e.start <= second for e in copies) - 2
-        if stages > 1 and started < 4:
-            raise AssertionError(
-                f"with {stages} slots, {started} copies of K and V have been started when the first block is worked on: the "
-                "producer should load the next block meanwhile. It waits for nothing but a free slot."
-            )
+        for events in run.programs():
+            _expect_split(events, cdiv(k.shape[-2], 64), stages)
+    expect_work(source, "specialized", draw.normal, "The producer waits for nothing but a free slot.")
+
+
+def _expect_split(events: list[Event], blocks: int, stages: int) -> None:
+    """Assert that a program's producer alone loads each block once, as far ahead as slots allow, and both consumers multiply."""
+    copies = [e for e in events if e.kind == "copy in"]
+    if len(copies) != 2 + 2 * blocks:
+        raise AssertionError(
+            f"{len(copies)} TMA copies for {blocks} blocks of keys; two for Q, one of K and one "
+            f"of V for each block make {2 + 2 * blocks}. Both consumers read the same tile."
+        )
+    who = {e.partition for e in copies}
+    if who != {"load_partition"}:
+        raise AssertionError(f"K and V should be issued by load_partition alone, and were by {', '.join(who)}.")
+    _expect_products(events, blocks, "each computes its own 64 rows")
+    places = {e.buffer for e in copies}  # two tiles of Q, and the slots of K and V
+    if len(places) != 2 + 2 * min(stages, blocks):
+        raise AssertionError(
+            f"{blocks} blocks come into {(len(places) - 2) // 2} slots of each ring, and there are {stages}: tile i lies in "
+            "slot i % STAGES."
+        )
+    second = sorted(e.start for e in events if e.kind == "wgmma" and e.partition == "compute_partition 0")[1]
+    started = sum(e.start <= second for e in copies) - 2
+    if stages > 1 and started < 4:
+        raise AssertionError(
+            f"with {stages} slots, {started} copies of K and V have been started when the first block is worked on: the "
+            "producer should load the next block meanwhile. It waits for nothing but a free slot."
+        )
 
 
 @check("5.3", "Overlap")
@@ -129,25 +199,47 @@ def overlap(source: str, seed=None):
     for d, length, sharp in ((64, 256, 1.0), (128, 384, 20.0)):
         inputs = attention_inputs(1, 128, length, d, sharp, torch.bfloat16, draw.normal)
         run = _expect_overlapped(source, inputs, 2, (None,), "The scores are large here." if sharp > 1 else "")
-        _expect_products(run, cdiv(length, 64), "the softmax should run during those that are needed")
-    share = overlap_of(run)
+        _expect_products(run.programs()[0], cdiv(length, 64), "the softmax should run during those that are needed")
+    share = min(overlap_of(_of_consumer(run, name)) for name in CONSUMERS)
     if share < LEAST_OVERLAP:
         raise AssertionError(
             f"only {share:.0%} of the softmax runs while a product of the same consumer is under way. Issue the scores "
             "of block i, then P V of block i - 1, wait until one product is left, and compute the softmax then."
         )
+    _expect_pairs(run)
+    share = overlap_of(run)
     exposed = (1 - share) * sum(e.end - e.start for e in run.events if e.kind == "compute")
     if exposed > SERIAL:
         raise AssertionError(
             f"{exposed:.0f} model cycles of arithmetic run while no product of the same consumer is under way, and the whole "
             f"softmax takes {SOFTMAX_CYCLES}: other work runs under the products, and the softmax after them."
         )
+    expect_work(source, "overlap", draw.normal, "Each block has one softmax.")
 
 
-def _expect_products(run: Run, blocks: int, words: str) -> None:
+def _of_consumer(run: Run, name: str) -> Run:
+    """Return a run with the events of one partition alone."""
+    return replace(run, events=[e for e in run.events if e.partition == name])
+
+
+def _expect_pairs(run: Run) -> None:
+    """Assert that the scores of a block and P V of the one before it are under way together, in each consumer."""
+    for name in CONSUMERS:
+        products = sorted((e for e in run.events if e.kind == "wgmma" and e.partition == name), key=lambda e: e.start)
+        issued = sorted(e.start for e in run.events if e.kind == "issue" and e.partition == name)
+        pairs = range(1, len(products) - 1, 2)
+        together = sum(issued[i + 1] < products[i].end for i in pairs)
+        if together < len(pairs) / 2:
+            raise AssertionError(
+                f"in {name} the second product of a turn is issued while the first one runs in {together} of {len(pairs)} turns: "
+                "issue the scores of block i and P V of block i - 1 together, and wait for the scores only."
+            )
+
+
+def _expect_products(events: list[Event], blocks: int, words: str) -> None:
     """Assert that each of two consumers makes two products for each block of keys."""
-    for consumer in ("compute_partition 0", "compute_partition 1"):
-        products = sum(e.kind == "wgmma" and e.partition == consumer for e in run.events)
+    for consumer in CONSUMERS:
+        products = sum(e.kind == "wgmma" and e.partition == consumer for e in events)
         if products != 2 * blocks:
             raise AssertionError(
                 f"{blocks} blocks of keys take {2 * blocks} products in each consumer, and {consumer} makes {products}: {words}."
@@ -186,12 +278,16 @@ def attention_causal(source: str, seed=None):
             **CLOSE,
             hint=hint,
             mistakes=partial(attention_mistakes, q, k, v, causal(k.shape[1] - q.shape[1])),
+            programs=math.prod(launch.grid),
         )
-        products = sum(e.kind == "wgmma" for e in run.events)  # of the first program
-        needed = 2 * min(cdiv(sk, 64), cdiv(64 + sk - sq, 64))
-        if products != needed:
-            raise AssertionError(
-                f"the first 64 rows need {needed // 2} of {cdiv(sk, 64)} blocks of keys, {needed} "
-                f"products, and their program makes {products}. {hint}"
-            )
-        expect_one_pass(run, needed // 2)
+        for number, events in enumerate(run.programs()):
+            first = number % launch.grid[0] * 64
+            products = sum(e.kind == "wgmma" for e in events)
+            needed = min(cdiv(sk, 64), cdiv(first + 64 + sk - sq, 64))
+            if products != 2 * needed:
+                raise AssertionError(
+                    f"rows {first} to {first + 63} need {needed} of {cdiv(sk, 64)} blocks of keys, {2 * needed} "
+                    f"products, and their program makes {products}. {hint}"
+                )
+            expect_one_pass(events, needed)
+    expect_work(source, "causal", draw.normal, "The mask takes a comparison for each score.")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 from instructor.checks.common import Draw
+from instructor.checks.lab3_gluon.work import expect_work
 from utils.checking import check
 from utils.checking.gluon_launches import (
     async_copy_launch,
@@ -19,6 +22,7 @@ from utils.checking.gluon_launches import (
     wgmma_mistakes,
 )
 from utils.checking.kernel_exercises import Run, expect_kernel, simulate_launch
+from utils.gluon_cpu.timeline import Event
 
 HALVES = (torch.float16, torch.bfloat16)
 MORE_WORK = 1.3  # times the work of a ring of three slots that a ring of one may do; 1.0 in the model answers
@@ -37,9 +41,9 @@ def transpose(source: str, seed=None):
         launch, expected = transpose_launch(m, n, draw.normal)
         expect_kernel(source, launch, expected, rtol=0, atol=0, hint=f"X is ({m}, {n}). Where is row i, column j in Y?")
     launch, expected = transpose_launch(64, 32, draw.normal)
-    run = expect_kernel(source, launch, expected, rtol=0, atol=0)
-    for kind in ("load", "store"):
-        events = [e for e in run.events if e.kind == kind and e.bytes]
+    run = expect_kernel(source, launch, expected, rtol=0, atol=0, programs=2)
+    for events, kind in itertools.product(run.programs(), ("load", "store")):
+        events = [e for e in events if e.kind == kind and e.bytes]
         touched, moved = sum(e.sectors for e in events), sum(e.bytes for e in events)
         worst = max(events, key=lambda e: 32 * e.sectors - e.bytes)
         if moved > 4 * 32 * 32:
@@ -52,6 +56,7 @@ def transpose(source: str, seed=None):
                 f"bytes; {worst.bytes // 32} would do. Neighbouring lanes should hold neighbours in memory: look at "
                 "the layout's order and at its threads a warp."
             )
+    expect_work(source, "transpose", draw.normal, "One load and one store move a whole tile.")
 
 
 def expect_same_work(runs: dict[int, Run]) -> None:
@@ -104,6 +109,7 @@ def async_copy(source: str, seed=None):
             f"three slots take {cycles[3]:.0f} model cycles, one slot {cycles[1]:.0f}: the copies wait for each other. "
             "Issue the copy of tile i + STAGES - 1 before you wait for tile i, and wait for no more groups than tile i needs."
         )
+    expect_work(source, "async_copy", draw.normal, "Each element is added once.")
 
 
 @check("3.2", "TMA ring")
@@ -121,13 +127,15 @@ def tma_ring(source: str, seed=None):
             seeds=(None, draw.size(1, 999)),
             hint=f"With {stages} slots and {cdiv(columns, 64)} tiles: is each tile added once?",
             mistakes=partial(ring_mistakes, launch, expected),
+            programs=launch.grid[0],
         )
-        copies = [e for e in run.events if e.kind == "copy in" and e.unit == "TMA"]
-        if len(copies) != cdiv(columns, 64):
-            raise AssertionError(
-                f"a program with {cdiv(columns, 64)} tiles issues {len(copies)} TMA copies: each tile "
-                "should come once, by tma_load."
-            )
+        for events in run.programs():
+            copies = [e for e in events if e.kind == "copy in" and e.unit == "TMA"]
+            if len(copies) != cdiv(columns, 64):
+                raise AssertionError(
+                    f"a program with {cdiv(columns, 64)} tiles issues {len(copies)} TMA copies: each tile "
+                    "should come once, by tma_load."
+                )
     for stages in (1, 3):
         launch, expected = tma_ring_launch(16, 64 * TILES, stages, normal=draw.normal)
         runs[stages] = expect_kernel(source, launch, expected, rtol=1e-4, atol=1e-3)
@@ -141,6 +149,7 @@ def tma_ring(source: str, seed=None):
             f"three slots take {cycles[3]:.0f} model cycles, one slot {cycles[1]:.0f}: the copies wait for each other. "
             "Issue the copies of STAGES tiles before the loop, and refill a slot as soon as its tile is in registers."
         )
+    expect_work(source, "tma_ring", draw.normal, "Each tile is squared and added up once.")
 
 
 TILES = 8  # of the rings that are timed
@@ -158,6 +167,11 @@ def expect_in_flight(run: Run, copies: int) -> None:
     if len(times) != copies * TILES:
         raise AssertionError(
             f"a program with {TILES} tiles starts {len(times)} copies; {copies * TILES} bring each tile once."
+        )
+    read = sum(e.kind == "shared load" for e in run.events)
+    if read != len(times):
+        raise AssertionError(
+            f"{len(times)} tiles arrive in shared memory, and {read} are read from there: read each once."
         )
     under_way = sum(times) / copies / run.cycles[0]
     if under_way < TILES_IN_FLIGHT:
@@ -226,12 +240,27 @@ def repairs(source: str, repairs, seed=None):
     slots = {n: replace(launch, args={**launch.args, "STAGES": n}) for n in (1, 3)}
     runs = {n: simulate_launch(text, ring, timeline=True)[1] for n, ring in slots.items()}
     expect_same_work(runs)
+    _expect_ring_of_two(runs[3].programs()[0], 8, 3)
     with_one, with_three = (runs[n].cycles[0] for n in (1, 3))
     if with_three > 0.8 * with_one:
         raise AssertionError(
             f"it runs, but three slots take {with_three:.0f} model cycles and one {with_one:.0f}: "
             "a repair serialized the ring."
         )
+
+
+def _expect_ring_of_two(events: list[Event], tiles: int, stages: int) -> None:
+    """Assert that the repaired kernel is still the ring that it was: one partition loads, the other scales and stores."""
+    for kind, partition in (("copy in", "load_tiles"), ("copy out", "scale_tiles")):
+        copies = [e for e in events if e.kind == kind]
+        who = {e.partition.partition(" ")[0] for e in copies}
+        if len(copies) != tiles or who != {partition}:
+            raise AssertionError(
+                f"{tiles} tiles take {tiles} copies {kind.removeprefix('copy ')}, all by {partition}; here are {len(copies)}, by "
+                f"{', '.join(sorted(who)) or 'nobody'}. Repair the ring, and leave its two partitions their work."
+            )
+    if (used := len({e.buffer for e in events if e.kind == "copy in"})) != stages:
+        raise AssertionError(f"{used} slots are used, and there are {stages}: tile i lies in slot i % STAGES.")
 
 
 @check("4.1", "The first wgmma")
@@ -250,16 +279,23 @@ def wgmma(source: str, seed=None):
             seeds=(None, draw.size(1, 999)),
             hint="C = A Bᵀ: is B turned, and is each step added to the accumulator?",
             mistakes=partial(wgmma_mistakes, launch, expected),
+            programs=math.prod(launch.grid),
         )
-        products = [e for e in run.events if e.kind == "wgmma"]
-        if len(products) != cdiv(k, 64):
-            raise AssertionError(
-                f"{cdiv(k, 64)} steps along K, and {len(products)} products by wgmma: one a step is right."
-            )
-        copies = sum(e.kind == "copy in" for e in run.events)
-        if copies != 2 * cdiv(k, 64):
-            raise AssertionError(
-                f"{cdiv(k, 64)} steps along K load {2 * cdiv(k, 64)} tiles, and {copies} copies were started."
-            )
-        if not any(e.kind == "copy out" for e in run.events):
-            raise AssertionError("C should leave by TMA: store it into c_tile, then tma_store.")
+        for events in run.programs():
+            _expect_steps(events, cdiv(k, 64))
+    expect_work(source, "wgmma", draw.normal, "The product of a step adds to the accumulator.")
+
+
+def _expect_steps(events: list[Event], steps: int) -> None:
+    """Assert that a program loads and multiplies each step along K once, and stores its tile once, by TMA."""
+    products = sum(e.kind == "wgmma" for e in events)
+    if products != steps:
+        raise AssertionError(f"{steps} steps along K, and {products} products by wgmma: one a step is right.")
+    copies = sum(e.kind == "copy in" for e in events)
+    if copies != 2 * steps:
+        raise AssertionError(f"{steps} steps along K load {2 * steps} tiles, and {copies} copies were started.")
+    stored = sum(e.kind == "copy out" for e in events)
+    if stored != 1:
+        raise AssertionError(
+            f"C should leave by TMA, once: store it into c_tile, then tma_store. Here {stored} copies leave."
+        )

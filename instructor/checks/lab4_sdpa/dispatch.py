@@ -7,7 +7,7 @@ import warnings
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from instructor.checks.common import Draw, expect_unchanged
+from instructor.checks.common import Draw, SizeWatch, expect_unchanged
 from instructor.checks.lab4_sdpa.common import (
     KNOCKED_OUT,
     Attentions,
@@ -206,6 +206,14 @@ def pinned_sdpa(pinned_sdpa, seed=None):
             if sdpa_switches() != switches:
                 raise AssertionError(f"after a refusal (flash with {name}), other backends are allowed than before.")
         _expect_refusal(pinned_sdpa, "cudnn", (q, k, v), {}, "cudnn on CPU tensors")
+        views = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+        with SizeWatch() as sizes:
+            pinned_sdpa("flash", *views)
+        if sizes.moved:
+            raise AssertionError(
+                f"pinned_sdpa copies {sizes.moved:,} elements of tensors that flash runs as they are. No copies of the inputs that "
+                "nobody asked for."
+            )
     if sdpa_switches() != switches:
         raise AssertionError(
             "after pinned_sdpa, other backends are switched on than before: use sdpa_kernel in a "

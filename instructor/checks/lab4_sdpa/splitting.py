@@ -12,7 +12,7 @@ from utils.attention import reference, reference_gradients
 from utils.checking import check, expect_close, forbid, forbid_leaving, watch_operations
 from utils.checking.watching import FUSED_ATTENTION
 
-SPARE = 4  # times the five products that a backward pass needs
+SPARE = 1.3  # times the five products that a backward pass needs
 _SOFTMAX = (r"\w*softmax\w*", "softmin")
 
 
@@ -76,7 +76,7 @@ def attend_part(attend_part, seed=None):
         large = ", scores in the hundreds" if scale > 1 else ""
         what = f"attend_part of q {tuple(q.shape)}, k {tuple(k.shape)} in {dtype_name(dtype)}{large}"
         copies = [t.clone() for t in (q, k, v)]
-        with watch_operations() as watch:
+        with SizeWatch() as sizes, watch_operations() as watch:
             got = attend_part(q, k, v)
         forbid(watch, FUSED_ATTENTION, hint="write the products and the softmax yourself: SDPA does not return the lse")
         expect_unchanged(copies, (q, k, v), what)
@@ -92,6 +92,11 @@ def attend_part(attend_part, seed=None):
         )
         hint = "It is the natural logarithm of the sum of e^score: maximum + log(sum of e^(score - maximum))."
         expect_close(lse, _lse(q, k).float(), rtol=rtol, atol=1e-3, what=f"the lse of {what}", hint=hint)
+        if sizes.macs > 2.2 * q.numel() * sk:
+            raise AssertionError(
+                f"{what} multiplies {sizes.macs:,} pairs of numbers, and its two products have {2 * q.numel() * sk:,}: the scores "
+                "give the output and the lse, and are computed once."
+            )
 
 
 def _parts_merged_wrongly(q, k, v, splits: int) -> dict[str, torch.Tensor]:
@@ -176,10 +181,16 @@ def split_kv_attention(split_kv_attention, seed=None):
         )
     # The products with D show how many keys each part had.
     lengths = {n if m == sq else m for _, m, inner, n in sizes.products if inner == d and sq in (m, n)}
-    if lengths and max(lengths) - min(lengths) > 1:
+    if not lengths <= {sk // splits, -(-sk // splits)}:
         raise AssertionError(
             f"split_kv_attention over {sk} keys in {splits} splits: the parts have {sorted(lengths)} keys. Their sizes "
-            "should differ by at most 1."
+            f"should differ by at most 1, and there should be {splits} of them."
+        )
+    sizes.expect_seen(2 * b * h * sq * sk * d, "split_kv_attention")
+    if sizes.macs > 2.2 * b * h * sq * sk * d:
+        raise AssertionError(
+            f"split_kv_attention over {sk} keys in {splits} splits multiplies {sizes.macs:,} pairs of numbers, and both products of "
+            f"all parts have {2 * b * h * sq * sk * d:,}: each part is computed once."
         )
     what = f"split_kv_attention over {sk} keys in {splits} splits"
     expect_close(got, right, rtol=1e-3, atol=1e-4, what=what)
@@ -207,7 +218,9 @@ def attention_backward(attention_backward, seed=None):
         )
         expect_unchanged(copies, tensors, "attention_backward")
         macs = b * h * sq * sk * d  # of one product
-        if max(sizes.macs, sizes.multiplied) > 5 * SPARE * macs + 20 * (q.numel() + k.numel()):
+        sizes.expect_seen(5 * macs, "attention_backward")
+        beside = 20 * (q.numel() + k.numel())  # what scales scores and gradients, element by element
+        if sizes.macs > 5 * SPARE * macs or sizes.multiplied > 5 * SPARE * macs + beside:
             raise AssertionError(
                 f"attention_backward does the work of {max(sizes.macs, sizes.multiplied) / macs:.0f} products, and five are "
                 "enough: use the formulas, and no differences of the forward pass."
@@ -233,3 +246,22 @@ def attention_backward(attention_backward, seed=None):
                     hint = "The scale 1/sqrt(D) is missing in this gradient."
             what = f"{name} for q {tuple(q.shape)}, k {tuple(k.shape)}"
             expect_close(gradient, right.float(), rtol=1e-3, atol=1e-3 * scale, what=what, hint=hint)
+    _expect_lse_used(attention_backward, draw)
+
+
+def _expect_lse_used(attention_backward, draw: Draw) -> None:
+    """Assert that P comes from the lse that is given: here these keys are a part of all keys, so their P add up to less than 1."""
+    shape, d = (1, 2, draw.size(7, 12), draw.size(13, 20)), 8
+    q, dout = (draw.normal(*shape[:3], d) for _ in range(2))
+    k, v = (draw.normal(*shape[:2], shape[3], d) for _ in range(2))
+    out = reference(q.double(), k.double(), v.double())[0]
+    others = draw.normal(*shape[:3], dtype=torch.float64).abs()  # what the other keys add to the lse
+    lse, out = _lse(q, k) + others, out * torch.exp(-others)[..., None]
+    got = attention_backward(q, k, v, out.float(), lse.float(), dout)
+    p = torch.exp(q.double() @ k.double().mT / math.sqrt(d) - lse[..., None])
+    ds = p * (dout.double() @ v.double().mT - (dout.double() * out).sum(-1, keepdim=True)) / math.sqrt(d)
+    right = ds @ k.double(), ds.mT @ q.double(), p.mT @ dout.double()
+    for name, gradient, expected in zip(("dq", "dk", "dv"), got, right, strict=True):
+        what = f"{name} over a part of the keys, with the lse of all"
+        hint = "P is e^(S - lse), with the lse that is given: do not compute the softmax again."
+        expect_close(gradient, expected.float(), rtol=1e-3, atol=1e-3, what=what, hint=hint)

@@ -33,7 +33,16 @@ from instructor.grading.submission.records import Job, Report
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
 from instructor.grading.submission.results import CellResult, Flag, SubmissionResult
 from instructor.grading.submission.usual import Reading, Usual, unusual_calls, unusual_file
-from instructor.grading.submission.usual_words import MOST_OPERATORS, NEEDED, OPERATORS, WORDS
+from instructor.grading.submission.usual_words import (
+    MOST_NUMBERS,
+    MOST_OPERATORS,
+    NARROW,
+    NEEDED,
+    OPERATORS,
+    READING_ONE_BY_ONE,
+    REWRITTEN,
+    WORDS,
+)
 from instructor.grading.wire.channel import Channel
 
 MAX_RESTARTS = 12
@@ -111,7 +120,14 @@ class Checker:
         self.watching = set(job.watching)  # test cells that record what runs in the student's functions
         self.gpu_work = 0  # tests' requests to run a kernel on a GPU
         self.proving: dict[str, str] = {}  # of these, the ones whose records compute the results: "whole" or "in part"
-        self.usual = Usual(job.instructor_notebook, base, WORDS.get(job.lab), NEEDED.get(job.lab))
+        self.usual = Usual(
+            job.instructor_notebook,
+            base,
+            WORDS.get(job.lab),
+            NEEDED.get(job.lab),
+            NARROW.get(job.lab),
+            job.lab not in REWRITTEN,
+        )
         self.reading: Reading | None = None  # the code of the submission
         self.forbidding: set[str] = set()  # test cells that forbid something
         self.unusual: dict[str, list[str]] = {}  # test cell -> what its answer does beside what right answers need
@@ -649,7 +665,9 @@ class Checker:
         more = OPERATORS.get(self.job.lab, {})
         known = {*more.get("", "").split(), *more.get(step.name, "").split()}
         most = MOST_OPERATORS.get(self.job.lab, {}).get(step.name)
-        self.unusual.setdefault(step.name, []).extend(unusual_calls((watch for _, watch in remote.ledger), known, most))
+        numbers = None if step.name in READING_ONE_BY_ONE.get(self.job.lab, ()) else MOST_NUMBERS
+        watches = (watch for _, watch in remote.ledger)
+        self.unusual.setdefault(step.name, []).extend(unusual_calls(watches, known, most, numbers))
 
     def _read_answer(self, step: Step) -> None:
         """Note what the text of an answer that passed reaches for, beside what right answers need."""

@@ -133,7 +133,10 @@ class Remote:
                     raise WireError("an answer to another question")
                 self.beats(number)
                 if reply["op"] == "broken":
-                    raise WireError(f"the process that runs it failed: {str(reply.get('why'))[-280:]}")
+                    why = str(reply.get("why")).rstrip()
+                    if "MemoryError" in why.rpartition("\n")[2]:  # as when the kernel ends it: no sign of anything else
+                        raise Gone("killed")
+                    raise WireError(f"the process that runs it failed: {why[-280:]}")
                 return reply, data
         except TooLate:
             raise Gone("timeout") from None

@@ -13,8 +13,9 @@ import builtins
 import re
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
@@ -29,6 +30,14 @@ from instructor.grading.submission.statements import (
     imports_by_text,
     taken_names,
 )
+from instructor.grading.submission.text_words import (
+    Words,
+    lines_given,
+    lines_of_code,
+    read_arguments,
+    words_in,
+    words_of,
+)
 from instructor.names import FILE_CELL, bound_names, python_of
 from utils.checking.watching import SCALAR_EXITS, OperationWatch
 
@@ -41,33 +50,6 @@ _LIBRARY = frozenset(
 )
 
 
-@dataclass
-class Words:
-    """The names, attributes and modules that a piece of code uses."""
-
-    names: set[str] = field(default_factory=set)
-    attributes: set[str] = field(default_factory=set)
-    modules: set[str] = field(default_factory=set)
-
-
-def words_of(text: str) -> Words:
-    """The words of an answer of the lab's own."""
-    found = Words()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Name):
-            found.names.add(node.id)
-        elif isinstance(node, ast.Attribute):
-            found.attributes.add(node.attr)
-        elif isinstance(node, ast.Import):
-            found.modules.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            found.modules.add(node.module or "")
-            found.names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-            found.attributes.add(node.value)
-    return found
-
-
 class Usual:
     """What a lab's right answers use.
 
@@ -76,6 +58,8 @@ class Usual:
         base: the notebook's names after its setup.
         more: {question: words that right answers use beside those of the model answer}; "" is for all questions.
         needed: {question: words that every right answer uses}.
+        keeps_lines: whether a file of kernels keeps the lines that students get: questions with holes ask for these alone.
+        narrow: {question: all words of Python and torch that right answers use}, in place of the wide lists.
     """
 
     def __init__(
@@ -84,11 +68,17 @@ class Usual:
         base: Mapping[str, object],
         more: Mapping[str, str] | None = None,
         needed: Mapping[str, str] | None = None,
+        narrow: Mapping[str, str] | None = None,
+        keeps_lines: bool = True,
     ):
-        self.base, self.more, self.needed = base, more or {}, needed or {}
+        self.base, self.more, self.needed, self.narrow = base, more or {}, needed or {}, narrow or {}
+        self.reads: dict[
+            str, list[tuple[int, str]]
+        ] = {}  # function of a model answer -> (place, name) of what it reads
         self.of_course = _methods_of_course()  # of objects that the course hands out
         self.models: dict[str, Words] = {}  # question -> words of its model answer
         self.kernels = Words()  # of all files of kernels
+        self.given: dict[str, Counter[str]] = {}  # question -> lines of its file of kernels that students get
         for cell in nbformat.v4.nbjson.reads(instructor_notebook).cells:
             if cell.cell_type == "code" and cell.metadata.get("nbgrader", {}).get("solution"):
                 is_file = FILE_CELL.match(cell.source.lstrip())
@@ -97,6 +87,13 @@ class Usual:
                     words = words_of(text)
                 except SyntaxError:  # a file that is no Python
                     continue
+                if is_file:
+                    given = lines_given(text) if keeps_lines else Counter()
+                    self.given[question_of(cell.metadata["nbgrader"]["grade_id"])] = given
+                else:
+                    for node in ast.parse(text).body:
+                        if isinstance(node, ast.FunctionDef):
+                            self.reads[node.name] = read_arguments(node)
                 question = self.models.setdefault(question_of(cell.metadata["nbgrader"]["grade_id"]), Words())
                 for own in (question, self.kernels) if is_file else (question,):
                     own.names |= words.names
@@ -130,6 +127,7 @@ class Reading:
         self.own: set[str] = set()  # attributes of the student's own classes
         self.unread: set[str] = set()  # cells that are no Python
         self.strict, self.count = True, 0
+        self.narrow: frozenset[str] | None = None  # of the question that is read, if it has a narrow list
         for step in steps:
             if step.cell.cell_type != "code":
                 continue
@@ -193,6 +191,8 @@ class Reading:
                 beside the model answer's words, and what leads to the insides of Python, may not.
         """
         words, self.strict = self.usual.words(step.question), strict
+        narrow = self.usual.narrow.get(step.question)
+        self.narrow = frozenset(narrow.split()) | words.names | words.attributes if narrow else None
         found: dict[str, list[str]] = {}
         todo: list[_Place] = []
         for name in step.needs.names:
@@ -212,13 +212,25 @@ class Reading:
                 continue
             seen.add(place.number)
             if missing:
-                missing -= place.names | {node.attr for node in ast.walk(place.node) if isinstance(node, ast.Attribute)}
+                missing -= words_in(place.node).names | words_in(place.node).attributes
             for statements in self._look(place, words, lambda kind, word: found.setdefault(kind, []).append(word)):
                 if id(statements) not in followed:
                     followed.add(id(statements))
                     todo += statements
         found["does without"] = sorted(missing)
+        if strict:  # elsewhere the values tell, and an argument may cancel
+            found["does not read"] = [w for name in sorted(step.needs.names) for w in self._unread_arguments(name)]
         return told(found)
+
+    def _unread_arguments(self, name: str) -> list[str]:
+        """The arguments that the model answer's function of this name reads, and the student's does not."""
+        own = self.bindings.get(name, [])
+        last = max(own, key=lambda place: place.number, default=None)
+        if last is None or not isinstance(last.node, ast.FunctionDef) or last.node.args.vararg or last.node.args.kwarg:
+            return []
+        places = {place for place, _ in read_arguments(last.node)}
+        count = len(last.node.args.posonlyargs) + len(last.node.args.args)
+        return [f"{name}'s {arg}" for at, arg in self.usual.reads.get(name, []) if at < count and at not in places]
 
     def _look(self, place: _Place, words: Words, note: Callable[[str, str], object]) -> list[list[_Place]]:
         """Note what is unusual in a statement; returns the lists of statements, of `bindings` and `files`, that it reaches."""
@@ -237,6 +249,7 @@ class Reading:
                     note("calls", name)
             elif hasattr(builtins, name):
                 known = name in vocabulary.BUILTINS or (not self.strict and name in vocabulary.BUILTINS_ELSEWHERE)
+                known &= self.narrow is None or name in self.narrow
                 if not known and not (name == "__import__" and imports_by_text(place.node)):
                     note("calls", name)
             elif name not in vocabulary.DUNDERS and not own and name not in annotating_names(place.node):
@@ -248,6 +261,9 @@ class Reading:
     def _look_at(self, node: ast.AST, words: Words, note: Callable[[str, str], object]) -> list[list[_Place]]:
         if isinstance(node, ast.Attribute):
             self._attribute(node.attr, words, note)
+        elif isinstance(node, ast.BinOp | ast.AugAssign) and self.narrow is not None:
+            if not isinstance(node.op, ast.Add | ast.Sub | ast.Mult):
+                note("computes by", type(node.op).__name__)
         elif isinstance(node, ast.Import):
             return [self._module(alias.name, words, note) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -290,7 +306,7 @@ class Reading:
         if name.startswith("__"):
             known = name in vocabulary.DUNDERS
         else:
-            known = name in vocabulary.ATTRIBUTES or name in self.own
+            known = name in (vocabulary.ATTRIBUTES if self.narrow is None else self.narrow) or name in self.own
             if not self.strict:
                 inside = name in vocabulary.INSIDE_TORCH or name.startswith(vocabulary.INSIDE)
                 known |= not inside and name not in self.usual.of_course
@@ -325,21 +341,28 @@ def unusual_file(text: str, usual: Usual, question: str) -> list[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             used.attributes.discard(node.value)
     known = vocabulary.ATTRIBUTES | vocabulary.KERNELS | usual.kernels.attributes | usual.words(question).attributes
-    return told({"uses": [f".{name}" for name in sorted(used.attributes - known - own)]})
+    missing = set(usual.needed.get(question, "").split()) - used.attributes - used.names
+    uses = [f".{name}" for name in sorted(used.attributes - known - own)]
+    gone = sorted((usual.given.get(question, Counter()) - lines_of_code(text)).elements())
+    return told({"uses": uses, "does without": sorted(missing), "changes lines that stood there:": gone})
 
 
-def unusual_calls(calls: Iterable[OperationWatch], more: Iterable[str] = (), most: int | None = None) -> list[str]:
+def unusual_calls(
+    calls: Iterable[OperationWatch], more: Iterable[str] = (), most: int | None = None, numbers: int | None = None
+) -> list[str]:
     """What ran in a question that forbids something, beside what right answers run, in words.
 
     Args:
         calls: what ran in each call of the student's functions.
         more: operators that right answers to this question run beside the usual ones.
         most: operators that all calls together may run.
+        numbers: values that all calls together may take out of torch one by one: what is computed with them is in no record.
     """
     found: dict[str, list[str]] = {}
-    known, total = vocabulary.OPERATORS | set(more), 0
+    known, total, taken = vocabulary.OPERATORS | set(more), 0, 0
     for watch in calls:
         total += sum(watch.operations.values())
+        taken += sum(count for name, count in watch.exits.items() if name in SCALAR_EXITS)
         plain = {name.rstrip("_") for name in watch.operations}
         found.setdefault("runs", []).extend(sorted(n for n in plain if n not in known and n.lstrip("_") not in known))
         found["runs"] += [n for n in watch.custom if n not in known]
@@ -347,6 +370,10 @@ def unusual_calls(calls: Iterable[OperationWatch], more: Iterable[str] = (), mos
         found["runs"] += ["autograd" for name in watch.calls if name == "autograd" and name not in known]
         found.setdefault("takes values out of torch by", []).extend(
             n for n in watch.exits if n not in SCALAR_EXITS and n not in known
+        )
+    if numbers is not None and taken > numbers:
+        found["takes values out of torch by"].append(
+            f"{taken:,} single numbers, and right answers take {numbers:,} at most"
         )
     if most is not None and total > most:
         found["runs"].insert(0, f"{total:,} operators, and right answers run fewer than {most:,}")

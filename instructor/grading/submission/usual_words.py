@@ -14,10 +14,38 @@ WORDS: dict[str, dict[str, str]] = {
         "q3_2": "numpy array_split",
     },
 }
-# lab -> {question: names or attributes that every right answer uses}: what has an effect on a GPU only, and none in a check on a CPU
-NEEDED: dict[str, dict[str, str]] = {"lab1": {"q4_1": "synchronize", "q4_3": "synchronize"}}
+# lab -> {question: names or attributes that every right answer uses}: a tool that the question names, and what has an effect on
+# a GPU only, and none in a check on a CPU
+NEEDED: dict[str, dict[str, str]] = {
+    "lab1": {
+        "q3_3": "FlopCounterMode",
+        "q4_1": "profile export_chrome_trace synchronize",
+        "q4_3": "profile count_cuda_kernels synchronize",
+    },
+    "lab2_flexattention": {"q5_1": "create_block_mask"},
+    "lab3_gluon": {"q2_2": "convert_layout"},
+    "lab4_sdpa": {"q1_2": "scaled_dot_product_attention", "q1_3": "scaled_dot_product_attention"},
+}
+# lab -> {question: all words of Python and torch that right answers use}: where numbers leave torch one by one, what Python
+# computes with them is in no record. Of Python's operators these answers need +, - and * alone.
+NARROW: dict[str, dict[str, str]] = {
+    "lab1": {
+        "q1_1": """
+            range len zip enumerate float int sum tuple list isinstance ValueError TypeError AssertionError NotImplementedError
+            print reversed map item shape size dtype device zeros zeros_like empty empty_like new_zeros new_empty full new_full
+            new_tensor tensor as_tensor stack cat append extend to type type_as float double half bfloat16 mul add addcmul add_
+            mul_ multiply select unbind view reshape unsqueeze squeeze T t transpose contiguous clone detach ndim dim numel
+            product reduce accumulate fsum is_floating_point float32 float64 bfloat16 float16 finfo promote_types result_type
+            Tensor no_grad inference_mode starmap chain pow dtype cpu is_cuda fill_ zero_ copy_ expand rows columns range_
+            lru_cache cache wraps partial count islice repeat requires_grad
+        """
+    }
+}
 # lab -> {test cell, or "" for all: operators}
 OPERATORS: dict[str, dict[str, str]] = {
+    "lab1": {
+        "q5_2_tests": "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_attention_math _safe_softmax"
+    },
     "lab2_flexattention": {"q3_1_tests": ".tolist() .numpy() numpy.asarray(tensor)", "q3_3_tests": ".tolist()"},
     "lab4_sdpa": {
         "q2_2_tests": ".numpy() _safe_softmax _scaled_dot_product_attention_math _scaled_dot_product_flash_attention_for_cpu"
@@ -32,3 +60,7 @@ MOST_OPERATORS: dict[str, dict[str, int]] = {
     "lab2_flexattention": {"q1_1_tests": 20_000, "q3_1_tests": 30_000, "q3_3_tests": 40_000},
     "lab4_sdpa": {"q2_2_tests": 10_000, "bonus_2_4_tests": 4_000, "q3_2_part_tests": 30_000, "q3_2_tests": 30_000},
 }
+# Single values that all calls of a test cell's functions take out of torch, at most, but where they are multiplied one by one.
+MOST_NUMBERS = 500
+READING_ONE_BY_ONE = {"lab1": ("q1_1_tests",), "lab2_flexattention": ("q3_1_tests",)}
+REWRITTEN = ("lab1",)  # labs whose files of kernels students may write in their own way, around the holes too

@@ -22,6 +22,8 @@ from instructor.names import FILE_CELL
 from instructor.points import lab_path
 from tests.instructor.grading.attacks import WRONG
 from tests.instructor.grading.attacks_cold import COLD
+from tests.instructor.grading.attacks_fourth import FIFTH, FOURTH
+from tests.instructor.grading.attacks_fourth import KIN as MORE_KIN
 from tests.instructor.grading.attacks_shortcuts import CELLS, CODE, SHORTCUTS, Shortcut, answer_of
 from tests.instructor.grading.attacks_third import KIN, THIRD
 from tests.instructor.grading.test_grading_attacks import TOKEN, _changes, _sleepers, hidden_lines, surroundings
@@ -51,22 +53,40 @@ def test_there_are_enough():
 def _names() -> dict:
     """What a lab's setup gives its answers."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
     backends = {
         "math": SDPBackend.MATH,
         "flash": SDPBackend.FLASH_ATTENTION,
         "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
     }
     names = {
         "torch": torch,
         "math": math,
         "F": F,
+        "time": time,
         "warnings": warnings,
         "sdpa_kernel": sdpa_kernel,
         "BACKENDS": backends,
+        "create_block_mask": create_block_mask,
+        "BlockMask": BlockMask,
+        "synchronize": lambda: None,
+        "BackendRefused": type("BackendRefused", (RuntimeError,), {}),
+        "why_not": lambda *args, **options: [],  # a check puts the right one there
     }
     return names | {
-        name: getattr(utils, name) for name in ("build_decoder_layer", "get_position_embeddings", "prefill_forward")
+        name: getattr(utils, name)
+        for name in (
+            *(
+                "build_decoder_layer",
+                "get_position_embeddings",
+                "prefill_forward",
+                "decode_forward",
+                "initialize_kv_cache",
+            ),
+            *("count_cuda_kernels", "default_schedule"),
+        )
     }
 
 
@@ -89,7 +109,7 @@ def _case(shortcut, overnight: bool):
 @pytest.mark.parametrize(
     "shortcut",
     [
-        *(_case(s, False) for s in (*SHORTCUTS, *THIRD, *KIN) if s.check),
+        *(_case(s, False) for s in (*SHORTCUTS, *THIRD, *KIN, *FOURTH, *FIFTH, *MORE_KIN) if s.check),
         *(_case(s, any(word in s.name for word in SLOW)) for s in COLD),
     ],
 )

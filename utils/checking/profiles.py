@@ -1,0 +1,56 @@
+"""Whether a profile's steps wait for the device: on a CPU nothing has to be waited for, so a wait leaves a mark in the trace."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from utils.checking.travel import by_value
+
+_MARK = "aten::lgamma"
+
+
+@by_value
+def _wait_with_mark() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    torch.lgamma(torch.ones(2))
+
+
+@contextlib.contextmanager
+def marked_waits(function: Callable) -> Iterator[None]:
+    """Let the `synchronize` of a function's notebook leave a mark in a profile, for the length of a `with` block."""
+    names = getattr(function, "__globals__", {})
+    if "synchronize" not in names:
+        yield
+        return
+    before = {"synchronize": names["synchronize"]}
+    names.update({"synchronize": _wait_with_mark})
+    try:
+        yield
+    finally:
+        names.update(before)
+
+
+def steps_that_wait(events: list[dict], operator: str) -> int | None:
+    """Count the recorded steps of a trace in which a wait follows the last `operator` of the step.
+
+    Args:
+        events: the trace's events.
+        operator: what the profiled function runs.
+
+    Returns:
+        The number of steps; None if there is no mark, because nobody waited, or by another function.
+    """
+    timed = [e for e in events if "ts" in e and "dur" in e]
+    if not any(e.get("name") == _MARK for e in timed):
+        return None
+    found = 0
+    for step in (e for e in timed if str(e.get("name", "")).startswith("ProfilerStep#")):
+        inside = [e for e in timed if step["ts"] <= e["ts"] <= step["ts"] + step["dur"]]
+        ran = [e["ts"] for e in inside if e.get("name") == operator]
+        waited = [e["ts"] for e in inside if e.get("name") == _MARK]
+        found += bool(ran and waited and max(waited) > max(ran))
+    return found
