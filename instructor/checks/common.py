@@ -30,6 +30,24 @@ def draw_for(submission: bytes) -> None:
     COURSE_SEED = int.from_bytes(hashlib.sha256(b"715517" + submission).digest()[:6], "big")
 
 
+_TO_LOOK_AT: list[str] = []
+
+
+def let_wait(words: str) -> None:
+    """Let a person look at the answer that is checked, if it passes: it is right, and it does what these words say.
+
+    For what no right answer that we know does, and an honest one might.
+    """
+    _TO_LOOK_AT.append(words)
+
+
+def to_look_at() -> list[str]:
+    """Return the words of `let_wait` since the last call."""
+    words = _TO_LOOK_AT.copy()
+    _TO_LOOK_AT.clear()
+    return words
+
+
 class Draw:
     """Random inputs: the same ones with the same number; `seed=None` is the course's own seed."""
 

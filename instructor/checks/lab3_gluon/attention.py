@@ -11,7 +11,7 @@ import torch
 
 from instructor.checks.common import Draw
 from instructor.checks.lab3_gluon.pipelines import HALVES, cdiv
-from instructor.checks.lab3_gluon.work import expect_work
+from instructor.checks.lab3_gluon.work import look_at_work
 from utils.checking import check
 from utils.checking.gluon_launches import (
     CLOSE,
@@ -70,7 +70,7 @@ def softmax(source: str, seed=None):
         for events in run.programs():
             expect_one_pass(events, cdiv(k.shape[1], 64))
     _expect_steps(source, draw)
-    expect_work(
+    look_at_work(
         source, "softmax", draw.normal, "A block takes one exponential a score, and the division comes at the end."
     )
 
@@ -158,7 +158,7 @@ def specialized(source: str, seed=None):
         )
         for events in run.programs():
             _expect_split(events, cdiv(k.shape[-2], 64), stages)
-    expect_work(source, "specialized", draw.normal, "The producer waits for nothing but a free slot.")
+    look_at_work(source, "specialized", draw.normal, "The producer waits for nothing but a free slot.")
 
 
 def _expect_split(events: list[Event], blocks: int, stages: int) -> None:
@@ -214,7 +214,7 @@ def overlap(source: str, seed=None):
             f"{exposed:.0f} model cycles of arithmetic run while no product of the same consumer is under way, and the whole "
             f"softmax takes {SOFTMAX_CYCLES}: other work runs under the products, and the softmax after them."
         )
-    expect_work(source, "overlap", draw.normal, "Each block has one softmax.")
+    look_at_work(source, "overlap", draw.normal, "Each block has one softmax.")
 
 
 def _of_consumer(run: Run, name: str) -> Run:
@@ -290,4 +290,4 @@ def attention_causal(source: str, seed=None):
                     f"products, and their program makes {products}. {hint}"
                 )
             expect_one_pass(events, needed)
-    expect_work(source, "causal", draw.normal, "The mask takes a comparison for each score.")
+    look_at_work(source, "causal", draw.normal, "The mask takes a comparison for each score.")

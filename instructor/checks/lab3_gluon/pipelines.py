@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from instructor.checks.common import Draw
-from instructor.checks.lab3_gluon.work import expect_work
+from instructor.checks.lab3_gluon.work import look_at_work
 from utils.checking import check
 from utils.checking.gluon_launches import (
     async_copy_launch,
@@ -56,7 +56,7 @@ def transpose(source: str, seed=None):
                 f"bytes; {worst.bytes // 32} would do. Neighbouring lanes should hold neighbours in memory: look at "
                 "the layout's order and at its threads a warp."
             )
-    expect_work(source, "transpose", draw.normal, "One load and one store move a whole tile.")
+    look_at_work(source, "transpose", draw.normal, "One load and one store move a whole tile.")
 
 
 def expect_same_work(runs: dict[int, Run]) -> None:
@@ -109,7 +109,7 @@ def async_copy(source: str, seed=None):
             f"three slots take {cycles[3]:.0f} model cycles, one slot {cycles[1]:.0f}: the copies wait for each other. "
             "Issue the copy of tile i + STAGES - 1 before you wait for tile i, and wait for no more groups than tile i needs."
         )
-    expect_work(source, "async_copy", draw.normal, "Each element is added once.")
+    look_at_work(source, "async_copy", draw.normal, "Each element is added once.")
 
 
 @check("3.2", "TMA ring")
@@ -149,7 +149,7 @@ def tma_ring(source: str, seed=None):
             f"three slots take {cycles[3]:.0f} model cycles, one slot {cycles[1]:.0f}: the copies wait for each other. "
             "Issue the copies of STAGES tiles before the loop, and refill a slot as soon as its tile is in registers."
         )
-    expect_work(source, "tma_ring", draw.normal, "Each tile is squared and added up once.")
+    look_at_work(source, "tma_ring", draw.normal, "Each tile is squared and added up once.")
 
 
 TILES = 8  # of the rings that are timed
@@ -283,7 +283,7 @@ def wgmma(source: str, seed=None):
         )
         for events in run.programs():
             _expect_steps(events, cdiv(k, 64))
-    expect_work(source, "wgmma", draw.normal, "The product of a step adds to the accumulator.")
+    look_at_work(source, "wgmma", draw.normal, "The product of a step adds to the accumulator.")
 
 
 def _expect_steps(events: list[Event], steps: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from instructor.checks.common import let_wait
 from utils.checking.gluon_launches import (
     async_copy_launch,
     attention_inputs,
@@ -61,8 +62,10 @@ def work_of(run: Run) -> tuple[float, float]:
     return run.cycles[0], sum(e.end - e.start for e in run.programs()[0] if e.kind == "compute")
 
 
-def expect_work(source: str, kernel: str, normal, words: str) -> None:
-    """Assert that a program takes no more than `MORE` times the model answer's cycles.
+def look_at_work(source: str, kernel: str, normal, words: str) -> None:
+    """Let an answer wait whose program takes more than `MORE` times the model answer's cycles.
+
+    That is what wasteful answers do, and an honest one may do: no question says how many cycles are too many.
 
     Args:
         source: the text of the student's file.
@@ -77,7 +80,7 @@ def expect_work(source: str, kernel: str, normal, words: str) -> None:
         ("cycles", "cycles of arithmetic"), work_of(run), MODEL[kernel], limits, strict=True
     ):
         if took > more * model:
-            raise AssertionError(
-                f"a program takes {took:.0f} model {what}, and {model} are enough: it computes what nobody needs, or more than "
-                f"once, or one after the other what can run at the same time. {words}"
+            let_wait(
+                f"takes {took:.0f} model {what}, where {model} are enough (does it compute what nobody needs, or more than once, or "
+                f"one after the other what can run at the same time? {words})"
             )

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import nbformat
 import torch
 
-from instructor.checks.common import draw_for
+from instructor.checks.common import draw_for, to_look_at
 from instructor.grading.sandbox.tampering import Sign
 from instructor.grading.submission.exceptions import error_with_lines, explain
 from instructor.grading.submission.outputs import MAX_NOTEBOOK, clean_outputs, error_output, output_size
@@ -411,6 +411,7 @@ class Checker:
         """Run a test cell and give its points."""
         began, self.current, self.file_texts = time.perf_counter(), step.name, {}
         work = self._gpu_work()
+        to_look_at()  # of the test before, which did not pass
         status, message, shown = self._verdict(step)
         on_gpu = self._gpu_work() > work
         self._make_room()
@@ -672,6 +673,7 @@ class Checker:
     def _read_answer(self, step: Step) -> None:
         """Note what the text of an answer that passed reaches for, beside what right answers need."""
         found = self.unusual.setdefault(step.name, [])
+        found += to_look_at()
         if self.reading is not None:
             found += self.reading.unusual(step, strict=step.name in self.forbidding)
         for name, text in self.file_texts.items():
