@@ -44,15 +44,13 @@ def differences(out: torch.Tensor, right: torch.Tensor) -> dict | None:
 
 def prepare(choices: dict, filled: tuple, page: int) -> tuple:
     """Return a case's call, and its float64 result."""
-    from tests.utils.attention.decode_cases import random_cache
+    from tests.utils.attention.decode_cases import other_table, random_cache
 
     batch, group, sq, keys = 4, 4, 3, 2000
     k, v, _, table = random_cache(batch, 8, keys, 128, torch.bfloat16, page, page or None, fill=0.5)
     lengths = torch.tensor(filled, dtype=torch.int32)
     if page:
-        table = torch.randperm(len(k))[: table.numel()].int().view(table.shape)
-        for pages, length in zip(table, filled, strict=True):
-            pages[-(-length // page) :] = 10**6
+        table = other_table(len(k), filled, page, table)
     k, v, lengths, table = (x if x is None else x.cuda() for x in (k, v, lengths, table))
     q = torch.randn(batch, 8 * group, sq, 128, device="cuda", dtype=torch.bfloat16)
     call = bound(dict(choices), q, k, v, lengths, table)

@@ -1,8 +1,8 @@
 """Time the first few configurations of a product once, and keep the fastest: `gemm_warp_specialized(a, b, tune=True)`.
 
 Of about 2000 configurations a product gets the one that a model of the time ranks first (`gemm_choose.py`). That one takes 2%
-longer than the best in the mean, and a tenth longer at one shape in thirty; the best of the first four, of different tiles, is
-within 1% (docs/gemm-log.md, entries 46 and 47). So a caller who needs a product often lets these four be timed:
+longer than the best in the mean, and more than a tenth longer than the fastest of the first four, of different tiles, at one shape in
+sixteen; that one is within 1% of the best (docs/gemm-log.md, entries 46 and 47). So a caller who needs a product often lets these four be timed:
 
     what is timed        each of the four on random operands with the strides of the caller's, in turns, with a full queue and
                          the L2 as they leave it (`measure_together`); one whose product is not torch.matmul's is left out
@@ -29,7 +29,7 @@ from utils.files import cache_folder, write_whole
 from utils.kernels.gemm_config import Config
 from utils.newest import Newest
 
-CANDIDATES = 4  # of five the best is 0.2% faster in the mean, of three 0.4% slower
+CANDIDATES = 4  # of three the fastest takes 0.4% longer in the mean (docs/gemm-log.md, entry 44)
 ROUNDS = 9
 MOST_SECONDS = 0.5  # of timing, without compiling
 # Most that C may differ from torch.matmul's, relative to it. One rounding of both gives a tenth of that, and torch may add up

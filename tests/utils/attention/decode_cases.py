@@ -28,5 +28,13 @@ def random_cache(batch, kv_heads, slots, head_dim, dtype=torch.float32, seed=0, 
     return in_pages(k), in_pages(v), lengths, table
 
 
+def other_table(pages, filled, page, like):
+    """Draw a block table like `like` over so many pages for lengths `filled`; what stands behind a sequence's last page is no page."""
+    table = torch.randperm(pages)[: like.numel()].int().view(like.shape)
+    for own, length in zip(table, filled, strict=True):
+        own[-(-length // page) :] = 10**6
+    return table
+
+
 def relative_error(out, expected):
     return ((out.double() - expected).norm() / expected.norm()).item()

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tests.utils.attention.decode_cases import random_cache, relative_error
+from tests.utils.attention.decode_cases import other_table, random_cache, relative_error
 from utils.attention import attention, attention_decode, decode_reference, last_run, proof, reference
 from utils.machine.device import gluon_support
 
@@ -209,12 +209,8 @@ def test_clusters_read_lengths_that_differ_and_pages(choices, filled, page):
     batch, group, sq, keys = 4, 4, 3, 2000
     k, v, _, table = random_cache(batch, 8, keys, 128, torch.bfloat16, page or 0, page, fill=0.5)
     lengths = torch.tensor(filled, dtype=torch.int32)
-    if page:  # what stands behind the last page of a sequence is no page
-        table = (
-            torch.randperm(len(k))[: table.numel()].int().view(table.shape)
-        )  # that of `random_cache` is for its own lengths
-        for pages, length in zip(table, filled, strict=True):
-            pages[-(-length // page) :] = 10**6
+    if page:  # that of `random_cache` is for its own lengths
+        table = other_table(len(k), filled, page, table)
     else:
         for b, length in enumerate(filled):
             k[b, :, length:], v[b, :, length:] = torch.nan, torch.nan
