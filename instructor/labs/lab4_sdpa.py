@@ -392,7 +392,7 @@ for warning in said:
 # tensors it answers `False` and gives no reason, so it does not serve here.
 #
 # Write `why_not`: the reasons why `backend` cannot do the call, as a list of sentences; `[]` if it can. They are torch's own,
-# word for word, and torch is asked about this very call: sentences that you wrote down are no answer.
+# word for word.
 #
 # - A headline (`... kernel not used because:`) is no reason. Neither is a line about another backend that your pin
 #   switched off (`... has been runtime disabled.`).
@@ -798,8 +798,8 @@ hidden.attention_costs(attention_costs).raise_if_wrong()
 # 2. the relative root mean square: $\sqrt{\text{mean}((O - O_{64})^2)\,/\,\text{mean}(O_{64}^2)}$.
 #
 # Heads may be grouped: query head $h$ reads key head $h \,//\, (H / H_{kv})$. The lengths are equal. The reference stays
-# in float64 to the end: rounded to the dtype of `out`, it would hide what you look for. Compute it by torch's operators; a
-# reference of a library or of the course does not count.
+# in float64 to the end: rounded to the dtype of `out`, it would hide what you look for. Write the reference yourself (SDPA on
+# float64 inputs may help): one of the course or of another library does not count.
 #
 # {hint idea}
 # The reference is attention in float64, computed from the inputs as they are. The error is what remains after

@@ -194,6 +194,8 @@ def _expect_in_flight(events: list[Event], cycles: float, copies: int) -> None:
         raise AssertionError(
             f"a program with {TILES} tiles starts {len(times)} copies; {copies * TILES} bring each tile once."
         )
+    if loads := [e for e in events if e.kind == "load"]:
+        raise AssertionError(f"line {loads[0].line} loads from memory into registers: all tiles come through the ring.")
     read = sum(e.kind == "shared load" for e in events)
     if read != len(times):
         raise AssertionError(

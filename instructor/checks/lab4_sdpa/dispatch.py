@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import torch.nn.functional as F
@@ -9,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from instructor.checks.common import Draw, SizeWatch, expect_unchanged
 from instructor.checks.lab4_sdpa.common import (
+    BACKENDS,
     KNOCKED_OUT,
     Attentions,
     BackendRefused,
@@ -223,22 +225,16 @@ def pinned_sdpa(pinned_sdpa, seed=None):
         for name, (backend, tensors, options) in refused_otherwise(q, k, v).items():
             _expect_refusal(pinned_sdpa, backend, tensors, options, name)
         views = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
-        with SizeWatch() as sizes:
-            pinned_sdpa("flash", *views)
-        if sizes.moved:
-            raise AssertionError(
-                f"pinned_sdpa copies {sizes.moved:,} elements of tensors that flash runs as they are. No copies of the inputs that "
-                "nobody asked for."
-            )
-        with SizeWatch() as sizes:
-            pinned_sdpa("math", *views)
-        with SizeWatch() as own, sdpa_kernel(SDPBackend.MATH):
-            F.scaled_dot_product_attention(*views)
-        if sizes.moved > own.moved:
-            raise AssertionError(
-                f"pinned_sdpa of math copies {sizes.moved:,} elements, and math by itself {own.moved:,}. No copies of the inputs that "
-                "nobody asked for."
-            )
+        for backend, options in itertools.product(("flash", "math"), ({}, {"attn_mask": mask})):
+            with SizeWatch() as own, sdpa_kernel(BACKENDS[backend]):
+                F.scaled_dot_product_attention(*views, **options)
+            with SizeWatch() as sizes:
+                pinned_sdpa(backend, *views, **options)
+            if sizes.moved > own.moved:
+                raise AssertionError(
+                    f"pinned_sdpa of {backend} copies {sizes.moved:,} elements, and {backend} by itself {own.moved:,}: it runs these "
+                    "tensors as they are. No copies of the inputs that nobody asked for."
+                )
     if sdpa_switches() != switches:
         raise AssertionError(
             "after pinned_sdpa, other backends are switched on than before: use sdpa_kernel in a "
@@ -272,6 +268,10 @@ def _expect_refusal(pinned_sdpa, backend: str, tensors, options, what: str) -> N
             raise AssertionError(
                 f"the message of BackendRefused for {what} should hold torch's reason "
                 f"({expected[0]!r}), and is {str(error)!r}."
+            ) from None
+        if ran.backends:
+            raise AssertionError(
+                f"pinned_sdpa of {what} raises BackendRefused, and computes attention by {ran.backends[0]} before. No other backend."
             ) from None
         return
     also = " (on copies, which the caller did not ask for)" if ran.backends and ran.backends[0] == backend else ""

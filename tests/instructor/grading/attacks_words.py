@@ -114,6 +114,23 @@ def pinned_sdpa(backend, q, k, v, **options):
 """,
     ),
     _lab4(
+        "1.3 math behind a refusal",
+        "q1_3",
+        "pinned_sdpa",
+        "No other backend",
+        """
+def pinned_sdpa(backend, q, k, v, **options):
+    with sdpa_kernel(BACKENDS[backend]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return F.scaled_dot_product_attention(q, k, v, **options)
+        except RuntimeError as error:
+            with sdpa_kernel(BACKENDS["math"]):
+                F.scaled_dot_product_attention(q, k, v, **options)
+            raise BackendRefused(" ".join(why_not(backend, q, k, v, **options))) from error
+""",
+    ),
+    _lab4(
         "b2.4 six products",
         "bonus_2_4",
         "attention_backward",
