@@ -67,8 +67,9 @@
 # ## How to work
 #
 # - **Run all cells in order.** Each exercise is a file: its cell begins with `%%writefile`, and running it writes the
-#   file. Write code where it says `# YOUR CODE HERE` and delete the line `raise NotImplementedError()`. Leave the lines that
-#   are given as they are. A file holds imports of the kernel languages, kernels and their helpers, and nothing else.
+#   file. Write code where it says `# YOUR CODE HERE` and delete the line `raise NotImplementedError()`. Leave the lines
+#   that are given as they are. A file holds imports of the kernel languages, kernels and their helpers, and nothing
+#   else.
 # - **Then run the cell below it.** It runs your kernel in the simulator and compares the result. If two partitions wait
 #   for each other, it says who waits for what. If two accesses to shared memory are in no order, it names both lines.
 #   **Read the report to the end**: it is the feedback. Its line numbers count from the file's first line: one less than
@@ -80,8 +81,9 @@
 # - **Hints** are folded below each question: the idea, the plan, and the line that people miss. Open one at a time.
 #
 # Grading tries other shapes, other numbers of slots, and other timings: the simulator can stretch and shrink the time
-# that copies and products take. A kernel that is right only because a copy happens to be fast is wrong. A kernel that is right
-# and needs many more model cycles than the model answer, or changes given lines, waits for a person who looks at it.
+# that copies and products take. A kernel that is right only because a copy happens to be fast is wrong. A kernel that
+# is right and needs many more model cycles than the model answer, or changes given lines, waits for a person who looks
+# at it.
 #
 # The simulator and the compiler need the package `triton`, which exists for Linux only, and no GPU. On Windows take WSL,
 # on macOS a container or a remote machine. On a GPU two tools look for the same mistakes: Triton's own ConSan
@@ -659,14 +661,14 @@ plt.show()
 # apart. Read along the columns, and it is the load that suffers. The way out is a layout to read, a layout to write,
 # and `gl.convert_layout` between them, which moves the data between threads through shared memory.
 #
-# Write the body of `transpose`, with `gl.convert_layout`. Each program loads and stores one tile of 32 × 32, 4-byte elements.
-# `x_ptr` is (m, n), its rows `x_stride` elements apart; `y_ptr` is (n, m), its rows `y_stride` elements apart. Any size and any
-# stride must work, so mask both. The program has 4 warps. The check counts sectors: at whole tiles, not one more than needed, in
-# the load and in the store.
+# Write the body of `transpose`, with `gl.convert_layout`. Each program loads and stores one tile of 32 × 32, 4-byte
+# elements. `x_ptr` is (m, n), its rows `x_stride` elements apart; `y_ptr` is (n, m), its rows `y_stride` elements
+# apart. Any size and any stride must work, so mask both. The program has 4 warps. The check counts sectors: at whole
+# tiles, not one more than needed, in the load and in the store.
 #
-# Useful are `gl.BlockedLayout`, `gl.arange(0, 32, gl.SliceLayout(1, layout))` for rows, `SliceLayout(0, layout)` for
-# columns, `[:, None]`, `[None, :]`, `gl.load(pointers, mask=...)`, `gl.convert_layout(tensor, layout)` and
-# `gl.store(pointers, tensor, mask=...)`. Layouts are compile-time values: `name: gl.constexpr = ...`.
+# You can do it with `gl.BlockedLayout`, `gl.arange(0, 32, gl.SliceLayout(1, layout))` for rows,
+# `SliceLayout(0, layout)` for columns, `[:, None]`, `[None, :]`, `gl.load(pointers, mask=...)`,
+# `gl.convert_layout(tensor, layout)` and `gl.store(pointers, tensor, mask=...)`. Layouts are compile-time values: `name: gl.constexpr = ...`.
 #
 # {hint idea}
 # Neighbouring lanes must hold neighbours in memory, once for the load and once for the store; those are two different
@@ -770,8 +772,9 @@ for event in run.events:
 # those of tile `i + STAGES - 1` if there is one, wait until tile `i` has arrived, and add it. `start_copy(...)` issues one
 # copy. Its slot is the tile's number modulo `STAGES`. All copies must be over when the kernel ends.
 #
-# The check counts: each tile comes once and is read from its slot once, and when tile `i` is read, the copies of all tiles
-# before tile `i + STAGES` have been issued. With three slots a program takes less than 0.6 of the model cycles that it takes with one.
+# The check counts: each tile comes once and is read from its slot once, and when tile `i` is read, the copies of all
+# tiles before tile `i + STAGES` have been issued. With three slots a program takes less than 0.6 of the model cycles
+# that it takes with one.
 #
 # `ring.index(slot).load(layout)` reads a slot into registers. An empty commit still counts as a group. So it is simplest to
 # commit in every step, also when nothing was issued: then the number that you give to `wait_group` always means "tile `i` has
@@ -1346,9 +1349,9 @@ for row in (rows[0], rows[-1]):
 # copies are there, without a ring: load a step, wait, multiply. Write what is missing:
 #
 # 1. the accumulator's layout, and the accumulator in fp32;
-# 2. the product of a step, one `warpgroup_mma`, which adds to the accumulator. `b_tile` is (BLOCK_N, BLOCK_K), and the product wants (BLOCK_K, BLOCK_N): `.permute([1, 0])` of
-#    a tile is a *view*, the same bytes read the other way round, and copies nothing. The tiles are overwritten right
-#    behind your lines, so the product must be over by then;
+# 2. the product of a step, one `warpgroup_mma`, which adds to the accumulator. `b_tile` is (BLOCK_N, BLOCK_K), and the
+#    product wants (BLOCK_K, BLOCK_N): `.permute([1, 0])` of a tile is a *view*, the same bytes read the other way
+#    round, and copies nothing. The tiles are overwritten right behind your lines, so the product must be over by then;
 # 3. the way out: store `acc` into `c_tile` in the dtype of `c_desc`, tell the async proxy, `tma_store(c_desc, [row,
 #    column], c_tile)` once, and wait until it has been read (`tma.store_wait(0)`).
 #
