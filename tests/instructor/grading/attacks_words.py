@@ -85,7 +85,7 @@ WORDS = [
         {
             "        mbarrier.wait(v_full.index(v_slot), v_phase)\n": """
         if i % 2 == 0:
-            s = warpgroup_mma_wait(0, deps=[s])
+            warpgroup_mma_wait(0, deps=[s])
         mbarrier.wait(v_full.index(v_slot), v_phase)
 """
         },
