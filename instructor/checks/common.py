@@ -38,7 +38,8 @@ def let_wait(words: str) -> None:
 
     For what no right answer that we know does, and an honest one might.
     """
-    _TO_LOOK_AT.append(words)
+    if words not in _TO_LOOK_AT:
+        _TO_LOOK_AT.append(words)
 
 
 def to_look_at() -> list[str]:

@@ -67,7 +67,9 @@
 # ## How to work
 #
 # - **Run all cells in order.** Each exercise is a file: its cell begins with `%%writefile`, and running it writes the
-#   file. Write code where it says `# YOUR CODE HERE` and delete the line `raise NotImplementedError()`.
+#   file. Write code where it says `# YOUR CODE HERE` and delete the line `raise NotImplementedError()`. Leave the lines
+#   that are given as they are. A file holds imports of the kernel languages, kernels and their helpers, and nothing
+#   else.
 # - **Then run the cell below it.** It runs your kernel in the simulator and compares the result. If two partitions wait
 #   for each other, it says who waits for what. If two accesses to shared memory are in no order, it names both lines.
 #   **Read the report to the end**: it is the feedback. Its line numbers count from the file's first line: one less than
@@ -79,7 +81,9 @@
 # - **Hints** are folded below each question: the idea, the plan, and the line that people miss. Open one at a time.
 #
 # Grading tries other shapes, other numbers of slots, and other timings: the simulator can stretch and shrink the time
-# that copies and products take. A kernel that is right only because a copy happens to be fast is wrong.
+# that copies and products take. A kernel that is right only because a copy happens to be fast is wrong. A kernel that
+# is right and needs many more model cycles than the model answer, or changes given lines, waits for a person who looks
+# at it.
 #
 # The simulator and the compiler need the package `triton`, which exists for Linux only, and no GPU. On Windows take WSL,
 # on macOS a container or a remote machine. On a GPU two tools look for the same mistakes: Triton's own ConSan
@@ -218,6 +222,12 @@ def repaired(text: str, repairs: dict[str, str]) -> str:
 
 FROM_L2 = gluon_cpu.CostModel(global_bytes=40.0, global_latency=300.0)
 big = attention_inputs(1, 128, 512, d=128)
+
+
+def copies_before_the_first_read(run) -> int:
+    """How many copies the first program has issued when it reads shared memory for the first time."""
+    first = min((e.start for e in run.events if e.kind == "shared load"), default=math.inf)
+    return sum(e.kind == "issue" and e.start <= first for e in run.events)
 
 
 def tensor_core_share(run) -> float:
@@ -648,16 +658,17 @@ plt.show()
 # ### Question 2.2: A transpose with two layouts {points}
 #
 # $Y = X^\top$, tile by tile. Read along the rows of $X$, and neighbouring lanes write elements of $Y$ that lie a whole row
-# apart. Read along the columns, and it is the load that suffers. The way out is two layouts: one to read, one to write,
+# apart. Read along the columns, and it is the load that suffers. The way out is a layout to read, a layout to write,
 # and `gl.convert_layout` between them, which moves the data between threads through shared memory.
 #
-# Write the body of `transpose`. Each program moves one tile of 32 × 32, 4-byte elements. `x_ptr` is (m, n), its rows
-# `x_stride` elements apart; `y_ptr` is (n, m), its rows `y_stride` elements apart. Any size must work, so mask both. The
-# program has 4 warps. The check counts sectors: at whole tiles, not one more than needed, in the load and in the store.
+# Write the body of `transpose`, with `gl.convert_layout`. Each program loads and stores one tile of 32 × 32, 4-byte
+# elements. `x_ptr` is (m, n), its rows `x_stride` elements apart; `y_ptr` is (n, m), its rows `y_stride` elements
+# apart. Any size and any stride must work, so mask both. The program has 4 warps. The check counts sectors: at whole
+# tiles, not one more than needed, in the load and in the store.
 #
-# You need `gl.BlockedLayout`, `gl.arange(0, 32, gl.SliceLayout(1, layout))` for rows, `SliceLayout(0, layout)` for
-# columns, `[:, None]`, `[None, :]`, `gl.load(pointers, mask=...)`, `gl.convert_layout(tensor, layout)` and
-# `gl.store(pointers, tensor, mask=...)`. Layouts are compile-time values: `name: gl.constexpr = ...`.
+# You can do it with `gl.BlockedLayout`, `gl.arange(0, 32, gl.SliceLayout(1, layout))` for rows,
+# `SliceLayout(0, layout)` for columns, `[:, None]`, `[None, :]`, `gl.load(pointers, mask=...)`,
+# `gl.convert_layout(tensor, layout)` and `gl.store(pointers, tensor, mask=...)`. Layouts are compile-time values: `name: gl.constexpr = ...`.
 #
 # {hint idea}
 # Neighbouring lanes must hold neighbours in memory, once for the load and once for the store; those are two different
@@ -702,6 +713,8 @@ def check_transpose(text):
     for m, n in ((32, 64), (96, 32), (45, 70), (3, 65), (33, 1)):
         run = expect_kernel(text, *transpose_launch(m, n), rtol=0, atol=0, compiles=(m, n) == (45, 70),
                             hint=f"X is ({m}, {n}). Where is row i, column j of X in Y?")
+        expect_kernel(text, *transpose_launch(m, n, spare=3), rtol=0, atol=0,
+                      hint=f"Rows of X ({m}, {n}) lie x_stride = {n + 3} elements apart, and rows of Y y_stride = {m + 3}.")
         for e in run.events:
             if e.kind in ("load", "store") and e.bytes and m % 32 == n % 32 == 0:
                 assert e.bytes <= 4 * 32 * 32, f"line {e.line} moves {e.bytes} bytes; a program moves one 32 x 32 tile."
@@ -759,8 +772,12 @@ for event in run.events:
 # those of tile `i + STAGES - 1` if there is one, wait until tile `i` has arrived, and add it. `start_copy(...)` issues one
 # copy. Its slot is the tile's number modulo `STAGES`. All copies must be over when the kernel ends.
 #
-# `ring.index(slot).load(layout)` reads a slot into registers. An empty commit still counts as a group. So commit in every
-# step, also when nothing was issued; otherwise the number that you give to `wait_group` no longer means "tile `i` has
+# The check counts: each tile comes once and is read from its slot once, and when tile `i` is read, the copies of all
+# tiles before tile `i + STAGES` have been issued. With three slots a program takes less than 0.6 of the model cycles
+# that it takes with one.
+#
+# `ring.index(slot).load(layout)` reads a slot into registers. An empty commit still counts as a group. So it is simplest to
+# commit in every step, also when nothing was issued: then the number that you give to `wait_group` always means "tile `i` has
 # arrived".
 #
 # {hint idea}
@@ -819,8 +836,13 @@ def add(a_ptr, b_ptr, c_ptr, n, TILE: gl.constexpr, TILES: gl.constexpr, STAGES:
 @check("3.1", "cp.async pipeline")
 def check_async_copy(text):
     for n, tiles, stages in ((2051, 5, 2), (2001, 4, 3), (700, 3, 1), (1089, 4, 4)):
-        expect_kernel(text, *async_copy_launch(n, tiles, stages), rtol=0, atol=0, seeds=(None, 1), compiles=stages == 3,
-                      hint=f"n = {n}, {tiles} tiles for each program, {stages} slots. Which tile lies in which slot?")
+        run = expect_kernel(text, *async_copy_launch(n, tiles, stages), rtol=0, atol=0, seeds=(None, 1), compiles=stages == 3,
+                            hint=f"n = {n}, {tiles} tiles for each program, {stages} slots. Which tile lies in which slot?")
+        issued = copies_before_the_first_read(run)
+        assert issued >= 2 * stages, (
+            f"{issued // 2} tiles have been ordered when tile 0 is read, and with {stages} slots {stages} should be: "
+            "issue the copies of tile i + STAGES - 1 before you wait for tile i."
+        )
     slow, fast = (simulate_launch(text, async_copy_launch(2048, 8, stages)[0])[1].cycles[0] for stages in (1, 3))
     assert fast < 0.6 * slow, (
         f"three slots take {fast:.0f} model cycles, one slot {slow:.0f}: the copies wait for each other. Is tile "
@@ -885,10 +907,14 @@ beside_guess("cycles with one slot / cycles with three", taken[0] / taken[1])
 # Write the middle of `sum_of_squares`: for 16 rows, add up the squares of `tiles` tiles, through a ring of `STAGES` slots.
 #
 # 1. Initialize the barriers `full.index(0)`, `full.index(1)`, ...
-# 2. Issue the copies of the first `STAGES` tiles. There may be fewer tiles than slots: `expect` and `tma_load` take
-#    `pred=condition` and do nothing where it is false.
+# 2. Issue the copies of the first `STAGES` tiles, tile `i` into slot `i % STAGES`. There may be fewer tiles than slots: `expect`
+#    and `tma_load` take `pred=condition` and do nothing where it is false.
 # 3. In step `i`: wait for the tile, read it into registers and convert it to fp32 (`.to(gl.float32)`), refill its slot
-#    with tile `i + STAGES` if there is one, and add `gl.sum(x * x, 1)` to `total`.
+#    with tile `i + STAGES` if there is one, and add `gl.sum(x * x, 1)` to `total` (refill first, or add first).
+#
+# The check counts: each tile comes once, by `tma_load`, and is read from its slot once, and when tile `i` is read, the copies of
+# all tiles before tile `i + STAGES` have been issued. With three slots a program takes less than 0.65 of the model cycles that it
+# takes with one.
 #
 # One more rule. Threads read and write shared memory through one path, the TMA through another (the *async proxy*).
 # Between your read and the copy that overwrites the slot there must be a `fence_async_shared()`. It is a rule of the
@@ -959,6 +985,10 @@ def check_tma_ring(text):
         copies = sum(e.kind == "copy in" for e in run.events)
         tiles = math.ceil(columns / 64)
         assert copies == tiles, f"{columns} columns are {tiles} tiles, and a program starts {copies} TMA copies."
+        issued = copies_before_the_first_read(run)
+        assert issued >= min(stages, tiles), (
+            f"{issued} tiles have been ordered when tile 0 is read, and with {stages} slots {min(stages, tiles)} should be."
+        )
     slow, fast = (simulate_launch(text, tma_ring_launch(16, 512, stages)[0])[1].cycles[0] for stages in (1, 3))
     assert fast < 0.65 * slow, (
         f"three slots take {fast:.0f} model cycles, one slot {slow:.0f}: the copies wait for each other. How many are "
@@ -1129,6 +1159,9 @@ if (RECORDED / "gluon_fences.json").exists():
 # instead. A replacement may be several lines, separated by `\n`, or `"pass"` to remove a line. At most six lines may
 # change. Work like with a compiler: repair what the report names, run, read the next report. The check writes the file
 # with your repairs to `lab3_repaired.py`; the line numbers of its reports are those of that file.
+#
+# The repaired kernel is still this ring: `load_tiles` loads each tile once, `scale_tiles` stores each once, all slots are used,
+# and three slots take less than 0.8 of the model cycles that one takes.
 #
 # {hint idea}
 # Every wait needs somebody who ends its phase, and every slot needs to be full before it is read and empty before it is
@@ -1315,12 +1348,12 @@ for row in (rows[0], rows[-1]):
 # $C = A B^\top$: `a_desc` is (M, K), `b_desc` is (N, K), as queries and keys are. One program computes one tile of $C$. The
 # copies are there, without a ring: load a step, wait, multiply. Write what is missing:
 #
-# 1. the accumulator's layout, and the accumulator;
-# 2. the product of a step. `b_tile` is (BLOCK_N, BLOCK_K), and the product wants (BLOCK_K, BLOCK_N): `.permute([1, 0])` of
-#    a tile is a *view*, the same bytes read the other way round, and copies nothing. The tiles are overwritten right
-#    behind your lines, so the product must be over by then;
+# 1. the accumulator's layout, and the accumulator in fp32;
+# 2. the product of a step, one `warpgroup_mma`, which adds to the accumulator. `b_tile` is (BLOCK_N, BLOCK_K), and the
+#    product wants (BLOCK_K, BLOCK_N): `.permute([1, 0])` of a tile is a *view*, the same bytes read the other way
+#    round, and copies nothing. The tiles are overwritten right behind your lines, so the product must be over by then;
 # 3. the way out: store `acc` into `c_tile` in the dtype of `c_desc`, tell the async proxy, `tma_store(c_desc, [row,
-#    column], c_tile)`, and wait until it has been read (`tma.store_wait(0)`).
+#    column], c_tile)` once, and wait until it has been read (`tma.store_wait(0)`).
 #
 # {hint idea}
 # The layout of the accumulator decides the instruction: four warps along the rows, 16 rows each, and as many columns as
@@ -1459,13 +1492,13 @@ _ = show_timeline(answered("lab3_wgmma.py"), wgmma_launch(64, 128, 512, 128)[0],
 # The kernel is complete but for two things:
 #
 # 1. `online_softmax`: mask the keys that do not exist, find the new maximum of each row, the probabilities, the new sum,
-#    and the rescaled output.
-# 2. the division at the end.
+#    and the output, which is only rescaled here.
+# 2. the division, once, at the end.
 #
 # `m`, `total` and your factor have the layout `SliceLayout(1, scores)`. The same threads hold row $i$ of the scores and
 # row $i$ of the output, but the layouts are different types. To multiply `o` by a factor of each row, convert the factor
 # to `gl.SliceLayout(1, output)`; that moves nothing. Then `[:, None]`. `gl.max(x, 1)` and `gl.sum(x, 1)` reduce over the
-# columns; `gl.maximum(a, b)` takes the larger of two values, element by element. Mask with `gl.where(condition, s,
+# columns; `gl.maximum(a, b)` takes the larger of two values, element by element. One way to mask is `gl.where(condition, s,
 # float("-inf"))`: $2^{-\infty} = 0$, so a masked key counts nothing.
 #
 # {hint idea}
@@ -1618,7 +1651,7 @@ print("In the rest nothing multiplies: the one partition waits for a copy, or co
 # Fill the four holes. K and V of a block share a slot number and the barriers of that slot.
 #
 # 1. The producer's loop: wait until the slot is free, announce the bytes of K **and** V, issue both copies. In the first
-#    round every slot is free.
+#    round every slot is free. The producer waits for nothing but a free slot, and it alone issues copies, each block once.
 # 2. The consumer: wait until the block is there, before the product.
 # 3. The consumer: say that it is done with the slot. Products here are not asynchronous (`is_async` is left out), so
 #    they are over when the line is.
@@ -1783,7 +1816,8 @@ print(f"softmax under a product of the same consumer: {overlap(run):.0%}")
 # block `i`, whose results are `p_next`, `m`, `total` and `alpha`. At the end of a turn `o` is rescaled, and `p` is the new
 # `p_next` in the layout `left`. Decide for yourself how many products may still run at each wait, and when a slot of K and a
 # slot of V are free. `warpgroup_mma_wait(n, ...)` counts products in the order in which they were issued. The check wants
-# the right result in any timing, and at least 12 % of the softmax under a product.
+# the right result in any timing, two products for each block of keys in each consumer, the second product of each turn issued
+# while the first one runs, and at least 12 % of each consumer's softmax under a product of its own.
 #
 # With one entry in `deps`, `warpgroup_mma_wait` returns a tensor, with two a pair:
 # `s, o = warpgroup_mma_wait(1, deps=[s, o])`.

@@ -56,9 +56,10 @@
 #   recorded, and you treat it as data.
 # - **Three hints** are folded away in each question: the idea, the plan, and the line that people miss. Try first.
 #
-# Write code where it says `# YOUR CODE HERE` and delete the line `raise NotImplementedError()`. The cell of checks below
-# an answer names the mistakes that it knows. Grading tries the same on other shapes, dtypes and options, always the same
-# ones. All checks use CPU tensors, so they come out the same with and without a GPU.
+# Write code where it says `# YOUR CODE HERE` and delete the line `raise NotImplementedError()`. A function leaves the
+# tensors, lists and tables that it gets as they are. The cell of checks below an answer names the mistakes that it
+# knows. Grading tries the same on other shapes, dtypes and options, always the same ones. All checks use CPU tensors,
+# so they come out the same with and without a GPU.
 #
 # A CPU has two of the four backends, math and flash. A GPU has all four. The same cells run on both. In a terminal, `labs bench
 # list-targets --chapter labs/cudnn_sdpa_bench` lists the same contests with sizes of your own, and `labs bench run --targets
@@ -391,7 +392,8 @@ for warning in said:
 # `SDPAParams(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa)`, and the same for `efficient` and `cudnn`. For CPU
 # tensors it answers `False` and gives no reason, so it does not serve here.
 #
-# Write `why_not`: the reasons why `backend` cannot do the call, as a list of sentences; `[]` if it can.
+# Write `why_not`: the reasons why `backend` cannot do the call, as a list of texts; `[]` if it can. The texts are
+# torch's own, word for word, one for each warning that is a reason.
 #
 # - A headline (`... kernel not used because:`) is no reason. Neither is a line about another backend that your pin
 #   switched off (`... has been runtime disabled.`).
@@ -502,8 +504,8 @@ if not on_gpu:
 # Write `pinned_sdpa`: SDPA with one backend **alone**, or `BackendRefused`.
 #
 # - All options (`attn_mask`, `is_causal`, `scale`, `enable_gqa`, ...) go through to SDPA.
-# - If the backend cannot do the call, raise `BackendRefused` with torch's reasons in its message. No other backend, no
-#   copies of the inputs that nobody asked for.
+# - If the backend cannot do the call, raise `BackendRefused` with torch's reasons, as `why_not` gives them, in its message. No
+#   other backend, no copies of the inputs that nobody asked for.
 # - Torch's warnings may appear. Any `RuntimeError` of the call counts as a refusal.
 # - If it can, compute attention **once**. Asking first would double each time that you measure with it.
 # - It must pin inside of another `sdpa_kernel` block, too, and leave no switch behind. A refusal also leaves none.
@@ -562,6 +564,7 @@ def check_pin(pinned_sdpa):
     for backend, tensors, options, word, what in (
         ("flash", (turned, x, x), {}, "last dimension", "flash of a q with other strides"),
         ("flash", (x, x, x), {"dropout_p": 0.5}, "dropout", "flash with dropout"), ("cudnn", (x, x, x), {}, "", "cudnn on CPU tensors"),
+        ("math", (x, x, x), {"attn_mask": torch.zeros(16, 19)}, "", "math with a mask of another size"),
     ):
         ran = []
         try:
@@ -705,7 +708,7 @@ if not on_gpu:
 # %% [markdown]
 # ### Question 2.1: FLOPs and bytes of attention {points}
 #
-# Count a call with `q` (B, H, Sq, D) and `k`, `v` (B, Hkv, Sk, D). `attention_costs` returns three integers:
+# Count a call with `q` (B, H, Sq, D) and `k`, `v` (B, Hkv, Sk, D). `attention_costs` returns three numbers:
 #
 # 1. **FLOPs** of the two matrix products, only for the (query, key) pairs that the mask lets through. With `causal=True`
 #    the last query sees the last key: query $i$ sees the keys $0 \dots i + S_k - S_q$.
@@ -795,8 +798,9 @@ hidden.attention_costs(attention_costs).raise_if_wrong()
 # 1. the largest absolute error;
 # 2. the relative root mean square: $\sqrt{\text{mean}((O - O_{64})^2)\,/\,\text{mean}(O_{64}^2)}$.
 #
-# Heads may be grouped: query head $h$ reads key head $h \,//\, (H / H_{kv})$. The lengths are equal. The reference stays
-# in float64 to the end: rounded to the dtype of `out`, it would hide what you look for.
+# Heads may be grouped: query head $h$ reads key head $h \,//\, (H / H_{kv})$. The lengths are equal. The reference
+# stays in float64 to the end: rounded to the dtype of `out`, it would hide what you look for. Write the reference
+# yourself (SDPA on float64 inputs may help): one of the course or of another library does not count.
 #
 # {hint idea}
 # The reference is attention in float64, computed from the inputs as they are. The error is what remains after
@@ -1087,8 +1091,9 @@ if not on_gpu:
 # dS_{ij} = P_{ij}\,(dP_{ij} - \delta_i),$$
 # $$dQ = dS\,K/\sqrt{D}, \qquad dK = dS^\top Q/\sqrt{D}.$$
 #
-# Five products where forward has two. Write it for (B, H, Sq, D) and (B, H, Sk, D), `lse` (B, H, Sq), in the dtype of the
-# inputs. Autograd, softmax and SDPA are forbidden; `@` is allowed.
+# Five products where forward has two. Write it for (B, H, Sq, D) and (B, H, Sk, D), `lse` (B, H, Sq), with five products at
+# most, by torch's operators. The gradients have the dtype of the inputs. $P$ comes from the `lse` that is given. Autograd,
+# softmax, logsumexp and SDPA are forbidden; `@` is allowed.
 #
 # {hint idea}
 # The formulas above are the algorithm. The only thing to find out is the shape of each factor.
@@ -1128,6 +1133,8 @@ def check_backward(attention_backward):
     assert isinstance(got, tuple | list) and len(got) == 3, f"attention_backward should return (dq, dk, dv), and returned {got!r:.80}"
     hints = {"dq": "dS = P * (dP - delta), delta the sum of dO * O over a row; then dS K and the scale.",
              "dk": "dK is dS transposed times Q, with the scale.", "dv": "dV is P transposed times dO."}
+    wide = attention_backward(*(t.double() for t in (*inputs, dout)))
+    assert all(t.dtype == torch.float64 for t in wide), "the gradients have the dtype of the inputs: of inputs in float64 they should be float64"
     # without delta, dS would be P * dP: the same as for an output of zeros
     no_delta = attention_backward(*inputs[:3], torch.zeros_like(inputs[3]), inputs[4], dout)
     for name, mine, right, bare in zip(("dq", "dk", "dv"), got, expected, no_delta, strict=True):
@@ -1355,11 +1362,13 @@ if not on_gpu:
 # ![Split-KV: the keys are cut into parts, each part gives an output and a log-sum-exp, and a second kernel merges them](assets/lab4_split_kv.svg)
 #
 # 1. `attend_part(q, k, v)`: the part's output and log-sum-exp, of `q` (B, H, Sq, D) and `k`, `v` (B, Hkv, Lp, D). Both
-#    in **float32**, of shapes (B, H, Sq, D) and (B, H, Sq). Natural logarithm. SDPA cannot give you the second, so write
-#    it from products; `torch.softmax` and `torch.logsumexp` are allowed. Heads are grouped as in Question 2.2.
-# 2. `split_kv_attention(q, k, v, splits)`: cut the keys into `splits` parts of sizes that differ by at most 1, attend to
-#    each part **alone**, merge. The result has the dtype of `q`. Scores may be in the thousands, so $e^{L_p}$ as it
-#    stands overflows. There may be more splits than keys: some parts are empty then.
+#    in **float32**, of shapes (B, H, Sq, D) and (B, H, Sq). Natural logarithm. SDPA cannot give you the second, and is
+#    forbidden here: write both, with two matrix products at most; `torch.softmax` and `torch.logsumexp` are allowed.
+#    Heads are grouped as in Question 2.2.
+# 2. `split_kv_attention(q, k, v, splits)`: cut the keys into `splits` parts of sizes that differ by at most 1, attend
+#    to each part **alone**, once, by `attend_part`, and merge, in tensors of torch. The result has the dtype of `q`.
+#    Scores may be in the thousands, so $e^{L_p}$ as it stands overflows. There may be more splits than keys: some parts
+#    are empty then.
 #
 # {hint idea}
 # A part knows its own maximum and its own sum. Two numbers, its output and its log-sum-exp, are enough to merge it with
@@ -1787,7 +1796,7 @@ if rows:
 # 1. `knocked_out_by_strides(x)`: flash refuses it (as `q`).
 # 2. `strided_and_fast(x)`: not contiguous, and flash runs it all the same.
 #
-# Find out with `why_not`. The check asks the dispatcher, not the strides.
+# You can find out with `why_not`. The check asks the dispatcher, not the strides.
 #
 # {hint idea}
 # Shape and values are one thing, the order in memory is another. Two calls change the second without the first.
@@ -1963,10 +1972,10 @@ if not on_gpu:
 # A model computes queries, keys and values with one projection. Its output `packed` has shape (B, S, (H + 2 Hkv) · D):
 # for each token first the `heads` query heads, then the `kv_heads` key heads, then as many value heads.
 #
-# 1. `unpack_qkv(packed, heads, kv_heads)`: `q` (B, H, S, D), `k` and `v` (B, Hkv, S, D), as **views**. No byte is copied,
-#    and flash runs them.
-# 2. `ready_for_flash(x)`: a tensor that flash runs. `x` itself if its strides are fine, and a copy only if they are not.
-#    `x.contiguous()` copies too often.
+# 1. `unpack_qkv(packed, heads, kv_heads)`: `q` (B, H, S, D), `k` and `v` (B, Hkv, S, D), as **views**: they lie in the
+#    memory of `packed`, and flash runs them.
+# 2. `ready_for_flash(x)`: a tensor of the shape and values of `x` that flash runs. It lies in the memory of `x` if the
+#    strides of `x` are fine, and is a copy only if they are not. `x.contiguous()` copies too often.
 #
 # {hint idea}
 # All three tensors lie in `packed` already. Find the strides that show them.
@@ -2217,8 +2226,8 @@ if not on_gpu:
 # Count in **steps**: how many bf16 numbers one has to walk from $a$ to $b$. The unit is called *ulp*, unit in the last
 # place.
 #
-# Write `ulps_apart(a, b)` for two bf16 tensors of one shape: a tensor of integers. Neighbours are 1 apart, over powers
-# of two and around zero as well. 0 and -0 are the same number. There is no NaN and no infinity.
+# Write `ulps_apart(a, b)` for two bf16 tensors of one shape: a tensor of integers, of that shape. Neighbours are 1
+# apart, over powers of two and around zero as well. 0 and -0 are the same number. There is no NaN and no infinity.
 #
 # The 16 bits of a positive number, read as an integer (`x.view(torch.int16)`), count the numbers from 0 on.
 #
@@ -2297,10 +2306,10 @@ if not on_gpu:
 # Two backends may differ. What about the same backend, twice? A kernel that adds with atomic operations adds in the order
 # in which its programs happen to finish. Then no two runs need to agree.
 #
-# Write `distinct_results(fn, runs)`: call `fn()` `runs` times and count how many **different** results came, bit for bit.
-# 1 means: the same every time. `fn` may return a tensor of any floating-point dtype or a tuple of tensors, all of which
-# count. It may write its result into the same memory each time. A NaN with the same bits is the same result; 0 and -0
-# are two.
+# Write `distinct_results(fn, runs)`: call `fn()` `runs` times and count how many **different** results came, bit for
+# bit. 1 means: the same every time. `fn` may return a tensor of any floating-point dtype or a tuple of tensors, all of
+# which count. It may write its result into the same memory each time. A NaN with the same bits is the same result, one
+# with other bits is another; 0 and -0 are two.
 #
 # {hint idea}
 # Two results are the same if their bytes are the same. A set of bytes counts different ones.
@@ -2332,6 +2341,8 @@ def check_distinct(distinct_results):
     near, holes = x.clone(), x.clone()
     near[1, 2] = torch.nextafter(near[1, 2], torch.tensor(9.0))
     holes[0, 0] = math.nan
+    other = holes.clone()
+    other.view(torch.int32)[0, 0] += 1
     buffer = torch.empty(3, 4)
     bits = "compare bits, without a tolerance"
     for results, expected, what, hint in (
@@ -2339,7 +2350,10 @@ def check_distinct(distinct_results):
         ([x, near, near.clone(), x], 2, "A, B, B, A", "Count different results, not changes, and not differences from the first; " + bits),
         ([holes, holes.clone()], 1, "two equal results with a NaN", f"NaN != NaN, but its bits are equal: {bits}"),
         ([torch.zeros(3), -torch.zeros(3)], 2, "0 and -0", f"They compare equal, and their bits differ: {bits}"),
+        ([holes, other, holes], 2, "two results whose NaN have other bits", f"Both are NaN, and their bits differ: {bits}"),
+        ([x.to(torch.float8_e4m3fn), (2 * x).to(torch.float8_e4m3fn)], 2, "fp8 results A, B", "Any floating-point dtype may come."),
         ([x.bfloat16(), x.bfloat16(), (2 * x).bfloat16()], 2, "bf16 results A, A, B", "Any floating-point dtype may come."),
+        ([x.double(), x.double() * (1 + 2**-52), x.double()], 2, "float64 results that differ in their last bits", bits),
         ([(x, near), (x.clone(), near.clone()), (x, x)], 2, "tuples of two tensors", "All tensors of a tuple count."),
         ([buffer, x, near, 2 * x], 3, "three results in one buffer, which fn writes again",
          "Keep a copy of each result: fn may write the next one into the same memory."),

@@ -4,7 +4,7 @@
 the answer's file contains once, new text).
 """
 
-from tests.instructor.lab_cases import WrongAnswer
+from tests.instructor.lab_cases import BODY, WrongAnswer
 
 
 def _after(mistake: str, cell: str, phrase, *, code: str, loses: tuple[str, ...] = ()) -> WrongAnswer:
@@ -156,6 +156,13 @@ def owner(row, column, shape, size, threads, warps, order):
         ),
     ),
     _instead(
+        "rows taken to lie side by side",
+        "q2_2",
+        "x_stride =",
+        ("x_ptr + rows[:, None] * x_stride", "x_ptr + rows[:, None] * n"),
+        ("y_ptr + columns[None, :] * y_stride", "y_ptr + columns[None, :] * m"),
+    ),
+    _instead(
         "not transposed",
         "q2_2",
         ("wrong in", "out of bounds", "NaN"),
@@ -188,6 +195,36 @@ def owner(row, column, shape, size, threads, warps, order):
         "q3_1",
         ("wrong in", "NaN"),
         ("at = first + i * TILE + gl.arange(0, TILE, layout)", "at = i * TILE + gl.arange(0, TILE, layout)"),
+    ),
+    _instead(
+        "the next tile ordered after this one is read",
+        "q3_1",
+        "when tile 0 is read",
+        (
+            BODY,
+            """
+    for i in gl.static_range(STAGES - 1):
+        start_copy(a_ring, i, a_ptr, first + i * TILE, n, TILE, layout)
+        start_copy(b_ring, i, b_ptr, first + i * TILE, n, TILE, layout)
+        async_copy.commit_group()
+    for i in range(TILES):
+        ahead = i + STAGES - 1
+        slot = i % STAGES
+        total = gl.zeros([TILE], gl.float32, layout)
+        if STAGES > 1:
+            async_copy.wait_group(STAGES - 2)
+            total = a_ring.index(slot).load(layout) + b_ring.index(slot).load(layout)
+        if ahead < TILES:
+            start_copy(a_ring, ahead % STAGES, a_ptr, first + ahead * TILE, n, TILE, layout)
+            start_copy(b_ring, ahead % STAGES, b_ptr, first + ahead * TILE, n, TILE, layout)
+        async_copy.commit_group()
+        if STAGES == 1:
+            async_copy.wait_group(0)
+            total = a_ring.index(slot).load(layout) + b_ring.index(slot).load(layout)
+        at = first + i * TILE + gl.arange(0, TILE, layout)
+        gl.store(c_ptr + at, total, mask=at < n)
+""",
+        ),
     ),
     # ---- 3.2
     _instead(

@@ -221,6 +221,22 @@ def pinned_sdpa(backend, q, k, v, is_causal=False, **options):
         ("Do all options reach SDPA", "cannot run this", "raised"),
     ),
     WrongAnswer(
+        "only errors that speak of kernels are refusals",
+        "q1_3",
+        """
+def pinned_sdpa(backend, q, k, v, **options):
+    with sdpa_kernel(BACKENDS[backend]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return F.scaled_dot_product_attention(q, k, v, **options)
+        except RuntimeError as error:
+            if "kernel" not in str(error):
+                raise
+            raise BackendRefused(" ".join(why_not(backend, q, k, v, **options))) from error
+""",
+        "should raise BackendRefused",
+    ),
+    WrongAnswer(
         "a list taken for an order",
         "q1_4",
         """

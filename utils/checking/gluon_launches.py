@@ -22,10 +22,10 @@ NAN = float("nan")  # fills the outputs before the launch, so that an element th
 Attention = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v (heads, S, D), expected output
 
 
-def transpose_launch(m: int, n: int, normal: Normal = torch.randn) -> tuple[Launch, dict]:
-    """Return a launch on a random (m, n) matrix, and what it should write."""
-    x = normal(m, n)
-    args = dict(x_ptr=x, y_ptr=torch.full((n, m), NAN), m=m, n=n, x_stride=n, y_stride=m)
+def transpose_launch(m: int, n: int, normal: Normal = torch.randn, spare: int = 0) -> tuple[Launch, dict]:
+    """Return a launch on a random (m, n) matrix, and what it should write; rows lie `spare` elements further apart than they are long."""
+    x, y = normal(m, n + spare)[:, :n], torch.full((n, m + spare), NAN)[:, :m]
+    args = dict(x_ptr=x, y_ptr=y, m=m, n=n, x_stride=n + spare, y_stride=m + spare)
     grid = (math.ceil(m / 32), math.ceil(n / 32))
     return Launch("transpose", grid, args, outputs=("y_ptr",), file="lab3_transpose.py"), {"y_ptr": x.T}
 

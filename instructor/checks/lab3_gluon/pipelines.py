@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from instructor.checks.common import Draw
+from instructor.checks.common import Draw, let_wait
 from instructor.checks.lab3_gluon.work import look_at_work
 from utils.checking import check
 from utils.checking.gluon_launches import (
@@ -40,8 +40,15 @@ def transpose(source: str, seed=None):
     for m, n in ((draw.size(1, 31), draw.size(33, 63)), (draw.size(65, 90), draw.size(1, 60))):
         launch, expected = transpose_launch(m, n, draw.normal)
         expect_kernel(source, launch, expected, rtol=0, atol=0, hint=f"X is ({m}, {n}). Where is row i, column j in Y?")
+    launch, expected = transpose_launch(m, n, draw.normal, draw.size(1, 9))
+    hint = f"Rows of X ({m}, {n}) lie x_stride = {launch.args['x_stride']} elements apart, and rows of Y y_stride = {launch.args['y_stride']}."
+    expect_kernel(source, launch, expected, rtol=0, atol=0, hint=hint)
     launch, expected = transpose_launch(64, 32, draw.normal)
     run = expect_kernel(source, launch, expected, rtol=0, atol=0, programs=2)
+    if any(e.kind.startswith("shared") for e in run.events):
+        let_wait(
+            "takes its tile through shared memory by stores and loads of its own, and the question asks for gl.convert_layout"
+        )
     for events, kind in itertools.product(run.programs(), ("load", "store")):
         events = [e for e in events if e.kind == kind and e.bytes]
         touched, moved = sum(e.sectors for e in events), sum(e.bytes for e in events)
@@ -97,13 +104,15 @@ def async_copy(source: str, seed=None):
             hint="Which tile lies in which slot?",
         )
     for stages in (1, 3):
-        launch, expected = async_copy_launch(256 * TILES, TILES, stages, normal=draw.normal)
-        runs[stages] = expect_kernel(source, launch, expected, rtol=0, atol=0)
-        cycles[stages] = runs[stages].cycles[0]
+        launch, expected = async_copy_launch(2 * 256 * TILES, TILES, stages, normal=draw.normal)
+        runs[stages] = expect_kernel(source, launch, expected, rtol=0, atol=0, programs=2)
+        cycles[stages] = max(runs[stages].cycles)
     expect_same_work(runs)
     expect_in_flight(runs[3], 2)
-    launch, expected = async_copy_launch(256 * TILES, TILES, MANY_SLOTS, normal=draw.normal)
-    expect_ahead(expect_kernel(source, launch, expected, rtol=0, atol=0), MANY_SLOTS)
+    tiles = draw.size(MANY_SLOTS + 2, 9)
+    launch, expected = async_copy_launch(2 * 256 * tiles, tiles, MANY_SLOTS, normal=draw.normal)
+    for events in expect_kernel(source, launch, expected, rtol=0, atol=0, programs=2).programs():
+        expect_ahead(events, MANY_SLOTS, tiles)
     if cycles[3] > 0.6 * cycles[1]:
         raise AssertionError(
             f"three slots take {cycles[3]:.0f} model cycles, one slot {cycles[1]:.0f}: the copies wait for each other. "
@@ -137,19 +146,31 @@ def tma_ring(source: str, seed=None):
                     "should come once, by tma_load."
                 )
     for stages in (1, 3):
-        launch, expected = tma_ring_launch(16, 64 * TILES, stages, normal=draw.normal)
-        runs[stages] = expect_kernel(source, launch, expected, rtol=1e-4, atol=1e-3)
-        cycles[stages] = runs[stages].cycles[0]
+        launch, expected = tma_ring_launch(32, 64 * TILES, stages, normal=draw.normal)
+        runs[stages] = expect_kernel(source, launch, expected, rtol=1e-4, atol=1e-3, programs=2)
+        cycles[stages] = max(runs[stages].cycles)
     expect_same_work(runs)
     expect_in_flight(runs[3], 1)
-    launch, expected = tma_ring_launch(16, 64 * TILES, MANY_SLOTS, normal=draw.normal)
-    expect_ahead(expect_kernel(source, launch, expected, rtol=1e-4, atol=1e-3), MANY_SLOTS)
+    tiles = draw.size(MANY_SLOTS + 2, 9)
+    launch, expected = tma_ring_launch(32, 64 * tiles, MANY_SLOTS, normal=draw.normal)
+    for events in expect_kernel(source, launch, expected, rtol=1e-4, atol=1e-3, programs=2).programs():
+        expect_ahead(events, MANY_SLOTS, tiles)
+    for dtype, scale in ((torch.float16, 512.0), (torch.bfloat16, 1.0)):
+        launch, expected = tma_ring_launch(16, 64 * 3, 2, dtype, partial(_numbers_to_square, draw, scale))
+        hint = "In 16 bits these squares overflow, or are rounded down: convert x with `.to(gl.float32)` before you square it."
+        expect_kernel(source, launch, expected, rtol=1e-4, atol=1e-3, hint=hint)
     if cycles[3] > 0.65 * cycles[1]:
         raise AssertionError(
             f"three slots take {cycles[3]:.0f} model cycles, one slot {cycles[1]:.0f}: the copies wait for each other. "
             "Issue the copies of STAGES tiles before the loop, and refill a slot as soon as its tile is in registers."
         )
     look_at_work(source, "tma_ring", draw.normal, "Each tile is squared and added up once.")
+
+
+def _numbers_to_square(draw: Draw, scale: float, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Draw numbers with random signs and powers of two whose squares bf16 rounds down by 0.27%, times `scale`."""
+    noise = draw.normal(*shape)
+    return (noise.sign() * 1.0546875 * 2.0 ** noise.abs().round().clamp(max=2) * scale).to(dtype)
 
 
 TILES = 8  # of the rings that are timed
@@ -160,20 +181,27 @@ def expect_in_flight(run: Run, copies: int) -> None:
     """Assert that in a ring of three slots more than one tile is on its way at a time, whatever a ring of one slot does.
 
     Args:
-        run: the simulation with three slots, with a timeline.
+        run: the simulation with three slots, with a timeline of all programs.
         copies: copies of a tile.
     """
-    times = [e.end - e.start for e in run.events if e.kind == "copy in"]
+    for number, events in enumerate(run.programs()):
+        _expect_in_flight(events, run.cycles[number], copies)
+
+
+def _expect_in_flight(events: list[Event], cycles: float, copies: int) -> None:
+    times = [e.end - e.start for e in events if e.kind == "copy in"]
     if len(times) != copies * TILES:
         raise AssertionError(
             f"a program with {TILES} tiles starts {len(times)} copies; {copies * TILES} bring each tile once."
         )
-    read = sum(e.kind == "shared load" for e in run.events)
+    if loads := [e for e in events if e.kind == "load"]:
+        raise AssertionError(f"line {loads[0].line} loads from memory into registers: all tiles come through the ring.")
+    read = sum(e.kind == "shared load" for e in events)
     if read != len(times):
         raise AssertionError(
             f"{len(times)} tiles arrive in shared memory, and {read} are read from there: read each once."
         )
-    under_way = sum(times) / copies / run.cycles[0]
+    under_way = sum(times) / copies / cycles
     if under_way < TILES_IN_FLIGHT:
         raise AssertionError(
             f"with three slots {under_way:.2f} tiles are on their way at a time, on average: the copies wait for each other. "
@@ -184,27 +212,33 @@ def expect_in_flight(run: Run, copies: int) -> None:
 MANY_SLOTS = 5
 
 
-def expect_ahead(run: Run, stages: int) -> None:
-    """Assert that the copies run as far ahead as the slots allow, all the time.
+def expect_ahead(events: list[Event], stages: int, tiles: int) -> None:
+    """Assert that the copies of a program run as far ahead as the slots allow, all the time.
 
-    When tile t is read, the copies of the `stages - 1` tiles behind it have to be on their way, unless there are fewer: a ring
-    that uses two of five slots, or that is emptied as a whole before it is filled again, has fewer.
+    When tile t is read, every other slot has been ordered anew: t + `stages` tiles in all, unless there are fewer. A ring that
+    uses two of five slots, or that is emptied as a whole before it is filled again, has ordered fewer.
     """
-    for ring in {e.buffer.partition("[")[0] for e in run.events if e.kind == "copy in"}:
-        mine = [e for e in run.events if e.buffer.partition("[")[0] == ring]
+    for ring in {e.buffer.partition("[")[0] for e in events if e.kind == "copy in"}:
+        mine = [e for e in events if e.buffer.partition("[")[0] == ring]
         copies = sorted((e for e in mine if e.kind == "copy in"), key=lambda e: e.start)
+        if len(copies) != tiles:
+            raise AssertionError(
+                f"a program with {tiles} tiles starts {len(copies)} copies into {ring}: each tile comes once."
+            )
         if (used := len({e.buffer for e in copies})) != stages:
             raise AssertionError(f"{used} slots are used, and there are {stages}: tile i lies in slot i % STAGES.")
         for tile, copy in enumerate(copies):
             reads = [
                 e.start for e in mine if e.kind == "shared load" and e.buffer == copy.buffer and e.start >= copy.start
             ]
-            issued = sum(e.start <= min(reads, default=copy.end) for e in copies)
-            if issued < min(len(copies), tile + stages - 1):
+            issued = sum(e.kind == "issue" and e.start <= min(reads, default=copy.end) for e in mine)
+            if issued < min(tiles, tile + stages):
                 raise AssertionError(
-                    f"with {stages} slots, {issued} copies have been started when tile {tile} is read, and "
-                    f"{min(len(copies), tile + stages - 1)} could be: use every slot, and refill each as soon as it is free."
+                    f"with {stages} slots, {issued} copies into {ring} have been issued when tile {tile} is read, and "
+                    f"{min(tiles, tile + stages)} should be: use every slot, and refill each as soon as it is free."
                 )
+        if any(copy.buffer != f"{ring}[{tile % stages}]" for tile, copy in enumerate(copies)):
+            let_wait("puts the tiles into other slots than the question says: tile i into slot i % STAGES")
 
 
 MOST_REPAIRS = 6

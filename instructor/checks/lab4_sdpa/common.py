@@ -80,6 +80,33 @@ def knocked_out(name: str, q, k, v) -> tuple[tuple, dict]:
     return (wide, k[:1], v[:1]), {}
 
 
+def refused_otherwise(q, k, v) -> dict[str, tuple[str, tuple, dict]]:
+    """Return more calls that end in a RuntimeError of torch's, {name: (backend, (q, k, v), options)}.
+
+    What torch says of them differs between versions. A version that runs one of them, or ends it by another error, has no such
+    call. The call of math is a wrong one: the dispatcher takes it, and the error comes out of an operator behind the first product.
+    """
+    few = k[:, : k.shape[1] - 1], v[:, : v.shape[1] - 1]
+    calls = {
+        "math with a mask of another size": ("math", (q, k, v), {"attn_mask": q.new_zeros(q.shape[2], k.shape[2] + 3)}),
+        "flash with three key heads for four": ("flash", (q, *few), {"enable_gqa": True}),
+        "flash with integers": ("flash", (q.int(), k.int(), v.int()), {}),
+        "cudnn on CPU tensors": ("cudnn", (q, k, v), {}),
+        "efficient on CPU tensors": ("efficient", (q, k, v), {}),
+    }
+    found = {}
+    for name, (backend, tensors, options) in calls.items():
+        with contextlib.suppress(Exception):
+            if reasons_of(backend, *tensors, **options):
+                found[name] = backend, tensors, options
+    return found
+
+
+def in_one_line(reason: str) -> str:
+    """Return a reason with single spaces, so that only its words count."""
+    return " ".join(reason.split())
+
+
 def sdpa_switches() -> tuple:
     """Return which backends torch may use now, and in which order it tries them."""
     flags = tuple(

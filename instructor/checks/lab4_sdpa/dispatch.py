@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import torch.nn.functional as F
@@ -9,11 +10,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from instructor.checks.common import Draw, SizeWatch, expect_unchanged
 from instructor.checks.lab4_sdpa.common import (
+    BACKENDS,
     KNOCKED_OUT,
     Attentions,
     BackendRefused,
+    in_one_line,
     knocked_out,
     reasons_of,
+    refused_otherwise,
     sdpa_switches,
     with_right_answers,
 )
@@ -112,6 +116,18 @@ def _expect_reasons(got: object, what: str) -> list[str]:
     return list(got)
 
 
+def _expect_all_reasons(got: list[str], expected: list[str], what: str) -> None:
+    """Assert that the reasons are torch's own for this call: all of them, each whole, and no others."""
+    wanted, said = [in_one_line(reason) for reason in expected], [in_one_line(reason) for reason in got]
+    if strange := [reason for reason in said if reason not in wanted]:
+        raise AssertionError(
+            f"{what} says {strange[0]!r}, and torch does not say that about this call. Torch's reason is: {wanted[0]!r}, whole "
+            "and word for word."
+        )
+    if missing := [reason for reason in wanted if reason not in said]:
+        raise AssertionError(f"{what} gives {got!r}. Torch's reason is: {missing[0]}")
+
+
 @check("1.2", "Ask it why")
 def why_not(why_not, seed=None):
     """Check real refusals of this torch, also with warnings off and inside other contexts, and calls that run."""
@@ -151,13 +167,7 @@ def why_not(why_not, seed=None):
             if not got:
                 hint = " while the caller silences warnings: open your own filter inside" if outside == "ignore" else ""
                 raise AssertionError(f"why_not says that flash runs {name}{hint}. Torch refuses: {expected[0]}")
-        if strange := [reason for reason in got if not any(want[:50] in reason for want in expected)]:
-            raise AssertionError(
-                f"why_not of flash with {name} says {strange[0]!r}, and torch does not say that about this call. "
-                f"Torch's reason is: {expected[0]}"
-            )
-        if not any(want[:50] in reason for want in expected for reason in got):
-            raise AssertionError(f"why_not of flash with {name} gives {got!r}. Torch's reason is: {expected[0]}")
+        _expect_all_reasons(got, expected, f"why_not of flash with {name}")
         if why_not("math", *tensors, **options):
             raise AssertionError(f"math takes everything, also {name}: why_not('math', ...) should be empty.")
     got = _expect_reasons(why_not("efficient", q, k, v), "why_not('efficient', q, k, v) on CPU tensors")
@@ -166,6 +176,13 @@ def why_not(why_not, seed=None):
             "the efficient backend is CUDA only, and why_not of it is empty for CPU tensors. Torch "
             "says so in an exception alone: then its first line is the reason."
         )
+    q, k, v = (draw.normal(2, 4, s, d) for _ in range(3))
+    for name, (backend, tensors, options) in refused_otherwise(q, k, v).items():
+        if backend == "math":
+            continue  # whoever asks the dispatcher gets no reason, since it takes the call
+        what = f"why_not of {name}"
+        got = _expect_reasons(why_not(backend, *tensors, **options), what)
+        _expect_all_reasons(got, reasons_of(backend, *tensors, **options), what)
     if sdpa_switches() != switches:
         raise AssertionError(
             "after why_not, other backends are switched on than before. Use sdpa_kernel in a `with` "
@@ -205,15 +222,19 @@ def pinned_sdpa(pinned_sdpa, seed=None):
             _expect_refusal(pinned_sdpa, "flash", tensors, options, f"flash with {name}")
             if sdpa_switches() != switches:
                 raise AssertionError(f"after a refusal (flash with {name}), other backends are allowed than before.")
-        _expect_refusal(pinned_sdpa, "cudnn", (q, k, v), {}, "cudnn on CPU tensors")
+        for name, (backend, tensors, options) in refused_otherwise(q, k, v).items():
+            _expect_refusal(pinned_sdpa, backend, tensors, options, name)
         views = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
-        with SizeWatch() as sizes:
-            pinned_sdpa("flash", *views)
-        if sizes.moved:
-            raise AssertionError(
-                f"pinned_sdpa copies {sizes.moved:,} elements of tensors that flash runs as they are. No copies of the inputs that "
-                "nobody asked for."
-            )
+        for backend, options in itertools.product(("flash", "math"), ({}, {"attn_mask": mask})):
+            with SizeWatch() as own, sdpa_kernel(BACKENDS[backend]):
+                F.scaled_dot_product_attention(*views, **options)
+            with SizeWatch() as sizes:
+                pinned_sdpa(backend, *views, **options)
+            if sizes.moved > own.moved:
+                raise AssertionError(
+                    f"pinned_sdpa of {backend} copies {sizes.moved:,} elements, and {backend} by itself {own.moved:,}: it runs these "
+                    "tensors as they are. No copies of the inputs that nobody asked for."
+                )
     if sdpa_switches() != switches:
         raise AssertionError(
             "after pinned_sdpa, other backends are switched on than before: use sdpa_kernel in a "
@@ -243,10 +264,14 @@ def _expect_refusal(pinned_sdpa, backend: str, tensors, options, what: str) -> N
                 f"pinned_sdpa of {what} should raise BackendRefused, and raised "
                 f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
             ) from None
-        if not any(reason[:50] in str(error) for reason in expected):
+        if not all(in_one_line(reason) in in_one_line(str(error)) for reason in expected):
             raise AssertionError(
                 f"the message of BackendRefused for {what} should hold torch's reason "
                 f"({expected[0]!r}), and is {str(error)!r}."
+            ) from None
+        if ran.backends:
+            raise AssertionError(
+                f"pinned_sdpa of {what} raises BackendRefused, and computes attention by {ran.backends[0]} before. No other backend."
             ) from None
         return
     also = " (on copies, which the caller did not ask for)" if ran.backends and ran.backends[0] == backend else ""

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from instructor.checks.common import Draw, expect_unchanged, expect_value
+from instructor.checks.common import Draw, dtype_name, expect_unchanged, expect_value
 from utils.checking import check, expect_close
 
 
@@ -133,6 +133,13 @@ def ulps_apart(ulps_apart, seed=None):
             expect_close(got.long(), expected, rtol=0, atol=0, what=f"ulps_apart of {name}", hint=hint)
 
 
+def _next_number(x: torch.Tensor) -> torch.Tensor:
+    """Return x with the last bit of its last number turned over."""
+    found = x.clone()
+    found.view({1: torch.int8, 2: torch.int16, 8: torch.int64}[x.dtype.itemsize]).flatten()[-1:].bitwise_xor_(1)
+    return found
+
+
 @check("5.3", "Same bits every time?")
 def distinct_results(distinct_results, seed=None):
     """Check prepared sequences: NaN, signed zero, tiny differences, reused buffers, tuples."""
@@ -196,6 +203,23 @@ def distinct_results(distinct_results, seed=None):
     )
     wide = base.to(torch.bfloat16)
     run([wide, wide.clone(), wide + 1], 2, "bf16 results", "Any dtype may come.")
+    for dtype in (torch.float64, torch.float16, torch.float8_e4m3fn):
+        x = base.to(dtype)
+        above = _next_number(x)
+        run(
+            [x, above, x.clone()],
+            2,
+            f"two {dtype_name(dtype)} results that differ in the last bit",
+            "Any dtype may come.",
+        )
+    other_hole = holes.clone()
+    other_hole.view(torch.int32)[0, 0] += 1
+    run(
+        [holes, other_hole, holes],
+        2,
+        "two results whose NaN have other bits",
+        "A NaN with other bits is another result.",
+    )
     run(
         [(base, near), (base.clone(), near.clone()), (base, base)],
         2,

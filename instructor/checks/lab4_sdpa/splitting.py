@@ -157,7 +157,8 @@ def split_kv_attention(split_kv_attention, seed=None):
         if splits > sk:
             hint = hint or "With more splits than keys some parts are empty: leave them out, or give them weight 0."
         expect_close(got, expected, **tolerance, what=what, hint=hint)
-    b, h, sq, sk, d, splits = 1, 2, 2, 962, 5, 8
+    b, h, sq, d, splits = 1, 2, 2, 5, draw.size(6, 9)
+    sk = splits * draw.size(110, 130) + draw.size(1, splits - 1)
     q, k, v = draw.normal(b, h, sq, d), draw.normal(b, h, sk, d), draw.normal(b, h, sk, d)
     right = reference_attention(q, k, v).float()
     with (
@@ -181,7 +182,7 @@ def split_kv_attention(split_kv_attention, seed=None):
         )
     # The products with D show how many keys each part had.
     lengths = {n if m == sq else m for _, m, inner, n in sizes.products if inner == d and sq in (m, n)}
-    if not lengths <= {sk // splits, -(-sk // splits)}:
+    if not lengths <= {sk // splits, -(-sk // splits)}:  # as their sum is sk, it takes `splits` of them
         raise AssertionError(
             f"split_kv_attention over {sk} keys in {splits} splits: the parts have {sorted(lengths)} keys. Their sizes "
             f"should differ by at most 1, and there should be {splits} of them."
@@ -200,14 +201,15 @@ def split_kv_attention(split_kv_attention, seed=None):
 def attention_backward(attention_backward, seed=None):
     """Compare the gradients with autograd in float64; softmax and autograd are forbidden."""
     draw = Draw(seed)
-    for case in range(3):
+    for case in range(4):
+        dtype, tolerance = (torch.float64, 1e-5) if case == 3 else (torch.float32, 1e-3)
         b, h = draw.size(1, 2), draw.size(1, 3)
         (sq, sk), d = draw.sizes(2, 7, 20), draw.choice((6, 8, 10, 12))
         scale = 12 if case == 2 else 1
-        q, k, v = scale * draw.normal(b, h, sq, d), scale * draw.normal(b, h, sk, d), draw.normal(b, h, sk, d)
-        dout = draw.normal(b, h, sq, d)
+        q, k = (scale * draw.normal(b, h, length, d, dtype=dtype) for length in (sq, sk))
+        v, dout = (draw.normal(b, h, length, d, dtype=dtype) for length in (sk, sq))
         out, expected = reference_gradients(q, k, v, dout)
-        tensors = q, k, v, out.float(), _lse(q, k).float(), dout
+        tensors = q, k, v, out.to(dtype), _lse(q, k).to(dtype), dout
         copies = [t.clone() for t in tensors]
         with SizeWatch() as sizes, watch_operations() as watch:
             got = attention_backward(*tensors)
@@ -244,9 +246,26 @@ def attention_backward(attention_backward, seed=None):
                     hint = "delta is missing: the softmax's rows add up to 1, so each score moves all of its row."
                 elif torch.allclose(gradient.double(), right * math.sqrt(d), rtol=1e-2, atol=1e-3):
                     hint = "The scale 1/sqrt(D) is missing in this gradient."
-            what = f"{name} for q {tuple(q.shape)}, k {tuple(k.shape)}"
-            expect_close(gradient, right.float(), rtol=1e-3, atol=1e-3 * scale, what=what, hint=hint)
+            what = f"{name} for q {tuple(q.shape)}, k {tuple(k.shape)} in {dtype_name(dtype)}"
+            expect_close(gradient, right.to(dtype), rtol=tolerance, atol=tolerance * scale, what=what, hint=hint)
     _expect_lse_used(attention_backward, draw)
+    _expect_five_products(attention_backward, draw)
+
+
+def _expect_five_products(attention_backward, draw: Draw) -> None:
+    """Assert that no sixth product is made, at sizes at which a product is much more than what is done to each score."""
+    b, h, sq, sk, d = 1, 2, draw.size(50, 60), draw.size(70, 80), 32
+    q, dout = (draw.normal(b, h, sq, d) for _ in range(2))
+    k, v = (draw.normal(b, h, sk, d) for _ in range(2))
+    out, lse = reference(q.double(), k.double(), v.double())[0].float(), _lse(q, k).float()
+    with SizeWatch() as sizes:
+        attention_backward(q, k, v, out, lse, dout)
+    product, beside = b * h * sq * sk * d, 4 * b * h * sq * sk + 4 * (q.numel() + k.numel())
+    if sizes.macs + sizes.multiplied > 5.3 * product + beside:
+        raise AssertionError(
+            f"attention_backward multiplies {sizes.macs + sizes.multiplied:,} pairs of numbers, and five products have "
+            f"{5 * product:,}: compute the scores once, and use the formulas."
+        )
 
 
 def _expect_lse_used(attention_backward, draw: Draw) -> None:

@@ -44,7 +44,7 @@ _REFUSED: dict[str, tuple[str, str, str]] = {  # name: check, the answers that i
     "3.1 the sum goes to memory and back: a is stored, read again, and b added": (
         "async_copy",
         "",
-        "on their way at a time",
+        "loads from memory into registers",
     ),
     "3.2 a tile is read from its slot twice": ("tma_ring", "", "read each once"),
     "4.1 each product starts from zero and is added in registers": ("wgmma", "", "cycles of arithmetic"),
