@@ -25,7 +25,9 @@ from utils.checking.watching import FUSED_ATTENTION, demand, forbid, forbid_leav
 _SOFTMAX = (r"\w*softmax\w*", r"\w*logsumexp\w*", "logcumsumexp", "softmin")
 _FUSED_ON_CPU = r"_scaled_dot_product_\w+"
 _BESIDE_SDPA = r"mm|bmm|addmm|baddbmm|mv|dot|\w*softmax|exp2?|expm1|sigmoid|tanh|pow"
-_ACCURATE_ENOUGH = 0.006  # rms error in bf16 over 400 keys: 0.003 with float32 inside, 0.009 with bf16 inside
+# {causal: {factor of the queries: largest rms error in bf16}}. With float32 inside it is 0.0018 at most, with probabilities in
+# the dtype of v, as libraries have them, 0.003. With scores in bf16 it is 0.01 at factor 8, with the output in bf16 0.006.
+_ACCURATE_ENOUGH = {False: {1: 0.006, 8: 0.005}, True: {1: 0.0045, 8: 0.005}}
 
 
 def _reference(q, k, v, causal=False):
@@ -233,18 +235,24 @@ def _expect_tiled(function, q, k, v, tile_q, tile_k, causal, rtol, atol, name) -
 
 
 def _expect_wide_inside(function, draw: Draw, causal: bool, name: str) -> None:
-    """Assert that bf16 inputs are computed on in float32: an error of bf16 in each tile adds up."""
-    s = 400 if causal else 24
-    q, k, v = (draw.normal(1, 2, n, 16, dtype=torch.bfloat16) for n in (s, 400, 400))
-    got = function(q, k, v, 8 if not causal else 50, 16)
-    exact = _reference(q.double(), k.double(), v.double(), causal=causal)
-    expect_close(got, exact.to(q.dtype), rtol=0.1, atol=0.1, what=f"{name} of 400 keys in bfloat16")
-    error = float(((got.double() - exact).square().mean() / exact.square().mean()).sqrt())
-    if error > _ACCURATE_ENOUGH:
-        raise AssertionError(
-            f"{name} of 400 keys in bfloat16 is off by {error:.2%} (root mean square); with float32 inside it is about "
-            "0.2%. Which of scores, maximum, sum and output are still in bfloat16?"
-        )
+    """Assert that bf16 inputs are computed on in float32: an error of bf16 in each tile adds up.
+
+    With large scores the weights are few, and what rounding a score costs stands out.
+    """
+    s, tiles = (400, (50, 4)) if causal else (24, (8, 16))
+    for factor, limit in _ACCURATE_ENOUGH[causal].items():
+        q, k, v = (draw.normal(1, 2, n, 16, dtype=torch.bfloat16) for n in (s, 400, 400))
+        q = factor * q
+        got = function(q, k, v, *tiles)
+        exact = _reference(q.double(), k.double(), v.double(), causal=causal)
+        what = f"{name} of 400 keys in bfloat16" + (" with large scores" if factor > 1 else "")
+        expect_close(got, exact.to(q.dtype), rtol=0.1, atol=0.1, what=what)
+        error = float(((got.double() - exact).square().mean() / exact.square().mean()).sqrt())
+        if error > limit:
+            raise AssertionError(
+                f"{what} is off by {error:.2%} (root mean square); with float32 inside it is about 0.2%. Which of scores, maximum, "
+                "sum and output are still in bfloat16?"
+            )
 
 
 def _expect_tiles_only(function, draw: Draw, name: str) -> SizeWatch:
@@ -302,10 +310,11 @@ def _expect_tiles_only(function, draw: Draw, name: str) -> SizeWatch:
             f"{name}: tiles of scores have up to {sides[0]} x {sides[1]} elements, and tile_q is {tile_q}, tile_k {tile_k}. "
             "Are the tile sizes used?"
         )
-    if found := sizes.over(s * s - 1, sizes.computing):
+    found = sizes.over(s * s - 1, sizes.computing) or (sizes.created if sizes.created[1] >= s * s else None)
+    if found:
         raise AssertionError(
             f"{name}: {found[0]} worked on {found[1]:,} elements, as many as there are pairs of {s} tokens. No tensor may be as large "
-            "as a whole score matrix, a mask neither."
+            "as the scores of one head, a mask neither."
         )
     # The output, q, k and v in float32, and a few tiles of scores or of products by broadcasting.
     most = 4 * q.numel() + 2 * tile * (1 + d)
@@ -395,6 +404,7 @@ def flash_attention_causal(flash_attention_causal, seed=None):
         for tile_q, tile_k in ((8, 8), draw.sizes(2, 5, 13), (17, 4), (4, 17), (64, 64)):
             _expect_tiled(flash_attention_causal, q, k, v, tile_q, tile_k, True, rtol, atol, name)
     _expect_tiles_only(flash_attention_causal, draw, name)
+    _expect_wide_inside(flash_attention_causal, draw, True, name)
     _expect_running_maximum(flash_attention_causal, draw, True, name)
     for s, tile_q, tile_k in ((96, 16, 16), (draw.size(60, 90), 16, 8), (draw.size(60, 90), 8, 24)):
         q, k, v = (draw.normal(1, 1, s, 8) for _ in range(3))
@@ -448,6 +458,7 @@ def merge_attention(merge_attention, seed=None):
         with watch_operations() as watch:
             result = merge_attention(outputs, lses)
         forbid(watch, _SOFTMAX, hint="subtract the largest L, then take exp")
+        forbid_leaving(watch)
         expect_unchanged(copies, (outputs, lses), "merge_attention")
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise AssertionError(f"merge_attention should return (output, lse), and returned {type(result).__name__}.")

@@ -157,9 +157,20 @@ def kernels_per_step(kernels_per_step, seed=None):
         chosen = [draw.choice(functions) for _ in range(count)]
 
         profiled: list[bool] = []
+        order: list[str] = []
 
-        def note(enabled, profiled=profiled):
+        def note(enabled, profiled=profiled, order=order):
             profiled.append(bool(enabled))
+            order.append("call")
+
+        def note_wait(order=order):
+            order.append("wait")
+
+        @by_value
+        def wait(note_wait=note_wait):
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            note_wait()
 
         @by_value
         def chain(chosen=chosen, note=note):
@@ -168,8 +179,10 @@ def kernels_per_step(kernels_per_step, seed=None):
             for function in chosen:
                 y = function(y)
 
+        with marked_waits(kernels_per_step, wait):
+            got = kernels_per_step(chain)
         expect_value(
-            kernels_per_step(chain),
+            got,
             count,
             "",
             f"kernels_per_step of {count} elementwise operators",
@@ -189,6 +202,12 @@ def kernels_per_step(kernels_per_step, seed=None):
         if not any(profiled):
             raise AssertionError(
                 "kernels_per_step never called fn under the profiler: what a compiled function launches, only a profile shows."
+            )
+        waited = [after == "wait" for event, after in zip(order, [*order[1:], ""], strict=True) if event == "call"]
+        if any(waited) and not all(waited):  # none: torch's own synchronize, which leaves no note
+            raise AssertionError(
+                f"kernels_per_step waits for the device after {sum(waited)} of {len(waited)} calls of fn: call synchronize() before each "
+                "prof.step(), as in Question 4.1."
             )
 
 

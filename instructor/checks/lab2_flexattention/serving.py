@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from instructor.checks.common import Draw, SizeWatch, expect_unchanged
+from instructor.checks.common import Draw, SizeWatch, by_value, expect_unchanged
 from instructor.checks.lab2_flexattention.common import (
     attend_densely,
     expect_mask,
@@ -14,7 +14,12 @@ from instructor.checks.lab2_flexattention.common import (
     without_mark,
 )
 from utils.checking import check, expect_close
-from utils.checking.masks import expect_program
+from utils.checking.masks import expect_program, kernels_for
+
+
+@by_value
+def _causal(b, h, q, k):
+    return k <= q
 
 
 def _window(width: int):
@@ -63,6 +68,11 @@ def at_positions(at_positions, seed=None):
         raise AssertionError(
             "the mask reads no tensor of positions, so they became constants: the next token would need another kernel. "
             "Capture the tensor, and look positions[b] up in the mask."
+        )
+    moved_by_one = [at_positions(_causal, positions + i) for i in range(2)]
+    if (count := kernels_for(moved_by_one, sk)) > 1:
+        raise AssertionError(
+            f"the masks of one token and the next need {count} kernels: the positions became constants. Capture them as a tensor."
         )
 
 
