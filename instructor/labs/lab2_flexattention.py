@@ -2317,7 +2317,7 @@ print(f"a sink by the log-sum-exp against a sink as a column: largest difference
 # position `positions[b] + i`. The key of index $k$ stands at position $k$.
 #
 # `at_positions(mask_mod, positions)` turns a mask between positions into one for such queries. `positions` is an
-# integer tensor (B,), captured as a tensor, so that the next token needs no new kernel. Grading counts the kernels.
+# integer tensor (B,), captured as a tensor, so that the next token needs no new kernel.
 #
 # {hint idea}
 # The query's index says where it lies in the tensor; the mask wants to know where it stands in the text.

@@ -116,7 +116,8 @@ def attention_bshd(attention_bshd, seed=None):
         b, d = draw.size(2, 3), draw.choice((8, 16))
         q, k, v = draw.normal(b, s, heads, d), draw.normal(b, s, kv_heads, d), draw.normal(b, s, kv_heads, d)
         inputs = q.clone(), k.clone(), v.clone()
-        got = attention_bshd(*inputs)
+        with watch_operations() as watch:
+            got = attention_bshd(*inputs)
         what = f"attention_bshd of q ({b}, {s}, {heads}, {d}) with {kv_heads} key-value heads"
         expect_unchanged((q, k, v), inputs, what)
 
@@ -134,6 +135,11 @@ def attention_bshd(attention_bshd, seed=None):
             hint = "Turn the result back to (B, S, H, D)."
             raise AssertionError(f"{what} should have shape {tuple(q.shape)}, and has {tuple(got.shape)}. {hint}")
         expect_close(got, attend(True), rtol=1e-4, atol=1e-5, what=what, hint=hint)
+        calls = sum(count for name, count in watch.calls.items() if name.strip("_") == "scaled_dot_product_attention")
+        if calls > 1:
+            raise AssertionError(
+                f"{what} calls SDPA {calls} times; one call does it for all sequences, heads and groups of heads."
+            )
     q, k, v = (draw.normal(1, 64, 2, 8) for _ in range(3))
     with watch_operations() as watch:
         watched = attention_bshd(q, k, v)

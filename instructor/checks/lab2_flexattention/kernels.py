@@ -18,7 +18,7 @@ from instructor.checks.lab2_flexattention.common import (
 )
 from utils.attention import reference
 from utils.checking import check, expect_close
-from utils.checking.masks import expect_program, kernels_for
+from utils.checking.masks import expect_program, kernels_for, pairs
 
 _SIGNATURE = inspect.signature(flex_attention)
 
@@ -201,13 +201,17 @@ def buckets(bucketed_attention, seed=None):
             ):
                 hint = hint or (told if torch.allclose(got, wrong, 1e-4, 1e-5) else "")
         expect_close(got, right, rtol=1e-4, atol=1e-5, what=f"{tokens} tokens in a bucket of {bucket}", hint=hint)
-        real = torch.arange(bucket) < tokens
+        real, of_mask = torch.arange(bucket) < tokens, f"the mask of {tokens} tokens in a bucket of {bucket}"
         expect_mask(
             mod,
-            real.expand(bucket, bucket),
-            f"the mask of {tokens} tokens in a bucket of {bucket}",
-            {"Padded keys are visible: hide them from everybody.": torch.ones(bucket, bucket, dtype=torch.bool)},
+            real.expand(tokens, bucket),
+            of_mask,
+            {"Padded keys are visible: hide them from everybody.": torch.ones(tokens, bucket, dtype=torch.bool)},
         )
+        if pairs(mod, bucket, bucket, of_mask)[
+            tokens:, tokens:
+        ].any():  # which real keys padding sees is nobody's business
+            raise AssertionError(f"{of_mask} lets padded queries see padded keys: hide them from everybody.")
         expect_program(mod, 2 * bucket, "the mask_mod of bucketed_attention", bucket, bucket)
         mods.append(mod)
     q = draw.normal(1, 1, sizes[2] + 1, 4)

@@ -39,6 +39,37 @@ def kernels_per_step(fn):
             prof.step()
     return count_cuda_kernels(prof)["total"]
 """
+_A_CALL_FOR_EACH_GROUP = """
+def attention_bshd(q, k, v):
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if q.shape[1] == k.shape[1]:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    parts = []
+    for i, heads in enumerate(q.chunk(k.shape[1], dim=1)):
+        keys, values = (x[:, i : i + 1].expand(heads.shape) for x in (k, v))
+        parts.append(F.scaled_dot_product_attention(heads, keys, values, is_causal=True))
+    return torch.cat(parts, dim=1).transpose(1, 2)
+"""
+_TABLE = """
+def both(*mods):
+    tables = {}
+
+    def mask_mod(b, h, q, k):
+        if not tables:
+            axes = torch.arange(4), torch.arange(4), torch.arange(64), torch.arange(64)
+            grid = torch.meshgrid(*axes, indexing="ij")
+            tables[0] = functools.reduce(lambda x, y: x & y, (mod(*grid) for mod in mods))
+        return tables[0][b, h, q, k]
+
+    return mask_mod
+
+
+def either(*mods):
+    def mask_mod(b, h, q, k):
+        return functools.reduce(lambda x, y: x | y, (mod(b, h, q, k) for mod in mods))
+
+    return mask_mod
+"""
 _BY_NUMPY = """
 def merge_attention(outputs, lses):
     o, l = outputs.numpy(), lses.numpy()
@@ -168,7 +199,21 @@ WORDS = [
         "flash_attention_causal flash_attention_causal",
         "a mask neither",
     ),
+    _lab1(
+        "5.2 a call for each group of heads",
+        "q5_2",
+        _A_CALL_FOR_EACH_GROUP,
+        "attention_bshd attention_bshd",
+        "calls SDPA",
+    ),
     _lab1("b5.7 weights by NumPy", "bonus_5_7", _BY_NUMPY, "merge_attention merge_attention", "out of torch"),
+    _lab2(
+        "2.3 a table of all pairs, filled when it is first asked",
+        "q2_3",
+        "import functools\n" + _TABLE,
+        "compositions both either",
+        "no tensor of pairs",
+    ),
     _lab2(
         "3.3 the mask of all pairs is kept",
         "q3_3",
@@ -202,6 +247,6 @@ WORDS = [
         "bonus_8_1",
         _READ_FOR_SHOW,
         "at_positions at_positions",
-        "kernels",
+        "became constants",
     ),
 ]

@@ -20,8 +20,8 @@ from tests.instructor.grading.attacks_fourth import FIFTH, FOURTH
 from tests.instructor.grading.attacks_fourth import KIN as MORE_KIN
 from tests.instructor.grading.attacks_shortcuts import Shortcut, answer_of
 from tests.instructor.grading.attacks_third import KIN, THIRD
-from tests.instructor.grading.attacks_words_lab1_lab2 import WORDS
 from tests.instructor.grading.attacks_wait import WAITING
+from tests.instructor.grading.attacks_words_lab1_lab2 import WORDS
 from tests.instructor.grading.honest_class import honest_notebook
 from tests.instructor.grading.honest_variants import packs
 from utils.checking.sizes import SizeWatch
