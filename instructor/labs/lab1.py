@@ -2936,7 +2936,8 @@ beside_guess("longest text in the whole memory", longest_length(int(whole_memory
 # (In a shape, S is the length of the sequence, as in PyTorch's documentation; as a matrix, $S$ is the scores.)
 #
 # Write `attention_bshd`: causal attention for `q` (B, S, H, D) and `k`, `v` (B, S, Hkv, D), by one call of SDPA, which leaves no
-# product and no exponential to you; the result is (B, S, H, D). `Hkv` may be smaller than `H` (GQA): `enable_gqa=True` lets SDPA share the heads.
+# product and no exponential to you; the result is (B, S, H, D). `Hkv` may be smaller than `H` (GQA): `enable_gqa=True` lets SDPA
+# share the heads.
 
 # %% [markdown]
 # {hint idea}

@@ -40,6 +40,9 @@ _COPIES = words("""
     lift_fresh_copy clone _to_copy to contiguous cat stack index index_select gather take take_along_dim _unsafe_index
     masked_select repeat repeat_interleave tile roll flip pad constant_pad_nd tril triu
     """)
+_WRITES = words(
+    "copy index_put index_copy masked_scatter scatter slice_scatter select_scatter"
+)  # into their first argument
 # Sums and masks: no softmax and no product can be made of these alone.
 LINEAR = frozenset(["add", "sub", "rsub", "neg", "mul", "div", "sum", "nansum", "mean", "where", "masked_fill"])
 # What one does with all sums of rows, at the end.
@@ -182,16 +185,16 @@ class SizeWatch(TorchDispatchMode):
 
     def _note_copy(self, name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
         """Note a copy, a conversion or a joining of the inputs' numbers, and return whether this was one."""
-        if name not in _COPIES and name != "copy":
+        if name not in _COPIES and name not in _WRITES:
             return False
-        taken = given[1:] if name == "copy" else given  # the first one is written to
+        taken = given[1:] if name in _WRITES else given
         real = [t for t in taken if t.is_floating_point() and t.numel() > 1]
         roots = [self._memory.get(id(t), id(t)) for t in real]
         # What was not made here is an input.
         if not real or any(root in self._spans and root not in self._copied for root in roots):
             return False
-        self.copied.append((name, real[0].numel() if name == "copy" else max(t.numel() for t in made)))
-        self._copied |= {id(t) for t in made if name != "copy"}
+        self.copied.append((name, max(t.numel() for t in (real if name in _WRITES else made))))
+        self._copied |= {id(t) for t in made if name in _COPIES}
         return True
 
     @property
