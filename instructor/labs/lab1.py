@@ -3020,8 +3020,9 @@ hidden.attention_bshd(attention_bshd).raise_if_wrong()
 # 2. `flash_attention_tiled`: attention without a mask, tile by tile. `q` is (B, H, S, D), `k` and `v` are (B, H, L, D);
 #    S and L may differ, and neither need be a multiple of its tile. Here `@` is allowed; the library's softmax and
 #    logsumexp, under any name, and SDPA are not. Scores exist for one tile of queries and one tile of keys at a time, and are used
-#    up before the next tile comes. One pass over the keys is enough; more than two are refused. No tensor that you create, a mask neither, may be as large as the scores of one head, S × L.
-#    Compute in float32 inside, the scores too; the result has the dtype of `q`.
+#    up before the next tile comes. One pass over the keys is enough; more than two are refused. No tensor that you create may be
+#    as large as the scores of one head, S × L; a mask neither. (Tensors as large as `q`, `k` or the output are fine.) Compute in
+#    float32 inside, the scores too; the result has the dtype of `q`.
 
 # %% [markdown]
 # {hint idea}

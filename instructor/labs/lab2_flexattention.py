@@ -447,7 +447,7 @@ if not on_gpu:
 #   directions); beyond the prefix the mask is causal.
 #
 # One rule holds for every mask and every score modifier of this lab: it is a program for one pair. It looks up a few numbers of
-# its query and its key and compares them. It does not build or read a tensor of pairs, and it does not go through many tokens to
+# its query and its key and computes with them. It does not build or read a tensor of pairs, and it does not go through many tokens to
 # decide about one pair. Grading evaluates each function on single pairs and looks at the size of everything it touches.
 #
 # {hint idea}
