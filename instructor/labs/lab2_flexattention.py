@@ -57,8 +57,11 @@
 # - **Three hints** are folded away in each question: the idea, the plan, and the line that people miss. Try first.
 #
 # Write code where it says `# YOUR CODE HERE` and delete the line `raise NotImplementedError()`. Below each answer is a
-# cell of checks. It names the mistakes that it knows. Grading tries the same on other sizes, layouts and masks, always the
-# same ones.
+# cell of checks. It names the mistakes that it knows. Grading tries the same on other sizes, layouts and masks, and counts
+# what a question limits.
+#
+# Two rules hold for every answer. The inputs stay as they are: `x *= 2` would change the caller's tensor. And where a question
+# forbids or limits an operator, compute with PyTorch's operators alone: the numbers of q, k and v must not leave PyTorch.
 #
 # Read more: the [FlexAttention paper](https://arxiv.org/abs/2412.05496), its
 # [introduction](https://pytorch.org/blog/flexattention/), and [attention-gym](https://github.com/meta-pytorch/attention-gym), a
@@ -443,8 +446,9 @@ if not on_gpu:
 # - `prefix_lm(prefix)` returns a `mask_mod`: every query sees the first `prefix` keys (the prompt, which is read in both
 #   directions); beyond the prefix the mask is causal.
 #
-# No mask may build or read a tensor of pairs. Grading evaluates each function on single pairs and looks at the size of
-# everything it touches.
+# One rule holds for every mask and every score modifier of this lab: it is a program for one pair. It looks up a few numbers of
+# its query and its key and computes with them. It does not build or read a tensor of pairs, and it does not go through many tokens to
+# decide about one pair. Grading evaluates each function on single pairs and looks at the size of everything it touches.
 #
 # {hint idea}
 # A mask function is one question about two numbers: may position q look at position k?
@@ -783,7 +787,8 @@ beside_guess("its share of empty blocks", max(empty.values()))
 #
 # `count_blocks(mask, block)` sorts the blocks of `block` × `block` pairs of a mask (S, L) and returns the three numbers
 # `(full, partial, empty)`. S and L need not be multiples of `block`. A block that sticks out over the edge is never
-# full: the pairs outside do not exist, and a kernel must mask them. It is partial or empty.
+# full: the pairs outside do not exist, and a kernel must mask them. It is partial or empty. Count yourself, with neither the
+# course's `sparsity` nor `create_block_mask`.
 #
 # {hint idea}
 # A block is judged by how many of its pairs are visible: all that it could hold, none, or something between.
@@ -849,7 +854,7 @@ hidden.count_blocks(count_blocks).raise_if_wrong()
 #   of computed blocks. There is at least one of them.
 # - `document_blocks(length, span, block)`: how many blocks are computed for documents of `span` tokens each, **not**
 #   causal, over `length` tokens. All three are powers of two, `span` and `block` no larger than `length`. Work it out
-#   on paper: no mask, no loop over blocks.
+#   on paper: no mask, and no loop over blocks, rows of blocks or documents. Grading asks about a billion of them.
 #
 # {hint idea}
 # A kernel pays for blocks. Whether a computed block is full or partial makes no difference to its FLOPs.
@@ -986,9 +991,9 @@ if not on_gpu:
 #   from the start of the text. `b` and `h` are tensors too, here `torch.tensor(0)` each: the mask is the same for all.
 #
 # Write `block_sparse_attention` for `q` (B, H, S, D) and `k`, `v` (B, H, L, D), S and L multiples of their blocks:
-# - compute the products of visited blocks only, and ask `mask_mod` in partial blocks only. Grading counts both.
-# - at no time may there be a tensor as large as all scores: the scores of one row of blocks may be there at once. (Tensors as
-#   large as `q`, `k` or the output are fine.)
+# - compute the products of visited blocks only, each once, and ask `mask_mod` in partial blocks only. Grading counts both.
+# - keep the scores of one row of blocks at a time, and use them up before the next row comes. No tensor that you create, a mask
+#   neither, may be as large as all scores of a head, S × L. (Tensors as large as `q`, `k` or the output are fine.)
 # - a query may see nothing in a partial block, or nothing at all: then its output is 0, not NaN.
 # - compute in float32 or wider; the result has the dtype of `q`. No SDPA, no FlexAttention.
 #
@@ -1316,8 +1321,8 @@ plt.show()
 # A block mask costs as much to build as one call of the kernel, or as several. In a model, it is built once for a step and
 # used by every layer and every head. Write `prepare_flex`. It returns a function `attend(q, k, v)`.
 #
-# - `attention` is FlexAttention, compiled or not: call `attention(q, k, v, score_mod=..., block_mask=...,
-#   enable_gqa=...)` in `attend`, and nothing else that computes.
+# - `attention` is FlexAttention, compiled or not: `attend` calls `attention(q, k, v, score_mod=..., block_mask=...,
+#   enable_gqa=...)` once, with q, k and v as they are, and returns what it returns.
 # - The block mask is built **in `prepare_flex`, once**, with blocks of `block_size`, for `length` queries and keys, and
 #   shared by all sequences and heads. `mask_mod` may be None: then there is no block mask.
 # - `enable_gqa` must be True when there are fewer key-value heads than query heads.
@@ -1773,10 +1778,10 @@ if not on_gpu:
 #
 # Write `bucketed_attention(attend, q, k, v, buckets)`:
 # - `q`, `k`, `v` are (B, H, S, D); `buckets` is a list of lengths, in any order. Pad to the smallest bucket that holds S
-#   tokens. No bucket holds them: raise a `ValueError`.
+#   tokens. No bucket holds them: raise a `ValueError`, before `attend` is called.
 # - call `attend(q, k, v, mask_mod)` **once** with the padded tensors and a `mask_mod` that hides the padded keys from
 #   everybody. Attention is not causal here.
-# - return (B, H, S, D): the result without its padding.
+# - return (B, H, S, D): what `attend` returned, without its padding.
 # - **The mask must not cause a recompile.** A Python number that a mask captures becomes a constant of the kernel, and
 #   another number means another kernel. A tensor is an argument of the kernel: its values may change. Grading compiles
 #   your mask and counts the kernels.

@@ -131,6 +131,7 @@ def profile_steps(fn, trace_path):
     prof.start()
     for _ in range(10):
         fn()
+        synchronize()
         prof.step()
     prof.stop()
     prof.export_chrome_trace(trace_path)

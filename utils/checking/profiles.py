@@ -20,14 +20,19 @@ def _wait_with_mark() -> None:
 
 
 @contextlib.contextmanager
-def marked_waits(function: Callable) -> Iterator[None]:
-    """Let the `synchronize` of a function's notebook leave a mark in a profile, for the length of a `with` block."""
+def marked_waits(function: Callable, wait: Callable[[], None] = _wait_with_mark) -> Iterator[None]:
+    """Let the `synchronize` of a function's notebook leave a mark, for the length of a `with` block.
+
+    Args:
+        function: the answer.
+        wait: what `synchronize` does meanwhile; by default it leaves an operator in a profile.
+    """
     names = getattr(function, "__globals__", {})
     if "synchronize" not in names:
         yield
         return
     before = {"synchronize": names["synchronize"]}
-    names.update({"synchronize": _wait_with_mark})
+    names.update({"synchronize": wait})
     try:
         yield
     finally:

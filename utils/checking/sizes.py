@@ -35,6 +35,14 @@ _VIEWS = words("""
     squeeze select slice split split_with_sizes unsafe_split tensor_split unbind chunk narrow as_strided diagonal unfold movedim
     flatten unflatten lift_fresh
     """)
+# And the ones whose result holds numbers of their arguments in memory of its own.
+_COPIES = words("""
+    lift_fresh_copy clone _to_copy to contiguous cat stack index index_select gather take take_along_dim _unsafe_index
+    masked_select repeat repeat_interleave tile roll flip pad constant_pad_nd tril triu
+    """)
+_WRITES = words(
+    "copy index_put index_copy masked_scatter scatter slice_scatter select_scatter"
+)  # into their first argument
 # Sums and masks: no softmax and no product can be made of these alone.
 LINEAR = frozenset(["add", "sub", "rsub", "neg", "mul", "div", "sum", "nansum", "mean", "where", "masked_fill"])
 # What one does with all sums of rows, at the end.
@@ -88,10 +96,16 @@ class SizeWatch(TorchDispatchMode):
         self.largest_multiplied: tuple[str, int] = ("", 0)  # the largest of these
         self.longest: dict[str, int] = {}  # the longest dimension that an operator computes on, on real numbers
         self.moved = 0  # elements that were copied, filled or put together, and not computed
+        self.created: tuple[str, int] = (
+            "",
+            0,
+        )  # the largest tensor with memory of its own, and the operator that made it
+        self.copied: list[tuple[str, int]] = []  # (operator, elements) of each copy of numbers of the inputs
         self.read = 0  # elements of all tensors that were given to operators, but for single numbers
         self._memory: dict[int, int] = {}  # id of a tensor that was made -> the id of the one whose memory it shows
         # id of such a tensor -> [elements, step that made it, last step that used it, does it hold numbers of the inputs?]
         self._spans: dict[int, list[int]] = {}
+        self._copied: set[int] = set()  # ids of such tensors that hold numbers of the inputs as they were
         self._alive: list[torch.Tensor] = []  # so that no id is used twice
         self.steps: list[int] = []  # a hash of each operator, with the shapes and integers that it was given
 
@@ -151,10 +165,13 @@ class SizeWatch(TorchDispatchMode):
         for span in spans:
             if span:
                 span[2] = step
+        is_copy = self._note_copy(name, given, made)
         for tensor in made:
             known = self._spans.get(self._memory.get(id(tensor), 0))
             if known:  # it was written to
                 known[3] |= of_inputs
+                if not is_copy and name not in _VIEWS:
+                    self._copied.discard(self._memory[id(tensor)])
             elif any(tensor is t for t in given) or id(tensor) in self._memory:
                 continue
             else:
@@ -164,6 +181,21 @@ class SizeWatch(TorchDispatchMode):
                 else:
                     self._memory[id(tensor)] = id(tensor)
                     self._spans[id(tensor)] = [tensor.numel(), step, step, of_inputs and tensor.is_floating_point()]
+                    self.created = max(self.created, (name, tensor.numel()), key=lambda entry: entry[1])
+
+    def _note_copy(self, name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
+        """Note a copy, a conversion or a joining of the inputs' numbers, and return whether this was one."""
+        if name not in _COPIES and name not in _WRITES:
+            return False
+        taken = given[1:] if name in _WRITES else given
+        real = [t for t in taken if t.is_floating_point() and t.numel() > 1]
+        roots = [self._memory.get(id(t), id(t)) for t in real]
+        # What was not made here is an input.
+        if not real or any(root in self._spans and root not in self._copied for root in roots):
+            return False
+        self.copied.append((name, max(t.numel() for t in (real if name in _WRITES else made))))
+        self._copied |= {id(t) for t in made if name in _COPIES}
+        return True
 
     @property
     def held(self) -> int:

@@ -8,12 +8,11 @@ from instructor.checks.lab1.attention import (
     attention_bshd,
     attention_intensity,
     attention_memory,
-    flash_attention_causal,
-    flash_attention_tiled,
     merge_attention,
     online_softmax_stats,
     standard_attention,
 )
+from instructor.checks.lab1.flash import flash_attention_causal, flash_attention_tiled
 from instructor.checks.lab1.gemm import gemm_and_gemv_costs, gemm_naive, gemm_tiled, tile_traffic, time_calls
 from instructor.checks.lab1.gemma import (
     attended_pairs,

@@ -112,6 +112,7 @@ def gemm_tiled(gemm_tiled, seed=None):
             "loop that multiplies its columns and rows."
         )
     _expect_tiles_used(gemm_tiled, draw)
+    _expect_tiles_copied(gemm_tiled, draw)
     for dtype in (torch.float32, torch.float64):
         m, k, n = draw.sizes(3, 9, 30)
         for tm, tn, tk in (draw.sizes(3, 2, 7), (64, 32, 128), (1, 5, 1)):
@@ -144,6 +145,21 @@ def _expect_tiles_used(gemm_tiled, draw: Draw) -> None:
         raise AssertionError(
             "gemm_tiled does the same steps with tiles (2, 3, 4) and (3, 2, 2): the tile sizes are not used. Walk over "
             "the tiles of C, and for each of them over the tiles along K."
+        )
+
+
+def _expect_tiles_copied(gemm_tiled, draw: Draw) -> None:
+    """Assert that no part of a matrix that is copied is larger than what one step works on: a strip of all of K is."""
+    # In 16 bits, so that a conversion to a wider dtype is a copy.
+    a, b = (draw.normal(*shape, dtype=torch.bfloat16) for shape in ((10, 120), (120, 8)))
+    tiles = 5, 4, 2
+    with SizeWatch() as sizes:
+        gemm_tiled(a, b, *tiles)
+    most, whole = math.prod(tiles), min(a.numel(), b.numel())
+    if found := next(((name, n) for name, n in sizes.copied if most < n < whole), None):
+        raise AssertionError(
+            f"gemm_tiled of (10, 120) @ (120, 8) copied or converted {found[1]} elements of a matrix at once ({found[0]}), and a "
+            f"step with tiles {tiles} works on at most {most}. Fetch a tile of A and a tile of B in each step along K, not a strip."
         )
 
 

@@ -8,8 +8,18 @@ from types import SimpleNamespace
 
 import torch
 
-from instructor.checks.common import DTYPES, Draw, SizeWatch, by_value, dtype_name, expect_counts, expect_value
+from instructor.checks.common import (
+    DTYPES,
+    Draw,
+    SizeWatch,
+    by_value,
+    dtype_name,
+    expect_counts,
+    expect_unchanged,
+    expect_value,
+)
 from utils.checking import check, expect_close
+from utils.checking.sizes import tensors_in
 from utils.config import GEMMA_CONFIG
 
 _UNITS = ("MACs", "FLOPs", "bytes")
@@ -259,6 +269,22 @@ def _small_layer(layer_idx: int):
     return build_decoder_layer(config, layer_idx, torch.float32, "cpu", seed=layer_idx)
 
 
+class _CacheWatch(SizeWatch):
+    """Records for how many tokens the longest keys or values are, (B, kv heads, tokens, head dimension)."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        self.heads, self.head_dim = config.num_key_value_heads, config.head_dim
+        self.longest_cache = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        for x in tensors_in((result,)):
+            if x.dim() == 4 and (x.shape[1], x.shape[3]) == (self.heads, self.head_dim):
+                self.longest_cache = max(self.longest_cache, x.shape[2])
+        return result
+
+
 @check("3.4", "Decoding with a KV cache")
 def decode_with_cache(decode_with_cache, seed=None):
     """Check that the result equals a full prefill, and that the prompt runs once and each new token alone."""
@@ -276,8 +302,7 @@ def decode_with_cache(decode_with_cache, seed=None):
         scale = 1 + draw.normal(hidden).abs()
         layer.self_attn.o_proj.register_forward_hook(lambda _, args, out, scale=scale: out * scale)
         embeddings = get_position_embeddings(tokens, positions, rotary_emb, layer.self_attn.layer_type)
-        with SizeWatch() as whole:
-            expected = prefill_forward(layer, tokens, positions, embeddings)[:, prompt_len:]
+        expected = prefill_forward(layer, tokens, positions, embeddings)[:, prompt_len:]
         seen: dict[str, list[int]] = {name: [] for name in _PROJECTIONS}
         hooks = [
             layer.get_submodule(name).register_forward_pre_hook(
@@ -286,13 +311,15 @@ def decode_with_cache(decode_with_cache, seed=None):
             for name, counts in seen.items()
         ]
         try:
-            with SizeWatch() as sizes:
-                got = decode_with_cache(layer, rotary_emb, prompt.clone(), new_tokens.clone())
+            copies = prompt.clone(), new_tokens.clone()
+            with _CacheWatch(layer.config) as sizes:
+                got = decode_with_cache(layer, rotary_emb, *copies)
         finally:
             for hook in hooks:
                 hook.remove()
         kind = layer.self_attn.layer_type.replace("_", " ")
         what = f"decode_with_cache of {prompt_len} + {new} tokens ({kind})"
+        expect_unchanged((prompt, new_tokens), copies, what)
         expect_close(
             got,
             expected,
@@ -302,11 +329,10 @@ def decode_with_cache(decode_with_cache, seed=None):
             hint="Position of the first new token: prompt_len. The rotary embedding, position_ids and cache_positions "
             "must all say so.",
         )
-        most = 2 * max(whole.largest.values())
-        if found := sizes.over(most, tuple(sizes.largest)):
+        if sizes.longest_cache > 2 * (prompt_len + new):
             raise AssertionError(
-                f"{what}: the values are right, but {found[0]} worked on {found[1]:,} elements; a prefill of all tokens never has "
-                f"more than {most // 2:,}. How many tokens must the cache hold?"
+                f"{what}: the values are right, but keys or values of {sizes.longest_cache:,} tokens are kept for {prompt_len + new}. How "
+                "many tokens must the cache hold?"
             )
         for name, counts in seen.items():
             if counts != [prompt_len] + [1] * new:

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import torch
 
-from instructor.checks.common import DTYPES, Draw, by_value, dtype_name, expect_unchanged, expect_value
+from instructor.checks.common import DTYPES, Draw, by_value, dtype_name, expect_unchanged, expect_value, let_wait
 from utils.checking import MATMUL, check, expect_close, forbid, forbid_leaving, watch_operations
 from utils.checking.profiles import marked_waits, steps_that_wait
 from utils.machine.device import default_device
+
+# Or it waits by a function of torch's, which leaves no mark.
+_NO_WAIT = "no step of its profile calls the notebook's synchronize()"
 
 
 @check("4.1", "Profile and trace")
@@ -58,7 +61,9 @@ def profile_steps(profile_steps, seed=None):
             f"the trace holds {len(steps)} steps and {recorded} of fn's operators; expected 6 steps and {6 * repeats}. "
             "Is schedule=default_schedule given, and is prof.step() called after each call?"
         )
-    if (waits := steps_that_wait(events, "aten::erfinv")) is not None and waits < 6:
+    if (waits := steps_that_wait(events, "aten::erfinv")) is None:
+        let_wait(_NO_WAIT)
+    elif waits < 6:
         raise AssertionError(
             f"{waits} of 6 recorded steps wait for the device after fn and before they end: call synchronize() between fn() and "
             "prof.step()."
@@ -157,9 +162,20 @@ def kernels_per_step(kernels_per_step, seed=None):
         chosen = [draw.choice(functions) for _ in range(count)]
 
         profiled: list[bool] = []
+        order: list[str] = []
 
-        def note(enabled, profiled=profiled):
+        def note(enabled, profiled=profiled, order=order):
             profiled.append(bool(enabled))
+            order.append("profiled" if enabled else "call")
+
+        def note_wait(order=order):
+            order.append("wait")
+
+        @by_value
+        def wait(note_wait=note_wait):
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            note_wait()
 
         @by_value
         def chain(chosen=chosen, note=note):
@@ -168,8 +184,10 @@ def kernels_per_step(kernels_per_step, seed=None):
             for function in chosen:
                 y = function(y)
 
+        with marked_waits(kernels_per_step, wait):
+            got = kernels_per_step(chain)
         expect_value(
-            kernels_per_step(chain),
+            got,
             count,
             "",
             f"kernels_per_step of {count} elementwise operators",
@@ -189,6 +207,15 @@ def kernels_per_step(kernels_per_step, seed=None):
         if not any(profiled):
             raise AssertionError(
                 "kernels_per_step never called fn under the profiler: what a compiled function launches, only a profile shows."
+            )
+        after = zip(order, [*order[1:], ""], strict=True)
+        waited = [what == "wait" for event, what in after if event == "profiled"]  # one may call fn before, to warm up
+        if not any(waited):
+            let_wait(_NO_WAIT)
+        elif not all(waited):
+            raise AssertionError(
+                f"kernels_per_step waits for the device after {sum(waited)} of {len(waited)} profiled calls: call synchronize() before each "
+                "prof.step(), as in Question 4.1."
             )
 
 

@@ -25,9 +25,11 @@ def limit_blocks_of_the_check(most, loaded, doubled=False):
             raise ValueError(f"one program reads more than {loaded} elements: it computes one tile, and others the other ones")
         return type(builder).create_masked_load(builder, pointers, mask, *rest)
 
-    def dot(a, b, d, *rest):
+    def dot(a, b, d, precision, *rest):
+        if a.dtype.is_fp32() and "IEEE" not in str(precision):
+            raise ValueError('tl.dot without input_precision="ieee": a GPU would round float32 tiles to ten bits')
         products[builder.grid_idx] = products.get(builder.grid_idx, 0) + 1
-        result = type(builder).create_dot(builder, a, b, d, *rest)
+        result = type(builder).create_dot(builder, a, b, d, precision, *rest)
         if doubled:
             result.data = (2 * result.data - d.data).astype(result.data.dtype)
         return result

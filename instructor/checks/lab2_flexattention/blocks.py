@@ -259,6 +259,11 @@ def _expect_one_row_kept(block_sparse_attention, draw: Draw) -> None:
     block_mask = create_block_mask(lambda b, h, q, k: k <= q, None, None, s, s, device="cpu", BLOCK_SIZE=block)
     with SizeWatch() as sizes:
         block_sparse_attention(q, k, v, block_mask)
+    if sizes.created[1] >= s * s:
+        raise AssertionError(
+            f"block_sparse_attention over {s} tokens makes a tensor of {sizes.created[1]:,} elements (in {sizes.created[0]}), as many as "
+            "there are pairs of tokens. No tensor may be as large as the scores of one head, a mask neither."
+        )
     row, tokens = 2 * block * s, 2 * s
     most = 12 * tokens + 4 * row
     if sizes.held > most:

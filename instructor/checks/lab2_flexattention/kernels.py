@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from instructor.checks.common import Draw, expect_unchanged
 from instructor.checks.lab2_flexattention.common import (
@@ -18,7 +18,7 @@ from instructor.checks.lab2_flexattention.common import (
 )
 from utils.attention import reference
 from utils.checking import check, expect_close
-from utils.checking.masks import expect_program, kernels_for
+from utils.checking.masks import expect_program, kernels_for, pairs
 
 _SIGNATURE = inspect.signature(flex_attention)
 
@@ -97,6 +97,13 @@ def prepare_flex(prepare_flex, seed=None):
             "prepare_flex does not build the block mask: the mask_mod was not asked before the first call."
         )
     built, masks = asked[0], []
+    asked[0] = 0
+    create_block_mask(mod, None, None, length, length, device="cpu", BLOCK_SIZE=block)
+    once, asked[0] = asked[0], built
+    if built > once:
+        raise AssertionError(
+            f"prepare_flex calls the mask_mod {built} times, and building a block mask calls it {once} times: build it once, for all calls."
+        )
     for kv_heads in (4, 2):
         q = draw.normal(2, 4, length, 16)
         k, v = draw.normal(2, kv_heads, length, 16), draw.normal(2, kv_heads, length, 16)
@@ -125,6 +132,10 @@ def prepare_flex(prepare_flex, seed=None):
             raise AssertionError(
                 f"block_size is {block}, and the block mask has blocks of {tuple(block_mask.BLOCK_SIZE)}."
             )
+        if not all(torch.equal(arguments[name], x) for name, x in zip(("query", "key", "value"), copies, strict=True)):
+            raise AssertionError("attend should pass q, k and v on as they are.")
+        if (seen := block_mask.kv_num_blocks.shape[-1] * block) != length:
+            raise AssertionError(f"the block mask is for {seen} queries, and length is {length}.")
         if arguments.get("score_mod") is None:
             raise AssertionError("attend calls attention without the score_mod.")
         expect_unchanged(copies, (q, k, v), "attend")
@@ -190,13 +201,17 @@ def buckets(bucketed_attention, seed=None):
             ):
                 hint = hint or (told if torch.allclose(got, wrong, 1e-4, 1e-5) else "")
         expect_close(got, right, rtol=1e-4, atol=1e-5, what=f"{tokens} tokens in a bucket of {bucket}", hint=hint)
-        real = torch.arange(bucket) < tokens
+        real, of_mask = torch.arange(bucket) < tokens, f"the mask of {tokens} tokens in a bucket of {bucket}"
         expect_mask(
             mod,
-            real.expand(bucket, bucket),
-            f"the mask of {tokens} tokens in a bucket of {bucket}",
-            {"Padded keys are visible: hide them from everybody.": torch.ones(bucket, bucket, dtype=torch.bool)},
+            real.expand(tokens, bucket),
+            of_mask,
+            {"Padded keys are visible: hide them from everybody.": torch.ones(tokens, bucket, dtype=torch.bool)},
         )
+        if pairs(mod, bucket, bucket, of_mask)[
+            tokens:, tokens:
+        ].any():  # which real keys padding sees is nobody's business
+            raise AssertionError(f"{of_mask} lets padded queries see padded keys: hide them from everybody.")
         expect_program(mod, 2 * bucket, "the mask_mod of bucketed_attention", bucket, bucket)
         mods.append(mod)
     q = draw.normal(1, 1, sizes[2] + 1, 4)

@@ -164,6 +164,8 @@ def compositions(both, either, seed=None):
                     b,
                     h,
                 )
+    for compose, name in ((both, "both"), (either, "either")):
+        expect_program(compose(*mods[:3]), 16, f"{name} of three masks")
 
 
 @check("2.3", "Windows and sinks")

@@ -57,12 +57,16 @@ def at_positions(at_positions, seed=None):
                 h,
             )
     expect_program(mod, 16, "at_positions", sq, sk)
-    with SizeWatch() as sizes:
-        mod(*(torch.tensor(0) for _ in range(4)))
-    if not sizes.read:
+    watches = [SizeWatch(), SizeWatch()]
+    for sizes, starts_at in zip(watches, (positions, positions + 1), strict=True):
+        mod = at_positions(_window(width), starts_at)
+        with sizes:
+            mod(*(torch.tensor(0) for _ in range(4)))
+    # A number of Python's is an argument of an operator, and another one with other positions; a tensor's value is not.
+    if not watches[0].read or watches[0].steps != watches[1].steps:
         raise AssertionError(
-            "the mask reads no tensor of positions, so they became constants: the next token would need another kernel. "
-            "Capture the tensor, and look positions[b] up in the mask."
+            "the positions became constants of the mask: the next token would need another kernel. Capture the tensor, and look "
+            "positions[b] up in the mask."
         )
 
 

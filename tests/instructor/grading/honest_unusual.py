@@ -42,9 +42,8 @@ def flash_attention_tiled(q, k, v, tile_q=64, tile_k=64):
 '''
 _CAUSAL_WITH_MASK = '''
 def flash_attention_causal(q, k, v, tile_q=64, tile_k=64):
-    """The mask is made once, as numbers to add; tiles above the diagonal are left out."""
+    """The mask of a tile is made as numbers to add; tiles above the diagonal are left out."""
     b, h, s, d = q.shape
-    mask = torch.triu(torch.full((s, s), -math.inf, device=q.device), diagonal=1)
     out = torch.zeros(b, h, s, d, dtype=q.dtype, device=q.device)
     for r0 in range(0, s, tile_q):
         r1 = min(r0 + tile_q, s)
@@ -53,7 +52,7 @@ def flash_attention_causal(q, k, v, tile_q=64, tile_k=64):
         for c0 in range(0, r1, tile_k):
             c1 = min(c0 + tile_k, s)
             x = torch.einsum("bhqd,bhkd->bhqk", q[:, :, r0:r1].float(), k[:, :, c0:c1].float()) / math.sqrt(d)
-            x += mask[r0:r1, c0:c1]
+            x += torch.triu(torch.full((r1 - r0, c1 - c0), -math.inf, device=q.device), diagonal=r0 - c0 + 1)
             new = x.amax(-1, keepdim=True).clamp(min=m)
             p = torch.exp(x - new)
             a = torch.exp(m - new)
@@ -120,7 +119,7 @@ def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
 # name -> (lab, {answer cell: its text})
 STUDENTS: dict[str, tuple[str, dict[str, str]]] = {
     "products of tiles by broadcasting": ("lab1", {"q5_3": "import torch\nimport math\n" + _LAB1_FLASH}),
-    "a whole mask, a GELU by a sigmoid, einsum": (
+    "a mask of numbers, a GELU by a sigmoid, einsum": (
         "lab1",
         {
             "bonus_5_6": _CAUSAL_WITH_MASK,

@@ -27,7 +27,8 @@ from tests.instructor.grading.attacks_fourth import FIFTH, FOURTH
 from tests.instructor.grading.attacks_fourth import KIN as MORE_KIN
 from tests.instructor.grading.attacks_shortcuts import CELLS, CODE, SHORTCUTS, Shortcut, answer_of
 from tests.instructor.grading.attacks_third import KIN, THIRD
-from tests.instructor.grading.attacks_words import WORDS
+from tests.instructor.grading.attacks_words_lab1_lab2 import WORDS as WORDS_1_2
+from tests.instructor.grading.attacks_words_lab3_lab4 import WORDS as WORDS_3_4
 from tests.instructor.grading.test_grading_attacks import TOKEN, _changes, _sleepers, hidden_lines, surroundings
 
 __all__ = ["hidden_lines", "surroundings"]  # fixtures
@@ -111,7 +112,11 @@ def _case(shortcut, overnight: bool):
 @pytest.mark.parametrize(
     "shortcut",
     [
-        *(_case(s, False) for s in (*SHORTCUTS, *THIRD, *KIN, *FOURTH, *FIFTH, *MORE_KIN, *WORDS) if s.check),
+        *(
+            _case(s, False)
+            for s in (*SHORTCUTS, *THIRD, *KIN, *FOURTH, *FIFTH, *MORE_KIN, *WORDS_1_2, *WORDS_3_4)
+            if s.check
+        ),
         *(_case(s, any(word in s.name for word in SLOW)) for s in COLD),
     ],
 )

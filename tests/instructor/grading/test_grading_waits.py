@@ -21,7 +21,8 @@ from tests.instructor.grading.attacks_fourth import KIN as MORE_KIN
 from tests.instructor.grading.attacks_shortcuts import Shortcut, answer_of
 from tests.instructor.grading.attacks_third import KIN, THIRD
 from tests.instructor.grading.attacks_wait import WAITING
-from tests.instructor.grading.attacks_words import WORDS
+from tests.instructor.grading.attacks_words_lab1_lab2 import WORDS as WORDS_1_2
+from tests.instructor.grading.attacks_words_lab3_lab4 import WORDS as WORDS_3_4
 from tests.instructor.grading.honest_class import honest_notebook
 from tests.instructor.grading.honest_variants import packs
 from utils.checking.sizes import SizeWatch
@@ -160,7 +161,7 @@ def test_honest_notebooks_do_not_wait(suite_lab, usual):
 
 def _packs() -> list[list[Shortcut]]:
     found: list[list[Shortcut]] = []
-    for shortcut in (*WAITING, *THIRD, *KIN, *FOURTH, *FIFTH, *MORE_KIN, *WORDS):
+    for shortcut in (*WAITING, *THIRD, *KIN, *FOURTH, *FIFTH, *MORE_KIN, *WORDS_1_2, *WORDS_3_4):
         room = (p for p in found if p[0].lab == shortcut.lab and all(o.cell != shortcut.cell for o in p))
         if (pack := next(room, None)) is None:
             found.append(pack := [])
