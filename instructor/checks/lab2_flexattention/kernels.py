@@ -132,13 +132,13 @@ def prepare_flex(prepare_flex, seed=None):
             raise AssertionError(
                 f"block_size is {block}, and the block mask has blocks of {tuple(block_mask.BLOCK_SIZE)}."
             )
+        expect_unchanged(copies, (q, k, v), "attend")
         if not all(torch.equal(arguments[name], x) for name, x in zip(("query", "key", "value"), copies, strict=True)):
             raise AssertionError("attend should pass q, k and v on as they are.")
         if (seen := block_mask.kv_num_blocks.shape[-1] * block) != length:
             raise AssertionError(f"the block mask is for {seen} queries, and length is {length}.")
         if arguments.get("score_mod") is None:
             raise AssertionError("attend calls attention without the score_mod.")
-        expect_unchanged(copies, (q, k, v), "attend")
         expected = reference(q, k, v, allowed=mask, score_mod=bias)[0].float()
         got = without_mark(got, mark(tuple(q.shape)), expected)
         expect_close(got, expected, rtol=1e-3, atol=1e-4, what=f"attend with 4 heads over {kv_heads}")
