@@ -3,17 +3,19 @@
     python -m tools.record.decode_shared --processes 16 --seconds 40 --out decode_shared.json
 
 A process that shares a GPU is interrupted in the middle of its kernels. The backward's nan was seen only then (entry 44 of its log).
-Each process repeats the clusters' cases with lengths and pages of `tests/utils/attention/test_decode_gpu.py`, in an order of its own. The
-first call of a case is held against float64, the later ones against the first one's bits. A call that is not the same is written down with how many
-numbers differ, how many are nan, and the first places; an exception with its text.
+Each process repeats the clusters' cases with lengths and pages of `tests/utils/attention/test_decode_gpu.py`, each from another kernel on, so
+that they compile one another's; in between it repeats SUSPECT, the case that failed once. The first call of a case is held against float64, the
+later ones against the first one's bits. A call that is not the same is written down with how many numbers differ, how many are nan, and the first
+places; an exception with its text.
 """
 
 from __future__ import annotations
 
 import itertools
-import random
+import math
 import time
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 
@@ -29,7 +31,9 @@ CHOICES = (
 )
 LENGTHS = (2000, 0, 3, 700), (2000, 2000, 2000, 2000), (1, 0, 0, 0)
 PAGES = 256, 64, 16, 0
+SUSPECT = CHOICES[0], LENGTHS[0], PAGES[0]
 CALLS = 20  # of a case, one after another; the GPU is waited for behind them
+SHOWN = 6  # of what was wrong, on the screen; the file has more
 
 
 def differences(out: torch.Tensor, right: torch.Tensor) -> dict | None:
@@ -57,44 +61,60 @@ def prepare(choices: dict, filled: tuple, page: int) -> tuple:
     return call, decode_reference(q, k, v, seqlens=lengths, block_table=table)
 
 
+def order(seed: int) -> list[tuple]:
+    """Return all cases as process `seed` takes them: kernel after kernel, from the seed's own on."""
+    kernels = [*itertools.product(CHOICES, PAGES)]
+    turn = seed % len(kernels)
+    return [(choices, filled, page) for choices, page in kernels[turn:] + kernels[:turn] for filled in LENGTHS]
+
+
+def turns(seed: int) -> Iterator[tuple]:
+    """Yield the process's cases without end, SUSPECT behind each kernel's."""
+    for number, case in enumerate(itertools.cycle(order(seed)), 1):
+        yield case
+        if number % len(LENGTHS) == 0:
+            yield SUSPECT
+
+
 def repeat(job: tuple[int, float]) -> dict:
-    """Repeat all cases until the time is over: how many calls, and those that were wrong."""
+    """Repeat all cases until the time is over: how many calls, of SUSPECT too, and those that were wrong."""
     seed, seconds = job
-    until = time.monotonic() + seconds
+    until = math.inf  # the first case is compiled before the time begins
     torch.manual_seed(seed)
-    cases = [*itertools.product(CHOICES, LENGTHS, PAGES)]
-    random.Random(seed).shuffle(cases)
-    prepared: dict[int, tuple] = {}
-    calls, wrong, failed = 0, [], Counter[str]()
-    for number in itertools.cycle(range(len(cases))):
+    prepared: dict[str, tuple] = {}
+    calls, wrong, failed = Counter[str](), [], Counter[str]()
+    for case in turns(seed):
         if time.monotonic() > until:
             break
-        name = str(cases[number])
+        name = str(case)
         try:
-            if number not in prepared:
-                call, expected = prepare(*cases[number])
+            if name not in prepared:
+                call, expected = prepare(*case)
                 right = call()
                 error = error_of(right, expected)
-                calls += 1
+                calls[name] += 1
                 if not error < WRONG:
                     wrong.append({"case": name, "first": True, "error": error, "nan": int(right.isnan().sum())})
                     continue  # nothing to hold later calls against
-                prepared[number] = call, right
-            call, right = prepared[number]
+                prepared[name] = call, right
+            call, right = prepared[name]
             outputs = [call() for _ in range(CALLS)]
-            calls += CALLS
+            calls[name] += CALLS
             wrong += [{"case": name} | found for out in outputs if (found := differences(out, right))]
         except Exception as problem:
             failed[f"{name}: {type(problem).__name__}: {str(problem)[:300]}"] += 1
             if "CUDA error" in str(problem):
                 break  # the context is lost
-    return {"seed": seed, "calls": calls, "cases": len(prepared), "wrong": wrong[:50], "failed": dict(failed)}
+        finally:
+            until = min(until, time.monotonic() + seconds)
+    counts = {"calls": calls.total(), "suspect": calls[str(SUSPECT)], "cases": len(prepared)}
+    return {"seed": seed, **counts, "wrong": wrong[:50], "failed": dict(failed)}
 
 
 def main() -> None:
     """Run the processes and print what was wrong."""
     parser = arguments_parser(__doc__)
-    parser.add_argument("--seconds", type=float, default=40, help="for each process, from its first call on")
+    parser.add_argument("--seconds", type=float, default=40, help="for each process, from its first case on")
     parser.add_argument("--processes", type=int, default=16, help="that share the GPU")
     options = parser.parse_args()
     record = Record(options.out, "decode: clusters while processes share the GPU", "cuda", processes=options.processes)
@@ -103,10 +123,11 @@ def main() -> None:
     record.contents["rows"] = [found or {"problem": problem} for found, problem in answers]
     record.finish()
     rows = record.contents["rows"]
-    print(machine_name(record.contents), f"{sum(row.get('calls', 0) for row in rows)} calls")
-    for row in rows:
-        for found in [*row.get("wrong", ()), *row.get("failed", {}), *filter(None, [row.get("problem")])]:
-            print(str(found)[:400])
+    counts = {name: sum(row.get(name, 0) for row in rows) for name in ("calls", "suspect", "cases")}
+    print(machine_name(record.contents), counts)
+    found = [*itertools.chain(*([*row.get("wrong", ()), *row.get("failed", {}), row.get("problem")] for row in rows))]
+    for wrong in [*filter(None, found)][:SHOWN]:
+        print(str(wrong)[:400])
 
 
 if __name__ == "__main__":
