@@ -99,6 +99,18 @@ def test_a_simulated_kernel_keeps_clocks_and_computes_the_same(head_dim, variant
     assert sum(found["beside"]["from scores to softmax"]) == pytest.approx(1, abs=0.01)
 
 
+@pytest.mark.parametrize("mode", ["scores", "output", "output, P shared", "products"])
+def test_simulated_products_share_the_tensor_cores(mode):
+    pytest.importorskip("triton", reason="Gluon kernels need Triton")
+    from tools.record.attention_floors import cycles_of
+    from utils import gluon_cpu
+
+    with gluon_cpu.simulate() as run:
+        cycles = cycles_of((2, 64, 128, 160, False), mode, device="cpu", programs=1, rounds=8)
+    needed = 2 * 8 * (512 if mode == "products" else 256)  # of the tensor cores, for both consumers
+    assert run.ok and all(0.9 * needed < x < 1.6 * needed for x in cycles)
+
+
 @pytest.mark.slow
 def test_clocks_cost_two_instructions_a_point_and_the_kernel_without_has_none():
     code = (

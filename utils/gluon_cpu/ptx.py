@@ -79,6 +79,8 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return Tensor(_E4M3[args[0].data], gl.float16, args[0].layout)
     if text == _EXCHANGE and pack == 4 and tuple(args[0].data.shape[-2:]) == (4, 4):
         return Tensor(args[0].data.swapaxes(-1, -2), gl.int32, args[0].layout)
+    if text == "mov.u32 $0, %clock;":
+        return Tensor(int(context.program().partition.time), gl.int32)
     own = re.fullmatch(_OWN_WORDS, text)
     if own:
         program = context.program()
