@@ -68,9 +68,13 @@ def test_clock_rate_from_cycles_and_nanoseconds():
 
 
 def test_every_case_has_the_plan_that_attention_takes():
-    assert clocks.plan_of_case(64, 16384, False)[0] == "ahead of three"
-    assert clocks.plan_of_case(128, 16384, False)[0] == "ahead"
-    assert all(plan.block_d == case[0] for case in clocks.CASES for _, plan in [clocks.plan_of_case(*case)])
+    variants = {str(case): clocks.plan_of_case(case)[0] for case in clocks.CASES}
+    assert (
+        variants["64: 1 x 32/32 x 16384 full"] == "ahead of three"
+        and variants["128: 1 x 16/16 x 16384 full"] == "ahead"
+    )
+    assert variants["64: 2 x 8/2 x 1408 full, window 256"] == "narrow"
+    assert all(clocks.plan_of_case(case)[1].block_d == case.head_dim for case in clocks.CASES)
 
 
 @pytest.mark.parametrize(("head_dim", "variant", "causal"), [(64, "ahead of three", False), (64, "", True)], ids=str)
@@ -114,9 +118,9 @@ def test_simulated_products_share_the_tensor_cores(mode):
 @pytest.mark.slow
 def test_clocks_cost_two_instructions_a_point_and_the_kernel_without_has_none():
     code = (
-        "import json; from tools.record.attention_clocks import compile_case; from utils.attention.gluon.offline import compile_step\n"
+        "import json; from tools.record.attention_clocks import CASES, compile_case; from utils.attention.gluon.offline import compile_step\n"
         "plain = compile_step(5, 64, variant='ahead of three')\n"
-        "print('ROW', json.dumps([compile_case((64, 16384, False)), plain.count('%clock|%globaltimer', 'ptx')]))"
+        "print('ROW', json.dumps([compile_case(CASES[0]), plain.count('%clock|%globaltimer', 'ptx')]))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

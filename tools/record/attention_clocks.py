@@ -1,7 +1,7 @@
 """Read where a block's cycles go in step 5 of the forward: the SM's clock at points of the consumers' and the producer's loops.
 
     python -m tools.record.attention_clocks offline --out build/attention_clocks_offline.json
-    python -m tools.record.attention_clocks measure --out build/attention_clocks.json --seconds 50 --processes 6
+    python -m tools.record.attention_clocks measure --out build/attention_clocks.json --seconds 50 --processes 8
 
 Each point is timed in every warp (`utils/attention/gluon/clocks.py`). `offline` compiles each kernel with clocks and without, needs no GPU, and
 says what the clocks add: registers, spills, instructions of a block. `measure` runs both in turns, and checks that the output is
@@ -10,7 +10,7 @@ the same bits. A row has, over the last blocks of each program:
 - `phases`: cycles from point to point of a block, of a consumer's warp: mean, and the 10th, 50th and 90th percentile;
 - `loads`: the same for the producer, whose waits for empty slots are among them; `tile`: for what a tile has beside its loop;
 - `beside`: how much of the time 0, 1, 2, ... warps of one scheduler are in a softmax at the same time;
-- `mhz`: the SM's clock, by the time in nanoseconds that the kernel keeps, and `cycles_a_block` of the kernel with clocks and
+- `mhz`: the SM's clock, by the time in nanoseconds that the kernel keeps (0 where a program has one tile), and `cycles_a_block` of the kernel with clocks and
   without: time x clock / blocks of a program, so that what stands beside the loop is in it.
 """
 
@@ -22,54 +22,83 @@ import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
 
-from tools.record.attention_ratios import inputs
 from tools.record.common import Record, arguments_parser
 from utils.attention.gluon.plan import Plan, plan_for, tile_blocks, variant_for
 
-CASES = tuple((d, length, causal) for d in (64, 128, 256) for length, causal in ((16384, False), (4096, True)))
+
+class Case(NamedTuple):
+    """One attention: sizes, and the mask; window 0: none."""
+
+    head_dim: int
+    batch: int
+    heads: int
+    kv_heads: int
+    length: int
+    causal: bool = False
+    window: int = 0
+
+    def __str__(self):
+        mask = ("causal" if self.causal else "full") + (f", window {self.window}" if self.window else "")
+        return f"{self.head_dim}: {self.batch} x {self.heads}/{self.kv_heads} x {self.length} {mask}"
+
+
+# 16384 tokens and a model width of 2048, and the two shapes that are furthest behind (docs/attention-log.md, "Where it stands").
+CASES = (
+    *(Case(d, 1, 2048 // d, 2048 // d, 16384) for d in (64, 128, 256)),
+    *(Case(d, 4, 2048 // d, 2048 // d, 4096, True) for d in (64, 128, 256)),
+    Case(64, 2, 8, 2, 1408, window=256),
+    Case(256, 16, 8, 8, 1024, True),
+)
 PROGRAMS = 132
 LONGEST = 1 << 20  # cycles: two clocks further apart are not of the same block
 
 
-def plan_of_case(head_dim: int, length: int, causal: bool, programs: int = PROGRAMS) -> tuple[str, Plan]:
-    """Return the variant and the plan that attention takes for B x S = 16384 tokens and a model width of 2048."""
-    heads = max(1, 16384 // length) * (2048 // head_dim)
-    variant = variant_for(head_dim, causal, 0, length, length, heads, programs)
-    return variant, plan_for(5, head_dim, variant)
+def plan_of_case(case: Case, programs: int = PROGRAMS) -> tuple[str, Plan]:
+    """Return the variant and the plan that attention takes."""
+    d, batch, heads, _, length, causal, window = case
+    variant = variant_for(d, causal, window, length, length, batch * heads, programs)
+    return variant, plan_for(5, d, variant)
 
 
 # ---- what the clocks cost, offline ------------------------------------------------------------------------------------
 
 
-def compile_case(case: tuple) -> dict:
+def compile_case(case: Case) -> dict:
     """Compile the kernel of a case with clocks and without."""
-    from tools.record.sass import inner_loops, instructions_between
+    from tools.record.sass import inner_loops, instructions_between, units_of
     from utils.attention.gluon.offline import compile_step
 
-    head_dim, length, causal = case
-    variant, _ = plan_of_case(*case)
-    row = {"head_dim": head_dim, "length": length, "causal": causal, "variant": variant}
+    variant, _ = plan_of_case(case)
+    row = {**case._asdict(), "variant": variant}
     for clocks in (False, True):
-        kernel = compile_step(5, head_dim, causal=causal, variant=variant, clocks=clocks)
+        mask = {"causal": case.causal, "window": case.window > 0}
+        kernel = compile_step(5, case.head_dim, variant=variant, clocks=clocks, **mask)
         loops = inner_loops(kernel.sass)
         found = {"registers": kernel.registers, "spill_bytes": kernel.spill_bytes, "warnings": kernel.warnings}
         found["loops"] = [len(loop) for loop in loops]  # one for each consumer
+        found["units"] = units_of(loops[0])
         if clocks:
             found["between"] = instructions_between(loops[0], "CS2R")
         row["with clocks" if clocks else "without"] = found
     return row
 
 
+def named(row: dict) -> str:
+    """Return a row's case and variant."""
+    case = Case(**{field: row[field] for field in Case._fields})
+    return f"{case}, {row['variant'] or 'whole'}"
+
+
 def show_offline(row: dict) -> str:
     """Return the line that is printed for a compiled case."""
-    name = f"{row['head_dim']} {row['length']} {'causal' if row['causal'] else 'full'} {row['variant'] or 'whole'}"
     kernels = (f"{key}: {row[key]['loops']}, {row[key]['spill_bytes']} bytes" for key in ("without", "with clocks"))
-    return f"{name}: instructions of a block {'; '.join(kernels)} spilled"
+    return f"{named(row)}: instructions of a block {'; '.join(kernels)} spilled"
 
 
 # ---- reading the entries ----------------------------------------------------------------------------------------------
@@ -139,7 +168,7 @@ def beside_each_other(entries: np.ndarray, begin: int, end: int) -> list[float]:
 
 
 def clock_rate(tiles: np.ndarray, point: int, time: int) -> float:
-    """Return the SM's clock in MHz, from the clocks and times of each warp's tiles: (..., TILES, WORDS)."""
+    """Return the SM's clock in MHz, from the clocks and times of each warp's tiles, (..., TILES, WORDS); 0 if none has two."""
     rates = []
     for ring in tiles.reshape(-1, *tiles.shape[-2:]):
         kept = ring[ring[:, time] != 0]
@@ -149,7 +178,7 @@ def clock_rate(tiles: np.ndarray, point: int, time: int) -> float:
         first, last = kept[ns.argmin()], kept[ns.argmax()]
         if ns.max() - ns.min() > 50_000:
             rates.append(1e3 * ((int(last[point]) - int(first[point])) % (1 << 32)) / float(ns.max() - ns.min()))
-    return float(np.median(rates)) if rates else float("nan")
+    return float(np.median(rates)) if rates else 0.0
 
 
 def read_entries(words: np.ndarray, consumers: int) -> dict:
@@ -205,36 +234,42 @@ def words_of(entries: torch.Tensor) -> np.ndarray:
     return entries.cpu().numpy().view(np.uint32)
 
 
-def arguments_of(q, k, v, causal: bool, plan: Plan, programs: int = PROGRAMS):
+def arguments_of(q, k, v, causal: bool, plan: Plan, programs: int = PROGRAMS, window: int = 0):
     """Return the arguments of a launch, with an output of its own."""
     from utils.attention.gluon.arguments import Arguments, unused
     from utils.attention.gluon.launch import LOG2_E
 
     c = q.shape[-1] ** -0.5 * LOG2_E
-    return Arguments(q, k, v, torch.empty_like(q), unused(q.device), causal, 0, False, c, plan, programs)
+    return Arguments(q, k, v, torch.empty_like(q), unused(q.device), causal, window, False, c, plan, programs)
 
 
-def prepare(case: tuple) -> None:
+def arguments_of_case(case: Case, programs: int) -> list:
+    """Return the arguments of two launches of a case, on the same inputs."""
+    shapes = [(case.batch, heads, case.length, case.head_dim) for heads in (case.heads, case.kv_heads, case.kv_heads)]
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    plan = plan_of_case(case, programs)[1]
+    return [arguments_of(q, k, v, case.causal, plan, programs, case.window) for _ in range(2)]
+
+
+def prepare(case: Case) -> None:
     """Compile both kernels of a case for the cache on the disk, in a process of its own."""
-    head_dim, length, causal = case
     from utils.attention.gluon.launch import step_module
 
-    arguments = arguments_of(*inputs(head_dim, length), causal, plan_of_case(*case)[1])
-    step_module(5).launch(arguments)
-    launch_with_clocks(arguments)
+    plain, clocked = arguments_of_case(case, PROGRAMS)
+    step_module(5).launch(plain)
+    launch_with_clocks(clocked)
     torch.cuda.synchronize()
 
 
-def measure(case: tuple, pairs: int) -> dict:
+def measure(case: Case, pairs: int) -> dict:
     """Run a case with clocks and without, and read the clocks."""
     from utils.attention.gluon.launch import step_module
     from utils.benchmark.measuring import measure_together
 
-    head_dim, length, causal = case
-    q, k, v = inputs(head_dim, length)
-    programs = torch.cuda.get_device_properties(q.device).multi_processor_count
-    variant, plan = plan_of_case(*case, programs)
-    plain, clocked = (arguments_of(q, k, v, causal, plan, programs) for _ in range(2))
+    programs = torch.cuda.get_device_properties("cuda").multi_processor_count
+    plain, clocked = arguments_of_case(case, programs)
+    q, k, v = plain.q, plain.k, plain.v
+    variant, plan = plan_of_case(case, programs)
     without = step_module(5).launch(plain)
     with_clocks, entries = launch_with_clocks(clocked)
     lse = plain.lse
@@ -243,20 +278,21 @@ def measure(case: tuple, pairs: int) -> dict:
         partial(with_clocks.handle, q, k, v, clocked.out, clocked.out, lse, entries, lse),
     ]
     results = measure_together(
-        calls, labels=["without", "with clocks"], warmup=3, iterations=pairs, device="cuda", l2="cold", max_seconds=4
+        calls, labels=["without", "with clocks"], warmup=3, iterations=pairs, device="cuda", l2="cold", max_seconds=3
     )
-    entries.zero_()
-    for call in [calls[1]] * 3:  # at the clock of steady work
-        call()
+    flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    for _ in range(3):  # the clocks of the last call remain; its L2 is cold, too
+        entries.zero_()
+        flush.zero_()
+        calls[1]()
     torch.cuda.synchronize()
     found = read_entries(words_of(entries), plan.consumers)
     ms = [result.median_ms for result in results]
-    heads = q.shape[0] * q.shape[1]
-    blocks = sum(tile_blocks(plan, length, length, causal, 0)) * heads / programs
+    heads = case.batch * case.heads
+    blocks = sum(tile_blocks(plan, case.length, case.length, case.causal, case.window)) * heads / programs
     cycles = [round(x * 1e3 * found["mhz"] / blocks, 1) for x in ms]
-    row = {"head_dim": head_dim, "length": length, "causal": causal, "variant": variant}
-    row |= {"ms": {"without": ms[0], "with clocks": ms[1]}, "blocks_of_a_program": round(blocks, 1)}
-    row |= {"cycles_a_block": {"without": cycles[0], "with clocks": cycles[1]}}
+    row = {**case._asdict(), "variant": variant, "ms": {"without": ms[0], "with clocks": ms[1]}}
+    row |= {"blocks_of_a_program": round(blocks, 1), "cycles_a_block": {"without": cycles[0], "with clocks": cycles[1]}}
     return row | {"same_bits": torch.equal(plain.out, clocked.out)} | found
 
 
@@ -266,10 +302,9 @@ def show(row: dict) -> str:
     def phases(table: dict) -> str:
         return ", ".join(f"{name} {x['p50']} ({x['mean']:.0f})" for name, x in table.items() if x)
 
-    head = f"{row['head_dim']} {row['length']} {'causal' if row['causal'] else 'full'} {row['variant'] or 'whole'}"
     ratio = row["ms"]["with clocks"] / row["ms"]["without"]
     return (
-        f"{head}: {row['ms']['without']:.4f} ms, x {ratio:.3f} with clocks, {row['mhz']:.0f} MHz, "
+        f"{named(row)}: {row['ms']['without']:.4f} ms, x {ratio:.3f} with clocks, {row['mhz']:.0f} MHz, "
         f"{row['cycles_a_block']['without']:.0f} cycles a block, same bits {row['same_bits']}\n"
         f"  {phases(row['phases'])}\n  producer {phases(row['loads'])}\n  tile {phases(row['tile'])}\n  {row['beside']}"
     )
