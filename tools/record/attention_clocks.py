@@ -297,16 +297,17 @@ def measure(case: Case, pairs: int) -> dict:
 
 
 def show(row: dict) -> str:
-    """Return the lines that are printed for a measured case: medians, with means in brackets."""
+    """Return the lines that are printed for a measured case: medians in the order of the record's tables."""
 
-    def phases(table: dict) -> str:
-        return ", ".join(f"{name} {x['p50']} ({x['mean']:.0f})" for name, x in table.items() if x)
+    def medians(table: dict) -> str:
+        return " ".join(str(x["p50"]) if x else "-" for x in table.values())
 
     ratio = row["ms"]["with clocks"] / row["ms"]["without"]
     return (
         f"{named(row)}: {row['ms']['without']:.4f} ms, x {ratio:.3f} with clocks, {row['mhz']:.0f} MHz, "
-        f"{row['cycles_a_block']['without']:.0f} cycles a block, same bits {row['same_bits']}\n"
-        f"  {phases(row['phases'])}\n  producer {phases(row['loads'])}\n  tile {phases(row['tile'])}\n  {row['beside']}"
+        f"{row['cycles_a_block']['without']:.0f} a block, same bits {row['same_bits']}\n"
+        f"  block {medians(row['phases'])}; producer {medians(row['loads'])}; tile {medians(row['tile'])}\n"
+        f"  in softmax {row['beside']['from scores to softmax']}, in products {row['beside']['from begin to scores']}"
     )
 
 
