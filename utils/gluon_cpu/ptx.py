@@ -32,7 +32,7 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     """Run `gl.inline_asm_elementwise` if its text is known.
 
     A wait for products, a broadcast from lane 0, a scalar plus zero, a product, a mask by columns, four e4m3 numbers as fp16,
-    four words exchanged by four threads; a prefetch, a wait until TMA has written to global memory, a fence before TMA's accesses
+    four words exchanged by four threads; clocks that are kept; a prefetch, a wait until TMA has written to global memory, a fence before TMA's accesses
     to it; named barriers; and what lets a launch begin before the last one has ended, which says nothing here, where launches run one
     after another.
     """
@@ -79,6 +79,22 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return Tensor(_E4M3[args[0].data], gl.float16, args[0].layout)
     if text == _EXCHANGE and pack == 4 and tuple(args[0].data.shape[-2:]) == (4, 4):
         return Tensor(args[0].data.swapaxes(-1, -2), gl.int32, args[0].layout)
+    if text == "mov.u32 $0, %clock;":
+        return Tensor(int(context.program().partition.time), gl.int32)
+    own = re.fullmatch(_OWN_WORDS, text)
+    if own:
+        program = context.program()
+        warps = sum(partition.num_warps for partition in program.partitions[: program.partition.index])
+        return _behind(args[0], warps * int(own[1]))
+    kept = re.fullmatch(
+        r"\{ \.reg \.b32 t; mov\.u32 t, %(clock|globaltimer_lo); st\.global\.b32 \[\$1\+(\d+)\], t; mov\.u32 \$0, 0; \}",
+        text,
+    )
+    if kept:
+        return _keep_word(args[0], int(kept[2]), int(context.program().partition.time))
+    kept = re.fullmatch(r"st\.global\.b32 \[\$1\+(\d+)\], \$2; mov\.u32 \$0, 0;", text)
+    if kept:
+        return _keep_word(args[0], int(kept[1]), int(to_tensor(args[1]).data))
     if len(args) == 1 and computes_numbers(text):
         return run_numbers(text, args[0], pack)
     refuse("unknown operation", f"gluon_cpu does not know this inline assembly: {text[:120]}")
@@ -103,6 +119,25 @@ _DIVIDE_CODE = (
     "{ .reg .pred p; again: setp.ge.s32 p, $1, 0; @p bra done; nanosleep.u32 1; bra again; done: mov.u32 $0, 0; }"
 )
 _ADD_ZERO = "{ .reg .b32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }"  # a lane's number is below 32
+
+
+# Where the entries of a thread's warp begin, which has so many bytes of its own.
+_OWN_WORDS = (
+    r"\{ \.reg \.b32 t; \.reg \.b64 a; mov\.u32 t, %tid\.x; shr\.u32 t, t, 5; mul\.wide\.u32 a, t, (\d+); "
+    r"add\.u64 \$0, \$1, a; \}"
+)
+
+
+def _behind(pointer: Tensor, offset: int) -> Tensor:
+    """The pointer to 32-bit elements, so many bytes behind another one."""
+    return Tensor(pointer.data + offset // 4, pointer.dtype, pointer.layout, pointer.buffer)
+
+
+def _keep_word(pointer: Tensor, offset: int, number: int) -> Tensor:
+    """Store 32 bits at so many bytes behind a pointer to fp32, as a partition's first warp does; both clocks are the model's cycles."""
+    offsets = addresses(_behind(pointer, offset), None, "st.global")[0]
+    pointer.buffer.write(offsets, np.uint32(number).view(np.float32))
+    return Tensor(0, gl.int32)
 
 
 def _product_text(n: int) -> str:

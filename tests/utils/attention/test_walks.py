@@ -93,6 +93,10 @@ def on_host(function, **names):
     return types.FunctionType(code.__code__, {**code.__globals__, **names}, code.__name__, code.__defaults__)
 
 
+# Clocks are kept only for a record.
+NO_CLOCKS = dict.fromkeys(("own_entries", "block_entry", "tile_entry", "keep_clock", "keep_loop"), lambda *given: None)
+
+
 class Ring:
     """A ring of tiles of one role: what it loads, or what it waits for and releases."""
 
@@ -155,6 +159,7 @@ class Consumer(Role):
         self.parts.leave = lambda t, o, lses, row, *more: self.left.append((int(t), int(row)))
         self.parts.add_up = lambda *more: (0, 0)
         names = {
+            **NO_CLOCKS,
             "gl": device,
             "Block": lambda number, row, key: types.SimpleNamespace(number=number, row=row, key=key),
             "accumulator": lambda columns: None,
@@ -185,7 +190,7 @@ class Consumer(Role):
         self.read.append((int(block.number), int(block.row), int(block.key), causal or window or tail))
         return 0, 0
 
-    def step(self, work, block, q, o, p, state, more, masked, causal, window):
+    def step(self, work, block, q, o, p, state, more, masked, causal, window, clocks):
         self.v.wait_full(block.number - 1)
         return self.finish_block(work, block, 0, 0, state, more, masked, causal, window)
 
@@ -247,7 +252,7 @@ def check_program(given, programs, program, table):
     starts = []  # how many blocks had been loaded before a tile's first query rows
     load = role.q.load
     role.q.load = lambda *at: (starts.append(len(role.k.loads)) if len(at) == 5 else None, load(*at))
-    on_host(step5_overlapped.producer, gl=Device(program, programs, table))(role, None, None, None)
+    on_host(step5_overlapped.producer, gl=Device(program, programs, table), **NO_CLOCKS)(role, None, None, None)
     blocks = role.k.loads
     every = list(range(len(blocks)))
     assert blocks == role.v.loads and [number for _, number, *_ in blocks] == every

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
+from utils.attention.gluon.clocks import keep_clock
 from utils.attention.gluon.shared import accumulator, left_operand, rescale, wait_products
 from utils.attention.gluon.softmax import first_softmax, half_softmax, join_rows, split_rows, spread, whole_softmax
 
@@ -20,9 +21,10 @@ def start_scores(q, k):
 
 
 @gluon.jit
-def start_output(work, number, o, p, state):
+def start_output(work, number, o, p, state, clocks=None):
     """Hand P V of block number - 1 to the tensor cores, added to `o`, which with halves is rescaled only here."""
     work.v.wait_full(number - 1)
+    keep_clock(work, clocks, "V there")
     if work.PLAN.halves:
         o = rescale(o, spread((state[0].factor, state[1].factor), o))
     return warpgroup_mma(p, work.v.tile(number - 1), o, is_async=True)
@@ -57,6 +59,7 @@ def finish_block(
     WINDOW: gl.constexpr,
     TAIL: gl.constexpr = False,
     NEXT_TILE: gl.constexpr = False,
+    clocks=None,
 ):
     """The softmax of block i, from the scores `s` in flight, while P V(i-1), `pv`, is still running.
 
@@ -67,6 +70,7 @@ def finish_block(
     dtype: gl.constexpr = work.k.tiles.dtype
     # Of the two products in flight the older one, the scores, is waited for: their registers are read next.
     s = wait_products(s, 1, PLAN.block_n)
+    keep_clock(work, clocks, "scores there")
     work.k.release(block.number)
     if MASKED:  # noqa: SIM102 (decided by the compiler; the next line for each block)
         if masked:
@@ -80,15 +84,21 @@ def finish_block(
         top0 = gl.maximum(upper.maximum, gl.max(s0, 2))
         top1 = gl.maximum(lower.maximum, gl.max(s1, 2))
         p0, upper = half_softmax(s0, upper, top0, work.c, dtype, CAUSAL or WINDOW)
+        keep_clock(work, clocks, "softmax")
         work.k.wait_full(block.number + 1, pred=more)
+        keep_clock(work, clocks, "next K there")
         o = wait_products(pv, 0, PLAN.block_d)
+        keep_clock(work, clocks, "output there")
         work.v.release(block.number - 1)
         p1, lower = half_softmax(s1, lower, top1, work.c, dtype, CAUSAL or WINDOW)
         return o, gl.convert_layout(join_rows(p0, p1), left_operand(PLAN.block_d)), (upper, lower)
     else:
         p, rows = whole_softmax(s, state[0], work.c, dtype, CAUSAL or WINDOW)
+        keep_clock(work, clocks, "softmax")
         work.k.wait_full(block.number + 1, pred=more)
+        keep_clock(work, clocks, "next K there")
         o = wait_products(pv, 0, PLAN.block_d)
+        keep_clock(work, clocks, "output there")
         work.v.release(block.number - 1)
         if not NEXT_TILE:
             o = rescale(o, spread((rows.factor,), o))
@@ -96,12 +106,17 @@ def finish_block(
 
 
 @gluon.jit
-def step(work, block, q, o, p, state, more, masked, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+def step(work, block, q, o, p, state, more, masked, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, clocks=None):
     """One key block i: Q K(i) and P V(i-1) to the tensor cores, then the softmax of block i while P V(i-1) runs.
 
     more: whether another block follows. CAUSAL, WINDOW: what the mask is where `masked`; both false in a loop over
     blocks that need none.
     """
+    keep_clock(work, clocks, "begins")
     s = start_scores(q, work.k.tile(block.number))
-    pv = start_output(work, block.number, o, p, state)
-    return finish_block(work, block, s, pv, state, more, masked, CAUSAL, WINDOW)
+    keep_clock(work, clocks, "scores handed over")
+    pv = start_output(work, block.number, o, p, state, clocks)
+    keep_clock(work, clocks, "output handed over")
+    o, p, state = finish_block(work, block, s, pv, state, more, masked, CAUSAL, WINDOW, clocks=clocks)
+    keep_clock(work, clocks, "ends")
+    return o, p, state

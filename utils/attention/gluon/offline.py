@@ -28,6 +28,7 @@ def compile_step(
     variant: str = "",
     parts: bool = False,
     offset: bool = False,
+    clocks: bool = False,
     plan: Plan | None = None,
 ) -> Assembly:
     """Compile a step of the ladder for sm_90a.
@@ -43,6 +44,7 @@ def compile_step(
         variant: Of step 5's plan (`plan.variant_for`).
         parts: Whether programs share tiles (`plan.parts_for`).
         offset: Whether causal tiles begin before the first query (`plan.row_offset`).
+        clocks: Whether the kernel keeps clocks (`clocks.py`).
         plan: Tile and pipeline; the step's own by default.
     """
     from triton.experimental.gluon import language as gl
@@ -61,7 +63,17 @@ def compile_step(
         STAGES=plan.stages,
         REGISTERS=plan.registers,
         PLAN=plan,
-        CASE=Case(causal, window, tail, lse, (causal or window) and not parts, parts, together=parts, offset=offset),
+        CASE=Case(
+            causal,
+            window,
+            tail,
+            lse,
+            (causal or window) and not parts,
+            parts,
+            together=parts,
+            offset=offset,
+            clocks=clocks,
+        ),
     )
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     tile = {"q_desc": BLOCK_M, "o_desc": BLOCK_M, "k_desc": plan.block_n, "v_desc": plan.block_n}

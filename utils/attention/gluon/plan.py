@@ -59,7 +59,7 @@ class Case:
     tail: the keys are no multiple of a block. lse: the log-sum-exp is stored. dealt: the host deals out the tiles
     (`dealing.deal_tiles`). parts: programs share the keys of a tile (`parts_for`).
     together: and add the parts up together (`parts.py`). offset: a head's first tile begins before its
-    first query (`row_offset`).
+    first query (`row_offset`). clocks: the kernel keeps clocks (`clocks.py`), only for a record.
     """
 
     causal: bool = False
@@ -70,6 +70,7 @@ class Case:
     parts: bool = False
     together: bool = False
     offset: bool = False
+    clocks: bool = False
 
 
 # Step 5's plans, by tile width and variant (`variant_for`).

@@ -59,6 +59,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from utils.attention.gluon.arguments import Arguments, unused
 from utils.attention.gluon.blocks import finish_block, first_block, start_output, start_scores, step
+from utils.attention.gluon.clocks import block_entry, keep_clock, keep_loop, own_entries, tile_entry
 from utils.attention.gluon.dealing import deal_tiles
 from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring
@@ -78,6 +79,7 @@ def producer(work, q_desc, k_desc, v_desc):
     CONSUMERS: gl.constexpr = PLAN.consumers
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
     count, t, rest = work.first(BLOCK_M * CONSUMERS)
+    entries = own_entries(work)
     it = 0
     for i in range(count):
         t_next = work.todo.start_next(t, rest, i)
@@ -92,11 +94,16 @@ def producer(work, q_desc, k_desc, v_desc):
             # In the order of need: the first consumer's Q, K, the other consumers' Q, V.
             if j == 0:
                 work.q.load(i, q_desc, batch, head, row)
+            clocks = block_entry(work, entries, it)
+            keep_clock(work, clocks, "begins")
             work.k.load(it, k_desc, batch, kv_head, key)
+            keep_clock(work, clocks, "K loads")
             if j == 0:
                 for w in gl.static_range(1, CONSUMERS):
                     work.q.load(i, q_desc, batch, head, row + w * BLOCK_M, w)
+            keep_clock(work, clocks, "V's turn")
             work.v.load(it, v_desc, batch, kv_head, key)
+            keep_clock(work, clocks, "V loads")
             it += 1
         t = work.todo.finish_next(t_next)
 
@@ -134,8 +141,11 @@ def consumer(work, results, W: gl.constexpr):
 
     sq, sk = work.sq, work.sk
     count, t, rest = work.first(BLOCK_M * PLAN.consumers)
+    entries = own_entries(work)
     it = 0
     for i in range(count):
+        tile_clocks = tile_entry(work, entries, i)
+        keep_clock(work, tile_clocks, "begins")
         t_next = work.todo.start_next(t, rest, i)
         tile, flat = work.todo.locate(t)
         first_row = work.first_row(tile)
@@ -157,9 +167,11 @@ def consumer(work, results, W: gl.constexpr):
         right, edge = clean_blocks(row, BLOCK_M, lo, hi, sq, sk, work.window, BLOCK_N, CAUSAL, WINDOW)
 
         work.q.wait_full(i, W)  # the first product reads Q; the producer loads it in the order of need
+        keep_clock(work, tile_clocks, "Q there")
         q = work.q.tile(i, W)
         block = Block(it, row, (hi - 1) * BLOCK_N)
         p, state = first_block(work, block, q, CAUSAL, WINDOW, work.CASE.tail)
+        keep_clock(work, tile_clocks, "first softmax")
         if LATE_RELEASE:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
             if i > 0:
                 # The last tile's output leaves through its Q's slot: the next Q may not come before it has left.
@@ -168,20 +180,26 @@ def consumer(work, results, W: gl.constexpr):
         o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, accumulator(BLOCK_D))
         it += 1
         work.k.wait_full(it, pred=n > 1)  # each step waits for the next one's keys; this is the first one's
+        keep_clock(work, tile_clocks, "loop begins")
         for j in range(1, n):
             block = Block(it, row, (hi - 1 - j) * BLOCK_N)
             masked = (j < right) | (j >= edge)
-            o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked, LOOP_CAUSAL, WINDOW)
+            clocks = block_entry(work, entries, it)
+            o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked, LOOP_CAUSAL, WINDOW, clocks)
             it += 1
+        keep_clock(work, tile_clocks, "loop ends")
+        keep_loop(work, tile_clocks, n - 1)
         if not PLAN.o_in_q:
             work.q.release(i, W)
 
         pv = start_output(work, it, o, p, state)
+        keep_clock(work, tile_clocks, "last output handed over")
         inverse, lses = normalizers(state, work.c, row)
         if work.CASE.lse and not work.CASE.parts:
             store_lse(lse_ptr, lses, flat, sq)
         # The output's registers are read next, and V's slot is released.
         o = wait_products(pv, 0, BLOCK_D)
+        keep_clock(work, tile_clocks, "last output there")
         o = o * spread(inverse, o)
         work.v.release(it - 1)
         if WINDOW and PLAN.consumers > 1:
@@ -201,6 +219,7 @@ def consumer(work, results, W: gl.constexpr):
                 work.parts.depart(t, W, PLAN.consumers, used)
         else:
             store_tile(work, out, flat, row, o_tiles.index(work.q.slot(i, W) if PLAN.o_in_q else W), o)
+        keep_clock(work, tile_clocks, "stored")
         if PLAN.o_in_q and not LATE_RELEASE:
             tma.store_wait(0)  # Q's slot holds the output: the next Q may not come before that has left
             work.q.release(i, W)
@@ -223,6 +242,7 @@ def consumer_ahead(work, results, W: gl.constexpr):
 
     count, t = work.todo.first()[:2]
     n = gl.cdiv(work.sk, BLOCK_N)
+    entries = own_entries(work)
     it = gl.to_tensor(0)
     last_key = (n - 1) * BLOCK_N  # only a tile's first block, with the last keys, is masked: that needs no row
     work.q.wait_full(0, W)
@@ -233,6 +253,7 @@ def consumer_ahead(work, results, W: gl.constexpr):
         more = i + 1 < count
         tile, flat = work.todo.locate(t)
         row = (tile * PLAN.consumers + W) * BLOCK_M
+        tile_clocks = tile_entry(work, entries, i)
         q = work.q.tile(i, W)
         o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, accumulator(BLOCK_D))
         if PLAN.o_in_q:
@@ -245,9 +266,13 @@ def consumer_ahead(work, results, W: gl.constexpr):
             block = Block(it, it, last_key)
             o, p, state = finish_block(work, block, s, pv, state, (n > 2) | more, False, False, False)
             it += 1
+        keep_clock(work, tile_clocks, "loop begins")
         for j in range(2 if PLAN.o_in_q else 1, n):
-            o, p, state = step(work, Block(it, it, last_key), q, o, p, state, (j + 1 < n) | more, False, False, False)
+            block, clocks = Block(it, it, last_key), block_entry(work, entries, it)
+            o, p, state = step(work, block, q, o, p, state, (j + 1 < n) | more, False, False, False, clocks)
             it += 1
+        keep_clock(work, tile_clocks, "loop ends")
+        keep_loop(work, tile_clocks, n - (2 if PLAN.o_in_q else 1))
         if not PLAN.o_in_q:
             work.q.release(i, W)
 
@@ -270,6 +295,7 @@ def consumer_ahead(work, results, W: gl.constexpr):
             tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
         o_tile = o_tiles.index(work.q.slot(i, W) if PLAN.o_in_q else W)
         store_tile(work, out, flat, row, o_tile, o * spread(inverse, o))
+        keep_clock(work, tile_clocks, "stored")
         t += gl.num_programs(0)
     tma.store_wait(0)  # shared memory must live until TMA has read it
 
