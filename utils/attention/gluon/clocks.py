@@ -9,11 +9,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-BLOCKS, TILES, WORDS = (
-    64,
-    16,
-    16,
-)  # entries of a warp for blocks and for tiles; 32-bit words of an entry, one for each point
+BLOCKS, TILES = 64, 16  # entries of a warp
+WORDS = 16  # of 32 bits in an entry, one for each point
 BLOCK_POINTS = (
     "begins",
     "scores handed over",
