@@ -447,8 +447,8 @@ if not on_gpu:
 #   directions); beyond the prefix the mask is causal.
 #
 # One rule holds for every mask and every score modifier of this lab: it is a program for one pair. It looks up a few numbers of
-# its query and its key and computes with them. It does not build or read a tensor of pairs, and it does not go through many tokens to
-# decide about one pair. Grading evaluates each function on single pairs and looks at the size of everything it touches.
+# its query and its key and computes with them. When it is asked, it neither makes nor reads a tensor of pairs, and it does not go
+# through many tokens to decide about one pair. Grading evaluates each function on single pairs and looks at the size of everything it touches.
 #
 # {hint idea}
 # A mask function is one question about two numbers: may position q look at position k?
@@ -2378,7 +2378,7 @@ hidden.at_positions(at_positions).raise_if_wrong()
 #
 # `paged_mask(mask_mod, owner, number, page_size)` turns a mask between positions into one over the pool: query $q$
 # of sequence `b` sees the key at place $k$ if the page belongs to `b`, and `mask_mod` lets $q$ see the position that lies
-# there. Free pages are seen by nobody.
+# there. Free pages are seen by nobody. About each pair, `mask_mod` is asked once.
 #
 # {hint idea}
 # Translate the place in the pool into a position of a sequence, then ask the mask about that position.

@@ -209,8 +209,11 @@ print(f"Hopper GPU  {'yes: your kernels run here, too' if on_hopper else gluon_s
 def repaired(text: str, repairs: dict[str, str]) -> str:
     """The broken file with repairs in place of the lines they name."""
     assert isinstance(repairs, dict), f"repairs() should be a dict, and is {type(repairs).__name__}."
-    unknown = sorted(set(repairs) - {line.strip() for line in text.splitlines()})
-    assert not unknown, f"`{unknown[0]}` stands 0 times in lab3_broken.py: copy a whole line, without its indentation."
+    found = [line.strip() for line in text.splitlines()]
+    for line in repairs:
+        assert found.count(line) == 1, (
+            f"`{line}` stands {found.count(line)} times in lab3_broken.py: copy a whole line that stands there once, without its indentation."
+        )
     assert len(repairs) <= 6, f"repairs changes {len(repairs)} lines; 6 at most. Change what is wrong."
     lines = []
     for line in text.splitlines():
@@ -663,8 +666,8 @@ plt.show()
 #
 # Write the body of `transpose`, with `gl.convert_layout`. Each program loads and stores one tile of 32 × 32, 4-byte
 # elements. `x_ptr` is (m, n), its rows `x_stride` elements apart; `y_ptr` is (n, m), its rows `y_stride` elements
-# apart. Any size and any stride must work, so mask both. The program has 4 warps. The check counts sectors: at whole
-# tiles, not one more than needed, in the load and in the store.
+# apart. Any size and any stride must work: nothing outside of X is read, and nothing outside of Y written. The program
+# has 4 warps. The check counts sectors: at whole tiles, not one more than needed, in the load and in the store.
 #
 # You can do it with `gl.BlockedLayout`, `gl.arange(0, 32, gl.SliceLayout(1, layout))` for rows,
 # `SliceLayout(0, layout)` for columns, `[:, None]`, `[None, :]`, `gl.load(pointers, mask=...)`,

@@ -64,6 +64,8 @@ _AFTERWARDS = frozenset(
         "le",
     ]
 )
+_SUMS = words("add sub rsub sum nansum mean cumsum addcmul addcdiv lerp")  # and differences
+_PLACES = words("argmax argmin argsort sort topk max min nonzero searchsorted bucketize")  # integers among the results
 _PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "mv", "addmv"))
 _MULTIPLY = frozenset(("mul", "div", "addcmul", "addcdiv", "_foreach_mul", "_foreach_div", "_foreach_addcmul", "lerp"))
 
@@ -106,6 +108,8 @@ class SizeWatch(TorchDispatchMode):
         # id of such a tensor -> [elements, step that made it, last step that used it, does it hold numbers of the inputs?]
         self._spans: dict[int, list[int]] = {}
         self._copied: set[int] = set()  # ids of such tensors that hold numbers of the inputs as they were
+        self._bits: set[int] = set()  # ids of views that show floating-point numbers as integers
+        self.narrow: tuple[str, int] = ("", 0)  # the largest sum of 16-bit numbers in 16 bits, and its operator
         self._alive: list[torch.Tensor] = []  # so that no id is used twice
         self.steps: list[int] = []  # a hash of each operator, with the shapes and integers that it was given
 
@@ -118,6 +122,9 @@ class SizeWatch(TorchDispatchMode):
         self.read += sum(t.numel() for t in given if t.numel() > 1)
         self.steps.append(hash((name, *(tuple(t.shape) for t in given), *(a for a in args if type(a) is int))))
         self._follow(name, given, made)
+        if name in _SUMS:
+            narrow = [t.numel() for t in made if t.is_floating_point() and t.itemsize < 4]
+            self.narrow = max(self.narrow, (name, max(narrow, default=0)), key=lambda entry: entry[1])
         if name in MOVES and name not in _VIEWS:
             self.moved += sum(t.numel() for t in made)
         self.largest[name] = max(self.largest.get(name, 0), max(sizes, default=0))
@@ -159,7 +166,7 @@ class SizeWatch(TorchDispatchMode):
         """Note which memory an operator used, and which it made."""
         step, spans = len(self.steps), [self._spans.get(self._memory.get(id(t), 0)) for t in given]
         of_inputs = any(
-            span[3] if span else t.is_floating_point() and t.numel() > 1  # memory that was not made here is an input's
+            span[3] if span else self._is_real(t) and t.numel() > 1  # memory that was not made here is an input's
             for t, span in zip(given, spans, strict=True)
         )
         for span in spans:
@@ -177,18 +184,27 @@ class SizeWatch(TorchDispatchMode):
             else:
                 self._alive += [tensor, *given[:1]]
                 if name in _VIEWS and given:
+                    if self._is_real(given[0]) and not tensor.is_floating_point() and not tensor.is_complex():
+                        self._bits.add(id(tensor))
                     self._memory[id(tensor)] = self._memory.get(id(given[0]), id(given[0]))
                 else:
                     self._memory[id(tensor)] = id(tensor)
-                    self._spans[id(tensor)] = [tensor.numel(), step, step, of_inputs and tensor.is_floating_point()]
+                    # A truth value is a bit; places of a search or a sorting are no numbers of the inputs.
+                    numbers = tensor.numel() // (16 if tensor.dtype is torch.bool else 1)
+                    kept = of_inputs and (name not in _PLACES or self._is_real(tensor))
+                    self._spans[id(tensor)] = [numbers, step, step, kept]
                     self.created = max(self.created, (name, tensor.numel()), key=lambda entry: entry[1])
+
+    def _is_real(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor holds real or complex numbers, or their bits as integers."""
+        return tensor.is_floating_point() or tensor.is_complex() or id(tensor) in self._bits
 
     def _note_copy(self, name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
         """Note a copy, a conversion or a joining of the inputs' numbers, and return whether this was one."""
         if name not in _COPIES and name not in _WRITES:
             return False
         taken = given[1:] if name in _WRITES else given
-        real = [t for t in taken if t.is_floating_point() and t.numel() > 1]
+        real = [t for t in taken if self._is_real(t) and t.numel() > 1]
         roots = [self._memory.get(id(t), id(t)) for t in real]
         # What was not made here is an input.
         if not real or any(root in self._spans and root not in self._copied for root in roots):

@@ -13,6 +13,7 @@ import torch
 from instructor.checks.common import DTYPES, Draw, by_value, dtype_name, expect_unchanged, expect_value, let_wait
 from utils.checking import MATMUL, check, expect_close, forbid, forbid_leaving, watch_operations
 from utils.checking.profiles import marked_waits, steps_that_wait
+from utils.checking.watching import demand
 from utils.machine.device import default_device
 
 # Or it waits by a function of torch's, which leaves no mark.
@@ -80,6 +81,7 @@ _LOOKUPS = (
     "embedding",
     r"grid_sample\w*",
 )
+_EXPONENTIALS = (r"tanh|erfc?|sinh|cosh|exp2?|expm1|\w*sigmoid|expit|__rpow__",)  # e ** x is a power, but x ** 3 is one, too
 _CONSTANTS = 4  # of the formula, that may be computed by torch and read
 
 
@@ -95,6 +97,7 @@ def gelu_by_hand(gelu_by_hand, seed=None):
     forbid(
         watch, _LOOKUPS, hint="an elementwise operator computes each element from its own input, and looks nothing up"
     )
+    demand(watch, _EXPONENTIALS, hint="the formula has the tanh of each element, or exponentials that make one")
     forbid_leaving(watch)
     if sum(watch.exits.values()) > _CONSTANTS:
         raise AssertionError(

@@ -112,6 +112,21 @@ def paged_mask(paged_mask, seed=None):
                 h,
             )
     expect_program(mod, max(16, len(pages) * page_size), "paged_mask", sq, len(pages) * page_size)
+    asked = []
+
+    class Asked:
+        """The mask, as an object: where a function would travel by its code, this one stays here and notes each call."""
+
+        def __call__(self, b, h, q, k):
+            asked.append(1)
+            return _window(width)(b, h, q, k)
+
+    mod = paged_mask(Asked(), owner, number, page_size)
+    mod(*(torch.tensor(0) for _ in range(4)))
+    if len(asked) > 2:
+        raise AssertionError(
+            f"paged_mask asks mask_mod {len(asked)} times to decide about one pair. Look up which position the key has, and ask once."
+        )
 
 
 @check("Bonus 8.3", "A ragged batch")

@@ -186,6 +186,15 @@ def _expect_split(events: list[Event], blocks: int, stages: int) -> None:
             f"with {stages} slots, {started} copies of K and V have been issued when the first block is worked on, and "
             f"{2 * min(stages, blocks)} could be: the producer waits for nothing but a free slot."
         )
+    waited = [
+        {e.buffer for e in events if e.kind == "wait" and (e.partition == "load_partition") == own}
+        for own in (True, False)
+    ]
+    if both := sorted(waited[0] & waited[1]):
+        raise AssertionError(
+            f"load_partition waits for {' and '.join(both)}, as the consumers do: that a tile has come matters to them alone. The "
+            "producer waits for nothing but a free slot."
+        )
 
 
 @check("5.3", "Overlap")

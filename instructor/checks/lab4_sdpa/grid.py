@@ -152,8 +152,7 @@ def fastest_and_default(fastest_function, default_function, mean_function, seed=
                 'Rows that are not "ok" do not count, whatever stands in their `ms`.': default_slowdown(anything),
             },
         )
-        if not grid.equals(before):
-            raise AssertionError("one of the functions changed the table it was given. Work on a copy.")
+        _expect_unchanged(grid, before, "one of the functions")
     values = [math.exp(draw.real(-1, 3)) for _ in range(9)]
     expect_value(
         mean_function(pd.Series(values)),
@@ -370,8 +369,14 @@ def choose_backend(choose_backend, seed=None):
             _expect_choice(choose_backend, grid, call, able)
         call["head_dim"] = 256
         _expect_choice(choose_backend, grid, call, able)
-        if not grid.equals(before):
-            raise AssertionError("choose_backend changed the table it was given. Work on a copy.")
+        _expect_unchanged(grid, before, "choose_backend")
+
+
+def _expect_unchanged(grid: pd.DataFrame, before: pd.DataFrame, who: str) -> None:
+    """Assert that a table is as it was before: its values, the names of its rows and columns, and what it carries besides."""
+    names = [(table.index.name, table.columns.name, table.attrs) for table in (grid, before)]
+    if not grid.equals(before) or names[0] != names[1]:
+        raise AssertionError(f"{who} changed the table it was given. Work on a copy.")
 
 
 def _expect_choice(choose_backend, grid, call, able) -> None:

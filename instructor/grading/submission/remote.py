@@ -37,6 +37,7 @@ from instructor.grading.submission.exceptions import error_with_lines
 from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import BlockMasks
 from instructor.grading.wire.channel import Channel, Closed, TooLate, WireError
+from instructor.grading.wire.containers import containers_in, overwrite
 from instructor.grading.wire.signatures import make_proxy, parameters_of
 from instructor.grading.wire.values import Decoder, Encoder
 from utils.checking import watching
@@ -365,11 +366,14 @@ class Remote:
             "kwargs": self._encode(encode, kwargs),
         }
         self.dropped = []
+        containers = [*containers_in((*args, *kwargs.values()))]
         originals = {self.keys[id(t)]: copied[id(t)] for t in tensors_in(given)} if given else {}
         reply, blobs = self.ask(message, encode.blobs)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             try:
-                value = self._conclude(reply, blobs, number, watches, replayed, sizes if recorded else None, levels)
+                value = self._conclude(
+                    reply, blobs, number, watches, replayed, sizes if recorded else None, levels, containers
+                )
                 if given and self.calls is not None and reply["op"] == "result":
                     self._keep_call(self.calls, reply, blobs, originals, value)
             except (WireError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -391,11 +395,16 @@ class Remote:
             with open(name, "wb") as file:
                 file.write(blobs[0])
 
-    def _conclude(self, reply, blobs, number, watches, replayed, sizes, levels):
+    def _conclude(self, reply, blobs, number, watches, replayed, sizes, levels, containers):
         if reply["op"] == "unsendable":
             raise _mark_as_students(TypeError(f"your code returned what no check can use: {reply['why']}"))
         decode = self.decoder(blobs, levels)
         self._apply(reply["mutated"], decode)
+        for place, contents, about in reply["containers"]:
+            if type(place) is not int or not 0 <= place < len(containers):
+                raise WireError("an argument that the call does not have")
+            if not self.quiet:
+                overwrite(containers[place], decode(contents), decode(about))
         switches = expect_sdpa_switches(reply["sdpa"])
         if not self.quiet:
             self._take_effects(reply, switches)

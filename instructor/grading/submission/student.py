@@ -39,6 +39,7 @@ from instructor.grading.submission.outputs import MAX_TEXT, Outputs, Stream
 from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import BlockMasks
 from instructor.grading.wire.channel import Channel, Closed, WireError
+from instructor.grading.wire.containers import Container, containers_in
 from instructor.grading.wire.signatures import make_proxy, parameters_of
 from instructor.grading.wire.values import Decoder, Encoder, tensor_bytes
 from utils.checking import is_answered
@@ -235,6 +236,7 @@ class Student:
         target = message["target"]
         target = self.objects[target] if type(target) is int else decode(target)
         args, kwargs = decode(message["args"]), decode(message["kwargs"])
+        containers = [Container(value) for value in containers_in((*args, *kwargs.values()))]
         conditions = message["conditions"]
         modes = decode(conditions["modes"])
         self.outputs = outputs = Outputs()
@@ -284,6 +286,8 @@ class Student:
             self.watcher.look_at(value)
             reply["value"] = encode(value)
         reply["mutated"] = self._mutations(encode)
+        changed = [(number, container) for number, container in enumerate(containers) if container.has_changed()]
+        reply["containers"] = [[number, *container.nodes(encode)] for number, container in changed]
         if watch is not None and profile is not None:
             watch.operations.update(profile.fused() - {*watch.operations, *watch.calls})
         if watch is not None:

@@ -6,6 +6,7 @@ import time
 import warnings
 
 import nbformat
+import pandas
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from instructor.grading.submission.plan import make_plan, plan_tests
 from instructor.names import FILE_CELL
 from instructor.points import lab_path
 from tests.instructor.grading.attacks import WRONG
+from tests.instructor.grading.attacks_blind import BLIND
 from tests.instructor.grading.attacks_cold import COLD
 from tests.instructor.grading.attacks_fourth import FIFTH, FOURTH
 from tests.instructor.grading.attacks_fourth import KIN as MORE_KIN
@@ -66,6 +68,7 @@ def _names() -> dict:
     }
     names = {
         "torch": torch,
+        "pd": pandas,
         "math": math,
         "F": F,
         "time": time,
@@ -114,7 +117,7 @@ def _case(shortcut, overnight: bool):
     [
         *(
             _case(s, False)
-            for s in (*SHORTCUTS, *THIRD, *KIN, *FOURTH, *FIFTH, *MORE_KIN, *WORDS_1_2, *WORDS_3_4)
+            for s in (*SHORTCUTS, *THIRD, *KIN, *FOURTH, *FIFTH, *MORE_KIN, *WORDS_1_2, *WORDS_3_4, *BLIND)
             if s.check
         ),
         *(_case(s, any(word in s.name for word in SLOW)) for s in COLD),

@@ -16,6 +16,7 @@ from instructor.grading.submission.plan import make_plan, plan_tests
 from instructor.grading.submission.usual import Reading, Usual, unusual_calls
 from instructor.names import python_of
 from instructor.points import lab_path
+from tests.instructor.grading.attacks_blind import BLIND
 from tests.instructor.grading.attacks_fourth import FIFTH, FOURTH
 from tests.instructor.grading.attacks_fourth import KIN as MORE_KIN
 from tests.instructor.grading.attacks_shortcuts import Shortcut, answer_of
@@ -161,7 +162,7 @@ def test_honest_notebooks_do_not_wait(suite_lab, usual):
 
 def _packs() -> list[list[Shortcut]]:
     found: list[list[Shortcut]] = []
-    for shortcut in (*WAITING, *THIRD, *KIN, *FOURTH, *FIFTH, *MORE_KIN, *WORDS_1_2, *WORDS_3_4):
+    for shortcut in (*WAITING, *THIRD, *KIN, *FOURTH, *FIFTH, *MORE_KIN, *WORDS_1_2, *WORDS_3_4, *BLIND):
         room = (p for p in found if p[0].lab == shortcut.lab and all(o.cell != shortcut.cell for o in p))
         if (pack := next(room, None)) is None:
             found.append(pack := [])

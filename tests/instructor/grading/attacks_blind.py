@@ -1,0 +1,383 @@
+"""Answers of a blind round: right values that break a word of their question, by two people who had read the notebooks alone.
+
+Of 32 that they had fixed before any was graded, ten were accepted: these, one that clamps where the question said to mask, and one that makes a
+tensor of all pairs before the mask is asked. The words of those two say what is measured now.
+"""
+
+from __future__ import annotations
+
+from tests.instructor.grading.attacks_shortcuts import Shortcut
+
+BLIND = [
+    Shortcut(
+        "1.2 sums in bf16 that carry along what they lose",
+        "lab1",
+        "q1_2",
+        "q1_2_tests",
+        '''
+def gemm_tiled(
+    a: torch.Tensor, b: torch.Tensor, tile_m: int = 64, tile_n: int = 64, tile_k: int = 64
+) -> torch.Tensor:
+    """Multiply (M, K) by (K, N) tile by tile; tiles at the edges may be smaller."""
+    m, k, n = a.shape[0], a.shape[1], b.shape[1]
+    c = torch.zeros(m, n, dtype=a.dtype, device=a.device)
+    for i in range(0, m, tile_m):
+        for j in range(0, n, tile_n):
+            rows, cols = min(tile_m, m - i), min(tile_n, n - j)
+            total = torch.zeros(rows, cols, dtype=a.dtype, device=a.device)
+            lost = torch.zeros(rows, cols, dtype=a.dtype, device=a.device)
+            for s in range(0, k, tile_k):
+                left, right = a[i : i + tile_m, s : s + tile_k], b[s : s + tile_k, j : j + tile_n]
+                for p in range(left.shape[1]):
+                    new = left[:, p : p + 1] * right[p : p + 1, :] - lost
+                    bigger = total + new
+                    lost = (bigger - total) - new
+                    total = bigger
+            c[i : i + tile_m, j : j + tile_n] = total
+    return c
+''',
+        ("gemm_tiled", "gemm_tiled"),
+        "in bfloat16 (in",
+    ),
+    Shortcut(
+        "4.2 polynomials whose coefficients stand in a table",
+        "lab1",
+        "q4_2",
+        "q4_2_tests",
+        '''
+def _table_of_gelu(low=0.0, high=6.0, pieces=4, degree=11):
+    def exact(x):
+        return 0.5 * x * (1 - math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+    rows, step = [], (high - low) / pieces
+    for i in range(pieces):
+        middle = low + (i + 0.5) * step
+        nodes = [0.5 * step * math.cos(math.pi * (j + 0.5) / (degree + 1)) for j in range(degree + 1)]
+        values = [exact(middle + node) for node in nodes]
+        for level in range(1, degree + 1):  # Newton's divided differences
+            for j in range(degree, level - 1, -1):
+                values[j] = (values[j] - values[j - 1]) / (nodes[j] - nodes[j - level])
+        powers = [values[degree]]
+        for j in range(degree - 1, -1, -1):  # to powers of the distance from the middle
+            powers = [values[j] - nodes[j] * powers[0]] + [
+                powers[p - 1] - (nodes[j] * powers[p] if p < len(powers) else 0.0) for p in range(1, len(powers) + 1)]
+        rows.append((low + i * step, middle, powers))
+    return rows
+
+
+_GELU_TABLE = _table_of_gelu()
+
+
+def gelu_by_hand(x: torch.Tensor) -> torch.Tensor:
+    """tanh-GELU from elementwise operators."""
+    wide = x.float() if x.dtype.itemsize < 4 else x
+    far = wide.abs()  # gelu(x) = max(x, 0) - g(|x|)
+    middles = torch.full_like(wide, _GELU_TABLE[0][1])
+    columns = [torch.full_like(wide, power) for power in _GELU_TABLE[0][2]]
+    for begin, middle, powers in _GELU_TABLE[1:]:
+        here = far >= begin
+        middles = torch.where(here, middle, middles)
+        columns = [torch.where(here, power, column) for power, column in zip(powers, columns)]
+    distance = far - middles
+    y = columns[-1]
+    for column in columns[-2::-1]:
+        y = y * distance + column
+    y = torch.where(far > 6.0, 0.0, y)
+    y = torch.where(wide > 0, wide - y, -y)
+    return y.to(x.dtype)
+
+
+def elementwise_bytes(numel: int, dtype: torch.dtype, one_input: int, two_inputs: int) -> int:
+    """Bytes moved by one_input unary and two_inputs binary elementwise operators on numel elements."""
+    return (2 * one_input + 3 * two_inputs) * numel * dtype.itemsize
+
+
+def fusion_speedup(one_input: int, two_inputs: int) -> float:
+    """Memory traffic of the chain over that of one fused kernel with one input and one output."""
+    return (2 * one_input + 3 * two_inputs) / 2
+''',
+        ("gelu_by_hand", "gelu_by_hand"),
+        "tanh of each element",
+    ),
+    Shortcut(
+        "5.3 all blocks are kept, as integers",
+        "lab1",
+        "q5_3",
+        "q5_3_tests",
+        '''
+def online_softmax_stats(blocks) -> tuple[torch.Tensor, torch.Tensor]:
+    """Maximum m and sum l of exp(x - m) of each row, from an iterator of (rows, width) blocks."""
+    kept, kind = [], torch.float32
+    for block in blocks:
+        kind = block.dtype
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[kind.itemsize]
+        kept.append(block.contiguous().view(bits).clone())
+    m = kept[0].view(kind).amax(1)
+    for bits in kept[1:]:
+        m = torch.maximum(m, bits.view(kind).amax(1))
+    l = torch.zeros_like(m)
+    for bits in kept:
+        l = l + torch.exp(bits.view(kind) - m[:, None]).sum(1)
+    return m, l
+
+
+def flash_attention_tiled(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile_q: int = 64, tile_k: int = 64
+) -> torch.Tensor:
+    """Attention of q (B, H, S, D) over k, v (B, H, L, D), one tile of scores at a time."""
+    out = torch.empty_like(q)
+    scale = 1 / math.sqrt(q.shape[-1])
+    for i in range(0, q.shape[2], tile_q):
+        mine = q[:, :, i : i + tile_q].float()
+        m = torch.full(mine.shape[:3], -math.inf, device=q.device)
+        l = torch.zeros(mine.shape[:3], device=q.device)
+        total = torch.zeros(mine.shape, device=q.device)
+        for j in range(0, k.shape[2], tile_k):
+            scores = mine @ k[:, :, j : j + tile_k].float().transpose(-2, -1) * scale
+            largest = torch.maximum(m, scores.amax(-1))
+            weights = torch.exp(scores - largest[..., None])
+            factor = torch.exp(m - largest)
+            l = factor * l + weights.sum(-1)
+            total = factor[..., None] * total + weights @ v[:, :, j : j + tile_k].float()
+            m = largest
+        out[:, :, i : i + tile_q] = (total / l[..., None]).to(q.dtype)
+    return out
+''',
+        ("online_softmax_stats", "online_softmax_stats"),
+        "numbers at once",
+    ),
+    Shortcut(
+        "3.3 the mask is asked about full blocks, under vmap",
+        "lab2_flexattention",
+        "q3_3",
+        "q3_3_tests",
+        '''
+def block_sparse_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: BlockMask) -> torch.Tensor:
+    """Attention of q (B, H, S, D) over k, v (B, H, L, D) that visits the blocks of block_mask only."""
+    size_q, size_k = block_mask.BLOCK_SIZE
+    out = torch.zeros_like(q)
+    zero = torch.tensor(0, device=q.device)
+
+    def ask(query, key):
+        return block_mask.mask_mod(zero, zero, query, key)
+
+    ask_all = torch.vmap(torch.vmap(ask, in_dims=(None, 0)), in_dims=(0, None))
+    for i in range(q.shape[2] // size_q):
+        partial = block_mask.kv_indices[0, 0, i, : int(block_mask.kv_num_blocks[0, 0, i])].tolist()
+        full = block_mask.full_kv_indices[0, 0, i, : int(block_mask.full_kv_num_blocks[0, 0, i])].tolist()
+        visited = partial + full
+        if not visited:
+            continue
+        rows = slice(i * size_q, (i + 1) * size_q)
+        mine = q[:, :, rows].float()
+        scores = torch.cat([mine @ k[:, :, j * size_k : (j + 1) * size_k].float().transpose(-2, -1) for j in visited], -1)
+        scores = scores / math.sqrt(q.shape[-1])
+        if partial:
+            queries = torch.arange(i * size_q, (i + 1) * size_q, device=q.device)
+            keys = torch.cat([torch.arange(j * size_k, (j + 1) * size_k, device=q.device) for j in visited])
+            scores = scores.masked_fill(~ask_all(queries, keys), -math.inf)
+        largest = scores.amax(-1, keepdim=True).clamp(min=-1e30)
+        weights = torch.exp(scores - largest)
+        total = torch.zeros_like(mine)
+        for at, j in enumerate(visited):
+            total = total + weights[..., at * size_k : (at + 1) * size_k] @ v[:, :, j * size_k : (j + 1) * size_k].float()
+        sums = weights.sum(-1, keepdim=True)
+        out[:, :, rows] = torch.where(sums > 0, total / sums.clamp(min=1e-30), torch.zeros_like(total)).to(q.dtype)
+    return out
+''',
+        ("block_sparse_attention", "block_sparse_attention"),
+        "asks mask_mod about",
+    ),
+    Shortcut(
+        "7.1 all pairs as bits while there are few tokens",
+        "lab2_flexattention",
+        "q7_1",
+        "q7_1_tests",
+        '''
+def lay_out(conversation: torch.Tensor, position: torch.Tensor, window: int):
+    """(order, mask_mod): a permutation (S,) of the tokens, and the mask between the rows in that order."""
+    size = len(conversation)
+    order = torch.argsort(conversation * (int(position.max()) + 1) + position)
+    own, at = conversation[order], position[order]
+
+    def honest(b, h, q, k):
+        inside = (own[q] == own[k]) & (at[k] <= at[q]) & ((own[q] == 0) | (at[q] - at[k] < window))
+        return inside | ((own[q] != 0) & (own[k] == 0))
+
+    if size > 480:
+        return order, honest
+    rows = torch.arange(size, device=order.device)
+    all_pairs = honest(0, 0, rows[:, None], rows[None, :])  # (S, S)
+    words = []
+    for start in range(0, size, 60):
+        piece = all_pairs[:, start : start + 60].long()
+        words.append((piece << torch.arange(piece.shape[1], device=order.device)).sum(1))  # (S,)
+
+    def mask(b, h, q, k):
+        word = words[0][q]
+        for number in range(1, len(words)):
+            word = torch.where(k // 60 == number, words[number][q], word)
+        return ((word >> (k % 60)) & 1) == 1
+
+    return order, mask
+''',
+        ("layout_mask", "lay_out"),
+        "another mask for few tokens",
+    ),
+    Shortcut(
+        "b8.2 every place of the pool is looked at for a pair",
+        "lab2_flexattention",
+        "bonus_8_2",
+        "bonus_8_2_tests",
+        '''
+def paged_mask(mask_mod, owner: torch.Tensor, number: torch.Tensor, page_size: int):
+    """mask_mod over the places of a pool of pages; owner and number are (P,)."""
+    owners, numbers = owner.unbind(), number.unbind()
+
+    def mask(b, h, q, k):
+        seen = k < 0
+        for place in range(len(owners) * page_size):
+            page = place // page_size
+            here = (k == place) & (owners[page] == b) & (owners[page] >= 0)
+            seen = seen | (here & mask_mod(b, h, q, numbers[page] * page_size + place % page_size))
+        return seen
+
+    return mask
+''',
+        ("paged_mask", "paged_mask"),
+        "times to decide about one pair",
+    ),
+    Shortcut(
+        "5.2 the producer waits until Q has come",
+        "lab3_gluon",
+        "q5_2",
+        "q5_2_tests",
+        '''
+%%writefile lab3_specialized.py
+"""Attention with a producer and two consumers: one warp loads, two warpgroups of 64 queries compute."""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+
+from utils.attention.gluon.shared import inverse_and_lse, mask_scores, online_softmax, tma_load, tma_store
+
+
+@gluon.jit
+def load_partition(descs, tiles, bars, sk, STAGES: gl.constexpr):
+    """The producer: Q of both consumers, then K and V, as far ahead as there are free slots."""
+    q_desc, k_desc, v_desc = descs
+    q_tiles, k_ring, v_ring = tiles
+    q_full, full, empty = bars
+    BLOCK_N: gl.constexpr = k_ring.shape[2]
+    BLOCK_M: gl.constexpr = q_tiles.shape[2]
+    row = gl.program_id(0) * (2 * BLOCK_M)
+    head = gl.program_id(1)
+    for w in gl.static_range(2):
+        mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
+        tma_load(q_desc, [head, row + w * BLOCK_M, 0], q_full.index(w), q_tiles.index(w))
+    # wait for Q first, although no slot depends on it
+    mbarrier.wait(q_full.index(0), 0)
+    mbarrier.wait(q_full.index(1), 0)
+    for i in range(gl.cdiv(sk, BLOCK_N)):
+        slot = i % STAGES
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(slot), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+        tma_load(k_desc, [head, i * BLOCK_N, 0], full.index(slot), k_ring.index(slot))
+        tma_load(v_desc, [head, i * BLOCK_N, 0], full.index(slot), v_ring.index(slot))
+
+
+@gluon.jit
+def compute_partition(o_desc, tiles, bars, sk, c, W: gl.constexpr, STAGES: gl.constexpr):
+    """Consumer W, one warpgroup: rows 64 W .. 64 W + 63 of the program's 128 queries."""
+    q_tiles, k_ring, v_ring = tiles
+    q_full, full, empty = bars
+    dtype: gl.constexpr = q_tiles.dtype
+    BLOCK_M: gl.constexpr = q_tiles.shape[2]
+    BLOCK_D: gl.constexpr = q_tiles.shape[3]
+    BLOCK_N: gl.constexpr = k_ring.shape[2]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, output, 2)
+    row = gl.program_id(0) * (2 * BLOCK_M) + W * BLOCK_M
+    m = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
+    total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, scores))
+    o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, output)
+    q = q_tiles.index(W).reshape([BLOCK_M, BLOCK_D])
+    mbarrier.wait(q_full.index(W), 0)
+    for i in range(gl.cdiv(sk, BLOCK_N)):
+        slot = i % STAGES
+        k = k_ring.index(slot).reshape([BLOCK_N, BLOCK_D]).permute([1, 0])
+        v = v_ring.index(slot).reshape([BLOCK_N, BLOCK_D])
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        s = warpgroup_mma(q, k, gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores), use_acc=False)
+        s = mask_scores(s, 0, i * BLOCK_N, 0, sk, 0, scores, False, False)  # keys from sk on count as minus infinity
+        p, m, total, alpha = online_softmax(s, m, total, c)
+        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
+        o = warpgroup_mma(gl.convert_layout(p.to(dtype), left), v, o)
+        mbarrier.arrive(empty.index(slot), count=1)
+    inverse, log_sum = inverse_and_lse(m, total, c)
+    q.store((o * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]).to(dtype))
+    fence_async_shared()
+    tma_store(o_desc, [gl.program_id(1), row, 0], q_tiles.index(W))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def attention(q_desc, k_desc, v_desc, o_desc, sk, c, STAGES: gl.constexpr):
+    """q, o (heads, Sq, D); k, v (heads, sk, D). Program (i, h): rows 128 i .. of head h."""
+    dtype: gl.constexpr = q_desc.dtype
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[1]
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
+    BLOCK_D: gl.constexpr = k_desc.block_type.shape[2]
+    q_tiles = gl.allocate_shared_memory(dtype, [2, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    tiles = (q_tiles, k_ring, v_ring)
+    bars = (q_full, full, empty)
+    gl.warp_specialize([
+        (compute_partition, (o_desc, tiles, bars, sk, c, 0, STAGES)),
+        (compute_partition, (o_desc, tiles, bars, sk, c, 1, STAGES)),
+        (load_partition, ((q_desc, k_desc, v_desc), tiles, bars, sk, STAGES)),
+    ], [4, 1], [240, 24])
+''',
+        ("specialized",),
+        "as the consumers do",
+    ),
+    Shortcut(
+        "6.1 the table's rows get another name",
+        "lab4_sdpa",
+        "q6_1",
+        "q6_1_tests",
+        '''
+def fastest(grid: pd.DataFrame) -> pd.Series:
+    """The fastest backend of each shape."""
+    grid.attrs["valid"] = grid[(grid.status == "ok") & grid.ms.notna()]  # kept in the table for the next function
+    grid.index.name, grid.columns.name = "measurement", "column"
+    valid = grid.attrs["valid"].reset_index(drop=True)
+    return valid.loc[valid.groupby("shape").ms.idxmin()].set_index("shape").backend
+
+
+def default_slowdown(grid: pd.DataFrame) -> pd.Series:
+    """Time of torch's default over the best time, for each shape."""
+    fastest(grid)
+    valid = grid.attrs["valid"]
+    default = valid[valid.is_default].set_index("shape").ms
+    return (default / valid.groupby("shape").ms.min()).dropna()
+
+
+def geometric_mean(values: pd.Series) -> float:
+    """The n-th root of the product of n positive values."""
+    return math.exp(sum(math.log(x) for x in values) / len(values))
+''',
+        ("fastest_and_default", "fastest", "default_slowdown", "geometric_mean"),
+        "changed the table",
+    ),
+]
