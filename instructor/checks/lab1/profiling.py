@@ -81,7 +81,9 @@ _LOOKUPS = (
     "embedding",
     r"grid_sample\w*",
 )
-_EXPONENTIALS = (r"tanh|erfc?|sinh|cosh|exp2?|expm1|\w*sigmoid|expit|__rpow__",)  # e ** x is a power, but x ** 3 is one, too
+_EXPONENTIALS = (
+    r"tanh|erfc?|sinh|cosh|exp2?|expm1|\w*sigmoid|expit|__rpow__",
+)  # e ** x is a power, but x ** 3 is one, too
 _CONSTANTS = 4  # of the formula, that may be computed by torch and read
 
 

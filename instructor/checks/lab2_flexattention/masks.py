@@ -69,8 +69,11 @@ def packed_documents(document_numbers, packed_documents, seed=None):
         lengths = [draw.size(1, 6) for _ in range(draw.size(2, 4))]
         expected = [number for number, length in enumerate(lengths) for _ in range(length)]
         expected += [-1] * (size - len(expected))
-        got = document_numbers(lengths, size, torch.device("cpu"))
         what = f"document_numbers({lengths}, {size}, cpu)"
+        given = list(lengths)
+        got = document_numbers(given, size, torch.device("cpu"))
+        if given != lengths:
+            raise AssertionError(f"{what} left {given} of its list. Work on a copy.")
         if not isinstance(got, torch.Tensor) or got.is_floating_point() or got.dtype == torch.bool:
             raise AssertionError(
                 f"{what} should be a tensor of integers, and is {getattr(got, 'dtype', type(got).__name__)}."

@@ -380,7 +380,12 @@ def _expect_unchanged(grid: pd.DataFrame, before: pd.DataFrame, who: str) -> Non
 
 
 def _expect_choice(choose_backend, grid, call, able) -> None:
-    right, got = _choice(grid, call, able), choose_backend(grid, dict(call), list(able))
+    given = dict(call), list(able)
+    right, got = _choice(grid, call, able), choose_backend(grid, *given)
+    if given != (call, able):
+        raise AssertionError(
+            f"choose_backend was given the call {call} and able = {able}, and left {given[0]} and {given[1]}."
+        )
     if got == right:
         return
     if got not in able:
