@@ -21,6 +21,7 @@ from utils.checking.travel import by_value
 
 Mod = Callable[..., torch.Tensor]
 _NUMBERS = 4  # that an operator of a mask may compute with for one pair
+_STEPS = 100  # operators that a mask may run for one pair; the answers that we know run less than half of that
 _SEARCHES = ("searchsorted", "bucketize")  # they look at few of many
 _LOOKUPS = 10  # tensors of the largest size that a mask may look into; the model answers look into six at most
 _NO_VALUE = (
@@ -145,6 +146,11 @@ def expect_program(mod: Mod, limit: int, what: str, sq: int = 8, sk: int = 8) ->
         raise AssertionError(
             f"{what} reads tensors of {watch.read} elements together to decide about one pair: a tensor of pairs, in pieces, "
             "is one, too. It is a program: it may look at some numbers of each of the two tokens."
+        )
+    if len(watch.steps) > _STEPS:
+        raise AssertionError(
+            f"{what} runs {len(watch.steps)} operators to decide about one pair. It is a program for one pair: it looks up numbers of the "
+            "query and of the key, and compares them; it does not go through many tokens."
         )
 
 

@@ -102,6 +102,7 @@ class SizeWatch(TorchDispatchMode):
             "",
             0,
         )  # the largest tensor with memory of its own, and the operator that made it
+        self.created_in_all = 0  # elements of all tensors with memory of their own
         self.copied: list[tuple[str, int]] = []  # (operator, elements) of each copy of numbers of the inputs
         self.read = 0  # elements of all tensors that were given to operators, but for single numbers
         self._memory: dict[int, int] = {}  # id of a tensor that was made -> the id of the one whose memory it shows
@@ -194,6 +195,7 @@ class SizeWatch(TorchDispatchMode):
                     kept = of_inputs and (name not in _PLACES or self._is_real(tensor))
                     self._spans[id(tensor)] = [numbers, step, step, kept]
                     self.created = max(self.created, (name, tensor.numel()), key=lambda entry: entry[1])
+                    self.created_in_all += tensor.numel()
 
     def _is_real(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor holds real or complex numbers, or their bits as integers."""

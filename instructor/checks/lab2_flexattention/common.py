@@ -17,6 +17,13 @@ def indices(sq: int, sk: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(sq)[:, None], torch.arange(sk)[None, :]
 
 
+def pairs_in(answer: torch.Tensor) -> int:
+    """Count the pairs that a mask's answer is about: under vmap one answer stands for many."""
+    while torch._C._functorch.is_batchedtensor(answer):
+        answer = torch._C._functorch.get_unwrapped(answer)
+    return answer.numel()
+
+
 def expect_mask(
     mod: Mod,
     expected: torch.Tensor,

@@ -105,6 +105,9 @@ def relative_bias(relative_bias, seed=None):
                 "The bias is missing.": scores,
             }
             expect_scores(relative_bias(table), scores + exact, scores, what, mistakes, h=h)
+    wide = draw.normal(2, 301)
     expect_program(
-        lambda b, h, q, k: relative_bias(table)(torch.tensor(1.0), b, h, q, k), table.numel(), "relative_bias"
+        lambda b, h, q, k: relative_bias(wide)(torch.tensor(1.0), b, h, q, k),
+        wide.numel(),
+        "relative_bias of 301 distances",
     )

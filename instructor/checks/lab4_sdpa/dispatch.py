@@ -235,6 +235,12 @@ def pinned_sdpa(pinned_sdpa, seed=None):
                     f"pinned_sdpa of {backend} copies {sizes.moved:,} elements, and {backend} by itself {own.moved:,}: it runs these "
                     "tensors as they are. No copies of the inputs that nobody asked for."
                 )
+            # What computes copies as well: t * 1 is t once more.
+            if (more := sizes.created_in_all - own.created_in_all) >= q.numel():
+                raise AssertionError(
+                    f"pinned_sdpa of {backend} makes tensors of {more:,} elements more than {backend} by itself. Hand q, k and v on as they "
+                    "are: no copies of the inputs that nobody asked for."
+                )
     if sdpa_switches() != switches:
         raise AssertionError(
             "after pinned_sdpa, other backends are switched on than before: use sdpa_kernel in a "

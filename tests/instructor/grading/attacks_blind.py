@@ -1,6 +1,6 @@
-"""Answers of a blind round: right values that break a word of their question, by two people who had read the notebooks alone.
+"""Answers of two blind rounds: right values that break a word of their question, by people who had read the notebooks alone.
 
-Of 32 that they had fixed before any was graded, ten were accepted: these, one that clamps where the question said to mask, and one that makes a
+Of 32 that two of them had fixed before any was graded, ten were accepted: these, one that clamps where the question said to mask, and one that makes a
 tensor of all pairs before the mask is asked. The words of those two say what is measured now.
 """
 
@@ -245,7 +245,7 @@ def paged_mask(mask_mod, owner: torch.Tensor, number: torch.Tensor, page_size: i
     return mask
 ''',
         ("paged_mask", "paged_mask"),
-        "times to decide about one pair",
+        "to decide about one pair",
     ),
     Shortcut(
         "5.2 the producer waits until Q has come",
@@ -427,5 +427,82 @@ def choose_backend(grid, call, able):
 """,
         ("choose_backend", "choose_backend"),
         "was given the call",
+    ),
+    # A second blind round, of 24 answers.
+    Shortcut(
+        "2.1 a walk through the window and the prefix",
+        "lab2_flexattention",
+        "q2_1",
+        "q2_1_tests",
+        '''
+def causal(b, h, q, k):
+    """True where the key is the query's own or an earlier one."""
+    return k <= q
+
+
+def sliding_window(window: int):
+    """A mask_mod: causal, the last `window` keys only."""
+
+    def mod(b, h, q, k):
+        seen = k == q
+        for back in range(1, window):
+            seen = seen | (k == q - back)
+        return seen
+
+    return mod
+
+
+def prefix_lm(prefix: int):
+    """A mask_mod: the first `prefix` keys for every query, causal beyond them."""
+
+    def mod(b, h, q, k):
+        seen = k <= q
+        for token in range(prefix):
+            seen = seen | (k == token)
+        return seen
+
+    return mod
+''',
+        ("three_masks", "causal", "sliding_window", "prefix_lm"),
+        "operators to decide about one pair",
+    ),
+    Shortcut(
+        "b8.2 the mask is asked twice in one call",
+        "lab2_flexattention",
+        "bonus_8_2",
+        "bonus_8_2_tests",
+        '''
+def paged_mask(mask_mod, owner: torch.Tensor, number: torch.Tensor, page_size: int):
+    """mask_mod over the places of a pool of pages; owner and number are (P,)."""
+
+    def mod(b, h, q, k):
+        page = k // page_size
+        position = number[page] * page_size + k % page_size
+        twice = mask_mod(b, h, q, torch.stack((position, position)))
+        return (owner[page] == b) & twice.expand(2, *(q + position).shape).all(0)
+
+    return mod
+''',
+        ("paged_mask", "paged_mask"),
+        "to decide about one pair",
+    ),
+    Shortcut(
+        "1.3 copies by a product with one",
+        "lab4_sdpa",
+        "q1_3",
+        "q1_3_tests",
+        '''
+def pinned_sdpa(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> torch.Tensor:
+    """SDPA of (B, H, S, D) computed by `backend` alone; BackendRefused says why it cannot."""
+    q, k, v = (t * 1 for t in (q, k, v))
+    try:
+        with sdpa_kernel(BACKENDS[backend]):
+            return F.scaled_dot_product_attention(q, k, v, **options)
+    except RuntimeError as error:
+        reasons = why_not(backend, q, k, v, **options) or [str(error)]
+        raise BackendRefused(f"{backend}: " + " ".join(reasons)) from error
+''',
+        ("pinned_sdpa", "pinned_sdpa"),
+        "elements more than",
     ),
 ]
