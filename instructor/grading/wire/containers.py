@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import sys
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +56,7 @@ class Container:
         return [contents, encode(_about(self.value) if _is_table(self.value) else None)]
 
 
-def overwrite(container: object, value: object, about: object) -> None:
+def overwrite(container: Any, value: object, about: object) -> None:
     """Put into a container of the check what `Container.nodes` of the student's side says; both may be forged."""
     if _is_table(container):
         if type(value) is type(container):
