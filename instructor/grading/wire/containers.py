@@ -59,7 +59,7 @@ class Container:
 def overwrite(container: Any, value: object, about: object) -> None:
     """Put into a container of the check what `Container.nodes` of the student's side says; both may be forged."""
     if _is_table(container):
-        if type(value) is type(container):
+        if _is_table(value) and type(value).__name__ == type(container).__name__:
             container._update_inplace(value)
         # The names and what hangs on the table arrive as text, which equals none of the check's.
         container.attrs["changed"] = about
