@@ -446,9 +446,10 @@ if not on_gpu:
 # - `prefix_lm(prefix)` returns a `mask_mod`: every query sees the first `prefix` keys (the prompt, which is read in both
 #   directions); beyond the prefix the mask is causal.
 #
-# One rule holds for every mask and every score modifier of this lab: it is a program for one pair. It looks up a few numbers of
-# its query and its key and computes with them. When it is asked, it neither makes nor reads a tensor of pairs, and it does not go
-# through many tokens to decide about one pair. Grading evaluates each function on single pairs and looks at the size of everything it touches.
+# One rule holds for every mask and every score modifier of this lab: it is a program for one pair. It looks up a few
+# numbers of its query and its key and computes with them. When it is asked, it neither makes nor reads a tensor of
+# pairs, and it does not go through many tokens to decide about one pair. Grading evaluates each function on single
+# pairs, looks at the size of everything it touches, and counts its operators.
 #
 # {hint idea}
 # A mask function is one question about two numbers: may position q look at position k?
@@ -854,7 +855,7 @@ hidden.count_blocks(count_blocks).raise_if_wrong()
 #   of computed blocks. There is at least one of them.
 # - `document_blocks(length, span, block)`: how many blocks are computed for documents of `span` tokens each, **not**
 #   causal, over `length` tokens. All three are powers of two, `span` and `block` no larger than `length`. Work it out
-#   on paper: no mask, and no loop over blocks, rows of blocks or documents. Grading asks about a billion of them.
+#   on paper: no mask, and no loop over blocks, rows of blocks or documents. Grading asks about billions of them.
 #
 # {hint idea}
 # A kernel pays for blocks. Whether a computed block is full or partial makes no difference to its FLOPs.

@@ -58,8 +58,8 @@
 #
 # Write code where it says `# YOUR CODE HERE` and delete the line `raise NotImplementedError()`. A function leaves the
 # tensors, lists and tables that it gets as they are. The cell of checks below an answer names the mistakes that it
-# knows. Grading tries the same on other shapes, dtypes and options, always the same ones. All checks use CPU tensors,
-# so they come out the same with and without a GPU.
+# knows. Grading tries the same on other shapes, dtypes and options, and counts what a question limits. All checks use
+# CPU tensors, so they come out the same with and without a GPU.
 #
 # A CPU has two of the four backends, math and flash. A GPU has all four. The same cells run on both. In a terminal, `labs bench
 # list-targets --chapter labs/cudnn_sdpa_bench` lists the same contests with sizes of your own, and `labs bench run --targets
