@@ -19,7 +19,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from utils.files import ROOT
@@ -92,6 +93,18 @@ class MemoryWatch:
         self._thread.join()
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Start processes that SIGINT interrupts, also where it is ignored here, as in a shell's background: they would inherit that."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def run(tests: list[str], folder: Path, processes: int, seconds: float) -> dict[str, str]:
     """Run the tests, stop all processes after the time, and return what became of each test; "NOT RUN" of the rest."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,7 +117,8 @@ def run(tests: list[str], folder: Path, processes: int, seconds: float) -> dict[
         with log.open("w", encoding="utf-8") as file:
             command = [*PYTEST, "-v", "--tb=short", "-rf", f"@{ids}"]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "400"}
-            process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)
+            with interruptible():
+                process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)
         running.append((process, log))
     for process, _ in running:
         with suppress(subprocess.TimeoutExpired):

@@ -1,7 +1,10 @@
 """The runner of GPU tests: what it says when the time is over. The tests that it runs here need no GPU."""
 
+import signal
 import sys
 import time
+
+import pytest
 
 from tools import gpu_tests
 from tools.gpu_tests import MemoryWatch, outcomes, reasons, run
@@ -19,11 +22,16 @@ def test_long():
 """
 
 
-def test_when_the_time_is_over_the_log_says_why_a_test_failed(tmp_path):
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])  # ignored as in a shell's background
+def test_when_the_time_is_over_the_log_says_why_a_test_failed(tmp_path, handler):
     file = tmp_path / "test_three.py"
     file.write_text(TESTS, encoding="utf-8")
     names = [f"{file}::{name}" for name in ("test_right", "test_wrong", "test_long")]
-    result = run(names, tmp_path / "logs", processes=1, seconds=8.0)
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        result = run(names, tmp_path / "logs", processes=1, seconds=12.0)
+    finally:
+        signal.signal(signal.SIGINT, before)
     log = (tmp_path / "logs" / "shard-0.log").read_text(encoding="utf-8")
     assert sorted(outcomes(log).values()) == ["FAILED", "PASSED"]
     assert list(result.values()).count("NOT RUN") >= 1
