@@ -209,12 +209,12 @@ print(f"Hopper GPU  {'yes: your kernels run here, too' if on_hopper else gluon_s
 def repaired(text: str, repairs: dict[str, str]) -> str:
     """The broken file with repairs in place of the lines they name."""
     assert isinstance(repairs, dict), f"repairs() should be a dict, and is {type(repairs).__name__}."
+    assert len(repairs) <= 6, f"repairs changes {len(repairs)} lines; 6 at most. Change what is wrong."
     found = [line.strip() for line in text.splitlines()]
     for line in repairs:
         assert found.count(line) == 1, (
             f"`{line}` stands {found.count(line)} times in lab3_broken.py: copy a whole line that stands there once, without its indentation."
         )
-    assert len(repairs) <= 6, f"repairs changes {len(repairs)} lines; 6 at most. Change what is wrong."
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]
