@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
 from instructor.checks.common import Draw, SizeWatch, expect_unchanged, expect_value, poisoned_memory
-from instructor.checks.lab2_flexattention.common import attend_densely, moved_heads, pairs_in
+from instructor.checks.lab2_flexattention.common import Counted, attend_densely, moved_heads
 from utils.attention.masks import dense_mask
 from utils.checking import check, expect_close, forbid, watch_operations
 from utils.checking.watching import FUSED_ATTENTION
@@ -153,18 +153,6 @@ def _expect_quick(document_blocks, across: int) -> None:
     )
 
 
-class _Counted:
-    """A mask_mod that counts the pairs that it is evaluated for."""
-
-    def __init__(self, mod):
-        self.mod, self.asked = mod, 0
-
-    def __call__(self, b, h, q, k):
-        answer = self.mod(b, h, q, k)
-        self.asked += pairs_in(answer)
-        return answer
-
-
 _SOFTMAX_STEPS = frozenset({"exp", "exp2", "expm1", "amax", "max", "_softmax"})
 
 
@@ -185,7 +173,7 @@ def block_sparse_attention(block_sparse_attention, seed=None):
             return ((ids[q] == ids[k]) | (k < 2 * size_k)) & (k <= q + 3) & (q >= cut) & (q < s - size_q)  # noqa: B023
 
         mask = dense_mask(mod, s, length)
-        counted = _Counted(mod)
+        counted = Counted(mod)
         block_mask = create_block_mask(counted, None, None, s, length, device="cpu", BLOCK_SIZE=block)
         counted.asked = 0
         what = f"block_sparse_attention of ({batch}, {heads}, {s}, {head_dim}) over {length} keys, blocks of {block}"

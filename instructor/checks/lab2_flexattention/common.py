@@ -17,11 +17,22 @@ def indices(sq: int, sk: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(sq)[:, None], torch.arange(sk)[None, :]
 
 
-def pairs_in(answer: torch.Tensor) -> int:
-    """Count the pairs that a mask's answer is about: under vmap one answer stands for many."""
-    while torch._C._functorch.is_batchedtensor(answer):
-        answer = torch._C._functorch.get_unwrapped(answer)
-    return answer.numel()
+class Counted:
+    """A mask_mod that counts the pairs that it is evaluated for.
+
+    It is an object because a function may travel to the student's process by its code; this one stays here.
+    """
+
+    def __init__(self, mod: Mod) -> None:
+        self.mod, self.asked = mod, 0
+
+    def __call__(self, b, h, q, k):
+        """Answer as the mask does, and count the pairs of the answer."""
+        pairs = answer = self.mod(b, h, q, k)
+        while torch._C._functorch.is_batchedtensor(pairs):  # under vmap one answer stands for many
+            pairs = torch._C._functorch.get_unwrapped(pairs)
+        self.asked += pairs.numel()
+        return answer
 
 
 def expect_mask(

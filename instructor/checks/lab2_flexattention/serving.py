@@ -6,11 +6,11 @@ import torch
 
 from instructor.checks.common import Draw, SizeWatch, expect_unchanged
 from instructor.checks.lab2_flexattention.common import (
+    Counted,
     attend_densely,
     expect_mask,
     indices,
     mark,
-    pairs_in,
     recording,
     without_mark,
 )
@@ -113,21 +113,12 @@ def paged_mask(paged_mask, seed=None):
                 h,
             )
     expect_program(mod, max(16, len(pages) * page_size), "paged_mask", sq, len(pages) * page_size)
-    asked = []
-
-    class Asked:
-        """The mask, as an object: where a function would travel by its code, this one stays here and notes each call."""
-
-        def __call__(self, b, h, q, k):
-            answer = _window(width)(b, h, q, k)
-            asked.append(pairs_in(answer))
-            return answer
-
-    mod = paged_mask(Asked(), owner, number, page_size)
+    asked = Counted(_window(width))
+    mod = paged_mask(asked, owner, number, page_size)
     mod(*(torch.tensor(0) for _ in range(4)))
-    if sum(asked) > 1:
+    if asked.asked > 1:
         raise AssertionError(
-            f"paged_mask asks mask_mod {sum(asked)} times to decide about one pair. Look up which position the key has, and ask once."
+            f"paged_mask asks mask_mod {asked.asked} times to decide about one pair. Look up which position the key has, and ask once."
         )
 
 
