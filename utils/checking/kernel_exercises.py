@@ -212,8 +212,8 @@ def simulate_launch(
     Raises:
         AssertionError: the simulator found a mistake; the message is its report.
     """
-    options = {"seed": seed, "timeline": timeline, "max_steps": max_steps, "max_seconds": max_seconds, "model": model}
-    options |= {"scaled": scaled} if scaled else {}
+    options: dict[str, object] = {"seed": seed, "timeline": timeline, "max_steps": max_steps}
+    options |= {"max_seconds": max_seconds, "model": model, "scaled": scaled}
     outputs, seen = simulate_file(source, launch, options)
     run = Run(seed, True, int(timeline), max_steps, max_seconds, model or CostModel())
     run.events = [Event(*fields) for fields in seen["events"]]

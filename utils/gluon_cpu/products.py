@@ -48,7 +48,7 @@ class _Product:
             if self.use_acc:
                 before = self.acc.product.result if isinstance(self.acc, Accumulator) else self.acc.data
                 factor = context.factor("accumulator")
-                out = out + (before if factor == 1.0 else before * np.float32(factor))
+                out = out + (before if factor == 1.0 else np.asarray(before) * np.float32(factor))
         self.result = round_to(out, self.dtype)
         self.a = self.b = self.acc = None
 

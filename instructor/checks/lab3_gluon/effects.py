@@ -6,6 +6,8 @@ outputs have to follow: an operation that runs for show, beside others that make
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from instructor.checks.common import let_wait
@@ -68,8 +70,10 @@ def expect_causal_from_products(source: str, q: torch.Tensor, k: torch.Tensor, v
 
 def expect_sum_in_accumulator(source: str, launch: Launch) -> None:
     """Assert that the products of C = A B^T add to the accumulator themselves: where it counts nothing, the last one is left."""
-    a, b = (launch.args[name].tensor.double() for name in ("a_desc", "b_desc"))
-    last = (a.shape[1] - 1) // launch.args["a_desc"].block[1] * launch.args["a_desc"].block[1]
+    args: dict[str, Any] = launch.args
+    a, b = (args[name].tensor.double() for name in ("a_desc", "b_desc"))
+    step = args["a_desc"].block[1]
+    last = (a.shape[1] - 1) // step * step
     expect_follows(
         source,
         launch,

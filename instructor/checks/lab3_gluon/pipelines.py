@@ -102,7 +102,8 @@ def _expect_whole_sectors(run: Run) -> None:
 @check("3.1", "cp.async pipeline")
 def async_copy(source: str, seed=None):
     """Check the output for every number of slots; copies must overlap."""
-    draw, runs, cycles = Draw(seed), {}, []  # cycles: of each program, with one slot and with three
+    draw, runs = Draw(seed), {}
+    cycles: list[tuple[float, float]] = []  # of each program, with one slot and with three
     for stages in (2, 4, 1, 3):
         tiles = draw.size(stages + 1, 7)
         n = 128 * tiles + draw.size(1, 127)
@@ -154,7 +155,8 @@ def _expect_ring(run: Run, copies: int, stages: int, tiles: int) -> None:
 @check("3.2", "TMA ring")
 def tma_ring(source: str, seed=None):
     """Check the output for every number of slots, also with fewer tiles than slots; copies must overlap."""
-    draw, runs, cycles = Draw(seed), {}, []  # cycles: of each program, with one slot and with three
+    draw, runs = Draw(seed), {}
+    cycles: list[tuple[float, float]] = []  # of each program, with one slot and with three
     for stages, columns in ((2, 64 * 5), (3, 8 * draw.size(9, 60)), (4, 64 + 8 * draw.size(0, 8)), (1, 64 * 3)):
         launch, expected = tma_ring_launch(draw.size(17, 40), columns, stages, draw.choice(HALVES), draw.normal)
         run = expect_kernel(

@@ -155,7 +155,8 @@ class _Parts:
     """
 
     def __init__(self, draw: Draw | None = None):
-        self.draw, self.calls = draw, []  # calls: (keys, numbers of q, output, lse)
+        self.draw = draw
+        self.calls: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []  # (keys, numbers of q, output, lse)
 
     def __call__(self, q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute a part, as `attend_part` does."""
