@@ -95,7 +95,11 @@ class SizeWatch(TorchDispatchMode):
         self.computing: set[str] = set()  # the operators that compute, on numbers and truth values of any kind
         self.products: list[tuple[int, int, int, int]] = []  # (batch, m, k, n) of each matrix product
         self.multiplied = 0  # elements of all elementwise products of two tensors
+        self.multiplications: list[int] = []  # the same of each of them
         self.largest_multiplied: tuple[str, int] = ("", 0)  # the largest of these
+        self.others: list[
+            tuple[str, int]
+        ] = []  # (operator, elements) of all that compute otherwise than by sums and products
         self.longest: dict[str, int] = {}  # the longest dimension that an operator computes on, on real numbers
         self.moved = 0  # elements that were copied, filled or put together, and not computed
         self.created: tuple[str, int] = (
@@ -142,9 +146,14 @@ class SizeWatch(TorchDispatchMode):
         if name in _MULTIPLY and len(given) > 1 and (sum(several_numbers) > 1 or not any(several_numbers)):
             elements = (sum if several else max)(t.numel() for t in made) if made else max(sizes)
             self.multiplied += elements
+            self.multiplications.append(elements)
             self.largest_multiplied = max(self.largest_multiplied, (name, elements), key=lambda entry: entry[1])
+        elif name not in MOVES and name not in LINEAR and name not in _PRODUCTS and name not in ("square", "pow"):
+            real = [t.numel() for t in (*given, *made) if t.is_floating_point() or t.is_complex()]
+            self.others.append((name, max(real, default=0)))
         if name in ("square", "pow") and given[0].numel() > 1 and given[0].is_floating_point():
             self.multiplied += given[0].numel()
+            self.multiplications.append(given[0].numel())
         if name == "mul" and len(given) == 2 and all(t.is_floating_point() and t.numel() > 1 for t in given):
             # A row of numbers times each of many rows is a product along them all.
             few, many = sorted(given, key=torch.Tensor.numel)
@@ -232,6 +241,22 @@ class SizeWatch(TorchDispatchMode):
     def macs(self) -> int:
         """Return the multiply-accumulates of all matrix products."""
         return sum(math.prod(product) for product in self.products)
+
+    def multiplied_in_all(self, product: int) -> int:
+        """Return the pairs of numbers that are multiplied, by matrix products, by elements or in another way.
+
+        Other operators than sums that work on as many numbers as a product multiplies could be one: a norm of sums, say.
+
+        Args:
+            product: multiply-accumulates of one product.
+        """
+        small = sum(n for n in self.multiplications if n < product // 2)
+        return self.multiplied_at_once(product) + small
+
+    def multiplied_at_once(self, product: int) -> int:
+        """Return the same of matrix products, and of operators that work on half as many numbers as a product, or more."""
+        large = [n for n in (*self.multiplications, *(n for _, n in self.others)) if n >= product // 2]
+        return self.macs + sum(large)
 
     def expect_seen(self, least: int, what: str) -> None:
         """Assert that at least so many multiply-accumulates ran as operators: what runs elsewhere, no limit holds for.

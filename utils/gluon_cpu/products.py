@@ -43,8 +43,12 @@ class _Product:
             a, b = _tf32(a), _tf32(b)
         with np.errstate(all="ignore"):
             out = np.matmul(np.ascontiguousarray(a, dtype=np.float32), np.ascontiguousarray(b, dtype=np.float32))
+            if (factor := context.factor("product")) != 1.0:
+                out = out * np.float32(factor)
             if self.use_acc:
-                out = out + (self.acc.product.result if isinstance(self.acc, Accumulator) else self.acc.data)
+                before = self.acc.product.result if isinstance(self.acc, Accumulator) else self.acc.data
+                factor = context.factor("accumulator")
+                out = out + (before if factor == 1.0 else np.asarray(before) * np.float32(factor))
         self.result = round_to(out, self.dtype)
         self.a = self.b = self.acc = None
 

@@ -1,4 +1,7 @@
-"""Part 5: online softmax in a kernel, producer and consumers, overlap, the causal mask."""
+"""Part 5: online softmax in a kernel, producer and consumers, overlap, the causal mask.
+
+Heads, lengths and slots are drawn, some small and some larger, so that an answer that takes another way for some of them is met.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,11 @@ from functools import partial
 import torch
 
 from instructor.checks.common import Draw
+from instructor.checks.lab3_gluon.effects import (
+    expect_attention_from_products,
+    expect_causal_from_products,
+    expect_divided_once,
+)
 from instructor.checks.lab3_gluon.pipelines import HALVES, cdiv
 from instructor.checks.lab3_gluon.work import look_at_work
 from utils.checking import check
@@ -22,6 +30,7 @@ from utils.checking.gluon_launches import (
     edge_inputs,
     falling_inputs,
     overlap_launch,
+    reference,
 )
 from utils.checking.kernel_exercises import Launch, Run, expect_kernel
 from utils.checking.kernel_exercises import overlap as overlap_of
@@ -32,6 +41,7 @@ LEAST_OVERLAP = 0.12  # share of the softmax during a product: zero without over
 SOFTMAX_CYCLES = 6727  # model cycles of all arithmetic of the model answer: 128 queries, 384 keys, head dimension 128
 SERIAL = 0.97 * SOFTMAX_CYCLES
 CONSUMERS = ("compute_partition 0", "compute_partition 1")
+LATE = 100.0  # model cycles from a slot that is free to its copies; 20 in the model answer of 5.2
 TAILS = (3, 65, 1)  # keys: a few, alone in the second block, and alone at all
 
 
@@ -69,7 +79,19 @@ def softmax(source: str, seed=None):
         )
         for events in run.programs():
             expect_one_pass(events, cdiv(k.shape[1], 64))
-    _expect_steps(source, draw)
+    for d in (32, 64, 128):
+        _expect_steps(source, draw, d, 64 * draw.size(0, 9))
+    for d, (sq, sk) in (
+        (64, (draw.size(1, 64), draw.size(130, 190))),
+        (128, (draw.size(129, 200), draw.size(400, 700))),
+    ):
+        q, k, v, right = attention_inputs(draw.size(1, 3), sq, sk, d, 1.0, draw.choice(HALVES), draw.normal)
+        launch, expected = attention_launch("lab3_softmax.py", 64, q, k, v, right)
+        run = expect_kernel(source, launch, expected, **CLOSE, programs=math.prod(launch.grid))
+        for events in run.programs():
+            expect_one_pass(events, cdiv(sk, 64))
+        expect_divided_once(source, q, k)
+        expect_attention_from_products(source, launch, {"o_desc": reference(2.0 * q, k, v)})
     look_at_work(
         source, "softmax", draw.normal, "A block takes one exponential a score, and the division comes at the end."
     )
@@ -83,28 +105,40 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def probe_of_the_check(first_ptr, second_ptr, p_ptr, total_ptr, o_ptr, sk, c):
+def probe_of_the_check(first_ptr, second_ptr, p_ptr, total_ptr, o_ptr, key, sk, c, D: gl.constexpr):
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     rows = gl.arange(0, 64, gl.SliceLayout(1, scores))
     at = rows[:, None] * 64 + gl.arange(0, 64, gl.SliceLayout(0, scores))[None, :]
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
     total = gl.zeros([64], gl.float32, gl.SliceLayout(1, scores))
-    o = gl.zeros([64, 32], gl.float32, output)
-    p, m, total, o = online_softmax(gl.load(first_ptr + at), m, total, o, c, 0, sk)
-    p, m, total, o = online_softmax(gl.load(second_ptr + at), m, total, o + 1.0, c, 64, sk)
+    o = gl.zeros([64, D], gl.float32, output)
+    p, m, total, o = online_softmax(gl.load(first_ptr + at), m, total, o, c, key, sk)
+    p, m, total, o = online_softmax(gl.load(second_ptr + at), m, total, o + 1.0, c, key + 64, sk)
     gl.store(p_ptr + at, p)
     gl.store(total_ptr + rows, total)
-    place = gl.arange(0, 64, gl.SliceLayout(1, output))[:, None] * 32 + gl.arange(0, 32, gl.SliceLayout(0, output))[None, :]
+    place = gl.arange(0, 64, gl.SliceLayout(1, output))[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, output))[None, :]
     gl.store(o_ptr + place, o)
 """
 
 
-def _expect_steps(source: str, draw: Draw) -> None:
-    """Assert what `online_softmax` returns for the second of two blocks: p, the sum, and an output that is only rescaled."""
-    first, second, sk, c = 4 * draw.normal(64, 64), 4 * draw.normal(64, 64), 64 + draw.size(20, 60), draw.real(0.2, 0.6)
+def _expect_steps(source: str, draw: Draw, d: int, key: int) -> None:
+    """Assert what `online_softmax` returns for the second of two blocks: p, the sum, and an output that is only rescaled.
+
+    Args:
+        source: the text of the student's file.
+        draw: draws the scores.
+        d: columns of the output.
+        key: number of the first block's first key.
+    """
+    first, second, last, c = (
+        4 * draw.normal(64, 64),
+        4 * draw.normal(64, 64),
+        64 + draw.size(20, 60),
+        draw.real(0.2, 0.6),
+    )
     shown = second.double()
-    shown[:, sk - 64 :] = -math.inf
+    shown[:, last - 64 :] = -math.inf
     before = first.double().amax(1)
     top = torch.maximum(before, shown.amax(1))
     p, factor = torch.exp2((shown - top[:, None]) * c), torch.exp2((before - top) * c)
@@ -115,9 +149,9 @@ def _expect_steps(source: str, draw: Draw) -> None:
         "p_ptr": torch.full((64, 64), NAN),
         "total_ptr": torch.full((64,), NAN),
     }
-    args |= {"o_ptr": torch.full((64, 32), NAN), "sk": sk, "c": c}
+    args |= {"o_ptr": torch.full((64, d), NAN), "key": key, "sk": key + last, "c": c, "D": d}
     launch = Launch("probe_of_the_check", (1,), args, ("p_ptr", "total_ptr", "o_ptr"), file="lab3_softmax.py")
-    expected = {"p_ptr": p, "total_ptr": total, "o_ptr": factor[:, None].expand(64, 32)}
+    expected = {"p_ptr": p, "total_ptr": total, "o_ptr": factor[:, None].expand(64, d)}
     given = next((n for n in ast.parse(source).body if getattr(n, "name", "") == "online_softmax"), None)
     if not isinstance(given, ast.FunctionDef) or [a.arg for a in given.args.args] != _ARGUMENTS:
         raise AssertionError(f"online_softmax should be a function of ({', '.join(_ARGUMENTS)}), as it stood there.")
@@ -158,6 +192,16 @@ def specialized(source: str, seed=None):
         )
         for events in run.programs():
             _expect_split(events, cdiv(k.shape[-2], 64), stages)
+    for stages in (2, draw.choice((3, 4))):
+        q, k, v, right = attention_inputs(
+            2, draw.size(129, 300), draw.size(600, 900), 64, 1.0, draw.choice(HALVES), draw.normal
+        )
+        launch, expected = attention_launch("lab3_specialized.py", 128, q, k, v, right, STAGES=stages)
+        run = expect_kernel(source, launch, expected, **CLOSE, programs=math.prod(launch.grid))
+        for events in run.programs():
+            _expect_split(events, cdiv(k.shape[-2], 64), stages)
+            _expect_prompt_producer(events, stages)
+        expect_attention_from_products(source, launch, {"o_desc": reference(2.0 * q, k, v)})
     look_at_work(source, "specialized", draw.normal, "The producer waits for nothing but a free slot.")
 
 
@@ -197,25 +241,52 @@ def _expect_split(events: list[Event], blocks: int, stages: int) -> None:
         )
 
 
+def _expect_prompt_producer(events: list[Event], stages: int) -> None:
+    """Assert that the producer issues a block as soon as both consumers are done with the block whose slot it takes."""
+    copies = sorted((e for e in events if e.kind == "copy in"), key=lambda e: e.start)[2:]  # behind the two tiles of Q
+    places = {e.buffer for e in copies}
+    mine = [e for e in events if e.kind == "issue" and e.buffer in places and e.partition == "load_partition"]
+    issues = sorted(mine, key=lambda e: e.start)
+    products = [sorted(e.end for e in events if e.kind == "wgmma" and e.partition == name) for name in CONSUMERS]
+    for block in range(stages, len(issues) // 2):
+        free = max(ends[2 * (block - stages) + 1] for ends in products)
+        ready = max(free, issues[2 * block - 1].end)
+        if (late := issues[2 * block].start - ready) > LATE:
+            raise AssertionError(
+                f"the copies of block {block} are issued {late:.0f} model cycles after both consumers were done with block "
+                f"{block - stages}, whose slot they take: the producer waits for nothing but a free slot, and consumers say at once "
+                "that theirs is free."
+            )
+
+
 @check("5.3", "Overlap")
 def overlap(source: str, seed=None):
     """Check the output in any timing; the softmax must run during a product."""
     draw = Draw(seed)
     for stages in (2, 3):
         inputs = edge_inputs(draw.size(70, 128), draw.size(200, 250), 64, draw.choice(HALVES), draw.normal)
-        _expect_overlapped(source, inputs, stages, (None, draw.size(1, 999), draw.size(1, 999)), "")
+        run = _expect_overlapped(source, inputs, stages, (None, draw.size(1, 999), draw.size(1, 999)), "")
+        for events in run.programs():
+            _expect_products(events, 4, "the softmax should run during those that are needed")
+            _expect_pairs(events)
+    for stages, d in ((2, 128), (draw.size(3, 4), 64)):
+        q, k, v, right = attention_inputs(
+            draw.size(1, 3), draw.size(129, 300), draw.size(450, 900), d, 1.0, draw.choice(HALVES), draw.normal
+        )
+        run = _expect_overlapped(source, (q, k, v, right), stages, (None,), "")
+        for events in run.programs():
+            _expect_products(events, cdiv(k.shape[1], 64), "the softmax should run during those that are needed")
+            _expect_pairs(events)
+            _expect_share(run, events)
+        launch, _ = overlap_launch(q, k, v, right, stages)
+        expect_attention_from_products(source, launch, {"o_desc": reference(2.0 * q, k, v)[None]})
     # Scores rise toward the first keys, which come last: the output so far must shrink in each block.
     for d, length, sharp in ((64, 256, 1.0), (128, 384, 20.0)):
         inputs = attention_inputs(1, 128, length, d, sharp, torch.bfloat16, draw.normal)
         run = _expect_overlapped(source, inputs, 2, (None,), "The scores are large here." if sharp > 1 else "")
         _expect_products(run.programs()[0], cdiv(length, 64), "the softmax should run during those that are needed")
-    share = min(overlap_of(_of_consumer(run, name)) for name in CONSUMERS)
-    if share < LEAST_OVERLAP:
-        raise AssertionError(
-            f"only {share:.0%} of the softmax runs while a product of the same consumer is under way. Issue the scores "
-            "of block i, then P V of block i - 1, wait until one product is left, and compute the softmax then."
-        )
-    _expect_pairs(run)
+    _expect_share(run, run.events)
+    _expect_pairs(run.events)
     share = overlap_of(run)
     exposed = (1 - share) * sum(e.end - e.start for e in run.events if e.kind == "compute")
     if exposed > SERIAL:
@@ -226,16 +297,21 @@ def overlap(source: str, seed=None):
     look_at_work(source, "overlap", draw.normal, "Each block has one softmax.")
 
 
-def _of_consumer(run: Run, name: str) -> Run:
-    """Return a run with the events of one partition alone."""
-    return replace(run, events=[e for e in run.events if e.partition == name])
+def _expect_share(run: Run, events: list[Event]) -> None:
+    """Assert that enough of the softmax of each consumer of a program runs during products of its own."""
+    share = min(overlap_of(replace(run, events=[e for e in events if e.partition == name])) for name in CONSUMERS)
+    if share < LEAST_OVERLAP:
+        raise AssertionError(
+            f"only {share:.0%} of the softmax runs while a product of the same consumer is under way. Issue the scores "
+            "of block i, then P V of block i - 1, wait until one product is left, and compute the softmax then."
+        )
 
 
-def _expect_pairs(run: Run) -> None:
+def _expect_pairs(events: list[Event]) -> None:
     """Assert that the scores of a block and P V of the one before it are under way together, in each consumer."""
     for name in CONSUMERS:
-        products = sorted((e for e in run.events if e.kind == "wgmma" and e.partition == name), key=lambda e: e.start)
-        issued = sorted(e.start for e in run.events if e.kind == "issue" and e.partition == name)
+        products = sorted((e for e in events if e.kind == "wgmma" and e.partition == name), key=lambda e: e.start)
+        issued = sorted(e.start for e in events if e.kind == "issue" and e.partition == name)
         pairs = range(1, len(products) - 1, 2)
         together = sum(issued[i + 1] < products[i].end for i in pairs)
         if together < len(pairs):
@@ -264,6 +340,7 @@ def _expect_overlapped(source: str, inputs, stages: int, seeds: tuple, words: st
         expected,
         **CLOSE,
         seeds=seeds,
+        programs=math.prod(launch.grid),
         hint=words or "Is o rescaled by alpha after the product of the block before, and is p the new p_next?",
         mistakes=lambda: attention_mistakes(q[None], k[None], v[None], SOFTMAX | BLOCKS | OVERLAP, downward=True),
     )
@@ -274,7 +351,13 @@ def attention_causal(source: str, seed=None):
     """Check fewer queries than keys and incomplete blocks; there must be no product for a block that no query sees."""
     draw = Draw(seed)
     square, wide = draw.size(130, 190), (draw.size(65, 100), draw.size(150, 200))
-    for (sq, sk), d in (((square, square), 64), (wide, 128), ((draw.size(1, 60), 193), 64)):
+    long = draw.size(260, 350), draw.size(500, 700)
+    for (sq, sk), d in (
+        ((square, square), 64),
+        (wide, 128),
+        ((draw.size(1, 60), 193), 64),
+        (long, draw.choice((64, 128))),
+    ):
         q, k, v, _ = attention_inputs(2, sq, sk, d, 1.0, draw.choice(HALVES), draw.normal)
         q[0], k[0] = q[0].abs(), k[0].abs()  # the keys' sizes grow, so that one key more or less is seen
         k[0] *= (torch.arange(sk)[:, None] / sk).to(k.dtype)
@@ -299,4 +382,5 @@ def attention_causal(source: str, seed=None):
                     f"products, and their program makes {products}. {hint}"
                 )
             expect_one_pass(events, needed)
+        expect_causal_from_products(source, q, k, v)
     look_at_work(source, "causal", draw.normal, "The mask takes a comparison for each score.")

@@ -1,4 +1,8 @@
-"""Parts 2 to 4: transpose, cp.async, the TMA ring, the repair of a broken one, the first wgmma."""
+"""Parts 2 to 4: transpose, cp.async, the TMA ring, the repair of a broken one, the first wgmma.
+
+Sizes, slots and programs are drawn, a few small and a few larger ones, so that an answer that takes another way for some of them
+is met there.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,20 @@ from functools import partial
 import torch
 
 from instructor.checks.common import Draw, let_wait
+from instructor.checks.lab3_gluon.effects import (
+    expect_from_copies,
+    expect_from_products,
+    expect_sum_in_accumulator,
+    expect_turned_by_conversion,
+)
+from instructor.checks.lab3_gluon.rings import (
+    TILES,
+    expect_ahead,
+    expect_each_once,
+    expect_in_flight,
+    expect_no_wait_for_more,
+    expect_same_work,
+)
 from instructor.checks.lab3_gluon.work import look_at_work
 from utils.checking import check
 from utils.checking.gluon_launches import (
@@ -25,7 +43,6 @@ from utils.checking.kernel_exercises import Run, expect_kernel, simulate_launch
 from utils.gluon_cpu.timeline import Event
 
 HALVES = (torch.float16, torch.bfloat16)
-MORE_WORK = 1.3  # times the work of a ring of three slots that a ring of one may do; 1.0 in the model answers
 
 
 def cdiv(a: int, b: int) -> int:
@@ -43,8 +60,25 @@ def transpose(source: str, seed=None):
     launch, expected = transpose_launch(m, n, draw.normal, draw.size(1, 9))
     hint = f"Rows of X ({m}, {n}) lie x_stride = {launch.args['x_stride']} elements apart, and rows of Y y_stride = {launch.args['y_stride']}."
     expect_kernel(source, launch, expected, rtol=0, atol=0, hint=hint)
-    launch, expected = transpose_launch(64, 32, draw.normal)
-    run = expect_kernel(source, launch, expected, rtol=0, atol=0, programs=2)
+    for rows, columns, spare in (
+        (2, 1, 0),
+        (*draw.sizes(2, 1, 4), 0),
+        (draw.size(1, 3), draw.size(2, 5), 8 * draw.size(1, 4)),
+    ):
+        launch, expected = transpose_launch(32 * rows, 32 * columns, draw.normal, spare)
+        _expect_whole_sectors(expect_kernel(source, launch, expected, rtol=0, atol=0, programs=math.prod(launch.grid)))
+    for sizes in (
+        (m, n, draw.size(1, 9)),
+        (32 * draw.size(1, 3), 32 * draw.size(1, 3)),
+        (draw.size(97, 150), draw.size(100, 140)),
+    ):
+        launch, expected = transpose_launch(sizes[0], sizes[1], draw.normal, *sizes[2:])
+        expect_turned_by_conversion(source, launch, expected)
+    look_at_work(source, "transpose", draw.normal, "One load and one store move a whole tile.")
+
+
+def _expect_whole_sectors(run: Run) -> None:
+    """Assert that each program loads and stores one tile, and touches no more sectors than it needs."""
     if any(e.kind.startswith("shared") for e in run.events):
         let_wait(
             "takes its tile through shared memory by stores and loads of its own, and the question asks for gl.convert_layout"
@@ -63,33 +97,13 @@ def transpose(source: str, seed=None):
                 f"bytes; {worst.bytes // 32} would do. Neighbouring lanes should hold neighbours in memory: look at "
                 "the layout's order and at its threads a warp."
             )
-    look_at_work(source, "transpose", draw.normal, "One load and one store move a whole tile.")
-
-
-def expect_same_work(runs: dict[int, Run]) -> None:
-    """Assert that a ring of one slot does the work of one of three: if it wastes time, a comparison with it says nothing.
-
-    Args:
-        runs: {number of slots: its simulation, with a timeline}.
-    """
-    busy, copies = {}, {}
-    for stages, run in runs.items():
-        of_program = [e for e in run.events if not e.kind.endswith("wait")]
-        copies[stages] = sum(e.kind == "copy in" for e in of_program)
-        busy[stages] = sum(e.end - e.start for e in of_program if e.kind not in ("copy in", "copy out", "wgmma"))
-    few, many = min(runs), max(runs)
-    if copies[few] > copies[many] or busy[few] > MORE_WORK * busy[many]:
-        raise AssertionError(
-            f"with {few} slot the kernel starts {copies[few]} copies and works for {busy[few]:.0f} model cycles, with {many} "
-            f"slots {copies[many]} and {busy[many]:.0f}. The same tiles take the same work, however many slots there are; "
-            "only the time that it waits is shorter."
-        )
 
 
 @check("3.1", "cp.async pipeline")
 def async_copy(source: str, seed=None):
     """Check the output for every number of slots; copies must overlap."""
-    draw, cycles, runs = Draw(seed), {}, {}
+    draw, runs = Draw(seed), {}
+    cycles: list[tuple[float, float]] = []  # of each program, with one slot and with three
     for stages in (2, 4, 1, 3):
         tiles = draw.size(stages + 1, 7)
         n = 128 * tiles + draw.size(1, 127)
@@ -103,28 +117,46 @@ def async_copy(source: str, seed=None):
             seeds=(None, draw.size(1, 999)),
             hint="Which tile lies in which slot?",
         )
-    for stages in (1, 3):
-        launch, expected = async_copy_launch(2 * 256 * TILES, TILES, stages, normal=draw.normal)
-        runs[stages] = expect_kernel(source, launch, expected, rtol=0, atol=0, programs=2)
-        cycles[stages] = max(runs[stages].cycles)
-    expect_same_work(runs)
-    expect_in_flight(runs[3], 2)
-    tiles = draw.size(MANY_SLOTS + 2, 9)
-    launch, expected = async_copy_launch(2 * 256 * tiles, tiles, MANY_SLOTS, normal=draw.normal)
-    for events in expect_kernel(source, launch, expected, rtol=0, atol=0, programs=2).programs():
-        expect_ahead(events, MANY_SLOTS, tiles)
-    if cycles[3] > 0.6 * cycles[1]:
-        raise AssertionError(
-            f"three slots take {cycles[3]:.0f} model cycles, one slot {cycles[1]:.0f}: the copies wait for each other. "
-            "Issue the copy of tile i + STAGES - 1 before you wait for tile i, and wait for no more groups than tile i needs."
-        )
+    for tiles, programs in ((TILES, 2), (draw.size(12, 30), draw.size(3, 6))):
+        for stages in (1, 3):
+            launch, expected = async_copy_launch(programs * 256 * tiles, tiles, stages, normal=draw.normal)
+            runs[stages] = expect_kernel(source, launch, expected, rtol=0, atol=0, programs=programs)
+        expect_same_work(runs)
+        expect_in_flight(runs[3], 2, tiles)
+        cycles += zip(runs[1].cycles, runs[3].cycles, strict=True)
+    for stages, tiles, programs in _rings(draw):
+        launch, expected = async_copy_launch(programs * 256 * tiles, tiles, stages, normal=draw.normal)
+        run = expect_kernel(source, launch, expected, rtol=0, atol=0, programs=programs)
+        _expect_ring(run, 2, stages, tiles)
+        expect_from_copies(source, launch, expected, 1)
+    for one, three in cycles:
+        if three > 0.6 * one:
+            raise AssertionError(
+                f"three slots take {three:.0f} model cycles, one slot {one:.0f}: the copies wait for each other. Issue the copy "
+                "of tile i + STAGES - 1 before you wait for tile i, and wait for no more groups than tile i needs."
+            )
     look_at_work(source, "async_copy", draw.normal, "Each element is added once.")
+
+
+def _rings(draw: Draw) -> list[tuple[int, int, int]]:
+    """Draw rings: (slots, tiles of a program, programs)."""
+    few = [(stages, stages + draw.size(2, 6), draw.size(1, 3)) for stages in (2, 3, 4, draw.size(5, 9))]
+    return [*few, (draw.size(2, 6), draw.size(20, 40), draw.size(2, 5))]
+
+
+def _expect_ring(run: Run, copies: int, stages: int, tiles: int) -> None:
+    """Assert that all programs of a run keep their slots filled, and wait for one tile at a time."""
+    for events in run.programs():
+        expect_each_once(events, copies, tiles)
+        expect_ahead(events, stages, tiles)
+        expect_no_wait_for_more(events, stages, tiles)
 
 
 @check("3.2", "TMA ring")
 def tma_ring(source: str, seed=None):
     """Check the output for every number of slots, also with fewer tiles than slots; copies must overlap."""
-    draw, cycles, runs = Draw(seed), {}, {}
+    draw, runs = Draw(seed), {}
+    cycles: list[tuple[float, float]] = []  # of each program, with one slot and with three
     for stages, columns in ((2, 64 * 5), (3, 8 * draw.size(9, 60)), (4, 64 + 8 * draw.size(0, 8)), (1, 64 * 3)):
         launch, expected = tma_ring_launch(draw.size(17, 40), columns, stages, draw.choice(HALVES), draw.normal)
         run = expect_kernel(
@@ -145,25 +177,28 @@ def tma_ring(source: str, seed=None):
                     f"a program with {cdiv(columns, 64)} tiles issues {len(copies)} TMA copies: each tile "
                     "should come once, by tma_load."
                 )
-    for stages in (1, 3):
-        launch, expected = tma_ring_launch(32, 64 * TILES, stages, normal=draw.normal)
-        runs[stages] = expect_kernel(source, launch, expected, rtol=1e-4, atol=1e-3, programs=2)
-        cycles[stages] = max(runs[stages].cycles)
-    expect_same_work(runs)
-    expect_in_flight(runs[3], 1)
-    tiles = draw.size(MANY_SLOTS + 2, 9)
-    launch, expected = tma_ring_launch(32, 64 * tiles, MANY_SLOTS, normal=draw.normal)
-    for events in expect_kernel(source, launch, expected, rtol=1e-4, atol=1e-3, programs=2).programs():
-        expect_ahead(events, MANY_SLOTS, tiles)
+    for tiles, programs in ((TILES, 2), (draw.size(12, 30), draw.size(3, 6))):
+        for stages in (1, 3):
+            launch, expected = tma_ring_launch(16 * programs, 64 * tiles, stages, normal=draw.normal)
+            runs[stages] = expect_kernel(source, launch, expected, rtol=1e-4, atol=1e-3, programs=programs)
+        expect_same_work(runs)
+        expect_in_flight(runs[3], 1, tiles)
+        cycles += zip(runs[1].cycles, runs[3].cycles, strict=True)
+    for stages, tiles, programs in _rings(draw):
+        launch, expected = tma_ring_launch(16 * programs, 64 * tiles, stages, draw.choice(HALVES), draw.normal)
+        run = expect_kernel(source, launch, expected, rtol=1e-4, atol=1e-3, programs=programs)
+        _expect_ring(run, 1, stages, tiles)
+        expect_from_copies(source, launch, expected, 2)
     for dtype, scale in ((torch.float16, 512.0), (torch.bfloat16, 1.0)):
         launch, expected = tma_ring_launch(16, 64 * 3, 2, dtype, partial(_numbers_to_square, draw, scale))
         hint = "In 16 bits these squares overflow, or are rounded down: convert x with `.to(gl.float32)` before you square it."
         expect_kernel(source, launch, expected, rtol=1e-4, atol=1e-3, hint=hint)
-    if cycles[3] > 0.65 * cycles[1]:
-        raise AssertionError(
-            f"three slots take {cycles[3]:.0f} model cycles, one slot {cycles[1]:.0f}: the copies wait for each other. "
-            "Issue the copies of STAGES tiles before the loop, and refill a slot as soon as its tile is in registers."
-        )
+    for one, three in cycles:
+        if three > 0.65 * one:
+            raise AssertionError(
+                f"three slots take {three:.0f} model cycles, one slot {one:.0f}: the copies wait for each other. Issue the copies "
+                "of STAGES tiles before the loop, and refill a slot as soon as its tile is in registers."
+            )
     look_at_work(source, "tma_ring", draw.normal, "Each tile is squared and added up once.")
 
 
@@ -171,74 +206,6 @@ def _numbers_to_square(draw: Draw, scale: float, *shape: int, dtype: torch.dtype
     """Draw numbers with random signs and powers of two whose squares bf16 rounds down by 0.27%, times `scale`."""
     noise = draw.normal(*shape)
     return (noise.sign() * 1.0546875 * 2.0 ** noise.abs().round().clamp(max=2) * scale).to(dtype)
-
-
-TILES = 8  # of the rings that are timed
-TILES_IN_FLIGHT = 1.2  # on average, with three slots: 1.8 and 2.2 in the model answers, less than 0.9 without overlap
-
-
-def expect_in_flight(run: Run, copies: int) -> None:
-    """Assert that in a ring of three slots more than one tile is on its way at a time, whatever a ring of one slot does.
-
-    Args:
-        run: the simulation with three slots, with a timeline of all programs.
-        copies: copies of a tile.
-    """
-    for number, events in enumerate(run.programs()):
-        _expect_in_flight(events, run.cycles[number], copies)
-
-
-def _expect_in_flight(events: list[Event], cycles: float, copies: int) -> None:
-    times = [e.end - e.start for e in events if e.kind == "copy in"]
-    if len(times) != copies * TILES:
-        raise AssertionError(
-            f"a program with {TILES} tiles starts {len(times)} copies; {copies * TILES} bring each tile once."
-        )
-    if loads := [e for e in events if e.kind == "load"]:
-        raise AssertionError(f"line {loads[0].line} loads from memory into registers: all tiles come through the ring.")
-    read = sum(e.kind == "shared load" for e in events)
-    if read != len(times):
-        raise AssertionError(
-            f"{len(times)} tiles arrive in shared memory, and {read} are read from there: read each once."
-        )
-    under_way = sum(times) / copies / cycles
-    if under_way < TILES_IN_FLIGHT:
-        raise AssertionError(
-            f"with three slots {under_way:.2f} tiles are on their way at a time, on average: the copies wait for each other. "
-            "Issue the copies of the next tiles before you wait for this one."
-        )
-
-
-MANY_SLOTS = 5
-
-
-def expect_ahead(events: list[Event], stages: int, tiles: int) -> None:
-    """Assert that the copies of a program run as far ahead as the slots allow, all the time.
-
-    When tile t is read, every other slot has been ordered anew: t + `stages` tiles in all, unless there are fewer. A ring that
-    uses two of five slots, or that is emptied as a whole before it is filled again, has ordered fewer.
-    """
-    for ring in {e.buffer.partition("[")[0] for e in events if e.kind == "copy in"}:
-        mine = [e for e in events if e.buffer.partition("[")[0] == ring]
-        copies = sorted((e for e in mine if e.kind == "copy in"), key=lambda e: e.start)
-        if len(copies) != tiles:
-            raise AssertionError(
-                f"a program with {tiles} tiles starts {len(copies)} copies into {ring}: each tile comes once."
-            )
-        if (used := len({e.buffer for e in copies})) != stages:
-            raise AssertionError(f"{used} slots are used, and there are {stages}: tile i lies in slot i % STAGES.")
-        for tile, copy in enumerate(copies):
-            reads = [
-                e.start for e in mine if e.kind == "shared load" and e.buffer == copy.buffer and e.start >= copy.start
-            ]
-            issued = sum(e.kind == "issue" and e.start <= min(reads, default=copy.end) for e in mine)
-            if issued < min(tiles, tile + stages):
-                raise AssertionError(
-                    f"with {stages} slots, {issued} copies into {ring} have been issued when tile {tile} is read, and "
-                    f"{min(tiles, tile + stages)} should be: use every slot, and refill each as soon as it is free."
-                )
-        if any(copy.buffer != f"{ring}[{tile % stages}]" for tile, copy in enumerate(copies)):
-            let_wait("puts the tiles into other slots than the question says: tile i into slot i % STAGES")
 
 
 MOST_REPAIRS = 6
@@ -269,6 +236,11 @@ def repairs(source: str, repairs, seed=None):
     for stages in (1, 2, 3):
         launch, expected = repair_launch(stages, draw.size(4, 7), draw.normal)
         expect_kernel(text, launch, expected, rtol=0, atol=0, seeds=(None, *(draw.size(1, 9999) for _ in range(4))))
+    for stages, tiles in ((2, draw.size(5, 9)), (4, draw.size(6, 12)), (draw.size(3, 6), draw.size(13, 25))):
+        launch, expected = repair_launch(stages, tiles, draw.normal)
+        run = expect_kernel(text, launch, expected, rtol=0, atol=0)
+        _expect_ring_of_two(run.programs()[0], tiles, stages)
+        expect_from_copies(text, launch, expected, 1)
     # A ring of three slots must still overlap its copies with the work on other slots.
     launch, _ = repair_launch(3, 8, draw.normal)
     slots = {n: replace(launch, args={**launch.args, "STAGES": n}) for n in (1, 3)}
@@ -301,8 +273,12 @@ def _expect_ring_of_two(events: list[Event], tiles: int, stages: int) -> None:
 def wgmma(source: str, seed=None):
     """Check the output for several sizes and dtypes; the product runs on the tensor cores, and TMA stores it."""
     draw = Draw(seed)
-    for block_n, dtype in ((128, torch.bfloat16), (32, torch.float16)):
-        m, n, k = draw.size(65, 120), 8 * draw.size(9, 24), 8 * draw.size(9, 40)
+    for block_n, dtype, steps in (
+        (128, torch.bfloat16, (2, 5)),
+        (32, torch.float16, (2, 5)),
+        (draw.choice((64, 128)), draw.choice(HALVES), (9, 16)),
+    ):
+        m, n, k = draw.size(65, 120), 8 * draw.size(9, 24), 64 * draw.size(*steps) - 8 * draw.size(0, 7)
         launch, expected = wgmma_launch(m, n, k, block_n, dtype, draw.normal)
         run = expect_kernel(
             source,
@@ -317,6 +293,8 @@ def wgmma(source: str, seed=None):
         )
         for events in run.programs():
             _expect_steps(events, cdiv(k, 64))
+        expect_from_products(source, launch, {name: 2.0 * right for name, right in expected.items()})
+        expect_sum_in_accumulator(source, launch)
     look_at_work(source, "wgmma", draw.normal, "The product of a step adds to the accumulator.")
 
 

@@ -82,13 +82,14 @@ def attention_costs(attention_costs, seed=None):
 def errors(errors, seed=None):
     """Check outputs with a known error, also one that only a float64 reference reveals; grouped heads; causal."""
     draw = Draw(seed)
-    for dtype, causal, group in (
-        (torch.float32, False, 1),
-        (torch.bfloat16, True, 2),
-        (torch.bfloat16, False, 4),
-        (torch.float16, True, 1),
+    for dtype, causal, group, s, d in (
+        (torch.float32, False, 1, draw.size(12, 30), draw.choice((6, 8, 10, 12))),
+        (torch.bfloat16, True, 2, draw.size(12, 30), draw.choice((6, 8, 10, 12))),
+        (torch.bfloat16, False, 4, draw.size(12, 30), draw.choice((6, 8, 10, 12))),
+        (torch.float16, True, 1, draw.size(12, 30), draw.choice((6, 8, 10, 12))),
+        (torch.float32, True, 2, draw.size(130, 260), draw.choice((32, 64))),
     ):
-        b, kv, s, d = draw.size(1, 2), draw.size(1, 3), draw.size(12, 30), draw.choice((6, 8, 10, 12))
+        b, kv = draw.size(1, 2), draw.size(1, 3)
         q = draw.normal(b, kv * group, s, d, dtype=dtype)
         k, v = draw.normal(b, kv, s, d, dtype=dtype), draw.normal(b, kv, s, d, dtype=dtype)
         exact = reference_attention(q, k, v, causal)

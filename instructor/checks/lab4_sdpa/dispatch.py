@@ -7,8 +7,9 @@ import warnings
 
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
-from instructor.checks.common import Draw, SizeWatch, expect_unchanged
+from instructor.checks.common import Draw, SizeWatch, expect_unchanged, let_wait
 from instructor.checks.lab4_sdpa.common import (
     BACKENDS,
     KNOCKED_OUT,
@@ -177,6 +178,8 @@ def why_not(why_not, seed=None):
             "says so in an exception alone: then its first line is the reason."
         )
     q, k, v = (draw.normal(2, 4, s, d) for _ in range(3))
+    for name in draw.some(2, KNOCKED_OUT):
+        _expect_two_reasons(why_not, draw, *knocked_out(name, q, k, v), name)
     for name, (backend, tensors, options) in refused_otherwise(q, k, v).items():
         if backend == "math":
             continue  # whoever asks the dispatcher gets no reason, since it takes the call
@@ -190,24 +193,40 @@ def why_not(why_not, seed=None):
         )
 
 
+class _OneReasonMore(TorchFunctionMode):
+    """Lets SDPA and its dispatcher warn of one reason more than they have, as a GPU's flash does that has two."""
+
+    def __init__(self, reason: str):
+        super().__init__()
+        self.reason = reason
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = str(getattr(func, "__name__", func))
+        if "scaled_dot_product" in name or "sdp_choice" in name:
+            warnings.warn(f"{self.reason} (Triggered internally at sdp_utils.cpp:1.)", stacklevel=2)
+        return func(*args, **(kwargs or {}))
+
+
+def _expect_two_reasons(why_not, draw: Draw, tensors, options: dict, name: str) -> None:
+    """Assert that a reason that nobody could foresee is among those that are given: they come from the call's own warnings."""
+    reason = f"Flash attention is not made for calls of kind {draw.size(1000, 9999)}."
+    expected = reasons_of("flash", *tensors, **options)
+    with _OneReasonMore(reason):
+        got = why_not("flash", *tensors, **options)
+    what = f"why_not of flash with {name}, of which torch warns for two reasons,"
+    _expect_all_reasons(_expect_reasons(got, what), [reason, *expected], what)
+
+
 @check("1.3", "A pin that pins")
 def pinned_sdpa(pinned_sdpa, seed=None):
     """Check that only the requested backend runs, or an error has torch's reason, and that all settings are restored."""
     draw = Draw(seed)
-    length = draw.size(9, 20)
-    q, k, v = (draw.normal(2, 4, length, 16) for _ in range(3))
-    grouped = draw.normal(2, 2, length, 16)
-    mask = draw.normal(length, length) > 0
-    mask[:, 0] = True
+    (q, k, v), calls = _calls_to_pin(draw, draw.size(9, 20), 16)
+    calls += _calls_to_pin(draw, draw.size(100, 300), draw.choice((16, 32)))[1]
     switches = sdpa_switches()
     with with_right_answers(pinned_sdpa):
         for backend in ("math", "flash"):
-            for tensors, options in (
-                ((q, k, v), {}),
-                ((q, k, v), {"is_causal": True, "scale": 0.5}),
-                ((q, k, v), {"attn_mask": mask}),
-                ((q, grouped, grouped), {"enable_gqa": True}),
-            ):
+            for tensors, options in calls:
                 what = f"pinned_sdpa({backend!r}, q, k, v{', ' if options else ''}{', '.join(options)})"
                 copies = [t.clone() for t in tensors]
                 for outside in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
@@ -224,27 +243,55 @@ def pinned_sdpa(pinned_sdpa, seed=None):
                 raise AssertionError(f"after a refusal (flash with {name}), other backends are allowed than before.")
         for name, (backend, tensors, options) in refused_otherwise(q, k, v).items():
             _expect_refusal(pinned_sdpa, backend, tensors, options, name)
-        views = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
-        for backend, options in itertools.product(("flash", "math"), ({}, {"attn_mask": mask})):
-            with SizeWatch() as own, sdpa_kernel(BACKENDS[backend]):
-                F.scaled_dot_product_attention(*views, **options)
-            with SizeWatch() as sizes:
-                pinned_sdpa(backend, *views, **options)
-            if sizes.moved > own.moved:
-                raise AssertionError(
-                    f"pinned_sdpa of {backend} copies {sizes.moved:,} elements, and {backend} by itself {own.moved:,}: it runs these "
-                    "tensors as they are. No copies of the inputs that nobody asked for."
-                )
-            # What computes copies as well: t * 1 is t once more.
-            if (more := sizes.created_in_all - own.created_in_all) >= q.numel():
-                raise AssertionError(
-                    f"pinned_sdpa of {backend} makes tensors of {more:,} elements more than {backend} by itself. Hand q, k and v on as they "
-                    "are: no copies of the inputs that nobody asked for."
-                )
+        for backend, (tensors, options) in itertools.product(("flash", "math"), calls):
+            _expect_nothing_beside(pinned_sdpa, backend, tensors, options)
+            if "enable_gqa" not in options:
+                views = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
+                _expect_nothing_beside(pinned_sdpa, backend, views, options)
     if sdpa_switches() != switches:
         raise AssertionError(
             "after pinned_sdpa, other backends are switched on than before: use sdpa_kernel in a "
             "`with` block, which restores them."
+        )
+
+
+def _calls_to_pin(draw: Draw, length: int, d: int) -> tuple[tuple, list[tuple[tuple, dict]]]:
+    """Return (q, k, v), and calls that flash and math run: [((q, k, v), options)]."""
+    q, k, v = (draw.normal(2, 4, length, d) for _ in range(3))
+    grouped = [draw.normal(2, 2, length, d) for _ in range(2)]
+    mask = draw.normal(length, length) > 0
+    mask[:, 0] = True
+    calls: list[tuple[tuple, dict]] = [
+        ((q, k, v), {}),
+        ((q, k, v), {"is_causal": True, "scale": 0.5}),
+        ((q, k, v), {"attn_mask": mask}),
+        ((q, *grouped), {"enable_gqa": True}),
+    ]
+    return (q, k, v), calls
+
+
+def _expect_nothing_beside(pinned_sdpa, backend: str, tensors, options: dict) -> None:
+    """Assert that the inputs are handed on as they are, in whatever way they could be copied."""
+    with SizeWatch() as own, sdpa_kernel(BACKENDS[backend]):
+        F.scaled_dot_product_attention(*tensors, **options)
+    with SizeWatch() as sizes:
+        pinned_sdpa(backend, *tensors, **options)
+    what = f"pinned_sdpa of {backend}{' with ' if options else ''}{', '.join(options)}"
+    if sizes.moved > own.moved:
+        raise AssertionError(
+            f"{what} copies {sizes.moved:,} elements, and {backend} by itself {own.moved:,}: it runs these "
+            "tensors as they are. No copies of the inputs that nobody asked for."
+        )
+    # What computes copies as well: t * 1 is t once more.
+    smallest = min(t.numel() for t in tensors)
+    if (more := sizes.created_in_all - own.created_in_all) >= smallest:
+        raise AssertionError(
+            f"{what} makes tensors of {more:,} elements more than {backend} by itself. Hand q, k and v on as they "
+            "are: no copies of the inputs that nobody asked for."
+        )
+    if sizes.read - own.read >= smallest:
+        let_wait(
+            f"runs operators on q, k or v beside those of {backend} itself: do they copy the inputs, into memory that was there before?"
         )
 
 

@@ -118,8 +118,8 @@ def _all_shapes(mistakes: dict[str, pd.Series], expected: pd.Series) -> set:
 def fastest_and_default(fastest_function, default_function, mean_function, seed=None):
     """Check random tables, in which refused rows may have a time, and means of many values."""
     draw = Draw(seed)
-    for _ in range(3):
-        grid = random_grid(draw)
+    for shapes in (24, draw.size(5, 20), draw.size(60, 150)):
+        grid = random_grid(draw, shapes)
         before = grid.copy(deep=True)
         anything = grid.assign(status="ok").dropna(subset=["ms"])
         slowest = (

@@ -44,7 +44,14 @@ def rounded_attention(rounded_attention, seed=None):
         (False, True, False, False),
         (True, True, False, True),
     ):
-        q, k, v = (draw.normal(1, 2, s, 32, dtype=torch.bfloat16) for s in (40, 300, 300))
+        b, h, sq, sk, d = (
+            draw.size(1, 2),
+            draw.size(1, 3),
+            draw.size(30, 60),
+            draw.size(250, 350),
+            draw.choice((24, 32, 48)),
+        )
+        q, k, v = (draw.normal(b, h, s, d, dtype=torch.bfloat16) for s in (sq, sk, sk))
         copies = [t.clone() for t in (q, k, v)]
         options = dict(zip(names, switches, strict=True))
         got = rounded_attention(q, k, v, **options)
@@ -136,8 +143,13 @@ def ulps_apart(ulps_apart, seed=None):
 def _next_number(x: torch.Tensor) -> torch.Tensor:
     """Return x with the last bit of its last number turned over."""
     found = x.clone()
-    found.view({1: torch.int8, 2: torch.int16, 8: torch.int64}[x.dtype.itemsize]).flatten()[-1:].bitwise_xor_(1)
+    found.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]).flatten()[
+        -1:
+    ].bitwise_xor_(1)
     return found
+
+
+MANY = 300  # results, all of them different
 
 
 @check("5.3", "Same bits every time?")
@@ -201,6 +213,26 @@ def distinct_results(distinct_results, seed=None):
         "Keep a copy of each result: fn may write the next one into the same memory.",
         buffer=True,
     )
+    long = draw.normal(draw.size(60, 90), draw.size(1000, 2000))
+    for place in (long.numel() - 1 - draw.size(0, 9), draw.size(1000, long.numel() - 100)):
+        other = long.clone()
+        other.flatten()[place] = torch.nextafter(other.flatten()[place], torch.tensor(10.0))
+        run(
+            [long, other, long],
+            2,
+            f"two results of {long.numel():,} numbers that differ in one bit of one number",
+            "All bits count.",
+        )
+    turned = base.flatten()[torch.randperm(base.numel(), generator=draw.generator)].reshape(base.shape)
+    turned = base.flip(0) if torch.equal(turned, base) else turned
+    run(
+        [base, turned, base],
+        2,
+        "two results with the same numbers at other places",
+        "Compare all bits, each at its place.",
+    )
+    many = [base * (1 + i / MANY) for i in range(MANY)]
+    run(many, MANY, f"{MANY} different results", "Compare all bits: sums of them may be equal where they are not.")
     wide = base.to(torch.bfloat16)
     run([wide, wide.clone(), wide + 1], 2, "bf16 results", "Any dtype may come.")
     for dtype in (torch.float64, torch.float16, torch.float8_e4m3fn):
@@ -226,6 +258,15 @@ def distinct_results(distinct_results, seed=None):
         "tuples of two tensors",
         "fn may return a tuple of tensors, such as gradients: all of it counts.",
     )
+    for last in (near, base.to(torch.float16)):
+        first = base, base.clone(), base.to(last.dtype)
+        other = base, base.clone(), _next_number(first[2])
+        run(
+            [first, other, first],
+            2,
+            "tuples of three tensors whose last ones differ in one bit",
+            "All tensors of a tuple count.",
+        )
 
 
 @check("Bonus 5.5", "FP8 with scales")
@@ -233,8 +274,12 @@ def fp8(quantize_fp8, dequantize_fp8, seed=None):
     """Check shapes, ranges, exact scales, zeros and incomplete blocks; errors must be those of the format."""
     draw = Draw(seed)
     largest = torch.finfo(torch.float8_e4m3fn).max
-    for block, dtype in ((None, torch.float32), (16, torch.float32), (16, torch.bfloat16), (7, torch.float32)):
-        b, h, s, d = draw.size(1, 2), draw.size(1, 3), draw.choice((32, 35)), draw.choice((8, 16))
+    cases = ((None, torch.float32), (16, torch.float32), (16, torch.bfloat16), (7, torch.float32))
+    lengths = [draw.choice((32, 35)) for _ in cases] + [draw.size(150, 300) for _ in range(2)]
+    for (block, dtype), s in zip(
+        (*cases, (None, torch.bfloat16), (draw.size(20, 70), torch.float32)), lengths, strict=True
+    ):
+        b, h, d = draw.size(1, 2), draw.size(1, 3), draw.choice((8, 16))
         x = draw.normal(b, h, s, d) * (10.0 ** draw.normal(b, h, s, 1)).clamp(1e-3, 1e3)
         x = x.to(dtype)
         x[0, 0, :16] = 0.0  # a block of zeros

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from instructor.checks.common import Draw, SizeWatch, dtype_name, expect_unchanged
+from instructor.checks.common import Draw, SizeWatch, dtype_name, expect_unchanged, let_wait
 from instructor.checks.lab4_sdpa.common import reference_attention, with_right_answers
 from utils.attention import reference, reference_gradients
 from utils.checking import check, expect_close, forbid, forbid_leaving, watch_operations
@@ -97,6 +97,37 @@ def attend_part(attend_part, seed=None):
                 f"{what} multiplies {sizes.macs:,} pairs of numbers, and its two products have {2 * q.numel() * sk:,}: the scores "
                 "give the output and the lse, and are computed once."
             )
+    for _ in range(2):
+        _expect_two_products(attend_part, draw)
+
+
+def _expect_two_products(attend_part, draw: Draw) -> None:
+    """Assert that no third product is made, at sizes at which a product is much more than what is done to each score."""
+    b, kv, group, d = draw.size(1, 2), draw.size(1, 2), draw.size(1, 2), draw.choice((32, 48, 64))
+    sq, sk = draw.size(30, 60), draw.size(61, 150)
+    q, k, v = draw.normal(b, kv * group, sq, d), draw.normal(b, kv, sk, d), draw.normal(b, kv, sk, d)
+    with SizeWatch() as sizes, watch_operations() as watch:
+        got = attend_part(q, k, v)
+    what = f"attend_part of q {tuple(q.shape)}, k {tuple(k.shape)}"
+    forbid(watch, FUSED_ATTENTION, hint="write the products and the softmax yourself: SDPA does not return the lse")
+    output, lse = _expect_pair(got, what)
+    expect_close(output, reference_attention(q, k, v).float(), rtol=1e-3, atol=1e-4, what=f"the output of {what}")
+    expect_close(lse, _lse(q, k).float(), rtol=1e-3, atol=1e-3, what=f"the lse of {what}")
+    product = q.numel() * sk
+    beside = 6 * b * kv * group * sq * sk + 6 * (
+        q.numel() + group * (k.numel() + v.numel())
+    )  # done to each score or number
+    if (multiplied := sizes.multiplied_at_once(product)) > 2.2 * product + beside:
+        raise AssertionError(
+            f"{what} multiplies {multiplied:,} pairs of numbers, and its two products have {2 * product:,}: the scores give the "
+            "output and the lse, and are computed once."
+        )
+    # Whoever goes from key to key rescales the output each time, which is as much as a product.
+    if sizes.multiplied_in_all(product) > (2.2 if sizes.macs > product // 2 else 3.3) * product + beside:
+        let_wait(
+            "multiplies in small steps as many numbers as a third product would (attend_part has two at most: are the scores "
+            "computed twice?)"
+        )
 
 
 def _parts_merged_wrongly(q, k, v, splits: int) -> dict[str, torch.Tensor]:
@@ -116,10 +147,66 @@ def _parts_merged_wrongly(q, k, v, splits: int) -> dict[str, torch.Tensor]:
     }
 
 
+class _Parts:
+    """Right answers for `attend_part` that remember which parts they were asked for, and may be marked.
+
+    Args:
+        draw: draws a mark for each part, which is added to its output and its log-sum-exp; None marks nothing.
+    """
+
+    def __init__(self, draw: Draw | None = None):
+        self.draw = draw
+        self.calls: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []  # (keys, numbers of q, output, lse)
+
+    def __call__(self, q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute a part, as `attend_part` does."""
+        output, lse = _right_part(q, k, v)
+        if self.draw is not None:
+            output, lse = output + self.draw.real(1, 9), lse + self.draw.real(-1, 1)
+        self.calls.append((k.shape[2], q.numel(), output, lse))
+        return output.clone(), lse.clone()
+
+    def expect_each_once(self, q: torch.Tensor, keys: int, splits: int, what: str) -> None:
+        """Assert that the parts are as long as they should be, and that each pair of a query and a key was in one of them."""
+        lengths = {n for n, numbers, *_ in self.calls if n and numbers}
+        if not lengths <= {keys // splits, -(-keys // splits)}:
+            raise AssertionError(
+                f"{what}: attend_part was called for {sorted(lengths)} keys. {splits} parts of {keys} keys whose sizes differ by at "
+                f"most 1 have {keys // splits} or {-(-keys // splits)}."
+            )
+        asked = sum(n * numbers for n, numbers, *_ in self.calls)
+        if asked != keys * q.numel():
+            raise AssertionError(
+                f"{what}: attend_part was called for {asked / q.numel():g} keys of each query, and there are {keys}. Each part comes "
+                "from attend_part, once."
+            )
+
+
+def _expect_parts_merged(split_kv_attention, draw: Draw) -> None:
+    """Assert that the result is made of what `attend_part` gives: here it gives something else, drawn for each part."""
+    for splits in (draw.size(2, 5), draw.size(6, 12)):
+        b, kv, group, sq, d = draw.size(1, 2), draw.size(1, 3), draw.size(1, 3), draw.size(1, 30), draw.choice((8, 16))
+        sk = splits * draw.size(5, 30) + draw.size(0, splits - 1)
+        q, k, v = draw.normal(b, kv * group, sq, d), draw.normal(b, kv, sk, d), draw.normal(b, kv, sk, d)
+        parts = _Parts(draw)
+        with with_right_answers(split_kv_attention, {"attend_part": parts}):
+            got = split_kv_attention(q, k, v, splits)
+        what = f"split_kv_attention over {sk} keys in {splits} splits"
+        parts.expect_each_once(q, sk, splits, what)
+        if len({output.shape for *_, output, _ in parts.calls if output.numel()}) != 1 or len(parts.calls) < splits:
+            continue  # whoever calls it for each sequence or head by itself merges these by themselves
+        outputs, lses = (torch.stack([call[i] for call in parts.calls if call[0]]) for i in (2, 3))
+        merged = (torch.softmax(lses, dim=0)[..., None] * outputs).sum(0)
+        if merged.shape != q.shape:
+            continue
+        hint = "Merge what attend_part returned for the parts, in whatever way it came by it."
+        expect_close(got, merged, rtol=1e-3, atol=1e-3, what=f"{what}, of parts that this check made up,", hint=hint)
+
+
 @check("3.2", "Split-KV attention")
 def split_kv_attention(split_kv_attention, seed=None):
     """Check any number of splits, each part alone, large scores, and the dtype of the queries."""
-    draw = Draw(seed)
+    draw, asked = Draw(seed), []  # asked: which parts each call of the answer asked `attend_part` for
     for dtype, splits, scale in (
         (torch.float32, 1, 1),
         (torch.float32, 4, 1),
@@ -135,8 +222,10 @@ def split_kv_attention(split_kv_attention, seed=None):
         large = ", scores in the thousands" if scale > 1 else ""
         what = f"split_kv_attention over {sk} keys in {splits} splits, {dtype_name(dtype)}{large}"
         copies = [t.clone() for t in (q, k, v)]
-        with with_right_answers(split_kv_attention, {"attend_part": _right_part}):
+        parts = _Parts()
+        with with_right_answers(split_kv_attention, {"attend_part": parts}), watch_operations() as watch:
             got = split_kv_attention(q, k, v, splits)
+        forbid(watch, FUSED_ATTENTION, hint="each part comes from attend_part")
         expect_unchanged(copies, (q, k, v), what)
         expected = reference_attention(q, k, v).to(dtype)
         tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-4}
@@ -157,6 +246,7 @@ def split_kv_attention(split_kv_attention, seed=None):
         if splits > sk:
             hint = hint or "With more splits than keys some parts are empty: leave them out, or give them weight 0."
         expect_close(got, expected, **tolerance, what=what, hint=hint)
+        asked.append((parts, q, sk, splits, what))
     b, h, sq, d, splits = 1, 2, 2, 5, draw.size(6, 9)
     sk = splits * draw.size(110, 130) + draw.size(1, splits - 1)
     q, k, v = draw.normal(b, h, sq, d), draw.normal(b, h, sk, d), draw.normal(b, h, sk, d)
@@ -195,6 +285,9 @@ def split_kv_attention(split_kv_attention, seed=None):
         )
     what = f"split_kv_attention over {sk} keys in {splits} splits"
     expect_close(got, right, rtol=1e-3, atol=1e-4, what=what)
+    for parts, *about in asked:
+        parts.expect_each_once(*about)
+    _expect_parts_merged(split_kv_attention, draw)
 
 
 @check("Bonus 2.4", "The backward pass")
@@ -213,11 +306,7 @@ def attention_backward(attention_backward, seed=None):
         copies = [t.clone() for t in tensors]
         with SizeWatch() as sizes, watch_operations() as watch:
             got = attention_backward(*tensors)
-        forbid(
-            watch,
-            (*FUSED_ATTENTION, *_SOFTMAX, r".*logsumexp.*", "autograd"),
-            hint="the probabilities are e^(score - lse)",
-        )
+        _forbid_in_backward(watch)
         expect_unchanged(copies, tensors, "attention_backward")
         macs = b * h * sq * sk * d  # of one product
         sizes.expect_seen(5 * macs, "attention_backward")
@@ -249,21 +338,28 @@ def attention_backward(attention_backward, seed=None):
             what = f"{name} for q {tuple(q.shape)}, k {tuple(k.shape)} in {dtype_name(dtype)}"
             expect_close(gradient, right.to(dtype), rtol=tolerance, atol=tolerance * scale, what=what, hint=hint)
     _expect_lse_used(attention_backward, draw)
-    _expect_five_products(attention_backward, draw)
+    for d in (32, draw.choice((48, 64, 96))):
+        _expect_five_products(attention_backward, draw, d)
 
 
-def _expect_five_products(attention_backward, draw: Draw) -> None:
+def _forbid_in_backward(watch) -> None:
+    names = (*FUSED_ATTENTION, *_SOFTMAX, r".*logsumexp.*", "autograd")
+    forbid(watch, names, hint="the probabilities are e^(score - lse)")
+
+
+def _expect_five_products(attention_backward, draw: Draw, d: int) -> None:
     """Assert that no sixth product is made, at sizes at which a product is much more than what is done to each score."""
-    b, h, sq, sk, d = 1, 2, draw.size(50, 60), draw.size(70, 80), 32
+    b, h, sq, sk = 1, draw.size(1, 3), draw.size(50, 90), draw.size(70, 120)
     q, dout = (draw.normal(b, h, sq, d) for _ in range(2))
     k, v = (draw.normal(b, h, sk, d) for _ in range(2))
     out, lse = reference(q.double(), k.double(), v.double())[0].float(), _lse(q, k).float()
-    with SizeWatch() as sizes:
+    with SizeWatch() as sizes, watch_operations() as watch:
         attention_backward(q, k, v, out, lse, dout)
+    _forbid_in_backward(watch)
     product, beside = b * h * sq * sk * d, 4 * b * h * sq * sk + 4 * (q.numel() + k.numel())
-    if sizes.macs + sizes.multiplied > 5.3 * product + beside:
+    if (multiplied := sizes.multiplied_in_all(product)) > 5.3 * product + beside:
         raise AssertionError(
-            f"attention_backward multiplies {sizes.macs + sizes.multiplied:,} pairs of numbers, and five products have "
+            f"attention_backward multiplies {multiplied:,} pairs of numbers, and five products have "
             f"{5 * product:,}: compute the scores once, and use the formulas."
         )
 

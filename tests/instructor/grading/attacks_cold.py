@@ -389,7 +389,7 @@ def lay_out(conversation, position, window):
             "        o = warpgroup_mma_wait(0, deps=[o])\n        mbarrier.arrive(v_empty": "        mbarrier.arrive(v_empty",
         },
         ("overlap",),
-        "of the same consumer",
+        "is issued while the first one runs",
     ),
     Shortcut(
         "b5.5 the tensor itself is remembered",

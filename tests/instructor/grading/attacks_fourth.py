@@ -47,7 +47,7 @@ _REFUSED: dict[str, tuple[str, str, str]] = {  # name: check, the answers that i
         "loads from memory into registers",
     ),
     "3.2 a tile is read from its slot twice": ("tma_ring", "", "read each once"),
-    "4.1 each product starts from zero and is added in registers": ("wgmma", "", "cycles of arithmetic"),
+    "4.1 each product starts from zero and is added in registers": ("wgmma", "", "should add to the accumulator"),
     "5.1 divided by the sum in every block": ("softmax", "", "divided at the end only"),
     "5.2 a slot is given back one block late": ("specialized", "", "model cycles"),
     "1.3 asked first with tensors without values": ("pinned_sdpa", "pinned_sdpa", "computed attention 2 times"),

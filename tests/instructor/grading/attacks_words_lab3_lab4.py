@@ -23,7 +23,7 @@ WORDS = [
         "2.2 gl.convert_layout for show, the tile turned in shared memory of its own",
         "q2_2",
         "transpose",
-        "shared memory by stores and loads of its own",
+        "did not go through gl.convert_layout",
         {
             "    tile = gl.convert_layout(tile, writing)\n": """
     unused = gl.convert_layout(tile, writing)

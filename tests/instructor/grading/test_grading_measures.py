@@ -67,6 +67,24 @@ def test_products_that_nobody_sees_do_not_count():
         unseen.expect_seen(80, "products of Python's numbers")
 
 
+def test_a_product_counts_whatever_makes_it():
+    x, y, product = torch.randn(6, 1, 8), torch.randn(1, 7, 8), 6 * 7 * 8
+    ways = {
+        "matrices": lambda: x[:, 0] @ y[0].T,
+        "elements": lambda: (x * y).sum(-1),
+        "norms": lambda: ((x + y).norm(dim=-1) ** 2 - (x - y).norm(dim=-1) ** 2) / 4,
+        "pairs": lambda: torch.stack(torch.broadcast_tensors(x, y)).prod(0).sum(-1),
+    }
+    for name, way in ways.items():
+        with SizeWatch() as sizes:
+            torch.testing.assert_close(way(), x[:, 0] @ y[0].T)
+        assert sizes.multiplied_at_once(product) >= product, name
+    with SizeWatch() as sizes:
+        (x + y).sum(-1).exp()
+        (x[:, 0] * 2.0, x[:, 0] * x[:, 0])
+    assert sizes.multiplied_at_once(product) == 0 and sizes.multiplied_in_all(product) == 48
+
+
 def test_copies_are_counted_and_views_are_not():
     x = torch.randn(6, 10)
     with SizeWatch() as sizes:
