@@ -66,8 +66,17 @@ _AFTERWARDS = frozenset(
 )
 _SUMS = words("add sub rsub sum nansum mean cumsum addcmul addcdiv lerp")  # and differences
 _PLACES = words("argmax argmin argsort sort topk max min nonzero searchsorted bucketize")  # integers among the results
-_PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "mv", "addmv"))
-_MULTIPLY = frozenset(("mul", "div", "addcmul", "addcdiv", "_foreach_mul", "_foreach_div", "_foreach_addcmul", "lerp"))
+_PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv"))
+_CONVOLUTIONS = words("convolution _convolution mkldnn_convolution thnn_conv2d slow_conv3d convolution_overrideable")
+_MULTIPLY = words("mul div addcmul addcdiv _foreach_mul _foreach_div _foreach_addcmul lerp")
+# Operators on two tensors of numbers that multiply none of one by those of the other. Any other one counts as a product.
+_NO_PRODUCTS = words("""
+    add sub rsub where masked_fill maximum minimum fmax fmin max min clamp clamp_min clamp_max logaddexp logaddexp2 eq ne gt ge lt le
+    isclose allclose searchsorted bucketize index_add scatter_add copysign nextafter sort topk cummax cummin _foreach_add _foreach_sub
+    _foreach_copy _foreach_maximum _foreach_minimum logical_and logical_or logical_xor heaviside fmod remainder floor_divide
+    _softmax _log_softmax _softmax_backward_data _safe_softmax
+    """)
+_PRODUCTS_OF_ONE = words("square prod cumprod pow float_power")  # of the numbers in one tensor
 
 
 def tensors_in(values) -> list[torch.Tensor]:
@@ -138,12 +147,11 @@ class SizeWatch(TorchDispatchMode):
             if name not in LINEAR and name not in _AFTERWARDS:
                 lengths = [n for t in (*given, *made) if t.is_floating_point() for n in t.shape]
                 self.longest[name] = max([self.longest.get(name, 0), *lengths])
-        several_numbers = [t.numel() > 1 for t in given]
-        if name in _MULTIPLY and len(given) > 1 and (sum(several_numbers) > 1 or not any(several_numbers)):
+        if self._multiplies(name, given):
             elements = (sum if several else max)(t.numel() for t in made) if made else max(sizes)
             self.multiplied += elements
             self.largest_multiplied = max(self.largest_multiplied, (name, elements), key=lambda entry: entry[1])
-        if name in ("square", "pow") and given[0].numel() > 1 and given[0].is_floating_point():
+        elif name in _PRODUCTS_OF_ONE and given and given[0].numel() > 1 and given[0].is_floating_point():
             self.multiplied += given[0].numel()
         if name == "mul" and len(given) == 2 and all(t.is_floating_point() and t.numel() > 1 for t in given):
             # A row of numbers times each of many rows is a product along them all.
@@ -161,7 +169,25 @@ class SizeWatch(TorchDispatchMode):
             self.products.append((batch, left.shape[-2], left.shape[-1], columns))
         elif name in ("dot", "vdot"):
             self.products.append((1, 1, given[0].numel(), 1))
+        elif name in _CONVOLUTIONS and len(given) > 1 and made:
+            self.products.append((1, made[0].numel(), given[1][0].numel(), 1))
         return result
+
+    @staticmethod
+    def _multiplies(name: str, given: list[torch.Tensor]) -> bool:
+        """Whether an operator multiplies numbers of one tensor by those of another: all do that are not known for something else."""
+        several = [t.numel() > 1 for t in given]
+        if name in _MULTIPLY:
+            return len(given) > 1 and (sum(several) > 1 or not any(several))
+        if (
+            name in MOVES
+            or name in _NO_PRODUCTS
+            or name in _PRODUCTS
+            or name in _CONVOLUTIONS
+            or name in ("dot", "vdot")
+        ):
+            return False
+        return sum(t.is_floating_point() and t.numel() > 1 for t in given) > 1
 
     def _follow(self, name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
         """Note which memory an operator used, and which it made."""

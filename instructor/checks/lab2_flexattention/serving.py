@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from instructor.checks.common import Draw, SizeWatch, expect_unchanged
+from instructor.checks.common import Draw, SizeWatch, by_value, expect_unchanged
 from instructor.checks.lab2_flexattention.common import (
     Counted,
     attend_densely,
@@ -15,7 +15,7 @@ from instructor.checks.lab2_flexattention.common import (
     without_mark,
 )
 from utils.checking import check, expect_close
-from utils.checking.masks import expect_program
+from utils.checking.masks import expect_program, kernels_for
 
 
 def _window(width: int):
@@ -23,6 +23,16 @@ def _window(width: int):
 
     def mask_mod(b, h, q, k):
         return (k <= q) & (q - k < width + b + h)
+
+    return mask_mod
+
+
+def _near(width: int):
+    """Allow the last `width` keys; the mask is compiled together with the answer's, so it goes where that is."""
+
+    @by_value
+    def mask_mod(b, h, q, k):
+        return (k <= q) & (q - k < width)
 
     return mask_mod
 
@@ -68,6 +78,12 @@ def at_positions(at_positions, seed=None):
         raise AssertionError(
             "the positions became constants of the mask: the next token would need another kernel. Capture the tensor, and look "
             "positions[b] up in the mask."
+        )
+    kernels = kernels_for([at_positions(_near(width), positions + token) for token in (0, 1)], sq)
+    if kernels > 1:
+        raise AssertionError(
+            f"the masks of two tokens, one after the other, need {kernels} kernels: the positions became constants, and the next token would "
+            "need another kernel. Capture the tensor, and look positions[b] up in the mask."
         )
 
 
