@@ -90,6 +90,11 @@ def tensors_in(values) -> list[torch.Tensor]:
     return found
 
 
+def _numbers(tensor: torch.Tensor) -> int:
+    """How many real numbers a tensor holds: a complex one is two."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
 class SizeWatch(TorchDispatchMode):
     """Records the operators that run, with the elements of the largest tensor that each one reads or writes.
 
@@ -128,7 +133,7 @@ class SizeWatch(TorchDispatchMode):
         name = func._schema.name.split("::")[1].rstrip("_") or func.__name__
         several = name.startswith("_foreach")  # one operator on a list of tensors
         given, made = tensors_in((*args, *(kwargs or {}).values())), tensors_in((result,))
-        sizes = [t.numel() for t in (*given, *made)]
+        sizes = [_numbers(t) for t in (*given, *made)]
         self.read += sum(t.numel() for t in given if t.numel() > 1)
         self.steps.append(hash((name, *(tuple(t.shape) for t in given), *(a for a in args if type(a) is int))))
         self._follow(name, given, made)
@@ -141,7 +146,7 @@ class SizeWatch(TorchDispatchMode):
         if name not in MOVES:
             self.computing.add(name)
             # Masks and places are no numbers of the inputs, unless they are added up or multiplied.
-            real = [t.numel() for t in (*given, *made) if name in LINEAR or t.is_floating_point() or t.is_complex()]
+            real = [_numbers(t) for t in (*given, *made) if name in LINEAR or t.is_floating_point() or t.is_complex()]
             elements = (sum if several else max)(real) if real else 0
             self.computed[name] = max(self.computed.get(name, 0), elements)
             if name not in LINEAR and name not in _AFTERWARDS:
@@ -200,6 +205,8 @@ class SizeWatch(TorchDispatchMode):
             if span:
                 span[2] = step
         is_copy = self._note_copy(name, given, made)
+        if name not in MOVES and self._copies_by_arithmetic(given, made):
+            self.moved += made[0].numel()
         for tensor in made:
             known = self._spans.get(self._memory.get(id(tensor), 0))
             if known:  # it was written to
@@ -217,11 +224,18 @@ class SizeWatch(TorchDispatchMode):
                 else:
                     self._memory[id(tensor)] = id(tensor)
                     # A truth value is a bit; places of a search or a sorting are no numbers of the inputs.
-                    numbers = tensor.numel() // (16 if tensor.dtype is torch.bool else 1)
+                    numbers = _numbers(tensor) // (16 if tensor.dtype is torch.bool else 1)
                     kept = of_inputs and (name not in _PLACES or self._is_real(tensor))
                     self._spans[id(tensor)] = [numbers, step, step, kept]
                     self.created = max(self.created, (name, tensor.numel()), key=lambda entry: entry[1])
                     self.created_in_all += tensor.numel()
+
+    def _copies_by_arithmetic(self, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
+        """Whether an operator that computes got numbers of one input alone, and made as many: tile + 0, or maximum(tile, tile)."""
+        several = [t for t in given if t.numel() > 1]
+        roots = {self._memory.get(id(t), id(t)) for t in several}
+        of_input = len(roots) == 1 and all(root not in self._spans or root in self._copied for root in roots)
+        return of_input and bool(made) and self._is_real(several[0]) and made[0].numel() >= several[0].numel()
 
     def _is_real(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor holds real or complex numbers, or their bits as integers."""

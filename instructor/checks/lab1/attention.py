@@ -198,8 +198,11 @@ def online_softmax_stats(online_softmax_stats, seed=None):
         (0, "falling", torch.float32),
         (0, "jumping", torch.float64),
         (0, "narrow", torch.float32),
+        (0, "many", torch.float32),
     ):
         rows, widths = draw.size(3, 7), [draw.size(4, 9) for _ in range(draw.size(9, 12))]
+        if order == "many":
+            rows, widths = draw.size(40, 60), [draw.size(30, 60) for _ in widths]
         if order == "narrow":
             widths = [2] * 40
         if order is None:
@@ -281,8 +284,10 @@ def attention_intensity(attention_intensity, seed=None):
 def merge_attention(merge_attention, seed=None):
     """Check that merged parts equal attention over all keys, with large scores and with empty parts."""
     draw = Draw(seed)
-    for scale, parts, empty in ((1, 3, False), (25, 4, False), (1, 1, False), (2, 4, True)):
+    for scale, parts, empty in ((1, 3, False), (25, 4, False), (1, 1, False), (2, 4, True), (1, 9, False)):
         b, h, s, d = draw.sizes(4, 2, 9)
+        if parts == 9:
+            h, s, d = 10 + h, 10 + s, 64
         q = scale * draw.normal(b, h, s, d, dtype=torch.float64)
         k, v = (
             scale * draw.normal(b, h, 12 * parts, d, dtype=torch.float64),

@@ -66,6 +66,7 @@ def flash_triton(source: str, seed=None):
         ("a last block of one key", (draw.size(17, 31), 33, 32), (32, 16), 3.0, False, torch.float32),
         ("a last block of three keys", (3, draw.size(4, 6) * 16 + 3, 16), (16, 16), 60.0, True, torch.float32),
         ("fp16", (draw.size(5, 15), draw.size(65, 79), 32), (16, 32), 1.0, False, torch.float16),
+        ("large blocks", (draw.size(65, 79), draw.size(129, 150), 64), (64, 64), 1.0, False, torch.float16),
     ):
         q, k, v = (draw.normal(3, tokens, size) for tokens in (queries, keys, keys))
         k, v = k + torch.arange(keys)[:, None] / keys, v + 1.0  # scores rise in some rows, and fall in others

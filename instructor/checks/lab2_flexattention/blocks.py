@@ -242,11 +242,18 @@ def _expect_wide_inside(block_sparse_attention, draw: Draw) -> None:
 
 def _expect_one_row_kept(block_sparse_attention, draw: Draw) -> None:
     """Assert that the scores of a row of blocks are used up before the next row comes. With one number a token, scores are most."""
-    s, block = 128, 8
+    for s, block in ((128, 8), (128 * draw.size(5, 8), 64)):
+        _expect_one_row_kept_of(block_sparse_attention, draw, s, block)
+
+
+def _expect_one_row_kept_of(block_sparse_attention, draw: Draw, s: int, block: int) -> None:
     q, k, v = (draw.normal(1, 2, s, 1) for _ in range(3))
     block_mask = create_block_mask(lambda b, h, q, k: k <= q, None, None, s, s, device="cpu", BLOCK_SIZE=block)
-    with SizeWatch() as sizes:
-        block_sparse_attention(q, k, v, block_mask)
+    with SizeWatch() as sizes, watch_operations() as watch:
+        got = block_sparse_attention(q, k, v, block_mask)
+    forbid(watch, FUSED_ATTENTION, hint="walk the tables yourself")
+    right = attend_densely(q, k, v, torch.ones(s, s, dtype=torch.bool).tril())
+    expect_close(got, right, rtol=1e-3, atol=1e-4, what=f"block_sparse_attention of {s} tokens, blocks of {block}")
     if sizes.created[1] >= s * s:
         raise AssertionError(
             f"block_sparse_attention over {s} tokens makes a tensor of {sizes.created[1]:,} elements (in {sizes.created[0]}), as many as "

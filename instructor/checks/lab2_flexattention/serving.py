@@ -9,6 +9,7 @@ from instructor.checks.lab2_flexattention.common import (
     Counted,
     attend_densely,
     expect_mask,
+    expect_same_program,
     indices,
     mark,
     recording,
@@ -181,3 +182,13 @@ def ragged_attention(ragged_attention, seed=None):
     right = (owner[q] == owner[k]) & (k <= q)
     expect_mask(mod, right, f"the mask of texts of {sizes} tokens", {"Does it look at other texts?": k <= q})
     expect_program(mod, 2 * sum(sizes), "the mask_mod of ragged_attention", sum(sizes), sum(sizes))
+    lengths = draw.sizes(3, 450, 600)
+    attend, calls = recording(compute=False)
+    ragged_attention(attend, [tuple(draw.normal(1, size, 2) for _ in range(3)) for size in lengths])
+    if len(calls) != 1:
+        raise AssertionError(
+            f"attend should be called once for all texts, and was called {len(calls)} times for texts of {lengths}."
+        )
+    many = sum(lengths)
+    expect_program(calls[0][1], 2 * many, "the mask_mod of ragged_attention", many, many)
+    expect_same_program((mod, sum(sizes)), (calls[0][1], many), "ragged_attention")
