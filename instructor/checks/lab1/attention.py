@@ -163,6 +163,11 @@ def _expect_sdpa_returned(attention_bshd, draw: Draw) -> None:
         q, (k, v) = draw.normal(2, s, heads, d), (draw.normal(2, s, kv_heads, d) for _ in range(2))
         with watch_operations() as watch:
             right = attention_bshd(q, k, v)
+        calls = sum(count for name, count in watch.calls.items() if name.strip("_") == "scaled_dot_product_attention")
+        if calls > 1:
+            raise AssertionError(
+                f"attention_bshd of {s} tokens calls SDPA {calls} times; one call does it for all of them."
+            )
         with Altered(FUSED_ATTENTION, 1.0):
             got = attention_bshd(q, k, v)
         if torch.allclose(got, right + 1.0, rtol=1e-4, atol=1e-4):

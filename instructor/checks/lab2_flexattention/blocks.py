@@ -32,9 +32,8 @@ def _counts(mask: torch.Tensor, block: int, filler: bool = False) -> tuple[int, 
 def count_blocks(count_blocks, seed=None):
     """Check (full, partial, empty), also for blocks at the edges."""
     draw = Draw(seed)
-    for _ in range(3):
-        block = draw.size(3, 7)
-        rows, columns = draw.sizes(2, 3, 6)
+    for block in (*(draw.size(3, 7) for _ in range(3)), draw.size(30, 40)):
+        rows, columns = draw.sizes(2, 3, 6) if block < 30 else draw.sizes(2, 10, 14)
         s, length = rows * block - draw.size(1, block - 1), columns * block - draw.size(1, block - 1)
         mask = torch.ones(s, length, dtype=torch.bool).tril(draw.size(-2, 2 * block))
         mask[:, : block + 1] = False  # a column of empty blocks, and a column of partial ones
@@ -230,7 +229,14 @@ def _expect_wide_inside(block_sparse_attention, draw: Draw) -> None:
     q, k, v = (draw.normal(1, 2, s, 16, dtype=torch.bfloat16) for _ in range(3))
     block_mask = create_block_mask(lambda b, h, q, k: k <= q, None, None, s, s, device="cpu", BLOCK_SIZE=32)
     exact = attend_densely(q.double(), k.double(), v.double(), torch.ones(s, s, dtype=torch.bool).tril())
-    got = block_sparse_attention(q, k, v, block_mask)
+    with SizeWatch() as sizes:
+        got = block_sparse_attention(q, k, v, block_mask)
+    visited = int(block_mask.kv_num_blocks.sum() + block_mask.full_kv_num_blocks.sum())
+    if sizes.macs > (most := 2 * 2 * 32 * 32 * 16 * visited):
+        raise AssertionError(
+            f"block_sparse_attention of {s} tokens in bfloat16 does {sizes.macs:,} multiply-accumulates in its products; the {visited} blocks "
+            f"in the tables take {most:,}. Visit those."
+        )
     expect_close(got, exact.to(q.dtype), rtol=0.1, atol=0.1, what=f"block_sparse_attention of {s} tokens in bfloat16")
     error = float(((got.double() - exact).square().mean() / exact.square().mean()).sqrt())
     if error > ACCURATE_ENOUGH:
@@ -248,9 +254,16 @@ def _expect_one_row_kept(block_sparse_attention, draw: Draw) -> None:
 
 def _expect_one_row_kept_of(block_sparse_attention, draw: Draw, s: int, block: int) -> None:
     q, k, v = (draw.normal(1, 2, s, 1) for _ in range(3))
-    block_mask = create_block_mask(lambda b, h, q, k: k <= q, None, None, s, s, device="cpu", BLOCK_SIZE=block)
+    counted = Counted(lambda b, h, q, k: k <= q)
+    block_mask = create_block_mask(counted, None, None, s, s, device="cpu", BLOCK_SIZE=block)
+    counted.asked = 0
     with SizeWatch() as sizes, watch_operations() as watch:
         got = block_sparse_attention(q, k, v, block_mask)
+    if counted.asked > (most := int(block_mask.kv_num_blocks.sum()) * block**2):
+        raise AssertionError(
+            f"block_sparse_attention over {s} tokens asks mask_mod about {counted.asked} pairs; its partial blocks hold {most}. In full "
+            "blocks every pair is visible: do not ask."
+        )
     forbid(watch, FUSED_ATTENTION, hint="walk the tables yourself")
     right = attend_densely(q, k, v, torch.ones(s, s, dtype=torch.bool).tril())
     expect_close(got, right, rtol=1e-3, atol=1e-4, what=f"block_sparse_attention of {s} tokens, blocks of {block}")

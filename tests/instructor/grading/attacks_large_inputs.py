@@ -164,7 +164,7 @@ def merge_attention(outputs, lses):
             ),
         },
         "block_sparse_attention block_sparse_attention",
-        "as many as there are pairs",
+        "asks mask_mod about",
     ),
     _of_lab2(
         "2.2 all pairs as bits while there are few tokens",

@@ -119,7 +119,19 @@ def _case(shortcut, overnight: bool):
     [
         *(
             _case(s, False)
-            for s in (*SHORTCUTS, *THIRD, *KIN, *FOURTH, *FIFTH, *MORE_KIN, *WORDS_1_2, *WORDS_3_4, *BLIND, *FOR_SHOW, *LARGE)
+            for s in (
+                *SHORTCUTS,
+                *THIRD,
+                *KIN,
+                *FOURTH,
+                *FIFTH,
+                *MORE_KIN,
+                *WORDS_1_2,
+                *WORDS_3_4,
+                *BLIND,
+                *FOR_SHOW,
+                *LARGE,
+            )
             if s.check
         ),
         *(_case(s, any(word in s.name for word in SLOW)) for s in COLD),
