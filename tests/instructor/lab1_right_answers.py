@@ -44,7 +44,7 @@ def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
     for i in range(0, a.shape[0], tile_m):
         for j in range(0, b.shape[1], tile_n):
             for p in range(0, a.shape[1], tile_k):
-                x, y = a[i:i + tile_m, p:p + tile_k], b[p:p + tile_k, j:j + tile_n]
+                x, y = a[i:i + tile_m, p:p + tile_k].float(), b[p:p + tile_k, j:j + tile_n].float()
                 c[i:i + tile_m, j:j + tile_n] += (x.unsqueeze(2) * y.unsqueeze(0)).sum(dim=1)
     return c[:m, :n].to(a.dtype)
 """,

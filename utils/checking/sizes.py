@@ -66,8 +66,17 @@ _AFTERWARDS = frozenset(
 )
 _SUMS = words("add sub rsub sum nansum mean cumsum addcmul addcdiv lerp")  # and differences
 _PLACES = words("argmax argmin argsort sort topk max min nonzero searchsorted bucketize")  # integers among the results
-_PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "mv", "addmv"))
-_MULTIPLY = frozenset(("mul", "div", "addcmul", "addcdiv", "_foreach_mul", "_foreach_div", "_foreach_addcmul", "lerp"))
+_PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv"))
+_CONVOLUTIONS = words("convolution _convolution mkldnn_convolution thnn_conv2d slow_conv3d convolution_overrideable")
+_MULTIPLY = words("mul div addcmul addcdiv _foreach_mul _foreach_div _foreach_addcmul lerp")
+# Operators on two tensors of numbers that multiply none of one by those of the other. Any other one counts as a product.
+_NO_PRODUCTS = words("""
+    add sub rsub where masked_fill maximum minimum fmax fmin max min clamp clamp_min clamp_max logaddexp logaddexp2 eq ne gt ge lt le
+    isclose allclose searchsorted bucketize index_add scatter_add copysign nextafter sort topk cummax cummin _foreach_add _foreach_sub
+    _foreach_copy _foreach_maximum _foreach_minimum logical_and logical_or logical_xor heaviside fmod remainder floor_divide
+    _softmax _log_softmax _softmax_backward_data _safe_softmax
+    """)
+_PRODUCTS_OF_ONE = words("square prod cumprod pow float_power")  # of the numbers in one tensor
 
 
 def tensors_in(values) -> list[torch.Tensor]:
@@ -79,6 +88,11 @@ def tensors_in(values) -> list[torch.Tensor]:
         elif isinstance(value, list | tuple):
             found += tensors_in(value)
     return found
+
+
+def _numbers(tensor: torch.Tensor) -> int:
+    """How many real numbers a tensor holds: a complex one is two."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
 class SizeWatch(TorchDispatchMode):
@@ -123,7 +137,7 @@ class SizeWatch(TorchDispatchMode):
         name = func._schema.name.split("::")[1].rstrip("_") or func.__name__
         several = name.startswith("_foreach")  # one operator on a list of tensors
         given, made = tensors_in((*args, *(kwargs or {}).values())), tensors_in((result,))
-        sizes = [t.numel() for t in (*given, *made)]
+        sizes = [_numbers(t) for t in (*given, *made)]
         self.read += sum(t.numel() for t in given if t.numel() > 1)
         self.steps.append(hash((name, *(tuple(t.shape) for t in given), *(a for a in args if type(a) is int))))
         self._follow(name, given, made)
@@ -136,24 +150,24 @@ class SizeWatch(TorchDispatchMode):
         if name not in MOVES:
             self.computing.add(name)
             # Masks and places are no numbers of the inputs, unless they are added up or multiplied.
-            real = [t.numel() for t in (*given, *made) if name in LINEAR or t.is_floating_point() or t.is_complex()]
+            real = [_numbers(t) for t in (*given, *made) if name in LINEAR or t.is_floating_point() or t.is_complex()]
             elements = (sum if several else max)(real) if real else 0
             self.computed[name] = max(self.computed.get(name, 0), elements)
             if name not in LINEAR and name not in _AFTERWARDS:
                 lengths = [n for t in (*given, *made) if t.is_floating_point() for n in t.shape]
                 self.longest[name] = max([self.longest.get(name, 0), *lengths])
-        several_numbers = [t.numel() > 1 for t in given]
-        if name in _MULTIPLY and len(given) > 1 and (sum(several_numbers) > 1 or not any(several_numbers)):
+        if self._multiplies(name, given):
             elements = (sum if several else max)(t.numel() for t in made) if made else max(sizes)
             self.multiplied += elements
             self.multiplications.append(elements)
             self.largest_multiplied = max(self.largest_multiplied, (name, elements), key=lambda entry: entry[1])
-        elif name not in MOVES and name not in LINEAR and name not in _PRODUCTS and name not in ("square", "pow"):
+        elif name in _PRODUCTS_OF_ONE:
+            if given and given[0].numel() > 1 and given[0].is_floating_point():
+                self.multiplied += given[0].numel()
+                self.multiplications.append(given[0].numel())
+        elif name not in MOVES and name not in LINEAR and name not in _PRODUCTS:
             real = [t.numel() for t in (*given, *made) if t.is_floating_point() or t.is_complex()]
             self.others.append((name, max(real, default=0)))
-        if name in ("square", "pow") and given[0].numel() > 1 and given[0].is_floating_point():
-            self.multiplied += given[0].numel()
-            self.multiplications.append(given[0].numel())
         if name == "mul" and len(given) == 2 and all(t.is_floating_point() and t.numel() > 1 for t in given):
             # A row of numbers times each of many rows is a product along them all.
             few, many = sorted(given, key=torch.Tensor.numel)
@@ -170,7 +184,25 @@ class SizeWatch(TorchDispatchMode):
             self.products.append((batch, left.shape[-2], left.shape[-1], columns))
         elif name in ("dot", "vdot"):
             self.products.append((1, 1, given[0].numel(), 1))
+        elif name in _CONVOLUTIONS and len(given) > 1 and made:
+            self.products.append((1, made[0].numel(), given[1][0].numel(), 1))
         return result
+
+    @staticmethod
+    def _multiplies(name: str, given: list[torch.Tensor]) -> bool:
+        """Whether an operator multiplies numbers of one tensor by those of another: all do that are not known for something else."""
+        several = [t.numel() > 1 for t in given]
+        if name in _MULTIPLY:
+            return len(given) > 1 and (sum(several) > 1 or not any(several))
+        if (
+            name in MOVES
+            or name in _NO_PRODUCTS
+            or name in _PRODUCTS
+            or name in _CONVOLUTIONS
+            or name in ("dot", "vdot")
+        ):
+            return False
+        return sum(t.is_floating_point() and t.numel() > 1 for t in given) > 1
 
     def _follow(self, name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
         """Note which memory an operator used, and which it made."""
@@ -183,6 +215,8 @@ class SizeWatch(TorchDispatchMode):
             if span:
                 span[2] = step
         is_copy = self._note_copy(name, given, made)
+        if name not in MOVES and self._copies_by_arithmetic(given, made):
+            self.moved += made[0].numel()
         for tensor in made:
             known = self._spans.get(self._memory.get(id(tensor), 0))
             if known:  # it was written to
@@ -200,11 +234,18 @@ class SizeWatch(TorchDispatchMode):
                 else:
                     self._memory[id(tensor)] = id(tensor)
                     # A truth value is a bit; places of a search or a sorting are no numbers of the inputs.
-                    numbers = tensor.numel() // (16 if tensor.dtype is torch.bool else 1)
+                    numbers = _numbers(tensor) // (16 if tensor.dtype is torch.bool else 1)
                     kept = of_inputs and (name not in _PLACES or self._is_real(tensor))
                     self._spans[id(tensor)] = [numbers, step, step, kept]
                     self.created = max(self.created, (name, tensor.numel()), key=lambda entry: entry[1])
                     self.created_in_all += tensor.numel()
+
+    def _copies_by_arithmetic(self, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
+        """Whether an operator that computes got numbers of one input alone, and made as many: tile + 0, or maximum(tile, tile)."""
+        several = [t for t in given if t.numel() > 1]
+        roots = {self._memory.get(id(t), id(t)) for t in several}
+        of_input = len(roots) == 1 and all(root not in self._spans or root in self._copied for root in roots)
+        return of_input and bool(made) and self._is_real(several[0]) and made[0].numel() >= several[0].numel()
 
     def _is_real(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor holds real or complex numbers, or their bits as integers."""

@@ -7,9 +7,10 @@ import re
 
 import torch
 
-from instructor.checks.common import DTYPES, Draw, SizeWatch, dtype_name, expect_unchanged, expect_value
+from instructor.checks.common import DTYPES, Draw, SizeWatch, dtype_name, expect_unchanged, expect_value, let_wait
 from utils.attention import reference
 from utils.checking import attention_mistake, check, expect_close
+from utils.checking.altered import Altered
 from utils.checking.watching import FUSED_ATTENTION, demand, forbid, forbid_leaving, watch_operations
 
 # What the text names: "softmax and logsumexp of the library, under any name". logaddexp is allowed.
@@ -32,17 +33,26 @@ def standard_attention(standard_attention, seed=None):
     with SizeWatch() as sizes, watch_operations() as watch:
         watched = standard_attention(q, k, v)
     forbid(watch, FUSED_ATTENTION, hint="write the three lines yourself")
+    forbid_leaving(watch)
     right = attend_in_float64(*copies)
-    for dtype, rtol, atol in ((torch.float32, 1e-4, 1e-5), (torch.float64, 1e-5, 1e-6)):
-        b, h, s = draw.sizes(3, 2, 20)
-        d = draw.choice((6, 12, 20))  # no square, so that sqrt(D) is no short number
+    for dtype, most, d, rtol, atol in (
+        (torch.float32, 20, draw.choice((6, 12, 20)), 1e-4, 1e-5),  # no square, so that sqrt(D) is no short number
+        (torch.float64, 20, draw.choice((6, 12, 20)), 1e-5, 1e-6),
+        (torch.float32, 9, 128, 1e-3, 1e-4),  # heads as models have them, and many tokens
+    ):
+        b, h, s = draw.sizes(3, 2, most)
+        s += 300 * (d == 128)
         q, k, v = (2 * draw.normal(b, h, s, d, dtype=dtype) for _ in range(3))
         copies = q.clone(), k.clone(), v.clone()
-        got = standard_attention(q, k, v)
+        with SizeWatch() as every_size, watch_operations() as every:
+            got = standard_attention(q, k, v)
+        forbid(every, FUSED_ATTENTION, hint="write the three lines yourself")
+        forbid_leaving(every)
         what = f"standard_attention of ({b}, {h}, {s}, {d}) in {dtype_name(dtype)}"
         expect_unchanged(copies, (q, k, v), what)
         hint = attention_mistake(got, q, k, v) or "Which dimension is the softmax over?"
         expect_close(got, attend_in_float64(q, k, v), rtol=rtol, atol=atol, what=what, hint=hint)
+        every_size.expect_seen(2 * b * h * s * s * d, what)
     # Large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
     q, k, v = 20 * draw.normal(1, 1, 6, 64), 20 * draw.normal(1, 1, 6, 64), draw.normal(1, 1, 6, 64)
     got = standard_attention(q, k, v)
@@ -144,6 +154,36 @@ def attention_bshd(attention_bshd, seed=None):
     views = (x.transpose(1, 2) for x in (q, k, v))
     right = attend_in_float64(*views, causal=True).transpose(1, 2)
     expect_close(watched, right, rtol=1e-4, atol=1e-5, what="attention_bshd of (1, 64, 2, 8)")
+    _expect_sdpa_returned(attention_bshd, draw)
+
+
+def _expect_sdpa_returned(attention_bshd, draw: Draw) -> None:
+    """Assert that the result is what SDPA returned: where that is larger by one, the result is."""
+    for s, heads, kv_heads, d in ((draw.size(9, 15), 4, 2, 8), (draw.size(200, 300), 2, 2, 64)):
+        q, (k, v) = draw.normal(2, s, heads, d), (draw.normal(2, s, kv_heads, d) for _ in range(2))
+        with watch_operations() as watch:
+            right = attention_bshd(q, k, v)
+        calls = sum(count for name, count in watch.calls.items() if name.strip("_") == "scaled_dot_product_attention")
+        if calls > 1:
+            raise AssertionError(
+                f"attention_bshd of {s} tokens calls SDPA {calls} times; one call does it for all of them."
+            )
+        with Altered(FUSED_ATTENTION, 1.0):
+            got = attention_bshd(q, k, v)
+        if torch.allclose(got, right + 1.0, rtol=1e-4, atol=1e-4):
+            continue
+        if not any(re.fullmatch(r"scaled_dot_product_\w+", name.strip("_")) for name in watch.calls):
+            demand(
+                watch,
+                FUSED_ATTENTION,
+                hint="call F.scaled_dot_product_attention on views with the heads before the tokens",
+            )
+            let_wait("calls SDPA where the check cannot tell whether the result is made of it")
+            return
+        raise AssertionError(
+            f"what SDPA returns does not reach the result of attention_bshd on {s} tokens: where it is larger by one, the result is not. "
+            "Return what SDPA returns, with tokens and heads turned back."
+        )
 
 
 def _softmax_stats(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,8 +203,11 @@ def online_softmax_stats(online_softmax_stats, seed=None):
         (0, "falling", torch.float32),
         (0, "jumping", torch.float64),
         (0, "narrow", torch.float32),
+        (0, "many", torch.float32),
     ):
         rows, widths = draw.size(3, 7), [draw.size(4, 9) for _ in range(draw.size(9, 12))]
+        if order == "many":
+            rows, widths = draw.size(40, 60), [draw.size(30, 60) for _ in widths]
         if order == "narrow":
             widths = [2] * 40
         if order is None:
@@ -246,8 +289,10 @@ def attention_intensity(attention_intensity, seed=None):
 def merge_attention(merge_attention, seed=None):
     """Check that merged parts equal attention over all keys, with large scores and with empty parts."""
     draw = Draw(seed)
-    for scale, parts, empty in ((1, 3, False), (25, 4, False), (1, 1, False), (2, 4, True)):
+    for scale, parts, empty in ((1, 3, False), (25, 4, False), (1, 1, False), (2, 4, True), (1, 9, False)):
         b, h, s, d = draw.sizes(4, 2, 9)
+        if parts == 9:
+            h, s, d = 10 + h, 10 + s, 64
         q = scale * draw.normal(b, h, s, d, dtype=torch.float64)
         k, v = (
             scale * draw.normal(b, h, 12 * parts, d, dtype=torch.float64),

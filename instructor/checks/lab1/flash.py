@@ -24,14 +24,32 @@ _ACCURATE_ENOUGH = {False: {1: 0.006, 8: 0.005}, True: {1: 0.0045, 8: 0.005}}
 def _expect_tiled(function, q, k, v, tile_q, tile_k, causal, rtol, atol, name) -> None:
     what = f"{name} of q {tuple(q.shape)}, k {tuple(k.shape)} with tiles ({tile_q}, {tile_k}) in {dtype_name(q.dtype)}"
     copies = q.clone(), k.clone(), v.clone()
-    with poisoned_memory():
+    with poisoned_memory(), SizeWatch() as sizes, watch_operations() as watch:
         got = function(q, k, v, tile_q, tile_k)
     expect_unchanged(copies, (q, k, v), what)
+    _expect_one_tile_at_a_time(sizes, watch, q, k, tile_q, tile_k, what)
     hint = attention_mistake(got, *copies, causal=causal) or (
         "Look at the rescaling of BOTH the sum and the output, at the tiles at the edges, and at where m, l and O "
         "start."
     )
     expect_close(got, attend_in_float64(*copies, causal=causal), rtol=rtol, atol=atol, what=what, hint=hint)
+
+
+def _expect_one_tile_at_a_time(sizes: SizeWatch, watch, q, k, tile_q: int, tile_k: int, what: str) -> None:
+    """Assert for any sizes and dtypes what holds for all: no softmax of the library, and no scores of more than a tile at once."""
+    forbid(
+        watch, (*FUSED_ATTENTION, *SOFTMAX), hint="the softmax is the running maximum and sum of online_softmax_stats"
+    )
+    forbid_leaving(watch)
+    (b, h, _, d), tile = q.shape, q.shape[0] * q.shape[1] * tile_q * tile_k
+    scores = max((batch * m * n for batch, m, inner, n in sizes.products if inner == d), default=0)
+    by_broadcasting, most = sizes.largest_multiplied[1], max(tile * d, q.numel(), k.numel())
+    found = scores if scores > tile else by_broadcasting // d if by_broadcasting > most else 0
+    if found:
+        raise AssertionError(
+            f"{what} works on {found} scores at once; one tile of queries and one of keys have {b} x {h} x {tile_q} x {tile_k} = {tile}, "
+            "whatever the sizes and the dtype of q and k."
+        )
 
 
 def _expect_wide_inside(function, draw: Draw, causal: bool, name: str) -> None:
@@ -140,6 +158,15 @@ def _expect_running_maximum(function, draw: Draw, causal: bool, name: str) -> No
     expect_close(got, attend_in_float64(q, k, v, causal=causal), rtol=1e-3, atol=1e-3, what=what, hint=hint)
 
 
+def _as_in_models(draw: Draw) -> list[tuple]:
+    """(shape, dtype, tolerance) of inputs with long texts, with large heads, and with many heads."""
+    return [
+        ((1, 1, draw.size(600, 800), 8), torch.float32, 1e-4),
+        ((1, 2, draw.size(130, 150), 128), torch.bfloat16, 3e-2),
+        ((3, draw.size(6, 9), draw.size(65, 80), 16), torch.float32, 1e-4),
+    ]
+
+
 @check("5.3", "Flash attention by hand")
 def flash_attention_tiled(flash_attention_tiled, seed=None):
     """Check any lengths and tiles, several dtypes and large scores; one tile of scores at a time."""
@@ -156,6 +183,9 @@ def flash_attention_tiled(flash_attention_tiled, seed=None):
         k, v = draw.normal(b, h, length, d, dtype=dtype), draw.normal(b, h, length, d, dtype=dtype)
         for tile_q, tile_k in (draw.sizes(2, 5, 13), (64, 64)):
             _expect_tiled(flash_attention_tiled, q, k, v, tile_q, tile_k, False, rtol, atol, name)
+    for sizes, dtype, rough in _as_in_models(draw):
+        q, k, v = (draw.normal(*sizes, dtype=dtype) for _ in range(3))
+        _expect_tiled(flash_attention_tiled, q, k, v, 64, 64, False, rough, rough, name)
     _expect_wide_inside(flash_attention_tiled, draw, False, name)
     _expect_running_maximum(flash_attention_tiled, draw, False, name)
     # Large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
@@ -178,6 +208,9 @@ def flash_attention_causal(flash_attention_causal, seed=None):
         q, k, v = (draw.normal(2, 2, s, d, dtype=dtype) for _ in range(3))
         for tile_q, tile_k in ((8, 8), draw.sizes(2, 5, 13), (17, 4), (4, 17), (64, 64)):
             _expect_tiled(flash_attention_causal, q, k, v, tile_q, tile_k, True, rtol, atol, name)
+    for sizes, dtype, rough in _as_in_models(draw):
+        q, k, v = (draw.normal(*sizes, dtype=dtype) for _ in range(3))
+        _expect_tiled(flash_attention_causal, q, k, v, 64, 64, True, rough, rough, name)
     _expect_tiles_only(flash_attention_causal, draw, name)
     _expect_wide_inside(flash_attention_causal, draw, True, name)
     _expect_running_maximum(flash_attention_causal, draw, True, name)

@@ -49,17 +49,14 @@ def gemm_naive(gemm_naive, seed=None):
     m, k, n = draw.sizes(3, 3, 7)
     a, b = draw.normal(m, k), draw.normal(k, n)
     expected = a @ b
-    with SizeWatch() as sizes, watch_operations() as watch:
-        watched = gemm_naive(a, b)
-    forbid(watch, MATMUL, hint="write the three loops yourself")
-    forbid_leaving(watch, hint="Read one element at a time: a[i, k], or a[i, k].item().")
-    if found := sizes.over(1):
-        line = watch.lines.get(found[0])
-        raise AssertionError(
-            f"the operator {found[0]} worked on {found[1]} elements at once. Question 1.1 asks for one "
-            f"multiply-accumulate on two numbers in each pass of the inner loop." + (f"\n  {line}" if line else "")
-        )
+    watched = _one_at_a_time(gemm_naive, a, b)
     hint = "Which index does each of the three loops run over, and where is the sum set back to zero?"
+    for shape in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):  # many rows, a long sum, many columns: no other way for these
+        rows, inner, columns = (draw.size(2, 3) if short else draw.size(40, 60) for short in shape)
+        x, y = draw.normal(rows, inner), draw.normal(inner, columns)
+        got = _one_at_a_time(gemm_naive, x, y)
+        what = _name("gemm_naive", rows, inner, columns, x.dtype)
+        expect_close(got, x @ y, rtol=_RTOL, atol=_ATOL, what=what, hint=hint)
     watched_what = _name("gemm_naive", m, k, n, a.dtype)
     for dtype in (torch.float32, torch.float64):
         shapes = [tuple(draw.sizes(3, 3, 7)), (1, draw.size(4, 9), 1), (draw.size(3, 6), 1, draw.size(3, 6)), (4, 4, 4)]
@@ -71,6 +68,22 @@ def gemm_naive(gemm_naive, seed=None):
     _expect_product(gemm_naive, a, b, "gemm_naive of transposed views, with a NaN in row 1 of a,", hint)
     expect_close(watched, expected, rtol=1e-4, atol=1e-5, what=watched_what, hint=hint)
     expect_follows_device(gemm_naive, (2, 3), (3, 4), what="gemm_naive(a, b)")
+
+
+def _one_at_a_time(gemm_naive, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return gemm_naive(a, b); assert that each operator works on single numbers, and none is a product of the library."""
+    with SizeWatch() as sizes, watch_operations() as watch:
+        got = gemm_naive(a, b)
+    forbid(watch, MATMUL, hint="write the three loops yourself")
+    forbid_leaving(watch, hint="Read one element at a time: a[i, k], or a[i, k].item().")
+    # Whole numbers count as well: the bits of real ones can be multiplied.
+    if found := sizes.over(1) or sizes.over(1, sizes.computing, but=("result_type", "promote_types")):
+        line = watch.lines.get(found[0])
+        raise AssertionError(
+            f"the operator {found[0]} worked on {found[1]} elements at once. Question 1.1 asks for one "
+            f"multiply-accumulate on two numbers in each pass of the inner loop." + (f"\n  {line}" if line else "")
+        )
+    return got
 
 
 @check("1.2", "Tiled GEMM")
@@ -93,7 +106,7 @@ def gemm_tiled(gemm_tiled, seed=None):
         watched = gemm_tiled(a, b, 5, 4, 3)
     forbid(watch, MATMUL, hint="build the product of two tiles from elementwise products and sums")
     forbid_leaving(watch)
-    if found := sizes.over(5 * 4 * 3):
+    if found := sizes.over(5 * 4 * 3) or sizes.over(5 * 4 * 3, sizes.computing, but=("result_type", "promote_types")):
         line = watch.lines.get(found[0])
         raise AssertionError(
             f"the operator {found[0]} worked on {found[1]} elements at once, and a tile of (5, 4, 3) has {5 * 4 * 3}. "
@@ -128,8 +141,30 @@ def gemm_tiled(gemm_tiled, seed=None):
     _expect_product(lambda x, y: gemm_tiled(x, y, 4, 4, 4), a, b, what, hint)
     what = _name("gemm_tiled", 20, 24, 22, torch.float32, tiles(5, 4, 3))
     expect_close(watched, expected, rtol=1e-4, atol=1e-5, what=what, hint=hint)
+    _expect_tiles_everywhere(gemm_tiled, draw)
     _expect_wide_accumulator(gemm_tiled, draw)
     expect_follows_device(lambda x, y: gemm_tiled(x, y, 2, 2, 2), (3, 5), (5, 4), what="gemm_tiled(a, b)")
+
+
+def _expect_tiles_everywhere(gemm_tiled, draw: Draw) -> None:
+    """Assert that nothing is larger than a step with many rows, a long sum or many columns either, in any dtype."""
+    dtypes = draw.some(3, (torch.float64, torch.float32, torch.bfloat16))
+    for long, dtype in enumerate(dtypes):
+        m, k, n = (draw.size(150, 250) if place == long else draw.size(3, 5) for place in range(3))
+        tiles = draw.size(5, 9), draw.size(5, 9), draw.size(2, 4)
+        a, b = draw.normal(m, k, dtype=dtype), draw.normal(k, n, dtype=dtype)
+        with SizeWatch() as sizes, watch_operations() as watch:
+            got = gemm_tiled(a, b, *tiles)
+        forbid(watch, MATMUL, hint="build the product of two tiles from elementwise products and sums")
+        forbid_leaving(watch)
+        what = _name("gemm_tiled", m, k, n, dtype, f" with tiles ({tiles[0]}, {tiles[1]}, {tiles[2]})")
+        if found := sizes.over(math.prod(tiles)):
+            raise AssertionError(
+                f"the operator {found[0]} worked on {found[1]} elements at once in {what}, and a step has {math.prod(tiles)} at most. Is "
+                "every operation inside of one tile, for matrices of any size?"
+            )
+        rough = 0.2 if dtype == torch.bfloat16 else 1e-4  # how exact it is in 16 bits is looked at below
+        expect_close(got, (a.double() @ b.double()).to(dtype), rtol=rough, atol=rough, what=what)
 
 
 def _expect_tiles_used(gemm_tiled, draw: Draw) -> None:

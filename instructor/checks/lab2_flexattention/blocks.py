@@ -32,9 +32,8 @@ def _counts(mask: torch.Tensor, block: int, filler: bool = False) -> tuple[int, 
 def count_blocks(count_blocks, seed=None):
     """Check (full, partial, empty), also for blocks at the edges."""
     draw = Draw(seed)
-    for _ in range(3):
-        block = draw.size(3, 7)
-        rows, columns = draw.sizes(2, 3, 6)
+    for block in (*(draw.size(3, 7) for _ in range(3)), draw.size(30, 40)):
+        rows, columns = draw.sizes(2, 3, 6) if block < 30 else draw.sizes(2, 10, 14)
         s, length = rows * block - draw.size(1, block - 1), columns * block - draw.size(1, block - 1)
         mask = torch.ones(s, length, dtype=torch.bool).tril(draw.size(-2, 2 * block))
         mask[:, : block + 1] = False  # a column of empty blocks, and a column of partial ones
@@ -160,9 +159,9 @@ _SOFTMAX_STEPS = frozenset({"exp", "exp2", "expm1", "amax", "max", "_softmax"})
 def block_sparse_attention(block_sparse_attention, seed=None):
     """Check attention along the tables of a BlockMask: output, products, evaluations of the mask, memory."""
     draw = Draw(seed)
-    for block, dtype in ((4, torch.float32), ((4, 8), torch.bfloat16)):
+    for block, dtype in ((8, torch.float32), ((4, 8), torch.bfloat16)):
         size_q, size_k = (block, block) if isinstance(block, int) else block
-        batch, heads, head_dim = draw.size(1, 2), draw.size(2, 3), 8
+        batch, heads, head_dim = draw.size(1, 2), draw.size(2, 3), 16
         s, length = 8 * size_q, 6 * size_k
         shapes = [(batch, heads, tokens, head_dim) for tokens in (s, length, length)]
         q, k, v = (2 * draw.normal(*shape).to(dtype) for shape in shapes)
@@ -178,19 +177,17 @@ def block_sparse_attention(block_sparse_attention, seed=None):
         counted.asked = 0
         what = f"block_sparse_attention of ({batch}, {heads}, {s}, {head_dim}) over {length} keys, blocks of {block}"
         copies = [x.clone() for x in (q, k, v)]
-        if dtype == torch.float32:
-            with watch_operations() as watch:
-                watched = block_sparse_attention(q, k, v, block_mask)
-            forbid(watch, FUSED_ATTENTION, hint="walk the tables yourself")
-            counted.asked = 0
+        with watch_operations() as watch:
+            watched = block_sparse_attention(q, k, v, block_mask)
+        forbid(watch, FUSED_ATTENTION, hint="walk the tables yourself")
+        counted.asked = 0
         with poisoned_memory(), SizeWatch() as sizes:
             got = block_sparse_attention(q, k, v, block_mask)
         expect_unchanged(copies, (q, k, v), what)
         tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
         right = attend_densely(q, k, v, mask)
         expect_close(got, right, **tolerance, what=what, hint=_hint(got, right, q, k, v, mask, block_mask))
-        if dtype == torch.float32:
-            expect_close(watched, right, **tolerance, what=f"another call of {what}")
+        expect_close(watched, right, **tolerance, what=f"another call of {what}")
         visited = int(block_mask.kv_num_blocks.sum() + block_mask.full_kv_num_blocks.sum())
         one = 2 * batch * heads * size_q * size_k * head_dim
         if sizes.macs > one * visited:
@@ -199,12 +196,14 @@ def block_sparse_attention(block_sparse_attention, seed=None):
                 f"{(s // size_q) * (length // size_k)} hold a visible pair. Visit those in the tables."
             )
         sizes.expect_seen(4 * batch * heads * head_dim * int(mask.sum()) // 2, what)
-        # Products by broadcasting make as many numbers as multiply-accumulates; scaling may come on top of them.
+        # Products by broadcasting make as many numbers as multiply-accumulates. Scaling may come on top of them, and what corrects a
+        # row's sums and outputs when a block brings a larger maximum.
         most = one * visited + q.numel() + k.numel() + v.numel() + batch * heads * s * length
-        if sizes.multiplied > most:
+        most += visited * batch * heads * size_q * (head_dim + 2)
+        if sizes.macs + sizes.multiplied > most:
             raise AssertionError(
-                f"{what} makes {sizes.multiplied:,} products elementwise, and the blocks in the tables take {one * visited:,}. "
-                "Multiply the queries and keys of visited blocks only."
+                f"{what} makes {sizes.multiplied:,} products elementwise and {sizes.macs:,} by matrix products, and the blocks in the "
+                f"tables take {one * visited:,}. Multiply the queries and keys of visited blocks only, each once."
             )
         partial = int(block_mask.kv_num_blocks.sum())
         if counted.asked > partial * size_q * size_k:
@@ -230,7 +229,14 @@ def _expect_wide_inside(block_sparse_attention, draw: Draw) -> None:
     q, k, v = (draw.normal(1, 2, s, 16, dtype=torch.bfloat16) for _ in range(3))
     block_mask = create_block_mask(lambda b, h, q, k: k <= q, None, None, s, s, device="cpu", BLOCK_SIZE=32)
     exact = attend_densely(q.double(), k.double(), v.double(), torch.ones(s, s, dtype=torch.bool).tril())
-    got = block_sparse_attention(q, k, v, block_mask)
+    with SizeWatch() as sizes:
+        got = block_sparse_attention(q, k, v, block_mask)
+    visited = int(block_mask.kv_num_blocks.sum() + block_mask.full_kv_num_blocks.sum())
+    if sizes.macs > (most := 2 * 2 * 32 * 32 * 16 * visited):
+        raise AssertionError(
+            f"block_sparse_attention of {s} tokens in bfloat16 does {sizes.macs:,} multiply-accumulates in its products; the {visited} blocks "
+            f"in the tables take {most:,}. Visit those."
+        )
     expect_close(got, exact.to(q.dtype), rtol=0.1, atol=0.1, what=f"block_sparse_attention of {s} tokens in bfloat16")
     error = float(((got.double() - exact).square().mean() / exact.square().mean()).sqrt())
     if error > ACCURATE_ENOUGH:
@@ -242,11 +248,25 @@ def _expect_wide_inside(block_sparse_attention, draw: Draw) -> None:
 
 def _expect_one_row_kept(block_sparse_attention, draw: Draw) -> None:
     """Assert that the scores of a row of blocks are used up before the next row comes. With one number a token, scores are most."""
-    s, block = 128, 8
+    for s, block in ((128, 8), (128 * draw.size(5, 8), 64)):
+        _expect_one_row_kept_of(block_sparse_attention, draw, s, block)
+
+
+def _expect_one_row_kept_of(block_sparse_attention, draw: Draw, s: int, block: int) -> None:
     q, k, v = (draw.normal(1, 2, s, 1) for _ in range(3))
-    block_mask = create_block_mask(lambda b, h, q, k: k <= q, None, None, s, s, device="cpu", BLOCK_SIZE=block)
-    with SizeWatch() as sizes:
-        block_sparse_attention(q, k, v, block_mask)
+    counted = Counted(lambda b, h, q, k: k <= q)
+    block_mask = create_block_mask(counted, None, None, s, s, device="cpu", BLOCK_SIZE=block)
+    counted.asked = 0
+    with SizeWatch() as sizes, watch_operations() as watch:
+        got = block_sparse_attention(q, k, v, block_mask)
+    if counted.asked > (most := int(block_mask.kv_num_blocks.sum()) * block**2):
+        raise AssertionError(
+            f"block_sparse_attention over {s} tokens asks mask_mod about {counted.asked} pairs; its partial blocks hold {most}. In full "
+            "blocks every pair is visible: do not ask."
+        )
+    forbid(watch, FUSED_ATTENTION, hint="walk the tables yourself")
+    right = attend_densely(q, k, v, torch.ones(s, s, dtype=torch.bool).tril())
+    expect_close(got, right, rtol=1e-3, atol=1e-4, what=f"block_sparse_attention of {s} tokens, blocks of {block}")
     if sizes.created[1] >= s * s:
         raise AssertionError(
             f"block_sparse_attention over {s} tokens makes a tensor of {sizes.created[1]:,} elements (in {sizes.created[0]}), as many as "

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from instructor.checks.common import SizeWatch, let_wait
 from utils.attention import reference
 from utils.checking import expect_close
 from utils.checking.masks import Mod, modified, pairs
@@ -67,6 +68,27 @@ def expect_mask(
             findings.append(f"{name} {int(wrong.sum())} pairs it should not, such as query {q}, key {k}")
     hint = f" {' Or: '.join(hints)}" if hints else ""
     raise AssertionError(f"{what} over {sq} queries and {sk} keys {' and '.join(findings)}.{hint}")
+
+
+def expect_same_program(few: tuple[Mod, int], many: tuple[Mod, int], what: str) -> None:
+    """Let an answer wait whose mask is another program for few tokens than for many.
+
+    All pairs of few tokens fit into a number of 64 bits for each of them.
+
+    Args:
+        few: a mask, and its tokens.
+        many: the answer's mask for more tokens.
+        what: name of the answer.
+    """
+    ran = []
+    for mod, size in (few, many):
+        with SizeWatch() as sizes:
+            mod(torch.tensor(0), torch.tensor(0), torch.tensor(size - 1), torch.tensor(size - 2))
+        ran.append(sorted(sizes.largest))
+    if ran[0] != ran[1]:
+        let_wait(
+            f"has another mask for few tokens (of {', '.join(ran[0])}) than for many (of {', '.join(ran[1])}) in {what}"
+        )
 
 
 def attend_densely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -131,8 +153,11 @@ def without_mark(got, at: torch.Tensor, right: torch.Tensor):
     return got - at
 
 
-def recording():
-    """Return `attend(q, k, v, mask_mod)` in float64 plus a mark, and the shapes and mask_mods that it was called with."""
+def recording(compute: bool = True):
+    """Return `attend(q, k, v, mask_mod)` in float64 plus a mark, and the shapes and mask_mods that it was called with.
+
+    Without `compute` it returns the mark alone.
+    """
     calls: list[tuple[tuple[int, ...], Mod]] = []
 
     def attend(q, k, v, mask_mod):
@@ -144,6 +169,8 @@ def recording():
         calls.append((tuple(q.shape), mask_mod))
         if not q.numel():
             return q
+        if not compute:
+            return mark(tuple(q.shape))
         batches = [
             pairs(mask_mod, q.shape[2], k.shape[2], "the mask_mod that attend got", b=b) for b in range(q.shape[0])
         ]

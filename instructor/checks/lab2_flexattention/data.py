@@ -8,7 +8,7 @@ import torch
 
 from instructor.checks.common import DTYPES, Draw, SizeWatch, dtype_name, expect_counts, expect_unchanged
 from instructor.checks.lab2_flexattention.common import attend_densely, moved_heads
-from utils.checking import check, expect_close, forbid, watch_operations
+from utils.checking import check, expect_close, forbid, forbid_leaving, watch_operations
 from utils.checking.watching import FUSED_ATTENTION
 
 
@@ -47,19 +47,26 @@ def masked_attention(masked_attention, seed=None):
     with SizeWatch() as sizes, watch_operations() as watch:
         watched = masked_attention(q, k, v, mask)
     forbid(watch, FUSED_ATTENTION, hint="write product, mask, softmax, product yourself")
-    for _ in range(3):
-        b, h, s, length, d = draw.sizes(5, 2, 20)
+    forbid_leaving(watch)
+    for many in (False, False, True):
+        b, h, s, length, d = draw.sizes(5, 2, 9 if many else 20)
+        if many:  # tokens, in heads as models have them
+            s, length, d = 200 + s, 300 + length, 128
         q = draw.normal(b, h, s, d)
         k, v = (draw.normal(b, h, length, d) for _ in range(2))
         mask = draw.normal(s, length) > 0
         mask[:, 0] = True
         copies = [x.clone() for x in (q, k, v, mask)]
-        got = masked_attention(q, k, v, mask)
+        with SizeWatch() as every_size, watch_operations() as every:
+            got = masked_attention(q, k, v, mask)
+        forbid(every, FUSED_ATTENTION, hint="write product, mask, softmax, product yourself")
+        forbid_leaving(every)
         what = f"masked_attention of ({b}, {h}, {s}, {d}) over {length} keys"
         expect_unchanged(copies, (q, k, v, mask), what)
         expect_close(
             got, attend_densely(q, k, v, mask), rtol=1e-4, atol=1e-5, what=what, hint=_hint(got, q, k, v, mask)
         )
+        every_size.expect_seen(2 * b * h * d * int(mask.sum()), what)
     mask[draw.size(0, s - 1)] = False
     got = masked_attention(q, k, v, mask)
     expect_close(

@@ -71,7 +71,7 @@ def _expect_one_call(attention: _Attention, kv_heads: int, got) -> None:
 def prepare_flex(prepare_flex, seed=None):
     """Check that one block mask is built before the first call and shared; modifier, block size and GQA are passed on."""
     draw = Draw(seed)
-    length, block, cpu = 16 * draw.size(3, 5), 16, torch.device("cpu")
+    length, block, cpu = 16 * draw.size(3, 20), 16, torch.device("cpu")
     attention = _Attention()
     asked = [0]
     near = draw.size(10, 40)
@@ -169,7 +169,7 @@ def prepare_flex(prepare_flex, seed=None):
 def buckets(bucketed_attention, seed=None):
     """Check the padding to the smallest bucket, hidden by a mask that does not need a new compilation."""
     draw = Draw(seed)
-    sizes = sorted(draw.sizes(3, 12, 30))
+    sizes = sorted((draw.size(12, 20), *draw.sizes(2, 24, 200)))
     shuffled = [sizes[1], sizes[2], sizes[0]]
     mods = []
     for tokens in (sizes[0] - 3, sizes[0] - 1, sizes[1], sizes[2] - 1):

@@ -9,6 +9,7 @@ from instructor.checks.lab2_flexattention.common import (
     Counted,
     attend_densely,
     expect_mask,
+    expect_same_program,
     indices,
     mark,
     recording,
@@ -69,6 +70,12 @@ def at_positions(at_positions, seed=None):
             "the positions became constants of the mask: the next token would need another kernel. Capture the tensor, and look "
             "positions[b] up in the mask."
         )
+    # What the mask makes of Python's numbers when it is asked is a constant as well.
+    if (made := watches[0].largest.get("lift_fresh", 0)) > 1:
+        raise AssertionError(
+            f"the mask makes a tensor of {made} numbers of its own when it is asked: they became constants, and the next token would need "
+            "another kernel. Capture the tensor positions, and look positions[b] up in the mask."
+        )
 
 
 @check("Bonus 8.2", "Pages")
@@ -113,8 +120,13 @@ def paged_mask(paged_mask, seed=None):
                 h,
             )
     expect_program(mod, max(16, len(pages) * page_size), "paged_mask", sq, len(pages) * page_size)
+    few, pool = mod, 400  # pages
+    owner, number = torch.arange(pool) % 3, torch.arange(pool) // 3
     asked = Counted(_window(width))
     mod = paged_mask(asked, owner, number, page_size)
+    expect_program(mod, pool * page_size, "paged_mask of 400 pages", pool * page_size, pool * page_size)
+    expect_same_program((few, len(pages) * page_size), (mod, pool * page_size), "paged_mask")
+    asked.asked = 0
     mod(*(torch.tensor(0) for _ in range(4)))
     if asked.asked > 1:
         raise AssertionError(
@@ -165,3 +177,13 @@ def ragged_attention(ragged_attention, seed=None):
     right = (owner[q] == owner[k]) & (k <= q)
     expect_mask(mod, right, f"the mask of texts of {sizes} tokens", {"Does it look at other texts?": k <= q})
     expect_program(mod, 2 * sum(sizes), "the mask_mod of ragged_attention", sum(sizes), sum(sizes))
+    lengths = draw.sizes(3, 450, 600)
+    attend, calls = recording(compute=False)
+    ragged_attention(attend, [tuple(draw.normal(1, size, 2) for _ in range(3)) for size in lengths])
+    if len(calls) != 1:
+        raise AssertionError(
+            f"attend should be called once for all texts, and was called {len(calls)} times for texts of {lengths}."
+        )
+    many = sum(lengths)
+    expect_program(calls[0][1], 2 * many, "the mask_mod of ragged_attention", many, many)
+    expect_same_program((mod, sum(sizes)), (calls[0][1], many), "ragged_attention")

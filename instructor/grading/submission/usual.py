@@ -60,6 +60,7 @@ class Usual:
         needed: {question: words that every right answer uses}.
         keeps_lines: whether a file of kernels keeps the lines that students get: questions with holes ask for these alone.
         narrow: {question: all words of Python and torch that right answers use}, in place of the wide lists.
+        forbidden: {test cell: words for what its question forbids}.
     """
 
     def __init__(
@@ -70,7 +71,9 @@ class Usual:
         needed: Mapping[str, str] | None = None,
         narrow: Mapping[str, str] | None = None,
         keeps_lines: bool = True,
+        forbidden: Mapping[str, str] | None = None,
     ):
+        self.forbidden = forbidden or {}
         self.base, self.more, self.needed, self.narrow = base, more or {}, needed or {}, narrow or {}
         self.reads: dict[
             str, list[tuple[int, str]]
@@ -128,6 +131,7 @@ class Reading:
         self.unread: set[str] = set()  # cells that are no Python
         self.strict, self.count = True, 0
         self.narrow: frozenset[str] | None = None  # of the question that is read, if it has a narrow list
+        self.forbidden: frozenset[str] = frozenset()  # words for what the question that is read forbids
         for step in steps:
             if step.cell.cell_type != "code":
                 continue
@@ -192,6 +196,7 @@ class Reading:
         """
         words, self.strict = self.usual.words(step.question), strict
         narrow = self.usual.narrow.get(step.question)
+        self.forbidden = frozenset(self.usual.forbidden.get(step.name, "").split())
         self.narrow = frozenset(narrow.split()) | words.names | words.attributes if narrow else None
         found: dict[str, list[str]] = {}
         todo: list[_Place] = []
@@ -259,6 +264,8 @@ class Reading:
         return reached
 
     def _look_at(self, node: ast.AST, words: Words, note: Callable[[str, str], object]) -> list[list[_Place]]:
+        if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.MatMult) and "@" in self.forbidden:
+            note("has a way with what the question forbids:", "@")
         if isinstance(node, ast.Attribute):
             self._attribute(node.attr, words, note)
         elif isinstance(node, ast.BinOp | ast.AugAssign) and self.narrow is not None:
@@ -310,7 +317,9 @@ class Reading:
             if not self.strict:
                 inside = name in vocabulary.INSIDE_TORCH or name.startswith(vocabulary.INSIDE)
                 known |= not inside and name not in self.usual.of_course
-        if not known and name not in words.attributes and name not in words.names:
+        if name in self.forbidden and name not in self.own:
+            note("has a way with what the question forbids:", f".{name}")
+        elif not known and name not in words.attributes and name not in words.names:
             note("uses", f".{name}")
 
     def _module(self, name: str, words: Words, note: Callable[[str, str], object]) -> list[_Place]:

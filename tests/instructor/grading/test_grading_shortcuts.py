@@ -25,8 +25,10 @@ from instructor.points import lab_path
 from tests.instructor.grading.attacks import WRONG
 from tests.instructor.grading.attacks_blind import BLIND
 from tests.instructor.grading.attacks_cold import COLD
+from tests.instructor.grading.attacks_for_show import FOR_SHOW
 from tests.instructor.grading.attacks_fourth import FIFTH, FOURTH
 from tests.instructor.grading.attacks_fourth import KIN as MORE_KIN
+from tests.instructor.grading.attacks_large_inputs import LARGE
 from tests.instructor.grading.attacks_paths import PATHS
 from tests.instructor.grading.attacks_shortcuts import CELLS, CODE, SHORTCUTS, Shortcut, answer_of
 from tests.instructor.grading.attacks_third import KIN, THIRD
@@ -118,7 +120,20 @@ def _case(shortcut, overnight: bool):
     [
         *(
             _case(s, False)
-            for s in (*SHORTCUTS, *THIRD, *KIN, *FOURTH, *FIFTH, *MORE_KIN, *WORDS_1_2, *WORDS_3_4, *BLIND, *PATHS)
+            for s in (
+                *SHORTCUTS,
+                *THIRD,
+                *KIN,
+                *FOURTH,
+                *FIFTH,
+                *MORE_KIN,
+                *WORDS_1_2,
+                *WORDS_3_4,
+                *BLIND,
+                *FOR_SHOW,
+                *LARGE,
+                *PATHS,
+            )
             if s.check
         ),
         *(_case(s, any(word in s.name for word in SLOW)) for s in COLD),

@@ -108,6 +108,16 @@ def test_what_every_right_answer_uses_is_missed(suite_lab, usual, code):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("way", "word"), [("a @ b", "@"), ("torch.matmul(a, b)", ".matmul"), ("a * b", "")])
+def test_a_way_that_no_input_reaches_and_the_question_forbids(suite_lab, usual, way, word):
+    forbidding = copy.copy(usual)
+    forbidding.forbidden = {"q1_1_tests": "@ matmul"}
+    code = f"def gemm_broadcast(a, b):\n    if a.numel() > 10**9:\n        return {way}\n    return a * b"
+    found = _unusual(suite_lab, forbidding, answered_notebook(suite_lab, {"q1_1": code})).get("q1_1_tests", [])
+    assert found == ([f"has a way with what the question forbids: {word}"] if word else [])
+
+
+@pytest.mark.slow
 def test_a_cell_that_no_answer_reaches_is_the_authors_own(suite_lab, usual):
     notebook = nbformat.reads(answered_notebook(suite_lab), as_version=4)
     place = next(i for i, c in enumerate(notebook.cells) if c.id == "q1_1")
