@@ -255,7 +255,16 @@ def arrange(
         own_tile = consumers, block_n, choices.get("slots"), merge, page
         in_turn = choices.get("in_turn", bool(lengths))
         plan = cluster_plan(
-            head_dim, group, sq, keys, batch * kv_heads, cluster, *own_tile, in_turn, choices.get("per_sm", 1)
+            head_dim,
+            group,
+            sq,
+            keys,
+            batch * kv_heads,
+            cluster,
+            *own_tile,
+            in_turn,
+            choices.get("per_sm", 1),
+            choices.get("deal", 0),
         )
         tiles = -(-sq // plan.queries)
         heads = batch * kv_heads * tiles

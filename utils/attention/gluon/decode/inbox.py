@@ -8,6 +8,7 @@ slice and stores it. Triton knows nothing of clusters, so all of this is PTX.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from utils.attention.gluon.decode.deal import merge_shares
 from utils.attention.gluon.decode.merge import inverse
 from utils.attention.gluon.shared import MINUS_INF, accumulator
 
@@ -128,8 +129,11 @@ def load_sums(address):
 
 
 @gluon.jit
-def add_up(results, inbox, barrier, rank, start):
-    """Wait for all slices of this program, add them up, and store them: numbers [rank * WIDTH, + WIDTH) of each row."""
+def add_up(results, share, inbox, barrier, rank, start):
+    """Wait for all slices of this program, add them up, and store them: numbers [rank * WIDTH, + WIDTH) of each row.
+
+    share: which of the head's clusters this is; None where a head has one.
+    """
     PLAN: gl.constexpr = results.cache.PLAN
     PARTS: gl.constexpr = PLAN.cluster
     ROWS: gl.constexpr = PLAN.sent
@@ -159,6 +163,10 @@ def add_up(results, inbox, barrier, rank, start):
         weight = gl.exp2(m * results.c - shifted)
         o += weight * load_shared(numbers + 4 * part * ROWS * WIDTH)
         total += weight * part_total
+    if PLAN.deal:  # noqa: SIM102 (decided by the compiler; the next line for each cluster)
+        if share.count > 1:
+            last, o, total = merge_shares(results, share, rank, i, row, top, o, total, ROWS, WIDTH)
+            exists = exists & last
     o = o * inverse(total)
     at = place.to(gl.int64) * results.head_dim + d
     gl.store(results.out_ptr + at, o.to(results.out_ptr.dtype.element_ty), mask=exists)

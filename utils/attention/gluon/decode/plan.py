@@ -16,6 +16,7 @@ PAGES = (16, 32, 64, 128, 256)  # tokens of a page
 SHARED_BYTES = 232_448
 # With so much shared memory a program has its SM to itself, since two would need more than there is.
 ALONE_BYTES = 116_736
+PLACES = 128  # programs that `deal.py` deals to heads by their lengths, one an SM
 MERGE_WARPS = 4  # of a program of the second launch
 ROWS_FROM = 32  # query rows of a head of keys from which `rows.py` is faster
 KEYS_BLOCK = {64: 256, 128: 128, 256: 64}  # keys of a block by head dimension, where keys are the rows
@@ -62,6 +63,9 @@ class Plan:
     ahead: bool = False  # whole heads, each begun before the one before it is stored (`rows_ahead.py`)
     cluster: int = 0  # programs of a head, which merge in shared memory (`cluster.py`); 0: the other kernels
     in_turn: bool = False  # the programs of a cluster take a head's blocks in turn, and not a run of them each
+    deal: int = (
+        0  # clusters that a head of a long sequence may have, by the lengths (`deal.py`); 0: one, whatever its length
+    )
     sent: int = 0  # query rows of the tile that the programs of a cluster send each other: those that exist
     inbox_in_ring: bool = False  # what they send lies where the tiles were: that costs a wait for the cluster
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)
@@ -108,6 +112,11 @@ class Plan:
     def converter_registers(self) -> int:
         """Registers of a thread that converts an fp8 cache: what a block's other roles leave."""
         return 128 if self.consumers == 1 else 56
+
+    def groups(self, batch: int, heads: int) -> int:
+        """The most clusters that the heads of all sequences may have, by their lengths, over `heads` of each sequence: with `deal`."""
+        # A head has its part of the places, rounded down, or one cluster.
+        return min(batch * self.deal, PLACES // self.cluster // heads + batch)
 
     @property
     def options(self) -> dict:
