@@ -13,6 +13,7 @@ from utils import gluon_cpu
 from utils.attention import decode_reference
 from utils.attention.gluon.decode.cluster_plan import cluster_plan
 from utils.attention.gluon.decode.deal import Share, merge_shares
+from utils.attention.gluon.decode.inbox import slice_layout
 from utils.attention.gluon.decode.launch import Launch
 from utils.attention.gluon.decode.merge import Results
 from utils.attention.gluon.decode.plan import PLACES, Case
@@ -58,7 +59,9 @@ def test_heads_have_clusters_by_their_lengths(filled, shares, page):
 
 
 @gluon.jit
-def merge_alone(o_ptr, top_ptr, total_ptr, out_ptr, parts_ptr, counters_ptr, count, PLAN: gl.constexpr, CASE: gl.constexpr):
+def merge_alone(
+    o_ptr, top_ptr, total_ptr, out_ptr, parts_ptr, counters_ptr, count, PLAN: gl.constexpr, CASE: gl.constexpr
+):
     """A program stores its slice of a share, given, and the last one of a rank stores their sum."""
     ROWS: gl.constexpr = PLAN.sent
     WIDTH: gl.constexpr = PLAN.block_d // PLAN.cluster
@@ -67,14 +70,15 @@ def merge_alone(o_ptr, top_ptr, total_ptr, out_ptr, parts_ptr, counters_ptr, cou
     results = Results(out_ptr, parts_ptr, counters_ptr, one, one, one, gl.to_tensor(0.5), cache)
     program = gl.program_id(0)
     number, rank = program // PLAN.cluster, program % PLAN.cluster
-    i = gl.arange(0, ROWS * WIDTH, gl.BlockedLayout([2], [32], [4], [0]))
-    row = i // WIDTH
+    layout: gl.constexpr = slice_layout(ROWS, WIDTH)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    i = (row * WIDTH)[:, None] + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
     share = Share(one, one, number, count, one * 0)
     o = gl.load(o_ptr + program * ROWS * WIDTH + i)
     top = gl.load(top_ptr + number * ROWS + row)
     total = gl.load(total_ptr + number * ROWS + row)
-    last, o, total = merge_shares(results, share, rank, i, row, top, o, total, ROWS, WIDTH)
-    gl.store(out_ptr + rank * ROWS * WIDTH + i, o / total, mask=last & (i >= 0))
+    last, o, total = merge_shares(results, share, rank, i, row, top, o, total)
+    gl.store(out_ptr + rank * ROWS * WIDTH + i, o / total[:, None], mask=last & (i >= 0))
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])

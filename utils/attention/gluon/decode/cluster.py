@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from utils.attention.gluon.decode import deal
 from utils.attention.gluon.decode.blocks import load_block, load_queries, page_numbers
 from utils.attention.gluon.decode.cluster_blocks import attend_keys, attend_rows
-from utils.attention.gluon.decode.inbox import add_up, join, open_inbox, send_part
+from utils.attention.gluon.decode.inbox import add_up, add_up_one_by_one, join, open_inbox, send_part
 from utils.attention.gluon.decode.kernel import SIZES
 from utils.attention.gluon.decode.merge import Results, in_eights
 from utils.attention.gluon.decode.work import Cache, Cursor, Split
@@ -155,7 +155,10 @@ def attend_together(results, tiles, share, rank, start, n, step, numbers, q_desc
                 mbarrier.invalidate(full.index(slot))
         inbox = join(barrier, PLAN)
         send_part(inbox, barrier, rank, o, m, total, PLAN, ROWS)
-        add_up(results, share, inbox, barrier, rank, start)
+        if PLAN.fours:
+            add_up(results, share, inbox, barrier, rank, start)
+        else:
+            add_up_one_by_one(results, inbox, barrier, rank, start)
     else:
         store_and_merge(results, share, start, rank, o, m, total)
 

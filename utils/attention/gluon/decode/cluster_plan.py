@@ -35,13 +35,15 @@ def cluster_plan(
     in_turn: bool = True,
     per_sm: int = 1,
     deal: int = 0,
+    box: int | None = None,
+    fours: bool = True,
 ) -> Plan:
     """Choose the tile of `cluster.py`; heads: of keys, of all sequences; parts: programs of a head; page: of its tokens.
 
     The arguments from `consumers` on, but for the page, overrule the choice. consumers: 0 makes keys the rows of the products, 1
     query rows. in_turn: programs take a head's blocks in turn, and not a run of them each. per_sm: programs that share an SM;
     with two, any number of clusters, since nothing waits for another cluster. deal: clusters that a head may have (`deal.py`), then
-    any number, too.
+    any number, too. box: keys of one copy, where blocks and pages are larger.
     """
     block_d = block_width(head_dim)
     group = power_of_two(group)
@@ -63,11 +65,19 @@ def cluster_plan(
         blocks = -(-keys // block)
         if blocks < parts:
             raise ValueError(f"each program of a cluster takes a block at least, and {parts} share {blocks} blocks.")
-        box = min(block, page) if page else block
+        rows = min(block, page or block, (page and box) or block)
         plan = Plan(
-            block_d, block, columns // queries, queries, 0, 1, box, consumers=consumers, cluster=parts, per_sm=per_sm
+            block_d, block, columns // queries, queries, 0, 1, rows, consumers=consumers, cluster=parts, per_sm=per_sm
         )
-        plan = replace(plan, merge=merge or "cluster", sent=group * queries, in_turn=in_turn, deal=deal)
+        plan = replace(
+            plan,
+            merge=merge or "cluster",
+            page_boxes=min(block, page or block) // rows,
+            sent=group * queries,
+            in_turn=in_turn,
+            deal=deal,
+            fours=fours or deal > 0,
+        )
         # Beside the tiles there are barriers, and the sums that reductions exchange.
         room = (
             SHARED_BYTES // per_sm

@@ -135,41 +135,48 @@ def first_block(cache, share, head, rank):
 
 
 @gluon.jit
-def merge_shares(results, share, rank, i, row, top, o, total, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+def merge_shares(results, share, rank, i, row, top, o, total):
     """Store a program's slice of its head's share; who stores the last one adds them up: whether this program does, output, sums.
 
-    i: numbers of the slice in a row-major [ROWS, WIDTH]; row: of each; top, o, total: its maximum, output, and sum.
+    i: numbers of the slice, [rows, width] as o; row: of the rows, as their maxima `top` and sums `total`.
     """
     PLAN: gl.constexpr = results.cache.PLAN
+    ROWS: gl.constexpr = PLAN.sent
+    WIDTH: gl.constexpr = PLAN.block_d // PLAN.cluster
     SIZE: gl.constexpr = ROWS * (WIDTH + 2)
     MOST: gl.constexpr = PLAN.deal
     own = results.parts_ptr + (share.first + rank) * SIZE
     part = own + share.number * (PLAN.cluster * SIZE)
     sums = ROWS * WIDTH + 2 * row
     gl.store(part + i, o)
-    gl.store(part + sums, top, mask=i % WIDTH == 0)
-    gl.store(part + sums + 1, total, mask=i % WIDTH == 0)
+    gl.store(part + sums, top)
+    gl.store(part + sums + 1, total)
     thread_barrier()  # one thread says so for all: without it, another's numbers might not be stored yet
     counter = results.counters_ptr + share.first + rank
     last = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1 == share.count
     if last:
         thread_barrier()  # one thread has seen that: the others may read only behind it
         gl.store(counter, 0)  # for the next launch
-        loaded = ()  # all of them are under way at once
+        # All of them are under way at once.
+        maxima = ()
+        totals = ()
+        values = ()
         top = gl.full_like(top, 0.0) + MINUS_INF
         for k in gl.static_range(MOST):
-            here = (i >= 0) & (k < share.count)
             part = own + k * (PLAN.cluster * SIZE)
-            m = gl.load(part + sums, mask=here, other=MINUS_INF, cache_modifier=".cg")
-            of_part = gl.load(part + sums + 1, mask=here, other=0.0, cache_modifier=".cg")
-            numbers = gl.load(part + i, mask=here, other=0.0, cache_modifier=".cg")
-            loaded = loaded + ((m, of_part, numbers),)  # noqa: RUF005
+            here = k < share.count
+            m = gl.load(part + sums, mask=here & (row >= 0), other=MINUS_INF, cache_modifier=".cg")
+            of_part = gl.load(part + sums + 1, mask=here & (row >= 0), other=0.0, cache_modifier=".cg")
+            numbers = gl.load(part + i, mask=here & (i >= 0), other=0.0, cache_modifier=".cg")
+            maxima = maxima + (m,)  # noqa: RUF005
+            totals = totals + (of_part,)  # noqa: RUF005
+            values = values + (numbers,)  # noqa: RUF005
             top = gl.maximum(top, m)
         shifted = gl.where(top == MINUS_INF, 0.0, top * results.c)
         o = gl.full_like(o, 0.0)
         total = gl.full_like(total, 0.0)
         for k in gl.static_range(MOST):
-            weight = gl.exp2(loaded[k][0] * results.c - shifted)
-            total += weight * loaded[k][1]
-            o += weight * loaded[k][2]
+            weight = gl.exp2(maxima[k] * results.c - shifted)
+            total += weight * totals[k]
+            o += weight[:, None] * values[k]
     return last, o, total

@@ -47,6 +47,7 @@ class Plan:
     slots: int  # tiles of K and V in shared memory; an even number where keys are the rows
     q_slots: int  # tiles of Q in shared memory: with two, the next head's comes while this one is computed
     box: int  # rows of one TMA copy: block_n, or a page if that is smaller
+    page_boxes: int = 1  # copies of what a block has of a page
     merge_parts: int = 32  # parts of a head that a thread of the merge holds at once
     merge_width: int = 2  # neighbouring numbers of each part, which it loads at once
     merge_steps: int = 1  # times as many, where the programs of a head merge it themselves
@@ -67,6 +68,7 @@ class Plan:
         0  # clusters that a head of a long sequence may have, by the lengths (`deal.py`); 0: one, whatever its length
     )
     sent: int = 0  # query rows of the tile that the programs of a cluster send each other: those that exist
+    fours: bool = True  # what they have sent is read four neighbours at once; False: one by one, as before
     inbox_in_ring: bool = False  # what they send lies where the tiles were: that costs a wait for the cluster
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)
     wide: bool = False  # where query rows are the rows: threads exchange the output, and store 16 bytes at once, not 4
