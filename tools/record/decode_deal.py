@@ -3,7 +3,7 @@
     python -m tools.record.decode_deal --workers 14 --seconds 88 --fa3 fa3/_C.so --out decode_deal.json
 
 - `lengths`: sequences of equal and of other lengths, in one piece and in pages: `deal` (`deal.py`, one program an SM), with four
-  tiles instead of six (`deal4`), and with copies of 64 keys (`deal, box 64`), beside the default, clusters of two for each head whatever
+  tiles instead of six (`deal4`), with shares rounded to the nearest number (`nearest`), and with copies of 64 keys (`deal, box 64`), beside the default, clusters of two for each head whatever
   its length (`fixed`), no clusters (`none`), and one piece without lengths (`piece`, `piece4`).
 - `single`: one sequence in pages, with copies of 64 and of 32 keys.
 - `tokens`: one sequence with 1 to 16 new tokens: the inbox read four neighbours at once (`fours`) and one by one, blocks of 64 keys.
@@ -93,6 +93,8 @@ def variants_of_lengths(point: tuple) -> dict[str, dict]:
     if batch > 16:
         return found
     dealt = TWO | {"deal": 8}
+    if point[7] != "equal":
+        found["nearest"] = dealt | {"nearest": True}
     found |= {"deal": dealt, "deal4": dealt | {"slots": 4}, "none": {"cluster": 0}}
     if batch <= 8:
         found["fixed"] = TWO

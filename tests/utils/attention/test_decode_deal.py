@@ -20,14 +20,14 @@ from utils.attention.gluon.decode.plan import PLACES, Case
 from utils.attention.gluon.decode.work import Cache
 
 
-def dealt(lengths, block, heads, cluster, most):
+def dealt(lengths, block, heads, cluster, most, half=0):
     """Clusters of a head of each sequence, as deal.py's docstring has it."""
     blocks = [max(1, -(-length // block)) for length in lengths]
     target = -(-sum(n + 4 for n in blocks) * heads // (PLACES // cluster))
-    return [max(1, min((n + 4) // target, n // cluster, most)) for n in blocks]
+    return [max(1, min((2 * n + 8 + half * target) // (2 * target), n // cluster, most)) for n in blocks]
 
 
-@pytest.mark.parametrize("page", [None, 64])
+@pytest.mark.parametrize(("page", "nearest"), [(None, False), (64, False), (64, True)])
 @pytest.mark.parametrize(
     ("filled", "shares"),
     [
@@ -35,19 +35,22 @@ def dealt(lengths, block, heads, cluster, most):
         ((2000, 2000, 2000, 2000), [2, 2, 2, 2]),
         ((1, 2000, 0, 130), [1, 4, 1, 1]),
         ((2000, 2000, 2000, 2), [2, 2, 2, 1]),
-        ((900, 60, 2000, 64), [2, 1, 4, 1]),
+        ((1250, 60, 2000, 64), [2, 1, 4, 1]),
         ((0, 0, 0, 0), [1, 1, 1, 1]),
     ],
     ids=str,
 )
-def test_heads_have_clusters_by_their_lengths(filled, shares, page):
+def test_heads_have_clusters_by_their_lengths(filled, shares, page, nearest):
     batch, kv_heads, keys, most = len(filled), 8, max(*filled, 700), 4
     assert dealt(filled, 64, kv_heads, 2, most) == shares
+    if nearest:
+        shares = dealt(filled, 64, kv_heads, 2, most, 1)
+        assert shares == ([3, 1, 4, 1] if filled[0] == 1250 else dealt(filled, 64, kv_heads, 2, most))
     k, v, _, table = random_cache(batch, kv_heads, keys, 64, torch.bfloat16, 5, page, fill=0.5)
     table = other_table(len(k), filled, page, table) if page else None
     lengths = torch.tensor(filled, dtype=torch.int32)
     q = torch.randn(batch, 2 * kv_heads, 1, 64, dtype=torch.bfloat16)
-    choices = {"cluster": 2, "consumers": 0, "block_n": 64, "deal": most, "merge": "last"}
+    choices = {"cluster": 2, "consumers": 0, "block_n": 64, "deal": most, "nearest": nearest, "merge": "last"}
     launch = Launch(q, k, v, True, 0, True, table, **choices)
     assert launch.grid == (2 * kv_heads, min(batch * most, PLACES // 2 // kv_heads + batch), 1)
     with gluon_cpu.simulate(seed=len(str(filled))):

@@ -207,7 +207,7 @@ def test_clusters_merge_in_shared_memory_also_when_captured(sizes, choices):
         {"cluster": 2, "consumers": 1, "block_n": 64},
         {"cluster": 4, "consumers": 0, "block_n": 64, "per_sm": 2},
         {"cluster": 2, "consumers": 0, "deal": 8},
-        {"cluster": 2, "consumers": 0, "block_n": 64, "deal": 3, "box": 32},
+        {"cluster": 2, "consumers": 0, "block_n": 64, "deal": 3, "nearest": True, "box": 32},
         {"cluster": 2, "consumers": 1, "block_n": 64, "deal": 8},
     ],
     ids=str,

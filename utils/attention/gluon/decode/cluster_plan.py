@@ -37,6 +37,7 @@ def cluster_plan(
     deal: int = 0,
     box: int | None = None,
     fours: bool = True,
+    nearest: bool = False,
 ) -> Plan:
     """Choose the tile of `cluster.py`; heads: of keys, of all sequences; parts: programs of a head; page: of its tokens.
 
@@ -77,6 +78,7 @@ def cluster_plan(
             in_turn=in_turn,
             deal=deal,
             fours=fours or deal > 0,
+            nearest=nearest,
         )
         # Beside the tiles there are barriers, and the sums that reductions exchange.
         room = (

@@ -7,8 +7,8 @@ itself in the deal; clusters that are not needed leave at once. Heads of the lon
 clusters is merged through memory by the last one that stores its share.
 
     weight      blocks of a head, and OVERHEAD for what a cluster costs whatever its length
-    shares      weight / (weight of all / clusters that run at once), rounded down: memory is as fast with a third of the SMs, so
-                a head may be twice as long as the mean before a second cluster pays for its merge
+    shares      weight / (weight of all / clusters that run at once), rounded down, or to the nearest number: memory is as fast with a
+                third of the SMs, so a head may be longer than the mean before a second cluster pays for its merge
     even        lengths, where no head has more than one cluster, give sequence g to the clusters (., g), whose page numbers are asked for
                 before the lengths are there
 """
@@ -52,7 +52,8 @@ def shares(cache, length, exists, target):
     PLAN: gl.constexpr = cache.PLAN
     blocks = cache.blocks(length)
     weight = gl.where(exists, blocks + OVERHEAD, 0)
-    count = gl.minimum(gl.minimum(weight // target, blocks // PLAN.cluster), PLAN.deal)
+    half: gl.constexpr = 1 if PLAN.nearest else 0
+    count = gl.minimum(gl.minimum((2 * weight + half * target) // (2 * target), blocks // PLAN.cluster), PLAN.deal)
     return weight, gl.where(exists, gl.maximum(count, 1), 0)
 
 
@@ -111,13 +112,14 @@ def own_share(cache, head, group, rank, asked):
     lengths, length, numbers = asked
     one = gl.arange(0, cache.CASE.batch_block, lengths.type.layout)
     weight = gl.where(one < cache.batch, cache.blocks(lengths) + OVERHEAD, 0)
-    # The weight that is worth a cluster. Where no head has twice as much, each has one cluster, and group g is sequence g.
+    # The weight that is worth a cluster. Where none is worth two, each head has one, and group g is sequence g.
     target = gl.cdiv(gl.sum(weight, 0) * cache.heads, PLACES // CLUSTER)
     b = group
     number = group * 0
     count = (group < cache.batch).to(gl.int32)
     first = (group * cache.heads + head) * CLUSTER
-    if gl.max(weight, 0) >= 2 * target:
+    twice: gl.constexpr = 3 if cache.PLAN.nearest else 4
+    if 2 * gl.max(weight, 0) >= twice * target:
         b, length, number, count, first = deal(cache, head, group, target)
         numbers = first_pages(cache, b, head, number * CLUSTER + rank, count * CLUSTER)
     return Share(b, length, number, count, first), numbers

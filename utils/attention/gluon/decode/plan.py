@@ -67,6 +67,7 @@ class Plan:
     deal: int = (
         0  # clusters that a head of a long sequence may have, by the lengths (`deal.py`); 0: one, whatever its length
     )
+    nearest: bool = False  # with `deal`: shares are rounded to the nearest number, not down
     sent: int = 0  # query rows of the tile that the programs of a cluster send each other: those that exist
     fours: bool = True  # what they have sent is read four neighbours at once; False: one by one, as before
     inbox_in_ring: bool = False  # what they send lies where the tiles were: that costs a wait for the cluster
