@@ -1,5 +1,7 @@
 """Clusters that are dealt to heads by the lengths: in the simulator against float64, and their merge through memory by itself."""
 
+import random
+
 import pytest
 import torch
 
@@ -52,13 +54,32 @@ def test_heads_have_clusters_by_their_lengths(filled, shares, page, nearest):
     q = torch.randn(batch, 2 * kv_heads, 1, 64, dtype=torch.bfloat16)
     choices = {"cluster": 2, "consumers": 0, "block_n": 64, "deal": most, "nearest": nearest, "merge": "last"}
     launch = Launch(q, k, v, True, 0, True, table, **choices)
-    assert launch.grid == (2 * kv_heads, min(batch * most, PLACES // 2 // kv_heads + batch), 1)
+    assert launch.grid == (2 * kv_heads, launch.plan.groups(batch, kv_heads, keys), 1)
+    assert sum(shares) <= launch.grid[1] <= min(batch * most, PLACES // 2 // kv_heads + batch)
     with gluon_cpu.simulate(seed=len(str(filled))):
         out = launch(q, k, v, 0.1, lengths, table)
         again = launch(q, k, v, 0.1, lengths, table)  # finds the counters of the first call
     expected = decode_reference(q, k, v, seqlens=lengths, block_table=table, scale=0.1)
     assert (relative_error(out, expected) < 4e-3) if expected.any() else not out.any()
     assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("nearest", [False, True])
+def test_a_launch_has_clusters_for_all_lengths(nearest):
+    rng, met = random.Random(int(nearest)), 0
+    for _ in range(3000):
+        batch, heads, keys = rng.randint(1, 16), rng.choice((1, 2, 4, 8, 12)), rng.choice((300, 2048, 8192, 16384))
+        plan = cluster_plan(128, 4, 1, keys, batch * heads, 2, block_n=128, deal=rng.choice((2, 5, 8)), nearest=nearest)
+        groups = plan.groups(batch, heads, keys)
+        long, short = rng.choice((keys, rng.randint(0, keys))), rng.choice((0, 1, rng.randint(0, keys)))
+        lengths = [rng.choice((long, short, rng.randint(0, keys))) for _ in range(batch)]
+        needed = sum(dealt(lengths, 128, heads, 2, plan.deal, int(nearest)))
+        assert batch <= needed <= groups
+        met += batch < needed == groups
+    assert met > 20  # it is no larger than it must be
+    # Eight sequences of eight heads of keys: half of the clusters or fewer leave at once where lengths are equal.
+    plan = cluster_plan(128, 4, 1, 8192, 64, 2, deal=8, nearest=nearest)
+    assert plan.groups(8, 8, 8192) <= 14 and plan.groups(8, 8, 2048) <= 12
 
 
 @gluon.jit

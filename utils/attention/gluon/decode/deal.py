@@ -23,7 +23,7 @@ from utils.attention.gluon.decode.blocks import page_numbers
 from utils.attention.gluon.decode.work import Cursor
 from utils.attention.gluon.shared import MINUS_INF, aggregate, thread_barrier
 
-OVERHEAD = gl.constexpr(4)  # blocks
+OVERHEAD = gl.constexpr(plan.OVERHEAD)
 PLACES = gl.constexpr(plan.PLACES)
 
 

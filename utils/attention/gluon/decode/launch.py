@@ -182,7 +182,7 @@ class Launch:
         self.grid = (kv_heads * (1 if plan.merge == "cluster" else plan.cluster), batch, found.tiles)
         self.grid = self.grid if plan.cluster else (found.programs, 1, 1)
         if plan.deal:
-            groups = plan.groups(batch, kv_heads * found.tiles)
+            groups = plan.groups(batch, kv_heads * found.tiles, keys)
             self.grid = self.grid[0], groups, self.grid[2]
             self.programs = groups * kv_heads * found.tiles * plan.cluster
         self.adapted = q.is_cuda and (self.hint or plan.merge == "cluster")  # between Triton's compiler and the launch

@@ -16,6 +16,7 @@ PAGES = (16, 32, 64, 128, 256)  # tokens of a page
 SHARED_BYTES = 232_448
 # With so much shared memory a program has its SM to itself, since two would need more than there is.
 ALONE_BYTES = 116_736
+OVERHEAD = 4  # blocks that a cluster costs whatever it reads, in the weights of `deal.py`
 PLACES = 128  # programs that `deal.py` deals to heads by their lengths, one an SM
 MERGE_WARPS = 4  # of a program of the second launch
 ROWS_FROM = 32  # query rows of a head of keys from which `rows.py` is faster
@@ -116,10 +117,22 @@ class Plan:
         """Registers of a thread that converts an fp8 cache: what a block's other roles leave."""
         return 128 if self.consumers == 1 else 56
 
-    def groups(self, batch: int, heads: int) -> int:
-        """The most clusters that the heads of all sequences may have, by their lengths, over `heads` of each sequence: with `deal`."""
-        # A head has its part of the places, rounded down, or one cluster.
-        return min(batch * self.deal, PLACES // self.cluster // heads + batch)
+    def groups(self, batch: int, heads: int, keys: int) -> int:
+        """The most clusters that one of `heads` heads of each sequence may have, summed over all sequences: with `deal`.
+
+        A launch has so many for each head; those that the lengths do not need leave at once. keys: of the longest sequence.
+        """
+        blocks, places = -(-keys // self.block_n), PLACES // self.cluster
+        extra = 0
+        for target in range(1, -(-batch * (blocks + OVERHEAD) * heads // places) + 1):
+            # Weight that is left if every sequence has one block, and what it takes of that to have one more cluster.
+            left = target * places // heads - batch * (1 + OVERHEAD)
+            most = min(self.deal, blocks // self.cluster)
+            needed = [-(-(2 * n - self.nearest) * target // 2) for n in range(2, most + 1)]
+            each = [(w - 1 - OVERHEAD) / n for n, w in enumerate(needed, 1) if w <= blocks + OVERHEAD]
+            if each and left >= 0:
+                extra = max(extra, int(min(left / max(min(each), 1e-9), batch * len(each))))
+        return batch + min(extra, places // heads)  # a head has its part of the places, rounded, or one cluster
 
     @property
     def options(self) -> dict:
