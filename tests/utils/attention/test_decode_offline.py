@@ -54,6 +54,10 @@ CASES = {  # arguments of make_plan or cluster_plan, of Case
         dict(head_dim=128, group=4, sq=1, keys=8192, heads=8, parts=8, page=64),
         dict(lengths=True, batch_block=1, paged=True, clean=True),
     ),
+    "clusters of 2 by lengths, pages of 256": (
+        dict(head_dim=128, group=4, sq=1, keys=8192, heads=64, parts=2, page=256, deal=8, box=64),
+        dict(lengths=True, batch_block=8, paged=True, clean=True),
+    ),
     "fp8": (dict(head_dim=128, group=4, sq=4, fp8=True), dict(causal=True)),
     "fp8, 64 rows": (dict(head_dim=128, group=4, sq=16, fp8=True), dict(causal=True)),
     "fp8, 64 rows, products in fp16": (dict(head_dim=128, group=4, sq=16, fp8=True, fp16=True), dict(causal=True)),

@@ -21,30 +21,43 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from utils.attention.gluon.decode import deal
 from utils.attention.gluon.decode.blocks import load_block, load_queries, page_numbers
-from utils.attention.gluon.decode.cluster_blocks import attend_keys, attend_rows, stride
-from utils.attention.gluon.decode.inbox import add_up, join, open_inbox, send_part
+from utils.attention.gluon.decode.cluster_blocks import attend_keys, attend_rows
+from utils.attention.gluon.decode.inbox import add_up, add_up_one_by_one, join, open_inbox, send_part
 from utils.attention.gluon.decode.kernel import SIZES
 from utils.attention.gluon.decode.merge import Results, in_eights
 from utils.attention.gluon.decode.work import Cache, Cursor, Split
 from utils.attention.gluon.shared import accumulator, thread_barrier
 
 
+@gluon.constexpr_function
+def stride(plan):
+    """From a block of a program to its next one."""
+    return plan.cluster if plan.in_turn else 1
+
+
 @gluon.jit
-def store_and_merge(results, start, rank, o, m, total):
+def store_and_merge(results, share, start, rank, o, m, total):
     """The merge by memory and a counter, where the last program merges: the simulator, which has no clusters, runs this."""
     PLAN: gl.constexpr = results.cache.PLAN
     PARTS: gl.constexpr = PLAN.cluster
     ROWS: gl.constexpr = 1 if PLAN.consumers == 0 else 0
     gl.static_assert(PLAN.merge == "last")
-    program = (start.b * results.cache.heads + start.head) * PARTS + rank
+    count = gl.to_tensor(PARTS)
+    if PLAN.deal:
+        rank = share.number * PARTS + rank
+        count = share.count * PARTS
+        program = share.first + rank
+    else:
+        program = (start.b * results.cache.heads + start.head) * PARTS + rank
     part = 2 * program + (rank == 0).to(gl.int32)
     results.store_sums(part, gl.arange(0, o.shape[ROWS], gl.SliceLayout(1 - ROWS, o.type.layout)), m, total)
     results.store_part(start, part, o, 0, ROWS)
     thread_barrier()  # one thread says so for all: without it, another's numbers might not be stored yet
-    if results.arrive(start, True) == PARTS:
+    if results.arrive(start, True) == count:
         thread_barrier()  # one thread has seen that: the others may read only behind it
-        results.merge(start.b, start.head, program - rank, PARTS, 0, 1, PLAN.merge_steps)
+        results.merge(start.b, start.head, program - rank, count, 0, 1, PLAN.merge_steps)
         gl.store(results.counter(start), 0)  # for the next launch
 
 
@@ -75,24 +88,35 @@ def first_block(cache, b, head, rank):
 
 
 @gluon.jit
-def attend_together(results, rank, start, n, numbers, q_desc, k_desc, v_desc):
+def open_ring(PLAN: gl.constexpr, q_desc, k_desc):
+    """The tiles of K and V, a barrier for each of them and one for the queries, and the queries' tile.
+
+    It comes behind a program's first loads, of lengths and page numbers, while these are on their way.
+    """
+    SLOTS: gl.constexpr = PLAN.slots
+    ring = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS + 1, 1], mbarrier.MBarrierLayout())
+    q_tile = gl.allocate_shared_memory(k_desc.dtype, [1, 1, PLAN.heads, PLAN.queries, PLAN.block_d], q_desc.layout)
+    for slot in gl.static_range(SLOTS + 1):
+        mbarrier.init(full.index(slot), count=1)
+    return ring, full, q_tile
+
+
+@gluon.jit
+def attend_together(results, tiles, share, rank, start, n, step, numbers, q_desc, k_desc, v_desc):
     """The program's share of its head, and the merge with the other programs of the cluster.
 
-    start, n: its first block, and how many it has. numbers: the pages of the blocks that come first.
+    tiles: what `open_ring` returns. start, n: its first block, and how many it has. step: from one to the next. numbers: the pages of
+    the blocks that come first.
     """
     PLAN: gl.constexpr = results.cache.PLAN
     SLOTS: gl.constexpr = PLAN.slots
     BLOCK_N: gl.constexpr = PLAN.block_n
     BLOCK_D: gl.constexpr = PLAN.block_d
     BYTES: gl.constexpr = BLOCK_N * BLOCK_D * 2
-    STEP: gl.constexpr = stride(PLAN)
     cache = results.cache
     kv_head = start.head // results.tiles
-    ring = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS + 1, 1], mbarrier.MBarrierLayout())
-    q_tile = gl.allocate_shared_memory(k_desc.dtype, [1, 1, PLAN.heads, PLAN.queries, BLOCK_D], q_desc.layout)
-    for slot in gl.static_range(SLOTS + 1):
-        mbarrier.init(full.index(slot), count=1)
+    ring, full, q_tile = tiles
     # All expectations before all copies: the compiler puts a barrier between the two, here one for all.
     mbarrier.expect(full.index(SLOTS), q_desc.block_type.nbytes)
     for slot in gl.static_range(SLOTS):
@@ -101,7 +125,7 @@ def attend_together(results, rank, start, n, numbers, q_desc, k_desc, v_desc):
     fence_async_shared()
     thread_barrier()
     for slot in gl.static_range(SLOTS):
-        block = start.behind(slot // 2 * STEP)
+        block = start.behind(slot // 2 * step)
         pages = numbers[slot // 2]
         wanted = slot // 2 < n
         if slot % 2 == 0:
@@ -115,9 +139,9 @@ def attend_together(results, rank, start, n, numbers, q_desc, k_desc, v_desc):
         barrier = open_inbox(PLAN)
     mbarrier.wait(full.index(SLOTS), 0)
     if PLAN.consumers == 0:
-        o, m, total = attend_keys(results, start, n, q_tile, ring, full, k_desc, v_desc)
+        o, m, total = attend_keys(results, start, n, step, q_tile, ring, full, k_desc, v_desc)
     else:
-        o, m, total = attend_rows(results, start, n, q_tile, ring, full, k_desc, v_desc)
+        o, m, total = attend_rows(results, start, n, step, q_tile, ring, full, k_desc, v_desc)
     if PLAN.merge == "cluster":
         ROWS: gl.constexpr = 1 if PLAN.consumers == 0 else 0  # the dimension of o that holds query rows
         few: gl.constexpr = gl.SliceLayout(1 - ROWS, o.type.layout if ROWS == 1 else accumulator(16))
@@ -131,9 +155,12 @@ def attend_together(results, rank, start, n, numbers, q_desc, k_desc, v_desc):
                 mbarrier.invalidate(full.index(slot))
         inbox = join(barrier, PLAN)
         send_part(inbox, barrier, rank, o, m, total, PLAN, ROWS)
-        add_up(results, inbox, barrier, rank, start)
+        if PLAN.fours:
+            add_up(results, share, inbox, barrier, rank, start)
+        else:
+            add_up_one_by_one(results, inbox, barrier, rank, start)
     else:
-        store_and_merge(results, start, rank, o, m, total)
+        store_and_merge(results, share, start, rank, o, m, total)
 
 
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr"])
@@ -168,5 +195,15 @@ def attention_decode_cluster(
     results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
     rank = gl.program_id(0) % PLAN.cluster
     head = gl.program_id(0) // PLAN.cluster * tiles + gl.program_id(2)
-    start, n, numbers = first_block(cache, gl.program_id(1), head, rank)
-    attend_together(results, rank, start, n, numbers, q_desc, k_desc, v_desc)
+    if PLAN.deal:
+        place = gl.program_id(1)
+        asked = deal.ask(cache, head, place, rank)
+        ring = open_ring(PLAN, q_desc, k_desc)
+        share, numbers = deal.own_share(cache, head, place, rank, asked)
+        if share.count > 0:  # all programs of a cluster agree: none waits for one that has left
+            start, n, step = deal.first_block(cache, share, head, rank)
+            attend_together(results, ring, share, rank, start, n, step, numbers, q_desc, k_desc, v_desc)
+    else:
+        start, n, numbers = first_block(cache, gl.program_id(1), head, rank)
+        ring = open_ring(PLAN, q_desc, k_desc)
+        attend_together(results, ring, None, rank, start, n, stride(PLAN), numbers, q_desc, k_desc, v_desc)

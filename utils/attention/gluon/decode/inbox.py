@@ -8,6 +8,7 @@ slice and stores it. Triton knows nothing of clusters, so all of this is PTX.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from utils.attention.gluon.decode.deal import merge_shares
 from utils.attention.gluon.decode.merge import inverse
 from utils.attention.gluon.shared import MINUS_INF, accumulator
 
@@ -113,10 +114,24 @@ def send_sums(inbox, barrier, rank, row, other, m, total, PLAN: gl.constexpr):
     )
 
 
+@gluon.constexpr_function
+def _load_asm(n):
+    # n numbers that stand side by side, at the address of the first.
+    numbers = ", ".join(f"${i}" for i in range(n))
+    return f"ld.shared{f'.v{n}' if n > 1 else ''}.f32 {{{numbers}}}, [${n}];" if n > 1 else "ld.shared.f32 $0, [$1];"
+
+
+@gluon.constexpr_function
+def _load_constraints(n):
+    return ",".join(["=f"] * n + ["r"] * n)
+
+
 @gluon.jit
-def load_shared(address):
-    """Read fp32 numbers of this program's inbox."""
-    return gl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [address], gl.float32, is_pure=False, pack=1)
+def load_shared(address, EACH: gl.constexpr):
+    """Read fp32 numbers of this program's inbox, EACH neighbours at once, which a thread holds side by side."""
+    return gl.inline_asm_elementwise(
+        _load_asm(EACH), _load_constraints(EACH), [address], gl.float32, is_pure=False, pack=EACH
+    )
 
 
 @gluon.jit
@@ -127,9 +142,64 @@ def load_sums(address):
     )
 
 
+@gluon.constexpr_function
+def slice_layout(rows, width):
+    """Layout of a program's slice [rows, width]: a thread holds up to four neighbours of a row, as many as there are for each thread."""
+    each = max(1, min(rows * width // 128, 4, width))
+    lanes = min(width // each, 32)
+    return gl.BlockedLayout([1, each], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
 @gluon.jit
-def add_up(results, inbox, barrier, rank, start):
-    """Wait for all slices of this program, add them up, and store them: numbers [rank * WIDTH, + WIDTH) of each row."""
+def add_up(results, share, inbox, barrier, rank, start):
+    """Wait for all slices of this program, add them up, and store them: numbers [rank * WIDTH, + WIDTH) of each row.
+
+    share: which of the head's clusters this is; None where a head has one.
+    """
+    PLAN: gl.constexpr = results.cache.PLAN
+    PARTS: gl.constexpr = PLAN.cluster
+    ROWS: gl.constexpr = PLAN.sent
+    WIDTH: gl.constexpr = PLAN.block_d // PLAN.cluster
+    layout: gl.constexpr = slice_layout(ROWS, WIDTH)
+    EACH: gl.constexpr = layout.size_per_thread[1]
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    i = (row * WIDTH)[:, None] + column[None, :]
+    d = rank * WIDTH + column
+    in_group = row // PLAN.queries
+    query = start.head % results.tiles * PLAN.queries + row % PLAN.queries
+    kv_heads = results.cache.heads // results.tiles
+    place = ((start.b * kv_heads + start.head // results.tiles) * results.group + in_group) * results.cache.sq + query
+    exists = ((in_group < results.group) & (query < results.cache.sq))[:, None] & (d < results.head_dim)[None, :]
+    gl.inline_asm_elementwise(ARRIVED, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(ALL_HAVE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    sums = inbox + 8 * row
+    numbers = inbox + PLAN.numbers_at + 4 * i
+    top = gl.full([ROWS], MINUS_INF, gl.float32, gl.SliceLayout(1, layout))
+    loaded = ()
+    for part in gl.static_range(PARTS):
+        loaded = loaded + (load_sums(sums + 8 * part * ROWS),)  # noqa: RUF005
+        top = gl.maximum(top, loaded[part][0])
+    shifted = gl.where(top == MINUS_INF, 0.0, top * results.c)
+    o = gl.zeros([ROWS, WIDTH], gl.float32, layout)
+    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+    for part in gl.static_range(PARTS):
+        weight = gl.exp2(loaded[part][0] * results.c - shifted)
+        o += weight[:, None] * load_shared(numbers + 4 * part * ROWS * WIDTH, EACH)
+        total += weight * loaded[part][1]
+    if PLAN.deal:  # noqa: SIM102 (decided by the compiler; the next line for each cluster)
+        if share.count > 1:
+            last, o, total = merge_shares(results, share, rank, i, row, top, o, total)
+            exists = exists & last
+    o = o * inverse(total)[:, None]
+    at = (place.to(gl.int64) * results.head_dim)[:, None] + d[None, :]
+    gl.store(results.out_ptr + at, o.to(results.out_ptr.dtype.element_ty), mask=exists)
+    gl.inline_asm_elementwise(LEAVE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def add_up_one_by_one(results, inbox, barrier, rank, start):
+    """As `add_up`, with a load for each number, and for its row's maximum and sum: what was before, for the measurement."""
     PLAN: gl.constexpr = results.cache.PLAN
     PARTS: gl.constexpr = PLAN.cluster
     ROWS: gl.constexpr = PLAN.sent
@@ -150,14 +220,14 @@ def add_up(results, inbox, barrier, rank, start):
     numbers = inbox + PLAN.numbers_at + 4 * i
     top = gl.full([ROWS * WIDTH], MINUS_INF, gl.float32, layout)
     for part in gl.static_range(PARTS):
-        top = gl.maximum(top, load_shared(sums + 8 * part * ROWS))
+        top = gl.maximum(top, load_shared(sums + 8 * part * ROWS, 1))
     shifted = gl.where(top == MINUS_INF, 0.0, top * results.c)
     o = gl.zeros([ROWS * WIDTH], gl.float32, layout)
     total = gl.zeros([ROWS * WIDTH], gl.float32, layout)
     for part in gl.static_range(PARTS):
         m, part_total = load_sums(sums + 8 * part * ROWS)
         weight = gl.exp2(m * results.c - shifted)
-        o += weight * load_shared(numbers + 4 * part * ROWS * WIDTH)
+        o += weight * load_shared(numbers + 4 * part * ROWS * WIDTH, 1)
         total += weight * part_total
     o = o * inverse(total)
     at = place.to(gl.int64) * results.head_dim + d
