@@ -206,9 +206,9 @@ def test_clusters_merge_in_shared_memory_also_when_captured(sizes, choices):
         {"cluster": 2, "consumers": 0},
         {"cluster": 2, "consumers": 1, "block_n": 64},
         {"cluster": 4, "consumers": 0, "block_n": 64, "per_sm": 2},
-        {"cluster": 2, "consumers": 0, "deal": 8},
-        {"cluster": 2, "consumers": 0, "block_n": 64, "deal": 3, "nearest": True, "box": 32},
-        {"cluster": 2, "consumers": 1, "block_n": 64, "deal": 8},
+        {"cluster": 8, "consumers": 0, "block_n": 64, "per_sm": 2, "halvings": 3},
+        {"cluster": 4, "consumers": 0, "block_n": 64, "per_sm": 2, "halvings": 2, "slots": 4, "box": 32},
+        {"cluster": 2, "consumers": 1, "block_n": 64, "per_sm": 2, "slots": 4, "halvings": 1},
     ],
     ids=str,
 )
@@ -226,7 +226,7 @@ def test_clusters_read_lengths_that_differ_and_pages(choices, filled, page):
     k, v, lengths, table = (x if x is None else x.cuda() for x in (k, v, lengths, table))
     q = torch.randn(batch, 8 * group, sq, 128, device="cuda", dtype=torch.bfloat16)
     launch = Launch(q, k, v, True, 0, True, table, **choices)
-    assert launch.plan.merge == "cluster" and bool(launch.counters) == ("deal" in choices)
+    assert launch.plan.merge == "cluster" and not launch.counters
     expected = decode_reference(q, k, v, seqlens=lengths, block_table=table, scale=0.1)
     for _ in range(5):
         assert relative_error(launch(q, k, v, 0.1, lengths, table), expected) < 5e-3
@@ -234,7 +234,7 @@ def test_clusters_read_lengths_that_differ_and_pages(choices, filled, page):
 
 @pytest.mark.parametrize("page", [None, 64])
 @pytest.mark.parametrize("batch", [5, 8, 16])
-def test_dealt_clusters_follow_lengths_that_change_also_in_a_graph(batch, page):
+def test_divided_clusters_follow_lengths_that_change_also_in_a_graph(batch, page):
     from utils.attention.gluon.decode.launch import Launch
 
     rng, keys = random.Random(batch), 4096
@@ -245,7 +245,8 @@ def test_dealt_clusters_follow_lengths_that_change_also_in_a_graph(batch, page):
         table = torch.arange(len(k), device="cuda", dtype=torch.int32).view(batch, -1)
     q = torch.randn(batch, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
     lengths = torch.full((batch,), keys, device="cuda", dtype=torch.int32)
-    launch = Launch(q, k, v, True, 0, True, table, cluster=2, consumers=0, deal=8)
+    choices = {"cluster": 8, "consumers": 0, "block_n": 64, "per_sm": 2, "halvings": 3}
+    launch = Launch(q, k, v, True, 0, True, table, **choices)
     launch(q, k, v, 0.1, lengths, table)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -259,7 +260,7 @@ def test_dealt_clusters_follow_lengths_that_change_also_in_a_graph(batch, page):
         outs = [captured, *(launch(q, k, v, 0.1, lengths, table) for _ in range(3))]
         for out in outs:
             assert (relative_error(out, expected) < 5e-3) if expected.any() else not out.any(), drawn
-            assert torch.equal(out, outs[0])  # shares are added in their order, whoever comes last
+            assert torch.equal(out, outs[0])
 
 
 def test_barriers_under_an_inbox_are_invalidated(monkeypatch):

@@ -30,21 +30,20 @@ CASES = {  # sequences, heads, heads of keys, new tokens, keys, head dimension, 
     ),
     "sixteen programs": ((1, 4, 1, 1, 1100, 64, None), None, {"cluster": 16, "block_n": 64}),
     "head dimension 200": ((1, 4, 1, 2, 600, 200, None), None, {"cluster": 4}),
-    "one by one, as before": ((1, 4, 1, 16, 700, 128, None), None, {"cluster": 4, "block_n": 64, "fours": False}),
-    "dealt by the lengths, a long one": (
-        (4, 8, 4, 2, 1500, 64, 256),
+    "halves and quarters of clusters, a long sequence": (
+        (4, 16, 8, 2, 1500, 64, 256),
         (130, 1500, 0, 64),
-        {"cluster": 2, "consumers": 0, "block_n": 64, "deal": 5},
+        {"cluster": 8, "consumers": 0, "block_n": 64, "per_sm": 2, "halvings": 3},
     ),
-    "dealt, copies of a part of a page": (
-        (3, 4, 2, 1, 1300, 128, 64),
-        (1300, 900, 1),
-        {"cluster": 2, "consumers": 0, "block_n": 64, "deal": 8, "nearest": True, "box": 16},
+    "whole clusters and eighths, copies of a part of a page": (
+        (12, 8, 4, 1, 1300, 128, 64),
+        (1300, *[60] * 10, 0),
+        {"cluster": 16, "consumers": 0, "block_n": 64, "per_sm": 2, "halvings": 2, "box": 16},
     ),
-    "dealt, equal lengths, 48 rows": (
-        (8, 8, 1, 6, 300, 80, None),
+    "one program for each head, 48 rows": (
+        (8, 12, 2, 8, 300, 80, None),
         (300,) * 8,
-        {"cluster": 2, "consumers": 1, "block_n": 64, "deal": 8},
+        {"cluster": 2, "consumers": 1, "block_n": 64, "per_sm": 2, "slots": 4, "halvings": 1},
     ),
     "one row": ((1, 1, 1, 1, 300, 64, None), None, {"cluster": 2, "block_n": 64}),
 }

@@ -21,10 +21,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from utils.attention.gluon.decode import deal
+from utils.attention.gluon.decode import divide
 from utils.attention.gluon.decode.blocks import load_block, load_queries, page_numbers
 from utils.attention.gluon.decode.cluster_blocks import attend_keys, attend_rows
-from utils.attention.gluon.decode.inbox import add_up, add_up_one_by_one, join, open_inbox, send_part
+from utils.attention.gluon.decode.inbox import Team, add_up, join, open_inbox, power, send_part
 from utils.attention.gluon.decode.kernel import SIZES
 from utils.attention.gluon.decode.merge import Results, in_eights
 from utils.attention.gluon.decode.work import Cache, Cursor, Split
@@ -38,26 +38,20 @@ def stride(plan):
 
 
 @gluon.jit
-def store_and_merge(results, share, start, rank, o, m, total):
+def store_and_merge(results, team, start, o, m, total):
     """The merge by memory and a counter, where the last program merges: the simulator, which has no clusters, runs this."""
     PLAN: gl.constexpr = results.cache.PLAN
-    PARTS: gl.constexpr = PLAN.cluster
     ROWS: gl.constexpr = 1 if PLAN.consumers == 0 else 0
     gl.static_assert(PLAN.merge == "last")
-    count = gl.to_tensor(PARTS)
-    if PLAN.deal:
-        rank = share.number * PARTS + rank
-        count = share.count * PARTS
-        program = share.first + rank
-    else:
-        program = (start.b * results.cache.heads + start.head) * PARTS + rank
-    part = 2 * program + (rank == 0).to(gl.int32)
+    count = 1 << team.bits
+    first = (start.b * results.cache.heads + start.head) * PLAN.cluster
+    part = 2 * (first + team.rank) + (team.rank == 0).to(gl.int32)
     results.store_sums(part, gl.arange(0, o.shape[ROWS], gl.SliceLayout(1 - ROWS, o.type.layout)), m, total)
     results.store_part(start, part, o, 0, ROWS)
     thread_barrier()  # one thread says so for all: without it, another's numbers might not be stored yet
     if results.arrive(start, True) == count:
         thread_barrier()  # one thread has seen that: the others may read only behind it
-        results.merge(start.b, start.head, program - rank, count, 0, 1, PLAN.merge_steps)
+        results.merge(start.b, start.head, first, count, 0, 1, PLAN.merge_steps)
         gl.store(results.counter(start), 0)  # for the next launch
 
 
@@ -103,8 +97,8 @@ def open_ring(PLAN: gl.constexpr, q_desc, k_desc):
 
 
 @gluon.jit
-def attend_together(results, tiles, share, rank, start, n, step, numbers, q_desc, k_desc, v_desc):
-    """The program's share of its head, and the merge with the other programs of the cluster.
+def attend_together(results, tiles, team, start, n, step, numbers, q_desc, k_desc, v_desc):
+    """The program's share of its head, and the merge with the other programs of its team.
 
     tiles: what `open_ring` returns. start, n: its first block, and how many it has. step: from one to the next. numbers: the pages of
     the blocks that come first.
@@ -136,7 +130,7 @@ def attend_together(results, tiles, share, rank, start, n, step, numbers, q_desc
             load_queries(q_desc, results, start.b, start.head, q_tile, full.index(SLOTS), True, False)
 
     if PLAN.merge == "cluster":
-        barrier = open_inbox(PLAN)
+        barrier = open_inbox(team, PLAN)
     mbarrier.wait(full.index(SLOTS), 0)
     if PLAN.consumers == 0:
         o, m, total = attend_keys(results, start, n, step, q_tile, ring, full, k_desc, v_desc)
@@ -154,13 +148,15 @@ def attend_together(results, tiles, share, rank, start, n, step, numbers, q_desc
             for slot in gl.static_range(SLOTS + 1):
                 mbarrier.invalidate(full.index(slot))
         inbox = join(barrier, PLAN)
-        send_part(inbox, barrier, rank, o, m, total, PLAN, ROWS)
-        if PLAN.fours:
-            add_up(results, share, inbox, barrier, rank, start)
+        send_part(inbox, barrier, team, o, m, total, PLAN, ROWS)
+        if PLAN.halvings:
+            for k in gl.static_range(PLAN.halvings + 1):
+                if team.bits == power(PLAN.cluster) - k:
+                    add_up(results, inbox, barrier, team.rank, start, PLAN.cluster >> k)
         else:
-            add_up_one_by_one(results, inbox, barrier, rank, start)
+            add_up(results, inbox, barrier, team.rank, start, PLAN.cluster)
     else:
-        store_and_merge(results, share, start, rank, o, m, total)
+        store_and_merge(results, team, start, o, m, total)
 
 
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr"])
@@ -181,7 +177,6 @@ def attention_decode_cluster(
     sk,
     window,
     tiles,
-    page,
     pages,
     head_dim,
     c,
@@ -191,19 +186,26 @@ def attention_decode_cluster(
     """One program: its share of one head's blocks, and a slice of the head's output. Arguments: `attention_decode`'s."""
     gl.static_assert(not CASE.window)
     heads = kv_heads * tiles
-    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
+    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, pages, PLAN, CASE)
     results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
     rank = gl.program_id(0) % PLAN.cluster
-    head = gl.program_id(0) // PLAN.cluster * tiles + gl.program_id(2)
-    if PLAN.deal:
-        place = gl.program_id(1)
-        asked = deal.ask(cache, head, place, rank)
+    kv_head = gl.program_id(0) // PLAN.cluster
+    tile = gl.program_id(2)
+    if PLAN.halvings:
+        number = gl.program_id(1) * kv_heads + kv_head
+        guessed = divide.guess(cache, kv_heads, number)
+        team, head = guessed.team(rank, tiles, tile, PLAN.cluster)
+        numbers = divide.first_pages(cache, guessed.b, head, team)
+        place, changed = divide.find(cache, kv_heads, number, guessed)
         ring = open_ring(PLAN, q_desc, k_desc)
-        share, numbers = deal.own_share(cache, head, place, rank, asked)
-        if share.count > 0:  # all programs of a cluster agree: none waits for one that has left
-            start, n, step = deal.first_block(cache, share, head, rank)
-            attend_together(results, ring, share, rank, start, n, step, numbers, q_desc, k_desc, v_desc)
+        if place.b < batch:  # all programs of a cluster agree: none waits for one that has left
+            team, head = place.team(rank, tiles, tile, PLAN.cluster)
+            if changed:
+                numbers = divide.first_pages(cache, place.b, head, team)
+            start, n = divide.first_block(cache, place.b, head, team)
+            attend_together(results, ring, team, start, n, 1 << team.bits, numbers, q_desc, k_desc, v_desc)
     else:
-        start, n, numbers = first_block(cache, gl.program_id(1), head, rank)
+        start, n, numbers = first_block(cache, gl.program_id(1), kv_head * tiles + tile, rank)
         ring = open_ring(PLAN, q_desc, k_desc)
-        attend_together(results, ring, None, rank, start, n, stride(PLAN), numbers, q_desc, k_desc, v_desc)
+        team = Team(gl.to_tensor(0), rank, gl.to_tensor(power(PLAN.cluster)))
+        attend_together(results, ring, team, start, n, stride(PLAN), numbers, q_desc, k_desc, v_desc)

@@ -34,17 +34,15 @@ def cluster_plan(
     page: int | None = None,
     in_turn: bool = True,
     per_sm: int = 1,
-    deal: int = 0,
+    halvings: int = 0,
     box: int | None = None,
-    fours: bool = True,
-    nearest: bool = False,
 ) -> Plan:
     """Choose the tile of `cluster.py`; heads: of keys, of all sequences; parts: programs of a head; page: of its tokens.
 
     The arguments from `consumers` on, but for the page, overrule the choice. consumers: 0 makes keys the rows of the products, 1
     query rows. in_turn: programs take a head's blocks in turn, and not a run of them each. per_sm: programs that share an SM;
-    with two, any number of clusters, since nothing waits for another cluster. deal: clusters that a head may have (`deal.py`), then
-    any number, too. box: keys of one copy, where blocks and pages are larger.
+    with two, any number of clusters, since nothing waits for another cluster. halvings: how often a cluster may be halved
+    (`divide.py`). box: keys of one copy, where blocks and pages are larger.
     """
     block_d = block_width(head_dim)
     group = power_of_two(group)
@@ -57,7 +55,7 @@ def cluster_plan(
     heads *= -(-sq // queries)
     if merge not in (None, "cluster", "last"):
         raise ValueError(f"a cluster merges in shared memory, or in the simulator by its last program; not {merge!r}.")
-    if heads > FITTING_CLUSTERS.get(parts, 0) and ((per_sm == 1 and not deal) or parts not in FITTING_CLUSTERS):
+    if heads > FITTING_CLUSTERS.get(parts, 0) and (per_sm == 1 or parts not in FITTING_CLUSTERS):
         raise ValueError(f"clusters have 2, 4, 8 or 16 programs and run at once; {heads} of {parts} do not.")
     largest = (ROWS_BLOCK if consumers else KEYS_BLOCK)[block_d]
     if block_n and not consumers and block_n < 64:
@@ -76,9 +74,7 @@ def cluster_plan(
             page_boxes=min(block, page or block) // rows,
             sent=group * queries,
             in_turn=in_turn,
-            deal=deal,
-            fours=fours or deal > 0,
-            nearest=nearest,
+            halvings=halvings,
         )
         # Beside the tiles there are barriers, and the sums that reductions exchange.
         room = (

@@ -8,9 +8,29 @@ slice and stores it. Triton knows nothing of clusters, so all of this is PTX.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from utils.attention.gluon.decode.deal import merge_shares
 from utils.attention.gluon.decode.merge import inverse
-from utils.attention.gluon.shared import MINUS_INF, accumulator
+from utils.attention.gluon.shared import MINUS_INF, accumulator, aggregate
+
+
+@gluon.constexpr_function
+def power(n):
+    """The power of two that n is."""
+    return n.bit_length() - 1
+
+
+@aggregate
+class Team:
+    """The programs of a cluster that share a head: all of them, or with `divide.py` a half, a quarter or an eighth."""
+
+    first: gl.tensor  # rank in the cluster of the team's first program
+    rank: gl.tensor  # of this program in its team
+    bits: gl.tensor  # the team has 2^bits programs
+
+    @gluon.constexpr_function
+    def __init__(self, first, rank, bits):
+        self.first = first
+        self.rank = rank
+        self.bits = bits
 
 
 @gluon.constexpr_function
@@ -23,7 +43,7 @@ def _open_asm(plan):
         "{ .reg .pred p; .reg .b32 t; mov.u32 t, %dynamic_smem_size; mov.u32 $0, global_smem; add.u32 $0, $0, t; "
         f"sub.u32 $0, $0, {plan.inbox_space}; "
         "mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; @p mbarrier.init.shared::cta.b64 [$0], 1; "
-        f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {plan.inbox_bytes}; "
+        "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1; "
         f"@p fence.mbarrier_init.release.cluster; {tell}}}"
     )
 
@@ -65,9 +85,10 @@ LEAVE = gl.constexpr("barrier.cluster.wait.acquire; mov.u32 $0, 0;")
 
 
 @gluon.jit
-def open_inbox(PLAN: gl.constexpr):
-    """Set up the barrier of this program's inbox; its address."""
-    return gl.inline_asm_elementwise(_open_asm(PLAN), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def open_inbox(team, PLAN: gl.constexpr):
+    """Set up the barrier of this program's inbox, which gets a slice from each program of the team; its address."""
+    expected = (8 * PLAN.sent << team.bits) + 4 * PLAN.sent * PLAN.block_d
+    return gl.inline_asm_elementwise(_open_asm(PLAN), "=r,r", [expected], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -77,11 +98,13 @@ def join(barrier, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def send(inbox, barrier, rank, row, d, o, PLAN: gl.constexpr, PAIRS: gl.constexpr):
+def send(inbox, barrier, team, row, d, o, PLAN: gl.constexpr, PAIRS: gl.constexpr):
     """Send each program its slice of o; row, d: of each number, in o's shape. PAIRS: neighbours along d go together."""
-    WIDTH: gl.constexpr = PLAN.block_d // PLAN.cluster
-    at = inbox + PLAN.numbers_at + 4 * ((rank * PLAN.sent + row) * WIDTH + d % WIDTH)
-    owner = gl.where(row < PLAN.sent, d // WIDTH, PLAN.cluster)
+    width_bits = power(PLAN.block_d) - team.bits
+    owner = team.first + (d >> width_bits)
+    in_slice = d & ((1 << width_bits) - 1)
+    at = inbox + PLAN.numbers_at + 4 * (((team.rank * PLAN.sent + row) << width_bits) + in_slice)
+    owner = gl.where(row < PLAN.sent, owner, PLAN.cluster)
     barrier = gl.full_like(at, 0) + barrier
     if PAIRS:
         gl.inline_asm_elementwise(
@@ -99,10 +122,10 @@ def send(inbox, barrier, rank, row, d, o, PLAN: gl.constexpr, PAIRS: gl.constexp
 
 
 @gluon.jit
-def send_sums(inbox, barrier, rank, row, other, m, total, PLAN: gl.constexpr):
-    """Send the rows' maxima and sums to program `other`, if there is one; all four of one shape."""
-    at = inbox + 8 * (rank * PLAN.sent + row)
-    other = gl.where(row < PLAN.sent, other, PLAN.cluster)
+def send_sums(inbox, barrier, team, row, other, m, total, PLAN: gl.constexpr):
+    """Send the rows' maxima and sums to program `other` of the team, if there is one; all four of one shape."""
+    at = inbox + 8 * (team.rank * PLAN.sent + row)
+    other = gl.where((row < PLAN.sent) & (other < (1 << team.bits)), team.first + other, PLAN.cluster)
     barrier = gl.full_like(at, 0) + barrier
     gl.inline_asm_elementwise(
         _send_asm(PLAN.cluster, True),
@@ -151,15 +174,14 @@ def slice_layout(rows, width):
 
 
 @gluon.jit
-def add_up(results, share, inbox, barrier, rank, start):
+def add_up(results, inbox, barrier, rank, start, PARTS: gl.constexpr):
     """Wait for all slices of this program, add them up, and store them: numbers [rank * WIDTH, + WIDTH) of each row.
 
-    share: which of the head's clusters this is; None where a head has one.
+    rank, PARTS: of the program in its team, and how many the team has.
     """
     PLAN: gl.constexpr = results.cache.PLAN
-    PARTS: gl.constexpr = PLAN.cluster
     ROWS: gl.constexpr = PLAN.sent
-    WIDTH: gl.constexpr = PLAN.block_d // PLAN.cluster
+    WIDTH: gl.constexpr = PLAN.block_d // PARTS
     layout: gl.constexpr = slice_layout(ROWS, WIDTH)
     EACH: gl.constexpr = layout.size_per_thread[1]
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -187,10 +209,6 @@ def add_up(results, share, inbox, barrier, rank, start):
         weight = gl.exp2(loaded[part][0] * results.c - shifted)
         o += weight[:, None] * load_shared(numbers + 4 * part * ROWS * WIDTH, EACH)
         total += weight * loaded[part][1]
-    if PLAN.deal:  # noqa: SIM102 (decided by the compiler; the next line for each cluster)
-        if share.count > 1:
-            last, o, total = merge_shares(results, share, rank, i, row, top, o, total)
-            exists = exists & last
     o = o * inverse(total)[:, None]
     at = (place.to(gl.int64) * results.head_dim)[:, None] + d[None, :]
     gl.store(results.out_ptr + at, o.to(results.out_ptr.dtype.element_ty), mask=exists)
@@ -198,46 +216,8 @@ def add_up(results, share, inbox, barrier, rank, start):
 
 
 @gluon.jit
-def add_up_one_by_one(results, inbox, barrier, rank, start):
-    """As `add_up`, with a load for each number, and for its row's maximum and sum: what was before, for the measurement."""
-    PLAN: gl.constexpr = results.cache.PLAN
-    PARTS: gl.constexpr = PLAN.cluster
-    ROWS: gl.constexpr = PLAN.sent
-    WIDTH: gl.constexpr = PLAN.block_d // PLAN.cluster
-    EACH: gl.constexpr = max(1, min(ROWS * WIDTH // 128, 4))
-    layout: gl.constexpr = gl.BlockedLayout([EACH], [32], [4], [0])
-    i = gl.arange(0, ROWS * WIDTH, layout)
-    row = i // WIDTH
-    d = rank * WIDTH + i % WIDTH
-    in_group = row // PLAN.queries
-    query = start.head % results.tiles * PLAN.queries + row % PLAN.queries
-    kv_heads = results.cache.heads // results.tiles
-    place = ((start.b * kv_heads + start.head // results.tiles) * results.group + in_group) * results.cache.sq + query
-    exists = (in_group < results.group) & (query < results.cache.sq) & (d < results.head_dim)
-    gl.inline_asm_elementwise(ARRIVED, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
-    gl.inline_asm_elementwise(ALL_HAVE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    sums = inbox + 8 * row
-    numbers = inbox + PLAN.numbers_at + 4 * i
-    top = gl.full([ROWS * WIDTH], MINUS_INF, gl.float32, layout)
-    for part in gl.static_range(PARTS):
-        top = gl.maximum(top, load_shared(sums + 8 * part * ROWS, 1))
-    shifted = gl.where(top == MINUS_INF, 0.0, top * results.c)
-    o = gl.zeros([ROWS * WIDTH], gl.float32, layout)
-    total = gl.zeros([ROWS * WIDTH], gl.float32, layout)
-    for part in gl.static_range(PARTS):
-        m, part_total = load_sums(sums + 8 * part * ROWS)
-        weight = gl.exp2(m * results.c - shifted)
-        o += weight * load_shared(numbers + 4 * part * ROWS * WIDTH, 1)
-        total += weight * part_total
-    o = o * inverse(total)
-    at = place.to(gl.int64) * results.head_dim + d
-    gl.store(results.out_ptr + at, o.to(results.out_ptr.dtype.element_ty), mask=exists)
-    gl.inline_asm_elementwise(LEAVE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def send_part(inbox, barrier, rank, o, m, total, PLAN: gl.constexpr, ROWS: gl.constexpr):
-    """Send a part to all programs of the cluster. Dimension ROWS of o holds query rows, the other one D."""
+def send_part(inbox, barrier, team, o, m, total, PLAN: gl.constexpr, ROWS: gl.constexpr):
+    """Send a part to all programs of the team. Dimension ROWS of o holds query rows, the other one D."""
     OTHER: gl.constexpr = 1 - ROWS
     layout: gl.constexpr = o.type.layout
     # A product's 64 rows, or sixteen of its columns, stand for programs: a thread holds some, and sends sums to them.
@@ -247,8 +227,8 @@ def send_part(inbox, barrier, rank, o, m, total, PLAN: gl.constexpr, ROWS: gl.co
     row = gl.expand_dims(gl.arange(0, shape[ROWS], gl.SliceLayout(OTHER, few)), OTHER).broadcast_to(shape)
     m = gl.expand_dims(m, OTHER).broadcast_to(shape)
     total = gl.expand_dims(total, OTHER).broadcast_to(shape)
-    send_sums(inbox, barrier, rank, row, other, m, total, PLAN)
+    send_sums(inbox, barrier, team, row, other, m, total, PLAN)
     whole: gl.constexpr = o.shape
     d = gl.expand_dims(gl.arange(0, whole[OTHER], gl.SliceLayout(ROWS, layout)), ROWS).broadcast_to(whole)
     row = gl.expand_dims(gl.arange(0, whole[ROWS], gl.SliceLayout(OTHER, layout)), OTHER).broadcast_to(whole)
-    send(inbox, barrier, rank, row, d, o, PLAN, ROWS == 0)
+    send(inbox, barrier, team, row, d, o, PLAN, ROWS == 0)

@@ -181,21 +181,14 @@ class Launch:
         # Triton's launcher multiplies the grid's first dimension by the size of a cluster; the simulator has no clusters.
         self.grid = (kv_heads * (1 if plan.merge == "cluster" else plan.cluster), batch, found.tiles)
         self.grid = self.grid if plan.cluster else (found.programs, 1, 1)
-        if plan.deal:
-            groups = plan.groups(batch, kv_heads * found.tiles, keys)
-            self.grid = self.grid[0], groups, self.grid[2]
-            self.programs = groups * kv_heads * found.tiles * plan.cluster
         self.adapted = q.is_cuda and (self.hint or plan.merge == "cluster")  # between Triton's compiler and the launch
         in_memory = plan.merge != "cluster"  # parts of heads that are merged
         self.counters = 2 * found.heads if in_memory and plan.merge != "second" else 0
-        self.counters = self.programs if plan.deal else self.counters
         holds = power_of_two(batch) if lengths else 1
-        self.case = Case(causal and sq > 1, window > 0, lengths, holds, paged, found.aligned, lengths or paged)
+        self.case = Case(causal and sq > 1, window > 0, lengths, holds, page, found.aligned, lengths or paged)
         pages, stride = (0, 0) if block_table is None else (block_table.shape[1], block_table.stride(0))
-        self.sizes = (stride, batch, kv_heads, group, sq, rows, window, found.tiles, page, pages, head_dim)
+        self.sizes = (stride, batch, kv_heads, group, sq, rows, window, found.tiles, pages, head_dim)
         self.parts = 2 * self.programs * plan.columns * (plan.block_d + 2) if in_memory and not found.aligned else 0
-        if plan.deal and not in_memory:
-            self.parts = self.programs * plan.sent * (plan.block_d // plan.cluster + 2)
         self.merge_grid = found.heads, found.merge_pieces, 1
         self.constants = plan, self.case
         self.merge_arguments = self.programs, found.merge_plan, self.case

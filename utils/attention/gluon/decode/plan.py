@@ -16,8 +16,10 @@ PAGES = (16, 32, 64, 128, 256)  # tokens of a page
 SHARED_BYTES = 232_448
 # With so much shared memory a program has its SM to itself, since two would need more than there is.
 ALONE_BYTES = 116_736
-OVERHEAD = 4  # blocks that a cluster costs whatever it reads, in the weights of `deal.py`
-PLACES = 128  # programs that `deal.py` deals to heads by their lengths, one an SM
+OVERHEAD = 8  # blocks that a program costs whatever it reads, in the weights of `divide.py`
+PLACES = 240  # programs in clusters of eight or four that run at once, two an SM
+# What the longest share of a program may be, of the mean over PLACES programs: there `divide.py` no longer halves a cluster.
+LOAD = 19, 10
 MERGE_WARPS = 4  # of a program of the second launch
 ROWS_FROM = 32  # query rows of a head of keys from which `rows.py` is faster
 KEYS_BLOCK = {64: 256, 128: 128, 256: 64}  # keys of a block by head dimension, where keys are the rows
@@ -65,12 +67,8 @@ class Plan:
     ahead: bool = False  # whole heads, each begun before the one before it is stored (`rows_ahead.py`)
     cluster: int = 0  # programs of a head, which merge in shared memory (`cluster.py`); 0: the other kernels
     in_turn: bool = False  # the programs of a cluster take a head's blocks in turn, and not a run of them each
-    deal: int = (
-        0  # clusters that a head of a long sequence may have, by the lengths (`deal.py`); 0: one, whatever its length
-    )
-    nearest: bool = False  # with `deal`: shares are rounded to the nearest number, not down
+    halvings: int = 0  # how often a cluster may be halved, to be shared by heads of short sequences (`divide.py`)
     sent: int = 0  # query rows of the tile that the programs of a cluster send each other: those that exist
-    fours: bool = True  # what they have sent is read four neighbours at once; False: one by one, as before
     inbox_in_ring: bool = False  # what they send lies where the tiles were: that costs a wait for the cluster
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)
     wide: bool = False  # where query rows are the rows: threads exchange the output, and store 16 bytes at once, not 4
@@ -117,23 +115,6 @@ class Plan:
         """Registers of a thread that converts an fp8 cache: what a block's other roles leave."""
         return 128 if self.consumers == 1 else 56
 
-    def groups(self, batch: int, heads: int, keys: int) -> int:
-        """The most clusters that one of `heads` heads of each sequence may have, summed over all sequences: with `deal`.
-
-        A launch has so many for each head; those that the lengths do not need leave at once. keys: of the longest sequence.
-        """
-        blocks, places = -(-keys // self.block_n), PLACES // self.cluster
-        extra = 0
-        for target in range(1, -(-batch * (blocks + OVERHEAD) * heads // places) + 1):
-            # Weight that is left if every sequence has one block, and what it takes of that to have one more cluster.
-            left = target * places // heads - batch * (1 + OVERHEAD)
-            most = min(self.deal, blocks // self.cluster)
-            needed = [-(-(2 * n - self.nearest) * target // 2) for n in range(2, most + 1)]
-            each = [(w - 1 - OVERHEAD) / n for n, w in enumerate(needed, 1) if w <= blocks + OVERHEAD]
-            if each and left >= 0:
-                extra = max(extra, int(min(left / max(min(each), 1e-9), batch * len(each))))
-        return batch + min(extra, places // heads)  # a head has its part of the places, rounded, or one cluster
-
     @property
     def options(self) -> dict:
         """Triton's options of the launch.
@@ -165,7 +146,7 @@ class Case:
     """What an attention needs of the kernel.
 
     causal, window: the mask. lengths: each sequence has its own, read by the kernel; batch_block: a power of two that
-    holds all sequences, only then. paged: the cache is in pages. aligned: whole heads only, so nothing is merged.
+    holds all sequences, only then. page: tokens of the cache's pages; 0: it is in one piece. aligned: whole heads only, so nothing is merged.
     clean: what lies behind a sequence's last key may be anything, even nan, and its values are replaced by zeros.
     """
 
@@ -173,7 +154,7 @@ class Case:
     window: bool = False
     lengths: bool = False
     batch_block: int = 1
-    paged: bool = False
+    page: int = 0
     aligned: bool = False
     clean: bool = False
 
