@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from utils.attention.gluon.decode import divide
 from utils.attention.gluon.decode.blocks import load_block, load_queries, page_numbers
 from utils.attention.gluon.decode.cluster_blocks import attend_keys, attend_rows
-from utils.attention.gluon.decode.inbox import Team, add_up, join, open_inbox, power, send_part
+from utils.attention.gluon.decode.inbox import Team, add_up, join, leave, open_inbox, power, send_part, wait_for_slices
 from utils.attention.gluon.decode.kernel import SIZES
 from utils.attention.gluon.decode.merge import Results, in_eights
 from utils.attention.gluon.decode.work import Cache, Cursor, Split
@@ -149,12 +149,14 @@ def attend_together(results, tiles, team, start, n, step, numbers, q_desc, k_des
                 mbarrier.invalidate(full.index(slot))
         inbox = join(barrier, PLAN)
         send_part(inbox, barrier, team, o, m, total, PLAN, ROWS)
+        wait_for_slices(barrier)
         if PLAN.halvings:
             for k in gl.static_range(PLAN.halvings + 1):
                 if team.bits == power(PLAN.cluster) - k:
-                    add_up(results, inbox, barrier, team.rank, start, PLAN.cluster >> k)
+                    add_up(results, inbox, team.rank, start, PLAN.cluster >> k)
         else:
-            add_up(results, inbox, barrier, team.rank, start, PLAN.cluster)
+            add_up(results, inbox, team.rank, start, PLAN.cluster)
+        leave()
     else:
         store_and_merge(results, team, start, o, m, total)
 

@@ -174,8 +174,21 @@ def slice_layout(rows, width):
 
 
 @gluon.jit
-def add_up(results, inbox, barrier, rank, start, PARTS: gl.constexpr):
-    """Wait for all slices of this program, add them up, and store them: numbers [rank * WIDTH, + WIDTH) of each row.
+def wait_for_slices(barrier):
+    """Wait for everything that is sent to this program."""
+    gl.inline_asm_elementwise(ARRIVED, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(ALL_HAVE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def leave():
+    """Wait until all programs of the cluster have what was sent to them."""
+    gl.inline_asm_elementwise(LEAVE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def add_up(results, inbox, rank, start, PARTS: gl.constexpr):
+    """Add up all slices of this program, which have arrived, and store them: numbers [rank * WIDTH, + WIDTH) of each row.
 
     rank, PARTS: of the program in its team, and how many the team has.
     """
@@ -193,8 +206,6 @@ def add_up(results, inbox, barrier, rank, start, PARTS: gl.constexpr):
     kv_heads = results.cache.heads // results.tiles
     place = ((start.b * kv_heads + start.head // results.tiles) * results.group + in_group) * results.cache.sq + query
     exists = ((in_group < results.group) & (query < results.cache.sq))[:, None] & (d < results.head_dim)[None, :]
-    gl.inline_asm_elementwise(ARRIVED, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
-    gl.inline_asm_elementwise(ALL_HAVE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     sums = inbox + 8 * row
     numbers = inbox + PLAN.numbers_at + 4 * i
     top = gl.full([ROWS], MINUS_INF, gl.float32, gl.SliceLayout(1, layout))
@@ -212,7 +223,6 @@ def add_up(results, inbox, barrier, rank, start, PARTS: gl.constexpr):
     o = o * inverse(total)[:, None]
     at = (place.to(gl.int64) * results.head_dim)[:, None] + d[None, :]
     gl.store(results.out_ptr + at, o.to(results.out_ptr.dtype.element_ty), mask=exists)
-    gl.inline_asm_elementwise(LEAVE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
