@@ -2,11 +2,11 @@
 
     python -m tools.record.decode_divide --workers 15 --seconds 88 --fa3 fa3/_C.so --fa4 --out decode_divide.json
 
-- `lengths`: sequences of equal and of other lengths, in one piece and in pages: clusters divided by the lengths (`divide.py`) with four
-  and six tiles, beside the default, clusters of two with four tiles (`two`), and one piece without lengths (`piece`, `piece4`).
-- `slots`: clusters of two for each head, without lengths, with four tiles instead of six, and with smaller blocks.
-- `single`: one sequence in pages of 64, 128 and 256, in random order and one after another, with blocks in turn and in runs.
-- `rows`: 128 query rows, a program a head: blocks of 64 and 128 keys.
+- `lengths`: sequences of equal and of other lengths, in one piece and in pages: clusters divided by the lengths
+  (`divide.py`, `divided`); with half the load of a program where lengths are spread (`half`); whole clusters for all heads, as before, or none
+  (`before`); one piece without lengths (`piece`).
+- `slots`: clusters of two for each head, without lengths, with four tiles and with six.
+- `single`: one sequence in pages, with blocks in runs and in turn.
 
 Each variant is compared with float64 in all sequences before it is timed; all calls of a row are timed in one process, interleaved,
 with a cold L2 cache.
@@ -23,31 +23,31 @@ from tools.record import decode_bound
 from tools.record.decode import draw, in_pages, others
 from tools.record.decode_variants import WRONG, error_of, right_calls
 from utils.attention import decode_reference
+from utils.attention.gluon.decode.arrangement import halvings
 
 PAGES = 0, 256, 64, 16  # tokens of a page; 0: in one piece
 FRACTIONS = decode_bound.FRACTIONS | {
     "one long, last": lambda batch: [1 / 64] * (batch - 1) + [1.0],
+    "half short": lambda batch: [1.0 if i % 2 else 0.25 for i in range(batch)],
     "two long": lambda batch: [1.0, 1.0] + [1 / 64] * (batch - 2),
     "drawn": lambda batch: [(37 * i % 64 + 1) / 64 for i in range(batch)],
 }
 # Sequences, heads, heads of keys, keys, head dimension, new tokens, tokens of a page, lengths; the most important first.
 LENGTHS = (
     *((8, 32, 8, 8192, 128, 1, page, kind) for kind in ("equal", "one long", "even steps") for page in PAGES),
-    *((8, 32, 8, 8192, 128, 1, page, kind) for kind in ("two long", "drawn") for page in (0, 64)),
+    *((8, 32, 8, 8192, 128, 1, page, kind) for kind in ("two long", "drawn", "half short") for page in (0, 64)),
+    (8, 32, 8, 8192, 128, 1, 64, "one long, last"),
     *((8, 32, 8, 2048, 128, 1, 64, kind) for kind in ("equal", "one long", "drawn")),
-    *((16, 32, 8, 8192, 128, 1, 64, kind) for kind in ("equal", "one long", "drawn")),
-    *((batch, 32, 8, 8192, 128, 1, 64, kind) for batch in (4, 2, 5) for kind in ("equal", "one long")),
-    *((batch, 32, 8, 8192, 128, 1, 64, "equal") for batch in (6, 12)),
-    *((8, 32, 8, 8192, 128, 2, 64, kind) for kind in ("equal", "one long")),
-    *((4, 4 * kv_heads, kv_heads, 8192, 128, 1, 64, kind) for kv_heads in (4, 16) for kind in ("equal", "one long")),
+    *((16, 32, 8, 8192, 128, 1, page, kind) for page in (64, 0) for kind in ("equal", "one long", "drawn")),
+    *((batch, 32, 8, 8192, 128, 1, 64, kind) for batch in (4, 5, 12) for kind in ("equal", "drawn")),
+    *((8, 32, 8, 8192, 128, 2, 64, kind) for kind in ("equal", "drawn")),
+    *((4, 4 * kv_heads, kv_heads, 8192, 128, 1, 64, "drawn") for kv_heads in (4, 16)),
     *((8, 32, 8, 16384, 128, 1, 64, kind) for kind in ("equal", "drawn")),
 )
 # Without lengths.
-SLOTS = (*((8, 32, 8, 8192, 128, new) for new in (1, 8, 16)), *((8, 32, 8, keys, 128, 1) for keys in (2048, 16384)))
+SLOTS = (*((8, 32, 8, 8192, 128, new) for new in (1, 8, 16)), *((8, 32, 8, keys, 128, 1) for keys in (4096, 16384)))
 SINGLE = tuple((1, 32, 8, keys, 128, 1) for keys in (32768, 8192))
-ROWS = (16, 64, 8, 8192, 128, 16), (128, 64, 8, 1024, 128, 16)
-POINTS = {"lengths": LENGTHS, "slots": SLOTS, "single": SINGLE, "rows": ROWS}
-TWO: dict = {"cluster": 2, "consumers": 0, "block_n": 128, "slots": 4}
+POINTS = {"lengths": LENGTHS, "slots": SLOTS, "single": SINGLE}
 
 
 def fa3_calls(row: dict, q, k, v, used, table) -> dict[str, Callable]:
@@ -84,8 +84,7 @@ def prepare(point: tuple, fa3: bool) -> list[tuple[dict, dict[str, Callable], in
     row: dict = {"point": list(point), "series": 0, "errors": {}, "left_out": {}}
     calls, expected = dict[str, Callable](), decode_reference(q, k, v, seqlens=used)
     if kind == "equal":
-        pieces = {"piece": {}} | ({"piece4": TWO} if len(q) == 8 else {})
-        add_right(calls, row, pieces, expected, q, k, v)
+        add_right(calls, row, {"piece": {}}, expected, q, k, v)
     table = None
     if page:
         table = torch.randperm(sizes[0] * sizes[3] // page, device="cuda").int().view(sizes[0], -1)
@@ -97,11 +96,13 @@ def prepare(point: tuple, fa3: bool) -> list[tuple[dict, dict[str, Callable], in
 
 def variants_of_lengths(point: tuple) -> dict[str, dict]:
     """Name the ways to read sequences whose lengths may differ."""
-    cluster = 64 // point[2]
-    halvings = min(3, cluster.bit_length() - 1, point[2].bit_length() - 1)
-    own = {"cluster": cluster, "consumers": 0, "block_n": 64, "per_sm": 2, "halvings": halvings}
-    found: dict[str, dict] = {"default": {}} | {f"divided, {slots}": own | {"slots": slots} for slots in (4, 6)}
-    return found | ({"two": TWO} if point[0] == 8 and point[7] == "equal" else {})
+    batch, _, kv_heads, keys, _, _, page, _ = point
+    cluster = 64 // kv_heads
+    whole = {"cluster": cluster, "consumers": 0, "block_n": 64, "per_sm": 2}
+    divided = whole | {"slots": 4, "halvings": halvings(batch, kv_heads, cluster)}
+    before: dict = whole | {"slots": 6 if 4 < batch <= 8 and keys >= 8192 else 4}
+    found: dict[str, dict] = {"divided": divided, "half": divided | {"spread": 1}}
+    return found | {"before": before if batch <= 8 or page else {"cluster": 0}}
 
 
 def prepare_one(point: tuple, fa3: bool) -> list[tuple[dict, dict[str, Callable], int]]:
@@ -111,38 +112,28 @@ def prepare_one(point: tuple, fa3: bool) -> list[tuple[dict, dict[str, Callable]
     row: dict = {"point": list(point), "series": 0, "errors": {}, "left_out": {}}
     calls, expected = dict[str, Callable](), decode_reference(q, k, v)
     add_right(calls, row, {"piece": {}}, expected, q, k, v)
-    for page, ordered in ((256, False), (256, True), (128, False), (64, False), (64, True)):
-        pages = point[3] // page
-        table = (torch.arange if ordered else torch.randperm)(pages, device="cuda").int().view(1, -1)
-        named: dict[str, dict] = {"": {}}
-        if page == 256 and not ordered:
-            cluster = {"cluster": 8, "consumers": 0}
-            named |= {", runs": cluster | {"in_turn": False}, ", box 32": cluster | {"box": 32}}
-            named |= {", 64 keys": cluster | {"block_n": 64}}
-        named = {f"{page}{' in order' if ordered else ''}{name}": choices for name, choices in named.items()}
+    for page in (256, 128, 64, 16):
+        table = torch.randperm(point[3] // page, device="cuda").int().view(1, -1)
+        named: dict[str, dict] = {str(page): {}}
+        named |= {
+            f"{page}, {name}": {"cluster": 8, "in_turn": turn} for name, turn in (("runs", False), ("turns", True))
+        }
         add_right(calls, row, named, expected, q, *(in_pages(x, page, table) for x in (k, v)), used, table)
     return [(row, calls, 4 * k.numel())]
 
 
-def prepare_whole(point: tuple, fa3: bool, fa4: bool) -> list[tuple[dict, dict[str, Callable], int]]:
+def prepare_whole(point: tuple, fa3: bool) -> list[tuple[dict, dict[str, Callable], int]]:
     """Prepare caches without lengths, beside the other libraries; two series."""
     named: dict[str, dict] = {"default": {}}
-    rows = point[1] // point[2] * point[5]
-    if rows == 128:
-        whole = {"consumers": 2, "aligned": True, "programs": point[0] * point[2], "ahead": False}
-        named |= {f"64 x {slots}": whole | {"block_n": 64, "slots": slots} for slots in (6, 8, 10)}
-        named |= {"128 x 4": whole | {"block_n": 128, "slots": 4}, "128 x 3": whole | {"block_n": 128, "slots": 3}}
-    else:
-        named |= {"128 x 4": {"cluster": 2, "block_n": 128, "slots": 4}}
-        named |= {f"64 x {slots}": {"cluster": 2, "block_n": 64, "slots": slots} for slots in (8, 6)}
+    named |= {f"{slots} slots": {"cluster": 2, "block_n": 128, "slots": slots} for slots in (6,)}
     series = []
     for number in range(2):
         q, k, v = draw(*point)
         row: dict = {"point": list(point), "series": number, "errors": {}, "left_out": {}}
         calls = dict[str, Callable]()
         add_right(calls, row, named, decode_reference(q, k, v), q, k, v)
-        found = others(q, k, v, fa3, fa4 and rows == 128, row["left_out"])
-        calls |= {n: call for n, call in found.items() if n in ("fa3", "fa4") or (n == "cudnn" and point[5] == 1)}
+        found = others(q, k, v, fa3, False, row["left_out"])
+        calls |= {n: call for n, call in found.items() if n == "fa3" or (n == "cudnn" and point[5] == 1)}
         series.append((row, calls, 4 * k.numel()))
     return series
 
@@ -150,9 +141,8 @@ def prepare_whole(point: tuple, fa3: bool, fa4: bool) -> list[tuple[dict, dict[s
 def ways(options) -> dict[str, Callable]:
     """Return what prepares a point of each table."""
     fa3 = options.fa3 is not None
-    whole = partial(prepare_whole, fa3=fa3, fa4=options.fa4)
-    found = {"lengths": partial(prepare, fa3=fa3), "single": partial(prepare_one, fa3=fa3)}
-    return found | {"slots": whole, "rows": whole}
+    whole = partial(prepare_whole, fa3=fa3)
+    return {"lengths": partial(prepare, fa3=fa3), "single": partial(prepare_one, fa3=fa3), "slots": whole}
 
 
 def show(rows: list[dict]) -> str:

@@ -42,6 +42,12 @@ CLUSTERS_64 = {48: 2, 64: 2}  # the same for head dimension 64 and a tile of eig
 # in pages, which the other kernels read more slowly.
 FEW_SEQUENCES, FEW_KEYS = 8, (2048, 16384)
 MANY_SEQUENCES, MANY_KEYS = 64, (4096, 8192)
+# Sequences up to which such clusters are divided by the lengths, and how often they may be halved (entries 57 and 58).
+DIVIDED_SEQUENCES, MOST_HALVINGS = 16, 3
+# Keys of a sequence from which two blocks of K and two of V on their way are faster than three where clusters of two fill all SMs, and
+# tokens of a page from which a program of a single sequence's clusters is faster with a run of blocks than with every eighth (entry 57).
+TWO_KEYS = 4096
+RUNS_PAGE = 256
 CLUSTER_64_KEYS = 8192  # of a sequence, up to which those clusters are taken; two of 2048 keys were timed
 WHOLE_KEYS = 512  # from which heads that are not as many as SMs have a program each (entry 40)
 TIMED_SMS = 132
@@ -102,9 +108,17 @@ def cluster_of_a_sequence(
     return parts if few or many else 0
 
 
-def ring_of_a_sequence(batch: int, keys: int) -> int:
-    """Slots of a program of such clusters: more where they come in two rounds, of at least 16 blocks each."""
-    return 6 if 4 < batch <= FEW_SEQUENCES and keys >= 8192 else SHORT_RING
+def two_blocks(keys: int, head_dim: int) -> bool:
+    """Whether two blocks of K and of V on their way are enough where clusters of two fill all SMs."""
+    return keys >= TWO_KEYS and block_width(head_dim) == TIMED_WIDTH
+
+
+def halvings(batch: int, kv_heads: int, cluster: int) -> int:
+    """How often clusters of a sequence may be halved, so that as many heads of it share one (`divide.py`)."""
+    most = MOST_HALVINGS if batch <= DIVIDED_SEQUENCES else 0
+    while cluster % (1 << most) or kv_heads % (1 << most):
+        most -= 1
+    return most
 
 
 def best_block(head_dim: int, heads: int, seen: int, multiprocessors: int) -> int:
@@ -243,9 +257,12 @@ def arrange(
         if lengths and batch > 1:
             cluster = cluster_of_a_sequence(batch, kv_heads, group, sq, keys, head_dim, multiprocessors, bool(page))
             if cluster:
-                block_n, choices = 64, {"per_sm": 2, "slots": ring_of_a_sequence(batch, keys)}
+                choices = {"per_sm": 2, "slots": SHORT_RING, "halvings": halvings(batch, kv_heads, cluster)}
+                block_n = 64
         elif lengths and block_width(head_dim) != TIMED_WIDTH:
             cluster = 0
+        elif cluster == 2 and 4 * batch * kv_heads > multiprocessors and two_blocks(keys, head_dim):
+            block_n, choices = KEYS_BLOCK[TIMED_WIDTH], {"slots": SHORT_RING}
     chosen = chosen and plain
     if hint is None:
         hint = not (window or fp8 or (page and not cluster)) and HINT_BYTES[0] <= bytes_ <= HINT_BYTES[1]
@@ -253,8 +270,8 @@ def arrange(
         if window or fp8:
             raise ValueError("a cluster takes no window and no fp8 cache: leave `cluster` out.")
         own_tile = consumers, block_n, choices.get("slots"), merge, page
-        in_turn = choices.get("in_turn", bool(lengths))
-        more = {name: choices[name] for name in ("per_sm", "halvings", "box") if name in choices}
+        in_turn = choices.get("in_turn", bool(lengths) and not (batch == 1 and page and page >= RUNS_PAGE))
+        more = {name: choices[name] for name in ("per_sm", "halvings", "spread") if name in choices}
         plan = cluster_plan(head_dim, group, sq, keys, batch * kv_heads, cluster, *own_tile, in_turn, **more)
         tiles = -(-sq // plan.queries)
         heads = batch * kv_heads * tiles

@@ -17,7 +17,7 @@ def page_numbers(cache, cursor):
     if not cache.CASE.page:
         return ()
     else:
-        PAGES: gl.constexpr = cache.PLAN.block_n // (cache.PLAN.box * cache.PLAN.page_boxes)
+        PAGES: gl.constexpr = cache.PLAN.block_n // cache.PLAN.box
         numbers = ()
         first = (cursor.first + cursor.j) * cache.PLAN.block_n // cache.CASE.page
         row = cache.table_ptr + cursor.b.to(gl.int64) * cache.table_stride
@@ -52,13 +52,12 @@ def load_block(descriptor, cache, cursor, numbers, kv_head, tile, full, pred, EX
         mbarrier.expect(full, PLAN.block_n * PLAN.block_d * (descriptor.dtype.primitive_bitwidth // 8), pred=pred)
     key = (cursor.first + cache.block_at(cursor, 0)) * PLAN.block_n
     if cache.CASE.page:
-        COPIES: gl.constexpr = PLAN.block_n // PLAN.box
-        EACH: gl.constexpr = PLAN.page_boxes
+        PAGES: gl.constexpr = PLAN.block_n // PLAN.box
         row = key % cache.CASE.page
-        for i in gl.static_range(COPIES):
+        for i in gl.static_range(PAGES):
             part = tile.slice(i * PLAN.box, PLAN.box, dim=2)
-            number = when_used(numbers[i // EACH])
-            tma_load(descriptor, [number, kv_head, row + i % EACH * PLAN.box, 0], full, part, pred=pred)
+            number = when_used(numbers[i])
+            tma_load(descriptor, [number, kv_head, row, 0], full, part, pred=pred)
     else:
         tma_load(descriptor, [cursor.b, kv_head, key, 0], full, tile, pred=pred)
 

@@ -35,14 +35,14 @@ def cluster_plan(
     in_turn: bool = True,
     per_sm: int = 1,
     halvings: int = 0,
-    box: int | None = None,
+    spread: int = 0,
 ) -> Plan:
     """Choose the tile of `cluster.py`; heads: of keys, of all sequences; parts: programs of a head; page: of its tokens.
 
     The arguments from `consumers` on, but for the page, overrule the choice. consumers: 0 makes keys the rows of the products, 1
     query rows. in_turn: programs take a head's blocks in turn, and not a run of them each. per_sm: programs that share an SM;
     with two, any number of clusters, since nothing waits for another cluster. halvings: how often a cluster may be halved
-    (`divide.py`). box: keys of one copy, where blocks and pages are larger.
+    (`divide.py`).
     """
     block_d = block_width(head_dim)
     group = power_of_two(group)
@@ -64,17 +64,12 @@ def cluster_plan(
         blocks = -(-keys // block)
         if blocks < parts:
             raise ValueError(f"each program of a cluster takes a block at least, and {parts} share {blocks} blocks.")
-        rows = min(block, page or block, (page and box) or block)
+        box = min(block, page) if page else block
         plan = Plan(
-            block_d, block, columns // queries, queries, 0, 1, rows, consumers=consumers, cluster=parts, per_sm=per_sm
+            block_d, block, columns // queries, queries, 0, 1, box, consumers=consumers, cluster=parts, per_sm=per_sm
         )
         plan = replace(
-            plan,
-            merge=merge or "cluster",
-            page_boxes=min(block, page or block) // rows,
-            sent=group * queries,
-            in_turn=in_turn,
-            halvings=halvings,
+            plan, merge=merge or "cluster", sent=group * queries, in_turn=in_turn, halvings=halvings, spread=spread
         )
         # Beside the tiles there are barriers, and the sums that reductions exchange.
         room = (

@@ -7,8 +7,9 @@ each merges in shared memory as a whole cluster does. Each program reads all len
 that are not needed leave at once.
 
     weight      blocks of a head, and OVERHEAD for what a program costs whatever it reads
-    halvings    as many as leave a program at most LOAD times what each of PLACES programs would have of all weight
-    order       the sequences that need whole clusters come first, then those with halves, and so on
+    halvings    as many as leave a program at most LOAD times what each of PLACES programs would have of all weight: then all begin at
+                once. Where some would read on for long when the others have ended, half of that: the GPU starts some as others end
+    order       heads of the longest sequence come first
     guess       for equal lengths a program's place is known without them: it asks for the page numbers of its first blocks beside
                 the lengths, and once more if these differ
 """
@@ -25,6 +26,7 @@ from utils.attention.gluon.decode.work import Cursor
 from utils.attention.gluon.shared import aggregate
 
 OVERHEAD = gl.constexpr(plan.OVERHEAD)
+SLACK = gl.constexpr(plan.SLACK)
 # weight * 2^halvings / cluster <= LOAD * total / PLACES, in whole numbers
 LEFT = gl.constexpr(plan.PLACES * plan.LOAD[1])
 RIGHT = gl.constexpr(plan.LOAD[0])
@@ -55,12 +57,20 @@ class Place:
 
 @gluon.jit
 def halvings(cache, weight, total):
-    """How often a cluster is halved for heads of this weight; total: weight of all heads."""
+    """How often a cluster is halved for heads of this weight; total: weight of all heads, or half of it for twice as many programs."""
     CLUSTER: gl.constexpr = cache.PLAN.cluster
     found = weight * 0
     for k in gl.static_range(1, cache.PLAN.halvings + 1):
         found += ((weight << k) * LEFT <= total * (RIGHT * CLUSTER)).to(gl.int32)
     return found
+
+
+@gluon.jit
+def even_enough(cache, weights, cuts):
+    """Whether the longest share of a program is at most SLACK blocks more than the mean."""
+    CLUSTER: gl.constexpr = cache.PLAN.cluster
+    programs = gl.sum(gl.where(weights > 0, CLUSTER >> cuts, 0), 0)
+    return gl.max(weights << cuts, 0) * programs <= CLUSTER * (gl.sum(weights, 0) + SLACK * programs)
 
 
 @gluon.jit
@@ -85,16 +95,20 @@ def find(cache, kv_heads, number, guessed):
     weights = gl.where(other < cache.batch, cache.blocks(lengths) + OVERHEAD, 0)
     total = gl.sum(weights, 0) * cache.heads
     cuts = halvings(cache, weights, total)
+    if not even_enough(cache, weights, cuts):
+        total = 0 * total if cache.PLAN.spread == 0 else total // 2
+        cuts = halvings(cache, weights, total)
     differs = (cuts != guessed.halvings) & (other < cache.batch)
     changed = gl.max(differs.to(gl.int32), 0) > 0
     b = guessed.b
     within = guessed.number
     k = guessed.halvings
     if changed:
-        cut = halvings(cache, cache.blocks(length) + OVERHEAD, total)
+        weight = cache.blocks(length) + OVERHEAD
+        cut = halvings(cache, weight, total)
         clusters = gl.where(other < cache.batch, kv_heads >> cuts, 0)
-        fewer = cuts[None, :] < cut[:, None]
-        before = fewer | ((cuts[None, :] == cut[:, None]) & (other[None, :] < one[:, None]))
+        longer = weights[None, :] > weight[:, None]
+        before = longer | ((weights[None, :] == weight[:, None]) & (other[None, :] < one[:, None]))
         # How many clusters the sequences in front of this one have.
         begin = gl.sum(gl.where(before, clusters[None, :].broadcast_to([ALL, ALL]), 0), 1)
         mine = (number >= begin) & (number < begin + (kv_heads >> cut)) & (one < cache.batch)
