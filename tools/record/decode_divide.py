@@ -2,11 +2,10 @@
 
     python -m tools.record.decode_divide --workers 15 --seconds 88 --fa3 fa3/_C.so --fa4 --out decode_divide.json
 
-- `lengths`: sequences of equal and of other lengths, in one piece and in pages: clusters divided by the lengths
-  (`divide.py`, `divided`); with half the load of a program where lengths are spread (`half`); whole clusters for all heads, as before, or none
-  (`before`); one piece without lengths (`piece`).
+- `lengths`: sequences of equal and of other lengths, in one piece and in pages: clusters divided by the lengths (`divide.py`,
+  `divided`); whole clusters for all heads, or none (`before`); one piece without lengths (`piece`).
 - `slots`: clusters of two for each head, without lengths, with four tiles and with six.
-- `single`: one sequence in pages, with blocks in runs and in turn.
+- `single`: one sequence in pages and in one piece.
 
 Each variant is compared with float64 in all sequences before it is timed; all calls of a row are timed in one process, interleaved,
 with a cold L2 cache.
@@ -23,7 +22,7 @@ from tools.record import decode_bound
 from tools.record.decode import draw, in_pages, others
 from tools.record.decode_variants import WRONG, error_of, right_calls
 from utils.attention import decode_reference
-from utils.attention.gluon.decode.arrangement import halvings
+from utils.attention.gluon.decode.arrangement import MOST_HALVINGS
 
 PAGES = 0, 256, 64, 16  # tokens of a page; 0: in one piece
 FRACTIONS = decode_bound.FRACTIONS | {
@@ -99,14 +98,14 @@ def variants_of_lengths(point: tuple) -> dict[str, dict]:
     batch, _, kv_heads, keys, _, _, page, _ = point
     cluster = 64 // kv_heads
     whole = {"cluster": cluster, "consumers": 0, "block_n": 64, "per_sm": 2}
-    divided = whole | {"slots": 4, "halvings": halvings(batch, kv_heads, cluster)}
+    most = min(MOST_HALVINGS, cluster.bit_length() - 1, kv_heads.bit_length() - 1)
+    divided = whole | {"slots": 4, "halvings": most}
     before: dict = whole | {"slots": 6 if 4 < batch <= 8 and keys >= 8192 else 4}
-    found: dict[str, dict] = {"divided": divided, "half": divided | {"spread": 1}}
-    return found | {"before": before if batch <= 8 or page else {"cluster": 0}}
+    return {"divided": divided, "before": before if batch <= 8 or page else {"cluster": 0}}
 
 
 def prepare_one(point: tuple, fa3: bool) -> list[tuple[dict, dict[str, Callable], int]]:
-    """Prepare one sequence in one piece and in pages, in random order and one after another."""
+    """Prepare one sequence in one piece and in pages, in random order."""
     q, k, v = draw(*point)
     used = torch.full((1,), point[3], dtype=torch.int32, device="cuda")
     row: dict = {"point": list(point), "series": 0, "errors": {}, "left_out": {}}
@@ -114,10 +113,7 @@ def prepare_one(point: tuple, fa3: bool) -> list[tuple[dict, dict[str, Callable]
     add_right(calls, row, {"piece": {}}, expected, q, k, v)
     for page in (256, 128, 64, 16):
         table = torch.randperm(point[3] // page, device="cuda").int().view(1, -1)
-        named: dict[str, dict] = {str(page): {}}
-        named |= {
-            f"{page}, {name}": {"cluster": 8, "in_turn": turn} for name, turn in (("runs", False), ("turns", True))
-        }
+        named: dict[str, dict] = {f"pages of {page}": {}}
         add_right(calls, row, named, expected, q, *(in_pages(x, page, table) for x in (k, v)), used, table)
     return [(row, calls, 4 * k.numel())]
 

@@ -20,7 +20,7 @@ from utils.attention.gluon.decode.plan import LOAD, OVERHEAD, PLACES, SLACK, Cas
 from utils.attention.gluon.decode.work import Cache
 
 
-def divided(lengths, block, heads, cluster, most, spread=0):
+def divided(lengths, block, heads, cluster, most):
     """Programs of a head of each sequence, as divide.py's docstring has it."""
     weights = [max(1, -(-length // block)) + OVERHEAD for length in lengths]
     sizes = [cluster >> k for k in range(most + 1)]
@@ -32,7 +32,7 @@ def divided(lengths, block, heads, cluster, most, spread=0):
     found = of_total(total)
     if max(w / n for w, n in zip(weights, found, strict=True)) <= sum(weights) / sum(found) + SLACK + 1e-9:
         return found
-    return of_total(total // 2) if spread else [cluster] * len(lengths)
+    return [cluster] * len(lengths)
 
 
 @pytest.mark.parametrize("page", [None, 64])
@@ -85,22 +85,19 @@ def test_every_head_has_its_team_once_and_long_ones_come_first():
     for _ in range(60):
         kv_heads, cluster = rng.choice([(8, 8), (4, 16), (16, 4), (8, 2)])
         most = min(3, cluster.bit_length() - 1, kv_heads.bit_length() - 1)
-        spread = rng.randint(0, 1)
         batch, keys = rng.randint(2, 16), rng.choice((300, 2048, 8192, 16384))
         long, short = rng.choice((keys, rng.randint(0, keys))), rng.choice((0, 1, rng.randint(0, keys)))
         lengths = [rng.choice((long, short, rng.randint(0, keys))) for _ in range(batch)]
         if rng.random() < 0.2:
             lengths = [long] * batch
-        plan = cluster_plan(
-            128, 4, 1, 16384, batch * kv_heads, cluster, block_n=64, per_sm=2, halvings=most, spread=spread
-        )
+        plan = cluster_plan(128, 4, 1, 16384, batch * kv_heads, cluster, block_n=64, per_sm=2, halvings=most)
         case = Case(lengths=True, batch_block=1 << (batch - 1).bit_length())
         found = torch.full((batch * kv_heads, 3), -1, dtype=torch.int32)
         with gluon_cpu.simulate():
             places[(len(found),)](
                 torch.tensor(lengths, dtype=torch.int32), found, batch, kv_heads, plan, case, num_warps=4
             )
-        sizes = divided(lengths, 64, kv_heads, cluster, most, spread)
+        sizes = divided(lengths, 64, kv_heads, cluster, most)
         used = [row for row in found.tolist() if row[0] < batch]
         expected = {
             (b, i, (cluster // n).bit_length() - 1) for b, n in enumerate(sizes) for i in range(kv_heads * n // cluster)

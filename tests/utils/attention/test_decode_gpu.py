@@ -207,7 +207,7 @@ def test_clusters_merge_in_shared_memory_also_when_captured(sizes, choices):
         {"cluster": 2, "consumers": 1, "block_n": 64},
         {"cluster": 4, "consumers": 0, "block_n": 64, "per_sm": 2},
         {"cluster": 8, "consumers": 0, "block_n": 64, "per_sm": 2, "halvings": 3},
-        {"cluster": 4, "consumers": 0, "block_n": 64, "per_sm": 2, "halvings": 2, "slots": 4, "spread": 1},
+        {"cluster": 4, "consumers": 0, "block_n": 64, "per_sm": 2, "halvings": 2, "slots": 4},
         {"cluster": 2, "consumers": 1, "block_n": 64, "per_sm": 2, "slots": 4, "halvings": 1},
     ],
     ids=str,

@@ -35,10 +35,10 @@ CASES = {  # sequences, heads, heads of keys, new tokens, keys, head dimension, 
         (130, 1500, 0, 64),
         {"cluster": 8, "consumers": 0, "block_n": 64, "per_sm": 2, "halvings": 3},
     ),
-    "halves and quarters, as many programs again where lengths are spread": (
+    "whole clusters and quarters": (
         (12, 8, 4, 1, 1300, 128, 64),
         (1300, *[60] * 10, 0),
-        {"cluster": 16, "consumers": 0, "block_n": 64, "per_sm": 2, "halvings": 2, "spread": 1},
+        {"cluster": 16, "consumers": 0, "block_n": 64, "per_sm": 2, "halvings": 2},
     ),
     "one program for each head, 48 rows": (
         (8, 12, 2, 8, 300, 80, None),

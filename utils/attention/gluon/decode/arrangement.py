@@ -38,12 +38,13 @@ SHORT_RING = 4
 # Heads of keys, of all sequences, and the programs of a cluster that were timed for them (entries 34 and 35).
 CLUSTERS = {4: 16, 8: 8, 16: 4, 32: 2, 64: 2}
 CLUSTERS_64 = {48: 2, 64: 2}  # the same for head dimension 64 and a tile of eight query rows (entry 40)
-# Sequences whose lengths may differ, and keys of the longest, where each sequence has clusters of its own (entries 51 to 53); many only
+# Sequences whose lengths may differ, and keys of the longest, where each sequence has clusters of its own (entries 51 to 53); more of them
 # in pages, which the other kernels read more slowly.
 FEW_SEQUENCES, FEW_KEYS = 8, (2048, 16384)
 MANY_SEQUENCES, MANY_KEYS = 64, (4096, 8192)
-# Sequences up to which such clusters are divided by the lengths, and how often they may be halved (entries 57 and 58).
-DIVIDED_SEQUENCES, MOST_HALVINGS = 16, 3
+# Sequences for which such clusters are divided by the lengths, and the most in one piece (entries 57 and 58).
+DIVIDED_SEQUENCES, DIVIDED_PIECES = range(5, FEW_SEQUENCES + 1), 16
+MOST_HALVINGS = 3
 # Keys of a sequence from which two blocks of K and two of V on their way are faster than three where clusters of two fill all SMs, and
 # tokens of a page from which a program of a single sequence's clusters is faster with a run of blocks than with every eighth (entry 57).
 TWO_KEYS = 4096
@@ -104,7 +105,7 @@ def cluster_of_a_sequence(
     if not timed or batch < 2 or parts * kv_heads != 64 or parts not in FITTING_CLUSTERS:
         return 0
     few = batch <= FEW_SEQUENCES and FEW_KEYS[0] <= keys <= FEW_KEYS[1]
-    many = paged and batch <= MANY_SEQUENCES and MANY_KEYS[0] <= keys <= MANY_KEYS[1]
+    many = batch <= (MANY_SEQUENCES if paged else DIVIDED_PIECES) and MANY_KEYS[0] <= keys <= MANY_KEYS[1]
     return parts if few or many else 0
 
 
@@ -113,9 +114,10 @@ def two_blocks(keys: int, head_dim: int) -> bool:
     return keys >= TWO_KEYS and block_width(head_dim) == TIMED_WIDTH
 
 
-def halvings(batch: int, kv_heads: int, cluster: int) -> int:
-    """How often clusters of a sequence may be halved, so that as many heads of it share one (`divide.py`)."""
-    most = MOST_HALVINGS if batch <= DIVIDED_SEQUENCES else 0
+def halvings(batch: int, kv_heads: int, cluster: int, paged: bool) -> int:
+    """How often clusters of a sequence may be halved, so that heads of it share one (`divide.py`)."""
+    divided = batch in DIVIDED_SEQUENCES or (not paged and FEW_SEQUENCES < batch <= DIVIDED_PIECES)
+    most = MOST_HALVINGS if divided else 0
     while cluster % (1 << most) or kv_heads % (1 << most):
         most -= 1
     return most
@@ -257,7 +259,7 @@ def arrange(
         if lengths and batch > 1:
             cluster = cluster_of_a_sequence(batch, kv_heads, group, sq, keys, head_dim, multiprocessors, bool(page))
             if cluster:
-                choices = {"per_sm": 2, "slots": SHORT_RING, "halvings": halvings(batch, kv_heads, cluster)}
+                choices = {"per_sm": 2, "slots": SHORT_RING, "halvings": halvings(batch, kv_heads, cluster, bool(page))}
                 block_n = 64
         elif lengths and block_width(head_dim) != TIMED_WIDTH:
             cluster = 0
@@ -271,7 +273,7 @@ def arrange(
             raise ValueError("a cluster takes no window and no fp8 cache: leave `cluster` out.")
         own_tile = consumers, block_n, choices.get("slots"), merge, page
         in_turn = choices.get("in_turn", bool(lengths) and not (batch == 1 and page and page >= RUNS_PAGE))
-        more = {name: choices[name] for name in ("per_sm", "halvings", "spread") if name in choices}
+        more = {name: choices[name] for name in ("per_sm", "halvings") if name in choices}
         plan = cluster_plan(head_dim, group, sq, keys, batch * kv_heads, cluster, *own_tile, in_turn, **more)
         tiles = -(-sq // plan.queries)
         heads = batch * kv_heads * tiles

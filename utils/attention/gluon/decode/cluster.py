@@ -9,10 +9,10 @@ no counter is polled.
 
     grid         (heads of keys, sequences, tiles of queries) clusters; shares of a head differ by a block at most
     blocks       a run of them each; with lengths in turn, so that the first ones are known before the length is
-    lengths      a head has as many programs whatever its sequence's length. Where several sequences' lengths may differ, each has 64
-                 of them, two an SM
+    lengths      where several sequences' lengths may differ, each has 64 programs at most, two an SM; heads of short ones
+                 share a cluster (`divide.py`)
     ring         tiles of K and V in turn; the first loads are asked for behind a single barrier
-    inbox        for each query row a slice of the output (fp32), a maximum and a sum from each program; a large one that would
+    inbox        for each query row a slice of the output (fp32), a maximum and a sum from each program of the head; a large one that would
                  cost tiles takes the place of the ring, which no program may be reading then
     end          all programs of a cluster leave together: each says when it has what the others sent, and waits for them
 """

@@ -35,7 +35,6 @@ def cluster_plan(
     in_turn: bool = True,
     per_sm: int = 1,
     halvings: int = 0,
-    spread: int = 0,
 ) -> Plan:
     """Choose the tile of `cluster.py`; heads: of keys, of all sequences; parts: programs of a head; page: of its tokens.
 
@@ -68,9 +67,7 @@ def cluster_plan(
         plan = Plan(
             block_d, block, columns // queries, queries, 0, 1, box, consumers=consumers, cluster=parts, per_sm=per_sm
         )
-        plan = replace(
-            plan, merge=merge or "cluster", sent=group * queries, in_turn=in_turn, halvings=halvings, spread=spread
-        )
+        plan = replace(plan, merge=merge or "cluster", sent=group * queries, in_turn=in_turn, halvings=halvings)
         # Beside the tiles there are barriers, and the sums that reductions exchange.
         room = (
             SHARED_BYTES // per_sm

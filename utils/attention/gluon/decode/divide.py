@@ -8,7 +8,7 @@ that are not needed leave at once.
 
     weight      blocks of a head, and OVERHEAD for what a program costs whatever it reads
     halvings    as many as leave a program at most LOAD times what each of PLACES programs would have of all weight: then all begin at
-                once. Where some would read on for long when the others have ended, half of that: the GPU starts some as others end
+                once. None where some would read on for long when the others have ended: the GPU starts programs as others end
     order       heads of the longest sequence come first
     guess       for equal lengths a program's place is known without them: it asks for the page numbers of its first blocks beside
                 the lengths, and once more if these differ
@@ -57,7 +57,7 @@ class Place:
 
 @gluon.jit
 def halvings(cache, weight, total):
-    """How often a cluster is halved for heads of this weight; total: weight of all heads, or half of it for twice as many programs."""
+    """How often a cluster is halved for heads of this weight; total: weight of all heads, or 0 so that none is halved."""
     CLUSTER: gl.constexpr = cache.PLAN.cluster
     found = weight * 0
     for k in gl.static_range(1, cache.PLAN.halvings + 1):
@@ -96,7 +96,7 @@ def find(cache, kv_heads, number, guessed):
     total = gl.sum(weights, 0) * cache.heads
     cuts = halvings(cache, weights, total)
     if not even_enough(cache, weights, cuts):
-        total = 0 * total if cache.PLAN.spread == 0 else total // 2
+        total = 0 * total
         cuts = halvings(cache, weights, total)
     differs = (cuts != guessed.halvings) & (other < cache.batch)
     changed = gl.max(differs.to(gl.int32), 0) > 0

@@ -20,7 +20,7 @@ OVERHEAD = 8  # blocks that a program costs whatever it reads, in the weights of
 PLACES = 240  # programs in clusters of eight or four that run at once, two an SM
 # What the longest share of a program may be, of the mean over PLACES programs: there `divide.py` no longer halves a cluster.
 LOAD = 19, 10
-SLACK = 6  # blocks that the longest share of a program may have more than the mean where all are to begin at once
+SLACK = 6  # blocks that the longest share of a program may have more than the mean where clusters are halved
 MERGE_WARPS = 4  # of a program of the second launch
 ROWS_FROM = 32  # query rows of a head of keys from which `rows.py` is faster
 KEYS_BLOCK = {64: 256, 128: 128, 256: 64}  # keys of a block by head dimension, where keys are the rows
@@ -68,7 +68,6 @@ class Plan:
     cluster: int = 0  # programs of a head, which merge in shared memory (`cluster.py`); 0: the other kernels
     in_turn: bool = False  # the programs of a cluster take a head's blocks in turn, and not a run of them each
     halvings: int = 0  # how often a cluster may be halved, to be shared by heads of short sequences (`divide.py`)
-    spread: int = 0
     sent: int = 0  # query rows of the tile that the programs of a cluster send each other: those that exist
     inbox_in_ring: bool = False  # what they send lies where the tiles were: that costs a wait for the cluster
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)
