@@ -211,8 +211,8 @@ def add_up(results, inbox, rank, start, PARTS: gl.constexpr):
     top = gl.full([ROWS], MINUS_INF, gl.float32, gl.SliceLayout(1, layout))
     loaded = ()
     for part in gl.static_range(PARTS):
-        loaded = loaded + (load_sums(sums + 8 * part * ROWS),)  # noqa: RUF005
-        top = gl.maximum(top, loaded[part][0])
+        loaded += (load_sums(sums + 8 * part * ROWS),)  # type: ignore[assignment]  # in a kernel a name's tuple may grow
+        top = gl.maximum(top, loaded[part][0])  # type: ignore[misc]
     shifted = gl.where(top == MINUS_INF, 0.0, top * results.c)
     o = gl.zeros([ROWS, WIDTH], gl.float32, layout)
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
