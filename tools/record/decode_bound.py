@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -192,28 +193,23 @@ def show(rows: list[dict]) -> str:
     return f"{rows[0]['table']} {'x'.join(map(str, rows[0]['point']))}: {line}" + (f" OUT {out}" if out else "")
 
 
-def cases_of(options) -> list[tuple[str, tuple]]:
-    """Return the points of the chosen tables: the processes take them in turn."""
-    return [(table, point) for table in options.tables for point in POINTS[table]]
+def ways_to_prepare(options) -> dict[str, Callable]:
+    """Return what prepares a point of each table."""
+    bound = partial(prepare_bound, fa4=options.fa4)
+    return {"bound": bound, "read": prepare_read, "tokens": prepare_tokens, "lengths": prepare_lengths}
 
 
-def worker(options, part: int) -> None:
+def worker(options, cases: list[tuple[str, tuple]], ways: dict[str, Callable], what: str) -> None:
     """Prepare every `workers`-th row beside the other processes, then time each alone on the GPU."""
-    path = options.out.with_suffix(f".{part}.json")
-    record = Record(path, "decode: what bounds it", "cuda", l2="cold", iterations=ITERATIONS)
+    path = options.out.with_suffix(f".{options.part}.json")
+    record = Record(path, what, "cuda", l2="cold", iterations=ITERATIONS)
     turns = Turns(options.out.with_suffix(".turns"), options.workers, options.prepare)
-    ways: dict[str, Callable] = {
-        "bound": partial(prepare_bound, fa4=options.fa4),
-        "read": prepare_read,
-        "tokens": prepare_tokens,
-        "lengths": prepare_lengths,
-    }
-    cases, prepared = cases_of(options)[part :: options.workers], []
+    cases, prepared = cases[options.part :: options.workers], []
     for table, point in cases:
         if turns.time_left():
             prepared += [(table, each) for each in ways[table](point)]
     torch.cuda.synchronize()
-    turns.wait_for_all(str(part))
+    turns.wait_for_all(str(options.part))
 
     def timed(each: tuple) -> dict:
         table, (row, calls, bytes_) = each
@@ -226,39 +222,51 @@ def worker(options, part: int) -> None:
         record.finish()
 
 
-def main() -> None:
-    """Start the processes, join what they wrote, and print it."""
-    parser = arguments_parser(__doc__)
+def run(module: str, description: str, points: dict[str, tuple], ways: Callable, line: Callable, what: str) -> None:
+    """Start the processes, join what they wrote, and print it.
+
+    Args:
+        module: of the script, which is started again for each process.
+        description: its docstring.
+        points: of each table.
+        ways: returns {table: what prepares a point}, from the options.
+        line: what to print of a point's rows.
+        what: the record's first words.
+    """
+    parser = arguments_parser(description)
     parser.add_argument("--seconds", type=float, default=85, help="stop after this time, with the rows so far")
     parser.add_argument("--prepare", type=float, default=45, help="seconds to prepare rows")
+    parser.add_argument("--fa3", type=Path, help="the built library of FlashAttention 3, for the tables that take it")
     parser.add_argument("--fa4", action="store_true", help="time flash-attn-4; it compiles for seconds")
-    parser.add_argument("--tables", nargs="*", default=list(POINTS), choices=list(POINTS))
+    parser.add_argument("--tables", nargs="*", default=list(points), choices=list(points))
     parser.add_argument("--workers", type=int, default=14, help="processes")
     parser.add_argument("--part", type=int, help="the rows of one process; by default all are started")
     options = parser.parse_args()
+    cases = [(table, point) for table in options.tables for point in points[table]]
     if options.part is not None:
-        worker(options, options.part)
+        if options.fa3:
+            torch.ops.load_library(str(options.fa3.expanduser()))
+        worker(options, cases, ways(options), what)
         return
     began = time.monotonic()
-    command = [sys.executable, "-m", "tools.record.decode_bound", *sys.argv[1:]]
+    command = [sys.executable, "-m", module, *sys.argv[1:]]
     run_parts([[*command, "--part", str(i)] for i in range(options.workers)], began + options.seconds)
     parts = [path for i in range(options.workers) if (path := options.out.with_suffix(f".{i}.json")).exists()]
     records = [read_record(path) for path in parts]
-    cases = cases_of(options)
     rows = [row for r in records for row in r.get("rows", ())]
     of_case = {
         case: [row for row in rows if row["table"] == case[0] and tuple(row["point"][: len(case[1])]) == case[1]]
         for case in cases
     }
-    record = Record(options.out, "decode: what bounds it")
+    record = Record(options.out, what)
     ordered = [row for found in of_case.values() for row in sorted(found, key=lambda row: row["series"])]
     record.contents = {**records[0], "complete": all(r["complete"] for r in records), "rows": ordered}
     record.save()
-    print(machine_name(record.contents), f"{time.monotonic() - began:.0f} s")
-    print("\n".join(show(found) for found in of_case.values() if found))
+    print(machine_name(record.contents), f"{time.monotonic() - began:.0f} s, {len(of_case)} points")
+    print("\n".join(line(found) for found in of_case.values() if found))
     for path in parts:
         path.unlink()
 
 
 if __name__ == "__main__":
-    main()
+    run("tools.record.decode_bound", __doc__, POINTS, ways_to_prepare, show, "decode: what bounds it")

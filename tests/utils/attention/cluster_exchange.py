@@ -58,7 +58,8 @@ class Exchange:
         if "ld.shared" in text:
             return self._load(text, args[0], int(pack))
         if "mbarrier.init" in text:
-            self.inbox().expected = int(re.search(r"expect_tx\.\S+ _, \[\$0\], (\d+);", text)[1])
+            assert "expect_tx.shared::cta.b64 _, [$0], $1;" in text
+            self.inbox().expected = int(args[0].data)
             return Tensor(BARRIER, gl.int32)
         if "barrier.cluster.wait.acquire" in text and "mov.u32 $0, 0" not in text:  # `join`
             return Tensor(BARRIER + 16 if "add.u32 $0, $1, 16" in text else 0, gl.int32)

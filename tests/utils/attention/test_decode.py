@@ -372,14 +372,29 @@ def test_clusters_and_the_hint_are_chosen_where_they_were_timed():
             found = arrange(batch, 8, 4, sq, keys, 128, 132, lengths=True, page=64, stateless=stateless)
             assert found.plan.cluster == parts, (batch, sq, keys)
             assert found.plan.per_sm == (2 if parts and batch > 1 else 1) and found.plan.merge != "last"
-    rings = {
-        (b, keys): arrange(b, 8, 4, 1, keys, 128, 132, lengths=True, page=64).plan
-        for b in (4, 8, 64)
-        for keys in (4096, 8192)
-    }
-    assert all(plan.slots == (6 if sizes == (8, 8192) else 4) for sizes, plan in rings.items())
-    # Many sequences only in pages.
-    assert arrange(9, 8, 4, 1, 8192, 128, 132, lengths=True).plan.cluster == 0
+    # Such clusters may be divided among heads for five to eight sequences, and in one piece for sixteen.
+    for (batch, kv_heads), paged, piece in (
+        ((4, 8), 0, 0),
+        ((5, 8), 3, 3),
+        ((8, 16), 2, 2),
+        ((8, 4), 2, 2),
+        ((16, 8), 0, 3),
+        ((17, 8), 0, None),
+    ):
+        for page, halvings in ((64, paged), (None, piece)):
+            plan = arrange(batch, kv_heads, 4, 1, 8192, 128, 132, lengths=True, page=page).plan
+            found = (plan.halvings, plan.slots, plan.block_n) if plan.cluster else None
+            assert found == (None if halvings is None else (halvings, 4, 64)), (batch, kv_heads, page)
+    # Two blocks of K and of V where clusters of two fill all SMs, three where they do not.
+    for batch, keys, slots in ((8, 8192, 4), (8, 4096, 4), (8, 2048, 6), (4, 2048, 6)):
+        plan = arrange(batch, 8, 4, 1, keys, 128, 132).plan
+        assert (plan.cluster, plan.slots) == (2, slots), (batch, keys)
+    # Programs that take blocks in turn share pages of 256 keys; those of one sequence have a run of blocks there.
+    for page, in_turn in ((None, True), (16, True), (128, True), (256, False)):
+        assert arrange(1, 8, 4, 1, 8192, 128, 132, lengths=True, page=page).plan.in_turn == in_turn
+    assert arrange(2, 8, 4, 1, 8192, 128, 132, lengths=True, page=256).plan.in_turn
+    # More than sixteen sequences only in pages.
+    assert arrange(17, 8, 4, 1, 8192, 128, 132, lengths=True).plan.cluster == 0
     assert arrange(1, 8, 4, 1, 8192, 128, 114).plan.cluster == 0  # another GPU
 
 

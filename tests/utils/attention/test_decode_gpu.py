@@ -206,6 +206,9 @@ def test_clusters_merge_in_shared_memory_also_when_captured(sizes, choices):
         {"cluster": 2, "consumers": 0},
         {"cluster": 2, "consumers": 1, "block_n": 64},
         {"cluster": 4, "consumers": 0, "block_n": 64, "per_sm": 2},
+        {"cluster": 8, "consumers": 0, "block_n": 64, "per_sm": 2, "halvings": 3},
+        {"cluster": 4, "consumers": 0, "block_n": 64, "per_sm": 2, "halvings": 2, "slots": 4},
+        {"cluster": 2, "consumers": 1, "block_n": 64, "per_sm": 2, "slots": 4, "halvings": 1},
     ],
     ids=str,
 )
@@ -227,6 +230,37 @@ def test_clusters_read_lengths_that_differ_and_pages(choices, filled, page):
     expected = decode_reference(q, k, v, seqlens=lengths, block_table=table, scale=0.1)
     for _ in range(5):
         assert relative_error(launch(q, k, v, 0.1, lengths, table), expected) < 5e-3
+
+
+@pytest.mark.parametrize("page", [None, 64])
+@pytest.mark.parametrize("batch", [5, 8, 16])
+def test_divided_clusters_follow_lengths_that_change_also_in_a_graph(batch, page):
+    from utils.attention.gluon.decode.launch import Launch
+
+    rng, keys = random.Random(batch), 4096
+    k, v = (torch.randn(batch, 8, keys, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    table = None
+    if page:
+        k, v = (x.view(batch, 8, -1, page, 128).transpose(1, 2).flatten(0, 1).contiguous() for x in (k, v))
+        table = torch.arange(len(k), device="cuda", dtype=torch.int32).view(batch, -1)
+    q = torch.randn(batch, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.full((batch,), keys, device="cuda", dtype=torch.int32)
+    choices = {"cluster": 8, "consumers": 0, "block_n": 64, "per_sm": 2, "halvings": 3}
+    launch = Launch(q, k, v, True, 0, True, table, **choices)
+    launch(q, k, v, 0.1, lengths, table)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = launch(q, k, v, 0.1, lengths, table)
+    draws = [[keys] * batch, [1] * batch, [0] * batch, [keys] + [1] * (batch - 1), [1] * (batch - 1) + [keys]]
+    draws += [[rng.choice((0, 1, keys, rng.randint(0, keys))) for _ in range(batch)] for _ in range(6)]
+    for drawn in draws:
+        lengths.copy_(torch.tensor(drawn, dtype=torch.int32))
+        expected = decode_reference(q, k, v, seqlens=lengths, block_table=table, scale=0.1)
+        graph.replay()
+        outs = [captured, *(launch(q, k, v, 0.1, lengths, table) for _ in range(3))]
+        for out in outs:
+            assert (relative_error(out, expected) < 5e-3) if expected.any() else not out.any(), drawn
+            assert torch.equal(out, outs[0])
 
 
 def test_barriers_under_an_inbox_are_invalidated(monkeypatch):

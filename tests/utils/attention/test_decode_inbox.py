@@ -30,6 +30,21 @@ CASES = {  # sequences, heads, heads of keys, new tokens, keys, head dimension, 
     ),
     "sixteen programs": ((1, 4, 1, 1, 1100, 64, None), None, {"cluster": 16, "block_n": 64}),
     "head dimension 200": ((1, 4, 1, 2, 600, 200, None), None, {"cluster": 4}),
+    "halves and quarters of clusters, a long sequence": (
+        (4, 16, 8, 2, 1500, 64, 256),
+        (130, 1500, 0, 64),
+        {"cluster": 8, "consumers": 0, "block_n": 64, "per_sm": 2, "halvings": 3},
+    ),
+    "whole clusters and quarters": (
+        (12, 8, 4, 1, 1300, 128, 64),
+        (1300, *[60] * 10, 0),
+        {"cluster": 16, "consumers": 0, "block_n": 64, "per_sm": 2, "halvings": 2},
+    ),
+    "one program for each head, 48 rows": (
+        (8, 12, 2, 8, 300, 80, None),
+        (300,) * 8,
+        {"cluster": 2, "consumers": 1, "block_n": 64, "per_sm": 2, "slots": 4, "halvings": 1},
+    ),
     "one row": ((1, 1, 1, 1, 300, 64, None), None, {"cluster": 2, "block_n": 64}),
 }
 

@@ -20,7 +20,7 @@ CASES = {  # arguments of make_plan or cluster_plan, of Case
     "one token": (dict(head_dim=128, group=4, sq=1), dict()),
     "seven tokens, pages of 32": (
         dict(head_dim=128, group=4, sq=7, page=32),
-        dict(causal=True, lengths=True, batch_block=8, paged=True, clean=True),
+        dict(causal=True, lengths=True, batch_block=8, page=32, clean=True),
     ),
     "head dimension 256": (dict(head_dim=256, group=4, sq=4), dict(causal=True, window=True)),
     "64 rows": (dict(head_dim=128, group=4, sq=16), dict(causal=True)),
@@ -45,21 +45,25 @@ CASES = {  # arguments of make_plan or cluster_plan, of Case
     "one token, a program a head": (dict(head_dim=128, group=8, sq=1, lean=True), dict(aligned=True)),
     "128 rows, pages of 16": (
         dict(head_dim=128, group=8, sq=16, page=16),
-        dict(causal=True, window=True, lengths=True, batch_block=8, paged=True, clean=True),
+        dict(causal=True, window=True, lengths=True, batch_block=8, page=16, clean=True),
     ),
     "a cluster of 8": (dict(head_dim=128, group=4, sq=1, keys=8192, heads=8, parts=8), dict()),
     "a cluster of 8, 64 rows": (dict(head_dim=128, group=4, sq=16, keys=2048, heads=8, parts=8), dict(causal=True)),
     "clusters of 2, in the ring": (dict(head_dim=256, group=4, sq=8, keys=4096, heads=64, parts=2), dict(causal=True)),
     "a cluster of 8, pages of 64": (
         dict(head_dim=128, group=4, sq=1, keys=8192, heads=8, parts=8, page=64),
-        dict(lengths=True, batch_block=1, paged=True, clean=True),
+        dict(lengths=True, batch_block=1, page=64, clean=True),
+    ),
+    "divided clusters, pages of 256": (
+        dict(head_dim=128, group=4, sq=1, keys=8192, heads=64, parts=8, page=256, block_n=64, per_sm=2, halvings=3),
+        dict(lengths=True, batch_block=8, page=256, clean=True),
     ),
     "fp8": (dict(head_dim=128, group=4, sq=4, fp8=True), dict(causal=True)),
     "fp8, 64 rows": (dict(head_dim=128, group=4, sq=16, fp8=True), dict(causal=True)),
     "fp8, 64 rows, products in fp16": (dict(head_dim=128, group=4, sq=16, fp8=True, fp16=True), dict(causal=True)),
     "fp8, 64 rows, head dimension 256, pages": (
         dict(head_dim=256, group=4, sq=16, page=16, fp8=True),
-        dict(causal=True, lengths=True, batch_block=4, paged=True, clean=True),
+        dict(causal=True, lengths=True, batch_block=4, page=16, clean=True),
     ),
     "fp8, 128 rows": (dict(head_dim=128, group=8, sq=16, fp8=True, consumers=2), dict(causal=True, aligned=True)),
     "fp8, 128 rows, head dimension 64": (dict(head_dim=64, group=8, sq=16, fp8=True, consumers=2), dict(causal=True)),

@@ -74,7 +74,7 @@ def check(rng):
     case = Case(sq > 1, window > 0, lengths is not None, power_of_two(sizes["batch"]), False, found.aligned)
     heads = sizes["kv_heads"] * found.tiles
     numbers = (sizes["batch"], heads, sq, keys, window)
-    cache = CODE.Cache(Pointer(lengths or [0]), None, 0, *map(Number, numbers), Number(0), Number(0), plan, case)
+    cache = CODE.Cache(Pointer(lengths or [0]), None, 0, *map(Number, numbers), Number(0), plan, case)
     CODE.gl.programs = found.programs
     alone = found.programs == sizes["batch"] * heads  # a program for each head: nobody waits for another
     assert (

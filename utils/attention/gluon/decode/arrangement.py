@@ -38,10 +38,17 @@ SHORT_RING = 4
 # Heads of keys, of all sequences, and the programs of a cluster that were timed for them (entries 34 and 35).
 CLUSTERS = {4: 16, 8: 8, 16: 4, 32: 2, 64: 2}
 CLUSTERS_64 = {48: 2, 64: 2}  # the same for head dimension 64 and a tile of eight query rows (entry 40)
-# Sequences whose lengths may differ, and keys of the longest, where each sequence has clusters of its own (entries 51 to 53); many only
+# Sequences whose lengths may differ, and keys of the longest, where each sequence has clusters of its own (entries 51 to 53); more of them
 # in pages, which the other kernels read more slowly.
 FEW_SEQUENCES, FEW_KEYS = 8, (2048, 16384)
 MANY_SEQUENCES, MANY_KEYS = 64, (4096, 8192)
+# Sequences for which such clusters are divided by the lengths, and the most in one piece (entries 57 and 58).
+DIVIDED_SEQUENCES, DIVIDED_PIECES = range(5, FEW_SEQUENCES + 1), 16
+MOST_HALVINGS = 3
+# Keys of a sequence from which two blocks of K and two of V on their way are faster than three where clusters of two fill all SMs, and
+# tokens of a page from which a program of a single sequence's clusters is faster with a run of blocks than with every eighth (entry 57).
+TWO_KEYS = 4096
+RUNS_PAGE = 256
 CLUSTER_64_KEYS = 8192  # of a sequence, up to which those clusters are taken; two of 2048 keys were timed
 WHOLE_KEYS = 512  # from which heads that are not as many as SMs have a program each (entry 40)
 TIMED_SMS = 132
@@ -98,13 +105,22 @@ def cluster_of_a_sequence(
     if not timed or batch < 2 or parts * kv_heads != 64 or parts not in FITTING_CLUSTERS:
         return 0
     few = batch <= FEW_SEQUENCES and FEW_KEYS[0] <= keys <= FEW_KEYS[1]
-    many = paged and batch <= MANY_SEQUENCES and MANY_KEYS[0] <= keys <= MANY_KEYS[1]
+    many = batch <= (MANY_SEQUENCES if paged else DIVIDED_PIECES) and MANY_KEYS[0] <= keys <= MANY_KEYS[1]
     return parts if few or many else 0
 
 
-def ring_of_a_sequence(batch: int, keys: int) -> int:
-    """Slots of a program of such clusters: more where they come in two rounds, of at least 16 blocks each."""
-    return 6 if 4 < batch <= FEW_SEQUENCES and keys >= 8192 else SHORT_RING
+def two_blocks(keys: int, head_dim: int) -> bool:
+    """Whether two blocks of K and of V on their way are enough where clusters of two fill all SMs."""
+    return keys >= TWO_KEYS and block_width(head_dim) == TIMED_WIDTH
+
+
+def halvings(batch: int, kv_heads: int, cluster: int, paged: bool) -> int:
+    """How often clusters of a sequence may be halved, so that heads of it share one (`divide.py`)."""
+    divided = batch in DIVIDED_SEQUENCES or (not paged and FEW_SEQUENCES < batch <= DIVIDED_PIECES)
+    most = MOST_HALVINGS if divided else 0
+    while cluster % (1 << most) or kv_heads % (1 << most):
+        most -= 1
+    return most
 
 
 def best_block(head_dim: int, heads: int, seen: int, multiprocessors: int) -> int:
@@ -243,9 +259,12 @@ def arrange(
         if lengths and batch > 1:
             cluster = cluster_of_a_sequence(batch, kv_heads, group, sq, keys, head_dim, multiprocessors, bool(page))
             if cluster:
-                block_n, choices = 64, {"per_sm": 2, "slots": ring_of_a_sequence(batch, keys)}
+                choices = {"per_sm": 2, "slots": SHORT_RING, "halvings": halvings(batch, kv_heads, cluster, bool(page))}
+                block_n = 64
         elif lengths and block_width(head_dim) != TIMED_WIDTH:
             cluster = 0
+        elif cluster == 2 and 4 * batch * kv_heads > multiprocessors and two_blocks(keys, head_dim):
+            block_n, choices = KEYS_BLOCK[TIMED_WIDTH], {"slots": SHORT_RING}
     chosen = chosen and plain
     if hint is None:
         hint = not (window or fp8 or (page and not cluster)) and HINT_BYTES[0] <= bytes_ <= HINT_BYTES[1]
@@ -253,10 +272,9 @@ def arrange(
         if window or fp8:
             raise ValueError("a cluster takes no window and no fp8 cache: leave `cluster` out.")
         own_tile = consumers, block_n, choices.get("slots"), merge, page
-        in_turn = choices.get("in_turn", bool(lengths))
-        plan = cluster_plan(
-            head_dim, group, sq, keys, batch * kv_heads, cluster, *own_tile, in_turn, choices.get("per_sm", 1)
-        )
+        in_turn = choices.get("in_turn", bool(lengths) and not (batch == 1 and page and page >= RUNS_PAGE))
+        more = {name: choices[name] for name in ("per_sm", "halvings") if name in choices}
+        plan = cluster_plan(head_dim, group, sq, keys, batch * kv_heads, cluster, *own_tile, in_turn, **more)
         tiles = -(-sq // plan.queries)
         heads = batch * kv_heads * tiles
         return Arrangement(plan, plan, heads * plan.cluster, tiles, heads, False, 1, hint)

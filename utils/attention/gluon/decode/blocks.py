@@ -14,12 +14,12 @@ from utils.attention.gluon.shared import MINUS_INF, tma_load
 @gluon.jit
 def page_numbers(cache, cursor):
     """The pages of a block, a tuple; fetched a block ahead, because each is a load from memory."""
-    if not cache.CASE.paged:
+    if not cache.CASE.page:
         return ()
     else:
         PAGES: gl.constexpr = cache.PLAN.block_n // cache.PLAN.box
         numbers = ()
-        first = (cursor.first + cursor.j) * cache.PLAN.block_n // cache.page
+        first = (cursor.first + cursor.j) * cache.PLAN.block_n // cache.CASE.page
         row = cache.table_ptr + cursor.b.to(gl.int64) * cache.table_stride
         for i in gl.static_range(PAGES):
             inside = (cursor.b < cache.batch) & (first + i < cache.pages)
@@ -51,9 +51,9 @@ def load_block(descriptor, cache, cursor, numbers, kv_head, tile, full, pred, EX
     if EXPECT:
         mbarrier.expect(full, PLAN.block_n * PLAN.block_d * (descriptor.dtype.primitive_bitwidth // 8), pred=pred)
     key = (cursor.first + cache.block_at(cursor, 0)) * PLAN.block_n
-    if cache.CASE.paged:
+    if cache.CASE.page:
         PAGES: gl.constexpr = PLAN.block_n // PLAN.box
-        row = key % cache.page
+        row = key % cache.CASE.page
         for i in gl.static_range(PAGES):
             part = tile.slice(i * PLAN.box, PLAN.box, dim=2)
             number = when_used(numbers[i])

@@ -9,10 +9,10 @@ no counter is polled.
 
     grid         (heads of keys, sequences, tiles of queries) clusters; shares of a head differ by a block at most
     blocks       a run of them each; with lengths in turn, so that the first ones are known before the length is
-    lengths      a head has as many programs whatever its sequence's length. Where several sequences' lengths may differ, each has 64
-                 of them, two an SM
+    lengths      where several sequences' lengths may differ, each has 64 programs at most, two an SM; heads of short ones
+                 share a cluster (`divide.py`)
     ring         tiles of K and V in turn; the first loads are asked for behind a single barrier
-    inbox        for each query row a slice of the output (fp32), a maximum and a sum from each program; a large one that would
+    inbox        for each query row a slice of the output (fp32), a maximum and a sum from each program of the head; a large one that would
                  cost tiles takes the place of the ring, which no program may be reading then
     end          all programs of a cluster leave together: each says when it has what the others sent, and waits for them
 """
@@ -21,30 +21,37 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from utils.attention.gluon.decode import divide
 from utils.attention.gluon.decode.blocks import load_block, load_queries, page_numbers
-from utils.attention.gluon.decode.cluster_blocks import attend_keys, attend_rows, stride
-from utils.attention.gluon.decode.inbox import add_up, join, open_inbox, send_part
+from utils.attention.gluon.decode.cluster_blocks import attend_keys, attend_rows
+from utils.attention.gluon.decode.inbox import Team, add_up, join, leave, open_inbox, power, send_part, wait_for_slices
 from utils.attention.gluon.decode.kernel import SIZES
 from utils.attention.gluon.decode.merge import Results, in_eights
 from utils.attention.gluon.decode.work import Cache, Cursor, Split
 from utils.attention.gluon.shared import accumulator, thread_barrier
 
 
+@gluon.constexpr_function
+def stride(plan):
+    """From a block of a program to its next one."""
+    return plan.cluster if plan.in_turn else 1
+
+
 @gluon.jit
-def store_and_merge(results, start, rank, o, m, total):
+def store_and_merge(results, team, start, o, m, total):
     """The merge by memory and a counter, where the last program merges: the simulator, which has no clusters, runs this."""
     PLAN: gl.constexpr = results.cache.PLAN
-    PARTS: gl.constexpr = PLAN.cluster
     ROWS: gl.constexpr = 1 if PLAN.consumers == 0 else 0
     gl.static_assert(PLAN.merge == "last")
-    program = (start.b * results.cache.heads + start.head) * PARTS + rank
-    part = 2 * program + (rank == 0).to(gl.int32)
+    count = 1 << team.bits
+    first = (start.b * results.cache.heads + start.head) * PLAN.cluster
+    part = 2 * (first + team.rank) + (team.rank == 0).to(gl.int32)
     results.store_sums(part, gl.arange(0, o.shape[ROWS], gl.SliceLayout(1 - ROWS, o.type.layout)), m, total)
     results.store_part(start, part, o, 0, ROWS)
     thread_barrier()  # one thread says so for all: without it, another's numbers might not be stored yet
-    if results.arrive(start, True) == PARTS:
+    if results.arrive(start, True) == count:
         thread_barrier()  # one thread has seen that: the others may read only behind it
-        results.merge(start.b, start.head, program - rank, PARTS, 0, 1, PLAN.merge_steps)
+        results.merge(start.b, start.head, first, count, 0, 1, PLAN.merge_steps)
         gl.store(results.counter(start), 0)  # for the next launch
 
 
@@ -75,24 +82,35 @@ def first_block(cache, b, head, rank):
 
 
 @gluon.jit
-def attend_together(results, rank, start, n, numbers, q_desc, k_desc, v_desc):
-    """The program's share of its head, and the merge with the other programs of the cluster.
+def open_ring(PLAN: gl.constexpr, q_desc, k_desc):
+    """The tiles of K and V, a barrier for each of them and one for the queries, and the queries' tile.
 
-    start, n: its first block, and how many it has. numbers: the pages of the blocks that come first.
+    It comes behind a program's first loads, of lengths and page numbers, while these are on their way.
+    """
+    SLOTS: gl.constexpr = PLAN.slots
+    ring = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS + 1, 1], mbarrier.MBarrierLayout())
+    q_tile = gl.allocate_shared_memory(k_desc.dtype, [1, 1, PLAN.heads, PLAN.queries, PLAN.block_d], q_desc.layout)
+    for slot in gl.static_range(SLOTS + 1):
+        mbarrier.init(full.index(slot), count=1)
+    return ring, full, q_tile
+
+
+@gluon.jit
+def attend_together(results, tiles, team, start, n, step, numbers, q_desc, k_desc, v_desc):
+    """The program's share of its head, and the merge with the other programs of its team.
+
+    tiles: what `open_ring` returns. start, n: its first block, and how many it has. step: from one to the next. numbers: the pages of
+    the blocks that come first.
     """
     PLAN: gl.constexpr = results.cache.PLAN
     SLOTS: gl.constexpr = PLAN.slots
     BLOCK_N: gl.constexpr = PLAN.block_n
     BLOCK_D: gl.constexpr = PLAN.block_d
     BYTES: gl.constexpr = BLOCK_N * BLOCK_D * 2
-    STEP: gl.constexpr = stride(PLAN)
     cache = results.cache
     kv_head = start.head // results.tiles
-    ring = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS + 1, 1], mbarrier.MBarrierLayout())
-    q_tile = gl.allocate_shared_memory(k_desc.dtype, [1, 1, PLAN.heads, PLAN.queries, BLOCK_D], q_desc.layout)
-    for slot in gl.static_range(SLOTS + 1):
-        mbarrier.init(full.index(slot), count=1)
+    ring, full, q_tile = tiles
     # All expectations before all copies: the compiler puts a barrier between the two, here one for all.
     mbarrier.expect(full.index(SLOTS), q_desc.block_type.nbytes)
     for slot in gl.static_range(SLOTS):
@@ -101,7 +119,7 @@ def attend_together(results, rank, start, n, numbers, q_desc, k_desc, v_desc):
     fence_async_shared()
     thread_barrier()
     for slot in gl.static_range(SLOTS):
-        block = start.behind(slot // 2 * STEP)
+        block = start.behind(slot // 2 * step)
         pages = numbers[slot // 2]
         wanted = slot // 2 < n
         if slot % 2 == 0:
@@ -112,12 +130,12 @@ def attend_together(results, rank, start, n, numbers, q_desc, k_desc, v_desc):
             load_queries(q_desc, results, start.b, start.head, q_tile, full.index(SLOTS), True, False)
 
     if PLAN.merge == "cluster":
-        barrier = open_inbox(PLAN)
+        barrier = open_inbox(team, PLAN)
     mbarrier.wait(full.index(SLOTS), 0)
     if PLAN.consumers == 0:
-        o, m, total = attend_keys(results, start, n, q_tile, ring, full, k_desc, v_desc)
+        o, m, total = attend_keys(results, start, n, step, q_tile, ring, full, k_desc, v_desc)
     else:
-        o, m, total = attend_rows(results, start, n, q_tile, ring, full, k_desc, v_desc)
+        o, m, total = attend_rows(results, start, n, step, q_tile, ring, full, k_desc, v_desc)
     if PLAN.merge == "cluster":
         ROWS: gl.constexpr = 1 if PLAN.consumers == 0 else 0  # the dimension of o that holds query rows
         few: gl.constexpr = gl.SliceLayout(1 - ROWS, o.type.layout if ROWS == 1 else accumulator(16))
@@ -130,10 +148,17 @@ def attend_together(results, rank, start, n, numbers, q_desc, k_desc, v_desc):
             for slot in gl.static_range(SLOTS + 1):
                 mbarrier.invalidate(full.index(slot))
         inbox = join(barrier, PLAN)
-        send_part(inbox, barrier, rank, o, m, total, PLAN, ROWS)
-        add_up(results, inbox, barrier, rank, start)
+        send_part(inbox, barrier, team, o, m, total, PLAN, ROWS)
+        wait_for_slices(barrier)
+        if PLAN.halvings:
+            for k in gl.static_range(PLAN.halvings + 1):
+                if team.bits == power(PLAN.cluster) - k:
+                    add_up(results, inbox, team.rank, start, PLAN.cluster >> k)
+        else:
+            add_up(results, inbox, team.rank, start, PLAN.cluster)
+        leave()
     else:
-        store_and_merge(results, start, rank, o, m, total)
+        store_and_merge(results, team, start, o, m, total)
 
 
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr"])
@@ -154,7 +179,6 @@ def attention_decode_cluster(
     sk,
     window,
     tiles,
-    page,
     pages,
     head_dim,
     c,
@@ -164,9 +188,26 @@ def attention_decode_cluster(
     """One program: its share of one head's blocks, and a slice of the head's output. Arguments: `attention_decode`'s."""
     gl.static_assert(not CASE.window)
     heads = kv_heads * tiles
-    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
+    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, pages, PLAN, CASE)
     results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
     rank = gl.program_id(0) % PLAN.cluster
-    head = gl.program_id(0) // PLAN.cluster * tiles + gl.program_id(2)
-    start, n, numbers = first_block(cache, gl.program_id(1), head, rank)
-    attend_together(results, rank, start, n, numbers, q_desc, k_desc, v_desc)
+    kv_head = gl.program_id(0) // PLAN.cluster
+    tile = gl.program_id(2)
+    if PLAN.halvings:
+        number = gl.program_id(1) * kv_heads + kv_head
+        guessed = divide.guess(cache, kv_heads, number)
+        team, head = guessed.team(rank, tiles, tile, PLAN.cluster)
+        numbers = divide.first_pages(cache, guessed.b, head, team)
+        place, changed = divide.find(cache, kv_heads, number, guessed)
+        ring = open_ring(PLAN, q_desc, k_desc)
+        if place.b < batch:  # all programs of a cluster agree: none waits for one that has left
+            team, head = place.team(rank, tiles, tile, PLAN.cluster)
+            if changed:
+                numbers = divide.first_pages(cache, place.b, head, team)
+            start, n = divide.first_block(cache, place.b, head, team)
+            attend_together(results, ring, team, start, n, 1 << team.bits, numbers, q_desc, k_desc, v_desc)
+    else:
+        start, n, numbers = first_block(cache, gl.program_id(1), kv_head * tiles + tile, rank)
+        ring = open_ring(PLAN, q_desc, k_desc)
+        team = Team(gl.to_tensor(0), rank, gl.to_tensor(power(PLAN.cluster)))
+        attend_together(results, ring, team, start, n, stride(PLAN), numbers, q_desc, k_desc, v_desc)

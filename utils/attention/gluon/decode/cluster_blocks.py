@@ -14,17 +14,11 @@ from utils.attention.gluon.decode.kernel import start_block, start_scores, threa
 from utils.attention.gluon.shared import MINUS_INF, accumulator, left_operand, online_softmax, rescale, thread_barrier
 
 
-@gluon.constexpr_function
-def stride(plan):
-    """From a block of a program to its next one."""
-    return plan.cluster if plan.in_turn else 1
-
-
 @gluon.jit
-def attend_keys(results, start, n, q_tile, ring, full, k_desc, v_desc):
+def attend_keys(results, start, n, step, q_tile, ring, full, k_desc, v_desc):
     """The blocks of one program, keys as rows: the output [BLOCK_D, COLUMNS], unnormalized, and the columns' maxima and sums.
 
-    The loop is `kernel.attend`'s, for one head.
+    step: from a block of the program to its next one. The loop is `kernel.attend`'s, for one head.
     """
     PLAN: gl.constexpr = results.cache.PLAN
     CLEAN: gl.constexpr = results.cache.CASE.clean
@@ -32,7 +26,6 @@ def attend_keys(results, start, n, q_tile, ring, full, k_desc, v_desc):
     BLOCK_N: gl.constexpr = PLAN.block_n
     SLOTS: gl.constexpr = PLAN.slots
     AHEAD: gl.constexpr = SLOTS // 2
-    STEP: gl.constexpr = stride(PLAN)
     COLUMNS: gl.constexpr = PLAN.columns
     BLOCK_D: gl.constexpr = PLAN.block_d
     layout: gl.constexpr = accumulator(COLUMNS)
@@ -45,36 +38,36 @@ def attend_keys(results, start, n, q_tile, ring, full, k_desc, v_desc):
     sums = thread_sums(gl.zeros([BLOCK_N, COLUMNS], gl.float32, layout))
     low, clear = clear_keys(cache, start)
     # Pages of the block whose V is the next one to be asked for, and of the one whose K is.
-    numbers = page_numbers(cache, start.behind(AHEAD * STEP))
-    following = page_numbers(cache, start.behind((AHEAD + 1) * STEP))
+    numbers = page_numbers(cache, start.behind(AHEAD * step))
+    following = page_numbers(cache, start.behind((AHEAD + 1) * step))
     mbarrier.wait(full.index(0), 0)  # K has arrived
     s = warpgroup_mma_wait(0, [start_scores(ring.index(0), q, layout)])
     if n > AHEAD:
         thread_barrier()  # all warps have read this K: TMA may overwrite it
-        load_block(k_desc, cache, start.behind(AHEAD * STEP), numbers, kv_head, ring.index(0), full.index(0), True)
+        load_block(k_desc, cache, start.behind(AHEAD * step), numbers, kv_head, ring.index(0), full.index(0), True)
     for i in range(n - 1):
         after = 2 * (i + 1) % SLOTS
         mbarrier.wait(full.index(after), (2 * (i + 1) // SLOTS) & 1)
         s_next = start_scores(ring.index(after), q, layout)
         slot = 2 * i % SLOTS + 1
         v_full = full.index(slot), (2 * i // SLOTS) & 1
-        block = start.j + i * STEP, low, clear
+        block = start.j + i * step, low, clear
         o_next, m, sums = start_block(results, start, block, s, m, o, sums, p_tile, ring.index(slot), v_full, False)
         s = warpgroup_mma_wait(1, [s_next])  # the older product: its K is free
         if i + 1 + AHEAD < n:
             thread_barrier()
-            k_next = start.behind((i + 1 + AHEAD) * STEP)
+            k_next = start.behind((i + 1 + AHEAD) * step)
             load_block(k_desc, cache, k_next, following, kv_head, ring.index(after), full.index(after), True)
         o = warpgroup_mma_wait(0, [o_next])
         thread_barrier()  # all warps have read V and P
         if i + AHEAD < n:
-            v_next = start.behind((i + AHEAD) * STEP)
+            v_next = start.behind((i + AHEAD) * step)
             load_block(v_desc, cache, v_next, numbers, kv_head, ring.index(slot), full.index(slot), True)
         numbers = following
-        following = page_numbers(cache, start.behind((i + 2 + AHEAD) * STEP))
+        following = page_numbers(cache, start.behind((i + 2 + AHEAD) * step))
     slot = 2 * (n - 1) % SLOTS + 1
     v_full = full.index(slot), (2 * (n - 1) // SLOTS) & 1
-    block = start.j + (n - 1) * STEP, low, clear
+    block = start.j + (n - 1) * step, low, clear
     o, m, sums = start_block(results, start, block, s, m, o, sums, p_tile, ring.index(slot), v_full, CLEAN)
     total = gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), columns)
     return warpgroup_mma_wait(0, [o]), m, total
@@ -115,10 +108,10 @@ def start_row_scores(q, k_tile, layout: gl.constexpr):
 
 
 @gluon.jit
-def attend_rows(results, start, n, q_tile, ring, full, k_desc, v_desc):
+def attend_rows(results, start, n, step, q_tile, ring, full, k_desc, v_desc):
     """The blocks of one program, query rows as rows: the output [64, BLOCK_D], unnormalized, the rows' maxima and sums.
 
-    One warpgroup: a block's scores are computed during the softmax of the block before it.
+    step: from a block of the program to its next one. One warpgroup: a block's scores are computed during the softmax of the block before it.
     """
     PLAN: gl.constexpr = results.cache.PLAN
     CLEAN: gl.constexpr = results.cache.CASE.clean
@@ -126,7 +119,6 @@ def attend_rows(results, start, n, q_tile, ring, full, k_desc, v_desc):
     BLOCK_D: gl.constexpr = PLAN.block_d
     SLOTS: gl.constexpr = PLAN.slots
     AHEAD: gl.constexpr = SLOTS // 2
-    STEP: gl.constexpr = stride(PLAN)
     scores: gl.constexpr = accumulator(PLAN.block_n)
     output: gl.constexpr = accumulator(BLOCK_D)
     rows: gl.constexpr = gl.SliceLayout(1, scores)
@@ -136,13 +128,13 @@ def attend_rows(results, start, n, q_tile, ring, full, k_desc, v_desc):
     total = gl.zeros([64], gl.float32, rows)
     o = gl.zeros([64, BLOCK_D], gl.float32, output)
     limits = clear_keys(cache, start)
-    numbers = page_numbers(cache, start.behind(AHEAD * STEP))
-    following = page_numbers(cache, start.behind((AHEAD + 1) * STEP))
+    numbers = page_numbers(cache, start.behind(AHEAD * step))
+    following = page_numbers(cache, start.behind((AHEAD + 1) * step))
     mbarrier.wait(full.index(0), 0)  # K has arrived
     s = warpgroup_mma_wait(0, [start_row_scores(q, ring.index(0), scores)])
     if n > AHEAD:
         thread_barrier()  # all warps have read this K: TMA may overwrite it
-        k_next = start.behind(AHEAD * STEP)
+        k_next = start.behind(AHEAD * step)
         load_block(k_desc, cache, k_next, numbers, kv_head, ring.index(0), full.index(0), True)
     for i in range(n - 1):
         after = 2 * (i + 1) % SLOTS
@@ -150,23 +142,23 @@ def attend_rows(results, start, n, q_tile, ring, full, k_desc, v_desc):
         s_next = start_row_scores(q, ring.index(after), scores)
         slot = 2 * i % SLOTS + 1
         v_full = full.index(slot), (2 * i // SLOTS) & 1
-        j = start.j + i * STEP
+        j = start.j + i * step
         o_next, m, total = start_rows(results, start, j, s, m, total, o, limits, ring.index(slot), v_full, False)
         s = warpgroup_mma_wait(1, [s_next])  # the older product: its K is free
         if i + 1 + AHEAD < n:
             thread_barrier()
-            k_next = start.behind((i + 1 + AHEAD) * STEP)
+            k_next = start.behind((i + 1 + AHEAD) * step)
             load_block(k_desc, cache, k_next, following, kv_head, ring.index(after), full.index(after), True)
         o = warpgroup_mma_wait(0, [o_next])
         if i + AHEAD < n:
             thread_barrier()  # all warps have read V
-            v_next = start.behind((i + AHEAD) * STEP)
+            v_next = start.behind((i + AHEAD) * step)
             load_block(v_desc, cache, v_next, numbers, kv_head, ring.index(slot), full.index(slot), True)
         numbers = following
-        following = page_numbers(cache, start.behind((i + 2 + AHEAD) * STEP))
+        following = page_numbers(cache, start.behind((i + 2 + AHEAD) * step))
     slot = 2 * (n - 1) % SLOTS + 1
     v_full = full.index(slot), (2 * (n - 1) // SLOTS) & 1
-    j = start.j + (n - 1) * STEP
+    j = start.j + (n - 1) * step
     o, m, total = start_rows(results, start, j, s, m, total, o, limits, ring.index(slot), v_full, CLEAN)
     m = gl.convert_layout(m, gl.SliceLayout(1, output))
     total = gl.convert_layout(total, gl.SliceLayout(1, output))

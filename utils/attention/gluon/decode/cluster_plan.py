@@ -34,12 +34,14 @@ def cluster_plan(
     page: int | None = None,
     in_turn: bool = True,
     per_sm: int = 1,
+    halvings: int = 0,
 ) -> Plan:
     """Choose the tile of `cluster.py`; heads: of keys, of all sequences; parts: programs of a head; page: of its tokens.
 
     The arguments from `consumers` on, but for the page, overrule the choice. consumers: 0 makes keys the rows of the products, 1
     query rows. in_turn: programs take a head's blocks in turn, and not a run of them each. per_sm: programs that share an SM;
-    with two, any number of clusters, since nothing waits for another cluster.
+    with two, any number of clusters, since nothing waits for another cluster. halvings: how often a cluster may be halved
+    (`divide.py`).
     """
     block_d = block_width(head_dim)
     group = power_of_two(group)
@@ -65,7 +67,7 @@ def cluster_plan(
         plan = Plan(
             block_d, block, columns // queries, queries, 0, 1, box, consumers=consumers, cluster=parts, per_sm=per_sm
         )
-        plan = replace(plan, merge=merge or "cluster", sent=group * queries, in_turn=in_turn)
+        plan = replace(plan, merge=merge or "cluster", sent=group * queries, in_turn=in_turn, halvings=halvings)
         # Beside the tiles there are barriers, and the sums that reductions exchange.
         room = (
             SHARED_BYTES // per_sm

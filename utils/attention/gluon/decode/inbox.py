@@ -9,7 +9,28 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from utils.attention.gluon.decode.merge import inverse
-from utils.attention.gluon.shared import MINUS_INF, accumulator
+from utils.attention.gluon.shared import MINUS_INF, accumulator, aggregate
+
+
+@gluon.constexpr_function
+def power(n):
+    """The power of two that n is."""
+    return n.bit_length() - 1
+
+
+@aggregate
+class Team:
+    """The programs of a cluster that share a head: all of them, or with `divide.py` a half, a quarter or an eighth."""
+
+    first: gl.tensor  # rank in the cluster of the team's first program
+    rank: gl.tensor  # of this program in its team
+    bits: gl.tensor  # the team has 2^bits programs
+
+    @gluon.constexpr_function
+    def __init__(self, first, rank, bits):
+        self.first = first
+        self.rank = rank
+        self.bits = bits
 
 
 @gluon.constexpr_function
@@ -22,7 +43,7 @@ def _open_asm(plan):
         "{ .reg .pred p; .reg .b32 t; mov.u32 t, %dynamic_smem_size; mov.u32 $0, global_smem; add.u32 $0, $0, t; "
         f"sub.u32 $0, $0, {plan.inbox_space}; "
         "mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; @p mbarrier.init.shared::cta.b64 [$0], 1; "
-        f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {plan.inbox_bytes}; "
+        "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1; "
         f"@p fence.mbarrier_init.release.cluster; {tell}}}"
     )
 
@@ -64,9 +85,10 @@ LEAVE = gl.constexpr("barrier.cluster.wait.acquire; mov.u32 $0, 0;")
 
 
 @gluon.jit
-def open_inbox(PLAN: gl.constexpr):
-    """Set up the barrier of this program's inbox; its address."""
-    return gl.inline_asm_elementwise(_open_asm(PLAN), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def open_inbox(team, PLAN: gl.constexpr):
+    """Set up the barrier of this program's inbox, which gets a slice from each program of the team; its address."""
+    expected = (8 * PLAN.sent << team.bits) + 4 * PLAN.sent * PLAN.block_d
+    return gl.inline_asm_elementwise(_open_asm(PLAN), "=r,r", [expected], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -76,11 +98,13 @@ def join(barrier, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def send(inbox, barrier, rank, row, d, o, PLAN: gl.constexpr, PAIRS: gl.constexpr):
+def send(inbox, barrier, team, row, d, o, PLAN: gl.constexpr, PAIRS: gl.constexpr):
     """Send each program its slice of o; row, d: of each number, in o's shape. PAIRS: neighbours along d go together."""
-    WIDTH: gl.constexpr = PLAN.block_d // PLAN.cluster
-    at = inbox + PLAN.numbers_at + 4 * ((rank * PLAN.sent + row) * WIDTH + d % WIDTH)
-    owner = gl.where(row < PLAN.sent, d // WIDTH, PLAN.cluster)
+    width_bits = power(PLAN.block_d) - team.bits
+    owner = team.first + (d >> width_bits)
+    in_slice = d & ((1 << width_bits) - 1)
+    at = inbox + PLAN.numbers_at + 4 * (((team.rank * PLAN.sent + row) << width_bits) + in_slice)
+    owner = gl.where(row < PLAN.sent, owner, PLAN.cluster)
     barrier = gl.full_like(at, 0) + barrier
     if PAIRS:
         gl.inline_asm_elementwise(
@@ -98,10 +122,10 @@ def send(inbox, barrier, rank, row, d, o, PLAN: gl.constexpr, PAIRS: gl.constexp
 
 
 @gluon.jit
-def send_sums(inbox, barrier, rank, row, other, m, total, PLAN: gl.constexpr):
-    """Send the rows' maxima and sums to program `other`, if there is one; all four of one shape."""
-    at = inbox + 8 * (rank * PLAN.sent + row)
-    other = gl.where(row < PLAN.sent, other, PLAN.cluster)
+def send_sums(inbox, barrier, team, row, other, m, total, PLAN: gl.constexpr):
+    """Send the rows' maxima and sums to program `other` of the team, if there is one; all four of one shape."""
+    at = inbox + 8 * (team.rank * PLAN.sent + row)
+    other = gl.where((row < PLAN.sent) & (other < (1 << team.bits)), team.first + other, PLAN.cluster)
     barrier = gl.full_like(at, 0) + barrier
     gl.inline_asm_elementwise(
         _send_asm(PLAN.cluster, True),
@@ -113,10 +137,24 @@ def send_sums(inbox, barrier, rank, row, other, m, total, PLAN: gl.constexpr):
     )
 
 
+@gluon.constexpr_function
+def _load_asm(n):
+    # n numbers that stand side by side, at the address of the first.
+    numbers = ", ".join(f"${i}" for i in range(n))
+    return f"ld.shared{f'.v{n}' if n > 1 else ''}.f32 {{{numbers}}}, [${n}];" if n > 1 else "ld.shared.f32 $0, [$1];"
+
+
+@gluon.constexpr_function
+def _load_constraints(n):
+    return ",".join(["=f"] * n + ["r"] * n)
+
+
 @gluon.jit
-def load_shared(address):
-    """Read fp32 numbers of this program's inbox."""
-    return gl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [address], gl.float32, is_pure=False, pack=1)
+def load_shared(address, EACH: gl.constexpr):
+    """Read fp32 numbers of this program's inbox, EACH neighbours at once, which a thread holds side by side."""
+    return gl.inline_asm_elementwise(
+        _load_asm(EACH), _load_constraints(EACH), [address], gl.float32, is_pure=False, pack=EACH
+    )
 
 
 @gluon.jit
@@ -127,47 +165,69 @@ def load_sums(address):
     )
 
 
+@gluon.constexpr_function
+def slice_layout(rows, width):
+    """Layout of a program's slice [rows, width]: a thread holds up to four neighbours of a row, as many as there are for each thread."""
+    each = max(1, min(rows * width // 128, 4, width))
+    lanes = min(width // each, 32)
+    return gl.BlockedLayout([1, each], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
 @gluon.jit
-def add_up(results, inbox, barrier, rank, start):
-    """Wait for all slices of this program, add them up, and store them: numbers [rank * WIDTH, + WIDTH) of each row."""
-    PLAN: gl.constexpr = results.cache.PLAN
-    PARTS: gl.constexpr = PLAN.cluster
-    ROWS: gl.constexpr = PLAN.sent
-    WIDTH: gl.constexpr = PLAN.block_d // PLAN.cluster
-    EACH: gl.constexpr = max(1, min(ROWS * WIDTH // 128, 4))
-    layout: gl.constexpr = gl.BlockedLayout([EACH], [32], [4], [0])
-    i = gl.arange(0, ROWS * WIDTH, layout)
-    row = i // WIDTH
-    d = rank * WIDTH + i % WIDTH
-    in_group = row // PLAN.queries
-    query = start.head % results.tiles * PLAN.queries + row % PLAN.queries
-    kv_heads = results.cache.heads // results.tiles
-    place = ((start.b * kv_heads + start.head // results.tiles) * results.group + in_group) * results.cache.sq + query
-    exists = (in_group < results.group) & (query < results.cache.sq) & (d < results.head_dim)
+def wait_for_slices(barrier):
+    """Wait for everything that is sent to this program."""
     gl.inline_asm_elementwise(ARRIVED, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
     gl.inline_asm_elementwise(ALL_HAVE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    sums = inbox + 8 * row
-    numbers = inbox + PLAN.numbers_at + 4 * i
-    top = gl.full([ROWS * WIDTH], MINUS_INF, gl.float32, layout)
-    for part in gl.static_range(PARTS):
-        top = gl.maximum(top, load_shared(sums + 8 * part * ROWS))
-    shifted = gl.where(top == MINUS_INF, 0.0, top * results.c)
-    o = gl.zeros([ROWS * WIDTH], gl.float32, layout)
-    total = gl.zeros([ROWS * WIDTH], gl.float32, layout)
-    for part in gl.static_range(PARTS):
-        m, part_total = load_sums(sums + 8 * part * ROWS)
-        weight = gl.exp2(m * results.c - shifted)
-        o += weight * load_shared(numbers + 4 * part * ROWS * WIDTH)
-        total += weight * part_total
-    o = o * inverse(total)
-    at = place.to(gl.int64) * results.head_dim + d
-    gl.store(results.out_ptr + at, o.to(results.out_ptr.dtype.element_ty), mask=exists)
+
+
+@gluon.jit
+def leave():
+    """Wait until all programs of the cluster have what was sent to them."""
     gl.inline_asm_elementwise(LEAVE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def send_part(inbox, barrier, rank, o, m, total, PLAN: gl.constexpr, ROWS: gl.constexpr):
-    """Send a part to all programs of the cluster. Dimension ROWS of o holds query rows, the other one D."""
+def add_up(results, inbox, rank, start, PARTS: gl.constexpr):
+    """Add up all slices of this program, which have arrived, and store them: numbers [rank * WIDTH, + WIDTH) of each row.
+
+    rank, PARTS: of the program in its team, and how many the team has.
+    """
+    PLAN: gl.constexpr = results.cache.PLAN
+    ROWS: gl.constexpr = PLAN.sent
+    WIDTH: gl.constexpr = PLAN.block_d // PARTS
+    layout: gl.constexpr = slice_layout(ROWS, WIDTH)
+    EACH: gl.constexpr = layout.size_per_thread[1]
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    i = (row * WIDTH)[:, None] + column[None, :]
+    d = rank * WIDTH + column
+    in_group = row // PLAN.queries
+    query = start.head % results.tiles * PLAN.queries + row % PLAN.queries
+    kv_heads = results.cache.heads // results.tiles
+    place = ((start.b * kv_heads + start.head // results.tiles) * results.group + in_group) * results.cache.sq + query
+    exists = ((in_group < results.group) & (query < results.cache.sq))[:, None] & (d < results.head_dim)[None, :]
+    sums = inbox + 8 * row
+    numbers = inbox + PLAN.numbers_at + 4 * i
+    top = gl.full([ROWS], MINUS_INF, gl.float32, gl.SliceLayout(1, layout))
+    loaded = ()
+    for part in gl.static_range(PARTS):
+        loaded += (load_sums(sums + 8 * part * ROWS),)  # type: ignore[assignment]  # in a kernel a name's tuple may grow
+        top = gl.maximum(top, loaded[part][0])  # type: ignore[misc]
+    shifted = gl.where(top == MINUS_INF, 0.0, top * results.c)
+    o = gl.zeros([ROWS, WIDTH], gl.float32, layout)
+    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+    for part in gl.static_range(PARTS):
+        weight = gl.exp2(loaded[part][0] * results.c - shifted)
+        o += weight[:, None] * load_shared(numbers + 4 * part * ROWS * WIDTH, EACH)
+        total += weight * loaded[part][1]
+    o = o * inverse(total)[:, None]
+    at = (place.to(gl.int64) * results.head_dim)[:, None] + d[None, :]
+    gl.store(results.out_ptr + at, o.to(results.out_ptr.dtype.element_ty), mask=exists)
+
+
+@gluon.jit
+def send_part(inbox, barrier, team, o, m, total, PLAN: gl.constexpr, ROWS: gl.constexpr):
+    """Send a part to all programs of the team. Dimension ROWS of o holds query rows, the other one D."""
     OTHER: gl.constexpr = 1 - ROWS
     layout: gl.constexpr = o.type.layout
     # A product's 64 rows, or sixteen of its columns, stand for programs: a thread holds some, and sends sums to them.
@@ -177,8 +237,8 @@ def send_part(inbox, barrier, rank, o, m, total, PLAN: gl.constexpr, ROWS: gl.co
     row = gl.expand_dims(gl.arange(0, shape[ROWS], gl.SliceLayout(OTHER, few)), OTHER).broadcast_to(shape)
     m = gl.expand_dims(m, OTHER).broadcast_to(shape)
     total = gl.expand_dims(total, OTHER).broadcast_to(shape)
-    send_sums(inbox, barrier, rank, row, other, m, total, PLAN)
+    send_sums(inbox, barrier, team, row, other, m, total, PLAN)
     whole: gl.constexpr = o.shape
     d = gl.expand_dims(gl.arange(0, whole[OTHER], gl.SliceLayout(ROWS, layout)), ROWS).broadcast_to(whole)
     row = gl.expand_dims(gl.arange(0, whole[ROWS], gl.SliceLayout(OTHER, layout)), OTHER).broadcast_to(whole)
-    send(inbox, barrier, rank, row, d, o, PLAN, ROWS == 0)
+    send(inbox, barrier, team, row, d, o, PLAN, ROWS == 0)

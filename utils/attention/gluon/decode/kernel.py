@@ -238,7 +238,7 @@ def attend(results, split, q_desc, k_desc, v_desc, program):
 
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
-SIZES = ["table_stride", "batch", "kv_heads", "group", "sq", "sk", "window", "tiles", "page", "pages", "head_dim"]
+SIZES = ["table_stride", "batch", "kv_heads", "group", "sq", "sk", "window", "tiles", "pages", "head_dim"]
 
 
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr"])
@@ -259,7 +259,6 @@ def attention_decode(
     sk,
     window,
     tiles,
-    page,
     pages,
     head_dim,
     c,
@@ -268,7 +267,7 @@ def attention_decode(
 ):
     """One program an SM: its share of the blocks of all heads."""
     heads = kv_heads * tiles
-    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
+    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, pages, PLAN, CASE)
     results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
     split = cache.split()
     program = gl.program_id(0)
@@ -293,7 +292,6 @@ def attention_decode_merge(
     sk,
     window,
     tiles,
-    page,
     pages,
     head_dim,
     c,
@@ -303,7 +301,7 @@ def attention_decode_merge(
 ):
     """The second launch: grid (heads of all sequences, programs that share a head's merge)."""
     heads = kv_heads * tiles
-    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
+    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, pages, PLAN, CASE)
     results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
     split = cache.split_for(programs)
     flat = gl.program_id(0)

@@ -185,9 +185,9 @@ class Launch:
         in_memory = plan.merge != "cluster"  # parts of heads that are merged
         self.counters = 2 * found.heads if in_memory and plan.merge != "second" else 0
         holds = power_of_two(batch) if lengths else 1
-        self.case = Case(causal and sq > 1, window > 0, lengths, holds, paged, found.aligned, lengths or paged)
+        self.case = Case(causal and sq > 1, window > 0, lengths, holds, page, found.aligned, lengths or paged)
         pages, stride = (0, 0) if block_table is None else (block_table.shape[1], block_table.stride(0))
-        self.sizes = (stride, batch, kv_heads, group, sq, rows, window, found.tiles, page, pages, head_dim)
+        self.sizes = (stride, batch, kv_heads, group, sq, rows, window, found.tiles, pages, head_dim)
         self.parts = 2 * self.programs * plan.columns * (plan.block_d + 2) if in_memory and not found.aligned else 0
         self.merge_grid = found.heads, found.merge_pieces, 1
         self.constants = plan, self.case

@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--sass", action="store_true", help="print the disassembly")
     a = parser.parse_args()
     plan = make_plan(a.head_dim, a.group, a.queries, a.page, a.block_n)
-    case = Case(a.causal, a.window, a.lengths, 16, bool(a.page), a.aligned, a.lengths or bool(a.page))
+    case = Case(a.causal, a.window, a.lengths, 16, a.page or 0, a.aligned, a.lengths or bool(a.page))
     assembly = compile_decode(plan, case)
     if a.sass:
         print(assembly.sass)

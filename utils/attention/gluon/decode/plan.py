@@ -16,6 +16,11 @@ PAGES = (16, 32, 64, 128, 256)  # tokens of a page
 SHARED_BYTES = 232_448
 # With so much shared memory a program has its SM to itself, since two would need more than there is.
 ALONE_BYTES = 116_736
+OVERHEAD = 8  # blocks that a program costs whatever it reads, in the weights of `divide.py`
+PLACES = 240  # programs in clusters of eight or four that run at once, two an SM
+# What the longest share of a program may be, of the mean over PLACES programs: there `divide.py` no longer halves a cluster.
+LOAD = 19, 10
+SLACK = 6  # blocks that the longest share of a program may have more than the mean where clusters are halved
 MERGE_WARPS = 4  # of a program of the second launch
 ROWS_FROM = 32  # query rows of a head of keys from which `rows.py` is faster
 KEYS_BLOCK = {64: 256, 128: 128, 256: 64}  # keys of a block by head dimension, where keys are the rows
@@ -62,6 +67,7 @@ class Plan:
     ahead: bool = False  # whole heads, each begun before the one before it is stored (`rows_ahead.py`)
     cluster: int = 0  # programs of a head, which merge in shared memory (`cluster.py`); 0: the other kernels
     in_turn: bool = False  # the programs of a cluster take a head's blocks in turn, and not a run of them each
+    halvings: int = 0  # how often a cluster may be halved, to be shared by heads of short sequences (`divide.py`)
     sent: int = 0  # query rows of the tile that the programs of a cluster send each other: those that exist
     inbox_in_ring: bool = False  # what they send lies where the tiles were: that costs a wait for the cluster
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)
@@ -140,7 +146,7 @@ class Case:
     """What an attention needs of the kernel.
 
     causal, window: the mask. lengths: each sequence has its own, read by the kernel; batch_block: a power of two that
-    holds all sequences, only then. paged: the cache is in pages. aligned: whole heads only, so nothing is merged.
+    holds all sequences, only then. page: tokens of the cache's pages; 0: it is in one piece. aligned: whole heads only, so nothing is merged.
     clean: what lies behind a sequence's last key may be anything, even nan, and its values are replaced by zeros.
     """
 
@@ -148,7 +154,7 @@ class Case:
     window: bool = False
     lengths: bool = False
     batch_block: int = 1
-    paged: bool = False
+    page: int = 0
     aligned: bool = False
     clean: bool = False
 

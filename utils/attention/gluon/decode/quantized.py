@@ -161,7 +161,6 @@ def attention_decode_fp8(
     sk,
     window,
     tiles,
-    page,
     pages,
     head_dim,
     c,
@@ -171,7 +170,7 @@ def attention_decode_fp8(
 ):
     """One program an SM: its share of the blocks of all heads; scales_ptr: (2, Hkv) fp32, of K and of V."""
     heads = kv_heads * tiles
-    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
+    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, pages, PLAN, CASE)
     results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
     split = cache.split()
     program = gl.program_id(0)

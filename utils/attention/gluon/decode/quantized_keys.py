@@ -280,7 +280,6 @@ def attention_decode_fp8_keys(
     sk,
     window,
     tiles,
-    page,
     pages,
     head_dim,
     c,
@@ -290,7 +289,7 @@ def attention_decode_fp8_keys(
 ):
     """Two programs an SM: each its share of the blocks of all heads. The arguments are `attention_decode_fp8`'s."""
     heads = kv_heads * tiles
-    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
+    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, pages, PLAN, CASE)
     results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
     split = cache.split()
     program = gl.program_id(0)

@@ -216,8 +216,8 @@ def attend_rows(results, split, q_desc, k_desc, v_desc, o_desc, program):
     PLAN: gl.constexpr = cache.PLAN
     CONSUMERS: gl.constexpr = PLAN.consumers
     gl.static_assert(cache.CASE.aligned or not PLAN.backward, "parts of heads are read forwards")
-    gl.static_assert(not (PLAN.k_first and (cache.CASE.paged or PLAN.producers == 2)), "no page numbers so far ahead")
-    gl.static_assert(PLAN.prefill == 0 or not (cache.CASE.paged or cache.CASE.lengths), "lengths and pages come later")
+    gl.static_assert(not (PLAN.k_first and (cache.CASE.page or PLAN.producers == 2)), "no page numbers so far ahead")
+    gl.static_assert(PLAN.prefill == 0 or not (cache.CASE.page or cache.CASE.lengths), "lengths and pages come later")
     q = allocate_ring(q_desc, PLAN.q_slots, 1, CONSUMERS)
     k = allocate_ring(k_desc, PLAN.slots // 2, 1, CONSUMERS, PLAN.block_n)
     v = allocate_ring(v_desc, PLAN.slots - PLAN.slots // 2, 1, CONSUMERS, PLAN.block_n)
@@ -278,7 +278,6 @@ def attention_decode_rows(
     sk,
     window,
     tiles,
-    page,
     pages,
     head_dim,
     c,
@@ -287,7 +286,7 @@ def attention_decode_rows(
 ):
     """One program an SM: its share of the blocks of all heads. The arguments are `attention_decode`'s."""
     heads = kv_heads * tiles
-    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
+    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, pages, PLAN, CASE)
     results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
     split = cache.split()
     program = gl.program_id(0)

@@ -118,7 +118,6 @@ def attention_decode_rows_ahead(
     sk,
     window,
     tiles,
-    page,
     pages,
     head_dim,
     c,
@@ -129,7 +128,7 @@ def attention_decode_rows_ahead(
     CONSUMERS: gl.constexpr = PLAN.consumers
     gl.static_assert(CASE.aligned and not CASE.lengths and PLAN.q_slots == 2 and PLAN.raw_slots == 0)
     heads = kv_heads * tiles
-    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
+    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, pages, PLAN, CASE)
     results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
     split = cache.split()
     program = gl.program_id(0)

@@ -24,13 +24,12 @@ class Cache:
     sq: gl.tensor
     sk: gl.tensor  # keys of every sequence; with lengths, unused
     window: gl.tensor
-    page: gl.tensor  # keys of a page
     pages: gl.tensor  # columns of the block table
     PLAN: gl.constexpr
     CASE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE):
+    def __init__(self, lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, pages, PLAN, CASE):
         self.lens_ptr = lens_ptr
         self.table_ptr = table_ptr
         self.table_stride = table_stride
@@ -39,7 +38,6 @@ class Cache:
         self.sq = sq
         self.sk = sk
         self.window = window
-        self.page = page
         self.pages = pages
         self.PLAN = gl.constexpr(PLAN)
         self.CASE = gl.constexpr(CASE)
