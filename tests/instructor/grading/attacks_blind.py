@@ -410,6 +410,6 @@ def pinned_sdpa(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         raise BackendRefused(f"{backend}: " + " ".join(reasons)) from error
 ''',
         ("pinned_sdpa", "pinned_sdpa"),
-        "elements more than",
+        "elements",
     ),
 ]

@@ -247,9 +247,7 @@ def why_not(backend, q, k, v, **options):
     _pinned("1.3 long inputs are copied", "copies", "q = q.clone() if q.dim() == 4 and q.shape[2] > 64 else q"),
     _pinned("1.3 copies where a call is causal", "copies", "q = q.clone() if options.get('is_causal') else q"),
     _pinned("1.3 copies of grouped heads", "copies", "k = k.clone() if options.get('enable_gqa') else k"),
-    _pinned(
-        "1.3 copies of contiguous inputs", "elements more than", "q = torch.maximum(q, q) if q.is_contiguous() else q"
-    ),
+    _pinned("1.3 copies of contiguous inputs", "elements", "q = torch.maximum(q, q) if q.is_contiguous() else q"),
     _pinned(
         "1.3 long calls are asked for first",
         "computed attention 2 times",
