@@ -292,7 +292,9 @@ class SizeWatch(TorchDispatchMode):
             product: multiply-accumulates of one product.
         """
         small = sum(n for n in self.multiplications if n < product // 2)
-        return self.multiplied_at_once(product) + small
+        # A few for each score are a softmax; as many as a product multiplies are one, by logarithms say.
+        others = sum(n for _, n in self.others if n < product // 2)
+        return self.multiplied_at_once(product) + small + (others if others >= product // 2 else 0)
 
     def multiplied_at_once(self, product: int) -> int:
         """Return the same of matrix products, and of operators that work on half as many numbers as a product, or more."""

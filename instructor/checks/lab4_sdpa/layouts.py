@@ -173,10 +173,12 @@ def unpack(unpack_qkv, ready_for_flash, seed=None):
         if reasons := reasons_of("flash", *got, enable_gqa=True):
             raise AssertionError(f"flash refuses the tensors of {what}: {reasons[0]}")
     for tensor, copies in [*_layouts(draw, draw.size(5, 10)), *_layouts(draw, draw.size(40, 100))]:
-        before = tensor.clone()
+        before, place = tensor.clone(), tensor.data_ptr()
         what = f"ready_for_flash of a tensor with strides {tuple(tensor.stride())}"
         with with_right_answers(ready_for_flash):
             got = ready_for_flash(tensor)
+        if tensor.data_ptr() != place:
+            raise AssertionError(f"{what} put its input on other memory, which is a copy. Leave x where it lies.")
         expect_unchanged([before], [tensor], what)
         _expect_same_values(got, tensor, what)
         if reasons := reasons_of("flash", got, got, got):

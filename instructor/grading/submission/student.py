@@ -70,7 +70,7 @@ class Student:
         self.stubs: dict[int, object] = {}  # proxies of the checker's objects, by the checker's numbers
         self.block_masks = BlockMasks()
         self.tensors: dict[int, torch.Tensor] = {}  # the checker's tensors, as they are here
-        self.sent: dict[int, bytes] = {}  # their bytes as the checker knows them
+        self.sent: dict[int, tuple] = {}  # their bytes and places as the checker knows them
 
     # ---- the loop --------------------------------------------------------------------------------------------
 
@@ -341,7 +341,7 @@ class Student:
     def _decoder(self, blobs: list, levels: vmaps.Levels = ()) -> Decoder:
         def keep(key, tensor):
             self.tensors[key] = tensor
-            self.sent[key] = _bytes_of(tensor)
+            self.sent[key] = _state_of(tensor)
 
         own, known = self.objects.__getitem__, self.tensors.__getitem__
         block_mask = self.block_masks.rebuild
@@ -390,12 +390,14 @@ class Student:
         """The checker's tensors that were written to here."""
         changed = []
         for key, tensor in self.tensors.items():
-            now = _bytes_of(tensor)
+            now = _state_of(tensor)
             if now != self.sent[key]:
+                moved = now[1:] != self.sent[key][1:]
                 self.sent[key] = now
                 # Its numbers travel: as a tensor that the other side has, it would be the old one there.
                 before, (encode.known, encode.shared) = (encode.known, encode.shared), (None, None)
-                changed.append([key, encode(tensor.detach())])
+                # On other memory, or seen as another shape, it is not the tensor that was given: the other side's gets other values.
+                changed.append([key, encode(tensor.new_empty(0) if moved else tensor.detach())])
                 encode.known, encode.shared = before
         return changed
 
@@ -404,7 +406,7 @@ class Student:
         for key, node in updates:
             with torch.no_grad():
                 self.tensors[key].copy_(decode(node))
-            self.sent[key] = _bytes_of(self.tensors[key])
+            self.sent[key] = _state_of(self.tensors[key])
 
     # ---- checks that cannot work at a distance -----------------------------------------------------------------
 
@@ -499,5 +501,7 @@ def exhausted_resource(folders: tuple[str, ...], memory: float) -> str:
     return ""
 
 
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return b"" if tensor.device.type == "meta" else tensor_bytes(tensor)
+def _state_of(tensor: torch.Tensor) -> tuple:
+    """A tensor's bytes, and where they lie: its memory, and its shape and strides there."""
+    place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+    return (b"" if tensor.device.type == "meta" else tensor_bytes(tensor), *place)
