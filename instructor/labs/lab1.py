@@ -752,9 +752,9 @@ plt.show()
 # NaN, so that you see it.
 #
 # Fill in the two gaps in the file that the next cell writes:
-# 1. In the loop: load one tile of A and one of B, masked at **all** edges, and add their product to `accumulator`. Use
-#    `tl.dot(x, y, accumulator, input_precision="ieee")`, which multiplies two tiles and adds. Without `"ieee"` a GPU rounds
-#    float32 tiles to ten bits first; the interpreter does not, so the grader looks for it.
+# 1. In the loop: load one tile of A and one of B, and nothing that lies outside of the matrices, at **any** edge; add their
+#    product to `accumulator`. Use `tl.dot(x, y, accumulator, input_precision="ieee")`, which multiplies two tiles and adds.
+#    Without `"ieee"` a GPU rounds float32 tiles to ten bits first; the interpreter does not, so the grader looks for it.
 # 2. After the loop: store the accumulator into C, masked. C may be a 16-bit matrix: `tl.store` converts.
 #
 # Each program reads the tiles of its own tile of C only, makes one `tl.dot` a step, and writes each element once.

@@ -95,6 +95,11 @@ def _numbers(tensor: torch.Tensor) -> int:
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
+def _is_written(argument) -> bool:
+    """Whether an operator writes to this argument of its schema."""
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
 class SizeWatch(TorchDispatchMode):
     """Records the operators that run, with the elements of the largest tensor that each one reads or writes.
 
@@ -129,6 +134,7 @@ class SizeWatch(TorchDispatchMode):
         self._copied: set[int] = set()  # ids of such tensors that hold numbers of the inputs as they were
         self._bits: set[int] = set()  # ids of views that show floating-point numbers as integers
         self.narrow: tuple[str, int] = ("", 0)  # the largest sum of 16-bit numbers in 16 bits, and its operator
+        self.narrowed = 0  # numbers that were rounded from 32 bits or more to 16 or fewer
         self._alive: list[torch.Tensor] = []  # so that no id is used twice
         self.steps: list[int] = []  # a hash of each operator, with the shapes and integers that it was given
 
@@ -137,6 +143,8 @@ class SizeWatch(TorchDispatchMode):
         name = func._schema.name.split("::")[1].rstrip("_") or func.__name__
         several = name.startswith("_foreach")  # one operator on a list of tensors
         given, made = tensors_in((*args, *(kwargs or {}).values())), tensors_in((result,))
+        if result is None:  # such as _foreach_copy_, which returns nothing and writes to what it was given
+            made = tensors_in([a for a, about in zip(args, func._schema.arguments, strict=False) if _is_written(about)])
         sizes = [_numbers(t) for t in (*given, *made)]
         self.read += sum(t.numel() for t in given if t.numel() > 1)
         self.steps.append(hash((name, *(tuple(t.shape) for t in given), *(a for a in args if type(a) is int))))
@@ -144,6 +152,9 @@ class SizeWatch(TorchDispatchMode):
         if name in _SUMS:
             narrow = [t.numel() for t in made if t.is_floating_point() and t.itemsize < 4]
             self.narrow = max(self.narrow, (name, max(narrow, default=0)), key=lambda entry: entry[1])
+        wide = [t for t in given if t.is_floating_point() and t.itemsize >= 4 and t.numel() > 1]
+        if wide and made and made[0].is_floating_point() and made[0].itemsize < 4:
+            self.narrowed += made[0].numel()
         if name in MOVES and name not in _VIEWS:
             self.moved += sum(t.numel() for t in made)
         self.largest[name] = max(self.largest.get(name, 0), max(sizes, default=0))

@@ -213,6 +213,11 @@ def _expect_wide_accumulator(gemm_tiled, draw: Draw) -> None:
             f"gemm_tiled of (8, 512) @ (512, 8) in bfloat16 is off by {error:.1%} (root mean square); rounding the result "
             "alone is off by 0.2%. In which dtype does the accumulator add 512 products?"
         )
+    if sizes.narrowed > 4 * got.numel():
+        raise AssertionError(
+            f"gemm_tiled of (8, 512) @ (512, 8) in bfloat16 rounds {sizes.narrowed:,} numbers to 16 bits, and C has {got.numel()}: "
+            "round once, when a tile of C is done."
+        )
     if sizes.narrow[1] > 1:  # what is lost in 16 bits can be carried along, and the error does not show it
         let_wait(f"adds numbers of bfloat16 in bfloat16 (in {sizes.narrow[0]})")
 

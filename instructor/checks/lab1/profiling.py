@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import re
@@ -29,18 +30,25 @@ def profile_steps(profile_steps, seed=None):
     repeats = draw.size(2, 5)
     x, calls = draw.normal(64), []
 
-    def note_call():
-        calls.append(1)
+    def note(what):
+        calls.append(what)
 
     @by_value
     def step():
-        note_call()
+        note("fn")
         for _ in range(repeats):
             torch.erfinv(x)
 
+    @by_value
+    def wait():
+        note("wait")
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        torch.lgamma(torch.ones(2))  # the mark of `steps_that_wait`
+
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         path = Path(f"trace_{draw.size(0, 999)}.json")
-        with marked_waits(profile_steps):
+        with marked_waits(profile_steps, wait):
             prof = profile_steps(step, str(path))
         if not path.exists():
             raise AssertionError(
@@ -52,10 +60,9 @@ def profile_steps(profile_steps, seed=None):
             raise AssertionError("the file at trace_path is no Chrome trace (JSON with traceEvents).") from None
     if not isinstance(prof, torch.profiler.profile):
         raise AssertionError(f"profile_steps should return the profiler, and returned {type(prof).__name__}.")
-    if len(calls) != 10:
+    if (ran := calls.count("fn")) != 10:
         raise AssertionError(
-            "fn should run 10 times (1 wait + 3 warm-up + 6 active steps of default_schedule), and ran "
-            f"{len(calls)} times."
+            f"fn should run 10 times (1 wait + 3 warm-up + 6 active steps of default_schedule), and ran {ran} times."
         )
     steps = {event["name"] for event in events if str(event.get("name", "")).startswith("ProfilerStep#")}
     recorded = sum(event.get("name") == "aten::erfinv" for event in events)
@@ -70,6 +77,11 @@ def profile_steps(profile_steps, seed=None):
         raise AssertionError(
             f"{waits} of 6 recorded steps wait for the device after fn and before they end: call synchronize() between fn() and "
             "prof.step()."
+        )
+    elif (waited := sum(pair == ("fn", "wait") for pair in itertools.pairwise(calls))) < 10:
+        raise AssertionError(
+            f"{waited} of the 10 calls of fn are followed by synchronize(). In the steps before the first recorded one it is needed, too: "
+            "what has not ended when the recording begins ends inside of it."
         )
 
 

@@ -6,8 +6,9 @@ import inspect
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils._python_dispatch import _disable_current_modes
 
-from instructor.checks.common import Draw, expect_unchanged
+from instructor.checks.common import Draw, SizeWatch, expect_unchanged
 from instructor.checks.lab2_flexattention.common import (
     attend_densely,
     expect_mask,
@@ -46,9 +47,10 @@ class _Attention:
             raise ValueError(f"{q.shape[1]} query heads and {k.shape[1]} key-value heads need enable_gqa=True.")
         block_mask = given.get("block_mask")
         mask_mod = None if block_mask is None else block_mask.mask_mod
-        out, _ = reference(q, k, v, mask_mod=mask_mod, score_mod=given.get("score_mod"), scale=given.get("scale"))
-        self.returned = out.to(q.dtype)
-        return self.returned + mark(tuple(out.shape))
+        with _disable_current_modes():  # what attend itself runs is watched, not this
+            out, _ = reference(q, k, v, mask_mod=mask_mod, score_mod=given.get("score_mod"), scale=given.get("scale"))
+            self.returned = out.to(q.dtype)
+            return self.returned + mark(tuple(out.shape))
 
 
 def _expect_one_call(attention: _Attention, kv_heads: int, got) -> None:
@@ -96,7 +98,7 @@ def prepare_flex(prepare_flex, seed=None):
         raise AssertionError(
             "prepare_flex does not build the block mask: the mask_mod was not asked before the first call."
         )
-    built, masks = asked[0], []
+    built, masks, computing = asked[0], [], set()
     asked[0] = 0
     create_block_mask(mod, None, None, length, length, device="cpu", BLOCK_SIZE=block)
     once, asked[0] = asked[0], built
@@ -109,7 +111,9 @@ def prepare_flex(prepare_flex, seed=None):
         k, v = draw.normal(2, kv_heads, length, 16), draw.normal(2, kv_heads, length, 16)
         copies = [x.clone() for x in (q, k, v)]
         try:
-            got = attend(q, k, v)
+            with SizeWatch() as sizes:
+                got = attend(q, k, v)
+            computing |= sizes.computing
         except ValueError as error:
             if "enable_gqa" in str(error):
                 raise AssertionError(
@@ -149,6 +153,11 @@ def prepare_flex(prepare_flex, seed=None):
         )
     if asked[0] != built:
         raise AssertionError("attend calls the mask_mod again. Build the block mask once, in prepare_flex.")
+    if computing:
+        raise AssertionError(
+            f"attend computes with {', '.join(sorted(computing)[:4])} beside attention. Build the block mask once, in prepare_flex; attend "
+            "hands it on."
+        )
     expect_program(masks[0].mask_mod, 2 * length, "the mask_mod of the block mask", length, length)
     unmasked = _Attention()
     attend = prepare_flex(unmasked, None, None, length, cpu)

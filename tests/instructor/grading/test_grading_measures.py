@@ -160,3 +160,16 @@ def test_memory_that_is_used_up_is_no_disturbance(why, kind):
     with pytest.raises(Gone) as gone:
         remote.ask({})
     assert gone.value.kind == kind
+
+
+def test_numbers_that_are_kept_by_an_operator_that_returns_nothing_are_counted():
+    x = torch.randn(1000)
+    with SizeWatch() as sizes:
+        kept = torch.empty(1000)
+        torch._foreach_copy_([kept], [x.exp()])
+        assert torch.isfinite(kept.sum())
+    assert sizes.held >= 2000  # the exponentials, and where they were kept
+
+    with SizeWatch() as sizes:
+        assert x.to(torch.bfloat16).sum() == x.to(torch.bfloat16).sum()
+    assert sizes.narrowed == 2000

@@ -24,6 +24,7 @@ from instructor.names import FILE_CELL
 from instructor.points import lab_path
 from tests.instructor.grading.attacks import WRONG
 from tests.instructor.grading.attacks_blind import BLIND
+from tests.instructor.grading.attacks_blind_again import BLIND_AGAIN
 from tests.instructor.grading.attacks_cold import COLD
 from tests.instructor.grading.attacks_for_show import FOR_SHOW
 from tests.instructor.grading.attacks_fourth import FIFTH, FOURTH
@@ -130,6 +131,7 @@ def _case(shortcut, overnight: bool):
                 *WORDS_1_2,
                 *WORDS_3_4,
                 *BLIND,
+                *BLIND_AGAIN,
                 *FOR_SHOW,
                 *LARGE,
                 *PATHS,
