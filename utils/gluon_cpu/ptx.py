@@ -43,6 +43,10 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return Tensor(0, gl.int32)
     if text == "fence.proxy.async; mov.u32 $0, 0;":
         return Tensor(0, gl.int32)  # for global memory; TMA and threads see the same one here at all times
+    if "prefetch.tensor" in text:
+        return Tensor(0, gl.int32)
+    if text == "mov.u32 $0, %tid.x;":
+        return Tensor(0, gl.int32)
     if re.fullmatch(r"griddepcontrol\.(wait|launch_dependents); mov\.u32 \$0, 0;", text):
         return Tensor(0, gl.int32)
     named = re.fullmatch(r"bar\.(sync|arrive) \$1, (\d+); mov\.u32 \$0, 0;", text)

@@ -13,6 +13,7 @@ import numpy as np
 
 # K and V of the heads that are computed at the same time should fit in the L2 together; the H200's has 60 MB.
 _L2_BYTES = 32 << 20
+_LAST = 1  # the last section is so many times as large
 # What a tile costs beyond its key blocks, in key blocks: first scores, last product, storing.
 TILE_OVERHEAD = 1.5
 _OVERHEADS = (1.5, 2.5, 4.0)  # as much as it may be, by head dimension and shape
@@ -137,7 +138,8 @@ def deal_tiles(
         return None
     section = max(1, _L2_BYTES // head_bytes) * group
     # The last section should have the most tiles, so that short ones are left when the programs end: the rest comes first.
-    starts = [0, *range(heads_total % section or section, heads_total, section), heads_total]
+    before = heads_total - min(_LAST * section, heads_total)
+    starts = sorted({0, *range(before % section, before + 1, section), heads_total})
     order = sorted(reversed(range(len(blocks))), key=lambda m: -blocks[m])
     loads = [0.0] * programs
     dealt: list[list[int]] = [[] for _ in range(programs)]

@@ -39,6 +39,12 @@ class Plan:
     q_slots: int = (
         1  # tiles of Q in shared memory; with two, the next tile's Q, K and V come while this one is computed
     )
+    both: bool = False  # P V is waited for before the softmax, too; without `halves`
+    prefill: int = 0  # a program's first Q, and so many blocks of K and V, are asked for before the roles begin
+    keys_first: int = 0  # so many blocks of K and V of a later tile are loaded before its Q, whose slot is free last
+    q_in_l2: bool = False  # a later tile's Q is brought into the L2 before its slot is free
+    maps: bool = False  # the TMA descriptors are fetched first
+    warm_o: bool = False  # the output's page is looked up at the start
     ahead: bool = False  # a tile's end overlaps the next tile's start (`consumer_ahead`): needs two tiles of Q
 
     @property

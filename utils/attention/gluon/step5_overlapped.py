@@ -59,53 +59,26 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from utils.attention.gluon.arguments import Arguments, unused
 from utils.attention.gluon.blocks import finish_block, first_block, start_output, start_scores, step
-from utils.attention.gluon.clocks import block_entry, keep_clock, keep_loop, own_entries, tile_entry
+from utils.attention.gluon.clocks import (
+    block_entry,
+    clock_now,
+    keep_clock,
+    keep_loop,
+    keep_start,
+    own_entries,
+    tile_entry,
+)
 from utils.attention.gluon.dealing import deal_tiles
+from utils.attention.gluon.loads import fill_rings, prefetch_maps, producer
 from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring
 from utils.attention.gluon.plan import Case, parts_for, row_offset, tile_blocks
 from utils.attention.gluon.shared import accumulator, clean_blocks, wait_products
-from utils.attention.gluon.softmax import normalizers, spread, unseen_halves, unseen_whole
+from utils.attention.gluon.softmax import normalizers, spread, unseen_halves, unseen_quads, unseen_whole
 from utils.attention.gluon.stores import store_lse, store_rows, store_tile
 from utils.kernels.capture import tensor_on
 from utils.kernels.handle import Handle
 from utils.kernels.workspace import workspace
-
-
-@gluon.jit
-def producer(work, q_desc, k_desc, v_desc):
-    """One warp: keep the rings of Q, K and V full, across tiles. `it` counts blocks of keys since the start."""
-    PLAN: gl.constexpr = work.PLAN
-    CONSUMERS: gl.constexpr = PLAN.consumers
-    BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
-    count, t, rest = work.first(BLOCK_M * CONSUMERS)
-    entries = own_entries(work)
-    it = 0
-    for i in range(count):
-        t_next = work.todo.start_next(t, rest, i)
-        tile, flat = work.todo.locate(t)
-        row = work.first_row(tile)
-        batch = flat // work.heads
-        head = flat - batch * work.heads
-        kv_head = head // work.group
-        lo, hi = work.blocks(t, row, BLOCK_M * CONSUMERS)
-        for j in range(hi - lo):
-            key = (hi - 1 - j) * PLAN.block_n
-            # In the order of need: the first consumer's Q, K, the other consumers' Q, V.
-            if j == 0:
-                work.q.load(i, q_desc, batch, head, row)
-            clocks = block_entry(work, entries, it)
-            keep_clock(work, clocks, "begins")
-            work.k.load(it, k_desc, batch, kv_head, key)
-            keep_clock(work, clocks, "K loads")
-            if j == 0:
-                for w in gl.static_range(1, CONSUMERS):
-                    work.q.load(i, q_desc, batch, head, row + w * BLOCK_M, w)
-            keep_clock(work, clocks, "V's turn")
-            work.v.load(it, v_desc, batch, kv_head, key)
-            keep_clock(work, clocks, "V loads")
-            it += 1
-        t = work.todo.finish_next(t_next)
 
 
 @gluon.jit
@@ -166,6 +139,13 @@ def consumer(work, results, W: gl.constexpr):
         n = hi - lo
         right, edge = clean_blocks(row, BLOCK_M, lo, hi, sq, sk, work.window, BLOCK_N, CAUSAL, WINDOW)
 
+        if PLAN.warm_o:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
+            if i == 0:
+                # Nobody has written to the output yet: its page's address takes a while to be found.
+                place = out[1] + (flat.to(gl.int64) * sq + gl.minimum(gl.maximum(row, 0), sq - 1)) * out[2]
+                gl.inline_asm_elementwise(
+                    "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place], dtype=gl.int32, is_pure=False, pack=1
+                )
         work.q.wait_full(i, W)  # the first product reads Q; the producer loads it in the order of need
         keep_clock(work, tile_clocks, "Q there")
         q = work.q.tile(i, W)
@@ -286,6 +266,8 @@ def consumer_ahead(work, results, W: gl.constexpr):
             store_lse(lse_ptr, lses, flat, work.sq)
         if PLAN.halves:
             unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
+        elif PLAN.both:
+            unseen = (unseen_quads(BLOCK_M, BLOCK_N, accumulator(BLOCK_N)),)
         else:
             unseen = (unseen_whole(BLOCK_M, accumulator(BLOCK_N)),)
         block = Block(it, it, last_key)
@@ -345,6 +327,9 @@ def attention_step5(
     CONSUMERS: gl.constexpr = PLAN.consumers
     REGISTERS: gl.constexpr = PLAN.registers
     BLOCK_D: gl.constexpr = PLAN.block_d
+    begins = clock_now(CASE)
+    if PLAN.maps:
+        prefetch_maps()
     q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1)
     k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS)
     v = allocate_ring(v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS)
@@ -355,6 +340,11 @@ def attention_step5(
     todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, parts, CASE.dealt, CASE.causal)
     shared_tiles = Parts(parts_ptr, counters, parts)
     work = Work(sq, sk, window, offset, heads, group, c, q, k, v, todo, shared_tiles, PLAN, CASE)
+    ready = clock_now(CASE)
+    if PLAN.prefill > 0:
+        gl.static_assert(PLAN.prefill <= PLAN.stages)
+        fill_rings(work, q_desc, k_desc, v_desc)
+    keep_start(work, begins, ready)
     results = ((o_desc, out_ptr, head_dim), o_tiles, lse_ptr)
     loads = (work, q_desc, k_desc, v_desc)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
