@@ -19,31 +19,12 @@ def _prefetch_asm(number):
     )
 
 
-@gluon.constexpr_function
-def _maps_asm():
-    maps = "".join(
-        f"mov.b64 map, attention_step5_param_{9 * i}; cvta.param.u64 map, map; @first prefetch.tensormap [map]; "
-        for i in range(4)
-    )
-    return f"{{ .reg .b64 map; .reg .pred first; setp.eq.u32 first, $1, 0; {maps}mov.u32 $0, 0; }}"
-
-
 @gluon.jit
 def prefetch_rows(batch, head, row):
     """Bring a tile of Q into the L2."""
     asm: gl.constexpr = _prefetch_asm(0)
     at = [gl.to_tensor(0), gl.to_tensor(row), gl.to_tensor(head), gl.to_tensor(batch)]
     gl.inline_asm_elementwise(asm, "=r,r,r,r,r", at, dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def prefetch_maps():
-    """Fetch the TMA descriptors."""
-    asm: gl.constexpr = _maps_asm()
-    thread = gl.inline_asm_elementwise(
-        "mov.u32 $0, %tid.x;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=True, pack=1
-    )
-    gl.inline_asm_elementwise(asm, "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -113,7 +94,10 @@ def fill_rings(work, q_desc, k_desc, v_desc):
     COUNT: gl.constexpr = PLAN.prefill
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
     fence_async_shared()  # TMA completes the barriers through the async proxy, and may otherwise find them as they were before
-    count, t, _rest = work.first(BLOCK_M * CONSUMERS)
+    if work.CASE.dealt:
+        count, t, _rest = work.todo.first()
+    else:  # there are no more programs than tiles, or parts of them
+        count, t = 1, gl.program_id(0)
     tile, flat = work.todo.locate(t)
     row = work.first_row(tile)
     batch = flat // work.heads

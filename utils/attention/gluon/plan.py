@@ -43,8 +43,7 @@ class Plan:
     prefill: int = 0  # a program's first Q, and so many blocks of K and V, are asked for before the roles begin
     keys_first: int = 0  # so many blocks of K and V of a later tile are loaded before its Q, whose slot is free last
     q_in_l2: bool = False  # a later tile's Q is brought into the L2 before its slot is free
-    maps: bool = False  # the TMA descriptors are fetched first
-    warm_o: bool = False  # the output's page is looked up at the start
+    one_edge: bool = True  # temporary
     ahead: bool = False  # a tile's end overlaps the next tile's start (`consumer_ahead`): needs two tiles of Q
 
     @property
@@ -65,7 +64,7 @@ class Case:
     tail: the keys are no multiple of a block. lse: the log-sum-exp is stored. dealt: the host deals out the tiles
     (`dealing.deal_tiles`). parts: programs share the keys of a tile (`parts_for`).
     together: and add the parts up together (`parts.py`). offset: a head's first tile begins before its
-    first query (`row_offset`). clocks: the kernel keeps clocks (`clocks.py`), only for a record.
+    first query (`row_offset`). one_edge: a window whose two edges lie in no block together (`one_edge`). clocks: the kernel keeps clocks (`clocks.py`), only for a record.
     """
 
     causal: bool = False
@@ -77,6 +76,7 @@ class Case:
     together: bool = False
     offset: bool = False
     clocks: bool = False
+    one_edge: bool = False
 
 
 # Step 5's plans, by tile width and variant (`variant_for`).
@@ -108,6 +108,15 @@ def row_offset(plan: Plan, causal: bool, window: bool, shift: int) -> int:
     block's first key or its middle one, their diagonal lies in one block, and the others need no mask.
     """
     return shift % (BLOCK_M if plan.own_keys else plan.rows) if causal and not window else 0
+
+
+def one_edge(plan: Plan, window: int) -> bool:
+    """Return whether no block of keys has both edges of a window for 64 rows, the last key counting as one.
+
+    The last of 64 rows does not see the keys up to its position + 63 - window, and the first one none behind its position: between them lie
+    window - 63 keys under a causal mask, and more without.
+    """
+    return plan.one_edge and window >= plan.block_n + BLOCK_M - 2
 
 
 def row_tiles(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> int:

@@ -55,7 +55,7 @@ from dataclasses import dataclass
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from utils.attention.gluon.arguments import Arguments, unused
 from utils.attention.gluon.blocks import finish_block, first_block, start_output, start_scores, step
@@ -69,10 +69,10 @@ from utils.attention.gluon.clocks import (
     tile_entry,
 )
 from utils.attention.gluon.dealing import deal_tiles
-from utils.attention.gluon.loads import fill_rings, prefetch_maps, producer
+from utils.attention.gluon.loads import fill_rings, producer
 from utils.attention.gluon.parts import PIECE, Parts
-from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring
-from utils.attention.gluon.plan import Case, parts_for, row_offset, tile_blocks
+from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
+from utils.attention.gluon.plan import Case, one_edge, parts_for, row_offset, tile_blocks
 from utils.attention.gluon.shared import accumulator, clean_blocks, wait_products
 from utils.attention.gluon.softmax import normalizers, spread, unseen_halves, unseen_quads, unseen_whole
 from utils.attention.gluon.stores import store_lse, store_rows, store_tile
@@ -139,13 +139,6 @@ def consumer(work, results, W: gl.constexpr):
         n = hi - lo
         right, edge = clean_blocks(row, BLOCK_M, lo, hi, sq, sk, work.window, BLOCK_N, CAUSAL, WINDOW)
 
-        if PLAN.warm_o:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
-            if i == 0:
-                # Nobody has written to the output yet: its page's address takes a while to be found.
-                place = out[1] + (flat.to(gl.int64) * sq + gl.minimum(gl.maximum(row, 0), sq - 1)) * out[2]
-                gl.inline_asm_elementwise(
-                    "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place], dtype=gl.int32, is_pure=False, pack=1
-                )
         work.q.wait_full(i, W)  # the first product reads Q; the producer loads it in the order of need
         keep_clock(work, tile_clocks, "Q there")
         q = work.q.tile(i, W)
@@ -328,22 +321,26 @@ def attention_step5(
     REGISTERS: gl.constexpr = PLAN.registers
     BLOCK_D: gl.constexpr = PLAN.block_d
     begins = clock_now(CASE)
-    if PLAN.maps:
-        prefetch_maps()
-    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1)
-    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS)
-    v = allocate_ring(v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS)
+    # A barrier takes 35 cycles to make, and nothing is loaded before its own: those of the first loads come first.
+    PREFILL: gl.constexpr = PLAN.prefill
+    gl.static_assert(PLAN.stages >= PREFILL)
+    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, READY=CONSUMERS if PREFILL > 0 else None)
+    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, READY=PREFILL if PREFILL > 0 else None)
+    v = allocate_ring(v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS, READY=PREFILL if PREFILL > 0 else None)
     if PLAN.o_in_q:
         o_tiles = q.tiles
     else:
         o_tiles = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, 1, 1, 64, BLOCK_D], o_desc.layout)
-    todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, parts, CASE.dealt, CASE.causal)
+    todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, parts, CASE.dealt, CASE.parts, CASE.causal)
     shared_tiles = Parts(parts_ptr, counters, parts)
     work = Work(sq, sk, window, offset, heads, group, c, q, k, v, todo, shared_tiles, PLAN, CASE)
     ready = clock_now(CASE)
-    if PLAN.prefill > 0:
-        gl.static_assert(PLAN.prefill <= PLAN.stages)
+    if PREFILL > 0:
         fill_rings(work, q_desc, k_desc, v_desc)
+        make_barriers(q, 1, CONSUMERS)
+        make_barriers(k, CONSUMERS, PREFILL)
+        make_barriers(v, CONSUMERS, PREFILL)
+        fence_async_shared()  # TMA completes these barriers, too
     keep_start(work, begins, ready)
     results = ((o_desc, out_ptr, head_dim), o_tiles, lse_ptr)
     loads = (work, q_desc, k_desc, v_desc)
@@ -462,7 +459,17 @@ def launch(a: Arguments) -> Launch | None:
         schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device)
     dealt = schedule is not None
     together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
-    case = Case(a.causal, window > 0, tail, a.return_lse, dealt, parts > 1, together, offset > 0)
+    case = Case(
+        a.causal,
+        window > 0,
+        tail,
+        a.return_lse,
+        dealt,
+        parts > 1,
+        together,
+        offset > 0,
+        one_edge=one_edge(plan, window),
+    )
     numbers = tiles * parts * plan.rows * (plan.block_d + 1) if parts > 1 else 0
     counters = tiles * plan.consumers
     tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))
