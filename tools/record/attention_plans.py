@@ -123,43 +123,36 @@ CASES["narrow"] = [
     ((8, 8, 8, 1024, 1024, 64, CAUSAL, 256), _NARROW),
     ((3, 12, 4, 2111, 2111, 64, CAUSAL, 200), _NARROW),
 ]
-# The first loads before the roles begin, P V waited for before the softmax, a later tile's keys before its Q, and heads that are dealt together.
-_EARLY = ", prefill=2, keys_first=2, q_in_l2=1"
-_16 = ", section=16, together=1"
-_8 = ", section=8, together=1"
+# The first loads before the roles begin, heads that are dealt together, and plans for windows.
+_OLD = ", section=32, last=1, together=0"
+_P1, _P2 = ", prefill=1", ", prefill=2"
 CASES["order"] = [
-    (
-        (16, 8, 8, 1024, 1024, 256, CAUSAL, None),
-        (
-            "whole",
-            _EARLY,
-            _EARLY + ", section=16, last=2",
-            _EARLY + _16,
-            _EARLY + _8,
-            ", keys_first=2, q_in_l2=1" + _16,
-        ),
-    ),
-    (
-        (2, 8, 2, 1408, 1408, 64, FULL, 256),
-        ("narrow, one_edge=0", "narrow", "narrow, both=1", *(f"narrow, both=1, prefill={n}" for n in (1, 2, 3))),
-    ),
-    ((2, 8, 8, 1536, 1536, 64, FULL, 300), ("narrow, one_edge=0", *(f"narrow, both=1, prefill={n}" for n in (1, 2)))),
-    ((16, 16, 16, 1024, 1024, 128, CAUSAL, None), ("whole", ", section=16, last=2", _16, _8, ", prefill=2" + _16)),
-    ((16, 32, 32, 1024, 1024, 64, CAUSAL, None), ("short, both=1", *(f"short, both=1{x}" for x in (_16, _8)))),
-    ((8, 8, 8, 2048, 2048, 256, CAUSAL, None), ("whole", _EARLY, _EARLY + ", section=16, last=2", _EARLY + _16)),
-    ((8, 16, 16, 2048, 2048, 128, CAUSAL, None), ("whole", _16, _8)),
-    ((8, 32, 32, 2048, 2048, 64, CAUSAL, None), ("whole", ", section=16, last=2", _16, _8)),
-    ((1, 64, 8, 5248, 5248, 64, CAUSAL, 4096), (", one_edge=0", "whole")),
-    ((8, 8, 8, 1024, 1024, 64, CAUSAL, 256), ("narrow, one_edge=0", "narrow", "narrow, both=1, prefill=2")),
-    ((8, 1, 1, 896, 896, 64, CAUSAL, None), ("one", "one, prefill=1", "one, prefill=2")),
-    ((4, 8, 8, 4096, 4096, 256, CAUSAL, None), ("whole", _EARLY, _EARLY + _16)),
-    ((4, 16, 16, 4096, 4096, 128, CAUSAL, None), ("whole", _16)),
-    ((4, 32, 32, 4096, 4096, 64, CAUSAL, None), ("whole", ", section=16, last=2", _16)),
-    ((3, 16, 2, 3764, 6286, 256, CAUSAL, None), ("whole", _EARLY, _EARLY + _16)),
-    ((4, 16, 8, 8192, 8192, 64, CAUSAL, 1024), (", one_edge=0", "whole", _16)),
-    ((2, 16, 4, 4096, 4096, 64, FULL, 1024), ("few, one_edge=0", "few")),
-    ((1, 16, 16, 8192, 8192, 128, FULL, 1024), (", one_edge=0", "whole")),
-    ((1, 16, 16, 16384, 16384, 128, CAUSAL, None), ("whole", _16)),
+    ((16, 16, 16, 1024, 1024, 128, CAUSAL, None), ("whole", _P1, _P2, _OLD)),
+    ((16, 8, 8, 1024, 1024, 256, CAUSAL, None), ("whole", _P1, _OLD)),
+    ((2, 8, 2, 1408, 1408, 64, FULL, 256), ("narrow", "narrow, prefill=2", "narrow, q_slots=1")),
+    ((2, 8, 8, 1536, 1536, 64, FULL, 300), ("narrow", "narrow, prefill=2", "narrow, q_slots=1")),
+    ((8, 8, 8, 1024, 1024, 64, CAUSAL, 256), ("narrow", "narrow, prefill=2", "narrow, prefill=0")),
+    ((4, 16, 8, 8192, 8192, 64, CAUSAL, 1024), ("whole", _OLD, _P1)),
+    ((1, 16, 16, 16384, 16384, 128, CAUSAL, None), ("whole", _OLD, _P1)),
+    ((8, 16, 16, 2048, 2048, 128, CAUSAL, None), ("whole", _OLD, _P1)),
+    ((2, 16, 4, 4096, 4096, 64, FULL, 1024), ("few", "few, prefill=1", "whole", "narrow")),
+    ((1, 64, 8, 5248, 5248, 64, CAUSAL, 4096), ("whole", _P1, ", both=1")),
+    ((8, 1, 1, 896, 896, 64, CAUSAL, None), ("one, prefill=0", "one", "one, prefill=2")),
+    ((8, 1, 1, 528, 528, 128, CAUSAL, None), ("one, prefill=0", "one")),
+    ((2, 4, 1, 1024, 1024, 256, FULL, 256), ("one, prefill=0", "one")),
+    ((1, 2, 2, 1920, 1920, 128, FULL, None), (("", 4), (_P1, 4))),
+    ((16, 32, 32, 1024, 1024, 64, CAUSAL, None), ("short", "short, prefill=1", "short" + _OLD)),
+    ((8, 32, 32, 2048, 2048, 64, CAUSAL, None), ("whole", _OLD, _P1)),
+    ((8, 8, 8, 2048, 2048, 256, CAUSAL, None), ("whole", _OLD)),
+    ((16, 32, 32, 1024, 1024, 64, FULL, None), ("ahead", "ahead, prefill=1")),
+    ((16, 16, 16, 1024, 1024, 128, FULL, None), ("ahead", "ahead, prefill=1")),
+    ((4, 16, 16, 4096, 4096, 128, CAUSAL, None), ("whole", _OLD, _P1)),
+    ((4, 32, 32, 4096, 4096, 64, CAUSAL, None), ("whole", _OLD)),
+    ((2, 32, 8, 2944, 2944, 128, CAUSAL, None), ("whole", _OLD)),
+    ((1, 4, 2, 15381, 16013, 64, CAUSAL, None), ("whole", _OLD)),
+    ((4, 4, 4, 4736, 9790, 64, CAUSAL, None), ("whole", _OLD)),
+    ((16, 8, 8, 1024, 1024, 256, FULL, None), ("whole", ", prefill=0, keys_first=0")),
+    ((1, 8, 8, 16384, 16384, 256, CAUSAL, None), ("whole", _OLD)),
 ]
 PEERS = ("cudnn", "fa3", "cute")
 WRONG = 8e-3  # relative error: a contender with more is not timed

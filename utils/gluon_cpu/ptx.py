@@ -43,7 +43,7 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return Tensor(0, gl.int32)
     if text == "fence.proxy.async; mov.u32 $0, 0;":
         return Tensor(0, gl.int32)  # for global memory; TMA and threads see the same one here at all times
-    if "prefetch.tensor" in text:
+    if re.fullmatch(_PREFETCH_TILE, text):
         return Tensor(0, gl.int32)
     if re.fullmatch(r"griddepcontrol\.(wait|launch_dependents); mov\.u32 \$0, 0;", text):
         return Tensor(0, gl.int32)
@@ -106,6 +106,11 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     refuse("unknown operation", f"gluon_cpu does not know this inline assembly: {text[:120]}")
 
 
+_PREFETCH_TILE = (
+    r"\{ \.reg \.b64 map; \.reg \.pred first; elect\.sync _\|first, 0xffffffff; mov\.b64 map, \w+_param_\d+; "
+    r"cvta\.param\.u64 map, map; "
+    r"@first cp\.async\.bulk\.prefetch\.tensor\.4d\.L2\.global\.tile \[map, \{\$1, \$2, \$3, \$4\}\]; mov\.u32 \$0, 0; \}"
+)
 # Threads t = 0 .. 3 hold word t of the groups 0 .. 3, and then hold group t: (..., group, word) becomes (..., word, group).
 _EXCHANGE = (
     "{ .reg .pred odd, high; .reg .b32 t, w0, w1, w2, w3; mov.u32 t, %laneid; "

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 # K and V of the heads that are computed at the same time should fit in the L2 together; the H200's has 60 MB.
-_L2_BYTES = 32 << 20
-_TOGETHER = 0
-_LAST = 1  # the last section is so many times as large
+_L2_BYTES = 16 << 20
+_TOGETHER = 1
+_LAST = 2  # the last section is so many times as large
 # What a tile costs beyond its key blocks, in key blocks: first scores, last product, storing.
 TILE_OVERHEAD = 1.5
 _OVERHEADS = (1.5, 2.5, 4.0)  # as much as it may be, by head dimension and shape

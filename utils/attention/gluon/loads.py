@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from utils.attention.gluon.clocks import block_entry, keep_clock, own_entries
-from utils.attention.gluon.shared import tma_load
+
+_WORDS_OF_DESCRIPTOR = (
+    9  # a kernel's argument that is a TMA descriptor comes as the descriptor, four sizes and four strides
+)
 
 
 @gluon.constexpr_function
-def _prefetch_asm(number):
+def _prefetch_asm(kernel, argument):
     return (
         "{ .reg .b64 map; .reg .pred first; elect.sync _|first, 0xffffffff; "
-        f"mov.b64 map, attention_step5_param_{9 * number}; cvta.param.u64 map, map; "
+        f"mov.b64 map, {kernel}_param_{_WORDS_OF_DESCRIPTOR * argument}; cvta.param.u64 map, map; "
         "@first cp.async.bulk.prefetch.tensor.4d.L2.global.tile [map, {$1, $2, $3, $4}]; mov.u32 $0, 0; }"
     )
 
 
 @gluon.jit
-def prefetch_rows(batch, head, row):
-    """Bring a tile of Q into the L2."""
-    asm: gl.constexpr = _prefetch_asm(0)
+def prefetch_queries(batch, head, row):
+    """Bring a tile of Q into the L2. Gluon has no word for it, and gives no descriptor's address: PTX knows the kernel's arguments by name."""
+    asm: gl.constexpr = _prefetch_asm("attention_step5", 0)
     at = [gl.to_tensor(0), gl.to_tensor(row), gl.to_tensor(head), gl.to_tensor(batch)]
     gl.inline_asm_elementwise(asm, "=r,r,r,r,r", at, dtype=gl.int32, is_pure=False, pack=1)
 
@@ -48,13 +51,11 @@ def producer(work, q_desc, k_desc, v_desc):
         if PLAN.prefill > 0:  # of the first tile `fill_rings` has asked for some
             begin = gl.where(i == 0, gl.minimum(PLAN.prefill, hi - lo), 0)
             it += begin
-        if PLAN.q_in_l2:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
-            if i > 0:
-                for w in gl.static_range(CONSUMERS):
-                    prefetch_rows(batch, head, row + w * BLOCK_M)
         if PLAN.keys_first > 0:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
             if i > 0:
-                # The slots of the next tile's first keys are free before Q's, through which the output leaves.
+                # Q's slot is free last, when the output has left through it: until then Q comes as far as the L2.
+                for w in gl.static_range(CONSUMERS):
+                    prefetch_queries(batch, head, row + w * BLOCK_M)
                 begin = gl.minimum(PLAN.keys_first, hi - lo)
                 for j in range(begin):
                     key = (hi - 1 - j) * PLAN.block_n
@@ -105,18 +106,16 @@ def fill_rings(work, q_desc, k_desc, v_desc):
     kv_head = head // work.group
     lo, hi = work.blocks(t, row, BLOCK_M * CONSUMERS)
     blocks = gl.where(count > 0, hi - lo, 0)  # a program that has no tile asks for nothing
-    q, k, v = work.q, work.k, work.v
     for w in gl.static_range(CONSUMERS):
-        mbarrier.expect(q.full.index(w), q_desc.block_type.nbytes, pred=blocks > 0)
+        work.q.expect(0, q_desc, w, pred=blocks > 0)
     for j in gl.static_range(COUNT):
-        mbarrier.expect(k.full.index(j), k_desc.block_type.nbytes, pred=j < blocks)
-        mbarrier.expect(v.full.index(j), v_desc.block_type.nbytes, pred=j < blocks)
-    tma_load(q_desc, [batch, head, row, 0], q.full.index(0), q.tiles.index(0), pred=blocks > 0)
+        work.k.expect(j, k_desc, pred=j < blocks)
+        work.v.expect(j, v_desc, pred=j < blocks)
+    work.q.copy(0, q_desc, batch, head, row, pred=blocks > 0)
     for j in gl.static_range(COUNT):
         key = (hi - 1 - j) * PLAN.block_n
-        tma_load(k_desc, [batch, kv_head, key, 0], k.full.index(j), k.tiles.index(j), pred=j < blocks)
+        work.k.copy(j, k_desc, batch, kv_head, key, pred=j < blocks)
         if j == 0:
             for w in gl.static_range(1, CONSUMERS):
-                at = [batch, head, row + w * BLOCK_M, 0]
-                tma_load(q_desc, at, q.full.index(w), q.tiles.index(w), pred=blocks > 0)
-        tma_load(v_desc, [batch, kv_head, key, 0], v.full.index(j), v.tiles.index(j), pred=j < blocks)
+                work.q.copy(0, q_desc, batch, head, row + w * BLOCK_M, w, pred=blocks > 0)
+        work.v.copy(j, v_desc, batch, kv_head, key, pred=j < blocks)

@@ -61,13 +61,22 @@ class Ring:
         mbarrier.wait(self.empty.index(self.slot(i, lane)), self.phase(i) ^ 1)
 
     @gluon.jit
+    def expect(self, i, descriptor, lane=0, pred=True):
+        """Producer: announce the bytes of load number i; copies that arrive unannounced could complete the phase too early."""
+        mbarrier.expect(self.full.index(self.slot(i, lane)), descriptor.block_type.nbytes, pred=pred)
+
+    @gluon.jit
+    def copy(self, i, descriptor, batch, head, row, lane=0, pred=True):
+        """Producer: fetch rows from `row` on into load number i's slot, which is empty, and whose bytes are announced."""
+        slot = self.slot(i, lane)
+        tma_load(descriptor, [batch, head, row, 0], self.full.index(slot), self.tiles.index(slot), pred=pred)
+
+    @gluon.jit
     def load(self, i, descriptor, batch, head, row, lane=0):
         """Producer: fetch rows from `row` on into load number i's slot, as soon as that is empty."""
-        slot = self.slot(i, lane)
         self.wait_empty(i, lane)
-        # The bytes are announced first: copies that arrive unannounced could complete the phase too early.
-        mbarrier.expect(self.full.index(slot), descriptor.block_type.nbytes)
-        tma_load(descriptor, [batch, head, row, 0], self.full.index(slot), self.tiles.index(slot))
+        self.expect(i, descriptor, lane)
+        self.copy(i, descriptor, batch, head, row, lane)
 
     @gluon.jit
     def wait_full(self, i, lane=0, pred=True):
