@@ -4,7 +4,7 @@
     python -m tools.record.attention_plans few tails --out attention_tails.json
 
 Tables: "tails", full attention at head dim 64, with and without a tail; "windows"; "few", fewer tiles than multiprocessors;
-"dealt", causal tiles that the host deals out; "slots", tiles of Q and slots of the rings; "narrow", small windows. A plan is named by its variant, and by
+"dealt", causal tiles that the host deals out; "slots", tiles of Q and slots of the rings; "narrow", small windows; "order", what comes before what in a block and at a start. A plan is named by its variant, and by
 fields of it that are changed ("few, q_slots=1"); where programs share tiles, by their number. With `--processes` the kernels are compiled
 side by side before anything is timed. A plan whose output is wrong is not timed.
 
@@ -16,6 +16,7 @@ entries 36 to 38), all with plans that were tried: those that lost are no longer
 from __future__ import annotations
 
 import multiprocessing
+import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -26,6 +27,7 @@ import torch
 
 from tools.record.common import Record, arguments_parser
 from utils.attention import attention, find_backend, make_problem
+from utils.attention.gluon import dealing
 from utils.attention.gluon.plan import Plan, plan_for
 from utils.attention.reference import reference
 from utils.benchmark.measuring import measure_together
@@ -121,16 +123,60 @@ CASES["narrow"] = [
     ((8, 8, 8, 1024, 1024, 64, CAUSAL, 256), _NARROW),
     ((3, 12, 4, 2111, 2111, 64, CAUSAL, 200), _NARROW),
 ]
+# The first loads before the roles begin, heads that are dealt together, and plans for windows.
+_OLD = ", section=32, last=1, together=0"
+_P1, _P2 = ", prefill=1", ", prefill=2"
+CASES["order"] = [
+    ((16, 16, 16, 1024, 1024, 128, CAUSAL, None), ("whole", _P1, _P2, _OLD)),
+    ((16, 8, 8, 1024, 1024, 256, CAUSAL, None), ("whole", _P1, _OLD)),
+    ((2, 8, 2, 1408, 1408, 64, FULL, 256), ("narrow", "narrow, prefill=2", "narrow, q_slots=1")),
+    ((2, 8, 8, 1536, 1536, 64, FULL, 300), ("narrow", "narrow, prefill=2", "narrow, q_slots=1")),
+    ((8, 8, 8, 1024, 1024, 64, CAUSAL, 256), ("narrow", "narrow, prefill=2", "narrow, prefill=0")),
+    ((4, 16, 8, 8192, 8192, 64, CAUSAL, 1024), ("whole", _OLD, _P1)),
+    ((1, 16, 16, 16384, 16384, 128, CAUSAL, None), ("whole", _OLD, _P1)),
+    ((8, 16, 16, 2048, 2048, 128, CAUSAL, None), ("whole", _OLD, _P1)),
+    ((2, 16, 4, 4096, 4096, 64, FULL, 1024), ("few", "few, prefill=1", "whole", "narrow")),
+    ((1, 64, 8, 5248, 5248, 64, CAUSAL, 4096), ("whole", _P1, ", both=1")),
+    ((8, 1, 1, 896, 896, 64, CAUSAL, None), ("one, prefill=0", "one", "one, prefill=2")),
+    ((8, 1, 1, 528, 528, 128, CAUSAL, None), ("one, prefill=0", "one")),
+    ((2, 4, 1, 1024, 1024, 256, FULL, 256), ("one, prefill=0", "one")),
+    ((1, 2, 2, 1920, 1920, 128, FULL, None), (("", 4), (_P1, 4))),
+    ((16, 32, 32, 1024, 1024, 64, CAUSAL, None), ("short", "short, prefill=1", "short" + _OLD)),
+    ((8, 32, 32, 2048, 2048, 64, CAUSAL, None), ("whole", _OLD, _P1)),
+    ((8, 8, 8, 2048, 2048, 256, CAUSAL, None), ("whole", _OLD)),
+    ((16, 32, 32, 1024, 1024, 64, FULL, None), ("ahead", "ahead, prefill=1")),
+    ((16, 16, 16, 1024, 1024, 128, FULL, None), ("ahead", "ahead, prefill=1")),
+    ((4, 16, 16, 4096, 4096, 128, CAUSAL, None), ("whole", _OLD, _P1)),
+    ((4, 32, 32, 4096, 4096, 64, CAUSAL, None), ("whole", _OLD)),
+    ((2, 32, 8, 2944, 2944, 128, CAUSAL, None), ("whole", _OLD)),
+    ((1, 4, 2, 15381, 16013, 64, CAUSAL, None), ("whole", _OLD)),
+    ((4, 4, 4, 4736, 9790, 64, CAUSAL, None), ("whole", _OLD)),
+    ((16, 8, 8, 1024, 1024, 256, FULL, None), ("whole", ", prefill=0, keys_first=0")),
+    ((1, 8, 8, 16384, 16384, 256, CAUSAL, None), ("whole", _OLD)),
+]
 PEERS = ("cudnn", "fa3", "cute")
 WRONG = 8e-3  # relative error: a contender with more is not timed
+
+
+_DEALING = ("section=", "last=", "together=")
 
 
 def named_plan(name: str, head_dim: int) -> Plan:
     """Return the plan of a name: a variant, and fields that are changed, such as "few, q_slots=1"."""
     variant, *changes = name.split(", ")
     plan = plan_for(5, head_dim, "" if variant == "whole" else variant)
-    pairs = (change.split("=") for change in changes)
+    pairs = (change.split("=") for change in changes if not change.startswith(_DEALING))
     return replace(plan, **{field: type(getattr(plan, field))(int(value)) for field, value in pairs})
+
+
+def dealing_of(name: str) -> dict:
+    """Return what a name says of how tiles are dealt: "section=16", MiB of K and V of the heads that are dealt together, and "last=2"."""
+    found = dict(change.split("=") for change in name.split(", ") if change.startswith(_DEALING))
+    return {
+        "_L2_BYTES": int(found["section"]) << 20 if "section" in found else dealing._L2_BYTES,
+        "_LAST": int(found.get("last", dealing._LAST)),
+        "_TOGETHER": int(found.get("together", dealing._TOGETHER)),
+    }
 
 
 def run_plan(variant: str, parts: int, q, k, v, out, causal: bool, window: int | None):
@@ -142,8 +188,14 @@ def run_plan(variant: str, parts: int, q, k, v, out, causal: bool, window: int |
     head_dim, nothing = q.shape[-1], unused(q.device)
     plan, c = named_plan(variant, head_dim), head_dim**-0.5 * LOG2_E
     arguments = Arguments(q, k, v, out, nothing, causal, window or 0, False, c, plan, programs)
-    with mock.patch.object(step_module(5), "parts_for", lambda *given: parts):
-        launched = step_module(5).launch(arguments)
+    step5 = step_module(5)
+    step5.tile_schedule.cache_clear()  # it does not know of sections
+    with (
+        mock.patch.object(step5, "parts_for", lambda *given: parts),
+        mock.patch.multiple(dealing, **dealing_of(variant)),
+    ):
+        launched = step5.launch(arguments)
+    step5.tile_schedule.cache_clear()
     return partial(launched, q, k, v, out, nothing)
 
 
@@ -239,7 +291,10 @@ def main() -> int:
     )
     if options.processes:
         kernels = {
-            (case[0][5:], plan): (case, plan) for table in options.tables for case in CASES[table] for plan in case[1]
+            (case[0][5:], re.sub(", (section|last|together)=[0-9]+", "", str(plan))): (case, plan)
+            for table in options.tables
+            for case in CASES[table]
+            for plan in case[1]
         }
         with ProcessPoolExecutor(options.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
             list(pool.map(compile_plan, kernels.values()))

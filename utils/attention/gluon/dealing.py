@@ -12,7 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 # K and V of the heads that are computed at the same time should fit in the L2 together; the H200's has 60 MB.
-_L2_BYTES = 32 << 20
+_L2_BYTES = 16 << 20
+_TOGETHER = 1
+_LAST = 2  # the last section is so many times as large
 # What a tile costs beyond its key blocks, in key blocks: first scores, last product, storing.
 TILE_OVERHEAD = 1.5
 _OVERHEADS = (1.5, 2.5, 4.0)  # as much as it may be, by head dimension and shape
@@ -72,11 +74,15 @@ def _searched(tiles: list[tuple[float, int]], loads: list[float]) -> list[int]:
     return min(ways, key=lambda found: max(makespan(found, extra) for extra in extras))
 
 
-def _exchanged(tiles: list[tuple[float, int]], loads: list[float], programs: list[int]) -> list[int]:
+def _exchanged(
+    tiles: list[tuple[float, int]], loads: list[float], programs: list[int], sections: list[int] | None = None
+) -> list[int]:
     """Improve who has which tile: as long as it helps, the busiest program gives a tile away, or for a shorter one.
 
-    Each time that exchange is taken after which the longer of the two programs is shortest.
+    Each time that exchange is taken after which the longer of the two programs is shortest. With the tiles' sections, tiles of one
+    section alone are exchanged, and none is given away.
     """
+    section = None if sections is None else np.array(sections)
     costs, owner = np.array([cost for cost, _ in tiles], dtype=float), np.array(programs, dtype=np.intp)
     load = loads + np.bincount(owner, weights=costs, minlength=len(loads))
     for _ in range(_MOST_EXCHANGES):
@@ -89,6 +95,9 @@ def _exchanged(tiles: list[tuple[float, int]], loads: list[float], programs: lis
         partner = np.concatenate([owner[others], np.arange(len(load))])
         longer = np.maximum(load[busiest] - less, load[partner] + less)
         longer[:, partner == busiest] = np.inf
+        if section is not None:
+            longer[:, len(others) :] = np.inf
+            longer[:, : len(others)][section[own][:, None] != section[others]] = np.inf
         tile, other = np.unravel_index(longer.argmin(), longer.shape)
         if longer[tile, other] > load[busiest] - 1e-6:
             break
@@ -137,20 +146,33 @@ def deal_tiles(
         return None
     section = max(1, _L2_BYTES // head_bytes) * group
     # The last section should have the most tiles, so that short ones are left when the programs end: the rest comes first.
-    starts = [0, *range(heads_total % section or section, heads_total, section), heads_total]
+    before = heads_total - min(_LAST * section, heads_total)
+    starts = sorted({0, *range(before % section, before + 1, section), heads_total})
     order = sorted(reversed(range(len(blocks))), key=lambda m: -blocks[m])
     loads = [0.0] * programs
     dealt: list[list[int]] = [[] for _ in range(programs)]
+    programs_of: list[int] = []
+    labels: list[int] = []
+    every: list[tuple[float, int]] = []
     for first, behind in itertools.pairwise(starts):
         tiles = [(blocks[m] + TILE_OVERHEAD, m | head << 16) for m in order for head in range(first, behind)]
         before, last = loads.copy(), behind == heads_total
         if last and len(tiles) <= SEARCHED * programs:
             found = _searched(tiles, before)
+            for (cost, _), program in zip(tiles, found, strict=True):
+                before[program] += cost
+            loads = before
         else:
             found = _longest_first(tiles, loads)
             if last and len(tiles) <= _EXCHANGED * programs:
                 extra = _OVERHEADS[1] - TILE_OVERHEAD
                 found = _exchanged([(cost + extra, tile) for cost, tile in tiles], before, found)
-        for (_, tile), program in zip(tiles, found, strict=True):
-            dealt[program].append(tile)
+        every += tiles
+        programs_of += found
+        labels += [first] * len(tiles)
+    if _TOGETHER and len(starts) > 2 and len(every) <= _EXCHANGED * programs:
+        extra = _OVERHEADS[1] - TILE_OVERHEAD
+        programs_of = _exchanged([(cost + extra, tile) for cost, tile in every], [0.0] * programs, programs_of, labels)
+    for (_, tile), program in zip(every, programs_of, strict=True):
+        dealt[program].append(tile)
     return tuple(map(tuple, dealt))
