@@ -39,12 +39,18 @@ class Ring:
     @gluon.jit
     def slot(self, i, lane=0):
         """Index of load number i among tiles and barriers."""
-        return (i % self.SLOTS) * self.LANES + lane
+        if self.SLOTS & (self.SLOTS - 1) == 0:  # loads count from 0; a division would look after negative numbers, too
+            return (i & (self.SLOTS - 1)) * self.LANES + lane
+        else:
+            return (i % self.SLOTS) * self.LANES + lane
 
     @gluon.jit
     def phase(self, i):
         """Parity of the round in which load number i uses its slot."""
-        return (i // self.SLOTS) & 1
+        if self.SLOTS & (self.SLOTS - 1) == 0:
+            return (i & self.SLOTS) // self.SLOTS
+        else:
+            return (i // self.SLOTS) & 1
 
     @gluon.jit
     def tile(self, i, lane=0):
