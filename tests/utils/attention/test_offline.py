@@ -121,7 +121,7 @@ def test_step_5_is_specialized_within_its_register_budget(report, case):
 @pytest.mark.parametrize("case", CASES_OF_STEP_5, ids=str)
 @pytest.mark.slow
 def test_step_5_overlaps_the_softmax_with_the_second_product(report, case):
-    """In the loop both products are queued, then the first is waited for, and exponentials run beside the second."""
+    """In the loop both products are queued, then the first is waited for, and exponentials run beside the second, or behind both."""
     loop = of(report, case)["loop"]
     waits = [i for i, text in enumerate(loop) if text.startswith("WARPGROUP.DEPBAR")]
     products = [i for i, text in enumerate(loop) if text.startswith("HGMMA")]
@@ -131,7 +131,10 @@ def test_step_5_overlaps_the_softmax_with_the_second_product(report, case):
     plan = plan_of(case)
     # A thread has BLOCK_N / 2 scores. Half of them (halves) or all are turned into probabilities while P V runs.
     before = sum(i < waits[1] for i in exponentials)
-    assert before >= plan.block_n / 2 * (0.25 if plan.halves else 0.9)
+    if plan.both:  # other consumers' products run beside them
+        assert before == 0 and len(exponentials) >= plan.block_n / 2
+    else:
+        assert before >= plan.block_n / 2 * (0.25 if plan.halves else 0.9)
     assert not any(text.startswith("BAR.SYNC") for text in loop[waits[1] :]), "no barrier after the products"
     masks = sum(text.startswith("FSEL") for text in loop)
     assert "window" in case["flags"] or "tail" in case["flags"] or masks < plan.block_n / 8, "a mask in vain"
