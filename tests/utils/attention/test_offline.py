@@ -24,6 +24,7 @@ STEP_5 = [
     {"step": 5, "head_dim": 128, "flags": {"causal": True, "dtype": "fp16"}},
     {"step": 5, "head_dim": 128, "flags": {"variant": "ahead", "lse": True, "tail": True}},
     {"step": 5, "head_dim": 128, "flags": {"window": True, "lse": True, "tail": True}},
+    {"step": 5, "head_dim": 64, "flags": {"window": True, "one_edge": True, "lse": True, "variant": "narrow"}},
     {"step": 5, "head_dim": 256, "flags": {"causal": True, "lse": True}},
     {
         "step": 5,
@@ -116,6 +117,14 @@ def test_step_5_is_specialized_within_its_register_budget(report, case):
     assert row["tma_store"] or "parts" in case["flags"]  # threads store the rows that they have added up
     warpgroups = plan_of(case).consumers + 1
     assert row["registers"] * 128 * warpgroups <= 65536
+
+
+@pytest.mark.parametrize("case", [case for case in STEP_5 if case["head_dim"] == 256], ids=str)
+@pytest.mark.slow
+def test_the_next_tiles_queries_are_prefetched_by_the_first_argument(report, case):
+    """Q's descriptor is named in assembly (`loads.prefetch_queries`): it has to be the kernel's first argument."""
+    row = of(report, case)
+    assert row["first_descriptor"] == 1 and row["prefetched_tile"] == plan_of(case).consumers
 
 
 @pytest.mark.parametrize("case", CASES_OF_STEP_5, ids=str)
