@@ -4,7 +4,7 @@
     python -m tools.record.attention_plans few tails --out attention_tails.json
 
 Tables: "tails", full attention at head dim 64, with and without a tail; "windows"; "few", fewer tiles than multiprocessors;
-"dealt", causal tiles that the host deals out; "slots", tiles of Q and slots of the rings; "narrow", small windows; "order", what comes before what in a block and at a start. A plan is named by its variant, and by
+"dealt", causal tiles that the host deals out; "slots", tiles of Q and slots of the rings; "narrow", small windows; "choice", plans of head dim 64 by mask; "order", what comes before what in a block and at a start. A plan is named by its variant, and by
 fields of it that are changed ("few, q_slots=1"); where programs share tiles, by their number. With `--processes` the kernels are compiled
 side by side before anything is timed. A plan whose output is wrong is not timed.
 
@@ -153,6 +153,22 @@ CASES["order"] = [
     ((4, 4, 4, 4736, 9790, 64, CAUSAL, None), ("whole", _OLD)),
     ((16, 8, 8, 1024, 1024, 256, FULL, None), ("whole", ", prefill=0, keys_first=0")),
     ((1, 8, 8, 16384, 16384, 256, CAUSAL, None), ("whole", _OLD)),
+]
+# Which plan of head dim 64 a mask takes, since "short" waits for P V first and a mask costs less.
+_CAUSAL, _WINDOW = ("", "short", "few"), ("", "few", "narrow")
+CASES["choice"] = [
+    ((8, 32, 32, 2048, 2048, 64, CAUSAL, None), _CAUSAL),
+    ((2, 16, 4, 4096, 4096, 64, FULL, 1024), _WINDOW),
+    ((8, 16, 16, 2048, 2048, 64, CAUSAL, 512), _WINDOW),
+    ((4, 16, 4, 3001, 3001, 64, CAUSAL, None), _CAUSAL),
+    ((3, 2, 2, 2944, 2944, 64, CAUSAL, None), _CAUSAL),
+    ((8, 2, 1, 6144, 6144, 64, CAUSAL, None), _CAUSAL),
+    ((4, 16, 8, 4096, 4096, 64, FULL, 512), _WINDOW),
+    ((4, 16, 8, 8192, 8192, 64, CAUSAL, 1024), _WINDOW),
+    ((4, 32, 32, 1536, 1536, 64, CAUSAL, None), _CAUSAL),
+    ((4, 32, 32, 4096, 4096, 64, CAUSAL, None), _CAUSAL),
+    ((8, 8, 8, 1024, 1024, 64, CAUSAL, 256), _WINDOW),
+    ((3, 1, 1, 5259, 5259, 64, FULL, 4096), ("", "few")),
 ]
 PEERS = ("cudnn", "fa3", "cute")
 WRONG = 8e-3  # relative error: a contender with more is not timed
