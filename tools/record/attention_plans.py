@@ -4,7 +4,7 @@
     python -m tools.record.attention_plans few tails --out attention_tails.json
 
 Tables: "tails", full attention at head dim 64, with and without a tail; "windows"; "few", fewer tiles than multiprocessors;
-"dealt", causal tiles that the host deals out; "slots", tiles of Q and slots of the rings; "narrow", small windows; "order", what comes before what in a block and at a start. A plan is named by its variant, and by
+"dealt", causal tiles that the host deals out; "slots", tiles of Q and slots of the rings; "narrow", small windows; "choice", plans of head dim 64 by mask; "order", what comes before what in a block and at a start. A plan is named by its variant, and by
 fields of it that are changed ("few, q_slots=1"); where programs share tiles, by their number. With `--processes` the kernels are compiled
 side by side before anything is timed. A plan whose output is wrong is not timed.
 
@@ -124,7 +124,7 @@ CASES["narrow"] = [
     ((3, 12, 4, 2111, 2111, 64, CAUSAL, 200), _NARROW),
 ]
 # The first loads before the roles begin, heads that are dealt together, and plans for windows.
-_OLD = ", section=32, last=1, together=0"
+_OLD = ", section=32"
 _P1, _P2 = ", prefill=1", ", prefill=2"
 CASES["order"] = [
     ((16, 16, 16, 1024, 1024, 128, CAUSAL, None), ("whole", _P1, _P2, _OLD)),
@@ -154,29 +154,38 @@ CASES["order"] = [
     ((16, 8, 8, 1024, 1024, 256, FULL, None), ("whole", ", prefill=0, keys_first=0")),
     ((1, 8, 8, 16384, 16384, 256, CAUSAL, None), ("whole", _OLD)),
 ]
+# Which plan of head dim 64 a mask takes, since "short" waits for P V first and a mask costs less.
+_CAUSAL, _WINDOW = ("", "short", "few"), ("", "few", "narrow")
+CASES["choice"] = [
+    ((8, 32, 32, 2048, 2048, 64, CAUSAL, None), _CAUSAL),
+    ((2, 16, 4, 4096, 4096, 64, FULL, 1024), _WINDOW),
+    ((8, 16, 16, 2048, 2048, 64, CAUSAL, 512), _WINDOW),
+    ((4, 16, 4, 3001, 3001, 64, CAUSAL, None), _CAUSAL),
+    ((3, 2, 2, 2944, 2944, 64, CAUSAL, None), _CAUSAL),
+    ((8, 2, 1, 6144, 6144, 64, CAUSAL, None), _CAUSAL),
+    ((4, 16, 8, 4096, 4096, 64, FULL, 512), _WINDOW),
+    ((4, 16, 8, 8192, 8192, 64, CAUSAL, 1024), _WINDOW),
+    ((4, 32, 32, 1536, 1536, 64, CAUSAL, None), _CAUSAL),
+    ((4, 32, 32, 4096, 4096, 64, CAUSAL, None), _CAUSAL),
+    ((8, 8, 8, 1024, 1024, 64, CAUSAL, 256), _WINDOW),
+    ((3, 1, 1, 5259, 5259, 64, FULL, 4096), ("", "few")),
+]
 PEERS = ("cudnn", "fa3", "cute")
 WRONG = 8e-3  # relative error: a contender with more is not timed
-
-
-_DEALING = ("section=", "last=", "together=")
 
 
 def named_plan(name: str, head_dim: int) -> Plan:
     """Return the plan of a name: a variant, and fields that are changed, such as "few, q_slots=1"."""
     variant, *changes = name.split(", ")
     plan = plan_for(5, head_dim, "" if variant == "whole" else variant)
-    pairs = (change.split("=") for change in changes if not change.startswith(_DEALING))
+    pairs = (change.split("=") for change in changes if not change.startswith("section="))
     return replace(plan, **{field: type(getattr(plan, field))(int(value)) for field, value in pairs})
 
 
-def dealing_of(name: str) -> dict:
-    """Return what a name says of how tiles are dealt: "section=16", MiB of K and V of the heads that are dealt together, and "last=2"."""
-    found = dict(change.split("=") for change in name.split(", ") if change.startswith(_DEALING))
-    return {
-        "_L2_BYTES": int(found["section"]) << 20 if "section" in found else dealing._L2_BYTES,
-        "_LAST": int(found.get("last", dealing._LAST)),
-        "_TOGETHER": int(found.get("together", dealing._TOGETHER)),
-    }
+def section_of(name: str) -> int:
+    """Return how many bytes of K and V the heads that are dealt together have; "section=32" in a plan's name: MiB."""
+    found = [change.split("=")[1] for change in name.split(", ") if change.startswith("section=")]
+    return int(found[0]) << 20 if found else dealing.SECTION_BYTES
 
 
 def run_plan(variant: str, parts: int, q, k, v, out, causal: bool, window: int | None):
@@ -192,7 +201,7 @@ def run_plan(variant: str, parts: int, q, k, v, out, causal: bool, window: int |
     step5.tile_schedule.cache_clear()  # it does not know of sections
     with (
         mock.patch.object(step5, "parts_for", lambda *given: parts),
-        mock.patch.multiple(dealing, **dealing_of(variant)),
+        mock.patch.object(dealing, "SECTION_BYTES", section_of(variant)),
     ):
         launched = step5.launch(arguments)
     step5.tile_schedule.cache_clear()
@@ -291,7 +300,7 @@ def main() -> int:
     )
     if options.processes:
         kernels = {
-            (case[0][5:], re.sub(", (section|last|together)=[0-9]+", "", str(plan))): (case, plan)
+            (case[0][5:], re.sub(", section=[0-9]+", "", str(plan))): (case, plan)
             for table in options.tables
             for case in CASES[table]
             for plan in case[1]

@@ -107,7 +107,7 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
 
 
 _PREFETCH_TILE = (
-    r"\{ \.reg \.b64 map; \.reg \.pred first; elect\.sync _\|first, 0xffffffff; mov\.b64 map, \w+_param_\d+; "
+    r"\{ \.reg \.b64 map; \.reg \.pred first; elect\.sync _\|first, 0xffffffff; mov\.b64 map, \w+_param_0; "
     r"cvta\.param\.u64 map, map; "
     r"@first cp\.async\.bulk\.prefetch\.tensor\.4d\.L2\.global\.tile \[map, \{\$1, \$2, \$3, \$4\}\]; mov\.u32 \$0, 0; \}"
 )

@@ -8,24 +8,23 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from utils.attention.gluon.clocks import block_entry, keep_clock, own_entries
 
-_WORDS_OF_DESCRIPTOR = (
-    9  # a kernel's argument that is a TMA descriptor comes as the descriptor, four sizes and four strides
-)
-
 
 @gluon.constexpr_function
-def _prefetch_asm(kernel, argument):
+def _prefetch_asm():
     return (
         "{ .reg .b64 map; .reg .pred first; elect.sync _|first, 0xffffffff; "
-        f"mov.b64 map, {kernel}_param_{_WORDS_OF_DESCRIPTOR * argument}; cvta.param.u64 map, map; "
+        "mov.b64 map, attention_step5_param_0; cvta.param.u64 map, map; "
         "@first cp.async.bulk.prefetch.tensor.4d.L2.global.tile [map, {$1, $2, $3, $4}]; mov.u32 $0, 0; }"
     )
 
 
 @gluon.jit
 def prefetch_queries(batch, head, row):
-    """Bring a tile of Q into the L2. Gluon has no word for it, and gives no descriptor's address: PTX knows the kernel's arguments by name."""
-    asm: gl.constexpr = _prefetch_asm("attention_step5", 0)
+    """Bring a tile of Q into the L2.
+
+    Gluon has no word for it, and gives no descriptor's address. Q's descriptor is the kernel's first argument, which PTX knows by name.
+    """
+    asm: gl.constexpr = _prefetch_asm()
     at = [gl.to_tensor(0), gl.to_tensor(row), gl.to_tensor(head), gl.to_tensor(batch)]
     gl.inline_asm_elementwise(asm, "=r,r,r,r,r", at, dtype=gl.int32, is_pure=False, pack=1)
 

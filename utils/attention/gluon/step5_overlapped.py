@@ -15,13 +15,16 @@ from the last block to the first, so the masked blocks of a causal tile come fir
     halves        rows r and r+8 of a warp as two softmaxes    no               yes              yes
     own_keys      each consumer starts at its own last block   yes              no               yes
     o_in_q        the output leaves through Q's tile           no               yes              yes
+    prefill       blocks asked for before the roles begin      0                0                2
+    keys_first    blocks of the next tile asked for before Q   0                0                2
 
-With two tiles of Q the producer goes on into the next tile while this one is computed; with one it would wait until all
-consumers have done with Q. Six variants (`plan.variant_for`). "one", very few tiles: 1 consumer. "few", head dim 64 with few
-tiles or many masks: 2 consumers, 240 registers. "narrow", head dim 64 with a window that masks most blocks: 64 keys, 5 slots.
-"short", few causal keys at head dim 64: 4 consumers, 64 keys, 4 slots, 112 registers. "ahead", full attention at head dim 64
-and 128 (`consumer_ahead`): 2 consumers, and a tile's end beside the next one's start. "ahead of three", the same with 3
-consumers, is for whole blocks of keys. Where tiles are fewer than multiprocessors, programs share them (`parts.py`).
+With two tiles of Q the producer goes on into the next tile while this one is computed. With one it asks for `keys_first`
+blocks and brings Q into the L2, until all consumers have done with the last Q (`loads.py`). Six variants (`plan.variant_for`).
+"one", very few tiles: 1 consumer. "few", head dim 64 with few tiles or many masks: 2 consumers, 240 registers. "narrow", head
+dim 64 with a window that masks most blocks: 64 keys, 5 slots. "short", few causal keys at head dim 64: 4 consumers, 64 keys, 4
+slots, 112 registers. "narrow" and "short" wait for P V before the softmax (`both`). "ahead", full attention at head dim 64 and
+128 (`consumer_ahead`): 2 consumers, and a tile's end beside the next one's start. "ahead of three", the same with 3 consumers,
+is for whole blocks of keys. Where tiles are fewer than multiprocessors, programs share them (`parts.py`).
 
 The checklist of warp-specialized attention, for Hopper:
 - Pipeline: a TMA producer; in each consumer Q K, softmax and P V, a block apart from each other (`blocks.py`). V's slot is released
@@ -38,8 +41,9 @@ The checklist of warp-specialized attention, for Hopper:
   wait for P V comes between the two halves of the softmax, so that packing P and summing fill the gaps between the
   exponentials (the compiler otherwise collects them behind the wait).
 - Schedule: chosen by hand (`plan.py`): tiles, slots and registers by head dimension; causal tiles are dealt out by the
-  host, so that all SMs end together.
-- Masking: only blocks that straddle the diagonal, the window's edge or the last key are masked. Causal tiles begin where the
+  host, so that all SMs end together, and in sections of heads whose K and V stay in the L2 (`dealing.py`).
+- Masking: only blocks that straddle the diagonal, the window's edge or the last key are masked, with one comparison for a score
+  unless a window is shorter than a block and 62 keys. Causal tiles begin where the
   diagonal lies in a tile's first block alone, and so does the last key: without a window, the loop has no mask in it.
 
 On an H200, bf16, S = 8192 and 16384, full and causal, interleaved with the other kernels (geometric means of four): times
