@@ -121,6 +121,32 @@ CASES["narrow"] = [
     ((8, 8, 8, 1024, 1024, 64, CAUSAL, 256), _NARROW),
     ((3, 12, 4, 2111, 2111, 64, CAUSAL, 200), _NARROW),
 ]
+# Head dim 64's chain, the most important first.
+_A, _AHEAD = "ring=1, halves=1, pin=1, pairs=1", "ahead of three, "
+CASES["chain"] = [
+    (
+        (1, 32, 32, 16384, 16384, 64, FULL, None),
+        tuple(
+            _AHEAD + x
+            for x in ("ring=1", "ring=1, pairs=1", "ring=1, split=1, pairs=1", "ring=1, halves=1, pin=1", _A, "bare=1, " + _A)
+        ),
+    ),
+    (
+        (4, 32, 32, 4096, 4096, 64, CAUSAL, None),
+        tuple(
+            "whole, " + x
+            for x in ("ring=1", "ring=1, pairs=1", "ring=1, split=1, pairs=1", "ring=1, halves=1, pin=1", _A, "bare=1, " + _A)
+        ),
+    ),
+    ((1, 32, 32, 16384, 16384, 64, CAUSAL, None), ("whole, ring=1, split=1, pairs=1", "whole, " + _A, "whole, bare=1, " + _A)),
+    ((4, 32, 32, 4096, 4096, 64, FULL, None), (_AHEAD + "ring=1, split=1, pairs=1", _AHEAD + _A, _AHEAD + "bare=1, " + _A)),
+    ((4, 16, 16, 4096, 4096, 128, FULL, None), ("ahead, ring=1", "ahead, ring=1, pairs=1", "ahead, ring=1, pin=1, pairs=1")),
+    ((4, 16, 16, 4096, 4096, 128, CAUSAL, None), ("whole, ring=1, pairs=1", "whole, ring=1, pin=1, pairs=1")),
+    ((16, 32, 32, 1024, 1024, 64, CAUSAL, None), ("whole, " + _A, "short, ring=1", "short, ring=1, pairs=1", "short, " + _A)),
+    ((4, 8, 8, 4096, 4096, 256, FULL, None), ("whole, ring=1", "whole, ring=1, pairs=1", "whole, ring=1, pin=1, pairs=1")),
+    ((4, 8, 8, 4096, 4096, 256, CAUSAL, None), ("whole, ring=1, pairs=1",)),
+    ((16, 32, 32, 1024, 1024, 64, FULL, None), ("ahead, ring=1", "ahead, ring=1, pin=1, pairs=1", _AHEAD + _A)),
+]
 PEERS = ("cudnn", "fa3", "cute")
 WRONG = 8e-3  # relative error: a contender with more is not timed
 
@@ -144,7 +170,11 @@ def run_plan(variant: str, parts: int, q, k, v, out, causal: bool, window: int |
     arguments = Arguments(q, k, v, out, nothing, causal, window or 0, False, c, plan, programs)
     with mock.patch.object(step_module(5), "parts_for", lambda *given: parts):
         launched = step_module(5).launch(arguments)
-    return partial(launched, q, k, v, out, nothing)
+    again = partial(launched, q, k, v, out, nothing)
+    if plan.bare:
+        out.zero_()
+        again()
+    return again
 
 
 def tensors(case: tuple) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

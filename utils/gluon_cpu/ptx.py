@@ -66,6 +66,12 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return Tensor(0, gl.int32)  # a branch that is always taken
     if len(args) == 2 and text == _product_text(pack):
         return args[0] * args[1]
+    if text in (_changed_text(1), _changed_text(2)):
+        *factors, sums = args
+        changed = any((factor.data != 1).any() for factor in factors) or (sums.data < 0).any()
+        return Tensor(np.full(sums.data.shape, int(changed), np.int32), gl.int32, sums.layout)
+    if len(args) == 3 and text == _changed_product_text(pack):
+        return args[0] * args[1] if args[2].data.any() else args[0] + 0.0
     kept = re.fullmatch(r"\{ \.reg \.pred p; \.reg \.b32 c, first, last; .* (0f00000000|0fFF800000), p; \}", text)
     if kept:
         limits = _kept_limits(text, pack, kept[1], len(args))
@@ -150,6 +156,22 @@ def _product_text(n: int) -> str:
         f"{{ .reg .pred p, q; setp.neu.f32 p, ${2 * n}, 0f3F800000; setp.neu.f32 q, ${2 * n + 2}, 0f3F800000; "
         f"or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; @!p bra done; {products} done: }}"
     )
+
+
+def _changed_text(n: int) -> str:
+    """The text that says whether a factor of the warp is not 1, of two factors and n sums of a thread."""
+    sums = " ".join(f"setp.lt.or.f32 p, ${n + 2 + i}, 0f00000000, p;" for i in range(n))
+    chosen = " ".join(f"selp.b32 ${i}, 1, 0, p;" for i in range(n))
+    return (
+        f"{{ .reg .pred p; setp.neu.f32 p, ${n}, 0f3F800000; setp.neu.or.f32 p, ${n + 1}, 0f3F800000, p; {sums} "
+        f"vote.sync.any.pred p, p, 0xffffffff; {chosen} }}"
+    )
+
+
+def _changed_product_text(n: int) -> str:
+    """The text that multiplies n registers by n factors where a number says so."""
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
+    return f"{{ .reg .pred p; setp.ne.s32 p, ${3 * n}, 0; @!p bra done; {products} done: }}"
 
 
 _LIMITS = {  # what each limit of a mask by columns compares, and with how many others before it

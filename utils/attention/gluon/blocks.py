@@ -7,8 +7,34 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from utils.attention.gluon.clocks import keep_clock
-from utils.attention.gluon.shared import accumulator, left_operand, rescale, wait_products
-from utils.attention.gluon.softmax import first_softmax, half_softmax, join_rows, split_rows, spread, whole_softmax
+from utils.attention.gluon.shared import (
+    accumulator,
+    any_changed,
+    any_changed_halves,
+    left_operand,
+    rescale,
+    rescale_changed,
+    wait_products,
+)
+from utils.attention.gluon.softmax import (
+    Rows,
+    first_softmax,
+    half_maximum,
+    half_softmax,
+    join_columns,
+    join_rows,
+    lazy_maximum,
+    of_half_quads,
+    of_quads,
+    pairs_maximum,
+    quad_sums,
+    split_columns,
+    split_rows,
+    spread,
+    spread_half_quads,
+    spread_quads,
+    whole_softmax,
+)
 
 
 @gluon.jit
@@ -25,7 +51,7 @@ def start_output(work, number, o, p, state, clocks=None):
     """Hand P V of block number - 1 to the tensor cores, added to `o`, which with halves is rescaled only here."""
     work.v.wait_full(number - 1)
     keep_clock(work, clocks, "V there")
-    if work.PLAN.halves:
+    if work.PLAN.halves and not work.PLAN.pin:
         o = rescale(o, spread((state[0].factor, state[1].factor), o))
     return warpgroup_mma(p, work.v.tile(number - 1), o, is_async=True)
 
@@ -42,8 +68,14 @@ def first_block(work, block, q, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TAIL
     if MASKED:
         s = work.mask(s, block, CAUSAL, WINDOW)
     # Of a tail each row sees a key at least: no maximum is minus infinity.
-    p, state = first_softmax(s, work.c, q.dtype, PLAN.halves, CAUSAL or WINDOW)
+    p, state = first_softmax(s, work.c, q.dtype, PLAN.halves, CAUSAL or WINDOW, PLAN.split)
     return gl.convert_layout(p, left_operand(PLAN.block_d)), state
+
+
+@gluon.jit
+def of_rows(x, s):
+    """Numbers of rows, [64], beside the columns of s."""
+    return gl.convert_layout(x, gl.SliceLayout(1, s.type.layout))[:, None]
 
 
 @gluon.jit
@@ -81,19 +113,47 @@ def finish_block(
     if PLAN.halves:
         upper, lower = state
         s0, s1 = split_rows(s)
-        top0 = gl.maximum(upper.maximum, gl.max(s0, 2))
-        top1 = gl.maximum(lower.maximum, gl.max(s1, 2))
+        top0 = gl.maximum(upper.maximum, half_maximum(s0, PLAN.pairs))
+        top1 = gl.maximum(lower.maximum, half_maximum(s1, PLAN.pairs))
+        old_lower = lower.maximum
         p0, upper = half_softmax(s0, upper, top0, work.c, dtype, CAUSAL or WINDOW)
+        if PLAN.pin:
+            factor1 = lazy_maximum(old_lower, top1, work.c, CAUSAL or WINDOW)[2]
+            total = upper.total
+            changed = any_changed_halves(of_half_quads(upper.factor, total), of_half_quads(factor1, total), total)
         keep_clock(work, clocks, "softmax")
         work.k.wait_full(block.number + 1, pred=more)
         keep_clock(work, clocks, "next K there")
         o = wait_products(pv, 0, PLAN.block_d)
         keep_clock(work, clocks, "output there")
         work.v.release(block.number - 1)
+        if PLAN.pin and not NEXT_TILE:
+            o = rescale_changed(o, spread((upper.factor, factor1), o), spread_half_quads(changed, o))
         p1, lower = half_softmax(s1, lower, top1, work.c, dtype, CAUSAL or WINDOW)
         return o, gl.convert_layout(join_rows(p0, p1), left_operand(PLAN.block_d)), (upper, lower)
+    elif PLAN.split:
+        old = state[0]
+        top = gl.maximum(old.maximum, pairs_maximum(s) if PLAN.pairs else gl.max(s, 1))
+        maximum, shifted, factor = lazy_maximum(old.maximum, top, work.c, CAUSAL or WINDOW)
+        s0, s1 = split_columns(s)
+        p0 = gl.exp2(s0 * work.c - of_rows(shifted, s0))
+        sums = quad_sums(p0)
+        factors = of_quads(factor, sums)
+        changed = any_changed(factors, sums)
+        keep_clock(work, clocks, "softmax")
+        work.k.wait_full(block.number + 1, pred=more)
+        keep_clock(work, clocks, "next K there")
+        o = wait_products(pv, 0, PLAN.block_d)
+        keep_clock(work, clocks, "output there")
+        work.v.release(block.number - 1)
+        if not NEXT_TILE:
+            o = rescale_changed(o, spread_quads(factors, o), spread_quads(changed, o))
+        p1 = gl.exp2(s1 * work.c - of_rows(shifted, s1))
+        p = join_columns(p0.to(dtype), p1.to(dtype))
+        total = old.total * of_quads(factor, old.total) + gl.convert_layout(sums + quad_sums(p1), old.total.type.layout)
+        return o, gl.convert_layout(p, left_operand(PLAN.block_d)), (Rows(maximum, total, factor),)
     else:
-        p, rows = whole_softmax(s, state[0], work.c, dtype, CAUSAL or WINDOW)
+        p, rows = whole_softmax(s, state[0], work.c, dtype, CAUSAL or WINDOW, PLAN.pairs)
         keep_clock(work, clocks, "softmax")
         work.k.wait_full(block.number + 1, pred=more)
         keep_clock(work, clocks, "next K there")

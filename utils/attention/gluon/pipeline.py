@@ -27,24 +27,32 @@ class Ring:
     empty: gl.shared_memory_descriptor  # mbarriers: every thread that reads the tile has released it
     SLOTS: gl.constexpr
     LANES: gl.constexpr
+    BITS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, tiles, full, empty, SLOTS, LANES):
+    def __init__(self, tiles, full, empty, SLOTS, LANES, BITS):
         self.tiles = tiles
         self.full = full
         self.empty = empty
         self.SLOTS = gl.constexpr(SLOTS)
         self.LANES = gl.constexpr(LANES)
+        self.BITS = gl.constexpr(BITS)
 
     @gluon.jit
     def slot(self, i, lane=0):
         """Index of load number i among tiles and barriers."""
-        return (i % self.SLOTS) * self.LANES + lane
+        if self.BITS and self.SLOTS & (self.SLOTS - 1) == 0:
+            return (i & (self.SLOTS - 1)) * self.LANES + lane
+        else:
+            return (i % self.SLOTS) * self.LANES + lane
 
     @gluon.jit
     def phase(self, i):
         """Parity of the round in which load number i uses its slot."""
-        return (i // self.SLOTS) & 1
+        if self.BITS and self.SLOTS & (self.SLOTS - 1) == 0:
+            return (i & self.SLOTS) // self.SLOTS
+        else:
+            return (i // self.SLOTS) & 1
 
     @gluon.jit
     def tile(self, i, lane=0):
@@ -91,7 +99,7 @@ def ring_shape(count, box, rows):
 
 
 @gluon.jit
-def allocate_ring(descriptor, SLOTS: gl.constexpr, LANES: gl.constexpr, READERS: gl.constexpr, ROWS: gl.constexpr = 0):
+def allocate_ring(descriptor, SLOTS: gl.constexpr, LANES: gl.constexpr, READERS: gl.constexpr, ROWS: gl.constexpr = 0, BITS: gl.constexpr = False):
     """A ring for tiles of a TMA descriptor; READERS: consumers that read each tile. ROWS: of a tile, if not a box's."""
     count: gl.constexpr = SLOTS * LANES
     shape: gl.constexpr = ring_shape(count, descriptor.block_type.shape, ROWS)
@@ -101,7 +109,7 @@ def allocate_ring(descriptor, SLOTS: gl.constexpr, LANES: gl.constexpr, READERS:
     for i in gl.static_range(count):
         mbarrier.init(full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
         mbarrier.init(empty.index(i), count=128 * READERS)  # every thread releases for itself
-    return Ring(tiles, full, empty, SLOTS, LANES)
+    return Ring(tiles, full, empty, SLOTS, LANES, BITS)
 
 
 @aggregate

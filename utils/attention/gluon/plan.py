@@ -39,6 +39,11 @@ class Plan:
     q_slots: int = (
         1  # tiles of Q in shared memory; with two, the next tile's Q, K and V come while this one is computed
     )
+    ring: bool = False  # slots and phases by bits
+    split: bool = False  # P V is waited for in the middle of the softmax, between columns; without `halves`
+    bare: bool = False  # without the barrier in front of the wait for next keys
+    pin: bool = False  # with halves
+    pairs: bool = False  # a row's maximum as two chains
     ahead: bool = False  # a tile's end overlaps the next tile's start (`consumer_ahead`): needs two tiles of Q
 
     @property

@@ -277,3 +277,53 @@ def zero_columns(p, first, behind, BOTH: gl.constexpr):
         is_pure=True,
         pack=registers,
     )
+
+
+@gluon.constexpr_function
+def _changed_asm(n):
+    # Without the sums, which are never negative, ptxas could take the vote before the exponentials, and them behind it.
+    lines = ["{", ".reg .pred p;", f"setp.neu.f32 p, ${n}, 0f3F800000;"]
+    lines += [f"setp.neu.or.f32 p, ${n + i}, 0f3F800000, p;" for i in range(1, n)]
+    lines += [f"setp.lt.or.f32 p, ${2 * n + i}, 0f00000000, p;" for i in range(n)]
+    lines += ["vote.sync.any.pred p, p, 0xffffffff;"]
+    lines += [f"selp.b32 ${i}, 1, 0, p;" for i in range(n)]
+    return " ".join([*lines, "}"])
+
+
+@gluon.jit
+def any_changed(factor, sums):
+    """Whether a factor of the warp is not one, for each of its threads, [64, 4]."""
+    return gl.inline_asm_elementwise(
+        _changed_asm(2), "=r,=r,f,f,f,f", [factor, sums], dtype=gl.int32, is_pure=False, pack=2
+    )
+
+
+@gluon.jit
+def any_changed_halves(upper, lower, sums):
+    """Whether a factor of the warp is not one, for each of its threads, [4, 8, 4]."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.neu.f32 p, $1, 0f3F800000; setp.neu.or.f32 p, $2, 0f3F800000, p; setp.lt.or.f32 p, $3, 0f00000000, p; "
+        "vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }",
+        "=r,f,f,f", [upper, lower, sums], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.constexpr_function
+def _rescale_changed_asm(n):
+    lines = ["{", ".reg .pred p;", f"setp.ne.s32 p, ${3 * n}, 0;", "@!p bra done;"]
+    lines += [f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n)]
+    return " ".join([*lines, "done:", "}"])
+
+
+@gluon.jit
+def rescale_changed(o, factor, changed):
+    """Multiply o by factor where `changed` says so, all [64, D]."""
+    registers: gl.constexpr = o.shape[1] // 2
+    return gl.inline_asm_elementwise(
+        _rescale_changed_asm(registers),
+        _rescale_constraints(registers) + ",r" * registers,
+        [o, factor, changed],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=registers,
+    )

@@ -94,11 +94,85 @@ def half_softmax(s, rows, top, c, dtype: gl.constexpr, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def whole_softmax(s, rows, c, dtype: gl.constexpr, MASKED: gl.constexpr):
+def whole_softmax(s, rows, c, dtype: gl.constexpr, MASKED: gl.constexpr, PAIRS: gl.constexpr = False):
     """Softmax of the scores [64, N] in one piece: probabilities and the new `Rows`."""
-    maximum, shifted, factor = lazy_maximum(rows.maximum, gl.maximum(rows.maximum, gl.max(s, 1)), c, MASKED)
+    maximum, shifted, factor = lazy_maximum(rows.maximum, gl.maximum(rows.maximum, pairs_maximum(s) if PAIRS else gl.max(s, 1)), c, MASKED)
     p = gl.exp2(s * c - shifted[:, None])
     return p.to(dtype), Rows(maximum, rows.total * factor + gl.sum(p, 1), factor)
+
+
+@gluon.jit
+def split_columns(x):
+    """[64, N] -> its left and its right half: registers are renamed, not moved."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def join_columns(a, b):
+    """Undo `split_columns`."""
+    return gl.join(a, b).permute([0, 2, 1]).reshape([a.shape[0], 2 * a.shape[1]])
+
+
+@gluon.jit
+def quad_sums(p):
+    """Sum over the columns that one thread holds, [64, N] -> [64, 4]: no exchange between threads."""
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def pairs_maximum(s):
+    """The maximum of each row of a product [64, N], as two chains in each thread."""
+    x = gl.max(gl.max(s.reshape([s.shape[0], s.shape[1] // 8, 4, 2]), 1), 2)
+    return gl.convert_layout(gl.max(x, 1), gl.SliceLayout(1, s.type.layout))
+
+
+@gluon.jit
+def half_maximum(s, PAIRS: gl.constexpr):
+    """The maximum of each row of a half [4, 8, N]."""
+    if PAIRS:
+        x = gl.max(gl.max(s.reshape([4, 8, s.shape[2] // 8, 4, 2]), 2), 3)
+        return gl.convert_layout(gl.max(x, 2), gl.SliceLayout(2, s.type.layout))
+    else:
+        return gl.max(s, 2)
+
+
+@gluon.jit
+def spread_half_quads(x, o):
+    """Numbers of threads, [4, 8, 4], over the columns of the accumulator o that each thread holds."""
+    wide = split_rows(o)[0].reshape([4, 8, o.shape[1] // 8, 4, 2])
+    layout: gl.constexpr = wide.type.layout
+    y = gl.convert_layout(x, gl.SliceLayout(2, gl.SliceLayout(4, layout)))
+    y = gl.broadcast(gl.expand_dims(gl.expand_dims(y, 2), 4), wide)[0].reshape([4, 8, o.shape[1]])
+    return gl.convert_layout(join_rows(y, y), o.type.layout)
+
+
+@gluon.jit
+def of_half_quads(rows, quads):
+    """A number of each row, [4, 8], as one of each quad's threads, [4, 8, 4]."""
+    return gl.broadcast(gl.convert_layout(rows, gl.SliceLayout(2, quads.type.layout))[:, :, None], quads)[0]
+
+
+@gluon.jit
+def of_quads(rows, quads):
+    """A number of each row, [64], as one of each quad's threads, [64, 4]."""
+    return gl.broadcast(gl.convert_layout(rows, gl.SliceLayout(1, quads.type.layout))[:, None], quads)[0]
+
+
+@gluon.jit
+def spread_quads(x, o):
+    """Numbers of threads, [64, 4], over the columns of the accumulator o that each thread holds."""
+    wide = o.reshape([o.shape[0], o.shape[1] // 8, 4, 2])
+    layout: gl.constexpr = wide.type.layout
+    y = gl.convert_layout(x, gl.SliceLayout(1, gl.SliceLayout(3, layout)))
+    y = gl.broadcast(gl.expand_dims(gl.expand_dims(y, 1), 3), wide)[0]
+    return gl.convert_layout(y.reshape([o.shape[0], o.shape[1]]), o.type.layout)
+
+
+@gluon.jit
+def unseen_quads(BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr):
+    """`Rows` of a tile that has seen no key, with a sum for each thread."""
+    maximum = gl.full([BLOCK_M], MINUS_INF, gl.float32, gl.SliceLayout(1, layout))
+    return Rows(maximum, quad_sums(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)), maximum)
 
 
 @gluon.jit
@@ -124,9 +198,14 @@ def unseen_whole(BLOCK_M: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def first_softmax(s, c, dtype: gl.constexpr, HALVES: gl.constexpr, MASKED: gl.constexpr):
+def first_softmax(s, c, dtype: gl.constexpr, HALVES: gl.constexpr, MASKED: gl.constexpr, QUADS: gl.constexpr = False):
     """Softmax of a tile's first block: probabilities [64, N] and the state, a tuple of one or two `Rows`."""
-    if HALVES:
+    if QUADS:
+        unseen = gl.full_like(gl.max(s, 1), MINUS_INF)
+        maximum, shifted, factor = lazy_maximum(unseen, gl.max(s, 1), c, MASKED)
+        p = gl.exp2(s * c - shifted[:, None])
+        return p.to(dtype), (Rows(maximum, quad_sums(p), factor),)
+    elif HALVES:
         s0, s1 = split_rows(s)
         p0, rows0 = half_softmax(s0, unseen_half(s0), gl.max(s0, 2), c, dtype, MASKED)
         p1, rows1 = half_softmax(s1, unseen_half(s1), gl.max(s1, 2), c, dtype, MASKED)
@@ -150,6 +229,9 @@ def normalizers(state, c, row):
         return (inverse0, inverse1), ((numbers, lse0), (numbers + 8, lse1))
     else:
         rows = state[0]
-        inverse, lse = inverse_and_lse(rows.maximum, rows.total, c)
+        total = rows.total
+        if len(total.shape) == 2:
+            total = gl.convert_layout(gl.sum(total, 1), rows.maximum.type.layout)
+        inverse, lse = inverse_and_lse(rows.maximum, total, c)
         numbers = row + gl.arange(0, rows.maximum.shape[0], rows.maximum.type.layout)
         return (inverse,), ((numbers, lse),)

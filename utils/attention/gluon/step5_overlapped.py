@@ -65,7 +65,7 @@ from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring
 from utils.attention.gluon.plan import Case, parts_for, row_offset, tile_blocks
 from utils.attention.gluon.shared import accumulator, clean_blocks, wait_products
-from utils.attention.gluon.softmax import normalizers, spread, unseen_halves, unseen_whole
+from utils.attention.gluon.softmax import normalizers, spread, unseen_halves, unseen_quads, unseen_whole
 from utils.attention.gluon.stores import store_lse, store_rows, store_tile
 from utils.kernels.capture import tensor_on
 from utils.kernels.handle import Handle
@@ -286,6 +286,8 @@ def consumer_ahead(work, results, W: gl.constexpr):
             store_lse(lse_ptr, lses, flat, work.sq)
         if PLAN.halves:
             unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
+        elif PLAN.split:
+            unseen = (unseen_quads(BLOCK_M, BLOCK_N, accumulator(BLOCK_N)),)
         else:
             unseen = (unseen_whole(BLOCK_M, accumulator(BLOCK_N)),)
         block = Block(it, it, last_key)
@@ -345,9 +347,9 @@ def attention_step5(
     CONSUMERS: gl.constexpr = PLAN.consumers
     REGISTERS: gl.constexpr = PLAN.registers
     BLOCK_D: gl.constexpr = PLAN.block_d
-    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1)
-    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS)
-    v = allocate_ring(v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS)
+    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, BITS=PLAN.ring)
+    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, BITS=PLAN.ring)
+    v = allocate_ring(v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS, BITS=PLAN.ring)
     if PLAN.o_in_q:
         o_tiles = q.tiles
     else:
@@ -484,5 +486,10 @@ def launch(a: Arguments) -> Launch | None:
         return None
     if schedule is not None:
         keep_for_graphs(schedule)
+    if plan.bare:
+        from utils.attention.gluon.bare import without_barriers
+        from utils.kernels.assembling import reassembled
+
+        compiled = reassembled(compiled, without_barriers(compiled.asm["ptx"]))
     handle = Handle(compiled, (programs,), tensors, (table, *sizes, plan, case), a.q.device.index)
     return Launch(handle, numbers, counters, schedule)

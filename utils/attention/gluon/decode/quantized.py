@@ -78,7 +78,7 @@ def allocate_converted(dtype: gl.constexpr, SLOTS: gl.constexpr, PLAN: gl.conste
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=128)
         mbarrier.init(empty.index(i), count=128 * PLAN.consumers)
-    return Ring(tiles, full, empty, SLOTS, 1)
+    return Ring(tiles, full, empty, SLOTS, 1, False)
 
 
 @gluon.jit
