@@ -147,6 +147,17 @@ CASES["chain"] = [
     ((4, 8, 8, 4096, 4096, 256, CAUSAL, None), ("whole, ring=1, pairs=1",)),
     ((16, 32, 32, 1024, 1024, 64, FULL, None), ("ahead, ring=1", "ahead, ring=1, pin=1, pairs=1", _AHEAD + _A)),
 ]
+_R, _BR = "ring=1", "bare=1, ring=1"
+CASES["bare"] = [
+    ((4, 32, 32, 4096, 4096, 64, FULL, None), (_AHEAD + _R, _AHEAD + _BR)),
+    ((1, 32, 32, 16384, 16384, 64, CAUSAL, None), ("whole, " + _R, "whole, " + _BR)),
+    ((4, 16, 16, 4096, 4096, 128, CAUSAL, None), ("whole, " + _R, "whole, " + _BR)),
+    ((4, 8, 8, 4096, 4096, 256, CAUSAL, None), ("whole, " + _R, "whole, " + _BR)),
+    ((16, 32, 32, 1024, 1024, 64, CAUSAL, None), ("short, " + _A, "short, bare=1, " + _A, "short, " + _BR)),
+    ((8, 32, 32, 2048, 2048, 64, CAUSAL, None), ("whole, " + _BR, "short, bare=1, " + _A)),
+    ((2, 8, 2, 1408, 1408, 64, FULL, 256), ("narrow, " + _A, "narrow, bare=1, " + _A)),
+    ((1, 64, 8, 5248, 5248, 64, CAUSAL, 4096), ("whole, " + _BR, "whole, bare=1, " + _A)),
+]
 PEERS = ("cudnn", "fa3", "cute")
 WRONG = 8e-3  # relative error: a contender with more is not timed
 
