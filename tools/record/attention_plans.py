@@ -158,6 +158,18 @@ CASES["bare"] = [
     ((2, 8, 2, 1408, 1408, 64, FULL, 256), ("narrow, " + _A, "narrow, bare=1, " + _A)),
     ((1, 64, 8, 5248, 5248, 64, CAUSAL, 4096), ("whole, " + _BR, "whole, bare=1, " + _A)),
 ]
+_H, _P = "ring=1, halves=1, pin=1", "ring=1, pin=1"
+CASES["small"] = [
+    ((16, 32, 32, 1024, 1024, 64, CAUSAL, None), ("short, " + _H, "short, " + _A, "short, ring=1, split=1", "short, bare=1, " + _H)),
+    ((2, 8, 2, 1408, 1408, 64, FULL, 256), ("narrow, " + _H, "narrow, " + _A, "narrow, ring=1, split=1")),
+    ((32, 32, 32, 512, 512, 64, CAUSAL, None), ("short, " + _H, "short, " + _A)),
+    ((8, 32, 32, 2048, 2048, 64, CAUSAL, None), ("whole, ring=1", "short, " + _H, "short, " + _A)),
+    ((2, 8, 8, 1536, 1536, 64, FULL, 300), ("narrow, " + _H, "narrow, " + _A)),
+    ((8, 8, 8, 1024, 1024, 64, CAUSAL, 256), ("narrow, " + _H, "narrow, " + _A)),
+    ((2, 16, 4, 4096, 4096, 64, FULL, 1024), ("few, " + _P, "few, pairs=1, " + _P)),
+    ((8, 1, 1, 896, 896, 64, CAUSAL, None), ("one, " + _P, "one, pairs=1, " + _P)),
+    ((16, 16, 16, 1024, 1024, 128, CAUSAL, None), ("whole, ring=1", "whole, " + _P)),
+]
 PEERS = ("cudnn", "fa3", "cute")
 WRONG = 8e-3  # relative error: a contender with more is not timed
 
