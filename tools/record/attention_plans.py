@@ -4,7 +4,7 @@
     python -m tools.record.attention_plans few tails --out attention_tails.json
 
 Tables: "tails", full attention at head dim 64, with and without a tail; "windows"; "few", fewer tiles than multiprocessors;
-"dealt", causal tiles that the host deals out; "slots", tiles of Q and slots of the rings; "narrow", small windows. A plan is named by its variant, and by
+"dealt", causal tiles that the host deals out; "slots", tiles of Q and slots of the rings; "narrow", small windows; "order", what comes before what in a block and at a start. A plan is named by its variant, and by
 fields of it that are changed ("few, q_slots=1"); where programs share tiles, by their number. With `--processes` the kernels are compiled
 side by side before anything is timed. A plan whose output is wrong is not timed.
 
@@ -120,6 +120,21 @@ CASES["narrow"] = [
     ((4, 4, 1, 1337, 1337, 64, FULL, 128), _NARROW),
     ((8, 8, 8, 1024, 1024, 64, CAUSAL, 256), _NARROW),
     ((3, 12, 4, 2111, 2111, 64, CAUSAL, 200), _NARROW),
+]
+# The first loads before the roles begin, a row's maximum by halves, and P V waited for before the softmax.
+_ORDER = ("narrow, prefill=5", "narrow, tree=1", "narrow, both=1", "narrow, both=1, prefill=5")
+CASES["order"] = [
+    ((1, 32, 32, 16384, 16384, 64, FULL, None), ("ahead of three, tree=1", "ahead of three, both=1")),
+    ((1, 32, 32, 16384, 16384, 64, CAUSAL, None), (", tree=1", ", both=1")),
+    ((2, 8, 2, 1408, 1408, 64, FULL, 256), _ORDER),
+    ((4, 32, 32, 4096, 4096, 64, CAUSAL, None), (", tree=1", ", both=1", ", both=1, prefill=2")),
+    ((4, 32, 32, 4096, 4096, 64, FULL, None), ("ahead of three, both=1",)),
+    ((2, 8, 8, 1536, 1536, 64, FULL, 300), _ORDER),
+    ((16, 32, 32, 1024, 1024, 64, CAUSAL, None), ("short, tree=1", "short, both=1")),
+    ((16, 8, 8, 1024, 1024, 256, CAUSAL, None), (", prefill=2",)),
+    ((8, 8, 8, 1024, 1024, 64, CAUSAL, 256), ("narrow, prefill=5", "narrow, both=1")),
+    ((1, 64, 8, 5248, 5248, 64, CAUSAL, 4096), (", both=1",)),
+    ((8, 1, 1, 896, 896, 64, CAUSAL, None), ("one, prefill=2",)),
 ]
 PEERS = ("cudnn", "fa3", "cute")
 WRONG = 8e-3  # relative error: a contender with more is not timed

@@ -39,6 +39,9 @@ class Plan:
     q_slots: int = (
         1  # tiles of Q in shared memory; with two, the next tile's Q, K and V come while this one is computed
     )
+    both: bool = False  # P V is waited for before the softmax, too; without `halves`
+    tree: bool = False  # a row's maximum by halves first; without `halves`
+    prefill: int = 0  # a program's first Q, and so many blocks of K and V, are asked for before the roles begin
     ahead: bool = False  # a tile's end overlaps the next tile's start (`consumer_ahead`): needs two tiles of Q
 
     @property

@@ -55,7 +55,7 @@ from dataclasses import dataclass
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from utils.attention.gluon.arguments import Arguments, unused
 from utils.attention.gluon.blocks import finish_block, first_block, start_output, start_scores, step
@@ -64,8 +64,8 @@ from utils.attention.gluon.dealing import deal_tiles
 from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring
 from utils.attention.gluon.plan import Case, parts_for, row_offset, tile_blocks
-from utils.attention.gluon.shared import accumulator, clean_blocks, wait_products
-from utils.attention.gluon.softmax import normalizers, spread, unseen_halves, unseen_whole
+from utils.attention.gluon.shared import accumulator, clean_blocks, tma_load, wait_products
+from utils.attention.gluon.softmax import normalizers, spread, unseen_halves, unseen_quads, unseen_whole
 from utils.attention.gluon.stores import store_lse, store_rows, store_tile
 from utils.kernels.capture import tensor_on
 from utils.kernels.handle import Handle
@@ -89,7 +89,11 @@ def producer(work, q_desc, k_desc, v_desc):
         head = flat - batch * work.heads
         kv_head = head // work.group
         lo, hi = work.blocks(t, row, BLOCK_M * CONSUMERS)
-        for j in range(hi - lo):
+        begin = 0
+        if PLAN.prefill > 0:  # of the first tile `fill_rings` has asked for some
+            begin = gl.where(i == 0, gl.minimum(PLAN.prefill, hi - lo), 0)
+            it += begin
+        for j in range(begin, hi - lo):
             key = (hi - 1 - j) * PLAN.block_n
             # In the order of need: the first consumer's Q, K, the other consumers' Q, V.
             if j == 0:
@@ -106,6 +110,43 @@ def producer(work, q_desc, k_desc, v_desc):
             keep_clock(work, clocks, "V loads")
             it += 1
         t = work.todo.finish_next(t_next)
+
+
+@gluon.jit
+def fill_rings(work, q_desc, k_desc, v_desc):
+    """Before the roles begin: ask for the first tile's Q and its first blocks of K and V.
+
+    Triton hands over to the roles through shared memory and barriers, and puts a barrier between an expectation and its copy: so
+    all expectations come before all copies.
+    """
+    PLAN: gl.constexpr = work.PLAN
+    CONSUMERS: gl.constexpr = PLAN.consumers
+    COUNT: gl.constexpr = PLAN.prefill
+    BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
+    fence_async_shared()  # TMA completes the barriers through the async proxy, and may otherwise find them as they were before
+    count, t, _rest = work.first(BLOCK_M * CONSUMERS)
+    tile, flat = work.todo.locate(t)
+    row = work.first_row(tile)
+    batch = flat // work.heads
+    head = flat - batch * work.heads
+    kv_head = head // work.group
+    lo, hi = work.blocks(t, row, BLOCK_M * CONSUMERS)
+    blocks = gl.where(count > 0, hi - lo, 0)  # a program that has no tile asks for nothing
+    q, k, v = work.q, work.k, work.v
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.expect(q.full.index(w), q_desc.block_type.nbytes, pred=blocks > 0)
+    for j in gl.static_range(COUNT):
+        mbarrier.expect(k.full.index(j), k_desc.block_type.nbytes, pred=j < blocks)
+        mbarrier.expect(v.full.index(j), v_desc.block_type.nbytes, pred=j < blocks)
+    tma_load(q_desc, [batch, head, row, 0], q.full.index(0), q.tiles.index(0), pred=blocks > 0)
+    for j in gl.static_range(COUNT):
+        key = (hi - 1 - j) * PLAN.block_n
+        tma_load(k_desc, [batch, kv_head, key, 0], k.full.index(j), k.tiles.index(j), pred=j < blocks)
+        if j == 0:
+            for w in gl.static_range(1, CONSUMERS):
+                at = [batch, head, row + w * BLOCK_M, 0]
+                tma_load(q_desc, at, q.full.index(w), q.tiles.index(w), pred=blocks > 0)
+        tma_load(v_desc, [batch, kv_head, key, 0], v.full.index(j), v.tiles.index(j), pred=j < blocks)
 
 
 @gluon.jit
@@ -286,6 +327,8 @@ def consumer_ahead(work, results, W: gl.constexpr):
             store_lse(lse_ptr, lses, flat, work.sq)
         if PLAN.halves:
             unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
+        elif PLAN.both:
+            unseen = (unseen_quads(BLOCK_M, BLOCK_N, accumulator(BLOCK_N)),)
         else:
             unseen = (unseen_whole(BLOCK_M, accumulator(BLOCK_N)),)
         block = Block(it, it, last_key)
@@ -355,6 +398,9 @@ def attention_step5(
     todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, parts, CASE.dealt, CASE.causal)
     shared_tiles = Parts(parts_ptr, counters, parts)
     work = Work(sq, sk, window, offset, heads, group, c, q, k, v, todo, shared_tiles, PLAN, CASE)
+    if PLAN.prefill > 0:
+        gl.static_assert(PLAN.prefill <= PLAN.stages and not CASE.parts)
+        fill_rings(work, q_desc, k_desc, v_desc)
     results = ((o_desc, out_ptr, head_dim), o_tiles, lse_ptr)
     loads = (work, q_desc, k_desc, v_desc)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
