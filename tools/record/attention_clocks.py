@@ -7,7 +7,8 @@ Each point is timed in every warp (`utils/attention/gluon/clocks.py`). `offline`
 says what the clocks add: registers, spills, instructions of a block. `measure` runs both in turns, and checks that the output is
 the same bits. A row has, over the last blocks of each program:
 
-- `phases`: cycles from point to point of a block, of a consumer's warp: mean, and the 10th, 50th and 90th percentile;
+- `phases`: cycles from point to point of a block, of a consumer's warp: mean, and the 10th, 50th and 90th percentile; empty where a plan waits for P V
+  before the softmax, whose points come in another order;
 - `loads`: the same for the producer, whose waits for empty slots are among them; `tile`: for what a tile has beside its loop;
 - `beside`: how much of the time 0, 1, 2, ... warps of one scheduler are in a softmax at the same time;
 - `start`: cycles from the kernel's first instruction to the first consumer's first softmax; `idle_ns`: how long before the last program the others end;

@@ -10,7 +10,8 @@ side by side before anything is timed. A plan whose output is wrong is not timed
 
 `attention_tails.json`, `attention_slots.json` and `attention_narrow.json` of `assets/results/h200/` are of this script. `attention_plans.json` has the tables "tails", "rows" and "three",
 `attention_few_tiles.json` has "windows", "few" and "dealt", and `attention_early.json`, `attention_woven.json` and `attention_outputs.json` of `assets/results/h100/` have tables of their own commits (docs/attention-log.md,
-entries 36 to 38), all with plans that were tried: those that lost are no longer in `utils.attention.gluon.plan`.
+entries 36 to 38), all with plans that were tried: those that lost are no longer in `utils.attention.gluon.plan`. So are `attention_sections.json`, `attention_one_edge.json` and `attention_loads.json`,
+"order" at three commits (entries 45 to 47).
 """
 
 from __future__ import annotations

@@ -233,16 +233,20 @@ def test_few_tiles_or_many_masks_take_smaller_tiles():
         == "few"
     )
     assert variant(128, heads=16) == variant(256, heads=16) == "", "no next tile whose start could be overlapped"
-    assert variant(64, window=1024, length=4096, heads=32) == "few"
+    assert variant(64, window=1024, length=4096, heads=32) == "", (
+        "rounds of 12.5% more rows, each of which takes a sixth less"
+    )
+    assert variant(64, window=1024, length=4096, heads=8) == "few", "two rounds of either, so half as many rows more"
     assert variant(64, causal=True, window=256, heads=64) == variant(64, window=256, length=1408, heads=16) == "narrow"
     assert variant(64, causal=True, window=4096, length=5248, heads=64) == "", "few masks"
     assert variant(64, causal=True, window=1024, length=8192, heads=64) == ""
 
 
 def test_the_variant_is_the_fastest_that_was_measured():
-    """Within 1% at every shape of the record that more than one variant ran (assets/results/h200/attention_slots.json)."""
-    compared = 0
-    for row in read_record(ROOT / "assets/results/h200/attention_slots.json")["slots"]:
+    """Within 1% at every shape that more than one variant ran at, if what is chosen now was among them."""
+    compared, results = 0, ROOT / "assets/results"
+    rows = read_record(results / "h200/attention_slots.json")["slots"]
+    for row in rows + read_record(results / "h100/attention_loads.json")["order"]:
         variants = dict[str, float]()  # each at its fastest, of which some had other numbers of slots
         for name, us in row["us"].items():
             variant_name = name.split(", ")[0]
@@ -250,7 +254,7 @@ def test_the_variant_is_the_fastest_that_was_measured():
                 variants[variant_name] = min(us, variants.get(variant_name, us))
         sizes = row["sq"], row["sk"], row["batch"] * row["heads"]
         chosen = variant_for(row["head_dim"], row["causal"], row["window"] or 0, *sizes, 132)
-        if len(variants) > 1:
+        if len(variants) > 1 and (chosen or "whole") in variants:
             assert variants[chosen or "whole"] <= 1.01 * min(variants.values()), row
             compared += 1
     assert compared >= 7

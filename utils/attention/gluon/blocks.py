@@ -110,9 +110,8 @@ def finish_block(
         work.v.release(block.number - 1)
         top = gl.maximum(state[0].maximum, gl.max(s, 1))
         maximum, shifted, factor = lazy_maximum(state[0].maximum, top, work.c, CAUSAL or WINDOW)
-        if not NEXT_TILE:
-            # Its branch ends a stretch of straight code, so it comes before the exponentials.
-            o = rescale(o, spread((factor,), o))
+        # Its branch ends a stretch of straight code, so it comes before the exponentials.
+        o = rescale(o, spread((factor,), o))
         p, rows = quad_softmax(s, state[0], maximum, shifted, factor, work.c)
         p = gl.convert_layout(p.to(dtype), left_operand(PLAN.block_d))
         keep_clock(work, clocks, "softmax")

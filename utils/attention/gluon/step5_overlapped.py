@@ -78,7 +78,7 @@ from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
 from utils.attention.gluon.plan import Case, one_edge, parts_for, row_offset, tile_blocks
 from utils.attention.gluon.shared import accumulator, clean_blocks, wait_products
-from utils.attention.gluon.softmax import normalizers, spread, unseen_halves, unseen_quads, unseen_whole
+from utils.attention.gluon.softmax import normalizers, spread, unseen_halves, unseen_whole
 from utils.attention.gluon.stores import store_lse, store_rows, store_tile
 from utils.kernels.capture import tensor_on
 from utils.kernels.handle import Handle
@@ -263,8 +263,6 @@ def consumer_ahead(work, results, W: gl.constexpr):
             store_lse(lse_ptr, lses, flat, work.sq)
         if PLAN.halves:
             unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
-        elif PLAN.both:
-            unseen = (unseen_quads(BLOCK_M, BLOCK_N, accumulator(BLOCK_N)),)
         else:
             unseen = (unseen_whole(BLOCK_M, accumulator(BLOCK_N)),)
         block = Block(it, it, last_key)
@@ -351,7 +349,9 @@ def attention_step5(
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
     # registers that are left. Functions cannot be kept in a variable here, so the lists are written out.
     if PLAN.ahead:
-        gl.static_assert(PLAN.q_slots == 2 and not (CASE.causal or CASE.window or CASE.parts or PLAN.own_keys))
+        gl.static_assert(
+            PLAN.q_slots == 2 and not (CASE.causal or CASE.window or CASE.parts or PLAN.own_keys or PLAN.both)
+        )
         if CONSUMERS == 2:
             gl.warp_specialize(
                 [(consumer_ahead, (work, results, 0)), (consumer_ahead, (work, results, 1)), (producer, loads)],
