@@ -7,9 +7,11 @@ Each point is timed in every warp (`utils/attention/gluon/clocks.py`). `offline`
 says what the clocks add: registers, spills, instructions of a block. `measure` runs both in turns, and checks that the output is
 the same bits. A row has, over the last blocks of each program:
 
-- `phases`: cycles from point to point of a block, of a consumer's warp: mean, and the 10th, 50th and 90th percentile;
+- `phases`: cycles from point to point of a block, of a consumer's warp: mean, and the 10th, 50th and 90th percentile; empty where a plan waits for P V
+  before the softmax, whose points come in another order;
 - `loads`: the same for the producer, whose waits for empty slots are among them; `tile`: for what a tile has beside its loop;
 - `beside`: how much of the time 0, 1, 2, ... warps of one scheduler are in a softmax at the same time;
+- `start`: cycles from the kernel's first instruction to the first consumer's first softmax; `idle_ns`: how long before the last program the others end;
 - `mhz`: the SM's clock, by the time in nanoseconds that the kernel keeps (0 where a program has one tile), and `cycles_a_block` of the kernel with clocks and
   without: time x clock / blocks of a program, so that what stands beside the loop is in it.
 """
@@ -28,8 +30,9 @@ from unittest import mock
 import numpy as np
 import torch
 
+from tools.record.attention_plans import named_plan
 from tools.record.common import Record, arguments_parser
-from utils.attention.gluon.plan import Plan, plan_for, tile_blocks, variant_for
+from utils.attention.gluon.plan import Plan, tile_blocks, variant_for
 
 
 class Case(NamedTuple):
@@ -42,10 +45,12 @@ class Case(NamedTuple):
     length: int
     causal: bool = False
     window: int = 0
+    changes: str = ""  # fields of the plan that are changed, as `attention_plans` names them
 
     def __str__(self):
         mask = ("causal" if self.causal else "full") + (f", window {self.window}" if self.window else "")
-        return f"{self.head_dim}: {self.batch} x {self.heads}/{self.kv_heads} x {self.length} {mask}"
+        changes = f" ({self.changes})" if self.changes else ""
+        return f"{self.head_dim}: {self.batch} x {self.heads}/{self.kv_heads} x {self.length} {mask}{changes}"
 
 
 # 16384 tokens and a model width of 2048, and the two shapes that are furthest behind (docs/attention-log.md, "Where it stands").
@@ -55,15 +60,20 @@ CASES = (
     Case(64, 2, 8, 2, 1408, window=256),
     Case(256, 16, 8, 8, 1024, True),
 )
+# What a program has before its first tile, and between tiles, by the plan.
+STARTS = (
+    *(Case(64, 2, 8, 2, 1408, window=256, changes=x) for x in ("prefill=0", "prefill=1")),
+    *(Case(256, 16, 8, 8, 1024, True, changes=x) for x in ("prefill=0, keys_first=0", "prefill=2, keys_first=2")),
+)
 PROGRAMS = 132
 LONGEST = 1 << 20  # cycles: two clocks further apart are not of the same block
 
 
 def plan_of_case(case: Case, programs: int = PROGRAMS) -> tuple[str, Plan]:
     """Return the variant and the plan that attention takes."""
-    d, batch, heads, _, length, causal, window = case
+    d, batch, heads, _, length, causal, window, changes = case
     variant = variant_for(d, causal, window, length, length, batch * heads, programs)
-    return variant, plan_for(5, d, variant)
+    return variant, named_plan(f"{variant}, {changes}" if changes else variant, d)
 
 
 # ---- what the clocks cost, offline ------------------------------------------------------------------------------------
@@ -181,6 +191,25 @@ def clock_rate(tiles: np.ndarray, point: int, time: int) -> float:
     return float(np.median(rates)) if rates else 0.0
 
 
+def starts_and_ends(tiles: np.ndarray, points: tuple[str, ...]) -> dict:
+    """Return what a program has before its first tile, and how long before the last program it ends.
+
+    tiles: (programs, consumers, 4, TILES, WORDS). `start`: cycles from the kernel's first instruction to the first consumer's points.
+    `idle_ns`: from the end of a program's last loop to that of all programs, in nanoseconds.
+    """
+    names = ("kernel begins", "barriers ready", "roles begin", "begins", "Q there", "first softmax")
+    first = tiles[
+        :, 0, :, 0
+    ]  # of the first consumer's four warps; right where a program has no more tiles than entries
+    steps = steps_between(first, [points.index(name) for name in names])
+    found = {f"{a} to {b}": summary(steps[:, i]) for i, (a, b) in enumerate(itertools.pairwise(names))}
+    times = tiles[..., points.index("nanoseconds")].astype(np.int64)
+    origin = times[times != 0].min() if (times != 0).any() else 0
+    kept = np.where(times != 0, (times - origin + (1 << 31)) % (1 << 32) - (1 << 31), -(1 << 40))
+    last = kept.reshape(len(tiles), -1).max(1)
+    return {"start": found, "idle_ns": summary(last.max() - last)}
+
+
 def read_entries(words: np.ndarray, consumers: int) -> dict:
     """Return what the clocks of one launch say; words: all entries, uint32, (programs, warps, entries, WORDS)."""
     from utils.attention.gluon.clocks import BLOCK_POINTS, BLOCKS, LOAD_POINTS, TILE_POINTS
@@ -202,6 +231,7 @@ def read_entries(words: np.ndarray, consumers: int) -> dict:
     names = [TILE_POINTS[i] for i in kept]
     found["tile"] = {f"{a} to {b}": summary(of_tiles[:, i]) for i, (a, b) in enumerate(itertools.pairwise(names))}
     found["blocks_of_loops"] = summary(tiles[..., 8][tiles[..., 9] != 0])
+    found |= starts_and_ends(tiles, TILE_POINTS)
     found["beside"] = {  # of every fourth program, to save time
         "from scores to softmax": beside_each_other(blocks[::4], 4, 5),
         "from begin to scores": beside_each_other(blocks[::4], 0, 4),
@@ -307,6 +337,7 @@ def show(row: dict) -> str:
         f"{named(row)}: {row['ms']['without']:.4f} ms, x {ratio:.3f} with clocks, {row['mhz']:.0f} MHz, "
         f"{row['cycles_a_block']['without']:.0f} a block, same bits {row['same_bits']}\n"
         f"  block {medians(row['phases'])}; producer {medians(row['loads'])}; tile {medians(row['tile'])}\n"
+        f"  start {medians(row['start'])}; idle at the end, ns {row['idle_ns']}\n"
         f"  in softmax {row['beside']['from scores to softmax']}, in products {row['beside']['from begin to scores']}"
     )
 
@@ -314,7 +345,7 @@ def show(row: dict) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Compile or measure the cases; return the exit status."""
     parser: argparse.ArgumentParser = arguments_parser(__doc__, pairs=9)
-    parser.add_argument("table", choices=("offline", "measure"))
+    parser.add_argument("table", choices=("offline", "measure", "starts"))
     parser.add_argument("--processes", type=int, default=0, help="compile so many cases side by side beforehand")
     options = parser.parse_args(arguments)
     if options.table == "offline":
@@ -327,10 +358,11 @@ def main(arguments: list[str] | None = None) -> int:
         torch.manual_seed(0)
         record = Record(options.out, "step 5: cycles between points of a block", "cuda", options.seconds)
         print(torch.cuda.get_device_name())
+        cases = STARTS if options.table == "starts" else CASES
         if options.processes:
             with ProcessPoolExecutor(options.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-                list(pool.map(prepare, CASES))
-        complete = record.fill(CASES, partial(measure, pairs=options.pairs), show)
+                list(pool.map(prepare, cases))
+        complete = record.fill(cases, partial(measure, pairs=options.pairs), show)
     record.finish() if complete else record.save()
     return 0
 

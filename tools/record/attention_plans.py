@@ -4,18 +4,20 @@
     python -m tools.record.attention_plans few tails --out attention_tails.json
 
 Tables: "tails", full attention at head dim 64, with and without a tail; "windows"; "few", fewer tiles than multiprocessors;
-"dealt", causal tiles that the host deals out; "slots", tiles of Q and slots of the rings; "narrow", small windows. A plan is named by its variant, and by
+"dealt", causal tiles that the host deals out; "slots", tiles of Q and slots of the rings; "narrow", small windows; "choice", plans of head dim 64 by mask; "order", what comes before what in a block and at a start. A plan is named by its variant, and by
 fields of it that are changed ("few, q_slots=1"); where programs share tiles, by their number. With `--processes` the kernels are compiled
 side by side before anything is timed. A plan whose output is wrong is not timed.
 
 `attention_tails.json`, `attention_slots.json` and `attention_narrow.json` of `assets/results/h200/` are of this script. `attention_plans.json` has the tables "tails", "rows" and "three",
 `attention_few_tiles.json` has "windows", "few" and "dealt", and `attention_early.json`, `attention_woven.json` and `attention_outputs.json` of `assets/results/h100/` have tables of their own commits (docs/attention-log.md,
-entries 36 to 38), all with plans that were tried: those that lost are no longer in `utils.attention.gluon.plan`.
+entries 36 to 38), all with plans that were tried: those that lost are no longer in `utils.attention.gluon.plan`. So are `attention_sections.json`, `attention_one_edge.json` and `attention_loads.json`,
+"order" at three commits (entries 45 to 47).
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -26,6 +28,7 @@ import torch
 
 from tools.record.common import Record, arguments_parser
 from utils.attention import attention, find_backend, make_problem
+from utils.attention.gluon import dealing
 from utils.attention.gluon.plan import Plan, plan_for
 from utils.attention.reference import reference
 from utils.benchmark.measuring import measure_together
@@ -121,6 +124,53 @@ CASES["narrow"] = [
     ((8, 8, 8, 1024, 1024, 64, CAUSAL, 256), _NARROW),
     ((3, 12, 4, 2111, 2111, 64, CAUSAL, 200), _NARROW),
 ]
+# The first loads before the roles begin, heads that are dealt together, and plans for windows.
+_OLD = ", section=32"
+_P1, _P2 = ", prefill=1", ", prefill=2"
+CASES["order"] = [
+    ((16, 16, 16, 1024, 1024, 128, CAUSAL, None), ("whole", _P1, _P2, _OLD)),
+    ((16, 8, 8, 1024, 1024, 256, CAUSAL, None), ("whole", _P1, _OLD)),
+    ((2, 8, 2, 1408, 1408, 64, FULL, 256), ("narrow", "narrow, prefill=2", "narrow, q_slots=1")),
+    ((2, 8, 8, 1536, 1536, 64, FULL, 300), ("narrow", "narrow, prefill=2", "narrow, q_slots=1")),
+    ((8, 8, 8, 1024, 1024, 64, CAUSAL, 256), ("narrow", "narrow, prefill=2", "narrow, prefill=0")),
+    ((4, 16, 8, 8192, 8192, 64, CAUSAL, 1024), ("whole", _OLD, _P1)),
+    ((1, 16, 16, 16384, 16384, 128, CAUSAL, None), ("whole", _OLD, _P1)),
+    ((8, 16, 16, 2048, 2048, 128, CAUSAL, None), ("whole", _OLD, _P1)),
+    ((2, 16, 4, 4096, 4096, 64, FULL, 1024), ("few", "few, prefill=1", "whole", "narrow")),
+    ((1, 64, 8, 5248, 5248, 64, CAUSAL, 4096), ("whole", _P1, ", both=1")),
+    ((8, 1, 1, 896, 896, 64, CAUSAL, None), ("one, prefill=0", "one", "one, prefill=2")),
+    ((8, 1, 1, 528, 528, 128, CAUSAL, None), ("one, prefill=0", "one")),
+    ((2, 4, 1, 1024, 1024, 256, FULL, 256), ("one, prefill=0", "one")),
+    ((1, 2, 2, 1920, 1920, 128, FULL, None), (("", 4), (_P1, 4))),
+    ((16, 32, 32, 1024, 1024, 64, CAUSAL, None), ("short", "short, prefill=1", "short" + _OLD)),
+    ((8, 32, 32, 2048, 2048, 64, CAUSAL, None), ("whole", _OLD, _P1)),
+    ((8, 8, 8, 2048, 2048, 256, CAUSAL, None), ("whole", _OLD)),
+    ((16, 32, 32, 1024, 1024, 64, FULL, None), ("ahead", "ahead, prefill=1")),
+    ((16, 16, 16, 1024, 1024, 128, FULL, None), ("ahead", "ahead, prefill=1")),
+    ((4, 16, 16, 4096, 4096, 128, CAUSAL, None), ("whole", _OLD, _P1)),
+    ((4, 32, 32, 4096, 4096, 64, CAUSAL, None), ("whole", _OLD)),
+    ((2, 32, 8, 2944, 2944, 128, CAUSAL, None), ("whole", _OLD)),
+    ((1, 4, 2, 15381, 16013, 64, CAUSAL, None), ("whole", _OLD)),
+    ((4, 4, 4, 4736, 9790, 64, CAUSAL, None), ("whole", _OLD)),
+    ((16, 8, 8, 1024, 1024, 256, FULL, None), ("whole", ", prefill=0, keys_first=0")),
+    ((1, 8, 8, 16384, 16384, 256, CAUSAL, None), ("whole", _OLD)),
+]
+# Which plan of head dim 64 a mask takes, since "short" waits for P V first and a mask costs less.
+_CAUSAL, _WINDOW = ("", "short", "few"), ("", "few", "narrow")
+CASES["choice"] = [
+    ((8, 32, 32, 2048, 2048, 64, CAUSAL, None), _CAUSAL),
+    ((2, 16, 4, 4096, 4096, 64, FULL, 1024), _WINDOW),
+    ((8, 16, 16, 2048, 2048, 64, CAUSAL, 512), _WINDOW),
+    ((4, 16, 4, 3001, 3001, 64, CAUSAL, None), _CAUSAL),
+    ((3, 2, 2, 2944, 2944, 64, CAUSAL, None), _CAUSAL),
+    ((8, 2, 1, 6144, 6144, 64, CAUSAL, None), _CAUSAL),
+    ((4, 16, 8, 4096, 4096, 64, FULL, 512), _WINDOW),
+    ((4, 16, 8, 8192, 8192, 64, CAUSAL, 1024), _WINDOW),
+    ((4, 32, 32, 1536, 1536, 64, CAUSAL, None), _CAUSAL),
+    ((4, 32, 32, 4096, 4096, 64, CAUSAL, None), _CAUSAL),
+    ((8, 8, 8, 1024, 1024, 64, CAUSAL, 256), _WINDOW),
+    ((3, 1, 1, 5259, 5259, 64, FULL, 4096), ("", "few")),
+]
 PEERS = ("cudnn", "fa3", "cute")
 WRONG = 8e-3  # relative error: a contender with more is not timed
 
@@ -129,8 +179,14 @@ def named_plan(name: str, head_dim: int) -> Plan:
     """Return the plan of a name: a variant, and fields that are changed, such as "few, q_slots=1"."""
     variant, *changes = name.split(", ")
     plan = plan_for(5, head_dim, "" if variant == "whole" else variant)
-    pairs = (change.split("=") for change in changes)
+    pairs = (change.split("=") for change in changes if not change.startswith("section="))
     return replace(plan, **{field: type(getattr(plan, field))(int(value)) for field, value in pairs})
+
+
+def section_of(name: str) -> int:
+    """Return how many bytes of K and V the heads that are dealt together have; "section=32" in a plan's name: MiB."""
+    found = [change.split("=")[1] for change in name.split(", ") if change.startswith("section=")]
+    return int(found[0]) << 20 if found else dealing.SECTION_BYTES
 
 
 def run_plan(variant: str, parts: int, q, k, v, out, causal: bool, window: int | None):
@@ -142,8 +198,14 @@ def run_plan(variant: str, parts: int, q, k, v, out, causal: bool, window: int |
     head_dim, nothing = q.shape[-1], unused(q.device)
     plan, c = named_plan(variant, head_dim), head_dim**-0.5 * LOG2_E
     arguments = Arguments(q, k, v, out, nothing, causal, window or 0, False, c, plan, programs)
-    with mock.patch.object(step_module(5), "parts_for", lambda *given: parts):
-        launched = step_module(5).launch(arguments)
+    step5 = step_module(5)
+    step5.tile_schedule.cache_clear()  # it does not know of sections
+    with (
+        mock.patch.object(step5, "parts_for", lambda *given: parts),
+        mock.patch.object(dealing, "SECTION_BYTES", section_of(variant)),
+    ):
+        launched = step5.launch(arguments)
+    step5.tile_schedule.cache_clear()
     return partial(launched, q, k, v, out, nothing)
 
 
@@ -239,7 +301,10 @@ def main() -> int:
     )
     if options.processes:
         kernels = {
-            (case[0][5:], plan): (case, plan) for table in options.tables for case in CASES[table] for plan in case[1]
+            (case[0][5:], re.sub(", section=[0-9]+", "", str(plan))): (case, plan)
+            for table in options.tables
+            for case in CASES[table]
+            for plan in case[1]
         }
         with ProcessPoolExecutor(options.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
             list(pool.map(compile_plan, kernels.values()))

@@ -43,6 +43,8 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return Tensor(0, gl.int32)
     if text == "fence.proxy.async; mov.u32 $0, 0;":
         return Tensor(0, gl.int32)  # for global memory; TMA and threads see the same one here at all times
+    if re.fullmatch(_PREFETCH_TILE, text):
+        return Tensor(0, gl.int32)
     if re.fullmatch(r"griddepcontrol\.(wait|launch_dependents); mov\.u32 \$0, 0;", text):
         return Tensor(0, gl.int32)
     named = re.fullmatch(r"bar\.(sync|arrive) \$1, (\d+); mov\.u32 \$0, 0;", text)
@@ -75,6 +77,10 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
             keep &= columns < limit.data if name == "last" else columns >= limit.data
         other = np.float32("-inf") if kept[1] == "0fFF800000" else np.float32(0)
         return Tensor(np.where(keep, args[0].data, other), gl.float32, args[0].layout)
+    if len(args) == 3 and text == _side_text(pack):
+        columns = np.arange(args[0].data.shape[-1])
+        keep = (columns < args[1].data) ^ (args[2].data != 0)
+        return Tensor(np.where(keep, args[0].data, np.float32("-inf")), gl.float32, args[0].layout)
     if text == _E4M3_TO_FP16 and pack == 4 and args[0].dtype.name == "uint8":
         return Tensor(_E4M3[args[0].data], gl.float16, args[0].layout)
     if text == _EXCHANGE and pack == 4 and tuple(args[0].data.shape[-2:]) == (4, 4):
@@ -100,6 +106,11 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     refuse("unknown operation", f"gluon_cpu does not know this inline assembly: {text[:120]}")
 
 
+_PREFETCH_TILE = (
+    r"\{ \.reg \.b64 map; \.reg \.pred first; elect\.sync _\|first, 0xffffffff; mov\.b64 map, \w+_param_0; "
+    r"cvta\.param\.u64 map, map; "
+    r"@first cp\.async\.bulk\.prefetch\.tensor\.4d\.L2\.global\.tile \[map, \{\$1, \$2, \$3, \$4\}\]; mov\.u32 \$0, 0; \}"
+)
 # Threads t = 0 .. 3 hold word t of the groups 0 .. 3, and then hold group t: (..., group, word) becomes (..., word, group).
 _EXCHANGE = (
     "{ .reg .pred odd, high; .reg .b32 t, w0, w1, w2, w3; mov.u32 t, %laneid; "
@@ -173,6 +184,20 @@ def _kept_text(n: int, limits: tuple[str, ...], other: str) -> str:
                 for test in _LIMITS[limits]:
                     text += " " + test.format(i // 4 * 8 + i % 2)
                 text += f" selp.f32 ${i}, ${i}, {other}, p;"
+    return text + " }"
+
+
+def _side_text(n: int) -> str:
+    """The text that keeps of n registers those whose column is below a limit, or not below it where the third argument is not zero."""
+    text = (
+        "{ .reg .pred p, left; .reg .b32 c, limit; mov.u32 c, %laneid; and.b32 c, c, 3; shl.b32 c, c, 1; "
+        f"setp.ne.s32 left, ${3 * n}, 0;"
+    )
+    for row in (0, 2):
+        text += f" sub.s32 limit, ${2 * n + row}, c;"
+        for register in range(row, n, 4):
+            for i in (register, register + 1):
+                text += f" setp.gt.xor.s32 p, limit, {i // 4 * 8 + i % 2}, left; selp.f32 ${i}, ${i}, 0fFF800000, p;"
     return text + " }"
 
 

@@ -5,17 +5,19 @@ import itertools
 import math
 import random
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tools.record.common import read_record
 from utils.attention.gluon import launch
-from utils.attention.gluon.dealing import _exchanged, _longest_first, _searched, deal_tiles
+from utils.attention.gluon.dealing import SECTION_BYTES, _exchanged, _longest_first, _searched, deal_tiles
 from utils.attention.gluon.plan import (
     BLOCK_M,
     STEPS,
     block_head_dim,
+    one_edge,
     parts_for,
     plan_for,
     row_offset,
@@ -109,7 +111,47 @@ def test_exchanges_keep_every_tile_and_never_lengthen_the_busiest_program():
             new[b] += cost
         assert sum(new) == pytest.approx(sum(old)) and max(new) <= max(old) + 1e-6
         gained += max(new) < max(old) - 1e-6
+        sections = [rng.randrange(3) for _ in tiles]
+        within = _exchanged(tiles, before, given, sections)
+        for section in range(3):  # each program keeps its number of tiles of each section
+            kept = [[p for p, s in zip(owner, sections, strict=True) if s == section] for owner in (given, within)]
+            assert sorted(kept[0]) == sorted(kept[1])
     assert gained > 20
+
+
+@pytest.mark.parametrize("batch, length", [(16, 1024), (8, 2048)])
+def test_sections_of_heads_follow_each_other_and_leave_no_program_behind(batch, length):
+    """At head dim 256, in sections of 16 MiB, the busiest program had 3% more than the mean before there were exchanges within sections."""
+    blocks = tile_blocks(plan_for(5, 256), length, length, True, 0)
+    head_bytes = length * 256 * 4
+    dealt = deal_tiles(blocks, batch * 8, 1, head_bytes, 132)
+    loads = [sum(blocks[tile & 0xFFFF] + 2.5 for tile in program) for program in dealt]
+    assert max(loads) < 1.015 * sum(loads) / 132
+    heads, last = SECTION_BYTES // head_bytes, batch * 8 - 2 * (SECTION_BYTES // head_bytes)
+    for program in dealt:
+        sections = [min(tile >> 16, last) // heads for tile in program]
+        assert sections == sorted(sections)
+
+
+@pytest.mark.parametrize("block_n", [64, 128])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_with_one_edge_has_no_block_with_both(causal, block_n):
+    """Counted key by key for 64 rows, the last key being an edge, too; a window one shorter has such a block under a causal mask."""
+
+    def both_edges(window, sq, sk):
+        for row in range(0, sq, 64):
+            position = torch.arange(row, min(row + 64, sq)) + sk - sq
+            keys = torch.arange(-(-sk // block_n) * block_n)
+            left = (keys <= position[:, None] - window).any(0)
+            right = (keys >= sk) | (keys > position[:, None] + (0 if causal else window - 1)).any(0)
+            if (left.view(-1, block_n).any(1) & right.view(-1, block_n).any(1)).any():
+                return True
+        return False
+
+    shortest = next(window for window in range(1, 400) if one_edge(replace(plan_for(5, 64), block_n=block_n), window))
+    sizes = [(sq, sk) for sq in (1, 64, 100, 257) for sk in (shortest, 511, 640, 705) if sk >= sq]
+    assert not any(both_edges(window, *size) for size in sizes for window in (shortest, shortest + 1, shortest + 64))
+    assert not causal or any(both_edges(shortest - 1, 64, sk) for sk in range(448, 640))
 
 
 def test_more_tiles_than_can_be_numbered_are_not_dealt():
@@ -191,16 +233,20 @@ def test_few_tiles_or_many_masks_take_smaller_tiles():
         == "few"
     )
     assert variant(128, heads=16) == variant(256, heads=16) == "", "no next tile whose start could be overlapped"
-    assert variant(64, window=1024, length=4096, heads=32) == "few"
+    assert variant(64, window=1024, length=4096, heads=32) == "", (
+        "rounds of 12.5% more rows, each of which takes a sixth less"
+    )
+    assert variant(64, window=1024, length=4096, heads=8) == "few", "two rounds of either, so half as many rows more"
     assert variant(64, causal=True, window=256, heads=64) == variant(64, window=256, length=1408, heads=16) == "narrow"
     assert variant(64, causal=True, window=4096, length=5248, heads=64) == "", "few masks"
     assert variant(64, causal=True, window=1024, length=8192, heads=64) == ""
 
 
 def test_the_variant_is_the_fastest_that_was_measured():
-    """Within 1% at every shape of the record that more than one variant ran (assets/results/h200/attention_slots.json)."""
-    compared = 0
-    for row in read_record(ROOT / "assets/results/h200/attention_slots.json")["slots"]:
+    """Within 1% at every shape that more than one variant ran at, if what is chosen now was among them."""
+    compared, results = 0, ROOT / "assets/results"
+    rows = read_record(results / "h200/attention_slots.json")["slots"]
+    for row in rows + read_record(results / "h100/attention_loads.json")["order"]:
         variants = dict[str, float]()  # each at its fastest, of which some had other numbers of slots
         for name, us in row["us"].items():
             variant_name = name.split(", ")[0]
@@ -208,7 +254,7 @@ def test_the_variant_is_the_fastest_that_was_measured():
                 variants[variant_name] = min(us, variants.get(variant_name, us))
         sizes = row["sq"], row["sk"], row["batch"] * row["heads"]
         chosen = variant_for(row["head_dim"], row["causal"], row["window"] or 0, *sizes, 132)
-        if len(variants) > 1:
+        if len(variants) > 1 and (chosen or "whole") in variants:
             assert variants[chosen or "whole"] <= 1.01 * min(variants.values()), row
             compared += 1
     assert compared >= 7

@@ -103,10 +103,19 @@ class Ring:
     tiles = types.SimpleNamespace(shape=[1, 1, 1, 64, 64])
 
     def __init__(self):
-        self.loads, self.released, self.waited = [], [], []
+        self.loads, self.released, self.waited, self.expected = [], [], [], []
 
     def load(self, number, descriptor, batch, head, row, lane=0):
         self.loads.append((int(lane), int(number), int(batch), int(head), int(row)))
+
+    def expect(self, number, descriptor, lane=0, pred=True):
+        if pred:
+            self.expected.append((int(lane), int(number)))
+
+    def copy(self, number, descriptor, batch, head, row, lane=0, pred=True):
+        if pred:
+            assert (int(lane), int(number)) in self.expected
+            self.load(number, descriptor, batch, head, row, lane)
 
     def wait_full(self, number, lane=0, pred=True):
         if pred:
@@ -135,7 +144,7 @@ class Role:
         for name in ("sq", "sk", "window", "offset", "heads", "group"):
             setattr(self, name, Int32(given[name]))
         self.todo, self.parts = types.SimpleNamespace(schedule=Int32(0)), types.SimpleNamespace(counters=Int32(0))
-        self.todo.DEALT, self.todo.LONGEST_FIRST = self.CASE.dealt, self.CASE.causal
+        self.todo.DEALT, self.todo.SHARED, self.todo.LONGEST_FIRST = self.CASE.dealt, self.CASE.parts, self.CASE.causal
         self.todo.stride, self.todo.tiles_m = Int32(given["schedule_stride"]), Int32(given["tiles_m"])
         self.todo.heads_total = Int32(given["heads_total"])
         self.todo.parts = self.parts.count = Int32(given["parts"])
@@ -244,15 +253,23 @@ def visible(row, sq, sk, causal, window):
 
 def check_program(given, programs, program, table):
     """Run the roles of one program: the rows that it stores, and (head, first row, [(key, masked)]) of each consumer's tiles."""
-    from utils.attention.gluon import step5_overlapped
+    from utils.attention.gluon import loads
 
     plan, heads = given["PLAN"], given["heads"]
     ahead = plan.ahead
-    role = Role(given, Device(program, programs, table))
-    starts = []  # how many blocks had been loaded before a tile's first query rows
-    load = role.q.load
-    role.q.load = lambda *at: (starts.append(len(role.k.loads)) if len(at) == 5 else None, load(*at))
-    on_host(step5_overlapped.producer, gl=Device(program, programs, table), **NO_CLOCKS)(role, None, None, None)
+    device = Device(program, programs, table)
+    role = Role(given, device)
+    names = {**NO_CLOCKS, "gl": device, "prefetch_queries": lambda *at: None, "fence_async_shared": lambda: None}
+    if plan.prefill:
+        on_host(loads.fill_rings, **names)(role, None, None, None)
+    starts = []  # how many blocks had been loaded before each tile
+    first_row = role.first_row
+    role.first_row = lambda tile: (starts.append(len(role.k.loads)), first_row(tile))[1]
+    on_host(loads.producer, **names)(role, None, None, None)
+    tiles = len(
+        {load[1] for load in role.q.loads}
+    )  # where programs share tiles, the place of the first one is asked for once more
+    starts = [0, *starts[len(starts) - tiles + 1 :]] if tiles else []
     blocks = role.k.loads
     every = list(range(len(blocks)))
     assert blocks == role.v.loads and [number for _, number, *_ in blocks] == every

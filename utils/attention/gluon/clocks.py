@@ -34,6 +34,9 @@ TILE_POINTS = (
     "stored",
     "blocks in the loop",  # a number
     "nanoseconds",  # at the loop's end
+    "kernel begins",  # these three of a program's first tile, by the first consumer's warps, which make the barriers
+    "barriers ready",
+    "roles begin",
 )
 
 _WORD_OF = {name: word for table in (BLOCK_POINTS, LOAD_POINTS, TILE_POINTS) for word, name in enumerate(table)}
@@ -94,6 +97,29 @@ def keep_clock(work, entry, POINT: gl.constexpr):
         if work.CASE.clocks:
             asm: gl.constexpr = _keep_asm("%clock", POINT)
             gl.inline_asm_elementwise(asm, "=r,l", [entry], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def clock_now(work_case: gl.constexpr):
+    """The SM's clock, with `Case.clocks`; else zero, and nothing is read."""
+    if work_case.clocks:
+        return gl.inline_asm_elementwise(
+            "mov.u32 $0, %clock;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        return gl.to_tensor(0)
+
+
+@gluon.jit
+def keep_start(work, begins, ready):
+    """With `Case.clocks`, keep when the kernel began, when its barriers were made, and now, as the roles begin."""
+    if work.CASE.clocks:
+        entry = tile_entry(work, own_entries(work), 0)
+        began: gl.constexpr = _keep_number_asm("kernel begins")
+        gl.inline_asm_elementwise(began, "=r,l,r", [entry, begins], dtype=gl.int32, is_pure=False, pack=1)
+        made: gl.constexpr = _keep_number_asm("barriers ready")
+        gl.inline_asm_elementwise(made, "=r,l,r", [entry, ready], dtype=gl.int32, is_pure=False, pack=1)
+        keep_clock(work, entry, "roles begin")
 
 
 @gluon.jit

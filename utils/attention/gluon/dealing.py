@@ -11,8 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# K and V of the heads that are computed at the same time should fit in the L2 together; the H200's has 60 MB.
-_L2_BYTES = 32 << 20
+# K and V of the heads that are computed at the same time. A third of an H100's L2: they stay there beside Q and the output, and the
+# programs' first tiles do not ask for the K and V of more heads at once (docs/attention-log.md, entries 45 and 46).
+SECTION_BYTES = 16 << 20
+_LAST_SECTION = 2  # sections in the last one: it has the short tiles that are left when the programs end
 # What a tile costs beyond its key blocks, in key blocks: first scores, last product, storing.
 TILE_OVERHEAD = 1.5
 _OVERHEADS = (1.5, 2.5, 4.0)  # as much as it may be, by head dimension and shape
@@ -72,11 +74,15 @@ def _searched(tiles: list[tuple[float, int]], loads: list[float]) -> list[int]:
     return min(ways, key=lambda found: max(makespan(found, extra) for extra in extras))
 
 
-def _exchanged(tiles: list[tuple[float, int]], loads: list[float], programs: list[int]) -> list[int]:
+def _exchanged(
+    tiles: list[tuple[float, int]], loads: list[float], programs: list[int], sections: list[int] | None = None
+) -> list[int]:
     """Improve who has which tile: as long as it helps, the busiest program gives a tile away, or for a shorter one.
 
-    Each time that exchange is taken after which the longer of the two programs is shortest.
+    Each time that exchange is taken after which the longer of the two programs is shortest. sections: of the tiles; if given, only tiles
+    of one section are exchanged, and none is given away.
     """
+    section = None if sections is None else np.array(sections)
     costs, owner = np.array([cost for cost, _ in tiles], dtype=float), np.array(programs, dtype=np.intp)
     load = loads + np.bincount(owner, weights=costs, minlength=len(loads))
     for _ in range(_MOST_EXCHANGES):
@@ -89,6 +95,9 @@ def _exchanged(tiles: list[tuple[float, int]], loads: list[float], programs: lis
         partner = np.concatenate([owner[others], np.arange(len(load))])
         longer = np.maximum(load[busiest] - less, load[partner] + less)
         longer[:, partner == busiest] = np.inf
+        if section is not None:
+            longer[:, len(others) :] = np.inf
+            longer[:, : len(others)][section[own][:, None] != section[others]] = np.inf
         tile, other = np.unravel_index(longer.argmin(), longer.shape)
         if longer[tile, other] > load[busiest] - 1e-6:
             break
@@ -120,7 +129,7 @@ def deal_tiles(
 ) -> tuple[tuple[int, ...], ...] | None:
     """Deal tiles to the programs, longest first and so that all end together: row tile | head << 16.
 
-    Heads are dealt in sections whose K and V fit in the L2.
+    Heads are dealt in sections (SECTION_BYTES). The last one is improved by itself, and then all of them by exchanges within each.
 
     Args:
         blocks: How many blocks of keys each row tile of a head sees.
@@ -135,22 +144,29 @@ def deal_tiles(
     """
     if len(blocks) * heads_total > _MOST_TILES or len(blocks) > 0xFFFF or heads_total > 0x7FFF:
         return None
-    section = max(1, _L2_BYTES // head_bytes) * group
-    # The last section should have the most tiles, so that short ones are left when the programs end: the rest comes first.
-    starts = [0, *range(heads_total % section or section, heads_total, section), heads_total]
+    section = max(1, SECTION_BYTES // head_bytes) * group
+    last = heads_total - min(_LAST_SECTION * section, heads_total)
+    starts = sorted({0, *range(last % section, last + 1, section), heads_total})
     order = sorted(reversed(range(len(blocks))), key=lambda m: -blocks[m])
+    extra = _OVERHEADS[1] - TILE_OVERHEAD
     loads = [0.0] * programs
-    dealt: list[list[int]] = [[] for _ in range(programs)]
+    tiles: list[tuple[float, int]] = []
+    found: list[int] = []  # the programs of the tiles
+    sections: list[int] = []
     for first, behind in itertools.pairwise(starts):
-        tiles = [(blocks[m] + TILE_OVERHEAD, m | head << 16) for m in order for head in range(first, behind)]
-        before, last = loads.copy(), behind == heads_total
-        if last and len(tiles) <= SEARCHED * programs:
-            found = _searched(tiles, before)
+        more = [(blocks[m] + TILE_OVERHEAD, m | head << 16) for m in order for head in range(first, behind)]
+        if first == last and len(more) <= SEARCHED * programs:
+            found += _searched(more, loads)
+        elif first == last and len(more) <= _EXCHANGED * programs:
+            longest_first = _longest_first(more, loads.copy())
+            found += _exchanged([(cost + extra, tile) for cost, tile in more], loads, longest_first)
         else:
-            found = _longest_first(tiles, loads)
-            if last and len(tiles) <= _EXCHANGED * programs:
-                extra = _OVERHEADS[1] - TILE_OVERHEAD
-                found = _exchanged([(cost + extra, tile) for cost, tile in tiles], before, found)
-        for (_, tile), program in zip(tiles, found, strict=True):
-            dealt[program].append(tile)
+            found += _longest_first(more, loads)
+        tiles += more
+        sections += [first] * len(more)
+    if last and len(tiles) <= _EXCHANGED * programs:
+        found = _exchanged([(cost + extra, tile) for cost, tile in tiles], [0.0] * programs, found, sections)
+    dealt: list[list[int]] = [[] for _ in range(programs)]
+    for (_, tile), program in zip(tiles, found, strict=True):
+        dealt[program].append(tile)
     return tuple(map(tuple, dealt))

@@ -29,6 +29,7 @@ def compile_step(
     parts: bool = False,
     offset: bool = False,
     clocks: bool = False,
+    one_edge: bool = False,
     plan: Plan | None = None,
 ) -> Assembly:
     """Compile a step of the ladder for sm_90a.
@@ -45,6 +46,7 @@ def compile_step(
         parts: Whether programs share tiles (`plan.parts_for`).
         offset: Whether causal tiles begin before the first query (`plan.row_offset`).
         clocks: Whether the kernel keeps clocks (`clocks.py`).
+        one_edge: Whether a window's two edges lie in no block together (`plan.one_edge`).
         plan: Tile and pipeline; the step's own by default.
     """
     from triton.experimental.gluon import language as gl
@@ -73,6 +75,7 @@ def compile_step(
             together=parts,
             offset=offset,
             clocks=clocks,
+            one_edge=one_edge,
         ),
     )
     layout = gl.NVMMASharedLayout(128, 16, rank=4)

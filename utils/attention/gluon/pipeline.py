@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from utils.attention.gluon.parts import Parts
-from utils.attention.gluon.shared import aggregate, keep_columns, key_blocks, tma_load, uniform
+from utils.attention.gluon.shared import aggregate, keep_columns, keep_side, key_blocks, tma_load, uniform
 
 
 @aggregate
@@ -39,12 +39,18 @@ class Ring:
     @gluon.jit
     def slot(self, i, lane=0):
         """Index of load number i among tiles and barriers."""
-        return (i % self.SLOTS) * self.LANES + lane
+        if self.SLOTS & (self.SLOTS - 1) == 0:  # loads count from 0; a division would look after negative numbers, too
+            return (i & (self.SLOTS - 1)) * self.LANES + lane
+        else:
+            return (i % self.SLOTS) * self.LANES + lane
 
     @gluon.jit
     def phase(self, i):
         """Parity of the round in which load number i uses its slot."""
-        return (i // self.SLOTS) & 1
+        if self.SLOTS & (self.SLOTS - 1) == 0:
+            return (i & self.SLOTS) // self.SLOTS
+        else:
+            return (i // self.SLOTS) & 1
 
     @gluon.jit
     def tile(self, i, lane=0):
@@ -61,13 +67,22 @@ class Ring:
         mbarrier.wait(self.empty.index(self.slot(i, lane)), self.phase(i) ^ 1)
 
     @gluon.jit
+    def expect(self, i, descriptor, lane=0, pred=True):
+        """Producer: announce the bytes of load number i; copies that arrive unannounced could complete the phase too early."""
+        mbarrier.expect(self.full.index(self.slot(i, lane)), descriptor.block_type.nbytes, pred=pred)
+
+    @gluon.jit
+    def copy(self, i, descriptor, batch, head, row, lane=0, pred=True):
+        """Producer: fetch rows from `row` on into load number i's slot, which is empty, and whose bytes are announced."""
+        slot = self.slot(i, lane)
+        tma_load(descriptor, [batch, head, row, 0], self.full.index(slot), self.tiles.index(slot), pred=pred)
+
+    @gluon.jit
     def load(self, i, descriptor, batch, head, row, lane=0):
         """Producer: fetch rows from `row` on into load number i's slot, as soon as that is empty."""
-        slot = self.slot(i, lane)
         self.wait_empty(i, lane)
-        # The bytes are announced first: copies that arrive unannounced could complete the phase too early.
-        mbarrier.expect(self.full.index(slot), descriptor.block_type.nbytes)
-        tma_load(descriptor, [batch, head, row, 0], self.full.index(slot), self.tiles.index(slot))
+        self.expect(i, descriptor, lane)
+        self.copy(i, descriptor, batch, head, row, lane)
 
     @gluon.jit
     def wait_full(self, i, lane=0, pred=True):
@@ -91,17 +106,39 @@ def ring_shape(count, box, rows):
 
 
 @gluon.jit
-def allocate_ring(descriptor, SLOTS: gl.constexpr, LANES: gl.constexpr, READERS: gl.constexpr, ROWS: gl.constexpr = 0):
-    """A ring for tiles of a TMA descriptor; READERS: consumers that read each tile. ROWS: of a tile, if not a box's."""
+def allocate_ring(
+    descriptor,
+    SLOTS: gl.constexpr,
+    LANES: gl.constexpr,
+    READERS: gl.constexpr,
+    ROWS: gl.constexpr = 0,
+    READY: gl.constexpr = None,
+):
+    """A ring for tiles of a TMA descriptor; READERS: consumers that read each tile. ROWS: of a tile, if not a box's.
+
+    READY: how many of the barriers for full tiles are made now, if not all barriers; `make_barriers` makes the others.
+    """
     count: gl.constexpr = SLOTS * LANES
     shape: gl.constexpr = ring_shape(count, descriptor.block_type.shape, ROWS)
     tiles = gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
     full = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(count):
-        mbarrier.init(full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
-        mbarrier.init(empty.index(i), count=128 * READERS)  # every thread releases for itself
-    return Ring(tiles, full, empty, SLOTS, LANES)
+    ring = Ring(tiles, full, empty, SLOTS, LANES)
+    if READY is None:
+        make_barriers(ring, READERS, 0)
+    else:
+        for i in gl.static_range(READY):
+            mbarrier.init(full.index(i), count=1)
+    return ring
+
+
+@gluon.jit
+def make_barriers(ring, READERS: gl.constexpr, READY: gl.constexpr):
+    """Make the barriers of a ring, but for the first READY for full tiles, which are there."""
+    for i in gl.static_range(ring.SLOTS * ring.LANES):
+        if i >= READY:
+            mbarrier.init(ring.full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
+        mbarrier.init(ring.empty.index(i), count=128 * READERS)  # every thread releases for itself
 
 
 @aggregate
@@ -110,7 +147,7 @@ class Tiles:
 
     DEALT: a row of `schedule` for each program, computed on the host (`dealing.deal_tiles`). Otherwise program p
     takes the tiles p, p + programs, ...; LONGEST_FIRST numbers them from the last row tile of all heads down. Where
-    programs share tiles (`parts.py`), each takes one item: t counts the parts of all tiles.
+    programs share tiles (SHARED, `parts.py`), each takes one item: t counts the parts of all tiles.
     """
 
     schedule: gl.tensor
@@ -119,16 +156,18 @@ class Tiles:
     heads_total: gl.tensor
     parts: gl.tensor
     DEALT: gl.constexpr
+    SHARED: gl.constexpr
     LONGEST_FIRST: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, schedule, stride, tiles_m, heads_total, parts, DEALT, LONGEST_FIRST):
+    def __init__(self, schedule, stride, tiles_m, heads_total, parts, DEALT, SHARED, LONGEST_FIRST):
         self.schedule = schedule
         self.stride = stride
         self.tiles_m = tiles_m
         self.heads_total = heads_total
         self.parts = parts
         self.DEALT = gl.constexpr(DEALT)
+        self.SHARED = gl.constexpr(SHARED)
         self.LONGEST_FIRST = gl.constexpr(LONGEST_FIRST)
 
     @gluon.jit
@@ -154,7 +193,8 @@ class Tiles:
     @gluon.jit
     def locate(self, t):
         """Tile number -> (row tile, head counted over all sequences)."""
-        t = t // self.parts
+        if self.SHARED:
+            t = t // self.parts
         if self.DEALT:
             return t & 0xFFFF, t >> 16
         elif self.LONGEST_FIRST:
@@ -239,6 +279,11 @@ class Work:
             behind = gl.minimum(behind, positions + 1)
         elif WINDOW:
             behind = gl.minimum(behind, positions + self.window)
+        if self.CASE.one_edge:
+            # The window begins in this block for some row that exists: then it ends in none of its columns.
+            left = block.key < gl.minimum(block.row + (self.sk - self.sq) + s.shape[0], self.sk) - self.window
+            limit = gl.where(left, positions - self.window + 1, behind) - block.key
+            return keep_side(s, limit, left.to(gl.int32))
         return keep_columns(s, positions - self.window + 1 - block.key, behind - block.key, WINDOW)
 
 

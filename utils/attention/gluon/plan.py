@@ -39,6 +39,11 @@ class Plan:
     q_slots: int = (
         1  # tiles of Q in shared memory; with two, the next tile's Q, K and V come while this one is computed
     )
+    both: bool = False  # P V is waited for before the softmax, too; without `halves`
+    prefill: int = 0  # a program's first Q, and so many blocks of K and V, are asked for before the roles begin
+    keys_first: int = (
+        0  # so many blocks of K and V of a later tile are asked for before its Q, whose only slot is free last
+    )
     ahead: bool = False  # a tile's end overlaps the next tile's start (`consumer_ahead`): needs two tiles of Q
 
     @property
@@ -59,7 +64,8 @@ class Case:
     tail: the keys are no multiple of a block. lse: the log-sum-exp is stored. dealt: the host deals out the tiles
     (`dealing.deal_tiles`). parts: programs share the keys of a tile (`parts_for`).
     together: and add the parts up together (`parts.py`). offset: a head's first tile begins before its
-    first query (`row_offset`). clocks: the kernel keeps clocks (`clocks.py`), only for a record.
+    first query (`row_offset`). one_edge: the window's two edges lie in no block together (`one_edge`).
+    clocks: the kernel keeps clocks (`clocks.py`), only for a record.
     """
 
     causal: bool = False
@@ -71,22 +77,23 @@ class Case:
     together: bool = False
     offset: bool = False
     clocks: bool = False
+    one_edge: bool = False
 
 
 # Step 5's plans, by tile width and variant (`variant_for`).
 _STEP_5 = {
     (64, ""): Plan(64, 128, 3, 4, 160, own_keys=True, q_slots=2),
-    (64, "short"): Plan(64, 64, 4, 4, 112, own_keys=True, q_slots=2),
+    (64, "short"): Plan(64, 64, 4, 4, 112, own_keys=True, q_slots=2, both=True),
     (64, "ahead"): Plan(64, 128, 2, 3, 240, halves=True, q_slots=2, ahead=True),
     (64, "ahead of three"): Plan(64, 128, 3, 4, 160, q_slots=2, ahead=True),
-    (64, "narrow"): Plan(64, 64, 3, 5, 160, own_keys=True, q_slots=2),
+    (64, "narrow"): Plan(64, 64, 3, 5, 160, own_keys=True, q_slots=2, both=True, prefill=1),
     (64, "few"): Plan(64, 128, 2, 3, 240, halves=True, own_keys=True, q_slots=2),
     (128, ""): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2),
     (128, "ahead"): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2, ahead=True),
-    (64, "one"): Plan(64, 128, 1, 4, 240, halves=True),
-    (128, "one"): Plan(128, 128, 1, 2, 240, v_extra=1, halves=True),
-    (256, "one"): Plan(256, 64, 1, 2, 240, v_extra=1, halves=True, o_in_q=True),
-    (256, ""): Plan(256, 64, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, own_keys=True),
+    (64, "one"): Plan(64, 128, 1, 4, 240, halves=True, prefill=1),
+    (128, "one"): Plan(128, 128, 1, 2, 240, v_extra=1, halves=True, prefill=1),
+    (256, "one"): Plan(256, 64, 1, 2, 240, v_extra=1, halves=True, o_in_q=True, prefill=1),
+    (256, ""): Plan(256, 64, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, own_keys=True, prefill=2, keys_first=2),
 }
 
 
@@ -102,6 +109,15 @@ def row_offset(plan: Plan, causal: bool, window: bool, shift: int) -> int:
     block's first key or its middle one, their diagonal lies in one block, and the others need no mask.
     """
     return shift % (BLOCK_M if plan.own_keys else plan.rows) if causal and not window else 0
+
+
+def one_edge(plan: Plan, window: int) -> bool:
+    """Return whether no block of keys has both edges of a window for any of 64 rows.
+
+    With the first of them at position p, the keys up to p + 63 - window are hidden from the last row, and from some row those behind p, or
+    later ones without a causal mask. The last key of all is an edge, too; it lies `window` keys or more behind those that are hidden from a row that exists.
+    """
+    return window >= plan.block_n + BLOCK_M - 2
 
 
 def row_tiles(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> int:
@@ -122,8 +138,9 @@ def _causal_variant(sq: int, sk: int, heads: int, programs: int) -> str:
 def _window_variant(d: int, sq: int, sk: int, heads: int, causal: bool, window: int, programs: int) -> str:
     """Return the variant for a window: the more of its blocks are masked, the smaller its blocks or its tiles.
 
-    Where more than half of a tile's blocks are masked, "narrow" has blocks of 64 keys; where more than a quarter are, "few" has
-    tiles of 128 rows. Neither where it makes more rounds of tiles.
+    Where more than half of a tile's blocks are masked, "narrow" has blocks of 64 keys, but not where it makes more rounds of tiles. Where more
+    than a quarter are, "few" has tiles of 128 rows if its rounds have a fifth fewer rows: a row takes it 1.2 times as long
+    (docs/attention-log.md, entry 47).
     """
     if d != 64:
         return ""
@@ -133,7 +150,7 @@ def _window_variant(d: int, sq: int, sk: int, heads: int, causal: bool, window: 
     rounds, more = (-(-(-(-sq // plan.rows) * heads) // programs) * plan.rows for plan in (whole, few))
     if 2 * masked > seen and rounds <= 1.15 * more:
         return "narrow"
-    return "few" if 4 * masked > seen and 1.1 * more <= rounds else ""
+    return "few" if 4 * masked > seen and 1.25 * more <= rounds else ""
 
 
 def variant_for(
@@ -221,7 +238,9 @@ def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
     if step == 3:
         return Plan(d, 64 if d == 256 else 128)
     if step == 4:
-        return replace(_STEP_5[d, ""], v_extra=0, stages=3 if d == 64 else 2, q_slots=1, o_in_q=d == 256)
+        return replace(
+            _STEP_5[d, ""], v_extra=0, stages=3 if d == 64 else 2, q_slots=1, o_in_q=d == 256, prefill=0, keys_first=0
+        )
     if step == 5:
         return _STEP_5.get((d, variant)) or _STEP_5[d, ""]
     raise ValueError(f"The ladder has the steps 1 to 5; got step {step!r}.")

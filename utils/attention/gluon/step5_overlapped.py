@@ -15,13 +15,16 @@ from the last block to the first, so the masked blocks of a causal tile come fir
     halves        rows r and r+8 of a warp as two softmaxes    no               yes              yes
     own_keys      each consumer starts at its own last block   yes              no               yes
     o_in_q        the output leaves through Q's tile           no               yes              yes
+    prefill       blocks asked for before the roles begin      0                0                2
+    keys_first    blocks of the next tile asked for before Q   0                0                2
 
-With two tiles of Q the producer goes on into the next tile while this one is computed; with one it would wait until all
-consumers have done with Q. Six variants (`plan.variant_for`). "one", very few tiles: 1 consumer. "few", head dim 64 with few
-tiles or many masks: 2 consumers, 240 registers. "narrow", head dim 64 with a window that masks most blocks: 64 keys, 5 slots.
-"short", few causal keys at head dim 64: 4 consumers, 64 keys, 4 slots, 112 registers. "ahead", full attention at head dim 64
-and 128 (`consumer_ahead`): 2 consumers, and a tile's end beside the next one's start. "ahead of three", the same with 3
-consumers, is for whole blocks of keys. Where tiles are fewer than multiprocessors, programs share them (`parts.py`).
+With two tiles of Q the producer goes on into the next tile while this one is computed. With one it asks for `keys_first`
+blocks and brings Q into the L2, until all consumers have done with the last Q (`loads.py`). Six variants (`plan.variant_for`).
+"one", very few tiles: 1 consumer. "few", head dim 64 with few tiles or many masks: 2 consumers, 240 registers. "narrow", head
+dim 64 with a window that masks most blocks: 64 keys, 5 slots. "short", few causal keys at head dim 64: 4 consumers, 64 keys, 4
+slots, 112 registers. "narrow" and "short" wait for P V before the softmax (`both`). "ahead", full attention at head dim 64 and
+128 (`consumer_ahead`): 2 consumers, and a tile's end beside the next one's start. "ahead of three", the same with 3 consumers,
+is for whole blocks of keys. Where tiles are fewer than multiprocessors, programs share them (`parts.py`).
 
 The checklist of warp-specialized attention, for Hopper:
 - Pipeline: a TMA producer; in each consumer Q K, softmax and P V, a block apart from each other (`blocks.py`). V's slot is released
@@ -38,8 +41,9 @@ The checklist of warp-specialized attention, for Hopper:
   wait for P V comes between the two halves of the softmax, so that packing P and summing fill the gaps between the
   exponentials (the compiler otherwise collects them behind the wait).
 - Schedule: chosen by hand (`plan.py`): tiles, slots and registers by head dimension; causal tiles are dealt out by the
-  host, so that all SMs end together.
-- Masking: only blocks that straddle the diagonal, the window's edge or the last key are masked. Causal tiles begin where the
+  host, so that all SMs end together, and in sections of heads whose K and V stay in the L2 (`dealing.py`).
+- Masking: only blocks that straddle the diagonal, the window's edge or the last key are masked, with one comparison for a score
+  unless a window is shorter than a block and 62 keys. Causal tiles begin where the
   diagonal lies in a tile's first block alone, and so does the last key: without a window, the loop has no mask in it.
 
 On an H200, bf16, S = 8192 and 16384, full and causal, interleaved with the other kernels (geometric means of four): times
@@ -55,57 +59,30 @@ from dataclasses import dataclass
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from utils.attention.gluon.arguments import Arguments, unused
 from utils.attention.gluon.blocks import finish_block, first_block, start_output, start_scores, step
-from utils.attention.gluon.clocks import block_entry, keep_clock, keep_loop, own_entries, tile_entry
+from utils.attention.gluon.clocks import (
+    block_entry,
+    clock_now,
+    keep_clock,
+    keep_loop,
+    keep_start,
+    own_entries,
+    tile_entry,
+)
 from utils.attention.gluon.dealing import deal_tiles
+from utils.attention.gluon.loads import fill_rings, producer
 from utils.attention.gluon.parts import PIECE, Parts
-from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring
-from utils.attention.gluon.plan import Case, parts_for, row_offset, tile_blocks
+from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
+from utils.attention.gluon.plan import Case, one_edge, parts_for, row_offset, tile_blocks
 from utils.attention.gluon.shared import accumulator, clean_blocks, wait_products
 from utils.attention.gluon.softmax import normalizers, spread, unseen_halves, unseen_whole
 from utils.attention.gluon.stores import store_lse, store_rows, store_tile
 from utils.kernels.capture import tensor_on
 from utils.kernels.handle import Handle
 from utils.kernels.workspace import workspace
-
-
-@gluon.jit
-def producer(work, q_desc, k_desc, v_desc):
-    """One warp: keep the rings of Q, K and V full, across tiles. `it` counts blocks of keys since the start."""
-    PLAN: gl.constexpr = work.PLAN
-    CONSUMERS: gl.constexpr = PLAN.consumers
-    BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
-    count, t, rest = work.first(BLOCK_M * CONSUMERS)
-    entries = own_entries(work)
-    it = 0
-    for i in range(count):
-        t_next = work.todo.start_next(t, rest, i)
-        tile, flat = work.todo.locate(t)
-        row = work.first_row(tile)
-        batch = flat // work.heads
-        head = flat - batch * work.heads
-        kv_head = head // work.group
-        lo, hi = work.blocks(t, row, BLOCK_M * CONSUMERS)
-        for j in range(hi - lo):
-            key = (hi - 1 - j) * PLAN.block_n
-            # In the order of need: the first consumer's Q, K, the other consumers' Q, V.
-            if j == 0:
-                work.q.load(i, q_desc, batch, head, row)
-            clocks = block_entry(work, entries, it)
-            keep_clock(work, clocks, "begins")
-            work.k.load(it, k_desc, batch, kv_head, key)
-            keep_clock(work, clocks, "K loads")
-            if j == 0:
-                for w in gl.static_range(1, CONSUMERS):
-                    work.q.load(i, q_desc, batch, head, row + w * BLOCK_M, w)
-            keep_clock(work, clocks, "V's turn")
-            work.v.load(it, v_desc, batch, kv_head, key)
-            keep_clock(work, clocks, "V loads")
-            it += 1
-        t = work.todo.finish_next(t_next)
 
 
 @gluon.jit
@@ -345,22 +322,36 @@ def attention_step5(
     CONSUMERS: gl.constexpr = PLAN.consumers
     REGISTERS: gl.constexpr = PLAN.registers
     BLOCK_D: gl.constexpr = PLAN.block_d
-    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1)
-    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS)
-    v = allocate_ring(v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS)
+    begins = clock_now(CASE)
+    # A barrier takes 35 cycles to make, and nothing is loaded before its own: those of the first loads come first.
+    PREFILL: gl.constexpr = PLAN.prefill
+    gl.static_assert(PLAN.stages >= PREFILL)
+    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, READY=CONSUMERS if PREFILL > 0 else None)
+    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, READY=PREFILL if PREFILL > 0 else None)
+    v = allocate_ring(v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS, READY=PREFILL if PREFILL > 0 else None)
     if PLAN.o_in_q:
         o_tiles = q.tiles
     else:
         o_tiles = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, 1, 1, 64, BLOCK_D], o_desc.layout)
-    todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, parts, CASE.dealt, CASE.causal)
+    todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, parts, CASE.dealt, CASE.parts, CASE.causal)
     shared_tiles = Parts(parts_ptr, counters, parts)
     work = Work(sq, sk, window, offset, heads, group, c, q, k, v, todo, shared_tiles, PLAN, CASE)
+    ready = clock_now(CASE)
+    if PREFILL > 0:
+        fill_rings(work, q_desc, k_desc, v_desc)
+        make_barriers(q, 1, CONSUMERS)
+        make_barriers(k, CONSUMERS, PREFILL)
+        make_barriers(v, CONSUMERS, PREFILL)
+        fence_async_shared()  # TMA completes these barriers, too
+    keep_start(work, begins, ready)
     results = ((o_desc, out_ptr, head_dim), o_tiles, lse_ptr)
     loads = (work, q_desc, k_desc, v_desc)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
     # registers that are left. Functions cannot be kept in a variable here, so the lists are written out.
     if PLAN.ahead:
-        gl.static_assert(PLAN.q_slots == 2 and not (CASE.causal or CASE.window or CASE.parts or PLAN.own_keys))
+        gl.static_assert(
+            PLAN.q_slots == 2 and not (CASE.causal or CASE.window or CASE.parts or PLAN.own_keys or PLAN.both)
+        )
         if CONSUMERS == 2:
             gl.warp_specialize(
                 [(consumer_ahead, (work, results, 0)), (consumer_ahead, (work, results, 1)), (producer, loads)],
@@ -472,7 +463,17 @@ def launch(a: Arguments) -> Launch | None:
         schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device)
     dealt = schedule is not None
     together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
-    case = Case(a.causal, window > 0, tail, a.return_lse, dealt, parts > 1, together, offset > 0)
+    case = Case(
+        a.causal,
+        window > 0,
+        tail,
+        a.return_lse,
+        dealt,
+        parts > 1,
+        together,
+        offset > 0,
+        one_edge=one_edge(plan, window),
+    )
     numbers = tiles * parts * plan.rows * (plan.block_d + 1) if parts > 1 else 0
     counters = tiles * plan.consumers
     tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))

@@ -78,6 +78,7 @@ class Plan:
     )
     k_first: bool = False  # query rows as rows: each block of K is asked for before the block of V in front of it
     prefill: int = 0  # query rows as rows: blocks of K and of V that are asked for before the roles begin
+    both: bool = False  # of the forward's plan, whose blocks `rows_ahead.py` shares
     lean: bool = False  # keys as rows: all expectations come before all copies, and whole heads have no code for parts
 
     @property
