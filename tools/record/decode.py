@@ -336,6 +336,9 @@ def main() -> None:
     parser.add_argument("--fa3", type=Path, help="the built library of FlashAttention 3")
     parser.add_argument("--fa4", action="store_true", help="time flash-attn-4 too; it compiles for seconds")
     parser.add_argument("--new-tokens", type=int, nargs="*", default=NEW_TOKENS)
+    parser.add_argument(
+        "--first", type=int, default=0, help="for `points`: number of the first cache, behind a run that was stopped"
+    )
     parser.add_argument("--read", type=Path, help="for `plot`: the recorded points")
     options = parser.parse_args()
     if options.table == "plot":
@@ -350,7 +353,7 @@ def main() -> None:
         record.contents["copy_tb_s"] = copy_tb_s()
     tables: dict[str, tuple] = {
         "points": (
-            [(*cache, new) for cache in CACHES for new in options.new_tokens],
+            [(*cache, new) for cache in CACHES[options.first :] for new in options.new_tokens],
             partial(measure_point, fa3=fa3, fa4=options.fa4),
             show_point,
         ),
