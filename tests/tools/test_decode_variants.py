@@ -73,8 +73,21 @@ def old_order(point):
     return describe(replace(now, plan=replace(now.plan, backward=False, k_first=False, prefill=0)))
 
 
+def four_tiles(point):
+    """Whether eight sequences' clusters of two have four tiles of 128 keys at a point now, and were faster so than with six on an H100."""
+    plan = arrangement(tuple(point), {}).plan
+    if (plan.cluster, plan.block_n, plan.slots) != (2, 128, 4):
+        return False
+    rows = [r for r in read_record(ROOT / "assets/results/h100/decode_divide.json")["rows"] if r["table"] == "slots"]
+    near = [r for r in rows if (r["point"][0], r["point"][-1]) == (point[0], point[-1]) or r["point"][3] == point[3]]
+    assert near and all(row["us"]["default"] <= row["us"]["6 slots"] for row in near)
+    return True
+
+
 def measured_since(point):
     """Whether what is the default at a point now was measured by `decode_again`, or with shorter rings on an H100, and nearly the best there."""
+    if four_tiles(point):
+        return True
     now = describe(arrangement(tuple(point), {}))
     for row in read_record(ROOT / "assets/results/h200/decode_again.json")["rows"]:
         if row["point"] == list(point) and now in row["own"].values():
@@ -130,7 +143,7 @@ def test_the_default_was_nearly_the_best_of_all_variants_in_the_run_that_had_the
             unchanged += 1
         else:  # another default since, which was measured too
             assert row["point"] in [later["point"] for later in again] or measured_since(row["point"])
-    assert unchanged == 16  # six more have shorter rings since (entries 46 and 48)
+    assert unchanged == 13  # nine more have shorter rings since (entries 46, 48 and 57)
 
 
 def test_between_the_points_the_rule_takes_nearly_the_best():
@@ -138,6 +151,8 @@ def test_between_the_points_the_rule_takes_nearly_the_best():
     assert [tuple(row["point"]) for row in record["rows"]] == list(BETWEEN)
     for row in record["rows"]:
         now = old_order(row["point"])
+        if four_tiles(row["point"]):
+            now = now.replace("4 slots", "6 slots")  # as it was in that run
         (measured,) = [row["us"][name] for name, what in row["own"].items() if what == now]
         assert measured <= 1.03 * row["us"][row["best"]], row["point"]
 
