@@ -23,8 +23,8 @@ def expect_follows(
     """Assert that the outputs are `expected` where the simulator multiplies what operations give.
 
     Args:
-        source: the text of the student's file.
-        launch: the kernel and its arguments.
+        source: what the student wrote, as text.
+        launch: which kernel runs, on which arguments.
         scaled: {kind of operation: factor}, of `utils.gluon_cpu.simulate`.
         expected: the outputs that follow the factors, by name.
         words: what is wrong if they do not.
@@ -56,7 +56,7 @@ def expect_attention_from_products(source: str, launch: Launch, expected) -> Non
     """Assert that the scores and P V of attention come from wgmma.
 
     Args:
-        source: the text of the student's file.
+        source: what the student wrote, as text.
         launch: the kernel on q, k, v; twice their scores have to be within the dtype.
         expected: {name: output} of attention whose queries are twice as large.
     """
@@ -91,7 +91,7 @@ def expect_divided_once(source: str, q: torch.Tensor, k: torch.Tensor) -> None:
     twice as large, the outputs are 2 after one division, and more where each block's output is divided.
 
     Args:
-        source: the text of the student's file.
+        source: what the student wrote, as text.
         q: queries (heads, Sq, D).
         k: keys (heads, Sk, D).
     """
