@@ -13,14 +13,15 @@ _MARK = "aten::lgamma"
 
 
 @by_value
-def _wait_with_mark() -> None:
+def wait_with_mark() -> None:
+    """Wait for the device, and leave the mark that `steps_that_wait` looks for."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     torch.lgamma(torch.ones(2))
 
 
 @contextlib.contextmanager
-def marked_waits(function: Callable, wait: Callable[[], None] = _wait_with_mark) -> Iterator[None]:
+def marked_waits(function: Callable, wait: Callable[[], None] = wait_with_mark) -> Iterator[None]:
     """Let the `synchronize` of a function's notebook leave a mark, for the length of a `with` block.
 
     Args:

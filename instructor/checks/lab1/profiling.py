@@ -15,7 +15,7 @@ import torch
 from instructor.checks.common import DTYPES, Draw, by_value, dtype_name, expect_unchanged, expect_value, let_wait
 from utils.checking import MATMUL, check, expect_close, forbid, forbid_leaving, watch_operations
 from utils.checking.altered import Altered
-from utils.checking.profiles import marked_waits, steps_that_wait
+from utils.checking.profiles import marked_waits, steps_that_wait, wait_with_mark
 from utils.checking.watching import demand
 from utils.machine.device import default_device
 
@@ -42,9 +42,7 @@ def profile_steps(profile_steps, seed=None):
     @by_value
     def wait():
         note("wait")
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        torch.lgamma(torch.ones(2))  # the mark of `steps_that_wait`
+        wait_with_mark()
 
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         path = Path(f"trace_{draw.size(0, 999)}.json")
