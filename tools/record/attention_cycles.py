@@ -1,6 +1,6 @@
 """How many cycles attention takes, and at which clock: of each contender, under the power limit.
 
-    python -m tools.record.attention_cycles --peers fa3,cute --processes 16 --out build/attention_cycles.json
+    python -m tools.record.attention_cycles --peers fa3,cute --out build/attention_cycles.json
 
 A small kernel in front of each call and one behind it read the clock of every SM and the time, so that cycles and megahertz of each
 contender are known apart. The contenders take turns, each round in an order of its own, and the queue is kept full: what the host
@@ -10,27 +10,25 @@ and variants of step 5 that lost (docs/attention-log.md, entry 41).
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import statistics
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
-from tools.record.attention_plans import CAUSAL, FULL, WRONG, compile_plan, errors_of, run_plan, tensors
+from tools.record.attention_plans import CAUSAL, FULL, WRONG, errors_of, tensors
 from tools.record.common import Record, arguments_parser
 from utils.attention import attention, find_backend, make_problem
 
-# Batch, heads, heads of keys, queries, keys, head dim, mask, window; then plans of step 5 beside the one that is chosen.
+# Batch, heads, heads of keys, queries, keys, head dim, mask, window.
 CASES = (
-    ((1, 32, 32, 16384, 16384, 64, FULL, None), ()),
-    ((4, 32, 32, 4096, 4096, 64, CAUSAL, None), ()),
-    ((4, 16, 16, 4096, 4096, 128, FULL, None), ()),
-    ((4, 8, 8, 4096, 4096, 256, FULL, None), ()),
+    (1, 32, 32, 16384, 16384, 64, FULL, None),
+    (4, 32, 32, 4096, 4096, 64, CAUSAL, None),
+    (4, 16, 16, 4096, 4096, 128, FULL, None),
+    (4, 8, 8, 4096, 4096, 256, FULL, None),
 )
 PROBES = 132
 
@@ -66,16 +64,12 @@ def timed(calls: dict, rounds: int) -> dict[str, tuple[float, float]]:
     return found
 
 
-def measure(case: tuple, peers: tuple[str, ...]) -> dict:
-    """Count the cycles of the plans and the peers at one shape."""
-    sizes, plans = case
+def measure(sizes: tuple, peers: tuple[str, ...]) -> dict:
+    """Count the cycles of Gluon's kernel and the peers at one shape."""
     causal, window = sizes[6:]
-    q, k, v = tensors(case)
+    q, k, v = tensors((sizes,))
     mask = {"causal": causal, "window": window}
     calls, results = {}, {}
-    for plan in plans:
-        results[plan] = torch.empty_like(q)
-        calls[plan] = run_plan(plan, 1, q, k, v, results[plan], causal, window)
     problem = make_problem(q, k, v, **mask)
     for name in ("gluon", *peers):
         if find_backend(name).support(problem):
@@ -104,17 +98,12 @@ def main() -> int:
     """Measure all shapes; return the exit status."""
     parser = arguments_parser(__doc__, pairs=1)
     parser.add_argument("--peers", default="cudnn,fa3,cute")
-    parser.add_argument("--processes", type=int, default=0, help="compile so many kernels side by side beforehand")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("error: clocks are read on an NVIDIA GPU: torch.cuda.is_available() is False here.", file=sys.stderr)
         return 1
     print(torch.cuda.get_device_name())
     record = Record(options.out, "cycles and clock of attention under the power limit", "cuda", options.seconds)
-    if options.processes:
-        kernels = {(case[0][5:], plan): (case, plan) for case in CASES for plan in case[1]}
-        with ProcessPoolExecutor(options.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(compile_plan, kernels.values()))
     complete = record.fill(CASES, partial(measure, peers=tuple(options.peers.split(","))), show)
     record.finish() if complete else record.save()
     return 0

@@ -27,19 +27,21 @@ class Ring:
     empty: gl.shared_memory_descriptor  # mbarriers: every thread that reads the tile has released it
     SLOTS: gl.constexpr
     LANES: gl.constexpr
+    BITS: gl.constexpr  # slot and phase are bits of a load's number, not its remainder and its quotient
 
     @gluon.constexpr_function
-    def __init__(self, tiles, full, empty, SLOTS, LANES):
+    def __init__(self, tiles, full, empty, SLOTS, LANES, WINDOW=False):
         self.tiles = tiles
         self.full = full
         self.empty = empty
         self.SLOTS = gl.constexpr(SLOTS)
         self.LANES = gl.constexpr(LANES)
+        self.BITS = gl.constexpr(SLOTS & (SLOTS - 1) == 0 and not WINDOW)
 
     @gluon.jit
     def slot(self, i, lane=0):
         """Index of load number i among tiles and barriers."""
-        if self.SLOTS & (self.SLOTS - 1) == 0:  # loads count from 0; a division would look after negative numbers, too
+        if self.BITS:  # loads count from 0; a division would look after negative numbers, too
             return (i & (self.SLOTS - 1)) * self.LANES + lane
         else:
             return (i % self.SLOTS) * self.LANES + lane
@@ -47,7 +49,7 @@ class Ring:
     @gluon.jit
     def phase(self, i):
         """Parity of the round in which load number i uses its slot."""
-        if self.SLOTS & (self.SLOTS - 1) == 0:
+        if self.BITS:
             return (i & self.SLOTS) // self.SLOTS
         else:
             return (i // self.SLOTS) & 1
@@ -113,17 +115,19 @@ def allocate_ring(
     READERS: gl.constexpr,
     ROWS: gl.constexpr = 0,
     READY: gl.constexpr = None,
+    WINDOW: gl.constexpr = False,
 ):
     """A ring for tiles of a TMA descriptor; READERS: consumers that read each tile. ROWS: of a tile, if not a box's.
 
     READY: how many of the barriers for full tiles are made now, if not all barriers; `make_barriers` makes the others.
+    WINDOW: whether the kernel masks a window. With bits it takes 3 to 7% longer (docs/attention-log.md, entry 48).
     """
     count: gl.constexpr = SLOTS * LANES
     shape: gl.constexpr = ring_shape(count, descriptor.block_type.shape, ROWS)
     tiles = gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
     full = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
-    ring = Ring(tiles, full, empty, SLOTS, LANES)
+    ring = Ring(tiles, full, empty, SLOTS, LANES, WINDOW)
     if READY is None:
         make_barriers(ring, READERS, 0)
     else:
