@@ -7,7 +7,7 @@
 
 Every ratio comes from two backends that are timed in one process, their calls interleaved on the same inputs (bf16, random
 normal, forward), so that both run at the same clocks. `ratios` times all backends of a point in turns. TFLOP/s count 4 B H Sq Sk D operations, half of them if causal.
-`random` draws forty shapes by seed, and times all backends that take a shape in turns: its ratio is that to the fastest of them.
+`random` draws forty shapes by seed (`--seed`), and times all backends that take a shape in turns: its ratio is that to the fastest of them.
 """
 
 from __future__ import annotations
@@ -234,6 +234,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--against", default="cudnn,fa3,cute,flash", help="ratios, random: backends, with commas")
     parser.add_argument("--head-dims", type=numbers, default="64,128,256")
     parser.add_argument("--lengths", type=numbers, default="1024,2048,4096,8192,16384")
+    parser.add_argument("--seed", type=int, default=40, help="random: what the shapes are drawn by")
     options = parser.parse_args(arguments)
     if options.out is None:
         parser.error("--out names the file to write")
@@ -246,7 +247,8 @@ def main(arguments: list[str] | None = None) -> None:
     record = Record(options.out, options.table, "cuda", options.seconds, pairs=options.pairs)
     if options.table == "random":
         measure = functools.partial(random_row, pairs=options.pairs, others=options.against.split(","))
-        complete = record.fill(random_shapes(), measure, show_random)
+        record.contents["seed"] = options.seed
+        complete = record.fill(random_shapes(options.seed), measure, show_random)
         record.contents["summary"] = random_summary(record.contents["rows"])
         print(record.contents["summary"])
         record.finish() if complete else record.save()
