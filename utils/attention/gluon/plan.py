@@ -66,6 +66,7 @@ class Case:
     together: and add the parts up together (`parts.py`). offset: a head's first tile begins before its
     first query (`row_offset`). one_edge: the window's two edges lie in no block together (`one_edge`).
     clocks: the kernel keeps clocks (`clocks.py`), only for a record.
+    columns: the head dimension, where threads store rows of a narrower one than the tile; otherwise 0, the tile's width.
     """
 
     causal: bool = False
@@ -78,6 +79,7 @@ class Case:
     offset: bool = False
     clocks: bool = False
     one_edge: bool = False
+    columns: int = 0
 
 
 # Step 5's plans, by tile width and variant (`variant_for`).

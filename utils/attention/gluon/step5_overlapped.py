@@ -289,7 +289,6 @@ def consumer_ahead(work, results, W: gl.constexpr):
         "group",
         "schedule_stride",
         "offset",
-        "head_dim",
         "parts",
     ]
 )
@@ -312,7 +311,6 @@ def attention_step5(
     group,
     schedule_stride,
     offset,
-    head_dim,
     parts,
     c,
     PLAN: gl.constexpr,
@@ -346,7 +344,7 @@ def attention_step5(
         make_barriers(v, CONSUMERS, PREFILL)
         fence_async_shared()  # TMA completes these barriers, too
     keep_start(work, begins, ready)
-    results = ((o_desc, out_ptr, head_dim), o_tiles, lse_ptr)
+    results = ((o_desc, out_ptr), o_tiles, lse_ptr)
     loads = (work, q_desc, k_desc, v_desc)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
     # registers that are left. Functions cannot be kept in a variable here, so the lists are written out.
@@ -475,12 +473,13 @@ def launch(a: Arguments) -> Launch | None:
         together,
         offset > 0,
         one_edge=one_edge(plan, window),
+        columns=a.head_dim % plan.block_d if offset or parts > 1 else 0,
     )
     numbers = tiles * parts * plan.rows * (plan.block_d + 1) if parts > 1 else 0
     counters = tiles * plan.consumers
     tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
-    sizes = (a.sq, a.sk, window, len(blocks), a.heads_total, a.heads, a.group, stride, offset, a.head_dim, parts, a.c)
+    sizes = (a.sq, a.sk, window, len(blocks), a.heads_total, a.heads, a.group, stride, offset, parts, a.c)
     options = {"num_warps": 4} | ({"launch_cooperative_grid": True} if together else {})
     compiled = attention_step5[(programs,)](*tensors, table, *sizes, PLAN=plan, CASE=case, **options)
     if compiled is None or not a.q.is_cuda:
