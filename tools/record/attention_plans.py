@@ -4,14 +4,14 @@
     python -m tools.record.attention_plans few tails --out attention_tails.json
 
 Tables: "tails", full attention at head dim 64, with and without a tail; "windows"; "few", fewer tiles than multiprocessors;
-"dealt", causal tiles that the host deals out; "slots", tiles of Q and slots of the rings; "narrow", small windows; "choice", plans of head dim 64 by mask; "order", what comes before what in a block and at a start. A plan is named by its variant, and by
+"dealt", causal tiles that the host deals out; "slots", tiles of Q and slots of the rings; "narrow", small windows; "choice", plans of head dim 64 by mask; "order", what comes before what in a block and at a start; "lone", tiles that nothing overlaps with, and tails. A plan is named by its variant, and by
 fields of it that are changed ("few, q_slots=1"); where programs share tiles, by their number. With `--processes` the kernels are compiled
 side by side before anything is timed. A plan whose output is wrong is not timed.
 
 `attention_tails.json`, `attention_slots.json` and `attention_narrow.json` of `assets/results/h200/` are of this script. `attention_plans.json` has the tables "tails", "rows" and "three",
 `attention_few_tiles.json` has "windows", "few" and "dealt", and `attention_early.json`, `attention_woven.json` and `attention_outputs.json` of `assets/results/h100/` have tables of their own commits (docs/attention-log.md,
 entries 36 to 38), all with plans that were tried: those that lost are no longer in `utils.attention.gluon.plan`. So are `attention_sections.json`, `attention_one_edge.json` and `attention_loads.json`,
-"order" at three commits (entries 45 to 47).
+"order" at three commits (entries 45 to 47); `attention_lone.json` is of "lone", and `attention_lone_lengths.json`, too, at another commit (entry 50).
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def test_blocks_of_tiles_are_those_that_their_rows_see(causal, window):
 def test_plans_fit_the_machine():
     for step in STEPS:
         for head_dim, variant in itertools.product(
-            (8, 64, 72, 128, 136, 256), ("", "few", "short", "ahead", "ahead of three")
+            (8, 64, 72, 128, 136, 256), ("", "one", "few", "lone", "narrow", "short", "ahead", "ahead of three")
         ):
             plan = plan_for(step, head_dim, variant)
             assert plan.block_d == block_head_dim(head_dim) >= head_dim
@@ -273,6 +273,12 @@ def test_full_attention_overlaps_tiles_where_that_pays():
         chosen = variant(64, length=row["sq"], sk=row["sk"], heads=row["batch"] * row["heads"]) or "whole"
         best = min(row["us"][name] for name in ("whole", "ahead", "ahead of three"))
         assert row["us"][chosen] <= 1.006 * best, row
+    # One tile of 192 rows a program, in place of two rounds of 128.
+    assert variant(64, length=2685, heads=8) == variant(64, length=2816, heads=8) == "lone"
+    assert (
+        variant(64, length=2816, sk=16384, heads=8) == "ahead of three"
+        and variant(64, length=2816, sk=16383, heads=8) == "lone"
+    )
     for d in (64, 128):
         assert plan_for(5, d, "ahead").ahead and not plan_for(5, d).ahead
     assert plan_for(5, 256, "ahead") == plan_for(5, 256)

@@ -20,6 +20,7 @@ STEP_5 = [
     {"step": 5, "head_dim": 64, "flags": {"tail": True}},
     {"step": 5, "head_dim": 64, "flags": {"causal": True, "lse": True, "tail": True}},
     {"step": 5, "head_dim": 64, "flags": {"causal": True, "lse": True, "tail": True, "variant": "short"}},
+    {"step": 5, "head_dim": 64, "flags": {"causal": True, "offset": True, "tail": True}},
     {"step": 5, "head_dim": 64, "flags": {"variant": "ahead"}},
     {"step": 5, "head_dim": 128, "flags": {"causal": True, "dtype": "fp16"}},
     {"step": 5, "head_dim": 128, "flags": {"variant": "ahead", "lse": True, "tail": True}},
@@ -35,6 +36,7 @@ STEP_5 = [
 # Their like is above: another number of slots, an offset without parts, parts without a mask.
 MORE_OF_STEP_5 = [
     {"step": 5, "head_dim": 64, "flags": {"variant": "ahead of three"}},
+    {"step": 5, "head_dim": 64, "flags": {"variant": "lone", "tail": True}},
     {"step": 5, "head_dim": 64, "flags": {"causal": True, "offset": True, "lse": True}},
     {"step": 5, "head_dim": 128, "flags": {"parts": True, "lse": True}},
     {"step": 5, "head_dim": 256, "flags": {"variant": "one", "parts": True, "lse": True}},
@@ -147,6 +149,21 @@ def test_step_5_overlaps_the_softmax_with_the_second_product(report, case):
     assert not any(text.startswith("BAR.SYNC") for text in loop[waits[1] :]), "no barrier after the products"
     masks = sum(text.startswith("FSEL") for text in loop)
     assert "window" in case["flags"] or "tail" in case["flags"] or masks < plan.block_n / 8, "a mask in vain"
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in STEP_5 if not plan_of(case).both and case["head_dim"] == 64], ids=str
+)
+@pytest.mark.slow
+def test_a_rows_maximum_stands_between_the_other_rows_exponentials(report, case):
+    """Short of registers, ptxas puts the second row's maximum, 31 instructions, behind the first row's exponentials: 10% of a block."""
+    apart, longest = 0, 0
+    loop = of(report, case)["loop"]
+    first = next(i for i, text in enumerate(loop) if text.startswith("MUFU.EX2"))
+    for text in loop[first:]:
+        apart = 0 if text.startswith("MUFU.EX2") else apart + text.startswith("FMNMX")
+        longest = max(longest, apart)
+    assert longest <= 10
 
 
 @pytest.mark.slow

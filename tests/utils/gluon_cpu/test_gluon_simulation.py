@@ -315,6 +315,8 @@ def test_attention_ladder(step, shape, causal, window, seed, monkeypatch):
         (64, 256, 3, "ahead of three"),
         (64, 513, 1, "ahead"),
         (64, 640, 1, "ahead of three"),
+        (64, 100, 6, "lone"),
+        (64, 1000, 6, "lone"),
         (128, 256, 2, "ahead"),
         (128, 385, 5, "ahead"),
     ],

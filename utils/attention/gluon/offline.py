@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
     parser.add_argument(
-        "--variant", choices=("", "one", "few", "narrow", "short", "ahead", "ahead of three"), default=""
+        "--variant", choices=("", "one", "few", "lone", "narrow", "short", "ahead", "ahead of three"), default=""
     )
     for flag in ("causal", "window", "tail", "lse", "parts", "offset"):
         parser.add_argument(f"--{flag}", action="store_true")

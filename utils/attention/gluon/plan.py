@@ -89,6 +89,7 @@ _STEP_5 = {
     (64, "ahead"): Plan(64, 128, 2, 3, 240, halves=True, q_slots=2, ahead=True),
     (64, "ahead of three"): Plan(64, 128, 3, 4, 160, q_slots=2, ahead=True),
     (64, "narrow"): Plan(64, 64, 3, 5, 160, own_keys=True, q_slots=2, both=True, prefill=1),
+    (64, "lone"): Plan(64, 128, 3, 5, 160, own_keys=True, prefill=5),
     (64, "few"): Plan(64, 128, 2, 3, 240, halves=True, own_keys=True, q_slots=2),
     (128, ""): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2),
     (128, "ahead"): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2, ahead=True),
@@ -163,9 +164,9 @@ def variant_for(
     window: 0 for none. heads: of all sequences. programs: multiprocessors.
 
     "one": one consumer, where even tiles of 64 rows are fewer than programs. "few": smaller tiles and more registers, where there
-    are few tiles or many masks. "narrow": smaller blocks of keys, where a window masks most of them. "short": few causal keys, so
-    that tiles end soon after they begin. "ahead" and, with three consumers, "ahead of three": full attention, where one tile's end overlaps
-    the next tile's start. "": any other.
+    are few tiles or many masks. "lone": full attention with one tile a program, whose rings are filled before the roles begin. "narrow":
+    smaller blocks of keys, where a window masks most of them. "short": few causal keys, so that tiles end soon after they begin. "ahead"
+    and, with three consumers, "ahead of three": full attention, where one tile's end overlaps the next tile's start. "": any other.
     """
     d = block_head_dim(head_dim)
     whole, few, one = _STEP_5[d, ""], _STEP_5.get((d, "few")), _STEP_5[d, "one"]
@@ -190,6 +191,8 @@ def variant_for(
     # end, which nothing overlaps there, 2.7 blocks, not 2 (docs/attention-log.md, entry 31).
     ahead, other = (-(-(-(-sq // p.rows) * heads) // programs) for p in (plan, _STEP_5[d, ""]))
     blocks = -(-sk // plan.block_n)
+    if other == 1 and (blocks <= 64 or sk % plan.block_n):
+        return "lone"  # over more keys "ahead of three", whose blocks take 2.7% less time (docs/attention-log.md, entry 50)
     if 3 * ahead * (blocks + 2) <= 4 * other * (blocks + 2.7):
         return "ahead"
     # Where a tail is masked "ahead of three" is no faster, and with the log-sum-exp ptxas spills 48 bytes of it
