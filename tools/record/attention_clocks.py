@@ -62,6 +62,9 @@ CASES = (
 )
 # What a program has before its first tile, and between tiles, by the plan.
 STARTS = (
+    Case(64, 1, 8, 8, 2816),
+    Case(64, 1, 8, 8, 2816, changes="stagger=300"),
+    Case(64, 4, 8, 8, 2816),
     *(Case(64, 2, 8, 2, 1408, window=256, changes=x) for x in ("prefill=0", "prefill=1")),
     *(Case(256, 16, 8, 8, 1024, True, changes=x) for x in ("prefill=0, keys_first=0", "prefill=2, keys_first=2")),
 )

@@ -172,21 +172,16 @@ CASES["choice"] = [
     ((3, 1, 1, 5259, 5259, 64, FULL, 4096), ("", "few")),
 ]
 # Head dim 64, full: one tile of 192 rows a program, which nothing overlaps with, and tails over many.
-_LONE = ("", _P1, _P2, ", prefill=4", ", both=1", ", both=1, prefill=4", ", stages=5, q_slots=1, prefill=5")
-_TAIL = ("", "ahead of three", "ahead", _P1)
+_S = tuple(f", stagger={n}" for n in (100, 200, 300, 500, 800))
+_LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 CASES["lone"] = [
-    ((3, 8, 4, 17916, 20194, 64, CAUSAL, None), ("",)),
-    ((1, 4, 2, 15381, 16013, 64, CAUSAL, None), ("",)),
-    ((4, 4, 4, 4736, 9790, 64, CAUSAL, None), ("",)),
-    ((1, 8, 8, 2685, 2685, 64, FULL, None), (*_LONE, "ahead of three", "few")),
-    ((1, 1, 1, 19840, 19840, 64, FULL, 4096), _LONE),
-    ((1, 8, 8, 2816, 2816, 64, FULL, None), (*_LONE, "ahead of three")),
-    ((8, 16, 2, 4875, 4875, 64, FULL, None), _TAIL),
-    ((8, 8, 2, 10231, 10920, 64, FULL, None), _TAIL),
-    ((8, 64, 8, 654, 942, 64, FULL, None), (*_TAIL, "short")),
-    ((4, 32, 4, 1898, 1898, 64, FULL, None), _TAIL),
-    ((3, 1, 1, 5259, 5259, 64, FULL, 4096), ("few", "few, prefill=1", "few, prefill=2")),
-    ((2, 16, 2, 2685, 2685, 128, CAUSAL, None), ("", _P1)),
+    *(((1, 8, 8, 2688, n, 64, FULL, None), ("", "ahead of three")) for n in _LENGTHS),
+    ((1, 8, 8, 2685, 2685, 64, FULL, None), ("", *_S, ", stagger=300, prefill=2", ", stages=5, q_slots=1, prefill=5")),
+    ((1, 1, 1, 19840, 19840, 64, FULL, 4096), ("", *_S)),
+    ((1, 8, 8, 2816, 2816, 64, FULL, None), ("", *_S)),
+    ((4, 8, 8, 2816, 2816, 64, FULL, None), ("", "ahead of three", ", stagger=300")),
+    ((1, 32, 32, 16384, 16384, 64, FULL, None), ("", "ahead of three", ", stagger=300")),
+    ((3, 8, 4, 17916, 20194, 64, CAUSAL, None), ("", ", stagger=300")),
 ]
 PEERS = ("cudnn", "fa3", "cute")
 WRONG = 8e-3  # relative error: a contender with more is not timed

@@ -44,6 +44,7 @@ class Plan:
     keys_first: int = (
         0  # so many blocks of K and V of a later tile are asked for before its Q, whose only slot is free last
     )
+    stagger: int = 0  # nanoseconds that each later consumer waits before its first block
     ahead: bool = False  # a tile's end overlaps the next tile's start (`consumer_ahead`): needs two tiles of Q
 
     @property

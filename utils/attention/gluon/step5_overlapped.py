@@ -146,6 +146,17 @@ def consumer(work, results, W: gl.constexpr):
         work.q.wait_full(i, W)  # the first product reads Q; the producer loads it in the order of need
         keep_clock(work, tile_clocks, "Q there")
         q = work.q.tile(i, W)
+        if PLAN.stagger * W > 0:
+            if i == 0:
+                work.k.wait_full(it)
+                gl.inline_asm_elementwise(
+                    "nanosleep.u32 $1; mov.u32 $0, $1;",
+                    "=r,r",
+                    [gl.to_tensor(PLAN.stagger * W)],
+                    dtype=gl.int32,
+                    is_pure=False,
+                    pack=1,
+                )
         block = Block(it, row, (hi - 1) * BLOCK_N)
         p, state = first_block(work, block, q, CAUSAL, WINDOW, work.CASE.tail)
         keep_clock(work, tile_clocks, "first softmax")
