@@ -20,6 +20,7 @@ from instructor.checks.common import (
     poisoned_memory,
 )
 from utils.checking import MATMUL, check, expect_close, forbid, forbid_leaving, watch_operations
+from utils.checking.sizes import MOVES, tensors_in
 
 # Sums of a few products of numbers near 1. float64 is here for the dtype of the result, not for its precision: a sum that
 # was kept in float32 is right.
@@ -127,6 +128,7 @@ def gemm_tiled(gemm_tiled, seed=None):
         )
     _expect_tiles_used(gemm_tiled, draw)
     _expect_tiles_copied(gemm_tiled, draw)
+    _let_long_steps_wait(gemm_tiled, draw)
     for dtype in (torch.float32, torch.float64):
         m, k, n = draw.sizes(3, 9, 30)
         for tm, tn, tk in (draw.sizes(3, 2, 7), (64, 32, 128), (1, 5, 1)):
@@ -199,10 +201,62 @@ def _expect_tiles_copied(gemm_tiled, draw: Draw) -> None:
         )
 
 
+class _Sides(SizeWatch):
+    """Records the longest dimension that an operator computes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side: tuple[int, str] = (0, "")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        name = func._schema.name.split("::")[1].rstrip("_")
+        if name not in MOVES:
+            real = [t for t in tensors_in((*args, *(kwargs or {}).values(), result)) if t.is_floating_point()]
+            self.side = max(self.side, *((n, name) for t in real for n in t.shape), (0, ""))
+        return result
+
+
+class _Roundings(SizeWatch):
+    """Counts the numbers that were rounded from 32 bits or more to 16 and computed with after that, as a running sum is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = 0
+        self.rounded: set[int] = set()  # ids of tensors that were made, or written to, by rounding
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[1].rstrip("_")
+        given = [t for t in tensors_in(args) if t.is_floating_point() and t.numel() > 1]
+        # What is written over, such as the matrix C of which one tile is done, is not read.
+        read = given[1:] if name == "copy" else given
+        narrow = [t for t in read if t.itemsize < 4 and self._memory.get(id(t), id(t)) in self.rounded]
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        made = [t for t in tensors_in((result,)) if t.is_floating_point()]
+        if narrow and any(t.itemsize >= 4 for t in made):
+            self.again += max(t.numel() for t in narrow)
+        if any(t.itemsize >= 4 for t in read):
+            self.rounded |= {self._memory.get(id(t), id(t)) for t in made if t.itemsize < 4}
+        return result
+
+
+def _let_long_steps_wait(gemm_tiled, draw: Draw) -> None:
+    """Let an answer wait whose steps along K are longer than tile_k: with few rows and columns they are as small as a step."""
+    m, n, k = draw.size(2, 5), draw.size(2, 5), draw.size(40, 60)
+    tiles = draw.size(6, 9), draw.size(6, 9), draw.size(2, 4)
+    a, b = draw.normal(m, k), draw.normal(k, n)
+    with _Sides() as sides:
+        gemm_tiled(a, b, *tiles)
+    if sides.side[0] > max(tiles):
+        let_wait(
+            f"works along {sides.side[0]} numbers at once (in {sides.side[1]}), and no side of its tiles {tiles} is as long"
+        )
+
+
 def _expect_wide_accumulator(gemm_tiled, draw: Draw) -> None:
     """Assert that a long sum of bf16 products is added in at least float32; float64 and float32 alike are right."""
     a, b = draw.normal(8, 512, dtype=torch.bfloat16), draw.normal(512, 8, dtype=torch.bfloat16)
-    with SizeWatch() as sizes:
+    with _Roundings() as sizes:
         got = gemm_tiled(a, b, 8, 8, 1)
     exact = a.double() @ b.double()
     # Wrong values, shapes and dtypes have their own messages.
@@ -218,6 +272,8 @@ def _expect_wide_accumulator(gemm_tiled, draw: Draw) -> None:
             f"gemm_tiled of (8, 512) @ (512, 8) in bfloat16 rounds {sizes.narrowed:,} numbers to 16 bits, and C has {got.numel()}: "
             "round once, when a tile of C is done."
         )
+    if sizes.again:
+        let_wait(f"rounds {sizes.again:,} numbers to 16 bits, and computes with them after that")
     if sizes.narrow[1] > 1:  # what is lost in 16 bits can be carried along, and the error does not show it
         let_wait(f"adds numbers of bfloat16 in bfloat16 (in {sizes.narrow[0]})")
 
