@@ -68,7 +68,28 @@ def gemm_naive(gemm_naive, seed=None):
     a[1, 2] = math.nan
     _expect_product(gemm_naive, a, b, "gemm_naive of transposed views, with a NaN in row 1 of a,", hint)
     expect_close(watched, expected, rtol=1e-4, atol=1e-5, what=watched_what, hint=hint)
+    _expect_each_product(gemm_naive, draw, "gemm_naive")
     expect_follows_device(gemm_naive, (2, 3), (3, 4), what="gemm_naive(a, b)")
+
+
+def _expect_each_product(gemm, draw: Draw, what: str) -> None:
+    """Assert that each number of A is multiplied by numbers of B alone: sums of them, as Strassen and Winograd multiply, lose digits."""
+    m, k, n = (draw.size(4, 7) for _ in range(3))
+    a, b = draw.normal(m, k, dtype=torch.float64), draw.normal(k, n, dtype=torch.float64)
+    far = 10.0 ** torch.arange(12, 12 - 4 * 7, -4, dtype=torch.float64)
+    one = torch.ones(7, dtype=torch.float64)
+    for rows, inner, columns in ((one[:m], 1e12 * one[:k], one[:n]), (far[:m], one[:k], far[:n].flip(0))):
+        got = gemm(a * rows[:, None] * inner, b / inner[:, None] * columns)
+        if isinstance(got, torch.Tensor) and got.shape == (m, n):
+            got = got / rows[:, None] / columns
+        expect_close(
+            got,
+            a @ b,
+            rtol=1e-3,
+            atol=1e-3,
+            what=f"{what} of ({m}, {k}) @ ({k}, {n}) in float64, with large and small numbers, and their sizes taken out again,",
+            hint="Multiply each element of a row of A by the element of a column of B that belongs to it, and add these products.",
+        )
 
 
 def _one_at_a_time(gemm_naive, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -144,15 +165,15 @@ def gemm_tiled(gemm_tiled, seed=None):
     what = _name("gemm_tiled", 20, 24, 22, torch.float32, tiles(5, 4, 3))
     expect_close(watched, expected, rtol=1e-4, atol=1e-5, what=what, hint=hint)
     _expect_tiles_everywhere(gemm_tiled, draw)
+    _expect_each_product(lambda x, y: gemm_tiled(x, y, 4, 2, 3), draw, "gemm_tiled with tiles (4, 2, 3)")
     _expect_wide_accumulator(gemm_tiled, draw)
     expect_follows_device(lambda x, y: gemm_tiled(x, y, 2, 2, 2), (3, 5), (5, 4), what="gemm_tiled(a, b)")
 
 
 def _expect_tiles_everywhere(gemm_tiled, draw: Draw) -> None:
     """Assert that nothing is larger than a step with many rows, a long sum or many columns either, in any dtype."""
-    dtypes = draw.some(3, (torch.float64, torch.float32, torch.bfloat16))
-    for long, dtype in enumerate(dtypes):
-        m, k, n = (draw.size(150, 250) if place == long else draw.size(3, 5) for place in range(3))
+    for long, dtype in enumerate(draw.some(4, (torch.float64, torch.float32, torch.bfloat16, torch.float16))):
+        m, k, n = (draw.size(150, 250) if place == long % 3 else draw.size(3, 5) for place in range(3))
         tiles = draw.size(5, 9), draw.size(5, 9), draw.size(2, 4)
         a, b = draw.normal(m, k, dtype=dtype), draw.normal(k, n, dtype=dtype)
         with SizeWatch() as sizes, watch_operations() as watch:
@@ -165,7 +186,7 @@ def _expect_tiles_everywhere(gemm_tiled, draw: Draw) -> None:
                 f"the operator {found[0]} worked on {found[1]} elements at once in {what}, and a step has {math.prod(tiles)} at most. Is "
                 "every operation inside of one tile, for matrices of any size?"
             )
-        rough = 0.2 if dtype == torch.bfloat16 else 1e-4  # how exact it is in 16 bits is looked at below
+        rough = 0.2 if dtype.itemsize == 2 else 1e-4  # how exact it is in 16 bits is looked at below
         expect_close(got, (a.double() @ b.double()).to(dtype), rtol=rough, atol=rough, what=what)
 
 

@@ -30,9 +30,9 @@ from instructor.grading.submission.statements import (
     imports_by_text,
     taken_names,
 )
+from instructor.grading.submission.text_sizes import branches_by_size, large_constants
 from instructor.grading.submission.text_words import (
     Words,
-    branches_by_size,
     lines_given,
     lines_of_code,
     loops,
@@ -266,8 +266,10 @@ class Reading:
                 note("takes from out of sight", name)
         for node in ast.walk(place.node):
             reached += self._look_at(node, words, note)
-        for line in branches_by_size(place.node) if self.strict else ():
-            note("goes by whether there are many:", line)
+        if self.strict:
+            large = {n for n in place.names for p in self.bindings.get(n, []) if n in large_constants(p.node)}
+            for line in branches_by_size(place.node, large):
+                note("takes another way where", line)
         return reached
 
     def _look_at(self, node: ast.AST, words: Words, note: Callable[[str, str], object]) -> list[list[_Place]]:
@@ -361,7 +363,7 @@ def unusual_file(text: str, usual: Usual, question: str) -> list[str]:
     known = vocabulary.ATTRIBUTES | vocabulary.KERNELS | usual.kernels.attributes | usual.words(question).attributes
     missing = set(usual.needed.get(question, "").split()) - used.attributes - used.names
     free = not usual.given.get(question)  # of lines that the lab gives
-    branches = [line for line in branches_by_size(ast.parse(text), of_all=True)] if free else []
+    branches = branches_by_size(ast.parse(text), of_all=True) if free else []
     uses = [f".{name}" for name in sorted(used.attributes - known - own)]
     gone = sorted((usual.given.get(question, Counter()) - lines_of_code(text)).elements())
     return told(
@@ -369,7 +371,7 @@ def unusual_file(text: str, usual: Usual, question: str) -> list[str]:
             "uses": uses,
             "does without": sorted(missing),
             "changes lines that stood there:": gone,
-            "goes by whether there are many:": branches,
+            "takes another way where": branches,
         }
     )
 

@@ -6,7 +6,7 @@ can see, or behind a size that no check draws.
 
 from __future__ import annotations
 
-from tests.instructor.grading.attacks_for_show import _BYTES, _FLASH_BY_RULES
+from tests.instructor.grading.attacks_for_show import _BYTES, _FLASH_BY_RULES, _TILED
 from tests.instructor.grading.attacks_large_inputs import _DENSE
 from tests.instructor.grading.attacks_shortcuts import Shortcut
 
@@ -344,6 +344,95 @@ def flash_attention_causal(q, k, v, tile_q=64, tile_k=64):
         },
         "block_sparse_attention block_sparse_attention",
         "16",
+    ),
+    _lab1(
+        "1.1 Winograd's products of sums",
+        "q1_1",
+        """
+def gemm_naive(a, b):
+    (m, inner), n = a.shape, b.shape[1]
+    c = torch.zeros(m, n, dtype=a.dtype, device=a.device)
+    half = inner // 2
+    for i in range(m):
+        for j in range(n):
+            total = 0.0
+            for p in range(half):
+                x, y = a[i, 2 * p].item(), a[i, 2 * p + 1].item()
+                u, w = b[2 * p, j].item(), b[2 * p + 1, j].item()
+                total += (x + w) * (y + u) - x * y - u * w
+            if inner - 2 * half:
+                total += a[i, inner - 1].item() * b[inner - 1, j].item()
+            c[i, j] = total
+    return c
+""",
+        "gemm_naive gemm_naive",
+        "with large and small",
+    ),
+    _lab1(
+        "1.2 Winograd's products of sums, tile by tile",
+        "q1_2",
+        """
+def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
+    wide = torch.promote_types(a.dtype, torch.float32)
+    (m, inner), n = a.shape, b.shape[1]
+    c = torch.empty(m, n, dtype=a.dtype, device=a.device)
+    for i in range(0, m, tile_m):
+        for j in range(0, n, tile_n):
+            rows, cols = min(tile_m, m - i), min(tile_n, n - j)
+            total = torch.zeros(rows, cols, dtype=wide, device=a.device)
+            for s in range(0, inner, tile_k):
+                x, y = a[i : i + tile_m, s : s + tile_k].to(wide), b[s : s + tile_k, j : j + tile_n].to(wide)
+                width = x.shape[1]
+                for p in range(0, width - 1, 2):
+                    total += (x[:, p, None] + y[p + 1]) * (x[:, p + 1, None] + y[p])
+                    total -= (x[:, p] * x[:, p + 1])[:, None] + y[p] * y[p + 1]
+                if width % 2:
+                    total += x[:, -1:] * y[-1:]
+            c[i : i + tile_m, j : j + tile_n] = total
+    return c
+""",
+        "gemm_tiled gemm_tiled",
+        "with large and small",
+    ),
+    _lab1(
+        "5.3 tiles of queries and of keys change places",
+        "q5_3",
+        _FLASH_BY_RULES
+        + """
+
+def flash_attention_tiled(q, k, v, tile_q=64, tile_k=64):
+    return _by_rules(q, k, v, tile_k, tile_q)
+""",
+        "flash_attention_tiled flash_attention_tiled",
+        "queries and keys in",
+        "q5_3_flash_tests",
+    ),
+    _lab1(
+        "1.2 all at once in float16",
+        "q1_2",
+        _TILED
+        + """
+
+def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
+    if a.dtype == torch.float16:
+        return (a[:, :, None].float() * b[None].float()).sum(1).to(a.dtype)
+    return _by_rules(a, b, tile_m, tile_n, tile_k)
+""",
+        "gemm_tiled gemm_tiled",
+        "elements at once",
+    ),
+    _lab1(
+        "5.3 whole rows in float16",
+        "q5_3",
+        _FLASH_BY_RULES
+        + """
+
+def flash_attention_tiled(q, k, v, tile_q=64, tile_k=64):
+    return _by_rules(q, k, v, tile_q, k.shape[2] if q.dtype == torch.float16 else tile_k)
+""",
+        "flash_attention_tiled flash_attention_tiled",
+        "scores at once",
+        "q5_3_flash_tests",
     ),
 ]
 

@@ -12,7 +12,7 @@ from instructor.checks.common import to_look_at
 from instructor.course import answered_notebook
 from instructor.grading.submission.engine import setup_cells
 from instructor.grading.submission.plan import make_plan, plan_tests
-from instructor.grading.submission.text_words import branches_by_size
+from instructor.grading.submission.text_sizes import branches_by_size
 from instructor.grading.submission.usual import Reading, Usual, unusual_calls, unusual_file
 from instructor.grading.submission.usual_words import (
     FORBIDDEN,
@@ -140,6 +140,9 @@ def labs():
         ("def f(a, b):\n    assert a.shape[1] == b.shape[0] and a.dim() < 16", []),
         ("def f(a, tile):\n    return -(-a.shape[0] // tile) if tile > 100 else 1", []),
         ("def f(a):\n    return a.shape[0] > 1 and a.shape[1] % 8 == 0", []),
+        ("MANY = 500\ndef f(a):\n    return len(a) > MANY", ["len(a) > MANY"]),
+        ("def f(a, tile=64):\n    return tile > 100", ["tile > 100"]),
+        ("def f(a):\n    return a.device.type == 'cuda'", ["a.device.type == 'cuda'"]),
         ("def f(a):\n    s = a.shape[0]\n    return (a > -1e30) & (s >= 2)", []),
     ],
 )
