@@ -17,17 +17,15 @@ _DEVICES = frozenset(("is_cuda", "is_cpu"))
 
 def large_constants(tree: ast.AST) -> set[str]:
     """Return the names that a piece of code gives to large numbers."""
-    assigned = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
-    ]
-    return {
-        name.id
-        for node in assigned
-        if _is_large(node.value, set()) and not any(isinstance(n, ast.Name | ast.Call) for n in ast.walk(node.value))
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        for name in ast.walk(target)
-        if isinstance(name, ast.Name)
-    }
+    found = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        computed = any(isinstance(part, ast.Name | ast.Call) for part in ast.walk(node.value))
+        if not computed and _is_large(node.value, set()):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+    return found
 
 
 def branches_by_size(tree: ast.AST, large: Collection[str] = (), of_all: bool = False) -> list[str]:
@@ -77,8 +75,9 @@ def _tiles(tree: ast.AST) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.Lambda):
             given = node.args.posonlyargs + node.args.args
-            pairs = [*zip(given[len(given) - len(node.args.defaults) :], node.args.defaults, strict=True)]
-            pairs += [*zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)]
+            pairs: list[tuple[ast.arg, ast.expr | None]] = []
+            pairs += zip(given[len(given) - len(node.args.defaults) :], node.args.defaults, strict=True)
+            pairs += zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
             found |= {arg.arg for arg, default in pairs if default is not None and _is_large(default, set())}
     return found
 
@@ -112,6 +111,6 @@ def _is_large(node: ast.AST, large: set[str]) -> bool:
     if isinstance(node, ast.UnaryOp | ast.Subscript | ast.Attribute | ast.Compare | ast.IfExp):
         return False
     if isinstance(node, ast.Constant):
-        return type(node.value) in (int, float) and node.value > _SMALL
+        return isinstance(node.value, int | float) and node.value > _SMALL
     named = isinstance(node, ast.Name) and node.id in large
     return named or any(_is_large(part, large) for part in ast.iter_child_nodes(node))

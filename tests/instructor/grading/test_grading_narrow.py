@@ -136,7 +136,7 @@ def labs():
     [
         ("def f(a):\n    if a.shape[0] > 100:\n        return 0", ["a.shape[0] > 100"]),
         ("def f(a):\n    n = len(a)\n    m = 2 * n\n    return 1 if 10**3 <= m else 0", ["10 ** 3 <= m"]),
-        ("def f(a):\n    return [0, 1][min(a.numel() // 4096, 1)]", ["a.numel() // 4096"]),
+        ("def f(a):\n    return [0, 1][min(a.numel() // 4096, 1)]", ["min(a.numel() // 4096, 1)", "a.numel() // 4096"]),
         ("def f(a, b):\n    assert a.shape[1] == b.shape[0] and a.dim() < 16", []),
         ("def f(a, tile):\n    return -(-a.shape[0] // tile) if tile > 100 else 1", []),
         ("def f(a):\n    return a.shape[0] > 1 and a.shape[1] % 8 == 0", []),
