@@ -250,10 +250,11 @@ def buckets(bucketed_attention, seed=None):
         expect_program(mod, 2 * bucket, "the mask_mod of bucketed_attention", bucket, bucket)
         mods.append(mod)
     attend, calls = recording(compute=False)
-    q = draw.normal(1, 1, sizes[2] - 2, 4)
-    bucketed_attention(attend, q, q, q, list(shuffled))
+    for tokens in (sizes[2], max(sizes[1] + 1, sizes[2] - 1)):  # both in the largest bucket
+        q = draw.normal(1, 1, tokens, 4)
+        bucketed_attention(attend, q, q, q, list(shuffled))
     q = draw.normal(1, 1, sizes[2] + 1, 4)
-    of_largest = [mods[3], *(mod for _, mod in calls)]
+    of_largest = [mod for _, mod in calls]
     attend, calls = recording()
     try:
         bucketed_attention(attend, q, q, q, shuffled)
