@@ -125,16 +125,21 @@ def expect_rows(
     )
 
 
-def expect_program(mod: Mod, limit: int, what: str, sq: int = 8, sk: int = 8) -> None:
-    """Assert that a mod uses no tensor with more than `limit` elements for one pair, so no tensor of pairs."""
+def expect_program(mod: Mod, limit: int, what: str, sq: int = 8, sk: int = 8) -> set[str]:
+    """Assert that a mod uses no tensor with more than `limit` elements for one pair, so no tensor of pairs.
+
+    Returns the names of the operators that it ran.
+    """
     arguments = [torch.tensor(0), torch.tensor(0), torch.tensor(sq - 1), torch.tensor(sk - 1)]
     with SizeWatch() as watch:
         call_mod(mod, what, *arguments)
     _expect_small(watch, limit, 1, what)
+    ran = {*watch.largest} - {"_local_scalar_dense"}  # an index of one number is read; of many pairs it is not
     # FlexAttention evaluates many pairs at once, so no index is a number that Python can read: it is the same program there.
     with SizeWatch() as watch:
         call_mod(torch.vmap(mod), what, *(x.expand(_AT_ONCE) for x in arguments))
     _expect_small(watch, limit, _AT_ONCE, what)
+    return ran | {*watch.largest}
 
 
 def _expect_small(watch: SizeWatch, limit: int, asked: int, what: str) -> None:

@@ -134,9 +134,10 @@ class SizeWatch(TorchDispatchMode):
         self._copied: set[int] = set()  # ids of such tensors that hold numbers of the inputs as they were
         self._bits: set[int] = set()  # ids of views that show floating-point numbers as integers
         self.narrow: tuple[str, int] = ("", 0)  # the largest sum of 16-bit numbers in 16 bits, and its operator
+        self.narrow_results: tuple[str, int] = ("", 0)  # the same of all that computes
         self.narrowed = 0  # numbers that were rounded from 32 bits or more to 16 or fewer
         self._alive: list[torch.Tensor] = []  # so that no id is used twice
-        self.steps: list[int] = []  # a hash of each operator, with the shapes and integers that it was given
+        self.steps: list[int] = []  # a hash of each operator, with the shapes and numbers that it was given
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -147,15 +148,18 @@ class SizeWatch(TorchDispatchMode):
             made = tensors_in([a for a, about in zip(args, func._schema.arguments, strict=False) if _is_written(about)])
         sizes = [_numbers(t) for t in (*given, *made)]
         self.read += sum(t.numel() for t in given if t.numel() > 1)
-        self.steps.append(hash((name, *(tuple(t.shape) for t in given), *(a for a in args if type(a) is int))))
+        numbers = (a for a in (*args, *(kwargs or {}).values()) if type(a) in (int, float))
+        self.steps.append(hash((name, *(tuple(t.shape) for t in given), *numbers)))
         self._follow(name, given, made)
+        narrow = max((t.numel() for t in made if t.is_floating_point() and t.itemsize < 4), default=0)
         if name in _SUMS:
-            narrow = [t.numel() for t in made if t.is_floating_point() and t.itemsize < 4]
-            self.narrow = max(self.narrow, (name, max(narrow, default=0)), key=lambda entry: entry[1])
+            self.narrow = max(self.narrow, (name, narrow), key=lambda entry: entry[1])
+        if name not in MOVES:
+            self.narrow_results = max(self.narrow_results, (name, narrow), key=lambda entry: entry[1])
         wide = [t for t in given if t.is_floating_point() and t.itemsize >= 4 and t.numel() > 1]
         if wide and made and made[0].is_floating_point() and made[0].itemsize < 4:
             self.narrowed += made[0].numel()
-        if name in MOVES and name not in _VIEWS:
+        if name in MOVES and name not in _VIEWS and not self._onto_itself(name, given):
             self.moved += sum(t.numel() for t in made)
         self.largest[name] = max(self.largest.get(name, 0), max(sizes, default=0))
         if name not in MOVES:
@@ -251,6 +255,13 @@ class SizeWatch(TorchDispatchMode):
                     self.created = max(self.created, (name, tensor.numel()), key=lambda entry: entry[1])
                     self.created_in_all += tensor.numel()
 
+    def _onto_itself(self, name: str, given: list[torch.Tensor]) -> bool:
+        """Whether a copy writes numbers to where they are: the end of `c[i, j] += x`, after the sum was made in place."""
+        if name != "copy" or len(given) < 2:
+            return False
+        one, other = ((self._memory.get(id(t), id(t)), t.storage_offset(), t.shape, t.stride()) for t in given[:2])
+        return one == other
+
     def _copies_by_arithmetic(self, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
         """Whether an operator that computes got numbers of one input alone, and made as many: tile + 0, or maximum(tile, tile)."""
         several = [t for t in given if t.numel() > 1]
@@ -283,6 +294,16 @@ class SizeWatch(TorchDispatchMode):
         # At one step, what ends comes before what begins.
         changes = sorted(c for n, made, used in spans for c in ((made, n), (used + 1, -n)))
         return max(itertools.accumulate((n for _, n in changes), initial=0))
+
+    def carried(self, step: int, least: int = 1) -> int:
+        """Return how many numbers computed from the inputs were there before a step and are needed after it.
+
+        Args:
+            step: place in `steps`.
+            least: numbers of a tensor that counts.
+        """
+        spans = self._spans.values()
+        return sum(n for n, made, used, of_inputs in spans if of_inputs and n >= least and made < step < used)
 
     def longer_in_softmax(self, limit: int) -> tuple[str, int] | None:
         """Return an operator that works along more than `limit` numbers, and how many; sums, scaling and masks may."""

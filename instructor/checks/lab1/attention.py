@@ -11,6 +11,7 @@ from instructor.checks.common import DTYPES, Draw, SizeWatch, dtype_name, expect
 from utils.attention import reference
 from utils.checking import attention_mistake, check, expect_close
 from utils.checking.altered import Altered
+from utils.checking.sizes import tensors_in
 from utils.checking.watching import FUSED_ATTENTION, demand, forbid, forbid_leaving, watch_operations
 
 # What the text names: "softmax and logsumexp of the library, under any name". logaddexp is allowed.
@@ -191,6 +192,22 @@ def _softmax_stats(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return m, torch.exp(x - m[:, None]).sum(dim=1)
 
 
+class _Arrivals(SizeWatch):
+    """Records at which step each block is used for the first time."""
+
+    def __init__(self, blocks: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.blocks = {block.untyped_storage().data_ptr() for block in blocks}
+        self.begins: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for tensor in tensors_in((*args, *(kwargs or {}).values())):
+            if tensor.device.type == "cpu" and (place := tensor.untyped_storage().data_ptr()) in self.blocks:
+                self.blocks.discard(place)
+                self.begins.append(len(self.steps) + 1)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 @check("5.3", "Online softmax")
 def online_softmax_stats(online_softmax_stats, seed=None):
     """Check the running maximum and sum; each block is read once."""
@@ -228,7 +245,7 @@ def online_softmax_stats(online_softmax_stats, seed=None):
                 yield block
                 block.fill_(math.nan)  # each block can be read once
 
-        with SizeWatch() as sizes, watch_operations() as watch:
+        with _Arrivals(copies) as sizes, watch_operations() as watch:
             result = online_softmax_stats(arriving())
         forbid_leaving(watch)
         if len(taken) != len(widths):
@@ -245,6 +262,11 @@ def online_softmax_stats(online_softmax_stats, seed=None):
             raise AssertionError(
                 f"online_softmax_stats kept {held} numbers at once; no block has over {largest}. Keep a running maximum and a "
                 "running sum, and no block."
+            )
+        if (carried := max(map(sizes.carried, sizes.begins), default=0)) > 8 * rows:
+            raise AssertionError(
+                f"online_softmax_stats kept {carried} numbers of {rows} rows from one block to the next. Use a block up before the next one "
+                "is taken: two numbers a row are enough."
             )
         m, l = _softmax_stats(x.double())  # noqa: E741 (the formula's letter)
         name = f"{len(widths)} blocks" + (f" with {order} values" if order else f" with values around {middle}")

@@ -20,6 +20,7 @@ from instructor.checks.common import (
     poisoned_memory,
 )
 from utils.checking import MATMUL, check, expect_close, forbid, forbid_leaving, watch_operations
+from utils.checking.sizes import MOVES, tensors_in
 
 # Sums of a few products of numbers near 1. float64 is here for the dtype of the result, not for its precision: a sum that
 # was kept in float32 is right.
@@ -67,7 +68,28 @@ def gemm_naive(gemm_naive, seed=None):
     a[1, 2] = math.nan
     _expect_product(gemm_naive, a, b, "gemm_naive of transposed views, with a NaN in row 1 of a,", hint)
     expect_close(watched, expected, rtol=1e-4, atol=1e-5, what=watched_what, hint=hint)
+    _expect_each_product(gemm_naive, draw, "gemm_naive")
     expect_follows_device(gemm_naive, (2, 3), (3, 4), what="gemm_naive(a, b)")
+
+
+def _expect_each_product(gemm, draw: Draw, what: str) -> None:
+    """Assert that each number of A is multiplied by numbers of B alone: sums of them, as Strassen and Winograd multiply, lose digits."""
+    m, k, n = (draw.size(4, 7) for _ in range(3))
+    a, b = draw.normal(m, k, dtype=torch.float64), draw.normal(k, n, dtype=torch.float64)
+    far = 10.0 ** torch.arange(12, 12 - 4 * 7, -4, dtype=torch.float64)
+    one = torch.ones(7, dtype=torch.float64)
+    for rows, inner, columns in ((one[:m], 1e12 * one[:k], one[:n]), (far[:m], one[:k], far[:n].flip(0))):
+        got = gemm(a * rows[:, None] * inner, b / inner[:, None] * columns)
+        if isinstance(got, torch.Tensor) and got.shape == (m, n):
+            got = got / rows[:, None] / columns
+        expect_close(
+            got,
+            a @ b,
+            rtol=1e-3,
+            atol=1e-3,
+            what=f"{what} of ({m}, {k}) @ ({k}, {n}) in float64, with large and small numbers, and their sizes taken out again,",
+            hint="Multiply each element of a row of A by the element of a column of B that belongs to it, and add these products.",
+        )
 
 
 def _one_at_a_time(gemm_naive, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -127,6 +149,7 @@ def gemm_tiled(gemm_tiled, seed=None):
         )
     _expect_tiles_used(gemm_tiled, draw)
     _expect_tiles_copied(gemm_tiled, draw)
+    _let_long_steps_wait(gemm_tiled, draw)
     for dtype in (torch.float32, torch.float64):
         m, k, n = draw.sizes(3, 9, 30)
         for tm, tn, tk in (draw.sizes(3, 2, 7), (64, 32, 128), (1, 5, 1)):
@@ -142,15 +165,15 @@ def gemm_tiled(gemm_tiled, seed=None):
     what = _name("gemm_tiled", 20, 24, 22, torch.float32, tiles(5, 4, 3))
     expect_close(watched, expected, rtol=1e-4, atol=1e-5, what=what, hint=hint)
     _expect_tiles_everywhere(gemm_tiled, draw)
+    _expect_each_product(lambda x, y: gemm_tiled(x, y, 4, 2, 3), draw, "gemm_tiled with tiles (4, 2, 3)")
     _expect_wide_accumulator(gemm_tiled, draw)
     expect_follows_device(lambda x, y: gemm_tiled(x, y, 2, 2, 2), (3, 5), (5, 4), what="gemm_tiled(a, b)")
 
 
 def _expect_tiles_everywhere(gemm_tiled, draw: Draw) -> None:
     """Assert that nothing is larger than a step with many rows, a long sum or many columns either, in any dtype."""
-    dtypes = draw.some(3, (torch.float64, torch.float32, torch.bfloat16))
-    for long, dtype in enumerate(dtypes):
-        m, k, n = (draw.size(150, 250) if place == long else draw.size(3, 5) for place in range(3))
+    for long, dtype in enumerate(draw.some(4, (torch.float64, torch.float32, torch.bfloat16, torch.float16))):
+        m, k, n = (draw.size(150, 250) if place == long % 3 else draw.size(3, 5) for place in range(3))
         tiles = draw.size(5, 9), draw.size(5, 9), draw.size(2, 4)
         a, b = draw.normal(m, k, dtype=dtype), draw.normal(k, n, dtype=dtype)
         with SizeWatch() as sizes, watch_operations() as watch:
@@ -163,7 +186,7 @@ def _expect_tiles_everywhere(gemm_tiled, draw: Draw) -> None:
                 f"the operator {found[0]} worked on {found[1]} elements at once in {what}, and a step has {math.prod(tiles)} at most. Is "
                 "every operation inside of one tile, for matrices of any size?"
             )
-        rough = 0.2 if dtype == torch.bfloat16 else 1e-4  # how exact it is in 16 bits is looked at below
+        rough = 0.2 if dtype.itemsize == 2 else 1e-4  # how exact it is in 16 bits is looked at below
         expect_close(got, (a.double() @ b.double()).to(dtype), rtol=rough, atol=rough, what=what)
 
 
@@ -199,10 +222,62 @@ def _expect_tiles_copied(gemm_tiled, draw: Draw) -> None:
         )
 
 
+class _Sides(SizeWatch):
+    """Records the longest dimension that an operator computes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side: tuple[int, str] = (0, "")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        name = func._schema.name.split("::")[1].rstrip("_")
+        if name not in MOVES:
+            real = [t for t in tensors_in((*args, *(kwargs or {}).values(), result)) if t.is_floating_point()]
+            self.side = max(self.side, *((n, name) for t in real for n in t.shape), (0, ""))
+        return result
+
+
+class _Roundings(SizeWatch):
+    """Counts the numbers that were rounded from 32 bits or more to 16 and computed with after that, as a running sum is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = 0
+        self.rounded: set[int] = set()  # ids of tensors that were made, or written to, by rounding
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[1].rstrip("_")
+        given = [t for t in tensors_in(args) if t.is_floating_point() and t.numel() > 1]
+        # What is written over, such as the matrix C of which one tile is done, is not read.
+        read = given[1:] if name == "copy" else given
+        narrow = [t for t in read if t.itemsize < 4 and self._memory.get(id(t), id(t)) in self.rounded]
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        made = [t for t in tensors_in((result,)) if t.is_floating_point()]
+        if narrow and any(t.itemsize >= 4 for t in made):
+            self.again += max(t.numel() for t in narrow)
+        if any(t.itemsize >= 4 for t in read):
+            self.rounded |= {self._memory.get(id(t), id(t)) for t in made if t.itemsize < 4}
+        return result
+
+
+def _let_long_steps_wait(gemm_tiled, draw: Draw) -> None:
+    """Let an answer wait whose steps along K are longer than tile_k: with few rows and columns they are as small as a step."""
+    m, n, k = draw.size(2, 5), draw.size(2, 5), draw.size(40, 60)
+    tiles = draw.size(6, 9), draw.size(6, 9), draw.size(2, 4)
+    a, b = draw.normal(m, k), draw.normal(k, n)
+    with _Sides() as sides:
+        gemm_tiled(a, b, *tiles)
+    if sides.side[0] > max(tiles):
+        let_wait(
+            f"works along {sides.side[0]} numbers at once (in {sides.side[1]}), and no side of its tiles {tiles} is as long"
+        )
+
+
 def _expect_wide_accumulator(gemm_tiled, draw: Draw) -> None:
     """Assert that a long sum of bf16 products is added in at least float32; float64 and float32 alike are right."""
     a, b = draw.normal(8, 512, dtype=torch.bfloat16), draw.normal(512, 8, dtype=torch.bfloat16)
-    with SizeWatch() as sizes:
+    with _Roundings() as sizes:
         got = gemm_tiled(a, b, 8, 8, 1)
     exact = a.double() @ b.double()
     # Wrong values, shapes and dtypes have their own messages.
@@ -218,6 +293,8 @@ def _expect_wide_accumulator(gemm_tiled, draw: Draw) -> None:
             f"gemm_tiled of (8, 512) @ (512, 8) in bfloat16 rounds {sizes.narrowed:,} numbers to 16 bits, and C has {got.numel()}: "
             "round once, when a tile of C is done."
         )
+    if sizes.again:
+        let_wait(f"rounds {sizes.again:,} numbers to 16 bits, and computes with them after that")
     if sizes.narrow[1] > 1:  # what is lost in 16 bits can be carried along, and the error does not show it
         let_wait(f"adds numbers of bfloat16 in bfloat16 (in {sizes.narrow[0]})")
 

@@ -12,10 +12,20 @@ from pathlib import Path
 
 import torch
 
-from instructor.checks.common import DTYPES, Draw, by_value, dtype_name, expect_unchanged, expect_value, let_wait
+from instructor.checks.common import (
+    DTYPES,
+    Draw,
+    SizeWatch,
+    by_value,
+    dtype_name,
+    expect_unchanged,
+    expect_value,
+    let_wait,
+)
 from utils.checking import MATMUL, check, expect_close, forbid, forbid_leaving, watch_operations
 from utils.checking.altered import Altered
 from utils.checking.profiles import marked_waits, steps_that_wait, wait_with_mark
+from utils.checking.sizes import MOVES, tensors_in
 from utils.checking.watching import demand
 from utils.machine.device import default_device
 
@@ -68,6 +78,11 @@ def profile_steps(profile_steps, seed=None):
         raise AssertionError(
             f"the trace holds {len(steps)} steps and {recorded} of fn's operators; expected 6 steps and {6 * repeats}. "
             "Is schedule=default_schedule given, and is prof.step() called after each call?"
+        )
+    if steps != (fourth := {f"ProfilerStep#{number}" for number in range(4, 10)}):
+        raise AssertionError(
+            f"the trace holds the steps {', '.join(sorted(steps))} of the profiler, and default_schedule records {min(fourth)} to "
+            f"{max(fourth)}: all ten calls of fn are under the profiler, the first four as well."
         )
     if (waits := steps_that_wait(events, "aten::erfinv")) is None:
         let_wait(_NO_WAIT)
@@ -141,8 +156,35 @@ def gelu_by_hand(gelu_by_hand, seed=None):
             hint = "This is the exact GELU, with erf. Gemma uses the tanh form."
         expect_close(got, wide, rtol=rtol, atol=atol, what=what, hint=hint)
     expect_close(watched, right, rtol=1e-4, atol=1e-6, what="gelu_by_hand of (3, 5)")
+    _let_parts_wait(gelu_by_hand, draw)
     for shape in ((3, 5), many):
         _expect_exponentials_used(gelu_by_hand, draw, shape)
+
+
+class _Amounts(SizeWatch):
+    """Records how many real numbers each operator computes on, constants not counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.amounts: dict[int, str] = {}  # numbers -> an operator
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        name = func._schema.name.split("::")[1].rstrip("_")
+        amount = max((t.numel() for t in tensors_in((*args, result)) if t.is_floating_point()), default=0)
+        if name not in MOVES and amount > _CONSTANTS:
+            self.amounts[amount] = name
+        return result
+
+
+def _let_parts_wait(gelu_by_hand, draw: Draw) -> None:
+    """Let an answer wait that computes on parts of a tensor, or on more numbers than it has, such as a table."""
+    x = draw.normal(draw.size(30, 40), draw.size(30, 40))
+    with _Amounts() as watch:
+        gelu_by_hand(x)
+    for amount, name in watch.amounts.items():
+        if amount != x.numel():
+            let_wait(f"computes on {amount:,} numbers at once (in {name}), and x has {x.numel():,}")
 
 
 def _expect_exponentials_used(gelu_by_hand, draw: Draw, shape: tuple[int, int]) -> None:

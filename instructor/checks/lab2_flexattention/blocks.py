@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
-from instructor.checks.common import Draw, SizeWatch, expect_unchanged, expect_value, poisoned_memory
+from instructor.checks.common import Draw, SizeWatch, expect_unchanged, expect_value, let_narrow_wait, poisoned_memory
 from instructor.checks.lab2_flexattention.common import Counted, attend_densely, moved_heads
 from utils.attention.masks import dense_mask
 from utils.checking import check, expect_close, forbid, watch_operations
@@ -244,6 +244,22 @@ def _expect_wide_inside(block_sparse_attention, draw: Draw) -> None:
             f"block_sparse_attention of {s} tokens in bfloat16 is off by {error:.2%} (root mean square); with float32 inside it is "
             "about 0.2%. Which of scores, weights and sums are still in bfloat16?"
         )
+    let_narrow_wait(sizes, f"block_sparse_attention of {s} tokens in bfloat16")
+
+
+class _Tiles(SizeWatch):
+    """Records at which steps a product of queries and keys of one number a token begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begins: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = len(self.products)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if len(self.products) > before and self.products[-1][2] == 1:
+            self.begins.append(len(self.steps))
+        return result
 
 
 def _expect_one_row_kept(block_sparse_attention, draw: Draw) -> None:
@@ -257,7 +273,7 @@ def _expect_one_row_kept_of(block_sparse_attention, draw: Draw, s: int, block: i
     counted = Counted(lambda b, h, q, k: k <= q)
     block_mask = create_block_mask(counted, None, None, s, s, device="cpu", BLOCK_SIZE=block)
     counted.asked = 0
-    with SizeWatch() as sizes, watch_operations() as watch:
+    with _Tiles() as sizes, watch_operations() as watch:
         got = block_sparse_attention(q, k, v, block_mask)
     if counted.asked > (most := int(block_mask.kv_num_blocks.sum()) * block**2):
         raise AssertionError(
@@ -273,6 +289,11 @@ def _expect_one_row_kept_of(block_sparse_attention, draw: Draw, s: int, block: i
             "there are pairs of tokens. No tensor may be as large as the scores of one head, a mask neither."
         )
     row, tokens = 2 * block * s, 2 * s
+    if any(sizes.carried(step, block**2) > 1.5 * row for step in sizes.begins if row > 10 * tokens):
+        raise AssertionError(
+            f"block_sparse_attention over {s} tokens needs the scores of a row of blocks again after products of the next one. Use the "
+            "scores of a row of blocks up before the next row comes."
+        )
     most = 12 * tokens + 4 * row
     if sizes.held > most:
         raise AssertionError(

@@ -12,6 +12,8 @@ from instructor.checks.common import Draw, SizeWatch, expect_unchanged
 from instructor.checks.lab2_flexattention.common import (
     attend_densely,
     expect_mask,
+    expect_program,
+    expect_same_program,
     indices,
     mark,
     recording,
@@ -19,8 +21,9 @@ from instructor.checks.lab2_flexattention.common import (
 )
 from utils.attention import reference
 from utils.checking import check, expect_close
-from utils.checking.masks import expect_program, kernels_for, pairs
+from utils.checking.masks import Mod, kernels_for, pairs
 
+MANY = 1500  # tokens: so many that a mask of pairs is larger than what a mask may look into, whatever holds its bits
 _SIGNATURE = inspect.signature(flex_attention)
 
 
@@ -159,6 +162,7 @@ def prepare_flex(prepare_flex, seed=None):
             "hands it on."
         )
     expect_program(masks[0].mask_mod, 2 * length, "the mask_mod of the block mask", length, length)
+    _expect_program_of_many(prepare_flex, mod, masks[0].mask_mod, length)
     unmasked = _Attention()
     attend = prepare_flex(unmasked, None, None, length, cpu)
     q, k, v = (draw.normal(1, 2, length, 16) for _ in range(3))
@@ -172,6 +176,28 @@ def prepare_flex(prepare_flex, seed=None):
     expect_close(
         without_mark(got, mark(tuple(q.shape)), right), right, rtol=1e-3, atol=1e-4, what="attend without a mask_mod"
     )
+
+
+def _expect_program_of_many(prepare_flex, mod, few: Mod, length: int) -> None:
+    """Assert for many tokens, too, that the mask of the block mask is a program, the same one, and is built before the first call."""
+    seen: list[dict] = []
+
+    def attention(*args, **kwargs):
+        seen.append(_SIGNATURE.bind(*args, **kwargs).arguments)
+        return torch.zeros_like(seen[-1]["query"])
+
+    attend = prepare_flex(attention, mod, None, MANY, torch.device("cpu"), 128)
+    x = torch.zeros(1, 1, MANY, 1)
+    for _ in range(2):
+        attend(x, x, x)
+    block_masks = [mask for given in seen if isinstance(mask := given.get("block_mask"), BlockMask)]
+    if len(seen) != 2 or len(block_masks) != 2 or block_masks[0] is not block_masks[1]:
+        raise AssertionError(
+            f"of {MANY} tokens, attend should call attention once with the block mask that prepare_flex built. Build it once, and keep it."
+        )
+    what, of_many = "the mask_mod of the block mask", block_masks[0].mask_mod
+    expect_program(of_many, 2 * MANY, what, MANY, MANY)
+    expect_same_program((few, length), (of_many, MANY), what)
 
 
 @check("6.1", "Buckets")
@@ -223,7 +249,12 @@ def buckets(bucketed_attention, seed=None):
             raise AssertionError(f"{of_mask} lets padded queries see padded keys: hide them from everybody.")
         expect_program(mod, 2 * bucket, "the mask_mod of bucketed_attention", bucket, bucket)
         mods.append(mod)
+    attend, calls = recording(compute=False)
+    for tokens in (sizes[2], max(sizes[1] + 1, sizes[2] - 1)):  # both in the largest bucket
+        q = draw.normal(1, 1, tokens, 4)
+        bucketed_attention(attend, q, q, q, list(shuffled))
     q = draw.normal(1, 1, sizes[2] + 1, 4)
+    of_largest = [mod for _, mod in calls]
     attend, calls = recording()
     try:
         bucketed_attention(attend, q, q, q, shuffled)
@@ -234,7 +265,7 @@ def buckets(bucketed_attention, seed=None):
             ) from error
     else:
         raise AssertionError(f"{sizes[2] + 1} tokens and buckets of {shuffled} should raise a ValueError.")
-    count = kernels_for(mods[:2], sizes[0])
+    count = max(kernels_for(mods[:2], sizes[0]), kernels_for(of_largest, sizes[2]))
     if count > 1:
         raise AssertionError(
             f"the masks of two texts in the same bucket need {count} kernels. Their lengths are Python "

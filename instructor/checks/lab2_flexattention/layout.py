@@ -7,10 +7,9 @@ import math
 import torch
 
 from instructor.checks.common import Draw
-from instructor.checks.lab2_flexattention.common import expect_mask, expect_same_program
+from instructor.checks.lab2_flexattention.common import expect_mask, expect_program, expect_same_program
 from utils.attention.masks.sparsity import sparsity
 from utils.checking import check
-from utils.checking.masks import expect_program
 
 MANY = 1500  # tokens: so many that a mask of pairs is larger than what a mask may look into, whatever holds its bits
 SLACK = 1.15  # times the blocks of a layout by conversation and position, instructions first or last

@@ -8,9 +8,9 @@ import functools
 import torch
 
 from instructor.checks.common import Draw
-from instructor.checks.lab2_flexattention.common import expect_mask, expect_same_program, indices
+from instructor.checks.lab2_flexattention.common import expect_mask, expect_program, expect_same_program, indices
 from utils.checking import check
-from utils.checking.masks import expect_program, pairs
+from utils.checking.masks import pairs
 
 MANY = 1500  # tokens: so many that a mask of pairs is larger than what a mask may look into, whatever holds its bits
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from instructor.checks.common import Draw, SizeWatch, expect_unchanged
+from instructor.checks.common import Draw, SizeWatch, expect_unchanged, let_wait
 from instructor.checks.lab2_flexattention.common import (
     Counted,
     attend_densely,
     expect_mask,
+    expect_program,
     expect_same_program,
     indices,
     mark,
@@ -16,7 +17,6 @@ from instructor.checks.lab2_flexattention.common import (
     without_mark,
 )
 from utils.checking import check, expect_close
-from utils.checking.masks import expect_program
 
 
 def _window(width: int):
@@ -61,9 +61,9 @@ def at_positions(at_positions, seed=None):
     expect_program(mod, 16, "at_positions", sq, sk)
     watches = [SizeWatch(), SizeWatch()]
     for sizes, starts_at in zip(watches, (positions, positions + 1), strict=True):
-        mod = at_positions(_window(width), starts_at)
+        mod, first = at_positions(_window(width), starts_at), [torch.tensor(0) for _ in range(4)]
         with sizes:
-            mod(*(torch.tensor(0) for _ in range(4)))
+            mod(*first)
     # A number of Python's is an argument of an operator, and another one with other positions; a tensor's value is not.
     if not watches[0].read or watches[0].steps != watches[1].steps:
         raise AssertionError(
@@ -76,6 +76,8 @@ def at_positions(at_positions, seed=None):
             f"the mask makes a tensor of {made} numbers of its own when it is asked: they became constants, and the next token would need "
             "another kernel. Capture the tensor positions, and look positions[b] up in the mask."
         )
+    if made:
+        let_wait("makes a tensor of a Python number when the mask of at_positions is asked")
 
 
 @check("Bonus 8.2", "Pages")

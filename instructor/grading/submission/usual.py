@@ -30,11 +30,14 @@ from instructor.grading.submission.statements import (
     imports_by_text,
     taken_names,
 )
+from instructor.grading.submission.text_sizes import branches_by_size, large_constants
 from instructor.grading.submission.text_words import (
     Words,
     lines_given,
     lines_of_code,
+    loops,
     read_arguments,
+    sign_of,
     words_in,
     words_of,
 )
@@ -59,7 +62,8 @@ class Usual:
         more: {question: words that right answers use beside those of the model answer}; "" is for all questions.
         needed: {question: words that every right answer uses}.
         keeps_lines: whether a file of kernels keeps the lines that students get: questions with holes ask for these alone.
-        narrow: {question: all words of Python and torch that right answers use}, in place of the wide lists.
+        narrow: {test cell or question: all words of Python and torch that right answers use, and signs of Python's operators beside
+            +, - and *}, in place of the wide lists.
         forbidden: {test cell: words for what its question forbids}.
     """
 
@@ -194,8 +198,9 @@ class Reading:
             strict: the question forbids something. Where none does, any library that computes may be used; what the course has
                 beside the model answer's words, and what leads to the insides of Python, may not.
         """
+        narrow = self.usual.narrow.get(step.name) or self.usual.narrow.get(step.question)
+        strict |= bool(narrow)
         words, self.strict = self.usual.words(step.question), strict
-        narrow = self.usual.narrow.get(step.question)
         self.forbidden = frozenset(self.usual.forbidden.get(step.name, "").split())
         self.narrow = frozenset(narrow.split()) | words.names | words.attributes if narrow else None
         found: dict[str, list[str]] = {}
@@ -261,15 +266,21 @@ class Reading:
                 note("takes from out of sight", name)
         for node in ast.walk(place.node):
             reached += self._look_at(node, words, note)
+        if self.strict:
+            large = {n for n in place.names for p in self.bindings.get(n, []) if n in large_constants(p.node)}
+            for line in branches_by_size(place.node, large):
+                note("takes another way where", line)
         return reached
 
     def _look_at(self, node: ast.AST, words: Words, note: Callable[[str, str], object]) -> list[list[_Place]]:
         if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.MatMult) and "@" in self.forbidden:
             note("has a way with what the question forbids:", "@")
+        if "loop" in self.forbidden and loops(node):
+            note("has a way with what the question forbids:", "a loop")
         if isinstance(node, ast.Attribute):
             self._attribute(node.attr, words, note)
         elif isinstance(node, ast.BinOp | ast.AugAssign) and self.narrow is not None:
-            if not isinstance(node.op, ast.Add | ast.Sub | ast.Mult):
+            if not isinstance(node.op, ast.Add | ast.Sub | ast.Mult) and sign_of(node.op) not in self.narrow:
                 note("computes by", type(node.op).__name__)
         elif isinstance(node, ast.Import):
             return [self._module(alias.name, words, note) for alias in node.names]
@@ -351,13 +362,26 @@ def unusual_file(text: str, usual: Usual, question: str) -> list[str]:
             used.attributes.discard(node.value)
     known = vocabulary.ATTRIBUTES | vocabulary.KERNELS | usual.kernels.attributes | usual.words(question).attributes
     missing = set(usual.needed.get(question, "").split()) - used.attributes - used.names
+    free = not usual.given.get(question)  # of lines that the lab gives
+    branches = branches_by_size(ast.parse(text), of_all=True) if free else []
     uses = [f".{name}" for name in sorted(used.attributes - known - own)]
     gone = sorted((usual.given.get(question, Counter()) - lines_of_code(text)).elements())
-    return told({"uses": uses, "does without": sorted(missing), "changes lines that stood there:": gone})
+    return told(
+        {
+            "uses": uses,
+            "does without": sorted(missing),
+            "changes lines that stood there:": gone,
+            "takes another way where": branches,
+        }
+    )
 
 
 def unusual_calls(
-    calls: Iterable[OperationWatch], more: Iterable[str] = (), most: int | None = None, numbers: int | None = None
+    calls: Iterable[OperationWatch],
+    more: Iterable[str] = (),
+    most: int | None = None,
+    numbers: int | None = None,
+    narrow: Iterable[str] | None = None,
 ) -> list[str]:
     """What ran in a question that forbids something, beside what right answers run, in words.
 
@@ -366,9 +390,10 @@ def unusual_calls(
         more: operators that right answers to this question run beside the usual ones.
         most: operators that all calls together may run.
         numbers: values that all calls together may take out of torch one by one: what is computed with them is in no record.
+        narrow: all operators that right answers to this question run, in place of the usual ones.
     """
     found: dict[str, list[str]] = {}
-    known, total, taken = vocabulary.OPERATORS | set(more), 0, 0
+    known, total, taken = {*(vocabulary.OPERATORS if narrow is None else narrow), *more}, 0, 0
     for watch in calls:
         total += sum(watch.operations.values())
         taken += sum(count for name, count in watch.exits.items() if name in SCALAR_EXITS)

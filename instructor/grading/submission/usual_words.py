@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from instructor.grading.submission.narrow_labs_1_2 import LAB1, LAB2, OPERATORS_LAB1, OPERATORS_LAB2
+
 # lab -> {question, or "" for all: names, attributes and modules}
 WORDS: dict[str, dict[str, str]] = {
     "lab1": {"q3_4": "create_decode_inputs_with_cache create_prefill_inputs"},
-    "lab2_flexattention": {"q2_3": "torch.nn.attention.flex_attention and_masks or_masks", "q3_1": "numpy tolist"},
+    "lab2_flexattention": {
+        **dict.fromkeys(("q2_2", "q6_1", "q7_1", "bonus_8_3"), "numpy"),
+        "q2_3": "torch.nn.attention.flex_attention and_masks or_masks",
+        "q3_1": "numpy tolist",
+    },
     "lab4_sdpa": {
         "": "sdpa_kernel SDPBackend",
         "q1_3": "getattr enable_math_sdp enable_flash_sdp enable_mem_efficient_sdp enable_cudnn_sdp _fused_sdp_choice resetwarnings",
@@ -26,8 +32,8 @@ NEEDED: dict[str, dict[str, str]] = {
     "lab3_gluon": {"q2_2": "convert_layout"},
     "lab4_sdpa": {"q1_2": "scaled_dot_product_attention", "q1_3": "scaled_dot_product_attention"},
 }
-# lab -> {question: all words of Python and torch that right answers use}: where numbers leave torch one by one, what Python
-# computes with them is in no record. Of Python's operators these answers need +, - and * alone.
+# lab -> {question or test cell: all words of Python and torch that right answers use}: where numbers leave torch one by one, what Python
+# computes with them is in no record. Python's operators beside +, - and * are words, too.
 NARROW: dict[str, dict[str, str]] = {
     "lab1": {
         "q1_1": """
@@ -38,10 +44,14 @@ NARROW: dict[str, dict[str, str]] = {
             product reduce accumulate fsum is_floating_point float32 float64 bfloat16 float16 finfo promote_types result_type
             Tensor no_grad inference_mode starmap chain pow dtype cpu is_cuda fill_ zero_ copy_ expand rows columns range_
             lru_cache cache wraps partial count islice repeat requires_grad
-        """
-    }
+        """,
+        **LAB1,
+    },
+    "lab2_flexattention": LAB2,
 }
-# lab -> {test cell: words for what its question forbids, "@" for the operator}: an answer that holds one has a way that no input of the
+# lab -> {test cell: all operators that right answers run}, in place of the usual ones
+NARROW_OPERATORS: dict[str, dict[str, frozenset[str]]] = {"lab1": OPERATORS_LAB1, "lab2_flexattention": OPERATORS_LAB2}
+# lab -> {test cell: words for what its question forbids, "@" for the operator, "loop" for a loop}: an answer that holds one has a way that no input of the
 # check may have reached
 _LIBRARY_PRODUCTS = """
     @ mm bmm matmul addmm baddbmm addbmm mv addmv dot vdot inner einsum tensordot bilinear linear multi_dot chain_matmul
@@ -51,7 +61,8 @@ FORBIDDEN: dict[str, dict[str, str]] = {
     "lab1": {
         **{"q1_1_tests": _LIBRARY_PRODUCTS, "q1_2_tests": _LIBRARY_PRODUCTS, "q4_2_tests": _LIBRARY_PRODUCTS},
         **dict.fromkeys(("q5_3_flash_tests", "bonus_5_6_tests", "bonus_5_7_tests"), _LIBRARY_SOFTMAX),
-    }
+    },
+    "lab2_flexattention": {"q3_2_tests": "loop"},
 }
 # lab -> {test cell, or "" for all: operators}
 OPERATORS: dict[str, dict[str, str]] = {
@@ -66,13 +77,13 @@ OPERATORS: dict[str, dict[str, str]] = {
 # lab -> {test cell: operators that all calls of its tests run together, at most}
 MOST_OPERATORS: dict[str, dict[str, int]] = {
     "lab1": {
-        **{"q1_1_tests": 40_000, "q1_2_tests": 300_000, "q4_2_tests": 1_000, "q5_1_tests": 3_000, "q5_3_tests": 4_000},
+        **{"q1_1_tests": 40_000, "q1_2_tests": 300_000, "q4_2_tests": 1_000, "q5_1_tests": 10_000, "q5_3_tests": 4_000},
         **{"q5_3_flash_tests": 90_000, "bonus_5_6_tests": 90_000, "bonus_5_7_tests": 4_000},
     },
     "lab2_flexattention": {"q1_1_tests": 20_000, "q3_1_tests": 30_000, "q3_3_tests": 40_000},
     "lab4_sdpa": {"q2_2_tests": 10_000, "bonus_2_4_tests": 4_000, "q3_2_part_tests": 30_000, "q3_2_tests": 30_000},
 }
-# Single values that all calls of a test cell's functions take out of torch, at most, but where they are multiplied one by one.
+# Single values that all calls of a test cell's functions take out of torch, at most, but where they are multiplied or looked up one by one.
 MOST_NUMBERS = 500
-READING_ONE_BY_ONE = {"lab1": ("q1_1_tests",), "lab2_flexattention": ("q3_1_tests",)}
+READING_ONE_BY_ONE = {"lab1": ("q1_1_tests",), "lab2_flexattention": ("q3_1_tests", "q3_3_tests")}
 REWRITTEN = ("lab1",)  # labs whose files of kernels students may write in their own way, around the holes too
