@@ -38,6 +38,7 @@ from instructor.grading.submission.usual_words import (
     MOST_NUMBERS,
     MOST_OPERATORS,
     NARROW,
+    NARROW_OPERATORS,
     NEEDED,
     OPERATORS,
     READING_ONE_BY_ONE,
@@ -670,7 +671,8 @@ class Checker:
         most = MOST_OPERATORS.get(self.job.lab, {}).get(step.name)
         numbers = None if step.name in READING_ONE_BY_ONE.get(self.job.lab, ()) else MOST_NUMBERS
         watches = (watch for _, watch in remote.ledger)
-        self.unusual.setdefault(step.name, []).extend(unusual_calls(watches, known, most, numbers))
+        narrow = NARROW_OPERATORS.get(self.job.lab, {}).get(step.name)
+        self.unusual.setdefault(step.name, []).extend(unusual_calls(watches, known, most, numbers, narrow))
 
     def _read_answer(self, step: Step) -> None:
         """Note what the text of an answer that passed reaches for, beside what right answers need."""

@@ -22,6 +22,7 @@ import nbformat
 import torch
 
 from instructor.grading.submission import vocabulary
+from instructor.grading.submission.limits import devices_named, named_numbers, own_limits
 from instructor.grading.submission.plan import Step, question_of
 from instructor.grading.submission.statements import (
     DEFINITIONS,
@@ -41,8 +42,14 @@ from instructor.grading.submission.text_words import (
 from instructor.names import FILE_CELL, bound_names, python_of
 from utils.checking.watching import SCALAR_EXITS, OperationWatch
 
+LEAST_LIMIT = 9  # a whole number of an answer's own that may be a size; dimensions and bytes of an element are smaller
 MAX_TOLD = 4  # words of one kind that a message names
 _DUNDER = re.compile(r"__\w+__")
+# Python's operators, as they stand in a text.
+_SIGNS: dict[type[ast.operator], str] = {
+    **{ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**"},
+    **{ast.MatMult: "@", ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^", ast.LShift: "<<", ast.RShift: ">>"},
+}
 _METHODS = (types.FunctionType, property, classmethod, staticmethod)
 # What a student could give a class of theirs to make a library's name look like their own.
 _LIBRARY = frozenset(
@@ -131,6 +138,7 @@ class Reading:
         self.unread: set[str] = set()  # cells that are no Python
         self.strict, self.count = True, 0
         self.narrow: frozenset[str] | None = None  # of the question that is read, if it has a narrow list
+        self.signs: frozenset[str] = frozenset("+-*")  # of these, Python's operators
         self.forbidden: frozenset[str] = frozenset()  # words for what the question that is read forbids
         for step in steps:
             if step.cell.cell_type != "code":
@@ -198,6 +206,7 @@ class Reading:
         narrow = self.usual.narrow.get(step.question)
         self.forbidden = frozenset(self.usual.forbidden.get(step.name, "").split())
         self.narrow = frozenset(narrow.split()) | words.names | words.attributes if narrow else None
+        self.signs = frozenset(_SIGNS.values()) & frozenset((narrow or "").split()) or frozenset("+-*")
         found: dict[str, list[str]] = {}
         todo: list[_Place] = []
         for name in step.needs.names:
@@ -222,10 +231,22 @@ class Reading:
                 if id(statements) not in followed:
                     followed.add(id(statements))
                     todo += statements
+        if self.narrow is not None:
+            read = [place.node for place in self._all_places() if place.number in seen]
+            named = named_numbers(read)
+            found["compares with a number of its own:"] = [
+                w for node in read for w in own_limits(node, named, LEAST_LIMIT)
+            ]
+            found["asks where it runs:"] = [d for node in read for d in devices_named(node)]
         found["does without"] = sorted(missing)
         if strict:  # elsewhere the values tell, and an argument may cancel
             found["does not read"] = [w for name in sorted(step.needs.names) for w in self._unread_arguments(name)]
         return told(found)
+
+    def _all_places(self) -> list[_Place]:
+        """Every statement at the top of a student's cell or file, once."""
+        several = (*self.bindings.values(), *self.files.values())
+        return list({place.number: place for places in several for place in places}.values())
 
     def _unread_arguments(self, name: str) -> list[str]:
         """The arguments that the model answer's function of this name reads, and the student's does not."""
@@ -254,7 +275,7 @@ class Reading:
                     note("calls", name)
             elif hasattr(builtins, name):
                 known = name in vocabulary.BUILTINS or (not self.strict and name in vocabulary.BUILTINS_ELSEWHERE)
-                known &= self.narrow is None or name in self.narrow
+                known &= self.narrow is None or name in self.narrow or name in vocabulary.ERRORS
                 if not known and not (name == "__import__" and imports_by_text(place.node)):
                     note("calls", name)
             elif name not in vocabulary.DUNDERS and not own and name not in annotating_names(place.node):
@@ -269,8 +290,8 @@ class Reading:
         if isinstance(node, ast.Attribute):
             self._attribute(node.attr, words, note)
         elif isinstance(node, ast.BinOp | ast.AugAssign) and self.narrow is not None:
-            if not isinstance(node.op, ast.Add | ast.Sub | ast.Mult):
-                note("computes by", type(node.op).__name__)
+            if _SIGNS[type(node.op)] not in self.signs:
+                note("computes by", _SIGNS[type(node.op)])
         elif isinstance(node, ast.Import):
             return [self._module(alias.name, words, note) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -314,7 +335,7 @@ class Reading:
             known = name in vocabulary.DUNDERS
         else:
             known = name in (vocabulary.ATTRIBUTES if self.narrow is None else self.narrow) or name in self.own
-            if not self.strict:
+            if not self.strict and self.narrow is None:
                 inside = name in vocabulary.INSIDE_TORCH or name.startswith(vocabulary.INSIDE)
                 known |= not inside and name not in self.usual.of_course
         if name in self.forbidden and name not in self.own:
@@ -327,7 +348,7 @@ class Reading:
         if (own := name.partition(".")[0]) in self.files:
             return self.files[own]
         known = name in vocabulary.MODULES or name in words.modules
-        if not self.strict:
+        if not self.strict and self.narrow is None:
             known |= name.partition(".")[0] in vocabulary.LIBRARIES or name in vocabulary.OF_TORCH
         if not known:
             note("imports", name)
@@ -357,7 +378,11 @@ def unusual_file(text: str, usual: Usual, question: str) -> list[str]:
 
 
 def unusual_calls(
-    calls: Iterable[OperationWatch], more: Iterable[str] = (), most: int | None = None, numbers: int | None = None
+    calls: Iterable[OperationWatch],
+    more: Iterable[str] = (),
+    most: int | None = None,
+    numbers: int | None = None,
+    narrow: Iterable[str] | None = None,
 ) -> list[str]:
     """What ran in a question that forbids something, beside what right answers run, in words.
 
@@ -366,9 +391,10 @@ def unusual_calls(
         more: operators that right answers to this question run beside the usual ones.
         most: operators that all calls together may run.
         numbers: values that all calls together may take out of torch one by one: what is computed with them is in no record.
+        narrow: all operators that right answers to this question run, in place of the usual ones.
     """
     found: dict[str, list[str]] = {}
-    known, total, taken = vocabulary.OPERATORS | set(more), 0, 0
+    known, total, taken = set(vocabulary.OPERATORS if narrow is None else narrow) | set(more), 0, 0
     for watch in calls:
         total += sum(watch.operations.values())
         taken += sum(count for name, count in watch.exits.items() if name in SCALAR_EXITS)

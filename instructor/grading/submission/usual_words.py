@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from instructor.grading.submission import narrow_lab4
+
 # lab -> {question, or "" for all: names, attributes and modules}
 WORDS: dict[str, dict[str, str]] = {
     "lab1": {"q3_4": "create_decode_inputs_with_cache create_prefill_inputs"},
@@ -24,7 +26,7 @@ NEEDED: dict[str, dict[str, str]] = {
     },
     "lab2_flexattention": {"q5_1": "create_block_mask"},
     "lab3_gluon": {"q2_2": "convert_layout"},
-    "lab4_sdpa": {"q1_2": "scaled_dot_product_attention", "q1_3": "scaled_dot_product_attention"},
+    "lab4_sdpa": {"q1_3": "scaled_dot_product_attention"},
 }
 # lab -> {question: all words of Python and torch that right answers use}: where numbers leave torch one by one, what Python
 # computes with them is in no record. Of Python's operators these answers need +, - and * alone.
@@ -39,8 +41,11 @@ NARROW: dict[str, dict[str, str]] = {
             Tensor no_grad inference_mode starmap chain pow dtype cpu is_cuda fill_ zero_ copy_ expand rows columns range_
             lru_cache cache wraps partial count islice repeat requires_grad
         """
-    }
+    },
+    "lab4_sdpa": narrow_lab4.WORDS,
 }
+# lab -> {test cell: all operators that right answers run}, in place of the wide list
+NARROW_OPERATORS: dict[str, dict[str, frozenset[str]]] = {"lab4_sdpa": narrow_lab4.OPERATORS}
 # lab -> {test cell: words for what its question forbids, "@" for the operator}: an answer that holds one has a way that no input of the
 # check may have reached
 _LIBRARY_PRODUCTS = """
