@@ -8,6 +8,7 @@ import torch
 
 from instructor.checks.common import DTYPES, Draw, dtype_name, expect_counts, expect_unchanged, expect_value
 from instructor.checks.lab4_sdpa.common import reference_attention
+from instructor.checks.lab4_sdpa.products import NarrowProducts
 from utils.checking import check, forbid, watch_operations
 
 
@@ -97,9 +98,14 @@ def errors(errors, seed=None):
         for out in (exact.to(dtype), (exact + noise).to(dtype)):
             what = f"errors of a {dtype_name(dtype)} output, {group} query heads a key head, causal={causal}"
             copies = [t.clone() for t in (out, q, k, v)]
-            with watch_operations() as watch:
+            with NarrowProducts() as narrow, watch_operations() as watch:
                 got = errors(out, q, k, v, causal)
             forbid(watch, (), hint="the reference in float64 is yours to write")
+            if narrow.found:
+                raise AssertionError(
+                    f"{what}: the reference runs {', '.join(narrow.found)}. It is attention in float64 from the first product "
+                    "to the end, whatever the dtype of the output."
+                )
             expect_unchanged(copies, (out, q, k, v), what)
             difference = out.double() - exact
             largest = difference.abs().max().item()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 
+import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -135,13 +136,11 @@ def why_not(why_not, seed=None):
     draw = Draw(seed)
     b, h, s, d = draw.size(1, 2), draw.size(2, 4), draw.size(9, 20), 8 * draw.size(2, 5)
     q, k, v = (draw.normal(b, h, s, d) for _ in range(3))
-    switches = sdpa_switches()
     for backend in ("math", "flash"):
         for options in ({}, {"is_causal": True}):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                got = why_not(backend, q, k, v, **options)
-            got = _expect_reasons(got, f"why_not({backend!r}, q, k, v)")
+                got = _ask(why_not, backend, (q, k, v), options, f"why_not({backend!r}, q, k, v)")
             if got:
                 raise AssertionError(
                     f"why_not({backend!r}, q, k, v, {options}) is {got!r}, but {backend} runs this "
@@ -153,26 +152,14 @@ def why_not(why_not, seed=None):
         for outside in ("default", "ignore"):
             with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
                 warnings.simplefilter(outside)
-                inside, filters = sdpa_switches(), list(warnings.filters)
-                got = why_not("flash", *tensors, **options)
-                if sdpa_switches() != inside:
-                    raise AssertionError(
-                        "after why_not inside of an sdpa_kernel block, other backends are allowed than before. Use "
-                        "sdpa_kernel in a `with` block: it restores them."
-                    )
-                if list(warnings.filters) != filters:
-                    raise AssertionError(
-                        "after why_not the warning filters are others than before: warnings.catch_warnings() restores them."
-                    )
-            got = _expect_reasons(got, f"why_not of flash with {name}")
+                got = _ask(why_not, "flash", tensors, options, f"why_not of flash with {name}")
             if not got:
                 hint = " while the caller silences warnings: open your own filter inside" if outside == "ignore" else ""
                 raise AssertionError(f"why_not says that flash runs {name}{hint}. Torch refuses: {expected[0]}")
         _expect_all_reasons(got, expected, f"why_not of flash with {name}")
-        if why_not("math", *tensors, **options):
+        if _ask(why_not, "math", tensors, options, f"why_not of math with {name}"):
             raise AssertionError(f"math takes everything, also {name}: why_not('math', ...) should be empty.")
-    got = _expect_reasons(why_not("efficient", q, k, v), "why_not('efficient', q, k, v) on CPU tensors")
-    if not got:
+    if not _ask(why_not, "efficient", (q, k, v), {}, "why_not('efficient', q, k, v) on CPU tensors"):
         raise AssertionError(
             "the efficient backend is CUDA only, and why_not of it is empty for CPU tensors. Torch "
             "says so in an exception alone: then its first line is the reason."
@@ -184,17 +171,28 @@ def why_not(why_not, seed=None):
         if backend == "math":
             continue  # whoever asks the dispatcher gets no reason, since it takes the call
         what = f"why_not of {name}"
-        got = _expect_reasons(why_not(backend, *tensors, **options), what)
-        _expect_all_reasons(got, reasons_of(backend, *tensors, **options), what)
-    if sdpa_switches() != switches:
-        raise AssertionError(
-            "after why_not, other backends are switched on than before. Use sdpa_kernel in a `with` "
-            "block: it restores them."
+        _expect_all_reasons(
+            _ask(why_not, backend, tensors, options, what), reasons_of(backend, *tensors, **options), what
         )
 
 
+def _ask(why_not, backend: str, tensors, options: dict, what: str) -> list[str]:
+    """Return the reasons that an answer gives; everything has to be as before, whether it finds some or not."""
+    switches, filters = sdpa_switches(), list(warnings.filters)
+    got = why_not(backend, *tensors, **options)
+    if sdpa_switches() != switches:
+        raise AssertionError(
+            f"after {what}, other backends are allowed than before. Use sdpa_kernel in a `with` block: it restores them."
+        )
+    if list(warnings.filters) != filters:
+        raise AssertionError(
+            f"after {what}, the warning filters are others than before: warnings.catch_warnings() restores them."
+        )
+    return _expect_reasons(got, what)
+
+
 class _OneReasonMore(TorchFunctionMode):
-    """Lets SDPA and its dispatcher warn of one reason more than they have, as a GPU's flash does that has two."""
+    """Lets SDPA and its dispatcher warn of one reason more than they have, as a GPU's flash does that has two, and say it twice."""
 
     def __init__(self, reason: str):
         super().__init__()
@@ -203,18 +201,20 @@ class _OneReasonMore(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = str(getattr(func, "__name__", func))
         if "scaled_dot_product" in name or "sdp_choice" in name:
-            warnings.warn(f"{self.reason} (Triggered internally at sdp_utils.cpp:1.)", stacklevel=2)
+            for _ in range(2):
+                warnings.warn(f"{self.reason} (Triggered internally at sdp_utils.cpp:1.)", stacklevel=2)
         return func(*args, **(kwargs or {}))
 
 
 def _expect_two_reasons(why_not, draw: Draw, tensors, options: dict, name: str) -> None:
     """Assert that a reason that nobody could foresee is among those that are given: they come from the call's own warnings."""
-    reason = f"Flash attention is not made for calls of kind {draw.size(1000, 9999)}."
+    sizes = ", ".join(str(draw.size(1, 9999)) for _ in range(200))  # as long as no reason of torch's is
+    reason = f"Flash attention is not made for calls of kind {draw.size(1000, 9999)}. Got sizes: [{sizes}]."
     expected = reasons_of("flash", *tensors, **options)
+    what = f"why_not of flash with {name}, of which torch warns for two reasons, one of them twice,"
     with _OneReasonMore(reason):
-        got = why_not("flash", *tensors, **options)
-    what = f"why_not of flash with {name}, of which torch warns for two reasons,"
-    _expect_all_reasons(_expect_reasons(got, what), [reason, *expected], what)
+        got = _ask(why_not, "flash", tensors, options, what)
+    _expect_all_reasons(got, [reason, *expected], what)
 
 
 @check("1.3", "A pin that pins")
@@ -234,8 +234,9 @@ def pinned_sdpa(pinned_sdpa, seed=None):
                         got = pinned_sdpa(backend, *tensors, **options)
                     _expect_ran(ran.backends, backend, what)
                 expect_unchanged(copies, tensors, what)
-                expected = F.scaled_dot_product_attention(*(t.double() for t in tensors), **options).float()
-                expect_close(got, expected, rtol=1e-4, atol=1e-5, what=what, hint="Do all options reach SDPA?")
+                expected = F.scaled_dot_product_attention(*(t.double() for t in tensors), **_in_float64(options))
+                near = {"rtol": 1e-4, "atol": 1e-5} if tensors[0].itemsize > 2 else {"rtol": 3e-2, "atol": 3e-2}
+                expect_close(got, expected.to(tensors[0].dtype), **near, what=what, hint="Do all options reach SDPA?")
         for name in KNOCKED_OUT:
             tensors, options = knocked_out(name, q, k, v)
             _expect_refusal(pinned_sdpa, "flash", tensors, options, f"flash with {name}")
@@ -248,6 +249,7 @@ def pinned_sdpa(pinned_sdpa, seed=None):
             if "enable_gqa" not in options:
                 views = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
                 _expect_nothing_beside(pinned_sdpa, backend, views, options)
+        _expect_ran_once_with_dropout(pinned_sdpa, q, k, v)
     if sdpa_switches() != switches:
         raise AssertionError(
             "after pinned_sdpa, other backends are switched on than before: use sdpa_kernel in a "
@@ -266,8 +268,30 @@ def _calls_to_pin(draw: Draw, length: int, d: int) -> tuple[tuple, list[tuple[tu
         ((q, k, v), {"is_causal": True, "scale": 0.5}),
         ((q, k, v), {"attn_mask": mask}),
         ((q, *grouped), {"enable_gqa": True}),
+        ((q, k, v), {"attn_mask": draw.normal(length, length)}),
     ]
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        calls.append((tuple(t.to(dtype) for t in (q, k, v)), {"is_causal": draw.choice((True, False))}))
+    calls.append((tuple(t[:1, :1] for t in (q, k, v)), {}))
     return (q, k, v), calls
+
+
+def _in_float64(options: dict) -> dict:
+    """Return options whose mask of numbers, if there is one, is in float64."""
+    mask = options.get("attn_mask")
+    return {**options, "attn_mask": mask.double()} if mask is not None and mask.is_floating_point() else options
+
+
+def _expect_ran_once_with_dropout(pinned_sdpa, q, k, v) -> None:
+    """Assert that math computes a call with dropout once; what comes out is drawn."""
+    options = {"dropout_p": 0.25}
+    what = "pinned_sdpa('math', q, k, v, dropout_p=0.25)"
+    with Attentions() as ran:
+        got = pinned_sdpa("math", q, k, v, **options)
+    _expect_ran(ran.backends, "math", what)
+    if not isinstance(got, torch.Tensor) or got.shape != q.shape:
+        raise AssertionError(f"{what} should be a tensor of shape {tuple(q.shape)}.")
+    _expect_nothing_beside(pinned_sdpa, "math", (q, k, v), options)
 
 
 def _expect_nothing_beside(pinned_sdpa, backend: str, tensors, options: dict) -> None:

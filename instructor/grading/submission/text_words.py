@@ -40,6 +40,17 @@ def words_in(tree: ast.AST) -> Words:
     return found
 
 
+_SIGNS = {
+    **{ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**", ast.MatMult: "@"},
+    **{ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^", ast.LShift: "<<", ast.RShift: ">>"},
+}
+
+
+def sign_of(operator: ast.operator) -> str:
+    """Return how an operator is written; "" for +, - and *."""
+    return _SIGNS.get(type(operator), "")
+
+
 def read_arguments(function: ast.FunctionDef) -> list[tuple[int, str]]:
     """The places and names of a function's arguments that its body reads."""
     names = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]

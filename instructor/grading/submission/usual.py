@@ -36,6 +36,7 @@ from instructor.grading.submission.text_words import (
     lines_given,
     lines_of_code,
     read_arguments,
+    sign_of,
     words_in,
     words_of,
 )
@@ -45,11 +46,6 @@ from utils.checking.watching import SCALAR_EXITS, OperationWatch
 LEAST_LIMIT = 9  # a whole number of an answer's own that may be a size; dimensions and bytes of an element are smaller
 MAX_TOLD = 4  # words of one kind that a message names
 _DUNDER = re.compile(r"__\w+__")
-# Python's operators, as they stand in a text.
-_SIGNS: dict[type[ast.operator], str] = {
-    **{ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**"},
-    **{ast.MatMult: "@", ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^", ast.LShift: "<<", ast.RShift: ">>"},
-}
 _METHODS = (types.FunctionType, property, classmethod, staticmethod)
 # What a student could give a class of theirs to make a library's name look like their own.
 _LIBRARY = frozenset(
@@ -66,7 +62,8 @@ class Usual:
         more: {question: words that right answers use beside those of the model answer}; "" is for all questions.
         needed: {question: words that every right answer uses}.
         keeps_lines: whether a file of kernels keeps the lines that students get: questions with holes ask for these alone.
-        narrow: {question: all words of Python and torch that right answers use}, in place of the wide lists.
+        narrow: {test cell or question: all words of Python and torch that right answers use, and signs of Python's operators beside
+            +, - and *}, in place of the wide lists.
         forbidden: {test cell: words for what its question forbids}.
     """
 
@@ -138,7 +135,6 @@ class Reading:
         self.unread: set[str] = set()  # cells that are no Python
         self.strict, self.count = True, 0
         self.narrow: frozenset[str] | None = None  # of the question that is read, if it has a narrow list
-        self.signs: frozenset[str] = frozenset("+-*")  # of these, Python's operators
         self.forbidden: frozenset[str] = frozenset()  # words for what the question that is read forbids
         for step in steps:
             if step.cell.cell_type != "code":
@@ -202,11 +198,11 @@ class Reading:
             strict: the question forbids something. Where none does, any library that computes may be used; what the course has
                 beside the model answer's words, and what leads to the insides of Python, may not.
         """
+        narrow = self.usual.narrow.get(step.name) or self.usual.narrow.get(step.question)
+        strict |= bool(narrow)
         words, self.strict = self.usual.words(step.question), strict
-        narrow = self.usual.narrow.get(step.question)
         self.forbidden = frozenset(self.usual.forbidden.get(step.name, "").split())
         self.narrow = frozenset(narrow.split()) | words.names | words.attributes if narrow else None
-        self.signs = frozenset(_SIGNS.values()) & frozenset((narrow or "").split()) or frozenset("+-*")
         found: dict[str, list[str]] = {}
         todo: list[_Place] = []
         for name in step.needs.names:
@@ -290,8 +286,8 @@ class Reading:
         if isinstance(node, ast.Attribute):
             self._attribute(node.attr, words, note)
         elif isinstance(node, ast.BinOp | ast.AugAssign) and self.narrow is not None:
-            if _SIGNS[type(node.op)] not in self.signs:
-                note("computes by", _SIGNS[type(node.op)])
+            if not isinstance(node.op, ast.Add | ast.Sub | ast.Mult) and sign_of(node.op) not in self.narrow:
+                note("computes by", type(node.op).__name__)
         elif isinstance(node, ast.Import):
             return [self._module(alias.name, words, note) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -327,7 +323,7 @@ class Reading:
             if isinstance(part, ast.Constant) and isinstance(part.value, str):
                 for name in part.value.split("."):
                     self._attribute(name, words, note)
-            elif self.strict:
+            elif self.strict and (self.narrow is None or called not in self.narrow):
                 note("asks for an attribute whose name it computes, by", called)
 
     def _attribute(self, name: str, words: Words, note: Callable[[str, str], object]) -> None:
@@ -335,7 +331,7 @@ class Reading:
             known = name in vocabulary.DUNDERS
         else:
             known = name in (vocabulary.ATTRIBUTES if self.narrow is None else self.narrow) or name in self.own
-            if not self.strict and self.narrow is None:
+            if not self.strict:
                 inside = name in vocabulary.INSIDE_TORCH or name.startswith(vocabulary.INSIDE)
                 known |= not inside and name not in self.usual.of_course
         if name in self.forbidden and name not in self.own:
@@ -348,7 +344,7 @@ class Reading:
         if (own := name.partition(".")[0]) in self.files:
             return self.files[own]
         known = name in vocabulary.MODULES or name in words.modules
-        if not self.strict and self.narrow is None:
+        if not self.strict:
             known |= name.partition(".")[0] in vocabulary.LIBRARIES or name in vocabulary.OF_TORCH
         if not known:
             note("imports", name)
@@ -394,7 +390,7 @@ def unusual_calls(
         narrow: all operators that right answers to this question run, in place of the usual ones.
     """
     found: dict[str, list[str]] = {}
-    known, total, taken = set(vocabulary.OPERATORS if narrow is None else narrow) | set(more), 0, 0
+    known, total, taken = {*(vocabulary.OPERATORS if narrow is None else narrow), *more}, 0, 0
     for watch in calls:
         total += sum(watch.operations.values())
         taken += sum(count for name, count in watch.exits.items() if name in SCALAR_EXITS)

@@ -30,6 +30,7 @@ from tests.instructor.grading.attacks_for_show import FOR_SHOW
 from tests.instructor.grading.attacks_fourth import FIFTH, FOURTH
 from tests.instructor.grading.attacks_fourth import KIN as MORE_KIN
 from tests.instructor.grading.attacks_large_inputs import LARGE
+from tests.instructor.grading.attacks_other_inputs import OTHER_INPUTS
 from tests.instructor.grading.attacks_paths import PATHS
 from tests.instructor.grading.attacks_shortcuts import CELLS, CODE, SHORTCUTS, Shortcut, answer_of
 from tests.instructor.grading.attacks_third import KIN, THIRD
@@ -135,6 +136,7 @@ def _case(shortcut, overnight: bool):
                 *FOR_SHOW,
                 *LARGE,
                 *PATHS,
+                *OTHER_INPUTS,
             )
             if s.check
         ),
