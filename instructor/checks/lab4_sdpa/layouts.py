@@ -156,7 +156,8 @@ def unpack(unpack_qkv, ready_for_flash, seed=None):
         (draw.size(9, 60), ((1, 3), (1, 1), (2, 5)), torch.float64),
         (draw.size(9, 60), ((4, 6), (4, 6), (1, 1)), torch.float32),
     ):
-        b, kv, group, d = *(draw.size(*bounds) for bounds in sizes), draw.choice((8, 16, 32))
+        b, kv, group = (draw.size(*bounds) for bounds in sizes)
+        d = draw.choice((8, 16, 32))
         h = kv * group
         packed = draw.normal(b, s, (h + 2 * kv) * d, dtype=dtype)
         before = packed.clone()

@@ -36,8 +36,10 @@ def named_numbers(trees: Iterable[ast.AST]) -> dict[str, float]:
             pairs: list[tuple[ast.expr, ast.expr | None]] = []
             if isinstance(node, ast.Assign):
                 for target in node.targets:
-                    several = isinstance(target, ast.Tuple | ast.List) and isinstance(node.value, ast.Tuple | ast.List)
-                    pairs += zip(target.elts, node.value.elts, strict=False) if several else [(target, node.value)]
+                    if isinstance(target, ast.Tuple | ast.List) and isinstance(node.value, ast.Tuple | ast.List):
+                        pairs += zip(target.elts, node.value.elts, strict=False)
+                    else:
+                        pairs.append((target, node.value))
             elif isinstance(node, ast.AnnAssign | ast.NamedExpr):
                 pairs.append((node.target, node.value))
             elif isinstance(node, ast.arguments):
@@ -55,7 +57,8 @@ def named_numbers(trees: Iterable[ast.AST]) -> dict[str, float]:
 def number_of(node: ast.expr, named: Mapping[str, float]) -> float | None:
     """The number that an expression of numbers of the text has; None if it has others in it."""
     if isinstance(node, ast.Constant):
-        return node.value if type(node.value) in (int, float) and abs(node.value) < MOST else None
+        value = node.value
+        return value if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST else None
     if isinstance(node, ast.Name | ast.Attribute):
         return named.get(getattr(node, "id", getattr(node, "attr", "")))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -129,3 +132,38 @@ def devices_named(tree: ast.AST) -> list[str]:
     compared = [n for n in ast.walk(tree) if isinstance(n, ast.Compare | ast.MatchValue)]
     texts = [c.value for n in compared for c in ast.walk(n) if isinstance(c, ast.Constant) and isinstance(c.value, str)]
     return list(dict.fromkeys(t for t in texts if t.partition(":")[0] in ("cuda", "cpu", "meta", "mps")))
+
+
+def program_branches(tree: ast.AST) -> list[str]:
+    """The comparisons of a kernel's program with a number: by such a one a program does what others do not.
+
+    Names that are computed from `program_id` count, those of whole rows and columns (`arange`) do not.
+    """
+    of_programs: set[str] = set()
+    several: set[str] = set()  # names of tensors
+    assigned = [
+        (target.id, node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) and node.value is not None
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    ]
+
+    def mentions(node: ast.AST, names: set[str], called: str) -> bool:
+        return any(
+            (isinstance(n, ast.Name) and n.id in names) or (isinstance(n, ast.Attribute) and n.attr == called)
+            for n in ast.walk(node)
+        )
+
+    for _ in range(4):  # names of names
+        several |= {name for name, value in assigned if mentions(value, several, "arange")}
+        of_programs |= {name for name, value in assigned if mentions(value, of_programs, "program_id")}
+    of_programs -= several
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            parts = [node.left, *node.comparators]
+            own = [p for p in parts if mentions(p, of_programs, "program_id") and not mentions(p, several, "arange")]
+            if own and any(number_of(p, {}) is not None for p in parts):
+                found.append(ast.unparse(node)[:80])
+    return list(dict.fromkeys(found))

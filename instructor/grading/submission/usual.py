@@ -22,7 +22,7 @@ import nbformat
 import torch
 
 from instructor.grading.submission import vocabulary
-from instructor.grading.submission.limits import devices_named, named_numbers, own_limits
+from instructor.grading.submission.limits import devices_named, named_numbers, own_limits, program_branches
 from instructor.grading.submission.plan import Step, question_of
 from instructor.grading.submission.statements import (
     DEFINITIONS,
@@ -44,6 +44,7 @@ from instructor.names import FILE_CELL, bound_names, python_of
 from utils.checking.watching import SCALAR_EXITS, OperationWatch
 
 LEAST_LIMIT = 9  # a whole number of an answer's own that may be a size; dimensions and bytes of an element are smaller
+LEAST_OF_KERNEL = 5  # the same in a kernel, where it may be a number of slots, tiles or programs
 MAX_TOLD = 4  # words of one kind that a message names
 _DUNDER = re.compile(r"__\w+__")
 _METHODS = (types.FunctionType, property, classmethod, staticmethod)
@@ -367,10 +368,26 @@ def unusual_file(text: str, usual: Usual, question: str) -> list[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             used.attributes.discard(node.value)
     known = vocabulary.ATTRIBUTES | vocabulary.KERNELS | usual.kernels.attributes | usual.words(question).attributes
+    limits: list[str] = []
+    if narrow := usual.narrow.get(question):
+        model = usual.words(question)
+        known = frozenset(narrow.split()) | model.attributes | model.names
+        used.attributes |= {
+            n.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) for n in node.names
+        }
+        tree = ast.parse(text)
+        limits = own_limits(tree, named_numbers([tree]), LEAST_OF_KERNEL) + program_branches(tree)
     missing = set(usual.needed.get(question, "").split()) - used.attributes - used.names
     uses = [f".{name}" for name in sorted(used.attributes - known - own)]
     gone = sorted((usual.given.get(question, Counter()) - lines_of_code(text)).elements())
-    return told({"uses": uses, "does without": sorted(missing), "changes lines that stood there:": gone})
+    return told(
+        {
+            "uses": uses,
+            "does without": sorted(missing),
+            "changes lines that stood there:": gone,
+            "compares with a number of its own:": limits,
+        }
+    )
 
 
 def unusual_calls(

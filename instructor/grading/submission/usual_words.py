@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from instructor.grading.submission import narrow_lab4
+from instructor.grading.submission import narrow_lab3, narrow_lab4
 
 # lab -> {question, or "" for all: names, attributes and modules}
 WORDS: dict[str, dict[str, str]] = {
@@ -42,6 +42,7 @@ NARROW: dict[str, dict[str, str]] = {
             lru_cache cache wraps partial count islice repeat requires_grad
         """
     },
+    "lab3_gluon": narrow_lab3.WORDS,
     "lab4_sdpa": narrow_lab4.WORDS,
 }
 # lab -> {test cell: all operators that right answers run}, in place of the wide list

@@ -12,10 +12,17 @@ from instructor.grading.sandbox.tampering import Sign
 from instructor.grading.submission.checker import Checker
 from instructor.grading.submission.plan import Step
 from instructor.points import lab_path
-from tests.instructor.grading import honest_cold, honest_fourth, honest_styles_lab4, honest_third, honest_unusual
+from tests.instructor.grading import (
+    honest_cold,
+    honest_fourth,
+    honest_styles_lab3,
+    honest_styles_lab4,
+    honest_third,
+    honest_unusual,
+)
 
 STUDENTS = {**honest_unusual.STUDENTS, **honest_cold.STUDENTS, **honest_third.STUDENTS, **honest_fourth.STUDENTS}
-STUDENTS |= honest_styles_lab4.STUDENTS
+STUDENTS |= honest_styles_lab3.STUDENTS | honest_styles_lab4.STUDENTS
 # A module that a cell writes by a function of Python's cannot be read as text, so where something is forbidden it waits.
 WAITS = {"compiled, cached, in a module of one's own": ["q4_2_tests"]}
 LABS = ("lab1", "lab2_flexattention", "lab3_gluon", "lab4_sdpa")
