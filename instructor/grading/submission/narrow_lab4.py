@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import types
 import typing
 
 from instructor.grading.submission import vocabulary
@@ -33,9 +34,15 @@ _OWNERS = (
     itertools,
     typing,
 )
+_PLAIN = {
+    name
+    for owner in _OWNERS
+    for name in dir(owner)
+    if not name.startswith("_") and not isinstance(getattr(owner, name), types.ModuleType)
+} - {"sort"}  # of tensors it is a way around a question; `sorted` is not
 # How any function is written: Python's texts, lists and loops, types, one's own small classes.
 _PYTHON = f"""
-    {" ".join(name for owner in _OWNERS for name in dir(owner) if not name.startswith("_"))}
+    {" ".join(sorted(_PLAIN))}
     range len zip enumerate tuple list dict set frozenset str int float bool min max sum abs round divmod reversed sorted
     isinstance slice map filter any all iter next print super object property staticmethod classmethod type repr format hasattr
     callable pow NotImplemented name value args start stop step ABC abstractmethod Enum auto __name__ __doc__
