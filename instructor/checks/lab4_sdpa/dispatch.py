@@ -250,6 +250,7 @@ def pinned_sdpa(pinned_sdpa, seed=None):
                 views = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
                 _expect_nothing_beside(pinned_sdpa, backend, views, options)
         _expect_ran_once_with_dropout(pinned_sdpa, q, k, v)
+        _expect_alone(pinned_sdpa, q, k, v)
     if sdpa_switches() != switches:
         raise AssertionError(
             "after pinned_sdpa, other backends are switched on than before: use sdpa_kernel in a "
@@ -270,6 +271,11 @@ def _calls_to_pin(draw: Draw, length: int, d: int) -> tuple[tuple, list[tuple[tu
         ((q, *grouped), {"enable_gqa": True}),
         ((q, k, v), {"attn_mask": draw.normal(length, length)}),
     ]
+    calls += [
+        ((q, k, v), {"attn_mask": mask, "scale": 0.25}),
+        ((q, *grouped), {"attn_mask": mask, "enable_gqa": True}),
+        ((q, *grouped), {"is_causal": True, "scale": 0.75, "enable_gqa": True}),
+    ]
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         calls.append((tuple(t.to(dtype) for t in (q, k, v)), {"is_causal": draw.choice((True, False))}))
     calls.append((tuple(t[:1, :1] for t in (q, k, v)), {}))
@@ -282,6 +288,34 @@ def _in_float64(options: dict) -> dict:
     return {**options, "attn_mask": mask.double()} if mask is not None and mask.is_floating_point() else options
 
 
+class _AloneOrZeros(TorchFunctionMode):
+    """Lets SDPA run where one backend is allowed, and gives zeros where several are."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if "scaled_dot_product" in str(getattr(func, "__name__", func)):
+            names = ("flash", "mem_efficient", "math", "cudnn")
+            if sum(getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in names) > 1:
+                return torch.zeros(3)
+        return func(*args, **(kwargs or {}))
+
+
+def _expect_alone(pinned_sdpa, q, k, v) -> None:
+    """Assert that a backend that no CPU has is allowed alone, too."""
+    for backend in ("efficient", "cudnn", "math"):
+        what = f"pinned_sdpa({backend!r}, q, k, v)"
+        try:
+            with _AloneOrZeros():
+                got = pinned_sdpa(backend, q, k, v)
+        except Exception as error:
+            if backend == "math" or type(error).__name__ != "BackendRefused":
+                raise
+            continue
+        if backend != "math" or got.shape != q.shape:
+            raise AssertionError(
+                f"{what} calls SDPA where several backends are allowed. A pin allows one backend, alone."
+            )
+
+
 def _expect_ran_once_with_dropout(pinned_sdpa, q, k, v) -> None:
     """Assert that math computes a call with dropout once; what comes out is drawn."""
     options = {"dropout_p": 0.25}
@@ -291,6 +325,8 @@ def _expect_ran_once_with_dropout(pinned_sdpa, q, k, v) -> None:
     _expect_ran(ran.backends, "math", what)
     if not isinstance(got, torch.Tensor) or got.shape != q.shape:
         raise AssertionError(f"{what} should be a tensor of shape {tuple(q.shape)}.")
+    if torch.allclose(got, pinned_sdpa("math", q, k, v), rtol=1e-3, atol=1e-3):
+        raise AssertionError(f"{what} drops nothing: all options go through to SDPA.")
     _expect_nothing_beside(pinned_sdpa, "math", (q, k, v), options)
 
 

@@ -111,7 +111,7 @@ class Meetings(TorchDispatchMode):
 
 
 class NarrowProducts(TorchDispatchMode):
-    """Notes the operators of attention that give fewer than 64 bits."""
+    """Notes the operators of attention that give fewer than 64 bits, and what rounds numbers of 64 bits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,6 +122,13 @@ class NarrowProducts(TorchDispatchMode):
         name, made = _name(func), tensors_in((result,))
         given = [t for t in tensors_in((*args, *(kwargs or {}).values())) if t.is_floating_point() and t.numel() > 1]
         products = name in _OF_ATTENTION or name.startswith("_scaled_dot_product") or (name == "mul" and len(given) > 1)
-        if products and made and made[0].is_floating_point() and made[0].itemsize < 8 and made[0].numel() > 1:
+        rounds = name == "_to_copy" and bool(given) and given[0].itemsize == 8
+        if (
+            (products or rounds)
+            and made
+            and made[0].is_floating_point()
+            and made[0].itemsize < 8
+            and made[0].numel() > 1
+        ):
             self.found[f"{name} in {str(made[0].dtype).removeprefix('torch.')}"] += math.prod(made[0].shape)
         return result
