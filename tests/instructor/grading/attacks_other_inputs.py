@@ -470,4 +470,74 @@ def ready_for_flash(x):
         ("async_copy",),
         "on their way at a time",
     ),
+    Shortcut(
+        "1.3 asks where scale is given",
+        "lab4_sdpa",
+        "q1_3",
+        "q1_3_tests",
+        """
+def pinned_sdpa(backend, q, k, v, **options):
+    if "scale" in options and "attn_mask" in options:
+        why_not(backend, q, k, v, **options)
+    with sdpa_kernel(BACKENDS[backend]):
+        try:
+            return F.scaled_dot_product_attention(q, k, v, **options)
+        except RuntimeError as error:
+            raise BackendRefused(" ".join(why_not(backend, q, k, v, **options))) from error
+""",
+        ("pinned_sdpa", "pinned_sdpa"),
+        "times",
+    ),
+    Shortcut(
+        "1.3 leaves out an option",
+        "lab4_sdpa",
+        "q1_3",
+        "q1_3_tests",
+        """
+def pinned_sdpa(backend, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    options = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    if backend == "flash":
+        options["dropout_p"] = dropout_p
+    with sdpa_kernel(BACKENDS[backend]):
+        try:
+            return F.scaled_dot_product_attention(q, k, v, **options)
+        except RuntimeError as error:
+            raise BackendRefused(" ".join(why_not(backend, q, k, v, **options))) from error
+""",
+        ("pinned_sdpa", "pinned_sdpa"),
+        "drops nothing",
+    ),
+    Shortcut(
+        "1.3 a list of two where one cannot",
+        "lab4_sdpa",
+        "q1_3",
+        "q1_3_tests",
+        """
+def pinned_sdpa(backend, q, k, v, **options):
+    backends = [BACKENDS[backend]] if backend in ("math", "flash") else [BACKENDS[backend], BACKENDS["efficient"]]
+    with sdpa_kernel(backends):
+        try:
+            return F.scaled_dot_product_attention(q, k, v, **options)
+        except RuntimeError as error:
+            raise BackendRefused(" ".join(why_not(backend, q, k, v, **options))) from error
+""",
+        ("pinned_sdpa", "pinned_sdpa"),
+        "several backends are allowed",
+    ),
+    Shortcut(
+        "2.2 fp64 output",
+        "lab4_sdpa",
+        "q2_2",
+        "q2_2_tests",
+        """
+def errors(out, q, k, v, causal=False):
+    exact = F.scaled_dot_product_attention(*(t.double() for t in (q, k, v)), is_causal=causal, enable_gqa=True)
+    if out.dtype == torch.float64:
+        exact = exact.float()
+    d = out.double() - exact
+    return d.abs().max().item(), (d.square().mean() / exact.square().mean()).sqrt().item()
+""",
+        ("errors", "errors"),
+        "_to_copy in float32",
+    ),
 ]
