@@ -257,7 +257,7 @@ def why_not(backend, q, k, v, **options):
         "2.2 a reference in float32 for long sequences",
         "q2_2",
         "errors",
-        "It is attention in float64",
+        "the largest is not",
         """
 def errors(out, q, k, v, causal=False):
     group = q.shape[1] // k.shape[1]
