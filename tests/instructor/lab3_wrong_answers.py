@@ -158,7 +158,7 @@ def owner(row, column, shape, size, threads, warps, order):
     _instead(
         "rows taken to lie side by side",
         "q2_2",
-        "x_stride =",
+        ("x_stride =", "a stride is wrong"),
         ("x_ptr + rows[:, None] * x_stride", "x_ptr + rows[:, None] * n"),
         ("y_ptr + columns[None, :] * y_stride", "y_ptr + columns[None, :] * m"),
     ),

@@ -28,9 +28,14 @@ class GlobalBuffer:
             raise TypeError(f"gluon_cpu does not know {tensor.dtype} ({name}); it knows {known_types}.")
         self.name, self.dtype = name, TORCH[tensor.dtype]
         self.base = tensor.storage_offset()
-        # A kernel may touch the elements from the tensor's first one to its last, [0, end).
+        # A kernel may touch the tensor's elements: none before its first one, none from `end` on, and none between its rows.
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         self.end = last + 1 if tensor.numel() else 0
+        # Of rows that lie further apart than they are long, what lies between two of them belongs to others.
+        steps = sorted(((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1), reverse=True)
+        spans = [sum((n - 1) * s for s, n in steps[i:]) for i in range(len(steps) + 1)]
+        apart = all(step > spans[i + 1] for i, (step, _) in enumerate(steps)) and self.end > tensor.numel()
+        self.steps = steps if apart else []
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
         flat = torch.as_strided(tensor.detach(), (count,), (1,), 0)
         self.in_bits = self.dtype.name in HELD_WIDER
@@ -43,6 +48,15 @@ class GlobalBuffer:
             has = f"which has elements 0 to {self.end - 1} ({bad.size} elements outside)"
             text = f"{what} reaches element {int(bad.flat[0])} of {self.name}, {has}"
             refuse("out of bounds", f"{text}. A mask is missing or wrong.")
+        if offsets.size and self.steps:
+            rest, inside = offsets, np.ones(offsets.shape, np.bool_)
+            for step, count in self.steps:
+                place, rest = np.divmod(rest, step)
+                inside &= place < count
+            if not (inside & (rest == 0)).all():
+                bad = offsets[~(inside & (rest == 0))]
+                text = f"{what} reaches element {int(bad.flat[0])} behind the first one of {self.name}, between two of its rows"
+                refuse("out of bounds", f"{text} ({bad.size} elements outside). A mask or a stride is wrong.")
 
     def read(self, offsets: np.ndarray) -> np.ndarray:
         """Return the values at offsets, counted in elements."""

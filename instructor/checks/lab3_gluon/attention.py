@@ -81,11 +81,11 @@ def softmax(source: str, seed=None):
             expect_one_pass(events, cdiv(k.shape[1], 64))
     for d in (32, 64, 128):
         _expect_steps(source, draw, d, 64 * draw.size(0, 9))
-    for d, (sq, sk) in (
-        (64, (draw.size(1, 64), draw.size(130, 190))),
-        (128, (draw.size(129, 200), draw.size(400, 700))),
+    for heads, d, (sq, sk) in (
+        (draw.size(4, 6), 64, (draw.size(1, 64), draw.size(130, 190))),
+        (draw.size(1, 3), 128, (draw.size(129, 200), draw.size(400, 700))),
     ):
-        q, k, v, right = attention_inputs(draw.size(1, 3), sq, sk, d, 1.0, draw.choice(HALVES), draw.normal)
+        q, k, v, right = attention_inputs(heads, sq, sk, d, 1.0, draw.choice(HALVES), draw.normal)
         launch, expected = attention_launch("lab3_softmax.py", 64, q, k, v, right)
         run = expect_kernel(source, launch, expected, **CLOSE, programs=math.prod(launch.grid))
         for events in run.programs():
@@ -192,7 +192,7 @@ def specialized(source: str, seed=None):
         )
         for events in run.programs():
             _expect_split(events, cdiv(k.shape[-2], 64), stages)
-    for stages in (2, draw.choice((3, 4))):
+    for stages in (2, draw.choice((3, 4)), draw.choice((5, 6))):
         q, k, v, right = attention_inputs(
             2, draw.size(129, 300), draw.size(600, 900), 64, 1.0, draw.choice(HALVES), draw.normal
         )

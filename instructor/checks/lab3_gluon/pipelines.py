@@ -117,7 +117,7 @@ def async_copy(source: str, seed=None):
             seeds=(None, draw.size(1, 999)),
             hint="Which tile lies in which slot?",
         )
-    for tiles, programs in ((TILES, 2), (draw.size(12, 30), draw.size(3, 6))):
+    for tiles, programs in ((TILES, 2), (draw.size(12, 30), draw.size(5, 7))):
         for stages in (1, 3):
             launch, expected = async_copy_launch(programs * 256 * tiles, tiles, stages, normal=draw.normal)
             runs[stages] = expect_kernel(source, launch, expected, rtol=0, atol=0, programs=programs)
@@ -140,7 +140,7 @@ def async_copy(source: str, seed=None):
 
 def _rings(draw: Draw) -> list[tuple[int, int, int]]:
     """Draw rings: (slots, tiles of a program, programs)."""
-    few = [(stages, stages + draw.size(2, 6), draw.size(1, 3)) for stages in (2, 3, 4, draw.size(5, 9))]
+    few = [(stages, stages + draw.size(2, 6), draw.size(1, 3)) for stages in range(2, 10)]
     return [*few, (draw.size(2, 6), draw.size(20, 40), draw.size(2, 5))]
 
 
@@ -177,7 +177,7 @@ def tma_ring(source: str, seed=None):
                     f"a program with {cdiv(columns, 64)} tiles issues {len(copies)} TMA copies: each tile "
                     "should come once, by tma_load."
                 )
-    for tiles, programs in ((TILES, 2), (draw.size(12, 30), draw.size(3, 6))):
+    for tiles, programs in ((TILES, 2), (draw.size(12, 30), draw.size(5, 7))):
         for stages in (1, 3):
             launch, expected = tma_ring_launch(16 * programs, 64 * tiles, stages, normal=draw.normal)
             runs[stages] = expect_kernel(source, launch, expected, rtol=1e-4, atol=1e-3, programs=programs)
@@ -236,7 +236,8 @@ def repairs(source: str, repairs, seed=None):
     for stages in (1, 2, 3):
         launch, expected = repair_launch(stages, draw.size(4, 7), draw.normal)
         expect_kernel(text, launch, expected, rtol=0, atol=0, seeds=(None, *(draw.size(1, 9999) for _ in range(4))))
-    for stages, tiles in ((2, draw.size(5, 9)), (4, draw.size(6, 12)), (draw.size(3, 6), draw.size(13, 25))):
+    rings = [(stages, stages + draw.size(2, 7)) for stages in range(2, 9)]
+    for stages, tiles in (*rings, (draw.size(3, 6), draw.size(13, 25))):
         launch, expected = repair_launch(stages, tiles, draw.normal)
         run = expect_kernel(text, launch, expected, rtol=0, atol=0)
         _expect_ring_of_two(run.programs()[0], tiles, stages)
@@ -295,7 +296,26 @@ def wgmma(source: str, seed=None):
             _expect_steps(events, cdiv(k, 64))
         expect_from_products(source, launch, {name: 2.0 * right for name, right in expected.items()})
         expect_sum_in_accumulator(source, launch)
+    for dtype in HALVES:
+        launch, expected = wgmma_launch(draw.size(33, 64), 8 * draw.size(5, 16), 192, 64, dtype, _Cancelling(draw))
+        hint = "Two steps of these numbers cancel, and their sums overflow in 16 bits: the accumulator is fp32."
+        expect_kernel(source, launch, expected, rtol=1e-2, atol=2e-2, hint=hint)
     look_at_work(source, "wgmma", draw.normal, "The product of a step adds to the accumulator.")
+
+
+class _Cancelling:
+    """Draws A and B whose products of the first 64 numbers along K are above 100,000, and are taken away by the next 64."""
+
+    def __init__(self, draw: Draw):
+        self.draw, self.sign = draw, 1.0
+
+    def __call__(self, rows: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the next matrix, A and then B, in whose products the first two steps cancel."""
+        large = 32.0 * 2.0 ** (self.draw.normal(rows, 64) > 0)
+        last = self.draw.normal(rows, k - 128)
+        found = torch.cat([large, self.sign * large, last], dim=1).to(dtype)
+        self.sign = -1.0
+        return found
 
 
 def _expect_steps(events: list[Event], steps: int) -> None:

@@ -5,10 +5,11 @@ CPU tensors, so the verdict is the same with and without a GPU.
 """
 
 from instructor.checks.lab4_sdpa.costs import attention_costs, errors, intensities, splits
-from instructor.checks.lab4_sdpa.dispatch import backends_in, dispatch, pinned_sdpa, why_not
+from instructor.checks.lab4_sdpa.dispatch import backends_in, dispatch, why_not
 from instructor.checks.lab4_sdpa.grid import choose_backend, fastest_and_default, grid_answers
 from instructor.checks.lab4_sdpa.layouts import knock_outs, strides, unpack
 from instructor.checks.lab4_sdpa.numerics import distinct_results, fp8, rounded_attention, ulps_apart
+from instructor.checks.lab4_sdpa.pins import pinned_sdpa
 from instructor.checks.lab4_sdpa.splitting import attend_part, attention_backward, split_kv_attention
 
 __all__ = [

@@ -8,6 +8,7 @@ import torch
 
 from instructor.checks.common import DTYPES, Draw, dtype_name, expect_counts, expect_unchanged, expect_value
 from instructor.checks.lab4_sdpa.common import reference_attention
+from instructor.checks.lab4_sdpa.products import NarrowProducts
 from utils.checking import check, forbid, watch_operations
 
 
@@ -87,17 +88,19 @@ def errors(errors, seed=None):
         (torch.bfloat16, True, 2, draw.size(12, 30), draw.choice((6, 8, 10, 12))),
         (torch.bfloat16, False, 4, draw.size(12, 30), draw.choice((6, 8, 10, 12))),
         (torch.float16, True, 1, draw.size(12, 30), draw.choice((6, 8, 10, 12))),
+        (torch.float64, True, 2, draw.size(12, 30), draw.choice((6, 8, 10, 12))),
         (torch.float32, True, 2, draw.size(130, 260), draw.choice((32, 64))),
     ):
-        b, kv = draw.size(1, 2), draw.size(1, 3)
+        b, kv = draw.size(1, 4), draw.size(1, 3)
         q = draw.normal(b, kv * group, s, d, dtype=dtype)
         k, v = draw.normal(b, kv, s, d, dtype=dtype), draw.normal(b, kv, s, d, dtype=dtype)
         exact = reference_attention(q, k, v, causal)
         noise = draw.normal(*exact.shape, dtype=torch.float64) * exact.abs().max() * draw.real(0.005, 0.02)
-        for out in (exact.to(dtype), (exact + noise).to(dtype)):
+        # An output that is the reference has an error that differs between two ways of adding up.
+        for out in (exact.to(dtype), (exact + noise).to(dtype))[dtype == torch.float64 :]:
             what = f"errors of a {dtype_name(dtype)} output, {group} query heads a key head, causal={causal}"
             copies = [t.clone() for t in (out, q, k, v)]
-            with watch_operations() as watch:
+            with NarrowProducts() as narrow, watch_operations() as watch:
                 got = errors(out, q, k, v, causal)
             forbid(watch, (), hint="the reference in float64 is yours to write")
             expect_unchanged(copies, (out, q, k, v), what)
@@ -135,6 +138,11 @@ def errors(errors, seed=None):
                     .item(),
                 },
             )
+            if narrow.found:
+                raise AssertionError(
+                    f"{what}: the reference runs {', '.join(narrow.found)}. It is attention in float64 from the first product "
+                    "to the end, whatever the dtype of the output."
+                )
 
 
 def expect_errors(got, largest, rms, what, largest_mistakes, rms_mistakes) -> None:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 
-import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from instructor.checks.common import Draw, SizeWatch, expect_unchanged, let_wait
+from instructor.checks.common import Draw
 from instructor.checks.lab4_sdpa.common import (
-    BACKENDS,
     KNOCKED_OUT,
-    Attentions,
     BackendRefused,
     in_one_line,
     knocked_out,
     reasons_of,
     refused_otherwise,
     sdpa_switches,
-    with_right_answers,
 )
-from utils.checking import check, expect_close
+from utils.checking import check
 
 _OPERATORS = {
     "math": ("aten::_scaled_dot_product_attention_math",),
@@ -135,13 +130,11 @@ def why_not(why_not, seed=None):
     draw = Draw(seed)
     b, h, s, d = draw.size(1, 2), draw.size(2, 4), draw.size(9, 20), 8 * draw.size(2, 5)
     q, k, v = (draw.normal(b, h, s, d) for _ in range(3))
-    switches = sdpa_switches()
     for backend in ("math", "flash"):
         for options in ({}, {"is_causal": True}):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                got = why_not(backend, q, k, v, **options)
-            got = _expect_reasons(got, f"why_not({backend!r}, q, k, v)")
+                got = _ask(why_not, backend, (q, k, v), options, f"why_not({backend!r}, q, k, v)")
             if got:
                 raise AssertionError(
                     f"why_not({backend!r}, q, k, v, {options}) is {got!r}, but {backend} runs this "
@@ -153,26 +146,14 @@ def why_not(why_not, seed=None):
         for outside in ("default", "ignore"):
             with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
                 warnings.simplefilter(outside)
-                inside, filters = sdpa_switches(), list(warnings.filters)
-                got = why_not("flash", *tensors, **options)
-                if sdpa_switches() != inside:
-                    raise AssertionError(
-                        "after why_not inside of an sdpa_kernel block, other backends are allowed than before. Use "
-                        "sdpa_kernel in a `with` block: it restores them."
-                    )
-                if list(warnings.filters) != filters:
-                    raise AssertionError(
-                        "after why_not the warning filters are others than before: warnings.catch_warnings() restores them."
-                    )
-            got = _expect_reasons(got, f"why_not of flash with {name}")
+                got = _ask(why_not, "flash", tensors, options, f"why_not of flash with {name}")
             if not got:
                 hint = " while the caller silences warnings: open your own filter inside" if outside == "ignore" else ""
                 raise AssertionError(f"why_not says that flash runs {name}{hint}. Torch refuses: {expected[0]}")
         _expect_all_reasons(got, expected, f"why_not of flash with {name}")
-        if why_not("math", *tensors, **options):
+        if _ask(why_not, "math", tensors, options, f"why_not of math with {name}"):
             raise AssertionError(f"math takes everything, also {name}: why_not('math', ...) should be empty.")
-    got = _expect_reasons(why_not("efficient", q, k, v), "why_not('efficient', q, k, v) on CPU tensors")
-    if not got:
+    if not _ask(why_not, "efficient", (q, k, v), {}, "why_not('efficient', q, k, v) on CPU tensors"):
         raise AssertionError(
             "the efficient backend is CUDA only, and why_not of it is empty for CPU tensors. Torch "
             "says so in an exception alone: then its first line is the reason."
@@ -184,17 +165,28 @@ def why_not(why_not, seed=None):
         if backend == "math":
             continue  # whoever asks the dispatcher gets no reason, since it takes the call
         what = f"why_not of {name}"
-        got = _expect_reasons(why_not(backend, *tensors, **options), what)
-        _expect_all_reasons(got, reasons_of(backend, *tensors, **options), what)
-    if sdpa_switches() != switches:
-        raise AssertionError(
-            "after why_not, other backends are switched on than before. Use sdpa_kernel in a `with` "
-            "block: it restores them."
+        _expect_all_reasons(
+            _ask(why_not, backend, tensors, options, what), reasons_of(backend, *tensors, **options), what
         )
 
 
+def _ask(why_not, backend: str, tensors, options: dict, what: str) -> list[str]:
+    """Return the reasons that an answer gives; everything has to be as before, whether it finds some or not."""
+    switches, filters = sdpa_switches(), list(warnings.filters)
+    got = why_not(backend, *tensors, **options)
+    if sdpa_switches() != switches:
+        raise AssertionError(
+            f"after {what}, other backends are allowed than before. Use sdpa_kernel in a `with` block: it restores them."
+        )
+    if list(warnings.filters) != filters:
+        raise AssertionError(
+            f"after {what}, the warning filters are others than before: warnings.catch_warnings() restores them."
+        )
+    return _expect_reasons(got, what)
+
+
 class _OneReasonMore(TorchFunctionMode):
-    """Lets SDPA and its dispatcher warn of one reason more than they have, as a GPU's flash does that has two."""
+    """Lets SDPA and its dispatcher warn of one reason more than they have, as a GPU's flash does that has two, and say it twice."""
 
     def __init__(self, reason: str):
         super().__init__()
@@ -203,135 +195,20 @@ class _OneReasonMore(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = str(getattr(func, "__name__", func))
         if "scaled_dot_product" in name or "sdp_choice" in name:
-            warnings.warn(f"{self.reason} (Triggered internally at sdp_utils.cpp:1.)", stacklevel=2)
+            for _ in range(2):
+                warnings.warn(f"{self.reason} (Triggered internally at sdp_utils.cpp:1.)", stacklevel=2)
         return func(*args, **(kwargs or {}))
 
 
 def _expect_two_reasons(why_not, draw: Draw, tensors, options: dict, name: str) -> None:
     """Assert that a reason that nobody could foresee is among those that are given: they come from the call's own warnings."""
-    reason = f"Flash attention is not made for calls of kind {draw.size(1000, 9999)}."
+    sizes = ", ".join(str(draw.size(1, 9999)) for _ in range(200))  # as long as no reason of torch's is
+    reason = f"Flash attention is not made for calls of kind {draw.size(1000, 9999)}. Got sizes: [{sizes}]."
     expected = reasons_of("flash", *tensors, **options)
+    what = f"why_not of flash with {name}, of which torch warns for two reasons, one of them twice,"
     with _OneReasonMore(reason):
-        got = why_not("flash", *tensors, **options)
-    what = f"why_not of flash with {name}, of which torch warns for two reasons,"
-    _expect_all_reasons(_expect_reasons(got, what), [reason, *expected], what)
-
-
-@check("1.3", "A pin that pins")
-def pinned_sdpa(pinned_sdpa, seed=None):
-    """Check that only the requested backend runs, or an error has torch's reason, and that all settings are restored."""
-    draw = Draw(seed)
-    (q, k, v), calls = _calls_to_pin(draw, draw.size(9, 20), 16)
-    calls += _calls_to_pin(draw, draw.size(100, 300), draw.choice((16, 32)))[1]
-    switches = sdpa_switches()
-    with with_right_answers(pinned_sdpa):
-        for backend in ("math", "flash"):
-            for tensors, options in calls:
-                what = f"pinned_sdpa({backend!r}, q, k, v{', ' if options else ''}{', '.join(options)})"
-                copies = [t.clone() for t in tensors]
-                for outside in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
-                    with sdpa_kernel(outside), Attentions() as ran:
-                        got = pinned_sdpa(backend, *tensors, **options)
-                    _expect_ran(ran.backends, backend, what)
-                expect_unchanged(copies, tensors, what)
-                expected = F.scaled_dot_product_attention(*(t.double() for t in tensors), **options).float()
-                expect_close(got, expected, rtol=1e-4, atol=1e-5, what=what, hint="Do all options reach SDPA?")
-        for name in KNOCKED_OUT:
-            tensors, options = knocked_out(name, q, k, v)
-            _expect_refusal(pinned_sdpa, "flash", tensors, options, f"flash with {name}")
-            if sdpa_switches() != switches:
-                raise AssertionError(f"after a refusal (flash with {name}), other backends are allowed than before.")
-        for name, (backend, tensors, options) in refused_otherwise(q, k, v).items():
-            _expect_refusal(pinned_sdpa, backend, tensors, options, name)
-        for backend, (tensors, options) in itertools.product(("flash", "math"), calls):
-            _expect_nothing_beside(pinned_sdpa, backend, tensors, options)
-            if "enable_gqa" not in options:
-                views = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
-                _expect_nothing_beside(pinned_sdpa, backend, views, options)
-    if sdpa_switches() != switches:
-        raise AssertionError(
-            "after pinned_sdpa, other backends are switched on than before: use sdpa_kernel in a "
-            "`with` block, which restores them."
-        )
-
-
-def _calls_to_pin(draw: Draw, length: int, d: int) -> tuple[tuple, list[tuple[tuple, dict]]]:
-    """Return (q, k, v), and calls that flash and math run: [((q, k, v), options)]."""
-    q, k, v = (draw.normal(2, 4, length, d) for _ in range(3))
-    grouped = [draw.normal(2, 2, length, d) for _ in range(2)]
-    mask = draw.normal(length, length) > 0
-    mask[:, 0] = True
-    calls: list[tuple[tuple, dict]] = [
-        ((q, k, v), {}),
-        ((q, k, v), {"is_causal": True, "scale": 0.5}),
-        ((q, k, v), {"attn_mask": mask}),
-        ((q, *grouped), {"enable_gqa": True}),
-    ]
-    return (q, k, v), calls
-
-
-def _expect_nothing_beside(pinned_sdpa, backend: str, tensors, options: dict) -> None:
-    """Assert that the inputs are handed on as they are, in whatever way they could be copied."""
-    with SizeWatch() as own, sdpa_kernel(BACKENDS[backend]):
-        F.scaled_dot_product_attention(*tensors, **options)
-    with SizeWatch() as sizes:
-        pinned_sdpa(backend, *tensors, **options)
-    what = f"pinned_sdpa of {backend}{' with ' if options else ''}{', '.join(options)}"
-    if sizes.moved > own.moved:
-        raise AssertionError(
-            f"{what} copies {sizes.moved:,} elements, and {backend} by itself {own.moved:,}: it runs these "
-            "tensors as they are. No copies of the inputs that nobody asked for."
-        )
-    # What computes copies as well: t * 1 is t once more.
-    smallest = min(t.numel() for t in tensors)
-    if (more := sizes.created_in_all - own.created_in_all) >= smallest:
-        raise AssertionError(
-            f"{what} makes tensors of {more:,} elements more than {backend} by itself. Hand q, k and v on as they "
-            "are: no copies of the inputs that nobody asked for."
-        )
-    if sizes.read - own.read >= smallest:
-        let_wait(
-            f"runs operators on q, k or v beside those of {backend} itself: do they copy the inputs, into memory that was there before?"
-        )
-
-
-def _expect_ran(ran: list[str], backend: str, what: str) -> None:
-    if set(ran) - {backend}:
-        other = next(name for name in ran if name != backend)
-        raise AssertionError(f"{what} ran {other}. A pin allows one backend, alone.")
-    if len(ran) != 1:
-        raise AssertionError(
-            f"{what} computed attention {len(ran)} times. Where the backend takes the call, compute "
-            "once: asking first would double every time that you measure."
-        )
-
-
-def _expect_refusal(pinned_sdpa, backend: str, tensors, options, what: str) -> None:
-    expected = reasons_of(backend, *tensors, **options)
-    try:
-        with Attentions() as ran:
-            pinned_sdpa(backend, *tensors, **options)
-    except Exception as error:
-        if type(error).__name__ != "BackendRefused":
-            raise AssertionError(
-                f"pinned_sdpa of {what} should raise BackendRefused, and raised "
-                f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-            ) from None
-        if not all(in_one_line(reason) in in_one_line(str(error)) for reason in expected):
-            raise AssertionError(
-                f"the message of BackendRefused for {what} should hold torch's reason "
-                f"({expected[0]!r}), and is {str(error)!r}."
-            ) from None
-        if ran.backends:
-            raise AssertionError(
-                f"pinned_sdpa of {what} raises BackendRefused, and computes attention by {ran.backends[0]} before. No other backend."
-            ) from None
-        return
-    also = " (on copies, which the caller did not ask for)" if ran.backends and ran.backends[0] == backend else ""
-    raise AssertionError(
-        f"torch refuses {what}, and pinned_sdpa returned a result all the same{also}; what ran is "
-        f"{', '.join(ran.backends) or 'unknown'}. Raise BackendRefused."
-    )
+        got = _ask(why_not, "flash", tensors, options, what)
+    _expect_all_reasons(got, [reason, *expected], what)
 
 
 @check("1.4", "The order of priority")

@@ -127,9 +127,12 @@ def _at_the_same_places(got: torch.Tensor, x: torch.Tensor) -> bool:
     return got.data_ptr() == x.data_ptr() and steps[0] == steps[1]
 
 
-def _layouts(draw: Draw, half: int) -> list[tuple[torch.Tensor, bool]]:
-    """Return tensors with 2 * half tokens, and for each whether flash needs a copy of it."""
-    x = draw.normal(draw.size(2, 3), draw.size(2, 4), 2 * half, draw.choice((16, 32)))
+def _layouts(
+    draw: Draw, half: int, dtype: torch.dtype = torch.float32, few: bool = False
+) -> list[tuple[torch.Tensor, bool]]:
+    """Return tensors with 2 * half tokens, and for each whether flash needs a copy of it; few: one batch entry, one head."""
+    batch, heads = (1, 1) if few else (draw.size(2, 3), draw.size(2, 4))
+    x = draw.normal(batch, heads, 2 * half, draw.choice((16, 32)), dtype=dtype)
     return [
         (x, False),
         (x.transpose(1, 2).contiguous().transpose(1, 2), False),
@@ -144,10 +147,19 @@ def _layouts(draw: Draw, half: int) -> list[tuple[torch.Tensor, bool]]:
 def unpack(unpack_qkv, ready_for_flash, seed=None):
     """Check views of one projection that flash accepts; a copy is allowed only where it is needed."""
     draw = Draw(seed)
-    for s in (draw.size(9, 20), draw.size(21, 60), draw.size(100, 200)):
-        b, kv, group, d = draw.size(2, 3), draw.size(2, 3), draw.size(2, 3), draw.choice((8, 16, 32))
+    drawn = (2, 3), (2, 3), (2, 3)  # batch, heads of keys, heads of a group
+    for s, sizes, dtype in (
+        (draw.size(9, 20), drawn, torch.float32),
+        (draw.size(21, 60), drawn, torch.bfloat16),
+        (draw.size(100, 200), drawn, torch.float32),
+        (draw.size(9, 60), ((1, 1), (1, 2), (1, 4)), torch.float16),
+        (draw.size(9, 60), ((1, 3), (1, 1), (2, 5)), torch.float64),
+        (draw.size(9, 60), ((4, 6), (4, 6), (1, 1)), torch.float32),
+    ):
+        b, kv, group = (draw.size(*bounds) for bounds in sizes)
+        d = draw.choice((8, 16, 32))
         h = kv * group
-        packed = draw.normal(b, s, (h + 2 * kv) * d)
+        packed = draw.normal(b, s, (h + 2 * kv) * d, dtype=dtype)
         before = packed.clone()
         what = f"unpack_qkv of ({b}, {s}, {packed.shape[2]}) with {h} query heads and {kv} key heads"
         got = unpack_qkv(packed, h, kv)
@@ -172,7 +184,10 @@ def unpack(unpack_qkv, ready_for_flash, seed=None):
         expect_unchanged([before], [packed], what)
         if reasons := reasons_of("flash", *got, enable_gqa=True):
             raise AssertionError(f"flash refuses the tensors of {what}: {reasons[0]}")
-    for tensor, copies in [*_layouts(draw, draw.size(5, 10)), *_layouts(draw, draw.size(40, 100))]:
+    layouts = [*_layouts(draw, draw.size(5, 10)), *_layouts(draw, draw.size(40, 100))]
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        layouts += _layouts(draw, draw.size(5, 30), dtype, few=dtype == torch.float16)
+    for tensor, copies in layouts:
         before, place = tensor.clone(), tensor.data_ptr()
         what = f"ready_for_flash of a tensor with strides {tuple(tensor.stride())}"
         with with_right_answers(ready_for_flash):

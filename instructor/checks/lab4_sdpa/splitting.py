@@ -8,9 +8,10 @@ import torch
 
 from instructor.checks.common import Draw, SizeWatch, dtype_name, expect_unchanged, let_wait
 from instructor.checks.lab4_sdpa.common import reference_attention, with_right_answers
+from instructor.checks.lab4_sdpa.products import Meetings
 from utils.attention import reference, reference_gradients
 from utils.checking import check, expect_close, forbid, forbid_leaving, watch_operations
-from utils.checking.watching import FUSED_ATTENTION
+from utils.checking.watching import FUSED_ATTENTION, SCALAR_EXITS
 
 SPARE = 1.3  # times the five products that a backward pass needs
 _SOFTMAX = (r"\w*softmax\w*", "softmin")
@@ -97,18 +98,18 @@ def attend_part(attend_part, seed=None):
                 f"{what} multiplies {sizes.macs:,} pairs of numbers, and its two products have {2 * q.numel() * sk:,}: the scores "
                 "give the output and the lse, and are computed once."
             )
-    for _ in range(2):
-        _expect_two_products(attend_part, draw)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        _expect_two_products(attend_part, draw, dtype)
 
 
-def _expect_two_products(attend_part, draw: Draw) -> None:
+def _expect_two_products(attend_part, draw: Draw, dtype: torch.dtype) -> None:
     """Assert that no third product is made, at sizes at which a product is much more than what is done to each score."""
-    b, kv, group, d = draw.size(1, 2), draw.size(1, 2), draw.size(1, 2), draw.choice((32, 48, 64))
+    b, kv, group, d = draw.size(1, 3), draw.size(1, 3), draw.size(1, 2), draw.choice((32, 48, 64))
     sq, sk = draw.size(30, 60), draw.size(61, 150)
-    q, k, v = draw.normal(b, kv * group, sq, d), draw.normal(b, kv, sk, d), draw.normal(b, kv, sk, d)
-    with SizeWatch() as sizes, watch_operations() as watch:
+    q, k, v = (draw.normal(b, heads, n, d, dtype=dtype) for heads, n in ((kv * group, sq), (kv, sk), (kv, sk)))
+    with SizeWatch() as sizes, Meetings(k.shape) as meetings, watch_operations() as watch:
         got = attend_part(q, k, v)
-    what = f"attend_part of q {tuple(q.shape)}, k {tuple(k.shape)}"
+    what = f"attend_part of q {tuple(q.shape)}, k {tuple(k.shape)} in {dtype_name(dtype)}"
     forbid(watch, FUSED_ATTENTION, hint="write the products and the softmax yourself: SDPA does not return the lse")
     output, lse = _expect_pair(got, what)
     expect_close(output, reference_attention(q, k, v).float(), rtol=1e-3, atol=1e-4, what=f"the output of {what}")
@@ -122,6 +123,7 @@ def _expect_two_products(attend_part, draw: Draw) -> None:
             f"{what} multiplies {multiplied:,} pairs of numbers, and its two products have {2 * product:,}: the scores give the "
             "output and the lse, and are computed once."
         )
+    meetings.expect_once(product, 4 * group * k.numel(), what)
     # Whoever goes from key to key rescales the output each time, which is as much as a product.
     if sizes.multiplied_in_all(product) > (2.2 if sizes.macs > product // 2 else 3.3) * product + beside:
         let_wait(
@@ -214,8 +216,10 @@ def split_kv_attention(split_kv_attention, seed=None):
         (torch.bfloat16, 3, 1),
         (torch.float32, 5, 40),
         (torch.float32, 64, 1),
+        (torch.float16, 2, 1),
+        (torch.float64, 3, 1),
     ):
-        b, kv, group, sq = draw.size(1, 3), draw.size(2, 3), draw.size(2, 3), draw.size(1, 4)
+        b, kv, group, sq = draw.size(1, 4), draw.size(1, 3), draw.size(1, 3), draw.size(1, 4)
         sk, d = draw.choice((37, 41, 43)), draw.choice((6, 8, 10, 12))
         q = scale * draw.normal(b, kv * group, sq, d, dtype=dtype)
         k, v = scale * draw.normal(b, kv, sk, d, dtype=dtype), draw.normal(b, kv, sk, d, dtype=dtype)
@@ -228,7 +232,7 @@ def split_kv_attention(split_kv_attention, seed=None):
         forbid(watch, FUSED_ATTENTION, hint="each part comes from attend_part")
         expect_unchanged(copies, (q, k, v), what)
         expected = reference_attention(q, k, v).to(dtype)
-        tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-4}
+        tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype.itemsize == 2 else {"rtol": 1e-3, "atol": 1e-4}
         if scale > 1:
             tolerance = {"rtol": 1e-2, "atol": 1e-2}
         hint = _group_hint(got, q, k, v)
@@ -258,7 +262,12 @@ def split_kv_attention(split_kv_attention, seed=None):
     ):
         got = split_kv_attention(q, k, v, splits)
     forbid(watch, FUSED_ATTENTION, hint="each part comes from attend_part")
-    forbid_leaving(watch)
+    if [name for name in watch.exits if name not in SCALAR_EXITS] == [".tolist()"]:
+        let_wait(
+            "takes numbers out of torch by .tolist(): may those be bounds of the parts, or outputs that are merged in Python?"
+        )
+    else:
+        forbid_leaving(watch)
     limit = b * h * sq * -(-sk // splits)
     scores = max((batch * m * n for batch, m, inner, n in sizes.products if inner == d), default=0)
     # One part has `limit` scores, and by broadcasting `d` products for each.
@@ -311,7 +320,7 @@ def attention_backward(attention_backward, seed=None):
         macs = b * h * sq * sk * d  # of one product
         sizes.expect_seen(5 * macs, "attention_backward")
         beside = 20 * (q.numel() + k.numel())  # what scales scores and gradients, element by element
-        if sizes.macs > 5 * SPARE * macs or sizes.multiplied > 5 * SPARE * macs + beside:
+        if sizes.macs > 5.2 * macs + beside or sizes.multiplied > 5 * SPARE * macs + beside:
             raise AssertionError(
                 f"attention_backward does the work of {max(sizes.macs, sizes.multiplied) / macs:.0f} products, and five are "
                 "enough: use the formulas, and no differences of the forward pass."
@@ -338,8 +347,14 @@ def attention_backward(attention_backward, seed=None):
             what = f"{name} for q {tuple(q.shape)}, k {tuple(k.shape)} in {dtype_name(dtype)}"
             expect_close(gradient, right.to(dtype), rtol=tolerance, atol=tolerance * scale, what=what, hint=hint)
     _expect_lse_used(attention_backward, draw)
-    for d in (32, draw.choice((48, 64, 96))):
-        _expect_five_products(attention_backward, draw, d)
+    _expect_close_in_16_bits(attention_backward, draw)
+    for d, dtype in (
+        (32, torch.float32),
+        (draw.choice((48, 64, 96)), torch.bfloat16),
+        (64, torch.float64),
+        (48, torch.float16),
+    ):
+        _expect_five_products(attention_backward, draw, d, dtype)
 
 
 def _forbid_in_backward(watch) -> None:
@@ -347,12 +362,29 @@ def _forbid_in_backward(watch) -> None:
     forbid(watch, names, hint="the probabilities are e^(score - lse)")
 
 
-def _expect_five_products(attention_backward, draw: Draw, d: int) -> None:
+def _expect_close_in_16_bits(attention_backward, draw: Draw) -> None:
+    """Assert that inputs in 16 bits have gradients in 16 bits, as close as such probabilities let them be."""
+    shapes = (1, 2, draw.size(7, 20), 8), (1, 2, draw.size(21, 30), 8)
+    for dtype in (torch.bfloat16, torch.float16):
+        q, dout = (draw.normal(*shapes[0], dtype=dtype) for _ in range(2))
+        k, v = (draw.normal(*shapes[1], dtype=dtype) for _ in range(2))
+        out, expected = reference_gradients(q, k, v, dout)
+        got = attention_backward(q, k, v, out.to(dtype), _lse(q, k).to(dtype), dout)
+        for name, gradient, right in zip(("dq", "dk", "dv"), got, expected, strict=True):
+            what = f"{name} for inputs in {dtype_name(dtype)}"
+            if not isinstance(gradient, torch.Tensor) or gradient.dtype != dtype or gradient.shape != right.shape:
+                raise AssertionError(f"{what} should have the dtype and the shape of the input.")
+            distance = (gradient.double() - right).square().mean().sqrt() / right.square().mean().sqrt()
+            if not distance < 0.2:
+                raise AssertionError(f"{what} is {float(distance):.0%} away from what it should be.")
+
+
+def _expect_five_products(attention_backward, draw: Draw, d: int, dtype: torch.dtype) -> None:
     """Assert that no sixth product is made, at sizes at which a product is much more than what is done to each score."""
-    b, h, sq, sk = 1, draw.size(1, 3), draw.size(50, 90), draw.size(70, 120)
-    q, dout = (draw.normal(b, h, sq, d) for _ in range(2))
-    k, v = (draw.normal(b, h, sk, d) for _ in range(2))
-    out, lse = reference(q.double(), k.double(), v.double())[0].float(), _lse(q, k).float()
+    b, h, sq, sk = draw.size(1, 4), draw.size(1, 3), draw.size(50, 90), draw.size(70, 120)
+    q, dout = (draw.normal(b, h, sq, d, dtype=dtype) for _ in range(2))
+    k, v = (draw.normal(b, h, sk, d, dtype=dtype) for _ in range(2))
+    out, lse = reference(q.double(), k.double(), v.double())[0].to(dtype), _lse(q, k).to(dtype)
     with SizeWatch() as sizes, watch_operations() as watch:
         attention_backward(q, k, v, out, lse, dout)
     _forbid_in_backward(watch)

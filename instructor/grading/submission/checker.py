@@ -34,6 +34,7 @@ from instructor.grading.submission.remote import CannotTravel, Gone, Remote
 from instructor.grading.submission.results import CellResult, Flag, SubmissionResult
 from instructor.grading.submission.usual import Reading, Usual, unusual_calls, unusual_file
 from instructor.grading.submission.usual_words import (
+    ANY_NUMBER,
     FORBIDDEN,
     MOST_NUMBERS,
     MOST_OPERATORS,
@@ -130,6 +131,7 @@ class Checker:
             NARROW.get(job.lab),
             job.lab not in REWRITTEN,
             FORBIDDEN.get(job.lab),
+            job.lab in ANY_NUMBER,
         )
         self.reading: Reading | None = None  # the code of the submission
         self.forbidding: set[str] = set()  # test cells that forbid something

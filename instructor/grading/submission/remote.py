@@ -343,6 +343,7 @@ class Remote:
             "watch": recorded,
             "record": recorded,
             "sdpa": sdpa_switches(),
+            "silent": bool(warnings.filters) and warnings.filters[0][0] == "ignore",  # the caller hides warnings
             "profile": profiled,
             "canary": sizes,
             "modes": ["pickle", encode._blob(_ship(shipped))] if shipped else ["list", []],

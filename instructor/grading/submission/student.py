@@ -253,6 +253,9 @@ class Student:
                 watch = stack.enter_context(watch_operations())
             if conditions["record"] or conditions["profile"]:
                 profile = stack.enter_context(tampering.Profile())
+            stack.enter_context(warnings.catch_warnings())  # what a call leaves is told below, and undone
+            if conditions["silent"]:
+                warnings.simplefilter("ignore")
             filters = list(warnings.filters)
             try:
                 if recorder is not None:
@@ -265,7 +268,7 @@ class Student:
                 raised = error
             finally:
                 self.watcher.mend()
-                after = sdpa_switches()
+                after, left = sdpa_switches(), list(warnings.filters) != filters
             if recorder is not None:
                 run_canary(ends[1])
         if self.depth == 1:  # within another call, what that call's watch replaced is in place
@@ -301,7 +304,7 @@ class Student:
                 "leaves": [[n, kind, *map(encode, about)] for n, kind, *about in leaves],
                 "result": made,
             }
-        reply["sdpa"], reply["filters"] = after, list(warnings.filters) != filters
+        reply["sdpa"], reply["filters"] = after, left
         reply["profile"] = profile.in_order[:100_000] if profile is not None and conditions["profile"] else []
         reply["shown"] = "".join(i.get("text", "") for i in outputs.items)[:20_000]
         return reply, encode.blobs

@@ -22,6 +22,7 @@ import nbformat
 import torch
 
 from instructor.grading.submission import vocabulary
+from instructor.grading.submission.limits import devices_named, named_numbers, own_limits, program_branches
 from instructor.grading.submission.plan import Step, question_of
 from instructor.grading.submission.statements import (
     DEFINITIONS,
@@ -44,6 +45,8 @@ from instructor.grading.submission.text_words import (
 from instructor.names import FILE_CELL, bound_names, python_of
 from utils.checking.watching import SCALAR_EXITS, OperationWatch
 
+LEAST_LIMIT = 9  # a whole number of an answer's own that may be a size; dimensions and bytes of an element are smaller
+LEAST_OF_KERNEL = 5  # the same in a kernel, where it may be a number of slots, tiles or programs
 MAX_TOLD = 4  # words of one kind that a message names
 _DUNDER = re.compile(r"__\w+__")
 _METHODS = (types.FunctionType, property, classmethod, staticmethod)
@@ -65,6 +68,8 @@ class Usual:
         narrow: {test cell or question: all words of Python and torch that right answers use, and signs of Python's operators beside
             +, - and *}, in place of the wide lists.
         forbidden: {test cell: words for what its question forbids}.
+        any_number: whether each comparison with a number of the answer's own is unusual where a question has a list, and not
+            that of a size alone: for labs whose questions give no sizes of tiles.
     """
 
     def __init__(
@@ -76,8 +81,9 @@ class Usual:
         narrow: Mapping[str, str] | None = None,
         keeps_lines: bool = True,
         forbidden: Mapping[str, str] | None = None,
+        any_number: bool = False,
     ):
-        self.forbidden = forbidden or {}
+        self.forbidden, self.any_number = forbidden or {}, any_number
         self.base, self.more, self.needed, self.narrow = base, more or {}, needed or {}, narrow or {}
         self.reads: dict[
             str, list[tuple[int, str]]
@@ -227,10 +233,20 @@ class Reading:
                 if id(statements) not in followed:
                     followed.add(id(statements))
                     todo += statements
+        if self.narrow is not None and self.usual.any_number:
+            read = [place.node for place in self._all_places() if place.number in seen]
+            named = named_numbers(read)
+            found["takes another way where"] = [w for node in read for w in own_limits(node, named, LEAST_LIMIT)]
+            found["asks where it runs:"] = [d for node in read for d in devices_named(node)]
         found["does without"] = sorted(missing)
         if strict:  # elsewhere the values tell, and an argument may cancel
             found["does not read"] = [w for name in sorted(step.needs.names) for w in self._unread_arguments(name)]
         return told(found)
+
+    def _all_places(self) -> list[_Place]:
+        """Every statement at the top of a student's cell or file, once."""
+        several = (*self.bindings.values(), *self.files.values())
+        return list({place.number: place for places in several for place in places}.values())
 
     def _unread_arguments(self, name: str) -> list[str]:
         """The arguments that the model answer's function of this name reads, and the student's does not."""
@@ -259,14 +275,14 @@ class Reading:
                     note("calls", name)
             elif hasattr(builtins, name):
                 known = name in vocabulary.BUILTINS or (not self.strict and name in vocabulary.BUILTINS_ELSEWHERE)
-                known &= self.narrow is None or name in self.narrow
+                known &= self.narrow is None or name in self.narrow or name in vocabulary.ERRORS
                 if not known and not (name == "__import__" and imports_by_text(place.node)):
                     note("calls", name)
             elif name not in vocabulary.DUNDERS and not own and name not in annotating_names(place.node):
                 note("takes from out of sight", name)
         for node in ast.walk(place.node):
             reached += self._look_at(node, words, note)
-        if self.strict:
+        if self.strict and not self.usual.any_number:
             large = {n for n in place.names for p in self.bindings.get(n, []) if n in large_constants(p.node)}
             for line in branches_by_size(place.node, large):
                 note("takes another way where", line)
@@ -317,7 +333,7 @@ class Reading:
             if isinstance(part, ast.Constant) and isinstance(part.value, str):
                 for name in part.value.split("."):
                     self._attribute(name, words, note)
-            elif self.strict:
+            elif self.strict and (self.narrow is None or called not in self.narrow):
                 note("asks for an attribute whose name it computes, by", called)
 
     def _attribute(self, name: str, words: Words, note: Callable[[str, str], object]) -> None:
@@ -361,9 +377,18 @@ def unusual_file(text: str, usual: Usual, question: str) -> list[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             used.attributes.discard(node.value)
     known = vocabulary.ATTRIBUTES | vocabulary.KERNELS | usual.kernels.attributes | usual.words(question).attributes
+    if narrow := usual.narrow.get(question):
+        model = usual.words(question)
+        known = frozenset(narrow.split()) | model.attributes | model.names
+        used.attributes |= {
+            n.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) for n in node.names
+        }
     missing = set(usual.needed.get(question, "").split()) - used.attributes - used.names
-    free = not usual.given.get(question)  # of lines that the lab gives
-    branches = branches_by_size(ast.parse(text), of_all=True) if free else []
+    tree, limits = ast.parse(text), list[str]()
+    if usual.any_number:
+        limits = own_limits(tree, named_numbers([tree]), LEAST_OF_KERNEL) + program_branches(tree)
+    elif not usual.given.get(question):  # no lines that the lab gives
+        limits = branches_by_size(tree, of_all=True)
     uses = [f".{name}" for name in sorted(used.attributes - known - own)]
     gone = sorted((usual.given.get(question, Counter()) - lines_of_code(text)).elements())
     return told(
@@ -371,7 +396,7 @@ def unusual_file(text: str, usual: Usual, question: str) -> list[str]:
             "uses": uses,
             "does without": sorted(missing),
             "changes lines that stood there:": gone,
-            "takes another way where": branches,
+            "takes another way where": limits,
         }
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from instructor.grading.submission import narrow_lab3, narrow_lab4
 from instructor.grading.submission.narrow_labs_1_2 import LAB1, LAB2, OPERATORS_LAB1, OPERATORS_LAB2
 
 # lab -> {question, or "" for all: names, attributes and modules}
@@ -30,7 +31,7 @@ NEEDED: dict[str, dict[str, str]] = {
     },
     "lab2_flexattention": {"q5_1": "create_block_mask"},
     "lab3_gluon": {"q2_2": "convert_layout"},
-    "lab4_sdpa": {"q1_2": "scaled_dot_product_attention", "q1_3": "scaled_dot_product_attention"},
+    "lab4_sdpa": {"q1_3": "scaled_dot_product_attention"},
 }
 # lab -> {question or test cell: all words of Python and torch that right answers use}: where numbers leave torch one by one, what Python
 # computes with them is in no record. Python's operators beside +, - and * are words, too.
@@ -48,9 +49,15 @@ NARROW: dict[str, dict[str, str]] = {
         **LAB1,
     },
     "lab2_flexattention": LAB2,
+    "lab3_gluon": narrow_lab3.WORDS,
+    "lab4_sdpa": narrow_lab4.WORDS,
 }
 # lab -> {test cell: all operators that right answers run}, in place of the usual ones
-NARROW_OPERATORS: dict[str, dict[str, frozenset[str]]] = {"lab1": OPERATORS_LAB1, "lab2_flexattention": OPERATORS_LAB2}
+NARROW_OPERATORS: dict[str, dict[str, frozenset[str]]] = {
+    "lab1": OPERATORS_LAB1,
+    "lab2_flexattention": OPERATORS_LAB2,
+    "lab4_sdpa": narrow_lab4.OPERATORS,
+}
 # lab -> {test cell: words for what its question forbids, "@" for the operator, "loop" for a loop}: an answer that holds one has a way that no input of the
 # check may have reached
 _LIBRARY_PRODUCTS = """
@@ -86,4 +93,8 @@ MOST_OPERATORS: dict[str, dict[str, int]] = {
 # Single values that all calls of a test cell's functions take out of torch, at most, but where they are multiplied or looked up one by one.
 MOST_NUMBERS = 500
 READING_ONE_BY_ONE = {"lab1": ("q1_1_tests",), "lab2_flexattention": ("q3_1_tests", "q3_3_tests")}
+ANY_NUMBER = (
+    "lab3_gluon",
+    "lab4_sdpa",
+)  # labs where a comparison with any number of the answer's own waits, not of sizes alone
 REWRITTEN = ("lab1",)  # labs whose files of kernels students may write in their own way, around the holes too

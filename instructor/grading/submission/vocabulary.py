@@ -44,6 +44,9 @@ BUILTINS = frozenset(vars(builtins)) - frozenset(_NOT_NEEDED.split())
 BUILTINS_ELSEWHERE = frozenset(
     ("getattr", "setattr", "delattr", "open", "dir", "vars", "display", "get_ipython")
 )  # where nothing is forbidden
+ERRORS = frozenset(
+    name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, Exception)
+)
 _OBJECTS = """
     __init__ __call__ __post_init__ __len__ __iter__ __next__ __getitem__ __repr__ __str__ __eq__ __lt__ __hash__ __add__
     __radd__ __sub__ __mul__ __rmul__ __enter__ __exit__ __name__ __doc__ __slots__ __annotations__ __future__ __main__

@@ -100,7 +100,7 @@ _REFUSED: dict[str, tuple[str, str, str]] = {  # name: check, the answers that i
         "five are enough",
     ),
     "1.3 copies that flash does not need": ("pinned_sdpa", "pinned_sdpa", "nobody asked for"),
-    "2.2 converted there and back and there": ("transpose", "", "cycles of arithmetic"),
+    "2.2 converted there and back and there": ("transpose", "", "converts its tile 3 times"),
 }
 
 

@@ -339,7 +339,7 @@ def ready_for_flash(x):
         "4.3 a copy between the numbers of x",
         "q4_3",
         "unpack",
-        "is a copy, and flash runs",
+        "ready_for_flash",
         """
 def unpack_qkv(packed, heads, kv_heads):
     return packed.unflatten(2, (heads + 2 * kv_heads, -1)).transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)

@@ -31,6 +31,7 @@ from tests.instructor.grading.attacks_fourth import FIFTH, FOURTH
 from tests.instructor.grading.attacks_fourth import KIN as MORE_KIN
 from tests.instructor.grading.attacks_large_inputs import LARGE
 from tests.instructor.grading.attacks_narrow import NARROWED
+from tests.instructor.grading.attacks_other_inputs import OTHER_INPUTS
 from tests.instructor.grading.attacks_paths import PATHS
 from tests.instructor.grading.attacks_shortcuts import CELLS, CODE, SHORTCUTS, Shortcut, answer_of
 from tests.instructor.grading.attacks_third import KIN, THIRD
@@ -137,6 +138,7 @@ def _case(shortcut, overnight: bool):
                 *LARGE,
                 *PATHS,
                 *NARROWED,
+                *OTHER_INPUTS,
             )
             if s.check
         ),

@@ -12,9 +12,25 @@ from instructor.grading.sandbox.tampering import Sign
 from instructor.grading.submission.checker import Checker
 from instructor.grading.submission.plan import Step
 from instructor.points import lab_path
-from tests.instructor.grading import honest_cold, honest_fourth, honest_styles, honest_third, honest_unusual
+from tests.instructor.grading import (
+    honest_cold,
+    honest_fourth,
+    honest_styles,
+    honest_styles_lab3,
+    honest_styles_lab4,
+    honest_third,
+    honest_unusual,
+)
 
-_SUITES = (honest_unusual, honest_cold, honest_third, honest_fourth, honest_styles)
+_SUITES = (
+    honest_unusual,
+    honest_cold,
+    honest_third,
+    honest_fourth,
+    honest_styles,
+    honest_styles_lab3,
+    honest_styles_lab4,
+)
 STUDENTS = {name: student for suite in _SUITES for name, student in suite.STUDENTS.items()}
 # A module that a cell writes by a function of Python's cannot be read as text, so where something is forbidden it waits.
 WAITS = {"compiled, cached, in a module of one's own": ["q4_2_tests"]}

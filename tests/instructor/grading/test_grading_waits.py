@@ -19,6 +19,7 @@ from instructor.points import lab_path
 from tests.instructor.grading.attacks_blind import BLIND
 from tests.instructor.grading.attacks_fourth import FIFTH, FOURTH
 from tests.instructor.grading.attacks_fourth import KIN as MORE_KIN
+from tests.instructor.grading.attacks_other_inputs import OTHER_INPUTS
 from tests.instructor.grading.attacks_shortcuts import Shortcut, answer_of
 from tests.instructor.grading.attacks_third import KIN, THIRD
 from tests.instructor.grading.attacks_wait import WAITING
@@ -172,7 +173,7 @@ def test_honest_notebooks_do_not_wait(suite_lab, usual):
 
 def _packs() -> list[list[Shortcut]]:
     found: list[list[Shortcut]] = []
-    for shortcut in (*WAITING, *THIRD, *KIN, *FOURTH, *FIFTH, *MORE_KIN, *WORDS_1_2, *WORDS_3_4, *BLIND):
+    for shortcut in (*WAITING, *THIRD, *KIN, *FOURTH, *FIFTH, *MORE_KIN, *WORDS_1_2, *WORDS_3_4, *BLIND, *OTHER_INPUTS):
         room = (p for p in found if p[0].lab == shortcut.lab and all(o.cell != shortcut.cell for o in p))
         if (pack := next(room, None)) is None:
             found.append(pack := [])

@@ -5,6 +5,7 @@ That the compiler for sm_90a accepts or refuses the same was found by compiling 
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 
@@ -168,3 +169,21 @@ def test_the_compilers_layout_and_cudas_functions():
         kernels.coalesced[(1,)](x, y, 1000)
     torch.testing.assert_close(y.flatten()[:1000], x.exp().flatten()[:1000] / 2)
     assert not y.flatten()[1000:].any()
+
+
+def test_what_lies_between_the_rows_of_a_view_is_outside():
+    from utils.gluon_cpu.global_memory import GlobalBuffer
+
+    memory = torch.arange(40.0).reshape(4, 10)
+    for view, inside, outside in (
+        (memory[:, :6], [0, 5, 10, 35], [6, 19]),
+        (memory[:, :6].T, [0, 5, 10, 35], [6, 19]),
+        (memory[:, ::2], [0, 2, 38], [1, 19]),
+        (memory[0].expand(3, 10), [0, 9], []),
+        (memory, [0, 9, 10, 39], []),
+    ):
+        buffer = GlobalBuffer(view, "x_ptr")
+        buffer.check(np.array(inside), "gl.load")
+        for offset in outside:
+            with pytest.raises(gluon_cpu.GlobalMemoryError, match="between two of its rows"):
+                buffer.check(np.array([offset]), "gl.load")

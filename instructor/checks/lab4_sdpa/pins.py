@@ -1,0 +1,201 @@
+"""Question 1.3: a pin allows one backend alone, runs once, copies nothing, and refuses with torch's own reasons."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from instructor.checks.common import Draw, SizeWatch, expect_unchanged, let_wait
+from instructor.checks.lab4_sdpa.common import (
+    BACKENDS,
+    KNOCKED_OUT,
+    Attentions,
+    in_one_line,
+    knocked_out,
+    reasons_of,
+    refused_otherwise,
+    sdpa_switches,
+    with_right_answers,
+)
+from utils.checking import check, expect_close
+
+
+@check("1.3", "A pin that pins")
+def pinned_sdpa(pinned_sdpa, seed=None):
+    """Check that only the requested backend runs, or an error has torch's reason, and that all settings are restored."""
+    draw = Draw(seed)
+    (q, k, v), calls = _calls_to_pin(draw, draw.size(9, 20), 16)
+    calls += _calls_to_pin(draw, draw.size(100, 300), draw.choice((16, 32)))[1]
+    switches = sdpa_switches()
+    with with_right_answers(pinned_sdpa):
+        for backend in ("math", "flash"):
+            for tensors, options in calls:
+                what = f"pinned_sdpa({backend!r}, q, k, v{', ' if options else ''}{', '.join(options)})"
+                copies = [t.clone() for t in tensors]
+                for outside in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+                    with sdpa_kernel(outside), Attentions() as ran:
+                        got = pinned_sdpa(backend, *tensors, **options)
+                    _expect_ran(ran.backends, backend, what)
+                expect_unchanged(copies, tensors, what)
+                expected = F.scaled_dot_product_attention(*(t.double() for t in tensors), **_in_float64(options))
+                near = {"rtol": 1e-4, "atol": 1e-5} if tensors[0].itemsize > 2 else {"rtol": 3e-2, "atol": 3e-2}
+                expect_close(got, expected.to(tensors[0].dtype), **near, what=what, hint="Do all options reach SDPA?")
+        for name in KNOCKED_OUT:
+            tensors, options = knocked_out(name, q, k, v)
+            _expect_refusal(pinned_sdpa, "flash", tensors, options, f"flash with {name}")
+            if sdpa_switches() != switches:
+                raise AssertionError(f"after a refusal (flash with {name}), other backends are allowed than before.")
+        for name, (backend, tensors, options) in refused_otherwise(q, k, v).items():
+            _expect_refusal(pinned_sdpa, backend, tensors, options, name)
+        for backend, (tensors, options) in itertools.product(("flash", "math"), calls):
+            _expect_nothing_beside(pinned_sdpa, backend, tensors, options)
+            if "enable_gqa" not in options:
+                views = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
+                _expect_nothing_beside(pinned_sdpa, backend, views, options)
+        _expect_ran_once_with_dropout(pinned_sdpa, q, k, v)
+        _expect_alone(pinned_sdpa, q, k, v)
+    if sdpa_switches() != switches:
+        raise AssertionError(
+            "after pinned_sdpa, other backends are switched on than before: use sdpa_kernel in a "
+            "`with` block, which restores them."
+        )
+
+
+def _calls_to_pin(draw: Draw, length: int, d: int) -> tuple[tuple, list[tuple[tuple, dict]]]:
+    """Return (q, k, v), and calls that flash and math run: [((q, k, v), options)]."""
+    q, k, v = (draw.normal(2, 4, length, d) for _ in range(3))
+    grouped = [draw.normal(2, 2, length, d) for _ in range(2)]
+    mask = draw.normal(length, length) > 0
+    mask[:, 0] = True
+    calls: list[tuple[tuple, dict]] = [
+        ((q, k, v), {}),
+        ((q, k, v), {"is_causal": True, "scale": 0.5}),
+        ((q, k, v), {"attn_mask": mask}),
+        ((q, *grouped), {"enable_gqa": True}),
+        ((q, k, v), {"attn_mask": draw.normal(length, length)}),
+    ]
+    calls += [
+        ((q, k, v), {"attn_mask": mask, "scale": 0.25}),
+        ((q, *grouped), {"attn_mask": mask, "enable_gqa": True}),
+        ((q, *grouped), {"is_causal": True, "scale": 0.75, "enable_gqa": True}),
+    ]
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        calls.append((tuple(t.to(dtype) for t in (q, k, v)), {"is_causal": draw.choice((True, False))}))
+    calls.append((tuple(t[:1, :1] for t in (q, k, v)), {}))
+    return (q, k, v), calls
+
+
+def _in_float64(options: dict) -> dict:
+    """Return options whose mask of numbers, if there is one, is in float64."""
+    mask = options.get("attn_mask")
+    return {**options, "attn_mask": mask.double()} if mask is not None and mask.is_floating_point() else options
+
+
+class _AloneOrZeros(TorchFunctionMode):
+    """Lets SDPA run where one backend is allowed, and gives zeros where several are."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if "scaled_dot_product" in str(getattr(func, "__name__", func)):
+            names = ("flash", "mem_efficient", "math", "cudnn")
+            if sum(getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in names) > 1:
+                return torch.zeros(3)
+        return func(*args, **(kwargs or {}))
+
+
+def _expect_alone(pinned_sdpa, q, k, v) -> None:
+    """Assert that a backend that no CPU has is allowed alone, too."""
+    for backend in ("efficient", "cudnn", "math"):
+        what = f"pinned_sdpa({backend!r}, q, k, v)"
+        try:
+            with _AloneOrZeros():
+                got = pinned_sdpa(backend, q, k, v)
+        except Exception as error:
+            if backend == "math" or type(error).__name__ != "BackendRefused":
+                raise
+            continue
+        if backend != "math" or got.shape != q.shape:
+            raise AssertionError(
+                f"{what} calls SDPA where several backends are allowed. A pin allows one backend, alone."
+            )
+
+
+def _expect_ran_once_with_dropout(pinned_sdpa, q, k, v) -> None:
+    """Assert that math computes a call with dropout once; what comes out is drawn."""
+    options = {"dropout_p": 0.25}
+    what = "pinned_sdpa('math', q, k, v, dropout_p=0.25)"
+    with Attentions() as ran:
+        got = pinned_sdpa("math", q, k, v, **options)
+    _expect_ran(ran.backends, "math", what)
+    if not isinstance(got, torch.Tensor) or got.shape != q.shape:
+        raise AssertionError(f"{what} should be a tensor of shape {tuple(q.shape)}.")
+    if torch.allclose(got, pinned_sdpa("math", q, k, v), rtol=1e-3, atol=1e-3):
+        raise AssertionError(f"{what} drops nothing: all options go through to SDPA.")
+    _expect_nothing_beside(pinned_sdpa, "math", (q, k, v), options)
+
+
+def _expect_nothing_beside(pinned_sdpa, backend: str, tensors, options: dict) -> None:
+    """Assert that the inputs are handed on as they are, in whatever way they could be copied."""
+    with SizeWatch() as own, sdpa_kernel(BACKENDS[backend]):
+        F.scaled_dot_product_attention(*tensors, **options)
+    with SizeWatch() as sizes:
+        pinned_sdpa(backend, *tensors, **options)
+    what = f"pinned_sdpa of {backend}{' with ' if options else ''}{', '.join(options)}"
+    if sizes.moved > own.moved:
+        raise AssertionError(
+            f"{what} copies {sizes.moved:,} elements, and {backend} by itself {own.moved:,}: it runs these "
+            "tensors as they are. No copies of the inputs that nobody asked for."
+        )
+    # What computes copies as well: t * 1 is t once more.
+    smallest = min(t.numel() for t in tensors)
+    if (more := sizes.created_in_all - own.created_in_all) >= smallest:
+        raise AssertionError(
+            f"{what} makes tensors of {more:,} elements more than {backend} by itself. Hand q, k and v on as they "
+            "are: no copies of the inputs that nobody asked for."
+        )
+    if sizes.read - own.read >= smallest:
+        let_wait(
+            f"runs operators on q, k or v beside those of {backend} itself: do they copy the inputs, into memory that was there before?"
+        )
+
+
+def _expect_ran(ran: list[str], backend: str, what: str) -> None:
+    if set(ran) - {backend}:
+        other = next(name for name in ran if name != backend)
+        raise AssertionError(f"{what} ran {other}. A pin allows one backend, alone.")
+    if len(ran) != 1:
+        raise AssertionError(
+            f"{what} computed attention {len(ran)} times. Where the backend takes the call, compute "
+            "once: asking first would double every time that you measure."
+        )
+
+
+def _expect_refusal(pinned_sdpa, backend: str, tensors, options, what: str) -> None:
+    expected = reasons_of(backend, *tensors, **options)
+    try:
+        with Attentions() as ran:
+            pinned_sdpa(backend, *tensors, **options)
+    except Exception as error:
+        if type(error).__name__ != "BackendRefused":
+            raise AssertionError(
+                f"pinned_sdpa of {what} should raise BackendRefused, and raised "
+                f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            ) from None
+        if not all(in_one_line(reason) in in_one_line(str(error)) for reason in expected):
+            raise AssertionError(
+                f"the message of BackendRefused for {what} should hold torch's reason "
+                f"({expected[0]!r}), and is {str(error)!r}."
+            ) from None
+        if ran.backends:
+            raise AssertionError(
+                f"pinned_sdpa of {what} raises BackendRefused, and computes attention by {ran.backends[0]} before. No other backend."
+            ) from None
+        return
+    also = " (on copies, which the caller did not ask for)" if ran.backends and ran.backends[0] == backend else ""
+    raise AssertionError(
+        f"torch refuses {what}, and pinned_sdpa returned a result all the same{also}; what ran is "
+        f"{', '.join(ran.backends) or 'unknown'}. Raise BackendRefused."
+    )
