@@ -757,7 +757,7 @@ plt.show()
 #    Without `"ieee"` a GPU rounds float32 tiles to ten bits first; the interpreter does not, so the grader looks for it.
 # 2. After the loop: store the accumulator into C, masked. C may be a 16-bit matrix: `tl.store` converts.
 #
-# Each program reads the tiles of its own tile of C only, makes one `tl.dot` a step, and writes each element once.
+# Each program reads as many elements as its own tile of C needs, makes one `tl.dot` a step, and writes each element once.
 #
 # Do not assume that matrices are contiguous: use the strides.
 #

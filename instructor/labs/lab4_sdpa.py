@@ -1867,8 +1867,8 @@ hidden.strides(knocked_out_by_strides, strided_and_fast).raise_if_wrong()
 #
 # The torch that is installed decides, and versions differ. On a CPU, flash of torch 2.11 to 2.13 refuses tensors
 # without a batch dimension, and one head of keys and values for all heads of queries without `enable_gqa`; flash of torch
-# 2.14 and 2.15 runs both. Keys of length zero are refused by torch 2.11 alone. Take others: your answer may be graded with
-# another version than yours.
+# 2.14 and 2.15 runs both. Keys of length zero are refused by torch 2.11 alone. Others are safer: your answer may be graded
+# with another version than yours.
 #
 # {hint idea}
 # The dispatcher asks about shapes, sizes, options, mask and gradients. Each question can be answered with no.

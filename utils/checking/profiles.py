@@ -54,9 +54,26 @@ def steps_that_wait(events: list[dict], operator: str) -> int | None:
     if not any(e.get("name") == _MARK for e in timed):
         return None
     found = 0
-    for step in (e for e in timed if str(e.get("name", "")).startswith("ProfilerStep#")):
-        inside = [e for e in timed if step["ts"] <= e["ts"] <= step["ts"] + step["dur"]]
-        ran = [e["ts"] for e in inside if e.get("name") == operator]
-        waited = [e["ts"] for e in inside if e.get("name") == _MARK]
+    for ran, waited in _steps(timed, operator):
         found += bool(ran and waited and max(waited) > max(ran))
     return found
+
+
+def waits_before(events: list[dict], operator: str) -> int:
+    """Count the marks in the first recorded step of a trace that stand in front of its first `operator`.
+
+    Whoever waits only behind `prof.step()` leaves the last wait of the warm-up there.
+    """
+    ran, waited = next(_steps([e for e in events if "ts" in e and "dur" in e], operator), ([], []))
+    return sum(at < min(ran, default=at) for at in waited)
+
+
+def _steps(timed: list[dict], operator: str) -> Iterator[tuple[list[float], list[float]]]:
+    """Of each recorded step, in their order: when the operator ran, and when the marks were left."""
+    steps = [e for e in timed if str(e.get("name", "")).startswith("ProfilerStep#")]
+    for step in sorted(steps, key=lambda e: e["ts"]):
+        inside = [e for e in timed if step["ts"] <= e["ts"] <= step["ts"] + step["dur"]]
+        yield (
+            [e["ts"] for e in inside if e.get("name") == operator],
+            [e["ts"] for e in inside if e.get("name") == _MARK],
+        )

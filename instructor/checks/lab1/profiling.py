@@ -24,7 +24,7 @@ from instructor.checks.common import (
 )
 from utils.checking import MATMUL, check, expect_close, forbid, forbid_leaving, watch_operations
 from utils.checking.altered import Altered
-from utils.checking.profiles import marked_waits, steps_that_wait, wait_with_mark
+from utils.checking.profiles import marked_waits, steps_that_wait, wait_with_mark, waits_before
 from utils.checking.sizes import MOVES, tensors_in
 from utils.checking.watching import demand
 from utils.machine.device import default_device
@@ -96,6 +96,17 @@ def profile_steps(profile_steps, seed=None):
             f"{waited} of the 10 calls of fn are followed by synchronize(). In the steps before the first recorded one it is needed, too: "
             "what has not ended when the recording begins ends inside of it."
         )
+    elif waits_before(events, "aten::erfinv") >= _waits_behind(calls, 4):
+        raise AssertionError(
+            "the last step before the recorded ones calls synchronize() behind its prof.step(): what it left on the device ends inside "
+            "of the first recorded step. Wait between fn() and prof.step(), in all ten steps."
+        )
+
+
+def _waits_behind(calls: list[str], number: int) -> int:
+    """Return how many waits there are between a call of fn, counted from 1, and the next one."""
+    places = [i for i, what in enumerate(calls) if what == "fn"]
+    return places[number] - places[number - 1] - 1
 
 
 _LOOKUPS = (

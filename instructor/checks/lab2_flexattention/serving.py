@@ -59,13 +59,15 @@ def at_positions(at_positions, seed=None):
                 h,
             )
     expect_program(mod, 16, "at_positions", sq, sk)
-    watches = [SizeWatch(), SizeWatch()]
-    for sizes, starts_at in zip(watches, (positions, positions + 1), strict=True):
+    # A mask may have parts of the positions as constants, such as how many times 64 goes into them.
+    others = [positions + 1, *(positions + 2**n for n in (4, 7, 10, 14)), positions * 3 + draw.size(100, 1000)]
+    watches = [SizeWatch() for _ in range(1 + len(others))]
+    for sizes, starts_at in zip(watches, (positions, *others), strict=True):
         mod, first = at_positions(_window(width), starts_at), [torch.tensor(0) for _ in range(4)]
         with sizes:
             mod(*first)
     # A number of Python's is an argument of an operator, and another one with other positions; a tensor's value is not.
-    if not watches[0].read or watches[0].steps != watches[1].steps:
+    if not watches[0].read or any(watch.steps != watches[0].steps for watch in watches):
         raise AssertionError(
             "the positions became constants of the mask: the next token would need another kernel. Capture the tensor, and look "
             "positions[b] up in the mask."

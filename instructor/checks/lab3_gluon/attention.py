@@ -105,7 +105,7 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def probe_of_the_check(first_ptr, second_ptr, p_ptr, total_ptr, o_ptr, key, sk, c, D: gl.constexpr):
+def online_softmax_alone(first_ptr, second_ptr, p_ptr, total_ptr, o_ptr, key, sk, c, D: gl.constexpr):
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     rows = gl.arange(0, 64, gl.SliceLayout(1, scores))
@@ -150,7 +150,7 @@ def _expect_steps(source: str, draw: Draw, d: int, key: int) -> None:
         "total_ptr": torch.full((64,), NAN),
     }
     args |= {"o_ptr": torch.full((64, d), NAN), "key": key, "sk": key + last, "c": c, "D": d}
-    launch = Launch("probe_of_the_check", (1,), args, ("p_ptr", "total_ptr", "o_ptr"), file="lab3_softmax.py")
+    launch = Launch("online_softmax_alone", (1,), args, ("p_ptr", "total_ptr", "o_ptr"), file="lab3_softmax.py")
     expected = {"p_ptr": p, "total_ptr": total, "o_ptr": factor[:, None].expand(64, d)}
     given = next((n for n in ast.parse(source).body if getattr(n, "name", "") == "online_softmax"), None)
     if not isinstance(given, ast.FunctionDef) or [a.arg for a in given.args.args] != _ARGUMENTS:

@@ -44,7 +44,7 @@ def expect_in_flight(run: Run, copies: int, tiles: int) -> None:
     """
     for number, events in enumerate(run.programs()):
         expect_each_once(events, copies, tiles)
-        _expect_in_flight(events, run.cycles[number], copies)
+        _expect_in_flight(number, events, run.cycles[number], copies)
 
 
 def expect_each_once(events: list[Event], copies: int, tiles: int) -> None:
@@ -63,12 +63,12 @@ def expect_each_once(events: list[Event], copies: int, tiles: int) -> None:
         )
 
 
-def _expect_in_flight(events: list[Event], cycles: float, copies: int) -> None:
+def _expect_in_flight(number: int, events: list[Event], cycles: float, copies: int) -> None:
     times = [e.end - e.start for e in events if e.kind == "copy in"]
     under_way = sum(times) / copies / cycles
     if under_way < TILES_IN_FLIGHT:
         raise AssertionError(
-            f"with three slots {under_way:.2f} tiles are on their way at a time, on average: the copies wait for each other. "
+            f"with three slots {under_way:.2f} tiles of program {number} are on their way at a time, on average: the copies wait for each other. "
             "Issue the copies of the next tiles before you wait for this one."
         )
 

@@ -101,7 +101,9 @@ OPERATORS_LAB1: dict[str, frozenset[str]] = {
     "bonus_5_7_tests": _operators(*_FLASH, _BITWISE, "sigmoid log_sigmoid_forward softplus"),
 }
 _OF_MASKS = _list(*_MAKES_MASK)
+_ON_PAPER = " ".join(sorted(vocabulary.PYTHON | vocabulary.BUILTINS | words(vocabulary._MORE_OF_PYTHON))) + " / // % **"
 LAB2: dict[str, str] = {
+    "q3_2_tests": _ON_PAPER,  # no tensor at all
     "q1_1_tests": _list(*_DENSE, _BITWISE),
     "q3_3_tests": _list(*_DENSE, _BITWISE, "tolist vmap sort argsort unique nonzero index_add scatter_add"),
     **dict.fromkeys(

@@ -25,6 +25,45 @@ def changed_names(node: ast.stmt) -> set[str]:
     return found - {""}
 
 
+_ONLY_READ = frozenset(
+    [
+        "print",
+        "len",
+        "sum",
+        "min",
+        "max",
+        "abs",
+        "all",
+        "any",
+        "sorted",
+        "list",
+        "tuple",
+        "set",
+        "dict",
+        "str",
+        "repr",
+        "int",
+        "float",
+        "bool",
+        "isinstance",
+        "type",
+        "range",
+        "enumerate",
+        "zip",
+        "display",
+    ]
+)
+
+
+def handed_names(node: ast.stmt) -> set[str]:
+    """The names that a statement which runs hands to a call: `exec(text, X)` or `setitem(X, ...)` may change what X holds."""
+    found: set[str] = set()
+    for part in ast.walk(node) if not isinstance(node, DEFINITIONS) else ():
+        if isinstance(part, ast.Call) and getattr(part.func, "id", "") not in _ONLY_READ:
+            found |= {_root(argument) for argument in (*part.args, *(word.value for word in part.keywords))}
+    return found - {""}
+
+
 def annotating_names(node: ast.stmt) -> set[str]:
     """The names that stand in annotations and nowhere else: such a one may not exist, and nobody evaluates it."""
     notes = [n.annotation for n in ast.walk(node) if isinstance(n, ast.arg | ast.AnnAssign) and n.annotation]

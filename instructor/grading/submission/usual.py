@@ -28,6 +28,7 @@ from instructor.grading.submission.statements import (
     DEFINITIONS,
     annotating_names,
     changed_names,
+    handed_names,
     imports_by_text,
     taken_names,
 )
@@ -136,6 +137,10 @@ class Reading:
         self.usual = usual
         self.of_lab: set[str] = set()  # names that the lab's own cells define
         self.bindings: dict[str, list[_Place]] = {}
+        self.handed: dict[
+            str, list[_Place]
+        ] = {}  # name -> statements that hand it to a call, which may change what it holds
+        self.whole: dict[str, list[_Place]] = {}  # name -> both, kept: what was followed is known by its list
         self.files: dict[str, list[_Place]] = {}  # module of the student's -> its statements
         self.own: set[str] = set()  # attributes of the student's own classes
         self.unread: set[str] = set()  # cells that are no Python
@@ -173,6 +178,16 @@ class Reading:
                 imported = isinstance(place.node, ast.Import)
                 if not is_module or (name in bound_names(place.node) and not imported):
                     self.bindings.setdefault(name, []).append(place)
+            for name in handed_names(place.node):
+                self.handed.setdefault(name, []).append(place)
+
+    def _bound(self, name: str) -> list[_Place]:
+        """The statements that a name's value comes from; a function or a class is what its definition says."""
+        own = self.bindings.get(name, [])
+        defined = any(isinstance(place.node, (*DEFINITIONS, ast.Import, ast.ImportFrom)) for place in own)
+        if defined or not own or name not in self.handed:
+            return own
+        return self.whole.setdefault(name, own + self.handed[name])
 
     def _place(self, node: ast.stmt) -> _Place:
         self.count += 1
@@ -213,7 +228,7 @@ class Reading:
         todo: list[_Place] = []
         for name in step.needs.names:
             if name in self.bindings:
-                todo += self.bindings[name]
+                todo += self._bound(name)
             elif name in self.of_lab or name in self.usual.base:
                 continue  # an answer left as it was
             elif strict:
@@ -261,12 +276,12 @@ class Reading:
     def _look(self, place: _Place, words: Words, note: Callable[[str, str], object]) -> list[list[_Place]]:
         """Note what is unusual in a statement; returns the lists of statements, of `bindings` and `files`, that it reaches."""
         reached: list[list[_Place]] = []
-        for name in place.names:
+        for name in sorted(place.names):
             own = self.bindings.get(name, [])
             before = isinstance(place.node, DEFINITIONS) or any(p.number < place.number for p in own)
             written = bool(own) and before and (name in vocabulary.BUILTINS or not hasattr(builtins, name))
             if written or name in self.of_lab or name in words.names:
-                reached.append(own)
+                reached.append(self._bound(name))
             elif name in self.usual.base:
                 value = self.usual.base[name]
                 if isinstance(value, types.ModuleType):

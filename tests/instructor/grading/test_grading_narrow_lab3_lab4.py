@@ -21,6 +21,7 @@ from instructor.points import lab_path
 from tests.instructor.grading import honest_styles_lab3, honest_styles_lab4
 from tests.instructor.grading.attacks_blind_again import BLIND_AGAIN
 from tests.instructor.grading.attacks_other_inputs import OTHER_INPUTS
+from tests.instructor.grading.attacks_tenth import TENTH_BY_TEXT
 from utils.checking.watching import watch_operations
 
 FORBIDDING = ("q2_2_tests", "q3_2_part_tests", "q3_2_tests", "bonus_2_4_tests")
@@ -98,6 +99,11 @@ WAITS = {
 def test_what_the_question_does_not_need_waits(lab4, name):
     cell, text, word = WAITS[name]
     assert word in str(_found(lab4, {cell: text}))
+
+
+@pytest.mark.parametrize("shortcut", [s for s in TENTH_BY_TEXT if s.lab == "lab4_sdpa"], ids=lambda s: s.name)
+def test_what_changes_a_value_by_a_call_is_read(lab4, shortcut):
+    assert shortcut.words in "; ".join(_found(lab4, {shortcut.cell: shortcut.code})[shortcut.tests])
 
 
 @pytest.mark.parametrize(

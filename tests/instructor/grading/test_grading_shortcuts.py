@@ -34,6 +34,7 @@ from tests.instructor.grading.attacks_narrow import NARROWED
 from tests.instructor.grading.attacks_other_inputs import OTHER_INPUTS
 from tests.instructor.grading.attacks_paths import PATHS
 from tests.instructor.grading.attacks_shortcuts import CELLS, CODE, SHORTCUTS, Shortcut, answer_of
+from tests.instructor.grading.attacks_tenth import TENTH
 from tests.instructor.grading.attacks_third import KIN, THIRD
 from tests.instructor.grading.attacks_words_lab1_lab2 import WORDS as WORDS_1_2
 from tests.instructor.grading.attacks_words_lab3_lab4 import WORDS as WORDS_3_4
@@ -139,6 +140,7 @@ def _case(shortcut, overnight: bool):
                 *PATHS,
                 *NARROWED,
                 *OTHER_INPUTS,
+                *TENTH,
             )
             if s.check
         ),

@@ -1,0 +1,135 @@
+"""Answers of the tenth round, two of whose authors had the notebooks and `utils` alone: right values, each breaks a word, and each was accepted.
+
+`TENTH` are refused in words by a hidden check. `TENTH_BY_TEXT` wait by their text.
+"""
+
+from __future__ import annotations
+
+from tests.instructor.grading.attacks_shortcuts import Shortcut
+
+TENTH = [
+    Shortcut(
+        "4.1 waits behind the step in the warm-up",
+        "lab1",
+        "q4_1",
+        "q4_1_tests",
+        """
+def profile_steps(fn, trace_path):
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities, schedule=default_schedule) as prof:
+        for number in range(10):
+            fn()
+            if number >= 4:
+                synchronize()
+            prof.step()
+            if number < 4:
+                synchronize()
+    prof.export_chrome_trace(trace_path)
+    return prof
+""",
+        ("profile_steps", "profile_steps"),
+        "behind its prof.step()",
+    ),
+    Shortcut(
+        "8.1 a constant for each 64 positions",
+        "lab2_flexattention",
+        "bonus_8_1",
+        "bonus_8_1_tests",
+        """
+def at_positions(mask_mod, positions):
+    base = int(positions.min()) // 64 * 64
+    rest = positions - base
+
+    def moved(b, h, q, k):
+        return mask_mod(b, h, q + base + rest[b], k)
+
+    return moved
+""",
+        ("at_positions", "at_positions"),
+        "became constants of the mask",
+    ),
+    Shortcut(
+        "6.1 the product in 80 bits",
+        "lab4_sdpa",
+        "q6_1",
+        "q6_1_tests",
+        """
+def fastest(grid):
+    timed = grid[(grid["status"] == "ok") & grid["ms"].notna()]
+    return timed.sort_values("ms", kind="stable").drop_duplicates("shape").set_index("shape")["backend"].sort_index()
+
+
+def default_slowdown(grid):
+    timed = grid[(grid["status"] == "ok") & grid["ms"].notna()]
+    default = timed[timed["is_default"].astype(bool)].set_index("shape")["ms"]
+    return default / timed.groupby("shape")["ms"].min().reindex(default.index)
+
+
+def geometric_mean(values):
+    import numpy as np
+
+    wide = np.asarray(values, dtype=np.longdouble)
+    return float(np.multiply.reduce(wide) ** (1 / np.longdouble(len(wide))))
+""",
+        ("fastest_and_default", "fastest", "default_slowdown", "geometric_mean"),
+        "whose product overflows",
+    ),
+]
+
+_SMALL_MASK = """
+def block_flops(counts, block, batch, heads, head_dim):
+    full, partial, _ = counts
+    return 4 * head_dim * block * block * (full + partial) * heads * batch
+
+
+def promised_speedup(counts):
+    return sum(counts) / (counts[0] + counts[1])
+
+
+def document_blocks(length, span, block):
+    unit = min(span, block)
+    length, span, block = length // unit, span // unit, block // unit
+    copies, length = length // max(span, block), max(span, block)
+    finer = 1
+    if length > 8:
+        finer = (length // 8) ** 2 if span > 1 else 1
+        length, span, block = 8, max(1, span * 8 // length), max(1, block * 8 // length)
+    token = torch.arange(length)
+    mask = token[:, None] // span == token[None, :] // span
+    tiles = mask.view(length // block, block, length // block, block).any(3).any(1)
+    return copies * finer * int(tiles.sum())
+"""
+_REFERENCE_BY_ITS_TEXT = """
+import ast
+import inspect
+import sys
+
+import utils.attention
+
+tree = ast.parse(inspect.getsource(sys.modules["utils.attention.reference"]))
+for node in ast.walk(tree):
+    if isinstance(node, ast.FunctionDef):
+        node.body.insert(0, ast.parse("here = 0").body[0])
+written = {"__name__": "my_reference"}
+exec(compile(ast.fix_missing_locations(tree), "my_reference", "exec"), written)
+
+
+def errors(out, q, k, v, causal=False):
+    right, _ = written["reference"](q, k, v, causal=causal)
+    wrong = out.double() - right
+    return wrong.abs().max().item(), (wrong.square().mean() / right.square().mean()).sqrt().item()
+"""
+TENTH_BY_TEXT = [
+    Shortcut("3.2 counts a small mask", "lab2_flexattention", "q3_2", "q3_2_tests", _SMALL_MASK, (), "uses .arange"),
+    Shortcut(
+        "2.2 the course's text with a line more",
+        "lab4_sdpa",
+        "q2_2",
+        "q2_2_tests",
+        _REFERENCE_BY_ITS_TEXT,
+        (),
+        "calls compile, exec",
+    ),
+]
