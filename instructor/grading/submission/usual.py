@@ -140,6 +140,7 @@ class Reading:
         self.handed: dict[
             str, list[_Place]
         ] = {}  # name -> statements that hand it to a call, which may change what it holds
+        self.asked: set[str] = set()  # names that the test cell calls
         self.whole: dict[str, list[_Place]] = {}  # name -> both, kept: what was followed is known by its list
         self.files: dict[str, list[_Place]] = {}  # module of the student's -> its statements
         self.own: set[str] = set()  # attributes of the student's own classes
@@ -182,10 +183,10 @@ class Reading:
                 self.handed.setdefault(name, []).append(place)
 
     def _bound(self, name: str) -> list[_Place]:
-        """The statements that a name's value comes from; a function or a class is what its definition says."""
+        """The statements that a name's value comes from; a function or a class is what its definition says, and so is an answer."""
         own = self.bindings.get(name, [])
         defined = any(isinstance(place.node, (*DEFINITIONS, ast.Import, ast.ImportFrom)) for place in own)
-        if defined or not own or name not in self.handed:
+        if defined or not own or name in self.asked or name not in self.handed:
             return own
         return self.whole.setdefault(name, own + self.handed[name])
 
@@ -222,13 +223,14 @@ class Reading:
         narrow = self.usual.narrow.get(step.name) or self.usual.narrow.get(step.question)
         strict |= bool(narrow)
         words, self.strict = self.usual.words(step.question), strict
+        self.asked = set(step.needs.names)
         self.forbidden = frozenset(self.usual.forbidden.get(step.name, "").split())
         self.narrow = frozenset(narrow.split()) | words.names | words.attributes if narrow else None
         found: dict[str, list[str]] = {}
         todo: list[_Place] = []
         for name in step.needs.names:
             if name in self.bindings:
-                todo += self._bound(name)
+                todo += self.bindings[name]
             elif name in self.of_lab or name in self.usual.base:
                 continue  # an answer left as it was
             elif strict:

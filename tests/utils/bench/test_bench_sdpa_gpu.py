@@ -47,9 +47,14 @@ def test_refusals_are_torchs_own(tmp_path, flags, said):
 def test_a_pin_that_allows_two_backends_is_caught(tmp_path, monkeypatch):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    monkeypatch.setattr(
-        "utils.attention.backends.sdpa.sdpa_kernel", lambda one: sdpa_kernel([one, SDPBackend.FLASH_ATTENTION])
-    )
+    def pinning_two(backend, attend):
+        def attend_pinned(q, k, v):
+            with sdpa_kernel([backend, SDPBackend.FLASH_ATTENTION]):
+                return attend(q, k, v)
+
+        return attend_pinned
+
+    monkeypatch.setattr("utils.attention.backends.sdpa._pinning", pinning_two)
     (case,) = run_gpu(tmp_path, [SDPA], [f"{SDPA}={SHAPE} --backend math --baseline-backend flash"])["cases"]
     assert case["status"] == "failed" and "math was asked for and flash ran" in case["reason"]
 
