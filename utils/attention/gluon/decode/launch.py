@@ -187,6 +187,8 @@ class Launch:
         holds = power_of_two(batch) if lengths else 1
         self.case = Case(causal and sq > 1, window > 0, lengths, holds, page, found.aligned, lengths or paged)
         pages, stride = (0, 0) if block_table is None else (block_table.shape[1], block_table.stride(0))
+        if plan.touch:
+            window = k.numel() * k.element_size() // 128
         self.sizes = (stride, batch, kv_heads, group, sq, rows, window, found.tiles, pages, head_dim)
         self.parts = 2 * self.programs * plan.columns * (plan.block_d + 2) if in_memory and not found.aligned else 0
         self.merge_grid = found.heads, found.merge_pieces, 1
@@ -226,6 +228,8 @@ class Launch:
             maps.append(None)
         # Addresses as numbers: of a tensor Triton's launcher asks the driver whose memory that is.
         addresses = out.data_ptr(), parts.data_ptr(), counters.data_ptr(), lens.data_ptr(), table.data_ptr()
+        if self.plan.touch:
+            addresses = out.data_ptr(), k.data_ptr(), v.data_ptr(), lens.data_ptr(), table.data_ptr()
         start, function, metadata = self.compiled[0]
         rest = *addresses, *self.sizes, c
         own = (scales.data_ptr(), *self.constants) if self.fp8 else self.constants

@@ -60,6 +60,10 @@ class Plan:
     consumers: int = 0  # warpgroups of 64 query rows each; 0: keys are the rows of the products
     registers: int = 0  # of a consumer's thread, with two consumers
     fp16: bool = False  # products of an fp8 cache in fp16 also where queries are in bf16 (`quantized.py`)
+    each: int = 16  # neighbouring numbers of an fp8 cache that a thread converts at once (`quantized.py`)
+    held: bool = False  # a consumer holds an fp8 cache's queries in registers
+    touch: int = 0  # clusters: 1 prefetches, 2 loads a line of each part of the cache before the lengths are there
+    rehearse: bool = False  # clusters: the merge's instructions run once before there is something to merge
     raw_slots: int = 0  # slots of K and of V for an fp8 cache's bytes, each; 0: the cache has the queries' type
     per_sm: int = 1  # programs that an SM runs at the same time
     level: bool = False  # with lengths: programs take whole heads where the kernel finds them balanced
@@ -189,6 +193,8 @@ def make_plan(
     prefill: bool = False,
     lean: bool = False,
     fp16: bool = False,
+    each: int = 16,
+    held: bool = False,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
 
@@ -202,7 +208,8 @@ def make_plan(
             consumers = 0 if power_of_two(group) * sq < FP8_ROWS_FROM else 1
         if consumers == 0 and power_of_two(group) <= MOST_FP8_COLUMNS[block_width(head_dim)]:
             return _fp8_keys_plan(head_dim, group, sq, page, block_n, merge, early, per_sm or 2)
-        return _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves, fp16)
+        plan = _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves, fp16)
+        return replace(plan, each=each, held=held)
     consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
     if consumers:
         plan = _rows_plan(

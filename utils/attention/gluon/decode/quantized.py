@@ -37,7 +37,10 @@ CONVERT = gl.constexpr(
 def convert_tile(raw, ring, i, PLAN: gl.constexpr):
     """Convert the bytes of load number i into its slot of the other ring, a few rows at a time."""
     ROWS: gl.constexpr = min(PLAN.block_n, 4096 // PLAN.block_d)
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [32 * 16 // PLAN.block_d, PLAN.block_d // 16], [4, 1], [1, 0])
+    EACH: gl.constexpr = PLAN.each
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, EACH], [32 * EACH // PLAN.block_d, PLAN.block_d // EACH], [4, 1], [1, 0]
+    )
     raw.wait_full(i)
     ring.wait_empty(i)
     source = raw.tile(i)
