@@ -6,6 +6,7 @@
   (`other`); behind a flush eight times the L2's size (`large`); and where, behind the flush, all SMs have read one word of
   each 2 MiB of K and V (`touched`), and of the small tensors, too (`all touched`); where a dozen other kernels have run in front of
   the flush, whose instructions then stand in the SMs' caches (`code`).
+- `rows`: query rows as rows, the mask's instructions run once at the start.
 - `fp8`: variants of the kernel that reads an fp8 cache with 17 query rows and more.
 
 Each call is compared with float64 in all sequences before it is timed. All cases of a row are timed in one process, in random
@@ -51,7 +52,8 @@ FP8 = tuple(
         (128, 64, 8, 1024, 128),
     )
 )
-POINTS = {"found": FOUND, "fp8": FP8}
+ROWS = ((16, 64, 8, 8192, 128, 16), (16, 64, 8, 8192, 128, 8), (1, 32, 8, 131072, 128, 16))
+POINTS = {"found": FOUND, "fp8": FP8, "rows": ROWS}
 PAGE_BYTES = 2 << 20  # of the GPU's memory
 
 
@@ -204,9 +206,29 @@ def prepare_fp8(point: tuple) -> list[tuple[dict, dict[str, Sample], int]]:
     return [(row, {name: Sample(call) for name, call in (calls | found).items()}, 2 * k.numel())]
 
 
+def prepare_rows(point: tuple) -> list[tuple[dict, dict[str, Sample], int]]:
+    """Prepare the default with query rows as rows, and with the mask in a head's second block, too."""
+    q, k, v = draw(*point)
+    row: dict = {"point": list(point), "series": 0, "errors": {}, "left_out": {}}
+    calls = dict[str, Callable]()
+    add_right(calls, row, {"default": {}, "rehearsed": rehearsed(point)}, decode_reference(q, k, v), q, k, v)
+    code = other_kernels()
+    samples = {name: Sample(call) for name, call in calls.items()}
+    samples |= {f"{name}, code": Sample(call, code) for name, call in calls.items()}
+    code()
+    return [(row, samples, 4 * k.numel())]
+
+
+def rehearsed(point: tuple) -> dict:
+    """Return the default's choices, spelled out, with the mask's instructions run once at the start."""
+    if point[0] == 1:
+        return {"consumers": 1, "slots": 4, "rehearse": True}
+    return {"consumers": 2 if point[5] == 16 else 1, "block_n": 128, "aligned": True, "rehearse": True}
+
+
 def ways(options) -> dict[str, Callable]:
     """Return what prepares a point of each table."""
-    return {"found": prepare_found, "fp8": prepare_fp8}
+    return {"found": prepare_found, "fp8": prepare_fp8, "rows": prepare_rows}
 
 
 def show(rows: list[dict]) -> str:

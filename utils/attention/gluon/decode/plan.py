@@ -195,6 +195,7 @@ def make_plan(
     fp16: bool = False,
     each: int = 16,
     held: bool = False,
+    rehearse: bool = False,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
 
@@ -218,7 +219,9 @@ def make_plan(
         producers = producers if consumers == 1 else 1
         level = (page is not None and page <= LEVEL_PAGES) if level is None else level
         plan = replace(plan, producers=producers, level=level, wide=wide, by_tma=by_tma)
-        return replace(plan, backward=backward, k_first=k_first, prefill=plan.slots // 2 if prefill else 0)
+        return replace(
+            plan, backward=backward, k_first=k_first, rehearse=rehearse, prefill=plan.slots // 2 if prefill else 0
+        )
     if ahead:
         raise ValueError("ahead is a variant of the kernel with query rows as rows; give consumers=1 or 2 with it.")
     block_d = block_width(head_dim)
