@@ -216,7 +216,10 @@ def worker(options, cases: list[tuple[str, tuple]], ways: dict[str, Callable], w
         with turns.alone():
             samples = timing(calls, bytes_, ITERATIONS)
         us = {name: round(median(times), 2) for name, times in samples.items()}
-        return {"table": table} | row | {"bytes": bytes_, "us": us}
+        found = {"table": table} | row | {"bytes": bytes_, "us": us}
+        if timing is not time_together:  # there may be two kinds of samples
+            found["samples"] = {name: sorted(round(time, 1) for time in times) for name, times in samples.items()}
+        return found
 
     if record.fill(prepared, timed, lambda row: "") and len(prepared) >= len(cases):
         record.finish()

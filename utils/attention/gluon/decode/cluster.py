@@ -38,20 +38,17 @@ def stride(plan):
 
 
 @gluon.jit
-def touch(k_ptr, v_ptr, step, PLAN: gl.constexpr):
-    """Ask for a line of each 128th of the cache, a cluster for all of them, so that the addresses are translated early."""
-    EACH: gl.constexpr = 128 // PLAN.cluster
-    at = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    place = gl.program_id(0) % PLAN.cluster * EACH + at % EACH
-    offset = place.to(gl.int64) * (step // 4)
-    if PLAN.touch == 1:
-        asm: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-        gl.inline_asm_elementwise(asm, "=r,l", [k_ptr + offset], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise(asm, "=r,l", [v_ptr + offset], dtype=gl.int32, is_pure=False, pack=1)
-    else:
-        read: gl.constexpr = "ld.relaxed.gpu.global.b32 $0, [$1];"
-        gl.inline_asm_elementwise(read, "=r,l", [k_ptr + offset], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise(read, "=r,l", [v_ptr + offset], dtype=gl.int32, is_pure=False, pack=1)
+def keep_place(kept, END: gl.constexpr):
+    """Keep the program's SM and the time of its beginning, or of its end."""
+    zero = gl.to_tensor(0)
+    read: gl.constexpr = "mov.u32 $0, %globaltimer_lo;"
+    number = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+    time = gl.inline_asm_elementwise(read, "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
+    gl.store(kept + 3 * number + 1 + END, time.to(gl.float32, bitcast=True))
+    if END == 0:
+        place: gl.constexpr = "mov.u32 $0, %smid;"
+        sm = gl.inline_asm_elementwise(place, "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
+        gl.store(kept + 3 * number, sm.to(gl.float32, bitcast=True))
 
 
 @gluon.jit
@@ -148,9 +145,6 @@ def attend_together(results, tiles, team, start, n, step, numbers, q_desc, k_des
 
     if PLAN.merge == "cluster":
         barrier = open_inbox(team, PLAN)
-        if PLAN.rehearse:
-            attend_rehearsed(results, ring, full, q_tile, barrier, team, start, n, step, k_desc, v_desc)
-            return
     mbarrier.wait(full.index(SLOTS), 0)
     if PLAN.consumers == 0:
         o, m, total = attend_keys(results, start, n, step, q_tile, ring, full, k_desc, v_desc)
@@ -181,47 +175,6 @@ def attend_together(results, tiles, team, start, n, step, numbers, q_desc, k_des
         store_and_merge(results, team, start, o, m, total)
 
 
-@gluon.jit
-def attend_rehearsed(results, ring, full, q_tile, barrier, team, start, n, step, k_desc, v_desc):
-    """The program's share of its head, and the merge: its instructions run once before, with nothing sent and stored, so that they are in the caches."""
-    PLAN: gl.constexpr = results.cache.PLAN
-    SLOTS: gl.constexpr = PLAN.slots
-    ROWS: gl.constexpr = 1 if PLAN.consumers == 0 else 0  # the dimension of o that holds query rows
-    layout: gl.constexpr = accumulator(PLAN.columns if ROWS == 1 else PLAN.block_d)
-    few: gl.constexpr = gl.SliceLayout(1 - ROWS, layout if ROWS == 1 else accumulator(16))
-    COLUMNS: gl.constexpr = PLAN.columns if ROWS == 1 else 64
-    shape: gl.constexpr = [PLAN.block_d, COLUMNS] if ROWS == 1 else [COLUMNS, PLAN.block_d]
-    o = gl.zeros(shape, gl.float32, layout)
-    m = gl.zeros([COLUMNS], gl.float32, few)
-    total = gl.zeros([COLUMNS], gl.float32, few)
-    inbox = barrier + 16
-    for turn in range(gl.minimum(results.cache.sq, 0), 2):
-        real = turn > 0
-        if real:
-            mbarrier.wait(full.index(SLOTS), 0)
-            if PLAN.consumers == 0:
-                o, m_found, total_found = attend_keys(results, start, n, step, q_tile, ring, full, k_desc, v_desc)
-            else:
-                o, m_found, total_found = attend_rows(results, start, n, step, q_tile, ring, full, k_desc, v_desc)
-            m = gl.convert_layout(m_found, few)
-            total = gl.convert_layout(total_found, few)
-            if PLAN.inbox_in_ring:
-                thread_barrier()  # all warps have waited for the last tiles
-                for slot in gl.static_range(SLOTS + 1):
-                    mbarrier.invalidate(full.index(slot))
-            inbox = join(barrier, PLAN)
-        send_part(inbox, barrier, team, o, m, total, PLAN, ROWS, real)
-        if real:
-            wait_for_slices(barrier)
-        if PLAN.halvings:
-            for k in gl.static_range(PLAN.halvings + 1):
-                if team.bits == power(PLAN.cluster) - k:
-                    add_up(results, inbox, team.rank, start, PLAN.cluster >> k, real)
-        else:
-            add_up(results, inbox, team.rank, start, PLAN.cluster, real)
-    leave()
-
-
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr"])
 def attention_decode_cluster(
     q_desc,
@@ -248,17 +201,21 @@ def attention_decode_cluster(
 ):
     """One program: its share of one head's blocks, and a slice of the head's output. Arguments: `attention_decode`'s."""
     gl.static_assert(not CASE.window)
-    if PLAN.touch:
-        touch(parts_ptr, counters_ptr, window, PLAN)
     heads = kv_heads * tiles
     cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, pages, PLAN, CASE)
     results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
+    if PLAN.where:
+        keep_place(parts_ptr, 0)
     rank = gl.program_id(0) % PLAN.cluster
     kv_head = gl.program_id(0) // PLAN.cluster
     tile = gl.program_id(2)
     if PLAN.halvings:
         number = gl.program_id(1) * kv_heads + kv_head
-        guessed = divide.guess(cache, kv_heads, number)
+        first = number
+        if PLAN.order > 0:
+            clusters = batch * kv_heads
+            first = number % PLAN.order * (clusters // PLAN.order) + number // PLAN.order
+        guessed = divide.guess(cache, kv_heads, first)
         team, head = guessed.team(rank, tiles, tile, PLAN.cluster)
         numbers = divide.first_pages(cache, guessed.b, head, team)
         place, changed = divide.find(cache, kv_heads, number, guessed)
@@ -274,3 +231,5 @@ def attention_decode_cluster(
         ring = open_ring(PLAN, q_desc, k_desc)
         team = Team(gl.to_tensor(0), rank, gl.to_tensor(power(PLAN.cluster)))
         attend_together(results, ring, team, start, n, stride(PLAN), numbers, q_desc, k_desc, v_desc)
+    if PLAN.where:
+        keep_place(parts_ptr, 1)

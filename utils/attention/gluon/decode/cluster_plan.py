@@ -35,8 +35,9 @@ def cluster_plan(
     in_turn: bool = True,
     per_sm: int = 1,
     halvings: int = 0,
-    touch: int = 0,
-    rehearse: bool = False,
+    order: int = 0,
+    where: bool = False,
+    pad: int = 0,
 ) -> Plan:
     """Choose the tile of `cluster.py`; heads: of keys, of all sequences; parts: programs of a head; page: of its tokens.
 
@@ -69,15 +70,8 @@ def cluster_plan(
         plan = Plan(
             block_d, block, columns // queries, queries, 0, 1, box, consumers=consumers, cluster=parts, per_sm=per_sm
         )
-        plan = replace(
-            plan,
-            merge=merge or "cluster",
-            sent=group * queries,
-            in_turn=in_turn,
-            halvings=halvings,
-            touch=touch,
-            rehearse=rehearse,
-        )
+        plan = replace(plan, merge=merge or "cluster", sent=group * queries, in_turn=in_turn, halvings=halvings)
+        plan = replace(plan, order=order, where=where, pad=pad)
         # Beside the tiles there are barriers, and the sums that reductions exchange.
         room = (
             SHARED_BYTES // per_sm

@@ -98,13 +98,13 @@ def join(barrier, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def send(inbox, barrier, team, row, d, o, PLAN: gl.constexpr, PAIRS: gl.constexpr, real=True):
+def send(inbox, barrier, team, row, d, o, PLAN: gl.constexpr, PAIRS: gl.constexpr):
     """Send each program its slice of o; row, d: of each number, in o's shape. PAIRS: neighbours along d go together."""
     width_bits = power(PLAN.block_d) - team.bits
     owner = team.first + (d >> width_bits)
     in_slice = d & ((1 << width_bits) - 1)
     at = inbox + PLAN.numbers_at + 4 * (((team.rank * PLAN.sent + row) << width_bits) + in_slice)
-    owner = gl.where((row < PLAN.sent) & real, owner, PLAN.cluster)
+    owner = gl.where(row < PLAN.sent, owner, PLAN.cluster)
     barrier = gl.full_like(at, 0) + barrier
     if PAIRS:
         gl.inline_asm_elementwise(
@@ -122,10 +122,10 @@ def send(inbox, barrier, team, row, d, o, PLAN: gl.constexpr, PAIRS: gl.constexp
 
 
 @gluon.jit
-def send_sums(inbox, barrier, team, row, other, m, total, PLAN: gl.constexpr, real=True):
+def send_sums(inbox, barrier, team, row, other, m, total, PLAN: gl.constexpr):
     """Send the rows' maxima and sums to program `other` of the team, if there is one; all four of one shape."""
     at = inbox + 8 * (team.rank * PLAN.sent + row)
-    other = gl.where((row < PLAN.sent) & (other < (1 << team.bits)) & real, team.first + other, PLAN.cluster)
+    other = gl.where((row < PLAN.sent) & (other < (1 << team.bits)), team.first + other, PLAN.cluster)
     barrier = gl.full_like(at, 0) + barrier
     gl.inline_asm_elementwise(
         _send_asm(PLAN.cluster, True),
@@ -187,7 +187,7 @@ def leave():
 
 
 @gluon.jit
-def add_up(results, inbox, rank, start, PARTS: gl.constexpr, real=True):
+def add_up(results, inbox, rank, start, PARTS: gl.constexpr):
     """Add up all slices of this program, which have arrived, and store them: numbers [rank * WIDTH, + WIDTH) of each row.
 
     rank, PARTS: of the program in its team, and how many the team has.
@@ -205,7 +205,7 @@ def add_up(results, inbox, rank, start, PARTS: gl.constexpr, real=True):
     query = start.head % results.tiles * PLAN.queries + row % PLAN.queries
     kv_heads = results.cache.heads // results.tiles
     place = ((start.b * kv_heads + start.head // results.tiles) * results.group + in_group) * results.cache.sq + query
-    exists = ((in_group < results.group) & (query < results.cache.sq) & real)[:, None] & (d < results.head_dim)[None, :]
+    exists = ((in_group < results.group) & (query < results.cache.sq))[:, None] & (d < results.head_dim)[None, :]
     sums = inbox + 8 * row
     numbers = inbox + PLAN.numbers_at + 4 * i
     top = gl.full([ROWS], MINUS_INF, gl.float32, gl.SliceLayout(1, layout))
@@ -226,7 +226,7 @@ def add_up(results, inbox, rank, start, PARTS: gl.constexpr, real=True):
 
 
 @gluon.jit
-def send_part(inbox, barrier, team, o, m, total, PLAN: gl.constexpr, ROWS: gl.constexpr, real=True):
+def send_part(inbox, barrier, team, o, m, total, PLAN: gl.constexpr, ROWS: gl.constexpr):
     """Send a part to all programs of the team. Dimension ROWS of o holds query rows, the other one D."""
     OTHER: gl.constexpr = 1 - ROWS
     layout: gl.constexpr = o.type.layout
@@ -237,8 +237,8 @@ def send_part(inbox, barrier, team, o, m, total, PLAN: gl.constexpr, ROWS: gl.co
     row = gl.expand_dims(gl.arange(0, shape[ROWS], gl.SliceLayout(OTHER, few)), OTHER).broadcast_to(shape)
     m = gl.expand_dims(m, OTHER).broadcast_to(shape)
     total = gl.expand_dims(total, OTHER).broadcast_to(shape)
-    send_sums(inbox, barrier, team, row, other, m, total, PLAN, real)
+    send_sums(inbox, barrier, team, row, other, m, total, PLAN)
     whole: gl.constexpr = o.shape
     d = gl.expand_dims(gl.arange(0, whole[OTHER], gl.SliceLayout(ROWS, layout)), ROWS).broadcast_to(whole)
     row = gl.expand_dims(gl.arange(0, whole[ROWS], gl.SliceLayout(OTHER, layout)), OTHER).broadcast_to(whole)
-    send(inbox, barrier, team, row, d, o, PLAN, ROWS == 0, real)
+    send(inbox, barrier, team, row, d, o, PLAN, ROWS == 0)

@@ -187,8 +187,6 @@ class Launch:
         holds = power_of_two(batch) if lengths else 1
         self.case = Case(causal and sq > 1, window > 0, lengths, holds, page, found.aligned, lengths or paged)
         pages, stride = (0, 0) if block_table is None else (block_table.shape[1], block_table.stride(0))
-        if plan.touch:
-            window = k.numel() * k.element_size() // 128
         self.sizes = (stride, batch, kv_heads, group, sq, rows, window, found.tiles, pages, head_dim)
         self.parts = 2 * self.programs * plan.columns * (plan.block_d + 2) if in_memory and not found.aligned else 0
         self.merge_grid = found.heads, found.merge_pieces, 1
@@ -204,6 +202,11 @@ class Launch:
         self.v_map = list(v.shape), _tma_strides(v.shape, v.stride(), 16 // v.element_size())
         out_strides = [sq * head_dim * n for n in (group * kv_heads, group, 1)] + [head_dim]
         self.o_map = q_shape, _tma_strides(q_shape, out_strides)
+        self.kept = None
+        if plan.where:
+            self.kept = torch.zeros(
+                3 * self.grid[0] * self.grid[1] * plan.cluster, dtype=torch.float32, device=q.device
+            )
         self.compiled: list[tuple] = []
         self._runtime: Any = None  # Triton's settings, from the first launch on
 
@@ -227,9 +230,8 @@ class Launch:
         elif self.plan.consumers and not self.plan.cluster and not self.fp8:
             maps.append(None)
         # Addresses as numbers: of a tensor Triton's launcher asks the driver whose memory that is.
+        parts = parts if self.kept is None else self.kept
         addresses = out.data_ptr(), parts.data_ptr(), counters.data_ptr(), lens.data_ptr(), table.data_ptr()
-        if self.plan.touch:
-            addresses = out.data_ptr(), k.data_ptr(), v.data_ptr(), lens.data_ptr(), table.data_ptr()
         start, function, metadata = self.compiled[0]
         rest = *addresses, *self.sizes, c
         own = (scales.data_ptr(), *self.constants) if self.fp8 else self.constants
@@ -332,7 +334,7 @@ class Launch:
         if twin is None:
             twin = with_l2_hint(compiled) if self.hint else not_loaded(compiled)
             if self.plan.merge == "cluster":
-                alone = ALONE_BYTES if self.plan.per_sm == 1 else 0
+                alone = ALONE_BYTES if self.plan.per_sm == 1 else self.plan.pad
                 shared = max(-(-compiled.metadata.shared // 16) * 16 + self.plan.inbox_space, alone)
                 twin.metadata = compiled.metadata._replace(shared=shared)
             twins[self.hint] = twin

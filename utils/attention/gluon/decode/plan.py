@@ -62,8 +62,9 @@ class Plan:
     fp16: bool = False  # products of an fp8 cache in fp16 also where queries are in bf16 (`quantized.py`)
     each: int = 16  # neighbouring numbers of an fp8 cache that a thread converts at once (`quantized.py`)
     held: bool = False  # a consumer holds an fp8 cache's queries in registers
-    touch: int = 0  # clusters: 1 prefetches, 2 loads a line of each part of the cache before the lengths are there
-    rehearse: bool = False  # clusters: the merge's instructions run once before there is something to merge
+    order: int = 0  # clusters with halvings: which of those that start first have work where lengths are equal
+    pad: int = 0  # clusters: bytes of shared memory that a program takes at least
+    where: bool = False  # clusters keep their SM and their times
     raw_slots: int = 0  # slots of K and of V for an fp8 cache's bytes, each; 0: the cache has the queries' type
     per_sm: int = 1  # programs that an SM runs at the same time
     level: bool = False  # with lengths: programs take whole heads where the kernel finds them balanced
@@ -195,7 +196,7 @@ def make_plan(
     fp16: bool = False,
     each: int = 16,
     held: bool = False,
-    rehearse: bool = False,
+    raw: int = 0,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
 
@@ -210,7 +211,7 @@ def make_plan(
         if consumers == 0 and power_of_two(group) <= MOST_FP8_COLUMNS[block_width(head_dim)]:
             return _fp8_keys_plan(head_dim, group, sq, page, block_n, merge, early, per_sm or 2)
         plan = _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves, fp16)
-        return replace(plan, each=each, held=held)
+        return replace(plan, each=each, held=held, raw_slots=min(raw or 8, plan.raw_slots))
     consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
     if consumers:
         plan = _rows_plan(
@@ -219,9 +220,7 @@ def make_plan(
         producers = producers if consumers == 1 else 1
         level = (page is not None and page <= LEVEL_PAGES) if level is None else level
         plan = replace(plan, producers=producers, level=level, wide=wide, by_tma=by_tma)
-        return replace(
-            plan, backward=backward, k_first=k_first, rehearse=rehearse, prefill=plan.slots // 2 if prefill else 0
-        )
+        return replace(plan, backward=backward, k_first=k_first, prefill=plan.slots // 2 if prefill else 0)
     if ahead:
         raise ValueError("ahead is a variant of the kernel with query rows as rows; give consumers=1 or 2 with it.")
     block_d = block_width(head_dim)

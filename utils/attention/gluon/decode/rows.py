@@ -174,8 +174,6 @@ def consumer(all_heads, o_desc, place, W: gl.constexpr):
             j = cache.block_at(cursor, k)
             key = (cursor.first + j) * BLOCK_N
             masked = (key + BLOCK_N > clear) | (key < low)
-            if PLAN.rehearse:  # so that the mask's instructions are in the caches when the last block needs them
-                masked = masked | (k == 1)
             block = Block(it, cursor, j, gl.to_tensor(ROW))
             o, p, state = step(share, block, q, o, p, state, k + 1 < n, masked)
             it += 1
