@@ -237,6 +237,8 @@ def prepare_fp8(point: tuple) -> list[tuple[dict, dict[str, Sample], int]]:
     named: dict[str, dict] = {f"each {each}": {"fp8": True, "each": each} for each in (16, 8)}
     eight = named["each 8"]
     named |= {f"8, raw {raw}": eight | {"raw": raw} for raw in (4, 6)}
+    if point[4] == 128:
+        named["8, six converted"] = eight | {"slots": 6}
     if point[4] == 128 and point[1] // point[2] * point[5] <= 64:
         named |= {"8, held": eight | {"held": True}, "8, 128 keys": eight | {"block_n": 128}}
         named["8, held, raw 6"] = eight | {"held": True, "raw": 6}

@@ -210,7 +210,7 @@ def make_plan(
             consumers = 0 if power_of_two(group) * sq < FP8_ROWS_FROM else 1
         if consumers == 0 and power_of_two(group) <= MOST_FP8_COLUMNS[block_width(head_dim)]:
             return _fp8_keys_plan(head_dim, group, sq, page, block_n, merge, early, per_sm or 2)
-        plan = _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves, fp16)
+        plan = _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves, fp16, slots or 4)
         return replace(plan, each=each, held=held, raw_slots=min(raw or 8, plan.raw_slots))
     consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
     if consumers:
@@ -329,7 +329,7 @@ def _fp8_keys_plan(head_dim, group, sq, page, block_n, merge, early, per_sm) -> 
     return replace(plan, raw_slots=min(room // (2 * block_n * block_d), 8))
 
 
-def _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves, fp16) -> Plan:
+def _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves, fp16, slots=4) -> Plan:
     """Return `make_plan`'s plan for a cache in e4m3: two slots each for the converted K and V, the rest for bytes."""
     if power_of_two(group) > 64:
         raise ValueError(
@@ -342,7 +342,7 @@ def _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halve
             f"more registers than a block has; head dimension {head_dim} was given. Leave `consumers` out, or give 1."
         )
     block_n = block_n or {64: 128, 128: 64, 256: 32}[block_width(head_dim)]
-    plan = _rows_plan(head_dim, group, sq, page, block_n, 4, merge, early, consumers, halves, 1)
+    plan = _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, 1)
     plan = replace(plan, fp16=fp16)
     room = SHARED_BYTES - 1024 - plan.shared_bytes
     registers = 160 if consumers == 2 else 0
