@@ -211,11 +211,7 @@ def attention_decode_cluster(
     tile = gl.program_id(2)
     if PLAN.halvings:
         number = gl.program_id(1) * kv_heads + kv_head
-        first = number
-        if PLAN.order > 0:
-            clusters = batch * kv_heads
-            first = number % PLAN.order * (clusters // PLAN.order) + number // PLAN.order
-        guessed = divide.guess(cache, kv_heads, first)
+        guessed = divide.guess(cache, kv_heads, number)
         team, head = guessed.team(rank, tiles, tile, PLAN.cluster)
         numbers = divide.first_pages(cache, guessed.b, head, team)
         place, changed = divide.find(cache, kv_heads, number, guessed)

@@ -61,7 +61,7 @@ def halvings(cache, weight, total):
     CLUSTER: gl.constexpr = cache.PLAN.cluster
     found = weight * 0
     for k in gl.static_range(1, cache.PLAN.halvings + 1):
-        found += ((weight << k) * LEFT <= total * (RIGHT * CLUSTER)).to(gl.int32)
+        found += ((weight << k) * LEFT <= total * (cache.PLAN.load * CLUSTER)).to(gl.int32)
     return found
 
 

@@ -334,7 +334,7 @@ class Launch:
         if twin is None:
             twin = with_l2_hint(compiled) if self.hint else not_loaded(compiled)
             if self.plan.merge == "cluster":
-                alone = ALONE_BYTES if self.plan.per_sm == 1 else self.plan.pad
+                alone = ALONE_BYTES if self.plan.per_sm == 1 else 0
                 shared = max(-(-compiled.metadata.shared // 16) * 16 + self.plan.inbox_space, alone)
                 twin.metadata = compiled.metadata._replace(shared=shared)
             twins[self.hint] = twin

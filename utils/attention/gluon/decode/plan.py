@@ -62,8 +62,7 @@ class Plan:
     fp16: bool = False  # products of an fp8 cache in fp16 also where queries are in bf16 (`quantized.py`)
     each: int = 16  # neighbouring numbers of an fp8 cache that a thread converts at once (`quantized.py`)
     held: bool = False  # a consumer holds an fp8 cache's queries in registers
-    order: int = 0  # clusters with halvings: which of those that start first have work where lengths are equal
-    pad: int = 0  # clusters: bytes of shared memory that a program takes at least
+    load: int = 19  # tenths of the mean that the longest share may be (`divide.py`)
     where: bool = False  # clusters keep their SM and their times
     raw_slots: int = 0  # slots of K and of V for an fp8 cache's bytes, each; 0: the cache has the queries' type
     per_sm: int = 1  # programs that an SM runs at the same time
