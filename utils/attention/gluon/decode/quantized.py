@@ -37,10 +37,9 @@ CONVERT = gl.constexpr(
 def convert_tile(raw, ring, i, PLAN: gl.constexpr):
     """Convert the bytes of load number i into its slot of the other ring, a few rows at a time."""
     ROWS: gl.constexpr = min(PLAN.block_n, 4096 // PLAN.block_d)
-    EACH: gl.constexpr = PLAN.each
-    layout: gl.constexpr = gl.BlockedLayout(
-        [1, EACH], [32 * EACH // PLAN.block_d, PLAN.block_d // EACH], [4, 1], [1, 0]
-    )
+    # A thread has eight neighbours: what eight threads store at once are 128 bytes that lie side by side. With sixteen it would be every
+    # second 16 bytes of 256, whose halves lie in the same banks.
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // PLAN.block_d, PLAN.block_d // 8], [4, 1], [1, 0])
     raw.wait_full(i)
     ring.wait_empty(i)
     source = raw.tile(i)

@@ -156,8 +156,6 @@ def consumer(all_heads, o_desc, place, W: gl.constexpr):
         if PLAN.fp16:
             powers = queries_in_fp16(q, place.slice(ROW, 64), accumulator(BLOCK_N))
             q = place.slice(ROW, 64)
-            if PLAN.held:
-                q = q.load(gl.DotOperandLayout(0, accumulator(BLOCK_N), 2))
             all_heads.q.release(piece)
         if PLAN.raw_slots > 0:
             share, k_scale, v_scale = all_heads.scaled(cursor.head // results.tiles, powers)
