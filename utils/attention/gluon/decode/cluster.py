@@ -211,7 +211,7 @@ def attention_decode_cluster(
     tile = gl.program_id(2)
     if PLAN.halvings:
         number = gl.program_id(1) * kv_heads + kv_head
-        guessed = divide.guess(cache, kv_heads, number)
+        guessed = divide.guess(cache, kv_heads, divide.spread(number) if PLAN.order else number)
         team, head = guessed.team(rank, tiles, tile, PLAN.cluster)
         numbers = divide.first_pages(cache, guessed.b, head, team)
         place, changed = divide.find(cache, kv_heads, number, guessed)

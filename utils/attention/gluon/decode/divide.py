@@ -74,6 +74,19 @@ def even_enough(cache, weights, cuts):
 
 
 @gluon.jit
+def spread(number):
+    """The place in the order of work of cluster `number` in the order of launch, so that sixteen clusters with work lie evenly.
+
+    The GPU gives a cluster of eight to each of its eight GPCs in turn; the next seven go to the GPCs that have eight more free SMs, all but
+    one, and the eight behind them again to each GPC in turn. Which GPC is the first one is another one at each launch. So the first eight
+    and those eight lie evenly, and not the first sixteen.
+    """
+    earlier = gl.where(number < 23, number - 7, number)
+    later = gl.where(number < 15, number + 8, earlier)
+    return gl.where(number < 8, number, later)
+
+
+@gluon.jit
 def guess(cache, kv_heads, number):
     """The place of cluster `number` if all lengths are equal."""
     k = halvings(cache, gl.to_tensor(1), cache.batch * cache.heads)
