@@ -2,8 +2,8 @@
 
     python -m tools.record.decode_found --workers 16 --seconds 90 --out decode_found.json
 
-- `kinds`: sequences of equal and of other lengths, divided so that the longest share of a program is at most 1.9, 1.8 or 1.4 times the mean,
-  or with 1.9 so that those with work lie evenly (`order`).
+- `kinds`: sequences of equal and of other lengths, divided so that the longest share of a program is at most 1.9 or 3.8 times the mean,
+  or with 1.9 so that clusters with work lie evenly (`order`).
 - `single`: one sequence by a cluster for each head, each program's SM and times kept (`where-*.json` beside the record).
 
 Each call is compared with float64 before it is timed. All cases of a row are timed in one process, in random order, each behind a
@@ -105,8 +105,9 @@ def prepare_kinds(point: tuple, folder: Path) -> list[tuple[dict, dict[str, Samp
         table = torch.randperm(sizes[0] * sizes[3] // page, device="cuda").int().view(sizes[0], -1)
         k, v = (in_pages(x, page, table) for x in (k, v))
     divided = {"cluster": 8, "per_sm": 2, "block_n": 64, "slots": 4, "halvings": 3}
-    named: dict[str, dict] = {f"load {load}": divided | {"load": load} for load in (19, 18, 14)}
+    named: dict[str, dict] = {f"load {load}": divided | {"load": load} for load in (19, 38)}
     named["order"] = divided | {"order": True}
+    named["load 38, six tiles"] = divided | {"load": 38, "slots": 6}
     named |= {"two, small": {"cluster": 2, "block_n": 64, "per_sm": 2, "slots": 4}} if kind == "equal" else {}
     add_right(calls, row, named, expected, q, k, v, used, table)
     samples = {name: Sample(call, rounds=ROUNDS) for name, call in calls.items()}
