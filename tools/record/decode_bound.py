@@ -199,7 +199,7 @@ def ways_to_prepare(options) -> dict[str, Callable]:
     return {"bound": bound, "read": prepare_read, "tokens": prepare_tokens, "lengths": prepare_lengths}
 
 
-def worker(options, cases: list[tuple[str, tuple]], ways: dict[str, Callable], what: str, timing: Callable) -> None:
+def worker(options, cases: list[tuple[str, tuple]], ways: dict[str, Callable], what: str) -> None:
     """Prepare every `workers`-th row beside the other processes, then time each alone on the GPU."""
     path = options.out.with_suffix(f".{options.part}.json")
     record = Record(path, what, "cuda", l2="cold", iterations=ITERATIONS)
@@ -214,26 +214,15 @@ def worker(options, cases: list[tuple[str, tuple]], ways: dict[str, Callable], w
     def timed(each: tuple) -> dict:
         table, (row, calls, bytes_) = each
         with turns.alone():
-            samples = timing(calls, bytes_, ITERATIONS)
+            samples = time_together(calls, bytes_, ITERATIONS)
         us = {name: round(median(times), 2) for name, times in samples.items()}
-        found = {"table": table} | row | {"bytes": bytes_, "us": us}
-        if timing is not time_together:  # there may be two kinds of samples
-            found["samples"] = {name: sorted(round(time, 1) for time in times) for name, times in samples.items()}
-        return found
+        return {"table": table} | row | {"bytes": bytes_, "us": us}
 
     if record.fill(prepared, timed, lambda row: "") and len(prepared) >= len(cases):
         record.finish()
 
 
-def run(
-    module: str,
-    description: str,
-    points: dict[str, tuple],
-    ways: Callable,
-    line: Callable,
-    what: str,
-    timing: Callable = time_together,
-) -> None:
+def run(module: str, description: str, points: dict[str, tuple], ways: Callable, line: Callable, what: str) -> None:
     """Start the processes, join what they wrote, and print it.
 
     Args:
@@ -243,7 +232,6 @@ def run(
         ways: returns {table: what prepares a point}, from the options.
         line: what to print of a point's rows.
         what: the record's first words.
-        timing: of a row's calls, as `decode.time_together` does it.
     """
     parser = arguments_parser(description)
     parser.add_argument("--seconds", type=float, default=85, help="stop after this time, with the rows so far")
@@ -258,7 +246,7 @@ def run(
     if options.part is not None:
         if options.fa3:
             torch.ops.load_library(str(options.fa3.expanduser()))
-        worker(options, cases, ways(options), what, timing)
+        worker(options, cases, ways(options), what)
         return
     began = time.monotonic()
     command = [sys.executable, "-m", module, *sys.argv[1:]]

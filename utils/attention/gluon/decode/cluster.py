@@ -38,20 +38,6 @@ def stride(plan):
 
 
 @gluon.jit
-def keep_place(kept, END: gl.constexpr):
-    """Keep the program's SM and the time of its beginning, or of its end."""
-    zero = gl.to_tensor(0)
-    read: gl.constexpr = "mov.u32 $0, %globaltimer_lo;"
-    number = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
-    time = gl.inline_asm_elementwise(read, "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
-    gl.store(kept + 3 * number + 1 + END, time.to(gl.float32, bitcast=True))
-    if END == 0:
-        place: gl.constexpr = "mov.u32 $0, %smid;"
-        sm = gl.inline_asm_elementwise(place, "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
-        gl.store(kept + 3 * number, sm.to(gl.float32, bitcast=True))
-
-
-@gluon.jit
 def store_and_merge(results, team, start, o, m, total):
     """The merge by memory and a counter, where the last program merges: the simulator, which has no clusters, runs this."""
     PLAN: gl.constexpr = results.cache.PLAN
@@ -204,14 +190,12 @@ def attention_decode_cluster(
     heads = kv_heads * tiles
     cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, pages, PLAN, CASE)
     results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
-    if PLAN.where:
-        keep_place(parts_ptr, 0)
     rank = gl.program_id(0) % PLAN.cluster
     kv_head = gl.program_id(0) // PLAN.cluster
     tile = gl.program_id(2)
     if PLAN.halvings:
         number = gl.program_id(1) * kv_heads + kv_head
-        guessed = divide.guess(cache, kv_heads, divide.spread(number) if PLAN.order else number)
+        guessed = divide.guess(cache, kv_heads, number)
         team, head = guessed.team(rank, tiles, tile, PLAN.cluster)
         numbers = divide.first_pages(cache, guessed.b, head, team)
         place, changed = divide.find(cache, kv_heads, number, guessed)
@@ -227,5 +211,3 @@ def attention_decode_cluster(
         ring = open_ring(PLAN, q_desc, k_desc)
         team = Team(gl.to_tensor(0), rank, gl.to_tensor(power(PLAN.cluster)))
         attend_together(results, ring, team, start, n, stride(PLAN), numbers, q_desc, k_desc, v_desc)
-    if PLAN.where:
-        keep_place(parts_ptr, 1)

@@ -61,7 +61,7 @@ def halvings(cache, weight, total):
     CLUSTER: gl.constexpr = cache.PLAN.cluster
     found = weight * 0
     for k in gl.static_range(1, cache.PLAN.halvings + 1):
-        found += ((weight << k) * LEFT <= total * (cache.PLAN.load * CLUSTER)).to(gl.int32)
+        found += ((weight << k) * LEFT <= total * (RIGHT * CLUSTER)).to(gl.int32)
     return found
 
 
@@ -71,19 +71,6 @@ def even_enough(cache, weights, cuts):
     CLUSTER: gl.constexpr = cache.PLAN.cluster
     programs = gl.sum(gl.where(weights > 0, CLUSTER >> cuts, 0), 0)
     return gl.max(weights << cuts, 0) * programs <= CLUSTER * (gl.sum(weights, 0) + SLACK * programs)
-
-
-@gluon.jit
-def spread(number):
-    """The place in the order of work of cluster `number` in the order of launch, so that sixteen clusters with work lie evenly.
-
-    The GPU gives a cluster of eight to each of its eight GPCs in turn; the next seven go to the GPCs that have eight more free SMs, all but
-    one, and the eight behind them again to each GPC in turn. Which GPC is the first one is another one at each launch. So the first eight
-    and those eight lie evenly, and not the first sixteen.
-    """
-    earlier = gl.where(number < 23, number - 7, number)
-    later = gl.where(number < 15, number + 8, earlier)
-    return gl.where(number < 8, number, later)
 
 
 @gluon.jit

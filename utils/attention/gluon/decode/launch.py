@@ -202,11 +202,6 @@ class Launch:
         self.v_map = list(v.shape), _tma_strides(v.shape, v.stride(), 16 // v.element_size())
         out_strides = [sq * head_dim * n for n in (group * kv_heads, group, 1)] + [head_dim]
         self.o_map = q_shape, _tma_strides(q_shape, out_strides)
-        self.kept = None
-        if plan.where:
-            self.kept = torch.zeros(
-                3 * self.grid[0] * self.grid[1] * plan.cluster, dtype=torch.float32, device=q.device
-            )
         self.compiled: list[tuple] = []
         self._runtime: Any = None  # Triton's settings, from the first launch on
 
@@ -230,7 +225,6 @@ class Launch:
         elif self.plan.consumers and not self.plan.cluster and not self.fp8:
             maps.append(None)
         # Addresses as numbers: of a tensor Triton's launcher asks the driver whose memory that is.
-        parts = parts if self.kept is None else self.kept
         addresses = out.data_ptr(), parts.data_ptr(), counters.data_ptr(), lens.data_ptr(), table.data_ptr()
         start, function, metadata = self.compiled[0]
         rest = *addresses, *self.sizes, c

@@ -61,9 +61,6 @@ class Plan:
     consumers: int = 0  # warpgroups of 64 query rows each; 0: keys are the rows of the products
     registers: int = 0  # of a consumer's thread, with two consumers
     fp16: bool = False  # products of an fp8 cache in fp16 also where queries are in bf16 (`quantized.py`)
-    order: bool = False  # which of the clusters have work where lengths are equal: those that lie evenly
-    load: int = 19  # tenths of the mean that the longest share may be (`divide.py`)
-    where: bool = False  # clusters keep their SM and their times
     raw_slots: int = 0  # slots of K and of V for an fp8 cache's bytes, each; 0: the cache has the queries' type
     per_sm: int = 1  # programs that an SM runs at the same time
     level: bool = False  # with lengths: programs take whole heads where the kernel finds them balanced
