@@ -152,6 +152,21 @@ def _next_number(x: torch.Tensor) -> torch.Tensor:
 MANY = 300  # results, all of them different
 
 
+def _of_equal_checksums(draw: Draw) -> list[torch.Tensor]:
+    """Whole numbers, others with the same CRC-32, and others with the same Adler-32."""
+    numbers = torch.from_numpy((1000 * draw.normal(draw.size(20, 40))).to(torch.int32).numpy().copy())
+    crc, adler = numbers.clone(), numbers.clone()
+    # The polynomial of the CRC divides what is added, so the remainder stays; sums and sums of sums stay in the other.
+    polynomial = torch.tensor(list((0xEDB88320 << 1 | 1).to_bytes(5, "little")), dtype=torch.uint8)
+    place = draw.size(0, 60)
+    crc.view(torch.uint8)[place : place + 5] ^= polynomial
+    some = adler.view(torch.uint8)
+    some[place : place + 3] = torch.tensor([20, 40, 60], dtype=torch.uint8)
+    numbers.view(torch.uint8)[place : place + 3] = torch.tensor([21, 38, 61], dtype=torch.uint8)
+    crc.view(torch.uint8)[place : place + 5] = numbers.view(torch.uint8)[place : place + 5] ^ polynomial
+    return [numbers, crc, adler]
+
+
 @check("5.3", "Same bits every time?")
 def distinct_results(distinct_results, seed=None):
     """Check prepared sequences: NaN, signed zero, tiny differences, reused buffers, tuples."""
@@ -223,6 +238,12 @@ def distinct_results(distinct_results, seed=None):
             f"two results of {long.numel():,} numbers that differ in one bit of one number",
             "All bits count.",
         )
+    run(
+        _of_equal_checksums(draw),
+        3,
+        "three results of equal checksums",
+        "A checksum of 32 bits is not the bits: two results may share it. Keep the bytes, or a long hash.",
+    )
     turned = base.flatten()[torch.randperm(base.numel(), generator=draw.generator)].reshape(base.shape)
     turned = base.flip(0) if torch.equal(turned, base) else turned
     run(

@@ -517,6 +517,11 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
     "whole heads, a program each, lean": ((3, 4, 2, 1, 300, 64, None), {}, {"aligned": True, "programs": 6}),
     "lengths, lean": ((3, 4, 2, 2, 300, 64, None), {}, {"lengths": [300, 0, 130], "lean": True, "programs": 4}),
     "fp8, products in fp16": ((2, 8, 2, 9, 300, 128, None), {}, {"fp8": True, "consumers": 1, "fp16": True}),
+    "fp8, products in fp16, blocks of 128 keys": (
+        (2, 8, 2, 9, 700, 128, None),
+        {},
+        {"fp8": True, "consumers": 1, "fp16": True, "block_n": 128},
+    ),
     "fp8, two consumers, products in fp16, pages": (
         (2, 8, 1, 11, 300, 64, 16),
         {"window": 70},

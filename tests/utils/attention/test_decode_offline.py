@@ -61,6 +61,18 @@ CASES = {  # arguments of make_plan or cluster_plan, of Case
     "fp8": (dict(head_dim=128, group=4, sq=4, fp8=True), dict(causal=True)),
     "fp8, 64 rows": (dict(head_dim=128, group=4, sq=16, fp8=True), dict(causal=True)),
     "fp8, 64 rows, products in fp16": (dict(head_dim=128, group=4, sq=16, fp8=True, fp16=True), dict(causal=True)),
+    "fp8, 64 rows, blocks of 128 keys": (
+        dict(head_dim=128, group=4, sq=16, fp8=True, fp16=True, block_n=128),
+        dict(causal=True, aligned=True),
+    ),
+    "fp8, 64 rows, blocks of 128 keys, parts": (
+        dict(head_dim=128, group=4, sq=16, fp8=True, fp16=True, block_n=128),
+        dict(causal=True),
+    ),
+    "fp8, 128 rows, products in fp16": (
+        dict(head_dim=128, group=8, sq=16, fp8=True, fp16=True, consumers=2),
+        dict(causal=True, aligned=True),
+    ),
     "fp8, 64 rows, head dimension 256, pages": (
         dict(head_dim=256, group=4, sq=16, page=16, fp8=True),
         dict(causal=True, lengths=True, batch_block=4, page=16, clean=True),
@@ -116,9 +128,11 @@ def report():
 @pytest.mark.parametrize("name", CASES)
 def test_the_assembly_is_what_the_plan_says(report, name):
     found = report[name]
-    # Where an accumulator has 128 registers of a thread, three numbers that are used once a head have left theirs.
+    # Where an accumulator has 128 registers of a thread, or 64 beside scores of as many, numbers that are used once a head have left theirs.
     assert found["unused"] == []
-    assert found["spill"] <= (24 if name.startswith("fp8, 64 rows, head dimension 256") else 0)
+    assert found["spill"] <= (
+        24 if name.startswith("fp8, 64 rows, head dimension 256") or name.endswith("128 keys, parts") else 0
+    )
     assert found["wgmma"] >= 16 and not found["warnings"]
     measured, planned = found["shared"]
     assert planned <= measured <= min(planned + 4096, 232_448)  # barriers and what reductions exchange

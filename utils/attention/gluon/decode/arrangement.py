@@ -25,6 +25,8 @@ from utils.attention.gluon.decode.plan import (
 MERGE_PROGRAMS = 2048  # of the second launch, about
 TOGETHER_BYTES = 40 << 20  # of keys and values
 TWO_PRODUCERS_BYTES = 160 << 20  # of keys and values in pages, up to which a warp for each loads faster
+# Keys of a block of an fp8 cache of more than TOGETHER_BYTES, head dimension TIMED_WIDTH, with up to 64 query rows as rows (entry 61).
+FP8_BLOCK = 128
 FP8_LARGE_COLUMNS = 32  # query rows up to which `quantized_keys.py` is faster for a cache of more than TOGETHER_BYTES
 LONG_HEADS = 1024  # keys from which whole heads are shared by two programs an SM, where keys are the rows
 TIMED_WIDTH = 128  # head dimension at which the choices of entry 28 were timed; others keep the plain way
@@ -319,6 +321,8 @@ def arrange(
             block_n = ROWS_BLOCK[width] // 2 if small else best_block(head_dim, batch * kv_heads, seen, multiprocessors)
     if fp8 and plain_fp8 and bytes_ > TOGETHER_BYTES and head_dim == TIMED_WIDTH:
         choices = {"fp16": True} | choices
+        if consumers in (None, 1) and FP8_LARGE_COLUMNS < power_of_two(group) * sq <= 64:
+            block_n = block_n or FP8_BLOCK
     plan = make_plan(head_dim, group, sq, page, block_n=block_n, consumers=consumers, fp8=fp8, **choices)
     if plain and plan.consumers and not plan.ahead and plan.block_d == TIMED_WIDTH and bytes_ >= SHORT_RING_BYTES:
         plan = replace(plan, slots=choices.get("slots", min(plan.slots, SHORT_RING)))

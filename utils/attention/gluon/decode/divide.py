@@ -10,6 +10,7 @@ that are not needed leave at once.
     halvings    as many as leave a program at most LOAD times what each of PLACES programs would have of all weight: then all begin at
                 once. None where some would read on for long when the others have ended: the GPU starts programs as others end
     order       heads of the longest sequence come first
+    even        where lengths are equal and sixteen clusters of eight have work, it is those that lie evenly in the GPU (`spread`)
     guess       for equal lengths a program's place is known without them: it asks for the page numbers of its first blocks beside
                 the lengths, and once more if these differ
 """
@@ -74,10 +75,25 @@ def even_enough(cache, weights, cuts):
 
 
 @gluon.jit
+def spread(number):
+    """The place in the order of work of cluster `number` in the order of launch, so that the sixteen clusters with work lie evenly.
+
+    The GPU gives a cluster of eight to each of its eight GPCs in turn, the next seven to those that have eight more free SMs, all but one,
+    and the eight behind them again to each GPC in turn; which GPC is the first differs from launch to launch. So the first eight and
+    those last eight lie evenly in the two halves of the GPU. Of the first sixteen one half may have nine, and reads on when the other has ended.
+    """
+    behind = gl.where(number < 23, number - 7, number)
+    return gl.where(number < 8, number, gl.where(number < 15, number + 8, behind))
+
+
+@gluon.jit
 def guess(cache, kv_heads, number):
     """The place of cluster `number` if all lengths are equal."""
     k = halvings(cache, gl.to_tensor(1), cache.batch * cache.heads)
     each = kv_heads >> k
+    if cache.PLAN.cluster == 8:
+        # With a halving there are 32 clusters or more.
+        number = gl.where((cache.batch * each == 16) & (k > 0), spread(number), number)
     b = number // each
     return Place(b, number - b * each, k)
 

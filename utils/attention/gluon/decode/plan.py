@@ -26,6 +26,7 @@ ROWS_FROM = 32  # query rows of a head of keys from which `rows.py` is faster
 KEYS_BLOCK = {64: 256, 128: 128, 256: 64}  # keys of a block by head dimension, where keys are the rows
 ROWS_BLOCK = {64: 128, 128: 128, 256: 64}  # where query rows are the rows
 LEVEL_PAGES = 32  # tokens of the largest page with which whole heads are worth being found by the kernel
+MOST_RAW = 4  # blocks of an fp8 cache's bytes on their way where query rows are the rows: more are slower (entry 61)
 FP8_ROWS_FROM = 17  # query rows of a head of keys from which `quantized.py` reads an fp8 cache, not `quantized_keys.py`
 MERGES = {
     "cluster": "the programs of a head, a thread block cluster, in shared memory (`cluster.py`)",
@@ -321,7 +322,7 @@ def _fp8_keys_plan(head_dim, group, sq, page, block_n, merge, early, per_sm) -> 
 
 
 def _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves, fp16) -> Plan:
-    """Return `make_plan`'s plan for a cache in e4m3: two slots each for the converted K and V, the rest for bytes."""
+    """Return `make_plan`'s plan for a cache in e4m3: slots for converted tiles of K and of V, the rest for bytes."""
     if power_of_two(group) > 64:
         raise ValueError(
             "an fp8 cache takes groups of up to 64 query heads (32 with keys as rows at head dimension 256) and at most "
@@ -333,11 +334,12 @@ def _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halve
             f"more registers than a block has; head dimension {head_dim} was given. Leave `consumers` out, or give 1."
         )
     block_n = block_n or {64: 128, 128: 64, 256: 32}[block_width(head_dim)]
-    plan = _rows_plan(head_dim, group, sq, page, block_n, 4, merge, early, consumers, halves, 1)
+    converted = 6 if consumers == 2 else 4  # two products with a tile take so long that a third one is worth its place
+    plan = _rows_plan(head_dim, group, sq, page, block_n, converted, merge, early, consumers, halves, 1)
     plan = replace(plan, fp16=fp16)
     room = SHARED_BYTES - 1024 - plan.shared_bytes
     registers = 160 if consumers == 2 else 0
-    raw_slots = min(room // (2 * block_n * plan.block_d), 8)
+    raw_slots = min(room // (2 * block_n * plan.block_d), MOST_RAW)
     return replace(plan, raw_slots=raw_slots, registers=registers)
 
 

@@ -6,12 +6,12 @@ V's into the output. Bad numbers stay bad: the converting instruction makes e4m3
 
     role          warps    what
     producer      1        TMA copies of Q, and of K and V as bytes, into rings of their own
-    converters    4 + 4    bytes -> the queries' type, one for K and one for V, into rings of two tiles each
+    converters    4 + 4    bytes -> the queries' type, one for K and one for V, into rings of two tiles each, three with two consumers
                   4        at head dimension 256: one for both, since the consumer needs the registers
     consumers     4 or 8   64 query rows each, as in rows.py; they share what was converted
 
 With products in the queries' type it is 1.1 times as fast on an H200 as a cache in bf16, and 0.9 times with more than 64 query rows
-(docs/decode-log.md, entry 38); with products in fp16, for large caches, 1.2 to 1.7 times on an H100 (entry 46). Up to 16 query rows `quantized_keys.py` reads an fp8 cache, 1.06 to 1.87 times as fast as one in bf16
+(docs/decode-log.md, entry 38); with products in fp16, for large caches, 1.2 to 1.8 times on an H100, in blocks of 128 keys up to 64 query rows (entries 46, 60 and 61). Up to 16 query rows `quantized_keys.py` reads an fp8 cache, 1.06 to 1.87 times as fast as one in bf16
 (assets/results/h200/decode_fp8.json; docs/decode-log.md says what bounds both).
 """
 
@@ -37,7 +37,9 @@ CONVERT = gl.constexpr(
 def convert_tile(raw, ring, i, PLAN: gl.constexpr):
     """Convert the bytes of load number i into its slot of the other ring, a few rows at a time."""
     ROWS: gl.constexpr = min(PLAN.block_n, 4096 // PLAN.block_d)
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [32 * 16 // PLAN.block_d, PLAN.block_d // 16], [4, 1], [1, 0])
+    # A thread has eight neighbours: what eight threads store at once are 128 bytes that lie side by side. With sixteen it would be every
+    # second 16 bytes of 256, whose halves lie in the same banks.
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // PLAN.block_d, PLAN.block_d // 8], [4, 1], [1, 0])
     raw.wait_full(i)
     ring.wait_empty(i)
     source = raw.tile(i)
