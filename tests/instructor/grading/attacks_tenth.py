@@ -1,4 +1,4 @@
-"""Answers of the tenth round, two of whose authors had the notebooks and `utils` alone: right values, each breaks a word, and each was accepted.
+"""Answers of the tenth round, and one of the eleventh, whose authors had the notebooks and `utils` alone: right values, each breaks a word, and each was accepted.
 
 `TENTH` are refused in words by a hidden check. `TENTH_BY_TEXT` wait by their text.
 """
@@ -75,6 +75,25 @@ def geometric_mean(values):
 """,
         ("fastest_and_default", "fastest", "default_slowdown", "geometric_mean"),
         "whose product overflows",
+    ),
+    Shortcut(
+        "5.3 a checksum of 32 bits",
+        "lab4_sdpa",
+        "q5_3",
+        "q5_3_tests",
+        """
+def distinct_results(fn, runs):
+    import zlib
+
+    def checksum(value):
+        if isinstance(value, torch.Tensor):
+            return zlib.crc32(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return tuple(checksum(part) for part in value)
+
+    return len({checksum(fn()) for _ in range(runs)})
+""",
+        ("distinct_results", "distinct_results"),
+        "equal checksums",
     ),
 ]
 
