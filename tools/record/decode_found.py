@@ -1,9 +1,9 @@
-"""Time clusters that are divided by the lengths with more programs for equal lengths, and keep where clusters run.
+"""Time clusters that are divided by the lengths, eight or sixteen programs each, and keep where they run.
 
     python -m tools.record.decode_found --workers 16 --seconds 90 --out decode_found.json
 
-- `kinds`: sequences of equal and of other lengths, divided so that the longest share of a program is at most 1.9 or 3.8 times the mean,
-  or with 1.9 so that clusters with work lie evenly (`order`).
+- `kinds`: sequences of equal and of other lengths: divided clusters of eight, the same with an order by which those with work lie
+  evenly where lengths are equal (`order`), and clusters of sixteen that are always halved (`sixteen`).
 - `single`: one sequence by a cluster for each head, each program's SM and times kept (`where-*.json` beside the record).
 
 Each call is compared with float64 before it is timed. All cases of a row are timed in one process, in random order, each behind a
@@ -39,7 +39,8 @@ KINDS = (
     ),
     (*EIGHT, 64, "one long, last"),
     *((16, *EIGHT[1:], 0, kind) for kind in ("equal", "one long", "drawn")),
-    (6, *EIGHT[1:], 64, "equal"),
+    *((batch, *EIGHT[1:], 64, kind) for batch in (5, 6, 7) for kind in ("equal", "drawn")),
+    *((8, 32, 8, keys, 128, 1, 64, kind) for keys in (2048, 16384) for kind in ("equal", "one long", "drawn")),
 )
 SINGLE = ((1, 32, 8, 32768, 128, 1), (1, 32, 8, 8192, 128, 1), (8, 32, 8, 8192, 128, 1))
 POINTS = {"kinds": KINDS, "single": SINGLE}
@@ -105,16 +106,17 @@ def prepare_kinds(point: tuple, folder: Path) -> list[tuple[dict, dict[str, Samp
         table = torch.randperm(sizes[0] * sizes[3] // page, device="cuda").int().view(sizes[0], -1)
         k, v = (in_pages(x, page, table) for x in (k, v))
     divided = {"cluster": 8, "per_sm": 2, "block_n": 64, "slots": 4, "halvings": 3}
-    named: dict[str, dict] = {f"load {load}": divided | {"load": load} for load in (19, 38)}
-    named["order"] = divided | {"order": True}
-    named["load 38, six tiles"] = divided | {"load": 38, "slots": 6}
+    named: dict[str, dict] = {"divided": divided, "order": divided | {"order": True}}
+    if sizes[0] <= 8:
+        named["sixteen"] = divided | {"cluster": 16, "base": 1}
     named |= {"two, small": {"cluster": 2, "block_n": 64, "per_sm": 2, "slots": 4}} if kind == "equal" else {}
     add_right(calls, row, named, expected, q, k, v, used, table)
     samples = {name: Sample(call, rounds=ROUNDS) for name, call in calls.items()}
-    if kind == "equal" and page == 64:
-        samples |= placed(
-            f"{sizes[0]}-{page}-order", bound(named["order"] | {"where": True}, q, k, v, used, table), folder
-        )
+    if kind == "equal" and page == 64 and sizes[0] == 8:
+        for name in ("order", "sixteen"):
+            if name in named:
+                call = bound(named[name] | {"where": True}, q, k, v, used, table)
+                samples |= placed(f"{sizes[3]}-{name}", call, folder)
     return [(row, samples, 4 * k.numel())]
 
 
@@ -123,7 +125,7 @@ def placed(name: str, call: Callable, folder: Path) -> dict[str, Sample]:
     call()
     maps: list[torch.Tensor] = []
     finish = partial(write_places, maps, folder / f"where-{name}.json")
-    return {"kept": Sample(call, partial(keep, maps, call.func), ROUNDS, finish)}
+    return {f"{name}, kept": Sample(call, partial(keep, maps, call.func), ROUNDS, finish)}
 
 
 def prepare_single(point: tuple, folder: Path) -> list[tuple[dict, dict[str, Sample], int]]:

@@ -275,7 +275,9 @@ def arrange(
             raise ValueError("a cluster takes no window and no fp8 cache: leave `cluster` out.")
         own_tile = consumers, block_n, choices.get("slots"), merge, page
         in_turn = choices.get("in_turn", bool(lengths) and not (batch == 1 and page and page >= RUNS_PAGE))
-        more = {name: choices[name] for name in ("per_sm", "halvings", "load", "order", "where") if name in choices}
+        more = {
+            name: choices[name] for name in ("per_sm", "halvings", "load", "order", "base", "where") if name in choices
+        }
         plan = cluster_plan(head_dim, group, sq, keys, batch * kv_heads, cluster, *own_tile, in_turn, **more)
         tiles = -(-sq // plan.queries)
         heads = batch * kv_heads * tiles

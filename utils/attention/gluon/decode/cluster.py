@@ -166,8 +166,9 @@ def attend_together(results, tiles, team, start, n, step, numbers, q_desc, k_des
         wait_for_slices(barrier)
         if PLAN.halvings:
             for k in gl.static_range(PLAN.halvings + 1):
-                if team.bits == power(PLAN.cluster) - k:
-                    add_up(results, inbox, team.rank, start, PLAN.cluster >> k)
+                if PLAN.base <= k:
+                    if team.bits == power(PLAN.cluster) - k:
+                        add_up(results, inbox, team.rank, start, PLAN.cluster >> k)
         else:
             add_up(results, inbox, team.rank, start, PLAN.cluster)
         leave()
@@ -210,7 +211,7 @@ def attention_decode_cluster(
     kv_head = gl.program_id(0) // PLAN.cluster
     tile = gl.program_id(2)
     if PLAN.halvings:
-        number = gl.program_id(1) * kv_heads + kv_head
+        number = gl.program_id(1) * (kv_heads >> PLAN.base) + kv_head
         guessed = divide.guess(cache, kv_heads, divide.spread(number) if PLAN.order else number)
         team, head = guessed.team(rank, tiles, tile, PLAN.cluster)
         numbers = divide.first_pages(cache, guessed.b, head, team)

@@ -36,6 +36,7 @@ def cluster_plan(
     per_sm: int = 1,
     halvings: int = 0,
     load: int = 19,
+    base: int = 0,
     order: bool = False,
     where: bool = False,
 ) -> Plan:
@@ -71,7 +72,7 @@ def cluster_plan(
             block_d, block, columns // queries, queries, 0, 1, box, consumers=consumers, cluster=parts, per_sm=per_sm
         )
         plan = replace(plan, merge=merge or "cluster", sent=group * queries, in_turn=in_turn, halvings=halvings)
-        plan = replace(plan, load=load, order=order, where=where)
+        plan = replace(plan, load=load, base=base, order=order, where=where)
         # Beside the tiles there are barriers, and the sums that reductions exchange.
         room = (
             SHARED_BYTES // per_sm

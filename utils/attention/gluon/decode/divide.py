@@ -59,8 +59,9 @@ class Place:
 def halvings(cache, weight, total):
     """How often a cluster is halved for heads of this weight; total: weight of all heads, or 0 so that none is halved."""
     CLUSTER: gl.constexpr = cache.PLAN.cluster
-    found = weight * 0
-    for k in gl.static_range(1, cache.PLAN.halvings + 1):
+    BASE: gl.constexpr = cache.PLAN.base
+    found = weight * 0 + BASE
+    for k in gl.static_range(BASE + 1, cache.PLAN.halvings + 1):
         found += ((weight << k) * LEFT <= total * (cache.PLAN.load * CLUSTER)).to(gl.int32)
     return found
 

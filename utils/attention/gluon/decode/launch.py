@@ -179,7 +179,8 @@ class Launch:
         self.plan = plan = found.plan
         self.programs, self.hint = found.programs, found.hint
         # Triton's launcher multiplies the grid's first dimension by the size of a cluster; the simulator has no clusters.
-        self.grid = (kv_heads * (1 if plan.merge == "cluster" else plan.cluster), batch, found.tiles)
+        clusters = kv_heads >> plan.base
+        self.grid = (clusters * (1 if plan.merge == "cluster" else plan.cluster), batch, found.tiles)
         self.grid = self.grid if plan.cluster else (found.programs, 1, 1)
         self.adapted = q.is_cuda and (self.hint or plan.merge == "cluster")  # between Triton's compiler and the launch
         in_memory = plan.merge != "cluster"  # parts of heads that are merged

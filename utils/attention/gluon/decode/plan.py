@@ -71,6 +71,7 @@ class Plan:
     ahead: bool = False  # whole heads, each begun before the one before it is stored (`rows_ahead.py`)
     cluster: int = 0  # programs of a head, which merge in shared memory (`cluster.py`); 0: the other kernels
     in_turn: bool = False  # the programs of a cluster take a head's blocks in turn, and not a run of them each
+    base: int = 0  # how often every cluster is halved at least, whatever the lengths are
     halvings: int = 0  # how often a cluster may be halved, to be shared by heads of short sequences (`divide.py`)
     sent: int = 0  # query rows of the tile that the programs of a cluster send each other: those that exist
     inbox_in_ring: bool = False  # what they send lies where the tiles were: that costs a wait for the cluster
