@@ -64,6 +64,11 @@ def handed_names(node: ast.stmt) -> set[str]:
     return found - {""}
 
 
+def called_names(node: ast.stmt) -> set[str]:
+    """The names that stand as functions in a statement's calls."""
+    return {n.func.id for n in ast.walk(node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+
+
 def annotating_names(node: ast.stmt) -> set[str]:
     """The names that stand in annotations and nowhere else: such a one may not exist, and nobody evaluates it."""
     notes = [n.annotation for n in ast.walk(node) if isinstance(n, ast.arg | ast.AnnAssign) and n.annotation]

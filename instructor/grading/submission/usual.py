@@ -27,6 +27,7 @@ from instructor.grading.submission.plan import Step, question_of
 from instructor.grading.submission.statements import (
     DEFINITIONS,
     annotating_names,
+    called_names,
     changed_names,
     handed_names,
     imports_by_text,
@@ -140,7 +141,7 @@ class Reading:
         self.handed: dict[
             str, list[_Place]
         ] = {}  # name -> statements that hand it to a call, which may change what it holds
-        self.asked: set[str] = set()  # names that the test cell calls
+        self.called: set[str] = set()  # names of functions, by whatever statement they come: somebody calls them
         self.whole: dict[str, list[_Place]] = {}  # name -> both, kept: what was followed is known by its list
         self.files: dict[str, list[_Place]] = {}  # module of the student's -> its statements
         self.own: set[str] = set()  # attributes of the student's own classes
@@ -149,6 +150,8 @@ class Reading:
         self.narrow: frozenset[str] | None = None  # of the question that is read, if it has a narrow list
         self.forbidden: frozenset[str] = frozenset()  # words for what the question that is read forbids
         for step in steps:
+            if step.kind == "tests":
+                self.called |= set(step.needs.names)
             if step.cell.cell_type != "code":
                 continue
             if step.untouched and not step.answer:
@@ -179,14 +182,15 @@ class Reading:
                 imported = isinstance(place.node, ast.Import)
                 if not is_module or (name in bound_names(place.node) and not imported):
                     self.bindings.setdefault(name, []).append(place)
+            self.called |= called_names(place.node)
             for name in handed_names(place.node):
                 self.handed.setdefault(name, []).append(place)
 
     def _bound(self, name: str) -> list[_Place]:
-        """The statements that a name's value comes from; a function or a class is what its definition says, and so is an answer."""
+        """The statements that a name's value comes from; a function or a class is what its definition says."""
         own = self.bindings.get(name, [])
         defined = any(isinstance(place.node, (*DEFINITIONS, ast.Import, ast.ImportFrom)) for place in own)
-        if defined or not own or name in self.asked or name not in self.handed:
+        if defined or not own or name in self.called or name not in self.handed:
             return own
         return self.whole.setdefault(name, own + self.handed[name])
 
@@ -223,7 +227,6 @@ class Reading:
         narrow = self.usual.narrow.get(step.name) or self.usual.narrow.get(step.question)
         strict |= bool(narrow)
         words, self.strict = self.usual.words(step.question), strict
-        self.asked = set(step.needs.names)
         self.forbidden = frozenset(self.usual.forbidden.get(step.name, "").split())
         self.narrow = frozenset(narrow.split()) | words.names | words.attributes if narrow else None
         found: dict[str, list[str]] = {}

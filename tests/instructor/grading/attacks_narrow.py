@@ -228,7 +228,7 @@ def prepare_flex(attention, mask_mod, score_mod, length, device, block_size=128)
     return attend
 """,
         "prepare_flex prepare_flex",
-        "for few tokens",
+        "a tensor of pairs, in pieces",
     ),
     _lab2(
         "6.1 a constant in the larger buckets",
