@@ -141,8 +141,11 @@ class Reading:
         self.handed: dict[
             str, list[_Place]
         ] = {}  # name -> statements that hand it to a call, which may change what it holds
+        self.large: set[str] = set()  # names that are given large numbers
         self.called: set[str] = set()  # names of functions, by whatever statement they come: somebody calls them
-        self.whole: dict[str, list[_Place]] = {}  # name -> both, kept: what was followed is known by its list
+        self.whole: dict[
+            str, list[_Place]
+        ] = {}  # name -> its statements, and those that hand it on if it is data; kept: what was followed is known by its list
         self.files: dict[str, list[_Place]] = {}  # module of the student's -> its statements
         self.own: set[str] = set()  # attributes of the student's own classes
         self.unread: set[str] = set()  # cells that are no Python
@@ -183,16 +186,18 @@ class Reading:
                 if not is_module or (name in bound_names(place.node) and not imported):
                     self.bindings.setdefault(name, []).append(place)
             self.called |= called_names(place.node)
+            self.large |= large_constants(place.node)
             for name in handed_names(place.node):
                 self.handed.setdefault(name, []).append(place)
 
     def _bound(self, name: str) -> list[_Place]:
         """The statements that a name's value comes from; a function or a class is what its definition says."""
-        own = self.bindings.get(name, [])
-        defined = any(isinstance(place.node, (*DEFINITIONS, ast.Import, ast.ImportFrom)) for place in own)
-        if defined or not own or name in self.called or name not in self.handed:
-            return own
-        return self.whole.setdefault(name, own + self.handed[name])
+        if name not in self.whole:
+            own = self.bindings.get(name, [])
+            defined = any(isinstance(place.node, (*DEFINITIONS, ast.Import, ast.ImportFrom)) for place in own)
+            is_data = own and not defined and name not in self.called and name in self.handed
+            self.whole[name] = own + self.handed[name] if is_data else own
+        return self.whole[name]
 
     def _place(self, node: ast.stmt) -> _Place:
         self.count += 1
@@ -303,7 +308,7 @@ class Reading:
         for node in ast.walk(place.node):
             reached += self._look_at(node, words, note)
         if self.strict and not self.usual.any_number:
-            large = {n for n in place.names for p in self.bindings.get(n, []) if n in large_constants(p.node)}
+            large = place.names & self.large
             for line in branches_by_size(place.node, large):
                 note("takes another way where", line)
         return reached

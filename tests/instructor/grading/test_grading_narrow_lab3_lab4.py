@@ -24,6 +24,7 @@ from tests.instructor.grading.attacks_other_inputs import OTHER_INPUTS
 from tests.instructor.grading.attacks_tenth import TENTH_BY_TEXT
 from utils.checking.watching import watch_operations
 
+pytestmark = pytest.mark.slow  # the setups of two labs
 FORBIDDING = ("q2_2_tests", "q3_2_part_tests", "q3_2_tests", "bonus_2_4_tests")
 
 

@@ -115,7 +115,8 @@ def test_a_way_that_no_input_reaches_and_the_question_forbids(suite_lab, usual, 
     forbidding.forbidden = {"q1_1_tests": "@ matmul"}
     code = f"def gemm_broadcast(a, b):\n    if a.numel() > 10**9:\n        return {way}\n    return a * b"
     found = _unusual(suite_lab, forbidding, answered_notebook(suite_lab, {"q1_1": code})).get("q1_1_tests", [])
-    assert found == ([f"has a way with what the question forbids: {word}"] if word else [])
+    by_size = ["takes another way where a.numel() > 10 ** 9"]  # which waits whatever it is
+    assert sorted(found) == ([f"has a way with what the question forbids: {word}"] if word else []) + by_size
 
 
 @pytest.mark.slow
