@@ -392,8 +392,8 @@ def unusual_file(text: str, usual: Usual, question: str) -> list[str]:
         used = words_of(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []  # a file that is no Python
-    own: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
+    tree, own = ast.parse(text), set[str]()
+    for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             own |= set().union(*(bound_names(part) for part in node.body))
             own |= {p.target.id for p in node.body if isinstance(p, ast.AnnAssign) and isinstance(p.target, ast.Name)}
@@ -405,11 +405,9 @@ def unusual_file(text: str, usual: Usual, question: str) -> list[str]:
     if narrow := usual.narrow.get(question):
         model = usual.words(question)
         known = frozenset(narrow.split()) | model.attributes | model.names
-        used.attributes |= {
-            n.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) for n in node.names
-        }
+        used.attributes |= {n.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for n in node.names}
     missing = set(usual.needed.get(question, "").split()) - used.attributes - used.names
-    tree, limits = ast.parse(text), list[str]()
+    limits: list[str] = []
     if usual.any_number:
         limits = own_limits(tree, named_numbers([tree]), LEAST_OF_KERNEL) + program_branches(tree)
     elif not usual.given.get(question):  # no lines that the lab gives
