@@ -33,7 +33,7 @@ from utils.files import write_whole
 # The variables that a student's process inherits from the grader's environment. None holds a token or a key.
 KEPT = (
     *("LANG", "LC_ALL", "TZ", "PATH", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "XPU_DEVICE"),
-    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TRITON_PTXAS_PATH", "PYTHONDONTWRITEBYTECODE"),
+    *("TRITON_PTXAS_PATH", "PYTHONDONTWRITEBYTECODE"),
 )
 COURSE = ("assets",)  # folders that students have next to their notebook
 WARM_SECONDS = 600.0  # limit for the start of a warm process
@@ -90,9 +90,11 @@ class Zygote:
             raise GradingError(f"{built.name} cannot be graded: " + "; ".join(ready["problems"]))
 
     def _environment(self, limits: walls.Limits) -> dict[str, str]:
-        environment = {"OMP_NUM_THREADS": "1"}
-        environment |= {name: os.environ[name] for name in KEPT if name in os.environ}
+        environment = {name: os.environ[name] for name in KEPT if name in os.environ}
         environment |= {
+            # One thread, whatever the grader's environment says: a fork has none of its parent's, and waits for them for ever.
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
             "PYTHONSAFEPATH": "1",
             "PYTHONHASHSEED": "0",

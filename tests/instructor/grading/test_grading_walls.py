@@ -63,6 +63,7 @@ found = {
     "user": os.getuid(),
     "setuid": tried(lambda: os.setuid(0)),
     "environment": "TOKEN" in str(dict(os.environ)) or "TOKEN" in tried(lambda: open("/proc/self/environ").read()),
+    "threads": torch.get_num_threads(),
     "memory": tried(lambda: len(bytearray(20 * 10**9))),
     "large file": tried(lambda: [open("large", "ab").write(bytes(10**8)) for _ in range(20)]),
     "mount": tried(lambda: subprocess.run(["mount", "-t", "tmpfs", "x", "/mnt"], check=True, capture_output=True)),
@@ -84,6 +85,7 @@ def probed(small_lab, tmp_path_factory):
         folder.chmod(0o755)
     limits = Limits(scratch_mb=500)  # no other test has these: the warm process starts here, and finds the folder
     os.environ["GRADING_SECRET_TOKEN"] = "SECRET"
+    threads, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "3"
     sys.path.append(str(site))
     ANSWERS[small_lab.name] = {"utils.model.costs": ["gemm"]}
     try:
@@ -93,7 +95,8 @@ def probed(small_lab, tmp_path_factory):
     finally:
         sys.path.remove(str(site))
         del ANSWERS[small_lab.name]
-        del os.environ["GRADING_SECRET_TOKEN"]
+        del os.environ["GRADING_SECRET_TOKEN"], os.environ["OMP_NUM_THREADS"]
+        os.environ |= {} if threads is None else {"OMP_NUM_THREADS": threads}
     cells = nbformat.reads(result.notebook, as_version=4).cells
     (text,) = (o.text for c in cells if c.id == "q1_3" for o in c.outputs if "PROBES" in o.get("text", ""))
     return json.loads(text.split("PROBES")[1]), result
@@ -156,6 +159,12 @@ def test_no_new_namespace_and_no_memory_that_no_limit_counts(probed):
 @pytest.mark.slow
 def test_no_secret_in_the_environment(probed):
     assert probed[0]["environment"] is False
+
+
+@pytest.mark.slow
+def test_one_thread_whatever_the_graders_environment_says(probed):
+    # A fork of a process that computed with several waits for the others for ever: lab 1 was never graded to its end.
+    assert probed[0]["threads"] == 1
 
 
 @pytest.mark.slow
