@@ -119,6 +119,7 @@ assert find_spec("triton"), "This lab needs Triton for the language itself: pip 
 from utils import gluon_cpu
 from utils.checking.gluon_launches import (
     CLOSE,
+    Cancelling,
     async_copy_launch,
     attention_inputs,
     attention_launch,
@@ -1433,6 +1434,9 @@ def check_wgmma(text):
         steps = math.ceil(k / 64)
         assert products == steps, f"K = {k} takes {steps} steps, and a program starts {products} products: one a step."
         assert any(e.kind == "copy out" for e in run.events), "C should leave by TMA: into c_tile, then tma_store."
+    launch, expected = wgmma_launch(40, 72, 192, 64, torch.float16, Cancelling())
+    expect_kernel(text, launch, expected, rtol=1e-2, atol=2e-2,
+                  hint="Two steps of these numbers cancel, and their sums overflow in 16 bits: the accumulator is fp32.")
 
 
 check_wgmma(text_of("lab3_wgmma.py")).raise_if_wrong()

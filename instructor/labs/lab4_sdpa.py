@@ -2919,6 +2919,11 @@ def check_answers(grid_answers):
             "Training shapes only.": (1.5 * 8 * 4 * 1.5 * 0.5 / 3) ** (1 / 6)}),
     ):
         expect_number(got[key], right, rel=1e-6, what=f"{key} of a small table of 8 shapes", mistakes=mistakes)
+    # Of 400 such tables in one the answers are the same, and the products of all ratios are beyond what 64 bits hold.
+    many = grid_answers(pd.concat([small.assign(shape=small["shape"] + 8 * i) for i in range(400)], ignore_index=True))
+    for key, right in got.items():
+        if key != "decode_winner":
+            expect_number(many[key], right, rel=1e-6, what=f"{key} of a table of 3200 shapes, the small table 400 times,")
 
 
 check_answers(grid_answers).raise_if_wrong()

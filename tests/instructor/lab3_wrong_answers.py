@@ -335,6 +335,18 @@ def repairs():
     ),
     _instead("B not turned", "q4_1", ("layout", "wrong in", "shape"), ("b_tile.permute([1, 0])", "b_tile")),
     _instead("steps not added up", "q4_1", "wrong in", ("acc, is_async=True)", "acc, use_acc=False, is_async=True)")),
+    *(
+        _instead(
+            f"the accumulator rounded to {dtype} after each step",
+            "q4_1",
+            ("does that stay in fp32", "overflow in 16 bits", "something else multiplies", "A is (100, 200)"),
+            (
+                "        acc = warpgroup_mma_wait(0, deps=[acc])  # public\n",
+                f"        acc = warpgroup_mma_wait(0, deps=[acc]).to(gl.{dtype}).to(gl.float32)\n",
+            ),
+        )
+        for dtype in ("bfloat16", "float16")
+    ),
     _instead("no fence before the TMA store", "q4_1", "missing fence", ("    fence_async_shared()  # public\n", "")),
     _instead("kernel ends before its store", "q4_1", "unfinished", ("    tma.store_wait(0)  # public\n", "")),
     # ---- 5.1

@@ -1304,6 +1304,20 @@ def default_slowdown(grid):
     *(
         WrongAnswer(mistake, "q6_2", _ANSWERS.format(change=f'found["{key}"] = {value}'), phrase)
         for mistake, key, value, phrase in (
+            (
+                "a product of all losses, which overflows for many shapes",
+                "default_loss",
+                "(lambda loss: float(loss.prod() ** (1 / len(loss))))(default_slowdown(grid))",
+                ("default_loss of a table with 1000 shapes", "default_loss of a table of 3200 shapes"),
+            ),
+            (
+                "a product of all ratios, which overflows for many shapes",
+                "cudnn_over_flash",
+                """(lambda t: float((t["flash"] / t["cudnn"]).dropna().prod() ** (1 / (t["flash"] / t["cudnn"]).count())))(
+        grid[(grid["status"] == "ok") & (grid["kind"] == "training")].pivot(index="shape", columns="backend", values="ms")
+    )""",
+                ("cudnn_over_flash of a table with 1000 shapes", "cudnn_over_flash of a table of 3200 shapes"),
+            ),
             ("wins in percent", "default_wins", '100 * found["default_wins"]', "between 0 and 1"),
             ("arithmetic mean of losses", "default_loss", "default_slowdown(grid).mean()", "not the arithmetic one"),
             (

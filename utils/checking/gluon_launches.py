@@ -90,6 +90,21 @@ def wgmma_launch(
     return launch, {"c_desc": a.double() @ b.double().T}
 
 
+class Cancelling:
+    """Draws A and B whose products of the first 64 numbers along K are above 100,000, and are taken away by the next 64."""
+
+    def __init__(self, normal: Normal = torch.randn):
+        self.normal, self.sign = normal, 1.0
+
+    def __call__(self, rows: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the next matrix, A and then B, in whose products the first two steps cancel."""
+        large = 32.0 * 2.0 ** (self.normal(rows, 64) > 0)
+        last = self.normal(rows, k - 128)
+        found = torch.cat([large, self.sign * large, last], dim=1).to(dtype)
+        self.sign = -1.0
+        return found
+
+
 def wgmma_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
     """Return the products that known mistakes give: {what is wrong: product}."""
     args: dict[str, Any] = launch.args

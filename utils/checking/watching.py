@@ -139,9 +139,15 @@ _MASKS = tuple(
 
 
 @functools.cache
+def _place(file: str) -> str:
+    """Return the path of a code's file without links; a name such as <cell 3> stays. Every operator asks for some of them."""
+    return os.path.realpath(file) if os.path.isabs(file) else file
+
+
+@functools.cache
 def _whose(file: str) -> str:
     """Return "student", the file of a library's or the course's formulas, or "" for what lies between the two."""
-    path = os.path.realpath(file) if os.path.isabs(file) else file
+    path = _place(file)
     for folder, above in _FORMULAS:
         if path.startswith(folder) and path not in _MASKS:
             return path.removeprefix(above)
@@ -212,7 +218,7 @@ def _on_behalf_of_student(frame: types.FrameType | None) -> bool:
         if is_students(frame.f_code):
             return True
         # NumPy makes arrays for itself where a student asks it for something else.
-        if os.path.realpath(frame.f_code.co_filename).startswith((_TORCH, *_COURSE, *_NUMPY)):
+        if _place(frame.f_code.co_filename).startswith((_TORCH, *_COURSE, *_NUMPY)):
             return False
         frame = frame.f_back
     return False
@@ -236,8 +242,7 @@ def is_students(code: types.CodeType) -> bool:
     name = code.co_filename
     if name.startswith(("<frozen", "<__array", "<eval_with_key")):
         return False
-    path = os.path.realpath(name) if os.path.isabs(name) else name
-    return not path.startswith((*_COURSE, *_LIBRARIES))
+    return not _place(name).startswith((*_COURSE, *_LIBRARIES))
 
 
 def _line(code: types.CodeType, number: int) -> StudentLine:

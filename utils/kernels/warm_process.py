@@ -6,8 +6,8 @@ for each job. A kernel then finds nothing that an earlier kernel left behind, an
 with the job. The server ends when its program ends, or after five minutes without a job; the next job then starts
 another server.
 
-The grader does not use the server: it starts a new process for each job, because a student's kernel might harm its
-parent.
+The grader does not use the server, so that a student's kernel meets no process that other students' kernels meet: the process
+behind the walls, which one submission has, forks a child for each job (`ForkedProcess`), or starts a new one.
 
 A module that uses this calls `serve` when it is run as a program, and keeps a `WarmProcess` with its own name.
 """
@@ -81,6 +81,36 @@ class WarmProcess:
                 except Gone as gone:  # it had been idle for too long, or something killed it
                     complaints = str(gone)
         return Ended(1, "", complaints)
+
+
+class ForkedProcess:
+    """Runs jobs in forks of this very process, which has imported what they need; as a `WarmProcess` otherwise.
+
+    Args:
+        work: does one job, given its folder.
+    """
+
+    def __init__(self, work: Callable[[str], object]) -> None:
+        self.work = work
+
+    def run(self, folder: str, timeout: float) -> Ended:
+        """Run the job whose inputs are in a folder; as `WarmProcess.run`."""
+        pid = os.fork()
+        if pid == 0:
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # a channel of this process is no business of a kernel's
+            _be_a_child({"folder": folder, "environment": dict(os.environ)}, self.work)
+        deadline = time.monotonic() + timeout
+        while True:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                break
+            if time.monotonic() > deadline:
+                _kill_group(pid)
+                os.waitpid(pid, 0)
+                raise TimeoutError
+            time.sleep(0.002)
+        printed, complaints = (_text(Path(folder, name)) for name in ("printed", "complaints"))
+        return Ended(os.waitstatus_to_exitcode(status), printed, complaints)
 
 
 def _run_anew(command: list[str], environment: dict[str, str], timeout: float) -> Ended:

@@ -59,7 +59,7 @@ def _expect_wide_inside(function, draw: Draw, causal: bool, name: str) -> None:
 
     With large scores the weights are few, and what rounding a score costs stands out.
     """
-    s, tiles = (400, (50, 4)) if causal else (24, (8, 16))
+    s, tiles = (400, (200, 4)) if causal else (24, (8, 16))
     for factor, limit in _ACCURATE_ENOUGH[causal].items():
         q, k, v = (draw.normal(1, 2, n, 16, dtype=torch.bfloat16) for n in (s, 400, 400))
         q = factor * q

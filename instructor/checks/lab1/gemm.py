@@ -151,8 +151,11 @@ def gemm_tiled(gemm_tiled, seed=None):
     _expect_tiles_copied(gemm_tiled, draw)
     _let_long_steps_wait(gemm_tiled, draw)
     for dtype in (torch.float32, torch.float64):
-        m, k, n = draw.sizes(3, 9, 30)
-        for tm, tn, tk in (draw.sizes(3, 2, 7), (64, 32, 128), (1, 5, 1)):
+        for (m, k, n), (tm, tn, tk) in (
+            (draw.sizes(3, 9, 30), draw.sizes(3, 2, 7)),
+            (draw.sizes(3, 9, 30), (64, 32, 128)),
+            (draw.sizes(3, 5, 13), (1, 5, 1)),
+        ):
             what = _name("gemm_tiled", m, k, n, dtype, tiles(tm, tn, tk))
             a, b = draw.normal(m, k, dtype=dtype), draw.normal(k, n, dtype=dtype)
             _expect_product(lambda x, y, t=(tm, tn, tk): gemm_tiled(x, y, *t), a, b, what, hint)

@@ -31,6 +31,7 @@ from instructor.checks.lab3_gluon.rings import (
 from instructor.checks.lab3_gluon.work import look_at_work
 from utils.checking import check
 from utils.checking.gluon_launches import (
+    Cancelling,
     async_copy_launch,
     repair_launch,
     ring_mistakes,
@@ -288,7 +289,7 @@ def wgmma(source: str, seed=None):
             rtol=1e-2,
             atol=2e-2,
             seeds=(None, draw.size(1, 999)),
-            hint="C = A Bᵀ: is B turned, and is each step added to the accumulator?",
+            hint="C = A Bᵀ: is B turned, is each step added to the accumulator, and does that stay in fp32?",
             mistakes=partial(wgmma_mistakes, launch, expected),
             programs=math.prod(launch.grid),
         )
@@ -297,25 +298,12 @@ def wgmma(source: str, seed=None):
         expect_from_products(source, launch, {name: 2.0 * right for name, right in expected.items()})
         expect_sum_in_accumulator(source, launch)
     for dtype in HALVES:
-        launch, expected = wgmma_launch(draw.size(33, 64), 8 * draw.size(5, 16), 192, 64, dtype, _Cancelling(draw))
+        launch, expected = wgmma_launch(
+            draw.size(33, 64), 8 * draw.size(5, 16), 192, 64, dtype, Cancelling(draw.normal)
+        )
         hint = "Two steps of these numbers cancel, and their sums overflow in 16 bits: the accumulator is fp32."
         expect_kernel(source, launch, expected, rtol=1e-2, atol=2e-2, hint=hint)
     look_at_work(source, "wgmma", draw.normal, "The product of a step adds to the accumulator.")
-
-
-class _Cancelling:
-    """Draws A and B whose products of the first 64 numbers along K are above 100,000, and are taken away by the next 64."""
-
-    def __init__(self, draw: Draw):
-        self.draw, self.sign = draw, 1.0
-
-    def __call__(self, rows: int, k: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the next matrix, A and then B, in whose products the first two steps cancel."""
-        large = 32.0 * 2.0 ** (self.draw.normal(rows, 64) > 0)
-        last = self.draw.normal(rows, k - 128)
-        found = torch.cat([large, self.sign * large, last], dim=1).to(dtype)
-        self.sign = -1.0
-        return found
 
 
 def _expect_steps(events: list[Event], steps: int) -> None:

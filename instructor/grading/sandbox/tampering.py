@@ -519,9 +519,12 @@ class Profile:
     def __exit__(self, *error: object) -> None:
         from torch.autograd import _disable_profiler
 
-        events = sorted(_disable_profiler().events(), key=lambda event: event.start_ns())
-        self.in_order = [event.name() for event in events]
-        self.names = {name.removeprefix("aten::") for name in self.in_order}
+        self._events = _disable_profiler().events()
+        self.names = {event.name().removeprefix("aten::") for event in self._events}
+
+    def in_order(self) -> list[str]:
+        """The names of what ran, in the order in which it began."""
+        return [event.name() for event in sorted(self._events, key=lambda event: event.start_ns())]
 
     def fused(self) -> set[str]:
         """Entries to attention in one call that ran; the modes see only what torch takes some of them apart into."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import collections
+import inspect
 import types
 from collections.abc import Mapping
 
@@ -205,14 +206,19 @@ class _RecordedOperator:
 def replay(modes: list, records: list) -> None:
     """Show the check's own modes each operator, with tensors that have shapes and no values."""
     tensors: dict[int, torch.Tensor] = {}  # a tensor that comes again is the same one
+    operators: dict[tuple[str, str], object] = {}
+    dispatches = [
+        inspect.unwrap(type(mode).__torch_dispatch__).__get__(mode) for mode in modes
+    ]  # without torch's wrapper
     for name, overload, args, kwargs, result in records if modes else ():
-        values, named = (
-            [_unsketch(v, tensors) for v in args],
-            {str(k): _unsketch(v, tensors) for k, v in kwargs.items()},
-        )
-        function = _RecordedOperator(_operator(str(name), str(overload)), _unsketch(result, tensors))
-        for mode in modes:
-            mode.__torch_dispatch__(function, (), tuple(values), named)
+        values = [_unsketch(v, tensors) for v in args]
+        named = {str(k): _unsketch(v, tensors) for k, v in kwargs.items()}
+        key = str(name), str(overload)
+        if key not in operators:
+            operators[key] = _operator(*key)
+        function = _RecordedOperator(operators[key], _unsketch(result, tensors))
+        for dispatch in dispatches:
+            dispatch(function, (), tuple(values), named)
 
 
 def _operator(name: str, overload: str) -> object:

@@ -305,7 +305,7 @@ class Student:
                 "result": made,
             }
         reply["sdpa"], reply["filters"] = after, left
-        reply["profile"] = profile.in_order[:100_000] if profile is not None and conditions["profile"] else []
+        reply["profile"] = profile.in_order()[:100_000] if profile is not None and conditions["profile"] else []
         reply["shown"] = "".join(i.get("text", "") for i in outputs.items)[:20_000]
         return reply, encode.blobs
 

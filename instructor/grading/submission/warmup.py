@@ -107,6 +107,7 @@ def exercise_libraries() -> None:
     import torch
 
     from utils.checking import check, expect_close, watch_operations
+    from utils.checking.sizes import poisoned_memory
 
     state = torch.get_rng_state()
     a = torch.randn(3, 3)
@@ -114,6 +115,8 @@ def exercise_libraries() -> None:
         with watch_operations(), Recorder():
             x = a.to(dtype)
             torch.softmax(x @ x.T, dim=-1).sum(dim=1).clone().exp()
+    with poisoned_memory():
+        torch.empty(3)
         torch.nn.functional.scaled_dot_product_attention(*[x[None, None]] * 3)
     torch.nn.functional.gelu(torch.nn.functional.linear(a, a), approximate="tanh")
     torch.vmap(torch.sum)(a)

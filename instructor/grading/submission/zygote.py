@@ -22,13 +22,10 @@ import shutil
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
-import types
 from typing import Any, NoReturn
 
 from instructor.grading.sandbox import walls
@@ -37,6 +34,7 @@ from instructor.grading.submission.enclosure import Enclosure
 from instructor.grading.submission.records import Job, WarmUp
 from instructor.grading.submission.warmup import Warm, make_shell, run_setup, warm_up
 from instructor.grading.wire.channel import Channel, Closed
+from utils.kernels.warm_process import ForkedProcess, WarmProcess
 
 
 def serve(descriptor: int) -> None:
@@ -139,53 +137,6 @@ def _ask_for_student(warden: socket.socket, clean: bool = False) -> checker.Stud
 # ---- Triton's interpreter ----------------------------------------------------------------------------------------
 
 
-class _ForkedInterpreter:
-    """A child process of `utils.kernels.interpreter`, with the interface of `subprocess.Popen`.
-
-    It is forked instead of started, since torch and Triton are loaded here already.
-    """
-
-    def __init__(self, command: list, *, cwd: str, **options: object):
-        self.command: list = command
-        self.returncode: int | None = None
-        self.output = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 (communicate closes them)
-        self.pid = os.fork()
-        if self.pid == 0:
-            status = 1
-            try:
-                os.setsid()
-                for number, file in enumerate(self.output, 1):
-                    os.dup2(file.fileno(), number)
-                sys.stdout, sys.stderr = (os.fdopen(n, "w", closefd=False) for n in (1, 2))
-                os.chdir(cwd)
-                importlib.import_module("utils.kernels.interpreter")._child(command[-1])
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                for stream in (sys.stdout, sys.stderr):
-                    with contextlib.suppress(Exception):
-                        stream.flush()
-                os._exit(status)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
-        return self.returncode
-
-    def communicate(self, timeout: float = 3600) -> tuple[str, str]:
-        deadline = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(self.command, timeout)
-            time.sleep(0.002)
-        out, err = (os.pread(file.fileno(), 20_000, 0).decode(errors="replace") for file in self.output)
-        for file in self.output:
-            file.close()
-        return out, err
-
-
 def start_runner(options: WarmUp) -> socket.socket | None:
     """Start a second warm process, in which Triton interprets kernels; returns its socket, or None without Triton.
 
@@ -204,12 +155,8 @@ def start_runner(options: WarmUp) -> socket.socket | None:
         importlib.import_module("triton.language")
         interpreter: Any = importlib.import_module("utils.kernels.interpreter")
         interpreter.repair()
-        interpreter.subprocess = types.SimpleNamespace(
-            Popen=_ForkedInterpreter,
-            DEVNULL=subprocess.DEVNULL,
-            PIPE=subprocess.PIPE,
-            TimeoutExpired=subprocess.TimeoutExpired,
-        )
+        assert isinstance(interpreter.PROCESS, WarmProcess)
+        interpreter.PROCESS = ForkedProcess(interpreter.answer)  # torch and Triton are loaded here already
         shell = make_shell()
         _keep_no_bytecode()
         gc.freeze()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ from utils.kernels.interpreter import (
     run_interpreted_cases,
     run_interpreted_source,
 )
+from utils.kernels.warm_process import ForkedProcess
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -209,3 +211,30 @@ def test_what_cannot_travel_is_refused_before_a_process_starts(monkeypatch):
     monkeypatch.setattr(interpreter.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="Triton's interpreter needs Triton, which is not installed here"):
         run_interpreted("gemm_tiled", torch.ones(2, 2), torch.ones(2, 2))
+
+
+# ---- jobs in forks of this process -------------------------------------------------------------------------------
+
+
+def test_a_forked_job_has_this_process_as_its_parent_and_none_of_its_files(tmp_path):
+    mine = os.open(tmp_path / "mine", os.O_RDWR | os.O_CREAT)
+
+    def work(folder):
+        Path(folder, "parent").write_text(str(os.getppid()))
+        os.write(1, f"printed {os.getcwd()}".encode())
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.write(mine, b"reached")  # a descriptor of the parent's
+
+    ended = ForkedProcess(work).run(str(tmp_path), timeout=30)
+    os.close(mine)
+    assert (tmp_path / "parent").read_text() == str(os.getpid())
+    assert ended.printed == f"printed {tmp_path}"
+    assert ended.status == 0
+    assert (tmp_path / "mine").read_bytes() == b""
+
+
+def test_a_forked_job_that_takes_too_long_is_ended(tmp_path):
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        ForkedProcess(lambda folder: time.sleep(60)).run(str(tmp_path), timeout=0.2)
+    assert time.monotonic() - began < 10
