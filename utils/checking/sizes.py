@@ -24,7 +24,7 @@ _MOVES = """
     to contiguous view _unsafe_view reshape _reshape_alias view_as_real view_as_complex expand permute transpose t
     unsqueeze squeeze select slice split split_with_sizes unsafe_split tensor_split unbind chunk narrow as_strided diagonal
     unfold movedim flatten unflatten cat stack index index_select gather take take_along_dim index_put _unsafe_index
-    index_copy index_fill scatter slice_scatter select_scatter masked_select masked_scatter nonzero repeat
+    index_copy index_fill put scatter slice_scatter select_scatter masked_select masked_scatter nonzero repeat
     repeat_interleave tile roll flip pad constant_pad_nd tril triu tril_indices triu_indices _local_scalar_dense item
     equal is_nonzero resize set
 """
@@ -41,7 +41,7 @@ _COPIES = words("""
     masked_select repeat repeat_interleave tile roll flip pad constant_pad_nd tril triu
     """)
 _WRITES = words(
-    "copy index_put index_copy masked_scatter scatter slice_scatter select_scatter"
+    "copy index_put index_copy put masked_scatter scatter slice_scatter select_scatter"
 )  # into their first argument
 # Sums and masks: no softmax and no product can be made of these alone.
 LINEAR = frozenset(["add", "sub", "rsub", "neg", "mul", "div", "sum", "nansum", "mean", "where", "masked_fill"])
@@ -100,6 +100,16 @@ def _is_written(argument) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
+def _computing_name(func, args: tuple, kwargs: dict) -> str:
+    """Return an operator's name; that of another one where an option makes it multiply or add and not only carry values."""
+    name = func._schema.name.split("::")[1].rstrip("_") or func.__name__
+    if name == "scatter" and func._schema.overload_name.endswith("reduce"):  # reduce="multiply" is one
+        return "scatter_reduce"
+    if name in ("index_put", "_index_put_impl", "put") and (kwargs.get("accumulate") or args[3:4] == (True,)):
+        return "index_add"
+    return name
+
+
 class SizeWatch(TorchDispatchMode):
     """Records the operators that run, with the elements of the largest tensor that each one reads or writes.
 
@@ -141,7 +151,7 @@ class SizeWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        name = func._schema.name.split("::")[1].rstrip("_") or func.__name__
+        name = _computing_name(func, args, kwargs or {})
         several = name.startswith("_foreach")  # one operator on a list of tensors
         given, made = tensors_in((*args, *(kwargs or {}).values())), tensors_in((result,))
         if result is None:  # such as _foreach_copy_, which returns nothing and writes to what it was given

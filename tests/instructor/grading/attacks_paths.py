@@ -275,6 +275,10 @@ def errors(out, q, k, v, causal=False):
         "b2.4 a sixth product by norms of sums and differences",
         "((a + b).norm(dim=-1) ** 2 - (a - b).norm(dim=-1) ** 2) / 4",
     ),
+    _sixth(
+        "b2.4 a sixth product by scattering",
+        "a.clone().scatter_(-1, torch.arange(a.shape[-1]).expand(a.shape), b, reduce='multiply').sum(-1)",
+    ),
     _sixth("b2.4 a sixth product by products of pairs", "torch.stack((a, b)).prod(0).sum(-1)"),
     _sixth(
         "b2.4 a sixth product by variances", "(torch.stack((a, -b)).var(0) - torch.stack((a, b)).var(0)).sum(-1) / 2"
