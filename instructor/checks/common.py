@@ -151,4 +151,6 @@ def expect_unchanged(before: Sequence[torch.Tensor], after: Sequence[torch.Tenso
     """Assert that a function did not change its inputs."""
     for old, new in zip(before, after, strict=True):
         if not torch.equal(torch.nan_to_num(old), torch.nan_to_num(new)):
-            raise AssertionError(f"{what} changed one of its inputs. Work on new tensors: `x += ...` writes into x.")
+            raise AssertionError(
+                f"{what} changed one of its inputs, or its memory. Work on new tensors: `x += ...` writes into x."
+            )

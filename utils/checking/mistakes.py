@@ -100,7 +100,7 @@ def leaves_inputs(answer: Callable) -> Callable:
             if old.shape != new.shape or not torch.equal(old, new):
                 name = getattr(answer, "__name__", "your function")
                 raise AssertionError(
-                    f"{name} changed one of its inputs. Work on new tensors: `x += ...` writes into x."
+                    f"{name} changed one of its inputs, or its memory. Work on new tensors: `x += ...` writes into x."
                 )
         return result
 

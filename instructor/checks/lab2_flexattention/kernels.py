@@ -268,6 +268,6 @@ def buckets(bucketed_attention, seed=None):
     count = max(kernels_for(mods[:2], sizes[0]), kernels_for(of_largest, sizes[2]))
     if count > 1:
         raise AssertionError(
-            f"the masks of two texts in the same bucket need {count} kernels. Their lengths are Python "
-            "numbers, and became constants. Capture a tensor: torch.tensor(...)."
+            f"the masks of two texts in the same bucket need {count} kernels. Either their lengths are Python "
+            "numbers, and became constants, or the masks are two functions. Let one function serve all. Capture a tensor: torch.tensor(...)."
         )
