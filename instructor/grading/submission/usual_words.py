@@ -96,9 +96,8 @@ MOST_OPERATORS: dict[str, dict[str, int]] = {
 # Single values that all calls of a test cell's functions take out of torch, at most, but where they are multiplied or looked up one by one.
 MOST_NUMBERS = 500
 READING_ONE_BY_ONE = {"lab1": ("q1_1_tests",), "lab2_flexattention": ("q3_1_tests", "q3_3_tests")}
-ONLY_SIZES = (
-    "lab1",
-)  # labs whose right answers compare values with large numbers: there only sizes may not be (`limits`)
+# Labs whose right answers compare values with large numbers: there only sizes may not be compared with them (`limits`).
+ONLY_SIZES = ("lab1",)
 REWRITTEN = ("lab1",)  # labs whose files of kernels students may write in their own way, around the holes too
 
 

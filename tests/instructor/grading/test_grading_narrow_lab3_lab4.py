@@ -93,6 +93,11 @@ WAITS = {
     "copies where a pin is": ("q1_3", "def pinned_sdpa(backend, q, k, v, **o):\n    return q.clone()", ".clone"),
     "a limit of one's own": ("q4_3", "def ready_for_flash(x):\n    return x if x.shape[2] < 5000 else x + 0", "5000"),
     "a GPU": ("q4_3", "def ready_for_flash(x):\n    return x if x.device.type == 'cuda' else x", "cuda"),
+    "a sum of hundreds": (
+        "q4_3",
+        f"def ready_for_flash(x):\n    return x if x.ndim < {'1 + ' * 600}1 else x",
+        "too many parts",
+    ),
     "an operator of Python's": ("q1_3", "def pinned_sdpa(backend, q, k, v, **o):\n    return q @ k", "MatMult"),
 }
 
