@@ -29,22 +29,18 @@ from instructor.grading.sandbox.tampering import Sign
 from instructor.grading.submission.exceptions import error_with_lines, explain
 from instructor.grading.submission.outputs import MAX_NOTEBOOK, clean_outputs, error_output, output_size
 from instructor.grading.submission.plan import Plan, Step, Unreadable, make_plan, python_of, question_of, question_title
+from instructor.grading.submission.reading import Reading, unusual_file
 from instructor.grading.submission.records import Job, Report
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
 from instructor.grading.submission.results import CellResult, Flag, SubmissionResult
-from instructor.grading.submission.usual import Reading, Usual, unusual_calls, unusual_file
+from instructor.grading.submission.usual_operators import unusual_calls
 from instructor.grading.submission.usual_words import (
-    ANY_NUMBER,
-    FORBIDDEN,
     MOST_NUMBERS,
     MOST_OPERATORS,
-    NARROW,
     NARROW_OPERATORS,
-    NEEDED,
     OPERATORS,
     READING_ONE_BY_ONE,
-    REWRITTEN,
-    WORDS,
+    usual_in,
 )
 from instructor.grading.wire.channel import Channel
 
@@ -123,16 +119,7 @@ class Checker:
         self.watching = set(job.watching)  # test cells that record what runs in the student's functions
         self.gpu_work = 0  # tests' requests to run a kernel on a GPU
         self.proving: dict[str, str] = {}  # of these, the ones whose records compute the results: "whole" or "in part"
-        self.usual = Usual(
-            job.instructor_notebook,
-            base,
-            WORDS.get(job.lab),
-            NEEDED.get(job.lab),
-            NARROW.get(job.lab),
-            job.lab not in REWRITTEN,
-            FORBIDDEN.get(job.lab),
-            job.lab in ANY_NUMBER,
-        )
+        self.usual = usual_in(job.lab, job.instructor_notebook, base)
         self.reading: Reading | None = None  # the code of the submission
         self.forbidding: set[str] = set()  # test cells that forbid something
         self.unusual: dict[str, list[str]] = {}  # test cell -> what its answer does beside what right answers need

@@ -1,4 +1,4 @@
-"""What a statement of a student's text binds, changes and takes, by name; nothing is run."""
+"""What the statements of a student's text bind, change and take, by name. Nothing is run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import symtable
 
 from instructor.names import bound_names
+from utils.checking.sizes import words
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -25,34 +26,9 @@ def changed_names(node: ast.stmt) -> set[str]:
     return found - {""}
 
 
-_ONLY_READ = frozenset(
-    [
-        "print",
-        "len",
-        "sum",
-        "min",
-        "max",
-        "abs",
-        "all",
-        "any",
-        "sorted",
-        "list",
-        "tuple",
-        "set",
-        "dict",
-        "str",
-        "repr",
-        "int",
-        "float",
-        "bool",
-        "isinstance",
-        "type",
-        "range",
-        "enumerate",
-        "zip",
-        "display",
-    ]
-)
+_ONLY_READ = words("""
+    print len sum min max abs all any sorted list tuple set dict str repr int float bool isinstance type range enumerate zip display
+    """)
 
 
 def handed_names(node: ast.stmt) -> set[str]:
@@ -89,6 +65,18 @@ def _root(node: ast.AST) -> str:
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def own_attributes(tree: ast.AST) -> set[str]:
+    """The fields and methods of a text's own classes, and what it sets on objects."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            found |= set().union(*(bound_names(part) for part in node.body))
+            found |= {p.target.id for p in node.body if isinstance(p, ast.AnnAssign) and isinstance(p.target, ast.Name)}
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+    return found
 
 
 def taken_names(node: ast.stmt) -> set[str]:

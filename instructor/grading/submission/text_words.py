@@ -16,6 +16,12 @@ class Words:
     attributes: set[str] = field(default_factory=set)
     modules: set[str] = field(default_factory=set)
 
+    def add(self, other: Words) -> None:
+        """Add the words of another piece of code."""
+        self.names |= other.names
+        self.attributes |= other.attributes
+        self.modules |= other.modules
+
 
 def words_of(text: str) -> Words:
     """The words of an answer of the lab's own."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from instructor.grading.submission import narrow_lab3, narrow_lab4
 from instructor.grading.submission.narrow_labs_1_2 import LAB1, LAB2, OPERATORS_LAB1, OPERATORS_LAB2
+from instructor.grading.submission.usual import Usual
 
 # lab -> {question, or "" for all: names, attributes and modules}
 WORDS: dict[str, dict[str, str]] = {
@@ -93,8 +96,26 @@ MOST_OPERATORS: dict[str, dict[str, int]] = {
 # Single values that all calls of a test cell's functions take out of torch, at most, but where they are multiplied or looked up one by one.
 MOST_NUMBERS = 500
 READING_ONE_BY_ONE = {"lab1": ("q1_1_tests",), "lab2_flexattention": ("q3_1_tests", "q3_3_tests")}
-ANY_NUMBER = (
-    "lab3_gluon",
-    "lab4_sdpa",
-)  # labs where a comparison with any number of the answer's own waits, not of sizes alone
+# Labs whose right answers compare values with large numbers: there only sizes may not be compared with them (`limits`).
+ONLY_SIZES = ("lab1",)
 REWRITTEN = ("lab1",)  # labs whose files of kernels students may write in their own way, around the holes too
+
+
+def usual_in(lab: str, instructor_notebook: str, base: Mapping[str, object]) -> Usual:
+    """Return what right answers to a lab use; of a lab that is none of the four, what its model answers do.
+
+    Args:
+        lab: name of the lab.
+        instructor_notebook: the lab with its solutions.
+        base: the notebook's names after its setup.
+    """
+    return Usual(
+        instructor_notebook,
+        base,
+        more=WORDS.get(lab),
+        needed=NEEDED.get(lab),
+        narrow=NARROW.get(lab),
+        forbidden=FORBIDDEN.get(lab),
+        keeps_lines=lab not in REWRITTEN,
+        only_sizes=lab in ONLY_SIZES or lab not in NARROW,
+    )

@@ -9,12 +9,14 @@ from __future__ import annotations
 import array
 import builtins
 import collections
+import contextlib
 import csv
 import dataclasses
 import datetime
 import fractions
 import functools
 import gc
+import importlib
 import io
 import itertools
 import json
@@ -26,6 +28,7 @@ import pathlib
 import queue
 import random
 import statistics
+import sys
 import threading
 import time
 import types
@@ -176,6 +179,19 @@ KERNELS = words("""
     cast bitcast to type dtype shape element_ty is_floating range inline_asm_elementwise convert_layout experimental gluon
     language nvidia hopper ampere mbarrier tma fence wait arrive expect init invalidate
     """)
+
+
+@functools.cache
+def kernel_language_names() -> frozenset[str]:
+    """All names of Triton's and Gluon's languages: a class in a file of kernels cannot make them its own."""
+    languages = ("triton.language", "triton.experimental.gluon.language")
+    with contextlib.suppress(ImportError):
+        for language in languages:
+            importlib.import_module(language)
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(languages)]
+    return frozenset(name for module in modules for name in dir(module))
+
+
 # Names of parts of torch that lead past the ones above.
 INSIDE_TORCH = frozenset(n for n, v in vars(torch).items() if isinstance(v, types.ModuleType)) | {
     "utils",

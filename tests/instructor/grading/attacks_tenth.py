@@ -1,6 +1,7 @@
 """Answers of the tenth round, and one of the eleventh, whose authors had the notebooks and `utils` alone: right values, each breaks a word, and each was accepted.
 
-`TENTH` are refused in words by a hidden check. `TENTH_BY_TEXT` wait by their text.
+`TENTH` are refused in words by a hidden check. `TENTH_BY_TEXT` wait by their text. Some are the model answer with a few lines changed: {text of the
+model answer: what stands there instead}.
 """
 
 from __future__ import annotations
@@ -13,22 +14,15 @@ TENTH = [
         "lab1",
         "q4_1",
         "q4_1_tests",
-        """
-def profile_steps(fn, trace_path):
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities, schedule=default_schedule) as prof:
-        for number in range(10):
-            fn()
-            if number >= 4:
+        {
+            "        for _ in range(10):\n": "        for number in range(10):\n",
+            "            synchronize()\n            prof.step()\n": """            if number >= 4:
                 synchronize()
             prof.step()
             if number < 4:
                 synchronize()
-    prof.export_chrome_trace(trace_path)
-    return prof
 """,
+        },
         ("profile_steps", "profile_steps"),
         "behind its prof.step()",
     ),
@@ -37,16 +31,13 @@ def profile_steps(fn, trace_path):
         "lab2_flexattention",
         "bonus_8_1",
         "bonus_8_1_tests",
-        """
-def at_positions(mask_mod, positions):
-    base = int(positions.min()) // 64 * 64
+        {
+            "    def moved(": """    base = int(positions.min()) // 64 * 64
     rest = positions - base
 
-    def moved(b, h, q, k):
-        return mask_mod(b, h, q + base + rest[b], k)
-
-    return moved
-""",
+    def moved(""",
+            "q + positions[b]": "q + base + rest[b]",
+        },
         ("at_positions", "at_positions"),
         "became constants of the mask",
     ),
@@ -55,24 +46,12 @@ def at_positions(mask_mod, positions):
         "lab4_sdpa",
         "q6_1",
         "q6_1_tests",
-        """
-def fastest(grid):
-    timed = grid[(grid["status"] == "ok") & grid["ms"].notna()]
-    return timed.sort_values("ms", kind="stable").drop_duplicates("shape").set_index("shape")["backend"].sort_index()
-
-
-def default_slowdown(grid):
-    timed = grid[(grid["status"] == "ok") & grid["ms"].notna()]
-    default = timed[timed["is_default"].astype(bool)].set_index("shape")["ms"]
-    return default / timed.groupby("shape")["ms"].min().reindex(default.index)
-
-
-def geometric_mean(values):
-    import numpy as np
+        {
+            "    return math.exp(sum(math.log(value) for value in values) / len(values))": """    import numpy as np
 
     wide = np.asarray(values, dtype=np.longdouble)
-    return float(np.multiply.reduce(wide) ** (1 / np.longdouble(len(wide))))
-""",
+    return float(np.multiply.reduce(wide) ** (1 / np.longdouble(len(wide))))"""
+        },
         ("fastest_and_default", "fastest", "default_slowdown", "geometric_mean"),
         "whose product overflows",
     ),
@@ -97,18 +76,8 @@ def distinct_results(fn, runs):
     ),
 ]
 
-_SMALL_MASK = """
-def block_flops(counts, block, batch, heads, head_dim):
-    full, partial, _ = counts
-    return 4 * head_dim * block * block * (full + partial) * heads * batch
-
-
-def promised_speedup(counts):
-    return sum(counts) / (counts[0] + counts[1])
-
-
-def document_blocks(length, span, block):
-    unit = min(span, block)
+_SMALL_MASK = {
+    "    return length // block * max(1, span // block)": """    unit = min(span, block)
     length, span, block = length // unit, span // unit, block // unit
     copies, length = length // max(span, block), max(span, block)
     finer = 1
@@ -118,8 +87,8 @@ def document_blocks(length, span, block):
     token = torch.arange(length)
     mask = token[:, None] // span == token[None, :] // span
     tiles = mask.view(length // block, block, length // block, block).any(3).any(1)
-    return copies * finer * int(tiles.sum())
-"""
+    return copies * finer * int(tiles.sum())"""
+}
 _REFERENCE_BY_ITS_TEXT = """
 import ast
 import inspect

@@ -9,9 +9,11 @@ import torch
 
 from instructor.build import build_lab
 from instructor.checks.lab3_gluon.work import MODEL, launch_of, work_of
+from instructor.grading.submission.reading import unusual_file
 from instructor.grading.submission.remote import Gone, Remote
 from instructor.grading.submission.text_words import lines_of_code, read_arguments
-from instructor.grading.submission.usual import Usual, unusual_calls, unusual_file
+from instructor.grading.submission.usual import Usual
+from instructor.grading.submission.usual_operators import unusual_calls
 from instructor.points import lab_path
 from utils.checking.kernel_exercises import simulate_launch
 from utils.checking.masks import expect_program

@@ -1,6 +1,5 @@
 """Lists of words for single questions of labs 1 and 2: what is outside of them waits, and right answers of any style do not."""
 
-import ast
 import contextlib
 import io
 
@@ -12,18 +11,9 @@ from instructor.checks.common import to_look_at
 from instructor.course import answered_notebook
 from instructor.grading.submission.engine import setup_cells
 from instructor.grading.submission.plan import make_plan, plan_tests
-from instructor.grading.submission.text_sizes import branches_by_size
-from instructor.grading.submission.usual import Reading, Usual, unusual_calls, unusual_file
-from instructor.grading.submission.usual_words import (
-    FORBIDDEN,
-    MOST_OPERATORS,
-    NARROW,
-    NARROW_OPERATORS,
-    NEEDED,
-    OPERATORS,
-    REWRITTEN,
-    WORDS,
-)
+from instructor.grading.submission.reading import Reading, unusual_file
+from instructor.grading.submission.usual_operators import unusual_calls
+from instructor.grading.submission.usual_words import MOST_OPERATORS, NARROW, NARROW_OPERATORS, OPERATORS, usual_in
 from instructor.names import FILE_CELL, python_of
 from instructor.points import lab_path
 from tests.instructor import lab1_right_answers, lab2_right_answers, lab_cases, test_lab1, test_lab2
@@ -57,8 +47,7 @@ class Lab:
         with contextlib.redirect_stdout(io.StringIO()):
             for cell, source in setup_cells(self.built):
                 exec(compile(python_of(source), cell, "exec"), base)
-        words = [table.get(name) for table in (WORDS, NEEDED, NARROW)]
-        self.usual = Usual(self.built.instructor, base, *words, name not in REWRITTEN, FORBIDDEN.get(name))
+        self.usual = usual_in(name, self.built.instructor, base)
 
     def right_answers(self) -> list[tuple[str, dict[str, str]]]:
         """[(name, {answer cell: its text})] of the catalogue and of the honest students."""
@@ -130,25 +119,6 @@ def _recorded():
 @pytest.fixture(scope="module")
 def labs():
     return {name: Lab(name) for name in LABS}
-
-
-@pytest.mark.parametrize(
-    ("code", "found"),
-    [
-        ("def f(a):\n    if a.shape[0] > 100:\n        return 0", ["a.shape[0] > 100"]),
-        ("def f(a):\n    n = len(a)\n    m = 2 * n\n    return 1 if 10**3 <= m else 0", ["10 ** 3 <= m"]),
-        ("def f(a):\n    return [0, 1][min(a.numel() // 4096, 1)]", ["min(a.numel() // 4096, 1)", "a.numel() // 4096"]),
-        ("def f(a, b):\n    assert a.shape[1] == b.shape[0] and a.dim() < 16", []),
-        ("def f(a, tile):\n    return -(-a.shape[0] // tile) if tile > 100 else 1", []),
-        ("def f(a):\n    return a.shape[0] > 1 and a.shape[1] % 8 == 0", []),
-        ("MANY = 500\ndef f(a):\n    return len(a) > MANY", ["len(a) > MANY"]),
-        ("def f(a, tile=64):\n    return tile > 100", ["tile > 100"]),
-        ("def f(a):\n    return a.device.type == 'cuda'", ["a.device.type == 'cuda'"]),
-        ("def f(a):\n    s = a.shape[0]\n    return (a > -1e30) & (s >= 2)", []),
-    ],
-)
-def test_a_way_for_many_is_seen_in_the_text(code, found):
-    assert branches_by_size(ast.parse(code)) == found
 
 
 def test_single_questions_have_lists_that_are_shorter_than_the_general_ones():

@@ -14,8 +14,9 @@ from instructor.course import answered_notebook
 from instructor.grading import grade_notebook
 from instructor.grading.submission.engine import setup_cells
 from instructor.grading.submission.plan import make_plan, plan_tests, question_of
-from instructor.grading.submission.usual import Reading, Usual, unusual_calls, unusual_file
-from instructor.grading.submission.usual_words import NARROW, NARROW_OPERATORS, NEEDED, WORDS
+from instructor.grading.submission.reading import Reading, unusual_file
+from instructor.grading.submission.usual_operators import unusual_calls
+from instructor.grading.submission.usual_words import NARROW_OPERATORS, usual_in
 from instructor.names import python_of
 from instructor.points import lab_path
 from tests.instructor.grading import honest_styles_lab3, honest_styles_lab4
@@ -36,7 +37,7 @@ def _usual(lab: str) -> tuple:
             exec(compile(python_of(source), name, "exec"), base)
     cells = nbformat.reads(built.instructor, as_version=4).cells
     model = {c.id: "\n".join(line for line in c.source.split("\n") if line.strip()[:3] != "###") for c in cells}
-    return built, model, Usual(built.instructor, base, WORDS.get(lab), NEEDED.get(lab), NARROW[lab], any_number=True)
+    return built, model, usual_in(lab, built.instructor, base)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +93,11 @@ WAITS = {
     "copies where a pin is": ("q1_3", "def pinned_sdpa(backend, q, k, v, **o):\n    return q.clone()", ".clone"),
     "a limit of one's own": ("q4_3", "def ready_for_flash(x):\n    return x if x.shape[2] < 5000 else x + 0", "5000"),
     "a GPU": ("q4_3", "def ready_for_flash(x):\n    return x if x.device.type == 'cuda' else x", "cuda"),
+    "a sum of hundreds": (
+        "q4_3",
+        f"def ready_for_flash(x):\n    return x if x.ndim < {'1 + ' * 600}1 else x",
+        "too many parts",
+    ),
     "an operator of Python's": ("q1_3", "def pinned_sdpa(backend, q, k, v, **o):\n    return q @ k", "MatMult"),
 }
 
@@ -122,6 +128,14 @@ def test_what_no_kernel_of_the_question_needs_waits(lab3, line, word):
     assert word in str(unusual_file(text.replace(place, line + place), lab3[2], "q2_2"))
     imported = text.replace("@gluon.jit", "from triton.language import histogram\n\n\n@gluon.jit", 1)
     assert ".histogram" in str(unusual_file(imported, lab3[2], "q2_2"))
+
+
+@pytest.mark.parametrize("own", ['NAME = "gather"', "class Own:\n    gather: int = 0"])
+def test_a_word_of_the_language_stays_one_whatever_the_file_calls_its_own(lab3, own):
+    text = lab3[1]["q2_2"].partition("\n")[2]
+    place = "    tile = gl.convert_layout(tile, writing)\n"
+    changed = text.replace(place, "    tile = gl.gather(tile, rows, 0)\n" + place)
+    assert changed != text and ".gather" in str(unusual_file(f"{changed}\n\n{own}\n", lab3[2], "q2_2"))
 
 
 def test_operators_are_held_against_the_list_of_the_question():

@@ -13,7 +13,9 @@ from instructor.course import answered_notebook
 from instructor.grading import grade_notebook
 from instructor.grading.submission.engine import setup_cells
 from instructor.grading.submission.plan import make_plan, plan_tests
-from instructor.grading.submission.usual import Reading, Usual, unusual_calls
+from instructor.grading.submission.reading import Reading
+from instructor.grading.submission.usual import Usual
+from instructor.grading.submission.usual_operators import unusual_calls
 from instructor.names import python_of
 from instructor.points import lab_path
 from tests.instructor.grading.attacks_blind import BLIND
@@ -115,7 +117,7 @@ def test_a_way_that_no_input_reaches_and_the_question_forbids(suite_lab, usual, 
     forbidding.forbidden = {"q1_1_tests": "@ matmul"}
     code = f"def gemm_broadcast(a, b):\n    if a.numel() > 10**9:\n        return {way}\n    return a * b"
     found = _unusual(suite_lab, forbidding, answered_notebook(suite_lab, {"q1_1": code})).get("q1_1_tests", [])
-    by_size = ["takes another way where a.numel() > 10 ** 9"]  # which waits whatever it is
+    by_size = ["may go another way for some inputs: a.numel() > 10 ** 9"]  # which waits whatever it is
     assert sorted(found) == ([f"has a way with what the question forbids: {word}"] if word else []) + by_size
 
 
