@@ -16,7 +16,13 @@ import torch
 
 from instructor.grading.submission import vocabulary
 from instructor.grading.submission.plan import Step
-from instructor.grading.submission.statements import DEFINITIONS, annotating_names, imports_by_text, own_attributes
+from instructor.grading.submission.statements import (
+    DEFINITIONS,
+    annotating_names,
+    computing_nodes,
+    imports_by_text,
+    own_attributes,
+)
 from instructor.grading.submission.submitted_code import Statement, SubmittedCode
 from instructor.grading.submission.text_numbers import name_of
 from instructor.grading.submission.text_words import lines_of_code, loops, read_arguments, sign_of, words_in
@@ -122,7 +128,7 @@ class _Answer:
                     self.note("calls", name)
             elif name not in vocabulary.DUNDERS and not own and name not in annotating_names(statement.node):
                 self.note("takes from out of sight", name)
-        for node in ast.walk(statement.node):
+        for node in computing_nodes(statement.node):
             reached += self._read_node(node)
         return reached
 

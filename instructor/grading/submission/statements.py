@@ -47,11 +47,26 @@ def called_names(node: ast.stmt) -> set[str]:
 
 def annotating_names(node: ast.stmt) -> set[str]:
     """The names that stand in annotations and nowhere else: such a one may not exist, and nobody evaluates it."""
-    notes = [n.annotation for n in ast.walk(node) if isinstance(n, ast.arg | ast.AnnAssign) and n.annotation]
-    notes += [n.returns for n in ast.walk(node) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.returns]
-    inside = {id(part): part.id for note in notes for part in ast.walk(note) if isinstance(part, ast.Name)}
+    inside = {id(part): part.id for note in _annotations(node) for part in ast.walk(note) if isinstance(part, ast.Name)}
     elsewhere = {p.id for p in ast.walk(node) if isinstance(p, ast.Name) and id(p) not in inside}
     return set(inside.values()) - elsewhere
+
+
+def computing_nodes(node: ast.stmt) -> list[ast.AST]:
+    """The parts of a statement without its annotations, as far as these only name types: `np.ndarray`, `list[torch.Tensor]`."""
+    naming = [note for note in _annotations(node) if all(isinstance(part, _OF_TYPES) for part in ast.walk(note))]
+    left_out = {id(part) for note in naming for part in ast.walk(note)}
+    return [part for part in ast.walk(node) if id(part) not in left_out]
+
+
+_OF_TYPES = (ast.Name, ast.Attribute, ast.Subscript, ast.Tuple, ast.List, ast.Constant, ast.BinOp, ast.BitOr, ast.Load)
+
+
+def _annotations(node: ast.AST) -> list[ast.expr]:
+    notes = [n.annotation for n in ast.walk(node) if isinstance(n, ast.arg | ast.AnnAssign) and n.annotation]
+    return notes + [
+        n.returns for n in ast.walk(node) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.returns
+    ]
 
 
 def imports_by_text(node: ast.stmt) -> bool:

@@ -75,7 +75,7 @@ class SubmittedCode:
             tree = ast.parse(text or "")
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return
-        self.attributes |= (own_attributes(tree) | _fields_of_namedtuples(tree)) - _LIBRARY
+        self.attributes |= (own_attributes(tree) | _fields_by_call(tree)) - _LIBRARY
         statements = []
         for node in tree.body:
             self._count += 1
@@ -105,7 +105,11 @@ class SubmittedCode:
         return self._statements[name]
 
 
-def _fields_of_namedtuples(tree: ast.AST) -> set[str]:
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and name_of(n.func) == "namedtuple"]
-    texts = [c.value for n in calls for c in ast.walk(n) if isinstance(c, ast.Constant) and isinstance(c.value, str)]
-    return {word for text in texts for word in re.findall(r"\w+", text)}
+def _fields_by_call(tree: ast.AST) -> set[str]:
+    """The fields that `namedtuple` takes as texts, and `SimpleNamespace` as keywords."""
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    tuples = [n for n in calls if name_of(n.func) == "namedtuple"]
+    texts = [c.value for n in tuples for c in ast.walk(n) if isinstance(c, ast.Constant) and isinstance(c.value, str)]
+    spaces = [n for n in calls if name_of(n.func) == "SimpleNamespace"]
+    words = {word for text in texts for word in re.findall(r"\w+", text)}
+    return words | {keyword.arg for n in spaces for keyword in n.keywords if keyword.arg}

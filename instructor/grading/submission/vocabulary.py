@@ -54,7 +54,7 @@ _OBJECTS = """
     __init__ __call__ __post_init__ __len__ __iter__ __next__ __getitem__ __repr__ __str__ __eq__ __lt__ __hash__ __add__
     __radd__ __sub__ __mul__ __rmul__ __enter__ __exit__ __name__ __doc__ __slots__ __annotations__ __future__ __main__
     __all__ __version__ __wrapped__ __bool__ __contains__ __and__ __or__ __and__ __truediv__ __neg__ __init_subclass__
-    __set_name__ __class_getitem__ __matmul__ __pow__ __rtruediv__ __rsub__ __gt__ __le__ __ge__ __ne__ __exit__ __del__
+    __iadd__ __isub__ __imul__ __itruediv__ __invert__ __set_name__ __class_getitem__ __matmul__ __pow__ __rtruediv__ __rsub__ __gt__ __le__ __ge__ __ne__ __exit__ __del__
 """
 DUNDERS = frozenset(_OBJECTS.split())
 

@@ -17,7 +17,14 @@ from instructor.grading.submission.usual_words import MOST_OPERATORS, NARROW, NA
 from instructor.names import FILE_CELL, python_of
 from instructor.points import lab_path
 from tests.instructor import lab1_right_answers, lab2_right_answers, lab_cases, test_lab1, test_lab2
-from tests.instructor.grading import honest_cold, honest_fourth, honest_styles, honest_third, honest_unusual
+from tests.instructor.grading import (
+    honest_cold,
+    honest_fourth,
+    honest_own_names,
+    honest_styles,
+    honest_third,
+    honest_unusual,
+)
 from tests.instructor.grading.attacks_narrow import BY_TEXT
 from tests.instructor.grading.attacks_shortcuts import answer_of
 from tests.instructor.grading.attacks_tenth import TENTH_BY_TEXT
@@ -55,7 +62,7 @@ class Lab:
         for name, cell, code in LABS[self.name][1].RIGHT_ANSWERS:
             if isinstance(code, str):  # no change of a file
                 found.append((name, {cell: f"{self.model[cell]}\n{code}"}))
-        for suite in (honest_unusual, honest_cold, honest_third, honest_fourth, honest_styles):
+        for suite in (honest_unusual, honest_cold, honest_third, honest_fourth, honest_styles, honest_own_names):
             for name, (lab, cells) in suite.STUDENTS.items():
                 if lab == self.name:
                     found.append((name, {cell: self._text(cell, code) for cell, code in cells.items()}))

@@ -19,7 +19,7 @@ from instructor.grading.submission.usual_operators import unusual_calls
 from instructor.grading.submission.usual_words import NARROW_OPERATORS, usual_in
 from instructor.names import python_of
 from instructor.points import lab_path
-from tests.instructor.grading import honest_styles_lab3, honest_styles_lab4
+from tests.instructor.grading import honest_own_names, honest_styles_lab3, honest_styles_lab4
 from tests.instructor.grading.attacks_blind_again import BLIND_AGAIN
 from tests.instructor.grading.attacks_other_inputs import OTHER_INPUTS
 from tests.instructor.grading.attacks_tenth import TENTH_BY_TEXT
@@ -61,9 +61,14 @@ def _found(lab, answers: dict[str, str]) -> dict[str, list[str]]:
     return {name: words for name, words in found.items() if words}
 
 
-@pytest.mark.parametrize("name", honest_styles_lab4.STUDENTS)
+OF_LAB_4 = honest_styles_lab4.STUDENTS | {
+    name: student for name, student in honest_own_names.STUDENTS.items() if student[0] == "lab4_sdpa"
+}
+
+
+@pytest.mark.parametrize("name", OF_LAB_4)
 def test_an_honest_text_of_lab_4_does_not_wait(lab4, name):
-    answers = {cell: text.lstrip("\n") for cell, text in honest_styles_lab4.STUDENTS[name][1].items()}
+    answers = {cell: text.lstrip("\n") for cell, text in OF_LAB_4[name][1].items()}
     assert not _found(lab4, answers)
 
 

@@ -15,6 +15,7 @@ from instructor.points import lab_path
 from tests.instructor.grading import (
     honest_cold,
     honest_fourth,
+    honest_own_names,
     honest_styles,
     honest_styles_lab3,
     honest_styles_lab4,
@@ -30,6 +31,7 @@ _SUITES = (
     honest_styles,
     honest_styles_lab3,
     honest_styles_lab4,
+    honest_own_names,
 )
 STUDENTS = {name: student for suite in _SUITES for name, student in suite.STUDENTS.items()}
 # A module that a cell writes by a function of Python's cannot be read as text, so where something is forbidden it waits.
