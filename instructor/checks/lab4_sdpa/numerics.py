@@ -6,8 +6,9 @@ import math
 
 import torch
 
-from instructor.checks.common import Draw, dtype_name, expect_unchanged, expect_value
+from instructor.checks.common import Draw, SizeWatch, dtype_name, expect_unchanged, expect_value
 from utils.checking import check, expect_close
+from utils.checking.sizes import MOVES, tensors_in
 
 
 def _bf16(x: torch.Tensor) -> torch.Tensor:
@@ -54,7 +55,8 @@ def rounded_attention(rounded_attention, seed=None):
         q, k, v = (draw.normal(b, h, s, d, dtype=torch.bfloat16) for s in (sq, sk, sk))
         copies = [t.clone() for t in (q, k, v)]
         options = dict(zip(names, switches, strict=True))
-        got = rounded_attention(q, k, v, **options)
+        with _Precision() as precision:
+            got = rounded_attention(q, k, v, **options)
         what = "rounded_attention with " + ", ".join(f"{name}={value}" for name, value in options.items())
         expect_unchanged(copies, (q, k, v), what)
         expected = _rounded_attention(q, k, v, *switches)
@@ -63,6 +65,7 @@ def rounded_attention(rounded_attention, seed=None):
         noise = (expected - exact).square().mean().sqrt()
         distance = (got - expected).square().mean().sqrt()
         if distance <= max(0.04 * noise, 1e-6):
+            _expect_no_other_rounding(precision, switches, b * h * sq * sk, b * h * sq * d, what)
             continue
         hint = "Compute in float64, and round to bf16 and back only where a switch says so."
         for text, wrong in _rounding_mistakes(q, k, v, switches).items():
@@ -73,6 +76,43 @@ def rounded_attention(rounded_attention, seed=None):
         raise AssertionError(
             f"{what} is {float(distance):.2e} (rms) away from what it should be, and the roundings "
             f"that were asked for make {float(noise):.2e}. {hint}"
+        )
+    # Scores of 705,600, which bf16 knows to 4096.
+    q, k, v = (torch.full((1, 1, n, 4), x, dtype=torch.bfloat16) for n, x in ((1, 588.0), (2, 600.0), (2, 1.0)))
+    what = "rounded_attention of scores of 705,600 each"
+    expect_close(rounded_attention(q, k, v), torch.ones(1, 1, 1, 4, dtype=torch.float64), rtol=1e-9, atol=0, what=what)
+
+
+class _Precision(SizeWatch):
+    """Counts the numbers of float64 that become numbers of fewer bits, and names what computes in fewer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounded = 0
+        self.narrower = ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        given = [t for t in tensors_in((*args, *(kwargs or {}).values())) if t.is_floating_point()]
+        fewer = [t for t in tensors_in((result,)) if t.is_floating_point() and t.itemsize < 8]
+        if any(t.itemsize == 8 for t in given):
+            self.rounded += sum(t.numel() for t in fewer)
+        elif fewer and (name := func._schema.name.split("::")[1].rstrip("_")) not in MOVES:
+            self.narrower = name
+        return result
+
+
+def _expect_no_other_rounding(precision: _Precision, switches, scores: int, outputs: int, what: str) -> None:
+    """Assert that nothing is rounded that no switch asks for: what cancels in the result, as a maximum does, costs nothing there."""
+    asked = scores * (switches[0] + switches[1]) + outputs * switches[3]
+    if precision.rounded > asked or precision.narrower:
+        ran = (
+            f"runs {precision.narrower} on numbers of fewer than 64 bits"
+            if precision.narrower
+            else (f"rounds {precision.rounded:,} numbers of float64, and its switches ask for {asked:,}")
+        )
+        raise AssertionError(
+            f"{what} {ran}: everything is computed in float64, and rounded only where a switch says so."
         )
 
 
