@@ -993,7 +993,7 @@ if not on_gpu:
 #
 # Write `block_sparse_attention` for `q` (B, H, S, D) and `k`, `v` (B, H, L, D), S and L multiples of their blocks:
 # - compute the products of visited blocks only, each once, and ask `mask_mod` in partial blocks only. Grading counts both.
-# - keep the scores of one row of blocks at a time, and use them up before the next row comes. No tensor that you create, a mask
+# - work on the scores of one row of blocks at a time: once the next row has come, none of them is used. No tensor that you create, a mask
 #   neither, may be as large as all scores of a head, S × L. (Tensors as large as `q`, `k` or the output are fine.)
 # - a query may see nothing in a partial block, or nothing at all: then its output is 0, not NaN.
 # - compute in float32 or wider; the result has the dtype of `q`. No SDPA, no FlexAttention.
@@ -1097,7 +1097,7 @@ def check_block_sparse(block_sparse_attention):
         over = sizes.over(row, frozenset({"exp", "exp2", "expm1", "amax", "max", "_softmax"})) or sizes.over(max(row, q.numel()))
         assert over is None, (
             f"{what} works on a tensor of {over[1]} elements (in {over[0]}), and one row of blocks has {row} scores. "
-            "Keep the scores of one row of blocks at a time.")
+            "Work on the scores of one row of blocks at a time.")
 
 
 check_block_sparse(block_sparse_attention).raise_if_wrong()

@@ -75,6 +75,15 @@ def _expect_wide_inside(function, draw: Draw, causal: bool, name: str) -> None:
                 "sum and output are still in bfloat16?"
             )
         let_narrow_wait(sizes, what)
+    # All scores are 0, so the output is the mean of v: ones, and 2^18, which is taken away by the last key.
+    q, v = torch.zeros(1, 1, 12, 4, dtype=torch.bfloat16), torch.ones(1, 1, 12, 4, dtype=torch.bfloat16)
+    v[:, :, 0], v[:, :, -1] = 2.0**18, -(2.0**18)
+    last = function(q, q, v, 12, 2)[0, 0, -1, 0].item()
+    if not abs(last - 10 / 12) < 0.2:
+        raise AssertionError(
+            f"{name} of 12 keys in bfloat16, where v holds 2^18, ten times 1 and -2^18, gives {last:g} for the last query, and the mean is "
+            f"{10 / 12:.3g}: a sum in float32 loses nothing here. What rounds it on the way?"
+        )
 
 
 class _Tiles(SizeWatch):

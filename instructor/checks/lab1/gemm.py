@@ -277,6 +277,19 @@ def _let_long_steps_wait(gemm_tiled, draw: Draw) -> None:
         )
 
 
+def _expect_small_steps_kept(gemm_tiled, draw: Draw) -> None:
+    """Assert that the accumulator has all 24 bits of float32: ones are added to 2^22, which is taken away at the end."""
+    k = draw.size(6, 12)
+    a, b = torch.ones(3, k, dtype=torch.bfloat16), torch.ones(k, 5, dtype=torch.bfloat16)
+    a[:, 0], a[:, -1], b[0], b[-1] = 2048, -2048, 2048, 2048
+    got = gemm_tiled(a, b, 2, 3, 1)
+    if not torch.equal(got, torch.full_like(got, k - 2)):
+        raise AssertionError(
+            f"gemm_tiled of (3, {k}) @ ({k}, 5) in bfloat16 adds {k - 2} times 1 to 2^22, takes 2^22 away, and gives {got[0, 0].item():g}: an "
+            "accumulator in float32 loses nothing here. What rounds it on the way?"
+        )
+
+
 def _expect_wide_accumulator(gemm_tiled, draw: Draw) -> None:
     """Assert that a long sum of bf16 products is added in at least float32; float64 and float32 alike are right."""
     a, b = draw.normal(8, 512, dtype=torch.bfloat16), draw.normal(512, 8, dtype=torch.bfloat16)
@@ -291,6 +304,7 @@ def _expect_wide_accumulator(gemm_tiled, draw: Draw) -> None:
             f"gemm_tiled of (8, 512) @ (512, 8) in bfloat16 is off by {error:.1%} (root mean square); rounding the result "
             "alone is off by 0.2%. In which dtype does the accumulator add 512 products?"
         )
+    _expect_small_steps_kept(gemm_tiled, draw)
     if sizes.narrowed > 4 * got.numel():
         raise AssertionError(
             f"gemm_tiled of (8, 512) @ (512, 8) in bfloat16 rounds {sizes.narrowed:,} numbers to 16 bits, and C has {got.numel()}: "

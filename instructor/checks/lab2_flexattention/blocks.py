@@ -217,7 +217,7 @@ def block_sparse_attention(block_sparse_attention, seed=None):
         if over is not None:
             raise AssertionError(
                 f"{what} works on a tensor of {over[1]} elements (in {over[0]}); one row of blocks has "
-                f"{row} scores. Keep the scores of one row of blocks at a time."
+                f"{row} scores. Work on the scores of one row of blocks at a time."
             )
     _expect_one_row_kept(block_sparse_attention, draw)
     _expect_wide_inside(block_sparse_attention, draw)

@@ -36,6 +36,7 @@ from tests.instructor.grading.attacks_paths import PATHS
 from tests.instructor.grading.attacks_shortcuts import CELLS, CODE, SHORTCUTS, Shortcut, answer_of
 from tests.instructor.grading.attacks_tenth import TENTH
 from tests.instructor.grading.attacks_third import KIN, THIRD
+from tests.instructor.grading.attacks_thirteenth import THIRTEENTH
 from tests.instructor.grading.attacks_words_lab1_lab2 import WORDS as WORDS_1_2
 from tests.instructor.grading.attacks_words_lab3_lab4 import WORDS as WORDS_3_4
 from tests.instructor.grading.test_grading_attacks import TOKEN, _changes, _sleepers, hidden_lines, surroundings
@@ -141,6 +142,7 @@ def _case(shortcut, overnight: bool):
                 *NARROWED,
                 *OTHER_INPUTS,
                 *TENTH,
+                *THIRTEENTH,
             )
             if s.check
         ),
