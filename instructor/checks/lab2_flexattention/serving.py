@@ -69,9 +69,9 @@ def at_positions(at_positions, seed=None):
     # Equal positions, and a batch of one, are no special case: their next token needs no kernel either.
     alone = []
     for starts_at in (torch.full((3,), 5), torch.full((3,), 6), torch.tensor([5]), torch.tensor([6])):
-        mod = at_positions(_window(width), starts_at)
+        mod, first = at_positions(_window(width), starts_at), [torch.tensor(0) for _ in range(4)]
         with SizeWatch() as sizes:
-            mod(*(torch.tensor(0) for _ in range(4)))
+            mod(*first)
         (alone if len(starts_at) == 1 else watches).append(sizes)
     # A number of Python's is an argument of an operator, and another one with other positions; a tensor's value is not.
     constant = any(watch.steps != group[0].steps for group in (watches, alone) for watch in group)
