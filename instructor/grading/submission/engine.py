@@ -259,7 +259,8 @@ def _calibrate(built: Built, limits: walls.Limits, timeout: float) -> Calibratio
         # A right answer is flagged where the check accepts corrupted answers as well: there the control says nothing.
         no_control += [n for n, cell in wrong.items() if modes[n] == "inside" and cell.status == "flagged"]
         report = None
-    words = "\n".join(f"  {name}: {cell.message}" for name, cell in wrong.items())
+    # A check that runs inside cannot load the lab's hidden checks; why it had to run there says more.
+    words = "\n".join(f"  {name}: {why.get(name) or cell.message}" for name, cell in wrong.items())
     raise GradingError(f"the model answers of {built.name} do not pass on this machine:\n{words}")
 
 

@@ -4,14 +4,17 @@ CUDA does not survive a fork. So every process runs the setup for itself, and a 
 student's process, which ends after it.
 """
 
+import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from instructor.build import build_lab
 from instructor.course import answered_notebook
 from instructor.grading import grade_notebook
 from instructor.grading.sandbox.walls import Limits
+from instructor.grading.submission import student
 from instructor.grading.submission.engine import calibrate
 
 pytestmark = pytest.mark.slow  # whole submissions, graded in processes of their own
@@ -75,3 +78,16 @@ def test_what_a_check_leaves_behind_harms_no_other_question(lab, full_points, fi
     assert says in cell.message + "".join(flag.detail for flag in result.flags)
     points = {name: cell.points for name, cell in result.cells.items() if cell.status != "by_hand"}
     assert points == {**full_points, "q2_2_tests": 0}
+
+
+def test_a_gpus_memory_is_not_read_while_a_profiler_of_the_students_counts(monkeypatch):
+    # 4.3 of lab 1 calls the check from inside of a profiled step: reading an input of 64 MB there was counted as its kernels.
+    read = []
+    monkeypatch.setattr(student, "_state_of", lambda tensor: read.append(tensor) or ("new",))
+    x = types.SimpleNamespace(is_cuda=True, detach=lambda: x)
+    process = types.SimpleNamespace(tensors={7: x}, sent={7: ("old",)})
+    encode = types.SimpleNamespace(known=None, shared=None)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert student.Student._mutations(process, encode, True) == [] and not read
+    encoder = type("Encode", (), {"known": None, "shared": None, "__call__": lambda self, value: "its numbers"})()
+    assert student.Student._mutations(process, encoder) == [[7, "its numbers"]] and read == [x]
