@@ -3475,9 +3475,9 @@ def check_causal(flash_attention_causal):
         assert sizes.macs <= needed, (f"{what} computed {sizes.macs:,} MACs in its products, and the tiles with a visible score "
                                       f"need {needed:,}.{everything}")
     for size in (1, 8):
-        q, k, v = (torch.randn(1, 2, 400, 16, dtype=torch.bfloat16) for _ in range(3))
+        q, k, v = (torch.randn(1, 2, 240, 16, dtype=torch.bfloat16) for _ in range(3))
         q = size * q
-        got, exact = flash_attention_causal(q, k, v, 200, 4), F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+        got, exact = flash_attention_causal(q, k, v, 120, 4), F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
         expect_close(got, exact.bfloat16(), rtol=0.1, atol=0.1, what="flash_attention_causal in bfloat16")
         error = (got.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
         assert error < 0.005, (f"in bfloat16 the result is off by {error:.2%} (root mean square), and with float32 inside it is "

@@ -36,29 +36,35 @@ class Recorder(TorchDispatchMode):
         self.numbers: dict[int, int] = {}  # the address of a tensor -> its number in the record
         self.kept: list[torch.Tensor] = []  # by number: kept alive, so that no address is used again
         self.memory: dict[int, int] = {}  # the address of a tensor's memory -> the number of the first tensor in it
+        self.names: dict[object, tuple[str, str]] = {}  # operator -> its name and its overload's
+        self.words: dict[tuple, tuple[str, str]] = {}  # (dtype, device) -> what they are called
         self.leaves: list = []  # [number, what it is] of tensors that no operator in the record made
         self.cut = False  # more operators ran than are recorded
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        name = getattr(getattr(func, "_schema", None), "name", "")
-        if len(self.records) >= MAX_RECORDS and name != CANARY:
+        names = self.names.get(func)
+        if names is None:
+            schema = getattr(func, "_schema", None)
+            own = (schema.name, schema.overload_name) if schema is not None else (getattr(func, "__name__", "?"), "")
+            names = self.names[func] = own[0], own[1] or "default"
+        if len(self.records) >= MAX_RECORDS and names[0] != CANARY:
             self.cut = True
-        if name in LABELS or (self.cut and name != CANARY):
+        if names[0] in LABELS or (self.cut and names[0] != CANARY):
             return func(*args, **kwargs)
         sketches = [self._sketch(a, leaf=True) for a in args], {k: self._sketch(v, True) for k, v in kwargs.items()}
         result = func(*args, **kwargs)
-        schema = getattr(func, "_schema", None)
-        name = schema.name if schema is not None else getattr(func, "__name__", "?")
-        overload = schema.overload_name if schema is not None else ""
-        self.records.append([name, overload or "default", *sketches, self._sketch(result)])
+        self.records.append([*names, *sketches, self._sketch(result)])
         return result
 
     def _sketch(self, value, leaf: bool = False, depth: int = 0):
         """A value without the numbers in its tensors; each tensor has its place in the record."""
         if isinstance(value, torch.Tensor):
-            about = [list(value.shape), str(value.dtype).removeprefix("torch."), str(value.device)]
-            return {"tensor": [*about, self.number_of(value, leaf)]}
+            dtype, device = value.dtype, value.device
+            if (words := self.words.get((dtype, device))) is None:
+                words = self.words[dtype, device] = str(dtype).removeprefix("torch."), str(device)
+            number = self.numbers.get(id(value))
+            return {"tensor": [[*value.shape], *words, self.number_of(value, leaf) if number is None else number]}
         if value is None or isinstance(value, bool | int | float | str):
             # Larger numbers do not travel. They are common: the end of x[1:] is 2**63 - 1.
             return value if not isinstance(value, int) or abs(value) < 1 << 62 else {"integer": str(value)}

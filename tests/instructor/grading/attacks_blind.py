@@ -37,7 +37,7 @@ def gemm_tiled(
     return c
 ''',
         ("gemm_tiled", "gemm_tiled"),
-        "in bfloat16 (in",
+        "takes 2^22 away",
     ),
     Shortcut(
         "4.2 polynomials whose coefficients stand in a table",
