@@ -100,7 +100,7 @@ def _is_written(argument) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _computing_name(func, args: tuple, kwargs: dict) -> str:
+def computing_name(func, args: tuple, kwargs: dict) -> str:
     """Return an operator's name; that of another one where an option makes it multiply or add and not only carry values."""
     name = func._schema.name.split("::")[1].rstrip("_") or func.__name__
     if name == "scatter" and func._schema.overload_name.endswith("reduce"):  # reduce="multiply" is one
@@ -151,7 +151,7 @@ class SizeWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        name = _computing_name(func, args, kwargs or {})
+        name = computing_name(func, args, kwargs or {})
         several = name.startswith("_foreach")  # one operator on a list of tensors
         given, made = tensors_in((*args, *(kwargs or {}).values())), tensors_in((result,))
         if result is None:  # such as _foreach_copy_, which returns nothing and writes to what it was given

@@ -8,7 +8,7 @@ import torch
 
 from instructor.checks.common import Draw, SizeWatch, dtype_name, expect_unchanged, expect_value
 from utils.checking import check, expect_close
-from utils.checking.sizes import MOVES, tensors_in
+from utils.checking.sizes import MOVES, computing_name, tensors_in
 
 
 def _bf16(x: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ class _Precision(SizeWatch):
         fewer = [t for t in tensors_in((result,)) if t.is_floating_point() and t.itemsize < 8]
         if any(t.itemsize == 8 for t in given):
             self.rounded += sum(t.numel() for t in fewer)
-        elif fewer and (name := func._schema.name.split("::")[1].rstrip("_")) not in MOVES:
+        elif fewer and (name := computing_name(func, args, kwargs or {})) not in MOVES:
             self.narrower = name
         return result
 
