@@ -683,12 +683,12 @@ def lay_out(conversation, position, window):
         loses=("q7_1_tests",),
     ),
     WrongAnswer(
-        "more is seen than wanted",
+        "the window looks ahead",
         "q7_1",
         _LAYOUT.format(
             order=_SORTED,
             mask="""
-        near = place[k] <= place[q]
+        near = (place[k] <= place[q]) & ((place[k] - place[q] < window) | (owner[q] == 0))
         return ((owner[q] == owner[k]) & near) | ((owner[q] > 0) & (owner[k] == 0))""",
         ),
         "There is a window",
@@ -1119,13 +1119,10 @@ def prepare_flex(attention, mask_mod, score_mod, length, device, block_size=128)
         loses=("q7_1_tests",),
     ),
     WrongAnswer(
-        "by conversation, positions as they come",
+        "by conversation, sorted inside of windows only",
         "q7_1",
         _LAYOUT.format(
-            order="torch.argsort(conversation * 10_000 - position)", mask=f"\n        {_LAYOUT_MASK}"
-        ).replace(
-            "torch.argsort(conversation * 10_000 - position)",
-            "torch.argsort(conversation * 10_000 + position * 7919 % 10_000)",
+            order="torch.argsort(conversation * 10_000 + position % window)", mask=f"\n        {_LAYOUT_MASK}"
         ),
         ("neighbours", "good start", "order of their positions"),
         loses=("q7_1_blocks_tests",),
