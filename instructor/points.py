@@ -49,6 +49,11 @@ def number_text(points: float) -> str:
     return f"{points:g}"
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 answer` and `3 answers`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _prose_lines(cell: Cell) -> list[tuple[int, str]]:
     """The numbered lines of a markdown cell that students read as prose: no code blocks."""
     lines, fence = [], False

@@ -116,6 +116,7 @@ def grade(
     from instructor.grading.sandbox.walls import Limits
     from instructor.grading.submission.harmless import for_terminal
     from instructor.grading.submission.results import GradingError
+    from instructor.points import counted
 
     built = _build(lab)
     if question is not None and question_id(question) not in {q.key for q in built.questions}:
@@ -131,7 +132,7 @@ def grade(
             typer.echo(f"{len(known)} people in the roster")
         if archive is not None:
             intake = take_in(archive, course.root, built.name)
-            typer.echo(f"{len(intake)} submissions taken in from {archive.name}")
+            typer.echo(f"{counted(len(intake), 'submission')} taken in from {archive.name}")
             for student, why in intake.refused.items():
                 typer.echo(f"  not taken in: {for_terminal(student)}: {for_terminal(why)}")
         found = submissions(course.root, built.name, only)
@@ -139,7 +140,7 @@ def grade(
             built, len(found), 0 if scheduler else jobs, Limits(gpu=gpu, memory_gb=memory, prove=prove)
         )
         words = "" if seconds is None else f"; about {_duration(seconds)}, if all of them are to be graded"
-        typer.echo(f"{len(found)} submissions{words}")
+        typer.echo(f"{counted(len(found), 'submission')}{words}")
         with _bar(f"grading {built.name}", len(found)) as advance:
             summary = grade_class(
                 course,
@@ -208,14 +209,16 @@ def _bar(title: str, total: int):
 
 
 def _duration(seconds: float) -> str:
-    return f"{max(1, round(seconds / 60))} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+    from instructor.points import counted
+
+    return counted(max(1, round(seconds / 60)), "minute") if seconds < 5400 else f"{seconds / 3600:.1f} hours"
 
 
 def _report(summary, course, lab: str, missing: dict[str, str], penalties: dict[str, float]) -> None:
     from instructor.grading.class_ import gradebook
     from instructor.grading.class_.intake import arrivals
     from instructor.grading.submission.harmless import for_terminal
-    from instructor.points import number_text
+    from instructor.points import counted, number_text
 
     graded, waiting = summary.graded, 0
     for result in graded:
@@ -224,7 +227,7 @@ def _report(summary, course, lab: str, missing: dict[str, str], penalties: dict[
     done = len(graded) - len(summary.failed)
     typer.echo(
         f"{done} graded{resumed} in {summary.seconds:.0f} s, {len(summary.flagged)} flagged, "
-        f"{waiting} answers wait for a person (JupyterLab, Nbgrader, Formgrader)"
+        f"{counted(waiting, 'answer')} wait{'s' if waiting == 1 else ''} for a person: labs formgrader --course {course.root}"
     )
     rows = gradebook.summary_rows(graded, missing, arrivals(course.root, lab))
     table = gradebook.write_summary(course, lab, rows)
@@ -235,7 +238,7 @@ def _report(summary, course, lab: str, missing: dict[str, str], penalties: dict[
             f"{row['waiting']} wait" if row["waiting"] else "",
         ]
         extra += [
-            f"{row['flags']} flags" if row["flags"] else "",
+            counted(row["flags"], "flag") if row["flags"] else "",
             row["late"] or ("late" if row["student"] in penalties else ""),
             f"{number_text(round(penalties[row['student']], 2))} taken for lateness"
             if row["student"] in penalties
@@ -271,6 +274,7 @@ def feedback(
     lab = _name(lab)
     from instructor.course import Course
     from instructor.grading.class_.feedback import finish_pages
+    from instructor.grading.class_.intake import meant
     from instructor.grading.class_.report import class_of
     from instructor.grading.submission.harmless import for_terminal
     from instructor.grading.submission.results import GradingError
@@ -278,7 +282,8 @@ def feedback(
     folder = course_folder / "feedback"
     for student in only or []:
         if not (course_folder / "autograded" / student / lab).is_dir():
-            _fail(f"{student!r} has nothing graded for {lab} in {course_folder}.")
+            known = [place.parent.name for place in (course_folder / "autograded").glob(f"*/{lab}")]
+            _fail(f"{student!r} has nothing graded for {lab} in {course_folder}.{meant([student], known)}")
     problem = ""
     for choice in [["--student", student] for student in only or []] or [[]]:
         problem = _nbgrader(course_folder, "generate_feedback", lab, "--force", *choice) or problem

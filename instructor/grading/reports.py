@@ -23,10 +23,11 @@ def _course(folder: Path):
 @app.command()
 def stats(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
     """Write each student's points by question, what the class got wrong, and a picture of both."""
+    from instructor.grading.class_.report import WORDS
     from instructor.grading.class_.report import class_of as read_class
     from instructor.grading.class_.report import statistics_rows, write_tables
     from instructor.grading.submission.results import GradingError
-    from instructor.points import number_text
+    from instructor.points import counted, number_text
 
     name, course = _name(lab), _course(course_folder)
     try:
@@ -36,11 +37,10 @@ def stats(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
         _fail(error)
     for row in rows:
         mean = number_text(row["mean"]) if row["mean"] != "" else "-"
-        typer.echo(
-            f"{row['question']}: {mean} of {number_text(row['of'])}; all points {row['full']}, none {row['none']}"
-        )
+        states = ", ".join(f"{words} {row[state]}" for state, words in WORDS.items() if row[state])
+        typer.echo(f"{row['question']}: {mean} of {number_text(row['of'])}; {states}")
         if row["times"]:
-            typer.echo(f"    {row['times']} times: {row['commonest mistake']}")
+            typer.echo(f"    {counted(row['times'], 'time')}: {row['commonest mistake']}")
     for path in paths:
         typer.echo(str(path))
 
@@ -60,6 +60,7 @@ def similar(
     from instructor.grading.class_.similarity import alike, answers_of, given_code
     from instructor.grading.submission.harmless import for_terminal
     from instructor.grading.submission.library import ANSWERS
+    from instructor.points import counted
     from utils.files import write_whole
 
     if not 0 < least <= 1:
@@ -82,7 +83,9 @@ def similar(
     table = course_folder / "grading" / built.name / "similar.csv"
     table.parent.mkdir(parents=True, exist_ok=True)
     write_whole(table, as_csv(rows) or "one,other,share,shared,cells\n")
-    typer.echo(f"{len(pairs)} pairs of {len(found)} submissions: {table}. Alike is not copied: look at each.")
+    typer.echo(
+        f"{counted(len(pairs), 'pair')} of {counted(len(found), 'submission')}: {table}. Alike is not copied: look at each."
+    )
 
 
 @app.command()
@@ -93,7 +96,10 @@ def export(
         str, typer.Option("--as", help="nbgrader (all labs), questions, moodle, canvas or gradescope.")
     ] = "nbgrader",
     to: Annotated[
-        Path | None, typer.Option(help="The CSV file; for gradescope the folder of results.json files.")
+        Path | None,
+        typer.Option(
+            help="The CSV file, for gradescope the folder of results.json files; else in the course's folder."
+        ),
     ] = None,
 ) -> None:
     """Write the grades as CSV, or in the form of a learning platform."""
@@ -101,27 +107,26 @@ def export(
     from instructor.grading.submission.results import GradingError
 
     if form == "nbgrader":
-        if problem := _nbgrader(course_folder, "export", "--to", str((to or Path("grades.csv")).resolve())):
+        path = to or course_folder / "grades.csv"
+        if problem := _nbgrader(course_folder, "export", "--to", str(path.resolve())):
             _fail(problem)
-        typer.echo(f"{to or 'grades.csv'}")
+        typer.echo(f"{path}")
         return
     if form not in FORMS:
         _fail(f"there is no form {form!r}: choose nbgrader, {', '.join(FORMS)}.")
     if lab is None:
         _fail(f"--as {form} is for one lab: `labs export lab1 --as {form}`.")
     name, course = _name(lab), _course(course_folder)
-    path = to or Path(f"{name}-{form}" + ("" if form == "gradescope" else ".csv"))
+    path = to or course_folder / f"{name}-{form}{'' if form == 'gradescope' else '.csv'}"
     try:
-        path, waiting = export_class(course, name, form, path)
+        path, notes = export_class(course, name, form, path)
     except GradingError as error:
         _fail(error)
     except OSError as error:
         _fail(f"{path} cannot be written: {error.strerror or error}.")
     typer.echo(f"{path}")
-    if waiting:
-        typer.echo(
-            f"{len(waiting)} students have answers that wait for a person; those count 0 in it: {', '.join(waiting[:10])}"
-        )
+    for note in notes:
+        typer.echo(f"  {note}.")
 
 
 @app.command()

@@ -836,7 +836,7 @@ print("running gemm_triton.py in the interpreter ...", flush=True)
 def check_gemm_triton(source):
     if "raise NotImplementedError" in source:
         unwritten = source.count("raise NotImplementedError")
-        raise AssertionError(f"{unwritten} of the two gaps in gemm_triton.py still say raise NotImplementedError().")
+        raise AssertionError(f"not answered yet: {unwritten} of 2 gaps in gemm_triton.py still say raise NotImplementedError().")
     assert find_spec("triton"), "Triton is not installed here (it exists for Linux), so the kernel waits for grading"
     shapes = {"whole blocks": (64, 64, 64), "edges everywhere": (50, 70, 40), "transposed, so not contiguous": (50, 70, 40)}
     cases = [(torch.randn(m, k), torch.randn(k, n)) for m, n, k in shapes.values()]
@@ -3689,7 +3689,7 @@ print("running flash_triton.py in the interpreter ...", flush=True)
 def check_flash_triton(source):
     if "raise NotImplementedError" in source:
         unwritten = source.count("raise NotImplementedError")
-        raise AssertionError(f"{unwritten} of the two gaps in flash_triton.py still say raise NotImplementedError().")
+        raise AssertionError(f"not answered yet: {unwritten} of 2 gaps in flash_triton.py still say raise NotImplementedError().")
     assert find_spec("triton"), "Triton is not installed here (it exists for Linux), so the kernel waits for grading"
     cases, names = [], []
     for queries, keys, size, kind, words in (

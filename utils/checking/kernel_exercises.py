@@ -120,7 +120,7 @@ def _functions_in(source: str, file: str) -> frozenset[str]:
         raise AssertionError(f"{file} is no Python: {error.msg}, line {error.lineno}: {text}") from None
     # Look in the text: when a kernel is compiled, its `raise` never runs.
     if raises_not_implemented(source):
-        raise AnswerNeeded(f"{file} still has `raise NotImplementedError()` in it: write the kernel first.")
+        raise AnswerNeeded(f"{file} is not answered yet: it still has `raise NotImplementedError()` in it.")
     return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
 
 

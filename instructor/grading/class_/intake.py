@@ -5,6 +5,7 @@ Nobody's upload stops another's: what cannot be used is reported by name, and th
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import json
@@ -294,13 +295,21 @@ def submissions(root: Path, lab: str, only: list[str] | None = None) -> list[Sub
         if place.is_dir() and path.is_file() and not path.is_symlink() and not _why_unusable(place.name):
             found.append(Submission(place.name, path))
     if only:
-        unknown = sorted(set(only) - {s.student for s in found})
+        known = [s.student for s in found]
+        unknown = sorted(set(only) - set(known))
         if unknown:
-            raise IntakeError(f"no submission of {', '.join(unknown)} for {lab} in {folder}.")
+            raise IntakeError(f"no submission of {', '.join(unknown)} for {lab} in {folder}.{meant(unknown, known)}")
         found = [s for s in found if s.student in only]
     if not found:
         raise IntakeError(f"no submission for {lab}: expected {folder}/<student>/{lab}/{lab}.ipynb.")
     return found
+
+
+def meant(unknown: list[str], known: list[str]) -> str:
+    """A question that names the students whose names hold these or are close to them; nothing if none does."""
+    found = [name for name in known if any(part.casefold() in name.casefold() for part in unknown)]
+    found = found or [close for name in unknown for close in difflib.get_close_matches(name, known, 3)]
+    return f" Did you mean {' or '.join(repr(name) for name in found[:5])}?" if found else ""
 
 
 def _notebooks(folder: Path) -> list[Path]:

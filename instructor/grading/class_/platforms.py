@@ -4,37 +4,73 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 
 from instructor.course import Course
 from instructor.grading.class_.report import Student, as_csv, class_of, question_rows, questions_of
+from instructor.grading.submission.harmless import for_terminal
 from instructor.grading.submission.plan import question_title
 from instructor.grading.submission.results import GradingError
+from instructor.points import counted, number_text
 from utils.files import write_whole
 
 FORMS = ("questions", "moodle", "canvas", "gradescope")
 
 
 def export_class(course: Course, lab: str, form: str, to: Path) -> tuple[Path, list[str]]:
-    """Write the grades of a class; returns the path, and the students whose answers still wait for a person."""
+    """Write the grades of a class; returns the path, and what to know before it is uploaded."""
     if form not in FORMS:
         raise GradingError(f"there is no form {form!r}: choose one of {', '.join(FORMS)}.")
     students = class_of(course, lab)
-    waiting = [student.id for student in students if student.waiting]
+    notes = platform_notes(students, form)
     if form == "gradescope":
         for student in students:
             path = to / student.id / "results.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(gradescope_results(student), indent=1, ensure_ascii=False))
-        return to, waiting
+        return to, notes
     rows = {"questions": question_rows, "moodle": moodle_rows, "canvas": lambda s: canvas_rows(s, lab)}[form](students)
     to.parent.mkdir(parents=True, exist_ok=True)
     write_whole(to, as_csv(rows))
-    return to, waiting
+    return to, notes
+
+
+def platform_notes(students: list[Student], form: str) -> list[str]:
+    """What a platform would leave out without a word, and which points are not there yet."""
+    notes = []
+    if waiting := [student.id for student in students if student.waiting]:
+        notes.append(f"answers of {_some(waiting)} wait for a person; they count 0 in it")
+    if form != "moodle":
+        return notes
+    if above := [s.id for s in students if _score(s) > _most(s)]:
+        enough = number_text(
+            max(_most(s) + sum(m for q, m in s.most.items() if q.startswith("bonus")) for s in students)
+        )
+        notes.append(
+            f"Moodle leaves out a grade above the assignment's maximum, and with the bonus {_some(above)} would have one: "
+            f"set the assignment's maximum grade to {enough} before you upload"
+        )
+    if nameless := [s.id for s in students if not _number(s)]:
+        notes.append(
+            f"Moodle finds a student by the number that its zip puts behind the name, and {_some(nameless)} came without one: "
+            "their rows will be left out"
+        )
+    return notes
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(map(for_terminal, names[:10]))
+    return f"{counted(len(names), 'student')} ({shown}{', ...' if len(names) > 10 else ''})"
 
 
 def _score(student: Student) -> float:
-    return round(student.total(False) + student.total(True) - student.penalty, 2)
+    return max(0.0, round(student.total(False) + student.total(True) - student.penalty, 2))
+
+
+def _most(student: Student) -> float:
+    """The points of a lab without its bonus."""
+    return sum(most for question, most in student.most.items() if not question.startswith("bonus"))
 
 
 def _number(student: Student) -> str:
@@ -48,14 +84,20 @@ def _name(student: Student) -> str:
 
 
 def moodle_rows(students: list[Student]) -> list[dict]:
-    """Rows of Moodle's grading worksheet: the assignment's menu, Upload grading worksheet."""
+    """Rows of Moodle's grading worksheet: the assignment's menu, Upload grading worksheet.
+
+    Moodle takes no worksheet without the three columns for who, the grade, and when the grade was last changed. The time is
+    that of the export: a grade that somebody gives in Moodle later is not overwritten.
+    """
+    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S +0000}"
     return [
         {
             "Identifier": f"Participant {_number(student)}" if _number(student) else student.id,
             "Full name": _name(student),
             "Email address": student.person.email if student.person else "",
             "Grade": _score(student),
-            "Maximum Grade": sum(m for q, m in student.most.items() if not q.startswith("bonus")),
+            "Maximum Grade": _most(student),
+            "Last modified (grade)": now,
             "Feedback comments": _words(student),
         }
         for student in students
@@ -64,7 +106,7 @@ def moodle_rows(students: list[Student]) -> list[dict]:
 
 def canvas_rows(students: list[Student], lab: str) -> list[dict]:
     """Rows of Canvas's gradebook: Grades, Import. The second line holds the points that are possible."""
-    most = max(sum(m for q, m in s.most.items() if not q.startswith("bonus")) for s in students)
+    most = max(map(_most, students))
     empty = {"ID": "", "SIS User ID": "", "SIS Login ID": "", "Section": ""}
     rows = [{"Student": "    Points Possible", **empty, lab: most}]
     for student in students:
@@ -90,16 +132,17 @@ def gradescope_results(student: Student) -> dict:
         if waits:
             tests.append({**test, "score": 0.0, "output": "This answer waits for a person."})
             continue
-        output = "no answer" if question in student.missing else message
+        output = message or ("no answer" if question in student.missing else "")
         tests.append({**test, "score": score, "status": "passed" if score >= most else "failed", "output": output})
     late = f"{student.penalty:g} points were taken for lateness." if student.penalty else ""
     return {"score": _score(student), "output": late, "output_format": "text", "tests": tests}
 
 
 def _words(student: Student) -> str:
-    parts = [f"{question_title(q)}: {m.splitlines()[0]}" for q, m in student.messages.items() if m]
+    said = {question_title(q): m.splitlines()[0] for q, m in student.messages.items() if m}
+    parts = [m if m.startswith(title) else f"{title}: {m}" for title, m in said.items()]
     if student.waiting:
-        parts.append(f"{len(student.waiting)} answers are not graded yet.")
+        parts.append(f"{counted(len(student.waiting), 'answer')} not graded yet.")
     if student.penalty:
         parts.append(f"{student.penalty:g} points were taken for lateness.")
     return " ".join(parts)[:2000]

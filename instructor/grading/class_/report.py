@@ -20,6 +20,8 @@ from instructor.grading.submission.results import GradingError, SubmissionResult
 from utils.files import write_whole
 
 WAITS = "waits"
+_UNANSWERED = re.compile(r"(?!calls ).{0,60}not answered yet")  # what a check says of an answer cell as it was released
+WORDS = {"full": "all points", "part": "some", "none": "none", "missing": "no answer", WAITS: "waits for a person"}
 FILLS = {"full": "#2f7d5b", "part": "#8cc5a5", "none": "#d9705f", "missing": "#c9c9c9", WAITS: "#e6c34a"}
 
 
@@ -87,7 +89,7 @@ def student_of_result(result: SubmissionResult) -> Student:
         question = question_of(cell)
         student.points[question] = student.points.get(question, 0.0) + result.cells[cell].points
         student.most[question] = student.most.get(question, 0.0) + result.cells[cell].max_points
-        if result.cells[cell].status == "by_hand":
+        if result.cells[cell].status in ("by_hand", "flagged"):
             student.waiting.add(question)
     _take_messages(student, result)
     return student
@@ -95,12 +97,14 @@ def student_of_result(result: SubmissionResult) -> Student:
 
 def _take_messages(student: Student, record: SubmissionResult | None) -> None:
     """Note what was not answered, and what the first check of each question said that failed."""
+    answered: set[str] = set()
     for cell, result in record.cells.items() if record else ():
         question = question_of(cell)
-        if result.status == "missing":
-            student.missing.add(question)
-        elif result.status not in ("passed", "by_hand"):
+        without = result.status == "missing" or _UNANSWERED.match(kind_of_mistake(result.message))
+        (student.missing if without else answered).add(question)
+        if result.status not in ("passed", "by_hand", "missing"):
             student.messages.setdefault(question, result.message)
+    student.missing -= answered
 
 
 def _records(course: Course, lab: str) -> dict[str, SubmissionResult]:
@@ -210,15 +214,8 @@ def draw_class(students: list[Student], lab: str, path: Path) -> None:
         begin = [0] * len(rows)
         for state, color in FILLS.items():
             counts = [row[state] for row in rows]
-            label = {
-                "full": "all points",
-                "part": "some",
-                "none": "none",
-                "missing": "no answer",
-                WAITS: "waits for a person",
-            }
             left.barh(
-                range(len(rows)), counts, left=begin, color=color, label=label[state], edgecolor="white", linewidth=0.5
+                range(len(rows)), counts, left=begin, color=color, label=WORDS[state], edgecolor="white", linewidth=0.5
             )
             begin = [a + b for a, b in zip(begin, counts, strict=True)]
         left.set_yticks(range(len(rows)), [row["question"].removeprefix("Question ") for row in rows])

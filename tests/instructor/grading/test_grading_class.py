@@ -189,7 +189,7 @@ def test_what_the_class_did_late_days_and_the_platforms_forms(small_lab, graded,
         for _ in range(2):  # again: the same, and not twice
             done = run("stats", small_lab.name, "--course", str(course.root))
             assert done.exit_code == 0, done.output
-        assert "times:" in done.output and "class.svg" in done.output
+        assert "time" in done.output and "class.svg" in done.output
         folder = course.root / "grading" / small_lab.name
         table = {row["student"]: row for row in csv.DictReader((folder / "questions.csv").open())}
         assert (
@@ -208,6 +208,10 @@ def test_what_the_class_did_late_days_and_the_platforms_forms(small_lab, graded,
                 ).exit_code
                 == 0
             )
+        run(
+            "export", small_lab.name, "--course", str(course.root), "--as", "canvas"
+        )  # by itself into the course's folder
+        assert (course.root / f"{small_lab.name}-canvas.csv").read_text() == (tmp_path / "canvas").read_text()
         moodle = {row["Identifier"]: row for row in csv.DictReader((tmp_path / "moodle").open())}
         assert float(moodle["ada"]["Grade"]) == pytest.approx(6.9) and moodle["ada"]["Email address"] == "ada@x.org"
         first, *canvas = csv.DictReader((tmp_path / "canvas").open())

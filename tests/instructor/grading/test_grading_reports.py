@@ -1,12 +1,15 @@
 """A class in tables: rosters, statistics by question, similar answers."""
 
+import csv
 import re
+from datetime import UTC, datetime
 
 import pytest
 
 from instructor.grading.class_.feedback import finish_pages, finished_page, question_titles
+from instructor.grading.class_.intake import meant
 from instructor.grading.class_.late import LateDays
-from instructor.grading.class_.platforms import canvas_rows, gradescope_results, moodle_rows
+from instructor.grading.class_.platforms import canvas_rows, gradescope_results, moodle_rows, platform_notes
 from instructor.grading.class_.report import (
     Student,
     as_csv,
@@ -14,10 +17,11 @@ from instructor.grading.class_.report import (
     kind_of_mistake,
     question_rows,
     statistics_rows,
+    student_of_result,
 )
 from instructor.grading.class_.roster import Person, find_people, read_roster
 from instructor.grading.class_.similarity import alike, all_grams, fingerprints
-from instructor.grading.submission.results import GradingError
+from instructor.grading.submission.results import CellResult, GradingError, SubmissionResult
 
 ADA, ZOE = Person("ada", "Ada", "Lovelace", "ada@x.org"), Person("4712", "Zoe\u0308", "Li", "zoe@x.org")
 
@@ -52,6 +56,31 @@ def test_statistics_count_everybody_once_and_name_the_commonest_mistake():
         assert sum(row[state] for state in ("full", "part", "none", "missing", "waits")) == len(CLASS)
 
 
+def test_an_answer_cell_as_it_was_released_is_no_answer():
+    """Of two answers to a question one may be there; a call of another question's answer is a mistake of this one."""
+    said = {
+        "q1_1_tests": "Question 1.1 is not answered yet.",
+        "q1_5_tests": "Question 1.5: not answered yet: 2 of 2 gaps in gemm_triton.py still say raise NotImplementedError().",
+        "q2_1_tests": "Question 2.1 calls tile, which is not answered yet.",
+        "q2_2_tests": "Question 2.2: got 3, not 4",
+        "q2_2_bytes_tests": "Question 2.2 is not answered yet.",
+    }
+    cells = {name: CellResult(0.0, 4.0, "failed", message, 1.0) for name, message in said.items()}
+    cells["q2_3_tests"] = CellResult(0.0, 4.0, "missing", "", 0.0)
+    cells["q3_1_pairs_tests"] = CellResult(4.0, 4.0, "passed", "", 1.0)
+    cells["q3_1_cost_tests"] = CellResult(0.0, 4.0, "failed", "Question 3.1 is not answered yet.", 1.0)
+    student = student_of_result(SubmissionResult("ada", "lab1", cells, (), {}, ""))
+    states = {question: student.state(question) for question in student.most}
+    assert states == {
+        "q1_1": "missing",
+        "q1_5": "missing",
+        "q2_1": "none",
+        "q2_2": "none",
+        "q2_3": "missing",
+        "q3_1": "part",
+    }
+
+
 def test_a_message_is_a_kind_of_mistake_without_its_numbers():
     assert kind_of_mistake("\nQuestion 2.3: the result is 1,234.5 off\n  in f, line 3") == "the result is # off"
     assert kind_of_mistake("") == "no words"
@@ -66,13 +95,33 @@ def test_a_picture_of_the_class(tmp_path):
 def test_the_forms_of_platforms():
     table = question_rows(CLASS)
     assert table[2]["Question 1.2"] == "waits" and table[1]["points"] == 2.0 and table[0]["bonus"] == 4.0
-    assert moodle_rows(CLASS)[1]["Identifier"] == "Participant 17" and moodle_rows(CLASS)[2]["Grade"] == -1.0
     possible, *rows = canvas_rows(CLASS, "lab1")
     assert possible["lab1"] == 8.0 and rows[1]["ID"] == "17"
     results = gradescope_results(CLASS[2])
-    assert results["score"] == -1.0 and "lateness" in results["output"]
+    assert results["score"] == 0.0 and "lateness" in results["output"]  # a penalty takes no more than there is
     assert [t.get("status") for t in results["tests"]] == ["failed", None, "failed"]
     assert as_csv([{"student": "=cmd()"}]) == "student\n'=cmd()\n"
+
+
+def test_moodle_takes_every_row_of_its_form(tmp_path):
+    """As `mod/assign/feedback/offline` of Moodle reads it: three columns it needs, no grade below 0, none above the maximum."""
+    read = list(csv.DictReader(as_csv(moodle_rows(CLASS)).splitlines()))
+    assert {"Identifier", "Grade", "Last modified (grade)"} <= set(read[0])
+    changed = datetime.strptime(read[1]["Last modified (grade)"], "%Y-%m-%d %H:%M:%S %z")
+    assert abs((datetime.now(UTC) - changed).total_seconds()) < 60
+    assert read[1]["Identifier"] == "Participant 17" and [float(row["Grade"]) for row in read] == [12.0, 2.0, 0.0]
+    assert read[1]["Feedback comments"] == "Question 1.1: got 12.5, not 13"
+    waits, above, nameless = platform_notes(CLASS, "moodle")
+    assert "1 student (cy) wait" in waits
+    assert "1 student (ada)" in above and "maximum grade to 12 before" in above
+    assert "2 students (ada, cy)" in nameless
+    assert platform_notes(CLASS, "canvas") == [waits] and platform_notes(CLASS[1:2], "moodle") == []
+
+
+def test_a_name_that_is_not_there_is_answered_with_those_that_are_close():
+    known = ["O'Brien Ada_101", "Jos\u00e9 N\u00fa\u00f1ez_102", "ben_17"]
+    assert meant(["ada"], known) == ' Did you mean "O\'Brien Ada_101"?'
+    assert meant(["bne_17"], known) == " Did you mean 'ben_17'?" and meant(["zoe"], known) == ""
 
 
 def test_people_are_found_for_the_folders_of_platforms(tmp_path):
