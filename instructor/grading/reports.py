@@ -23,9 +23,8 @@ def _course(folder: Path):
 @app.command()
 def stats(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
     """Write each student's points by question, what the class got wrong, and a picture of both."""
-    from instructor.grading.class_.report import WORDS
+    from instructor.grading.class_.report import WORDS, statistics_rows, write_tables
     from instructor.grading.class_.report import class_of as read_class
-    from instructor.grading.class_.report import statistics_rows, write_tables
     from instructor.grading.submission.results import GradingError
     from instructor.points import counted, number_text
 

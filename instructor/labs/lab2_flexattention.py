@@ -90,7 +90,9 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from utils import *
-from utils.checking import SizeWatch, check, expect_close, expect_number, forbid, leaves_inputs, watch_operations
+from utils.checking import (
+    SizeWatch, check, expect_close, expect_number, expect_rounded_once, forbid, leaves_inputs, watch_operations,
+)
 from utils.checking.masks import expect_program, expect_rows, kernels_for, modified, pairs
 from utils.checking.mistakes import known_mistake
 from utils.checking.watching import FUSED_ATTENTION
@@ -1084,6 +1086,9 @@ def check_block_sparse(block_sparse_attention):
             if got.isnan().any():
                 hint = "A query that sees nothing in a block, or nothing at all, must not end in NaN: its weights are 0."
         expect_close(got, expected.to(dtype), rtol=tolerance, atol=tolerance, what=what, hint=hint)
+        if dtype == torch.bfloat16:
+            exact = F.scaled_dot_product_attention(*(x.double() for x in wide), attn_mask=mask).nan_to_num(0.0)
+            expect_rounded_once(got, exact, what, "scores, weights and sums")
         visited = int(block_mask.kv_num_blocks.sum() + block_mask.full_kv_num_blocks.sum())
         one = 2 * 2 * 3 * 6 * 10  # multiply-adds of a block, both products, all heads of both sequences
         assert sizes.macs <= one * visited, (

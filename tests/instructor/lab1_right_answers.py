@@ -662,28 +662,6 @@ def online_softmax_stats(blocks):
 """,
     ),
     (
-        "weights in the dtype of v, as the library's kernels do",
-        "q5_3",
-        """
-def flash_attention_tiled(q, k, v, tile_q=64, tile_k=64):
-    out = []
-    for qt in q.split(tile_q, dim=2):
-        o = torch.zeros(qt.shape, dtype=torch.float32, device=q.device)
-        m = torch.full(qt.shape[:-1] + (1,), float("-inf"), device=q.device)
-        l = torch.zeros_like(m)
-        for kt, vt in zip(k.split(tile_k, dim=2), v.split(tile_k, dim=2)):
-            s = torch.einsum("bhqd,bhkd->bhqk", qt.float(), kt.float()) / q.size(-1) ** 0.5
-            new = torch.maximum(m, s.max(-1, keepdim=True)[0])
-            p = (s - new).exp()
-            alpha = (m - new).exp()
-            l = alpha * l + p.sum(-1, keepdim=True)
-            o = alpha * o + (p.to(v.dtype) @ vt).float()
-            m = new
-        out.append((o / l).to(q.dtype))
-    return torch.cat(out, 2)
-""",
-    ),
-    (
         "intensity from the two sums",
         "q5_4",
         """

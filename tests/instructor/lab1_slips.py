@@ -717,7 +717,7 @@ SLIPS = [
             ("k[:, :, j : j + tile_k].float()", "k[:, :, j : j + tile_k]"),
             ("v[:, :, j : j + tile_k].float()", "v[:, :, j : j + tile_k]"),
         ],
-        "still in bfloat16",
+        "fewer bits than float32",
     ),
     (
         "flash: result in float32",

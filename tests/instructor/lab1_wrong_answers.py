@@ -663,6 +663,15 @@ def online_softmax_stats(blocks):
         ("q5_3_flash_tests",),
     ),
     WrongAnswer(
+        "weights in the dtype of v, as the library's kernels have them",
+        "q5_3",
+        _flash(
+            _GOOD_UPDATE.replace("p @ v[:, :, j:j + tile_k].float()", "(p.to(v.dtype) @ v[:, :, j:j + tile_k]).float()")
+        ),
+        "fewer bits than float32",
+        ("q5_3_flash_tests",),
+    ),
+    WrongAnswer(
         "last tile of keys left out",
         "q5_3",
         _flash(_GOOD_UPDATE).replace(

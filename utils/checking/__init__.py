@@ -1,6 +1,7 @@
 """Verdicts on answers, a watch over the operators that an answer runs, and the runs of Gluon kernels that lab 3 checks."""
 
 from utils.checking.mistakes import attention_mistake, leaves_inputs
+from utils.checking.rounding import expect_rounded_once
 from utils.checking.sizes import SizeWatch, expect_follows_device, poisoned_memory
 from utils.checking.travel import by_value
 from utils.checking.verdicts import (
@@ -40,6 +41,7 @@ __all__ = [
     "expect_close",
     "expect_follows_device",
     "expect_number",
+    "expect_rounded_once",
     "forbid",
     "forbid_leaving",
     "is_answered",

@@ -23,7 +23,8 @@ Mod = Callable[..., torch.Tensor]
 _NUMBERS = 4  # that an operator of a mask may compute with for one pair
 _AT_ONCE = 2  # pairs that are asked about at once
 _STEPS = 100  # operators that a mask may run for one pair; the answers that we know run less than half of that
-_SEARCHES = ("searchsorted", "bucketize")  # they look at few of many
+_SEARCHES = ("searchsorted", "bucketize")  # they look at few of many: what counts is how many numbers they search for
+_MADE = 16  # numbers in memory of its own that an operator may make for one pair
 _LOOKUPS = 10  # tensors of the largest size that a mask may look into; the model answers look into six at most
 _NO_VALUE = (
     "takes a value out of a tensor (.item(), int(), float(), a Python index). A kernel has no Python: stay in tensors."
@@ -134,6 +135,12 @@ def expect_program(mod: Mod, limit: int, what: str, sq: int = 8, sk: int = 8) ->
     with SizeWatch() as watch:
         call_mod(mod, what, *arguments)
     _expect_small(watch, limit, 1, what)
+    name, made = watch.created
+    if made > _MADE:  # under vmap, even an index makes new memory
+        raise AssertionError(
+            f"{what} makes a tensor of {made} numbers (in {name}) to decide about one pair. It is a program for one pair: "
+            "it looks up numbers of the query and of the key, and does not go through many tokens."
+        )
     ran = {*watch.largest} - {"_local_scalar_dense"}  # an index of one number is read; of many pairs it is not
     # FlexAttention evaluates many pairs at once, so no index is a number that Python can read: it is the same program there.
     with SizeWatch() as watch:

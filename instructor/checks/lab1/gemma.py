@@ -251,6 +251,12 @@ def counted_flops(counted_flops, seed=None):
     )
     if len(calls) != 1:
         raise AssertionError(f"fn should run once, and ran {len(calls)} times.")
+    counted_flops(chain, a, b, c)  # what was counted once may be other work the next time
+    if len(calls) != 2:
+        raise AssertionError(
+            "counted_flops was called a second time with the same fn and arguments, and fn should run in each call: it ran "
+            f"{len(calls) - 1} times in the second."
+        )
     got = counted_flops(torch.nn.functional.linear, a, b.T)
     expect_value(got, 2 * m * k * n, "FLOPs", f"counted_flops of a second function, F.linear of ({m}, {k})")
     if counted_flops(torch.sin, a) != 0:

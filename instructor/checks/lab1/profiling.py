@@ -30,7 +30,7 @@ from utils.checking.watching import demand
 from utils.machine.device import default_device
 
 # Or it waits by a function of torch's, which leaves no mark.
-_NO_WAIT = "no step of its profile calls the notebook's synchronize()"
+_NO_WAIT = "calls the notebook's synchronize() by that name in no step of its profile"
 
 
 @check("4.1", "Profile and trace")

@@ -44,7 +44,7 @@ _PLAIN = {
 _PYTHON = f"""
     {" ".join(sorted(_PLAIN))}
     range len zip enumerate tuple list dict set frozenset str int float bool min max sum abs round divmod reversed sorted
-    isinstance slice map filter any all iter next print super object property staticmethod classmethod type repr format hasattr
+    isinstance issubclass slice map filter any all iter next print super object property staticmethod classmethod type repr format hasattr
     callable pow NotImplemented name value args start stop step ABC abstractmethod Enum auto __name__ __doc__
     + - * / // % ** & | ^
 """

@@ -55,9 +55,7 @@ _GUARDS = "nan_to_num isnan isinf isfinite isneginf isposinf abs minimum amin fm
 _LOGS = "log log2 log1p logaddexp logaddexp2"
 _SORTING = "argsort sort unique unique_consecutive argmax argmin diff bincount searchsorted bucketize cumsum cummax count_nonzero"
 _WHOLE = "floor_divide remainder fmod floor ceil trunc sign round div abs minimum maximum amax amin min max prod"
-_HOST = (
-    "numpy tolist from_numpy lexsort concatenate asarray"  # before a mask is asked, values may be wherever they like
-)
+_HOST = "numpy tolist from_numpy lexsort concatenate asarray ascontiguousarray"  # before a mask is asked, values may be wherever they like
 
 _FLASH = (_SUMS, _EDGES, _DIVIDING, _LIBRARY, _EXPONENTIALS, _GUARDS, _LOGS, "tril triu lerp")
 _DENSE = (_SUMS, _EDGES, _DIVIDING, _LIBRARY, _EXPONENTIALS, _GUARDS, _SOFTMAX, _LOGS)

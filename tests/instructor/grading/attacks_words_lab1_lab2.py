@@ -182,7 +182,7 @@ WORDS = [
         "q5_3",
         _SCORES_NARROW,
         "flash_attention_tiled flash_attention_tiled",
-        "with large scores",
+        "of the results are not the exact ones rounded",
         "q5_3_flash_tests",
     ),
     _lab1(

@@ -1,6 +1,6 @@
 """Right answers with names of their own: type hints, fields and signs that no list of words can know.
 
-The twelfth round's honest answers that waited at first.
+Honest answers of the twelfth and the fourteenth round that waited at first, and their kin.
 """
 
 STUDENTS: dict[str, tuple[str, dict[str, str]]] = {
@@ -145,6 +145,61 @@ def errors(
         sum_of_squares += float(np.square(right).sum())
     # both means are over the same number of elements, so that number cancels
     return largest, float(np.sqrt(sum_of_squared_errors / sum_of_squares))
+"""
+        },
+    ),
+    "NumPy sorts by two keys, a class holds the layout": (
+        "lab2_flexattention",
+        {
+            "q7_1": """
+import numpy as np
+
+
+class Layout:
+    '''Who speaks in each row of the new order, and at which position.'''
+
+    def __init__(self, conversation, position, window):
+        keys = [np.asarray(x.cpu()) for x in (position, conversation)]  # the last key comes first
+        self.order = torch.from_numpy(np.ascontiguousarray(np.lexsort(keys))).to(conversation.device)
+        self.speaker, self.place, self.window = conversation[self.order], position[self.order], window
+
+    def visible(self, b, h, q, k):
+        mine, theirs = self.speaker[q], self.speaker[k]
+        ago = self.place[q] - self.place[k]
+        inside = (mine == theirs) & (ago >= 0) & ((ago < self.window) | (mine == 0))
+        return inside | ((theirs == 0) & (mine != 0))
+
+
+def lay_out(conversation, position, window):
+    layout = Layout(conversation, position, window)
+    return layout.order, layout.visible
+"""
+        },
+    ),
+    "a context manager that turns one kind of error into another": (
+        "lab4_sdpa",
+        {
+            "q1_3": """
+class Pinned:
+    '''Allows one backend, and turns its refusal into BackendRefused.'''
+
+    def __init__(self, backend, explain):
+        self.backend, self.explain, self.allowed = backend, explain, sdpa_kernel(BACKENDS[backend])
+
+    def __enter__(self):
+        self.allowed.__enter__()
+
+    def __exit__(self, kind, error, traceback):
+        self.allowed.__exit__(kind, error, traceback)
+        if kind is None or not issubclass(kind, RuntimeError):
+            return None
+        reasons = self.explain() or [str(error)]
+        raise BackendRefused(f"{self.backend}: " + " ".join(reasons)) from error
+
+
+def pinned_sdpa(backend, q, k, v, **options):
+    with Pinned(backend, lambda: why_not(backend, q, k, v, **options)):
+        return F.scaled_dot_product_attention(q, k, v, **options)
 """
         },
     ),

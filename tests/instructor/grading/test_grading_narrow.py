@@ -25,10 +25,10 @@ from tests.instructor.grading import (
     honest_third,
     honest_unusual,
 )
+from tests.instructor.grading.attacks_late_rounds import LATE_BY_TEXT
 from tests.instructor.grading.attacks_narrow import BY_TEXT
 from tests.instructor.grading.attacks_shortcuts import answer_of
 from tests.instructor.grading.attacks_tenth import TENTH_BY_TEXT
-from tests.instructor.grading.attacks_thirteenth import THIRTEENTH_BY_TEXT
 from utils.checking import watching
 
 LABS = {"lab1": (test_lab1, lab1_right_answers), "lab2_flexattention": (test_lab2, lab2_right_answers)}
@@ -141,7 +141,7 @@ def test_single_questions_have_lists_that_are_shorter_than_the_general_ones():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "shortcut", [*BY_TEXT, *(s for s in (*TENTH_BY_TEXT, *THIRTEENTH_BY_TEXT) if s.lab in LABS)], ids=lambda s: s.name
+    "shortcut", [*BY_TEXT, *(s for s in (*TENTH_BY_TEXT, *LATE_BY_TEXT) if s.lab in LABS)], ids=lambda s: s.name
 )
 def test_a_way_that_no_input_of_a_check_meets_waits(labs, shortcut):
     lab = labs[shortcut.lab]

@@ -30,13 +30,13 @@ from tests.instructor.grading.attacks_for_show import FOR_SHOW
 from tests.instructor.grading.attacks_fourth import FIFTH, FOURTH
 from tests.instructor.grading.attacks_fourth import KIN as MORE_KIN
 from tests.instructor.grading.attacks_large_inputs import LARGE
+from tests.instructor.grading.attacks_late_rounds import LATE_ROUNDS
 from tests.instructor.grading.attacks_narrow import NARROWED
 from tests.instructor.grading.attacks_other_inputs import OTHER_INPUTS
 from tests.instructor.grading.attacks_paths import PATHS
 from tests.instructor.grading.attacks_shortcuts import CELLS, CODE, SHORTCUTS, Shortcut, answer_of
 from tests.instructor.grading.attacks_tenth import TENTH
 from tests.instructor.grading.attacks_third import KIN, THIRD
-from tests.instructor.grading.attacks_thirteenth import THIRTEENTH
 from tests.instructor.grading.attacks_words_lab1_lab2 import WORDS as WORDS_1_2
 from tests.instructor.grading.attacks_words_lab3_lab4 import WORDS as WORDS_3_4
 from tests.instructor.grading.test_grading_attacks import TOKEN, _changes, _sleepers, hidden_lines, surroundings
@@ -142,7 +142,7 @@ def _case(shortcut, overnight: bool):
                 *NARROWED,
                 *OTHER_INPUTS,
                 *TENTH,
-                *THIRTEENTH,
+                *LATE_ROUNDS,
             )
             if s.check
         ),

@@ -16,6 +16,7 @@ from utils.checking import (
     check,
     expect_close,
     expect_number,
+    expect_rounded_once,
     is_answered,
     needs,
     quiet_stderr,
@@ -447,3 +448,16 @@ def test_known_mistakes_are_named_without_the_right_number():
     )
     assert "4 times too large" in number_complaint(960, 240, rel=0, unit="bytes", mistakes=known)
     expect_number(240, 240, rel=0, mistakes=known)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_result_that_was_rounded_on_its_way_is_found(dtype):
+    """Rounding a factor of each term to 16 bits, or to eight bits inside of float32, changes the last rounding of many results."""
+    torch.manual_seed(0)
+    a, b = torch.randn(40, 16), torch.randn(16, 40).to(dtype).float()
+    exact = a.double() @ b.double()
+    expect_rounded_once((a @ b).to(dtype), exact, "a product", "the factors")
+    eight_bits = a * 65537.0 - (a * 65537.0 - a)
+    for narrow in (a.to(dtype).float(), eight_bits):
+        with pytest.raises(AssertionError, match=r"a product: \d+% of the results .* Which of the factors"):
+            expect_rounded_once((narrow @ b).to(dtype), exact, "a product", "the factors")
