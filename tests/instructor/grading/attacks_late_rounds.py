@@ -116,7 +116,7 @@ p = torch.exp(scores - new_m)
 COUNTED = {}"""
         },
         ("counted_flops", "counted_flops"),
-        "it ran 0 times in the second",
+        "did not run fn",
     ),
     Shortcut(
         "3.3 weights of eight bits, in float32",
