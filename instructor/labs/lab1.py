@@ -758,7 +758,7 @@ plt.show()
 #    Without `"ieee"` a GPU rounds float32 tiles to ten bits first; the interpreter does not, so the grader looks for it.
 # 2. After the loop: store the accumulator into C, masked. C may be a 16-bit matrix: `tl.store` converts.
 #
-# Each program reads as many elements as its own tile of C needs, makes one `tl.dot` a step, and writes each element once.
+# Each program reads no more elements than a whole tile of C needs, makes one `tl.dot` a step, and writes each element once.
 #
 # Do not assume that matrices are contiguous: use the strides.
 #
@@ -3015,7 +3015,7 @@ hidden.attention_bshd(attention_bshd).raise_if_wrong()
 # **Before you write.** Take a row with the blocks $[1, 3]$ and $[5]$. What are $m$ and $\ell$ after each block?
 #
 # 1. `online_softmax_stats` gets an *iterator* over blocks of shape (rows, width); widths may differ. Each block can be
-#    looked at once, and there is no going back: keep two numbers a row, and no block. Return `(m, l)`, each of shape (rows,) and of
+#    looked at once, and there is no going back: keep a few numbers a row, and no block. Return `(m, l)`, each of shape (rows,) and of
 #    the blocks' dtype. Values may be as large as 1000, so never compute $e^x$ without subtracting a maximum. Any operator of
 #    PyTorch is allowed, on one block at a time.
 # 2. `flash_attention_tiled`: attention without a mask, tile by tile. `q` is (B, H, S, D), `k` and `v` are (B, H, L, D);

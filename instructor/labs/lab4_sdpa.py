@@ -1366,7 +1366,7 @@ if not on_gpu:
 #    forbidden here: write both, with two matrix products at most; `torch.softmax` and `torch.logsumexp` are allowed.
 #    Heads are grouped as in Question 2.2.
 # 2. `split_kv_attention(q, k, v, splits)`: cut the keys into `splits` parts of sizes that differ by at most 1, attend
-#    to each part **alone**, once, by `attend_part`, and merge, in tensors of torch. The result has the dtype of `q`.
+#    to each part **alone**, once for all queries, by `attend_part`, and merge, in tensors of torch. The result has the dtype of `q`.
 #    Scores may be in the thousands, so $e^{L_p}$ as it stands overflows. There may be more splits than keys: some parts
 #    are empty then.
 #
@@ -1971,7 +1971,8 @@ if not on_gpu:
 # ### Question 4.3: Apart without a copy {points}
 #
 # A model computes queries, keys and values with one projection. Its output `packed` has shape (B, S, (H + 2 Hkv) · D):
-# for each token first the `heads` query heads, then the `kv_heads` key heads, then as many value heads.
+# for each token first the `heads` query heads, then the `kv_heads` key heads, then as many value heads. The numbers of a token
+# lie side by side; tokens and sequences may lie anywhere, as in a slice of a larger tensor.
 #
 # 1. `unpack_qkv(packed, heads, kv_heads)`: `q` (B, H, S, D), `k` and `v` (B, Hkv, S, D), as **views**: they lie in the
 #    memory of `packed`, and flash runs them.

@@ -302,8 +302,8 @@ def _expect_share(run: Run, events: list[Event]) -> None:
     share = min(overlap_of(replace(run, events=[e for e in events if e.partition == name])) for name in CONSUMERS)
     if share < LEAST_OVERLAP:
         raise AssertionError(
-            f"only {share:.0%} of the softmax runs while a product of the same consumer is under way. Issue the scores "
-            "of block i, then P V of block i - 1, wait until one product is left, and compute the softmax then."
+            f"only {share:.1%} of a consumer's softmax runs while a product of the same consumer is under way, and at least {LEAST_OVERLAP:.0%} should. "
+            "Issue the scores of block i, then P V of block i - 1, wait until one product is left, and compute the softmax then."
         )
 
 
@@ -378,7 +378,7 @@ def attention_causal(source: str, seed=None):
             needed = min(cdiv(sk, 64), cdiv(first + 64 + sk - sq, 64))
             if products != 2 * needed:
                 raise AssertionError(
-                    f"rows {first} to {first + 63} need {needed} of {cdiv(sk, 64)} blocks of keys, {2 * needed} "
+                    f"rows {first} to {first + 63} (head {number // launch.grid[0]}) need {needed} of {cdiv(sk, 64)} blocks of keys, {2 * needed} "
                     f"products, and their program makes {products}. {hint}"
                 )
             expect_one_pass(events, needed)

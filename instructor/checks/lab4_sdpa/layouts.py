@@ -145,25 +145,46 @@ def _layouts(
     ]
 
 
+_EVERY_SECOND, _TURNED, _PART_OF_WIDER = (
+    " that is every second token of a longer one",
+    " that lies token by token, all sequences together",
+    " that is some of the columns of a wider one",
+)
+
+
+def _lying(draw: Draw, how: str, b: int, s: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Draw a projection's output (b, s, width) that lies in memory as `how` says; "" is without gaps."""
+    if how == _EVERY_SECOND:
+        return draw.normal(b, 2 * s, width, dtype=dtype)[:, 1::2]
+    if how == _TURNED:
+        return draw.normal(s, b, width, dtype=dtype).transpose(0, 1)
+    if how == _PART_OF_WIDER:
+        return draw.normal(b, s, width + 64, dtype=dtype)[:, :, 16 : 16 + width]
+    return draw.normal(b, s, width, dtype=dtype)
+
+
 @check("4.3", "Apart without a copy")
 def unpack(unpack_qkv, ready_for_flash, seed=None):
     """Check views of one projection that flash accepts; a copy is allowed only where it is needed."""
     draw = Draw(seed)
     drawn = (2, 3), (2, 3), (2, 3)  # batch, heads of keys, heads of a group
-    for s, sizes, dtype in (
-        (draw.size(9, 20), drawn, torch.float32),
-        (draw.size(21, 60), drawn, torch.bfloat16),
-        (draw.size(100, 200), drawn, torch.float32),
-        (draw.size(9, 60), ((1, 1), (1, 2), (1, 4)), torch.float16),
-        (draw.size(9, 60), ((1, 3), (1, 1), (2, 5)), torch.float64),
-        (draw.size(9, 60), ((4, 6), (4, 6), (1, 1)), torch.float32),
+    for s, sizes, dtype, lies in (
+        (draw.size(9, 20), drawn, torch.float32, ""),
+        (draw.size(21, 60), drawn, torch.bfloat16, ""),
+        (draw.size(21, 60), drawn, torch.float16, _EVERY_SECOND),
+        (draw.size(100, 200), drawn, torch.float32, ""),
+        (draw.size(9, 60), drawn, torch.float32, _TURNED),
+        (draw.size(9, 60), ((1, 1), (1, 2), (1, 4)), torch.float16, ""),
+        (draw.size(9, 60), ((1, 3), (1, 1), (2, 5)), torch.float64, ""),
+        (draw.size(9, 60), drawn, torch.bfloat16, _PART_OF_WIDER),
+        (draw.size(9, 60), ((4, 6), (4, 6), (1, 1)), torch.float32, ""),
     ):
         b, kv, group = (draw.size(*bounds) for bounds in sizes)
         d = draw.choice((8, 16, 32))
         h = kv * group
-        packed = draw.normal(b, s, (h + 2 * kv) * d, dtype=dtype)
+        packed = _lying(draw, lies, b, s, (h + 2 * kv) * d, dtype)
         before = packed.clone()
-        what = f"unpack_qkv of ({b}, {s}, {packed.shape[2]}) with {h} query heads and {kv} key heads"
+        what = f"unpack_qkv of ({b}, {s}, {packed.shape[2]}){lies} with {h} query heads and {kv} key heads"
         got = unpack_qkv(packed, h, kv)
         if not isinstance(got, tuple | list) or len(got) != 3:
             raise AssertionError(f"{what} should be (q, k, v), and is a {type(got).__name__}.")

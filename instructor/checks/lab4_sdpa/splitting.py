@@ -159,6 +159,7 @@ class _Parts:
     def __init__(self, draw: Draw | None = None):
         self.draw = draw
         self.calls: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []  # (keys, numbers of q, output, lse)
+        self.fewest_queries = math.inf
 
     def __call__(self, q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute a part, as `attend_part` does."""
@@ -166,6 +167,8 @@ class _Parts:
         if self.draw is not None:
             output, lse = output + self.draw.real(1, 9), lse + self.draw.real(-1, 1)
         self.calls.append((k.shape[2], q.numel(), output, lse))
+        if k.shape[2] and q.numel():
+            self.fewest_queries = min(self.fewest_queries, q.shape[2])
         return output.clone(), lse.clone()
 
     def expect_each_once(self, q: torch.Tensor, keys: int, splits: int, what: str) -> None:
@@ -181,6 +184,11 @@ class _Parts:
             raise AssertionError(
                 f"{what}: attend_part was called for {asked / q.numel():g} keys of each query, and there are {keys}. Each part comes "
                 "from attend_part, once."
+            )
+        if self.fewest_queries < q.shape[2]:
+            raise AssertionError(
+                f"{what}: attend_part was called for {self.fewest_queries} of {q.shape[2]} queries at a time, so keys of a part are read more "
+                "than once. Each part comes from attend_part once, for all queries."
             )
 
 

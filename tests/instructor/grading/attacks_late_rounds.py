@@ -1,4 +1,4 @@
-"""Answers of the twelfth to the fourteenth round, and their kin: right values, each breaks a word, and each was accepted.
+"""Answers of the twelfth to the fifteenth round, and their kin: right values, each breaks a word, and each was accepted.
 
 `LATE_ROUNDS` are refused in words by a hidden check, `LATE_BY_TEXT` wait by their text. All are the model answer with a few lines changed. The twelfth
 round's one, a product of thousands of ratios (6.2 of lab 4), stands with the wrong answers.
@@ -156,6 +156,40 @@ COUNTED = {}"""
             ("looked up", "table[numbers[b] + 1]"),
             ("copied", "numbers[b].clone()"),
         )
+    ),
+    Shortcut(
+        "3.2 half of the queries at a time",
+        "lab4_sdpa",
+        "q3_2",
+        "q3_2_tests",
+        {
+            "def split_kv_attention(": """\
+def split_kv_attention(q, k, v, splits):
+    half = -(-q.shape[2] // 2)
+    parts = [x for x in q.split(half, dim=2)]
+    return torch.cat([_all_queries(x, k, v, splits) for x in parts], dim=2)
+
+
+def _all_queries("""
+        },
+        ("split_kv_attention", "split_kv_attention"),
+        "once, for all queries",
+    ),
+    Shortcut(
+        "4.3 views of a copy, where packed has gaps",
+        "lab4_sdpa",
+        "q4_3",
+        "q4_3_tests",
+        {
+            "def unpack_qkv(": """\
+def unpack_qkv(packed, heads, kv_heads):
+    return _of_whole(packed.contiguous(), heads, kv_heads)
+
+
+def _of_whole("""
+        },
+        ("unpack", "unpack_qkv", "ready_for_flash"),
+        "is a copy",
     ),
 ]
 
