@@ -434,7 +434,7 @@ def repairs():
     _instead(
         "nothing overlaps",
         "q5_3",
-        "softmax runs while a product",
+        "softmax runs",
         ("s = warpgroup_mma_wait(1, deps=[s])", "s, o = warpgroup_mma_wait(0, deps=[s, o])"),
     ),
     _instead(

@@ -242,7 +242,7 @@ def test_an_unanswered_or_broken_file_is_a_message(calls, checks, answers, files
         ("import nowhere_to_be_found\ndef sum_of_squares(): pass\n", "may not stand in a file of kernels"),
         ("x = 1\n", "defines no sum_of_squares"),
         ("def sum_of_squares(): pass\n", "should be a @gluon.jit function of"),
-        (files["lab3_tma_ring.py"].replace("### BEGIN SOLUTION", "raise NotImplementedError()"), "write the kernel"),
+        (files["lab3_tma_ring.py"].replace("### BEGIN SOLUTION", "raise NotImplementedError()"), "not answered yet"),
     ):
         (verdict,) = _verdicts(call, checks, answers, {**files, "lab3_tma_ring.py": text}).values()
         assert not verdict.passed and phrase in verdict.message, verdict.message

@@ -20,7 +20,7 @@ from instructor.checks.common import (
     poisoned_memory,
 )
 from utils.checking import MATMUL, check, expect_close, forbid, forbid_leaving, watch_operations
-from utils.checking.sizes import MOVES, tensors_in
+from utils.checking.sizes import MOVES, computing_name, tensors_in
 
 # Sums of a few products of numbers near 1. float64 is here for the dtype of the result, not for its precision: a sum that
 # was kept in float32 is right.
@@ -234,7 +234,7 @@ class _Sides(SizeWatch):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        name = func._schema.name.split("::")[1].rstrip("_")
+        name = computing_name(func, args, kwargs or {})
         if name not in MOVES:
             real = [t for t in tensors_in((*args, *(kwargs or {}).values(), result)) if t.is_floating_point()]
             self.side = max(self.side, *((n, name) for t in real for n in t.shape), (0, ""))
@@ -250,7 +250,7 @@ class _Roundings(SizeWatch):
         self.rounded: set[int] = set()  # ids of tensors that were made, or written to, by rounding
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.split("::")[1].rstrip("_")
+        name = computing_name(func, args, kwargs or {})
         given = [t for t in tensors_in(args) if t.is_floating_point() and t.numel() > 1]
         # What is written over, such as the matrix C of which one tile is done, is not read.
         read = given[1:] if name == "copy" else given
@@ -266,7 +266,7 @@ class _Roundings(SizeWatch):
 
 def _let_long_steps_wait(gemm_tiled, draw: Draw) -> None:
     """Let an answer wait whose steps along K are longer than tile_k: with few rows and columns they are as small as a step."""
-    m, n, k = draw.size(2, 5), draw.size(2, 5), draw.size(40, 60)
+    m, n, k = draw.size(1, 2), draw.size(1, 2), draw.size(40, 60)
     tiles = draw.size(6, 9), draw.size(6, 9), draw.size(2, 4)
     a, b = draw.normal(m, k), draw.normal(k, n)
     with _Sides() as sides:

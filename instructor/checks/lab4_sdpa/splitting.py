@@ -98,13 +98,14 @@ def attend_part(attend_part, seed=None):
                 f"{what} multiplies {sizes.macs:,} pairs of numbers, and its two products have {2 * q.numel() * sk:,}: the scores "
                 "give the output and the lse, and are computed once."
             )
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        _expect_two_products(attend_part, draw, dtype)
+    kinds, few = (torch.float32, torch.bfloat16, torch.float16), (1, 2, 3)  # sequences, and heads of keys
+    for dtype, b, kv in zip(kinds, draw.some(3, few), draw.some(3, few), strict=True):
+        _expect_two_products(attend_part, draw, b, kv, dtype)
 
 
-def _expect_two_products(attend_part, draw: Draw, dtype: torch.dtype) -> None:
+def _expect_two_products(attend_part, draw: Draw, b: int, kv: int, dtype: torch.dtype) -> None:
     """Assert that no third product is made, at sizes at which a product is much more than what is done to each score."""
-    b, kv, group, d = draw.size(1, 3), draw.size(1, 3), draw.size(1, 2), draw.choice((32, 48, 64))
+    group, d = draw.size(1, 2), draw.choice((32, 48, 64))
     sq, sk = draw.size(30, 60), draw.size(61, 150)
     q, k, v = (draw.normal(b, heads, n, d, dtype=dtype) for heads, n in ((kv * group, sq), (kv, sk), (kv, sk)))
     with SizeWatch() as sizes, Meetings(k.shape) as meetings, watch_operations() as watch:
@@ -356,13 +357,10 @@ def attention_backward(attention_backward, seed=None):
             expect_close(gradient, right.to(dtype), rtol=tolerance, atol=tolerance * scale, what=what, hint=hint)
     _expect_lse_used(attention_backward, draw)
     _expect_close_in_16_bits(attention_backward, draw)
-    for d, dtype in (
-        (32, torch.float32),
-        (draw.choice((48, 64, 96)), torch.bfloat16),
-        (64, torch.float64),
-        (48, torch.float16),
-    ):
-        _expect_five_products(attention_backward, draw, d, dtype)
+    kinds = (32, torch.float32), (draw.choice((48, 64, 96)), torch.bfloat16), (64, torch.float64), (48, torch.float16)
+    few = 1, 2, 3, 4  # each number of sequences once, and of heads: an answer may go another way from 3 on
+    for (d, dtype), b, h in zip(kinds, draw.some(4, few), draw.some(4, few), strict=True):
+        _expect_five_products(attention_backward, draw, (b, h, d), dtype)
 
 
 def _forbid_in_backward(watch) -> None:
@@ -387,9 +385,11 @@ def _expect_close_in_16_bits(attention_backward, draw: Draw) -> None:
                 raise AssertionError(f"{what} is {float(distance):.0%} away from what it should be.")
 
 
-def _expect_five_products(attention_backward, draw: Draw, d: int, dtype: torch.dtype) -> None:
+def _expect_five_products(
+    attention_backward, draw: Draw, batch_heads_dim: tuple[int, int, int], dtype: torch.dtype
+) -> None:
     """Assert that no sixth product is made, at sizes at which a product is much more than what is done to each score."""
-    b, h, sq, sk = draw.size(1, 4), draw.size(1, 3), draw.size(50, 90), draw.size(70, 120)
+    (b, h, d), sq, sk = batch_heads_dim, draw.size(50, 90), draw.size(70, 120)
     q, dout = (draw.normal(b, h, sq, d, dtype=dtype) for _ in range(2))
     k, v = (draw.normal(b, h, sk, d, dtype=dtype) for _ in range(2))
     out, lse = reference(q.double(), k.double(), v.double())[0].to(dtype), _lse(q, k).to(dtype)
