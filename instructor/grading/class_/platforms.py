@@ -130,7 +130,7 @@ def gradescope_results(student: Student) -> dict:
             "visibility": "after_published",
         }
         if waits:
-            tests.append({**test, "score": 0.0, "output": "This answer waits for a person."})
+            tests.append({**test, "score": 0.0, "output": f"This answer waits for a person. {message}".strip()})
             continue
         output = message or ("no answer" if question in student.missing else "")
         tests.append({**test, "score": score, "status": "passed" if score >= most else "failed", "output": output})
