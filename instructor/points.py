@@ -54,6 +54,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def answers_wait(number: int) -> str:
+    """`1 answer waits for a person` and `3 answers wait for a person`."""
+    return f"{counted(number, 'answer')} wait{'s' if number == 1 else ''} for a person"
+
+
 def _prose_lines(cell: Cell) -> list[tuple[int, str]]:
     """The numbered lines of a markdown cell that students read as prose: no code blocks."""
     lines, fence = [], False

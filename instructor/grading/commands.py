@@ -218,7 +218,7 @@ def _report(summary, course, lab: str, missing: dict[str, str], penalties: dict[
     from instructor.grading.class_ import gradebook
     from instructor.grading.class_.intake import arrivals
     from instructor.grading.submission.harmless import for_terminal
-    from instructor.points import counted, number_text
+    from instructor.points import answers_wait, counted, number_text
 
     graded, waiting = summary.graded, 0
     for result in graded:
@@ -227,7 +227,7 @@ def _report(summary, course, lab: str, missing: dict[str, str], penalties: dict[
     done = len(graded) - len(summary.failed)
     typer.echo(
         f"{done} graded{resumed} in {summary.seconds:.0f} s, {len(summary.flagged)} flagged, "
-        f"{counted(waiting, 'answer')} wait{'s' if waiting == 1 else ''} for a person: labs formgrader --course {course.root}"
+        f"{answers_wait(waiting)}: labs formgrader --course {course.root}"
     )
     rows = gradebook.summary_rows(graded, missing, arrivals(course.root, lab))
     table = gradebook.write_summary(course, lab, rows)

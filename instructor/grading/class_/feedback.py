@@ -16,7 +16,7 @@ from instructor.build import ROOT
 from instructor.grading.class_.report import Student
 from instructor.grading.submission.harmless import with_policy
 from instructor.grading.submission.plan import question_of, question_title
-from instructor.points import number_text
+from instructor.points import answers_wait, number_text
 
 MAX_PICTURE = 2_000_000  # bytes of a picture of the lab that is put into the page
 _LIST = re.compile(r"<h4>[^<]*</h4>\s*<div id=\"toc\">.*?</div>", re.DOTALL)
@@ -62,14 +62,13 @@ def finished_page(page: str, lab: str, student: Student, titles: dict[str, str])
 
 def _contents(lab: str, student: Student, titles: dict[str, str], cells: dict[str, str]) -> str:
     """The table at the top: each question with its points, and what they are in sum."""
-    sums = {bonus: sum(m for q, m in student.most.items() if q.startswith("bonus") == bonus) for bonus in (False, True)}
-    said = f"{number_text(student.total(False))} of {number_text(sums[False])} points"
-    if sums[True]:
-        said += f", {number_text(student.total(True))} of {number_text(sums[True])} bonus points"
+    said = f"{number_text(student.total(False))} of {number_text(student.possible(False))} points"
+    if bonus := student.possible(True):
+        said += f", {number_text(student.total(True))} of {number_text(bonus)} bonus points"
     if student.penalty:
         said += f", {number_text(round(student.penalty, 2))} points less because it came late"
     if waiting := len(student.waiting):
-        said += f"; {waiting} answer{'s wait' if waiting > 1 else ' waits'} for a person and can add to this"
+        said += f"; {answers_wait(waiting)} and can add to this"
     rows = []
     for question, cell in cells.items():
         name = question_title(question) + (f": {titles[question]}" if question in titles else "")

@@ -43,10 +43,8 @@ def platform_notes(students: list[Student], form: str) -> list[str]:
         notes.append(f"answers of {_some(waiting)} wait for a person; they count 0 in it")
     if form != "moodle":
         return notes
-    if above := [s.id for s in students if _score(s) > _most(s)]:
-        enough = number_text(
-            max(_most(s) + sum(m for q, m in s.most.items() if q.startswith("bonus")) for s in students)
-        )
+    if above := [s.id for s in students if _score(s) > s.possible(False)]:
+        enough = number_text(max(s.possible(False) + s.possible(True) for s in students))
         notes.append(
             f"Moodle leaves out a grade above the assignment's maximum, and with the bonus {_some(above)} would have one: "
             f"set the assignment's maximum grade to {enough} before you upload"
@@ -66,11 +64,6 @@ def _some(names: list[str]) -> str:
 
 def _score(student: Student) -> float:
     return max(0.0, round(student.total(False) + student.total(True) - student.penalty, 2))
-
-
-def _most(student: Student) -> float:
-    """The points of a lab without its bonus."""
-    return sum(most for question, most in student.most.items() if not question.startswith("bonus"))
 
 
 def _number(student: Student) -> str:
@@ -96,7 +89,7 @@ def moodle_rows(students: list[Student]) -> list[dict]:
             "Full name": _name(student),
             "Email address": student.person.email if student.person else "",
             "Grade": _score(student),
-            "Maximum Grade": _most(student),
+            "Maximum Grade": student.possible(False),
             "Last modified (grade)": now,
             "Feedback comments": _words(student),
         }
@@ -106,7 +99,7 @@ def moodle_rows(students: list[Student]) -> list[dict]:
 
 def canvas_rows(students: list[Student], lab: str) -> list[dict]:
     """Rows of Canvas's gradebook: Grades, Import. The second line holds the points that are possible."""
-    most = max(map(_most, students))
+    most = max(student.possible(False) for student in students)
     empty = {"ID": "", "SIS User ID": "", "SIS Login ID": "", "Section": ""}
     rows = [{"Student": "    Points Possible", **empty, lab: most}]
     for student in students:

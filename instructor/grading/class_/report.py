@@ -44,6 +44,10 @@ class Student:
         """The sum of the regular points, or of the bonus points."""
         return sum(p for question, p in self.points.items() if question.startswith("bonus") == bonus)
 
+    def possible(self, bonus: bool) -> float:
+        """The points that there are, the regular ones or the bonus."""
+        return sum(p for question, p in self.most.items() if question.startswith("bonus") == bonus)
+
     def state(self, question: str) -> str:
         """full, part, none, missing or waits."""
         if question in self.waiting:
