@@ -64,7 +64,8 @@ def repeat_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple
         half, 3.0 * abs(second - first)
     )  # the next run lies as far off as the halves twice, and more after a pause
     center = float(np.median(array))
-    return max(0.0, center - half), center + half
+    # By ratios, so that both ends are positive times.
+    return center / (1.0 + half / center) if center else 0.0, center + half
 
 
 @functools.cache
