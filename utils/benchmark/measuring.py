@@ -58,9 +58,9 @@ def measure(
         fn: the function to time; its result is dropped.
         *args: its arguments.
         warmup: calls before the timing.
-        iterations: number of samples; with `target_interval` the smallest number. On a GPU ten samples and more are taken in
-            ten blocks over half a second, and over two seconds where the clocks move, as at the power limit: with the
-            function's own work in between, which is not timed, the blocks meet the levels of the clocks.
+        iterations: number of samples; with `target_interval` the smallest number. On a GPU ten samples and more are spread
+            over half a second, and over two seconds where the clocks move, as at the power limit, with the function's own
+            work in between, so that the samples meet the levels of the clocks.
         device: "cuda" times by device events, "cpu" by the host's clock. Default: where the call's tensors are.
         flops: FLOPs of one call, for `tflops` and `roof_share`.
         bytes: bytes read and written by one call, for `gb_s` and `roof_share`.
