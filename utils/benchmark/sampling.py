@@ -256,12 +256,12 @@ class Spread:
             if timing.max_seconds is not None:
                 seconds = min(seconds, 0.25 * timing.max_seconds)
             step_s = seconds / timing.iterations
-        # The last sample of a burst: the first ones follow a wait, in which the GPU rests.
-        count = max(1, min(MAX_BURST, int(1e3 * step_s / max((call.run_ms or 0.0) * call.runs_per_sample, 1e-3))))
-        while True:
-            sample_ms = self.timer.sample([call] * count)[-1]
-            if time.perf_counter() >= self.last + step_s:
-                break
+        due, sample_s = self.last + step_s, max((call.run_ms or 0.0) * call.runs_per_sample / 1e3, 1e-6)
+        sample_ms = None
+        while sample_ms is None or time.perf_counter() < due - 0.5 * sample_s:
+            # The last sample of a burst counts: the first ones follow a wait, in which the GPU rests.
+            count = round((due - time.perf_counter()) / sample_s)
+            sample_ms = self.timer.sample([call] * max(1, min(MAX_BURST, count)))[-1]
         self.last = time.perf_counter()
         self.taken += 1
         return sample_ms
