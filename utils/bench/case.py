@@ -142,6 +142,7 @@ class CaseRun:
         timing["iterations"] = iterations if timing["iterations"] is None else timing["iterations"]
         cost, roofs = self.case.workload.cost, machine_roofs()
         known = self.precision in roofs.tflops
+        self.record.notes += [roofs.busy] if roofs.busy else []
         if not known:
             self.record.notes.append(
                 f"the roofs of {roofs.name} have no {self.precision} peak: no share of a roof is given."

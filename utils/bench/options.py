@@ -54,10 +54,9 @@ class Options:
         check_choice("--profile", self.profile, LEVELS)
         check_choice("--format", self.format, FORMATS)
         check_choice("--l2", self.l2, CACHES)
-        if self.iterations is not None:
-            whole_number("--iterations", self.iterations, 1, BenchError)
-        if self.warmup is not None:
-            whole_number("--warmup", self.warmup, 0, BenchError)
+        for name, value, least in (("--iterations", self.iterations, 1), ("--warmup", self.warmup, 0)):
+            if value is not None:
+                whole_number(name, value, least, BenchError)
         if self.graph and device_type != "cuda":
             raise BenchError("--graph replays CUDA graphs, and this runs on a CPU: leave it out.")
         if self.target_interval is not None and not 0.0 < self.target_interval < 1.0:

@@ -72,7 +72,7 @@ def test_no_number_is_broken_whatever_the_width(width, monkeypatch, capsys):
     "words",
     [
         ("run", "--targets", "attention_suite:sdpa", "--iterations", "1", "--artifacts-dir", "/proc/nowhere"),
-        ("choose", "--quick", "--out", "/proc/nowhere/x.json"),
+        ("choose", "--kinds", "decode", "--out", "/proc/nowhere/x.json"),
     ],
 )
 def test_a_folder_that_cannot_be_written_is_one_line_before_anything_is_timed(words, monkeypatch):
@@ -87,7 +87,7 @@ def test_a_folder_that_cannot_be_written_is_one_line_before_anything_is_timed(wo
 def test_a_document_that_is_no_run_is_named_so(tmp_path):
     (tmp_path / "README.md").write_text("# Text")
     result = labs_bench("report", tmp_path / "README.md")
-    assert result.exit_code == 2 and "holds no JSON object" in result.stderr
+    assert result.exit_code == 2 and "not JSON" in result.stderr
 
 
 @pytest.mark.slow

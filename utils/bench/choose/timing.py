@@ -215,6 +215,7 @@ def sweep(
     document = _open(path, device, {"backends": list(backends), "samples": samples, "seed": seed})
     done = {row["label"] for row in document["rows"]}
     status = "complete"
+    write_json(path, document, "rows")  # a folder that cannot be written is found out before the timing
     try:
         for number, workload in enumerate(shapes):
             on_shape(number, workload.label)
