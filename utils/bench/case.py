@@ -41,6 +41,7 @@ class CaseRecord:
     timing: dict
     status: str = res.NOT_RUN
     reason: str = ""
+    traceback: str = ""  # of an error that is none of the harness's own
     cost: dict = field(default_factory=dict)
     verification: dict[str, dict] = field(default_factory=dict)  # by side, like the three below
     ran: dict[str, dict] = field(default_factory=dict)

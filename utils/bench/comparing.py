@@ -172,16 +172,8 @@ def _comparison_csv(rows: Sequence[dict]) -> str:
 
 
 def _comparison_page(a: dict, b: dict, rows: Sequence[dict]) -> str:
-    head = [
-        "target",
-        "workload",
-        "side",
-        f"{a['run_id']} ms",
-        f"{b['run_id']} ms",
-        "speed-up",
-        "verdict",
-        "other knobs",
-    ]
+    ids = (f"{run['run_id']} ms" for run in (a, b))
+    head = ["target", "workload", "side", *ids, "speed-up", "verdict", "other knobs"]
     lines = [
         [
             *(row["target"], row["workload"], row["side"]),
@@ -198,25 +190,8 @@ def _comparison_page(a: dict, b: dict, rows: Sequence[dict]) -> str:
 
 
 def write_comparison(a: dict, b: dict, rows: Sequence[dict], folder: Path) -> list[Path]:
-    """Write CSV, Markdown and a plot of two compared runs into a folder; return the paths.
-
-    Args:
-        a: the results document of the first run.
-        b: the results document of the second run.
-        rows: what `compare_results(a, b)` returned.
-        folder: where to write.
-    """
-    from utils.visualization import plot_latency
-
-    latencies = {}
-    for row in rows:
-        name = f"{row['target'].split(':')[1]} {row['workload']} {row['side']}"
-        for run, side in ((a, "a"), (b, "b")):
-            times = (row[f"{side}_ms"], *row[f"{side}_interval_ms"])
-            latencies[f"{name}, {run['run_id']} {row[f'{side}_ran']}"] = times
-    written = [folder / f"comparison.{suffix}" for suffix in ("csv", "md", "png")]
+    """Write CSV and Markdown of two compared runs, whose rows `compare_results(a, b)` returned; return the paths."""
+    written = [folder / "comparison.csv", folder / "comparison.md"]
     write_whole(written[0], _comparison_csv(rows))
     write_whole(written[1], _comparison_page(a, b, rows))
-    figure, _ = plot_latency(latencies, title=f"{a['run_id']} and {b['run_id']} on {res.machine_name(a)}")
-    figure.savefig(written[2], dpi=150, bbox_inches="tight")
     return written
