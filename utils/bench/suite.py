@@ -162,7 +162,7 @@ class CUDABenchmarkHarness:
         if not callable(kernel_func):
             raise BenchError(f"kernel_func must be callable, got {type(kernel_func).__name__}; pass the function.")
         config, l2 = self.config, "cold" if self.config.flush_l2_cache else "warm"
-        work = {"label": kernel_name, "flops": flop_count, "bytes": memory_bytes}
+        work: dict[str, Any] = {"label": kernel_name, "flops": flop_count, "bytes": memory_bytes}
         with torch.cuda.device(self.device if self.on_gpu else -1):
             torch.manual_seed(config.seed)
             times_itself = _is_time(kernel_func())
@@ -172,7 +172,7 @@ class CUDABenchmarkHarness:
                 measurement = self._own_times(kernel_func, l2, **work)
             else:
                 warmup, iterations = config.warmup_iterations, config.benchmark_iterations
-                options = dict(warmup=warmup, iterations=iterations, device=self.device, l2=l2)
+                options: dict[str, Any] = dict(warmup=warmup, iterations=iterations, device=self.device, l2=l2)
                 measurement = measure(kernel_func, **options, **work)
         timing = "kernel's own" if times_itself else "harness"
         dtype = None if dtype is None else str(dtype).removeprefix("torch.")
@@ -217,8 +217,8 @@ class CUDABenchmarkHarness:
         """
         baseline = load_result(Path(baseline_path))
         old, new = baseline.measurement, current_result.measurement
-        facts = [_facts(result) for result in (baseline, current_result)]
-        if different := differences(*facts, list(facts[0])):
+        before, now = _facts(baseline), _facts(current_result)
+        if different := differences(before, now, list(before)):
             names = f"{baseline.kernel_name} and {current_result.kernel_name}"
             raise BenchError(f"{names} cannot be compared: {'; '.join(different)}.")
         interval = separate_interval(old, new)

@@ -90,7 +90,7 @@ def candidate_places(unit: list[Label], extent: np.ndarray, point: float, reach:
         radii = [(label.gap + 14) * point]
     while radii[-1] < reach:  # fine near the point, coarse far away
         radii.append(radii[-1] + max(4 * point, 0.06 * radii[-1]))
-    places = np.meshgrid(np.arange(len(anchors)), radii, np.arange(24) * math.pi / 12, indexing="ij")
+    places: Any = np.meshgrid(np.arange(len(anchors)), radii, np.arange(24) * math.pi / 12, indexing="ij")
     slide, radius, angle = (axis.ravel() for axis in places)
     towards = np.column_stack([np.cos(angle), np.sin(angle)])
     # The edge or corner that faces the point touches the circle.
@@ -133,7 +133,7 @@ def place(unit: list[Label], point: float, obstacles: Obstacles) -> bool:
     else:
         _fill_column(unit, boxes[best])
     for label in unit:
-        obstacles.texts.append(label.box)
+        obstacles.texts.append(np.asarray(label.box))
         if label.line is not None:
             obstacles.leaders.append(_path(label.line[:1], label.line[1:])[0])
     return True
@@ -312,7 +312,7 @@ class LabelLayer(Artist):
         texts = [t.get_window_extent(renderer).extents - np.tile(corner, 2) for t in fixed]
         boxes = np.hstack([markers - 4 * point, markers + 4 * point])
         points = self._sample(corner, step=4 * point)
-        left_out = []
+        left_out: list[str] = []
         for share in SHRINK:
             obstacles = Obstacles((ax.bbox.width, ax.bbox.height), [*texts], boxes, points)
             left_out = []

@@ -66,7 +66,7 @@ def choose(
             raise BenchError(f"--max-seconds is {max_seconds}; it must be above 0.")
         progress = progress_bar(remaining=True)
         task = progress.add_task("starting", total=len(grid))
-        options = {"backends": tuple(dict.fromkeys((*SDPA_BACKENDS, *others))), "samples": samples, "seed": seed}
+        backends = tuple(dict.fromkeys((*SDPA_BACKENDS, *others)))
         try:
             with progress:
                 document = sweep(
@@ -75,7 +75,9 @@ def choose(
                     device,
                     max_seconds=max_seconds,
                     on_shape=lambda done, label: progress.update(task, completed=done, description=label),
-                    **options,
+                    backends=backends,
+                    samples=samples,
+                    seed=seed,
                 )
         except KeyboardInterrupt:
             typer.echo(f"interrupted: what was measured is in {out}; the same command goes on from there.", err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from utils.bench.targets.sdpa import SdpaWorkload
 
@@ -54,6 +55,10 @@ def shapes(device_type: str, head_dims: Iterable[int], dtype: str) -> list[SdpaW
         for sizes, mask, direction, grouped in GPU if device_type == "cuda" else CPU:
             heads, kv_heads = groups if grouped else (plain, None)
             for batch, queries, *keys in sizes:
-                options = {"kv_heads": kv_heads, "seq_len_kv": keys[0] if keys else None, "direction": direction}
+                options: dict[str, Any] = {
+                    "kv_heads": kv_heads,
+                    "seq_len_kv": keys[0] if keys else None,
+                    "direction": direction,
+                }
                 grid.append(SdpaWorkload(batch, heads, queries, head_dim, dtype, mask, **options))
     return grid
