@@ -71,8 +71,8 @@ demo: env ## run the four solved labs and write a summary into out/demo
 labs: env ## build the notebooks from instructor/labs
 	@"$(VENV)/bin/labs" build
 
-lint: env ## check format, style, imports and types
-	@failed=0; for check in "ruff format --check ." "ruff check ." "lint-imports" "mypy"; do \
+lint: env ## check format, style, imports, types and size
+	@failed=0; for check in "ruff format --check ." "ruff check ." "lint-imports" "mypy" "python tools/size.py"; do \
 		"$(VENV)/bin/"$$check || { echo "error: $$check found something, see above" >&2; failed=1; }; \
 	done; exit $$failed
 

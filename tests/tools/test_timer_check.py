@@ -1,59 +1,50 @@
-"""The timer check says that it needs a GPU where there is none, and fills both tables where there is one."""
+"""The timer check says that it needs a GPU where there is none, and counts what its tables promise."""
 
-import json
-import subprocess
+import itertools
 import sys
+import types
 
 import pytest
 import torch
 
-
-def run_check(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "tools.record.timer_check", *arguments], capture_output=True, text=True, check=False
-    )
+from tools.record import timer_check
+from utils.benchmark.result import Measurement
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_it_says_so():
-    result = run_check()
-    assert result.returncode == 1 and "needs an NVIDIA GPU" in result.stderr
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["timer_check"])
+    assert timer_check.main() == 1 and "NVIDIA GPU" in capsys.readouterr().err
 
 
-@pytest.mark.gpu
-def test_both_tables_are_filled(tmp_path):
-    result = run_check("--trials", "10", "--rounds", "6", "--out", str(tmp_path / "timer.json"))
-    assert result.returncode == 0, result.stderr
-    record = json.loads((tmp_path / "timer.json").read_text())
-    assert [row["n"] for row in record["itself"]] == [1024, 2048, 4096]
-    assert [len(row["ratios"]) for row in record["itself"]] == [2, 10, 10] and len(record["do_bench"]) == 5
-    assert all(len(row["measure_rounds_us"]) == 6 for row in record["do_bench"])
+def test_pairs_whose_interval_contains_the_other_median_are_counted(monkeypatch):
+    """A narrow and a wide interval, and one one that lies outside of the narrow one: 5 of 6 pairs are contained."""
+    narrow, wide = (Measurement((1.0,), (0.9, 1.1)), Measurement((1.05,), (0.5, 2.0)))
+    results = iter([narrow, wide, Measurement((1.5,), (1.0, 1.6), method={"seconds": 0.5})])
+    for result in (narrow, wide):
+        result.method["seconds"] = 0.5
+    monkeypatch.setattr(timer_check, "square", lambda n: None)
+    monkeypatch.setattr(timer_check, "measure", lambda *arguments, **options: next(results))
+    row = timer_check.alone(1, 3)
+    assert row["contained"] == pytest.approx(5 / 6) and row["furthest"] == pytest.approx(0.5)
+    assert "contained 0.8333" in timer_check.show(row) and "medians_us" not in timer_check.show(row)
 
 
 def test_rounds_take_turns_and_a_common_drift_cancels(monkeypatch):
     """Two timers that agree, on a GPU whose clocks fall from round to round: no difference is found."""
-    import types
+    clock, order = itertools.count(), []
 
-    from tools.record import timer_check
-
-    clock, order = [100.0], []
-
-    def slower(who):
+    def time_ms(who):
         order.append(who)
-        clock[0] *= 1.01
-        return clock[0] / 1e3
+        return 0.1 * 1.01 ** next(clock)
 
     def measure(call, **options):
-        value = slower("measure") if options.get("l2") == "cold" else 0.1
+        value = time_ms("measure") if options.get("l2") == "cold" else 0.1
         return types.SimpleNamespace(samples_ms=[value] * 3, median_ms=value)
 
-    def do_bench(call, **options):
-        assert options["return_mode"] == "all"
-        return [slower("do_bench")] * 3
-
     monkeypatch.setattr(timer_check, "measure", measure)
-    monkeypatch.setitem(sys.modules, "triton.testing", types.SimpleNamespace(do_bench=do_bench))
+    do_bench = types.SimpleNamespace(do_bench=lambda call, **options: [time_ms("do_bench")] * 3)
+    monkeypatch.setitem(sys.modules, "triton.testing", do_bench)
     row = timer_check.against_do_bench("f", lambda: None, rounds=8)
     assert order[1:9] == ["measure", "do_bench", "do_bench", "measure"] * 2
     assert abs(row["difference"]) < 1e-3 and row["interval"][0] <= 0 <= row["interval"][1]
-    assert row["measure_spread"] > 0.05 and row["samples_a_round"] == 3

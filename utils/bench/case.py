@@ -41,6 +41,7 @@ class CaseRecord:
     timing: dict
     status: str = res.NOT_RUN
     reason: str = ""
+    traceback: str = ""  # of an error that is none of the harness's own
     cost: dict = field(default_factory=dict)
     verification: dict[str, dict] = field(default_factory=dict)  # by side, like the three below
     ran: dict[str, dict] = field(default_factory=dict)
@@ -142,6 +143,7 @@ class CaseRun:
         timing["iterations"] = iterations if timing["iterations"] is None else timing["iterations"]
         cost, roofs = self.case.workload.cost, machine_roofs()
         known = self.precision in roofs.tflops
+        self.record.notes += [roofs.busy] if roofs.busy else []
         if not known:
             self.record.notes.append(
                 f"the roofs of {roofs.name} have no {self.precision} peak: no share of a roof is given."

@@ -109,7 +109,6 @@ def run(
     ] = None,
     run_id: Annotated[str | None, typer.Option(help="Name of the run's folder; default: date and time.")] = None,
     artifacts_dir: ArtifactsDir = Path("artifacts"),
-    format: Annotated[str, typer.Option(help="Files to write: json, markdown or both.")] = "both",
     update_expectations: UpdateExpectations = False,
     as_json: AsJson = False,
 ) -> None:
@@ -130,7 +129,6 @@ def run(
         max_seconds=max_seconds,
         run_id=new_run_id() if run_id is None else run_id,
         artifacts_dir=artifacts_dir,
-        format=format,
         command=["labs", "bench", *_command_line()],
     )
     with errors_as_lines():
@@ -224,7 +222,7 @@ def compare(
     a: RunName,
     b: Annotated[str, typer.Argument(help="The run to compare with it.")],
     artifacts_dir: ArtifactsDir = Path("artifacts"),
-    output: Annotated[Path | None, typer.Option(help="Also write CSV, Markdown and a plot into this folder.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Also write CSV and Markdown into this folder.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say how many times as fast run B is as run A, for each side; other GPUs, shapes and dtypes are refused."""

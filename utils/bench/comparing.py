@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-import numpy as np
 
 from utils.bench import results as res
 from utils.bench.errors import BenchError
 from utils.bench.report import page, table, to_csv, with_interval
 from utils.bench.targets.base import SIDES
 from utils.benchmark import intervals as stats
+from utils.benchmark.result import Measurement
 from utils.files import write_whole
 
 SAME_WITHIN = 0.02  # clocks and addresses alone make two processes differ by this much
-RESAMPLES = 2000
-SEPARATE_RUNS = "Two separate runs: their intervals hold the spread within each, not what clocks did in between."
+SEPARATE_RUNS = "Two separate runs: what clocks did in between is in no interval."
 ENVIRONMENT_FIELDS = (
     "torch",
     "triton",
@@ -30,27 +29,11 @@ ENVIRONMENT_FIELDS = (
 )
 
 
-def independent_interval(
-    a: Sequence[float], b: Sequence[float], confidence: float = 0.95, seed: int = 0
-) -> tuple[float, float]:
-    """Return the bootstrap interval of median(a) / median(b) for samples that were not taken together.
-
-    Args:
-        a: samples of the first measurement.
-        b: samples of the second one.
-        confidence: the share of intervals that cover the true ratio.
-        seed: of the resampling.
-    """
-    rng = np.random.default_rng(seed)
-
-    def medians(samples: Sequence[float]) -> np.ndarray:
-        array = np.asarray(samples, dtype=np.float64)
-        return np.median(array[rng.integers(array.size, size=(RESAMPLES, array.size))], axis=1)
-
-    ratios = medians(a) / medians(b)
-    tail = 50.0 * (1.0 - confidence)
-    low, high = np.percentile(ratios, [tail, 100.0 - tail])
-    return float(low), float(high)
+def separate_interval(a: Measurement, b: Measurement) -> tuple[float, float]:
+    """Return the interval of a's median over b's for measurements that were not taken together, from their intervals."""
+    ratio = a.median_ms / b.median_ms
+    half = math.hypot(*(stats.relative_half_width(side.interval_ms, side.median_ms) for side in (a, b)))
+    return ratio / (1.0 + half), ratio * (1.0 + half)
 
 
 def speedup_verdict(interval: tuple[float, float], a: Sequence[float], b: Sequence[float]) -> str:
@@ -126,7 +109,7 @@ def _compare_side(a: dict, b: dict, side: str) -> ComparedSide | None:
     first, second = res.measured(a, side), res.measured(b, side)
     if first is None or second is None:
         return None
-    interval = independent_interval(first.samples_ms, second.samples_ms)
+    interval = separate_interval(first, second)
     values_a, values_b = ({key: knob["value"] for key, knob in case["knobs"].items()} for case in (a, b))
     return ComparedSide(
         target=a["target"],
@@ -189,16 +172,8 @@ def _comparison_csv(rows: Sequence[dict]) -> str:
 
 
 def _comparison_page(a: dict, b: dict, rows: Sequence[dict]) -> str:
-    head = [
-        "target",
-        "workload",
-        "side",
-        f"{a['run_id']} ms",
-        f"{b['run_id']} ms",
-        "speed-up",
-        "verdict",
-        "other knobs",
-    ]
+    ids = (f"{run['run_id']} ms" for run in (a, b))
+    head = ["target", "workload", "side", *ids, "speed-up", "verdict", "other knobs"]
     lines = [
         [
             *(row["target"], row["workload"], row["side"]),
@@ -215,25 +190,8 @@ def _comparison_page(a: dict, b: dict, rows: Sequence[dict]) -> str:
 
 
 def write_comparison(a: dict, b: dict, rows: Sequence[dict], folder: Path) -> list[Path]:
-    """Write CSV, Markdown and a plot of two compared runs into a folder; return the paths.
-
-    Args:
-        a: the results document of the first run.
-        b: the results document of the second run.
-        rows: what `compare_results(a, b)` returned.
-        folder: where to write.
-    """
-    from utils.visualization import plot_latency
-
-    latencies = {}
-    for row in rows:
-        name = f"{row['target'].split(':')[1]} {row['workload']} {row['side']}"
-        for run, side in ((a, "a"), (b, "b")):
-            times = (row[f"{side}_ms"], *row[f"{side}_interval_ms"])
-            latencies[f"{name}, {run['run_id']} {row[f'{side}_ran']}"] = times
-    written = [folder / f"comparison.{suffix}" for suffix in ("csv", "md", "png")]
+    """Write CSV and Markdown of two compared runs, whose rows `compare_results(a, b)` returned; return the paths."""
+    written = [folder / "comparison.csv", folder / "comparison.md"]
     write_whole(written[0], _comparison_csv(rows))
     write_whole(written[1], _comparison_page(a, b, rows))
-    figure, _ = plot_latency(latencies, title=f"{a['run_id']} and {b['run_id']} on {res.machine_name(a)}")
-    figure.savefig(written[2], dpi=150, bbox_inches="tight")
     return written

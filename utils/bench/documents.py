@@ -66,25 +66,18 @@ class Schema:
     def read(self, path: Path) -> dict:
         """Read a document; raise BenchError if the file is truncated, or of another schema or version."""
         try:
-            text = path.read_text(encoding="utf-8")
-            if text.strip() and not text.lstrip().startswith("{"):
-                raise BenchError(f"{path} is no {self.name} document: it holds no JSON object.")
-            document = json.loads(text)
+            document = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise BenchError(f"{path} cannot be read: {error.strerror}.") from None
-        except UnicodeDecodeError:
-            raise BenchError(f"{path} is not a text file.") from None
-        except ValueError as error:
+        except ValueError as error:  # also of bytes that are no text
             raise BenchError(f"{path} is truncated or not JSON ({error}). Run again to make a whole one.") from None
         schema = document.get("schema") if isinstance(document, dict) else None
         if schema != self.name:
             raise BenchError(f"{path} is JSON but no {self.name} document: its schema is {schema!r}.")
-        version = document.get("version")
-        if version != self.version:
-            age = "older" if isinstance(version, int) and version < self.version else "other"
+        if (version := document.get("version")) != self.version:
             raise BenchError(
-                f"{path} has the {age} schema {self.name} version {version!r}; this program reads version "
-                f"{self.version}. Run again to make a file of this version."
+                f"{path} has version {version!r} of the schema {self.name}; this program reads version {self.version}. "
+                "Run again to make a file of this version."
             )
         if missing := [field for field in self.fields if field not in document]:
             raise BenchError(f"{path} is truncated: {', '.join(missing)} missing from a {self.name} document.")

@@ -2,13 +2,12 @@
 
 A knob's value comes from its flag in `--target-extra-arg 'TARGET=--flag value'`, or else from its environment variable
 if it has one, or else from the target's default for this device.
-
-The flags are parsed here because click would silently take the last of two equal flags and would read the second flag
-of `--block-size --causal` as a value. (Newer versions of typer do not bring click either.)
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,34 +72,33 @@ class Setting:
     origin: str
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise BenchError(f"the flags of {self.prog}: {message}; list-targets --flags shows them.")
+
+
 def parse_flags(knobs: Sequence[Knob], text: str, target: str) -> dict[str, Any]:
     """Parse `--flag value --flag=value --switch --no-switch` into values by knob key."""
-    by_flag = {f"--{knob.name}": knob for knob in knobs}
-    by_flag |= {f"--no-{knob.name}": knob for knob in knobs if knob.is_switch}
     try:
-        words = iter(shlex.split(text))
+        words = shlex.split(text)
     except ValueError as error:
         raise BenchError(f"the arguments {text!r} of {target} cannot be split: {error}.") from None
-    values: dict[str, Any] = {}
-    for word in words:
-        flag, equals, attached = word.partition("=")
-        knob = by_flag.get(flag)
-        if knob is None:
-            problem = "unknown flag" if flag.startswith("-") else "expected a flag and found"
-            raise BenchError(f"{problem} {flag!r} for {target}.{nearest(flag, sorted(by_flag))}")
-        if knob.key in values:
-            raise BenchError(f"--{knob.name} is given twice for {target}; give it once.")
+    parser = _Parser(prog=target, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for knob in knobs:
+        flag = f"--{knob.name}"
         if knob.is_switch:
-            if equals:
-                raise BenchError(f"--{knob.name} is a switch without a value; write --{knob.name} or --no-{knob.name}.")
-            values[knob.key] = not flag.startswith("--no-")
-            continue
-        value = attached if equals else next(words, None)
-        if value is None or (not equals and value.startswith("--")):
-            kind = f"one of {', '.join(knob.choices)}" if knob.choices else "a whole number"
-            raise BenchError(f"{flag} of {target} needs a value, {kind}.")
-        values[knob.key] = knob.parse(value, f"{flag} of {target}")
-    return values
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction)
+        else:
+            parser.add_argument(flag, type=functools.partial(knob.parse, source=f"{flag} of {target}"))
+    values, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise BenchError(
+            f"{target} has no flag {unknown[0]!r}.{nearest(unknown[0], [f'--{knob.name}' for knob in knobs])}"
+        )
+    given = [word.partition("=")[0].replace("--no-", "--") for word in words if word.startswith("--")]
+    if twice := {flag for flag in given if given.count(flag) > 1}:  # argparse would take the last one
+        raise BenchError(f"{', '.join(sorted(twice))} is given twice for {target}; give it once.")
+    return vars(values)
 
 
 def settle(

@@ -12,7 +12,6 @@ from utils.bench.errors import BenchError, check_choice
 from utils.bench.profiles import LEVELS
 from utils.validation import whole_number
 
-FORMATS = ("json", "markdown", "both")
 CACHES = ("warm", "cold")
 
 
@@ -35,7 +34,6 @@ class Options:
     run_id: str = field(default_factory=new_run_id)
     artifacts_dir: Path = Path("artifacts")
     profiles_dir: Path = Path("benchmark_profiles")
-    format: str = "both"
     command: list[str] = field(default_factory=list)
 
     @property
@@ -52,12 +50,10 @@ class Options:
     def check(self, device_type: str = "cuda") -> None:
         """Raise BenchError for options that are wrong, or impossible on this kind of device."""
         check_choice("--profile", self.profile, LEVELS)
-        check_choice("--format", self.format, FORMATS)
         check_choice("--l2", self.l2, CACHES)
-        if self.iterations is not None:
-            whole_number("--iterations", self.iterations, 1, BenchError)
-        if self.warmup is not None:
-            whole_number("--warmup", self.warmup, 0, BenchError)
+        for name, value, least in (("--iterations", self.iterations, 1), ("--warmup", self.warmup, 0)):
+            if value is not None:
+                whole_number(name, value, least, BenchError)
         if self.graph and device_type != "cuda":
             raise BenchError("--graph replays CUDA graphs, and this runs on a CPU: leave it out.")
         if self.target_interval is not None and not 0.0 < self.target_interval < 1.0:

@@ -54,10 +54,6 @@ def _figures(target: str, sides: list[tuple[dict, str]], run: str) -> dict[str, 
         roof, dtype = measured.roof, measured.roof["dtype"]
         peaks[dtype] = roof["tflops"]
         points[name] = (measured.flops / measured.bytes, measured.tflops, dtype)
-        counters = case["profiles"].get(side, {}).get("counters")
-        if counters and counters["roofline"]["bound"]:
-            counted = counters["roofline"]
-            points[f"{name}, by hardware counters"] = (counted["flops_per_byte"], counted["achieved_tflops"], dtype)
     title = f"{target} {' '.join(shared)}\n{run}"
     figures = {"latency": plot_latency(latencies, title=title)[0]}
     if roof is not None:

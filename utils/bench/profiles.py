@@ -1,9 +1,8 @@
 """Profiles of a side: always a Chrome trace; Nsight Systems and Nsight Compute where they work, else the reason why not.
 
 minimal    an NVTX-named Chrome trace and, on a GPU, an Nsight Systems report
-roofline   the Chrome trace, the roofline counted by hand, and Nsight Compute's roofline set, which adds the hardware's
-           counts: FLOPs, DRAM and L2 bytes, how busy the tensor cores were
-deep_dive  the same with Nsight Compute's full set: also hit rates, occupancy, registers
+roofline   the Chrome trace, the roofline counted by hand, and a report of Nsight Compute's roofline set
+deep_dive  the same with Nsight Compute's full set
 
 Nsight runs the side in a process of its own: `python -m utils.bench.profiles '<request as JSON>'`.
 
@@ -21,11 +20,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from utils.bench import counters
 from utils.bench.errors import first_line
 from utils.bench.knobs import Setting
 from utils.bench.targets import TARGETS
@@ -35,8 +33,7 @@ from utils.files import ROOT
 
 LEVELS = ("none", "minimal", "roofline", "deep_dive")
 NCU_SETS = {"roofline": "roofline", "deep_dive": "full"}
-# The timing's cache state -> ncu's --cache-control, and its effect in words
-CACHE_CONTROL = {"warm": ("none", "caches left as they were"), "cold": ("all", "caches flushed before each kernel")}
+CACHE_CONTROL = {"warm": "none", "cold": "all"}  # the timing's cache state -> ncu's --cache-control
 TOOL_SECONDS = 300
 TOP_ROWS = 20
 REPLAY_WARMUP = 3  # calls
@@ -65,14 +62,6 @@ class Request:
         return [sys.executable, "-m", "utils.bench.profiles", json.dumps(asdict(self))]
 
 
-class NsightReport(NamedTuple):
-    """What an Nsight tool left: its files, why something is missing, and the hardware counters."""
-
-    files: list[str]
-    why_not: str = ""
-    counters: dict | None = None
-
-
 def file_stem(workload: str, side: str, label: str) -> str:
     """Name the files of a side, such as "optimized_flash_sdp_B4-H16-S4096-D128-bf16-causal"."""
     return f"{side}_{workload}_{re.sub(r'[^A-Za-z0-9]+', '-', label).strip('-')}"
@@ -99,20 +88,15 @@ def profile_side(
     trace = base.with_name(f"{base.name}.trace.json")
     recorded = profile(call_in_range, steps=3, warmup=2, trace_path=trace)
     on_gpu = request.device.startswith("cuda")
-    nsight = nsight_systems(base, request) if level == "minimal" else nsight_compute(base, request, level, l2)
-    record = {
+    report, why_not = nsight_systems(base, request) if level == "minimal" else nsight_compute(base, request, level, l2)
+    return {
         "range": request.range,
-        "files": [str(trace), *nsight.files],
-        "why_not": [nsight.why_not] if nsight.why_not else [],
+        "files": [str(trace)] + ([str(report)] if report else []),
+        "why_not": [why_not] if why_not else [],
         "rows": summarize_trace(recorded, top=TOP_ROWS),
         "roofline": counted_roofline(measured),
         "gpu_busy_share": 1.0 - launch_gaps(recorded)["idle_share"] if on_gpu else None,
     }
-    if nsight.counters:
-        sums = counters.total(nsight.counters["kernels"])
-        roofline = counters.hardware_roofline(sums, measured, measured.get("roof"))
-        record["counters"] = {**nsight.counters, "total": sums, "roofline": roofline}
-    return record
 
 
 def counted_roofline(measured: dict) -> dict | None:
@@ -121,11 +105,15 @@ def counted_roofline(measured: dict) -> dict | None:
     if roof is None:
         return None
     intensity = measured["flops"] / measured["bytes"]
+    memory = intensity * roof["memory_bandwidth_tb_s"]
+    attainable = min(memory, roof["tflops"])
     return {
         "flops_per_byte": intensity,
         "ridge_point": roof["tflops"] / roof["memory_bandwidth_tb_s"],
-        **counters.under_roof(intensity, measured["tflops"], roof),
+        "bound": "memory" if memory < roof["tflops"] else "compute",
+        "attainable_tflops": attainable,
         "achieved_tflops": measured["tflops"],
+        "share": measured["tflops"] / attainable,
         "roof": roof,
     }
 
@@ -141,56 +129,33 @@ def _run_tool(command: list[str]) -> tuple[int, str]:
     return done.returncode, f"{done.stdout}\n{done.stderr}"
 
 
-def _find_tool(name: str, executable: str, request: Request) -> tuple[str, str]:
-    """Find one of NVIDIA's profilers: its path, and if it cannot be used, the reason."""
+def _nsight(name: str, executable: str, flags: list[str], request: Request, report: Path) -> tuple[Path | None, str]:
+    """Run one of NVIDIA's profilers on a side; return its report, or None and why there is none."""
     if not request.device.startswith("cuda"):
-        return "", f"{name} was left out: there is no GPU to look at."
-    path = shutil.which(executable) or ""
-    return path, "" if path else f"{name} was left out: {executable} is not on PATH."
-
-
-def nsight_systems(base: Path, request: Request) -> NsightReport:
-    """Record an Nsight Systems report of the side."""
-    tool, why_not = _find_tool("Nsight Systems", "nsys", request)
-    if why_not:
-        return NsightReport([], why_not)
-    flags = ["--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true"]
-    status, output = _run_tool([tool, "profile", *flags, f"--output={base.resolve()}", *request.command])
-    report = base.with_name(f"{base.name}.nsys-rep")
-    if status or not report.is_file():
-        return NsightReport([], f"Nsight Systems made no report: {_last_line(output)}")
-    return NsightReport([str(report)])
-
-
-def nsight_compute(base: Path, request: Request, level: str, l2: str) -> NsightReport:
-    """Record an Nsight Compute report of the side's kernels and read its counters, if the driver allows that."""
-    tool, why_not = _find_tool("Nsight Compute", "ncu", request)
-    if why_not:
-        return NsightReport([], why_not)
-    cache_control, caches = CACHE_CONTROL[l2]
-    flags = f"--clock-control none --cache-control {cache_control} --set {NCU_SETS[level]} --nvtx --force-overwrite"
-    status, output = _run_tool(
-        [
-            *(tool, *flags.split(), "--metrics", ",".join(counters.REQUESTED)),
-            *("--nvtx-include", f"{request.range}/", "--export", str(base.resolve())),
-            *request.command,
-        ]
-    )
+        return None, f"{name} was left out: there is no GPU to look at."
+    if (tool := shutil.which(executable)) is None:
+        return None, f"{name} was left out: {executable} is not on PATH."
+    status, output = _run_tool([tool, *flags, *request.command])
     if "ERR_NVGPUCTRPERM" in output:
         why_not = "the driver lets administrators alone read this GPU's counters (ERR_NVGPUCTRPERM)."
-        return NsightReport([], f"Nsight Compute was left out: {why_not}")
-    report = base.with_name(f"{base.name}.ncu-rep")
+        return None, f"{name} was left out: {why_not}"
     if status or not report.is_file():
-        return NsightReport([], f"Nsight Compute made no report: {_last_line(output)}")
-    status, output = _run_tool(
-        [tool, "--import", str(report.resolve()), "--page", "raw", "--csv", "--print-units", "base"]
-    )
-    try:
-        kernels = counters.read_raw_page(output)
-    except ValueError as error:
-        reason = _last_line(output) if status else str(error)
-        return NsightReport([str(report)], f"Nsight Compute's counters could not be read from its report: {reason}")
-    return NsightReport([str(report)], "", {"set": NCU_SETS[level], "caches": caches, "kernels": kernels})
+        return None, f"{name} made no report: {_last_line(output)}"
+    return report, ""
+
+
+def nsight_systems(base: Path, request: Request) -> tuple[Path | None, str]:
+    """Record an Nsight Systems report of the side."""
+    flags = ["profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true"]
+    flags.append(f"--output={base.resolve()}")
+    return _nsight("Nsight Systems", "nsys", flags, request, base.with_name(f"{base.name}.nsys-rep"))
+
+
+def nsight_compute(base: Path, request: Request, level: str, l2: str) -> tuple[Path | None, str]:
+    """Record an Nsight Compute report of the side's kernels, if the driver allows that."""
+    flags = f"--clock-control none --cache-control {CACHE_CONTROL[l2]} --set {NCU_SETS[level]} --nvtx".split()
+    flags += ["--force-overwrite", "--nvtx-include", f"{request.range}/", "--export", str(base.resolve())]
+    return _nsight("Nsight Compute", "ncu", flags, request, base.with_name(f"{base.name}.ncu-rep"))
 
 
 def _last_line(output: str) -> str:

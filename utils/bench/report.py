@@ -7,7 +7,6 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from utils.bench import counters
 from utils.bench import results as res
 from utils.bench.plots import plots
 from utils.benchmark.result import format_ms
@@ -266,8 +265,6 @@ def _profile_facts(profile: dict) -> list[str]:
             f"roofline counted by hand: {roof['flops_per_byte']:.3g} FLOPs/Byte, {roof['bound']}-bound, "
             f"{roof['achieved_tflops']:.3g} of {roof['attainable_tflops']:.3g} TFLOP/s attainable"
         )
-    if profile.get("counters"):
-        facts += counters.sentences(profile["counters"])
     if profile["gpu_busy_share"] is not None:
         facts.append(f"GPU busy {profile['gpu_busy_share']:.1%} of the time from first to last kernel")
     kernels = profile["rows"][:5]

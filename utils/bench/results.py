@@ -17,7 +17,7 @@ from utils.bench.targets.base import WORKLOAD_KNOBS
 from utils.benchmark.result import Measurement
 
 RESULTS = Schema("labs-bench-results", 1, ("run_id", "status", "environment", "cases"))
-RESULTS_FILE, REPORT_FILE, MANIFEST_FILE, LOG_FILE = "results.json", "report.md", "manifest.json", "run.log"
+RESULTS_FILE, REPORT_FILE = "results.json", "report.md"
 
 OK, REFUSED, FAILED = "ok", "refused", "failed"
 OUT_OF_MEMORY, INTERRUPTED, NOT_RUN = "out of memory", "interrupted", "not run"

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Sequence
 
 import torch
 
 from utils.bench import results as res
 from utils.bench.case import CaseRecord, CaseRun
-from utils.bench.documents import Schema, utc_now, write_json
-from utils.bench.errors import Refused, VerificationError, WrongRun, first_line
+from utils.bench.documents import utc_now, write_json
+from utils.bench.errors import BenchError, Refused, VerificationError, WrongRun, first_line
 from utils.bench.options import Options
 from utils.bench.report import markdown
 from utils.bench.targets import Plan
 from utils.bench.targets.base import Case
 from utils.files import write_whole
 from utils.machine.environment import environment, gpu_state
-
-MANIFEST = Schema("labs-bench-manifest", 1)
-MANIFEST_FIELDS = ("run_id", "status", "started", "finished", "command", "device", "environment", "targets")
-
-log = logging.getLogger("labs.bench")
 
 
 class Interrupted(Exception):
@@ -37,7 +30,7 @@ class Interrupted(Exception):
 
 
 class Runner:
-    """One run: its results document, its folder, its log."""
+    """One run: its results document and its folder."""
 
     def __init__(
         self,
@@ -80,65 +73,29 @@ class Runner:
         A kernel fault ends the run; Ctrl-C raises Interrupted. Both leave valid results.
         """
         self.folder.mkdir(parents=True)
-        with self._log_file():
+        self.save()
+        status = "complete"
+        try:
+            for plan in self.plans:
+                for case in plan.cases:
+                    self._run_case(plan, case)
+                    self.save()
+        except KeyboardInterrupt:
+            status = "interrupted"
+            raise Interrupted(self.document) from None
+        except BaseException:
+            status = "failed"
+            raise
+        finally:
+            self.document["status"] = "ended by a GPU fault" if self.lost_gpu else status
+            self.document["finished"] = utc_now()
             self.save()
-            status = "complete"
-            try:
-                for plan in self.plans:
-                    for case in plan.cases:
-                        self._run_case(plan, case)
-                        self.save()
-            except KeyboardInterrupt:
-                status = "interrupted"
-                raise Interrupted(self.document) from None
-            except BaseException:
-                status = "failed"
-                raise
-            finally:
-                self.document["status"] = "ended by a GPU fault" if self.lost_gpu else status
-                self.document["finished"] = utc_now()
-                self.save()
-                log.info("%s: %s", self.document["status"], res.status_text(self.document))
         return self.document
 
-    @contextlib.contextmanager
-    def _log_file(self) -> Iterator[None]:
-        """Log into the run's folder; once the log is closed, write the manifest with its checksum."""
-        handler = logging.FileHandler(self.folder / res.LOG_FILE, encoding="utf-8")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
-        log.propagate = False
-        command = " ".join(self.options.command)
-        log.info("run %s on %s: %s", self.options.run_id, res.machine_name(self.document), command)
-        try:
-            yield
-        finally:
-            log.removeHandler(handler)
-            handler.close()
-            self._write_manifest()
-
     def save(self) -> None:
-        """Write the results so far, in the formats that were asked for."""
-        if self.options.format in ("json", "both"):
-            write_json(self.folder / res.RESULTS_FILE, self.document)
-        if self.options.format in ("markdown", "both"):
-            write_whole(self.folder / res.REPORT_FILE, markdown(self.document))
-
-    def _write_manifest(self) -> None:
-        files = [
-            {"file": path.name, "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-            for path in sorted(self.folder.iterdir())
-            if path.name != res.MANIFEST_FILE
-        ]
-        profiles = [side["files"] for case in self.document["cases"] for side in case["profiles"].values()]
-        manifest = MANIFEST.document(
-            **{name: self.document[name] for name in MANIFEST_FIELDS},
-            counts=res.status_counts(self.document),
-            files=files,
-            profiles=sorted({file for names in profiles for file in names}),
-        )
-        write_json(self.folder / res.MANIFEST_FILE, manifest)
+        """Write the results so far, as JSON and as a page."""
+        write_json(self.folder / res.RESULTS_FILE, self.document)
+        write_whole(self.folder / res.REPORT_FILE, markdown(self.document))
 
     def _run_case(self, plan: Plan, case: Case) -> None:
         """Run one case into the document; only Ctrl-C leaves by an exception."""
@@ -148,7 +105,6 @@ class Runner:
             record.reason = self.lost_gpu
             return
         begin = time.perf_counter()
-        log.info("%s: %s", record.target, record.label)
         try:
             CaseRun(plan, case, record, self.options, self.on_step).measure()
             record.status = res.OK
@@ -157,9 +113,9 @@ class Runner:
             raise
         except Exception as error:
             record.status, record.reason = _failure(error)
+            record.traceback = "" if isinstance(error, BenchError) else "".join(traceback.format_exception(error))
         finally:
             record.seconds = time.perf_counter() - begin
-            log.info("%s: %s: %s%s", record.target, record.label, record.status, record.reason and f": {record.reason}")
             self._free_gpu(record)
 
     def _free_gpu(self, record: CaseRecord) -> None:
@@ -180,7 +136,6 @@ def _failure(error: Exception) -> tuple[str, str]:
         return res.REFUSED, str(error)
     if isinstance(error, (VerificationError, WrongRun)):
         return res.FAILED, str(error)
-    log.error("traceback", exc_info=error)
     notes = " ".join(getattr(error, "__notes__", []))
     reason = f"{type(error).__name__}: {first_line(error)}" + (f" ({notes})" if notes else "")
     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):

@@ -1,7 +1,6 @@
 """The kernel suite's Python interface: a harness with a configuration, results on disk, and comparisons of two results.
 
-    config = BenchmarkConfig(warmup_iterations=200, benchmark_iterations=500, flush_l2_cache=False, lock_clocks=False)
-    harness = CUDABenchmarkHarness(config)
+    harness = CUDABenchmarkHarness(BenchmarkConfig(warmup_iterations=200, benchmark_iterations=500))
     result = harness.benchmark_kernel(kernel_func=my_kernel, kernel_name="my_attention_kernel",
                                       flop_count=4 * B * H * S * S * d, memory_bytes=4 * B * H * S * d * 2)
     harness.save_results(result, Path("out/my_kernel.json"))
@@ -13,24 +12,25 @@ kernel function that returns anything else. The result says which of the two tim
 
 from __future__ import annotations
 
-import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from utils.bench.comparing import differences, independent_interval, speedup_verdict
+from utils.bench.comparing import differences, separate_interval, speedup_verdict
 from utils.bench.documents import Schema, write_json
 from utils.bench.errors import BenchError
 from utils.benchmark import intervals as stats
 from utils.benchmark.cpu_timer import cpu_flush_bytes
 from utils.benchmark.cuda_timer import gpu_flush_bytes
 from utils.benchmark.measuring import measure
+from utils.benchmark.profiling import profile, read_trace
 from utils.benchmark.result import Measurement
+from utils.machine.device import usable_device
 from utils.machine.environment import environment, gpu_state
 from utils.validation import whole_number
 
@@ -63,32 +63,20 @@ class BenchmarkConfig:
     def __post_init__(self) -> None:
         for name, least in (("warmup_iterations", 0), ("benchmark_iterations", 1), ("seed", 0)):
             whole_number(name, getattr(self, name), least, BenchError)
-        for name in ("flush_l2_cache", "lock_clocks", "exclude_memory_transfers"):
-            if not isinstance(getattr(self, name), bool):
-                raise BenchError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.lock_clocks:
             raise BenchError(
                 "lock_clocks=True is refused: clocks are read and reported with every result, never set. "
                 "Leave it False; an administrator can lock them with nvidia-smi -lgc beforehand."
             )
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if self.device_id is not None and not (isinstance(self.device_id, int) and 0 <= self.device_id < gpus):
-            raise BenchError(
-                f"device_id is {self.device_id!r} and this machine has {gpus} usable GPUs"
-                + (f", 0 to {gpus - 1}." if gpus else "; None runs on the CPU.")
-            )
+        try:
+            usable_device(self.device_id)
+        except ValueError as error:
+            raise BenchError(f"device_id is {self.device_id!r}: {error}") from None
 
     @property
     def device(self) -> torch.device:
         """The device to benchmark on."""
-        if self.device_id is not None:
-            return torch.device("cuda", self.device_id)
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-    @property
-    def l2(self) -> str:
-        """The state of the L2 cache before each sample, "warm" or "cold"."""
-        return "cold" if self.flush_l2_cache else "warm"
+        return usable_device(self.device_id)
 
 
 @dataclass(frozen=True)
@@ -104,7 +92,6 @@ class BenchmarkResult:
     measurement: Measurement
     shape: dict | None = None  # such as {"B": 8, "H": 4, "S": 128, "d": 64}
     dtype: str | None = None
-    notes: list[str] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "measurement":
@@ -125,12 +112,8 @@ class BenchmarkResult:
 
     def to_dict(self) -> dict:
         """Return the result, ready for JSON, in the form that `load_result` reads."""
-        return RESULT.document(
-            **{name: value for name, value in vars(self).items() if name != "measurement"},
-            gflops=self.gflops,
-            queries_per_s=self.queries_per_s,
-            measurement=self.measurement.to_dict(),
-        )
+        rates = {"gflops": self.gflops, "queries_per_s": self.queries_per_s}
+        return RESULT.document(**vars(self) | rates | {"measurement": self.measurement.to_dict()})
 
 
 def load_result(path: Path) -> BenchmarkResult:
@@ -178,109 +161,49 @@ class CUDABenchmarkHarness:
         """
         if not callable(kernel_func):
             raise BenchError(f"kernel_func must be callable, got {type(kernel_func).__name__}; pass the function.")
-        config = self.config
+        config, l2 = self.config, "cold" if self.config.flush_l2_cache else "warm"
+        work: dict[str, Any] = {"label": kernel_name, "flops": flop_count, "bytes": memory_bytes}
         with torch.cuda.device(self.device if self.on_gpu else -1):
             torch.manual_seed(config.seed)
             times_itself = _is_time(kernel_func())
             if config.exclude_memory_transfers and self.on_gpu:
-                self._refuse_transfers(kernel_func, kernel_name)
+                _refuse_transfers(kernel_func, kernel_name)
             if times_itself:
-                measurement = self._own_times(kernel_func, kernel_name, flop_count, memory_bytes)
+                measurement = self._own_times(kernel_func, l2, **work)
             else:
-                measurement = measure(
-                    kernel_func,
-                    warmup=config.warmup_iterations,
-                    label=kernel_name,
-                    iterations=config.benchmark_iterations,
-                    device=self.device,
-                    flops=flop_count,
-                    bytes=memory_bytes,
-                    l2=config.l2,
-                )
-        return BenchmarkResult(
-            kernel_name,
-            "kernel's own" if times_itself else "harness",
-            asdict(config),
-            measurement,
-            None if shape is None else dict(shape),
-            None if dtype is None else str(dtype).removeprefix("torch."),
-            self._bandwidth_notes(measurement),
-        )
+                warmup, iterations = config.warmup_iterations, config.benchmark_iterations
+                options: dict[str, Any] = dict(warmup=warmup, iterations=iterations, device=self.device, l2=l2)
+                measurement = measure(kernel_func, **options, **work)
+        timing = "kernel's own" if times_itself else "harness"
+        dtype = None if dtype is None else str(dtype).removeprefix("torch.")
+        return BenchmarkResult(kernel_name, timing, asdict(config), measurement, dict(shape) if shape else None, dtype)
 
-    def _bandwidth_notes(self, measurement: Measurement) -> list[str]:
-        """Note a bandwidth that this GPU's memory does not have."""
-        if measurement.gb_s is None or not self.on_gpu:
-            return []
-        from utils.benchmark.roofs import machine_roofs
-
-        peak_gb_s = 1e3 * machine_roofs().memory_bandwidth_tb_s
-        if measurement.gb_s <= peak_gb_s:
-            return []
-        return [
-            f"{measurement.gb_s:.4g} GB/s is over the memory's {peak_gb_s:.4g} GB/s: the data came "
-            f"from the cache ({self.config.l2} L2) or memory_bytes is too high."
-        ]
-
-    def _refuse_transfers(self, kernel_func: Callable, kernel_name: str) -> None:
-        from utils.benchmark.profiling import profile, read_trace
-
-        events = read_trace(profile(kernel_func, steps=1, warmup=0))
-        copies = {event.name for event in events if event.on_gpu and ("HtoD" in event.name or "DtoH" in event.name)}
-        if copies:
-            raise BenchError(
-                f"{kernel_name} copies between host and GPU ({', '.join(sorted(copies))}) and "
-                "exclude_memory_transfers is True: move the copies out of kernel_func, or pass "
-                "exclude_memory_transfers=False to have them timed."
-            )
-
-    def _own_times(
-        self, kernel_func: Callable, kernel_name: str, flop_count: float | None, memory_bytes: float | None
-    ) -> Measurement:
+    def _own_times(self, kernel_func: Callable, l2: str, **work: Any) -> Measurement:
         """Collect the times that the kernel function returns."""
-        config = self.config
-        flush = self._flush_buffer() if config.flush_l2_cache else None
-        before = gpu_state(self.device) if self.on_gpu else None
-        for _ in range(config.warmup_iterations):
+        flush_bytes = (gpu_flush_bytes(self.device) if self.on_gpu else cpu_flush_bytes()) if l2 == "cold" else 0
+        flush = torch.zeros(flush_bytes // 4, dtype=torch.int32, device=self.device)
+        for _ in range(self.config.warmup_iterations):
             kernel_func()
-        samples: list[float] = []
-        walls: list[float] = []
-        for call in range(config.benchmark_iterations):
-            if flush is not None:
-                flush.add_(1)
+        samples = []
+        for call in range(self.config.benchmark_iterations):
+            flush.add_(1)
             if self.on_gpu:
                 torch.cuda.synchronize(self.device)
             begin = time.perf_counter()
             value = kernel_func()
-            walls.append(1e3 * (time.perf_counter() - begin))
-            samples.append(_check_own_time(value, walls[-1], call, kernel_name))
-        method: dict[str, Any] = {
+            samples.append(_check_own_time(value, 1e3 * (time.perf_counter() - begin), call, work["label"]))
+        method = {
             "clock": "the kernel function's own",
             "device": str(self.device),
-            "warmup": config.warmup_iterations,
+            "warmup": self.config.warmup_iterations,
             "samples": len(samples),
-            "l2": config.l2,
-            "graph": False,
-            "l2_flush_bytes": None if flush is None else flush.numel() * flush.element_size(),
+            "l2": l2,
+            "l2_flush_bytes": flush_bytes or None,
             "calls_per_sample": 1,
-            "stopped": f"all {len(samples)} iterations done",
-            "host_ms_median": sorted(walls)[len(walls) // 2],
-            "gpu_before": before,
             "gpu_after": gpu_state(self.device) if self.on_gpu else None,
-            "notes": [],
         }
-        return Measurement(
-            tuple(samples),
-            stats.median_interval(samples),
-            label=kernel_name,
-            flops=flop_count,
-            bytes=memory_bytes,
-            method=method,
-            environment=environment(self.device),
-        )
-
-    def _flush_buffer(self) -> torch.Tensor:
-        size = gpu_flush_bytes(self.device) if self.on_gpu else cpu_flush_bytes()
-        return torch.zeros(size // 4, dtype=torch.int32, device=self.device)
+        interval = stats.repeat_interval(samples)
+        return Measurement(tuple(samples), interval, **work, method=method, environment=environment(self.device))
 
     def save_results(self, result: BenchmarkResult, path: Path | str) -> Path:
         """Write a result with its raw samples as JSON, in the place of an older file of that name."""
@@ -294,8 +217,11 @@ class CUDABenchmarkHarness:
         """
         baseline = load_result(Path(baseline_path))
         old, new = baseline.measurement, current_result.measurement
-        _check_comparable(baseline, current_result)
-        interval = independent_interval(old.samples_ms, new.samples_ms)
+        before, now = _facts(baseline), _facts(current_result)
+        if different := differences(before, now, list(before)):
+            names = f"{baseline.kernel_name} and {current_result.kernel_name}"
+            raise BenchError(f"{names} cannot be compared: {'; '.join(different)}.")
+        interval = separate_interval(old, new)
         return {
             "baseline": baseline.kernel_name,
             "current": current_result.kernel_name,
@@ -307,6 +233,16 @@ class CUDABenchmarkHarness:
             "verdict": speedup_verdict(interval, old.samples_ms, new.samples_ms),
             "timing": (baseline.timing, current_result.timing),
         }
+
+
+def _refuse_transfers(kernel_func: Callable, kernel_name: str) -> None:
+    events = read_trace(profile(kernel_func, steps=1, warmup=0))
+    copies = {event.name for event in events if event.on_gpu and ("HtoD" in event.name or "DtoH" in event.name)}
+    if copies:
+        raise BenchError(
+            f"{kernel_name} copies between host and GPU ({', '.join(sorted(copies))}) and exclude_memory_transfers is True: "
+            "move the copies out of kernel_func, or pass exclude_memory_transfers=False to have them timed."
+        )
 
 
 def _check_own_time(value: Any, wall_ms: float, call: int, kernel_name: str) -> float:
@@ -324,63 +260,16 @@ def _check_own_time(value: Any, wall_ms: float, call: int, kernel_name: str) -> 
     return float(value)
 
 
-def _check_comparable(baseline: BenchmarkResult, current: BenchmarkResult) -> None:
-    """Raise BenchError if two results are of different machines, work or cache states."""
-
-    def facts(result: BenchmarkResult) -> dict:
-        measurement = result.measurement
-        return {
-            "GPU": measurement.environment.get("gpu"),
-            "CPU": measurement.environment.get("cpu"),
-            "shape": result.shape,
-            "dtype": result.dtype,
-            "flop_count": measurement.flops,
-            "memory_bytes": measurement.bytes,
-            "L2": measurement.method.get("l2"),
-        }
-
-    old, new = facts(baseline), facts(current)
-    on_cpus = old["GPU"] is None and new["GPU"] is None
-    if different := differences(old, new, [name for name in old if name != "CPU" or on_cpus]):
-        raise BenchError(
-            f"{baseline.kernel_name} and {current.kernel_name} cannot be compared: {'; '.join(different)}."
-        )
-
-
-def sweep(
-    harness: CUDABenchmarkHarness, provider: str = "auto", dtypes: tuple[str, ...] | None = None
-) -> Iterator[BenchmarkResult]:
-    """Benchmark an attention provider over the suite's B, H, S, d matrix.
-
-    Args:
-        harness: how to benchmark.
-        provider: a provider of attention, or "auto" for torch's default SDPA.
-        dtypes: "fp16" and "bf16" by default; on a CPU bf16 alone, since fp16 products run near 1 GFLOP/s there.
-    """
-    from utils.attention import find_backend, prepare
-    from utils.bench.targets.attention_suite import DTYPES, MATRIX
-    from utils.bench.targets.base import dtype_support
-    from utils.bench.targets.proof import BACKEND_OF
-    from utils.bench.workload import Workload, make_inputs
-
-    device = harness.device
-    if dtypes is None:
-        dtypes = tuple(name for name in DTYPES if dtype_support(name, device))
-    for dtype in dtypes:
-        if not (support := dtype_support(dtype, device)):
-            raise BenchError(f"{support.reason} {support.remedy}")
-        for shape in MATRIX:
-            workload = Workload(*shape, dtype)
-            inputs = make_inputs(workload, device, harness.config.seed)
-            name = BACKEND_OF.get(provider, provider)
-            if not (answer := find_backend(name).support(workload.problem(device))):
-                raise BenchError(f"backend {provider}: {answer.reason} {answer.remedy}")
-            call = functools.partial(prepare(*inputs, backend=name, **workload.attention_arguments).fn, *inputs)
-            yield harness.benchmark_kernel(
-                call,
-                f"{provider} {workload.label}",
-                workload.cost.flops,
-                workload.cost.bytes,
-                shape=dict(zip("BHSd", shape, strict=True)),
-                dtype=dtype,
-            )
+def _facts(result: BenchmarkResult) -> dict:
+    """Return what two results must share to be compared: the machine, the work and the state of the cache."""
+    measurement = result.measurement
+    machine = measurement.environment
+    return {
+        "GPU": machine.get("gpu"),
+        "CPU": None if machine.get("gpu") else machine.get("cpu"),
+        "shape": result.shape,
+        "dtype": result.dtype,
+        "flop_count": measurement.flops,
+        "memory_bytes": measurement.bytes,
+        "L2": measurement.method.get("l2"),
+    }

@@ -45,46 +45,6 @@ def errors_as_lines(*kinds: type[Exception]) -> Iterator[None]:
     raise typer.Exit(USAGE)
 
 
-class CtrlC:
-    """Whether Ctrl-C was pressed, also where a library has swallowed its KeyboardInterrupt."""
-
-    pressed = False
-
-    def raise_again(self) -> None:
-        """Raise KeyboardInterrupt if Ctrl-C was pressed."""
-        if self.pressed:
-            raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def remember_ctrl_c() -> Iterator[CtrlC]:
-    """Remember a Ctrl-C, in addition to the KeyboardInterrupt that it raises.
-
-    An exception that is raised inside of a callback from C, in a finalizer or under a bare `except` does not arrive: Python
-    drops it. The first seconds of a command, with their imports and first calls, have many such places. So ask again where
-    it is safe, by `raise_again`.
-    """
-    import signal
-    import threading
-
-    remembered = CtrlC()
-
-    def press(signum: int, frame: object) -> None:
-        remembered.pressed = True
-        raise KeyboardInterrupt
-
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # no other thread may set a handler, or gets the signal
-        yield remembered
-        return
-    before = signal.signal(signal.SIGINT, press)
-    try:
-        yield remembered
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def console(stderr: bool = False) -> Console:
     """Open a rich console. It is 200 columns wide when the output is no terminal, so that no cell is cut."""
     from rich.console import Console

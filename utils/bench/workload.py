@@ -68,22 +68,22 @@ class Workload:
         return attention.make_problem(like, like, like, **self.attention_arguments)
 
     @property
-    def documents(self) -> list[int]:
-        """Lengths of the documents, each attending to itself alone; the whole sequence if there are none."""
-        if self.doc_span is None or self.doc_span >= self.seq_len:
-            return [self.seq_len]
-        whole, rest = divmod(self.seq_len, self.doc_span)
-        return [self.doc_span] * whole + ([rest] if rest else [])
+    def documents(self) -> tuple[int, int, int]:
+        """(number of whole documents, their length, length of the last, shorter one or 0); attention stays within each."""
+        span = self.seq_len if self.doc_span is None else min(self.doc_span, self.seq_len)
+        return self.seq_len // span, span, self.seq_len % span
 
     @property
     def cost(self) -> flops.Cost:
         """FLOPs of the pairs that the mask lets through, and the bytes of q, k, v and the output."""
-        heads, dtype = (self.batch, self.heads, self.heads), DTYPES[self.dtype]
-        costs = (
-            flops.attention(*heads, length, length, self.head_dim, dtype, causal=self.causal)
-            for length in self.documents
-        )
-        return sum(costs, start=flops.Cost(0, 0))
+
+        def of_length(length: int) -> flops.Cost:
+            heads = (self.batch, self.heads, self.heads)
+            return flops.attention(*heads, length, length, self.head_dim, DTYPES[self.dtype], causal=self.causal)
+
+        count, span, rest = self.documents
+        whole, last = of_length(span), of_length(rest) if rest else flops.Cost(0, 0)
+        return flops.Cost(count * whole.flops + last.flops, count * whole.bytes + last.bytes)
 
     @property
     def density(self) -> float:

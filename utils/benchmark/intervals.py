@@ -1,14 +1,15 @@
-"""Medians, bootstrap intervals and verdicts about time samples: numpy only, no clock, no device."""
+"""Medians, intervals and verdicts about time samples: numpy only, no clock, no device."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
 RESAMPLES = 2000
-BATCHES = 5  # of `drifting_interval`
+BLOCKS = 10  # of `repeat_interval`
 MIN_PAIRS = 10  # below this a bootstrap interval says little, so there is no verdict
 
 FASTER, SLOWER, SAME, NOT_ENOUGH_DATA = "faster", "slower", "same", "not enough data"
@@ -43,49 +44,31 @@ def standard_deviation(samples: Sequence[float]) -> float:
     return float(array.std(ddof=1)) if array.size > 1 else 0.0
 
 
-def median_interval(
-    samples: Sequence[float], confidence: float = 0.95, *, resamples: int = RESAMPLES, seed: int = 0
-) -> tuple[float, float]:
-    """Return the bootstrap percentile interval (low, high) of the median.
+def repeat_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Return the interval (low, high) into which the median of another run falls, at this confidence.
 
-    A resample draws n of the n sorted samples with replacement, that is n uniform positions in [0, 1). Its median
-    depends only on the middle position, or on the middle two. The k-th smallest of n uniform numbers has the
-    distribution Beta(k, n + 1 - k), so the middle is drawn directly. The result has the distribution of plain
-    resampling and needs no table of n x resamples numbers.
+    The samples, in the order of time, are cut into ten blocks. Their medians differ by the noise of the samples and by
+    the machine's level, which moves: at a GPU's power limit the clocks change from second to second, and samples taken
+    together do not show it. The interval is Student's prediction of one more block, and wide enough for a
+    level that goes on as it went from the first half to the second. From fewer than ten samples it is their range.
     """
     check_confidence(confidence)
-    array = np.sort(_samples(samples))
-    n = array.size
-    rng = np.random.default_rng(seed)
-    k = (n + 1) // 2
-    position = rng.beta(k, n + 1 - k, size=resamples)
-    medians = array[np.minimum((position * n).astype(np.int64), n - 1)]
-    if n % 2 == 0:
-        # The next larger position: the smallest of the n - k uniform numbers above `position`.
-        upper = 1.0 - (1.0 - position) * rng.random(resamples) ** (1.0 / (n - k))
-        medians = 0.5 * (medians + array[np.minimum((upper * n).astype(np.int64), n - 1)])
-    tail = 50.0 * (1.0 - confidence)
-    low, high = np.percentile(medians, [tail, 100.0 - tail])
-    return float(low), float(high)
-
-
-def drifting_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Return an interval (low, high) of the median of samples whose level moves slowly, as a GPU's clocks do.
-
-    A bootstrap takes the samples for independent. At the power limit they are not: a matmul of 2560 on an H200 gave
-    intervals of 0.2% in runs whose medians lay 3% apart. So the run is cut into five batches in the order of time, and
-    the interval also holds Student's interval of the mean of the batches' medians.
-    """
-    low, high = median_interval(samples, confidence)
     array = _samples(samples)
-    if array.size < 4 * BATCHES:
-        return low, high
-    medians = np.array([np.median(batch) for batch in np.array_split(array, BATCHES)])
-    half = _student(confidence, BATCHES - 1) * float(medians.std(ddof=1)) / math.sqrt(BATCHES)
+    if array.size < BLOCKS:
+        return float(array.min()), float(array.max())
+    blocks = min(BLOCKS, array.size // 3)
+    medians = np.array([np.median(block) for block in np.array_split(array, blocks)])
+    half = _student(confidence, blocks - 1) * float(medians.std(ddof=1)) * math.sqrt(1.0 + 1.0 / blocks)
+    first, second = (float(np.median(part)) for part in np.array_split(array, 2))
+    half = max(
+        half, 3.0 * abs(second - first)
+    )  # the next run lies as far off as the halves twice, and more after a pause
     center = float(np.median(array))
-    return min(low, center - half), max(high, center + half)
+    # By ratios, so that both ends are positive times.
+    return center / (1.0 + half / center) if center else 0.0, center + half
 
 
+@functools.cache
 def _student(confidence: float, freedom: int) -> float:
     """Return how many standard errors Student's two-sided interval has, by bisection on the integral of its density."""
     scale = math.gamma((freedom + 1) / 2) / (math.sqrt(freedom * math.pi) * math.gamma(freedom / 2))

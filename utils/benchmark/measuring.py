@@ -58,9 +58,9 @@ def measure(
         fn: the function to time; its result is dropped.
         *args: its arguments.
         warmup: calls before the timing.
-        iterations: number of samples; with `target_interval` the smallest number. Where the clocks of a GPU move, as at
-            its power limit, more samples follow for half a second in all, and the interval is at least 5% to each
-            side: medians lay up to 12% apart, within seconds. At constant clocks it is at least 1% to each side.
+        iterations: number of samples; with `target_interval` the smallest number. On a GPU ten samples and more are spread
+            over half a second, and over two seconds where the clocks move, as at the power limit, with the function's own
+            work in between, so that the samples meet the levels of the clocks.
         device: "cuda" times by device events, "cpu" by the host's clock. Default: where the call's tensors are.
         flops: FLOPs of one call, for `tflops` and `roof_share`.
         bytes: bytes read and written by one call, for `gb_s` and `roof_share`.
@@ -77,7 +77,7 @@ def measure(
         queue_ahead: on a GPU, queue the calls behind a spin kernel so that the time is device work alone. False times
             the calls as they are issued, launch gaps included.
         floor: also time an empty call, and mark a result that is as short as an empty call.
-        confidence: of the median's interval.
+        confidence: of the interval, which is where the median of another measurement would lie.
         **kwargs: keywords of `fn`. For a keyword that is also an option here, use `functools.partial`.
     """
     check_callable("measure", fn)
@@ -89,7 +89,7 @@ def measure(
 
     def width(samples: Samples) -> float:
         times = samples[0]
-        return stats.relative_half_width(stats.median_interval(times, confidence), float(np.median(times)))
+        return stats.relative_half_width(stats.repeat_interval(times, confidence), float(np.median(times)))
 
     work = _work([call], device, flops, bytes, roofs, dtype)
     result = time_calls(timing, [call], itertools.repeat((0,)), width, work, floor)[0]

@@ -16,7 +16,7 @@ class Measurement:
     """Times of one function: every sample in ms, statistics over them, and how they were taken (`method`)."""
 
     samples_ms: tuple[float, ...]
-    interval_ms: tuple[float, float]  # bootstrap interval of the median
+    interval_ms: tuple[float, float]  # where the median of another run would lie
     label: str = "function"
     confidence: float = 0.95
     flops: float | None = None  # FLOPs of one call

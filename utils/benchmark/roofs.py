@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -191,7 +192,7 @@ def machine_roofs(refresh: bool = False, *, measured: Mapping[str, tuple] | None
     """Return the roofs of this machine: the datasheet's if GPU_SPECS has its GPU, else measured once and kept.
 
     The roofs of a CPU depend on the number of threads, so each number has its own. A measurement on a busy machine says so
-    in a line.
+    in a line on standard error.
 
     Args:
         refresh: measure again, and keep the best of all measurements.
@@ -216,7 +217,7 @@ def _measure_again(key: tuple, device: torch.device) -> None:
     """Measure the roofs and keep the best of all that was measured for this key."""
     new, old = measure_roofs(device), _machine_roofs.get(key)
     if new.busy:
-        print(new.busy)
+        print(new.busy, file=sys.stderr)
     if old is not None:
         new = dataclasses.replace(
             new,

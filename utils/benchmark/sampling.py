@@ -20,14 +20,13 @@ from utils.validation import whole_number
 
 MIN_SAMPLES = 3  # a time budget cuts no run below this, unless one call is over the budget
 MIN_ADAPTIVE = 20  # no early stop on an interval from fewer samples
-SPREAD_S = 0.5  # while the clocks move, a GPU measurement lasts at least this long: it must see several clock levels
-# Least half width of the interval of a function that is timed alone. What changes over seconds, the samples of one
-# measurement cannot show. At constant clocks a matmul of 1536 on an H100 took 12.46 us when the GPU had been idle and 12.22
-# two seconds later: of all pairs of 30 measurements 94% lay within 1.6%, and 98% within 2%.
+# A function that is timed alone on a GPU is timed over at least this long. At the power limit the clocks swing within about a
+# second: over two seconds the medians of a matmul of 2560 on an H200 lay within 1.8%, over half a second up to 7% apart.
+STEADY_S = 0.5
+MOVING_S = 2.0  # while the clocks move
+MAX_BURST = 50  # samples of a burst; its last one is kept
+# Least half width of such a function's interval: what changes over minutes, no measurement of seconds can show.
 STEADY_HALF_WIDTH = 0.01
-# The same while the clocks move. At the power limit two measurements of half a second lay up to 7% apart on an H200 and up to
-# 12% on an H100, whose clock went from 1980 to 1395 MHz and back; 95% of the pairs lay within 10%.
-MOVING_HALF_WIDTH = 0.05
 # Above this share of the power limit the clocks move even if NVML gives no reason yet: a matmul of 2304 at a share of
 # 0.61 was steady within 0.4%, one of 2560 at 0.70 was not.
 MOVING_POWER = 0.65
@@ -167,29 +166,23 @@ def time_calls(
             call, done = timer.prepare(call, timing.warmup, timing.calls_per_sample, timing.graph, deadline)
             prepared.append(call)
             warmed_up.append(done)
-        samples, stopped = _collect(timer, prepared, turns, width, timing, budget)
-        gpu_after = gpu_state(timing.device) if timing.on_gpu else None
         alone = timing.on_gpu and len(calls) == 1
-        least = 0.0
-        if alone and timing.target_interval is None:
-            least = MOVING_HALF_WIDTH if clocks_move(timing.device) else STEADY_HALF_WIDTH
+        spread = Spread(timer, prepared[0], timing) if alone and timing.iterations >= stats.BLOCKS else None
+        samples, stopped = _collect(timer, prepared, turns, width, timing, budget, spread)
+        gpu_after = gpu_state(timing.device) if timing.on_gpu else None
         floors = [timer.floor_ms(call) if floor else None for call in prepared]
     seconds = budget.used_s()
-    # Samples that are taken in turns with another function's are compared in pairs, which share the clocks.
-    interval = stats.drifting_interval if alone else stats.median_interval
     measurements = []
     for call, done, times, floor_ms in zip(prepared, warmed_up, samples, floors, strict=True):
         notes = [*timer.notes, *call.notes]
         if done < timing.warmup:
             notes.append(f"the time budget cut the warm-up to {done} of {timing.warmup} calls")
         median_ms = float(np.median(times))
-        low, high = interval(times, timing.confidence)
-        low, high = min(low, median_ms * (1 - least)), max(high, median_ms * (1 + least))
-        if least == MOVING_HALF_WIDTH:
-            notes.append(
-                f"the GPU's clocks move: the interval is at least +-{MOVING_HALF_WIDTH:.1%}, as far as such measurements "
-                "lay apart; `compare` times two functions at the same clocks"
-            )
+        low, high = stats.repeat_interval(times, timing.confidence)
+        if alone:  # samples taken in turns with another function's are compared in pairs, which share the clocks
+            low, high = min(low, median_ms * (1 - STEADY_HALF_WIDTH)), max(high, median_ms * (1 + STEADY_HALF_WIDTH))
+        if spread is not None and spread.moving:
+            notes.append("the GPU's clocks moved; `compare` times two functions at the same clocks")
         share = None if work.roof_ms is None or median_ms <= 0 else work.roof_ms / median_ms
         method = {
             **timer.describe(call),
@@ -231,14 +224,8 @@ def time_calls(
     return measurements
 
 
-def _all_done(timing: Timing, taken: int) -> str:
-    more = taken - timing.iterations
-    return f"all {timing.iterations} iterations done" + f", and {more} more: the GPU's clocks moved" * (more > 0)
-
-
-def clocks_move(device: torch.device) -> bool:
-    """Whether the GPU is held back, below its highest clock, or near its power limit: its next seconds may differ."""
-    state = gpu_state(device)
+def clocks_move(state: dict) -> bool:
+    """Whether a GPU in this state is held back, below its highest clock, or near its power limit."""
     reasons = set(state.get("throttle_reasons") or ())
     if reasons:
         return bool(reasons - HARMLESS_REASONS)
@@ -249,6 +236,37 @@ def clocks_move(device: torch.device) -> bool:
     return bool(power and limit and power >= MOVING_POWER * limit)
 
 
+class Spread:
+    """Spreads the samples of a function that is timed alone over time, with the GPU at the same work in between."""
+
+    def __init__(self, timer: Timer, call: Call, timing: Timing):
+        self.timer, self.call, self.timing = timer, call, timing
+        self.moving = False  # whether the clocks moved at any time
+        self.taken = 0
+        self.last = time.perf_counter()
+
+    def sample(self) -> float:
+        """Keep the GPU at work until the next sample is due, and take it; after `iterations` samples it is due at once."""
+        timing, call = self.timing, self.call
+        if self.taken % max(1, timing.iterations // stats.BLOCKS) == 0:
+            self.moving = self.moving or clocks_move(gpu_state(timing.device))
+        step_s = 0.0
+        if self.taken < timing.iterations:
+            seconds = MOVING_S if self.moving else STEADY_S
+            if timing.max_seconds is not None:
+                seconds = min(seconds, 0.25 * timing.max_seconds)
+            step_s = seconds / timing.iterations
+        due, sample_s = self.last + step_s, max((call.run_ms or 0.0) * call.runs_per_sample / 1e3, 1e-6)
+        sample_ms = None
+        while sample_ms is None or time.perf_counter() < due - 0.5 * sample_s:
+            # The last sample of a burst counts: the first ones follow a wait, in which the GPU rests.
+            count = round((due - time.perf_counter()) / sample_s)
+            sample_ms = self.timer.sample([call] * max(1, min(MAX_BURST, count)))[-1]
+        self.last = time.perf_counter()
+        self.taken += 1
+        return sample_ms
+
+
 def _collect(
     timer: Timer,
     calls: list[Call],
@@ -256,6 +274,7 @@ def _collect(
     width: Callable[[Samples], float],
     timing: Timing,
     budget: Budget,
+    spread: Spread | None,
 ) -> tuple[Samples, str]:
     """Take samples of all calls until they are enough, precise enough, or out of time; also return why it ended."""
     samples: Samples = [[] for _ in calls]
@@ -267,23 +286,20 @@ def _collect(
         taken = len(samples[0])
         rounds = budget.affordable(goal - taken, taken, round_s, calls)
         if rounds == 0:
-            if target is None and taken >= timing.iterations:
-                return samples, _all_done(timing, taken)
+            if target is None and taken >= goal:
+                return samples, f"all {goal} iterations done"
             return samples, f"time budget of {budget.seconds:g} s used after {taken} of {goal} samples"
         begin = time.perf_counter()
-        order = [index for turn in itertools.islice(turns, rounds) for index in turn]
-        for index, ms in zip(order, timer.sample([calls[index] for index in order]), strict=True):
-            samples[index].append(ms)
+        if spread is not None:
+            samples[0] += [spread.sample() for _ in range(rounds)]
+        else:
+            order = [index for turn in itertools.islice(turns, rounds) for index in turn]
+            for index, ms in zip(order, timer.sample([calls[index] for index in order]), strict=True):
+                samples[index].append(ms)
         round_s = max((time.perf_counter() - begin) / rounds, 1e-9)
+        if target is None or taken + rounds < goal:
+            continue
         taken += rounds
-        if taken < goal:
-            continue
-        if target is None:
-            spread = round_s * taken
-            if len(calls) > 1 or spread >= SPREAD_S or not (timing.on_gpu and clocks_move(timing.device)):
-                return samples, _all_done(timing, taken)
-            goal = taken + max(1, math.ceil((SPREAD_S - spread) / round_s / 2))
-            continue
         reached = width(samples)
         if reached <= target:
             return samples, f"interval half-width {reached:.2%} reached the target of {target:.2%}"

@@ -1,10 +1,12 @@
-"""Texts that find their places when the figure is drawn: labels of points, and names inside bars.
+"""Labels of points, which find their places when the figure is drawn.
 
-The layout (see `placing`) runs when the figure is drawn, in pixels, with the sizes of the texts that the renderer measured.
-It runs again when the axes change their size, limits or resolution.
+The places are found when the figure is drawn, in pixels, with the sizes of the texts that the renderer measured, and anew
+when the axes change their size, limits or resolution. One label after another takes the cheapest place around its point: it
+must lie inside the axes and overlap no other text, and it should be near, on the preferred side, and clear of lines,
+markers and leader lines. Labels of points that lie close together take a place as a column. If a label finds no place, all
+are tried again in smaller letters.
 
-From MANY_NAMES names on, the points get numbers, and a list beside the axes says what the numbers mean: a layout of many
-long names takes many seconds, and nobody can read it.
+From MANY_NAMES names on, the points get numbers, and a list beside the axes says what the numbers mean.
 """
 
 from __future__ import annotations
@@ -21,26 +23,158 @@ from matplotlib.collections import LineCollection
 from matplotlib.patheffects import withStroke
 from matplotlib.transforms import IdentityTransform
 
-from .placing import SHRINK, Label, Layout
-from .style import HAIR, INK, PAPER, SMALL, ink_on
+from .style import HAIR, INK, PAPER, SMALL
 
 MANY_NAMES = 20  # from this many names on, points get numbers
 LIST_ROWS = 26  # names in a column of the list of numbers
-LEAST_CHARACTERS = 5  # that a shortened name of a bar keeps
+GAP = 2.5  # points between two texts, and between a text and the frame
+NEAR = 9.0  # points: a label at most this far away needs no leader line
+CROWD, CROWDED = 9.0, 4  # points: so many labels, each at most so far from the next, form a column
+SHRINK = (1.0, 0.88, 0.76)  # font sizes to try, as shares of the requested one
+COMPASS = {"E": 0, "NE": 45, "N": 90, "NW": 135, "W": 180, "SW": 225, "S": 270, "SE": 315}
+# Costs in points of distance: the other side of the point, a further point of a line, and what a text covers or crosses.
+COST_DIRECTION, COST_SLIDE, COST_LINE, COST_MARKER, COST_LEADER = 14.0, 5.0, 16.0, 90.0, 70.0
+
+
+@dataclass(eq=False)
+class Label:
+    """A text with its points, and the place that was found for it."""
+
+    text: Any  # matplotlib Text
+    xy: np.ndarray  # (A, 2): the point, or points of a line where the label may be, best first
+    size: float
+    prefer: str
+    gap: float
+    leader: bool
+    anchors: np.ndarray = field(default_factory=lambda: np.zeros((1, 2)))  # pixels from the axes' corner
+    extent: np.ndarray = field(default_factory=lambda: np.zeros(2))  # width and height, in pixels
+    box: np.ndarray | None = None  # x0, y0, x1, y1 in pixels from the axes' corner
+    line: np.ndarray | None = None  # leader: (2, 2)
 
 
 @dataclass
-class _LineText:
-    """A text along a line."""
+class Obstacles:
+    """What a text must or should keep away from, in pixels from the axes' corner."""
 
-    text: Any
-    ends: np.ndarray  # (2, 2) data
-    at: np.ndarray = field(default_factory=lambda: np.zeros(2))  # pixels from the axes' corner
+    frame: tuple[float, float]  # width and height of the axes
+    texts: list[np.ndarray]  # boxes
+    markers: np.ndarray  # (M, 4) boxes
+    points: np.ndarray  # (P, 2) points along lines and leader lines
+    leaders: list[np.ndarray] = field(default_factory=list)  # points along each
 
 
 def list_columns(names: int) -> int:
     """Return the number of columns of the list of names; 0 if so few names are written at their points."""
     return 0 if names < MANY_NAMES else math.ceil(names / LIST_ROWS)
+
+
+def units_of(labels: list[Label], point: float) -> list[list[Label]]:
+    """Group the labels: first the columns of those whose points lie close together, then the others, each alone."""
+    crowds: list[list[Label]] = []
+    for label in labels:
+        if label.leader and len(label.anchors) == 1:
+            at = label.anchors[0]
+            near = [c for c in crowds if any(math.dist(at, other.anchors[0]) < CROWD * point for other in c)]
+            crowds = [c for c in crowds if c not in near] + [[*itertools.chain(*near), label]]
+    columns = [crowd for crowd in crowds if len(crowd) >= CROWDED]
+    return columns + [[label] for label in labels if not any(label in column for column in columns)]
+
+
+def candidate_places(unit: list[Label], extent: np.ndarray, point: float, reach: float) -> tuple:
+    """List C places of a unit around its points: boxes (C, 4), the point of each (C, 2), distances and costs (C,)."""
+    label, anchors, spread = unit[0], unit[0].anchors, np.zeros(2)
+    radii = [label.gap * point]
+    if len(unit) > 1:
+        points = np.vstack([label.anchors for label in unit])
+        anchors, spread = (points.min(axis=0) + points.max(axis=0))[None] / 2, np.ptp(points, axis=0) / 2
+        radii = [(label.gap + 14) * point]
+    while radii[-1] < reach:  # fine near the point, coarse far away
+        radii.append(radii[-1] + max(4 * point, 0.06 * radii[-1]))
+    places: Any = np.meshgrid(np.arange(len(anchors)), radii, np.arange(24) * math.pi / 12, indexing="ij")
+    slide, radius, angle = (axis.ravel() for axis in places)
+    towards = np.column_stack([np.cos(angle), np.sin(angle)])
+    # The edge or corner that faces the point touches the circle.
+    share = np.where(towards > 0.3, 0.0, np.where(towards < -0.3, 1.0, 0.5))
+    low = anchors[slide] + (radius[:, None] + spread) * towards - share * extent
+    turned = 1 - np.cos(angle - math.radians(COMPASS[label.prefer]))
+    cost = radius / point + COST_DIRECTION * turned / 2 + COST_SLIDE * slide
+    if len(unit) > 1:
+        cost += np.where(np.abs(towards[:, 0]) < 0.5, 200.0, 0.0)  # a column belongs left or right of its points
+    return np.hstack([low, low + extent]), anchors[slide], radius, cost
+
+
+def place(unit: list[Label], point: float, obstacles: Obstacles) -> bool:
+    """Give a label, or a column of them, its cheapest place among the obstacles; return False if none is allowed."""
+    extents = np.array([label.extent for label in unit])
+    extent = np.array([extents[:, 0].max(), extents[:, 1].sum()])
+    boxes, start, distance, cost = candidate_places(unit, extent, point, math.hypot(*obstacles.frame))
+    gap = GAP * point
+    inside = (boxes[:, :2] >= gap).all(axis=1) & (boxes[:, 2:] <= np.array(obstacles.frame) - gap).all(axis=1)
+    allowed = inside & ~_overlaps(boxes, np.array(obstacles.texts).reshape(-1, 4), gap).any(axis=1)
+    if not allowed.any():
+        return False
+    boxes, start, distance, cost = (array[allowed] for array in (boxes, start, distance, cost))
+    cost = cost + COST_MARKER * _overlaps(boxes, obstacles.markers, 0).sum(axis=1)
+    cost += COST_LINE * np.minimum(_holds(boxes, obstacles.points, 2 * point).sum(axis=1), 3)
+    for leader in obstacles.leaders:
+        cost += COST_LEADER * _holds(boxes, leader, 0).any(axis=1)
+    # The leader line of a far text may cross neither texts nor leader lines.
+    path = _path(start, np.clip(start, boxes[:, :2], boxes[:, 2:]))
+    far = (distance > NEAR * point) | (len(unit) > 1)
+    for text in obstacles.texts:
+        cost += COST_LEADER * far * ((path >= text[:2]) & (path <= text[2:])).all(axis=2).any(axis=1)
+    for leader in obstacles.leaders:
+        apart = np.abs(path[:, :, None] - leader).max(axis=3)
+        cost += COST_LEADER * far * (apart < 3 * point).any(axis=(1, 2))
+    best = int(np.argmin(cost))
+    if len(unit) == 1:
+        unit[0].box = boxes[best]
+        unit[0].line = np.stack([start[best], path[best, -1]]) if unit[0].leader and far[best] else None
+    else:
+        _fill_column(unit, boxes[best])
+    for label in unit:
+        obstacles.texts.append(np.asarray(label.box))
+        if label.line is not None:
+            obstacles.leaders.append(_path(label.line[:1], label.line[1:])[0])
+    return True
+
+
+def _fill_column(unit: list[Label], box: np.ndarray) -> None:
+    """Stack the labels of a column in its box, flush with the side that faces the points."""
+    points = np.vstack([label.anchors for label in unit])
+    axis = 0 if np.ptp(points[:, 0]) > 2 * np.ptp(points[:, 1]) else 1
+    left = points[:, 0].mean() < box[0]
+
+    def leaders(order: list[Label]) -> list[np.ndarray]:
+        tops = box[3] - np.cumsum([0.0, *(label.extent[1] for label in order)])
+        side = box[0] if left else box[2]
+        return [
+            np.array([label.anchors[0], (side, (high + low) / 2)])
+            for label, high, low in zip(order, tops, tops[1:], strict=False)
+        ]
+
+    down = sorted(unit, key=lambda label: -label.anchors[0][axis])
+    # Of the two orders the one with the shorter leader lines: they do not cross.
+    order = min((down, down[::-1]), key=lambda order: sum(math.dist(*line) for line in leaders(order)))
+    for label, line in zip(order, leaders(order), strict=True):
+        width, height = label.extent
+        x = box[0] if left else box[2] - width
+        label.line, label.box = line, np.array([x, line[1, 1] - height / 2, x + width, line[1, 1] + height / 2])
+
+
+def _path(start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Return 16 points along each line, (C, 16, 2)."""
+    return start[:, None] + (end - start)[:, None] * np.linspace(0.1, 1.0, 16)[:, None]
+
+
+def _overlaps(a: np.ndarray, b: np.ndarray, gap: float) -> np.ndarray:
+    """Return (A, B) booleans: whether two boxes are closer than `gap`."""
+    return (a[:, None, :2] < b[:, 2:] + gap).all(axis=2) & (a[:, None, 2:] > b[:, :2] - gap).all(axis=2)
+
+
+def _holds(boxes: np.ndarray, points: np.ndarray, gap: float) -> np.ndarray:
+    """Return (B, P) booleans: whether a box, larger by `gap`, contains a point."""
+    return _overlaps(boxes, np.hstack([points, points]), gap)
 
 
 class LabelLayer(Artist):
@@ -56,7 +190,7 @@ class LabelLayer(Artist):
         super().__init__()
         self._ax = ax
         self._labels: list[Label] = []
-        self._line_texts: list[_LineText] = []
+        self._line_texts: list[tuple[Any, np.ndarray]] = []  # text, its line (2, 2) in data
         self._markers: list[tuple[float, float]] = []
         self._lines: list[np.ndarray] = []
         self._numbered: list[str] | None = [] if list_columns(names) else None
@@ -77,7 +211,6 @@ class LabelLayer(Artist):
         size: float = SMALL,
         prefer: str = "E",
         gap: float = 6.0,
-        coords: str = "data",
         leader: bool = True,
         **font: Any,
     ) -> None:
@@ -90,14 +223,12 @@ class LabelLayer(Artist):
             size: of the font, in points.
             prefer: the preferred side of the point, a compass direction such as "NE".
             gap: between point and text, in points.
-            coords: "data", or "axes fraction".
             leader: whether a text far from its point is joined to it by a line.
             **font: further properties of the text.
         """
         points = np.array(xy, float).reshape(-1, 2)
-        self._labels.append(
-            Label(self._text(text, color, size, ha="left", **font), points, coords, size, prefer, gap, leader)
-        )
+        artist = self._text(text, color, size, ha="left", **font)
+        self._labels.append(Label(artist, points, size, prefer, gap, leader))
 
     def name(self, text: str, xy: Any, **options: Any) -> None:
         """Name a point like `add`, with a number instead of the text if there are many names."""
@@ -126,7 +257,7 @@ class LabelLayer(Artist):
     def add_along(self, text: str, start: tuple[float, float], end: tuple[float, float], **font: Any) -> None:
         """Write along and above the line between two data points, where the fewest markers are."""
         artist = self._text(text, INK, SMALL, ha="center", rotation_mode="anchor", **font)
-        self._line_texts.append(_LineText(artist, np.array([start, end], float)))
+        self._line_texts.append((artist, np.array([start, end], float)))
 
     def avoid_point(self, x: float, y: float) -> None:
         """Keep texts away from a marker at this data point."""
@@ -146,16 +277,11 @@ class LabelLayer(Artist):
         if key != self._solved_for:
             self._solve(renderer, corner, dpi / 72)
             self._solved_for = key
-        for line_text in self._line_texts:
-            line_text.text.set_position(line_text.at + corner)
-        segments = []
         for label in self._labels:
             label.text.set_visible(label.box is not None)
             if label.box is not None:
                 label.text.set_position(label.box[:2] + corner)
-                if label.line is not None:
-                    segments.append(label.line.reshape(2, 2) + corner)
-        self._leaders.set_segments(segments)
+        self._leaders.set_segments([label.line + corner for label in self._labels if label.line is not None])
 
     def _text(self, text: str, color: str, size: float, **font: Any) -> Any:
         artist = self._ax.text(
@@ -173,60 +299,55 @@ class LabelLayer(Artist):
         artist.set_in_layout(False)
         return artist
 
-    # ---- layout, in pixels from the axes' lower left corner ----
-
     def _solve(self, renderer: Any, corner: np.ndarray, point: float) -> None:
+        """Place all texts; `point` is a typographic point in pixels."""
         ax = self._ax
-        self._point = point  # pixels
-        marker = np.array([ax.transData.transform(p) for p in self._markers]).reshape(-1, 2) - corner
-        for line_text in self._line_texts:
-            self._place_along(line_text, renderer, corner, marker)
+        markers = np.array([ax.transData.transform(p) for p in self._markers]).reshape(-1, 2) - corner
+        for text, line in self._line_texts:
+            self._place_along(text, line, renderer, corner, markers, point)
         own_texts = {id(label.text) for label in self._labels}
         fixed = [t for t in ax.texts if id(t) not in own_texts and t.get_visible() and t.get_text()]
         if ax.get_legend() is not None:
             fixed.append(ax.get_legend())
-        boxes = [t.get_window_extent(renderer).extents - np.tile(corner, 2) for t in fixed]
-        for label in self._labels:
-            transform = ax.transData if label.coords == "data" else ax.transAxes
-            label.anchors = transform.transform(label.xy) - corner
-        layout = Layout(
-            labels=self._labels,
-            point=point,
-            frame=(ax.bbox.width, ax.bbox.height),
-            fixed=np.array(boxes).reshape(-1, 4),
-            markers=np.hstack([marker - 4 * point, marker + 4 * point]),
-            line_points=self._sample(corner, step=4 * point),
-        )
+        texts = [t.get_window_extent(renderer).extents - np.tile(corner, 2) for t in fixed]
+        boxes = np.hstack([markers - 4 * point, markers + 4 * point])
+        points = self._sample(corner, step=4 * point)
+        left_out: list[str] = []
         for share in SHRINK:
+            obstacles = Obstacles((ax.bbox.width, ax.bbox.height), [*texts], boxes, points)
+            left_out = []
             for label in self._labels:
+                label.box = label.line = None
                 label.text.set_fontsize(label.size * share)
                 extent = label.text.get_window_extent(renderer)
-                label.extent = (extent.width, extent.height)
-            if layout.solve():
+                label.extent = np.array([extent.width, extent.height + point])
+                label.anchors = ax.transData.transform(label.xy) - corner
+            for unit in units_of(self._labels, point):
+                if not place(unit, point, obstacles):
+                    left_out += [label.text.get_text() for label in unit]
+            if not left_out:
                 return
-        left_out = [label.text.get_text() for label in self._labels if label.box is None]
         warnings.warn(
             f"No room for {len(left_out)} of {len(self._labels)} labels here: {', '.join(left_out)}. "
             "Draw fewer points, or pass the Axes of a larger figure as ax=.",
             stacklevel=2,
         )
 
-    def _place_along(self, line_text: _LineText, renderer: Any, corner: np.ndarray, marker: np.ndarray) -> None:
-        a, b = self._ax.transData.transform(line_text.ends) - corner
+    def _place_along(
+        self, text: Any, line: np.ndarray, renderer: Any, corner: np.ndarray, markers: np.ndarray, point: float
+    ) -> None:
+        """Write a text above its line, where the markers are farthest away."""
+        a, b = self._ax.transData.transform(line)
         along = (b - a) / max(math.dist(a, b), 1e-9)
-        line_text.text.set_rotation(math.degrees(math.atan2(along[1], along[0])))
-        lift = np.array([-along[1], along[0]]) * 3 * self._point
-        best = -math.inf
+        text.set_rotation(math.degrees(math.atan2(along[1], along[0])))
+        lift = np.array([-along[1], along[0]]) * 3 * point
+        places = []
         for share in (0.35, 0.45, 0.55, 0.65, 0.25):
-            at = a + (b - a) * share + lift
-            line_text.text.set_position(at + corner)
-            box = line_text.text.get_window_extent(renderer).extents - np.tile(corner, 2)
-            clear = np.hypot(*(marker - np.clip(marker, box[:2], box[2:])).T).min(initial=60 * self._point)
-            if not (box[:2] > 0).all():
-                clear -= 100 * self._point
-            if clear > best:
-                best, line_text.at = clear, at
-        line_text.text.set_position(line_text.at + corner)
+            text.set_position(a + (b - a) * share + lift)
+            box = text.get_window_extent(renderer).extents - np.tile(corner, 2)
+            clear = np.hypot(*(markers - np.clip(markers, box[:2], box[2:])).T).min(initial=60 * point)
+            places.append(((box[:2] > 0).all(), clear, text.get_position()))
+        text.set_position(max(places, key=lambda place: place[:2])[2])
 
     def _sample(self, corner: np.ndarray, step: float) -> np.ndarray:
         """Return points along every line to avoid, `step` pixels apart."""
@@ -237,42 +358,3 @@ class LabelLayer(Artist):
                 count = int(min(400, max(2, math.dist(a, b) / step)))
                 points.append(a + (b - a) * np.linspace(0, 1, count)[:, None])
         return np.vstack(points)
-
-
-class BarNames(Artist):
-    """Writes names into horizontal bars: whole where they fit, shortened where most fits, none where nothing fits."""
-
-    def __init__(self, ax: Any) -> None:
-        super().__init__()
-        self._ax = ax
-        self._names: list[tuple[Any, str, float, float]] = []
-        self.set_in_layout(False)
-        self.set_zorder(-100)  # drawn first, like the labels
-        ax.add_artist(self)
-
-    def add(self, name: str, left: float, right: float, y: float, color: str) -> None:
-        """Name the bar from `left` to `right` (data) at height `y`, which is filled with `color`."""
-        font = {"ha": "center", "va": "center_baseline", "fontsize": SMALL - 1, "color": ink_on(color)}
-        artist = self._ax.text((left + right) / 2, y, name, clip_on=True, zorder=6, **font)
-        artist.set_in_layout(False)
-        self._names.append((artist, name, left, right))
-
-    def draw(self, renderer: Any) -> None:
-        """Fit every name to the visible part of its bar."""
-        low, high = sorted(self._ax.get_xlim())
-        for artist, name, left, right in self._names:
-            left, right = max(left, low), min(right, high)
-            artist.set_visible(left < right)
-            if left >= right:
-                continue
-            ends = self._ax.transData.transform([(left, 0), (right, 0)])[:, 0]
-            room = ends[1] - ends[0] - 4  # pixels
-            artist.set_text(name)
-            artist.set_x((left + right) / 2)
-            width = artist.get_window_extent(renderer).width
-            characters = len(name)
-            while width > room and characters > LEAST_CHARACTERS:
-                characters = min(characters - 1, max(LEAST_CHARACTERS, int(characters * room / width)))
-                artist.set_text(name[:characters].rstrip("_ <(:") + "\N{HORIZONTAL ELLIPSIS}")
-                width = artist.get_window_extent(renderer).width
-            artist.set_visible(width <= room)

@@ -225,7 +225,7 @@ def _draw_points(ax: Any, layer: Any, points: list[_Point]) -> None:
             f"Above the roof: {which} {_percent(worst.share)}.\n"
             "Was the machine busy when the roofs were measured? Measure\nthem again. Or is a count wrong (bytes, FLOPs, peaks)?"
         )
-        layer.add(text, (0.0, 1.0), coords="axes fraction", prefer="SE", color=ALARM, leader=False)
+        ax.text(0.01, 0.985, text, transform=ax.transAxes, va="top", fontsize=SMALL, color=ALARM, zorder=6)
 
 
 def _percent(share: float) -> str:

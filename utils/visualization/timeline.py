@@ -188,7 +188,7 @@ def _colors(bars: list[_Bar]) -> dict[str, str]:
 def _draw(ax: Any, bars: list[_Bar], tops: dict[str, float], colors: dict[str, str]) -> None:
     from matplotlib.collections import PolyCollection
 
-    from .labels import BarNames  # it imports matplotlib
+    from .bar_names import BarNames  # it imports matplotlib
 
     low, high = ax.get_xlim()
     pixel = (high - low) / ax.bbox.width

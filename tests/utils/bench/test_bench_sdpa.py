@@ -1,6 +1,7 @@
 """The SDPA calls behind labs/cudnn_sdpa_bench: shapes, references, the pin, its proof, and what torch refuses."""
 
 import json
+import time
 import warnings
 
 import pytest
@@ -215,3 +216,11 @@ def test_recorded_kernels_prove_their_own_backend_alone():
         for name in ("cudnn", "flash", "efficient"):
             own = any(re.search(find_backend(name).kernels, kernel) for kernel in row["kernels"])
             assert own == (name == row["backend"]), (row["label"], row["backend"], name)
+
+
+@pytest.mark.parametrize("target", ["labs/cudnn_sdpa_bench:flash_sdp", "labs/flexattention:flex_attention"])
+def test_a_size_that_cannot_fit_is_refused_at_once(tmp_path, target):
+    begin = time.monotonic()
+    (case,) = run_cpu(tmp_path, [target], [f"{target}=--seq-len 999999999"])["cases"]
+    assert case["status"] == "refused" and "GB are free" in case["reason"]
+    assert time.monotonic() - begin < 10

@@ -61,15 +61,14 @@ def test_a_pin_that_allows_two_backends_is_caught(tmp_path, monkeypatch):
 
 def test_a_small_sweep_and_attention_going_by_it(tmp_path):
     shapes = [
-        ("grid", SdpaWorkload(1, 8, 256, 128, "bf16", "causal", direction="both")),
-        ("grid", SdpaWorkload(1, 8, 256, 128, "bf16", "causal")),
-        ("grid", SdpaWorkload(2, 8, 1, 128, "bf16", kv_heads=2, seq_len_kv=4096)),
+        SdpaWorkload(1, 8, 256, 128, "bf16", "causal", direction="both"),
+        SdpaWorkload(1, 8, 256, 128, "bf16", "causal"),
+        SdpaWorkload(2, 8, 1, 128, "bf16", kv_heads=2, seq_len_kv=4096),
     ]
-    document = choosing.sweep(shapes, tmp_path / "grid.json", GPU, samples=5)
+    document = choosing.sweep(shapes, tmp_path / "grid.json", GPU, backends=sdpa.BACKENDS, samples=5)
     rows = {(row["kind"], row["backend"]): row for row in document["rows"]}
     assert {row["status"] for (kind, name), row in rows.items() if name in ("flash", "math")} == {"ok"}
     assert rows["decode", "efficient"]["status"] == "refused" and rows["decode", "efficient"]["refused"]
-    assert rows["training", "flash"]["launches"] >= 2
     path = write_json(tmp_path / "choices.json", choose_report.choices_document(document), "points")
     best = json.loads(path.read_text())["points"][1]["ms"]
     try:

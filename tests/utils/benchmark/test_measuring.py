@@ -1,6 +1,7 @@
 """measure() and compare() on known work: counts are exact, times have wide bounds because machines are busy."""
 
 import functools
+import itertools
 import json
 import statistics
 import time
@@ -9,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from utils.benchmark import sampling
+from utils.benchmark.cpu_timer import Call
 from utils.benchmark.measuring import compare as compare_anywhere
 from utils.benchmark.measuring import measure as measure_anywhere
 from utils.benchmark.measuring import pick_device
@@ -365,56 +368,51 @@ def test_too_few_pairs_give_no_verdict():
 
 
 class PacedTimer:
-    """A timer whose samples take a known time and drift; the clock of the run is moved on by hand."""
+    """A timer whose samples take 1 ms each and are numbered; the clock of the run is moved on by hand."""
 
-    def __init__(self, clock, sample_s):
-        self.clock, self.sample_s, self.taken = clock, sample_s, 0
+    def __init__(self, clock):
+        self.clock, self.taken = clock, 0
 
     def sample(self, calls):
+        self.clock[0] += 0.001 * len(calls)
         self.taken += len(calls)
-        self.clock[0] += self.sample_s * len(calls)
-        return [1.0] * len(calls)
+        return [float(self.taken - len(calls) + i + 1) for i in range(len(calls))]
+
+
+STEADY = {"sm_clock_mhz": 1980, "sm_clock_max_mhz": 1980, "throttle_reasons": []}
 
 
 @pytest.mark.parametrize(
-    "state, calls, seconds, samples, said",
+    ("state", "moves"),
     [
-        ({"sm_clock_mhz": 1980, "sm_clock_max_mhz": 1980, "throttle_reasons": []}, 1, None, 10, "all 10"),
-        ({"sm_clock_mhz": 1965, "sm_clock_max_mhz": 1980, "throttle_reasons": []}, 1, None, 500, "490 more"),
-        (
-            {"sm_clock_mhz": 1980, "sm_clock_max_mhz": 1980, "throttle_reasons": ["software power cap"]},
-            1,
-            None,
-            500,
-            "",
-        ),
-        (
-            {"sm_clock_mhz": 900, "sm_clock_max_mhz": 1980, "throttle_reasons": ["application clocks set"]},
-            1,
-            None,
-            10,
-            "",
-        ),
-        ({"sm_clock_mhz": 1700, "sm_clock_max_mhz": 1980}, 2, None, 10, "all 10"),  # a comparison is of pairs
-        ({"power_w": 489.0, "power_limit_w": 700.0, "sm_clock_mhz": 1980, "sm_clock_max_mhz": 1980}, 1, None, 500, ""),
-        ({"power_w": 430.0, "power_limit_w": 700.0, "sm_clock_mhz": 1980, "sm_clock_max_mhz": 1980}, 1, None, 10, ""),
-        ({"unavailable": "no NVML"}, 1, None, 10, "all 10"),
-        ({"sm_clock_mhz": 1700, "sm_clock_max_mhz": 1980}, 1, 0.1, 100, "iterations done, and"),
+        (STEADY, False),
+        (STEADY | {"sm_clock_mhz": 1965}, True),
+        (STEADY | {"throttle_reasons": ["software power cap"]}, True),
+        (STEADY | {"sm_clock_mhz": 900, "throttle_reasons": ["application clocks set"]}, False),
+        (STEADY | {"power_w": 489.0, "power_limit_w": 700.0}, True),
+        (STEADY | {"power_w": 430.0, "power_limit_w": 700.0}, False),
+        ({"unavailable": "no NVML"}, False),
     ],
 )
-def test_moving_clocks_spread_a_measurement(monkeypatch, state, calls, seconds, samples, said):
-    from utils.benchmark import sampling
+def test_whether_the_clocks_move(state, moves):
+    assert sampling.clocks_move(state) is moves
 
+
+@pytest.mark.parametrize(
+    ("state", "budget_s", "seconds"),
+    [(STEADY, None, 0.5), (STEADY | {"sm_clock_mhz": 1700}, None, 2.0), (STEADY | {"sm_clock_mhz": 1700}, 1.0, 0.25)],
+)
+def test_a_measurement_is_spread_over_time_with_the_gpu_at_work(monkeypatch, state, budget_s, seconds):
     clock = [0.0]
     monkeypatch.setattr(sampling, "gpu_state", lambda device: state)
     monkeypatch.setattr(sampling.time, "perf_counter", lambda: clock[0])
-    options = dict(warmup=0, iterations=10, l2="warm", graph=False, target_interval=None, max_seconds=seconds)
-    timing = sampling.Timing(
-        torch.device("cuda", 0), **options, calls_per_sample=None, queue_ahead=True, confidence=0.95
-    )
-    timer = PacedTimer(clock, 0.001)
-    order = sampling.itertools.repeat(tuple(range(calls)))
-    functions = [SimpleNamespace(run_ms=1.0) for _ in range(calls)]
-    taken, stopped = sampling._collect(timer, functions, order, None, timing, sampling.Budget(seconds))
-    assert said in stopped and not stopped.startswith("time budget")
-    assert len(taken[0]) == pytest.approx(samples, rel=0.1)
+    options = dict(warmup=0, iterations=20, l2="warm", graph=False, target_interval=None, max_seconds=budget_s)
+    gpu = torch.device("cuda", 0)
+    timing = sampling.Timing(gpu, **options, calls_per_sample=None, queue_ahead=True, confidence=0.95)
+    timer, call = PacedTimer(clock), Call(busy, [()], {}, "busy")
+    call.run_ms = 1.0
+    spread = sampling.Spread(timer, call, timing)
+    (taken,), stopped = sampling._collect(timer, [call], None, None, timing, sampling.Budget(budget_s), spread)
+    assert (len(taken), stopped) == (20, "all 20 iterations done")
+    assert clock[0] == pytest.approx(1e-3 * timer.taken) == pytest.approx(seconds, abs=0.05)  # the GPU never rests
+    assert max(b - a for a, b in itertools.pairwise([0.0, *taken])) <= 1e3 * seconds / 20 * 2  # evenly spread

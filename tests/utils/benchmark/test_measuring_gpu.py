@@ -85,13 +85,13 @@ def test_a_function_that_synchronizes_is_noted():
 
 
 @pytest.mark.parametrize("n", [1536, 3072])
-def test_measurements_one_after_another_agree_within_their_intervals(n):
+def test_an_interval_contains_the_median_of_the_next_measurement(n):
     """After a pause the first ones are slower, and near the power limit the clocks move: the intervals have to say so."""
-    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a, b = square(n), square(n)
     time.sleep(1.0)
-    intervals = [measure(torch.mm, a, b, floor=False).interval_ms for _ in range(12)]
-    meet = [max(x[0], y[0]) <= min(x[1], y[1]) for x, y in itertools.combinations(intervals, 2)]
-    assert sum(meet) >= 0.9 * len(meet), intervals
+    results = [measure(torch.mm, a, b, floor=False) for _ in range(13)]
+    contained = [x.interval_ms[0] <= y.median_ms <= x.interval_ms[1] for x, y in itertools.pairwise(results)]
+    assert sum(contained) >= 11, results
 
 
 def test_no_gpu_work_is_below_the_floor():
@@ -113,7 +113,7 @@ def test_cold_l2_is_slower_than_warm_for_a_small_copy():
 # matmul 1024 (9 us) is left out: the median of do_bench jumps by 6% between its own rounds there, 9.2 or 9.8 us.
 @pytest.mark.parametrize("name", ["matmul 2048", "matmul 4096", "copy 134 MB", "softmax 8192 x 8192"])
 def test_agrees_with_do_bench(name):
-    row = timer_check.against_do_bench(name, *timer_check.shared_kernels()[name])
+    row = timer_check.against_do_bench(name, *timer_check.shared_kernels()[name], rounds=30)
     print(
         f"bf16 {name}: measure {row['measure_us']:.2f} us, do_bench {row['do_bench_us']:.2f} us, "
         f"{row['difference']:+.2%} {row['interval']}"

@@ -317,8 +317,8 @@ def test_a_busy_machine_is_named(measured_in_turn, capsys):
         Roofs("m", "measured", {"fp32": 1.0}, 0.1, others=0.05),
     ]
     machine_roofs()
-    assert "other processes used 63% of the CPU" in capsys.readouterr().out
-    assert machine_roofs(refresh=True).busy == "" and capsys.readouterr().out == ""
+    assert "other processes used 63% of the CPU" in capsys.readouterr().err  # not among what a command prints
+    assert machine_roofs(refresh=True).busy == "" and capsys.readouterr() == ("", "")
 
 
 def test_a_known_gpu_has_its_datasheet_roofs(monkeypatch):

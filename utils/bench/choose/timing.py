@@ -1,38 +1,17 @@
-"""Which SDPA backend is best where: a sweep that can be resumed, and the file that it writes.
+"""Time every backend of attention on one shape after the other, into a file that is valid after every shape.
 
-The sweep writes one JSON file, whole after every shape:
-
-    {"schema": "labs-sdpa-grid", "version": 1, "status": "complete", "environment": {...}, "method": {...},
-     "sessions": [{...}], "rows": [{...}, ...]}                  pandas.DataFrame(document["rows"])
-
-A sweep that was stopped and resumed has several sessions. Each says when it ran, how many shapes it measured, at which
-commit, and the GPU's clocks and temperature at its start. A row is one shape and one provider:
-
-    shape     set ("grid" or "held-out"), kind ("training", "prefill", "decode"), label, batch, heads, kv_heads,
-              seq_len_q, seq_len_kv, head_dim, dtype, causal, pass ("forward", or "both": forward plus backward)
-    provider  backend ("cudnn", "flash", "efficient", "math", or another provider of attention), default (the backend
-              that torch picks for this shape when nothing is pinned), is_default
-    outcome   status ("ok", "refused", "failed", "out of memory"), refused (the reason in words, else null)
-    time      ms (median), ms_low, ms_high (95% interval of the median), samples_ms, first_call_ms (the first call on
-              this shape by the host's clock: it may include building a plan)
-    rates     flops, bytes (the least that must move), tflops, gb_s
-    memory    peak_mb (1e6 bytes that a call adds, its results included), workspace_mb (the same without its results)
-    proof     launches, kernels (their names without arguments; on a CPU the SDPA operators)
-    error     error (relative, against float64: the largest of the output and the gradients), error_of (which of them),
-              heads_checked
-
-Times are those of the device alone: launches are hidden behind a full queue, as in a CUDA graph. The L2 is as the calls
-leave it, and all providers of a shape are interleaved. Providers slower than NEAR times the fastest get few samples.
-A provider is timed only after its results agreed with float64 and its kernels were seen.
+The backends of a shape are timed interleaved, in an order that each round draws anew: clocks change within seconds, and
+a backend would always follow the same one. A first look finds the fastest, and those that are slower than NEAR times the
+fastest get few samples. A backend is timed only after its results agreed with float64 and its kernels were seen.
 """
 
 from __future__ import annotations
 
-import gc
 import math
 import os
+import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +22,26 @@ from utils.attention import find_backend, make_problem
 from utils.attention.choosing import kind_of
 from utils.attention.problem import NO_OPTIONS
 from utils.bench import results as res
-from utils.bench.choose.correctness import largest_error, references_of
 from utils.bench.documents import Schema, utc_now, write_json
 from utils.bench.errors import BenchError, Refused, VerificationError, WrongRun, first_line
 from utils.bench.targets import sdpa
 from utils.bench.targets.proof import prove
 from utils.bench.targets.sdpa import BACKENDS as SDPA_BACKENDS
 from utils.bench.targets.sdpa import SdpaWorkload
-from utils.bench.workload import free_bytes
+from utils.bench.verify import verify
+from utils.bench.workload import DTYPES, arithmetic, free_bytes
 from utils.benchmark.measuring import measure_together
 from utils.benchmark.profiling import launched as profile_launches
 from utils.benchmark.result import Measurement
-from utils.machine.environment import environment, gpu_state
+from utils.machine.environment import environment
 
-GRID = Schema("labs-sdpa-grid", 1, ("status", "environment", "method", "sessions", "rows"))
-ROW_FIELDS = {"set", "kind", "label", "backend", "status", "default"}
-NEAR = 1.6  # providers within this many times the fastest get all samples
+GRID = Schema("labs-sdpa-grid", 1, ("status", "environment", "method", "rows"))
+NEAR = 1.6  # backends within this many times the fastest get all samples
 SCOUT_SAMPLES = 3
 SAME_MACHINE = {"cuda": ("gpu", "torch", "cudnn", "cuda"), "cpu": ("gpu", "cpu", "torch")}
+ARGUMENTS = re.compile(r"[(<].*")  # of a kernel's name; they can fill a page
+
+References = list[tuple[tuple[slice, slice, slice], dict[str, torch.Tensor]]]
 
 
 def shape_fields(workload: SdpaWorkload) -> dict:
@@ -80,88 +61,70 @@ def shape_fields(workload: SdpaWorkload) -> dict:
     }
 
 
-# ---- one shape ---------------------------------------------------------------------------------------------
-
-
-def _other_call(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs) -> tuple[Callable | None, str]:
-    """Return (call, why not) of a backend that is not SDPA's."""
+def backend_call(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs) -> Callable:
+    """Return the call that is timed; raise Refused, with the reason, if the backend does not take it here."""
     if name == "triton" and inputs.q.device.type == "cpu":
-        return None, "Triton's interpreter runs it on a CPU, and that time says nothing."
+        raise Refused("Triton's interpreter runs it on a CPU, and that time says nothing.")
+    backend = find_backend(name)
+    if name in SDPA_BACKENDS:
+        if not (machine := backend.machine()):
+            raise Refused(machine.reason)
+        sdpa.refuse(workload, name, inputs)
+        return sdpa.bind(workload, name, inputs)
     tensors = sdpa.leaves(workload, inputs)
     with torch.set_grad_enabled(workload.direction != "forward"):
         problem = make_problem(*tensors, **workload.attention_arguments)
-        backend = find_backend(name)
         if not (able := backend.support(problem)):
-            return None, able.reason
+            raise Refused(able.reason)
         try:
             bound = backend.bind(problem, NO_OPTIONS)
             (bound.first or bound.call)(*tensors)
         except BackendRefused as refusal:
-            return None, str(refusal)
-    return sdpa.timed_call(workload, bound.call, tensors, inputs.dout), ""
+            raise Refused(str(refusal)) from None
+    return sdpa.timed_call(workload, bound.call, tensors, inputs.dout)
 
 
-def _call(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs) -> tuple[Callable | None, str]:
-    """Return (the call that is timed, why not)."""
-    if name not in SDPA_BACKENDS:
-        return _other_call(workload, name, inputs)
-    if not (machine := find_backend(name).machine()):
-        return None, machine.reason
-    if reason := sdpa.why_not(workload, name, inputs):
-        return None, reason
-    return sdpa.bind(workload, name, inputs), ""
+def references_of(workload: SdpaWorkload, inputs: sdpa.Inputs) -> References:
+    """Compute the float64 results of the last KV head and its query heads; heads do not depend on each other."""
+    group, last = workload.heads // workload.hkv, workload.hkv - 1
+    batch, query, key = heads = slice(workload.batch - 1, None), slice(last * group, None), slice(last, None)
+    dout = None if inputs.dout is None else inputs.dout[batch, query]
+    exact = sdpa.reference(workload, inputs.q[batch, query], inputs.k[batch, key], inputs.v[batch, key], dout)
+    return [(heads, exact)]
 
 
-def bare_name(kernel: str) -> str:
-    """Return a kernel's name without its template and call arguments, which can fill a page."""
-    name, letters, depth = kernel.removeprefix("void ").replace("(anonymous namespace)::", ""), [], 0
-    for letter in name:
-        depth += letter in "<("
-        if not depth:
-            letters.append(letter)
-        depth -= letter in ">)"
-    return "".join(letters).strip()
+def largest_error(workload: SdpaWorkload, call: Callable, references: References, name: str) -> float:
+    """Verify a call's results against the references; return the largest relative error."""
+    results = call()
+    results = results if isinstance(results, tuple) else (results,)
+    if bad := sum(int((~torch.isfinite(tensor)).sum()) for tensor in results):
+        raise VerificationError(f"{name} gives {bad} values that are NaN or infinite.")
+    options = {"precision": arithmetic(workload.dtype, results[0].device), "dtype": DTYPES[workload.dtype]}
+    errors = []
+    for (batch, query, key), exact in references:
+        for tensor, (what, expected) in zip(results, exact.items(), strict=True):
+            part = tensor[batch, query if what in ("output", "gradient of q") else key]
+            gradient = what.startswith("gradient")
+            checked = verify(part, expected, what=f"{what} of {name}", gradient=gradient, **options)
+            errors.append(checked.whole)
+    return max(errors)
 
 
-def _first_call(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs) -> tuple[Callable, float]:
-    """Make the provider's call and run it once; return the call and the ms that this took."""
-    begin = time.perf_counter()
-    call, why_not = _call(workload, name, inputs)
-    if inputs.q.device.type == "cuda":
-        torch.cuda.synchronize(inputs.q.device)
-    if call is None:
-        raise Refused(why_not)
-    return call, 1e3 * (time.perf_counter() - begin)
-
-
-def _proof(workload: SdpaWorkload, name: str, call: Callable) -> dict:
-    """Prove that the provider's own kernels ran, and name them."""
-    launched = profile_launches(call)
-    prove(name, launched, workload.direction)
-    operators = [operator for operator in launched.operators if "::_scaled_dot" in operator or "::_soft" in operator]
-    kernels = dict.fromkeys(bare_name(kernel) for kernel in launched.kernels or operators)
-    return {"launches": launched.launches or None, "kernels": list(kernels)}
-
-
-def _check_provider(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs, references: list, row: dict) -> Callable:
-    """Make a provider's call, verify and prove it, and fill its row; raises if it must not be timed."""
-    device = inputs.q.device
-    needed, free = workload.bytes_needed(3.0 if name == "math" else 0.0), free_bytes(device)
-    if needed > free:
-        raise MemoryError(f"it needs about {needed / 1e9:.3g} GB and {free / 1e9:.3g} GB are free: not tried.")
-    call, first_ms = _first_call(workload, name, inputs)
-    row |= {"first_call_ms": first_ms} | largest_error(workload, call, references, name, device)
-    row |= _proof(workload, name, call)
-    memory = sdpa.memory(call)
-    row |= {"peak_mb": memory["peak_bytes"] / 1e6, "workspace_mb": memory["workspace_bytes"] / 1e6}
-    return call
-
-
-def _prepare(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs, references: list) -> tuple[dict, Callable | None]:
-    """Return a provider's row without times, and its call if it may be timed."""
+def _prepare(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs, references: References) -> tuple[dict, Any]:
+    """Return a backend's row without times, and its call if it may be timed."""
     row: dict[str, Any] = {"backend": name, "status": res.OK, "refused": None}
     try:
-        return row, _check_provider(workload, name, inputs, references, row)
+        needed, free = workload.bytes_needed(3.0 if name == "math" else 0.0), free_bytes(inputs.q.device)
+        if needed > free:
+            raise MemoryError(f"it needs about {needed / 1e9:.3g} GB and {free / 1e9:.3g} GB are free: not tried.")
+        call = backend_call(workload, name, inputs)
+        row["error"] = largest_error(workload, call, references, name)
+        launched = profile_launches(call)
+        prove(name, launched, workload.direction)
+        names = launched.kernels or [operator for operator in launched.operators if "attention" in operator]
+        row["kernels"] = list(dict.fromkeys(ARGUMENTS.sub("", kernel.removeprefix("void ")) for kernel in names))
+        row["peak_mb"] = sdpa.memory(call)["peak_bytes"] / 1e6
+        return row, call
     except Refused as error:
         row |= {"status": res.REFUSED, "refused": str(error)}
     except (MemoryError, torch.OutOfMemoryError) as error:
@@ -172,12 +135,7 @@ def _prepare(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs, references:
     return row, None
 
 
-def default_backend(workload: SdpaWorkload, inputs: sdpa.Inputs) -> str:
-    """Return the backend that torch picks when nothing is pinned, by the operators that the call launches."""
-    return prove("auto", profile_launches(sdpa.bind(workload, "auto", inputs)), workload.direction)
-
-
-def _time_calls(calls: Mapping[str, Callable], device: torch.device, samples: int) -> dict[str, Measurement]:
+def _time_calls(calls: dict[str, Callable], device: torch.device, samples: int) -> dict[str, Measurement]:
     """Time calls interleaved: all of them with a few samples, then those near the fastest with all samples."""
 
     def timed(names: Iterable[str], **options: Any) -> dict[str, Measurement]:
@@ -193,118 +151,57 @@ def _time_calls(calls: Mapping[str, Callable], device: torch.device, samples: in
     return scouted | timed(near, warmup=2, iterations=samples, max_seconds=4.0)
 
 
-def _time_fields(measurement: Measurement, flops: float, moved_bytes: float) -> dict:
-    low, high = measurement.interval_ms
-    return {
-        "ms": measurement.median_ms,
-        "ms_low": low,
-        "ms_high": high,
-        "samples_ms": [float(f"{value:.5g}") for value in measurement.samples_ms],
-        "tflops": flops / measurement.median_ms / 1e9,
-        "gb_s": moved_bytes / measurement.median_ms / 1e6,
-    }
-
-
 def measure_shape(
-    workload: SdpaWorkload, providers: Sequence[str], device: torch.device, *, seed: int, samples: int = 21
+    workload: SdpaWorkload, backends: Sequence[str], device: torch.device, *, seed: int, samples: int
 ) -> list[dict]:
-    """Make the rows of one shape: each provider is verified and proved, then all are timed interleaved.
-
-    Args:
-        workload: the shape.
-        providers: names of SDPA backends and of other providers of attention.
-        device: where to run.
-        seed: of the inputs.
-        samples: timed samples of each provider near the fastest.
-    """
-    gc.freeze()  # the collections of the memory measurements need not visit what is alive now
-    try:
-        return _rows(workload, providers, sdpa.make_inputs(workload, device, seed), samples)
-    finally:
-        gc.unfreeze()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def _rows(workload: SdpaWorkload, providers: Sequence[str], inputs: sdpa.Inputs, samples: int) -> list[dict]:
+    """Make the rows of one shape: each backend is verified and proved, then all are timed interleaved."""
+    inputs = sdpa.make_inputs(workload, device, seed)
     references = references_of(workload, inputs)
-    prepared = {name: _prepare(workload, name, inputs, references) for name in providers}
+    prepared = [_prepare(workload, name, inputs, references) for name in backends]
     del references  # frees GPU memory for the timed calls
-    default = default_backend(workload, inputs)
-    calls = {name: call for name, (_, call) in prepared.items() if call is not None}
-    times = _time_calls(calls, inputs.q.device, samples)
-    cost = workload.cost
-    fields = shape_fields(workload) | {"flops": cost.flops, "bytes": cost.bytes}
+    default = prove("auto", profile_launches(sdpa.bind(workload, "auto", inputs)), workload.direction)
+    times = _time_calls({row["backend"]: call for row, call in prepared if call is not None}, device, samples)
     rows = []
-    for name, (row, _) in prepared.items():
-        row |= {"default": default, "is_default": name == default}
-        if name in times:
-            row |= _time_fields(times[name], cost.flops, cost.bytes)
-        rows.append(fields | row)
+    for row, _ in prepared:
+        if (measured := times.get(row["backend"])) is not None:
+            low, high = measured.interval_ms
+            row |= {"ms": measured.median_ms, "ms_low": low, "ms_high": high}
+            row["tflops"] = workload.cost.flops / measured.median_ms / 1e9
+        rows.append({"set": "grid"} | shape_fields(workload) | {"default": default} | row)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     return rows
-
-
-# ---- the sweep ---------------------------------------------------------------------------------------------
 
 
 def load_grid(path: str | os.PathLike) -> dict:
     """Read a sweep's document; raise BenchError if the file is truncated, or of another schema or version."""
-    document = GRID.read(Path(path))
-    for number, row in enumerate(document["rows"]):
-        if missing := ROW_FIELDS - set(row):
-            raise BenchError(f"{path} is damaged: row {number} (counted from 0) lacks {', '.join(sorted(missing))}.")
-    return document
-
-
-def _mismatches(recorded: Mapping, present: Mapping, names: Iterable[str], word: str) -> list[str]:
-    """List the names whose values differ: "torch 2.11.0 (here 2.13.0)", with "here" as the word."""
-    return [
-        f"{name} {recorded.get(name)} ({word} {present.get(name)})"
-        for name in names
-        if recorded.get(name) != present.get(name)
-    ]
+    return GRID.read(Path(path))
 
 
 def _open(path: Path, device: torch.device, method: dict) -> dict:
     """Return the document of `path` if this machine began it with these settings, else a new document."""
     machine = environment(device)
     if not path.exists():
-        return GRID.document(
-            status="running", started=utc_now(), finished=None, environment=machine, method=method, sessions=[], rows=[]
-        )
+        return GRID.document(status="running", finished=None, environment=machine, method=method, rows=[])
     document = load_grid(path)
-    if different := _mismatches(document["environment"], machine, SAME_MACHINE[device.type], "here"):
+    names = SAME_MACHINE[device.type]
+    begun = {name: document["environment"].get(name) for name in names} | document["method"]
+    here = {name: machine.get(name) for name in names} | method
+    if different := [f"{name} {begun.get(name)} (here {here[name]})" for name in here if begun.get(name) != here[name]]:
         raise BenchError(
-            f"{path} was begun elsewhere: {', '.join(different)}. A sweep goes on only on the machine where it began; "
-            "choose another --out."
-        )
-    if different := _mismatches(document["method"], method, method, "now"):
-        raise BenchError(
-            f"{path} was begun with other settings: {'; '.join(different)}. Use the same settings, or choose another "
-            "--out."
+            f"{path} was begun elsewhere or with other settings: {', '.join(different)}. A sweep goes on only where and "
+            "how it began; choose another --out."
         )
     return document
 
 
-def _new_session(device: torch.device) -> dict:
-    machine = environment(device)
-    return {
-        "started": utc_now(),
-        "finished": None,
-        "shapes": 0,
-        "commit": machine["commit"],
-        "dirty": machine["dirty"],
-        "gpu_state": gpu_state(device) if device.type == "cuda" else None,
-    }
-
-
 def sweep(
-    shapes: Sequence[tuple[str, SdpaWorkload]],
+    shapes: Sequence[SdpaWorkload],
     path: Path,
     device: torch.device,
     *,
-    providers: Sequence[str] = SDPA_BACKENDS,
-    samples: int = 21,
+    backends: Sequence[str],
+    samples: int,
     seed: int = 0,
     max_seconds: float = math.inf,
     on_shape: Callable[[int, str], None] = lambda done, label: None,
@@ -312,52 +209,27 @@ def sweep(
     """Measure shapes into the file `path`, which is valid after every shape, and return its document.
 
     Shapes that the file has already are not measured again. Ctrl-C leaves the status "interrupted", `max_seconds`
-    leaves "stopped".
-
-    Args:
-        shapes: pairs of "grid" or "held-out" and a shape.
-        path: the sweep's file; it is resumed if it exists.
-        device: where to run.
-        providers: names of SDPA backends and of other providers of attention.
-        samples: timed samples of each provider near the fastest.
-        seed: of the inputs.
-        max_seconds: begin no further shape after this time.
-        on_shape: called with the number of shapes done and the next label, for a progress bar.
+    leaves "stopped". `on_shape` is called with the number of shapes done and the next label, for a progress bar.
     """
     begin = time.monotonic()
-    on_gpu = "device time of interleaved calls, launches hidden, L2 warm"
-    timing = on_gpu if device.type == "cuda" else "host time of interleaved calls"
-    method = {"providers": list(providers), "samples": samples, "seed": seed, "timing": timing}
-    document, session = _open(path, device, method), _new_session(device)
+    document = _open(path, device, {"backends": list(backends), "samples": samples, "seed": seed})
     done = {row["label"] for row in document["rows"]}
     status = "complete"
+    write_json(path, document, "rows")  # a folder that cannot be written is found out before the timing
     try:
-        for number, (which, workload) in enumerate(shapes):
+        for number, workload in enumerate(shapes):
             on_shape(number, workload.label)
             if workload.label in done:
                 continue
             if time.monotonic() - begin > max_seconds:
                 status = "stopped"
                 break
-            rows = measure_shape(workload, providers, device, seed=seed + number, samples=samples)
-            document["rows"] += [{"set": which} | row for row in rows]
-            if not session["shapes"]:
-                document["sessions"].append(session)
-            session["shapes"] += 1
-            document["status"] = "running"
+            document["rows"] += measure_shape(workload, backends, device, seed=seed + number, samples=samples)
             write_json(path, document, "rows")
     except BaseException as error:
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         raise
     finally:
-        document["status"] = status
-        document["finished"] = session["finished"] = utc_now()
+        document |= {"status": status, "finished": utc_now()}
         write_json(path, document, "rows")
-    on_shape(len(shapes), "")
     return document
-
-
-def shapes_done(document: dict, shapes: Iterable[tuple[str, SdpaWorkload]]) -> int:
-    """Count the shapes that a document has."""
-    done = {row["label"] for row in document["rows"]}
-    return sum(workload.label in done for _, workload in shapes)

@@ -32,6 +32,14 @@ DIRECTIONS = ("forward", "backward", "both")
 BACKWARD_FLOPS = 2.5
 
 
+def _sum_of_clamped(start: int, count: int, high: int) -> int:
+    """Return the sum of `count` whole numbers from `start` on, each raised to 0 and lowered to `high`."""
+    below = min(max(-start, 0), count)
+    start, count = start + below, count - below
+    inside = min(count, max(high - start, 0))
+    return inside * start + inside * (inside - 1) // 2 + (count - inside) * high
+
+
 @dataclass(frozen=True)
 class SdpaWorkload(Workload):
     """An SDPA call: q (B, H, Sq, D), k and v (B, Hkv, Sk, D). `mask` is "full" or "causal".
@@ -94,11 +102,10 @@ class SdpaWorkload(Workload):
     @property
     def pairs(self) -> int:
         """Query-key pairs of one head that the mask lets through."""
-        position = torch.arange(self.seq_len) + self.sk - self.seq_len
         reach = self.sk + self.seq_len if self.window is None else self.window
-        first = (position - reach + 1).clamp_min(0)
-        last = position if self.causal else (position + reach - 1).clamp_max(self.sk - 1)
-        return int((last - first + 1).clamp_min(0).sum())
+        first = self.sk - self.seq_len  # position of the first query
+        end = first + 1 if self.causal else first + reach
+        return _sum_of_clamped(end, self.seq_len, self.sk) - _sum_of_clamped(first - reach + 1, self.seq_len, self.sk)
 
     @property
     def density(self) -> float:
