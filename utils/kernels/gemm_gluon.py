@@ -42,18 +42,11 @@ Figures, and how they were measured: docs/kernels/gemm.md. Importing this module
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
 from utils.kernels.gemm_ptx import join_cluster, let_cluster_see_barriers
-from utils.kernels.gemm_work import (
-    BLOCK_K,
-    Work,
-    allocate_ring,
-    shared_tiles,
-    store_item,
-    whole_warpgroup,
-)
+from utils.kernels.gemm_work import BLOCK_K, Work, allocate_ring, shared_tiles, store_item, whole_warpgroup
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()

@@ -25,7 +25,9 @@ class Launch:
     handle: Handle
     plan: Plan
     shape: tuple[int, int]
-    partial_sums: int  # fp32 numbers and int32 counters of tiles in parts; one of each, never touched, if there are none
+    partial_sums: (
+        int  # fp32 numbers and int32 counters of tiles in parts; one of each, never touched, if there are none
+    )
     counters: int
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -50,7 +52,9 @@ def gemm_and_launch(
     return c, launch(a, b, c, plan, split)
 
 
-def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, plan: Plan | None = None, split: int = 1) -> Launch | None:
+def launch(
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, plan: Plan | None = None, split: int = 1
+) -> Launch | None:
     """Start the kernel of a plan, the one with the shortest estimated time by default. Nothing is empty.
 
     Args:

@@ -190,7 +190,14 @@ COST = Cost()
 
 
 def estimate(
-    m: int, n: int, k: int, plan: Plan, split: int, sms: int, late: tuple[bool, bool] = (False, False), cost: Cost = COST
+    m: int,
+    n: int,
+    k: int,
+    plan: Plan,
+    split: int,
+    sms: int,
+    late: tuple[bool, bool] = (False, False),
+    cost: Cost = COST,
 ) -> float:
     """Estimate the time of a product in microseconds, for a choice between plans.
 
@@ -203,7 +210,10 @@ def estimate(
     if plan.short:  # blocks of one SM run side by side, as many as there is memory for
         together = min(rounds, plan.blocks_an_sm)
         rounds, all_steps = rounds / together, all_steps / together
-    kb_a, kb_b = (rows * BLOCK_K / 512 * (cost.late if x else 1) for rows, x in zip((plan.block_m, plan.block_n), late))
+    kb_a, kb_b = (
+        rows * BLOCK_K / 512 * (cost.late if x else 1)
+        for rows, x in zip((plan.block_m, plan.block_n), late, strict=True)
+    )
     kb = kb_a * cost.shared ** math.log2(plan.abreast) + kb_b * cost.shared ** math.log2(plan.down)
     active = min(1, items.number / (once * together))
     product = together * cost.product * plan.block_m * plan.block_n * BLOCK_K / 2**21

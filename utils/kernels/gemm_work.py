@@ -242,7 +242,9 @@ def in_memory(row, column, COLUMN_MAJOR: gl.constexpr):
 
 
 @gluon.jit
-def shared_tiles(DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TURNED: gl.constexpr = False):
+def shared_tiles(
+    DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TURNED: gl.constexpr = False
+):
     """Shared memory for COUNT tiles, swizzled as wgmma and TMA read them; column-major ones lie there as they are."""
     BOX: gl.constexpr = [COLUMNS, ROWS] if TURNED else [ROWS, COLUMNS]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BOX, DTYPE)

@@ -79,8 +79,12 @@ SHARED = (
 @pytest.mark.parametrize("plan", SHARED, ids=lambda plan: plan.name)
 def test_tiles_that_blocks_share(simulated, plan, column_major, split):
     """With parts, some tiles are whole and some are cut."""
-    sms = next(sms for sms in (5, 9, 11, 21, 33) if sms >= plan.cluster and (split == 1 or min(
-        (items := items_of(520, 360, plan, split, sms)).whole, items.rest) > 0))
+    sms = next(
+        sms
+        for sms in (5, 9, 11, 21, 33)
+        if sms >= plan.cluster
+        and (split == 1 or min((items := items_of(520, 360, plan, split, sms)).whole, items.rest) > 0)
+    )
     a, b = matrix(520, 264, column_major), matrix(264, 360, column_major)
     assert_close(simulated(a, b, plan, split, 2, sms), a, b)
 
