@@ -58,7 +58,7 @@ def compute(work, ring, out, partial, step, item, WHICH: gl.constexpr, TMA_STORE
     PLAN: gl.constexpr = work.PLAN
     ROWS: gl.constexpr = PLAN.rows
     COLUMNS: gl.constexpr = PLAN.block_n
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PLAN.wgmma_columns, 16])
     tile, first, last = work.locate(item)
     row, column = work.origin(tile)
     row += WHICH * ROWS

@@ -66,6 +66,11 @@ class Plan:
         return self.pieces if self.short else 2
 
     @property
+    def wgmma_columns(self) -> int:
+        """Columns of one product: ptxas refuses 256 in a kernel of 512 threads, as their sums take all 128 registers of a thread."""
+        return min(self.block_n, 128) if self.consumers == 3 else self.block_n
+
+    @property
     def registers(self) -> int:
         """Registers of a consumer thread; three consumers and a producer of 32 share the 65536 of an SM."""
         return 160 if self.consumers == 3 else 232
@@ -139,30 +144,18 @@ def items_of(m: int, n: int, plan: Plan, split: int, sms: int) -> Items:
 
 # Candidates to be measured.
 PLANS = (
-    Plan(64, 32, consumers=1, short=True),
-    Plan(64, 32, consumers=1, stages=6, short=True),
-    Plan(64, 64, consumers=1, short=True),
-    Plan(64, 64, consumers=1, stages=6, short=True),
-    Plan(64, 128, consumers=1, short=True),
-    Plan(128, 64, consumers=1, short=True),
+    *(Plan(64, 32, consumers=1, stages=x, short=True) for x in (4, 6, 8)),
+    *(Plan(64, 64, consumers=1, stages=x, short=True) for x in (4, 6, 8)),
+    *(Plan(64, 128, consumers=1, stages=x, short=True) for x in (4, 6)),
+    *(Plan(128, 64, consumers=1, stages=x, short=True) for x in (4, 6)),
     Plan(128, 128, consumers=1, stages=3, short=True),
-    Plan(64, 128, consumers=1, stages=8),
-    Plan(64, 128, consumers=1, stages=8, down=4),
-    Plan(64, 128, consumers=1, stages=8, down=2, abreast=4),
-    Plan(64, 256, consumers=1, stages=5),
-    Plan(128, 128, stages=6),
-    Plan(128, 128, stages=6, down=2),
-    Plan(128, 128, stages=6, abreast=2),
-    Plan(128, 128, stages=6, down=4),
-    Plan(128, 128, stages=6, abreast=4),
-    Plan(128, 128, stages=6, down=4, abreast=2),
-    Plan(192, 128, consumers=3, stages=5, abreast=2),
-    Plan(192, 128, consumers=3, stages=5),
-    Plan(128, 256, down=2),
-    Plan(128, 256, down=4),
-    Plan(128, 256),
-    Plan(256, 128, down=2),
-    Plan(256, 128, abreast=2),
+    *(Plan(64, 128, consumers=1, stages=8, down=x, abreast=y) for x, y in ((4, 1), (1, 4), (2, 4))),
+    *(Plan(64, 256, consumers=1, stages=5, down=x, abreast=y) for x, y in ((1, 1), (2, 1), (4, 1))),
+    *(Plan(128, 128, stages=6, down=x, abreast=y) for x, y in ((2, 1), (1, 2), (4, 1), (1, 4), (2, 2), (4, 2))),
+    *(Plan(192, 128, consumers=3, stages=5, down=x, abreast=y) for x, y in ((1, 1), (1, 2), (1, 4))),
+    *(Plan(128, 256, down=x, abreast=y) for x, y in ((1, 1), (2, 1), (4, 1), (1, 2))),
+    *(Plan(256, 128, down=x, abreast=y) for x, y in ((2, 1), (1, 2))),
+    *(Plan(192, 256, consumers=3, stages=3, down=x, abreast=y) for x, y in ((1, 1), (2, 1), (1, 2))),
 )
 
 
