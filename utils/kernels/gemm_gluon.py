@@ -23,8 +23,8 @@ the next one queued; then it releases slot k - 1. TMA fills what lies outside of
 of C, so no size needs a mask. Where rows of C do not start at multiples of 16 bytes (N is no multiple of 8), TMA cannot write
 them, and consumers store from registers with a mask instead.
 
-**Clusters.** The blocks of a cluster, two to eight, have neighbouring tiles. Those below each other fetch their columns of B by
-pieces, each for all of them, those abreast their rows of A (`gemm_ptx.py`). So the SMs ask the L2 for fewer bytes.
+**Clusters.** The two or four blocks of a cluster have neighbouring tiles. Below each other they fetch their columns of B by pieces,
+each for all of them, side by side their rows of A (`gemm_ptx.py`). So the SMs ask the L2 for fewer bytes.
 
 **Parts.** 800 tiles on 132 SMs are 6.06 rounds, done in 7; and a product with few tiles and long sums leaves most SMs idle. So
 the tiles that do not fill a round may be cut along K into 2 to 16 parts (`gemm_work.py`).
@@ -104,7 +104,7 @@ def producer(work, ring, a_desc, b_desc):
             # Without this wait TMA would overwrite what a consumer still reads, another block's too where it shares the
             # tile. The parity is that of the round before: in the first round a fresh barrier counts as just completed.
             ring.wait_until_empty(step)
-            ring.fill(step, work, a_desc, b_desc, row, column, k * BLOCK_K)
+            ring.fill(step, a_desc, b_desc, row, column, k * BLOCK_K)
             step += 1
     if work.PLAN.clustered:
         # Until all that this block has fetched has been read: after that no other block sends anything here, and this one
@@ -222,7 +222,7 @@ def short_kernel(
     count = last - first
     wait_for_launch_before()
     for i in gl.static_range(STAGES):
-        ring.fill(i, work, a_desc, b_desc, row, column, (first + i) * BLOCK_K, i < count)
+        ring.fill(i, a_desc, b_desc, row, column, (first + i) * BLOCK_K, i < count)
     let_next_launch_begin()  # only now, as in `producer`
 
     ROWS: gl.constexpr = PLAN.block_m
@@ -237,7 +237,7 @@ def short_kernel(
         whole_warpgroup()
         later = i - 1 + STAGES
         fetch = (i > 0) & (later < count)
-        ring.fill(later, work, a_desc, b_desc, row, column, (first + later) * BLOCK_K, fetch)
+        ring.fill(later, a_desc, b_desc, row, column, (first + later) * BLOCK_K, fetch)
     acc = warpgroup_mma_wait(0, deps=[acc])
 
     buffers = ring.a

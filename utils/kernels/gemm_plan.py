@@ -29,8 +29,8 @@ class Plan:
     block_n: int
     consumers: int = 2  # warpgroups that multiply, block_m / consumers rows each
     stages: int = 4  # slots of the ring
-    down: int = 1  # blocks of a cluster with tiles below each other, which share B
-    abreast: int = 1  # blocks of a cluster with tiles side by side, which share A
+    down: int = 1  # blocks of a cluster whose tiles lie below each other: they share B
+    abreast: int = 1  # blocks of a cluster whose tiles lie side by side: they share A; only one of both is more than 1
     short: bool = False  # the kernel for short products: one block a tile, several blocks on an SM
     simulated: bool = False  # for the simulator, which has no clusters: each block fetches all that it reads
 
@@ -142,20 +142,19 @@ def items_of(m: int, n: int, plan: Plan, split: int, sms: int) -> Items:
     return Items(tiles - rest, rest, split) if split > 1 and rest else Items(tiles, 0, 1)
 
 
-# Candidates to be measured.
 PLANS = (
-    *(Plan(64, 32, consumers=1, stages=x, short=True) for x in (4, 6, 8)),
-    *(Plan(64, 64, consumers=1, stages=x, short=True) for x in (4, 6, 8)),
-    *(Plan(64, 128, consumers=1, stages=x, short=True) for x in (4, 6)),
-    *(Plan(128, 64, consumers=1, stages=x, short=True) for x in (4, 6)),
+    Plan(64, 32, consumers=1, stages=6, short=True),
+    Plan(64, 64, consumers=1, stages=6, short=True),
+    Plan(64, 128, consumers=1, stages=4, short=True),
+    Plan(128, 64, consumers=1, stages=4, short=True),
     Plan(128, 128, consumers=1, stages=3, short=True),
-    *(Plan(64, 128, consumers=1, stages=8, down=x, abreast=y) for x, y in ((4, 1), (1, 4), (2, 4))),
-    *(Plan(64, 256, consumers=1, stages=5, down=x, abreast=y) for x, y in ((1, 1), (2, 1), (4, 1))),
-    *(Plan(128, 128, stages=6, down=x, abreast=y) for x, y in ((2, 1), (1, 2), (4, 1), (1, 4), (2, 2), (4, 2))),
-    *(Plan(192, 128, consumers=3, stages=5, down=x, abreast=y) for x, y in ((1, 1), (1, 2), (1, 4))),
-    *(Plan(128, 256, down=x, abreast=y) for x, y in ((1, 1), (2, 1), (4, 1), (1, 2))),
-    *(Plan(256, 128, down=x, abreast=y) for x, y in ((2, 1), (1, 2))),
-    *(Plan(192, 256, consumers=3, stages=3, down=x, abreast=y) for x, y in ((1, 1), (2, 1), (1, 2))),
+    Plan(64, 128, consumers=1, stages=8, down=4),
+    Plan(128, 128, stages=6, down=2),
+    Plan(128, 128, stages=6, down=4),
+    Plan(128, 128, stages=6, abreast=4),
+    Plan(192, 128, consumers=3, stages=5, abreast=2),
+    Plan(128, 256, stages=4, down=2),
+    Plan(128, 256, stages=4, down=4),
 )
 
 

@@ -12,10 +12,9 @@ fetches half of the shared tile, and the L2 sends it once:
     empty                the consumers of all blocks: a piece that is sent too early would overwrite what another block still
                          reads. So consumers count on the barriers of all blocks.
 
-With four or eight blocks, some of them below each other and some abreast, a piece goes to those that read the same tile
-(`sharing_blocks`), and lanes of one warp arrive at the barriers of all blocks, in one instruction. Triton compiles one block,
-whose shared copies stand between two marks. `multicast` writes the word into the copies between them and makes arrivals count in
-the cluster; the launch makes the clusters (`handle.Handle`).
+Of four blocks below each other each fetches a quarter. Lanes of one warp arrive at the barriers of all blocks, in one instruction.
+Triton compiles one block, whose shared copies stand between two marks. `multicast` writes the word into the copies between them
+and makes arrivals count in the cluster; the launch makes the clusters (`handle.Handle`).
 
 **Descriptors** are fetched before a launch that begins early waits for the one before it.
 
@@ -34,8 +33,8 @@ from triton.experimental.gluon import language as gl
 from utils.kernels.assembling import reassembled
 from utils.kernels.gemm_plan import Plan
 
-SHARED, OWN = "for all blocks that share", "for this block"
-MARK_OWN = gl.constexpr(f"mov.u32 $0, 0; // {OWN}")
+SHARED, OWN = "for all blocks of the cluster", "for this block"
+MARK_SHARED, MARK_OWN = (gl.constexpr(f"mov.u32 $0, 0; // {mark}") for mark in (SHARED, OWN))
 SHOW = gl.constexpr("fence.mbarrier_init.release.cluster; mov.u32 $0, 0;")
 JOIN = gl.constexpr("barrier.cluster.arrive.relaxed; barrier.cluster.wait.acquire; mov.u32 $0, 0;")
 
@@ -51,17 +50,10 @@ def rank(CLUSTER: gl.constexpr):
     return gl.program_id(0) % CLUSTER
 
 
-@gluon.constexpr_function
-def mark_of_operand(operand):
-    """Return the assembly that marks the copies that follow: they go to all blocks that share an operand."""
-    return f"mov.u32 $0, 0; // {SHARED} {operand}"
-
-
 @gluon.jit
-def for_sharing_blocks(OPERAND: gl.constexpr):
-    """Mark the copies that follow: they go to all blocks of the cluster that read the same tile of an operand, "A" or "B"."""
-    mark: gl.constexpr = mark_of_operand(OPERAND)
-    gl.inline_asm_elementwise(mark, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def for_all_blocks():
+    """Mark the copies that follow: they go to all blocks of the cluster."""
+    gl.inline_asm_elementwise(MARK_SHARED, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -88,37 +80,20 @@ def join_cluster(PLAN: gl.constexpr):
 
 
 def multicast(ptx: str, plan: Plan) -> tuple[str, int, int]:
-    """Make the marked copies go to all blocks that share, and arrivals count in the cluster; return the PTX and how many of each."""
-    lines, operand, copies = [], "", 0
+    """Make the marked copies go to all blocks, and arrivals count in all; return the PTX, and how many arrivals and copies."""
+    lines, shared, copies = [], False, 0
     for line in ptx.splitlines():
         if "// " + SHARED in line or "// " + OWN in line:
-            operand = line.rsplit(maxsplit=1)[1] if "// " + SHARED in line else ""
-        if operand:
+            shared = "// " + SHARED in line
+        elif shared:
             # Place and barrier are this block's: those of the others are as far from the beginning of their memory.
             line, found = _COPY.subn(r"\1cluster\2.multicast::cluster\3, all;", line)
             if found:
-                line = f"{{ {sharing_blocks(plan, operand)} {line.strip()} }}"
+                line = f"{{ .reg .b16 all; mov.b16 all, {(1 << plan.cluster) - 1}; {line.strip()} }}"
             copies += found
         lines.append(line)
     arrive = functools.partial(_arrive_in_all, blocks=plan.cluster)
     return *_ARRIVAL.subn(arrive, "\n".join(lines) + "\n"), copies
-
-
-def sharing_blocks(plan: Plan, operand: str) -> str:
-    """Return the assembly that puts into `all` a bit for each block that reads the same tile of an operand as this one.
-
-    Blocks of a cluster are numbered down, then to the right: below each other they share B, abreast A.
-    """
-    down, abreast = plan.down, plan.abreast
-    bits, others = ((1 << down) - 1, abreast) if operand == "B" else (sum(1 << down * i for i in range(abreast)), down)
-    if others == 1:  # all blocks of the cluster
-        return f".reg .b16 all; mov.b16 all, {bits};"
-    # Powers of two: the first block of this one's column, or this one's place in it.
-    of_block = f"and.b32 first, first, {plan.cluster - down if operand == 'B' else down - 1};"
-    return (
-        f".reg .b16 all; .reg .b32 first, bits; mov.u32 first, %cluster_ctarank; {of_block} "
-        f"mov.b32 bits, {bits}; shl.b32 bits, bits, first; cvt.u16.u32 all, bits;"
-    )
 
 
 def _arrive_in_all(found: re.Match, blocks: int) -> str:

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from utils.kernels.gemm_ptx import for_sharing_blocks, for_this_block, rank
+from utils.kernels.gemm_ptx import for_all_blocks, for_this_block, rank
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
@@ -80,18 +80,8 @@ class Work:
         first = tile // (GROUP * tiles_n) * GROUP
         within = tile % (GROUP * tiles_n)
         rows = min(tiles_m - first, GROUP)
-        row = (first + within % rows) * ROWS + self.number_down() * self.PLAN.block_m
-        return row, within // rows * COLUMNS + self.number_abreast() * self.PLAN.block_n
-
-    @gluon.jit
-    def number_down(self):
-        """Number of this block's tile among the cluster's tiles below each other."""
-        return rank(self.PLAN.cluster) % self.PLAN.down
-
-    @gluon.jit
-    def number_abreast(self):
-        """Number of this block's tile among the cluster's tiles abreast."""
-        return rank(self.PLAN.cluster) // self.PLAN.down
+        row = (first + within % rows) * ROWS + rank(self.PLAN.down) * self.PLAN.block_m
+        return row, within // rows * COLUMNS + rank(self.PLAN.abreast) * self.PLAN.block_n
 
     @gluon.jit
     def tile_and_part(self, item):
@@ -142,7 +132,7 @@ class Ring:
         mbarrier.wait(self.empty.index(self.slot(i)), self.phase(i) ^ 1)
 
     @gluon.jit
-    def fill(self, i, work, a_desc, b_desc, row, column, k, pred=True):
+    def fill(self, i, a_desc, b_desc, row, column, k, pred=True):
         """Producer: fetch A[row.., k..] and B[k.., column..] for step i; its slot is empty.
 
         TMA fills what lies outside of A and B with zeros, which count as bytes too.
@@ -155,21 +145,21 @@ class Ring:
         for w in gl.static_range(CONSUMERS):
             tile = self.a.index(self.slot(i) * CONSUMERS + w)
             at = in_memory(row + w * self.PLAN.rows, k, self.A_COLUMN_MAJOR)
-            self.fetch(a_desc, tile, at, work.number_abreast(), full, pred, "A", self.PLAN.abreast)
+            self.fetch(a_desc, tile, at, full, pred, self.PLAN.abreast)
         at = in_memory(k, column, self.B_COLUMN_MAJOR)
-        self.fetch(b_desc, self.b.index(self.slot(i)), at, work.number_down(), full, pred, "B", self.PLAN.down)
+        self.fetch(b_desc, self.b.index(self.slot(i)), at, full, pred, self.PLAN.down)
 
     @gluon.jit
-    def fetch(self, desc, tile, at, number, full, pred, OPERAND: gl.constexpr, PIECES: gl.constexpr):
-        """Producer: fetch a tile of an operand; of one that PIECES blocks share the piece of this number, for all of them."""
+    def fetch(self, desc, tile, at, full, pred, PIECES: gl.constexpr):
+        """Producer: fetch a tile of an operand; of one that the cluster's PIECES blocks share a piece, for all of them."""
         if PIECES == 1:
             tma_load(desc, [at[0], at[1]], full, tile, pred=pred)
         elif self.PLAN.simulated:
             for piece in gl.static_range(PIECES):
                 self.fetch_piece(desc, tile, at, piece, full, PIECES)
         else:
-            for_sharing_blocks(OPERAND)
-            self.fetch_piece(desc, tile, at, number, full, PIECES)
+            for_all_blocks()
+            self.fetch_piece(desc, tile, at, rank(PIECES), full, PIECES)
             for_this_block()
 
     @gluon.jit

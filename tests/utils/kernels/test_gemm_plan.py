@@ -10,12 +10,11 @@ from tests.utils.kernel_code import Number, kernel_code
 from tools.record.gemm_shapes import draw_shapes, late_rows
 from utils.kernels.gemm_plan import BLOCK_K, GROUP_M, PLANS, SHARED_BYTES, SPLITS, choose, clusters_at_once, items_of
 
-RANK = [0]  # of the block in its cluster
 CODE = kernel_code(
     "utils/kernels/gemm_work.py",
     "@aggregate\nclass Work",
     "@aggregate\nclass Ring",
-    rank=lambda cluster: RANK[0],
+    rank=lambda cluster: CODE.gl.program % cluster,
     BLOCK_K=BLOCK_K,
     GROUP_M=GROUP_M,
 )
@@ -36,7 +35,7 @@ def check(m, n, k, plan, split, sms):
     assert work.items() == items.number
     tiles, places_of_sums = {}, set()
     for program in range(CODE.gl.programs):
-        CODE.gl.program, RANK[0] = program, program % plan.cluster
+        CODE.gl.program = program
         for item in map(Number, range(program // plan.cluster, items.number, groups)):
             tile, first, last = work.locate(item)
             tiles.setdefault(tuple(map(int, work.origin(tile))), []).append((int(first), int(last)))
