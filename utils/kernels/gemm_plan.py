@@ -162,20 +162,17 @@ PLANS = (
 class Cost:
     """Constants of a model of the kernels' time, in microseconds, fitted to measured times (docs/kernels/gemm.md)."""
 
-    launch: float = 2.4
-    short_launch: float = 0.6  # of the short kernel
-    product: float = 0.6  # of 2**21 multiplications on one SM
-    bytes: float = 0.0145  # of a KB of A and B that each SM reads, where all read at once
-    few: float = 0.5  # by which power of the share of SMs that run the bytes take less
-    shared: float = 0.6  # how many times a byte counts where two blocks share it; squared: four
-    late: float = 1.35  # how many times a byte counts of rows that start at odd multiples of 16 bytes
-    wait: float = 0.8  # from asking for a slot's bytes to reading them; a block waits for `stages` slots at once
-    wait_shared: float = 1.8  # how many times as long where a cluster waits
-    memory: float = 0.28  # of a MB of A and B, which comes from memory once
-    tile: float = 0.1  # of a tile's start and end
-    store: float = 0.03  # of a KB of C
-    part: float = 0.7  # of leaving a part's sums and counting
-    add: float = 0.01  # of a KB of sums that the last part reads
+    launch: float = 2.655
+    short_launch: float = 0.213  # of the short kernel
+    product: float = 0.5754  # of 2**21 multiplications on one SM
+    bytes: float = 0.0145  # of a KB of A and B that each SM reads
+    shared: float = 0.312  # how many times a byte counts where two blocks share it; squared: four
+    late: float = 1.576  # how many times a byte counts of rows that start at odd multiples of 16 bytes
+    memory: float = 0.2056  # of a MB of A and B, which comes from memory once
+    tile: float = 2.076  # of a tile's start and end
+    store: float = 0.02631  # of a KB of C
+    part: float = 1.631  # of leaving a part's sums and counting
+    add: float = 0.04682  # of a KB of sums that the last part reads
 
 
 COST = Cost()
@@ -193,8 +190,8 @@ def estimate(
 ) -> float:
     """Estimate the time of a product in microseconds, for a choice between plans.
 
-    A step takes as long as its products, its bytes, or the wait for a slot, whichever is longest; a little longer where they
-    are alike. All steps of the busiest SM are one after the other; as a whole they take as long as memory does at least.
+    A step takes as long as its products or its bytes, whichever is longer; a little longer where they are alike. All steps of the
+    busiest SM are one after the other; as a whole they take as long as memory does at least.
     """
     items, once, steps = items_of(m, n, plan, split, sms), clusters_at_once(plan.cluster, sms), ceil_div(k, BLOCK_K)
     whole, parts = ceil_div(items.whole, once), ceil_div(items.rest * items.split, once)
@@ -203,15 +200,12 @@ def estimate(
         together = min(rounds, plan.blocks_an_sm)
         rounds, all_steps = rounds / together, all_steps / together
     kb_a, kb_b = (
-        rows * BLOCK_K / 512 * (cost.late if x else 1)
-        for rows, x in zip((plan.block_m, plan.block_n), late, strict=True)
+        size * BLOCK_K / 512 * (cost.late if x else 1)
+        for size, x in zip((plan.block_m, plan.block_n), late, strict=True)
     )
     kb = kb_a * cost.shared ** math.log2(plan.abreast) + kb_b * cost.shared ** math.log2(plan.down)
-    active = min(1, items.number / (once * together))
     product = together * cost.product * plan.block_m * plan.block_n * BLOCK_K / 2**21
-    read = together * cost.bytes * active**cost.few * kb
-    wait = cost.wait * (cost.wait_shared if plan.cluster > 1 else 1) / math.sqrt(6 * plan.stages)
-    step = _longest(product, read, wait)
+    step = _longest(product, together * cost.bytes * kb)
     kb_c = plan.block_m * plan.block_n / 512
     time = cost.short_launch if plan.short else cost.launch
     time += _longest(all_steps * step, cost.memory * 2e-6 * k * (m + n))
