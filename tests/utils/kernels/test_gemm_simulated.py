@@ -70,7 +70,7 @@ SHARED = (
     Plan(192, 256, consumers=3, stages=2, abreast=2),
     Plan(64, 128, consumers=1, stages=3, down=4),
     Plan(64, 128, consumers=1, stages=3, abreast=4),
-    Plan(64, 64, consumers=1, stages=3, down=8),
+    Plan(64, 64, consumers=1, stages=3, down=2),
 )
 
 
