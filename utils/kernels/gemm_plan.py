@@ -195,10 +195,9 @@ def estimate(
     """
     items, once, steps = items_of(m, n, plan, split, sms), clusters_at_once(plan.cluster, sms), ceil_div(k, BLOCK_K)
     whole, parts = ceil_div(items.whole, once), ceil_div(items.rest * items.split, once)
-    rounds, all_steps, together = whole + parts, whole * steps + parts * ceil_div(steps, items.split), 1
-    if plan.short:  # blocks of one SM run side by side, as many as there is memory for
-        together = min(rounds, plan.blocks_an_sm)
-        rounds, all_steps = rounds / together, all_steps / together
+    # Blocks of the short kernel run side by side on an SM, as many as there is memory for.
+    together = min(whole + parts, plan.blocks_an_sm) if plan.short else 1
+    rounds, all_steps = (whole + parts) / together, (whole * steps + parts * ceil_div(steps, items.split)) / together
     kb_a, kb_b = (
         size * BLOCK_K / 512 * (cost.late if x else 1)
         for size, x in zip((plan.block_m, plan.block_n), late, strict=True)
@@ -222,4 +221,4 @@ def choose(m: int, n: int, k: int, sms: int, late_a: bool, late_b: bool) -> tupl
     """Return the plan with the shortest estimated time, and into how many parts its tiles are cut that fill no round."""
     late = late_a, late_b
     found = [(plan, split) for plan in PLANS if plan.cluster <= sms for split in SPLITS if split <= max(1, k // 128)]
-    return min(found, key=lambda one: estimate(m, n, k, *one, sms, late))
+    return min(found, key=lambda one: estimate(m, n, k, one[0], one[1], sms, late))
