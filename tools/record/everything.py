@@ -1,7 +1,7 @@
 """Record the tables of a GPU anew, one script after another, within a time limit.
 
     python -m tools.record.everything --out out/record --seconds 1500        all of them, in the order of the table below
-    python -m tools.record.everything --out out/record gemm gemm_launches    these
+    python -m tools.record.everything --out out/record gemm_shapes timer    these
     python -m tools.record.everything --list
 
 Each table is measured by the script of its name, in a process of its own, and written to the folder, from where it is
@@ -53,13 +53,7 @@ TABLES = {
     table.name: table
     for table in (
         Table("gpu_tests", "gpu_tests tests/utils/kernels tests/utils/attention", 120),
-        Table("gemm_shapes", "record.gemm_shapes --l2 warm", 60),
-        Table("gemm_shapes_other", "record.gemm_shapes --l2 warm --seed 1123", 60),
-        Table("gemm_shapes_tuned", "record.gemm_shapes --l2 warm --tune", 90),
-        Table("gemm_shapes_tuned_other", "record.gemm_shapes --l2 warm --tune --seed 1123", 90),
-        Table("gemm_launches", "record.gemm_launches", 40),
-        Table("gemm_launches_cold", "record.gemm_launches --l2 cold", 40),
-        Table("gemm_fp8", "record.gemm_fp8 shapes --pairs 9", 60),
+        Table("gemm_shapes", "record.gemm_shapes", 90),
         Table("attention_ratios", "record.attention_ratios ratios", 60),
         Table("attention_random", "record.attention_ratios random --against cudnn,fa3,cute", 60),
         Table("decode", "record.decode points {fa3} --fa4", 60),

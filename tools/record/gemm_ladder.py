@@ -1,7 +1,6 @@
 """Time the GEMM kernels of `utils.kernels` against torch.matmul on a GPU, in bf16 on square matrices.
 
-    python -m tools.record.gemm_ladder --json assets/results/h200/gemm.json    # every rung of the ladder
-    python -m tools.record.gemm_ladder --configurations                        # tiles and rings of the Gluon kernel
+    python -m tools.record.gemm_ladder --json assets/results/h200/gemm.json
 
 Each kernel is interleaved with torch.matmul on the same operands. Ratio: time of torch.matmul / time of the kernel.
 """
@@ -9,7 +8,6 @@ Each kernel is interleaved with torch.matmul on the same operands. Ratio: time o
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -123,41 +121,13 @@ def print_ladder(path: Path | None) -> None:
         print(f"wrote {path}")
 
 
-def print_configurations() -> None:
-    """Print TFLOP/s of every configuration of the Gluon kernel, and of variations of the first."""
-    from utils.kernels.gemm_launch import CONFIGS, Config, gemm
-
-    variations = (
-        Config(128, 256, group_m=4),
-        Config(128, 256, group_m=16),
-        Config(128, 256, stages=3, pieces=2),
-        Config(256, 128),
-    )
-    sizes = SIZES[1:]
-    print(f"{torch.cuda.get_device_name()}, bf16, M = N = K: TFLOP/s (time of torch.matmul / time of the kernel)")
-    print(f"{'tile, stages, pieces, group':<32}" + "".join(f"{size:>18}" for size in sizes))
-    operands = {size: square_operands(size) for size in sizes}
-    for config in (*CONFIGS, *variations):
-        tile = f"{config.block_m} x {config.block_n} x {config.block_k}"
-        line = f"{f'{tile}, {config.stages}, {config.pieces}, {config.group_m}':<32}"
-        kernel = functools.partial(gemm, config=config)
-        for size in sizes:
-            kernel(*operands[size])
-            pair = against_matmul(kernel, "gemm_gluon", *operands[size], max_seconds=0.7)
-            line += f"{f'{pair.b.tflops:.1f} ({pair.ratio:.3f}x)':>18}"
-        print(line, flush=True)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Read the command line and measure; 1 without the GPU that it needs."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.record.gemm_ladder", description="Time the GEMM kernels against torch.matmul in bf16."
     )
     parser.add_argument("--json", metavar="PATH", type=Path, help="write every sample of the ladder there")
-    parser.add_argument("--configurations", action="store_true", help="tiles and rings of the Gluon kernel instead")
     options = parser.parse_args(arguments)
-    if options.json and options.configurations:
-        parser.error("--json writes the ladder's samples; with --configurations nothing is written: give one of them")
     if not torch.cuda.is_available():
         print(
             "The GEMM kernels are timed on an NVIDIA GPU, and torch finds none here; "
@@ -165,17 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    if not options.configurations:
-        print_ladder(options.json)
-        return 0
-    if torch.cuda.get_device_capability() != (9, 0):
-        print(
-            "The Gluon kernel runs on a Hopper GPU (H100, H200), and this is none; "
-            "gemm_launch.compile_for_hopper() shows its assembly on any machine.",
-            file=sys.stderr,
-        )
-        return 1
-    print_configurations()
+    print_ladder(options.json)
     return 0
 
 

@@ -28,7 +28,8 @@ def kernels() -> Iterator[tuple[str, Callable[[], Assembly]]]:
     from utils.attention.gluon.decode.offline import compile_decode
     from utils.attention.gluon.decode.plan import Case, make_plan
     from utils.attention.gluon.offline import compile_step
-    from utils.kernels.gemm_launch import CONFIGS, compile_for_hopper
+    from utils.kernels.gemm_launch import compile_for_hopper
+    from utils.kernels.gemm_plan import PLANS
 
     for step in (1, 2, 3, 4, 5):
         for head_dim in (64, 128, 256):
@@ -65,10 +66,12 @@ def kernels() -> Iterator[tuple[str, Callable[[], Assembly]]]:
                 make_plan(head_dim=head_dim, group=4, sq=tokens), Case(causal=tokens > 1)
             ),
         )
-    for config in CONFIGS:
+    for plan in PLANS:
         for dtype in ("bf16", "fp16"):
-            name = f"gemm {config.block_m} x {config.block_n} x {config.block_k}, {dtype}"
-            yield name, lambda config=config, dtype=dtype: read_assembly(compile_for_hopper(config, dtype), "gemm")
+            yield (
+                f"gemm {plan.name}, {dtype}",
+                lambda plan=plan, dtype=dtype: read_assembly(compile_for_hopper(plan, dtype), "gemm"),
+            )
 
 
 def compile_row(point: tuple[str, Callable[[], Assembly]]) -> dict:

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import torch
 
@@ -115,8 +114,9 @@ def decode_case(rng: random.Random) -> tuple[dict, float, float]:
 
 
 def gemm_case(rng: random.Random) -> tuple[dict, float, float]:
-    """Draw one product and any configuration that its choice looks at."""
-    from utils.kernels import gemm_candidates, gemm_launch
+    """Draw one product, any plan and any number of parts."""
+    from utils.kernels.gemm_launch import gemm_and_launch
+    from utils.kernels.gemm_plan import PLANS, SPLITS
 
     dtype = rng.choice((torch.bfloat16, torch.float16))
     m, n, k = (8 * rng.randint(1, limit) for limit in (100, 100, 250))
@@ -126,14 +126,10 @@ def gemm_case(rng: random.Random) -> tuple[dict, float, float]:
         for (x, y), by_columns in zip(((m, k), (k, n)), columns, strict=True)
     )
     a, b = (x.cuda() if x.is_contiguous() else x.T.cuda().T for x in (a, b))
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    late = gemm_launch.lateness("a", a), gemm_launch.lateness("b", b)
-    config = rng.choice(gemm_candidates.candidates(m, n, k, sms, late))
-    if not config.short:  # what the choice adds where operands are as large as the L2
-        config = replace(config, stream=rng.choice(("", "A", "B")), early=rng.random() < 0.7)
-    out = gemm_launch.gemm(a, b, config)
+    plan, split = rng.choice(PLANS), rng.choice([split for split in SPLITS if split <= max(1, k // 64)])
+    out = gemm_and_launch(a, b, plan, split)[0]
     return (
-        {"shape": (m, n, k), "by columns": columns, "config": str(config)},
+        {"shape": (m, n, k), "by columns": columns, "plan": f"{plan.name} / {split}"},
         _error(out, a.cpu().double() @ b.cpu().double()),
         6e-3,
     )

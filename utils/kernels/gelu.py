@@ -1,4 +1,4 @@
-"""GELU in its tanh form, four ways: gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
+"""GELU in its tanh form, three ways: gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
 
 One element costs a handful of FLOPs, so on a GPU the bytes moved decide the time. For n elements of e bytes each, read
 and written:
@@ -8,24 +8,20 @@ and written:
                                              tensors, the three that combine two different ones move three
     gelu_torch     1          2 n e          F.gelu(approximate="tanh"): torch's own kernel
     gelu_triton    1          2 n e          the same fused by hand, in Triton
-    gelu_compiled  1          2 n e          gelu_unfused, fused by torch.compile
 
 So fusion should give up to 10.5x on tensors that do not fit in the L2: predict, then measure.
 
 All take fp32, fp16 and bf16, any shape, empty ones too. Strides: a dense tensor in any order of dimensions (a
-transposed matrix) is handled where it lies. For one with gaps or overlaps, such as x[:, ::2] or an expanded one,
-gelu_triton and gelu_compiled first copy it: one more kernel and up to 2 n e bytes, which a profile shows.
+transposed matrix) is handled where it lies. One with gaps or overlaps, such as x[:, ::2] or an expanded one, gelu_triton
+copies first: one more kernel and up to 2 n e bytes, which a profile shows.
 
-The fused versions compute in fp32 and round once; gelu_unfused rounds to its dtype at each step. gelu_triton and
-gelu_compiled compute forward only. On a CPU gelu_triton runs through Triton's interpreter:
-`run_interpreted("gelu_triton", x)` in `utils.kernels.interpreter`.
+The fused versions compute in fp32 and round once; gelu_unfused rounds to its dtype at each step. gelu_triton computes forward
+only. On a CPU it runs through Triton's interpreter: `run_interpreted("gelu_triton", x)` in `utils.kernels.interpreter`.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-import types
 
 import torch
 
@@ -51,7 +47,11 @@ def gelu_triton(x: torch.Tensor) -> torch.Tensor:
     """tanh-GELU as one Triton kernel, forward only. x any shape; result like x."""
     name = "gelu_triton"
     _check(name, x)
-    _check_forward_only(name, x)
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(
+            f"{name} computes forward only, and autograd would lose its result; x {tuple(x.shape)} "
+            "requires grad. Call it under torch.no_grad(), or use gelu_torch."
+        )
     check_device(name, x, f"x {tuple(x.shape)}")
     need_triton(name)
     check_mode(name, x)
@@ -65,31 +65,7 @@ def gelu_triton(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def gelu_compiled(x: torch.Tensor) -> torch.Tensor:
-    """gelu_unfused through torch.compile, forward only: one kernel, built at the first call with a dtype."""
-    name = "gelu_compiled"
-    _check(name, x)
-    _check_forward_only(name, x)
-    from utils.machine.device import compile_support
-
-    if not (support := compile_support()):
-        raise RuntimeError(f"{name} cannot run here. {support.reason} {support.remedy} Or use gelu_torch.")
-    if not x.numel():
-        return torch.empty_like(x)
-    x = _dense(x)
-    # The compiled function sees the elements as they lie in memory, in one dimension: one graph for every shape.
-    flat = torch.empty(0, dtype=x.dtype, device=x.device)
-    flat.set_(x.untyped_storage(), x.storage_offset(), (x.numel(),), (1,))
-    situation = (x.dtype, x.device, x.numel() == 1, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-    return _compiled(situation)(flat).as_strided(x.shape, x.stride())
-
-
-VERSIONS = {
-    "gelu_unfused": gelu_unfused,
-    "gelu_torch": gelu_torch,
-    "gelu_triton": gelu_triton,
-    "gelu_compiled": gelu_compiled,
-}
+VERSIONS = {"gelu_unfused": gelu_unfused, "gelu_torch": gelu_torch, "gelu_triton": gelu_triton}
 
 
 def _by_hand(x: torch.Tensor) -> torch.Tensor:
@@ -97,17 +73,6 @@ def _by_hand(x: torch.Tensor) -> torch.Tensor:
     inner = x + CUBIC * cube  # 2 kernels, 2 + 3
     t = torch.tanh(SQRT_2_OVER_PI * inner)  # 2 kernels, 2 + 2
     return 0.5 * x * (1 + t)  # 3 kernels, 2 + 2 + 3
-
-
-@functools.cache
-def _compiled(situation: tuple):
-    """Compile gelu_unfused for one situation that torch.compile distinguishes, on a code object of its own.
-
-    On one code object the situations together could pass torch.compile's limit of eight recompilations, beyond which
-    it stops compiling. fullgraph=True makes it raise an error there; otherwise it would silently run eagerly.
-    """
-    function = types.FunctionType(_by_hand.__code__.replace(), globals(), "gelu")
-    return torch.compile(function, dynamic=True, fullgraph=True)
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
@@ -122,14 +87,6 @@ def _overlaps_or_has_gaps(x: torch.Tensor) -> bool:
             return True
         expected *= size
     return False
-
-
-def _check_forward_only(name: str, x: torch.Tensor) -> None:
-    if torch.is_grad_enabled() and x.requires_grad:
-        raise ValueError(
-            f"{name} computes forward only, and autograd would lose its result; x {tuple(x.shape)} "
-            "requires grad. Call it under torch.no_grad(), or use gelu_torch."
-        )
 
 
 def _check(name: str, x: torch.Tensor) -> None:

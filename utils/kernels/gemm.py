@@ -13,10 +13,7 @@ in fp32; C has the dtype of its inputs. Every rung is a kernel for the GPU, comp
     gemm_autotuned          the tile, warps and stages that were fastest when tried, for     gemm_triton.py
                             each size and layout (the first call with a new one pays)
     gemm_warp_specialized   Hopper: one warp keeps TMA copies in flight, two warpgroups      gemm_gluon.py
-                            multiply 128 x 256 of C, stores overlap; fp16 and bf16           gemm_short.py
-
-Beside the last rung stands `gemm_fp8.gemm_fp8`: the same roles and ring with e4m3 operands and their scales, twice the
-products a second; it is compared with `torch._scaled_mm`.
+                            multiply 128 x 256 of C, stores overlap; fp16 and bf16
 
 H200 figures: assets/results/h200/gemm.json, written by `python -m tools.record.gemm_ladder --json PATH`, which
 measures each rung interleaved with torch.matmul.
@@ -60,32 +57,20 @@ def gemm_autotuned(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return _launch("autotuned", a, b)
 
 
-def gemm_warp_specialized(a: torch.Tensor, b: torch.Tensor, tune: bool = False) -> torch.Tensor:
+def gemm_warp_specialized(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """C = A @ B by the warp-specialized Gluon kernel for Hopper: fp16 or bf16 A (M, K), B (K, N), C (M, N).
 
     TMA copies A and B, so their rows (columns, where column-major) must start at multiples of 16 bytes.
-
-    Args:
-        a: (M, K).
-        b: (K, N).
-        tune: the first call with new sizes, strides or dtype times the four configurations that a model of the time ranks
-            first, which takes a few seconds, and the fastest is kept for later calls and processes (`gemm_tune.py`). By
-            default the model's first is taken. Not within torch.compile; before a CUDA graph is captured, call it once.
     """
     name = "gemm_warp_specialized"
     # Operands of these shapes, strides and types were checked before, and their launch was kept.
     plain = not observed(a, b)
-    key = (a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device, tune) if plain else None
+    key = (a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device) if plain else None
     kept = _launches.get(key)
     if kept is not None and (a.data_ptr() | b.data_ptr()) % 16 == 0:
         return kept(a, b)
     check_operands(name, a, b, dtypes=(torch.float16, torch.bfloat16))
     given = shapes(a, b)
-    if tune and not plain:
-        raise RuntimeError(
-            f"{name}(tune=True) times kernels, and here it is not called plainly: torch.compile, a function transform, a "
-            f"dispatch mode or a subclass of Tensor sees the call; got {given}. Leave tune out there."
-        )
     if not a.is_cuda:
         raise ValueError(
             f"{name} runs on a Hopper GPU (H100, H200) and has no interpreter; got {given} on the CPU. "
@@ -98,10 +83,9 @@ def gemm_warp_specialized(a: torch.Tensor, b: torch.Tensor, tune: bool = False) 
             f"{major}.{minor}. Use gemm_autotuned or torch.matmul there."
         )
     need_triton(name)
-    from utils.kernels import gemm_launch, gemm_tune
+    from utils.kernels.gemm_launch import gemm_and_launch
 
-    config = gemm_tune.tuned(a, b) if tune and a.numel() and b.numel() else None
-    c, launch = gemm_launch.gemm_and_launch(a, b, config)
+    c, launch = gemm_and_launch(a, b)
     if launch is not None and key is not None:
         _launches[key] = launch
     return c

@@ -1,143 +1,224 @@
-"""Which tiles the GEMM's kernels have, and into how many parts a tile's sums are cut. Nothing here needs Triton.
+"""Plans of the Gluon GEMM: the tiles that exist, how a product is cut into items of work, and which plan a product gets.
 
-`gemm_candidates` combines both into all configurations, and `gemm_choose.choose` takes the one that a model of the time ranks first.
+Nothing here needs Triton or a GPU. A plan is compiled once for each dtype and each order of A and B in memory; the sizes of a
+product and its number of parts are arguments of the launch, so that a new shape compiles nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any, TypeVar
+import math
+from dataclasses import dataclass
 
-from utils.kernels.gemm_config import SHARED_BYTES, Config
+SHARED_BYTES = 232448 - 1024  # that an SM of an H100 or H200 gives a block, less what barriers take
+BLOCK_K = 64  # 128 bytes of 16-bit elements: one swizzled row of shared memory
+GROUP_M = 8  # rows of tiles that are walked abreast, for the L2
+SPLITS = (1, 2, 3, 4, 6, 8, 16)  # parts along K of a tile that would leave SMs idle
+AT_ONCE = {2: 66, 4: 30, 8: 15}  # clusters of so many blocks on an H100 or H200 with 132 SMs, as the driver says
 
 
-def ceil_div(x: Any, y: Any) -> Any:
-    """Return x / y, rounded up: of whole numbers, or of arrays of them."""
+def ceil_div(x: int, y: int) -> int:
+    """Return x / y, rounded up."""
     return -(-x // y)
 
 
-AnyConfig = TypeVar("AnyConfig", bound=Config)
+@dataclass(frozen=True)
+class Plan:
+    """Tile and pipeline of a kernel."""
 
-# Smaller tiles re-read A and B more often, but give small matrices enough tiles for all SMs. Among tiles that the model
-# holds to be equal the first is taken: 64 x 128 was faster than 128 x 64 wherever both were measured.
-CONFIGS = (
-    Config(128, 256),
-    Config(128, 128, stages=6, pieces=2),
-    Config(256, 128),
-    Config(256, 192, stages=3),
-    Config(128, 192, stages=5),
-    Config(192, 192, consumers=3),
-    Config(192, 256, consumers=3, stages=3),
-    Config(192, 128, consumers=3, stages=5),
-    Config(64, 256, consumers=1, stages=5),
-    Config(64, 128, consumers=1, stages=8, pieces=2),
-    Config(128, 64, stages=8, pieces=2),
-    Config(64, 64, consumers=1, stages=8, pieces=2),
-    Config(64, 96, consumers=1, stages=8),
-)
-# Widths between powers of two: C's edge fits better, and so does the number of tiles to that of SMs.
-WIDTHS = (
-    Config(64, 80, consumers=1, stages=8, buffers=5),
-    Config(64, 144, consumers=1, stages=8, pieces=8, buffers=3),
-    Config(64, 160, consumers=1, stages=7, buffers=5),
-    Config(128, 80, stages=7, buffers=5),
-    Config(128, 96, stages=7, pieces=2, buffers=3),
-    Config(128, 144, stages=6, pieces=8, buffers=3),
-    Config(128, 160, stages=5, buffers=5),
-    Config(192, 144, consumers=3, stages=4, pieces=8, buffers=3),
-    Config(192, 160, consumers=3, stages=4, pieces=8, buffers=5),
-    Config(256, 144, stages=4, pieces=8, buffers=3),
-    Config(256, 160, stages=4, pieces=8),
-)
-# As many slots as there is memory for: where few bytes of a step are on their way, a step waits for them.
-DEEP = (
-    Config(64, 64, consumers=1, stages=13, pieces=2),
-    Config(64, 80, consumers=1, stages=11, buffers=5),
-    Config(64, 96, consumers=1, stages=11),
-)
-SHORT_CONFIGS = (
-    Config(64, 32, consumers=1, pieces=1, stages=4, short=True),
-    Config(64, 64, consumers=1, pieces=1, stages=4, short=True),
-    Config(64, 128, consumers=1, pieces=1, stages=4, short=True),
-    Config(128, 64, consumers=1, pieces=1, stages=4, short=True),
-    Config(128, 128, consumers=1, pieces=1, stages=3, short=True),
-)
-SPLITS = (1, 2, 3, 4, 6, 8, 16)
-AT_ONCE = {3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}  # clusters of so many blocks on an H200 with 132 SMs
-MOST_IN_CLUSTER = 8  # blocks of a cluster that every GPU with clusters can run
+    block_m: int
+    block_n: int
+    consumers: int = 2  # warpgroups that multiply, block_m / consumers rows each
+    stages: int = 4  # slots of the ring
+    down: int = 1  # blocks of a cluster whose tiles lie below each other: they share B
+    abreast: int = 1  # blocks of a cluster whose tiles lie side by side: they share A; only one of both is more than 1
+    short: bool = False  # the kernel for short products: one block a tile, several blocks on an SM
+    simulated: bool = False  # for the simulator, which has no clusters: each block fetches all that it reads
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.down * self.abreast
+
+    @property
+    def clustered(self) -> bool:
+        """Whether blocks are launched in clusters."""
+        return self.cluster > 1 and not self.simulated
+
+    @property
+    def rows(self) -> int:
+        """Rows of a consumer."""
+        return self.block_m // self.consumers
+
+    @property
+    def piece(self) -> list[int]:
+        """Rows and columns of a piece of C: a consumer stores its rows of a tile by pieces, through buffers that take turns."""
+        wide = self.short or (self.block_m <= 128 and self.block_n > 64)
+        return [self.rows, min(64 if wide else 32, self.block_n)]
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a consumer's rows."""
+        return self.block_n // self.piece[1]
+
+    @property
+    def buffers(self) -> int:
+        """Buffers of a consumer for pieces of C; the short kernel has one for each, in the memory of the ring that it has read."""
+        return self.pieces if self.short else 2
+
+    @property
+    def wgmma_columns(self) -> int:
+        """Columns of one product: ptxas refuses 256 in a kernel of 512 threads, as their sums take all 128 registers of a thread."""
+        return min(self.block_n, 128) if self.consumers == 3 else self.block_n
+
+    @property
+    def registers(self) -> int:
+        """Registers of a consumer thread; three consumers and a producer of 32 share the 65536 of an SM."""
+        return 160 if self.consumers == 3 else 232
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of A and B in a slot of the ring."""
+        return 2 * (self.block_m + self.block_n) * BLOCK_K
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory for the ring and for pieces of C; the short kernel stores C through the ring's memory."""
+        ring = self.stages * self.slot_bytes
+        return max(ring, 2 * self.block_m * self.block_n) if self.short else ring + 4 * self.block_m * self.piece[1]
+
+    @property
+    def blocks_an_sm(self) -> int:
+        """Blocks on an SM, by shared memory: 233472 bytes, of which each block takes 1024 more than it asks for."""
+        return 233472 // (self.shared_bytes + 1024 + 64)
+
+    @property
+    def name(self) -> str:
+        """Name in the records, such as "128x256 2x1": the tile and the cluster."""
+        cluster = f" {self.down}x{self.abreast}" if self.cluster > 1 else ""
+        return f"{'short ' if self.short else ''}{self.block_m}x{self.block_n}{cluster}"
+
+    def box(self, operand: str, rows: int, columns: int, transposed: bool = False) -> list[int]:
+        """Box that one TMA copy of operand "A", "B" or "C" brings: a matrix' rows and columns, or a piece, as they lie in memory.
+
+        Of a tile that several blocks share each fetches a piece for all. In shared memory rows of at most 128 bytes follow
+        each other, so the pieces of a tile are pieces of its rows. Longer rows lie there as blocks of 128 bytes side by
+        side, so the pieces are such blocks, or pieces of their rows.
+        """
+        box = [columns, rows] if transposed else [rows, columns]
+        pieces = {"A": self.abreast, "B": self.down}.get(operand, 1)
+        abreast = min(pieces, max(1, box[1] * 2 // 128))
+        return [box[0] * abreast // pieces, box[1] // abreast]
 
 
-def most_parts(config: Config) -> int:
-    """Return how many parts a tile may have: where tiles are large, many cost more to add up than they gain."""
-    size = config.block_m * config.block_n
-    return 16 if size <= 8192 else 8 if size == 16384 else 4
+@dataclass(frozen=True)
+class Items:
+    """How a product is cut: tiles that are computed whole, the rest of them, and into how many parts each of the rest is cut."""
 
+    whole: int  # a cluster's tiles count as one
+    rest: int
+    split: int
 
-def parts_of(m: int, n: int, config: Config, sms: int) -> tuple[int, int]:
-    """Return how many tiles are computed whole, and how many in parts; a cluster's tiles count as one.
-
-    Those that would not fill a round of all SMs are; the short kernel, which is for few tiles, cuts all or none. A tile
-    that a cluster computes in parts counts as whole.
-    """
-    rows, columns = config.cluster_tile
-    tiles = (2 * ceil_div(m // 2, rows) if config.pairs else ceil_div(m, rows)) * ceil_div(n, columns)
-    if config.split == 1 or config.in_cluster:
-        return tiles, 0
-    rest = tiles if config.short else tiles % clusters_at_once(config.cluster, sms)
-    return tiles - rest, rest
-
-
-def in_parts(configs: Iterable[AnyConfig], m: int, n: int, k: int, sms: int) -> list[AnyConfig]:
-    """Return each configuration whole, and where some rounds are not full, in parts of two steps at least."""
-    found = []
-    for config in configs:
-        found.append(config)
-        if not parts_of(m, n, replace(config, split=2), sms)[1]:
-            continue  # every round is full
-        most = min(most_parts(config), ceil_div(k, config.block_k) // 2)
-        found += [replace(config, split=split) for split in SPLITS if 1 < split <= most]
-    return found
+    @property
+    def number(self) -> int:
+        """Items of work: whole tiles, and parts of the others."""
+        return self.whole + self.rest * self.split
 
 
 def clusters_at_once(blocks: int, sms: int) -> int:
     """Return how many clusters of so many blocks run at once, a block on each SM.
 
-    A cluster lies within one of the GPU's groups of SMs, which differ in size, so some SMs are left over. The driver says how
-    many there are (`tools.record.clusters_at_once`, on an H200); one cluster more is a second round.
+    A cluster lies within one of the GPU's groups of SMs, which differ in size, so some SMs are left over.
     """
     return AT_ONCE.get(blocks, sms // blocks) if sms == 132 else sms // blocks
 
 
-def as_cluster(config: AnyConfig, split: int) -> AnyConfig:
-    """Return a configuration whose tiles are computed by clusters, with fewer slots where the sums need the memory."""
-    # Column blocks of 16 columns, so that there is one or more for most blocks of the cluster.
-    clustered = replace(config, split=split, in_cluster=True, pieces=config.columns[0] // 16, buffers=1)
-    while clustered.shared_bytes > SHARED_BYTES and clustered.stages > 3:
-        clustered = replace(clustered, stages=clustered.stages - 1)
-    return clustered
+def items_of(m: int, n: int, plan: Plan, split: int, sms: int) -> Items:
+    """Return how C (m, n) is cut into items of work.
+
+    The tiles that would not fill a round of all SMs are cut; the short kernel, which is for few tiles, cuts all or none.
+    """
+    tiles = ceil_div(m, plan.block_m * plan.down) * ceil_div(n, plan.block_n * plan.abreast)
+    rest = tiles if plan.short else tiles % clusters_at_once(plan.cluster, sms)
+    return Items(tiles - rest, rest, split) if split > 1 and rest else Items(tiles, 0, 1)
 
 
-def items_of(m: int, n: int, config: Config, sms: int) -> int:
-    """Return how many items of work there are: whole tiles, and parts of the others."""
-    whole, rest = parts_of(m, n, config, sms)
-    return whole + rest * config.split
+PLANS = (
+    Plan(64, 32, consumers=1, stages=6, short=True),
+    Plan(64, 64, consumers=1, stages=6, short=True),
+    Plan(64, 128, consumers=1, stages=4, short=True),
+    Plan(128, 64, consumers=1, stages=4, short=True),
+    Plan(128, 128, consumers=1, stages=3, short=True),
+    Plan(64, 128, consumers=1, stages=8, down=4),
+    Plan(128, 128, stages=6, down=2),
+    Plan(128, 128, stages=6, down=4),
+    Plan(128, 128, stages=6, abreast=4),
+    Plan(192, 128, consumers=3, stages=5, abreast=2),
+    Plan(128, 256, stages=4, down=2),
+    Plan(128, 256, stages=4, down=4),
+)
 
 
-def partial_tiles(m: int, n: int, config: Config, sms: int) -> int:
-    """Return how many sums of a tile may be left in global memory."""
-    return config.cluster * parts_of(m, n, config, sms)[1] * config.split
+@dataclass(frozen=True)
+class Cost:
+    """Constants of a model of the kernels' time, in microseconds, fitted to measured times (docs/kernels/gemm.md)."""
+
+    launch: float = 2.655
+    short_launch: float = 0.213  # of the short kernel
+    product: float = 0.5754  # of 2**21 multiplications on one SM
+    bytes: float = 0.0145  # of a KB of A and B that each SM reads
+    shared: float = 0.312  # how many times a byte counts where two blocks share it; squared: four
+    late: float = 1.576  # how many times a byte counts of rows that start at odd multiples of 16 bytes
+    memory: float = 0.2056  # of a MB of A and B, which comes from memory once
+    tile: float = 2.076  # of a tile's start and end
+    store: float = 0.02631  # of a KB of C
+    part: float = 1.631  # of leaving a part's sums and counting
+    add: float = 0.04682  # of a KB of sums that the last part reads
 
 
-def by_parity(configs: Iterable[AnyConfig], m: int, n: int, sms: int) -> list[AnyConfig]:
-    """Return configurations with rows by parity, where there are neighbours and parts for them too."""
-    found = [replace(x, pairs=True) for x in configs if 2 * ceil_div(m // 2, x.block_m) >= 2 * x.down]
-    found = [x for x in found if not x.in_cluster or parts_of(m, n, x, sms)[0] <= clusters_at_once(x.split, sms)]
-    return [x for x in found if x.split == 1 or x.in_cluster or parts_of(m, n, x, sms)[1]]
+COST = Cost()
 
 
-def with_neighbours(configs: Iterable[AnyConfig], m: int, n: int) -> list[AnyConfig]:
-    """Return configurations, and each with tiles that two blocks share where there are two tiles below each other or abreast."""
-    found = [*configs]
-    shared = [replace(config, multicast="B") for config in found if m > config.block_m]
-    return found + shared + [replace(config, multicast="A") for config in found if n > config.block_n]
+def estimate(
+    m: int,
+    n: int,
+    k: int,
+    plan: Plan,
+    split: int,
+    sms: int,
+    late: tuple[bool, bool] = (False, False),
+    cost: Cost = COST,
+) -> float:
+    """Estimate the time of a product in microseconds, for a choice between plans.
+
+    A step takes as long as its products or its bytes, whichever is longer; a little longer where they are alike. All steps of the
+    busiest SM are one after the other; as a whole they take as long as memory does at least.
+    """
+    items, once, steps = items_of(m, n, plan, split, sms), clusters_at_once(plan.cluster, sms), ceil_div(k, BLOCK_K)
+    whole, parts = ceil_div(items.whole, once), ceil_div(items.rest * items.split, once)
+    # Blocks of the short kernel run side by side on an SM, as many as there is memory for.
+    together = min(whole + parts, plan.blocks_an_sm) if plan.short else 1
+    rounds, all_steps = (whole + parts) / together, (whole * steps + parts * ceil_div(steps, items.split)) / together
+    kb_a, kb_b = (
+        size * BLOCK_K / 512 * (cost.late if x else 1)
+        for size, x in zip((plan.block_m, plan.block_n), late, strict=True)
+    )
+    kb = kb_a * cost.shared ** math.log2(plan.abreast) + kb_b * cost.shared ** math.log2(plan.down)
+    product = together * cost.product * plan.block_m * plan.block_n * BLOCK_K / 2**21
+    step = _longest(product, together * cost.bytes * kb)
+    kb_c = plan.block_m * plan.block_n / 512
+    time = cost.short_launch if plan.short else cost.launch
+    time += _longest(all_steps * step, cost.memory * 2e-6 * k * (m + n))
+    time += rounds * (cost.tile + together * cost.store * kb_c)
+    return time + (cost.part + cost.add * 2 * kb_c / plan.consumers * items.split if items.rest else 0)
+
+
+def _longest(*times: float) -> float:
+    """Return about the longest of several times, a little more where they are alike."""
+    return sum(time**6 for time in times) ** (1 / 6)
+
+
+def choose(m: int, n: int, k: int, sms: int, late_a: bool, late_b: bool) -> tuple[Plan, int]:
+    """Return the plan with the shortest estimated time, and into how many parts its tiles are cut that fill no round."""
+    late = late_a, late_b
+    found = [(plan, split) for plan in PLANS if plan.cluster <= sms for split in SPLITS if split <= max(1, k // 128)]
+    return min(found, key=lambda one: estimate(m, n, k, one[0], one[1], sms, late))

@@ -1,125 +1,56 @@
-"""The list of work and the ring of the warp-specialized GEMM, for 16 and 8 bits: which tile is next, and how its operands come.
+"""What the Gluon GEMM's two kernels share: items of work, the ring of operands, and sums of a tile in parts.
 
-`Work` is what producer and consumers share. It numbers the tiles of C and their parts, and knows the ring: a slot has A and B
-of one step, "full" is completed by the bytes, "empty" by those who have read them. `producer` is the warp that fills it.
-The algorithm as a whole is described in `gemm_gluon.py`, what a cluster shares in `gemm_ptx.py`.
+An item is a tile of C, or one of `split` parts of its steps along K. `Ring` is the memory through which the producer hands A and B
+to the consumers: a slot has A and B of one step, "full" is completed by the bytes, "empty" by those who have read them. A part
+leaves its sums in global memory and counts; the part that counts last adds all of them in their order, so that the same bits
+come out twice, and no program waits for another. The algorithm as a whole is described in `gemm_gluon.py`.
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
-from utils.kernels.gemm_ptx import for_sharing_blocks, for_this_block, join_cluster, meet_in_cluster, rank
-from utils.kernels.gemm_stream import copies_stay, copies_stream
+from utils.kernels.gemm_ptx import for_all_blocks, for_this_block, rank
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
 tma_load = tma.async_load
+tma_store = tma.async_store
+whole_warpgroup = gl.barrier  # of the partition that calls it
 aggregate = gluon.aggregate
+BLOCK_K = gl.constexpr(64)
+GROUP_M = gl.constexpr(8)
 
 
 @aggregate
 class Work:
-    """What producer and consumers share: the ring with its barriers, the sizes, and what is fixed when compiled.
+    """The product's sizes and how it is cut. `Items` of `gemm_plan.py` says the same on the host."""
 
-    Step i since the kernel's start, across tiles, uses slot i % stages, for the (i // stages)-th time: the parity of
-    that is the phase to wait for.
-    """
-
-    a_ring: gl.shared_memory_descriptor  # (stages * consumers, ROWS, BLOCK_K), transposed where A is column-major
-    b_ring: gl.shared_memory_descriptor  # (stages, BLOCK_K, columns[0]), or its transpose
-    b2_ring: gl.shared_memory_descriptor  # (stages, BLOCK_K, columns[1]), or its transpose; b_ring if that is 0
-    # With CONFIG.join both are one ring of tiles with as many columns as the second part brings: a slot's parts in a row.
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
     M: gl.tensor
     N: gl.tensor
     K: gl.tensor
-    whole: gl.tensor  # tiles that are computed in one go; each of the others in CONFIG.split parts
-    CONFIG: gl.constexpr
-    A_COLUMN_MAJOR: gl.constexpr
-    B_COLUMN_MAJOR: gl.constexpr
+    whole: gl.tensor  # tiles that are computed whole; each of the others in `split` parts
+    split: gl.tensor
+    PLAN: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, a_ring, b_ring, b2_ring, full, empty, M, N, K, whole, CONFIG, A_COLUMN_MAJOR, B_COLUMN_MAJOR):
-        self.a_ring = a_ring
-        self.b_ring = b_ring
-        self.b2_ring = b2_ring
-        self.full = full
-        self.empty = empty
+    def __init__(self, M, N, K, whole, split, PLAN):
         self.M = M
         self.N = N
         self.K = K
         self.whole = whole
-        self.CONFIG = gl.constexpr(CONFIG)
-        self.A_COLUMN_MAJOR = gl.constexpr(A_COLUMN_MAJOR)
-        self.B_COLUMN_MAJOR = gl.constexpr(B_COLUMN_MAJOR)
-
-    @gluon.jit
-    def slot(self, i):
-        """Slot of step i."""
-        return i % self.CONFIG.stages
-
-    @gluon.jit
-    def phase(self, i):
-        """Parity of the round in which step i uses its slot."""
-        return i // self.CONFIG.stages & 1
-
-    @gluon.jit
-    def rows_of_tiles(self):
-        """Number of rows of tiles of C."""
-        if self.CONFIG.pairs:
-            return 2 * gl.cdiv(self.M // 2, self.CONFIG.cluster_tile[0])
-        else:
-            return gl.cdiv(self.M, self.CONFIG.cluster_tile[0])
-
-    @gluon.jit
-    def tiles(self):
-        """Number of tiles of C. Those that the two blocks of a cluster compute at the same time count as one."""
-        return self.rows_of_tiles() * gl.cdiv(self.N, self.CONFIG.cluster_tile[1])
-
-    @gluon.jit
-    def origin(self, tile):
-        """First row and column of this block's tile, and the parity of its rows, which then count pairs.
-
-        Tiles are numbered down group_m rows of tiles, then along.
-        """
-        TILE_M: gl.constexpr = self.CONFIG.cluster_tile[0]
-        TILE_N: gl.constexpr = self.CONFIG.cluster_tile[1]
-        GROUP_M: gl.constexpr = self.CONFIG.group_m * self.CONFIG.block_m // TILE_M
-        tiles_m = self.rows_of_tiles()
-        tiles_n = gl.cdiv(self.N, TILE_N)
-        group = tile // (GROUP_M * tiles_n)
-        within = tile % (GROUP_M * tiles_n)
-        rows = min(tiles_m - group * GROUP_M, GROUP_M)
-        row, column = group * GROUP_M + within % rows, (within // rows) * TILE_N
-        parity = 0
-        if self.CONFIG.pairs:
-            row, parity = row // 2, row % 2
-        row *= TILE_M
-        if self.CONFIG.down > 1:
-            row += self.number_down() * self.CONFIG.block_m
-        if self.CONFIG.abreast > 1:
-            column += self.number_abreast() * self.CONFIG.block_n
-        return row, column, parity
+        self.split = split
+        self.PLAN = gl.constexpr(PLAN)
 
     @gluon.jit
     def items(self):
-        """Number of items of work: whole tiles first, then the parts of the others."""
-        return self.whole + (self.tiles() - self.whole) * self.CONFIG.split
-
-    @gluon.jit
-    def first_item(self):
-        """First item of this block; both blocks of a cluster walk over the same items."""
-        return gl.program_id(0) // self.CONFIG.cluster
-
-    @gluon.jit
-    def stride(self):
-        """From one item of this block to the next."""
-        return gl.num_programs(0) // self.CONFIG.cluster
+        """Number of items: whole tiles first, then the parts of the others. Tiles that a cluster computes together are one."""
+        tiles = gl.cdiv(self.M, self.PLAN.block_m * self.PLAN.down) * gl.cdiv(
+            self.N, self.PLAN.block_n * self.PLAN.abreast
+        )
+        return self.whole + (tiles - self.whole) * self.split
 
     @gluon.jit
     def part(self, item):
@@ -127,141 +58,73 @@ class Work:
         return item - self.whole
 
     @gluon.jit
-    def number_down(self):
-        """Number of this block's tile among the cluster's tiles below each other."""
-        if self.CONFIG.abreast == 1:
-            return rank(self.CONFIG.down)
-        else:
-            return rank(self.CONFIG.cluster) % self.CONFIG.down
-
-    @gluon.jit
-    def number_abreast(self):
-        """Number of this block's tile among the cluster's tiles abreast."""
-        return rank(self.CONFIG.cluster) // self.CONFIG.down
-
-    @gluon.jit
-    def own_part(self, part):
-        """Number of this block's part: a cluster's item is a part of each block's tile."""
-        if self.CONFIG.multicast != "":
-            SPLIT: gl.constexpr = self.CONFIG.split
-            CLUSTER: gl.constexpr = self.CONFIG.cluster
-            return (part // SPLIT * CLUSTER + rank(CLUSTER)) * SPLIT + part % SPLIT
-        else:
-            return part
-
-    @gluon.jit
-    def steps(self):
-        """Number of steps of a tile."""
-        return gl.cdiv(self.K + (self.CONFIG.shift if self.CONFIG.pairs else 0), self.CONFIG.block_k)
-
-    @gluon.jit
     def locate(self, item):
         """Tile of an item, and its first step along K and the one behind its last."""
-        steps = self.steps()
+        steps = gl.cdiv(self.K, BLOCK_K)
         part = self.part(item)
         is_part = min(max(part + 1, 0), 1)  # 1 or 0
-        if self.CONFIG.in_cluster:  # an item is a tile, and each block of a cluster has a part of its steps
-            PARTS: gl.constexpr = self.CONFIG.split
-            number = rank(PARTS)
-            return item, number * steps // PARTS, (number + 1) * steps // PARTS
-        else:
-            SPLIT: gl.constexpr = self.CONFIG.split
-            tile = min(
-                item, self.whole + part // SPLIT
-            )  # whole tiles: part is negative, and the item is the smaller one
-            within = part % SPLIT * is_part
-            parts = 1 + (SPLIT - 1) * is_part
-            return tile, within * steps // parts, (within + 1) * steps // parts
+        parts = 1 + (self.split - 1) * is_part
+        within = part % self.split * is_part
+        # For a whole tile the number of its part is negative, and the item is the smaller one.
+        tile = min(item, self.whole + part // self.split)
+        return tile, within * steps // parts, (within + 1) * steps // parts
 
     @gluon.jit
-    def fetch(self, desc, tile, at, parity, arrived, OPERAND: gl.constexpr):
-        """Producer: fetch a tile of an operand into a slot; of one that blocks share this block's piece, for all of them.
-
-        at: where the whole tile begins, as it lies in memory.
-        """
-        PIECES: gl.constexpr = self.CONFIG.down if OPERAND == "B" else self.CONFIG.abreast
-        if self.CONFIG.stream == OPERAND:
-            copies_stream()
-        if PIECES == 1:
-            self.copy(desc, tile, at, parity, arrived)
-        elif self.CONFIG.simulated:
-            for piece in gl.static_range(PIECES):
-                self.copy_piece(desc, tile, at, piece, parity, arrived, PIECES)
-        else:
-            for_sharing_blocks(OPERAND)
-            number = self.number_down() if OPERAND == "B" else self.number_abreast()
-            self.copy_piece(desc, tile, at, number, parity, arrived, PIECES)
-            for_this_block()
-        if self.CONFIG.stream == OPERAND:
-            copies_stay()
+    def origin(self, tile):
+        """First row and column of this block's tile. Tiles are numbered down GROUP_M rows of tiles, then along."""
+        ROWS: gl.constexpr = self.PLAN.block_m * self.PLAN.down
+        COLUMNS: gl.constexpr = self.PLAN.block_n * self.PLAN.abreast
+        GROUP: gl.constexpr = max(GROUP_M // self.PLAN.down, 1)
+        tiles_m = gl.cdiv(self.M, ROWS)
+        tiles_n = gl.cdiv(self.N, COLUMNS)
+        first = tile // (GROUP * tiles_n) * GROUP
+        within = tile % (GROUP * tiles_n)
+        rows = min(tiles_m - first, GROUP)
+        row = (first + within % rows) * ROWS + rank(self.PLAN.down) * self.PLAN.block_m
+        return row, within // rows * COLUMNS + rank(self.PLAN.abreast) * self.PLAN.block_n
 
     @gluon.jit
-    def copy_piece(self, desc, tile, at, piece, parity, arrived, PIECES: gl.constexpr):
-        """Producer: fetch a piece of a tile: of its rows, of its columns, or of both (`Config.box`)."""
-        ROWS: gl.constexpr = desc.block_type.shape[-2]
-        COLUMNS: gl.constexpr = desc.block_type.shape[-1]
-        DOWN: gl.constexpr = PIECES * COLUMNS // tile.shape[1]
-        first_row, first_column = piece % DOWN * ROWS, piece // DOWN * COLUMNS
-        # The simulator keeps elements by their place in a tile, and has no blocks of 128 bytes.
-        if self.CONFIG.simulated and tile.shape[1] != COLUMNS:
-            memory = tile.slice(piece // DOWN * COLUMNS, COLUMNS, dim=1).slice(piece % DOWN * ROWS, ROWS, dim=0)
-        else:
-            memory = tile.reinterpret(tile.dtype, [PIECES, ROWS, COLUMNS], tile.layout).index(piece)
-        self.copy(desc, memory, (at[0] + first_row, at[1] + first_column), parity, arrived)
+    def tile_and_part(self, item):
+        """Number of this block's tile among those in parts, and of its part: a cluster's item is a part of each block's tile."""
+        part = self.part(item)
+        return part // self.split * self.PLAN.cluster + rank(self.PLAN.cluster), part % self.split
+
+
+@aggregate
+class Ring:
+    """Slots for A and B with their barriers.
+
+    Step i since the kernel's start, across tiles, uses slot i % stages, for the (i // stages)-th time: the parity of that is the
+    phase to wait for. What is column-major lies in memory as it is, and is turned when it is read.
+    """
+
+    a: gl.shared_memory_descriptor  # (stages * consumers, rows, BLOCK_K), or transposed
+    b: gl.shared_memory_descriptor  # (stages, BLOCK_K, block_n), or transposed
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    PLAN: gl.constexpr
+    A_COLUMN_MAJOR: gl.constexpr
+    B_COLUMN_MAJOR: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, a, b, full, empty, PLAN, A_COLUMN_MAJOR, B_COLUMN_MAJOR):
+        self.a = a
+        self.b = b
+        self.full = full
+        self.empty = empty
+        self.PLAN = gl.constexpr(PLAN)
+        self.A_COLUMN_MAJOR = gl.constexpr(A_COLUMN_MAJOR)
+        self.B_COLUMN_MAJOR = gl.constexpr(B_COLUMN_MAJOR)
 
     @gluon.jit
-    def copy(self, desc, memory, at, parity, arrived):
-        """Producer: start a TMA copy of a box of a matrix, or of its rows of one parity."""
-        if len(desc.block_type.shape) == 3:
-            tma_load(desc, [parity, at[0], at[1]], arrived, memory.reshape(desc.block_type.shape))
-        else:
-            tma_load(desc, [at[0], at[1]], arrived, memory)
+    def slot(self, i):
+        """Slot of step i."""
+        return i % self.PLAN.stages
 
     @gluon.jit
-    def load(self, i, a_desc, b_desc, b2_desc, row, column, parity, k):
-        """Producer: fetch A[row.., k..] and B[k.., column..] for step i, as soon as its slot is empty."""
-        CONSUMERS: gl.constexpr = self.CONFIG.consumers
-        ROWS: gl.constexpr = self.CONFIG.block_m // CONSUMERS
-        # Without this wait TMA would overwrite what a consumer still reads, the other block's too where it shares the
-        # tile. The parity is that of the round before: in the first round a fresh barrier counts as just completed.
-        self.wait_until_empty(i)
-        arrived = self.full.index(self.slot(i))
-        # The bytes are announced first: copies that arrive unannounced could complete the phase too early. Whole boxes
-        # are counted, also where they hang over the edge and TMA fills in zeros. The other block's half may be here
-        # before: that is no harm, since the phase is not complete before this arrival.
-        mbarrier.expect(arrived, self.CONFIG.slot_bytes)
-        for w in gl.static_range(CONSUMERS):
-            tile = self.a_ring.index(self.slot(i) * CONSUMERS + w)
-            at = self.place(row + w * ROWS, k, self.A_COLUMN_MAJOR)
-            self.fetch(a_desc, tile, at, parity, arrived, "A")
-        at = self.place(k, column, self.B_COLUMN_MAJOR)
-        b, b2 = self.parts_of_b(i)
-        self.fetch(b_desc, b, at, 0, arrived, "B")
-        if self.CONFIG.columns[1] > 0:
-            at = self.place(k, column + self.CONFIG.columns[0], self.B_COLUMN_MAJOR)
-            self.fetch(b2_desc, b2, at, 0, arrived, "B")
-
-    @gluon.jit
-    def parts_of_b(self, i):
-        """Both parts of B in the slot of step i, as they lie in memory."""
-        if self.CONFIG.join:
-            FIRST: gl.constexpr = self.CONFIG.columns[0]
-            SECOND: gl.constexpr = self.CONFIG.brought
-            ROWS: gl.constexpr = FIRST if self.B_COLUMN_MAJOR else self.CONFIG.block_k
-            COLUMNS: gl.constexpr = self.CONFIG.block_k if self.B_COLUMN_MAJOR else FIRST
-            start = self.slot(i) * (FIRST // SECOND + 1)
-            b = self.b2_ring.index(start).reinterpret(self.b2_ring.dtype, [ROWS, COLUMNS], self.b2_ring.layout)
-            return b, self.b2_ring.index(start + FIRST // SECOND)
-        else:
-            return self.b_ring.index(self.slot(i)), self.b2_ring.index(self.slot(i))
-
-    @gluon.jit
-    def place(self, row, column, COLUMN_MAJOR: gl.constexpr):
-        """A place in a matrix, as the matrix lies in memory."""
-        if COLUMN_MAJOR:
-            return column, row
-        else:
-            return row, column
+    def phase(self, i):
+        """Parity of the round in which step i uses its slot."""
+        return i // self.PLAN.stages & 1
 
     @gluon.jit
     def wait_until_empty(self, i):
@@ -269,94 +132,201 @@ class Work:
         mbarrier.wait(self.empty.index(self.slot(i)), self.phase(i) ^ 1)
 
     @gluon.jit
+    def fill(self, i, a_desc, b_desc, row, column, k, pred=True):
+        """Producer: fetch A[row.., k..] and B[k.., column..] for step i; its slot is empty.
+
+        TMA fills what lies outside of A and B with zeros, which count as bytes too.
+        """
+        CONSUMERS: gl.constexpr = self.PLAN.consumers
+        full = self.full.index(self.slot(i))
+        # The bytes are announced first: copies that arrive unannounced could complete the phase too early. A piece that
+        # another block sends may be here before: that is no harm, since the phase is not complete before this arrival.
+        mbarrier.expect(full, self.PLAN.slot_bytes, pred=pred)
+        for w in gl.static_range(CONSUMERS):
+            tile = self.a.index(self.slot(i) * CONSUMERS + w)
+            at = in_memory(row + w * self.PLAN.rows, k, self.A_COLUMN_MAJOR)
+            self.fetch(a_desc, tile, at, full, pred, self.PLAN.abreast)
+        at = in_memory(k, column, self.B_COLUMN_MAJOR)
+        self.fetch(b_desc, self.b.index(self.slot(i)), at, full, pred, self.PLAN.down)
+
+    @gluon.jit
+    def fetch(self, desc, tile, at, full, pred, PIECES: gl.constexpr):
+        """Producer: fetch a tile of an operand; of one that the cluster's PIECES blocks share a piece, for all of them."""
+        if PIECES == 1:
+            tma_load(desc, [at[0], at[1]], full, tile, pred=pred)
+        elif self.PLAN.simulated:
+            for piece in gl.static_range(PIECES):
+                self.fetch_piece(desc, tile, at, piece, full, PIECES)
+        else:
+            for_all_blocks()
+            self.fetch_piece(desc, tile, at, rank(PIECES), full, PIECES)
+            for_this_block()
+
+    @gluon.jit
+    def fetch_piece(self, desc, tile, at, piece, full, PIECES: gl.constexpr):
+        """Producer: fetch a piece of a tile: of its rows, of its columns, or of both (`Plan.box`)."""
+        ROWS: gl.constexpr = desc.block_type.shape[0]
+        COLUMNS: gl.constexpr = desc.block_type.shape[1]
+        DOWN: gl.constexpr = PIECES * COLUMNS // tile.shape[1]
+        row, column = piece % DOWN * ROWS, piece // DOWN * COLUMNS
+        # The simulator keeps elements by their place in a tile, and has no blocks of 128 bytes.
+        if self.PLAN.simulated and tile.shape[1] != COLUMNS:
+            memory = tile.slice(piece // DOWN * COLUMNS, COLUMNS, dim=1).slice(piece % DOWN * ROWS, ROWS, dim=0)
+        else:
+            memory = tile.reinterpret(tile.dtype, [PIECES, ROWS, COLUMNS], tile.layout).index(piece)
+        tma_load(desc, [at[0] + row, at[1] + column], full, memory)
+
+    @gluon.jit
     def operands(self, i, WHICH: gl.constexpr):
-        """Consumer: its rows of A, and B in two parts, of step i. What is column-major lies there as it is, and is turned."""
-        a = self.a_ring.index(self.slot(i) * self.CONFIG.consumers + WHICH)
-        b, b2 = self.parts_of_b(i)
+        """Consumer: its rows of A, and B, of step i, when they have arrived."""
+        a = self.a.index(self.slot(i) * self.PLAN.consumers + WHICH)
+        b = self.b.index(self.slot(i))
         # Without this wait wgmma would read the tiles of the round before.
         mbarrier.wait(self.full.index(self.slot(i)), self.phase(i))
         if self.A_COLUMN_MAJOR:
             a = a.permute((1, 0))
         if self.B_COLUMN_MAJOR:
             b = b.permute((1, 0))
-            b2 = b2.permute((1, 0))
-        elif self.CONFIG.pad:
-            b2 = b2.slice(0, self.CONFIG.columns[1], dim=1)
-        return a, b, b2
+        return a, b
 
     @gluon.jit
-    def release_before(self, i, pred=True):
-        """Consumer: the slot of step i - 1 may be refilled; without that the producer waits for ever.
+    def release(self, i, pred=True):
+        """Consumer: the slot of step i may be refilled; without that the producer waits for ever.
 
         The slot was read through the async proxy, as it will be refilled by TMA, so no fence is needed.
         """
-        mbarrier.arrive(self.empty.index((i + self.CONFIG.stages - 1) % self.CONFIG.stages), count=1, pred=pred)
+        mbarrier.arrive(self.empty.index(self.slot(i + self.PLAN.stages)), count=1, pred=pred)
 
 
 @gluon.jit
-def producer(work, a_desc, b_desc, b2_desc):
-    """One warp: keep the ring full. `step` counts slots filled since the start, across tiles."""
-    step = 0
-    if work.CONFIG.early:
-        wait_for_launch_before()
-        # Only now: with several launches ahead, blocks of those far ahead would take the SMs of the next.
-        let_next_launch_begin()
-    join_cluster(work.CONFIG)
-    for item in range(work.first_item(), work.items(), work.stride()):
-        tile, first, last = work.locate(item)
-        row, column, parity = work.origin(tile)
-        for k in range(first, last):
-            # Odd rows start 16 bytes late: so much earlier they are where even rows are. TMA fills in zeros before the
-            # first element, for A and for B.
-            start = k * work.CONFIG.block_k - work.CONFIG.shift * parity
-            work.load(step, a_desc, b_desc, b2_desc, row, column, parity, start)
-            step += 1
-        if work.CONFIG.in_cluster:
-            meet_for_sums()
-    if work.CONFIG.on_clusters and work.CONFIG.multicast != "":
-        # Until all that this block has fetched has been read: after that the other block sends nothing here, and this
-        # one may end, with its barriers.
-        STAGES: gl.constexpr = work.CONFIG.stages
-        for i in gl.static_range(STAGES):
-            work.wait_until_empty(step + i)
+def allocate_ring(
+    a_desc,
+    b_desc,
+    READERS: gl.constexpr,
+    PLAN: gl.constexpr,
+    A_COLUMN_MAJOR: gl.constexpr,
+    B_COLUMN_MAJOR: gl.constexpr,
+):
+    """Allocate the slots and set up their barriers; READERS arrive when they have read a slot."""
+    STAGES: gl.constexpr = PLAN.stages
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = full
+    if READERS > 0:
+        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
+        if READERS > 0:
+            mbarrier.init(empty.index(i), count=READERS)
+    a = shared_tiles(a_desc.dtype, STAGES * PLAN.consumers, PLAN.rows, BLOCK_K, A_COLUMN_MAJOR)
+    b = shared_tiles(b_desc.dtype, STAGES, BLOCK_K, PLAN.block_n, B_COLUMN_MAJOR)
+    return Ring(a, b, full, empty, PLAN, A_COLUMN_MAJOR, B_COLUMN_MAJOR)
 
 
 @gluon.jit
-def meet_for_sums():
-    """Wait with the cluster's other warps, as all have to: until a tile's sums are there, and until they have been read."""
-    meet_in_cluster()
-    meet_in_cluster()
-
-
-@gluon.jit
-def bystander(work):
-    """Warps without a role: they are there because all warps of a block join its cluster."""
-    join_cluster(work.CONFIG)
-    if work.CONFIG.in_cluster:
-        for _ in range(work.first_item(), work.items(), work.stride()):
-            meet_for_sums()
-
-
-@gluon.jit
-def rings_of_b(b_desc, b2_desc, CONFIG: gl.constexpr, COLUMN_MAJOR: gl.constexpr):
-    """Shared memory for both parts of B: a ring each, or one ring if both are read as one tile (`Work.parts_of_b`)."""
-    STAGES: gl.constexpr = CONFIG.stages
-    FIRST: gl.constexpr = CONFIG.columns[0]
-    SECOND: gl.constexpr = CONFIG.brought
-    if CONFIG.join:
-        both = ring(b2_desc, STAGES * (FIRST // SECOND + 1), CONFIG.block_k, SECOND, COLUMN_MAJOR)
-        return both, both
+def in_memory(row, column, COLUMN_MAJOR: gl.constexpr):
+    """A row and a column of a matrix, as the matrix lies in memory."""
+    if COLUMN_MAJOR:
+        return column, row
     else:
-        b_ring = ring(b_desc, STAGES, CONFIG.block_k, FIRST, COLUMN_MAJOR)
-        if SECOND > 0:
-            return b_ring, ring(b2_desc, STAGES, CONFIG.block_k, SECOND, COLUMN_MAJOR)
-        else:
-            return b_ring, b_ring
+        return row, column
 
 
 @gluon.jit
-def ring(desc, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, COLUMN_MAJOR: gl.constexpr):
-    """Shared memory for COUNT tiles of a matrix; what is column-major lies there as it is."""
-    BOX: gl.constexpr = [COLUMNS, ROWS] if COLUMN_MAJOR else [ROWS, COLUMNS]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BOX, desc.dtype)
-    return gl.allocate_shared_memory(desc.dtype, [COUNT, BOX[0], BOX[1]], layout)
+def shared_tiles(
+    DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TURNED: gl.constexpr = False
+):
+    """Shared memory for COUNT tiles, swizzled as wgmma and TMA read them; column-major ones lie there as they are."""
+    BOX: gl.constexpr = [COLUMNS, ROWS] if TURNED else [ROWS, COLUMNS]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BOX, DTYPE)
+    return gl.allocate_shared_memory(DTYPE, [COUNT, BOX[0], BOX[1]], layout)
+
+
+@gluon.jit
+def last_part(work, partial, acc, item, WHICH: gl.constexpr):
+    """Leave a part's sums in global memory, and tell whether all parts of the tile are there now."""
+    sums, counters = partial
+    CONSUMERS: gl.constexpr = work.PLAN.consumers
+    tile, part = work.tile_and_part(item)
+    place = sums + ((tile * work.split + part) * CONSUMERS + WHICH).to(gl.int64) * (acc.shape[0] * acc.shape[1])
+    layout: gl.constexpr = acc.type.layout
+    m = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
+    n = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+    gl.store(place + m[:, None] * acc.shape[1] + n[None, :], acc)
+    # All threads of the warpgroup have stored before one of them counts: whoever counts last reads what all have stored.
+    whole_warpgroup()
+    counter = counters + tile * CONSUMERS + WHICH
+    count = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    if count == work.split - 1:
+        gl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")  # the next launch finds it as this one did
+    return count == work.split - 1
+
+
+@gluon.jit
+def summed_piece(work, partial, item, i, WHICH: gl.constexpr):
+    """Piece i of a tile, summed over its parts in their order, whichever part was the last to arrive."""
+    ROWS: gl.constexpr = work.PLAN.rows
+    COLUMNS: gl.constexpr = work.PLAN.piece[1]
+    SIZE: gl.constexpr = ROWS * work.PLAN.block_n
+    CONSUMERS: gl.constexpr = work.PLAN.consumers
+    TOGETHER: gl.constexpr = 4  # parts that are read at a time: one alone would wait for memory once for each part
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // COLUMNS, COLUMNS // 4], [4, 1], [1, 0])
+    m = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    n = i * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    tile, _ = work.tile_and_part(item)
+    first = partial[0] + (tile * work.split * CONSUMERS + WHICH).to(gl.int64) * SIZE
+    first += m[:, None] * work.PLAN.block_n + n[None, :]
+    total = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    for start in range(0, work.split, TOGETHER):
+        for j in gl.static_range(TOGETHER):
+            there = start + j < work.split
+            # The L1 may hold what was there before.
+            total += gl.load(first + (start + j) * (CONSUMERS * SIZE), mask=there, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@gluon.jit
+def column_pieces(tile, PIECES: gl.constexpr):
+    """A tile cut into PIECES column blocks, in registers: each half lies in registers of its own, nothing moves."""
+    pieces = (tile,)
+    for _ in gl.static_range(PIECES.bit_length() - 1):
+        halves = ()
+        for i in gl.static_range(len(pieces)):
+            x = pieces[i]
+            halves += x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute(0, 2, 1).split()
+        pieces = halves  # type: ignore[assignment]  # in a kernel a name's tuple may grow
+    return pieces
+
+
+@gluon.jit
+def store_piece(work, out, piece, i, row, column, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
+    """Store column block i of a consumer's rows: through a buffer by TMA, which drops what lies outside of C, or from registers."""
+    c_desc, c_pointer, buffers = out
+    BUFFERS: gl.constexpr = work.PLAN.buffers
+    column += i * piece.shape[1]
+    if TMA_STORE:
+        buffer = buffers.index(WHICH * BUFFERS + i % BUFFERS)
+        tma.store_wait(BUFFERS - 1)  # the store that used this buffer before has left it: it may be overwritten
+        buffer.store(piece)
+        fence_async_shared()  # written by threads, read by the TMA unit: without it TMA may read older data
+        tma_store(c_desc, [row, column], buffer)
+    else:
+        layout: gl.constexpr = piece.type.layout
+        m = row + gl.arange(0, piece.shape[0], gl.SliceLayout(1, layout))
+        n = column + gl.arange(0, piece.shape[1], gl.SliceLayout(0, layout))
+        inside = (m < work.M)[:, None] & (n < work.N)[None, :]
+        gl.store(c_pointer + m.to(gl.int64)[:, None] * work.N + n[None, :], piece, mask=inside)
+
+
+@gluon.jit
+def store_item(work, out, partial, acc, item, row, column, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
+    """Store a consumer's rows of a tile of C, or leave a part's sums; the part that is the last to arrive stores their total."""
+    dtype: gl.constexpr = out[1].dtype.element_ty
+    PIECES: gl.constexpr = work.PLAN.pieces
+    if work.part(item) < 0:
+        pieces = column_pieces(acc.to(dtype), PIECES)
+        for i in gl.static_range(PIECES):
+            store_piece(work, out, pieces[i], i, row, column, WHICH, TMA_STORE)
+    elif last_part(work, partial, acc, item, WHICH):
+        for i in range(PIECES):
+            piece = summed_piece(work, partial, item, i, WHICH).to(dtype)
+            store_piece(work, out, piece, i, row, column, WHICH, TMA_STORE)

@@ -5,8 +5,8 @@ a process cannot have both. Setting the variable here would break every later `t
 So a kernel is interpreted in a child process: tensors go there and back in a file, and the caller does not change.
 
     run_interpreted("gemm_tiled", a, b)                    a function of utils.kernels
-    run_interpreted_source(source, "gemm", a, b)           source text: @triton.jit functions and a launch wrapper
     run_interpreted_cases("gemm_tiled", [(a, b), ...])     several inputs in one process
+    run_interpreted_cases((source, "gemm"), [(a, b)])      source text: @triton.jit functions and a launch wrapper
 
 The interpreter takes about 2 ms for each iteration of a kernel's inner loop, whatever the tile: use large tiles and
 small matrices. It shows what a kernel computes, never how fast: it has no races, no shared memory, no registers.
@@ -72,20 +72,6 @@ def run_interpreted(function_name: str, *args, timeout: float = 60, **kwargs):
     return run_interpreted_cases(function_name, [args], timeout=timeout, **kwargs)[0]
 
 
-def run_interpreted_source(source: str, entry: str, *tensors, timeout: float = 60):
-    """Run Triton source text through the interpreter: call its function `entry` and return what it returns.
-
-    An error in the source raises InterpretedKernelError with the source's own traceback.
-
-    Args:
-        source: Python text that defines `@triton.jit` kernels and `entry`; `torch`, `triton` and `tl` are imported.
-        entry: Name of a function of the source, which returns the output tensor.
-        *tensors: CPU tensors (or plain values) for `entry`.
-        timeout: Seconds, the start of a process included (two to four, for the first call of a program).
-    """
-    return run_interpreted_cases((source, entry), [tensors], timeout=timeout)[0]
-
-
 def run_interpreted_cases(
     call: str | tuple[str, str], cases: Sequence[Sequence], *, timeout: float = 60, **kwargs
 ) -> list:
@@ -94,7 +80,8 @@ def run_interpreted_cases(
     The first case that fails raises InterpretedKernelError, and its `case` is the index.
 
     Args:
-        call: A function name as in `run_interpreted`, or (source, entry) as in `run_interpreted_source`.
+        call: A function name as in `run_interpreted`, or (source, entry): Python text that defines `@triton.jit` kernels, with
+            `torch`, `triton` and `tl` imported, and the name of its function that returns the output tensor.
         cases: The positional arguments of each call.
         timeout: Seconds for all cases together, the start of a process included.
         **kwargs: Keyword arguments, the same for all cases.

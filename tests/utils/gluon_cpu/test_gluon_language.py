@@ -333,7 +333,7 @@ def test_layouts_have_a_name_in_the_courses_kernels():
     names = [module.name for module in pkgutil.walk_packages(gluon_kernels.__path__, f"{gluon_kernels.__name__}.")]
     modules = [
         importlib.import_module(name)
-        for name in [*names, *(f"utils.kernels.gemm_{x}" for x in ("gluon", "short", "parts"))]
+        for name in [*names, *(f"utils.kernels.gemm_{x}" for x in ("gluon", "work", "ptx"))]
     ]
     assert sum("@gluon.jit" in inspect.getsource(module) for module in modules) > 15
     assert {module.__name__: found for module in modules if (found := unnamed_layouts_of(module))} == {}

@@ -13,12 +13,7 @@ import pytest
 import torch
 
 from utils.kernels import interpreter, warm_process
-from utils.kernels.interpreter import (
-    InterpretedKernelError,
-    run_interpreted,
-    run_interpreted_cases,
-    run_interpreted_source,
-)
+from utils.kernels.interpreter import InterpretedKernelError, run_interpreted, run_interpreted_cases
 from utils.kernels.warm_process import ForkedProcess
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -58,6 +53,11 @@ DOT = """
 """
 
 
+def run_source(source, entry, *tensors, **options):
+    """Call a function of source text through the interpreter."""
+    return run_interpreted_cases((source, entry), [tensors], **options)[0]
+
+
 def test_source_text_runs_on_several_inputs_and_its_prints_arrive(capfd):
     cases = [(torch.randn(count),) for count in (1, 64, 100)]
     before = dict(os.environ)
@@ -92,7 +92,7 @@ def test_bf16_is_computed_as_a_gpu_does():
     source = "".join(map(textwrap.dedent, (DOT, rounding, both)))
     a, b = torch.randn(16, 48).bfloat16(), torch.randn(48, 16).bfloat16()
     halves = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, 3.3e38, -1e-40, float("inf"), float("nan")])
-    c, rounded = run_interpreted_source(source, "dot_and_round", a, b, halves)
+    c, rounded = run_source(source, "dot_and_round", a, b, halves)
     exact = a.double() @ b.double()
     assert ((c.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-5).all()  # half a unit in the last place
     assert torch.equal(rounded[:-1], halves.bfloat16()[:-1]) and rounded[-1].isnan()
@@ -106,7 +106,7 @@ LEAVES_A_MARK = """
 
 
 def _mark() -> list[int]:
-    return run_interpreted_source("import os\n" + textwrap.dedent(LEAVES_A_MARK), "mark", torch.ones(1)).tolist()
+    return run_source("import os\n" + textwrap.dedent(LEAVES_A_MARK), "mark", torch.ones(1)).tolist()
 
 
 def test_calls_share_one_start_and_nothing_else(monkeypatch):
@@ -159,7 +159,7 @@ FAULTS = [
 def test_a_failure_comes_back_with_the_sources_own_traceback(old, new, phrases):
     assert old in DOUBLE
     with pytest.raises(InterpretedKernelError) as failure:
-        run_interpreted_source(DOUBLE.replace(old, new), "double", torch.randn(100))
+        run_source(DOUBLE.replace(old, new), "double", torch.randn(100))
     message = str(failure.value)
     assert [phrase for phrase in phrases if phrase not in message] == [], message
     assert "/interpreter.py" not in message and "/tmp" not in message
@@ -169,7 +169,7 @@ def test_an_endless_kernel_is_stopped():
     begin = time.perf_counter()
     source = DOUBLE.replace("y = torch.empty_like(x)", "import time; time.sleep(300)")
     with pytest.raises(InterpretedKernelError, match=r"did not finish within 5 s.*2 ms"):
-        run_interpreted_source(source, "double", torch.randn(100), timeout=5)
+        run_source(source, "double", torch.randn(100), timeout=5)
     assert time.perf_counter() - begin < 15
 
 
@@ -182,7 +182,7 @@ def test_a_failure_names_its_case():
 def test_views_arrive_as_views():
     source = "def strides(x):\n    return torch.tensor(x.stride()), x.sum()"
     x = torch.randn(6, 8)[::2, 1:].T
-    strides, total = run_interpreted_source(source, "strides", x)
+    strides, total = run_source(source, "strides", x)
     assert strides.tolist() == list(x.stride()) and torch.equal(total, x.sum())
 
 

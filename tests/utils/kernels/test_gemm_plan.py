@@ -1,0 +1,117 @@
+"""Who computes what in a GEMM, by the kernel's own code, and which plans products get: without a GPU."""
+
+import itertools
+import random
+import time
+
+import pytest
+
+from tests.utils.kernel_code import Number, kernel_code
+from tools.record.gemm_shapes import draw_shapes, late_rows
+from utils.kernels.gemm_plan import BLOCK_K, GROUP_M, PLANS, SHARED_BYTES, SPLITS, choose, clusters_at_once, items_of
+
+CODE = kernel_code(
+    "utils/kernels/gemm_work.py",
+    "@aggregate\nclass Work",
+    "@aggregate\nclass Ring",
+    rank=lambda cluster: CODE.gl.program % cluster,
+    BLOCK_K=BLOCK_K,
+    GROUP_M=GROUP_M,
+)
+
+
+def size(rng):
+    return rng.choice(
+        (1, 7, 8, 64, 65, 128, 136, 192, 256, 1000, int(2 ** rng.uniform(0, 14.3)), rng.randint(1, 20_000))
+    )
+
+
+def check(m, n, k, plan, split, sms):
+    """One product by one plan: every tile once, whole or in its parts, and every part of K once."""
+    items = items_of(m, n, plan, split, sms)
+    groups = items.number if plan.short else min(clusters_at_once(plan.cluster, sms), items.number)
+    CODE.gl.programs = groups * plan.cluster
+    work = CODE.Work(*[Number(x) for x in (m, n, k, items.whole, items.split)], plan)
+    assert work.items() == items.number
+    tiles, places_of_sums = {}, set()
+    for program in range(CODE.gl.programs):
+        CODE.gl.program = program
+        for item in map(Number, range(program // plan.cluster, items.number, groups)):
+            tile, first, last = work.locate(item)
+            tiles.setdefault(tuple(map(int, work.origin(tile))), []).append((int(first), int(last)))
+            assert first < last  # a part without a step would release a slot that nobody filled
+            if work.part(item) >= 0:
+                tile, part = map(int, work.tile_and_part(item))
+                assert (tile, part) not in places_of_sums
+                places_of_sums.add((tile, part))
+    assert places_of_sums == set(itertools.product(range(items.rest * plan.cluster), range(items.split)))
+    rows, columns = plan.block_m * plan.down, plan.block_n * plan.abreast
+    assert set(tiles) == set(  # and so C is covered, since tiles lie side by side
+        itertools.product(
+            range(0, -(-m // rows) * rows, plan.block_m), range(0, -(-n // columns) * columns, plan.block_n)
+        )
+    )
+    for parts in tiles.values():
+        parts.sort()
+        assert parts[0][0] == 0 and parts[-1][1] == -(-k // BLOCK_K)
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
+        assert len(parts) in (1, items.split)
+
+
+def check_some(rng, most_items):
+    sms = rng.choice((132, 132, 114, 144, 9))
+    m, n, k, plan = size(rng), size(rng), size(rng), rng.choice(PLANS)
+    split = rng.choice([split for split in SPLITS if split <= -(-k // BLOCK_K)])
+    if items_of(m, n, plan, split, sms).number <= most_items:
+        check(m, n, k, plan, split, sms)
+
+
+def test_each_tile_is_computed_once_whole_or_in_parts():
+    rng = random.Random(2)
+    for _ in range(80):
+        check_some(rng, 600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_each_tile_of_many_more_sizes_is_computed_once(seed):
+    rng = random.Random(2000 + seed)
+    for _ in range(400):
+        check_some(rng, 6000)
+
+
+def test_every_plan_fits_and_is_whole():
+    assert len(set(PLANS)) == len(PLANS) <= 12
+    for plan in PLANS:
+        assert plan.shared_bytes <= SHARED_BYTES and plan.rows in (64, 128)
+        assert plan.pieces * plan.piece[1] == plan.block_n and plan.pieces % plan.buffers == 0
+        assert not plan.short or (plan.consumers == plan.cluster == 1 and plan.blocks_an_sm > 1)
+        for operand, rows, columns in (("A", plan.rows, BLOCK_K), ("B", BLOCK_K, plan.block_n)):
+            for transposed in (False, True):
+                box = plan.box(operand, rows, columns, transposed)
+                shared = {"A": plan.abreast, "B": plan.down}[operand]
+                assert box[0] % 8 == 0 and box[1] >= 32 and box[0] * box[1] * shared == rows * columns
+
+
+def test_what_is_chosen_is_sound():
+    """What is chosen has parts of two steps at least, few partial sums, and a cluster that the GPU can run."""
+    rng = random.Random(3)
+    for _ in range(200):
+        m, n, k, sms = size(rng), size(rng), size(rng), rng.choice((132, 114, 5))
+        plan, split = choose(m, n, k, sms, rng.random() < 0.5, rng.random() < 0.5)
+        items = items_of(m, n, plan, split, sms)
+        assert split == 1 or 2 * split <= -(-k // BLOCK_K)
+        assert 4 * items.rest * plan.cluster * items.split * plan.block_m * plan.block_n < 2**30
+        assert plan.cluster <= sms and items.number < 2**31
+    large, _ = choose(8192, 8192, 8192, 132, False, False)
+    assert large.block_m * large.block_n == 128 * 256 and large.cluster > 1
+    few, split = choose(320, 112, 12712, 132, False, False)  # few tiles, and long sums: parts keep more SMs busy
+    assert items_of(320, 112, few, split, 132).number > 20
+
+
+def test_at_most_twelve_kernels_are_compiled_for_a_dtype_and_an_order_of_the_operands():
+    """All that a kernel is compiled for is its plan, the dtype, both orders, and whether TMA can store C."""
+    shapes, start = draw_shapes(seed=2026, count=122), time.perf_counter()
+    plans = {choose(s["m"], s["n"], s["k"], 132, *late_rows(s))[0] for s in shapes}
+    assert 4 < len(plans) <= 12
+    assert time.perf_counter() - start < 122 * 0.02  # a new shape has 20 ms for its first call
