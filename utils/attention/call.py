@@ -92,9 +92,9 @@ def attention(
         causal: query i sees keys up to i + Sk - Sq, so the last query sees the last key.
         scale: of the scores, 1/sqrt(D) by default.
         window: a query sees only keys fewer than this many positions away (causal: its own and those before).
-        mask_mod: (b, h, q, k) -> bool, the same for all batches and heads. It compares index with index: for Sq < Sk,
-            masks.at_offset(mask, Sk - Sq) aligns the last query with the last key. Pass the same function object at
-            each call: a new one is compiled anew.
+        mask_mod: (b, h, q, k) -> bool, True where query q of sequence b and head h sees key k. It compares index with
+            index: for Sq < Sk, masks.at_offset(mask, Sk - Sq) aligns the last query with the last key. Pass the same
+            function object at each call: a new one is compiled anew.
         score_mod: (score, b, h, q, k) -> score, applied before the softmax.
         backend: a name in BACKENDS, or "auto". A backend that cannot do this raises AttentionUnsupported and names
             those that can.

@@ -21,7 +21,7 @@ from utils.attention.masks.mask_mods import (
     MaskMod,
     both,
     causal,
-    dense_mask,
+    dense_masks,
     evaluate,
     name_of,
     nearby,
@@ -229,7 +229,7 @@ _tried: weakref.WeakSet = weakref.WeakSet()
 
 
 def _try_once(mask_mod: MaskMod | None, score_mod: ScoreMod | None, device: torch.device) -> None:
-    """Call functions that are new here for one pair; TypeError if they return no mask, or no score.
+    """Call functions that are new here for one pair: an error if they raise, or return no mask, or no score.
 
     The compiled FlexAttention takes a modifier that returns None for one that changes nothing.
     """
@@ -243,12 +243,7 @@ def _try_once(mask_mod: MaskMod | None, score_mod: ScoreMod | None, device: torc
     for mod, trial in trials:
         if mod is None or mod in _tried:
             continue
-        try:
-            trial(mod)
-        except TypeError:
-            raise
-        except Exception:
-            pass  # the backend that is chosen says what is wrong
+        trial(mod)
         with contextlib.suppress(TypeError):  # some callables take no weak reference
             _tried.add(mod)
 
@@ -258,20 +253,24 @@ def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
 
 
 def allowed_keys(problem: Problem, device: torch.device | str | None = None) -> torch.Tensor | None:
-    """Return the whole mask (Sq, Sk), True where a query sees a key; None if every query sees every key."""
+    """Return the whole mask, True where a query sees a key; None if every query sees every key.
+
+    It is (Sq, Sk) if it is the same for all sequences and heads, else (B, H, Sq, Sk), with B or H one where it is the same.
+    """
     device = problem.device if device is None else device
     allowed = None
     if problem.mask_mod is not None:
-        allowed = dense_mask(problem.mask_mod, problem.sq, problem.sk, device)
+        allowed = dense_masks(problem.mask_mod, problem.batch, problem.heads, problem.sq, problem.sk, device)
+        allowed = allowed[0, 0] if allowed.shape[:2] == (1, 1) else allowed
     if not problem.causal and problem.window is None:
         return allowed
     position = torch.arange(problem.sq, device=device)[:, None] + problem.sk - problem.sq
     distance = position - torch.arange(problem.sk, device=device)[None, :]
     keep = torch.ones_like(distance, dtype=torch.bool) if allowed is None else allowed
     if problem.causal:
-        keep &= distance >= 0
+        keep = keep & (distance >= 0)
     if problem.window is not None:
-        keep &= distance.abs() < problem.window
+        keep = keep & (distance.abs() < problem.window)
     return keep
 
 

@@ -319,17 +319,20 @@ def test_other_operators_are_translated_by_value_or_refused_by_name():
         trace(lambda score, b, h, q, k: torch.add(score, k, alpha=2), 5)
 
 
-def test_block_tables_without_flexattention_are_those_of_its_block_mask():
-    mask = both(causal, documents(IDS))
-    ours = block_tables(mask, 21, 21, "cpu", (4, 4))
-    theirs = build_block_mask(mask, 21, 21, block_size=4)
+@pytest.mark.parametrize(
+    "mask", [both(causal, documents(IDS)), lambda b, h, q, k: k < q + 3 * b - h], ids=["one", "own"]
+)
+def test_block_tables_without_flexattention_are_those_of_its_block_mask(mask):
+    x = torch.empty(2, 3, 21, 8)
+    ours = block_tables(mask, make_problem(x, x, x, mask_mod=mask), (4, 4))
+    theirs = build_block_mask(mask, 21, 21, block_size=4, batch=2, heads=3)
     counts = (theirs.kv_num_blocks, theirs.full_kv_num_blocks)
     for mine, index, count, wanted in zip(
         ours[::2], ours[1::2], counts, (theirs.kv_indices, theirs.full_kv_indices), strict=True
     ):
         assert torch.equal(mine, count)
-        for row, number in enumerate(count.flatten().tolist()):
-            assert index[0, 0, row, :number].tolist() == sorted(wanted[0, 0, row, :number].tolist())
+        for row, other, number in zip(index.flatten(0, 2), wanted.flatten(0, 2), count.flatten().tolist(), strict=True):
+            assert row[:number].tolist() == sorted(other[:number].tolist())
 
 
 def test_options_are_claimed_only_where_the_mask_is_shown_to_allow_them():

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 
 from utils.attention.masks.blocks import count_blocks
-from utils.attention.masks.mask_mods import name_of
-from utils.attention.problem import Refused
+from utils.attention.masks.mask_mods import different_masks, name_of
+from utils.attention.problem import Problem, Refused
 
 
 class NoCounterpart(Refused):
@@ -268,11 +268,14 @@ def translate(mask_mod: Callable | None, score_mod: Callable | None):
     return functions[0], functions[1], tensors or None
 
 
-def block_tables(mask_mod: Callable, sq: int, sk: int, device, block_size: tuple[int, int]):
-    """Return (partial counts, partial indices, full counts, full indices), int32, one for all batches and heads."""
-    blocks = count_blocks(mask_mod, sq, sk, device, block_size)
+def block_tables(mask_mod: Callable, problem: Problem, block_size: tuple[int, int]):
+    """Return (partial counts, partial indices, full counts, full indices), int32, each of (B or 1, H or 1, ...)."""
+    heads = different_masks(mask_mod, problem.batch, problem.heads, problem.device)
+    lengths = problem.sq, problem.sk, problem.device, block_size
+    blocks = [count_blocks(mask_mod, *lengths, b, h) for b in range(heads[0]) for h in range(heads[1])]
     tables = []
-    for kind in (blocks.partial, blocks.full):
-        order = torch.argsort(kind.int(), dim=1, descending=True, stable=True)
-        tables += [kind.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None].contiguous()]
+    for kind in ([x.partial for x in blocks], [x.full for x in blocks]):
+        listed = torch.stack(kind).unflatten(0, heads)
+        order = torch.argsort(listed.int(), dim=-1, descending=True, stable=True)
+        tables += [listed.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()]
     return tuple(tables)

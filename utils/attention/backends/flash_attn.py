@@ -202,7 +202,7 @@ def bind_cute(problem: Problem, options: Options) -> Bound:
     if plain is None:
         from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-        tables = block_tables(mask_mod, problem.sq, problem.sk, problem.device, options.blocks)
+        tables = block_tables(mask_mod, problem, options.blocks)
         arguments["mask_mod"] = cute_mask
         arguments["block_sparse_tensors"] = BlockSparseTensorsTorch(*tables, block_size=options.blocks)
     elif plain.window is not None:

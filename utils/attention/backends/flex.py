@@ -20,7 +20,7 @@ import torch
 from utils.attention.backends.flash_attn import accept_functions, bind_cute, cute_implementation
 from utils.attention.backends.plain import accept_compiled
 from utils.attention.masks.blocks import BlockSize, block_sizes, build_timed, count_blocks, has_flex
-from utils.attention.masks.mask_mods import MaskMod, row_chunks
+from utils.attention.masks.mask_mods import MaskMod, different_masks, row_chunks
 from utils.attention.prepared import compile_attend, own_copy
 from utils.attention.problem import Attend, Backend, Bound, Options, Problem, Refused
 from utils.machine.device import Support, compile_support, compute_capability, flash_attn_support
@@ -66,6 +66,8 @@ def triton_options(problem: Problem, block_size: BlockSize = 128) -> dict:
     # Where inductor chooses the tile, the claims must hold for its smallest.
     least_keys = tile.get("BLOCK_N", SMALLEST_TILE)
     mask, device = problem.mask_function(), str(problem.device)
+    if different_masks(mask, problem.batch, problem.heads, device) != (1, 1):
+        return tile  # the claims would have to be counted for each sequence and head
     return tile | proved_options(mask, problem.sq, problem.sk, device, blocks, least_keys)
 
 
@@ -174,7 +176,8 @@ def _flex_call(problem: Problem, block_mask, kernel_options: dict | None) -> Att
 def _block_mask(problem: Problem, options: Options) -> tuple:
     """Return (block mask or None, its settings, {"block_mask": seconds})."""
     mask = problem.mask_function()
-    block_mask, seconds = build_timed(mask, problem.sq, problem.sk, problem.device, options.blocks)
+    heads = problem.batch, problem.heads
+    block_mask, seconds = build_timed(mask, problem.sq, problem.sk, problem.device, options.blocks, *heads)
     return block_mask, {"block_size": options.blocks if mask is not None else None}, {"block_mask": seconds}
 
 
