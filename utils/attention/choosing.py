@@ -242,27 +242,27 @@ def parse_choices(document: dict, source: str) -> Choices:
 _in_use: Choices | None = None
 
 
-@functools.lru_cache(maxsize=8)
-def _read_once(path: str) -> Choices:
-    return read_choices(path)
+@functools.cache
+def _choices_of_environment() -> Choices | None:
+    path = os.environ.get(VARIABLE)
+    return read_choices(path) if path else None
 
 
 def use_choices(path: str | os.PathLike | None) -> Choices | None:
     """Let `attention(backend="auto")` follow a file of measured choices; None goes back to the fixed order.
 
-    The environment variable LABS_ATTENTION_CHOICES names a file for processes that do not call this.
+    The environment variable LABS_ATTENTION_CHOICES names a file for processes that do not call this. It is read at the
+    first call of `attention`, and after this one.
     """
     global _in_use
+    _choices_of_environment.cache_clear()
     _in_use = None if path is None else read_choices(path)
     return _in_use
 
 
 def active_choices() -> Choices | None:
     """Return the choices in force: those of `use_choices`, else of the environment variable, else None."""
-    if _in_use is not None:
-        return _in_use
-    path = os.environ.get(VARIABLE)
-    return _read_once(path) if path else None
+    return _choices_of_environment() if _in_use is None else _in_use
 
 
 @dataclass(frozen=True)

@@ -317,6 +317,7 @@ class Bound:
         block_mask: FlexAttention's BlockMask, if there is one.
         first: makes the first call in place of `call`, where the library may raise Refused or need another attempt.
         light: holds no tensor, such as a stored mask, so that `attention` may keep it for later calls like this one.
+        again: returns, after the first call on q, k, v, a quicker function for tensors that lie exactly as these do.
     """
 
     call: Attend
@@ -326,6 +327,7 @@ class Bound:
     block_mask: Any = None
     first: Attend | None = None
     light: bool = False
+    again: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Attend] | None = None
 
 
 @dataclass(frozen=True)
@@ -385,8 +387,15 @@ def reason_against_functions(problem: Problem) -> str:
     )
 
 
-def bind_plain(run: Callable[..., torch.Tensor]) -> Callable[[Problem, Options], Bound]:
-    """Make `Backend.bind` of `run(q, k, v, problem)`, a kernel that knows `causal` and `window` only."""
+def bind_plain(
+    run: Callable[..., torch.Tensor], again: Callable[..., Attend | None] | None = None
+) -> Callable[[Problem, Options], Bound]:
+    """Make `Backend.bind` of a kernel that knows `causal` and `window` only.
+
+    Args:
+        run: run(q, k, v, problem) computes a plain problem.
+        again: again(q, k, v, problem) returns a quicker function for tensors that lie as these do, or None.
+    """
 
     def bind(problem: Problem, options: Options) -> Bound:
         plain = problem.plain()
@@ -394,7 +403,8 @@ def bind_plain(run: Callable[..., torch.Tensor]) -> Callable[[Problem, Options],
             raise Refused(reason_against_functions(problem))
         call = on_plain_shapes(problem, plain, lambda q, k, v: run(q, k, v, plain))
         settings = {"kernel_mask": describe_plain(problem, plain)} if problem.has_functions else {}
-        return Bound(call, settings, light=True)
+        quick = again if plain.sq == problem.sq else None  # documents: their views are made at each call
+        return Bound(call, settings, light=True, again=quick and (lambda q, k, v: again(q, k, v, plain) or call))
 
     return bind
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from utils.attention.gluon.decode.plan import MOST_QUERIES, refuse
-from utils.attention.problem import Backend, Problem, accept_plain, bind_plain
+from utils.attention.problem import Attend, Backend, Problem, accept_plain, bind_plain
 from utils.machine.device import Support, gluon_support
 
 # Measured on an H200 (docs/decode-log.md): the decode kernel is faster than step 5 for up to 32 new tokens, and for up
@@ -48,6 +48,15 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) ->
     return forward(q, k, v, causal=problem.causal, scale=problem.scale, window=problem.window)
 
 
+def _again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> Attend | None:
+    """Return the kept launch for tensors of this layout; None if the call must go through `_run`, as for a gradient."""
+    if decodes(problem) or problem.needs_grad or problem.scale <= 0:
+        return None
+    from utils.attention.gluon.launch import repeat
+
+    return repeat(q, k, v, problem.causal, problem.scale, problem.window or 0)
+
+
 def _implementation() -> str:
     import triton
 
@@ -60,7 +69,7 @@ BACKENDS = {
         summary="warp-specialized FlashAttention for Hopper, written in Gluon for this course",
         machine=gluon_support,
         accepts=accept_plain(_accepts),
-        bind=bind_plain(_run),
+        bind=bind_plain(_run, _again),
         kernels=r"attention_(step5|decode|backward)",
         implementation=_implementation,
     )

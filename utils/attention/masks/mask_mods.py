@@ -259,7 +259,7 @@ def different_masks(mask_mod: MaskMod | None, batch: int, heads: int, device: to
     Whether the function reads b, or h, shows when it is called once under vmap with two of them: a result that does not
     depend on the index is no batched tensor.
     """
-    if same_for_all_heads(mask_mod):
+    if mask_mod is None or same_for_all_heads(mask_mod):
         return 1, 1
     zero, reads = torch.zeros((), dtype=torch.int32, device=device), []
 
