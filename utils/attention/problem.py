@@ -403,8 +403,12 @@ def bind_plain(
             raise Refused(reason_against_functions(problem))
         call = on_plain_shapes(problem, plain, lambda q, k, v: run(q, k, v, plain))
         settings = {"kernel_mask": describe_plain(problem, plain)} if problem.has_functions else {}
-        quick = again if plain.sq == problem.sq else None  # documents: their views are made at each call
-        return Bound(call, settings, light=True, again=quick and (lambda q, k, v: again(q, k, v, plain) or call))
+
+        def quicker(q, k, v) -> Attend:
+            # The views of documents are made at each call.
+            return (again(q, k, v, plain) if again is not None and plain.sq == problem.sq else None) or call
+
+        return Bound(call, settings, light=True, again=quicker)
 
     return bind
 
