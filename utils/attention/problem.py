@@ -338,7 +338,7 @@ class Backend:
         name: its name in `attention(..., backend=name)`.
         summary: half a sentence for tables.
         machine: whether it runs on this machine at all.
-        accepts: whether it can do a problem with these options; a reason is a sentence that begins with "it".
+        refuses: why it cannot do a problem with these options, a sentence that begins with "it"; "" if it can.
         bind: its function for a problem that it accepts; may raise Refused.
         kernels: regular expression that the names of its GPU kernels match: the proof that it ran.
         cpu_operators: the same for the names of operators on a CPU.
@@ -350,7 +350,7 @@ class Backend:
     name: str
     summary: str
     machine: Callable[[], Support]
-    accepts: Callable[[Problem, Options], Support]
+    refuses: Callable[[Problem, Options], str]
     bind: Callable[[Problem, Options], Bound]
     kernels: str
     cpu_operators: str = ""
@@ -363,17 +363,20 @@ class Backend:
         for name in options.given:
             if name not in self.options:
                 return Support(False, f"it takes no {name}, and {getattr(options, name)} was given.")
-        return self.machine() and self.accepts(problem, options)
+        if not (machine := self.machine()):
+            return machine
+        reason = self.refuses(problem, options)
+        return Support(not reason, reason)
 
 
-def accept_plain(accepts: Callable[[Problem], Support]) -> Callable[[Problem, Options], Support]:
-    """Make `Backend.accepts` of a kernel that knows `causal` and `window` only: it is asked about the plain problem."""
+def refuse_functions(refuses: Callable[[Problem], str]) -> Callable[[Problem, Options], str]:
+    """Make `Backend.refuses` of a kernel that knows `causal` and `window` only: it is asked about the plain problem."""
 
-    def accepts_problem(problem: Problem, options: Options) -> Support:
+    def reason(problem: Problem, options: Options) -> str:
         plain = problem.plain()
-        return Support(False, reason_against_functions(problem)) if plain is None else accepts(plain)
+        return reason_against_functions(problem) if plain is None else refuses(plain)
 
-    return accepts_problem
+    return reason
 
 
 def reason_against_functions(problem: Problem) -> str:

@@ -39,7 +39,7 @@ def cases():
     table = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).cuda()
     return {
         "ids and table": (both(causal, documents(ids)), score_mods.relative_bias(table)),
-        "dilated and decay": (both(dilated(3, 200), either(prefix_lm(77), causal)), score_mods.document_decay(100)),
+        "dilated and bias": (both(dilated(3, 200), either(prefix_lm(77), causal)), score_mods.relative_bias(4)),
         "window and cap": (sliding_window(100), score_mods.soft_cap(2.0)),
         "either and composed": (
             either(documents(128), causal),
@@ -48,7 +48,7 @@ def cases():
     }
 
 
-@pytest.mark.parametrize("name", ["ids and table", "dilated and decay", "window and cap", "either and composed"])
+@pytest.mark.parametrize("name", ["ids and table", "dilated and bias", "window and cap", "either and composed"])
 def test_flex_and_cute_compute_the_same_mask_and_modifier(name):
     mask, modifier = cases()[name]
     q, k, v = tensors()

@@ -55,7 +55,6 @@ MODIFIERS = {
     "alibi(4)": (score_mods.alibi(4), lambda s, h, q, k: s - 2.0 ** (-2 * (h + 1)) * abs(q - k)),
     "relative_bias(4)": (score_mods.relative_bias(4), lambda s, h, q, k: s + 2.0 ** (-2 * (h + 1)) * (k - q)),
     "soft_cap(2)": (score_mods.soft_cap(2.0), lambda s, h, q, k: 2 * math.tanh(s / 2)),
-    "document_decay(5, 0.25)": (score_mods.document_decay(5, 0.25), lambda s, h, q, k: s - 0.25 * abs(q // 5 - k // 5)),
 }
 TABLE = torch.arange(12.0).reshape(4, 3)
 MODIFIERS["relative_bias((4, 3))"] = (

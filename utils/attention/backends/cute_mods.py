@@ -59,8 +59,6 @@ _TYPES = {
     torch.float16: "Float16",
     torch.bfloat16: "BFloat16",
 }
-_OTHERS = ("abs", "neg", "logical_not", "bitwise_not", "where", "clamp", "minimum", "maximum", "to", "index")
-KNOWN = sorted({*_ARITHMETIC, *_MATH, *_OTHERS})
 
 
 def trace(mod: Callable, arguments: int) -> torch.fx.GraphModule:
@@ -203,38 +201,40 @@ def replay(graph: torch.fx.GraphModule, inputs: list, aux: dict, dsl):
             return values[node.args[0]]
 
 
+def _clamp(dsl, x, low=None, high=None):
+    x = x if low is None else dsl.where(x < low, dsl.full_like(x, low), x)
+    return x if high is None else dsl.where(x > high, dsl.full_like(x, high), x)
+
+
+_OTHERS: dict[str, Callable] = {
+    "abs": lambda dsl, x: dsl.where(x < 0, -x, x),
+    "neg": lambda dsl, x: -x,
+    "logical_not": lambda dsl, x: dsl.invert(x),
+    "bitwise_not": lambda dsl, x: dsl.invert(x),
+    "where": lambda dsl, condition, x, y: dsl.where(condition, x, y),
+    "minimum": lambda dsl, x, y: dsl.where(x < y, x, y),
+    "maximum": lambda dsl, x, y: dsl.where(x < y, y, x),
+    "clamp": lambda dsl, x, min=None, max=None: _clamp(dsl, x, min, max),
+    "to": lambda dsl, x, dtype=None, **others: x if dtype is None else dsl.to(x, dtype),
+    "index": lambda dsl, tensor, indices: dsl.load(tensor, list(indices)),
+}
+KNOWN = sorted({*_ARITHMETIC, *_MATH, *_OTHERS})
+
+
 def _call(name: str, args: list, kwargs: dict, dsl):
     """Apply one operator of the graph."""
-    first = args[0]
-    if name in _ARITHMETIC:
-        pair = args[:2]
-        if kwargs.get("rounding_mode"):
-            name = "floor_divide"
-        if name in ("floor_divide", "remainder") and any(map(dsl.is_float, pair)):
-            raise NoCounterpart(f"{name} of floating-point numbers is not translated to the CuTe DSL.")
-        if name == "div" or any(map(dsl.is_float, pair)):
-            pair = [dsl.to(x, torch.float32) if dsl.is_vector(x) else float(x) for x in pair]
-        return _ARITHMETIC[name](*pair)
+    if name in _OTHERS:
+        return _OTHERS[name](dsl, *args, **kwargs)
     if name in _MATH:
-        return dsl.math(name, first if dsl.is_float(first) else dsl.to(first, torch.float32))
-    if name == "abs":
-        return dsl.where(first < 0, -first, first)
-    if name == "neg":
-        return -first
-    if name in ("logical_not", "bitwise_not"):
-        return dsl.invert(first)
-    if name == "where":
-        return dsl.where(*args)
-    if name in ("minimum", "maximum"):
-        return dsl.where(first < args[1], *(args[:2] if name == "minimum" else args[1::-1]))
-    if name == "clamp":
-        low = args[1] if len(args) > 1 else kwargs.get("min")
-        high = args[2] if len(args) > 2 else kwargs.get("max")
-        first = first if low is None else dsl.where(first < low, dsl.full_like(first, low), first)
-        return first if high is None else dsl.where(first > high, dsl.full_like(first, high), first)
-    if name == "to":
-        return dsl.to(first, kwargs["dtype"]) if "dtype" in kwargs else first
-    return dsl.load(first, list(args[1]))
+        return dsl.math(name, args[0] if dsl.is_float(args[0]) else dsl.to(args[0], torch.float32))
+    pair = args[:2]
+    if kwargs.get("rounding_mode"):
+        name = "floor_divide"
+    if name in ("floor_divide", "remainder") and any(map(dsl.is_float, pair)):
+        raise NoCounterpart(f"{name} of floating-point numbers is not translated to the CuTe DSL.")
+    if name == "div" or any(map(dsl.is_float, pair)):
+        pair = [dsl.to(x, torch.float32) if dsl.is_vector(x) else float(x) for x in pair]
+    return _ARITHMETIC[name](*pair)
 
 
 def _hash(graph: torch.fx.GraphModule) -> str:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from utils.attention.backends.flash_attn import accepts, rows_first, window_size
-from utils.attention.problem import Backend, Problem, accept_plain, bind_plain, positive_scale
+from utils.attention.backends.flash_attn import reason_against_tensors, rows_first, window_size
+from utils.attention.problem import Backend, Problem, bind_plain, positive_scale, refuse_functions
 from utils.kernels.handle import observed
 from utils.machine.device import Support, compute_capability, cuda_support, first_line
 
@@ -50,30 +50,20 @@ def _library() -> tuple[Support, str]:
         return Support(True, "FlashAttention 3's operators are registered."), "operators registered elsewhere"
     named = os.environ.get(VARIABLE)
     found = (Path(named).expanduser(), f"the library of {VARIABLE}") if named else _installed()
+    remedy = f"Set {VARIABLE} to the file _C.so of a build of FlashAttention 3 for this torch and CUDA version."
     if found is None:
-        return Support(
-            False,
-            "FlashAttention 3's library is not here: no package flash-attn-3 or xformers brings it, and "
-            f"{VARIABLE} names no file.",
-            f"Set {VARIABLE} to the file _C.so of a build of FlashAttention 3 (folder `hopper` of flash-attention).",
-        ), ""
+        reason = f"No package flash-attn-3 or xformers brings FlashAttention 3, and {VARIABLE} names no file."
+        return Support(False, reason, remedy), ""
     path, origin = found
     if not path.is_file():
-        return Support(False, f"{VARIABLE} is {named}, and there is no such file.", "Let it name the file _C.so."), ""
+        return Support(False, f"{VARIABLE} is {named}, and there is no such file.", remedy), ""
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        return Support(
-            False,
-            f"{path.name} of {origin} does not load: {first_line(error)}",
-            "Use a build for this torch and CUDA version; LD_LIBRARY_PATH must lead to its libcudart.",
-        ), ""
+        return Support(False, f"{path.name} of {origin} does not load: {first_line(error)}", remedy), ""
     if not _registered():
-        return Support(
-            False,
-            f"{path.name} of {origin} registers no operators flash_attn_3.fwd and flash_attn_3.bwd.",
-            "Use a build of FlashAttention 3 with forward and backward.",
-        ), ""
+        reason = f"{path.name} of {origin} registers no operators flash_attn_3.fwd and flash_attn_3.bwd."
+        return Support(False, reason, remedy), ""
     return Support(True, f"FlashAttention 3 is loaded: {origin}."), origin
 
 
@@ -81,23 +71,17 @@ def _library() -> tuple[Support, str]:
 def _machine() -> Support:
     if not (cuda := cuda_support()):
         return Support(False, f"FlashAttention 3 needs a Hopper GPU: {cuda.reason}", cuda.remedy)
-    capability = compute_capability() or (0, 0)
-    if capability != (9, 0):
-        return Support(
-            False,
-            "FlashAttention 3's kernels are for Hopper, compute capability 9.0, and this GPU has "
-            f"{capability[0]}.{capability[1]}.",
-            "Run on an H100 or H200.",
-        )
+    major, minor = compute_capability() or (0, 0)
+    if (major, minor) != (9, 0):
+        reason = f"FlashAttention 3 is for Hopper, compute capability 9.0, and this GPU has {major}.{minor}."
+        return Support(False, reason, "Run on an H100 or H200.")
     return _library()[0]
 
 
-def _accepts(problem: Problem) -> Support:
+def _refuses(problem: Problem) -> str:
     if problem.causal and problem.window is None and problem.has_empty_rows and problem.needs_grad:
-        return Support(
-            False, f"its gradients are not tested for rows without keys (Sq {problem.sq} > Sk {problem.sk})."
-        )
-    return accepts(problem)
+        return f"its gradients are not tested for rows without keys (Sq {problem.sq} > Sk {problem.sk})."
+    return reason_against_tensors(problem)
 
 
 # ---- the operators ------------------------------------------------------------------------------------------
@@ -216,7 +200,7 @@ BACKENDS = {
         name="fa3",
         summary="FlashAttention 3, the C++ kernels for Hopper",
         machine=_machine,
-        accepts=accept_plain(_accepts),
+        refuses=refuse_functions(_refuses),
         bind=bind_plain(_run),
         kernels=r"flash::.*Sm90|FlashAttnFwdSm90|FlashAttnBwdSm90",
         implementation=lambda: f"FlashAttention 3, {_library()[1]}",

@@ -24,10 +24,10 @@ from utils.attention.problem import (
     Bound,
     Options,
     Problem,
-    accept_plain,
     bind_plain,
     describe_plain,
     positive_scale,
+    refuse_functions,
 )
 from utils.kernels.handle import observed
 from utils.machine.device import Support, cuda_support, flash_attn_support
@@ -88,15 +88,15 @@ def _machine() -> Support:
     return Support(True, f"{name} is installed.")
 
 
-def accepts(problem: Problem) -> Support:
-    """Whether flash-attn's kernels take tensors like these."""
+def reason_against_tensors(problem: Problem) -> str:
+    """Say why a kernel for 16-bit tensors of a GPU does not take tensors like these; "" if it does."""
     if problem.device.type != "cuda":
-        return Support(False, f"it needs an NVIDIA GPU, and the tensors are on {problem.device}.")
+        return f"it needs an NVIDIA GPU, and the tensors are on {problem.device}."
     if problem.dtype not in (torch.float16, torch.bfloat16):
-        return Support(False, f"it takes float16 and bfloat16, not {problem.type_name}.")
+        return f"it takes float16 and bfloat16, not {problem.type_name}."
     if problem.head_dim % 8 or problem.head_dim > 256:
-        return Support(False, f"its head dimension is a multiple of 8 up to 256, and {problem.head_dim} was given.")
-    return Support(True)
+        return f"its head dimension is a multiple of 8 up to 256, and {problem.head_dim} was given."
+    return ""
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:
@@ -117,27 +117,23 @@ def _implementation() -> str:
 # ---- FlashAttention 4 under any mask function and score modifier --------------------------------------------
 
 
-def accept_functions(problem: Problem, options: Options, native: bool) -> Support:
-    """Whether FlashAttention 4's kernel can do this problem; `native`: with its own mask, without a block mask."""
-    if not (tensors := accepts(problem)):
-        return tensors
+def reason_against_blocks(problem: Problem, options: Options, native: bool) -> str:
+    """Say why FlashAttention 4 cannot do this problem; `native`: with its own mask, without a block mask."""
+    if reason := reason_against_tensors(problem):
+        return reason
     if problem.needs_grad and not (native and problem.score_mod is None):
-        return Support(False, "it is used forward only under functions, and an input requires a gradient.")
+        return "it is used forward only under functions, and an input requires a gradient."
     if native:
-        return Support(True)
+        return ""
     if problem.head_dim > 128:
-        return Support(
-            False,
+        return (
             "with a block mask its head dimension ends at 128 (beyond that its key tile, 80, does not divide the "
-            f"blocks), and {problem.head_dim} was given.",
+            f"blocks), and {problem.head_dim} was given."
         )
     if options.blocks[1] != 128 or options.blocks[0] % 64:
-        return Support(
-            False,
-            "it takes blocks of 128 keys and a multiple of 64 queries, and the block size is "
-            f"{options.blocks[0]} x {options.blocks[1]}.",
-        )
-    return Support(True)
+        sizes = " x ".join(map(str, options.blocks))
+        return f"it takes blocks of 128 keys and a multiple of 64 queries, and the block size is {sizes}."
+    return ""
 
 
 def _native(problem: Problem) -> Problem | None:
@@ -150,11 +146,11 @@ def _native(problem: Problem) -> Problem | None:
     return plain if plain is not None and plain.sq == problem.sq else None
 
 
-def _accepts_cute(problem: Problem, options: Options) -> Support:
+def _refuses_cute(problem: Problem, options: Options) -> str:
     native = _native(problem) is not None
     if native and options.block_size is not None:
-        return Support(False, "it does this mask by itself, without blocks, and a block_size was given.")
-    return accept_functions(problem, options, native)
+        return "it does this mask by itself, without blocks, and a block_size was given."
+    return reason_against_blocks(problem, options, native)
 
 
 @functools.cache
@@ -228,7 +224,7 @@ BACKENDS = {
         name="flash_attn",
         summary="the flash-attn package that is installed (FlashAttention 3, 4 or 2)",
         machine=_machine,
-        accepts=accept_plain(accepts),
+        refuses=refuse_functions(reason_against_tensors),
         bind=bind_plain(_run),
         kernels=r"(?i)flash",
         implementation=_implementation,
@@ -237,7 +233,7 @@ BACKENDS = {
         name="cute",
         summary="FlashAttention 4 in the CuTe DSL (package flash-attn-4)",
         machine=lambda: flash_attn_support(4),
-        accepts=_accepts_cute,
+        refuses=_refuses_cute,
         bind=bind_cute,
         kernels=r"(?i)flash_?attention|flash_fwd",
         implementation=cute_implementation,

@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 import torch
 
-from utils.attention.backends.flash_attn import accept_functions, bind_cute, cute_implementation
-from utils.attention.backends.plain import accept_compiled
+from utils.attention.backends.flash_attn import bind_cute, cute_implementation, reason_against_blocks
+from utils.attention.backends.plain import reason_against_compiling
 from utils.attention.masks.blocks import BlockSize, block_sizes, build_timed, count_blocks, has_flex
 from utils.attention.masks.mask_mods import MaskMod, different_masks, row_chunks
 from utils.attention.prepared import compile_attend, own_copy
@@ -109,45 +109,38 @@ def _without_gaps(blocks: torch.Tensor) -> bool:
 # ---- which problems the backends accept --------------------------------------------------------------------
 
 
-def _accepts_eager(problem: Problem, options: Options) -> Support:
+def _refuses_eager(problem: Problem, options: Options) -> str:
     if not has_flex():
-        return Support(False, f"it needs FlexAttention, which torch {torch.__version__} does not have.")
+        return f"it needs FlexAttention, which torch {torch.__version__} does not have."
     if problem.needs_grad and problem.device.type == "cpu":
-        return Support(False, "it has no backward pass on a CPU, and an input requires a gradient.")
+        return "it has no backward pass on a CPU, and an input requires a gradient."
     if problem.type_name not in ("float16", "bfloat16", "float32"):
-        return Support(False, f"it takes float16, bfloat16 and float32, not {problem.type_name}.")
-    return Support(True)
+        return f"it takes float16, bfloat16 and float32, not {problem.type_name}."
+    return ""
 
 
-def _accepts_compiled(problem: Problem, options: Options) -> Support:
-    if not (eager := _accepts_eager(problem, options)):
-        return eager
-    if not (compiled := accept_compiled(problem, options)):
-        return compiled
+def _refuses_compiled(problem: Problem, options: Options) -> str:
+    if reason := _refuses_eager(problem, options) or reason_against_compiling(problem, options):
+        return reason
     if problem.has_empty_rows:
-        return Support(False, f"rows without keys are not tested with it (Sq {problem.sq} > Sk {problem.sk}).")
+        return f"rows without keys are not tested with it (Sq {problem.sq} > Sk {problem.sk})."
     on_gpu = problem.device.type == "cuda"
     shortest = 16 if on_gpu else 8
     if not shortest <= problem.head_dim <= 256:
-        return Support(False, f"its head dimension is {shortest} to 256 here, and {problem.head_dim} was given.")
+        return f"its head dimension is {shortest} to 256 here, and {problem.head_dim} was given."
     largest_tile = min(size & -size for size in options.blocks)  # the largest power of two that divides the blocks
     if on_gpu and problem.mask_function() is not None and largest_tile < SMALLEST_TILE:
-        return Support(
-            False,
-            f"it takes blocks of {SMALLEST_TILE} tokens or a multiple, and the block size is "
-            f"{options.blocks[0]} x {options.blocks[1]}.",
-        )
-    return Support(True)
+        sizes = " x ".join(map(str, options.blocks))
+        return f"it takes blocks of {SMALLEST_TILE} tokens or a multiple, and the block size is {sizes}."
+    return ""
 
 
-def _accepts_flash(problem: Problem, options: Options) -> Support:
-    native = problem.mask_function() is None and has_flex()
-    flash = accept_functions(problem, options, native)
-    if not flash:
-        return flash
+def _refuses_flash(problem: Problem, options: Options) -> str:
+    if reason := reason_against_blocks(problem, options, problem.mask_function() is None and has_flex()):
+        return reason
     if problem.needs_grad:
-        return Support(False, "it is used forward only here, and an input requires a gradient.")
-    return _accepts_compiled(problem, options) if has_flex() else flash
+        return "it is used forward only here, and an input requires a gradient."
+    return _refuses_compiled(problem, options) if has_flex() else ""
 
 
 # ---- binding -----------------------------------------------------------------------------------------------
@@ -270,7 +263,7 @@ BACKENDS = {
         name="flex_eager",
         summary="FlexAttention as Python: all scores stored",
         machine=lambda: Support(True, "Part of torch, on every device."),
-        accepts=_accepts_eager,
+        refuses=_refuses_eager,
         bind=_bind_eager,
         kernels=r"(?i)softmax|gem[mv]|nvjet",
         cpu_operators=r"FlexAttention",
@@ -281,7 +274,7 @@ BACKENDS = {
         name="flex",
         summary="FlexAttention compiled by inductor",
         machine=compile_support,
-        accepts=_accepts_compiled,
+        refuses=_refuses_compiled,
         bind=_bind_compiled,
         kernels=r"triton_tem_fused|flex",
         cpu_operators=r"(?i)torch-compiled region|flex|cpp_fused",
@@ -293,7 +286,7 @@ BACKENDS = {
         name="flex_flash",
         summary="FlexAttention with BACKEND=FLASH: FlashAttention 4's kernel with the mask inside",
         machine=lambda: flash_attn_support(4) and compile_support(),
-        accepts=_accepts_flash,
+        refuses=_refuses_flash,
         bind=_bind_flash,
         kernels=r"(?i)flash_?attention|flash_fwd|flash_attncute",
         implementation=lambda: _implementation("FLASH backend"),

@@ -62,13 +62,13 @@ def _bind_compiled(problem: Problem, options: Options) -> Bound:
     return Bound(attend, {"mode": mode}, bound.seconds, source)
 
 
-def accept_compiled(problem: Problem, options: Options) -> Support:
-    """Whether torch.compile runs here with these options."""
+def reason_against_compiling(problem: Problem, options: Options) -> str:
+    """Say why torch.compile does not run here with these options; "" if it does."""
     if problem.device.type != ("cuda" if torch.cuda.is_available() else "cpu"):
-        return Support(False, f"torch.compile was probed for another device than {problem.device}.")
+        return f"torch.compile was probed for another device than {problem.device}."
     if problem.device.type == "cpu" and options.mode in ("reduce-overhead", "max-autotune"):
-        return Support(False, f"with mode {options.mode!r} it uses CUDA graphs, and the tensors are on a CPU.")
-    return Support(True)
+        return f"with mode {options.mode!r} it uses CUDA graphs, and the tensors are on a CPU."
+    return ""
 
 
 def _implementation() -> str:
@@ -80,7 +80,7 @@ BACKENDS = {
         name="naive",
         summary="matmul, softmax, matmul: unfused",
         machine=lambda: Support(True, "Plain torch operators."),
-        accepts=lambda problem, options: Support(True),
+        refuses=lambda problem, options: "",
         bind=_bind,
         kernels=r"gemm|nvjet|cutlass|cublas|gemv|dot_kernel|splitK",
         cpu_operators=r"aten::(bmm|matmul)",
@@ -90,7 +90,7 @@ BACKENDS = {
         name="naive_compiled",
         summary="matmul, softmax, matmul under torch.compile",
         machine=compile_support,
-        accepts=accept_compiled,
+        refuses=reason_against_compiling,
         bind=_bind_compiled,
         kernels=r"triton_(red|per|poi)_fused",
         cpu_operators=r"(?i)torch-compiled region|cpp_fused",

@@ -74,17 +74,6 @@ def soft_cap(cap: float) -> ScoreMod:
     return named(score_mod, f"soft_cap({cap:g})", kind="soft_cap", cap=cap)
 
 
-def document_decay(span: int, rate: float = 0.1) -> ScoreMod:
-    """Documents of `span` tokens: each document between query and key subtracts `rate` from the score."""
-    whole_number("span", span)
-    rate = _positive("rate", rate)
-
-    def score_mod(score, b, h, q, k):
-        return score - rate * torch.abs(q // span - k // span)
-
-    return named(score_mod, f"document_decay({span}, {rate:g})", kind="document_decay", span=span, rate=rate)
-
-
 def compose(*mods: ScoreMod) -> ScoreMod:
     """Apply the modifiers one after the other, from left to right."""
     if not mods:
