@@ -104,17 +104,9 @@ class Problem(Shape):
             return self.mask_mod
         return _mask_function(self.causal, self.window, self.sk - self.sq, self.mask_mod)
 
-    def with_plain_mask(self) -> Problem | None:
-        """Return the same attention without a mask function, for kernels that know `causal` and `window` only.
-
-        Documents of equal length become sequences of their own: heads are multiplied, lengths divided. None if the
-        mask needs its function.
-        """
-        return self if self.mask_mod is None else _with_plain_mask(self)
-
     def plain(self) -> Problem | None:
         """Return `with_plain_mask()` if there is no score modifier, else None."""
-        return self.with_plain_mask() if self.score_mod is None else None
+        return with_plain_mask(self) if self.score_mod is None else None
 
 
 @functools.lru_cache(maxsize=64)  # one function object for one mask: block masks are kept by that object
@@ -124,8 +116,15 @@ def _mask_function(is_causal: bool, window: int | None, offset: int, mask_mod: M
     return own if mask_mod is None else both(own, mask_mod)
 
 
-def _with_plain_mask(problem: Problem) -> Problem | None:
+def with_plain_mask(problem: Problem) -> Problem | None:
+    """Return the same attention without a mask function, for kernels that know `causal` and `window` only.
+
+    Documents of equal length become sequences of their own: heads are multiplied, lengths divided. None if the mask
+    needs its function.
+    """
     mask_mod: Any = problem.mask_mod
+    if mask_mod is None:
+        return problem
     # The kernels' masks end at the last key, a mask function's begin at the first one: equal only if Sq == Sk.
     if problem.sq != problem.sk or problem.causal or problem.window is not None:
         return None

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from utils.attention import allowed_keys, make_problem
-from utils.attention.backends.cute_mods import NoCounterpart, block_tables, captured, replay, trace
 from utils.attention.backends.flex import proved_options
 from utils.attention.masks import (
     at_offset,
@@ -247,91 +246,6 @@ def test_a_window_that_hides_no_key_is_none(sq, sk):
             if sq == sk:
                 mask = sliding_window(window) if is_causal else nearby(window)
                 assert make_problem(q, k, k, mask_mod=mask).plain().window == problem.window
-
-
-class OnTensors:
-    """The operations of `CuteDsl` on PyTorch's tensors."""
-
-    def is_vector(self, x):
-        return isinstance(x, torch.Tensor)
-
-    def is_float(self, x):
-        return isinstance(x, float) or (self.is_vector(x) and x.is_floating_point())
-
-    def to(self, x, dtype):
-        return x.to(dtype)
-
-    def math(self, name, x):
-        return getattr(torch, name)(x)
-
-    def invert(self, x):
-        return ~x
-
-    def where(self, condition, x, y):
-        return torch.where(condition, x, y)
-
-    def full_like(self, x, value):
-        return torch.full_like(x, value)
-
-    def load(self, tensor, indices):
-        return tensor[tuple(index.long() if self.is_vector(index) else index for index in indices)]
-
-
-def lanes(length):
-    q, k = torch.meshgrid(
-        torch.arange(length, dtype=torch.int32), torch.arange(length, dtype=torch.int32), indexing="ij"
-    )
-    return q.flatten(), k.flatten()
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_a_mask_translated_for_the_cute_kernel_is_the_same_mask(name):
-    graph = trace(MASKS[name][0], 4)
-    q, k = lanes(21)
-    aux = {one: getattr(graph, one) for one in captured(graph)}
-    got = replay(graph, [torch.zeros_like(q), torch.zeros_like(q), q, k], aux, OnTensors())
-    assert torch.equal(got.view(21, 21), dense_mask(MASKS[name][0], 21, 21)) and bool(aux) == ("ids" in name)
-
-
-@pytest.mark.parametrize("name", MODIFIERS)
-def test_a_modifier_translated_for_the_cute_kernel_is_the_same_modifier(name):
-    graph = trace(MODIFIERS[name][0], 5)
-    (q, k), scores = lanes(9), torch.randn(81)
-    aux = {one: getattr(graph, one) for one in captured(graph)}
-    got = replay(graph, [scores, torch.zeros_like(q), torch.full_like(q, 2), q, k], aux, OnTensors())
-    assert torch.allclose(
-        got.view(9, 9), score_mods.modify_scores(MODIFIERS[name][0], scores.view(9, 9), h=2), atol=1e-6
-    )
-
-
-def test_other_operators_are_translated_by_value_or_refused_by_name():
-    q, k = lanes(9)
-    zero = torch.zeros_like(q)
-
-    def odd(b, h, q, k):
-        return torch.where((k - q) % 4 == 1, torch.minimum(q, k) > 1, torch.logical_not(torch.clamp(q - k, -2, 3) < 2))
-
-    assert torch.equal(replay(trace(odd, 4), [zero, zero, q, k], {}, OnTensors()).view(9, 9), dense_mask(odd, 9, 9))
-    with pytest.raises(NoCounterpart, match="uses erf, which is not translated"):
-        trace(lambda score, b, h, q, k: torch.erf(score), 5)
-    with pytest.raises(NoCounterpart, match="alpha"):
-        trace(lambda score, b, h, q, k: torch.add(score, k, alpha=2), 5)
-
-
-@pytest.mark.parametrize(
-    "mask", [both(causal, documents(IDS)), lambda b, h, q, k: k < q + 3 * b - h], ids=["one", "own"]
-)
-def test_block_tables_without_flexattention_are_those_of_its_block_mask(mask):
-    x = torch.empty(2, 3, 21, 8)
-    ours = block_tables(mask, make_problem(x, x, x, mask_mod=mask), (4, 4))
-    theirs = build_block_mask(mask, 21, 21, block_size=4, batch=2, heads=3)
-    counts = (theirs.kv_num_blocks, theirs.full_kv_num_blocks)
-    for mine, index, count, wanted in zip(
-        ours[::2], ours[1::2], counts, (theirs.kv_indices, theirs.full_kv_indices), strict=True
-    ):
-        assert torch.equal(mine, count)
-        for row, other, number in zip(index.flatten(0, 2), wanted.flatten(0, 2), count.flatten().tolist(), strict=True):
-            assert row[:number].tolist() == sorted(other[:number].tolist())
 
 
 def test_options_are_claimed_only_where_the_mask_is_shown_to_allow_them():

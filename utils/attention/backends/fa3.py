@@ -17,7 +17,6 @@ import torch
 
 from utils.attention.backends.flash_attn import reason_against_tensors, rows_first, window_size
 from utils.attention.problem import Backend, Problem, bind_plain, positive_scale, refuse_functions
-from utils.kernels.handle import observed
 from utils.machine.device import Support, compute_capability, cuda_support, first_line
 
 VARIABLE = "FLASH_ATTENTION_3_LIBRARY"
@@ -89,80 +88,33 @@ def _refuses(problem: Problem) -> str:
 
 def _forward(q, k, v, causal: bool, scale: float, left: int, right: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output (B, H, S, D), a view of (B, S, H, D), and the log-sum-exp (B, H, S)."""
-    out, lse, *_ = torch.ops.flash_attn_3.fwd.default(
-        *map(rows_first, (q, k, v)),
-        softmax_scale=scale,
-        is_causal=causal,
-        window_size_left=left,
-        window_size_right=right,
-    )
+    mask = {"is_causal": causal, "window_size_left": left, "window_size_right": right}
+    rows = map(rows_first, (q, k, v))
+    out, lse, *_ = torch.ops.flash_attn_3.fwd.default(*rows, softmax_scale=scale, **mask)
     return out.transpose(1, 2), lse
 
 
-@torch.library.custom_op("labs::attention_fa3", mutates_args=(), device_types="cuda")
-def attention_fa3(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, left: int, right: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention forward as one operator, for torch.compile and autograd: output and log-sum-exp."""
-    return _forward(q, k, v, causal, scale, left, right)
+class _Differentiable(torch.autograd.Function):
+    """`_forward` with the library's backward pass."""
 
+    @staticmethod
+    def forward(ctx, q, k, v, *options):
+        out, lse = _forward(q, k, v, *options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = options
+        ctx.mark_non_differentiable(lse)
+        return out, lse
 
-@attention_fa3.register_fake
-def _attention_fa3_fake(q, k, v, causal, scale, left, right):
-    batch, heads, length, head_dim = q.shape
-    out = q.new_empty(batch, length, heads, head_dim).transpose(1, 2)
-    return out, q.new_empty(batch, heads, length, dtype=torch.float32)
-
-
-@torch.library.custom_op("labs::attention_fa3_backward", mutates_args=(), device_types="cuda")
-def attention_fa3_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-    scale: float,
-    left: int,
-    right: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, from the gradient of the output."""
-    dq, dk, dv = (torch.empty_like(rows_first(x), memory_format=torch.contiguous_format) for x in (q, k, v))
-    torch.ops.flash_attn_3.bwd.default(
-        *map(rows_first, (dout, q, k, v, out)),
-        lse,
-        dq,
-        dk,
-        dv,
-        softmax_scale=scale,
-        is_causal=causal,
-        window_size_left=left,
-        window_size_right=right,
-    )
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-@attention_fa3_backward.register_fake
-def _attention_fa3_backward_fake(dout, q, k, v, out, lse, causal, scale, left, right):
-    def like(x):
-        return x.transpose(1, 2).new_empty(x.transpose(1, 2).shape).transpose(1, 2)
-
-    return like(q), like(k), like(v)
-
-
-def _save(ctx, inputs, output) -> None:
-    q, k, v, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _gradients(ctx, dout, _dlse):
-    q, k, v, out, lse = ctx.saved_tensors
-    return *attention_fa3_backward(dout, q, k, v, out, lse, *ctx.options), None, None, None, None
-
-
-attention_fa3.register_autograd(_gradients, setup_context=_save)
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, _dlse):
+        q, k, v, out, lse = ctx.saved_tensors
+        causal, scale, left, right = ctx.options
+        mask = {"is_causal": causal, "window_size_left": left, "window_size_right": right}
+        gradients = [torch.empty_like(rows_first(x), memory_format=torch.contiguous_format) for x in (q, k, v)]
+        rows = map(rows_first, (dout, q, k, v, out))
+        torch.ops.flash_attn_3.bwd.default(*rows, lse, *gradients, softmax_scale=scale, **mask)
+        return *(x.transpose(1, 2) for x in gradients), None, None, None, None
 
 
 def forward(
@@ -186,8 +138,8 @@ def forward(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     q, scale = positive_scale(q, scale)  # the kernels take the maximum before they scale
-    call = attention_fa3 if observed(q, k, v) else _forward
-    return call(q, k, v, causal, scale, *window)
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return (_Differentiable.apply if needs_grad else _forward)(q, k, v, causal, scale, *window)
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:

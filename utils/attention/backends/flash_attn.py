@@ -1,8 +1,7 @@
 """The flash-attn packages: whichever is installed ("flash_attn"), and FlashAttention 4 in the CuTe DSL ("cute").
 
 FlashAttention 4's kernel is compiled when it is first called, and is warp-specialized on Hopper and Blackwell. It does
-causal masks and windows by itself; other mask functions, and score modifiers, are translated to the CuTe DSL and
-compiled into it (`cute_mods`), and a table says which blocks it visits.
+causal masks and windows by itself; other mask functions, and score modifiers, come into it through FlexAttention.
 """
 
 from __future__ import annotations
@@ -10,15 +9,10 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import time
-from collections.abc import Callable
 from importlib import metadata
-from typing import Any
 
 import torch
 
-from utils.attention.masks.blocks import synchronize
-from utils.attention.masks.mask_mods import check_device
 from utils.attention.problem import (
     Backend,
     Bound,
@@ -29,7 +23,6 @@ from utils.attention.problem import (
     positive_scale,
     refuse_functions,
 )
-from utils.kernels.handle import observed
 from utils.machine.device import Support, cuda_support, flash_attn_support
 
 # Module, distribution that brings it, oldest GPU: the fastest on a Hopper GPU first.
@@ -114,109 +107,41 @@ def _implementation() -> str:
         return name
 
 
-# ---- FlashAttention 4 under any mask function and score modifier --------------------------------------------
-
-
-def reason_against_blocks(problem: Problem, options: Options, native: bool) -> str:
-    """Say why FlashAttention 4 cannot do this problem; `native`: with its own mask, without a block mask."""
-    if reason := reason_against_tensors(problem):
-        return reason
-    if problem.needs_grad and not (native and problem.score_mod is None):
-        return "it is used forward only under functions, and an input requires a gradient."
-    if native:
-        return ""
-    if problem.head_dim > 128:
-        return (
-            "with a block mask its head dimension ends at 128 (beyond that its key tile, 80, does not divide the "
-            f"blocks), and {problem.head_dim} was given."
-        )
-    if options.blocks[1] != 128 or options.blocks[0] % 64:
-        sizes = " x ".join(map(str, options.blocks))
-        return f"it takes blocks of 128 keys and a multiple of 64 queries, and the block size is {sizes}."
-    return ""
+# ---- FlashAttention 4 ---------------------------------------------------------------------------------------
 
 
 def _native(problem: Problem) -> Problem | None:
-    """Return the problem in the kernel's own causal mask and window; None if it needs a mask function.
+    """Return the problem in the kernel's own causal mask and window; None if it needs a function.
 
     Documents are not turned into sequences: that was slower than the block mask (docs/flexattention.md), since the
     output has to be copied back to (B, H, S, D).
     """
-    plain = problem.with_plain_mask()
+    plain = problem.plain()
     return plain if plain is not None and plain.sq == problem.sq else None
 
 
 def _refuses_cute(problem: Problem, options: Options) -> str:
-    native = _native(problem) is not None
-    if native and options.block_size is not None:
+    if _native(problem) is None:
+        from utils.attention.backends.flex import refuses_flash
+
+        return refuses_flash(problem, options)
+    if options.block_size is not None:
         return "it does this mask by itself, without blocks, and a block_size was given."
-    return reason_against_blocks(problem, options, native)
+    return reason_against_tensors(problem)
 
 
-@functools.cache
-def _forward_alone() -> Callable | None:
-    """Return FlashAttention 4's forward pass without the autograd function around it; None where the package has none.
+def _bind_cute(problem: Problem, options: Options) -> Bound:
+    """Bind FlashAttention 4's kernel: its own mask if it has one, else FlexAttention's way into the same kernel."""
+    plain = _native(problem)
+    if plain is None:
+        from utils.attention.backends.flex import bind_flash
 
-    The function saves tensors and makes a node at each call, also where no gradient is asked for.
-    """
-    try:
-        from flash_attn.cute.interface import _flash_attn_fwd
-    except ImportError:
-        return None
-
-    def forward(q, k, v, *, softmax_scale, causal, window_size):
-        left, right = window_size
-        return _flash_attn_fwd(
-            q, k, v, softmax_scale=softmax_scale, causal=causal, window_size_left=left, window_size_right=right
-        )[0]
-
-    return forward
-
-
-def bind_cute(problem: Problem, options: Options) -> Bound:
-    """Bind FlashAttention 4's kernel: its own mask if it has one, else the mask function in the CuTe DSL."""
+        return bind_flash(problem, options)
     from flash_attn.cute import flash_attn_func
 
-    began, plain = time.perf_counter(), _native(problem)
-    if not problem.has_functions:
-        arguments: dict[str, Any] = {"softmax_scale": problem.scale, "causal": problem.causal}
-        arguments["window_size"] = window_size(problem, None)
-        forward = _forward_alone() or flash_attn_func
-
-        def call(q, k, v):
-            return call_package(flash_attn_func if observed(q, k, v) else forward, q, k, v, **arguments)
-
-        return Bound(call)
-    from utils.attention.backends.cute_mods import block_tables, translate
-
-    mask_mod: Any = problem.mask_function() if plain is None else None
-    for mod in (mask_mod, problem.score_mod):
-        if mod is not None:
-            check_device(mod, problem.device)
-    cute_mask, cute_score, aux = translate(mask_mod, problem.score_mod)
-    arguments = {"softmax_scale": problem.scale, "score_mod": cute_score, "aux_tensors": aux}
-    if plain is None:
-        from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-
-        tables = block_tables(mask_mod, problem, options.blocks)
-        arguments["mask_mod"] = cute_mask
-        arguments["block_sparse_tensors"] = BlockSparseTensorsTorch(*tables, block_size=options.blocks)
-    elif plain.window is not None:
-        arguments["window_size"] = window_size(plain, None)
-    else:
-        arguments["causal"] = plain.causal
-    synchronize(problem.device)
-    settings = {
-        "block_size": options.blocks if plain is None else None,
-        "kernel_mask": None if plain is None else describe_plain(problem, plain),
-    }
-    seconds = {"block_mask": time.perf_counter() - began}
-    return Bound(lambda q, k, v: call_package(flash_attn_func, q, k, v, **arguments), settings, seconds)
-
-
-def cute_implementation() -> str:
-    """Return the package and version of FlashAttention 4."""
-    return f"flash-attn-4 {metadata.version('flash-attn-4')}, directly"
+    mask = {"causal": plain.causal, "window_size": window_size(plain, None)}
+    settings = {"kernel_mask": describe_plain(problem, plain)} if problem.has_functions else {}
+    return Bound(lambda q, k, v: call_package(flash_attn_func, q, k, v, softmax_scale=plain.scale, **mask), settings)
 
 
 BACKENDS = {
@@ -234,9 +159,9 @@ BACKENDS = {
         summary="FlashAttention 4 in the CuTe DSL (package flash-attn-4)",
         machine=lambda: flash_attn_support(4),
         refuses=_refuses_cute,
-        bind=bind_cute,
+        bind=_bind_cute,
         kernels=r"(?i)flash_?attention|flash_fwd",
-        implementation=cute_implementation,
+        implementation=lambda: f"flash-attn-4 {metadata.version('flash-attn-4')}",
         options=("block_size",),
         compiles=True,
     ),

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from utils.attention.backends.flash_attn import bind_cute, cute_implementation, reason_against_blocks
+from utils.attention.backends.flash_attn import reason_against_tensors
 from utils.attention.backends.plain import reason_against_compiling
 from utils.attention.masks.blocks import BlockSize, block_sizes, build_timed, count_blocks, has_flex
 from utils.attention.masks.mask_mods import MaskMod, different_masks, row_chunks
@@ -135,12 +135,21 @@ def _refuses_compiled(problem: Problem, options: Options) -> str:
     return ""
 
 
-def _refuses_flash(problem: Problem, options: Options) -> str:
-    if reason := reason_against_blocks(problem, options, problem.mask_function() is None and has_flex()):
+def refuses_flash(problem: Problem, options: Options) -> str:
+    """Say why FlashAttention 4's kernel cannot do this problem through FlexAttention; "" if it can."""
+    if reason := reason_against_tensors(problem):
         return reason
     if problem.needs_grad:
-        return "it is used forward only here, and an input requires a gradient."
-    return _refuses_compiled(problem, options) if has_flex() else ""
+        return "it is used forward only under functions, and an input requires a gradient."
+    if problem.mask_function() is not None and problem.head_dim > 128:
+        return (
+            "with a block mask its head dimension ends at 128 (beyond that its key tile, 80, does not divide the "
+            f"blocks), and {problem.head_dim} was given."
+        )
+    if problem.mask_function() is not None and (options.blocks[1] != 128 or options.blocks[0] % 64):
+        sizes = " x ".join(map(str, options.blocks))
+        return f"it takes blocks of 128 keys and a multiple of 64 queries, and the block size is {sizes}."
+    return compile_support().reason if not compile_support() else _refuses_compiled(problem, options)
 
 
 # ---- binding -----------------------------------------------------------------------------------------------
@@ -190,11 +199,8 @@ def _bind_compiled(problem: Problem, options: Options) -> Bound:
     return _bound(problem, options, block_mask, settings, seconds, fewer_stages(kernel_options | given, given))
 
 
-def _bind_flash(problem: Problem, options: Options) -> Bound:
-    if not has_flex():
-        bound = bind_cute(problem, options)
-        bound.settings["implementation"] = cute_implementation()
-        return bound
+def bind_flash(problem: Problem, options: Options) -> Bound:
+    """Bind FlexAttention with BACKEND=FLASH; its refusal comes with the first call."""
     block_mask, settings, seconds = _block_mask(problem, options)
     attempts = [{"BACKEND": "FLASH"} | (options.kernel_options or {})]
     bound = _bound(problem, options, block_mask, settings, seconds, attempts)
@@ -286,8 +292,8 @@ BACKENDS = {
         name="flex_flash",
         summary="FlexAttention with BACKEND=FLASH: FlashAttention 4's kernel with the mask inside",
         machine=lambda: flash_attn_support(4) and compile_support(),
-        refuses=_refuses_flash,
-        bind=_bind_flash,
+        refuses=refuses_flash,
+        bind=bind_flash,
         kernels=r"(?i)flash_?attention|flash_fwd|flash_attncute",
         implementation=lambda: _implementation("FLASH backend"),
         options=("block_size", "mode", "kernel_options"),
