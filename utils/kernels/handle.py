@@ -137,10 +137,14 @@ class Handle:
         self.compiled = compiled
         self._stream, self._runtime = driver.active.get_current_stream, knobs.runtime
         self._direct: _Direct | None = None
-        if not (self.run.global_scratch_size or self.run.profile_scratch_size):  # memory that each launch would need
+        scratch = [getattr(self.run, f"{kind}_scratch_size", 1) for kind in ("global", "profile")]
+        if not any(scratch):  # memory that each launch would need
             bases = [x if kept is None else x.base for x, kept in zip(leading, self.maps, strict=True)]
             before = (*self.grid, 0, self.function, self.metadata, None, None, None)
-            self._direct = _Direct(self.run, before, bases, self.maps, self.rest)
+            try:
+                self._direct = _Direct(self.run, before, bases, self.maps, self.rest)
+            except (AttributeError, IndexError, KeyError, StopIteration, TypeError, ValueError):
+                pass  # a Triton whose launcher is built otherwise: each launch goes through it
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         """Launch on these tensors, of the same shapes, strides and alignment as those of the launch that was kept."""

@@ -179,15 +179,6 @@ def test_more_keys_than_queries_and_queries_without_keys():
     assert error(per_head[:, 1:], reference(q, k, v, lambda b, h, q, k: k <= q + 1)[:, 1:]) == 0
 
 
-def test_the_reference_is_attention_written_out():
-    q, k, v = tensors(sq=12, sk=12)
-    allowed = torch.ones(12, 12, dtype=torch.bool).tril()
-    plain = torch.softmax((q.double() @ k.double().mT * 0.25).masked_fill(~allowed, float("-inf")), -1) @ v.double()
-    assert torch.allclose(reference(q, k, v, causal), plain, atol=1e-12)
-    assert torch.allclose(reference(q, k, v, allowed=allowed), plain, atol=1e-12)
-    assert torch.allclose(reference(q, k, v, causal, scale=0.5), reference(2 * q, k, v, causal), atol=1e-12)
-
-
 def refused(name, *qkv, **options):
     with pytest.raises(AttentionUnsupported) as caught:
         prepare(*qkv, backend=name, **options)
