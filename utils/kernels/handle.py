@@ -8,6 +8,7 @@ was decided and launched before, by the `layout` of the tensors.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
 from collections.abc import Sequence
@@ -141,10 +142,9 @@ class Handle:
         if not any(scratch):  # memory that each launch would need
             bases = [x if kept is None else x.base for x, kept in zip(leading, self.maps, strict=True)]
             before = (*self.grid, 0, self.function, self.metadata, None, None, None)
-            try:
+            # If another Triton builds its launcher otherwise, each launch goes through it.
+            with contextlib.suppress(AttributeError, IndexError, KeyError, StopIteration, TypeError, ValueError):
                 self._direct = _Direct(self.run, before, bases, self.maps, self.rest)
-            except (AttributeError, IndexError, KeyError, StopIteration, TypeError, ValueError):
-                pass  # a Triton whose launcher is built otherwise: each launch goes through it
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         """Launch on these tensors, of the same shapes, strides and alignment as those of the launch that was kept."""

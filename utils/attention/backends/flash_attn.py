@@ -6,9 +6,7 @@ causal masks and windows by itself; other mask functions, and score modifiers, c
 
 from __future__ import annotations
 
-import functools
 import importlib
-import importlib.util
 from importlib import metadata
 
 import torch
@@ -23,14 +21,9 @@ from utils.attention.problem import (
     positive_scale,
     refuse_functions,
 )
-from utils.machine.device import Support, cuda_support, flash_attn_support
+from utils.machine.device import flash_attn_support
 
-# Module, distribution that brings it, oldest GPU: the fastest on a Hopper GPU first.
-_PACKAGES = {
-    "FlashAttention 3": ("flash_attn_interface", "flash-attn-3", (9, 0)),
-    "FlashAttention 4": ("flash_attn.cute", "flash-attn-4", (9, 0)),
-    "FlashAttention 2": ("flash_attn.flash_attn_interface", "flash-attn", (8, 0)),
-}
+_MODULES = {4: "flash_attn.cute", 2: "flash_attn"}
 
 
 def window_size(problem: Problem, unlimited: int | None) -> tuple:
@@ -53,32 +46,8 @@ def call_package(function, q, k, v, softmax_scale: float, **arguments) -> torch.
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 
-@functools.cache
-def _installed() -> str:
-    """Return the name of the fastest package that is installed for this GPU, "" if there is none."""
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    for name, (module, _, needed) in _PACKAGES.items():
-        try:
-            spec = importlib.util.find_spec(module)
-        except ModuleNotFoundError:
-            spec = None
-        if spec is not None and capability >= needed:
-            return name
-    return ""
-
-
-@functools.cache
-def _machine() -> Support:
-    if not (cuda := cuda_support()):
-        return Support(False, f"flash-attn needs an NVIDIA GPU: {cuda.reason}", cuda.remedy)
-    name = _installed()
-    if not name:
-        return Support(
-            False,
-            "None of flash-attn, flash-attn-3 and flash-attn-4 is installed for this GPU.",
-            "Run pip install '.[gpu]' in the course's folder (flash-attn-4, nothing is compiled).",
-        )
-    return Support(True, f"{name} is installed.")
+def _version() -> int:
+    return 4 if flash_attn_support(4) else 2
 
 
 def reason_against_tensors(problem: Problem) -> str:
@@ -93,18 +62,15 @@ def reason_against_tensors(problem: Problem) -> str:
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:
-    name = _installed()
-    function = importlib.import_module(_PACKAGES[name][0]).flash_attn_func
-    window = window_size(problem, None if name == "FlashAttention 4" else -1)
+    version = _version()
+    window = window_size(problem, None if version == 4 else -1)
+    function = importlib.import_module(_MODULES[version]).flash_attn_func
     return call_package(function, q, k, v, softmax_scale=problem.scale, causal=problem.causal, window_size=window)
 
 
 def _implementation() -> str:
-    name = _installed()
-    try:
-        return f"{name}, {_PACKAGES[name][1]} {metadata.version(_PACKAGES[name][1])}"
-    except metadata.PackageNotFoundError:
-        return name
+    package = "flash-attn-4" if _version() == 4 else "flash-attn"
+    return f"{package} {metadata.version(package)}"
 
 
 # ---- FlashAttention 4 ---------------------------------------------------------------------------------------
@@ -147,8 +113,8 @@ def _bind_cute(problem: Problem, options: Options) -> Bound:
 BACKENDS = {
     "flash_attn": Backend(
         name="flash_attn",
-        summary="the flash-attn package that is installed (FlashAttention 3, 4 or 2)",
-        machine=_machine,
+        summary="the flash-attn package that is installed (FlashAttention 4 or 2)",
+        machine=lambda: flash_attn_support(2) or flash_attn_support(4),
         refuses=refuse_functions(reason_against_tensors),
         bind=bind_plain(_run),
         kernels=r"(?i)flash",
