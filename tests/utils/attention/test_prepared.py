@@ -182,35 +182,27 @@ def test_more_keys_than_queries_and_queries_without_keys():
 def refused(name, *qkv, **options):
     with pytest.raises(AttentionUnsupported) as caught:
         prepare(*qkv, backend=name, **options)
-    text = str(caught.value)
-    assert text.count("\n") == 0 and f"{name!r}: {caught.value.reason.rstrip('.')}. These would work: naive" in text
-    assert caught.value.backend == name and name not in caught.value.alternatives
-    return text
+    assert "\n" not in str(caught.value) and f"{name!r}: {caught.value.reason.rstrip('.')}" in str(caught.value)
+    assert caught.value.backend == name and name not in caught.value.alternatives and caught.value.alternatives
+    return caught.value.reason
 
 
 def test_a_refusal_is_one_sentence_that_names_the_backends_that_can():
     q, k, v = tensors()
-    for name in ("flex_flash", "cute", "gluon"):
-        assert "GPU" in refused(name, q, k, v, mask_mod=causal)
-    assert "takes no score modifier, and soft_cap(2) was given" in refused(
-        "sdpa", q, k, v, score_mod=score_mods.soft_cap(2.0)
-    )
-    gradient = q.clone().requires_grad_()
-    assert "no backward pass on a CPU" in refused("flex_eager", gradient, k, v, mask_mod=causal)
-    doubles = tensors(dtype=torch.float64)
-    assert "float32, not float64" in refused("flex_eager", *doubles, mask_mod=causal)
+    gradient, doubles = q.clone().requires_grad_(), tensors(dtype=torch.float64)
+    cases = [(name, "GPU", (q, k, v), {"mask_mod": causal}) for name in ("flex_flash", "cute", "gluon")]
+    cases += [("sdpa", "modifier", (q, k, v), {"score_mod": score_mods.soft_cap(2.0)})]
+    cases += [("flex_eager", "backward", (gradient, k, v), {"mask_mod": causal})]
+    cases += [("flex_eager", "float64", doubles, {"mask_mod": causal})]
     if compile_support():
-        assert "no backward pass on a CPU, and an input requires a gradient" in refused(
-            "flex", gradient, k, v, mask_mod=causal
-        )
-        assert "float32, not float64" in refused("flex", *doubles)
-        assert "head dimension is 8 to 256" in refused("flex", *tensors(head_dim=4))
-        with pytest.raises(AttentionUnsupported, match="uses CUDA graphs"):
-            prepare(q, k, v, mode="reduce-overhead", backend="flex")
+        cases += [("flex", "backward", (gradient, k, v), {"mask_mod": causal}), ("flex", "float64", doubles, {})]
+        cases += [("flex", "head dimension", tensors(head_dim=4), {})]
+        cases += [("flex", "CUDA graphs", (q, k, v), {"mode": "reduce-overhead"})]
+    for name, word, qkv, options in cases:
+        assert word in refused(name, *qkv, **options)
     with torch.no_grad():  # then no gradient is asked for
-        assert (
-            error(prepare(gradient, k, v, mask_mod=causal, backend="naive")(), reference(q, k, v, causal)) < FP32_ERROR
-        )
+        out = prepare(gradient, k, v, mask_mod=causal, backend="naive")()
+    assert error(out, reference(q, k, v, causal)) < FP32_ERROR
 
 
 def test_an_option_that_a_backend_does_not_take_is_refused():
@@ -251,37 +243,25 @@ def test_limits_of_flash_attention_4_are_said_without_a_gpu(head_dim, block, rea
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error_type", "message"),
+    ("arguments", "error_type", "word"),
     [
-        (dict(backend="tritton"), ValueError, "no attention backend 'tritton'; choose one of naive, .* or auto"),
-        (dict(mask_mod=3), TypeError, "mask_mod must be None or a function of indices; its type is int"),
-        (
-            dict(mask_mod=lambda b, h, q, k: None),
-            TypeError,
-            "mask function .* returns no tensor; .*Is a `return` missing",
-        ),
-        (
-            dict(mask_mod=lambda b, h, q, k: q - k),
-            TypeError,
-            "mask function .* returns torch.int32; it must return True",
-        ),
-        (dict(mask_mod=lambda q, k: q >= k), TypeError, "takes 2 positional arguments but 4 were given"),
-        (
-            dict(score_mod=lambda s, b, h, q, k: None),
-            TypeError,
-            "score modifier .* returns no tensor; .*`return` missing",
-        ),
-        (dict(score_mod=lambda s, b, h, q, k: s > 0), TypeError, "score modifier .* returns torch.bool; .*new score"),
-        (dict(backend=["flex"]), ValueError, "no attention backend .'flex'.; choose one of"),
-        (dict(mode="fast"), ValueError, "mode is 'fast'; it must be None or one of default"),
-        (dict(block_size=0), ValueError, "block_size is 0"),
-        (dict(scale="x"), ValueError, "scale must be None or a finite number; it is 'x'"),
-        (dict(scale=math.nan), ValueError, "scale must be None or a finite number; it is nan"),
-        (dict(scale=10**400), ValueError, "scale must be None or a finite number; it is 1000"),
+        (dict(backend="tritton"), ValueError, "tritton"),
+        (dict(mask_mod=3), TypeError, "mask_mod"),
+        (dict(mask_mod=lambda b, h, q, k: None), TypeError, "return"),
+        (dict(mask_mod=lambda b, h, q, k: q - k), TypeError, "int32"),
+        (dict(mask_mod=lambda q, k: q >= k), TypeError, "positional"),
+        (dict(score_mod=lambda s, b, h, q, k: None), TypeError, "return"),
+        (dict(score_mod=lambda s, b, h, q, k: s > 0), TypeError, "bool"),
+        (dict(backend=["flex"]), ValueError, "flex"),
+        (dict(mode="fast"), ValueError, "mode"),
+        (dict(block_size=0), ValueError, "block_size"),
+        (dict(scale="x"), ValueError, "scale"),
+        (dict(scale=math.nan), ValueError, "scale"),
+        (dict(scale=10**400), ValueError, "scale"),
     ],
 )
-def test_bad_arguments_are_named(arguments, error_type, message):
-    with pytest.raises(error_type, match=message):
+def test_bad_arguments_are_named(arguments, error_type, word):
+    with pytest.raises(error_type, match=word):
         prepare(*tensors(), **{"mask_mod": causal, "backend": "flex_eager", **arguments})
 
 
