@@ -60,7 +60,6 @@ TABLES = {
         Table("decode_pages", "record.decode pages {fa3}", 30),
         Table("decode_layer", "record.decode layer", 30),
         Table("decode_host", "record.decode host", 20),
-        Table("host_time", "record.host_time", 20, takes_seconds=False),
         Table("backward_ratios", "record.backward ratios {fa3}", 60),
         Table("backward_errors", "record.backward errors {fa3}", 30),
         Table("attention_ladder", "record.attention_ratios ladder --pairs 8", 40),

@@ -9,14 +9,13 @@ for row in backend_table(): print(row)           # which backends run on this ma
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 
 from utils.attention.backends import BACKENDS, able_backends, find_backend
-from utils.attention.choosing import active_choices, rank_backends
+from utils.attention.choosing import Choices, active_choices, rank_backends
 from utils.attention.masks.blocks import BlockSize, block_sizes
 from utils.attention.masks.mask_mods import MaskMod
 from utils.attention.masks.score_mods import ScoreMod
@@ -24,6 +23,7 @@ from utils.attention.prepared import Prepared, compiled_graphs, compiled_version
 from utils.attention.problem import (
     MODES,
     NO_OPTIONS,
+    Attend,
     AttentionUnsupported,
     Backend,
     Bound,
@@ -33,16 +33,15 @@ from utils.attention.problem import (
     make_problem,
 )
 from utils.benchmark.profiling import launched
+from utils.kernels.handle import KEPT, layout
 from utils.newest import Newest
 
 # A function of torch.compile beyond its limit of eight versions would silently run unfused, fifty times slower.
 # The bound functions that `attention` keeps may be called with many layouts: allow more, and raise after that.
 _MANY_VERSIONS = {"recompile_limit": 256, "accumulated_recompile_limit": 1024, "fail_on_recompile_limit_hit": True}
 
-
-_kept: Newest[tuple[str, Problem], Bound] = Newest(256)  # compiled functions
+_compiled: Newest[tuple[str, Problem], Bound] = Newest(256)
 _last: Run | None = None
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -92,87 +91,67 @@ def attention(
         causal: query i sees keys up to i + Sk - Sq, so the last query sees the last key.
         scale: of the scores, 1/sqrt(D) by default.
         window: a query sees only keys fewer than this many positions away (causal: its own and those before).
-        mask_mod: (b, h, q, k) -> bool, the same for all batches and heads. It compares index with index: for Sq < Sk,
-            masks.at_offset(mask, Sk - Sq) aligns the last query with the last key. Pass the same function object at
-            each call: a new one is compiled anew.
+        mask_mod: (b, h, q, k) -> bool, True where query q of sequence b and head h sees key k. It compares index with
+            index: for Sq < Sk, masks.at_offset(mask, Sk - Sq) aligns the last query with the last key. Pass the same
+            function object at each call: a new one is compiled anew.
         score_mod: (score, b, h, q, k) -> score, applied before the softmax.
         backend: a name in BACKENDS, or "auto". A backend that cannot do this raises AttentionUnsupported and names
             those that can.
     """
+    global _last
     if torch.compiler.is_compiling():
         # The decision is Python that no graph can hold.
         from utils.attention.uncompiled import call_outside_of_graphs
 
-        return call_outside_of_graphs(_decide_and_call, q, k, v, causal, scale, window, mask_mod, score_mod, backend)
-    return _decide_and_call(q, k, v, causal, scale, window, mask_mod, score_mod, backend)
-
-
-def _decide_and_call(q, k, v, causal, scale, window, mask_mod, score_mod, backend: str) -> torch.Tensor:
-    """Compute `attention` with all arguments given, by the decision of an earlier call like this one if there is one."""
-    global _last
+        arguments = dict(causal=causal, scale=scale, window=window, mask_mod=mask_mod, score_mod=score_mod)
+        return call_outside_of_graphs(attention, q, k, v, backend=backend, **arguments)
     key = _key(q, k, v, causal, scale, window, mask_mod, score_mod, backend)
-    shortcut = None if key is None else _shortcuts.get(key)
-    if key is not None and shortcut is not None:
-        if shortcut.holds():
+    if key is not None and (decision := KEPT.get(key)) is not None:
+        if decision.holds():
             try:
-                out, _last = shortcut.call(q, k, v), shortcut.run
+                out, _last = decision.call(q, k, v), decision.run
                 return out
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:
                 pass  # the full decision below says which backend refuses and why; "auto" then tries the next one
-        del _shortcuts[key]
+        del KEPT[key]
     problem = make_problem(q, k, v, causal=causal, scale=scale, window=window, mask_mod=mask_mod, score_mod=score_mod)
-    bound: Bound | None = None
-
-    def use(chosen: Backend, options: Options) -> torch.Tensor:
-        nonlocal bound
-        out, bound = _call_bound(chosen, options, problem, q, k, v)
-        return out
-
-    out, _last = _with_backend(problem, NO_OPTIONS, backend, use)
-    if key is not None and bound is not None and _may_be_kept(bound):
-        _shortcuts[key] = _Shortcut(bound, _last)
+    refusals: dict[str, str] = {}
+    while True:
+        chosen, options, run = _choose(problem, NO_OPTIONS, backend, refusals)
+        try:
+            bound, out = _bind_and_call(chosen, options, problem, q, k, v)
+            break
+        except Refused as refusal:  # a library that says no only when it is called
+            refusals[chosen.name] = str(refusal)
+    _last = run
+    if key is not None and _may_be_kept(bound):
+        KEPT[key] = Decision(bound.call if bound.again is None else bound.again(q, k, v), run, bound.source is not None)
     return out
 
 
-def _may_be_kept(bound: Bound) -> bool:
-    """Whether a later call may use `bound.call` as it is.
-
-    A compiled function may be used again while it has fewer versions than torch.compile allows: a call that needs
-    another version then compiles it, and does not silently run unfused. `_Shortcut.holds` notices the compilation.
-    """
-    if bound.source is None:
-        # A function in _kept may hold a mask: it is alive anyway.
-        return bound.light or any(bound is kept for kept in _kept.values())
-    return compiled_versions(bound.source) < torch._dynamo.config.recompile_limit
-
-
-class _Shortcut:
+class Decision:
     """The backend that an earlier call took, for a call that is the same but for the data in its tensors.
 
-    The key of a shortcut holds all that a decision depends on: shapes, strides, types, devices, the mask, whether a
-    gradient is needed. Two things are not in the key, so each call asks for them: the file of choices that "auto"
-    follows, and whether torch.compile has compiled anything since. If it has, the next call is decided anew, and there an
-    eager fallback is an error.
+    Its key holds all that a decision depends on: shapes, strides, types, devices, the mask, whether a gradient is needed.
+    Two things are not in the key, so each call asks for them: the file of choices that "auto" follows, and whether
+    torch.compile has compiled anything since. If it has, the next call is decided anew, and there an eager fallback is
+    an error.
     """
 
-    __slots__ = ("automatic", "call", "choices", "compiled", "graphs", "run")
+    __slots__ = ("call", "choices", "graphs", "run")
 
-    def __init__(self, bound: Bound, run: Run):
-        self.call, self.run, self.compiled = bound.call, run, bound.source is not None
-        self.choices = active_choices()
-        self.graphs = compiled_graphs() if self.compiled else 0  # counting them imports Triton
-        self.automatic = bool(run.why)
+    def __init__(self, call: Attend, run: Run, compiled: bool):
+        self.call, self.run = call, run
+        self.choices: Choices | None = active_choices()
+        self.graphs = compiled_graphs() if compiled else None  # counting them imports Triton
 
     def holds(self) -> bool:
         """Whether the same decision would be taken now."""
-        if self.compiled and compiled_graphs() != self.graphs:
+        if self.graphs is not None and compiled_graphs() != self.graphs:
             return False
-        return not self.automatic or self.choices is active_choices()
-
-
-_shortcuts: Newest[tuple, _Shortcut] = Newest(4096)  # calls whose backend is known
+        return not self.run.why or self.choices is active_choices()
 
 
 def _key(q, k, v, causal, scale, window, mask_mod, score_mod, backend) -> tuple | None:
@@ -186,56 +165,84 @@ def _key(q, k, v, causal, scale, window, mask_mod, score_mod, backend) -> tuple 
         return None
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return None  # fake tensors and vmap: their tensors have no memory that a kernel could read
-    grad = torch.is_grad_enabled()
-    key = (
-        backend,
-        causal,
-        scale,
-        window,
-        mask_mod,
-        score_mod,
-        grad and (q.requires_grad or k.requires_grad or v.requires_grad),
-        q.shape,
-        q.stride(),
-        q.dtype,
-        q.device,
-        k.shape,
-        k.stride(),
-        k.dtype,
-        k.device,
-        v.shape,
-        v.stride(),
-        v.dtype,
-        v.device,
-    )
-    try:
-        hash(key)
-    except TypeError:  # a mask function that cannot be hashed
-        return None
-    return key
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if mask_mod is not None or score_mod is not None:
+        try:
+            hash((mask_mod, score_mod))
+        except TypeError:
+            return None
+    return backend, causal, scale, window, mask_mod, score_mod, needs_grad, layout(q, k, v)
 
 
 _NUMBERS, _WHOLE_NUMBERS = (float, int, type(None)), (int, type(None))
 
 
-def _call_bound(backend: Backend, options: Options, problem: Problem, q, k, v) -> tuple[torch.Tensor, Bound]:
-    """Call a backend; also return what was called, for the next call."""
+def _bind_and_call(backend: Backend, options: Options, problem: Problem, q, k, v) -> tuple[Bound, torch.Tensor]:
+    """Bind a backend, or take the compiled function of an earlier call for this problem, and call it."""
     if not backend.compiles:
         bound = backend.bind(problem, options)
-        return (bound.first or bound.call)(q, k, v), bound
+        return bound, (bound.first or bound.call)(q, k, v)
     key = backend.name, problem
-    if (kept := _kept.get(key)) is None:
-        kept = backend.bind(problem, options)
-        if len(_kept) == _kept.most:
-            _shortcuts.clear()  # they would keep alive the block mask of the one that is dropped
-    if kept.source is None:
-        out = (kept.first or kept.call)(q, k, v)
+    if key in _compiled:
+        bound = _compiled[key]
     else:
-        with torch._dynamo.config.patch(_MANY_VERSIONS):
-            out = (kept.first or kept.call)(q, k, v)
-    kept.first = None
-    _kept[key] = kept
-    return out, kept
+        bound = backend.bind(problem, options)
+        if len(_compiled) == _compiled.most:
+            KEPT.clear()  # decisions would keep alive the block mask of the one that is dropped
+    with torch._dynamo.config.patch(_MANY_VERSIONS) if bound.source else nullcontext():
+        out = (bound.first or bound.call)(q, k, v)
+    bound.first = None
+    _compiled[key] = bound
+    return bound, out
+
+
+def _may_be_kept(bound: Bound) -> bool:
+    """Whether a later call may use `bound.call` as it is.
+
+    A compiled function may be used again while it has fewer versions than torch.compile allows: a call that needs
+    another version then compiles it, and does not silently run unfused. `Decision.holds` notices the compilation.
+    """
+    if bound.source is None:
+        # A function in _compiled may hold a mask: it is alive anyway.
+        return bound.light or any(bound is kept for kept in _compiled.values())
+    return compiled_versions(bound.source) < torch._dynamo.config.recompile_limit
+
+
+def _choose(problem: Problem, options: Options, name: str, refusals: dict[str, str]) -> tuple[Backend, Options, Run]:
+    """Return the backend `name`, or the best that does not refuse ("auto"), its options and the record of the call.
+
+    Args:
+        problem: the problem.
+        options: those that were given.
+        name: a backend or "auto".
+        refusals: {backend: reason} of the libraries that have said no when they were called.
+    """
+    if name != "auto":
+        chosen = find_backend(name)
+        support = chosen.support(problem, options)
+        if reason := refusals.get(name, "" if support else support.reason):
+            raise _unsupported(name, reason, problem, options)
+        return chosen, options, Run(name, problem)
+    ranking = rank_backends(problem, options)
+    tuned = options if options is NO_OPTIONS and not problem.has_functions else replace(options, tuned=True)
+    passed_over: list[tuple[str, str]] = []
+    for candidate in ranking.names:
+        chosen = find_backend(candidate)
+        support = chosen.support(problem, tuned)
+        if not (reason := refusals.get(candidate, "" if support else support.reason)):
+            why = ranking.reasons.get(candidate, "")
+            return chosen, tuned, Run(candidate, problem, tuple(passed_over), ranking.source, why)
+        passed_over.append((candidate, reason))
+    reason = f"no backend in its order accepts {problem.type_name} on {problem.device} here"
+    raise _unsupported("auto", reason, problem, options)
+
+
+def _unsupported(name: str, reason: str, problem: Problem, options: Options) -> AttentionUnsupported:
+    others = able_backends(problem, options)
+    if not others and options.given:
+        others = able_backends(problem)
+        reason = f"{reason.rstrip('.')}, and no other backend can do it with {' and '.join(options.given)} given"
+    return AttentionUnsupported(name, reason, tuple(other for other in others if other != name))
 
 
 def prepare(
@@ -273,56 +280,17 @@ def prepare(
     problem = make_problem(q, k, v, causal=causal, scale=scale, window=window, mask_mod=mask_mod, score_mod=score_mod)
     if mode is not None and mode not in MODES:
         raise ValueError(f"mode is {mode!r}; it must be None or one of {', '.join(MODES)}.")
-    blocks = None if block_size is None else block_sizes(block_size)
-
-    def prepare_with(chosen: Backend, options: Options) -> Prepared:
-        settings = {"backend": chosen.name, "implementation": chosen.implementation()}
-        return Prepared(chosen.bind(problem, options), problem, (q, k, v), settings)
-
-    prepared, run = _with_backend(problem, Options(blocks, mode, kernel_options), backend, prepare_with)
-    if backend == "auto":
-        prepared.settings |= {"picked_because": run.why, "passed_over": list(run.passed_over)}
-    return prepared
-
-
-def _with_backend(
-    problem: Problem, options: Options, name: str, use: Callable[[Backend, Options], Result]
-) -> tuple[Result, Run]:
-    """Return use(backend, options) and its record, for the backend `name` or the best that does not refuse ("auto")."""
-    if name != "auto":
-        chosen = find_backend(name)
-        if not (support := chosen.support(problem, options)):
-            raise _unsupported(name, support.reason, problem, options)
+    given = Options(None if block_size is None else block_sizes(block_size), mode, kernel_options)
+    refusals: dict[str, str] = {}
+    while True:
+        chosen, options, run = _choose(problem, given, backend, refusals)
+        settings: dict = {"backend": chosen.name, "implementation": chosen.implementation()}
+        if backend == "auto":
+            settings |= {"picked_because": run.why, "passed_over": list(run.passed_over)}
         try:
-            return use(chosen, options), Run(name, problem)
-        except Refused as refusal:  # a library that says no only when it is called
-            raise _unsupported(name, str(refusal), problem, options) from refusal
-    ranking = rank_backends(problem, options)
-    options = options if options is NO_OPTIONS and not problem.has_functions else replace(options, tuned=True)
-    passed_over: list[tuple[str, str]] = []
-    for candidate_name in ranking.names:
-        candidate = find_backend(candidate_name)
-        if not (support := candidate.support(problem, options)):
-            passed_over.append((candidate_name, support.reason))
-            continue
-        try:
-            result = use(candidate, options)
+            return Prepared(chosen.bind(problem, options), problem, (q, k, v), settings)
         except Refused as refusal:
-            passed_over.append((candidate_name, str(refusal)))
-            continue
-        return result, Run(
-            candidate_name, problem, tuple(passed_over), ranking.source, ranking.reasons.get(candidate_name, "")
-        )
-    reason = f"no backend in its order accepts {problem.type_name} on {problem.device} here"
-    raise _unsupported("auto", reason, problem, options)
-
-
-def _unsupported(name: str, reason: str, problem: Problem, options: Options) -> AttentionUnsupported:
-    others = able_backends(problem, options)
-    if not others and options.given:
-        others = able_backends(problem)
-        reason = f"{reason.rstrip('.')}, and no other backend can do it with {' and '.join(options.given)} given"
-    return AttentionUnsupported(name, reason, tuple(other for other in others if other != name))
+            refusals[chosen.name] = str(refusal)
 
 
 def last_run() -> Run | None:

@@ -17,7 +17,8 @@ import functools
 import json
 import math
 import os
-from dataclasses import dataclass, field
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -40,25 +41,24 @@ VARIABLE = "LABS_ATTENTION_CHOICES"
 KINDS = ("training", "prefill", "decode")
 DECODE_QUERIES = 16  # up to this many queries over a longer cache are decode: one token, or a few speculative ones
 NEIGHBOURS, FALL_OFF = 3, 3.0  # number of nearest shapes to average; their weights are 1 / distance**FALL_OFF
-REMEMBERED = 4096  # shapes whose order is kept, so that a call need not rank again
 
 # The order without mask functions: Gluon on Hopper, else FlashAttention 3 (the fastest backward pass over all head
 # dimensions), else flash-attn, else SDPA's backends by their speed on a GPU. A CPU has flash, math and naive.
 PLAIN_ORDER = ("gluon", "fa3", "cute", "flash_attn", "cudnn", "flash", "efficient", "math", "naive")
 # The order with mask functions, score modifiers or options of a block mask, with the reason for each place. Measured on
 # an H200: docs/flexattention.md.
-_PIPELINE, _STORED = "FlashAttention 4's pipeline under any mask function", "no fused backend does this here"
+_STORED = "no fused backend does this here"
 FUNCTION_ORDER = {
     "gluon": "the Gluon kernel does this mask by itself, and is persistent",
-    "flex_flash": _PIPELINE,
-    "cute": _PIPELINE,
+    "flex_flash": "FlashAttention 4's pipeline under any mask function",
     "flex": "inductor's kernel under any mask function; FlashAttention 4 cannot do this here",
     "flex_eager": _STORED,
     "sdpa": _STORED,
     "naive_compiled": _STORED,
     "naive": _STORED,
 }
-CUTE_FIRST = {"cute": "FlashAttention 4 does this mask by itself and is ahead of Gluon at head dimensions up to 64"}
+# Masks that FlashAttention 4 does by itself; it is ahead of Gluon at head dimensions up to 64.
+CUTE = {"cute": "FlashAttention 4 does this mask by itself"}
 
 
 def kind_of(sq: int, sk: int, needs_grad: bool) -> str:
@@ -107,7 +107,6 @@ class Choices:
     points: tuple[tuple[Point, dict], ...]
     machine: dict
     source: str
-    ranked_before: dict[Point, tuple[str, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @functools.cached_property
     def groups(self) -> dict[tuple, list[tuple[Point, dict]]]:
@@ -123,54 +122,35 @@ class Choices:
         If no shape of the same group was measured, the group with the same causality is taken, then the one with the
         nearest head dimension, then the one with the same grouping.
         """
-        group = self.groups.get(wanted.group)
-        if group is None:
 
-            def apart(other: tuple) -> tuple:
-                return (
-                    other[3] != wanted.causal,
-                    abs(math.log2(other[2] / wanted.head_dim)),
-                    other[4] != wanted.group[4],
-                )
+        def apart(other: tuple) -> tuple:
+            return other[3] != wanted.causal, abs(math.log2(other[2] / wanted.head_dim)), other[4] != wanted.group[4]
 
-            alike = [other for other in self.groups if other[:2] == (wanted.kind, wanted.bits)]
-            if not alike:
-                return []
-            group = self.groups[min(alike, key=apart)]
+        alike = [group for group in self.groups if group[:2] == (wanted.kind, wanted.bits)]
+        if not alike:
+            return []
+        group = self.groups[min(alike, key=apart)]
         distances = ((math.dist(point.place, wanted.place), times) for point, times in group)
         nearest = sorted(distances, key=lambda pair: pair[0])[:NEIGHBOURS]
         if nearest[0][0] == 0.0:
             return [(1.0, nearest[0][1])]
         return [(distance**-FALL_OFF, times) for distance, times in nearest]
 
-    def relative_times(self, wanted: Point, only: tuple[str, ...] | None = None) -> dict[str, float]:
-        """Return {backend: expected time / best time}, the smallest first; `only` these backends if given.
+    def relative_times(self, wanted: Point) -> dict[str, float]:
+        """Return {backend: expected time / best time}, the smallest first.
 
         A backend that one neighbour lacks is ranked by the others; a backend that no neighbour has is left out.
         """
-        total: dict[str, float] = {}
-        weights: dict[str, float] = {}
+        found: dict[str, list[tuple[float, float]]] = {}  # {backend: (weight, log of its relative time)}
         for weight, times in self.neighbours(wanted):
-            known = {name: ms for name, ms in times.items() if only is None or name in only}
-            if not known:
-                continue
-            best = min(known.values())
-            for name, ms in known.items():
-                total[name] = total.get(name, 0.0) + weight * math.log(ms / best)
-                weights[name] = weights.get(name, 0.0) + weight
-        return {
-            name: math.exp(total[name] / weights[name])
-            for name in sorted(total, key=lambda name: total[name] / weights[name])
-        }
+            for name, ms in times.items():
+                found.setdefault(name, []).append((weight, math.log(ms / min(times.values()))))
+        means = {name: sum(w * x for w, x in pairs) / sum(w for w, _ in pairs) for name, pairs in found.items()}
+        return {name: math.exp(means[name]) for name in sorted(means, key=means.__getitem__)}
 
     def rank(self, problem: Problem) -> tuple[str, ...]:
         """Return the backends for a problem, the fastest first; empty if nothing like it was measured."""
-        point = point_of(problem)
-        if point not in self.ranked_before:
-            if len(self.ranked_before) >= REMEMBERED:
-                self.ranked_before.clear()
-            self.ranked_before[point] = tuple(self.relative_times(point))
-        return self.ranked_before[point]
+        return tuple(self.relative_times(point_of(problem)))
 
 
 def machine_here(device: torch.device | str) -> dict:
@@ -192,14 +172,9 @@ def read_choices(path: str | os.PathLike, device: torch.device | str | None = No
     path = Path(path)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(
-            f"the attention choices {path} cannot be read: {error.strerror}. `labs bench choose` writes such a file."
-        ) from None
-    except ValueError as error:
-        raise ValueError(
-            f"the attention choices {path} are no JSON ({error}). `labs bench choose` writes them."
-        ) from None
+    except (OSError, ValueError) as error:
+        what = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"are no JSON ({error})"
+        raise ValueError(f"the attention choices {path} {what}. `labs bench choose` writes such a file.") from None
     if not isinstance(document, dict) or (document.get("schema"), document.get("version")) != (SCHEMA, VERSION):
         raise ValueError(
             f"{path} is no {SCHEMA} file of version {VERSION}. `labs bench choose` writes one, its name "
@@ -214,11 +189,8 @@ def read_choices(path: str | os.PathLike, device: torch.device | str | None = No
             "other fastest kernels. Run `labs bench choose` here, or leave the file out."
         )
     versions = {"torch": torch.__version__} | ({"cudnn": torch.backends.cudnn.version()} if here["gpu"] else {})
-    if differ := [
-        f"{name} {machine.get(name)} (here {now})" for name, now in versions.items() if machine.get(name) != now
-    ]:
-        import warnings
-
+    differ = [f"{name} {machine.get(name)} (here {now})" for name, now in versions.items() if machine.get(name) != now]
+    if differ:
         warnings.warn(
             f"The attention choices {path} were measured with {' and '.join(differ)}: other versions, other "
             "kernels. `labs bench choose` measures anew.",
@@ -242,27 +214,27 @@ def parse_choices(document: dict, source: str) -> Choices:
 _in_use: Choices | None = None
 
 
-@functools.lru_cache(maxsize=8)
-def _read_once(path: str) -> Choices:
-    return read_choices(path)
+@functools.cache
+def _choices_of_environment() -> Choices | None:
+    path = os.environ.get(VARIABLE)
+    return read_choices(path) if path else None
 
 
 def use_choices(path: str | os.PathLike | None) -> Choices | None:
     """Let `attention(backend="auto")` follow a file of measured choices; None goes back to the fixed order.
 
-    The environment variable LABS_ATTENTION_CHOICES names a file for processes that do not call this.
+    The environment variable LABS_ATTENTION_CHOICES names a file for processes that do not call this. It is read at the
+    first call of `attention`, and after this one.
     """
     global _in_use
+    _choices_of_environment.cache_clear()
     _in_use = None if path is None else read_choices(path)
     return _in_use
 
 
 def active_choices() -> Choices | None:
     """Return the choices in force: those of `use_choices`, else of the environment variable, else None."""
-    if _in_use is not None:
-        return _in_use
-    path = os.environ.get(VARIABLE)
-    return _read_once(path) if path else None
+    return _choices_of_environment() if _in_use is None else _in_use
 
 
 @dataclass(frozen=True)
@@ -282,9 +254,11 @@ def rank_backends(problem: Problem, options: Options) -> Ranking:
     if problem.has_functions or options.given:
         plain = problem.plain()
         alone = plain is not None and plain.sq == problem.sq and not options.given
-        if alone and problem.head_dim <= 64:
-            return Ranking(tuple(CUTE_FIRST | FUNCTION_ORDER), "", FUNCTION_ORDER | CUTE_FIRST)
-        return Ranking(tuple(FUNCTION_ORDER), "", FUNCTION_ORDER)
+        order = FUNCTION_ORDER
+        if alone:
+            gluon = {"gluon": order["gluon"]}
+            order = (CUTE | order) if problem.head_dim <= 64 else (gluon | CUTE | order)
+        return Ranking(tuple(order), "", order)
     choices = active_choices()
     measured = () if choices is None else choices.rank(problem)
     if choices is None or not measured:

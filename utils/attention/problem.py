@@ -21,7 +21,7 @@ from utils.attention.masks.mask_mods import (
     MaskMod,
     both,
     causal,
-    dense_mask,
+    dense_masks,
     evaluate,
     name_of,
     nearby,
@@ -104,17 +104,9 @@ class Problem(Shape):
             return self.mask_mod
         return _mask_function(self.causal, self.window, self.sk - self.sq, self.mask_mod)
 
-    def with_plain_mask(self) -> Problem | None:
-        """Return the same attention without a mask function, for kernels that know `causal` and `window` only.
-
-        Documents of equal length become sequences of their own: heads are multiplied, lengths divided. None if the
-        mask needs its function.
-        """
-        return self if self.mask_mod is None else _with_plain_mask(self)
-
     def plain(self) -> Problem | None:
         """Return `with_plain_mask()` if there is no score modifier, else None."""
-        return self.with_plain_mask() if self.score_mod is None else None
+        return with_plain_mask(self) if self.score_mod is None else None
 
 
 @functools.lru_cache(maxsize=64)  # one function object for one mask: block masks are kept by that object
@@ -124,8 +116,15 @@ def _mask_function(is_causal: bool, window: int | None, offset: int, mask_mod: M
     return own if mask_mod is None else both(own, mask_mod)
 
 
-def _with_plain_mask(problem: Problem) -> Problem | None:
+def with_plain_mask(problem: Problem) -> Problem | None:
+    """Return the same attention without a mask function, for kernels that know `causal` and `window` only.
+
+    Documents of equal length become sequences of their own: heads are multiplied, lengths divided. None if the mask
+    needs its function.
+    """
     mask_mod: Any = problem.mask_mod
+    if mask_mod is None:
+        return problem
     # The kernels' masks end at the last key, a mask function's begin at the first one: equal only if Sq == Sk.
     if problem.sq != problem.sk or problem.causal or problem.window is not None:
         return None
@@ -229,7 +228,7 @@ _tried: weakref.WeakSet = weakref.WeakSet()
 
 
 def _try_once(mask_mod: MaskMod | None, score_mod: ScoreMod | None, device: torch.device) -> None:
-    """Call functions that are new here for one pair; TypeError if they return no mask, or no score.
+    """Call functions that are new here for one pair: an error if they raise, or return no mask, or no score.
 
     The compiled FlexAttention takes a modifier that returns None for one that changes nothing.
     """
@@ -243,12 +242,7 @@ def _try_once(mask_mod: MaskMod | None, score_mod: ScoreMod | None, device: torc
     for mod, trial in trials:
         if mod is None or mod in _tried:
             continue
-        try:
-            trial(mod)
-        except TypeError:
-            raise
-        except Exception:
-            pass  # the backend that is chosen says what is wrong
+        trial(mod)
         with contextlib.suppress(TypeError):  # some callables take no weak reference
             _tried.add(mod)
 
@@ -258,20 +252,24 @@ def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
 
 
 def allowed_keys(problem: Problem, device: torch.device | str | None = None) -> torch.Tensor | None:
-    """Return the whole mask (Sq, Sk), True where a query sees a key; None if every query sees every key."""
+    """Return the whole mask, True where a query sees a key; None if every query sees every key.
+
+    It is (Sq, Sk) if it is the same for all sequences and heads, else (B, H, Sq, Sk), with B or H one where it is the same.
+    """
     device = problem.device if device is None else device
     allowed = None
     if problem.mask_mod is not None:
-        allowed = dense_mask(problem.mask_mod, problem.sq, problem.sk, device)
+        allowed = dense_masks(problem.mask_mod, problem.batch, problem.heads, problem.sq, problem.sk, device)
+        allowed = allowed[0, 0] if allowed.shape[:2] == (1, 1) else allowed
     if not problem.causal and problem.window is None:
         return allowed
     position = torch.arange(problem.sq, device=device)[:, None] + problem.sk - problem.sq
     distance = position - torch.arange(problem.sk, device=device)[None, :]
     keep = torch.ones_like(distance, dtype=torch.bool) if allowed is None else allowed
     if problem.causal:
-        keep &= distance >= 0
+        keep = keep & (distance >= 0)
     if problem.window is not None:
-        keep &= distance.abs() < problem.window
+        keep = keep & (distance.abs() < problem.window)
     return keep
 
 
@@ -318,6 +316,7 @@ class Bound:
         block_mask: FlexAttention's BlockMask, if there is one.
         first: makes the first call in place of `call`, where the library may raise Refused or need another attempt.
         light: holds no tensor, such as a stored mask, so that `attention` may keep it for later calls like this one.
+        again: returns, after the first call on q, k, v, a quicker function for tensors that lie exactly as these do.
     """
 
     call: Attend
@@ -327,6 +326,7 @@ class Bound:
     block_mask: Any = None
     first: Attend | None = None
     light: bool = False
+    again: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Attend] | None = None
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ class Backend:
         name: its name in `attention(..., backend=name)`.
         summary: half a sentence for tables.
         machine: whether it runs on this machine at all.
-        accepts: whether it can do a problem with these options; a reason is a sentence that begins with "it".
+        refuses: why it cannot do a problem with these options, a sentence that begins with "it"; "" if it can.
         bind: its function for a problem that it accepts; may raise Refused.
         kernels: regular expression that the names of its GPU kernels match: the proof that it ran.
         cpu_operators: the same for the names of operators on a CPU.
@@ -349,7 +349,7 @@ class Backend:
     name: str
     summary: str
     machine: Callable[[], Support]
-    accepts: Callable[[Problem, Options], Support]
+    refuses: Callable[[Problem, Options], str]
     bind: Callable[[Problem, Options], Bound]
     kernels: str
     cpu_operators: str = ""
@@ -362,17 +362,20 @@ class Backend:
         for name in options.given:
             if name not in self.options:
                 return Support(False, f"it takes no {name}, and {getattr(options, name)} was given.")
-        return self.machine() and self.accepts(problem, options)
+        if not (machine := self.machine()):
+            return machine
+        reason = self.refuses(problem, options)
+        return Support(not reason, reason)
 
 
-def accept_plain(accepts: Callable[[Problem], Support]) -> Callable[[Problem, Options], Support]:
-    """Make `Backend.accepts` of a kernel that knows `causal` and `window` only: it is asked about the plain problem."""
+def refuse_functions(refuses: Callable[[Problem], str]) -> Callable[[Problem, Options], str]:
+    """Make `Backend.refuses` of a kernel that knows `causal` and `window` only: it is asked about the plain problem."""
 
-    def accepts_problem(problem: Problem, options: Options) -> Support:
+    def reason(problem: Problem, options: Options) -> str:
         plain = problem.plain()
-        return Support(False, reason_against_functions(problem)) if plain is None else accepts(plain)
+        return reason_against_functions(problem) if plain is None else refuses(plain)
 
-    return accepts_problem
+    return reason
 
 
 def reason_against_functions(problem: Problem) -> str:
@@ -386,8 +389,15 @@ def reason_against_functions(problem: Problem) -> str:
     )
 
 
-def bind_plain(run: Callable[..., torch.Tensor]) -> Callable[[Problem, Options], Bound]:
-    """Make `Backend.bind` of `run(q, k, v, problem)`, a kernel that knows `causal` and `window` only."""
+def bind_plain(
+    run: Callable[..., torch.Tensor], again: Callable[..., Attend | None] | None = None
+) -> Callable[[Problem, Options], Bound]:
+    """Make `Backend.bind` of a kernel that knows `causal` and `window` only.
+
+    Args:
+        run: run(q, k, v, problem) computes a plain problem.
+        again: again(q, k, v, problem) returns a quicker function for tensors that lie as these do, or None.
+    """
 
     def bind(problem: Problem, options: Options) -> Bound:
         plain = problem.plain()
@@ -395,7 +405,12 @@ def bind_plain(run: Callable[..., torch.Tensor]) -> Callable[[Problem, Options],
             raise Refused(reason_against_functions(problem))
         call = on_plain_shapes(problem, plain, lambda q, k, v: run(q, k, v, plain))
         settings = {"kernel_mask": describe_plain(problem, plain)} if problem.has_functions else {}
-        return Bound(call, settings, light=True)
+
+        def quicker(q, k, v) -> Attend:
+            # The views of documents are made at each call.
+            return (again(q, k, v, plain) if again is not None and plain.sq == problem.sq else None) or call
+
+        return Bound(call, settings, light=True, again=quicker)
 
     return bind
 

@@ -10,6 +10,6 @@ import torch
 
 
 @torch.compiler.disable
-def call_outside_of_graphs(function: Callable, *arguments):
-    """Return function(*arguments); torch.compile ends its graph before the call and begins another after it."""
-    return function(*arguments)
+def call_outside_of_graphs(function: Callable, *arguments, **options):
+    """Return function(*arguments, **options); torch.compile ends its graph before the call and begins another after it."""
+    return function(*arguments, **options)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from utils.attention import allowed_keys, make_problem
-from utils.attention.backends.cute_mods import NoCounterpart, block_tables, captured, replay, trace
 from utils.attention.backends.flex import proved_options
 from utils.attention.masks import (
     at_offset,
@@ -55,7 +54,6 @@ MODIFIERS = {
     "alibi(4)": (score_mods.alibi(4), lambda s, h, q, k: s - 2.0 ** (-2 * (h + 1)) * abs(q - k)),
     "relative_bias(4)": (score_mods.relative_bias(4), lambda s, h, q, k: s + 2.0 ** (-2 * (h + 1)) * (k - q)),
     "soft_cap(2)": (score_mods.soft_cap(2.0), lambda s, h, q, k: 2 * math.tanh(s / 2)),
-    "document_decay(5, 0.25)": (score_mods.document_decay(5, 0.25), lambda s, h, q, k: s - 0.25 * abs(q // 5 - k // 5)),
 }
 TABLE = torch.arange(12.0).reshape(4, 3)
 MODIFIERS["relative_bias((4, 3))"] = (
@@ -167,10 +165,6 @@ def test_sparsity_of_a_mask_known_by_hand():
     assert (found.full, found.partial, found.empty) == (4, 8, 52) and found.pairs == 4 * 128 * 129 // 2
     assert found.density == found.pairs / 512**2 and found.block_density == 12 / 64
     assert found.ideal_speedup == 64 / 12
-    assert found.flops(2, 4, 32) == 4 * 2 * 4 * 32 * found.pairs
-    assert found.block_flops(2, 4, 32) == 4 * 2 * 4 * 32 * 512**2 * 12 // 64
-    assert found.bytes(2, 4, 32, torch.bfloat16) == 2 * 4 * 512 * 32 * 2 * 4
-    assert found.bytes(2, 4, 32, torch.float32, kv_heads=1) == 2 * 512 * 32 * 4 * (2 * 4 + 2 * 1)
     assert "12.6% of the pairs, 18.8% of the blocks of 64 x 64 (4 full, 8 partial, 52 empty)" in str(found)
     assert found.to_dict()["ideal_speedup"] == found.ideal_speedup and "blocks" not in found.to_dict()
     nothing = sparsity(lambda b, h, q, k: q < 0, 64, 64, 32)
@@ -248,88 +242,6 @@ def test_a_window_that_hides_no_key_is_none(sq, sk):
             if sq == sk:
                 mask = sliding_window(window) if is_causal else nearby(window)
                 assert make_problem(q, k, k, mask_mod=mask).plain().window == problem.window
-
-
-class OnTensors:
-    """The operations of `CuteDsl` on PyTorch's tensors."""
-
-    def is_vector(self, x):
-        return isinstance(x, torch.Tensor)
-
-    def is_float(self, x):
-        return isinstance(x, float) or (self.is_vector(x) and x.is_floating_point())
-
-    def to(self, x, dtype):
-        return x.to(dtype)
-
-    def math(self, name, x):
-        return getattr(torch, name)(x)
-
-    def invert(self, x):
-        return ~x
-
-    def where(self, condition, x, y):
-        return torch.where(condition, x, y)
-
-    def full_like(self, x, value):
-        return torch.full_like(x, value)
-
-    def load(self, tensor, indices):
-        return tensor[tuple(index.long() if self.is_vector(index) else index for index in indices)]
-
-
-def lanes(length):
-    q, k = torch.meshgrid(
-        torch.arange(length, dtype=torch.int32), torch.arange(length, dtype=torch.int32), indexing="ij"
-    )
-    return q.flatten(), k.flatten()
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_a_mask_translated_for_the_cute_kernel_is_the_same_mask(name):
-    graph = trace(MASKS[name][0], 4)
-    q, k = lanes(21)
-    aux = {one: getattr(graph, one) for one in captured(graph)}
-    got = replay(graph, [torch.zeros_like(q), torch.zeros_like(q), q, k], aux, OnTensors())
-    assert torch.equal(got.view(21, 21), dense_mask(MASKS[name][0], 21, 21)) and bool(aux) == ("ids" in name)
-
-
-@pytest.mark.parametrize("name", MODIFIERS)
-def test_a_modifier_translated_for_the_cute_kernel_is_the_same_modifier(name):
-    graph = trace(MODIFIERS[name][0], 5)
-    (q, k), scores = lanes(9), torch.randn(81)
-    aux = {one: getattr(graph, one) for one in captured(graph)}
-    got = replay(graph, [scores, torch.zeros_like(q), torch.full_like(q, 2), q, k], aux, OnTensors())
-    assert torch.allclose(
-        got.view(9, 9), score_mods.modify_scores(MODIFIERS[name][0], scores.view(9, 9), h=2), atol=1e-6
-    )
-
-
-def test_other_operators_are_translated_by_value_or_refused_by_name():
-    q, k = lanes(9)
-    zero = torch.zeros_like(q)
-
-    def odd(b, h, q, k):
-        return torch.where((k - q) % 4 == 1, torch.minimum(q, k) > 1, torch.logical_not(torch.clamp(q - k, -2, 3) < 2))
-
-    assert torch.equal(replay(trace(odd, 4), [zero, zero, q, k], {}, OnTensors()).view(9, 9), dense_mask(odd, 9, 9))
-    with pytest.raises(NoCounterpart, match="uses erf, which is not translated"):
-        trace(lambda score, b, h, q, k: torch.erf(score), 5)
-    with pytest.raises(NoCounterpart, match="alpha"):
-        trace(lambda score, b, h, q, k: torch.add(score, k, alpha=2), 5)
-
-
-def test_block_tables_without_flexattention_are_those_of_its_block_mask():
-    mask = both(causal, documents(IDS))
-    ours = block_tables(mask, 21, 21, "cpu", (4, 4))
-    theirs = build_block_mask(mask, 21, 21, block_size=4)
-    counts = (theirs.kv_num_blocks, theirs.full_kv_num_blocks)
-    for mine, index, count, wanted in zip(
-        ours[::2], ours[1::2], counts, (theirs.kv_indices, theirs.full_kv_indices), strict=True
-    ):
-        assert torch.equal(mine, count)
-        for row, number in enumerate(count.flatten().tolist()):
-            assert index[0, 0, row, :number].tolist() == sorted(wanted[0, 0, row, :number].tolist())
 
 
 def test_options_are_claimed_only_where_the_mask_is_shown_to_allow_them():

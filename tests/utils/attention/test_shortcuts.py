@@ -12,7 +12,7 @@ from utils.newest import Newest
 
 @pytest.fixture(autouse=True)
 def empty(monkeypatch):
-    monkeypatch.setattr(call, "_shortcuts", {})
+    monkeypatch.setattr(call, "KEPT", Newest(4096))
 
 
 def tensors(heads=2, length=16, head_dim=8, **options):
@@ -96,21 +96,21 @@ def test_another_file_of_choices_decides_anew(monkeypatch):
 def test_an_error_in_a_remembered_call_goes_the_long_way(monkeypatch):
     q, k, v = tensors()
     expected = attention(q, k, v, backend="flash")
-    (kept,) = call._shortcuts.values()
+    (kept,) = call.KEPT.values()
 
     def refuse(q, k, v):
         raise RuntimeError("not today")
 
     kept.call = refuse
     assert torch.equal(attention(q, k, v, backend="flash"), expected)
-    assert next(iter(call._shortcuts.values())) is not kept
+    assert next(iter(call.KEPT.values())) is not kept
 
 
 def test_a_stored_mask_is_not_kept():
     q, k, v = tensors()
     attention(q, k, v, window=3, backend="math")
     attention(q, k, v, window=3, backend="naive")
-    assert not call._shortcuts
+    assert not call.KEPT
 
 
 def test_the_pin_holds_and_is_undone():
@@ -122,7 +122,7 @@ def test_the_pin_holds_and_is_undone():
             attention(q, k, v, backend="flash")
             assert not torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
         with pytest.raises((RuntimeError, Refused)):
-            next(iter(call._shortcuts.values())).call(q.to(torch.int32), k, v)
+            next(iter(call.KEPT.values())).call(q.to(torch.int32), k, v)
         assert not torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
     finally:
         torch.backends.cuda.enable_flash_sdp(switches[0])
@@ -130,10 +130,10 @@ def test_the_pin_holds_and_is_undone():
 
 
 def test_no_more_than_so_many_are_kept(monkeypatch):
-    monkeypatch.setattr(call, "_shortcuts", Newest(3))
+    monkeypatch.setattr(call, "KEPT", Newest(3))
     for length in (8, 9, 10, 11, 12):
         attention(*tensors(length=length))
-    assert [key[7][2] for key in call._shortcuts] == [10, 11, 12]
+    assert [key[-1][0][0][2] for key in call.KEPT] == [10, 11, 12]
 
 
 def test_torch_compile_vmap_and_flop_counter_see_the_call():
@@ -160,7 +160,7 @@ def test_torch_compile_vmap_and_flop_counter_see_the_call():
 def test_a_bound_function_that_is_kept_anyway_may_hold_a_mask(monkeypatch):
     stored = call.Bound(lambda q, k, v: q)
     assert not call._may_be_kept(stored)
-    monkeypatch.setattr(call, "_kept", {("cute", None): stored})
+    monkeypatch.setattr(call, "_compiled", {("cute", None): stored})
     assert call._may_be_kept(stored)
 
 

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import torch
 
-from utils.attention.backends.flash_attn import accepts, rows_first, window_size
-from utils.attention.problem import Backend, Problem, accept_plain, bind_plain, positive_scale
-from utils.kernels.handle import observed
+from utils.attention.backends.flash_attn import reason_against_tensors, rows_first, window_size
+from utils.attention.problem import Backend, Problem, bind_plain, positive_scale, refuse_functions
 from utils.machine.device import Support, compute_capability, cuda_support, first_line
 
 VARIABLE = "FLASH_ATTENTION_3_LIBRARY"
@@ -50,30 +49,20 @@ def _library() -> tuple[Support, str]:
         return Support(True, "FlashAttention 3's operators are registered."), "operators registered elsewhere"
     named = os.environ.get(VARIABLE)
     found = (Path(named).expanduser(), f"the library of {VARIABLE}") if named else _installed()
+    remedy = f"Set {VARIABLE} to the file _C.so of a build of FlashAttention 3 for this torch and CUDA version."
     if found is None:
-        return Support(
-            False,
-            "FlashAttention 3's library is not here: no package flash-attn-3 or xformers brings it, and "
-            f"{VARIABLE} names no file.",
-            f"Set {VARIABLE} to the file _C.so of a build of FlashAttention 3 (folder `hopper` of flash-attention).",
-        ), ""
+        reason = f"No package flash-attn-3 or xformers brings FlashAttention 3, and {VARIABLE} names no file."
+        return Support(False, reason, remedy), ""
     path, origin = found
     if not path.is_file():
-        return Support(False, f"{VARIABLE} is {named}, and there is no such file.", "Let it name the file _C.so."), ""
+        return Support(False, f"{VARIABLE} is {named}, and there is no such file.", remedy), ""
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        return Support(
-            False,
-            f"{path.name} of {origin} does not load: {first_line(error)}",
-            "Use a build for this torch and CUDA version; LD_LIBRARY_PATH must lead to its libcudart.",
-        ), ""
+        return Support(False, f"{path.name} of {origin} does not load: {first_line(error)}", remedy), ""
     if not _registered():
-        return Support(
-            False,
-            f"{path.name} of {origin} registers no operators flash_attn_3.fwd and flash_attn_3.bwd.",
-            "Use a build of FlashAttention 3 with forward and backward.",
-        ), ""
+        reason = f"{path.name} of {origin} registers no operators flash_attn_3.fwd and flash_attn_3.bwd."
+        return Support(False, reason, remedy), ""
     return Support(True, f"FlashAttention 3 is loaded: {origin}."), origin
 
 
@@ -81,23 +70,17 @@ def _library() -> tuple[Support, str]:
 def _machine() -> Support:
     if not (cuda := cuda_support()):
         return Support(False, f"FlashAttention 3 needs a Hopper GPU: {cuda.reason}", cuda.remedy)
-    capability = compute_capability() or (0, 0)
-    if capability != (9, 0):
-        return Support(
-            False,
-            "FlashAttention 3's kernels are for Hopper, compute capability 9.0, and this GPU has "
-            f"{capability[0]}.{capability[1]}.",
-            "Run on an H100 or H200.",
-        )
+    major, minor = compute_capability() or (0, 0)
+    if (major, minor) != (9, 0):
+        reason = f"FlashAttention 3 is for Hopper, compute capability 9.0, and this GPU has {major}.{minor}."
+        return Support(False, reason, "Run on an H100 or H200.")
     return _library()[0]
 
 
-def _accepts(problem: Problem) -> Support:
+def _refuses(problem: Problem) -> str:
     if problem.causal and problem.window is None and problem.has_empty_rows and problem.needs_grad:
-        return Support(
-            False, f"its gradients are not tested for rows without keys (Sq {problem.sq} > Sk {problem.sk})."
-        )
-    return accepts(problem)
+        return f"its gradients are not tested for rows without keys (Sq {problem.sq} > Sk {problem.sk})."
+    return reason_against_tensors(problem)
 
 
 # ---- the operators ------------------------------------------------------------------------------------------
@@ -105,80 +88,33 @@ def _accepts(problem: Problem) -> Support:
 
 def _forward(q, k, v, causal: bool, scale: float, left: int, right: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output (B, H, S, D), a view of (B, S, H, D), and the log-sum-exp (B, H, S)."""
-    out, lse, *_ = torch.ops.flash_attn_3.fwd.default(
-        *map(rows_first, (q, k, v)),
-        softmax_scale=scale,
-        is_causal=causal,
-        window_size_left=left,
-        window_size_right=right,
-    )
+    mask = {"is_causal": causal, "window_size_left": left, "window_size_right": right}
+    rows = map(rows_first, (q, k, v))
+    out, lse, *_ = torch.ops.flash_attn_3.fwd.default(*rows, softmax_scale=scale, **mask)
     return out.transpose(1, 2), lse
 
 
-@torch.library.custom_op("labs::attention_fa3", mutates_args=(), device_types="cuda")
-def attention_fa3(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, left: int, right: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention forward as one operator, for torch.compile and autograd: output and log-sum-exp."""
-    return _forward(q, k, v, causal, scale, left, right)
+class _Differentiable(torch.autograd.Function):
+    """`_forward` with the library's backward pass."""
 
+    @staticmethod
+    def forward(ctx, q, k, v, *options):
+        out, lse = _forward(q, k, v, *options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = options
+        ctx.mark_non_differentiable(lse)
+        return out, lse
 
-@attention_fa3.register_fake
-def _attention_fa3_fake(q, k, v, causal, scale, left, right):
-    batch, heads, length, head_dim = q.shape
-    out = q.new_empty(batch, length, heads, head_dim).transpose(1, 2)
-    return out, q.new_empty(batch, heads, length, dtype=torch.float32)
-
-
-@torch.library.custom_op("labs::attention_fa3_backward", mutates_args=(), device_types="cuda")
-def attention_fa3_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-    scale: float,
-    left: int,
-    right: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, from the gradient of the output."""
-    dq, dk, dv = (torch.empty_like(rows_first(x), memory_format=torch.contiguous_format) for x in (q, k, v))
-    torch.ops.flash_attn_3.bwd.default(
-        *map(rows_first, (dout, q, k, v, out)),
-        lse,
-        dq,
-        dk,
-        dv,
-        softmax_scale=scale,
-        is_causal=causal,
-        window_size_left=left,
-        window_size_right=right,
-    )
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-@attention_fa3_backward.register_fake
-def _attention_fa3_backward_fake(dout, q, k, v, out, lse, causal, scale, left, right):
-    def like(x):
-        return x.transpose(1, 2).new_empty(x.transpose(1, 2).shape).transpose(1, 2)
-
-    return like(q), like(k), like(v)
-
-
-def _save(ctx, inputs, output) -> None:
-    q, k, v, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _gradients(ctx, dout, _dlse):
-    q, k, v, out, lse = ctx.saved_tensors
-    return *attention_fa3_backward(dout, q, k, v, out, lse, *ctx.options), None, None, None, None
-
-
-attention_fa3.register_autograd(_gradients, setup_context=_save)
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, _dlse):
+        q, k, v, out, lse = ctx.saved_tensors
+        causal, scale, left, right = ctx.options
+        mask = {"is_causal": causal, "window_size_left": left, "window_size_right": right}
+        gradients = [torch.empty_like(rows_first(x), memory_format=torch.contiguous_format) for x in (q, k, v)]
+        rows = map(rows_first, (dout, q, k, v, out))
+        torch.ops.flash_attn_3.bwd.default(*rows, lse, *gradients, softmax_scale=scale, **mask)
+        return *(x.transpose(1, 2) for x in gradients), None, None, None, None
 
 
 def forward(
@@ -202,8 +138,8 @@ def forward(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     q, scale = positive_scale(q, scale)  # the kernels take the maximum before they scale
-    call = attention_fa3 if observed(q, k, v) else _forward
-    return call(q, k, v, causal, scale, *window)
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return (_Differentiable.apply if needs_grad else _forward)(q, k, v, causal, scale, *window)
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:
@@ -216,7 +152,7 @@ BACKENDS = {
         name="fa3",
         summary="FlashAttention 3, the C++ kernels for Hopper",
         machine=_machine,
-        accepts=accept_plain(_accepts),
+        refuses=refuse_functions(_refuses),
         bind=bind_plain(_run),
         kernels=r"flash::.*Sm90|FlashAttnFwdSm90|FlashAttnBwdSm90",
         implementation=lambda: f"FlashAttention 3, {_library()[1]}",

@@ -1,43 +1,29 @@
 """The flash-attn packages: whichever is installed ("flash_attn"), and FlashAttention 4 in the CuTe DSL ("cute").
 
 FlashAttention 4's kernel is compiled when it is first called, and is warp-specialized on Hopper and Blackwell. It does
-causal masks and windows by itself; other mask functions, and score modifiers, are translated to the CuTe DSL and
-compiled into it (`cute_mods`), and a table says which blocks it visits.
+causal masks and windows by itself; other mask functions, and score modifiers, come into it through FlexAttention.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
-import importlib.util
-import time
-from collections.abc import Callable
 from importlib import metadata
-from typing import Any
 
 import torch
 
-from utils.attention.masks.blocks import synchronize
-from utils.attention.masks.mask_mods import check_device
 from utils.attention.problem import (
     Backend,
     Bound,
     Options,
     Problem,
-    accept_plain,
     bind_plain,
     describe_plain,
     positive_scale,
+    refuse_functions,
 )
-from utils.kernels.handle import observed
-from utils.machine.device import Support, cuda_support, flash_attn_support
+from utils.machine.device import flash_attn_support
 
-# Module, distribution that brings it, oldest GPU: the fastest on a Hopper GPU first.
-_PACKAGES = {
-    "FlashAttention 3": ("flash_attn_interface", "flash-attn-3", (9, 0)),
-    "FlashAttention 4": ("flash_attn.cute", "flash-attn-4", (9, 0)),
-    "FlashAttention 2": ("flash_attn.flash_attn_interface", "flash-attn", (8, 0)),
-}
+_MODULES = {4: "flash_attn.cute", 2: "flash_attn"}
 
 
 def window_size(problem: Problem, unlimited: int | None) -> tuple:
@@ -60,175 +46,76 @@ def call_package(function, q, k, v, softmax_scale: float, **arguments) -> torch.
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 
-@functools.cache
-def _installed() -> str:
-    """Return the name of the fastest package that is installed for this GPU, "" if there is none."""
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    for name, (module, _, needed) in _PACKAGES.items():
-        try:
-            spec = importlib.util.find_spec(module)
-        except ModuleNotFoundError:
-            spec = None
-        if spec is not None and capability >= needed:
-            return name
+def _version() -> int:
+    return 4 if flash_attn_support(4) else 2
+
+
+def reason_against_tensors(problem: Problem) -> str:
+    """Say why a kernel for 16-bit tensors of a GPU does not take tensors like these; "" if it does."""
+    if problem.device.type != "cuda":
+        return f"it needs an NVIDIA GPU, and the tensors are on {problem.device}."
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, not {problem.type_name}."
+    if problem.head_dim % 8 or problem.head_dim > 256:
+        return f"its head dimension is a multiple of 8 up to 256, and {problem.head_dim} was given."
     return ""
 
 
-@functools.cache
-def _machine() -> Support:
-    if not (cuda := cuda_support()):
-        return Support(False, f"flash-attn needs an NVIDIA GPU: {cuda.reason}", cuda.remedy)
-    name = _installed()
-    if not name:
-        return Support(
-            False,
-            "None of flash-attn, flash-attn-3 and flash-attn-4 is installed for this GPU.",
-            "Run pip install '.[gpu]' in the course's folder (flash-attn-4, nothing is compiled).",
-        )
-    return Support(True, f"{name} is installed.")
-
-
-def accepts(problem: Problem) -> Support:
-    """Whether flash-attn's kernels take tensors like these."""
-    if problem.device.type != "cuda":
-        return Support(False, f"it needs an NVIDIA GPU, and the tensors are on {problem.device}.")
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return Support(False, f"it takes float16 and bfloat16, not {problem.type_name}.")
-    if problem.head_dim % 8 or problem.head_dim > 256:
-        return Support(False, f"its head dimension is a multiple of 8 up to 256, and {problem.head_dim} was given.")
-    return Support(True)
-
-
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:
-    name = _installed()
-    function = importlib.import_module(_PACKAGES[name][0]).flash_attn_func
-    window = window_size(problem, None if name == "FlashAttention 4" else -1)
+    version = _version()
+    window = window_size(problem, None if version == 4 else -1)
+    function = importlib.import_module(_MODULES[version]).flash_attn_func
     return call_package(function, q, k, v, softmax_scale=problem.scale, causal=problem.causal, window_size=window)
 
 
 def _implementation() -> str:
-    name = _installed()
-    try:
-        return f"{name}, {_PACKAGES[name][1]} {metadata.version(_PACKAGES[name][1])}"
-    except metadata.PackageNotFoundError:
-        return name
+    package = "flash-attn-4" if _version() == 4 else "flash-attn"
+    return f"{package} {metadata.version(package)}"
 
 
-# ---- FlashAttention 4 under any mask function and score modifier --------------------------------------------
-
-
-def accept_functions(problem: Problem, options: Options, native: bool) -> Support:
-    """Whether FlashAttention 4's kernel can do this problem; `native`: with its own mask, without a block mask."""
-    if not (tensors := accepts(problem)):
-        return tensors
-    if problem.needs_grad and not (native and problem.score_mod is None):
-        return Support(False, "it is used forward only under functions, and an input requires a gradient.")
-    if native:
-        return Support(True)
-    if problem.head_dim > 128:
-        return Support(
-            False,
-            "with a block mask its head dimension ends at 128 (beyond that its key tile, 80, does not divide the "
-            f"blocks), and {problem.head_dim} was given.",
-        )
-    if options.blocks[1] != 128 or options.blocks[0] % 64:
-        return Support(
-            False,
-            "it takes blocks of 128 keys and a multiple of 64 queries, and the block size is "
-            f"{options.blocks[0]} x {options.blocks[1]}.",
-        )
-    return Support(True)
+# ---- FlashAttention 4 ---------------------------------------------------------------------------------------
 
 
 def _native(problem: Problem) -> Problem | None:
-    """Return the problem in the kernel's own causal mask and window; None if it needs a mask function.
+    """Return the problem in the kernel's own causal mask and window; None if it needs a function.
 
     Documents are not turned into sequences: that was slower than the block mask (docs/flexattention.md), since the
     output has to be copied back to (B, H, S, D).
     """
-    plain = problem.with_plain_mask()
+    plain = problem.plain()
     return plain if plain is not None and plain.sq == problem.sq else None
 
 
-def _accepts_cute(problem: Problem, options: Options) -> Support:
-    native = _native(problem) is not None
-    if native and options.block_size is not None:
-        return Support(False, "it does this mask by itself, without blocks, and a block_size was given.")
-    return accept_functions(problem, options, native)
+def _refuses_cute(problem: Problem, options: Options) -> str:
+    if _native(problem) is None:
+        from utils.attention.backends.flex import refuses_flash
+
+        return refuses_flash(problem, options)
+    if options.block_size is not None:
+        return "it does this mask by itself, without blocks, and a block_size was given."
+    return reason_against_tensors(problem)
 
 
-@functools.cache
-def _forward_alone() -> Callable | None:
-    """Return FlashAttention 4's forward pass without the autograd function around it; None where the package has none.
+def _bind_cute(problem: Problem, options: Options) -> Bound:
+    """Bind FlashAttention 4's kernel: its own mask if it has one, else FlexAttention's way into the same kernel."""
+    plain = _native(problem)
+    if plain is None:
+        from utils.attention.backends.flex import bind_flash
 
-    The function saves tensors and makes a node at each call, also where no gradient is asked for.
-    """
-    try:
-        from flash_attn.cute.interface import _flash_attn_fwd
-    except ImportError:
-        return None
-
-    def forward(q, k, v, *, softmax_scale, causal, window_size):
-        left, right = window_size
-        return _flash_attn_fwd(
-            q, k, v, softmax_scale=softmax_scale, causal=causal, window_size_left=left, window_size_right=right
-        )[0]
-
-    return forward
-
-
-def bind_cute(problem: Problem, options: Options) -> Bound:
-    """Bind FlashAttention 4's kernel: its own mask if it has one, else the mask function in the CuTe DSL."""
+        return bind_flash(problem, options)
     from flash_attn.cute import flash_attn_func
 
-    began, plain = time.perf_counter(), _native(problem)
-    if not problem.has_functions:
-        arguments: dict[str, Any] = {"softmax_scale": problem.scale, "causal": problem.causal}
-        arguments["window_size"] = window_size(problem, None)
-        forward = _forward_alone() or flash_attn_func
-
-        def call(q, k, v):
-            return call_package(flash_attn_func if observed(q, k, v) else forward, q, k, v, **arguments)
-
-        return Bound(call)
-    from utils.attention.backends.cute_mods import block_tables, translate
-
-    mask_mod: Any = problem.mask_function() if plain is None else None
-    for mod in (mask_mod, problem.score_mod):
-        if mod is not None:
-            check_device(mod, problem.device)
-    cute_mask, cute_score, aux = translate(mask_mod, problem.score_mod)
-    arguments = {"softmax_scale": problem.scale, "score_mod": cute_score, "aux_tensors": aux}
-    if plain is None:
-        from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-
-        tables = block_tables(mask_mod, problem.sq, problem.sk, problem.device, options.blocks)
-        arguments["mask_mod"] = cute_mask
-        arguments["block_sparse_tensors"] = BlockSparseTensorsTorch(*tables, block_size=options.blocks)
-    elif plain.window is not None:
-        arguments["window_size"] = window_size(plain, None)
-    else:
-        arguments["causal"] = plain.causal
-    synchronize(problem.device)
-    settings = {
-        "block_size": options.blocks if plain is None else None,
-        "kernel_mask": None if plain is None else describe_plain(problem, plain),
-    }
-    seconds = {"block_mask": time.perf_counter() - began}
-    return Bound(lambda q, k, v: call_package(flash_attn_func, q, k, v, **arguments), settings, seconds)
-
-
-def cute_implementation() -> str:
-    """Return the package and version of FlashAttention 4."""
-    return f"flash-attn-4 {metadata.version('flash-attn-4')}, directly"
+    mask = {"causal": plain.causal, "window_size": window_size(plain, None)}
+    settings = {"kernel_mask": describe_plain(problem, plain)} if problem.has_functions else {}
+    return Bound(lambda q, k, v: call_package(flash_attn_func, q, k, v, softmax_scale=plain.scale, **mask), settings)
 
 
 BACKENDS = {
     "flash_attn": Backend(
         name="flash_attn",
-        summary="the flash-attn package that is installed (FlashAttention 3, 4 or 2)",
-        machine=_machine,
-        accepts=accept_plain(accepts),
+        summary="the flash-attn package that is installed (FlashAttention 4 or 2)",
+        machine=lambda: flash_attn_support(2) or flash_attn_support(4),
+        refuses=refuse_functions(reason_against_tensors),
         bind=bind_plain(_run),
         kernels=r"(?i)flash",
         implementation=_implementation,
@@ -237,10 +124,10 @@ BACKENDS = {
         name="cute",
         summary="FlashAttention 4 in the CuTe DSL (package flash-attn-4)",
         machine=lambda: flash_attn_support(4),
-        accepts=_accepts_cute,
-        bind=bind_cute,
+        refuses=_refuses_cute,
+        bind=_bind_cute,
         kernels=r"(?i)flash_?attention|flash_fwd",
-        implementation=cute_implementation,
+        implementation=lambda: f"flash-attn-4 {metadata.version('flash-attn-4')}",
         options=("block_size",),
         compiles=True,
     ),

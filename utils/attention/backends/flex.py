@@ -17,10 +17,10 @@ from collections.abc import Callable
 
 import torch
 
-from utils.attention.backends.flash_attn import accept_functions, bind_cute, cute_implementation
-from utils.attention.backends.plain import accept_compiled
+from utils.attention.backends.flash_attn import reason_against_tensors
+from utils.attention.backends.plain import reason_against_compiling
 from utils.attention.masks.blocks import BlockSize, block_sizes, build_timed, count_blocks, has_flex
-from utils.attention.masks.mask_mods import MaskMod, row_chunks
+from utils.attention.masks.mask_mods import MaskMod, different_masks, row_chunks
 from utils.attention.prepared import compile_attend, own_copy
 from utils.attention.problem import Attend, Backend, Bound, Options, Problem, Refused
 from utils.machine.device import Support, compile_support, compute_capability, flash_attn_support
@@ -66,6 +66,8 @@ def triton_options(problem: Problem, block_size: BlockSize = 128) -> dict:
     # Where inductor chooses the tile, the claims must hold for its smallest.
     least_keys = tile.get("BLOCK_N", SMALLEST_TILE)
     mask, device = problem.mask_function(), str(problem.device)
+    if different_masks(mask, problem.batch, problem.heads, device) != (1, 1):
+        return tile  # the claims would have to be counted for each sequence and head
     return tile | proved_options(mask, problem.sq, problem.sk, device, blocks, least_keys)
 
 
@@ -107,45 +109,47 @@ def _without_gaps(blocks: torch.Tensor) -> bool:
 # ---- which problems the backends accept --------------------------------------------------------------------
 
 
-def _accepts_eager(problem: Problem, options: Options) -> Support:
+def _refuses_eager(problem: Problem, options: Options) -> str:
     if not has_flex():
-        return Support(False, f"it needs FlexAttention, which torch {torch.__version__} does not have.")
+        return f"it needs FlexAttention, which torch {torch.__version__} does not have."
     if problem.needs_grad and problem.device.type == "cpu":
-        return Support(False, "it has no backward pass on a CPU, and an input requires a gradient.")
+        return "it has no backward pass on a CPU, and an input requires a gradient."
     if problem.type_name not in ("float16", "bfloat16", "float32"):
-        return Support(False, f"it takes float16, bfloat16 and float32, not {problem.type_name}.")
-    return Support(True)
+        return f"it takes float16, bfloat16 and float32, not {problem.type_name}."
+    return ""
 
 
-def _accepts_compiled(problem: Problem, options: Options) -> Support:
-    if not (eager := _accepts_eager(problem, options)):
-        return eager
-    if not (compiled := accept_compiled(problem, options)):
-        return compiled
+def _refuses_compiled(problem: Problem, options: Options) -> str:
+    if reason := _refuses_eager(problem, options) or reason_against_compiling(problem, options):
+        return reason
     if problem.has_empty_rows:
-        return Support(False, f"rows without keys are not tested with it (Sq {problem.sq} > Sk {problem.sk}).")
+        return f"rows without keys are not tested with it (Sq {problem.sq} > Sk {problem.sk})."
     on_gpu = problem.device.type == "cuda"
     shortest = 16 if on_gpu else 8
     if not shortest <= problem.head_dim <= 256:
-        return Support(False, f"its head dimension is {shortest} to 256 here, and {problem.head_dim} was given.")
+        return f"its head dimension is {shortest} to 256 here, and {problem.head_dim} was given."
     largest_tile = min(size & -size for size in options.blocks)  # the largest power of two that divides the blocks
     if on_gpu and problem.mask_function() is not None and largest_tile < SMALLEST_TILE:
-        return Support(
-            False,
-            f"it takes blocks of {SMALLEST_TILE} tokens or a multiple, and the block size is "
-            f"{options.blocks[0]} x {options.blocks[1]}.",
-        )
-    return Support(True)
+        sizes = " x ".join(map(str, options.blocks))
+        return f"it takes blocks of {SMALLEST_TILE} tokens or a multiple, and the block size is {sizes}."
+    return ""
 
 
-def _accepts_flash(problem: Problem, options: Options) -> Support:
-    native = problem.mask_function() is None and has_flex()
-    flash = accept_functions(problem, options, native)
-    if not flash:
-        return flash
+def refuses_flash(problem: Problem, options: Options) -> str:
+    """Say why FlashAttention 4's kernel cannot do this problem through FlexAttention; "" if it can."""
+    if reason := reason_against_tensors(problem):
+        return reason
     if problem.needs_grad:
-        return Support(False, "it is used forward only here, and an input requires a gradient.")
-    return _accepts_compiled(problem, options) if has_flex() else flash
+        return "it is used forward only under functions, and an input requires a gradient."
+    if problem.mask_function() is not None and problem.head_dim > 128:
+        return (
+            "with a block mask its head dimension ends at 128 (beyond that its key tile, 80, does not divide the "
+            f"blocks), and {problem.head_dim} was given."
+        )
+    if problem.mask_function() is not None and (options.blocks[1] != 128 or options.blocks[0] % 64):
+        sizes = " x ".join(map(str, options.blocks))
+        return f"it takes blocks of 128 keys and a multiple of 64 queries, and the block size is {sizes}."
+    return compile_support().reason if not compile_support() else _refuses_compiled(problem, options)
 
 
 # ---- binding -----------------------------------------------------------------------------------------------
@@ -174,7 +178,8 @@ def _flex_call(problem: Problem, block_mask, kernel_options: dict | None) -> Att
 def _block_mask(problem: Problem, options: Options) -> tuple:
     """Return (block mask or None, its settings, {"block_mask": seconds})."""
     mask = problem.mask_function()
-    block_mask, seconds = build_timed(mask, problem.sq, problem.sk, problem.device, options.blocks)
+    heads = problem.batch, problem.heads
+    block_mask, seconds = build_timed(mask, problem.sq, problem.sk, problem.device, options.blocks, *heads)
     return block_mask, {"block_size": options.blocks if mask is not None else None}, {"block_mask": seconds}
 
 
@@ -194,11 +199,8 @@ def _bind_compiled(problem: Problem, options: Options) -> Bound:
     return _bound(problem, options, block_mask, settings, seconds, fewer_stages(kernel_options | given, given))
 
 
-def _bind_flash(problem: Problem, options: Options) -> Bound:
-    if not has_flex():
-        bound = bind_cute(problem, options)
-        bound.settings["implementation"] = cute_implementation()
-        return bound
+def bind_flash(problem: Problem, options: Options) -> Bound:
+    """Bind FlexAttention with BACKEND=FLASH; its refusal comes with the first call."""
     block_mask, settings, seconds = _block_mask(problem, options)
     attempts = [{"BACKEND": "FLASH"} | (options.kernel_options or {})]
     bound = _bound(problem, options, block_mask, settings, seconds, attempts)
@@ -267,7 +269,7 @@ BACKENDS = {
         name="flex_eager",
         summary="FlexAttention as Python: all scores stored",
         machine=lambda: Support(True, "Part of torch, on every device."),
-        accepts=_accepts_eager,
+        refuses=_refuses_eager,
         bind=_bind_eager,
         kernels=r"(?i)softmax|gem[mv]|nvjet",
         cpu_operators=r"FlexAttention",
@@ -278,7 +280,7 @@ BACKENDS = {
         name="flex",
         summary="FlexAttention compiled by inductor",
         machine=compile_support,
-        accepts=_accepts_compiled,
+        refuses=_refuses_compiled,
         bind=_bind_compiled,
         kernels=r"triton_tem_fused|flex",
         cpu_operators=r"(?i)torch-compiled region|flex|cpp_fused",
@@ -290,8 +292,8 @@ BACKENDS = {
         name="flex_flash",
         summary="FlexAttention with BACKEND=FLASH: FlashAttention 4's kernel with the mask inside",
         machine=lambda: flash_attn_support(4) and compile_support(),
-        accepts=_accepts_flash,
-        bind=_bind_flash,
+        refuses=refuses_flash,
+        bind=bind_flash,
         kernels=r"(?i)flash_?attention|flash_fwd|flash_attncute",
         implementation=lambda: _implementation("FLASH backend"),
         options=("block_size", "mode", "kernel_options"),

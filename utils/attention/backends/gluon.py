@@ -8,23 +8,14 @@ from __future__ import annotations
 
 import torch
 
+from utils.attention.backends.flash_attn import reason_against_tensors
 from utils.attention.gluon.decode.plan import MOST_QUERIES, refuse
-from utils.attention.problem import Backend, Problem, accept_plain, bind_plain
-from utils.machine.device import Support, gluon_support
+from utils.attention.problem import Attend, Backend, Problem, bind_plain, refuse_functions
+from utils.machine.device import gluon_support
 
-# Measured on an H200 (docs/decode-log.md): the decode kernel is faster than step 5 for up to 32 new tokens, and for up
+# Measured on an H200: the decode kernel is faster than step 5 for up to 32 new tokens, and for up
 # to 64 if batch x heads is below the 132 SMs: step 5 then has no tile for some of the SMs.
 FEW_QUERIES, FEW_HEADS = 32, 132
-
-
-def _accepts(problem: Problem) -> Support:
-    if problem.device.type != "cuda":
-        return Support(False, f"it needs a Hopper GPU, and the tensors are on {problem.device}.")
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return Support(False, f"it takes float16 and bfloat16, not {problem.type_name}.")
-    if problem.head_dim % 8 or not 8 <= problem.head_dim <= 256:
-        return Support(False, f"its head dimension is a multiple of 8 up to 256, and {problem.head_dim} was given.")
-    return Support(True)
 
 
 def decodes(problem: Problem) -> bool:
@@ -48,6 +39,15 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) ->
     return forward(q, k, v, causal=problem.causal, scale=problem.scale, window=problem.window)
 
 
+def _again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> Attend | None:
+    """Return the kept launch for tensors of this layout; None if the call must go through `_run`, as for a gradient."""
+    if decodes(problem) or problem.needs_grad or problem.scale <= 0:
+        return None
+    from utils.attention.gluon.launch import repeat
+
+    return repeat(q, k, v, problem.causal, problem.scale, problem.window or 0)
+
+
 def _implementation() -> str:
     import triton
 
@@ -59,8 +59,8 @@ BACKENDS = {
         name="gluon",
         summary="warp-specialized FlashAttention for Hopper, written in Gluon for this course",
         machine=gluon_support,
-        accepts=accept_plain(_accepts),
-        bind=bind_plain(_run),
+        refuses=refuse_functions(reason_against_tensors),
+        bind=bind_plain(_run, _again),
         kernels=r"attention_(step5|decode|backward)",
         implementation=_implementation,
     )

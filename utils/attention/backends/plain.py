@@ -12,33 +12,34 @@ import time
 import torch
 
 from utils.attention.masks.blocks import synchronize
+from utils.attention.masks.score_mods import modify_all_scores
 from utils.attention.prepared import compile_attend, own_copy
 from utils.attention.problem import Attend, Backend, Bound, Options, Problem, allowed_keys
 from utils.machine.device import Support, compile_support
 
 
 def stored_scores(problem: Problem, hidden: torch.Tensor | None, empty_rows: bool) -> Attend:
-    """Return attention with all scores stored; `hidden` (Sq, Sk) is True where a query does not see a key."""
+    """Return attention with all scores stored; `hidden`, of (B, H, Sq, Sk), is True where a query does not see a key."""
     scale, score_mod, group = problem.scale, problem.score_mod, problem.heads // problem.kv_heads
 
     def attend(q, k, v):
         if group > 1:  # heads that share K and V: broadcast, not repeated
             q, k, v = q.unflatten(1, (-1, group)), k.unsqueeze(2), v.unsqueeze(2)
         scores = q @ k.transpose(-1, -2) * scale
+        if group > 1:
+            scores = scores.flatten(1, 2)
         if score_mod is not None:
             if scores.dtype.itemsize == 2:
                 scores = scores.float()  # as FlexAttention does: modifier and softmax in fp32
-            flat = scores.flatten(1, 2) if group > 1 else scores
-            batch, head, query, key = (torch.arange(size, device=q.device, dtype=torch.int32) for size in flat.shape)
-            flat = score_mod(flat, batch[:, None, None, None], head[:, None, None], query[:, None], key)
-            scores = flat.view(scores.shape)
+            scores = modify_all_scores(score_mod, scores)
         if hidden is not None:
             scores = scores.masked_fill(hidden, float("-inf"))
         weights = torch.softmax(scores, -1).to(q.dtype)  # 16-bit scores too are summed in fp32
         if empty_rows:
             weights = weights.nan_to_num(0.0)  # the softmax of nothing is nan
-        out = weights @ v
-        return out.flatten(1, 2) if group > 1 else out
+        if group > 1:
+            return (weights.unflatten(1, (-1, group)) @ v).flatten(1, 2)
+        return weights @ v
 
     return attend
 
@@ -61,13 +62,13 @@ def _bind_compiled(problem: Problem, options: Options) -> Bound:
     return Bound(attend, {"mode": mode}, bound.seconds, source)
 
 
-def accept_compiled(problem: Problem, options: Options) -> Support:
-    """Whether torch.compile runs here with these options."""
+def reason_against_compiling(problem: Problem, options: Options) -> str:
+    """Say why torch.compile does not run here with these options; "" if it does."""
     if problem.device.type != ("cuda" if torch.cuda.is_available() else "cpu"):
-        return Support(False, f"torch.compile was probed for another device than {problem.device}.")
+        return f"torch.compile was probed for another device than {problem.device}."
     if problem.device.type == "cpu" and options.mode in ("reduce-overhead", "max-autotune"):
-        return Support(False, f"with mode {options.mode!r} it uses CUDA graphs, and the tensors are on a CPU.")
-    return Support(True)
+        return f"with mode {options.mode!r} it uses CUDA graphs, and the tensors are on a CPU."
+    return ""
 
 
 def _implementation() -> str:
@@ -79,7 +80,7 @@ BACKENDS = {
         name="naive",
         summary="matmul, softmax, matmul: unfused",
         machine=lambda: Support(True, "Plain torch operators."),
-        accepts=lambda problem, options: Support(True),
+        refuses=lambda problem, options: "",
         bind=_bind,
         kernels=r"gemm|nvjet|cutlass|cublas|gemv|dot_kernel|splitK",
         cpu_operators=r"aten::(bmm|matmul)",
@@ -89,7 +90,7 @@ BACKENDS = {
         name="naive_compiled",
         summary="matmul, softmax, matmul under torch.compile",
         machine=compile_support,
-        accepts=accept_compiled,
+        refuses=reason_against_compiling,
         bind=_bind_compiled,
         kernels=r"triton_(red|per|poi)_fused",
         cpu_operators=r"(?i)torch-compiled region|cpp_fused",

@@ -122,45 +122,43 @@ def _needs_mask(problem: Problem) -> bool:
     return problem.mask_mod is not None or problem.window is not None or not problem.aligned_at_start
 
 
-def _accepts(pin: Pin, problem: Problem, options: Options) -> Support:
+def _refuses(pin: Pin, problem: Problem, options: Options) -> str:
     kind, on_cpu = problem.device.type, problem.device.type == "cpu"
-    if not on_cpu or pin.on_cpu:
-        available = probe(pin.backend, kind)
-    else:
-        available = Support(False, f"it runs on an NVIDIA GPU, and the tensors are on {problem.device}.")
-    if not available:
-        return Support(False, available.reason, available.remedy)
-    if not (whole := _accepts_functions(problem)):
-        return whole
+    if on_cpu and not pin.on_cpu:
+        return f"it runs on an NVIDIA GPU, and the tensors are on {problem.device}."
+    if not (available := probe(pin.backend, kind)):
+        return available.reason
+    if reason := _refuses_functions(problem):
+        return reason
     if on_cpu:
-        return whole
+        return ""
     if pin.dtypes is not None and problem.dtype not in pin.dtypes:
         names = " and ".join(str(dtype).removeprefix("torch.") for dtype in pin.dtypes)
-        return Support(False, f"it takes {names} on {kind}, not {problem.type_name}.")
+        return f"it takes {names} on {kind}, not {problem.type_name}."
     longest = pin.longest_head
     if pin.backend == SDPBackend.CUDNN_ATTENTION:
         if problem.sk == 1:
-            return Support(False, "torch does not give it a single key.")
+            return "torch does not give it a single key."
         longest = 256 if torch.cuda.get_device_capability(problem.device) >= (9, 0) else 128
     if longest is not None and (problem.head_dim > longest or problem.head_dim % 8):
         limit = f"ends at {longest}" if problem.head_dim > longest else "is a multiple of 8"
-        return Support(False, f"its head dimension {limit}, and {problem.head_dim} was given.")
+        return f"its head dimension {limit}, and {problem.head_dim} was given."
     plain = _plain_or_same(problem)
     if not pin.masks and _needs_mask(plain):
         mask = "a sliding window" if plain.window is not None else f"causal with Sq {plain.sq} and Sk {plain.sk}"
         mask = mask if plain.mask_mod is None else name_of(plain.mask_mod)
-        return Support(False, f"it takes no mask, and {mask} needs one.")
+        return f"it takes no mask, and {mask} needs one."
     if problem.grouped and not pin.groups:
-        return Support(False, f"it takes no grouped heads ({problem.heads} over {problem.kv_heads}).")
-    return Support(True)
+        return f"it takes no grouped heads ({problem.heads} over {problem.kv_heads})."
+    return ""
 
 
-def _accepts_functions(problem: Problem, options: object = None) -> Support:
+def _refuses_functions(problem: Problem, options: object = None) -> str:
     if problem.score_mod is not None:
-        return Support(False, f"it takes no score modifier, and {name_of(problem.score_mod)} was given.")
+        return f"it takes no score modifier, and {name_of(problem.score_mod)} was given."
     if problem.has_empty_rows:
-        return Support(False, f"SDPA leaves rows without keys undefined (Sq {problem.sq} > Sk {problem.sk}).")
-    return Support(True)
+        return f"SDPA leaves rows without keys undefined (Sq {problem.sq} > Sk {problem.sk})."
+    return ""
 
 
 def _bind(backend: SDPBackend | None, problem: Problem, options: Options) -> Bound:
@@ -265,7 +263,7 @@ def _pinned(name: str, pin: Pin) -> Backend:
         name=name,
         summary=f"SDPA pinned to {pin.summary}",
         machine=lambda: _machine(pin),
-        accepts=functools.partial(_accepts, pin),
+        refuses=functools.partial(_refuses, pin),
         bind=functools.partial(_bind, pin.backend),
         kernels=pin.kernels,
         cpu_operators=on_cpu if pin.on_cpu else "",
@@ -278,7 +276,7 @@ BACKENDS["sdpa"] = Backend(
     name="sdpa",
     summary="SDPA with torch's own choice of backend",
     machine=lambda: Support(True, "Part of torch, on every device."),
-    accepts=_accepts_functions,
+    refuses=_refuses_functions,
     bind=functools.partial(_bind, None),
     kernels="|".join(pin.kernels for pin in PINS.values()),
     cpu_operators=r"aten::_scaled_dot_product_",

@@ -14,7 +14,7 @@ import importlib.util
 
 import torch
 
-from utils.attention.problem import Backend, Problem, accept_plain, bind_plain
+from utils.attention.problem import Backend, Problem, bind_plain, refuse_functions
 from utils.machine.device import Support, triton_mode, triton_support
 
 LOG2_E = 1.4426950408889634  # the kernel uses exp2: e^x = 2^(x log2 e)
@@ -32,7 +32,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sca
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_m, block_n = (128, 128) if not q.is_cuda else (128, 64) if block_d <= 128 else (64, 32)
     if q.numel():
-        strides = [stride for x in (q, k, v, out) for stride in x.stride()]
+        strides = [x.stride() for x in (q, k, v, out)]
         lengths = (sq, sk, head_dim, heads, heads // kv_heads, window)
         tile = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_d}
         launch = {"num_warps": 4 if block_d <= 64 else 8, "num_stages": 2}
@@ -53,18 +53,16 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) ->
     return run_interpreted("utils.attention.backends.triton.forward", *arguments)
 
 
-def _accepts(problem: Problem) -> Support:
+def _refuses(problem: Problem) -> str:
     if problem.device.type == "cuda" and triton_mode() != "compiled":
-        return Support(False, f"Triton compiles nothing in this process: {triton_support().reason}")
+        return f"Triton compiles nothing in this process: {triton_support().reason}"
     if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return Support(False, f"it takes float16, bfloat16 and float32, not {problem.type_name}.")
+        return f"it takes float16, bfloat16 and float32, not {problem.type_name}."
     if problem.head_dim > 256:
-        return Support(False, f"its head dimension ends at 256, and {problem.head_dim} was given.")
+        return f"its head dimension ends at 256, and {problem.head_dim} was given."
     if (heads := problem.batch * problem.heads) > 65535:
-        return Support(False, f"it launches a row of blocks for each head, at most 65535, and {heads} were given.")
-    if problem.needs_grad:
-        return Support(False, "it has no backward pass, and an input requires a gradient.")
-    return Support(True)
+        return f"it launches a row of blocks for each head, at most 65535, and {heads} were given."
+    return "it has no backward pass, and an input requires a gradient." if problem.needs_grad else ""
 
 
 def _machine() -> Support:
@@ -87,7 +85,7 @@ BACKENDS = {
         name="triton",
         summary="FlashAttention in plain Triton (Ampere and later; a CPU through the interpreter)",
         machine=_machine,
-        accepts=accept_plain(_accepts),
+        refuses=refuse_functions(_refuses),
         bind=bind_plain(_run),
         kernels=r"flash_forward_kernel",
         implementation=_implementation,

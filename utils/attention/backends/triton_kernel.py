@@ -10,22 +10,10 @@ def flash_forward_kernel(
     k,
     v,
     out,
-    q_b,
-    q_h,
-    q_s,
-    q_d,
-    k_b,
-    k_h,
-    k_s,
-    k_d,
-    v_b,
-    v_h,
-    v_s,
-    v_d,
-    o_b,
-    o_h,
-    o_s,
-    o_d,
+    q_strides,
+    k_strides,
+    v_strides,
+    o_strides,
     sq,
     sk,
     head_dim,
@@ -40,6 +28,10 @@ def flash_forward_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """Compute BLOCK_M rows of one head: one pass over the keys, with a running maximum m and a running sum."""
+    q_b, q_h, q_s, q_d = q_strides
+    k_b, k_h, k_s, k_d = k_strides
+    v_b, v_h, v_s, v_d = v_strides
+    o_b, o_h, o_s, o_d = o_strides
     row = tl.program_id(0) * BLOCK_M
     # A row or a head times its stride can be more than 32 bits hold.
     b = (tl.program_id(1) // heads).to(tl.int64)

@@ -13,12 +13,10 @@ import torch
 from utils.attention.gluon.arguments import Arguments, addressable, unused
 from utils.attention.gluon.backward.operator import differentiate
 from utils.attention.gluon.plan import Plan, plan_for, variant_for
-from utils.attention.problem import positive_scale
-from utils.kernels.handle import observed
-from utils.newest import Newest
+from utils.attention.problem import Attend, positive_scale
+from utils.kernels.handle import KEPT, layout, observed
 
 LOG2_E = math.log2(math.e)
-_handles: Newest[tuple, Callable] = Newest(1024)  # launches, to be repeated
 MODULES = ("step1_synchronous", "step2_async_copy", "step3_tma", "step4_warp_specialized", "step5_overlapped")
 
 
@@ -59,7 +57,7 @@ differentiate(attention_gluon)
 
 
 def _run(q, k, v, causal: bool, scale: float, window: int, return_lse: bool, step: int):
-    """Launch a step: again as an earlier launch on tensors of these shapes, strides and types, if there was one.
+    """Launch a step: again as an earlier launch on tensors of this layout, if there was one.
 
     A launch is kept only if TMA could address its tensors without a copy. Where the tensors start is no part of the
     key, and is looked at each time.
@@ -67,13 +65,12 @@ def _run(q, k, v, causal: bool, scale: float, window: int, return_lse: bool, ste
     Returns:
         The output, and the log-sum-exp or None.
     """
-    sizes = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
-    key = (*sizes, q.dtype, k.dtype, v.dtype, q.device, causal, scale, window, return_lse, step)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
     if not q.numel():
         return out, lse
-    kept = _handles.get(key)
+    key = step, causal, scale, window, return_lse, layout(q, k, v)
+    kept = KEPT.get(key)
     if kept is not None and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0:
         kept(q, k, v, out, unused(q.device) if lse is None else lse)
         return out, lse
@@ -82,8 +79,28 @@ def _run(q, k, v, causal: bool, scale: float, window: int, return_lse: bool, ste
     with torch.cuda.device(q.device):
         handle = _launch(step, q, k, v, out, lse, causal, scale * LOG2_E, window, return_lse)
     if handle is not None and all(x is y for x, y in zip((q, k, v), given, strict=True)):
-        _handles[key] = handle
+        KEPT[key] = handle
     return out, lse
+
+
+def repeat(q, k, v, causal: bool, scale: float, window: int) -> Attend | None:
+    """Return the launch of step 5 that was made for tensors of this layout, as a function of such tensors.
+
+    It looks at nothing but their addresses: `attention` has compared the layouts. None if no launch was kept.
+    """
+    launch = KEPT.get((5, causal, scale, window, False, layout(q, k, v)))
+    if launch is None:
+        return None
+    lse, empty_like, contiguous = unused(q.device), torch.empty_like, torch.contiguous_format
+
+    def attend(q, k, v):
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+            return _run(q, k, v, causal, scale, window, False, 5)[0]
+        out = empty_like(q, memory_format=contiguous)
+        launch(q, k, v, out, lse)
+        return out
+
+    return attend
 
 
 def _empty_results(q: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Masks and score modifiers as functions, and the blocks and costs that follow from a mask.
 
 from utils.attention.masks import both, causal, dense_mask, documents, score_mods
-from utils.attention.masks.sparsity import sparsity       # FLOPs, bytes and the speed-up that a mask promises
+from utils.attention.masks.sparsity import sparsity       # blocks and the speed-up that a mask promises
 """
 
 from utils.attention.masks import score_mods

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from utils.attention.masks.mask_mods import MaskMod, check_device, row_chunks
+from utils.attention.masks.mask_mods import MaskMod, check_device, different_masks, name_of, row_chunks
 from utils.newest import Newest
 from utils.validation import whole_number
 
@@ -46,12 +46,18 @@ class Blocks:
 
 
 def count_blocks(
-    mask_mod: MaskMod | None, sq: int, sk: int, device: torch.device | str = "cpu", block_size: BlockSize = 128
+    mask_mod: MaskMod | None,
+    sq: int,
+    sk: int,
+    device: torch.device | str = "cpu",
+    block_size: BlockSize = 128,
+    b: int = 0,
+    h: int = 0,
 ) -> Blocks:
-    """Count the pairs of every block. A block that reaches over an edge is partial, as it is in FlexAttention."""
+    """Count the pairs of every block, of sequence b and head h. A block that reaches over an edge is partial."""
     size_q, size_k = block_sizes(block_size)
     chunks = []
-    for _, rows in row_chunks(mask_mod, sq, sk, device, size_q):
+    for _, rows in row_chunks(mask_mod, sq, sk, device, size_q, b, h):
         padded = torch.nn.functional.pad(rows, (0, -sk % size_k, 0, -len(rows) % size_q))
         blocks = padded.view(padded.shape[0] // size_q, size_q, padded.shape[1] // size_k, size_k)
         chunks.append(blocks.sum(dim=(1, 3), dtype=torch.int32))
@@ -64,31 +70,46 @@ _kept: Newest[tuple, tuple[Any, float]] = Newest(64)
 
 
 def build_block_mask(
-    mask_mod: MaskMod | None, sq: int, sk: int, device: torch.device | str = "cpu", block_size: BlockSize = 128
+    mask_mod: MaskMod | None,
+    sq: int,
+    sk: int,
+    device: torch.device | str = "cpu",
+    block_size: BlockSize = 128,
+    *,
+    batch: int | None = None,
+    heads: int | None = None,
 ) -> Any:
-    """Return FlexAttention's BlockMask, one for all batches and heads, kept for the next call; None for no mask."""
-    return build_timed(mask_mod, sq, sk, device, block_size)[0]
+    """Return FlexAttention's BlockMask, kept for the next call; None for no mask.
+
+    It is one for all sequences and heads, unless the mask reads b or h: then `batch` or `heads` says how many there are.
+    """
+    return build_timed(mask_mod, sq, sk, device, block_size, batch, heads)[0]
 
 
 def build_timed(
-    mask_mod: MaskMod | None, sq: int, sk: int, device: torch.device | str = "cpu", block_size: BlockSize = 128
+    mask_mod: MaskMod | None, sq: int, sk: int, device, block_size: BlockSize, batch: int | None, heads: int | None
 ) -> tuple[Any, float]:
     """Return (block mask, seconds that create_block_mask took when it was built); (None, 0) for no mask."""
     if mask_mod is None:
         return None, 0.0
     check_device(mask_mod, device)
-    key = (mask_mod, whole_number("sq", sq), whole_number("sk", sk), str(device), block_sizes(block_size))
+    sequences, own_heads = different_masks(mask_mod, batch or 0, heads or 0, device)
+    if not (sequences and own_heads):
+        missing = "its index b, give batch=" if not sequences else "its index h, give heads="
+        raise ValueError(f"mask function {name_of(mask_mod)} reads {missing}, for how many of them blocks are listed.")
+    lengths = whole_number("sq", sq), whole_number("sk", sk)
+    key = (mask_mod, sequences, own_heads, *lengths, str(device), block_sizes(block_size))
     if key not in _kept:
         _kept[key] = _build(*key)
     return _kept[key]
 
 
-def _build(mask_mod, sq, sk, device, block_size) -> tuple[Any, float]:
+def _build(mask_mod, batch, heads, sq, sk, device, block_size) -> tuple[Any, float]:
     from torch.nn.attention.flex_attention import create_block_mask
 
     synchronize(device)
     began = time.perf_counter()
-    block_mask = create_block_mask(mask_mod, None, None, sq, sk, device=str(device), BLOCK_SIZE=block_size)
+    block_mask = create_block_mask(mask_mod, batch, heads, sq, sk, device=str(device), BLOCK_SIZE=block_size)
     synchronize(device)
     return block_mask, time.perf_counter() - began
 
@@ -97,7 +118,7 @@ def seconds_to_build_block_mask(
     mask_mod: MaskMod, sq: int, sk: int, device: torch.device | str = "cpu", block_size: BlockSize = 128
 ) -> float:
     """Measure the seconds that create_block_mask takes once everything is warm: the median of three."""
-    return sorted(_build(mask_mod, sq, sk, device, block_sizes(block_size))[1] for _ in range(3))[1]
+    return sorted(_build(mask_mod, 1, 1, sq, sk, device, block_sizes(block_size))[1] for _ in range(3))[1]
 
 
 def forget_block_masks() -> None:

@@ -2,7 +2,7 @@
 
     mask = both(causal, documents(1024))         # compose them
     dense_mask(mask, 16, 16)                     # the mask as data, pair by pair
-    build_block_mask(mask, 8192, 8192, "cuda")   # FlexAttention's tables: built once, for all batches and heads
+    build_block_mask(mask, 8192, 8192, "cuda")   # FlexAttention's tables, built once
 
 The indices are integer tensors; in a GPU kernel each lane holds one number. A mask function consists of arithmetic,
 comparisons and `&`, `|`, `~`, and it may read tensors that it captures. It cannot use Python's `and`, `or` and `if`:
@@ -11,6 +11,7 @@ they would need the value of a tensor while the kernel is still being written.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -213,27 +214,36 @@ def same_for_all_heads(mask_mod: MaskMod | None) -> bool:
     return hasattr(mask_mod, "kind") and all(map(same_for_all_heads, getattr(mask_mod, "mods", ())))
 
 
+@contextlib.contextmanager
+def errors_of(kind: str, mod: Callable) -> Iterator[None]:
+    """Turn what goes wrong inside of a user's mask function or score modifier into a sentence that names it."""
+    try:
+        yield
+    except (TypeError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        text = f"{kind} {name_of(mod)}"
+        if "must only return Tensors" in str(error):
+            raise TypeError(
+                f"{text} returns no tensor; it must return one value a pair. Is a `return` missing?"
+            ) from error
+        if "data-dependent control flow" in str(error):
+            raise TypeError(
+                f"{text} asks a tensor for True or False: `and`, `or`, `not`, `if` and chained comparisons cannot. "
+                "Write &, |, ~ and torch.where. Put each comparison in parentheses: (q >= k) & (q - k < 8)."
+            ) from error
+        raise ValueError(
+            f"{text} raised {type(error).__name__} ({str(error).strip()[:200]}). Its indices are whole numbers in "
+            "tensors, and every tensor that it captures must be on the device of q, k and v and long enough for them."
+        ) from error
+
+
 def evaluate(mask_mod: MaskMod, q: torch.Tensor, k: torch.Tensor, b: int = 0, h: int = 0) -> torch.Tensor:
     """Evaluate the mask of these query and key indices, (len(q), len(k)) bool, each pair by its own four scalars."""
     batch, head = (torch.full((), index, dtype=torch.int32, device=q.device) for index in (b, h))
     pairs = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None))
-    try:
+    with errors_of("mask function", mask_mod):
         allowed = pairs(batch, head, q, k)
-    except ValueError as error:
-        if "must only return Tensors" not in str(error):
-            raise
-        raise TypeError(
-            f"mask function {name_of(mask_mod)} returns no tensor; it must return True or False a pair (a bool tensor), "
-            "such as q >= k. Is a `return` missing?"
-        ) from error
-    except RuntimeError as error:
-        if "data-dependent control flow" in str(error):
-            raise TypeError(
-                f"mask function {name_of(mask_mod)} asks a tensor for True or False: `and`, `or`, `not`, "
-                "`if` and chained comparisons cannot. Write &, |, ~ and torch.where. Put each comparison "
-                "in parentheses: (q >= k) & (q - k < 8)."
-            ) from error
-        raise
     if not isinstance(allowed, torch.Tensor) or allowed.dtype != torch.bool:
         given = allowed.dtype if isinstance(allowed, torch.Tensor) else type(allowed).__name__
         raise TypeError(
@@ -241,6 +251,38 @@ def evaluate(mask_mod: MaskMod, q: torch.Tensor, k: torch.Tensor, b: int = 0, h:
             "(a bool tensor), such as q >= k."
         )
     return allowed
+
+
+def different_masks(mask_mod: MaskMod | None, batch: int, heads: int, device: torch.device | str) -> tuple[int, int]:
+    """Return how many sequences and heads have a mask of their own: (batch or 1, heads or 1).
+
+    Whether the function reads b, or h, shows when it is called once under vmap with two of them: a result that does not
+    depend on the index is no batched tensor.
+    """
+    if mask_mod is None or same_for_all_heads(mask_mod):
+        return 1, 1
+    zero, reads = torch.zeros((), dtype=torch.int32, device=device), []
+
+    def call(place: int, index: torch.Tensor):
+        arguments = [zero] * 4
+        arguments[place] = index
+        allowed = mask_mod(*arguments)
+        reads.append(isinstance(allowed, torch.Tensor) and torch._C._functorch.is_batchedtensor(allowed))
+        return allowed
+
+    for place in (0, 1):
+        with errors_of("mask function", mask_mod):
+            torch.vmap(functools.partial(call, place))(zero.expand(2))
+    return (batch if reads[0] else 1), (heads if reads[1] else 1)
+
+
+def dense_masks(
+    mask_mod: MaskMod, batch: int, heads: int, sq: int, sk: int, device: torch.device | str
+) -> torch.Tensor:
+    """Return the mask of every sequence and head as data: (B, H, Sq, Sk) bool, with B or H one where it is the same."""
+    sequences, own_heads = different_masks(mask_mod, batch, heads, device)
+    masks = [dense_mask(mask_mod, sq, sk, device, b, h) for b in range(sequences) for h in range(own_heads)]
+    return torch.stack(masks).view(sequences, own_heads, sq, sk)
 
 
 def row_chunks(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from utils.attention.masks.mask_mods import name_of, named
+from utils.attention.masks.mask_mods import errors_of, name_of, named
 from utils.validation import whole_number
 
 ScoreMod = Callable[..., torch.Tensor]
@@ -74,17 +74,6 @@ def soft_cap(cap: float) -> ScoreMod:
     return named(score_mod, f"soft_cap({cap:g})", kind="soft_cap", cap=cap)
 
 
-def document_decay(span: int, rate: float = 0.1) -> ScoreMod:
-    """Documents of `span` tokens: each document between query and key subtracts `rate` from the score."""
-    whole_number("span", span)
-    rate = _positive("rate", rate)
-
-    def score_mod(score, b, h, q, k):
-        return score - rate * torch.abs(q // span - k // span)
-
-    return named(score_mod, f"document_decay({span}, {rate:g})", kind="document_decay", span=span, rate=rate)
-
-
 def compose(*mods: ScoreMod) -> ScoreMod:
     """Apply the modifiers one after the other, from left to right."""
     if not mods:
@@ -103,24 +92,27 @@ def compose(*mods: ScoreMod) -> ScoreMod:
     return named(score_mod, f"compose({', '.join(map(name_of, mods))})", kind="compose", mods=mods)
 
 
+def modify_all_scores(
+    score_mod: ScoreMod, scores: torch.Tensor, first: tuple[int, int, int] = (0, 0, 0)
+) -> torch.Tensor:
+    """Apply a modifier to scores (B, H, Sq, Sk), every score by its own scalars, from sequence, head and query `first`."""
+    starts = zip((*first, 0), scores.shape, strict=True)
+    indices = [torch.arange(n, n + size, device=scores.device, dtype=torch.int32) for n, size in starts]
+    for place in (4, 3, 2, 1):  # the innermost vmap is over the keys
+        dims = [0, None, None, None, None]
+        dims[place] = 0
+        score_mod = torch.vmap(score_mod, tuple(dims))
+    return score_mod(scores, *indices)
+
+
 def modify_scores(
     score_mod: ScoreMod | None, scores: torch.Tensor, b: int = 0, h: int = 0, first_query: int = 0
 ) -> torch.Tensor:
     """Apply a modifier to scores (Sq, Sk) of sequence b and head h, every pair by its own scalars."""
     if score_mod is None:
         return scores
-    batch, head = (torch.full((), index, dtype=torch.int32, device=scores.device) for index in (b, h))
-    queries = torch.arange(first_query, first_query + scores.shape[0], device=scores.device, dtype=torch.int32)
-    keys = torch.arange(scores.shape[1], device=scores.device, dtype=torch.int32)
-    pairs = torch.vmap(torch.vmap(score_mod, (0, None, None, None, 0)), (0, None, None, 0, None))
-    try:
-        modified = pairs(scores, batch, head, queries, keys)
-    except ValueError as error:
-        if "must only return Tensors" not in str(error):
-            raise
-        raise TypeError(
-            f"score modifier {name_of(score_mod)} returns no tensor; it must return the new score. Is a `return` missing?"
-        ) from error
+    with errors_of("score modifier", score_mod):
+        modified = modify_all_scores(score_mod, scores[None, None], (b, h, first_query))[0, 0]
     if not modified.is_floating_point():
         raise TypeError(
             f"score modifier {name_of(score_mod)} returns {modified.dtype}; it must return the new score, a floating-point number: "

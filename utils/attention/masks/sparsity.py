@@ -1,4 +1,4 @@
-"""The work that a mask leaves: pairs, blocks, FLOPs, bytes, and the speed-up that this promises.
+"""The work that a mask leaves: pairs, blocks, and the speed-up that this promises.
 
     s = sparsity(both(causal, documents(1024)), 8192, 8192)
     s.density, s.block_density, s.ideal_speedup
@@ -51,20 +51,6 @@ class Sparsity:
     def ideal_speedup(self) -> float:
         """Speed-up over no mask if only the number of blocks mattered: 1 / block density."""
         return 1.0 / self.block_density if self.full + self.partial else float("inf")
-
-    def flops(self, batch: int, heads: int, head_dim: int) -> int:
-        """FLOPs of the pairs let through: 4 D each (q k^T and p v, a multiply-add counts two)."""
-        return 4 * batch * heads * head_dim * self.pairs
-
-    def block_flops(self, batch: int, heads: int, head_dim: int) -> int:
-        """FLOPs of all pairs in the blocks that are computed."""
-        pairs = (self.full + self.partial) * self.block_size[0] * self.block_size[1]
-        return 4 * batch * heads * head_dim * pairs
-
-    def bytes(self, batch: int, heads: int, head_dim: int, dtype: torch.dtype, kv_heads: int | None = None) -> int:
-        """Bytes of q, k, v and the output, each moved once: the least that a fused kernel moves."""
-        kv_heads = heads if kv_heads is None else kv_heads
-        return batch * head_dim * dtype.itemsize * (2 * heads * self.sq + 2 * kv_heads * self.sk)
 
     def to_dict(self) -> dict:
         """Return the counts and the shares computed from them, for a JSON file."""
