@@ -192,7 +192,6 @@ def simulate_launch(
     max_steps: int = 60_000,
     max_seconds: float = 40.0,
     model: CostModel | None = None,
-    scaled: dict[str, float] | None = None,
 ) -> tuple[dict[str, torch.Tensor], Run]:
     """Run a launch in the simulator.
 
@@ -204,7 +203,6 @@ def simulate_launch(
         max_steps: calls and loop turns of one program, after which an endless loop ends with a message.
         max_seconds: wall-clock time of the launch.
         model: the cost model.
-        scaled: factors of what operations give; see `utils.gluon_cpu.simulate`.
 
     Returns:
         The outputs by name, and the Run.
@@ -213,7 +211,7 @@ def simulate_launch(
         AssertionError: the simulator found a mistake; the message is its report.
     """
     options: dict[str, object] = {"seed": seed, "timeline": timeline, "max_steps": max_steps}
-    options |= {"max_seconds": max_seconds, "model": model, "scaled": scaled}
+    options |= {"max_seconds": max_seconds, "model": model}
     outputs, seen = simulate_file(source, launch, options)
     run = Run(seed, True, int(timeline), max_steps, max_seconds, model or CostModel())
     run.events = [Event(*fields) for fields in seen["events"]]

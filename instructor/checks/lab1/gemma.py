@@ -19,7 +19,6 @@ from instructor.checks.common import (
     expect_value,
 )
 from utils.checking import check, expect_close
-from utils.checking.sizes import tensors_in
 from utils.config import GEMMA_CONFIG
 
 _UNITS = ("MACs", "FLOPs", "bytes")
@@ -275,34 +274,16 @@ def _small_layer(layer_idx: int):
     return build_decoder_layer(config, layer_idx, torch.float32, "cpu", seed=layer_idx)
 
 
-class _CacheWatch(SizeWatch):
-    """Records for how many tokens the longest keys or values are, (B, kv heads, tokens, head dimension)."""
-
-    def __init__(self, config) -> None:
-        super().__init__()
-        self.heads, self.head_dim = config.num_key_value_heads, config.head_dim
-        self.longest_cache = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        for x in tensors_in((result,)):
-            if x.dim() == 4 and (x.shape[1], x.shape[3]) == (self.heads, self.head_dim):
-                self.longest_cache = max(self.longest_cache, x.shape[2])
-        return result
-
-
 @check("3.4", "Decoding with a KV cache")
 def decode_with_cache(decode_with_cache, seed=None):
     """Check that the result equals a full prefill, and that the prompt runs once and each new token alone."""
     from utils.model import get_position_embeddings, prefill_forward
 
     draw = Draw(seed)
-    for layer_idx, few in ((5, True), (0, True), (draw.choice((0, 5)), False)):
+    for layer_idx in (5, 0):
         layer, rotary_emb = _small_layer(layer_idx)
         hidden = layer.config.hidden_size
         batch, prompt_len, new = draw.size(2, 3), draw.size(11, 14), draw.size(4, 7)
-        if not few:
-            prompt_len, new = draw.size(130, 200), draw.size(18, 25)
         tokens = draw.normal(batch, prompt_len + new, hidden)
         prompt, new_tokens = tokens[:, :prompt_len], tokens[:, prompt_len:]
         positions = torch.arange(prompt_len + new).expand(batch, -1)
@@ -321,8 +302,7 @@ def decode_with_cache(decode_with_cache, seed=None):
         ]
         try:
             copies = prompt.clone(), new_tokens.clone()
-            with _CacheWatch(layer.config) as sizes:
-                got = decode_with_cache(layer, rotary_emb, *copies)
+            got = decode_with_cache(layer, rotary_emb, *copies)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -339,11 +319,6 @@ def decode_with_cache(decode_with_cache, seed=None):
             counts = next(counts for counts in seen.values() if counts != [prompt_len] + [1] * new)
             hint += f" The layer ran on {counts} tokens, call by call; expected {prompt_len} at once and then {new} times 1."
         expect_close(got, expected, rtol=1e-3, atol=1e-4, what=what, hint=hint)
-        if sizes.longest_cache > 2 * (prompt_len + new):
-            raise AssertionError(
-                f"{what}: the values are right, but keys or values of {sizes.longest_cache:,} tokens are kept for {prompt_len + new}. How "
-                "many tokens must the cache hold?"
-            )
         for name, counts in seen.items():
             if counts != [prompt_len] + [1] * new:
                 raise AssertionError(
