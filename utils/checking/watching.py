@@ -285,7 +285,7 @@ class SizeWatch(TorchDispatchMode):
         self.largest: dict[str, int] = {}
         self.products: list[tuple[int, int, int, int]] = []  # (batch, m, k, n) of each matrix product
         self.copied: list[tuple[str, int]] = []  # (operator, elements) of each copy of numbers that the inputs hold
-        self.steps: list[int] = []  # a hash of each operator, with the shapes and numbers that it was given
+        self.steps: list[tuple] = []  # each operator with the shapes, and the numbers, that it was given
         # id of a tensor that was made here -> whether it shows or repeats numbers of an input, and the tensor: no id comes twice
         self._made: dict[int, tuple[bool, torch.Tensor]] = {}
 
@@ -295,7 +295,7 @@ class SizeWatch(TorchDispatchMode):
         name = operator_name(func)
         self.largest[name] = max(self.largest.get(name, 0), *(t.numel() for t in (*given, *made)), 0)
         numbers = (a for a in (*args, *(kwargs or {}).values()) if type(a) in (int, float))
-        self.steps.append(hash((name, *(tuple(t.shape) for t in given), *numbers)))
+        self.steps.append((name, tuple(tuple(t.shape) for t in given), *numbers))
         self._follow(name, given, made)
         if name in _MATRICES:
             left, right = [t for t in args if isinstance(t, torch.Tensor)][-2:]

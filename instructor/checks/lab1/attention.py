@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 
@@ -156,7 +157,7 @@ def online_softmax_stats(online_softmax_stats, seed=None):
         (0, "jumping", torch.float64),
         (0, "narrow", torch.float32),
     ):
-        rows, widths = draw.size(3, 7), [draw.size(4, 9) for _ in range(draw.size(9, 12))]
+        rows, widths = 3, draw.sizes(9, 4, 15)  # all different: so the shapes say which block an operator works on
         if order == "narrow":
             widths = [2] * 40
         if order is None:
@@ -176,11 +177,14 @@ def online_softmax_stats(online_softmax_stats, seed=None):
                 yield block
                 block.fill_(math.nan)  # each block can be read once
 
-        result = online_softmax_stats.limited(rows * max(widths) + 2 * rows)(arriving())
+        limited = online_softmax_stats.limited(rows * max(widths) + 2 * rows)
+        result = limited(arriving())
         if len(taken) != len(widths):
             raise AssertionError(f"{len(widths)} blocks arrived, and {len(taken)} were looked at.")
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise AssertionError(f"online_softmax_stats should return (m, l), and returned {type(result).__name__}.")
+        if order in ("rising", "falling"):
+            _expect_used_up(limited.sizes.steps, widths)
         m, l = _softmax_stats(x.double())  # noqa: E741 (the formula's letter)
         name = f"{len(widths)} blocks" + (f" with {order} values" if order else f" with values around {middle}")
         expect_close(
@@ -193,6 +197,17 @@ def online_softmax_stats(online_softmax_stats, seed=None):
         )
         hint = "When a block brings a larger maximum, what happens to the sum so far?"
         expect_close(result[1], l.to(dtype), rtol=1e-3, atol=1e-6, what=f"l of {name}", hint=hint)
+
+
+def _expect_used_up(steps: list[tuple], widths: list[int]) -> None:
+    """Assert that no operator works on a block after one worked on the next block, which has another width."""
+    used = [[i for i, step in enumerate(steps) if any(width in shape for shape in step[1])] for width in widths]
+    for place, (mine, following) in enumerate(itertools.pairwise(used)):
+        if mine and following and max(mine) > min(following):
+            raise AssertionError(
+                f"block {place} is used again after block {place + 1} was taken. Keep two numbers a row from one block to the next, "
+                "and look at one block at a time."
+            )
 
 
 @check("5.4", "Intensity of attention")

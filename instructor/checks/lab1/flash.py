@@ -55,7 +55,7 @@ def _expect_tiles_used(function, draw: Draw, name: str) -> None:
     """Assert that the tiles of scores are those that were asked for, where the scores are a matrix product."""
     # Few numbers for each token and many queries in a tile: then a row of tiles is larger than all that one may keep.
     tiles, d = (32, 24), 2
-    sizes = _expect_tiled(function, [draw.normal(1, 2, 288, d) for _ in range(3)], tiles, name)
+    sizes = _expect_tiled(function, [draw.normal(1, 2, 96, d) for _ in range(3)], tiles, name)
     sides = [max((product[i] for product in sizes.products if product[2] == d), default=0) for i in (1, 3)]
     if any(sides) and sorted(sides) != sorted(tiles):
         raise AssertionError(
@@ -70,13 +70,13 @@ def _expect_wide_inside(function, draw: Draw, name: str) -> None:
     With large scores the weights are few, and what rounding a score costs stands out.
     """
     causal = "causal" in name
-    s, tiles = (400, (200, 8)) if causal else (24, (8, 16))
-    for dtype, factor in itertools.product((torch.bfloat16, torch.float16), (1, 8)):
-        q, k, v = (draw.normal(1, 2, n, 16, dtype=dtype) for n in (s, 400, 400))
+    s, tiles = (400, (200, 8)) if causal else (16, (8, 16))
+    for factor in (1, 8):
+        q, k, v = (draw.normal(1, 2, n, 16, dtype=torch.bfloat16) for n in (s, 400, 400))
         q = factor * q
         got = function(q, k, v, *tiles)
         exact = attend_in_float64(q.double(), k.double(), v.double(), causal=causal)
-        what = f"{name} of 400 keys in {dtype_name(dtype)}" + (" with large scores" if factor > 1 else "")
+        what = f"{name} of 400 keys in bfloat16" + (" with large scores" if factor > 1 else "")
         expect_close(got, exact.to(q.dtype), rtol=0.1, atol=0.1, what=what)
         expect_rounded_once(got, exact, what, "scores, weights, maximum, sum and output")
 
@@ -105,7 +105,7 @@ def flash_attention_tiled(flash_attention_tiled, seed=None):
         s, length = draw.sizes(2, 20, 50)
         d = draw.choice((8, 12, 20))
         inputs = [draw.normal(b, h, tokens, d, dtype=dtype) for tokens in (s, length, length)]
-        for tiles in (draw.sizes(2, 5, 13), (64, 64)):
+        for tiles in (draw.sizes(2, 7, 16), (64, 64)):
             _expect_tiled(flash_attention_tiled, inputs, tiles, name, tolerance)
     _expect_wide_inside(flash_attention_tiled, draw, name)
     _expect_running_maximum(flash_attention_tiled, draw, False, name)
@@ -127,12 +127,12 @@ def flash_attention_causal(flash_attention_causal, seed=None):
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
         inputs = [draw.normal(2, 2, draw.size(30, 60), draw.choice((8, 16)), dtype=dtype)]
         inputs += [draw.normal(*inputs[0].shape, dtype=dtype) for _ in range(2)]
-        for tiles in ((8, 8), draw.sizes(2, 5, 13), (17, 4), (4, 17), (64, 64)):
+        for tiles in ((8, 8), draw.sizes(2, 7, 16), (17, 6), (6, 17), (64, 64)):
             _expect_tiled(flash_attention_causal, inputs, tiles, name, tolerance)
     _expect_tiles_used(flash_attention_causal, draw, name)
     _expect_wide_inside(flash_attention_causal, draw, name)
     _expect_running_maximum(flash_attention_causal, draw, True, name)
-    for s, tile_q, tile_k in ((96, 16, 16), (draw.size(60, 90), 16, 8), (draw.size(60, 90), 8, 24)):
+    for s, tile_q, tile_k in ((64, 16, 16), (draw.size(50, 70), 16, 8), (draw.size(50, 70), 8, 24)):
         inputs = [draw.normal(1, 1, s, 8) for _ in range(3)]
         macs = _expect_tiled(flash_attention_causal, inputs, (tile_q, tile_k), name).macs
         needed = whole = 0

@@ -76,8 +76,8 @@ def gemm_tiled(gemm_tiled, seed=None):
     # Whole tiles come first, so that the message separates errors in the tiling from errors at the edges.
     for (m, k, n), tiles, words in (
         ((8, 12, 4), (4, 2, 3), "Every tile is whole here."),
-        ((20, 24, 22), (5, 4, 3), hint),
-        (draw.sizes(3, 9, 20), draw.sizes(3, 2, 7), hint),
+        ((10, 12, 11), (5, 4, 3), hint),
+        (draw.sizes(3, 9, 16), draw.sizes(3, 2, 7), hint),
         (draw.sizes(3, 9, 30), (64, 32, 128), hint),
         (draw.sizes(3, 5, 13), (1, 5, 1), hint),
     ):
@@ -112,13 +112,13 @@ def _expect_tiles_used(gemm_tiled, draw: Draw) -> None:
 def _expect_tiles_copied(gemm_tiled, draw: Draw) -> None:
     """Assert that no part of a matrix that is copied is larger than what one step works on: a strip of all of K is."""
     # In 16 bits, so that a conversion to a wider dtype is a copy.
-    a, b = (draw.normal(*shape, dtype=torch.bfloat16) for shape in ((10, 120), (120, 8)))
+    a, b = (draw.normal(*shape, dtype=torch.bfloat16) for shape in ((10, 40), (40, 8)))
     tiles = 5, 4, 2
     gemm_tiled(a, b, *tiles)
     most, whole = math.prod(tiles), min(a.numel(), b.numel())
     if found := next(((name, n) for name, n in gemm_tiled.sizes.copied if most < n < whole), None):
         raise AssertionError(
-            f"gemm_tiled of (10, 120) @ (120, 8) copied or converted {found[1]} elements of a matrix at once ({found[0]}), and a "
+            f"gemm_tiled of (10, 40) @ (40, 8) copied or converted {found[1]} elements of a matrix at once ({found[0]}), and a "
             f"step with tiles {tiles} works on at most {most}. Fetch a tile of A and a tile of B in each step along K, not a strip."
         )
 
