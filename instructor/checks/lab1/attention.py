@@ -157,7 +157,8 @@ def online_softmax_stats(online_softmax_stats, seed=None):
         (0, "jumping", torch.float64),
         (0, "narrow", torch.float32),
     ):
-        rows, widths = 3, draw.sizes(9, 4, 15)  # all different: so the shapes say which block an operator works on
+        # So different that the shapes say which block an operator works on, also where a block stands beside a maximum.
+        rows, widths = 3, draw.some(9, range(5, 42, 4))
         if order == "narrow":
             widths = [2] * 40
         if order is None:

@@ -2,48 +2,9 @@
 
 from __future__ import annotations
 
-from utils.checking.kernel_exercises import Run
 from utils.gluon_cpu.timeline import Event
 
-MORE_WORK = 1.3  # times the work of a ring of three slots that a ring of one may do; 1.0 in the model answers
 LATE = 25.0  # model cycles: a wait may end so much after the copies of its tile; a copy more takes 50 at least
-
-
-def expect_same_work(runs: dict[int, Run]) -> None:
-    """Assert that a ring of one slot does the work of one of three: if it wastes time, a comparison with it says nothing.
-
-    Args:
-        runs: {number of slots: its simulation, with a timeline}.
-    """
-    busy, copies = {}, {}
-    for stages, run in runs.items():
-        of_program = [e for e in run.events if not e.kind.endswith("wait")]
-        copies[stages] = sum(e.kind == "copy in" for e in of_program)
-        busy[stages] = sum(e.end - e.start for e in of_program if e.kind not in ("copy in", "copy out", "wgmma"))
-    few, many = min(runs), max(runs)
-    if copies[few] > copies[many] or busy[few] > MORE_WORK * busy[many]:
-        raise AssertionError(
-            f"with {few} slot the kernel starts {copies[few]} copies and works for {busy[few]:.0f} model cycles, with {many} "
-            f"slots {copies[many]} and {busy[many]:.0f}. The same tiles take the same work, however many slots there are; "
-            "only the time that it waits is shorter."
-        )
-
-
-TILES = 8  # of the rings that are timed
-TILES_IN_FLIGHT = 1.2  # on average, with three slots: 1.8 and 2.2 in the model answers, less than 0.9 without overlap
-
-
-def expect_in_flight(run: Run, copies: int, tiles: int) -> None:
-    """Assert that in a ring of three slots more than one tile is on its way at a time, whatever a ring of one slot does.
-
-    Args:
-        run: the simulation with three slots, with a timeline of all programs.
-        copies: copies of a tile.
-        tiles: tiles of a program.
-    """
-    for number, events in enumerate(run.programs()):
-        expect_each_once(events, copies, tiles)
-        _expect_in_flight(number, events, run.cycles[number], copies)
 
 
 def expect_each_once(events: list[Event], copies: int, tiles: int) -> None:
@@ -59,16 +20,6 @@ def expect_each_once(events: list[Event], copies: int, tiles: int) -> None:
     if read != started:
         raise AssertionError(
             f"{started} tiles arrive in shared memory, and {read} are read from there: read each once."
-        )
-
-
-def _expect_in_flight(number: int, events: list[Event], cycles: float, copies: int) -> None:
-    times = [e.end - e.start for e in events if e.kind == "copy in"]
-    under_way = sum(times) / copies / cycles
-    if under_way < TILES_IN_FLIGHT:
-        raise AssertionError(
-            f"with three slots {under_way:.2f} tiles of program {number} are on their way at a time, on average: the copies wait for each other. "
-            "Issue the copies of the next tiles before you wait for this one."
         )
 
 

@@ -140,6 +140,9 @@ def ulps_apart(ulps_apart, seed=None):
             expect_close(got.long(), expected, rtol=0, atol=0, what=f"ulps_apart of {name}", hint=hint)
 
 
+_TUPLES = "fn may return a tuple of tensors, such as gradients: all of it counts."
+
+
 def _next_number(x: torch.Tensor) -> torch.Tensor:
     """Return x with the last bit of its last number turned over."""
     found = x.clone()
@@ -177,91 +180,42 @@ def distinct_results(distinct_results, seed=None):
             raise AssertionError(f"distinct_results should be a count, and is {got!r}.")
         expect_value(got, expected, "", f"distinct_results of {what}", {hint: got} if got != expected else None)
 
-    run([base, base.clone(), base.clone()], 1, "three equal results", "Equal bits count once.")
-    run(
-        [base, base + 1, base + 1, base],
-        2,
-        "A, B, B, A",
-        "Count different results, not changes, and not differences from the first.",
-    )
-    run(
-        [base, near, base.clone()],
-        2,
-        "two results that differ in the last bit of one number",
-        "Compare bits: no tolerance.",
-    )
-    run(
-        [base, near, base + 1, base + 2, near],
-        4,
-        "A, B, C, D, B",
-        "Count different results, not only whether there are two.",
-    )
-    run(
-        [holes, holes.clone(), holes.clone()],
-        1,
-        "three equal results with a NaN in the same place",
-        "NaN != NaN, but its bits are equal: compare bits.",
-    )
-    run([torch.zeros(3), -torch.zeros(3)], 2, "0 and -0", "They compare equal, and their bits differ: compare bits.")
-    run(
-        [base, base + 1, base + 2],
-        3,
-        "three results in one buffer that fn writes again",
-        "Keep a copy of each result: fn may write the next one into the same memory.",
-        buffer=True,
-    )
-    long = draw.normal(draw.size(60, 90), draw.size(1000, 2000))
-    for place in (long.numel() - 1 - draw.size(0, 9), draw.size(1000, long.numel() - 100)):
-        other = long.clone()
-        other.flatten()[place] = torch.nextafter(other.flatten()[place], torch.tensor(10.0))
-        run(
-            [long, other, long],
-            2,
-            f"two results of {long.numel():,} numbers that differ in one bit of one number",
-            "All bits count.",
-        )
-    turned = base.flatten()[torch.randperm(base.numel(), generator=draw.generator)].reshape(base.shape)
-    turned = base.flip(0) if torch.equal(turned, base) else turned
-    run(
-        [base, turned, base],
-        2,
-        "two results with the same numbers at other places",
-        "Compare all bits, each at its place.",
-    )
-    wide = base.to(torch.bfloat16)
-    run([wide, wide.clone(), wide + 1], 2, "bf16 results", "Any dtype may come.")
-    for dtype in (torch.float64, torch.float16, torch.float8_e4m3fn):
-        x = base.to(dtype)
-        above = _next_number(x)
-        run(
-            [x, above, x.clone()],
-            2,
-            f"two {dtype_name(dtype)} results that differ in the last bit",
-            "Any dtype may come.",
-        )
     other_hole = holes.clone()
     other_hole.view(torch.int32)[0, 0] += 1
-    run(
-        [holes, other_hole, holes],
-        2,
-        "two results whose NaN have other bits",
-        "A NaN with other bits is another result.",
+    bits = "Compare bits: no tolerance."
+    different = (
+        "Count different results, not changes, not differences from the first, and not only whether there are two."
     )
-    run(
-        [(base, near), (base.clone(), near.clone()), (base, base)],
-        2,
-        "tuples of two tensors",
-        "fn may return a tuple of tensors, such as gradients: all of it counts.",
-    )
-    for last in (near, base.to(torch.float16)):
-        first = base, base.clone(), base.to(last.dtype)
-        other = base, base.clone(), _next_number(first[2])
-        run(
-            [first, other, first],
-            2,
-            "tuples of three tensors whose last ones differ in one bit",
-            "All tensors of a tuple count.",
-        )
+    for sequence, expected, what, hint in (
+        ([base, base.clone(), base.clone()], 1, "three equal results", "Equal bits count once."),
+        ([base, base + 1, base + 1, base], 2, "A, B, B, A", different),
+        ([base, near, base + 1, base + 2, near], 4, "A, B, C, D, B", different),
+        ([base, near, base.clone()], 2, "two results that differ in the last bit of one number", bits),
+        (
+            [holes, holes.clone()],
+            1,
+            "two equal results with a NaN",
+            "NaN != NaN, but its bits are equal: compare bits.",
+        ),
+        ([holes, other_hole], 2, "two results whose NaN have other bits", bits),
+        ([torch.zeros(3), -torch.zeros(3)], 2, "0 and -0", f"They compare equal, and their bits differ. {bits}"),
+        ([base, base.flip(0), base], 2, "two results with the same numbers at other places", bits),
+        ([base.bfloat16(), base.bfloat16(), base.bfloat16() + 1], 2, "bf16 results", "Any dtype may come."),
+        ([(base, near), (base.clone(), near.clone()), (base, base)], 2, "tuples of two tensors", _TUPLES),
+    ):
+        run(sequence, expected, what, hint)
+    hint = "Keep a copy of each result: fn may write the next one into the same memory."
+    run([base, base + 1, base + 2], 3, "three results in one buffer that fn writes again", hint, buffer=True)
+    # Torch prints neither all of a large tensor nor all digits.
+    long = draw.normal(60, 1000)
+    other = long.clone()
+    place = draw.size(10_000, 50_000)
+    other.flatten()[place] = torch.nextafter(other.flatten()[place], torch.tensor(10.0))
+    run([long, other, long], 2, "two results of 60,000 numbers that differ in one bit of one number", "All bits count.")
+    for dtype in (torch.float64, torch.float8_e4m3fn):
+        x = base.to(dtype)
+        what = f"two {dtype_name(dtype)} results that differ in the last bit"
+        run([x, _next_number(x), x.clone()], 2, what, "Any dtype may come.")
 
 
 @check("Bonus 5.5", "FP8 with scales")
