@@ -130,12 +130,3 @@ def expect_counts(
     for i, unit in enumerate(units):
         known = {hint: numbers[i] for hint, numbers in (mistakes or {}).items()}
         expect_value(got[i], expected[i], unit, f"{what}[{i}]", known)
-
-
-def expect_unchanged(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor], what: str) -> None:
-    """Assert that a function did not change its inputs."""
-    for old, new in zip(before, after, strict=True):
-        if not torch.equal(torch.nan_to_num(old), torch.nan_to_num(new)):
-            raise AssertionError(
-                f"{what} changed one of its inputs, or its memory. Work on new tensors: `x += ...` writes into x."
-            )

@@ -1,7 +1,8 @@
 """Verdicts on answers, a watch over the operators that an answer runs, and the runs of Gluon kernels that lab 3 checks."""
 
+from utils.checking.answers import leaves_inputs
 from utils.checking.authors import StudentLine
-from utils.checking.memory import expect_follows_device, leaves_inputs, poisoned_memory
+from utils.checking.memory import expect_follows_device, poisoned_memory
 from utils.checking.mistakes import attention_mistake, expect_rounded_once
 from utils.checking.travel import by_value
 from utils.checking.verdicts import (

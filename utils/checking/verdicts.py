@@ -34,8 +34,9 @@ from pathlib import Path
 
 import torch
 
+from utils.checking.answers import Answer
 from utils.checking.authors import is_students, lines_of_traceback
-from utils.checking.watching import Family, Rule, Watched
+from utils.checking.watching import Family, Rule
 
 
 def _label(question: str) -> str:
@@ -225,8 +226,8 @@ def check(
 ) -> Callable[[Callable], Callable[..., Verdict]]:
     """Turn a function into a check, which returns a `Verdict` and never raises for a student's mistake.
 
-    The function returns nothing, or a sentence for the student, when the answer is right. Where something is forbidden or
-    limited, every call of the student's functions keeps to it or fails (`utils.checking.watching.Rule`).
+    The function returns nothing, or a sentence for the student, when the answer is right. Every call of the student's
+    functions leaves its inputs as they were, and keeps to what is forbidden or limited, or fails (`Rule`, `Answer`).
 
     Args:
         question: `1.1`, or with its own word, `Bonus 4.5`
@@ -246,9 +247,8 @@ def check(
             given = signature.bind(*args, **kwargs)  # a wrong call of the check itself is not the student's mistake
             if any(callable(value) and not is_answered(value) for value in given.arguments.values()):
                 return Verdict(question, False, f"{_label(question)} is not answered yet.")
-            if rule is not None:
-                for name, value in given.arguments.items():
-                    given.arguments[name] = Watched(value, rule) if callable(value) else value
+            for name, value in given.arguments.items():
+                given.arguments[name] = Answer(value, rule) if callable(value) else value
             try:
                 with quiet_stderr():
                     message = function(*given.args, **given.kwargs)

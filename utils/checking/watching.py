@@ -28,9 +28,8 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.autograd.forward_ad
@@ -402,7 +401,7 @@ class Rule:
         forbids: families of operators that may not run. Formulas of libraries and custom operators may never; and where a
             family is forbidden or a size is limited, tensors of real numbers may not leave torch, for nobody sees what runs there.
         largest: elements that an operator which computes may take or return; words, such as "one tile", where the sizes of
-            a call decide: then the check gives the number, by `Watched.limited`.
+            a call decide: then the check gives the number, by `Answer.limited`.
         hint: what to do instead of what is forbidden.
     """
 
@@ -432,37 +431,3 @@ class Rule:
                 f"the operator {found[0]} worked on {found[1]:,} elements at once, and {words} {limit:,}."
                 f"{_sentence(self.hint)}{watch.at(found[0])}"
             )
-
-
-class Watched:
-    """A student's function, of which every call keeps to a rule.
-
-    Args:
-        function: the answer.
-        rule: what it keeps to.
-        limit: elements that an operator may work on; None is no limit.
-
-    Attributes:
-        sizes: the `SizeWatch` of the last call.
-        seen: the `OperationWatch` of the last call.
-    """
-
-    def __init__(self, function: Callable, rule: Rule, limit: int | None = None) -> None:
-        self._function, self._rule = function, rule
-        self._limit = rule.largest if limit is None and isinstance(rule.largest, int) else limit
-
-    def __call__(self, *args, **kwargs) -> Any:
-        """Call the answer, and assert the rule of what ran."""
-        with SizeWatch() as self.sizes, watch_operations() as self.seen:
-            result = self._function(*args, **kwargs)
-        self._rule.expect(self.seen, self.sizes, self._limit)
-        return result
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") and not name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._function, name)
-
-    def limited(self, limit: int) -> Watched:
-        """Return the same function with a number of elements for the rule's words, such as those of one tile."""
-        return Watched(self._function, self._rule, limit)

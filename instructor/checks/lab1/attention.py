@@ -8,7 +8,7 @@ import re
 
 import torch
 
-from instructor.checks.common import DTYPES, Draw, dtype_name, expect_unchanged, expect_value
+from instructor.checks.common import DTYPES, Draw, dtype_name, expect_value
 from utils.attention import reference
 from utils.checking import FUSED_ATTENTION, SOFTMAX, attention_mistake, check, expect_close, watch_operations
 
@@ -31,10 +31,8 @@ def standard_attention(standard_attention, seed=None):
     ):
         b, h, s = draw.sizes(3, 2, most)
         q, k, v = (2 * draw.normal(b, h, s, d, dtype=dtype) for _ in range(3))
-        copies = q.clone(), k.clone(), v.clone()
         got = standard_attention(q, k, v)
         what = f"standard_attention of ({b}, {h}, {s}, {d}) in {dtype_name(dtype)}"
-        expect_unchanged(copies, (q, k, v), what)
         hint = attention_mistake(got, q, k, v) or "Which dimension is the softmax over?"
         expect_close(got, attend_in_float64(q, k, v), rtol=rtol, atol=atol, what=what, hint=hint)
     # Large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
@@ -98,7 +96,6 @@ def attention_bshd(attention_bshd, seed=None):
         with watch_operations() as watch:
             got = attention_bshd(*inputs)
         what = f"attention_bshd of q ({b}, {s}, {heads}, {d}) with {kv_heads} key-value heads"
-        expect_unchanged((q, k, v), inputs, what)
 
         def attend(causal, q=q, k=k, v=v, group=heads // kv_heads):
             keys, values = (t.transpose(1, 2).repeat_interleave(group, dim=1) for t in (k, v))
@@ -259,16 +256,14 @@ def merge_attention(merge_attention, seed=None):
                 torch.softmax(block, dim=-1) @ v[:, :, 12 * part : 12 * part + 12]
             )  # NaN where the part is empty
         outputs, lses = torch.stack(outputs).float(), torch.stack(lses).float()
-        copies = outputs.clone(), lses.clone()
         result = merge_attention(outputs, lses)
-        expect_unchanged(copies, (outputs, lses), "merge_attention")
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise AssertionError(f"merge_attention should return (output, lse), and returned {type(result).__name__}.")
         what = f"{parts} parts" + (" of which some are empty" if empty else f" with L up to {lses.abs().max():.0f}")
         # The expected value is computed from the float32 inputs: at L around 1000 their rounding alone changes the answer.
-        wide = copies[1].double()
+        wide = lses.double()
         weights = torch.softmax(wide, dim=0)[..., None]
-        expected = (weights * torch.where(weights > 0, copies[0].double(), 0.0)).sum(dim=0)
+        expected = (weights * torch.where(weights > 0, outputs.double(), 0.0)).sum(dim=0)
         hint = "A part counts with the weight exp(L_p - L); where L_p is -inf, its output must not be touched."
         expect_close(result[0], expected.float(), rtol=1e-3, atol=1e-4, what=f"the output of {what}", hint=hint)
         expect_close(

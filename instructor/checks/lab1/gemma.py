@@ -8,16 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from instructor.checks.common import (
-    DTYPES,
-    Draw,
-    SizeWatch,
-    by_value,
-    dtype_name,
-    expect_counts,
-    expect_unchanged,
-    expect_value,
-)
+from instructor.checks.common import DTYPES, Draw, SizeWatch, by_value, dtype_name, expect_counts, expect_value
 from utils.checking import check, expect_close
 from utils.config import GEMMA_CONFIG
 
@@ -301,14 +292,12 @@ def decode_with_cache(decode_with_cache, seed=None):
             for name, counts in seen.items()
         ]
         try:
-            copies = prompt.clone(), new_tokens.clone()
-            got = decode_with_cache(layer, rotary_emb, *copies)
+            got = decode_with_cache(layer, rotary_emb, prompt, new_tokens)
         finally:
             for hook in hooks:
                 hook.remove()
         kind = layer.self_attn.layer_type.replace("_", " ")
         what = f"decode_with_cache of {prompt_len} + {new} tokens ({kind})"
-        expect_unchanged((prompt, new_tokens), copies, what)
         hint = "Position of the first new token: prompt_len. The rotary embedding, position_ids and cache_positions must all say so."
         if isinstance(got, torch.Tensor) and got.shape == of_copy.shape and torch.allclose(got, of_copy, 1e-3, 1e-4):
             hint = (

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
-from instructor.checks.common import Draw, expect_unchanged, expect_value, poisoned_memory
+from instructor.checks.common import Draw, expect_value, poisoned_memory
 from instructor.checks.lab2_flexattention.common import Counted, attend_densely, moved_heads
 from utils.attention.masks import dense_mask
 from utils.checking import FUSED_ATTENTION, check, expect_close, expect_rounded_once
@@ -38,9 +38,7 @@ def count_blocks(count_blocks, seed=None):
         mask[:block] = True
         whole = mask[: s // block * block, : length // block * block]
         full, partial, empty = expected = _counts(mask, block)
-        copy = mask.clone()
         got = count_blocks(mask, block)
-        expect_unchanged([copy], [mask], "count_blocks")
         what = f"count_blocks of a ({s}, {length}) mask in blocks of {block}"
         if not isinstance(got, tuple | list) or len(got) != 3:
             raise AssertionError(f"{what} should be (full, partial, empty), three numbers, and is {got!r}.")
@@ -169,14 +167,12 @@ def block_sparse_attention(block_sparse_attention, seed=None):
         block_mask = create_block_mask(counted, None, None, s, length, device="cpu", BLOCK_SIZE=block)
         counted.asked = 0
         what = f"block_sparse_attention of ({batch}, {heads}, {s}, {head_dim}) over {length} keys, blocks of {block}"
-        copies = [x.clone() for x in (q, k, v)]
         row = batch * heads * size_q * length
         # Scores come in rows of blocks; elsewhere a whole q, k, v or output is fine: `q / sqrt(D)` is no score matrix.
         limited = block_sparse_attention.limited(max(row, q.numel(), k.numel()))
         with poisoned_memory():
             got = limited(q, k, v, block_mask)
         sizes = limited.sizes
-        expect_unchanged(copies, (q, k, v), what)
         tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
         right = attend_densely(q, k, v, mask)
         expect_close(got, right, **tolerance, what=what, hint=_hint(got, right, q, k, v, mask, block_mask))

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from instructor.checks.common import DTYPES, Draw, dtype_name, expect_counts, expect_unchanged
+from instructor.checks.common import DTYPES, Draw, dtype_name, expect_counts
 from instructor.checks.lab2_flexattention.common import attend_densely, moved_heads
 from utils.checking import FUSED_ATTENTION, check, expect_close
 
@@ -47,10 +47,8 @@ def masked_attention(masked_attention, seed=None):
         k, v = (draw.normal(b, h, length, d) for _ in range(2))
         mask = draw.normal(s, length) > 0
         mask[:, 0] = True
-        copies = [x.clone() for x in (q, k, v, mask)]
         got = masked_attention(q, k, v, mask)
         what = f"masked_attention of ({b}, {h}, {s}, {d}) over {length} keys"
-        expect_unchanged(copies, (q, k, v, mask), what)
         right = attend_densely(q, k, v, mask)
         expect_close(got, right, rtol=1e-4, atol=1e-5, what=what, hint=_hint(got, q, k, v, mask))
     mask[draw.size(0, s - 1)] = False

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from instructor.checks.common import Draw, SizeWatch, expect_unchanged
-from instructor.checks.lab2_flexattention.common import (
-    attend_densely,
-    expect_mask,
-    indices,
-    mark,
-    recording,
-    without_mark,
-)
+from instructor.checks.common import Draw, SizeWatch
+from instructor.checks.lab2_flexattention.common import attend_densely, expect_mask, indices, recording
 from utils.checking import check, expect_close
 from utils.checking.masks import expect_program
 
@@ -123,10 +116,7 @@ def ragged_attention(ragged_attention, seed=None):
     sizes = [*draw.sizes(3, 2, 12), 0, draw.size(2, 6)]
     texts = [tuple(draw.normal(2, size, 8) for _ in range(3)) for size in sizes]
     attend, calls = recording()
-    copies = [[x.clone() for x in text] for text in texts]
     got = ragged_attention(attend, texts)
-    for before, text in zip(copies, texts, strict=True):
-        expect_unchanged(before, text, "ragged_attention")
     if len(calls) != 1:
         raise AssertionError(f"attend should be called once for all texts, and was called {len(calls)} times.")
     shape, mod = calls[0]
@@ -144,8 +134,7 @@ def ragged_attention(ragged_attention, seed=None):
         size = sizes[i]
         everything = torch.ones(size, size, dtype=torch.bool)
         right = attend_densely(q[None], k[None], v[None], everything.tril())[0]
-        start = sum(sizes[:i])
-        result, hint = without_mark(got[i], mark(shape)[0, :, start : start + size], right), ""
+        result, hint = got[i], ""
         if isinstance(result, torch.Tensor) and result.shape == right.shape and size > 1:
             both_ways = attend_densely(q[None], k[None], v[None], everything)[0]
             hint = (

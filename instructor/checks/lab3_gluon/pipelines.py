@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from instructor.checks.common import Draw
-from instructor.checks.lab3_gluon.rings import expect_ahead, expect_each_once, expect_no_wait_for_more
+from instructor.checks.lab3_gluon.rings import expect_ahead, expect_each_once
 from utils.checking import check
 from utils.checking.gluon_launches import (
     Cancelling,
@@ -89,7 +89,7 @@ def async_copy(source: str, seed=None):
 
 
 def _expect_ring(source: str, ring: Callable, copies: int, share: float, words: str) -> None:
-    """Assert that two programs of a ring keep their slots filled and wait for one tile at a time, and that three slots beat one.
+    """Assert that two programs of a ring keep their slots filled, and that three slots beat one.
 
     Args:
         source: the text of the student's file.
@@ -111,7 +111,6 @@ def _expect_ring(source: str, ring: Callable, copies: int, share: float, words: 
         for events in run.programs():
             expect_each_once(events, copies, tiles)
             expect_ahead(events, stages, tiles)
-            expect_no_wait_for_more(events, stages, tiles)
 
 
 @check("3.2", "TMA ring")

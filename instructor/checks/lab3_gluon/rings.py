@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from utils.gluon_cpu.timeline import Event
 
-LATE = 25.0  # model cycles: a wait may end so much after the copies of its tile; a copy more takes 50 at least
-
 
 def expect_each_once(events: list[Event], copies: int, tiles: int) -> None:
     """Assert that each tile comes into shared memory once, is read there once, and comes by no other way."""
@@ -48,27 +46,3 @@ def expect_ahead(events: list[Event], stages: int, tiles: int) -> None:
                     f"with {stages} slots, {issued} copies into {ring} have been issued when tile {tile} is read, and "
                     f"{min(tiles, tile + stages)} should be: use every slot, and refill each as soon as it is free."
                 )
-
-
-def expect_no_wait_for_more(events: list[Event], stages: int, tiles: int) -> None:
-    """Assert that a program goes on when its tile is there: no wait ends later because of copies for later tiles.
-
-    The last tiles do not count: behind them there is nothing to order, and many answers wait for all that is left.
-    """
-    rings = sorted({e.buffer.partition("[")[0] for e in events if e.kind == "copy in"})
-    copies = [sorted((e for e in events if _is_in(e, "copy in", ring)), key=lambda e: e.start) for ring in rings]
-    reads = [sorted(e.start for e in events if _is_in(e, "shared load", ring)) for ring in rings]
-    begin = 0.0
-    for tile in range(tiles - stages):
-        arrived, read = max(ring[tile].end for ring in copies), min(ring[tile] for ring in reads)
-        waits = [e.end for e in events if e.kind in ("wait", "copy wait") and begin <= e.start < read]
-        if (late := max(waits, default=0.0) - arrived) > LATE:
-            raise AssertionError(
-                f"with {stages} slots the program waits for {late:.0f} model cycles more than tile {tile} of {tiles} takes to arrive: it "
-                "waits for copies of later tiles, too. They should stay under way while this one is worked on."
-            )
-        begin = read
-
-
-def _is_in(event: Event, kind: str, ring: str) -> bool:
-    return event.kind == kind and event.buffer.partition("[")[0] == ring

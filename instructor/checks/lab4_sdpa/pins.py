@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from instructor.checks.common import Draw, expect_unchanged
+from instructor.checks.common import Draw
 from instructor.checks.lab4_sdpa.common import (
     BACKENDS,
     KNOCKED_OUT,
@@ -35,12 +35,10 @@ def pinned_sdpa(pinned_sdpa, seed=None):
         for backend in ("math", "flash"):
             for tensors, options in calls:
                 what = f"pinned_sdpa({backend!r}, q, k, v{', ' if options else ''}{', '.join(options)})"
-                copies = [t.clone() for t in tensors]
                 for outside in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
                     with sdpa_kernel(outside), Attentions() as ran:
                         got = pinned_sdpa(backend, *tensors, **options)
                     _expect_ran(ran.backends, backend, what)
-                expect_unchanged(copies, tensors, what)
                 expected = F.scaled_dot_product_attention(*(t.double() for t in tensors), **_in_float64(options))
                 near = {"rtol": 1e-4, "atol": 1e-5} if tensors[0].itemsize > 2 else {"rtol": 3e-2, "atol": 3e-2}
                 expect_close(got, expected.to(tensors[0].dtype), **near, what=what, hint="Do all options reach SDPA?")

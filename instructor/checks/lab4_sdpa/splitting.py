@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from instructor.checks.common import Draw, dtype_name, expect_unchanged
+from instructor.checks.common import Draw, dtype_name
 from instructor.checks.lab4_sdpa.common import reference_attention, with_right_answers
 from utils.attention import reference, reference_gradients
 from utils.checking import DERIVATIVES, FUSED_ATTENTION, SOFTMAX, check, expect_close
@@ -76,9 +76,7 @@ def attend_part(attend_part, seed=None):
         k, v = scale * draw.normal(b, kv, sk, d, dtype=dtype), draw.normal(b, kv, sk, d, dtype=dtype)
         large = ", scores in the hundreds" if scale > 1 else ""
         what = f"attend_part of q {tuple(q.shape)}, k {tuple(k.shape)} in {dtype_name(dtype)}{large}"
-        copies = [t.clone() for t in (q, k, v)]
         got = attend_part(q, k, v)
-        expect_unchanged(copies, (q, k, v), what)
         output, lse = _expect_pair(got, what)
         hint = _group_hint(output, q, k, v) or _scale_hint(output, q, k, v) or "Divide by the part's own sum."
         expect_close(
@@ -116,74 +114,36 @@ def _parts_merged_wrongly(q, k, v, splits: int) -> dict[str, torch.Tensor]:
 
 
 class _Parts:
-    """Right answers for `attend_part` that remember which parts they were asked for, and may be marked.
+    """Right answers for `attend_part` that remember which parts they were asked for."""
 
-    Args:
-        draw: draws a mark for each part, which is added to its output and its log-sum-exp; None marks nothing.
-    """
-
-    def __init__(self, draw: Draw | None = None):
-        self.draw = draw
-        self.calls: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []  # (keys, numbers of q, output, lse)
-        self.fewest_queries = math.inf
+    def __init__(self):
+        self.calls: list[tuple[int, torch.Size]] = []  # keys and queries of each part
 
     def __call__(self, q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute a part, as `attend_part` does."""
-        output, lse = _right_part(q, k, v)
-        if self.draw is not None:
-            output, lse = output + self.draw.real(1, 9), lse + self.draw.real(-1, 1)
-        self.calls.append((k.shape[2], q.numel(), output, lse))
-        if k.shape[2] and q.numel():
-            self.fewest_queries = min(self.fewest_queries, q.shape[2])
-        return output.clone(), lse.clone()
+        self.calls.append((k.shape[2], q.shape))
+        return _right_part(q, k, v)
 
     def expect_each_once(self, q: torch.Tensor, keys: int, splits: int, what: str) -> None:
         """Assert that the parts are as long as they should be, and that each pair of a query and a key was in one of them."""
-        lengths = {n for n, numbers, *_ in self.calls if n and numbers}
+        lengths = {n for n, shape in self.calls if n and shape.numel()}
         if not lengths <= {keys // splits, -(-keys // splits)}:
             raise AssertionError(
                 f"{what}: attend_part was called for {sorted(lengths)} keys. {splits} parts of {keys} keys whose sizes differ by at "
                 f"most 1 have {keys // splits} or {-(-keys // splits)}."
             )
-        asked = sum(n * numbers for n, numbers, *_ in self.calls)
+        asked = sum(n * shape.numel() for n, shape in self.calls)
         if asked != keys * q.numel():
             raise AssertionError(
                 f"{what}: attend_part was called for {asked / q.numel():g} keys of each query, and there are {keys}. Each part comes "
                 "from attend_part, once."
             )
-        if self.fewest_queries < q.shape[2]:
-            raise AssertionError(
-                f"{what}: attend_part was called for {self.fewest_queries} of {q.shape[2]} queries at a time, so keys of a part are read more "
-                "than once. Each part comes from attend_part once, for all queries."
-            )
-
-
-def _expect_parts_merged(split_kv_attention, draw: Draw) -> None:
-    """Assert that the result is made of what `attend_part` gives: here it gives something else, drawn for each part."""
-    for splits in (draw.size(2, 5), draw.size(6, 12)):
-        b, kv, group, sq, d = draw.size(1, 2), draw.size(1, 3), draw.size(1, 3), draw.size(1, 30), draw.choice((8, 16))
-        sk = splits * draw.size(5, 30) + draw.size(0, splits - 1)
-        q, k, v = draw.normal(b, kv * group, sq, d), draw.normal(b, kv, sk, d), draw.normal(b, kv, sk, d)
-        parts = _Parts(draw)
-        with with_right_answers(split_kv_attention, {"attend_part": parts}):
-            got = split_kv_attention(q, k, v, splits)
-        what = f"split_kv_attention over {sk} keys in {splits} splits"
-        parts.expect_each_once(q, sk, splits, what)
-        if len({output.shape for *_, output, _ in parts.calls if output.numel()}) != 1 or len(parts.calls) < splits:
-            continue  # whoever calls it for each sequence or head by itself merges these by themselves
-        outputs, lses = (torch.stack([call[i] for call in parts.calls if call[0]]) for i in (2, 3))
-        merged = (torch.softmax(lses, dim=0)[..., None] * outputs).sum(0)
-        if merged.shape != q.shape:
-            continue
-        hint = "Merge what attend_part returned for the parts, in whatever way it came by it."
-        expect_close(got, merged, rtol=1e-3, atol=1e-3, what=f"{what}, of parts that this check made up,", hint=hint)
 
 
 @check(
     "3.2",
     "Split-KV attention",
     forbids=FUSED_ATTENTION,
-    largest="the scores of one part, or q, k or v",
     hint="each part comes from attend_part, and is computed from its own keys alone",
 )
 def split_kv_attention(split_kv_attention, seed=None):
@@ -205,11 +165,9 @@ def split_kv_attention(split_kv_attention, seed=None):
         k, v = scale * draw.normal(b, kv, sk, d, dtype=dtype), draw.normal(b, kv, sk, d, dtype=dtype)
         large = ", scores in the thousands" if scale > 1 else ""
         what = f"split_kv_attention over {sk} keys in {splits} splits, {dtype_name(dtype)}{large}"
-        copies = [t.clone() for t in (q, k, v)]
         parts = _Parts()
         with with_right_answers(split_kv_attention, {"attend_part": parts}):
             got = split_kv_attention(q, k, v, splits)
-        expect_unchanged(copies, (q, k, v), what)
         expected = reference_attention(q, k, v).to(dtype)
         tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype.itemsize == 2 else {"rtol": 1e-3, "atol": 1e-4}
         if scale > 1:
@@ -230,32 +188,8 @@ def split_kv_attention(split_kv_attention, seed=None):
             hint = hint or "With more splits than keys some parts are empty: leave them out, or give them weight 0."
         expect_close(got, expected, **tolerance, what=what, hint=hint)
         asked.append((parts, q, sk, splits, what))
-    b, h, sq, d, splits = 1, 2, 2, 5, draw.size(6, 9)
-    sk = splits * draw.size(110, 130) + draw.size(1, splits - 1)
-    q, k, v = draw.normal(b, h, sq, d), draw.normal(b, h, sk, d), draw.normal(b, h, sk, d)
-    limit = b * h * sq * -(-sk // splits)
-    limited = split_kv_attention.limited(max(limit * d, q.numel(), k.numel()))
-    with with_right_answers(split_kv_attention, {"attend_part": _right_part}):
-        got = limited(q, k, v, splits)
-    scores = [batch * m * n for batch, m, inner, n in limited.sizes.products if inner == d]
-    found = ("the product of queries and keys", max(scores)) if max(scores, default=0) > limit else None
-    if found := found or limited.sizes.over(limit, ("exp", "exp2", "amax", "max")):
-        raise AssertionError(
-            f"split_kv_attention over {sk} keys in {splits} splits: {found[0]} worked on {found[1]} scores at once, and one part has "
-            f"{limit}. Each part must be computed from its own keys alone."
-        )
-    # The products with D show how many keys each part had.
-    lengths = {n if m == sq else m for _, m, inner, n in limited.sizes.products if inner == d and sq in (m, n)}
-    if not lengths <= {sk // splits, -(-sk // splits)}:  # as their sum is sk, it takes `splits` of them
-        raise AssertionError(
-            f"split_kv_attention over {sk} keys in {splits} splits: the parts have {sorted(lengths)} keys. Their sizes "
-            f"should differ by at most 1, and there should be {splits} of them."
-        )
-    what = f"split_kv_attention over {sk} keys in {splits} splits"
-    expect_close(got, reference_attention(q, k, v).float(), rtol=1e-3, atol=1e-4, what=what)
     for parts, *about in asked:
         parts.expect_each_once(*about)
-    _expect_parts_merged(split_kv_attention, draw)
 
 
 @check(
@@ -276,9 +210,7 @@ def attention_backward(attention_backward, seed=None):
         v, dout = (draw.normal(b, h, length, d, dtype=dtype) for length in (sk, sq))
         out, expected = reference_gradients(q, k, v, dout)
         tensors = q, k, v, out.to(dtype), _lse(q, k).to(dtype), dout
-        copies = [t.clone() for t in tensors]
         got = attention_backward(*tensors)
-        expect_unchanged(copies, tensors, "attention_backward")
         macs = b * h * sq * sk * d  # of one product
         if (done := attention_backward.sizes.macs) > 5.2 * macs:
             raise AssertionError(

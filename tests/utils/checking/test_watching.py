@@ -9,16 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from utils.checking import authors, check
-from utils.checking.watching import (
-    FUSED_ATTENTION,
-    MATMUL,
-    Rule,
-    SizeWatch,
-    Watched,
-    forbid,
-    forbid_leaving,
-    watch_operations,
-)
+from utils.checking.answers import Answer
+from utils.checking.watching import FUSED_ATTENTION, MATMUL, Rule, SizeWatch, forbid, forbid_leaving, watch_operations
 
 M, K, N = 3, 4, 5
 
@@ -413,7 +405,7 @@ def test_a_rule_is_described_by_what_it_holds():
 
 
 def test_a_limit_in_words_gets_its_number_from_the_check():
-    tiled = Watched(lambda x: x.sin(), Rule((), "one tile"))
+    tiled = Answer(lambda x: x.sin(), Rule((), "one tile"))
     tiled(torch.ones(9))
     tiled.limited(9)(torch.ones(9))
     with pytest.raises(AssertionError, match="one tile has 8"):
@@ -441,5 +433,5 @@ def _with_habits(a, b):
 
 def test_ordinary_habits_keep_to_the_rule(operands):
     """Only what runs counts: np.sqrt of a number, assert, is_cuda, a comparison with the library under `if DEBUG`."""
-    got = Watched(_with_habits, Rule((MATMUL,), 1))(*operands)
+    got = Answer(_with_habits, Rule((MATMUL,), 1))(*operands)
     assert torch.allclose(got, operands[0] @ operands[1], atol=1e-5)
