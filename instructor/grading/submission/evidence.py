@@ -19,7 +19,7 @@ MAX_RECORDS = 150_000  # operators recorded in one call: 20 MB
 CANARY = "aten::special_i1e"
 MAX_LEAF = 1_000_000  # elements of a tensor in a record that no operator in it made
 _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
-_COUNTERS = ("operations", "calls", "exits", "custom", "borrowed")
+_COUNTERS = ("operations", "calls", "exits", "custom", "kernels", "borrowed")
 
 # ---- in the student's process ------------------------------------------------------------------------------------
 
