@@ -4,7 +4,7 @@
                     outputs=("y_ptr",))
     outputs, run = simulate_launch(text, launch, timeline=True)     # AssertionError with the simulator's report
     compiled = compile_for_hopper(text, launch)                     # in a process of its own
-    outputs = run_on_gpu(text, launch)
+    outputs = run_file(text, launch)
 
 The tensors of a `Launch` stay on the CPU, and are copied for each try.
 
@@ -264,20 +264,8 @@ def simulate_failure(
     return "", run
 
 
-def run_on_gpu(source: str, launch: Launch) -> dict[str, torch.Tensor]:
-    """Run a launch on this machine's GPU, and return the outputs on the CPU.
-
-    Simulate first: a deadlock hangs a GPU.
-
-    Args:
-        source: the text of the student's file.
-        launch: the kernel and its arguments.
-    """
-    return run_file(source, launch)
-
-
 def run_file(source: str, launch: Launch) -> dict[str, torch.Tensor]:
-    """Run a launch on this machine's GPU; return the outputs on the CPU."""
+    """Run a launch on this machine's GPU, and return the outputs on the CPU. Simulate first: a deadlock hangs a GPU."""
     return launch.run(load_kernels(source, launch), "cuda")
 
 
@@ -470,5 +458,5 @@ def expect_kernel(
         except AssertionError as refused:
             raise AssertionError(f"the simulator accepts {launch.file}, but {refused}") from None
     if compiles and gluon_support():
-        compare(run_on_gpu(source, launch), " on this machine's GPU (the simulator's result was right)")
+        compare(run_file(source, launch), " on this machine's GPU (the simulator's result was right)")
     return runs[0]

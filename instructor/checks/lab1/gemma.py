@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from instructor.checks.common import DTYPES, Draw, SizeWatch, by_value, dtype_name, expect_counts, expect_value
+from instructor.checks.common import DTYPES, Draw, by_value, dtype_name, expect_counts, expect_value
 from utils.checking import check, expect_close
 from utils.config import GEMMA_CONFIG
 
@@ -243,12 +243,6 @@ def counted_flops(counted_flops, seed=None):
         raise AssertionError(f"fn should run once, and ran {len(calls)} times.")
     got = counted_flops(torch.nn.functional.linear, a, b.T)
     expect_value(got, 2 * m * k * n, "FLOPs", f"counted_flops of a second function, F.linear of ({m}, {k})")
-    with SizeWatch() as second:  # what was counted once may be other work the next time
-        counted_flops(torch.nn.functional.linear, a, b.T)
-    if not second.macs:
-        raise AssertionError(
-            "a second call of counted_flops with the same fn and arguments did not run fn: call it each time."
-        )
     if counted_flops(torch.sin, a) != 0:
         raise AssertionError("counted_flops(torch.sin, a) should be 0: PyTorch counts matrix products only.")
 
@@ -278,11 +272,7 @@ def decode_with_cache(decode_with_cache, seed=None):
         tokens = draw.normal(batch, prompt_len + new, hidden)
         prompt, new_tokens = tokens[:, :prompt_len], tokens[:, prompt_len:]
         positions = torch.arange(prompt_len + new).expand(batch, -1)
-        # What the attention of this very layer gives is scaled by numbers of the check's: a copy of the layer gives others.
-        scale = 1 + draw.normal(hidden).abs()
         embeddings = get_position_embeddings(tokens, positions, rotary_emb, layer.self_attn.layer_type)
-        of_copy = prefill_forward(layer, tokens, positions, embeddings)[:, prompt_len:]
-        layer.self_attn.o_proj.register_forward_hook(lambda _, args, out, scale=scale: out * scale)
         expected = prefill_forward(layer, tokens, positions, embeddings)[:, prompt_len:]
         seen: dict[str, list[int]] = {name: [] for name in _PROJECTIONS}
         hooks = [
@@ -299,12 +289,7 @@ def decode_with_cache(decode_with_cache, seed=None):
         kind = layer.self_attn.layer_type.replace("_", " ")
         what = f"decode_with_cache of {prompt_len} + {new} tokens ({kind})"
         hint = "Position of the first new token: prompt_len. The rotary embedding, position_ids and cache_positions must all say so."
-        if isinstance(got, torch.Tensor) and got.shape == of_copy.shape and torch.allclose(got, of_copy, 1e-3, 1e-4):
-            hint = (
-                "These are the numbers of another layer with the same weights, and this layer's own attention gives others here: run "
-                "the layer that is given, by prefill_forward and decode_forward."
-            )
-        elif any(counts != [prompt_len] + [1] * new for counts in seen.values()):
+        if any(counts != [prompt_len] + [1] * new for counts in seen.values()):
             counts = next(counts for counts in seen.values() if counts != [prompt_len] + [1] * new)
             hint += f" The layer ran on {counts} tokens, call by call; expected {prompt_len} at once and then {new} times 1."
         expect_close(got, expected, rtol=1e-3, atol=1e-4, what=what, hint=hint)
