@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from utils.checking import expect_number
-from utils.checking.sizes import SizeWatch as SizeWatch
-from utils.checking.sizes import expect_follows_device as expect_follows_device
-from utils.checking.sizes import poisoned_memory as poisoned_memory
+from utils.checking.memory import expect_follows_device as expect_follows_device
+from utils.checking.memory import poisoned_memory as poisoned_memory
 from utils.checking.travel import by_value as by_value
+from utils.checking.watching import SizeWatch as SizeWatch
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 # The seed of a check that is given none. Students do not have this file. Tests draw with many other seeds.
@@ -30,29 +31,13 @@ def draw_for(submission: bytes) -> None:
     COURSE_SEED = int.from_bytes(hashlib.sha256(b"715517" + submission).digest()[:6], "big")
 
 
-_TO_LOOK_AT: list[str] = []
-
-
-def let_wait(words: str) -> None:
-    """Let a person look at the answer that is checked, if it passes: it is right, and it does what these words say.
-
-    For what no right answer that we know does, and an honest one might.
-    """
-    if words not in _TO_LOOK_AT:
-        _TO_LOOK_AT.append(words)
-
-
-def let_narrow_wait(sizes: SizeWatch, what: str) -> None:
-    """Let an answer wait that computes in 16 bits where a question asks for 32: an error that is small enough may hide it."""
-    if sizes.narrow_results[1] > 1:
-        let_wait(f"computes in 16 bits (in {sizes.narrow_results[0]}) in {what}")
-
-
-def to_look_at() -> list[str]:
-    """Return the words of `let_wait` since the last call."""
-    words = _TO_LOOK_AT.copy()
-    _TO_LOOK_AT.clear()
-    return words
+def rules_of(checks: ModuleType) -> dict[str, list[str]]:
+    """Return what the checks of a lab forbid and limit, in sentences: {question: [one sentence for each rule]}."""
+    found: dict[str, list[str]] = {}
+    for check in (getattr(checks, name) for name in checks.__all__):
+        if check.rule is not None and (words := check.rule.describe()) not in found.setdefault(check.question, []):
+            found[check.question].append(words)
+    return found
 
 
 class Draw:
@@ -145,12 +130,3 @@ def expect_counts(
     for i, unit in enumerate(units):
         known = {hint: numbers[i] for hint, numbers in (mistakes or {}).items()}
         expect_value(got[i], expected[i], unit, f"{what}[{i}]", known)
-
-
-def expect_unchanged(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor], what: str) -> None:
-    """Assert that a function did not change its inputs."""
-    for old, new in zip(before, after, strict=True):
-        if not torch.equal(torch.nan_to_num(old), torch.nan_to_num(new)):
-            raise AssertionError(
-                f"{what} changed one of its inputs, or its memory. Work on new tensors: `x += ...` writes into x."
-            )

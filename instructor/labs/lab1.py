@@ -65,8 +65,8 @@
 #
 # Two rules hold for every answer. The inputs stay as they are: `x *= 2` would change the caller's tensor. And where a question
 # forbids or limits an operator, compute with PyTorch's operators alone: the inputs' numbers must not leave PyTorch, for NumPy or
-# for lists. (Question 1.1 lets you take them out one at a time.) An answer that imports NumPy there, if only to count, waits for a
-# person before it gets its points.
+# for lists. Single numbers may leave, as in `a[i, k].item()`, and only what runs counts: `np.sqrt(d)` or a comparison with the
+# library under `if DEBUG:` costs nothing.
 #
 # The lab runs with and without a GPU. On a GPU it uses real sizes and 16-bit numbers. On a CPU it uses small sizes and
 # 32-bit numbers. The same ideas hold on both, because a CPU has a roof and a memory too. What was recorded on an H200 is

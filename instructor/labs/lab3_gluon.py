@@ -81,9 +81,7 @@
 # - **Hints** are folded below each question: the idea, the plan, and the line that people miss. Open one at a time.
 #
 # Grading tries other shapes, other numbers of slots, and other timings: the simulator can stretch and shrink the time
-# that copies and products take. A kernel that is right only because a copy happens to be fast is wrong. A kernel that
-# is right and needs many more model cycles than the model answer, or changes given lines, waits for a person who looks
-# at it.
+# that copies and products take. A kernel that is right only because a copy happens to be fast is wrong.
 #
 # The simulator and the compiler need the package `triton`, which exists for Linux only, and no GPU. On Windows take WSL,
 # on macOS a container or a remote machine. On a GPU two tools look for the same mistakes: Triton's own ConSan

@@ -426,7 +426,7 @@ def split_kv_attention(q, k, v, splits):
         "no parts at all",
         "q3_2",
         "def split_kv_attention(q, k, v, splits):\n    return attend_part(q, k, v)[0].to(q.dtype)\n",
-        "scores at once",
+        ("attend_part was called for", "scores at once"),
     ),
     WrongAnswer(
         "waves not rounded up",

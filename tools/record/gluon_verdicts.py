@@ -58,7 +58,7 @@ def simulated_row(case: Case) -> dict:
 # ---- a GPU ---------------------------------------------------------------------------------------------------------
 
 
-def run_on_gpu(label: str) -> None:
+def run_file(label: str) -> None:
     """Launch one case on the GPU, in this process, and print whether its numbers are right."""
     import torch
     import triton
@@ -286,7 +286,7 @@ def main() -> None:
     """Do what the first argument says."""
     command, rest = (sys.argv[1:2] or ["--help"])[0], sys.argv[2:]
     if command == "run":
-        run_on_gpu(" ".join(rest))
+        run_file(" ".join(rest))
         return
     parser = arguments_parser(__doc__ or "")
     parser.add_argument("command", choices=("simulate", "gpu", "table", "run"))

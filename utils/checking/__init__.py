@@ -1,8 +1,9 @@
 """Verdicts on answers, a watch over the operators that an answer runs, and the runs of Gluon kernels that lab 3 checks."""
 
-from utils.checking.mistakes import attention_mistake, leaves_inputs
-from utils.checking.rounding import expect_rounded_once
-from utils.checking.sizes import SizeWatch, expect_follows_device, poisoned_memory
+from utils.checking.answers import leaves_inputs
+from utils.checking.authors import StudentLine
+from utils.checking.memory import expect_follows_device, poisoned_memory
+from utils.checking.mistakes import attention_mistake, expect_rounded_once
 from utils.checking.travel import by_value
 from utils.checking.verdicts import (
     AnswerNeeded,
@@ -17,18 +18,26 @@ from utils.checking.verdicts import (
     require_answer,
 )
 from utils.checking.watching import (
+    DERIVATIVES,
     FUSED_ATTENTION,
+    GELU,
+    LOOKUPS,
     MATMUL,
+    SOFTMAX,
     OperationWatch,
-    StudentLine,
+    SizeWatch,
     forbid,
     forbid_leaving,
     watch_operations,
 )
 
 __all__ = [
+    "DERIVATIVES",
     "FUSED_ATTENTION",
+    "GELU",
+    "LOOKUPS",
     "MATMUL",
+    "SOFTMAX",
     "AnswerNeeded",
     "OperationWatch",
     "SizeWatch",

@@ -4,7 +4,7 @@
                     outputs=("y_ptr",))
     outputs, run = simulate_launch(text, launch, timeline=True)     # AssertionError with the simulator's report
     compiled = compile_for_hopper(text, launch)                     # in a process of its own
-    outputs = run_on_gpu(text, launch)
+    outputs = run_file(text, launch)
 
 The tensors of a `Launch` stay on the CPU, and are copied for each try.
 
@@ -192,7 +192,6 @@ def simulate_launch(
     max_steps: int = 60_000,
     max_seconds: float = 40.0,
     model: CostModel | None = None,
-    scaled: dict[str, float] | None = None,
 ) -> tuple[dict[str, torch.Tensor], Run]:
     """Run a launch in the simulator.
 
@@ -204,7 +203,6 @@ def simulate_launch(
         max_steps: calls and loop turns of one program, after which an endless loop ends with a message.
         max_seconds: wall-clock time of the launch.
         model: the cost model.
-        scaled: factors of what operations give; see `utils.gluon_cpu.simulate`.
 
     Returns:
         The outputs by name, and the Run.
@@ -213,7 +211,7 @@ def simulate_launch(
         AssertionError: the simulator found a mistake; the message is its report.
     """
     options: dict[str, object] = {"seed": seed, "timeline": timeline, "max_steps": max_steps}
-    options |= {"max_seconds": max_seconds, "model": model, "scaled": scaled}
+    options |= {"max_seconds": max_seconds, "model": model}
     outputs, seen = simulate_file(source, launch, options)
     run = Run(seed, True, int(timeline), max_steps, max_seconds, model or CostModel())
     run.events = [Event(*fields) for fields in seen["events"]]
@@ -266,20 +264,8 @@ def simulate_failure(
     return "", run
 
 
-def run_on_gpu(source: str, launch: Launch) -> dict[str, torch.Tensor]:
-    """Run a launch on this machine's GPU, and return the outputs on the CPU.
-
-    Simulate first: a deadlock hangs a GPU.
-
-    Args:
-        source: the text of the student's file.
-        launch: the kernel and its arguments.
-    """
-    return run_file(source, launch)
-
-
 def run_file(source: str, launch: Launch) -> dict[str, torch.Tensor]:
-    """Run a launch on this machine's GPU; return the outputs on the CPU."""
+    """Run a launch on this machine's GPU, and return the outputs on the CPU. Simulate first: a deadlock hangs a GPU."""
     return launch.run(load_kernels(source, launch), "cuda")
 
 
@@ -472,5 +458,5 @@ def expect_kernel(
         except AssertionError as refused:
             raise AssertionError(f"the simulator accepts {launch.file}, but {refused}") from None
     if compiles and gluon_support():
-        compare(run_on_gpu(source, launch), " on this machine's GPU (the simulator's result was right)")
+        compare(run_file(source, launch), " on this machine's GPU (the simulator's result was right)")
     return runs[0]

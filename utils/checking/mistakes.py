@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import _disable_current_modes
-
-from utils.checking.sizes import tensors_in
 
 
 def known_mistake(
@@ -83,31 +79,27 @@ def attention_mistake(
     return ""
 
 
-def leaves_inputs(answer: Callable) -> Callable:
-    """Return a function that calls the answer, and asserts that its tensors are as they were: also where nobody looks later.
+# Share of the results that may differ from the exact ones, rounded. With float32 inside, only those few differ that lie almost
+# in the middle of two numbers of the dtype: none of most inputs, half a percent of scores in float16 that are large. With weights
+# of 8 bits it is 7 to 86 percent, with scores, the sum or the output in 16 bits on the way 41 to 74.
+_OTHERWISE = 0.04
+
+
+def expect_rounded_once(got: torch.Tensor, exact: torch.Tensor, what: str, suspects: str) -> None:
+    """Assert that results are the exact ones, rounded to their dtype, but for the few that float32 rounds the other way.
+
+    The size of an error hides what happens inside: the last rounding is as large. Here the last rounding is taken out.
 
     Args:
-        answer: a student's function; its tensors may stand in tuples and lists.
+        got: the results, of a dtype with 16 bits.
+        exact: the same in float64.
+        what: the value in the student's words.
+        suspects: what may be in 16 bits, such as `scores, weights and sums`.
     """
-
-    @functools.wraps(answer)
-    def call(*args, **kwargs):
-        given = tensors_in([*args, *kwargs.values()])
-        before = [_numbers(tensor) for tensor in given]
-        result = answer(*args, **kwargs)
-        for old, tensor in zip(before, given, strict=True):
-            new = _numbers(tensor)
-            if old.shape != new.shape or not torch.equal(old, new):
-                name = getattr(answer, "__name__", "your function")
-                raise AssertionError(
-                    f"{name} changed one of its inputs, or its memory. Work on new tensors: `x += ...` writes into x."
-                )
-        return result
-
-    return call
-
-
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in which NaN equals NaN, which no watch of the check sees being made."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        return torch.nan_to_num(tensor.detach()).clone()
+    otherwise = float((got.detach() != exact.to(got.dtype)).double().mean())
+    if otherwise > _OTHERWISE:
+        dtype = str(got.dtype).removeprefix("torch.")
+        raise AssertionError(
+            f"{what}: {otherwise:.0%} of the results are not the exact ones rounded to {dtype}. With float32 inside and one rounding at the "
+            f"end it is less than 1%. Which of {suspects} has fewer bits than float32 on the way?"
+        )

@@ -59,15 +59,6 @@ def steps_that_wait(events: list[dict], operator: str) -> int | None:
     return found
 
 
-def waits_before(events: list[dict], operator: str) -> int:
-    """Count the marks in the first recorded step of a trace that stand in front of its first `operator`.
-
-    Whoever waits only behind `prof.step()` leaves the last wait of the warm-up there.
-    """
-    ran, waited = next(_steps([e for e in events if "ts" in e and "dur" in e], operator), ([], []))
-    return sum(at < min(ran, default=at) for at in waited)
-
-
 def _steps(timed: list[dict], operator: str) -> Iterator[tuple[list[float], list[float]]]:
     """Of each recorded step, in their order: when the operator ran, and when the marks were left."""
     steps = [e for e in timed if str(e.get("name", "")).startswith("ProfilerStep#")]

@@ -3,17 +3,14 @@
 A check is a function of the student's objects. It states what must hold with plain ``assert`` and the ``expect_*``
 functions below; ``@check`` turns whatever happens inside of it into a `Verdict`:
 
-    @check("1.1", "Naive GEMM")
+    @check("1.1", "Naive GEMM", forbids=MATMUL, largest=1, hint="write the three loops")
     def check_1_1(gemm_naive, seed=None):
         a, b = ...
-        with watch_operations() as watch:
-            got = gemm_naive(a, b)
-        forbid(watch, MATMUL, hint="write the three loops")
-        expect_close(got, a @ b, rtol=1e-4, atol=1e-5, what="gemm_naive(a, b)")
+        expect_close(gemm_naive(a, b), a @ b, rtol=1e-4, atol=1e-5, what="gemm_naive(a, b)")
 
     check_1_1(gemm_naive).raise_if_wrong()
 
-`utils.checking.watching` holds the watch over the operators that run.
+`utils.checking.watching` holds what a check forbids and limits, and the watch over the operators that run.
 """
 
 from __future__ import annotations
@@ -37,7 +34,9 @@ from pathlib import Path
 
 import torch
 
-from utils.checking.watching import is_students, lines_of_traceback
+from utils.checking.answers import Answer
+from utils.checking.authors import is_students, lines_of_traceback
+from utils.checking.watching import Family, Rule
 
 
 def _label(question: str) -> str:
@@ -217,34 +216,50 @@ def needs(own: str = "", /, *, files: dict[str, str] | None = None, after: str =
         raise AnswerNeeded(f"This cell needs {lost[0]}, which a cell above it defines. {above}.")
 
 
-def check(question: str, title: str = "") -> Callable[[Callable], Callable[..., Verdict]]:
+def check(
+    question: str,
+    title: str = "",
+    *,
+    forbids: Family | tuple[Family, ...] | None = None,
+    largest: int | str | None = None,
+    hint: str = "",
+) -> Callable[[Callable], Callable[..., Verdict]]:
     """Turn a function into a check, which returns a `Verdict` and never raises for a student's mistake.
 
-    The function returns nothing, or a sentence for the student, when the answer is right.
+    The function returns nothing, or a sentence for the student, when the answer is right. Every call of the student's
+    functions leaves its inputs as they were, and keeps to what is forbidden or limited, or fails (`Rule`, `Answer`).
 
     Args:
         question: `1.1`, or with its own word, `Bonus 4.5`
         title: a name for the question, in the message of a right answer
+        forbids: a family of operators that may not run, or several; () forbids formulas of libraries alone
+        largest: elements that an operator may work on, or words such as "one tile" where the check gives the number
+        hint: what to do instead of what is forbidden
     """
+    families = (forbids,) if isinstance(forbids, Family) else forbids
+    rule = None if families is None and largest is None else Rule(families or (), largest, hint)
 
     def decorate(function: Callable) -> Callable[..., Verdict]:
         signature = inspect.signature(function)
 
         @functools.wraps(function)
         def checked(*args: object, **kwargs: object) -> Verdict:
-            bound = signature.bind(*args, **kwargs)  # a wrong call of the check itself is not the student's mistake
-            if any(callable(value) and not is_answered(value) for value in bound.arguments.values()):
+            given = signature.bind(*args, **kwargs)  # a wrong call of the check itself is not the student's mistake
+            if any(callable(value) and not is_answered(value) for value in given.arguments.values()):
                 return Verdict(question, False, f"{_label(question)} is not answered yet.")
+            for name, value in given.arguments.items():
+                given.arguments[name] = Answer(value, rule) if callable(value) else value
             try:
                 with quiet_stderr():
-                    message = function(*args, **kwargs)
+                    message = function(*given.args, **given.kwargs)
             except (Exception, SystemExit) as error:
                 return Verdict(question, False, _explain(error, question, function))
             if isinstance(message, Verdict):
                 return message
             return Verdict(question, True, message or (f"{title}: passed." if title else "passed."))
 
-        checked.question, checked.title = question, title  # type: ignore[attr-defined]  # for the grader
+        # For the grader, and for the question's text.
+        checked.question, checked.title, checked.rule = question, title, rule  # type: ignore[attr-defined]
         return checked
 
     return decorate

@@ -1,58 +1,78 @@
-"""Watch which operators a student's code really runs, by whatever name it calls them.
+"""What a question forbids or limits, and the watch that holds an answer to it, by whatever names it calls operators.
 
-A list of forbidden words in the source misses `F.linear`, `getattr(torch, "mat" + "mul")` and a helper defined in
-another cell. Here the code runs under two modes of torch instead. The dispatch mode sees every operator below
-autograd: `a @ b` and `F.linear` as `aten.mm`, `einsum` as `aten.bmm`, a 1 x 1 convolution as `aten.convolution`.
-The function mode sees the calls above it, and with them the ways out of torch: `.numpy()`, `np.asarray(t)`,
-`.tolist()`, `.item()`, DLPack. Nobody can see what NumPy does afterwards, so the watch reports that a value left torch.
+    @check("1.1", "Naive GEMM", forbids=MATMUL, largest=1)
+    def gemm_naive(gemm_naive, seed=None):
+        expect_close(gemm_naive(a, b), a @ b, ...)  # this call, as every other one, keeps to the rule or fails
+
+A list of forbidden words in the source misses `F.linear`, `getattr(torch, "mat" + "mul")` and a helper defined in another
+cell, and it refuses an `if DEBUG:` that never runs. Here the code runs under modes of torch instead, and only what runs
+counts. The dispatch mode sees every operator below autograd: `a @ b` and `F.linear` as `aten.mm`, `einsum` as `aten.bmm`,
+a 1 x 1 convolution as `aten.convolution`. The function mode sees the calls above it, and with them the ways out of torch:
+`.numpy()`, `np.asarray(t)`, `.tolist()`, `.item()`, DLPack. Nobody can see what NumPy does afterwards, so the watch
+reports that a tensor's numbers left torch; single numbers may.
 
 Of other machinery it sees:
 
-| code under the watch                    | recorded                                                                |
-|-----------------------------------------|-------------------------------------------------------------------------|
-| `torch.compile`d function               | its operators: torch runs it eagerly while a dispatch mode is on        |
-| `torch.inference_mode`                  | the composite operator and what it decomposes into                      |
-| Triton kernel                           | the kernel's name, in `kernels`                                         |
-| operator of `torch.library`, own C++    | its name, in `custom`: its inside runs below the watch                  |
-| thread started inside                   | the same as in this thread                                              |
-| NumPy, SQLite on numbers from `.item()` | in `exits`, where numbers go in                                         |
-| thread or process that ran before       | nothing                                                                 |
-| a library's Python implementation       | its operators, and in `borrowed` whose code ran them                    |
+| code under the watch                | recorded                                                                |
+|-------------------------------------|-------------------------------------------------------------------------|
+| `torch.compile`d function           | its operators: torch runs it eagerly while a dispatch mode is on        |
+| `torch.inference_mode`              | the composite operator and what it decomposes into                      |
+| operator of `torch.library`, C++    | its name, in `custom`: its inside runs below the watch                  |
+| a library's Python implementation   | its operators, and in `borrowed` whose code ran them                    |
+| another thread                      | nothing                                                                 |
 """
 
 from __future__ import annotations
 
-import functools
-import linecache
-import os
+import math
 import re
 import sys
-import sysconfig
-import threading
-import types
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.autograd.forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from utils.checking.sizes import MOVES
-from utils.files import ROOT
+from utils.checking.authors import StudentLine, lender, line_of_stack
+from utils.checking.authors import is_students as is_students
+from utils.checking.authors import lines_of_traceback as lines_of_traceback
+
+
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text, to write a set of names in few lines."""
+    return frozenset(text.split())
+
+
+# ---- families of operators -----------------------------------------------------------------------------------------
+
+
+class Family(tuple):
+    """Operators that a question can forbid: regular expressions of their names, without namespace and overload.
+
+    Args:
+        words: what the family is called in a sentence, such as `fused attention`.
+        names: the expressions, with spaces between them.
+    """
+
+    words: str
+
+    def __new__(cls, words: str, names: str):  # noqa: D102 (the class says it)
+        family = super().__new__(cls, names.split())
+        family.words = words
+        return family
+
 
 # Operators that compute attention in one call.
-FUSED_ATTENTION = (
-    r"_?scaled_dot_product_\w+",
-    r"_(?:flash|efficient|cudnn)_attention\w*",
-    r"\w*multi_head_attention\w*",
-    r"flex_attention\w*",
-    r"_triton_scaled_dot_attention",
+FUSED_ATTENTION = Family(
+    "fused attention",
+    r"_?scaled_dot_product_\w+ _(?:flash|efficient|cudnn)_attention\w* \w*multi_head_attention\w* flex_attention\w*"
+    r" _triton_scaled_dot_attention",
 )
 # Operators that multiply matrices, or that can be used for it: a decomposition or an inverse of blocks holds a product, and
-# so do distances and Fourier transforms. Names without namespace and overload. Outer products
-# (`outer`, `addr`) are not among them: they are one step of the sum over k.
+# so do distances and Fourier transforms. Outer products (`outer`, `addr`) are not among them: they are one step of the sum over k.
 _PRODUCTS = r"""
     mm bmm addmm baddbmm addbmm addmv mv dot vdot inner einsum tensordot multi_dot linalg_multi_dot \w*matmul\w*
     matrix_power linalg_matrix_power cov corrcoef hspmm smm sspaddmm \w*_mm\w* _?\w*addmm\w*
@@ -63,21 +83,42 @@ _PRODUCTS = r"""
     _?embedding_bag\w* sampled_addmm
     \w*cholesky\w* _?lu_\w+ lu matrix_exp inverse pinverse _?pdist\w* _?fft_\w+
 """
-MATMUL = (*_PRODUCTS.split(), *FUSED_ATTENTION)
+MATMUL = Family("matrix product, convolution or attention of torch", " ".join((_PRODUCTS, *FUSED_ATTENTION)))
+SOFTMAX = Family("softmax or logsumexp of torch", r"\w*softmax\w* \w*logsumexp\w* logcumsumexp softmin")
+GELU = Family("GELU of torch", r"\w*gelu\w*")
+LOOKUPS = Family(
+    "look-up in a table", r"gather take take_along_dim index_select searchsorted bucketize embedding grid_sample\w*"
+)
+DERIVATIVES = Family("derivative by torch", "autograd")
+
+# Operators that compute nothing: they make tensors, look at them in other shapes, or carry values from place to place.
+VIEWS = words("""
+    detach alias view _unsafe_view reshape _reshape_alias view_as_real view_as_complex expand permute transpose t unsqueeze
+    squeeze select slice split split_with_sizes unsafe_split tensor_split unbind chunk narrow as_strided diagonal unfold movedim
+    flatten unflatten lift_fresh
+    """)
+_COPIES = words("""
+    lift_fresh_copy clone _to_copy to contiguous cat stack index index_select gather take take_along_dim _unsafe_index
+    masked_select repeat repeat_interleave tile roll flip pad constant_pad_nd tril triu copy
+    """)
+_MAKES_OR_WRITES = words("""
+    empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros ones ones_like new_ones full
+    full_like new_full fill zero arange eye scalar_tensor lift index_put index_copy index_fill put scatter slice_scatter
+    select_scatter masked_scatter nonzero tril_indices triu_indices _local_scalar_dense item equal is_nonzero resize set
+    result_type promote_types
+    """)
+MOVES = VIEWS | _COPIES | _MAKES_OR_WRITES
+_MATRICES = words("mm bmm addmm baddbmm addbmm mv addmv")
 
 # How a tensor's values get out of torch, by what the function mode calls it.
 _EXITS = {
     "numpy": ".numpy()",
     "__array__": "numpy.asarray(tensor)",
+    "__array_wrap__": "numpy.asarray(tensor)",
     "tolist": ".tolist()",
     "__dlpack__": "DLPack",
     "data_ptr": ".data_ptr()",
     "untyped_storage": ".untyped_storage()",
-    "storage": ".storage()",
-    "_typed_storage": ".storage()",
-    "__cuda_array_interface__": "__cuda_array_interface__",
-    "__array_wrap__": "numpy.asarray(tensor)",
-    "const_data_ptr": ".data_ptr()",
     "item": ".item()",
     "__float__": "float(tensor)",
     "__int__": "int(tensor)",
@@ -85,202 +126,10 @@ _EXITS = {
     "__complex__": "complex(tensor)",
     "__bool__": "bool(tensor)",
 }
+WHOLE = " of whole numbers"  # places, counts and truth values: these may leave
 SCALAR_EXITS = frozenset({".item()", "float(tensor)", "int(tensor)", "complex(tensor)", "bool(tensor)"})
 
-# The course's own code. It is a constant, and no list to register at: a submission could register its own folder too.
-_COURSE = tuple(str(ROOT / folder) + os.sep for folder in ("utils", "instructor"))
-
-
-def _library_folders(search_path: list[str]) -> tuple[str, ...]:
-    """Return the folders of Python and of installed libraries; a host's may be added to the path by a .pth file."""
-    folders = [sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
-    folders += [p for p in search_path if os.path.isabs(p) and {"site-packages", "dist-packages"} & {*Path(p).parts}]
-    return tuple(dict.fromkeys(os.path.realpath(folder) + os.sep for folder in folders))
-
-
-_LIBRARIES = _library_folders(sys.path)  # as it was before any of a student's code could change the path
-
-# Where numbers that left a tensor one by one could be multiplied at once; functions of NumPy that take numbers in.
-_FOREIGN = ("numpy", "scipy", "pandas", "sqlite3", "_sqlite3")
-_NUMPY = tuple(os.path.join(folder, "numpy") + os.sep for folder in _LIBRARIES)
-_TAKES_NUMBERS = frozenset(
-    [
-        "array",
-        "asarray",
-        "asanyarray",
-        "ascontiguousarray",
-        "fromiter",
-        "frombuffer",
-        "zeros",
-        "empty",
-        "copyto",
-        "concatenate",
-        "executemany",
-        "execute",
-    ]
-)
-# Where libraries and the course hold formulas written out in Python: whoever calls those has not written them.
-_TORCH = os.path.realpath(os.path.dirname(torch.__file__)) + os.sep
-_IN_TORCH = (
-    *("_refs", "_prims", "_decomp", "_inductor", "_higher_order_ops", os.path.join("nn", "attention")),
-    *("ao", "onnx", "testing", "masked", "distributed", "sparse", "distributions"),
-)
-_MODELS = ("transformers", "diffusers", "flash_attn", "xformers", "timm", "liger_kernel", "torchao", "torchtune", "fla")
-_IN_COURSE = ("attention", "kernels", "model", "bench")
-_LONG = 200  # bytes of byte code: two people may write the same short function
-_FORMULAS = (
-    *((_TORCH + part + os.sep, os.path.dirname(_TORCH[:-1]) + os.sep) for part in _IN_TORCH),
-    *((folder + name + os.sep, folder) for folder in _LIBRARIES for name in _MODELS),
-    *((str(ROOT / "utils" / part) + os.sep, str(ROOT) + os.sep) for part in _IN_COURSE),
-)
-_MASKS = tuple(
-    str(ROOT / "utils" / "attention" / "masks" / name) for name in ("mask_mods.py", "score_mods.py")
-)  # handed out
-
-
-@functools.cache
-def _place(file: str) -> str:
-    """Return the path of a code's file without links; a name such as <cell 3> stays. Every operator asks for some of them."""
-    return os.path.realpath(file) if os.path.isabs(file) else file
-
-
-@functools.cache
-def _whose(file: str) -> str:
-    """Return "student", the file of a library's or the course's formulas, or "" for what lies between the two."""
-    path = _place(file)
-    for folder, above in _FORMULAS:
-        if path.startswith(folder) and path not in _MASKS:
-            return path.removeprefix(above)
-    inside = path.startswith((*_COURSE, *_LIBRARIES)) or file.startswith(("<frozen", "<__array", "<eval_with_key"))
-    return "" if inside else "student"
-
-
-def _codes_in(code: types.CodeType) -> list[types.CodeType]:
-    inside = [part for part in code.co_consts if isinstance(part, types.CodeType)]
-    return [code, *(deeper for part in inside for deeper in _codes_in(part))]
-
-
-@functools.cache
-def _codes_of_libraries() -> dict[tuple[str, bytes], str]:
-    """{(name, byte code): file} of the functions of the libraries' formulas that are imported now, but for short ones."""
-    found = {}
-    for module in [m for m in list(sys.modules.values()) if type(m) is types.ModuleType]:
-        file = getattr(module, "__file__", None) or ""
-        if not file.endswith(".py") or _whose(file) in ("", "student"):
-            continue
-        values = list(vars(module).values())
-        values += [v for kind in values if type(kind) is type for v in list(vars(kind).values())]
-        for value in values:
-            if type(value) is types.FunctionType and value.__code__.co_filename == file:
-                for code in _codes_in(value.__code__):
-                    if len(code.co_code) >= _LONG:
-                        found[code.co_name, code.co_code] = _whose(file)
-    return found
-
-
-def copied_from(code: types.CodeType) -> str:
-    """Return the library whose formula a compiled text holds word for word; "" if there is none."""
-    known = _codes_of_libraries()
-    return next((known[key] for part in _codes_in(code) if (key := (part.co_name, part.co_code)) in known), "")
-
-
-def _lender() -> str:
-    """Return the file and function of a library that runs an operator now, on behalf of a student; "" if there is none."""
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None:
-        whose = _whose(frame.f_code.co_filename)
-        if whose:
-            return "" if whose == "student" else f"{whose}, {frame.f_code.co_name}"
-        frame = frame.f_back
-    return ""
-
-
-def _taken_in(function: object) -> str:
-    """Return how a function of another library is called in a report, if numbers could go into it; "" for any other."""
-    name = getattr(function, "__name__", "")
-    if name not in _TAKES_NUMBERS:
-        return ""
-    module = getattr(function, "__module__", None) or type(getattr(function, "__self__", None)).__module__
-    library = str(module).partition(".")[0]
-    return f"{library.lstrip('_')}, {name}" if library in _FOREIGN else ""
-
-
-def _has_float(values: object, depth: int = 0) -> bool:
-    """Return whether there is a Python float among the values; sizes and places are integers."""
-    if isinstance(values, list | tuple) and depth < 4:
-        return any(_has_float(value, depth + 1) for value in values[:1000])
-    return isinstance(values, float)
-
-
-def _on_behalf_of_student(frame: types.FrameType | None) -> bool:
-    """Return whether a student's code is the next one outside of the libraries of `_FOREIGN` and of Python."""
-    while frame is not None:
-        if is_students(frame.f_code):
-            return True
-        # NumPy makes arrays for itself where a student asks it for something else.
-        if _place(frame.f_code.co_filename).startswith((_TORCH, *_COURSE, *_NUMPY)):
-            return False
-        frame = frame.f_back
-    return False
-
-
-@dataclass(frozen=True)
-class StudentLine:
-    """A line of a student's code: where something happened."""
-
-    function: str
-    number: int
-    text: str
-
-    def __str__(self) -> str:
-        place = "at the top of the cell" if self.function == "<module>" else f"in {self.function}"
-        return f"{place}, line {self.number}" + (f": {self.text}" if self.text else "")
-
-
-def is_students(code: types.CodeType) -> bool:
-    """Return whether a student wrote the code: not Python's, an installed library's, or the course's."""
-    name = code.co_filename
-    if name.startswith(("<frozen", "<__array", "<eval_with_key")):
-        return False
-    return not _place(name).startswith((*_COURSE, *_LIBRARIES))
-
-
-def _line(code: types.CodeType, number: int) -> StudentLine:
-    return StudentLine(code.co_name, number, linecache.getline(code.co_filename, number).strip())
-
-
-def lines_of_traceback(trace: types.TracebackType | None, skip: types.CodeType | None = None) -> list[StudentLine]:
-    """Return the lines of a traceback that a student wrote, outermost first.
-
-    Args:
-        trace: the traceback.
-        skip: the code of a check; its frames do not count, nor do those of the functions that it defines.
-    """
-    skipped = _with_inner_functions(skip) if skip is not None else set()
-    lines = []
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if code not in skipped and is_students(code):
-            lines.append(_line(code, trace.tb_lineno))
-        trace = trace.tb_next
-    return lines
-
-
-def _with_inner_functions(code: types.CodeType) -> set[types.CodeType]:
-    found = {code}
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            found |= _with_inner_functions(inner)
-    return found
-
-
-def _line_of_stack() -> StudentLine | None:
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if is_students(frame.f_code):
-            return _line(frame.f_code, frame.f_lineno)
-        frame = frame.f_back
-    return None
+# ---- which operators run ---------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -291,17 +140,17 @@ class OperationWatch:
     calls: Counter[str] = field(default_factory=Counter)  # torch's functions and methods, for example "einsum"
     exits: Counter[str] = field(default_factory=Counter)  # ways out of torch, for example ".numpy()"
     custom: Counter[str] = field(default_factory=Counter)  # operators of other namespaces: "mylib::mm"
-    kernels: Counter[str] = field(default_factory=Counter)  # Triton kernels launched
     borrowed: Counter[str] = field(default_factory=Counter)  # a library's formula, whose operators ran: file, function
     lines: dict[str, StudentLine] = field(default_factory=dict)  # name -> the first line that used it
-    rules: list[tuple] = field(default_factory=list)  # what was forbidden: (function of this module, its arguments)
 
     def _note(self, counter: Counter[str], name: str) -> None:
-        if name not in counter:
-            line = _line_of_stack()
-            if line is not None:
-                self.lines.setdefault(name, line)
+        if name not in counter and (line := line_of_stack()) is not None:
+            self.lines.setdefault(name, line)
         counter[name] += 1
+
+    def at(self, name: str) -> str:
+        """Return the student's line that used this name first, as the end of a message; "" if none is known."""
+        return f"\n  {self.lines[name]}" if name in self.lines else ""
 
 
 # A label for the profiler around some code: it computes nothing.
@@ -326,8 +175,8 @@ class _Dispatch(TorchDispatchMode):
             # The engine can be called without the functions that are replaced below; what it needs is a graph.
             if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
                 self.seen._note(self.seen.calls, "autograd")
-            if name not in MOVES and (lender := _lender()):
-                self.seen._note(self.seen.borrowed, lender)
+            if name not in MOVES and (source := lender()):
+                self.seen._note(self.seen.borrowed, source)
         # Under inference_mode composite operators arrive whole: look inside.
         if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
             with self:
@@ -340,44 +189,37 @@ class _Dispatch(TorchDispatchMode):
         if not hasattr(func, "_schema"):  # a higher-order operator
             return self.seen.operations, func.__name__
         if func.namespace in ("aten", "prim", "prims"):
-            return self.seen.operations, func._schema.name.split("::")[1].rstrip("_") or func.__name__
+            return self.seen.operations, operator_name(func)
         return self.seen.custom, func._schema.name
 
 
 class _Calls(TorchFunctionMode):
-    def __init__(self, seen: OperationWatch, launching: threading.local):
+    def __init__(self, seen: OperationWatch):
         super().__init__()
-        self.seen, self.launching = seen, launching
+        self.seen = seen
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
         if name == "__get__":  # a property: its own name sits on the descriptor
             name = getattr(getattr(func, "__self__", None), "__name__", name)
         if name in _EXITS:
-            if not getattr(self.launching, "kernel", False):  # a launch takes the pointers of its arguments
-                self.seen._note(self.seen.exits, _EXITS[name])
+            real = (
+                not args or not isinstance(args[0], torch.Tensor) or args[0].is_floating_point() or args[0].is_complex()
+            )
+            self.seen._note(self.seen.exits, _EXITS[name] + ("" if real else WHOLE))
         elif name != "__get__":
             self.seen._note(self.seen.calls, name)
         return func(*args, **(kwargs or {}))
 
 
 class watch_operations:
-    """Record what runs inside: operators, custom operators, Triton kernels and ways out of torch.
+    """Record what runs inside: operators, custom operators, derivatives, and ways out of torch.
 
-    `with watch_operations() as watch: gemm(a, b)` fills an `OperationWatch`. Everything that is replaced for the
-    watch is put back at its end, also when the code inside raises. Operators run slower under it (tens of
-    microseconds each): watch small shapes, and never time under it.
+    `with watch_operations() as watch: gemm(a, b)` fills an `OperationWatch`. What is replaced for the watch is put back at
+    its end, also when the code inside raises. Operators run slower under it (tens of microseconds each): watch small
+    shapes, and never time under it.
     """
 
-    # Functions that torch does not show to a function mode: (module, attribute, what it is called in a report).
-    _PATCHED = (
-        ("torch._C", "_to_dlpack", "DLPack"),
-        ("torch._C", "_to_dlpack_versioned", "DLPack"),
-        ("torch.utils.dlpack", "to_dlpack", "DLPack"),
-        ("torch", "to_dlpack", "DLPack"),
-        ("torch", "from_numpy", "torch.from_numpy (memory shared with NumPy)"),
-        ("torch", "frombuffer", "torch.frombuffer (memory shared with Python)"),
-    )
     # Through which every derivative by torch goes: backward, autograd.grad, torch.func's vjp, and forward mode.
     _DERIVATIVES = (
         ("torch.autograd", "_engine_run_backward"),
@@ -387,116 +229,112 @@ class watch_operations:
 
     def __enter__(self) -> OperationWatch:
         self.seen = OperationWatch()
-        self._launching = threading.local()
-        self._replaced: list[tuple[object, str, object]] = []
-        self._profile: tuple | None = None  # the function that `sys.setprofile` had, in a tuple
-        try:
-            for module, name, label in self._PATCHED:
-                owner = sys.modules.get(module)
-                if owner is not None and name in vars(owner):
-                    self._replace(owner, name, self._counted(self.seen.exits, getattr(owner, name), label))
-            for module, name in self._DERIVATIVES:
-                owner = sys.modules[module]
-                self._replace(owner, name, self._counted(self.seen.calls, getattr(owner, name), "autograd"))
-            self._watch_triton()
-            self._watch_threads()
-            self._watch_libraries()
-            self._modes = self._enter_modes()
-        except BaseException:
-            self._restore()
-            raise
+        self._replaced = []
+        for module, name in self._DERIVATIVES:
+            owner = sys.modules[module]
+            self._replaced.append((owner, name, vars(owner)[name]))
+            setattr(owner, name, self._noted(vars(owner)[name]))
+        self._modes: list = [_Dispatch(self.seen), _Calls(self.seen)]
+        for mode in self._modes:
+            mode.__enter__()
         return self.seen
 
     def __exit__(self, *error: object) -> None:
-        try:
-            for mode in reversed(self._modes):
-                mode.__exit__(*error)
-        finally:
-            self._restore()
+        for mode in reversed(self._modes):
+            mode.__exit__(*error)
+        for owner, name, before in reversed(self._replaced):
+            setattr(owner, name, before)
 
-    def _enter_modes(self) -> list:
-        modes: list = [_Dispatch(self.seen), _Calls(self.seen, self._launching)]
-        for mode in modes:
-            mode.__enter__()
-        return modes
-
-    def _replace(self, owner: object, name: str, new: object) -> None:
-        self._replaced.append((owner, name, vars(owner)[name]))
-        setattr(owner, name, new)
-
-    def _restore(self) -> None:
-        if self._profile is not None:
-            sys.setprofile(self._profile[0])
-            self._profile = None
-        while self._replaced:
-            owner, name, old = self._replaced.pop()
-            setattr(owner, name, old)
-
-    def _counted(self, counter: Counter[str], function, label: str):
-        def counted(*args, **kwargs):
-            self.seen._note(counter, label)
+    def _noted(self, function):
+        def noted(*args, **kwargs):
+            self.seen._note(self.seen.calls, "autograd")
             return function(*args, **kwargs)
 
-        return counted
+        return noted
 
-    def _watch_libraries(self) -> None:
-        """Note calls by which numbers go into NumPy or a data base: a tensor's numbers can leave one at a time."""
 
-        def profile(frame, event, function):
-            if event == "c_call" and (name := _taken_in(function)) and _on_behalf_of_student(frame):
-                self.seen._note(self.seen.exits, name)
+# ---- how large their tensors are -------------------------------------------------------------------------------------
 
-        self._profile = (sys.getprofile(),)
-        sys.setprofile(profile)
-        if (library := sys.modules.get("numpy")) is not None:
-            for name in _TAKES_NUMBERS & set(vars(library)):  # `map` calls it, and no profile function sees that
-                self._replace(library, name, self._counted_for_student(getattr(library, name), f"numpy, {name}"))
 
-    def _counted_for_student(self, function, label: str):
-        def counted(*args, **kwargs):
-            if _has_float(args) and _on_behalf_of_student(sys._getframe(1)):
-                self.seen._note(self.seen.exits, label)
-            return function(*args, **kwargs)
+def tensors_in(values) -> list[torch.Tensor]:
+    """Return the tensors among arguments or results, those in lists and tuples included."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(value)
+    return found
 
-        return counted
 
-    def _watch_triton(self) -> None:
-        """Note the launches of Triton kernels, compiled or interpreted, if Triton is loaded at all."""
-        for module, name, method in (
-            ("triton.runtime.jit", "JITFunction", "run"),
-            ("triton.runtime.interpreter", "GridExecutor", "__call__"),
-        ):
-            owner = getattr(sys.modules.get(module), name, None)
-            if owner is not None and method in vars(owner):
-                self._replace(owner, method, self._noted_launch(vars(owner)[method]))
+def operator_name(func) -> str:
+    """Return the name of an operator of torch without its namespace and overload, and without the _ of one in place."""
+    return func._schema.name.split("::")[1].rstrip("_") or func.__name__
 
-    def _noted_launch(self, launch):
-        """A method that launches a kernel, and notes it."""
 
-        def run(kernel, *args, **kwargs):
-            function = getattr(kernel, "fn", None)
-            self.seen._note(self.seen.kernels, getattr(function, "__name__", type(kernel).__name__))
-            before = getattr(self._launching, "kernel", False)
-            self._launching.kernel = True
-            try:
-                return launch(kernel, *args, **kwargs)
-            finally:
-                self._launching.kernel = before
+class SizeWatch(TorchDispatchMode):
+    """Records the operators that run, with the elements of the largest tensor that each one takes or returns.
 
-        return run
+    Every operator counts as one that computes unless it is known to move values only: a list of those that compute would
+    never be complete.
+    """
 
-    def _watch_threads(self) -> None:
-        run = vars(threading.Thread)["run"]
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest: dict[str, int] = {}
+        self.products: list[tuple[int, int, int, int]] = []  # (batch, m, k, n) of each matrix product
+        self.copied: list[tuple[str, int]] = []  # (operator, elements) of each copy of numbers that the inputs hold
+        self.steps: list[tuple] = []  # each operator with the shapes, and the numbers, that it was given
+        # id of a tensor that was made here -> whether it shows or repeats numbers of an input, and the tensor: no id comes twice
+        self._made: dict[int, tuple[bool, torch.Tensor]] = {}
 
-        def watched(thread):
-            modes = self._enter_modes()
-            try:
-                run(thread)
-            finally:
-                for mode in reversed(modes):
-                    mode.__exit__(None, None, None)
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given, made = tensors_in((*args, *(kwargs or {}).values())), tensors_in((result,))
+        name = operator_name(func)
+        self.largest[name] = max(self.largest.get(name, 0), *(t.numel() for t in (*given, *made)), 0)
+        numbers = (a for a in (*args, *(kwargs or {}).values()) if type(a) in (int, float))
+        self.steps.append((name, tuple(tuple(t.shape) for t in given), *numbers))
+        self._follow(name, given, made)
+        if name in _MATRICES:
+            left, right = [t for t in args if isinstance(t, torch.Tensor)][-2:]
+            batch, columns = left.shape[0] if left.dim() == 3 else 1, right.shape[-1] if right.dim() > 1 else 1
+            self.products.append((batch, left.shape[-2], left.shape[-1], columns))
+        elif name in ("dot", "vdot"):
+            self.products.append((1, 1, given[0].numel(), 1))
+        return result
 
-        self._replace(threading.Thread, "run", watched)
+    def _follow(self, name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+        """Note a copy or a conversion of inputs' numbers, and which tensors show such numbers."""
+        taken = given[1:] if name == "copy" else given
+        real = [t for t in taken if t.is_floating_point() and t.numel() > 1]
+        of_inputs = bool(real) and all(self._made.get(id(t), (True,))[0] for t in real)
+        if of_inputs and name in _COPIES:
+            self.copied.append((name, max(t.numel() for t in (real if name == "copy" else made))))
+        for tensor in made:
+            self._made.setdefault(id(tensor), (of_inputs and name in MOVES, tensor))
+
+    @property
+    def macs(self) -> int:
+        """Return the multiply-accumulates of all matrix products."""
+        return sum(math.prod(product) for product in self.products)
+
+    def over(
+        self, limit: int, names: Collection[str] | None = None, but: Collection[str] = ()
+    ) -> tuple[str, int] | None:
+        """Return the operator with the most elements, and their number, if it is more than `limit`.
+
+        Args:
+            limit: elements.
+            names: the operators that count; all that compute by default.
+            but: operators that do not count.
+        """
+        counted = [n for n in self.largest if n not in but and (n not in MOVES if names is None else n in names)]
+        name = max(counted, key=self.largest.__getitem__, default=None)
+        return (name, self.largest[name]) if name and self.largest[name] > limit else None
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
 
 
 def _plain(name: str) -> str:
@@ -504,73 +342,92 @@ def _plain(name: str) -> str:
     return name.strip("_") if name.startswith("__") else name.rstrip("_")
 
 
+def _sentence(hint: str) -> str:
+    """Return a hint as a sentence that follows another one."""
+    return f" {hint[0].upper()}{hint[1:]}{'' if hint[-1] in '.!?' else '.'}" if hint else ""
+
+
 def forbid(watch: OperationWatch, operations: tuple[str, ...] = MATMUL, hint: str = "") -> None:
-    """Assert that none of `operations` ran under `watch`; custom operators, whose inside is hidden, may not run either.
+    """Assert that none of `operations` ran under `watch`, and no operators whose inside is hidden, or a library's formula.
 
     Args:
         watch: the record of `with watch_operations() as watch`.
-        operations: operator names without namespace, each a regular expression; `MATMUL` is the family of matrix
-            products, convolutions and attention.
+        operations: a `Family`, or names of operators without namespace, each a regular expression.
         hint: what to do instead.
     """
-    watch.rules.append((forbid, (operations, hint)))
     pattern = re.compile("|".join(f"(?:{name})" for name in operations))
-    hint = f" {hint[0].upper()}{hint[1:]}" if hint else ""
-    hint += "" if not hint or hint.endswith((".", "!", "?")) else "."
     # A student wrote the call, `einsum`; torch ran the operator, `aten.bmm`.
     called = [name for name in watch.calls if pattern.fullmatch(_plain(name))]
     ran = [name for name in watch.operations if pattern.fullmatch(_plain(name))]
     if called or ran:
         name = (called or ran)[0]
-        line = watch.lines.get(name)
         shown = f"torch's {_plain(name)}" if called else f"aten.{name}"
         shown += f" (it ran aten.{ran[0]})" if called and ran and ran[0] != _plain(name) else ""
-        raise AssertionError(f"your code may not use {shown} here.{hint}" + (f"\n  {line}" if line else ""))
+        raise AssertionError(f"your code may not use {shown} here.{_sentence(hint)}{watch.at(name)}")
     if watch.borrowed:
         name = next(iter(watch.borrowed))
-        line = watch.lines.get(name)
         raise AssertionError(
-            f"your code had a formula of a library computed ({name}). Write it yourself, with torch's operators.{hint}"
-            + (f"\n  {line}" if line else "")
+            f"your code had a formula of a library computed ({name}). Write it yourself, with torch's operators."
+            f"{_sentence(hint)}{watch.at(name)}"
         )
     if watch.custom:
         name = next(iter(watch.custom))
-        line = watch.lines.get(name)
         raise AssertionError(
             f"your code ran the custom operator {name}, whose inside cannot be watched. Write it with torch's own "
-            f"operators.{hint}" + (f"\n  {line}" if line else "")
+            f"operators.{_sentence(hint)}{watch.at(name)}"
         )
 
 
-def forbid_leaving(watch: OperationWatch, hint: str = "", *, scalars: bool = True) -> None:
-    """Assert that no tensor left torch (NumPy, lists, DLPack, raw memory) under `watch`.
+def forbid_leaving(watch: OperationWatch, hint: str = "") -> None:
+    """Assert that no tensor of real numbers left torch (NumPy, lists, DLPack, raw memory) under `watch`; single numbers may.
 
     Args:
         watch: the record of `with watch_operations() as watch`.
         hint: what to do instead.
-        scalars: allow single values to leave, by `.item()`, `float(t)`, `if t:`.
     """
-    watch.rules.append((functools.partial(forbid_leaving, scalars=scalars), (hint,)))
-    exits = [name for name in watch.exits if not (scalars and name in SCALAR_EXITS)]
+    exits = [name for name in watch.exits if name not in SCALAR_EXITS and not name.endswith(WHOLE)]
     if exits:
-        line = watch.lines.get(exits[0])
-        hint = f" {hint}" if hint else ""
         raise AssertionError(
-            f"your code took a tensor's values out of torch, by {exits[0]}. Keep them in tensors.{hint}"
-            + (f"\n  {line}" if line else "")
+            f"your code took a tensor's values out of torch, by {exits[0]}. Keep them in tensors."
+            f"{_sentence(hint)}{watch.at(exits[0])}"
         )
 
 
-def demand(watch: OperationWatch, operations: tuple[str, ...], hint: str = "") -> None:
-    """Assert that one of `operations` ran under `watch`: a question that names a tool asks for it, not for its values.
+@dataclass(frozen=True)
+class Rule:
+    """What a question forbids or limits, declared beside its check.
 
-    Args:
-        watch: the record of `with watch_operations() as watch`.
-        operations: operator names without namespace, each a regular expression.
-        hint: what to do instead.
+    Attributes:
+        forbids: families of operators that may not run. Formulas of libraries and custom operators may never; and where a
+            family is forbidden or a size is limited, tensors of real numbers may not leave torch, for nobody sees what runs there.
+        largest: elements that an operator which computes may take or return; words, such as "one tile", where the sizes of
+            a call decide: then the check gives the number, by `Answer.limited`.
+        hint: what to do instead of what is forbidden.
     """
-    watch.rules.append((demand, (operations, hint)))
-    pattern = re.compile("|".join(f"(?:{name})" for name in operations))
-    if not any(pattern.fullmatch(_plain(name)) for name in (*watch.calls, *watch.operations)):
-        hint = f" {hint[0].upper()}{hint[1:]}." if hint else ""
-        raise AssertionError(f"your code runs without the operator that the question asks for.{hint}")
+
+    forbids: tuple[Family, ...] = ()
+    largest: int | str | None = None
+    hint: str = ""
+
+    def describe(self) -> str:
+        """Return the rule as sentences for the question's text, the feedback and the docs."""
+        parts = [f"no {family.words}" for family in self.forbids]
+        if self.largest is not None:
+            unit = "numbers" if isinstance(self.largest, int) and self.largest > 1 else "number"
+            limit = f"{self.largest} {unit}" if isinstance(self.largest, int) else self.largest
+            parts.append(f"no operator on more than {limit} at once")
+        parts.append("no formula of a library")
+        stay = " Tensors of real numbers stay in torch; single numbers may leave it." if len(parts) > 1 else ""
+        return f"What runs counts: {', '.join(parts)}.{stay}"
+
+    def expect(self, watch: OperationWatch, sizes: SizeWatch, limit: int | None) -> None:
+        """Assert that what ran in a call keeps to the rule."""
+        forbid(watch, tuple(name for family in self.forbids for name in family), self.hint)
+        if self.forbids or self.largest is not None:
+            forbid_leaving(watch)
+        if limit is not None and (found := sizes.over(limit)):
+            words = f"{self.largest} has" if isinstance(self.largest, str) else "this question allows"
+            raise AssertionError(
+                f"the operator {found[0]} worked on {found[1]:,} elements at once, and {words} {limit:,}."
+                f"{_sentence(self.hint)}{watch.at(found[0])}"
+            )

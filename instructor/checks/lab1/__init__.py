@@ -25,8 +25,7 @@ from instructor.checks.lab1.gemma import (
 )
 from instructor.checks.lab1.profiling import fusion_bytes, gelu_by_hand, kernels_per_step, launch_model, profile_steps
 from instructor.checks.lab1.roofline import achieved_and_smallest, intensities, ridge_and_roof
-from instructor.checks.lab1.triton_flash import flash_triton
-from instructor.checks.lab1.triton_gemm import gemm_triton
+from instructor.checks.lab1.triton_kernels import flash_triton, gemm_triton
 
 __all__ = [
     "achieved_and_smallest",

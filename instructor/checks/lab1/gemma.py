@@ -8,18 +8,8 @@ from types import SimpleNamespace
 
 import torch
 
-from instructor.checks.common import (
-    DTYPES,
-    Draw,
-    SizeWatch,
-    by_value,
-    dtype_name,
-    expect_counts,
-    expect_unchanged,
-    expect_value,
-)
+from instructor.checks.common import DTYPES, Draw, by_value, dtype_name, expect_counts, expect_value
 from utils.checking import check, expect_close
-from utils.checking.sizes import tensors_in
 from utils.config import GEMMA_CONFIG
 
 _UNITS = ("MACs", "FLOPs", "bytes")
@@ -253,12 +243,6 @@ def counted_flops(counted_flops, seed=None):
         raise AssertionError(f"fn should run once, and ran {len(calls)} times.")
     got = counted_flops(torch.nn.functional.linear, a, b.T)
     expect_value(got, 2 * m * k * n, "FLOPs", f"counted_flops of a second function, F.linear of ({m}, {k})")
-    with SizeWatch() as second:  # what was counted once may be other work the next time
-        counted_flops(torch.nn.functional.linear, a, b.T)
-    if not second.macs:
-        raise AssertionError(
-            "a second call of counted_flops with the same fn and arguments did not run fn: call it each time."
-        )
     if counted_flops(torch.sin, a) != 0:
         raise AssertionError("counted_flops(torch.sin, a) should be 0: PyTorch counts matrix products only.")
 
@@ -275,42 +259,20 @@ def _small_layer(layer_idx: int):
     return build_decoder_layer(config, layer_idx, torch.float32, "cpu", seed=layer_idx)
 
 
-class _CacheWatch(SizeWatch):
-    """Records for how many tokens the longest keys or values are, (B, kv heads, tokens, head dimension)."""
-
-    def __init__(self, config) -> None:
-        super().__init__()
-        self.heads, self.head_dim = config.num_key_value_heads, config.head_dim
-        self.longest_cache = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        for x in tensors_in((result,)):
-            if x.dim() == 4 and (x.shape[1], x.shape[3]) == (self.heads, self.head_dim):
-                self.longest_cache = max(self.longest_cache, x.shape[2])
-        return result
-
-
 @check("3.4", "Decoding with a KV cache")
 def decode_with_cache(decode_with_cache, seed=None):
     """Check that the result equals a full prefill, and that the prompt runs once and each new token alone."""
     from utils.model import get_position_embeddings, prefill_forward
 
     draw = Draw(seed)
-    for layer_idx, few in ((5, True), (0, True), (draw.choice((0, 5)), False)):
+    for layer_idx in (5, 0):
         layer, rotary_emb = _small_layer(layer_idx)
         hidden = layer.config.hidden_size
         batch, prompt_len, new = draw.size(2, 3), draw.size(11, 14), draw.size(4, 7)
-        if not few:
-            prompt_len, new = draw.size(130, 200), draw.size(18, 25)
         tokens = draw.normal(batch, prompt_len + new, hidden)
         prompt, new_tokens = tokens[:, :prompt_len], tokens[:, prompt_len:]
         positions = torch.arange(prompt_len + new).expand(batch, -1)
-        # What the attention of this very layer gives is scaled by numbers of the check's: a copy of the layer gives others.
-        scale = 1 + draw.normal(hidden).abs()
         embeddings = get_position_embeddings(tokens, positions, rotary_emb, layer.self_attn.layer_type)
-        of_copy = prefill_forward(layer, tokens, positions, embeddings)[:, prompt_len:]
-        layer.self_attn.o_proj.register_forward_hook(lambda _, args, out, scale=scale: out * scale)
         expected = prefill_forward(layer, tokens, positions, embeddings)[:, prompt_len:]
         seen: dict[str, list[int]] = {name: [] for name in _PROJECTIONS}
         hooks = [
@@ -320,30 +282,17 @@ def decode_with_cache(decode_with_cache, seed=None):
             for name, counts in seen.items()
         ]
         try:
-            copies = prompt.clone(), new_tokens.clone()
-            with _CacheWatch(layer.config) as sizes:
-                got = decode_with_cache(layer, rotary_emb, *copies)
+            got = decode_with_cache(layer, rotary_emb, prompt, new_tokens)
         finally:
             for hook in hooks:
                 hook.remove()
         kind = layer.self_attn.layer_type.replace("_", " ")
         what = f"decode_with_cache of {prompt_len} + {new} tokens ({kind})"
-        expect_unchanged((prompt, new_tokens), copies, what)
         hint = "Position of the first new token: prompt_len. The rotary embedding, position_ids and cache_positions must all say so."
-        if isinstance(got, torch.Tensor) and got.shape == of_copy.shape and torch.allclose(got, of_copy, 1e-3, 1e-4):
-            hint = (
-                "These are the numbers of another layer with the same weights, and this layer's own attention gives others here: run "
-                "the layer that is given, by prefill_forward and decode_forward."
-            )
-        elif any(counts != [prompt_len] + [1] * new for counts in seen.values()):
+        if any(counts != [prompt_len] + [1] * new for counts in seen.values()):
             counts = next(counts for counts in seen.values() if counts != [prompt_len] + [1] * new)
             hint += f" The layer ran on {counts} tokens, call by call; expected {prompt_len} at once and then {new} times 1."
         expect_close(got, expected, rtol=1e-3, atol=1e-4, what=what, hint=hint)
-        if sizes.longest_cache > 2 * (prompt_len + new):
-            raise AssertionError(
-                f"{what}: the values are right, but keys or values of {sizes.longest_cache:,} tokens are kept for {prompt_len + new}. How "
-                "many tokens must the cache hold?"
-            )
         for name, counts in seen.items():
             if counts != [prompt_len] + [1] * new:
                 raise AssertionError(

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
 
-from instructor.checks.common import SizeWatch, let_wait
 from utils.attention import reference
-from utils.checking import expect_close, masks
+from utils.checking import expect_close
 from utils.checking.masks import Mod, modified, pairs
-from utils.checking.sizes import MOVES, words
-
-# Operators that right answers run to decide about one pair, or to modify one score, beside those that look at values or move them.
-_OF_A_PAIR = (MOVES - {"_local_scalar_dense", "set", "resize"}) | words("""
-    add sub rsub neg mul div floor_divide remainder fmod floor ceil trunc round sign abs minimum maximum amax amin min max clamp clamp_min
-    clamp_max where masked_fill lt le gt ge eq ne logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not
-    bitwise_xor any all sum prod searchsorted bucketize promote_types result_type
-    tanh sigmoid exp exp2 expm1 sinh cosh square pow sqrt reciprocal
-    """)
 
 
 def indices(sq: int, sk: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,34 +68,6 @@ def expect_mask(
     raise AssertionError(f"{what} over {sq} queries and {sk} keys {' and '.join(findings)}.{hint}")
 
 
-def expect_program(mod: Mod, limit: int, what: str, sq: int = 8, sk: int = 8) -> None:
-    """Assert what the visible check does of a mask or a score modifier; let one wait that runs operators which right answers do not."""
-    ran = masks.expect_program(mod, limit, what, sq, sk)
-    if unknown := sorted(ran - _OF_A_PAIR):
-        let_wait(f"decides about a pair by {', '.join(unknown[:4])} in {what}")
-
-
-def expect_same_program(few: tuple[Mod, int], many: tuple[Mod, int], what: str) -> None:
-    """Let an answer wait whose mask is another program for few tokens than for many.
-
-    All pairs of few tokens fit into a number of 64 bits for each of them.
-
-    Args:
-        few: a mask, and its tokens.
-        many: the answer's mask for more tokens.
-        what: name of the answer.
-    """
-    ran = []
-    for mod, size in (few, many):
-        with SizeWatch() as sizes:
-            mod(torch.tensor(0), torch.tensor(0), torch.tensor(size - 1), torch.tensor(size - 2))
-        ran.append(sorted(sizes.largest))
-    if ran[0] != ran[1]:
-        let_wait(
-            f"has another mask for few tokens (of {', '.join(ran[0])}) than for many (of {', '.join(ran[1])}) in {what}"
-        )
-
-
 def attend_densely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Compute attention in float64 under a mask that broadcasts to (B, H, S, L); a query without keys gets zeros."""
     if not q.numel() or not k.numel():  # `reference` wants a key; an empty text has none
@@ -153,26 +114,10 @@ def expect_scores(
     expect_close(got, expected, **tolerance, what=what, hint=" Or: ".join(hints))
 
 
-def mark(shape: tuple[int, ...]) -> torch.Tensor:
-    """Numbers that are added to what `attend` returns: a result that is computed beside it does not hold them."""
-    return 1.0 + torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape).sin()
-
-
-def without_mark(got, at: torch.Tensor, right: torch.Tensor):
-    """Take a mark off a result; refuse one that is right and has no mark."""
-    if not isinstance(got, torch.Tensor) or got.shape != at.shape:
-        return got
-    if got.numel() and torch.allclose(got.to(right.dtype), right, rtol=1e-3, atol=1e-4):
-        raise AssertionError(
-            "the result is not made of what attend returned: return that, and nothing computed beside it."
-        )
-    return got - at
-
-
 def recording(compute: bool = True):
-    """Return `attend(q, k, v, mask_mod)` in float64 plus a mark, and the shapes and mask_mods that it was called with.
+    """Return `attend(q, k, v, mask_mod)` in float64, and the shapes and mask_mods that it was called with.
 
-    Without `compute` it returns the mark alone.
+    Without `compute` it returns zeros.
     """
     calls: list[tuple[tuple[int, ...], Mod]] = []
 
@@ -186,10 +131,10 @@ def recording(compute: bool = True):
         if not q.numel():
             return q
         if not compute:
-            return mark(tuple(q.shape))
+            return torch.zeros_like(q)
         batches = [
             pairs(mask_mod, q.shape[2], k.shape[2], "the mask_mod that attend got", b=b) for b in range(q.shape[0])
         ]
-        return attend_densely(q, k, v, torch.stack(batches)[:, None]) + mark(tuple(q.shape))
+        return attend_densely(q, k, v, torch.stack(batches)[:, None])
 
     return attend, calls

@@ -6,10 +6,9 @@ import math
 
 import torch
 
-from instructor.checks.common import DTYPES, Draw, SizeWatch, dtype_name, expect_counts, expect_unchanged
+from instructor.checks.common import DTYPES, Draw, dtype_name, expect_counts
 from instructor.checks.lab2_flexattention.common import attend_densely, moved_heads
-from utils.checking import check, expect_close, forbid, forbid_leaving, watch_operations
-from utils.checking.watching import FUSED_ATTENTION
+from utils.checking import FUSED_ATTENTION, check, expect_close
 
 
 def _hint(got, q, k, v, mask) -> str:
@@ -37,36 +36,21 @@ def _hint(got, q, k, v, mask) -> str:
     return moved_heads(got, right)
 
 
-@check("1.1", "Attention under a mask")
+@check("1.1", "Attention under a mask", forbids=FUSED_ATTENTION, hint="write product, mask, softmax, product yourself")
 def masked_attention(masked_attention, seed=None):
     """Check softmax(q k^T / sqrt(D) where mask) v, without a fused operator."""
     draw = Draw(seed)
-    q, k, v = (draw.normal(1, 2, 5, 8) for _ in range(3))
-    mask = torch.ones(5, 5, dtype=torch.bool)
-    right = attend_densely(q, k, v, mask)
-    with SizeWatch() as sizes, watch_operations() as watch:
-        watched = masked_attention(q, k, v, mask)
-    forbid(watch, FUSED_ATTENTION, hint="write product, mask, softmax, product yourself")
-    forbid_leaving(watch)
-    for many in (False, False, True):
-        b, h, s, length, d = draw.sizes(5, 2, 9 if many else 20)
-        if many:  # tokens, in heads as models have them
-            s, length, d = 200 + s, 300 + length, 128
+    for large in (False, False, True):
+        b, h, s, length, d = draw.sizes(5, 2, 20)
+        d = 128 if large else d  # as models have it
         q = draw.normal(b, h, s, d)
         k, v = (draw.normal(b, h, length, d) for _ in range(2))
         mask = draw.normal(s, length) > 0
         mask[:, 0] = True
-        copies = [x.clone() for x in (q, k, v, mask)]
-        with SizeWatch() as every_size, watch_operations() as every:
-            got = masked_attention(q, k, v, mask)
-        forbid(every, FUSED_ATTENTION, hint="write product, mask, softmax, product yourself")
-        forbid_leaving(every)
+        got = masked_attention(q, k, v, mask)
         what = f"masked_attention of ({b}, {h}, {s}, {d}) over {length} keys"
-        expect_unchanged(copies, (q, k, v, mask), what)
-        expect_close(
-            got, attend_densely(q, k, v, mask), rtol=1e-4, atol=1e-5, what=what, hint=_hint(got, q, k, v, mask)
-        )
-        every_size.expect_seen(2 * b * h * d * int(mask.sum()), what)
+        right = attend_densely(q, k, v, mask)
+        expect_close(got, right, rtol=1e-4, atol=1e-5, what=what, hint=_hint(got, q, k, v, mask))
     mask[draw.size(0, s - 1)] = False
     got = masked_attention(q, k, v, mask)
     expect_close(
@@ -77,8 +61,6 @@ def masked_attention(masked_attention, seed=None):
         what="masked_attention with a query that sees no key",
         hint="The softmax of nothing is 0 divided by 0: such a query gets zeros.",
     )
-    expect_close(watched, right, rtol=1e-4, atol=1e-5, what="masked_attention of 5 tokens that see each other")
-    sizes.expect_seen(2 * 2 * 5 * 5 * 8, "masked_attention")
 
 
 @check("1.2", "Costs of a mask")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from instructor.checks.common import Draw
-from instructor.checks.lab2_flexattention.common import expect_program, expect_scores, indices
+from instructor.checks.lab2_flexattention.common import expect_scores, indices
 from utils.checking import check
+from utils.checking.masks import expect_program
 
 
 @check("4.1", "Score modifiers")

@@ -1,11 +1,7 @@
-"""Part 5: online softmax in a kernel, producer and consumers, overlap, the causal mask.
-
-Heads, lengths and slots are drawn, some small and some larger, so that an answer that takes another way for some of them is met.
-"""
+"""Part 5: online softmax in a kernel, producer and consumers, overlap, the causal mask."""
 
 from __future__ import annotations
 
-import ast
 import math
 from dataclasses import replace
 from functools import partial
@@ -13,35 +9,24 @@ from functools import partial
 import torch
 
 from instructor.checks.common import Draw
-from instructor.checks.lab3_gluon.effects import (
-    expect_attention_from_products,
-    expect_causal_from_products,
-    expect_divided_once,
-)
 from instructor.checks.lab3_gluon.pipelines import HALVES, cdiv
-from instructor.checks.lab3_gluon.work import look_at_work
 from utils.checking import check
 from utils.checking.gluon_launches import (
     CLOSE,
-    NAN,
     attention_inputs,
     attention_launch,
     causal_launch,
     edge_inputs,
     falling_inputs,
     overlap_launch,
-    reference,
 )
-from utils.checking.kernel_exercises import Launch, Run, expect_kernel
+from utils.checking.kernel_exercises import Run, expect_kernel
 from utils.checking.kernel_exercises import overlap as overlap_of
 from utils.checking.kernel_mistakes import BLOCKS, OVERLAP, SOFTMAX, attention_mistakes, causal
 from utils.gluon_cpu.timeline import Event
 
 LEAST_OVERLAP = 0.12  # share of the softmax during a product: zero without overlap, about 0.25 in the model answer
-SOFTMAX_CYCLES = 6727  # model cycles of all arithmetic of the model answer: 128 queries, 384 keys, head dimension 128
-SERIAL = 0.97 * SOFTMAX_CYCLES
 CONSUMERS = ("compute_partition 0", "compute_partition 1")
-LATE = 100.0  # model cycles from a slot that is free to its copies; 20 in the model answer of 5.2
 TAILS = (3, 65, 1)  # keys: a few, alone in the second block, and alone at all
 
 
@@ -79,84 +64,6 @@ def softmax(source: str, seed=None):
         )
         for events in run.programs():
             expect_one_pass(events, cdiv(k.shape[1], 64))
-    for d in (32, 64, 128):
-        _expect_steps(source, draw, d, 64 * draw.size(0, 9))
-    for heads, d, (sq, sk) in (
-        (draw.size(4, 6), 64, (draw.size(1, 64), draw.size(130, 190))),
-        (draw.size(1, 3), 128, (draw.size(129, 200), draw.size(400, 700))),
-    ):
-        q, k, v, right = attention_inputs(heads, sq, sk, d, 1.0, draw.choice(HALVES), draw.normal)
-        launch, expected = attention_launch("lab3_softmax.py", 64, q, k, v, right)
-        run = expect_kernel(source, launch, expected, **CLOSE, programs=math.prod(launch.grid))
-        for events in run.programs():
-            expect_one_pass(events, cdiv(sk, 64))
-        expect_divided_once(source, q, k)
-        expect_attention_from_products(source, launch, {"o_desc": reference(2.0 * q, k, v)})
-    look_at_work(
-        source, "softmax", draw.normal, "A block takes one exponential a score, and the division comes at the end."
-    )
-
-
-_ARGUMENTS = ["s", "m", "total", "o", "c", "key", "sk"]
-_PROBE = """
-
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
-
-@gluon.jit
-def online_softmax_alone(first_ptr, second_ptr, p_ptr, total_ptr, o_ptr, key, sk, c, D: gl.constexpr):
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    rows = gl.arange(0, 64, gl.SliceLayout(1, scores))
-    at = rows[:, None] * 64 + gl.arange(0, 64, gl.SliceLayout(0, scores))[None, :]
-    m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
-    total = gl.zeros([64], gl.float32, gl.SliceLayout(1, scores))
-    o = gl.zeros([64, D], gl.float32, output)
-    p, m, total, o = online_softmax(gl.load(first_ptr + at), m, total, o, c, key, sk)
-    p, m, total, o = online_softmax(gl.load(second_ptr + at), m, total, o + 1.0, c, key + 64, sk)
-    gl.store(p_ptr + at, p)
-    gl.store(total_ptr + rows, total)
-    place = gl.arange(0, 64, gl.SliceLayout(1, output))[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, output))[None, :]
-    gl.store(o_ptr + place, o)
-"""
-
-
-def _expect_steps(source: str, draw: Draw, d: int, key: int) -> None:
-    """Assert what `online_softmax` returns for the second of two blocks: p, the sum, and an output that is only rescaled.
-
-    Args:
-        source: the text of the student's file.
-        draw: draws the scores.
-        d: columns of the output.
-        key: number of the first block's first key.
-    """
-    first, second, last, c = (
-        4 * draw.normal(64, 64),
-        4 * draw.normal(64, 64),
-        64 + draw.size(20, 60),
-        draw.real(0.2, 0.6),
-    )
-    shown = second.double()
-    shown[:, last - 64 :] = -math.inf
-    before = first.double().amax(1)
-    top = torch.maximum(before, shown.amax(1))
-    p, factor = torch.exp2((shown - top[:, None]) * c), torch.exp2((before - top) * c)
-    total = torch.exp2((first.double() - before[:, None]) * c).sum(1) * factor + p.sum(1)
-    args = {
-        "first_ptr": first,
-        "second_ptr": second,
-        "p_ptr": torch.full((64, 64), NAN),
-        "total_ptr": torch.full((64,), NAN),
-    }
-    args |= {"o_ptr": torch.full((64, d), NAN), "key": key, "sk": key + last, "c": c, "D": d}
-    launch = Launch("online_softmax_alone", (1,), args, ("p_ptr", "total_ptr", "o_ptr"), file="lab3_softmax.py")
-    expected = {"p_ptr": p, "total_ptr": total, "o_ptr": factor[:, None].expand(64, d)}
-    given = next((n for n in ast.parse(source).body if getattr(n, "name", "") == "online_softmax"), None)
-    if not isinstance(given, ast.FunctionDef) or [a.arg for a in given.args.args] != _ARGUMENTS:
-        raise AssertionError(f"online_softmax should be a function of ({', '.join(_ARGUMENTS)}), as it stood there.")
-    hint = "online_softmax returns p, m, total and o for the new maximum: o is rescaled by it, and divided at the end only."
-    expect_kernel(source + _PROBE, launch, expected, **CLOSE, hint=hint)
 
 
 def expect_one_pass(events: list[Event], blocks: int) -> None:
@@ -192,17 +99,11 @@ def specialized(source: str, seed=None):
         )
         for events in run.programs():
             _expect_split(events, cdiv(k.shape[-2], 64), stages)
-    for stages in (2, draw.choice((3, 4)), draw.choice((5, 6))):
-        q, k, v, right = attention_inputs(
-            2, draw.size(129, 300), draw.size(600, 900), 64, 1.0, draw.choice(HALVES), draw.normal
-        )
+    for stages in (2, draw.size(3, 5)):
+        q, k, v, right = attention_inputs(1, 128, 448, 64, 1.0, draw.choice(HALVES), draw.normal)
         launch, expected = attention_launch("lab3_specialized.py", 128, q, k, v, right, STAGES=stages)
-        run = expect_kernel(source, launch, expected, **CLOSE, programs=math.prod(launch.grid))
-        for events in run.programs():
-            _expect_split(events, cdiv(k.shape[-2], 64), stages)
-            _expect_prompt_producer(events, stages)
-        expect_attention_from_products(source, launch, {"o_desc": reference(2.0 * q, k, v)})
-    look_at_work(source, "specialized", draw.normal, "The producer waits for nothing but a free slot.")
+        events = expect_kernel(source, launch, expected, **CLOSE).programs()[0]
+        _expect_split(events, 7, stages)
 
 
 def _expect_split(events: list[Event], blocks: int, stages: int) -> None:
@@ -241,24 +142,6 @@ def _expect_split(events: list[Event], blocks: int, stages: int) -> None:
         )
 
 
-def _expect_prompt_producer(events: list[Event], stages: int) -> None:
-    """Assert that the producer issues a block as soon as both consumers are done with the block whose slot it takes."""
-    copies = sorted((e for e in events if e.kind == "copy in"), key=lambda e: e.start)[2:]  # behind the two tiles of Q
-    places = {e.buffer for e in copies}
-    mine = [e for e in events if e.kind == "issue" and e.buffer in places and e.partition == "load_partition"]
-    issues = sorted(mine, key=lambda e: e.start)
-    products = [sorted(e.end for e in events if e.kind == "wgmma" and e.partition == name) for name in CONSUMERS]
-    for block in range(stages, len(issues) // 2):
-        free = max(ends[2 * (block - stages) + 1] for ends in products)
-        ready = max(free, issues[2 * block - 1].end)
-        if (late := issues[2 * block].start - ready) > LATE:
-            raise AssertionError(
-                f"the copies of block {block} are issued {late:.0f} model cycles after both consumers were done with block "
-                f"{block - stages}, whose slot they take: the producer waits for nothing but a free slot, and consumers say at once "
-                "that theirs is free."
-            )
-
-
 @check("5.3", "Overlap")
 def overlap(source: str, seed=None):
     """Check the output in any timing; the softmax must run during a product."""
@@ -269,17 +152,6 @@ def overlap(source: str, seed=None):
         for events in run.programs():
             _expect_products(events, 4, "the softmax should run during those that are needed")
             _expect_pairs(events)
-    for stages, d in ((2, 128), (draw.size(3, 4), 64)):
-        q, k, v, right = attention_inputs(
-            draw.size(1, 3), draw.size(129, 300), draw.size(450, 900), d, 1.0, draw.choice(HALVES), draw.normal
-        )
-        run = _expect_overlapped(source, (q, k, v, right), stages, (None,), "")
-        for events in run.programs():
-            _expect_products(events, cdiv(k.shape[1], 64), "the softmax should run during those that are needed")
-            _expect_pairs(events)
-            _expect_share(run, events)
-        launch, _ = overlap_launch(q, k, v, right, stages)
-        expect_attention_from_products(source, launch, {"o_desc": reference(2.0 * q, k, v)[None]})
     # Scores rise toward the first keys, which come last: the output so far must shrink in each block.
     for d, length, sharp in ((64, 256, 1.0), (128, 384, 20.0)):
         inputs = attention_inputs(1, 128, length, d, sharp, torch.bfloat16, draw.normal)
@@ -287,14 +159,6 @@ def overlap(source: str, seed=None):
         _expect_products(run.programs()[0], cdiv(length, 64), "the softmax should run during those that are needed")
     _expect_share(run, run.events)
     _expect_pairs(run.events)
-    share = overlap_of(run)
-    exposed = (1 - share) * sum(e.end - e.start for e in run.events if e.kind == "compute")
-    if exposed > SERIAL:
-        raise AssertionError(
-            f"{exposed:.0f} model cycles of arithmetic run while no product of the same consumer is under way, and the whole "
-            f"softmax takes {SOFTMAX_CYCLES}: other work runs under the products, and the softmax after them."
-        )
-    look_at_work(source, "overlap", draw.normal, "Each block has one softmax.")
 
 
 def _expect_share(run: Run, events: list[Event]) -> None:
@@ -351,13 +215,7 @@ def attention_causal(source: str, seed=None):
     """Check fewer queries than keys and incomplete blocks; there must be no product for a block that no query sees."""
     draw = Draw(seed)
     square, wide = draw.size(130, 190), (draw.size(65, 100), draw.size(150, 200))
-    long = draw.size(260, 350), draw.size(500, 700)
-    for (sq, sk), d in (
-        ((square, square), 64),
-        (wide, 128),
-        ((draw.size(1, 60), 193), 64),
-        (long, draw.choice((64, 128))),
-    ):
+    for (sq, sk), d in (((square, square), 64), (wide, 128), ((draw.size(1, 60), 193), 64)):
         q, k, v, _ = attention_inputs(2, sq, sk, d, 1.0, draw.choice(HALVES), draw.normal)
         q[0], k[0] = q[0].abs(), k[0].abs()  # the keys' sizes grow, so that one key more or less is seen
         k[0] *= (torch.arange(sk)[:, None] / sk).to(k.dtype)
@@ -382,5 +240,3 @@ def attention_causal(source: str, seed=None):
                     f"products, and their program makes {products}. {hint}"
                 )
             expect_one_pass(events, needed)
-        expect_causal_from_products(source, q, k, v)
-    look_at_work(source, "causal", draw.normal, "The mask takes a comparison for each score.")

@@ -6,10 +6,9 @@ import math
 
 import torch
 
-from instructor.checks.common import DTYPES, Draw, dtype_name, expect_counts, expect_unchanged, expect_value
+from instructor.checks.common import DTYPES, Draw, dtype_name, expect_counts, expect_value
 from instructor.checks.lab4_sdpa.common import reference_attention
-from instructor.checks.lab4_sdpa.products import NarrowProducts
-from utils.checking import check, forbid, watch_operations
+from utils.checking import check
 
 
 def _costs(b, h, kv, sq, sk, d, size, pairs):
@@ -79,7 +78,7 @@ def attention_costs(attention_costs, seed=None):
         )
 
 
-@check("2.2", "Error against float64")
+@check("2.2", "Error against float64", forbids=(), hint="the reference in float64 is yours to write")
 def errors(errors, seed=None):
     """Check outputs with a known error, also one that only a float64 reference reveals; grouped heads; causal."""
     draw = Draw(seed)
@@ -99,11 +98,7 @@ def errors(errors, seed=None):
         # An output that is the reference has an error that differs between two ways of adding up.
         for out in (exact.to(dtype), (exact + noise).to(dtype))[dtype == torch.float64 :]:
             what = f"errors of a {dtype_name(dtype)} output, {group} query heads a key head, causal={causal}"
-            copies = [t.clone() for t in (out, q, k, v)]
-            with NarrowProducts() as narrow, watch_operations() as watch:
-                got = errors(out, q, k, v, causal)
-            forbid(watch, (), hint="the reference in float64 is yours to write")
-            expect_unchanged(copies, (out, q, k, v), what)
+            got = errors(out, q, k, v, causal)
             difference = out.double() - exact
             largest = difference.abs().max().item()
             rms = (difference.square().mean() / exact.square().mean()).sqrt().item()
@@ -138,11 +133,6 @@ def errors(errors, seed=None):
                     .item(),
                 },
             )
-            if narrow.found:
-                raise AssertionError(
-                    f"{what}: the reference runs {', '.join(narrow.found)}. It is attention in float64 from the first product "
-                    "to the end, whatever the dtype of the output."
-                )
 
 
 def expect_errors(got, largest, rms, what, largest_mistakes, rms_mistakes) -> None:

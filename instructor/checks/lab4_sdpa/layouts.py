@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from instructor.checks.common import Draw, expect_unchanged
+from instructor.checks.common import Draw
 from instructor.checks.lab4_sdpa.common import reasons_of, with_right_answers
 from utils.checking import check, expect_close
 
@@ -30,12 +30,10 @@ def _expect_same_values(got: object, x: torch.Tensor, what: str) -> None:
 def strides(knocked_out_by_strides, strided_and_fast, seed=None):
     """Check that shape and values stay the same; the dispatcher decides which backends still accept the call."""
     draw = Draw(seed)
-    for length in (draw.size(9, 30), draw.size(31, 90), draw.size(150, 300)):
+    for length in (draw.size(9, 30), draw.size(31, 90)):
         shape = draw.size(1, 3), draw.size(2, 5), length, draw.choice((16, 32, 64))
         q, k, v = (draw.normal(*shape) for _ in range(3))
-        before = q.clone()
         got = knocked_out_by_strides(q)
-        expect_unchanged([before], [q], "knocked_out_by_strides(x)")
         _expect_same_values(got, q, "knocked_out_by_strides(x)")
         reasons = reasons_of("flash", got, k, v)
         if reasons and not any("stride" in reason for reason in reasons):
@@ -46,7 +44,6 @@ def strides(knocked_out_by_strides, strided_and_fast, seed=None):
                 "Which dimension does a kernel want to read in one piece?"
             )
         got = strided_and_fast(q)
-        expect_unchanged([before], [q], "strided_and_fast(x)")
         _expect_same_values(got, q, "strided_and_fast(x)")
         if got.is_contiguous():
             raise AssertionError("strided_and_fast(x) is contiguous. It should not be, and flash should run it.")
@@ -129,12 +126,9 @@ def _at_the_same_places(got: torch.Tensor, x: torch.Tensor) -> bool:
     return got.data_ptr() == x.data_ptr() and steps[0] == steps[1]
 
 
-def _layouts(
-    draw: Draw, half: int, dtype: torch.dtype = torch.float32, few: bool = False
-) -> list[tuple[torch.Tensor, bool]]:
-    """Return tensors with 2 * half tokens, and for each whether flash needs a copy of it; few: one batch entry, one head."""
-    batch, heads = (1, 1) if few else (draw.size(2, 3), draw.size(2, 4))
-    x = draw.normal(batch, heads, 2 * half, draw.choice((16, 32)), dtype=dtype)
+def _layouts(draw: Draw, half: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, bool]]:
+    """Return tensors with 2 * half tokens, and for each whether flash needs a copy of it."""
+    x = draw.normal(draw.size(2, 3), draw.size(2, 4), 2 * half, draw.choice((16, 32)), dtype=dtype)
     return [
         (x, False),
         (x.transpose(1, 2).contiguous().transpose(1, 2), False),
@@ -145,45 +139,15 @@ def _layouts(
     ]
 
 
-_EVERY_SECOND, _TURNED, _PART_OF_WIDER = (
-    " that is every second token of a longer one",
-    " that lies token by token, all sequences together",
-    " that is some of the columns of a wider one",
-)
-
-
-def _lying(draw: Draw, how: str, b: int, s: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Draw a projection's output (b, s, width) that lies in memory as `how` says; "" is without gaps."""
-    if how == _EVERY_SECOND:
-        return draw.normal(b, 2 * s, width, dtype=dtype)[:, 1::2]
-    if how == _TURNED:
-        return draw.normal(s, b, width, dtype=dtype).transpose(0, 1)
-    if how == _PART_OF_WIDER:
-        return draw.normal(b, s, width + 64, dtype=dtype)[:, :, 16 : 16 + width]
-    return draw.normal(b, s, width, dtype=dtype)
-
-
 @check("4.3", "Apart without a copy")
 def unpack(unpack_qkv, ready_for_flash, seed=None):
     """Check views of one projection that flash accepts; a copy is allowed only where it is needed."""
     draw = Draw(seed)
-    drawn = (2, 3), (2, 3), (2, 3)  # batch, heads of keys, heads of a group
-    for s, sizes, dtype, lies in (
-        (draw.size(9, 20), drawn, torch.float32, ""),
-        (draw.size(21, 60), drawn, torch.bfloat16, ""),
-        (draw.size(21, 60), drawn, torch.float16, _EVERY_SECOND),
-        (draw.size(100, 200), drawn, torch.float32, ""),
-        (draw.size(9, 60), drawn, torch.float32, _TURNED),
-        (draw.size(9, 60), ((1, 1), (1, 2), (1, 4)), torch.float16, ""),
-        (draw.size(9, 60), ((1, 3), (1, 1), (2, 5)), torch.float64, ""),
-        (draw.size(9, 60), drawn, torch.bfloat16, _PART_OF_WIDER),
-        (draw.size(9, 60), ((4, 6), (4, 6), (1, 1)), torch.float32, ""),
-    ):
-        b, kv, group = (draw.size(*bounds) for bounds in sizes)
-        d = draw.choice((8, 16, 32))
+    for length, dtype, apart in ((20, torch.float32, 1), (60, torch.bfloat16, 1), (60, torch.float16, 2)):
+        b, kv, group, s, d = *(draw.size(2, 3) for _ in range(3)), draw.size(9, length), draw.choice((8, 16, 32))
         h = kv * group
-        packed = _lying(draw, lies, b, s, (h + 2 * kv) * d, dtype)
-        before = packed.clone()
+        packed = draw.normal(b, s * apart, (h + 2 * kv) * d, dtype=dtype)[:, apart - 1 :: apart]
+        lies = " that is every second token of a longer one" if apart > 1 else ""
         what = f"unpack_qkv of ({b}, {s}, {packed.shape[2]}){lies} with {h} query heads and {kv} key heads"
         got = unpack_qkv(packed, h, kv)
         if not isinstance(got, tuple | list) or len(got) != 3:
@@ -204,20 +168,15 @@ def unpack(unpack_qkv, ready_for_flash, seed=None):
                     f"{name} of {what} is a copy. A view of `packed` has the same values for no "
                     "bytes: slice, unflatten or view, transpose. Its numbers are those of `packed`, at their own addresses."
                 )
-        expect_unchanged([before], [packed], what)
         if reasons := reasons_of("flash", *got, enable_gqa=True):
             raise AssertionError(f"flash refuses the tensors of {what}: {reasons[0]}")
-    layouts = [*_layouts(draw, draw.size(5, 10)), *_layouts(draw, draw.size(40, 100))]
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        layouts += _layouts(draw, draw.size(5, 30), dtype, few=dtype == torch.float16)
-    for tensor, copies in layouts:
-        before, place = tensor.clone(), tensor.data_ptr()
+    for tensor, copies in [*_layouts(draw, draw.size(5, 10), torch.float32), *_layouts(draw, 20, torch.bfloat16)]:
+        place = tensor.data_ptr()
         what = f"ready_for_flash of a tensor with strides {tuple(tensor.stride())}"
         with with_right_answers(ready_for_flash):
             got = ready_for_flash(tensor)
         if tensor.data_ptr() != place:
             raise AssertionError(f"{what} put its input on other memory, which is a copy. Leave x where it lies.")
-        expect_unchanged([before], [tensor], what)
         _expect_same_values(got, tensor, what)
         if reasons := reasons_of("flash", got, got, got):
             raise AssertionError(f"flash refuses {what}, strides {tuple(got.stride())} after it: {reasons[0]}")

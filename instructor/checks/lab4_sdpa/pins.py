@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from instructor.checks.common import Draw, SizeWatch, expect_unchanged, let_wait
+from instructor.checks.common import Draw
 from instructor.checks.lab4_sdpa.common import (
     BACKENDS,
     KNOCKED_OUT,
@@ -21,7 +21,8 @@ from instructor.checks.lab4_sdpa.common import (
     sdpa_switches,
     with_right_answers,
 )
-from utils.checking import check, expect_close
+from utils.checking import check, expect_close, watch_operations
+from utils.checking.watching import VIEWS
 
 
 @check("1.3", "A pin that pins")
@@ -29,18 +30,15 @@ def pinned_sdpa(pinned_sdpa, seed=None):
     """Check that only the requested backend runs, or an error has torch's reason, and that all settings are restored."""
     draw = Draw(seed)
     (q, k, v), calls = _calls_to_pin(draw, draw.size(9, 20), 16)
-    calls += _calls_to_pin(draw, draw.size(100, 300), draw.choice((16, 32)))[1]
     switches = sdpa_switches()
     with with_right_answers(pinned_sdpa):
         for backend in ("math", "flash"):
             for tensors, options in calls:
                 what = f"pinned_sdpa({backend!r}, q, k, v{', ' if options else ''}{', '.join(options)})"
-                copies = [t.clone() for t in tensors]
                 for outside in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
                     with sdpa_kernel(outside), Attentions() as ran:
                         got = pinned_sdpa(backend, *tensors, **options)
                     _expect_ran(ran.backends, backend, what)
-                expect_unchanged(copies, tensors, what)
                 expected = F.scaled_dot_product_attention(*(t.double() for t in tensors), **_in_float64(options))
                 near = {"rtol": 1e-4, "atol": 1e-5} if tensors[0].itemsize > 2 else {"rtol": 3e-2, "atol": 3e-2}
                 expect_close(got, expected.to(tensors[0].dtype), **near, what=what, hint="Do all options reach SDPA?")
@@ -75,17 +73,10 @@ def _calls_to_pin(draw: Draw, length: int, d: int) -> tuple[tuple, list[tuple[tu
         ((q, k, v), {}),
         ((q, k, v), {"is_causal": True, "scale": 0.5}),
         ((q, k, v), {"attn_mask": mask}),
-        ((q, *grouped), {"enable_gqa": True}),
-        ((q, k, v), {"attn_mask": draw.normal(length, length)}),
-    ]
-    calls += [
-        ((q, k, v), {"attn_mask": mask, "scale": 0.25}),
-        ((q, *grouped), {"attn_mask": mask, "enable_gqa": True}),
+        ((q, k, v), {"attn_mask": draw.normal(length, length), "scale": 0.25}),
         ((q, *grouped), {"is_causal": True, "scale": 0.75, "enable_gqa": True}),
+        (tuple(t.bfloat16() for t in (q, k, v)), {}),
     ]
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        calls.append((tuple(t.to(dtype) for t in (q, k, v)), {"is_causal": draw.choice((True, False))}))
-    calls.append((tuple(t[:1, :1] for t in (q, k, v)), {}))
     return (q, k, v), calls
 
 
@@ -138,27 +129,15 @@ def _expect_ran_once_with_dropout(pinned_sdpa, q, k, v) -> None:
 
 
 def _expect_nothing_beside(pinned_sdpa, backend: str, tensors, options: dict) -> None:
-    """Assert that the inputs are handed on as they are, in whatever way they could be copied."""
-    with SizeWatch() as own, sdpa_kernel(BACKENDS[backend]):
+    """Assert that the inputs are handed on as they are: no operator beside the backend's own computes or copies."""
+    with watch_operations() as own, sdpa_kernel(BACKENDS[backend]):
         F.scaled_dot_product_attention(*tensors, **options)
-    with SizeWatch() as sizes:
+    with watch_operations() as watch:
         pinned_sdpa(backend, *tensors, **options)
-    what = f"pinned_sdpa of {backend}{' with ' if options else ''}{', '.join(options)}"
-    if sizes.moved > own.moved:
+    if more := sorted(set(watch.operations - own.operations) - VIEWS):
         raise AssertionError(
-            f"{what} copies {sizes.moved:,} elements, and {backend} by itself {own.moved:,}: it runs these "
-            "tensors as they are. No copies of the inputs that nobody asked for."
-        )
-    # What computes copies as well: t * 1 is t once more.
-    smallest = min(t.numel() for t in tensors)
-    if (more := sizes.created_in_all - own.created_in_all) >= smallest:
-        raise AssertionError(
-            f"{what} makes tensors of {more:,} elements more than {backend} by itself. Hand q, k and v on as they "
-            "are: no copies of the inputs that nobody asked for."
-        )
-    if sizes.read - own.read >= smallest:
-        let_wait(
-            f"runs operators on q, k or v beside those of {backend} itself: do they copy the inputs, into memory that was there before?"
+            f"pinned_sdpa of {backend}{' with ' if options else ''}{', '.join(options)} runs {', '.join(more)}, and {backend} by itself "
+            "does not. Hand q, k and v on as they are: no copies of the inputs that nobody asked for."
         )
 
 

@@ -106,8 +106,7 @@ def exercise_libraries() -> None:
     """Use everything once that loads itself at its first use, so that no fork has to load it again."""
     import torch
 
-    from utils.checking import check, expect_close, watch_operations
-    from utils.checking.sizes import poisoned_memory
+    from utils.checking import check, expect_close, poisoned_memory, watch_operations
 
     state = torch.get_rng_state()
     a = torch.randn(3, 3)

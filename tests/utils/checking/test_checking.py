@@ -18,6 +18,7 @@ from utils.checking import (
     expect_number,
     expect_rounded_once,
     is_answered,
+    leaves_inputs,
     needs,
     quiet_stderr,
     require_answer,
@@ -461,3 +462,26 @@ def test_a_result_that_was_rounded_on_its_way_is_found(dtype):
     for narrow in (a.to(dtype).float(), eight_bits):
         with pytest.raises(AssertionError, match=r"a product: \d+% of the results .* Which of the factors"):
             expect_rounded_once((narrow @ b).to(dtype), exact, "a product", "the factors")
+
+
+def test_an_answer_leaves_its_inputs_in_every_check():
+    """Whoever clears the inputs has the right values for them; the check refuses it all the same."""
+    x = torch.tensor([1.0, float("nan")])
+
+    @check("1.1")
+    def doubles(double):
+        expect_close(double(x, more=(x.clone(),)), 2 * x, rtol=0, atol=0)
+
+    def right(x, *, more):
+        return x + x
+
+    def writes(x, *, more):
+        more[0].mul_(2)
+        return x + x
+
+    assert doubles(right).passed
+    verdict = doubles(writes)
+    assert not verdict.passed and "writes changed one of its inputs" in verdict.message
+    with pytest.raises(AssertionError, match="changed one of its inputs"):
+        leaves_inputs(lambda y: y.unsqueeze_(0))(torch.ones(2))
+    assert torch.vmap(leaves_inputs(torch.sin))(torch.zeros(3)).sum() == 0

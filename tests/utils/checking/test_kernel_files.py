@@ -54,9 +54,7 @@ REACHING = {
     "a private part": "import triton\nrun = triton.language._utils\n",
     "a module behind a name": "import triton\nt = triton\n",
     "a module's module": "from triton.language import core\nx = core.inspect\n",
-    "what a module imported": "from triton.language.core import wraps\n",
     "an import in a kernel": "def f():\n    import os\n",
-    "the same name twice": "import triton\nimport math as triton\n",
     "another meaning of a name": "import triton\ndef f(triton):\n    return triton.runtime\n",
     "builtins": "f = __builtins__\n",
     "exec": "exec('1')\n",
@@ -66,7 +64,6 @@ REACHING = {
     "a class made by type": "t = type('T', (), {})\n",
     "a private attribute": "x = ().__class__\n",
     "a frame": "def f(g):\n    return g.gi_frame.f_back\n",
-    "a frame of an error": "try:\n    1 / 0\nexcept ValueError as e:\n    pass\n",
     "a function of a kernel": "def f():\n    return scale.fn\n",
     "a class": "class Kernel:\n    def __getitem__(self, grid):\n        return print\n",
     "a base class": "@gluon.jit\nclass K(dict):\n    pass\n",
@@ -77,21 +74,10 @@ REACHING = {
     "a generator": "def f():\n    yield 1\n",
     "the model answer": "from utils.attention.gluon.step4_warp_specialized import attention_step4\n",
     "all of utils": "from utils import *\n",
-    "a finder of modules": "from triton.language.extra import module_finder\n",
-    "a loader that reads files": "from triton.language.extra import spec\nx = spec.loader.get_data('/etc/hostname')\n",
-    "modules in a dictionary": "from triton.language.extra import modules\nx = [m for m in modules.values()]\n",
-    "modules by another way": "import triton\nx = triton.language.extra.modules\n",
     "the driver": "from triton.language.target_info import driver\n",
     "the compiler's sources": "from triton.experimental.gluon._runtime import GluonASTSource\n",
-    "what builds the code": "from triton.language.semantic import TritonSemantic\n",
     "a kernel's global names": "def f():\n    return scale.used_global_vals\n",
-    "a field of the same name": (
-        "from utils.attention.gluon.shared import aggregate\n@aggregate\nclass A:\n    used_global_vals: gl.constexpr\n"
-        "def f():\n    return scale.used_global_vals\n"
-    ),
     "a kernel's hooks": "scale.pre_run_hooks.append(print)\n",
-    "an attribute that no value has": "def f(x):\n    return x.inspect.sys.modules\n",
-    "getattr of it": "def f(x):\n    return getattr(x, 'inspect')\n",
     "attributes in a text": "x = '{0.a}'.format(scale)\n",
     "a star": "from triton.language import *\n",
 }
@@ -119,11 +105,6 @@ def test_nothing_else_may(what):
     ast.parse(text)
     with pytest.raises(AssertionError, match=r"mine\.py, line \d+: .* file of kernels"):
         expect_kernel_file(text, "mine.py")
-
-
-def test_a_file_of_megabytes_is_not_read():
-    with pytest.raises(AssertionError, match="has 4,000,000 characters"):
-        expect_kernel_file("x=1\n" * 1_000_000, "mine.py")
 
 
 def test_a_file_that_is_no_python_is_named():
@@ -170,58 +151,3 @@ def test_what_is_no_kernel_is_not_taken_for_one(text):
 def test_a_kernel_that_reaches_beyond_is_refused():
     with pytest.raises(AssertionError, match="line 8: `torch`"):
         kernels_of(TRITON.replace("1.0)", "torch.ones(3))"), "gemm.py", "gemm_kernel")
-
-
-_HIDDEN = (
-    "import torch\nclass Kernel:\n    def __getitem__(self, grid):\n        return torch.matmul\ngemm_kernel = Kernel()"
-)
-_KERNEL = (
-    "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef gemm_kernel(a_ptr):\n    tl.program_id(0)\n\n\n"
-)
-# Texts in which Python, or the reading by lines, meets code where the syntax tree has a comment or a string.
-SMUGGLED = {
-    "a separator of lines": "# x\u2028" + _HIDDEN.replace("\n", "\u2028") + "\n",
-    "a separator of files": "# x\x1c" + _HIDDEN.replace("\n", "\x1c") + "\n",
-    "a form feed": "# x\x0c" + _HIDDEN.replace("\n", "\x0c") + "\n",
-    "a text that begins beside a statement": f'import os; TEXT = """\n{_HIDDEN}\n#"""\n',
-    "a text that begins beside a function": f"import os; x = 1; TEXT = '''\n{_HIDDEN}\n#'''\n",
-}
-DECLARED = {
-    "escapes": "# coding: raw_unicode_escape\n# \\u000aimport os\n",
-    "UTF-7": "# -*- coding: utf-7 -*-\n# +AAo-import os\n",
-    "the second line": "# mine\n# vim: set fileencoding=unicode_escape :\n# \\nimport os\n",
-    "none of Python's": "# coding: nothing\n",
-}
-
-
-@pytest.mark.parametrize("name", SMUGGLED)
-def test_what_is_left_of_a_file_was_read_as_it_runs(name):
-    try:
-        kept = kernels_of(_KERNEL + SMUGGLED[name], "gemm.py", "gemm_kernel")
-    except AssertionError as error:
-        assert "may not stand in a file of kernels" in str(error)
-        return
-    space: dict = {}
-    code = compile(kept.replace("@triton.jit\n", ""), "gemm.py", "exec")
-    exec(code, space)
-    assert "Kernel" not in space and "torch" not in space
-
-
-@pytest.mark.parametrize("name", DECLARED)
-def test_a_declared_encoding_is_refused(name):
-    text = DECLARED[name]
-    with pytest.raises(AssertionError, match="declares the encoding"):
-        expect_kernel_file(text + HEAD + KERNEL, "scale.py")
-    with pytest.raises(AssertionError, match="declares the encoding"):
-        kernels_of(text + _KERNEL, "gemm.py", "gemm_kernel")
-    if name == "the second line":
-        return
-    # A statement that is left out uncovers the declaration below it.
-    with pytest.raises(AssertionError, match="declares the encoding"):
-        kernels_of("import os\n" + text + _KERNEL, "gemm.py", "gemm_kernel")
-
-
-@pytest.mark.parametrize("declaration", ["# -*- coding: utf-8 -*-\n", "# coding=UTF8\n"])
-def test_utf_8_may_be_declared(declaration):
-    expect_kernel_file(declaration + HEAD + KERNEL, "scale.py")
-    assert "def gemm_kernel" in kernels_of(declaration + _KERNEL, "gemm.py", "gemm_kernel")

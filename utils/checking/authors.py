@@ -1,0 +1,129 @@
+"""Whose code runs: a student's, Python's, a library's, or the course's; and on which line of a student's something happened."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import os
+import sys
+import sysconfig
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from utils.files import ROOT
+
+# The course's own code. It is a constant, and no list to register at: a submission could register its own folder too.
+_COURSE = tuple(str(ROOT / folder) + os.sep for folder in ("utils", "instructor"))
+
+
+def _library_folders(search_path: list[str]) -> tuple[str, ...]:
+    """Return the folders of Python and of installed libraries; a host's may be added to the path by a .pth file."""
+    folders = [sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders += [p for p in search_path if os.path.isabs(p) and {"site-packages", "dist-packages"} & {*Path(p).parts}]
+    return tuple(dict.fromkeys(os.path.realpath(folder) + os.sep for folder in folders))
+
+
+_LIBRARIES = _library_folders(sys.path)  # as it was before any of a student's code could change the path
+
+# Where libraries and the course hold formulas written out in Python: whoever calls those has not written them.
+_TORCH = os.path.realpath(os.path.dirname(torch.__file__)) + os.sep
+_IN_TORCH = (
+    *("_refs", "_prims", "_decomp", "_inductor", "_higher_order_ops", os.path.join("nn", "attention")),
+    *("ao", "onnx", "testing", "masked", "distributed", "sparse", "distributions"),
+)
+_MODELS = ("transformers", "diffusers", "flash_attn", "xformers", "timm", "liger_kernel", "torchao", "torchtune", "fla")
+_FORMULAS = (
+    *((_TORCH + part + os.sep, os.path.dirname(_TORCH[:-1]) + os.sep) for part in _IN_TORCH),
+    *((folder + name + os.sep, folder) for folder in _LIBRARIES for name in _MODELS),
+    *((str(ROOT / "utils" / part) + os.sep, str(ROOT) + os.sep) for part in ("attention", "kernels", "model", "bench")),
+)
+# Masks and score modifiers, which the labs hand out.
+_HANDED_OUT = tuple(str(ROOT / "utils/attention/masks" / name) for name in ("mask_mods.py", "score_mods.py"))
+
+
+@functools.cache
+def _place(file: str) -> str:
+    """Return the path of a code's file without links; a name such as <cell 3> stays. Every operator asks for some of them."""
+    return os.path.realpath(file) if os.path.isabs(file) else file
+
+
+@functools.cache
+def _owner(file: str) -> str:
+    """Return "student", the file of a library's or the course's formulas, or "" for what lies between the two."""
+    path = _place(file)
+    for folder, above in _FORMULAS:
+        if path.startswith(folder) and path not in _HANDED_OUT:
+            return path.removeprefix(above)
+    inside = path.startswith((*_COURSE, *_LIBRARIES)) or file.startswith(("<frozen", "<__array", "<eval_with_key"))
+    return "" if inside else "student"
+
+
+def is_students(code: types.CodeType) -> bool:
+    """Return whether a student wrote the code: not Python's, an installed library's, or the course's."""
+    name = code.co_filename
+    if name.startswith(("<frozen", "<__array", "<eval_with_key")):
+        return False
+    return not _place(name).startswith((*_COURSE, *_LIBRARIES))
+
+
+def lender() -> str:
+    """Return the file and function of a library that runs an operator now, on behalf of a student; "" if there is none."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        owner = _owner(frame.f_code.co_filename)
+        if owner:
+            return "" if owner == "student" else f"{owner}, {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+@dataclass(frozen=True)
+class StudentLine:
+    """A line of a student's code: where something happened."""
+
+    function: str
+    number: int
+    text: str
+
+    def __str__(self) -> str:
+        place = "at the top of the cell" if self.function == "<module>" else f"in {self.function}"
+        return f"{place}, line {self.number}" + (f": {self.text}" if self.text else "")
+
+
+def _line(code: types.CodeType, number: int) -> StudentLine:
+    return StudentLine(code.co_name, number, linecache.getline(code.co_filename, number).strip())
+
+
+def lines_of_traceback(trace: types.TracebackType | None, skip: types.CodeType | None = None) -> list[StudentLine]:
+    """Return the lines of a traceback that a student wrote, outermost first.
+
+    Args:
+        trace: the traceback.
+        skip: the code of a check; its frames do not count, nor do those of the functions that it defines.
+    """
+    skipped = _with_inner_functions(skip) if skip is not None else set()
+    lines = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code not in skipped and is_students(code):
+            lines.append(_line(code, trace.tb_lineno))
+        trace = trace.tb_next
+    return lines
+
+
+def _with_inner_functions(code: types.CodeType) -> set[types.CodeType]:
+    inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    return {code}.union(*map(_with_inner_functions, inner))
+
+
+def line_of_stack() -> StudentLine | None:
+    """Return the innermost line of a student's that runs now."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if is_students(frame.f_code):
+            return _line(frame.f_code, frame.f_lineno)
+        frame = frame.f_back
+    return None

@@ -1,0 +1,58 @@
+"""What an answer does to memory: it reads nothing that is not written, and stays on its inputs' device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fill new memory of `torch.empty` with NaN: a function that reads it before writing gets NaN."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+class _ScalarsOfNothing(TorchFunctionMode):
+    """Answers 1.0 when a value of a meta tensor is read; such a tensor has no values."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") in ("item", "__float__"):
+            return 1.0
+        return func(*args, **(kwargs or {}))
+
+
+def expect_follows_device(function: Callable[..., torch.Tensor], *shapes: tuple[int, ...], what: str) -> None:
+    """Assert that the result is on the device of the inputs, with inputs on a device that is not the default one.
+
+    That device is "meta": tensors with shapes and without values, which every machine has. A function that needs values of
+    its inputs, for example to branch on them, cannot run there and is not judged.
+
+    Args:
+        function: the answer.
+        *shapes: shapes of its inputs.
+        what: name of the answer, the subject of the message.
+    """
+    inputs = [torch.empty(*shape, device="meta") for shape in shapes]
+    hint = "Create tensors with device=a.device (the device of the input): on a GPU they must not land on the CPU."
+    try:
+        with _ScalarsOfNothing():
+            result = function(*inputs)
+    except RuntimeError as error:
+        if "same device" in str(error) or "devices" in str(error):
+            raise AssertionError(f"{what} mixes devices when its inputs are not on the CPU. {hint}") from None
+        return
+    except Exception:
+        return
+    if isinstance(result, torch.Tensor) and result.device.type != "meta":
+        raise AssertionError(f"{what} should be on its inputs' device, and is on the {result.device.type}. {hint}")
