@@ -95,9 +95,6 @@ def grade(
     question: Annotated[str | None, typer.Option(help="Replace one question's result: 1.1 or 'bonus 1.4'.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Grade again what was graded from the same files.")] = False,
     memory: Annotated[float, typer.Option(help="GB that a process of a submission may add.", min=0.5)] = 6.0,
-    prove: Annotated[
-        bool, typer.Option("--prove", help="Run the record of each forbidding check's call again: slower, and new.")
-    ] = False,
     due: Annotated[str | None, typer.Option(help="The due date, such as '2026-12-01 23:59 +0100'.")] = None,
     roster: Annotated[
         Path | None, typer.Option(help="A CSV with id, first_name, last_name, email; kept in the course.")
@@ -136,9 +133,7 @@ def grade(
             for student, why in intake.refused.items():
                 typer.echo(f"  not taken in: {for_terminal(student)}: {for_terminal(why)}")
         found = submissions(course.root, built.name, only)
-        seconds = about_seconds(
-            built, len(found), 0 if scheduler else jobs, Limits(gpu=gpu, memory_gb=memory, prove=prove)
-        )
+        seconds = about_seconds(built, len(found), 0 if scheduler else jobs, Limits(gpu=gpu, memory_gb=memory))
         words = "" if seconds is None else f"; about {_duration(seconds)}, if all of them are to be graded"
         typer.echo(f"{counted(len(found), 'submission')}{words}")
         with _bar(f"grading {built.name}", len(found)) as advance:
@@ -149,7 +144,7 @@ def grade(
                 jobs=jobs,
                 scheduler=scheduler,
                 timeout=timeout,
-                limits=Limits(gpu=gpu, memory_gb=memory, prove=prove),
+                limits=Limits(gpu=gpu, memory_gb=memory),
                 again=again or bool(only),
                 question=question,
                 progress=advance,

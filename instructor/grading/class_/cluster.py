@@ -383,7 +383,7 @@ def about_seconds(built: Built, submissions: int, workers: int, limits: Limits) 
     known = known_calibration(built, limits)
     if known is None or not workers:
         return None
-    each = known.result.seconds
+    each = known.seconds
     rounds = -(-submissions // min(workers, max(1, submissions)))
     return START_SECONDS + rounds * each
 
