@@ -104,7 +104,8 @@ class Watcher:
                 if is_students(args[0]):
                     self.files.setdefault(args[0].co_filename, self.files.get(caller.f_code.co_filename, self.cell))
                 return
-            code = _beyond_library(caller)
+            # Logging and warnings look at frames on their own account.
+            code = caller.f_code if event in (*_FRAMES, *_TRACES) else _beyond_library(caller)
             if is_students(code) and (found := self._kind(event, args)):
                 self.sign(*found, code)
         except Exception:  # a sign that cannot be read is none; the student's call goes on

@@ -121,7 +121,8 @@ class Checker:
 
     def _result(self, plan: Plan, began: float) -> SubmissionResult:
         skipped = [s.name for s in plan.steps if s.kind == "skipped"]
-        plan.notebook.metadata["grading"] = {"walls": self.walls, "not_run": skipped}
+        waits = {name: cell.message for name, cell in self.cells.items() if cell.status == "flagged"}
+        plan.notebook.metadata["grading"] = {"walls": self.walls, "not_run": skipped, "waits": waits}
         return SubmissionResult(
             student=self.job.student,
             lab=self.job.lab,
