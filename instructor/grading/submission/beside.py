@@ -16,6 +16,7 @@ RUNNERS = {
 # Functions that work on live objects of the student's, such as compiled masks: they run where these objects are.
 BESIDE = {"utils.checking.masks": ("kernels_for",)}
 ON_GPU = ("run_file",)  # of the runners, the ones that need a GPU
+_STARTS = ("compile", "subprocess.Popen", "os.posix_spawn", "os.exec", "os.system")  # audit events
 INTERPRETED = ("utils.kernels.interpreter",)  # these need a process in which Triton interprets kernels
 
 
@@ -45,15 +46,22 @@ def put_behind_walls(base: dict, runner: Callable, beside: Callable) -> None:
                 base.update({key: after for key, value in base.items() if value is before})
 
 
-def refuse_to_run(texts: list[str]) -> Callable[[str, tuple], None]:
-    """An audit hook that keeps a student's texts from being run here, and processes from being started with them."""
+def refuse_to_run(texts: list[str], testing: Callable[[], bool]) -> Callable[[str, tuple], None]:
+    """An audit hook that keeps a student's texts from being run in a check, and processes from being started with them.
+
+    Args:
+        texts: of the student's files.
+        testing: says whether a check runs now.
+    """
 
     def refuse(event: str, args: tuple) -> None:
+        if event not in _STARTS or not testing():  # a million other events come here
+            return
         if event == "compile" and texts and args[1] != "<unknown>":  # that is ast.parse, which runs nothing
             text = args[0].decode(errors="replace") if isinstance(args[0], bytes) else args[0]
             if isinstance(text, str) and any(own in text for own in texts):
                 raise CannotTravel("the check runs a student's text itself")
-        elif event in ("subprocess.Popen", "os.posix_spawn", "os.exec", "os.system"):
+        elif event != "compile":
             raise CannotTravel(f"the check starts a process ({event})")
 
     return refuse

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import collections
+import dataclasses
 import inspect
 import types
 
@@ -12,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from instructor.grading.wire.channel import WireError
 from instructor.grading.wire.values import DTYPES
-from utils.checking.watching import LABELS, StudentLine
+from utils.checking.watching import LABELS, OperationWatch, StudentLine
 
 MAX_RECORDS = 150_000  # operators recorded in one call: 20 MB
 _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
-_COUNTERS = ("operations", "calls", "exits", "custom", "kernels", "borrowed")
+_COUNTERS = [field.name for field in dataclasses.fields(OperationWatch) if field.name not in ("lines", "rules")]
 
 # ---- in the student's process ------------------------------------------------------------------------------------
 
