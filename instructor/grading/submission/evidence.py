@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from instructor.grading.wire.channel import WireError
 from instructor.grading.wire.values import DTYPES
+from utils.checking import SizeWatch
 from utils.checking.watching import LABELS, OperationWatch, StudentLine
 
 MAX_RECORDS = 150_000  # operators recorded in one call: 20 MB
@@ -102,6 +103,20 @@ def describe_watch(watch) -> dict:
     return {**counts, "lines": lines}
 
 
+class _Nothing(TorchDispatchMode):
+    """A mode without data of its own."""
+
+
+MEASURED = ("largest", "products", "copied", "steps")  # what a `SizeWatch` holds, as data
+# It is filled where the operators run, and only what it holds travels; a mode that holds more is shown the record of them.
+SIZES_TRAVEL = {n for n in vars(SizeWatch()).keys() - vars(_Nothing()).keys() if n[0] != "_"} == {*MEASURED}
+
+
+def describe_sizes(sizes: SizeWatch) -> dict:
+    """What a `SizeWatch` measured, as data."""
+    return {name: getattr(sizes, name) for name in MEASURED}
+
+
 # ---- in the checker's process ------------------------------------------------------------------------------------
 
 
@@ -114,6 +129,24 @@ def merge_watch(watch, fields: dict) -> None:
         getattr(watch, name).update(collections.Counter(counts))
     for name, (function, number, text) in fields["lines"].items():
         watch.lines.setdefault(name, StudentLine(str(function), int(number), str(text)))
+
+
+def merge_sizes(sizes: SizeWatch, fields: dict) -> None:
+    """Add to a `SizeWatch` of the check what was measured in the student's process."""
+    for name, elements in fields["largest"].items():
+        if type(elements) is not int:
+            raise WireError("a size that is no number")
+        sizes.largest[name] = max(sizes.largest.get(name, 0), elements)
+    sizes.products += [tuple(map(int, product)) for product in fields["products"]]
+    sizes.copied += [(str(name), int(elements)) for name, elements in fields["copied"]]
+    for name, shapes, *numbers in fields["steps"]:
+        sizes.steps.append((str(name), tuple(tuple(map(int, shape)) for shape in shapes), *map(_number, numbers)))
+
+
+def _number(value) -> int | float:
+    if type(value) not in (int, float):
+        raise WireError("an argument that is no number")
+    return value
 
 
 class _RecordedOperator:

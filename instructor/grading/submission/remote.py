@@ -21,7 +21,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from instructor.grading.submission.conditions import expect_sdpa_switches, sdpa_switches, set_sdpa_switches
-from instructor.grading.submission.evidence import MAX_RECORDS, merge_watch, replay
+from instructor.grading.submission.evidence import MAX_RECORDS, SIZES_TRAVEL, merge_sizes, merge_watch, replay
 from instructor.grading.submission.exceptions import error_with_lines
 from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import BlockMasks
@@ -29,7 +29,7 @@ from instructor.grading.wire.channel import Channel, Closed, TooLate, WireError
 from instructor.grading.wire.containers import containers_in, overwrite
 from instructor.grading.wire.signatures import make_proxy, parameters_of
 from instructor.grading.wire.values import Decoder, Encoder
-from utils.checking import watching
+from utils.checking import SizeWatch, watching
 
 TOO_MANY = (
     f"this call runs more than {MAX_RECORDS:,} operators of torch, and the check looks at the size of each. Let an operator work on "
@@ -261,7 +261,9 @@ class Remote:
     def _call(self, number: int | Callable, args: tuple, kwargs: dict, step: bool, levels: vmaps.Levels):
         dispatch, functions = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
         watches = [mode.seen for mode in dispatch if type(mode) is watching._Dispatch]
-        replayed = [mode for mode in dispatch if type(mode) is not watching._Dispatch]
+        others = [mode for mode in dispatch if type(mode) is not watching._Dispatch]
+        sizes = [mode for mode in others if SIZES_TRAVEL and type(mode) is SizeWatch]
+        replayed = [mode for mode in others if not any(mode is known for known in sizes)]
         shipped = [mode for mode in functions if type(mode) is not watching._Calls]
         encode, before = self.encoder(levels), self.last_key
         conditions = {
@@ -270,6 +272,7 @@ class Remote:
             "fill": torch.are_deterministic_algorithms_enabled(),
             "watch": bool(watches),
             "record": bool(replayed),
+            "sizes": bool(sizes),
             "sdpa": sdpa_switches(),
             "silent": bool(warnings.filters) and warnings.filters[0][0] == "ignore",  # the caller hides warnings
             "profile": bool(torch.autograd._profiler_enabled()),
@@ -293,8 +296,12 @@ class Remote:
                 decode = self._take_effects(reply, blobs, levels, [*containers_in((*args, *kwargs.values()))])
                 for watch in watches:
                     merge_watch(watch, reply["watch"])
+                if (sizes or replayed) and reply["cut"] is True:
+                    raise _mark_as_students(RuntimeError(TOO_MANY))
+                for measured in sizes:
+                    merge_sizes(measured, reply["sizes"])
                 if replayed:
-                    self._replay(replayed, reply)
+                    replay(replayed, reply["records"])
                 value = self._conclude(reply, decode)
             except (WireError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
                 if getattr(error, "remote", False):
@@ -335,12 +342,6 @@ class Remote:
             self.shown.append(reply["shown"][:20_000])
         return decode
 
-    def _replay(self, modes: list, reply: dict) -> None:
-        """Show the check's own modes what ran in the call."""
-        if reply["cut"] is True:
-            raise _mark_as_students(RuntimeError(TOO_MANY))
-        replay(modes, reply["records"])
-
     def _conclude(self, reply: dict, decode: Decoder):
         """The result of a call; or raise what the call raised."""
         if reply["op"] == "raised":
@@ -359,7 +360,8 @@ class Remote:
             args, kwargs = decode(message["args"]), decode(message["kwargs"])
         encode = self.encoder(levels)
         try:
-            with vmaps.enter_levels(levels), _indices(message["indices"] is True):
+            # What the check's own functions do is not the student's: no mode of the check sees it.
+            with vmaps.enter_levels(levels), _disable_current_modes(), _indices(message["indices"] is True):
                 value = next(target) if message["next"] is True else target(*args, **kwargs)
             node = self._encode(encode, value)
             reply = {"op": "value", "value": node, "updates": self._updates(encode)}

@@ -30,7 +30,7 @@ from instructor.grading.submission.conditions import (
     set_conditions,
     uncompiled_flex,
 )
-from instructor.grading.submission.evidence import Profile, Recorder, describe_watch
+from instructor.grading.submission.evidence import MAX_RECORDS, Profile, Recorder, describe_sizes, describe_watch
 from instructor.grading.submission.exceptions import describe_error, rebuild_error, words_of
 from instructor.grading.submission.outputs import Outputs, Stream
 from instructor.grading.wire import vmaps
@@ -39,7 +39,7 @@ from instructor.grading.wire.channel import Channel, Closed, WireError
 from instructor.grading.wire.containers import Container, containers_in
 from instructor.grading.wire.signatures import make_proxy, parameters_of
 from instructor.grading.wire.values import Decoder, Encoder, tensor_bytes
-from utils.checking import is_answered
+from utils.checking import SizeWatch, is_answered
 from utils.checking.watching import watch_operations
 
 MAX_PROCESSES = 16  # that a cell may leave behind
@@ -214,11 +214,13 @@ class Student:
         modes = decode(conditions["modes"])
         self.outputs = outputs = Outputs()
         self._redirect(outputs)
-        recorder = watch = profile = raised = value = None
+        recorder = sizes = watch = profile = raised = value = None
         with contextlib.ExitStack() as stack:
             set_conditions(stack, conditions)
             if conditions["record"]:
                 recorder = stack.enter_context(Recorder())
+            if conditions["sizes"]:
+                sizes = stack.enter_context(SizeWatch())
             for mode in modes:
                 stack.enter_context(mode)
             if conditions["watch"]:
@@ -249,6 +251,8 @@ class Student:
         reply["containers"] = [[number, *container.nodes(encode)] for number, container in changed]
         if watch is not None:
             reply["watch"] = describe_watch(watch)
+        if sizes is not None:
+            reply["sizes"], reply["cut"] = describe_sizes(sizes), len(sizes.steps) > MAX_RECORDS
         if recorder is not None:
             reply["records"], reply["cut"] = recorder.records, recorder.cut
         reply["sdpa"], reply["filters"] = after, left
