@@ -175,7 +175,8 @@ class Remote:
             if tensor._version != self.versions[key]:
                 self.versions[key] = tensor._version
                 known, encode.known = encode.known, None
-                changed.append([key, self._encode(encode, tensor.detach())])
+                with _disable_current_modes():
+                    changed.append([key, self._encode(encode, tensor.detach())])
                 encode.known = known
         return changed
 

@@ -254,7 +254,7 @@ class Student:
         if sizes is not None:
             reply["sizes"], reply["cut"] = describe_sizes(sizes), len(sizes.steps) > MAX_RECORDS
         if recorder is not None:
-            reply["records"], reply["cut"] = recorder.records, recorder.cut
+            reply["records"], reply["cut"] = recorder.records, recorder.cut or reply.get("cut", False)
         reply["sdpa"], reply["filters"] = after, left
         reply["profile"] = profile.names[:100_000] if profile is not None else []
         reply["shown"] = "".join(i.get("text", "") for i in outputs.items)[:20_000]
