@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,9 +63,7 @@ class Course:
         # The kernels import `utils` and `instructor.checks` from here. Each gets one thread: several torch processes
         # with many threads on few cores slow each other down tenfold.
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        # nbgrader calls `alembic` by name. It is installed next to this Python, whose environment may not be activated.
-        commands = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
-        environment = {**os.environ, "PYTHONPATH": path, "PATH": commands}
+        environment = {**os.environ, "PYTHONPATH": path, "PATH": _path_with_scripts()}
         environment.setdefault("OMP_NUM_THREADS", "1")
         done = subprocess.run(
             [sys.executable, "-m", "nbgrader", *arguments],
@@ -73,9 +73,28 @@ class Course:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
+        self._drop_empty_database()
         if check and done.returncode != 0:
             raise CourseError(f"nbgrader {' '.join(arguments)} failed ({done.returncode}):\n{done.stdout}")
         return done.stdout
+
+    @contextmanager
+    def gradebook(self) -> Iterator:
+        """Nbgrader's gradebook, open for reading and writing."""
+        from nbgrader.api import Gradebook
+
+        os.environ["PATH"] = _path_with_scripts()
+        self._drop_empty_database()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # SQLAlchemy's warnings about nbgrader
+            with Gradebook(self.database, self.course_id) as gradebook:
+                yield gradebook
+
+    def _drop_empty_database(self) -> None:
+        """Remove the empty file that stays when the disk is full; nbgrader would take it for a gradebook without a version."""
+        file = self.root / "gradebook.db"
+        if file.is_file() and not file.stat().st_size:
+            file.unlink()
 
     def release(self, built: Built) -> Path:
         """Put a lab's instructor notebook into `source/` and generate the students' one; returns the latter's path."""
@@ -99,9 +118,7 @@ class Course:
 
     def scores(self, lab: str) -> dict[str, dict[str, Score]]:
         """{student: {id of a graded cell: Score}} of a lab, as the gradebook has it now."""
-        from nbgrader.api import Gradebook
-
-        with Gradebook(self.database, self.course_id) as gradebook:
+        with self.gradebook() as gradebook:
             return {
                 submission.student.id: {
                     grade.name: Score(grade.auto_score, grade.manual_score, grade.max_score, grade.needs_manual_grade)
@@ -110,6 +127,12 @@ class Course:
                 }
                 for submission in gradebook.assignment_submissions(lab)
             }
+
+
+def _path_with_scripts() -> str:
+    """PATH with the folder of this environment first: nbgrader calls `alembic` by name, and nobody has to activate it."""
+    paths = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    return os.pathsep.join(dict.fromkeys([sysconfig.get_path("scripts"), *paths]))
 
 
 def answered_notebook(built: Built, answers: Mapping[str, str] | None = None) -> str:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import threading
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,19 +14,10 @@ from typing import Annotated
 
 import typer
 
-# The imports below load torch, which takes seconds. Libraries swallow a KeyboardInterrupt that meets them half imported, and
-# the command would go on. So until they are done, Ctrl-C ends the process by itself: nothing is begun that could be lost.
-_ours = (
-    threading.current_thread() is threading.main_thread()
-    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-)
-if _ours:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-from utils.bench.cli import app as bench  # noqa: E402 (after the line above)
-from utils.bench.terminal import errors_as_lines, progress_bar, show_table  # noqa: E402
-from utils.files import ROOT  # noqa: E402
-from utils.progress.record import (  # noqa: E402
+from utils.bench.cli import app as bench
+from utils.bench.terminal import errors_as_lines, progress_bar, show_table
+from utils.files import ROOT
+from utils.progress.record import (
     BY_HAND,
     FAILED,
     PASSED,
@@ -44,9 +33,6 @@ from utils.progress.record import (  # noqa: E402
     run_checks,
     summary,
 )
-
-if _ours:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="The GPU efficiency labs: check, open, measure.")
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, tzinfo
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+
+if TYPE_CHECKING:
+    from instructor.grading.sandbox.walls import Limits
 
 app = typer.Typer()
 MAX_FLAGS = 12  # of one submission that are printed
@@ -95,10 +101,10 @@ def grade(
     question: Annotated[str | None, typer.Option(help="Replace one question's result: 1.1 or 'bonus 1.4'.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Grade again what was graded from the same files.")] = False,
     memory: Annotated[float, typer.Option(help="GB that a process of a submission may add.", min=0.5)] = 6.0,
-    prove: Annotated[
-        bool, typer.Option("--prove", help="Run the record of each forbidding check's call again: slower, and new.")
-    ] = False,
     due: Annotated[str | None, typer.Option(help="The due date, such as '2026-12-01 23:59 +0100'.")] = None,
+    zone: Annotated[
+        str | None, typer.Option(help="The time zone of --zip's times, and of --due without one; else this machine's.")
+    ] = None,
     roster: Annotated[
         Path | None, typer.Option(help="A CSV with id, first_name, last_name, email; kept in the course.")
     ] = None,
@@ -107,40 +113,27 @@ def grade(
     for package in ("distributed", "cloudpickle"):
         if find_spec(package) is None:
             _fail(f"grading needs {package}, which is not installed here: pip install -e '.[grading]'.")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # several torch processes on few cores slow each other down tenfold
-    from instructor.course import Course, CourseError
-    from instructor.grading.class_ import late
-    from instructor.grading.class_ import roster as people
-    from instructor.grading.class_.cluster import about_seconds, grade_class, question_id
-    from instructor.grading.class_.intake import IntakeError, submissions, take_in, without_submission
+    from instructor.grading.class_.dates import read_date, time_zone
+    from instructor.grading.class_.lock import only_grader
     from instructor.grading.sandbox.walls import Limits
-    from instructor.grading.submission.harmless import for_terminal
-    from instructor.grading.submission.results import GradingError
-    from instructor.points import counted
 
-    built = _build(lab)
-    if question is not None and question_id(question) not in {q.key for q in built.questions}:
-        _fail(f"{built.name} has no question {question!r}; it has {', '.join(q.key for q in built.questions)}.")
+    limits = Limits(gpu=gpu, memory_gb=memory)
     if archive is None and not course_folder.is_dir():
         _fail(f"{course_folder} is no folder: name the course's with --course, or take in a zip with --zip.")
-    try:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # several torch processes on few cores slow each other down tenfold
+    with _errors_as_lines(course_folder), only_grader(course_folder, _name(lab)):
+        from instructor.course import Course
+        from instructor.grading.class_.cluster import grade_class, question_id
+        from instructor.grading.class_.late import set_due_date
+
+        built = _build(lab)
+        if question is not None and question_id(question) not in {q.key for q in built.questions}:
+            _fail(f"{built.name} has no question {question!r}; it has {', '.join(q.key for q in built.questions)}.")
         course = Course(course_folder, timeout=int(timeout))
-        if roster is not None:
-            known = people.read_roster(roster)
-            if roster.resolve() != people.roster_path(course).resolve():
-                people.roster_path(course).write_bytes(roster.read_bytes())
-            typer.echo(f"{len(known)} people in the roster")
-        if archive is not None:
-            intake = take_in(archive, course.root, built.name)
-            typer.echo(f"{counted(len(intake), 'submission')} taken in from {archive.name}")
-            for student, why in intake.refused.items():
-                typer.echo(f"  not taken in: {for_terminal(student)}: {for_terminal(why)}")
-        found = submissions(course.root, built.name, only)
-        seconds = about_seconds(
-            built, len(found), 0 if scheduler else jobs, Limits(gpu=gpu, memory_gb=memory, prove=prove)
-        )
-        words = "" if seconds is None else f"; about {_duration(seconds)}, if all of them are to be graded"
-        typer.echo(f"{counted(len(found), 'submission')}{words}")
+        local = time_zone(zone)
+        date = read_date(due, local) if due is not None else None
+        found = _found(course, built, roster, archive, local, only)
+        _announce(built, len(found), 0 if scheduler else jobs, limits)
         with _bar(f"grading {built.name}", len(found)) as advance:
             summary = grade_class(
                 course,
@@ -149,33 +142,70 @@ def grade(
                 jobs=jobs,
                 scheduler=scheduler,
                 timeout=timeout,
-                limits=Limits(gpu=gpu, memory_gb=memory, prove=prove),
+                limits=limits,
                 again=again or bool(only),
                 question=question,
                 progress=advance,
             )
-        if due is not None:
-            typer.echo(f"due {late.set_due_date(course, built.name, due):%Y-%m-%d %H:%M} UTC")
-        absent = people.put_names(course, [result.student for result in summary.graded])
-        penalties = late.apply_penalties(course, built.name)
+        if date is not None:
+            set_due_date(course, built.name, date)
+            typer.echo(f"due {date:%Y-%m-%d %H:%M} UTC")
+        renamed = {submission.student: submission.note for submission in found if submission.note}
+        _report(summary, course, built.name, renamed, everybody=not only)
+    if summary.failed:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _errors_as_lines(folder: Path) -> Iterator[None]:
+    """Print what stops a command as one line that says what to do, and leave with status 2."""
+    from instructor.course import CourseError
+    from instructor.grading.submission.results import GradingError
+
+    try:
+        yield
     except KeyboardInterrupt:
         typer.echo("interrupted: what was graded is in the gradebook; run the same command again to go on", err=True)
         raise typer.Exit(130) from None
-    except (IntakeError, GradingError, CourseError) as error:
+    except (GradingError, CourseError) as error:
         _fail(error)
     except OSError as error:  # a full disk, a folder that may not be written
-        _fail(f"{error.strerror or error}: {error.filename or course_folder}. What was graded until then is kept.")
+        _fail(f"{error.strerror or error}: {error.filename or folder}. What was graded until then is kept.")
     except Exception as error:
         if type(error).__module__.partition(".")[0] != "sqlalchemy":
             raise
-        _fail(f"the gradebook {course_folder / 'gradebook.db'} cannot be written: {str(error).splitlines()[0]}")
-    missing = without_submission(course.root, built.name)
-    if not only:
-        taken_in = people.find_people(absent, missing)
-        missing |= {p.id: f"{p.name}: handed in nothing" for p in absent if p not in taken_in.values()}
-    _report(summary, course, built.name, missing, penalties)
-    if summary.failed:
-        raise typer.Exit(1)
+        _fail(f"the gradebook {folder / 'gradebook.db'} cannot be written: {str(error).splitlines()[0]}")
+
+
+def _found(course, built, roster: Path | None, archive: Path | None, zone: tzinfo, only: list[str] | None) -> list:
+    """Take in the roster and the zip, and find the submissions."""
+    from instructor.grading.class_ import roster as people
+    from instructor.grading.class_.intake import submissions, take_in
+    from instructor.grading.submission.harmless import for_terminal
+    from instructor.points import counted
+
+    if roster is not None:
+        known = people.read_roster(roster)
+        if roster.resolve() != people.roster_path(course).resolve():
+            people.roster_path(course).write_bytes(roster.read_bytes())
+        typer.echo(f"{len(known)} people in the roster")
+    if archive is not None:
+        intake = take_in(archive, course.root, built.name, zone)
+        where = zone.tzname(datetime.now()) or zone
+        typer.echo(f"{counted(len(intake), 'submission')} taken in from {archive.name}, its times read as {where}")
+        for student, why in intake.refused.items():
+            typer.echo(f"  not taken in: {for_terminal(student)}: {for_terminal(why)}")
+    return submissions(course.root, built.name, only)
+
+
+def _announce(built, count: int, jobs: int, limits: Limits) -> None:
+    """Say how many submissions there are, and how long all of them will take, if something like it has been measured."""
+    from instructor.grading.class_.cluster import about_seconds
+    from instructor.points import counted
+
+    seconds = about_seconds(built, count, jobs, limits)
+    words = "" if seconds is None else f"; about {_duration(seconds)}, if all of them are to be graded"
+    typer.echo(f"{counted(count, 'submission')}{words}")
 
 
 def _bar(title: str, total: int):
@@ -214,12 +244,28 @@ def _duration(seconds: float) -> str:
     return counted(max(1, round(seconds / 60)), "minute") if seconds < 5400 else f"{seconds / 3600:.1f} hours"
 
 
-def _report(summary, course, lab: str, missing: dict[str, str], penalties: dict[str, float]) -> None:
-    from instructor.grading.class_ import gradebook
-    from instructor.grading.class_.intake import arrivals
+def _report(summary, course, lab: str, renamed: dict[str, str], everybody: bool) -> None:
+    """Print who has what, and write it as a table.
+
+    Args:
+        summary: of the run.
+        course: whose gradebook has the results.
+        lab: the lab's name.
+        renamed: student -> what to know of the file that stood in the folder.
+        everybody: the run was over the whole class, so whoever is in the roster and not in it handed in nothing.
+    """
+    from instructor.grading.class_ import gradebook, late
+    from instructor.grading.class_.intake import arrivals, without_submission
+    from instructor.grading.class_.roster import find_people, put_names
     from instructor.grading.submission.harmless import for_terminal
     from instructor.points import answers_wait, counted, number_text
 
+    absent = put_names(course, [result.student for result in summary.graded])
+    penalties, after = late.apply_penalties(course, lab), late.late_students(course, lab)
+    missing = without_submission(course.root, lab)
+    if everybody:
+        taken_in = find_people(absent, missing)
+        missing |= {p.id: f"{p.name}: handed in nothing" for p in absent if p not in taken_in.values()}
     graded, waiting = summary.graded, 0
     for result in graded:
         waiting += sum(cell.status in ("by_hand", "flagged") for cell in result.cells.values())
@@ -229,7 +275,7 @@ def _report(summary, course, lab: str, missing: dict[str, str], penalties: dict[
         f"{done} graded{resumed} in {summary.seconds:.0f} s, {len(summary.flagged)} flagged, "
         f"{answers_wait(waiting)}: labs formgrader --course {course.root}"
     )
-    rows = gradebook.summary_rows(graded, missing, arrivals(course.root, lab))
+    rows = gradebook.summary_rows(graded, missing, arrivals(course.root, lab), after, renamed)
     table = gradebook.write_summary(course, lab, rows)
     for row in rows:
         points = f"{number_text(row['points'])} of {number_text(row['of'])}" if row["points"] != "" else "-"
@@ -239,7 +285,7 @@ def _report(summary, course, lab: str, missing: dict[str, str], penalties: dict[
         ]
         extra += [
             counted(row["flags"], "flag") if row["flags"] else "",
-            row["late"] or ("late" if row["student"] in penalties else ""),
+            row["late"],
             f"{number_text(round(penalties[row['student']], 2))} taken for lateness"
             if row["student"] in penalties
             else "",
@@ -272,7 +318,7 @@ def feedback(
 ) -> None:
     """Write a page of feedback for each student, by `nbgrader generate_feedback`."""
     lab = _name(lab)
-    from instructor.course import Course
+    from instructor.course import CourseError
     from instructor.grading.class_.feedback import finish_pages
     from instructor.grading.class_.intake import meant
     from instructor.grading.class_.report import class_of
@@ -284,11 +330,14 @@ def feedback(
         if not (course_folder / "autograded" / student / lab).is_dir():
             known = [place.parent.name for place in (course_folder / "autograded").glob(f"*/{lab}")]
             _fail(f"{student!r} has nothing graded for {lab} in {course_folder}.{meant([student], known)}")
-    problem = ""
+    problem, course = "", _course(course_folder)
     for choice in [["--student", student] for student in only or []] or [[]]:
-        problem = _nbgrader(course_folder, "generate_feedback", lab, "--force", *choice) or problem
+        try:
+            course.nbgrader("generate_feedback", lab, "--force", *choice)
+        except CourseError as error:
+            problem = str(error)
     try:
-        students = class_of(Course(course_folder), lab)
+        students = class_of(course, lab)
     except GradingError:  # graded by nbgrader alone
         students = []
     finish_pages(folder, lab, students)
@@ -301,14 +350,12 @@ def feedback(
         _fail(f"without a page: {without}. What nbgrader said ends with:\n{problem[-2000:]}")
 
 
-def _nbgrader(folder: Path, *arguments: str) -> str:
-    """Run a command of nbgrader's in a course; returns what it said if it failed."""
-    from instructor.course import Course, CourseError
+def _course(folder: Path):
+    """The course in a folder, which has a gradebook and can be written."""
+    from instructor.course import Course
 
     if not (folder / "gradebook.db").is_file():
         _fail(f"{folder} has no gradebook.db: run `labs grade` with --course {folder} first.")
-    try:
-        Course(folder).nbgrader(*arguments)
-    except CourseError as error:
-        return str(error)
-    return ""
+    if not os.access(folder, os.W_OK):
+        _fail(f"{folder} cannot be written, by you or because its disk is read-only: nbgrader keeps its results there.")
+    return Course(folder)

@@ -45,13 +45,7 @@ points; hand in `{name}.ipynb`.
 [`utils` in one page](docs/utils.md) lists the helper package, and [how we measure](docs/measuring.md) says what a time means.
 """
 LEFT_OUT = ("__pycache__", ".ipynb_checkpoints", ".ruff_cache", ".pytest_cache")
-FOR_INSTRUCTORS = (
-    "docs/grading.md",
-    "docs/grading-log.md",  # names attacks, and what is open
-    "docs/instructors.md",
-    "docs/contributing.md",
-    "docs/points.md",
-)
+FOR_INSTRUCTORS = ("docs/grading.md", "docs/instructors.md", "docs/contributing.md", "docs/points.md")
 STRETCH = 3  # lines in a row that are no coincidence; those that any module has (`_SAYS_NOTHING`) do not count
 # What the library shares with a solution because it needs it itself: {(file, line): why}. `labs release` prints it.
 SHARED: dict[tuple[str, str], str] = {}

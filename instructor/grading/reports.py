@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from instructor.grading.commands import CourseFolder, Lab, _build, _fail, _name, _nbgrader
+from instructor.grading.commands import CourseFolder, Lab, _build, _course, _fail, _name
 
 app = typer.Typer()
-
-
-def _course(folder: Path):
-    from instructor.course import Course
-
-    if not (folder / "gradebook.db").is_file():
-        _fail(f"{folder} has no gradebook.db: run `labs grade` with --course {folder} first.")
-    return Course(folder)
 
 
 @app.command()
@@ -102,23 +95,26 @@ def export(
     ] = None,
 ) -> None:
     """Write the grades as CSV, or in the form of a learning platform."""
-    from instructor.grading.class_.platforms import FORMS, export_class
-    from instructor.grading.submission.results import GradingError
+    from instructor.grading.class_.platforms import FORMS, export_class, export_gradebook
 
     if form == "nbgrader":
         path = to or course_folder / "grades.csv"
-        if problem := _nbgrader(course_folder, "export", "--to", str(path.resolve())):
-            _fail(problem)
-        typer.echo(f"{path}")
-        return
+        return _exported(path, lambda: (path, export_gradebook(_course(course_folder), path)))
     if form not in FORMS:
         _fail(f"there is no form {form!r}: choose nbgrader, {', '.join(FORMS)}.")
     if lab is None:
         _fail(f"--as {form} is for one lab: `labs export lab1 --as {form}`.")
     name, course = _name(lab), _course(course_folder)
     path = to or course_folder / f"{name}-{form}{'' if form == 'gradescope' else '.csv'}"
+    _exported(path, lambda: export_class(course, name, form, path))
+
+
+def _exported(path: Path, write: Callable[[], tuple[Path, list[str]]]) -> None:
+    """Write an export, and print where it is and what to know of it."""
+    from instructor.grading.submission.results import GradingError
+
     try:
-        path, notes = export_class(course, name, form, path)
+        path, notes = write()
     except GradingError as error:
         _fail(error)
     except OSError as error:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from utils.machine import device
-
 
 class BenchError(Exception):
     """The input cannot be used. The message says what was given, what is allowed, and what to do next."""
@@ -54,4 +52,6 @@ def check_choices(name: str, text: str, allowed: Iterable[str]) -> tuple[str, ..
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, or the name of its type if the message is empty."""
+    from utils.machine import device  # loads torch
+
     return device.first_line(error) or type(error).__name__

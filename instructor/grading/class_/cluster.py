@@ -325,16 +325,17 @@ def grade_class(
     """
     began, limits = time.perf_counter(), limits or Limits()
     run = _ClassRun(course, built, timeout, limits, question, progress, len(submissions))
-    with gradebook.only_grader(course, built.name):
-        gradebook.prepare(course, built)
-        run.resume(submissions, again)
-        try:
-            if run.waiting:
-                with _calibrated_workers(built, limits, min(jobs, len(run.waiting)), scheduler, client) as workers:
-                    run.dispatch(workers, calibrate_there=limits.gpu or (scheduler is None and client is None))
-        finally:
-            run.merge()  # also when interrupted: what is graded is kept
-            run.summary.seconds = time.perf_counter() - began
+    gradebook.prepare(course, built)
+    run.resume(submissions, again)
+    try:
+        if run.waiting:
+            if known_calibration(built, limits) is None:
+                progress("the model answers first, once for each version of the lab", run.done, run.total)
+            with _calibrated_workers(built, limits, min(jobs, len(run.waiting)), scheduler, client) as workers:
+                run.dispatch(workers, calibrate_there=limits.gpu or (scheduler is None and client is None))
+    finally:
+        run.merge()  # also when interrupted: what is graded is kept
+        run.summary.seconds = time.perf_counter() - began
     return run.summary
 
 
@@ -383,7 +384,7 @@ def about_seconds(built: Built, submissions: int, workers: int, limits: Limits) 
     known = known_calibration(built, limits)
     if known is None or not workers:
         return None
-    each = known.result.seconds
+    each = known.seconds
     rounds = -(-submissions // min(workers, max(1, submissions)))
     return START_SECONDS + rounds * each
 

@@ -6,16 +6,12 @@ database. So the formgrader, `nbgrader generate_feedback` and `nbgrader export` 
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import fcntl
 import io
 import json
-import os
-import platform
+import re
 import shutil
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from instructor.build import Built
@@ -36,9 +32,9 @@ def prepare(course: Course, built: Built) -> None:
 
 
 def _is_known(course: Course, lab: str) -> bool:
-    from nbgrader.api import Gradebook, MissingEntry
+    from nbgrader.api import MissingEntry
 
-    with Gradebook(course.database, course.course_id) as gradebook:
+    with course.gradebook() as gradebook:
         try:
             return bool(gradebook.find_assignment(lab).notebooks)
         except MissingEntry:
@@ -50,12 +46,11 @@ def merge(course: Course, results: Mapping[str, SubmissionResult]) -> None:
 
     Each submission is one transaction: after an interruption the gradebook has all of it or nothing.
     """
-    from nbgrader.api import Gradebook, MissingEntry
+    from nbgrader.api import MissingEntry
 
     if not results:
         return
-    with warnings.catch_warnings(), Gradebook(course.database, course.course_id) as gradebook:
-        warnings.simplefilter("ignore")  # SQLAlchemy's warnings about nbgrader
+    with course.gradebook() as gradebook:
         for student, result in results.items():
             lab = result.lab
             _write_notebook(course, student, result)
@@ -68,7 +63,7 @@ def merge(course: Course, results: Mapping[str, SubmissionResult]) -> None:
                     grade = gradebook.find_grade(name, lab, lab, student)
                     waits = cell.status == "by_hand"
                     grade.auto_score = None if waits else cell.points
-                    # A sign of tampering takes the points for now; a person confirms it or gives them back.
+                    # An attempt at the walls takes the points for now; a person confirms it or gives them back.
                     flagged = cell.status == "flagged"
                     grade.needs_manual_grade = waits or flagged or grade.manual_score is not None
                     if name in commented:
@@ -149,13 +144,23 @@ def key_of_record(course: Course, lab: str, student: str) -> str | None:
 
 # ---- who has what ------------------------------------------------------------------------------------------------
 
-COLUMNS = ("student", "points", "of", "bonus", "waiting", "flags", "late", "state", "note")
-
 
 def summary_rows(
-    results: Iterable[SubmissionResult], missing: Mapping[str, str], arrivals: Mapping[str, Arrival]
+    results: Iterable[SubmissionResult],
+    missing: Mapping[str, str],
+    arrivals: Mapping[str, Arrival],
+    late: Collection[str] = (),
+    renamed: Mapping[str, str] | None = None,
 ) -> list[dict]:
-    """A row for everybody: points, answers that wait for a person, flags, and why there is no grade."""
+    """A row for everybody: points, answers that wait for a person, flags, and why there is no grade.
+
+    Args:
+        results: what was graded.
+        missing: student -> why there is nothing to grade.
+        arrivals: what the zips said.
+        late: the students who handed in after the due date.
+        renamed: student -> what to know of a file that stood in the folder.
+    """
     rows = []
     for result in results:
         waiting = [c for c in result.cells.values() if c.status in ("by_hand", "flagged")]
@@ -163,6 +168,7 @@ def summary_rows(
         broken = [f for f in result.flags if f.kind in ("unreadable", "not graded")]
         arrival = arrivals.get(result.student)
         notes = [f.detail for f in broken] + ([arrival.note] if arrival and arrival.note else [])
+        notes += [renamed[result.student]] if not arrival and renamed and result.student in renamed else []
         rows.append(
             {
                 "student": result.student,
@@ -171,49 +177,39 @@ def summary_rows(
                 "bonus": bonus,
                 "waiting": len(waiting),
                 "flags": len(result.flags),
-                "late": "late" if arrival and arrival.late else "",
+                "late": "late" if result.student in late or (arrival and arrival.late) else "",
                 "state": broken[0].kind if broken else "graded",
                 "note": "; ".join(notes),
             }
         )
     for student, why in missing.items():
-        late = arrivals[student].late if student in arrivals else False
-        blank = {"points": "", "of": "", "bonus": "", "waiting": "", "flags": "", "late": "late" if late else ""}
+        marked = student in arrivals and arrivals[student].late
+        blank = {"points": "", "of": "", "bonus": "", "waiting": "", "flags": "", "late": "late" if marked else ""}
         rows.append({"student": student, **blank, "state": "no notebook", "note": why})
     return sorted(rows, key=lambda row: str(row["student"]).casefold())
 
 
 def write_summary(course: Course, lab: str, rows: list[dict]) -> Path:
-    """Write the rows to `grading/<lab>/summary.csv`; text that a spreadsheet would run is quoted."""
+    """Write the rows to `grading/<lab>/summary.csv`."""
     path = course.root / "grading" / lab / "summary.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow(
-            {k: f"'{v}" if isinstance(v, str) and v[:1] in ("=", "+", "-", "@") else v for k, v in row.items()}
-        )
-    write_whole(path, buffer.getvalue())
+    write_whole(path, as_csv(rows))
     return path
 
 
-@contextlib.contextmanager
-def only_grader(course: Course, lab: str) -> Iterator[None]:
-    """Keep a second `labs grade` off the same lab of the same course; `GradingError` says that one is running."""
-    path = course.root / "grading" / f"{lab}.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            who = file.read().strip() or "of another machine"
-            raise GradingError(
-                f"{lab} of {course.root} is being graded already (process {who}). Wait until that has ended, and run "
-                "the command again: it goes on from there."
-            ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()} on {platform.node()}")
-        file.flush()
-        yield
+def as_csv(rows: list[dict]) -> str:
+    """Rows as CSV; text that a spreadsheet would run is quoted."""
+    buffer = io.StringIO()
+    if rows:
+        writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({k: harmless_cell(v) for k, v in row.items()})
+    return buffer.getvalue()
+
+
+def harmless_cell(value: object) -> object:
+    """A cell that no spreadsheet takes for a formula; a number, also a negative one, stays as it is."""
+    if not isinstance(value, str) or value[:1] not in ("=", "+", "-", "@", "\t", "\r"):
+        return value
+    return value if re.fullmatch(r"[+-]?\d+(\.\d+)?", value) else f"'{value}"

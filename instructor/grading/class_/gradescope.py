@@ -152,7 +152,7 @@ def main() -> None:
     try:
         if chosen.verb == "calibrate":
             found = calibrate(built)
-            print(f"the model answers of {built.name} have {found.result.score:g} points here")
+            print(f"the model answers of {built.name} have {found.score:g} points here")
         else:
             results = grade_submission(built, Path(os.environ.get("AUTOGRADER", "/autograder")))
             print(f"{built.name}: {results['score']:g} points")

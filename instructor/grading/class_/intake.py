@@ -16,14 +16,17 @@ import zipfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
+from datetime import datetime, tzinfo
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from instructor.grading.class_.dates import in_utc, time_zone
+from instructor.grading.submission.results import GradingError
 from utils.files import write_whole
 
 MAX_FILE = 64 << 20  # bytes of one notebook, unpacked
-MAX_MEMBERS = 20_000
+MAX_MEMBERS = 20_000  # of a zip that are one student's; many more in all
+MAX_ALL_MEMBERS = 1_000_000
 MAX_NAME = 120  # characters of a student's name
 MAX_NAME_BYTES = 180  # of it as UTF-8; a file system allows 255, and names of records and parts are longer
 MAX_FOLDER = 200  # bytes of the name of a folder in submitted/
@@ -33,16 +36,17 @@ _UNSAFE = re.compile(
 )  # in names of folders
 
 
-class IntakeError(ValueError):
+class IntakeError(GradingError):
     """Submissions that cannot be used; the message says what was found and what is expected."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A student's notebook for one lab: whose it is, and its path in the course."""
+    """A student's notebook for one lab: whose it is, its path in the course, and what a person should know of it."""
 
     student: str
     path: Path
+    note: str = ""
 
 
 @dataclass
@@ -162,18 +166,25 @@ def choose_name(files: Mapping[str, tuple[str, Any]], lab: str) -> tuple[str | N
 # ---- a zip -------------------------------------------------------------------------------------------------------
 
 
-def take_in(archive: Path, root: Path, lab: str) -> Intake:
-    """Copy the notebooks of a zip to `submitted/<student>/<lab>/<lab>.ipynb`, and note what was found of whom."""
+def take_in(archive: Path, root: Path, lab: str, zone: tzinfo | None = None) -> Intake:
+    """Copy the notebooks of a zip to `submitted/<student>/<lab>/<lab>.ipynb`, and note what was found of whom.
+
+    Args:
+        archive: a learning platform's zip.
+        root: the course's folder.
+        lab: the lab's name.
+        zone: of the times in the zip, which are the platform's local ones; by default this machine's.
+    """
     if not archive.is_file():
         raise IntakeError(f"{archive} is no file: name the zip that the learning platform gave you.")
     intake = Intake()
     try:
         with zipfile.ZipFile(archive) as file:
             members = [m for m in file.infolist() if not m.is_dir()]
-            if len(members) > MAX_MEMBERS:
-                raise IntakeError(f"{archive.name} has {len(members):,} members; at most {MAX_MEMBERS:,} are taken.")
+            if len(members) > MAX_ALL_MEMBERS:
+                raise IntakeError(f"{archive.name} has {len(members):,} members; at most {MAX_ALL_MEMBERS:,} are read.")
             for student, own in sorted(_by_student(file, members, lab).items()):
-                arrival, data = _choose(file, own, lab)
+                arrival, data = _choose(file, own, lab, zone or time_zone(None))
                 intake.arrivals[student] = arrival
                 if data is not None:
                     path = root / "submitted" / student / lab / f"{lab}.ipynb"
@@ -256,9 +267,11 @@ def _by_student(file: zipfile.ZipFile, members: list, lab: str) -> dict[str, lis
     return named
 
 
-def _choose(file: zipfile.ZipFile, own: list, lab: str) -> tuple[Arrival, bytes | None]:
+def _choose(file: zipfile.ZipFile, own: list, lab: str, zone: tzinfo) -> tuple[Arrival, bytes | None]:
     """The notebook of one student's files: the one whose name fits best, of several such the newest."""
     late = any(marked for _, _, marked in own)
+    if len(own) > MAX_MEMBERS:
+        return Arrival("", "", late, f"handed in {len(own):,} files; at most {MAX_MEMBERS:,} are read"), None
     plain = [entry for entry in own if not stat.S_ISLNK(entry[0].external_attr >> 16)]
     by_path = {m.filename: (m, name) for m, name, _ in plain}
     path, note = choose_name({path: (name, m.date_time) for path, (m, name) in by_path.items()}, lab)
@@ -267,7 +280,7 @@ def _choose(file: zipfile.ZipFile, own: list, lab: str) -> tuple[Arrival, bytes 
         return Arrival("", "", late, f"handed in {why}"), None
     member, name = by_path[path]
     try:
-        time = datetime(*member.date_time).strftime("%Y-%m-%d %H:%M:%S")
+        time = f"{in_utc(datetime(*member.date_time).replace(tzinfo=zone)):%Y-%m-%d %H:%M:%S UTC}"
     except ValueError:
         time = ""
     try:
@@ -288,12 +301,13 @@ def submissions(root: Path, lab: str, only: list[str] | None = None) -> list[Sub
     found = []
     folder = root / "submitted"
     for place in sorted(folder.iterdir()) if folder.is_dir() else []:
-        path = place / lab / f"{lab}.ipynb"
+        path, note = place / lab / f"{lab}.ipynb", ""
         if not (path.is_file() or path.is_symlink()):
             others = _notebooks(place / lab)
             path = others[0] if len(others) == 1 else path
+            note = f"the file was called {path.name}"
         if place.is_dir() and path.is_file() and not path.is_symlink() and not _why_unusable(place.name):
-            found.append(Submission(place.name, path))
+            found.append(Submission(place.name, path, note))
     if only:
         known = [s.student for s in found]
         unknown = sorted(set(only) - set(known))

@@ -10,7 +10,6 @@ from nbgrader.plugins import LateSubmissionPlugin
 from traitlets import Float
 
 from instructor.course import Course
-from instructor.grading.submission.results import GradingError
 
 DAY = 86_400
 
@@ -34,21 +33,16 @@ class LateDays(LateSubmissionPlugin):
         return min(score, score * days * self.percent_a_day / 100)
 
 
-def set_due_date(course: Course, lab: str, due: str) -> datetime:
-    """Store a lab's due date in the gradebook; returns it in UTC."""
-    from nbgrader.api import Gradebook
-    from nbgrader.utils import parse_utc
-
-    try:
-        when = parse_utc(due)
-    except (ValueError, OverflowError):
-        raise GradingError(
-            f"{due!r} is no date: write it as 2026-12-01 23:59 +0100; without an offset it is in UTC."
-        ) from None
-    with warnings.catch_warnings(), Gradebook(course.database, course.course_id) as gradebook:
-        warnings.simplefilter("ignore")  # SQLAlchemy's warnings about nbgrader
+def set_due_date(course: Course, lab: str, when: datetime) -> None:
+    """Store a lab's due date, in UTC and without an offset, in the gradebook."""
+    with course.gradebook() as gradebook:
         gradebook.update_or_create_assignment(lab, duedate=when)
-    return when
+
+
+def late_students(course: Course, lab: str) -> set[str]:
+    """The students whose submission came after the due date."""
+    with course.gradebook() as gradebook:
+        return {s.student.id for s in gradebook.assignment_submissions(lab) if s.total_seconds_late > 0}
 
 
 def apply_penalties(course: Course, lab: str) -> dict[str, float]:
@@ -57,23 +51,18 @@ def apply_penalties(course: Course, lab: str) -> dict[str, float]:
     A penalty is a share of the points, so it is set again when a person has given more of them.
     """
     from nbformat.v4 import new_notebook
-    from nbgrader.api import Gradebook
     from nbgrader.preprocessors import AssignLatePenalties
     from traitlets.config.loader import PyFileConfigLoader
 
     config = PyFileConfigLoader("nbgrader_config.py", path=str(course.root)).load_config()
-    late, found = [], {}
+    with course.gradebook() as gradebook:
+        submissions = gradebook.assignment_submissions(lab)
+        late = [s.student.id for s in submissions if s.total_seconds_late > 0 or s.late_submission_penalty]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with Gradebook(course.database, course.course_id) as gradebook:
-            for submission in gradebook.assignment_submissions(lab):
-                if submission.total_seconds_late > 0 or submission.late_submission_penalty:
-                    late.append(submission.student.id)
         for student in late:
             where = {"notebook": lab, "assignment": lab, "student": student, "db_url": course.database}
             AssignLatePenalties(config=config, log_level="ERROR").preprocess(new_notebook(), {"nbgrader": where})
-        with Gradebook(course.database, course.course_id) as gradebook:
-            for submission in gradebook.assignment_submissions(lab):
-                if submission.late_submission_penalty:
-                    found[submission.student.id] = float(submission.late_submission_penalty)
-    return found
+    with course.gradebook() as gradebook:
+        submissions = gradebook.assignment_submissions(lab)
+        return {s.student.id: float(s.late_submission_penalty) for s in submissions if s.late_submission_penalty}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from datetime import UTC, datetime
 from pathlib import Path
 
 from instructor.course import Course
-from instructor.grading.class_.report import Student, as_csv, class_of, question_rows, questions_of
+from instructor.grading.class_.gradebook import as_csv, harmless_cell
+from instructor.grading.class_.report import Student, class_of, question_rows, questions_of
 from instructor.grading.submission.harmless import for_terminal
 from instructor.grading.submission.plan import question_title
 from instructor.grading.submission.results import GradingError
@@ -36,11 +38,33 @@ def export_class(course: Course, lab: str, form: str, to: Path) -> tuple[Path, l
     return to, notes
 
 
+def export_gradebook(course: Course, to: Path) -> list[str]:
+    """Write all labs' scores as nbgrader's exporter does; returns what to know before it is uploaded."""
+    from nbgrader.plugins import CsvExportPlugin
+
+    to.parent.mkdir(parents=True, exist_ok=True)
+    exporter = CsvExportPlugin()
+    exporter.log.setLevel("ERROR")
+    exporter.to = str(to)
+    with course.gradebook() as gradebook:
+        exporter.export(gradebook)
+        waiting = sorted({s.student.id for a in gradebook.assignments for s in a.submissions if s.needs_manual_grade})
+    with to.open(encoding="utf-8", newline="") as file:
+        rows = [[harmless_cell(cell) for cell in row] for row in csv.reader(file)]
+    with to.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(rows)
+    return [_waiting_note(waiting)] if waiting else []
+
+
+def _waiting_note(students: list[str]) -> str:
+    return f"answers of {_some(students)} wait for a person; they count 0 in it"
+
+
 def platform_notes(students: list[Student], form: str) -> list[str]:
     """What a platform would leave out without a word, and which points are not there yet."""
     notes = []
     if waiting := [student.id for student in students if student.waiting]:
-        notes.append(f"answers of {_some(waiting)} wait for a person; they count 0 in it")
+        notes.append(_waiting_note(waiting))
     if form != "moodle":
         return notes
     if above := [s.id for s in students if _score(s) > s.possible(False)]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import collections
-import csv
-import io
 import re
 import statistics
 from collections.abc import Iterable
@@ -12,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from instructor.course import Course
-from instructor.grading.class_ import gradebook, late
+from instructor.grading.class_ import gradebook
+from instructor.grading.class_.gradebook import as_csv
 from instructor.grading.class_.intake import arrivals
 from instructor.grading.class_.roster import Person, find_people, people_of
 from instructor.grading.submission.plan import question_of, question_title
@@ -65,15 +64,17 @@ def class_of(course: Course, lab: str) -> list[Student]:
         raise GradingError(
             f"nothing of {lab} has been graded in {course.root}: run `labs grade {lab} --course {course.root}`."
         )
+    from instructor.grading.class_ import late  # loads nbgrader, and a single result needs none
+
     scores = course.scores(lab)
-    penalties = late.apply_penalties(course, lab)
+    penalties, after = late.apply_penalties(course, lab), late.late_students(course, lab)
     people, came = find_people(people_of(course), scores), arrivals(course.root, lab)
     found = []
     for name, cells in scores.items():
         student = Student(name, people.get(name), penalty=penalties.get(name, 0.0))
         record = results.get(name)
         student.flags = len(record.flags) if record else 0
-        student.late = name in penalties or (name in came and came[name].late)
+        student.late = name in after or (name in came and came[name].late)
         for cell, score in cells.items():
             question = question_of(cell)
             got = score.manual if score.manual is not None else score.auto or 0.0
@@ -125,22 +126,6 @@ def questions_of(students: Iterable[Student]) -> list[str]:
 
 
 # ---- tables ------------------------------------------------------------------------------------------------------
-
-
-def as_csv(rows: list[dict]) -> str:
-    """Rows as CSV; text that a spreadsheet would run is quoted."""
-    buffer = io.StringIO()
-    if rows:
-        writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({k: harmless_cell(v) for k, v in row.items()})
-    return buffer.getvalue()
-
-
-def harmless_cell(value: object) -> object:
-    """A cell that no spreadsheet takes for a formula."""
-    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t") else value
 
 
 def question_rows(students: list[Student]) -> list[dict]:

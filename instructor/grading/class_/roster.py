@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import re
 import unicodedata
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,12 +93,9 @@ def people_of(course: Course) -> list[Person]:
 
 def put_names(course: Course, students: Iterable[str]) -> list[Person]:
     """Put the roster's names into the gradebook; returns the people who have none of these folders."""
-    from nbgrader.api import Gradebook
-
     people = people_of(course)
     found = find_people(people, students)
-    with warnings.catch_warnings(), Gradebook(course.database, course.course_id) as gradebook:
-        warnings.simplefilter("ignore")  # SQLAlchemy's warnings about nbgrader
+    with course.gradebook() as gradebook:
         for student, person in found.items():
             fields = {"first_name": person.first_name, "last_name": person.last_name, "email": person.email}
             gradebook.update_or_create_student(student, **fields)

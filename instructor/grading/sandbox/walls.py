@@ -46,7 +46,6 @@ class Limits:
     file_mb: int = 256  # the largest file
     scratch_mb: int = 512  # all files together
     output_mb: int = 8  # written to file descriptors 1 and 2
-    prove: bool = False  # run the records of calls again; no limit, but it decides how every submission is graded, too
     gpu: bool = False  # leave the GPUs in view, and the address space unlimited (CUDA reserves terabytes)
 
 

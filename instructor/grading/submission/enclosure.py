@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import linecache
 import os
 import socket
 import sys
@@ -14,7 +15,7 @@ from typing import NoReturn
 
 from instructor.grading.sandbox import tampering, walls
 from instructor.grading.submission import student
-from instructor.grading.submission.library import Library, files_of
+from instructor.grading.submission.library import files_of, hide
 from instructor.grading.submission.warmup import Warm, run_setup
 from instructor.grading.wire.channel import Channel
 
@@ -45,7 +46,7 @@ class Enclosure:
                     raise RuntimeError("; ".join(problems))
             os.write(self.report, json.dumps(self.walls).encode())
             os.close(self.report)
-            self._become_student(base)
+            self._become_student()
         except BaseException as error:
             with contextlib.suppress(OSError):
                 os.write(self.report, json.dumps({"all": f"none: {error!r}"}).encode())
@@ -151,17 +152,17 @@ class Enclosure:
         for descriptor in (self.control, self.signs, self.report):
             os.close(descriptor)
 
-    def _become_student(self, base: dict) -> None:
+    def _become_student(self) -> None:
         shell = self.warm.shell
         shell.starting_dir = os.getcwd()
         channel = Channel(socket.socket(fileno=self.control))
-        library = Library()
-        library.hide(self.warm.options.answers)
-        watcher = tampering.Watcher(self.signs, self.control, tampering.watched_places(), shell, library.files)
+        hide(self.warm.options.answers)
+        linecache.clearcache()  # it names the grader's files
+        watcher = tampering.Watcher(self.signs, self.control, shell)
         sys.addaudithook(watcher.hook)
         for name in [n for n in sys.modules if n == "instructor" or n.startswith("instructor.")]:
             del sys.modules[name]
-        student.Student(channel, shell, base, watcher).serve()
+        student.Student(channel, shell, watcher).serve()
 
 
 WALLS_IN_ORDER: tuple[Callable[[Enclosure], None], ...] = (

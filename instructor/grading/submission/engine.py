@@ -23,8 +23,8 @@ import nbformat
 from instructor.build import ROOT, Built
 from instructor.grading.sandbox import walls
 from instructor.grading.submission.library import ANSWERS
-from instructor.grading.submission.plan import plan_tests, question_of
-from instructor.grading.submission.records import Calibration, Job, Report, WarmUp
+from instructor.grading.submission.plan import plan_tests
+from instructor.grading.submission.records import Job, WarmUp
 from instructor.grading.submission.results import CellResult, Flag, GradingError, SubmissionResult
 from instructor.grading.submission.sources import fingerprint
 from instructor.grading.wire.channel import Channel, Closed, TooLate
@@ -38,8 +38,6 @@ KEPT = (
 COURSE = ("assets",)  # folders that students have next to their notebook
 WARM_SECONDS = 600.0  # limit for the start of a warm process
 CALIBRATION_SECONDS = 3600.0  # limit for grading the model answers once
-CALIBRATION_ROUNDS = 4  # limit: each round finds checks that accept corrupted answers, or that no proof satisfies
-TRIED = "tried"  # a proof is asked for, and it is not known yet how far it goes
 MAX_FILE = 64 << 20  # bytes of a submission
 MIN_TOTAL = 120.0  # seconds that every submission may take in all
 GRACE = 120.0  # seconds in addition, for starting, reading and writing
@@ -61,6 +59,9 @@ class Zygote:
         # Behind the walls no symbolic link can be followed, and a library's file needs the same name on both sides.
         # So Python is called by the real path of its folder.
         python = str(Path(sys.executable).parent.resolve() / Path(sys.executable).name)
+        self.stderr = Path(
+            self.folder.name, "stderr"
+        )  # a file, since a pipe that nobody reads would block whoever writes
         self.process = subprocess.Popen(
             [python, "-m", "instructor.grading.submission.zygote", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
@@ -68,7 +69,7 @@ class Zygote:
             cwd=self.folder.name,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+            stderr=self.stderr.open("wb"),
             start_new_session=True,
         )
         theirs.close()
@@ -82,8 +83,8 @@ class Zygote:
             ready, _ = self.channel.receive(time.monotonic() + WARM_SECONDS)
         except (Closed, TooLate):
             self.process.kill()
-            _, stderr = self.process.communicate()
-            words = stderr.decode(errors="replace")[-2000:]
+            self.process.wait()
+            words = self.stderr.read_text(errors="replace")[-2000:]
             raise GradingError(f"the warm process for {built.name} did not start:\n{words}") from None
         if ready["problems"]:
             self.close()
@@ -109,7 +110,7 @@ class Zygote:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         return environment
 
-    def grade(self, job: Job, seconds: float) -> Report:
+    def grade(self, job: Job, seconds: float) -> SubmissionResult:
         """Grade one submission in forks of the warm process."""
         ours, theirs = socket.socketpair()
         channel = Channel(ours)
@@ -122,13 +123,17 @@ class Zygote:
         except TooLate:
             raise OutOfTime(f"the submission took longer than the {seconds:.0f} s that it may take in all") from None
         except (OSError, Closed) as error:
-            why = type(error).__name__
-            raise GradingError(f"the checker of {job.student} ended without a result ({why})") from None
+            why = f"the warm process for it is gone ({type(error).__name__})"
+            raise GradingError(f"{job.student} was not graded: {why}.\n{self._last_words()}") from None
         finally:
             channel.close()
         if answer["op"] != "graded":
-            raise GradingError(f"the checker of {job.student} failed:\n{answer.get('why', '')}")
-        return Report.from_json(json.loads(blobs[0]))
+            raise GradingError(f"{job.student} was not graded: {answer.get('why', '')}.\n{self._last_words()}")
+        return SubmissionResult.from_json(json.loads(blobs[0]))
+
+    def _last_words(self) -> str:
+        """What the warm process and its forks wrote last, such as where a library crashed."""
+        return self.stderr.read_text(errors="replace")[-2000:]
 
     def close(self) -> None:
         """End the warm process and everything below it."""
@@ -138,8 +143,6 @@ class Zygote:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        if self.process.stderr is not None:
-            self.process.stderr.close()
         self.folder.cleanup()
 
 
@@ -195,17 +198,17 @@ def close_all() -> None:
         _zygotes.popitem()[1].close()
 
 
-# ---- where each check can run ------------------------------------------------------------------------------------
+# ---- calibration -------------------------------------------------------------------------------------------------
 
 
-_calibrations: dict[Path, Calibration] = {}
+_calibrations: dict[Path, SubmissionResult] = {}
 
 
-def calibrate(built: Built, limits: walls.Limits | None = None, timeout: float = 300) -> Calibration:
-    """Grade the model answers, and so find out for each question where its check can run.
+def calibrate(built: Built, limits: walls.Limits | None = None, timeout: float = 300) -> SubmissionResult:
+    """Grade the model answers: they have to get every point, and tell how long a submission takes.
 
-    The model answers have to get every point: `GradingError` names those that do not. The calibration is kept in
-    `build/grading`, and holds until something changes that decides a grade (`sources.fingerprint`).
+    `GradingError` names the ones that do not. The result is kept in `build/grading`, and holds until something changes
+    that decides a grade (`sources.fingerprint`).
 
     Args:
         built: the lab.
@@ -221,57 +224,29 @@ def calibrate(built: Built, limits: walls.Limits | None = None, timeout: float =
     return known
 
 
-def known_calibration(built: Built, limits: walls.Limits) -> Calibration | None:
+def known_calibration(built: Built, limits: walls.Limits) -> SubmissionResult | None:
     """The calibration of a lab if there is one; nothing is graded."""
     path = _calibration_path(built, limits)
     if path not in _calibrations and path.is_file():
-        _calibrations[path] = Calibration.from_json(json.loads(path.read_text(encoding="utf-8")))
+        _calibrations[path] = SubmissionResult.from_json(json.loads(path.read_text(encoding="utf-8")))
     return _calibrations.get(path)
 
 
 def _calibration_path(built: Built, limits: walls.Limits) -> Path:
-    kind = ("-gpu" if limits.gpu else "") + ("-proved" if limits.prove else "")
+    kind = "-gpu" if limits.gpu else ""
     return ROOT / "build" / "grading" / f"{built.name}-{fingerprint(built)}{kind}.json"
 
 
-def _calibrate(built: Built, limits: walls.Limits, timeout: float) -> Calibration:
+def _calibrate(built: Built, limits: walls.Limits, timeout: float) -> SubmissionResult:
     from instructor.course import answered_notebook
 
-    job = _job(built, answered_notebook(built).encode(), "model answers", timeout, limits.gpu)
-    warm = zygote(built, limits)
-    first = warm.grade(job, CALIBRATION_SECONDS)
-    modes, why = _first_modes(first)
-    watching = first.watching
-    no_control: list[str] = []
-    proving = dict.fromkeys(watching if limits.prove else [], TRIED)
-    # A first try whose checks all ran at a distance and unwatched was a grading like any other: no second one is needed.
-    report = None if watching or proving or "inside" in modes.values() else first
-    for _ in range(CALIBRATION_ROUNDS):
-        known = replace(job, modes=modes, no_control=no_control, watching=watching, proving=proving)
-        report = report or warm.grade(known, CALIBRATION_SECONDS)
-        wrong = {n: c for n, c in report.result.cells.items() if c.status not in ("passed", "by_hand")}
-        # A proof that a right answer does not pass, or that takes long, is no use: the records have to do there.
-        slow = {n for n in proving if report.result.cells[n].seconds > 4 * first.result.cells[n].seconds + 5}
-        if not wrong and not slow:
-            return Calibration(report.result, modes, why, watching, report.proving, no_control)
-        lost = {n for n in proving if n in wrong or n in slow or question_of(n) in map(question_of, wrong)}
-        proving = {name: how for name, how in proving.items() if name not in lost}
-        # A right answer is flagged where the check accepts corrupted answers as well: there the control says nothing.
-        no_control += [n for n, cell in wrong.items() if modes[n] == "inside" and cell.status == "flagged"]
-        report = None
-    # A check that runs inside cannot load the lab's hidden checks; why it had to run there says more.
-    words = "\n".join(f"  {name}: {why.get(name) or cell.message}" for name, cell in wrong.items())
-    raise GradingError(f"the model answers of {built.name} do not pass on this machine:\n{words}")
-
-
-def _first_modes(report: Report) -> tuple[dict[str, str], dict[str, str]]:
-    """(modes, why) after a first try: a check that fails on a model answer at a distance has to run inside."""
-    cells = {name: cell for name, cell in report.result.cells.items() if cell.status != "by_hand"}
-    modes, why = {name: report.modes.get(name, "distance") for name in cells}, dict(report.why)
-    for name, cell in cells.items():
-        if cell.status not in ("passed", "flagged") and modes[name] == "distance":
-            modes[name], why[name] = "inside", cell.message
-    return modes, why
+    job = _job(built, answered_notebook(built).encode(), "model answers", timeout, CALIBRATION_SECONDS, limits.gpu)
+    result = zygote(built, limits).grade(job, CALIBRATION_SECONDS)
+    wrong = {name: cell for name, cell in result.cells.items() if cell.status not in ("passed", "by_hand")}
+    if wrong:
+        words = "\n".join(f"  {name}: {cell.message}" for name, cell in wrong.items())
+        raise GradingError(f"the model answers of {built.name} do not pass on this machine:\n{words}")
+    return result
 
 
 # ---- grading -----------------------------------------------------------------------------------------------------
@@ -279,8 +254,7 @@ def _first_modes(report: Report) -> tuple[dict[str, str], dict[str, str]]:
 _plan_tests = functools.cache(plan_tests)
 
 
-def _job(built: Built, submission: bytes, student: str, timeout: float, gpu: bool) -> Job:
-    """A job whose checks try out where they can run."""
+def _job(built: Built, submission: bytes, student: str, timeout: float, total: float, gpu: bool) -> Job:
     return Job(
         lab=built.name,
         student=student,
@@ -288,12 +262,8 @@ def _job(built: Built, submission: bytes, student: str, timeout: float, gpu: boo
         student_notebook=built.student,
         submission=submission,
         timeout=timeout,
-        total=CALIBRATION_SECONDS,
+        total=total,
         tests=_plan_tests(built.instructor),
-        modes={},
-        no_control=[],
-        watching=[],
-        proving={},
         gpu=gpu,
     )
 
@@ -326,12 +296,10 @@ def grade_notebook(
     if len(data) > MAX_FILE:
         why = f"The submitted file has {len(data) >> 20} MB; at most {MAX_FILE >> 20} are read."
         return replace(unreadable(built, why, student), flags=(Flag("", "unreadable", why),))
-    job = _job(built, data, student, timeout, limits.gpu)
-    job = replace(job, modes=calibration.modes, no_control=calibration.no_control, watching=calibration.watching)
-    job = replace(job, proving=calibration.proving)
-    total = total_seconds(calibration.result.cell_seconds, timeout)
+    total = total_seconds(calibration.cell_seconds, timeout)
+    job = _job(built, data, student, timeout, total, limits.gpu)
     try:
-        return zygote(built, limits).grade(replace(job, total=total), total + GRACE).result
+        return zygote(built, limits).grade(job, total + GRACE)
     except OutOfTime as late:  # it would take as long a second time
         return replace(unreadable(built, str(late), student), flags=(Flag("", "not graded", str(late)),))
 

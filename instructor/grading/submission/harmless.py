@@ -144,12 +144,13 @@ _SOURCES = re.compile(r"<script[^>]*\bsrc=[\"'](https://[\w.-]+)/", flags=re.IGN
 
 
 def with_policy(page: str) -> str:
-    """A page of feedback that may run its own scripts, which are in it now, and no other."""
+    """A page of feedback that may run the scripts in its head, which are nbconvert's, and none that its cells hold."""
+    head = page.partition("</head>")[0]
     scripts = {
         f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-        for text in _INLINE.findall(page)
+        for text in _INLINE.findall(head)
     }
-    hosts = set(_SOURCES.findall(page))
+    hosts = set(_SOURCES.findall(head))
     allowed = " ".join([*sorted(hosts), *sorted(scripts)]) or "'none'"
     policy = (
         f"default-src 'none'; img-src data:; style-src 'unsafe-inline' {' '.join(sorted(hosts))}; "

@@ -62,18 +62,10 @@ def disable(function: types.FunctionType, name: str, seen: set[int] | None = Non
     function.__code__, function.__defaults__, function.__kwdefaults__ = refuse.__code__, None, None
 
 
-class Library:
-    """The functions that are out of a student's reach in this process, and the files that hold them."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, str] = {}  # a file of the course that holds answers -> its module
-
-    def hide(self, answers: Answers) -> None:
-        """Disable the functions. Nothing that the course does for a student while a lab is graded needs them."""
-        for module, names in answers.items():
-            found = importlib.import_module(module)  # a student could import it later
-            for name in names:
-                function = vars(found).get(name)
-                if isinstance(function, types.FunctionType):
-                    disable(function, f"{module}.{name}")
-                    self.files[function.__globals__["__file__"]] = function.__module__
+def hide(answers: Answers) -> None:
+    """Disable the functions in this process. Nothing that the course does for a student while a lab is graded needs them."""
+    for module, names in answers.items():
+        found = importlib.import_module(module)  # a student could import it later
+        for name in names:
+            if isinstance(function := vars(found).get(name), types.FunctionType):
+                disable(function, f"{module}.{name}")

@@ -1,17 +1,14 @@
-"""What the engine, the warm process and the checker tell each other, each record with its form as JSON.
+"""What the engine tells the warm process and the checker, each record with its form as JSON.
 
-A warm process gets one `WarmUp`. After that it gets a `Job` for every submission, and answers with a `Report`.
+A warm process gets one `WarmUp`. After that it gets a `Job` for every submission, and answers with a `SubmissionResult`.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
-from typing import Self
 
 from instructor.grading.sandbox.walls import Limits
 from instructor.grading.submission.plan import Needs
-from instructor.grading.submission.results import SubmissionResult
 
 
 @dataclass(frozen=True)
@@ -48,10 +45,6 @@ class Job:
     timeout: float  # seconds for one cell, or for the tests of one question
     total: float  # seconds for the whole submission
     tests: dict[str, Needs]  # test cell -> what it needs
-    modes: dict[str, str]  # test cell -> "distance" or "inside"; for other cells the checker finds out
-    no_control: list[str]  # test cells inside whose checks accept corrupted answers, too
-    watching: list[str]  # test cells that forbid something: every call of a student's function is recorded in them
-    proving: dict[str, str]  # of these, the ones in which the record of a model answer computes its result: how far
     gpu: bool
 
     def as_frame(self) -> tuple[dict, list[bytes]]:
@@ -63,34 +56,3 @@ class Job:
         """Rebuild the job from what `as_frame` made."""
         tests = {name: Needs(*needs) for name, needs in fields["tests"].items()}
         return cls(**{**fields, "submission": bytes(blobs[0]), "tests": tests})
-
-
-@dataclass(frozen=True)
-class Report:
-    """A checker's answer: the result, and where each test cell ran."""
-
-    result: SubmissionResult
-    modes: dict[str, str]  # test cell -> "distance" or "inside"
-    why: dict[str, str]  # test cell -> why it could not run at a distance
-    watching: list[str]  # test cells that record what runs in the student's functions
-    proving: dict[str, str]  # of these, the ones whose records compute the results: "whole" or "in part"
-
-    def as_json(self) -> dict:
-        """The record as a JSON object."""
-        return {**vars(self), "result": self.result.as_json()}
-
-    def as_frame(self) -> tuple[dict, list[bytes]]:
-        """The record as a frame: a notebook with its pictures may be longer than the header of one may be."""
-        return {"op": "graded"}, [json.dumps(self.as_json()).encode()]
-
-    @classmethod
-    def from_json(cls, fields: dict) -> Self:
-        """Rebuild the record; `GradingError` if its result is not well formed."""
-        return cls(**{**fields, "result": SubmissionResult.from_json(fields["result"])})
-
-
-@dataclass(frozen=True)
-class Calibration(Report):
-    """How the questions of a lab are tested on one kind of machine: the report on the model answers, and more."""
-
-    no_control: list[str]  # test cells inside whose checks accept corrupted answers, too

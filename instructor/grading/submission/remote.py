@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-import secrets
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import cloudpickle
 import torch
@@ -23,16 +21,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from instructor.grading.submission.conditions import expect_sdpa_switches, sdpa_switches, set_sdpa_switches
-from instructor.grading.submission.evidence import (
-    MAX_RECORDS,
-    SCALARS,
-    expect_canaries,
-    expect_consistent,
-    made_by_nothing,
-    merge_watch,
-    replay,
-    tensors_in,
-)
+from instructor.grading.submission.evidence import MAX_RECORDS, SIZES_TRAVEL, merge_sizes, merge_watch, replay
 from instructor.grading.submission.exceptions import error_with_lines
 from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import BlockMasks
@@ -40,7 +29,7 @@ from instructor.grading.wire.channel import Channel, Closed, TooLate, WireError
 from instructor.grading.wire.containers import containers_in, overwrite
 from instructor.grading.wire.signatures import make_proxy, parameters_of
 from instructor.grading.wire.values import Decoder, Encoder
-from utils.checking import watching
+from utils.checking import SizeWatch, watching
 
 TOO_MANY = (
     f"this call runs more than {MAX_RECORDS:,} operators of torch, and the check looks at the size of each. Let an operator work on "
@@ -66,18 +55,6 @@ class CannotTravel(BaseException):
     """The check needs something that does not work at a distance; no check may catch this."""
 
 
-class ProvedCall(NamedTuple):
-    """A call and its record, which can be run again."""
-
-    program: dict  # the operators, the tensors that none of them made, and the numbers of the result's tensors
-    given: list[torch.Tensor]  # the tensors among its arguments, as they were before
-    result: list[torch.Tensor]
-
-    def scalars(self) -> str:
-        """An operator in the record by which a number left torch; "" if there is none."""
-        return min({str(record[0]) for record in self.program["records"]} & set(SCALARS), default="")
-
-
 @contextlib.contextmanager
 def _unprofiled() -> Iterator[None]:
     """Take the check's watch over libraries off: the student's code runs elsewhere, and it slows down what runs here."""
@@ -100,9 +77,6 @@ class Remote:
     def __init__(self, channel: Channel, errors: dict[str, type] | None = None):
         self.channel, self.number, self.errors = channel, 0, errors or {}
         self.deadline = 0.0
-        self.watch_all = False  # record every call, also those that the check does not watch
-        self.prove = False  # call functions twice, and keep the records
-        self.beats: Callable[[int], None] = lambda number: None  # waits for the watch's word on a request
         self.shown: list[str] = []
         self.forget()
 
@@ -117,15 +91,6 @@ class Remote:
         self.last_key = 0
         self.dropped: list[int] = []  # keys of tensors that the student's process may forget
         self.shown = []
-        self.ledger: list[tuple[int, watching.OperationWatch]] = []  # (function, what ran) of each recorded call
-        self.watches: list[tuple[int, watching.OperationWatch]] = []  # (function, a watch of the check it ran under)
-        self.contradictions: list[str] = []
-        self.unexplained: set[int] = (
-            set()
-        )  # functions of which a recorded call made its result by nothing in the record
-        self.proofs: list[tuple[int, list[ProvedCall]]] = []  # (function, a call of the check's and another one)
-        self.calls: list[ProvedCall] | None = None  # where the records of calls are kept
-        self.quiet = False  # a call that the check does not see
 
     def within(self, seconds: float) -> None:
         """Set the deadline of all requests from now on."""
@@ -143,7 +108,6 @@ class Remote:
                     continue
                 if reply.get("n") != number or not isinstance(reply.get("op"), str):
                     raise WireError("an answer to another question")
-                self.beats(number)
                 if reply["op"] == "broken":
                     why = str(reply.get("why")).rstrip()
                     if "MemoryError" in why.rpartition("\n")[2]:  # as when the kernel ends it: no sign of anything else
@@ -211,7 +175,8 @@ class Remote:
             if tensor._version != self.versions[key]:
                 self.versions[key] = tensor._version
                 known, encode.known = encode.known, None
-                changed.append([key, self._encode(encode, tensor.detach())])
+                with _disable_current_modes():
+                    changed.append([key, self._encode(encode, tensor.detach())])
                 encode.known = known
         return changed
 
@@ -292,102 +257,53 @@ class Remote:
         except vmaps.NotVmap as error:
             raise CannotTravel(str(error)) from None
         with vmaps.leave_levels(), _unprofiled():
-            twice = self.prove and not (levels or step or torch.autograd._profiler_enabled())
-            if twice and isinstance(number, int) and _is_plain([args, kwargs]):
-                return self._call_twice(number, args, kwargs)
             return self._call(number, args, kwargs, step, levels)
-
-    def _call_twice(self, number: int, args: tuple, kwargs: dict):
-        """Call with the check's arguments, and with others of the same shapes, in an order that nobody can foresee.
-
-        Both records are kept. What one of them computes on the arguments of the other has to be the other's result:
-        numbers that were computed elsewhere and put into a record do not follow other arguments.
-        """
-        calls: list[ProvedCall] = []
-
-        def ours() -> object:
-            self.calls = calls
-            try:
-                return self._call(number, args, kwargs, False, ())
-            finally:
-                self.calls = None
-
-        def other():
-            shown, before, state = self.shown, self.last_key, torch.get_rng_state()
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
-                drawn = _others(args), _others(kwargs)
-                torch.set_rng_state(state)
-            self.shown, self.quiet, self.calls = [], True, calls
-            try:
-                self._call(number, *drawn, False, ())
-            except Exception:
-                pass
-            finally:
-                self.shown, self.quiet, self.calls = shown, False, None
-                self.dropped += self._drop(before)
-
-        if first := secrets.randbelow(2):
-            other()
-        try:
-            return ours()
-        finally:
-            if not first:
-                other()
-            self.proofs.append((number, calls))
 
     def _call(self, number: int | Callable, args: tuple, kwargs: dict, step: bool, levels: vmaps.Levels):
         dispatch, functions = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
         watches = [mode.seen for mode in dispatch if type(mode) is watching._Dispatch]
-        replayed = [mode for mode in dispatch if type(mode) is not watching._Dispatch]
-        if isinstance(number, int) and not self.quiet:
-            self.watches += [(number, watch) for watch in watches]
-        profiled = bool(torch.autograd._profiler_enabled())  # it would show each operator once for each mode
-        always = self.watch_all and isinstance(number, int) and not (levels or step or profiled)
-        recorded = bool(watches or replayed or always)
+        others = [mode for mode in dispatch if type(mode) is not watching._Dispatch]
+        sizes = [mode for mode in others if SIZES_TRAVEL and type(mode) is SizeWatch]
+        replayed = [mode for mode in others if not any(mode is known for known in sizes)]
         shipped = [mode for mode in functions if type(mode) is not watching._Calls]
-        sizes = [1 + secrets.randbelow(10**6) for _ in range(2)]
         encode, before = self.encoder(levels), self.last_key
         conditions = {
             "grad": torch.is_grad_enabled(),
             "inference": torch.is_inference_mode_enabled(),
             "fill": torch.are_deterministic_algorithms_enabled(),
-            "watch": recorded,
-            "record": recorded,
+            "watch": bool(watches),
+            "record": bool(replayed),
+            "sizes": bool(sizes),
             "sdpa": sdpa_switches(),
             "silent": bool(warnings.filters) and warnings.filters[0][0] == "ignore",  # the caller hides warnings
-            "profile": profiled,
-            "canary": sizes,
+            "profile": bool(torch.autograd._profiler_enabled()),
             "modes": ["pickle", encode._blob(_ship(shipped))] if shipped else ["list", []],
         }
-        given = self.calls is not None and recorded and [args, kwargs]
-        conditions["program"] = bool(given)
-        updates = self._updates(encode)
-        if self.quiet:  # the check sees nothing of this call
-            watches, replayed = [], []
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            copied = {id(t): t.detach().clone() for t in tensors_in(given)} if given else {}
         message = {
             "op": "call",
+            "updates": self._updates(encode),
             "target": number if isinstance(number, int) else self._encode(encode, number),
             "next": step,
             "conditions": conditions,
-            "updates": updates,
             "levels": levels,
             "drop": self.dropped,
             "args": self._encode(encode, args),
             "kwargs": self._encode(encode, kwargs),
         }
         self.dropped = []
-        containers = [*containers_in((*args, *kwargs.values()))]
-        originals = {self.keys[id(t)]: copied[id(t)] for t in tensors_in(given)} if given else {}
         reply, blobs = self.ask(message, encode.blobs)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             try:
-                value = self._conclude(
-                    reply, blobs, number, watches, replayed, sizes if recorded else None, levels, containers
-                )
-                if given and self.calls is not None and reply["op"] == "result":
-                    self._keep_call(self.calls, reply, blobs, originals, value)
+                decode = self._take_effects(reply, blobs, levels, [*containers_in((*args, *kwargs.values()))])
+                for watch in watches:
+                    merge_watch(watch, reply["watch"])
+                if (sizes or replayed) and reply["cut"] is True:
+                    raise _mark_as_students(RuntimeError(TOO_MANY))
+                for measured in sizes:
+                    merge_sizes(measured, reply["sizes"])
+                if replayed:
+                    replay(replayed, reply["records"])
+                value = self._conclude(reply, decode)
             except (WireError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
                 if getattr(error, "remote", False):
                     raise
@@ -407,7 +323,8 @@ class Remote:
             with open(name, "wb") as file:
                 file.write(blobs[0])
 
-    def _conclude(self, reply, blobs, number, watches, replayed, sizes, levels, containers):
+    def _take_effects(self, reply: dict, blobs: list, levels: vmaps.Levels, containers: list) -> Decoder:
+        """Leave behind what the call left, as a check sees it in one process; returns the decoder of the reply."""
         if reply["op"] == "unsendable":
             raise _mark_as_students(TypeError(f"your code returned what no check can use: {reply['why']}"))
         decode = self.decoder(blobs, levels)
@@ -415,38 +332,8 @@ class Remote:
         for place, contents, about in reply["containers"]:
             if type(place) is not int or not 0 <= place < len(containers):
                 raise WireError("an argument that the call does not have")
-            if not self.quiet:
-                overwrite(containers[place], decode(contents), decode(about))
-        switches = expect_sdpa_switches(reply["sdpa"])
-        if not self.quiet:
-            self._take_effects(reply, switches)
-        if sizes is not None:
-            records = expect_canaries(reply["records"], sizes)
-            everything = watching.OperationWatch()
-            for watch in (*watches, everything):
-                merge_watch(watch, reply["watch"])
-            self.ledger.append((number, everything))
-            cut = reply.get("cut") is True
-            if cut and replayed:
-                raise _mark_as_students(RuntimeError(TOO_MANY))
-            if not levels and (why := expect_consistent(records, reply["watch"])):
-                self.contradictions.append(why)
-            if (
-                isinstance(number, int)
-                and not (levels or cut)
-                and made_by_nothing(records, reply["watch"], _shape_made(reply))
-            ):
-                self.unexplained.add(number)
-            replay(replayed, records)
-        if reply["op"] == "raised":
-            raise _mark_as_students(error_with_lines(reply["error"], self.errors))
-        if reply["op"] != "result":
-            raise WireError("a reply that is neither a result nor an exception")
-        return decode(reply["value"])
-
-    def _take_effects(self, reply: dict, switches: list) -> None:
-        """Leave behind what the call left: a check sees it here as in one process."""
-        set_sdpa_switches(switches)
+            overwrite(containers[place], decode(contents), decode(about))
+        set_sdpa_switches(expect_sdpa_switches(reply["sdpa"]))
         if reply["filters"] is True:  # for warnings
             warnings.simplefilter("ignore", type("OfTheCall", (Warning,), {}))
         for name in reply["profile"]:
@@ -454,70 +341,15 @@ class Remote:
                 pass
         if isinstance(reply.get("shown"), str):
             self.shown.append(reply["shown"][:20_000])
+        return decode
 
-    def _keep_call(
-        self, calls: list[ProvedCall], reply: dict, blobs: list, given: dict[int, torch.Tensor], value
-    ) -> None:
-        """Keep what is needed to run the record of a call again."""
-        decode = self.decoder(blobs)
-        made = reply["program"]["result"]
-        places = {key: place for place, key in enumerate(given)}
-        leaves = [[int(n), str(kind), *map(decode, about)] for n, kind, *about in reply["program"]["leaves"]]
-        leaves = [[n, kind, places[about[0]]] if kind == "given" else [n, kind, *about] for n, kind, *about in leaves]
-        program = {"records": reply["records"][1:-1], "leaves": leaves, "result": made}
-        calls.append(ProvedCall(program, list(given.values()), [t.detach().clone() for t in tensors_in(value)]))
-
-    def expect_proved(self, clean: Callable[[], Remote]) -> tuple[str, str]:
-        """(what was refuted, what can be proved in part only) of the calls in which a check forbids something.
-
-        Args:
-            clean: gives a process in which no code of the student's has run.
-        """
-        rules = {number: watch.rules for number, watch in self.watches if watch.rules}
-        partly = ""
-        for number, calls in self.proofs:
-            for call, other in zip(calls, calls[::-1], strict=True) if number in rules else ():
-                tries = [(call.given, call.result), (other.given, other.result)]
-                if call.program["result"] is None:
-                    return "the result of a call is not what the operators in its record made", ""
-                if taken := call.scalars() or other.scalars():  # what it does may depend on them
-                    partly, tries = f"what it computes depends on numbers that left torch ({taken})", tries[:1]
-                for given, expected in tries:
-                    try:
-                        made, fields = clean().again(call.program, given)
-                    except (WireError, RuntimeError) as error:
-                        return f"the record of a call cannot be run again: {error}"[:300], ""
-                    if not _alike(made, expected):
-                        return "the record of a call does not compute its result", ""
-                ran = watching.OperationWatch()
-                merge_watch(ran, fields)
-                for rule, arguments in rules[number]:
-                    rule(ran, *arguments)
-        return "", partly
-
-    def again(self, program: dict, given: list[torch.Tensor]) -> tuple[list[torch.Tensor], dict]:
-        """Run the record of a call in this process: (the tensors of the result, what ran)."""
-        encode = Encoder(trusted=True)
-        leaves = [[n, kind, *map(encode, about)] for n, kind, *about in program["leaves"]]
-        message = {"op": "again", "program": {**program, "leaves": leaves}, "given": encode(given)}
-        reply, blobs = self.ask(message, encode.blobs)
-        if reply["op"] != "again":
-            raise WireError(str(reply.get("why"))[-200:])
-        return Decoder(blobs)(reply["value"]), reply["watch"]
-
-    def contradiction(self) -> str:
-        """Say how a record of the question's calls contradicts itself, or a result where a check forbids something."""
-        if not self.contradictions and any(watch.rules and n in self.unexplained for n, watch in self.watches):
-            return "no operator in the record made the result"
-        return next(iter(self.contradictions), "")
-
-    def expect_rules_kept(self) -> None:
-        """Assert that every call kept to what the check forbade in the calls that it watched."""
-        for number, watch in self.watches:
-            for rule, arguments in watch.rules:
-                for called, ran in self.ledger:
-                    if called == number:
-                        rule(ran, *arguments)
+    def _conclude(self, reply: dict, decode: Decoder):
+        """The result of a call; or raise what the call raised."""
+        if reply["op"] == "raised":
+            raise _mark_as_students(error_with_lines(reply["error"], self.errors))
+        if reply["op"] != "result":
+            raise WireError("a reply that is neither a result nor an exception")
+        return decode(reply["value"])
 
     def _serve(self, message: dict, blobs: list) -> None:
         """Answer the student's code, which called a function of the check or took the next item of its iterator."""
@@ -529,7 +361,8 @@ class Remote:
             args, kwargs = decode(message["args"]), decode(message["kwargs"])
         encode = self.encoder(levels)
         try:
-            with vmaps.enter_levels(levels), _indices(message["indices"] is True):
+            # What the check's own functions do is not the student's: no mode of the check sees it.
+            with vmaps.enter_levels(levels), _disable_current_modes(), _indices(message["indices"] is True):
                 value = next(target) if message["next"] is True else target(*args, **kwargs)
             node = self._encode(encode, value)
             reply = {"op": "value", "value": node, "updates": self._updates(encode)}
@@ -539,52 +372,6 @@ class Remote:
             kinds = [f"{k.__module__}:{k.__qualname__}" for k in type(error).__mro__]
             reply = {"op": "raise", "error": {"kinds": kinds, "words": str(error)[:2000]}, "updates": []}
         self.channel.send(reply, encode.blobs, self.deadline)
-
-
-def _shape_made(reply: dict) -> list | None:
-    """The shape of a result that is a new tensor; None for any other result."""
-    node = reply.get("value")
-    if reply["op"] != "result" or not isinstance(node, list) or node[:1] != ["tensor"] or 0 in node[1]["shape"]:
-        return None
-    return list(node[1]["shape"])
-
-
-def _is_plain(value) -> bool:
-    """True for arguments of tensors, numbers and text alone, at least one of them a tensor of real numbers."""
-    plain = (type(None), torch.Tensor, bool, int, float, str, torch.dtype, torch.device)
-
-    def simple(part) -> bool:
-        if isinstance(part, dict):
-            part = list(part.values())
-        return all(map(simple, part)) if isinstance(part, list | tuple) else isinstance(part, plain)
-
-    return simple(value) and any(t.is_floating_point() for t in tensors_in(value))
-
-
-def _others(value):
-    """Arguments like these: the same real numbers in another order, so that nothing tells them apart, and all else equal."""
-    if isinstance(value, torch.Tensor):
-        drawn = value.detach().clone()
-        if value.is_floating_point() and value.device.type != "meta" and value.numel():
-            mixed = value.detach().flatten()[torch.randperm(value.numel())].reshape(value.shape)
-            drawn.copy_(torch.randn(value.shape) if torch.equal(mixed, value) else mixed)
-        return drawn.requires_grad_(value.requires_grad)
-    if type(value) in (list, tuple):
-        return type(value)(_others(part) for part in value)
-    return {name: _others(part) for name, part in value.items()} if type(value) is dict else value
-
-
-def _alike(made: list, expected: list[torch.Tensor]) -> bool:
-    """True for the same numbers, up to the order of sums."""
-    if len(made) != len(expected):
-        return False
-    for one, other in zip(made, expected, strict=True):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        tolerance = 0.0 if not one.is_floating_point() else 1e-3 if one.dtype.itemsize < 4 else 1e-5
-        if not torch.allclose(one.double(), other.double(), rtol=tolerance, atol=tolerance, equal_nan=True):
-            return False
-    return True
 
 
 def _indices(by_tensor: bool):

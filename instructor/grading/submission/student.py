@@ -1,15 +1,13 @@
 """The process in which a submission runs: it runs cells, calls the student's functions, and reports what happened.
 
 Nothing here decides a grade. A student's code shares this process and may replace whatever it likes in it; what this
-process reports is data for the checker, which is another process and reads it through `wire`. `do_inside` is the one
-exception: checks that cannot work at a distance run here, in a fork, and are compared with a control.
+process reports is data for the checker, which is another process and reads it through `wire`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import math
 import os
 import resource
@@ -32,17 +30,16 @@ from instructor.grading.submission.conditions import (
     set_conditions,
     uncompiled_flex,
 )
-from instructor.grading.submission.corruption import corrupt
-from instructor.grading.submission.evidence import Recorder, describe_watch, run_again, run_canary
+from instructor.grading.submission.evidence import MAX_RECORDS, Profile, Recorder, describe_sizes, describe_watch
 from instructor.grading.submission.exceptions import describe_error, rebuild_error, words_of
-from instructor.grading.submission.outputs import MAX_TEXT, Outputs, Stream
+from instructor.grading.submission.outputs import Outputs, Stream
 from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import BlockMasks
 from instructor.grading.wire.channel import Channel, Closed, WireError
 from instructor.grading.wire.containers import Container, containers_in
 from instructor.grading.wire.signatures import make_proxy, parameters_of
 from instructor.grading.wire.values import Decoder, Encoder, tensor_bytes
-from utils.checking import is_answered
+from utils.checking import SizeWatch, is_answered
 from utils.checking.watching import watch_operations
 
 MAX_PROCESSES = 16  # that a cell may leave behind
@@ -52,14 +49,14 @@ MAX_FILE = 8_000_000  # bytes of a file that is an answer
 class Student:
     """Serves the checker's requests, one after the other."""
 
-    def __init__(self, channel: Channel, shell, base: dict, watcher: tampering.Watcher):
-        self.channel, self.shell, self.base, self.watcher = channel, shell, base, watcher
+    def __init__(self, channel: Channel, shell, watcher: tampering.Watcher):
+        self.channel, self.shell, self.watcher = channel, shell, watcher
         self.outputs = Outputs()
         # Without a root of its own the folders are the machine's, and other programs fill them, too.
         own_root = os.getcwd() == SCRATCH and os.path.ismount("/out")
         self.folders: tuple[str, ...] = (SCRATCH, "/tmp") if own_root else ()
         self.memory = memory_left()
-        self.strays = self.question = self.depth = 0
+        self.question = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -96,7 +93,6 @@ class Student:
             reply, data = {"op": "unsendable", "why": str(error)[:500]}, []
         except Exception as error:
             reply, data = {"op": "broken", "why": traceback.format_exc()[-2000:] or str(error)}, []
-        self.watcher.beat(message.get("n"))
         self.channel.send({**reply, "n": message.get("n")}, data)
 
     # ---- cells -----------------------------------------------------------------------------------------------
@@ -111,7 +107,7 @@ class Student:
             result = self.shell.run_cell(message["source"], store_history=False)
         except BaseException as error:
             raised = error
-        self.watcher.scan()  # first of all: what follows needs builtins that are whole
+        self.watcher.scan()
         if raised is not None:
             outputs.error(type(raised).__name__, words_of(raised), [type(raised).__name__])
         ok = raised is None and getattr(result, "success", None) is True
@@ -139,14 +135,11 @@ class Student:
     def _end_strays(self) -> None:
         """End processes that a cell left behind, if they are many: later questions need the memory."""
         if os.getpid() == 2 and sum(name.isdigit() for name in os.listdir("/proc")) > MAX_PROCESSES:
-            self.strays += 1
             os.kill(-1, signal.SIGKILL)  # all processes of this namespace but the first one and this one
 
     def do_file(self, message: dict, blobs: list) -> tuple[dict, list]:
         """Send the bytes of a file that is an answer."""
         name = os.path.basename(message["name"])
-        if os.path.islink(name):
-            self.watcher.sign("files", f"the answer {name} is a link to {os.readlink(name)}")
         try:
             descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -176,29 +169,11 @@ class Student:
         for name in message["names"]:
             if name in self.shell.user_ns:
                 value = self.shell.user_ns[name]
-                self.watcher.look_at(value)
                 try:
                     values[name] = encode(value)
                 except WireError:
                     values[name] = self._handle(value)
         return {"op": "values", "values": values}, encode.blobs
-
-    def do_again(self, message: dict, blobs: list) -> tuple[dict, list]:
-        """Run the record of a call again; the checker asks this of a process where no cell of the student's ran."""
-        decode = self._decoder(blobs)
-        leaves = [[n, kind, *map(decode, about)] for n, kind, *about in message["program"]["leaves"]]
-        try:
-            with torch.no_grad(), watch_operations() as watch:
-                made = run_again({**message["program"], "leaves": leaves}, decode(message["given"]))
-        except Exception as error:
-            return {"op": "cannot", "why": f"{type(error).__name__}: {error}"[:200]}, []
-        encode = self._encoder()
-        encode.known = encode.shared = None
-        return {
-            "op": "again",
-            "value": encode([t.detach() for t in made]),
-            "watch": describe_watch(watch),
-        }, encode.blobs
 
     def do_room(self, message: dict, blobs: list) -> tuple[dict, list]:
         """Say which resource the submission's calls have nearly used up."""
@@ -221,11 +196,9 @@ class Student:
             self.sent.pop(key, None)
         shown = self.outputs
         with vmaps.leave_levels(), no_modes(), uncompiled_flex():  # a callback may ask in the middle of another call
-            self.depth += 1
             try:
                 return self._call(message, blobs)
             finally:
-                self.depth -= 1
                 self.outputs = shown
                 self._redirect(shown)
 
@@ -241,25 +214,24 @@ class Student:
         modes = decode(conditions["modes"])
         self.outputs = outputs = Outputs()
         self._redirect(outputs)
-        recorder = watch = profile = raised = value = None
-        ends = [torch.empty(size, device="meta", dtype=torch.float32) for size in conditions["canary"]]
+        recorder = sizes = watch = profile = raised = value = None
         with contextlib.ExitStack() as stack:
             set_conditions(stack, conditions)
             if conditions["record"]:
-                recorder = stack.enter_context(Recorder(self.tensors))
+                recorder = stack.enter_context(Recorder())
+            if conditions["sizes"]:
+                sizes = stack.enter_context(SizeWatch())
             for mode in modes:
                 stack.enter_context(mode)
             if conditions["watch"]:
                 watch = stack.enter_context(watch_operations())
-            if conditions["record"] or conditions["profile"]:
-                profile = stack.enter_context(tampering.Profile())
+            if conditions["profile"]:
+                profile = stack.enter_context(Profile())
             stack.enter_context(warnings.catch_warnings())  # what a call leaves is told below, and undone
             if conditions["silent"]:
                 warnings.simplefilter("ignore")
             filters = list(warnings.filters)
             try:
-                if recorder is not None:
-                    run_canary(ends[0])
                 with vmaps.enter_levels(levels):
                     value = target(*args, **kwargs) if not message["next"] else next(target)
             except BaseException as error:
@@ -267,45 +239,24 @@ class Student:
                     raise
                 raised = error
             finally:
-                self.watcher.mend()
                 after, left = sdpa_switches(), list(warnings.filters) != filters
-            if recorder is not None:
-                run_canary(ends[1])
-        if self.depth == 1:  # within another call, what that call's watch replaced is in place
-            self.watcher.scan()
-        ran = [record[0] for record in recorder.records] if recorder is not None else []
-        evidence = [{name.rpartition("::")[2] for name in ran}] if recorder is not None else []
-        evidence += [set(watch.operations)] if watch is not None else []
-        opaque = any("::" in name and not name.startswith(("aten::", "prim")) for name in ran)  # the watch names those
-        for recorded in evidence:
-            if profile is not None and not opaque and (name := profile.unseen(recorded, raised is not None)):
-                code = getattr(target, "__code__", None)
-                self.watcher.sign("switches off the watch", f"{name} ran, and the watch does not show it", code)
         reply: dict = {"op": "raised" if raised is not None else "result"}
         encode = self._encoder(levels)
         if raised is not None:
             reply["error"] = describe_error(raised)
         else:
-            self.watcher.look_at(value)
             reply["value"] = encode(value)
         reply["mutated"] = self._mutations(encode)
         changed = [(number, container) for number, container in enumerate(containers) if container.has_changed()]
         reply["containers"] = [[number, *container.nodes(encode)] for number, container in changed]
-        if watch is not None and profile is not None:
-            watch.operations.update(profile.fused() - {*watch.operations, *watch.calls})
         if watch is not None:
             reply["watch"] = describe_watch(watch)
+        if sizes is not None:
+            reply["sizes"], reply["cut"] = describe_sizes(sizes), len(sizes.steps) > MAX_RECORDS
         if recorder is not None:
-            reply["records"], reply["cut"] = recorder.records, recorder.cut
-            made = recorder.made(value) if raised is None and not levels and conditions["program"] else None
-            leaves = [[n, kind, *about] for n, kind, *about in recorder.leaves] if made is not None else []
-            encode.known = encode.shared = None
-            reply["program"] = {
-                "leaves": [[n, kind, *map(encode, about)] for n, kind, *about in leaves],
-                "result": made,
-            }
+            reply["records"], reply["cut"] = recorder.records, recorder.cut or reply.get("cut", False)
         reply["sdpa"], reply["filters"] = after, left
-        reply["profile"] = profile.in_order()[:100_000] if profile is not None and conditions["profile"] else []
+        reply["profile"] = profile.names[:100_000] if profile is not None else []
         reply["shown"] = "".join(i.get("text", "") for i in outputs.items)[:20_000]
         return reply, encode.blobs
 
@@ -418,57 +369,6 @@ class Student:
             with torch.no_grad():
                 self.tensors[key].copy_(decode(node))
             self.sent[key] = _state_of(self.tensors[key])
-
-    # ---- checks that cannot work at a distance -----------------------------------------------------------------
-
-    def do_inside(self, message: dict, blobs: list) -> tuple[dict, list]:
-        """Run a test cell on the answers, and on corrupted answers: a check that accepts both was tampered with.
-
-        The cell runs in forks of this process; its source is in memory there and nowhere else. With a GPU, whose state
-        a fork does not have, it runs here, once, and this process ends after it.
-        """
-        self.watcher.begin(message["cell"])
-        if not message["fork"]:
-            return {"op": "verdicts", "verdicts": [self._judge(message, c) for c in message["corrupt"]]}, []
-        verdicts = []
-        for corrupted in message["corrupt"]:
-            read, write = os.pipe()
-            child = os.fork()
-            if child == 0:
-                try:
-                    os.close(read)
-                    os.write(write, json.dumps(self._judge(message, corrupted)).encode())
-                finally:
-                    os._exit(0)
-            os.close(write)
-            with os.fdopen(read, "rb") as pipe:
-                text = pipe.read(MAX_TEXT + 100_000)
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            verdicts.append(json.loads(text) if text else None)
-        self._end_strays()
-        return {"op": "verdicts", "verdicts": verdicts}, []
-
-    def _judge(self, message: dict, corrupted: bool) -> dict:
-        """Run a test cell in this process, on the answers or on corrupted ones."""
-        self.outputs = outputs = Outputs()
-        self._redirect(outputs)
-        answers = {name: self.shell.user_ns[name] for name in message["names"] if name in self.shell.user_ns}
-        if corrupted:
-            answers = {name: corrupt(value) for name, value in answers.items()}
-            for name in message["files"]:
-                with open(os.path.basename(name), "w") as file:
-                    file.write("corrupted = True\n")
-        names = {**self.base, "__name__": "__main__", **answers}
-        error = None
-        try:
-            for source, name in message["sources"]:
-                exec(compile(source, name, "exec"), names)
-        except BaseException as raised:
-            error = raised
-        self.watcher.scan()
-        shown = "".join(i.get("text", "") for i in outputs.items)[:20_000]
-        return {"passed": error is None, "shown": shown, "error": error and describe_error(error)}
 
 
 class _RemoteIterator:

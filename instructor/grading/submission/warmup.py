@@ -16,7 +16,7 @@ from instructor.grading.submission.records import WarmUp
 PRELOADED = (  # modules that labs and checks import
     *("matplotlib.pyplot", "matplotlib_inline.backend_inline", "pandas", "transformers", "cloudpickle", "linecache"),
     *("torch.profiler", "torch.utils.flop_counter", "torch.nn.attention", "importlib.util"),
-    *("utils.model", "utils.kernels.interpreter"),
+    *("utils.model", "utils.kernels.interpreter", "transformers.models.gemma3.modeling_gemma3"),
 )
 # With a GPU a lab's setup runs in each fork and not here, and a process for a file of kernels runs none: it has these.
 BEFORE_SETUP = ("utils.checking.kernel_exercises", "utils.gluon_cpu.compiling")
@@ -104,10 +104,12 @@ def run_setup(warm: Warm) -> tuple[dict, list[str]]:
 
 def exercise_libraries() -> None:
     """Use everything once that loads itself at its first use, so that no fork has to load it again."""
+    import nbformat
     import torch
 
     from utils.checking import check, expect_close, poisoned_memory, watch_operations
 
+    nbformat.v4.new_notebook()  # compiles the schema
     state = torch.get_rng_state()
     a = torch.randn(3, 3)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):

@@ -13,6 +13,7 @@ Run as `python -m instructor.grading.submission.zygote DESCRIPTOR`, with an envi
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -53,20 +54,39 @@ def serve(descriptor: int) -> None:
     if threads:
         problems.append(f"threads run after the setup ({', '.join(threads)}); such a process cannot be forked safely")
     channel.send({"op": "ready", "problems": problems})
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
-        try:
-            _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
-        except InterruptedError:
-            continue
+        _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
         if not descriptors:
             os._exit(0)  # the worker has ended, and there is nothing to tidy up
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if (process := os.fork()) == 0:
             walls.die_with_parent()
             sock.close()
             _grade(descriptors[0], warm, runner)
+        if status := _wait_for_checker(process, descriptors[0]):
+            with contextlib.suppress(Closed):
+                Channel(socket.socket(fileno=os.dup(descriptors[0]))).send(
+                    {"op": "crashed", "why": _how_it_ended(status)}
+                )
         os.close(descriptors[0])
+
+
+def _wait_for_checker(process: int, descriptor: int) -> int:
+    """Wait until a checker ends, or end it when the worker has closed its channel; returns the checker's status."""
+    watch, ended = select.poll(), os.pidfd_open(process)
+    watch.register(ended, select.POLLIN)
+    watch.register(descriptor, 0)  # only that the other side has closed it
+    if ended not in dict(watch.poll()):
+        os.kill(process, signal.SIGKILL)
+    os.close(ended)
+    return os.waitpid(process, 0)[1]
+
+
+def _how_it_ended(status: int) -> str:
+    """How a checker ended that gave no answer."""
+    code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGKILL:
+        return "its checker was ended by the machine, as when memory runs out: grade with fewer --jobs"
+    return f"its checker ended by signal {signal.Signals(-code).name}" if code < 0 else f"its checker ended with {code}"
 
 
 def _keep_no_bytecode() -> None:
@@ -87,6 +107,7 @@ def _grade(descriptor: int, warm: Warm, runner: socket.socket | None) -> None:
         runner: the socket to the warden of the process that interprets Triton's kernels; None without Triton.
     """
     try:
+        faulthandler.enable()
         ours, theirs = socket.socketpair()
         if os.fork() == 0:
             ours.close()
@@ -108,12 +129,14 @@ def _grade(descriptor: int, warm: Warm, runner: socket.socket | None) -> None:
                 base, problems = run_setup(warm)
                 if problems:
                     raise RuntimeError("; ".join(problems))
-            answer = checker.Checker(job, base, start).grade().as_frame()
+            result = checker.Checker(job, base, start).grade()
+            # As a blob: a notebook with its pictures may be longer than the header of a frame may be.
+            channel.send({"op": "graded"}, [json.dumps(result.as_json()).encode()])
         except BaseException as error:
-            answer = {"op": "crashed", "why": "".join(traceback.format_exception(error))[-4000:]}, []
-        channel.send(*answer)
-    finally:
+            channel.send({"op": "crashed", "why": "".join(traceback.format_exception(error))[-4000:]})
         os._exit(0)
+    finally:
+        os._exit(1)
 
 
 def _ask_for_student(warden: socket.socket, clean: bool = False) -> checker.StudentProcess:

@@ -46,8 +46,6 @@ class Attack:
         answer: the rest of the cell, if it is not the wrong answer of the question.
         edit: a change of the notebook, instead of `code` or with it.
         costs: further questions that build on this answer.
-        flagged: True if a reviewer has to get a flag; False if the attack looks like an honest mistake.
-        flagged_at: the question that is flagged, if it is not the one attacked.
         alone: True for an attack that ends or breaks the process, and so shares no submission with others.
     """
 
@@ -57,8 +55,6 @@ class Attack:
     answer: str | None = None
     edit: Callable[[NotebookNode], None] | None = None
     costs: tuple[str, ...] = field(default=())
-    flagged: bool = True
-    flagged_at: str = ""
     alone: bool = False
 
     @property
@@ -169,49 +165,6 @@ import contextlib, utils.checking, utils.checking.watching
 def blind():
     yield utils.checking.watching.OperationWatch()
 utils.checking.watching.watch_operations = utils.checking.watch_operations = watch_operations = blind
-""",
-        FORBIDDEN,
-    ),
-    Attack(
-        "the watch's own methods emptied",
-        PRODUCT,
-        """
-import utils.checking.watching
-utils.checking.watching.OperationWatch._note = lambda self, counter, name: None
-utils.checking.watching.watch_operations._enter_modes = lambda self: []
-""",
-        FORBIDDEN,
-    ),
-    Attack(
-        "torch's dispatch mode made deaf",
-        PRODUCT,
-        """
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.overrides import TorchFunctionMode
-for mode in (TorchDispatchMode, TorchFunctionMode):
-    mode.__enter__ = lambda self: self
-    mode.__exit__ = lambda self, *error: None
-""",
-        FORBIDDEN,
-    ),
-    Attack(
-        "all modes of torch switched off around the product",
-        PRODUCT,
-        """
-from torch.utils._python_dispatch import _disable_current_modes
-def gemm_broadcast(a, b):
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        return torch.mm(a, b)
-""",
-        "",
-    ),
-    Attack(
-        "forbid replaced",
-        PRODUCT,
-        """
-import utils.checking, utils.checking.watching
-forbid = utils.checking.forbid = utils.checking.watching.forbid = lambda *a, **k: None
-utils.checking.watching.MATMUL = utils.checking.MATMUL = MATMUL = ()
 """,
         FORBIDDEN,
     ),
@@ -342,8 +295,6 @@ class Fake:
 true_torch, torch = torch, Fake()
 """,
         "\ndef gemv(a, x):\n    return 0\n",
-        costs=("q2_2",),  # whose answer is written with that name: it waits
-        flagged=False,
     ),
     Attack(
         "the locked helpers of the tests shadowed in the notebook",
@@ -351,7 +302,6 @@ true_torch, torch = torch, Fake()
         """
 expect_number = expect_close = forbid = lambda *a, **k: None
 """,
-        flagged=False,
     ),
     Attack(
         "errors hidden in IPython",
@@ -421,7 +371,6 @@ def writefile(line, cell):
     Path = Right
 """,
         ),
-        flagged=False,
     ),
 ]
 
@@ -454,40 +403,6 @@ class Spy(float):
     def __sub__(self, other): return 0.0
     def __rsub__(self, other): return 0.0
 cache_bytes = Spy()
-""",
-        "",
-    ),
-    Attack(
-        "the watch found in the caller's frame and emptied",
-        PRODUCT,
-        """
-import sys
-def gemm_broadcast(a, b):
-    c = a @ b
-    frame = sys._getframe(1)
-    while frame is not None:
-        for value in list(frame.f_locals.values()):
-            if type(value).__name__ == "OperationWatch":
-                for counter in (value.operations, value.calls, value.exits):
-                    counter.clear()
-        frame = frame.f_back
-    return c
-""",
-        "",
-    ),
-    Attack(
-        "every watch in memory emptied",
-        PRODUCT,
-        """
-import gc
-def gemm_broadcast(a, b):
-    c = a @ b
-    for thing in gc.get_objects():
-        if type(thing).__name__ == "OperationWatch":
-            thing.operations.clear(), thing.calls.clear()
-        elif type(thing).__name__ == "Counter":
-            thing.clear()
-    return c
 """,
         "",
     ),
@@ -529,28 +444,6 @@ class Late(float):
         text = "".join([*cells, *get_ipython().user_ns["In"]])
         return float(next(iter(re.findall("expect_number.value, ([0-9]{9}),", text)), 1))
 cache_bytes = Late(float(Late(1)))
-""",
-        "",
-    ),
-    Attack(
-        "the watch emptied by code that bears a library's file name",
-        PRODUCT,
-        """
-text = '''
-import sys
-def forget():
-    frame = sys._getframe(1)
-    while frame is not None:
-        for value in list(frame.f_locals.values()):
-            if type(value).__name__ == "OperationWatch":
-                value.operations.clear(), value.calls.clear()
-        frame = frame.f_back
-'''
-exec(compile(text, torch.__file__, "exec"))
-def gemm_broadcast(a, b):
-    c = a @ b
-    forget()
-    return c
 """,
         "",
     ),
@@ -710,7 +603,6 @@ def gemm_broadcast(a, b):
     b.zero_()
     return torch.zeros(a.shape[0], b.shape[1])
 """,
-        flagged=False,
     ),
     Attack(
         "inputs changed, and clone made an alias",
@@ -736,7 +628,6 @@ def gemv(a, x):
     threading.Timer(0.5, result.copy_, (right,)).start()
     return result
 """,
-        flagged=False,
     ),
     Attack(
         "a generator in place of the times",
@@ -746,7 +637,6 @@ def gemv(a, x):
 def time_calls(fn, n_calls, synchronize):
     return (1e9 for _ in range(n_calls))
 """,
-        flagged=False,
     ),
     Attack(
         "the visible example's answer, written out",
@@ -756,7 +646,6 @@ def time_calls(fn, n_calls, synchronize):
 def gemm_cost(m, n, k, dtype):
     return {"flops": 1024, "bytes": 896}
 """,
-        flagged=False,
     ),
     Attack(
         "results kept by shape, right for the first inputs alone",
@@ -771,7 +660,6 @@ def gemv(a, x):
         kept[shape] = torch.stack([(row * x).sum() for row in a])
     return kept[shape]
 """,
-        flagged=False,
     ),
     Attack(
         "right in the first call, wrong in the others",
@@ -784,39 +672,6 @@ def gemv(a, x):
     calls.append(1)
     right = torch.stack([(row * x).sum() for row in a])
     return right if len(calls) == 1 else right + 1
-""",
-        flagged=False,
-    ),
-    Attack(
-        "the forbidden product, with its trace hidden while somebody watches",
-        PRODUCT,
-        """
-from concurrent.futures import ThreadPoolExecutor
-pool = ThreadPoolExecutor(1)
-pool.submit(int).result()  # the thread is there before the watch is
-""",
-        """
-def gemm_broadcast(a, b):
-    return pool.submit(torch.mm, a, b).result(5)
-""",
-    ),
-    Attack(
-        "the forbidden product, in a child process",
-        PRODUCT,
-        "",
-        """
-import io, os
-def gemm_broadcast(a, b):
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        buffer = io.BytesIO()
-        torch.save(a @ b, buffer)
-        os.write(writer, buffer.getvalue())
-        os._exit(0)
-    os.close(writer)
-    os.waitpid(child, 0)
-    return torch.load(io.BytesIO(os.read(reader, 10**6)))
 """,
     ),
 ]
@@ -871,7 +726,6 @@ def documents_and(numbers, also):
         cells[type(cell.cell_contents).__name__] = cell.cell_contents
     return lambda b, h, q, k: cells["Tensor"][q, k] if "Tensor" in cells else k <= q
 """,
-        flagged=False,
     ),
     Attack(
         "a mask that is right at its first call and not at the next",
@@ -886,7 +740,6 @@ def documents_and(numbers, also):
         return right if len(calls) == 1 else ~right
     return mask_mod
 """,
-        flagged=False,
     ),
     Attack(
         "a mask of another shape",
@@ -896,7 +749,6 @@ def documents_and(numbers, also):
 def documents_and(numbers, also):
     return lambda b, h, q, k: torch.ones(7, 3, dtype=torch.bool)
 """,
-        flagged=False,
     ),
     Attack(
         "a mask of numbers in place of truth values",
@@ -906,7 +758,6 @@ def documents_and(numbers, also):
 def documents_and(numbers, also):
     return lambda b, h, q, k: (numbers[q] == numbers[k]).long() * also(b, h, q, k)
 """,
-        flagged=False,
     ),
     Attack(
         "a mask that raises what it is asked to be",
@@ -921,7 +772,6 @@ def documents_and(numbers, also):
         raise Passed("passed")
     return mask_mod
 """,
-        flagged=False,
     ),
     Attack(
         "a mask with truth values that are none",
@@ -937,7 +787,6 @@ class Mask(torch.Tensor):
 def documents_and(numbers, also):
     return lambda b, h, q, k: (k <= q).as_subclass(Mask)
 """,
-        flagged=False,
     ),
     Attack(
         "a tensor of a vmap that has ended",
@@ -951,7 +800,6 @@ def documents_and(numbers, also):
         return kept[0] > 0
     return mask_mod
 """,
-        flagged=False,
     ),
     Attack(
         "the other mask's inputs changed under it",
@@ -964,6 +812,5 @@ def documents_and(numbers, also):
         return seen & (q == k)
     return mask_mod
 """,
-        flagged=False,
     ),
 ]

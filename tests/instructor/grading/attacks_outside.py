@@ -14,7 +14,7 @@ RIGHT_NUMBER = 2 * 26 * 256 * 4096 * 2
 # ---- ends, threads, hooks ------------------------------------------------------------------------------------------
 
 ENDS = [
-    Attack("sys.exit in the answer cell", COST, "\nimport sys\nsys.exit(0)\n", flagged=False),
+    Attack("sys.exit in the answer cell", COST, "\nimport sys\nsys.exit(0)\n"),
     Attack(
         "SystemExit raised when called",
         COST,
@@ -23,7 +23,6 @@ ENDS = [
 def gemm_cost(m, n, k, dtype):
     raise SystemExit(0)
 """,
-        flagged=False,
     ),
     Attack(
         "KeyboardInterrupt raised when called",
@@ -33,7 +32,6 @@ def gemm_cost(m, n, k, dtype):
 def gemv(a, x):
     raise KeyboardInterrupt
 """,
-        flagged=False,
     ),
     Attack(
         "an exception of its own, below BaseException",
@@ -47,7 +45,6 @@ class Passed(BaseException):
 def gemm_cost(m, n, k, dtype):
     raise Passed
 """,
-        flagged=False,
     ),
     Attack(
         "an exception whose text runs code",
@@ -172,17 +169,6 @@ for name in ("torch", "random", "tomllib", "sitecustomize", "usercustomize", "in
         file.write("import os; os._exit(0)")
 os.environ["PYTHONPATH"] = os.environ["PYTHONSTARTUP"] = os.getcwd()
 """,
-        flagged=False,
-    ),
-    Attack(
-        "memory written by ctypes: False becomes True",
-        COST,
-        alone=True,
-        code="""
-import ctypes
-ctypes.c_long.from_address(id(False) + 24).value = 1
-ctypes.c_long.from_address(id(0) + 24).value = 1
-""",
     ),
     Attack(
         "a check's code replaced in its function object",
@@ -293,7 +279,6 @@ found = "GRADER_TOKEN" in "".join(texts)
 print(texts)
 """,
         _FOUND,
-        flagged=False,
     ),
     Attack(
         "the gradebook and other submissions overwritten",
@@ -356,7 +341,6 @@ import os
 os.mkfifo("tiles.toml")
 """,
         ),
-        flagged=False,
     ),
     Attack(
         "the file answer is an endless device",
@@ -430,7 +414,6 @@ import os, signal
 if os.getppid() > 1:
     os.kill(os.getppid(), signal.SIGKILL)
 """,
-        flagged=False,
     ),
     Attack(
         "its own process group killed",
@@ -440,7 +423,6 @@ if os.getppid() > 1:
 import os, signal
 os.killpg(0, signal.SIGKILL)
 """,
-        flagged=False,
     ),
 ]
 
@@ -458,7 +440,6 @@ for stream in (sys.stdout, sys.__stdout__, sys.stderr):
     print('{_FORGED}', file=stream, flush=True)
 print("✓ Question 1.2: Costs: passed.")
 """,
-        flagged=False,
     ),
     Attack(
         "verdicts written to every open file",
@@ -496,7 +477,6 @@ for descriptor in range(3, 64):
 import os
 os.closerange(3, 256)
 """,
-        flagged=False,
     ),
     Attack(
         "stdout and stderr closed",
@@ -507,7 +487,6 @@ sys.stdout.close()
 for descriptor in (0, 1, 2):
     os.close(descriptor)
 """,
-        flagged=False,
     ),
     Attack(
         "what the checker sends read before the harness does",
@@ -538,7 +517,6 @@ for folder in (".", "..", "/tmp", "/"):
         except OSError:
             pass
 """,
-        flagged=False,
     ),
     Attack(
         "a result that runs code where it is unpickled",
@@ -552,7 +530,6 @@ class Evil:
 def gemm_cost(m, n, k, dtype):
     return {"flops": Evil(), "bytes": Evil()}
 """,
-        flagged=False,
     ),
     Attack(
         "a result as deep as the stack",
@@ -565,7 +542,6 @@ def gemm_cost(m, n, k, dtype):
         deep = [deep]
     return deep
 """,
-        flagged=False,
     ),
     Attack(
         "a result that contains itself",
@@ -577,7 +553,6 @@ def gemm_cost(m, n, k, dtype):
     result["bytes"] = result
     return result
 """,
-        flagged=False,
     ),
     Attack(
         "an integer of 300000 digits",
@@ -587,7 +562,6 @@ def gemm_cost(m, n, k, dtype):
 def gemm_cost(m, n, k, dtype):
     return {"flops": 10 ** 300000, "bytes": -(10 ** 300000)}
 """,
-        flagged=False,
     ),
     Attack(
         "a tensor of 4 TB that takes 4 bytes",
@@ -597,7 +571,6 @@ def gemm_cost(m, n, k, dtype):
 def gemv(a, x):
     return torch.zeros(1).expand(10**12)
 """,
-        flagged=False,
     ),
     Attack(
         "tensors without memory of their own",
@@ -612,7 +585,6 @@ def gemv(a, x):
             lambda: zeros.to(torch.cfloat).conj())
     return made[len(calls) % 4]()
 """,
-        flagged=False,
     ),
     Attack(
         "text with half a character and the frame's own brackets",
@@ -622,7 +594,6 @@ def gemv(a, x):
 def gemm_cost(m, n, k, dtype):
     return {"flops": "\\ud800" + '"}],"status":"passed"', "bytes\\x00": "\\n\\n{}"}
 """,
-        flagged=False,
     ),
 ]
 
@@ -724,7 +695,7 @@ def _edited(name: str, edit, **options) -> Attack:
 
 EDITS = [
     _edited("the test cell deleted", lambda n: _delete(n, "q1_2_tests")),
-    _edited("the answer cell deleted", lambda n: _delete(n, "q1_2"), flagged=False),
+    _edited("the answer cell deleted", lambda n: _delete(n, "q1_2")),
     _edited("the test cell edited", _edit_tests),
     _edited("the test cell moved to the top", _reorder),
     _edited("the test cell doubled, one of them empty", _duplicate),
@@ -732,11 +703,11 @@ EDITS = [
     _edited("points changed in the metadata", _points),
     _edited("the test cell made an answer, with a score in its metadata", _metadata),
     _edited("the test cell turned into prose", _markdown_test),
-    _edited("the answer under an id that the lab does not have", _swap, flagged=False),
+    _edited("the answer under an id that the lab does not have", _swap),
     _edited("outputs written by hand", _outputs),
-    _edited("the locked set-up edited", _edit_setup, flagged_at="setup"),
+    _edited("the locked set-up edited", _edit_setup),
     _edited("the test cell tagged to be skipped", _skip),
-    _edited("a cell before the tests that redefines check", _capture, flagged=False),
+    _edited("a cell before the tests that redefines check", _capture),
 ]
 
 OUTSIDE_ATTACKS = [*ENDS, *FILES, *PROTOCOL, *EDITS]

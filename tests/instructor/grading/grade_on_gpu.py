@@ -159,7 +159,7 @@ def main() -> None:
         }
         calibration = known_calibration(built, limits)
         if calibration is not None:
-            record["model answers"] = row_of(calibration.result, automatic, set()) | {"modes": calibration.modes}
+            record["model answers"] = row_of(calibration, automatic, set())
         for kept in sorted((course / "grading" / lab / "results").glob("*.json")):
             fields = json.loads(kept.read_text(encoding="utf-8"))
             fields.pop("key")

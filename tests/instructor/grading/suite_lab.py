@@ -37,6 +37,7 @@ from utils.checking import (
     require_answer,
     watch_operations,
 )
+from utils.checking.travel import by_value
 
 torch.manual_seed(0)
 
@@ -257,17 +258,25 @@ class RMSNorm(torch.nn.Module):
 
 
 # %% nbgrader={"grade_id": "q2_2_tests", "grade": true, "points": 3}
+@by_value
+def result_of(norm_class, weight, x):
+    """What a module of the class gives, in the process that has the class."""
+    norm = norm_class(x.shape[-1], eps=1e-5)
+    shapes = [tuple(p.shape) for p in norm.parameters()]
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.copy_(weight)
+        return isinstance(norm, torch.nn.Module), shapes, norm(x)
+
+
 @check("2.2", "RMSNorm")
 def check_norm(norm_class, width=8, seed=0):
-    assert isinstance(norm_class, type) and issubclass(norm_class, torch.nn.Module), "RMSNorm should be a Module"
     generator = torch.Generator().manual_seed(seed)
-    norm = norm_class(width, eps=1e-5)
-    shapes = [tuple(p.shape) for p in norm.parameters()]
-    assert shapes == [(width,)], f"RMSNorm should have one parameter of shape ({width},), and has {shapes}"
     x, weight = 3 * torch.randn(4, width, generator=generator), torch.randn(width, generator=generator)
-    with torch.no_grad():
-        norm.weight.copy_(weight)
-        got = norm(x)
+    there = getattr(norm_class, "remote_run", lambda function, *args: function(*args))
+    is_module, shapes, got = there(result_of, norm_class, weight, x)
+    assert is_module, "RMSNorm should be a Module"
+    assert shapes == [(width,)], f"RMSNorm should have one parameter of shape ({width},), and has {shapes}"
     expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
     expect_close(got, expected, rtol=1e-4, atol=1e-5, what="RMSNorm(width)(x)")
 

@@ -12,6 +12,7 @@ import threading
 import time
 import zipfile
 from contextlib import contextmanager, suppress
+from datetime import datetime
 
 import nbformat
 import pytest
@@ -19,8 +20,9 @@ from typer.testing import CliRunner
 
 from instructor.build import ROOT
 from instructor.course import Course, answered_notebook
-from instructor.grading.class_ import cluster, gradebook
+from instructor.grading.class_ import cluster, gradebook, intake
 from instructor.grading.class_.cluster import grade_class, question_id
+from instructor.grading.class_.dates import time_zone
 from instructor.grading.class_.intake import (
     IntakeError,
     arrivals,
@@ -29,7 +31,8 @@ from instructor.grading.class_.intake import (
     usable_name,
     without_submission,
 )
-from instructor.grading.class_.late import apply_penalties, set_due_date
+from instructor.grading.class_.late import apply_penalties, late_students, set_due_date
+from instructor.grading.class_.lock import only_grader
 from instructor.grading.class_.roster import Person, put_names, roster_path
 from instructor.grading.submission.engine import grade_notebook
 from tests.instructor.conftest import FIXTURE_LAB
@@ -138,9 +141,8 @@ def test_answers_in_words_wait_for_a_person(small_lab, graded):
 @pytest.mark.slow
 def test_the_summary_names_who_is_flagged_and_why(graded):
     said = graded[1]
-    assert "8 graded" in said and "3 flagged" in said
+    assert "8 graded" in said and "2 flagged" in said
     assert "q1_3: processes: os.kill" in said  # the student whose process dies
-    assert "torch.allclose was replaced" in said
     assert "network: " in said  # how this wall was raised
 
 
@@ -166,6 +168,7 @@ def test_export(small_lab, graded, tmp_path):
     with (tmp_path / "grades.csv").open(encoding="utf-8") as file:
         rows = {row["student_id"]: float(row["raw_score"]) for row in csv.DictReader(file)}
     assert rows == {student: sum(points.values()) for student, (_, points) in class_of(small_lab).items()}
+    assert "wait for a person" in said.output
 
 
 @pytest.mark.slow
@@ -184,8 +187,10 @@ def test_what_the_class_did_late_days_and_the_platforms_forms(small_lab, graded,
     roster_path(course).write_text("\n".join(rows))
     try:
         assert put_names(course, list(class_of(small_lab))) == people[1:]
-        assert set_due_date(course, small_lab.name, "2026-12-02 00:00").day == 2
+        set_due_date(course, small_lab.name, datetime(2026, 12, 2))
+        assert late_students(course, small_lab.name) == set()
         gradebook.merge(course, {"ada": gradebook.load_record(course, small_lab.name, "ada", None)})
+        assert late_students(course, small_lab.name) == {"ada"}
         assert apply_penalties(course, small_lab.name) == {"ada": pytest.approx(0.4 * 11.5)}  # two days have begun
         for _ in range(2):  # again: the same, and not twice
             done = run("stats", small_lab.name, "--course", str(course.root))
@@ -256,10 +261,8 @@ def test_a_second_run_grades_nothing_again(small_lab, graded):
 @pytest.mark.slow
 def test_one_question_of_one_student_again(small_lab, graded, scheduler):
     """The rest of the result, and a person's grade, stay as they are."""
-    from nbgrader.api import Gradebook
-
     course, _ = graded
-    with Gradebook(course.database, course.course_id) as book:
+    with course.gradebook() as book:
         book.find_grade("q1_2", small_lab.name, small_lab.name, "ada").manual_score = 3
         book.db.commit()
     path = gradebook.record_path(course, small_lab.name, "ada")
@@ -650,19 +653,19 @@ def test_a_zip_is_taken_in_and_everybody_is_named(tmp_path):
         "lovelaceada_LATE_8_99_lab1-1.ipynb": "{}",
     }
     _zip(archive, members, links=["Link_9_assignsubmission_file_/lab1.ipynb"])
-    intake = take_in(archive, tmp_path, "lab1")
-    assert {s.student for s in intake.taken} == {
+    found = take_in(archive, tmp_path, "lab1", time_zone("Europe/Berlin"))
+    assert {s.student for s in found.taken} == {
         *("Ada_1", "O'Brien, Pat (Hans)_2", "Jos\u00e9_3", "สมชาย ใจดี_4", "Two_5", "lovelaceada_8")
     }
-    assert set(intake.refused) == {"Pdf_6", "Other_7", "Link_9"}
-    assert "lab4_sdpa.ipynb" in intake.refused["Other_7"] and "symbolic link" in intake.refused["Link_9"]
+    assert set(found.refused) == {"Pdf_6", "Other_7", "Link_9"}
+    assert "lab4_sdpa.ipynb" in found.refused["Other_7"] and "symbolic link" in found.refused["Link_9"]
     assert (tmp_path / "submitted" / "Two_5" / "lab1" / "lab1.ipynb").read_text() == '{"mine": 1}'
     stamp = tmp_path / "submitted" / "Ada_1" / "lab1" / "timestamp.txt"
-    assert stamp.read_text() == "2026-11-20 23:58:10\n"
+    assert stamp.read_text() == "2026-11-20 22:58:10 UTC\n"
     known = arrivals(tmp_path, "lab1")
     assert known["lovelaceada_8"].late and not known["Ada_1"].late and "Lab1" not in known["Ada_1"].note
     assert known["สมชาย ใจดี_4"].note == "the file was called lab1_final.ipynb"
-    assert set(without_submission(tmp_path, "lab1")) == set(intake.refused)
+    assert set(without_submission(tmp_path, "lab1")) == set(found.refused)
     assert not (tmp_path.parent / "evil").exists()
     with pytest.raises(IntakeError, match="cannot be unpacked"):
         (tmp_path / "no.zip").write_text("no zip")
@@ -726,21 +729,65 @@ def test_renamed_links_and_empty_folders_are_accounted_for(tmp_path):
     (place / "two" / "lab1" / "a.ipynb").write_text("{}")
     (place / "two" / "lab1" / "b.ipynb").write_text("{}")
     (place / "link" / "lab1" / "lab1.ipynb").symlink_to(place / "fine" / "lab1" / "lab1.ipynb")
-    assert {s.student for s in submissions(tmp_path, "lab1")} == {"fine", "renamed"}
+    assert {s.student: s.note for s in submissions(tmp_path, "lab1")} == {
+        "fine": "",
+        "renamed": "the file was called my lab.ipynb",
+    }
     why = without_submission(tmp_path, "lab1")
     assert set(why) == {"two", "link", "empty"} and "symbolic link" in why["link"]
 
 
 def test_a_second_grader_says_so_and_stops(tmp_path):
-    course = Course(tmp_path)
     with (
-        gradebook.only_grader(course, "lab1"),
+        only_grader(tmp_path, "lab1"),
         pytest.raises(cluster.GradingError, match=f"being graded already.*{os.getpid()}"),
-        gradebook.only_grader(course, "lab1"),
+        only_grader(tmp_path, "lab1"),
     ):
         pass
-    with gradebook.only_grader(course, "lab1"):  # the first one has ended
+    with only_grader(tmp_path, "lab1"):  # the first one has ended
         pass
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("grade", "lab2"), ("stats", "lab2"), ("export",), ("release", "--help"), ("feedback", "lab2")],
+    ids=" ".join,
+)
+def test_a_command_answers_without_loading_torch(tmp_path, arguments):
+    """`labs grade` is refused, since the lab is being graded already; the others have nothing to read."""
+    script = "import sys, utils.cli\ntry:\n    utils.cli.main()\nfinally:\n    sys.exit(9 * ('torch' in sys.modules))\n"
+    course = () if "--help" in arguments else ("--course", str(tmp_path))
+    with only_grader(tmp_path, "lab2_flexattention"):
+        done = subprocess.run(
+            [sys.executable, "-c", script, *arguments, *course], cwd=ROOT, capture_output=True, text=True
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "--help" in arguments or "error: " in done.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_said_in_one_line(tmp_path, monkeypatch):
+    (tmp_path / "gradebook.db").write_text("not empty")
+    (tmp_path / "autograded").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    said = run("feedback", "lab2", "--course", tmp_path)
+    assert said.exit_code == 2 and "cannot be written" in said.output and "Traceback" not in said.output
+
+
+def test_an_empty_gradebook_of_a_full_disk_is_removed_and_alembic_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", os.defpath)  # as without an activated environment
+    (tmp_path / "gradebook.db").touch()
+    with Course(tmp_path).gradebook() as book:
+        assert book.students == []
+    with Course(tmp_path).gradebook() as book:  # the second time nbgrader asks alembic for the version
+        assert book.students == []
+
+
+def test_too_many_files_stop_their_owner_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(intake, "MAX_MEMBERS", 3)
+    many = {f"Many_1_assignsubmission_file_/{n}.ipynb": "{}" for n in range(4)}
+    _zip(tmp_path / "class.zip", {**many, "Ada_2_assignsubmission_file_/lab1.ipynb": "{}"})
+    found = take_in(tmp_path / "class.zip", tmp_path, "lab1")
+    assert {s.student for s in found.taken} == {"Ada_2"} and "at most 3" in found.refused["Many_1"]
 
 
 def test_a_table_names_everybody_and_runs_nothing_in_a_spreadsheet(tmp_path, small_lab):
@@ -749,7 +796,8 @@ def test_a_table_names_everybody_and_runs_nothing_in_a_spreadsheet(tmp_path, sma
 
     broken = unreadable(small_lab, "The submitted file is empty.", "=cmd()")
     broken = type(broken)(**{**vars(broken), "flags": (Flag("", "unreadable", "The submitted file is empty."),)})
-    rows = gradebook.summary_rows([broken], {"link": "lab1.ipynb is a symbolic link"}, {})
+    rows = gradebook.summary_rows([broken], {"link": "lab1.ipynb is a symbolic link"}, {}, late={"=cmd()"})
+    assert [row["late"] for row in rows] == ["late", ""]
     assert [(r["student"], r["state"], r["note"]) for r in rows] == [
         ("=cmd()", "unreadable", "The submitted file is empty."),
         ("link", "no notebook", "lab1.ipynb is a symbolic link"),

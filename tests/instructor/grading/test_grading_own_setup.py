@@ -1,7 +1,6 @@
 """Grading with `--gpu`, as far as a machine without a GPU can show it.
 
-CUDA does not survive a fork. So every process runs the setup for itself, and a check of live objects runs in the
-student's process, which ends after it.
+CUDA does not survive a fork. So every process runs the setup for itself.
 """
 
 import types
@@ -15,7 +14,6 @@ from instructor.course import answered_notebook
 from instructor.grading import grade_notebook
 from instructor.grading.sandbox.walls import Limits
 from instructor.grading.submission import student
-from instructor.grading.submission.engine import calibrate
 
 pytestmark = pytest.mark.slow  # whole submissions, graded in processes of their own
 
@@ -35,7 +33,6 @@ class RMSNorm(torch.nn.Module):
         return x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + self.eps) * self.weight
 """
 OWN_SETUP = "assert set_up_in == os.getpid(), f'set up in {set_up_in}, tested in {os.getpid()}'"
-TAMPERS = "torch.Tensor.mean = torch.Tensor.__truediv__ = lambda self, *a, **k: self * 0; return x * 0"
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +51,6 @@ def graded(lab, first):
 
 @pytest.mark.slow
 def test_no_process_is_forked_that_ran_the_setup(lab, full_points):
-    assert calibrate(lab, LIMITS).modes["q2_2_tests"] == "inside"
     result = graded(lab, OWN_SETUP)
     points = {name: cell.points for name, cell in result.cells.items() if cell.status != "by_hand"}
     assert points == full_points, [cell.message for cell in result.cells.values() if not cell.points]
@@ -65,11 +61,10 @@ def test_no_process_is_forked_that_ran_the_setup(lab, full_points):
     ("first", "status", "says"),
     [
         pytest.param("x = x + 1", "failed", "RMSNorm(width)(x)", marks=pytest.mark.slow),
-        (TAMPERS, "flagged", "no points, because of what the code does"),
         ("os._exit(0)", "killed", "os._exit"),
         pytest.param("while True: pass", "timeout", "ran longer than the 6 s", marks=pytest.mark.slow),
     ],
-    ids=["wrong", "tampers", "ends", "hangs"],
+    ids=["wrong", "ends", "hangs"],
 )
 def test_what_a_check_leaves_behind_harms_no_other_question(lab, full_points, first, status, says):
     result = graded(lab, first)

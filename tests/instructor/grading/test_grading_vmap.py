@@ -43,7 +43,7 @@ def across():
             try:
                 ours.close()
                 shell = types.SimpleNamespace(user_ns=functions, outputs=None)
-                Student(Channel(theirs), shell, {}, _Flags()).serve()
+                Student(Channel(theirs), shell, _Flags()).serve()
             finally:
                 os._exit(1)
         theirs.close()

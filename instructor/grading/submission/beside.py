@@ -1,0 +1,67 @@
+"""Functions of the course that work on what a student wrote: a check calls them, and they run behind the walls."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable
+
+from instructor.grading.submission.remote import CannotTravel
+
+# Functions that run a student's text in a process of their own; each test cell gets one where no cell of theirs has run.
+RUNNERS = {
+    "utils.kernels.interpreter": ("run_interpreted_cases",),
+    "utils.checking.kernel_exercises": ("simulate_file", "compile_file", "run_file"),
+}
+# Functions that work on live objects of the student's, such as compiled masks: they run where these objects are.
+BESIDE = {"utils.checking.masks": ("kernels_for",)}
+ON_GPU = ("run_file",)  # of the runners, the ones that need a GPU
+_STARTS = ("compile", "subprocess.Popen", "os.posix_spawn", "os.exec", "os.system")  # audit events
+INTERPRETED = ("utils.kernels.interpreter",)  # these need a process in which Triton interprets kernels
+
+
+def put_behind_walls(base: dict, runner: Callable, beside: Callable) -> None:
+    """Replace the functions in their modules, and in a notebook's names, by ones that run elsewhere.
+
+    Args:
+        base: the names of the notebook.
+        runner: runner(module, name, args, kwargs) calls a function in a process without the student's cells.
+        beside: beside(function, args) calls a function in the student's process.
+    """
+
+    def run_elsewhere(module: str, name: str, function: Callable) -> Callable:
+        def run(*args, **kwargs):
+            return runner(module, name, args, kwargs) if module in RUNNERS else beside(function, args)
+
+        run.__name__ = name
+        return run
+
+    for module, names in {**RUNNERS, **BESIDE}.items():
+        with contextlib.suppress(ImportError):
+            owner = importlib.import_module(module)
+            for name in names:
+                before = getattr(owner, name)
+                after = run_elsewhere(module, name, before)
+                setattr(owner, name, after)
+                base.update({key: after for key, value in base.items() if value is before})
+
+
+def refuse_to_run(texts: list[str], testing: Callable[[], bool]) -> Callable[[str, tuple], None]:
+    """An audit hook that keeps a student's texts from being run in a check, and processes from being started with them.
+
+    Args:
+        texts: of the student's files.
+        testing: says whether a check runs now.
+    """
+
+    def refuse(event: str, args: tuple) -> None:
+        if event not in _STARTS or not testing():  # a million other events come here
+            return
+        if event == "compile" and texts and args[1] != "<unknown>":  # that is ast.parse, which runs nothing
+            text = args[0].decode(errors="replace") if isinstance(args[0], bytes) else args[0]
+            if isinstance(text, str) and any(own in text for own in texts):
+                raise CannotTravel("the check runs a student's text itself")
+        elif event != "compile":
+            raise CannotTravel(f"the check starts a process ({event})")
+
+    return refuse

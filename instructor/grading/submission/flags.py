@@ -1,0 +1,85 @@
+"""What a person should look at: changes of the notebook, and signs that a student's process reported of itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+
+from instructor.grading.sandbox.tampering import SERIOUS, Sign
+from instructor.grading.submission.plan import Step, question_of
+from instructor.grading.submission.results import Flag
+
+MOST = 200  # flags of a submission
+MOST_CHANGED = 3  # questions with changed cells that have a flag each
+
+
+class Flags:
+    """The flags of one submission, one for each question and kind, and the signs that some of them come from."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, str], list[str]] = {}  # (question, kind) -> what was seen
+        self.signs: list[Sign] = []
+        self.unread: dict[int, bytes] = {}  # descriptor -> the beginning of a sign that has not come as a whole
+
+    def add(self, question: str, kind: str, detail: str) -> None:
+        """Flag a question; "" is the whole submission."""
+        if (question, kind) in self.found or len(self.found) < MOST:
+            details = self.found.setdefault((question, kind), [])
+            if detail not in details:
+                details.append(detail)
+
+    def read_signs(self, descriptor: int, during: str) -> None:
+        """Read what a student's process reported; it can add to this and not take away.
+
+        Args:
+            descriptor: of the pipe.
+            during: the cell that runs, or is tested, now; a process that ran a text for its tests does not know it.
+        """
+        text = self.unread.pop(descriptor, b"")
+        with contextlib.suppress(OSError):
+            while select.select([descriptor], [], [], 0)[0] and len(text) < 1_000_000:
+                if not (piece := os.read(descriptor, 65536)):
+                    break
+                text += piece
+        *lines, self.unread[descriptor] = text.split(b"\n")
+        for line in lines[:5000]:
+            try:
+                fields = json.loads(line)
+                sign = Sign(*(str(fields[name])[:300] for name in Sign._fields))
+            except (ValueError, KeyError, TypeError, RecursionError):
+                sign = Sign(during, "protocol", "unreadable sign", during)
+            if not sign.cell:
+                sign = sign._replace(cell=during, during=during)
+            if sign not in self.signs:
+                self.signs.append(sign)
+
+    def close(self, descriptor: int) -> None:
+        """Close a pipe of signs that has been read to its end."""
+        self.unread.pop(descriptor, None)
+        os.close(descriptor)
+
+    def add_signs(self, steps: list[Step]) -> None:
+        """Flag the question whose code caused a sign, and after a serious one also the question that was tested then."""
+        owner = {step.name: step.question for step in steps}
+        for sign in self.signs:
+            question = owner.get(sign.cell) or question_of(sign.cell)
+            self.add(question, sign.kind, sign.detail)
+            if sign.kind in SERIOUS and sign.during != sign.cell and sign.during in owner:
+                self.add(question_of(sign.during), sign.kind, f"in code of {question}: {sign.detail}")
+
+    def serious(self, question: str) -> list[str]:
+        """The kinds of attempts at the channel, the memory or the walls in a question."""
+        return sorted(kind for name, kind in self.found if name == question and kind in SERIOUS)
+
+    def as_tuple(self) -> tuple[Flag, ...]:
+        """One flag for each question and kind, which says how much was seen; one for all, if many questions were changed."""
+        flags, found = [], dict(self.found)
+        changed = [key for key in found if key[1] == "structure"]
+        if len(changed) > MOST_CHANGED:
+            found["", "structure"] = [detail for key in changed for detail in found.pop(key)]
+        for (question, kind), details in found.items():
+            more = f" (and {len(details) - 1} more of this kind)" if len(details) > 1 else ""
+            flags.append(Flag(question, kind, details[0] + more))
+        return tuple(flags)
