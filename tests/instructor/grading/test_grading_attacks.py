@@ -1,4 +1,4 @@
-"""Each attack costs its question, gets a flag, and changes nothing else: no other point, file or process."""
+"""Each attack costs its question and changes nothing else: no other point, file or process."""
 
 import os
 import socket
@@ -11,17 +11,12 @@ import pytest
 
 from instructor.build import ROOT, read_lab, secret_lines
 from instructor.course import answered_notebook
-from instructor.grading import calibrate, grade_notebook
-from instructor.grading.sandbox.walls import Limits
-from tests.instructor.grading.attacks import LIARS, MASKS, PATCHES, SPIES, WRONG, packed
-from tests.instructor.grading.attacks_outside import OUTSIDE_ATTACKS
-from tests.instructor.grading.attacks_watch import WATCH_ATTACKS
-from tests.instructor.grading.attacks_weekend import WEEKEND_ATTACKS
+from instructor.grading import grade_notebook
+from tests.instructor.grading.attacks import ATTACKS, WRONG, packed
 from tests.marks import slow_but_first
 
 pytestmark = pytest.mark.slow  # whole submissions, graded in processes of their own
 
-ATTACKS = [*PATCHES, *SPIES, *LIARS, *MASKS, *OUTSIDE_ATTACKS, *WATCH_ATTACKS, *WEEKEND_ATTACKS]
 TIMEOUT = 6  # seconds; no cell of an honest submission to this lab takes one
 TOKEN = "token-7f3a-of-the-grader"
 
@@ -100,16 +95,9 @@ def _sleepers() -> list[str]:
 
 
 def test_there_are_enough_attacks():
-    assert len(ATTACKS) >= 150
+    assert len(ATTACKS) >= 60
     assert len({attack.name for attack in ATTACKS}) == len(ATTACKS)
     assert {attack.question for attack in ATTACKS} == set(WRONG)
-    assert sum(attack.flagged for attack in ATTACKS) >= 45
-
-
-@pytest.mark.slow
-def test_all_but_the_module_is_tested_at_a_distance(suite_lab):
-    modes = calibrate(suite_lab).modes
-    assert {name for name, mode in modes.items() if mode == "inside"} == {"q2_2_tests"}
 
 
 @pytest.mark.slow
@@ -120,16 +108,11 @@ def test_wrong_answers_alone_get_nothing_and_no_flag(suite_lab, full_points):
     assert not result.flags
 
 
-def _cases() -> list:
-    """The attacks in packs. Those of a weekend are graded with proofs, which takes minutes: they are tried overnight."""
-    marked = [pytest.param(case, marks=pytest.mark.overnight) for case in packed(WEEKEND_ATTACKS, 6)]
-    return [*slow_but_first(packed([a for a in ATTACKS if a not in WEEKEND_ATTACKS], 6)), *marked]
-
-
-@pytest.mark.parametrize("attacks", _cases(), ids=lambda attacks: f"{attacks[0].name}, {len(attacks)} in all")
+@pytest.mark.parametrize(
+    "attacks", slow_but_first(packed(ATTACKS, 6)), ids=lambda attacks: f"{attacks[0].name}, {len(attacks)} in all"
+)
 def test_attacks_get_no_credit(suite_lab, full_points, surroundings, hidden_lines, attacks):
-    limits = Limits(prove=any(attack in WEEKEND_ATTACKS for attack in attacks))
-    result = grade_notebook(suite_lab, _notebook(suite_lab, attacks, surroundings), timeout=TIMEOUT, limits=limits)
+    result = grade_notebook(suite_lab, _notebook(suite_lab, attacks, surroundings), timeout=TIMEOUT)
 
     loses = set().union(*(attack.loses for attack in attacks))
     expected = {name: 0 if name in loses else most for name, most in full_points.items()}
@@ -137,14 +120,6 @@ def test_attacks_get_no_credit(suite_lab, full_points, surroundings, hidden_line
     assert _points(result) == expected, said
     assert all(cell.max_points == full_points[name] for name, cell in result.cells.items() if name in full_points)
     assert result.score == sum(expected.values())
-
-    flagged = {flag.question for flag in result.flags}
-    unflagged = [
-        a.name for a in attacks if a.flagged and not any(f.startswith(a.flagged_at or a.question) for f in flagged)
-    ]
-    assert unflagged == [], said
-    own = tuple(name.removesuffix("_tests") for name in loses) + tuple(a.flagged_at for a in attacks if a.flagged_at)
-    assert all(name.startswith(own) for name in flagged), f"flagged as well: {result.flags}"
 
     shown = result.notebook + "".join(cell.message for cell in result.cells.values())
     assert TOKEN not in shown
