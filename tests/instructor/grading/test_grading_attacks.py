@@ -12,13 +12,11 @@ import pytest
 from instructor.build import ROOT, read_lab, secret_lines
 from instructor.course import answered_notebook
 from instructor.grading import grade_notebook
-from tests.instructor.grading.attacks import LIARS, MASKS, PATCHES, SPIES, WRONG, packed
-from tests.instructor.grading.attacks_outside import OUTSIDE_ATTACKS
+from tests.instructor.grading.attacks import ATTACKS, WRONG, packed
 from tests.marks import slow_but_first
 
 pytestmark = pytest.mark.slow  # whole submissions, graded in processes of their own
 
-ATTACKS = [*PATCHES, *SPIES, *LIARS, *MASKS, *OUTSIDE_ATTACKS]
 TIMEOUT = 6  # seconds; no cell of an honest submission to this lab takes one
 TOKEN = "token-7f3a-of-the-grader"
 

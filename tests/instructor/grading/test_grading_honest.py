@@ -1,88 +1,83 @@
-"""Right answers, however they are written: every point, no flag."""
+"""Right answers, however they are written: every point, no flag, none waits."""
+
+import os
+import random
 
 import nbformat
 import pytest
-from nbformat.v4 import new_code_cell
 
+from instructor.build import build_lab
 from instructor.course import answered_notebook
 from instructor.grading import grade_notebook
-from instructor.grading.sandbox.walls import Limits
-from tests.instructor.grading.honest_class import HABITS, honest_notebook
-from tests.instructor.grading.honest_variants import ANSWERS, NOTEBOOKS, packs
+from instructor.points import lab_path
+from tests.instructor import lab_cases
+from tests.instructor.grading.honest import ANSWERS, HABITS, NOTEBOOKS
 
-TIMEOUT = 20  # seconds
-
-
-def test_there_are_enough_variants():
-    texts = [text for variants in ANSWERS.values() for text in variants.values()]
-    assert len(texts) >= 100 and len(set(texts)) == len(texts)
-    assert len(NOTEBOOKS) >= 30
+LABS = ("lab1", "lab2_flexattention", "lab3_gluon", "lab4_sdpa")
+SEED = int(os.environ.get("HONEST_SEED", "20261128"))
+PACKS = max(map(len, ANSWERS.values()))  # notebooks that hold each answer once
 
 
-def _submissions():
-    """Yield submissions: each has one pack of answers, and some of the changes around them."""
-    packed, names = list(packs()), list(NOTEBOOKS)
-    for number, pack in enumerate(packed):
-        around, name = names[number :: len(packed)], next(iter(pack.values()))[0]
-        yield pytest.param(pack, around, id=f"{name}, {number}", marks=pytest.mark.slow)
+def model_answers(lab) -> dict[str, str]:
+    """{answer cell: the model answer}."""
+    return lab_cases.answers_in(nbformat.reads(lab.instructor, as_version=4).cells)
 
 
-@pytest.mark.parametrize(("pack", "around"), list(_submissions()))
-def test_right_answers_get_every_point(suite_lab, full_points, pack, around):
-    text = answered_notebook(suite_lab, {cell: text for cell, (_, text) in pack.items()})
-    notebook = nbformat.reads(text, as_version=4)
+def losses(lab, answers: dict[str, str], around=(), timeout: int = 120) -> dict:
+    """Grade these answers; {test cell: (status, message)} of those that lack points, and the flags if there are any."""
+    notebook = nbformat.reads(answered_notebook(lab, answers), as_version=4)
     for name in around:
         NOTEBOOKS[name](notebook)
-    result = grade_notebook(suite_lab, nbformat.writes(notebook, version=4), timeout=TIMEOUT)
+    result = grade_notebook(lab, nbformat.writes(notebook, version=4), timeout=timeout)
     lost = {
-        name: (cell.status, cell.message, pack.get(name.removesuffix("_tests"), [""])[0], around)
+        name: (cell.status, cell.message)
         for name, cell in result.cells.items()
-        if name in full_points and cell.points != full_points[name]
+        if cell.points < cell.max_points and cell.status != "by_hand"
     }
-    assert not lost
-    assert not result.flags, around
-    assert result.score == sum(full_points.values())
+    return lost | ({"flags": result.flags} if result.flags else {})
 
 
-def _check_class(lab, full_points, seeds, prove: bool) -> None:
-    """Grade one notebook for each seed; report all that lost points or were flagged, with what was drawn for them."""
-    wrong = {}
-    for seed in seeds:
-        text, drawn = honest_notebook(lab, seed)
-        result = grade_notebook(lab, text, timeout=TIMEOUT, limits=Limits(prove=prove))
-        lost = {n: (c.status, c.message) for n, c in result.cells.items() if c.points != full_points.get(n, c.points)}
-        if lost or result.flags:
-            wrong[seed] = (lost, result.flags, drawn)
-    assert not wrong
+def test_no_habit_changes_an_answer_into_nonsense(suite_lab):
+    for cell, answer in model_answers(suite_lab).items():
+        written = {name: habit(answer) for name, habit in HABITS.items()}
+        if not answer.startswith("%%"):
+            assert len(set(written.values())) >= 6, cell  # a cell with a number alone has few places for a habit
+            for text in written.values():
+                compile(text, cell, "exec")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pack", range(PACKS))
+def test_right_answers_in_many_hands_get_every_point(suite_lab, pack):
+    answers = {cell: list(texts.values())[pack % len(texts)] for cell, texts in ANSWERS.items()}
+    assert losses(suite_lab, answers, list(NOTEBOOKS)[pack::PACKS], timeout=20) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(3))
+def test_ordinary_habits_get_every_point(suite_lab, part):
+    """Every habit at every question of the small lab; three habits in turn in one notebook."""
+    names, model = list(HABITS)[part::3], model_answers(suite_lab)
+    for first in range(len(names)):
+        turn = names[first:] + names[:first]
+        answers = {cell: HABITS[turn[n % len(turn)]](text) for n, (cell, text) in enumerate(model.items())}
+        assert losses(suite_lab, answers, timeout=20) == {}, turn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lab", LABS)
+def test_drawn_habits_lose_nothing_in_a_lab(lab):
+    """A habit is drawn for every answer; HONEST_SEED draws others."""
+    built, draw = build_lab(lab_path(lab)), random.Random(f"{lab} {SEED}")
+    drawn = {cell: draw.choice(list(HABITS)) for cell in model_answers(built)}
+    answers = {cell: HABITS[drawn[cell]](text) for cell, text in model_answers(built).items()}
+    lost = losses(built, answers)
+    assert lost == {}, {name: drawn.get(name.rpartition("_tests")[0]) for name in lost}
 
 
 @pytest.mark.overnight
-@pytest.mark.slow
-@pytest.mark.parametrize("prove", [False, True])
-def test_a_hundred_honest_notebooks_lose_nothing(suite_lab, full_points, prove):
-    assert len(HABITS) <= 100
-    _check_class(suite_lab, full_points, range(100), prove)
-
-
-UNUSUAL = (
-    "%%writefile mine.py\nfactor = 2",
-    "import mine\n\nassert mine.factor == 2",
-    "import inspect\n\nprint(inspect.currentframe().f_lineno)",
-    "import gc\n\nprint(len(gc.get_objects()) > 0)",
-    "import atexit\n\natexit.register(print, 'done')",
-    "import urllib.request\n\ntry:\n    urllib.request.urlopen('http://127.0.0.1:9', timeout=1)\n"
-    "except OSError:\n    print('offline')",
-    "torch.set_default_dtype(torch.float64)",
-)
-
-
-@pytest.mark.slow
-def test_unusual_code_is_noted_at_most_and_keeps_its_points(suite_lab, full_points):
-    notebook = nbformat.reads(answered_notebook(suite_lab), as_version=4)
-    places = {cell.id: place for place, cell in enumerate(notebook.cells)}
-    after = [new_code_cell("torch.set_default_dtype(torch.float32)")]
-    notebook.cells[places["q1_1_tests"] + 1 : places["q1_1_tests"] + 1] = after
-    notebook.cells[places["q1_1"] : places["q1_1"]] = [new_code_cell(text) for text in UNUSUAL]
-    result = grade_notebook(suite_lab, nbformat.writes(notebook, version=4), timeout=TIMEOUT)
-    assert {n: c.points for n, c in result.cells.items() if n in full_points} == full_points, result.flags
-    assert {flag.kind for flag in result.flags} <= {"inspects frames or objects", "runs at the end", "network"}
+@pytest.mark.parametrize("lab", LABS)
+@pytest.mark.parametrize("habit", HABITS)
+def test_every_habit_loses_nothing_in_any_lab(lab, habit):
+    built = build_lab(lab_path(lab))
+    assert losses(built, {cell: HABITS[habit](text) for cell, text in model_answers(built).items()}) == {}
