@@ -7,6 +7,7 @@ the order of their declaration, with the defaults that stand there, and those of
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 import typing
@@ -28,14 +29,19 @@ TYPES = {gl.tensor: Tensor, gl.shared_memory_descriptor: MemDesc, tma.tensor_des
 OPERATORS = "add sub mul truediv floordiv mod and or xor lshift rshift lt le gt ge eq ne"
 
 
+@functools.cache
+def written_class(cls: type) -> type:
+    """Return the class that the kernel's author wrote: Triton keeps it in a closure only."""
+    return inspect.getclosurevars(cls.__setattr__).nonlocals["cls"]
+
+
 class Aggregate:
     """An instance of a kernel's aggregate class."""
 
     __slots__ = ("_cls", "_complete", "_declared", "_fields")
 
     def __init__(self, cls, args: tuple, kwargs: dict):
-        # Triton keeps the class that the kernel's author wrote in a closure only.
-        author = inspect.getclosurevars(cls.__setattr__).nonlocals["cls"]
+        author = written_class(cls)
         set_slot = object.__setattr__
         set_slot(self, "_cls", cls)
         generated = getattr(cls, "__aggregate_defaults__", None)  # from Triton 3.8 on; None before
