@@ -14,6 +14,7 @@ import typing
 from typing import Any
 
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import blackwell
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.runtime.jit import JITCallable
 
@@ -22,10 +23,17 @@ from .context import refuse
 from .global_memory import Descriptor
 from .known import known, unwrap
 from .memory import MemDesc
+from .tensor_memory import TensorMemory
 from .tensors import Tensor
 
 # Triton's types of values, and the simulator's.
-TYPES = {gl.tensor: Tensor, gl.shared_memory_descriptor: MemDesc, tma.tensor_descriptor: Descriptor, gl.tuple: tuple}
+TYPES = {
+    blackwell.tensor_memory_descriptor: TensorMemory,
+    gl.tensor: Tensor,
+    gl.shared_memory_descriptor: MemDesc,
+    tma.tensor_descriptor: Descriptor,
+    gl.tuple: tuple,
+}
 OPERATORS = "add sub mul truediv floordiv mod and or xor lshift rshift lt le gt ge eq ne"
 
 

@@ -415,6 +415,7 @@ def _hint(copy: Access, p) -> str:
 
 _WAITS = {
     "wgmma": " warpgroup_mma_wait tells when a wgmma has read its operands.",
+    "tcgen05": " An mbarrier that a tcgen05_commit arrives at tells when a tcgen05 operation is over.",
     "tma store": " tma.store_wait tells when a TMA store has read its buffer.",
     "cp.async": " async_copy.wait_group tells when a cp.async has written.",
 }
