@@ -7,12 +7,14 @@ the order of their declaration, with the defaults that stand there, and those of
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 import typing
 from typing import Any
 
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import blackwell
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.runtime.jit import JITCallable
 
@@ -21,11 +23,24 @@ from .context import refuse
 from .global_memory import Descriptor
 from .known import known, unwrap
 from .memory import MemDesc
+from .tensor_memory import TensorMemory
 from .tensors import Tensor
 
 # Triton's types of values, and the simulator's.
-TYPES = {gl.tensor: Tensor, gl.shared_memory_descriptor: MemDesc, tma.tensor_descriptor: Descriptor, gl.tuple: tuple}
+TYPES = {
+    blackwell.tensor_memory_descriptor: TensorMemory,
+    gl.tensor: Tensor,
+    gl.shared_memory_descriptor: MemDesc,
+    tma.tensor_descriptor: Descriptor,
+    gl.tuple: tuple,
+}
 OPERATORS = "add sub mul truediv floordiv mod and or xor lshift rshift lt le gt ge eq ne"
+
+
+@functools.cache
+def written_class(cls: type) -> type:
+    """Return the class that the kernel's author wrote: Triton keeps it in a closure only."""
+    return inspect.getclosurevars(cls.__setattr__).nonlocals["cls"]
 
 
 class Aggregate:
@@ -34,8 +49,7 @@ class Aggregate:
     __slots__ = ("_cls", "_complete", "_declared", "_fields")
 
     def __init__(self, cls, args: tuple, kwargs: dict):
-        # Triton keeps the class that the kernel's author wrote in a closure only.
-        author = inspect.getclosurevars(cls.__setattr__).nonlocals["cls"]
+        author = written_class(cls)
         set_slot = object.__setattr__
         set_slot(self, "_cls", cls)
         generated = getattr(cls, "__aggregate_defaults__", None)  # from Triton 3.8 on; None before

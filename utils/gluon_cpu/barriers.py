@@ -74,6 +74,14 @@ class MBarrier:
         """Return whether a wait for this parity passes."""
         return (self.phase & 1) != parity
 
+    def phases_unknown_to(self, block: Block) -> int:
+        """Return how many phases have ended of which a block may not know; it knows if it knows of all arrivals."""
+        unknown = self.phase - block.clock.get(self.component, 0)
+        arrivals = self.over_clock.items()
+        if unknown and all(block.clock.get(c, 0) >= time for c, time in arrivals if c != self.component):
+            return 0
+        return unknown
+
     def explain(self, parity: int) -> list[str]:
         """Return the barrier's state as lines of a deadlock report."""
         over = "1 phase is over" if self.phase == 1 else f"{self.phase} phases are over"
@@ -90,10 +98,16 @@ class MBarrier:
         join(self.clock, clock)
         join(self.fenced, fenced)
 
+    def join_end_of_copy(self, clock: Clock, fenced: Clock) -> None:
+        """Pass on what the issuer of a copy knew, and the copy's end, of which nobody knows without a wait."""
+        self.join_clock(clock, fenced)
+        self.clock["end of a copy", *self.component[1:]] = self.phase + 1
+
     def arrive(self, n: int, what: str, block: Block) -> None:
         """Let a block of the running partition arrive n times."""
         p = context.partition()
         self.check_visible(block)
+        block.tick()  # who knows of this arrival knows more than what came before it
         self.join_clock(block.clock, block.fenced)
         self.count_arrivals(n, what, p.label(block), context.site(), p.time)
 
@@ -138,7 +152,7 @@ class MBarrier:
         if copy in self.in_flight:
             self.in_flight.remove(copy)
         self.bytes -= copy.bytes
-        self.join_clock(copy.clock, copy.fenced)
+        self.join_end_of_copy(copy.clock, copy.fenced)
         if self.bytes < 0 and self.pending == 0:
             report(
                 "barrier",
@@ -178,7 +192,7 @@ def wait(barrier: MBarrier, parity: int, block: Block) -> None:
     program = context.program()
     p = program.partition
     program.reschedule()
-    unknown = barrier.phase - block.clock.get(barrier.component, 0)
+    unknown = barrier.phases_unknown_to(block)
     if unknown > 1 or (unknown and not barrier.is_over(parity)):
         known_phases = barrier.phase - unknown
         ended = f"Phase {known_phases}" if unknown == 1 else f"Phases {known_phases} to {barrier.phase - 1}"

@@ -278,7 +278,7 @@ def cp_async_arrive(mbarrier, increment_count=True) -> None:
     def finish() -> None:
         _finish_copies(p, last)
         for bar, (clock, fenced, who) in zip(bars, known, strict=True):
-            bar.join_clock(clock, fenced)
+            bar.join_end_of_copy(clock, fenced)
             bar.count_arrivals(threads, "async_copy.mbarrier_arrive", who, site, end)
 
     if p.copies:

@@ -64,16 +64,17 @@ def block_groups(layout, blocks: int) -> list[tuple[int, int]]:
 
 
 def check_same_blocks(smem, layout, operation: str) -> None:
-    """Refuse a load or store of shared memory that lies in another block of the cluster."""
+    """Refuse an access to shared memory, or a view of it, that lies in another block of the cluster."""
     if context.program().num_ctas == 1 or isinstance(layout, AutoLayout):
         return
     for held, wanted in zip(block_bases(smem.layout), block_bases(layout), strict=True):
-        if list(held) != list(wanted) and any(held if operation == "load" else wanted):
+        needed = {"load": held, "gather": held, "store": wanted, "scatter": wanted}.get(operation, [*held, *wanted])
+        if list(held) != list(wanted) and any(needed):
             text = f"{smem.label}.{operation}: the memory is spread over the blocks by {block_bases(smem.layout)}"
             advice = "Use the same cga_layout on both sides; gl.convert_layout moves values between blocks"
             refuse(
                 "unknown operation",
-                f"{text}, the tensor by {block_bases(layout)}: gluon_cpu lets a block use its own "
+                f"{text}, the other side by {block_bases(layout)}: gluon_cpu lets a block use its own "
                 f"shared memory only. {advice}.",
             )
 

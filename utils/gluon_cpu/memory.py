@@ -221,6 +221,7 @@ class MemDesc:
             text = f"{self.label} has {self.view.size} elements that lie in order"
             refuse("layout", f"_reinterpret: {text}; {shape} needs {size}.")
         layouts.check_shared(layout, self.dtype, shape)
+        layouts.check_same_blocks(self, layout, "_reinterpret")
         view, written = (array.reshape(-1)[:size].reshape(shape) for array in (self.view, self.written))
         return self._view(view, written, layout, f"{self.suffix} as {shape}")
 
@@ -262,15 +263,29 @@ class MemDesc:
         self._spend("shared store")
         self.view[...] = data
 
+    def _check_places(self, indices, axis: int, operation: str) -> None:
+        """Refuse indices that name no element along an axis, or memory of another block of the cluster."""
+        layouts.check_same_blocks(self, indices.layout, operation)
+        size = self.view.shape[axis]
+        wrong = indices.data[(indices.data < 0) | (indices.data >= size)]
+        if wrong.size:
+            text = f"{self.label}.{operation}: index {int(wrong[0])} along dimension {axis}, which has {size} elements"
+            refuse(
+                "out of bounds",
+                f"{text}, 0 to {size - 1}. Clamp the indices first: a GPU reads or writes other memory.",
+            )
+
     def gather(self, indices, axis):
         """Return elements along an axis, by a tensor of indices."""
         axis = constant(axis, "gather's axis")
+        self._check_places(indices, axis, "gather")
         access(self, write=False, what=f"the gather from {self.label}")
         return Tensor(np.take_along_axis(self.view, indices.data, axis), self.dtype, indices.layout)
 
     def scatter(self, values, indices, axis) -> None:
         """Write elements along an axis, by a tensor of indices."""
         axis = constant(axis, "scatter's axis")
+        self._check_places(indices, axis, "scatter")
         access(self, write=True, what=f"the scatter into {self.label}", covers=False)
         np.put_along_axis(self.view, indices.data, values.data, axis)
 
@@ -400,6 +415,7 @@ def _hint(copy: Access, p) -> str:
 
 _WAITS = {
     "wgmma": " warpgroup_mma_wait tells when a wgmma has read its operands.",
+    "tcgen05": " An mbarrier that a tcgen05_commit arrives at tells when a tcgen05 operation is over.",
     "tma store": " tma.store_wait tells when a TMA store has read its buffer.",
     "cp.async": " async_copy.wait_group tells when a cp.async has written.",
 }

@@ -33,24 +33,29 @@ class _Product:
         self.reads = () if isinstance(a, MemDesc) else a.reads
 
     def finish(self) -> None:
-        """Multiply. Products of 16-bit and 8-bit values are exact in fp32, and sums are fp32.
-
-        With fp8 operands the hardware keeps fewer bits of the sums than fp32 has; here they are not rounded so.
-        """
+        """Multiply, and add to the accumulator."""
         a = self.a.view if isinstance(self.a, MemDesc) else self.a.data
-        b = self.b.view
-        if self.a.dtype.name == "fp32":
-            a, b = _tf32(a), _tf32(b)
+        out = exact_product(a, self.b.view, self.a.dtype)
         with np.errstate(all="ignore"):
-            out = np.matmul(np.ascontiguousarray(a, dtype=np.float32), np.ascontiguousarray(b, dtype=np.float32))
-            if (factor := context.factor("product")) != 1.0:
-                out = out * np.float32(factor)
             if self.use_acc:
                 before = self.acc.product.result if isinstance(self.acc, Accumulator) else self.acc.data
                 factor = context.factor("accumulator")
                 out = out + (before if factor == 1.0 else np.asarray(before) * np.float32(factor))
         self.result = round_to(out, self.dtype)
         self.a = self.b = self.acc = None
+
+
+def exact_product(a: np.ndarray, b: np.ndarray, dtype) -> np.ndarray:
+    """Multiply two tiles of one type. Products of 16-bit and 8-bit values are exact in fp32, and sums are fp32.
+
+    With fp8 operands the hardware keeps fewer bits of the sums than fp32 has; here they are not rounded so.
+    """
+    if dtype.name == "fp32":
+        a, b = _tf32(a), _tf32(b)
+    with np.errstate(all="ignore"):
+        out = np.matmul(np.ascontiguousarray(a, dtype=np.float32), np.ascontiguousarray(b, dtype=np.float32))
+        factor = context.factor("product")
+        return out if factor == 1.0 else out * np.float32(factor)
 
 
 def _tf32(x: np.ndarray) -> np.ndarray:

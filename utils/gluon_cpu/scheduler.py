@@ -54,6 +54,8 @@ class Partition:
         self.copies: list = []  # cp.asyncs
         self.copy_count = 0
         self.copy_groups: list[int] = []  # for each committed group, the number of its last cp.async
+        self.tensor_count, self.tensor_end = 0, 0.0  # tcgen05 operations, and when the last of them ends
+        self.tensor_site: Site = NOWHERE
 
     def copy_knowledge(self, other: Partition) -> None:
         """Let each block know what it knows in another partition."""
@@ -102,6 +104,7 @@ class Program:
         self.issued = 0
         self.tma_free = self.tensor_cores_free = 0.0
         self.allocations: list = []
+        self.tensor_memory: list = []  # the allocations of Blackwell's
         self.named_barriers: dict = {}  # by their numbers
         self.failure: BaseException | None = None
         self.abandoned = False  # whether the default partition knows of the failure

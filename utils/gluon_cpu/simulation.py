@@ -106,7 +106,7 @@ class Run:
             grid: the grid's size, or a function of the arguments that returns it.
             options: its arguments by name, and launch options such as num_warps.
         """
-        from . import copies, memory, reuse
+        from . import copies, memory, reuse, tensor_memory
         from .interpreter import call, run_jit
         from .scheduler import Program
 
@@ -126,6 +126,7 @@ class Run:
             try:
                 run_jit(kernel, (), arguments)
                 copies.finish(program)
+                tensor_memory.finish(program)
                 memory.finish(program)
                 reuse.finish(program)
             finally:

@@ -60,6 +60,8 @@ class CostModel:
     special_per_warp: float = 4.0  # exp2, log2, rsqrt, ...
     barrier: float = 20.0
     issue: float = 10.0  # one thread starting a TMA copy, a wgmma, a cp.async
+    tensor_memory_bytes: float = 512.0  # one column of 128 lanes: assumed, no data sheet says it
+    tensor_memory_latency: float = 30.0  # assumed to be shared memory's
 
     def compute(self, elements: float, warps: int, special: bool = False) -> float:
         """Return the cycles of one elementwise operation.

@@ -113,11 +113,21 @@ def cluster_softmax(x_ptr, y_ptr, N: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def through_memory(x_ptr, y_ptr, FIRST: gl.constexpr, SECOND: gl.constexpr, SHARED: gl.constexpr, PART: gl.constexpr):
+def through_memory(
+    x_ptr,
+    y_ptr,
+    FIRST: gl.constexpr,
+    SECOND: gl.constexpr,
+    SHARED: gl.constexpr,
+    PART: gl.constexpr,
+    WHOLE: gl.constexpr = None,
+):
     smem = gl.allocate_shared_memory(gl.float32, [64, 64], SHARED)
     smem.store(gl.zeros([64, 64], gl.float32, FIRST))
-    if PART:
+    if PART == "slice":
         smem = smem.slice(0, 32, 0)
+    if PART == "reinterpret":
+        smem = smem._reinterpret(gl.float32, [64, 64], WHOLE)
     gl.store(y_ptr, gl.sum(gl.sum(smem.load(SECOND), 1), 0))
 
 

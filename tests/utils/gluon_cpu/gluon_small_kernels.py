@@ -167,3 +167,48 @@ def slot_used_again(x_ptr, y_ptr):
     tile = slots.index(1)._reinterpret(gl.float32, [8, 128], shared)
     tile.store(gl.load(x_ptr + at))
     gl.store(y_ptr + at, tile.load(layout))
+
+
+@gluon.jit
+def gather_and_scatter(y_ptr, index, scatter: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    smem = gl.allocate_shared_memory(gl.float32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    places = gl.arange(0, 128, layout)
+    smem.store(places.to(gl.float32))
+    indices = gl.where(places == 5, index, places)
+    if scatter:
+        smem.scatter(places.to(gl.float32), indices, axis=0)
+    gl.store(y_ptr + places, smem.gather(indices, axis=0))
+
+
+@gluon.jit
+def wait_in_a_partition(bar):
+    mbarrier.wait(bar, 1)
+
+
+@gluon.jit
+def nothing(bar):
+    pass
+
+
+@gluon.jit
+def arrival_before_the_partitions():
+    bar = mbarrier.allocate_mbarrier()
+    mbarrier.init(bar, count=1)
+    mbarrier.arrive(bar, count=1)
+    mbarrier.wait(bar, 0)
+    mbarrier.arrive(bar, count=1)
+    gl.warp_specialize([(wait_in_a_partition, (bar,)), (nothing, (bar,))], [4], [24])
+
+
+@gluon.jit
+def arrive_twice(bar):
+    mbarrier.arrive(bar, count=1)
+    mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def arrivals_beside_the_wait():
+    bar = mbarrier.allocate_mbarrier()
+    mbarrier.init(bar, count=1)
+    gl.warp_specialize([(arrive_twice, (bar,)), (wait_in_a_partition, (bar,))], [4], [24])

@@ -178,13 +178,18 @@ def test_reductions_across_blocks(blocks):
 @clusters
 @pytest.mark.parametrize(
     ("second", "part", "words"),
-    [([[0, 1]], False, "gl.convert_layout moves values"), ([[1, 0]], True, "does not cut smem")],
+    [
+        ([[0, 1]], "", "gl.convert_layout moves values"),
+        ([[1, 0]], "slice", "does not cut smem"),
+        ([[0, 0]], "reinterpret", "_reinterpret: the memory is spread"),
+    ],
 )
 def test_memory_of_another_block_is_refused_by_name(second, part, words):
     shared = gl.SwizzledSharedLayout(1, 1, 1, [1, 0], [[1, 0]])
     x = torch.zeros(64, 64)
     with pytest.raises(gluon_cpu.UnknownOperationError, match=words), gluon_cpu.simulate():
-        kernels.through_memory[(1,)](x, x, blocked([[1, 0]]), blocked(second), shared, part, num_ctas=2)
+        whole = gl.SwizzledSharedLayout(1, 1, 1, [1, 0], [[0, 0]])
+        kernels.through_memory[(1,)](x, x, blocked([[1, 0]]), blocked(second), shared, part, whole, num_ctas=2)
 
 
 @clusters

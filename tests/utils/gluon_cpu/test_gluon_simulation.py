@@ -391,3 +391,22 @@ def test_shared_tiles_and_tiles_that_begin_before_the_first_query(shape, causal,
         hidden = torch.arange(sk) > torch.arange(sq)[:, None] + sk - sq
         expected = torch.logsumexp(scores.masked_fill(hidden & causal, float("-inf")), -1)
         assert (lse - expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_indices_outside_of_shared_memory_are_refused(scatter):
+    y = torch.zeros(128)
+    with gluon_cpu.simulate():
+        small.gather_and_scatter[(1,)](y, 5, scatter)
+    assert torch.equal(y, torch.arange(128.0))
+    for index in (-1, 128):
+        with pytest.raises(gluon_cpu.GlobalMemoryError, match=f"index {index} "), gluon_cpu.simulate():
+            small.gather_and_scatter[(1,)](y, index, scatter)
+
+
+def test_a_phase_whose_arrivals_are_known_needs_no_wait():
+    """The arrivals came before the partitions began, so no run can be early; beside the partition they can be late."""
+    with gluon_cpu.simulate():
+        small.arrival_before_the_partitions[(1,)]()
+    with pytest.raises(gluon_cpu.SimulationError, match="never waited"), gluon_cpu.simulate():
+        small.arrivals_beside_the_wait[(1,)]()
