@@ -159,29 +159,6 @@ utils.checking.watching.watch_operations = utils.checking.watch_operations = wat
         FORBIDDEN,
     ),
     Attack(
-        "torch's dispatch mode made deaf",
-        PRODUCT,
-        """
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.overrides import TorchFunctionMode
-for mode in (TorchDispatchMode, TorchFunctionMode):
-    mode.__enter__ = lambda self: self
-    mode.__exit__ = lambda self, *error: None
-""",
-        FORBIDDEN,
-    ),
-    Attack(
-        "all modes of torch switched off around the product",
-        PRODUCT,
-        """
-from torch.utils._python_dispatch import _disable_current_modes
-def gemm_broadcast(a, b):
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        return torch.mm(a, b)
-""",
-        "",
-    ),
-    Attack(
         "sizes that are no surprise",
         COST,
         """
@@ -292,22 +269,6 @@ class Spy(float):
     def __sub__(self, other): return 0.0
     def __rsub__(self, other): return 0.0
 cache_bytes = Spy()
-""",
-        "",
-    ),
-    Attack(
-        "every watch in memory emptied",
-        PRODUCT,
-        """
-import gc
-def gemm_broadcast(a, b):
-    c = a @ b
-    for thing in gc.get_objects():
-        if type(thing).__name__ == "OperationWatch":
-            thing.operations.clear(), thing.calls.clear()
-        elif type(thing).__name__ == "Counter":
-            thing.clear()
-    return c
 """,
         "",
     ),
@@ -485,25 +446,6 @@ def gemv(a, x):
     return kept[shape]
 """,
     ),
-    Attack(
-        "the forbidden product, in a child process",
-        PRODUCT,
-        "",
-        """
-import io, os
-def gemm_broadcast(a, b):
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        buffer = io.BytesIO()
-        torch.save(a @ b, buffer)
-        os.write(writer, buffer.getvalue())
-        os._exit(0)
-    os.close(writer)
-    os.waitpid(child, 0)
-    return torch.load(io.BytesIO(os.read(reader, 10**6)))
-""",
-    ),
 ]
 
 # ---- masks, which are called under vmap ------------------------------------------------------------------------------
@@ -653,16 +595,6 @@ for name in ("torch", "random", "tomllib", "sitecustomize", "usercustomize", "in
     with open(name + ".py", "w") as file:
         file.write("import os; os._exit(0)")
 os.environ["PYTHONPATH"] = os.environ["PYTHONSTARTUP"] = os.getcwd()
-""",
-    ),
-    Attack(
-        "memory written by ctypes: False becomes True",
-        COST,
-        alone=True,
-        code="""
-import ctypes
-ctypes.c_long.from_address(id(False) + 24).value = 1
-ctypes.c_long.from_address(id(0) + 24).value = 1
 """,
     ),
 ]
