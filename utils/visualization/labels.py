@@ -30,6 +30,7 @@ LIST_ROWS = 26  # names in a column of the list of numbers
 GAP = 2.5  # points between two texts, and between a text and the frame
 NEAR = 9.0  # points: a label at most this far away needs no leader line
 CROWD, CROWDED = 9.0, 4  # points: so many labels, each at most so far from the next, form a column
+COLUMN = 12  # labels of a column
 SHRINK = (1.0, 0.88, 0.76)  # font sizes to try, as shares of the requested one
 COMPASS = {"E": 0, "NE": 45, "N": 90, "NW": 135, "W": 180, "SW": 225, "S": 270, "SE": 315}
 # Costs in points of distance: the other side of the point, a further point of a line, and what a text covers or crosses.
@@ -76,7 +77,12 @@ def units_of(labels: list[Label], point: float) -> list[list[Label]]:
             at = label.anchors[0]
             near = [c for c in crowds if any(math.dist(at, other.anchors[0]) < CROWD * point for other in c)]
             crowds = [c for c in crowds if c not in near] + [[*itertools.chain(*near), label]]
-    columns = [crowd for crowd in crowds if len(crowd) >= CROWDED]
+    columns = []
+    for crowd in crowds:
+        if len(crowd) >= CROWDED:
+            crowd.sort(key=lambda label: tuple(label.anchors[0]))
+            size = math.ceil(len(crowd) / math.ceil(len(crowd) / COLUMN))
+            columns += [crowd[i : i + size] for i in range(0, len(crowd), size)]
     return columns + [[label] for label in labels if not any(label in column for column in columns)]
 
 
@@ -323,8 +329,9 @@ class LabelLayer(Artist):
                 label.extent = np.array([extent.width, extent.height + point])
                 label.anchors = ax.transData.transform(label.xy) - corner
             for unit in units_of(self._labels, point):
-                if not place(unit, point, obstacles):
-                    left_out += [label.text.get_text() for label in unit]
+                if not place(unit, point, obstacles):  # each alone, if the column finds no room
+                    alone = [label for label in unit if len(unit) == 1 or not place([label], point, obstacles)]
+                    left_out += [label.text.get_text() for label in alone]
             if not left_out:
                 return
         warnings.warn(
