@@ -69,9 +69,9 @@ class _Direct:
         listening(*before, *marks, *rest)
         arguments = list(given[0])
         # Triton 3.7 passes the kernel's own arguments as one list, versions before it one by one.
-        nested = not any(mark is x for mark in marks for x in arguments) and isinstance(arguments[-1], (list, tuple))
-        self.outer = arguments if nested else None
-        self.arguments = list(arguments[-1]) if nested else arguments
+        flat = any(type(x).__name__ == "PyCUtensorMap" or any(mark is x for mark in marks) for x in arguments)
+        self.outer = None if flat else arguments
+        self.arguments = arguments if flat else list(arguments[-1])
         described = iter([i for i, x in enumerate(self.arguments) if type(x).__name__ == "PyCUtensorMap"])
         of_map = iter(metadata or [])
         self.places: list[tuple] = []  # (where the argument stands, None or how its descriptor is made)
