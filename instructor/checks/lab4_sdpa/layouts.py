@@ -144,7 +144,8 @@ def unpack(unpack_qkv, ready_for_flash, seed=None):
     """Check views of one projection that flash accepts; a copy is allowed only where it is needed."""
     draw = Draw(seed)
     for length, dtype, apart in ((20, torch.float32, 1), (60, torch.bfloat16, 1), (60, torch.float16, 2)):
-        b, kv, group, s, d = *(draw.size(2, 3) for _ in range(3)), draw.size(9, length), draw.choice((8, 16, 32))
+        b, kv, group = (draw.size(2, 3) for _ in range(3))
+        s, d = draw.size(9, length), draw.choice((8, 16, 32))
         h = kv * group
         packed = draw.normal(b, s * apart, (h + 2 * kv) * d, dtype=dtype)[:, apart - 1 :: apart]
         lies = " that is every second token of a longer one" if apart > 1 else ""
