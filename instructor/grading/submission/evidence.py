@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import inspect
 import types
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -131,7 +132,7 @@ def merge_watch(watch, fields: dict) -> None:
         watch.lines.setdefault(name, StudentLine(str(function), int(number), str(text)))
 
 
-def merge_sizes(sizes: SizeWatch, fields: dict) -> None:
+def merge_sizes(sizes: Any, fields: dict) -> None:
     """Add to a `SizeWatch` of the check what was measured in the student's process."""
     for name, elements in fields["largest"].items():
         if type(elements) is not int:
