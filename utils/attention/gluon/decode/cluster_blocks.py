@@ -15,14 +15,12 @@ from utils.attention.gluon.shared import MINUS_INF, accumulator, left_operand, o
 
 
 @gluon.jit
-def attend_keys(results, start, n, step, q_tile, ring, full, k_desc, v_desc):
+def attend_keys(cache, c, start, n, step, q_tile, ring, full, k_desc, v_desc):
     """The blocks of one program, keys as rows: the output [BLOCK_D, COLUMNS], unnormalized, and the columns' maxima and sums.
 
     step: from a block of the program to its next one. The loop is `kernel.attend`'s, for one head.
     """
-    PLAN: gl.constexpr = results.cache.PLAN
-    CLEAN: gl.constexpr = results.cache.CASE.clean
-    cache = results.cache
+    PLAN: gl.constexpr = cache.PLAN
     BLOCK_N: gl.constexpr = PLAN.block_n
     SLOTS: gl.constexpr = PLAN.slots
     AHEAD: gl.constexpr = SLOTS // 2
@@ -31,7 +29,6 @@ def attend_keys(results, start, n, step, q_tile, ring, full, k_desc, v_desc):
     layout: gl.constexpr = accumulator(COLUMNS)
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     p_tile = gl.allocate_shared_memory(k_desc.dtype, [COLUMNS, BLOCK_N], gl.NVMMASharedLayout(128, 16, rank=2))
-    kv_head = start.head // results.tiles
     q = q_tile.reshape([COLUMNS, BLOCK_D])
     m = gl.full([COLUMNS], MINUS_INF, gl.float32, columns)
     o = gl.zeros([BLOCK_D, COLUMNS], gl.float32, layout)
@@ -44,7 +41,7 @@ def attend_keys(results, start, n, step, q_tile, ring, full, k_desc, v_desc):
     s = warpgroup_mma_wait(0, [start_scores(ring.index(0), q, layout)])
     if n > AHEAD:
         thread_barrier()  # all warps have read this K: TMA may overwrite it
-        load_block(k_desc, cache, start.behind(AHEAD * step), numbers, kv_head, ring.index(0), full.index(0), True)
+        load_block(k_desc, cache, start.behind(AHEAD * step), numbers, ring.index(0), full.index(0), True)
     for i in range(n - 1):
         after = 2 * (i + 1) % SLOTS
         mbarrier.wait(full.index(after), (2 * (i + 1) // SLOTS) & 1)
@@ -52,43 +49,43 @@ def attend_keys(results, start, n, step, q_tile, ring, full, k_desc, v_desc):
         slot = 2 * i % SLOTS + 1
         v_full = full.index(slot), (2 * i // SLOTS) & 1
         block = start.j + i * step, low, clear
-        o_next, m, sums = start_block(results, start, block, s, m, o, sums, p_tile, ring.index(slot), v_full, False)
+        o_next, m, sums = start_block(cache, start, block, s, m, o, sums, c, p_tile, ring.index(slot), v_full, False)
         s = warpgroup_mma_wait(1, [s_next])  # the older product: its K is free
         if i + 1 + AHEAD < n:
             thread_barrier()
             k_next = start.behind((i + 1 + AHEAD) * step)
-            load_block(k_desc, cache, k_next, following, kv_head, ring.index(after), full.index(after), True)
+            load_block(k_desc, cache, k_next, following, ring.index(after), full.index(after), True)
         o = warpgroup_mma_wait(0, [o_next])
         thread_barrier()  # all warps have read V and P
         if i + AHEAD < n:
             v_next = start.behind((i + AHEAD) * step)
-            load_block(v_desc, cache, v_next, numbers, kv_head, ring.index(slot), full.index(slot), True)
+            load_block(v_desc, cache, v_next, numbers, ring.index(slot), full.index(slot), True)
         numbers = following
         following = page_numbers(cache, start.behind((i + 2 + AHEAD) * step))
     slot = 2 * (n - 1) % SLOTS + 1
     v_full = full.index(slot), (2 * (n - 1) // SLOTS) & 1
     block = start.j + (n - 1) * step, low, clear
-    o, m, sums = start_block(results, start, block, s, m, o, sums, p_tile, ring.index(slot), v_full, CLEAN)
+    o, m, sums = start_block(cache, start, block, s, m, o, sums, c, p_tile, ring.index(slot), v_full, True)
     total = gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), columns)
     return warpgroup_mma_wait(0, [o]), m, total
 
 
 @gluon.jit
-def start_rows(results, start, j, s, m, total, o, limits, v_tile, v_full, CLEAN: gl.constexpr):
+def start_rows(cache, start, j, s, m, total, o, c, limits, v_tile, v_full, LAST: gl.constexpr):
     """The softmax of block j, query rows as rows, and the start of its product with V: output, maxima, sums."""
-    PLAN: gl.constexpr = results.cache.PLAN
+    PLAN: gl.constexpr = cache.PLAN
     BLOCK_D: gl.constexpr = PLAN.block_d
     low, clear = limits
     key = j * PLAN.block_n
     if (key + PLAN.block_n > clear) | (key < low):
-        s = mask_block(s, results.cache, start, j, start.head % results.tiles, 0, 1)
-    p, m, total, factor = online_softmax(s, m, total, results.c)
+        s = mask_block(s, cache, start, j, 0, 1)
+    p, m, total, factor = online_softmax(s, m, total, c)
     factor = gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))
     o = rescale(o, factor[:, None].broadcast_to([64, BLOCK_D]))
     p = gl.convert_layout(p.to(v_tile.dtype), left_operand(BLOCK_D))
     barrier, phase = v_full
     mbarrier.wait(barrier, phase)  # V has arrived
-    if CLEAN:  # noqa: SIM102 (decided by the compiler; the next line for each block)
+    if LAST:  # noqa: SIM102 (decided by the compiler; the next line for each block)
         if key + PLAN.block_n > start.length:
             clean_values(v_tile, start, j, PLAN.block_n, BLOCK_D)
             # Zeros stored by threads, read by wgmma through the async proxy: without the fence it may read what was there,
@@ -108,21 +105,18 @@ def start_row_scores(q, k_tile, layout: gl.constexpr):
 
 
 @gluon.jit
-def attend_rows(results, start, n, step, q_tile, ring, full, k_desc, v_desc):
+def attend_rows(cache, c, start, n, step, q_tile, ring, full, k_desc, v_desc):
     """The blocks of one program, query rows as rows: the output [64, BLOCK_D], unnormalized, the rows' maxima and sums.
 
     step: from a block of the program to its next one. One warpgroup: a block's scores are computed during the softmax of the block before it.
     """
-    PLAN: gl.constexpr = results.cache.PLAN
-    CLEAN: gl.constexpr = results.cache.CASE.clean
-    cache = results.cache
+    PLAN: gl.constexpr = cache.PLAN
     BLOCK_D: gl.constexpr = PLAN.block_d
     SLOTS: gl.constexpr = PLAN.slots
     AHEAD: gl.constexpr = SLOTS // 2
     scores: gl.constexpr = accumulator(PLAN.block_n)
     output: gl.constexpr = accumulator(BLOCK_D)
     rows: gl.constexpr = gl.SliceLayout(1, scores)
-    kv_head = start.head // results.tiles
     q = q_tile.reshape([64, BLOCK_D])
     m = gl.full([64], MINUS_INF, gl.float32, rows)
     total = gl.zeros([64], gl.float32, rows)
@@ -135,7 +129,7 @@ def attend_rows(results, start, n, step, q_tile, ring, full, k_desc, v_desc):
     if n > AHEAD:
         thread_barrier()  # all warps have read this K: TMA may overwrite it
         k_next = start.behind(AHEAD * step)
-        load_block(k_desc, cache, k_next, numbers, kv_head, ring.index(0), full.index(0), True)
+        load_block(k_desc, cache, k_next, numbers, ring.index(0), full.index(0), True)
     for i in range(n - 1):
         after = 2 * (i + 1) % SLOTS
         mbarrier.wait(full.index(after), (2 * (i + 1) // SLOTS) & 1)
@@ -143,23 +137,23 @@ def attend_rows(results, start, n, step, q_tile, ring, full, k_desc, v_desc):
         slot = 2 * i % SLOTS + 1
         v_full = full.index(slot), (2 * i // SLOTS) & 1
         j = start.j + i * step
-        o_next, m, total = start_rows(results, start, j, s, m, total, o, limits, ring.index(slot), v_full, False)
+        o_next, m, total = start_rows(cache, start, j, s, m, total, o, c, limits, ring.index(slot), v_full, False)
         s = warpgroup_mma_wait(1, [s_next])  # the older product: its K is free
         if i + 1 + AHEAD < n:
             thread_barrier()
             k_next = start.behind((i + 1 + AHEAD) * step)
-            load_block(k_desc, cache, k_next, following, kv_head, ring.index(after), full.index(after), True)
+            load_block(k_desc, cache, k_next, following, ring.index(after), full.index(after), True)
         o = warpgroup_mma_wait(0, [o_next])
         if i + AHEAD < n:
             thread_barrier()  # all warps have read V
             v_next = start.behind((i + AHEAD) * step)
-            load_block(v_desc, cache, v_next, numbers, kv_head, ring.index(slot), full.index(slot), True)
+            load_block(v_desc, cache, v_next, numbers, ring.index(slot), full.index(slot), True)
         numbers = following
         following = page_numbers(cache, start.behind((i + 2 + AHEAD) * step))
     slot = 2 * (n - 1) % SLOTS + 1
     v_full = full.index(slot), (2 * (n - 1) // SLOTS) & 1
     j = start.j + (n - 1) * step
-    o, m, total = start_rows(results, start, j, s, m, total, o, limits, ring.index(slot), v_full, CLEAN)
+    o, m, total = start_rows(cache, start, j, s, m, total, o, c, limits, ring.index(slot), v_full, True)
     m = gl.convert_layout(m, gl.SliceLayout(1, output))
     total = gl.convert_layout(total, gl.SliceLayout(1, output))
     return warpgroup_mma_wait(0, [o]), m, total
