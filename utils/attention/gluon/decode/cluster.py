@@ -141,8 +141,23 @@ def attention_decode_cluster(
     PLAN: gl.constexpr,
 ):
     """One program of 2^bits: its share of one head's blocks, and a slice of the head's output; tiles is 1."""
-    sizes = batch, kv_heads, tiles, rows, sq, sk, left, right, lengths, page_bits, pages
-    cache = Cache(lens_ptr, table_ptr, table_stride, *sizes, PLAN)
+    cache = Cache(
+        lens_ptr,
+        table_ptr,
+        table_stride,
+        batch,
+        kv_heads,
+        tiles,
+        rows,
+        sq,
+        sk,
+        left,
+        right,
+        lengths,
+        page_bits,
+        pages,
+        PLAN,
+    )
     results = Results(out_ptr, parts_ptr, in_eights(head_dim), c, cache)
     flat = gl.program_id(0)
     team = Team(flat & ((1 << bits) - 1), bits)

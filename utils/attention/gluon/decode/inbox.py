@@ -108,9 +108,7 @@ def send(inbox, barrier, team, rows, row, d, o, PLAN: gl.constexpr, PAIRS: gl.co
         )
     else:
         asm: gl.constexpr = _send_asm("")
-        gl.inline_asm_elementwise(
-            asm, "=r,r,r,r,f", [at, owner, barrier, o], dtype=gl.int32, is_pure=False, pack=1
-        )
+        gl.inline_asm_elementwise(asm, "=r,r,r,r,f", [at, owner, barrier, o], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -163,7 +163,9 @@ def attend(results, split, q_desc, k_desc, v_desc, program):
         following = cache.advance(cursor.at_last())
         # The other tile of Q was used by the piece before, whose products are done.
         other = (piece + 1) % 2
-        load_queries(q_desc, cache, following.b, following.head, q_ring.index(other), q_full.index(other), unit + n < end)
+        load_queries(
+            q_desc, cache, following.b, following.head, q_ring.index(other), q_full.index(other), unit + n < end
+        )
         q_slot = piece % 2
         mbarrier.wait(q_full.index(q_slot), (piece // 2) & 1)
         q = q_ring.index(q_slot).reshape([COLUMNS, BLOCK_D])
@@ -257,8 +259,23 @@ def attention_decode(
     PLAN: gl.constexpr,
 ):
     """One program an SM: its share of the blocks of all heads. policy: of the L2, for `l2_hint.py`."""
-    sizes = batch, kv_heads * tiles, tiles, rows, sq, sk, left, right, lengths, page_bits, pages
-    cache = Cache(lens_ptr, table_ptr, table_stride, *sizes, PLAN)
+    cache = Cache(
+        lens_ptr,
+        table_ptr,
+        table_stride,
+        batch,
+        kv_heads * tiles,
+        tiles,
+        rows,
+        sq,
+        sk,
+        left,
+        right,
+        lengths,
+        page_bits,
+        pages,
+        PLAN,
+    )
     results = Results(out_ptr, parts_ptr, in_eights(head_dim), c, cache)
     split = cache.split(whole)
     program = gl.program_id(0)

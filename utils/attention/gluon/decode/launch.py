@@ -150,7 +150,16 @@ class Launch:
         far = keys + sq
         self.fp8 = k.dtype == torch.float8_e4m3fn
         shape = Shape(
-            batch, kv_heads, q.shape[1] // kv_heads, sq, keys, head_dim, min(window, far), page if pages else 0, lengths, self.fp8
+            batch,
+            kv_heads,
+            q.shape[1] // kv_heads,
+            sq,
+            keys,
+            head_dim,
+            min(window, far),
+            page if pages else 0,
+            lengths,
+            self.fp8,
         )
         # A plain tuple: torch.empty takes more than a microsecond longer to read a torch.Size.
         self.shape, self.dtype, self.device = tuple(q.shape), q.dtype, q.device
@@ -163,7 +172,21 @@ class Launch:
         right = 0 if causal else left - 1 if window else far
         page_bits = page.bit_length() - 1 if pages else ONE_PIECE
         heads, rows = kv_heads * found.tiles, shape.rows
-        self.sizes = (stride, batch, kv_heads, rows, sq, keys, left, right, int(lengths), page_bits, pages, found.tiles, head_dim)
+        self.sizes = (
+            stride,
+            batch,
+            kv_heads,
+            rows,
+            sq,
+            keys,
+            left,
+            right,
+            int(lengths),
+            page_bits,
+            pages,
+            found.tiles,
+            head_dim,
+        )
         self.last_size = found.parts.bit_length() - 1 if found.parts else int(found.whole)
         self.policy = policy_of(found.hint)
         self.merge_sizes = batch, heads, found.tiles, rows, sq, keys, left, int(lengths), found.programs
@@ -231,8 +254,9 @@ class Launch:
 
         self._runtime = knobs.runtime
         plan = self.plan
-        maps = descriptor(q, self.q_map, plan.columns), *(
-            descriptor(x, map_, plan.box) for x, map_ in ((k, self.k_map), (v, self.v_map))
+        maps = (
+            descriptor(q, self.q_map, plan.columns),
+            *(descriptor(x, map_, plan.box) for x, map_ in ((k, self.k_map), (v, self.v_map))),
         )
         kernels = [(kernel_of(plan), self.grid, (*maps, *first), {"PLAN": plan, **plan.options})]
         if self.parts:

@@ -133,7 +133,21 @@ def add_piece(out_ptr, parts_ptr, first, count, column, d, place, exists, column
     gl.store(out, o.to(out_ptr.dtype.element_ty), mask=keep[:, None])
 
 
-SIZES = ["batch", "heads", "tiles", "rows", "sq", "sk", "left", "lengths", "programs", "block_n", "columns", "block_d", "head_dim"]
+SIZES = [
+    "batch",
+    "heads",
+    "tiles",
+    "rows",
+    "sq",
+    "sk",
+    "left",
+    "lengths",
+    "programs",
+    "block_n",
+    "columns",
+    "block_d",
+    "head_dim",
+]
 
 
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr"])

@@ -49,7 +49,14 @@ def compile_decode(plan: Plan | None, dtype: str = "bf16") -> Assembly:
 def main() -> None:
     """Compile the kernel that the command line names, and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("batch", 64), ("kv-heads", 8), ("group", 4), ("queries", 1), ("keys", 4096), ("head-dim", 128)):
+    for name, default in (
+        ("batch", 64),
+        ("kv-heads", 8),
+        ("group", 4),
+        ("queries", 1),
+        ("keys", 4096),
+        ("head-dim", 128),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--page", type=int, default=0)
     parser.add_argument("--sass", action="store_true", help="print the disassembly")

@@ -17,7 +17,11 @@ SHARED_BYTES = 232_448
 # With so much shared memory a program has its SM to itself, since two would need more than there is.
 ALONE_BYTES = 116_736
 MOST_PARTS = 16  # programs of a cluster
-MERGE_PARTS, MERGE_WIDTH, MERGE_WARPS = 16, 4, 8  # of a head: parts and neighbouring numbers that a thread of the merge holds
+MERGE_PARTS, MERGE_WIDTH, MERGE_WARPS = (
+    16,
+    4,
+    8,
+)  # of a head: parts and neighbouring numbers that a thread of the merge holds
 MERGE_PROGRAMS = 2048  # of the second launch, about
 ONE_PIECE = 30  # as the logarithm of a page's tokens: the cache is not in pages
 
@@ -29,7 +33,9 @@ LARGE_BYTES = 250_000_000  # of keys and values, from which a program for each w
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
 # one GPC, and seven of the eight have 16 or 18 SMs.
 FITTING_CLUSTERS = {16: 7, 8: 15, 4: 30, 2: 66}
-FEWEST_OF_CLUSTERS = 60  # programs in clusters that read as fast as all SMs would, since each has all of its memory for a ring
+FEWEST_OF_CLUSTERS = (
+    60  # programs in clusters that read as fast as all SMs would, since each has all of its memory for a ring
+)
 CLUSTER_KEYS = 8192  # up to which clusters were timed at head dimensions 64 and 256
 PAGED_KEYS = 2048, 16384  # of the longest sequence, where each sequence in pages has clusters of its own
 PAGED_SIZE = 64 * 8192  # sequences times keys up to which that was timed

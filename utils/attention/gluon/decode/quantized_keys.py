@@ -288,8 +288,23 @@ def attention_decode_fp8_keys(
     PLAN: gl.constexpr,
 ):
     """Two programs an SM: each its share of the blocks of all heads; scales_ptr: (2, Hkv) fp32, of K and of V."""
-    sizes = batch, kv_heads * tiles, tiles, rows, sq, sk, left, right, lengths, page_bits, pages
-    cache = Cache(lens_ptr, table_ptr, table_stride, *sizes, PLAN)
+    cache = Cache(
+        lens_ptr,
+        table_ptr,
+        table_stride,
+        batch,
+        kv_heads * tiles,
+        tiles,
+        rows,
+        sq,
+        sk,
+        left,
+        right,
+        lengths,
+        page_bits,
+        pages,
+        PLAN,
+    )
     results = Results(out_ptr, parts_ptr, in_eights(head_dim), c, cache)
     split = cache.split(whole)
     program = gl.program_id(0)

@@ -24,7 +24,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from utils.attention.gluon.decode.blocks import clear_keys, load_block, load_queries, page_numbers
 from utils.attention.gluon.decode.kernel import SIZES
 from utils.attention.gluon.decode.merge import Results, in_eights
-from utils.attention.gluon.decode.steps import Block, Share, clean_tile, first_block, inverses, row_sums, start_output, step
+from utils.attention.gluon.decode.steps import (
+    Block,
+    Share,
+    clean_tile,
+    first_block,
+    inverses,
+    row_sums,
+    start_output,
+    step,
+)
 from utils.attention.gluon.decode.work import Cache
 from utils.attention.gluon.pipeline import allocate_ring
 from utils.attention.gluon.shared import accumulator, wait_products
@@ -151,11 +160,7 @@ def attend_rows(results, split, q_desc, k_desc, v_desc, program):
     else:
         gl.static_assert(CONSUMERS == 2)
         gl.warp_specialize(
-            [
-                (consumer, (share, 0)),
-                (consumer, (share, 1)),
-                (producer, (share, q_desc, k_desc, v_desc, True, True)),
-            ],
+            [(consumer, (share, 0)), (consumer, (share, 1)), (producer, (share, q_desc, k_desc, v_desc, True, True))],
             [4, 1],
             [PLAN.registers, PLAN.producer_registers],
         )
@@ -189,8 +194,23 @@ def attention_decode_rows(
     PLAN: gl.constexpr,
 ):
     """One program an SM: its share of the blocks of all heads. The arguments are `attention_decode`'s."""
-    sizes = batch, kv_heads * tiles, tiles, rows, sq, sk, left, right, lengths, page_bits, pages
-    cache = Cache(lens_ptr, table_ptr, table_stride, *sizes, PLAN)
+    cache = Cache(
+        lens_ptr,
+        table_ptr,
+        table_stride,
+        batch,
+        kv_heads * tiles,
+        tiles,
+        rows,
+        sq,
+        sk,
+        left,
+        right,
+        lengths,
+        page_bits,
+        pages,
+        PLAN,
+    )
     results = Results(out_ptr, parts_ptr, in_eights(head_dim), c, cache)
     split = cache.split(whole)
     program = gl.program_id(0)

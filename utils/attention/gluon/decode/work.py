@@ -141,7 +141,22 @@ class Cache:
 
     @gluon.constexpr_function
     def __init__(
-        self, lens_ptr, table_ptr, table_stride, batch, heads, tiles, rows, sq, sk, left, right, lengths, page_bits, pages, PLAN
+        self,
+        lens_ptr,
+        table_ptr,
+        table_stride,
+        batch,
+        heads,
+        tiles,
+        rows,
+        sq,
+        sk,
+        left,
+        right,
+        lengths,
+        page_bits,
+        pages,
+        PLAN,
     ):
         self.lens_ptr = lens_ptr
         self.table_ptr = table_ptr
