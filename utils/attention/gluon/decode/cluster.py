@@ -3,7 +3,7 @@
 With one sequence a call takes ten to twenty microseconds, and what lies before the first byte and behind the last one counts
 as much as the bytes. Here the programs that share a head, 2 to 16 of them, are a thread block cluster: the GPU starts them
 together, and each can write to the others' shared memory. Each program attends to its share of the head's blocks, as in
-`kernel.py` (up to eight query rows, keys are the rows of the products) or with query rows as the rows (up to 64). Then it sends
+`keys.py` (up to eight query rows, keys are the rows of the products) or with query rows as the rows (up to 64). Then it sends
 each other program that one's slice of its output, and adds up the slices that it gets (`inbox.py`): no part goes to memory, and
 no second launch follows.
 
@@ -21,11 +21,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from utils.attention.gluon.decode.blocks import copy_block, copy_queries, expect_block, page_numbers
-from utils.attention.gluon.decode.cluster_blocks import attend_keys, attend_rows
+from utils.attention.gluon.decode.cluster_rows import attend_rows
 from utils.attention.gluon.decode.inbox import Team, add_up, join, leave, open_inbox, power, send_part, wait_for_slices
-from utils.attention.gluon.decode.kernel import SIZES
-from utils.attention.gluon.decode.merge import Results, in_eights
-from utils.attention.gluon.decode.work import Cache, Cursor
+from utils.attention.gluon.decode.keys import allocate_probabilities, attend_head
+from utils.attention.gluon.decode.work import Cursor
 from utils.attention.gluon.shared import accumulator, thread_barrier
 
 
@@ -39,10 +38,10 @@ def first_block(cache, b, head, team):
     start = Cursor(b, head, team.rank, none, none, none)
     numbers = ()
     for i in gl.static_range(AHEAD):
-        numbers = numbers + (page_numbers(cache, start.behind(i << team.bits)),)  # noqa: RUF005
+        numbers = numbers + (page_numbers(cache, start.behind(i * cache.step)),)  # noqa: RUF005
     blocks = gl.cdiv(length, cache.PLAN.block_n)
     # A program behind the last block computes one all the same: all its scores are masked, and its sums are zero.
-    n = gl.maximum((blocks - team.rank + (1 << team.bits) - 1) >> team.bits, 1)
+    n = gl.maximum((blocks - team.rank + cache.step - 1) >> team.bits, 1)
     return Cursor(b, head, team.rank, length, none, blocks), n, numbers
 
 
@@ -80,14 +79,14 @@ def merge_slices(results, team, barrier, start, o, m, total):
 
 
 @gluon.jit
-def attend_together(results, team, start, n, numbers, q_desc, k_desc, v_desc):
-    """The program's share of its head, and the merge with the other programs of its cluster.
-
-    start, n: its first block, and how many it has. numbers: the pages of the blocks that come first.
-    """
+def attend_cluster(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
+    """One program of 2^bits: its share of one head's blocks, and a slice of the head's output."""
     cache = results.cache
     PLAN: gl.constexpr = cache.PLAN
     SLOTS: gl.constexpr = PLAN.slots
+    flat = gl.program_id(0)
+    team = Team(flat & ((1 << bits) - 1), bits)
+    start, n, numbers = first_block(cache, gl.program_id(1), flat >> bits, team)
     ring, full, q_tile = open_ring(PLAN, q_desc, k_desc)
     # All expectations before all copies: the compiler puts a barrier between the two, here one for all.
     mbarrier.expect(full.index(SLOTS), q_desc.block_type.nbytes)
@@ -97,69 +96,23 @@ def attend_together(results, team, start, n, numbers, q_desc, k_desc, v_desc):
     fence_async_shared()
     thread_barrier()
     for i in gl.static_range(SLOTS // 2):
-        block = start.behind(i << team.bits)
+        block = start.behind(i * cache.step)
         copy_block(k_desc, cache, block, numbers[i], ring.index(2 * i), full.index(2 * i), i < n)
         if i == 0:
             copy_queries(q_desc, cache, start.b, start.head, q_tile, full.index(SLOTS), True)
         copy_block(v_desc, cache, block, numbers[i], ring.index(2 * i + 1), full.index(2 * i + 1), i < n)
 
     barrier = open_inbox(team, cache.rows, PLAN)
+    following = start.behind(SLOTS // 2 * cache.step)
+    pages = page_numbers(cache, following)
     mbarrier.wait(full.index(SLOTS), 0)
-    step = 1 << team.bits
+    q = q_tile.reshape([PLAN.columns, PLAN.block_d])
     if PLAN.consumers == 0:
-        o, m, total = attend_keys(cache, results.c, start, n, step, q_tile, ring, full, k_desc, v_desc)
+        p_tile = allocate_probabilities(k_desc.dtype, PLAN)
+        loads = following, pages, following, pages
+        o, m, total, loads = attend_head(
+            cache, results.c, loads, start, n, gl.to_tensor(0), n, q, ring, full, p_tile, k_desc, v_desc
+        )
     else:
-        o, m, total = attend_rows(cache, results.c, start, n, step, q_tile, ring, full, k_desc, v_desc)
+        o, m, total = attend_rows(cache, results.c, start, n, q, ring, full, k_desc, v_desc)
     merge_slices(results, team, barrier, start, o, m, total)
-
-
-@gluon.jit(do_not_specialize=[*SIZES, "bits"], do_not_specialize_on_alignment=["lens_ptr", "table_ptr"])
-def attention_decode_cluster(
-    q_desc,
-    k_desc,
-    v_desc,
-    out_ptr,
-    parts_ptr,
-    lens_ptr,
-    table_ptr,
-    table_stride,
-    batch,
-    kv_heads,
-    rows,
-    sq,
-    sk,
-    left,
-    right,
-    lengths,
-    page_bits,
-    pages,
-    tiles,
-    head_dim,
-    bits,
-    c,
-    policy,
-    PLAN: gl.constexpr,
-):
-    """One program of 2^bits: its share of one head's blocks, and a slice of the head's output; tiles is 1."""
-    cache = Cache(
-        lens_ptr,
-        table_ptr,
-        table_stride,
-        batch,
-        kv_heads,
-        tiles,
-        rows,
-        sq,
-        sk,
-        left,
-        right,
-        lengths,
-        page_bits,
-        pages,
-        PLAN,
-    )
-    results = Results(out_ptr, parts_ptr, in_eights(head_dim), c, cache)
-    flat = gl.program_id(0)
-    team = Team(flat & ((1 << bits) - 1), bits)
-    start, n, numbers = first_block(cache, gl.program_id(1), flat >> bits, team)
-    attend_together(results, team, start, n, numbers, q_desc, k_desc, v_desc)

@@ -186,8 +186,9 @@ class Launch:
             pages,
             found.tiles,
             head_dim,
+            int(found.whole),
+            max(found.parts.bit_length() - 1, 0),
         )
-        self.last_size = found.parts.bit_length() - 1 if found.parts else int(found.whole)
         self.policy = policy_of(found.hint)
         self.merge_sizes = batch, heads, found.tiles, rows, sq, keys, left, int(lengths), found.programs
         self.merge_sizes += plan.block_n, plan.columns, plan.block_d, head_dim
@@ -204,7 +205,7 @@ class Launch:
         self.k_map = list(k.shape), _tma_strides(k.shape, k.stride(), 16 // k.element_size())
         self.v_map = list(v.shape), _tma_strides(v.shape, v.stride(), 16 // v.element_size())
         self.compiled: list[tuple] = []
-        self._runtime: Any = None  # Triton's settings, from the first launch on
+        self.attend: Any = None  # the function that the kernel is compiled for
 
     def __call__(self, q, k, v, scale: float, seqlens, block_table, scales=None) -> torch.Tensor:
         """Attention of tensors like those it was made for; scales: (2, Hkv) fp32, of K and of V, for an fp8 cache."""
@@ -213,38 +214,33 @@ class Launch:
         parts = torch.empty(self.parts, dtype=torch.float32, device=device) if self.parts else self.unused_parts
         lens = self.unused_integers if seqlens is None else seqlens
         table = self.unused_integers if block_table is None else block_table
+        factors = self.unused_parts if scales is None else scales
         c = scale * LOG2_E
-        if not self.compiled or self._is_watched():
-            first = out, parts, lens, table, *self.sizes, self.last_size, c, self.policy
-            self._compile(q, k, v, first + ((scales,) if self.fp8 else ()), (out, parts, lens, *self.merge_sizes, c))
+        if not self.compiled:
+            first = out, parts, lens, table, factors, *self.sizes, c, self.policy
+            self._compile(q, k, v, first, (out, parts, lens, *self.merge_sizes, c))
             if not self.compiled:  # in the simulator, which has run the kernels
                 return out
         maps = Map(q, *self.q_map), Map(k, *self.k_map), Map(v, *self.v_map)
         # Addresses as numbers: of a tensor Triton's launcher asks the driver whose memory that is.
         addresses = out.data_ptr(), parts.data_ptr(), lens.data_ptr()
-        rest = *addresses, table.data_ptr(), *self.sizes, self.last_size, c, self.policy
-        rest += (scales.data_ptr(), self.plan) if self.fp8 else (self.plan,)
+        rest = table.data_ptr(), factors.data_ptr(), *self.sizes, c, self.policy, self.plan, self.attend
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         start, function, metadata = self.compiled[0]
-        start(*self.grid, stream, function, metadata, None, None, None, *maps, *rest)
+        start(*self.grid, stream, function, metadata, None, None, None, *maps, *addresses, *rest)
         if self.parts:
             start, function, metadata = self.compiled[1]
             start(*self.merge_grid, stream, function, metadata, None, None, None, *addresses, *self.merge_sizes, c)
         return out
 
-    def _is_watched(self) -> bool:
-        """Whether somebody, such as Triton's own profiler, wants to be told of launches."""
-        hook = self._runtime.launch_enter_hook
-        return bool(getattr(hook, "calls", hook))  # a chain of hooks, or one or None
-
     def _compile(self, q, k, v, first: tuple, second: tuple) -> None:
         """Compile the kernels, or in the simulator run them."""
-        from triton import knobs
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+        from utils.attention.gluon.decode.kernel import attention_decode
         from utils.attention.gluon.decode.merge import attention_decode_merge
-        from utils.attention.gluon.decode.offline import kernel_of
+        from utils.attention.gluon.decode.offline import attend_of
 
         def descriptor(x, map_, rows):
             swizzle = min(self.plan.block_d * x.element_size(), 128)
@@ -252,17 +248,18 @@ class Launch:
             x = x.view(torch.uint8) if x.element_size() == 1 else x
             return TensorDescriptor(x, *map_, [1, 1, rows, self.plan.block_d], layout)
 
-        self._runtime = knobs.runtime
         plan = self.plan
         maps = (
             descriptor(q, self.q_map, plan.columns),
             *(descriptor(x, map_, plan.box) for x, map_ in ((k, self.k_map), (v, self.v_map))),
         )
-        kernels = [(kernel_of(plan), self.grid, (*maps, *first), {"PLAN": plan, **plan.options})]
+        self.attend = attend_of(plan)
+        constants = {"PLAN": plan, "ATTEND": self.attend}
+        kernels = [(attention_decode, self.grid, (*maps, *first), {**constants, **plan.options})]
         if self.parts:
             options = {"num_warps": MERGE_WARPS, "launch_pdl": True}
             kernels.append((attention_decode_merge, self.merge_grid, second, options))
-        if not hasattr(kernels[0][0], "warmup") or not self.device.type == "cuda":
+        if self.device.type != "cuda":
             for kernel, grid, arguments, options in kernels:
                 kernel[grid](*arguments, **options)
             return

@@ -11,24 +11,25 @@ from utils.attention.gluon.decode.plan import MERGE_WARPS, Plan, Shape, arrange
 from utils.kernels.offline import Assembly, compile_gluon, read_assembly
 
 
-def kernel_of(plan: Plan):
-    """Return the kernel that computes a plan."""
-    from utils.attention.gluon.decode import cluster, kernel, quantized_keys, rows
+def attend_of(plan: Plan):
+    """Return the function that the kernel of a plan is compiled for."""
+    from utils.attention.gluon.decode import cluster, keys, quantized_keys, rows
 
     if plan.cluster:
-        return cluster.attention_decode_cluster
+        return cluster.attend_cluster
     if plan.fp8:
-        return quantized_keys.attention_decode_fp8_keys
-    return rows.attention_decode_rows if plan.consumers else kernel.attention_decode
+        return quantized_keys.attend_fp8
+    return rows.attend_rows if plan.consumers else keys.attend_keys
 
 
 def compile_decode(plan: Plan | None, dtype: str = "bf16") -> Assembly:
     """Compile the kernel of a plan, or with None the one of the second launch, for sm_90a."""
     from triton.experimental.gluon import language as gl
 
+    from utils.attention.gluon.decode.kernel import attention_decode
     from utils.attention.gluon.decode.merge import attention_decode_merge
 
-    function = kernel_of(plan) if plan else attention_decode_merge
+    function = attention_decode if plan else attention_decode_merge
     kinds = {"out_ptr": f"*{dtype}", "parts_ptr": "*fp32", "lens_ptr": "*i32", "table_ptr": "*i32", "c": "fp32"}
     kinds |= {"policy": "i64", "scales_ptr": "*fp32"}
     if plan:
@@ -38,7 +39,7 @@ def compile_decode(plan: Plan | None, dtype: str = "bf16") -> Assembly:
         kinds["q_desc"] = f"tensordesc<{dtype}[1, 1, {plan.columns}, {plan.block_d}],{q!r}>"
         for name in ("k_desc", "v_desc"):
             kinds[name] = f"tensordesc<{'u8' if plan.fp8 else dtype}[1, 1, {plan.box}, {plan.block_d}],{kv!r}>"
-    constants = {"PLAN": plan} if plan else {}
+    constants = {"PLAN": plan, "ATTEND": attend_of(plan)} if plan else {}
     names = [name for name in function.arg_names if name not in constants]
     signature = {name: kinds.get(name, "i32") for name in names}
     pointers = [name for name in names if name.endswith("_ptr") and name not in ("lens_ptr", "table_ptr", "scales_ptr")]

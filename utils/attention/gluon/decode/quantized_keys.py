@@ -2,7 +2,7 @@
 
 The left operand of a wgmma may come from registers. So a warp reads the bytes of K and V from shared memory, converts
 them in registers, and hands them to the tensor cores from there: nothing is stored a second time. S^T = K Q^T and
-O^T = V^T P^T, as in `kernel.py`.
+O^T = V^T P^T, as in `keys.py`.
 
     part        what                                                    head dim 64     128            256
     columns     heads of the group x new tokens; more: tiles            8, 16, 64       8, 16, 64      8, 16, 32
@@ -30,11 +30,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from utils.attention.gluon.decode.blocks import clear_keys, load_block, load_queries, mask_block, page_numbers
-from utils.attention.gluon.decode.kernel import SIZES, softmax, thread_sums
-from utils.attention.gluon.decode.merge import Results, in_eights, inverse
-from utils.attention.gluon.decode.work import Cache
+from utils.attention.gluon.decode.keys import allocate_probabilities, softmax, thread_sums
+from utils.attention.gluon.decode.merge import inverse
 from utils.attention.gluon.shared import MINUS_INF, accumulator, thread_barrier
-from utils.kernels.early_launch import let_next_launch_begin
 
 # Four numbers of e4m3 in one register become four of fp16 in two, exactly.
 CONVERT = gl.constexpr(
@@ -172,7 +170,7 @@ def attend_keys(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
     q_raw = gl.allocate_shared_memory(q_desc.dtype, [1, 1, COLUMNS, BLOCK_D], q_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_tile = gl.allocate_shared_memory(gl.float16, [COLUMNS, BLOCK_D], gl.NVMMASharedLayout(128, 16, rank=2))
-    p_tile = gl.allocate_shared_memory(gl.float16, [COLUMNS, BLOCK_N], gl.NVMMASharedLayout(128, 16, rank=2))
+    p_tile = allocate_probabilities(gl.float16, PLAN)
     for fill in gl.static_range(2 * SLOTS):
         mbarrier.init(full.index(fill), count=1)
     mbarrier.init(q_full, count=1)
@@ -259,55 +257,10 @@ def attend_keys(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
         thread_barrier()  # all warps have multiplied these queries: the next ones may be stored
 
 
-@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr", "scales_ptr"])
-def attention_decode_fp8_keys(
-    q_desc,
-    k_desc,
-    v_desc,
-    out_ptr,
-    parts_ptr,
-    lens_ptr,
-    table_ptr,
-    table_stride,
-    batch,
-    kv_heads,
-    rows,
-    sq,
-    sk,
-    left,
-    right,
-    lengths,
-    page_bits,
-    pages,
-    tiles,
-    head_dim,
-    whole,
-    c,
-    policy,
-    scales_ptr,
-    PLAN: gl.constexpr,
-):
-    """Two programs an SM: each its share of the blocks of all heads; scales_ptr: (2, Hkv) fp32, of K and of V."""
-    cache = Cache(
-        lens_ptr,
-        table_ptr,
-        table_stride,
-        batch,
-        kv_heads * tiles,
-        tiles,
-        rows,
-        sq,
-        sk,
-        left,
-        right,
-        lengths,
-        page_bits,
-        pages,
-        PLAN,
-    )
-    results = Results(out_ptr, parts_ptr, in_eights(head_dim), c, cache)
-    split = cache.split(whole)
+@gluon.jit
+def attend_fp8(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
+    """One program: its share of the blocks of all heads."""
+    split = results.cache.split(whole)
     program = gl.program_id(0)
-    let_next_launch_begin()
     if program < split.programs:
         attend_keys(results, split, q_desc, k_desc, v_desc, scales_ptr, program)

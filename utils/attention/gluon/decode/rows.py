@@ -1,6 +1,6 @@
 """The decode kernel for many query rows: query rows are the rows of the products, and a warp does nothing but load.
 
-With more than 16 query rows (heads of a group times new tokens) the kernel that makes keys the rows (`kernel.py`) is bound
+With more than 16 query rows (heads of a group times new tokens) the kernel that makes keys the rows (`keys.py`) is bound
 by its chain of instructions, not by bytes: all its warps meet six times a block, and P goes through shared memory. Here a
 tile of 64 query rows belongs to one warpgroup, as in step 5 of the ladder: scores, maxima, P and output stay in its
 registers, the next block's scores are queued before this block's P V, and half of the softmax runs beside that. Which
@@ -22,8 +22,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from utils.attention.gluon.decode.blocks import clear_keys, load_block, load_queries, page_numbers
-from utils.attention.gluon.decode.kernel import SIZES
-from utils.attention.gluon.decode.merge import Results, in_eights
 from utils.attention.gluon.decode.steps import (
     Block,
     Share,
@@ -34,11 +32,9 @@ from utils.attention.gluon.decode.steps import (
     start_output,
     step,
 )
-from utils.attention.gluon.decode.work import Cache
 from utils.attention.gluon.pipeline import allocate_ring
 from utils.attention.gluon.shared import accumulator, wait_products
 from utils.attention.gluon.softmax import spread
-from utils.kernels.early_launch import let_next_launch_begin
 
 
 @gluon.jit
@@ -128,8 +124,8 @@ def consumer(share, W: gl.constexpr):
 
 
 @gluon.jit
-def attend_rows(results, split, q_desc, k_desc, v_desc, program):
-    """The blocks of one program: allocate rings and barriers, and start the roles."""
+def start_roles(results, split, q_desc, k_desc, v_desc, program):
+    """Allocate rings and barriers, and start the roles."""
     cache = results.cache
     PLAN: gl.constexpr = cache.PLAN
     CONSUMERS: gl.constexpr = PLAN.consumers
@@ -166,54 +162,10 @@ def attend_rows(results, split, q_desc, k_desc, v_desc, program):
         )
 
 
-@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr"])
-def attention_decode_rows(
-    q_desc,
-    k_desc,
-    v_desc,
-    out_ptr,
-    parts_ptr,
-    lens_ptr,
-    table_ptr,
-    table_stride,
-    batch,
-    kv_heads,
-    rows,
-    sq,
-    sk,
-    left,
-    right,
-    lengths,
-    page_bits,
-    pages,
-    tiles,
-    head_dim,
-    whole,
-    c,
-    policy,
-    PLAN: gl.constexpr,
-):
-    """One program an SM: its share of the blocks of all heads. The arguments are `attention_decode`'s."""
-    cache = Cache(
-        lens_ptr,
-        table_ptr,
-        table_stride,
-        batch,
-        kv_heads * tiles,
-        tiles,
-        rows,
-        sq,
-        sk,
-        left,
-        right,
-        lengths,
-        page_bits,
-        pages,
-        PLAN,
-    )
-    results = Results(out_ptr, parts_ptr, in_eights(head_dim), c, cache)
-    split = cache.split(whole)
+@gluon.jit
+def attend_rows(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
+    """One program: its share of the blocks of all heads."""
+    split = results.cache.split(whole)
     program = gl.program_id(0)
-    let_next_launch_begin()
     if program < split.programs:
-        attend_rows(results, split, q_desc, k_desc, v_desc, program)
+        start_roles(results, split, q_desc, k_desc, v_desc, program)

@@ -137,6 +137,7 @@ class Cache:
     lengths: gl.tensor  # 1: each sequence has a length of its own
     page_bits: gl.tensor  # logarithm of the tokens of a page; 30 for a cache in one piece
     pages: gl.tensor  # columns of the block table; 0 for a cache in one piece
+    step: gl.tensor  # from a block of a program to its next one in a head
     PLAN: gl.constexpr
 
     @gluon.constexpr_function
@@ -156,6 +157,7 @@ class Cache:
         lengths,
         page_bits,
         pages,
+        step,
         PLAN,
     ):
         self.lens_ptr = lens_ptr
@@ -172,6 +174,7 @@ class Cache:
         self.lengths = lengths
         self.page_bits = page_bits
         self.pages = pages
+        self.step = step
         self.PLAN = gl.constexpr(PLAN)
 
     @gluon.jit
@@ -217,9 +220,9 @@ class Cache:
 
     @gluon.jit
     def advance(self, cursor):
-        """The cursor at the next block."""
-        j = cursor.j + 1
-        over = j == cursor.blocks
+        """The cursor at the program's next block."""
+        j = cursor.j + self.step
+        over = j >= cursor.blocks
         j = gl.where(over, 0, j)
         head = cursor.head + over.to(gl.int32)
         b = cursor.b + (head == self.heads).to(gl.int32)

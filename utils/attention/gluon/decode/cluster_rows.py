@@ -1,4 +1,4 @@
-"""The blocks of keys of one program of `cluster.py`, keys as rows or query rows as rows: multiply, and ask for what comes next."""
+"""The blocks of keys of one program of `cluster.py` with query rows as rows: multiply, and ask for what comes next."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,64 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from utils.attention.gluon.decode.blocks import clean_values, clear_keys, load_block, mask_block, page_numbers
-from utils.attention.gluon.decode.kernel import start_block, start_scores, thread_sums
 from utils.attention.gluon.shared import MINUS_INF, accumulator, left_operand, online_softmax, rescale, thread_barrier
-
-
-@gluon.jit
-def attend_keys(cache, c, start, n, step, q_tile, ring, full, k_desc, v_desc):
-    """The blocks of one program, keys as rows: the output [BLOCK_D, COLUMNS], unnormalized, and the columns' maxima and sums.
-
-    step: from a block of the program to its next one. The loop is `kernel.attend`'s, for one head.
-    """
-    PLAN: gl.constexpr = cache.PLAN
-    BLOCK_N: gl.constexpr = PLAN.block_n
-    SLOTS: gl.constexpr = PLAN.slots
-    AHEAD: gl.constexpr = SLOTS // 2
-    COLUMNS: gl.constexpr = PLAN.columns
-    BLOCK_D: gl.constexpr = PLAN.block_d
-    layout: gl.constexpr = accumulator(COLUMNS)
-    columns: gl.constexpr = gl.SliceLayout(0, layout)
-    p_tile = gl.allocate_shared_memory(k_desc.dtype, [COLUMNS, BLOCK_N], gl.NVMMASharedLayout(128, 16, rank=2))
-    q = q_tile.reshape([COLUMNS, BLOCK_D])
-    m = gl.full([COLUMNS], MINUS_INF, gl.float32, columns)
-    o = gl.zeros([BLOCK_D, COLUMNS], gl.float32, layout)
-    sums = thread_sums(gl.zeros([BLOCK_N, COLUMNS], gl.float32, layout))
-    low, clear = clear_keys(cache, start)
-    # Pages of the block whose V is the next one to be asked for, and of the one whose K is.
-    numbers = page_numbers(cache, start.behind(AHEAD * step))
-    following = page_numbers(cache, start.behind((AHEAD + 1) * step))
-    mbarrier.wait(full.index(0), 0)  # K has arrived
-    s = warpgroup_mma_wait(0, [start_scores(ring.index(0), q, layout)])
-    if n > AHEAD:
-        thread_barrier()  # all warps have read this K: TMA may overwrite it
-        load_block(k_desc, cache, start.behind(AHEAD * step), numbers, ring.index(0), full.index(0), True)
-    for i in range(n - 1):
-        after = 2 * (i + 1) % SLOTS
-        mbarrier.wait(full.index(after), (2 * (i + 1) // SLOTS) & 1)
-        s_next = start_scores(ring.index(after), q, layout)
-        slot = 2 * i % SLOTS + 1
-        v_full = full.index(slot), (2 * i // SLOTS) & 1
-        block = start.j + i * step, low, clear
-        o_next, m, sums = start_block(cache, start, block, s, m, o, sums, c, p_tile, ring.index(slot), v_full, False)
-        s = warpgroup_mma_wait(1, [s_next])  # the older product: its K is free
-        if i + 1 + AHEAD < n:
-            thread_barrier()
-            k_next = start.behind((i + 1 + AHEAD) * step)
-            load_block(k_desc, cache, k_next, following, ring.index(after), full.index(after), True)
-        o = warpgroup_mma_wait(0, [o_next])
-        thread_barrier()  # all warps have read V and P
-        if i + AHEAD < n:
-            v_next = start.behind((i + AHEAD) * step)
-            load_block(v_desc, cache, v_next, numbers, ring.index(slot), full.index(slot), True)
-        numbers = following
-        following = page_numbers(cache, start.behind((i + 2 + AHEAD) * step))
-    slot = 2 * (n - 1) % SLOTS + 1
-    v_full = full.index(slot), (2 * (n - 1) // SLOTS) & 1
-    block = start.j + (n - 1) * step, low, clear
-    o, m, sums = start_block(cache, start, block, s, m, o, sums, c, p_tile, ring.index(slot), v_full, True)
-    total = gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), columns)
-    return warpgroup_mma_wait(0, [o]), m, total
 
 
 @gluon.jit
@@ -105,10 +48,10 @@ def start_row_scores(q, k_tile, layout: gl.constexpr):
 
 
 @gluon.jit
-def attend_rows(cache, c, start, n, step, q_tile, ring, full, k_desc, v_desc):
+def attend_rows(cache, c, start, n, q, ring, full, k_desc, v_desc):
     """The blocks of one program, query rows as rows: the output [64, BLOCK_D], unnormalized, the rows' maxima and sums.
 
-    step: from a block of the program to its next one. One warpgroup: a block's scores are computed during the softmax of the block before it.
+    One warpgroup: a block's scores are computed during the softmax of the block before it.
     """
     PLAN: gl.constexpr = cache.PLAN
     BLOCK_D: gl.constexpr = PLAN.block_d
@@ -117,18 +60,17 @@ def attend_rows(cache, c, start, n, step, q_tile, ring, full, k_desc, v_desc):
     scores: gl.constexpr = accumulator(PLAN.block_n)
     output: gl.constexpr = accumulator(BLOCK_D)
     rows: gl.constexpr = gl.SliceLayout(1, scores)
-    q = q_tile.reshape([64, BLOCK_D])
     m = gl.full([64], MINUS_INF, gl.float32, rows)
     total = gl.zeros([64], gl.float32, rows)
     o = gl.zeros([64, BLOCK_D], gl.float32, output)
     limits = clear_keys(cache, start)
-    numbers = page_numbers(cache, start.behind(AHEAD * step))
-    following = page_numbers(cache, start.behind((AHEAD + 1) * step))
+    numbers = page_numbers(cache, start.behind(AHEAD * cache.step))
+    following = page_numbers(cache, start.behind((AHEAD + 1) * cache.step))
     mbarrier.wait(full.index(0), 0)  # K has arrived
     s = warpgroup_mma_wait(0, [start_row_scores(q, ring.index(0), scores)])
     if n > AHEAD:
         thread_barrier()  # all warps have read this K: TMA may overwrite it
-        k_next = start.behind(AHEAD * step)
+        k_next = start.behind(AHEAD * cache.step)
         load_block(k_desc, cache, k_next, numbers, ring.index(0), full.index(0), True)
     for i in range(n - 1):
         after = 2 * (i + 1) % SLOTS
@@ -136,23 +78,23 @@ def attend_rows(cache, c, start, n, step, q_tile, ring, full, k_desc, v_desc):
         s_next = start_row_scores(q, ring.index(after), scores)
         slot = 2 * i % SLOTS + 1
         v_full = full.index(slot), (2 * i // SLOTS) & 1
-        j = start.j + i * step
+        j = start.j + i * cache.step
         o_next, m, total = start_rows(cache, start, j, s, m, total, o, c, limits, ring.index(slot), v_full, False)
         s = warpgroup_mma_wait(1, [s_next])  # the older product: its K is free
         if i + 1 + AHEAD < n:
             thread_barrier()
-            k_next = start.behind((i + 1 + AHEAD) * step)
+            k_next = start.behind((i + 1 + AHEAD) * cache.step)
             load_block(k_desc, cache, k_next, following, ring.index(after), full.index(after), True)
         o = warpgroup_mma_wait(0, [o_next])
         if i + AHEAD < n:
             thread_barrier()  # all warps have read V
-            v_next = start.behind((i + AHEAD) * step)
+            v_next = start.behind((i + AHEAD) * cache.step)
             load_block(v_desc, cache, v_next, numbers, ring.index(slot), full.index(slot), True)
         numbers = following
-        following = page_numbers(cache, start.behind((i + 2 + AHEAD) * step))
+        following = page_numbers(cache, start.behind((i + 2 + AHEAD) * cache.step))
     slot = 2 * (n - 1) % SLOTS + 1
     v_full = full.index(slot), (2 * (n - 1) // SLOTS) & 1
-    j = start.j + (n - 1) * step
+    j = start.j + (n - 1) * cache.step
     o, m, total = start_rows(cache, start, j, s, m, total, o, c, limits, ring.index(slot), v_full, True)
     m = gl.convert_layout(m, gl.SliceLayout(1, output))
     total = gl.convert_layout(total, gl.SliceLayout(1, output))
