@@ -92,9 +92,12 @@ def load_queries(q_desc, cache, b, head, tile, full, pred):
 
 
 @gluon.jit
-def clear_keys(cache, cursor):
-    """Keys [low, clear) of a sequence are seen by every query: blocks that lie within them need no mask."""
-    return cursor.length - cache.left, cursor.length - gl.maximum(cache.sq - cache.right - 1, 0)
+def needs_mask(cache, cursor, j):
+    """Whether block j holds a key that some query may not see, or none: keys [low, clear) are seen by every query."""
+    key = (cursor.first + j) * cache.PLAN.block_n
+    low = cursor.length - cache.left
+    clear = cursor.length - gl.maximum(cache.sq - cache.right - 1, 0)
+    return (key + cache.PLAN.block_n > clear) | (key < low)
 
 
 @gluon.jit
@@ -119,13 +122,15 @@ def mask_block(s, cache, cursor, j, first_row, KEYS: gl.constexpr):
 
 @gluon.jit
 def clean_values(v_tile, cursor, j, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Replace the values behind the last key by zeros: zero times nan would be nan."""
+    """Replace the values of block j behind the last key by zeros: zero times nan would be nan."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     # Few keys at a time, because the output's registers are in use.
     PIECE: gl.constexpr = min(16 * gl.num_warps() // (BLOCK_D // 64), BLOCK_N)
-    v = v_tile.reshape([BLOCK_N, BLOCK_D])
-    for i in gl.static_range(BLOCK_N // PIECE):
-        key = (cursor.first + j) * BLOCK_N + i * PIECE + gl.arange(0, PIECE, gl.SliceLayout(1, layout))
-        piece = v.slice(i * PIECE, PIECE)
-        values = piece.load(layout)
-        piece.store(gl.where((key < cursor.length)[:, None], values, gl.zeros_like(values)))
+    begin = (cursor.first + j) * BLOCK_N
+    if begin + BLOCK_N > cursor.length:
+        v = v_tile.reshape([BLOCK_N, BLOCK_D])
+        for i in gl.static_range(BLOCK_N // PIECE):
+            key = begin + i * PIECE + gl.arange(0, PIECE, gl.SliceLayout(1, layout))
+            piece = v.slice(i * PIECE, PIECE)
+            values = piece.load(layout)
+            piece.store(gl.where((key < cursor.length)[:, None], values, gl.zeros_like(values)))

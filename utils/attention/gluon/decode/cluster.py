@@ -21,9 +21,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from utils.attention.gluon.decode.blocks import copy_block, copy_queries, expect_block, page_numbers
-from utils.attention.gluon.decode.cluster_rows import attend_rows
-from utils.attention.gluon.decode.inbox import Team, add_up, join, leave, open_inbox, power, send_part, wait_for_slices
-from utils.attention.gluon.decode.keys import allocate_probabilities, attend_head
+from utils.attention.gluon.decode.cluster_rows import RowsAsRows
+from utils.attention.gluon.decode.inbox import (
+    NOBODY,
+    Team,
+    add_up,
+    join,
+    leave,
+    open_inbox,
+    power,
+    send_part,
+    wait_for_slices,
+)
+from utils.attention.gluon.decode.keys import KeysAsRows, allocate_probabilities, attend_head
 from utils.attention.gluon.decode.work import Cursor
 from utils.attention.gluon.shared import accumulator, thread_barrier
 
@@ -72,7 +82,7 @@ def merge_slices(results, team, barrier, start, o, m, total):
     inbox = join(barrier)
     send_part(inbox, barrier, team, results.cache.rows, o, m, total, PLAN, ROWS)
     wait_for_slices(barrier)
-    for bits in gl.static_range(1, power(PLAN.most_parts) + 1):
+    for bits in gl.static_range(1, power(NOBODY) + 1):
         if team.bits == bits:
             add_up(results, inbox, team.rank, start, 1 << bits)
     leave()
@@ -108,11 +118,9 @@ def attend_cluster(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
     mbarrier.wait(full.index(SLOTS), 0)
     q = q_tile.reshape([PLAN.columns, PLAN.block_d])
     if PLAN.consumers == 0:
-        p_tile = allocate_probabilities(k_desc.dtype, PLAN)
-        loads = following, pages, following, pages
-        o, m, total, loads = attend_head(
-            cache, results.c, loads, start, n, gl.to_tensor(0), n, q, ring, full, p_tile, k_desc, v_desc
-        )
+        way = KeysAsRows(cache, q, allocate_probabilities(k_desc.dtype, PLAN))
     else:
-        o, m, total = attend_rows(cache, results.c, start, n, q, ring, full, k_desc, v_desc)
+        way = RowsAsRows(cache, q)
+    tiles = ring, full, k_desc, v_desc
+    o, m, total, _ = attend_head(way, start, (n, gl.to_tensor(0), n), tiles, (following, pages, following, pages))
     merge_slices(results, team, barrier, start, o, m, total)

@@ -192,11 +192,11 @@ def add_up(results, inbox, rank, start, PARTS: gl.constexpr):
     for part in gl.static_range(PARTS):
         loaded += (load_sums(sums + 8 * part * ROWS),)  # type: ignore[assignment]  # in a kernel a name's tuple may grow
         top = gl.maximum(top, loaded[part][0])  # type: ignore[misc]
-    shifted = gl.where(top == MINUS_INF, 0.0, top * results.c)
+    shifted = gl.where(top == MINUS_INF, 0.0, top * results.cache.c)
     o = gl.zeros([ROWS, WIDTH], gl.float32, layout)
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
     for part in gl.static_range(PARTS):
-        weight = gl.exp2(loaded[part][0] * results.c - shifted)
+        weight = gl.exp2(loaded[part][0] * results.cache.c - shifted)
         o += weight[:, None] * load_shared(numbers + 4 * part * ROWS * WIDTH, EACH)
         total += weight * loaded[part][1]
     o = o * inverse(total)[:, None]

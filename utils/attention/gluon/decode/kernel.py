@@ -66,8 +66,9 @@ def attention_decode(
         page_bits,
         pages,
         1 << bits,
+        c,
         PLAN,
     )
-    results = Results(out_ptr, parts_ptr, in_eights(head_dim), c, cache)
+    results = Results(out_ptr, parts_ptr, in_eights(head_dim), cache)
     let_next_launch_begin()
     ATTEND(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr)

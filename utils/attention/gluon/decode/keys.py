@@ -18,6 +18,8 @@ A program's warps meet at a barrier before that anyway, for the maxima over the 
 Measured against the other libraries: docs/kernels/decode.md, assets/results/h200/decode.json.
 """
 
+# No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -29,17 +31,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from utils.attention.gluon.decode.blocks import (
     clean_values,
-    clear_keys,
     copy_block,
     copy_queries,
     expect_block,
     load_next,
     load_queries,
     mask_block,
+    needs_mask,
     page_numbers,
 )
 from utils.attention.gluon.decode.merge import inverse
-from utils.attention.gluon.shared import MINUS_INF, accumulator, thread_barrier
+from utils.attention.gluon.decode.work import Cache
+from utils.attention.gluon.shared import MINUS_INF, accumulator, aggregate, thread_barrier
 
 
 @gluon.jit
@@ -47,23 +50,6 @@ def thread_sums(p):
     """Sum over the rows that one thread holds, [keys, columns] -> [4, 8, columns]: no exchange between threads."""
     parts = p.reshape([p.shape[0] // 64, 4, 2, 8, p.shape[1]])
     return gl.sum(gl.sum(parts, 2), 0)
-
-
-@gluon.jit
-def start_scores(k_tile, q, layout: gl.constexpr):
-    """Hand S^T = K Q^T to the tensor cores; k_tile: a slot of the ring, q: [columns, BLOCK_D]."""
-    BLOCK_N: gl.constexpr = k_tile.shape[2]
-    COLUMNS: gl.constexpr = q.shape[0]
-    k = k_tile.reshape([BLOCK_N, k_tile.shape[3]])
-    zero = gl.zeros([BLOCK_N, COLUMNS], gl.float32, layout)
-    return warpgroup_mma(k, q.permute([1, 0]), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def start_output(v_tile, p_tile, o, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Hand O^T + V^T P^T to the tensor cores."""
-    v = v_tile.reshape([BLOCK_N, BLOCK_D])
-    return warpgroup_mma(v.permute([1, 0]), p_tile.permute([1, 0]), o, is_async=True)
 
 
 @gluon.jit
@@ -78,70 +64,106 @@ def softmax(s, m, sums, c):
     return p, top, factor, sums * spread[None, :][:, None, :] + thread_sums(p)
 
 
-@gluon.jit
-def start_block(cache, cursor, block, s, m, o, sums, c, p_tile, v_tile, v_full, LAST: gl.constexpr):
-    """The softmax of one block, from its scores, and the start of its product with V: output, maxima, sums.
+@aggregate
+class KeysAsRows:
+    """Products with keys as rows: S^T = K Q^T and O^T = V^T P^T, for one tile of queries; P goes through shared memory."""
 
-    block: its number in the head, and the keys that need no mask. v_full: the barrier of V and its phase. LAST: the
-    block may hold keys behind the last one; only the last block of a head does.
-    """
-    PLAN: gl.constexpr = cache.PLAN
-    j, low, clear = block
-    key = (cursor.first + j) * PLAN.block_n
-    if (key + PLAN.block_n > clear) | (key < low):
-        s = mask_block(s, cache, cursor, j, 0, 0)
-    p, m, factor, sums = softmax(s, m, sums, c)
-    p_tile.permute([1, 0]).store(p.to(p_tile.dtype))
-    o = o * factor[None, :]
-    barrier, phase = v_full
-    mbarrier.wait(barrier, phase)  # V has arrived
-    if LAST:  # noqa: SIM102 (decided by the compiler; the next line for each block)
-        if key + PLAN.block_n > cursor.length:
+    cache: Cache
+    q: gl.shared_memory_descriptor
+    p_tile: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, cache, q, p_tile):
+        self.cache = cache
+        self.q = q
+        self.p_tile = p_tile
+
+    @gluon.jit
+    def unseen(self):
+        """The state before the first block: output [BLOCK_D, columns], maxima, and the sums of each thread."""
+        COLUMNS: gl.constexpr = self.cache.PLAN.columns
+        BLOCK_N: gl.constexpr = self.cache.PLAN.block_n
+        BLOCK_D: gl.constexpr = self.cache.PLAN.block_d
+        layout: gl.constexpr = accumulator(COLUMNS)
+        m = gl.full([COLUMNS], MINUS_INF, gl.float32, gl.SliceLayout(0, layout))
+        o = gl.zeros([BLOCK_D, COLUMNS], gl.float32, layout)
+        return o, m, thread_sums(gl.zeros([BLOCK_N, COLUMNS], gl.float32, layout))
+
+    @gluon.jit
+    def start_scores(self, k_tile):
+        """Hand the scores of a block to the tensor cores; k_tile: a slot of the ring."""
+        COLUMNS: gl.constexpr = self.cache.PLAN.columns
+        BLOCK_N: gl.constexpr = self.cache.PLAN.block_n
+        k = k_tile.reshape([BLOCK_N, self.cache.PLAN.block_d])
+        zero = gl.zeros([BLOCK_N, COLUMNS], gl.float32, accumulator(COLUMNS))
+        return warpgroup_mma(k, self.q.permute([1, 0]), zero, use_acc=False, is_async=True)
+
+    @gluon.jit
+    def start_block(self, cursor, j, s, state, v_tile, v_full, LAST: gl.constexpr):
+        """The softmax of block j of a head, from its scores, and the start of its product with V: the new state.
+
+        v_full: the barrier of V and its phase. LAST: the block may hold keys behind the last one.
+        """
+        PLAN: gl.constexpr = self.cache.PLAN
+        o, m, sums = state
+        if needs_mask(self.cache, cursor, j):
+            s = mask_block(s, self.cache, cursor, j, 0, 0)
+        p, m, factor, sums = softmax(s, m, sums, self.cache.c)
+        self.p_tile.permute([1, 0]).store(p.to(self.p_tile.dtype))
+        o = o * factor[None, :]
+        barrier, phase = v_full
+        mbarrier.wait(barrier, phase)  # V has arrived
+        if LAST:
             clean_values(v_tile, cursor, j, PLAN.block_n, PLAN.block_d)
-    # P was stored by threads, wgmma reads through the async proxy: without the fence it may read the last P, without
-    # the barrier the rows of slower warps would be missing.
-    fence_async_shared()
-    thread_barrier()
-    return start_output(v_tile, p_tile, o, PLAN.block_n, PLAN.block_d), m, sums
+        # P was stored by threads, wgmma reads through the async proxy: without the fence it may read the last P, without
+        # the barrier the rows of slower warps would be missing.
+        fence_async_shared()
+        thread_barrier()
+        v = v_tile.reshape([PLAN.block_n, PLAN.block_d])
+        o = warpgroup_mma(v.permute([1, 0]), self.p_tile.permute([1, 0]), o, is_async=True)
+        return o, m, sums
+
+    @gluon.jit
+    def totals(self, state):
+        """The maxima and sums of the columns."""
+        columns: gl.constexpr = gl.SliceLayout(0, accumulator(self.cache.PLAN.columns))
+        return state[1], gl.convert_layout(gl.sum(gl.sum(state[2], 1), 0), columns)
 
 
 @gluon.jit
-def attend_head(cache, c, loads, cursor, n, i, count, q, ring, full, p_tile, k_desc, v_desc):
-    """The n blocks of one head from the cursor on: the output [BLOCK_D, columns], unnormalized, and the columns' maxima and sums.
+def attend_head(way, cursor, span, tiles, loads):
+    """The blocks of one head from the cursor on: the output, unnormalized, its rows' maxima and sums, and the loads.
 
-    loads: cursor and pages of the block whose K, and of the one whose V is to be loaded next; K runs a block before V.
-    i: number of the first of the blocks among the `count` of this program. The loads come back as a fourth result.
+    way: `KeysAsRows`, or `cluster_rows.RowsAsRows`. span: how many blocks, the number of the first among those of this program,
+    and how many the program has. tiles: the ring, its barriers, and the descriptors of K and V. loads: cursor and pages of the
+    block whose K, and of the one whose V is to be loaded next; K runs a block before V.
     """
-    PLAN: gl.constexpr = cache.PLAN
-    SLOTS: gl.constexpr = PLAN.slots
-    layout: gl.constexpr = accumulator(PLAN.columns)
-    columns: gl.constexpr = gl.SliceLayout(0, layout)
+    cache = way.cache
+    SLOTS: gl.constexpr = cache.PLAN.slots
+    n, i, count = span
+    ring, full, k_desc, v_desc = tiles
     k_next, k_pages, v_next, v_pages = loads
-    m = gl.full([PLAN.columns], MINUS_INF, gl.float32, columns)
-    o = gl.zeros([PLAN.block_d, PLAN.columns], gl.float32, layout)
-    sums = thread_sums(gl.zeros([PLAN.block_n, PLAN.columns], gl.float32, layout))
-    low, clear = clear_keys(cache, cursor)
+    state = way.unseen()
     # The first scores by themselves; each step then starts the scores of the next block, so that the tensor cores
     # compute them during this block's softmax.
     slot = 2 * i % SLOTS
     mbarrier.wait(full.index(slot), (2 * i // SLOTS) & 1)  # K has arrived
-    s = warpgroup_mma_wait(0, [start_scores(ring.index(slot), q, layout)])
+    s = warpgroup_mma_wait(0, [way.start_scores(ring.index(slot))])
     thread_barrier()  # all warps have read this K: TMA may overwrite it
     more = i + SLOTS // 2 < count
     k_next, k_pages = load_next(k_desc, cache, k_next, k_pages, ring.index(slot), full.index(slot), more)
     for k in range(n - 1):
         after = 2 * (i + 1) % SLOTS
         mbarrier.wait(full.index(after), (2 * (i + 1) // SLOTS) & 1)
-        s_next = start_scores(ring.index(after), q, layout)
+        s_next = way.start_scores(ring.index(after))
         slot = 2 * i % SLOTS + 1
         v_full = full.index(slot), (2 * i // SLOTS) & 1
-        block = cursor.j + k * cache.step, low, clear
-        o_next, m, sums = start_block(cache, cursor, block, s, m, o, sums, c, p_tile, ring.index(slot), v_full, False)
+        o_next, m, sums = way.start_block(cursor, cursor.j + k * cache.step, s, state, ring.index(slot), v_full, False)
         s = warpgroup_mma_wait(1, [s_next])  # the older product: its K is free
         thread_barrier()
         more = i + 1 + SLOTS // 2 < count
         k_next, k_pages = load_next(k_desc, cache, k_next, k_pages, ring.index(after), full.index(after), more)
-        o = warpgroup_mma_wait(0, [o_next])
+        state = warpgroup_mma_wait(0, [o_next]), m, sums
         thread_barrier()  # all warps have read V and P
         more = i + SLOTS // 2 < count
         v_next, v_pages = load_next(v_desc, cache, v_next, v_pages, ring.index(slot), full.index(slot), more)
@@ -150,13 +172,13 @@ def attend_head(cache, c, loads, cursor, n, i, count, q, ring, full, p_tile, k_d
     # The last block, with no scores to start.
     slot = 2 * i % SLOTS + 1
     v_full = full.index(slot), (2 * i // SLOTS) & 1
-    block = cursor.j + (n - 1) * cache.step, low, clear
-    o, m, sums = start_block(cache, cursor, block, s, m, o, sums, c, p_tile, ring.index(slot), v_full, True)
-    o = warpgroup_mma_wait(0, [o])
+    j = cursor.j + (n - 1) * cache.step
+    o_next, m, sums = way.start_block(cursor, j, s, state, ring.index(slot), v_full, True)
+    o = warpgroup_mma_wait(0, [o_next])
     thread_barrier()
     more = i + SLOTS // 2 < count
     v_next, v_pages = load_next(v_desc, cache, v_next, v_pages, ring.index(slot), full.index(slot), more)
-    total = gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), columns)
+    m, total = way.totals((o, m, sums))
     return o, m, total, (k_next, k_pages, v_next, v_pages)
 
 
@@ -221,9 +243,8 @@ def attend_keys(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
             load_queries(q_desc, cache, following.b, following.head, tile, barrier, done + n < count)
             mbarrier.wait(q_full.index(piece % 2), (piece // 2) & 1)
             q = q_ring.index(piece % 2).reshape([PLAN.columns, PLAN.block_d])
-            o, m, total, loads = attend_head(
-                cache, results.c, loads, cursor, n, done, count, q, ring, full, p_tile, k_desc, v_desc
-            )
+            way = KeysAsRows(cache, q, p_tile)
+            o, m, total, loads = attend_head(way, cursor, (n, done, count), (ring, full, k_desc, v_desc), loads)
             if n == cursor.blocks:
                 results.store_whole(cursor, o * inverse(total)[None, :], 0, 1)
             else:

@@ -45,16 +45,7 @@ def decode(
 
     The last query of a sequence is at its last key. The arguments are checked by `utils.attention.decode`.
 
-    Args:
-        q: queries, at most `plan.MOST_QUERIES` a sequence.
-        k: keys (B, Hkv, S, D), or pages (P, Hkv, page, D) with a block table.
-        v: values, of the same shape.
-        causal: whether a query sees keys up to its own position only.
-        scale: factor of the scores, 1/sqrt(D) by default.
-        window: a query sees keys that are fewer positions away than this; None: all.
-        seqlens: keys of each sequence, the new ones included, (B,) int32; None: S.
-        block_table: pages of each sequence in order, (B, pages) int32; the cache is then in pages.
-        kv_scales: for keys and values in float8_e4m3fn: their factors, (2, Hkv) fp32, of K and of V.
+    The arguments mean what `utils.attention.attention_decode` says.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if torch.compiler.is_compiling():
@@ -172,23 +163,8 @@ class Launch:
         right = 0 if causal else left - 1 if window else far
         page_bits = page.bit_length() - 1 if pages else ONE_PIECE
         heads, rows = kv_heads * found.tiles, shape.rows
-        self.sizes = (
-            stride,
-            batch,
-            kv_heads,
-            rows,
-            sq,
-            keys,
-            left,
-            right,
-            int(lengths),
-            page_bits,
-            pages,
-            found.tiles,
-            head_dim,
-            int(found.whole),
-            max(found.parts.bit_length() - 1, 0),
-        )
+        self.sizes = stride, batch, kv_heads, rows, sq, keys, left, right, int(lengths), page_bits, pages
+        self.sizes += found.tiles, head_dim, int(found.whole), max(found.parts.bit_length() - 1, 0)
         self.policy = policy_of(found.hint)
         self.merge_sizes = batch, heads, found.tiles, rows, sq, keys, left, int(lengths), found.programs
         self.merge_sizes += plan.block_n, plan.columns, plan.block_d, head_dim

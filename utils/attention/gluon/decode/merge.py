@@ -40,15 +40,13 @@ class Results:
     out_ptr: gl.tensor
     parts_ptr: gl.tensor
     head_dim: gl.tensor
-    c: gl.tensor
     cache: Cache
 
     @gluon.constexpr_function
-    def __init__(self, out_ptr, parts_ptr, head_dim, c, cache):
+    def __init__(self, out_ptr, parts_ptr, head_dim, cache):
         self.out_ptr = out_ptr
         self.parts_ptr = parts_ptr
         self.head_dim = head_dim
-        self.c = c
         self.cache = cache
 
     @gluon.jit

@@ -1,13 +1,8 @@
-"""Compile the decode kernels for Hopper without a GPU, and read registers, spills and instructions.
-
-python -m utils.attention.gluon.decode.offline --head-dim 128 --group 4 --queries 1
-"""
+"""Compile the decode kernels for Hopper without a GPU, and read registers, spills and instructions."""
 
 from __future__ import annotations
 
-import argparse
-
-from utils.attention.gluon.decode.plan import MERGE_WARPS, Plan, Shape, arrange
+from utils.attention.gluon.decode.plan import MERGE_WARPS, Plan
 from utils.kernels.offline import Assembly, compile_gluon, read_assembly
 
 
@@ -45,35 +40,3 @@ def compile_decode(plan: Plan | None, dtype: str = "bf16") -> Assembly:
     pointers = [name for name in names if name.endswith("_ptr") and name not in ("lens_ptr", "table_ptr", "scales_ptr")]
     options = plan.options if plan else {"num_warps": MERGE_WARPS}
     return read_assembly(compile_gluon(function, signature, constants, pointers, **options), function.__name__)
-
-
-def main() -> None:
-    """Compile the kernel that the command line names, and print its figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (
-        ("batch", 64),
-        ("kv-heads", 8),
-        ("group", 4),
-        ("queries", 1),
-        ("keys", 4096),
-        ("head-dim", 128),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--page", type=int, default=0)
-    parser.add_argument("--sass", action="store_true", help="print the disassembly")
-    a = parser.parse_args()
-    plan = arrange(Shape(a.batch, a.kv_heads, a.group, a.queries, a.keys, a.head_dim, page=a.page), 132).plan
-    assembly = compile_decode(plan)
-    if a.sass:
-        print(assembly.sass)
-    print(plan, plan.shared_bytes)
-    print(
-        f"{assembly.name}: {assembly.registers} registers, {assembly.spill_bytes} bytes spilled, "
-        f"{assembly.shared_bytes} bytes shared, {len(assembly.sass)} characters of SASS"
-    )
-    for instruction in ("HGMMA", "UTMALDG", "SYNCS", "MUFU", "BAR.SYNC", "SHFL", "STS", "STSM", "LDS", "LDL", "STL"):
-        print(f"  {instruction:<12}{assembly.count(instruction):>6}")
-
-
-if __name__ == "__main__":
-    main()

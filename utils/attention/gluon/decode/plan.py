@@ -59,29 +59,9 @@ class Plan:
     fp8: bool = False  # the cache is in e4m3 (`quantized_keys.py`)
 
     @property
-    def halves(self) -> bool:
-        """Whether rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)."""
-        return self.block_d >= 128
-
-    @property
     def producers(self) -> int:
         """Warps that load where query rows are the rows: two where a block has many pages to look up."""
         return 2 if self.consumers == 1 and self.box < SMALL_PAGE else 1
-
-    @property
-    def registers(self) -> int:
-        """Registers of a thread of the second of two consumers."""
-        return 232
-
-    @property
-    def producer_registers(self) -> int:
-        """Registers of a thread of the producer, which ptxas would spill in 24."""
-        return 40
-
-    @property
-    def most_parts(self) -> int:
-        """Programs of the largest cluster."""
-        return MOST_PARTS
 
     @property
     def numbers_at(self) -> int:
@@ -279,8 +259,7 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
     places = multiprocessors * plan.per_sm
     blocks = -(-shape.keys // plan.block_n) - (shape.keys - shape.seen) // plan.block_n
     whole = not shape.lengths and takes_whole_heads(heads, blocks, places)
+    programs = even_programs(heads, places)
     if whole:
         programs = heads if shape.bytes >= LARGE_BYTES else min(heads, places)
-    else:
-        programs = even_programs(heads, places)
     return Arrangement(plan, programs, tiles, whole=whole, hint=hint)

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from utils.attention.gluon.decode.blocks import clear_keys, load_block, load_queries, mask_block, page_numbers
+from utils.attention.gluon.decode.blocks import load_block, load_queries, mask_block, needs_mask, page_numbers
 from utils.attention.gluon.decode.keys import allocate_probabilities, softmax, thread_sums
 from utils.attention.gluon.decode.merge import inverse
 from utils.attention.gluon.shared import MINUS_INF, accumulator, thread_barrier
@@ -210,7 +210,6 @@ def attend_keys(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
         o = gl.zeros([BLOCK_D, COLUMNS], gl.float32, layout)
         zero = gl.zeros([BLOCK_N, COLUMNS], gl.float32, layout)
         sums = thread_sums(zero)
-        low, clear = clear_keys(cache, cursor)
         for k in range(n):
             j = cursor.j + k
             i = done + k
@@ -228,10 +227,9 @@ def attend_keys(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
             more = i + SLOTS < count
             ahead, numbers = load_blocks(k_desc, v_desc, cache, ahead, numbers, i + SLOTS, k_ring, v_ring, full, more)
             s = warpgroup_mma_wait(0, [s]) * factor_s[None, :]
-            key = (cursor.first + j) * BLOCK_N
-            if (key + BLOCK_N > clear) | (key < low):
+            if needs_mask(cache, cursor, j):
                 s = mask_block(s, cache, cursor, j, 0, 0)
-            p, m, factor, sums = softmax(s, m, sums, results.c)
+            p, m, factor, sums = softmax(s, m, sums, results.cache.c)
             p_tile.permute([1, 0]).store(p.to(gl.float16))
             o = o * factor[None, :]
             # P was stored by threads, wgmma reads through the async proxy: without the fence it may read the last P,

@@ -21,17 +21,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from utils.attention.gluon.decode.blocks import clear_keys, load_block, load_queries, page_numbers
-from utils.attention.gluon.decode.steps import (
-    Block,
-    Share,
-    clean_tile,
-    first_block,
-    inverses,
-    row_sums,
-    start_output,
-    step,
-)
+from utils.attention.gluon.decode.blocks import load_block, load_queries, page_numbers
+from utils.attention.gluon.decode.merge import inverse
+from utils.attention.gluon.decode.steps import Block, Share, clean_tile, first_block, row_sums, start_output, step
 from utils.attention.gluon.pipeline import allocate_ring
 from utils.attention.gluon.shared import accumulator, wait_products
 from utils.attention.gluon.softmax import spread
@@ -74,7 +66,6 @@ def consumer(share, W: gl.constexpr):
     results = share.results
     cache = results.cache
     PLAN: gl.constexpr = share.PLAN
-    BLOCK_N: gl.constexpr = PLAN.block_n
     BLOCK_D: gl.constexpr = PLAN.block_d
     ROW: gl.constexpr = 64 * W
     program = gl.program_id(0)
@@ -85,36 +76,30 @@ def consumer(share, W: gl.constexpr):
     row = gl.to_tensor(ROW)
     while unit < share.end:
         n = gl.minimum(cursor.blocks - cursor.j, share.end - unit)
-        low, clear = clear_keys(cache, cursor)
         share.q.wait_full(piece)  # the first product reads Q
         q = share.q.tiles.index(share.q.slot(piece)).reshape([PLAN.columns, BLOCK_D]).slice(ROW, 64)
-        key = (cursor.first + cursor.j) * BLOCK_N
-        masked = (key + BLOCK_N > clear) | (key < low)
-        p, state = first_block(share, Block(it, cursor, cursor.j, row), q, masked)
+        p, state = first_block(share, Block(it, cursor, cursor.j, row), q)
         o = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
         it += 1
         share.k.wait_full(it, pred=n > 1)  # each step waits for the next one's keys; this is the first one's
         for k in range(1, n):
-            j = cursor.j + k
-            key = (cursor.first + j) * BLOCK_N
-            masked = (key + BLOCK_N > clear) | (key < low)
-            o, p, state = step(share, Block(it, cursor, j, row), q, o, p, state, k + 1 < n, masked)
+            o, p, state = step(share, Block(it, cursor, cursor.j + k, row), q, o, p, state, k + 1 < n)
             it += 1
         share.q.release(piece)
 
         j = cursor.j + n - 1
-        if (cursor.first + j + 1) * BLOCK_N > cursor.length:
+        if (cursor.first + j + 1) * PLAN.block_n > cursor.length:
             clean_tile(share, Block(it - 1, cursor, j, row), W)
         pv = start_output(share, it, o, p, state)
         sums = row_sums(state, ROW)
         o = wait_products(pv, 0, BLOCK_D)  # the output's registers are read next, and V's slot is released
         share.v.release(it - 1)
         if n == cursor.blocks:
-            o = o * spread(inverses(sums), o)
+            o = o * spread((inverse(sums[0][2]), inverse(sums[1][2])), o)
             results.store_whole(cursor, o.to(results.out_ptr.dtype.element_ty), ROW, 0)
         else:
             part = 2 * program + (share.split.owner(unit - cursor.j) == program).to(gl.int32)
-            for half in gl.static_range(len(sums)):
+            for half in gl.static_range(2):
                 rows, m, total = sums[half]
                 results.store_sums(part, rows, m, total)
             results.store_part(cursor, part, o, ROW, 0)
@@ -136,7 +121,8 @@ def start_roles(results, split, q_desc, k_desc, v_desc, program):
     fence_async_shared()
     begin = split.begin(program)
     share = Share(results, split, begin, split.begin(program + 1), cache.locate(begin), q, k, v, PLAN)
-    # The first role has four warps and the registers that are left by the others.
+    # The first role has four warps and the registers that are left by the others. A producer that looks up pages needs 40;
+    # ptxas spills them in 24.
     if PLAN.producers == 2:
         gl.warp_specialize(
             [
@@ -145,20 +131,16 @@ def start_roles(results, split, q_desc, k_desc, v_desc, program):
                 (producer, (share, q_desc, k_desc, v_desc, False, True)),
             ],
             [1, 1],
-            [PLAN.producer_registers, PLAN.producer_registers],
+            [40, 40],
         )
     elif CONSUMERS == 1:
-        gl.warp_specialize(
-            [(consumer, (share, 0)), (producer, (share, q_desc, k_desc, v_desc, True, True))],
-            [1],
-            [PLAN.producer_registers],
-        )
+        gl.warp_specialize([(consumer, (share, 0)), (producer, (share, q_desc, k_desc, v_desc, True, True))], [1], [40])
     else:
         gl.static_assert(CONSUMERS == 2)
         gl.warp_specialize(
             [(consumer, (share, 0)), (consumer, (share, 1)), (producer, (share, q_desc, k_desc, v_desc, True, True))],
             [4, 1],
-            [PLAN.registers, PLAN.producer_registers],
+            [232, 40],
         )
 
 

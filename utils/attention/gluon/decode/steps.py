@@ -11,8 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from utils.attention.gluon.decode.blocks import clean_values, mask_block
-from utils.attention.gluon.decode.merge import Results, inverse
+from utils.attention.gluon.decode.blocks import clean_values, mask_block, needs_mask
+from utils.attention.gluon.decode.merge import Results
 from utils.attention.gluon.decode.work import Cursor, Split
 from utils.attention.gluon.pipeline import Ring
 from utils.attention.gluon.shared import (
@@ -24,7 +24,7 @@ from utils.attention.gluon.shared import (
     thread_barrier,
     wait_products,
 )
-from utils.attention.gluon.softmax import first_softmax, half_softmax, join_rows, split_rows, spread, whole_softmax
+from utils.attention.gluon.softmax import first_softmax, half_softmax, join_rows, split_rows, spread
 
 CLEANED = gl.constexpr(9)  # named barrier of two consumers: V's rows behind the last key have been replaced by zeros
 
@@ -83,71 +83,61 @@ def start_scores(q, k):
 
 @gluon.jit
 def start_output(share, number, o, p, state):
-    """Hand P V of block number - 1 to the tensor cores, added to `o`, which with halves is rescaled only here."""
+    """Hand P V of block number - 1 to the tensor cores, added to `o`, which is rescaled here."""
     share.v.wait_full(number - 1)
-    if share.PLAN.halves:
-        o = rescale(o, spread((state[0].factor, state[1].factor), o))
+    o = rescale(o, spread((state[0].factor, state[1].factor), o))
     return warpgroup_mma(p, share.v.tile(number - 1), o, is_async=True)
 
 
 @gluon.jit
-def first_block(share, block, q, masked):
+def first_block(share, block, q):
     """The scores and the softmax of a head's first block, which no product with V runs beside."""
     PLAN: gl.constexpr = share.PLAN
     share.k.wait_full(block.number)
     # The softmax reads the scores' registers: before this wait the tensor cores may not have written them.
     s = wait_products(start_scores(q, share.k.tile(block.number)), 0, PLAN.block_n)
     share.k.release(block.number)
-    if masked:
+    if needs_mask(share.results.cache, block.cursor, block.j):
         s = mask_block(s, share.results.cache, block.cursor, block.j, block.row, 1)
-    p, state = first_softmax(s, share.results.c, q.dtype, PLAN.halves, True)
+    p, state = first_softmax(s, share.results.cache.c, q.dtype, True, True)
     return gl.convert_layout(p, left_operand(PLAN.block_d)), state
 
 
 @gluon.jit
-def finish_block(share, block, s, pv, state, more, masked):
+def finish_block(share, block, s, pv, state, more):
     """The softmax of block i, from the scores `s` in flight, while P V(i-1), `pv`, is still running."""
     PLAN: gl.constexpr = share.PLAN
     dtype: gl.constexpr = share.k.tiles.dtype
-    c = share.results.c
+    c = share.results.cache.c
     # Of the two products in flight the older one, the scores, is waited for: their registers are read next.
     s = wait_products(s, 1, PLAN.block_n)
     share.k.release(block.number)
-    if masked:
+    if needs_mask(share.results.cache, block.cursor, block.j):
         s = mask_block(s, share.results.cache, block.cursor, block.j, block.row, 1)
     # The second wait for V(i-1), which is long over, makes a basic block of what comes before it: without one ptxas
     # hoists the wait for P V above the exponentials, and nothing overlaps. (K's barrier will not do: its slot has been
     # released, and a barrier two fills further looks as it did before the first.) The wait for P V comes before `o` and
     # the slot of V are used again.
-    if PLAN.halves:
-        upper, lower = state
-        s0, s1 = split_rows(s)
-        top0 = gl.maximum(upper.maximum, gl.max(s0, 2))
-        top1 = gl.maximum(lower.maximum, gl.max(s1, 2))
-        p0, upper = half_softmax(s0, upper, top0, c, dtype, True)
-        share.v.wait_full(block.number - 1)
-        o = wait_products(pv, 0, PLAN.block_d)
-        share.v.release(block.number - 1)
-        p1, lower = half_softmax(s1, lower, top1, c, dtype, True)
-        p = gl.convert_layout(join_rows(p0, p1), left_operand(PLAN.block_d))
-        share.k.wait_full(block.number + 1, pred=more)
-        return o, p, (upper, lower)
-    else:
-        p, rows = whole_softmax(s, state[0], c, dtype, True)
-        share.v.wait_full(block.number - 1)
-        o = wait_products(pv, 0, PLAN.block_d)
-        share.v.release(block.number - 1)
-        o = rescale(o, spread((rows.factor,), o))
-        share.k.wait_full(block.number + 1, pred=more)
-        return o, gl.convert_layout(p, left_operand(PLAN.block_d)), (rows,)
+    upper, lower = state
+    s0, s1 = split_rows(s)
+    top0 = gl.maximum(upper.maximum, gl.max(s0, 2))
+    top1 = gl.maximum(lower.maximum, gl.max(s1, 2))
+    p0, upper = half_softmax(s0, upper, top0, c, dtype, True)
+    share.v.wait_full(block.number - 1)
+    o = wait_products(pv, 0, PLAN.block_d)
+    share.v.release(block.number - 1)
+    p1, lower = half_softmax(s1, lower, top1, c, dtype, True)
+    p = gl.convert_layout(join_rows(p0, p1), left_operand(PLAN.block_d))
+    share.k.wait_full(block.number + 1, pred=more)
+    return o, p, (upper, lower)
 
 
 @gluon.jit
-def step(share, block, q, o, p, state, more, masked):
+def step(share, block, q, o, p, state, more):
     """One key block i: Q K(i) and P V(i-1) to the tensor cores, then the softmax of block i while P V(i-1) runs."""
     s = start_scores(q, share.k.tile(block.number))
     pv = start_output(share, block.number, o, p, state)
-    return finish_block(share, block, s, pv, state, more, masked)
+    return finish_block(share, block, s, pv, state, more)
 
 
 @gluon.jit
@@ -170,25 +160,11 @@ def clean_tile(share, block, W: gl.constexpr):
 
 @gluon.jit
 def row_sums(state, row):
-    """Row numbers, maximum in use and sum: a tuple with one such triple, or with two where a warp's rows are halved."""
-    if len(state) == 2:
-        upper, lower = state
-        layout: gl.constexpr = upper.maximum.type.layout
-        warp = gl.arange(0, 4, gl.SliceLayout(1, layout))[:, None]
-        numbers = row + 16 * warp + gl.arange(0, 8, gl.SliceLayout(0, layout))[None, :]
-        total0 = gl.convert_layout(gl.sum(upper.total, 2), layout)
-        total1 = gl.convert_layout(gl.sum(lower.total, 2), layout)
-        return (numbers, upper.maximum, total0), (numbers + 8, lower.maximum, total1)
-    else:
-        rows = state[0]
-        numbers = row + gl.arange(0, rows.maximum.shape[0], rows.maximum.type.layout)
-        return ((numbers, rows.maximum, rows.total),)
-
-
-@gluon.jit
-def inverses(sums):
-    """1 / sum of each triple of `row_sums`."""
-    if len(sums) == 2:
-        return inverse(sums[0][2]), inverse(sums[1][2])
-    else:
-        return (inverse(sums[0][2]),)
+    """Row numbers, maximum in use and sum of the two halves of each warp's rows."""
+    upper, lower = state
+    layout: gl.constexpr = upper.maximum.type.layout
+    warp = gl.arange(0, 4, gl.SliceLayout(1, layout))[:, None]
+    numbers = row + 16 * warp + gl.arange(0, 8, gl.SliceLayout(0, layout))[None, :]
+    total0 = gl.convert_layout(gl.sum(upper.total, 2), layout)
+    total1 = gl.convert_layout(gl.sum(lower.total, 2), layout)
+    return (numbers, upper.maximum, total0), (numbers + 8, lower.maximum, total1)

@@ -138,6 +138,7 @@ class Cache:
     page_bits: gl.tensor  # logarithm of the tokens of a page; 30 for a cache in one piece
     pages: gl.tensor  # columns of the block table; 0 for a cache in one piece
     step: gl.tensor  # from a block of a program to its next one in a head
+    c: gl.tensor  # scale of the scores times log2(e)
     PLAN: gl.constexpr
 
     @gluon.constexpr_function
@@ -158,6 +159,7 @@ class Cache:
         page_bits,
         pages,
         step,
+        c,
         PLAN,
     ):
         self.lens_ptr = lens_ptr
@@ -175,6 +177,7 @@ class Cache:
         self.page_bits = page_bits
         self.pages = pages
         self.step = step
+        self.c = c
         self.PLAN = gl.constexpr(PLAN)
 
     @gluon.jit
