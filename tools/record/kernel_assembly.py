@@ -26,7 +26,7 @@ def kernels() -> Iterator[tuple[str, Callable[[], Assembly]]]:
     from utils.attention.gluon.backward.offline import compile_backward
     from utils.attention.gluon.backward.plan import STEPS as BACKWARD_STEPS
     from utils.attention.gluon.decode.offline import compile_decode
-    from utils.attention.gluon.decode.plan import TILES
+    from utils.attention.gluon.decode.plan import Shape, choose_tile
     from utils.attention.gluon.offline import compile_step
     from utils.kernels.gemm_launch import CONFIGS, compile_for_hopper
 
@@ -58,8 +58,12 @@ def kernels() -> Iterator[tuple[str, Callable[[], Assembly]]]:
                 f"backward step {step}, head dim {head_dim}, causal",
                 lambda step=step, head_dim=head_dim: compile_backward(step, head_dim, causal=True),
             )
-    for name, plan in TILES.items():
-        yield f"decode, {', '.join(map(str, name))}", lambda plan=plan: compile_decode(plan)
+    for head_dim, tokens in ((64, 1), (128, 1), (128, 16), (256, 8)):
+        shape = Shape(64, 8, 4, tokens, 4096, head_dim)
+        yield (
+            f"decode, head dim {head_dim}, {tokens} new tokens in groups of 4 heads",
+            lambda shape=shape: compile_decode(choose_tile(shape)),
+        )
     for config in CONFIGS:
         for dtype in ("bf16", "fp16"):
             name = f"gemm {config.block_m} x {config.block_n} x {config.block_k}, {dtype}"
