@@ -101,14 +101,13 @@ def send(inbox, barrier, team, rows, row, d, o, PLAN: gl.constexpr, PAIRS: gl.co
     at = inbox + PLAN.numbers_at + 4 * (((team.rank * PLAN.columns + row) << width_bits) + in_slice)
     owner = gl.where(row < rows, d >> width_bits, NOBODY)
     barrier = gl.full_like(at, 0) + barrier
+    numbers = [at, owner, barrier, o]
     if PAIRS:
-        asm: gl.constexpr = _send_asm("neighbours")
-        gl.inline_asm_elementwise(
-            asm, "=r,=r,r,r,r,r,r,r,f,f", [at, owner, barrier, o], dtype=gl.int32, is_pure=False, pack=2
-        )
+        two: gl.constexpr = _send_asm("neighbours")
+        gl.inline_asm_elementwise(two, "=r,=r,r,r,r,r,r,r,f,f", numbers, dtype=gl.int32, is_pure=False, pack=2)
     else:
-        asm: gl.constexpr = _send_asm("")
-        gl.inline_asm_elementwise(asm, "=r,r,r,r,f", [at, owner, barrier, o], dtype=gl.int32, is_pure=False, pack=1)
+        one: gl.constexpr = _send_asm("")
+        gl.inline_asm_elementwise(one, "=r,r,r,r,f", numbers, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -94,9 +94,17 @@ KEYS = {64: (256, 4), 128: (128, 4), 256: (64, 6)}
 ROWS = {64: (128, 8), 128: (128, 4), 256: (64, 4)}
 CLUSTERS = {64: (128, 8), 128: (128, 6), 256: (64, 6)}
 # Head dimension, columns, keys, slots. A block of 128 keys and 64 columns do not fit into the registers of a thread.
-FP8 = ((64, 8, 128, 12), (64, 16, 128, 12), (64, 64, 64, 12), (128, 8, 64, 12), (128, 16, 64, 12), (128, 64, 64, 8))
-FP8 += ((256, 8, 64, 6), (256, 16, 64, 4))
-TILES = {
+FP8 = (
+    (64, 8, 128, 12),
+    (64, 16, 128, 12),
+    (64, 64, 64, 12),
+    (128, 8, 64, 12),
+    (128, 16, 64, 12),
+    (128, 64, 64, 8),
+    (256, 8, 64, 6),
+    (256, 16, 64, 4),
+)
+TILES: dict[tuple, Plan] = {
     **{("keys", d): Plan(d, n, MANY_ROWS, slots) for d, (n, slots) in KEYS.items()},
     **{("rows", d, 1): Plan(d, n, 64, slots, consumers=1) for d, (n, slots) in ROWS.items()},
     **{("rows", d, 2): Plan(d, n, 128, slots, consumers=2) for d, (n, slots) in ROWS.items() if d < 256},
