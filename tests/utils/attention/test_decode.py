@@ -199,7 +199,7 @@ def test_what_is_chosen_fits_the_call():
         plan = found.plan
         assert plan.fp8 == shape.fp8 and plan.block_d >= shape.head_dim
         assert found.tiles * plan.columns >= shape.rows > (found.tiles - 1) * plan.columns
-        assert plan.box == (16 if 0 < shape.page < 64 else 64)
+        assert plan.block_n % plan.box == 0 and plan.box <= (shape.page or 128)
         if found.parts:
             assert found.programs == shape.batch * shape.kv_heads * found.parts and found.tiles == 1
             assert plan.cluster and not shape.window and found.parts in (2, 4, 8, 16)
@@ -216,11 +216,11 @@ def test_what_is_chosen_fits_the_call():
     [
         (Shape(1, 8, 4, 1, 8192, 128), 64, 8, False),  # one sequence: half of the SMs in clusters
         (Shape(1, 8, 4, 16, 2048, 128), 64, 8, False),
-        (Shape(1, 8, 4, 16, 32768, 128), 128, 0, False),
+        (Shape(1, 8, 4, 16, 131072, 128), 128, 0, False),
         (Shape(8, 8, 4, 1, 8192, 128), 128, 2, False),
         (Shape(16, 8, 8, 1, 8192, 128), 128, 0, True),  # nearly as many heads as SMs
         (Shape(64, 8, 4, 1, 4096, 128), 512, 0, True),  # from 250 MB on a program a head
-        (Shape(64, 16, 1, 1, 512, 64), 132, 0, True),
+        (Shape(128, 8, 8, 1, 1024, 128), 132, 0, True),
         (Shape(24, 8, 4, 1, 2048, 128), 132, 0, False),
         (Shape(4, 8, 4, 1, 8192, 128, page=64, lengths=True), 256, 16 // 2, False),  # 64 programs a sequence
         (Shape(4, 8, 4, 1, 8192, 128, lengths=True), 128, 0, False),
@@ -412,7 +412,7 @@ from utils.kernels.assembling import assemble
 from utils.kernels.l2_hint import policy_copies
 name, box = sys.argv[1:]
 plan = next((replace(plan, box=int(box)) for key, plan in TILES.items() if str(key) == name), None)
-found = compile_decode(plan or int(name))
+found = compile_decode(plan or tuple(map(int, name.split())))
 copies = policy_copies(found.ptx)[1] if plan else 0
 assert not plan or len(assemble(policy_copies(found.ptx)[0])) > 10_000
 print("REPORT", found.spill_bytes, found.shared_bytes, found.count("wgmma.mma_async", "ptx"), copies,
@@ -424,7 +424,7 @@ print("REPORT", found.spill_bytes, found.shared_bytes, found.count("wgmma.mma_as
 @pytest.mark.slow
 @pytest.mark.skipif(not offline_compile_support(), reason=offline_compile_support().reason)
 @pytest.mark.parametrize("box", [64, 16])
-@pytest.mark.parametrize("name", [*map(str, TILES), "1", "8"])
+@pytest.mark.parametrize("name", [*map(str, TILES), "4 1", "4 8", "16 8"])
 def test_the_assembly_is_what_the_plan_says(name, box):
     plan = next((plan for key, plan in TILES.items() if str(key) == name), None)
     if box == 16 and (not plan or not (plan.consumers == 1 or plan.cluster or plan.fp8)):

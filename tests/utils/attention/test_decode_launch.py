@@ -168,7 +168,7 @@ def test_a_kept_launch_gets_addresses_of_this_call(launched):
     assert all(isinstance(x, Map) and x.base is y for x, y in zip(maps, others[:3], strict=True))
     assert rest[0] == out.data_ptr() and rest[2] == others[3].data_ptr()
     assert all(type(x) is int for x in rest[:5])  # of a tensor, the launcher asks the driver
-    assert merge[4] == "merge" and merge[9:12] == rest[:3] and merge[-2] == rest[-4]
+    assert merge[4] == "merge" and merge[9:12] == rest[:3] and merge[-3] == rest[-4]
     assert rest[-4] == 128**-0.5 * LOG2_E and launched[2][-4] == 0.25 * LOG2_E
 
 

@@ -15,13 +15,13 @@ import torch
 from utils.attention.gluon.arguments import addressable, strides_fit, unused
 from utils.attention.gluon.decode.plan import (
     ALONE_BYTES,
-    MERGE_PARTS,
     MERGE_PROGRAMS,
     MERGE_WIDTH,
     ONE_PIECE,
     Arrangement,
     Shape,
     arrange,
+    merge_shape,
 )
 from utils.attention.problem import positive_scale
 from utils.newest import Newest
@@ -168,9 +168,8 @@ class Launch:
         self.policy = policy_of(found.hint)
         self.merge_sizes = batch, heads, found.tiles, rows, sq, keys, left, int(lengths), found.programs
         self.merge_sizes += plan.block_n, plan.columns, plan.block_d, head_dim
-        # The warps of the merge take other parts of a head where it has many, and other numbers where it has few.
-        self.over_parts = 8 if found.programs > 2 * MERGE_PARTS * batch * heads else 1
-        pieces = -(-min(rows, plan.columns) * plan.block_d // (MERGE_WIDTH * (32 if self.over_parts > 1 else 128)))
+        self.merge_shape = merge_shape(found.programs, batch * heads)
+        pieces = -(-min(rows, plan.columns) * plan.block_d // (MERGE_WIDTH * (128 if self.merge_shape[1] == 1 else 32)))
         self.merge_grid = batch * heads, min(pieces, -(-MERGE_PROGRAMS // (batch * heads))), 1
         self.parts = 2 * found.programs * plan.columns * (plan.block_d + 2) if found.merged else 0
         self.unused_parts, self.unused_integers = unused(q.device), unused(q.device, torch.int32)
@@ -219,7 +218,7 @@ class Launch:
                 *addresses,
                 *self.merge_sizes,
                 c,
-                self.over_parts,
+                *self.merge_shape,
             )
         return out
 
@@ -247,7 +246,8 @@ class Launch:
         constants = {"PLAN": plan, "ATTEND": self.attend}
         kernels = [(attention_decode, self.grid, (*maps, *first), {**constants, **plan.options})]
         if self.parts:
-            options = {"OVER_PARTS": self.over_parts, "num_warps": max(4, self.over_parts), "launch_pdl": True}
+            held, over_parts = self.merge_shape
+            options = {"HELD": held, "OVER_PARTS": over_parts, "num_warps": max(4, over_parts), "launch_pdl": True}
             kernels.append((attention_decode_merge, self.merge_grid, second, options))
         if self.device.type != "cuda":
             for kernel, grid, arguments, options in kernels:

@@ -12,12 +12,11 @@ maxima and sums of a part stand before its output.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from utils.attention.gluon.decode.plan import MERGE_PARTS, MERGE_WIDTH
+from utils.attention.gluon.decode.plan import MERGE_WIDTH
 from utils.attention.gluon.decode.work import Cache, blocks_before, count_blocks, split_evenly
 from utils.attention.gluon.shared import MINUS_INF, aggregate
 from utils.kernels.early_launch import wait_for_launch_before
 
-PARTS_OF_THREAD = gl.constexpr(MERGE_PARTS)
 WIDTH = gl.constexpr(MERGE_WIDTH)
 
 
@@ -90,21 +89,21 @@ class Results:
 
 
 @gluon.constexpr_function
-def piece_layout(over_parts, warps):
+def piece_layout(held, over_parts, warps):
     """Layout [parts, lanes, WIDTH] of what all threads of the merge load at once; so many warps take other parts."""
-    return gl.BlockedLayout([PARTS_OF_THREAD, 1, WIDTH], [1, 32, 1], [over_parts, warps // over_parts, 1], [2, 1, 0])
+    return gl.BlockedLayout([held, 1, WIDTH], [1, 32, 1], [over_parts, warps // over_parts, 1], [2, 1, 0])
 
 
 @gluon.jit
-def add_piece(results, first, count, piece, columns, block_d, OVER_PARTS: gl.constexpr):
+def add_piece(results, first, count, piece, columns, block_d, HELD: gl.constexpr, OVER_PARTS: gl.constexpr):
     """Add up some numbers of a head, neighbours of a row, over the parts of `count` programs.
 
     results: pointers, scale, and where the head's rows begin and how many there are. A thread holds WIDTH neighbours of
-    PARTS_OF_THREAD parts, so that all its loads are under way at the same time.
+    HELD parts, so that all its loads are under way at the same time.
     """
-    PARTS: gl.constexpr = PARTS_OF_THREAD * OVER_PARTS
+    PARTS: gl.constexpr = HELD * OVER_PARTS
     LANES: gl.constexpr = 32 * gl.num_warps() // OVER_PARTS
-    layout: gl.constexpr = piece_layout(OVER_PARTS, gl.num_warps())
+    layout: gl.constexpr = piece_layout(HELD, OVER_PARTS, gl.num_warps())
     sums: gl.constexpr = gl.SliceLayout(2, layout)
     result: gl.constexpr = gl.SliceLayout(0, layout)
     out_ptr, parts_ptr, c, above, rows, head_dim = results
@@ -180,11 +179,12 @@ def attention_decode_merge(
     block_d,
     head_dim,
     c,
+    HELD: gl.constexpr,
     OVER_PARTS: gl.constexpr,
 ):
     """The second launch, the same for all tiles: grid (heads of all sequences, programs that share a head's merge).
 
-    OVER_PARTS: warps that take other parts of a head: one, or where it has many, eight.
+    HELD: parts that a thread holds at once. OVER_PARTS: warps that take other parts of a head: one, or where it has many, eight.
     """
     flat = gl.program_id(0)
     b = flat // heads
@@ -209,4 +209,4 @@ def attention_decode_merge(
         for piece in range(
             gl.program_id(1), gl.cdiv(mine * block_d, 32 * gl.num_warps() // OVER_PARTS * WIDTH), gl.num_programs(1)
         ):
-            add_piece(results, first, count, piece, columns, block_d, OVER_PARTS)
+            add_piece(results, first, count, piece, columns, block_d, HELD, OVER_PARTS)

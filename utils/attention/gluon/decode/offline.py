@@ -17,8 +17,8 @@ def attend_of(plan: Plan):
     return rows.attend_rows if plan.consumers else keys.attend_keys
 
 
-def compile_decode(plan: Plan | int, dtype: str = "bf16") -> Assembly:
-    """Compile the kernel of a plan, or with a number the one of the second launch with so many warps over parts, for sm_90a."""
+def compile_decode(plan: Plan | tuple[int, int], dtype: str = "bf16") -> Assembly:
+    """Compile the kernel of a plan, or with what `merge_shape` says the one of the second launch, for sm_90a."""
     from triton.experimental.gluon import language as gl
 
     from utils.attention.gluon.decode.kernel import attention_decode
@@ -34,9 +34,13 @@ def compile_decode(plan: Plan | int, dtype: str = "bf16") -> Assembly:
         kinds["q_desc"] = f"tensordesc<{dtype}[1, 1, {plan.columns}, {plan.block_d}],{q!r}>"
         for name in ("k_desc", "v_desc"):
             kinds[name] = f"tensordesc<{'u8' if plan.fp8 else dtype}[1, 1, {plan.box}, {plan.block_d}],{kv!r}>"
-    constants = {"PLAN": plan, "ATTEND": attend_of(plan)} if isinstance(plan, Plan) else {"OVER_PARTS": plan}
+    constants = (
+        {"PLAN": plan, "ATTEND": attend_of(plan)}
+        if isinstance(plan, Plan)
+        else dict(zip(("HELD", "OVER_PARTS"), plan, strict=True))
+    )
     names = [name for name in function.arg_names if name not in constants]
     signature = {name: kinds.get(name, "i32") for name in names}
     pointers = [name for name in names if name.endswith("_ptr") and name not in ("lens_ptr", "table_ptr", "scales_ptr")]
-    options = plan.options if isinstance(plan, Plan) else {"num_warps": max(4, plan)}
+    options = plan.options if isinstance(plan, Plan) else {"num_warps": max(4, plan[1])}
     return read_assembly(compile_gluon(function, signature, constants, pointers, **options), function.__name__)

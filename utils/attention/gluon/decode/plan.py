@@ -17,7 +17,7 @@ SHARED_BYTES = 232_448
 # With so much shared memory a program has its SM to itself, since two would need more than there is.
 ALONE_BYTES = 116_736
 MOST_PARTS = 16  # programs of a cluster
-MERGE_PARTS, MERGE_WIDTH = 4, 4  # of a head: parts and neighbouring numbers that a thread of the merge holds
+MERGE_WIDTH = 4  # neighbouring numbers of a part that a thread of the merge holds
 MERGE_PROGRAMS = 2048  # of the second launch, about
 ONE_PIECE = 30  # as the logarithm of a page's tokens: the cache is not in pages
 
@@ -26,7 +26,7 @@ MANY_ROWS = 16  # query rows up to which keys are the rows of the products
 # 268 MB nothing, and from half a gigabyte on it is slower.
 HINT_BYTES = 16 << 20, 192 << 20
 LARGE_BYTES = 250_000_000  # of keys and values, from which a program for each whole head is faster than as many as SMs
-LONG_HEADS = 4096  # keys from which that is so also where query rows are the rows
+LONG_HEADS = 4096  # keys of a head, from which that is so
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
 # one GPC, and seven of the eight have 16 or 18 SMs.
 FITTING_CLUSTERS = {16: 7, 8: 15, 4: 30, 2: 66}
@@ -105,10 +105,11 @@ FP8 = (
     (256, 16, 64, 4),
 )
 TILES: dict[tuple, Plan] = {
-    **{("keys", d): Plan(d, n, MANY_ROWS, slots) for d, (n, slots) in KEYS.items()},
+    **{("keys", d): Plan(d, n, MANY_ROWS, slots, box=min(n, 128)) for d, (n, slots) in KEYS.items()},
     **{("rows", d, 1): Plan(d, n, 64, slots, consumers=1) for d, (n, slots) in ROWS.items()},
     **{("rows", d, 2): Plan(d, n, 128, slots, consumers=2) for d, (n, slots) in ROWS.items() if d < 256},
     **{("cluster", d): Plan(d, n, 8, slots, cluster=True) for d, (n, slots) in CLUSTERS.items()},
+    ("cluster of rows", 64): Plan(64, 128, 64, 8, consumers=1, cluster=True),
     ("cluster of rows", 128): Plan(128, 128, 64, 4, consumers=1, cluster=True),
     ("cluster of a sequence", 128): Plan(128, 64, 8, 4, per_sm=2, cluster=True),
     **{("fp8", d, columns): Plan(d, n, columns, slots, per_sm=2, fp8=True) for d, columns, n, slots in FP8},
@@ -198,6 +199,16 @@ def even_programs(heads: int, multiprocessors: int) -> int:
     return next((n for n in found if n % heads == 0 or heads % n == 0), multiprocessors)
 
 
+def merge_shape(programs: int, heads: int) -> tuple[int, int]:
+    """Choose how many parts a thread of the merge holds, and how many of its warps take other parts of a head.
+
+    With sixteen a thread has so many registers that an SM runs one program: only where few heads have very many parts.
+    """
+    if programs > 32 * heads:
+        return 16, 8
+    return (4, 8) if programs > 8 * heads else (4, 1)
+
+
 def cluster_parts(shape: Shape, multiprocessors: int) -> int:
     """Choose the programs of a cluster for a head of keys, 0 for the other kernels."""
     heads = shape.batch * shape.kv_heads
@@ -206,10 +217,10 @@ def cluster_parts(shape: Shape, multiprocessors: int) -> int:
         return 0
     if shape.lengths and (shape.batch > 1 or shape.width != 128):
         return 0
-    if shape.width != 128 and (shape.rows > 8 or shape.keys > CLUSTER_KEYS):
+    if shape.width != 128 and (shape.keys > CLUSTER_KEYS or shape.rows > (64 if shape.width == 64 else 8)):
         return 0
     longest = -(-shape.keys // (128 * parts))  # share of a program, in blocks
-    if 2 * heads * parts <= multiprocessors and longest > 8 and (shape.rows > 8 or parts == 2):
+    if 2 * heads * parts <= multiprocessors and longest > (8 if parts == 2 else 64 if shape.rows > 8 else longest):
         return 0  # half of the SMs do not compute so many rows, or read so many keys, as fast as all of them
     return parts
 
@@ -266,7 +277,7 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
     whole = not shape.lengths and takes_whole_heads(heads, blocks, places)
     programs = even_programs(heads, places)
     if whole:
-        # They drift apart, and so some read while others begin and end. Short heads of many rows are begun before others end.
-        drift = shape.bytes >= LARGE_BYTES and (not plan.consumers or shape.seen >= LONG_HEADS)
+        # They drift apart, and so some read while others begin and end. Short heads are loaded before others end.
+        drift = shape.bytes >= LARGE_BYTES and shape.seen >= LONG_HEADS
         programs = heads if drift else min(heads, places)
     return Arrangement(plan, programs, tiles, whole=whole, hint=hint)
