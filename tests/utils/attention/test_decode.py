@@ -173,12 +173,12 @@ def draw_shape(rng: random.Random, *, fp8: bool = False) -> Shape:
 
 
 def test_a_hundred_drawn_shapes_need_few_kernels():
-    """A kernel is compiled for its plan and for the type of its tensors alone, and one more adds up parts."""
+    """A kernel is compiled for its plan and for the type of its tensors alone; three more add up parts (`merge_shape`)."""
     for seed in range(5):
         rng = random.Random(seed)
         found = {arrange(draw_shape(rng), 132) for _ in range(100)}
         plans = {each.plan for each in found}
-        assert len(plans) + any(each.merged for each in found) <= 20 and len(plans) > 10
+        assert 10 < len(plans) <= 16
     with_fp8 = {arrange(draw_shape(rng, fp8=True), 132).plan for _ in range(500)}
     assert len(with_fp8) <= 2 * 8  # tiles, of pages of 64 and more, or of fewer tokens
 
@@ -321,7 +321,7 @@ def test_the_kernel_is_right_in_the_simulator(kind, width, sizes, filled, option
 CLUSTERS = {  # tile; sequences, heads, heads of keys, new tokens, keys, head dimension, page; lengths; programs
     "one token": (("cluster", 128), (1, 4, 1, 1, 1000, 128, None), None, 4),
     "sixteen programs": (("cluster", 64), (1, 4, 1, 2, 1100, 64, None), None, 16),
-    "head dimension 200, fewer blocks than programs": (("cluster", 256), (1, 6, 2, 2, 300, 200, None), None, 8),
+    "head dimension 80, fewer blocks than programs": (("cluster", 128), (1, 6, 2, 2, 300, 80, None), None, 8),
     "64 rows": (("cluster of rows", 128), (1, 4, 1, 15, 700, 128, None), None, 2),
     "the case that failed once": (("cluster of rows", 128), (4, 8, 2, 3, 2000, 128, 256), (2000, 0, 3, 700), 2),
     "a sequence each, pages of 16": (("cluster of a sequence", 128), (3, 8, 2, 2, 900, 128, 16), (900, 0, 70), 4),

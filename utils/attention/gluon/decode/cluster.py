@@ -10,7 +10,7 @@ no second launch follows.
     grid         (heads of keys, sequences) clusters; shares of a head differ by a block at most
     blocks       the programs take a head's blocks in turn, so that the first ones are known before the length is
     ring         tiles of K and V in turn; the first loads are asked for behind a single barrier
-    tiles        keys x slots at head dimension 64, 128, 256: 128 x 8, 128 x 6, 64 x 6; with query rows as rows 128 x 4;
+    tiles        keys x slots at head dimension 64 and 128: 128 x 8, 128 x 6; with query rows as rows 128 x 4;
                  for lengths in pages, where each sequence has 64 programs, two an SM: 64 x 4
     inbox        for each query row a slice of the output (fp32), and a maximum and a sum from each program of the head
     end          all programs of a cluster leave together: each says when it has what the others sent, and waits for them

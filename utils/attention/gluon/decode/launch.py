@@ -86,7 +86,8 @@ def _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales) -> 
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if launch.copies or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         q = q.contiguous() if launch.copies else q
-        return _decode(*map(addressable, (q, k, v)), causal, scale, window, seqlens, block_table, kv_scales)
+        q, k, v = addressable(q), addressable(k), addressable(v)
+        return _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales)
     return launch(q, k, v, scale, seqlens, block_table, kv_scales)
 
 
@@ -163,10 +164,10 @@ class Launch:
         right = 0 if causal else left - 1 if window else far
         page_bits = page.bit_length() - 1 if pages else ONE_PIECE
         heads, rows = kv_heads * found.tiles, shape.rows
-        self.sizes = stride, batch, kv_heads, rows, sq, keys, left, right, int(lengths), page_bits, pages
+        self.sizes: tuple = stride, batch, kv_heads, rows, sq, keys, left, right, int(lengths), page_bits, pages
         self.sizes += found.tiles, head_dim, int(found.whole), max(found.parts.bit_length() - 1, 0)
         self.policy = policy_of(found.hint)
-        self.merge_sizes = batch, heads, found.tiles, rows, sq, keys, left, int(lengths), found.programs
+        self.merge_sizes: tuple = batch, heads, found.tiles, rows, sq, keys, left, int(lengths), found.programs
         self.merge_sizes += plan.block_n, plan.columns, plan.block_d, head_dim
         self.merge_shape = merge_shape(found.programs, batch * heads)
         pieces = -(-min(rows, plan.columns) * plan.block_d // (MERGE_WIDTH * (128 if self.merge_shape[1] == 1 else 32)))

@@ -33,7 +33,7 @@ FITTING_CLUSTERS = {16: 7, 8: 15, 4: 30, 2: 66}
 FEWEST_OF_CLUSTERS = (
     60  # programs in clusters that read as fast as all SMs would, since each has all of its memory for a ring
 )
-CLUSTER_KEYS = 8192  # up to which clusters were timed at head dimensions 64 and 256
+CLUSTER_KEYS = 8192  # up to which clusters were timed at head dimension 64
 PAGED_KEYS = 2048, 16384  # of the longest sequence, where each sequence in pages has clusters of its own
 PAGED_SIZE = 64 * 8192  # sequences times keys up to which that was timed
 
@@ -92,7 +92,7 @@ class Plan:
 # where each program reads long heads; more slots are 1 to 2% slower from 250 MB on.
 KEYS = {64: (256, 4), 128: (128, 4), 256: (64, 6)}
 ROWS = {64: (128, 8), 128: (128, 4), 256: (64, 4)}
-CLUSTERS = {64: (128, 8), 128: (128, 6), 256: (64, 6)}
+CLUSTERS = {64: (128, 8), 128: (128, 6)}
 # Head dimension, columns, keys, slots. A block of 128 keys and 64 columns do not fit into the registers of a thread.
 FP8 = (
     (64, 8, 128, 12),
@@ -109,7 +109,6 @@ TILES: dict[tuple, Plan] = {
     **{("rows", d, 1): Plan(d, n, 64, slots, consumers=1) for d, (n, slots) in ROWS.items()},
     **{("rows", d, 2): Plan(d, n, 128, slots, consumers=2) for d, (n, slots) in ROWS.items() if d < 256},
     **{("cluster", d): Plan(d, n, 8, slots, cluster=True) for d, (n, slots) in CLUSTERS.items()},
-    ("cluster of rows", 64): Plan(64, 128, 64, 8, consumers=1, cluster=True),
     ("cluster of rows", 128): Plan(128, 128, 64, 4, consumers=1, cluster=True),
     ("cluster of a sequence", 128): Plan(128, 64, 8, 4, per_sm=2, cluster=True),
     **{("fp8", d, columns): Plan(d, n, columns, slots, per_sm=2, fp8=True) for d, columns, n, slots in FP8},
@@ -217,7 +216,9 @@ def cluster_parts(shape: Shape, multiprocessors: int) -> int:
         return 0
     if shape.lengths and (shape.batch > 1 or shape.width != 128):
         return 0
-    if shape.width != 128 and (shape.keys > CLUSTER_KEYS or shape.rows > (64 if shape.width == 64 else 8)):
+    if shape.width == 256 or (shape.width == 64 and (shape.keys > CLUSTER_KEYS or shape.rows > 8)):
+        return 0
+    if shape.rows > 8 and 0 < shape.page < SMALL_PAGE:
         return 0
     longest = -(-shape.keys // (128 * parts))  # share of a program, in blocks
     if 2 * heads * parts <= multiprocessors and longest > (8 if parts == 2 else 64 if shape.rows > 8 else longest):
