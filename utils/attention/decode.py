@@ -13,7 +13,7 @@ decode kernel of `utils/attention/gluon/decode`. Elsewhere the cache is gathered
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +31,10 @@ BACKENDS = ("gluon", "sdpa")  # in the order in which "auto" tries them
 
 @dataclass(slots=True)
 class _Decision:
-    """What was checked and decided for arguments of some shapes: who computes them, and the launches that were made."""
+    """What was checked and decided for arguments of some shapes: who computes them."""
 
     run: Run
     decode: Callable[..., torch.Tensor] | None = None  # the kernel's entry, with the backend gluon
-    launches: dict = field(default_factory=dict)  # filled by `decode`
 
 
 _decided: Newest[tuple, _Decision] = Newest(512)
@@ -109,7 +108,6 @@ def attention_decode(
             seqlens=seqlens,
             block_table=block_table,
             kv_scales=kv_scales,
-            launches=decision.launches,
         )
     else:
         if kv_scales is not None:

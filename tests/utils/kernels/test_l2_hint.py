@@ -1,13 +1,15 @@
-"""The hint to the L2: which instructions of the PTX get it, and what a kernel without such instructions is told."""
+"""The policy of the L2: which instructions of the PTX get it, and what a kernel without such instructions is told."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from utils.kernels.l2_hint import hint_copies, with_l2_hint
+from utils.kernels.l2_hint import policy_copies, with_policy
 
 COPY = "cp.async.bulk.tensor.{}d.shared::{}.global.mbarrier::complete_tx::bytes"
 PTX = f"""
+    .param .u64 kernel_param_0, .param .f32 kernel_param_1,
+    .param .u64 kernel_param_2, .param .u64 kernel_param_3)
     @%p12 {COPY.format(5, "cluster")} [%r1], [%rd14, {{%r2, %r3, %r4, %r5, %r6}}], [%r7];
     @%p14 {COPY.format(4, "cluster")} [%r1], [%rd15, {{%r2, %r3, %r4, %r5}}], [%r7];
     {COPY.format(4, "cta")} [%r1], [%rd15, {{%r2, %r3, %r4, %r5}}], [%r7];
@@ -15,20 +17,22 @@ PTX = f"""
 """
 
 
-def test_copies_of_keys_and_values_get_the_hint_and_those_of_queries_do_not():
-    ptx, copies = hint_copies(PTX)
+def test_copies_of_four_dimensions_get_the_policy_of_the_argument():
+    ptx, copies = policy_copies(PTX)
     assert copies == 2 and ptx.count(".L2::cache_hint") == 2
-    queries, keys, values, barrier = ptx.strip().splitlines()
-    assert "cache_hint" not in queries + barrier
+    *_, others, keys, values, barrier = ptx.strip().splitlines()
+    assert "cache_hint" not in others + barrier
     assert "@%p14 cp.async" in keys and "@" not in values
     for line in (keys, values):
-        assert line.strip().endswith("[%r7], policy; }") and "mov.b64 policy, 0x12F0000000000000;" in line
+        assert line.strip().endswith("[%r7], policy; }") and "ld.param.b64 policy, [kernel_param_2];" in line
 
 
-def test_hints_are_not_given_twice():
-    assert hint_copies(hint_copies(PTX)[0])[1] == 0
+def test_a_policy_is_not_given_twice():
+    assert policy_copies(policy_copies(PTX)[0])[1] == 0
 
 
-def test_a_kernel_without_such_copies_is_named():
-    with pytest.raises(ValueError, match="plain has no TMA copy"):
-        with_l2_hint(SimpleNamespace(name="plain", asm={"ptx": "ret;"}))
+def test_a_kernel_without_such_copies_or_without_the_argument_is_named():
+    with pytest.raises(ValueError, match="no TMA copy"):
+        with_policy(SimpleNamespace(name="plain", asm={"ptx": PTX.split("@%p12")[0]}))
+    with pytest.raises(ValueError, match="argument"):
+        policy_copies(PTX.replace(".f32", ".u32"))

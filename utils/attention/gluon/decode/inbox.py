@@ -8,8 +8,11 @@ slice and stores it. Triton knows nothing of clusters, so all of this is PTX.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from utils.attention.gluon.decode import plan
 from utils.attention.gluon.decode.merge import inverse
 from utils.attention.gluon.shared import MINUS_INF, accumulator, aggregate
+
+NOBODY = gl.constexpr(plan.MOST_PARTS)  # the receiver that no cluster has
 
 
 @gluon.constexpr_function
@@ -20,45 +23,37 @@ def power(n):
 
 @aggregate
 class Team:
-    """The programs of a cluster that share a head: all of them, or with `divide.py` a half, a quarter or an eighth."""
+    """The programs of a cluster, which share a head."""
 
-    first: gl.tensor  # rank in the cluster of the team's first program
-    rank: gl.tensor  # of this program in its team
-    bits: gl.tensor  # the team has 2^bits programs
+    rank: gl.tensor  # of this program
+    bits: gl.tensor  # the cluster has 2^bits programs
 
     @gluon.constexpr_function
-    def __init__(self, first, rank, bits):
-        self.first = first
+    def __init__(self, rank, bits):
         self.rank = rank
         self.bits = bits
 
 
 @gluon.constexpr_function
-def _open_asm(plan):
-    # The launch asks for more shared memory than Triton knows of: at its end are the inbox's barrier and the inbox, unless it is
-    # in the ring.
-    # One thread says how many bytes will come.
-    tell = "" if plan.inbox_in_ring else "barrier.cluster.arrive.relaxed; "
+def _open_asm(space):
+    # The launch asks for more shared memory than Triton knows of: at its end are the inbox's barrier and the inbox. One
+    # thread says how many bytes will come.
     return (
         "{ .reg .pred p; .reg .b32 t; mov.u32 t, %dynamic_smem_size; mov.u32 $0, global_smem; add.u32 $0, $0, t; "
-        f"sub.u32 $0, $0, {plan.inbox_space}; "
+        f"sub.u32 $0, $0, {space}; "
         "mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; @p mbarrier.init.shared::cta.b64 [$0], 1; "
         "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1; "
-        f"@p fence.mbarrier_init.release.cluster; {tell}}}"
+        "@p fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed; }"
     )
 
 
-@gluon.constexpr_function
-def _join_asm(plan):
-    # Where the numbers will stand. All programs have opened their inboxes: without the wait, a slice could come before the
-    # barrier is there. An inbox in the ring takes the place of tiles that all programs must have read.
-    if plan.inbox_in_ring:
-        return "barrier.cluster.arrive.release; barrier.cluster.wait.acquire; mov.u32 $0, global_smem;"
-    return "barrier.cluster.wait.acquire; add.u32 $0, $1, 16;"
+# Where the numbers will stand. All programs have opened their inboxes: without the wait, a slice could come before the
+# barrier is there.
+JOIN = gl.constexpr("barrier.cluster.wait.acquire; add.u32 $0, $1, 16;")
 
 
 @gluon.constexpr_function
-def _send_asm(parts, pairs):
+def _send_asm(pairs):
     # A number ($1: where, $2: to whom, $3: the barrier that counts the bytes, $4: the number), or two that stand side by side
     # there; to a program that does not exist nothing goes.
     at, owner, barrier, numbers, zeros = "$1", "$2", "$3", "$4", "mov.u32 $0, 0;"
@@ -67,7 +62,7 @@ def _send_asm(parts, pairs):
     elif pairs:  # two tensors
         numbers = "{$4, $5}"
     return (
-        f"{{ .reg .b32 a, b; .reg .pred p; setp.lt.u32 p, {owner}, {parts}; "
+        f"{{ .reg .b32 a, b; .reg .pred p; setp.lt.u32 p, {owner}, {plan.MOST_PARTS}; "
         f"@p mapa.shared::cluster.u32 a, {at}, {owner}; @p mapa.shared::cluster.u32 b, {barrier}, {owner}; "
         f"@p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{'.v2' if pairs else ''}.f32 [a], {numbers}, [b]; "
         f"{zeros} }}"
@@ -85,55 +80,45 @@ LEAVE = gl.constexpr("barrier.cluster.wait.acquire; mov.u32 $0, 0;")
 
 
 @gluon.jit
-def open_inbox(team, PLAN: gl.constexpr):
-    """Set up the barrier of this program's inbox, which gets a slice from each program of the team; its address."""
-    expected = (8 * PLAN.sent << team.bits) + 4 * PLAN.sent * PLAN.block_d
-    return gl.inline_asm_elementwise(_open_asm(PLAN), "=r,r", [expected], dtype=gl.int32, is_pure=False, pack=1)
+def open_inbox(team, rows, PLAN: gl.constexpr):
+    """Set up the barrier of this program's inbox, which gets a slice of so many rows from each program; its address."""
+    expected = rows * ((8 << team.bits) + 4 * PLAN.block_d)
+    asm: gl.constexpr = _open_asm(PLAN.inbox_space)
+    return gl.inline_asm_elementwise(asm, "=r,r", [expected], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def join(barrier, PLAN: gl.constexpr):
+def join(barrier):
     """Wait until all inboxes of the cluster may be written; where in each the numbers stand."""
-    return gl.inline_asm_elementwise(_join_asm(PLAN), "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(JOIN, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def send(inbox, barrier, team, row, d, o, PLAN: gl.constexpr, PAIRS: gl.constexpr):
+def send(inbox, barrier, team, rows, row, d, o, PLAN: gl.constexpr, PAIRS: gl.constexpr):
     """Send each program its slice of o; row, d: of each number, in o's shape. PAIRS: neighbours along d go together."""
     width_bits = power(PLAN.block_d) - team.bits
-    owner = team.first + (d >> width_bits)
     in_slice = d & ((1 << width_bits) - 1)
-    at = inbox + PLAN.numbers_at + 4 * (((team.rank * PLAN.sent + row) << width_bits) + in_slice)
-    owner = gl.where(row < PLAN.sent, owner, PLAN.cluster)
+    at = inbox + PLAN.numbers_at + 4 * (((team.rank * PLAN.columns + row) << width_bits) + in_slice)
+    owner = gl.where(row < rows, d >> width_bits, NOBODY)
     barrier = gl.full_like(at, 0) + barrier
+    numbers = [at, owner, barrier, o]
     if PAIRS:
-        gl.inline_asm_elementwise(
-            _send_asm(PLAN.cluster, "neighbours"),
-            "=r,=r,r,r,r,r,r,r,f,f",
-            [at, owner, barrier, o],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=2,
-        )
+        two: gl.constexpr = _send_asm("neighbours")
+        gl.inline_asm_elementwise(two, "=r,=r,r,r,r,r,r,r,f,f", numbers, dtype=gl.int32, is_pure=False, pack=2)
     else:
-        gl.inline_asm_elementwise(
-            _send_asm(PLAN.cluster, False), "=r,r,r,r,f", [at, owner, barrier, o], dtype=gl.int32, is_pure=False, pack=1
-        )
+        one: gl.constexpr = _send_asm("")
+        gl.inline_asm_elementwise(one, "=r,r,r,r,f", numbers, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def send_sums(inbox, barrier, team, row, other, m, total, PLAN: gl.constexpr):
-    """Send the rows' maxima and sums to program `other` of the team, if there is one; all four of one shape."""
-    at = inbox + 8 * (team.rank * PLAN.sent + row)
-    other = gl.where((row < PLAN.sent) & (other < (1 << team.bits)), team.first + other, PLAN.cluster)
+def send_sums(inbox, barrier, team, rows, row, other, m, total, PLAN: gl.constexpr):
+    """Send the rows' maxima and sums to program `other` of the cluster, if there is one; all four of one shape."""
+    at = inbox + 8 * (team.rank * PLAN.columns + row)
+    other = gl.where((row < rows) & (other < (1 << team.bits)), other, NOBODY)
     barrier = gl.full_like(at, 0) + barrier
+    asm: gl.constexpr = _send_asm("tensors")
     gl.inline_asm_elementwise(
-        _send_asm(PLAN.cluster, True),
-        "=r,r,r,r,f,f",
-        [at, other, barrier, m, total],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
+        asm, "=r,r,r,r,f,f", [at, other, barrier, m, total], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -188,12 +173,9 @@ def leave():
 
 @gluon.jit
 def add_up(results, inbox, rank, start, PARTS: gl.constexpr):
-    """Add up all slices of this program, which have arrived, and store them: numbers [rank * WIDTH, + WIDTH) of each row.
-
-    rank, PARTS: of the program in its team, and how many the team has.
-    """
+    """Add up all slices of program `rank` of PARTS, which have arrived, and store them: a slice of each row's numbers."""
     PLAN: gl.constexpr = results.cache.PLAN
-    ROWS: gl.constexpr = PLAN.sent
+    ROWS: gl.constexpr = PLAN.columns
     WIDTH: gl.constexpr = PLAN.block_d // PARTS
     layout: gl.constexpr = slice_layout(ROWS, WIDTH)
     EACH: gl.constexpr = layout.size_per_thread[1]
@@ -201,11 +183,7 @@ def add_up(results, inbox, rank, start, PARTS: gl.constexpr):
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     i = (row * WIDTH)[:, None] + column[None, :]
     d = rank * WIDTH + column
-    in_group = row // PLAN.queries
-    query = start.head % results.tiles * PLAN.queries + row % PLAN.queries
-    kv_heads = results.cache.heads // results.tiles
-    place = ((start.b * kv_heads + start.head // results.tiles) * results.group + in_group) * results.cache.sq + query
-    exists = ((in_group < results.group) & (query < results.cache.sq))[:, None] & (d < results.head_dim)[None, :]
+    place, exists = results.places(start.b, start.head, row)
     sums = inbox + 8 * row
     numbers = inbox + PLAN.numbers_at + 4 * i
     top = gl.full([ROWS], MINUS_INF, gl.float32, gl.SliceLayout(1, layout))
@@ -213,21 +191,21 @@ def add_up(results, inbox, rank, start, PARTS: gl.constexpr):
     for part in gl.static_range(PARTS):
         loaded += (load_sums(sums + 8 * part * ROWS),)  # type: ignore[assignment]  # in a kernel a name's tuple may grow
         top = gl.maximum(top, loaded[part][0])  # type: ignore[misc]
-    shifted = gl.where(top == MINUS_INF, 0.0, top * results.c)
+    shifted = gl.where(top == MINUS_INF, 0.0, top * results.cache.c)
     o = gl.zeros([ROWS, WIDTH], gl.float32, layout)
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
     for part in gl.static_range(PARTS):
-        weight = gl.exp2(loaded[part][0] * results.c - shifted)
+        weight = gl.exp2(loaded[part][0] * results.cache.c - shifted)
         o += weight[:, None] * load_shared(numbers + 4 * part * ROWS * WIDTH, EACH)
         total += weight * loaded[part][1]
     o = o * inverse(total)[:, None]
-    at = (place.to(gl.int64) * results.head_dim)[:, None] + d[None, :]
-    gl.store(results.out_ptr + at, o.to(results.out_ptr.dtype.element_ty), mask=exists)
+    keep = exists[:, None] & (d < results.head_dim)[None, :]
+    gl.store(results.out_ptr + place[:, None] + d[None, :], o.to(results.out_ptr.dtype.element_ty), mask=keep)
 
 
 @gluon.jit
-def send_part(inbox, barrier, team, o, m, total, PLAN: gl.constexpr, ROWS: gl.constexpr):
-    """Send a part to all programs of the team. Dimension ROWS of o holds query rows, the other one D."""
+def send_part(inbox, barrier, team, rows, o, m, total, PLAN: gl.constexpr, ROWS: gl.constexpr):
+    """Send a part, of so many rows, to all programs. Dimension ROWS of o holds query rows, the other one D."""
     OTHER: gl.constexpr = 1 - ROWS
     layout: gl.constexpr = o.type.layout
     # A product's 64 rows, or sixteen of its columns, stand for programs: a thread holds some, and sends sums to them.
@@ -237,8 +215,8 @@ def send_part(inbox, barrier, team, o, m, total, PLAN: gl.constexpr, ROWS: gl.co
     row = gl.expand_dims(gl.arange(0, shape[ROWS], gl.SliceLayout(OTHER, few)), OTHER).broadcast_to(shape)
     m = gl.expand_dims(m, OTHER).broadcast_to(shape)
     total = gl.expand_dims(total, OTHER).broadcast_to(shape)
-    send_sums(inbox, barrier, team, row, other, m, total, PLAN)
+    send_sums(inbox, barrier, team, rows, row, other, m, total, PLAN)
     whole: gl.constexpr = o.shape
     d = gl.expand_dims(gl.arange(0, whole[OTHER], gl.SliceLayout(ROWS, layout)), ROWS).broadcast_to(whole)
     row = gl.expand_dims(gl.arange(0, whole[ROWS], gl.SliceLayout(OTHER, layout)), OTHER).broadcast_to(whole)
-    send(inbox, barrier, team, row, d, o, PLAN, ROWS == 0)
+    send(inbox, barrier, team, rows, row, d, o, PLAN, ROWS == 0)

@@ -1,315 +1,74 @@
-"""The decode kernel: keys are the rows of the products, the few query rows are the columns, and SMs share the keys.
+"""The kernel of the first launch: it knows the sizes of a call, and a function that it is compiled for attends.
 
-A product of tensor cores has 64 rows at least. A decode step has few query rows, the heads of a group times the new
-tokens, so the products are turned round: S^T = K Q^T and O^T = V^T P^T, with eight columns or more. K and V are read from
-shared memory as TMA brings them, and P goes through shared memory. Each program reads an equal share of all blocks of
-keys (`work.py`); a head whose blocks lie in several programs is merged (`merge.py`), by the same launch or by a second.
-
-One role: all warps compute, and between two products one thread starts the copy into the slot that just became free.
-A program's warps meet at a barrier before that anyway, for the maxima over the keys.
-
-    part        what                                    head dim 64           128                 256
-    columns     heads of the group x new tokens         8 to 32, powers of two; more: `rows.py`
-    block       keys                                    256                   128                 64
-    ring        tiles of K and V in turn                6                     6                   6
-                from 250 MB of keys and values on           4                     4                   6
-    pipeline    the next block's scores are computed during this block's softmax
-    programs    one an SM; from 250 MB on as many as heads, if these are balanced, one at a time on an SM; with less, where
-                each takes whole long heads, two an SM with half of the keys a block
-
-Measured against the other libraries: docs/decode-log.md, assets/results/h200/decode.json.
+ATTEND is `keys.attend_keys`, `rows.attend_rows`, `cluster.attend_cluster` or `quantized_keys.attend_fp8`.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
-from utils.attention.gluon.decode.blocks import (
-    clean_values,
-    clear_keys,
-    load_block,
-    load_next,
-    load_queries,
-    mask_block,
-    page_numbers,
-)
-from utils.attention.gluon.decode.merge import Results, in_eights, inverse
+from utils.attention.gluon.decode.merge import Results, in_eights
 from utils.attention.gluon.decode.work import Cache
-from utils.attention.gluon.shared import MINUS_INF, accumulator, thread_barrier
-from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
-
-
-@gluon.jit
-def thread_sums(p):
-    """Sum over the rows that one thread holds, [keys, columns] -> [4, 8, columns]: no exchange between threads."""
-    parts = p.reshape([p.shape[0] // 64, 4, 2, 8, p.shape[1]])
-    return gl.sum(gl.sum(parts, 2), 0)
-
-
-@gluon.jit
-def start_scores(k_tile, q, layout: gl.constexpr):
-    """Hand S^T = K Q^T to the tensor cores; k_tile: a slot of the ring, q: [columns, BLOCK_D]."""
-    BLOCK_N: gl.constexpr = k_tile.shape[2]
-    COLUMNS: gl.constexpr = q.shape[0]
-    k = k_tile.reshape([BLOCK_N, k_tile.shape[3]])
-    zero = gl.zeros([BLOCK_N, COLUMNS], gl.float32, layout)
-    return warpgroup_mma(k, q.permute([1, 0]), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def start_output(v_tile, p_tile, o, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Hand O^T + V^T P^T to the tensor cores."""
-    v = v_tile.reshape([BLOCK_N, BLOCK_D])
-    return warpgroup_mma(v.permute([1, 0]), p_tile.permute([1, 0]), o, is_async=True)
-
-
-@gluon.jit
-def softmax(s, m, sums, c):
-    """One block of the online softmax: 2^(scores - maximum), and the new maxima, factors and sums of the columns."""
-    top = gl.maximum(m, gl.max(s, 0))
-    shifted = gl.where(top == MINUS_INF, 0.0, top * c)  # no key yet: 2^(-inf), not nan
-    factor = gl.exp2(m * c - shifted)
-    p = gl.exp2(s * c - shifted[None, :])
-    layout: gl.constexpr = sums.type.layout
-    spread = gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    return p, top, factor, sums * spread[None, :][:, None, :] + thread_sums(p)
-
-
-@gluon.jit
-def start_block(results, cursor, block, s, m, o, sums, p_tile, v_tile, v_full, CLEAN: gl.constexpr):
-    """The softmax of one block, from its scores, and the start of its product with V: output, maxima, sums.
-
-    block: its number in the head, and the keys that need no mask. v_full: the barrier of V and its phase. CLEAN: the
-    block may hold keys behind the last one; only the last block of a head does.
-    """
-    cache = results.cache
-    PLAN: gl.constexpr = cache.PLAN
-    j, low, clear = block
-    key = (cursor.first + j) * PLAN.block_n
-    if (key + PLAN.block_n > clear) | (key < low):
-        s = mask_block(s, cache, cursor, j, cursor.head % results.tiles, 0, 0)
-    p, m, factor, sums = softmax(s, m, sums, results.c)
-    p_tile.permute([1, 0]).store(p.to(p_tile.dtype))
-    o = o * factor[None, :]
-    barrier, phase = v_full
-    mbarrier.wait(barrier, phase)  # V has arrived
-    if CLEAN:  # noqa: SIM102 (decided by the compiler; the next line for each block)
-        if key + PLAN.block_n > cursor.length:
-            clean_values(v_tile, cursor, j, PLAN.block_n, PLAN.block_d)
-    # P was stored by threads, wgmma reads through the async proxy: without the fence it may read the last P, without
-    # the barrier the rows of slower warps would be missing.
-    fence_async_shared()
-    thread_barrier()
-    return start_output(v_tile, p_tile, o, PLAN.block_n, PLAN.block_d), m, sums
-
-
-@gluon.jit
-def attend(results, split, q_desc, k_desc, v_desc, program):
-    """The blocks of one program: load, multiply, and store each head or its part."""
-    cache = results.cache
-    PLAN: gl.constexpr = cache.PLAN
-    CASE: gl.constexpr = cache.CASE
-    BLOCK_N: gl.constexpr = PLAN.block_n
-    BLOCK_D: gl.constexpr = PLAN.block_d
-    COLUMNS: gl.constexpr = PLAN.columns
-    SLOTS: gl.constexpr = PLAN.slots
-    Q_SLOTS: gl.constexpr = PLAN.q_slots
-    dtype: gl.constexpr = k_desc.dtype
-    layout: gl.constexpr = accumulator(COLUMNS)
-    columns: gl.constexpr = gl.SliceLayout(0, layout)
-
-    ring = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    q_ring = gl.allocate_shared_memory(dtype, [Q_SLOTS, 1, 1, PLAN.heads, PLAN.queries, BLOCK_D], q_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], mbarrier.MBarrierLayout())
-    # Keys innermost: the right operand of V^T P^T, in the order in which wgmma likes it best.
-    p_tile = gl.allocate_shared_memory(dtype, [COLUMNS, BLOCK_N], gl.NVMMASharedLayout(128, 16, rank=2))
-    for fill in gl.static_range(SLOTS):
-        mbarrier.init(full.index(fill), count=1)
-    for fill in gl.static_range(Q_SLOTS):
-        mbarrier.init(q_full.index(fill), count=1)
-    begin = split.begin(program)
-    end = split.begin(program + 1)
-    if PLAN.lean:
-        # All expectations before all copies: the compiler puts a barrier between the two, here one for all.
-        mbarrier.expect(q_full.index(0), q_desc.block_type.nbytes)
-        for slot in gl.static_range(SLOTS):
-            mbarrier.expect(full.index(slot), BLOCK_N * BLOCK_D * 2, pred=begin + slot // 2 < end)
-    # TMA completes the barriers through the async proxy, and may otherwise find them as they were before; and a warp
-    # could wait on a barrier that is not ready.
-    fence_async_shared()
-    thread_barrier()
-
-    cursor = cache.start(split, program)
-    EXPECT: gl.constexpr = not PLAN.lean
-    load_queries(q_desc, results, cursor.b, cursor.head, q_ring.index(0), q_full.index(0), True, EXPECT)
-    # The blocks to load next: K runs a block before V.
-    k_next = cursor
-    k_pages = page_numbers(cache, k_next)
-    for fill in gl.static_range(SLOTS // 2):
-        wanted = begin + fill < end
-        slot = 2 * fill
-        kv_head = k_next.head // results.tiles
-        load_block(k_desc, cache, k_next, k_pages, kv_head, ring.index(slot), full.index(slot), wanted, EXPECT)
-        slot += 1
-        k_next, k_pages = load_next(
-            v_desc, results, k_next, k_pages, ring.index(slot), full.index(slot), wanted, EXPECT
-        )
-    v_next = k_next
-    v_pages = k_pages
-
-    unit = begin
-    piece = gl.to_tensor(0)
-    while unit < end:
-        n = gl.minimum(cursor.blocks - cursor.j, end - unit)
-        following = cache.advance(cursor.at_last())
-        if Q_SLOTS == 2:
-            # The other tile of Q was used by the piece before, whose products are done.
-            other = (piece + 1) % 2
-            pred = unit + n < end
-            load_queries(q_desc, results, following.b, following.head, q_ring.index(other), q_full.index(other), pred)
-        q_slot = piece % Q_SLOTS
-        mbarrier.wait(q_full.index(q_slot), (piece // Q_SLOTS) & 1)
-        q = q_ring.index(q_slot).reshape([COLUMNS, BLOCK_D])
-        m = gl.full([COLUMNS], MINUS_INF, gl.float32, columns)
-        o = gl.zeros([BLOCK_D, COLUMNS], gl.float32, layout)
-        sums = thread_sums(gl.zeros([BLOCK_N, COLUMNS], gl.float32, layout))
-
-        low, clear = clear_keys(cache, cursor)
-        # The first scores by themselves; each step then starts the scores of the next block, so that the tensor cores
-        # compute them during this block's softmax.
-        i = unit - begin
-        slot = 2 * i % SLOTS
-        mbarrier.wait(full.index(slot), (2 * i // SLOTS) & 1)  # K has arrived
-        s = warpgroup_mma_wait(0, [start_scores(ring.index(slot), q, layout)])
-        thread_barrier()  # all warps have read this K: TMA may overwrite it
-        more = i + SLOTS // 2 < end - begin
-        k_next, k_pages = load_next(k_desc, results, k_next, k_pages, ring.index(slot), full.index(slot), more)
-        for k in range(n - 1):
-            i = unit - begin + k
-            after = 2 * (i + 1) % SLOTS
-            mbarrier.wait(full.index(after), (2 * (i + 1) // SLOTS) & 1)
-            s_next = start_scores(ring.index(after), q, layout)
-            slot = 2 * i % SLOTS + 1
-            v_full = full.index(slot), (2 * i // SLOTS) & 1
-            block = cursor.j + k, low, clear
-            o_next, m, sums = start_block(
-                results, cursor, block, s, m, o, sums, p_tile, ring.index(slot), v_full, False
-            )
-            s = warpgroup_mma_wait(1, [s_next])  # the older product: its K is free
-            thread_barrier()
-            more = i + 1 + SLOTS // 2 < end - begin
-            k_next, k_pages = load_next(k_desc, results, k_next, k_pages, ring.index(after), full.index(after), more)
-            o = warpgroup_mma_wait(0, [o_next])
-            thread_barrier()  # all warps have read V and P
-            more = i + SLOTS // 2 < end - begin
-            v_next, v_pages = load_next(v_desc, results, v_next, v_pages, ring.index(slot), full.index(slot), more)
-
-        # The last block, with no scores to start.
-        i = unit - begin + n - 1
-        slot = 2 * i % SLOTS + 1
-        v_full = full.index(slot), (2 * i // SLOTS) & 1
-        block = cursor.j + n - 1, low, clear
-        o, m, sums = start_block(results, cursor, block, s, m, o, sums, p_tile, ring.index(slot), v_full, CASE.clean)
-        o = warpgroup_mma_wait(0, [o])
-        thread_barrier()
-        more = i + SLOTS // 2 < end - begin
-        v_next, v_pages = load_next(v_desc, results, v_next, v_pages, ring.index(slot), full.index(slot), more)
-
-        total = gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), columns)
-        if (CASE.aligned and PLAN.lean) or n == cursor.blocks:
-            results.store_whole(cursor, o * inverse(total)[None, :], 0, 1)
-        else:
-            part = 2 * program + (split.owner(unit - cursor.j) == program).to(gl.int32)
-            results.store_sums(part, gl.arange(0, COLUMNS, columns), m, total)
-            results.store_part(cursor, part, o, 0, 1)
-        unit += n
-        piece += 1
-        cursor = following
-        if Q_SLOTS == 1:
-            pred = unit < end
-            load_queries(q_desc, results, cursor.b, cursor.head, q_ring.index(0), q_full.index(0), pred)
-    results.merge_own(split, program)
-
+from utils.kernels.early_launch import let_next_launch_begin
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
-SIZES = ["table_stride", "batch", "kv_heads", "group", "sq", "sk", "window", "tiles", "pages", "head_dim"]
+SIZES = ["table_stride", "batch", "kv_heads", "rows", "sq", "sk", "left", "right", "lengths", "page_bits", "pages"]
+SIZES += ["tiles", "head_dim", "whole", "bits", "policy"]
 
 
-@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr"])
+@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr", "scales_ptr"])
 def attention_decode(
     q_desc,
     k_desc,
     v_desc,
     out_ptr,
     parts_ptr,
-    counters_ptr,
     lens_ptr,
     table_ptr,
+    scales_ptr,
     table_stride,
     batch,
     kv_heads,
-    group,
+    rows,
     sq,
     sk,
-    window,
-    tiles,
+    left,
+    right,
+    lengths,
+    page_bits,
     pages,
-    head_dim,
-    c,
-    PLAN: gl.constexpr,
-    CASE: gl.constexpr,
-):
-    """One program an SM: its share of the blocks of all heads."""
-    heads = kv_heads * tiles
-    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, pages, PLAN, CASE)
-    results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
-    split = cache.split()
-    program = gl.program_id(0)
-    if PLAN.early and PLAN.merge == "second":
-        let_next_launch_begin()
-    if program < split.programs:
-        attend(results, split, q_desc, k_desc, v_desc, program)
-
-
-@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr"])
-def attention_decode_merge(
-    out_ptr,
-    parts_ptr,
-    counters_ptr,
-    lens_ptr,
-    table_ptr,
-    table_stride,
-    batch,
-    kv_heads,
-    group,
-    sq,
-    sk,
-    window,
     tiles,
-    pages,
     head_dim,
+    whole,
+    bits,
     c,
-    programs,
+    policy,
     PLAN: gl.constexpr,
-    CASE: gl.constexpr,
+    ATTEND: gl.constexpr,
 ):
-    """The second launch: grid (heads of all sequences, programs that share a head's merge)."""
-    heads = kv_heads * tiles
-    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, pages, PLAN, CASE)
-    results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
-    split = cache.split_for(programs)
-    flat = gl.program_id(0)
-    begin, blocks = cache.place(flat)
-    first = split.owner(begin)
-    count = split.owner(begin + blocks - 1) - first + 1
-    if PLAN.early:
-        wait_for_launch_before()
-    if count > 1:
-        b = flat // heads
-        results.merge(b, flat - b * heads, first, count, gl.program_id(1), gl.num_programs(1), 1)
+    """One program: its share of the blocks of all heads.
+
+    The sizes are the fields of `Cache`. whole: programs take whole heads. bits: a cluster has 2^bits programs. scales_ptr: (2, Hkv)
+    fp32, of K and of V, for an fp8 cache. policy: of the L2, for `l2_hint.py`.
+    """
+    cache = Cache(
+        lens_ptr,
+        table_ptr,
+        table_stride,
+        batch,
+        kv_heads * tiles,
+        tiles,
+        rows,
+        sq,
+        sk,
+        left,
+        right,
+        lengths,
+        page_bits,
+        pages,
+        1 << bits,
+        c,
+        PLAN,
+    )
+    results = Results(out_ptr, parts_ptr, in_eights(head_dim), cache)
+    let_next_launch_begin()
+    ATTEND(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr)

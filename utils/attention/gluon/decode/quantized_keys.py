@@ -1,17 +1,16 @@
 """The decode kernel for an fp8 (e4m3) cache and few query rows: keys are the rows, and their bytes become left operands.
 
 The left operand of a wgmma may come from registers. So a warp reads the bytes of K and V from shared memory, converts
-them in registers, and hands them to the tensor cores from there: nothing is stored a second time, and no other warpgroup
-is waited for, as in `quantized.py`. S^T = K Q^T and O^T = V^T P^T, as in `kernel.py`.
+them in registers, and hands them to the tensor cores from there: nothing is stored a second time. S^T = K Q^T and
+O^T = V^T P^T, as in `keys.py`.
 
     part        what                                                    head dim 64     128            256
-    columns     heads of the group x new tokens                         8 or 16; more: `quantized.py`
-    block       keys                                                    128             128            64
+    columns     heads of the group x new tokens; more: tiles            8, 16, 64       8, 16, 64      8, 16, 32
+    block       keys                                                    128; 64 with 64 columns        64
     programs    of one SM, so that one loads and converts while another waits for products or other warps: 2
-    ring        blocks of K and V, as bytes                             6               3              3
+    ring        blocks of K and V, as bytes                             6               3 or 4         3 or 2
 
-On an H200, one new token: 1.57 to 1.87 times as fast as a cache in bf16 from 268 MB of that on, 1.06 to 1.48 times below,
-1.50 at head dimension 64 (assets/results/h200/decode_fp8.json). With 64 columns `quantized.py` is faster for short caches.
+On an H200, one new token: 1.57 to 1.87 times as fast as a cache in bf16 from 268 MB of that on, 1.06 to 1.48 times below.
 
 The numbers of a row lie where loads are wide. K's columns, d, may be multiplied in any order if Q has the same one: a
 thread takes 16 neighbouring bytes, and Q is stored to shared memory in the order that follows. V's columns are rows of
@@ -30,13 +29,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from utils.attention.gluon.decode.blocks import clear_keys, load_block, load_queries, mask_block, page_numbers
-from utils.attention.gluon.decode.kernel import SIZES, softmax, thread_sums
-from utils.attention.gluon.decode.merge import Results, in_eights, inverse
-from utils.attention.gluon.decode.quantized import CONVERT
-from utils.attention.gluon.decode.work import Cache
+from utils.attention.gluon.decode.blocks import load_block, load_queries, mask_block, needs_mask, page_numbers
+from utils.attention.gluon.decode.keys import allocate_probabilities, softmax, thread_sums
+from utils.attention.gluon.decode.merge import inverse
 from utils.attention.gluon.shared import MINUS_INF, accumulator, thread_barrier
-from utils.kernels.early_launch import let_next_launch_begin
+
+# Four numbers of e4m3 in one register become four of fp16 in two, exactly.
+CONVERT = gl.constexpr(
+    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
+)
 
 
 @gluon.constexpr_function
@@ -105,17 +106,16 @@ def keys_operand(tile, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, COLUMNS: gl
 
 
 @gluon.jit
-def values_operand(tile, cursor, j, PLAN: gl.constexpr, CLEAN: gl.constexpr):
-    """A tile of V as the left operand of V^T P^T. CLEAN: values behind the last key become zeros; zero times nan is nan."""
+def values_operand(tile, cursor, j, PLAN: gl.constexpr):
+    """A tile of V as the left operand of V^T P^T. Values behind the last key become zeros: zero times nan is nan."""
     BLOCK_N: gl.constexpr = PLAN.block_n
     BLOCK_D: gl.constexpr = PLAN.block_d
     layout: gl.constexpr = value_layout(BLOCK_N, BLOCK_D, False)
     values = tile.reshape([BLOCK_N, BLOCK_D]).load(layout)
-    if CLEAN:
-        key = (cursor.first + j) * BLOCK_N
-        if key + BLOCK_N > cursor.length:
-            keys = key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
-            values = gl.where((keys < cursor.length)[:, None], values, gl.zeros_like(values))
+    key = (cursor.first + j) * BLOCK_N
+    if key + BLOCK_N > cursor.length:
+        keys = key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+        values = gl.where((keys < cursor.length)[:, None], values, gl.zeros_like(values))
     # A register of the operand has the same d of two neighbouring keys.
     pairs = to_fp16(gl.convert_layout(values, value_layout(BLOCK_N, BLOCK_D, True)))
     rows = pairs.permute([1, 0]).reshape([4, 8, BLOCK_D // 64, 2, BLOCK_N]).permute([2, 0, 3, 1, 4])
@@ -143,14 +143,11 @@ def store_queries(raw, target, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def load_blocks(k_desc, v_desc, results, cursor, numbers, i, k_ring, v_ring, full, pred):
+def load_blocks(k_desc, v_desc, cache, cursor, numbers, i, k_ring, v_ring, full, pred):
     """Start the copies of block i's keys and values into its slot; returns the next block's cursor and page numbers."""
-    cache = results.cache
-    SLOTS: gl.constexpr = cache.PLAN.raw_slots
-    slot = i % SLOTS
-    kv_head = cursor.head // results.tiles
-    load_block(k_desc, cache, cursor, numbers, kv_head, k_ring.index(slot), full.index(2 * slot), pred)
-    load_block(v_desc, cache, cursor, numbers, kv_head, v_ring.index(slot), full.index(2 * slot + 1), pred)
+    slot = i % (cache.PLAN.slots // 2)
+    load_block(k_desc, cache, cursor, numbers, k_ring.index(slot), full.index(2 * slot), pred)
+    load_block(v_desc, cache, cursor, numbers, v_ring.index(slot), full.index(2 * slot + 1), pred)
     cursor = cache.advance(cursor)
     return cursor, page_numbers(cache, cursor)
 
@@ -160,21 +157,20 @@ def attend_keys(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
     """The blocks of one program: load, convert, multiply, and store each head or its part."""
     cache = results.cache
     PLAN: gl.constexpr = cache.PLAN
-    CASE: gl.constexpr = cache.CASE
     BLOCK_N: gl.constexpr = PLAN.block_n
     BLOCK_D: gl.constexpr = PLAN.block_d
     COLUMNS: gl.constexpr = PLAN.columns
-    SLOTS: gl.constexpr = PLAN.raw_slots
+    SLOTS: gl.constexpr = PLAN.slots // 2
     layout: gl.constexpr = accumulator(COLUMNS)
     columns: gl.constexpr = gl.SliceLayout(0, layout)
 
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_ring = gl.allocate_shared_memory(v_desc.dtype, [SLOTS, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], mbarrier.MBarrierLayout())
-    q_raw = gl.allocate_shared_memory(q_desc.dtype, [1, 1, PLAN.heads, PLAN.queries, BLOCK_D], q_desc.layout)
+    q_raw = gl.allocate_shared_memory(q_desc.dtype, [1, 1, COLUMNS, BLOCK_D], q_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_tile = gl.allocate_shared_memory(gl.float16, [COLUMNS, BLOCK_D], gl.NVMMASharedLayout(128, 16, rank=2))
-    p_tile = gl.allocate_shared_memory(gl.float16, [COLUMNS, BLOCK_N], gl.NVMMASharedLayout(128, 16, rank=2))
+    p_tile = allocate_probabilities(gl.float16, PLAN)
     for fill in gl.static_range(2 * SLOTS):
         mbarrier.init(full.index(fill), count=1)
     mbarrier.init(q_full, count=1)
@@ -186,27 +182,27 @@ def attend_keys(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
     begin = split.begin(program)
     count = split.begin(program + 1) - begin
     cursor = cache.locate(begin)
-    load_queries(q_desc, results, cursor.b, cursor.head, q_raw, q_full, True)
+    load_queries(q_desc, cache, cursor.b, cursor.head, q_raw, q_full, True)
     ahead = cursor  # the block to load next
     numbers = page_numbers(cache, ahead)
     for fill in gl.static_range(SLOTS):
         wanted = fill < count
-        ahead, numbers = load_blocks(k_desc, v_desc, results, ahead, numbers, fill, k_ring, v_ring, full, wanted)
+        ahead, numbers = load_blocks(k_desc, v_desc, cache, ahead, numbers, fill, k_ring, v_ring, full, wanted)
 
-    kv_heads = cache.heads // results.tiles
+    kv_heads = cache.heads // cache.tiles
     done = gl.to_tensor(0)
     piece = gl.to_tensor(0)
     while done < count:
         n = gl.minimum(cursor.blocks - cursor.j, count - done)
         following = cache.advance(cursor.at_last())
-        kv_head = cursor.head // results.tiles
+        kv_head = cursor.head // cache.tiles
         mbarrier.wait(q_full, piece & 1)
         power = store_queries(q_raw, q_tile, PLAN)
         # wgmma reads the queries through the async proxy, and TMA writes the next ones through it: without the fence and
         # the barrier the one may read the last tile, and the other overtake a slow warp's loads.
         fence_async_shared()
         thread_barrier()
-        load_queries(q_desc, results, following.b, following.head, q_raw, q_full, done + n < count)
+        load_queries(q_desc, cache, following.b, following.head, q_raw, q_full, done + n < count)
         factor_s = gl.convert_layout(power, columns) * gl.load(scales_ptr + kv_head)
         v_scale = gl.load(scales_ptr + kv_heads + kv_head)
 
@@ -214,7 +210,6 @@ def attend_keys(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
         o = gl.zeros([BLOCK_D, COLUMNS], gl.float32, layout)
         zero = gl.zeros([BLOCK_N, COLUMNS], gl.float32, layout)
         sums = thread_sums(zero)
-        low, clear = clear_keys(cache, cursor)
         for k in range(n):
             j = cursor.j + k
             i = done + k
@@ -224,18 +219,17 @@ def attend_keys(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
             keys = keys_operand(k_ring.index(slot), BLOCK_N, BLOCK_D, COLUMNS)
             s = warpgroup_mma(keys, q_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
             mbarrier.wait(full.index(2 * slot + 1), phase)  # V has arrived
-            values = values_operand(v_ring.index(slot), cursor, j, PLAN, CASE.clean)
+            values = values_operand(v_ring.index(slot), cursor, j, PLAN)
             # All warps have read K and V into registers: TMA may overwrite them. Without the fence it may overtake the
             # loads, without the barrier a slow warp.
             fence_async_shared()
             thread_barrier()
             more = i + SLOTS < count
-            ahead, numbers = load_blocks(k_desc, v_desc, results, ahead, numbers, i + SLOTS, k_ring, v_ring, full, more)
+            ahead, numbers = load_blocks(k_desc, v_desc, cache, ahead, numbers, i + SLOTS, k_ring, v_ring, full, more)
             s = warpgroup_mma_wait(0, [s]) * factor_s[None, :]
-            key = (cursor.first + j) * BLOCK_N
-            if (key + BLOCK_N > clear) | (key < low):
-                s = mask_block(s, cache, cursor, j, cursor.head % results.tiles, 0, 0)
-            p, m, factor, sums = softmax(s, m, sums, results.c)
+            if needs_mask(cache, cursor, j):
+                s = mask_block(s, cache, cursor, j, 0, 0)
+            p, m, factor, sums = softmax(s, m, sums, results.cache.c)
             p_tile.permute([1, 0]).store(p.to(gl.float16))
             o = o * factor[None, :]
             # P was stored by threads, wgmma reads through the async proxy: without the fence it may read the last P,
@@ -257,43 +251,14 @@ def attend_keys(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
             results.store_part(cursor, part, in_order(o), 0, 1)
         done += n
         piece += 1
-        cursor = following
+        cursor = cache.advance(cursor.at_last())
         thread_barrier()  # all warps have multiplied these queries: the next ones may be stored
-    results.merge_own(split, program)
 
 
-@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr", "scales_ptr"])
-def attention_decode_fp8_keys(
-    q_desc,
-    k_desc,
-    v_desc,
-    out_ptr,
-    parts_ptr,
-    counters_ptr,
-    lens_ptr,
-    table_ptr,
-    table_stride,
-    batch,
-    kv_heads,
-    group,
-    sq,
-    sk,
-    window,
-    tiles,
-    pages,
-    head_dim,
-    c,
-    scales_ptr,
-    PLAN: gl.constexpr,
-    CASE: gl.constexpr,
-):
-    """Two programs an SM: each its share of the blocks of all heads. The arguments are `attention_decode_fp8`'s."""
-    heads = kv_heads * tiles
-    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, pages, PLAN, CASE)
-    results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
-    split = cache.split()
+@gluon.jit
+def attend_fp8(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
+    """One program: its share of the blocks of all heads."""
+    split = results.cache.split(whole)
     program = gl.program_id(0)
-    if PLAN.early and PLAN.merge == "second":
-        let_next_launch_begin()
     if program < split.programs:
         attend_keys(results, split, q_desc, k_desc, v_desc, scales_ptr, program)

@@ -5,72 +5,166 @@ keys are always there before they are needed. Decode waits for memory at each bl
 first, and the rest of a block's softmax is done when the next keys arrive.
 """
 
+# No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from utils.attention.gluon.blocks import start_output, start_scores
-from utils.attention.gluon.shared import left_operand, rescale, wait_products
-from utils.attention.gluon.softmax import first_softmax, half_softmax, join_rows, split_rows, spread, whole_softmax
+from utils.attention.gluon.decode.blocks import clean_values, mask_block, needs_mask
+from utils.attention.gluon.decode.merge import Results
+from utils.attention.gluon.decode.work import Cursor, Split
+from utils.attention.gluon.pipeline import Ring
+from utils.attention.gluon.shared import (
+    accumulator,
+    aggregate,
+    left_operand,
+    meet,
+    rescale,
+    thread_barrier,
+    wait_products,
+)
+from utils.attention.gluon.softmax import first_softmax, half_softmax, join_rows, split_rows, spread
+
+CLEANED = gl.constexpr(9)  # named barrier of two consumers: V's rows behind the last key have been replaced by zeros
+
+
+@aggregate
+class Share:
+    """One program's blocks, first and behind the last in the long row, and what its roles share."""
+
+    results: Results
+    split: Split
+    begin: gl.tensor
+    end: gl.tensor
+    start: Cursor  # the cursor at block `begin`
+    q: Ring
+    k: Ring
+    v: Ring
+    PLAN: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, results, split, begin, end, start, q, k, v, PLAN):
+        self.results = results
+        self.split = split
+        self.begin = begin
+        self.end = end
+        self.start = start
+        self.q = q
+        self.k = k
+        self.v = v
+        self.PLAN = gl.constexpr(PLAN)
+
+
+@aggregate
+class Block:
+    """One block of keys for one consumer: its number in the K and V rings, its number in the head, its first row."""
+
+    number: gl.tensor
+    cursor: Cursor
+    j: gl.tensor
+    row: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, number, cursor, j, row):
+        self.number = number
+        self.cursor = cursor
+        self.j = j
+        self.row = row
 
 
 @gluon.jit
-def first_block(share, block, q, masked):
-    """A head's first block, with no other product beside it: probabilities and the softmax state."""
+def start_scores(q, k):
+    """Hand Q K^T to the tensor cores: [64, BLOCK_D] and [BLOCK_N, BLOCK_D] of shared memory."""
+    BLOCK_N: gl.constexpr = k.shape[0]
+    zero = gl.zeros([64, BLOCK_N], gl.float32, accumulator(BLOCK_N))
+    return warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def start_output(share, number, o, p, state):
+    """Hand P V of block number - 1 to the tensor cores, added to `o`, which is rescaled here."""
+    share.v.wait_full(number - 1)
+    o = rescale(o, spread((state[0].factor, state[1].factor), o))
+    return warpgroup_mma(p, share.v.tile(number - 1), o, is_async=True)
+
+
+@gluon.jit
+def first_block(share, block, q):
+    """The scores and the softmax of a head's first block, which no product with V runs beside."""
     PLAN: gl.constexpr = share.PLAN
     share.k.wait_full(block.number)
     # The softmax reads the scores' registers: before this wait the tensor cores may not have written them.
     s = wait_products(start_scores(q, share.k.tile(block.number)), 0, PLAN.block_n)
     share.k.release(block.number)
-    if PLAN.fp16:
-        s = s * share.powers[:, None]
-    if masked:
-        s = share.mask(s, block, True, False)
-    p, state = first_softmax(s, share.c, q.dtype, PLAN.halves, True)
+    if needs_mask(share.results.cache, block.cursor, block.j):
+        s = mask_block(s, share.results.cache, block.cursor, block.j, block.row, 1)
+    p, state = first_softmax(s, share.results.cache.c, q.dtype, True, True)
     return gl.convert_layout(p, left_operand(PLAN.block_d)), state
 
 
 @gluon.jit
-def finish_block(share, block, s, pv, state, more, masked):
+def finish_block(share, block, s, pv, state, more):
     """The softmax of block i, from the scores `s` in flight, while P V(i-1), `pv`, is still running."""
     PLAN: gl.constexpr = share.PLAN
     dtype: gl.constexpr = share.k.tiles.dtype
+    c = share.results.cache.c
     # Of the two products in flight the older one, the scores, is waited for: their registers are read next.
     s = wait_products(s, 1, PLAN.block_n)
     share.k.release(block.number)
-    if PLAN.fp16:
-        s = s * share.powers[:, None]
-    if masked:
-        s = share.mask(s, block, True, False)
+    if needs_mask(share.results.cache, block.cursor, block.j):
+        s = mask_block(s, share.results.cache, block.cursor, block.j, block.row, 1)
     # The second wait for V(i-1), which is long over, makes a basic block of what comes before it: without one ptxas
     # hoists the wait for P V above the exponentials, and nothing overlaps. (K's barrier will not do: its slot has been
     # released, and a barrier two fills further looks as it did before the first.) The wait for P V comes before `o` and
     # the slot of V are used again.
-    if PLAN.halves:
-        upper, lower = state
-        s0, s1 = split_rows(s)
-        top0 = gl.maximum(upper.maximum, gl.max(s0, 2))
-        top1 = gl.maximum(lower.maximum, gl.max(s1, 2))
-        p0, upper = half_softmax(s0, upper, top0, share.c, dtype, True)
-        share.v.wait_full(block.number - 1)
-        o = wait_products(pv, 0, PLAN.block_d)
-        share.v.release(block.number - 1)
-        p1, lower = half_softmax(s1, lower, top1, share.c, dtype, True)
-        p = gl.convert_layout(join_rows(p0, p1), left_operand(PLAN.block_d))
-        share.k.wait_full(block.number + 1, pred=more)
-        return o, p, (upper, lower)
-    else:
-        p, rows = whole_softmax(s, state[0], share.c, dtype, True)
-        share.v.wait_full(block.number - 1)
-        o = wait_products(pv, 0, PLAN.block_d)
-        share.v.release(block.number - 1)
-        o = rescale(o, spread((rows.factor,), o))
-        share.k.wait_full(block.number + 1, pred=more)
-        return o, gl.convert_layout(p, left_operand(PLAN.block_d)), (rows,)
+    upper, lower = state
+    s0, s1 = split_rows(s)
+    top0 = gl.maximum(upper.maximum, gl.max(s0, 2))
+    top1 = gl.maximum(lower.maximum, gl.max(s1, 2))
+    p0, upper = half_softmax(s0, upper, top0, c, dtype, True)
+    share.v.wait_full(block.number - 1)
+    o = wait_products(pv, 0, PLAN.block_d)
+    share.v.release(block.number - 1)
+    p1, lower = half_softmax(s1, lower, top1, c, dtype, True)
+    p = gl.convert_layout(join_rows(p0, p1), left_operand(PLAN.block_d))
+    share.k.wait_full(block.number + 1, pred=more)
+    return o, p, (upper, lower)
 
 
 @gluon.jit
-def step(share, block, q, o, p, state, more, masked):
+def step(share, block, q, o, p, state, more):
     """One key block i: Q K(i) and P V(i-1) to the tensor cores, then the softmax of block i while P V(i-1) runs."""
     s = start_scores(q, share.k.tile(block.number))
     pv = start_output(share, block.number, o, p, state)
-    return finish_block(share, block, s, pv, state, more, masked)
+    return finish_block(share, block, s, pv, state, more)
+
+
+@gluon.jit
+def clean_tile(share, block, W: gl.constexpr):
+    """Replace the values behind the last key by zeros before any consumer multiplies them."""
+    PLAN: gl.constexpr = share.PLAN
+    share.v.wait_full(block.number)
+    if W == 0:
+        tile = share.v.tiles.index(share.v.slot(block.number))
+        clean_values(tile, block.cursor, block.j, PLAN.block_n, PLAN.block_d)
+        # Zeros stored by threads, read by wgmma through the async proxy: without the fence it may read what was there.
+        fence_async_shared()
+        if PLAN.consumers == 1:
+            thread_barrier()  # the other warps' zeros
+    if PLAN.consumers == 2:
+        # Without it the other consumer could multiply what is not a number. A named barrier, since where heads are one block
+        # long one consumer may be some heads ahead, and a wait for an mbarrier's parity cannot tell a time from the next but one.
+        meet(CLEANED, 256)
+
+
+@gluon.jit
+def row_sums(state, row):
+    """Row numbers, maximum in use and sum of the two halves of each warp's rows."""
+    upper, lower = state
+    layout: gl.constexpr = upper.maximum.type.layout
+    warp = gl.arange(0, 4, gl.SliceLayout(1, layout))[:, None]
+    numbers = row + 16 * warp + gl.arange(0, 8, gl.SliceLayout(0, layout))[None, :]
+    total0 = gl.convert_layout(gl.sum(upper.total, 2), layout)
+    total1 = gl.convert_layout(gl.sum(lower.total, 2), layout)
+    return (numbers, upper.maximum, total0), (numbers + 8, lower.maximum, total1)

@@ -1,0 +1,256 @@
+"""The decode kernel: keys are the rows of the products, the few query rows are the columns, and SMs share the keys.
+
+A product of tensor cores has 64 rows at least. A decode step has few query rows, the heads of a group times the new
+tokens, so the products are turned round: S^T = K Q^T and O^T = V^T P^T, with eight columns or more. K and V are read from
+shared memory as TMA brings them, and P goes through shared memory. Each program reads an equal share of all blocks of
+keys (`work.py`); a head whose blocks lie in several programs is merged by a second launch (`merge.py`).
+
+One role: all warps compute, and between two products one thread starts the copy into the slot that just became free.
+A program's warps meet at a barrier before that anyway, for the maxima over the keys.
+
+    part        what                                    head dim 64           128                 256
+    columns     heads of the group x new tokens         16; more: `rows.py`
+    block       keys                                    256                   128                 64
+    ring        tiles of K and V in turn                4                     4                   6
+    pipeline    the next block's scores are computed during this block's softmax
+    programs    one an SM; of a large cache with whole heads for each, as many as heads
+
+Measured against the other libraries: docs/kernels/decode.md, assets/results/h200/decode.json.
+"""
+
+# No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from utils.attention.gluon.decode.blocks import (
+    clean_values,
+    copy_block,
+    copy_queries,
+    expect_block,
+    load_next,
+    load_queries,
+    mask_block,
+    needs_mask,
+    page_numbers,
+)
+from utils.attention.gluon.decode.merge import inverse
+from utils.attention.gluon.decode.work import Cache
+from utils.attention.gluon.shared import MINUS_INF, accumulator, aggregate, thread_barrier
+
+
+@gluon.jit
+def thread_sums(p):
+    """Sum over the rows that one thread holds, [keys, columns] -> [4, 8, columns]: no exchange between threads."""
+    parts = p.reshape([p.shape[0] // 64, 4, 2, 8, p.shape[1]])
+    return gl.sum(gl.sum(parts, 2), 0)
+
+
+@gluon.jit
+def softmax(s, m, sums, c):
+    """One block of the online softmax: 2^(scores - maximum), and the new maxima, factors and sums of the columns."""
+    top = gl.maximum(m, gl.max(s, 0))
+    shifted = gl.where(top == MINUS_INF, 0.0, top * c)  # no key yet: 2^(-inf), not nan
+    factor = gl.exp2(m * c - shifted)
+    p = gl.exp2(s * c - shifted[None, :])
+    layout: gl.constexpr = sums.type.layout
+    spread = gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    return p, top, factor, sums * spread[None, :][:, None, :] + thread_sums(p)
+
+
+@aggregate
+class KeysAsRows:
+    """Products with keys as rows: S^T = K Q^T and O^T = V^T P^T, for one tile of queries; P goes through shared memory."""
+
+    cache: Cache
+    q: gl.shared_memory_descriptor
+    p_tile: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, cache, q, p_tile):
+        self.cache = cache
+        self.q = q
+        self.p_tile = p_tile
+
+    @gluon.jit
+    def unseen(self):
+        """The state before the first block: output [BLOCK_D, columns], maxima, and the sums of each thread."""
+        COLUMNS: gl.constexpr = self.cache.PLAN.columns
+        BLOCK_N: gl.constexpr = self.cache.PLAN.block_n
+        BLOCK_D: gl.constexpr = self.cache.PLAN.block_d
+        layout: gl.constexpr = accumulator(COLUMNS)
+        m = gl.full([COLUMNS], MINUS_INF, gl.float32, gl.SliceLayout(0, layout))
+        o = gl.zeros([BLOCK_D, COLUMNS], gl.float32, layout)
+        return o, m, thread_sums(gl.zeros([BLOCK_N, COLUMNS], gl.float32, layout))
+
+    @gluon.jit
+    def start_scores(self, k_tile):
+        """Hand the scores of a block to the tensor cores; k_tile: a slot of the ring."""
+        COLUMNS: gl.constexpr = self.cache.PLAN.columns
+        BLOCK_N: gl.constexpr = self.cache.PLAN.block_n
+        k = k_tile.reshape([BLOCK_N, self.cache.PLAN.block_d])
+        zero = gl.zeros([BLOCK_N, COLUMNS], gl.float32, accumulator(COLUMNS))
+        return warpgroup_mma(k, self.q.permute([1, 0]), zero, use_acc=False, is_async=True)
+
+    @gluon.jit
+    def start_block(self, cursor, j, s, state, v_tile, v_full, LAST: gl.constexpr):
+        """The softmax of block j of a head, from its scores, and the start of its product with V: the new state.
+
+        v_full: the barrier of V and its phase. LAST: the block may hold keys behind the last one.
+        """
+        PLAN: gl.constexpr = self.cache.PLAN
+        o, m, sums = state
+        if needs_mask(self.cache, cursor, j):
+            s = mask_block(s, self.cache, cursor, j, 0, 0)
+        p, m, factor, sums = softmax(s, m, sums, self.cache.c)
+        self.p_tile.permute([1, 0]).store(p.to(self.p_tile.dtype))
+        o = o * factor[None, :]
+        barrier, phase = v_full
+        mbarrier.wait(barrier, phase)  # V has arrived
+        if LAST:
+            clean_values(v_tile, cursor, j, PLAN.block_n, PLAN.block_d)
+        # P was stored by threads, wgmma reads through the async proxy: without the fence it may read the last P, without
+        # the barrier the rows of slower warps would be missing.
+        fence_async_shared()
+        thread_barrier()
+        v = v_tile.reshape([PLAN.block_n, PLAN.block_d])
+        o = warpgroup_mma(v.permute([1, 0]), self.p_tile.permute([1, 0]), o, is_async=True)
+        return o, m, sums
+
+    @gluon.jit
+    def totals(self, state):
+        """The maxima and sums of the columns."""
+        columns: gl.constexpr = gl.SliceLayout(0, accumulator(self.cache.PLAN.columns))
+        return state[1], gl.convert_layout(gl.sum(gl.sum(state[2], 1), 0), columns)
+
+
+@gluon.jit
+def attend_head(way, cursor, span, tiles, loads):
+    """The blocks of one head from the cursor on: the output, unnormalized, its rows' maxima and sums, and the loads.
+
+    way: `KeysAsRows`, or `cluster_rows.RowsAsRows`. span: how many blocks, the number of the first among those of this program,
+    and how many the program has. tiles: the ring, its barriers, and the descriptors of K and V. loads: cursor and pages of the
+    block whose K, and of the one whose V is to be loaded next; K runs a block before V.
+    """
+    cache = way.cache
+    SLOTS: gl.constexpr = cache.PLAN.slots
+    n, i, count = span
+    ring, full, k_desc, v_desc = tiles
+    k_next, k_pages, v_next, v_pages = loads
+    state = way.unseen()
+    # The first scores by themselves; each step then starts the scores of the next block, so that the tensor cores
+    # compute them during this block's softmax.
+    slot = 2 * i % SLOTS
+    mbarrier.wait(full.index(slot), (2 * i // SLOTS) & 1)  # K has arrived
+    s = warpgroup_mma_wait(0, [way.start_scores(ring.index(slot))])
+    thread_barrier()  # all warps have read this K: TMA may overwrite it
+    more = i + SLOTS // 2 < count
+    k_next, k_pages = load_next(k_desc, cache, k_next, k_pages, ring.index(slot), full.index(slot), more)
+    for k in range(n - 1):
+        after = 2 * (i + 1) % SLOTS
+        mbarrier.wait(full.index(after), (2 * (i + 1) // SLOTS) & 1)
+        s_next = way.start_scores(ring.index(after))
+        slot = 2 * i % SLOTS + 1
+        v_full = full.index(slot), (2 * i // SLOTS) & 1
+        o_next, m, sums = way.start_block(cursor, cursor.j + k * cache.step, s, state, ring.index(slot), v_full, False)
+        s = warpgroup_mma_wait(1, [s_next])  # the older product: its K is free
+        thread_barrier()
+        more = i + 1 + SLOTS // 2 < count
+        k_next, k_pages = load_next(k_desc, cache, k_next, k_pages, ring.index(after), full.index(after), more)
+        state = warpgroup_mma_wait(0, [o_next]), m, sums
+        thread_barrier()  # all warps have read V and P
+        more = i + SLOTS // 2 < count
+        v_next, v_pages = load_next(v_desc, cache, v_next, v_pages, ring.index(slot), full.index(slot), more)
+        i += 1
+
+    # The last block, with no scores to start.
+    slot = 2 * i % SLOTS + 1
+    v_full = full.index(slot), (2 * i // SLOTS) & 1
+    j = cursor.j + (n - 1) * cache.step
+    o_next, m, sums = way.start_block(cursor, j, s, state, ring.index(slot), v_full, True)
+    o = warpgroup_mma_wait(0, [o_next])
+    thread_barrier()
+    more = i + SLOTS // 2 < count
+    v_next, v_pages = load_next(v_desc, cache, v_next, v_pages, ring.index(slot), full.index(slot), more)
+    m, total = way.totals((o, m, sums))
+    return o, m, total, (k_next, k_pages, v_next, v_pages)
+
+
+@gluon.jit
+def allocate_probabilities(dtype: gl.constexpr, PLAN: gl.constexpr):
+    """A tile for P, keys innermost: the right operand of V^T P^T, in the order in which wgmma likes it best."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    return gl.allocate_shared_memory(dtype, [PLAN.columns, PLAN.block_n], layout)
+
+
+@gluon.jit
+def attend_keys(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
+    """One program: its share of the blocks of all heads; each head, or its part, is stored."""
+    cache = results.cache
+    PLAN: gl.constexpr = cache.PLAN
+    SLOTS: gl.constexpr = PLAN.slots
+    dtype: gl.constexpr = k_desc.dtype
+    columns: gl.constexpr = gl.SliceLayout(0, accumulator(PLAN.columns))
+    split = cache.split(whole)
+    program = gl.program_id(0)
+    begin = split.begin(program)
+    count = split.begin(program + 1) - begin
+    if program < split.programs:
+        ring = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
+        full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        q_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, PLAN.columns, PLAN.block_d], q_desc.layout)
+        q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        p_tile = allocate_probabilities(dtype, PLAN)
+        for fill in gl.static_range(SLOTS):
+            mbarrier.init(full.index(fill), count=1)
+        for fill in gl.static_range(2):
+            mbarrier.init(q_full.index(fill), count=1)
+        # All expectations before all copies: the compiler puts a barrier between the two, here one for all.
+        mbarrier.expect(q_full.index(0), q_desc.block_type.nbytes)
+        for fill in gl.static_range(SLOTS):
+            expect_block(k_desc, cache, full.index(fill), fill // 2 < count)
+        # TMA completes the barriers through the async proxy, and may otherwise find them as they were before; and a warp
+        # could wait on a barrier that is not ready.
+        fence_async_shared()
+        thread_barrier()
+
+        cursor = cache.locate(begin)
+        copy_queries(q_desc, cache, cursor.b, cursor.head, q_ring.index(0), q_full.index(0), True)
+        following = cursor
+        pages = page_numbers(cache, following)
+        for fill in gl.static_range(SLOTS // 2):
+            copy_block(k_desc, cache, following, pages, ring.index(2 * fill), full.index(2 * fill), fill < count)
+            copy_block(
+                v_desc, cache, following, pages, ring.index(2 * fill + 1), full.index(2 * fill + 1), fill < count
+            )
+            following = cache.advance(following)
+            pages = page_numbers(cache, following)
+        loads = following, pages, following, pages
+
+        done = gl.to_tensor(0)
+        piece = gl.to_tensor(0)
+        while done < count:
+            n = gl.minimum(cursor.blocks - cursor.j, count - done)
+            following = cache.advance(cursor.at_last())
+            # The other tile of Q was used by the piece before, whose products are done.
+            tile, barrier = q_ring.index((piece + 1) % 2), q_full.index((piece + 1) % 2)
+            load_queries(q_desc, cache, following.b, following.head, tile, barrier, done + n < count)
+            mbarrier.wait(q_full.index(piece % 2), (piece // 2) & 1)
+            q = q_ring.index(piece % 2).reshape([PLAN.columns, PLAN.block_d])
+            way = KeysAsRows(cache, q, p_tile)
+            o, m, total, loads = attend_head(way, cursor, (n, done, count), (ring, full, k_desc, v_desc), loads)
+            if n == cursor.blocks:
+                results.store_whole(cursor, o * inverse(total)[None, :], 0, 1)
+            else:
+                part = 2 * program + (split.owner(begin + done - cursor.j) == program).to(gl.int32)
+                results.store_sums(part, gl.arange(0, PLAN.columns, columns), m, total)
+                results.store_part(cursor, part, o, 0, 1)
+            done += n
+            piece += 1
+            cursor = following
