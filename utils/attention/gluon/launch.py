@@ -132,7 +132,7 @@ def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: i
     if step < 5:
         return plan_for(step, head_dim)
     programs = _multiprocessors(q.device)
-    return plan_for(step, head_dim, variant_for(head_dim, causal, window, sq, k.shape[2], batch * heads, programs, lse))
+    return plan_for(step, head_dim, variant_for(head_dim, causal, window, sq, k.shape[2], batch * heads, programs))
 
 
 def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse) -> Callable | None:

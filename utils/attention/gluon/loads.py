@@ -1,32 +1,9 @@
-"""Loads of step 5: the producer warp, and the first loads of a program, which are asked for before the roles begin."""
+"""Loads of step 5: the producer warp."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-
-from utils.attention.gluon.clocks import block_entry, keep_clock, own_entries
-
-
-@gluon.constexpr_function
-def _prefetch_asm():
-    return (
-        "{ .reg .b64 map; .reg .pred first; elect.sync _|first, 0xffffffff; "
-        "mov.b64 map, attention_step5_param_0; cvta.param.u64 map, map; "
-        "@first cp.async.bulk.prefetch.tensor.4d.L2.global.tile [map, {$1, $2, $3, $4}]; mov.u32 $0, 0; }"
-    )
-
-
-@gluon.jit
-def prefetch_queries(batch, head, row):
-    """Bring a tile of Q into the L2.
-
-    Gluon has no word for it, and gives no descriptor's address. Q's descriptor is the kernel's first argument, which PTX knows by name.
-    """
-    asm: gl.constexpr = _prefetch_asm()
-    at = [gl.to_tensor(0), gl.to_tensor(row), gl.to_tensor(head), gl.to_tensor(batch)]
-    gl.inline_asm_elementwise(asm, "=r,r,r,r,r", at, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -35,8 +12,7 @@ def producer(work, q_desc, k_desc, v_desc):
     PLAN: gl.constexpr = work.PLAN
     CONSUMERS: gl.constexpr = PLAN.consumers
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
-    count, t, rest = work.first(BLOCK_M * CONSUMERS)
-    entries = own_entries(work)
+    count, t, rest = work.first(PLAN.rows)
     it = 0
     for i in range(count):
         t_next = work.todo.start_next(t, rest, i)
@@ -45,76 +21,14 @@ def producer(work, q_desc, k_desc, v_desc):
         batch = flat // work.heads
         head = flat - batch * work.heads
         kv_head = head // work.group
-        lo, hi = work.blocks(t, row, BLOCK_M * CONSUMERS)
-        begin = 0
-        if PLAN.prefill > 0:  # of the first tile `fill_rings` has asked for some
-            begin = gl.where(i == 0, gl.minimum(PLAN.prefill, hi - lo), 0)
-            it += begin
-        if PLAN.keys_first > 0:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
-            if i > 0:
-                # Q's slot is free last, when the output has left through it: until then Q comes as far as the L2.
-                for w in gl.static_range(CONSUMERS):
-                    prefetch_queries(batch, head, row + w * BLOCK_M)
-                begin = gl.minimum(PLAN.keys_first, hi - lo)
-                for j in range(begin):
-                    key = (hi - 1 - j) * PLAN.block_n
-                    work.k.load(it, k_desc, batch, kv_head, key)
-                    work.v.load(it, v_desc, batch, kv_head, key)
-                    it += 1
-                for w in gl.static_range(CONSUMERS):
-                    work.q.load(i, q_desc, batch, head, row + w * BLOCK_M, w)
-        for j in range(begin, hi - lo):
+        lo, hi = work.blocks(t, row, PLAN.rows)
+        for j in range(hi - lo):
             key = (hi - 1 - j) * PLAN.block_n
-            # In the order of need: the first consumer's Q, K, the other consumers' Q, V.
-            if j == 0:
-                work.q.load(i, q_desc, batch, head, row)
-            clocks = block_entry(work, entries, it)
-            keep_clock(work, clocks, "begins")
+            # In the order in which slots become free: where there is one tile of Q, its output leaves last.
             work.k.load(it, k_desc, batch, kv_head, key)
-            keep_clock(work, clocks, "K loads")
             if j == 0:
-                for w in gl.static_range(1, CONSUMERS):
+                for w in gl.static_range(CONSUMERS):
                     work.q.load(i, q_desc, batch, head, row + w * BLOCK_M, w)
-            keep_clock(work, clocks, "V's turn")
             work.v.load(it, v_desc, batch, kv_head, key)
-            keep_clock(work, clocks, "V loads")
             it += 1
         t = work.todo.finish_next(t_next)
-
-
-@gluon.jit
-def fill_rings(work, q_desc, k_desc, v_desc):
-    """Before the roles begin: ask for the first tile's Q and its first blocks of K and V.
-
-    Triton hands over to the roles through shared memory and barriers, and puts a barrier between an expectation and its copy: so
-    all expectations come before all copies.
-    """
-    PLAN: gl.constexpr = work.PLAN
-    CONSUMERS: gl.constexpr = PLAN.consumers
-    COUNT: gl.constexpr = PLAN.prefill
-    BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
-    fence_async_shared()  # TMA completes the barriers through the async proxy, and may otherwise find them as they were before
-    if work.CASE.dealt:
-        count, t, _rest = work.todo.first()
-    else:  # there are no more programs than tiles, or parts of them
-        count, t = 1, gl.program_id(0)
-    tile, flat = work.todo.locate(t)
-    row = work.first_row(tile)
-    batch = flat // work.heads
-    head = flat - batch * work.heads
-    kv_head = head // work.group
-    lo, hi = work.blocks(t, row, BLOCK_M * CONSUMERS)
-    blocks = gl.where(count > 0, hi - lo, 0)  # a program that has no tile asks for nothing
-    for w in gl.static_range(CONSUMERS):
-        work.q.expect(0, q_desc, w, pred=blocks > 0)
-    for j in gl.static_range(COUNT):
-        work.k.expect(j, k_desc, pred=j < blocks)
-        work.v.expect(j, v_desc, pred=j < blocks)
-    work.q.copy(0, q_desc, batch, head, row, pred=blocks > 0)
-    for j in gl.static_range(COUNT):
-        key = (hi - 1 - j) * PLAN.block_n
-        work.k.copy(j, k_desc, batch, kv_head, key, pred=j < blocks)
-        if j == 0:
-            for w in gl.static_range(1, CONSUMERS):
-                work.q.copy(0, q_desc, batch, head, row + w * BLOCK_M, w, pred=blocks > 0)
-        work.v.copy(j, v_desc, batch, kv_head, key, pred=j < blocks)

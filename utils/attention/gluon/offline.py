@@ -12,7 +12,7 @@ import argparse
 import re
 
 from utils.attention.gluon.launch import kernel_of
-from utils.attention.gluon.plan import BLOCK_M, STEPS, Case, Plan, plan_for
+from utils.attention.gluon.plan import BLOCK_M, STEPS, Case, plan_for
 from utils.kernels.offline import Assembly, compile_gluon, read_assembly
 
 
@@ -23,14 +23,9 @@ def compile_step(
     dtype: str = "bf16",
     causal: bool = False,
     window: bool = False,
-    tail: bool = False,
     lse: bool = False,
     variant: str = "",
     parts: bool = False,
-    offset: bool = False,
-    clocks: bool = False,
-    one_edge: bool = False,
-    plan: Plan | None = None,
 ) -> Assembly:
     """Compile a step of the ladder for sm_90a.
 
@@ -40,44 +35,28 @@ def compile_step(
         dtype: "bf16" or "fp16".
         causal: Whether the mask is causal.
         window: Whether there is a sliding window.
-        tail: Whether the keys are no multiple of a block.
-        lse: Whether the log-sum-exp is stored.
+        lse: Whether the log-sum-exp is stored, of steps 1 to 4. Step 5 decides at each launch.
         variant: Of step 5's plan (`plan.variant_for`).
-        parts: Whether programs share tiles (`plan.parts_for`).
-        offset: Whether causal tiles begin before the first query (`plan.row_offset`).
-        clocks: Whether the kernel keeps clocks (`clocks.py`).
-        one_edge: Whether a window's two edges lie in no block together (`plan.one_edge`).
-        plan: Tile and pipeline; the step's own by default.
+        parts: Whether programs share tiles, in step 5 (`plan.parts_for`).
     """
     from triton.experimental.gluon import language as gl
 
-    plan = plan or plan_for(step, head_dim, variant)
+    plan = plan_for(step, head_dim, variant)
     kernel = kernel_of(step)
-    constants = dict(
-        HEAD_DIM=head_dim,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=plan.block_n,
-        BLOCK_D=plan.block_d,
-        CAUSAL=causal,
-        WINDOW=window,
-        LSE=lse,
-        CONSUMERS=plan.consumers,
-        STAGES=plan.stages,
-        REGISTERS=plan.registers,
-        PLAN=plan,
-        CASE=Case(
-            causal,
-            window,
-            tail,
-            lse,
-            (causal or window) and not parts,
-            parts,
-            together=parts,
-            offset=offset,
-            clocks=clocks,
-            one_edge=one_edge,
-        ),
-    )
+    constants = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_D": plan.block_d,
+        "CAUSAL": causal,
+        "WINDOW": window,
+        "LSE": lse,
+        "CONSUMERS": plan.consumers,
+        "STAGES": plan.stages,
+        "REGISTERS": plan.registers,
+        "PLAN": plan,
+        "CASE": Case(causal, window, parts),
+    }
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     tile = {"q_desc": BLOCK_M, "o_desc": BLOCK_M, "k_desc": plan.block_n, "v_desc": plan.block_n}
     kinds = {
@@ -110,10 +89,8 @@ def main() -> None:
     parser.add_argument("step", type=int, choices=STEPS)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
-    parser.add_argument(
-        "--variant", choices=("", "one", "few", "lone", "narrow", "short", "ahead", "ahead of three"), default=""
-    )
-    for flag in ("causal", "window", "tail", "lse", "parts", "offset"):
+    parser.add_argument("--variant", choices=("", "one", "few", "ahead"), default="")
+    for flag in ("causal", "window", "lse", "parts"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--sass", action="store_true", help="print the disassembly")
     options = vars(parser.parse_args())

@@ -5,10 +5,9 @@ each row in global memory, in fp32. The parts of a row are added up in their ord
 
     lse = log sum_i e^lse_i        out = sum_i e^(lse_i - lse) out_i
 
-With `Case.together` all programs of a tile wait until all have left their parts, and add up some rows each. The launch is
-cooperative: the GPU starts all programs at the same time or refuses, so that the waiting ends. Without, the one that leaves
-its part last adds up all rows. That is slower, because one SM reads all parts; but the simulator, which runs one program
-after another, can run no other.
+All programs of a tile wait until all have left their parts, and add up some rows each. The launch is cooperative: the GPU
+starts all programs at the same time or refuses, so that the waiting ends. The simulator runs one program after another: there
+the one that leaves its part last adds up all rows (`together` is 0).
 
 Consumers of a block count and add for themselves: they own different rows.
 """
@@ -32,19 +31,29 @@ def piece_layout(columns):
     return gl.BlockedLayout([1, 4], [32 // threads, threads], [4, 1], [1, 0])
 
 
+@gluon.jit
+def store_columns(place, x, STRIDE: gl.constexpr):
+    """Store columns of a matrix whose rows are STRIDE numbers apart."""
+    layout: gl.constexpr = x.type.layout
+    m = gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))[:, None]
+    gl.store(place + m * STRIDE + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))[None, :], x)
+
+
 @aggregate
 class Parts:
-    """Where the parts of a launch are left, and who has left one."""
+    """Memory for the parts of a launch, and counters of the programs that have left theirs."""
 
     results: gl.tensor  # fp32: for each part and consumer 64 log-sum-exps, then 64 rows of output
     counters: gl.tensor  # int32, zero before and after a launch: for each tile and consumer
     count: gl.tensor  # parts of a tile, if it has as many blocks of keys
+    together: gl.tensor  # 1: all programs of a tile add up; 0: the last one does
 
     @gluon.constexpr_function
-    def __init__(self, results, counters, count):
+    def __init__(self, results, counters, count, together):
         self.results = results
         self.counters = counters
         self.count = count
+        self.together = together
 
     @gluon.jit
     def used(self, blocks):
@@ -61,66 +70,62 @@ class Parts:
         return begin, gl.where(part < used, end, begin)
 
     @gluon.jit
-    def leave(self, t, o, lses, row, W: gl.constexpr, CONSUMERS: gl.constexpr):
+    def leave(self, work, t, o, lses, row, W: gl.constexpr):
         """Store the part of item t of consumer W. lses: pairs of row numbers and log-sum-exps; row: the first one."""
-        BLOCK_M: gl.constexpr = o.shape[0]
-        BLOCK_D: gl.constexpr = o.shape[1]
-        layout: gl.constexpr = o.type.layout
-        own = self.results + (t * CONSUMERS + W) * (BLOCK_M * (BLOCK_D + 1))
+        PLAN: gl.constexpr = work.PLAN
+        BLOCK_D: gl.constexpr = PLAN.block_d
+        own = self.results + (t * PLAN.consumers + W) * (64 * (BLOCK_D + 1))
         for i in gl.static_range(len(lses)):
             rows, lse = lses[i]
             gl.store(own + (rows - row), lse)
-        m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))[:, None]
-        d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
-        gl.store(own + BLOCK_M + m * BLOCK_D + d, o)
+        place = own + 64
+        for i in gl.static_range(len(o)):
+            store_columns(place, o[i], BLOCK_D)
+            place += o[i].shape[1]
         thread_barrier()  # one thread counts for all: without this, another's numbers might not be stored yet
 
     @gluon.jit
-    def arrive(self, t, W: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, used, TOGETHER: gl.constexpr):
+    def arrive(self, work, t, used, W: gl.constexpr):
         """Say that the part of item t is left; return the first piece of rows to add up, and the step to the next one."""
-        counter = self.counters + t // self.count * CONSUMERS + W
+        PIECES: gl.constexpr = 64 // PIECE
+        counter = self.counters + t // self.count * work.PLAN.consumers + W
         arrived = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
-        if TOGETHER:
-            while arrived < used:
-                arrived = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-            first, stride = t % self.count, used
-        else:
-            if arrived == used:
-                gl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")  # the next launch finds it as this one did
-            first, stride = gl.where(arrived == used, 0, BLOCK_M // PIECE), 1
+        while (arrived < used) & (self.together > 0):
+            arrived = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+        last = gl.where(arrived >= used, 0, PIECES)
         thread_barrier()  # one thread has seen that all are there: the others may read only behind it
-        return first, stride
+        return gl.where(self.together > 0, t % self.count, last), gl.where(self.together > 0, used, 1)
 
     @gluon.jit
-    def depart(self, t, W: gl.constexpr, CONSUMERS: gl.constexpr, used):
-        """Behind a sum together: the last one sets the counter to zero, as the next launch expects it."""
-        counter = self.counters + t // self.count * CONSUMERS + W
-        before = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
+    def depart(self, work, t, used, W: gl.constexpr):
+        """Behind the sum: the last one sets the counter to zero, as the next launch expects it."""
+        counter = self.counters + t // self.count * work.PLAN.consumers + W
+        before = gl.atomic_add(counter, self.together, sem="relaxed", scope="gpu")
         if before == 2 * used - 1:  # all have counted twice: nobody waits any more
             gl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
 
     @gluon.jit
-    def add_up(
-        self, t, piece, W: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, used
-    ):
+    def add_up(self, work, t, piece, used, head_dim, W: gl.constexpr):
         """Return the output [PIECE, BLOCK_D] and the log-sum-exp of some rows: all parts of them added up in their order.
 
         All loads are under way at the same time, past the L1, which may hold what was there before.
         """
         MOST: gl.constexpr = MOST_PARTS
+        BLOCK_D: gl.constexpr = work.PLAN.block_d
         layout: gl.constexpr = piece_layout(BLOCK_D)
-        step: gl.constexpr = CONSUMERS * BLOCK_M * (BLOCK_D + 1)
-        results = self.results + (t // self.count * self.count * CONSUMERS + W) * (BLOCK_M * (BLOCK_D + 1))
+        own: gl.constexpr = 64 * (BLOCK_D + 1)  # numbers of a part
+        step: gl.constexpr = work.PLAN.consumers * own
+        results = self.results + t // self.count * self.count * step + W * own
         m = piece * PIECE + gl.arange(0, PIECE, gl.SliceLayout(1, layout))
         d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
-        numbers = results + BLOCK_M + m[:, None] * BLOCK_D + d
+        numbers = results + 64 + m[:, None] * BLOCK_D + d
         found = ()
         values = ()
         for part in gl.static_range(MOST):
             here = (m >= 0) & (part < used)
             lse = gl.load(results + m + part * step, mask=here, other=MINUS_INF, cache_modifier=".cg")
             found += (lse,)  # type: ignore[assignment]  # in a kernel a name's tuple may grow
-            here2 = (m[:, None] >= 0) & (d >= 0) & (part < used)
+            here2 = (m[:, None] >= 0) & (d < head_dim) & (part < used)  # the columns behind were not stored
             value = gl.load(numbers + part * step, mask=here2, other=0.0, cache_modifier=".cg")
             values += (value,)  # type: ignore[assignment]
         top = found[0]  # type: ignore[misc]

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from utils.attention.gluon.parts import Parts
-from utils.attention.gluon.shared import aggregate, keep_columns, keep_side, key_blocks, tma_load, uniform
+from utils.attention.gluon.shared import aggregate, keep_columns, key_blocks, tma_load, uniform
 
 
 @aggregate
@@ -69,22 +69,13 @@ class Ring:
         mbarrier.wait(self.empty.index(self.slot(i, lane)), self.phase(i) ^ 1)
 
     @gluon.jit
-    def expect(self, i, descriptor, lane=0, pred=True):
-        """Producer: announce the bytes of load number i; copies that arrive unannounced could complete the phase too early."""
-        mbarrier.expect(self.full.index(self.slot(i, lane)), descriptor.block_type.nbytes, pred=pred)
-
-    @gluon.jit
-    def copy(self, i, descriptor, batch, head, row, lane=0, pred=True):
-        """Producer: fetch rows from `row` on into load number i's slot, which is empty, and whose bytes are announced."""
-        slot = self.slot(i, lane)
-        tma_load(descriptor, [batch, head, row, 0], self.full.index(slot), self.tiles.index(slot), pred=pred)
-
-    @gluon.jit
     def load(self, i, descriptor, batch, head, row, lane=0):
         """Producer: fetch rows from `row` on into load number i's slot, as soon as that is empty."""
         self.wait_empty(i, lane)
-        self.expect(i, descriptor, lane)
-        self.copy(i, descriptor, batch, head, row, lane)
+        slot = self.slot(i, lane)
+        # The bytes are announced first: copies that arrive unannounced could complete the phase too early.
+        mbarrier.expect(self.full.index(slot), descriptor.block_type.nbytes)
+        tma_load(descriptor, [batch, head, row, 0], self.full.index(slot), self.tiles.index(slot))
 
     @gluon.jit
     def wait_full(self, i, lane=0, pred=True):
@@ -114,44 +105,30 @@ def allocate_ring(
     LANES: gl.constexpr,
     READERS: gl.constexpr,
     ROWS: gl.constexpr = 0,
-    READY: gl.constexpr = None,
     WINDOW: gl.constexpr = False,
 ):
     """A ring for tiles of a TMA descriptor; READERS: consumers that read each tile. ROWS: of a tile, if not a box's.
 
-    READY: how many of the barriers for full tiles are made now, if not all barriers; `make_barriers` makes the others.
-    WINDOW: whether the kernel masks a window. With bits it takes 3 to 7% longer (docs/attention-log.md, entry 48).
+    WINDOW: whether the kernel masks a window. With bits for slot and phase it takes 3 to 7% longer.
     """
     count: gl.constexpr = SLOTS * LANES
     shape: gl.constexpr = ring_shape(count, descriptor.block_type.shape, ROWS)
     tiles = gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
     full = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
-    ring = Ring(tiles, full, empty, SLOTS, LANES, WINDOW)
-    if READY is None:
-        make_barriers(ring, READERS, 0)
-    else:
-        for i in gl.static_range(READY):
-            mbarrier.init(full.index(i), count=1)
-    return ring
-
-
-@gluon.jit
-def make_barriers(ring, READERS: gl.constexpr, READY: gl.constexpr):
-    """Make the barriers of a ring, but for the first READY for full tiles, which are there."""
-    for i in gl.static_range(ring.SLOTS * ring.LANES):
-        if i >= READY:
-            mbarrier.init(ring.full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
-        mbarrier.init(ring.empty.index(i), count=128 * READERS)  # every thread releases for itself
+    for i in gl.static_range(count):
+        mbarrier.init(full.index(i), count=1)  # the producer's announcement; the bytes are counted apart
+        mbarrier.init(empty.index(i), count=128 * READERS)  # every thread releases for itself
+    return Ring(tiles, full, empty, SLOTS, LANES, WINDOW)
 
 
 @aggregate
 class Tiles:
     """Which tiles of query rows this program computes, in which order. A tile belongs to one head of one sequence.
 
-    DEALT: a row of `schedule` for each program, computed on the host (`dealing.deal_tiles`). Otherwise program p
-    takes the tiles p, p + programs, ...; LONGEST_FIRST numbers them from the last row tile of all heads down. Where
-    programs share tiles (SHARED, `parts.py`), each takes one item: t counts the parts of all tiles.
+    Under a mask (MASKED) there may be a schedule, computed on the host (`dealing.deal_tiles`), with a row for each program. Where
+    its stride is zero each program has one tile. Without a mask program p takes the tiles p, p + programs, ... Where programs share
+    tiles (SHARED, `parts.py`), t counts the parts of all tiles, and each program has one.
     """
 
     schedule: gl.tensor
@@ -159,54 +136,48 @@ class Tiles:
     tiles_m: gl.tensor
     heads_total: gl.tensor
     parts: gl.tensor
-    DEALT: gl.constexpr
+    MASKED: gl.constexpr
     SHARED: gl.constexpr
-    LONGEST_FIRST: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, schedule, stride, tiles_m, heads_total, parts, DEALT, SHARED, LONGEST_FIRST):
+    def __init__(self, schedule, stride, tiles_m, heads_total, parts, MASKED, SHARED):
         self.schedule = schedule
         self.stride = stride
         self.tiles_m = tiles_m
         self.heads_total = heads_total
         self.parts = parts
-        self.DEALT = gl.constexpr(DEALT)
+        self.MASKED = gl.constexpr(MASKED)
         self.SHARED = gl.constexpr(SHARED)
-        self.LONGEST_FIRST = gl.constexpr(LONGEST_FIRST)
 
     @gluon.jit
     def first(self):
         """Number of tiles of this program, its first tile, and where it reads the others."""
         program = gl.program_id(0)
         own = self.schedule + program * self.stride
-        if self.DEALT:
-            return uniform(gl.load(own)), uniform(gl.load(own + 1)), own + 2
+        if self.MASKED:
+            dealt = self.stride > 0
+            count, t = gl.load(own, mask=dealt, other=1), gl.load(own + 1, mask=dealt, other=program)
+            return uniform(count), uniform(t), own + 2
         else:
             return gl.cdiv(self.tiles_m * self.heads_total * self.parts - program, gl.num_programs(0)), program, own
 
     @gluon.jit
     def start_next(self, t, rest, i):
         """Start to fetch the tile after t, the program's i-th; `finish_next` gives its number when t is done."""
-        return gl.load(rest + i) if self.DEALT else t + gl.num_programs(0)
+        return gl.load(rest + i) if self.MASKED else t + gl.num_programs(0)
 
     @gluon.jit
     def finish_next(self, t_next):
         """The tile whose fetching `start_next` started."""
-        return uniform(t_next) if self.DEALT else t_next
+        return uniform(t_next) if self.MASKED else t_next
 
     @gluon.jit
     def locate(self, t):
         """Tile number -> (row tile, head counted over all sequences)."""
         if self.SHARED:
             t = t // self.parts
-        if self.DEALT:
-            return t & 0xFFFF, t >> 16
-        elif self.LONGEST_FIRST:
-            down = t // self.heads_total
-            return self.tiles_m - 1 - down, t - down * self.heads_total
-        else:
-            head = t // self.tiles_m
-            return t - head * self.tiles_m, head
+        head = t // self.tiles_m
+        return t - head * self.tiles_m, head
 
 
 @aggregate
@@ -277,18 +248,21 @@ class Work:
     def mask(self, s, block, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
         """The scores of a block, minus infinity where a row may not look, or where there is no key."""
         rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-        positions = block.row + (self.sk - self.sq) + gl.arange(0, s.shape[0], rows)
+        first = block.row + (self.sk - self.sq)  # position of the first row
+        positions = first + gl.arange(0, s.shape[0], rows)
         behind = gl.full([s.shape[0]], self.sk, gl.int32, rows)
         if CAUSAL:
             behind = gl.minimum(behind, positions + 1)
         elif WINDOW:
             behind = gl.minimum(behind, positions + self.window)
-        if self.CASE.one_edge:
-            # The window begins in this block for some row that exists: then it ends in none of its columns.
-            left = block.key < gl.minimum(block.row + (self.sk - self.sq) + s.shape[0], self.sk) - self.window
-            limit = gl.where(left, positions - self.window + 1, behind) - block.key
-            return keep_side(s, limit, left.to(gl.int32))
-        return keep_columns(s, positions - self.window + 1 - block.key, behind - block.key, WINDOW)
+        if WINDOW:  # one comparison for a score where one edge lies in the block
+            if block.key + s.shape[1] > gl.minimum(self.sk, first + (1 if CAUSAL else self.window)):
+                s = keep_columns(s, behind - block.key, False)
+            if block.key + self.window < first + s.shape[0]:
+                s = keep_columns(s, positions - self.window + 1 - block.key, True)
+        else:
+            s = keep_columns(s, behind - block.key, False)
+        return s
 
 
 @aggregate

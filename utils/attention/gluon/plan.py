@@ -1,16 +1,15 @@
-"""Tiles, slots and registers of each step, and which program computes which tile: plain Python, no Triton.
+"""Tiles and slots of each step, and which tile step 5 takes for an attention: plain Python, no Triton.
 
-Chosen on an H200 (docs/attention-log.md). Gluon's tile shapes are powers of two. Shared memory holds 227 KiB a block;
-a thread has at most 255 registers, an SM 65536: 2 x 128 x 240 + 128 x 24, 3 x 128 x 160 + 128 x 32, or
-4 x 128 x 112 + 128 x 24.
+Chosen on an H200 and an H100. Gluon's shapes are powers of two. Shared memory holds 227 KiB a block; a thread has at most 255
+registers, an SM 65536: 2 x 128 x 240 + 128 x 24 for two consumers and a producer, 3 x 128 x 160 + 128 x 32 for three.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
-from utils.attention.gluon.dealing import SEARCHED, TILE_OVERHEAD, deal_tiles
+from utils.attention.gluon.dealing import TILE_OVERHEAD
 
 BLOCK_M = 64  # query rows of a warpgroup: one wgmma m64
 STEPS = {
@@ -20,89 +19,104 @@ STEPS = {
     4: "warp-specialized",
     5: "overlapped and persistent",
 }
-HEAD_DIMS = (64, 128, 256)  # tile widths; any multiple of 8 up to 256 runs in the next larger one
+HEAD_DIMS = (64, 128, 256)  # widths of tiles; any multiple of 8 up to 256 runs in the next larger one
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Tile and pipeline of one kernel. Step 5 is compiled for a plan: it reads the fields, not the properties."""
+    """Tile and pipeline of one kernel: five numbers, and what follows from them.
 
-    block_d: int  # tile width: the head dimension, rounded up
-    block_n: int  # keys of a block
-    consumers: int = 1  # warpgroups that compute, 64 query rows each
-    stages: int = 2  # slots of the K ring
-    registers: int = 0  # of a consumer thread
-    v_extra: int = 0  # slots that the V ring has beyond the K ring's: V's is released half a block later than K's
-    halves: bool = False  # rows r and r + 8 of a warp have a softmax each (softmax.py)
-    o_in_q: bool = False  # the output leaves through Q's tile
-    own_keys: bool = False  # each consumer starts at its own rows' last block, not at the tile's
-    q_slots: int = (
-        1  # tiles of Q in shared memory; with two, the next tile's Q, K and V come while this one is computed
-    )
-    both: bool = False  # P V is waited for before the softmax, too; without `halves`
-    prefill: int = 0  # a program's first Q, and so many blocks of K and V, are asked for before the roles begin
-    keys_first: int = (
-        0  # so many blocks of K and V of a later tile are asked for before its Q, whose only slot is free last
-    )
-    ahead: bool = False  # a tile's end overlaps the next tile's start (`consumer_ahead`): needs two tiles of Q
+    All are fields, because Triton finds a compiled kernel again by the text of its plan's fields.
 
-    @property
-    def rows(self) -> int:
-        """Query rows of a block."""
-        return BLOCK_M * self.consumers
+    columns: widths of the products that a tile's columns are computed in, powers of two. Beyond their sum the tile has zeros.
+    block_n: keys of a block.
+    consumers: warpgroups that compute, 64 query rows each.
+    stages: slots of the K ring.
+    ahead: a tile's end overlaps the next tile's start (`consumer_ahead`).
+    """
 
-    @property
-    def v_stages(self) -> int:
-        """Slots of the V ring."""
-        return self.stages + self.v_extra
+    columns: tuple[int, ...]
+    block_n: int
+    consumers: int = 1
+    stages: int = 2
+    ahead: bool = False
+
+    rows: int = field(init=False)  # query rows of a block
+    block_d: int = field(init=False)  # width of a tile
+    registers: int = field(init=False)  # of a consumer's thread
+    halves: bool = field(init=False)  # rows r and r + 8 of a warp have a softmax each (softmax.py); takes 240 registers
+    v_stages: int = field(init=False)  # slots of the V ring: V's is released half a block later than K's
+    q_slots: int = field(init=False)  # tiles of Q; with two, the next tile's Q comes while this one is computed
+    o_in_q: bool = field(init=False)  # the output leaves through Q's tile, for which there is no room beside it
+    own_keys: bool = field(init=False)  # each consumer starts at its own rows' last block, not at the tile's
+
+    def __post_init__(self):
+        wide = sum(self.columns) > 64
+        derived = {
+            "rows": BLOCK_M * self.consumers,
+            "block_d": block_head_dim(sum(self.columns)),
+            "registers": 160 if self.consumers == 3 else 240,
+            "halves": self.consumers < 3,
+            "v_stages": self.stages + wide,
+            "q_slots": 1 if sum(self.columns) > 128 else 2,
+            "o_in_q": wide,
+            "own_keys": BLOCK_M * self.consumers > self.block_n and not self.ahead,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What an attention needs of step 5's kernel: a kernel is compiled for each.
+    """What an attention needs of step 5's kernel beside its plan: a kernel is compiled for each.
 
-    tail: the keys are no multiple of a block. lse: the log-sum-exp is stored. dealt: the host deals out the tiles
-    (`dealing.deal_tiles`). parts: programs share the keys of a tile (`parts_for`).
-    together: and add the parts up together (`parts.py`). offset: a head's first tile begins before its
-    first query (`row_offset`). one_edge: the window's two edges lie in no block together (`one_edge`).
-    clocks: the kernel keeps clocks (`clocks.py`), only for a record.
-    columns: the head dimension, where threads store rows of a narrower one than the tile; otherwise 0, the tile's width.
+    causal, window: the mask. parts: programs share the keys of a tile (`parts_for`).
     """
 
     causal: bool = False
     window: bool = False
-    tail: bool = False
-    lse: bool = False
-    dealt: bool = False
     parts: bool = False
-    together: bool = False
-    offset: bool = False
-    clocks: bool = False
-    one_edge: bool = False
-    columns: int = 0
-
-
-# Step 5's plans, by tile width and variant (`variant_for`).
-_STEP_5 = {
-    (64, ""): Plan(64, 128, 3, 4, 160, own_keys=True, q_slots=2),
-    (64, "short"): Plan(64, 64, 4, 4, 112, own_keys=True, q_slots=2, both=True),
-    (64, "ahead"): Plan(64, 128, 2, 3, 240, halves=True, q_slots=2, ahead=True),
-    (64, "ahead of three"): Plan(64, 128, 3, 4, 160, q_slots=2, ahead=True),
-    (64, "narrow"): Plan(64, 64, 3, 5, 160, own_keys=True, q_slots=2, both=True, prefill=1),
-    (64, "lone"): Plan(64, 128, 3, 5, 160, own_keys=True, prefill=5),
-    (64, "few"): Plan(64, 128, 2, 3, 240, halves=True, own_keys=True, q_slots=2),
-    (128, ""): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2),
-    (128, "ahead"): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2, ahead=True),
-    (64, "one"): Plan(64, 128, 1, 4, 240, halves=True, prefill=1),
-    (128, "one"): Plan(128, 128, 1, 2, 240, v_extra=1, halves=True, prefill=1),
-    (256, "one"): Plan(256, 64, 1, 2, 240, v_extra=1, halves=True, o_in_q=True, prefill=1),
-    (256, ""): Plan(256, 64, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, own_keys=True, prefill=2, keys_first=2),
-}
 
 
 def block_head_dim(head_dim: int) -> int:
     """Return the tile width that holds a head dimension: 64, 128 or 256."""
     return next(width for width in HEAD_DIMS if head_dim <= width)
+
+
+# Step 5's plans, by head dimension and variant (`variant_for`).
+_COLUMNS = {64: (64,), 96: (64, 32), 128: (128,), 256: (256,)}
+_STEP_5 = {
+    (64, ""): Plan((64,), 128, 3, 4),
+    (64, "ahead"): Plan((64,), 128, 2, 3, ahead=True),
+    (64, "few"): Plan((64,), 128, 2, 3),
+    (64, "one"): Plan((64,), 128, 1, 4),
+    (256, ""): Plan((256,), 64, 2, 2),
+    (256, "one"): Plan((256,), 64, 1, 2),
+}
+for _width in (96, 128):
+    _STEP_5[_width, ""] = Plan(_COLUMNS[_width], 128, 2, 2)
+    _STEP_5[_width, "ahead"] = Plan(_COLUMNS[_width], 128, 2, 2, ahead=True)
+    _STEP_5[_width, "one"] = Plan(_COLUMNS[_width], 128, 1, 2)
+
+
+def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
+    """Return the plan of a step of the ladder for a head dimension. variant: of step 5, see `variant_for`."""
+    d = block_head_dim(head_dim)
+    if step in (1, 2):
+        return Plan((d,), 32 if d == 256 else 64)
+    if step == 3:
+        return Plan((d,), 64 if d == 256 else 128)
+    if step == 4:
+        return Plan((d,), 64 if d == 256 else 128, 3 if d == 64 else 2, 3 if d == 64 else 2)
+    if step == 5:
+        width = _width_of(head_dim)
+        return _STEP_5.get((width, variant)) or _STEP_5[width, ""]
+    raise ValueError(f"The ladder has the steps 1 to 5; got step {step!r}.")
+
+
+def _width_of(head_dim: int) -> int:
+    """Return the head dimension whose plans step 5 takes."""
+    return next(width for width in _COLUMNS if head_dim <= width)
 
 
 def row_offset(plan: Plan, causal: bool, window: bool, shift: int) -> int:
@@ -114,98 +128,86 @@ def row_offset(plan: Plan, causal: bool, window: bool, shift: int) -> int:
     return shift % (BLOCK_M if plan.own_keys else plan.rows) if causal and not window else 0
 
 
-def one_edge(plan: Plan, window: int) -> bool:
-    """Return whether no block of keys has both edges of a window for any of 64 rows.
-
-    With the first of them at position p, the keys up to p + 63 - window are hidden from the last row, and from some row those behind p, or
-    later ones without a causal mask. The last key of all is an edge, too; it lies `window` keys or more behind those that are hidden from a row that exists.
-    """
-    return window >= plan.block_n + BLOCK_M - 2
-
-
 def row_tiles(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> int:
     """Return how many tiles the rows of a head make, the rows before the first query included (`row_offset`)."""
     return -(-(sq + row_offset(plan, causal, window > 0, sk - sq)) // plan.rows)
 
 
-# How much longer the plans of head dim 64 take for a causal tile's blocks, on an H200 (docs/attention-log.md, entries 30 and 34).
-_CAUSAL_64 = {"": 1.0, "short": 1.14, "few": 1.13}
+def tile_blocks(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> list[int]:
+    """Return how many blocks of keys each row tile of a head sees (`shared.key_blocks`), from the first to the last."""
+    last, shift, found = -(-sk // plan.block_n), sk - sq, []
+    for row in range(-row_offset(plan, causal, window > 0, shift), sq, plan.rows):
+        behind = row + plan.rows + shift + (0 if causal else window - 1)  # of the first key that no row sees
+        high = min(last, -(-max(behind, 0) // plan.block_n)) if causal or window else last
+        low = min(max(row + shift - window + 1, 0) // plan.block_n, last - 1) if window else 0
+        found.append(max(high - low, 1))
+    return found
 
 
-def _causal_variant(sq: int, sk: int, heads: int, programs: int) -> str:
-    """Return the variant of head dim 64 whose busiest program ends first: larger tiles are faster, smaller ones end together."""
-    costs = {name: factor * busiest(_STEP_5[64, name], sq, sk, heads, programs) for name, factor in _CAUSAL_64.items()}
-    return min(costs, key=costs.__getitem__)
-
-
-def _window_variant(d: int, sq: int, sk: int, heads: int, causal: bool, window: int, programs: int) -> str:
-    """Return the variant for a window: the more of its blocks are masked, the smaller its blocks or its tiles.
-
-    Where more than half of a tile's blocks are masked, "narrow" has blocks of 64 keys, but not where it makes more rounds of tiles. Where more
-    than a quarter are, "few" has tiles of 128 rows if its rounds have a fifth fewer rows: a row takes it 1.2 times as long
-    (docs/attention-log.md, entry 47).
-    """
-    if d != 64:
-        return ""
-    whole, few = _STEP_5[64, ""], _STEP_5[64, "few"]  # "narrow" has as many rows as ""
-    masked = 3 if causal else 5  # blocks of a tile that the window's edges, or the diagonal, go through
-    seen = visible(whole, sk, causal, window)
-    rounds, more = (-(-(-(-sq // plan.rows) * heads) // programs) * plan.rows for plan in (whole, few))
-    if 2 * masked > seen and rounds <= 1.15 * more:
-        return "narrow"
-    return "few" if 4 * masked > seen and 1.25 * more <= rounds else ""
-
-
-def variant_for(
-    head_dim: int, causal: bool, window: int, sq: int, sk: int, heads: int, programs: int, lse: bool = False
-) -> str:
+def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, heads: int, programs: int) -> str:
     """Name the variant of step 5's plan that an attention takes.
 
     window: 0 for none. heads: of all sequences. programs: multiprocessors.
 
-    "one": one consumer, where even tiles of 64 rows are fewer than programs. "few": smaller tiles and more registers, where there
-    are few tiles or many masks. "lone": full attention with one tile a program, whose rings are filled before the roles begin. "narrow":
-    smaller blocks of keys, where a window masks most of them. "short": few causal keys, so that tiles end soon after they begin. "ahead"
-    and, with three consumers, "ahead of three": full attention, where one tile's end overlaps the next tile's start. "": any other.
+    "one": one consumer, where even tiles of 64 rows are fewer than programs. "few": at head dimension 64 smaller tiles and more
+    registers, where there are few tiles or many masks. "ahead": full attention, where one tile's end overlaps the next tile's
+    start. "": any other.
     """
-    d = block_head_dim(head_dim)
-    whole, few, one = _STEP_5[d, ""], _STEP_5.get((d, "few")), _STEP_5[d, "one"]
-    two = few or whole
-    mask = sq, sk, causal, window
-    if row_tiles(two, *mask) * heads <= programs:  # a program has one tile, or a part of one: none to overlap with
-        sizes = sq, sk, heads, causal, window, programs
-        fits = row_tiles(one, *mask) * heads <= programs
+    d = _width_of(head_dim)
+    whole, one = _STEP_5[d, ""], _STEP_5[d, "one"]
+    two = _STEP_5.get((d, "few"), whole)
+    sizes = sq, sk, heads, causal, window, programs
+    if row_tiles(two, sq, sk, causal, window) * heads <= programs:  # a program has one tile, or a part of one
+        fits = row_tiles(one, sq, sk, causal, window) * heads <= programs
         if fits and shared_time(one, *sizes)[0] < shared_time(two, *sizes)[0]:
             return "one"
-        return "few" if few else ""
-    if window:
-        return _window_variant(d, sq, sk, heads, causal, window, programs)
-    if causal:
-        return _causal_variant(sq, sk, heads, programs) if d == 64 else ""
-    plan = _STEP_5.get((d, "ahead"))
-    if plan is None or sk <= plan.block_n:
-        return ""
-    if d == 128:
-        return "ahead"
-    # The other plan has 192 rows, not 128: a round of it takes 4/3 as long for each block of keys, and for a tile's start and
-    # end, which nothing overlaps there, 2.7 blocks, not 2 (docs/attention-log.md, entry 31).
-    ahead, other = (-(-(-(-sq // p.rows) * heads) // programs) for p in (plan, _STEP_5[d, ""]))
-    blocks = -(-sk // plan.block_n)
-    if other == 1 and (blocks <= 64 or sk % plan.block_n):
-        return "lone"  # over more keys "ahead of three", whose blocks take 2.7% less time (docs/attention-log.md, entry 50)
-    if 3 * ahead * (blocks + 2) <= 4 * other * (blocks + 2.7):
-        return "ahead"
-    # Where a tail is masked "ahead of three" is no faster, and with the log-sum-exp ptxas spills 48 bytes of it
-    # (docs/attention-log.md, entries 27, 29 and 31).
-    return "" if lse or sk % plan.block_n else "ahead of three"
+        return "few" if d == 64 else ""
+    if causal or window:
+        return "few" if d == 64 and _few_pays(*sizes) else ""
+    return "ahead" if d < 256 and sk > whole.block_n and (d > 64 or _ahead_pays(sq, sk, heads, programs)) else ""
+
+
+def _few_pays(sq: int, sk: int, heads: int, causal: bool, window: int, programs: int) -> bool:
+    """Whether at head dimension 64 a masked attention is faster in tiles of 128 rows, with more registers, than of 192."""
+    whole, few = _STEP_5[64, ""], _STEP_5[64, "few"]
+    if not window:  # a causal block takes "few" 1.13 times as long
+        return 1.13 * busiest(few, sq, sk, heads, programs) < busiest(whole, sq, sk, heads, programs)
+    # Where a quarter of a tile's blocks are masked, a row takes "few" 1.2 times as long.
+    masked = 3 if causal else 5  # blocks of a tile that the window's edges, or the diagonal, go through
+    rounds, more = (-(-(-(-sq // plan.rows) * heads) // programs) * plan.rows for plan in (whole, few))
+    return 4 * masked > visible(whole, sk, causal, window) and 1.25 * more <= rounds
+
+
+def _ahead_pays(sq: int, sk: int, heads: int, programs: int) -> bool:
+    """Whether at head dimension 64 full attention is faster in tiles of 128 rows that overlap than in tiles of 192.
+
+    A round of 192 rows takes 4/3 as long for each block of keys, and for a tile's start and end, which nothing overlaps there,
+    as long as 2.7 blocks, not 2.
+    """
+    ahead, whole = (-(-(-(-sq // _STEP_5[64, name].rows) * heads) // programs) for name in ("ahead", ""))
+    blocks = -(-sk // _STEP_5[64, ""].block_n)
+    return 3 * ahead * (blocks + 2) <= 4 * whole * (blocks + 2.7)
+
+
+@functools.lru_cache(maxsize=256)
+def busiest(plan: Plan, sq: int, sk: int, heads: int, programs: int) -> float:
+    """Return the least work that the busiest program of a causal attention has: in blocks of 64 rows and 128 keys.
+
+    It has the mean at least. And of the k * programs + 1 longest tiles some program has k + 1, the shortest of them at best.
+    """
+    lengths = sorted((n + TILE_OVERHEAD for n in tile_blocks(plan, sq, sk, True, 0)), reverse=True)
+    tiles = len(lengths) * heads
+    bounds = [sum(lengths) * heads / programs]
+    for k in range(min((tiles - 1) // programs, 8) + 1):
+        bounds.append(sum(lengths[i // heads] for i in range(k * programs - k, k * programs + 1)))
+    return max(bounds) * plan.rows * plan.block_n / (64 * 128)
 
 
 MOST_PARTS = 8  # of a tile
 # The time of a block of keys with one consumer, beside that with two.
 _ONE_CONSUMER = 0.65
 # What programs pay for sharing a tile, in blocks of keys of two consumers: for leaving their parts, for waiting, and for adding up
-# their share of the rows, whose bytes do not depend on the number of parts. By tile width: one consumer, two
-# (docs/attention-log.md, entry 31).
+# their share of the rows, whose bytes do not depend on the number of parts. By tile width: one consumer, two.
 _SHARING = {64: (3.0, 3.0), 128: (4.0, 4.0), 256: (4.5, 7.0)}
 
 
@@ -233,42 +235,3 @@ def shared_time(
 def parts_for(plan: Plan, sq: int, sk: int, heads: int, causal: bool, window: int, programs: int) -> int:
     """Return how many programs share the keys of a tile: more than one where there are more programs than tiles."""
     return shared_time(plan, sq, sk, heads, causal, window, programs)[1]
-
-
-def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
-    """Return the plan of a step of the ladder for a head dimension. variant: of step 5, see `variant_for`."""
-    d = block_head_dim(head_dim)
-    if step in (1, 2):
-        return Plan(d, 32 if d == 256 else 64)
-    if step == 3:
-        return Plan(d, 64 if d == 256 else 128)
-    if step == 4:
-        return replace(
-            _STEP_5[d, ""], v_extra=0, stages=3 if d == 64 else 2, q_slots=1, o_in_q=d == 256, prefill=0, keys_first=0
-        )
-    if step == 5:
-        return _STEP_5.get((d, variant)) or _STEP_5[d, ""]
-    raise ValueError(f"The ladder has the steps 1 to 5; got step {step!r}.")
-
-
-def tile_blocks(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> list[int]:
-    """Return how many blocks of keys each row tile of a head sees (`shared.key_blocks`), from the first to the last."""
-    last, shift, found = -(-sk // plan.block_n), sk - sq, []
-    for row in range(-row_offset(plan, causal, window > 0, shift), sq, plan.rows):
-        behind = row + plan.rows + shift + (0 if causal else window - 1)  # of the first key that no row sees
-        high = min(last, -(-max(behind, 0) // plan.block_n)) if causal or window else last
-        low = min(max(row + shift - window + 1, 0) // plan.block_n, last - 1) if window else 0
-        found.append(max(high - low, 1))
-    return found
-
-
-@functools.lru_cache(maxsize=256)
-def busiest(plan: Plan, sq: int, sk: int, heads: int, programs: int) -> float:
-    """Return how much the program with the most work of a causal attention does: in blocks of 64 rows and 128 keys."""
-    blocks = tile_blocks(plan, sq, sk, True, 0)
-    unit = plan.rows * plan.block_n / (64 * 128)
-    if len(blocks) * heads > SEARCHED * programs:
-        return (sum(blocks) + TILE_OVERHEAD * len(blocks)) * heads / programs * unit
-    dealt = deal_tiles(blocks, heads, 1, 1, programs)
-    assert dealt is not None
-    return max(sum(blocks[tile & 0xFFFF] + TILE_OVERHEAD for tile in tiles) for tiles in dealt) * unit

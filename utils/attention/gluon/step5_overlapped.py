@@ -1,31 +1,24 @@
 """Step 5, the fastest: products overlapped with softmax, a persistent grid. FlashAttention forward for Hopper.
 
 One block stays on each SM and walks over tiles of query rows. Its producer warp loads Q, K and V by TMA, running
-ahead as far as the rings of shared memory allow, into the next tile too. One to four consumer warpgroups own 64 rows
+ahead as far as the rings of shared memory allow, into the next tile too. One to three consumer warpgroups own 64 rows
 each. A consumer hands Q K(i) to the tensor cores and P V(i-1) behind it, waits for the scores only, and computes their
 softmax while P V(i-1) is still running; scores, probabilities and output never leave its registers. Keys are walked
 from the last block to the first, so the masked blocks of a causal tile come first.
 
-    part          what                                         head dim 64      128              256
-    consumers     warpgroups x 64 query rows                   3                2                2
-    Q             tiles of the block's rows                    2                2                1
-    K, V tile     BLOCK_N keys, slots of the K and V rings     128, 4 and 4     128, 2 and 3     64, 2 and 3
-    registers     a consumer thread, a producer thread         160, 32          240, 24          240, 24
-    shared        Q + K ring + V ring + O                      48+64+64+24      64+64+96+0       64+64+96+0 KiB
-    halves        rows r and r+8 of a warp as two softmaxes    no               yes              yes
-    own_keys      each consumer starts at its own last block   yes              no               yes
-    o_in_q        the output leaves through Q's tile           no               yes              yes
-    prefill       blocks asked for before the roles begin      0                0                2
-    keys_first    blocks of the next tile asked for before Q   0                0                2
+    part          what                                         head dim 64      80, 96      128         256
+    consumers     warpgroups x 64 query rows                   3                2           2           2
+    Q             tiles of the block's rows                    2                2           2           1
+    K, V tile     BLOCK_N keys, slots of the K and V rings     128, 4 and 4     128, 2, 3   128, 2, 3   64, 2, 3
+    columns       widths of the products (`blocks.py`)         64               64 + 32     128         256
+    registers     a consumer thread, a producer thread         160, 32          240, 24     240, 24     240, 24
+    halves        rows r and r+8 of a warp as two softmaxes    no               yes         yes         yes
+    own_keys      each consumer starts at its own last block   yes              no          no          yes
+    o_in_q        the output leaves through Q's tile           no               yes         yes         yes
 
-With two tiles of Q the producer goes on into the next tile while this one is computed. With one it asks for `keys_first`
-blocks and brings Q into the L2, until all consumers have done with the last Q (`loads.py`). Seven variants (`plan.variant_for`).
-"one", very few tiles: 1 consumer. "few", head dim 64 with few tiles or many masks: 2 consumers, 240 registers. "lone", full
-attention at head dim 64 with one tile a program: 5 slots, filled before the roles begin. "narrow", head dim 64 with a window that
-masks most blocks: 64 keys, 5 slots. "short", few causal keys at head dim 64: 4 consumers, 64 keys, 4 slots, 112 registers.
-"narrow" and "short" wait for P V before the softmax (`both`). "ahead", full attention at head dim 64 and 128 (`consumer_ahead`):
-2 consumers, and a tile's end beside the next one's start. "ahead of three", the same with 3 consumers, is for whole blocks of
-keys. Where tiles are fewer than multiprocessors, programs share them (`parts.py`).
+Three variants (`plan.variant_for`). "one", very few tiles: 1 consumer. "few", head dim 64 with few tiles or many masks:
+2 consumers, 240 registers. "ahead", full attention up to head dim 128 (`consumer_ahead`): 2 consumers, and a tile's end
+beside the next one's start. Where tiles are fewer than multiprocessors, programs share them (`parts.py`).
 
 The checklist of warp-specialized attention, for Hopper:
 - Pipeline: a TMA producer; in each consumer Q K, softmax and P V, a block apart from each other (`blocks.py`). V's slot is released
@@ -44,12 +37,10 @@ The checklist of warp-specialized attention, for Hopper:
 - Schedule: chosen by hand (`plan.py`): tiles, slots and registers by head dimension; causal tiles are dealt out by the
   host, so that all SMs end together, and in sections of heads whose K and V stay in the L2 (`dealing.py`).
 - Masking: only blocks that straddle the diagonal, the window's edge or the last key are masked, with one comparison for a score
-  unless a window is shorter than a block and 62 keys. Causal tiles begin where the
-  diagonal lies in a tile's first block alone, and so does the last key: without a window, the loop has no mask in it.
+  where a window does not begin. Causal tiles begin where the diagonal lies in a tile's first block alone, and so does the last
+  key: without a window, the loop has no mask in it.
 
-On an H200, bf16, S = 8192 and 16384, full and causal, interleaved with the other kernels (geometric means of four): times
-as fast as cuDNN, FlashAttention 3 and FlashAttention 4: 1.21, 1.00, 1.01 at head dim 64, 1.21, 1.05, 1.07 at 128, and 1.22,
-1.01, 1.01 at 256. Each point: assets/results/h200/attention_ratios.json. The way there, failures included: docs/attention-log.md.
+MEASURED
 """
 
 from __future__ import annotations
@@ -60,27 +51,27 @@ from dataclasses import dataclass
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from utils.attention.gluon.arguments import Arguments, unused
-from utils.attention.gluon.blocks import finish_block, first_block, start_output, start_scores, step
-from utils.attention.gluon.clocks import (
-    block_entry,
-    clock_now,
-    keep_clock,
-    keep_loop,
-    keep_start,
-    own_entries,
-    tile_entry,
+from utils.attention.gluon.blocks import (
+    finish_block,
+    first_block,
+    no_output,
+    start_output,
+    start_scores,
+    step,
+    times_rows,
+    wait_output,
 )
 from utils.attention.gluon.dealing import deal_tiles
-from utils.attention.gluon.loads import fill_rings, producer
+from utils.attention.gluon.loads import producer
 from utils.attention.gluon.parts import PIECE, Parts
-from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
-from utils.attention.gluon.plan import Case, one_edge, parts_for, row_offset, tile_blocks
-from utils.attention.gluon.shared import accumulator, clean_blocks, wait_products
-from utils.attention.gluon.softmax import normalizers, spread, unseen_halves, unseen_whole
-from utils.attention.gluon.stores import store_lse, store_rows, store_tile
+from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring
+from utils.attention.gluon.plan import Case, parts_for, row_offset, tile_blocks
+from utils.attention.gluon.shared import accumulator, clean_blocks
+from utils.attention.gluon.softmax import normalizers, unseen_halves
+from utils.attention.gluon.stores import Results
 from utils.kernels.capture import tensor_on
 from utils.kernels.handle import Handle
 from utils.kernels.workspace import workspace
@@ -104,12 +95,10 @@ def skip_blocks(work, it, count):
 @gluon.jit
 def consumer(work, results, W: gl.constexpr):
     """Warpgroup W: rows W * 64 and on of each tile, key blocks from the last to the first."""
-    out, o_tiles, lse_ptr = results
     PLAN: gl.constexpr = work.PLAN
     CAUSAL: gl.constexpr = work.CASE.causal
     WINDOW: gl.constexpr = work.CASE.window
     BLOCK_N: gl.constexpr = PLAN.block_n
-    BLOCK_D: gl.constexpr = PLAN.block_d
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
     # Tiles begin where the diagonal of their rows lies in the last block alone, which is walked first (`first_row`).
     LOOP_CAUSAL: gl.constexpr = CAUSAL and WINDOW
@@ -118,17 +107,14 @@ def consumer(work, results, W: gl.constexpr):
     LATE_RELEASE: gl.constexpr = PLAN.o_in_q and PLAN.q_slots == 2
 
     sq, sk = work.sq, work.sk
-    count, t, rest = work.first(BLOCK_M * PLAN.consumers)
-    entries = own_entries(work)
+    count, t, rest = work.first(PLAN.rows)
     it = 0
     for i in range(count):
-        tile_clocks = tile_entry(work, entries, i)
-        keep_clock(work, tile_clocks, "begins")
         t_next = work.todo.start_next(t, rest, i)
         tile, flat = work.todo.locate(t)
         first_row = work.first_row(tile)
         row = first_row + W * BLOCK_M
-        lo, hi = work.blocks(t, first_row, BLOCK_M * PLAN.consumers)
+        lo, hi = work.blocks(t, first_row, PLAN.rows)
         if PLAN.own_keys:
             # The tile's last blocks may lie behind the last key of this consumer's rows; rows that do not exist need none.
             own_hi = gl.where(row < sq, work.visible_blocks(row, BLOCK_M)[1], lo + 1)
@@ -144,60 +130,49 @@ def consumer(work, results, W: gl.constexpr):
         n = hi - lo
         right, edge = clean_blocks(row, BLOCK_M, lo, hi, sq, sk, work.window, BLOCK_N, CAUSAL, WINDOW)
 
-        work.q.wait_full(i, W)  # the first product reads Q; the producer loads it in the order of need
-        keep_clock(work, tile_clocks, "Q there")
+        work.q.wait_full(i, W)  # the first product reads Q
         q = work.q.tile(i, W)
-        block = Block(it, row, (hi - 1) * BLOCK_N)
-        p, state = first_block(work, block, q, CAUSAL, WINDOW, work.CASE.tail)
-        keep_clock(work, tile_clocks, "first softmax")
+        p, state = first_block(work, Block(it, row, (hi - 1) * BLOCK_N), q, CAUSAL, WINDOW)
         if LATE_RELEASE:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
             if i > 0:
                 # The last tile's output leaves through its Q's slot: the next Q may not come before it has left.
                 tma.store_wait(0)
                 work.q.release(i + 1, W)
-        o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, accumulator(BLOCK_D))
+        o = no_output(work)
         it += 1
         work.k.wait_full(it, pred=n > 1)  # each step waits for the next one's keys; this is the first one's
-        keep_clock(work, tile_clocks, "loop begins")
         for j in range(1, n):
             block = Block(it, row, (hi - 1 - j) * BLOCK_N)
             masked = (j < right) | (j >= edge)
-            clocks = block_entry(work, entries, it)
-            o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked, LOOP_CAUSAL, WINDOW, clocks)
+            if LOOP_CAUSAL or WINDOW:
+                o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked, LOOP_CAUSAL, WINDOW)
+            else:
+                o, p, state = step(work, block, q, o, p, state, j + 1 < n, None, False, False)
             it += 1
-        keep_clock(work, tile_clocks, "loop ends")
-        keep_loop(work, tile_clocks, n - 1)
         if not PLAN.o_in_q:
             work.q.release(i, W)
 
         pv = start_output(work, it, o, p, state)
-        keep_clock(work, tile_clocks, "last output handed over")
         inverse, lses = normalizers(state, work.c, row)
-        if work.CASE.lse and not work.CASE.parts:
-            store_lse(lse_ptr, lses, flat, sq)
-        # The output's registers are read next, and V's slot is released.
-        o = wait_products(pv, 0, BLOCK_D)
-        keep_clock(work, tile_clocks, "last output there")
-        o = o * spread(inverse, o)
+        if not work.CASE.parts:
+            results.store_lse(work, lses, flat)
+        o = times_rows(work, wait_output(work, pv), inverse)
         work.v.release(it - 1)
         if WINDOW and PLAN.consumers > 1:
             it = skip_blocks(work, it, before)
         if not PLAN.o_in_q:
             tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
         if work.CASE.parts:
-            lo, hi = work.visible_blocks(first_row, BLOCK_M * PLAN.consumers)
+            lo, hi = work.visible_blocks(first_row, PLAN.rows)
             used = work.parts.used(hi - lo)
-            TOGETHER: gl.constexpr = work.CASE.together
-            work.parts.leave(t, o, lses, row, W, PLAN.consumers)
-            piece, stride = work.parts.arrive(t, W, PLAN.consumers, BLOCK_M, used, TOGETHER)
+            work.parts.leave(work, t, o, lses, row, W)
+            piece, stride = work.parts.arrive(work, t, used, W)
             for own in range(piece, BLOCK_M // PIECE, stride):
-                rows, lse = work.parts.add_up(t, own, W, PLAN.consumers, BLOCK_M, BLOCK_D, used)
-                store_rows(work, out, lse_ptr, flat, row + own * PIECE, rows, lse)
-            if TOGETHER:
-                work.parts.depart(t, W, PLAN.consumers, used)
+                rows, lse = work.parts.add_up(work, t, own, used, results.head_dim, W)
+                results.store_rows(work, flat, row + own * PIECE, rows, lse)
+            work.parts.depart(work, t, used, W)
         else:
-            store_tile(work, out, flat, row, o_tiles.index(work.q.slot(i, W) if PLAN.o_in_q else W), o)
-        keep_clock(work, tile_clocks, "stored")
+            results.store_tile(work, flat, row, work.q.slot(i, W) if PLAN.o_in_q else W, o)
         if PLAN.o_in_q and not LATE_RELEASE:
             tma.store_wait(0)  # Q's slot holds the output: the next Q may not come before that has left
             work.q.release(i, W)
@@ -211,88 +186,64 @@ def consumer_ahead(work, results, W: gl.constexpr):
 
     A tile's last P V runs beside the softmax of the next tile's first block, so each tile has two blocks at least.
     """
-    out, o_tiles, lse_ptr = results
     PLAN: gl.constexpr = work.PLAN
-    TAIL: gl.constexpr = work.CASE.tail
     BLOCK_N: gl.constexpr = PLAN.block_n
-    BLOCK_D: gl.constexpr = PLAN.block_d
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
 
     count, t = work.todo.first()[:2]
     n = gl.cdiv(work.sk, BLOCK_N)
-    entries = own_entries(work)
     it = gl.to_tensor(0)
     last_key = (n - 1) * BLOCK_N  # only a tile's first block, with the last keys, is masked: that needs no row
+    tail = work.sk < n * BLOCK_N
     work.q.wait_full(0, W)
-    p, state = first_block(work, Block(it, it, last_key), work.q.tile(0, W), False, False, TAIL)
+    p, state = first_block(work, Block(it, it, last_key), work.q.tile(0, W), False, False)
     it += 1
     work.k.wait_full(it)  # each step waits for the next one's keys; this is the first one's
     for i in range(count):
         more = i + 1 < count
         tile, flat = work.todo.locate(t)
         row = (tile * PLAN.consumers + W) * BLOCK_M
-        tile_clocks = tile_entry(work, entries, i)
         q = work.q.tile(i, W)
-        o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, accumulator(BLOCK_D))
+        o = no_output(work)
         if PLAN.o_in_q:
             # The second block by itself: the last tile's rows leave its Q's slot while the products run.
-            s = start_scores(q, work.k.tile(it))
+            s = start_scores(work, q, work.k.tile(it))
             pv = start_output(work, it, o, p, state)
             if i > 0:
                 tma.store_wait(0)  # Q's slot holds the last tile's output: the next Q may not come before it has left
                 work.q.release(i + 1, W)
-            block = Block(it, it, last_key)
-            o, p, state = finish_block(work, block, s, pv, state, (n > 2) | more, False, False, False)
+            o, p, state = finish_block(work, Block(it, it, last_key), s, pv, state, (n > 2) | more, None, False, False)
             it += 1
-        keep_clock(work, tile_clocks, "loop begins")
         for j in range(2 if PLAN.o_in_q else 1, n):
-            block, clocks = Block(it, it, last_key), block_entry(work, entries, it)
-            o, p, state = step(work, block, q, o, p, state, (j + 1 < n) | more, False, False, False, clocks)
+            block = Block(it, it, last_key)
+            o, p, state = step(work, block, q, o, p, state, (j + 1 < n) | more, None, False, False)
             it += 1
-        keep_clock(work, tile_clocks, "loop ends")
-        keep_loop(work, tile_clocks, n - (2 if PLAN.o_in_q else 1))
         if not PLAN.o_in_q:
             work.q.release(i, W)
 
         # Behind the last tile the next block is one that still lies there, and nobody asks for the result.
         work.q.wait_full(i + 1, W, pred=more)
         next_q = work.q.tile(gl.where(more, i + 1, i), W)
-        s = start_scores(next_q, work.k.tile(gl.where(more, it, it - 1)))
+        s = start_scores(work, next_q, work.k.tile(gl.where(more, it, it - 1)))
         pv = start_output(work, it, o, p, state)
         inverse, lses = normalizers(state, work.c, row)
-        if work.CASE.lse:
-            store_lse(lse_ptr, lses, flat, work.sq)
-        if PLAN.halves:
-            unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
-        else:
-            unseen = (unseen_whole(BLOCK_M, accumulator(BLOCK_N)),)
-        block = Block(it, it, last_key)
-        o, p, state = finish_block(work, block, s, pv, unseen, more, True, False, False, TAIL, True)
+        results.store_lse(work, lses, flat)
+        unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
+        o, p, state = finish_block(work, Block(it, it, last_key), s, pv, unseen, more, tail, False, False)
         it += 1
         if not PLAN.o_in_q:
             tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
-        o_tile = o_tiles.index(work.q.slot(i, W) if PLAN.o_in_q else W)
-        store_tile(work, out, flat, row, o_tile, o * spread(inverse, o))
-        keep_clock(work, tile_clocks, "stored")
+        number = work.q.slot(i, W) if PLAN.o_in_q else W
+        results.store_tile(work, flat, row, number, times_rows(work, o, inverse))
         t += gl.num_programs(0)
     tma.store_wait(0)  # shared memory must live until TMA has read it
 
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
-@gluon.jit(
-    do_not_specialize=[
-        "sq",
-        "sk",
-        "window",
-        "tiles_m",
-        "heads_total",
-        "heads",
-        "group",
-        "schedule_stride",
-        "offset",
-        "parts",
-    ]
-)
+_SIZES = ("sq", "sk", "window", "tiles_m", "heads_total", "heads", "group", "head_dim", "lse_rows", "schedule_stride")
+
+
+@gluon.jit(do_not_specialize=[*_SIZES, "offset", "parts", "together"])
 def attention_step5(
     q_desc,
     k_desc,
@@ -310,9 +261,12 @@ def attention_step5(
     heads_total,
     heads,
     group,
+    head_dim,
+    lse_rows,
     schedule_stride,
     offset,
     parts,
+    together,
     c,
     PLAN: gl.constexpr,
     CASE: gl.constexpr,
@@ -320,64 +274,36 @@ def attention_step5(
     """Allocate rings and barriers, then start the roles: a producer warp and PLAN.consumers consumer warpgroups."""
     CONSUMERS: gl.constexpr = PLAN.consumers
     REGISTERS: gl.constexpr = PLAN.registers
-    BLOCK_D: gl.constexpr = PLAN.block_d
-    begins = clock_now(CASE)
-    # A barrier takes 35 cycles to make, and nothing is loaded before its own: those of the first loads come first.
-    PREFILL: gl.constexpr = PLAN.prefill
-    gl.static_assert(PLAN.stages >= PREFILL)
-    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, READY=CONSUMERS if PREFILL > 0 else None, WINDOW=CASE.window)
-    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, READY=PREFILL if PREFILL > 0 else None, WINDOW=CASE.window)
-    v = allocate_ring(
-        v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS, READY=PREFILL if PREFILL > 0 else None, WINDOW=CASE.window
-    )
+    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, WINDOW=CASE.window)
+    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, WINDOW=CASE.window)
+    v = allocate_ring(v_desc, PLAN.v_stages, 1, CONSUMERS, WINDOW=CASE.window)
     if PLAN.o_in_q:
         o_tiles = q.tiles
     else:
-        o_tiles = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, 1, 1, 64, BLOCK_D], o_desc.layout)
-    todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, parts, CASE.dealt, CASE.parts, CASE.causal)
-    shared_tiles = Parts(parts_ptr, counters, parts)
+        o_tiles = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, 1, 1, 64, PLAN.block_d], o_desc.layout)
+    MASKED: gl.constexpr = CASE.causal or CASE.window
+    todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, parts, MASKED, CASE.parts)
+    shared_tiles = Parts(parts_ptr, counters, parts, together)
     work = Work(sq, sk, window, offset, heads, group, c, q, k, v, todo, shared_tiles, PLAN, CASE)
-    ready = clock_now(CASE)
-    if PREFILL > 0:
-        fill_rings(work, q_desc, k_desc, v_desc)
-        make_barriers(q, 1, CONSUMERS)
-        make_barriers(k, CONSUMERS, PREFILL)
-        make_barriers(v, CONSUMERS, PREFILL)
-        fence_async_shared()  # TMA completes these barriers, too
-    keep_start(work, begins, ready)
-    results = ((o_desc, out_ptr), o_tiles, lse_ptr)
+    results = Results(o_desc, out_ptr, lse_ptr, lse_rows, head_dim, o_tiles)
     loads = (work, q_desc, k_desc, v_desc)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
     # registers that are left. Functions cannot be kept in a variable here, so the lists are written out.
     if PLAN.ahead:
-        gl.static_assert(
-            PLAN.q_slots == 2 and not (CASE.causal or CASE.window or CASE.parts or PLAN.own_keys or PLAN.both)
+        gl.static_assert(CONSUMERS == 2 and not (CASE.causal or CASE.window or CASE.parts))
+        gl.warp_specialize(
+            [(consumer_ahead, (work, results, 0)), (consumer_ahead, (work, results, 1)), (producer, loads)],
+            [4, 1],
+            [REGISTERS, 24],
         )
-        if CONSUMERS == 2:
-            gl.warp_specialize(
-                [(consumer_ahead, (work, results, 0)), (consumer_ahead, (work, results, 1)), (producer, loads)],
-                [4, 1],
-                [REGISTERS, 24],
-            )
-        else:
-            gl.static_assert(CONSUMERS == 3)
-            gl.warp_specialize(
-                [
-                    (consumer_ahead, (work, results, 0)),
-                    (consumer_ahead, (work, results, 1)),
-                    (consumer_ahead, (work, results, 2)),
-                    (producer, loads),
-                ],
-                [4, 4, 1],
-                [REGISTERS, REGISTERS, 32],
-            )
     elif CONSUMERS == 1:
         gl.warp_specialize([(consumer, (work, results, 0)), (producer, loads)], [1], [24])
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [(consumer, (work, results, 0)), (consumer, (work, results, 1)), (producer, loads)], [4, 1], [REGISTERS, 24]
         )
-    elif CONSUMERS == 3:
+    else:
+        gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize(
             [
                 (consumer, (work, results, 0)),
@@ -388,29 +314,14 @@ def attention_step5(
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],
         )
-    else:
-        gl.static_assert(CONSUMERS == 4)
-        gl.warp_specialize(
-            [
-                (consumer, (work, results, 0)),
-                (consumer, (work, results, 1)),
-                (consumer, (work, results, 2)),
-                (consumer, (work, results, 3)),
-                (producer, loads),
-            ],
-            [4, 4, 4, 1],
-            [REGISTERS, REGISTERS, REGISTERS, 24],
-        )
 
 
 @functools.lru_cache(maxsize=64)
 def tile_schedule(
     blocks: tuple[int, ...], heads_total: int, group: int, head_bytes: int, programs: int, device: torch.device
-) -> tuple[torch.Tensor | None, int]:
-    """The schedule of a head's tiles on the GPU, a row for each program, and the length of a row; None: not dealt."""
+) -> tuple[torch.Tensor, int]:
+    """The schedule of a head's tiles on the GPU, a row for each program, and the length of a row."""
     dealt = deal_tiles(blocks, heads_total, group, head_bytes, programs)
-    if dealt is None:
-        return None, 0
     # A row: how many tiles, the tiles, and one more, because a program reads ahead.
     stride = max(map(len, dealt)) + 2
     table = [[len(tiles), *tiles, *[0] * (stride - 1 - len(tiles))] for tiles in dealt]
@@ -452,35 +363,24 @@ def launch(a: Arguments) -> Launch | None:
     Returns:
         The launch, to be repeated on (q, k, v, out, lse) like these; None in a process that only simulates kernels.
     """
-    plan, window, tail = a.plan, a.window, a.sk % a.plan.block_n != 0
+    plan, window = a.plan, a.window
     offset = row_offset(plan, a.causal, window > 0, a.sk - a.sq)
     blocks = tuple(tile_blocks(plan, a.sq, a.sk, a.causal, window))
     tiles = len(blocks) * a.heads_total
     parts = parts_for(plan, a.sq, a.sk, a.heads_total, a.causal, window, a.programs)
     programs = min(a.programs, tiles * parts)
     schedule, stride = None, 0
-    if parts == 1 and tiles > programs and len(set(blocks)) > 1:  # causal, or a window
+    if parts == 1 and tiles > programs and (a.causal or window):
         head_bytes = a.sk * plan.block_d * 4
         schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device)
-    dealt = schedule is not None
     together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
-    case = Case(
-        a.causal,
-        window > 0,
-        tail,
-        a.return_lse,
-        dealt,
-        parts > 1,
-        together,
-        offset > 0,
-        one_edge=one_edge(plan, window),
-        columns=a.head_dim % plan.block_d if offset or parts > 1 else 0,
-    )
+    case = Case(a.causal, window > 0, parts > 1)
     numbers = tiles * parts * plan.rows * (plan.block_d + 1) if parts > 1 else 0
     counters = tiles * plan.consumers
     tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
-    sizes = (a.sq, a.sk, window, len(blocks), a.heads_total, a.heads, a.group, stride, offset, parts, a.c)
+    heads = len(blocks), a.heads_total, a.heads, a.group, a.head_dim
+    sizes = (a.sq, a.sk, window, *heads, a.sq * a.return_lse, stride, offset, parts, int(together), a.c)
     options = {"num_warps": 4} | ({"launch_cooperative_grid": True} if together else {})
     compiled = attention_step5[(programs,)](*tensors, table, *sizes, PLAN=plan, CASE=case, **options)
     if compiled is None or not a.q.is_cuda:
