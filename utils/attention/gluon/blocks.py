@@ -100,36 +100,38 @@ def times_rows(work, o, factors):
 
 
 @gluon.jit
-def first_block(work, block, q, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+def first_block(work, block, q):
     """A tile's first block, with no other product beside it: probabilities and the softmax state."""
     PLAN: gl.constexpr = work.PLAN
+    MASKED: gl.constexpr = work.CASE.causal or work.CASE.window
     work.k.wait_full(block.number)
     # The softmax reads the scores' registers: before this wait the tensor cores may not have written them.
     s = wait_products(start_scores(work, q, work.k.tile(block.number)), 0, PLAN.block_n)
     work.k.release(block.number)
-    if CAUSAL or WINDOW:
-        s = work.mask(s, block, CAUSAL, WINDOW)
+    if MASKED:  # noqa: SIM114 (decided by the compiler; the next line for each tile)
+        s = work.mask(s, block)
     elif block.key + PLAN.block_n > work.sk:
-        s = work.mask(s, block, False, False)
+        s = work.mask(s, block)
     # Of the last keys each row sees one at least: no maximum is minus infinity without another mask.
-    p, state = first_softmax(s, work.c, q.dtype, PLAN.halves, CAUSAL or WINDOW)
+    p, state = first_softmax(s, work.c, q.dtype, PLAN.halves, MASKED)
     return gl.convert_layout(p, left_operand(width(PLAN, 0))), state
 
 
 @gluon.jit
-def finish_block(work, block, s, pv, state, more, masked, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+def finish_block(work, block, s, pv, state, more, masked):
     """The softmax of block i, from the scores `s` in flight, while P V(i-1), `pv`, is still running.
 
-    more: whether another block follows. masked: whether the block is masked by CAUSAL, WINDOW and the end of the keys; None: never.
+    more: whether another block follows. masked: whether the block needs a mask; None: behind a tile's first block none does.
     """
     PLAN: gl.constexpr = work.PLAN
+    UNSEEN: gl.constexpr = work.CASE.window  # a row may have seen no key yet
     dtype: gl.constexpr = work.k.tiles.dtype
     # Of the products in flight the oldest, the scores, are waited for: their registers are read next.
     s = wait_products(s, products(PLAN), PLAN.block_n)
     work.k.release(block.number)
     if masked is not None:  # noqa: SIM102 (decided by the compiler; the next line for each block)
         if masked:
-            s = work.mask(s, block, CAUSAL, WINDOW)
+            s = work.mask(s, block)
 
     # The wait for the next keys makes a basic block of what comes before it: without it ptxas hoists the wait for P V
     # above the exponentials, and nothing overlaps. The wait for P V comes before `o` and the slot of V are used again.
@@ -138,15 +140,15 @@ def finish_block(work, block, s, pv, state, more, masked, CAUSAL: gl.constexpr, 
         s0, s1 = split_rows(s)
         top0 = gl.maximum(upper.maximum, gl.max(s0, 2))
         top1 = gl.maximum(lower.maximum, gl.max(s1, 2))
-        p0, upper = half_softmax(s0, upper, top0, work.c, dtype, CAUSAL or WINDOW)
+        p0, upper = half_softmax(s0, upper, top0, work.c, dtype, UNSEEN)
         work.k.wait_full(block.number + 1, pred=more)
         o = wait_output(work, pv)
         work.v.release(block.number - 1)
-        p1, lower = half_softmax(s1, lower, top1, work.c, dtype, CAUSAL or WINDOW)
+        p1, lower = half_softmax(s1, lower, top1, work.c, dtype, UNSEEN)
         return o, gl.convert_layout(join_rows(p0, p1), left_operand(width(PLAN, 0))), (upper, lower)
     else:
         gl.static_assert(products(PLAN) == 1)
-        p, rows = whole_softmax(s, state[0], work.c, dtype, CAUSAL or WINDOW)
+        p, rows = whole_softmax(s, state[0], work.c, dtype, UNSEEN)
         work.k.wait_full(block.number + 1, pred=more)
         o = wait_output(work, pv)[0]
         work.v.release(block.number - 1)
@@ -155,8 +157,8 @@ def finish_block(work, block, s, pv, state, more, masked, CAUSAL: gl.constexpr, 
 
 
 @gluon.jit
-def step(work, block, q, o, p, state, more, masked, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+def step(work, block, q, o, p, state, more, masked):
     """One key block i: Q K(i) and P V(i-1) to the tensor cores, then the softmax of block i while P V(i-1) runs."""
     s = start_scores(work, q, work.k.tile(block.number))
     pv = start_output(work, block.number, o, p, state)
-    return finish_block(work, block, s, pv, state, more, masked, CAUSAL, WINDOW)
+    return finish_block(work, block, s, pv, state, more, masked)

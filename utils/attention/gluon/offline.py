@@ -55,7 +55,7 @@ def compile_step(
         "STAGES": plan.stages,
         "REGISTERS": plan.registers,
         "PLAN": plan,
-        "CASE": Case(causal, window, parts),
+        "CASE": Case(causal and not window, window, parts),
     }
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     tile = {"q_desc": BLOCK_M, "o_desc": BLOCK_M, "k_desc": plan.block_n, "v_desc": plan.block_n}

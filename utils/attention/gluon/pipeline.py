@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from utils.attention.gluon.parts import Parts
-from utils.attention.gluon.shared import aggregate, keep_columns, key_blocks, tma_load, uniform
+from utils.attention.gluon.shared import aggregate, clean_blocks, keep_columns, key_blocks, tma_load, uniform
 
 
 @aggregate
@@ -187,6 +187,9 @@ class Work:
     sq: gl.tensor
     sk: gl.tensor
     window: gl.tensor
+    reach: (
+        gl.tensor
+    )  # with a window: a row sees keys fewer than so many positions behind its own; 1 under a causal mask
     offset: gl.tensor
     heads: gl.tensor
     group: gl.tensor
@@ -200,10 +203,11 @@ class Work:
     CASE: gl.constexpr  # plan.Case: what the attention needs
 
     @gluon.constexpr_function
-    def __init__(self, sq, sk, window, offset, heads, group, c, q, k, v, todo, parts, PLAN, CASE):
+    def __init__(self, sq, sk, window, reach, offset, heads, group, c, q, k, v, todo, parts, PLAN, CASE):
         self.sq = sq
         self.sk = sk
         self.window = window
+        self.reach = reach
         self.offset = offset
         self.heads = heads
         self.group = group
@@ -219,13 +223,27 @@ class Work:
     @gluon.jit
     def first_row(self, tile):
         """First row of a row tile: of the first tile it may be negative (`plan.row_offset`), and TMA skips such rows."""
-        return tile * (self.q.tiles.shape[3] * self.PLAN.consumers) - self.offset
+        return tile * self.PLAN.rows - (self.offset if self.CASE.causal else 0)
 
     @gluon.jit
     def visible_blocks(self, row, ROWS: gl.constexpr):
         """Blocks of keys [lo, hi) that the rows row .. row+ROWS-1 may see."""
         BLOCK_N: gl.constexpr = self.PLAN.block_n
-        return key_blocks(row, ROWS, self.sq, self.sk, self.window, BLOCK_N, self.CASE.causal, self.CASE.window)
+        WINDOW: gl.constexpr = self.CASE.window
+        lo, hi = key_blocks(row, ROWS, self.sq, self.sk, self.window, BLOCK_N, self.CASE.causal, WINDOW)
+        if WINDOW:
+            hi = key_blocks(row, ROWS, self.sq, self.sk, self.reach, BLOCK_N, False, True)[1]
+        return lo, gl.maximum(hi, lo + 1)
+
+    @gluon.jit
+    def clean_blocks(self, row, ROWS: gl.constexpr, lo, hi):
+        """The blocks of keys that need no mask, counted from the last one down (`shared.clean_blocks`)."""
+        BLOCK_N: gl.constexpr = self.PLAN.block_n
+        WINDOW: gl.constexpr = self.CASE.window
+        right, left = clean_blocks(row, ROWS, lo, hi, self.sq, self.sk, self.window, BLOCK_N, self.CASE.causal, WINDOW)
+        if WINDOW:
+            right = clean_blocks(row, ROWS, lo, hi, self.sq, self.sk, self.reach, BLOCK_N, False, True)[0]
+        return right, left
 
     @gluon.jit
     def blocks(self, t, row, ROWS: gl.constexpr):
@@ -245,22 +263,20 @@ class Work:
         return count, t, rest
 
     @gluon.jit
-    def mask(self, s, block, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    def mask(self, s, block):
         """The scores of a block, minus infinity where a row may not look, or where there is no key."""
         rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
         first = block.row + (self.sk - self.sq)  # position of the first row
         positions = first + gl.arange(0, s.shape[0], rows)
         behind = gl.full([s.shape[0]], self.sk, gl.int32, rows)
-        if CAUSAL:
-            behind = gl.minimum(behind, positions + 1)
-        elif WINDOW:
-            behind = gl.minimum(behind, positions + self.window)
-        if WINDOW:  # one comparison for a score where one edge lies in the block
-            if block.key + s.shape[1] > gl.minimum(self.sk, first + (1 if CAUSAL else self.window)):
-                s = keep_columns(s, behind - block.key, False)
+        if self.CASE.window:  # one comparison for a score where one edge lies in the block
+            if block.key + s.shape[1] > gl.minimum(self.sk, first + self.reach):
+                s = keep_columns(s, gl.minimum(behind, positions + self.reach) - block.key, False)
             if block.key + self.window < first + s.shape[0]:
                 s = keep_columns(s, positions - self.window + 1 - block.key, True)
         else:
+            if self.CASE.causal:
+                behind = gl.minimum(behind, positions + 1)
             s = keep_columns(s, behind - block.key, False)
         return s
 

@@ -70,7 +70,8 @@ class Plan:
 class Case:
     """What an attention needs of step 5's kernel beside its plan: a kernel is compiled for each.
 
-    causal, window: the mask. parts: programs share the keys of a tile (`parts_for`).
+    window: the mask has two edges; whether it is causal, too, is decided at each launch. causal: the mask has one edge, the diagonal.
+    parts: programs share the keys of a tile (`parts_for`).
     """
 
     causal: bool = False
@@ -157,14 +158,15 @@ def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, head
     whole, one = _STEP_5[d, ""], _STEP_5[d, "one"]
     two = _STEP_5.get((d, "few"), whole)
     sizes = sq, sk, heads, causal, window, programs
+    full = not (causal or window) and d < 256 and sk > whole.block_n  # a tile of one block has no end to overlap
     if row_tiles(two, sq, sk, causal, window) * heads <= programs:  # a program has one tile, or a part of one
-        fits = row_tiles(one, sq, sk, causal, window) * heads <= programs
-        if fits and shared_time(one, *sizes)[0] < shared_time(two, *sizes)[0]:
+        time, parts = shared_time(two, *sizes)
+        if row_tiles(one, sq, sk, causal, window) * heads <= programs and shared_time(one, *sizes)[0] < time:
             return "one"
-        return "few" if d == 64 else ""
+        return "ahead" if full and parts == 1 else "few" if d == 64 else ""
     if causal or window:
         return "few" if d == 64 and _few_pays(*sizes) else ""
-    return "ahead" if d < 256 and sk > whole.block_n and (d > 64 or _ahead_pays(sq, sk, heads, programs)) else ""
+    return "ahead" if full and (d > 64 or _ahead_pays(sq, sk, heads, programs)) else ""
 
 
 def _few_pays(sq: int, sk: int, heads: int, causal: bool, window: int, programs: int) -> bool:
@@ -224,7 +226,7 @@ def shared_time(
 ) -> tuple[float, int]:
     """Return the time of a program that has one tile or shares it, in blocks of keys, and how many programs should share it."""
     tiles, blocks = row_tiles(plan, sq, sk, causal, window) * heads, visible(plan, sk, causal, window)
-    most = 1 if plan.ahead or plan.consumers > 2 else min(programs // tiles, blocks, MOST_PARTS)
+    most = 1 if plan.ahead or plan.consumers > 2 or window else min(programs // tiles, blocks, MOST_PARTS)
     block = _ONE_CONSUMER if plan.consumers == 1 else 1.0
     times = [(block * blocks, 1)]
     sharing = _SHARING[plan.block_d][plan.consumers > 1]
@@ -233,5 +235,5 @@ def shared_time(
 
 
 def parts_for(plan: Plan, sq: int, sk: int, heads: int, causal: bool, window: int, programs: int) -> int:
-    """Return how many programs share the keys of a tile: more than one where there are more programs than tiles."""
+    """Return how many programs share the keys of a tile: more than one where there are more programs than tiles, and no window."""
     return shared_time(plan, sq, sk, heads, causal, window, programs)[1]

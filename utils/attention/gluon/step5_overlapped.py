@@ -69,7 +69,7 @@ from utils.attention.gluon.loads import producer
 from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring
 from utils.attention.gluon.plan import Case, parts_for, row_offset, tile_blocks
-from utils.attention.gluon.shared import accumulator, clean_blocks
+from utils.attention.gluon.shared import accumulator
 from utils.attention.gluon.softmax import normalizers, unseen_halves
 from utils.attention.gluon.stores import Results
 from utils.kernels.capture import tensor_on
@@ -96,17 +96,12 @@ def skip_blocks(work, it, count):
 def consumer(work, results, W: gl.constexpr):
     """Warpgroup W: rows W * 64 and on of each tile, key blocks from the last to the first."""
     PLAN: gl.constexpr = work.PLAN
-    CAUSAL: gl.constexpr = work.CASE.causal
     WINDOW: gl.constexpr = work.CASE.window
     BLOCK_N: gl.constexpr = PLAN.block_n
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
-    # Tiles begin where the diagonal of their rows lies in the last block alone, which is walked first (`first_row`).
-    LOOP_CAUSAL: gl.constexpr = CAUSAL and WINDOW
-
     # Two tiles of Q, and the output leaves through the one that it belongs to: the slot is released a tile later.
     LATE_RELEASE: gl.constexpr = PLAN.o_in_q and PLAN.q_slots == 2
 
-    sq, sk = work.sq, work.sk
     count, t, rest = work.first(PLAN.rows)
     it = 0
     for i in range(count):
@@ -117,7 +112,7 @@ def consumer(work, results, W: gl.constexpr):
         lo, hi = work.blocks(t, first_row, PLAN.rows)
         if PLAN.own_keys:
             # The tile's last blocks may lie behind the last key of this consumer's rows; rows that do not exist need none.
-            own_hi = gl.where(row < sq, work.visible_blocks(row, BLOCK_M)[1], lo + 1)
+            own_hi = gl.where(row < work.sq, work.visible_blocks(row, BLOCK_M)[1], lo + 1)
             if work.CASE.parts:  # the rows' last block may lie in another part, or all of this one's behind it
                 own_hi = gl.minimum(gl.maximum(own_hi, lo + 1), hi)
             it = skip_blocks(work, it, hi - own_hi)
@@ -128,11 +123,11 @@ def consumer(work, results, W: gl.constexpr):
             before = own_lo - lo
             lo = own_lo
         n = hi - lo
-        right, edge = clean_blocks(row, BLOCK_M, lo, hi, sq, sk, work.window, BLOCK_N, CAUSAL, WINDOW)
+        right, edge = work.clean_blocks(row, BLOCK_M, lo, hi)
 
         work.q.wait_full(i, W)  # the first product reads Q
         q = work.q.tile(i, W)
-        p, state = first_block(work, Block(it, row, (hi - 1) * BLOCK_N), q, CAUSAL, WINDOW)
+        p, state = first_block(work, Block(it, row, (hi - 1) * BLOCK_N), q)
         if LATE_RELEASE:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
             if i > 0:
                 # The last tile's output leaves through its Q's slot: the next Q may not come before it has left.
@@ -143,11 +138,9 @@ def consumer(work, results, W: gl.constexpr):
         work.k.wait_full(it, pred=n > 1)  # each step waits for the next one's keys; this is the first one's
         for j in range(1, n):
             block = Block(it, row, (hi - 1 - j) * BLOCK_N)
-            masked = (j < right) | (j >= edge)
-            if LOOP_CAUSAL or WINDOW:
-                o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked, LOOP_CAUSAL, WINDOW)
-            else:
-                o, p, state = step(work, block, q, o, p, state, j + 1 < n, None, False, False)
+            # Causal tiles begin where the diagonal of their rows lies in the last block alone, which is walked first.
+            masked = ((j < right) | (j >= edge)) if WINDOW else None
+            o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked)
             it += 1
         if not PLAN.o_in_q:
             work.q.release(i, W)
@@ -196,7 +189,7 @@ def consumer_ahead(work, results, W: gl.constexpr):
     last_key = (n - 1) * BLOCK_N  # only a tile's first block, with the last keys, is masked: that needs no row
     tail = work.sk < n * BLOCK_N
     work.q.wait_full(0, W)
-    p, state = first_block(work, Block(it, it, last_key), work.q.tile(0, W), False, False)
+    p, state = first_block(work, Block(it, it, last_key), work.q.tile(0, W))
     it += 1
     work.k.wait_full(it)  # each step waits for the next one's keys; this is the first one's
     for i in range(count):
@@ -212,11 +205,11 @@ def consumer_ahead(work, results, W: gl.constexpr):
             if i > 0:
                 tma.store_wait(0)  # Q's slot holds the last tile's output: the next Q may not come before it has left
                 work.q.release(i + 1, W)
-            o, p, state = finish_block(work, Block(it, it, last_key), s, pv, state, (n > 2) | more, None, False, False)
+            o, p, state = finish_block(work, Block(it, it, last_key), s, pv, state, (n > 2) | more, None)
             it += 1
         for j in range(2 if PLAN.o_in_q else 1, n):
             block = Block(it, it, last_key)
-            o, p, state = step(work, block, q, o, p, state, (j + 1 < n) | more, None, False, False)
+            o, p, state = step(work, block, q, o, p, state, (j + 1 < n) | more, None)
             it += 1
         if not PLAN.o_in_q:
             work.q.release(i, W)
@@ -229,7 +222,7 @@ def consumer_ahead(work, results, W: gl.constexpr):
         inverse, lses = normalizers(state, work.c, row)
         results.store_lse(work, lses, flat)
         unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
-        o, p, state = finish_block(work, Block(it, it, last_key), s, pv, unseen, more, tail, False, False)
+        o, p, state = finish_block(work, Block(it, it, last_key), s, pv, unseen, more, tail)
         it += 1
         if not PLAN.o_in_q:
             tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
@@ -240,7 +233,19 @@ def consumer_ahead(work, results, W: gl.constexpr):
 
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
-_SIZES = ("sq", "sk", "window", "tiles_m", "heads_total", "heads", "group", "head_dim", "lse_rows", "schedule_stride")
+_SIZES = (
+    "sq",
+    "sk",
+    "window",
+    "reach",
+    "tiles_m",
+    "heads_total",
+    "heads",
+    "group",
+    "head_dim",
+    "lse_rows",
+    "schedule_stride",
+)
 
 
 @gluon.jit(do_not_specialize=[*_SIZES, "offset", "parts", "together"])
@@ -257,6 +262,7 @@ def attention_step5(
     sq,
     sk,
     window,
+    reach,
     tiles_m,
     heads_total,
     heads,
@@ -284,13 +290,13 @@ def attention_step5(
     MASKED: gl.constexpr = CASE.causal or CASE.window
     todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, parts, MASKED, CASE.parts)
     shared_tiles = Parts(parts_ptr, counters, parts, together)
-    work = Work(sq, sk, window, offset, heads, group, c, q, k, v, todo, shared_tiles, PLAN, CASE)
+    work = Work(sq, sk, window, reach, offset, heads, group, c, q, k, v, todo, shared_tiles, PLAN, CASE)
     results = Results(o_desc, out_ptr, lse_ptr, lse_rows, head_dim, o_tiles)
     loads = (work, q_desc, k_desc, v_desc)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
     # registers that are left. Functions cannot be kept in a variable here, so the lists are written out.
     if PLAN.ahead:
-        gl.static_assert(CONSUMERS == 2 and not (CASE.causal or CASE.window or CASE.parts))
+        gl.static_assert(CONSUMERS == 2 and not (MASKED or CASE.parts))
         gl.warp_specialize(
             [(consumer_ahead, (work, results, 0)), (consumer_ahead, (work, results, 1)), (producer, loads)],
             [4, 1],
@@ -374,13 +380,25 @@ def launch(a: Arguments) -> Launch | None:
         head_bytes = a.sk * plan.block_d * 4
         schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device)
     together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
-    case = Case(a.causal, window > 0, parts > 1)
+    case = Case(a.causal and not window, window > 0, parts > 1)
     numbers = tiles * parts * plan.rows * (plan.block_d + 1) if parts > 1 else 0
     counters = tiles * plan.consumers
     tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
     heads = len(blocks), a.heads_total, a.heads, a.group, a.head_dim
-    sizes = (a.sq, a.sk, window, *heads, a.sq * a.return_lse, stride, offset, parts, int(together), a.c)
+    sizes = (
+        a.sq,
+        a.sk,
+        window,
+        1 if a.causal else window,
+        *heads,
+        a.sq * a.return_lse,
+        stride,
+        offset,
+        parts,
+        int(together),
+        a.c,
+    )
     options = {"num_warps": 4} | ({"launch_cooperative_grid": True} if together else {})
     compiled = attention_step5[(programs,)](*tensors, table, *sizes, PLAN=plan, CASE=case, **options)
     if compiled is None or not a.q.is_cuda:
