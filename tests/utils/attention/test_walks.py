@@ -8,7 +8,6 @@ read, masked and released, and which rows are stored.
 import itertools
 import random
 import types
-from dataclasses import replace
 
 import pytest
 import torch
@@ -69,8 +68,8 @@ class Device:
     def num_programs(self, axis):
         return Int32(self.programs)
 
-    def load(self, at):
-        return Int32(self.table[at])
+    def load(self, at, mask=True, other=None):
+        return Int32(self.table[at] if mask and at < len(self.table) else other or 0)
 
     def atomic_add(self, at, value, **options):
         self.counted.append(int(at))
@@ -93,29 +92,16 @@ def on_host(function, **names):
     return types.FunctionType(code.__code__, {**code.__globals__, **names}, code.__name__, code.__defaults__)
 
 
-# Clocks are kept only for a record.
-NO_CLOCKS = dict.fromkeys(("own_entries", "block_entry", "tile_entry", "keep_clock", "keep_loop"), lambda *given: None)
-
-
 class Ring:
     """A ring of tiles of one role: what it loads, or what it waits for and releases."""
 
     tiles = types.SimpleNamespace(shape=[1, 1, 1, 64, 64])
 
     def __init__(self):
-        self.loads, self.released, self.waited, self.expected = [], [], [], []
+        self.loads, self.released, self.waited = [], [], []
 
     def load(self, number, descriptor, batch, head, row, lane=0):
         self.loads.append((int(lane), int(number), int(batch), int(head), int(row)))
-
-    def expect(self, number, descriptor, lane=0, pred=True):
-        if pred:
-            self.expected.append((int(lane), int(number)))
-
-    def copy(self, number, descriptor, batch, head, row, lane=0, pred=True):
-        if pred:
-            assert (int(lane), int(number)) in self.expected
-            self.load(number, descriptor, batch, head, row, lane)
 
     def wait_full(self, number, lane=0, pred=True):
         if pred:
@@ -137,19 +123,20 @@ class Role:
         from utils.attention.gluon import parts, pipeline, shared
 
         names = {"gl": device, "uniform": lambda x: x}
-        names["key_blocks"] = on_host(shared.key_blocks, **names)
+        names |= {name: on_host(getattr(shared, name), gl=device) for name in ("key_blocks", "clean_blocks")}
         names["thread_barrier"] = lambda: None
         self.PLAN, self.CASE, self.c = given["PLAN"], given["CASE"], 1.0
         self.q, self.k, self.v = (Ring() for _ in range(3))
-        for name in ("sq", "sk", "window", "offset", "heads", "group"):
+        for name in ("sq", "sk", "window", "reach", "offset", "heads", "group"):
             setattr(self, name, Int32(given[name]))
         self.todo, self.parts = types.SimpleNamespace(schedule=Int32(0)), types.SimpleNamespace(counters=Int32(0))
-        self.todo.DEALT, self.todo.SHARED, self.todo.LONGEST_FIRST = self.CASE.dealt, self.CASE.parts, self.CASE.causal
+        self.todo.MASKED, self.todo.SHARED = self.CASE.causal or self.CASE.window, self.CASE.parts
+        self.parts.together = Int32(given["together"])
         self.todo.stride, self.todo.tiles_m = Int32(given["schedule_stride"]), Int32(given["tiles_m"])
         self.todo.heads_total = Int32(given["heads_total"])
         self.todo.parts = self.parts.count = Int32(given["parts"])
         for owner, kind, methods in (
-            (self, pipeline.Work, ("first_row", "visible_blocks", "blocks", "first")),
+            (self, pipeline.Work, ("first_row", "visible_blocks", "clean_blocks", "blocks", "first")),
             (self.todo, pipeline.Tiles, ("first", "start_next", "finish_next", "locate")),
             (self.parts, parts.Parts, ("used", "blocks", "arrive", "depart")),
         ):
@@ -161,54 +148,54 @@ class Consumer(Role):
     """A consumer's walk: the blocks that it reads, and the rows that it stores."""
 
     def __init__(self, given, device, w):
-        from utils.attention.gluon import shared, step5_overlapped
+        from utils.attention.gluon import step5_overlapped
 
         super().__init__(given, device)
         self.read, self.stored, self.left = [], [], []
-        self.parts.leave = lambda t, o, lses, row, *more: self.left.append((int(t), int(row)))
+        self.parts.leave = lambda work, t, o, lses, row, w: self.left.append((int(t), int(row)))
         self.parts.add_up = lambda *more: (0, 0)
         names = {
-            **NO_CLOCKS,
             "gl": device,
             "Block": lambda number, row, key: types.SimpleNamespace(number=number, row=row, key=key),
             "accumulator": lambda columns: None,
-            "clean_blocks": on_host(shared.clean_blocks, gl=device),
             "skip_blocks": on_host(step5_overlapped.skip_blocks, gl=device),
             "first_block": self.first_block,
             "step": self.step,
-            "start_scores": lambda q, k: 0,
+            "start_scores": lambda work, q, k: 0,
             "finish_block": self.finish_block,
             "start_output": lambda work, number, *more: work.v.wait_full(number - 1) or 0,
-            "wait_products": lambda x, *more: x,
+            "no_output": lambda work: 0,
+            "wait_output": lambda work, pv: 0,
+            "times_rows": lambda *more: 0,
             "normalizers": lambda *more: (0, 0),
-            "spread": lambda *more: 0,
             "unseen_halves": lambda *more: 0,
-            "unseen_whole": lambda *more: 0,
-            "store_lse": lambda *more: None,
-            "store_tile": lambda work, out, flat, row, *more: self.stored.append((int(flat), int(row), 64)),
-            "store_rows": lambda work, out, lse, flat, row, *more: self.stored.append((int(flat), int(row), 8)),
             "tma": types.SimpleNamespace(store_wait=lambda left: None),
         }
+        results = types.SimpleNamespace(
+            head_dim=0,
+            store_lse=lambda *more: None,
+            store_tile=lambda work, flat, row, *more: self.stored.append((int(flat), int(row), 64)),
+            store_rows=lambda work, flat, row, *more: self.stored.append((int(flat), int(row), 8)),
+        )
         kernel = step5_overlapped.consumer_ahead if self.PLAN.ahead else step5_overlapped.consumer
-        tiles = types.SimpleNamespace(index=lambda lane: None)
-        on_host(kernel, **names)(self, (None, tiles, None), w)
+        on_host(kernel, **names)(self, results, w)
 
-    def first_block(self, work, block, q, causal, window, tail):
+    def first_block(self, work, block, q):
         self.k.wait_full(block.number)
         self.k.release(block.number)
-        self.read.append((int(block.number), int(block.row), int(block.key), causal or window or tail))
+        masked = self.CASE.causal or self.CASE.window or block.key + self.PLAN.block_n > self.sk
+        self.read.append((int(block.number), int(block.row), int(block.key), masked))
         return 0, 0
 
-    def step(self, work, block, q, o, p, state, more, masked, causal, window, clocks):
+    def step(self, work, block, q, o, p, state, more, masked):
         self.v.wait_full(block.number - 1)
-        return self.finish_block(work, block, 0, 0, state, more, masked, causal, window)
+        return self.finish_block(work, block, 0, 0, state, more, masked)
 
-    def finish_block(self, work, block, s, pv, state, more, masked, causal, window, tail=False, next_tile=False):
+    def finish_block(self, work, block, s, pv, state, more, masked):
         self.k.release(block.number)
         self.k.wait_full(block.number + 1, pred=more)
         self.v.release(block.number - 1)
-        applied = bool(masked and (causal or window or tail))
-        self.read.append((int(block.number), int(block.row), int(block.key), applied))
+        self.read.append((int(block.number), int(block.row), int(block.key), bool(masked)))
         return 0, 0, 0
 
 
@@ -259,13 +246,10 @@ def check_program(given, programs, program, table):
     ahead = plan.ahead
     device = Device(program, programs, table)
     role = Role(given, device)
-    names = {**NO_CLOCKS, "gl": device, "prefetch_queries": lambda *at: None, "fence_async_shared": lambda: None}
-    if plan.prefill:
-        on_host(loads.fill_rings, **names)(role, None, None, None)
     starts = []  # how many blocks had been loaded before each tile
     first_row = role.first_row
     role.first_row = lambda tile: (starts.append(len(role.k.loads)), first_row(tile))[1]
-    on_host(loads.producer, **names)(role, None, None, None)
+    on_host(loads.producer, gl=device)(role, None, None, None)
     tiles = len(
         {load[1] for load in role.q.loads}
     )  # where programs share tiles, the place of the first one is asked for once more
@@ -308,7 +292,8 @@ def check_program(given, programs, program, table):
 def check_rows(given, flat, row, blocks):
     """Check the blocks of 64 rows of a head: none twice, all that the rows see, and no row reads what it may not see."""
     sq, sk, block_n = given["sq"], given["sk"], given["PLAN"].block_n
-    mask = sq, sk, given["CASE"].causal, given["window"]
+    causal = given["CASE"].causal or (given["reach"] == 1 and given["window"] > 0)
+    mask = sq, sk, causal, given["window"]
     keys = [key for key, _ in blocks]
     assert len(set(keys)) == len(keys), (flat, row)
     exist = range(max(row, 0), min(row + 64, sq))
@@ -334,7 +319,7 @@ def draw(rng, longest, most_heads):
         "kv_heads": kv_heads,
         "sq": sq,
         "sk": sk,
-        "head_dim": rng.choice((16, 64, 64, 72, 128, 136, 256)),
+        "head_dim": rng.choice((16, 64, 64, 72, 96, 128, 136, 256)),
         "causal": rng.random() < 0.6,
         "window": rng.choice((0, 0, 1, 2, 64, 65, rng.randint(1, max(sq, sk)), 60000)),
         "lse": rng.random() < 0.5,
@@ -356,7 +341,7 @@ def check_launch(monkeypatch, rng, shape, most_blocks):
         variant_for(
             *(shape[name] for name in ("head_dim", "causal", "window", "sq", "sk")),
             shape["batch"] * shape["heads"],
-            *(shape[name] for name in ("programs", "lse")),
+            shape["programs"],
         ),
     )
     given, grid = launched(monkeypatch, plan, **shape)
@@ -366,8 +351,8 @@ def check_launch(monkeypatch, rng, shape, most_blocks):
     assert grid == tiles * given["parts"] if case.parts else given["parts"] == 1
     # What `Parts` writes: for each part, 64 rows of each consumer and their log-sum-exp.
     assert given["parts_ptr"] == (grid * plan.rows * (plan.block_d + 1) if case.parts else 0)
-    given["CASE"] = replace(case, together=case.parts)  # as on a GPU
-    table = given["schedule"].flatten().tolist() if case.dealt else []
+    given["together"] = int(case.parts)  # as on a GPU
+    table = given["schedule"].flatten().tolist() if given["schedule_stride"] else []
     work = sum(tile_blocks(plan, shape["sq"], shape["sk"], shape["causal"], shape["window"])) * given["heads_total"]
     whole = work <= most_blocks
     stored, computed = [], {}
