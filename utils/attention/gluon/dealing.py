@@ -18,12 +18,13 @@ _LAST_SECTION = 2  # sections in the last one: it has the short tiles that are l
 # What a tile costs beyond its key blocks, in key blocks: first scores, last product, storing. 1.5 to 4, by head dimension and shape.
 TILE_OVERHEAD = 2.5
 _EXCHANGED = 16  # tiles for each program: more of them are dealt well enough longest first
-_LOOKED_AT = 80_000  # tiles, in all exchanges together: 10 to 20 ms
+_LOOKED_AT = 40_000  # tiles, in all exchanges together: some 10 ms
 
 
 def _longest_first(costs: np.ndarray, load: np.ndarray) -> np.ndarray:
     """Deal tiles in rounds, one to each program, the longest to the least load; add to `load`, and return their programs."""
-    order, found = np.argsort(-costs, kind="stable"), np.empty(len(costs), dtype=np.intp)
+    order = np.argsort(-costs, kind="stable")
+    found: np.ndarray = np.empty(len(costs), dtype=np.intp)
     for start in range(0, len(costs), len(load)):
         tiles = order[start : start + len(load)]
         programs = np.argsort(load, kind="stable")[: len(tiles)]
@@ -74,8 +75,9 @@ def deal_tiles(blocks: Sequence[int], heads_total: int, group: int, head_bytes: 
     last = heads_total - min(_LAST_SECTION * section_heads, heads_total)
     starts = sorted({0, *range(last % section_heads, last + 1, section_heads), heads_total})
     costs = np.tile(np.array(blocks) + TILE_OVERHEAD, heads_total)
-    owner, load = np.empty(len(costs), dtype=np.intp), np.zeros(programs)
-    section = np.empty(len(costs), dtype=np.intp)
+    load = np.zeros(programs)
+    owner: np.ndarray = np.empty(len(costs), dtype=np.intp)
+    section: np.ndarray = np.empty(len(costs), dtype=np.intp)
     for first, behind in itertools.pairwise(starts):
         tiles = slice(first * len(blocks), behind * len(blocks))
         section[tiles] = first
