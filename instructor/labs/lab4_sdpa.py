@@ -1716,7 +1716,7 @@ else:
 # so little is left to gain. With 16 new tokens FlashAttention 4 is ahead at one of the ten shapes, where the ratio is 0.98.
 # Over 128 sequences of 1024 keys the ratio was 0.89 when a multiprocessor, which computes several whole heads of keys one
 # after the other, multiplied nothing between two of them. Now the next head begins before the last one is stored, and the ratio
-# is 1.00. `docs/decode-log.md` tells what was tried.
+# is 1.00. `docs/kernels/decode.md` tells what was tried.
 # cuDNN and FlashAttention 2 ran without a causal mask here, as they cannot place it at the last key.
 #
 # With a Hopper GPU, time it on your machine:

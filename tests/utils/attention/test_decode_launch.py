@@ -10,7 +10,7 @@ import torch
 from utils.attention import attention_decode, decode, decode_reference
 from utils.attention.gluon.decode import launch as decode_launch
 from utils.attention.gluon.decode.launch import LOG2_E, Launch, Map
-from utils.attention.gluon.decode.plan import ALONE_BYTES
+from utils.attention.gluon.decode.plan import ALONE_BYTES, TILES, Arrangement, arrange
 from utils.machine.device import Support
 
 
@@ -29,7 +29,7 @@ def test_a_window_beyond_32_bits_sees_everything(window, lengths, causal):
     q = torch.randn(2, 2, 5, 64).bfloat16()
     k, v = (torch.randn(2, 1, 100, 64).bfloat16() for _ in "kv")
     seqlens = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
-    launch = Launch(q, k, v, causal, window, seqlens is not None, None, programs=3, merge="last")
+    launch = Launch(q, k, v, causal, window, seqlens is not None, None, Arrangement(TILES["keys", 64], 3))
     with gluon_cpu.simulate(max_steps=20_000):
         out = launch(q, k, v, 0.1, seqlens, None)
     assert relative_error(out, decode_reference(q, k, v, seqlens=seqlens, causal=causal, scale=0.1)) < 4e-3
@@ -58,35 +58,42 @@ def test_a_cache_without_pages_is_named():
         attention_decode(q, pages, pages, seqlens=lengths, block_table=torch.zeros(2, 3, dtype=torch.int32))
 
 
-def test_a_cache_that_grows_has_one_adapted_kernel(monkeypatch):
-    """Each length has a launch. Without that, each had a kernel of its own, assembled and loaded, and never unloaded."""
+@pytest.fixture
+def compiled(monkeypatch):
+    """What Triton compiles, of which the copies get a policy."""
     from utils.kernels import assembling, l2_hint
 
-    Metadata = collections.namedtuple("Metadata", "shared num_warps")
-    compiled = types.SimpleNamespace(metadata=Metadata(3000, 4), module="loaded", function=1, _run=2, asm={"ptx": ""})
-    monkeypatch.setattr(l2_hint, "with_l2_hint", assembling.not_loaded)
-
-    def adapted(keys, hint):
-        q, k = torch.zeros(1, 8, 1, 128).bfloat16(), torch.zeros(1, 2, keys, 128).bfloat16()
-        return Launch(q, k, k, True, 0, False, None, cluster=4, hint=hint)._adapt(compiled)
-
-    first = adapted(4000, False)
-    assert first is adapted(4001, False) and first.module is None and compiled.module == "loaded"
-    assert first.metadata.shared == ALONE_BYTES > compiled.metadata.shared == 3000
-    assert adapted(4000, True) is adapted(4001, True) is not first
+    monkeypatch.setattr(l2_hint, "with_policy", assembling.not_loaded)
+    metadata = collections.namedtuple("Metadata", "shared num_warps")(70000, 4)
+    return types.SimpleNamespace(metadata=metadata, module="loaded", function=1, _run=2, asm={"ptx": ""})
 
 
-def test_two_programs_of_clusters_share_an_sm_only_where_the_plan_says_so():
-    Metadata = collections.namedtuple("Metadata", "shared num_warps")
-    q, k = torch.zeros(1, 8, 1, 128).bfloat16(), torch.zeros(1, 2, 4000, 128).bfloat16()
-    asked = []
-    for per_sm in (1, 2):
-        compiled = types.SimpleNamespace(
-            metadata=Metadata(70000, 4), module=None, function=None, _run=None, asm={"ptx": ""}
-        )
-        launch = Launch(q, k, k, True, 0, False, None, cluster=4, hint=False, per_sm=per_sm, block_n=64)
-        asked.append(launch._adapt(compiled).metadata.shared)
-    assert asked[0] == ALONE_BYTES and 70000 < asked[1] < ALONE_BYTES - 1024
+def cluster_launch(keys, tile="cluster"):
+    q, k = torch.zeros(1, 8, 1, 128).bfloat16(), torch.zeros(1, 2, keys, 128).bfloat16()
+    return Launch(q, k, k, True, 0, False, None, Arrangement(TILES[tile, 128], 8, parts=4))
+
+
+def test_a_cache_that_grows_has_one_adapted_kernel(compiled):
+    """Each length has a launch. Without that, each had a kernel of its own, assembled and loaded, and never unloaded."""
+    first = cluster_launch(4000)._adapt(compiled)
+    assert first is cluster_launch(4001)._adapt(compiled) and first.module is None and compiled.module == "loaded"
+    assert first.metadata.shared == ALONE_BYTES > compiled.metadata.shared == 70000
+
+
+def test_two_programs_of_clusters_share_an_sm_only_where_the_plan_says_so(compiled):
+    asked = cluster_launch(4000, "cluster of a sequence")._adapt(compiled).metadata.shared
+    assert 70000 < asked < ALONE_BYTES - 1024
+
+
+def test_queries_whose_rows_have_no_one_distance_are_copied():
+    k = torch.zeros(2, 2, 50, 64).bfloat16()
+
+    def copies(heads, sq):
+        q = torch.zeros(2, sq, heads, 64).bfloat16().transpose(1, 2)  # tokens first
+        return Launch(q, k, k, True, 0, False, None).copies, Launch(q.contiguous(), k, k, True, 0, False, None).copies
+
+    assert copies(4, 3) == (True, False)
+    assert copies(4, 1) == copies(2, 3) == (False, False)  # one token, or one head in a group
 
 
 class OnGpu(torch.Tensor):
@@ -116,29 +123,27 @@ def test_a_call_runs_on_the_device_of_its_tensors(monkeypatch, current):
     launch.copies = False
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: entered[-1], raising=False)
     monkeypatch.setattr(torch.cuda, "device", on_device)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: launched.append(entered[-1]))
     monkeypatch.setattr(decode_launch, "_LAUNCHES", types.SimpleNamespace(get=lambda key: launch))
     q, k = (torch.zeros(2, heads, 1, 64).as_subclass(OnGpu) for heads in (4, 2))
     decode_launch.decode(q, k, k)
-    assert launched == [1, 1] and entered == [current]
+    assert launched == [1] and entered == [current]
 
 
 @pytest.fixture
 def launched(monkeypatch):
     """Return the arguments of launches of kernels that were compiled before, on a made-up GPU of 132 SMs."""
     calls = []
-    arrange = decode_launch.arrange
 
     def compile_none(self, *given):
-        self._runtime = types.SimpleNamespace(launch_enter_hook=None)
         self.compiled = [
             (lambda *given: calls.append(given), name, f"{name}'s metadata") for name in ("first", "merge")
         ]
         calls.append("compiled")
 
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(decode_launch, "arrange", lambda *given, **chosen: arrange(*given[:6], 132, **chosen))
-    monkeypatch.setattr(Launch, "_launch_by_triton", compile_none)
+    monkeypatch.setattr(decode_launch, "arrange", lambda shape, _: arrange(shape, 132))
+    monkeypatch.setattr(decode_launch, "unused", lambda device, *dtype: torch.zeros(4))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(Launch, "_compile", compile_none)
     monkeypatch.setattr(decode, "gluon_takes", lambda *given, **more: Support(True))
     monkeypatch.setattr(decode, "_decided", {})
     monkeypatch.setattr(decode_launch, "_LAUNCHES", {})
@@ -156,27 +161,15 @@ def test_a_kept_launch_gets_addresses_of_this_call(launched):
     others = problem(6)
     out = attention_decode(*others[:3], seqlens=others[3], scale=0.25)
     out = attention_decode(*others[:3], seqlens=others[3])
-    assert launched.pop(0) == "compiled" and len(launched) == 4
+    assert launched.pop(0) == "compiled" and len(launched) == 6
     first, merge = launched[-2:]
     assert first[:9] == (132, 1, 1, 0, "first", "first's metadata", None, None, None)
     maps, rest = first[9:12], first[12:]
     assert all(isinstance(x, Map) and x.base is y for x, y in zip(maps, others[:3], strict=True))
-    assert rest[0] == out.data_ptr() and rest[3] == others[3].data_ptr()
+    assert rest[0] == out.data_ptr() and rest[2] == others[3].data_ptr()
     assert all(type(x) is int for x in rest[:5])  # of a tensor, the launcher asks the driver
-    assert merge[4] == "merge" and merge[9:-3] == rest[:-2] and merge[-3] == 132
-    assert rest[-3] == 128**-0.5 * LOG2_E and launched[0][-3] == 0.25 * LOG2_E
-
-
-def test_launches_of_a_captured_graph_are_others(launched, monkeypatch):
-    q, k, v, _ = problem(3, 2048)
-    capturing = [False]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[-1])
-    for capturing[-1] in (False, True, True, False):
-        attention_decode(q, k, v)
-    (found,) = decode._decided.values()
-    assert {key: x.plan.merge for key, x in found.launches.items()} == {False: "together", True: "second"}
-    assert launched.count("compiled") == 2  # and each of the other two calls found its own
-    assert [given[4] for given in launched if given != "compiled"] == ["first", "merge", "first"]
+    assert merge[4] == "merge" and merge[9:12] == rest[:3] and merge[-2] == rest[-4]
+    assert rest[-4] == 128**-0.5 * LOG2_E and launched[2][-4] == 0.25 * LOG2_E
 
 
 def test_arguments_that_differ_find_other_launches(launched):
@@ -197,7 +190,7 @@ def test_arguments_that_differ_find_other_launches(launched):
     )
     for tensors, options in given:
         attention_decode(*tensors, **options)
-    assert launched.count("compiled") == len(launched) == len(given) == len(decode_launch._LAUNCHES)
+    assert launched.count("compiled") == len(given) == len(decode_launch._LAUNCHES)
 
 
 def test_a_cache_that_starts_off_a_multiple_of_16_bytes_is_copied_each_time(launched):
@@ -224,19 +217,3 @@ def test_torch_compiles_a_call_that_was_never_made(with_lengths):
     )
     expected = decode_reference(q, k, v, seqlens=lengths, scale=0.3, window=20)
     assert relative_error(compiled(q, k, v, lengths) / 2, expected) < 1e-5
-
-
-def test_a_captured_launch_has_counters_of_its_own(monkeypatch):
-    """A graph may be replayed beside other launches; its counters may not be theirs."""
-    monkeypatch.setattr(decode_launch, "_COUNTERS", {})
-    q, k = torch.randn(1, 4, 1, 64).bfloat16(), torch.randn(1, 2, 500, 64).bfloat16()
-    launch = Launch(q, k, k, True, 0, False, None, programs=5, merge="last")
-    assert launch.counters
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *given, device, **more: zeros(*given, **more))
-    launch.device = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    captured = launch.counters_for(0), launch.counters_for(0)
-    assert not decode_launch._COUNTERS and captured[0].data_ptr() != captured[1].data_ptr()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert launch.counters_for(0) is launch.counters_for(0) and not captured[0].any()

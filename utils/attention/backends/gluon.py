@@ -12,7 +12,7 @@ from utils.attention.gluon.decode.plan import MOST_QUERIES, refuse
 from utils.attention.problem import Backend, Problem, accept_plain, bind_plain
 from utils.machine.device import Support, gluon_support
 
-# Measured on an H200 (docs/decode-log.md): the decode kernel is faster than step 5 for up to 32 new tokens, and for up
+# Measured on an H200 (docs/kernels/decode.md): the decode kernel is faster than step 5 for up to 32 new tokens, and for up
 # to 64 if batch x heads is below the 132 SMs: step 5 then has no tile for some of the SMs.
 FEW_QUERIES, FEW_HEADS = 32, 132
 

@@ -14,15 +14,16 @@ from utils.attention.gluon.shared import MINUS_INF, tma_load
 def page_numbers(cache, cursor):
     """Where the boxes of a block are, a tuple: pages, or the sequence. Fetched a block ahead, because each page is a load."""
     BOXES: gl.constexpr = cache.PLAN.block_n // cache.PLAN.box
-    numbers = ()
-    key = (cursor.first + cursor.j) * cache.PLAN.block_n
-    row = cache.table_ptr + cursor.b.to(gl.int64) * cache.table_stride
-    for i in gl.static_range(BOXES):
-        page = (key + i * cache.PLAN.box) >> cache.page_bits
-        inside = (cursor.b < cache.batch) & (page < cache.pages)
-        # A page that is none lies outside of the tensor, so that TMA brings zeros.
-        other = gl.where(cache.pages > 0, -1, cursor.b)
-        numbers = numbers + (gl.load(row + page, mask=inside, other=other),)  # noqa: RUF005
+    numbers = (cursor.b,) * BOXES
+    if cache.pages > 0:
+        key = (cursor.first + cursor.j) * cache.PLAN.block_n
+        row = cache.table_ptr + cursor.b.to(gl.int64) * cache.table_stride
+        numbers = ()
+        for i in gl.static_range(BOXES):
+            page = (key + i * cache.PLAN.box) >> cache.page_bits
+            inside = (cursor.b < cache.batch) & (page < cache.pages)
+            # A page that is none lies outside of the tensor, so that TMA brings zeros.
+            numbers = numbers + (gl.load(row + page, mask=inside, other=-1),)  # noqa: RUF005
     return numbers
 
 

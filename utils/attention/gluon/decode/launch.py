@@ -15,8 +15,8 @@ import torch
 from utils.attention.gluon.arguments import addressable, strides_fit, unused
 from utils.attention.gluon.decode.plan import (
     ALONE_BYTES,
+    MERGE_PARTS,
     MERGE_PROGRAMS,
-    MERGE_WARPS,
     MERGE_WIDTH,
     ONE_PIECE,
     Arrangement,
@@ -168,7 +168,9 @@ class Launch:
         self.policy = policy_of(found.hint)
         self.merge_sizes = batch, heads, found.tiles, rows, sq, keys, left, int(lengths), found.programs
         self.merge_sizes += plan.block_n, plan.columns, plan.block_d, head_dim
-        pieces = -(-min(rows, plan.columns) * plan.block_d // (32 * MERGE_WIDTH))
+        # The warps of the merge take other parts of a head where it has many, and other numbers where it has few.
+        self.over_parts = 8 if found.programs > 2 * MERGE_PARTS * batch * heads else 1
+        pieces = -(-min(rows, plan.columns) * plan.block_d // (MERGE_WIDTH * (32 if self.over_parts > 1 else 128)))
         self.merge_grid = batch * heads, min(pieces, -(-MERGE_PROGRAMS // (batch * heads))), 1
         self.parts = 2 * found.programs * plan.columns * (plan.block_d + 2) if found.merged else 0
         self.unused_parts, self.unused_integers = unused(q.device), unused(q.device, torch.int32)
@@ -206,7 +208,19 @@ class Launch:
         start(*self.grid, stream, function, metadata, None, None, None, *maps, *addresses, *rest)
         if self.parts:
             start, function, metadata = self.compiled[1]
-            start(*self.merge_grid, stream, function, metadata, None, None, None, *addresses, *self.merge_sizes, c)
+            start(
+                *self.merge_grid,
+                stream,
+                function,
+                metadata,
+                None,
+                None,
+                None,
+                *addresses,
+                *self.merge_sizes,
+                c,
+                self.over_parts,
+            )
         return out
 
     def _compile(self, q, k, v, first: tuple, second: tuple) -> None:
@@ -233,7 +247,7 @@ class Launch:
         constants = {"PLAN": plan, "ATTEND": self.attend}
         kernels = [(attention_decode, self.grid, (*maps, *first), {**constants, **plan.options})]
         if self.parts:
-            options = {"num_warps": MERGE_WARPS, "launch_pdl": True}
+            options = {"OVER_PARTS": self.over_parts, "num_warps": max(4, self.over_parts), "launch_pdl": True}
             kernels.append((attention_decode_merge, self.merge_grid, second, options))
         if self.device.type != "cuda":
             for kernel, grid, arguments, options in kernels:

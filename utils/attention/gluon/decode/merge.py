@@ -89,34 +89,46 @@ class Results:
         gl.store(numbers + gl.expand_dims(row, 1 - ROWS) * BLOCK_D + d, o, mask=keep)
 
 
-@gluon.jit
-def add_piece(out_ptr, parts_ptr, first, count, column, d, place, exists, columns, block_d, c):
-    """Add up some numbers of a head, WIDTH neighbours at `d` of each `column`, over the parts of `count` programs.
+@gluon.constexpr_function
+def piece_layout(over_parts, warps):
+    """Layout [parts, lanes, WIDTH] of what all threads of the merge load at once; so many warps take other parts."""
+    return gl.BlockedLayout([PARTS_OF_THREAD, 1, WIDTH], [1, 32, 1], [over_parts, warps // over_parts, 1], [2, 1, 0])
 
-    A thread holds these of PARTS_OF_THREAD parts, so that all its loads are under way at the same time; the warps take other parts.
+
+@gluon.jit
+def add_piece(results, first, count, piece, columns, block_d, OVER_PARTS: gl.constexpr):
+    """Add up some numbers of a head, neighbours of a row, over the parts of `count` programs.
+
+    results: pointers, scale, and where the head's rows begin and how many there are. A thread holds WIDTH neighbours of
+    PARTS_OF_THREAD parts, so that all its loads are under way at the same time.
     """
-    WARPS: gl.constexpr = gl.num_warps()
-    PARTS: gl.constexpr = PARTS_OF_THREAD * WARPS
-    layout: gl.constexpr = gl.BlockedLayout([PARTS_OF_THREAD, 1, WIDTH], [1, 32, 1], [WARPS, 1, 1], [2, 1, 0])
+    PARTS: gl.constexpr = PARTS_OF_THREAD * OVER_PARTS
+    LANES: gl.constexpr = 32 * gl.num_warps() // OVER_PARTS
+    layout: gl.constexpr = piece_layout(OVER_PARTS, gl.num_warps())
     sums: gl.constexpr = gl.SliceLayout(2, layout)
     result: gl.constexpr = gl.SliceLayout(0, layout)
+    out_ptr, parts_ptr, c, above, rows, head_dim = results
+    at = (piece * LANES + gl.arange(0, LANES, gl.SliceLayout(0, sums))) * WIDTH
+    column = at // block_d
+    d = at % block_d
+    exists = (column < rows) & (d < head_dim)
     split = gl.arange(0, PARTS, gl.SliceLayout(1, sums))
     width = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    m = gl.full([32], MINUS_INF, gl.float32, gl.SliceLayout(0, sums))
-    total = gl.zeros([32], gl.float32, gl.SliceLayout(0, sums))
-    o = gl.zeros([32, WIDTH], gl.float32, result)
+    m = gl.full([LANES], MINUS_INF, gl.float32, gl.SliceLayout(0, sums))
+    total = gl.zeros([LANES], gl.float32, gl.SliceLayout(0, sums))
+    o = gl.zeros([LANES, WIDTH], gl.float32, result)
     for begin in range(0, count, PARTS):
         i = begin + split
         part = 2 * (first + i) + (i == 0).to(gl.int32)
         here = (i < count)[:, None] & exists[None, :]
         start = (part * (columns * (block_d + 2)))[:, None]
         numbers = start + (column * block_d + d + 2 * columns)[None, :]
-        at = parts_ptr + numbers[:, :, None] + width[None, None, :]
         # Past the L1: other SMs have written this a moment ago.
-        values = gl.load(at, mask=here[:, :, None], other=0.0, cache_modifier=".cg")
-        at = parts_ptr + start + column[None, :]
-        maxima = gl.load(at, mask=here, other=MINUS_INF, cache_modifier=".cg")
-        totals = gl.load(at + columns, mask=here, other=0.0, cache_modifier=".cg")
+        pointers = parts_ptr + numbers[:, :, None] + width[None, None, :]
+        values = gl.load(pointers, mask=here[:, :, None], other=0.0, cache_modifier=".cg")
+        pointers = parts_ptr + start + column[None, :]
+        maxima = gl.load(pointers, mask=here, other=MINUS_INF, cache_modifier=".cg")
+        totals = gl.load(pointers + columns, mask=here, other=0.0, cache_modifier=".cg")
         top = gl.maximum(m, gl.max(maxima, 0))
         shifted = gl.where(top == MINUS_INF, 0.0, top * c)  # no key yet: 2^(-inf), not nan
         weight = gl.exp2(maxima * c - shifted[None, :])
@@ -125,6 +137,7 @@ def add_piece(out_ptr, parts_ptr, first, count, column, d, place, exists, column
         total = total * old + gl.sum(totals * weight, 0)
         o = o * gl.convert_layout(old, gl.SliceLayout(1, result))[:, None] + gl.sum(values * weight[:, :, None], 0)
     o = o * gl.convert_layout(inverse(total), gl.SliceLayout(1, result))[:, None]
+    place = (above + column).to(gl.int64) * head_dim + d
     out = out_ptr + gl.convert_layout(place, gl.SliceLayout(1, result))[:, None]
     out += gl.arange(0, WIDTH, gl.SliceLayout(0, result))[None, :]
     keep = gl.convert_layout(exists, gl.SliceLayout(1, result))
@@ -167,8 +180,12 @@ def attention_decode_merge(
     block_d,
     head_dim,
     c,
+    OVER_PARTS: gl.constexpr,
 ):
-    """The second launch, the same for all tiles: grid (heads of all sequences, programs that share a head's merge)."""
+    """The second launch, the same for all tiles: grid (heads of all sequences, programs that share a head's merge).
+
+    OVER_PARTS: warps that take other parts of a head: one, or where it has many, eight.
+    """
     flat = gl.program_id(0)
     b = flat // heads
     head = flat - b * heads
@@ -185,17 +202,11 @@ def attention_decode_merge(
     count = split.owner(begin + blocks - 1) - first + 1
     wait_for_launch_before()
     if count > 1:
-        layout: gl.constexpr = gl.BlockedLayout(
-            [PARTS_OF_THREAD, 1, WIDTH], [1, 32, 1], [gl.num_warps(), 1, 1], [2, 1, 0]
-        )
-        lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
         row_of_tile = (head % tiles) * columns
         mine = gl.minimum(rows - row_of_tile, columns)
         above = (b * (heads // tiles) + head // tiles) * rows + row_of_tile
-        for piece in range(gl.program_id(1), gl.cdiv(mine * block_d, 32 * WIDTH), gl.num_programs(1)):
-            at = (piece * 32 + lane) * WIDTH
-            column = at // block_d
-            d = at % block_d
-            exists = (column < mine) & (d < head_dim)
-            place = (above + column).to(gl.int64) * head_dim + d
-            add_piece(out_ptr, parts_ptr, first, count, column, d, place, exists, columns, block_d, c)
+        results = out_ptr, parts_ptr, c, above, mine, head_dim
+        for piece in range(
+            gl.program_id(1), gl.cdiv(mine * block_d, 32 * gl.num_warps() // OVER_PARTS * WIDTH), gl.num_programs(1)
+        ):
+            add_piece(results, first, count, piece, columns, block_d, OVER_PARTS)

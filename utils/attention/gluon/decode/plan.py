@@ -17,11 +17,7 @@ SHARED_BYTES = 232_448
 # With so much shared memory a program has its SM to itself, since two would need more than there is.
 ALONE_BYTES = 116_736
 MOST_PARTS = 16  # programs of a cluster
-MERGE_PARTS, MERGE_WIDTH, MERGE_WARPS = (
-    16,
-    4,
-    8,
-)  # of a head: parts and neighbouring numbers that a thread of the merge holds
+MERGE_PARTS, MERGE_WIDTH = 4, 4  # of a head: parts and neighbouring numbers that a thread of the merge holds
 MERGE_PROGRAMS = 2048  # of the second launch, about
 ONE_PIECE = 30  # as the logarithm of a page's tokens: the cache is not in pages
 
@@ -30,6 +26,7 @@ MANY_ROWS = 16  # query rows up to which keys are the rows of the products
 # 268 MB nothing, and from half a gigabyte on it is slower.
 HINT_BYTES = 16 << 20, 192 << 20
 LARGE_BYTES = 250_000_000  # of keys and values, from which a program for each whole head is faster than as many as SMs
+LONG_HEADS = 4096  # keys from which that is so also where query rows are the rows
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
 # one GPC, and seven of the eight have 16 or 18 SMs.
 FITTING_CLUSTERS = {16: 7, 8: 15, 4: 30, 2: 66}
@@ -261,5 +258,7 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
     whole = not shape.lengths and takes_whole_heads(heads, blocks, places)
     programs = even_programs(heads, places)
     if whole:
-        programs = heads if shape.bytes >= LARGE_BYTES else min(heads, places)
+        # They drift apart, and so some read while others begin and end. Short heads of many rows are begun before others end.
+        drift = shape.bytes >= LARGE_BYTES and (not plan.consumers or shape.seen >= LONG_HEADS)
+        programs = heads if drift else min(heads, places)
     return Arrangement(plan, programs, tiles, whole=whole, hint=hint)
