@@ -20,25 +20,8 @@ Three variants (`plan.variant_for`). "one", very few tiles: 1 consumer. "few", h
 2 consumers, 240 registers. "ahead", full attention up to head dim 128 (`consumer_ahead`): 2 consumers, and a tile's end
 beside the next one's start. Where tiles are fewer than multiprocessors, programs share them (`parts.py`).
 
-The checklist of warp-specialized attention, for Hopper:
-- Pipeline: a TMA producer; in each consumer Q K, softmax and P V, a block apart from each other (`blocks.py`). V's slot is released
-  half a block later than K's. When there is room for one extra slot only, V gets it.
-- Layouts: wgmma accumulators m64nN; P becomes the left operand of P V in registers; 128-byte swizzle for every tile; no
-  conversion in the loop moves data between threads.
-- Softmax: in base 2, with a maximum that follows only when it has grown by more than 2^8 (`softmax.py`).
-- Sync: a full and an empty mbarrier for every slot of a ring (`pipeline.py`), K and V in rings of their own; no barrier
-  inside a consumer.
-- Memory: Hopper has no tensor memory: O stays in registers, Q in shared memory, O leaves through shared memory by TMA
-  (`stores.py`).
-- Loads: one elected thread issues TMA boxes of 64 rows (Q) and BLOCK_N rows (K, V); TMA zeroes what lies outside.
-- Critical path: the next scores' product is queued before P V, and the rescaling hides behind it. With `halves` the
-  wait for P V comes between the two halves of the softmax, so that packing P and summing fill the gaps between the
-  exponentials (the compiler otherwise collects them behind the wait).
-- Schedule: chosen by hand (`plan.py`): tiles, slots and registers by head dimension; causal tiles are dealt out by the
-  host, so that all SMs end together, and in sections of heads whose K and V stay in the L2 (`dealing.py`).
-- Masking: only blocks that straddle the diagonal, the window's edge or the last key are masked, with one comparison for a score
-  where a window does not begin. Causal tiles begin where the diagonal lies in a tile's first block alone, and so does the last
-  key: without a window, the loop has no mask in it.
+Nothing in the loop over keys moves data between threads or brings a warpgroup together at a barrier. Without a window the loop has no
+mask: causal tiles begin where the diagonal lies in the block that is walked first.
 
 MEASURED
 """
