@@ -12,7 +12,7 @@ import argparse
 import re
 
 from utils.attention.gluon.launch import kernel_of
-from utils.attention.gluon.plan import BLOCK_M, STEPS, Case, plan_for
+from utils.attention.gluon.plan import BLOCK_M, STEPS, case_for, plan_for
 from utils.kernels.offline import Assembly, compile_gluon, read_assembly
 
 
@@ -55,7 +55,7 @@ def compile_step(
         "STAGES": plan.stages,
         "REGISTERS": plan.registers,
         "PLAN": plan,
-        "CASE": Case(causal and not window, window, parts),
+        "CASE": case_for(plan, causal, window, parts, 0),
     }
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     tile = {"q_desc": BLOCK_M, "o_desc": BLOCK_M, "k_desc": plan.block_n, "v_desc": plan.block_n}

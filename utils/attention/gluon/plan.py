@@ -71,12 +71,22 @@ class Case:
     """What an attention needs of step 5's kernel beside its plan: a kernel is compiled for each.
 
     window: the mask has two edges; whether it is causal, too, is decided at each launch. causal: the mask has one edge, the diagonal.
-    parts: programs share the keys of a tile (`parts_for`).
+    parts: programs share the keys of a tile (`parts_for`). offset: a head's first tile may begin before its first query (`row_offset`).
     """
 
     causal: bool = False
     window: bool = False
     parts: bool = False
+    offset: bool = False
+
+
+def case_for(plan: Plan, causal: bool, window: bool, parts: bool, offset: int) -> Case:
+    """Return the case of an attention, the same for any offset where the store of such rows has registers enough.
+
+    With 160 registers it would move a row's maximum behind the other row's exponentials: 10% of a block.
+    """
+    diagonal = causal and not window
+    return Case(diagonal, window, parts, diagonal and (plan.halves or offset > 0))
 
 
 def block_head_dim(head_dim: int) -> int:

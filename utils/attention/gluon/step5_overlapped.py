@@ -23,7 +23,8 @@ beside the next one's start. Where tiles are fewer than multiprocessors, program
 Nothing in the loop over keys moves data between threads or brings a warpgroup together at a barrier. Without a window the loop has no
 mask: causal tiles begin where the diagonal lies in the block that is walked first.
 
-MEASURED
+Before its variants were halved it was 1.031, 1.047 and 1.017 times as fast as the best of cuDNN, FlashAttention 3 and FlashAttention 4
+at head dim 64, 128 and 256 on an H200: assets/results/h200/attention_ratios.json, docs/kernels/attention.md.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from utils.attention.gluon.dealing import deal_tiles
 from utils.attention.gluon.loads import producer
 from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring
-from utils.attention.gluon.plan import Case, parts_for, row_offset, tile_blocks
+from utils.attention.gluon.plan import case_for, parts_for, row_offset, tile_blocks
 from utils.attention.gluon.shared import accumulator
 from utils.attention.gluon.softmax import normalizers, unseen_halves
 from utils.attention.gluon.stores import Results
@@ -363,7 +364,7 @@ def launch(a: Arguments) -> Launch | None:
         head_bytes = a.sk * plan.block_d * 4
         schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device)
     together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
-    case = Case(a.causal and not window, window > 0, parts > 1)
+    case = case_for(plan, a.causal, window > 0, parts > 1, offset)
     numbers = tiles * parts * plan.rows * (plan.block_d + 1) if parts > 1 else 0
     counters = tiles * plan.consumers
     tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))

@@ -47,7 +47,7 @@ class Results:
         # what was there before.
         fence_async_shared()
         by_tma = True
-        if work.CASE.causal:
+        if work.CASE.offset:
             by_tma = row >= 0
             if row < 0:
                 layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
