@@ -2358,7 +2358,7 @@ print(f"saved {', '.join(results) or 'no table'} to {saved}")
 #   two run at the same time.
 #
 # The ladder in `utils/attention/gluon` goes on where you stopped, and you can read every line of it now. How it compares
-# with other libraries is in the recorded tables above, and in `docs/attention-log.md` with each step's prediction. On the
+# with other libraries is in the recorded tables above, and in `docs/kernels/attention.md` with each step's prediction. On the
 # command line, `labs bench list-targets --chapter labs/flashattention_gluon` lists the same contest, and
 # `labs bench run --targets labs/flashattention_gluon:baseline_flashattention_gluon --profile minimal` runs its baseline.
 #

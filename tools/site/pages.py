@@ -26,7 +26,7 @@ HEADINGS = {
     },
     "How and how fast": {
         "docs/measuring.md": "measuring.md",
-        "docs/attention-log.md": "attention-log.md",
+        "docs/kernels/attention.md": "attention.md",
         "docs/flexattention.md": "flexattention.md",
     },
     "Reference": {"docs/utils.md": "utils.md", "api": "api.md"},

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 # K and V of the heads that are computed at the same time. A third of an H100's L2: they stay there beside Q and the output, and the
-# programs' first tiles do not ask for the K and V of more heads at once (docs/attention-log.md, entries 45 and 46).
+# programs' first tiles do not ask for the K and V of more heads at once.
 SECTION_BYTES = 16 << 20
 _LAST_SECTION = 2  # sections in the last one: it has the short tiles that are left when the programs end
 # What a tile costs beyond its key blocks, in key blocks: first scores, last product, storing.

@@ -6,8 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from utils.attention.gluon.clocks import block_entry, keep_clock, own_entries
-
 
 @gluon.constexpr_function
 def _prefetch_asm():
@@ -36,7 +34,6 @@ def producer(work, q_desc, k_desc, v_desc):
     CONSUMERS: gl.constexpr = PLAN.consumers
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
     count, t, rest = work.first(BLOCK_M * CONSUMERS)
-    entries = own_entries(work)
     it = 0
     for i in range(count):
         t_next = work.todo.start_next(t, rest, i)
@@ -68,16 +65,11 @@ def producer(work, q_desc, k_desc, v_desc):
             # In the order of need: the first consumer's Q, K, the other consumers' Q, V.
             if j == 0:
                 work.q.load(i, q_desc, batch, head, row)
-            clocks = block_entry(work, entries, it)
-            keep_clock(work, clocks, "begins")
             work.k.load(it, k_desc, batch, kv_head, key)
-            keep_clock(work, clocks, "K loads")
             if j == 0:
                 for w in gl.static_range(1, CONSUMERS):
                     work.q.load(i, q_desc, batch, head, row + w * BLOCK_M, w)
-            keep_clock(work, clocks, "V's turn")
             work.v.load(it, v_desc, batch, kv_head, key)
-            keep_clock(work, clocks, "V loads")
             it += 1
         t = work.todo.finish_next(t_next)
 

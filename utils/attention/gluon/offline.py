@@ -28,7 +28,6 @@ def compile_step(
     variant: str = "",
     parts: bool = False,
     offset: bool = False,
-    clocks: bool = False,
     one_edge: bool = False,
     plan: Plan | None = None,
 ) -> Assembly:
@@ -45,7 +44,6 @@ def compile_step(
         variant: Of step 5's plan (`plan.variant_for`).
         parts: Whether programs share tiles (`plan.parts_for`).
         offset: Whether causal tiles begin before the first query (`plan.row_offset`).
-        clocks: Whether the kernel keeps clocks (`clocks.py`).
         one_edge: Whether a window's two edges lie in no block together (`plan.one_edge`).
         plan: Tile and pipeline; the step's own by default.
     """
@@ -74,7 +72,6 @@ def compile_step(
             parts,
             together=parts,
             offset=offset,
-            clocks=clocks,
             one_edge=one_edge,
         ),
     )

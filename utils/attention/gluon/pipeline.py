@@ -120,7 +120,7 @@ def allocate_ring(
     """A ring for tiles of a TMA descriptor; READERS: consumers that read each tile. ROWS: of a tile, if not a box's.
 
     READY: how many of the barriers for full tiles are made now, if not all barriers; `make_barriers` makes the others.
-    WINDOW: whether the kernel masks a window. With bits it takes 3 to 7% longer (docs/attention-log.md, entry 48).
+    WINDOW: whether the kernel masks a window. With bits it takes 3 to 7% longer.
     """
     count: gl.constexpr = SLOTS * LANES
     shape: gl.constexpr = ring_shape(count, descriptor.block_type.shape, ROWS)

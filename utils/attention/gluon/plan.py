@@ -1,6 +1,6 @@
 """Tiles, slots and registers of each step, and which program computes which tile: plain Python, no Triton.
 
-Chosen on an H200 (docs/attention-log.md). Gluon's tile shapes are powers of two. Shared memory holds 227 KiB a block;
+Chosen on an H200 (docs/kernels/attention.md). Gluon's tile shapes are powers of two. Shared memory holds 227 KiB a block;
 a thread has at most 255 registers, an SM 65536: 2 x 128 x 240 + 128 x 24, 3 x 128 x 160 + 128 x 32, or
 4 x 128 x 112 + 128 x 24.
 """
@@ -65,7 +65,6 @@ class Case:
     (`dealing.deal_tiles`). parts: programs share the keys of a tile (`parts_for`).
     together: and add the parts up together (`parts.py`). offset: a head's first tile begins before its
     first query (`row_offset`). one_edge: the window's two edges lie in no block together (`one_edge`).
-    clocks: the kernel keeps clocks (`clocks.py`), only for a record.
     columns: the head dimension, where threads store rows of a narrower one than the tile; otherwise 0, the tile's width.
     """
 
@@ -77,7 +76,6 @@ class Case:
     parts: bool = False
     together: bool = False
     offset: bool = False
-    clocks: bool = False
     one_edge: bool = False
     columns: int = 0
 
@@ -128,7 +126,7 @@ def row_tiles(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> int:
     return -(-(sq + row_offset(plan, causal, window > 0, sk - sq)) // plan.rows)
 
 
-# How much longer the plans of head dim 64 take for a causal tile's blocks, on an H200 (docs/attention-log.md, entries 30 and 34).
+# How much longer the plans of head dim 64 take for a causal tile's blocks, on an H200.
 _CAUSAL_64 = {"": 1.0, "short": 1.14, "few": 1.13}
 
 
@@ -142,8 +140,7 @@ def _window_variant(d: int, sq: int, sk: int, heads: int, causal: bool, window: 
     """Return the variant for a window: the more of its blocks are masked, the smaller its blocks or its tiles.
 
     Where more than half of a tile's blocks are masked, "narrow" has blocks of 64 keys, but not where it makes more rounds of tiles. Where more
-    than a quarter are, "few" has tiles of 128 rows if its rounds have a fifth fewer rows: a row takes it 1.2 times as long
-    (docs/attention-log.md, entry 47).
+    than a quarter are, "few" has tiles of 128 rows if its rounds have a fifth fewer rows: a row takes it 1.2 times as long.
     """
     if d != 64:
         return ""
@@ -188,15 +185,14 @@ def variant_for(
     if d == 128:
         return "ahead"
     # The other plan has 192 rows, not 128: a round of it takes 4/3 as long for each block of keys, and for a tile's start and
-    # end, which nothing overlaps there, 2.7 blocks, not 2 (docs/attention-log.md, entry 31).
+    # end, which nothing overlaps there, 2.7 blocks, not 2.
     ahead, other = (-(-(-(-sq // p.rows) * heads) // programs) for p in (plan, _STEP_5[d, ""]))
     blocks = -(-sk // plan.block_n)
     if other == 1 and (blocks <= 64 or sk % plan.block_n):
-        return "lone"  # over more keys "ahead of three", whose blocks take 2.7% less time (docs/attention-log.md, entry 50)
+        return "lone"  # over more keys "ahead of three", whose blocks take 2.7% less time
     if 3 * ahead * (blocks + 2) <= 4 * other * (blocks + 2.7):
         return "ahead"
-    # Where a tail is masked "ahead of three" is no faster, and with the log-sum-exp ptxas spills 48 bytes of it
-    # (docs/attention-log.md, entries 27, 29 and 31).
+    # Where a tail is masked "ahead of three" is no faster, and with the log-sum-exp ptxas spills 48 bytes of it.
     return "" if lse or sk % plan.block_n else "ahead of three"
 
 
@@ -204,8 +200,7 @@ MOST_PARTS = 8  # of a tile
 # The time of a block of keys with one consumer, beside that with two.
 _ONE_CONSUMER = 0.65
 # What programs pay for sharing a tile, in blocks of keys of two consumers: for leaving their parts, for waiting, and for adding up
-# their share of the rows, whose bytes do not depend on the number of parts. By tile width: one consumer, two
-# (docs/attention-log.md, entry 31).
+# their share of the rows, whose bytes do not depend on the number of parts. By tile width: one consumer, two.
 _SHARING = {64: (3.0, 3.0), 128: (4.0, 4.0), 256: (4.5, 7.0)}
 
 

@@ -49,7 +49,7 @@ The checklist of warp-specialized attention, for Hopper:
 
 On an H200, bf16, S = 8192 and 16384, full and causal, interleaved with the other kernels (geometric means of four): times
 as fast as cuDNN, FlashAttention 3 and FlashAttention 4: 1.21, 1.00, 1.01 at head dim 64, 1.21, 1.05, 1.07 at 128, and 1.22,
-1.01, 1.01 at 256. Each point: assets/results/h200/attention_ratios.json. The way there, failures included: docs/attention-log.md.
+1.01, 1.01 at 256. Each point: assets/results/h200/attention_ratios.json. What worked and what did not: docs/kernels/attention.md.
 """
 
 from __future__ import annotations
@@ -64,15 +64,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from utils.attention.gluon.arguments import Arguments, unused
 from utils.attention.gluon.blocks import finish_block, first_block, start_output, start_scores, step
-from utils.attention.gluon.clocks import (
-    block_entry,
-    clock_now,
-    keep_clock,
-    keep_loop,
-    keep_start,
-    own_entries,
-    tile_entry,
-)
 from utils.attention.gluon.dealing import deal_tiles
 from utils.attention.gluon.loads import fill_rings, producer
 from utils.attention.gluon.parts import PIECE, Parts
@@ -119,11 +110,8 @@ def consumer(work, results, W: gl.constexpr):
 
     sq, sk = work.sq, work.sk
     count, t, rest = work.first(BLOCK_M * PLAN.consumers)
-    entries = own_entries(work)
     it = 0
     for i in range(count):
-        tile_clocks = tile_entry(work, entries, i)
-        keep_clock(work, tile_clocks, "begins")
         t_next = work.todo.start_next(t, rest, i)
         tile, flat = work.todo.locate(t)
         first_row = work.first_row(tile)
@@ -145,11 +133,9 @@ def consumer(work, results, W: gl.constexpr):
         right, edge = clean_blocks(row, BLOCK_M, lo, hi, sq, sk, work.window, BLOCK_N, CAUSAL, WINDOW)
 
         work.q.wait_full(i, W)  # the first product reads Q; the producer loads it in the order of need
-        keep_clock(work, tile_clocks, "Q there")
         q = work.q.tile(i, W)
         block = Block(it, row, (hi - 1) * BLOCK_N)
         p, state = first_block(work, block, q, CAUSAL, WINDOW, work.CASE.tail)
-        keep_clock(work, tile_clocks, "first softmax")
         if LATE_RELEASE:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
             if i > 0:
                 # The last tile's output leaves through its Q's slot: the next Q may not come before it has left.
@@ -158,26 +144,20 @@ def consumer(work, results, W: gl.constexpr):
         o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, accumulator(BLOCK_D))
         it += 1
         work.k.wait_full(it, pred=n > 1)  # each step waits for the next one's keys; this is the first one's
-        keep_clock(work, tile_clocks, "loop begins")
         for j in range(1, n):
             block = Block(it, row, (hi - 1 - j) * BLOCK_N)
             masked = (j < right) | (j >= edge)
-            clocks = block_entry(work, entries, it)
-            o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked, LOOP_CAUSAL, WINDOW, clocks)
+            o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked, LOOP_CAUSAL, WINDOW)
             it += 1
-        keep_clock(work, tile_clocks, "loop ends")
-        keep_loop(work, tile_clocks, n - 1)
         if not PLAN.o_in_q:
             work.q.release(i, W)
 
         pv = start_output(work, it, o, p, state)
-        keep_clock(work, tile_clocks, "last output handed over")
         inverse, lses = normalizers(state, work.c, row)
         if work.CASE.lse and not work.CASE.parts:
             store_lse(lse_ptr, lses, flat, sq)
         # The output's registers are read next, and V's slot is released.
         o = wait_products(pv, 0, BLOCK_D)
-        keep_clock(work, tile_clocks, "last output there")
         o = o * spread(inverse, o)
         work.v.release(it - 1)
         if WINDOW and PLAN.consumers > 1:
@@ -197,7 +177,6 @@ def consumer(work, results, W: gl.constexpr):
                 work.parts.depart(t, W, PLAN.consumers, used)
         else:
             store_tile(work, out, flat, row, o_tiles.index(work.q.slot(i, W) if PLAN.o_in_q else W), o)
-        keep_clock(work, tile_clocks, "stored")
         if PLAN.o_in_q and not LATE_RELEASE:
             tma.store_wait(0)  # Q's slot holds the output: the next Q may not come before that has left
             work.q.release(i, W)
@@ -220,7 +199,6 @@ def consumer_ahead(work, results, W: gl.constexpr):
 
     count, t = work.todo.first()[:2]
     n = gl.cdiv(work.sk, BLOCK_N)
-    entries = own_entries(work)
     it = gl.to_tensor(0)
     last_key = (n - 1) * BLOCK_N  # only a tile's first block, with the last keys, is masked: that needs no row
     work.q.wait_full(0, W)
@@ -231,7 +209,6 @@ def consumer_ahead(work, results, W: gl.constexpr):
         more = i + 1 < count
         tile, flat = work.todo.locate(t)
         row = (tile * PLAN.consumers + W) * BLOCK_M
-        tile_clocks = tile_entry(work, entries, i)
         q = work.q.tile(i, W)
         o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, accumulator(BLOCK_D))
         if PLAN.o_in_q:
@@ -244,13 +221,10 @@ def consumer_ahead(work, results, W: gl.constexpr):
             block = Block(it, it, last_key)
             o, p, state = finish_block(work, block, s, pv, state, (n > 2) | more, False, False, False)
             it += 1
-        keep_clock(work, tile_clocks, "loop begins")
         for j in range(2 if PLAN.o_in_q else 1, n):
-            block, clocks = Block(it, it, last_key), block_entry(work, entries, it)
-            o, p, state = step(work, block, q, o, p, state, (j + 1 < n) | more, False, False, False, clocks)
+            block = Block(it, it, last_key)
+            o, p, state = step(work, block, q, o, p, state, (j + 1 < n) | more, False, False, False)
             it += 1
-        keep_clock(work, tile_clocks, "loop ends")
-        keep_loop(work, tile_clocks, n - (2 if PLAN.o_in_q else 1))
         if not PLAN.o_in_q:
             work.q.release(i, W)
 
@@ -273,7 +247,6 @@ def consumer_ahead(work, results, W: gl.constexpr):
             tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
         o_tile = o_tiles.index(work.q.slot(i, W) if PLAN.o_in_q else W)
         store_tile(work, out, flat, row, o_tile, o * spread(inverse, o))
-        keep_clock(work, tile_clocks, "stored")
         t += gl.num_programs(0)
     tma.store_wait(0)  # shared memory must live until TMA has read it
 
@@ -321,7 +294,6 @@ def attention_step5(
     CONSUMERS: gl.constexpr = PLAN.consumers
     REGISTERS: gl.constexpr = PLAN.registers
     BLOCK_D: gl.constexpr = PLAN.block_d
-    begins = clock_now(CASE)
     # A barrier takes 35 cycles to make, and nothing is loaded before its own: those of the first loads come first.
     PREFILL: gl.constexpr = PLAN.prefill
     gl.static_assert(PLAN.stages >= PREFILL)
@@ -337,14 +309,12 @@ def attention_step5(
     todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, parts, CASE.dealt, CASE.parts, CASE.causal)
     shared_tiles = Parts(parts_ptr, counters, parts)
     work = Work(sq, sk, window, offset, heads, group, c, q, k, v, todo, shared_tiles, PLAN, CASE)
-    ready = clock_now(CASE)
     if PREFILL > 0:
         fill_rings(work, q_desc, k_desc, v_desc)
         make_barriers(q, 1, CONSUMERS)
         make_barriers(k, CONSUMERS, PREFILL)
         make_barriers(v, CONSUMERS, PREFILL)
         fence_async_shared()  # TMA completes these barriers, too
-    keep_start(work, begins, ready)
     results = ((o_desc, out_ptr), o_tiles, lse_ptr)
     loads = (work, q_desc, k_desc, v_desc)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
