@@ -170,13 +170,12 @@ def test_a_rows_maximum_stands_between_the_other_rows_exponentials(report, case)
 def test_a_compiled_kernel_is_found_again_by_another_process():
     keys = keys_in_two_processes(
         "from utils.attention.gluon import launch\n"
-        "from utils.attention.gluon.backward import dq, launch as backward, plan\n"
+        "from utils.attention.gluon.backward import arguments as backward\n"
         "from utils.attention.gluon.decode import cluster, kernel, merge, quantized, quantized_keys, rows, rows_ahead\n"
         "kernels = [launch.kernel_of(step) for step in range(1, 6)]\n"
-        "steps = [(step, width) for step in range(1, 6) for width in (128, 256)]\n"
-        "kernels += [backward.kernel_of(step, plan.plan_for(step, width)) for step, width in steps]\n"
+        "names = dict(step1='step1_atomics', step3='step3_warp_specialized', step6='step6_one_consumer', wide='wide_heads', dq='dq')\n"
+        "kernels += [backward.kernel_of(module, f'attention_backward_{name}') for name, module in names.items()]\n"
         "modules = cluster, kernel, merge, quantized, quantized_keys, rows, rows_ahead\n"
-        "kernels += [found for module in modules for name, found in vars(module).items() if name.startswith('attention_decode')]\n"
-        "kernels.append(dq.attention_backward_dq)"
+        "kernels += [found for module in modules for name, found in vars(module).items() if name.startswith('attention_decode')]"
     )
     assert keys[0] == keys[1] and keys[0].count(",") > 20
