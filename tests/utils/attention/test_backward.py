@@ -275,7 +275,7 @@ def test_a_hundred_shapes_compile_at_most_twelve_kernels():
         order = find_order(6, q, k, plan, causal, window)
         g = Gradients(q, q, k, k, q, lse, None, plan, order.programs if order.units else 0)
         for launch in launches(6, g, order, causal, window, 0.1, False):
-            kernel = kernel_of(launch.module, launch.kernel)
+            kernel = kernel_of(launch.kernel)
             names = [p.name for p in kernel.params if p.do_not_specialize or p.is_constexpr]
             numbers = kernel.arg_names[len(launch.tensors) :]
             assert set(numbers) - set(names) <= {"c", "scale"}, launch.kernel  # fp32 is never specialized

@@ -173,8 +173,8 @@ def test_a_compiled_kernel_is_found_again_by_another_process():
         "from utils.attention.gluon.backward import arguments as backward\n"
         "from utils.attention.gluon.decode import cluster, kernel, merge, quantized, quantized_keys, rows, rows_ahead\n"
         "kernels = [launch.kernel_of(step) for step in range(1, 6)]\n"
-        "names = dict(step1='step1_atomics', step3='step3_warp_specialized', step6='step6_one_consumer', wide='wide_heads', dq='dq')\n"
-        "kernels += [backward.kernel_of(module, f'attention_backward_{name}') for name, module in names.items()]\n"
+        "names = *backward.MAIN_KERNELS.values(), backward.WIDE_KERNEL, 'dq.attention_backward_dq'\n"
+        "kernels += [backward.kernel_of(name) for name in names]\n"
         "modules = cluster, kernel, merge, quantized, quantized_keys, rows, rows_ahead\n"
         "kernels += [found for module in modules for name, found in vars(module).items() if name.startswith('attention_decode')]"
     )

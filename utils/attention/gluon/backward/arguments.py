@@ -15,6 +15,12 @@ from utils.attention.gluon.backward.order import Order, order_of
 from utils.attention.gluon.backward.plan import BackwardPlan, span
 
 LOG2_E = math.log2(math.e)
+MAIN_KERNELS = {
+    1: "step1_atomics.attention_backward_step1",
+    3: "step3_warp_specialized.attention_backward_step3",
+    6: "step6_one_consumer.attention_backward_step6",
+}
+WIDE_KERNEL = "wide_heads.attention_backward_wide"
 
 
 @functools.lru_cache(maxsize=16)
@@ -26,13 +32,12 @@ def processors(device: torch.device) -> int:
 class Launch(NamedTuple):
     """A launch of one kernel of this package."""
 
-    module: str
-    kernel: str
+    kernel: str  # module.function
     grid: tuple[int, ...]
     tensors: tuple[str, ...]  # names of fields of `Gradients`: pointers, or TMA descriptors where `boxes` names them
-    boxes: dict[str, int]  # rows of the box of a TMA descriptor
     numbers: tuple  # the arguments behind the tensors
     constants: dict[str, Any]
+    boxes: dict[str, int] = {}  # noqa: RUF012 (never changed) rows of the box of a TMA descriptor
     warps: int = 4
 
 
@@ -94,78 +99,67 @@ def argument(g: Gradients, launch: Launch, name: str):
     return descriptor(x, launch.boxes[name], g.plan.block_d)
 
 
+def strides(x: torch.Tensor) -> tuple[int, ...]:
+    """Strides of a tensor in units of 8 elements, which TMA and the kernels around the main one need."""
+    return tuple(n // 8 for n in x.stride()[:3])
+
+
 def launches(
     step: int, g: Gradients, order: Order, causal: bool, window: int, scale: float, dlse: bool
 ) -> list[Launch]:
     """Return the launches of a backward pass: `start_backward`, the step's own kernel, and those that finish."""
     plan, (batch, heads, sq, head_dim), (_, kv_heads, sk, _) = g.plan, g.q.shape, g.k.shape
-    rows, total, wide, c = g.lse2.shape[1], batch * kv_heads, plan.block_d == 256, scale * LOG2_E
-    blocks_n = -(-sk // plan.block_n)
+    rows, total, width = g.lse2.shape[1], batch * kv_heads, plan.block_d
+    queries = sq, heads, rows, head_dim // 8
+    start = Launch(
+        "fragments.start_backward",
+        (rows // 64, batch * heads),
+        ("out", "dout", "lse", "dlse", "lse2", "delta", "sums"),
+        (*strides(g.out), *strides(g.dout), *queries),
+        {"BLOCK_D": width, "CLEAR": plan.dq, "DLSE": dlse},
+    )
+    blocks_n, c = -(-sk // plan.block_n), scale * LOG2_E
     sizes = sq, sk, *span(causal, window), heads, kv_heads, heads // kv_heads, rows // plan.block_m
     blocks = blocks_n, order.section, total, order.units
-
-    def strides(x):
-        return tuple(n // 8 for n in x.stride()[:3])
-
-    found = [
-        Launch(
-            *("fragments", "start_backward", (rows // 64, batch * heads)),
-            ("out", "dout", "lse", "dlse", "lse2", "delta", "sums"),
-            {},
-            (*strides(g.out), *strides(g.dout), sq, heads, rows, head_dim // 8),
-            {"BLOCK_D": plan.block_d, "CLEAR": plan.dq, "DLSE": dlse},
-        )
-    ]
-    constants = {"PLAN": plan}
-    boxes = dict.fromkeys(("q", "dout", "lse2", "delta"), plan.block_m) | {"k": plan.block_n}
-    rowwise = "q", "dout", "k", "v", "dk", "dv", "lse2", "delta"
-    if step == 1:
-        tensors = "q", "dout", "k", "v", "dk", "dv", "lse2", "delta", "sums"
-        numbers = *sizes, rows, c, scale
-        constants = {"HEAD_DIM": head_dim} | constants
-        found.append(
-            Launch("step1_atomics", "attention_backward_step1", (total, blocks_n), tensors, {}, numbers, constants)
-        )
-    elif wide or step == 3:
-        module, name = ("wide_heads", "wide") if wide else ("step3_warp_specialized", "step3")
-        boxes |= dict.fromkeys(("v", "dk", "dv"), 64)
-        tensors = rowwise if wide else (*rowwise, "sums")
-        numbers = *sizes, *blocks, c, scale
-        found.append(
-            Launch(module, f"attention_backward_{name}", (order.programs,), tensors, boxes, numbers, constants)
-        )
-    else:
-        boxes |= dict.fromkeys(("v", "dk", "dv"), plan.block_n) | {"sums": 32}
-        tensors = *rowwise, "sums", "parts"
-        numbers = *sizes, *blocks, c, scale
-        name = "attention_backward_step6"
-        found.append(Launch("step6_one_consumer", name, (order.programs,), tensors, boxes, numbers, constants, 8))
-        if order.units:
-            grid = blocks_n * total * 2, 2, plan.block_d // 32
-            numbers = *strides(g.dk), *sizes, *blocks, scale, order.programs, head_dim // 8
-            found.append(Launch("shares", "finish_parts", grid, ("parts", "dv", "dk"), {}, numbers, constants))
+    found = [start, step_launch(step, g, sizes, blocks, order.programs, (c, scale))]
+    if order.units:
+        grid = blocks_n * total * 2, 2, width // 32
+        numbers = *strides(g.dk), *sizes, *blocks, scale, order.programs, head_dim // 8
+        found.append(Launch("shares.finish_parts", grid, ("parts", "dv", "dk"), numbers, {"PLAN": plan}))
     if plan.dq:
-        grid = plan.block_d // 64, rows // 64, batch * heads
-        numbers = *strides(g.dq), sq, heads, rows, head_dim // 8, plan.block_d // 64, scale
-        found.append(Launch("fragments", "finish_dq", grid, ("sums", "dq"), {}, numbers, {"FRAGMENTS": step > 1}))
-    else:
-        keys, tiles = 128 if plan.block_d == 64 else 64, -(-sq // 128)
-        boxes = {"q": 64, "dout": 64, "k": keys, "v": keys, "dq": 64}
-        numbers = *sizes, rows, tiles, batch * heads, c, scale
-        found.append(
-            Launch(
-                *("dq", "attention_backward_dq", (tiles * batch * heads,), (*boxes, "lse2", "delta"), boxes, numbers),
-                constants,
-            )
-        )
-    return found
+        grid, numbers = (width // 64, rows // 64, batch * heads), (*strides(g.dq), *queries, width // 64, scale)
+        return [*found, Launch("fragments.finish_dq", grid, ("sums", "dq"), numbers, {"FRAGMENTS": step > 1})]
+    keys, tiles = 128 if width == 64 else 64, -(-sq // 128)
+    boxes = {"q": 64, "dout": 64, "k": keys, "v": keys, "dq": 64}
+    numbers = *sizes, rows, tiles, batch * heads, c, scale
+    grid, tensors = (tiles * batch * heads,), (*boxes, "lse2", "delta")
+    return [*found, Launch("dq.attention_backward_dq", grid, tensors, numbers, {"PLAN": plan}, boxes)]
+
+
+def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: int, factors: tuple) -> Launch:
+    """Return the launch of a step's own kernel."""
+    plan, tensors, constants = g.plan, ("q", "dout", "k", "v", "dk", "dv", "lse2", "delta"), {"PLAN": g.plan}
+    kernel = WIDE_KERNEL if plan.block_d == 256 else MAIN_KERNELS[step]
+    if step == 1:
+        constants = {"HEAD_DIM": g.q.shape[-1]} | constants
+        numbers = *sizes, g.lse2.shape[1], *factors
+        return Launch(kernel, (blocks[2], blocks[0]), (*tensors, "sums"), numbers, constants)
+    if plan.block_d < 256:
+        tensors = (*tensors, "sums") if step == 3 else (*tensors, "sums", "parts")
+    boxes = dict.fromkeys(("q", "dout", "lse2", "delta"), plan.block_m) | {"k": plan.block_n}
+    one_consumer = "parts" in tensors
+    boxes |= dict.fromkeys(("v", "dk", "dv"), plan.block_n if one_consumer else 64)
+    if one_consumer:
+        boxes["sums"] = 32
+    numbers = *sizes, *blocks, *factors
+    return Launch(kernel, (programs,), tensors, numbers, constants, boxes, 8 if one_consumer else 4)
 
 
 def run(g: Gradients, launch: Launch):
     """Launch a kernel; return a `Handle` that repeats the launch, or None where it was simulated."""
     from utils.kernels.handle import Handle
 
-    kernel = kernel_of(launch.module, launch.kernel)
+    kernel = kernel_of(launch.kernel)
     tensors = [argument(g, launch, name) for name in launch.tensors]
     compiled = kernel[launch.grid](*tensors, *launch.numbers, **launch.constants, num_warps=launch.warps)
     if compiled is None or not g.q.is_cuda:
@@ -175,8 +169,9 @@ def run(g: Gradients, launch: Launch):
 
 
 @functools.cache
-def kernel_of(module: str, name: str):
-    """Import a kernel of this package (imports Triton)."""
+def kernel_of(name: str):
+    """Import a kernel of this package by "module.function" (imports Triton)."""
+    module, name = name.split(".")
     return getattr(importlib.import_module(f"{__package__}.{module}"), name)
 
 

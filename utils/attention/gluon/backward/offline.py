@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from utils.attention.gluon.backward.arguments import kernel_of
+from utils.attention.gluon.backward.arguments import MAIN_KERNELS, WIDE_KERNEL, kernel_of
 from utils.attention.gluon.backward.plan import STEPS, plan_for
 from utils.kernels.offline import Assembly, compile_gluon, read_assembly
 
@@ -25,9 +25,7 @@ def compile_backward(step: int, head_dim: int = 128, *, dtype: str = "bf16", det
 
     plan = plan_for(step, head_dim, deterministic)
     wide = plan.block_d == 256
-    module = {1: "step1_atomics", 3: "step3_warp_specialized", 6: "wide_heads" if wide else "step6_one_consumer"}[step]
-    name = "wide" if wide and step == 6 else f"step{step}"
-    kernel = kernel_of(module, f"attention_backward_{name}")
+    kernel = kernel_of(WIDE_KERNEL if wide else MAIN_KERNELS[step])
     constants = {n: x for n, x in {"PLAN": plan, "HEAD_DIM": head_dim}.items() if n in kernel.arg_names}
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     numbers = gl.NVMMASharedLayout(0, 32, rank=2)
