@@ -1,14 +1,9 @@
-"""Compile a kernel of the backward ladder for Hopper without a GPU, and read registers, spills and instructions.
-
-python -m utils.attention.gluon.backward.offline 6 --head-dim 128
-"""
+"""Compile a kernel of the backward ladder for Hopper without a GPU, and read registers, spills and instructions."""
 
 from __future__ import annotations
 
-import argparse
-
 from utils.attention.gluon.backward.arguments import MAIN_KERNELS, WIDE_KERNEL, kernel_of
-from utils.attention.gluon.backward.plan import STEPS, plan_for
+from utils.attention.gluon.backward.plan import plan_for
 from utils.kernels.offline import Assembly, compile_gluon, read_assembly
 
 
@@ -45,28 +40,3 @@ def compile_backward(step: int, head_dim: int = 128, *, dtype: str = "bf16", det
     multiples = [n for n in kernel.arg_names if n.endswith(("_ptr", "_batch", "_head", "_row"))]
     warps = 8 if step == 6 and not wide else 4
     return read_assembly(compile_gluon(kernel, signature, constants, multiples, warps), kernel.__name__)
-
-
-def main() -> None:
-    """Compile the step that the command line names, and print its figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("step", type=int, choices=STEPS)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
-    parser.add_argument("--deterministic", action="store_true", help="dQ is left to a kernel of its own")
-    parser.add_argument("--sass", action="store_true", help="print the disassembly")
-    options = vars(parser.parse_args())
-    show_sass = options.pop("sass")
-    kernel = compile_backward(options.pop("step"), **options)
-    if show_sass:
-        print(kernel.sass)
-    print(
-        f"{kernel.name}: {kernel.registers} registers at launch, {kernel.spill_bytes} bytes spilled, "
-        f"{kernel.shared_bytes} bytes shared"
-    )
-    for line in kernel.warnings:
-        print(" ", line)
-
-
-if __name__ == "__main__":
-    main()

@@ -46,12 +46,12 @@ class Share:
 
     @gluon.jit
     def bounds(self):
-        """This program's first place in the row, and its end; where a program takes one block, the block's number."""
+        """This program's first place in the row, and its end; where programs take blocks, the number of its first one."""
         program = gl.program_id(0)
         programs = gl.num_programs(0)
         even = self.units > 0
         begin = gl.where(even, self.units * program // programs, program)
-        return begin, gl.where(even, self.units * (program + 1) // programs, program + 1)
+        return begin, gl.where(even, self.units * (program + 1) // programs, self.blocks_n * self.total)
 
     @gluon.jit
     def part(self, sizes, place, end, n, base):
@@ -79,7 +79,10 @@ class Share:
             at = zero
             count = zero - 1
             slot = zero - 1
-            behind = place + 1
+            # Of each next row of blocks the same program, from the other end: long and short blocks take turns.
+            programs = gl.num_programs(0)
+            row = place // programs
+            behind = (2 * row + 2) * programs - 1 - place
         return part_of(sizes, n, flat, at, count, slot), behind, n, base
 
 
