@@ -4,7 +4,6 @@
     python -m tools.record.backward drawn --fa3 ~/fa3/_C.so --out assets/results/h200/backward_drawn.json
     python -m tools.record.backward ladder --out assets/results/h200/backward_ladder.json
     python -m tools.record.backward errors --fa3 ~/fa3/_C.so --out assets/results/h200/backward_errors.json
-    python -m tools.record.backward plot --read assets/results/h200/backward_ratios.json --out ratios.svg
 
 All contenders of a row run in one process, their calls interleaved on the same inputs (bf16, random normal), so that they
 run at the same clocks, with a cold L2. A backward counts 10 B H Sq Sk D operations, half of them if causal, for all
@@ -23,12 +22,11 @@ from typing import NamedTuple
 import torch
 
 from tools.record.attention_ratios import relative_difference
-from tools.record.common import Record, arguments_parser, machine_name, numbers, read_record, save_picture
+from tools.record.common import Record, arguments_parser, numbers
 from utils.attention.gluon.backward.plan import STEPS
 from utils.benchmark.measuring import measure_together
 
 PEERS = ("cudnn", "fa3", "fa4")
-PEER_NAMES = {"cudnn": "cuDNN", "fa3": "FlashAttention 3", "fa4": "FlashAttention 4"}
 LENGTHS, HEAD_DIMS = "4096,16384", "64,128,256"
 Gradients = Callable[[], tuple[torch.Tensor, ...]]
 
@@ -187,36 +185,10 @@ def show(row: dict) -> str:
     return f"{start}{rates}  {ratios}  {row.get('refused', '')}".rstrip()
 
 
-def plot(path: Path, out: Path) -> None:
-    """Draw how many times faster the Gluon backward is than each peer."""
-    import matplotlib.pyplot as plt
-
-    from utils.visualization.style import series
-
-    record = read_record(path)
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True, layout="constrained")
-    for ax, head_dim in zip(axes, (64, 128, 256), strict=True):
-        rows = [row for row in record["rows"] if row["head_dim"] == head_dim and "ratios" in row]
-        places = range(len(rows))
-        for i, name in enumerate(PEERS, 1):
-            style = {**series(i).line, "linestyle": "none"}
-            ax.plot(places, [row["ratios"].get(name) for row in rows], label=f"against {PEER_NAMES[name]}", **style)
-        ax.axhline(1.0, color="0.5", linewidth=1)
-        labels = [f"{row['length'] // 1024}k\n{'causal' if row['causal'] else 'full'}" for row in rows]
-        ax.set_xticks(list(places), labels)
-        ax.set_title(f"head dimension {head_dim}")
-    axes[0].set_ylabel("time of the other / time of Gluon")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(PEERS))
-    where = record["environment"]
-    figure.suptitle(f"Backward, bf16, B x S = 16384. {machine_name(record)}, torch {where['torch']}.")
-    save_picture(figure, out)
-
-
 def main(arguments: list[str] | None = None) -> None:
-    """Measure and record a table, or draw a recorded one."""
+    """Measure and record a table."""
     parser = arguments_parser(__doc__, pairs=11)
-    parser.add_argument("table", choices=("ratios", "drawn", "ladder", "errors", "plot"))
-    parser.add_argument("--read", type=Path, help="plot: the recorded table of ratios")
+    parser.add_argument("table", choices=("ratios", "drawn", "ladder", "errors"))
     parser.add_argument("--fa3", type=Path, help="FlashAttention 3's library, _C.so")
     parser.add_argument("--names", help="contenders, with semicolons; by default the table's own")
     parser.add_argument("--head-dims", type=numbers, default=HEAD_DIMS)
@@ -224,11 +196,6 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.out is None:
         parser.error("--out names the file to write")
-    if options.table == "plot":
-        if options.read is None:
-            parser.error("--read names the recorded table of ratios to draw")
-        plot(options.read, options.out)
-        return
     if options.fa3:
         torch.ops.load_library(str(options.fa3.expanduser()))
     names = {
