@@ -132,13 +132,17 @@ def launches(
     keys, tiles = 128 if width == 64 else 64, -(-sq // 128)
     boxes = {"q": 64, "dout": 64, "k": keys, "v": keys, "dq": 64}
     numbers = *sizes, rows, tiles, batch * heads, c, scale
-    grid, tensors = (tiles * batch * heads,), (*boxes, "lse2", "delta")
-    return [*found, Launch("dq.attention_backward_dq", grid, tensors, numbers, {"PLAN": plan}, boxes)]
+    tensors = *boxes, "lse2", "delta"
+    return [
+        *found,
+        Launch("dq.attention_backward_dq", (tiles * batch * heads,), tensors, numbers, {"PLAN": plan}, boxes),
+    ]
 
 
 def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: int, factors: tuple) -> Launch:
     """Return the launch of a step's own kernel."""
-    plan, tensors, constants = g.plan, ("q", "dout", "k", "v", "dk", "dv", "lse2", "delta"), {"PLAN": g.plan}
+    tensors: tuple[str, ...] = ("q", "dout", "k", "v", "dk", "dv", "lse2", "delta")
+    plan, constants = g.plan, {"PLAN": g.plan}
     kernel = WIDE_KERNEL if plan.block_d == 256 else MAIN_KERNELS[step]
     if step == 1:
         constants = {"HEAD_DIM": g.q.shape[-1]} | constants

@@ -25,8 +25,8 @@ class _Kept:
     def __init__(self, handles: list, plan: BackwardPlan, programs: int):
         self.handles, self.plan, self.programs = handles, plan, programs
 
-    def __call__(self, *tensors: torch.Tensor | None) -> Gradients:
-        g = Gradients(*tensors, self.plan, self.programs)
+    def __call__(self, dout, q, k, v, out, lse, dlse) -> Gradients:
+        g = Gradients(dout, q, k, v, out, lse, dlse, self.plan, self.programs)
         for handle, names in self.handles:
             handle(*[getattr(g, name) for name in names])
         return g
@@ -99,14 +99,16 @@ def gradients(dout, dlse, q, k, v, out, lse, causal: bool, scale: float, window:
 
 def _launch(key: tuple, given: tuple, lse, dlse, causal, scale, window, deterministic, step) -> Gradients:
     """Plan and launch a backward pass, and keep its launches if TMA could address its tensors without a copy."""
-    tensors = [*map(addressable, given), lse.float().contiguous(), None if dlse is None else dlse.float().contiguous()]
-    _, q, k, *_ = tensors
+    dout, q, k, v, out = (x.contiguous() if step == 1 else addressable(x) for x in given)
+    numbers = lse.float().contiguous(), None if dlse is None else dlse.float().contiguous()
     plan = plan_for(step, q.shape[-1], deterministic)
     order = find_order(step, q, k, plan, causal, window)
-    g = Gradients(*tensors, plan, order.programs if order.units else 0)
+    g = Gradients(dout, q, k, v, out, *numbers, plan, order.programs if order.units else 0)
     handles = []
     for launch in launches(step, g, order, causal, window, scale, dlse is not None):
         handles.append((run(g, launch), launch.tensors))
-    if handles[0][0] is not None and all(x is y for x, y in zip(tensors, (*given, lse, dlse), strict=True)):
+    if handles[0][0] is not None and all(
+        x is y for x, y in zip((dout, q, k, v, out, *numbers), (*given, lse, dlse), strict=True)
+    ):
         _kept[key] = _Kept(handles, plan, g.programs)
     return g
