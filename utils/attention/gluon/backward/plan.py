@@ -1,7 +1,7 @@
 """Tiles of each kernel of the backward ladder: plain Python, no Triton.
 
-Gluon's tile shapes are powers of two; shared memory holds 227 KiB a block. Masks and sizes are data, not constants, so that
-a kernel is compiled once for a head dimension.
+Gluon's tile shapes are powers of two; shared memory holds 227 KiB a block. Sizes, and which keys a query sees, are data and no
+constants, so that a kernel is compiled once for a head dimension with masks, and once without.
 """
 
 from __future__ import annotations
