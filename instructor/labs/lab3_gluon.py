@@ -2277,11 +2277,12 @@ hidden.attention_causal(text_of("lab3_causal.py")).raise_if_wrong()
 # runs of it may differ in their last bits (lab 4, Question 5.3). A deterministic backward computes $dQ$ in a kernel
 # of its own that walks as forward does, with seven products in place of five.
 #
-# The course's ladder in `utils/attention/gluon/backward` has five steps. In step 1 the threads load the tiles, and add to $dQ$
+# The course's ladder had five steps when this table was recorded. In step 1 the threads load the tiles, and add to $dQ$
 # element by element. Step 2 loads by TMA. Step 3 has a producer and two consumers, keeps $P$ in registers, and adds four
 # numbers at once. In step 4 $dQ$ is computed beside the next tile's $dV$ and $dK$, and the TMA adds it from shared memory. In step 5
 # a warp of its own hands $dQ$ to the TMA, and tiles on the diagonal have a loop of their own, so that no other tile decides
-# whether it needs a mask.
+# whether it needs a mask. Three steps remain in `utils/attention/gluon/backward`: step 1, step 3, and step 6, which came later.
+# It joins the two consumers of step 5 into one of eight warps, and is the kernel that `attention` calls.
 #
 # **Before you run.** Which of these changes makes the big difference? And the deterministic mode at head dimension 256, where
 # $dK$ and $dV$ leave few registers: is it slower than the additions, or faster?
@@ -2322,7 +2323,7 @@ else:
 # TMA alone changes little here, and step 3 is 2.6 times as fast as step 2. How much of that each of its three changes
 # brings was not measured. Steps 4 and 5 are within 2% of step 3 here; the loops of step 5 pay where there is a mask. What is
 # left is the additions. The same kernel without them, whose $dQ$ is wrong, ran at 775 TFLOP/s in place of 575 in one run at
-# head dimension 128 (`docs/backward-log.md`, entry 2). So at head dimension 256 the deterministic kernel with its two products
+# head dimension 128 (`docs/kernels/backward.md`). So at head dimension 256 the deterministic kernel with its two products
 # more is the faster one: it adds nothing to memory. At 64 and 128 it is the slower one.
 
 # %% [markdown]

@@ -97,7 +97,7 @@ def test_what_the_lab_says_of_the_backward_pass(lab):
         adding = row["tflops"]["step4" if head_dim == 256 else row["default"]]
         assert (row["tflops"]["deterministic"] > adding) == (head_dim == 256)
     assert f"it would be {16 * 16384**2 * 2 / 1e9:.1f} GB in bf16" in prose
-    log = " ".join((root / "docs/backward-log.md").read_text().split())
+    log = " ".join((root / "docs/kernels/backward.md").read_text().split())
     assert "775 TFLOP/s in place of 575" in prose and "575, 467 TFLOP/s" in log and "717, 775, 809" in log
 
 

@@ -1,9 +1,9 @@
-"""Measure the Gluon backward against cuDNN and FlashAttention 3 and 4 (`ratios`), its steps (`ladder`), its errors.
+"""Measure the Gluon backward against cuDNN and FlashAttention 3 and 4 (`ratios`, `drawn`), its steps (`ladder`), its errors.
 
     python -m tools.record.backward ratios --fa3 ~/fa3/_C.so --out assets/results/h200/backward_ratios.json
+    python -m tools.record.backward drawn --fa3 ~/fa3/_C.so --out assets/results/h200/backward_drawn.json
     python -m tools.record.backward ladder --out assets/results/h200/backward_ladder.json
     python -m tools.record.backward errors --fa3 ~/fa3/_C.so --out assets/results/h200/backward_errors.json
-    python -m tools.record.backward plot --read assets/results/h200/backward_ratios.json --out ratios.svg
 
 All contenders of a row run in one process, their calls interleaved on the same inputs (bf16, random normal), so that they
 run at the same clocks, with a cold L2. A backward counts 10 B H Sq Sk D operations, half of them if causal, for all
@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from tools.record.attention_ratios import inputs, relative_difference
-from tools.record.common import Record, arguments_parser, machine_name, numbers, read_record, save_picture
+from tools.record.attention_ratios import relative_difference
+from tools.record.common import Record, arguments_parser, numbers
 from utils.attention.gluon.backward.plan import STEPS
 from utils.benchmark.measuring import measure_together
 
 PEERS = ("cudnn", "fa3", "fa4")
-PEER_NAMES = {"cudnn": "cuDNN", "fa3": "FlashAttention 3", "fa4": "FlashAttention 4"}
 LENGTHS, HEAD_DIMS = "4096,16384", "64,128,256"
 Gradients = Callable[[], tuple[torch.Tensor, ...]]
 
@@ -63,24 +64,13 @@ def fa4_backward(q, k, v, dout, causal: bool) -> Gradients:
     return lambda: _flash_attn_bwd(q, k, v, out, dout, lse, causal=causal)[:3]
 
 
-def gluon_backward(
-    q, k, v, dout, causal: bool, step: int | None = None, deterministic: bool = False, **changes
-) -> Gradients:
-    """Return the call of a step of the ladder; changes: fields of its plan."""
-    from dataclasses import replace
-
-    from utils.attention.gluon.backward.balance import choose_plan
-    from utils.attention.gluon.backward.launch import backward, shape_of
-    from utils.attention.gluon.backward.plan import plan_for
+def gluon_backward(q, k, v, dout, causal: bool, step: int = 6, deterministic: bool = False) -> Gradients:
+    """Return the call of a step of the ladder."""
+    from utils.attention.gluon.backward.launch import backward
     from utils.attention.gluon.launch import forward
 
-    if step is None:
-        _, plan = choose_plan(*shape_of(q, k), causal, 0, deterministic)
-    else:
-        plan = plan_for(step, q.shape[-1], causal)
-    plan = replace(plan, **changes)
     out, lse = forward(q, k, v, causal=causal, return_lse=True)
-    return lambda: backward(dout, q, k, v, out, lse, causal=causal, step=step, plan=plan, deterministic=deterministic)
+    return lambda: backward(dout, q, k, v, out, lse, causal=causal, step=step, deterministic=deterministic)
 
 
 MAKERS: dict[str, Callable[..., Gradients]] = {
@@ -90,46 +80,66 @@ MAKERS: dict[str, Callable[..., Gradients]] = {
     "gluon": gluon_backward,
     "deterministic": lambda *tensors: gluon_backward(*tensors, deterministic=True),
 }
-MAKERS |= {
-    f"step{step}": lambda *tensors, step=step, **changes: gluon_backward(*tensors, step=step, **changes)
-    for step in STEPS
-}
+MAKERS |= {f"step{step}": lambda *tensors, step=step: gluon_backward(*tensors, step=step) for step in STEPS}
 
 
-def maker_of(name: str) -> Callable[..., Gradients]:
-    """Return what makes a contender; "gluon:by_tma=0,q_slots=3" changes fields of the plan."""
-    kind, _, changes = name.partition(":")
-    fields = {key: int(value) for key, value in (change.split("=") for change in changes.split(",") if change)}
-    return lambda *tensors: MAKERS[kind](*tensors, **fields)
+class Point(NamedTuple):
+    """A point of a table."""
+
+    head_dim: int
+    length: int
+    causal: bool
+    batch: int
+    heads: int
+    kv_heads: int
 
 
-def prepare(names: list[str], head_dim: int, length: int, causal: bool) -> tuple[dict[str, Gradients], dict[str, str]]:
-    """Make the contenders of a point and call each once; return the calls, and why others refused."""
-    q, k, v = inputs(head_dim, length)
-    dout = torch.randn_like(q)
+def table_points(head_dims: Iterable[int], lengths: Iterable[int]) -> list[Point]:
+    """Return points of 16384 tokens and a model width of 2048."""
+    return [
+        Point(head_dim, length, causal, max(1, 16384 // length), 2048 // head_dim, 2048 // head_dim)
+        for head_dim, length, causal in itertools.product(head_dims, lengths, (False, True))
+    ]
+
+
+def drawn_points(seed: int = 20261125, count: int = 24) -> list[Point]:
+    """Draw shapes of training: 300 to 8000 tokens, batch 1 to 8, 4 to 32 heads, 1 to 8 of which share a head of keys."""
+    draw = random.Random(seed)
+    found: list[Point] = []
+    for i in range(count):
+        length = round(math.exp(draw.uniform(math.log(300), math.log(8000))))
+        batch = min(draw.randint(1, 8), max(1, 32768 // length))
+        group = draw.choice((1, 1, 2, 4, 8))
+        kv_heads = draw.choice([n for n in (1, 2, 3, 4, 8, 12, 16, 32) if 4 <= n * group <= 32])
+        found.append(Point((64, 128)[i % 2], length, i % 4 < 2, batch, kv_heads * group, kv_heads))
+    return found
+
+
+def make_inputs(point: Point) -> tuple[torch.Tensor, ...]:
+    """Draw q, k, v and the gradient of the output."""
+    shapes = [(point.batch, heads, point.length, point.head_dim) for heads in (point.heads, point.kv_heads)]
+    q, k, v, dout = (torch.randn(shapes[i], device="cuda", dtype=torch.bfloat16) for i in (0, 1, 1, 0))
+    return q, k, v, dout
+
+
+def rates_row(point: Point, names: list[str], samples: int) -> dict:
+    """Time the contenders of one point, interleaved; a contender that refuses is left out, with its reason."""
+    tensors = make_inputs(point)
     calls, refused = {}, {}
     for name in names:
         try:
-            calls[name] = maker_of(name)(q, k, v, dout, causal)
+            calls[name] = MAKERS[name](*tensors, point.causal)
             calls[name]()
             torch.cuda.synchronize()
         except Exception as error:
             calls.pop(name, None)
             refused[name] = f"{type(error).__name__}: {error}"[:300]
-    return calls, refused
-
-
-def rates_row(head_dim: int, length: int, causal: bool, names: list[str], samples: int) -> dict:
-    """Time the contenders of one point, interleaved."""
-    calls, refused = prepare(names, head_dim, length, causal)
-    q = inputs(head_dim, length)[0]
-    flops = 10.0 * q.shape[0] * q.shape[1] * length * length * head_dim * (0.5 if causal else 1.0)
+    flops = 10.0 * point.batch * point.heads * point.length**2 * point.head_dim * (0.5 if point.causal else 1.0)
     results = measure_together(
         list(calls.values()), labels=list(calls), warmup=2, iterations=samples, device="cuda", flops=flops, l2="cold"
     )
     times = {name: result.median_ms for name, result in zip(calls, results, strict=True)}
-    row = {"head_dim": head_dim, "length": length, "batch": q.shape[0], "heads": q.shape[1], "causal": causal}
-    row |= {"ms": times, "tflops": {name: flops / ms / 1e9 for name, ms in times.items()}}
+    row = point._asdict() | {"ms": times, "tflops": {name: flops / ms / 1e9 for name, ms in times.items()}}
     if "gluon" in times:
         row["ratios"] = {name: times[name] / times["gluon"] for name in times if name in PEERS}
     return row | ({"refused": refused} if refused else {})
@@ -143,7 +153,7 @@ def errors_row(head_dim: int, length: int, causal: bool, names: list[str]) -> di
     _, expected = reference_gradients(q, k, v, dout, causal=causal)
     row: dict = {"head_dim": head_dim, "length": length, "causal": causal, "errors": {}}
     for name in names:
-        gradients = maker_of(name)(q, k, v, dout, causal)()
+        gradients = MAKERS[name](q, k, v, dout, causal)()
         if name.startswith("fa"):
             gradients = tuple(x.transpose(1, 2) for x in gradients)
         row["errors"][name] = [relative_difference(x, y) for x, y in zip(gradients, expected, strict=True)]
@@ -175,36 +185,10 @@ def show(row: dict) -> str:
     return f"{start}{rates}  {ratios}  {row.get('refused', '')}".rstrip()
 
 
-def plot(path: Path, out: Path) -> None:
-    """Draw how many times faster the Gluon backward is than each peer."""
-    import matplotlib.pyplot as plt
-
-    from utils.visualization.style import series
-
-    record = read_record(path)
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True, layout="constrained")
-    for ax, head_dim in zip(axes, (64, 128, 256), strict=True):
-        rows = [row for row in record["rows"] if row["head_dim"] == head_dim and "ratios" in row]
-        places = range(len(rows))
-        for i, name in enumerate(PEERS, 1):
-            style = {**series(i).line, "linestyle": "none"}
-            ax.plot(places, [row["ratios"].get(name) for row in rows], label=f"against {PEER_NAMES[name]}", **style)
-        ax.axhline(1.0, color="0.5", linewidth=1)
-        labels = [f"{row['length'] // 1024}k\n{'causal' if row['causal'] else 'full'}" for row in rows]
-        ax.set_xticks(list(places), labels)
-        ax.set_title(f"head dimension {head_dim}")
-    axes[0].set_ylabel("time of the other / time of Gluon")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(PEERS))
-    where = record["environment"]
-    figure.suptitle(f"Backward, bf16, B x S = 16384. {machine_name(record)}, torch {where['torch']}.")
-    save_picture(figure, out)
-
-
 def main(arguments: list[str] | None = None) -> None:
-    """Measure and record a table, or draw a recorded one."""
+    """Measure and record a table."""
     parser = arguments_parser(__doc__, pairs=11)
-    parser.add_argument("table", choices=("ratios", "ladder", "errors", "plot"))
-    parser.add_argument("--read", type=Path, help="plot: the recorded table of ratios")
+    parser.add_argument("table", choices=("ratios", "drawn", "ladder", "errors"))
     parser.add_argument("--fa3", type=Path, help="FlashAttention 3's library, _C.so")
     parser.add_argument("--names", help="contenders, with semicolons; by default the table's own")
     parser.add_argument("--head-dims", type=numbers, default=HEAD_DIMS)
@@ -212,15 +196,11 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.out is None:
         parser.error("--out names the file to write")
-    if options.table == "plot":
-        if options.read is None:
-            parser.error("--read names the recorded table of ratios to draw")
-        plot(options.read, options.out)
-        return
     if options.fa3:
         torch.ops.load_library(str(options.fa3.expanduser()))
     names = {
         "ratios": ["gluon", *PEERS, "deterministic"],
+        "drawn": ["gluon", *PEERS],
         "ladder": ["cudnn", *(f"step{step}" for step in STEPS), "deterministic"],
         "errors": ["gluon", *PEERS, "deterministic"],
     }[options.table]
@@ -228,12 +208,17 @@ def main(arguments: list[str] | None = None) -> None:
     lengths = options.lengths or numbers("1024,2048" if options.table == "errors" else LENGTHS)
     torch.manual_seed(0)
     record = Record(options.out, f"backward {options.table}", "cuda", options.seconds, samples=options.pairs)
-    points = itertools.product(options.head_dims, lengths, (False, True))
     if options.table == "errors":
+        points = itertools.product(options.head_dims, lengths, (False, True))
         complete = record.fill(points, lambda point: errors_row(*point, names), show)
     else:
-        complete = record.fill(points, lambda point: rates_row(*point, names, options.pairs), show)
-    if options.table == "ratios":
+        drawn = options.table == "drawn"
+        complete = record.fill(
+            drawn_points() if drawn else table_points(options.head_dims, lengths),
+            lambda point: rates_row(point, names, options.pairs),
+            show,
+        )
+    if options.table in ("ratios", "drawn"):
         record.contents["geometric_means"] = geometric_means(record.contents["rows"])
         for key, mean in record.contents["geometric_means"].items():
             print(f"{key:<20}{mean:.3f}")

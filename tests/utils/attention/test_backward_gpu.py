@@ -63,8 +63,7 @@ def errors_of_rounded_output(q, k, dout, out, causal=False, window=None):
     return {"dq": wrong_ds @ keys, "dk": wrong_dk}
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 4, 5, 6])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("step", "head_dim"), [(1, 64), (1, 128), (3, 64), (3, 128), (6, 64), (6, 128), (6, 256)])
 def test_each_step_matches_float64(step, head_dim):
     from utils.attention.gluon.backward.launch import backward
     from utils.attention.gluon.launch import forward
@@ -77,14 +76,14 @@ def test_each_step_matches_float64(step, head_dim):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 def test_probabilities_near_zero_and_rows_without_keys(head_dim, causal):
-    """2^x of scores hundreds below the greatest, and of minus infinity, also where it is a polynomial (`exponentials.py`)."""
+    """2^x of scores hundreds below the greatest, and of minus infinity, also where it is a polynomial."""
     from utils.attention.gluon.backward.launch import backward
     from utils.attention.gluon.launch import forward
 
     q, k, v, dout = (x.detach() for x in draw(2, 4, 2, 400, 300, head_dim, torch.bfloat16))
     q = q * 10
     out, lse = forward(q, k, v, causal=causal, return_lse=True)
-    dq, dk, dv = backward(dout, q, k, v, out, lse, causal=causal, step=6)
+    dq, dk, dv = backward(dout, q, k, v, out, lse, causal=causal)
     expected = reference_gradients(q, k, v, dout, causal=causal)[1][2]
     assert relative_error(dv, expected) < LIMITS[torch.bfloat16]
     assert all(x.isfinite().all() for x in (dq, dk, dv))

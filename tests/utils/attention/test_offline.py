@@ -170,13 +170,12 @@ def test_a_rows_maximum_stands_between_the_other_rows_exponentials(report, case)
 def test_a_compiled_kernel_is_found_again_by_another_process():
     keys = keys_in_two_processes(
         "from utils.attention.gluon import launch\n"
-        "from utils.attention.gluon.backward import dq, launch as backward, plan\n"
+        "from utils.attention.gluon.backward import arguments as backward\n"
         "from utils.attention.gluon.decode import cluster, kernel, keys, merge, quantized_keys, rows\n"
         "kernels = [launch.kernel_of(step) for step in range(1, 6)]\n"
-        "steps = [(step, width) for step in range(1, 6) for width in (128, 256)]\n"
-        "kernels += [backward.kernel_of(step, plan.plan_for(step, width)) for step, width in steps]\n"
+        "names = *backward.MAIN_KERNELS.values(), backward.WIDE_KERNEL, 'dq.attention_backward_dq'\n"
+        "kernels += [backward.kernel_of(name) for name in names]\n"
         "modules = cluster, kernel, keys, merge, quantized_keys, rows\n"
-        "kernels += [found for module in modules for name, found in vars(module).items() if name.startswith(('attention_decode', 'attend_'))]\n"
-        "kernels.append(dq.attention_backward_dq)"
+        "kernels += [found for module in modules for name, found in vars(module).items() if name.startswith(('attention_decode', 'attend_'))]"
     )
     assert keys[0] == keys[1] and keys[0].count(",") > 20

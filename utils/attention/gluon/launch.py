@@ -11,7 +11,7 @@ from dataclasses import asdict
 import torch
 
 from utils.attention.gluon.arguments import Arguments, addressable, unused
-from utils.attention.gluon.backward.operator import differentiate
+from utils.attention.gluon.backward.operator import Attention, differentiate
 from utils.attention.gluon.plan import Plan, plan_for, variant_for
 from utils.attention.problem import Attend, positive_scale
 from utils.kernels.handle import KEPT, layout, observed
@@ -135,10 +135,14 @@ def forward(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     # The operator costs the host several times as much as the launch: it is for those who have to see it.
-    if q.is_cuda and scale > 0 and not observed(q, k, v):
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    with torch.no_grad():
+        bare = q.is_cuda and scale > 0 and not observed(q, k, v)
+    if bare and needs_grad:
+        out, lse = Attention.apply(_run, q, k, v, causal, scale, window or 0, step)
+    elif bare:
         out, lse = _run(q, k, v, causal, scale, window or 0, return_lse, step)
     else:
-        needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         out, lse = attention_gluon(q, k, v, causal, scale, window or 0, return_lse or needs_grad, step)
     return (out, lse) if return_lse else out
 

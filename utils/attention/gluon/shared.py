@@ -143,19 +143,6 @@ def wait_products(accumulator, LEFT: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def divide_code(number):
-    """End a stretch of straight code, within which ptxas orders instructions; number: not negative, or it never ends."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; again: setp.ge.s32 p, $1, 0; @p bra done; nanosleep.u32 1; bra again; done: mov.u32 $0, 0; }",
-        "=r,r",
-        [number],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def uniform(x):
     """Take the value of lane 0, so that the compiler knows a loaded scalar to be the same in all lanes."""
     return gl.inline_asm_elementwise(

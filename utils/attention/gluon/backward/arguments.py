@@ -1,30 +1,51 @@
-"""What a launch of any step of the backward ladder needs: tensors, options, plan, and descriptors. No Triton yet."""
+"""One backward pass to launch: tensors and sizes, the kernels that compute it, and their launches. No Triton yet."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from utils.attention.gluon.arguments import descriptor
-from utils.attention.gluon.backward.balance import Order, order_of
-from utils.attention.gluon.backward.plan import BackwardCase, BackwardPlan
+from utils.attention.gluon.backward.order import Order, order_of
+from utils.attention.gluon.backward.plan import BackwardPlan, span
 
 LOG2_E = math.log2(math.e)
+MAIN_KERNELS = {
+    1: "step1_atomics.attention_backward_step1",
+    3: "step3_warp_specialized.attention_backward_step3",
+    6: "step6_one_consumer.attention_backward_step6",
+}
+WIDE_KERNEL = "wide_heads.attention_backward_wide"
 
 
+@functools.lru_cache(maxsize=16)
 def processors(device: torch.device) -> int:
     """SMs of a GPU; those of an H100 or H200 where a kernel is simulated."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
+class Launch(NamedTuple):
+    """A launch of one kernel of this package."""
+
+    kernel: str  # module.function
+    grid: tuple[int, ...]
+    tensors: tuple[str, ...]  # names of fields of `Gradients`: pointers, or TMA descriptors where `boxes` names them
+    numbers: tuple  # the arguments behind the tensors
+    constants: dict[str, Any]
+    boxes: dict[str, int] = {}  # noqa: RUF012 (never changed) rows of the box of a TMA descriptor
+    warps: int = 4
+
+
 @dataclass(slots=True)
 class Gradients:
-    """One backward pass to launch: q, out, dout (B, H, Sq, D), k, v (B, Hkv, Sk, D), not empty, and the step's plan.
+    """One backward pass: q, out, dout (B, H, Sq, D), k, v (B, Hkv, Sk, D), not empty; lse, dlse (B, H, Sq) fp32.
 
-    lse, dlse: (B, H, Sq) fp32, natural logarithm. window: 0 for none. deterministic: dQ is computed by a kernel of its
-    own. The tensors from `dq` on are made here.
+    The tensors from `dq` on are made here.
     """
 
     dout: torch.Tensor
@@ -33,95 +54,138 @@ class Gradients:
     v: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
-    dlse: torch.Tensor | None
-    causal: bool
-    window: int
-    scale: float
+    dlse: torch.Tensor | None  # gradient of the log-sum-exp, if it was used
     plan: BackwardPlan
-    deterministic: bool
+    shares: int  # of blocks, whose parts of dK and dV are added up
 
     dq: torch.Tensor = field(init=False)
     dk: torch.Tensor = field(init=False)
     dv: torch.Tensor = field(init=False)
     lse2: torch.Tensor = field(init=False)  # (B * H, rows) fp32: lse * log2(e)
     delta: torch.Tensor = field(init=False)  # (B * H, rows) fp32: rowsum(dO * O)
-    dq_sums: torch.Tensor = field(init=False)  # B * H * rows * block_d, fp32; not touched in deterministic mode
-    counter: torch.Tensor = field(init=False)  # (1,) int32: blocks that were drawn (`queue.py`)
-    heads: int = field(init=False)  # query heads of one sequence
-    heads_total: int = field(init=False)  # query heads of all sequences
-    kv_heads: int = field(init=False)
-    kv_heads_total: int = field(init=False)
-    group: int = field(init=False)  # query heads that share a head of keys and values
-    sq: int = field(init=False)
-    sk: int = field(init=False)
-    head_dim: int = field(init=False)
-    rows: int = field(init=False)  # Sq, rounded up to whole tiles of every kernel here
-    blocks_n: int = field(init=False)  # blocks of keys of one head
+    sums: torch.Tensor = field(init=False)  # of dQ, B * H * rows * block_d, fp32, rows of 128
+    parts: torch.Tensor = field(init=False)  # of dK and dV (`shares.py`)
+    counter: torch.Tensor = field(init=False)  # (1,) int32: numbers that were drawn (`shares.py`)
 
     def __post_init__(self):
-        batch, self.heads, self.sq, self.head_dim = self.q.shape
-        _, self.kv_heads, self.sk, _ = self.k.shape
-        self.heads_total, self.kv_heads_total = batch * self.heads, batch * self.kv_heads
-        self.group = self.heads // self.kv_heads
-        self.rows = -(-self.sq // 128) * 128
-        self.blocks_n = -(-self.sk // self.plan.block_n)
-        self.dq, self.dk, self.dv = (
-            torch.empty_like(x, memory_format=torch.contiguous_format) for x in (self.q, self.k, self.v)
-        )
-        self.lse2, self.delta = (self.lse.new_empty((self.heads_total, self.rows)) for _ in range(2))
-        self.counter = self.lse.new_empty(1, dtype=torch.int32) if self.plan.queue else self.delta
-        # In deterministic mode nothing is summed in memory, and the kernels get a pointer that they do not use.
-        self.dq_sums = self.lse.new_empty(4 if self.deterministic else self.lse2.numel() * self.plan.block_d)
+        q, width = self.q, self.plan.block_d
+        batch, heads, sq, _ = q.shape
+        rows = -(-sq // 128) * 128
+        contiguous = torch.contiguous_format
+        self.dq, self.dk, self.dv = (torch.empty_like(x, memory_format=contiguous) for x in (q, self.k, self.v))
+        self.lse2, self.delta = self.lse.new_empty((2, batch * heads, rows)).unbind()
+        # Where nothing is summed in memory, the kernels get a pointer that they do not use.
+        self.sums = self.lse.new_empty((batch * heads * rows * width // 128, 128)) if self.plan.dq else self.lse2
+        self.parts = self.lse.new_empty(2 * self.shares * 256 * width) if self.shares else self.lse2
+        self.counter = torch.empty(1, dtype=torch.int32, device=q.device)
+        self.dlse = self.lse if self.dlse is None else self.dlse
 
-    @property
-    def c(self) -> float:
-        """Factor of the scores in base 2."""
-        return self.scale * LOG2_E
 
-    def case(self) -> BackwardCase:
-        """What the kernel is compiled for."""
-        return BackwardCase(self.causal, self.window > 0, self.sk % self.plan.block_n != 0, not self.deterministic)
+def flat_descriptor(x: torch.Tensor, box: list[int]):
+    """TMA descriptor of a matrix of fp32 numbers."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    def sizes(self) -> tuple[int, ...]:
-        """The arguments sq, sk, window, heads, kv_heads, group, tiles_m."""
-        return self.sq, self.sk, self.window, self.heads, self.kv_heads, self.group, self.rows // self.plan.block_m
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, gl.NVMMASharedLayout(0, 32, rank=2))
 
-    def grid(self) -> tuple[int, int]:
-        """Steps 1 and 2: a block for each block of keys of each head."""
-        return self.kv_heads_total, self.blocks_n
 
-    def warps(self) -> int:
-        """Steps 1 and 2: one warpgroup, or two where dK and dV would not fit in the registers of one."""
-        return 8 if self.plan.block_d == 256 else 4
+def argument(g: Gradients, launch: Launch, name: str):
+    """Return what a kernel gets for a tensor: a TMA descriptor or the tensor."""
+    x = getattr(g, name)
+    if name not in launch.boxes:
+        return x
+    if name == "sums":
+        # A piece of the sums: 4096 numbers that follow each other.
+        return flat_descriptor(x, [32, 128])
+    if name in ("lse2", "delta"):
+        return flat_descriptor(x, [1, launch.boxes[name]])
+    return descriptor(x, launch.boxes[name], g.plan.block_d)
 
-    @property
-    def order(self) -> Order:
-        """Steps 3 and on: in which order blocks of keys are taken, and which are split."""
-        sizes = self.sq, self.sk, self.kv_heads_total, self.group, processors(self.q.device)
-        return order_of(self.plan, *sizes, self.causal, self.window)
 
-    def row_descriptors(self, rows: dict[str, int]) -> list:
-        """TMA descriptors of the tensors named, with boxes of so many rows."""
-        return [descriptor(getattr(self, name), count, self.plan.block_d) for name, count in rows.items()]
+def strides(x: torch.Tensor) -> tuple[int, ...]:
+    """Strides of a tensor in units of 8 elements, which TMA and the kernels around the main one need."""
+    return tuple(n // 8 for n in x.stride()[:3])
 
-    def sums_descriptor(self):
-        """TMA descriptor of the sums of dQ, with boxes of a piece, 4096 numbers that follow each other."""
-        from triton.experimental.gluon import language as gl
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        sums = self.dq_sums.view(-1, self.dq_sums.numel() if self.deterministic else 128)
-        layout = gl.NVMMASharedLayout(0, 32, rank=2)
-        return TensorDescriptor(sums, list(sums.shape), list(sums.stride()), [32, 128], layout)
+def launches(
+    step: int, g: Gradients, order: Order, causal: bool, window: int, scale: float, dlse: bool
+) -> list[Launch]:
+    """Return the launches of a backward pass: `start_backward`, the step's own kernel, and those that finish."""
+    plan, (batch, heads, sq, head_dim), (_, kv_heads, sk, _) = g.plan, g.q.shape, g.k.shape
+    rows, total, width = g.lse2.shape[1], batch * kv_heads, plan.block_d
+    queries = sq, heads, rows, head_dim // 8
+    start = Launch(
+        "fragments.start_backward",
+        (rows // 64, batch * heads),
+        ("out", "dout", "lse", "dlse", "lse2", "delta", "sums", "counter"),
+        (*strides(g.out), *strides(g.dout), *queries),
+        {"BLOCK_D": width, "CLEAR": plan.dq, "DLSE": dlse},
+    )
+    blocks_n, c = -(-sk // plan.block_n), scale * LOG2_E
+    sizes = sq, sk, *span(causal, window), heads, kv_heads, heads // kv_heads, rows // plan.block_m
+    blocks = blocks_n, order.section, total, order.whole, order.shares, order.units
+    programs = order.whole + order.shares
+    common = {"PLAN": replace(plan, masked=True)}  # the kernels around the step's own are the same for all masks
+    found = [start, step_launch(step, g, sizes, blocks, programs, (c, scale))]
+    if order.shares:
+        grid = (blocks_n * total - order.whole) * 2, 2, width // 32
+        numbers = *strides(g.dk), *sizes, *blocks, scale, head_dim // 8
+        found.append(Launch("shares.finish_parts", grid, ("parts", "dv", "dk"), numbers, common))
+    if plan.dq:
+        grid, numbers = (width // 64, rows // 64, batch * heads), (*strides(g.dq), *queries, width // 64, scale)
+        return [*found, Launch("fragments.finish_dq", grid, ("sums", "dq"), numbers, {"FRAGMENTS": step > 1})]
+    keys, tiles = 128 if width == 64 else 64, -(-sq // 128)
+    boxes = {"q": 64, "dout": 64, "k": keys, "v": keys, "dq": 64}
+    numbers = *sizes, rows, tiles, batch * heads, c, scale
+    tensors = *boxes, "lse2", "delta"
+    return [*found, Launch("dq.attention_backward_dq", (tiles * batch * heads,), tensors, numbers, common, boxes)]
 
-    def descriptors(self, keys: int) -> list:
-        """TMA descriptors of q, dout, k, v, dk, dv, and of the statistics of a tile of queries."""
-        plan = self.plan
-        boxes = {"q": plan.block_m, "dout": plan.block_m, "k": plan.block_n, "v": keys, "dk": keys, "dv": keys}
-        return [*self.row_descriptors(boxes), *(self._numbers(x) for x in (self.lse2, self.delta))]
 
-    def _numbers(self, x: torch.Tensor):
-        from triton.experimental.gluon import language as gl
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: int, factors: tuple) -> Launch:
+    """Return the launch of a step's own kernel."""
+    tensors: tuple[str, ...] = ("q", "dout", "k", "v", "dk", "dv", "lse2", "delta")
+    plan, constants = g.plan, {"PLAN": g.plan}
+    kernel = WIDE_KERNEL if plan.block_d == 256 else MAIN_KERNELS[step]
+    if step == 1:
+        constants = {"HEAD_DIM": g.q.shape[-1]} | constants
+        numbers = *sizes, g.lse2.shape[1], *factors
+        return Launch(kernel, (blocks[2], blocks[0]), (*tensors, "sums"), numbers, constants)
+    if plan.block_d < 256:
+        tensors = (*tensors, "sums") if step == 3 else (*tensors, "sums", "parts", "counter")
+    boxes = dict.fromkeys(("q", "dout", "lse2", "delta"), plan.block_m) | {"k": plan.block_n}
+    one_consumer = "parts" in tensors
+    programs = min(programs, processors(g.q.device)) if one_consumer else programs
+    boxes |= dict.fromkeys(("v", "dk", "dv"), plan.block_n if one_consumer else 64)
+    if one_consumer:
+        boxes["sums"] = 32
+    numbers = *sizes, *(blocks if one_consumer else blocks[:3]), *factors
+    return Launch(kernel, (programs,), tensors, numbers, constants, boxes, 8 if one_consumer else 4)
 
-        layout = gl.NVMMASharedLayout(0, 32, rank=2)
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, self.plan.block_m], layout)
+
+def run(g: Gradients, launch: Launch):
+    """Launch a kernel; return a `Handle` that repeats the launch, or None where it was simulated."""
+    from utils.kernels.handle import Handle
+
+    kernel = kernel_of(launch.kernel)
+    tensors = [argument(g, launch, name) for name in launch.tensors]
+    compiled = kernel[launch.grid](*tensors, *launch.numbers, **launch.constants, num_warps=launch.warps)
+    if compiled is None or not g.q.is_cuda:
+        return None
+    rest = *launch.numbers, *launch.constants.values()
+    return Handle(compiled, launch.grid, tensors, rest, g.q.device.index)
+
+
+@functools.cache
+def kernel_of(name: str):
+    """Import a kernel of this package by "module.function" (imports Triton)."""
+    module, name = name.split(".")
+    return getattr(importlib.import_module(f"{__package__}.{module}"), name)
+
+
+def find_order(step: int, q: torch.Tensor, k: torch.Tensor, plan: BackwardPlan, causal: bool, window: int) -> Order:
+    """Return the order of blocks for these tensors on their GPU."""
+    (batch, heads, sq, _), (_, kv_heads, sk, _) = q.shape, k.shape
+    shares = step == 6 and plan.block_d < 256
+    return order_of(
+        *(plan, sq, sk, batch * kv_heads, heads // kv_heads), processors(q.device), span(causal, window), shares
+    )

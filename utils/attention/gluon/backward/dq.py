@@ -15,7 +15,6 @@ V comes while dS and dQ are computed.
 """
 
 # A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
-# ruff: noqa: RUF059
 
 from __future__ import annotations
 
@@ -23,57 +22,58 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from utils.attention.gluon.backward.arguments import Gradients
-from utils.attention.gluon.backward.pipeline import hide
-from utils.attention.gluon.backward.plan import BackwardCase
-from utils.attention.gluon.backward.step3_warp_specialized import start_product, store_rows_at
+from utils.attention.gluon.backward.pipeline import SIZES, Sizes
+from utils.attention.gluon.backward.step3_warp_specialized import start_product, store_rows
 from utils.attention.gluon.pipeline import allocate_ring
-from utils.attention.gluon.shared import accumulator, clean_blocks, key_blocks, left_operand, tma_load, wait_products
+from utils.attention.gluon.shared import accumulator, left_operand, tma_load, wait_products
 
 
 @gluon.jit
-def producer(place, shape, rings, descriptors, CONSUMERS: gl.constexpr, CASE: gl.constexpr):
-    """One warp: load the block's Q and dO once, and K and V block by block."""
+def key_tiles(sizes, row, BLOCK_N: gl.constexpr):
+    """Tiles of keys [lo, hi) that some of the 128 queries from `row` on see; may be empty."""
+    position = row + sizes.sk - sizes.sq
+    last = gl.minimum(position + 127 + sizes.ahead, sizes.sk - 1)
+    lo = gl.maximum(position - sizes.back, 0) // BLOCK_N
+    return lo, gl.maximum(gl.cdiv(gl.maximum(last + 1, 0), BLOCK_N), lo)
+
+
+@gluon.jit
+def producer(sizes, place, rings, descriptors):
+    """One warp: load the block's Q and dO once, and K and V tile by tile."""
     row, batch, head = place
-    sq, sk, window, heads, group = shape
     q, do, k, v, loaded = rings
     q_desc, do_desc, k_desc, v_desc = descriptors
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
-    mbarrier.expect(loaded.index(0), q_desc.block_type.nbytes * (2 * CONSUMERS))
-    for w in gl.static_range(CONSUMERS):
+    mbarrier.expect(loaded.index(0), q_desc.block_type.nbytes * 4)
+    for w in gl.static_range(2):
         tma_load(q_desc, [batch, head, row + w * 64, 0], loaded.index(0), q.index(w))
         tma_load(do_desc, [batch, head, row + w * 64, 0], loaded.index(0), do.index(w))
-    lo, hi = key_blocks(row, 64 * CONSUMERS, sq, sk, window, BLOCK_N, CASE.causal, CASE.window)
+    lo, hi = key_tiles(sizes, row, BLOCK_N)
     for i in range(hi - lo):
         key = (hi - 1 - i) * BLOCK_N
-        k.load(i, k_desc, batch, head // group, key)
-        v.load(i, v_desc, batch, head // group, key)
+        k.load(i, k_desc, batch, head // sizes.group, key)
+        v.load(i, v_desc, batch, head // sizes.group, key)
 
 
 @gluon.jit
-def consumer(
-    place, shape, rings, dq_desc, numbers, c, scale, W: gl.constexpr, CONSUMERS: gl.constexpr, CASE: gl.constexpr
-):
-    """Warpgroup W: 64 query rows against the blocks of keys that they see."""
+def consumer(sizes, place, rings, dq_desc, numbers, c, scale, W: gl.constexpr):
+    """Warpgroup W: 64 query rows against the tiles of keys that they see."""
     first_row, batch, head = place
-    sq, sk, window, heads, group = shape
     q_tiles, do_tiles, k, v, loaded = rings
     lse2_ptr, delta_ptr = numbers
     dtype: gl.constexpr = q_tiles.dtype
     BLOCK_D: gl.constexpr = q_tiles.shape[4]
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     row = first_row + W * 64
-    rows: gl.constexpr = gl.SliceLayout(1, accumulator(BLOCK_N))
-    at = row + gl.arange(0, 64, rows)
+    at = row + gl.arange(0, 64, gl.SliceLayout(1, accumulator(BLOCK_N)))
     lse2 = gl.load(lse2_ptr + at)
     delta = gl.load(delta_ptr + at)
-    lo, hi = key_blocks(first_row, 64 * CONSUMERS, sq, sk, window, BLOCK_N, CASE.causal, CASE.window)
-    right, edge = clean_blocks(row, 64, lo, hi, sq, sk, window, BLOCK_N, CASE.causal, CASE.window)
+    lo, hi = key_tiles(sizes, first_row, BLOCK_N)
     dq = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
     mbarrier.wait(loaded.index(0), 0)
     for i in range(hi - lo):
         key = (hi - 1 - i) * BLOCK_N
-        # The number of blocks is far below 2**30: this is W, but ptxas does not know. Otherwise it keeps the addresses of all
+        # The number of tiles is far below 2**30: this is W, but ptxas does not know. Otherwise it keeps the addresses of all
         # parts of Q and dO over the loop, 64 registers at head dimension 256, and spills.
         own = W + (i >> 30)
         q = q_tiles.index(own).reshape([64, BLOCK_D])
@@ -84,19 +84,18 @@ def consumer(
         dp = start_product(do, v.tile(i).permute([1, 0]), 64, BLOCK_N)
         s = wait_products(s, 1, BLOCK_N)
         p = gl.exp2(s * c - lse2[:, None])
-        if (i < right) | (i >= edge) | (key + BLOCK_N > sk):
-            p = hide(p, key, row, shape, 1, CASE.causal, CASE.window)
+        if sizes.needs_mask(key, BLOCK_N, row, 64):
+            p = sizes.mask(p, key, row, 1)
         dp = wait_products(dp, 0, BLOCK_N)
         v.release(i)
         ds = gl.convert_layout((p * (dp - delta[:, None])).to(dtype), left_operand(BLOCK_D))
         dq = wait_products(warpgroup_mma(ds, k.tile(i), dq, is_async=True), 0, BLOCK_D)
         k.release(i)
     # Q is not needed any more: its tile carries dQ away.
-    store_rows_at(dq_desc, batch, head, row, q_tiles.index(W), dq * scale)
+    store_rows(dq_desc, batch, head, row, q_tiles.index(W), dq * scale)
 
 
-# One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
-@gluon.jit(do_not_specialize=["sq", "sk", "window", "heads", "group", "rows", "tiles", "heads_total"])
+@gluon.jit(do_not_specialize=[*SIZES, "rows", "tiles", "heads_total"])
 def attention_backward_dq(
     q_desc,
     do_desc,
@@ -107,68 +106,42 @@ def attention_backward_dq(
     delta_ptr,
     sq,
     sk,
-    window,
+    back,
+    ahead,
     heads,
+    kv_heads,
     group,
+    tiles_m,
     rows,
     tiles,
     heads_total,
     c,
     scale,
-    K_SLOTS: gl.constexpr,
-    V_SLOTS: gl.constexpr,
-    CASE: gl.constexpr,
+    PLAN: gl.constexpr,
 ):
     """A block computes dQ of 128 query rows of one head: grid (tiles * B * H,), the last rows of all heads first."""
-    CONSUMERS: gl.constexpr = 2
+    V_SLOTS: gl.constexpr = 1 if PLAN.block_d == 256 else 2
+    sizes = Sizes(sq, sk, back, ahead, heads, kv_heads, group, tiles_m, PLAN)
     down = gl.program_id(0) // heads_total
     flat = gl.program_id(0) - down * heads_total
     batch = flat // heads
-    head = flat - batch * heads
-    row = (tiles - 1 - down) * (64 * CONSUMERS)
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    shape: gl.constexpr = [CONSUMERS] + q_desc.block_type.shape  # noqa: RUF005 (Gluon knows no starred lists)
+    row = (tiles - 1 - down) * 128
+    shape: gl.constexpr = [2] + q_desc.block_type.shape  # noqa: RUF005 (Gluon knows no starred lists)
     q = gl.allocate_shared_memory(q_desc.dtype, shape, q_desc.layout)
     do = gl.allocate_shared_memory(q_desc.dtype, shape, q_desc.layout)
-    k = allocate_ring(k_desc, K_SLOTS, 1, CONSUMERS)
-    v = allocate_ring(v_desc, V_SLOTS, 1, CONSUMERS)
-    loaded = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    k = allocate_ring(k_desc, 2, 1, 2)
+    v = allocate_ring(v_desc, V_SLOTS, 1, 2)
+    loaded = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(loaded.index(0), count=1)
-    place = (row, batch, head)
-    sizes = (sq, sk, window, heads, group)
+    place = (row, batch, flat - batch * heads)
     rings = (q, do, k, v, loaded)
     numbers = (lse2_ptr + flat.to(gl.int64) * rows, delta_ptr + flat.to(gl.int64) * rows)
     gl.warp_specialize(
         [
-            (consumer, (place, sizes, rings, dq_desc, numbers, c, scale, 0, CONSUMERS, CASE)),
-            (consumer, (place, sizes, rings, dq_desc, numbers, c, scale, 1, CONSUMERS, CASE)),
-            (producer, (place, sizes, rings, (q_desc, do_desc, k_desc, v_desc), CONSUMERS, CASE)),
+            (consumer, (sizes, place, rings, dq_desc, numbers, c, scale, 0)),
+            (consumer, (sizes, place, rings, dq_desc, numbers, c, scale, 1)),
+            (producer, (sizes, place, rings, (q_desc, do_desc, k_desc, v_desc))),
         ],
         [4, 1],
         [240, 24],
-    )
-
-
-def launch(g: Gradients) -> None:
-    """Run the kernel on tensors of a GPU."""
-    block_n = 128 if g.plan.block_d == 64 else 64
-    tiles = -(-g.sq // 128)
-    attention_backward_dq[(tiles * g.heads_total,)](
-        *g.row_descriptors({"q": 64, "dout": 64, "k": block_n, "v": block_n, "dq": 64}),
-        g.lse2,
-        g.delta,
-        g.sq,
-        g.sk,
-        g.window,
-        g.heads,
-        g.group,
-        g.rows,
-        tiles,
-        g.heads_total,
-        g.c,
-        g.scale,
-        K_SLOTS=2,
-        V_SLOTS=1 if g.plan.block_d == 256 else 2,
-        CASE=BackwardCase(g.causal, g.window > 0),
-        num_warps=4,
     )

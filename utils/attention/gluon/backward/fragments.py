@@ -42,7 +42,9 @@ def add_fragments(sums, x):
     gl.atomic_add(at, to_fragments(x), sem="relaxed")
 
 
-@gluon.jit(do_not_specialize=["sq", "heads", "rows"])
+@gluon.jit(
+    do_not_specialize=["o_batch", "o_head", "o_row", "do_batch", "do_head", "do_row", "sq", "heads", "rows", "head_dim"]
+)
 def start_backward(
     o_ptr,
     do_ptr,
@@ -61,15 +63,15 @@ def start_backward(
     sq,
     heads,
     rows,
-    HEAD_DIM: gl.constexpr,
+    head_dim,
     BLOCK_D: gl.constexpr,
     CLEAR: gl.constexpr,
     DLSE: gl.constexpr,
-    COUNT: gl.constexpr,
 ):
     """Delta and lse * log2(e) of 64 rows of one head, and zeros in their sums of dQ: grid (rows / 64, B * H).
 
-    The last heads come first: the main kernel begins with the first ones, and finds theirs in the L2.
+    The last heads come first: the main kernel begins with the first ones, and finds theirs in the L2. Strides and
+    head_dim are in units of 8 elements, so that the compiler knows of 16 bytes without a kernel for each stride.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
@@ -79,11 +81,10 @@ def start_backward(
     head = head_total - batch * heads
     r = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
     d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
-    keep = (r < sq)[:, None] & (d < HEAD_DIM)
-    o = gl.load(o_ptr + batch * o_batch + head * o_head + r.to(gl.int64)[:, None] * o_row + d, mask=keep, other=0.0)
-    do = gl.load(
-        do_ptr + batch * do_batch + head * do_head + r.to(gl.int64)[:, None] * do_row + d, mask=keep, other=0.0
-    )
+    keep = (r < sq)[:, None] & (d < head_dim * 8)
+    wide = r.to(gl.int64)[:, None]
+    o = gl.load(o_ptr + (batch * o_batch + head * o_head + wide * o_row) * 8 + d, mask=keep, other=0.0)
+    do = gl.load(do_ptr + (batch * do_batch + head * do_head + wide * do_row) * 8 + d, mask=keep, other=0.0)
     delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
     lse = gl.load(lse_ptr + head_total * sq + r, mask=r < sq, other=INFINITY)
     # A row without keys has -inf, a row that does not exist nothing: infinity makes their probabilities 2^(-inf) = 0.
@@ -93,9 +94,7 @@ def start_backward(
         delta -= gl.load(dlse_ptr + head_total * sq + r, mask=r < sq, other=0.0)
     gl.store(lse2_ptr + head_total * rows + r, lse2)
     gl.store(delta_ptr + head_total * rows + r, delta)
-    if COUNT:  # noqa: SIM102 (the first is decided by the compiler)
-        if (gl.program_id(0) == 0) & (gl.program_id(1) == 0):
-            gl.store(counter_ptr, 0)
+    gl.store(counter_ptr, 0)
     if CLEAR:
         sums = dq_sums_ptr + (head_total * (rows // 64) + tile) * (64 * BLOCK_D)
         for part in gl.static_range(BLOCK_D // 32):
@@ -103,25 +102,14 @@ def start_backward(
             gl.store(at, gl.zeros([2048], gl.float32, flat))
 
 
-@gluon.jit(do_not_specialize=["sq", "heads", "rows"])
+@gluon.jit(do_not_specialize=["dq_batch", "dq_head", "dq_row", "sq", "heads", "rows", "head_dim", "width"])
 def finish_dq(
-    dq_sums_ptr,
-    dq_ptr,
-    dq_batch,
-    dq_head,
-    dq_row,
-    sq,
-    heads,
-    rows,
-    scale,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    FRAGMENTS: gl.constexpr,
+    dq_sums_ptr, dq_ptr, dq_batch, dq_head, dq_row, sq, heads, rows, head_dim, width, scale, FRAGMENTS: gl.constexpr
 ):
     """Scale one piece of the sums, 64 queries x 64 columns, and store it as rows of dQ.
 
-    Grid (BLOCK_D / 64, rows / 64, B * H), the last heads first, whose sums are still in the L2. FRAGMENTS: the sums are in
-    the order of the fragments, else in rows.
+    Grid (BLOCK_D / 64, rows / 64, B * H), the last heads first, whose sums are still in the L2. Strides and head_dim are in
+    units of 8 elements, width in 64. FRAGMENTS: the sums are in the order of the fragments, else in rows.
     """
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -130,13 +118,13 @@ def finish_dq(
     head_total = (gl.num_programs(2) - 1 - gl.program_id(2)).to(gl.int64)
     batch = head_total // heads
     head = head_total - batch * heads
-    number = (head_total * (rows // 64) + tile) * (BLOCK_D // 64) + piece
     r = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     d = piece * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
     if FRAGMENTS:
+        number = (head_total * (rows // 64) + tile) * width + piece
         sums = gl.load(dq_sums_ptr + number * 4096 + gl.arange(0, 4096, flat))
         dq = gl.convert_layout(from_fragments(sums, 64) * scale, layout)
     else:
-        dq = gl.load(dq_sums_ptr + head_total * rows * BLOCK_D + r * BLOCK_D + d) * scale
-    at = dq_ptr + batch * dq_batch + head * dq_head + r.to(gl.int64) * dq_row + d
-    gl.store(at, dq.to(dq_ptr.dtype.element_ty), mask=(r < sq) & (d < HEAD_DIM))
+        dq = gl.load(dq_sums_ptr + (head_total * rows + r) * (width * 64) + d) * scale
+    at = dq_ptr + (batch * dq_batch + head * dq_head + r.to(gl.int64) * dq_row) * 8 + d
+    gl.store(at, dq.to(dq_ptr.dtype.element_ty), mask=(r < sq) & (d < head_dim * 8))

@@ -1,8 +1,15 @@
-"""The backward pass as an operator of torch, so that `attention` differentiates: eagerly, compiled and checkpointed."""
+"""The backward pass for torch's autograd, so that `attention` differentiates: eagerly, compiled and checkpointed.
+
+A call that autograd alone has to see goes through `Attention`, a fifth of the host's time of the operators below. They are
+for torch.compile, function transforms and dispatch modes.
+"""
 
 from __future__ import annotations
 
 import torch
+from torch.autograd.function import once_differentiable
+
+from utils.kernels.handle import observed
 
 
 @torch.library.custom_op("labs::attention_gluon_backward", mutates_args=(), device_types="cuda")
@@ -20,17 +27,9 @@ def attention_gluon_backward(
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v. window 0: none; dlse: gradient of the log-sum-exp, if it was used."""
-    from utils.attention.gluon.backward.launch import backward
+    from utils.attention.gluon.backward.launch import gradients
 
-    with torch.cuda.device(q.device):
-        return backward(
-            *(dout, q, k, v, out, lse),
-            causal=causal,
-            scale=scale,
-            window=window,
-            dlse=dlse,
-            deterministic=deterministic,
-        )
+    return gradients(dout, dlse, q, k, v, out, lse, causal, scale, window, deterministic)
 
 
 @attention_gluon_backward.register_fake
@@ -62,3 +61,28 @@ def _gradients(ctx, dout, dlse):
 def differentiate(attention_gluon) -> None:
     """Give the forward's operator its gradients. Under torch.use_deterministic_algorithms the bits repeat."""
     attention_gluon.register_autograd(_gradients, setup_context=_save_for_backward)
+
+
+class Attention(torch.autograd.Function):
+    """The output and the log-sum-exp of `run(q, k, v, *problem)`, with gradients of q, k and v."""
+
+    @staticmethod
+    def forward(ctx, run, q, k, v, causal, scale, window, step):
+        """Run the forward pass, and keep its tensors for the backward pass."""
+        out, lse = run(q, k, v, causal, scale, window, True, step)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.problem = causal, scale, window
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        """Gradients by a bare launch, or by the operator where a dispatch mode has to see it."""
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        problem = *ctx.problem, torch.are_deterministic_algorithms_enabled()
+        gradients = attention_gluon_backward
+        if not observed(dout, q, k, v):
+            from utils.attention.gluon.backward.launch import gradients
+        return None, *gradients(dout, dlse, q, k, v, out, lse, *problem), None, None, None, None

@@ -8,9 +8,7 @@ block adds its part to a sum in memory, element by element. Every part of the SM
     S^T  = K Q^T          P^T  = 2^(c S^T - lse2)        dV += P^T dO
     dP^T = V dO^T         dS^T = P^T (dP^T - delta)      dK += dS^T Q        dQ += dS K   (atomic)
 
-    part       what                                   head dim 64, 128    256
-    tile       64 queries x 64 keys
-    warps      one warpgroup, or two halves of columns         4          8
+    tile       64 queries x 64 keys, head dimensions up to 128; tensors are contiguous
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from utils.attention.gluon.backward.arguments import Gradients
-from utils.attention.gluon.backward.pipeline import Sizes
+from utils.attention.gluon.backward.pipeline import SIZES, Sizes
 from utils.attention.gluon.shared import thread_barrier
 from utils.attention.gluon.step1_synchronous import load_rows
 
@@ -36,16 +33,15 @@ def add_rows(sums, row, dq, BLOCK_D: gl.constexpr):
 
 
 @gluon.jit
-def store_plain(base, first, rows, stride, x, HEAD_DIM: gl.constexpr):
+def store_plain(base, first, rows, x, HEAD_DIM: gl.constexpr):
     """Store an accumulator [64, D] as rows first .. first + 63 of a matrix with `rows` rows."""
     layout: gl.constexpr = x.type.layout
     r = first + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     d = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))[None, :]
-    gl.store(base + r.to(gl.int64) * stride + d, x.to(base.dtype.element_ty), mask=(r < rows) & (d < HEAD_DIM))
+    gl.store(base + r * HEAD_DIM + d, x.to(base.dtype.element_ty), mask=(r < rows) & (d < HEAD_DIM))
 
 
-# One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
-@gluon.jit(do_not_specialize=["sq", "sk", "window", "heads", "kv_heads", "group", "tiles_m", "rows"])
+@gluon.jit(do_not_specialize=[*SIZES, "rows"])
 def attention_backward_step1(
     q_ptr,
     do_ptr,
@@ -56,24 +52,10 @@ def attention_backward_step1(
     lse2_ptr,
     delta_ptr,
     dq_sums_ptr,
-    q_batch,
-    q_head,
-    q_row,
-    do_batch,
-    do_head,
-    do_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    dk_batch,
-    dk_head,
-    dk_row,
     sq,
     sk,
-    window,
+    back,
+    ahead,
     heads,
     kv_heads,
     group,
@@ -83,34 +65,29 @@ def attention_backward_step1(
     scale,
     HEAD_DIM: gl.constexpr,
     PLAN: gl.constexpr,
-    CASE: gl.constexpr,
 ):
     """A block computes dK and dV of 64 keys of one head, and adds to dQ: grid (B * Hkv, blocks of keys)."""
-    WARPS: gl.constexpr = gl.num_warps()
     BLOCK_D: gl.constexpr = PLAN.block_d
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    # Eight warps: two warpgroups, each with half of the columns.
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 256 // WARPS, 16])
-    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, BLOCK_D * 4 // WARPS, 16])
-    loads: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    loads: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     queries: gl.constexpr = gl.SliceLayout(0, scores)
-    sizes = Sizes(sq, sk, window, heads, kv_heads, group, tiles_m, PLAN, CASE)
+    sizes = Sizes(sq, sk, back, ahead, heads, kv_heads, group, tiles_m, PLAN)
 
     batch = gl.program_id(0) // kv_heads
     kv_head = gl.program_id(0) - batch * kv_heads
     key = gl.program_id(1) * 64
-    wide = batch.to(gl.int64)
-    k_base = k_ptr + wide * k_batch + kv_head.to(gl.int64) * k_head
-    v_base = v_ptr + wide * v_batch + kv_head.to(gl.int64) * v_head
+    first_key = gl.program_id(0).to(gl.int64) * sk * HEAD_DIM
     q_tile = gl.allocate_shared_memory(dtype, [64, BLOCK_D], swizzled)
     do_tile = gl.allocate_shared_memory(dtype, [64, BLOCK_D], swizzled)
     k_tile = gl.allocate_shared_memory(dtype, [64, BLOCK_D], swizzled)
     v_tile = gl.allocate_shared_memory(dtype, [64, BLOCK_D], swizzled)
     p_tile = gl.allocate_shared_memory(dtype, [64, 64], swizzled)
     ds_tile = gl.allocate_shared_memory(dtype, [64, 64], swizzled)
-    k_tile.store(load_rows(k_base, key, sk, k_row, HEAD_DIM, loads, 64, BLOCK_D))
-    v_tile.store(load_rows(v_base, key, sk, v_row, HEAD_DIM, loads, 64, BLOCK_D))
+    k_tile.store(load_rows(k_ptr + first_key, key, sk, HEAD_DIM, HEAD_DIM, loads, 64, BLOCK_D))
+    v_tile.store(load_rows(v_ptr + first_key, key, sk, HEAD_DIM, HEAD_DIM, loads, 64, BLOCK_D))
 
     lo, hi = sizes.tiles_of(key)
     dk = gl.zeros([64, BLOCK_D], gl.float32, output)
@@ -118,12 +95,11 @@ def attention_backward_step1(
     for i in range((hi - lo) * group):
         turn = i // (hi - lo)
         row = (lo + i - turn * (hi - lo)) * 64
-        head = kv_head * group + turn
-        flat = (wide * heads + head) * rows
-        q_base = q_ptr + wide * q_batch + head.to(gl.int64) * q_head
-        do_base = do_ptr + wide * do_batch + head.to(gl.int64) * do_head
-        q_tile.store(load_rows(q_base, row, sq, q_row, HEAD_DIM, loads, 64, BLOCK_D))
-        do_tile.store(load_rows(do_base, row, sq, do_row, HEAD_DIM, loads, 64, BLOCK_D))
+        head = (batch * heads + kv_head * group + turn).to(gl.int64)
+        flat = head * rows
+        first = head * sq * HEAD_DIM
+        q_tile.store(load_rows(q_ptr + first, row, sq, HEAD_DIM, HEAD_DIM, loads, 64, BLOCK_D))
+        do_tile.store(load_rows(do_ptr + first, row, sq, HEAD_DIM, HEAD_DIM, loads, 64, BLOCK_D))
         # The threads stored through the generic proxy, wgmma reads through the async proxy: without the fence it may
         # read what was there before.
         fence_async_shared()
@@ -133,8 +109,8 @@ def attention_backward_step1(
         dp = warpgroup_mma(v_tile, do_tile.permute([1, 0]), zero, use_acc=False)
         at = row + gl.arange(0, 64, queries)
         p = gl.exp2(s * c - gl.load(lse2_ptr + flat + at)[None, :])
-        if sizes.needs_mask(key, 64, row):
-            p = sizes.mask(p, key, row)
+        if sizes.needs_mask(key, 64, row, 64):
+            p = sizes.mask(p, key, row, 0)
         ds = p * (dp - gl.load(delta_ptr + flat + at)[None, :])
         p_tile.store(p.to(dtype))
         ds_tile.store(ds.to(dtype))
@@ -145,29 +121,5 @@ def attention_backward_step1(
         dq = warpgroup_mma(ds_tile.permute([1, 0]), k_tile, gl.zeros([64, BLOCK_D], gl.float32, output), use_acc=False)
         add_rows(dq_sums_ptr + flat * BLOCK_D, row, dq, BLOCK_D)
         thread_barrier()  # without it a fast warp would store the next Q and dO while a slow one still reads these
-    dk_base = wide * dk_batch + kv_head.to(gl.int64) * dk_head
-    store_plain(dk_ptr + dk_base, key, sk, dk_row, dk * scale, HEAD_DIM)
-    store_plain(dv_ptr + dk_base, key, sk, dk_row, dv, HEAD_DIM)
-
-
-def launch(g: Gradients) -> None:
-    """Run the kernel on tensors of a GPU."""
-    tensors = g.q, g.dout, g.k, g.v
-    strides = [stride for x in (*tensors, g.dk) for stride in x.stride()[:3]]
-    attention_backward_step1[g.grid()](
-        *tensors,
-        g.dk,
-        g.dv,
-        g.lse2,
-        g.delta,
-        g.dq_sums,
-        *strides,
-        *g.sizes(),
-        g.rows,
-        g.c,
-        g.scale,
-        HEAD_DIM=g.head_dim,
-        PLAN=g.plan,
-        CASE=g.case(),
-        num_warps=g.warps(),
-    )
+    store_plain(dk_ptr + first_key, key, sk, dk * scale, HEAD_DIM)
+    store_plain(dv_ptr + first_key, key, sk, dv, HEAD_DIM)

@@ -1,26 +1,23 @@
-"""Step 6: both warpgroups are one consumer of eight warps, and an SM takes block after block.
+"""Step 6: both warpgroups are one consumer of eight warps, a warp of its own hands dQ to TMA, and programs draw blocks.
 
-In steps 3 to 5 each warpgroup is a role, which the compiler compiles for itself: twice the instructions, registers for each
-tile's addresses, and an mbarrier for each exchange of dS. Here both are one role. Its tiles have 128 keys, 64 rows in the
-registers of each warpgroup as before, and dS is exchanged at one barrier of 256 threads. Each warpgroup computes half of dQ:
-64 queries (tiles of 128) or 64 columns (tiles of 64), which a warp of its own hands to TMA. The loop over tiles has no
-spills and no moves of addresses between registers (docs/backward-log.md, entry 35).
+In step 3 each warpgroup is a role, which the compiler compiles for itself: twice the instructions, registers for each tile's
+addresses, and an mbarrier for each exchange of dS. Here both are one role. Its tiles have 128 keys, 64 rows in the registers
+of each warpgroup as before, and dS is exchanged at one barrier of 256 threads. Each warpgroup computes half of dQ: 64 queries
+(tiles of 128) or 64 columns (tiles of 64), which the storing warp hands to TMA. Tiles that the diagonal or a window's edge
+crosses are walked in loops of their own, so that the loop over all others has neither mask nor branch. A quarter of the
+exponentials are polynomials (`exp2`), because the exponential unit is what a tile waits for.
 
-    field         what                                                                       default
-    queue         as many programs as SMs draw blocks from a counter (`queue.py`)            all
-    split         blocks of the last round over the GPU are split (`split.py`)               without a mask
-    even          programs have equal shares of all tiles (`queue.py`)                       few blocks (`balance.py`)
-    v_left        V's first 64 columns are a left operand in registers                       128
-    by_tma        the storing warp adds dQ; else the threads do                              all
-    named         a slot is given back by one arrival of each warp at a named barrier        64
-    storer_fences the storing warp fences before it hands dQ to TMA, and the consumer not    64, 128 causal
-    by_polynomial of eight exponentials, so many are polynomials (`exponentials.py`)         all: 2
-    divided       half of the exponentials stand in front of the wait for dP^T               64 causal
+    part          what                                        head dim 64      128
+    tile          queries x keys                              128 x 128        64 x 128
+    left          columns of V that stay in registers         none             64
+    registers     a consumer thread, the two other warps      240, 24, 24      240, 24, 24
+    shared        K + V + Q + dO + dS + dQ                    16+16+32+32+64+32   32+32+32+32+32+32 KiB
 
-The fastest at head dimensions 64 and 128; windows and the
-deterministic mode take step 5, because they are not measured. Tiles and slots are those of step 3. The other
-roles are in `step6_roles.py`, and head dimension 256 is in `wide_heads.py`. Places and figures: docs/backward-log.md.
+The fastest at head dimensions 64 and 128. Programs draw blocks, or shares of blocks (`shares.py`).
 """
+
+# A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
+# ruff: noqa: RUF059
 
 from __future__ import annotations
 
@@ -28,217 +25,306 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from utils.attention.gluon.backward.arguments import Gradients, processors
-from utils.attention.gluon.backward.launch import launch_blocks
-from utils.attention.gluon.backward.pipeline import Sizes, block_work
-from utils.attention.gluon.backward.queue import make_queue
-from utils.attention.gluon.backward.split import finish_parts, store_part
-from utils.attention.gluon.backward.step6_products import (
-    keys_layout,
-    keys_operand,
-    leave_dq,
-    start_dp,
-    start_dq,
-    start_scores,
-    to_pieces,
-)
-from utils.attention.gluon.backward.step6_roles import give_back, producer, storing_warp
-from utils.attention.gluon.exponentials import exp2
-from utils.attention.gluon.shared import divide_code, tma_store, wait_products
+from utils.attention.gluon.backward.pipeline import SIZES, Sizes, allocate_work, load_part, tma_add
+from utils.attention.gluon.backward.shares import make_share, store_part
+from utils.attention.gluon.shared import meet, pass_by, thread_barrier, tma_store, wait_products
+
+# The named barrier at which the consumer has left a tile's dQ in shared memory. Triton uses one for each partition, and two.
+LEFT = gl.constexpr(6)
+# In fp32: 0.695117, 0.227645, 0.077067, the least relative error on [0, 1) with a constant term of 1; 1.5 * 2^23; -127.
+_C1, _C2, _C3, _ROUND, _LEAST = "0f3F31F32D", "0f3E691BB9", "0f3D9DD568", "0f4B400000", "0fC2FE0000"
+
+
+@gluon.constexpr_function
+def _exp2_asm():
+    # Of eight registers the fourth and the last. Below -127 the result is 0, and a nan becomes the greatest number.
+    lines = ["{", ".reg .f32 x, y, f;", ".reg .b32 a, b;"]
+    for i in range(8):
+        if i not in (3, 7):
+            lines.append(f"ex2.approx.ftz.f32 ${i}, ${8 + i};")
+            continue
+        lines += [
+            f"max.NaN.f32 x, ${8 + i}, {_LEAST};",
+            f"add.rm.f32 y, x, {_ROUND};",
+            f"sub.f32 f, y, {_ROUND};",
+            "sub.f32 f, x, f;",
+            "mov.b32 a, y;",
+            f"fma.rn.f32 y, f, {_C3}, {_C2};",
+            f"fma.rn.f32 y, y, f, {_C1};",
+            "fma.rn.f32 y, y, f, 0f3F800000;",
+            "mov.b32 b, y;",
+            "shl.b32 a, a, 23;",
+            "add.s32 b, b, a;",
+            f"mov.b32 ${i}, b;",
+        ]
+    return " ".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def _exp2_constraints():
+    return ",".join(["=f"] * 8 + ["f"] * 8)
 
 
 @gluon.jit
-def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.constexpr):
+def exp2(x):
+    """2^x, of each eight registers two on the multipliers, as in FlashAttention 4, and six by the exponential unit.
+
+    2^x = 2^n * 2^f with n = floor(x) and 2^f = 1 + f (C1 + f (C2 + f C3)), within 8.6e-5: 1/22 of a rounding to bf16, 1/6 of
+    one to fp16. n is added to the exponent's bits.
+    """
+    return gl.inline_asm_elementwise(_exp2_asm(), _exp2_constraints(), [x], dtype=gl.float32, is_pure=True, pack=8)
+
+
+@gluon.constexpr_function
+def keys_layout(columns):
+    """Layout of a product [128 keys, columns]: 64 rows for each warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [8, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def keys_operand(columns):
+    """Layout of P^T or dS^T as the left operand, in registers, of a product [128 keys, columns]."""
+    return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [8, 1], [16, columns, 16]), 2)
+
+
+@gluon.constexpr_function
+def dq_layout(queries):
+    """Layout of dQ: 64 queries for each warpgroup, or 64 columns where a tile has 64 queries."""
+    return gl.NVMMADistributedLayout([3, 0], [8, 1] if queries == 128 else [4, 2], [16, 64, 16])
+
+
+@gluon.jit
+def to_pieces(x):
+    """DQ of a tile, 8192 elements, in the order of the sums: a piece of 64 x 64 for each warpgroup; registers are renamed."""
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[1], [2], [512], [1024], [2048]],
+        lane_bases=[[4], [8], [16], [32], [64]],
+        warp_bases=[[128], [256], [4096]],
+        block_bases=[],
+        shape=[8192],
+    )
+    # row = 16 warp + 8 half + high, column = 8 block + 2 low + pair; thread = 32 warp + 4 high + low
+    if x.shape[0] == 64:
+        flat = x.reshape([4, 2, 8, 2, 8, 4, 2]).permute([3, 4, 0, 2, 5, 1, 6])
+    else:
+        flat = x.reshape([2, 4, 2, 8, 8, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6])
+    return gl.convert_layout(flat.reshape([8192]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def start_transposed(rows, tile):
+    """Hand rows @ tile^T, S^T or dP^T of a tile's queries, to the tensor cores."""
+    QUERIES: gl.constexpr = tile.shape[0]
+    x = gl.zeros([128, QUERIES], gl.float32, keys_layout(QUERIES))
+    return warpgroup_mma(rows, tile.permute([1, 0]), x, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def start_dp(v, v_left, do):
+    """Hand dP^T to the tensor cores: one product, or two where V's first columns are in registers."""
+    BLOCK_D: gl.constexpr = v.shape[1]
+    if BLOCK_D > 64:
+        dp = start_transposed(v_left, do.slice(0, 64, 1))
+        dp = warpgroup_mma(v.slice(64, 64, 1), do.slice(64, 64, 1).permute([1, 0]), dp, is_async=True)
+    else:
+        dp = start_transposed(v, do)
+    return dp
+
+
+@gluon.jit
+def start_dq(work, ds):
+    """Hand dQ of a tile to the tensor cores, once both warpgroups have stored dS."""
+    BLOCK_M: gl.constexpr = work.sizes.PLAN.block_m
+    BLOCK_D: gl.constexpr = work.sizes.PLAN.block_d
+    # Stored by threads, read by wgmma through the async proxy: without the fence it may read what was there before.
+    fence_async_shared()
+    thread_barrier()  # the other warpgroup's keys are in dQ too
+    dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, dq_layout(BLOCK_M))
+    dq = warpgroup_mma(ds.permute([1, 0]), work.k.reshape([128, BLOCK_D]), dq, use_acc=False, is_async=True)
+    # The compiler wants a barrier between this product and the next dS; here nobody waits for long.
+    thread_barrier()
+    return dq
+
+
+@gluon.jit
+def leave_dq(leave, dq, i):
+    """Leave dQ of load number i where the storing warp reads it."""
+    sums_desc, tiles, empty = leave
+    mbarrier.wait(empty, (i & 1) ^ 1)  # TMA may still be reading the last tile
+    tiles.reshape([8192]).store(to_pieces(dq))
+    # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
+    fence_async_shared()
+    pass_by(LEFT, 288)
+
+
+@gluon.jit
+def walk(work, ds_tiles, leave, v_left, state, key, lo, hi, number, MASK: gl.constexpr):
     """Tiles of queries lo .. hi - 1 of one head: returns the state (dK, dV) behind them.
 
     number: of the load of tile 0, if there was one. MASK: whether these tiles get a mask.
     """
     PLAN: gl.constexpr = work.sizes.PLAN
-    CASE: gl.constexpr = work.sizes.CASE
     BLOCK_M: gl.constexpr = PLAN.block_m
     BLOCK_D: gl.constexpr = PLAN.block_d
     dtype: gl.constexpr = work.k.dtype
+    k = work.k.reshape([128, BLOCK_D])
+    v = work.v.index(0).reshape([128, BLOCK_D])
     dk, dv = state
     for m in range(lo, hi):
         i = number + m
         work.q.wait_full(i)
-        s = start_scores(work, work.q.tile(i))
+        s = start_transposed(k, work.q.tile(i))
         work.do.wait_full(i)
-        dp = start_dp(work, v_left, work.do.tile(i))
-        s = wait_products(s, 2 if PLAN.v_left and BLOCK_D > 64 else 1, BLOCK_M)
+        dp = start_dp(v, v_left, work.do.tile(i))
+        s = wait_products(s, 2 if BLOCK_D > 64 else 1, BLOCK_M)
         lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
-        p = exp2(s * work.c - lse2[None, :], PLAN.by_polynomial)
-        if PLAN.divided:
-            # ptxas would move the wait for dP^T in front of the exponentials, which can run beside that product.
-            divide_code(i)
+        p = exp2(s * work.c - lse2[None, :])
         if MASK:
-            p = work.sizes.mask_product(p, work.key, m * BLOCK_M)
+            p = work.sizes.mask_product(p, key, m * BLOCK_M)
         p16 = gl.convert_layout(p.to(dtype), keys_operand(BLOCK_D))
         dp = wait_products(dp, 0, BLOCK_M)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
         ds = (p * (dp - delta[None, :])).to(dtype)
-        if CASE.dq:
+        ds_tile = ds_tiles.index(i % 2)
+        if PLAN.dq:
             # The slot's last dS, two tiles ago, has been read: all threads have since come to the last tile's barrier.
-            work.ds.index(i % PLAN.ds_slots).store(ds)
+            ds_tile.store(ds)
         dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
-        if CASE.dq:
-            dq = start_dq(work, i)
+        if PLAN.dq:
+            dq = start_dq(work, ds_tile)
             dv = wait_products(dv, 1, BLOCK_D)
-            give_back(work, work.do, i, 10)
+            work.do.release(i)
             dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
-            dq = wait_products(dq, 1, 64)
-            if PLAN.by_tma:
-                leave_dq(leave, dq, i, PLAN.storer_fences)
-            else:
-                flat = to_pieces(dq)
-                tile = (work.batch * work.sizes.heads + head).to(gl.int64) * work.sizes.tiles_m + m
-                gl.atomic_add(sums + tile * 8192 + gl.arange(0, 8192, flat.type.layout), flat, sem="relaxed")
+            leave_dq(leave, wait_products(dq, 1, 64), i)
         else:
             dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
             dv = wait_products(dv, 1, BLOCK_D)
-            give_back(work, work.do, i, 10)
+            work.do.release(i, True)
         dk = wait_products(dk, 0, BLOCK_D)
-        give_back(work, work.q, i, 8)
+        work.q.release(i, not PLAN.dq)
     return dk, dv
 
 
 @gluon.jit
-def store_keys(work, dk_desc, dv_desc, dk, dv):
-    """Store 128 rows of dV and dK through the places of dS, which nobody uses between two blocks."""
-    PLAN: gl.constexpr = work.sizes.PLAN
-    D: gl.constexpr = PLAN.block_d
-    dtype: gl.constexpr = work.k.dtype
-    COUNT: gl.constexpr = PLAN.ds_slots * PLAN.block_m // D
-    at = [work.batch, work.kv_head, work.key, 0]
-    places = work.ds.reinterpret(dtype, [COUNT, 1, 1, 128, D], dv_desc.layout)
-    dv_tile = places.index(0)
-    dk_tile = places.index(COUNT - 1)
-    if COUNT == 1 and not PLAN.queue:
-        dk_tile = work.v.index(0)  # not needed any more
-    dv_tile.reshape([128, D]).store(dv.to(dtype))
-    if COUNT == 1 and PLAN.queue:
-        # One place for both, because V's is for the next block. The fence: stored by threads, read by TMA.
-        fence_async_shared()
-        tma_store(dv_desc, at, dv_tile)
-        tma.store_wait(0)
-        dk_tile.reshape([128, D]).store((dk * work.scale).to(dtype))
-        fence_async_shared()
-    else:
-        dk_tile.reshape([128, D]).store((dk * work.scale).to(dtype))
-        # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
-        fence_async_shared()
-        tma_store(dv_desc, at, dv_tile)
-    tma_store(dk_desc, at, dk_tile)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def compute_block(work, sums, leave, turn, done):
-    """128 keys against all tiles of queries that see them: returns dK, dV, and how many tiles."""
-    PLAN: gl.constexpr = work.sizes.PLAN
-    CASE: gl.constexpr = work.sizes.CASE
-    MASKS: gl.constexpr = CASE.causal or CASE.window or CASE.tail
-    BLOCK_D: gl.constexpr = PLAN.block_d
-    at = 0
-    if PLAN.even:
-        at, count, lo, hi = work.share()
-    else:
-        count, lo, hi = work.first()
-    tiles = hi - lo
+def compute_part(work, part, ds_tiles, leave, turn, done):
+    """128 keys against the tiles of queries of a part: returns dK and dV. turn, done: parts and tiles before."""
+    BLOCK_D: gl.constexpr = work.sizes.PLAN.block_d
+    BLOCK_M: gl.constexpr = work.sizes.PLAN.block_m
+    tiles = part.hi - part.lo
     dk = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
     dv = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
     mbarrier.wait(work.loaded.index(0), turn & 1)
     mbarrier.wait(work.loaded.index(1), turn & 1)
     v_left = 0
-    if PLAN.v_left:
-        v_left = work.v.index(0).reshape([128, BLOCK_D]).slice(0, 64, 1).load(keys_operand(PLAN.block_m))
+    if BLOCK_D > 64:
+        v_left = work.v.index(0).reshape([128, BLOCK_D]).slice(0, 64, 1).load(keys_operand(BLOCK_M))
     state = (dk, dv)
-    begin = 0
-    behind = work.sizes.group
-    if PLAN.even:
-        # Heads of which this part has a tile; it may begin and end inside of one.
-        begin = at // gl.maximum(tiles, 1)
-        behind = begin + gl.cdiv(at - begin * tiles + count, gl.maximum(tiles, 1))
-    first, end = work.sizes.clean_tiles(work.key, 128, lo, hi)
+    # Heads of which this part has a tile; it may begin and end inside of one.
+    begin = part.at // gl.maximum(tiles, 1)
+    behind = begin + gl.cdiv(part.at - begin * tiles + part.count, gl.maximum(tiles, 1))
     for g in range(begin, behind):
-        head = work.kv_head * work.sizes.group + g
-        number = done + g * tiles - at - lo
-        low = lo
-        high = hi
-        if PLAN.even:
-            low = lo + gl.maximum(at - g * tiles, 0)
-            high = lo + gl.minimum(at + count - g * tiles, tiles)
-            first, end = work.sizes.clean_tiles(work.key, 128, low, high)
-        if MASKS:
-            state = walk(work, sums, leave, v_left, state, low, first, number, head, True)
-            state = walk(work, sums, leave, v_left, state, first, end, number, head, False)
-            if CASE.window:
-                state = walk(work, sums, leave, v_left, state, end, high, number, head, True)
+        number = done + g * tiles - part.at - part.lo
+        lo = part.lo + gl.maximum(part.at - g * tiles, 0)
+        hi = part.lo + gl.minimum(part.at + part.count - g * tiles, tiles)
+        if work.sizes.PLAN.masked:
+            first, end = work.sizes.clean_tiles(part.key, 128, lo, hi)
+            state = walk(work, ds_tiles, leave, v_left, state, part.key, lo, first, number, True)
+            state = walk(work, ds_tiles, leave, v_left, state, part.key, first, end, number, False)
+            state = walk(work, ds_tiles, leave, v_left, state, part.key, end, hi, number, True)
         else:
-            state = walk(work, sums, leave, v_left, state, low, high, number, head, False)
-    dk, dv = state
-    return dk, dv, count
+            state = walk(work, ds_tiles, leave, v_left, state, part.key, lo, hi, number, False)
+    return state
 
 
 @gluon.jit
-def leave_block(work, parts_ptr, dk_desc, dv_desc, dk, dv):
-    """Store dV and dK of a block, or of a part of one."""
-    PLAN: gl.constexpr = work.sizes.PLAN
-    if (PLAN.split and work.parts > 1) or (PLAN.even and work.late >= 0):
-        store_part(parts_ptr, work, dv, 0)
-        store_part(parts_ptr, work, dk, 1)
-    else:
-        store_keys(work, dk_desc, dv_desc, dk, dv)
+def store_keys(desc, part, places, x):
+    """Store 128 rows of dV or dK through the place of dS, which nobody uses between two parts."""
+    place = places.reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+    place.reshape([128, x.shape[1]]).store(x.to(desc.dtype))
+    # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
+    fence_async_shared()
+    tma_store(desc, [part.batch, part.kv_head, part.key, 0], place)
+    tma.store_wait(0)
 
 
 @gluon.jit
-def consumer(work, queue, sums, leave, parts_ptr, dk_desc, dv_desc):
-    """Both warpgroups: all blocks of this program."""
-    EVEN: gl.constexpr = work.sizes.PLAN.even
-    if work.sizes.PLAN.queue:
-        number, end = queue.bounds(EVEN)
-        n = 0
-        base = 0
-        turn = 0
-        done = 0
-        while number < end:
-            if EVEN:
-                n, base = queue.row(work.sizes, number, n, base)
-                here, number = queue.share(work, number, n, base, end)
-            else:
-                here = queue.place(work, number)
-            dk, dv, count = compute_block(here, sums, leave, turn, done)
-            done += count
-            if work.sizes.PLAN.v_left:
-                # V was read by ordinary loads, and TMA writes the next one: a block without tiles has had no fence since.
-                fence_async_shared()
-            mbarrier.arrive(queue.freed, count=1)
-            if not EVEN:
-                number = queue.next(turn, 8)
-            leave_block(here, parts_ptr, dk_desc, dv_desc, dk, dv)
-            turn += 1
-    else:
-        dk, dv, count = compute_block(work, sums, leave, 0, 0)
-        leave_block(work, parts_ptr, dk_desc, dv_desc, dk, dv)
+def consumer(work, share, freed, ds_tiles, leave, parts_ptr, dk_desc, dv_desc):
+    """Both warpgroups: all parts of this program."""
+    number = gl.program_id(0)
+    place, end = share.bounds(number)
+    drawn = 0
+    turn = 0
+    done = 0
+    while number < share.whole + share.shares:
+        part, place = share.part(work.sizes, number, place, end)
+        dk, dv = compute_part(work, part, ds_tiles, leave, turn, done)
+        # V was read by ordinary loads, and TMA writes the next one: a part without tiles has had no fence since.
+        fence_async_shared()
+        mbarrier.arrive(freed, count=1)
+        if part.slot >= 0:
+            store_part(parts_ptr, part.slot, dv, 0)
+            store_part(parts_ptr, part.slot, dk, 1)
+        else:
+            store_keys(dv_desc, part, ds_tiles, dv)
+            store_keys(dk_desc, part, ds_tiles, dk * work.scale)
+        done += part.count
+        turn += 1
+        if place >= end:
+            number = share.next(drawn, 8)
+            place, end = share.bounds(number)
+            drawn += 1
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "sq",
-        "sk",
-        "window",
-        "heads",
-        "kv_heads",
-        "group",
-        "tiles_m",
-        "blocks_n",
-        "section",
-        "total",
-        "whole",
-        "parts",
-        "end",
-    ]
-)
+@gluon.jit
+def producer(work, share, freed, descriptors):
+    """One warp loads all parts of this program, and draws its numbers."""
+    number = gl.program_id(0)
+    place, end = share.bounds(number)
+    drawn = 0
+    turn = 0
+    done = 0
+    while number < share.whole + share.shares:
+        part, place = share.part(work.sizes, number, place, end)
+        mbarrier.wait(freed, (turn & 1) ^ 1)  # the consumer may still read the last part's K and V
+        load_part(work, part, done, descriptors)
+        done += part.count
+        turn += 1
+        if place >= end:
+            # Not before: whoever is free first is to have the next block. The consumer has two tiles left to compute.
+            number = share.draw(drawn)
+            place, end = share.bounds(number)
+            drawn += 1
+
+
+@gluon.jit
+def storing_warp(work, share, leave):
+    """One warp hands dQ of each tile to TMA, which adds it to the sums, and gives its place back."""
+    sums_desc, tiles, empty = leave
+    if work.sizes.PLAN.dq:
+        number = gl.program_id(0)
+        place, end = share.bounds(number)
+        drawn = 0
+        while number < share.whole + share.shares:
+            part, place = share.part(work.sizes, number, place, end)
+            head, m = part.begin(work.sizes)
+            for _ in range(part.count):
+                meet(LEFT, 288)
+                for w in gl.static_range(2):
+                    piece = ((part.batch * work.sizes.heads + head) * work.sizes.tiles_m + m) * 2 + w
+                    tma_add(sums_desc, [piece * 32, 0], tiles.slice(w * 32, 32, 0))
+                tma.store_wait(0)
+                mbarrier.arrive(empty, count=1)
+                m += 1
+                if m == part.hi:
+                    m = part.lo
+                    head += 1
+            if place >= end:
+                number = share.next(drawn, 1)
+                place, end = share.bounds(number)
+                drawn += 1
+
+
+@gluon.jit(do_not_specialize=SIZES)
 def attention_backward_step6(
     q_desc,
     do_desc,
@@ -249,15 +335,12 @@ def attention_backward_step6(
     lse_desc,
     delta_desc,
     sums_desc,
-    dq_sums_ptr,
     parts_ptr,
     counter_ptr,
-    end,
-    whole,
-    parts,
     sq,
     sk,
-    window,
+    back,
+    ahead,
     heads,
     kv_heads,
     group,
@@ -265,89 +348,36 @@ def attention_backward_step6(
     blocks_n,
     section,
     total,
+    whole,
+    shares,
+    units,
     c,
     scale,
     PLAN: gl.constexpr,
-    CASE: gl.constexpr,
 ):
-    """A block computes dK and dV of BLOCK_N keys of one head, and adds to dQ: grid (blocks of keys * B * Hkv,)."""
-    sizes = Sizes(sq, sk, window, heads, kv_heads, group, tiles_m, PLAN, CASE)
+    """A program computes dK and dV of blocks of 128 keys of one head, or parts of them, and adds to dQ."""
+    sizes = Sizes(sq, sk, back, ahead, heads, kv_heads, group, tiles_m, PLAN)
+    share = make_share(blocks_n, section, total, whole, shares, units, counter_ptr, 2 if PLAN.dq else 1)
     descriptors = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
-    work = block_work(sizes, descriptors, blocks_n, section, total, c, scale, 2, 1, 128, whole, parts)
-    tiles = work.ds
-    empty = work.loaded
-    if PLAN.by_tma and CASE.dq:
+    work = allocate_work(sizes, descriptors, c, scale)
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    ds_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, PLAN.block_n, PLAN.block_m], swizzled)
+    freed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(freed, count=1)
+    # A barrier that is initialised and not used has no place of its own: the compiler gives it to a tile, which PTX forbids.
+    tiles = ds_tiles
+    empty = freed
+    if PLAN.dq:
         tiles = gl.allocate_shared_memory(gl.float32, [64, 128], sums_desc.layout)
         empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(empty, count=1)
     leave = (sums_desc, tiles, empty)
-    queue = 0
-    if PLAN.queue:
-        READERS: gl.constexpr = 2 if PLAN.by_tma and CASE.dq else 1
-        queue = make_queue(counter_ptr, end, blocks_n, section, total, whole, parts, READERS, PLAN.even)
-    loads = (work, queue, descriptors)
-    REGISTERS: gl.constexpr = PLAN.registers
-    if PLAN.producer_first:
-        gl.warp_specialize(
-            [(producer, loads), (consumer, (work, queue, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc))],
-            [8],
-            [REGISTERS],
-        )
-    elif PLAN.by_tma:
-        gl.warp_specialize(
-            [
-                (consumer, (work, queue, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc)),
-                (producer, loads),
-                (storing_warp, (work, queue, leave)),
-            ],
-            [1, 1],
-            [24, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [(consumer, (work, queue, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc)), (producer, loads)], [1], [24]
-        )
-
-
-def launch(g: Gradients) -> None:
-    """Run the kernel on tensors of a GPU, and add up the parts of split blocks."""
-    order, even = g.order, g.plan.even
-    split = order.blocks - order.whole
-    slots = 2 * order.even if even else split * order.parts
-    end = order.units if even else order.programs
-    programs = min(order.programs, processors(g.q.device)) if g.plan.queue else order.programs
-    parts_of = g.lse2.new_empty(slots * 4 * 64 * g.plan.block_d) if slots else g.delta
-    launch_blocks(
-        attention_backward_step6,
-        g,
-        g.sums_descriptor(),
-        g.dq_sums,
-        parts_of,
-        g.counter,
-        end,
-        order.whole,
-        order.parts,
-        programs=programs,
-        num_warps=4 if g.plan.producer_first else 8,
-        keys=128,
+    gl.warp_specialize(
+        [
+            (consumer, (work, share, freed, ds_tiles, leave, parts_ptr, dk_desc, dv_desc)),
+            (producer, (work, share, freed, descriptors)),
+            (storing_warp, (work, share, leave)),
+        ],
+        [1, 1],
+        [24, 24],
     )
-    if slots:
-        finish_parts[((order.blocks if even else split) * 2, 2, g.plan.block_d // 32)](
-            parts_of,
-            g.dv,
-            g.dk,
-            *g.dk.stride()[:3],
-            order.parts,
-            order.whole,
-            programs,
-            end,
-            *g.sizes(),
-            g.blocks_n,
-            order.section,
-            g.kv_heads_total,
-            g.scale,
-            HEAD_DIM=g.head_dim,
-            PLAN=g.plan,
-            CASE=g.case(),
-            num_warps=4,
-        )
