@@ -437,3 +437,14 @@ def describe_plain(problem: Problem, plain: Problem) -> str:
     parts += [f"window {plain.window}"] if plain.window else []
     parts += [f"documents of {plain.sq} as sequences"] if plain.sq != problem.sq else []
     return ", ".join(parts) or "no mask"
+
+
+def reason_against_tensors(problem: Problem) -> str:
+    """Say why a kernel for 16-bit tensors of a GPU does not take tensors like these; "" if it does."""
+    if problem.device.type != "cuda":
+        return f"it needs an NVIDIA GPU, and the tensors are on {problem.device}."
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, not {problem.type_name}."
+    if problem.head_dim % 8 or problem.head_dim > 256:
+        return f"its head dimension is a multiple of 8 up to 256, and {problem.head_dim} was given."
+    return ""

@@ -48,7 +48,9 @@ _DECORATORS = ("jit", "constexpr_function", "aggregate", "_aggregate", "builtin"
 _OF_TRITON = ("jit", "cdiv", "next_power_of_2", "constexpr_function", "language", "experimental")
 # Attributes without an underscore that lead from a value to frames, code, memory, or a kernel's Python function.
 _DEEP = ("gi_", "cr_", "ag_", "tb_", "f_", "co_", "func_")
-_DEEP_NAMES = frozenset(["ctypes", "storage", "data_ptr", "fn", "run", "pre_run_hooks", "used_global_vals", "format"])
+_DEEP_NAMES = frozenset(
+    ["ctypes", "storage", "data_ptr", "fn", "run", "add_pre_run_hook", "pre_run_hooks", "used_global_vals", "format"]
+)
 
 
 def expect_kernel_file(source: str, file: str) -> None:

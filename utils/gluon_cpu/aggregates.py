@@ -38,7 +38,7 @@ OPERATORS = "add sub mul truediv floordiv mod and or xor lshift rshift lt le gt 
 
 
 @functools.cache
-def written_class(cls: type) -> type:
+def written_class(cls):
     """Return the class that the kernel's author wrote: Triton keeps it in a closure only."""
     return inspect.getclosurevars(cls.__setattr__).nonlocals["cls"]
 

@@ -68,11 +68,6 @@ def partition() -> Partition:
     return program().partition
 
 
-def factor(kind: str) -> float:
-    """Return what `simulate(scaled=...)` multiplies the results of a kind of operation by; 1 by default."""
-    return program().run.scaled.get(kind, 1.0)
-
-
 def register_code(code: CodeType, module: object) -> None:
     """Remember that frames of this code are kernel source.
 

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia import ampere, hopper
 from . import context, layouts
 from .barriers import is_true, own_barriers
 from .context import Clock, join, refuse, report
-from .dtypes import is_float, numpy_type, round_to
+from .dtypes import numpy_type
 from .global_memory import addresses
 from .known import constant, known, number
 from .memory import MemDesc, access, is_over
@@ -49,12 +49,6 @@ def _transfer(
     end = start + busy + (program.jitter(model.global_latency) if kind == "copy in" else 0)
     program.record(unit, kind, buffer, phase, start, end)
     return end
-
-
-def _scaled(values: np.ndarray, dtype) -> np.ndarray:
-    """Return what a copy brings, times the factor of `simulate(scaled=...)`."""
-    factor = context.factor("copy")
-    return values if factor == 1.0 or not is_float(dtype) else round_to(values * factor, dtype)
 
 
 # ---- TMA ---------------------------------------------------------------------------------------------------------
@@ -101,7 +95,7 @@ def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False, ca
     end = _transfer("TMA", "copy in", result.label, nbytes, phase=bars[0].phase)
 
     def finish() -> None:
-        result.view[...] = _scaled(tensor_desc.read(at), result.dtype)
+        result.view[...] = tensor_desc.read(at)
         for bar, copy in zip(bars, copies, strict=True):
             bar.count_copy(copy, end)
 
@@ -219,7 +213,7 @@ def cp_async(
     p.copy_count += 1
     access(smem, write=True, queue="cp.async", time=p.copy_count, what=f"the cp.async into {smem.label}")
     values = np.zeros(offsets.shape, numpy_type(smem.dtype))
-    values[keep] = _scaled(pointer.buffer.read(offsets[keep]), smem.dtype)
+    values[keep] = pointer.buffer.read(offsets[keep])
     end = _transfer("cp.async", "copy in", smem.label, smem.nbytes // program.num_ctas, instructions=4)
     p.copies.append(_CpAsync(p.copy_count, smem, values, end, context.site()))
 

@@ -102,8 +102,6 @@ def convert_layout(value, layout, assert_trivial=False):
         if program.num_ctas > 1 and layouts.block_bases(value.layout) != layouts.block_bases(layout):
             program.meet("gl.convert_layout between blocks")
         work(value)
-        if is_float(value.dtype) and value.buffer is None and (factor := context.factor("conversion")) != 1.0:
-            data = round_to(data * factor, value.dtype)
     return Tensor(data, value.dtype, layout, value.buffer, value.reads)
 
 

@@ -38,9 +38,7 @@ class _Product:
         out = exact_product(a, self.b.view, self.a.dtype)
         with np.errstate(all="ignore"):
             if self.use_acc:
-                before = self.acc.product.result if isinstance(self.acc, Accumulator) else self.acc.data
-                factor = context.factor("accumulator")
-                out = out + (before if factor == 1.0 else np.asarray(before) * np.float32(factor))
+                out = out + (self.acc.product.result if isinstance(self.acc, Accumulator) else self.acc.data)
         self.result = round_to(out, self.dtype)
         self.a = self.b = self.acc = None
 
@@ -53,9 +51,7 @@ def exact_product(a: np.ndarray, b: np.ndarray, dtype) -> np.ndarray:
     if dtype.name == "fp32":
         a, b = _tf32(a), _tf32(b)
     with np.errstate(all="ignore"):
-        out = np.matmul(np.ascontiguousarray(a, dtype=np.float32), np.ascontiguousarray(b, dtype=np.float32))
-        factor = context.factor("product")
-        return out if factor == 1.0 else out * np.float32(factor)
+        return np.matmul(np.ascontiguousarray(a, dtype=np.float32), np.ascontiguousarray(b, dtype=np.float32))
 
 
 def _tf32(x: np.ndarray) -> np.ndarray:

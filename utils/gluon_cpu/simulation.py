@@ -33,11 +33,6 @@ IGNORED = {
 }
 
 
-# What `simulate(scaled=...)` can multiply: a @ b of a wgmma, what it adds that to, what gl.convert_layout moves between two
-# layouts, what a TMA copy or a cp.async brings, and quotients of tiles.
-SCALED = ("product", "accumulator", "conversion", "copy", "division")
-
-
 @dataclass(repr=False)
 class Run:
     """A simulation: how it runs, and what it found.
@@ -49,7 +44,6 @@ class Run:
         max_steps: calls and loop turns that one program may take.
         max_seconds: wall-clock time of one launch.
         model: the cost model.
-        scaled: factors of what operations give, {kind of operation: factor}; see `simulate`.
         reports: what was found.
         events: the timeline.
         cycles: model cycles of each program.
@@ -64,7 +58,6 @@ class Run:
     max_steps: int
     max_seconds: float
     model: CostModel
-    scaled: dict[str, float] = field(default_factory=dict)
     reports: list[Report] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     cycles: list[float] = field(default_factory=list)
@@ -212,7 +205,6 @@ def simulate(
     max_steps: int = 2_000_000,
     max_seconds: float = 300.0,
     model: CostModel | None = None,
-    scaled: dict[str, float] | None = None,
 ) -> Iterator[Run]:
     """Run the Gluon kernels that are launched inside on the CPU, and check them.
 
@@ -225,15 +217,11 @@ def simulate(
         max_steps: calls and loop turns that one program may take, against endless loops.
         max_seconds: wall-clock limit of one launch.
         model: rates of the hardware's units; by default those of an H100's or H200's data sheet.
-        scaled: {kind of operation: factor}. All floating-point numbers that such an operation gives are multiplied by the
-            factor, which shows whether a kernel's result is made of them. The kinds are in `SCALED`.
     """
     check_version()
     from triton.experimental.gluon._runtime import GluonJITFunction
 
-    if unknown := set(scaled or {}) - set(SCALED):
-        raise ValueError(f"simulate(scaled=...) knows {', '.join(SCALED)}; got {', '.join(sorted(unknown))}.")
-    run = Run(seed, stop_at_first, int(timeline), max_steps, max_seconds, model or CostModel(), dict(scaled or {}))
+    run = Run(seed, stop_at_first, int(timeline), max_steps, max_seconds, model or CostModel())
 
     def launch(kernel, *args, grid, warmup=False, **options):
         run.launch(kernel, args, grid, options)

@@ -45,7 +45,7 @@ class Columns(Allocation):
         rows = [*shape[:-1], _columns(dtype, layout, shape[-1])]
         self.data = np.zeros(rows, np.uint32)
         self.written = np.zeros(rows, np.bool_)
-        self.writer = np.zeros(rows, np.int8)  # which of the types in `values` wrote it
+        self.writer: np.ndarray = np.zeros(rows, np.int8)  # which of the types in `values` wrote it
         self.values: dict[tuple[str, int], np.ndarray] = {}
         lanes = layout.block[0] // LANES if layout.block[0] > LANES else 1
         packed = 2 if layout.block[0] == LANES // 2 and math.prod(shape[:-1]) % LANES == 0 else 1
@@ -68,6 +68,8 @@ class Columns(Allocation):
 
 class TensorMemory(MemDesc):
     """A view of tensor memory: what a kernel calls a tensor_memory_descriptor."""
+
+    allocation: Columns
 
     def __init__(
         self, allocation: Columns, dtype, shape: list[int], layout, place: tuple, first: int, suffix: str = ""
@@ -126,7 +128,7 @@ class TensorMemory(MemDesc):
             view.outside = f"{view.label}: there are {self.logical[0]} tiles, 0 to {self.logical[0] - 1}."
         return view
 
-    def slice(self, start, length) -> TensorMemory:
+    def slice(self, start, length) -> TensorMemory:  # type: ignore[override]  # Gluon's own signature
         """Return the columns [start, start + length) of each row."""
         start, length = constant(start, "slice's start"), constant(length, "slice's length")
         if start < 0 or length < 1 or start + length > self.logical[-1]:
@@ -138,7 +140,7 @@ class TensorMemory(MemDesc):
             self.dtype, [*self.logical[:-1], length], layout, self.place, first, f"[:, {start}:{start + length}]"
         )
 
-    def _reinterpret(self, dtype, shape, layout) -> TensorMemory:
+    def _reinterpret(self, dtype, shape, layout) -> TensorMemory:  # type: ignore[override]  # Gluon's own signature
         """Return the first columns of the same memory as another type: P takes the place of the scores it came from."""
         shape = constants(shape, "_reinterpret's shape")
         _check_layout(dtype, shape, layout)

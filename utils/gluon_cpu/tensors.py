@@ -244,7 +244,7 @@ def binary(op: str, a, b) -> Tensor:
         elif op in BITS:
             out = BITS[op](x, y)
         elif op == "/":
-            out = x / y * numpy_type(dtype)(context.factor("division"))
+            out = x / y
         elif is_float(dtype):
             if op == "//":
                 refuse("kernel", "// needs integers; use / and gl.floor for floats.")

@@ -199,7 +199,7 @@ class Consumer(Role):
         self.read.append((int(block.number), int(block.row), int(block.key), causal or window or tail))
         return 0, 0
 
-    def step(self, work, block, q, o, p, state, more, masked, causal, window, clocks):
+    def step(self, work, block, q, o, p, state, more, masked, causal, window):
         self.v.wait_full(block.number - 1)
         return self.finish_block(work, block, 0, 0, state, more, masked, causal, window)
 

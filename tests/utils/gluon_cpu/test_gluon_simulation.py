@@ -233,39 +233,6 @@ def test_a_slot_is_used_again_with_another_shape():
 # ---- kernels of this project ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("columns", [104, 101])
-@pytest.mark.parametrize("seed, split", [(None, 1), (1, 1), (None, 4)])
-@pytest.mark.parametrize("consumers, block_n", [(1, 64), (2, 64), (2, 96), (3, 64)])
-def test_warp_specialized_gemm(seed, split, columns, consumers, block_n):
-    from utils.kernels import gemm_gluon, gemm_launch, gemm_plan
-
-    if consumers == 1 and seed is not None:
-        pytest.skip("one order of the threads is enough for one consumer")
-    m, n, k = 200, columns, 280
-    a, b = torch.randn(m, k).half(), torch.randn(n, k).half().T
-    c = torch.full((m, n), float("nan")).half()
-    config = gemm_plan.Config(
-        64 * consumers, block_n, consumers, stages=3, pieces=4 if block_n == 96 else 2, split=split
-    ).placed(n, b_along_k=True, simulated=True)
-    a_desc, a_turned = gemm_launch.operand("A", a, [64, 64])
-    b_desc, b_turned = gemm_launch.operand("B", b, [64, 64])
-    b2_desc = gemm_launch.operand("B", b, [64, 32])[0] if block_n == 96 else b_desc
-    by_tma = n % 8 == 0
-    c_desc = descriptor(c, config.piece) if by_tma else a_desc
-    whole, rest = gemm_plan.parts_of(m, n, config, 3)
-    assert (rest > 0) == (split > 1)
-    sums = torch.full((max(1, rest * split * config.block_m * block_n),), float("nan"))
-    counters = torch.zeros(max(1, rest * consumers), dtype=torch.int32)
-    with gluon_cpu.simulate(seed=seed) as run:
-        gemm_gluon.gemm_kernel[(3,)](
-            *(a_desc, b_desc, b2_desc, c_desc, c, sums, counters, m, n, k, whole, config, a_turned, b_turned, by_tma),
-            num_warps=4,
-        )
-    want = a.double() @ b.double()
-    assert run.ok and (c.double() - want).abs().max() < 2e-3 * want.abs().max()
-    assert not counters.any()
-
-
 LADDER = "utils.attention.gluon.launch"
 
 

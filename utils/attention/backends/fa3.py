@@ -15,8 +15,15 @@ from pathlib import Path
 
 import torch
 
-from utils.attention.backends.flash_attn import reason_against_tensors, rows_first, window_size
-from utils.attention.problem import Backend, Problem, bind_plain, positive_scale, refuse_functions
+from utils.attention.backends.flash_attn import rows_first, window_size
+from utils.attention.problem import (
+    Backend,
+    Problem,
+    bind_plain,
+    positive_scale,
+    reason_against_tensors,
+    refuse_functions,
+)
 from utils.machine.device import Support, compute_capability, cuda_support, first_line
 
 VARIABLE = "FLASH_ATTENTION_3_LIBRARY"

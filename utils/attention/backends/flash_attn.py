@@ -11,6 +11,7 @@ from importlib import metadata
 
 import torch
 
+from utils.attention.backends.flex import bind_flash, refuses_flash
 from utils.attention.problem import (
     Backend,
     Bound,
@@ -19,6 +20,7 @@ from utils.attention.problem import (
     bind_plain,
     describe_plain,
     positive_scale,
+    reason_against_tensors,
     refuse_functions,
 )
 from utils.machine.device import flash_attn_support
@@ -50,17 +52,6 @@ def _version() -> int:
     return 4 if flash_attn_support(4) else 2
 
 
-def reason_against_tensors(problem: Problem) -> str:
-    """Say why a kernel for 16-bit tensors of a GPU does not take tensors like these; "" if it does."""
-    if problem.device.type != "cuda":
-        return f"it needs an NVIDIA GPU, and the tensors are on {problem.device}."
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"it takes float16 and bfloat16, not {problem.type_name}."
-    if problem.head_dim % 8 or problem.head_dim > 256:
-        return f"its head dimension is a multiple of 8 up to 256, and {problem.head_dim} was given."
-    return ""
-
-
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:
     version = _version()
     window = window_size(problem, None if version == 4 else -1)
@@ -88,8 +79,6 @@ def _native(problem: Problem) -> Problem | None:
 
 def _refuses_cute(problem: Problem, options: Options) -> str:
     if _native(problem) is None:
-        from utils.attention.backends.flex import refuses_flash
-
         return refuses_flash(problem, options)
     if options.block_size is not None:
         return "it does this mask by itself, without blocks, and a block_size was given."
@@ -100,8 +89,6 @@ def _bind_cute(problem: Problem, options: Options) -> Bound:
     """Bind FlashAttention 4's kernel: its own mask if it has one, else FlexAttention's way into the same kernel."""
     plain = _native(problem)
     if plain is None:
-        from utils.attention.backends.flex import bind_flash
-
         return bind_flash(problem, options)
     from flash_attn.cute import flash_attn_func
 

@@ -17,12 +17,11 @@ from collections.abc import Callable
 
 import torch
 
-from utils.attention.backends.flash_attn import reason_against_tensors
 from utils.attention.backends.plain import reason_against_compiling
 from utils.attention.masks.blocks import BlockSize, block_sizes, build_timed, count_blocks, has_flex
 from utils.attention.masks.mask_mods import MaskMod, different_masks, row_chunks
 from utils.attention.prepared import compile_attend, own_copy
-from utils.attention.problem import Attend, Backend, Bound, Options, Problem, Refused
+from utils.attention.problem import Attend, Backend, Bound, Options, Problem, Refused, reason_against_tensors
 from utils.machine.device import Support, compile_support, compute_capability, flash_attn_support
 from utils.machine.versions import keep_captured_floats_constant
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from utils.attention.backends.flash_attn import reason_against_tensors
 from utils.attention.gluon.decode.plan import MOST_QUERIES, refuse
-from utils.attention.problem import Attend, Backend, Problem, bind_plain, refuse_functions
+from utils.attention.problem import Attend, Backend, Problem, bind_plain, reason_against_tensors, refuse_functions
 from utils.machine.device import gluon_support
 
 # Measured on an H200 (docs/kernels/decode.md): the decode kernel is faster than step 5 for up to 32 new tokens, and for up
