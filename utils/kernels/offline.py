@@ -1,4 +1,4 @@
-"""Compile Gluon kernels for Hopper without a GPU, and read the PTX, the SASS, the registers and the spills.
+"""Compile Gluon kernels for Hopper and Blackwell without a GPU, and read the PTX, the SASS, the registers and the spills.
 
 Triton carries its own ptxas and disassembler. Do not use this module in a process that interprets Triton kernels
 (TRITON_INTERPRET). A wrong kernel can end the whole process. The assembly shows the instructions; only a run shows
@@ -16,12 +16,12 @@ from pathlib import Path
 
 from utils.machine import versions
 
-HOPPER = ("cuda", 90, 32)  # Triton's name for sm_90a: backend, architecture, threads of a warp
+HOPPER, BLACKWELL = 90, 100  # compute capabilities: Triton compiles for sm_90a and sm_100a
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """One kernel compiled for sm_90a.
+    """One kernel compiled.
 
     registers: at launch, before setmaxnreg moves them between warpgroups. unused_barriers: see the function of this name.
     """
@@ -42,9 +42,15 @@ class Assembly:
 
 
 def compile_gluon(
-    kernel, signature: dict[str, str], constants: dict, aligned: Iterable[str] = (), num_warps: int = 4, **options
+    kernel,
+    signature: dict[str, str],
+    constants: dict,
+    aligned: Iterable[str] = (),
+    num_warps: int = 4,
+    capability: int = HOPPER,
+    **options,
 ):
-    """Compile a kernel for sm_90a: Triton's object with `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`.
+    """Compile a kernel, by default for sm_90a: Triton's object with `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`.
 
     Args:
         kernel: A @gluon.jit function.
@@ -52,6 +58,7 @@ def compile_gluon(
         constants: {parameter: value} of the gl.constexpr parameters.
         aligned: Parameters that are multiples of 16, which a launch finds out for itself.
         num_warps: Warps of the default partition.
+        capability: HOPPER or BLACKWELL.
         **options: Triton's other options of a launch, such as `maxnreg`, or `instrumentation_mode="consan"` for its sanitizer.
     """
     import triton
@@ -62,7 +69,7 @@ def compile_gluon(
     signature = {name: "constexpr" if name in constants else signature[name] for name in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = GluonASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget(*HOPPER), options={"num_warps": num_warps, **options})
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps, **options})
 
 
 def disassemble(compiled, lines: bool = False) -> str:
@@ -78,7 +85,9 @@ def read_assembly(compiled, name: str) -> Assembly:
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernel.ptx"
         ptx.write_text(compiled.asm["ptx"])
-        command = [*versions.ptxas_command(), str(ptx), "-o", str(Path(folder) / "again.cubin")]
+        target = re.search(r"\.target (\w+)", compiled.asm["ptx"])
+        assert target, "PTX names its target"
+        command = [*versions.ptxas_command(target[1]), str(ptx), "-o", str(Path(folder) / "again.cubin")]
         ptxas = subprocess.run(command, capture_output=True, text=True, check=True)
     report = ptxas.stdout + ptxas.stderr
 

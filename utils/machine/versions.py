@@ -109,8 +109,8 @@ def replacement_of_removed_gluon_name(name: str) -> str | None:
     return {"async_copy_global_to_shared": "async_load", "async_copy_shared_to_global": "async_store"}.get(name)
 
 
-def ptxas_command() -> list[str]:
-    """Return the program and the options with which the installed Triton assembles PTX for Hopper.
+def ptxas_command(target: str = "sm_90a") -> list[str]:
+    """Return the program and the options with which the installed Triton assembles PTX for a GPU, by default Hopper.
 
     Triton 3.9 has two assemblers and takes the newer one for every GPU, under the name `ptxas-blackwell`.
     """
@@ -118,7 +118,7 @@ def ptxas_command() -> list[str]:
 
     version = installed_version("triton")
     options = ["--regAllocOptLevel=2"] if version and version >= (3, 7) else []
-    return [get_ptxas(90).path, *options, "-v", "--gpu-name=sm_90a"]
+    return [get_ptxas(int(target[3:].rstrip("af"))).path, *options, "-v", f"--gpu-name={target}"]
 
 
 def keep_fp_fusion() -> None:

@@ -177,7 +177,7 @@ REFUSED = {
     "condition on a tensor": ("kernel", "scalar"),
     "endless loop": ("endless loop", "steps"),
     "plain python function": ("kernel", "no @gluon.jit function"),
-    "unknown operation": ("unknown operation", "allocate_tensor_memory. That is Blackwell's; Hopper's accumulators"),
+    "unknown operation": ("unknown operation", "tcgen05_mma_scaled. Of tcgen05, gluon_cpu runs mma, commit and copy"),
     "unknown assembly": ("unknown operation", "brkpt"),
 }
 
