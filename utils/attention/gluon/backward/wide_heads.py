@@ -107,8 +107,6 @@ def attention_backward_wide(
     blocks_n,
     section,
     total,
-    whole,
-    shares,
     units,
     c,
     scale,
