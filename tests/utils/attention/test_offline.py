@@ -178,4 +178,4 @@ def test_a_compiled_kernel_is_found_again_by_another_process():
         "modules = cluster, kernel, keys, merge, quantized_keys, rows\n"
         "kernels += [found for module in modules for name, found in vars(module).items() if name.startswith(('attention_decode', 'attend_'))]"
     )
-    assert keys[0] == keys[1] and keys[0].count(",") > 20
+    assert keys[0] == keys[1] and keys[0].count(",") > 15
