@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -114,11 +115,9 @@ def attention(
         # The decision is Python that no graph can hold.
         from utils.attention.uncompiled import call_outside_of_graphs
 
-        functions = dict(mask_mod=mask_mod, score_mod=score_mod, return_lse=return_lse, backend=backend)
-        more = dict(seqlens=seqlens, cu_seqlens=cu_seqlens, sink=sink)
-        return call_outside_of_graphs(
-            attention, q, k, v, causal=causal, scale=scale, window=window, **functions, **more
-        )
+        more = dict(seqlens=seqlens, cu_seqlens=cu_seqlens, sink=sink, mask_mod=mask_mod, score_mod=score_mod)
+        more |= dict(causal=causal, scale=scale, window=window, return_lse=return_lse, backend=backend)
+        return call_outside_of_graphs(attention, q, k, v, **more)
     if seqlens is not None or cu_seqlens is not None or sink is not None:
         given = dict(causal=causal, scale=scale, window=window, mask_mod=mask_mod, score_mod=score_mod)
         return _compose(q, k, v, seqlens, cu_seqlens, sink, given | dict(return_lse=return_lse, backend=backend))
@@ -133,7 +132,7 @@ def attention(
             except RuntimeError:
                 pass  # the full decision below says which backend refuses and why; "auto" then tries the next one
         del KEPT[key]
-    functions = {"mask_mod": mask_mod, "score_mod": score_mod}
+    functions: Any = {"mask_mod": mask_mod, "score_mod": score_mod}
     problem = make_problem(q, k, v, causal=causal, scale=scale, window=window, **functions, with_lse=return_lse)
     refusals: dict[str, str] = {}
     while True:

@@ -19,7 +19,7 @@ def check_integers(name: str, x, shape: tuple, device: torch.device) -> None:
         raise TypeError(f"{name} must be a tensor of int32, and is a {type(x).__name__}.")
     fits = x.dim() == len(shape) and all(n is None or n == m for n, m in zip(shape, x.shape, strict=True))
     if not fits or x.dtype != torch.int32 or x.device != device or (x.dim() and x.stride(-1) != 1 and x.shape[-1] > 1):
-        wanted = f"({', '.join('any' if n is None else str(n) for n in shape)}{',' if len(shape) == 1 else ''})"
+        wanted = f"({', '.join('pages' if n is None else str(n) for n in shape)}{',' if len(shape) == 1 else ''})"
         raise ValueError(
             f"{name} must be int32 of shape {wanted} on {device}, its last dimension contiguous; it is {x.dtype} of "
             f"shape {tuple(x.shape)} on {x.device}."
@@ -55,7 +55,8 @@ def _padded_mask(lengths: tuple[int, ...], device, sq: int, is_causal: bool, win
 
 def packed_mask(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor) -> MaskMod:
     """Return the mask of sequences that begin where `cu_seqlens` (0, ..., S) says; of equal ones, by their span."""
-    check_integers("cu_seqlens", cu_seqlens, (None,), q.device)
+    sequences = len(cu_seqlens) if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.dim() == 1 else 1
+    check_integers("cu_seqlens", cu_seqlens, (sequences,), q.device)
     places, tokens = cu_seqlens.tolist(), q.shape[2]
     lengths = tuple(end - start for start, end in itertools.pairwise(places))
     if tokens != k.shape[2]:
