@@ -8,13 +8,14 @@ import torch
 
 from utils import attention
 from utils.attention.masks import by_name, score_mods
+from utils.attention.masks.mask_mods import row_chunks
 from utils.attention.reference import CHUNK_BYTES
 from utils.bench.errors import Refused
 from utils.machine.environment import available_memory_bytes, float32_matmul_precision
 from utils.model import costs as flops
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-MASKS = ("full", "causal", "document", "causal_document")
+MASKS = tuple(attention.masks.MASKS)
 SCORE_MODS = ("none", "relative_bias", "soft_cap")
 SOFT_CAP = 20.0
 
@@ -59,7 +60,8 @@ class Workload:
     @property
     def attention_arguments(self) -> dict:
         """The arguments of `utils.attention.attention` besides q, k and v."""
-        mask = {"causal": self.causal} if self.doc_span is None else {"mask_mod": by_name(self.mask, self.doc_span)}
+        plain = self.mask in ("full", "causal")
+        mask = {"causal": self.causal} if plain else {"mask_mod": by_name(self.mask, self.doc_span)}
         return mask | {"score_mod": score_mods.by_name(self.score_mod, self.heads, SOFT_CAP)}
 
     def problem(self, device: torch.device) -> attention.Problem:
@@ -81,6 +83,10 @@ class Workload:
             heads = (self.batch, self.heads, self.heads)
             return flops.attention(*heads, length, length, self.head_dim, DTYPES[self.dtype], causal=self.causal)
 
+        if self.doc_span is None and self.mask not in ("full", "causal"):
+            rows = row_chunks(by_name(self.mask), self.seq_len, self.seq_len, "cpu")
+            pairs = sum(int(allowed.sum()) for _, allowed in rows)
+            return flops.Cost(4 * self.batch * self.heads * self.head_dim * pairs, of_length(self.seq_len).bytes)
         count, span, rest = self.documents
         whole, last = of_length(span), of_length(rest) if rest else flops.Cost(0, 0)
         return flops.Cost(count * whole.flops + last.flops, count * whole.bytes + last.bytes)
