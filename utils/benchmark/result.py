@@ -87,6 +87,15 @@ class Measurement:
         """True if the time cannot be distinguished from the time of an empty call."""
         return bool(self.method.get("below_floor"))
 
+    def doubtful(self) -> list[str]:
+        """Name the outliers, and the samples that were taken while the GPU's clocks were held back."""
+        method = self.method
+        words = {"outliers": "far above the others", "throttled": "taken while the GPU's clocks were held back"}
+        found = [f"{method[name]} {name}: {text}" for name, text in words.items() if method.get(name)]
+        if found and method.get("discarded"):
+            found.append(f"{method['discarded']} samples were left out")
+        return found
+
     def to_dict(self) -> dict:
         """Return all fields and statistics, ready for JSON."""
         record = asdict(self) | {name: getattr(self, name) for name in STATISTICS}
@@ -138,6 +147,7 @@ class Measurement:
                 f"  BELOW THE FLOOR: an empty call takes {format_ms(self.method['floor_ms'])} here; "
                 "give the function more work, or say only that it is as short as an empty call."
             )
+        lines += [f"  {text}" for text in self.doubtful()]
         lines += [f"  note: {note}" for note in self.method.get("notes", [])]
         return "\n".join(lines)
 
