@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -42,6 +42,16 @@ Targets = Annotated[
 ExtraArgs = Annotated[
     list[str] | None,
     typer.Option("--target-extra-arg", help="'TARGET=--flag value ...', repeatable; list-targets shows the flags."),
+]
+Inputs = Annotated[
+    list[str] | None,
+    typer.Option("--input", help="An argument of your function: 'a=randn(4096, n, bf16)' or 'dim=-1'; repeatable."),
+]
+SweepText = Annotated[
+    str | None,
+    typer.Option(
+        "--sweep", help="A knob or a size of --input: seq_len=1k:16k:x2, m=256:1024:+256, backend=cudnn,flash."
+    ),
 ]
 TargetInterval = Annotated[
     float | None,
@@ -109,16 +119,28 @@ def run(
     ] = None,
     run_id: Annotated[str | None, typer.Option(help="Name of the run's folder; default: date and time.")] = None,
     artifacts_dir: ArtifactsDir = Path("artifacts"),
+    inputs: Inputs = None,
+    against: Annotated[str | None, typer.Option(help="Baseline of your function: module:function.")] = None,
+    sweep: SweepText = None,
+    discard: Annotated[str | None, typer.Option(help="Samples to leave out: outliers, throttled, or both.")] = None,
     update_expectations: UpdateExpectations = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run targets: verify both sides, prove what ran, time them interleaved, keep everything in one folder."""
+    """Run targets, or a function of yours: verify both sides, prove what ran, time them interleaved, keep everything.
+
+    A function is named as module:function; it gets the tensors of --input.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler, which reads it at its first start
     from utils.bench.documents import to_json
+    from utils.bench.errors import check_choices
     from utils.bench.options import Options, new_run_id
+    from utils.bench.report import write_report
     from utils.bench.results import exit_code, status_text
+    from utils.benchmark.sampling import DISCARDS
 
     names = [part for name in [*(targets or []), *(more or [])] for part in name.split(",") if part]
+    with errors_as_lines():
+        left_out = check_choices("--discard", discard, DISCARDS) if discard else ()
     options = Options(
         profile=profile,
         iterations=iterations,
@@ -127,13 +149,18 @@ def run(
         graph=graph,
         target_interval=target_interval,
         max_seconds=max_seconds,
+        discard=left_out,
         run_id=new_run_id() if run_id is None else run_id,
         artifacts_dir=artifacts_dir,
         command=["labs", "bench", *_command_line()],
     )
     with errors_as_lines():
-        plans = _plan(names, target_extra_arg or [], update_expectations)
+        plans = _plan(names, target_extra_arg or [], update_expectations, sweep, inputs=inputs or (), against=against)
         document = _run_with_progress(plans, options)
+        if sweep:
+            os.environ.setdefault("MPLBACKEND", "Agg")
+            for path in write_report(document, options.folder):
+                typer.echo(path, err=True)
     if as_json:
         typer.echo(to_json(document), nl=False)
     else:
@@ -153,15 +180,18 @@ def _command_line() -> list[str]:
     return [shlex.quote(word) for word in words]
 
 
-def _plan(names: list[str], extra_args: list[str], update_expectations: bool) -> list[Plan]:
+def _plan(
+    names: list[str], extra_args: list[str], update_expectations: bool, sweep: str | None, **functions: Any
+) -> list[Plan]:
     """Plan the run. If it is to update the expectations, check beforehand that its results can be recorded."""
     from utils.bench.expectations import expectations_file
+    from utils.bench.knobs import Sweep
     from utils.bench.targets import plan
     from utils.machine.device import default_device
     from utils.machine.environment import environment
 
     device = default_device()
-    plans = plan(names, extra_args, device, os.environ)
+    plans = plan(names, extra_args, device, os.environ, sweep=Sweep.read(sweep) if sweep else None, **functions)
     if update_expectations:
         expectations_file(environment(device)["gpu"])
         if one_sided := [plan.target.name for plan in plans if len(plan.sides) < 2]:
@@ -186,6 +216,8 @@ def _run_with_progress(plans: list[Plan], options: Options) -> dict:
     def show_step(case, step: str) -> None:
         done = numbers[id(case)] * len(STEPS) + STEPS.index(step)
         progress.update(task, completed=done, description=f"{case.target} {case.label}: {step}")
+        if progress.disable:
+            typer.echo(f"{done + 1}/{len(numbers) * len(STEPS)} {case.target} {case.label}: {step}", err=True)
 
     runner = Runner(plans, options, default_device(), show_step)
     try:
@@ -229,7 +261,7 @@ def compare(
     from utils.bench.comparing import SEPARATE_RUNS, compare_results, notes, write_comparison
     from utils.bench.report import with_interval
     from utils.bench.results import load_results
-    from utils.benchmark.result import format_ms
+    from utils.benchmark.result import format_interval
 
     os.environ.setdefault("MPLBACKEND", "Agg")
     with errors_as_lines():
@@ -244,7 +276,7 @@ def compare(
     lines = [
         [
             *(row["target"], row["workload"], row["side"]),
-            *(f"{row[f'{run}_ran']} {format_ms(row[f'{run}_ms'])}" for run in ids),
+            *(f"{row[f'{run}_ran']} {format_interval(row[f'{run}_ms'], *row[f'{run}_interval_ms'])}" for run in ids),
             f"{with_interval(row['speedup'], *row['interval'])} {row['verdict']}",
             "; ".join(row["knobs"]),
         ]

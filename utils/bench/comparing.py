@@ -12,7 +12,7 @@ from utils.bench.errors import BenchError
 from utils.bench.report import page, table, to_csv, with_interval
 from utils.bench.targets.base import SIDES
 from utils.benchmark import intervals as stats
-from utils.benchmark.result import Measurement
+from utils.benchmark.result import Measurement, format_interval
 from utils.files import write_whole
 
 SAME_WITHIN = 0.02  # clocks and addresses alone make two processes differ by this much
@@ -172,13 +172,13 @@ def _comparison_csv(rows: Sequence[dict]) -> str:
 
 
 def _comparison_page(a: dict, b: dict, rows: Sequence[dict]) -> str:
-    ids = (f"{run['run_id']} ms" for run in (a, b))
+    ids = (run["run_id"] for run in (a, b))
     head = ["target", "workload", "side", *ids, "speed-up", "verdict", "other knobs"]
     lines = [
         [
             *(row["target"], row["workload"], row["side"]),
-            f"{row['a_ran']} {with_interval(row['a_ms'], *row['a_interval_ms'])}",
-            f"{row['b_ran']} {with_interval(row['b_ms'], *row['b_interval_ms'])}",
+            f"{row['a_ran']} {format_interval(row['a_ms'], *row['a_interval_ms'])}",
+            f"{row['b_ran']} {format_interval(row['b_ms'], *row['b_interval_ms'])}",
             *(with_interval(row["speedup"], *row["interval"]), row["verdict"], "; ".join(row["knobs"])),
         ]
         for row in rows

@@ -123,7 +123,7 @@ def free_bytes(device: torch.device) -> int:
     return available_memory_bytes()
 
 
-def check_fits(workload: Workload, score_buffers: float, device: torch.device) -> int:
+def check_fits(workload, score_buffers: float, device: torch.device) -> int:
     """Estimate the bytes; raise Refused, before anything is allocated, if the free memory cannot hold them."""
     needed = workload.bytes_needed(score_buffers)
     free = free_bytes(device)
@@ -131,6 +131,6 @@ def check_fits(workload: Workload, score_buffers: float, device: torch.device) -
         stored = " (its unfused side stores all scores)" if score_buffers else ""
         raise Refused(
             f"{workload.label} needs about {needed / 1e9:,.1f} GB{stored} and {free / 1e9:,.1f} GB are free "
-            f"on {device}: choose a smaller --batch, --heads or --seq-len."
+            f"on {device}: choose smaller sizes."
         )
     return needed

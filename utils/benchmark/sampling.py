@@ -208,7 +208,7 @@ def time_calls(
         floors = [timer.floor_ms(call) if timing.floor else None for call in prepared]
     seconds = budget.used_s()
     measurements = []
-    for call, done, times, floor_ms in zip(prepared, warmed_up, samples, floors, strict=True):
+    for call, done, times, floor_ms, counted in zip(prepared, warmed_up, samples, floors, doubtful, strict=True):
         notes = [*timer.notes, *call.notes]
         if done < timing.warmup:
             notes.append(f"the time budget cut the warm-up to {done} of {timing.warmup} calls")
@@ -237,7 +237,7 @@ def time_calls(
             "below_floor": None if floor_ms is None else median_ms <= FLOOR_MARGIN * floor_ms,
             "over_roof": share is not None and share > 1.0,
             "seconds": seconds,
-            **doubtful,
+            **counted,
             "gpu_before": gpu_before,
             "gpu_after": gpu_after,
             "notes": notes,
@@ -260,19 +260,20 @@ def time_calls(
     return measurements
 
 
-def leave_out(samples: Samples, throttled: Sequence[bool], discard: Sequence[str]) -> tuple[Samples, dict]:
-    """Leave the rounds out that `discard` names; return the samples, and {"outliers", "throttled", "discarded"} counted.
+def leave_out(samples: Samples, throttled: Sequence[bool], discard: Sequence[str]) -> tuple[Samples, list[dict]]:
+    """Leave the rounds out that `discard` names; return the samples, and of each function what was counted.
 
     A round is left out for all functions, so that pairs stay pairs. If fewer than half of the rounds would stay, they are
     not the exception, and all of them are kept.
     """
-    found = {"outliers": sorted({i for times in samples for i in stats.outliers(times)})}
-    found["throttled"] = [i for i, slow in enumerate(throttled) if slow]
-    dropped = {i for name in discard for i in found[name]}
+    far, slow = [stats.outliers(times) for times in samples], [i for i, held in enumerate(throttled) if held]
+    rounds = {"outliers": {i for indices in far for i in indices}, "throttled": set(slow)}
+    dropped = {i for name in discard for i in rounds[name]}
     if len(dropped) > len(samples[0]) // 2:
         dropped = set()
     kept = [[ms for i, ms in enumerate(times) if i not in dropped] for times in samples]
-    return kept, {name: len(rounds) for name, rounds in found.items()} | {"discarded": len(dropped)}
+    shared = {"throttled": len(slow), "discarded": len(dropped)}
+    return kept, [{"outliers": len(indices)} | shared for indices in far]
 
 
 def held_back(state: dict) -> bool:

@@ -159,7 +159,7 @@ def test_json_is_the_results_document(folder):
     [
         (["--targets", "labs/cudnn_sdpa_bench:flash_spd"], "Did you mean labs/cudnn_sdpa_bench:flash_sdp"),
         (["--targets", SDPA, "--profile", "maximal"], "none, minimal, roofline, deep_dive"),
-        (["--targets", SDPA, "--target-extra-arg", f"{SDPA}=--bakend flash"], "Did you mean --backend"),
+        (["--targets", SDPA, "--target-extra-arg", f"{SDPA}=--bakend flash"], "'--backend'"),
         (["--targets", SDPA, "--target-extra-arg", f"{SDPA}=--backend flush"], "Did you mean flash"),
         (["--targets", SDPA, "--target-extra-arg", "--backend flash"], "TARGET=--flag value"),
         (["--targets", SDPA, "--iterations", "0"], "1 or more"),
