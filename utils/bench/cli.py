@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -10,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from utils.bench.choose.cli import choose
-from utils.bench.errors import BenchError
+from utils.bench.errors import BenchError, check_choice, check_choices
 from utils.bench.terminal import (
     FAILED,
     STOPPED,
@@ -24,6 +24,7 @@ from utils.bench.terminal import (
     show_json,
     show_table,
 )
+from utils.validation import whole_number
 
 if TYPE_CHECKING:
     from utils.bench.options import Options
@@ -132,7 +133,6 @@ def run(
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler, which reads it at its first start
     from utils.bench.documents import to_json
-    from utils.bench.errors import check_choices
     from utils.bench.options import Options, new_run_id
     from utils.bench.report import write_report
     from utils.bench.results import exit_code, status_text
@@ -230,9 +230,9 @@ def _run_with_progress(plans: list[Plan], options: Options) -> dict:
 
 def _show_run(document: dict) -> None:
     """Print the run's table, then memory, refusals, failures and notes."""
-    from utils.bench.report import terminal_remarks, terminal_table
+    from utils.bench.report import terminal_remarks, times_table
 
-    columns, lines = terminal_table(document)
+    columns, lines = times_table(document)
     if lines:
         show_table(columns, lines)
     for text in terminal_remarks(document):
@@ -258,10 +258,8 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Say how many times as fast run B is as run A, for each side; other GPUs, shapes and dtypes are refused."""
-    from utils.bench.comparing import SEPARATE_RUNS, compare_results, notes, write_comparison
-    from utils.bench.report import with_interval
+    from utils.bench.comparing import SEPARATE_RUNS, compare_results, comparison_table, notes, write_comparison
     from utils.bench.results import load_results
-    from utils.benchmark.result import format_interval
 
     os.environ.setdefault("MPLBACKEND", "Agg")
     with errors_as_lines():
@@ -269,21 +267,11 @@ def compare(
         rows = compare_results(first, second)
     different = notes(first, second)
     written = [] if output is None else write_comparison(first, second, rows, output)
-    ids = {"a": first["run_id"], "b": second["run_id"]}
     if as_json:
+        ids = {"a": first["run_id"], "b": second["run_id"]}
         show_json({**ids, "rows": rows, "notes": different, "files": written})
         return
-    lines = [
-        [
-            *(row["target"], row["workload"], row["side"]),
-            *(f"{row[f'{run}_ran']} {format_interval(row[f'{run}_ms'], *row[f'{run}_interval_ms'])}" for run in ids),
-            f"{with_interval(row['speedup'], *row['interval'])} {row['verdict']}",
-            "; ".join(row["knobs"]),
-        ]
-        for row in rows
-    ]
-    runs = [f"{run.upper()}: {run_id}" for run, run_id in ids.items()]
-    show_table(["Target", "Workload", "Side", *runs, "B over A", "Other knobs"], lines)
+    show_table(*comparison_table(first, second, rows))
     typer.echo(SEPARATE_RUNS)
     if different:
         typer.echo("Also different: " + "; ".join(different) + ".")
@@ -349,7 +337,78 @@ def check(
     raise typer.Exit(FAILED if failing else 0)
 
 
-app.command()(choose)
+@app.command()
+def choose(
+    out: Annotated[Path, typer.Option(help="The sweep's file; a sweep that was stopped goes on from it.")] = Path(
+        "artifacts/choose/sdpa_grid.json"
+    ),
+    kinds: Annotated[str, typer.Option(help="Several with commas.")] = "training,prefill,decode",
+    head_dims: Annotated[str, typer.Option("--head-dims", help="Several with commas.")] = "64,128,256",
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: bf16, on a CPU fp32.")] = None,
+    providers: Annotated[str, typer.Option(help="Backends in addition to SDPA's, such as gluon,cute.")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+    samples: Annotated[int, typer.Option(help="Timed samples of each backend near the best.")] = 21,
+    max_seconds: Annotated[float, typer.Option("--max-seconds", help="Stop then, with what there is.")] = math.inf,
+    as_json: AsJson = False,
+) -> None:
+    """Time every attention backend over a grid of shapes: who is best where, and what torch's own choice costs."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler, which reads it at its first start
+    from utils.attention import BACKENDS
+    from utils.attention.choosing import KINDS
+    from utils.bench import choose as choosing
+    from utils.bench.documents import write_json
+    from utils.bench.targets import sdpa
+    from utils.bench.workload import DTYPES
+    from utils.machine.device import default_device
+
+    device = default_device()
+    with errors_as_lines():
+        chosen_kinds = check_choices("--kinds", kinds, KINDS)
+        dtype = check_choice("--dtype", dtype or ("fp32" if device.type == "cpu" else "bf16"), DTYPES)
+        if dtype == "fp16" and device.type == "cpu":
+            raise BenchError("--dtype is fp16, whose products run near 1 GFLOP/s on a CPU; use fp32 or bf16.")
+        dims = [int(word) for word in check_choices("--head-dims", head_dims, tuple(map(str, choosing.HEADS)))]
+        others = check_choices("--providers", providers, BACKENDS) if providers.strip() else ()
+        whole_number("--samples", samples, 3, BenchError)
+        whole_number("--seed", seed, 0, BenchError)
+        if not max_seconds > 0:
+            raise BenchError(f"--max-seconds is {max_seconds}; it must be above 0.")
+        grid = choosing.shapes(device.type, dims, dtype)
+        grid = [one for one in grid if choosing.shape_fields(one)["kind"] in chosen_kinds]
+        progress = progress_bar(remaining=True)
+        task = progress.add_task("starting", total=len(grid))
+        try:
+            with progress:
+                document = choosing.sweep(
+                    grid,
+                    out,
+                    device,
+                    max_seconds=max_seconds,
+                    on_shape=lambda done, label: progress.update(task, completed=done, description=label),
+                    backends=tuple(dict.fromkeys((*sdpa.BACKENDS, *others))),
+                    samples=samples,
+                    seed=seed,
+                )
+        except KeyboardInterrupt:
+            typer.echo(f"interrupted: what was measured is in {out}; the same command goes on from there.", err=True)
+            raise typer.Exit(STOPPED) from None
+        choices = write_json(out.with_name(f"{out.stem}_choices.json"), choosing.choices_document(document), "points")
+    groups = choosing.by_group(document)
+    if as_json:
+        show_json({"status": document["status"], "groups": groups, "files": {"grid": out, "choices": choices}})
+    else:
+        lines = [[_group_cell(value) for value in group.values()] for group in groups]
+        show_table([name.replace("_", " ") for name in groups[0]], lines, title="Who is best where")
+        typer.echo(f'attention() goes by them after use_choices("{choices}"), or with LABS_ATTENTION_CHOICES.')
+    again = "; the same command goes on from there" if document["status"] == "stopped" else ""
+    typer.echo(f"{document['status']}: {out}, {choices}{again}.", err=True)
+
+
+def _group_cell(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {count}" for name, count in value.items())
+    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+
 
 if __name__ == "__main__":
     app()

@@ -83,7 +83,7 @@ def table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
     """Return a Markdown table."""
 
     def line_text(cells: Sequence[object]) -> str:
-        return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+        return "| " + " | ".join(str(cell).strip().replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
     return "\n".join([line_text(head), "|" + " --- |" * len(head), *map(line_text, lines)])
 
@@ -103,11 +103,6 @@ def speedup_text(row: dict) -> str:
     if "speedup" not in row:
         return ""
     return f"{with_interval(row['speedup'], row['speedup_low'], row['speedup_high'])} {row['verdict']}"
-
-
-def percent(share: float | None, missing: str = "") -> str:
-    """Write a share as a percentage."""
-    return missing if share is None else f"{share:.1%}"
 
 
 def memory_text(ran: dict) -> str:
@@ -142,26 +137,25 @@ def _telling(operators: Iterable[str]) -> list[str]:
 # ---- a run in the terminal ---------------------------------------------------------------------------------
 
 
-def terminal_table(document: dict) -> tuple[list[str], list[list[str]]]:
+def times_table(document: dict) -> tuple[list[str], list[list[str]]]:
     """Return the columns and lines of a run's table: medians with intervals, what ran, the speed-up.
 
     Cells of numbers have the width of the longest that can come, so that two runs of a target have one layout.
     """
     lines = [
         [
-            row["target"],
-            row["workload"],
-            f"{row['side']}: {row['ran']}",
+            *(row["target"], row["workload"], f"{row['side']}: {row['ran']}"),
             f"{format_interval(row['median_ms'], row['low_ms'], row['high_ms']):<24}",
             f"{format_rate(row['tflops']):<12}",
-            f"{percent(row['roof_share'], '-'):<6}",
+            f"{'-' if row['gb_s'] is None else digits(row['gb_s']):<6}",
+            f"{'-' if row['roof_share'] is None else format(row['roof_share'], '.1%'):<6}",
             f"{speedup_text(row):<{WIDEST_SPEEDUP}}",
             row["options"],
         ]
         for row in rows(document)
         if "median_ms" in row
     ]
-    return ["Target", "Workload", "Side: ran", "Median [95%]", "Rate", "Of roof", "Speed-up", "Options"], lines
+    return ["Target", "Workload", "Side: ran", "Median [95%]", "Rate", "GB/s", "Of roof", "Speed-up", "Options"], lines
 
 
 def terminal_remarks(document: dict) -> list[str]:
@@ -207,24 +201,12 @@ def _head(document: dict) -> list[str]:
 
 
 def _times(document: dict) -> list[str]:
-    lines = [
-        [
-            *(row["target"], row["workload"], row["side"], row["ran"]),
-            format_interval(row["median_ms"], row["low_ms"], row["high_ms"]),
-            *(format_rate(row["tflops"]), "-" if row["gb_s"] is None else digits(row["gb_s"])),
-            *(percent(row["roof_share"]), speedup_text(row)),
-        ]
-        for row in rows(document)
-        if "median_ms" in row
-    ]
-    if not lines:
-        return []
+    columns, lines = times_table(document)
     explanation = (
         "Medians with 95% intervals; FLOPs are those of matrix products, in attention of the query-key pairs that the "
         "mask lets through; GB/s count each input and output once."
     )
-    head = ["target", "workload", "side", "ran", "median", "rate", "GB/s", "of the roof", "speed-up"]
-    return ["## Times", explanation, table(head, lines)]
+    return ["## Times", explanation, table(columns, lines)] if lines else []
 
 
 def _what_ran(document: dict) -> list[str]:

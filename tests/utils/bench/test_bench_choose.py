@@ -8,9 +8,7 @@ from typer.testing import CliRunner
 
 from utils.attention import attention, find_backend, last_run, make_problem
 from utils.attention import choosing as choices
-from utils.bench.choose import grid as choose_grid
-from utils.bench.choose import report as choose_report
-from utils.bench.choose import timing as choosing
+from utils.bench import choose as choosing
 from utils.bench.cli import app
 from utils.bench.documents import to_json
 from utils.bench.errors import BenchError
@@ -45,7 +43,7 @@ def nothing_in_force(monkeypatch):
 
 def test_a_row_holds_what_the_schema_promises(swept):
     path, document = swept
-    assert choosing.load_grid(path) == json.loads(json.dumps(document)) and document["status"] == "complete"
+    assert choosing.GRID.read(path) == json.loads(json.dumps(document)) and document["status"] == "complete"
     rows = {(row["label"], row["backend"]): row for row in document["rows"]}
     assert len(rows) == 12 and {row["default"] for row in document["rows"]} == {"flash"}
     training, prefill, decode = (one.label for one in TINY)
@@ -111,7 +109,7 @@ def test_ctrl_c_leaves_a_valid_file_and_the_sweep_goes_on_from_it(tmp_path, monk
     seen = interrupt_at(monkeypatch, 3)
     with pytest.raises(KeyboardInterrupt):
         choosing.sweep(TINY, path, CPU, **options)
-    document = choosing.load_grid(path)
+    document = choosing.GRID.read(path)
     assert document["status"] == "interrupted" and len(document["rows"]) == 4
     done = [row["ms"] for row in document["rows"]]
     seen.clear()
@@ -133,12 +131,12 @@ def test_a_time_limit_stops_between_shapes(tmp_path):
     document = choosing.sweep(TINY, tmp_path / "grid.json", CPU, backends=("flash",), samples=3, max_seconds=1e-9)
     assert document["status"] == "stopped" and document["rows"] == []
     with pytest.raises(BenchError, match="nothing to choose by"):
-        choose_report.choices_document(document)
+        choosing.choices_document(document)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_grid_covers_kinds_head_dims_and_groups(device):
-    grid = choose_grid.shapes(device, (64, 128, 256), "bf16")
+    grid = choosing.shapes(device, (64, 128, 256), "bf16")
     fields = [choosing.shape_fields(one) for one in grid]
     assert len({one.label for one in grid}) == len(grid) == {"cpu": 27, "cuda": 237}[device]
     assert {(one["kind"], one["head_dim"]) for one in fields} == {(k, d) for k in choices.KINDS for d in (64, 128, 256)}
@@ -178,11 +176,10 @@ def made_up():
 
 
 def test_the_numbers_of_a_sweep(made_up):
-    (group,) = choose_report.by_group(made_up)
+    (group,) = choosing.by_group(made_up)
     assert group["best"] == {"flash": 2, "cudnn": 2} and group["worst"] == 2.0
     assert group["worst_at"] == "B4 H16/4 S1x512 D128 bf16 full"
     assert group["default_over_best"] == pytest.approx((2.0 * 1.5) ** 0.25)
-    assert "B4 H16/4 S1x512 D128 bf16 full" in choose_report.markdown(made_up)
 
 
 def request(batch, heads, kv_heads, sq, sk, head_dim=128, causal=False, dtype=torch.bfloat16, grad=False):
@@ -192,7 +189,7 @@ def request(batch, heads, kv_heads, sq, sk, head_dim=128, causal=False, dtype=to
 
 
 def test_a_shape_is_ranked_like_its_neighbours(made_up):
-    found = choices.parse_choices(choose_report.choices_document(made_up), "made up")
+    found = choices.parse_choices(choosing.choices_document(made_up), "made up")
     assert len(found.points) == 4
     assert found.rank(request(4, 16, 4, 1, 1024)) == ("flash", "cudnn")
     assert found.relative_times(choices.point_of(request(4, 16, 4, 1, 1024))) == {
@@ -210,7 +207,7 @@ def test_a_shape_is_ranked_like_its_neighbours(made_up):
 
 
 def written(tmp_path, document, **machine):
-    small = choose_report.choices_document(document)
+    small = choosing.choices_document(document)
     small["machine"] |= machine
     path = tmp_path / "choices.json"
     path.write_text(to_json(small, "points"))
@@ -265,8 +262,8 @@ def test_files_that_are_not_for_this_machine(tmp_path, made_up):
 
 
 def test_the_recorded_h200_grid_is_read():
-    document = choosing.load_grid(GRID)
-    assert document["environment"]["gpu"] == "NVIDIA H200" and len(choose_report.measured_shapes(document)) >= 60
+    document = choosing.GRID.read(GRID)
+    assert document["environment"]["gpu"] == "NVIDIA H200" and len(choosing.measured_shapes(document)) >= 60
 
 
 # ---- the command -------------------------------------------------------------------------------------------
@@ -278,7 +275,7 @@ def command(*words):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny shapes are fp32, for a CPU")
 def test_the_command_end_to_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(choose_grid, "shapes", lambda *args: TINY)
+    monkeypatch.setattr(choosing, "shapes", lambda *args: TINY)
     out = tmp_path / "here" / "grid.json"
     seen = interrupt_at(monkeypatch, 3)
     result = command("--out", out, "--samples", 3)
@@ -287,7 +284,7 @@ def test_the_command_end_to_end(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
     assert told["status"] == "complete" and sum(group["shapes"] for group in told["groups"]) == 3
-    assert {path.name for path in out.parent.iterdir()} == {"grid.json", "grid_choices.json", "grid.md"}
+    assert {path.name for path in out.parent.iterdir()} == {"grid.json", "grid_choices.json"}
     assert len(seen) == 4
     result = command("--out", out, "--samples", 3)
     assert "Who is best where" in result.stdout and "LABS_ATTENTION_CHOICES" in result.stdout and len(seen) == 4

@@ -8,8 +8,7 @@ import torch
 from tests.utils.bench.bench_runs import SDPA
 from tests.utils.bench.test_bench_gpu import run_gpu
 from utils.attention import attention, last_run, use_choices
-from utils.bench.choose import report as choose_report
-from utils.bench.choose import timing as choosing
+from utils.bench import choose as choosing
 from utils.bench.documents import write_json
 from utils.bench.targets import sdpa
 from utils.bench.targets.sdpa import BACKENDS, SdpaWorkload
@@ -69,7 +68,7 @@ def test_a_small_sweep_and_attention_going_by_it(tmp_path):
     rows = {(row["kind"], row["backend"]): row for row in document["rows"]}
     assert {row["status"] for (kind, name), row in rows.items() if name in ("flash", "math")} == {"ok"}
     assert rows["decode", "efficient"]["status"] == "refused" and rows["decode", "efficient"]["refused"]
-    path = write_json(tmp_path / "choices.json", choose_report.choices_document(document), "points")
+    path = write_json(tmp_path / "choices.json", choosing.choices_document(document), "points")
     best = json.loads(path.read_text())["points"][1]["ms"]
     try:
         use_choices(path)
