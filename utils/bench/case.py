@@ -115,7 +115,7 @@ class CaseRun:
             reason = f"{support.reason} {support.remedy}".strip()
             raise Refused(f"{self.target.side_name(side)} does not run here: {reason}{also}")
 
-    def _verify(self, built: Mapping[str, Built], expected: torch.Tensor | dict[str, torch.Tensor]) -> None:
+    def _verify(self, built: Mapping[str, Built], expected: Mapping[str, torch.Tensor]) -> None:
         for side, call in built.items():
             bounds = self.target.bounds(self.case, side, self.precision, self.record.verification)
             if (verification := check_side(self.case, call, expected, self.precision, side, bounds)) is not None:
@@ -222,7 +222,7 @@ class CaseRun:
 def check_side(
     case: Case,
     built: Built,
-    expected: torch.Tensor | dict[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
     precision: str,
     side: str,
     bounds: tuple[float, float] | None,
@@ -232,7 +232,7 @@ def check_side(
     Args:
         case: the case, for its dtype.
         built: the side; its own `fn`, which is timed afterwards, makes the outputs.
-        expected: the reference, or {name: reference} in the order of the outputs.
+        expected: {name: reference} in the order of the outputs.
         precision: the precision of the products (see `verify`).
         side: the side's name, for messages.
         bounds: errors allowed, of the whole and of the worst row; None for what the dtype's rounding explains.
@@ -240,16 +240,15 @@ def check_side(
     for _ in range(2):
         built.fn()  # compiled functions may replay a CUDA graph from the third call on; that replay is verified
     result = built.fn()
-    references = expected if isinstance(expected, dict) else {"output": expected}
-    if not references:
+    if not expected:
         return None
     outputs = list(result) if isinstance(result, (tuple, list)) else [result]
     if bounds is not None:  # a user's function may return other things too
         outputs = [one for one in outputs if isinstance(one, torch.Tensor)]
-        if len(outputs) != len(references):
-            raise VerificationError(f"{side} returns {len(outputs)} tensors and the reference {len(references)}.")
+        if len(outputs) != len(expected):
+            raise VerificationError(f"{side} returns {len(outputs)} tensors and the reference {len(expected)}.")
     verifications = []
-    for output, (name, reference) in zip(outputs, references.items(), strict=True):
+    for output, (name, reference) in zip(outputs, expected.items(), strict=True):
         if isinstance(output, torch.Tensor) and output.numel() == reference.numel():
             output = output.reshape(reference.shape)
         part = "" if name == "output" else f", {name}"

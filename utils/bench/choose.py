@@ -28,9 +28,8 @@ from utils.bench.documents import Schema, utc_now, write_json
 from utils.bench.errors import BenchError, Refused, VerificationError, WrongRun, first_line
 from utils.bench.targets import sdpa
 from utils.bench.targets.proof import prove
-from utils.bench.targets.sdpa import SdpaWorkload
 from utils.bench.verify import verify
-from utils.bench.workload import DTYPES, arithmetic, free_bytes
+from utils.bench.workload import DTYPES, Inputs, Workload, arithmetic, free_bytes, make_inputs, reference
 from utils.benchmark.measuring import measure_together
 from utils.benchmark.profiling import launched as profile_launches
 from utils.benchmark.result import Measurement
@@ -79,7 +78,7 @@ CPU = (
 References = list[tuple[tuple[slice, slice, slice], dict[str, torch.Tensor]]]
 
 
-def shapes(device_type: str, head_dims: Iterable[int], dtype: str) -> list[SdpaWorkload]:
+def shapes(device_type: str, head_dims: Iterable[int], dtype: str) -> list[Workload]:
     """Make the grid of a device: for each head dimension 79 shapes on a GPU, 9 small ones on a CPU."""
     grid = []
     for head_dim in head_dims:
@@ -90,11 +89,11 @@ def shapes(device_type: str, head_dims: Iterable[int], dtype: str) -> list[SdpaW
             for batch, queries, *keys in sizes:
                 sk = keys[0] if keys else None
                 shape = (batch, heads, queries, head_dim, dtype, mask)
-                grid.append(SdpaWorkload(*shape, kv_heads=kv_heads, seq_len_kv=sk, direction=direction))
+                grid.append(Workload(*shape, kv_heads=kv_heads, seq_len_kv=sk, direction=direction))
     return grid
 
 
-def shape_fields(workload: SdpaWorkload) -> dict:
+def shape_fields(workload: Workload) -> dict:
     """Return the shape's fields of a row."""
     training = workload.direction != "forward"
     fields = {"kind": measured.kind_of(workload.seq_len, workload.sk, training), "label": workload.label}
@@ -106,7 +105,7 @@ def shape_fields(workload: SdpaWorkload) -> dict:
 # ---- one shape ---------------------------------------------------------------------------------------------
 
 
-def backend_call(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs) -> Callable:
+def backend_call(workload: Workload, name: str, inputs: Inputs) -> Callable:
     """Return the call that is timed; raise Refused, with the reason, if the backend does not take it here."""
     if name == "triton" and inputs.q.device.type == "cpu":
         raise Refused("Triton's interpreter runs it on a CPU, and that time says nothing.")
@@ -129,16 +128,16 @@ def backend_call(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs) -> Call
     return sdpa.timed_call(workload, bound.call, tensors, inputs.dout)
 
 
-def references_of(workload: SdpaWorkload, inputs: sdpa.Inputs) -> References:
+def references_of(workload: Workload, inputs: Inputs) -> References:
     """Compute the float64 results of the last KV head and its query heads; heads do not depend on each other."""
     group, last = workload.heads // workload.hkv, workload.hkv - 1
     batch, query, key = heads = slice(workload.batch - 1, None), slice(last * group, None), slice(last, None)
     dout = None if inputs.dout is None else inputs.dout[batch, query]
-    exact = sdpa.reference(workload, inputs.q[batch, query], inputs.k[batch, key], inputs.v[batch, key], dout)
+    exact = reference(workload, inputs.q[batch, query], inputs.k[batch, key], inputs.v[batch, key], dout)
     return [(heads, exact)]
 
 
-def largest_error(workload: SdpaWorkload, call: Callable, references: References, name: str) -> float:
+def largest_error(workload: Workload, call: Callable, references: References, name: str) -> float:
     """Verify a call's results against the references; return the largest relative error."""
     results = call()
     results = results if isinstance(results, tuple) else (results,)
@@ -154,7 +153,7 @@ def largest_error(workload: SdpaWorkload, call: Callable, references: References
     return max(errors)
 
 
-def _prepare(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs, references: References) -> tuple[dict, Any]:
+def _prepare(workload: Workload, name: str, inputs: Inputs, references: References) -> tuple[dict, Any]:
     """Return a backend's row without times, and its call if it may be timed."""
     row: dict[str, Any] = {"backend": name, "status": res.OK, "refused": None}
     try:
@@ -197,10 +196,10 @@ def _time_calls(calls: dict[str, Callable], device: torch.device, samples: int) 
 
 
 def measure_shape(
-    workload: SdpaWorkload, backends: Sequence[str], device: torch.device, *, seed: int, samples: int
+    workload: Workload, backends: Sequence[str], device: torch.device, *, seed: int, samples: int
 ) -> list[dict]:
     """Make the rows of one shape: each backend is verified and proved, then all are timed interleaved."""
-    inputs = sdpa.make_inputs(workload, device, seed)
+    inputs = make_inputs(workload, device, seed)
     references = references_of(workload, inputs)
     prepared = [_prepare(workload, name, inputs, references) for name in backends]
     del references  # frees GPU memory for the timed calls
@@ -239,7 +238,7 @@ def _open(path: Path, device: torch.device, method: dict) -> dict:
 
 
 def sweep(
-    shapes: Sequence[SdpaWorkload],
+    shapes: Sequence[Workload],
     path: Path,
     device: torch.device,
     *,

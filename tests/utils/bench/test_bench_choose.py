@@ -12,16 +12,16 @@ from utils.bench import choose as choosing
 from utils.bench.cli import app
 from utils.bench.documents import to_json
 from utils.bench.errors import BenchError
-from utils.bench.targets.sdpa import SdpaWorkload
+from utils.bench.workload import Workload
 from utils.files import ROOT
 from utils.machine.environment import cpu_model
 
 CPU = torch.device("cpu")
 GRID = ROOT / "assets/results/h200/sdpa_grid.json"
 TINY = [
-    SdpaWorkload(1, 2, 16, 16, "fp32", "causal", direction="both"),
-    SdpaWorkload(1, 2, 24, 16, "fp32", "causal"),
-    SdpaWorkload(2, 4, 1, 16, "fp32", kv_heads=2, seq_len_kv=40),
+    Workload(1, 2, 16, 16, "fp32", "causal", direction="both"),
+    Workload(1, 2, 24, 16, "fp32", "causal"),
+    Workload(2, 4, 1, 16, "fp32", kv_heads=2, seq_len_kv=40),
 ]
 
 
@@ -147,7 +147,7 @@ def test_the_grid_covers_kinds_head_dims_and_groups(device):
 
 
 def decode_row(batch, keys, **ms):
-    workload = SdpaWorkload(batch, 16, 1, 128, "bf16", kv_heads=4, seq_len_kv=keys)
+    workload = Workload(batch, 16, 1, 128, "bf16", kv_heads=4, seq_len_kv=keys)
     fields = choosing.shape_fields(workload)
     return [
         fields | {"set": "grid", "backend": name, "status": "ok", "refused": None, "ms": value, "default": "cudnn"}

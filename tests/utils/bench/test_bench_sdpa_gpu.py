@@ -11,14 +11,15 @@ from utils.attention import attention, last_run, use_choices
 from utils.bench import choose as choosing
 from utils.bench.documents import write_json
 from utils.bench.targets import sdpa
-from utils.bench.targets.sdpa import BACKENDS, SdpaWorkload
+from utils.bench.targets.sdpa import BACKENDS
+from utils.bench.workload import DIRECTIONS, Workload
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 SHAPE = "--batch 2 --heads 8 --seq-len 512 --head-dim 64"
 
 
-@pytest.mark.parametrize("direction", sdpa.DIRECTIONS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_backend_in_each_direction(tmp_path, backend, direction):
     flags = f"{SHAPE} --causal --layout bshd --backend {backend} --baseline-backend auto --pass {direction}"
@@ -60,9 +61,9 @@ def test_a_pin_that_allows_two_backends_is_caught(tmp_path, monkeypatch):
 
 def test_a_small_sweep_and_attention_going_by_it(tmp_path):
     shapes = [
-        SdpaWorkload(1, 8, 256, 128, "bf16", "causal", direction="both"),
-        SdpaWorkload(1, 8, 256, 128, "bf16", "causal"),
-        SdpaWorkload(2, 8, 1, 128, "bf16", kv_heads=2, seq_len_kv=4096),
+        Workload(1, 8, 256, 128, "bf16", "causal", direction="both"),
+        Workload(1, 8, 256, 128, "bf16", "causal"),
+        Workload(2, 8, 1, 128, "bf16", kv_heads=2, seq_len_kv=4096),
     ]
     document = choosing.sweep(shapes, tmp_path / "grid.json", GPU, backends=sdpa.BACKENDS, samples=5)
     rows = {(row["kind"], row["backend"]): row for row in document["rows"]}

@@ -180,11 +180,12 @@ class Target:
         return 0.0
 
     def inputs(self, case: Case) -> tuple[torch.Tensor, ...]:
-        """Make the inputs of `build` and `expected`: q, k, v (B, H, S, D)."""
-        return make_inputs(case.workload, case.device, case.value("seed"))
+        """Make the inputs of `build` and `expected`: q, k, v, and the output's gradient unless the pass is forward."""
+        inputs = make_inputs(case.workload, case.device, case.value("seed"))
+        return inputs.qkv if inputs.dout is None else inputs
 
-    def expected(self, case: Case, *inputs: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Compute the float64 reference: a tensor, or {name: tensor} if the call returns several."""
+    def expected(self, case: Case, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Compute the float64 reference of each result, by name."""
         return reference(case.workload, *inputs)
 
     def bounds(self, case: Case, side: str, precision: str, earlier: Mapping[str, dict]) -> tuple[float, float] | None:
