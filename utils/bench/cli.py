@@ -1,8 +1,7 @@
-"""`labs bench`: list-targets, run, compare, report, check, choose."""
+"""`labs bench`: list-targets, run, compare, report, check."""
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import sys
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from utils.bench.errors import BenchError, check_choice, check_choices
+from utils.bench.errors import BenchError, check_choices
 from utils.bench.terminal import (
     FAILED,
     STOPPED,
@@ -24,7 +23,6 @@ from utils.bench.terminal import (
     show_json,
     show_table,
 )
-from utils.validation import whole_number
 
 if TYPE_CHECKING:
     from utils.bench.options import Options
@@ -335,79 +333,6 @@ def check(
         show_table(["Target", "Workload", *columns, "Verdict", "Why"], lines, wrap=["Why"])
         typer.echo(f"{len(failing)} of {len(rows)} cases fail against {path.name}.")
     raise typer.Exit(FAILED if failing else 0)
-
-
-@app.command()
-def choose(
-    out: Annotated[Path, typer.Option(help="The sweep's file; a sweep that was stopped goes on from it.")] = Path(
-        "artifacts/choose/sdpa_grid.json"
-    ),
-    kinds: Annotated[str, typer.Option(help="Several with commas.")] = "training,prefill,decode",
-    head_dims: Annotated[str, typer.Option("--head-dims", help="Several with commas.")] = "64,128,256",
-    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: bf16, on a CPU fp32.")] = None,
-    providers: Annotated[str, typer.Option(help="Backends in addition to SDPA's, such as gluon,cute.")] = "",
-    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
-    samples: Annotated[int, typer.Option(help="Timed samples of each backend near the best.")] = 21,
-    max_seconds: Annotated[float, typer.Option("--max-seconds", help="Stop then, with what there is.")] = math.inf,
-    as_json: AsJson = False,
-) -> None:
-    """Time every attention backend over a grid of shapes: who is best where, and what torch's own choice costs."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler, which reads it at its first start
-    from utils.attention import BACKENDS
-    from utils.attention.choosing import KINDS
-    from utils.bench import choose as choosing
-    from utils.bench.documents import write_json
-    from utils.bench.targets import sdpa
-    from utils.bench.workload import DTYPES
-    from utils.machine.device import default_device
-
-    device = default_device()
-    with errors_as_lines():
-        chosen_kinds = check_choices("--kinds", kinds, KINDS)
-        dtype = check_choice("--dtype", dtype or ("fp32" if device.type == "cpu" else "bf16"), DTYPES)
-        if dtype == "fp16" and device.type == "cpu":
-            raise BenchError("--dtype is fp16, whose products run near 1 GFLOP/s on a CPU; use fp32 or bf16.")
-        dims = [int(word) for word in check_choices("--head-dims", head_dims, tuple(map(str, choosing.HEADS)))]
-        others = check_choices("--providers", providers, BACKENDS) if providers.strip() else ()
-        whole_number("--samples", samples, 3, BenchError)
-        whole_number("--seed", seed, 0, BenchError)
-        if not max_seconds > 0:
-            raise BenchError(f"--max-seconds is {max_seconds}; it must be above 0.")
-        grid = choosing.shapes(device.type, dims, dtype)
-        grid = [one for one in grid if choosing.shape_fields(one)["kind"] in chosen_kinds]
-        progress = progress_bar(remaining=True)
-        task = progress.add_task("starting", total=len(grid))
-        try:
-            with progress:
-                document = choosing.sweep(
-                    grid,
-                    out,
-                    device,
-                    max_seconds=max_seconds,
-                    on_shape=lambda done, label: progress.update(task, completed=done, description=label),
-                    backends=tuple(dict.fromkeys((*sdpa.BACKENDS, *others))),
-                    samples=samples,
-                    seed=seed,
-                )
-        except KeyboardInterrupt:
-            typer.echo(f"interrupted: what was measured is in {out}; the same command goes on from there.", err=True)
-            raise typer.Exit(STOPPED) from None
-        choices = write_json(out.with_name(f"{out.stem}_choices.json"), choosing.choices_document(document), "points")
-    groups = choosing.by_group(document)
-    if as_json:
-        show_json({"status": document["status"], "groups": groups, "files": {"grid": out, "choices": choices}})
-    else:
-        lines = [[_group_cell(value) for value in group.values()] for group in groups]
-        show_table([name.replace("_", " ") for name in groups[0]], lines, title="Who is best where")
-        typer.echo(f'attention() goes by them after use_choices("{choices}"), or with LABS_ATTENTION_CHOICES.')
-    again = "; the same command goes on from there" if document["status"] == "stopped" else ""
-    typer.echo(f"{document['status']}: {out}, {choices}{again}.", err=True)
-
-
-def _group_cell(value: object) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {count}" for name, count in value.items())
-    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
 """One call of scaled_dot_product_attention, with one backend pinned.
 
-The target `labs/cudnn_sdpa_bench` and `labs bench choose` time the same calls; both take them from here.
-
-    workload = Workload(4, 32, 1024, 128, "bf16", "causal", kv_heads=8, direction="both")
-    inputs = make_inputs(workload, device, seed=0)             # q, k, v and the gradient of the output
-    why_not(workload, "efficient", inputs)                     # torch's reason in words, or ""
-    call = bind(workload, "cudnn", inputs)                     # the call to time: attention and nothing else
-    prove("cudnn", launched(call), workload.direction)      # raises unless cuDNN's kernels ran (`proof.py`)
+workload = Workload(4, 32, 1024, 128, "bf16", "causal", kv_heads=8, direction="both")
+inputs = make_inputs(workload, device, seed=0)             # q, k, v and the gradient of the output
+why_not(workload, "efficient", inputs)                     # torch's reason in words, or ""
+call = bind(workload, "cudnn", inputs)                     # the call to time: attention and nothing else
+prove("cudnn", launched(call), workload.direction)      # raises unless cuDNN's kernels ran (`proof.py`)
 """
 
 from __future__ import annotations
