@@ -28,7 +28,7 @@ from utils.bench.errors import first_line
 from utils.bench.knobs import Setting
 from utils.bench.targets import find_target
 from utils.bench.targets.base import Case
-from utils.benchmark.profiling import launch_gaps, nvtx_range, profile, summarize_trace
+from utils.benchmark.profiling import gpu_idle_share, nvtx_range, profile, summarize_trace
 from utils.files import ROOT
 
 LEVELS = ("none", "minimal", "roofline", "deep_dive")
@@ -95,7 +95,7 @@ def profile_side(
         "why_not": [why_not] if why_not else [],
         "rows": summarize_trace(recorded, top=TOP_ROWS),
         "roofline": counted_roofline(measured),
-        "gpu_busy_share": 1.0 - launch_gaps(recorded)["idle_share"] if on_gpu else None,
+        "gpu_busy_share": 1.0 - gpu_idle_share(recorded) if on_gpu else None,
     }
 
 
