@@ -3,7 +3,8 @@
 The places are found when the figure is drawn, in pixels, with the sizes of the texts that the renderer measured, and anew
 when the axes change their size, limits or resolution. One label after another takes the cheapest place around its point: it
 must lie inside the axes and overlap no other text, and it should be near, on the preferred side, and clear of lines,
-markers and leader lines. If a label finds no place, all are tried again in smaller letters.
+markers and leader lines. Labels of points that lie close together take a place as a column. If a label finds no place, all
+are tried again in smaller letters.
 
 From MANY_NAMES names on, the points get numbers, and a list beside the axes says what the numbers mean.
 """
@@ -28,6 +29,8 @@ MANY_NAMES = 20  # from this many names on, points get numbers
 LIST_ROWS = 26  # names in a column of the list of numbers
 GAP = 2.5  # points between two texts, and between a text and the frame
 NEAR = 9.0  # points: a label at most this far away needs no leader line
+CROWD, CROWDED = 9.0, 4  # points: so many labels, each at most so far from the next, form a column
+COLUMN = 12  # labels of a column
 SHRINK = (1.0, 0.88, 0.76)  # font sizes to try, as shares of the requested one
 COMPASS = {"E": 0, "NE": 45, "N": 90, "NW": 135, "W": 180, "SW": 225, "S": 270, "SE": 315}
 # Costs in points of distance: the other side of the point, a further point of a line, and what a text covers or crosses.
@@ -66,9 +69,31 @@ def list_columns(names: int) -> int:
     return 0 if names < MANY_NAMES else math.ceil(names / LIST_ROWS)
 
 
-def candidate_places(label: Label, point: float, reach: float) -> tuple:
-    """List C places of a label around its points: boxes (C, 4), the point of each (C, 2), distances and costs (C,)."""
-    anchors, extent, radii = label.anchors, label.extent, [label.gap * point]
+def units_of(labels: list[Label], point: float) -> list[list[Label]]:
+    """Group the labels: first the columns of those whose points lie close together, then the others, each alone."""
+    crowds: list[list[Label]] = []
+    for label in labels:
+        if label.leader and len(label.anchors) == 1:
+            at = label.anchors[0]
+            near = [c for c in crowds if any(math.dist(at, other.anchors[0]) < CROWD * point for other in c)]
+            crowds = [c for c in crowds if c not in near] + [[*itertools.chain(*near), label]]
+    columns = []
+    for crowd in crowds:
+        if len(crowd) >= CROWDED:
+            crowd.sort(key=lambda label: tuple(label.anchors[0]))
+            size = math.ceil(len(crowd) / math.ceil(len(crowd) / COLUMN))
+            columns += [crowd[i : i + size] for i in range(0, len(crowd), size)]
+    return columns + [[label] for label in labels if not any(label in column for column in columns)]
+
+
+def candidate_places(unit: list[Label], extent: np.ndarray, point: float, reach: float) -> tuple:
+    """List C places of a unit around its points: boxes (C, 4), the point of each (C, 2), distances and costs (C,)."""
+    label, anchors, spread = unit[0], unit[0].anchors, np.zeros(2)
+    radii = [label.gap * point]
+    if len(unit) > 1:
+        points = np.vstack([label.anchors for label in unit])
+        anchors, spread = (points.min(axis=0) + points.max(axis=0))[None] / 2, np.ptp(points, axis=0) / 2
+        radii = [(label.gap + 14) * point]
     while radii[-1] < reach:  # fine near the point, coarse far away
         radii.append(radii[-1] + max(4 * point, 0.06 * radii[-1]))
     places: Any = np.meshgrid(np.arange(len(anchors)), radii, np.arange(24) * math.pi / 12, indexing="ij")
@@ -76,15 +101,19 @@ def candidate_places(label: Label, point: float, reach: float) -> tuple:
     towards = np.column_stack([np.cos(angle), np.sin(angle)])
     # The edge or corner that faces the point touches the circle.
     share = np.where(towards > 0.3, 0.0, np.where(towards < -0.3, 1.0, 0.5))
-    low = anchors[slide] + radius[:, None] * towards - share * extent
+    low = anchors[slide] + (radius[:, None] + spread) * towards - share * extent
     turned = 1 - np.cos(angle - math.radians(COMPASS[label.prefer]))
     cost = radius / point + COST_DIRECTION * turned / 2 + COST_SLIDE * slide
+    if len(unit) > 1:
+        cost += np.where(np.abs(towards[:, 0]) < 0.5, 200.0, 0.0)  # a column belongs left or right of its points
     return np.hstack([low, low + extent]), anchors[slide], radius, cost
 
 
-def place(label: Label, point: float, obstacles: Obstacles) -> bool:
-    """Give a label its cheapest place among the obstacles; return False if none is allowed."""
-    boxes, start, distance, cost = candidate_places(label, point, math.hypot(*obstacles.frame))
+def place(unit: list[Label], point: float, obstacles: Obstacles) -> bool:
+    """Give a label, or a column of them, its cheapest place among the obstacles; return False if none is allowed."""
+    extents = np.array([label.extent for label in unit])
+    extent = np.array([extents[:, 0].max(), extents[:, 1].sum()])
+    boxes, start, distance, cost = candidate_places(unit, extent, point, math.hypot(*obstacles.frame))
     gap = GAP * point
     inside = (boxes[:, :2] >= gap).all(axis=1) & (boxes[:, 2:] <= np.array(obstacles.frame) - gap).all(axis=1)
     allowed = inside & ~_overlaps(boxes, np.array(obstacles.texts).reshape(-1, 4), gap).any(axis=1)
@@ -97,19 +126,46 @@ def place(label: Label, point: float, obstacles: Obstacles) -> bool:
         cost += COST_LEADER * _holds(boxes, leader, 0).any(axis=1)
     # The leader line of a far text may cross neither texts nor leader lines.
     path = _path(start, np.clip(start, boxes[:, :2], boxes[:, 2:]))
-    far = distance > NEAR * point
+    far = (distance > NEAR * point) | (len(unit) > 1)
     for text in obstacles.texts:
         cost += COST_LEADER * far * ((path >= text[:2]) & (path <= text[2:])).all(axis=2).any(axis=1)
     for leader in obstacles.leaders:
         apart = np.abs(path[:, :, None] - leader).max(axis=3)
         cost += COST_LEADER * far * (apart < 3 * point).any(axis=(1, 2))
     best = int(np.argmin(cost))
-    label.box = boxes[best]
-    label.line = np.stack([start[best], path[best, -1]]) if label.leader and far[best] else None
-    obstacles.texts.append(label.box)
-    if label.line is not None:
-        obstacles.leaders.append(_path(label.line[:1], label.line[1:])[0])
+    if len(unit) == 1:
+        unit[0].box = boxes[best]
+        unit[0].line = np.stack([start[best], path[best, -1]]) if unit[0].leader and far[best] else None
+    else:
+        _fill_column(unit, boxes[best])
+    for label in unit:
+        obstacles.texts.append(np.asarray(label.box))
+        if label.line is not None:
+            obstacles.leaders.append(_path(label.line[:1], label.line[1:])[0])
     return True
+
+
+def _fill_column(unit: list[Label], box: np.ndarray) -> None:
+    """Stack the labels of a column in its box, flush with the side that faces the points."""
+    points = np.vstack([label.anchors for label in unit])
+    axis = 0 if np.ptp(points[:, 0]) > 2 * np.ptp(points[:, 1]) else 1
+    left = points[:, 0].mean() < box[0]
+
+    def leaders(order: list[Label]) -> list[np.ndarray]:
+        tops = box[3] - np.cumsum([0.0, *(label.extent[1] for label in order)])
+        side = box[0] if left else box[2]
+        return [
+            np.array([label.anchors[0], (side, (high + low) / 2)])
+            for label, high, low in zip(order, tops, tops[1:], strict=False)
+        ]
+
+    down = sorted(unit, key=lambda label: -label.anchors[0][axis])
+    # Of the two orders the one with the shorter leader lines: they do not cross.
+    order = min((down, down[::-1]), key=lambda order: sum(math.dist(*line) for line in leaders(order)))
+    for label, line in zip(order, leaders(order), strict=True):
+        width, height = label.extent
+        x = box[0] if left else box[2] - width
+        label.line, label.box = line, np.array([x, line[1, 1] - height / 2, x + width, line[1, 1] + height / 2])
 
 
 def _path(start: np.ndarray, end: np.ndarray) -> np.ndarray:
@@ -265,13 +321,17 @@ class LabelLayer(Artist):
         left_out: list[str] = []
         for share in SHRINK:
             obstacles = Obstacles((ax.bbox.width, ax.bbox.height), [*texts], boxes, points)
+            left_out = []
             for label in self._labels:
                 label.box = label.line = None
                 label.text.set_fontsize(label.size * share)
                 extent = label.text.get_window_extent(renderer)
                 label.extent = np.array([extent.width, extent.height + point])
                 label.anchors = ax.transData.transform(label.xy) - corner
-            left_out = [label.text.get_text() for label in self._labels if not place(label, point, obstacles)]
+            for unit in units_of(self._labels, point):
+                if not place(unit, point, obstacles):  # each alone, if the column finds no room
+                    alone = [label for label in unit if len(unit) == 1 or not place([label], point, obstacles)]
+                    left_out += [label.text.get_text() for label in alone]
             if not left_out:
                 return
         warnings.warn(
