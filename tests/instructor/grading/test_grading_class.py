@@ -737,6 +737,23 @@ def test_renamed_links_and_empty_folders_are_accounted_for(tmp_path):
     assert set(why) == {"two", "link", "empty"} and "symbolic link" in why["link"]
 
 
+def test_a_folder_whose_name_nothing_can_hold_is_named_and_stops_nobody(tmp_path):
+    for name in (b"ada", b"\xff\xfebob", b"e" * 245, b"[a-c]da", b"two\nlines"):
+        folder = bytes(tmp_path) + b"/submitted/" + name + b"/lab1"
+        (tmp_path / "submitted").mkdir(exist_ok=True)
+
+        os.makedirs(folder)
+        with open(folder + b"/lab1.ipynb", "w") as file:
+            file.write("{}")
+    (tmp_path / "submitted" / "carl" / "lab1" / "lab1.ipynb").mkdir(parents=True)  # a folder of that name
+    assert [s.student for s in submissions(tmp_path, "lab1")] == ["ada"]
+    missing = without_submission(tmp_path, "lab1")
+    assert set(missing) == {"??bob", "e" * 245, "carl", "[a-c]da", "two\nlines"} and "not UTF-8" in missing["??bob"]
+    json.dumps(missing).encode()
+    with pytest.raises(IntakeError, match="no submission of"):
+        submissions(tmp_path, "lab1", ["e" * 245])
+
+
 def test_a_second_grader_says_so_and_stops(tmp_path):
     with (
         only_grader(tmp_path, "lab1"),
