@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from utils import *
 from utils.checking import *
-from utils.checking.labs.lab1 import *
+from utils.labs.lab1 import *
 device, on_gpu = torch.device("cpu"), False
 def synchronize(): pass
 """  # the part of the notebook's setup cell that answers and their tests use
@@ -122,13 +122,10 @@ def visible(lab, cells) -> dict[str, str]:
 
 
 @pytest.fixture
-def notebook(cells, model_names, tmp_path, monkeypatch):
-    """The notebook's names, with its locked cells, in a folder of its own."""
+def notebook(model_names, tmp_path, monkeypatch):
+    """The notebook's names, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    queueing = next(cell.source for cell in cells if cell.id == "queueing_device")
-    names = dict(model_names)
-    exec(queueing[: queueing.index("pretend =")], names)
-    return names
+    return dict(model_names)
 
 
 def _complaints(cell: str, source: str, visible, notebook) -> list[str]:

@@ -15,11 +15,11 @@ from utils.checking import (
     SOFTMAX,
     SizeWatch,
     attention_mistake,
-    check,
     expect_close,
     expect_number,
     expect_rounded_once,
     poisoned_memory,
+    visible,
 )
 from utils.checking.labs.lab1.gemm import BF16, DTYPE, ELEMENTS, FP32
 
@@ -65,8 +65,8 @@ def expect_attention(standard_attention, q, k, v, what: str, rtol: float, atol: 
     expect_close(got, attend_in_float64(q, k, v), rtol=rtol, atol=atol, what=f"standard_attention {what}", hint=hint)
 
 
-@check(**STANDARD)
-def check_standard(standard_attention):
+@visible(**STANDARD)
+def check_standard_attention(standard_attention):
     """Check two dtypes, and scores for which exp overflows."""
     q, k, v = (torch.randn(2, 3, 6, 12) for _ in range(3))
     expect_attention(standard_attention, q, k, v, "of (2, 3, 6, 12)", 1e-4, 1e-5)
@@ -75,8 +75,8 @@ def check_standard(standard_attention):
     expect_attention(standard_attention, q, k, v, "with scores in the hundreds", 1e-2, 1e-2)
 
 
-@check("5.1", "Memory of the scores")
-def check_score_memory(score_bytes, longest_length):
+@visible("5.1", "Memory of the scores")
+def check_attention_memory(score_bytes, longest_length):
     """Check the bytes of one score matrix, and the length at which two of them fill a memory."""
     for kind, size in ((BF16, 2), (FP32, 4)):
         known: dict[str, float] = {
@@ -130,8 +130,8 @@ def expect_bshd(attention_bshd, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     expect_close(got, right, rtol=1e-4, atol=1e-5, what=what, hint=hint)
 
 
-@check("5.2", "Attention with (B, S, H, D) inputs")
-def check_layout(attention_bshd):
+@visible("5.2", "Attention with (B, S, H, D) inputs")
+def check_attention_bshd(attention_bshd):
     """Check as many key-value heads as heads, groups, and one key-value head."""
     for heads, kv_heads in ((6, 6), (6, 2), (4, 1)):
         expect_bshd(attention_bshd, torch.randn(2, 7, heads, 8), *(torch.randn(2, 7, kv_heads, 8) for _ in range(2)))
@@ -162,8 +162,8 @@ def expect_stats(online_softmax_stats, x: torch.Tensor, widths: list[int], name:
     return limited.sizes
 
 
-@check(**ONLINE)
-def check_online_softmax(online_softmax_stats):
+@visible(**ONLINE)
+def check_online_softmax_stats(online_softmax_stats):
     """Check two rows in four blocks, around three values."""
     x = torch.tensor([[1.0, 3.0, 5.0, 2.0, 2.5, -1.0, 0.5, 4.0, 9.0], [7.0, 3.0, 1.0, 2.0, 0.0, -1.0, 0.5, 1.5, 2.0]])
     for shift in (0.0, 1000.0, -1000.0):
@@ -216,8 +216,8 @@ def _draw(*shape: int, length: int, factor: float = 1.0, dtype: torch.dtype = FP
     return [(factor * torch.randn(*shape)).to(dtype), *(torch.randn(b, h, length, d, dtype=dtype) for _ in range(2))]
 
 
-@check(**FLASH)
-def check_flash(flash_attention_tiled):
+@visible(**FLASH)
+def check_flash_attention_tiled(flash_attention_tiled):
     """Check four sizes of tiles, large scores, and 16 bits."""
     function, name, inputs = flash_attention_tiled, "flash_attention_tiled", _draw(2, 3, 17, 12, length=37)
     for tiles in ((5, 7), (4, 4), (64, 64), (17, 37)):
@@ -252,8 +252,8 @@ def expect_masked_before_the_maximum(flash_attention_causal, tokens: int, tiles:
     )
 
 
-@check(**CAUSAL)
-def check_causal(flash_attention_causal):
+@visible(**CAUSAL)
+def check_flash_attention_causal(flash_attention_causal):
     """Check four sizes of tiles and their products, scores that rise, and 16 bits."""
     function, name, inputs = flash_attention_causal, "flash_attention_causal", _draw(2, 3, 37, 12, length=37)
     for tiles in ((4, 4), (16, 5), (5, 16), (64, 64)):
@@ -264,7 +264,7 @@ def check_causal(flash_attention_causal):
         expect_wide_inside(function, _draw(1, 2, 240, 16, length=240, factor=size, dtype=BF16), (120, 4), name)
 
 
-@check("5.4", "Intensity of attention")
+@visible("5.4", "Intensity of attention")
 def check_attention_intensity(attention_intensity):
     """Check both kinds of attention in two dtypes."""
     products, written = "Two products, two FLOPs a MAC: 4 L² D.", "O is written, too."
@@ -314,8 +314,8 @@ def expect_merged(merge_attention, scores: torch.Tensor, v: torch.Tensor, parts:
     expect_close(result[1], right, rtol=1e-5, atol=1e-3, what=f"the merged L, {name},", hint=hint)
 
 
-@check(**MERGE)
-def check_merge(merge_attention):
+@visible(**MERGE)
+def check_merge_attention(merge_attention):
     """Check small and large scores, and parts that are empty for some queries."""
     for scale, name in ((1.0, "small scores"), (300.0, "scores of some hundreds"), (1.0, "some empty parts")):
         scores = scale * torch.randn(3, 15)

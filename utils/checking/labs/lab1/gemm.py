@@ -10,12 +10,12 @@ import torch
 
 from utils.checking import (
     MATMUL,
-    check,
     expect_close,
     expect_follows_device,
     expect_number,
     expect_rounded_once,
     poisoned_memory,
+    visible,
 )
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -47,7 +47,7 @@ def expect_product(gemm, a: torch.Tensor, b: torch.Tensor, what: str, hint: str)
     expect_close(got, a @ b, rtol=1e-4, atol=1e-4, what=what, hint=hint)
 
 
-@check(**NAIVE)
+@visible(**NAIVE)
 def check_gemm_naive(gemm_naive):
     """Check one product of which no two sizes are equal, in two dtypes, and of transposed views."""
     a = torch.tensor([[1.0, 2.0, 3.0, -1.0], [4.0, 5.0, 6.0, 2.0]])
@@ -86,7 +86,7 @@ def expect_wide_accumulator(gemm_tiled, a: torch.Tensor, b: torch.Tensor, tiles:
     expect_rounded_once(got, exact, what, "the product of two elements, the accumulator and C")
 
 
-@check(**TILED)
+@visible(**TILED)
 def check_gemm_tiled(gemm_tiled):
     """Check whole tiles, edges and large tiles; one step at a time, with a wide accumulator."""
     a, b = torch.arange(40.0).reshape(8, 5) % 7 - 3, torch.arange(30.0).reshape(5, 6) % 5 - 2
@@ -166,7 +166,7 @@ def expect_times(time_calls, work_ms: list[float], older_ms: float = 0.0) -> Non
             )
 
 
-@check("1.3", "Timing")
+@visible("1.3", "Timing")
 def check_time_calls(time_calls):
     """Check three calls of a pretend device."""
     expect_times(time_calls, [30.0, 5.0, 15.0])
@@ -178,8 +178,8 @@ def expect_three(got: object) -> None:
         raise AssertionError(f"expected (macs, flops, bytes), got {got!r}")
 
 
-@check("1.4", "MACs, FLOPs and bytes")
-def check_costs(gemm_macs_flops_bytes, gemv_macs_flops_bytes):
+@visible("1.4", "MACs, FLOPs and bytes")
+def check_gemm_and_gemv_costs(gemm_macs_flops_bytes, gemv_macs_flops_bytes):
     """Check one product and one GEMV in two dtypes."""
     for kind, size in ((BF16, 2), (FP32, 4)):
         gemm = {
@@ -208,7 +208,7 @@ def check_costs(gemm_macs_flops_bytes, gemv_macs_flops_bytes):
                 expect_number(value, right, rel=0, unit=unit, what=f"{name}, {kind}), {unit},", mistakes=known)
 
 
-@check("Bonus 1.6", "Tile traffic")
+@visible("Bonus 1.6", "Tile traffic")
 def check_tile_traffic(tiled_gemm_bytes, largest_square_tile):
     """Check one tile, tiles at the edges, and the largest tile that fits."""
     one_tile = "bytes with one tile that holds all of C (everything travels once)"
@@ -237,8 +237,8 @@ def check_tile_traffic(tiled_gemm_bytes, largest_square_tile):
         expect_number(largest_square_tile(memory, 32, kind), right, rel=0, what=what, mistakes=mistakes)
 
 
-@check("2.1", "Arithmetic intensity")
-def check_intensity(gemm_intensity, gemv_intensity):
+@visible("2.1", "Arithmetic intensity")
+def check_intensities(gemm_intensity, gemv_intensity):
     """Check one product and one GEMV in two dtypes."""
     for kind, scale in ((BF16, 1.0), (FP32, 0.5)):
         mistakes = {
@@ -262,8 +262,8 @@ def check_intensity(gemm_intensity, gemv_intensity):
         expect_number(got, 0.986842 * scale, rel=1e-5, unit="FLOPs/Byte", what=what, mistakes=mistakes)
 
 
-@check("2.2", "Ridge point and roof")
-def check_roof(ridge_point, attainable_tflops):
+@visible("2.2", "Ridge point and roof")
+def check_ridge_and_roof(ridge_point, attainable_tflops):
     """Check the ridge of one machine, and its roof on both sides."""
     mistakes = {"It is the peak over the bandwidth.": 0.05, "It is a ratio, not a product.": 5.0}
     what = "ridge_point(10 TFLOP/s, 0.5 TB/s)"
@@ -285,8 +285,8 @@ def check_roof(ridge_point, attainable_tflops):
         expect_number(got, right, rel=1e-6, unit="TFLOP/s", what=what, mistakes=known)
 
 
-@check("2.3", "Achieved speed and the smallest compute-bound GEMM")
-def check_achieved(achieved_tflops, smallest_compute_bound_gemm):
+@visible("2.3", "Achieved speed and the smallest compute-bound GEMM")
+def check_achieved_and_smallest(achieved_tflops, smallest_compute_bound_gemm):
     """Check one speed, and the smallest n at three ridges, one of which an integer reaches exactly."""
     mistakes = {"The latency is in ms, not in seconds.": 2e-4, "TFLOP/s, not GFLOP/s.": 200.0}
     got = achieved_tflops(2 * 1000**3, 10.0)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from utils.checking import by_value, check, expect_close, expect_number
+from utils.checking import by_value, expect_close, expect_number, visible
 from utils.checking.labs.lab1.gemm import BF16, DTYPE, ELEMENTS, FP32, expect_three
 from utils.config import GEMMA_CONFIG
 from utils.model import build_decoder_layer, get_position_embeddings, prefill_forward
@@ -19,8 +19,8 @@ def hinted(hints: dict[str, str], wrong: dict[str, float]) -> Numbers:
     return {hints[name]: number for name, number in wrong.items()}
 
 
-@check("3.1", "Attended pairs")
-def check_pairs(attended_pairs):
+@visible("3.1", "Attended pairs")
+def check_attended_pairs(attended_pairs):
     """Check prefill, decode and a chunk, with and without a window."""
     causal, alone = "The causal mask hides the keys after each query.", "A query attends to itself, too."
     wide = "A window of w has w keys, the query's own included: one fewer."
@@ -89,7 +89,7 @@ _PLACES: tuple = (
 )
 
 
-@check("3.1", "Cost of attention")
+@visible("3.1", "Cost of attention")
 def check_attention_cost(attention_macs_flops_bytes, attended_pairs):
     """Check three places of a small model; a count that is right but for the student's own number of pairs is right."""
     config = SimpleNamespace(hidden_size=10, num_attention_heads=6, num_key_value_heads=2, head_dim=3)
@@ -116,8 +116,8 @@ _MLP = {
 }
 
 
-@check("3.2", "MLP and norms")
-def check_mlp(mlp_macs_flops_bytes, rms_norm_flops_bytes):
+@visible("3.2", "MLP and norms")
+def check_mlp_and_norm_costs(mlp_macs_flops_bytes, rms_norm_flops_bytes):
     """Check seven tokens of a small MLP and a norm, in two dtypes."""
     config = SimpleNamespace(hidden_size=10, intermediate_size=30)
     elements = {"three": 2490, "weights": 1890, "each": 2720, "own": 1740, "one": 2370, "product": 2580}
@@ -169,7 +169,7 @@ def expect_counted(counted_flops, m: int, k: int, n: int, p: int) -> None:
     expect_number(counted_flops(torch.sin, torch.ones(4)), 0, rel=0, unit="FLOPs", what=what)
 
 
-@check("3.3", "PyTorch's FLOP counter")
+@visible("3.3", "PyTorch's FLOP counter")
 def check_counted_flops(counted_flops):
     """Check two small products."""
     expect_counted(counted_flops, 2, 3, 4, 5)
@@ -210,8 +210,8 @@ def expect_decoded(decode_with_cache, layer, rotary_emb, tokens: torch.Tensor, p
             )
 
 
-@check("3.4", "Decoding with a KV cache")
-def check_decode(decode_with_cache):
+@visible("3.4", "Decoding with a KV cache")
+def check_decode_with_cache(decode_with_cache):
     """Check eight tokens of prompt and four new ones, in a full layer and in a sliding one."""
     for layer_idx in (5, 0):
         layer, rotary_emb = build_decoder_layer(GEMMA_CONFIG, layer_idx, torch.float32, "cpu")
@@ -230,7 +230,7 @@ _CACHE = {
 }
 
 
-@check("3.4", "KV-cache bytes")
+@visible("3.4", "KV-cache bytes")
 def check_kv_cache_bytes(kv_cache_bytes):
     """Check one token, and a length beyond the window."""
     long = {"both": 32_808_960, "heads": 262_471_680, "layers": 6_144_000, "window": 110_592_000, "full": 56_623_104}
@@ -246,8 +246,8 @@ def check_kv_cache_bytes(kv_cache_bytes):
         expect_number(got, right, rel=0, unit="bytes", what=what, mistakes=hinted(_CACHE, wrong))
 
 
-@check("Bonus 3.6", "The floor under decode")
-def check_floor(decode_floor_ms, break_even_batch):
+@visible("Bonus 3.6", "The floor under decode")
+def check_decode_floor(decode_floor_ms, break_even_batch):
     """Check one token, a batch of long sequences with two formats, and two break-even batches."""
     layers, window = "All 18 layers count.", "Sliding layers read at most their window."
     own, in_ms = "Weights and cache have their own bytes per number.", "The answer is in ms."

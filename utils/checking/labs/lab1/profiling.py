@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from utils.checking import DERIVATIVES, GELU, LOOKUPS, MATMUL, by_value, check, expect_close, expect_number
+from utils.checking import DERIVATIVES, GELU, LOOKUPS, MATMUL, by_value, expect_close, expect_number, visible
 from utils.checking.labs.lab1.gemm import BF16, DTYPE, ELEMENTS, FP32
 from utils.checking.profiles import marked_waits, pretended_gpu, records_kernels, steps_that_wait, wait_with_mark
 from utils.machine.device import default_device
@@ -96,8 +96,8 @@ def _expect_waits(recorded: int, calls: list[str]) -> None:
         )
 
 
-@check("4.1", "Profile and trace")
-def check_profile(profile_steps):
+@visible("4.1", "Profile and trace")
+def check_profile_steps(profile_steps):
     """Check the trace of one operator, as if there were a GPU to wait for."""
     with pretended_gpu(profile_steps):
         prof = profile_of(profile_steps, "erf", 1, "check_trace.json")
@@ -127,16 +127,16 @@ def expect_gelu(gelu_by_hand, x: torch.Tensor, rtol: float, atol: float) -> None
     expect_close(got, right, rtol=rtol, atol=atol, what=what, hint=hint)
 
 
-@check(**GELU_RULE)
-def check_gelu(gelu_by_hand):
+@visible(**GELU_RULE)
+def check_gelu_by_hand(gelu_by_hand):
     """Check eleven numbers in two dtypes."""
     x = torch.cat((torch.linspace(-4, 4, 9), torch.tensor([-30.0, 30.0])))
     expect_gelu(gelu_by_hand, x, 1e-4, 1e-6)
     expect_gelu(gelu_by_hand, x[None].bfloat16(), 3e-2, 3e-2)
 
 
-@check("4.2", "Bytes of fusion")
-def check_fusion(elementwise_bytes, fusion_speedup):
+@visible("4.2", "Bytes of fusion")
+def check_fusion_bytes(elementwise_bytes, fusion_speedup):
     """Check two chains, and what fusing them saves."""
     # exp(x) + y on 100 numbers in fp32: exp reads 1 and writes 1, + reads 2 and writes 1
     writes, both = "Each operator writes one tensor, too.", "An operator with two inputs reads both."
@@ -212,16 +212,16 @@ def expect_kernels(kernels_per_step, functions: list, x: torch.Tensor) -> None:
         )
 
 
-@check("4.3", "Kernels per step")
-def check_kernels(kernels_per_step):
+@visible("4.3", "Kernels per step")
+def check_kernels_per_step(kernels_per_step):
     """Check one operator and three; on a GPU such that are still in the queue when a step ends."""
     x = torch.randn(100 if default_device().type == "cpu" else 1 << 26, device=default_device())
     for functions in ([torch.sin, torch.exp, torch.cos], [torch.tanh]):
         expect_kernels(kernels_per_step, functions, x)
 
 
-@check("4.4", "The launch queue")
-def check_launches(eager_time_us, graph_time_us):
+@visible("4.4", "The launch queue")
+def check_launch_model(eager_time_us, graph_time_us):
     """Check short and long kernels, and a single one. Of the first row, launches end at 6, 12 and 18 µs."""
     overlap = "Launching and running overlap: the CPU launches the next kernel while the GPU runs this one."
     ends = "Before the first kernel there is a launch, and after the last launch there is a kernel."

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 import torch.nn.functional as F
 
-from utils.checking import check, expect_close
+from utils.checking import expect_close, visible
 from utils.checking.kernel_mistakes import flash_mistake
 from utils.checking.verdicts import raises_not_implemented
 from utils.kernels.interpreter import InterpretedKernelError, run_interpreted_cases
@@ -55,7 +55,7 @@ def _launched(source: str, launcher: str, cases: dict[str, tuple]) -> dict[str, 
     return interpreted(source + WATCHED_PRODUCTS + entry, "entry_of_the_check", cases)
 
 
-@check("1.5", "GEMM in Triton")
+@visible("1.5", "GEMM in Triton")
 def check_gemm_triton(source: str):
     """Check whole blocks, edges, and matrices that are not contiguous."""
     cases = {}
@@ -79,7 +79,7 @@ def flash_inputs(draw, queries: int, keys: int, d: int, size: float, dtype: torc
     return [x.to(dtype) for x in (q * size, k + torch.arange(keys)[:, None] / keys, v + 1.0)]
 
 
-@check("Bonus 5.8", "Flash attention in Triton")
+@visible("Bonus 5.8", "Flash attention in Triton")
 def check_flash_triton(source: str):
     """Check whole and broken blocks, large scores, fp16, and another layout."""
     cases: dict[str, tuple] = {}
