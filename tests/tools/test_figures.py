@@ -38,6 +38,7 @@ NAMES = [
     "lab2_blocks",
     "lab2_paths",
     "lab2_pages",
+    "lab2_layout",
 ]
 
 
