@@ -43,6 +43,7 @@ NAMES = [
     "lab2_blocks",
     "lab2_paths",
     "lab2_pages",
+    "lab2_layout",
 ]
 
 

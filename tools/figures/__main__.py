@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tools.figures.attention import decoder_layer, flash_attention, kv_cache
 from tools.figures.drawing import Card, drawn_alike
-from tools.figures.flex import blocks, mask_program, pages, paths
+from tools.figures.flex import blocks, layout, mask_program, pages, paths
 from tools.figures.gluon import ring, specialized, streaming_multiprocessor
 from tools.figures.gluon_layouts import barrier_states, blocked_layout, overlap_schedule, swizzle, wgmma_fragment
 from tools.figures.hardware import gemm_tiling, gpu_in_ten_minutes, kernel_fusion, memory_hierarchy, roofline_anatomy
@@ -43,6 +43,7 @@ FIGURES = {
     "lab2_blocks": blocks,
     "lab2_paths": paths,
     "lab2_pages": pages,
+    "lab2_layout": layout,
 }
 
 
