@@ -25,6 +25,7 @@ CANARY_LENGTH = 16  # characters; shorter lines, such as `return c`, say nothing
 QUOTE_LENGTH = 32  # a secret line of this length may not even be part of a longer public line
 PUBLIC = "# public"  # ends a line of a solution that students may see
 MAY_RAISE = "raises-exception"  # JupyterLab's "Run All" and nbclient go on after a cell with this tag
+COLLAPSED = "collapsed"  # JupyterLab shows a cell with this tag, and a test cell that defines a check, folded
 # Steps of `nbgrader generate_assignment` that only concern a course folder: its header, its autotests, its gradebook.
 COURSE_STEPS = ("IncludeHeaderFooter", "InstantiateTests", "SaveCells")
 
@@ -77,11 +78,13 @@ def instructor_notebook(lab: Lab) -> NotebookNode:
         node = make(cell.source, id=_cell_id(cell, repeats))
         needed = needs.get(place)
         if needed:
-            node.source = needed.lines + node.source
+            node.source = needed.line + node.source
         raises = _raises_untouched(cell) or bool(needed and (needed.answers or needed.files))
         tags = sorted({*cell.tags, MAY_RAISE} if raises else cell.tags)
         if tags:
             node.metadata["tags"] = tags
+        if COLLAPSED in tags or (cell.role == "tests" and "\ndef " in cell.source):
+            node.metadata["jupyter"] = {"source_hidden": True}
         if cell.nbgrader:
             node.metadata["nbgrader"] = NotebookNode(cell.nbgrader)
         notebook.cells.append(node)
@@ -176,7 +179,7 @@ def _student_problems(lab: Lab, student: NotebookNode, secrets: dict[str, tuple[
                     f"{lab.at(cell)}: without the solution the cell is no valid Python: {error.msg} "
                     f"(line {error.lineno} of the students' cell)."
                 )
-        generated = needs[place].lines if place in needs else ""
+        generated = needs[place].line if place in needs else ""
         if cell.source.strip() and not node.source.removeprefix(generated.rstrip()).strip():
             problems.append(f"{lab.at(cell)}: nothing of the cell is left for students; keep one visible line.")
         if node.get("outputs"):

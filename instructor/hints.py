@@ -14,12 +14,14 @@
     # {hint line}
     # The sum starts anew for each element of C.
 
-A hint never holds a line of the solution: the build searches the students' notebook for these.
+A hint never holds a line of the solution: the build searches the students' notebook for these. `{counts}` in the prose of
+a question becomes one more fold, "What the check counts", with the rules that its hidden checks declare.
 """
 
 from __future__ import annotations
 
 import re
+from importlib import import_module
 
 from instructor.points import HEADING, QUESTION
 from instructor.source import Lab, LabError
@@ -50,6 +52,8 @@ def fill_hints(lab: Lab) -> dict[str, list[str]]:
                 current = f"{question['part']}.{question['number']}" if question else ""
             if question:
                 found[current] = []
+        if "{counts}" in cell.source:
+            cell.source = cell.source.replace("{counts}", _what_counts(lab.name, current))
         prose, *pieces = _MARK.split(cell.source)
         if not pieces:
             continue
@@ -75,3 +79,11 @@ def fill_hints(lab: Lab) -> dict[str, list[str]]:
     if problems:
         raise LabError(problems)
     return found
+
+
+def _what_counts(lab: str, number: str) -> str:
+    """A fold with the rules of the question's checks, as they describe themselves."""
+    checks = vars(import_module(f"instructor.checks.{lab}")).values()
+    mine = [c for c in checks if getattr(c, "question", "").removeprefix("Bonus ") == number and c.rule is not None]
+    rules = dict.fromkeys(check.rule.describe() for check in mine)
+    return "<details>\n<summary>What the check counts</summary>\n\n" + "\n\n".join(rules) + "\n\n</details>"

@@ -2,11 +2,10 @@
 
 A cell that uses the answer `gemm_naive` of Question 1.1, and `roofs` of the setup, begins in the notebook with
 
-    from utils.checking import needs
-    needs(gemm_naive="1.1", after="roofs")
+    from utils.checking import needs; needs(gemm_naive="1.1", after="roofs")
 
 so that a student who restarted the kernel, skipped a cell or renamed a function reads which cell is missing, and no
-NameError. Nobody writes these lines by hand: they follow from the code.
+NameError, not even for `needs`. Nobody writes this line by hand: it follows from the code.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from instructor.names import FILE_CELL, bound_names, python_of, used_names
 from instructor.source import QUESTION_ID, Cell, Lab
 
 NAME = "needs"  # of the function, which every cell imports anew
+IPYTHONS = {"display", "get_ipython"}  # names that a notebook has without an import
 # A run may skip the statements inside of these, and then the names that they define are missing.
 _MAYBE = (ast.If, ast.Try, ast.For, ast.While, ast.Match)
 _PLAIN = (ast.Import, ast.ImportFrom)
@@ -33,8 +33,8 @@ class CellNeeds:
     after: list[str] = field(default_factory=list)  # one name of each other cell that it needs
 
     @property
-    def lines(self) -> str:
-        """The lines that the cell begins with; empty if it needs nothing."""
+    def line(self) -> str:
+        """The line that the cell begins with; empty if it needs nothing."""
         arguments = [repr(self.own).replace("'", '"')] if self.own else []
         arguments += [f'{name}="{question}"' for name, question in self.answers.items()]
         if self.files:
@@ -43,10 +43,7 @@ class CellNeeds:
         arguments += [f'after="{" ".join(self.after)}"'] if self.after else []
         if not (self.answers or self.files or self.after):
             return ""
-        call = f"{NAME}({', '.join(arguments)})"
-        if len(call) > 110:
-            call = f"{NAME}(\n    " + ",\n    ".join(arguments) + ",\n)"
-        return f"from utils.checking import {NAME}\n\n{call}\n\n"
+        return f"from utils.checking import {NAME}; {NAME}({', '.join(arguments)})\n"
 
 
 def question_label(cell: Cell) -> str:
@@ -75,6 +72,8 @@ def find_needs(lab: Lab) -> dict[int, CellNeeds]:
                     answers |= dict.fromkeys(bound_names(node), question_label(cell))
             continue
         used = used_names(cell.source) - bound_names(tree)
+        if "*" in origin:  # what no cell defines comes with the setup's `from utils import *`
+            origin |= dict.fromkeys(used - answers.keys() - origin.keys() - IPYTHONS, origin["*"])
         mine = {name: answers[name] for name in answers if name in used}
         # A cell that asks `is_answered(name)` itself goes on without the answer.
         mine = {name: question for name, question in mine.items() if f"is_answered({name})" not in cell.source}

@@ -17,6 +17,7 @@ GRADE_ID = re.compile(r"[a-zA-Z0-9_\-]+")  # what nbgrader accepts
 QUESTION_ID = re.compile(r"(q|bonus_)(\d+)_(\d+)(?:_[a-z0-9_]+)?")
 REGIONS = ("SOLUTION", "HIDDEN TESTS", "MARK SCHEME")
 STUBS = ("YOUR CODE HERE", "YOUR ANSWER HERE")
+CHECKS = Path(__file__).resolve().parent / "checks"  # the hidden checks, a package for each lab
 # jupytext's own notes on how a cell was written; they say nothing about the notebook.
 JUPYTEXT_KEYS = ("lines_to_next_cell", "lines_to_end_of_cell_marker", "cell_marker")
 
@@ -123,6 +124,8 @@ def read_lab(path: Path) -> Lab:
             problems += [f"{path.name}, line {line} (cell {fields.get('grade_id', '?')}): {p}" for p in wrong]
             if not wrong:
                 cell.nbgrader = _complete(dict(fields))
+            if cell.nbgrader and cell.role == "tests" and (CHECKS / lab.name).is_dir():
+                cell.source += _hidden_tests(cell.source, lab.name)
         problems += [f"{lab.at(cell)}: {p}" for p in find_regions(cell)]
         if fields is None or cell.nbgrader is not None:  # a cell with broken metadata has no role yet
             problems += [f"{lab.at(cell)}: {p}" for p in _role_problems(cell)]
@@ -137,6 +140,17 @@ def read_lab(path: Path) -> Lab:
     if problems:
         raise LabError(problems)
     return lab
+
+
+def _hidden_tests(source: str, lab: str) -> str:
+    """The hidden tests of a cell that is one line: `check_gemm(gemm)` is also asked of the lab's hidden check `gemm`."""
+    call = re.fullmatch(r"check_(\w+\(.*\))", source)
+    if call is None:
+        return ""
+    return (
+        f"\n### BEGIN HIDDEN TESTS\nfrom instructor.checks import {lab} as hidden\n"
+        f"hidden.{call[1]}.raise_if_wrong()\n### END HIDDEN TESTS"
+    )
 
 
 def _marker_lines(text: str, cells: list) -> list[int]:
@@ -290,15 +304,16 @@ def _code_problems(cell: Cell) -> list[str]:
     problems = []
     calls = {_name(node) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     asserts = any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(tree))
-    if not asserts and not any(_may_raise(name) for name in calls):
+    own = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if not asserts and not any(_may_raise(name, own) for name in calls):
         problems.append("the tests cannot fail: nothing is asserted, and no verdict has .raise_if_wrong().")
     for node in tree.body:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _name(node.value).startswith("check"):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _name(node.value) in own:
             problems.append(f"the verdict of {_name(node.value)}(...) is dropped: add .raise_if_wrong().")
     last = tree.body[-1] if tree.body else None
     if isinstance(last, ast.Expr) and not problems:
         name = _name(last.value) if isinstance(last.value, ast.Call) else ""
-        if not _may_raise(name) and name != "print":
+        if not _may_raise(name, own) and name != "print":
             problems.append(
                 "the last line is an expression: nbgrader takes its value for a partial grade. "
                 "End in .raise_if_wrong(), assert or raise."
@@ -310,5 +325,6 @@ def _name(call: ast.Call) -> str:
     return str(getattr(call.func, "attr", "") or getattr(call.func, "id", ""))
 
 
-def _may_raise(name: str) -> bool:
-    return name == "raise_if_wrong" or name.startswith(("assert", "expect_", "forbid"))
+def _may_raise(name: str, own: set[str]) -> bool:
+    """Return whether a call may raise; a check that the cell itself defines (`own`) returns a verdict, one of `utils` raises."""
+    return name not in own and (name == "raise_if_wrong" or name.startswith(("assert", "expect_", "forbid", "check_")))

@@ -95,7 +95,7 @@ def test_build_is_deterministic_and_normal(small_lab):
             "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
             "language_info": {"name": "python"},
         }
-        allowed = {"deletable", "editable", "nbgrader", "tags"}
+        allowed = {"deletable", "editable", "jupyter", "nbgrader", "tags"}
         for cell in notebook["cells"]:
             assert set(cell["metadata"]) <= allowed
             assert cell["cell_type"] != "code" or (cell["outputs"] == [] and cell["execution_count"] is None)
@@ -161,7 +161,7 @@ def test_task_cell_loses_its_marking_scheme(lab_file):
 
 # --- what a cell needs, and hints ---
 
-_NEEDS = "from utils.checking import needs\n\n"
+_NEEDS = "from utils.checking import needs; "
 
 
 def test_cells_say_which_answers_and_cells_they_need(lab_file):
@@ -172,9 +172,9 @@ def test_cells_say_which_answers_and_cells_they_need(lab_file):
     sources = [cell.source for cell in code]
     assert sources[0] == "import math"
     assert sources[1].startswith("def double")
-    assert sources[2].startswith(f'{_NEEDS}needs("1.1", double="1.1")\n\n')
-    assert sources[3].startswith(f'{_NEEDS}needs(double="1.1")\n\n')
-    assert sources[4].startswith(f'{_NEEDS}needs(double="1.1", after="result")\n\n')  # `maybe` may be left out
+    assert sources[2].startswith(f'{_NEEDS}needs("1.1", double="1.1")\n')
+    assert sources[3].startswith(f'{_NEEDS}needs(double="1.1")\n')
+    assert sources[4].startswith(f'{_NEEDS}needs(double="1.1", after="result")\n')  # `maybe` may be left out
     assert ["raises-exception" in c.metadata.get("tags", []) for c in code] == [False, False, True, True, True]
 
 
@@ -182,6 +182,34 @@ def test_cell_that_asks_is_answered_goes_on_without(lab_file):
     plain = "# %%\nprint(is_answered(double))\n"
     built = build_lab(lab_file(HEADING, ANSWER, TESTS, plain))
     assert list(cells(built.student).values())[-1].source == "print(is_answered(double))"
+
+
+def test_names_of_a_star_import_are_the_setups(lab_file):
+    """A cell that uses what only `from utils import *` can bring needs the setup."""
+    built = build_lab(lab_file("# %%\nfrom utils import *\n\n", HEADING, ANSWER, TESTS, "# %%\nmeasure(max(1, 2))\n"))
+    assert list(cells(built.student).values())[-1].source.startswith(f'{_NEEDS}needs(after="measure")\n')
+
+
+@pytest.mark.parametrize("name, asked", [("lab1", True), ("tiny", False)])
+def test_a_test_of_one_line_is_asked_of_the_hidden_check(lab_file, name, asked):
+    """The build writes the hidden tests of a lab that has hidden checks."""
+    tests = TESTS.split("assert")[0] + "check_gemm(double)\n\n"
+    built = build_lab(lab_file("# %%\nfrom utils import *\n\n", HEADING, ANSWER, tests, name=name))
+    hidden = (
+        "### BEGIN HIDDEN TESTS\nfrom instructor.checks import lab1 as hidden\nhidden.gemm(double).raise_if_wrong()\n"
+    )
+    assert (hidden in cells(built.instructor)["q1_1_tests"].source) is asked
+    assert cells(built.student)["q1_1_tests"].source.endswith('check_gemm")\ncheck_gemm(double)')
+
+
+def test_long_cells_are_folded(lab_file, small_lab):
+    """A cell with the tag `collapsed`, and a test cell that defines its check."""
+    built = build_lab(lab_file(HEADING, ANSWER, TESTS, '# %% tags=["collapsed"]\nprint(1)\n'))
+    folded = [
+        c.get("metadata", {}).get("jupyter", {}).get("source_hidden", False) for c in cells(built.student).values()
+    ]
+    assert folded == [False, False, False, True]
+    assert cells(small_lab.student)["q1_1_tests"].metadata.jupyter.source_hidden
 
 
 HINTS = "{hint idea}\nTwo of it.\n\n{hint plan}\nAdd it\nto itself.\n\n{hint line}\nReturn it."
@@ -313,7 +341,7 @@ REFUSED = {
     ),
     "tests that cannot fail": ((HEADING, ANSWER, TESTS.replace("assert ", "")), "the tests cannot fail"),
     "dropped verdict": (
-        (HEADING, ANSWER, TESTS.replace("assert double(2) == 4", "check_it(double)\nassert 1")),
+        (HEADING, ANSWER, TESTS.replace("assert double(2) == 4", "def check_it(x): ...\ncheck_it(double)\nassert 1")),
         "add .raise_if_wrong()",
     ),
     "partial credit": ((HEADING, ANSWER, TESTS + "double(3)\n"), "partial grade"),
@@ -495,3 +523,11 @@ def test_every_cell_is_found_where_it_stands(name):
     for cell in lab.cells:
         assert lines[cell.line - 1].startswith("# %%")
         assert cell.grade_id is None or f'"{cell.grade_id}"' in lines[cell.line - 1]
+
+
+def test_what_a_check_counts_is_written_from_its_rule(lab_file):
+    heading = HEADING + "# %% [markdown]\n# {counts}\n\n"
+    built = build_lab(lab_file(heading, ANSWER, TESTS, name="lab1"))
+    assert (
+        '<summary>What the check counts</summary>\\n",\n    "\\n",\n    "What runs counts: no matrix' in built.student
+    )

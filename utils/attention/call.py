@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -32,6 +33,7 @@ from utils.attention.problem import (
     Refused,
     make_problem,
 )
+from utils.attention.sequences import both_masks, packed_mask, padded_mask, with_causal
 from utils.benchmark.profiling import launched
 from utils.kernels.handle import KEPT, layout
 from utils.newest import Newest
@@ -78,8 +80,12 @@ def attention(
     window: int | None = None,
     mask_mod: MaskMod | None = None,
     score_mod: ScoreMod | None = None,
+    seqlens: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    return_lse: bool = False,
     backend: str = "auto",
-) -> torch.Tensor:
+):
     """Compute attention of q (B, H, Sq, D) over k and v (B, Hkv, Sk, D): the output (B, H, Sq, D).
 
     With grouped heads, head h of q reads head h * Hkv // H of k and v. `last_run()` says which backend ran.
@@ -95,6 +101,12 @@ def attention(
             index: for Sq < Sk, masks.at_offset(mask, Sk - Sq) aligns the last query with the last key. Pass the same
             function object at each call: a new one is compiled anew.
         score_mod: (score, b, h, q, k) -> score, applied before the softmax.
+        seqlens: keys of each sequence, (B,) int32: what lies behind them is not seen. The last query is at a sequence's
+            last key, as in `attention_decode`. Reading the numbers waits for the GPU.
+        cu_seqlens: sequences packed one behind the other begin at these tokens, int32 from 0 to Sq. They see themselves only.
+        sink: (H,), a score of each head that takes its share of the softmax and adds nothing to the output (gpt-oss).
+        return_lse: return (output, log-sum-exp): the logarithm of the sum of exp(score) of each query (B, H, Sq) in fp32,
+            minus infinity for a query that sees nothing; the sink is part of the sum.
         backend: a name in BACKENDS, or "auto". A backend that cannot do this raises AttentionUnsupported and names
             those that can.
     """
@@ -103,9 +115,13 @@ def attention(
         # The decision is Python that no graph can hold.
         from utils.attention.uncompiled import call_outside_of_graphs
 
-        arguments = dict(causal=causal, scale=scale, window=window, mask_mod=mask_mod, score_mod=score_mod)
-        return call_outside_of_graphs(attention, q, k, v, backend=backend, **arguments)
-    key = _key(q, k, v, causal, scale, window, mask_mod, score_mod, backend)
+        more = dict(seqlens=seqlens, cu_seqlens=cu_seqlens, sink=sink, mask_mod=mask_mod, score_mod=score_mod)
+        more |= dict(causal=causal, scale=scale, window=window, return_lse=return_lse, backend=backend)
+        return call_outside_of_graphs(attention, q, k, v, **more)
+    if seqlens is not None or cu_seqlens is not None or sink is not None:
+        given = dict(causal=causal, scale=scale, window=window, mask_mod=mask_mod, score_mod=score_mod)
+        return _compose(q, k, v, seqlens, cu_seqlens, sink, given | dict(return_lse=return_lse, backend=backend))
+    key = _key(q, k, v, causal, scale, window, mask_mod, score_mod, return_lse, backend)
     if key is not None and (decision := KEPT.get(key)) is not None:
         if decision.holds():
             try:
@@ -116,7 +132,8 @@ def attention(
             except RuntimeError:
                 pass  # the full decision below says which backend refuses and why; "auto" then tries the next one
         del KEPT[key]
-    problem = make_problem(q, k, v, causal=causal, scale=scale, window=window, mask_mod=mask_mod, score_mod=score_mod)
+    functions: Any = {"mask_mod": mask_mod, "score_mod": score_mod}
+    problem = make_problem(q, k, v, causal=causal, scale=scale, window=window, **functions, with_lse=return_lse)
     refusals: dict[str, str] = {}
     while True:
         chosen, options, run = _choose(problem, NO_OPTIONS, backend, refusals)
@@ -129,6 +146,38 @@ def attention(
     if key is not None and _may_be_kept(bound):
         KEPT[key] = Decision(bound.call if bound.again is None else bound.again(q, k, v), run, bound.source is not None)
     return out
+
+
+def _compose(q, k, v, seqlens, cu_seqlens, sink, arguments: dict):
+    """Attend with lengths as a mask, and with the sink applied to the output of an attention without it."""
+    make_problem(q, k, v, **{name: arguments[name] for name in ("causal", "scale", "window", "mask_mod", "score_mod")})
+    if seqlens is not None and cu_seqlens is not None:
+        raise ValueError("seqlens and cu_seqlens were both given: sequences are padded, or packed.")
+    mask = None
+    if seqlens is not None:
+        mask, filled = padded_mask(q, k, seqlens, arguments["causal"], arguments["window"])
+        # Zeros in place of what was never written: zero times nan would be nan.
+        k, v = (torch.where(filled[:, None, :, None], x, 0) for x in (k, v))
+        arguments |= {"causal": False, "window": None}
+    elif cu_seqlens is not None:
+        mask = packed_mask(q, k, cu_seqlens)
+        if arguments["window"] is None:
+            mask = with_causal(mask, arguments["causal"])
+            arguments["causal"] = False
+    if mask is not None:
+        arguments["mask_mod"] = both_masks(mask, given) if (given := arguments["mask_mod"]) is not None else mask
+    if sink is None:
+        return attention(q, k, v, **arguments)
+    if not isinstance(sink, torch.Tensor) or sink.shape != q.shape[1:2] or not sink.is_floating_point():
+        given = f"{sink.dtype} of shape {tuple(sink.shape)}" if isinstance(sink, torch.Tensor) else type(sink).__name__
+        raise ValueError(
+            f"sink must be floating-point numbers ({q.shape[1]},), a score of each head of q; it is {given}."
+        )
+    out, lse = attention(q, k, v, **(arguments | {"return_lse": True}))
+    score = sink.float()[:, None]
+    # exp(lse) / (exp(lse) + exp(sink)) is what the sink leaves of each weight.
+    out = (out * torch.sigmoid(lse - score)[..., None]).to(out.dtype)
+    return (out, torch.logaddexp(lse, score)) if arguments["return_lse"] else out
 
 
 class Decision:
@@ -154,12 +203,14 @@ class Decision:
         return not self.run.why or self.choices is active_choices()
 
 
-def _key(q, k, v, causal, scale, window, mask_mod, score_mod, backend) -> tuple | None:
+def _key(q, k, v, causal, scale, window, mask_mod, score_mod, return_lse, backend) -> tuple | None:
     """Return all that decides which backend computes a call and how; None if the call must be decided anew.
 
     Arguments of unusual types have no key: True and 1 would be equal keys, and 1 is no legal value of `causal`.
     """
-    if not q.__class__ is k.__class__ is v.__class__ is torch.Tensor or causal.__class__ is not bool:
+    if not q.__class__ is k.__class__ is v.__class__ is torch.Tensor:
+        return None
+    if not causal.__class__ is return_lse.__class__ is bool:
         return None
     if scale.__class__ not in _NUMBERS or window.__class__ not in _WHOLE_NUMBERS:
         return None
@@ -171,13 +222,13 @@ def _key(q, k, v, causal, scale, window, mask_mod, score_mod, backend) -> tuple 
             hash((mask_mod, score_mod))
         except TypeError:
             return None
-    return backend, causal, scale, window, mask_mod, score_mod, needs_grad, layout(q, k, v)
+    return backend, causal, scale, window, mask_mod, score_mod, return_lse, needs_grad, layout(q, k, v)
 
 
 _NUMBERS, _WHOLE_NUMBERS = (float, int, type(None)), (int, type(None))
 
 
-def _bind_and_call(backend: Backend, options: Options, problem: Problem, q, k, v) -> tuple[Bound, torch.Tensor]:
+def _bind_and_call(backend: Backend, options: Options, problem: Problem, q, k, v) -> tuple:
     """Bind a backend, or take the compiled function of an earlier call for this problem, and call it."""
     if not backend.compiles:
         bound = backend.bind(problem, options)

@@ -22,6 +22,7 @@ from utils.attention.backends import find_backend
 from utils.attention.call import Run, record_run
 from utils.attention.problem import AttentionUnsupported, Problem, make_problem
 from utils.attention.reference import reference
+from utils.attention.sequences import check_integers
 from utils.machine.device import Support
 from utils.newest import Newest
 from utils.validation import suggest_keywords
@@ -261,7 +262,7 @@ def _check(q, k_cache, v_cache, seqlens, block_table, causal, scale, window) -> 
                 raise ValueError(
                     f"{name} must have four dimensions (q: B, H, Sq, D; cache: P, Hkv, page, D); it is {shape}."
                 )
-        _check_integers("block_table", block_table, (len(q), None), q.device)
+        check_integers("block_table", block_table, (len(q), None), q.device)
         if seqlens is None:
             raise ValueError("block_table was given without seqlens: say how many tokens each sequence has.")
         if not len(k_cache):
@@ -278,7 +279,7 @@ def _check(q, k_cache, v_cache, seqlens, block_table, causal, scale, window) -> 
             "attention_decode has no backward pass, and an input requires a gradient: use torch.no_grad()."
         )
     if seqlens is not None:
-        _check_integers("seqlens", seqlens, (len(q),), q.device)
+        check_integers("seqlens", seqlens, (len(q),), q.device)
     return problem
 
 
@@ -312,16 +313,4 @@ def _check_scales(q, k_cache, v_cache, kv_scales) -> None:
         raise ValueError(
             f"a cache in float8_e4m3fn needs kv_scales: float32 of shape {wanted} (the factors of K and of V for each "
             f"head), contiguous, on {q.device}; given: {given}. Without scales pass ones."
-        )
-
-
-def _check_integers(name: str, x, shape: tuple, device: torch.device) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor of int32, and is a {type(x).__name__}.")
-    fits = x.dim() == len(shape) and all(n is None or n == m for n, m in zip(shape, x.shape, strict=True))
-    if not fits or x.dtype != torch.int32 or x.device != device or (x.dim() and x.stride(-1) != 1 and x.shape[-1] > 1):
-        wanted = f"({', '.join('pages' if n is None else str(n) for n in shape)}{',' if len(shape) == 1 else ''})"
-        raise ValueError(
-            f"{name} must be int32 of shape {wanted} on {device}, its last dimension contiguous; it is {x.dtype} of "
-            f"shape {tuple(x.shape)} on {x.device}."
         )

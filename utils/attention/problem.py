@@ -32,7 +32,8 @@ from utils.attention.masks.score_mods import ScoreMod, modify_scores
 from utils.machine.device import Support
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # of torch.compile
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# Of q, k and v: the output, or (output, log-sum-exp) of a problem `with_lse`.
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 
 
 class AttentionUnsupported(ValueError):
@@ -77,6 +78,8 @@ class Problem(Shape):
     needs_grad: bool
     mask_mod: MaskMod | None = None
     score_mod: ScoreMod | None = None
+    v_dim: int = 0  # of values that are not as wide as the keys; 0: they are
+    with_lse: bool = False
 
     @property
     def has_functions(self) -> bool:
@@ -155,6 +158,7 @@ def make_problem(
     window: int | None = None,
     mask_mod: MaskMod | None = None,
     score_mod: ScoreMod | None = None,
+    with_lse: bool = False,
 ) -> Problem:
     """Check the arguments of an attention call; a ValueError or TypeError says what was given and what is allowed."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -165,11 +169,11 @@ def make_problem(
         if x.dim() != 4:
             raise ValueError(f"{name} must have the four dimensions (B, H, S, D), and has shape {tuple(x.shape)}.")
     (batch, heads, sq, head_dim), (_, kv_heads, sk, _) = q.shape, k.shape
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have the same shape (B, Hkv, Sk, D): {_shapes(q, k, v)}.")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k and v must have the same B, Hkv and Sk of (B, Hkv, Sk, D): {_shapes(q, k, v)}.")
     if batch != k.shape[0] or head_dim != k.shape[3]:
         raise ValueError(f"q, k and v must agree in batch size and head dimension: {_shapes(q, k, v)}.")
-    if 0 in k.shape or not heads or not head_dim:
+    if 0 in k.shape or not heads or not v.shape[3]:
         raise ValueError(f"Sequences, heads, keys and head dimension must not be empty: {_shapes(q, k, v)}.")
     if heads % kv_heads:
         raise ValueError(f"The {heads} heads of q must be a multiple of the {kv_heads} of k and v: {_shapes(q, k, v)}.")
@@ -181,8 +185,9 @@ def make_problem(
         raise ValueError(f"q, k and v must be on one device: {q.device}, {k.device}, {v.device}.")
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
         raise ValueError(f"window must be None or a whole number of keys, at least 1; it is {window!r}.")
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be True or False; it is {causal!r}.")
+    for name, flag in (("causal", causal), ("return_lse", with_lse)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False; it is {flag!r}.")
     for name, mod in (("mask_mod", mask_mod), ("score_mod", score_mod)):
         if mod is not None and not callable(mod):
             raise TypeError(f"{name} must be None or a function of indices; its type is {type(mod).__name__}.")
@@ -191,7 +196,8 @@ def make_problem(
     scale = head_dim**-0.5 if scale is None else _finite(scale)
     shape = batch, heads, kv_heads, sq, sk, head_dim
     window = _limiting(window, causal, sq, sk)
-    return Problem(*shape, q.dtype, q.device, causal, scale, window, needs_grad, mask_mod, score_mod)
+    v_dim = v.shape[3] if v.shape[3] != head_dim else 0
+    return Problem(*shape, q.dtype, q.device, causal, scale, window, needs_grad, mask_mod, score_mod, v_dim, with_lse)
 
 
 def _limiting(window: int | None, is_causal: bool, sq: int, sk: int) -> int | None:
@@ -343,6 +349,8 @@ class Backend:
         cpu_operators: the same for the names of operators on a CPU.
         implementation: the package and version behind it.
         options: the fields of Options that it takes; any other option is refused.
+        returns_lse: it returns the log-sum-exp with the output where that is asked for.
+        takes_v_dim: it takes values that are not as wide as the keys.
         compiles: its first call takes seconds, so that `attention` keeps the bound function for the next call.
     """
 
@@ -355,6 +363,8 @@ class Backend:
     cpu_operators: str = ""
     implementation: Callable[[], str] = lambda: ""
     options: tuple[str, ...] = ()
+    returns_lse: bool = False
+    takes_v_dim: bool = False
     compiles: bool = False
 
     def support(self, problem: Problem, options: Options = NO_OPTIONS) -> Support:
@@ -364,8 +374,17 @@ class Backend:
                 return Support(False, f"it takes no {name}, and {getattr(options, name)} was given.")
         if not (machine := self.machine()):
             return machine
-        reason = self.refuses(problem, options)
+        reason = self._reason_against_form(problem) or self.refuses(problem, options)
         return Support(not reason, reason)
+
+    def _reason_against_form(self, problem: Problem) -> str:
+        if problem.dtype.itemsize == 1:
+            return f"it takes no 8-bit numbers, and the tensors are {problem.type_name}: convert them, or use attention_decode."
+        if problem.with_lse and not self.returns_lse:
+            return "it keeps its log-sum-exp to itself, and return_lse or sink needs it."
+        if problem.v_dim and not self.takes_v_dim:
+            return f"it takes values as wide as the keys, and these are {problem.v_dim} and {problem.head_dim} wide."
+        return ""
 
 
 def refuse_functions(refuses: Callable[[Problem], str]) -> Callable[[Problem, Options], str]:
@@ -425,8 +444,10 @@ def on_plain_shapes(problem: Problem, plain: Problem, attend: Attend) -> Attend:
         return attend
 
     def attend_documents(q, k, v):
-        views = (x.reshape(plain.batch, -1, plain.sq, plain.head_dim) for x in (q, k, v))
-        return attend(*views).reshape(q.shape)
+        result = attend(*(x.reshape(plain.batch, -1, plain.sq, x.shape[-1]) for x in (q, k, v)))
+        if problem.with_lse:
+            return result[0].reshape(q.shape), result[1].reshape(q.shape[:3])
+        return result.reshape(*q.shape[:3], -1)
 
     return attend_documents
 

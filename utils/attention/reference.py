@@ -35,7 +35,7 @@ def reference(
         **arguments: causal, scale, window, mask_mod and score_mod, as in `attention`.
     """
     problem = make_problem(q, k, v, **arguments)
-    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
+    out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float64, device=q.device)
     for b, h, kv, rows, mask in _pieces(problem, allowed):
         query, keys, values = q[b, h, rows].double(), k[b, kv].double(), v[b, kv].double()
@@ -57,7 +57,7 @@ def reference_gradients(
     """
     q, k, v = q.detach(), k.detach(), v.detach()
     problem = make_problem(q, k, v, **arguments)
-    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
+    out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (q, k, v))
     for b, h, kv, rows, mask in _pieces(problem, None):
         tensors = [x.double().requires_grad_() for x in (q[b, h, rows], k[b, kv], v[b, kv])]

@@ -16,6 +16,7 @@ from utils.checking.verdicts import (
     needs,
     quiet_stderr,
     require_answer,
+    visible,
 )
 from utils.checking.watching import (
     DERIVATIVES,
@@ -59,5 +60,6 @@ __all__ = [
     "poisoned_memory",
     "quiet_stderr",
     "require_answer",
+    "visible",
     "watch_operations",
 ]

@@ -265,6 +265,22 @@ def check(
     return decorate
 
 
+def visible(question: str, title: str = "", **rule) -> Callable[[Callable], Callable[..., None]]:
+    """Turn a function into a check that raises `WrongAnswer` by itself, or prints a line; `.judge` returns the verdict."""
+
+    def decorate(function: Callable) -> Callable[..., None]:
+        judge = check(question, title, **rule)(function)
+
+        @functools.wraps(judge)
+        def checked(*args: object, **kwargs: object) -> None:
+            judge(*args, **kwargs).raise_if_wrong()
+
+        checked.judge = judge  # type: ignore[attr-defined]
+        return checked
+
+    return decorate
+
+
 def _explain(error: BaseException, question: str, function: Callable) -> str:
     """One message for the student: what happened, and on which line of theirs."""
     lines = lines_of_traceback(error.__traceback__, skip=inspect.unwrap(function).__code__)

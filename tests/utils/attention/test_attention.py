@@ -314,7 +314,7 @@ def test_flex_never_falls_back_in_silence():
     "change, message",
     [
         (lambda q, k, v: (q[0], k, v), "four dimensions"),
-        (lambda q, k, v: (q, k, v[:, :, :3]), "same shape"),
+        (lambda q, k, v: (q, k, v[:, :, :3]), "same B, Hkv"),
         (lambda q, k, v: (q[..., :8], k, v), "agree in batch size and head dimension"),
         (lambda q, k, v: (q[:, :3], k, v), "must be a multiple of"),
         (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), "must not be empty"),

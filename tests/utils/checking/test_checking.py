@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from utils.checking import (
+    MATMUL,
     AnswerNeeded,
     Verdict,
     WrongAnswer,
@@ -22,6 +23,7 @@ from utils.checking import (
     needs,
     quiet_stderr,
     require_answer,
+    visible,
     watch_operations,
 )
 
@@ -485,3 +487,15 @@ def test_an_answer_leaves_its_inputs_in_every_check():
     with pytest.raises(AssertionError, match="changed one of its inputs"):
         leaves_inputs(lambda y: y.unsqueeze_(0))(torch.ones(2))
     assert torch.vmap(leaves_inputs(torch.sin))(torch.zeros(3)).sum() == 0
+
+
+def test_a_visible_check_raises_by_itself(capsys):
+    @visible("1.1", "Doubling", forbids=MATMUL)
+    def check_double(double):
+        assert double(2) == 4, "it is not twice as much"
+
+    check_double(lambda x: x + x)
+    assert capsys.readouterr().out == "✓ Question 1.1: Doubling: passed.\n"
+    with pytest.raises(WrongAnswer, match="not twice"):
+        check_double(lambda x: x)
+    assert check_double.judge(lambda x: x).passed is False and check_double.rule.forbids == (MATMUL,)

@@ -121,6 +121,8 @@ def _refuses_eager(problem: Problem, options: Options) -> str:
 def _refuses_compiled(problem: Problem, options: Options) -> str:
     if reason := _refuses_eager(problem, options) or reason_against_compiling(problem, options):
         return reason
+    if problem.with_lse and problem.device.type == "cpu":
+        return "torch compiles it on a CPU without the log-sum-exp."
     if problem.has_empty_rows:
         return f"rows without keys are not tested with it (Sq {problem.sq} > Sk {problem.sk})."
     on_gpu = problem.device.type == "cuda"
@@ -155,12 +157,13 @@ def refuses_flash(problem: Problem, options: Options) -> str:
 
 
 def _flex_call(problem: Problem, block_mask, kernel_options: dict | None) -> Attend:
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
+    more = {"return_aux": AuxRequest(lse=True)} if problem.with_lse else {}
     score_mod, scale, grouped = problem.score_mod, problem.scale, problem.grouped
 
     def attend(q, k, v):
-        return flex_attention(
+        result = flex_attention(
             q,
             k,
             v,
@@ -169,7 +172,9 @@ def _flex_call(problem: Problem, block_mask, kernel_options: dict | None) -> Att
             scale=scale,
             enable_gqa=grouped,
             kernel_options=kernel_options,
+            **more,
         )
+        return (result[0], result[1].lse) if more else result
 
     return own_copy(attend)
 
@@ -274,10 +279,14 @@ BACKENDS = {
         cpu_operators=r"FlexAttention",
         implementation=lambda: _implementation("eager"),
         options=("block_size",),
+        returns_lse=True,
+        takes_v_dim=True,
     ),
     "flex": Backend(
         name="flex",
         summary="FlexAttention compiled by inductor",
+        returns_lse=True,
+        takes_v_dim=True,
         machine=compile_support,
         refuses=_refuses_compiled,
         bind=_bind_compiled,

@@ -26,21 +26,24 @@ def decodes(problem: Problem) -> bool:
     )
 
 
-def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:
+def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem):
     # The decode kernel has no backward pass and leaves no log-sum-exp to one.
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if decodes(problem) and not needs_grad:
+    needs_lse = problem.with_lse or (
+        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    )
+    if decodes(problem) and not needs_lse:
         from utils.attention.gluon.decode.launch import decode
 
         return decode(q, k, v, causal=problem.causal, scale=problem.scale, window=problem.window)
     from utils.attention.gluon.launch import forward
 
-    return forward(q, k, v, causal=problem.causal, scale=problem.scale, window=problem.window)
+    window, with_lse = problem.window, problem.with_lse
+    return forward(q, k, v, causal=problem.causal, scale=problem.scale, window=window, return_lse=with_lse)
 
 
 def _again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> Attend | None:
     """Return the kept launch for tensors of this layout; None if the call must go through `_run`, as for a gradient."""
-    if decodes(problem) or problem.needs_grad or problem.scale <= 0:
+    if decodes(problem) or problem.needs_grad or problem.with_lse or problem.scale <= 0:
         return None
     from utils.attention.gluon.launch import repeat
 
@@ -62,5 +65,6 @@ BACKENDS = {
         bind=bind_plain(_run, _again),
         kernels=r"attention_(step5|decode|backward)",
         implementation=_implementation,
+        returns_lse=True,
     )
 }

@@ -21,6 +21,7 @@ from utils.machine.device import Support, compile_support
 def stored_scores(problem: Problem, hidden: torch.Tensor | None, empty_rows: bool) -> Attend:
     """Return attention with all scores stored; `hidden`, of (B, H, Sq, Sk), is True where a query does not see a key."""
     scale, score_mod, group = problem.scale, problem.score_mod, problem.heads // problem.kv_heads
+    with_lse = problem.with_lse
 
     def attend(q, k, v):
         if group > 1:  # heads that share K and V: broadcast, not repeated
@@ -37,9 +38,8 @@ def stored_scores(problem: Problem, hidden: torch.Tensor | None, empty_rows: boo
         weights = torch.softmax(scores, -1).to(q.dtype)  # 16-bit scores too are summed in fp32
         if empty_rows:
             weights = weights.nan_to_num(0.0)  # the softmax of nothing is nan
-        if group > 1:
-            return (weights.unflatten(1, (-1, group)) @ v).flatten(1, 2)
-        return weights @ v
+        out = (weights.unflatten(1, (-1, group)) @ v).flatten(1, 2) if group > 1 else weights @ v
+        return (out, torch.logsumexp(scores.float(), -1)) if with_lse else out
 
     return attend
 
@@ -85,6 +85,8 @@ BACKENDS = {
         kernels=r"gemm|nvjet|cutlass|cublas|gemv|dot_kernel|splitK",
         cpu_operators=r"aten::(bmm|matmul)",
         implementation=_implementation,
+        returns_lse=True,
+        takes_v_dim=True,
     ),
     "naive_compiled": Backend(
         name="naive_compiled",
@@ -96,6 +98,8 @@ BACKENDS = {
         cpu_operators=r"(?i)torch-compiled region|cpp_fused",
         implementation=lambda: f"{_implementation()}, compiled",
         options=("mode",),
+        returns_lse=True,
+        takes_v_dim=True,
         compiles=True,
     ),
 }

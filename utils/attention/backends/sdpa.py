@@ -268,6 +268,7 @@ def _pinned(name: str, pin: Pin) -> Backend:
         kernels=pin.kernels,
         cpu_operators=on_cpu if pin.on_cpu else "",
         implementation=implementation,
+        takes_v_dim=name == "math",
     )
 
 
@@ -281,4 +282,5 @@ BACKENDS["sdpa"] = Backend(
     kernels="|".join(pin.kernels for pin in PINS.values()),
     cpu_operators=r"aten::_scaled_dot_product_",
     implementation=lambda: f"SDPA of torch {torch.__version__}, its own choice",
+    takes_v_dim=True,
 )

@@ -1,0 +1,22 @@
+"""What a student reads in each lab stays within limits, which are lowered when they are beaten."""
+
+from dataclasses import astuple
+
+import pytest
+
+from tools.reading import ROOT, Reading, read
+
+# words before the first answer; of a question: median, longest; sentences with a rule; share of tests; lines of code; pictures
+LIMITS = {
+    "lab1": Reading(1680, 127, 390, 48, 0.05, 1970, 2.1),
+    "lab2_flexattention": Reading(910, 106, 290, 21, 0.05, 1360, 1.7),
+    "lab3_gluon": Reading(1490, 138, 315, 37, 0.05, 1240, 2.3),
+    "lab4_sdpa": Reading(1150, 137, 232, 38, 0.05, 1730, 1.1),
+}
+
+
+@pytest.mark.parametrize("lab", LIMITS)
+def test_a_lab_reads_within_its_limits(lab):
+    *counts, pictures = astuple(read(ROOT / f"{lab}.ipynb"))
+    *most, least = astuple(LIMITS[lab])
+    assert all(count <= limit for count, limit in zip(counts, most, strict=True)) and pictures >= least, (counts, most)

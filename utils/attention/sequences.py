@@ -1,0 +1,81 @@
+"""Sequences of unequal length as masks: padded to one length (`seqlens`), or packed one behind the other (`cu_seqlens`).
+
+A mask is made from the lengths' values, so the same lengths get the same function object, and nothing is compiled anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import torch
+
+from utils.attention.masks.mask_mods import MaskMod, both, causal, document_ids, documents, named
+
+
+def check_integers(name: str, x, shape: tuple, device: torch.device) -> None:
+    """Raise unless x is a tensor of int32 of this shape (None: any size) on the device."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor of int32, and is a {type(x).__name__}.")
+    fits = x.dim() == len(shape) and all(n is None or n == m for n, m in zip(shape, x.shape, strict=True))
+    if not fits or x.dtype != torch.int32 or x.device != device or (x.dim() and x.stride(-1) != 1 and x.shape[-1] > 1):
+        wanted = f"({', '.join('pages' if n is None else str(n) for n in shape)}{',' if len(shape) == 1 else ''})"
+        raise ValueError(
+            f"{name} must be int32 of shape {wanted} on {device}, its last dimension contiguous; it is {x.dtype} of "
+            f"shape {tuple(x.shape)} on {x.device}."
+        )
+
+
+def padded_mask(q: torch.Tensor, k: torch.Tensor, seqlens: torch.Tensor, is_causal: bool, window: int | None):
+    """Return (the mask of sequences with `seqlens` keys each, bool (B, Sk): True at a key that there is).
+
+    The last query of a sequence is at its last key, as in `attention_decode`.
+    """
+    check_integers("seqlens", seqlens, (len(q),), q.device)
+    lengths, slots = tuple(seqlens.tolist()), k.shape[2]
+    if lengths and not 0 <= min(lengths) <= max(lengths) <= slots:
+        raise ValueError(f"seqlens must be from 0 to the {slots} keys of k; they are {min(lengths)} to {max(lengths)}.")
+    return _padded_mask(lengths, q.device, q.shape[2], is_causal, window), torch.arange(
+        slots, device=q.device
+    ) < seqlens[:, None]
+
+
+@functools.lru_cache(maxsize=64)
+def _padded_mask(lengths: tuple[int, ...], device, sq: int, is_causal: bool, window: int | None) -> MaskMod:
+    ends = torch.tensor(lengths, dtype=torch.int32, device=device)
+
+    def mask_mod(b, h, q, k):
+        allowed, distance = k < ends[b], q + ends[b] - sq - k
+        if is_causal:
+            allowed = allowed & (distance >= 0)
+        return allowed if window is None else allowed & (distance < window) & (-distance < window)
+
+    return named(mask_mod, f"padded({'causal' if is_causal else 'full'}, window {window})")
+
+
+def packed_mask(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor) -> MaskMod:
+    """Return the mask of sequences that begin where `cu_seqlens` (0, ..., S) says; of equal ones, by their span."""
+    sequences = len(cu_seqlens) if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.dim() == 1 else 1
+    check_integers("cu_seqlens", cu_seqlens, (sequences,), q.device)
+    places, tokens = cu_seqlens.tolist(), q.shape[2]
+    lengths = tuple(end - start for start, end in itertools.pairwise(places))
+    if tokens != k.shape[2]:
+        raise ValueError(f"cu_seqlens packs as many queries as keys, and there are {tokens} and {k.shape[2]}.")
+    if len(places) < 2 or places[0] != 0 or places[-1] != tokens or min(lengths) < 0:
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to the {tokens} tokens of q; it is {places[:4]}{' ...' if places[4:] else ''}."
+        )
+    return _packed_mask(tuple(n for n in lengths if n), q.device)
+
+
+@functools.lru_cache(maxsize=64)
+def _packed_mask(lengths: tuple[int, ...], device) -> MaskMod:
+    return documents(lengths[0] if len(set(lengths)) == 1 else document_ids(lengths, device))
+
+
+both_masks = functools.lru_cache(maxsize=64)(both)
+
+
+def with_causal(mask: MaskMod, is_causal: bool) -> MaskMod:
+    """Return the mask, causal too if asked for: kernels know `both(causal, documents(span))` by its form."""
+    return both_masks(causal, mask) if is_causal else mask
