@@ -10,7 +10,7 @@ from tools.reading import ROOT, Reading, read
 LIMITS = {
     "lab1": Reading(1680, 127, 390, 48, 0.05, 1970, 2.1),
     "lab2_flexattention": Reading(910, 106, 290, 21, 0.05, 1360, 1.7),
-    "lab3_gluon": Reading(1490, 138, 315, 37, 0.05, 1240, 2.3),
+    "lab3_gluon": Reading(311, 111, 127, 30, 0.05, 820, 4.7),
     "lab4_sdpa": Reading(1150, 137, 232, 38, 0.05, 1730, 1.1),
 }
 

@@ -34,10 +34,8 @@ def transpose(source: str, seed=None):
     draw = Draw(seed)
     small, large = (draw.size(1, 31), draw.size(33, 63)), (draw.size(65, 90), draw.size(1, 60))
     sizes = [(*small, 0), (*large, 0), (*large, draw.size(1, 9)), (64, 32, 0)]
-    sizes += [
-        (*(32 * n for n in draw.sizes(2, 1, 4)), 0),
-        (32 * draw.size(1, 3), 32 * draw.size(2, 5), 8 * draw.size(1, 4)),
-    ]
+    sizes.append((32 * draw.size(1, 4), 32 * draw.size(5, 8), 0))
+    sizes.append((32 * draw.size(1, 3), 32 * draw.size(2, 5), 8 * draw.size(1, 4)))
     rules.transpose(source, [transpose_launch(m, n, draw.normal, spare) for m, n, spare in sizes])
 
 

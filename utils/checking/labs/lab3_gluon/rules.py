@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -24,6 +25,9 @@ Seeds = tuple[int | None, ...]  # timings of the simulator: None is the cost mod
 CONSUMERS = ("compute_partition 0", "compute_partition 1")
 LEAST_OVERLAP = 0.12  # share of the softmax during a product: zero without overlap, about 0.25 in the model answer
 MOST_REPAIRS = 6
+EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 0.0}
+SUMS: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-3}  # of squares in fp32
+PRODUCTS: dict[str, Any] = {"rtol": 1e-2, "atol": 2e-2}  # in 16 bits
 
 
 def demand(condition: bool, words: str) -> None:
@@ -45,7 +49,7 @@ def simulated(
     mistakes: Callable[[Launch, dict], dict[str, torch.Tensor]] | None = None,
     seeds: Seeds = (None,),
     compiles: bool = False,
-    **close: float,
+    close: dict[str, Any] = EXACT,
 ) -> Iterator[tuple[Launch, Run]]:
     """Try each launch, and yield it with the events of all of its programs; the last one is compiled, too, with `compiles`."""
     tries = list(tries)
@@ -54,7 +58,7 @@ def simulated(
             text,
             launch,
             expected,
-            **{"rtol": 0.0, "atol": 0.0, **close},
+            **close,
             seeds=seeds,
             compiles=compiles and launch is tries[-1][0],
             hint=f"{hint} The launch: {sizes_of(launch)}.".strip(),
@@ -131,8 +135,7 @@ def tma_ring(
     compiles=False,
 ) -> None:
     """The same by TMA; there may be fewer tiles than slots."""
-    close: dict[str, float] = {"rtol": 1e-4, "atol": 1e-3}
-    for launch, run in simulated(text, tries, mistakes=ring_mistakes, seeds=seeds, compiles=compiles, **close):
+    for launch, run in simulated(text, tries, mistakes=ring_mistakes, seeds=seeds, compiles=compiles, close=SUMS):
         tiles = cdiv(launch.args["columns"], 64)  # type: ignore[arg-type]
         for events in run.programs():
             copies = sum(e.kind == "copy in" and e.unit == "TMA" for e in events)
@@ -159,7 +162,7 @@ def full_ring(
     """
     tiles, runs = 8, {}
     for stages in slots:
-        ((_, runs[stages]),) = simulated(text, [ring(stages, tiles)], rtol=1e-4, atol=1e-3)
+        ((_, runs[stages]),) = simulated(text, [ring(stages, tiles)], close=SUMS)
     one, three = max(runs[1].cycles), max(runs[3].cycles)
     demand(
         three <= share * one,
@@ -265,9 +268,8 @@ def repairs(
 def matmul(text: str, tries: Iterable[Try], seeds: Seeds, compiles: bool = False) -> None:
     """C = A Bᵀ on the tensor cores: one product a step, two copies a step, and one copy out."""
     hint = "C = A Bᵀ: is B turned, is each step added to the accumulator, and does that stay in fp32?"
-    close: dict[str, float] = {"rtol": 1e-2, "atol": 2e-2}
     for launch, run in simulated(
-        text, tries, hint=hint, mistakes=wgmma_mistakes, seeds=seeds, compiles=compiles, **close
+        text, tries, hint=hint, mistakes=wgmma_mistakes, seeds=seeds, compiles=compiles, close=PRODUCTS
     ):
         steps = cdiv(launch.args["k_size"], 64)  # type: ignore[arg-type]
         for events in run.programs():
@@ -288,7 +290,7 @@ def matmul(text: str, tries: Iterable[Try], seeds: Seeds, compiles: bool = False
 def cancelling(text: str, tries: Iterable[Try]) -> None:
     """The accumulator is fp32: the first two steps cancel, and their sums overflow in 16 bits."""
     hint = "Two steps of these numbers cancel, and their sums overflow in 16 bits: the accumulator is fp32."
-    list(simulated(text, tries, hint=hint, rtol=1e-2, atol=2e-2))
+    list(simulated(text, tries, hint=hint, close=PRODUCTS))
 
 
 # ---- attention ---------------------------------------------------------------------------------------------------
@@ -317,8 +319,8 @@ def blocks_of(launch: Launch) -> int:
 
 def softmax(text: str, tries: Iterable[Try], compiles: bool = False) -> None:
     """Right at the edges of the mask, with large scores, and with scores that fall or rise; each block is taken once."""
-    hint = "Blocks have 64 keys: are columns without a key masked, and are maximum, sum and output carried from block to block?"
-    for launch, run in simulated(text, tries, hint=hint, mistakes=_mistakes(SOFTMAX), compiles=compiles, **CLOSE):
+    hint = "They take keys in blocks of 64: are columns without a key masked, and are maximum, sum and output carried from block to block?"
+    for launch, run in simulated(text, tries, hint=hint, mistakes=_mistakes(SOFTMAX), compiles=compiles, close=CLOSE):
         for events in run.programs():
             expect_one_pass(events, blocks_of(launch))
 
@@ -336,7 +338,7 @@ def expect_one_pass(events: list[Event], blocks: int) -> None:
 def specialized(text: str, tries: Iterable[Try], seeds: Seeds, compiles: bool = False) -> None:
     """Right for any number of slots in any timing; the producer alone loads, each block once for both consumers."""
     hint = "Does each consumer take every block of keys once, and store its own 64 rows?"
-    tried = simulated(text, tries, hint=hint, mistakes=_mistakes(BLOCKS), seeds=seeds, compiles=compiles, **CLOSE)
+    tried = simulated(text, tries, hint=hint, mistakes=_mistakes(BLOCKS), seeds=seeds, compiles=compiles, close=CLOSE)
     for launch, run in tried:
         for events in run.programs():
             expect_split(events, blocks_of(launch), launch.args["STAGES"])  # type: ignore[arg-type]
@@ -381,7 +383,7 @@ def overlapped(text: str, tries: Iterable[Try], seeds: Seeds, compiles: bool = F
     hint = "Is o rescaled by alpha after the product of the block before, and is p the new p_next?"
     known = _mistakes(SOFTMAX | BLOCKS | OVERLAP, downward=True)
     runs = []
-    for launch, run in simulated(text, tries, hint=hint, mistakes=known, seeds=seeds, compiles=compiles, **CLOSE):
+    for launch, run in simulated(text, tries, hint=hint, mistakes=known, seeds=seeds, compiles=compiles, close=CLOSE):
         for events in run.programs():
             expect_products(events, blocks_of(launch), "the softmax should run during those that are needed")
             expect_pairs(events)
@@ -429,8 +431,8 @@ def attention_causal(text: str, tries: Iterable[Try], compiles: bool = False) ->
     def known(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
         return _mistakes(causal(launch.args["sk"] - launch.args["sq"]))(launch, expected)  # type: ignore[operator]
 
-    hint = "Query i sees keys 0 ... i + sk - sq."
-    for launch, run in simulated(text, tries, hint=hint, mistakes=known, compiles=compiles, **CLOSE):
+    hint = "Here query i sees keys 0 ... i + sk - sq."
+    for launch, run in simulated(text, tries, hint=hint, mistakes=known, compiles=compiles, close=CLOSE):
         sq, sk = (int(launch.args[name]) for name in ("sq", "sk"))  # type: ignore[call-overload]
         for program, events in enumerate(run.programs()):
             first = program % launch.grid[0] * 64
@@ -448,7 +450,7 @@ def two_softmax(text: str, tries: Iterable[Try], seeds: Seeds) -> None:
     """Right in any timing; both softmax partitions work, and the correction rescales O beside them."""
     hint = "Is P stored before it is announced, and is O rescaled by this block's alpha before P V is added?"
     known = _mistakes(SOFTMAX | BLOCKS, block=128)
-    for launch, run in simulated(text, tries, hint=hint, mistakes=known, seeds=seeds, **CLOSE):
+    for launch, run in simulated(text, tries, hint=hint, mistakes=known, seeds=seeds, close=CLOSE):
         blocks = blocks_of(launch)
         for events in run.programs():
             for name in ("softmax 0", "softmax 1"):
