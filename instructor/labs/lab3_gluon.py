@@ -64,7 +64,7 @@ def read_one(x_desc, y_ptr, PHASE: gl.constexpr, EXTRA: gl.constexpr):
     mbarrier.wait(full, PHASE)
     gl.store(y_ptr, gl.max(gl.max(slot.load(layout).to(gl.float32), 1), 0))
 '''
-break_it(READ_ONE, {"right": (0, 0), "(a) the other phase": (1, 0), "(b) 64 bytes too many": (0, 64)})
+break_it(READ_ONE, {"as it should be": (0, 0), "(a) the other phase": (1, 0), "(b) 64 bytes too many": (0, 64)})
 
 # %% [markdown]
 # On a GPU (b) is a hang without a word, and (a) is a number that may even be right. Here both have a name. Framed in red
@@ -1551,7 +1551,7 @@ plot_ladder()
 # %% [markdown]
 # **Read ratios, not absolute figures.** The same library at the same shape reads differently in the three records: they were
 # made at different moments, and a GPU at its power limit lowers its clock. Only contenders that ran in turns may be compared.
-# `fa4` is the package of FlashAttention 4; on Hopper it runs a reimplementation of FlashAttention 3's forward kernel.
+# `cute` is the package of FlashAttention 4; on Hopper it runs a reimplementation of FlashAttention 3's forward kernel.
 #
 # Step 1 to step 5 compute the same thing with the same FLOPs. What changes is who waits for whom. Step 3 is slower than step
 # 2 at head dimension 128. The likely reason, not measured apart: its tiles of 128 keys take 147 KB of shared memory, so one

@@ -169,7 +169,7 @@ def plot_shares(shares: dict[str, float]) -> None:
     _, ax = plt.subplots(figsize=(6.4, 3), layout="constrained")
     bars = [(name, f"{name}\nsimulated", share, 0) for name, share in shares.items()]
     bars += [(name, f"{name}\nH200", share, 1) for name, share in measured.items()]
-    for _, label, share, colour in sorted(bars):
+    for _, label, share, colour in sorted(bars, key=lambda bar: (bar[0], bar[3])):
         ax.bar_label(ax.bar(label, share, **series(colour).bar), fmt="%.2f")
     style_axes(ax, y="share of the time, or of 989 TFLOP/s", title="Tensor cores at work (5.2: step 4 of the ladder)")
     plt.show()
