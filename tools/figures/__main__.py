@@ -8,7 +8,7 @@ from pathlib import Path
 from tools.figures.attention import decoder_layer, flash_attention, kv_cache
 from tools.figures.drawing import Card, drawn_alike
 from tools.figures.flex import blocks, layout, mask_program, pages, paths
-from tools.figures.gluon import ring, specialized, streaming_multiprocessor
+from tools.figures.gluon import blackwell, ring, specialized, streaming_multiprocessor
 from tools.figures.gluon_layouts import barrier_states, blocked_layout, overlap_schedule, swizzle, wgmma_fragment
 from tools.figures.hardware import gemm_tiling, gpu_in_ten_minutes, kernel_fusion, memory_hierarchy, roofline_anatomy
 from tools.figures.lab1 import decode_step, five_operators, launch_queue, online_softmax, three_roofs
@@ -49,6 +49,7 @@ FIGURES = {
     "lab3_swizzle": swizzle,
     "lab3_barrier_states": barrier_states,
     "lab3_overlap_schedule": overlap_schedule,
+    "lab3_blackwell": blackwell,
     "lab2_mask_program": mask_program,
     "lab2_blocks": blocks,
     "lab2_paths": paths,
