@@ -39,10 +39,12 @@ NAMES = [
     "lab3_swizzle",
     "lab3_barrier_states",
     "lab3_overlap_schedule",
+    "lab3_blackwell",
     "lab2_mask_program",
     "lab2_blocks",
     "lab2_paths",
     "lab2_pages",
+    "lab2_layout",
 ]
 
 
