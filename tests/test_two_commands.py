@@ -1,5 +1,6 @@
 """`make lab` serves the notebook of the chosen lab and prints its address."""
 
+import contextlib
 import json
 import os
 import pty
@@ -49,7 +50,8 @@ def served(tmp_path):
             assert address is not None, f"no address of lab1.ipynb was printed:\n{log.read_text()}"
             yield address.group(), log
         finally:
-            os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                os.killpg(process.pid, signal.SIGTERM)
             try:
                 process.wait(timeout=20)
             except subprocess.TimeoutExpired:

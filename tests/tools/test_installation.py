@@ -262,6 +262,14 @@ def test_uv_gets_the_indexes_of_pip():
     assert variables == {"SSL_CERT_FILE": "/ca.pem"}
 
 
+def test_a_long_installation_says_how_far_it_is(tmp_path, capsys):
+    log = tmp_path / "install.log"
+    log.write_text("Collecting torch>=2.11\n  Downloading torch-2.13.0.whl (190 MB)\nDownloading numpy (16 MiB)\n")
+    assert environment.packages_begun(log) == ", 2 packages begun"
+    environment.show_progress("installing with uv, 30 s, 2 packages begun: numpy")  # without a terminal
+    assert capsys.readouterr().out == "installing with uv, 30 s, 2 packages begun: numpy\n"
+
+
 def test_a_setting_of_pip_that_uv_cannot_follow_leaves_the_work_to_pip():
     assert environment.uv_options("global.only-binary=':all:'\n") is None
 
