@@ -9,13 +9,14 @@ import torch
 
 from utils import attention
 from utils.attention.masks import by_name, score_mods
+from utils.attention.masks.mask_mods import row_chunks
 from utils.attention.reference import CHUNK_BYTES
 from utils.bench.errors import Refused
 from utils.machine.environment import available_memory_bytes, float32_matmul_precision
 from utils.model import costs as flops
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-MASKS = ("full", "causal", "document", "causal_document")
+MASKS = tuple(attention.masks.MASKS)
 SCORE_MODS = ("none", "relative_bias", "soft_cap")
 LAYOUTS = ("bhsd", "bshd")
 DIRECTIONS = ("forward", "backward", "both")
@@ -109,7 +110,8 @@ class Workload:
     @property
     def attention_arguments(self) -> dict:
         """The arguments of `utils.attention.attention` besides q, k and v."""
-        mask = {"causal": self.causal} if self.doc_span is None else {"mask_mod": by_name(self.mask, self.doc_span)}
+        plain = self.mask in ("full", "causal")
+        mask = {"causal": self.causal} if plain else {"mask_mod": by_name(self.mask, self.doc_span)}
         return mask | {"score_mod": score_mods.by_name(self.score_mod, self.heads, SOFT_CAP), "window": self.window}
 
     def problem(self, device: torch.device) -> attention.Problem:
@@ -132,6 +134,9 @@ class Workload:
             return sum(
                 n * (size * (size + 1) // 2 if self.causal else size**2) for n, size in ((count, span), (1, rest))
             )
+        if self.mask not in ("full", "causal"):
+            rows = row_chunks(by_name(self.mask), self.seq_len, self.sk, "cpu")
+            return sum(int(allowed.sum()) for _, allowed in rows)
         reach = self.sk + self.seq_len if self.window is None else self.window
         first = self.sk - self.seq_len  # position of the first query
         end = first + 1 if self.causal else first + reach
