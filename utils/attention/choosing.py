@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from utils.attention.problem import Options, Problem, Shape
+from utils.machine.device import compute_capability
 
 SCHEMA, VERSION = "labs-attention-choices", 1
 RULE = (
@@ -259,6 +260,9 @@ def rank_backends(problem: Problem, options: Options) -> Ranking:
             gluon = {"gluon": order["gluon"]}
             order = (CUTE | order) if problem.head_dim <= 64 else (gluon | CUTE | order)
         return Ranking(tuple(order), "", order)
+    if problem.device.type == "cuda" and (compute_capability() or (0, 0))[0] == 10:
+        # No GPU has run Gluon's kernel for Blackwell, so it is taken by its name only.
+        return Ranking(PLAIN_ORDER[1:], "", _FIXED.reasons)
     choices = active_choices()
     measured = () if choices is None else choices.rank(problem)
     if choices is None or not measured:
