@@ -564,7 +564,7 @@ tried = {
     f"documents({span})": documents(span),
     "packed, unequal lengths": packed_documents(document_numbers([length // 16 * n for n in (5, 1, 3, 2, 1, 4)], length, device)[None]),
 }
-if compiler:
+if can_compile():
     print("compiling six kernels, then timing: up to half a minute on two CPU cores ...", flush=True)
     calls = {name: prepare(q, k, v, mask_mod=mod, backend="flex", block_size=block) for name, mod in tried.items()}
     rows = []
@@ -581,8 +581,6 @@ if compiler:
     beside_guess("promise of the sliding window", float(promise_table["promised"][3]))
     beside_guess("share of it that arrives", float(promise_table["kept"][3]))
     beside_guess("everything in blocks, time over no mask", float(promise_table["ms"][0] / promise_table["ms"][1]))
-else:
-    print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
 plot_beside_recorded("promises", "kept", "How much of the blocks' promise arrives", "measured / promised")
 
 # %% [markdown]
@@ -847,6 +845,8 @@ check_prepare_flex(prepare_flex)
 guesses["the slowest"] = None  # a name of the list below
 guesses["eager over compiled FlexAttention"] = None  # a ratio
 guesses["mask as a tensor over compiled FlexAttention"] = None
+
+# %% tags=["collapsed"]
 q, k, v = random_qkv()
 span = length // 8
 mask = with_name(both(causal, documents(span)), f"both(causal, documents({span}))")
@@ -860,7 +860,7 @@ for name, backend in (
         contenders[name] = prepare(q, k, v, mask_mod=mask, backend=backend)
     except (AttentionUnsupported, torch.OutOfMemoryError) as reason:
         print(f"  not here: {reason}")
-if compiler:
+if can_compile():
     compiled_attention = torch.compile(own_copy(flex_attention), dynamic=False)
     yours = prepare_flex(compiled_attention, mask, None, length, device)
     contenders["FlexAttention, yours"] = functools.partial(yours, q, k, v)
@@ -899,7 +899,7 @@ plot_beside_recorded("race", "ms", "One mask, five ways", "ms", log=True)
 # %%
 guesses["lines of the kernel with 17.25"] = None
 
-if compiler:
+if can_compile():
     short = min(length, 1024)
     q, k, v = random_qkv(short)
     print("compiling ...", flush=True)
@@ -907,8 +907,6 @@ if compiler:
     generated = capped.generated_code()
     output_path("flex_generated_kernel.txt").write_text(generated)
     beside_guess("lines of the kernel with 17.25", show_code(generated, "17.25"))
-else:
-    print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
 
 # %% [markdown]
 # **Explain**, with lines copied from your file:
@@ -955,7 +953,7 @@ else:
 # Chrome traces. Drop `out/flex_eager.json` and `out/flex_compiled.json` on [ui.perfetto.dev](https://ui.perfetto.dev) to walk
 # through them.
 
-# %%
+# %% tags=["collapsed"]
 q, k, v = random_qkv(min(length, 1024))
 traced = {}
 for name, backend in (("eager", "flex_eager"), ("compiled", "flex")):
@@ -1040,6 +1038,8 @@ if not on_gpu:
 # %%
 guesses["promise of your loop's blocks"] = None  # times faster
 guesses["your loop, forward and backward: speed-up over the tensor"] = None
+
+# %% tags=["collapsed"]
 tokens, block = (4096, 512) if on_gpu else (2048, 256)
 mask = with_name(both(causal, documents(tokens // 8)), f"both(causal, documents({tokens // 8}))")
 leaves = [t.requires_grad_() for t in random_qkv(tokens)]  # in the dtype of every benchmark
@@ -1102,12 +1102,14 @@ plot_beside_recorded("training", "speed-up, both", "Forward and backward (the H2
 # the second length and the third? How many kernels will the other two have at the end?
 
 # %%
-import time
-
 guesses["dynamic=False: speed at the second length / at the third"] = None  # a ratio
 guesses["kernels of the default"] = None
 guesses["kernels of dynamic=True"] = None
-if compiler:
+
+# %% tags=["collapsed"]
+import time
+
+if can_compile():
     limit = 2
     # On a GPU long enough that a kernel takes longer than its launch.
     lengths = [length * (i + 4) // 8 if on_gpu else length * (i + 3) // 16 for i in range(5)]
@@ -1138,8 +1140,6 @@ if compiler:
     beside_guess("kernels of the default", compiled_versions(walked["default"]))
     beside_guess("kernels of dynamic=True", compiled_versions(walked["dynamic=True"]))
     plot_cliff(cliff_table, unit, limit)
-else:
-    print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
 if not on_gpu:
     show_recorded("cliff")
 
@@ -1204,7 +1204,7 @@ check_buckets(bucketed_attention)
 # %%
 guesses["kernels behind the railing"] = None
 guesses["padding"] = None  # 0 to 1
-if compiler:
+if can_compile():
     guarded = own_copy(flex_attention)
     behind_railing = torch.compile(guarded, dynamic=False)
 
@@ -1232,8 +1232,6 @@ if compiler:
     beside_guess("kernels behind the railing", compiled_versions(guarded))
     beside_guess("padding", padded / sum(texts) - 1)
     results["buckets"] = [{"lengths": len(set(texts)), "kernels": compiled_versions(guarded), "padding": padded / sum(texts) - 1}]
-else:
-    print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
 
 # %% [markdown]
 # ### Question 6.2: Explain the cliff {points}
@@ -1292,7 +1290,9 @@ else:
 guesses["block size with the best mean share of its pairs' promise"] = None  # 64, 128 or 256
 guesses["block size with the best mean share of its blocks' promise"] = None
 guesses["documents of half a block: best share of the pairs' promise"] = None  # 0 to 1
-if compiler:
+
+# %% tags=["collapsed"]
+if can_compile():
     q, k, v = random_qkv()
     block_sizes = [64, 128, 256]
     spans = [64, 128, 256, length // 8, length // 2] if on_gpu else [64, 128, 256, 512, 1024]
@@ -1327,8 +1327,6 @@ if compiler:
     drawn = sweep_table.rename(columns={"block": "block_size", "span": "doc_span", "measured": "speedup"})
     plot_sparsity_sweep(drawn.assign(ideal=drawn["blocks promise"]).to_dict("records"), title="times as fast as everything in these blocks")
     plt.show()
-else:
-    print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
 if not on_gpu:
     show_recorded("sweep")
 
@@ -1398,6 +1396,8 @@ check_layout_blocks(lay_out)
 # %%
 guesses["promise of your layout"] = None  # times faster
 guesses["share of the layout's promise that is kept"] = None  # 0 to 1
+
+# %% tags=["collapsed"]
 shares = [2, 3, 1, 2, 2, 3, 1, 2]  # sixteenths of the row; the first are the instructions
 lengths = [length // 16 * share for share in shares]
 conversation, position = (t.to(device) for t in arrivals(lengths))
@@ -1413,7 +1413,7 @@ def as_they_arrive(b, h, q, k):
 print("evaluating both masks, pair by pair ...", flush=True)
 plot_mask([as_they_arrive, mine], length, device=device, labels=["in the order of arrival", "in your layout"])
 plt.show()
-if compiler:
+if can_compile():
     print("compiling three kernels, then timing: up to 20 s on two CPU cores ...", flush=True)
     q, k, v = random_qkv()
     rows = [t[:, :, order] for t in (q, k, v)]
@@ -1435,8 +1435,6 @@ if compiler:
     keep("layout", layout_table)
     beside_guess("promise of your layout", float(layout_table["promised"][2]))
     beside_guess("share of the layout's promise that is kept", float(layout_table["measured"][2] / layout_table["promised"][2]))
-else:
-    print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
 plot_beside_recorded("layout", "measured", "The same pairs in two orders", "times as fast as everything")
 
 # %% [markdown]
@@ -1502,6 +1500,8 @@ plot_beside_recorded("layout", "measured", "The same pairs in two orders", "time
 # %%
 guesses["blocks row by row / blocks tile by tile"] = None
 guesses["one key head, time over all key heads"] = None
+
+# %% tags=["collapsed"]
 reach, width = 8, 128
 index = torch.arange(length, device=device)
 by_row = index // width, index % width  # row and column of each token
@@ -1523,7 +1523,7 @@ plot_mask(list(pictures.values()), length, device=device, labels=list(pictures))
 plt.show()
 counted = {name: tuple(map(int, count_blocks(dense_mask(mod, length, length, device), 128))) for name, mod in pictures.items()}
 beside_guess("blocks row by row / blocks tile by tile", sum(counted["row by row"][:2]) / sum(counted["tile by tile"][:2]))
-if compiler:
+if can_compile():
     print("compiling four kernels, then timing: up to 20 s on two CPU cores ...", flush=True)
     q, k, v = random_qkv()
     ways = {f"neighbours, {name}": prepare(q, k, v, mask_mod=mod, backend="flex") for name, mod in pictures.items()}
@@ -1534,8 +1534,6 @@ if compiler:
     more_table["keys and values, MB"] = [2 * k.nbytes / 1e6] * 3 + [2 * k.nbytes / heads / 1e6]
     keep("more", more_table)
     beside_guess("one key head, time over all key heads", float(more_table["ms"][3] / more_table["ms"][2]))
-else:
-    print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
 
 import warnings
 
