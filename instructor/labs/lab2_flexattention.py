@@ -43,7 +43,8 @@
 #
 # Run all cells in order; a cell that needs an earlier answer says which one. Write code where it says `# YOUR CODE HERE`,
 # delete the line `raise NotImplementedError()`, and run the check below. Solve each question the ordinary way and you will
-# never meet a rule; what a check counts stands folded below its question. Three hints are folded there too.
+# never meet a rule; what a check counts stands folded below its question. Three hints are folded there too. Leave inputs as
+# they are: `x *= 2` would change the caller's tensor.
 #
 # Where it says *Before you run*, write your guess into the line `guesses[...] = None`. What comes out is printed beside it,
 # and the score between you and the machine is kept. Folded cells are experiments: run them, open them if you are curious.
@@ -789,7 +790,7 @@ for name, low in lowest.items():
 # - **Compiled.** `torch.compile` traces your two functions, and Inductor, its code generator, puts them into the template of
 #   a flash-attention kernel: Triton on a GPU, C++ on a CPU. This one walks the block tables.
 # - **CuTe.** The same call with another back end: FlashAttention 4, a kernel in NVIDIA's CuTe DSL, with your functions
-#   translated into it. It needs a Hopper or Blackwell GPU.
+#   translated into it. It needs a Hopper or Blackwell GPU (`labs bench run --targets labs/flexattention:flex_attention_cute`).
 #
 # ![From two Python functions to one kernel: traced, lowered into a template, generated as Triton, C++ or CuTe](assets/lab2_paths.svg)
 
@@ -1043,10 +1044,10 @@ guesses["your loop, forward and backward: speed-up over the tensor"] = None
 tokens, block = (4096, 512) if on_gpu else (2048, 256)
 mask = with_name(both(causal, documents(tokens // 8)), f"both(causal, documents({tokens // 8}))")
 leaves = [t.requires_grad_() for t in random_qkv(tokens)]  # in the dtype of every benchmark
-dense, sdpa, loop, flex = dense_mask(mask, tokens, tokens, device), "SDPA, mask as a tensor", "your block_sparse_attention", "FlexAttention"
+dense, by_tensor, loop, flex = dense_mask(mask, tokens, tokens, device), "SDPA, mask as a tensor", "your block_sparse_attention", "FlexAttention"
 tables = create_block_mask(mask, None, None, tokens, tokens, device=device, BLOCK_SIZE=block)
 forwards = {
-    sdpa: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=dense),
+    by_tensor: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=dense),
     loop: lambda q, k, v: block_sparse_attention(q, k, v, tables),
 }
 if on_gpu:
@@ -1054,17 +1055,17 @@ if on_gpu:
     fine = create_block_mask(mask, None, None, tokens, tokens, device=device)  # blocks of 128
     forwards[flex] = lambda q, k, v: trained(q, k, v, block_mask=fine)
 both_ways = {name: call_with_gradients(forward, leaves, torch.ones_like(leaves[0])) for name, forward in forwards.items()}
-expected = both_ways[sdpa]()
+expected = both_ways[by_tensor]()
 for name, call in both_ways.items():
     error = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(call(), expected, strict=True))
     assert error < tolerance, f"the gradients of {name} differ from those of SDPA by {error} of the largest"
 plain = [t.detach() for t in leaves]
 training_ms = time_ways({(name, "forward"): functools.partial(forward, *plain) for name, forward in forwards.items()}
                         | {(name, "both"): call for name, call in both_ways.items()}, samples=7).set_index("way")["ms"]
-promises = {sdpa: 1.0, **{name: promised_speedup(count_blocks(dense, size)) for name, size in ((loop, block), (flex, 128))}}
+promises = {by_tensor: 1.0, **{name: promised_speedup(count_blocks(dense, size)) for name, size in ((loop, block), (flex, 128))}}
 training_table = pd.DataFrame([
     {"way": name, "dtype": dtype_name, "forward ms": training_ms[name, "forward"], "both ms": training_ms[name, "both"],
-     "speed-up, both": training_ms[sdpa, "both"] / training_ms[name, "both"], "its blocks promise": promises[name]}
+     "speed-up, both": training_ms[by_tensor, "both"] / training_ms[name, "both"], "its blocks promise": promises[name]}
     for name in forwards])
 keep("training", training_table)
 beside_guess("promise of your loop's blocks", float(promises[loop]))
