@@ -18,6 +18,11 @@ SVG = "{http://www.w3.org/2000/svg}"
 NAMES = [
     "lab4_dispatcher",
     "lab4_split_kv",
+    "lab1_decode_step",
+    "lab1_three_roofs",
+    "lab1_launch_queue",
+    "lab1_five_operators",
+    "lab1_online_softmax",
     "gemm_tiling",
     "memory_hierarchy",
     "gpu_in_ten_minutes",
@@ -39,6 +44,7 @@ NAMES = [
     "lab2_blocks",
     "lab2_paths",
     "lab2_pages",
+    "lab2_layout",
 ]
 
 

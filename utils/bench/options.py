@@ -31,6 +31,7 @@ class Options:
     graph: bool = False  # time CUDA graph replays
     target_interval: float | None = None  # sample until the interval is within plus or minus this share
     max_seconds: float | None = None  # time budget of each case's timing
+    discard: tuple[str, ...] = ()  # samples to leave out: "outliers", "throttled"
     run_id: str = field(default_factory=new_run_id)
     artifacts_dir: Path = Path("artifacts")
     profiles_dir: Path = Path("benchmark_profiles")
@@ -44,7 +45,7 @@ class Options:
     @property
     def timing(self) -> dict:
         """How this run times, as the results record it; None where each target decides."""
-        names = ("l2", "graph", "warmup", "iterations", "target_interval", "max_seconds")
+        names = ("l2", "graph", "warmup", "iterations", "target_interval", "max_seconds", "discard")
         return {name: getattr(self, name) for name in names}
 
     def check(self, device_type: str = "cuda") -> None:

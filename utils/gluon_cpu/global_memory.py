@@ -14,6 +14,7 @@ from . import context, layouts
 from .context import refuse
 from .dtypes import HELD_WIDER, TORCH, from_bits, is_int, numpy_type, round_to, to_bits
 from .known import constant, known, number
+from .memory import UPDATES
 from .tensors import Shape, Tensor, broadcast_layout, to_tensor
 
 
@@ -65,7 +66,10 @@ class GlobalBuffer:
 
     def write(self, offsets: np.ndarray, values: np.ndarray) -> None:
         """Set the values at offsets, counted in elements."""
-        self.raw[offsets + self.base] = to_bits(np.asarray(values), self.dtype) if self.in_bits else values
+        at, bits = offsets + self.base, to_bits(np.asarray(values), self.dtype) if self.in_bits else values
+        if not np.array_equal(self.raw[at], bits):  # a loop that stores the same once more goes nowhere
+            context.program().effects += 1
+            self.raw[at] = bits
 
 
 def pointer(tensor: torch.Tensor, name: str) -> Tensor:
@@ -188,13 +192,8 @@ def _atomic(name: str, update) -> None:
     known(f"atomic_{name}")(run)
 
 
-_atomic("add", np.add)
-_atomic("max", np.maximum)
-_atomic("min", np.minimum)
-_atomic("and", np.bitwise_and)
-_atomic("or", np.bitwise_or)
-_atomic("xor", np.bitwise_xor)
-_atomic("xchg", lambda old, new: new)
+for _name, _update in UPDATES.items():
+    _atomic(_name, _update)
 
 
 @known()
@@ -294,7 +293,7 @@ def host_descriptor(desc, name: str) -> Descriptor:
     """Return a TensorDescriptor that was made on the host as a kernel sees it."""
     if getattr(desc, "round_f32_to_tf32", False):
         text = f"{name}: gluon_cpu does not round to tf32 on the way, as round_f32_to_tf32=True asks"
-        raise NotImplementedError(f"{text}. Make the descriptor without it; wgmma reads the upper 19 bits anyway.")
+        refuse("unknown operation", f"{text}. Make the descriptor without it; wgmma reads the upper 19 bits anyway.")
     buffer = GlobalBuffer(desc.base, name)
     return Descriptor(
         buffer,

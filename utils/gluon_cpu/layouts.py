@@ -38,8 +38,12 @@ def threads(layout) -> tuple[int, int] | None:
 
 def block_bases(layout) -> list[list[int]]:
     """Return how a layout spreads a tensor over the blocks of a cluster: a step for each bit of the block's number."""
+    if isinstance(layout, gl.SliceLayout):
+        return [[*basis[: layout.dim], *basis[layout.dim + 1 :]] for basis in block_bases(layout.parent)]
     if isinstance(layout, gl.DistributedLinearLayout | gl.SharedLinearLayout):
-        return layout.block_bases
+        # Its steps count elements, those of a cga_layout the blocks' parts of the tensor.
+        steps = [sorted({abs(s) for s in along} - {0}) for along in zip(*layout.block_bases, strict=True)]
+        return [[1 << steps[d].index(s) if s else 0 for d, s in enumerate(basis)] for basis in layout.block_bases]
     return getattr(layout, "cga_layout", None) or []
 
 
@@ -68,7 +72,9 @@ def check_same_blocks(smem, layout, operation: str) -> None:
     if context.program().num_ctas == 1 or isinstance(layout, AutoLayout):
         return
     for held, wanted in zip(block_bases(smem.layout), block_bases(layout), strict=True):
-        needed = {"load": held, "gather": held, "store": wanted, "scatter": wanted}.get(operation, [*held, *wanted])
+        needed = {"load": held, "gather": held, "store": wanted}.get(
+            operation, wanted if "scatter" in operation else [*held, *wanted]
+        )
         if list(held) != list(wanted) and any(needed):
             text = f"{smem.label}.{operation}: the memory is spread over the blocks by {block_bases(smem.layout)}"
             advice = "Use the same cga_layout on both sides; gl.convert_layout moves values between blocks"
@@ -151,8 +157,6 @@ def check_shared(layout, dtype, shape: list[int]) -> None:
     _check_cluster(layout, "Shared memory")
     if not isinstance(layout, gl.NVMMASharedLayout):
         return
-    if layout.element_bitwidth != dtype.primitive_bitwidth:
-        _refuse(f"{layout} is for {layout.element_bitwidth}-bit elements; {dtype} has {dtype.primitive_bitwidth}.")
     if layout.rank not in (len(shape), len(shape) - 1):
         _refuse(
             f"{layout} has rank {layout.rank}; shape {shape} needs {len(shape)}, or "
@@ -168,8 +172,16 @@ def check_shared(layout, dtype, shape: list[int]) -> None:
         )
 
 
+def check_elements(smem, what: str) -> None:
+    """Refuse memory whose layout is for elements of another size: threads may use it so, TMA and tensor cores not."""
+    bits = getattr(smem.layout, "element_bitwidth", smem.dtype.primitive_bitwidth)
+    if bits != smem.dtype.primitive_bitwidth:
+        _refuse(f"{what}: {smem.layout} is for {bits}-bit elements; {smem.label} is {smem.dtype}.")
+
+
 def check_tma(desc, coord, smem, what: str) -> None:
     """Refuse shared memory that does not fit the descriptor of a TMA copy."""
+    check_elements(smem, what)
     if len(coord) != len(desc.block_shape):
         _refuse(f"{what}: {len(coord)} coordinates for a descriptor of {len(desc.block_shape)} dimensions.")
     if list(smem.shape) != list(desc.block_shape):

@@ -40,7 +40,7 @@ def at_positions(at_positions, seed=None):
                 moved(start, b + h),
                 f"at_positions of {starts}, sequence {b}, head {h},",
                 {
-                    "The queries are not moved.": moved(0, b + h),
+                    "The queries are not moved, or the keys are moved as well.": moved(0, b + h),
                     "Each sequence has a position of its own: positions[b].": moved(starts[0], b + h),
                     "The queries move, not the keys.": (k + start <= q) & (q - k - start < width + b + h),
                     "Query q stands at positions[b] + q.": (k <= start) & (start - k < width + b + h) & (q >= 0),

@@ -10,8 +10,11 @@ import types
 import pandas as pd
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
+from instructor.checks.lab4_sdpa.common import Attentions
+from instructor.grading.submission.evidence import update_mode
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
 from instructor.grading.submission.student import Student
 from instructor.grading.wire import vmaps
@@ -21,7 +24,7 @@ from instructor.grading.wire.signatures import make_proxy, parameters_of
 from instructor.grading.wire.values import Decoder, Encoder
 from utils.attention.masks import dense_mask, evaluate
 from utils.attention.masks.score_mods import modify_scores
-from utils.checking import watch_operations
+from utils.checking import SizeWatch, watch_operations
 
 
 class _Flags:
@@ -157,6 +160,26 @@ def test_operators_under_vmap_are_seen(across):
     with watch_operations() as watch:
         dense_mask(mod, 4, 4)
     assert any(name in ("mm", "mv", "bmm", "dot") for name in watch.operations) and watch.operations["gt"]
+
+
+def test_modes_of_a_check_see_the_same_operators(across):
+    def product(a, b):
+        return F.scaled_dot_product_attention(a[None, None], b.T[None, None], b.T[None, None]) * (a @ b).sum()
+
+    there, _ = across(product=product)
+    seen = []
+    for function in (there, product):
+        with SizeWatch() as sizes, Attentions() as ran:
+            for _ in range(2):
+                function(torch.ones(3, 4), torch.ones(4, 5))
+        seen.append((sizes.largest, sizes.products, sizes.copied, sizes.steps, ran.backends))
+    assert seen[0] == seen[1] and len(seen[0][-1]) == 2
+
+
+@pytest.mark.parametrize("text", ['{"backends": 3}', "{}", '{"backends": [], "largest": {}}', "[]"])
+def test_forged_data_of_a_mode_are_refused(text):
+    with pytest.raises((WireError, AttributeError)):
+        update_mode(Attentions(), text)
 
 
 def test_tensors_of_calls_under_vmap_do_not_pile_up(across):

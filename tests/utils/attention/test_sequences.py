@@ -81,7 +81,7 @@ def positions(q, k):
 def test_lse_and_sinks_against_float64(way):
     rng, ran = random.Random(5), dict.fromkeys(GIVES_LSE, 0)
     torch.manual_seed(1)
-    for _ in range(3):
+    for _ in range(1 if way == "compiled" else 3):
         q, k, v = draw(rng, rng.randint(2, 70), rng.randint(70, 130), rng.randint(1, 2))
         sink = torch.randn(q.shape[1], device=DEVICE, requires_grad=True)
         causal, window = rng.random() < 0.5, rng.choice((None, 9))
@@ -107,7 +107,7 @@ def test_lse_and_sinks_against_float64(way):
 def test_lengths_and_packed_sequences_against_float64(way):
     rng, ran = random.Random(6), dict.fromkeys(BACKENDS, 0)
     torch.manual_seed(2)
-    for turn in range(4):
+    for turn in range(2 if way == "compiled" else 4):
         causal, window = rng.random() < 0.5, rng.choice((None, 11))
         if turn % 2:  # padded; what lies behind the last key is not a number
             q, k, v = draw(rng, rng.randint(1, 20), 70, 3)

@@ -417,7 +417,7 @@ def test_parts_of_causal_tiles_have_a_program_each(monkeypatch):
 
 @needs_triton
 @pytest.mark.parametrize(
-    "seed", [pytest.param(n, marks=pytest.mark.slow if n < 3 else pytest.mark.overnight) for n in range(1, 9)]
+    "seed", [pytest.param(n, marks=pytest.mark.slow if n < 2 else pytest.mark.overnight) for n in range(1, 9)]
 )
 def test_walks_of_many_shapes(monkeypatch, seed):
     rng = random.Random(seed)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import linecache
 import math
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from tests.utils.gluon_cpu import gluon_correct_kernels as kernels
 from tests.utils.gluon_cpu import gluon_small_kernels as small
 from tests.utils.gluon_cpu.gluon_helpers import descriptor
 from utils import gluon_cpu
-from utils.gluon_cpu import simulation
+from utils.gluon_cpu import layouts, simulation
 from utils.machine import versions
 
 
@@ -182,7 +183,9 @@ def test_bad_launches():
             small.programs[(1,)](x, 1, num_warps=3)
         with pytest.raises(ValueError, match=r"num_ctas must be 1, 2, 4, 8 or 16, .*; got 3"):
             small.programs[(1,)](x, 1, num_ctas=3)
-        with pytest.raises(NotImplementedError, match=r"im2col mode\. Copy plain tiles with a TensorDescriptor"):
+        with pytest.raises(
+            gluon_cpu.UnknownOperationError, match=r"im2col mode\. Copy plain tiles with a TensorDescriptor"
+        ):
             small.programs[(1,)](type("TensorDescriptorIm2Col", (), {})(), 1)
         with pytest.raises(ValueError, match="CPU tensors"):
             small.programs[(1,)](torch.zeros(8, device="meta"), 1)
@@ -377,3 +380,38 @@ def test_a_phase_whose_arrivals_are_known_needs_no_wait():
         small.arrival_before_the_partitions[(1,)]()
     with pytest.raises(gluon_cpu.SimulationError, match="never waited"), gluon_cpu.simulate():
         small.arrivals_beside_the_wait[(1,)]()
+
+
+def test_linear_layouts_count_elements_and_others_blocks():
+    linear = gl.DistributedLinearLayout([[1, 0]], [[0, 1]] * 5, [[2, 0], [4, 0]], [[0, 64], [8, 0]], [16, 128])
+    assert layouts.block_bases(linear) == [[0, 1], [1, 0]]
+    assert layouts.block_bases(gl.SliceLayout(1, linear)) == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "error", "words"),
+    [
+        (small.spin_on_a_flag, gluon_cpu.EndlessLoopError, "nobody can change"),
+        (small.constant_in_each_turn, gluon_cpu.KernelError, "a second value"),
+        (small.misspelled_argument, gluon_cpu.KernelError, "unexpected keyword argument 'masked'"),
+        (small.tile_of_other_elements, gluon_cpu.LayoutError, "16-bit elements"),
+    ],
+)
+def test_a_mistake_is_reported_with_its_line(kernel, error, words):
+    with pytest.raises(error, match=words) as caught, gluon_cpu.simulate():
+        kernel[(1,)](torch.zeros(128, dtype=torch.int32))
+    assert "# here" in linecache.getline(small.__file__, caught.value.report.line)
+
+
+def test_a_partition_waits_for_the_flag_of_another_one():
+    flag = torch.zeros(2, dtype=torch.int32)
+    with gluon_cpu.simulate():
+        small.flag_between_partitions[(1,)](flag)
+    assert flag.tolist() == [1, 2]
+
+
+def test_atomic_scatter_counts_each_index():
+    y = torch.zeros(8, dtype=torch.int32)
+    with gluon_cpu.simulate():
+        small.count_by_atomics[(1,)](y)
+    assert y.tolist() == [13, 13, 13, 13, 12, 12, 12, 12]

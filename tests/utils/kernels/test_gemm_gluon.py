@@ -48,8 +48,9 @@ for index, dtype, a_column_major, b_column_major, by_tma in json.loads(sys.argv[
 print(json.dumps(reports))
 """
 ORDERS = [(False, False), (False, True), (True, False), (True, True)]
-# plan, dtype, A and B column-major, C stored by TMA
-VARIANTS = [(i, ("bf16", "fp16")[i % 2], *ORDERS[i // 2 % 4], i % 5 > 0) for i in range(len(PLANS))]
+# Plan, dtype, A and B column-major, C stored by TMA: a short plan, and plans of one and two consumers, alone and in clusters.
+KINDS = {(plan.short, plan.consumers, plan.cluster > 1): i for i, plan in enumerate(PLANS)}
+VARIANTS = [(i, ("bf16", "fp16")[n % 2], *ORDERS[n % 4], n % 3 > 0) for n, i in enumerate(KINDS.values())]
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from utils.bench.knobs import Knob
-from utils.bench.targets import sdpa
 from utils.bench.targets.cudnn_sdpa_bench import FlashSdp
 from utils.bench.targets.prepared import backend_support
+from utils.bench.workload import DIRECTIONS
 
 WITH_GRADIENTS = ("gluon", "cute", "flash_attn")  # backends outside of torch that have a backward pass
 CHOICES = (*FlashSdp.choices, *WITH_GRADIENTS)
@@ -24,7 +24,7 @@ class AttentionTraining(FlashSdp):
     }
     knobs = (
         *(knob for knob in FlashSdp.knobs if knob.name not in ("pass", "backend", "baseline-backend")),
-        Knob("pass", "what is timed", "both", "both", choices=sdpa.DIRECTIONS),
+        Knob("pass", "what is timed", "both", "both", choices=DIRECTIONS),
         Knob("backend", "backend of the optimized side", "flash", "gluon", choices=CHOICES),
         Knob("baseline-backend", "backend of the baseline side", "math", "cudnn", choices=CHOICES),
     )
