@@ -8,15 +8,9 @@ from tools.reading import ROOT, Reading, read
 
 # words before the first answer; of a question: median, longest; sentences with a rule; share of tests; lines of code; pictures
 LIMITS = {
-<<<<<<< HEAD
     "lab1": Reading(240, 103, 151, 27, 0.07, 920, 3.3),
     "lab2_flexattention": Reading(231, 103, 158, 6, 0.06, 612, 3.2),
     "lab3_gluon": Reading(311, 111, 127, 30, 0.05, 820, 4.7),
-=======
-    "lab1": Reading(1680, 127, 390, 48, 0.05, 1970, 2.1),
-    "lab2_flexattention": Reading(910, 106, 290, 21, 0.05, 1360, 1.7),
-    "lab3_gluon": Reading(311, 111, 127, 30, 0.05, 820, 4.7),
->>>>>>> lab3
     "lab4_sdpa": Reading(1150, 137, 232, 38, 0.05, 1730, 1.1),
 }
 
