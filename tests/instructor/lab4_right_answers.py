@@ -65,12 +65,16 @@ def pinned_sdpa(backend, q, k, v, **options):
 """,
     ),
     (
-        "the order rebuilt",
+        "the cases of the rule in a dict",
         "q1_4",
         """
-def dispatch(order, allowed, reasons, set_priority=False):
-    asked = list(allowed) + [n for n in order if n not in allowed] if set_priority else list(order)
-    able = [n for n in asked if n in set(allowed) and len(reasons[n]) == 0]
+def default_backend(capability, cudnn, reasons):
+    major, minor = capability
+    prefers = {(9, 0): True, (10, 0): True}.get((major, minor), False) and cudnn >= 91501
+    asked = ["flash", "efficient", "math", "cudnn"]
+    if prefers:
+        asked = asked[-1:] + asked[:-1]
+    able = [n for n in asked if len(reasons[n]) == 0]
     if able == []:
         raise BackendRefused("nothing left")
     return able.pop(0)
@@ -420,11 +424,12 @@ def pinned_sdpa(backend, q, k, v, **options):
         "next and a generator",
         "q1_4",
         """
-def dispatch(order, allowed, reasons, set_priority=False):
-    asked = allowed if set_priority else [name for name in order if name in allowed]
-    found = next((name for name in asked if not reasons[name]), None)
+def default_backend(capability, cudnn, reasons):
+    new = tuple(capability) in [(9, 0), (10, 0)] and divmod(cudnn, 100)[0] >= 915 and cudnn != 91500
+    order = "cudnn flash efficient math" if new else "flash efficient math cudnn"
+    found = next((name for name in order.split() if not reasons[name]), None)
     if found is None:
-        raise BackendRefused(f"no backend of {', '.join(allowed)} runs this call")
+        raise BackendRefused(f"no backend of {order} runs this call")
     return found
 """,
     ),
@@ -432,9 +437,10 @@ def dispatch(order, allowed, reasons, set_priority=False):
         "sorted by rank",
         "q1_4",
         """
-def dispatch(order, allowed, reasons, set_priority=False):
-    rank = {name: i for i, name in enumerate(allowed if set_priority else order)}
-    able = sorted((name for name in allowed if reasons[name] == []), key=rank.__getitem__)
+def default_backend(capability, cudnn, reasons):
+    first = -1 if capability in {(9, 0), (10, 0)} and cudnn > 9_15_00 else 3
+    rank = {"cudnn": first, "flash": 0, "efficient": 1, "math": 2}
+    able = sorted((name for name, texts in reasons.items() if texts == []), key=rank.__getitem__)
     try:
         return able[0]
     except IndexError:
@@ -732,19 +738,17 @@ def grid_answers(grid):
     default = ok[ok.is_default].set_index("shape").backend.to_dict()
     kind = ok.set_index("shape").kind.to_dict()
     decode = [b for s, b in best.items() if kind[s] == "decode"]
-    ratios = []
-    for s, rows in ok[ok.kind == "training"].groupby("shape"):
-        ms = dict(zip(rows.backend, rows.ms))
-        if "flash" in ms and "cudnn" in ms:
-            ratios.append(ms["flash"] / ms["cudnn"])
+    cudnn = [row for row in ok.to_dict("records") if row["kind"] == "decode" and row["backend"] == "cudnn"]
+    one = [" ".join(row["kernels"]) for row in cudnn if row["seq_len_q"] == 1]
+    four = [" ".join(row["kernels"]) for row in cudnn if row["seq_len_q"] == 4]
     return dict(
         default_wins=sum(default.get(s) == b for s, b in best.items()) / len(best),
         default_loss=geometric_mean(loss),
         decode_winner=max(sorted(set(decode)), key=decode.count),
-        worst_default=max(x for s, x in loss.items() if kind[s] == "prefill"),
-        peak_tflops=ok[(ok.kind == "prefill") & (ok.head_dim == 128)].tflops.max(),
+        worst_default=max(x for s, x in loss.items() if kind[s] == "decode"),
         decode_bandwidth=ok[ok.kind == "decode"].gb_s.max() / (1000 * GPU_SPECS["H200"]["memory_bandwidth_tb_s"]),
-        cudnn_over_flash=geometric_mean(pd.Series(ratios)),
+        sm80_one_query=sum("sm80" in names for names in one) / len(one),
+        splits_four_queries=sum("reduction" in names for names in four) / len(four),
     )
 """,
     ),

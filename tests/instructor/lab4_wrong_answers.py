@@ -61,6 +61,12 @@ def grid_answers(grid):
     return found
 """
 
+_FLASH_FIRST = '["flash", "efficient", "math", "cudnn"]'
+_RULE = "capability in ((9, 0), (10, 0)) and cudnn > 91500"
+_REFUSED = 'raise BackendRefused("none")'
+
+_NAMED = 'timed.loc[{rows}, "kernels"].map(lambda k: any("{word}" in n for n in k)).mean()'
+
 WRONG_ANSWERS = [
     # ---- 1
     WrongAnswer(
@@ -236,29 +242,81 @@ def pinned_sdpa(backend, q, k, v, **options):
 """,
         "should raise BackendRefused",
     ),
-    WrongAnswer(
-        "a list taken for an order",
-        "q1_4",
-        """
-def dispatch(order, allowed, reasons, set_priority=False):
-    for name in allowed:
-        if not reasons[name]:
+    *(
+        WrongAnswer(
+            mistake,
+            "q1_4",
+            f"""
+def default_backend(capability, cudnn, reasons):
+    first = {first}
+    order = ["cudnn", "flash", "efficient", "math"] if first else {otherwise}
+    for name in order:
+        if {able}:
             return name
-    raise BackendRefused("none")
+    {end}
 """,
-        "it is a set",
-    ),
-    WrongAnswer(
-        "math as a last resort",
-        "q1_4",
-        """
-def dispatch(order, allowed, reasons, set_priority=False):
-    for name in allowed if set_priority else order:
-        if name in allowed and not reasons[name]:
-            return name
-    return "math"
-""",
-        "raise BackendRefused",
+            phrase,
+            seen=(
+                "cuDNN is asked first where both hold",
+                "A backend with a reason",
+                "takes every call",
+                "raise BackendRefused",
+            ),
+        )
+        for mistake, first, otherwise, able, end, phrase in (
+            ("cuDNN first everywhere", "True", "[]", "not reasons[name]", _REFUSED, "Torch asks in the order"),
+            ("cuDNN first nowhere", "False", _FLASH_FIRST, "not reasons[name]", _REFUSED, "Torch asks in the order"),
+            ("the GPU alone", "capability[0] in (9, 10)", _FLASH_FIRST, "not reasons[name]", _REFUSED, "Torch asks"),
+            ("cuDNN's version alone", "cudnn > 91500", _FLASH_FIRST, "not reasons[name]", _REFUSED, "Torch asks"),
+            (
+                "9.15.0 is newer than itself",
+                _RULE.replace(">", ">="),
+                _FLASH_FIRST,
+                "not reasons[name]",
+                _REFUSED,
+                "Torch asks",
+            ),
+            (
+                "any newer GPU",
+                _RULE.replace("in ((9, 0), (10, 0))", ">= (9, 0)"),
+                _FLASH_FIRST,
+                "not reasons[name]",
+                _REFUSED,
+                "Torch asks",
+            ),
+            (
+                "math asked last",
+                _RULE,
+                '["flash", "efficient", "cudnn", "math"]',
+                "not reasons[name]",
+                _REFUSED,
+                "Torch asks",
+            ),
+            (
+                "reasons not looked at",
+                _RULE,
+                _FLASH_FIRST,
+                "True",
+                _REFUSED,
+                ("A backend with a reason", "Torch asks", "raise BackendRefused"),
+            ),
+            (
+                "math as a last resort",
+                _RULE,
+                _FLASH_FIRST,
+                "not reasons[name]",
+                'return "math"',
+                "raise BackendRefused",
+            ),
+            (
+                "None instead of an error",
+                _RULE,
+                _FLASH_FIRST,
+                "not reasons[name]",
+                "return None",
+                "raise BackendRefused",
+            ),
+        )
     ),
     # ---- 2
     WrongAnswer(
@@ -586,7 +644,7 @@ def distinct_results(fn, runs):
             found.append(r)
     return len(found)
 """,
-        "compare bits",
+        ("compare bits", "Compare bits"),
     ),
     WrongAnswer(
         "results kept without a copy",
@@ -635,13 +693,7 @@ def default_slowdown(grid):
         "the worst of all kinds",
         "q6_2",
         _ANSWERS.format(change='found["worst_default"] = default_slowdown(grid).max()'),
-        ("prefill shapes only", "too large"),
-    ),
-    WrongAnswer(
-        "flash over cuDNN upside down",
-        "q6_2",
-        _ANSWERS.format(change='found["cudnn_over_flash"] = 1 / found["cudnn_over_flash"]'),
-        "flash's time over cuDNN's",
+        ("decode shapes only", "too large"),
     ),
     # ---- bonus
     WrongAnswer(
@@ -714,7 +766,6 @@ def quantize_fp8(x, block=None):
     return _blocks(x, None)
 """,
         "of shape",
-        seen="has shape (1, 1, 1, 1), expected",
     ),
     # ---- what only a second look finds
     WrongAnswer(
@@ -727,6 +778,19 @@ def why_not(backend, q, k, v, **options):
     for name in ("flash", "mem_efficient", "math", "cudnn"):
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(True)
     return found
+""",
+        "other backends are",
+    ),
+    WrongAnswer(
+        "backends switched off one by one, and left so",
+        "q1_2",
+        """
+_asked = why_not
+def why_not(backend, q, k, v, **options):
+    for name in BACKENDS:
+        switch = {"efficient": "mem_efficient"}.get(name, name)
+        getattr(torch.backends.cuda, f"enable_{switch}_sdp")(name == backend)
+    return _asked(backend, q, k, v, **options)
 """,
         "other backends are",
     ),
@@ -759,54 +823,6 @@ def why_not(backend, q, k, v, **options):
     return " ".join(_asked(backend, q, k, v, **options))
 """,
         "list of sentences",
-    ),
-    WrongAnswer(
-        "None instead of an error",
-        "q1_4",
-        """
-def dispatch(order, allowed, reasons, set_priority=False):
-    for name in allowed if set_priority else order:
-        if name in allowed and not reasons[name]:
-            return name
-""",
-        "raise BackendRefused",
-        seen="BackendRefused",
-    ),
-    WrongAnswer(
-        "priority ignored",
-        "q1_4",
-        """
-def dispatch(order, allowed, reasons, set_priority=False):
-    for name in order:
-        if name in allowed and not reasons[name]:
-            return name
-    raise BackendRefused("none")
-""",
-        "asked in the order in which",
-    ),
-    WrongAnswer(
-        "reasons not looked at",
-        "q1_4",
-        """
-def dispatch(order, allowed, reasons, set_priority=False):
-    for name in allowed if set_priority else order:
-        if name in allowed:
-            return name
-    raise BackendRefused("none")
-""",
-        ("A backend with a reason", "raise BackendRefused"),
-    ),
-    WrongAnswer(
-        "the first of the order, allowed or not",
-        "q1_4",
-        """
-def dispatch(order, allowed, reasons, set_priority=False):
-    for name in list(allowed) + list(order) if set_priority else order:
-        if not reasons[name]:
-            return name
-    raise BackendRefused("none")
-""",
-        ("not allowed", "raise BackendRefused"),
     ),
     *(
         WrongAnswer(mistake, "q2_1", code, phrase)
@@ -1112,7 +1128,6 @@ KNOCK_OUTS = {f"dropout {p}": lambda q, k, v, p=p: {"query": q, "key": k, "value
 KNOCK_OUTS["strides"] = lambda q, k, v: {"query": q.mT.contiguous().mT, "key": k, "value": v}
 """,
         "That was Question 4.1",
-        seen="for its strides",
     ),
     WrongAnswer(
         "keys before queries",
@@ -1308,15 +1323,7 @@ def default_slowdown(grid):
                 "a product of all losses, which overflows for many shapes",
                 "default_loss",
                 "(lambda loss: float(loss.prod() ** (1 / len(loss))))(default_slowdown(grid))",
-                ("default_loss of a table with 1000 shapes", "default_loss of a table of 3200 shapes"),
-            ),
-            (
-                "a product of all ratios, which overflows for many shapes",
-                "cudnn_over_flash",
-                """(lambda t: float((t["flash"] / t["cudnn"]).dropna().prod() ** (1 / (t["flash"] / t["cudnn"]).count())))(
-        grid[(grid["status"] == "ok") & (grid["kind"] == "training")].pivot(index="shape", columns="backend", values="ms")
-    )""",
-                ("cudnn_over_flash of a table with 1000 shapes", "cudnn_over_flash of a table of 3200 shapes"),
+                ("default_loss of a table with 1000 shapes", "default_loss of a table of 4000 shapes"),
             ),
             ("wins in percent", "default_wins", '100 * found["default_wins"]', "between 0 and 1"),
             ("arithmetic mean of losses", "default_loss", "default_slowdown(grid).mean()", "not the arithmetic one"),
@@ -1327,22 +1334,28 @@ def default_slowdown(grid):
                 ("decode", "decode_winner"),
             ),
             (
-                "peak of all head dimensions",
-                "peak_tflops",
-                'timed[timed["kind"] == "prefill"]["tflops"].max()',
-                "Head dimension 128",
-            ),
-            (
                 "bandwidth of all kinds",
                 "decode_bandwidth",
                 'timed["gb_s"].max() / 1e3 / 4.8',
                 ("Decode only", "decode_bandwidth"),
             ),
             (
-                "ratio of sums",
-                "cudnn_over_flash",
-                'timed.pivot(index="shape", columns="backend", values="ms").loc[timed[timed["kind"] == "training"]["shape"].unique()][["flash", "cudnn"]].dropna().sum().pipe(lambda s: s["flash"] / s["cudnn"])',
-                "ratio of sums",
+                "sm80 of all decode calls",
+                "sm80_one_query",
+                _NAMED.format(rows='timed["kind"] == "decode"', word="sm80"),
+                ("Of cuDNN's decode rows with one query", "sm80_one_query"),
+            ),
+            (
+                "sm80 of all backends",
+                "sm80_one_query",
+                _NAMED.format(rows='(timed["kind"] == "decode") & (timed["seq_len_q"] == 1)', word="sm80"),
+                ("Of cuDNN's decode rows with one query", "sm80_one_query"),
+            ),
+            (
+                "splits of all queries",
+                "splits_four_queries",
+                _NAMED.format(rows='(timed["kind"] == "decode") & (timed["backend"] == "cudnn")', word="reduction"),
+                "Of cuDNN's decode rows with four queries",
             ),
         )
     ),
