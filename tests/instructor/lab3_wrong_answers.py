@@ -813,6 +813,27 @@ def owner(row, column, shape, size, threads, warps, order):
         "never written",
         ("tma_store(c_desc, [row, column]", "tma_store(c_desc, [column, row]"),
     ),
+    _instead(
+        "columns count tiles",
+        "q3_2",
+        "count elements",
+        ("tma_load(x_desc, [row, i * COLUMNS]", "tma_load(x_desc, [row, i]"),
+        ("tma_load(x_desc, [row, (i + STAGES) * COLUMNS]", "tma_load(x_desc, [row, i + STAGES]"),
+    ),
+    _instead(
+        "rows count blocks",
+        "q5_2",
+        "count elements",
+        ("tma_load(k_desc, [head, i * BLOCK_N, 0]", "tma_load(k_desc, [head, i, 0]"),
+        ("tma_load(v_desc, [head, i * BLOCK_N, 0]", "tma_load(v_desc, [head, i, 0]"),
+    ),
+    _instead(
+        "p and alpha without c",
+        "q5_1",
+        "c is missing",
+        ("alpha = gl.exp2((m - top) * c)", "alpha = gl.exp2(m - top)"),
+        ("p = gl.exp2((s - top[:, None]) * c)", "p = gl.exp2(s - top[:, None])"),
+    ),
     # ---- 6.1, 6.2
     _instead("no commit", "bonus_6_1", "deadlock", ("        tcgen05_commit(done)\n", "")),
     _instead("no wait for the product", "bonus_6_1", "race", ("        mbarrier.wait(done, phase)\n", "")),
