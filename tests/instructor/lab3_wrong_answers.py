@@ -165,7 +165,7 @@ def owner(row, column, shape, size, threads, warps, order):
     _instead(
         "not transposed",
         "q2_2",
-        ("wrong in", "out of bounds", "NaN"),
+        ("wrong in", "out of bounds", "never written"),
         ("y_ptr + columns[None, :] * y_stride + rows[:, None]", "y_ptr + rows[:, None] * y_stride + columns[None, :]"),
     ),
     # ---- 3.1
@@ -193,7 +193,7 @@ def owner(row, column, shape, size, threads, warps, order):
     _instead(
         "program's offset forgotten",
         "q3_1",
-        ("wrong in", "NaN"),
+        ("wrong in", "never written"),
         ("at = first + i * TILE + gl.arange(0, TILE, layout)", "at = i * TILE + gl.arange(0, TILE, layout)"),
     ),
     _instead(
