@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
-from instructor.checks.lab4_sdpa.common import Attentions
 from instructor.grading.submission.evidence import update_mode
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
 from instructor.grading.submission.student import Student
@@ -25,6 +24,7 @@ from instructor.grading.wire.values import Decoder, Encoder
 from utils.attention.masks import dense_mask, evaluate
 from utils.attention.masks.score_mods import modify_scores
 from utils.checking import SizeWatch, watch_operations
+from utils.checking.labs.lab4_sdpa.common import Attentions
 
 
 class _Flags:
