@@ -95,9 +95,9 @@ def pretended_gpu(function: Callable) -> Iterator[bool]:
     Yields:
         Whether the function runs here, so that its profile shows what it asked for.
     """
-    names: Any = getattr(function, "__globals__", {})
+    names: dict[str, Any] = getattr(function, "__globals__", {})
     available = torch.cuda.is_available
-    here = type(names) is dict  # while it is graded, the function runs in a process of its own
+    here = isinstance(names, dict)  # while it is graded, the function runs in a process of its own
     if available() or not here:
         yield here
         return
