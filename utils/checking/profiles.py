@@ -116,5 +116,5 @@ def pretended_gpu(function: Callable) -> Iterator[bool]:
 
 def records_kernels(prof: torch.profiler.profile) -> bool:
     """Return whether a profile was asked for a GPU's kernels; True for one of another process, of which that is not known."""
-    asked = getattr(prof, "asked", None) or getattr(prof, "activities", _KINDS)
+    asked: Any = getattr(prof, "asked", None) or getattr(prof, "activities", _KINDS)
     return torch.profiler.ProfilerActivity.CUDA in asked
