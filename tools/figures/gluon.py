@@ -225,8 +225,8 @@ def blackwell() -> Card:
     card.arrow(318, 234, 318, 168, color=INK, line=1.2, style="--")
     card.text(350, 202, "o_ready", size=8.6)
     card.route((870, 284), (870, 372), (318, 372), (318, 334), color=INK, style="--")
-    card.text(600, 386, "alpha_full: by how much O shrinks;  sum_full: 1 / sum of each row", size=8.8)
+    card.text(600, 384, "alpha_full: by how much O shrinks;  sum_full: 1 / sum of each row", size=8.8)
     card.arrow(236, 284, 180, 284, color=GREEN, line=2)
     card.text(208, 270, "out_full", size=8.6)
-    card.text(500, 408, "Solid: data. Dashed: somebody may go on.", size=8.6, color=SOFT)
+    card.text(500, 402, "Solid: data. Dashed: somebody may go on.", size=8.6, color=SOFT)
     return card
