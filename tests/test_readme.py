@@ -20,7 +20,7 @@ import yaml
 import utils
 from tests.marks import slow_but_first
 from tools import address
-from tools.figures import badges, gallery
+from tools.figures import gallery
 from utils import cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -162,11 +162,13 @@ def test_the_table_of_labs_has_their_points(lab):
     assert f"{regular} + {bonus}" in row
 
 
-def test_badges_say_what_pyproject_says():
-    for name, texts in badges.facts().items():
-        assert (badges.FOLDER / f"{name}.svg").read_text() == badges.badge(*texts), (
-            "run: python -m tools.figures.badges"
-        )
+def test_the_readmes_versions_are_those_of_pyproject():
+    (torch,) = [line for line in PROJECT["dependencies"] if line.startswith("torch")]
+    said = []
+    for name, versions in (("Python", PROJECT["requires-python"]), ("torch", torch)):
+        low, major, above = re.search(r">=([\d.]+),<(\d+)\.(\d+)", versions).groups()
+        said.append(f"{name} {low} to {major}.{int(above) - 1}")
+    assert f"[{PROJECT['license']}](LICENSE) · {' · '.join(said)} · GPU optional" in README
 
 
 def test_citation_and_licence_agree_with_pyproject():
@@ -261,15 +263,6 @@ def test_the_gallery_is_drawn_for_its_place():
     for path in gallery.FOLDER.glob("*.svg"):
         width = float(re.search(r'width="([\d.]+)pt"', path.read_text())[1])
         assert 400 / width * gallery.SMALL >= 9, path.name
-
-
-def test_each_lab_plans_the_hours_that_the_table_has():
-    numbers = {"two": 2, "four": 4, "six": 6, "ten": 10, "twelve": 12}
-    for name in ("lab1", "lab2_flexattention", "lab3_gluon", "lab4_sdpa"):
-        text = " ".join(json.loads(text_of(f"{name}.ipynb"))["cells"][0]["source"])
-        hours, bonus = re.search(r"Plan (\w+) hours, (\w+) more for\s+the bonus", text).groups()
-        (row,) = [line for line in README.splitlines() if line.startswith("|") and f"]({name}.ipynb)" in line]
-        assert f"| {numbers[hours]} + {numbers[bonus]} |" in row
 
 
 def test_the_labs_times_are_those_of_the_records():

@@ -43,7 +43,8 @@
 #
 # Run all cells in order; a cell that needs an earlier answer says which one. Write code where it says `# YOUR CODE HERE`,
 # delete the line `raise NotImplementedError()`, and run the check below. Solve each question the ordinary way and you will
-# never meet a rule; what a check counts stands folded below its question. Three hints are folded there too.
+# never meet a rule; what a check counts stands folded below its question. Three hints are folded there too. Leave inputs as
+# they are: `x *= 2` would change the caller's tensor.
 #
 # Where it says *Before you run*, write your guess into the line `guesses[...] = None`. What comes out is printed beside it,
 # and the score between you and the machine is kept. Folded cells are experiments: run them, open them if you are curious.
@@ -564,7 +565,7 @@ tried = {
     f"documents({span})": documents(span),
     "packed, unequal lengths": packed_documents(document_numbers([length // 16 * n for n in (5, 1, 3, 2, 1, 4)], length, device)[None]),
 }
-if compiler:
+if can_compile():
     print("compiling six kernels, then timing: up to half a minute on two CPU cores ...", flush=True)
     calls = {name: prepare(q, k, v, mask_mod=mod, backend="flex", block_size=block) for name, mod in tried.items()}
     rows = []
@@ -581,8 +582,6 @@ if compiler:
     beside_guess("promise of the sliding window", float(promise_table["promised"][3]))
     beside_guess("share of it that arrives", float(promise_table["kept"][3]))
     beside_guess("everything in blocks, time over no mask", float(promise_table["ms"][0] / promise_table["ms"][1]))
-else:
-    print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
 plot_beside_recorded("promises", "kept", "How much of the blocks' promise arrives", "measured / promised")
 
 # %% [markdown]
@@ -791,7 +790,7 @@ for name, low in lowest.items():
 # - **Compiled.** `torch.compile` traces your two functions, and Inductor, its code generator, puts them into the template of
 #   a flash-attention kernel: Triton on a GPU, C++ on a CPU. This one walks the block tables.
 # - **CuTe.** The same call with another back end: FlashAttention 4, a kernel in NVIDIA's CuTe DSL, with your functions
-#   translated into it. It needs a Hopper or Blackwell GPU.
+#   translated into it. It needs a Hopper or Blackwell GPU (`labs bench run --targets labs/flexattention:flex_attention_cute`).
 #
 # ![From two Python functions to one kernel: traced, lowered into a template, generated as Triton, C++ or CuTe](assets/lab2_paths.svg)
 
@@ -847,6 +846,8 @@ check_prepare_flex(prepare_flex)
 guesses["the slowest"] = None  # a name of the list below
 guesses["eager over compiled FlexAttention"] = None  # a ratio
 guesses["mask as a tensor over compiled FlexAttention"] = None
+
+# %% tags=["collapsed"]
 q, k, v = random_qkv()
 span = length // 8
 mask = with_name(both(causal, documents(span)), f"both(causal, documents({span}))")
@@ -860,7 +861,7 @@ for name, backend in (
         contenders[name] = prepare(q, k, v, mask_mod=mask, backend=backend)
     except (AttentionUnsupported, torch.OutOfMemoryError) as reason:
         print(f"  not here: {reason}")
-if compiler:
+if can_compile():
     compiled_attention = torch.compile(own_copy(flex_attention), dynamic=False)
     yours = prepare_flex(compiled_attention, mask, None, length, device)
     contenders["FlexAttention, yours"] = functools.partial(yours, q, k, v)
@@ -899,7 +900,7 @@ plot_beside_recorded("race", "ms", "One mask, five ways", "ms", log=True)
 # %%
 guesses["lines of the kernel with 17.25"] = None
 
-if compiler:
+if can_compile():
     short = min(length, 1024)
     q, k, v = random_qkv(short)
     print("compiling ...", flush=True)
@@ -907,8 +908,6 @@ if compiler:
     generated = capped.generated_code()
     output_path("flex_generated_kernel.txt").write_text(generated)
     beside_guess("lines of the kernel with 17.25", show_code(generated, "17.25"))
-else:
-    print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
 
 # %% [markdown]
 # **Explain**, with lines copied from your file:
@@ -955,7 +954,7 @@ else:
 # Chrome traces. Drop `out/flex_eager.json` and `out/flex_compiled.json` on [ui.perfetto.dev](https://ui.perfetto.dev) to walk
 # through them.
 
-# %%
+# %% tags=["collapsed"]
 q, k, v = random_qkv(min(length, 1024))
 traced = {}
 for name, backend in (("eager", "flex_eager"), ("compiled", "flex")):
@@ -1040,13 +1039,15 @@ if not on_gpu:
 # %%
 guesses["promise of your loop's blocks"] = None  # times faster
 guesses["your loop, forward and backward: speed-up over the tensor"] = None
+
+# %% tags=["collapsed"]
 tokens, block = (4096, 512) if on_gpu else (2048, 256)
 mask = with_name(both(causal, documents(tokens // 8)), f"both(causal, documents({tokens // 8}))")
 leaves = [t.requires_grad_() for t in random_qkv(tokens)]  # in the dtype of every benchmark
-dense, sdpa, loop, flex = dense_mask(mask, tokens, tokens, device), "SDPA, mask as a tensor", "your block_sparse_attention", "FlexAttention"
+dense, by_tensor, loop, flex = dense_mask(mask, tokens, tokens, device), "SDPA, mask as a tensor", "your block_sparse_attention", "FlexAttention"
 tables = create_block_mask(mask, None, None, tokens, tokens, device=device, BLOCK_SIZE=block)
 forwards = {
-    sdpa: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=dense),
+    by_tensor: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=dense),
     loop: lambda q, k, v: block_sparse_attention(q, k, v, tables),
 }
 if on_gpu:
@@ -1054,17 +1055,17 @@ if on_gpu:
     fine = create_block_mask(mask, None, None, tokens, tokens, device=device)  # blocks of 128
     forwards[flex] = lambda q, k, v: trained(q, k, v, block_mask=fine)
 both_ways = {name: call_with_gradients(forward, leaves, torch.ones_like(leaves[0])) for name, forward in forwards.items()}
-expected = both_ways[sdpa]()
+expected = both_ways[by_tensor]()
 for name, call in both_ways.items():
     error = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(call(), expected, strict=True))
     assert error < tolerance, f"the gradients of {name} differ from those of SDPA by {error} of the largest"
 plain = [t.detach() for t in leaves]
 training_ms = time_ways({(name, "forward"): functools.partial(forward, *plain) for name, forward in forwards.items()}
                         | {(name, "both"): call for name, call in both_ways.items()}, samples=7).set_index("way")["ms"]
-promises = {sdpa: 1.0, **{name: promised_speedup(count_blocks(dense, size)) for name, size in ((loop, block), (flex, 128))}}
+promises = {by_tensor: 1.0, **{name: promised_speedup(count_blocks(dense, size)) for name, size in ((loop, block), (flex, 128))}}
 training_table = pd.DataFrame([
     {"way": name, "dtype": dtype_name, "forward ms": training_ms[name, "forward"], "both ms": training_ms[name, "both"],
-     "speed-up, both": training_ms[sdpa, "both"] / training_ms[name, "both"], "its blocks promise": promises[name]}
+     "speed-up, both": training_ms[by_tensor, "both"] / training_ms[name, "both"], "its blocks promise": promises[name]}
     for name in forwards])
 keep("training", training_table)
 beside_guess("promise of your loop's blocks", float(promises[loop]))
@@ -1102,12 +1103,14 @@ plot_beside_recorded("training", "speed-up, both", "Forward and backward (the H2
 # the second length and the third? How many kernels will the other two have at the end?
 
 # %%
-import time
-
 guesses["dynamic=False: speed at the second length / at the third"] = None  # a ratio
 guesses["kernels of the default"] = None
 guesses["kernels of dynamic=True"] = None
-if compiler:
+
+# %% tags=["collapsed"]
+import time
+
+if can_compile():
     limit = 2
     # On a GPU long enough that a kernel takes longer than its launch.
     lengths = [length * (i + 4) // 8 if on_gpu else length * (i + 3) // 16 for i in range(5)]
@@ -1138,8 +1141,6 @@ if compiler:
     beside_guess("kernels of the default", compiled_versions(walked["default"]))
     beside_guess("kernels of dynamic=True", compiled_versions(walked["dynamic=True"]))
     plot_cliff(cliff_table, unit, limit)
-else:
-    print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
 if not on_gpu:
     show_recorded("cliff")
 
@@ -1204,7 +1205,7 @@ check_buckets(bucketed_attention)
 # %%
 guesses["kernels behind the railing"] = None
 guesses["padding"] = None  # 0 to 1
-if compiler:
+if can_compile():
     guarded = own_copy(flex_attention)
     behind_railing = torch.compile(guarded, dynamic=False)
 
@@ -1232,8 +1233,6 @@ if compiler:
     beside_guess("kernels behind the railing", compiled_versions(guarded))
     beside_guess("padding", padded / sum(texts) - 1)
     results["buckets"] = [{"lengths": len(set(texts)), "kernels": compiled_versions(guarded), "padding": padded / sum(texts) - 1}]
-else:
-    print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
 
 # %% [markdown]
 # ### Question 6.2: Explain the cliff {points}
@@ -1292,7 +1291,9 @@ else:
 guesses["block size with the best mean share of its pairs' promise"] = None  # 64, 128 or 256
 guesses["block size with the best mean share of its blocks' promise"] = None
 guesses["documents of half a block: best share of the pairs' promise"] = None  # 0 to 1
-if compiler:
+
+# %% tags=["collapsed"]
+if can_compile():
     q, k, v = random_qkv()
     block_sizes = [64, 128, 256]
     spans = [64, 128, 256, length // 8, length // 2] if on_gpu else [64, 128, 256, 512, 1024]
@@ -1327,8 +1328,6 @@ if compiler:
     drawn = sweep_table.rename(columns={"block": "block_size", "span": "doc_span", "measured": "speedup"})
     plot_sparsity_sweep(drawn.assign(ideal=drawn["blocks promise"]).to_dict("records"), title="times as fast as everything in these blocks")
     plt.show()
-else:
-    print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
 if not on_gpu:
     show_recorded("sweep")
 
@@ -1398,6 +1397,8 @@ check_layout_blocks(lay_out)
 # %%
 guesses["promise of your layout"] = None  # times faster
 guesses["share of the layout's promise that is kept"] = None  # 0 to 1
+
+# %% tags=["collapsed"]
 shares = [2, 3, 1, 2, 2, 3, 1, 2]  # sixteenths of the row; the first are the instructions
 lengths = [length // 16 * share for share in shares]
 conversation, position = (t.to(device) for t in arrivals(lengths))
@@ -1413,7 +1414,7 @@ def as_they_arrive(b, h, q, k):
 print("evaluating both masks, pair by pair ...", flush=True)
 plot_mask([as_they_arrive, mine], length, device=device, labels=["in the order of arrival", "in your layout"])
 plt.show()
-if compiler:
+if can_compile():
     print("compiling three kernels, then timing: up to 20 s on two CPU cores ...", flush=True)
     q, k, v = random_qkv()
     rows = [t[:, :, order] for t in (q, k, v)]
@@ -1435,8 +1436,6 @@ if compiler:
     keep("layout", layout_table)
     beside_guess("promise of your layout", float(layout_table["promised"][2]))
     beside_guess("share of the layout's promise that is kept", float(layout_table["measured"][2] / layout_table["promised"][2]))
-else:
-    print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
 plot_beside_recorded("layout", "measured", "The same pairs in two orders", "times as fast as everything")
 
 # %% [markdown]
@@ -1502,6 +1501,8 @@ plot_beside_recorded("layout", "measured", "The same pairs in two orders", "time
 # %%
 guesses["blocks row by row / blocks tile by tile"] = None
 guesses["one key head, time over all key heads"] = None
+
+# %% tags=["collapsed"]
 reach, width = 8, 128
 index = torch.arange(length, device=device)
 by_row = index // width, index % width  # row and column of each token
@@ -1523,7 +1524,7 @@ plot_mask(list(pictures.values()), length, device=device, labels=list(pictures))
 plt.show()
 counted = {name: tuple(map(int, count_blocks(dense_mask(mod, length, length, device), 128))) for name, mod in pictures.items()}
 beside_guess("blocks row by row / blocks tile by tile", sum(counted["row by row"][:2]) / sum(counted["tile by tile"][:2]))
-if compiler:
+if can_compile():
     print("compiling four kernels, then timing: up to 20 s on two CPU cores ...", flush=True)
     q, k, v = random_qkv()
     ways = {f"neighbours, {name}": prepare(q, k, v, mask_mod=mod, backend="flex") for name, mod in pictures.items()}
@@ -1534,8 +1535,6 @@ if compiler:
     more_table["keys and values, MB"] = [2 * k.nbytes / 1e6] * 3 + [2 * k.nbytes / heads / 1e6]
     keep("more", more_table)
     beside_guess("one key head, time over all key heads", float(more_table["ms"][3] / more_table["ms"][2]))
-else:
-    print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
 
 import warnings
 

@@ -40,6 +40,7 @@ HEADINGS = {
         "instructor/README.md": "instructor-sources.md",
         "docs/grading.md": "grading.md",
         "docs/contributing.md": "contributing.md",
+        "docs/versions.md": "versions.md",
         "tests/README.md": "tests.md",
         "CHANGELOG.md": "changelog.md",
     },

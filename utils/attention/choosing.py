@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from utils.attention.problem import Options, Problem
+from utils.machine.device import compute_capability
 
 # The order without mask functions: Gluon on Hopper, else FlashAttention 3 (the fastest backward pass over all head
 # dimensions), else flash-attn, else SDPA's backends by their speed on a GPU. A CPU has flash, math and naive.
@@ -40,7 +41,14 @@ _FIXED = Ranking(PLAIN_ORDER, dict.fromkeys(PLAIN_ORDER, "the first in the fixed
 
 
 def rank_backends(problem: Problem, options: Options) -> Ranking:
-    """Rank the backends that "auto" tries."""
+    """Rank the backends that "auto" tries. No GPU has run Gluon's kernel for Blackwell, so there it is taken by its name only."""
+    ranking = _rank(problem, options)
+    if problem.device.type == "cuda" and (compute_capability() or (0, 0))[0] == 10:
+        return Ranking(tuple(name for name in ranking.names if name != "gluon"), ranking.reasons)
+    return ranking
+
+
+def _rank(problem: Problem, options: Options) -> Ranking:
     if not problem.has_functions and not options.given:
         return _FIXED
     plain = problem.plain()

@@ -150,7 +150,8 @@ def write_comparison(a: dict, b: dict, rows: Sequence[dict], folder: Path) -> li
         ends = {key: row[key] for key in row if "interval" in key}
         cells.append({key: value for key, value in row.items() if key not in ends} | {"knobs": "; ".join(row["knobs"])})
         for key, (low, high) in ends.items():
-            cells[-1] |= {f"{key}_low": low, f"{key}_high": high}
+            name = "speedup" if key == "interval" else key.replace("_interval", "")
+            cells[-1] |= {f"{name}_low": low, f"{name}_high": high}
     write_whole(written[0], to_csv(cells, tuple(cells[0])))
     parts = [f"# Run {b['run_id']} against {a['run_id']}", f"{res.machine_name(a)}. {SEPARATE_RUNS}"]
     if different := notes(a, b):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,13 @@ from utils.bench.comparing import differences, separate_interval, speedup_verdic
 from utils.bench.documents import Schema, write_json
 from utils.bench.errors import BenchError
 from utils.benchmark import intervals as stats
+from utils.benchmark.cpu_timer import cpu_flush_bytes
+from utils.benchmark.cuda_timer import gpu_flush_bytes
 from utils.benchmark.measuring import measure
 from utils.benchmark.profiling import profile, read_trace
 from utils.benchmark.result import Measurement
 from utils.machine.device import usable_device
+from utils.machine.environment import environment, gpu_state
 from utils.validation import whole_number
 
 RESULT = Schema("labs-bench-suite", 1, ("kernel_name", "timing", "config", "measurement"))
@@ -153,27 +156,34 @@ class CUDABenchmarkHarness:
             times_itself = _is_time(kernel_func())
             if config.exclude_memory_transfers and self.on_gpu:
                 _refuse_transfers(kernel_func, kernel_name)
-            if times_itself:
-                # The timer calls the function as it calls any other; the times are those that the function returned.
-                own: list[float] = []
-                timed = measure(
-                    _keeping_times(kernel_func, kernel_name, own),
-                    calls_per_sample=1,
-                    queue_ahead=False,
-                    floor=False,
-                    **how,
-                    **work,
-                )
-                samples = own[-config.benchmark_iterations :]
-                method = timed.method | {"clock": "the kernel function's own", "below_floor": None}
-                measurement = replace(
-                    timed, samples_ms=tuple(samples), interval_ms=stats.repeat_interval(samples), method=method
-                )
-            else:
-                measurement = measure(kernel_func, **how, **work)
+            measurement = (
+                self._own_times(kernel_func, how, work) if times_itself else measure(kernel_func, **how, **work)
+            )
         timing = "kernel's own" if times_itself else "harness"
         dtype = None if dtype is None else str(dtype).removeprefix("torch.")
         return BenchmarkResult(kernel_name, timing, asdict(config), measurement, dict(shape) if shape else None, dtype)
+
+    def _own_times(self, kernel_func: Callable, how: dict, work: dict) -> Measurement:
+        """Collect the times that the kernel function returns, with the cache flushed before each call if that is asked for."""
+        flush_bytes = 0
+        if how["l2"] == "cold":
+            flush_bytes = gpu_flush_bytes(self.device) if self.on_gpu else cpu_flush_bytes()
+        flush = torch.zeros(flush_bytes // 4, dtype=torch.int32, device=self.device)
+        for _ in range(how["warmup"]):
+            kernel_func()
+        samples: list[float] = []
+        for call in range(how["iterations"]):
+            flush.add_(1)
+            if self.on_gpu:
+                torch.cuda.synchronize(self.device)
+            begin = time.perf_counter()
+            value = kernel_func()
+            samples.append(_check_own_time(value, 1e3 * (time.perf_counter() - begin), call, work["label"]))
+        method = {"clock": "the kernel function's own", "device": str(self.device), "warmup": how["warmup"]}
+        method |= {"samples": len(samples), "l2": how["l2"], "l2_flush_bytes": flush_bytes or None}
+        method |= {"calls_per_sample": 1, "gpu_after": gpu_state(self.device) if self.on_gpu else None}
+        interval = stats.repeat_interval(samples)
+        return Measurement(tuple(samples), interval, **work, method=method, environment=environment(self.device))
 
     def save_results(self, result: BenchmarkResult, path: Path | str) -> Path:
         """Write a result with its raw samples as JSON, in the place of an older file of that name."""
@@ -212,26 +222,19 @@ def _is_time(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _keeping_times(kernel_func: Callable, kernel_name: str, times: list[float]) -> Callable[[], None]:
-    """Return a call of the function that keeps the time it returns; BenchError if that cannot be its elapsed ms."""
-
-    def call() -> None:
-        begin = time.perf_counter()
-        value = kernel_func()
-        wall_ms = 1e3 * (time.perf_counter() - begin)
-        if not _is_time(value) or not math.isfinite(value) or value <= 0:
-            raise BenchError(
-                f"{kernel_name} returned {value!r} in call {len(times)} (counted from 0) and a time "
-                "at first: a kernel function that times itself returns ms above 0 every time."
-            )
-        if value > wall_ms + CLOCK_SLACK_MS:
-            raise BenchError(
-                f"{kernel_name} says it took {value:.4g} ms and its whole call took {wall_ms:.4g} ms "
-                "on the host's clock: it must return elapsed milliseconds, after waiting for its end."
-            )
-        times.append(float(value))
-
-    return call
+def _check_own_time(value: Any, wall_ms: float, call: int, kernel_name: str) -> float:
+    """Return the time that a kernel function reported; raise BenchError if it cannot be the elapsed ms of the call."""
+    if not _is_time(value) or not math.isfinite(value) or value <= 0:
+        raise BenchError(
+            f"{kernel_name} returned {value!r} in call {call} (counted from 0) and a time "
+            "at first: a kernel function that times itself returns ms above 0 every time."
+        )
+    if value > wall_ms + CLOCK_SLACK_MS:
+        raise BenchError(
+            f"{kernel_name} says it took {value:.4g} ms and its whole call took {wall_ms:.4g} ms "
+            "on the host's clock: it must return elapsed milliseconds, after waiting for its end."
+        )
+    return float(value)
 
 
 def _refuse_transfers(kernel_func: Callable, kernel_name: str) -> None:

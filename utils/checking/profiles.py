@@ -91,7 +91,8 @@ def pretended_gpu(function: Callable) -> Iterator[None]:
     Args:
         function: the answer, of whose notebook `on_gpu` is true meanwhile.
     """
-    if torch.cuda.is_available():
+    # An answer that is graded runs in a process of its own, where nothing that is replaced here could make it believe so.
+    if torch.cuda.is_available() or hasattr(function, "remote_run"):
         yield
         return
     names, available = getattr(function, "__globals__", {}), torch.cuda.is_available
@@ -109,5 +110,6 @@ def pretended_gpu(function: Callable) -> Iterator[None]:
 
 
 def records_kernels(prof: torch.profiler.profile) -> bool:
-    """Return whether a profile was asked for a GPU's kernels."""
-    return torch.profiler.ProfilerActivity.CUDA in getattr(prof, "asked", prof.activities)
+    """Return whether a profile was asked for a GPU's kernels; True for one of another process, of which that is not known."""
+    asked = getattr(prof, "asked", None) or getattr(prof, "activities", _KINDS)
+    return torch.profiler.ProfilerActivity.CUDA in asked

@@ -91,11 +91,22 @@ def addresses(ptr, mask, what: str):
         if mask.shape and not ptr.shape:
             refuse("layout", f"{what}: one pointer with a mask of shape {list(mask.shape)}.")
         keep = np.asarray(mask.data, dtype=np.bool_)
-    if ptr.shape:
-        layouts.distributed(layout, list(ptr.shape), what)
-    offsets, keep = np.broadcast_arrays(offsets, keep)
-    ptr.buffer.check(offsets[keep], what)
+    if offsets.ndim:
+        layouts.distributed(layout, offsets.shape, what)
+    everywhere = keep.all()
+    if offsets.shape != keep.shape:
+        offsets, keep = np.broadcast_arrays(offsets, keep)
+    ptr.buffer.check(offsets if everywhere else offsets[keep], what)
     return offsets, keep, layout
+
+
+def read_kept(buffer: GlobalBuffer, offsets: np.ndarray, keep: np.ndarray) -> np.ndarray:
+    """Return the values at those offsets that a mask keeps, and zeros elsewhere."""
+    if offsets.ndim and keep.all():
+        return buffer.read(offsets)
+    values = np.zeros(offsets.shape, numpy_type(buffer.dtype))
+    values[keep] = buffer.read(offsets[keep])
+    return values
 
 
 @known()
@@ -113,8 +124,7 @@ def load(
     offsets, keep, layout = addresses(pointer, mask, "gl.load")
     program = context.program()
     dtype = pointer.dtype.element_ty
-    values = np.zeros(offsets.shape, numpy_type(dtype))
-    values[keep] = pointer.buffer.read(offsets[keep])
+    values = read_kept(pointer.buffer, offsets, keep)
     if other is not None:
         other = to_tensor(other)
         if other.shape:
@@ -148,7 +158,9 @@ def _spend(latency: float, kind: str, pointer: Tensor, offsets: np.ndarray, keep
     """
     program, buffer = context.program(), pointer.buffer
     size = buffer.dtype.primitive_bitwidth // 8
-    program.spend(latency + int(keep.sum()) * size / program.num_ctas / program.model.global_bytes, kind, buffer.name)
+    program.spend(
+        latency + np.count_nonzero(keep) * size / program.num_ctas / program.model.global_bytes, kind, buffer.name
+    )
     if program.events is None or not offsets.shape or isinstance(layout, AutoLayout):
         return  # sectors depend on a layout that only the compiler knows
     elements = layouts.elements_of(layout, offsets.shape, program.partition.num_warps, program.num_ctas)

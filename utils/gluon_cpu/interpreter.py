@@ -19,7 +19,7 @@ from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from utils.machine import versions
 
-from . import barriers, context, copies, language, ptx, reductions, tensor_memory  # noqa: F401 (they fill the table)
+from . import barriers, context, copies, language, layouts, ptx, reductions, tensor_memory  # noqa: F401 (they fill the table)
 from .aggregates import Aggregate, is_instance
 from .context import refuse
 from .known import TABLE, advice, meaning, unwrap
@@ -251,7 +251,7 @@ def _assign(value, label: str):
     if label and isinstance(value, MemDesc):
         value.allocation.name = value.allocation.name or label
     elif label and isinstance(value, Aggregate):
-        for path, leaf in value.leaves():
+        for path, leaf in Aggregate.leaves(value):
             if isinstance(leaf, MemDesc):
                 leaf.allocation.path = leaf.allocation.path or f"{label}.{path}"
     return value
@@ -375,7 +375,7 @@ def call(function, *args, **kwargs):
     if owner is not None and not isinstance(owner, types.ModuleType):
         return function(*args, **kwargs)  # methods of tensors, shared memory and constants
     if isinstance(function, type):
-        return function(*args, **kwargs)  # layouts and other constants
+        return layouts.only_one(function(*args, **kwargs))  # layouts and other constants
     module = getattr(function, "__module__", "") or ""
     name = f"{module}.{getattr(function, '__qualname__', function)}"
     if module.startswith("triton."):

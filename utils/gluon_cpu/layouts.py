@@ -7,6 +7,7 @@ split. The rules of TMA and cp.async are here, those of wgmma in products.py, ea
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import NoReturn
 
@@ -95,7 +96,13 @@ def _check_cluster(layout, what: str) -> None:
         )
 
 
-_checked: set = set()
+_equal: dict = {}
+_checked: dict[tuple, DistributedLayout] = {}  # a layout's id stays its own while it is kept here
+
+
+def only_one(layout):
+    """Return the first layout that was equal to this one: two that are the same object need no comparison."""
+    return _equal.setdefault(layout, layout) if isinstance(layout, DistributedLayout | SharedLayout) else layout
 
 
 def distributed(layout, shape: list[int], what: str):
@@ -106,7 +113,7 @@ def distributed(layout, shape: list[int], what: str):
     if isinstance(layout, AutoLayout):
         return layout
     warps = context.partition().num_warps
-    key = (layout, len(shape), warps, context.program().num_ctas)
+    key = (id(layout), len(shape), warps, context.program().num_ctas)
     if key in _checked:
         return layout
     if not isinstance(layout, DistributedLayout):
@@ -121,7 +128,9 @@ def distributed(layout, shape: list[int], what: str):
     if spread is not None and spread[1] != warps:
         _refuse(f"{what}: {layout} is for {spread[1]} warps; this partition has {warps}.")
     _check_cluster(layout, what)
-    _checked.add(key)
+    if len(_checked) > 10000:
+        _checked.clear()
+    _checked[key] = layout
     return layout
 
 
@@ -208,8 +217,9 @@ def check_cp_async(smem, shape, dtype, layout, offsets) -> None:
         _refuse(f"cp.async: {smem.label} is {smem.dtype}, the pointers are to {dtype}.")
     if dtype.primitive_bitwidth >= 32 or isinstance(layout, (AutoLayout, gl.CoalescedLayout)):
         return
-    held = np.unique(offsets.reshape(-1)[_elements(layout, tuple(shape))[:, 0, 0]])
-    neighbours = int(np.diff(np.flatnonzero(np.diff(held, prepend=-2, append=held[-1] + 2) != 1)).min())
+    held = set(offsets.reshape(-1)[_elements(layout, tuple(shape))[:, 0, 0]].tolist())
+    firsts = [at for at in held if at - 1 not in held]
+    neighbours = min(next(n for n in itertools.count(1) if at + n not in held) for at in firsts)
     if neighbours * dtype.primitive_bitwidth < 32:
         _refuse(
             f"cp.async copies 4, 8 or 16 bytes of a thread at once; with {layout} and these pointers a thread has "

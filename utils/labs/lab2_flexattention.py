@@ -48,6 +48,13 @@ def describe_machine() -> None:
     print(f"compiler      {compiler.reason}")
 
 
+def can_compile() -> bool:
+    """Return whether torch.compile works here; print why if it does not."""
+    if not compiler:
+        print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
+    return bool(compiler)
+
+
 def everything(b, h, q, k):
     """A mask that lets every pair through: the same kernel, blocks and tiles as under other masks, and nothing to skip."""
     return q >= 0

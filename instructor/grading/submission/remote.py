@@ -378,7 +378,7 @@ def _indices(by_tensor: bool):
 
 
 class _Names(dict):
-    """The `__globals__` of a student's function: by `update`, a check replaces earlier answers in the notebook."""
+    """The `__globals__` of a student's function: by `update` or by `[]`, a check replaces earlier answers in the notebook."""
 
     def __init__(self, remote: Remote):
         super().__init__()
@@ -389,6 +389,9 @@ class _Names(dict):
 
     def __missing__(self, name):
         return self.remote.values([name])[name]
+
+    def __setitem__(self, name, value):
+        self.update({name: value})
 
     def update(self, values):  # type: ignore[override]
         if values:

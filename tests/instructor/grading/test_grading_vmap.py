@@ -1,9 +1,11 @@
 """Functions called under vmap, and block masks, across two processes: as if both were one, and no forgery counts."""
 
+import importlib
 import inspect
 import json
 import os
 import socket
+import sys
 import time
 import types
 
@@ -13,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
+from instructor.grading.submission.beside import put_behind_walls
 from instructor.grading.submission.evidence import update_mode
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
 from instructor.grading.submission.student import Student
@@ -443,7 +446,7 @@ def test_a_check_may_replace_an_earlier_answer(across):
     assert "second" in names and "third" not in names and names["second"] is second
     names.update({"second": lambda x: -x})
     assert remote.values(["second"])["second"](3) == -3 and second(3) == 8
-    names.update({"second": second})
+    names["second"] = second
     assert remote.values(["second"])["second"] is second
 
 
@@ -451,3 +454,19 @@ def test_evaluate_says_what_a_mask_may_not_do(across):
     mod, _ = across(mod=MODS["asks for True or False"])
     with pytest.raises(TypeError, match="asks a tensor for True or False"):
         evaluate(mod, torch.arange(3), torch.arange(3))
+
+
+def test_checks_that_were_loaded_before_get_the_functions_that_run_behind_the_walls(monkeypatch):
+    for module, name in (("utils.checking.masks", "kernels_for"), ("utils.checking.kernel_exercises", "simulate_file")):
+        owner = importlib.import_module(module)
+        before = getattr(owner, name)
+        check = types.ModuleType("utils.checking.labs.of_a_test")
+        check.held = before
+        monkeypatch.setitem(sys.modules, check.__name__, check)
+        for key, held in list(sys.modules.items()):  # as they are again after this test
+            for attribute, value in (
+                list(vars(held).items()) if key.startswith(("utils.checking", "instructor.checks")) else ()
+            ):
+                monkeypatch.setattr(held, attribute, value)
+        put_behind_walls(base := {"mine": before}, lambda *call: call[:2], lambda function, args: args)
+        assert check.held is base["mine"] is getattr(owner, name) is not before

@@ -280,16 +280,7 @@ def test_attention_ladder(step, shape, causal, window, seed, monkeypatch):
 @pytest.mark.skipif(importlib.util.find_spec("utils.attention") is None, reason="no attention kernels here")
 @pytest.mark.parametrize(
     ("head_dim", "sk", "programs", "variant"),
-    [
-        (64, 129, 4, "ahead"),
-        (64, 256, 3, "ahead of three"),
-        (64, 513, 1, "ahead"),
-        (64, 640, 1, "ahead of three"),
-        (64, 100, 6, "lone"),
-        (64, 1000, 6, "lone"),
-        (128, 256, 2, "ahead"),
-        (128, 385, 5, "ahead"),
-    ],
+    [(64, 129, 4, "ahead"), (64, 640, 1, "ahead of three"), (64, 100, 6, "lone"), (128, 385, 5, "ahead")],
 )
 def test_a_tiles_end_beside_the_next_ones_start(head_dim, sk, programs, variant, monkeypatch):
     """Step 5's plans "ahead": one to six tiles for each program, two to five blocks of keys, full and partial ones."""
@@ -298,13 +289,12 @@ def test_a_tiles_end_beside_the_next_ones_start(head_dim, sk, programs, variant,
     monkeypatch.setattr(launch, "variant_for", lambda *given: variant)
     torch.manual_seed(sk)
     q, k, v = (torch.randn(3, h, s, head_dim).bfloat16() for h, s in ((2, 130), (1, sk), (1, sk)))
-    for seed in range(2):
-        out, lse = torch.full_like(q, float("nan")), torch.full((3, 2, 130), float("nan"))
-        with gluon_cpu.simulate(seed=seed) as run:
-            launch._launch(5, q, k, v, out, lse, False, head_dim**-0.5 * math.log2(math.e), 0, True)
-        assert run.ok and (out.double() - attention(q, k, v, False, 0)).abs().max() < 0.02
-        expected = torch.logsumexp(q.double() @ k.double().mT * head_dim**-0.5, -1)
-        assert (lse - expected).abs().max() < 1e-3
+    out, lse = torch.full_like(q, float("nan")), torch.full((3, 2, 130), float("nan"))
+    with gluon_cpu.simulate(seed=sk) as run:
+        launch._launch(5, q, k, v, out, lse, False, head_dim**-0.5 * math.log2(math.e), 0, True)
+    assert run.ok and (out.double() - attention(q, k, v, False, 0)).abs().max() < 0.02
+    expected = torch.logsumexp(q.double() @ k.double().mT * head_dim**-0.5, -1)
+    assert (lse - expected).abs().max() < 1e-3
 
 
 @pytest.mark.skipif(importlib.util.find_spec("utils.attention") is None, reason="no attention kernels here")
@@ -328,13 +318,9 @@ def test_rows_before_the_first_query_count_among_the_tiles_that_programs_share(m
         ((1, 2, 1, 70, 300, 64), True, 0, "few", 2),
         ((1, 2, 2, 130, 389, 128), True, 0, "", 3),
         ((1, 1, 1, 60, 520, 256), False, 0, "", 4),
-        pytest.param((1, 2, 1, 100, 640, 56), False, 100, "few", 4, marks=pytest.mark.slow),
-        ((1, 1, 1, 150, 161, 256), True, 0, "", 1),
-        ((1, 2, 1, 80, 333, 128), True, 0, "one", 2),
         ((1, 1, 1, 100, 200, 256), False, 60, "one", 1),
         ((1, 2, 1, 70, 700, 64), False, 0, "one", 8),
         pytest.param((1, 2, 1, 200, 231, 64), True, 0, "short", 1, marks=pytest.mark.slow),
-        pytest.param((1, 2, 1, 200, 231, 64), True, 0, "", 1, marks=pytest.mark.slow),
     ],
 )
 def test_shared_tiles_and_tiles_that_begin_before_the_first_query(shape, causal, window, variant, parts, monkeypatch):

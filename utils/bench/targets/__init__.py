@@ -13,7 +13,6 @@ from utils.bench.errors import BenchError, did_you_mean, nearest
 from utils.bench.knobs import Setting, Sweep, settle, split_extra_args
 from utils.bench.targets import (
     attention_suite,
-    attention_training,
     cudnn_sdpa_bench,
     flashattention_gluon,
     flexattention,
@@ -23,10 +22,7 @@ from utils.bench.targets import (
 from utils.bench.targets.base import SIDES, Case, Target
 from utils.machine.device import Support, default_device
 
-FAMILIES = (
-    *(flexattention, flashattention_gluon, attention_training, cudnn_sdpa_bench, host_time, attention_suite),
-    functions,
-)
+FAMILIES = (*(flexattention, flashattention_gluon, cudnn_sdpa_bench, host_time, attention_suite), functions)
 TARGETS: dict[str, Target] = {target.name: target for family in FAMILIES for target in family.TARGETS}
 
 

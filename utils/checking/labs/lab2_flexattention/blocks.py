@@ -223,10 +223,24 @@ def expect_skipped(what: str, sizes, asked: int, block_mask: BlockMask, q: torch
     )
 
 
-def arrivals(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def laid_out(lay_out, conversation: torch.Tensor, position: torch.Tensor, window: int) -> tuple:
+    """Return the order and the mask of a layout, after asserting that the order is a permutation."""
+    result = lay_out(conversation.clone(), position.clone(), window)
+    assert isinstance(result, tuple | list) and len(result) == 2 and callable(result[1]), (
+        f"lay_out should return (order, mask_mod), and returns {result!r:.80}"
+    )
+    order, size = result[0], len(conversation)
+    assert isinstance(order, torch.Tensor) and order.shape == (size,) and sorted(order.tolist()) == list(range(size)), (
+        f"order should hold each of 0 ... {size - 1} once, a permutation in a tensor of integers, and is {order!r:.120}"
+    )
+    assert not order.is_floating_point(), f"order should be a tensor of integers, and is {order.dtype}"
+    return order, result[1]
+
+
+def arrivals(lengths: list[int], generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (conversation, position) of tokens of conversations of these lengths, in a random order of arrival."""
     conversation = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    conversation = conversation[torch.randperm(len(conversation))]
+    conversation = conversation[torch.randperm(len(conversation), generator=generator)]
     position = torch.zeros_like(conversation)
     for number in range(len(lengths)):
         mine = conversation == number
@@ -239,14 +253,7 @@ def check_layout_mask(lay_out):
     # tokens 2, 5, 7 are the instructions, 0, 3, 6, 9 are conversation 1, and 1, 4, 8 conversation 2; the window is 2
     conversation = torch.tensor([1, 2, 0, 1, 2, 0, 1, 0, 2, 1])
     position = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2, 3])
-    result = lay_out(conversation.clone(), position.clone(), 2)
-    assert isinstance(result, tuple | list) and len(result) == 2, (
-        f"lay_out should return (order, mask_mod), and returns {result!r:.80}"
-    )
-    order, mod = result
-    assert isinstance(order, torch.Tensor) and sorted(order.tolist()) == list(range(10)), (
-        f"order should be a permutation of 0 ... 9, a tensor of integers, and is {order!r:.120}"
-    )
+    order, mod = laid_out(lay_out, conversation, position, 2)
     got = pairs(mod, 10, 10, "the mask_mod of lay_out")
     by_token = torch.zeros_like(got)
     by_token[order[:, None], order[None, :]] = got
@@ -282,8 +289,7 @@ def check_layout_blocks(lay_out):
     # Blocks are counted for your order under the mask that is wanted: a mistake in your mask costs nothing here.
     for lengths, block, enough in (([32] * 8, 32, 15), ([64] * 4, 16, 79)):
         conversation, position = arrivals(lengths)
-        order = lay_out(conversation.clone(), position.clone(), 16)[0].tolist()
-        assert sorted(order) == list(range(256)), "order should hold each of 0 ... 255 once"
+        order = laid_out(lay_out, conversation, position, 16)[0].tolist()
         tokens = list(zip(conversation[order].tolist(), position[order].tolist(), strict=True))
         computed = {
             (i // block, j // block)

@@ -71,17 +71,8 @@ def check_relative_bias(relative_bias):
     mod, scores = relative_bias(bias), torch.full((7, 7), 0.5)
     got = modified(mod, scores, "relative_bias", h=1)
     assert isinstance(got, torch.Tensor) and got.shape == scores.shape, "relative_bias should return one score a pair"
-    for q, k, column in (
-        (4, 4, 2),
-        (4, 3, 3),
-        (4, 5, 1),
-        (4, 2, 4),
-        (2, 4, 0),
-        (6, 0, 4),
-        (0, 6, 0),
-        (6, 1, 4),
-        (1, 4, 0),
-    ):
+    for place in ("442", "433", "451", "424", "240", "604", "060", "614", "140"):
+        q, k, column = map(int, place)
         distance = q - k
         wrong = {
             "The distance is q - k: it has the wrong sign.": 4 - column,
@@ -174,53 +165,60 @@ def check_buckets(bucketed_attention):
     calls = []
 
     def attend(q, k, v, mask_mod):
-        calls.append((q.shape[2], mask_mod))
+        calls.append((tuple(q.shape), mask_mod))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(mask_mod, q.shape[2], k.shape[2]))
 
-    for tokens, bucket in ((5, 8), (3, 4), (4, 4), (8, 8), (9, 16)):
+    masks = []
+    for tokens in (5, 3, 4, 8, 9, 7):
         q, k, v = (torch.randn(2, 3, tokens, 6) for _ in range(3))
         calls.clear()
-        got = bucketed_attention(attend, q, k, v, [8, 16, 4])
-        sizes = [size for size, _ in calls]
-        assert sizes == [bucket], (
-            f"{tokens} tokens and buckets of [8, 16, 4]: attend should be called once, with {bucket} tokens, the smallest bucket "
-            f"that holds them; it was called with {sizes}"
-        )
-        wide = [F.pad(x, (0, 0, 0, bucket - tokens)) for x in (q, k, v)]
-        hint = known_mistake(
-            got,
-            {
-                "Padded keys take part in the softmax: hide them.": F.scaled_dot_product_attention(*wide)[
-                    :, :, :tokens
-                ],
-                "Attention is not causal here.": F.scaled_dot_product_attention(q, k, v, is_causal=True),
-            },
-        )
-        expected = F.scaled_dot_product_attention(q, k, v)
-        if isinstance(got, torch.Tensor) and got.shape[2:] != expected.shape[2:]:
-            hint = "Return the result without its padding."
-            assert got.shape[2] == tokens, (
-                f"{tokens} tokens came in, and the result has {got.shape[2]}: cut the padding off, so that the shape is that of q"
-            )
-        expect_close(got, expected, rtol=1e-4, atol=1e-5, what=f"{tokens} tokens in a bucket of {bucket}", hint=hint)
-    masks = []
-    for tokens in (5, 7):
-        calls.clear()
-        q = torch.randn(1, 1, tokens, 6)
-        bucketed_attention(attend, q, q, q, [8, 16, 4])
-        masks.append(calls[0][1])
+        masks.append(expect_bucket(bucketed_attention, attend, calls, (q, k, v), [8, 16, 4]))
+    masks = [masks[0], masks[-1]]
     count = kernels_for(masks, 8)
     assert count == 1, (
         f"the masks of 5 and 7 tokens in the same bucket need {count} kernels: their length is a Python number, and became a "
         "constant. Capture a tensor."
     )
-    q = torch.randn(1, 1, 17, 6)
     try:
-        bucketed_attention(attend, q, q, q, [8, 16, 4])
+        bucketed_attention(attend, *(torch.randn(3, 1, 1, 17, 6)), [8, 16, 4])
     except ValueError:
-        pass
-    else:
-        raise AssertionError("17 tokens fit into no bucket of [8, 16, 4]: raise a ValueError")
+        return
+    raise AssertionError("17 tokens fit into no bucket of [8, 16, 4]: raise a ValueError")
+
+
+def expect_bucket(bucketed_attention, attend, calls: list[tuple], qkv: tuple, buckets: list[int]):
+    """Assert that a text is padded to the smallest bucket that holds it, hidden and cut off again; return the mask.
+
+    Args:
+        bucketed_attention: the answer.
+        attend: attention of (q, k, v, mask_mod).
+        calls: where attend keeps the shape of q and the mask of each of its calls; empty.
+        qkv: tensors (B, H, S, D).
+        buckets: lengths, one of which holds S tokens.
+    """
+    q, k, v = qkv
+    tokens = q.shape[2]
+    bucket = min(size for size in buckets if size >= tokens)
+    got = bucketed_attention(attend, q, k, v, list(buckets))
+    sizes = [shape[2] for shape, _ in calls]
+    assert sizes == [bucket], (
+        f"{tokens} tokens and buckets of {buckets}: attend should be called once, with {bucket} tokens, the smallest bucket that "
+        f"holds them; it was called with {sizes}"
+    )
+    expected = F.scaled_dot_product_attention(q, k, v)
+    if isinstance(got, torch.Tensor) and got.dim() == 4:
+        assert got.shape[2] == tokens, (
+            f"{tokens} tokens came in, and the result has {got.shape[2]}: cut the padding off, so that the shape is that of q"
+        )
+    wide = [F.pad(x, (0, 0, 0, bucket - tokens)) for x in qkv]
+    leaky = F.scaled_dot_product_attention(*wide)[:, :, :tokens]
+    mistakes = {
+        "Padded keys take part in the softmax: hide them.": leaky,
+        "Attention is not causal here.": F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    }
+    hint = known_mistake(got, mistakes)
+    expect_close(got, expected, rtol=1e-4, atol=1e-5, what=f"{tokens} tokens in a bucket of {bucket}", hint=hint)
+    return calls[0][1]
 
 
 @visible("Bonus 8.1", "Decode")
@@ -276,27 +274,42 @@ def check_paged_mask(paged_mask):
 
 @visible("Bonus 8.3", "A ragged batch")
 def check_ragged_attention(ragged_attention):
-    shapes = []
+    calls = []
 
     def attend(q, k, v, mask_mod):
-        shapes.append(tuple(q.shape))
+        calls.append((tuple(q.shape), mask_mod))
         if not q.shape[2]:
             return q
         return F.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(mask_mod, q.shape[2], k.shape[2]))
 
-    sizes = [3, 0, 5, 2]
-    texts = [tuple(torch.randn(2, size, 6) for _ in range(3)) for size in sizes]
-    got = ragged_attention(attend, texts)
-    assert len(shapes) == 1, f"attend should be called once for all texts, and was called {len(shapes)} times"
-    assert shapes[0] == (1, 2, 10, 6), (
-        f"texts of {sizes} tokens make one row of 10, (1, 2, 10, 6); attend got {shapes[0]}. No padding: put them end to end"
+    expect_ragged(
+        ragged_attention, attend, calls, [tuple(torch.randn(2, size, 6) for _ in range(3)) for size in (3, 0, 5, 2)]
     )
-    assert isinstance(got, tuple | list) and len(got) == 4, "expected a list with a result for each of the four texts"
+
+
+def expect_ragged(ragged_attention, attend, calls: list[tuple], texts: list[tuple]) -> None:
+    """Assert that texts are attended to in one call without padding, each causally and by itself.
+
+    Args:
+        ragged_attention: the answer.
+        attend: attention of (q, k, v, mask_mod).
+        calls: where attend keeps the shape of q and the mask of each of its calls.
+        texts: a (q, k, v) for each text.
+    """
+    sizes = [q.shape[1] for q, _, _ in texts]
+    got = ragged_attention(attend, texts)
+    assert len(calls) == 1, f"attend should be called once for all texts, and was called {len(calls)} times"
+    row = (1, texts[0][0].shape[0], sum(sizes), texts[0][0].shape[2])
+    assert calls[0][0] == row, (
+        f"texts of {sizes} tokens make one row of {row[2]}, {row}; attend got {calls[0][0]}. No padding: put them end to end"
+    )
+    assert isinstance(got, tuple | list) and len(got) == len(texts), (
+        f"expected a list with a result for each of {len(texts)} texts"
+    )
     for i, (q, k, v) in enumerate(texts):
         expected, hint = torch.zeros_like(q), ""
         if sizes[i]:
             expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            hint = known_mistake(got[i], {"Each text is causal.": F.scaled_dot_product_attention(q, k, v)}) or (
-                "Does it look at other texts?"
-            )
+            both_ways = {"Each text is causal.": F.scaled_dot_product_attention(q, k, v)}
+            hint = known_mistake(got[i], both_ways, otherwise="Does it look at other texts?")
         expect_close(got[i], expected, rtol=1e-4, atol=1e-5, what=f"text {i} of lengths {sizes}", hint=hint)
