@@ -218,6 +218,9 @@ check_gemm_naive(gemm_naive)
 # caches on a CPU.
 #
 # ![The memory hierarchy: each level is larger and slower than the one above it](assets/memory_hierarchy.svg)
+#
+# One thing more. A bf16 number has 8 significant bits: once a sum is 512 times a new product, adding that product changes nothing. So
+# tensor cores, and every library, take narrow numbers, and multiply and add in wide ones.
 
 # %% [markdown]
 # ### Question 1.2: Tiled GEMM {points}
@@ -226,9 +229,7 @@ check_gemm_naive(gemm_naive)
 # the $A$ tile times row $k$ of the $B$ tile, broadcast, is an *outer product*; add up `tile_k` of them. Every size works: tiles
 # that do not divide the matrix, are larger than it, or are not square.
 #
-# **Multiply and add in float32**, or wider, whatever the dtype of `a` and `b`, and round once, when a tile of $C$ is done. A bf16
-# number has 8 significant bits: once the sum is 512 times a new product, adding that product changes nothing. Tensor cores and
-# every library do the same.
+# **Multiply and add in float32**, or wider, whatever the dtype of `a` and `b`, and round once, when a tile of $C$ is done.
 #
 # One step has `tile_m * tile_n * tile_k` numbers. Free are views, copies of a *whole* matrix before the loops, and putting $C$ together.
 #
@@ -276,11 +277,11 @@ def gemm_tiled(
 check_gemm_tiled(gemm_tiled)
 
 # %% [markdown]
-# ### Question 1.3: Why one timing lies {points}
-#
 # A GPU works **asynchronously**, as the pretend device did: a call puts work into a queue and returns. A clock that stops when
 # the call returns has timed the queue. To time the work, wait for the device: once *before* the clock starts, so that older
 # work is not billed to you, and once *before* it stops.
+#
+# ### Question 1.3: Why one timing lies {points}
 #
 # Write `time_calls`: it calls `fn` exactly `n_calls` times, times **each call on its own**, and returns a list of milliseconds. It
 # gets the function that waits for the device as an argument. `time.perf_counter()` counts seconds and never runs backwards.
@@ -580,16 +581,16 @@ if kernels := compiled_file("gemm_triton", "gemm_kernel", "1.5"):
             print(f"n {n:5}  {name:18}  {plus_minus(taken)} ms  {2 * n**3 / taken.median_ms / 1e9:7.1f} TFLOP/s")
 
 # %% [markdown]
+# With tiles, the matrices are no longer read once: a row of $A$ tiles is fetched again for every tile column of $C$, and a column of
+# $B$ tiles for every tile row.
+#
 # ### Bonus Question 1.6: How large should a tile be? {points}
 #
-# With tiles of `tile_m` × `tile_n`, the matrices are no longer read once. A row of $A$ tiles is fetched again for every
-# tile column of $C$, and a column of $B$ tiles for every tile row. Assume that nothing survives in a cache between two
-# tiles of $C$, and that tiles at the edge fetch only what exists.
+# Assume that nothing survives in a cache between two tiles of $C$, and that tiles at the edge fetch only what exists.
 #
 # 1. `tiled_gemm_bytes`: the bytes that such a tiled GEMM moves. $C$ is written once.
-# 2. `largest_square_tile`: the largest $t$ for which one fp32 accumulator of $t \times t$, one $A$ tile of
-#    $t \times \text{tile}_k$ and one $B$ tile of $\text{tile}_k \times t$ (both of `dtype`) fit into `fast_bytes` bytes
-#    of fast memory.
+# 2. `largest_square_tile`: the largest $t$ for which one fp32 accumulator of $t \times t$, one $A$ tile of $t \times \text{tile}_k$ and
+#    one $B$ tile of $\text{tile}_k \times t$ (both of `dtype`) fit into `fast_bytes` bytes of fast memory.
 
 # %% [markdown]
 # {hint idea}
@@ -870,13 +871,14 @@ for name, share in zip(("smallest gemm", None, "largest gemm", "small gemv", "la
         beside_guess(f"percent of its roof: {name}", 100 * share)
 
 # %% [markdown]
+# The model assumes that bytes travel at full bandwidth, that FLOPs run at peak, and that nothing else takes time. Each point
+# that misses its roof breaks one of these.
+#
 # ### Question 2.4: Explain each gap {points}
 #
-# The model assumes that bytes travel at full bandwidth, that FLOPs run at peak, and that nothing else takes time. Each point
-# that misses its roof breaks one of these. Go through **your** plot:
+# Go through **your** plot:
 #
-# 1. The smallest GEMM: what takes the time? Compare it with the shortest call that you have seen, and with the time that its
-#    FLOPs need at the peak.
+# 1. The smallest GEMM: what takes the time? Compare it with the time that its FLOPs need at the peak.
 # 2. The largest GEMM: which roof limits it, and why does it not touch it? (A CPU's roof was measured with a GEMM.)
 # 3. The large GEMV: which roof limits it? Would a chip with twice the FLOP/s help?
 # 4. The small GEMV: nearer to the roof than the large one, or above it? Which assumption is wrong for it?
@@ -1313,12 +1315,12 @@ report_measured("layer_roofline", measured)
 # ### Question 3.5: Two phases, two roofs {points}
 #
 # **Explain**, with numbers from your tables:
-# 1. Why does prefill lie far right and decode far left, although both run the same layer with the same weights?
-# 2. A larger batch moves decode to the right. Which bytes does the batch share, and which not? What about very long contexts?
+# 1. Why does prefill lie far right and decode far left, with the same weights?
+# 2. A larger batch moves decode to the right. Which bytes does it share, and which not? What about very long contexts?
 # 3. Decode with a cache does about $1/S$ of the work of decode without one. Does it gain a factor of $S$ in your table? Why not?
 # 4. Five of six layers slide. What does that change for the cache at 32768 tokens, and what for the MLP?
-# 5. A colleague says: "Our decode uses 0.01% of the GPU's FLOP/s, so the kernels must be bad." Which two numbers would you look at
-#    before you answer? What do they say about the H200 at batch 1?
+# 5. A colleague says: "Our decode uses 0.01% of the FLOP/s, so the kernels are bad." Which two numbers do you look at first? What do
+#    they say about the H200 at batch 1?
 
 # %% [markdown]
 # {hint idea}
@@ -1891,9 +1893,9 @@ beside_guess("gain of the decode kernel, 1 x 2048, one by one", float(table["gai
 # 1. On the timeline of the decode step: what takes more time, the matrix products or all the rest? What is the rest?
 # 2. GELU by hand against fused: which speed-up did `fusion_speedup` promise, which did you get, and why do they differ?
 # 3. `torch.compile` of the whole layer: which operators disappeared, and which did not?
-# 4. Fusion and CUDA graphs both make decode faster. Which cost does each one remove? Which of them reduces the bytes?
-# 5. For the prefill of 8192 tokens a CUDA graph gains nothing at batch 8, and a part of the time at batch 1 (the table above).
-#    Explain both with the model of Question 4.4.
+# 4. Which cost does fusion remove, and which a CUDA graph? Which of them reduces the bytes?
+# 5. For the prefill of 8192 tokens a CUDA graph gains nothing at batch 8, and a part of the time at batch 1. Explain both with the
+#    model of Question 4.4.
 
 # %% [markdown]
 # {hint idea}
@@ -2027,11 +2029,11 @@ beside_guess("longest text in the budget", longest_length(int(memory_budget), fl
 beside_guess("longest text in the whole memory", longest_length(int(whole_memory), flash_batch, flash_heads, dtype))
 
 # %% [markdown]
-# ### Question 5.2: Flash attention, with the right layout {points}
-#
 # PyTorch's `F.scaled_dot_product_attention` (SDPA) computes the same attention in one fused kernel, where one exists for the machine.
 # Its inputs are laid out as **(B, H, S, D)**. A projection produces (B, S, H, D). Both have four dimensions, so a mistake raises no
 # error. It computes attention over *heads* instead of tokens, very fast, and very wrong.
+#
+# ### Question 5.2: Flash attention, with the right layout {points}
 #
 # Write `attention_bshd`: causal attention for `q` (B, S, H, D) and `k`, `v` (B, S, Hkv, D), by one call of SDPA; the result is
 # (B, S, H, D). `Hkv` may be smaller than `H` (GQA): `enable_gqa=True` lets SDPA share the heads. (In a shape S is the length, as in
@@ -2083,9 +2085,9 @@ check_attention_bshd(attention_bshd)
 # ![Flash attention: a tile of queries stays on chip while tiles of keys and values stream past](assets/flash_attention.svg)
 
 # %% [markdown]
-# ### Question 5.3: Online softmax, and flash attention by hand {points}
-#
 # **Before you write.** Take a row with the blocks $[1, 3]$ and $[5]$. What are $m$ and $\ell$ after each block?
+#
+# ### Question 5.3: Online softmax, and flash attention by hand {points}
 #
 # 1. `online_softmax_stats` gets an *iterator* over blocks of shape (rows, width); widths may differ, and there is no going back.
 #    Return `(m, l)`, each of shape (rows,) and of the blocks' dtype. Values may be as large as 1000, so never compute $e^x$ without
@@ -2250,15 +2252,15 @@ beside_guess("score matrices at once, standard attention", round(highest["standa
 # </details>
 
 # %% [markdown]
+# Flash attention does the same FLOPs as standard attention (a few more, for the rescaling). What changes is I/O.
+#
 # ### Question 5.4: Kernels and roofline, before and after {points}
 #
-# Flash attention does the same FLOPs as standard attention (a few more, for the rescaling). What changes is I/O. For one
-# head with $L$ queries and $L$ keys, count two matrix products ($4 L^2 D$ FLOPs) and this traffic:
+# For one head with $L$ queries and $L$ keys, count two matrix products ($4 L^2 D$ FLOPs) and this traffic:
 #
-# - **standard**: $Q$, $K$, $V$ read, $O$ written; the scores written by the first product, read and written by the
-#   softmax, and read by the second product;
-# - **flash**: $Q$, $K$, $V$ read, $O$ written. (Keys and values are read again for each tile of queries, but then they
-#   come from the L2 cache.)
+# - **standard**: $Q$, $K$, $V$ read, $O$ written; the scores written by the first product, read and written by the softmax, and
+#   read by the second product;
+# - **flash**: $Q$, $K$, $V$ read, $O$ written. (Keys and values are read again for each tile of queries, but then from the L2 cache.)
 
 # %% [markdown]
 # {hint idea}
@@ -2305,12 +2307,11 @@ report_measured("attention_roofline", measured)
 # %% [markdown]
 # ### Question 5.5: Explain flash attention {points}
 #
-# With numbers from your tables ("flash" is the library's kernel; say where yours differs):
+# With numbers from your tables ("flash" is the library's kernel):
 # 1. Memory against length: how does each version grow, and which term is responsible?
-# 2. Flash does not do fewer FLOPs. Why is it faster? Use the roofline. (On a CPU the standard point may lie right of the
-#    ridge and still be slow. Which of its operators is not in the FLOP count?)
-# 3. The intensity of standard attention approaches a limit, however long the text. Which number of the model sets it? Is
-#    that limit left or right of the ridge of an H200 in bf16, for D = 128?
+# 2. Flash does not do fewer FLOPs. Why is it faster? Use the roofline. (On a CPU: which operator is not in the FLOP count?)
+# 3. The intensity of standard attention approaches a limit. Which number of the model sets it? Is that limit left or right of the
+#    ridge of an H200 in bf16, for D = 128?
 # 4. What would go wrong in online softmax without the rescaling factor? When would nobody notice?
 
 # %% [markdown]
@@ -2411,11 +2412,13 @@ tiles = causal_tokens // causal_tile
 print(f"{tiles * (tiles + 1) // 2} of {tiles**2} tiles are left")
 
 # %% [markdown]
-# ### Bonus Question 5.7: Split the keys, merge the results {points}
+# ## Many programs for one query
 #
 # In decode there is one query and a long cache. One program that walks along all keys leaves the rest of the GPU idle. *Flash decoding*
 # cuts the cache into parts, computes attention over each part at the same time, and merges. Each part returns its output $O_p$ (already
 # divided by its own sum) and the logarithm of its sum, $L_p = \log \sum_{j \in p} e^{s_j}$.
+#
+# ### Bonus Question 5.7: Split the keys, merge the results {points}
 #
 # Write `merge_attention`: `outputs` (P, ..., D) and `lses` (P, ...) of P parts give `(output, lse)` of shapes (..., D) and (...). Scores
 # may be around ±1000. A part may be empty for some queries: its $L_p$ is $-\infty$, and whatever its output holds, even NaN, counts for
@@ -2464,11 +2467,15 @@ whole = F.scaled_dot_product_attention(q, k, v)
 print(f"four parts of 2048 keys, merged: off by at most {(merged - whole).abs().max().item():.1e}")
 
 # %% [markdown]
-# ### Bonus Question 5.8: Flash attention in Triton {points}
+# ## The loop as one kernel
 #
 # Your loop of Question 5.3 pays for every line: each is an operator, with its launch and its trips to memory. Now the same loop as **one**
 # kernel. One program takes `BLOCK_M` queries of one head and walks along the keys in blocks of `BLOCK_N`, each once. Scores, $m$, $\ell$ and
-# the output stay on the chip. The pointers and the loads are there. Fill in the two gaps:
+# the output stay on the chip.
+#
+# ### Bonus Question 5.8: Flash attention in Triton {points}
+#
+# The pointers and the loads are there. Fill in the two gaps:
 # 1. In the loop: the scores of the block, and with them `m`, `l` and `accumulator` as in Question 5.3, both products by `tl.dot` with
 #    `"ieee"`. In the last block some keys do not exist: their loads gave 0, and a score of 0 is a score like others.
 # 2. After the loop: the division, and the store, masked.

@@ -16,9 +16,9 @@
 # # Lab 3: From Naive Attention to a Warp-Specialized Kernel
 #
 # The tensor cores and the copy engine of a GPU run on their own. A kernel that does not wait for them reads garbage; one
-# that waits for the wrong thing waits for ever; one that always waits leaves them idle for half of the time. Here you
-# write such kernels in **Gluon**, the language under Triton, up to flash attention with a producer and consumers. You
-# need no GPU: a simulator runs them, draws what happened, and names every deadlock and every race.
+# that waits for the wrong thing waits for ever; one that always waits leaves them idle. Here you write such kernels in
+# **Gluon**, the language under Triton, up to flash attention with a producer and consumers. A simulator runs them without
+# a GPU, draws what happened, and names every deadlock and every race. Plan twelve hours, four more for the bonus.
 #
 # ![One SM of a Hopper GPU: four quarters with a tensor core, arithmetic and special function units and registers each; shared memory, the TMA copy engine and mbarriers that all of them use](assets/lab3_sm.svg)
 
@@ -67,8 +67,8 @@ def read_one(x_desc, y_ptr, PHASE: gl.constexpr, EXTRA: gl.constexpr):
 break_it(READ_ONE, {"as it should be": (0, 0), "(a) the other phase": (1, 0), "(b) 64 bytes too many": (0, 64)})
 
 # %% [markdown]
-# On a GPU (b) is a hang without a word, and (a) is a number that may even be right. Here both have a name. Framed in red
-# is what the report is about; the dashed arrow is the order that is missing.
+# On a GPU (b) hangs without a word, and (a) is a number that may even be right. The dashed arrow is the order that is
+# missing.
 
 # %% [markdown]
 # ### Question 1.1: What a tile costs, and what it needs {points}
@@ -142,8 +142,8 @@ check_tile_budget(shared_bytes, registers_per_thread)
 # | 5. Flash attention | online softmax, producer and consumers, overlap; then the race |
 # | 6. The same kernel, the next chip | port it to Blackwell: tensor memory, `tcgen05`, two softmaxes |
 #
-# Plan twelve hours, and four for the bonus (an estimate): three sittings of a part or two each. The lab gives
-# {points:regular} points, and {points:bonus} bonus points.
+# The hours are an estimate: take three sittings, a part or two each. The lab gives {points:regular} points, and
+# {points:bonus} bonus points.
 #
 # {points:table}
 #
@@ -383,16 +383,15 @@ plot_owner(owner)
 # %% [markdown]
 # ### Question 2.2: A transpose with two layouts {points}
 #
-# $Y = X^\top$. Read along the rows of $X$, and neighbouring lanes write elements of $Y$ that lie a row apart; read along
-# its columns, and the load suffers. The way out: a layout to read, another to write, and `gl.convert_layout(tensor,
-# layout)` between them.
+# $Y = X^\top$. Read along the rows of $X$, and neighbouring lanes write elements of $Y$ that lie a row apart. The way out: a
+# layout to read, another to write, and `gl.convert_layout(tensor, layout)` between them.
 #
 # Write the body of `transpose`. A program has 4 warps, and loads and stores one tile of 32 × 32 elements of 4 bytes, with
 # whole sectors. `x_ptr` is (m, n), its rows `x_stride` elements apart; `y_ptr` is (n, m), its rows `y_stride` apart; any
 # size must work.
 #
-# You can do it with `gl.BlockedLayout`, `gl.arange(0, 32, gl.SliceLayout(1, layout))` for rows, `gl.load(pointers, mask=...)`
-# and `gl.store(pointers, tensor, mask=...)`. A layout is a compile-time value: `name: gl.constexpr = ...`.
+# Take `gl.BlockedLayout`, `gl.arange(0, 32, gl.SliceLayout(1, layout))` for rows, `gl.load(pointers, mask=...)` and
+# `gl.store(pointers, tensor, mask=...)`. A layout is a compile-time value: `name: gl.constexpr = ...`.
 #
 # {hint idea}
 # Neighbouring lanes must hold neighbours in memory, once for the load and once for the store; those are two different
@@ -465,10 +464,8 @@ for event in run.events:
 # Write the loop of `add`: `c = a + b`, `TILES` tiles of `TILE` elements a program, through rings of `STAGES` slots
 # (1 ≤ STAGES ≤ TILES), tile `i` in slot `i % STAGES`. Issue the copies of the first `STAGES - 1` tiles before the loop. In
 # step `i` issue those of tile `i + STAGES - 1` if there is one, wait until tile `i` has arrived, and add it.
-# `start_copy(...)` issues one copy; `ring.index(slot).load(layout)` reads a slot into registers.
-#
-# An empty commit counts as a group, too. Commit in every step, also when nothing was issued: then the number that you give
-# to `wait_group` always means "tile `i` has arrived".
+# `start_copy(...)` issues one copy; `ring.index(slot).load(layout)` reads a slot. Commit in every step, also when nothing was
+# issued: an empty group counts, so the number that you give to `wait_group` always means "tile `i` has arrived".
 #
 # <details>
 # <summary>What the check counts</summary>
@@ -1311,11 +1308,12 @@ draw_slider(answered("lab3_specialized.py"))
 #    is rescaled, and `p` is the new `p_next` in the layout `left`. How many products may still run at each wait?
 # 2. The releases: when is a slot of K free, when one of V?
 #
-# `warpgroup_mma_wait(n, deps=[...])` counts products in the order of issue. With one entry in `deps` it returns a tensor, with
-# two a pair.
+# `warpgroup_mma_wait(n, deps=[...])` counts products in the order of issue.
 #
 # <details>
 # <summary>What is given, and what the check counts</summary>
+#
+# With one entry in `deps`, `warpgroup_mma_wait` returns a tensor, with two a pair.
 #
 # The producer is the one of the course's step 4. K and V have barriers of their own: the scores can start before V is there.
 # It brings the last block of keys first, so that only the block before the loop needs a mask. Tensors are (B, H, S, D).
@@ -1677,7 +1675,7 @@ plot_backward()
 # # Part 6: The same kernel, the next chip
 #
 # Blackwell's tensor cores are twice as fast, and its exponentials are not: at head dimension 128 the softmax now takes as
-# long as the products. So two softmaxes work in turns, and nothing else may hold them up.
+# long as the products. So two softmaxes work in turns, and the rest stays out of their way.
 #
 # ![Six partitions of a Blackwell kernel: load, products, two softmaxes, correction and store; scores, P and O lie in tensor memory between them, and arrows name the barriers](assets/lab3_blackwell.svg)
 #

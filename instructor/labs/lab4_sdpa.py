@@ -163,7 +163,7 @@ for warning in said:
 # - Cut each warning where ` (Triggered internally` begins. Each reason once.
 # - If torch raises and no reason is left, the reason is the first line of the exception.
 #
-# It must work where the caller has silenced warnings, and inside of another `sdpa_kernel` block.
+# It works where the caller has silenced warnings, and inside of another `sdpa_kernel` block.
 #
 # <details>
 # <summary>What the check counts</summary>
@@ -219,8 +219,8 @@ for kind, row in zip(("bf16", "fp32", "fp64"), results["dtypes"], strict=True):
 # give it a shape that cuDNN refuses, and flash runs under cuDNN's name.
 #
 # Write `pinned_sdpa`: SDPA by one backend **alone**, or `BackendRefused` with torch's reasons, as `why_not` gives them, in its
-# message. All options (`attn_mask`, `is_causal`, `scale`, `enable_gqa`, ...) go through to SDPA. It must pin inside of another
-# `sdpa_kernel` block, too.
+# message. All options (`attn_mask`, `is_causal`, `scale`, `enable_gqa`, ...) go through to SDPA. It pins inside of another `sdpa_kernel`
+# block, too.
 #
 # <details>
 # <summary>What the check counts</summary>
@@ -326,13 +326,12 @@ show_recorded("order")
 #
 # Count a call with `q` (B, H, Sq, D) and `k`, `v` (B, Hkv, Sk, D). `attention_costs` returns three numbers:
 #
-# 1. **FLOPs** of the two products, only for the (query, key) pairs that the mask lets through. With `causal=True` query $i$ sees
-#    the keys $0 \dots i + S_k - S_q$: the last query sees the last key.
+# 1. **FLOPs** of the two products, for the (query, key) pairs that the mask lets through. With `causal=True` the last query sees
+#    the last key: query $i$ sees the keys $0 \dots i + S_k - S_q$.
 # 2. **fused bytes**: `q`, `k`, `v` read once, the output written once.
-# 3. **unfused bytes**: those, and the four ways of the scores of all query heads, as in the picture. A mask does not make the
-#    matrix smaller.
+# 3. **unfused bytes**: those, and the scores of all query heads, four times, as in the picture.
 #
-# A group of query heads shares its keys and values. Nobody copies them.
+# A group of query heads shares its keys and values.
 #
 # {hint idea} Count pairs first. FLOPs follow from pairs and heads; bytes follow from the shapes of tensors.
 # {hint plan} Pairs: all, or for causal the sum over the queries of the keys that each sees. Elements: q and output have the
@@ -372,17 +371,12 @@ check_attention_costs(attention_costs)
 # Heads may be grouped: query head $h$ reads key head $h \,//\, (H / H_{kv})$. The lengths are equal. The reference stays in
 # float64 to the end.
 #
-# <details>
-# <summary>What the check counts</summary>
-#
-# What runs counts: no formula of a library. The reference is yours to write; SDPA on float64 inputs may help.
-#
-# </details>
+# {counts}
 #
 # {hint idea} The reference is attention in float64, computed from the inputs as they are. The error is what remains after
 # subtracting it.
-# {hint plan} Turn q, k and v into float64, give every query head its key head, compute scores, mask if causal, softmax, product.
-# Then the two numbers from the difference.
+# {hint plan} Turn q, k and v into float64, give every query head its key head, compute scores, mask if causal, softmax, product (SDPA
+# on float64 inputs may help). Then the two numbers from the difference.
 # {hint line} Which query heads share key head 0: the first ones, or every Hkv-th? Rounded to the dtype of `out`, the reference would hide
 # what you look for.
 
@@ -562,14 +556,14 @@ show_recorded("traces")
 # %% [markdown]
 # ### Question 2.3: Explain the table and the traces {points}
 #
-# With numbers from your table and your traces (and the recorded ones, where you say so):
+# With numbers from your table and traces (or recorded ones, where you say so):
 # 1. Where does math lose its time? Name operators from its trace and their share.
 # 2. "added MB" against "MB moved (predicted)": which tensors does each backend allocate? Why may math allocate less, or more, than
-#    it moves? (The prediction counts scores in the dtype of the inputs.)
-# 3. Causal: by what factor did each backend get faster? Which does *not* profit, and what does it do with the masked scores?
-# 4. Which backend has the smallest error, and is it the slowest? What would you need to know before you call the others wrong?
+#    it moves?
+# 3. Causal: by what factor did each backend get faster? What does the one that does not do with the masked scores?
+# 4. Which backend has the smallest error? What would you need to know before you call the others wrong?
 # 5. On the H200, cuDNN is 1.9 times as fast as flash with the same FLOPs and bytes. Which words in the kernel names explain it? If
-#    somebody reports "1.0 times": which two mistakes of Part 1 would you look for?
+#    somebody reports "1.0 times": which two mistakes of Part 1?
 #
 # {hint idea} Two products are common to all. What differs is where the scores are in between, and for which chip the kernel was
 # written.
@@ -607,16 +601,16 @@ show_recorded("traces")
 # %% [markdown]
 # ### Bonus Question 2.4: The backward pass by hand {points}
 #
-# Training runs attention backward as well. A fused kernel did not keep $P$. It kept the log-sum-exp $L_i$ of each row, and
-# computes $P_{ij} = e^{S_{ij} - L_i}$ again, with $S = QK^\top/\sqrt{D}$. With $dO$ the gradient of the output:
+# A fused kernel did not keep $P$ for training. It kept the log-sum-exp $L_i$ of each row, and computes $P_{ij} = e^{S_{ij} - L_i}$ again, with $S = QK^\top/\sqrt{D}$. With $dO$ the gradient of the output:
 #
 # $$dV = P^\top dO, \qquad dP = dO\,V^\top, \qquad \delta_i = \sum_d dO_{id}\,O_{id}, \qquad
 # dS_{ij} = P_{ij}\,(dP_{ij} - \delta_i),$$
 # $$dQ = dS\,K/\sqrt{D}, \qquad dK = dS^\top Q/\sqrt{D}.$$
 #
-# Five products where forward has two. Write it for (B, H, Sq, D) and (B, H, Sk, D), `lse` (B, H, Sq), with five products at
-# most, by torch's operators. The gradients have the dtype of the inputs. $P$ comes from the `lse` that is given. Autograd,
-# softmax, logsumexp and SDPA are forbidden; `@` is allowed.
+# Five products where forward has two. Write it for (B, H, Sq, D) and (B, H, Sk, D), `lse` (B, H, Sq), with five products by torch's
+# operators. The gradients have the dtype of the inputs. $P$ comes from the `lse` that is given.
+#
+# {counts}
 #
 # {hint idea} The formulas above are the algorithm. The only thing to find out is the shape of each factor.
 # {hint plan} P from the scores and the log-sum-exp, then dV. dP, then delta, then dS. Then dQ and dK.
@@ -680,12 +674,12 @@ plot_beside(rows, "training", "backend", ["both ms", "ratio", "added MB"])
 # %% [markdown]
 # ### Question 3.1: Intensity, prefill and decode {points}
 #
-# Fused attention without a mask; `group` query heads share one head of keys and values. For each key head it reads
-# `group` × `query_len` queries, `kv_len` keys and `kv_len` values, and writes as many outputs as queries.
+# Fused attention without a mask; `group` query heads share a key head. For each key head it reads `group` × `query_len` queries,
+# `kv_len` keys and values, and writes as many outputs as queries.
 #
 # 1. `intensity`: FLOPs/Byte. Derive it on paper first. One of the arguments cancels: which?
-# 2. `queries_to_ridge`: the smallest number of queries (an integer) whose intensity reaches `ridge`, for a given `kv_len`. With
-#    ever more queries the intensity approaches a limit. If the ridge lies at the limit or beyond, return `None`.
+# 2. `queries_to_ridge`: the smallest number of queries (an integer) whose intensity reaches `ridge`. With ever more queries the
+#    intensity approaches a limit; for a ridge at the limit or beyond, return `None`.
 #
 # {hint idea} FLOPs over bytes, for one key head: write both as products of q, L, g, D and the bytes of a number, and cancel.
 # {hint plan} Derive the intensity on paper. For the second function set it equal to the ridge and solve for the number of queries;
@@ -781,24 +775,19 @@ beside_guess("queries that ride for at most 1.25 times the time",
 # %% [markdown]
 # ### Question 3.2: Split the keys {points}
 #
-# A fused kernel gives each program one tile of queries of one head. A decode step of 1 sequence with 8 heads has 8 programs. An
-# H200 has 132 multiprocessors, so 124 idle. **Split-KV** (flash decoding) cuts the keys into parts, with a program for each:
+# A decode step of 1 sequence with 8 heads has 8 programs, and an H200 132 multiprocessors: 124 idle. **Split-KV** (flash decoding)
+# cuts the keys into parts, with a program for each:
 #
 # ![Split-KV: the keys are cut into parts, each part gives an output and a log-sum-exp, and a second kernel merges them](assets/lab4_split_kv.svg)
 #
-# 1. `attend_part(q, k, v)`, of `q` (B, H, Sq, D) and `k`, `v` (B, Hkv, Lp, D): the part's output $O_p$ and its log-sum-exp
-#    $L_p = \log\sum_{j\in p} e^{s_j}$, both in **float32**, of shapes (B, H, Sq, D) and (B, H, Sq). Heads are grouped as in 2.2.
-# 2. `split_kv_attention(q, k, v, splits)`: cut the keys into `splits` parts whose sizes differ by at most 1, attend to each by
-#    `attend_part`, and merge, in the dtype of `q`.
+# 1. `attend_part(q, k, v)`, of `q` (B, H, Sq, D) and `k`, `v` (B, Hkv, Lp, D): the part's output $O_p$ (B, H, Sq, D) and log-sum-exp
+#    $L_p = \log\sum_{j\in p} e^{s_j}$ (B, H, Sq), both in **float32**. Heads are grouped as in 2.2.
+# 2. `split_kv_attention(q, k, v, splits)`: cut the keys into `splits` parts of nearly equal size (they differ by 1), attend to
+#    each by `attend_part`, once, and merge, in the dtype of `q`.
 #
-# <details>
-# <summary>What the check counts</summary>
+# Scores may be in the thousands, where $e^{L_p}$ overflows. There may be more splits than keys: some parts are empty then.
 #
-# What runs counts: no fused attention, no formula of a library; `torch.softmax` and `torch.logsumexp` are allowed. Tensors of real
-# numbers stay in torch. A part takes two matrix products, and is computed once for all queries, from its own keys alone. Scores may
-# be in the thousands, where $e^{L_p}$ overflows. There may be more splits than keys: some parts are empty then.
-#
-# </details>
+# {counts}
 #
 # {hint idea} A part knows its own maximum and its own sum. Two numbers, its output and its log-sum-exp, are enough to merge it with
 # the others.
@@ -840,14 +829,13 @@ check_split_kv_attention(split_kv_attention)
 #
 # ![Waves: 8 programs leave 124 of 132 multiprocessors idle; 16 splits fill one wave nearly; 17 splits need a second one for 4 programs](assets/lab4_waves.svg)
 #
-# - There are `programs` pieces of work without splitting (batch × key heads), `splits` times as many with it. The chip runs
-#   `units` of them at a time: a **wave**.
-# - A program walks through `kv_len / splits` keys, rounded up, in tiles of `tile` keys. A tile takes `tile_us` microseconds.
+# - There are `programs` × `splits` pieces of work. The chip runs `units` of them at a time: a **wave**.
+# - A piece has `kv_len / splits` keys, rounded up, in tiles of `tile` keys. A tile takes `tile_us` microseconds.
 # - A wave or a tile that is not full takes as long as a full one.
 # - With more than one split a second kernel merges: `combine_us` microseconds.
 #
-# `decode_us` is the time of a step. `best_splits` is the number of splits, from 1 to `most`, that takes the least time; of
-# several equally fast ones the smallest.
+# `decode_us` is the time of a step. `best_splits` is the number of splits, from 1 to `most`, with the least time; of equal ones
+# the smallest.
 #
 # {hint idea} A wave is a batch of programs that run together; a tile is a batch of keys. Both are rounded up.
 # {hint plan} Waves from programs times splits, keys of a part from kv_len over splits, tiles from those. Multiply, and add the
@@ -981,12 +969,11 @@ except ValueError as refused:
 # %% [markdown]
 # ### Question 3.4: Explain decode {points}
 #
-# 1. Why is decode limited by memory at every length of the cache? Use your formula for one query: which limit does the
-#    intensity approach for a long cache, with and without a group?
-# 2. In your measurement, up to how many queries did the time stay nearly flat, and what did `queries_to_ridge` say? Name
-#    a reason why they differ.
+# 1. Why is decode limited by memory at every length of the cache? Which intensity does one query approach for a long cache, with
+#    and without a group?
+# 2. Up to how many queries did your time stay nearly flat, and what did `queries_to_ridge` say? Name a reason why they differ.
 # 3. What does split-KV change: FLOPs, bytes, or something else? Why does it gain next to nothing at batch 64?
-# 4. "Our decode is slow, so we use a faster FP8 tensor core." What does FP8 help here, and what does not help?
+# 4. "Our decode is slow, so we use a faster FP8 tensor core." What does FP8 help here, and what does not?
 #
 # {hint idea} Decode reads the whole cache for a few FLOPs. Everything here follows from FLOPs/Byte.
 # {hint plan} Put one query into your formula and let L grow. Read the table of queries: where does the time begin to rise, and what
@@ -1059,16 +1046,15 @@ check_strides(knocked_out_by_strides, strided_and_fast)
 # %% [markdown]
 # ### Question 4.2: Four more knock-outs {points}
 #
-# Strides are one way to lose flash. Find at least **four more**, each refused for a reason of its own. A knock-out is a
-# function: it gets `q`, `k`, `v` of shape (B, H, S, D) in float32 and returns the arguments of SDPA in a dict, with the
-# keys `query`, `key`, `value`, and options if you like. Math must be able to compute it.
+# Strides are one way to lose flash. Find **four more**, each refused for a reason of its own. A knock-out is a function of `q`, `k`,
+# `v`, of shape (B, H, S, D) in float32, that returns the arguments of SDPA in a dict. Math has to run them.
 #
 # ```python
 # KNOCK_OUTS = {"my first": lambda q, k, v: {"query": q, "key": k, "value": v, "is_causal": True}, ...}
 # ```
 #
-# Look for them on **CPU tensors**, with `why_not("flash", ...)`: that is what the check asks, on every machine. What else can a
-# tensor or a call have, apart from strides?
+# Look for them on **CPU tensors**, with `why_not("flash", ...)`: the check asks that on every machine. What else can a tensor or a
+# call have, apart from strides?
 #
 # <details>
 # <summary>What the check counts</summary>
@@ -1136,15 +1122,13 @@ beside_guess("backends that run every row", sum(all(row[b] == "runs" for row in 
 # %% [markdown]
 # ### Question 4.3: Apart without a copy {points}
 #
-# A model computes queries, keys and values with one projection. Its output `packed` has shape (B, S, (H + 2 Hkv) · D): for each
-# token first the `heads` query heads, then the `kv_heads` key heads, then as many value heads.
+# The output `packed` of a model's projection has shape (B, S, (H + 2 Hkv) · D): for each token first the query heads, then the key
+# heads, then the value heads. It may be a slice: tokens may lie anywhere, the numbers of a token side by side.
 #
-# 1. `unpack_qkv(packed, heads, kv_heads)`: `q` (B, H, S, D), `k` and `v` (B, Hkv, S, D), as **views**: they lie in the memory of
-#    `packed`, and flash runs them.
-# 2. `ready_for_flash(x)`: a tensor of the shape and values of `x` that flash runs. It is a copy only if the strides of `x` need
-#    one; `x.contiguous()` copies too often.
-#
-# The numbers of a token lie side by side; tokens and sequences may lie anywhere, as in a slice of a larger tensor.
+# 1. `unpack_qkv(packed, heads, kv_heads)`: `q` (B, H, S, D), `k` and `v` (B, Hkv, S, D), as **views** into `packed` that flash
+#    runs.
+# 2. `ready_for_flash(x)`: a tensor of the shape and values of `x` that flash runs, a copy only where the strides of `x` need one.
+#    (`x.contiguous()` copies too often.)
 #
 # {hint idea} All three tensors lie in `packed` already. Find the strides that show them.
 # {hint plan} Split the last dimension into heads and numbers of a head. Bring heads before tokens. Then take the query heads, the
@@ -1204,8 +1188,7 @@ plot_beside(rows, "strides", ["way", "ran"], ["ms"])
 # %% [markdown]
 # ### Question 5.1: Where rounding happens {points}
 #
-# Write attention with switches. Everything is computed in float64, and rounded **only where a switch says so**, by `to_bf16(x)`,
-# which rounds to bf16 and goes back to float64.
+# Write attention with switches, in float64, rounded **only where a switch says so** by `to_bf16(x)`: to bf16 and back.
 #
 # 1. $s = QK^\top/\sqrt{D}$. With `scores`, round $s$.
 # 2. $e = \exp(s - \max s)$, row by row, and $\ell = \sum e$ **before** anything else is rounded.
@@ -1319,12 +1302,12 @@ plot_beside(rows, "ulps", "backends", ["equal bits", "at most 1 step", "most ste
 # %% [markdown]
 # ### Question 5.3: Same bits every time? {points}
 #
-# Two backends may differ. What about the same backend, twice? A kernel that adds with atomic operations adds in the order
-# in which its programs happen to finish. Then no two runs need to agree.
+# Two backends may differ. What about the same backend, twice? A kernel that adds with atomic operations adds in the order in which
+# its programs happen to finish.
 #
 # Write `distinct_results(fn, runs)`: call `fn()` `runs` times and count how many **different** results came, bit for
-# bit. 1 means: the same every time. `fn` may return a tensor of any floating-point dtype, or a tuple of tensors, all of which
-# count. It may write its result into the same memory each time.
+# bit. `fn` may return a tensor of any floating-point dtype, or a tuple of tensors, all of which count. It may write its result into
+# the same memory each time.
 #
 # {hint idea} Two results are the same if their bytes are the same. A set of bytes counts different ones.
 # {hint plan} Call, turn the result into something that compares by bits and that you can keep, and put it into a collection. Return
@@ -1407,10 +1390,10 @@ if not on_gpu:
 # With numbers from your tables:
 # 1. Which recipe explains flash, and which explains math on your machine? What does math do with bf16 inputs, then?
 # 2. Why does a fused kernel round $e$ to bf16 at all, although its scores are in fp32?
-# 3. Two backends agree in only part of their bits. Give a test that tells "rounding" from "a mistake", with a threshold
-#    and where it comes from. Why is "at most 1 step everywhere" no good threshold?
-# 4. Forward repeats itself. Backward may not, on a GPU (recorded column `backward`). Which sum is added in changing order, and
-#    what would a deterministic kernel have to do instead?
+# 3. Two backends agree in part of their bits. Give a test that tells "rounding" from "a mistake", and where its threshold comes
+#    from. Why not "at most 1 step everywhere"?
+# 4. Backward may not repeat itself on a GPU (recorded column `backward`). Which sum is added in changing order, and what would a
+#    deterministic kernel do instead?
 # 5. The same query gives other bits alone than among others. Nothing is random there. What changed?
 #
 # {hint idea} A sum in another order is rounded at other places. Every one of the five answers is about which sum, and which order.
@@ -1445,13 +1428,12 @@ if not on_gpu:
 # %% [markdown]
 # ### Bonus Question 5.5: FP8 with scales {points}
 #
-# FP8 (`torch.float8_e4m3fn`) has 4 significant bits and ends at 448. To use its range, a tensor is divided by a **scale** before it
-# is rounded, so that its largest absolute value lands on 448. With a scale for each block of tokens, one very large token
-# damages its own block alone.
+# FP8 (`torch.float8_e4m3fn`) has 4 significant bits and ends at 448. A tensor is divided by a **scale** before it is rounded, so that
+# its largest absolute value lands on 448. With a scale for each block of tokens, a very large token damages its own block alone.
 #
-# 1. `quantize_fp8(x, block)` for `x` (B, H, S, D): `(x8, scale)`, `x8 = x / scale` in `torch.float8_e4m3fn` and the shape of `x`.
-#    `scale` is float32: with `block=None` one, of shape (1, 1, 1, 1); otherwise one for each batch, head and block of `block`
-#    tokens, (B, H, ceil(S / block), 1), where the last block may be shorter. A block of zeros gets scale 1.
+# 1. `quantize_fp8(x, block)` for `x` (B, H, S, D): `(x8, scale)`, with `x8 = x / scale` in FP8. `scale` is float32, of shape
+#    (1, 1, 1, 1) for `block=None`; otherwise (B, H, ceil(S / block), 1), one for each `block` tokens of a head. The last block may
+#    be shorter. A block of zeros gets scale 1.
 # 2. `dequantize_fp8(x8, scale, block)`: back to float32.
 #
 # {hint idea} A scale moves the numbers into the range of the format. The error is then relative to the largest number under the
@@ -1564,12 +1546,10 @@ show(grid[grid["backend"] == "cudnn"].sort_values("shape")[columns].iloc[[0, -1]
 #
 # Three functions of such a table. Only rows with `status` "ok" have a time that counts.
 #
-# 1. `fastest(grid)`: a Series, indexed by `shape`: the backend with the smallest `ms`. A shape without any time is left
-#    out.
-# 2. `default_slowdown(grid)`: a Series, indexed by `shape`: `ms` of the default's row over the smallest `ms` of that
-#    shape. 1.0 means that the default is the best. A shape whose default has no time is left out.
-# 3. `geometric_mean(values)`: $\left(\prod x_i\right)^{1/n}$ of a Series, the right mean for ratios. It must not
-#    overflow with hundreds of values.
+# 1. `fastest(grid)`: a Series, indexed by `shape`: the backend with the smallest `ms`. A shape without any time is left out.
+# 2. `default_slowdown(grid)`: a Series, indexed by `shape`: `ms` of the default's row over the smallest `ms` of that shape. A shape
+#    whose default has no time is left out.
+# 3. `geometric_mean(values)`: $\left(\prod x_i\right)^{1/n}$ of a Series, the right mean for ratios, also of hundreds of values.
 #
 # {hint idea} Throw away what has no valid time first. Then each question is one step of grouping.
 # {hint plan} `fastest`: of each shape the row with the smallest time. `default_slowdown`: two Series with the same index, one
@@ -1622,19 +1602,18 @@ plot_slowdowns(grid)
 # %% [markdown]
 # ### Question 6.2: The case of two kernels {points}
 #
-# Now question the witnesses. A kernel's name tells for which chip it was made (`sm80`, `sm90`), and a `reduction` after cuDNN's
-# kernel merges parts, as in Question 3.2. Write `grid_answers(grid)`: a dict with these keys, each computed from the table, so that
-# it holds for any table of this form. Only rows with `status` "ok" count.
+# A kernel's name tells for which chip it was made (`sm80`, `sm90`), and a `reduction` after cuDNN's kernel merges parts, as in
+# Question 3.2. Write `grid_answers(grid)`, a dict, for any table of this form. Only rows with `status` "ok" count.
 #
 # | Key | Question |
 # |---|---|
-# | `default_wins` | over the shapes that have a fastest backend: share (0 to 1) where it is the default |
+# | `default_wins` | share (0 to 1) of the shapes with a fastest backend where it is the default |
 # | `default_loss` | geometric mean of `default_slowdown` |
 # | `decode_winner` | the backend that is fastest on the most decode shapes |
-# | `worst_default` | the largest `default_slowdown` among decode shapes |
-# | `decode_bandwidth` | the largest `gb_s` of a decode row, as a share of `GPU_SPECS["H200"]["memory_bandwidth_tb_s"]` (TB/s) |
-# | `sm80_one_query` | share of cuDNN's decode rows with one query in which a kernel's name contains `sm80` |
-# | `splits_four_queries` | share of cuDNN's decode rows with four queries in which a kernel's name contains `reduction` |
+# | `worst_default` | the largest `default_slowdown` in decode |
+# | `decode_bandwidth` | the largest `gb_s` in decode, as a share of `GPU_SPECS["H200"]["memory_bandwidth_tb_s"]` |
+# | `sm80_one_query` | of cuDNN's decode rows with one query: share with `sm80` in a kernel's name |
+# | `splits_four_queries` | of those with four queries: share with `reduction` in a kernel's name |
 #
 # {hint idea} Each answer is a filter, then one number. Write the filters first.
 # {hint plan} Make the table of valid rows, and from it those of decode and of cuDNN's decode. Use your functions of Question 6.1. For the
@@ -1695,11 +1674,11 @@ plot_case(grid)
 # %% [markdown]
 # ### Question 6.3: Write the rule {points}
 #
-# You run a service on H200s. Training, prefill and decode go through SDPA. Write the rule that you take to work.
+# You run a service on H200s. Write the rule that you take to work.
 #
-# 1. A rule of at most four lines: which backend for which calls? Look at the number of queries. Support each line with numbers.
-# 2. What does your rule gain over the default, as a geometric mean? What does it lose against picking the best for every
-#    shape? (Compute both. Add cells.)
+# 1. A rule of four lines: which backend for which calls? Support each line with numbers.
+# 2. What does it gain over the default, as a geometric mean? What does it lose against the best for every shape? (Compute both.
+#    Add cells.)
 # 3. Which calls does your favourite refuse (the map of Part 4)? What does your rule do then?
 # 4. Name two reasons why the table may be wrong for your service tomorrow, and one measurement that would tell you.
 # 5. Somebody wants to ship the rule for A100s as well. What do you answer?
@@ -1734,13 +1713,12 @@ plot_case(grid)
 # %% [markdown]
 # ### Bonus Question 6.4: A shape that nobody measured {points}
 #
-# No table holds the shapes of tomorrow. Write `choose_backend(grid, call, able)`. `call` is a dict with `kind`, `head_dim`, `causal`,
-# `batch`, `heads`, `kv_heads`, `seq_len_q`, `seq_len_kv`; `able` is the list of backends that can run it.
+# Write `choose_backend(grid, call, able)` for shapes that no table holds. `call` is a dict with `kind`, `head_dim`, `causal` and five
+# sizes: `batch`, `heads`, `kv_heads`, `seq_len_q`, `seq_len_kv`. `able` lists the backends that can run it.
 #
 # - Look only at shapes of the same `kind`, `head_dim` and `causal` for which a backend of `able` has a time (`status` "ok").
-# - Take the **nearest**: the smallest sum of $\big(\log_2(a/b)\big)^2$ over `batch`, `heads`, `kv_heads`, `seq_len_q` and
-#   `seq_len_kv`. Of two equally near ones take the one with the smaller `shape`.
-# - The answer is the fastest backend of `able` there. If no shape is left, it is `able[0]`.
+# - Take the **nearest**: the smallest sum of $\big(\log_2(a/b)\big)^2$ over the sizes. Of equally near ones the smaller `shape`.
+# - Return the fastest backend of `able` there. If no shape is left, return `able[0]`.
 #
 # {hint idea} Nearest means: the sizes differ by the smallest factors. Logarithms turn factors into distances: from 512 to 1024 is as far as
 # from 8192 to 16384.

@@ -165,7 +165,7 @@ def owner(row, column, shape, size, threads, warps, order):
     _instead(
         "not transposed",
         "q2_2",
-        ("wrong in", "out of bounds", "NaN"),
+        ("wrong in", "out of bounds", "never written"),
         ("y_ptr + columns[None, :] * y_stride + rows[:, None]", "y_ptr + rows[:, None] * y_stride + columns[None, :]"),
     ),
     # ---- 3.1
@@ -193,7 +193,7 @@ def owner(row, column, shape, size, threads, warps, order):
     _instead(
         "program's offset forgotten",
         "q3_1",
-        ("wrong in", "NaN"),
+        ("wrong in", "never written"),
         ("at = first + i * TILE + gl.arange(0, TILE, layout)", "at = i * TILE + gl.arange(0, TILE, layout)"),
     ),
     _instead(
@@ -812,6 +812,27 @@ def owner(row, column, shape, size, threads, warps, order):
         "q4_1",
         "never written",
         ("tma_store(c_desc, [row, column]", "tma_store(c_desc, [column, row]"),
+    ),
+    _instead(
+        "columns count tiles",
+        "q3_2",
+        "count elements",
+        ("tma_load(x_desc, [row, i * COLUMNS]", "tma_load(x_desc, [row, i]"),
+        ("tma_load(x_desc, [row, (i + STAGES) * COLUMNS]", "tma_load(x_desc, [row, i + STAGES]"),
+    ),
+    _instead(
+        "rows count blocks",
+        "q5_2",
+        "count elements",
+        ("tma_load(k_desc, [head, i * BLOCK_N, 0]", "tma_load(k_desc, [head, i, 0]"),
+        ("tma_load(v_desc, [head, i * BLOCK_N, 0]", "tma_load(v_desc, [head, i, 0]"),
+    ),
+    _instead(
+        "p and alpha without c",
+        "q5_1",
+        "c is missing",
+        ("alpha = gl.exp2((m - top) * c)", "alpha = gl.exp2(m - top)"),
+        ("p = gl.exp2((s - top[:, None]) * c)", "p = gl.exp2(s - top[:, None])"),
     ),
     # ---- 6.1, 6.2
     _instead("no commit", "bonus_6_1", "deadlock", ("        tcgen05_commit(done)\n", "")),

@@ -192,7 +192,7 @@ def blackwell() -> Card:
         edge="#b3423a",
         round=6,
     )
-    card.box(238, 236, 160, 96, "correction\n4 warps\n\nO α,  at the end O / sum", fill=BLUE_TINT, edge=BLUE, round=6)
+    card.box(238, 236, 160, 96, "correction\n4 warps\n\nO α;  last, O / sum", fill=BLUE_TINT, edge=BLUE, round=6)
     card.box(478, 54, 210, 296, fill=GREY_TINT, edge=HAIR, round=6)
     card.text(583, 72, "tensor memory: 512 columns", size=8.8, weight="bold")
     for tile in range(2):
@@ -208,12 +208,10 @@ def blackwell() -> Card:
             size=8.8,
         )
         card.box(768, 62 + 120 * tile, 216, 100, fill=PURPLE_TINT, edge=PURPLE, round=6)
-        card.text(
-            870, 112 + 120 * tile, f"softmax {tile}\n4 warps, a row a thread\n\nmask, maximum, exponentials", size=9
-        )
+        card.text(870, 112 + 120 * tile, f"softmax {tile}\n4 warps, a row a thread\n\nmask, max, exponentials", size=9)
         card.arrow(676, y + 16, 766, 98 + 120 * tile, color=ORANGE, line=2)
         card.arrow(766, 130 + 120 * tile, 676, y + 44, color=INK, line=1.2, style="--")
-        card.box(492, 240 + 52 * tile, 182, 44, f"O of tile {tile}: up to 128 columns", fill=PAPER, edge=INK, size=8.8)
+        card.box(492, 240 + 52 * tile, 182, 44, f"O of tile {tile}: 128 columns", fill=PAPER, edge=INK, size=8.8)
     card.text(721, 86, "s_full", size=8.6)
     card.text(719, 148, "p_full", size=8.6)
     card.arrow(180, 118, 236, 118, color=GREEN, line=2)
@@ -225,8 +223,8 @@ def blackwell() -> Card:
     card.arrow(318, 234, 318, 168, color=INK, line=1.2, style="--")
     card.text(350, 202, "o_ready", size=8.6)
     card.route((870, 284), (870, 372), (318, 372), (318, 334), color=INK, style="--")
-    card.text(600, 386, "alpha_full: by how much O shrinks;  sum_full: 1 / sum of each row", size=8.8)
+    card.text(600, 384, "alpha_full: by how much O shrinks;  sum_full: 1 / sum of each row", size=8.8)
     card.arrow(236, 284, 180, 284, color=GREEN, line=2)
     card.text(208, 270, "out_full", size=8.6)
-    card.text(500, 408, "Solid: data. Dashed: somebody may go on.", size=8.6, color=SOFT)
+    card.text(500, 402, "Solid: data. Dashed: somebody may go on.", size=8.6, color=SOFT)
     return card

@@ -68,6 +68,9 @@ def ring_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
         "The last tile alone is in the sum: add to `total`.": piece[-1],
         "This is the sum of x, not of x * x.": x.sum(1),
         "Every tile is added twice.": 2 * right,
+        "The copies begin at the tile's number: row and column count elements.": sum(
+            x[:, i : i + tile].square().sum(1) for i in range(tiles)
+        ),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -85,17 +86,21 @@ _KINDS = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CU
 
 
 @contextlib.contextmanager
-def pretended_gpu(function: Callable) -> Iterator[None]:
+def pretended_gpu(function: Callable) -> Iterator[bool]:
     """Let a student's function believe, on a machine without a GPU, that there is one to profile; only the CPU is.
 
     Args:
         function: the answer, of whose notebook `on_gpu` is true meanwhile.
+
+    Yields:
+        Whether the function runs here, so that its profile shows what it asked for.
     """
-    # An answer that is graded runs in a process of its own, where nothing that is replaced here could make it believe so.
-    if torch.cuda.is_available() or hasattr(function, "remote_run"):
-        yield
+    names: dict[str, Any] = getattr(function, "__globals__", {})
+    available = torch.cuda.is_available
+    here = isinstance(names, dict)  # while it is graded, the function runs in a process of its own
+    if available() or not here:
+        yield here
         return
-    names, available = getattr(function, "__globals__", {}), torch.cuda.is_available
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (torch.cuda, "is_available", lambda: is_students(sys._getframe(1).f_code) or available()),
@@ -106,10 +111,10 @@ def pretended_gpu(function: Callable) -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, value))
         if "on_gpu" in names:
             stack.enter_context(mock.patch.dict(names, {"on_gpu": True}))
-        yield
+        yield True
 
 
 def records_kernels(prof: torch.profiler.profile) -> bool:
     """Return whether a profile was asked for a GPU's kernels; True for one of another process, of which that is not known."""
-    asked = getattr(prof, "asked", None) or getattr(prof, "activities", _KINDS)
+    asked: Any = getattr(prof, "asked", None) or getattr(prof, "activities", _KINDS)
     return torch.profiler.ProfilerActivity.CUDA in asked

@@ -297,13 +297,14 @@ def _by_line(assembly: str, file: str, pattern: str) -> dict[str, list[str]]:
 
 
 @functools.cache
-def _folder() -> tempfile.TemporaryDirectory:
+def _folder(process: int) -> tempfile.TemporaryDirectory:
+    """One for each process: a fork behind the grader's walls does not see its parent's."""
     return tempfile.TemporaryDirectory(prefix="kernels-")
 
 
 def write_source(source: str, file: str) -> Path:
     """Write a text to a file of this name: Triton and error messages read a kernel's source from there."""
-    folder = Path(_folder().name) / hashlib.sha256(source.encode()).hexdigest()[:12]
+    folder = Path(_folder(os.getpid()).name) / hashlib.sha256(source.encode()).hexdigest()[:12]
     folder.mkdir(exist_ok=True)
     path = folder / file
     path.write_text(source, encoding="utf-8")

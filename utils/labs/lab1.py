@@ -42,6 +42,7 @@ from utils.checking import require_answer as require_answer
 from utils.checking.labs.lab1 import *  # noqa: F403
 from utils.checking.verdicts import raises_not_implemented
 from utils.files import ROOT, recorded_table
+from utils.files import output_path as output_path
 from utils.labs import session
 from utils.labs.session import beside_guess as beside_guess
 from utils.labs.session import guesses as guesses
@@ -271,71 +272,64 @@ def layer_latencies(batches: tuple[int, ...], lengths: tuple[int, ...]) -> pd.Da
     return table
 
 
+def _decode_rows() -> list[dict]:
+    """Return the recorded steps of the layer that attends to everything."""
+    rows = json.loads(RECORDED.with_name("decode_layer.json").read_text())["rows"]
+    return [row for row in rows if row["type"] == "full_attention"]
+
+
 def recorded_decode_kernel() -> list[dict]:
     """Return steps of one full layer with its own attention and with the decode kernel, in µs, as an H200 took them."""
-    record_file = RECORDED.with_name("decode_layer.json")
-    if not record_file.exists():
-        return []
-    record, rows = json.loads(record_file.read_text()), []
-    print(f"Recorded on {record['environment']['gpu']}. Not measured here:")
-    for recorded in record["rows"]:
-        if recorded["type"] == "full_attention":
-            rows.append({"batch": recorded["batch"], "tokens": recorded["tokens"]})
-            for name in (
-                "own",
-                "decode kernel",
-            ):  # launched one by one, a step takes as long as the CPU takes to launch it
-                rows[-1][f"{name}, one by one, us"] = recorded[name]["host_us"]
-                rows[-1][f"{name}, graph, us"] = recorded[name]["graph_us"]
+    print("Recorded on an NVIDIA H200. Not measured here:")
+    rows = []
+    for recorded in _decode_rows():
+        rows.append({"batch": recorded["batch"], "tokens": recorded["tokens"]})
+        for name in ("own", "decode kernel"):  # launched one by one, a step takes as long as the CPU takes to launch it
+            rows[-1][f"{name}, one by one, us"] = recorded[name]["host_us"]
+            rows[-1][f"{name}, graph, us"] = recorded[name]["graph_us"]
     return rows
 
 
 # ---- the scoreboard ------------------------------------------------------------------------------------------------
 
-STEP = {  # one decode step of one layer on an H200, batch 1, in µs: what was recorded, and what is left to explain
-    "launched kernel by kernel": ("cuda_graphs", "eager_ms"),
-    "in a CUDA graph": ("cuda_graphs", "graph_ms"),
-}
-scores: dict[str, float] = {}  # your own formulas' µs for one layer's step on an H200
+scores: dict[str, float] = {}  # what the student's formulas say, in µs
 
 
 def scoreboard(**yours: float) -> None:
-    """Draw one decode step of Gemma-3 on an H200: what was recorded, and what your formulas say, as far as they are there.
+    """Draw one decode step of one layer on an H200, batch 1: what was recorded, and what your formulas say so far.
 
     Args:
-        **yours: a formula's µs for one layer, by its name: `memory`, `eager`, `graph`.
+        **yours: a formula's µs, by its name: `memory`, `eager` or `graph`.
     """
     scores.update(yours)
     tables = json.loads(RECORDED.read_text())["tables"]
-    (decode,) = [row for row in tables["cuda_graphs"] if row["batch"] == 1 and row["phase"].startswith("decode")]
-    bars = {label: (1e3 * decode[column], 0) for label, (_, column) in STEP.items()}
-    bars["in a graph, with the course's decode kernel"] = (
-        min(row["decode kernel, graph, us"] for row in _quiet_rows()),
-        0,
+    step = next(row for row in tables["cuda_graphs"] if row["batch"] == 1 and row["phase"].startswith("decode"))
+    names = {
+        "memory": "your floor: its bytes over 4.8 TB/s",
+        "eager": "your model: launched kernel by kernel",
+        "graph": "your model: in a CUDA graph",
+    }
+    rows = [
+        ("launched kernel by kernel", 1e3 * step["eager_ms"], 0),
+        ("in a CUDA graph", 1e3 * step["graph_ms"], 0),
+        ("in a graph, with the course's decode kernel", _decode_rows()[0]["decode kernel"]["graph_us"], 0),
+        *((names[name], value, 1) for name, value in scores.items()),
+    ]
+    rows.sort(key=lambda row: -row[1])
+    _, ax = plt.subplots(figsize=(9, 0.9 + 0.4 * len(rows)), layout="constrained")
+    for place, (_, value, kind) in enumerate(rows):
+        ax.plot([value], [place], series(kind).marker, color=series(kind).color, markersize=8)
+        shown = f"{value:,.0f} µs" if value >= 10 else f"{value:.2g} µs"
+        ax.annotate(shown, (value, place), xytext=(9, 0), textcoords="offset points", va="center")
+    ax.set(xscale="log", xlim=(1, 5000), yticks=range(len(rows)), yticklabels=[name for name, _, _ in rows])
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.xaxis.set_major_formatter("{x:g}")
+    style_axes(
+        ax,
+        x="µs (log scale); circles: recorded, squares: yours",
+        title="Scoreboard: one token, one layer, one user, an H200",
     )
-    names = {"eager": "your model: launched kernel by kernel", "graph": "your model: in a CUDA graph"}
-    names["memory"] = "your floor: its bytes over 4.8 TB/s"
-    bars |= {names[name]: (value, 1) for name, value in scores.items()}
-    order = sorted(bars.items(), key=lambda item: -item[1][0])
-    _, ax = plt.subplots(figsize=(9, 0.9 + 0.42 * len(order)), layout="constrained")
-    for row, (_, (value, kind)) in enumerate(order):
-        ax.plot([value], [row], series(kind).marker, color=series(kind).color, markersize=8)
-        ax.annotate(f"{value:.3g} µs", (value, row), xytext=(9, 0), textcoords="offset points", va="center")
-    ax.set(
-        xscale="log", yticks=range(len(order)), yticklabels=[name for name, _ in order], ylim=(len(order) - 0.5, -0.5)
-    )
-    ax.margins(x=0.15)
-    title = "The scoreboard: one token, one layer of Gemma-3, one user, on an H200"
-    style_axes(ax, x="µs (log scale); circles: recorded, the other marks: yours", title=title)
     plt.show()
-
-
-def _quiet_rows() -> list[dict]:
-    import contextlib
-    import io
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        return recorded_decode_kernel()
 
 
 # ---- pictures ------------------------------------------------------------------------------------------------------

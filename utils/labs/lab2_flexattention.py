@@ -153,7 +153,7 @@ def race_pages(sequences: int = 8, kv_heads: int = 8, tokens: int = 8192) -> Non
     q = torch.randn(sequences, 32, 1, 128, device=device, dtype=dtype)
     k, v = (torch.randn(sequences, kv_heads, tokens, 128, device=device, dtype=dtype) for _ in range(2))
     lengths = torch.full((sequences,), tokens, dtype=torch.int32, device=device)
-    ways = {"one piece": functools.partial(attention_decode, q, k, v, seqlens=lengths)}
+    ways: dict[object, Callable] = {"one piece": functools.partial(attention_decode, q, k, v, seqlens=lengths)}
     for page_size in (256, 64, 16):
         table = torch.randperm(sequences * tokens // page_size, device=device).view(sequences, -1).int()
         pages = []

@@ -44,6 +44,8 @@ from utils.checking.labs.lab3_gluon import *  # noqa: F403 (all the visible chec
 from utils.config import GPU_SPECS
 from utils.files import ROOT
 from utils.gluon_cpu.timeline import COLORS
+from utils.kernels.offline import BLACKWELL as BLACKWELL_CHIP
+from utils.kernels.offline import HOPPER
 from utils.labs import session
 from utils.labs.session import beside_guess, plot_beside_recorded, results
 from utils.labs.session import guesses as guesses
@@ -394,45 +396,49 @@ def count_fences(file: str, launch: Launch) -> dict | None:
 # ---- what the compiler made of it --------------------------------------------------------------------------------
 
 
-def show_compiled() -> None:
-    """Compile every kernel that is answered, count its instructions, and show what became of lines of 4.1 and 5.3."""
-    small = attention_inputs(2, 100, 200)
-    kernels = {
-        "3.1 cp.async": ("lab3_async_copy.py", async_copy_launch(2000, 4, 3)),
-        "3.2 TMA ring": ("lab3_tma_ring.py", tma_ring_launch(40, 440, 3)),
-        "4.1 wgmma": ("lab3_wgmma.py", wgmma_launch(100, 72, 200)),
-        "5.1 one warpgroup": ("lab3_softmax.py", attention_launch("lab3_softmax.py", 64, *small)),
-        "5.2 specialized": ("lab3_specialized.py", attention_launch("lab3_specialized.py", 128, *small, STAGES=2)),
-        "5.3 overlapped": ("lab3_overlap.py", overlap_launch(*small)),
-    }
-    if not offline_compile_support():
-        return print(offline_compile_support().reason)
-    rows, whole = [], {}
-    for name, (file, (launch, _)) in kernels.items():
-        if (text := answered(file)) is None:
+def compiled_answers(kernels: dict[str, Launch], capability: int = HOPPER) -> dict:
+    """Compile the files that are answered, and say before each one that it is compiled: {name: what the compiler made}."""
+    whole = {}
+    for name, launch in kernels.items() if offline_compile_support() else ():
+        if (text := answered(launch.file)) is None:
             print(f"{name}: not answered yet")
             continue
         print(f"{name} is compiled ...", flush=True)
         try:
-            compiled = whole[name] = compile_for_hopper(text, launch)
+            whole[name] = compile_for_hopper(text, launch, capability=capability)
         except AssertionError as refused:
             print(f"{name}: {refused}")
-            continue
-        rows.append(
-            {"kernel": name, **compiled.instructions, "registers": compiled.registers}
-            | {"spilled bytes": compiled.spill_bytes, "shared KiB": compiled.shared_bytes / 1024}
-        )
+    if not offline_compile_support():
+        print(offline_compile_support().reason)
+    return whole
+
+
+def show_compiled() -> None:
+    """Count the instructions of every answer, and show what became of lines of 4.1 and 5.3."""
+    small = attention_inputs(2, 100, 200)
+    kernels = {
+        "3.1 cp.async": async_copy_launch(2000, 4, 3)[0],
+        "3.2 TMA ring": tma_ring_launch(40, 440, 3)[0],
+        "4.1 wgmma": wgmma_launch(100, 72, 200)[0],
+        "5.1 one warpgroup": attention_launch("lab3_softmax.py", 64, *small)[0],
+        "5.2 specialized": attention_launch("lab3_specialized.py", 128, *small, STAGES=2)[0],
+        "5.3 overlapped": overlap_launch(*small)[0],
+    }
+    whole = compiled_answers(kernels)
+    rows = [
+        {"kernel": name, **made.instructions, "registers": made.registers}
+        | {"spilled bytes": made.spill_bytes, "shared KiB": made.shared_bytes / 1024}
+        for name, made in whole.items()
+    ]
     if rows:
         results["instructions"] = rows
         display(pd.DataFrame(rows).set_index("kernel").T.map(lambda number: f"{number:.4g}"))
-    lines = {
+    for name, lines in {
         "4.1 wgmma": "tma_load(|.wait(|warpgroup_mma|c_tile.store|fence_async|tma_store(",
         "5.3 overlapped": "mbarrier.wait(k_full.index(k_slot)|warpgroup_mma|mbarrier.arrive(k_empty",
-    }
-    for name in lines.keys() & whole.keys():
-        file, (launch, _) = kernels[name]
-        print(f"{name}\n{machine_code(text_of(file), launch, lines[name], whole[name])}\n")
-    return None
+    }.items():
+        if name in whole:
+            print(f"{name}\n{machine_code(text_of(kernels[name].file), kernels[name], lines, whole[name])}\n")
 
 
 # ---- Blackwell: compiled and simulated, never run on such a GPU ---------------------------------------------------
@@ -454,22 +460,13 @@ def course_on_blackwell():
 
 def compile_for_blackwell() -> None:
     """Compile the answers of Part 6 for sm_100a, and show registers, spills and columns of tensor memory."""
-    if not offline_compile_support():
-        return print(offline_compile_support().reason)
-    rows = []
-    for file, (launch, _) in (
-        ("lab3_tcgen05.py", tcgen05_launch(200, 72, 200)),
-        ("lab3_two_softmax.py", two_softmax_launch(*attention_inputs(1, 256, 256))),
-    ):
-        if (text := answered(file)) is None:
-            print(f"{file}: not answered yet")
-            continue
-        print(f"{file} is compiled ...", flush=True)
-        compiled = compile_for_hopper(text, launch, capability=100)
-        rows.append({"file": file, "registers": compiled.registers, "spilled bytes": compiled.spill_bytes,
-                     "columns": compiled.tensor_columns, "shared KiB": compiled.shared_bytes / 1024})  # fmt: skip
-    display(pd.DataFrame(rows))
-    return None
+    kernels = {
+        "6.1 tcgen05": tcgen05_launch(200, 72, 200)[0],
+        "6.2 two softmaxes": two_softmax_launch(*attention_inputs(1, 256, 256))[0],
+    }
+    shown = {"registers": "registers", "spilled bytes": "spill_bytes", "columns": "tensor_columns"}
+    whole = compiled_answers(kernels, BLACKWELL_CHIP)
+    display(pd.DataFrame({name: {x: getattr(made, y) for x, y in shown.items()} for name, made in whole.items()}).T)
 
 
 # ---- the race, and what an H200 gave -----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 from IPython.display import display
-from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullFormatter, NullLocator
 from torch.nn.attention import sdpa_kernel
 
 # ruff: noqa: F401, F403 (what is imported here is what the notebook gets)
@@ -86,7 +86,8 @@ BACKEND_OF = {  # the operator that tells which backend computed a call
     "aten::_scaled_dot_product_efficient_attention": "efficient",
     "aten::_scaled_dot_product_cudnn_attention": "cudnn",
 }
-COLORS = {"math": "#9a9a9a", "flash": series(0).color, "efficient": series(1).color, "cudnn": series(2).color}
+COLORS = {"math": "#0072b2", "flash": "#00694d", "efficient": "#e39a1f", "cudnn": "#a8548a"}  # as in the figures
+GREY = "#8c8c8c"
 SHAPE = ["kind", "pass", "batch", "heads", "kv_heads", "seq_len_q", "seq_len_kv", "head_dim", "causal"]
 save = functools.partial(session.save, "lab4")
 
@@ -233,12 +234,14 @@ def plot_beside(rows: list[dict], table: str, label: str | list[str], columns: l
     for line, (machine, data) in zip(grid, tables.items(), strict=True):
         words = data[[label] if isinstance(label, str) else label].replace({True: "causal", False: "full"})
         names = words.astype(str).agg(", ".join, axis=1).tolist()
-        backends = data["backend"] if "backend" in data else data.iloc[:, 0]
+        backends = next((data[name] for name in ("backend", "ran") if name in data), data.iloc[:, 0])
         for ax, column in zip(line, columns, strict=True):
             values = data[column].astype(float) if column in data else pd.Series(math.nan, data.index)
-            colors = [COLORS.get(backend, series(0).color) for backend in backends]
-            ax.bar_label(ax.barh(range(len(data)), values, color=colors), fmt="{:.3g}", padding=3, fontsize=8)
-            ax.invert_yaxis()
+            colors = [COLORS.get(backend, GREY) for backend in backends]
+            marks = ["" if math.isnan(v) else f"{v:,.0f}" if v >= 1000 else f"{v:.3g}" for v in values]
+            ax.bar_label(ax.barh(range(len(data)), values, color=colors), marks, padding=3, fontsize=8)
+            ax.set_ylim(len(data) - 0.5, -0.5)
+            ax.xaxis.set_major_locator(MaxNLocator(4))
             ax.margins(x=0.25)
             style_axes(ax, title=f"{column}   ({machine})")
             ax.set_yticks(range(len(data)), names if ax is line[0] else [""] * len(data))
@@ -271,7 +274,7 @@ def plot_queries(rows: list[dict], keys: int, reach: Mapping[str, int | None]) -
         ax.plot(data["queries"], data["ms"] / data["ms"].iloc[0], **series(0).line)
         if reach.get(machine):
             ax.axvline(reach[machine], color="black", linestyle="--", linewidth=1)
-            ax.text(reach[machine], 1.03, " ridge", transform=ax.get_xaxis_transform(), fontsize=8, ha="center")
+            ax.text(reach[machine], 0.92, "ridge ", transform=ax.get_xaxis_transform(), fontsize=8, ha="right")
         ax.set(xscale="log", yscale="log")
         plain_ticks(ax.xaxis, data["queries"].tolist())
         plain_ticks(ax.yaxis, subs=(1, 1.5, 2, 3, 5, 7))

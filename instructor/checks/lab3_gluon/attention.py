@@ -16,7 +16,7 @@ from utils.checking.gluon_launches import (
     overlap_launch,
     two_softmax_launch,
 )
-from utils.checking.labs.lab3_gluon import rules
+from utils.checking.labs.lab3_gluon import attention_rules
 
 
 @check("5.1", "Online softmax in a kernel")
@@ -31,7 +31,7 @@ def softmax(source: str, seed=None):
         falling_inputs(True, normal=draw.normal),
         falling_inputs(False, normal=draw.normal),
     ]
-    rules.softmax(source, [attention_launch("lab3_softmax.py", 64, *each) for each in inputs])
+    attention_rules.softmax(source, [attention_launch("lab3_softmax.py", 64, *each) for each in inputs])
 
 
 @check("5.2", "Producer and consumers")
@@ -43,11 +43,11 @@ def specialized(source: str, seed=None):
         keys = 192 + tail if tail < 64 else 128 + tail
         inputs = edge_inputs(draw.size(70, 128), keys, 64, draw.choice(HALVES), draw.normal)
         tries.append(attention_launch("lab3_specialized.py", 128, *inputs, STAGES=stages))
-    rules.specialized(source, tries, timings(draw, 2))
+    attention_rules.specialized(source, tries, timings(draw, 2))
     many = [attention_inputs(1, 128, 448, 64, 1.0, draw.choice(HALVES), draw.normal) for _ in "ab"]
     slots = 2, draw.size(3, 5)
     tries = [attention_launch("lab3_specialized.py", 128, *x, STAGES=n) for x, n in zip(many, slots, strict=True)]
-    rules.specialized(source, tries, (None,))
+    attention_rules.specialized(source, tries, (None,))
 
 
 @check("5.3", "Overlap")
@@ -60,11 +60,11 @@ def overlap(source: str, seed=None):
         )
         for stages in (2, 3)
     ]
-    rules.overlapped(source, tries, timings(draw, 2))
+    attention_rules.overlapped(source, tries, timings(draw, 2))
     # Scores rise toward the first keys, which come last: the output so far must shrink in each block.
     sharp = [(64, 256, 1.0), (128, 384, 20.0)]
     tries = [overlap_launch(*attention_inputs(1, 128, n, d, x, torch.bfloat16, draw.normal)) for d, n, x in sharp]
-    rules.expect_share(rules.overlapped(source, tries, (None,))[-1])
+    attention_rules.expect_share(attention_rules.overlapped(source, tries, (None,))[-1])
 
 
 @check("Bonus 5.5", "Causal attention")
@@ -78,7 +78,7 @@ def attention_causal(source: str, seed=None):
         q[0], k[0] = q[0].abs(), k[0].abs()  # the keys' sizes grow, so that one key more or less is seen
         k[0] *= (torch.arange(sk)[:, None] / sk).to(k.dtype)
         tries.append(causal_launch(q, k, v))
-    rules.attention_causal(source, tries)
+    attention_rules.attention_causal(source, tries)
 
 
 @check("Bonus 6.2", "Two softmaxes")
@@ -87,4 +87,4 @@ def two_softmax(source: str, seed=None):
     draw = Draw(seed)
     tries = [two_softmax_launch(*edge_inputs(draw.size(130, 256), 256 + draw.size(1, 60), 64, normal=draw.normal))]
     tries.append(two_softmax_launch(*attention_inputs(1, 256, 384, 128, 20.0, torch.float16, draw.normal)))
-    rules.two_softmax(source, tries, timings(draw, 2))
+    attention_rules.two_softmax(source, tries, timings(draw, 2))

@@ -260,15 +260,14 @@ def test_cells_that_bind_the_same_loop_variable_do_not_hold_each_other():
 def test_tests_get_what_they_need_and_no_more(lab1):
     planned = plan_tests(lab1.instructor)
     names, files, definitions = planned["q1_3_tests"]
-    assert names == ["time_calls"] and not files
-    (definition,) = definitions
-    assert definition.startswith("class QueueingDevice")
+    assert names == ["time_calls"] and not files and not definitions
     assert planned["q1_5_tests"][:2] == ([], ["gemm_triton.py"])
 
 
 def test_the_setup_is_what_stands_before_the_first_answer(small_lab, lab1):
     assert [name for name, _ in setup_cells(small_lab)] == ["setup"]
-    assert [name for name, _ in setup_cells(lab1)] == ["setup"]
+    (setup, first_try) = setup_cells(lab1)
+    assert setup[0] == "setup" and "first_try(time_work)" in first_try[1]
 
 
 # ---- results -----------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from utils.visualization import (
     series,
     style_axes,
 )
+from utils.visualization.labels import LabelLayer
 from utils.visualization.style import SERIES, luminance, plain
 
 DOCUMENTED = {"gemm_1024": 341.3, "gemv_1024": 1.0}
@@ -349,7 +350,26 @@ def test_every_machine_gets_room_around_its_ridge(peak, bandwidth):
     assert f"ridge {plain(ridge)} FLOPs/Byte" in labels(axes)
 
 
+def test_a_laptops_roof_is_in_gflops():
+    _, axes = plot_roofline("laptop", 0.0257, 0.00564, measured={"gemm": (3.0, 0.0128)})
+    assert axes.get_ylabel().endswith("(GFLOP/s)") and {"5.64 GB/s", "25.7 GFLOP/s"} <= {*labels(axes)}
+
+
 # ---- labels ----
+
+
+def test_a_label_that_stands_nearer_to_another_point_has_a_line_to_its_own():
+    """Three points nearly above each other, as one layer on an H200 has them."""
+    points = {"B1": (523.6, 152.7), "B8": (535.5, 231.4), "B32": (536.8, 240.7)}
+    figure, axes = plot_roofline("H200", 989, 4.8, measured=points)
+    figure.canvas.draw()
+    (layer,) = (artist for artist in axes.get_children() if isinstance(artist, LabelLayer))
+    at = {name: axes.transData.transform(place) - [axes.bbox.x0, axes.bbox.y0] for name, place in points.items()}
+    for label in layer._labels:
+        own = label.text.get_text().split()[0]
+        if own in points and label.line is None:
+            away = {name: np.hypot(*(np.clip(xy, label.box[:2], label.box[2:]) - xy)) for name, xy in at.items()}
+            assert min(away, key=away.get) == own
 
 
 def crowded(seed: int) -> dict:

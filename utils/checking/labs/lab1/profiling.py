@@ -99,9 +99,9 @@ def _expect_waits(recorded: int, calls: list[str]) -> None:
 @visible("4.1", "Profile and trace")
 def check_profile_steps(profile_steps):
     """Check the trace of one operator, as if there were a GPU to wait for."""
-    with pretended_gpu(profile_steps):
+    with pretended_gpu(profile_steps) as here:
         prof = profile_of(profile_steps, "erf", 1, "check_trace.json")
-        if not records_kernels(prof):
+        if here and not records_kernels(prof):
             raise AssertionError(
                 "the profile has no CUDA activity, so on a GPU its trace has no kernels: add ProfilerActivity.CUDA to the activities "
                 "where torch.cuda.is_available()."

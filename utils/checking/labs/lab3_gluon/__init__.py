@@ -23,7 +23,7 @@ from utils.checking.gluon_launches import (
     two_softmax_launch,
     wgmma_launch,
 )
-from utils.checking.labs.lab3_gluon import rules
+from utils.checking.labs.lab3_gluon import attention_rules, rules
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 TWO = (None, 1)  # the cost model's own timing, and another one
@@ -206,7 +206,7 @@ def check_softmax(text):
         falling_inputs(True),
         attention_inputs(2, 100, 200, 128, dtype=HALF),
     )
-    rules.softmax(text, [attention_launch("lab3_softmax.py", 64, *each) for each in inputs], compiles=True)
+    attention_rules.softmax(text, [attention_launch("lab3_softmax.py", 64, *each) for each in inputs], compiles=True)
 
 
 @visible("5.2", "Producer and consumers")
@@ -216,7 +216,7 @@ def check_specialized(text):
         attention_launch("lab3_specialized.py", 128, *edge_inputs(sq, sk, dtype=dtype), STAGES=stages)
         for sq, sk, stages, dtype in ((128, 257, 2, BRAIN), (70, 193, 1, BRAIN), (100, 195, 3, HALF))
     ]
-    rules.specialized(text, tries, (None, 1, 2), compiles=True)
+    attention_rules.specialized(text, tries, (None, 1, 2), compiles=True)
 
 
 @visible("5.3", "Overlap")
@@ -227,9 +227,11 @@ def check_overlap(text):
         (attention_inputs(1, 128, 256, 64, 20.0), 2),
         (edge_inputs(100, 195, dtype=HALF), 3),
     )
-    rules.overlapped(text, [overlap_launch(*each, stages=stages) for each, stages in inputs], TWO, compiles=True)
-    (run,) = rules.overlapped(text, [overlap_launch(*attention_inputs(1, 128, 512, d=128))], (None,))
-    rules.expect_share(run)
+    attention_rules.overlapped(
+        text, [overlap_launch(*each, stages=stages) for each, stages in inputs], TWO, compiles=True
+    )
+    (run,) = attention_rules.overlapped(text, [overlap_launch(*attention_inputs(1, 128, 512, d=128))], (None,))
+    attention_rules.expect_share(run)
 
 
 @visible("Bonus 5.5", "Causal attention")
@@ -240,7 +242,7 @@ def check_attention_causal(text):
         q, k, v, _ = attention_inputs(2, sq, sk, d, dtype=dtype)
         q[0], k[0] = q[0].abs(), k[0].abs() * (torch.arange(sk)[:, None] / sk).to(dtype)
         tries.append(causal_launch(q, k, v))
-    rules.attention_causal(text, tries, compiles=True)
+    attention_rules.attention_causal(text, tries, compiles=True)
 
 
 @visible("Bonus 6.1", "The same product by tcgen05")
@@ -256,4 +258,4 @@ def check_two_softmax(text):
     """One to three blocks of keys in three timings; scores that rise, so that O has to shrink."""
     tries = [two_softmax_launch(*edge_inputs(sq, sk)) for sq, sk in ((256, 257), (200, 70))]
     tries.append(two_softmax_launch(*attention_inputs(1, 130, 384, 64, 20.0)))
-    rules.two_softmax(text, tries, (None, 1, 2))
+    attention_rules.two_softmax(text, tries, (None, 1, 2))

@@ -17,67 +17,47 @@ def check_attention_costs(attention_costs):
     full = expect_items(attention_costs(5, 6, 2, 3, 7, 10, torch.bfloat16), COSTS, "attention_costs")
     causal = attention_costs(5, 6, 2, 3, 7, 10, torch.bfloat16, causal=True)
     square = attention_costs(1, 4, 4, 5, 5, 6, torch.float64, True)
-    shape = "5 sequences, 6 heads over 2 key heads, 3 queries, 7 keys, D = 10, bf16"
+    where = "5 sequences, 6 heads over 2 key heads, 3 queries, 7 keys, D = 10, bf16"
     square_shape = "4 heads, 5 queries and keys, D = 6, fp64, causal"
-    elements = "These are elements: multiply by dtype.itemsize."
+    elements, each = "These are elements: multiply by dtype.itemsize.", "Each sequence counts."
     diagonal = "Half of all pairs leaves out half of the diagonal."
     shared = "Keys and values have kv_heads heads, and the group shares them."
-    for got, place, right, where, mistakes in (
-        (
-            full,
-            0,
-            25_200,
-            shape,
-            {
-                "Count FLOPs for query heads: each has its own scores.": 8_400,
-                "Each sequence counts.": 5_040,
-                "A multiply-accumulate is two FLOPs, and there are two products.": 12_600,
-            },
-        ),
-        (
-            full,
-            1,
-            6_400,
-            shape,
-            {
-                shared: 12_000,
-                "The output is written, too.": 4_600,
-                elements: 3_200,
-                "Each sequence counts.": 1_280,
-                "Queries and outputs have the queries' length, keys and values that of the keys.": 4_800,
-                "Queries and outputs have the heads of the queries.": 4_000,
-            },
-        ),
-        (
-            full,
-            2,
-            11_440,
-            shape,
-            {
-                "The scores travel four times: written, read and written by the softmax, read.": (8_920, 10_180, 7_660),
-                "The matrix of scores is missing.": 6_400,
-                "There are scores for all query heads.": 8_080,
-                elements: 5_720,
-                shared: 17_040,
-            },
-        ),
-        (
-            causal,
-            0,
-            21_600,
-            f"{shape}, causal: the queries see 5, 6 and 7 keys",
-            {
-                "The mask takes pairs away: causal costs fewer FLOPs.": 25_200,
-                "The last query sees the last key: query i sees i + 1 + (kv_len - query_len) keys.": 7_200,
-                diagonal: 12_600,
-            },
-        ),
-        (causal, 2, 11_440, f"{shape}, causal", {"The mask takes no bytes away: all scores lie in memory.": 10_720}),
+    flops = {
+        "Count FLOPs for query heads: each has its own scores.": 8_400,
+        each: 5_040,
+        "A multiply-accumulate is two FLOPs, and there are two products.": 12_600,
+    }
+    fused = {
+        shared: 12_000,
+        "The output is written, too.": 4_600,
+        elements: 3_200,
+        each: 1_280,
+        "Queries and outputs have the queries' length, keys and values that of the keys.": 4_800,
+        "Queries and outputs have the heads of the queries.": 4_000,
+    }
+    unfused = {
+        "The scores travel four times: written, read and written by the softmax, read.": (8_920, 10_180, 7_660),
+        "The matrix of scores is missing.": 6_400,
+        "There are scores for all query heads.": 8_080,
+        elements: 5_720,
+        shared: 17_040,
+    }
+    pairs = {
+        "The mask takes pairs away: causal costs fewer FLOPs.": 25_200,
+        "The last query sees the last key: query i sees i + 1 + (kv_len - query_len) keys.": 7_200,
+        diagonal: 12_600,
+    }
+    for got, place, right, shape, mistakes in (
+        (full, 0, 25_200, where, flops),
+        (full, 1, 6_400, where, fused),
+        (full, 2, 11_440, where, unfused),
+        (causal, 0, 21_600, f"{where}, causal: the queries see 5, 6 and 7 keys", pairs),
+        (causal, 2, 11_440, f"{where}, causal", {"The mask takes no bytes away: all scores lie in memory.": 10_720}),
         (square, 0, 1_440, square_shape, {diagonal: 1_200}),
         (square, 1, 3_840, square_shape, {}),
     ):
         unit = COSTS[place].split()[-1]
-        expect_number(got[place], right, rel=0, unit=unit, what=f"{where}: {COSTS[place]}", mistakes=mistakes)
+        expect_number(got[place], right, rel=0, unit=unit, what=f"{shape}: {COSTS[place]}", mistakes=mistakes)
 
 
 def attend(q, k, v, **options) -> torch.Tensor:
@@ -157,43 +137,22 @@ def check_intensities(intensity, queries_to_ridge):
     """Check 20 queries and 120 keys with three heads to a key head, and ridges that are reached or not."""
     up = "One query fewer still lies left of the ridge: round up."
     bytes_too = "Queries and outputs have bytes as well, not only the cache."
-    bf16 = torch.bfloat16
+    bf16, groups = torch.bfloat16, "20 queries, 120 keys, 3 heads to a key head"
+    of_intensity = {
+        "The heads of a group share keys and values: they are read once.": 120 / 7,
+        "These are FLOPs per element: divide by the bytes of an element.": 80.0,
+        "Two FLOPs a multiply-accumulate.": 20.0,
+        "Each query head of the group has queries and an output of its own.": 360 / 7,
+        "Keys are as long as the cache, not as the queries.": 15.0,
+    }
+    shared, itemsize = "The group shares the keys, too: group * queries count.", "An element has itemsize bytes."
+    of_queries = {up: 28, shared: 87, bytes_too: 17, itemsize: 11}
+    short, long = "a ridge of 50.3, 120 keys, 3 heads to a key head, bf16", "a ridge of 50.7, 1000 keys, 1 head, bf16"
     for got, right, what, mistakes in (
-        (
-            intensity(20, 120, 3, 10, bf16),
-            40.0,
-            "the intensity of 20 queries, 120 keys, 3 heads to a key head, bf16,",
-            {
-                "The heads of a group share keys and values: they are read once.": 120 / 7,
-                "These are FLOPs per element: divide by the bytes of an element.": 80.0,
-                "Two FLOPs a multiply-accumulate.": 20.0,
-                "Each query head of the group has queries and an output of its own.": 360 / 7,
-                "Keys are as long as the cache, not as the queries.": 15.0,
-            },
-        ),
-        (
-            intensity(20, 120, 3, 10, torch.float32),
-            20.0,
-            "the same in fp32",
-            {"An element has dtype.itemsize bytes.": 40.0},
-        ),
-        (
-            queries_to_ridge(50.3, 120, 3, 10, bf16),
-            29,
-            "queries_to_ridge of a ridge of 50.3, 120 keys, 3 heads to a key head, bf16",
-            {
-                up: 28,
-                "The group shares the keys, too: group * queries count.": 87,
-                bytes_too: 17,
-                "An element has itemsize bytes.": 11,
-            },
-        ),
-        (
-            queries_to_ridge(50.7, 1000, 1, 64, bf16),
-            54,
-            "queries_to_ridge of a ridge of 50.7, 1000 keys, 1 head, bf16",
-            {up: 53, bytes_too: 51},
-        ),
+        (intensity(20, 120, 3, 10, bf16), 40.0, f"the intensity of {groups}, bf16,", of_intensity),
+        (intensity(20, 120, 3, 10, torch.float32), 20.0, f"the intensity of {groups}, fp32,", {itemsize: 40.0}),
+        (queries_to_ridge(50.3, 120, 3, 10, bf16), 29, f"queries_to_ridge of {short}", of_queries),
+        (queries_to_ridge(50.7, 1000, 1, 64, bf16), 54, f"queries_to_ridge of {long}", {up: 53, bytes_too: 51}),
     ):
         expect_number(got, right, rel=1e-6, what=what, mistakes=mistakes)
         if isinstance(right, int):
@@ -220,37 +179,19 @@ def check_splits(decode_us, best_splits):
     """Check waves, tiles and the merge, and that the fewest of the best splits are taken."""
     waves = "A part of a wave takes as long as a whole one: round the waves up."
     tiles = "A part of a tile takes as long as a whole one: round the tiles up."
+    whole = {"One split needs no second kernel.": 21.0, waves: 12.0, tiles: 15.625, "Round both up.": 11.71875}
+    split = {
+        waves: 18.5,
+        tiles: 20.625,
+        "Splitting makes more programs: programs * splits.": 11.0,
+        "Splitting makes parts shorter: kv_len / splits keys each.": 53.0,
+        "Results of several splits are merged by a second kernel.": 18.0,
+        "The second kernel runs once, whatever the number of splits.": 33.0,
+    }
     for arguments, right, what, mistakes in (
-        (
-            (3, 1000, 1, 4, 128, 2.0, 5.0),
-            16.0,
-            "3 programs on 4 units, 1000 keys in tiles of 128 (2 us each), no split,",
-            {
-                "One split needs no second kernel.": 21.0,
-                waves: 12.0,
-                tiles: 15.625,
-                "Both waves and tiles are rounded up.": 11.71875,
-            },
-        ),
-        (
-            (3, 1000, 3, 4, 128, 2.0, 5.0),
-            23.0,
-            "the same in 3 splits (9 programs, 334 keys each)",
-            {
-                waves: 18.5,
-                tiles: 20.625,
-                "Splitting makes more programs: programs * splits.": 11.0,
-                "Splitting makes parts shorter: kv_len / splits keys each.": 53.0,
-                "Results of several splits are merged by a second kernel.": 18.0,
-                "The second kernel runs once, whatever the number of splits.": 33.0,
-            },
-        ),
-        (
-            (4, 1024, 2, 4, 128, 2.0, 5.0),
-            21.0,
-            "4 programs, 1024 keys, 2 splits",
-            {"A wave that is just full is one wave.": 29.0},
-        ),
+        ((3, 1000, 1, 4, 128, 2.0, 5.0), 16.0, "3 programs on 4 units, 1000 keys in tiles of 128, no split,", whole),
+        ((3, 1000, 3, 4, 128, 2.0, 5.0), 23.0, "the same in 3 splits (9 programs, 334 keys each)", split),
+        ((4, 1024, 2, 4, 128, 2.0, 5.0), 21.0, "4 programs, 2 splits", {"A wave that is just full is one wave.": 29.0}),
     ):
         expect_number(decode_us(*arguments), right, rel=1e-9, unit="us", what=what, mistakes=mistakes)
     for arguments, right, what, mistakes in (
