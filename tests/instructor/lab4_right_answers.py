@@ -65,12 +65,16 @@ def pinned_sdpa(backend, q, k, v, **options):
 """,
     ),
     (
-        "the order rebuilt",
+        "the cases of the rule in a dict",
         "q1_4",
         """
-def dispatch(order, allowed, reasons, set_priority=False):
-    asked = list(allowed) + [n for n in order if n not in allowed] if set_priority else list(order)
-    able = [n for n in asked if n in set(allowed) and len(reasons[n]) == 0]
+def default_backend(capability, cudnn, reasons):
+    major, minor = capability
+    prefers = {(9, 0): True, (10, 0): True}.get((major, minor), False) and cudnn >= 91501
+    asked = ["flash", "efficient", "math", "cudnn"]
+    if prefers:
+        asked = asked[-1:] + asked[:-1]
+    able = [n for n in asked if len(reasons[n]) == 0]
     if able == []:
         raise BackendRefused("nothing left")
     return able.pop(0)
@@ -355,24 +359,6 @@ def backends_in(operators):
 """,
     ),
     (
-        "a chain of ifs",
-        "q1_1",
-        """
-def backends_in(operators):
-    ran = []
-    for op in operators:
-        if op == "aten::_scaled_dot_product_attention_math":
-            ran.append("math")
-        elif op in ("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"):
-            ran.append("flash")
-        elif op == "aten::_scaled_dot_product_efficient_attention":
-            ran.append("efficient")
-        elif op == "aten::_scaled_dot_product_cudnn_attention":
-            ran.append("cudnn")
-    return tuple(ran)
-""",
-    ),
-    (
         "a set of seen reasons, text cut by index",
         "q1_2",
         """
@@ -420,25 +406,13 @@ def pinned_sdpa(backend, q, k, v, **options):
         "next and a generator",
         "q1_4",
         """
-def dispatch(order, allowed, reasons, set_priority=False):
-    asked = allowed if set_priority else [name for name in order if name in allowed]
-    found = next((name for name in asked if not reasons[name]), None)
+def default_backend(capability, cudnn, reasons):
+    new = tuple(capability) in [(9, 0), (10, 0)] and divmod(cudnn, 100)[0] >= 915 and cudnn != 91500
+    order = "cudnn flash efficient math" if new else "flash efficient math cudnn"
+    found = next((name for name in order.split() if not reasons[name]), None)
     if found is None:
-        raise BackendRefused(f"no backend of {', '.join(allowed)} runs this call")
+        raise BackendRefused(f"no backend of {order} runs this call")
     return found
-""",
-    ),
-    (
-        "sorted by rank",
-        "q1_4",
-        """
-def dispatch(order, allowed, reasons, set_priority=False):
-    rank = {name: i for i, name in enumerate(allowed if set_priority else order)}
-    able = sorted((name for name in allowed if reasons[name] == []), key=rank.__getitem__)
-    try:
-        return able[0]
-    except IndexError:
-        raise BackendRefused("none") from None
 """,
     ),
     (
@@ -451,32 +425,6 @@ def attention_costs(batch, heads, kv_heads, query_len, kv_len, head_dim, dtype, 
     e = torch.finfo(dtype).bits // 8
     qo, kv, scores = batch * heads * query_len * head_dim, batch * kv_heads * kv_len * head_dim, batch * heads * query_len * kv_len
     return int(2 * 2 * pairs * head_dim) * heads * batch, e * (2 * qo + 2 * kv), e * (2 * qo + 2 * kv + 4 * scores)
-""",
-    ),
-    (
-        "a triangle subtracted",
-        "q2_1",
-        """
-def attention_costs(batch, heads, kv_heads, query_len, kv_len, head_dim, dtype, causal=False):
-    pairs = query_len * kv_len - (query_len * (query_len - 1) // 2 if causal else 0)
-    flops = 4 * batch * heads * head_dim * pairs
-    fused = dtype.itemsize * batch * head_dim * 2 * (heads * query_len + kv_heads * kv_len)
-    return [flops, fused, fused + 4 * dtype.itemsize * batch * heads * query_len * kv_len]
-""",
-    ),
-    (
-        "grouped heads as a dimension, einsum",
-        "q2_2",
-        """
-def errors(out, q, k, v, causal=False):
-    b, h, s, d = q.shape
-    n = k.shape[1]
-    x = torch.einsum("bngqd,bnkd->bngqk", q.double().view(b, n, h // n, s, d), k.double()) / d**0.5
-    if causal:
-        x = x + torch.full((s, s), -torch.inf, dtype=torch.double).triu(1)
-    exact = torch.einsum("bngqk,bnkd->bngqd", x.softmax(-1), v.double()).reshape(b, h, s, d)
-    diff = out.to(torch.double) - exact
-    return float(diff.abs().max()), float(torch.sqrt((diff**2).mean()) / torch.sqrt((exact**2).mean()))
 """,
     ),
     (
@@ -570,31 +518,6 @@ def split_kv_attention(q, k, v, splits):
 """,
     ),
     (
-        "divmod, min with a key",
-        "q3_3",
-        """
-def decode_us(programs, kv_len, splits, units, tile, tile_us, combine_us):
-    full, rest = divmod(programs * splits, units)
-    keys = (kv_len + splits - 1) // splits
-    steps = (full + bool(rest)) * ((keys + tile - 1) // tile)
-    return steps * tile_us if splits == 1 else steps * tile_us + combine_us
-
-def best_splits(programs, kv_len, units, tile, tile_us, combine_us, most=64):
-    return min(range(1, most + 1), key=lambda n: decode_us(programs, kv_len, n, units, tile, tile_us, combine_us))
-""",
-    ),
-    (
-        "strides by as_strided and einsum-like permutes",
-        "q4_1",
-        """
-def knocked_out_by_strides(x):
-    return x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
-
-def strided_and_fast(x):
-    return torch.cat([x, x], dim=2)[:, :, : x.shape[2]]
-""",
-    ),
-    (
         "memory by empty_strided",
         "q4_1",
         """
@@ -641,18 +564,6 @@ def ready_for_flash(x):
 """,
     ),
     (
-        "views by as_strided",
-        "q4_3",
-        """
-def unpack_qkv(packed, heads, kv_heads):
-    b, s, w = packed.shape
-    d = w // (heads + 2 * kv_heads)
-    def view(n, offset):
-        return packed.as_strided((b, n, s, d), (packed.stride(0), d, packed.stride(1), 1), packed.storage_offset() + offset)
-    return view(heads, 0), view(kv_heads, heads * d), view(kv_heads, (heads + kv_heads) * d)
-""",
-    ),
-    (
         "exponentials in base two",
         "q5_1",
         """
@@ -663,17 +574,6 @@ def rounded_attention(q, k, v, scores=False, p=False, normalize_first=True, outp
     l = torch.sum(e, -1, True)
     o = keep(e / l, p) @ v.double() if normalize_first else (keep(e, p) @ v.double()) / l
     return keep(o, output)
-""",
-    ),
-    (
-        "numpy integers",
-        "q5_2",
-        """
-def ulps_apart(a, b):
-    def place(x):
-        bits = x.contiguous().view(torch.int16).numpy().astype("int64")
-        return torch.from_numpy((bits & 0x7FFF) * (1 - 2 * (bits < 0)))
-    return (place(a) - place(b)).abs()
 """,
     ),
     (
@@ -732,19 +632,17 @@ def grid_answers(grid):
     default = ok[ok.is_default].set_index("shape").backend.to_dict()
     kind = ok.set_index("shape").kind.to_dict()
     decode = [b for s, b in best.items() if kind[s] == "decode"]
-    ratios = []
-    for s, rows in ok[ok.kind == "training"].groupby("shape"):
-        ms = dict(zip(rows.backend, rows.ms))
-        if "flash" in ms and "cudnn" in ms:
-            ratios.append(ms["flash"] / ms["cudnn"])
+    cudnn = [row for row in ok.to_dict("records") if row["kind"] == "decode" and row["backend"] == "cudnn"]
+    one = [" ".join(row["kernels"]) for row in cudnn if row["seq_len_q"] == 1]
+    four = [" ".join(row["kernels"]) for row in cudnn if row["seq_len_q"] == 4]
     return dict(
         default_wins=sum(default.get(s) == b for s, b in best.items()) / len(best),
         default_loss=geometric_mean(loss),
         decode_winner=max(sorted(set(decode)), key=decode.count),
-        worst_default=max(x for s, x in loss.items() if kind[s] == "prefill"),
-        peak_tflops=ok[(ok.kind == "prefill") & (ok.head_dim == 128)].tflops.max(),
+        worst_default=max(x for s, x in loss.items() if kind[s] == "decode"),
         decode_bandwidth=ok[ok.kind == "decode"].gb_s.max() / (1000 * GPU_SPECS["H200"]["memory_bandwidth_tb_s"]),
-        cudnn_over_flash=geometric_mean(pd.Series(ratios)),
+        sm80_one_query=sum("sm80" in names for names in one) / len(one),
+        splits_four_queries=sum("reduction" in names for names in four) / len(four),
     )
 """,
     ),
@@ -762,26 +660,6 @@ def choose_backend(grid, call, able):
     far = np.round((np.log2(ok[names].to_numpy(float) / np.array([call[n] for n in names], float)) ** 2).sum(1), 9)
     rows = sorted(zip(far, ok["shape"], ok["ms"], ok["backend"]))
     return rows[0][3]
-""",
-    ),
-    (
-        "a loop over blocks",
-        "bonus_5_5",
-        """
-def quantize_fp8(x, block=None):
-    size = block or x.shape[2]
-    x8, scales = torch.empty(x.shape, dtype=torch.float8_e4m3fn), []
-    for start in range(0, x.shape[2], size):
-        part = x[:, :, start : start + size].float()
-        top = part.abs().amax(dim=(0, 1, 2, 3) if block is None else (2, 3), keepdim=True)
-        scale = torch.where(top == 0, torch.ones_like(top), top / torch.finfo(torch.float8_e4m3fn).max)
-        x8[:, :, start : start + size] = (part / scale).to(torch.float8_e4m3fn)
-        scales.append(scale.reshape(scale.shape[0], scale.shape[1], 1, 1))
-    return x8, torch.cat(scales, 2)
-
-def dequantize_fp8(x8, scale, block=None):
-    size = block or x8.shape[2]
-    return torch.cat([part.float() * scale[:, :, i : i + 1] for i, part in enumerate(x8.split(size, 2))], 2)
 """,
     ),
     (

@@ -61,6 +61,12 @@ def grid_answers(grid):
     return found
 """
 
+_FLASH_FIRST = '["flash", "efficient", "math", "cudnn"]'
+_RULE = "capability in ((9, 0), (10, 0)) and cudnn > 91500"
+_REFUSED = 'raise BackendRefused("none")'
+
+_NAMED = 'timed.loc[{rows}, "kernels"].map(lambda k: any("{word}" in n for n in k)).mean()'
+
 WRONG_ANSWERS = [
     # ---- 1
     WrongAnswer(
@@ -236,29 +242,81 @@ def pinned_sdpa(backend, q, k, v, **options):
 """,
         "should raise BackendRefused",
     ),
-    WrongAnswer(
-        "a list taken for an order",
-        "q1_4",
-        """
-def dispatch(order, allowed, reasons, set_priority=False):
-    for name in allowed:
-        if not reasons[name]:
+    *(
+        WrongAnswer(
+            mistake,
+            "q1_4",
+            f"""
+def default_backend(capability, cudnn, reasons):
+    first = {first}
+    order = ["cudnn", "flash", "efficient", "math"] if first else {otherwise}
+    for name in order:
+        if {able}:
             return name
-    raise BackendRefused("none")
+    {end}
 """,
-        "it is a set",
-    ),
-    WrongAnswer(
-        "math as a last resort",
-        "q1_4",
-        """
-def dispatch(order, allowed, reasons, set_priority=False):
-    for name in allowed if set_priority else order:
-        if name in allowed and not reasons[name]:
-            return name
-    return "math"
-""",
-        "raise BackendRefused",
+            phrase,
+            seen=(
+                "cuDNN is asked first where both hold",
+                "A backend with a reason",
+                "takes every call",
+                "raise BackendRefused",
+            ),
+        )
+        for mistake, first, otherwise, able, end, phrase in (
+            ("cuDNN first everywhere", "True", "[]", "not reasons[name]", _REFUSED, "Torch asks in the order"),
+            ("cuDNN first nowhere", "False", _FLASH_FIRST, "not reasons[name]", _REFUSED, "Torch asks in the order"),
+            ("the GPU alone", "capability[0] in (9, 10)", _FLASH_FIRST, "not reasons[name]", _REFUSED, "Torch asks"),
+            ("cuDNN's version alone", "cudnn > 91500", _FLASH_FIRST, "not reasons[name]", _REFUSED, "Torch asks"),
+            (
+                "9.15.0 is newer than itself",
+                _RULE.replace(">", ">="),
+                _FLASH_FIRST,
+                "not reasons[name]",
+                _REFUSED,
+                "Torch asks",
+            ),
+            (
+                "any newer GPU",
+                _RULE.replace("in ((9, 0), (10, 0))", ">= (9, 0)"),
+                _FLASH_FIRST,
+                "not reasons[name]",
+                _REFUSED,
+                "Torch asks",
+            ),
+            (
+                "math asked last",
+                _RULE,
+                '["flash", "efficient", "cudnn", "math"]',
+                "not reasons[name]",
+                _REFUSED,
+                "Torch asks",
+            ),
+            (
+                "reasons not looked at",
+                _RULE,
+                _FLASH_FIRST,
+                "True",
+                _REFUSED,
+                ("A backend with a reason", "Torch asks", "raise BackendRefused"),
+            ),
+            (
+                "math as a last resort",
+                _RULE,
+                _FLASH_FIRST,
+                "not reasons[name]",
+                'return "math"',
+                "raise BackendRefused",
+            ),
+            (
+                "None instead of an error",
+                _RULE,
+                _FLASH_FIRST,
+                "not reasons[name]",
+                "return None",
+                "raise BackendRefused",
+            ),
+        )
     ),
     # ---- 2
     WrongAnswer(
@@ -459,15 +517,6 @@ def knocked_out_by_strides(x):
     ),
     WrongAnswer("contiguous after all", "q4_1", "def strided_and_fast(x):\n    return x.clone()\n", "It should not be"),
     WrongAnswer(
-        "one reason twice",
-        "q4_2",
-        """
-KNOCK_OUTS = dict(list(KNOCK_OUTS.items())[:3])
-KNOCK_OUTS["more dropout"] = lambda q, k, v: {"query": q, "key": k, "value": v, "dropout_p": 0.9}
-""",
-        "is refused for the reason of",
-    ),
-    WrongAnswer(
         "a mask, which the CPU's flash takes",
         "q4_2",
         """
@@ -586,7 +635,7 @@ def distinct_results(fn, runs):
             found.append(r)
     return len(found)
 """,
-        "compare bits",
+        ("compare bits", "Compare bits"),
     ),
     WrongAnswer(
         "results kept without a copy",
@@ -635,13 +684,7 @@ def default_slowdown(grid):
         "the worst of all kinds",
         "q6_2",
         _ANSWERS.format(change='found["worst_default"] = default_slowdown(grid).max()'),
-        ("prefill shapes only", "too large"),
-    ),
-    WrongAnswer(
-        "flash over cuDNN upside down",
-        "q6_2",
-        _ANSWERS.format(change='found["cudnn_over_flash"] = 1 / found["cudnn_over_flash"]'),
-        "flash's time over cuDNN's",
+        ("decode shapes only", "too large"),
     ),
     # ---- bonus
     WrongAnswer(
@@ -655,17 +698,6 @@ def attention_backward(q, k, v, out, lse, dout):
     return ds @ k * scale, ds.mT @ q * scale, p.mT @ dout
 """,
         "delta is missing",
-    ),
-    WrongAnswer(
-        "the scale left out of dk",
-        "bonus_2_4",
-        """
-_gradients = attention_backward
-def attention_backward(q, k, v, out, lse, dout):
-    dq, dk, dv = _gradients(q, k, v, out, lse, dout)
-    return dq, dk * math.sqrt(q.shape[-1]), dv
-""",
-        "is missing in this gradient",
     ),
     WrongAnswer(
         "distance in tokens, not in powers of two",
@@ -714,7 +746,6 @@ def quantize_fp8(x, block=None):
     return _blocks(x, None)
 """,
         "of shape",
-        seen="has shape (1, 1, 1, 1), expected",
     ),
     # ---- what only a second look finds
     WrongAnswer(
@@ -727,6 +758,19 @@ def why_not(backend, q, k, v, **options):
     for name in ("flash", "mem_efficient", "math", "cudnn"):
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(True)
     return found
+""",
+        "other backends are",
+    ),
+    WrongAnswer(
+        "backends switched off one by one, and left so",
+        "q1_2",
+        """
+_asked = why_not
+def why_not(backend, q, k, v, **options):
+    for name in BACKENDS:
+        switch = {"efficient": "mem_efficient"}.get(name, name)
+        getattr(torch.backends.cuda, f"enable_{switch}_sdp")(name == backend)
+    return _asked(backend, q, k, v, **options)
 """,
         "other backends are",
     ),
@@ -759,54 +803,6 @@ def why_not(backend, q, k, v, **options):
     return " ".join(_asked(backend, q, k, v, **options))
 """,
         "list of sentences",
-    ),
-    WrongAnswer(
-        "None instead of an error",
-        "q1_4",
-        """
-def dispatch(order, allowed, reasons, set_priority=False):
-    for name in allowed if set_priority else order:
-        if name in allowed and not reasons[name]:
-            return name
-""",
-        "raise BackendRefused",
-        seen="BackendRefused",
-    ),
-    WrongAnswer(
-        "priority ignored",
-        "q1_4",
-        """
-def dispatch(order, allowed, reasons, set_priority=False):
-    for name in order:
-        if name in allowed and not reasons[name]:
-            return name
-    raise BackendRefused("none")
-""",
-        "asked in the order in which",
-    ),
-    WrongAnswer(
-        "reasons not looked at",
-        "q1_4",
-        """
-def dispatch(order, allowed, reasons, set_priority=False):
-    for name in allowed if set_priority else order:
-        if name in allowed:
-            return name
-    raise BackendRefused("none")
-""",
-        ("A backend with a reason", "raise BackendRefused"),
-    ),
-    WrongAnswer(
-        "the first of the order, allowed or not",
-        "q1_4",
-        """
-def dispatch(order, allowed, reasons, set_priority=False):
-    for name in list(allowed) + list(order) if set_priority else order:
-        if not reasons[name]:
-            return name
-    raise BackendRefused("none")
-""",
-        ("not allowed", "raise BackendRefused"),
     ),
     *(
         WrongAnswer(mistake, "q2_1", code, phrase)
@@ -894,17 +890,6 @@ def intensity(query_len, kv_len, group, head_dim, dtype):
     return 2 * group * query_len * kv_len / (group * query_len + kv_len)
 """,
         "divide by the bytes",
-    ),
-    WrongAnswer(
-        "queries rounded down",
-        "q3_1",
-        """
-_up = queries_to_ridge
-def queries_to_ridge(ridge, kv_len, group, head_dim, dtype):
-    n = _up(ridge, kv_len, group, head_dim, dtype)
-    return None if n is None else n - 1
-""",
-        "round up",
     ),
     WrongAnswer(
         "the group forgotten",
@@ -1112,7 +1097,6 @@ KNOCK_OUTS = {f"dropout {p}": lambda q, k, v, p=p: {"query": q, "key": k, "value
 KNOCK_OUTS["strides"] = lambda q, k, v: {"query": q.mT.contiguous().mT, "key": k, "value": v}
 """,
         "That was Question 4.1",
-        seen="for its strides",
     ),
     WrongAnswer(
         "keys before queries",
@@ -1144,26 +1128,6 @@ def unpack_qkv(packed, heads, kv_heads):
         out = (to_bf16(e) if p else e) @ v.double() / l"""
         ),
         "Subtract the maximum",
-    ),
-    WrongAnswer(
-        "p never rounded",
-        "q5_1",
-        """
-_round = rounded_attention
-def rounded_attention(q, k, v, scores=False, p=False, normalize_first=True, output=False):
-    return _round(q, k, v, scores, False, normalize_first, output)
-""",
-        ("nothing was rounded at that place",),
-    ),
-    WrongAnswer(
-        "never normalized first",
-        "q5_1",
-        """
-_round = rounded_attention
-def rounded_attention(q, k, v, scores=False, p=False, normalize_first=True, output=False):
-    return _round(q, k, v, scores, p, False, output)
-""",
-        "normalize_first decides",
     ),
     WrongAnswer(
         "the output left as it is",
@@ -1214,12 +1178,6 @@ def ulps_apart(a, b):
         ("16 bits",),
     ),
     WrongAnswer(
-        "signs forgotten",
-        "q5_2",
-        "def ulps_apart(a, b):\n    return (a.abs().view(torch.int16).int() - b.abs().view(torch.int16).int()).abs()\n",
-        ("left of 0", "through 0"),
-    ),
-    WrongAnswer(
         "0 and -0 apart",
         "q5_2",
         """
@@ -1230,32 +1188,6 @@ def ulps_apart(a, b):
     return (place(a) - place(b)).abs()
 """,
         ("0 steps",),
-    ),
-    WrongAnswer(
-        "with a tolerance",
-        "q5_3",
-        """
-def distinct_results(fn, runs):
-    found = []
-    for _ in range(runs):
-        r = fn()
-        r = tuple(t.clone() for t in (r if isinstance(r, tuple) else (r,)))
-        if not any(all(torch.allclose(a, b, equal_nan=True) for a, b in zip(r, old)) for old in found):
-            found.append(r)
-    return len(found)
-""",
-        ("Compare bits", "compare bits"),
-    ),
-    WrongAnswer(
-        "changes counted",
-        "q5_3",
-        """
-def distinct_results(fn, runs):
-    bits = lambda r: b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in (r if isinstance(r, tuple) else (r,)))
-    rows = [bits(fn()) for _ in range(runs)]
-    return 1 + sum(a != b for a, b in zip(rows, rows[1:]))
-""",
-        ("not changes", "Count different results"),
     ),
     WrongAnswer(
         "only the first tensor of a tuple",
@@ -1308,15 +1240,7 @@ def default_slowdown(grid):
                 "a product of all losses, which overflows for many shapes",
                 "default_loss",
                 "(lambda loss: float(loss.prod() ** (1 / len(loss))))(default_slowdown(grid))",
-                ("default_loss of a table with 1000 shapes", "default_loss of a table of 3200 shapes"),
-            ),
-            (
-                "a product of all ratios, which overflows for many shapes",
-                "cudnn_over_flash",
-                """(lambda t: float((t["flash"] / t["cudnn"]).dropna().prod() ** (1 / (t["flash"] / t["cudnn"]).count())))(
-        grid[(grid["status"] == "ok") & (grid["kind"] == "training")].pivot(index="shape", columns="backend", values="ms")
-    )""",
-                ("cudnn_over_flash of a table with 1000 shapes", "cudnn_over_flash of a table of 3200 shapes"),
+                ("default_loss of a table with 1000 shapes", "default_loss of a table of 4000 shapes"),
             ),
             ("wins in percent", "default_wins", '100 * found["default_wins"]', "between 0 and 1"),
             ("arithmetic mean of losses", "default_loss", "default_slowdown(grid).mean()", "not the arithmetic one"),
@@ -1327,22 +1251,28 @@ def default_slowdown(grid):
                 ("decode", "decode_winner"),
             ),
             (
-                "peak of all head dimensions",
-                "peak_tflops",
-                'timed[timed["kind"] == "prefill"]["tflops"].max()',
-                "Head dimension 128",
-            ),
-            (
                 "bandwidth of all kinds",
                 "decode_bandwidth",
                 'timed["gb_s"].max() / 1e3 / 4.8',
                 ("Decode only", "decode_bandwidth"),
             ),
             (
-                "ratio of sums",
-                "cudnn_over_flash",
-                'timed.pivot(index="shape", columns="backend", values="ms").loc[timed[timed["kind"] == "training"]["shape"].unique()][["flash", "cudnn"]].dropna().sum().pipe(lambda s: s["flash"] / s["cudnn"])',
-                "ratio of sums",
+                "sm80 of all decode calls",
+                "sm80_one_query",
+                _NAMED.format(rows='timed["kind"] == "decode"', word="sm80"),
+                ("Of cuDNN's decode rows with one query", "sm80_one_query"),
+            ),
+            (
+                "sm80 of all backends",
+                "sm80_one_query",
+                _NAMED.format(rows='(timed["kind"] == "decode") & (timed["seq_len_q"] == 1)', word="sm80"),
+                ("Of cuDNN's decode rows with one query", "sm80_one_query"),
+            ),
+            (
+                "splits of all queries",
+                "splits_four_queries",
+                _NAMED.format(rows='(timed["kind"] == "decode") & (timed["backend"] == "cudnn")', word="reduction"),
+                "Of cuDNN's decode rows with four queries",
             ),
         )
     ),
@@ -1392,21 +1322,6 @@ def choose_backend(grid, call, able):
     return near.assign(far=far.round(9)).sort_values(["far", "shape", "ms"])["backend"].iloc[0]
 """,
         ("same kind", "able[0]", "nearest"),
-    ),
-    WrongAnswer(
-        "lengths only",
-        "bonus_6_4",
-        """
-def choose_backend(grid, call, able):
-    near = grid[(grid["status"] == "ok") & grid["backend"].isin(able)]
-    for name in ("kind", "head_dim", "causal"):
-        near = near[near[name] == call[name]]
-    if near.empty:
-        return able[0]
-    far = sum((near[n] / call[n]).map(math.log2) ** 2 for n in ("seq_len_q", "seq_len_kv"))
-    return near.assign(far=far.round(9)).sort_values(["far", "shape", "ms"])["backend"].iloc[0]
-""",
-        ("five sizes", "nearest"),
     ),
     WrongAnswer(
         "the scale upside down",

@@ -11,32 +11,28 @@ import pytest
 import torch
 
 from instructor.build import ROOT
-from instructor.checks.lab4_sdpa.common import KNOCKED_OUT, knocked_out, reasons_of, sdpa_switches
+from instructor.checks.lab4_sdpa.common import KNOCKED_OUT, knocked_out, reasons_of
 from tests.instructor import lab_cases
 from tests.instructor.every_lab import EveryLab, EveryRightAnswer
 from tests.instructor.lab4_right_answers import RIGHT_ANSWERS
 from tests.instructor.lab4_wrong_answers import WRONG_ANSWERS
 from tests.instructor.visible import VisibleChecks, assert_names_the_mistake
 from tests.marks import overnight_but_first_of_each
+from utils.checking.labs.lab4_sdpa.common import sdpa_switches
+from utils.labs.lab4_sdpa import load_grid
 from utils.machine.versions import installed_version
 
 LAB = "lab4_sdpa"
 BY_HAND = {"q2_3": 5, "q3_4": 4, "q5_4": 5, "q6_3": 5}
 SETUP = """
-import functools, json, math, warnings
-from pathlib import Path
+import functools, math, warnings
 import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from utils import GPU_SPECS
-from utils.checking import require_answer
-
-BACKENDS = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION,
-            "efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-class BackendRefused(RuntimeError): pass
-def to_bf16(x): return x.to(torch.bfloat16).double()
-"""  # the part of the notebook's setup cell and of its other given cells that answers use
+from utils.labs.lab4_sdpa import BACKEND_OF, BACKENDS, BackendRefused, to_bf16
+"""  # the part of the notebook's setup cell that answers use
 
 
 class TestLab(EveryLab):
@@ -110,6 +106,21 @@ def test_a_merge_of_log_sum_exps_to_base_2_is_named(visible, names):
     assert "to base 2" in visible.message("q3_2_tests", visible.scope(names))
 
 
+def test_what_why_not_leaves_behind_costs_no_later_question(calls, checks, names, visible):
+    """1.2 answered by switches that stay off: green would be wrong, and the right answers of 1.3 and 2.2 stay green."""
+    code = next(wrong.code for wrong in WRONG_ANSWERS if wrong.mistake.startswith("backends switched off one by one"))
+    switches = sdpa_switches()
+    exec(code, names)
+    with kept_conditions():
+        names["why_not"]("efficient", *(torch.randn(1, 1, 4, 8) for _ in range(3)))
+        scope = visible.scope(names)
+        assert "other backends are allowed" in visible.message("q1_2_tests", scope)
+        assert [visible.message(test, scope) for test in ("q1_3_tests", "q2_2_tests")] == [None, None]
+        later = lab_cases.calls_of("q1_3", calls) | lab_cases.calls_of("q2_2", calls)
+        assert lab_cases.refusals(lab_cases.verdicts_on(later, names, checks)) == []
+    assert sdpa_switches() == switches
+
+
 # ---- what flash refuses on a CPU, by torch's version ------------------------------------------------------------
 
 
@@ -163,17 +174,18 @@ def test_model_answers_run_on_a_gpu(names):
 # ---- the notebook ------------------------------------------------------------------------------------------------
 
 
-def test_recorded_results_answer_the_questions(cells, names):
+def test_recorded_results_answer_the_questions(names, monkeypatch):
     """The grid that the notebook loads has the rows and columns that Part 6 uses."""
-    (loader,) = [c.source for c in cells if c.cell_type == "code" and "def load_grid" in c.source]
-    names |= {"display": lambda _: None, "show": lambda rows, index: None}
-    exec(compile(loader.replace('Path("assets/', f'Path("{ROOT}/assets/'), "loader", "exec"), names)
-    grid = names["grid"]
+    monkeypatch.chdir(ROOT)
+    grid = load_grid()
     assert grid["shape"].nunique() >= 60 and set(grid["kind"]) == {"training", "prefill", "decode"}
     assert set(grid["head_dim"]) == {64, 128, 256} and (grid["kv_heads"] < grid["heads"]).any()
     assert not grid.duplicated(["shape", "backend"]).any()
-    assert names["grid_answers"](grid).keys() >= {"default_loss", "decode_winner"}
+    answers = names["grid_answers"](grid)
     assert 1.0 <= names["geometric_mean"](names["default_slowdown"](grid)) < 10
+    # The case: the picture of the first cell, and the text that closes it.
+    assert (answers["sm80_one_query"], answers["splits_four_queries"]) == (1.0, 0.0)
+    assert answers["decode_winner"] == "cudnn" and round(answers["worst_default"], 1) == 5.4
 
 
 # ---- what is said about recorded tables --------------------------------------------------------------------------
@@ -280,21 +292,25 @@ def test_recorded_decode_is_as_the_text_says(prose):
     assert set(level["best_other"]) == {"cudnn"} and 0.08 < (level["ratio"] - 1).abs().max() < 0.09
     assert "at 0.87 to 1.00 of the speed of a copy" in prose
     assert round(level["copy"].min(), 2) == 0.87 and round(level["copy"].max(), 2) == 1.00
-    many = rows.query("new_tokens == 16")
-    behind = many[many["ratio"] < 1]
-    assert "With 16 new tokens FlashAttention 4 is ahead at one of the ten shapes, where the ratio is 0.98" in prose
-    assert len(many) == 10 and list(behind["best_other"]) == ["fa4"]
-    assert round(many["ratio"].min(), 2) == 0.98
-    assert "Over 128 sequences of 1024 keys the ratio was 0.89 when" in prose and "and the ratio is 1.00" in prose
-    assert [round(ratio, 2) for ratio in many[many["batch"] == 128]["ratio"]] == [1.00]
-    before = json.loads((ROOT / "assets/results/h200/decode_variants_third.json").read_text())["rows"]
-    before = {tuple(row["point"]): row["ratios"]["default"] for row in before if row["point"][-1] == 16}
-    assert round(min(before.values()), 2) == 0.89 and min(before, key=before.get) == (128, 64, 8, 1024, 128, 16)
 
 
 def test_the_default_is_cudnn_for_every_recorded_shape(prose, grid):
     assert set(grid[grid["is_default"]]["backend"]) == {"cudnn"}
-    assert "the default is cuDNN for every shape" in prose and "the default was cuDNN for every shape" in prose
+    assert "torch picked cuDNN for every call" in prose and "the default was cuDNN for every shape" in prose
+
+
+def test_the_case_is_as_the_text_says(prose, grid):
+    """The picture of the first cell and the text that closes the case: kernels, splits and the largest losses."""
+    decode = grid[(grid["status"] == "ok") & (grid["kind"] == "decode")]
+    cudnn = decode[decode["backend"] == "cudnn"].set_index("shape")
+    slower = cudnn["ms"] / decode.groupby("shape")["ms"].min()
+    four, few = cudnn["seq_len_q"] == 4, cudnn["batch"] * cudnn["kv_heads"] < 32
+    assert "takes up to 5.4 times as long as the best" in prose and round(slower[four].max(), 1) == 5.4
+    assert (slower[~four] == 1).mean() > 0.5 and "was mostly the fastest" in prose
+    names = cudnn["kernels"].map(" ".join)
+    assert names[~four].str.contains("sm80").all() and names[four].str.contains("sm90").all()
+    assert not names[four].str.contains("reduction").any() and names[~four & few].str.contains("reduction").mean() > 0.8
+    assert (slower[four & ~few] < 1.2).all() and (slower[four & few] > 1).mean() > 0.8
 
 
 def test_the_rule_of_the_model_answer_has_its_numbers(prose, grid):

@@ -16,8 +16,17 @@ from utils.files import ROOT
 ASSETS = ROOT / "assets"
 SVG = "{http://www.w3.org/2000/svg}"
 NAMES = [
+    "lab4_case",
+    "lab4_contest",
     "lab4_dispatcher",
+    "lab4_map",
+    "lab4_order",
+    "lab4_roofs",
+    "lab4_rounding",
     "lab4_split_kv",
+    "lab4_strides",
+    "lab4_traffic",
+    "lab4_waves",
     "lab1_decode_step",
     "lab1_three_roofs",
     "lab1_launch_queue",
@@ -39,10 +48,12 @@ NAMES = [
     "lab3_swizzle",
     "lab3_barrier_states",
     "lab3_overlap_schedule",
+    "lab3_blackwell",
     "lab2_mask_program",
     "lab2_blocks",
     "lab2_paths",
     "lab2_pages",
+    "lab2_layout",
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -94,8 +95,9 @@ def pretended_gpu(function: Callable) -> Iterator[bool]:
     Yields:
         Whether the function runs here, so that its profile shows what it asked for.
     """
-    names, available = getattr(function, "__globals__", {}), torch.cuda.is_available
-    here = type(names) is dict  # while it is graded, the function runs in a process of its own
+    names: dict[str, Any] = getattr(function, "__globals__", {})
+    available = torch.cuda.is_available
+    here = isinstance(names, dict)  # while it is graded, the function runs in a process of its own
     if available() or not here:
         yield here
         return
@@ -113,5 +115,6 @@ def pretended_gpu(function: Callable) -> Iterator[bool]:
 
 
 def records_kernels(prof: torch.profiler.profile) -> bool:
-    """Return whether a profile was asked for a GPU's kernels."""
-    return torch.profiler.ProfilerActivity.CUDA in getattr(prof, "asked", prof.activities)
+    """Return whether a profile was asked for a GPU's kernels; True for one of another process, of which that is not known."""
+    asked: Any = getattr(prof, "asked", None) or getattr(prof, "activities", _KINDS)
+    return torch.profiler.ProfilerActivity.CUDA in asked

@@ -52,7 +52,7 @@ class _Bar(NamedTuple):
 
 
 def plot_timeline(
-    events_or_trace: Iterable[Mapping[str, Any]] | str | PathLike,
+    events_or_trace: Iterable[Any] | str | PathLike,
     *,
     ax: Axes | None = None,
     window_ms: tuple[float, float] | None = None,

@@ -5,7 +5,7 @@ CPU tensors, so the verdict is the same with and without a GPU.
 """
 
 from instructor.checks.lab4_sdpa.costs import attention_costs, errors, intensities, splits
-from instructor.checks.lab4_sdpa.dispatch import backends_in, dispatch, why_not
+from instructor.checks.lab4_sdpa.dispatch import backends_in, default_backend, why_not
 from instructor.checks.lab4_sdpa.grid import choose_backend, fastest_and_default, grid_answers
 from instructor.checks.lab4_sdpa.layouts import knock_outs, strides, unpack
 from instructor.checks.lab4_sdpa.numerics import distinct_results, fp8, rounded_attention, ulps_apart
@@ -18,7 +18,7 @@ __all__ = [
     "attention_costs",
     "backends_in",
     "choose_backend",
-    "dispatch",
+    "default_backend",
     "distinct_results",
     "errors",
     "fastest_and_default",

@@ -1,4 +1,4 @@
-"""Shared by the checks of lab 4: which backend ran, why a backend refuses, and attention in float64."""
+"""Shared by the hidden checks of lab 4: calls that torch refuses and why, and attention in float64."""
 
 from __future__ import annotations
 
@@ -8,37 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.attention import sdpa_kernel
 
 from utils.attention import reference
-
-BACKENDS = {
-    "math": SDPBackend.MATH,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-}
-
-
-class BackendRefused(RuntimeError):
-    """The requested backend cannot run the call."""
-
-
-class Attentions(TorchDispatchMode):
-    """Records the SDPA backends that run on CPU tensors, in order; the math backend is recognized by its softmax."""
-
-    def __init__(self):
-        super().__init__()
-        self.backends: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.split("::")[1]
-        if name == "_scaled_dot_product_flash_attention_for_cpu":
-            self.backends.append("flash")
-        elif name in ("_softmax", "_safe_softmax"):
-            self.backends.append("math")
-        return func(*args, **(kwargs or {}))
+from utils.checking.labs.lab4_sdpa.common import BACKENDS
 
 
 def reasons_of(backend: str, q, k, v, **options) -> list[str]:
@@ -100,19 +73,6 @@ def refused_otherwise(q, k, v) -> dict[str, tuple[str, tuple, dict]]:
             if reasons_of(backend, *tensors, **options):
                 found[name] = backend, tensors, options
     return found
-
-
-def in_one_line(reason: str) -> str:
-    """Return a reason with single spaces, so that only its words count."""
-    return " ".join(reason.split())
-
-
-def sdpa_switches() -> tuple:
-    """Return which backends torch may use now, and in which order it tries them."""
-    flags = tuple(
-        getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math", "cudnn")
-    )
-    return (*flags, tuple(torch._C._get_sdp_priority_order()))
 
 
 @contextlib.contextmanager

@@ -8,7 +8,8 @@ import torch
 
 from instructor.checks.common import DTYPES, Draw, dtype_name, expect_counts, expect_value
 from instructor.checks.lab4_sdpa.common import reference_attention
-from utils.checking import check
+from utils.checking.labs.lab4_sdpa.common import check
+from utils.checking.labs.lab4_sdpa.costs import FEWEST, MOST, expect_errors, expect_unreachable
 
 
 def _costs(b, h, kv, sq, sk, d, size, pairs):
@@ -93,54 +94,16 @@ def errors(errors, seed=None):
         b, kv = draw.size(1, 4), draw.size(1, 3)
         q = draw.normal(b, kv * group, s, d, dtype=dtype)
         k, v = draw.normal(b, kv, s, d, dtype=dtype), draw.normal(b, kv, s, d, dtype=dtype)
-        exact = reference_attention(q, k, v, causal)
-        noise = draw.normal(*exact.shape, dtype=torch.float64) * exact.abs().max() * draw.real(0.005, 0.02)
+        exact = {
+            "": reference_attention(q, k, v, causal),
+            "The reference is causal when causal is True, and only then.": reference_attention(q, k, v, not causal),
+        }
+        right = exact[""]
+        noise = draw.normal(*right.shape, dtype=torch.float64) * right.abs().max() * draw.real(0.005, 0.02)
         # An output that is the reference has an error that differs between two ways of adding up.
-        for out in (exact.to(dtype), (exact + noise).to(dtype))[dtype == torch.float64 :]:
-            what = f"errors of a {dtype_name(dtype)} output, {group} query heads a key head, causal={causal}"
-            got = errors(out, q, k, v, causal)
-            difference = out.double() - exact
-            largest = difference.abs().max().item()
-            rms = (difference.square().mean() / exact.square().mean()).sqrt().item()
-            wrong_mask = out.double() - reference_attention(q, k, v, not causal)
-            in_dtype = (out - exact.to(dtype)).double()
-            expect_errors(
-                got,
-                largest,
-                rms,
-                what,
-                {
-                    "The reference is causal when causal is True, and only then.": wrong_mask.abs().max().item(),
-                    "The reference stays in float64: rounded to the output's dtype, it hides the rounding.": in_dtype.abs()
-                    .max()
-                    .item(),
-                },
-                {
-                    "Relative: divide by the root mean square of the reference.": difference.square()
-                    .mean()
-                    .sqrt()
-                    .item(),
-                    "Root mean square: take the root.": difference.square().mean().item()
-                    / exact.square().mean().item(),
-                    "Root mean square: square, mean, root. This is the mean of absolute values.": difference.abs()
-                    .mean()
-                    .item()
-                    / exact.abs().mean().item(),
-                    "The reference stays in float64: rounded to the output's dtype, it hides the rounding.": (
-                        in_dtype.square().mean() / exact.square().mean()
-                    )
-                    .sqrt()
-                    .item(),
-                },
-            )
-
-
-def expect_errors(got, largest, rms, what, largest_mistakes, rms_mistakes) -> None:
-    """Assert the pair (largest error, relative rms error), each with its known mistakes."""
-    if not isinstance(got, tuple | list) or len(got) != 2:
-        raise AssertionError(f"{what} should be (largest, rms), two numbers, and is {got!r}.")
-    expect_value(got[0], largest, "", f"{what}: the largest", largest_mistakes, rel=1e-3)
-    expect_value(got[1], rms, "", f"{what}: the relative rms", rms_mistakes, rel=1e-3)
+        for out in (right.to(dtype), (right + noise).to(dtype))[dtype == torch.float64 :]:
+            what = f"a {dtype_name(dtype)} output, {group} query heads a key head, causal={causal}"
+            expect_errors(errors, out, (q, k, v), causal, exact, what)
 
 
 @check("3.1", "Intensity, prefill and decode")
@@ -199,13 +162,7 @@ def intensities(intensity, queries_to_ridge, seed=None):
             raise AssertionError(f"{what} is {got!r}: a number of queries is an integer.")
     for sk in (draw.size(3, 20), 50):
         ridge = sk + draw.real(1, 5)  # the intensity ends at 2 sk / itemsize = sk for bf16
-        got = queries_to_ridge(ridge, sk, 4, 64, torch.bfloat16)
-        if got is not None:
-            raise AssertionError(
-                f"queries_to_ridge({ridge:.2f}, {sk}, 4, 64, bfloat16) is {got!r}. With ever more "
-                f"queries the intensity approaches 2 kv_len / itemsize = {sk}, so no number of "
-                "queries reaches this ridge: return None."
-            )
+        expect_unreachable(queries_to_ridge, ridge, sk)
 
 
 def _decode_us(programs, sk, splits, units, tile, tile_us, combine_us):
@@ -261,9 +218,5 @@ def splits(decode_us, best_splits, seed=None):
             right,
             "",
             what,
-            {
-                "Of splits that take equally long, take the fewest: each writes a partial result.": last,
-                "More splits are not always faster: compare the times.": most,
-                "With these many programs, splitting does pay: compare the times.": 1,
-            },
+            {FEWEST: last, MOST: most, "With these many programs, splitting does pay: compare the times.": 1},
         )

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from instructor.checks.common import Draw
-from instructor.checks.lab4_sdpa.common import (
-    KNOCKED_OUT,
-    BackendRefused,
-    in_one_line,
-    knocked_out,
-    reasons_of,
-    refused_otherwise,
-    sdpa_switches,
-)
-from utils.checking import check
+from instructor.checks.lab4_sdpa.common import KNOCKED_OUT, knocked_out, reasons_of, refused_otherwise
+from utils.checking.labs.lab4_sdpa.common import check, in_one_line
+from utils.checking.labs.lab4_sdpa.dispatch import expect_backends, expect_default, reasons_by
 
+_OTHER_CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (12, 0))
 _OPERATORS = {
     "math": ("aten::_scaled_dot_product_attention_math",),
     "flash": ("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
@@ -54,13 +49,7 @@ def backends_in(backends_in, seed=None):
     """Check operator lists of a GPU and of a CPU, with nested, other and backward operators."""
     draw = Draw(seed)
 
-    def expect(operators: list[str], expected: list[str], what: str, hint: str) -> None:
-        got = backends_in(list(operators))
-        got = list(got) if isinstance(got, tuple) else got
-        if got != expected:
-            shown = ", ".join(name.removeprefix("aten::") for name in operators)
-            raise AssertionError(f"backends_in gives {got!r} for {what}, expected {expected!r}: {shown}. {hint}")
-
+    expect = functools.partial(expect_backends, backends_in)
     for backend, names in _OPERATORS.items():
         for name in names:
             operators = ["aten::scaled_dot_product_attention", name, *_INSIDE[name]]
@@ -95,22 +84,6 @@ def backends_in(backends_in, seed=None):
         expect(operators, expected, f"{len(expected)} calls", "One entry for each call, in their order.")
 
 
-def _expect_reasons(got: object, what: str) -> list[str]:
-    if isinstance(got, str) or not isinstance(got, list | tuple) or not all(isinstance(r, str) for r in got):
-        raise AssertionError(f"{what} should be a list of sentences, and is {got!r}.")
-    for reason in got:
-        if "Triggered internally" in reason:
-            raise AssertionError(f"{what} holds {reason[:160]!r} ...: cut it where ' (Triggered internally' begins.")
-        if "not used because" in reason or "runtime disabled" in reason:
-            raise AssertionError(
-                f"{what} holds {reason!r}, which is no reason: it heads the reasons, or names a "
-                "backend that the pin switched off."
-            )
-    if len(set(got)) != len(got):
-        raise AssertionError(f"{what} says something twice: {got!r}. Each reason once.")
-    return list(got)
-
-
 def _expect_all_reasons(got: list[str], expected: list[str], what: str) -> None:
     """Assert that the reasons are torch's own for this call: all of them, each whole, and no others."""
     wanted, said = [in_one_line(reason) for reason in expected], [in_one_line(reason) for reason in got]
@@ -133,7 +106,7 @@ def why_not(why_not, seed=None):
         for options in ({}, {"is_causal": True}):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                got = _ask(why_not, backend, (q, k, v), options, f"why_not({backend!r}, q, k, v)")
+                got = reasons_by(why_not, backend, (q, k, v), options, f"why_not({backend!r}, q, k, v)")
             if got:
                 raise AssertionError(
                     f"why_not({backend!r}, q, k, v, {options}) is {got!r}, but {backend} runs this "
@@ -145,14 +118,14 @@ def why_not(why_not, seed=None):
         for outside in ("default", "ignore"):
             with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
                 warnings.simplefilter(outside)
-                got = _ask(why_not, "flash", tensors, options, f"why_not of flash with {name}")
+                got = reasons_by(why_not, "flash", tensors, options, f"why_not of flash with {name}")
             if not got:
                 hint = " while the caller silences warnings: open your own filter inside" if outside == "ignore" else ""
                 raise AssertionError(f"why_not says that flash runs {name}{hint}. Torch refuses: {expected[0]}")
         _expect_all_reasons(got, expected, f"why_not of flash with {name}")
-        if _ask(why_not, "math", tensors, options, f"why_not of math with {name}"):
+        if reasons_by(why_not, "math", tensors, options, f"why_not of math with {name}"):
             raise AssertionError(f"math takes everything, also {name}: why_not('math', ...) should be empty.")
-    if not _ask(why_not, "efficient", (q, k, v), {}, "why_not('efficient', q, k, v) on CPU tensors"):
+    if not reasons_by(why_not, "efficient", (q, k, v), {}, "why_not('efficient', q, k, v) on CPU tensors"):
         raise AssertionError(
             "the efficient backend is CUDA only, and why_not of it is empty for CPU tensors. Torch "
             "says so in an exception alone: then its first line is the reason."
@@ -163,63 +136,24 @@ def why_not(why_not, seed=None):
             continue  # whoever asks the dispatcher gets no reason, since it takes the call
         what = f"why_not of {name}"
         _expect_all_reasons(
-            _ask(why_not, backend, tensors, options, what), reasons_of(backend, *tensors, **options), what
+            reasons_by(why_not, backend, tensors, options, what), reasons_of(backend, *tensors, **options), what
         )
 
 
-def _ask(why_not, backend: str, tensors, options: dict, what: str) -> list[str]:
-    """Return the reasons that an answer gives; everything has to be as before, whether it finds some or not."""
-    switches, filters = sdpa_switches(), list(warnings.filters)
-    got = why_not(backend, *tensors, **options)
-    if sdpa_switches() != switches:
-        raise AssertionError(
-            f"after {what}, other backends are allowed than before. Use sdpa_kernel in a `with` block: it restores them."
-        )
-    if list(warnings.filters) != filters:
-        raise AssertionError(
-            f"after {what}, the warning filters are others than before: warnings.catch_warnings() restores them."
-        )
-    return _expect_reasons(got, what)
-
-
-@check("1.4", "The order of priority")
-def dispatch(dispatch, seed=None):
-    """Check random orders, subsets and refusals."""
+@check("1.4", "The rule of the order")
+def default_backend(default_backend, seed=None):
+    """Check random GPUs, versions of cuDNN and refusals."""
     draw = Draw(seed)
-    names = ["math", "flash", "efficient", "cudnn"]
-    for case in range(30):
-        order = draw.numbers.sample(names, 4)
-        allowed = draw.numbers.sample(names, draw.size(1, 4))
-        refused = {name: ["no"] if draw.size(0, 2) == 0 else [] for name in names}
-        first = case % 2 == 1
-        if case < 2:
-            allowed, refused = order[2:0:-1], {name: [] for name in names}
-        if case in (10, 11):  # no allowed backend can run, and another backend could
-            allowed, refused = order[:2], {name: ["no"] if name in order[:2] else [] for name in names}
-        asked = [*allowed, *(name for name in order if name not in allowed)] if first else order
-        able = [name for name in asked if name in allowed and not refused[name]]
-        what = f"dispatch(order={order}, allowed={allowed}, reasons={refused}, set_priority={first})"
-        kept = list(order), list(allowed), {name: list(r) for name, r in refused.items()}
-        try:
-            got = dispatch(order, allowed, refused, first)
-        except Exception as error:
-            if type(error).__name__ != "BackendRefused":
-                raise
-            got = BackendRefused
-        if (order, allowed, refused) != kept:
-            raise AssertionError("dispatch changed one of its arguments. Work on copies of the lists.")
-        if able and got is BackendRefused:
-            raise AssertionError(f"{what} raised BackendRefused, and {able[0]} can run.")
-        if not able and got is not BackendRefused:
-            raise AssertionError(f"{what} is {got!r}, and no backend that is allowed can run: raise BackendRefused.")
-        if able and got != able[0]:
-            hint = ""
-            if refused.get(got):
-                hint = " A backend with a reason cannot run."
-            elif got not in allowed:
-                hint = " That one is not allowed."
-            elif not first:
-                hint = " Without set_priority, the order of `allowed` says nothing: it is a set."
-            else:
-                hint = " With set_priority, the allowed backends are asked in the order in which they were given."
-            raise AssertionError(f"{what} is {got!r}, expected {able[0]!r}.{hint}")
+    for case in range(40):
+        capability = draw.choice(((9, 0), (10, 0))) if case % 2 else draw.choice(_OTHER_CAPABILITIES)
+        cudnn = draw.choice((91501, 91600, 91900, 92001)) if case % 4 < 2 else draw.choice((90100, 91002, 91500))
+        refused = {name: ["no"] if draw.size(0, 2) == 0 else [] for name in _OPERATORS}
+        if case < 4:
+            refused = {name: [] for name in _OPERATORS}
+        if case in (10, 11):
+            refused = {name: ["no"] for name in _OPERATORS}
+        first = capability in ((9, 0), (10, 0)) and cudnn > 91500
+        order = ("cudnn", "flash", "efficient", "math") if first else ("flash", "efficient", "math", "cudnn")
+        right = next((name for name in order if not refused[name]), "")
+        hint = f"Torch asks in the order {', '.join(order)} there, and a backend with a reason cannot run."
+        expect_default(default_backend, capability, cudnn, refused, right, hint)

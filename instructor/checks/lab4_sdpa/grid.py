@@ -3,33 +3,52 @@
 from __future__ import annotations
 
 import math
-import numbers
 
 import pandas as pd
 
 from instructor.checks.common import Draw, expect_value
 from instructor.checks.lab4_sdpa.common import with_right_answers
-from utils.checking import check
+from utils.checking.labs.lab4_sdpa.common import check, expect_unchanged
+from utils.checking.labs.lab4_sdpa.grid import (
+    ALL_FIVE,
+    CUDNN_FOUR,
+    CUDNN_ONE,
+    DECODE_ONLY,
+    GEOMETRIC,
+    IN_DECODE,
+    IN_POWERS,
+    IN_TERABYTES,
+    LEFT_OUT,
+    NEAREST_OF,
+    NO_SHAPE,
+    NO_WIN,
+    ONLY_ABLE,
+    ONLY_OK,
+    SHARE,
+    SMALLEST,
+    UPSIDE_DOWN,
+    expect_answers,
+    expect_choice,
+)
 from utils.config import GPU_SPECS
 
 KINDS = ("training", "prefill", "decode")
 BACKENDS = ("math", "flash", "efficient", "cudnn")
 
 
-def random_grid(draw: Draw, shapes: int = 24, cudnn_in_training: float = 1.0) -> pd.DataFrame:
-    """Return a table like the recorded one: rows in any order, some refused, some defaults without a time.
-
-    Args:
-        draw: where the numbers come from.
-        shapes: how many.
-        cudnn_in_training: a factor of cuDNN's times there.
-    """
+def random_grid(draw: Draw, shapes: int = 24) -> pd.DataFrame:
+    """Return a table like the recorded one: rows in any order, some refused, some defaults without a time."""
     rows = []
     for shape in range(shapes):
         kind = KINDS[shape % 3]
         default = draw.choice(("flash", "cudnn", "efficient"))
+        queries = draw.choice((1, 4)) if kind == "decode" else 512
         for backend in BACKENDS:
-            ms = math.exp(draw.real(-3, 3)) * (cudnn_in_training if (kind, backend) == ("training", "cudnn") else 1.0)
+            ms = math.exp(draw.real(-3, 3))
+            kernels = [
+                draw.choice(("sdpa_sm80_wmma", "sdpa_sm90_wgmma")),
+                *draw.choice(([], ["lean_reduction_kernel"])),
+            ]
             status = "ok"
             if backend != "math" and draw.size(1, 6) == 1:
                 status = draw.choice(("refused", "failed", "out of memory"))
@@ -43,8 +62,8 @@ def random_grid(draw: Draw, shapes: int = 24, cudnn_in_training: float = 1.0) ->
                     "status": status,
                     "ms": ms,
                     "is_default": backend == default,
-                    "head_dim": (128, 64, 256)[shape // 3 % 3],
-                    "tflops": draw.real(10, 600) / ms,
+                    "seq_len_q": queries,
+                    "kernels": kernels,
                     "gb_s": draw.real(50, 3000) / ms,
                     "refused": None if status == "ok" else "because",
                 }
@@ -135,13 +154,7 @@ def fastest_and_default(fastest_function, default_function, mean_function, seed=
             .set_index("shape")["backend"]
         )
         _expect_series(
-            fastest_function(grid),
-            fastest(grid),
-            "fastest(grid)",
-            {
-                'Rows that are not "ok" do not count, whatever stands in their `ms`.': fastest(anything),
-                "The fastest has the smallest time.": slowest,
-            },
+            fastest_function(grid), fastest(grid), "fastest(grid)", {ONLY_OK: fastest(anything), SMALLEST: slowest}
         )
         right = default_slowdown(grid)
         every = _rows_with_time(grid).groupby("shape")["ms"].min()
@@ -150,15 +163,12 @@ def fastest_and_default(fastest_function, default_function, mean_function, seed=
             right,
             "default_slowdown(grid)",
             {
-                "A shape whose default has no time is left out.": right.reindex(every.index),
-                "1 stands for no loss, and a missing default is not that: leave the shape out.": right.reindex(
-                    every.index
-                ).fillna(1.0),
-                "Time of the default over the best time, not the other way round.": 1 / right,
-                'Rows that are not "ok" do not count, whatever stands in their `ms`.': default_slowdown(anything),
+                LEFT_OUT: right.reindex(every.index).fillna(1.0),
+                UPSIDE_DOWN: 1 / right,
+                ONLY_OK: default_slowdown(anything),
             },
         )
-        _expect_unchanged(grid, before, "one of the functions")
+        expect_unchanged(grid, before, "one of the functions")
     values = [math.exp(draw.real(-1, 3)) for _ in range(9)]
     expect_value(
         mean_function(pd.Series(values)),
@@ -179,23 +189,29 @@ def fastest_and_default(fastest_function, default_function, mean_function, seed=
         expect_value(mean_function(pd.Series(many)), geometric_mean(many), "", what, rel=1e-9)
 
 
+def _share(rows: pd.DataFrame, word: str) -> float:
+    """Return the share of rows with a word in the name of a kernel."""
+    return float(rows["kernels"].map(lambda names: any(word in name for name in names)).mean())
+
+
+def _of_cudnn(rows: pd.DataFrame, queries: int) -> pd.DataFrame:
+    return rows[(rows["kind"] == "decode") & (rows["backend"] == "cudnn") & (rows["seq_len_q"] == queries)]
+
+
 def answers(grid: pd.DataFrame) -> dict:
     """Return the right answers to Question 6.2 for a table."""
     timed, best, loss = _rows_with_time(grid), fastest(grid), default_slowdown(grid)
     kinds = grid.drop_duplicates("shape").set_index("shape")["kind"]
     default = grid[grid["is_default"]].set_index("shape")["backend"]
-    training = timed[timed["kind"] == "training"].pivot(index="shape", columns="backend", values="ms")
-    prefill = timed[(timed["kind"] == "prefill") & (timed["head_dim"] == 128)]
+    bandwidth = 1e3 * GPU_SPECS["H200"]["memory_bandwidth_tb_s"]
     return {
         "default_wins": float((best == default.reindex(best.index)).mean()),
         "default_loss": geometric_mean(loss),
         "decode_winner": best[kinds.reindex(best.index) == "decode"].value_counts(),
-        "worst_default": loss[kinds.reindex(loss.index) == "prefill"].max(),
-        "peak_tflops": prefill["tflops"].max(),
-        "decode_bandwidth": timed[timed["kind"] == "decode"]["gb_s"].max()
-        / 1e3
-        / GPU_SPECS["H200"]["memory_bandwidth_tb_s"],
-        "cudnn_over_flash": geometric_mean((training["flash"] / training["cudnn"]).dropna()),
+        "worst_default": loss[kinds.reindex(loss.index) == "decode"].max(),
+        "decode_bandwidth": timed[timed["kind"] == "decode"]["gb_s"].max() / bandwidth,
+        "sm80_one_query": _share(_of_cudnn(timed, 1), "sm80"),
+        "splits_four_queries": _share(_of_cudnn(timed, 4), "reduction"),
     }
 
 
@@ -210,97 +226,58 @@ def _usable(grid: pd.DataFrame) -> bool:
     if not all(map(math.isfinite, values)) or (len(counts) > 1 and counts.iloc[0] == counts.iloc[1]):
         return False
     timed = _rows_with_time(grid)
+    decode = timed[timed["kind"] == "decode"]
+    cudnn = decode[decode["backend"] == "cudnn"]
     return (
         default_slowdown(grid).max() > right["worst_default"]
         and fastest(grid).value_counts().idxmax() != counts.idxmax()
-        and timed[timed["kind"] == "prefill"]["tflops"].max() > right["peak_tflops"]
-        and timed["gb_s"].max() > timed[timed["kind"] == "decode"]["gb_s"].max()
+        and timed["gb_s"].max() > decode["gb_s"].max()
+        and 0 < right["sm80_one_query"] not in (_share(cudnn, "sm80"), _share(decode[decode["seq_len_q"] == 1], "sm80"))
+        and 0 < right["splits_four_queries"] != _share(cudnn, "reduction")
     )
-
-
-def _is_close(got: object, expected: float) -> bool:
-    if not isinstance(got, numbers.Real) or isinstance(got, bool):
-        return False
-    return abs(float(got) - expected) <= 1e-9 * abs(expected)
 
 
 def _answer_mistakes(grid: pd.DataFrame, right: dict) -> dict[str, dict[str, float]]:
     """Return {key: {hint: the number that the mistake leads to}} for Question 6.2."""
     timed, loss = _rows_with_time(grid), default_slowdown(grid)
-    kinds = grid.drop_duplicates("shape").set_index("shape")["kind"]
-    training = timed[timed["kind"] == "training"].pivot(index="shape", columns="backend", values="ms")
-    both = training[["flash", "cudnn"]].dropna()
     decode = timed[timed["kind"] == "decode"]
-    default = grid[grid["is_default"]].set_index("shape")["backend"]
-    best_wins = fastest(grid) == default.reindex(fastest(grid).index)
+    cudnn = decode[decode["backend"] == "cudnn"]
+    wins = right["default_wins"] * len(fastest(grid))
+    bandwidth = 1e3 * GPU_SPECS["H200"]["memory_bandwidth_tb_s"]
     return {
-        "default_wins": {
-            "It is a share of shapes, between 0 and 1.": float(best_wins.sum()),
-            "In percent? It should lie between 0 and 1.": 100 * right["default_wins"],
-            "Shapes whose default has no time count, too: they are no wins.": float(best_wins.sum()) / len(loss),
-            "A share of shapes, not of rows.": float(best_wins.sum()) / len(timed),
-        },
-        "default_loss": {"Geometric mean, not the arithmetic one.": loss.mean(), "That is the median.": loss.median()},
-        "worst_default": {
-            "Among prefill shapes only.": loss.max(),
-            "The largest: the default loses most there.": loss[kinds.reindex(loss.index) == "prefill"].min(),
-        },
-        "peak_tflops": {
-            "Head dimension 128 only.": timed[timed["kind"] == "prefill"]["tflops"].max(),
-            "Prefill only.": timed[timed["head_dim"] == 128]["tflops"].max(),
-            'Rows that are not "ok" do not count.': grid[(grid["kind"] == "prefill") & (grid["head_dim"] == 128)][
-                "tflops"
-            ].max(),
-        },
+        "default_wins": {SHARE: 100 * right["default_wins"], NO_WIN: wins / len(loss)},
+        "default_loss": {GEOMETRIC: loss.mean(), "Not the median.": loss.median()},
+        "worst_default": {DECODE_ONLY: loss.max()},
         "decode_bandwidth": {
-            "As a share: GB/s over the bandwidth in GB/s.": decode["gb_s"].max(),
-            "Memory bandwidth in the table is in TB/s, and gb_s in GB/s.": 1e3 * right["decode_bandwidth"],
-            "Decode only.": timed["gb_s"].max() / 1e3 / GPU_SPECS["H200"]["memory_bandwidth_tb_s"],
-            'Rows that are not "ok" do not count.': grid[grid["kind"] == "decode"]["gb_s"].max()
-            / 1e3
-            / GPU_SPECS["H200"]["memory_bandwidth_tb_s"],
+            IN_TERABYTES: 1e3 * right["decode_bandwidth"],
+            "Decode only.": timed["gb_s"].max() / bandwidth,
+            'Rows that are not "ok" do not count.': grid[grid["kind"] == "decode"]["gb_s"].max() / bandwidth,
         },
-        "cudnn_over_flash": {
-            "flash's time over cuDNN's: above 1, cuDNN is faster.": 1 / right["cudnn_over_flash"],
-            "The mean of ratios, shape by shape, not the ratio of sums.": both["flash"].sum() / both["cudnn"].sum(),
-            "Geometric mean, not the arithmetic one.": (both["flash"] / both["cudnn"]).mean(),
-            "Only shapes that both run.": geometric_mean(training["flash"].dropna())
-            / geometric_mean(training["cudnn"].dropna()),
-        },
+        "sm80_one_query": {CUDNN_ONE: _share(cudnn, "sm80")},
+        "splits_four_queries": {CUDNN_FOUR: _share(cudnn, "reduction")},
     }
 
 
-@check("6.2", "Seven questions about the table")
+@check("6.2", "The case of two kernels")
 def grid_answers(grid_answers, seed=None):
     """Check random tables; right functions of Question 6.1 replace the student's meanwhile."""
     draw = Draw(seed)
     right_functions = {"fastest": fastest, "default_slowdown": default_slowdown, "geometric_mean": geometric_mean}
-    # The products of the last one's ratios overflow in 64 bits: it has a thousand shapes, and cuDNN leads by far in training.
-    for about in ((24, 1.0), (24, 1.0), (1000, 0.02)):
-        grid = random_grid(draw, *about)
+    # The product of the last one's losses overflows in 64 bits: it has a thousand shapes.
+    for shapes in (24, 24, 1000):
+        grid = random_grid(draw, shapes)
         while not _usable(grid):
-            grid = random_grid(draw, *about)
+            grid = random_grid(draw, shapes)
         right = answers(grid)
         with with_right_answers(grid_answers, right_functions):
-            got = grid_answers(grid.copy(deep=True))
-        if not isinstance(got, dict) or set(got) != set(right):
-            keys = sorted(got) if isinstance(got, dict) else type(got).__name__
-            raise AssertionError(f"grid_answers should be a dict with the keys {sorted(right)}, and returned {keys}.")
+            got = expect_answers(grid_answers, grid)
         winner = right["decode_winner"].idxmax()
         if got["decode_winner"] != winner:
-            by_all = fastest(grid).value_counts().idxmax()
-            hint = (
-                " Count among decode shapes only."
-                if got["decode_winner"] == by_all
-                else (" Count shapes that it wins, not rows.")
-            )
-            raise AssertionError(f"decode_winner is {got['decode_winner']!r}, expected {winner!r}.{hint}")
-        keys = [key for key in right if key != "decode_winner"]
-        if not all(_is_close(got[key], right[key]) for key in keys):
-            hints = _answer_mistakes(grid, right)
-            for key in keys:
-                what = f"{key} of a table with {grid['shape'].nunique()} shapes"
-                expect_value(got[key], right[key], "", what, hints[key], rel=1e-9)
+            raise AssertionError(f"decode_winner is {got['decode_winner']!r}, expected {winner!r}. {IN_DECODE}")
+        hints = _answer_mistakes(grid, right)
+        for key in hints:
+            what = f"{key} of a table with {grid['shape'].nunique()} shapes"
+            expect_value(got[key], right[key], "", what, hints[key], rel=1e-9)
 
 
 SIZES = ("batch", "heads", "kv_heads", "seq_len_q", "seq_len_kv")
@@ -378,39 +355,22 @@ def choose_backend(choose_backend, seed=None):
             _expect_choice(choose_backend, grid, call, able)
         call["head_dim"] = 256
         _expect_choice(choose_backend, grid, call, able)
-        _expect_unchanged(grid, before, "choose_backend")
-
-
-def _expect_unchanged(grid: pd.DataFrame, before: pd.DataFrame, who: str) -> None:
-    """Assert that a table is as it was before."""
-    if not grid.equals(before):
-        raise AssertionError(f"{who} changed the table it was given. Work on a copy.")
+        expect_unchanged(grid, before, "choose_backend")
 
 
 def _expect_choice(choose_backend, grid, call, able) -> None:
     given = dict(call), list(able)
     right, got = _choice(grid, call, able), choose_backend(grid, *given)
-    if given != (call, able):
-        raise AssertionError(
-            f"choose_backend was given the call {call} and able = {able}, and left {given[0]} and {given[1]}."
-        )
-    if got == right:
-        return
-    if got not in able:
-        hint = "That one cannot run the call: it is not in `able`."
-    elif call["head_dim"] not in set(grid["head_dim"]):
-        hint = "The table has no shape of this head dimension: then it is able[0]."
-    else:
-        wrong = {
-            "Measure distance in powers of two: log2 of the ratio, squared.": _choice(
-                grid, call, able, logarithmic=False
-            ),
-            'Rows that are not "ok" have no time that counts.': _choice(grid, call, able, ok=False),
-            "Only shapes of the same kind, head dimension and causality.": _choice(grid, call, able, same=()),
-            "All five sizes count, the heads as well.": _choice(grid, call, able, sizes=("seq_len_q", "seq_len_kv")),
-            "Look for the nearest row among those whose backend is in `able`.": _choice(grid, call, BACKENDS),
-        }
-        # There are few backends and many mistakes, so several mistakes can lead to the chosen backend.
-        hints = [text for text, choice in wrong.items() if choice == got]
-        hint = " Or: ".join(hints) or "Which shape is the nearest?"
-    raise AssertionError(f"choose_backend is {got!r}, expected {right!r}, for {call} and able {able}. {hint}")
+    assert given == (call, able), f"choose_backend was given {call} and {able}, and left {given[0]} and {given[1]}."
+    wrong = {
+        IN_POWERS: _choice(grid, call, able, logarithmic=False),
+        ONLY_OK: _choice(grid, call, able, ok=False),
+        NEAREST_OF: _choice(grid, call, able, same=()),
+        ALL_FIVE: _choice(grid, call, able, sizes=("seq_len_q", "seq_len_kv")),
+        ONLY_ABLE: _choice(grid, call, BACKENDS),
+        NO_SHAPE: "" if call["head_dim"] in set(grid["head_dim"]) else got,
+    }
+    # There are few backends and many mistakes, so several mistakes can lead to the chosen backend.
+    hints = [text for text, choice in wrong.items() if choice == got]
+    hint = " Or: ".join(hints) or "Which shape is the nearest?"
+    expect_choice(got, right, able, f"choose_backend for {call} and able {able}", hint)

@@ -6,22 +6,20 @@ import itertools
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from instructor.checks.common import Draw
 from instructor.checks.lab4_sdpa.common import (
-    BACKENDS,
     KNOCKED_OUT,
-    Attentions,
-    in_one_line,
     knocked_out,
     reasons_of,
     refused_otherwise,
-    sdpa_switches,
     with_right_answers,
 )
-from utils.checking import check, expect_close, watch_operations
+from utils.checking import expect_close, watch_operations
+from utils.checking.labs.lab4_sdpa.common import BACKENDS, Attentions, check, is_refusal
+from utils.checking.labs.lab4_sdpa.dispatch import expect_pinned, expect_ran_once, expect_refused
 from utils.checking.watching import VIEWS
 
 
@@ -30,25 +28,20 @@ def pinned_sdpa(pinned_sdpa, seed=None):
     """Check that only the requested backend runs, or an error has torch's reason, and that all settings are restored."""
     draw = Draw(seed)
     (q, k, v), calls = _calls_to_pin(draw, draw.size(9, 20), 16)
-    switches = sdpa_switches()
     with with_right_answers(pinned_sdpa):
         for backend in ("math", "flash"):
             for tensors, options in calls:
-                what = f"pinned_sdpa({backend!r}, q, k, v{', ' if options else ''}{', '.join(options)})"
-                for outside in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
-                    with sdpa_kernel(outside), Attentions() as ran:
-                        got = pinned_sdpa(backend, *tensors, **options)
-                    _expect_ran(ran.backends, backend, what)
+                got, what = expect_pinned(pinned_sdpa, backend, tensors, options)
                 expected = F.scaled_dot_product_attention(*(t.double() for t in tensors), **_in_float64(options))
                 near = {"rtol": 1e-4, "atol": 1e-5} if tensors[0].itemsize > 2 else {"rtol": 3e-2, "atol": 3e-2}
                 expect_close(got, expected.to(tensors[0].dtype), **near, what=what, hint="Do all options reach SDPA?")
         for name in KNOCKED_OUT:
             tensors, options = knocked_out(name, q, k, v)
-            _expect_refusal(pinned_sdpa, "flash", tensors, options, f"flash with {name}")
-            if sdpa_switches() != switches:
-                raise AssertionError(f"after a refusal (flash with {name}), other backends are allowed than before.")
+            reasons = reasons_of("flash", *tensors, **options)
+            expect_refused(pinned_sdpa, "flash", tensors, options, reasons, f"flash with {name}")
         for name, (backend, tensors, options) in refused_otherwise(q, k, v).items():
-            _expect_refusal(pinned_sdpa, backend, tensors, options, name)
+            reasons = reasons_of(backend, *tensors, **options)
+            expect_refused(pinned_sdpa, backend, tensors, options, reasons, name)
         for backend, (tensors, options) in itertools.product(("flash", "math"), calls):
             _expect_nothing_beside(pinned_sdpa, backend, tensors, options)
             if "enable_gqa" not in options:
@@ -56,11 +49,6 @@ def pinned_sdpa(pinned_sdpa, seed=None):
                 _expect_nothing_beside(pinned_sdpa, backend, views, options)
         _expect_ran_once_with_dropout(pinned_sdpa, q, k, v)
         _expect_alone(pinned_sdpa, q, k, v)
-    if sdpa_switches() != switches:
-        raise AssertionError(
-            "after pinned_sdpa, other backends are switched on than before: use sdpa_kernel in a "
-            "`with` block, which restores them."
-        )
 
 
 def _calls_to_pin(draw: Draw, length: int, d: int) -> tuple[tuple, list[tuple[tuple, dict]]]:
@@ -105,7 +93,7 @@ def _expect_alone(pinned_sdpa, q, k, v) -> None:
             with _AloneOrZeros():
                 got = pinned_sdpa(backend, q, k, v)
         except Exception as error:
-            if backend == "math" or type(error).__name__ != "BackendRefused":
+            if backend == "math" or not is_refusal(error):
                 raise
             continue
         if backend != "math" or got.shape != q.shape:
@@ -120,7 +108,7 @@ def _expect_ran_once_with_dropout(pinned_sdpa, q, k, v) -> None:
     what = "pinned_sdpa('math', q, k, v, dropout_p=0.25)"
     with Attentions() as ran:
         got = pinned_sdpa("math", q, k, v, **options)
-    _expect_ran(ran.backends, "math", what)
+    expect_ran_once(ran.backends, "math", what)
     if not isinstance(got, torch.Tensor) or got.shape != q.shape:
         raise AssertionError(f"{what} should be a tensor of shape {tuple(q.shape)}.")
     if torch.allclose(got, pinned_sdpa("math", q, k, v), rtol=1e-3, atol=1e-3):
@@ -139,42 +127,3 @@ def _expect_nothing_beside(pinned_sdpa, backend: str, tensors, options: dict) ->
             f"pinned_sdpa of {backend}{' with ' if options else ''}{', '.join(options)} runs {', '.join(more)}, and {backend} by itself "
             "does not. Hand q, k and v on as they are: no copies of the inputs that nobody asked for."
         )
-
-
-def _expect_ran(ran: list[str], backend: str, what: str) -> None:
-    if set(ran) - {backend}:
-        other = next(name for name in ran if name != backend)
-        raise AssertionError(f"{what} ran {other}. A pin allows one backend, alone.")
-    if len(ran) != 1:
-        raise AssertionError(
-            f"{what} computed attention {len(ran)} times. Where the backend takes the call, compute "
-            "once: asking first would double every time that you measure."
-        )
-
-
-def _expect_refusal(pinned_sdpa, backend: str, tensors, options, what: str) -> None:
-    expected = reasons_of(backend, *tensors, **options)
-    try:
-        with Attentions() as ran:
-            pinned_sdpa(backend, *tensors, **options)
-    except Exception as error:
-        if type(error).__name__ != "BackendRefused":
-            raise AssertionError(
-                f"pinned_sdpa of {what} should raise BackendRefused, and raised "
-                f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-            ) from None
-        if not all(in_one_line(reason) in in_one_line(str(error)) for reason in expected):
-            raise AssertionError(
-                f"the message of BackendRefused for {what} should hold torch's reason "
-                f"({expected[0]!r}), and is {str(error)!r}."
-            ) from None
-        if ran.backends:
-            raise AssertionError(
-                f"pinned_sdpa of {what} raises BackendRefused, and computes attention by {ran.backends[0]} before. No other backend."
-            ) from None
-        return
-    also = " (on copies, which the caller did not ask for)" if ran.backends and ran.backends[0] == backend else ""
-    raise AssertionError(
-        f"torch refuses {what}, and pinned_sdpa returned a result all the same{also}; what ran is "
-        f"{', '.join(ran.backends) or 'unknown'}. Raise BackendRefused."
-    )

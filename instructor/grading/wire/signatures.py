@@ -112,9 +112,10 @@ def _with_parameters(call: Callable, parameters: Any, space: dict) -> Any:
         given = {name: value for name, value in named if value is not _LEFT_OUT}
         return call((*args, *rest), {**given, **more})
 
+    found: dict[str, Any] = {}
     dict.update(space, {"__left_out": _LEFT_OUT, "__hand_over": hand_over, "__name__": __name__})
     try:
-        exec(compile(text, __file__, "exec"), space)
+        exec(compile(text, __file__, "exec"), space, found)
     except SyntaxError:  # a parameter without a default behind one that has one
         return None
-    return dict.__getitem__(space, "made")
+    return found["made"]

@@ -1,0 +1,100 @@
+"""Shared by the checks of lab 4, visible and hidden: the backends, which of them ran, and what a call leaves behind."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from utils import checking
+
+BACKENDS = {
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+class BackendRefused(RuntimeError):
+    """The backend that was asked for cannot run this call."""
+
+
+def is_refusal(error: Exception) -> bool:
+    """Return whether an answer raised BackendRefused; by its name, since a class that crosses processes is another one."""
+    return type(error).__name__ == "BackendRefused"
+
+
+def _with_all_backends(kind: Callable) -> Callable:
+    """Return a decorator of checks inside of which all backends are allowed, whatever an answer left switched off before."""
+
+    def declare(question: str, title: str, **rule) -> Callable:
+        def decorate(function: Callable) -> Callable:
+            @functools.wraps(function)
+            def with_all(*args, **kwargs):
+                with sdpa_kernel(list(BACKENDS.values())):
+                    return function(*args, **kwargs)
+
+            return kind(question, title, **rule)(with_all)
+
+        return decorate
+
+    return declare
+
+
+check, visible = _with_all_backends(checking.check), _with_all_backends(checking.visible)
+
+
+class Attentions(TorchDispatchMode):
+    """Records the SDPA backends that run on CPU tensors, in order; the math backend is recognized by its softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backends: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[1]
+        if name == "_scaled_dot_product_flash_attention_for_cpu":
+            self.backends.append("flash")
+        elif name in ("_softmax", "_safe_softmax"):
+            self.backends.append("math")
+        return func(*args, **(kwargs or {}))
+
+
+def sdpa_switches() -> tuple:
+    """Return which backends torch may use now, and in which order it tries them."""
+    flags = (getattr(torch.backends.cuda, f"{n}_sdp_enabled")() for n in ("flash", "mem_efficient", "math", "cudnn"))
+    return (*flags, tuple(torch._C._get_sdp_priority_order()))
+
+
+def runs(backend: str, query, key, value, **options) -> bool:
+    """Return whether torch runs this call with `backend` alone."""
+    with warnings.catch_warnings(), sdpa_kernel(BACKENDS[backend]):
+        warnings.simplefilter("ignore")
+        try:
+            F.scaled_dot_product_attention(query, key, value, **options)
+        except RuntimeError:
+            return False
+    return True
+
+
+def in_one_line(text: str) -> str:
+    """Return a text with single spaces, so that only its words count."""
+    return " ".join(text.split())
+
+
+def expect_items(got: object, names: tuple[str, ...], what: str) -> list:
+    """Assert that an answer returned a tuple or a list of as many things as it should, and return it."""
+    if not isinstance(got, tuple | list) or len(got) != len(names):
+        raise AssertionError(f"{what} should be ({', '.join(names)}), and is {got!r:.80}.")
+    return list(got)
+
+
+def expect_unchanged(table, before, who: str) -> None:
+    """Assert that a table is as it was before."""
+    assert table.equals(before), f"{who} changed the table it was given: work on a copy."

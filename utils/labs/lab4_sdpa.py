@@ -1,0 +1,349 @@
+"""What lab 4's setup cell brings: this machine, tensors and turns to measure, the recorded tables, plots and checks."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from IPython.display import display
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from torch.nn.attention import sdpa_kernel
+
+# ruff: noqa: F401, F403 (what is imported here is what the notebook gets)
+from utils.benchmark.measuring import measure_together
+from utils.benchmark.result import Measurement
+from utils.checking.labs.lab4_sdpa import *
+from utils.checking.labs.lab4_sdpa import __all__ as visible_checks
+from utils.checking.labs.lab4_sdpa.common import BACKENDS, BackendRefused, runs
+from utils.checking.labs.lab4_sdpa.dispatch import operators_of
+from utils.checking.labs.lab4_sdpa.numerics import to_bf16
+from utils.files import output_path, recorded_table
+from utils.labs import session
+from utils.labs.session import H200, beside_guess, guesses, results
+from utils.machine.device import default_device
+from utils.visualization import plot_timeline, series, style_axes
+
+__all__ = [
+    *visible_checks,
+    *[
+        "BACKENDS",
+        "BACKEND_OF",
+        "BackendRefused",
+        "SHAPE",
+        "beside_guess",
+        "device",
+        "dtype",
+        "dtype_name",
+        "guesses",
+        "load_grid",
+        "on_gpu",
+    ],
+    *[
+        "operators_of",
+        "output_path",
+        "pinned",
+        "plot_beside",
+        "plot_case",
+        "plot_gains",
+        "plot_queries",
+        "plot_slowdowns",
+        "plot_traces",
+    ],
+    *[
+        "random_qkv",
+        "recorded_decode",
+        "results",
+        "running_backends",
+        "runs",
+        "save",
+        "show",
+        "show_recorded",
+        "time_in_turn",
+        "to_bf16",
+    ],
+    "who_runs",
+]
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler from writing a line for each start and stop
+device = default_device()
+on_gpu = device.type == "cuda"
+dtype = torch.bfloat16 if on_gpu else torch.float32  # of what is timed; what is compared in bits is bf16 everywhere
+dtype_name = "bf16" if on_gpu else "fp32"
+
+BACKEND_OF = {  # the operator that tells which backend computed a call
+    "aten::_scaled_dot_product_attention_math": "math",
+    "aten::_scaled_dot_product_flash_attention": "flash",
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
+    "aten::_scaled_dot_product_efficient_attention": "efficient",
+    "aten::_scaled_dot_product_cudnn_attention": "cudnn",
+}
+COLORS = {"math": "#0072b2", "flash": "#00694d", "efficient": "#e39a1f", "cudnn": "#a8548a"}  # as in the figures
+GREY = "#8c8c8c"
+SHAPE = ["kind", "pass", "batch", "heads", "kv_heads", "seq_len_q", "seq_len_kv", "head_dim", "causal"]
+save = functools.partial(session.save, "lab4")
+
+
+def random_qkv(batch, heads, length, head_dim, kv_heads=None, kv_length=None, dtype=dtype) -> list[torch.Tensor]:
+    """Return normal q (B, H, S, D) and k, v (B, Hkv, L, D) on this machine's device."""
+    keys = batch, kv_heads or heads, kv_length or length, head_dim
+    shapes = (batch, heads, length, head_dim), keys, keys
+    return [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
+
+
+# ---- who runs a call, and how long it takes ------------------------------------------------------------------------
+
+
+def pinned(backend: str, *tensors, **options) -> Callable[[], torch.Tensor]:
+    """Return a call of SDPA without arguments that allows one backend alone; Question 1.3 asks for more."""
+
+    def call():
+        with sdpa_kernel(BACKENDS[backend]):
+            return F.scaled_dot_product_attention(*tensors, **options)
+
+    return call
+
+
+@functools.cache
+def _say_once(sentence: str) -> None:
+    print(sentence)
+
+
+def running_backends(q, k, v, **options) -> list[str]:
+    """Return the backends that run this call here; a line names the others, once."""
+    left = [backend for backend in BACKENDS if runs(backend, q, k, v, **options)]
+    if out := [backend for backend in BACKENDS if backend not in left]:
+        _say_once(f"This machine cannot run {' and '.join(out)} here.")
+    return left
+
+
+def time_in_turn(calls: Mapping[str, Callable], iterations: int = 11) -> dict[str, Measurement]:
+    """Measure calls that take turns (a b c c b a ...), so that a change of the machine's speed meets all of them."""
+    timed = measure_together(list(calls.values()), labels=list(calls), warmup=2, iterations=iterations)
+    return dict(zip(calls, timed, strict=True))
+
+
+def who_runs(calls: Mapping[str, tuple], why_not: Callable[..., list[str]]) -> list[dict]:
+    """Draw who runs each call, {name: (q, k, v, options)}, beside the map of an H200; return rows with the reasons."""
+    rows = []
+    for name, (q, k, v, options) in calls.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            rows.append({"call": name} | {b: list(why_not(b, q, k, v, **options)) or ["runs"] for b in BACKENDS})
+    numbers: dict[str, int] = {}
+    plot_map(pd.DataFrame(rows), "this machine", numbers)
+    for reason, number in numbers.items():
+        print(f"({number}) {reason}")
+    return [{"call": row["call"]} | {b: " ".join(row[b]) for b in BACKENDS} for row in rows]
+
+
+def plot_map(table: pd.DataFrame, title: str, numbers: dict[str, int]) -> None:
+    """Draw calls against backends: a filled box runs; a white one holds the numbers of its reasons, which are added."""
+    _, ax = plt.subplots(figsize=(7.5, 0.8 + 0.3 * len(table)), layout="constrained")
+    for y, row in enumerate(table.to_dict("records")):
+        for x, backend in enumerate(BACKENDS):
+            reasons = row[backend] if isinstance(row[backend], list) else [row[backend]]
+            works = reasons == ["runs"]
+            marks = " ".join(f"({numbers.setdefault(r, len(numbers) + 1)})" for r in reasons) if not works else "runs"
+            color = COLORS[backend] if works else "white"
+            ax.add_patch(plt.Rectangle((x, y), 0.94, 0.86, facecolor=color, edgecolor=COLORS[backend], alpha=0.55))
+            ax.text(x + 0.47, y + 0.43, marks, ha="center", va="center", fontsize=8)
+    ax.set(xlim=(0, 4), ylim=(len(table), 0))
+    style_axes(ax, title=title)
+    ax.set_xticks([x + 0.47 for x in range(4)], list(BACKENDS))
+    ax.set_yticks([y + 0.43 for y in range(len(table))], table["call"].tolist())
+    ax.grid(False)
+    plt.show()
+
+
+# ---- recorded tables -----------------------------------------------------------------------------------------------
+
+
+def show(rows: list[dict] | pd.DataFrame, index: str | list[str]) -> None:
+    """Display a table with four significant digits and texts in full."""
+    with pd.option_context("display.float_format", "{:.4g}".format, "display.max_colwidth", None):
+        display(pd.DataFrame(rows).set_index(index))
+
+
+def show_recorded(table: str) -> None:
+    """Display a table of this lab that was recorded on an H200, where this machine is none."""
+    rows = None if on_gpu else recorded_table(H200 / "lab4.json", table)
+    if rows is not None:
+        show(rows, rows.columns[0])
+
+
+def load_grid(which: str = "grid") -> pd.DataFrame:
+    """Return a sweep recorded on an H200 ("grid" or "held-out"): SDPA's four backends, with a number for each shape."""
+    document = json.loads((H200 / "sdpa_grid.json").read_text(encoding="utf-8"))
+    machine = document["environment"]
+    print(f"Recorded on {machine['gpu']}, torch {machine['torch']}, cuDNN {machine['cudnn']}. Not measured here.")
+    rows = pd.DataFrame(document["rows"])
+    rows = rows[(rows["set"] == which) & rows["backend"].isin(list(BACKENDS))].copy()
+    rows["is_default"] = rows["is_default"].eq(True)
+    rows["shape"] = rows.groupby(SHAPE).ngroup()
+    return rows.reset_index(drop=True)
+
+
+def recorded_decode() -> pd.DataFrame:
+    """Return the decode contest of an H200, a row a shape; `best other / Gluon` above 1 means the course's kernel leads."""
+    record = json.loads((H200 / "decode.json").read_text(encoding="utf-8"))
+    rows = [
+        {"new": row["new_tokens"], "sequences": row["batch"], "heads": f"{row['heads']}/{row['kv_heads']}"}
+        | {"keys": row["keys"], "D": row["head_dim"], "share of a copy": row["tb_s"] / record["copy_tb_s"]}
+        | {"best other": row["best_other"], "best other / Gluon": row["ratio"]}
+        for row in record["rows"]
+    ]
+    return pd.DataFrame(rows).sort_values("new", kind="stable")
+
+
+# ---- plots ---------------------------------------------------------------------------------------------------------
+
+
+def plain_ticks(axis, ticks=None, subs=(1, 2, 5)) -> None:
+    """Write plain numbers on a logarithmic axis: at `ticks`, or at `subs` times each power of ten."""
+    axis.set_major_locator(FixedLocator(ticks) if ticks else LogLocator(subs=subs))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
+def plot_beside(rows: list[dict], table: str, label: str | list[str], columns: list[str]) -> None:
+    """Draw bars of this machine's rows, and below them those of the same table on an H200, each with its own scale."""
+    tables = {"this machine": pd.DataFrame(rows)}
+    recorded = None if on_gpu else recorded_table(H200 / "lab4.json", table)
+    if recorded is not None:
+        tables["H200, recorded"] = recorded
+    sizes = [len(data) for data in tables.values()]
+    height = 0.28 * sum(sizes) + 0.7 * len(tables)
+    _, grid = plt.subplots(
+        len(tables),
+        len(columns),
+        figsize=(1.5 + 3 * len(columns), height),
+        squeeze=False,
+        height_ratios=sizes,
+        layout="constrained",
+    )
+    for line, (machine, data) in zip(grid, tables.items(), strict=True):
+        words = data[[label] if isinstance(label, str) else label].replace({True: "causal", False: "full"})
+        names = words.astype(str).agg(", ".join, axis=1).tolist()
+        backends = next((data[name] for name in ("backend", "ran") if name in data), data.iloc[:, 0])
+        for ax, column in zip(line, columns, strict=True):
+            values = data[column].astype(float) if column in data else pd.Series(math.nan, data.index)
+            colors = [COLORS.get(backend, GREY) for backend in backends]
+            marks = ["" if math.isnan(v) else f"{v:,.0f}" if v >= 1000 else f"{v:.3g}" for v in values]
+            ax.bar_label(ax.barh(range(len(data)), values, color=colors), marks, padding=3, fontsize=8)
+            ax.set_ylim(len(data) - 0.5, -0.5)
+            ax.xaxis.set_major_locator(MaxNLocator(4))
+            ax.margins(x=0.25)
+            style_axes(ax, title=f"{column}   ({machine})")
+            ax.set_yticks(range(len(data)), names if ax is line[0] else [""] * len(data))
+    plt.show()
+
+
+def plot_traces(paths: Mapping[str, Path], spans: Mapping[str, tuple[float, float]]) -> None:
+    """Draw a step of each backend's trace, one above the other; spans in milliseconds."""
+    figure, axes = plt.subplots(len(paths), 1, figsize=(9, 3.2 * len(paths)), squeeze=False)
+    for (backend, path), ax in zip(paths.items(), axes[:, 0], strict=True):
+        plot_timeline(path, ax=ax, window_ms=spans[backend], title=f"{backend} ({path.name})")
+    figure.tight_layout()
+    plt.show()
+
+
+def plot_queries(rows: list[dict], keys: int, reach: Mapping[str, int | None]) -> None:
+    """Draw the time of a call over many keys by its queries, here and on an H200.
+
+    Args:
+        rows: this machine's, with "queries" and "ms".
+        keys: how many, here.
+        reach: {"this machine" or "H200, recorded": the queries that reach the ridge}.
+    """
+    tables = {"this machine": pd.DataFrame(rows)}
+    recorded = None if on_gpu else recorded_table(H200 / "lab4.json", "queries")
+    if recorded is not None:
+        tables["H200, recorded"] = recorded
+    _, grid = plt.subplots(1, len(tables), figsize=(4.6 * len(tables), 3.2), squeeze=False, layout="constrained")
+    for ax, (machine, data) in zip(grid[0], tables.items(), strict=True):
+        ax.plot(data["queries"], data["ms"] / data["ms"].iloc[0], **series(0).line)
+        if reach.get(machine):
+            ax.axvline(reach[machine], color="black", linestyle="--", linewidth=1)
+            ax.text(reach[machine], 0.92, "ridge ", transform=ax.get_xaxis_transform(), fontsize=8, ha="right")
+        ax.set(xscale="log", yscale="log")
+        plain_ticks(ax.xaxis, data["queries"].tolist())
+        plain_ticks(ax.yaxis, subs=(1, 1.5, 2, 3, 5, 7))
+        count = keys if machine == "this machine" else 65536
+        style_axes(ax, x="queries", y="time / time of one query", title=f"{machine}, {count:,} keys")
+    plt.show()
+
+
+def plot_gains(gains: Mapping[str, list[float]]) -> None:
+    """Draw the gain over one split by the number of splits, a line each."""
+    _, ax = plt.subplots(figsize=(7, 3.4), layout="constrained")
+    for i, (label, values) in enumerate(gains.items()):
+        ax.plot(range(1, len(values) + 1), values, **series(i).line, markersize=3, label=label)
+    ax.set(xscale="log", yscale="log")
+    plain_ticks(ax.xaxis, (1, 2, 4, 8, 16, 32, 64))
+    plain_ticks(ax.yaxis)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    style_axes(ax, x="splits", y="gain over one split (×)", title="A model of split-KV, 8 key heads")
+    plt.show()
+
+
+def plot_slowdowns(grid: pd.DataFrame) -> None:
+    """Draw the time of each backend over the best one, a panel a kind of call."""
+    timed = grid[grid["status"] == "ok"]
+    timed = timed.assign(slowdown=timed["ms"] / timed.groupby("shape")["ms"].transform("min"))
+    beside = {"math": 0.82, "flash": 0.92, "efficient": 1.0, "cudnn": 1.09}  # points of one shape stand side by side
+    markers = {64: "o", 128: "s", 256: "^"}
+    panels = {"training": timed["kind"] == "training", "prefill": timed["kind"] == "prefill"}
+    for queries, title in ((1, "decode, 1 query"), (4, "decode, 4 queries")):
+        panels[title] = (timed["kind"] == "decode") & (timed["seq_len_q"] == queries)
+    figure, axes = plt.subplots(2, 2, figsize=(10, 6.6), sharey=True, sharex=True, layout="constrained")
+    for ax, (title, which) in zip(axes.flat, panels.items(), strict=True):
+        for (backend, head_dim), rows in timed[which].groupby(["backend", "head_dim"]):
+            look = {"color": COLORS[backend], "markersize": 5, "markerfacecolor": "none", "alpha": 0.8}
+            ax.plot(rows["seq_len_kv"] * beside[backend], rows["slowdown"], markers[head_dim], **look)
+        ax.set(xscale="log", yscale="log")
+        plain_ticks(ax.xaxis, (128, 1024, 8192, 65536))
+        plain_ticks(ax.yaxis, (1, 1.5, 2, 3, 5, 10, 30, 100))
+        style_axes(ax, title=title, x="keys" if ax in axes[1] else None, y="time / best" if ax in axes[:, 0] else None)
+    handles = [plt.Line2D([], [], color=c, marker="s", linestyle="", label=b) for b, c in COLORS.items()]
+    for d, m in markers.items():
+        look = {"color": "black", "marker": m, "linestyle": "", "markerfacecolor": "none"}
+        handles.append(plt.Line2D([], [], **look, label=f"head dim {d}"))
+    figure.legend(handles=handles, loc="outside right center", frameon=False)
+    figure.suptitle("Recorded on an H200, not measured here")
+    plt.show()
+
+
+def plot_case(grid: pd.DataFrame) -> None:
+    """Draw cuDNN's time over flash's in decode by the programs of a call; filled points split the keys."""
+    timed = grid[(grid["status"] == "ok") & (grid["kind"] == "decode")]
+    cudnn = timed[timed["backend"] == "cudnn"]
+    flash = timed[timed["backend"] == "flash"].set_index("shape")["ms"]
+    ratio = cudnn["ms"] / cudnn["shape"].map(flash)
+    splits = cudnn["kernels"].map(lambda names: any("reduction" in name for name in names))
+    _, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
+    for ax, queries in zip(axes, (1, 4), strict=True):
+        for filled in (True, False):
+            rows = (cudnn["seq_len_q"] == queries) & (splits == filled)
+            look = {"markerfacecolor": COLORS["cudnn"] if filled else "white", "color": COLORS["cudnn"]}
+            label = "splits the keys" if filled else "does not split"
+            programs = cudnn["batch"] * cudnn["kv_heads"]
+            ax.plot(programs[rows], ratio[rows], "o", **look, markersize=5, alpha=0.8, label=label)
+        ax.axhline(1, color="black", linewidth=1)
+        ax.axvline(132, color="black", linestyle="--", linewidth=1)
+        ax.set(xscale="log", yscale="log")
+        plain_ticks(ax.xaxis, (1, 4, 16, 64, 132, 512))
+        plain_ticks(ax.yaxis, (0.5, 1, 2, 5))
+        ax.legend()
+        title = f"{queries} quer{'y' if queries == 1 else 'ies'}: {'sm80' if queries == 1 else 'sm90'} kernel"
+        style_axes(ax, title=title, x="programs: batch × key heads (132 multiprocessors)", y="cuDNN / flash, time")
+    plt.show()
