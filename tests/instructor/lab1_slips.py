@@ -151,7 +151,7 @@ SLIPS = [
         ],
         "start anew",
     ),
-    ("microseconds", "q1_3", [("* 1e3)", "* 1e6)")], "is it in ms"),
+    ("microseconds", "q1_3", [("* 1e3)", "* 1e6)")], "Is it in ms"),
     # ---- 1.4
     ("C not written", "q1_4", [(_GEMM, "(m * k + k * n) * dtype.itemsize")], "C is written"),
     ("elements", "q1_4", [(_GEMM, "(m * k + k * n + m * n)")], _ELEMENTS),

@@ -425,11 +425,17 @@ def plot_last_step(trace: str) -> None:
             "lane": "the step",
         }
     ]
+    until = 0.0
     for event, following in zip(kernels, [*kernels[1:], None], strict=True):
-        if following is None or following.start_us >= event.start_us + event.duration_us:  # it calls no other operator
-            start = event.start_us - step.start_us
-            bars.append({"name": event.name, "category": event.family, "start_us": start, "duration_us": event.duration_us,
-                         "lane": event.family})  # fmt: skip
+        end = event.start_us + event.duration_us
+        calls_others = following is not None and following.start_us < end
+        # A product is its outermost operator, with what it calls; a conversion or a view is what it calls.
+        if event.start_us < until or (calls_others and event.family in ("memory", "other")):
+            continue
+        until, lane = end, {"category": event.family, "lane": event.family}
+        bars.append(
+            {"name": event.name, "start_us": event.start_us - step.start_us, "duration_us": event.duration_us} | lane
+        )
     plot_timeline(bars, title="One decode step by families of operators")
     plt.show()
 
