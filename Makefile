@@ -23,6 +23,7 @@ define sync
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "error: Python 3.11, 3.12 or 3.13 is needed and none of python3, python3.12, python3.13 and python3.11 is one: install it, or name it with make PYTHON=/path/to/python3.12." >&2; exit 1; fi
 	@command -v "$(PYTHON)" >/dev/null || { echo "error: there is no $(PYTHON): name a Python 3.11, 3.12 or 3.13, such as make PYTHON=/usr/bin/python3.12." >&2; exit 1; }
+	@"$(PYTHON)" -c "" 2>/dev/null || { echo "error: $(PYTHON) does not answer: name a Python 3.11, 3.12 or 3.13 that runs, such as make PYTHON=/usr/bin/python3.12." >&2; exit 1; }
 	@"$(PYTHON)" tools/environment.py sync --venv "$(VENV)" $(addprefix --extra ,$(1))
 endef
 

@@ -39,6 +39,7 @@ def build(
     """Build the instructor's and the students' notebook of each lab."""
     from instructor import build as builder
     from instructor.points import lab_path, number_text
+    from instructor.refusals import refusals
     from instructor.source import LabError
 
     stale, problems = [], []
@@ -47,6 +48,9 @@ def build(
             built = builder.build_lab(lab_path(name))
         except LabError as error:
             problems += error.problems
+            continue
+        if found := refusals(built):
+            problems += found
             continue
         regular, bonus = (sum(q.points for q in built.questions if q.bonus == which) for which in (False, True))
         sums = f"{number_text(regular)} points + {number_text(bonus)} bonus in {len(built.questions)} questions"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 import sysconfig
+import types
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -81,6 +83,7 @@ class Course:
     @contextmanager
     def gradebook(self) -> Iterator:
         """Nbgrader's gradebook, open for reading and writing."""
+        _import_nbgrader()
         from nbgrader.api import Gradebook
 
         os.environ["PATH"] = _path_with_scripts()
@@ -127,6 +130,19 @@ class Course:
                 }
                 for submission in gradebook.assignment_submissions(lab)
             }
+
+
+def _import_nbgrader() -> None:
+    """Import nbgrader without its extensions of Jupyter's server: they load all of its exchange, and no command needs them."""
+    extensions = ("assignment_list", "course_list", "validate_assignment", "formgrader")
+    names = [f"nbgrader.server_extensions.{name}" for name in extensions if "nbgrader" not in sys.modules]
+    for name in names:
+        sys.modules[name] = types.SimpleNamespace(load_jupyter_server_extension=None)  # type: ignore[assignment]
+    try:
+        importlib.import_module("nbgrader")
+    finally:
+        for name in names:
+            del sys.modules[name]
 
 
 def _path_with_scripts() -> str:

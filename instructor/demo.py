@@ -7,8 +7,8 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import nbformat
 
@@ -43,9 +43,8 @@ def run_demo(
     totals = [len(nbformat.reads(built.instructor, as_version=4).cells) for built in labs]
     summary, done = target / "index.html", 0
     rows: list[tuple[str, Execution, list[str]]] = []
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))  # the kernels import utils from there
-    try:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # kernels import utils from it
+    with mock.patch.dict(os.environ, PYTHONPATH=path):
         for built, total in zip(labs, totals, strict=True):
             folder = target / built.name
             folder.mkdir(parents=True, exist_ok=True)
@@ -53,16 +52,11 @@ def run_demo(
             if not link.exists():
                 link.symlink_to(ROOT / "assets")
             execution = execute(
-                built.instructor, timeout=timeout, folder=folder, on_cell=_Steps(step, built.name, done, sum(totals))
+                built.instructor, timeout=timeout, folder=folder, on_cell=_counter(step, built.name, done, sum(totals))
             )
             done += total
             rows.append((built.name, execution, _write(folder, built.name, execution)))
             write_whole(summary, summary_page(rows))
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
     failed = [
         f"{name}, cell under {section_of(execution.notebook, cell)!r}: {error.strip().splitlines()[-1]}"
         for name, execution, _ in rows
@@ -71,17 +65,9 @@ def run_demo(
     return summary, failed
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """Counts the cells over all labs: the cells of this lab follow those of the labs before it."""
-
-    step: Callable[[str, int, int], None]
-    name: str
-    start: int
-    total: int
-
-    def __call__(self, index: int) -> None:
-        self.step(self.name, self.start + index + 1, self.total)
+def _counter(step: Callable[[str, int, int], None], name: str, start: int, total: int) -> Callable[[int], None]:
+    """Return a function that counts the cells over all labs: those of this lab follow those of the labs before it."""
+    return lambda index: step(name, start + index + 1, total)
 
 
 def _write(folder: Path, name: str, execution: Execution) -> list[str]:

@@ -1,5 +1,6 @@
 """`make lab` serves the notebook of the chosen lab and prints its address."""
 
+import contextlib
 import json
 import os
 import pty
@@ -49,7 +50,8 @@ def served(tmp_path):
             assert address is not None, f"no address of lab1.ipynb was printed:\n{log.read_text()}"
             yield address.group(), log
         finally:
-            os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                os.killpg(process.pid, signal.SIGTERM)
             try:
                 process.wait(timeout=20)
             except subprocess.TimeoutExpired:
@@ -78,10 +80,11 @@ def test_make_lab_serves_lab1(served):
     assert kernels["default"] in kernels["kernelspecs"]
 
 
-def test_an_unknown_lab_names_those_that_are_here():
-    result = CliRunner().invoke(cli.app, ["open", "lab9"])
+@pytest.mark.parametrize("name", ["lab9", "", "../lab1", "/elsewhere/lab1.ipynb"])
+def test_an_unknown_lab_names_those_that_are_here(name):
+    result = CliRunner().invoke(cli.app, ["open", name])
     assert result.exit_code == 2
-    assert "there is no lab9.ipynb" in result.stderr and "lab1" in result.stderr
+    assert f"there is no lab {name!r}" in result.stderr and "lab1" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ def find_uv(python: Path, log: Path) -> str | None:
 
 
 def watch(command: list[str], log: Path, what: str, variables: dict[str, str] | None = None) -> int:
-    """Run a command quietly into `log` and return its exit status; a terminal gets one line that counts the seconds."""
+    """Run a command into `log` and return its exit status; meanwhile say how far it is, without a terminal each 30 s."""
     begin = time.monotonic()
     with log.open("a", encoding="utf-8") as output:
         process = subprocess.Popen(
@@ -249,12 +249,20 @@ def watch(command: list[str], log: Path, what: str, variables: dict[str, str] | 
                 try:
                     return process.wait(timeout=1)
                 except subprocess.TimeoutExpired:
-                    show_progress(f"{what}, {time.monotonic() - begin:.0f} s: {last_line(log)}")
+                    seconds = round(time.monotonic() - begin)
+                    if sys.stdout.isatty() or seconds % 30 == 0:
+                        show_progress(f"{what}, {seconds} s{packages_begun(log)}: {last_line(log)}")
         except KeyboardInterrupt:
             process.wait(timeout=10)  # Ctrl-C reached it, too
             raise
         finally:
             show_progress("")
+
+
+def packages_begun(log: Path) -> str:
+    """Return how many packages a log of pip or uv names as begun, as part of a sentence; "" for none."""
+    begun = set(re.findall(r"^(?:Collecting|Downloading) (\S+)", log.read_text(errors="replace"), re.MULTILINE))
+    return f", {len(begun)} packages begun" if begun else ""
 
 
 def last_line(log: Path) -> str:
@@ -266,10 +274,12 @@ def last_line(log: Path) -> str:
 
 
 def show_progress(text: str) -> None:
-    """Write a line over the last one, on a terminal only."""
+    """Write a line over the last one; without a terminal, below it."""
+    width = shutil.get_terminal_size().columns - 1
     if sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns - 1
         print(f"\r{text[:width]:<{width}}\r", end="", flush=True)
+    elif text:
+        print(text[:width], flush=True)
 
 
 def install(python: Path, constraints: Path, extras: list[str], log: Path, uv: str | None) -> bool:
@@ -315,7 +325,12 @@ def sync(venv: Path, wanted: tuple[str, ...] = ()) -> None:
         install_system_packages()
         if sentence:
             print(sentence)
-        print(f"Creating the environment in {venv.name}. A first download of torch can take minutes.", flush=True)
+        pins = constraint_lines(CONSTRAINTS.read_text(encoding="utf-8"), host_names).count("\n")
+        print(
+            f"Creating the environment in {venv.name}: up to {pins} packages, torch is the largest. The first download takes "
+            f"minutes. The log is {os.path.relpath(log)}.",
+            flush=True,
+        )
         create(venv, host_folder)
     stamp.unlink(missing_ok=True)
     constraints = venv / "constraints.txt"

@@ -26,11 +26,8 @@ from utils.machine.versions import TESTED
 
 FOLDER = ROOT / "build" / "versions"
 TABLE = ROOT / "assets" / "results" / "kernel_versions.json"
-# What is pinned; everything else is the newest that fits. Transformers' range is pinned at the same ends.
-PINS = {
-    "oldest": {**{name: oldest for name, (oldest, _) in TESTED.items()}, "transformers": (5, 17)},
-    "newest": {name: newest for name, (_, newest) in TESTED.items()},
-}
+# What is pinned; everything else is the newest that fits.
+PINS = {which: {name: ends[end] for name, ends in TESTED.items()} for end, which in enumerate(("oldest", "newest"))}
 
 
 def requirements(which: str) -> list[str]:

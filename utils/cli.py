@@ -61,12 +61,14 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the repor
 
 def find_lab(name: str) -> Path:
     """Return the notebook of a lab named in full or by its beginning, such as lab3; otherwise leave with status 2."""
-    stem = Path(name).name.removesuffix(".ipynb")
+    stem = name.removeprefix("./").removesuffix(
+        ".ipynb"
+    )  # of a file elsewhere, the folder stays: it is no lab of this course
     labs = sorted(path.stem for path in ROOT.glob("lab*.ipynb"))
     found = [lab for lab in labs if lab == stem] or [lab for lab in labs if stem and lab.startswith(stem)]
     if len(found) != 1:
         present = ", ".join(labs) or "none"
-        problem = f"{name} could be {' or '.join(found)}" if found else f"there is no {stem}.ipynb in {ROOT}"
+        problem = f"{name} could be {' or '.join(found)}" if found else f"there is no lab {name!r} in {ROOT}"
         typer.echo(f"error: {problem}; the labs here are: {present}.", err=True)
         raise typer.Exit(2)
     return ROOT / f"{found[0]}.ipynb"

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, tzinfo
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
-
-if TYPE_CHECKING:
-    from instructor.grading.sandbox.walls import Limits
 
 app = typer.Typer()
 MAX_FLAGS = 12  # of one submission that are printed
@@ -133,7 +130,6 @@ def grade(
         local = time_zone(zone)
         date = read_date(due, local) if due is not None else None
         found = _found(course, built, roster, archive, local, only)
-        _announce(built, len(found), 0 if scheduler else jobs, limits)
         with _bar(f"grading {built.name}", len(found)) as advance:
             summary = grade_class(
                 course,
@@ -198,20 +194,9 @@ def _found(course, built, roster: Path | None, archive: Path | None, zone: tzinf
     return submissions(course.root, built.name, only)
 
 
-def _announce(built, count: int, jobs: int, limits: Limits) -> None:
-    """Say how many submissions there are, and how long all of them will take, if something like it has been measured."""
-    from instructor.grading.class_.cluster import about_seconds
-    from instructor.points import counted
-
-    seconds = about_seconds(built, count, jobs, limits)
-    words = "" if seconds is None else f"; about {_duration(seconds)}, if all of them are to be graded"
-    typer.echo(f"{counted(count, 'submission')}{words}")
-
-
-def _bar(title: str, total: int):
-    """A progress bar with an estimate, as a context manager that gives a function to advance it."""
-    from contextlib import contextmanager
-
+@contextmanager
+def _bar(title: str, total: int) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar with an estimate of what is left; yields the function that advances it."""
     from rich import progress as parts
     from rich.markup import escape
 
@@ -226,22 +211,11 @@ def _bar(title: str, total: int):
         parts.TimeRemainingColumn(),
         parts.TextColumn("{task.fields[student]}"),
     )
-
-    @contextmanager
-    def bar():
-        with parts.Progress(*columns) as progress:
-            task = progress.add_task(title, total=total, student="warming up")
-            yield lambda student, done, total: progress.update(
-                task, completed=done, student=escape(for_terminal(student, 60))
-            )
-
-    return bar()
-
-
-def _duration(seconds: float) -> str:
-    from instructor.points import counted
-
-    return counted(max(1, round(seconds / 60)), "minute") if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+    with parts.Progress(*columns) as progress:
+        task = progress.add_task(title, total=total, student="warming up")
+        yield lambda student, done, total: progress.update(
+            task, completed=done, student=escape(for_terminal(student, 60))
+        )
 
 
 def _report(summary, course, lab: str, renamed: dict[str, str], everybody: bool) -> None:

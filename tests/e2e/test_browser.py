@@ -104,14 +104,6 @@ def test_the_panel_of_points_follows_the_checks_and_a_restart_of_the_kernel(lab,
     (course / "out" / "progress" / "panel.json").unlink()
 
 
-@pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
-def test_both_themes(lab, page, theme):
-    choose_theme(page, lab("lab4_sdpa.ipynb"), theme)
-    open_notebook(page, lab("lab4_sdpa.ipynb"))
-    light = "true" if "Light" in theme else "false"
-    page.wait_for_selector(f"body[data-jp-theme-light='{light}']", state="attached")
-
-
 def test_an_instructor_opens_a_source_as_a_notebook_and_it_keeps_its_text_when_saved(teacher, page, course):
     """The source is read and saved as a notebook by the server's own interface, as *Open With > Notebook* does."""
     page.goto(teacher("lab3_gluon.ipynb"))

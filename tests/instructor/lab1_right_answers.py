@@ -334,25 +334,6 @@ def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
 """,
     ),
     (
-        "broadcast of bf16 tiles, added in float32",
-        "q1_2",
-        """
-def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
-    ceil = lambda n, t: (n + t - 1) // t
-    M, K = a.size(); _, N = b.size()
-    out = torch.zeros((M, N), dtype=a.dtype, device=a.device)
-    for bi in range(ceil(M, tile_m)):
-        for bj in range(ceil(N, tile_n)):
-            r, c = slice(bi * tile_m, (bi + 1) * tile_m), slice(bj * tile_n, (bj + 1) * tile_n)
-            acc = 0.0
-            for bk in range(ceil(K, tile_k)):
-                k = slice(bk * tile_k, (bk + 1) * tile_k)
-                acc = acc + torch.sum(a[r, k].unsqueeze(-1) * b[k, c].unsqueeze(0), dim=1, dtype=torch.float32)
-            out[r, c] = acc
-    return out
-""",
-    ),
-    (
         "start and stop in one list",
         "q1_3",
         """

@@ -59,8 +59,9 @@ SLIPS = [
         "accumulator in the inputs' dtype",
         "q1_2",
         [("dtype=torch.float32, device", "dtype=a.dtype, device")],
-        "in which dtype does the accumulator",
+        "the accumulator",
     ),
+    ("products in the inputs' dtype", "q1_2", [("].float()", "]")], "the product of two elements"),
     ("c written in each step", "q1_2", [("accumulator += a_tile", "accumulator = a_tile")], "is wrong in"),
     (
         "edges left out",
@@ -118,7 +119,7 @@ SLIPS = [
         "whole rows of A",
         "q1_2",
         [("a_tile = a[rows, k : k + tile_k]", "a_tile = (a * 1.0)[rows, k : k + tile_k]")],
-        "inside of one tile",
+        "Are the tile sizes used",
     ),
     (
         "result in float32",
@@ -140,7 +141,7 @@ SLIPS = [
         [("return times_ms", "return [sum(times_ms) / len(times_ms)] * len(times_ms)")],
         ("each call timed on its own", "start anew"),
     ),
-    ("a sum", "q1_3", [("return times_ms", "return sum(times_ms)")], "expected a list of 3 times"),
+    ("a sum", "q1_3", [("return times_ms", "return sum(times_ms)")], "should return a list of 3 times"),
     (
         "clock never started anew",
         "q1_3",
@@ -218,6 +219,7 @@ SLIPS = [
         ],
         "other= in the loads",
     ),
+    ("float32 rounded to ten bits", "q1_5", [(', input_precision="ieee"', "")], "ieee"),
     ("stored where A lies", "q1_5", [("c_tile = c_ptr", "c_tile = a_ptr")], ("tl.store writes", "is wrong")),
     # ---- 1.6
     (
@@ -505,6 +507,7 @@ SLIPS = [
         "A batch is an integer",
     ),
     # ---- 4
+    ("no wait", "q4_1", [("            synchronize()\n", "")], "call synchronize()"),
     ("no step", "q4_1", [("            prof.step()\n", "")], ("prof.step()",)),
     ("six calls", "q4_1", [("range(10)", "range(6)")], ("10 times", "prof.step()")),
     (
@@ -806,6 +809,18 @@ SLIPS = [
         "bonus_5_6",
         [("            scores = scores.masked_fill(hidden_keys, -math.inf)\n", "")],
         ("diagonal", "may not see"),
+    ),
+    (
+        "causal: masked after the maximum",
+        "bonus_5_6",
+        [
+            ("            scores = scores.masked_fill(hidden_keys, -math.inf)\n", ""),
+            (
+                "            rescale = torch",
+                "            p = p.masked_fill(hidden_keys, 0)\n            rescale = torch",
+            ),
+        ],
+        ("NaN", "diagonal"),
     ),
     (
         "causal: every tile",

@@ -251,7 +251,6 @@ def time_calls(fn, n_calls, synchronize):
     return times
 """,
         "Is the clock stopped after the wait",
-        seen="Does the clock stop after the wait",
     ),
     WrongAnswer(
         "no wait before the clock starts",
@@ -265,7 +264,6 @@ def time_calls(fn, n_calls, synchronize):
     return times
 """,
         "wait for the device before the clock starts",
-        seen="wait before the clock starts",
     ),
     WrongAnswer(
         "all calls timed together",
@@ -445,9 +443,8 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
     embeddings = get_position_embeddings(x, positions, rotary_emb, layer.self_attn.layer_type)
     return prefill_forward(layer, x, positions, embeddings)[:, prompt.shape[1]:]
 """,
-        "the cache saves the rest",
+        "is what the cache is for",
         ("q3_4_decode_tests",),
-        seen="is what the cache is for",
     ),
     WrongAnswer(
         "rotary embedding always at the prompt's end",
@@ -465,9 +462,8 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
         outputs.append(decode_forward(layer, x, place.expand(batch, 1), embeddings, True, cache, torch.tensor([start + i])))
     return torch.cat(outputs, dim=1)
 """,
-        "must all say so",
+        "position_ids, the rotary embedding and cache_positions",
         ("q3_4_decode_tests",),
-        seen="position_ids, the rotary embedding and cache_positions",
     ),
     WrongAnswer(
         "keys without values",

@@ -465,6 +465,53 @@ def block_sparse_attention(q, k, v, block_mask):
     WrongAnswer(
         "filler visited", "q3_3", _walk(count="", visit="dict.fromkeys(part + full)"), ("Visit those", "Full blocks")
     ),
+    WrongAnswer("filler and full blocks", "q3_3", _walk(count=""), ("filler", "Visit those")),
+    WrongAnswer(
+        "key indices from the block",
+        "q3_3",
+        _walk().replace("queries[:, None], keys[None, :]", "queries[:, None], torch.arange(size_k)[None, :]"),
+        "start of the text",
+    ),
+    WrongAnswer(
+        "softmax block by block",
+        "q3_3",
+        _walk()
+        .replace("tiles.append(tile)", "tiles.append(torch.softmax(tile, -1).nan_to_num(0.0))")
+        .replace("torch.softmax(torch.cat(tiles, -1), -1).nan_to_num(0.0)", "torch.cat(tiles, -1)"),
+        "block by block",
+    ),
+    WrongAnswer(
+        "b and h for the first mask alone",
+        "q2_3",
+        """
+def both(*mods):
+    def mask_mod(b, h, q, k):
+        answer = mods[0](b, h, q, k)
+        for mod in mods[1:]:
+            answer = answer & mod(0 * b, 0 * h, q, k)
+        return answer
+    return mask_mod
+""",
+        "every mask",
+    ),
+    WrongAnswer(
+        "keys moved as well",
+        "bonus_8_1",
+        """
+def at_positions(mask_mod, positions):
+    return lambda b, h, q, k: mask_mod(b, h, q + positions[b], k + positions[b])
+""",
+        ("keys are moved as well", "Only the queries move"),
+    ),
+    WrongAnswer(
+        "one look-up of sequence 0",
+        "q2_2",
+        """
+def packed_documents(numbers):
+    return lambda b, h, q, k: (numbers[0, q] == numbers[b, k]) & (numbers[0, q] >= 0) & (q >= k)
+""",
+        "two look-ups",
+    ),
     WrongAnswer("NaN where nothing is seen", "q3_3", _walk(after=""), "NaN"),
     WrongAnswer(
         "zeros instead of blocks",

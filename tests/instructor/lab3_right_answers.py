@@ -508,4 +508,47 @@ def repairs():
             ),
         ),
     ),
+    (
+        "causal mask alone, which covers the tail",
+        "bonus_5_5",
+        (
+            (
+                "seen = (keys[None, :] <= position[:, None]) & (keys < sk)[None, :]",
+                "seen = keys[None, :] <= position[:, None]",
+            ),
+        ),
+    ),
+    (
+        "K's slot announced before the wait for its product",  # the producer loads V of this block before it refills K
+        "q5_3",
+        (
+            (
+                "        s = warpgroup_mma_wait(1, deps=[s])\n        mbarrier.arrive(k_empty.index(k_slot), count=1)\n",
+                "        mbarrier.arrive(k_empty.index(k_slot), count=1)\n        s = warpgroup_mma_wait(1, deps=[s])\n",
+            ),
+        ),
+    ),
+    (
+        "the product's own barrier, and a counter of steps",
+        "bonus_6_1",
+        (
+            ("use_acc=k > 0)\n        tcgen05_commit(done)\n", "use_acc=k != 0, mbarriers=[done])\n"),
+            ("mbarrier.wait(done, phase)", "mbarrier.wait(done, (k // BLOCK_K) % 2)"),
+        ),
+    ),
+    (
+        "P converted early, and the alpha loaded after the wait",
+        "bonus_6_2",
+        (
+            (
+                "        alphas.index(TILE).store(alpha)\n",
+                "        p = gl.convert_layout(p.to(dtype), narrow)\n        alphas.index(TILE).store(alpha)\n",
+            ),
+            ("p_view.store(gl.convert_layout(p.to(dtype), narrow))", "p_view.store(p)"),
+            (
+                "                alpha = alphas.index(tile).load(rows)\n                mbarrier.wait(bars.o_done.index(tile), (i - 1) & 1)\n",
+                "                mbarrier.wait(bars.o_done.index(tile), (i + 1) & 1)\n                alpha = alphas.index(tile).load(rows)\n",
+            ),
+        ),
+    ),
 ]

@@ -165,7 +165,7 @@ def owner(row, column, shape, size, threads, warps, order):
     _instead(
         "not transposed",
         "q2_2",
-        ("wrong in", "out of bounds", "NaN"),
+        ("wrong in", "out of bounds", "never written"),
         ("y_ptr + columns[None, :] * y_stride + rows[:, None]", "y_ptr + rows[:, None] * y_stride + columns[None, :]"),
     ),
     # ---- 3.1
@@ -193,7 +193,7 @@ def owner(row, column, shape, size, threads, warps, order):
     _instead(
         "program's offset forgotten",
         "q3_1",
-        ("wrong in", "NaN"),
+        ("wrong in", "never written"),
         ("at = first + i * TILE + gl.arange(0, TILE, layout)", "at = i * TILE + gl.arange(0, TILE, layout)"),
     ),
     _instead(
@@ -797,5 +797,88 @@ def owner(row, column, shape, size, threads, warps, order):
         "bonus_5_5",
         ("products, and their program makes", "wrong in"),
         ("gl.cdiv(row + BLOCK_M + sk - sq, BLOCK_N)", "gl.cdiv(row + BLOCK_M, BLOCK_N)"),
+    ),
+    _instead(
+        "blocks beyond the last key",
+        "bonus_5_5",
+        "products, and their program makes",
+        (
+            "gl.minimum(gl.cdiv(sk, BLOCK_N), gl.cdiv(row + BLOCK_M + sk - sq, BLOCK_N))",
+            "gl.cdiv(row + BLOCK_M + sk - sq, BLOCK_N)",
+        ),
+    ),
+    _instead(
+        "tile stored elsewhere",
+        "q4_1",
+        "never written",
+        ("tma_store(c_desc, [row, column]", "tma_store(c_desc, [column, row]"),
+    ),
+    _instead(
+        "columns count tiles",
+        "q3_2",
+        "count elements",
+        ("tma_load(x_desc, [row, i * COLUMNS]", "tma_load(x_desc, [row, i]"),
+        ("tma_load(x_desc, [row, (i + STAGES) * COLUMNS]", "tma_load(x_desc, [row, i + STAGES]"),
+    ),
+    _instead(
+        "rows count blocks",
+        "q5_2",
+        "count elements",
+        ("tma_load(k_desc, [head, i * BLOCK_N, 0]", "tma_load(k_desc, [head, i, 0]"),
+        ("tma_load(v_desc, [head, i * BLOCK_N, 0]", "tma_load(v_desc, [head, i, 0]"),
+    ),
+    _instead(
+        "p and alpha without c",
+        "q5_1",
+        "c is missing",
+        ("alpha = gl.exp2((m - top) * c)", "alpha = gl.exp2(m - top)"),
+        ("p = gl.exp2((s - top[:, None]) * c)", "p = gl.exp2(s - top[:, None])"),
+    ),
+    # ---- 6.1, 6.2
+    _instead("no commit", "bonus_6_1", "deadlock", ("        tcgen05_commit(done)\n", "")),
+    _instead("no wait for the product", "bonus_6_1", "race", ("        mbarrier.wait(done, phase)\n", "")),
+    _instead("the first product adds, too", "bonus_6_1", "uninitialized", ("use_acc=k > 0", "use_acc=True")),
+    _instead("no product adds", "bonus_6_1", "Only the last step", ("use_acc=k > 0", "use_acc=False")),
+    _instead(
+        "waits for the other parity", "bonus_6_1", ("race", "parity"), ("wait(done, phase)", "wait(done, phase ^ 1)")
+    ),
+    _instead(
+        "P announced before it is stored",
+        "bonus_6_2",
+        "race",
+        (
+            "        p_view.store(gl.convert_layout(p.to(dtype), narrow))\n        mbarrier.arrive(bars.p_full.index(TILE), count=1)\n",
+            "        mbarrier.arrive(bars.p_full.index(TILE), count=1)\n        p_view.store(gl.convert_layout(p.to(dtype), narrow))\n",
+        ),
+    ),
+    _instead(
+        "alpha never announced",
+        "bonus_6_2",
+        "deadlock",
+        ("        mbarrier.arrive(bars.alpha_full.index(TILE), count=1)\n", ""),
+    ),
+    _instead(
+        "scores read early",
+        "bonus_6_2",
+        ("race", "layout"),
+        ("        mbarrier.wait(bars.s_full.index(TILE), i & 1)\n", ""),
+    ),
+    _instead(
+        "O rescaled under its product",
+        "bonus_6_2",
+        ("race", "never waited for"),
+        ("                mbarrier.wait(bars.o_done.index(tile), (i - 1) & 1)\n", ""),
+    ),
+    _instead(
+        "O never rescaled",
+        "bonus_6_2",
+        "not rescaled",
+        ("                rescale(output.index(tile), alpha, output.index(tile), False)\n", ""),
+    ),
+    _instead(
+        "waits for the product of this block",
+        "bonus_6_2",
+        ("deadlock", "parity"),
+        ("mbarrier.wait(bars.o_done.index(tile), (i - 1) & 1)", "mbarrier.wait(bars.o_done.index(tile), i & 1)"),
     ),
 ]

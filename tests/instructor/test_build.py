@@ -434,6 +434,7 @@ def house(tmp_path, monkeypatch, lab_file):
     path = lab_file(HEADING, ANSWER, TESTS)
     monkeypatch.setattr(points_module, "LABS", path.parent)
     monkeypatch.setattr(builder, "ROOT", tmp_path / "house")
+    monkeypatch.setattr("instructor.refusals.REGULAR_POINTS", 6)
     return tmp_path / "house"
 
 

@@ -76,7 +76,7 @@ def test_page_on_the_gpu(text):
     says(
         text,
         "an H200 has 132 of them",
-        "The **L2 cache**, 60 MB",
+        "The L2 cache has 60 MB",
         "the 141 GB in the GPU's name",
         "4.8 TB/s, which is fast",
     )

@@ -16,6 +16,7 @@ from tests.instructor.lab2_right_answers import RIGHT_ANSWERS
 from tests.instructor.lab2_wrong_answers import WRONG_ANSWERS
 from tests.instructor.visible import VisibleChecks, assert_names_the_mistake
 from tests.marks import overnight_but_first_of_each
+from utils.attention.masks import dense_mask, documents
 
 LAB = "lab2_flexattention"
 NOTEBOOK_OVERNIGHT = True  # its solved run compiles for minutes; `labs grade` judges its answers in the slow set
@@ -230,6 +231,18 @@ def test_flex_trains_faster_under_the_mask_on_the_recorded_gpu(recorded):
     assert (blocks["speed-up, both"] > 1.2).all()  # in fp32; far from all that the skipped blocks promise arrives
     assert (blocks["speed-up, both"] < blocks["blocks promise"]).all()
     assert training["speed-up, both"].idxmax() == "FlexAttention, compiled"
+
+
+def test_each_way_to_train_has_the_promise_of_its_own_blocks(names, prose, cells):
+    """The loop's blocks of 512 promise less than FlexAttention's of 128; both run in the dtype of the other benchmarks."""
+    mask = dense_mask(names["both"](names["causal"], documents(512)), 4096, 4096)
+    promised = [names["promised_speedup"](names["count_blocks"](mask, block)) for block in (512, 128)]
+    assert (
+        promised == [8.0, 12.8]
+        and "the 12.8 that its blocks of 128 promise (the loop's blocks of 512 promise 8)" in prose
+    )
+    (training,) = (cell.source for cell in cells if 'keep("training"' in cell.source)
+    assert "(loop, block), (flex, 128)" in training and "random_qkv(tokens)]" in training
 
 
 def test_the_loop_over_blocks_waits_for_the_cpu(prose, recorded):

@@ -1,4 +1,4 @@
-"""Shortcuts with right values are refused by the rules that a check declares; ordinary habits keep their points."""
+"""Shortcuts with right values are refused by the rules that a check declares."""
 
 import functools
 import importlib
@@ -239,135 +239,6 @@ def ready_for_flash(x):
         "copy",
     ),
 ]
-_DEBUG = "DEBUG = False\n"
-# (lab, answer cell, the habit, code)
-HABITS = [
-    (
-        "lab1",
-        "q5_1",
-        "np.sqrt, nn.Softmax, an assert and a comparison under DEBUG",
-        _DEBUG
-        + """
-import numpy as np
-def standard_attention(q, k, v):
-    assert q.shape[-1] == k.shape[-1], f"head dimensions {q.shape[-1]} and {k.shape[-1]} differ"
-    weights = torch.nn.Softmax(dim=-1)(q @ k.transpose(-2, -1) / np.sqrt(q.shape[-1]))
-    out = weights @ v
-    if DEBUG:
-        print(torch.allclose(out, F.scaled_dot_product_attention(q, k, v)))
-    return out
-""",
-    ),
-    (
-        "lab1",
-        "q5_1",
-        "torch.compile, is_cuda, np.newaxis",
-        """
-import numpy as np
-@functools.partial(torch.compile, backend="eager")
-def _attend(q, k, v):
-    return torch.softmax((q[..., np.newaxis, :] * k[:, :, np.newaxis]).sum(-1) * q.shape[-1] ** -0.5, dim=-1) @ v
-def standard_attention(q, k, v):
-    if q.is_cuda:
-        torch.cuda.synchronize()
-    return _attend(q, k, v)
-""",
-    ),
-    (
-        "lab1",
-        "q1_1",
-        "asserts, a print and a comparison under DEBUG",
-        _DEBUG
-        + """
-import numpy as np
-def gemm_naive(a, b):
-    assert torch.is_tensor(a) and a.dim() == b.dim() == 2
-    m, k = a.shape
-    n = b.shape[1]
-    c = torch.zeros(m, n, dtype=a.dtype, device=a.device)
-    for i in range(m):
-        for j in range(n):
-            for p in range(k):
-                c[i, j] = c[i, j] + a[i, p] * b[p, j]
-    if DEBUG:
-        print("max error", (c - a @ b).abs().max())
-    return c
-""",
-    ),
-    (
-        "lab1",
-        "q4_2",
-        "np.sqrt of a number, and a warning for NaN",
-        """
-import numpy as np
-def gelu_by_hand(x):
-    if torch.isnan(x).any():
-        print("x holds NaN")
-    return 0.5 * x * (1.0 + torch.tanh(float(np.sqrt(2.0 / np.pi)) * (x + 0.044715 * torch.pow(x, 3))))
-""",
-    ),
-    (
-        "lab2_flexattention",
-        "q1_1",
-        "np.inf and np.sqrt",
-        """
-import numpy as np
-def masked_attention(q, k, v, mask):
-    scores = torch.matmul(q, k.mT) / np.sqrt(q.shape[-1])
-    weights = torch.softmax(scores.masked_fill(~mask, -np.inf), dim=-1)
-    return torch.nan_to_num(weights) @ v
-""",
-    ),
-    (
-        "lab2_flexattention",
-        "q3_1",
-        "the mask in NumPy",
-        """
-import numpy as np
-def count_blocks(mask, block):
-    m = mask.cpu().numpy()
-    rows, columns = int(np.ceil(m.shape[0] / block)), int(np.ceil(m.shape[1] / block))
-    full = empty = 0
-    for i in range(rows):
-        for j in range(columns):
-            tile = m[i * block : (i + 1) * block, j * block : (j + 1) * block]
-            full += int(tile.all() and tile.size == block * block)
-            empty += int(not tile.any())
-    return full, rows * columns - full - empty, empty
-""",
-    ),
-    (
-        "lab4_sdpa",
-        "q2_2",
-        "the reference's norms in NumPy",
-        """
-import numpy as np
-def errors(out, q, k, v, causal=False):
-    group = q.shape[1] // k.shape[1]
-    q, k, v = q.double(), *(x.double().repeat_interleave(group, 1) for x in (k, v))
-    scores = q @ k.mT / np.sqrt(q.shape[-1])
-    if causal:
-        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -np.inf)
-    exact = (scores.softmax(-1) @ v).numpy()
-    difference = out.double().numpy() - exact
-    return np.abs(difference).max(), np.sqrt((difference**2).mean() / (exact**2).mean())
-""",
-    ),
-    (
-        "lab4_sdpa",
-        "q3_2",
-        "asserts and a repeat",
-        """
-import numpy as np
-def attend_part(q, k, v):
-    assert q.shape[1] % k.shape[1] == 0, "heads do not divide"
-    group = q.shape[1] // k.shape[1]
-    k, v = (torch.repeat_interleave(x.float(), group, dim=1) for x in (k, v))
-    scores = q.float() @ k.transpose(-1, -2) / np.sqrt(q.shape[-1])
-    return torch.softmax(scores, dim=-1) @ v, torch.logsumexp(scores, dim=-1)
-""",
-    ),
-]
 
 
 @functools.cache
@@ -393,12 +264,6 @@ def test_a_shortcut_is_refused(case):
     lab, cell, _, code, word = case
     refused = _refusals(lab, cell, code)
     assert refused and any(word in text for text in refused), refused
-
-
-@pytest.mark.parametrize("case", HABITS, ids=lambda case: f"{case[1]}: {case[2]}")
-@pytest.mark.filterwarnings("ignore")
-def test_an_ordinary_habit_costs_nothing(case):
-    assert _refusals(case[0], case[1], case[3]) == []
 
 
 def test_the_rules_of_a_lab_are_sentences():

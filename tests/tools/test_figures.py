@@ -27,6 +27,11 @@ NAMES = [
     "lab4_strides",
     "lab4_traffic",
     "lab4_waves",
+    "lab1_decode_step",
+    "lab1_three_roofs",
+    "lab1_launch_queue",
+    "lab1_five_operators",
+    "lab1_online_softmax",
     "gemm_tiling",
     "memory_hierarchy",
     "gpu_in_ten_minutes",
@@ -43,10 +48,12 @@ NAMES = [
     "lab3_swizzle",
     "lab3_barrier_states",
     "lab3_overlap_schedule",
+    "lab3_blackwell",
     "lab2_mask_program",
     "lab2_blocks",
     "lab2_paths",
     "lab2_pages",
+    "lab2_layout",
 ]
 
 

@@ -110,10 +110,8 @@ def test_the_installed_packages_are_the_pinned_ones():
 
 
 def test_nothing_comes_from_a_git_branch_or_an_address():
-    texts = [environment.PYPROJECT, environment.CONSTRAINTS, environment.CONDA_FILE]
-    for path in texts:
-        text = path.read_text()
-        assert "git+" not in text and "://" not in text and " @ " not in text, path.name
+    for text in [*ALL_REQUIREMENTS, environment.CONSTRAINTS.read_text(), environment.CONDA_FILE.read_text()]:
+        assert "git+" not in text and "://" not in text and " @ " not in text
 
 
 def test_environment_yml_is_what_pyproject_says():
@@ -264,6 +262,14 @@ def test_uv_gets_the_indexes_of_pip():
     assert variables == {"SSL_CERT_FILE": "/ca.pem"}
 
 
+def test_a_long_installation_says_how_far_it_is(tmp_path, capsys):
+    log = tmp_path / "install.log"
+    log.write_text("Collecting torch>=2.11\n  Downloading torch-2.13.0.whl (190 MB)\nDownloading numpy (16 MiB)\n")
+    assert environment.packages_begun(log) == ", 2 packages begun"
+    environment.show_progress("installing with uv, 30 s, 2 packages begun: numpy")  # without a terminal
+    assert capsys.readouterr().out == "installing with uv, 30 s, 2 packages begun: numpy\n"
+
+
 def test_a_setting_of_pip_that_uv_cannot_follow_leaves_the_work_to_pip():
     assert environment.uv_options("global.only-binary=':all:'\n") is None
 
@@ -305,22 +311,17 @@ def test_a_link_to_another_copys_environment_is_not_emptied(tmp_path):
     assert (theirs / "in use").exists()
 
 
-def test_a_python_that_is_not_there_is_one_sentence():
-    result = run_make("env", "PYTHON=/nope")
-    assert result.returncode != 0
-    assert "there is no /nope" in result.stderr and "not found" not in result.stderr
-
-
-def test_help_lists_the_verbs():
-    text = run_make("help").stdout
-    for verb in ("lab", "test", "test-slow", "test-gpu", "test-e2e", "site", "demo", "labs", "lint", "lock"):
-        assert f"make {verb} " in text
-
-
-def test_no_python_is_one_sentence():
-    result = run_make("env", "PYTHON=")
-    assert result.returncode != 0
-    assert "Python 3.11, 3.12 or 3.13 is needed" in result.stderr
+@pytest.mark.parametrize(
+    "given, said",
+    [("/nope", "there is no /nope"), ("", "Python 3.11, 3.12 or 3.13 is needed"), ("{shim}", "does not answer")],
+)
+def test_a_python_that_does_not_run_is_one_sentence(tmp_path, given, said):
+    """A shim, such as pyenv's, is there as a file and fails when it is called."""
+    shim = tmp_path / "python3.12"
+    shim.write_text("#!/bin/sh\necho shim: not installed >&2\nexit 127\n")
+    shim.chmod(0o755)
+    result = run_make("env", f"PYTHON={given.format(shim=shim)}")
+    assert result.returncode != 0 and said in result.stderr and "not found" not in result.stderr
 
 
 def test_a_python_outside_the_range_is_one_sentence():

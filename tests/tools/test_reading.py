@@ -8,10 +8,10 @@ from tools.reading import ROOT, Reading, read
 
 # words before the first answer; of a question: median, longest; sentences with a rule; share of tests; lines of code; pictures
 LIMITS = {
-    "lab1": Reading(1680, 127, 390, 48, 0.05, 1970, 2.1),
-    "lab2_flexattention": Reading(910, 106, 290, 21, 0.05, 1360, 1.7),
-    "lab3_gluon": Reading(1490, 138, 315, 37, 0.05, 1240, 2.3),
-    "lab4_sdpa": Reading(185, 97, 140, 11, 0.08, 650, 5.0),
+    "lab1": Reading(240, 103, 151, 27, 0.07, 920, 3.3),
+    "lab2_flexattention": Reading(231, 103, 158, 6, 0.1, 604, 3.2),
+    "lab3_gluon": Reading(297, 110, 120, 29, 0.05, 820, 4.7),
+    "lab4_sdpa": Reading(181, 96, 139, 11, 0.07, 645, 5.1),
 }
 
 

@@ -107,8 +107,18 @@ def test_the_site_is_built_without_a_warning(built, tmp_path):
     page = site.build(tmp_path / "site", labs)
     text = page.read_text(encoding="utf-8")
     assert "Search" in text and "theme-switch" in text
-    lab = (page.parent / "lab3_gluon.html").read_text(encoding="utf-8")
+    lab = (page.parent / "lab3_gluon-part3.html").read_text(encoding="utf-8")
     assert "out of q3_2" in lab and "YOUR CODE HERE" in lab and "BEGIN SOLUTION" not in lab
+    assert all(f"lab3_gluon-part{other}.html" in lab for other in (2, 4)), "the parts before and after"
+    formulas = (page.parent / "lab1-part1.html").read_text(encoding="utf-8")
+    assert "<math" in formulas
+    for html in page.parent.glob("*.html"):
+        assert not re.search(r'<(script|link)[^>]*(src|href)="(https?:)?//', html.read_text(encoding="utf-8")), (
+            html.name
+        )
+    assert (page.parent / "files" / "lab3_gluon.ipynb").exists() and "A100" in (
+        page.parent / "roofline.html"
+    ).read_text()
     assert json.loads(re.search(r"\((.*)\)", (page.parent / "searchindex.js").read_text(), re.DOTALL)[1])["titles"]
     assert not (page.parent / "_sources").exists()
     for target in re.findall(r'(?:href|src)="([^"#:?]+)["#?]', text):

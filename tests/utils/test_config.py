@@ -21,38 +21,16 @@ FIELDS = {f"{name}_tflops" for name in DTYPES} | {
     "full_name",
     "source",
 }
-DATA_CENTRE = ["A10", "A100", "A100-40GB", "H100", "H100-PCIe", "H200", "L4", "L40S", "B200"]
-
-# (GHz under tensor load, dense bf16 FLOPs per clock and SM). An SM of GA100 has 4 tensor cores of 256 FMA,
-# twice the rate of GA102 and Ada; GH100 doubles it, GB100 again. GeForce has FP32 accumulation at half rate.
-TENSOR = {
-    "A6000": (1.800, 1024),
-    "A10": (1.695, 1024),
-    "A100": (1.410, 2048),
-    "A100-40GB": (1.410, 2048),
-    "H100": (1.830, 4096),
-    "H100-PCIe": (1.620, 4096),
-    "H200": (1.830, 4096),
-    "4090": (2.520, 512),
-    "L4": (2.040, 1024),
-    "L40S": (2.490, 1024),
-    "B200": (1.860, 8192),
-    "GB10": (2.525, 1024),
-}
-# (boost GHz, FP32 lanes in an SM), 2 FLOPs for a lane and clock.
-FMA = {
-    "A6000": (1.800, 128),
-    "A10": (1.695, 128),
-    "A100": (1.410, 64),
-    "A100-40GB": (1.410, 64),
-    "H100": (1.980, 128),
-    "H100-PCIe": (1.755, 128),
-    "H200": (1.980, 128),
-    "4090": (2.520, 128),
-    "L4": (2.040, 128),
-    "L40S": (2.520, 128),
-    "B200": (1.980, 128),
-    "GB10": (2.525, 128),
+# {compute capability: (dense bf16 FLOPs per clock and SM with FP32 accumulation, FP32 lanes of an SM)}, by the architectures'
+# whitepapers. GeForce has FP32 accumulation at half rate.
+UNITS = {
+    (8, 0): (2048, 64),
+    (8, 6): (1024, 128),
+    (8, 9): (1024, 128),
+    (9, 0): (4096, 128),
+    (10, 0): (8192, 128),
+    (12, 0): (1024, 128),
+    (12, 1): (1024, 128),
 }
 
 
@@ -62,9 +40,8 @@ def run_python(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_documented_gpus_and_the_added_ones_are_there():
-    names = "A6000 A10 A100 A100-40GB H100 H100-PCIe H200 4090 L4 L40S B200 GB10"
-    assert list(GPU_SPECS) == names.split()
+def test_the_documented_gpus_are_there():
+    assert {"A6000", "A10", "A100", "H100", "H200", "4090"} <= set(GPU_SPECS)
 
 
 @pytest.mark.parametrize("name", GPU_SPECS)
@@ -79,18 +56,17 @@ def test_a_row_is_complete(name):
 
 
 @pytest.mark.parametrize("name", GPU_SPECS)
-def test_tensor_rate_is_units_times_clock(name):
-    ghz, flops_per_clock = TENSOR[name]
-    computed = GPU_SPECS[name]["sm_count"] * ghz * flops_per_clock / 1e3
-    # 2%: clocks are printed to three digits. A sparse rate would be off by a factor of two.
-    assert GPU_SPECS[name]["bf16_tflops"] == pytest.approx(computed, rel=0.02)
-
-
-@pytest.mark.parametrize("name", GPU_SPECS)
-def test_fp32_rate_is_lanes_times_clock(name):
-    ghz, lanes = FMA[name]
-    computed = GPU_SPECS[name]["sm_count"] * ghz * lanes * 2 / 1e3
-    assert GPU_SPECS[name]["fp32_tflops"] == pytest.approx(computed, rel=0.01)
+def test_the_rates_are_those_of_units_at_one_clock(name):
+    """A sparse rate would ask for twice the clock, and a rate of another part for another one in the two units."""
+    spec = GPU_SPECS[name]
+    tensor, lanes = UNITS[spec["compute_capability"]]
+    if "GeForce" in spec["full_name"]:
+        tensor //= 2
+    tensor_ghz = 1e3 * spec["bf16_tflops"] / spec["sm_count"] / tensor
+    boost_ghz = 1e3 * spec["fp32_tflops"] / spec["sm_count"] / lanes / 2
+    assert 1.3 < tensor_ghz < 2.7 and 1.3 < boost_ghz < 2.7
+    # Tensor cores run at a lower clock than the plain lanes: 1.83 and 1.98 GHz on an H100.
+    assert 0.9 < tensor_ghz / boost_ghz < 1.03
 
 
 @pytest.mark.parametrize("name", GPU_SPECS)
@@ -103,11 +79,6 @@ def test_tensor_rates_keep_their_ratios(name):
         assert spec["fp8_tflops"] == pytest.approx(2 * spec["bf16_tflops"], rel=0.03)
     else:
         assert spec["fp8_tflops"] is None
-
-
-@pytest.mark.parametrize("name", DATA_CENTRE)
-def test_tensor_cores_beat_fp32_lanes_on_data_centre_parts(name):
-    assert GPU_SPECS[name]["tf32_tflops"] > 1.9 * GPU_SPECS[name]["fp32_tflops"]
 
 
 def test_figures_that_the_course_quotes():

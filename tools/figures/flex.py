@@ -288,3 +288,45 @@ def pages() -> Card:
     )
     card.box(66, 260, 820, 36, text, fill=BLUE_TINT, edge=BLUE, size=9)
     return card
+
+
+# Conversation of each drawn token, in the order of arrival: 0 holds the instructions, of which the others see all.
+ARRIVED = (1, 0, 2, 1, 0, 3, 2, 1, 3, 0, 2, 3, 0, 1, 3, 2, 1, 2, 0, 3, 3, 1, 0, 2)
+
+
+def sees(q: int, k: int) -> bool:
+    """Whether the q-th token to arrive sees the k-th."""
+    own, other = ARRIVED[q], ARRIVED[k]
+    return (own == other and k <= q) or other == 0 < own
+
+
+def layout() -> Card:
+    """Tokens in the order of arrival, whose mask has no empty block, beside a layout that is still to be found."""
+    card = Card(
+        940,
+        372,
+        "No block is empty. Does another order help?",
+        (
+            "Left: the mask between 24 tokens of an instruction and three conversations in the order of their arrival; each of "
+            "the 36 blocks holds a visible pair. Right: the same tokens, in an order that is yours to find."
+        ),
+    )
+    fills, cell, top = (PURPLE, BLUE, ORANGE, GREEN), 10, 92
+    size = cell * SIZE
+    for x, words in ((60, "in the order of arrival: 36 of 36 blocks"), (560, "in your order: ? of 36 blocks")):
+        card.text(x, 62, words, size=10.5, weight="bold", ha="left")
+        for i in range(SIZE // BLOCK):
+            for j in range(SIZE // BLOCK):
+                place = (x + j * BLOCK * cell, top + i * BLOCK * cell, BLOCK * cell, BLOCK * cell)
+                card.rect(*place, fill=GREY_TINT, edge=HAIR, line=0.8)
+    for q, owner in enumerate(ARRIVED):
+        card.rect(60 + q * cell, top - 14, cell, 10, fill=fills[owner], edge=PAPER, line=0.5)
+        for k in filter(lambda k: sees(q, k), range(SIZE)):
+            card.rect(60 + k * cell, top + q * cell, cell, cell, fill=fills[ARRIVED[k]], zorder=2.2)
+    card.text(560 + size / 2, top + size / 2, "?", size=60, color=SOFT)
+    card.arrow(330, top + size / 2, 540, top + size / 2, color=INK)
+    card.text(435, top + size / 2 - 16, "order, mask_mod", size=9.5)
+    for n, words in enumerate(("instructions", "conversation 1", "conversation 2", "conversation 3")):
+        card.rect(60 + 130 * n, 345, 12, 12, fill=fills[n])
+        card.text(79 + 130 * n, 351, words, size=8.5, ha="left")
+    return card

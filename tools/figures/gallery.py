@@ -10,6 +10,7 @@ import io
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,13 +24,8 @@ if TYPE_CHECKING:
 
 RESULTS = ROOT / "assets" / "results" / "h200"
 FOLDER = ROOT / "docs" / "gallery"
-STEPS = (
-    "one warpgroup,\nsynchronous",
-    "cp.async,\ndouble-buffered",
-    "TMA and\nmbarriers",
-    "warp-\nspecialized",
-    "overlapped,\npersistent",
-)
+WIDE = 4.95  # inches: on a page that shows a picture 400 px wide, its smallest text is 9 px high
+STEPS = ("plain", "async\ncopies", "copy\nengine", "warps with\nroles", "two tiles\nat once")
 
 
 def record(name: str) -> dict[str, Any]:
@@ -40,13 +36,56 @@ def record(name: str) -> dict[str, Any]:
 def source(document: dict[str, Any]) -> str:
     """Return the line that says where a recorded result comes from."""
     env = document["environment"]
-    return f"measured on an {env['gpu']}, torch {env['torch']}, Triton {env['triton']}, commit {env['commit'][:7]}"
+    changed = " and local changes" if env["dirty"] else ""
+    return f"{env['gpu']}, torch {env['torch']}, Triton {env['triton']}, commit {env['commit'][:7]}{changed}"
 
 
 def _signed(figure: Figure, text: str) -> Figure:
-    """Write the origin of the data at the foot of a picture."""
+    """Write the origin of the data at the foot of a picture, in lines that are no longer than the picture is wide."""
+    text = "\n".join(textwrap.fill(" ".join(line.split()), 58) for line in text.split("\n\n"))
     figure.supxlabel(text, fontsize=SMALL, color=SOFT, x=0.99, ha="right")
     return figure
+
+
+def waiting() -> Figure:
+    """What share of an H200 four pieces of PyTorch use, and what the rest of the time goes into."""
+    from utils.config import GPU_SPECS
+
+    lab1, bandwidth = record("lab1"), 1e3 * GPU_SPECS["H200"]["memory_bandwidth_tb_s"]
+    tables = lab1["tables"]
+    used = {row["operation"]: row["share"] for row in (*tables["roofline"], *tables["layer_roofline"])}
+    gelu = {row["GELU"]: row["GB/s of one read and one write"] / bandwidth for row in tables["gelu"]}
+    kernels = {row["GELU"]: row["kernels"] for row in tables["gelu"]}["by hand"]
+    launches = next(row["kernels"] for row in tables["cuda_graphs"] if row["phase"].startswith("decode"))
+    rows = (
+        ("matmul 8192 x 8192", used["gemm 8192"], "it computes"),
+        ("matmul 256 x 256", used["gemm 256"], "too small: most of the chip has no work"),
+        (f"GELU, {kernels} torch lines", gelu["by hand"], f"{kernels} trips to memory"),
+        ("GELU, one kernel", gelu["Triton kernel"], "one trip to memory"),
+        ("next token, Gemma-3", used["decode B1"], f"waits for Python to start {launches} kernels"),
+    )
+    figure, (ax,) = open_axes(None, (WIDE, 2.75))
+    ax.grid(False)
+    for place, (_, share, why) in enumerate(rows):
+        ax.barh(place, 100, height=0.6, color=HAIR, alpha=0.25)
+        ax.barh(place, 100 * share, height=0.6, **series(0).bar)
+        inside = share > 0.5
+        ax.text(
+            2 if inside else 100 * share + 2,
+            place,
+            f"{100 * share:.0f}%  {why}" if share > 0.01 else f"{100 * share:.1f}%  {why}",
+            va="center",
+            fontsize=SMALL,
+            color=PAPER if inside else INK,
+        )
+    ax.set_yticks(range(len(rows)), [name for name, _, _ in rows], fontsize=SMALL)
+    ax.invert_yaxis()
+    ax.set_xlim(0, 100)
+    ax.set_xticks([0, 50, 100], ["0", "50", "100%"], fontsize=SMALL)
+    name_axes(ax, True, title="How much of an H200 your PyTorch uses")
+    return _signed(
+        figure, f"of what its arithmetic or its memory allows, whichever ends first (lab 1)\n\n{source(lab1)}"
+    )
 
 
 def ladder() -> Figure:
@@ -60,7 +99,7 @@ def ladder() -> Figure:
         for row in ratios["rows"]
         if (row["head_dim"], row["length"], row["causal"]) == (head_dim, length, True)
     }
-    figure, (ax,) = open_axes(None, (8.6, 4.1))
+    figure, (ax,) = open_axes(None, (WIDE, 3.9))
     ax.grid(False, axis="x")
     rows.sort(key=lambda row: row["step"])
     for row in rows:
@@ -71,7 +110,7 @@ def ladder() -> Figure:
     cudnn = sorted(row["against_tflops"] for row in rows)[len(rows) // 2]
     for value, name, look, above in (
         (cudnn, "cuDNN", series(4), False),
-        (peers["cute"], "flash-attn-4", series(2), False),
+        (peers["cute"], "FlashAttention 4", series(2), False),
         (peers["fa3"], "FlashAttention 3", series(3), True),
     ):
         ax.axhline(value, color=look.color, linestyle=look.linestyle, linewidth=1.6)
@@ -80,9 +119,9 @@ def ladder() -> Figure:
     ax.set_xticks([row["step"] for row in rows], [f"{row['step']}\n{STEPS[row['step'] - 1]}" for row in rows])
     ax.set_xlim(0.4, len(rows) + 0.5)
     ax.set_ylim(0, 880)
-    name_axes(ax, True, y="TFLOP/s", title="FlashAttention for Hopper in Gluon, in five steps (lab 3)")
-    others = f"FlashAttention 3 and 4: commit {ratios['environment']['commit'][:7]}"
-    return _signed(figure, f"causal, {length} tokens, head dim {head_dim}, bf16; {source(steps)}\n{others}")
+    name_axes(ax, True, y="TFLOP/s", title="The attention kernel of lab 3, in five steps")
+    others = f"the two FlashAttentions: commit {ratios['environment']['commit'][:7]}"
+    return _signed(figure, f"causal, {length} tokens, head dim {head_dim}, bf16; {source(steps)}; {others}")
 
 
 def roofline() -> Figure:
@@ -91,19 +130,29 @@ def roofline() -> Figure:
     from utils.visualization import plot_roofline
 
     lab1 = record("lab1")
-    measured: dict[str, tuple] = {}
-    for table in ("roofline", "layer_roofline", "attention_roofline"):
-        for row in lab1["tables"][table]:
-            if row["operation"] not in ("prefill B8", "decode B8"):
-                measured[row["operation"]] = (row["FLOPs/Byte"], row["TFLOP/s"])
+    names = {
+        "gemm 256": "matmul 256",
+        "gemm 8192": "matmul 8192",
+        "gemv 16384": "matrix x vector",
+        "prefill B1": "prompt",
+        "decode B1": "next token",
+        "standard": "attention, 3 ops",
+    }
+    measured = {
+        names[row["operation"]]: (row["FLOPs/Byte"], row["TFLOP/s"])
+        for table in ("roofline", "layer_roofline", "attention_roofline")
+        for row in lab1["tables"][table]
+        if row["operation"] in names
+    }
     spec = GPU_SPECS["H200"]
     figure, _ = plot_roofline(
         "H200",
         spec["bf16_tflops"],
         spec["memory_bandwidth_tb_s"],
         measured=measured,
-        title="Measured under the roofs (lab 1)",
+        title="Predict, measure, explain the gap (lab 1)",
     )
+    figure.set_size_inches(WIDE, 3.7)
     return _signed(figure, f"roofs: datasheet; points: {source(lab1)}")
 
 
@@ -118,12 +167,13 @@ def decode() -> Figure:
     graphs = {row["batch"]: row["graph_ms"] for row in decode}
     batches = [2**i for i in range(6)]
     cost = {batch: sum(decoder_layer(GEMMA_CONFIG, batch, 1, past=past).values()) for batch in batches}
-    figure, (ax,) = open_axes(None, (7.4, 4.3))
+    figure, (ax,) = open_axes(None, (WIDE, 3.9))
     ax.set_xscale("log", base=2)
     ax.set_xticks(batches, [str(batch) for batch in batches])
     log_axis(ax.yaxis, 1e-5, 4)
+    ax.set_yticks([1e-4, 1e-3, 1e-2, 0.1, 1], ["0.0001", "0.001", "0.01", "0.1", "1"])
     for values, name, look in (
-        (eager, f"eager: the CPU launches {decode[0]['kernels']} kernels", series(0)),
+        (eager, f"PyTorch: the CPU starts {decode[0]['kernels']} kernels", series(0)),
         (graphs, "CUDA graph: the GPU starts them itself", series(1)),
     ):
         ax.plot(list(values), list(values.values()), **look.line, markersize=7)
@@ -131,22 +181,22 @@ def decode() -> Figure:
     for values, name in (
         (
             {b: c.bytes / spec["memory_bandwidth_tb_s"] / 1e9 for b, c in cost.items()},
-            "roof of memory: bytes / 4.8 TB/s",
+            "limit of memory: bytes / 4.8 TB/s",
         ),
-        ({b: c.flops / spec["bf16_tflops"] / 1e9 for b, c in cost.items()}, "roof of compute: FLOPs / 989 TFLOP/s"),
+        ({b: c.flops / spec["bf16_tflops"] / 1e9 for b, c in cost.items()}, "limit of arithmetic: FLOPs / 989 TFLOP/s"),
     ):
         ax.plot(list(values), list(values.values()), color=INK, linewidth=1.4)
-        ax.text(batches[1], values[batches[1]] * 0.75, name, color=SOFT, fontsize=TEXT, va="top")
-    title = "Gemma-3 decode: the third roof is the launch (lab 1)"
+        ax.text(batches[2], values[batches[2]] * 0.5, name, color=SOFT, fontsize=TEXT, va="top")
+    title = "Decode waits for the CPU (lab 1)"
     name_axes(ax, True, x="batch", y="ms for one token in one layer", title=title)
-    return _signed(figure, f"{past} tokens in the cache; roofs: datasheet; {source(lab1)}")
+    return _signed(figure, f"{past} tokens in the cache; limits: datasheet; {source(lab1)}")
 
 
 def attention() -> Figure:
     """The course's attention kernel against each other backend: median of the ratio over lengths, and its range."""
     document = record("attention_ratios")
-    names = {"cudnn": "cuDNN", "fa3": "FlashAttention 3", "cute": "flash-attn-4"}
-    figure, axes = open_axes(None, (8.6, 3.2), count=2)
+    names = {"cudnn": "cuDNN", "fa3": "FlashAttention 3", "cute": "FlashAttention 4"}
+    figure, axes = open_axes(None, (WIDE, 3.4), count=2)
     for ax, causal in zip(axes, (False, True), strict=True):
         for place, backend in enumerate(names):
             for offset, head_dim in enumerate((64, 128, 256)):
@@ -172,7 +222,7 @@ def attention() -> Figure:
         ax.set_yticks(range(len(names)), list(names.values()) if not causal else [""] * len(names))
         ax.invert_yaxis()
         ax.set_xlim(0.92, 1.45)
-        name_axes(ax, True, x="times as fast as", title="causal" if causal else "full")
+        name_axes(ax, True, x="our speed / theirs", title="causal" if causal else "full")
     figure.legend(
         *axes[1].get_legend_handles_labels(), frameon=False, fontsize=SMALL, loc="outside upper right", ncols=3
     )
@@ -186,8 +236,14 @@ def mask() -> Figure:
 
     lengths = (300, 120, 420, 184)
     packed = both(causal, documents(document_ids(lengths)))
-    figure, _ = plot_mask(packed, sum(lengths), labels=["four packed documents, causal"])
-    return _signed(figure, "counted, not measured (lab 2)")
+    figure, axes = plot_mask(packed, sum(lengths))
+    figure.set_size_inches(WIDE, 3.2)
+    for ax in axes[0]:
+        shares = [word for word in ax.get_title(loc="left").split() if word.endswith("%")]
+        kind = "pairs" if ax is axes[0][0] else "blocks"
+        name_axes(ax, True, title=f"{shares[0]} of the {kind}")
+        ax.set_xlabel("")
+    return _signed(figure, "four packed documents under a causal mask: counted, not measured (lab 2)")
 
 
 def deadlock() -> Figure:
@@ -201,7 +257,7 @@ def deadlock() -> Figure:
 
     x, tiles = torch.arange(64 * 512, dtype=torch.float32).reshape(64, 512).div(1e5).half(), 8
     layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
-    figure, axes = open_axes(None, (9.0, 5.0), count=2, rows=2)
+    figure, axes = open_axes(None, (WIDE, 4.8), count=2, rows=2)
     for ax, forget in zip(axes, (False, True), strict=True):
         arguments = (TensorDescriptor.from_tensor(x, [64, 64], layout), torch.zeros(64), tiles, forget)
         with gluon_cpu.simulate(timeline=True) as run:
@@ -211,26 +267,27 @@ def deadlock() -> Figure:
                 whole = run.cycles[0]
             except gluon_cpu.DeadlockError as error:
                 waits = re.findall(r"(\w+) waits for (\w+\[\d\]), phase parity (\d)", str(error))
-                text = "deadlock found: " + ", ".join(f"{who.strip('_')} waits for {bar}" for who, bar, _ in waits)
+                text = "deadlock found:\n" + "\n".join(f"{who.strip('_')} waits for {bar}" for who, bar, _ in waits)
         run.plot(ax=ax)
+        ax.get_legend().remove()  # the picture's foot names the colours
+        for note in ax.texts:  # the title says it
+            note.set_visible(False)
         ax.set_title(text, loc="left", fontsize=TEXT, fontweight="bold")
         ax.set_xlim(0, whole)
         ax.set_yticks(ax.get_yticks(), [label.get_text().replace("_", "") for label in ax.get_yticklabels()])
         if forget:
             end = max(event.end for event in run.events)
             ax.axvspan(end, whole, facecolor=PAPER, edgecolor=HAIR, hatch="///", linewidth=0)
-            for note in ax.texts:  # the title says it, and the area behind the last event
-                note.set_visible(note.get_text() != "nobody can go on")
             ax.text(
                 (end + whole) / 2, ax.get_ylim()[0] / 2 - 0.3, "nobody can go on", ha="center", backgroundcolor=PAPER
             )
         else:
-            ax.get_legend().remove()
             ax.set_xlabel("")
-    return _signed(figure, "simulated on a CPU, no GPU needed (lab 3)")
+    return _signed(figure, "grey waits, blue computes, green copies; simulated on a CPU, no GPU needed (lab 3)")
 
 
 PICTURES: dict[str, Callable[[], Figure]] = {
+    "waiting": waiting,
     "ladder": ladder,
     "roofline": roofline,
     "decode": decode,

@@ -167,3 +167,66 @@ def specialized() -> Card:
         color=SOFT,
     )
     return card
+
+
+def blackwell() -> Card:
+    """The six partitions of attention on Blackwell, what lies in tensor memory between them, and who waits for whom."""
+    card = Card(
+        1000,
+        420,
+        "One block on Blackwell: six partitions, and tensor memory between them",
+        (
+            "Load fills a ring in shared memory. Products, one thread, multiplies Q K and P V. Scores of two tiles, P in the "
+            "same columns, and two outputs lie in tensor memory. Two softmaxes read scores and write P. The correction rescales O."
+        ),
+    )
+    card.box(28, 70, 150, 96, "load\n1 warp\n\nQ, K, V by TMA", fill=GREEN_TINT, edge=GREEN, round=6)
+    card.box(28, 236, 150, 96, "store\n1 warp\n\nO by TMA", fill=GREEN_TINT, edge=GREEN, round=6)
+    card.box(
+        238,
+        70,
+        160,
+        96,
+        "products\n1 warp, 1 thread issues\n\nS = Q Kᵀ,  O += P V",
+        fill="#f9d9d5",
+        edge="#b3423a",
+        round=6,
+    )
+    card.box(238, 236, 160, 96, "correction\n4 warps\n\nO α,  at the end O / sum", fill=BLUE_TINT, edge=BLUE, round=6)
+    card.box(478, 54, 210, 296, fill=GREY_TINT, edge=HAIR, round=6)
+    card.text(583, 72, "tensor memory: 512 columns", size=8.8, weight="bold")
+    for tile in range(2):
+        y = 90 + 72 * tile
+        card.box(
+            492,
+            y,
+            182,
+            58,
+            f"S of tile {tile}: 128 columns\nthen P in its first 64",
+            fill=ORANGE_TINT,
+            edge=ORANGE,
+            size=8.8,
+        )
+        card.box(768, 62 + 120 * tile, 216, 100, fill=PURPLE_TINT, edge=PURPLE, round=6)
+        card.text(
+            870, 112 + 120 * tile, f"softmax {tile}\n4 warps, a row a thread\n\nmask, maximum, exponentials", size=9
+        )
+        card.arrow(676, y + 16, 766, 98 + 120 * tile, color=ORANGE, line=2)
+        card.arrow(766, 130 + 120 * tile, 676, y + 44, color=INK, line=1.2, style="--")
+        card.box(492, 240 + 52 * tile, 182, 44, f"O of tile {tile}: up to 128 columns", fill=PAPER, edge=INK, size=8.8)
+    card.text(721, 86, "s_full", size=8.6)
+    card.text(719, 148, "p_full", size=8.6)
+    card.arrow(180, 118, 236, 118, color=GREEN, line=2)
+    card.text(208, 104, "k, v", size=8.6)
+    card.arrow(400, 106, 476, 106, color="#b3423a", line=2)
+    card.arrow(400, 150, 476, 258, color="#b3423a", line=2)
+    card.text(416, 226, "o_done", size=8.6)
+    card.arrow(476, 300, 400, 292, color=BLUE, line=2)
+    card.arrow(318, 234, 318, 168, color=INK, line=1.2, style="--")
+    card.text(350, 202, "o_ready", size=8.6)
+    card.route((870, 284), (870, 372), (318, 372), (318, 334), color=INK, style="--")
+    card.text(600, 384, "alpha_full: by how much O shrinks;  sum_full: 1 / sum of each row", size=8.8)
+    card.arrow(236, 284, 180, 284, color=GREEN, line=2)
+    card.text(208, 270, "out_full", size=8.6)
+    card.text(500, 402, "Solid: data. Dashed: somebody may go on.", size=8.6, color=SOFT)
+    return card

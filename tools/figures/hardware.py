@@ -249,7 +249,7 @@ def kernel_fusion() -> Card:
     """tanh-GELU by hand, nine kernels with memory between them, against one fused kernel."""
     # gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))): each kernel with the tensors it reads and writes.
     steps = [
-        ("x · x", 1),
+        ("x · x", 2),
         ("x² · x", 2),
         ("0.0447 · x³", 1),
         ("x + …", 2),
@@ -341,7 +341,7 @@ def gpu_in_ten_minutes() -> Card:
             card.rect(x + 16, 150 + 14 * row, 118, 9, fill=BLUE if row == 0 else "#a9cbe6")
         card.box(x + 8, 218, 134, 26, "tensor cores", fill=GREEN, edge=GREEN, color=PAPER, size=8.5, weight="bold")
         card.box(x + 8, 249, 134, 24, "registers 256 KB", fill=PAPER, edge=GREY, size=8)
-        card.box(x + 8, 278, 134, 30, f"shared memory {spec['sram_per_sm_kb']} KB", fill=PAPER, edge=GREY, size=8)
+        card.box(x + 8, 278, 134, 30, "shared memory 228 KB", fill=PAPER, edge=GREY, size=8)
     card.text(703, 200, f"{spec['sm_count']} SMs", size=12, weight="bold", color=SOFT)
     card.path((438, 155), (468, 155), color=BLUE)
     card.text(424, 172, "a warp:\n32 threads that take\nthe same step", size=8.5, color=BLUE, ha="right")

@@ -1,5 +1,8 @@
 """Sphinx's settings for the site of the course."""
 
+from docutils import nodes
+from latex2mathml.converter import convert
+
 project = "GPU Efficiency Labs"
 author = copyright = "The GPU Efficiency Labs authors"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
@@ -14,7 +17,8 @@ html_theme_options = {
     "pygments_light_style": "tango",
     "pygments_dark_style": "github-dark",
 }
-html_sidebars = {"**": []}
+html_sidebars = {"lab*": ["sidebar-nav-bs"], "[!l]*": []}
+html_math_renderer = "mathml"  # browsers draw it by themselves: no script, no network
 html_css_files = ["print.css"]
 html_static_path = ["_static"]
 html_copy_source = False
@@ -37,3 +41,16 @@ suppress_warnings = [
     "misc.highlighting_failure",
     "docutils",
 ]
+
+
+def setup(app):
+    """Write formulas as MathML."""
+
+    def visit(display):
+        def write(self, node):
+            self.body.append(convert(node.astext(), display=display))
+            raise nodes.SkipNode
+
+        return write
+
+    app.add_html_math_renderer("mathml", (visit("inline"), None), (visit("block"), None))

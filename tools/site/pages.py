@@ -12,11 +12,12 @@ from typing import Any
 
 import nbformat
 
+from tools.address import hosted, source
 from utils.files import ROOT
 
 # {file of the repository: page of the site}, in the order of the navigation, under the headings of HEADINGS.
 HEADINGS = {
-    "Start": {"docs/students.md": "students.md"},
+    "Start": {"docs/students.md": "students.md", "docs/glossary.md": "glossary.md"},
     "Labs": {
         "lab1.ipynb": "lab1.ipynb",
         "lab2_flexattention.ipynb": "lab2_flexattention.ipynb",
@@ -25,8 +26,12 @@ HEADINGS = {
         "docs/points.md": "points.md",
     },
     "How and how fast": {
+        "tools/site/roofline.html": "roofline.md",
         "docs/measuring.md": "measuring.md",
         "docs/kernels/attention.md": "attention.md",
+        "docs/kernels/backward.md": "backward.md",
+        "docs/kernels/decode.md": "decode.md",
+        "docs/kernels/gemm.md": "gemm.md",
         "docs/flexattention.md": "flexattention.md",
     },
     "Reference": {"docs/utils.md": "utils.md", "api": "api.md"},
@@ -35,6 +40,7 @@ HEADINGS = {
         "instructor/README.md": "instructor-sources.md",
         "docs/grading.md": "grading.md",
         "docs/contributing.md": "contributing.md",
+        "docs/versions.md": "versions.md",
         "tests/README.md": "tests.md",
         "CHANGELOG.md": "changelog.md",
     },
@@ -42,6 +48,8 @@ HEADINGS = {
 PAGES = {"README.md": "index.md", **{file: page for pages in HEADINGS.values() for file, page in pages.items()}}
 WITHHELD = "This output quotes lines of the answer, so it is left out here. Run the cell to see yours.\n"
 _LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?\)")
+_SOURCE = re.compile(r'(?<=src=")([^":]+)(?=")')  # of an image that stands as HTML
+_PART = re.compile(r"# (Part (\d+): .+)")
 
 
 def with_outputs(student: str, executed: Mapping[str, Any]) -> str:
@@ -95,9 +103,20 @@ class Links:
         text = re.sub(r"\[(!\[[^\]]*\]\([^)]+\))\]\([^)]+\)", r"\1", text)  # a badge is no link here
         parts = re.split(r"(```.*?```)", text, flags=re.DOTALL)  # code stays as it is
         return "".join(
-            part if part.startswith("```") else _LINK.sub(lambda match: self._link(match, document), part)
+            part
+            if part.startswith("```")
+            else _SOURCE.sub(lambda match: self._copy(match[1], document), self._links(part, document))
             for part in parts
         )
+
+    def _links(self, text: str, document: str) -> str:
+        return _LINK.sub(lambda match: self._link(match, document), text)
+
+    def _copy(self, target: str, document: str) -> str:
+        """Return the path on the site of a file that a document shows, and remember to copy it."""
+        file = os.path.normpath(Path(document).parent / target)
+        self.files[file] = f"files/{file}"
+        return self.files[file]
 
     def _link(self, match: re.Match, document: str) -> str:
         opening, target, anchor = match.groups()
@@ -130,12 +149,17 @@ def collect(folder: Path, notebooks: Mapping[str, str]) -> dict[str, bytes]:
     published: dict[str, bytes] = {}
     for file, page in PAGES.items():
         if file.endswith(".ipynb"):
-            notebook = json.loads(notebooks[file.removesuffix(".ipynb")])
+            lab = file.removesuffix(".ipynb")
+            notebook = json.loads(notebooks[lab])
             for cell in notebook["cells"]:
                 if cell["cell_type"] == "markdown":
                     cell["source"] = links.rewrite("".join(cell["source"]), file)
                 cell["metadata"].pop("nbgrader", None)
-            published[page] = json.dumps(notebook, indent=1).encode()
+            for name, part in parts_of(notebook, lab).items():
+                published[name] = json.dumps(part, indent=1).encode()
+            published[f"files/{file}"] = (ROOT / file).read_bytes()  # to download, without outputs
+        elif file.endswith(".html"):
+            published[page] = roofline_page((ROOT / file).read_text(encoding="utf-8")).encode()
         elif file == "api":
             published[page] = api_page().encode()
         else:
@@ -148,6 +172,36 @@ def collect(folder: Path, notebooks: Mapping[str, str]) -> dict[str, bytes]:
         (folder / path).write_bytes(data)
     shutil.copy(Path(__file__).with_name("conf.py"), folder)
     return published
+
+
+def parts_of(notebook: dict, lab: str) -> dict[str, dict]:
+    """Split a lab's notebook: {page: notebook} of what stands before Part 1, and of each part."""
+    pages, titles, page = {f"{lab}.ipynb": []}, {}, f"{lab}.ipynb"
+    for cell in notebook["cells"]:
+        heading = cell["cell_type"] == "markdown" and _PART.match(cell["source"])
+        if heading:
+            page = f"{lab}-part{heading[2]}.ipynb"
+            pages[page], titles[page] = [], heading[1]
+        pages[page].append(cell)
+    entries = "\n".join(f"{title} <{Path(page).stem}>" for page, title in titles.items())
+    hosts = "".join(f' · <a href="{target}">open in {host}</a>' for host, target in hosted(source(), lab).items())
+    download = f'<a href="files/{lab}.ipynb" download>Download this lab</a>{hosts}'
+    first = pages[f"{lab}.ipynb"]
+    first.insert(1, nbformat.v4.new_markdown_cell(f"```{{toctree}}\n:hidden:\n\n{entries}\n```"))
+    first.insert(1, nbformat.v4.new_markdown_cell(download))
+    return {page: {**notebook, "cells": cells} for page, cells in pages.items()}
+
+
+def roofline_page(template: str) -> str:
+    """Return the page of the roofline with sliders: a template with the rates of `GPU_SPECS` in it."""
+    from utils.config import DTYPES, GPU_SPECS
+
+    rates = {
+        name: {"bandwidth": spec["memory_bandwidth_tb_s"], **{dtype: spec[f"{dtype}_tflops"] for dtype in DTYPES}}
+        for name, spec in GPU_SPECS.items()
+    }
+    body = template.replace("GPU_SPECS", json.dumps(rates))
+    return f"# A roofline to move\n\nChoose, and see what sets the pace: arithmetic or memory.\n\n```{{raw}} html\n{body}```\n"
 
 
 def navigation() -> str:

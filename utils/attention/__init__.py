@@ -1,6 +1,6 @@
 """Attention: fifteen ways to compute it behind one call, from three plain operators to a Hopper kernel in Gluon.
 
-    from utils.attention import attention, backend_table, last_run, prepare, use_choices
+    from utils.attention import attention, backend_table, last_run, prepare
     out = attention(q, k, v, causal=True)                       # q (B, H, S, D); k, v (B, Hkv, S, D)
     out = attention(q, k, v, mask_mod=both(causal, documents(1024)))
     out = attention(q, k, v, causal=True, backend="gluon")      # this backend, or an error that says why not
@@ -8,7 +8,6 @@
     out = attention_decode(q, keys, values, seqlens=lengths)    # a few new tokens over a cache, in one piece or in pages
     attend = prepare(q, k, v, mask_mod=causal, backend="flex")  # built, compiled and run once; attend() is guarded
     backend_table()                                             # which backends run on this machine, and why others do not
-    use_choices("sdpa_grid_choices.json")                       # "auto" follows the file of `labs bench choose`
 
 `problem.py` defines the question and a backend, `call.py` is the door and `decode.py` the one for caches, `choosing.py`
 the automatic order, `reference.py` the float64 specification, `masks/` has mask functions and score modifiers,
@@ -17,7 +16,6 @@ the automatic order, `reference.py` the float64 specification, `masks/` has mask
 
 from utils.attention.backends import BACKENDS, able_backends, find_backend
 from utils.attention.call import Run, attention, backend_table, last_run, prepare, proof
-from utils.attention.choosing import active_choices, use_choices
 from utils.attention.decode import attention_decode, decode_reference
 from utils.attention.prepared import Prepared, Recompiled
 from utils.attention.problem import AttentionUnsupported, Backend, Options, Problem, Refused, allowed_keys, make_problem
@@ -34,7 +32,6 @@ __all__ = [
     "Refused",
     "Run",
     "able_backends",
-    "active_choices",
     "allowed_keys",
     "attention",
     "attention_decode",
@@ -47,5 +44,4 @@ __all__ = [
     "proof",
     "reference",
     "reference_gradients",
-    "use_choices",
 ]

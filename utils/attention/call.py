@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from utils.attention.backends import BACKENDS, able_backends, find_backend
-from utils.attention.choosing import Choices, active_choices, rank_backends
+from utils.attention.choosing import rank_backends
 from utils.attention.masks.blocks import BlockSize, block_sizes
 from utils.attention.masks.mask_mods import MaskMod
 from utils.attention.masks.score_mods import ScoreMod
@@ -54,14 +54,12 @@ class Run:
         backend: the name of the backend that ran.
         problem: the problem that it solved.
         passed_over: (name, reason) of the better backends that could not do it ("auto").
-        chosen_by: the file of measured choices that "auto" followed; "" for the fixed order.
         why: why "auto" took the backend; "" for a backend that was asked for.
     """
 
     backend: str
     problem: Problem
     passed_over: tuple[tuple[str, str], ...] = ()
-    chosen_by: str = ""
     why: str = ""
 
     @property
@@ -184,23 +182,19 @@ class Decision:
     """The backend that an earlier call took, for a call that is the same but for the data in its tensors.
 
     Its key holds all that a decision depends on: shapes, strides, types, devices, the mask, whether a gradient is needed.
-    Two things are not in the key, so each call asks for them: the file of choices that "auto" follows, and whether
-    torch.compile has compiled anything since. If it has, the next call is decided anew, and there an eager fallback is
-    an error.
+    One thing is not in the key, so each call asks for it: whether torch.compile has compiled anything since. If it has,
+    the next call is decided anew, and there an eager fallback is an error.
     """
 
-    __slots__ = ("call", "choices", "graphs", "run")
+    __slots__ = ("call", "graphs", "run")
 
     def __init__(self, call: Attend, run: Run, compiled: bool):
         self.call, self.run = call, run
-        self.choices: Choices | None = active_choices()
         self.graphs = compiled_graphs() if compiled else None  # counting them imports Triton
 
     def holds(self) -> bool:
         """Whether the same decision would be taken now."""
-        if self.graphs is not None and compiled_graphs() != self.graphs:
-            return False
-        return not self.run.why or self.choices is active_choices()
+        return self.graphs is None or compiled_graphs() == self.graphs
 
 
 def _key(q, k, v, causal, scale, window, mask_mod, score_mod, return_lse, backend) -> tuple | None:
@@ -282,7 +276,7 @@ def _choose(problem: Problem, options: Options, name: str, refusals: dict[str, s
         support = chosen.support(problem, tuned)
         if not (reason := refusals.get(candidate, "" if support else support.reason)):
             why = ranking.reasons.get(candidate, "")
-            return chosen, tuned, Run(candidate, problem, tuple(passed_over), ranking.source, why)
+            return chosen, tuned, Run(candidate, problem, tuple(passed_over), why)
         passed_over.append((candidate, reason))
     reason = f"no backend in its order accepts {problem.type_name} on {problem.device} here"
     raise _unsupported("auto", reason, problem, options)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from utils.bench import results as res
-from utils.bench.errors import Refused, first_line
+from utils.bench.errors import Refused, VerificationError, first_line
 from utils.bench.options import Options
 from utils.bench.profiles import Request, file_stem, profile_side
 from utils.bench.targets import SIDES, Plan
@@ -17,6 +17,7 @@ from utils.bench.targets.base import Built, Case
 from utils.bench.verify import Verification, verify
 from utils.bench.workload import DTYPES, arithmetic, check_fits
 from utils.benchmark.cuda_timer import CAPTURE_FAILED
+from utils.benchmark.intervals import MIN_PAIRS, NOT_ENOUGH_DATA
 from utils.benchmark.measuring import compare, measure
 from utils.benchmark.profiling import launched as profile_launches
 from utils.benchmark.result import Measurement
@@ -39,6 +40,7 @@ class CaseRecord:
     knobs: dict
     device: str
     timing: dict
+    swept: dict
     status: str = res.NOT_RUN
     reason: str = ""
     traceback: str = ""  # of an error that is none of the harness's own
@@ -64,6 +66,7 @@ class CaseRecord:
             knobs=case.knobs_record(),
             device=str(case.device),
             timing=options.timing,
+            swept=dict(case.swept),
             cost={"flops": work.cost.flops, "bytes": work.cost.bytes, "mask_density": work.density},
         )
 
@@ -112,10 +115,11 @@ class CaseRun:
             reason = f"{support.reason} {support.remedy}".strip()
             raise Refused(f"{self.target.side_name(side)} does not run here: {reason}{also}")
 
-    def _verify(self, built: Mapping[str, Built], expected: torch.Tensor | dict[str, torch.Tensor]) -> None:
+    def _verify(self, built: Mapping[str, Built], expected: Mapping[str, torch.Tensor]) -> None:
         for side, call in built.items():
-            verification = check_side(self.case, call, expected, self.precision, side)
-            self.record.verification[side] = verification.to_dict()
+            bounds = self.target.bounds(self.case, side, self.precision, self.record.verification)
+            if (verification := check_side(self.case, call, expected, self.precision, side, bounds)) is not None:
+                self.record.verification[side] = verification.to_dict()
 
     def _prove(self, built: Mapping[str, Built]) -> None:
         """Record what each side really ran, with the kernels and operators that prove it."""
@@ -151,8 +155,8 @@ class CaseRun:
         return dict(
             timing,
             device=self.case.device,
-            flops=cost.flops,
-            bytes=cost.bytes,
+            flops=cost.flops or None,
+            bytes=cost.bytes or None,
             roofs=roofs if known else None,
             dtype=self.precision,
         )
@@ -173,6 +177,14 @@ class CaseRun:
                     f"{names} cannot be timed as CUDA graphs ({first_line(error)}): leave --graph out."
                 ) from error
             raise
+        if pair.verdict == NOT_ENOUGH_DATA:
+            few = pair.method["pairs"] < MIN_PAIRS
+            why = (
+                f"fewer than {MIN_PAIRS} pairs were taken"
+                if few
+                else f"the interval crosses 1 +- {pair.same_within:.0%}"
+            )
+            self.record.notes.append(f"no verdict: {why}; more --iterations narrow it.")
         result = pair.to_dict()
         self.record.comparison = {name: result[name] for name in COMPARISON_FIELDS}
         return {"baseline": pair.a, "optimized": pair.b}
@@ -182,6 +194,7 @@ class CaseRun:
         notes = self.record.notes
         for side, measurement in measurements.items():
             # The environment is recorded once for the whole run.
+            notes += [f"{side}: {text}." for text in measurement.doubtful()]
             self.record.sides[side] = {**measurement.to_dict(), "environment": {}}
             method = measurement.method
             notes += [f"{side}: {text}." for text in method["notes"]]
@@ -207,29 +220,41 @@ class CaseRun:
 
 
 def check_side(
-    case: Case, built: Built, expected: torch.Tensor | dict[str, torch.Tensor], precision: str, side: str
-) -> Verification:
-    """Compare a side's outputs with the float64 reference; return the verification with the largest error.
+    case: Case,
+    built: Built,
+    expected: Mapping[str, torch.Tensor],
+    precision: str,
+    side: str,
+    bounds: tuple[float, float] | None,
+) -> Verification | None:
+    """Compare a side's outputs with the reference; return the verification with the largest error, None without one.
 
     Args:
         case: the case, for its dtype.
         built: the side; its own `fn`, which is timed afterwards, makes the outputs.
-        expected: the reference, or {name: reference} in the order of the outputs.
+        expected: {name: reference} in the order of the outputs.
         precision: the precision of the products (see `verify`).
         side: the side's name, for messages.
+        bounds: errors allowed, of the whole and of the worst row; None for what the dtype's rounding explains.
     """
     for _ in range(2):
         built.fn()  # compiled functions may replay a CUDA graph from the third call on; that replay is verified
     result = built.fn()
-    outputs = result if isinstance(result, tuple) else (result,)
-    references = expected if isinstance(expected, dict) else {"output": expected}
+    if not expected:
+        return None
+    outputs = list(result) if isinstance(result, (tuple, list)) else [result]
+    if bounds is not None:  # a user's function may return other things too
+        outputs = [one for one in outputs if isinstance(one, torch.Tensor)]
+        if len(outputs) != len(expected):
+            raise VerificationError(f"{side} returns {len(outputs)} tensors and the reference {len(expected)}.")
     verifications = []
-    for output, (name, reference) in zip(outputs, references.items(), strict=True):
+    for output, (name, reference) in zip(outputs, expected.items(), strict=True):
         if isinstance(output, torch.Tensor) and output.numel() == reference.numel():
             output = output.reshape(reference.shape)
         part = "" if name == "output" else f", {name}"
         what = f"{side} ({built.provider}) of {case.target}{part}"
         gradient = name.startswith("gradient")
-        dtype = DTYPES[case.workload.dtype]
-        verifications.append(verify(output, reference, precision, dtype=dtype, what=what, gradient=gradient))
-    return max(verifications, key=lambda verification: verification.whole)
+        dtype = DTYPES[case.workload.dtype] if bounds is None else None
+        options = {"dtype": dtype, "what": what, "gradient": gradient, "bounds": bounds}
+        verifications.append(verify(output, reference, precision, **options))
+    return max(verifications, key=lambda verification: verification.whole, default=None)

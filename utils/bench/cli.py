@@ -1,4 +1,4 @@
-"""`labs bench`: list-targets, run, compare, report, check, choose."""
+"""`labs bench`: list-targets, run, compare, report, check."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from utils.bench.choose.cli import choose
-from utils.bench.errors import BenchError
+from utils.bench.errors import BenchError, check_choices
 from utils.bench.terminal import (
     FAILED,
     STOPPED,
@@ -42,6 +41,16 @@ Targets = Annotated[
 ExtraArgs = Annotated[
     list[str] | None,
     typer.Option("--target-extra-arg", help="'TARGET=--flag value ...', repeatable; list-targets shows the flags."),
+]
+Inputs = Annotated[
+    list[str] | None,
+    typer.Option("--input", help="An argument of your function: 'a=randn(4096, n, bf16)' or 'dim=-1'; repeatable."),
+]
+SweepText = Annotated[
+    str | None,
+    typer.Option(
+        "--sweep", help="A knob or a size of --input: seq_len=1k:16k:x2, m=256:1024:+256, backend=cudnn,flash."
+    ),
 ]
 TargetInterval = Annotated[
     float | None,
@@ -109,16 +118,27 @@ def run(
     ] = None,
     run_id: Annotated[str | None, typer.Option(help="Name of the run's folder; default: date and time.")] = None,
     artifacts_dir: ArtifactsDir = Path("artifacts"),
+    inputs: Inputs = None,
+    against: Annotated[str | None, typer.Option(help="Baseline of your function: module:function.")] = None,
+    sweep: SweepText = None,
+    discard: Annotated[str | None, typer.Option(help="Samples to leave out: outliers, throttled, or both.")] = None,
     update_expectations: UpdateExpectations = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run targets: verify both sides, prove what ran, time them interleaved, keep everything in one folder."""
+    """Run targets, or a function of yours: verify both sides, prove what ran, time them interleaved, keep everything.
+
+    A function is named as module:function; it gets the tensors of --input.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler, which reads it at its first start
     from utils.bench.documents import to_json
     from utils.bench.options import Options, new_run_id
+    from utils.bench.report import write_report
     from utils.bench.results import exit_code, status_text
+    from utils.benchmark.sampling import DISCARDS
 
     names = [part for name in [*(targets or []), *(more or [])] for part in name.split(",") if part]
+    with errors_as_lines():
+        left_out = check_choices("--discard", discard, DISCARDS) if discard else ()
     options = Options(
         profile=profile,
         iterations=iterations,
@@ -127,13 +147,18 @@ def run(
         graph=graph,
         target_interval=target_interval,
         max_seconds=max_seconds,
+        discard=left_out,
         run_id=new_run_id() if run_id is None else run_id,
         artifacts_dir=artifacts_dir,
         command=["labs", "bench", *_command_line()],
     )
     with errors_as_lines():
-        plans = _plan(names, target_extra_arg or [], update_expectations)
+        plans = _plan(names, target_extra_arg or [], update_expectations, sweep, inputs=inputs or (), against=against)
         document = _run_with_progress(plans, options)
+        if sweep:
+            os.environ.setdefault("MPLBACKEND", "Agg")
+            for path in write_report(document, options.folder):
+                typer.echo(path, err=True)
     if as_json:
         typer.echo(to_json(document), nl=False)
     else:
@@ -153,15 +178,18 @@ def _command_line() -> list[str]:
     return [shlex.quote(word) for word in words]
 
 
-def _plan(names: list[str], extra_args: list[str], update_expectations: bool) -> list[Plan]:
+def _plan(
+    names: list[str], extra_args: list[str], update_expectations: bool, sweep: str | None, **functions: Any
+) -> list[Plan]:
     """Plan the run. If it is to update the expectations, check beforehand that its results can be recorded."""
     from utils.bench.expectations import expectations_file
+    from utils.bench.knobs import Sweep
     from utils.bench.targets import plan
     from utils.machine.device import default_device
     from utils.machine.environment import environment
 
     device = default_device()
-    plans = plan(names, extra_args, device, os.environ)
+    plans = plan(names, extra_args, device, os.environ, sweep=Sweep.read(sweep) if sweep else None, **functions)
     if update_expectations:
         expectations_file(environment(device)["gpu"])
         if one_sided := [plan.target.name for plan in plans if len(plan.sides) < 2]:
@@ -186,6 +214,8 @@ def _run_with_progress(plans: list[Plan], options: Options) -> dict:
     def show_step(case, step: str) -> None:
         done = numbers[id(case)] * len(STEPS) + STEPS.index(step)
         progress.update(task, completed=done, description=f"{case.target} {case.label}: {step}")
+        if progress.disable:
+            typer.echo(f"{done + 1}/{len(numbers) * len(STEPS)} {case.target} {case.label}: {step}", err=True)
 
     runner = Runner(plans, options, default_device(), show_step)
     try:
@@ -198,9 +228,9 @@ def _run_with_progress(plans: list[Plan], options: Options) -> dict:
 
 def _show_run(document: dict) -> None:
     """Print the run's table, then memory, refusals, failures and notes."""
-    from utils.bench.report import terminal_remarks, terminal_table
+    from utils.bench.report import terminal_remarks, times_table
 
-    columns, lines = terminal_table(document)
+    columns, lines = times_table(document)
     if lines:
         show_table(columns, lines)
     for text in terminal_remarks(document):
@@ -226,10 +256,8 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Say how many times as fast run B is as run A, for each side; other GPUs, shapes and dtypes are refused."""
-    from utils.bench.comparing import SEPARATE_RUNS, compare_results, notes, write_comparison
-    from utils.bench.report import with_interval
+    from utils.bench.comparing import SEPARATE_RUNS, compare_results, comparison_table, notes, write_comparison
     from utils.bench.results import load_results
-    from utils.benchmark.result import format_ms
 
     os.environ.setdefault("MPLBACKEND", "Agg")
     with errors_as_lines():
@@ -237,21 +265,11 @@ def compare(
         rows = compare_results(first, second)
     different = notes(first, second)
     written = [] if output is None else write_comparison(first, second, rows, output)
-    ids = {"a": first["run_id"], "b": second["run_id"]}
     if as_json:
+        ids = {"a": first["run_id"], "b": second["run_id"]}
         show_json({**ids, "rows": rows, "notes": different, "files": written})
         return
-    lines = [
-        [
-            *(row["target"], row["workload"], row["side"]),
-            *(f"{row[f'{run}_ran']} {format_ms(row[f'{run}_ms'])}" for run in ids),
-            f"{with_interval(row['speedup'], *row['interval'])} {row['verdict']}",
-            "; ".join(row["knobs"]),
-        ]
-        for row in rows
-    ]
-    runs = [f"{run.upper()}: {run_id}" for run, run_id in ids.items()]
-    show_table(["Target", "Workload", "Side", *runs, "B over A", "Other knobs"], lines)
+    show_table(*comparison_table(first, second, rows))
     typer.echo(SEPARATE_RUNS)
     if different:
         typer.echo("Also different: " + "; ".join(different) + ".")
@@ -316,8 +334,6 @@ def check(
         typer.echo(f"{len(failing)} of {len(rows)} cases fail against {path.name}.")
     raise typer.Exit(FAILED if failing else 0)
 
-
-app.command()(choose)
 
 if __name__ == "__main__":
     app()

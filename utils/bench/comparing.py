@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from utils.bench import results as res
@@ -12,21 +11,12 @@ from utils.bench.errors import BenchError
 from utils.bench.report import page, table, to_csv, with_interval
 from utils.bench.targets.base import SIDES
 from utils.benchmark import intervals as stats
-from utils.benchmark.result import Measurement
+from utils.benchmark.result import Measurement, format_interval
 from utils.files import write_whole
 
 SAME_WITHIN = 0.02  # clocks and addresses alone make two processes differ by this much
 SEPARATE_RUNS = "Two separate runs: what clocks did in between is in no interval."
-ENVIRONMENT_FIELDS = (
-    "torch",
-    "triton",
-    "cuda",
-    "cudnn",
-    "driver",
-    "commit",
-    "flash_attn_4",
-    "float32_matmul_precision",
-)
+VERSIONS = ("torch", "triton", "cuda", "cudnn", "driver", "commit", "flash_attn_4", "float32_matmul_precision")
 
 
 def separate_interval(a: Measurement, b: Measurement) -> tuple[float, float]:
@@ -44,25 +34,6 @@ def speedup_verdict(interval: tuple[float, float], a: Sequence[float], b: Sequen
 def differences(a: Mapping, b: Mapping, names: Sequence[str]) -> list[str]:
     """List the names whose values differ: "seq_len 1024 and 2048"."""
     return [f"{name} {a.get(name)} and {b.get(name)}" for name in names if a.get(name) != b.get(name)]
-
-
-@dataclass(frozen=True)
-class ComparedSide:
-    """One side of one case in two runs."""
-
-    target: str
-    workload: str
-    side: str
-    a_ran: str
-    b_ran: str
-    a_ms: float
-    a_interval_ms: list[float]
-    b_ms: float
-    b_interval_ms: list[float]
-    speedup: float  # of b over a
-    interval: list[float]
-    verdict: str
-    knobs: list[str]  # those that differ between a and b
 
 
 def _check_machines(a: dict, b: dict) -> None:
@@ -104,32 +75,27 @@ def _pairs(a: dict, b: dict) -> list[tuple[dict, dict]]:
     return [(case, by_key[key].pop(0)) for case in a["cases"] if by_key.get(key := res.case_key(case))]
 
 
-def _compare_side(a: dict, b: dict, side: str) -> ComparedSide | None:
-    """Compare one side of two cases; None if one of them was not timed."""
+def _compare_side(a: dict, b: dict, side: str) -> dict | None:
+    """Make the row of one side of two cases; None if one of them was not timed."""
     first, second = res.measured(a, side), res.measured(b, side)
     if first is None or second is None:
         return None
     interval = separate_interval(first, second)
     values_a, values_b = ({key: knob["value"] for key, knob in case["knobs"].items()} for case in (a, b))
-    return ComparedSide(
-        target=a["target"],
-        workload=a["label"],
-        side=side,
-        a_ran=a["ran"][side]["provider"],
-        b_ran=b["ran"][side]["provider"],
-        a_ms=first.median_ms,
-        a_interval_ms=list(first.interval_ms),
-        b_ms=second.median_ms,
-        b_interval_ms=list(second.interval_ms),
-        speedup=first.median_ms / second.median_ms,
-        interval=list(interval),
-        verdict=speedup_verdict(interval, first.samples_ms, second.samples_ms),
-        knobs=differences(values_a, values_b, [key for key in values_a if key in values_b]),
-    )
+    row = {"target": a["target"], "workload": a["label"], "side": side}
+    for run, case, measured in (("a", a, first), ("b", b, second)):
+        row |= {f"{run}_ran": case["ran"][side]["provider"], f"{run}_ms": measured.median_ms}
+        row[f"{run}_interval_ms"] = list(measured.interval_ms)
+    return row | {
+        "speedup": first.median_ms / second.median_ms,
+        "interval": list(interval),
+        "verdict": speedup_verdict(interval, first.samples_ms, second.samples_ms),
+        "knobs": differences(values_a, values_b, [key for key in values_a if key in values_b]),
+    }
 
 
 def compare_results(a: dict, b: dict) -> list[dict]:
-    """Make one row (see `ComparedSide`) for each side that both runs measured: how many times as fast b is as a."""
+    """Make one row for each side that both runs measured: "speedup" is how many times as fast b is as a."""
     _check_machines(a, b)
     _check_workloads(a, b)
     rows = []
@@ -139,8 +105,7 @@ def compare_results(a: dict, b: dict) -> list[dict]:
                 f"{first['target']} was timed in two ways, {'; '.join(different)} (in {a['run_id']} and "
                 f"{b['run_id']}): compare runs with the same --l2 and --graph."
             )
-        sides = (_compare_side(first, second, side) for side in SIDES)
-        rows += [asdict(row) for row in sides if row is not None]
+        rows += [row for side in SIDES if (row := _compare_side(first, second, side)) is not None]
     if not rows:
         raise BenchError(
             f"{a['run_id']} and {b['run_id']} have no side that both measured; their cases ended as "
@@ -151,7 +116,7 @@ def compare_results(a: dict, b: dict) -> list[dict]:
 
 def notes(a: dict, b: dict) -> list[str]:
     """List what else differs between the runs: versions, commits, power limits, and whether one is partial."""
-    lines = differences(a["environment"], b["environment"], ENVIRONMENT_FIELDS)
+    lines = differences(a["environment"], b["environment"], VERSIONS)
     limits = [(run.get("gpu_state") or {}).get("power_limit_w") for run in (a, b)]
     if limits[0] != limits[1]:
         lines.append(f"power limit {limits[0]} W and {limits[1]} W")
@@ -161,37 +126,35 @@ def notes(a: dict, b: dict) -> list[str]:
 # ---- a comparison as files ---------------------------------------------------------------------------------
 
 
-def _comparison_csv(rows: Sequence[dict]) -> str:
-    lines = []
-    for row in rows:
-        line = {key: value for key, value in row.items() if not key.endswith(("interval", "interval_ms"))}
-        for name, interval in (("a_ms", "a_interval_ms"), ("b_ms", "b_interval_ms"), ("speedup", "interval")):
-            line[f"{name}_low"], line[f"{name}_high"] = row[interval]
-        lines.append(line | {"knobs": "; ".join(row["knobs"])})
-    return to_csv(lines, tuple(lines[0]))
-
-
-def _comparison_page(a: dict, b: dict, rows: Sequence[dict]) -> str:
-    ids = (f"{run['run_id']} ms" for run in (a, b))
-    head = ["target", "workload", "side", *ids, "speed-up", "verdict", "other knobs"]
+def comparison_table(a: dict, b: dict, rows: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
+    """Return the columns and lines of two compared runs, for the terminal and for a page."""
+    ids = {"a": a["run_id"], "b": b["run_id"]}
     lines = [
         [
             *(row["target"], row["workload"], row["side"]),
-            f"{row['a_ran']} {with_interval(row['a_ms'], *row['a_interval_ms'])}",
-            f"{row['b_ran']} {with_interval(row['b_ms'], *row['b_interval_ms'])}",
-            *(with_interval(row["speedup"], *row["interval"]), row["verdict"], "; ".join(row["knobs"])),
+            *(f"{row[f'{run}_ran']} {format_interval(row[f'{run}_ms'], *row[f'{run}_interval_ms'])}" for run in ids),
+            f"{with_interval(row['speedup'], *row['interval'])} {row['verdict']}",
+            "; ".join(row["knobs"]),
         ]
         for row in rows
     ]
-    parts = [f"# Run {b['run_id']} against {a['run_id']}", f"{res.machine_name(a)}. {SEPARATE_RUNS}"]
-    if different := notes(a, b):
-        parts.append(f"Also different: {'; '.join(different)}.")
-    return page([*parts, table(head, lines)])
+    runs = [f"{run.upper()}: {run_id}" for run, run_id in ids.items()]
+    return ["Target", "Workload", "Side", *runs, "B over A", "Other knobs"], lines
 
 
 def write_comparison(a: dict, b: dict, rows: Sequence[dict], folder: Path) -> list[Path]:
     """Write CSV and Markdown of two compared runs, whose rows `compare_results(a, b)` returned; return the paths."""
     written = [folder / "comparison.csv", folder / "comparison.md"]
-    write_whole(written[0], _comparison_csv(rows))
-    write_whole(written[1], _comparison_page(a, b, rows))
+    cells = []
+    for row in rows:
+        ends = {key: row[key] for key in row if "interval" in key}
+        cells.append({key: value for key, value in row.items() if key not in ends} | {"knobs": "; ".join(row["knobs"])})
+        for key, (low, high) in ends.items():
+            name = "speedup" if key == "interval" else key.replace("_interval", "")
+            cells[-1] |= {f"{name}_low": low, f"{name}_high": high}
+    write_whole(written[0], to_csv(cells, tuple(cells[0])))
+    parts = [f"# Run {b['run_id']} against {a['run_id']}", f"{res.machine_name(a)}. {SEPARATE_RUNS}"]
+    if different := notes(a, b):
+        parts.append(f"Also different: {'; '.join(different)}.")
+    write_whole(written[1], page([*parts, table(*comparison_table(a, b, rows))]))
     return written

@@ -29,25 +29,14 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def to_json(document: dict, table: str | None = None) -> str:
-    """Return a document as JSON text.
-
-    Args:
-        document: the fields; numbers that are not finite become null.
-        table: the field, a list of rows, that goes last and gets one line a row.
-    """
-    document = _finite(document)
-    rows = None if table is None else document.pop(table)
-    text = json.dumps(document, indent=1, allow_nan=False)
-    if rows is None:
-        return text + "\n"
-    lines = ",\n".join("  " + json.dumps(row, allow_nan=False) for row in rows)
-    return f'{text.removesuffix("}").rstrip()},\n "{table}": [\n{lines}\n ]\n}}\n'
+def to_json(document: dict) -> str:
+    """Return a document as JSON text; numbers that are not finite become null."""
+    return json.dumps(_finite(document), indent=1, allow_nan=False) + "\n"
 
 
-def write_json(path: Path, document: dict, table: str | None = None) -> Path:
-    """Write a document as JSON (see `to_json`), replacing the file in one step, and return the path."""
-    write_whole(path, to_json(document, table))
+def write_json(path: Path, document: dict) -> Path:
+    """Write a document as JSON, replacing the file in one step, and return the path."""
+    write_whole(path, to_json(document))
     return path
 
 

@@ -83,34 +83,34 @@ def judge(now: dict, stored: dict, tolerance: float = TOLERANCE) -> str:
     return BETTER if above == (stored["direction"] == HIGHER) else WORSE
 
 
-def decide(judged: dict[str, str]) -> tuple[str, bool, str]:
-    """Decide on a case by its metrics' judgements; return the verdict, whether the check fails, and what it means.
+# (time, ratio, baseline's time) as they were judged, None for any -> verdict, whether the check fails, what it means.
+# The first row that fits counts. The optimized side's time and the ratio decide; the baseline's says which of the two moved.
+RULES = (
+    (WORSE, WORSE, None, "regression", True, "the optimized side is slower, in time and against its baseline"),
+    (
+        WORSE,
+        None,
+        WORSE,
+        "slower",
+        True,
+        "both sides are slower: they share a cause, such as clocks, power or the driver",
+    ),
+    (WORSE, None, None, "slower", True, "the optimized side's time is worse, the ratio not yet"),
+    (None, WORSE, BETTER, "baseline faster", False, "the baseline got faster; the optimized side holds"),
+    (None, WORSE, None, "regression", True, "the ratio to the baseline is worse"),
+    (None, None, WORSE, "baseline slower", True, "the baseline's time is worse, which raises the ratio alone"),
+    (BETTER, None, None, "improvement", False, "faster than expected; --update-expectations would record it"),
+    (None, BETTER, None, "baseline slower", False, "the ratio rose because the baseline is slower"),
+)
 
-    The optimized side's time and the ratio decide. The baseline's time says which of the two moved.
-    """
-    time, base, ratio = (judged.get(name) for name in ("optimized_ms", "baseline_ms", "speedup"))
-    if time == WORSE:
-        if ratio == WORSE or ratio is None:
-            return "regression", True, "the optimized side is slower, in time and against its baseline"
-        shared = (
-            "both sides are slower: a cause they share, such as clocks, power or the driver; "
-            "the ratio alone would not show it"
-        )
-        return "slower", True, shared if base == WORSE else "the optimized side's time is worse, the ratio not yet"
-    if ratio == WORSE:
-        if base == BETTER:
-            return "baseline faster", False, "the ratio fell because the baseline got faster; the optimized side holds"
-        return "regression", True, "the ratio to the baseline is worse"
-    if time is None and base is not None:
-        return ("slower", True, "the baseline's time is worse") if base == WORSE else ("steady", False, "")
-    if ratio == BETTER and time != BETTER:
-        reason = "the ratio rose because the baseline is slower; the optimized side is no faster"
-        return "baseline slower", base == WORSE, reason
-    if base == WORSE:
-        return "baseline slower", True, "the baseline's time is worse"
-    if time == BETTER:
-        return "improvement", False, "faster than expected; --update-expectations would record it"
-    if UNSURE in judged.values():
+
+def decide(judged: dict[str, str]) -> tuple[str, bool, str]:
+    """Decide on a case by its metrics' judgements; return the verdict, whether the check fails, and what it means."""
+    found = [judged.get(name) for name in ("optimized_ms", "speedup", "baseline_ms")]
+    for *rule, verdict, fails, why in RULES:
+        if all(wanted in (None, given) for wanted, given in zip(rule, found, strict=True)):
+            return verdict, fails, why
+    if UNSURE in found:
         return "not enough data", False, "an interval crosses the tolerance: take more --iterations"
     return "steady", False, ""
 
@@ -188,30 +188,20 @@ def _record_case(case: dict, expected: dict, recorded: dict) -> str:
     entry, new = _find_entry(expected, case), metrics(case)
     ran = {side: record["provider"] for side, record in case["ran"].items()}
     name = f"{case['target']} {case['label']}"
+    now = f"{new['optimized_ms']['value']:.4g} ms, {new['speedup']['value']:.3g}x"
     if entry is None:
-        expected["entries"].append(
-            {
-                "target": case["target"],
-                "label": case["label"],
-                "workload": case["workload"],
-                "options": res.options(case),
-                "timing": res.timing_mode(case),
-                "ran": ran,
-                "metrics": new,
-                "recorded": recorded,
-                "history": [],
-            }
-        )
-        return f"{name}: recorded, {new['optimized_ms']['value']:.4g} ms, {new['speedup']['value']:.3g}x"
+        facts = {key: case[key] for key in ("target", "label", "workload")}
+        facts |= {"options": res.options(case), "timing": res.timing_mode(case), "ran": ran}
+        expected["entries"].append(facts | {"metrics": new, "recorded": recorded, "history": []})
+        return f"{name}: recorded, {now}"
     old = entry["metrics"]
     entry["history"].append({"metrics": old, "recorded": entry["recorded"]})
     entry |= {"metrics": new, "recorded": recorded, "ran": ran}
     first = entry["history"][0]["metrics"]["optimized_ms"]["value"]
     worse = [metric for metric in new if metric in old and judge(new[metric], old[metric]) == WORSE]
     return (
-        f"{name}: {old['optimized_ms']['value']:.4g} -> {new['optimized_ms']['value']:.4g} ms (first recorded: "
-        f"{first:.4g} ms), {old['speedup']['value']:.3g} -> {new['speedup']['value']:.3g}x"
-        + (f"; WORSE in {', '.join(worse)}" if worse else "")
+        f"{name}: {old['optimized_ms']['value']:.4g} -> {now} (first recorded: {first:.4g} ms)"
+        + f"; WORSE in {', '.join(worse)}" * bool(worse)
     )
 
 

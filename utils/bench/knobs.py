@@ -1,19 +1,21 @@
 """The knobs of a target: their flags, their values, and where each value came from.
 
-A knob's value comes from its flag in `--target-extra-arg 'TARGET=--flag value'`, or else from its environment variable
-if it has one, or else from the target's default for this device.
+A knob's value comes from its flag in `--target-extra-arg 'TARGET=--flag value'` or `--sweep`, or else from its
+environment variable if it has one, or else from the target's default for this device.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from utils.bench.errors import BenchError, check_choice, check_choices, nearest
+import click
+from click.core import ParameterSource
+
+from utils.bench.errors import BenchError, check_choice, check_choices
 from utils.validation import whole_number
 
 
@@ -57,11 +59,25 @@ class Knob:
         if self.choices:
             check = check_choices if self.many else check_choice
             return check(source, text.strip(), self.choices)
-        try:
-            value: object = int(text)
-        except ValueError:
-            value = text
-        return whole_number(source, value, self.least, BenchError)
+        return whole_number(source, int(text) if re.fullmatch(r"[+-]?\d+", text) else text, self.least, BenchError)
+
+    def option(self, device_type: str, target: str) -> click.Option:
+        """Return the knob as an option of click."""
+        flag = f"--{self.name}"
+        if self.is_switch:
+            return click.Option([f"{flag}/--no-{self.name}"], default=self.default(device_type))
+        return click.Option([flag], type=_Value(self, f"{flag} of {target}"), default=self.default(device_type))
+
+
+class _Value(click.ParamType):
+    name = "value"
+
+    def __init__(self, knob: Knob, source: str):
+        self.knob, self.source = knob, source
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Convert what was typed; defaults and values from the environment are values already."""
+        return self.knob.parse(value, self.source) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
@@ -72,48 +88,33 @@ class Setting:
     origin: str
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise BenchError(f"the flags of {self.prog}: {message}; list-targets --flags shows them.")
-
-
-def parse_flags(knobs: Sequence[Knob], text: str, target: str) -> dict[str, Any]:
-    """Parse `--flag value --flag=value --switch --no-switch` into values by knob key."""
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise BenchError(f"the arguments {text!r} of {target} cannot be split: {error}.") from None
-    parser = _Parser(prog=target, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for knob in knobs:
-        flag = f"--{knob.name}"
-        if knob.is_switch:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction)
-        else:
-            parser.add_argument(flag, type=functools.partial(knob.parse, source=f"{flag} of {target}"))
-    values, unknown = parser.parse_known_args(words)
-    if unknown:
-        raise BenchError(
-            f"{target} has no flag {unknown[0]!r}.{nearest(unknown[0], [f'--{knob.name}' for knob in knobs])}"
-        )
-    given = [word.partition("=")[0].replace("--no-", "--") for word in words if word.startswith("--")]
-    if twice := {flag for flag in given if given.count(flag) > 1}:  # argparse would take the last one
-        raise BenchError(f"{', '.join(sorted(twice))} is given twice for {target}; give it once.")
-    return vars(values)
-
-
 def settle(
-    knobs: Sequence[Knob], flags: Mapping[str, Any], device_type: str, environ: Mapping[str, str]
+    knobs: Sequence[Knob], flags: str, target: str, device_type: str, environ: Mapping[str, str]
 ) -> dict[str, Setting]:
     """Return every knob's value in force: the flag's, or else the environment variable's, or else the default."""
+    try:
+        words = shlex.split(flags)
+    except ValueError as error:
+        raise BenchError(f"the arguments {flags!r} of {target} cannot be split: {error}.") from None
+    given = [word.partition("=")[0].replace("--no-", "--") for word in words if word.startswith("--")]
+    if twice := {flag for flag in given if given.count(flag) > 1}:  # click would take the last one
+        raise BenchError(f"{', '.join(sorted(twice))} is given twice for {target}; give it once.")
+    values = {
+        knob.key: knob.parse(environ[knob.env], f"the environment variable {knob.env}")
+        for knob in knobs
+        if knob.env and environ.get(knob.env, "")
+    }
+    command = click.Command(target, params=[knob.option(device_type, target) for knob in knobs], add_help_option=False)
+    try:
+        context = command.make_context(target, words, default_map=values)
+    except click.UsageError as error:
+        raise BenchError(f"{target}: {error.format_message()} `list-targets --flags` shows its flags.") from None
     settings = {}
     for knob in knobs:
-        if knob.key in flags:
-            settings[knob.key] = Setting(flags[knob.key], "flag")
-        elif knob.env and environ.get(knob.env, "") != "":
-            value = knob.parse(environ[knob.env], f"the environment variable {knob.env}")
-            settings[knob.key] = Setting(value, f"environment {knob.env}")
-        else:
-            settings[knob.key] = Setting(knob.default(device_type), "default")
+        source = context.get_parameter_source(knob.key)
+        origin = "flag" if source == ParameterSource.COMMANDLINE else "default"
+        origin = f"environment {knob.env}" if source == ParameterSource.DEFAULT_MAP else origin
+        settings[knob.key] = Setting(context.params[knob.key], origin)
     return settings
 
 
@@ -130,5 +131,37 @@ def split_extra_args(extra_args: Iterable[str]) -> dict[str, str]:
             )
         if len(flags) > 1 and flags[0] == flags[-1] and flags[0] in "\"'":
             flags = flags[1:-1]  # quotes that the shell left in place
-        by_target[target] = f"{by_target[target]} {flags}" if target in by_target else flags
+        by_target[target] = f"{by_target.get(target, '')} {flags}".strip()
     return by_target
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Values that a knob, or a size of `--input`, takes one after the other."""
+
+    name: str
+    values: tuple[str, ...]
+
+    @classmethod
+    def read(cls, text: str) -> Sweep:
+        """Read "seq_len=1k:16k:x2" (each twice the one before), "m=256:1024:+256" or "backend=cudnn,flash"."""
+        name, _, values = text.partition("=")
+        name = name.strip().lstrip("-").replace("-", "_")
+        numbers = re.sub(r"\b(\d+)k\b", lambda found: str(1024 * int(found[1])), values.strip())
+        steps = re.fullmatch(r"(\d+):(\d+):([x+])(\d+)", numbers)
+        if steps is None:
+            listed = tuple(word.strip() for word in numbers.split(",") if word.strip())
+            if not name.isidentifier() or not listed or ":" in numbers:
+                raise BenchError(
+                    f"--sweep is {text!r}; write NAME=FIRST:LAST:xFACTOR, NAME=FIRST:LAST:+STEP or NAME=A,B,C, such as "
+                    "seq_len=1k:16k:x2 (1k is 1024)."
+                )
+            return cls(name, listed)
+        first, last, step = int(steps[1]), int(steps[2]), int(steps[4])
+        grow = (lambda size: size * step) if steps[3] == "x" else (lambda size: size + step)
+        if not (0 < first <= last and grow(first) > first):
+            raise BenchError(f"--sweep is {text!r}; it must grow from a first value above 0 to the last one.")
+        sizes = [first]
+        while grow(sizes[-1]) <= last:
+            sizes.append(grow(sizes[-1]))
+        return cls(name, tuple(map(str, sizes)))

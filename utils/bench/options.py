@@ -8,9 +8,11 @@ import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from utils.bench.errors import BenchError, check_choice
 from utils.bench.profiles import LEVELS
-from utils.validation import whole_number
+from utils.benchmark.sampling import Timing
 
 CACHES = ("warm", "cold")
 
@@ -31,6 +33,7 @@ class Options:
     graph: bool = False  # time CUDA graph replays
     target_interval: float | None = None  # sample until the interval is within plus or minus this share
     max_seconds: float | None = None  # time budget of each case's timing
+    discard: tuple[str, ...] = ()  # samples to leave out: "outliers", "throttled"
     run_id: str = field(default_factory=new_run_id)
     artifacts_dir: Path = Path("artifacts")
     profiles_dir: Path = Path("benchmark_profiles")
@@ -44,25 +47,18 @@ class Options:
     @property
     def timing(self) -> dict:
         """How this run times, as the results record it; None where each target decides."""
-        names = ("l2", "graph", "warmup", "iterations", "target_interval", "max_seconds")
+        names = ("l2", "graph", "warmup", "iterations", "target_interval", "max_seconds", "discard")
         return {name: getattr(self, name) for name in names}
 
     def check(self, device_type: str = "cuda") -> None:
         """Raise BenchError for options that are wrong, or impossible on this kind of device."""
         check_choice("--profile", self.profile, LEVELS)
         check_choice("--l2", self.l2, CACHES)
-        for name, value, least in (("--iterations", self.iterations, 1), ("--warmup", self.warmup, 0)):
-            if value is not None:
-                whole_number(name, value, least, BenchError)
-        if self.graph and device_type != "cuda":
-            raise BenchError("--graph replays CUDA graphs, and this runs on a CPU: leave it out.")
-        if self.target_interval is not None and not 0.0 < self.target_interval < 1.0:
-            raise BenchError(
-                f"--target-interval is {self.target_interval:g}; it is a share between 0 and 1: 0.01 asks "
-                "for plus or minus 1%."
-            )
-        if self.max_seconds is not None and not 0.0 < self.max_seconds < float("inf"):
-            raise BenchError(f"--max-seconds is {self.max_seconds:g}; it must be a number of seconds above 0.")
+        given = {name: value for name, value in self.timing.items() if value is not None}
+        try:
+            Timing(torch.device(device_type), **given)
+        except ValueError as error:  # it begins with the option's name
+            raise BenchError(f"--{str(error).replace('_', '-', 1)}") from None
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.run_id):
             raise BenchError(f"--run-id is {self.run_id!r}; it names a folder: letters, digits, dot, dash, underscore.")
         if self.folder.exists():

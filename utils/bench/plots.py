@@ -33,10 +33,29 @@ def plots(document: dict, folder: Path) -> list[Path]:
     return written
 
 
+def _line(target: str, sides: list[tuple[dict, str]], run: str) -> Figure:
+    """Draw the times of a sweep: a line for each side over the sizes, or a row for each value that is no size."""
+    from utils.visualization import plot_latency
+
+    lines: dict[str, dict[str, Measurement]] = {}
+    for case, side in sides:
+        name, value = next(iter(case["swept"].items()))
+        measured = Measurement.from_dict(case["sides"][side])
+        provider = side if name in ("backend", "provider", "kernel") else f"{side}: {case['ran'][side]['provider']}"
+        lines.setdefault(provider, {})[value] = measured
+    if all(value.isdigit() for line in lines.values() for value in line) and len(next(iter(lines.values()))) > 1:
+        sizes = {label: {int(value): one for value, one in line.items()} for label, line in lines.items()}
+        return plot_latency(sizes, size_name=name, title=f"{target}\n{run}")[0]
+    rows = {f"{name} {value}, {label}": one for label, line in lines.items() for value, one in line.items()}
+    return plot_latency(rows, title=f"{target}\n{run}")[0]
+
+
 def _figures(target: str, sides: list[tuple[dict, str]], run: str) -> dict[str, Figure]:
     """Draw {"latency": ..., "roofline": ...} of one target. The title takes the words that all labels share."""
     from utils.visualization import plot_latency, plot_roofline
 
+    if any(case.get("swept") for case, _ in sides):
+        return {"sweep": _line(target, sides, run)}
     labels = [case["label"].split() for case, _ in sides]
     shared = [word for word in labels[0] if all(word in words for words in labels)]
     latencies: dict[str, Measurement] = {}

@@ -26,9 +26,9 @@ import torch
 
 from utils.bench.errors import first_line
 from utils.bench.knobs import Setting
-from utils.bench.targets import TARGETS
+from utils.bench.targets import find_target
 from utils.bench.targets.base import Case
-from utils.benchmark.profiling import launch_gaps, nvtx_range, profile, summarize_trace
+from utils.benchmark.profiling import gpu_idle_share, nvtx_range, profile, summarize_trace
 from utils.files import ROOT
 
 LEVELS = ("none", "minimal", "roofline", "deep_dive")
@@ -95,14 +95,14 @@ def profile_side(
         "why_not": [why_not] if why_not else [],
         "rows": summarize_trace(recorded, top=TOP_ROWS),
         "roofline": counted_roofline(measured),
-        "gpu_busy_share": 1.0 - launch_gaps(recorded)["idle_share"] if on_gpu else None,
+        "gpu_busy_share": 1.0 - gpu_idle_share(recorded) if on_gpu else None,
     }
 
 
 def counted_roofline(measured: dict) -> dict | None:
     """Place a measurement on the roofline by its counted FLOPs and bytes; None without a roof for the dtype."""
     roof = measured.get("roof")
-    if roof is None:
+    if roof is None or not measured["flops"] or not measured["bytes"]:
         return None
     intensity = measured["flops"] / measured["bytes"]
     memory = intensity * roof["memory_bandwidth_tb_s"]
@@ -166,7 +166,7 @@ def _last_line(output: str) -> str:
 @torch.no_grad()
 def replay(request: Request) -> None:
     """Build the side of a request, warm it up, and call it once inside its NVTX range."""
-    target, device = TARGETS[request.target], torch.device(request.device)
+    target, device = find_target(request.target), torch.device(request.device)
     settings = {
         key: Setting(tuple(value) if isinstance(value, list) else value, "default")
         for key, value in request.values.items()

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from utils.bench import results as res
 from utils.bench.plots import plots
-from utils.benchmark.result import format_ms
+from utils.benchmark.intervals import NOT_ENOUGH_DATA
+from utils.benchmark.result import digits, format_interval, format_rate
 from utils.files import write_whole
 
 COLUMNS = (
@@ -17,9 +18,10 @@ COLUMNS = (
     *("kv_heads", "seq_len_kv", "layout", "direction", "window", "options", "side", "status", "ran"),
     *("median_ms", "low_ms", "high_ms", "mean_ms", "std_ms", "min_ms", "max_ms", "p95_ms", "p99_ms", "samples"),
     *("tflops", "gb_s", "roof_share", "queries_per_s", "error", "error_bound"),
-    *("speedup", "speedup_low", "speedup_high", "verdict", "reason"),
+    *("speedup", "speedup_low", "speedup_high", "verdict", "reason", "inputs", "outliers", "throttled", "discarded"),
 )
 STATISTICS = ("median_ms", "mean_ms", "std_ms", "min_ms", "max_ms", "p95_ms", "p99_ms", "tflops", "gb_s", "roof_share")
+WIDEST_SPEEDUP = len(f"0.999 [0.999, 0.999] {NOT_ENOUGH_DATA}")
 TELLING_OPERATORS = ("_scaled_dot", "CompiledFx", "softmax", "bmm", "mul")  # the most telling first
 
 
@@ -47,10 +49,11 @@ def _row(case: dict, side: str) -> dict:
         row |= {"error": check["whole"], "error_bound": check["whole_bound"]}
     if (measured := res.measured(case, side)) is not None:
         low, high = measured.interval_ms
-        queries = work["batch"] * work["heads"] * work["seq_len"]
         row |= {name: getattr(measured, name) for name in STATISTICS}
         row |= {"low_ms": low, "high_ms": high, "samples": len(measured.samples_ms)}
-        row["queries_per_s"] = queries / (measured.median_ms / 1e3)
+        row |= {name: measured.method.get(name) for name in ("outliers", "throttled", "discarded")}
+        if "heads" in work:
+            row["queries_per_s"] = work["batch"] * work["heads"] * work["seq_len"] / (measured.median_ms / 1e3)
     if pair is not None and side == "optimized":
         low, high = pair["interval"]
         row |= {"speedup": pair["speedup"], "speedup_low": low, "speedup_high": high, "verdict": pair["verdict"]}
@@ -70,7 +73,9 @@ def to_csv(lines: Iterable[Mapping], columns: Sequence[str]) -> str:
     out = io.StringIO()
     writer = csv.DictWriter(out, columns, restval="", extrasaction="raise")
     writer.writeheader()
-    writer.writerows(lines)
+    for line in lines:
+        floats = {key: digits(value, 7) for key, value in line.items() if isinstance(value, float)}
+        writer.writerow({**line, **floats})
     return out.getvalue()
 
 
@@ -78,7 +83,7 @@ def table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
     """Return a Markdown table."""
 
     def line_text(cells: Sequence[object]) -> str:
-        return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+        return "| " + " | ".join(str(cell).strip().replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
     return "\n".join([line_text(head), "|" + " --- |" * len(head), *map(line_text, lines)])
 
@@ -90,7 +95,7 @@ def page(paragraphs: Iterable[str]) -> str:
 
 def with_interval(value: float, low: float, high: float) -> str:
     """Write a value with its interval: "1.23 [1.2, 1.26]"."""
-    return f"{value:.3g} [{low:.3g}, {high:.3g}]"
+    return f"{digits(value)} [{digits(low)}, {digits(high)}]"
 
 
 def speedup_text(row: dict) -> str:
@@ -98,11 +103,6 @@ def speedup_text(row: dict) -> str:
     if "speedup" not in row:
         return ""
     return f"{with_interval(row['speedup'], row['speedup_low'], row['speedup_high'])} {row['verdict']}"
-
-
-def percent(share: float | None, missing: str = "") -> str:
-    """Write a share as a percentage."""
-    return missing if share is None else f"{share:.1%}"
 
 
 def memory_text(ran: dict) -> str:
@@ -137,23 +137,25 @@ def _telling(operators: Iterable[str]) -> list[str]:
 # ---- a run in the terminal ---------------------------------------------------------------------------------
 
 
-def terminal_table(document: dict) -> tuple[list[str], list[list[str]]]:
-    """Return the columns and lines of a run's table: medians with intervals, what ran, the speed-up."""
+def times_table(document: dict) -> tuple[list[str], list[list[str]]]:
+    """Return the columns and lines of a run's table: medians with intervals, what ran, the speed-up.
+
+    Cells of numbers have the width of the longest that can come, so that two runs of a target have one layout.
+    """
     lines = [
         [
-            row["target"],
-            row["workload"],
-            f"{row['side']}: {row['ran']}",
-            f"{format_ms(row['median_ms'])} [{format_ms(row['low_ms'])}, {format_ms(row['high_ms'])}]",
-            f"{row['tflops']:.3g}",
-            percent(row["roof_share"], "-"),
-            speedup_text(row),
+            *(row["target"], row["workload"], f"{row['side']}: {row['ran']}"),
+            f"{format_interval(row['median_ms'], row['low_ms'], row['high_ms']):<24}",
+            f"{format_rate(row['tflops']):<12}",
+            f"{'-' if row['gb_s'] is None else digits(row['gb_s']):<6}",
+            f"{'-' if row['roof_share'] is None else format(row['roof_share'], '.1%'):<6}",
+            f"{speedup_text(row):<{WIDEST_SPEEDUP}}",
             row["options"],
         ]
         for row in rows(document)
         if "median_ms" in row
     ]
-    return ["Target", "Workload", "Side: ran", "Median [95%]", "TFLOP/s", "Of roof", "Speed-up", "Options"], lines
+    return ["Target", "Workload", "Side: ran", "Median [95%]", "Rate", "GB/s", "Of roof", "Speed-up", "Options"], lines
 
 
 def terminal_remarks(document: dict) -> list[str]:
@@ -164,9 +166,10 @@ def terminal_remarks(document: dict) -> list[str]:
             if memory := memory_text(ran):
                 launches = f"{ran['launches']} launches, " if ran["launches"] else ""
                 lines.append(f"{case['label']} {side}: {ran['provider']}: {launches}{memory}")
+    below: dict[str, list[str]] = {}
     for target, labels, status, text in join_workloads(res.remarks(document)):
-        lines.append(f"{target} ({labels}) {status}: {text}")
-    return lines
+        below.setdefault(f"{target} ({labels}) {status}:", []).append(f"    {text}")
+    return lines + [line for heading, texts in below.items() for line in (heading, *texts)]
 
 
 # ---- a run as a page ---------------------------------------------------------------------------------------
@@ -198,23 +201,12 @@ def _head(document: dict) -> list[str]:
 
 
 def _times(document: dict) -> list[str]:
-    lines = [
-        [
-            *(row["target"], row["workload"], row["side"], row["ran"]),
-            with_interval(row["median_ms"], row["low_ms"], row["high_ms"]),
-            *(f"{row['tflops']:.3g}", f"{row['gb_s']:.3g}", percent(row["roof_share"]), speedup_text(row)),
-        ]
-        for row in rows(document)
-        if "median_ms" in row
-    ]
-    if not lines:
-        return []
+    columns, lines = times_table(document)
     explanation = (
-        "Medians with 95% bootstrap intervals; TFLOP/s count the query-key pairs that the mask lets through, GB/s each "
-        "of q, k, v and the output once."
+        "Medians with 95% intervals; FLOPs are those of matrix products, in attention of the query-key pairs that the "
+        "mask lets through; GB/s count each input and output once."
     )
-    head = ["target", "workload", "side", "ran", "median ms", "TFLOP/s", "GB/s", "of the roof", "speed-up"]
-    return ["## Times", explanation, table(head, lines)]
+    return ["## Times", explanation, table(columns, lines)] if lines else []
 
 
 def _what_ran(document: dict) -> list[str]:
@@ -224,13 +216,13 @@ def _what_ran(document: dict) -> list[str]:
     lines = []
     for case in document["cases"]:
         for side, ran in case["ran"].items():
-            error = case["verification"][side]
+            error = case["verification"].get(side)
             launched = ", ".join(_short(name) for name in (ran["kernels"] or _telling(ran["operators"]))[:4])
             lines.append(
                 [
                     *(case["target"], case["label"], side, ran["asked"], ran["provider"], ran["implementation"]),
                     *(ran["launches"] or "", launched, memory_text(ran)),
-                    f"{error['whole']:.2g} ({error['whole_bound']:.2g})",
+                    f"{error['whole']:.2g} ({error['whole_bound']:.2g})" if error else "not compared",
                 ]
             )
     return ["## What ran", table([*head, "relative error (allowed)"], lines)]

@@ -76,6 +76,8 @@ def options_text(case: dict) -> str:
     """Write the options of a case: "backend=cudnn"; "(env)" marks those from environment variables."""
     parts = []
     for key, value in options(case).items():
+        if value is None:
+            continue
         source = " (env)" if case["knobs"][key]["origin"].startswith("environment") else ""
         parts.append(f"{key}={','.join(value) if isinstance(value, list) else value}{source}")
     return " ".join(parts)

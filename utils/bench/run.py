@@ -139,5 +139,5 @@ def _failure(error: Exception) -> tuple[str, str]:
     notes = " ".join(getattr(error, "__notes__", []))
     reason = f"{type(error).__name__}: {first_line(error)}" + (f" ({notes})" if notes else "")
     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
-        return res.OUT_OF_MEMORY, f"{reason} Choose a smaller --batch, --heads or --seq-len."
+        return res.OUT_OF_MEMORY, f"{reason} Choose smaller sizes."
     return res.FAILED, reason

@@ -73,11 +73,6 @@ class BenchmarkConfig:
         except ValueError as error:
             raise BenchError(f"device_id is {self.device_id!r}: {error}") from None
 
-    @property
-    def device(self) -> torch.device:
-        """The device to benchmark on."""
-        return usable_device(self.device_id)
-
 
 @dataclass(frozen=True)
 class BenchmarkResult:
@@ -106,14 +101,10 @@ class BenchmarkResult:
     @property
     def queries_per_s(self) -> float | None:
         """B * H * S queries over the median time; None without a shape."""
-        if not self.shape or not {"B", "H", "S"} <= set(self.shape):
+        shape = self.shape or {}
+        if not {"B", "H", "S"} <= set(shape):
             return None
-        return self.shape["B"] * self.shape["H"] * self.shape["S"] / (self.measurement.median_ms / 1e3)
-
-    def to_dict(self) -> dict:
-        """Return the result, ready for JSON, in the form that `load_result` reads."""
-        rates = {"gflops": self.gflops, "queries_per_s": self.queries_per_s}
-        return RESULT.document(**vars(self) | rates | {"measurement": self.measurement.to_dict()})
+        return shape["B"] * shape["H"] * shape["S"] / (self.measurement.median_ms / 1e3)
 
 
 def load_result(path: Path) -> BenchmarkResult:
@@ -121,14 +112,9 @@ def load_result(path: Path) -> BenchmarkResult:
     record = RESULT.read(Path(path))
     fields = {name: record[name] for name in BenchmarkResult.__dataclass_fields__ if name in record}
     try:
-        fields["measurement"] = Measurement.from_dict(record["measurement"])
+        return BenchmarkResult(**fields | {"measurement": Measurement.from_dict(record["measurement"])})
     except (KeyError, TypeError, ValueError) as error:
         raise BenchError(f"{path} is damaged: {error}") from None
-    return BenchmarkResult(**fields)
-
-
-def _is_time(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class CUDABenchmarkHarness:
@@ -136,7 +122,7 @@ class CUDABenchmarkHarness:
 
     def __init__(self, config: BenchmarkConfig | None = None):
         self.config = config or BenchmarkConfig()
-        self.device = self.config.device
+        self.device = usable_device(self.config.device_id)
         self.on_gpu = self.device.type == "cuda"
 
     def benchmark_kernel(
@@ -161,53 +147,50 @@ class CUDABenchmarkHarness:
         """
         if not callable(kernel_func):
             raise BenchError(f"kernel_func must be callable, got {type(kernel_func).__name__}; pass the function.")
-        config, l2 = self.config, "cold" if self.config.flush_l2_cache else "warm"
+        config = self.config
         work: dict[str, Any] = {"label": kernel_name, "flops": flop_count, "bytes": memory_bytes}
+        how: dict[str, Any] = {"warmup": config.warmup_iterations, "iterations": config.benchmark_iterations}
+        how |= {"device": self.device, "l2": "cold" if config.flush_l2_cache else "warm"}
         with torch.cuda.device(self.device if self.on_gpu else -1):
             torch.manual_seed(config.seed)
             times_itself = _is_time(kernel_func())
             if config.exclude_memory_transfers and self.on_gpu:
                 _refuse_transfers(kernel_func, kernel_name)
-            if times_itself:
-                measurement = self._own_times(kernel_func, l2, **work)
-            else:
-                warmup, iterations = config.warmup_iterations, config.benchmark_iterations
-                options: dict[str, Any] = dict(warmup=warmup, iterations=iterations, device=self.device, l2=l2)
-                measurement = measure(kernel_func, **options, **work)
+            measurement = (
+                self._own_times(kernel_func, how, work) if times_itself else measure(kernel_func, **how, **work)
+            )
         timing = "kernel's own" if times_itself else "harness"
         dtype = None if dtype is None else str(dtype).removeprefix("torch.")
         return BenchmarkResult(kernel_name, timing, asdict(config), measurement, dict(shape) if shape else None, dtype)
 
-    def _own_times(self, kernel_func: Callable, l2: str, **work: Any) -> Measurement:
-        """Collect the times that the kernel function returns."""
-        flush_bytes = (gpu_flush_bytes(self.device) if self.on_gpu else cpu_flush_bytes()) if l2 == "cold" else 0
+    def _own_times(self, kernel_func: Callable, how: dict, work: dict) -> Measurement:
+        """Collect the times that the kernel function returns, with the cache flushed before each call if that is asked for."""
+        flush_bytes = 0
+        if how["l2"] == "cold":
+            flush_bytes = gpu_flush_bytes(self.device) if self.on_gpu else cpu_flush_bytes()
         flush = torch.zeros(flush_bytes // 4, dtype=torch.int32, device=self.device)
-        for _ in range(self.config.warmup_iterations):
+        for _ in range(how["warmup"]):
             kernel_func()
-        samples = []
-        for call in range(self.config.benchmark_iterations):
+        samples: list[float] = []
+        for call in range(how["iterations"]):
             flush.add_(1)
             if self.on_gpu:
                 torch.cuda.synchronize(self.device)
             begin = time.perf_counter()
             value = kernel_func()
             samples.append(_check_own_time(value, 1e3 * (time.perf_counter() - begin), call, work["label"]))
-        method = {
-            "clock": "the kernel function's own",
-            "device": str(self.device),
-            "warmup": self.config.warmup_iterations,
-            "samples": len(samples),
-            "l2": l2,
-            "l2_flush_bytes": flush_bytes or None,
-            "calls_per_sample": 1,
-            "gpu_after": gpu_state(self.device) if self.on_gpu else None,
-        }
+        method = {"clock": "the kernel function's own", "device": str(self.device), "warmup": how["warmup"]}
+        method |= {"samples": len(samples), "l2": how["l2"], "l2_flush_bytes": flush_bytes or None}
+        method |= {"calls_per_sample": 1, "gpu_after": gpu_state(self.device) if self.on_gpu else None}
         interval = stats.repeat_interval(samples)
         return Measurement(tuple(samples), interval, **work, method=method, environment=environment(self.device))
 
     def save_results(self, result: BenchmarkResult, path: Path | str) -> Path:
         """Write a result with its raw samples as JSON, in the place of an older file of that name."""
-        return write_json(Path(path), result.to_dict())
+        rates = {"gflops": result.gflops, "queries_per_s": result.queries_per_s}
+        return write_json(
+            Path(path), RESULT.document(**vars(result) | rates | {"measurement": result.measurement.to_dict()})
+        )
 
     def compare_results(self, baseline_path: Path | str, current_result: BenchmarkResult) -> dict:
         """Compare a result with a saved baseline: {"speedup", "improvement_pct", "interval", "verdict", ...}.
@@ -216,11 +199,11 @@ class CUDABenchmarkHarness:
         or byte count, or cache state are refused, and the error names the difference.
         """
         baseline = load_result(Path(baseline_path))
-        old, new = baseline.measurement, current_result.measurement
         before, now = _facts(baseline), _facts(current_result)
         if different := differences(before, now, list(before)):
             names = f"{baseline.kernel_name} and {current_result.kernel_name}"
             raise BenchError(f"{names} cannot be compared: {'; '.join(different)}.")
+        old, new = baseline.measurement, current_result.measurement
         interval = separate_interval(old, new)
         return {
             "baseline": baseline.kernel_name,
@@ -235,14 +218,8 @@ class CUDABenchmarkHarness:
         }
 
 
-def _refuse_transfers(kernel_func: Callable, kernel_name: str) -> None:
-    events = read_trace(profile(kernel_func, steps=1, warmup=0))
-    copies = {event.name for event in events if event.on_gpu and ("HtoD" in event.name or "DtoH" in event.name)}
-    if copies:
-        raise BenchError(
-            f"{kernel_name} copies between host and GPU ({', '.join(sorted(copies))}) and exclude_memory_transfers is True: "
-            "move the copies out of kernel_func, or pass exclude_memory_transfers=False to have them timed."
-        )
+def _is_time(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check_own_time(value: Any, wall_ms: float, call: int, kernel_name: str) -> float:
@@ -260,16 +237,19 @@ def _check_own_time(value: Any, wall_ms: float, call: int, kernel_name: str) -> 
     return float(value)
 
 
+def _refuse_transfers(kernel_func: Callable, kernel_name: str) -> None:
+    events = read_trace(profile(kernel_func, steps=1, warmup=0))
+    copies = {event.name for event in events if event.on_gpu and ("HtoD" in event.name or "DtoH" in event.name)}
+    if copies:
+        raise BenchError(
+            f"{kernel_name} copies between host and GPU ({', '.join(sorted(copies))}) and exclude_memory_transfers is True: "
+            "move the copies out of kernel_func, or pass exclude_memory_transfers=False to have them timed."
+        )
+
+
 def _facts(result: BenchmarkResult) -> dict:
     """Return what two results must share to be compared: the machine, the work and the state of the cache."""
-    measurement = result.measurement
-    machine = measurement.environment
-    return {
-        "GPU": machine.get("gpu"),
-        "CPU": None if machine.get("gpu") else machine.get("cpu"),
-        "shape": result.shape,
-        "dtype": result.dtype,
-        "flop_count": measurement.flops,
-        "memory_bytes": measurement.bytes,
-        "L2": measurement.method.get("l2"),
-    }
+    machine, work = result.measurement.environment, result.measurement
+    cpu = None if machine.get("gpu") else machine.get("cpu")
+    facts = {"GPU": machine.get("gpu"), "CPU": cpu, "shape": result.shape, "dtype": result.dtype}
+    return facts | {"flop_count": work.flops, "memory_bytes": work.bytes, "L2": work.method.get("l2")}

@@ -33,15 +33,21 @@ class Verification:
         return asdict(self)
 
 
+def rounding_bounds(precision: str, gradient: bool = False) -> tuple[float, float]:
+    """Return the relative errors, of the whole and of the worst row, that the rounding of a precision explains."""
+    return WHOLE * ROUNDING[precision], (GRADIENT_ROW if gradient else ROW) * ROUNDING[precision]
+
+
 @torch.no_grad()
 def verify(
     output: torch.Tensor,
     reference: torch.Tensor,
     precision: str,
     *,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     what: str = "output",
     gradient: bool = False,
+    bounds: tuple[float, float] | None = None,
 ) -> Verification:
     """Compare the output with its float64 reference; raise VerificationError if the error is above the limit.
 
@@ -51,16 +57,17 @@ def verify(
         output: the output (B, H, S, D), or a gradient.
         reference: the same in float64.
         precision: "fp16", "bf16", "fp32" or "tf32": the precision of the products.
-        dtype: dtype that the output must have.
+        dtype: dtype that the output must have; None for any.
         what: the output's name in an error.
         gradient: whether the output is a gradient, made of differences that may cancel: the size of a row counts at
             least as the root mean square of the rows, and the bound is twice as wide.
+        bounds: errors allowed, of the whole and of the worst row; None for what the rounding explains.
     """
     if not isinstance(output, torch.Tensor):
         raise VerificationError(f"{what} is a {type(output).__name__} and no tensor.")
     if output.shape != reference.shape:
         raise VerificationError(f"{what} has shape {tuple(output.shape)}; the reference has {tuple(reference.shape)}.")
-    if output.dtype != dtype:
+    if dtype is not None and output.dtype != dtype:
         raise VerificationError(f"{what} is {output.dtype}; the inputs are {dtype}.")
     bad = int((~torch.isfinite(output)).sum())
     if bad:
@@ -72,15 +79,14 @@ def verify(
     floor = (1.0 if gradient else 0.1) * scale
     rows = difference / torch.maximum(size, floor).clamp_min(torch.finfo(torch.float64).tiny)
     whole = float(difference.norm() / size.norm().clamp_min(torch.finfo(torch.float64).tiny))
-    unit = ROUNDING[precision]
-    row = GRADIENT_ROW if gradient else ROW
-    result = Verification(whole, float(rows.max()), WHOLE * unit, row * unit, precision)
+    result = Verification(whole, float(rows.max()), *(bounds or rounding_bounds(precision, gradient)), precision)
     if result.whole > result.whole_bound or result.worst_row > result.row_bound:
-        place = torch.unravel_index(rows.argmax(), rows.shape)
-        batch, head, query = (int(index) for index in place)
+        place = [int(index) for index in torch.unravel_index(rows.argmax(), rows.shape)]
+        names = ("batch", "head", "query") if len(place) == 3 else [f"index {i}:" for i in range(len(place))]
+        where = ", ".join(f"{name} {index}" for name, index in zip(names, place, strict=True)) or "its only row"
         raise VerificationError(
             f"{what} is not the float64 reference's within the bounds for {precision}: relative error {whole:.3g} "
             f"(allowed {result.whole_bound:.3g}), in the worst row {result.worst_row:.3g} (allowed "
-            f"{result.row_bound:.3g}), at batch {batch}, head {head}, query {query}."
+            f"{result.row_bound:.3g}), at {where}."
         )
     return result

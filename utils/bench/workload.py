@@ -1,27 +1,46 @@
-"""The workload of a benchmark: its shape and mask, its inputs, its float64 reference, its FLOPs and bytes."""
+"""The attention of a benchmark: its shape and mask, its inputs, its float64 reference, its FLOPs and bytes."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 
 from utils import attention
 from utils.attention.masks import by_name, score_mods
+from utils.attention.masks.mask_mods import row_chunks
 from utils.attention.reference import CHUNK_BYTES
 from utils.bench.errors import Refused
 from utils.machine.environment import available_memory_bytes, float32_matmul_precision
 from utils.model import costs as flops
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-MASKS = ("full", "causal", "document", "causal_document")
+MASKS = tuple(attention.masks.MASKS)
 SCORE_MODS = ("none", "relative_bias", "soft_cap")
+LAYOUTS = ("bhsd", "bshd")
+DIRECTIONS = ("forward", "backward", "both")
 SOFT_CAP = 20.0
+# Backward multiplies five times where forward does twice: the scores are computed again, dP, dV, dQ and dK.
+BACKWARD_FLOPS = 2.5
+
+
+def _sum_of_clamped(start: int, count: int, high: int) -> int:
+    """Return the sum of `count` whole numbers from `start` on, each raised to 0 and lowered to `high`."""
+    below = min(max(-start, 0), count)
+    start, count = start + below, count - below
+    inside = min(count, max(high - start, 0))
+    return inside * start + inside * (inside - 1) // 2 + (count - inside) * high
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Self-attention over (B, H, S, D). Two results are comparable if these fields are equal."""
+    """Attention of q (B, H, Sq, D) over k and v (B, Hkv, Sk, D). Two results are comparable if these fields are equal.
+
+    doc_span: tokens a document has; the last one may be shorter. kv_heads, seq_len_kv: None for as many as q has.
+    layout: "bhsd" is contiguous, "bshd" a transposed view of a contiguous (B, S, H, D). direction: "forward",
+    "backward" or "both". window: only keys fewer than this many positions away. The last query is at the last key.
+    """
 
     batch: int
     heads: int
@@ -29,13 +48,33 @@ class Workload:
     head_dim: int
     dtype: str  # "fp16", "bf16", "fp32"
     mask: str = "full"
-    doc_span: int | None = None  # tokens a document has; the last one may be shorter
+    doc_span: int | None = None
     score_mod: str = "none"
+    kv_heads: int | None = None
+    seq_len_kv: int | None = None
+    layout: str = "bhsd"
+    direction: str = "forward"
+    window: int | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(B, H, S, D)."""
+        """(B, H, Sq, D)."""
         return self.batch, self.heads, self.seq_len, self.head_dim
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int, int]:
+        """Shape of k and v, (B, Hkv, Sk, D)."""
+        return self.batch, self.hkv, self.sk, self.head_dim
+
+    @property
+    def hkv(self) -> int:
+        """Number of heads of k and v."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def sk(self) -> int:
+        """Number of keys."""
+        return self.seq_len if self.seq_len_kv is None else self.seq_len_kv
 
     @property
     def causal(self) -> bool:
@@ -43,29 +82,43 @@ class Workload:
         return self.mask.startswith("causal")
 
     @property
+    def needs_mask(self) -> bool:
+        """Whether SDPA needs a mask: its is_causal aligns the first query with the first key."""
+        return self.window is not None or (self.causal and self.seq_len != self.sk)
+
+    @property
     def label(self) -> str:
-        """Such as "B4 H16 S4096 D64 bf16 causal_document 512"."""
-        parts = [f"B{self.batch} H{self.heads} S{self.seq_len} D{self.head_dim}", self.dtype, self.mask]
-        if self.doc_span is not None:
-            parts.append(str(self.doc_span))
-        if self.score_mod != "none":
-            parts.append(self.score_mod)
-        return " ".join(parts)
+        """Such as "B4 H16 S4096 D64 bf16 causal_document 512" or "B4 H32/8 S1024 D128 bf16 causal both"."""
+        heads = f"H{self.heads}" if self.hkv == self.heads else f"H{self.heads}/{self.hkv}"
+        length = f"S{self.seq_len}" if self.sk == self.seq_len else f"S{self.seq_len}x{self.sk}"
+        parts = [f"B{self.batch} {heads} {length} D{self.head_dim}", self.dtype, self.mask]
+        parts += [str(self.doc_span)] if self.doc_span is not None else []
+        parts += [f"window {self.window}"] if self.window is not None else []
+        plain = ("none", "bhsd", "forward")
+        return " ".join(parts + [one for one in (self.score_mod, self.layout, self.direction) if one not in plain])
 
     def to_dict(self) -> dict:
-        """Return the fields, for a JSON file."""
-        return asdict(self)
+        """Return the fields, for a JSON file; those after `score_mod` only where they differ from plain self-attention."""
+        plain = {"kv_heads": self.heads, "seq_len_kv": self.seq_len, "layout": "bhsd", "direction": "forward"}
+        fields = asdict(self)
+        return {
+            key: value
+            for i, (key, value) in enumerate(fields.items())
+            if i <= list(fields).index("score_mod") or value not in (None, plain.get(key))
+        }
 
     @property
     def attention_arguments(self) -> dict:
         """The arguments of `utils.attention.attention` besides q, k and v."""
-        mask = {"causal": self.causal} if self.doc_span is None else {"mask_mod": by_name(self.mask, self.doc_span)}
-        return mask | {"score_mod": score_mods.by_name(self.score_mod, self.heads, SOFT_CAP)}
+        plain = self.mask in ("full", "causal")
+        mask = {"causal": self.causal} if plain else {"mask_mod": by_name(self.mask, self.doc_span)}
+        return mask | {"score_mod": score_mods.by_name(self.score_mod, self.heads, SOFT_CAP), "window": self.window}
 
     def problem(self, device: torch.device) -> attention.Problem:
         """Return the attention problem, made of tensors that take no memory."""
-        like = torch.empty(1, dtype=DTYPES[self.dtype], device=device).expand(self.shape)
-        return attention.make_problem(like, like, like, **self.attention_arguments)
+        like = torch.empty(1, dtype=DTYPES[self.dtype], device=device)
+        q, k = like.expand(self.shape), like.expand(self.kv_shape)
+        return attention.make_problem(q, k, k, **self.attention_arguments)
 
     @property
     def documents(self) -> tuple[int, int, int]:
@@ -74,45 +127,86 @@ class Workload:
         return self.seq_len // span, span, self.seq_len % span
 
     @property
-    def cost(self) -> flops.Cost:
-        """FLOPs of the pairs that the mask lets through, and the bytes of q, k, v and the output."""
-
-        def of_length(length: int) -> flops.Cost:
-            heads = (self.batch, self.heads, self.heads)
-            return flops.attention(*heads, length, length, self.head_dim, DTYPES[self.dtype], causal=self.causal)
-
-        count, span, rest = self.documents
-        whole, last = of_length(span), of_length(rest) if rest else flops.Cost(0, 0)
-        return flops.Cost(count * whole.flops + last.flops, count * whole.bytes + last.bytes)
+    def pairs(self) -> int:
+        """Query-key pairs of one head that the mask lets through."""
+        if self.doc_span is not None:
+            count, span, rest = self.documents
+            return sum(
+                n * (size * (size + 1) // 2 if self.causal else size**2) for n, size in ((count, span), (1, rest))
+            )
+        if self.mask not in ("full", "causal"):
+            rows = row_chunks(by_name(self.mask), self.seq_len, self.sk, "cpu")
+            return sum(int(allowed.sum()) for _, allowed in rows)
+        reach = self.sk + self.seq_len if self.window is None else self.window
+        first = self.sk - self.seq_len  # position of the first query
+        end = first + 1 if self.causal else first + reach
+        return _sum_of_clamped(end, self.seq_len, self.sk) - _sum_of_clamped(first - reach + 1, self.seq_len, self.sk)
 
     @property
     def density(self) -> float:
         """Share of the query-key pairs that the mask lets through."""
-        return self.cost.flops / (4 * self.batch * self.heads * self.head_dim * self.seq_len**2)
+        return self.pairs / (self.seq_len * self.sk)
+
+    @property
+    def cost(self) -> flops.Cost:
+        """FLOPs of the pairs let through, and the least bytes: q, k, v, the output and gradients once each."""
+        query, key = self.batch * self.heads * self.seq_len, self.batch * self.hkv * self.sk
+        forward = 4 * self.batch * self.heads * self.head_dim * self.pairs
+        times, moved = {"forward": (1.0, 2), "backward": (BACKWARD_FLOPS, 4), "both": (1.0 + BACKWARD_FLOPS, 6)}[
+            self.direction
+        ]
+        return flops.Cost(int(times * forward), moved * (query + key) * self.head_dim * DTYPES[self.dtype].itemsize)
 
     def bytes_needed(self, score_buffers: float) -> int:
-        """Estimate a run's bytes: inputs, outputs, the reference, and `score_buffers` (B, H, S, S) buffers in fp32."""
-        elements, pairs = self.batch * self.heads * self.seq_len * self.head_dim, self.seq_len**2
-        checking = 4 * 8 * elements + min(CHUNK_BYTES, 6 * 8 * pairs) + 2 * pairs
-        scores = 4 * score_buffers * self.batch * self.heads * pairs
-        return int(8 * DTYPES[self.dtype].itemsize * elements + checking + scores)
+        """Estimate a run's bytes: inputs and outputs of both sides, the float64 reference, stored masks and scores."""
+        passes, pairs = (1 if self.direction == "forward" else 2), self.seq_len * self.sk
+        elements = 2 * self.head_dim * self.batch * (self.heads * self.seq_len + self.hkv * self.sk)
+        copies = 3 * passes * DTYPES[self.dtype].itemsize * elements
+        checking = 8 * 2 * elements + min(CHUNK_BYTES, 6 * 8 * pairs) + 2 * pairs
+        return int(copies + checking + 4 * passes * score_buffers * self.batch * self.heads * pairs)
+
+
+class Inputs(NamedTuple):
+    """q (B, H, Sq, D), k, v (B, Hkv, Sk, D), and the output's gradient (None for forward)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor | None = None
+
+    @property
+    def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v."""
+        return self.q, self.k, self.v
+
+
+def in_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """Return x (B, H, S, D), its shape unchanged, with the memory order of a layout."""
+    return x.contiguous() if layout == "bhsd" else x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def make_inputs(workload: Workload, device: torch.device, seed: int) -> Inputs:
+    """Draw standard normal inputs. On a CPU they depend on the seed alone; a GPU draws its own, which is quick."""
+    generator = torch.Generator(device).manual_seed(seed)
+    shapes = [workload.shape, workload.kv_shape, workload.kv_shape]
+    shapes += [workload.shape] * (workload.direction != "forward")
+    normal = (torch.randn(shape, generator=generator, device=device, dtype=torch.float32) for shape in shapes)
+    return Inputs(*(in_layout(x.to(DTYPES[workload.dtype]), workload.layout) for x in normal))
+
+
+def reference(workload: Workload, q, k, v, dout=None) -> dict[str, torch.Tensor]:
+    """Return the call's results in float64, in its order: "output", "gradient of q", "gradient of k", "gradient of v"."""
+    if workload.direction == "forward":
+        return {"output": attention.reference(q, k, v, **workload.attention_arguments)[0]}
+    out, gradients = attention.reference_gradients(q, k, v, dout, **workload.attention_arguments)
+    named = dict(zip(("gradient of q", "gradient of k", "gradient of v"), gradients, strict=True))
+    return named if workload.direction == "backward" else {"output": out} | named
 
 
 def arithmetic(dtype: str, device: torch.device) -> str:
     """Return the precision of products of this dtype: in fp32 on a GPU, torch may be allowed to use TF32."""
     tf32 = dtype == "fp32" and device.type == "cuda" and float32_matmul_precision() != "highest"
     return "tf32" if tf32 else dtype
-
-
-def make_inputs(workload: Workload, device: torch.device, seed: int) -> tuple[torch.Tensor, ...]:
-    """Draw q, k, v (B, H, S, D), standard normal, from `seed` on the CPU so that every machine has the same."""
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(workload.shape, generator=generator).to(device, DTYPES[workload.dtype]) for _ in range(3))
-
-
-def reference(workload: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Compute the workload's attention in float64, (B, H, S, D)."""
-    return attention.reference(q, k, v, **workload.attention_arguments)[0]
 
 
 def free_bytes(device: torch.device) -> int:
@@ -123,7 +217,7 @@ def free_bytes(device: torch.device) -> int:
     return available_memory_bytes()
 
 
-def check_fits(workload: Workload, score_buffers: float, device: torch.device) -> int:
+def check_fits(workload, score_buffers: float, device: torch.device) -> int:
     """Estimate the bytes; raise Refused, before anything is allocated, if the free memory cannot hold them."""
     needed = workload.bytes_needed(score_buffers)
     free = free_bytes(device)
@@ -131,6 +225,6 @@ def check_fits(workload: Workload, score_buffers: float, device: torch.device) -
         stored = " (its unfused side stores all scores)" if score_buffers else ""
         raise Refused(
             f"{workload.label} needs about {needed / 1e9:,.1f} GB{stored} and {free / 1e9:,.1f} GB are free "
-            f"on {device}: choose a smaller --batch, --heads or --seq-len."
+            f"on {device}: choose smaller sizes."
         )
     return needed

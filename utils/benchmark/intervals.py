@@ -44,6 +44,14 @@ def standard_deviation(samples: Sequence[float]) -> float:
     return float(array.std(ddof=1)) if array.size > 1 else 0.0
 
 
+def outliers(samples: Sequence[float]) -> list[int]:
+    """Return the indices of samples far above the others: by three times the width of the middle half, and by 5%."""
+    array = _samples(samples)
+    low, middle, high = np.percentile(array, [25, 50, 75])
+    limit = max(high + 3.0 * (high - low), 1.05 * middle)
+    return [int(i) for i in np.flatnonzero(array > limit)] if array.size >= MIN_PAIRS else []
+
+
 def repeat_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
     """Return the interval (low, high) into which the median of another run falls, at this confidence.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -30,102 +31,47 @@ from utils.machine.environment import float32_matmul_precision
 from utils.validation import check_callable
 
 
-def measure(
-    fn: Callable,
-    *args,
-    warmup: int = 10,
-    iterations: int = 100,
-    device=None,
-    flops: float | None = None,
-    bytes: float | None = None,
-    roofs=None,
-    dtype=None,
-    l2: str = "warm",
-    graph: bool = False,
-    target_interval: float | None = None,
-    max_seconds: float | None = None,
-    inputs: Sequence[tuple] | None = None,
-    label: str | None = None,
-    calls_per_sample: int | None = None,
-    queue_ahead: bool = True,
-    floor: bool = True,
-    confidence: float = 0.95,
-    **kwargs,
-) -> Measurement:
+def _with_options(function: Callable) -> Callable:
+    """Show the options of `Timing` in a function's signature, where help() and an editor look for them."""
+    signature = inspect.signature(function)
+    kept = [parameter for name, parameter in signature.parameters.items() if name != "options"]
+    shown = [
+        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default)
+        for one in dataclasses.fields(Timing)
+    ]
+    variable = signature.parameters["options"].replace(name="kwargs")
+    function.__signature__ = signature.replace(parameters=[*kept, *shown, variable])  # type: ignore[attr-defined]
+    return function
+
+
+@_with_options
+def measure(fn: Callable, *args, label: str | None = None, **options) -> Measurement:
     """Time `fn(*args, **kwargs)`: a Measurement with every sample, its statistics and how it was taken.
 
     Args:
         fn: the function to time; its result is dropped.
         *args: its arguments.
-        warmup: calls before the timing.
-        iterations: number of samples; with `target_interval` the smallest number. On a GPU ten samples and more are spread
-            over half a second, and over two seconds where the clocks move, as at the power limit, with the function's own
-            work in between, so that the samples meet the levels of the clocks.
-        device: "cuda" times by device events, "cpu" by the host's clock. Default: where the call's tensors are.
-        flops: FLOPs of one call, for `tflops` and `roof_share`.
-        bytes: bytes read and written by one call, for `gb_s` and `roof_share`.
-        roofs: a `Roofs`, such as `machine_roofs()`.
-        dtype: "fp16", "bf16", "fp32", "tf32" or "fp8": the peak among the roofs. Default: the dtype of the tensors.
-        l2: "warm": the cache as the function's own calls leave it. "cold": before every sample, outside of the timed
-            region, a buffer of at least twice the cache (GPU: L2, CPU: last-level cache) is written.
-        graph: capture the call in a CUDA graph once and time its replays.
-        target_interval: continue until the median's interval is within plus or minus this share (0.01: 1%).
-        max_seconds: time budget, warm-up included; at least 3 samples are taken unless one call exceeds the budget.
-        inputs: list of argument tuples that are used in turn, instead of `args`.
         label: name in the result. Default: the function's name.
-        calls_per_sample: calls between two readings of the clock, divided out. Default: as many as the clock needs.
-        queue_ahead: on a GPU, queue the calls behind a spin kernel so that the time is device work alone. False times
-            the calls as they are issued, launch gaps included.
-        floor: also time an empty call, and mark a result that is as short as an empty call.
-        confidence: of the interval, which is where the median of another measurement would lie.
-        **kwargs: keywords of `fn`. For a keyword that is also an option here, use `functools.partial`.
+        **options: the fields of `Timing`, which says what they mean: `warmup`, `iterations`, `device`, `flops`, `bytes`,
+            `roofs`, `dtype`, `l2`, `graph`, `target_interval`, `max_seconds`, `inputs`, `calls_per_sample`,
+            `queue_ahead`, `floor`, `confidence`, `discard`. Other keywords go to `fn`; for a keyword of `fn` that is
+            also an option here, use `functools.partial`.
     """
     check_callable("measure", fn)
-    call = Call(fn, _input_list(args, inputs), kwargs, _label(fn, label))
-    device = pick_device(device, call.inputs, kwargs, fn)
-    timing = Timing(
-        device, warmup, iterations, l2, graph, target_interval, max_seconds, calls_per_sample, queue_ahead, confidence
-    )
-
-    def width(samples: Samples) -> float:
-        times = samples[0]
-        return stats.relative_half_width(stats.repeat_interval(times, confidence), float(np.median(times)))
-
-    work = _work([call], device, flops, bytes, roofs, dtype)
-    result = time_calls(timing, [call], itertools.repeat((0,)), width, work, floor)[0]
-    if result.over_roof and roofs is not None:
-        # Nothing beats its roof: perhaps the machine was busy when its roof was measured.
-        higher = roofs.measured_again()
-        if higher is not roofs:
-            work = _work([call], device, flops, bytes, higher, dtype)
-            result = dataclasses.replace(result, roof=work.roof, roof_share=(work.roof_ms or 0.0) / result.median_ms)
-    return result
+    timing, inputs, kwargs = _timing(options, args, fn)
+    return _timed_alone(timing, [Call(fn, inputs, kwargs, _label(fn, label))], itertools.repeat((0,)))[0]
 
 
+@_with_options
 def compare(
     a: Callable,
     b: Callable,
     *args,
-    warmup: int = 10,
-    iterations: int = 100,
-    device=None,
-    flops: float | None = None,
-    bytes: float | None = None,
-    roofs=None,
-    dtype=None,
-    l2: str = "warm",
-    graph: bool = False,
-    target_interval: float | None = None,
-    max_seconds: float | None = None,
-    inputs: Sequence[tuple] | None = None,
     labels: tuple[str, str] | None = None,
-    calls_per_sample: int | None = None,
-    queue_ahead: bool = True,
-    confidence: float = 0.95,
     same_within: float = 0.01,
     order: str = "abba",
     seed: int = 0,
-    **kwargs,
+    **options,
 ) -> Comparison:
     """Time a and b on the same arguments, interleaved, and say whether b is faster, slower or the same.
 
@@ -148,20 +94,16 @@ def compare(
     names = labels or (_label(a, None), _label(b, None))
     if labels is None and names[0] == names[1]:
         names = ("a", "b")
-    input_list = _input_list(args, inputs)
-    calls = [Call(a, input_list, kwargs, names[0]), Call(b, input_list, kwargs, names[1])]
-    device = pick_device(device, input_list, kwargs, a, b)
-    timing = Timing(
-        device, warmup, iterations, l2, graph, target_interval, max_seconds, calls_per_sample, queue_ahead, confidence
-    )
+    timing, inputs, kwargs = _timing(options, args, a, b)
 
     def width(samples: Samples) -> float:
         first, second = samples
-        return stats.relative_half_width(stats.speedup_interval(first, second, confidence), stats.speedup(*samples))
+        interval = stats.speedup_interval(first, second, timing.confidence)
+        return stats.relative_half_width(interval, stats.speedup(first, second))
 
-    work = _work(calls, device, flops, bytes, roofs, dtype)
-    side_a, side_b = time_calls(timing, calls, _pairs(order, seed), width, work)
-    interval = stats.speedup_interval(side_a.samples_ms, side_b.samples_ms, confidence)
+    calls = [Call(fn, inputs, kwargs, name) for fn, name in zip((a, b), names, strict=True)]
+    side_a, side_b = _timed(timing, calls, _pairs(order, seed), width)
+    interval = stats.speedup_interval(side_a.samples_ms, side_b.samples_ms, timing.confidence)
     pairs = len(side_a.samples_ms)
     return Comparison(
         speedup=stats.speedup(side_a.samples_ms, side_b.samples_ms),
@@ -174,37 +116,58 @@ def compare(
     )
 
 
-def measure_together(
-    fns: Sequence[Callable],
-    *,
-    labels: Sequence[str],
-    warmup: int = 10,
-    iterations: int = 100,
-    device=None,
-    flops: float | None = None,
-    bytes: float | None = None,
-    l2: str = "warm",
-    graph: bool = False,
-    max_seconds: float | None = None,
-    queue_ahead: bool = True,
-    confidence: float = 0.95,
-    seed: int = 0,
-) -> list[Measurement]:
+@_with_options
+def measure_together(fns: Sequence[Callable], *, labels: Sequence[str], seed: int = 0, **options) -> list[Measurement]:
     """Time several functions without arguments, interleaved: a Measurement of each.
 
     Each round takes one sample of every function, in an order drawn with `seed`: in a fixed order a function would always
     follow the same one, and find its clocks and its cache. The functions run under the same clocks, so their times may
     be divided by each other; `compare` also gives the ratio of two functions an interval. The options are those of
-    `measure`, and hold for all functions.
+    `measure`, and hold for all functions; other keywords go to every function.
     """
     if len(fns) != len(labels) or not fns:
         raise ValueError(f"measure_together() needs a label for each function: {len(fns)} and {len(labels)} given.")
-    calls = [Call(fn, [()], {}, str(label)) for fn, label in zip(fns, labels, strict=True)]
-    device = pick_device(device, *fns)
-    timing = Timing(device, warmup, iterations, l2, graph, None, max_seconds, None, queue_ahead, confidence)
-    return time_calls(
-        timing, calls, _rounds(len(calls), seed), lambda _: 0.0, _work(calls, device, flops, bytes, None, None)
-    )
+    timing, inputs, kwargs = _timing(options, (), *fns)
+    calls = [Call(fn, inputs, kwargs, str(label)) for fn, label in zip(fns, labels, strict=True)]
+    return _timed_alone(timing, calls, _rounds(len(calls), seed))
+
+
+def _timing(keywords: dict, args: tuple, *fns: Callable) -> tuple[Timing, list[tuple], dict]:
+    """Return the options among the keywords, with the device settled, the arguments of the calls, and other keywords."""
+    fields = Timing.__dataclass_fields__
+    options = {name: value for name, value in keywords.items() if name in fields}
+    kwargs = {name: value for name, value in keywords.items() if name not in fields}
+    inputs = _input_list(args, options.get("inputs"))
+    device = pick_device(options.pop("device", None), inputs, kwargs, *fns)
+    return Timing(device, **options), inputs, kwargs
+
+
+def _timed_alone(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]) -> list[Measurement]:
+    """Time calls of which each has an interval of its own; the widest is the one that `target_interval` asks for."""
+
+    def width(samples: Samples) -> float:
+        intervals = [stats.repeat_interval(times, timing.confidence) for times in samples]
+        return max(map(stats.relative_half_width, intervals, map(float, map(np.median, samples))))
+
+    return _timed(timing, calls, turns, width)
+
+
+def _timed(
+    timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]], width: Callable[[Samples], float]
+) -> list[Measurement]:
+    """Time the calls. Nothing beats its roof: if a result does, a measured roof is measured again, and the best counts."""
+    results = time_calls(timing, calls, turns, width, _work(timing, calls))
+    if timing.roofs is None or not any(result.over_roof for result in results):
+        return results
+    higher = timing.roofs.measured_again()
+    if higher is timing.roofs:
+        return results
+    work = _work(dataclasses.replace(timing, roofs=higher), calls)
+    shares = [(work.roof_ms or 0.0) / result.median_ms for result in results]
+    return [
+        dataclasses.replace(one, roof=work.roof, roof_share=share, method=one.method | {"over_roof": share > 1.0})
+        for one, share in zip(results, shares, strict=True)
+    ]
 
 
 def _pairs(order: str, seed: int) -> Iterator[tuple[int, int]]:
@@ -244,11 +207,9 @@ def _label(fn: Callable, label: str | None) -> str:
     return getattr(inner, "__name__", None) or type(inner).__name__
 
 
-def _work(calls: list[Call], device: torch.device, flops, bytes, roofs, dtype) -> Work:
+def _work(timing: Timing, calls: list[Call]) -> Work:
     """Return the work of one call and its time at the roofs, as far as counts and roofs are given."""
-    for name, value in (("flops", flops), ("bytes", bytes)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} is the count of one call and must be above 0, got {value!r}; None leaves it out.")
+    flops, bytes, roofs, dtype, device = timing.flops, timing.bytes, timing.roofs, timing.dtype, timing.device
     if dtype is None:
         tensors = (tensor for call in calls for tensor in tensors_of([call.inputs, call.kwargs, call.fn]))
         dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)

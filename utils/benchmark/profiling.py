@@ -3,7 +3,7 @@
 prof = profile(fn, x)                        # a finished torch.profiler.profile
 export_chrome_trace(prof, "traces/fn.json")  # open it at https://ui.perfetto.dev
 summarize_trace(prof, top=10)                # where the time went
-launch_gaps(prof)                            # when the GPU had nothing to do
+gpu_idle_share(prof)                         # how long the GPU had nothing to do
 launched(lambda: fn(x)).kernels              # which kernels one call ran
 """
 
@@ -314,40 +314,14 @@ def summarize_trace(trace, *, of: str | None = None, top: int | None = None, dat
     return table
 
 
-def launch_gaps(trace, *, device: int | None = None, longest: int = 10) -> dict:
-    """Find when a GPU had nothing to do between its first and its last kernel.
-
-    Returns {"device", "span_us", "busy_us", "idle_us", "idle_share", "kernels", "gaps"}; kernels that overlap on
-    several streams count once. `gaps` lists the `longest` gaps as {"start_us", "duration_us", "after", "before"}.
-    """
+def gpu_idle_share(trace) -> float:
+    """Return the share of the time from the first to the last kernel in which no GPU worked; kernels may overlap."""
     work = [event for event in read_trace(trace) if event.on_gpu]
-    numbers = sorted({int(event.lane.split()[1]) for event in work})
     if not work:
         raise ValueError("the trace holds no GPU kernels, so there are no gaps between them: profile on a GPU.")
-    if device is None:
-        device = numbers[0]
-    if device not in numbers:
-        raise ValueError(f"the trace holds no kernels of GPU {device}; it has those of {numbers}.")
-    work = [event for event in work if int(event.lane.split()[1]) == device]
-    gaps: list[dict[str, Any]] = []
-    busy = 0.0
-    last, end = work[0], work[0].start_us
+    busy, end = 0.0, work[0].start_us
     for event in work:
-        if event.start_us > end:
-            gap_us = event.start_us - end
-            gaps.append({"start_us": end, "duration_us": gap_us, "after": last.name, "before": event.name})
-        if event.end_us > end:
-            busy += event.end_us - max(end, event.start_us)
-            last, end = event, event.end_us
+        busy += max(0.0, event.end_us - max(end, event.start_us))
+        end = max(end, event.end_us)
     span = end - work[0].start_us
-    idle = sum(gap["duration_us"] for gap in gaps)
-    gaps.sort(key=lambda gap: -gap["duration_us"])
-    return {
-        "device": device,
-        "span_us": span,
-        "busy_us": busy,
-        "idle_us": idle,
-        "idle_share": idle / span if span else 0.0,
-        "kernels": len(work),
-        "gaps": gaps[:longest],
-    }
+    return 1.0 - busy / span if span else 0.0

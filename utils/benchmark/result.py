@@ -87,6 +87,16 @@ class Measurement:
         """True if the time cannot be distinguished from the time of an empty call."""
         return bool(self.method.get("below_floor"))
 
+    def doubtful(self) -> list[str]:
+        """Name the outliers, the samples that were taken while the GPU's clocks were held back, and what was left out."""
+        words = {
+            "outliers": "far above the others (outliers)",
+            "throttled": "taken while the GPU's clocks were held back",
+            "discarded": "left out, with the samples of the same rounds",
+        }
+        counts = {name: self.method.get(name) or 0 for name in words}
+        return [f"{n} sample{'s' * (n > 1)} {words[name]}" for name, n in counts.items() if n]
+
     def to_dict(self) -> dict:
         """Return all fields and statistics, ready for JSON."""
         record = asdict(self) | {name: getattr(self, name) for name in STATISTICS}
@@ -138,6 +148,7 @@ class Measurement:
                 f"  BELOW THE FLOOR: an empty call takes {format_ms(self.method['floor_ms'])} here; "
                 "give the function more work, or say only that it is as short as an empty call."
             )
+        lines += [f"  {text}" for text in self.doubtful()]
         lines += [f"  note: {note}" for note in self.method.get("notes", [])]
         return "\n".join(lines)
 
@@ -186,6 +197,29 @@ class Comparison:
             f"{self.sentence()} ({len(self.a.samples_ms)} pairs)\n"
             f"  {self.a.label}: {format_ms(self.a.median_ms)}\n  {self.b.label}: {format_ms(self.b.median_ms)}"
         )
+
+
+def format_interval(value: float, low: float, high: float) -> str:
+    """Format a time in ms with its interval, in one unit: "12.71 [12.1, 13.05] ms"."""
+    unit, scale = next((found for found in _UNITS if abs(value) >= 0.9995 / found[1]), _UNITS[-1])
+    return f"{digits(value * scale, 4)} [{digits(low * scale, 4)}, {digits(high * scale, 4)}] {unit}"
+
+
+def format_rate(tflops: float | None) -> str:
+    """Format TFLOP/s with a suitable unit: "989 TFLOP/s", "98 GFLOP/s"; "-" for None."""
+    if tflops is None:
+        return "-"
+    unit, scale = next((found for found in _RATES if abs(tflops) >= 0.9995 / found[1]), _RATES[-1])
+    return f"{digits(tflops * scale)} {unit}"
+
+
+def digits(value: float, count: int = 3) -> str:
+    """Write a number with so many digits, and never with an exponent: "1380", "0.000098"."""
+    return np.format_float_positional(float(f"{value:.{count - 1}e}"), trim="-")
+
+
+_UNITS = (("s", 1e-3), ("ms", 1.0), ("us", 1e3), ("ns", 1e6))
+_RATES = (("TFLOP/s", 1.0), ("GFLOP/s", 1e3), ("MFLOP/s", 1e6))
 
 
 def format_ms(value: float) -> str:

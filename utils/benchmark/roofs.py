@@ -216,7 +216,7 @@ def machine_roofs(refresh: bool = False, *, measured: Mapping[str, tuple] | None
 def _measure_again(key: tuple, device: torch.device) -> None:
     """Measure the roofs and keep the best of all that was measured for this key."""
     new, old = measure_roofs(device), _machine_roofs.get(key)
-    if new.busy:
+    if new.busy and old is None:
         print(new.busy, file=sys.stderr)
     if old is not None:
         new = dataclasses.replace(

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,23 +34,57 @@ MOVING_POWER = 0.65
 MAX_ADAPTIVE = 50  # adaptive runs stop at this many times `iterations`
 FLOOR_MARGIN = 1.1  # a time within 10% of an empty call's cannot be distinguished from it
 
+DISCARDS = ("outliers", "throttled")
+
 Samples = list[list[float]]  # ms; one list for each function
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How the samples are taken, the same for all functions that are timed together; `measure` documents each."""
+    """The options of `measure`, `compare` and `measure_together`: how the samples are taken, and what a call counts.
 
-    device: torch.device
-    warmup: int
-    iterations: int
-    l2: str
-    graph: bool
-    target_interval: float | None
-    max_seconds: float | None
-    calls_per_sample: int | None
-    queue_ahead: bool
-    confidence: float
+    Args:
+        device: "cuda" times by device events, "cpu" by the host's clock. Default: where the call's tensors are.
+        warmup: calls before the timing.
+        iterations: number of samples; with `target_interval` the smallest number. On a GPU ten samples and more are spread
+            over half a second, and over two seconds where the clocks move, as at the power limit, with the function's own
+            work in between, so that the samples meet the levels of the clocks.
+        l2: "warm": the cache as the function's own calls leave it. "cold": before every sample, outside of the timed
+            region, a buffer of at least twice the cache (GPU: L2, CPU: last-level cache) is written.
+        graph: capture the call in a CUDA graph once and time its replays.
+        target_interval: continue until the median's interval is within plus or minus this share (0.01: 1%).
+        max_seconds: time budget, warm-up included; at least 3 samples are taken unless one call exceeds the budget.
+        calls_per_sample: calls between two readings of the clock, divided out. Default: as many as the clock needs.
+        queue_ahead: on a GPU, queue the calls behind a spin kernel so that the time is device work alone. False times
+            the calls as they are issued, launch gaps included.
+        confidence: of the interval, which is where the median of another measurement would lie.
+        flops: FLOPs of one call, for `tflops` and `roof_share`.
+        bytes: bytes read and written by one call, for `gb_s` and `roof_share`.
+        roofs: a `Roofs`, such as `machine_roofs()`; a measured roof that a result exceeds is measured again.
+        dtype: "fp16", "bf16", "fp32", "tf32" or "fp8": the peak among the roofs. Default: the dtype of the tensors.
+        inputs: list of argument tuples that are used in turn, in place of one set of arguments.
+        floor: also time an empty call, and mark a result that is as short as an empty call.
+        discard: leave out "outliers" (see `intervals.outliers`), samples that were "throttled" (taken while the GPU's clocks
+            were held back), or both; the result says how many. They are counted in any case.
+    """
+
+    device: Any = None
+    warmup: int = 10
+    iterations: int = 100
+    l2: str = "warm"
+    graph: bool = False
+    target_interval: float | None = None
+    max_seconds: float | None = None
+    calls_per_sample: int | None = None
+    queue_ahead: bool = True
+    confidence: float = 0.95
+    flops: float | None = None
+    bytes: float | None = None
+    roofs: Any = None
+    dtype: Any = None
+    inputs: Sequence[tuple] | None = None
+    floor: bool = True
+    discard: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         whole_number("warmup", self.warmup, 0)
@@ -73,6 +108,11 @@ class Timing:
         if self.max_seconds is not None and not (self.max_seconds > 0.0 and math.isfinite(self.max_seconds)):
             raise ValueError(f"max_seconds must be a finite number above 0, got {self.max_seconds!r}.")
         stats.check_confidence(self.confidence)
+        for name, value in (("flops", self.flops), ("bytes", self.bytes)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is the count of one call, above 0, got {value!r}; None leaves it out.")
+        if isinstance(self.discard, str) or not set(self.discard) <= set(DISCARDS):
+            raise ValueError(f"discard is {self.discard!r}; it is a list of {' and '.join(map(repr, DISCARDS))}.")
 
     @property
     def cold(self) -> bool:
@@ -139,12 +179,7 @@ class Budget:
 
 
 def time_calls(
-    timing: Timing,
-    calls: list[Call],
-    turns: Iterator[Sequence[int]],
-    width: Callable[[Samples], float],
-    work: Work,
-    floor: bool = True,
+    timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]], width: Callable[[Samples], float], work: Work
 ) -> list[Measurement]:
     """Time the calls, interleaved, on one timer: a Measurement of each.
 
@@ -154,7 +189,6 @@ def time_calls(
         turns: endless rounds; each is the order of the calls in that round.
         width: relative half-width of the interval that `timing.target_interval` asks for.
         work: FLOPs and bytes of one call, the same for all.
-        floor: also time an empty call.
     """
     budget = Budget(timing.max_seconds)
     timer = timing.make_timer()
@@ -168,12 +202,13 @@ def time_calls(
             warmed_up.append(done)
         alone = timing.on_gpu and len(calls) == 1
         spread = Spread(timer, prepared[0], timing) if alone and timing.iterations >= stats.BLOCKS else None
-        samples, stopped = _collect(timer, prepared, turns, width, timing, budget, spread)
+        samples, throttled, stopped = _collect(timer, prepared, turns, width, timing, budget, spread)
+        samples, doubtful = leave_out(samples, throttled, timing.discard)
         gpu_after = gpu_state(timing.device) if timing.on_gpu else None
-        floors = [timer.floor_ms(call) if floor else None for call in prepared]
+        floors = [timer.floor_ms(call) if timing.floor else None for call in prepared]
     seconds = budget.used_s()
     measurements = []
-    for call, done, times, floor_ms in zip(prepared, warmed_up, samples, floors, strict=True):
+    for call, done, times, floor_ms, counted in zip(prepared, warmed_up, samples, floors, doubtful, strict=True):
         notes = [*timer.notes, *call.notes]
         if done < timing.warmup:
             notes.append(f"the time budget cut the warm-up to {done} of {timing.warmup} calls")
@@ -202,6 +237,7 @@ def time_calls(
             "below_floor": None if floor_ms is None else median_ms <= FLOOR_MARGIN * floor_ms,
             "over_roof": share is not None and share > 1.0,
             "seconds": seconds,
+            **counted,
             "gpu_before": gpu_before,
             "gpu_after": gpu_after,
             "notes": notes,
@@ -224,11 +260,31 @@ def time_calls(
     return measurements
 
 
+def leave_out(samples: Samples, throttled: Sequence[bool], discard: Sequence[str]) -> tuple[Samples, list[dict]]:
+    """Leave the rounds out that `discard` names; return the samples, and of each function what was counted.
+
+    A round is left out for all functions, so that pairs stay pairs. If fewer than half of the rounds would stay, they are
+    not the exception, and all of them are kept.
+    """
+    far, slow = [stats.outliers(times) for times in samples], [i for i, held in enumerate(throttled) if held]
+    rounds = {"outliers": {i for indices in far for i in indices}, "throttled": set(slow)}
+    dropped = {i for name in discard for i in rounds[name]}
+    if len(dropped) > len(samples[0]) // 2:
+        dropped = set()
+    kept = [[ms for i, ms in enumerate(times) if i not in dropped] for times in samples]
+    shared = {"throttled": len(slow), "discarded": len(dropped)}
+    return kept, [{"outliers": len(indices)} | shared for indices in far]
+
+
+def held_back(state: dict) -> bool:
+    """Whether a GPU in this state has its clocks held back, by power, heat or somebody's setting."""
+    return bool(set(state.get("throttle_reasons") or ()) - HARMLESS_REASONS)
+
+
 def clocks_move(state: dict) -> bool:
     """Whether a GPU in this state is held back, below its highest clock, or near its power limit."""
-    reasons = set(state.get("throttle_reasons") or ())
-    if reasons:
-        return bool(reasons - HARMLESS_REASONS)
+    if state.get("throttle_reasons"):
+        return held_back(state)
     clock, highest = state.get("sm_clock_mhz"), state.get("sm_clock_max_mhz")
     if clock and highest and clock < highest:
         return True
@@ -242,6 +298,7 @@ class Spread:
     def __init__(self, timer: Timer, call: Call, timing: Timing):
         self.timer, self.call, self.timing = timer, call, timing
         self.moving = False  # whether the clocks moved at any time
+        self.throttled = False  # whether they were held back when they were last read
         self.taken = 0
         self.last = time.perf_counter()
 
@@ -249,7 +306,8 @@ class Spread:
         """Keep the GPU at work until the next sample is due, and take it; after `iterations` samples it is due at once."""
         timing, call = self.timing, self.call
         if self.taken % max(1, timing.iterations // stats.BLOCKS) == 0:
-            self.moving = self.moving or clocks_move(gpu_state(timing.device))
+            state = gpu_state(timing.device)
+            self.moving, self.throttled = self.moving or clocks_move(state), held_back(state)
         step_s = 0.0
         if self.taken < timing.iterations:
             seconds = MOVING_S if self.moving else STEADY_S
@@ -275,9 +333,14 @@ def _collect(
     timing: Timing,
     budget: Budget,
     spread: Spread | None,
-) -> tuple[Samples, str]:
-    """Take samples of all calls until they are enough, precise enough, or out of time; also return why it ended."""
+) -> tuple[Samples, list[bool], str]:
+    """Take samples of all calls until they are enough, precise enough, or out of time.
+
+    Returns:
+        The samples, whether the GPU's clocks were held back in each round, and why it ended.
+    """
     samples: Samples = [[] for _ in calls]
+    throttled: list[bool] = []
     target = timing.target_interval
     goal = timing.iterations if target is None else max(timing.iterations, MIN_ADAPTIVE)
     limit = MAX_ADAPTIVE * goal
@@ -287,22 +350,32 @@ def _collect(
         rounds = budget.affordable(goal - taken, taken, round_s, calls)
         if rounds == 0:
             if target is None and taken >= goal:
-                return samples, f"all {goal} iterations done"
-            return samples, f"time budget of {budget.seconds:g} s used after {taken} of {goal} samples"
+                return samples, throttled, f"all {goal} iterations done"
+            return samples, throttled, f"time budget of {budget.seconds:g} s used after {taken} of {goal} samples"
         begin = time.perf_counter()
         if spread is not None:
-            samples[0] += [spread.sample() for _ in range(rounds)]
+            for _ in range(rounds):
+                samples[0].append(spread.sample())
+                throttled.append(spread.throttled)
         else:
+            clocks_matter = timing.on_gpu and "throttled" in timing.discard
+            if clocks_matter:  # they are read after each tenth of the rounds
+                rounds = min(rounds, max(1, goal // stats.BLOCKS))
             order = [index for turn in itertools.islice(turns, rounds) for index in turn]
             for index, ms in zip(order, timer.sample([calls[index] for index in order]), strict=True):
                 samples[index].append(ms)
+            throttled += [clocks_matter and held_back(gpu_state(timing.device))] * rounds
         round_s = max((time.perf_counter() - begin) / rounds, 1e-9)
         if target is None or taken + rounds < goal:
             continue
         taken += rounds
         reached = width(samples)
         if reached <= target:
-            return samples, f"interval half-width {reached:.2%} reached the target of {target:.2%}"
+            return samples, throttled, f"interval half-width {reached:.2%} reached the target of {target:.2%}"
         if taken >= limit:
-            return samples, f"gave up at {taken} samples: interval half-width {reached:.2%}, target {target:.2%}"
+            return (
+                samples,
+                throttled,
+                f"gave up at {taken} samples: interval half-width {reached:.2%}, target {target:.2%}",
+            )
         goal = min(limit, taken + max(10, taken // 2))

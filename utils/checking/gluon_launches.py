@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +68,9 @@ def ring_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
         "The last tile alone is in the sum: add to `total`.": piece[-1],
         "This is the sum of x, not of x * x.": x.sum(1),
         "Every tile is added twice.": 2 * right,
+        "The copies begin at the tile's number: row and column count elements.": sum(
+            x[:, i : i + tile].square().sum(1) for i in range(tiles)
+        ),
     }
 
 
@@ -80,14 +84,26 @@ def repair_launch(stages: int, tiles: int = 6, normal: Normal = torch.randn) -> 
 
 
 def wgmma_launch(
-    m: int, n: int, k: int, block_n: int = 64, dtype: torch.dtype = torch.bfloat16, normal: Normal = torch.randn
+    m: int,
+    n: int,
+    k: int,
+    block_n: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    normal: Normal = torch.randn,
+    block_m: int = 64,
+    file: str = "lab3_wgmma.py",
 ) -> tuple[Launch, dict]:
     """Return a launch on random matrices (m, k) and (n, k), and the product of the first with the other transposed."""
     a, b = normal(m, k, dtype=dtype), normal(n, k, dtype=dtype)
     c = torch.full((m, n), NAN, dtype=dtype)
-    args = dict(a_desc=Tile(a, [64, 64]), b_desc=Tile(b, [block_n, 64]), c_desc=Tile(c, [64, block_n]), k_size=k)
-    launch = Launch("matmul", (math.ceil(m / 64), math.ceil(n / block_n)), args, ("c_desc",), file="lab3_wgmma.py")
+    args = dict(
+        a_desc=Tile(a, [block_m, 64]), b_desc=Tile(b, [block_n, 64]), c_desc=Tile(c, [block_m, block_n]), k_size=k
+    )
+    launch = Launch("matmul", (math.ceil(m / block_m), math.ceil(n / block_n)), args, ("c_desc",), file=file)
     return launch, {"c_desc": a.double() @ b.double().T}
+
+
+tcgen05_launch = partial(wgmma_launch, block_m=128, file="lab3_tcgen05.py")  # tensor memory has 128 lanes
 
 
 class Cancelling:
@@ -180,24 +196,29 @@ def exponent_scale(d: int) -> float:
     return math.log2(math.e) / math.sqrt(d)
 
 
-def attention_launch(file: str, rows: int, q, k, v, expected, **constants) -> tuple[Launch, dict]:
-    """Return a launch of `attention` with one program for each `rows` queries of a head."""
+def attention_launch(file: str, rows: int, q, k, v, expected, keys: int = 64, **constants) -> tuple[Launch, dict]:
+    """Return a launch of `attention` with one program for each `rows` queries of a head, and blocks of `keys` keys."""
     out = torch.full_like(q, NAN)
-    args = dict(q_desc=tile(q, 64), k_desc=tile(k, 64), v_desc=tile(v, 64), o_desc=tile(out, 64), sk=k.shape[1])
+    args = dict(q_desc=tile(q, 64), k_desc=tile(k, keys), v_desc=tile(v, keys), o_desc=tile(out, 64), sk=k.shape[1])
     args |= dict(c=exponent_scale(q.shape[-1]), **constants)
     grid = (math.ceil(q.shape[1] / rows), q.shape[0])
     return Launch("attention", grid, args, outputs=("o_desc",), file=file), {"o_desc": expected}
 
 
-def overlap_launch(q, k, v, expected, stages: int = 2, block_n: int = 64) -> tuple[Launch, dict]:
-    """Return a launch on q, k, v (heads, S, D), one program for each 128 queries of a head."""
+def overlap_launch(
+    q, k, v, expected, stages: int = 2, block_n: int = 64, block_m: int = 64, file: str = "lab3_overlap.py"
+) -> tuple[Launch, dict]:
+    """Return a launch on q, k, v (heads, S, D), one program for each two tiles of `block_m` queries of a head."""
     q, k, v, expected = (x[None] for x in (q, k, v, expected))
     heads, sq = q.shape[1:3]
-    args: dict[str, object] = dict(q_desc=tile(q, 64), k_desc=tile(k, block_n), v_desc=tile(v, block_n))
-    args |= dict(o_desc=tile(torch.full_like(q, NAN), 64), sq=sq, sk=k.shape[2], heads=heads)
+    args: dict[str, object] = dict(q_desc=tile(q, block_m), k_desc=tile(k, block_n), v_desc=tile(v, block_n))
+    args |= dict(o_desc=tile(torch.full_like(q, NAN), block_m), sq=sq, sk=k.shape[2], heads=heads)
     args |= dict(c=exponent_scale(q.shape[-1]), STAGES=stages)
-    launch = Launch("attention", (math.ceil(sq / 128), heads), args, outputs=("o_desc",), file="lab3_overlap.py")
+    launch = Launch("attention", (math.ceil(sq / (2 * block_m)), heads), args, outputs=("o_desc",), file=file)
     return launch, {"o_desc": expected}
+
+
+two_softmax_launch = partial(overlap_launch, block_n=128, block_m=128, file="lab3_two_softmax.py")
 
 
 def causal_launch(q, k, v) -> tuple[Launch, dict]:

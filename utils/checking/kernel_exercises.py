@@ -15,11 +15,13 @@ the grader can have them run in another process, and judge what they return in i
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import importlib
 import re
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass
+from typing import cast
 
 import torch
 
@@ -30,6 +32,7 @@ from utils.gluon_cpu.compiling import Compiled, CompilerRefusal, Request, compil
 from utils.gluon_cpu.reports import Report, SimulationError
 from utils.gluon_cpu.simulation import Run, simulate
 from utils.gluon_cpu.timeline import CostModel, Event
+from utils.kernels.offline import HOPPER
 from utils.machine.device import interpreter_requested
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
@@ -269,13 +272,14 @@ def run_file(source: str, launch: Launch) -> dict[str, torch.Tensor]:
     return launch.run(load_kernels(source, launch), "cuda")
 
 
-def compile_for_hopper(source: str, launch: Launch, timeout: float = 120.0) -> Compiled:
-    """Compile the launch's kernel for sm_90a, in a process of its own.
+def compile_for_hopper(source: str, launch: Launch, timeout: float = 120.0, capability: int = HOPPER) -> Compiled:
+    """Compile the launch's kernel for sm_90a, or another compute capability, in a process of its own.
 
     Args:
         source: the text of the student's file.
         launch: the kernel, with the arguments whose types it is compiled for.
         timeout: seconds.
+        capability: the compute capability; 100 is Blackwell's.
 
     Returns:
         The kernel's instructions by what they do, registers and spilled bytes.
@@ -283,7 +287,7 @@ def compile_for_hopper(source: str, launch: Launch, timeout: float = 120.0) -> C
     Raises:
         AssertionError: the compiler refuses the kernel; the message has the compiler's words.
     """
-    fields = compile_file(source, launch, figures=True, timeout=timeout)
+    fields = compile_file(source, launch, figures=True, timeout=timeout, capability=capability)
     assert fields is not None
     return Compiled(**fields)
 
@@ -325,8 +329,10 @@ def machine_code(source: str, launch: Launch, containing: str, compiled: Compile
     return "\n".join(shown)
 
 
-def compile_file(source: str, launch: Launch, figures: bool, timeout: float = 120.0) -> dict | None:
-    """Compile a launch's kernel for sm_90a; return the fields of `Compiled`, or None if no figures are asked for."""
+def compile_file(
+    source: str, launch: Launch, figures: bool, timeout: float = 120.0, capability: int = HOPPER
+) -> dict | None:
+    """Compile a launch's kernel; return the fields of `Compiled`, or None if no figures are asked for."""
     kernel = getattr(load_kernels(source, launch), launch.kernel)
     constant = [p.name for p in kernel.params if p.is_constexpr]
     request = Request(
@@ -337,14 +343,17 @@ def compile_file(source: str, launch: Launch, figures: bool, timeout: float = 12
         constants={name: launch.args[name] for name in constant},
         aligned=[name for name, a in launch.args.items() if isinstance(a, torch.Tensor)],
         num_warps=launch.num_warps,
+        capability=capability,
     )
     try:
         compiled = compile_kernel(request, figures=figures, timeout=timeout)
     except CompilerRefusal as refusal:
         words = _complaint(str(refusal), source)
-        raise AssertionError(f"the compiler for sm_90a refuses {launch.file}:\n{words}") from None
+        raise AssertionError(f"the compiler for sm_{capability}a refuses {launch.file}:\n{words}") from None
     except TimeoutError:
-        raise AssertionError(f"{launch.file}: the compiler for sm_90a did not finish within {timeout:.0f} s.") from None
+        raise AssertionError(
+            f"{launch.file}: the compiler for sm_{capability}a did not finish within {timeout:.0f} s."
+        ) from None
     return asdict(compiled) if compiled is not None else None
 
 
@@ -397,6 +406,21 @@ def overlap(run: Run) -> float:
     return hidden / total if total else 0.0
 
 
+def unwritten(source: str, launch: Launch, output: str, mark: float = 77.0) -> str:
+    """Say which elements of an output a kernel leaves as they were before it, "" if it writes all of them."""
+    marked = copy.deepcopy(launch)
+    value: object = marked.args[output]
+    (value.tensor if isinstance(value, Tile) else cast(torch.Tensor, value)).fill_(mark)
+    left = (simulate_launch(source, marked)[0][output] == mark).nonzero()
+    if not len(left):
+        return ""
+    first = ", ".join(map(str, left[0].tolist()))
+    return (
+        f"{len(left):,} elements are never written, the first at ({first}). Does each program store its own tile, at its own "
+        "row and column, and does a mask keep too much away?"
+    )
+
+
 def expect_kernel(
     source: str,
     launch: Launch,
@@ -436,6 +460,8 @@ def expect_kernel(
         for name, tensor in expected.items():
             what = f"{name} after {launch.kernel}{where}"
             got, right = outputs[name], tensor.to(outputs[name].dtype)
+            if got.isnan().any() and (never := unwritten(source, launch, name)):
+                raise AssertionError(f"{what}: {never} {hint}")
             try:
                 expect_close(got, right, rtol=rtol, atol=atol, what=what, hint=hint)
             except AssertionError as wrong:

@@ -27,8 +27,8 @@ class Steps:
         divide: whether the output is divided by the sum.
         maximum: what is subtracted: the maximum so far ("running"), of the block alone ("block") or nothing ("none").
         total: "new" adds the block's sum to the sum so far; "block" keeps the block's alone.
-        value_block: which block of V belongs to a block of K: "own", "first" or "next".
-        key_block: which block of keys is read in each step: "own" or "first".
+        value_block: which block of V belongs to a block of K: "own", "first" or "next", or "number": at its number.
+        key_block: which block of keys is read in each step: "own" or "first", or "number".
         whole_blocks: whether an incomplete last block is left out.
         skip: the number of blocks left out at the end.
         visible: beyond which key a query looks: its own position plus this; None is no causal mask.
@@ -77,8 +77,8 @@ def attention_in_blocks(
     kept: torch.Tensor | None = None
     for i in order:
         keys = i * block + torch.arange(block)
-        source = order[0] if steps.key_block == "first" else i
-        s = q @ padded[0][..., source * block : (source + 1) * block, :].mT
+        start = {"own": i * block, "first": order[0] * block, "number": i}[steps.key_block]
+        s = q @ padded[0][..., start : start + block, :].mT
         counted = torch.arange(block) if steps.in_block else keys
         keep = (counted < sk + steps.last_key).expand(sq, block)
         if steps.visible is not None:
@@ -94,8 +94,9 @@ def attention_in_blocks(
         grown = alpha if steps.rescale_output < 0 else torch.where(torch.isfinite(highest), alpha, 1.0)
         total = (total * grown**steps.rescale_sum if steps.total == "new" else 0.0) + p.sum(-1)
         kept = p if kept is None or steps.probabilities == "own" else kept
-        j = {"own": i, "first": order[0], "next": min(i + 1, blocks - 1)}[steps.value_block]
-        values = padded[1][..., j * block : (j + 1) * block, :]
+        following = min(i + 1, blocks - 1) * block
+        start = {"own": i * block, "first": order[0] * block, "next": following, "number": i}[steps.value_block]
+        values = padded[1][..., start : start + block, :]
         output = output * (grown**steps.rescale_output)[..., None] + kept @ values
         highest = top
     return output / total[..., None] if steps.divide else output
@@ -151,6 +152,9 @@ BLOCKS = {
         key_block="first", value_block="first"
     ),
     "K is multiplied with V of the next block.": Steps(value_block="next"),
+    "The copies of K and V begin at the block's number: rows count elements, not blocks.": Steps(
+        key_block="number", value_block="number"
+    ),
 }
 OVERLAP = {
     "P of the first block is multiplied with every block of V: p must become p_next at the end of each turn.": Steps(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import torch
 
+from utils.checking.authors import is_students
 from utils.checking.travel import by_value
 
 _MARK = "aten::lgamma"
@@ -68,3 +71,45 @@ def _steps(timed: list[dict], operator: str) -> Iterator[tuple[list[float], list
             [e["ts"] for e in inside if e.get("name") == operator],
             [e["ts"] for e in inside if e.get("name") == _MARK],
         )
+
+
+class _Profile(torch.profiler.profile):
+    """A profiler of the CPU, which remembers whether it was asked for a GPU's kernels as well."""
+
+    def __init__(self, *, activities=None, **options) -> None:
+        self.asked = {*_KINDS} if activities is None else {*activities}
+        super().__init__(activities=[torch.profiler.ProfilerActivity.CPU], **options)
+
+
+_KINDS = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA
+
+
+@contextlib.contextmanager
+def pretended_gpu(function: Callable) -> Iterator[None]:
+    """Let a student's function believe, on a machine without a GPU, that there is one to profile; only the CPU is.
+
+    Args:
+        function: the answer, of whose notebook `on_gpu` is true meanwhile.
+    """
+    # An answer that is graded runs in a process of its own, where nothing that is replaced here could make it believe so.
+    if torch.cuda.is_available() or hasattr(function, "remote_run"):
+        yield
+        return
+    names, available = getattr(function, "__globals__", {}), torch.cuda.is_available
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (torch.cuda, "is_available", lambda: is_students(sys._getframe(1).f_code) or available()),
+            (torch.profiler, "supported_activities", lambda: {*_KINDS}),
+            (torch.profiler.profiler, "supported_activities", lambda: {*_KINDS}),
+            (torch.profiler, "profile", _Profile),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        if "on_gpu" in names:
+            stack.enter_context(mock.patch.dict(names, {"on_gpu": True}))
+        yield
+
+
+def records_kernels(prof: torch.profiler.profile) -> bool:
+    """Return whether a profile was asked for a GPU's kernels; True for one of another process, of which that is not known."""
+    asked = getattr(prof, "asked", None) or getattr(prof, "activities", _KINDS)
+    return torch.profiler.ProfilerActivity.CUDA in asked

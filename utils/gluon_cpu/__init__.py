@@ -28,14 +28,15 @@ Limits:
   which inserts them.
 - A missing fence between mbarrier.init and the first copy is not reported: Triton's own tutorials have none, and the
   compiler does not add one.
-- One program at a time: no waiting for other programs of the grid.
+- One program at a time: a loop that waits for another program of the grid is reported as endless.
+- A missing fence is reported inside one partition, too, where Triton 3.7 to 3.9 put it back; the report says which it is.
 - In a cluster, a block reads and writes its own shared memory; only multicast copies, arrivals at mbarriers,
   gl.convert_layout and reductions cross blocks. Nothing checks that a block lives until the others are done with it.
 - Race checks cover shared memory and accumulators, not global memory.
 - Some mistakes only the compiler can refuse: a variable that changes its type in a loop, a cp.async whose alignment it
   cannot prove, too many registers. They pass here, so compile for sm_90a as well (compiling.py).
 - Sums of fp8 products have fp32's precision here; a GPU keeps fewer bits of them.
-- TMA's im2col mode, Blackwell's tensor memory and most inline assembly (ptx.py) are unknown, and refused by name.
+- TMA's im2col mode, tcgen05 in clusters or with scales, clc and most inline assembly (ptx.py) are refused by name.
 """
 
 from .reports import (

@@ -46,8 +46,6 @@ def written_class(cls):
 class Aggregate:
     """An instance of a kernel's aggregate class."""
 
-    __slots__ = ("_cls", "_complete", "_declared", "_fields")
-
     def __init__(self, cls, args: tuple, kwargs: dict):
         author = written_class(cls)
         set_slot = object.__setattr__
@@ -97,10 +95,9 @@ class Aggregate:
             wrap = f" Write gl.constexpr({value!r})." if kind is gl.constexpr and not isinstance(value, Tensor) else ""
             refuse("kernel", f"The field {name} of {label} holds a value of type {text}; got {value!r}.{wrap}")
         self._fields[name] = unwrap(value)
+        object.__setattr__(self, name, self._fields[name])  # found without __getattr__
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._fields:
-            return self._fields[name]
         member = getattr(self._cls, name, None)
         if not isinstance(member, JITCallable):
             refuse("kernel", f"A {self._cls.__name__} has no field or method {name}.")
@@ -113,7 +110,7 @@ class Aggregate:
         """Return the fields that are no aggregates themselves, each with its path, such as `bars.full`."""
         leaves = []
         for name, value in self._fields.items():
-            inner = value.leaves() if isinstance(value, Aggregate) else [("", value)]
+            inner = Aggregate.leaves(value) if isinstance(value, Aggregate) else [("", value)]
             leaves += [(f"{name}.{path}".rstrip("."), leaf) for path, leaf in inner]
         return leaves
 

@@ -47,6 +47,7 @@ class MBarrier:
         self.announced = 0
         self.in_flight: list = []  # copies that will report to this phase
         self.arrivals: list[str] = []  # of this phase, for explanations
+        self.last_arrivals: list[str] = []  # of the phase before
         self.clock: Clock = {}  # what those who arrived in this phase knew
         self.fenced: Clock = {}
         self.over_clock: Clock = {}  # the same for all phases that have ended
@@ -179,7 +180,7 @@ class MBarrier:
             self.in_flight = []
         self.phase += 1
         self.pending, self.bytes, self.announced = self.count, 0, 0
-        self.arrivals = []
+        self.last_arrivals, self.arrivals = self.arrivals, []
         join(self.over_clock, self.clock)
         join(self.over_fenced, self.fenced)
         self.clock, self.fenced = {}, {}
@@ -215,6 +216,7 @@ def wait(barrier: MBarrier, parity: int, block: Block) -> None:
         program.wait_for(barrier, parity)
     join(block.clock, barrier.over_clock)
     join(block.fenced, barrier.over_fenced)
+    p.last_wait.pop(barrier, None)  # the last one stays last
     p.last_wait[barrier] = (parity, barrier.phase, context.site())
 
 
@@ -228,7 +230,7 @@ class NamedBarrier(MBarrier):
         self.number, self.count, self.site, self.block, self.shared = number, threads, site, block.index, False
         self.component = ("named barrier", number, 0, block.index)
         self.phase, self.pending, self.bytes, self.announced = 0, threads, 0, 0
-        self.in_flight, self.arrivals = [], []
+        self.in_flight, self.arrivals, self.last_arrivals = [], [], []
         self.clock, self.fenced, self.over_clock, self.over_fenced = {}, {}, {}, {}
 
     @property

@@ -54,7 +54,7 @@ READABLE = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel compiled for sm_90a. registers: at launch, before setmaxnreg moves them between warpgroups.
+    """One kernel compiled. registers: at launch, before setmaxnreg moves them between warpgroups.
 
     `lines` has the READABLE instructions by the line of the kernel's file that they come from:
     {"PTX": {"40": ["wgmma.mma_async...", ...]}, "SASS": ...}.
@@ -66,6 +66,7 @@ class Compiled:
     registers: int
     spill_bytes: int
     lines: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    tensor_columns: int = 0  # of tensor memory; Hopper has none
 
     def __getitem__(self, what: str) -> int:
         """How many instructions of a kind: one of INSTRUCTIONS."""
@@ -84,6 +85,7 @@ class Request:
         constants: {parameter: value} of the gl.constexpr parameters.
         aligned: parameters whose values are multiples of 16, as a launch tells the compiler.
         num_warps: warps of the default partition.
+        capability: the compute capability to compile for.
     """
 
     source: str
@@ -93,6 +95,7 @@ class Request:
     constants: dict[str, object]
     aligned: list[str]
     num_warps: int
+    capability: int = offline.HOPPER
 
 
 class CompilerRefusal(Exception):
@@ -246,7 +249,12 @@ def answer(text: str) -> None:
     request = json.loads(text)
     kernel = getattr(import_file(Path(request["path"])), request["kernel"])
     built = offline.compile_gluon(
-        kernel, request["signature"], request["constants"], request["aligned"], request["num_warps"]
+        kernel,
+        request["signature"],
+        request["constants"],
+        request["aligned"],
+        request["num_warps"],
+        request["capability"],
     )
     compiled = None
     if request["figures"]:
@@ -256,7 +264,9 @@ def answer(text: str) -> None:
             "PTX": _by_line(read.ptx, request["file"], READABLE["PTX"]),
             "SASS": _by_line(offline.disassemble(built, lines=True), request["file"], READABLE["SASS"]),
         }
-        compiled = asdict(Compiled(read.name, counts, read.shared_bytes, read.registers, read.spill_bytes, lines))
+        columns = getattr(built.metadata, "tmem_size", 0) or 0
+        numbers = read.shared_bytes, read.registers, read.spill_bytes
+        compiled = asdict(Compiled(read.name, counts, *numbers, lines, columns))
     print(json.dumps(compiled))
 
 

@@ -133,6 +133,23 @@ def report(
         raise ERRORS[kind](finding)
 
 
+def refuse_error(error: Exception) -> NoReturn:
+    """Report an error of Python in kernel code with the line that it came from; raise it as it is if there is no such line."""
+    stack: list[Site] = []
+    step = error.__traceback__
+    while step is not None:
+        if (code := step.tb_frame.f_code) in _kernel_code:
+            stack.insert(0, Site(code.co_filename, step.tb_lineno, code.co_name))
+        step = step.tb_next
+    if not stack:
+        raise error
+    finding = _finding("kernel", f"{type(error).__name__}: {error}", tuple(stack), None)
+    if _program is not None:
+        _program.mark(finding)
+        _program.collect(finding)
+    raise ERRORS["kernel"](finding) from error
+
+
 def refuse(kind: str, message: str) -> NoReturn:
     """Report a mistake after which the kernel cannot go on, and raise it.
 

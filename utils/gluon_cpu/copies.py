@@ -13,8 +13,7 @@ from triton.experimental.gluon.language.nvidia import ampere, hopper
 from . import context, layouts
 from .barriers import is_true, own_barriers
 from .context import Clock, join, refuse, report
-from .dtypes import numpy_type
-from .global_memory import addresses
+from .global_memory import addresses, read_kept
 from .known import constant, known, number
 from .memory import MemDesc, access, is_over
 from .reports import Site
@@ -212,8 +211,7 @@ def cp_async(
     p = program.partition
     p.copy_count += 1
     access(smem, write=True, queue="cp.async", time=p.copy_count, what=f"the cp.async into {smem.label}")
-    values = np.zeros(offsets.shape, numpy_type(smem.dtype))
-    values[keep] = pointer.buffer.read(offsets[keep])
+    values = read_kept(pointer.buffer, offsets, keep)
     end = _transfer("cp.async", "copy in", smem.label, smem.nbytes // program.num_ctas, instructions=4)
     p.copies.append(_CpAsync(p.copy_count, smem, values, end, context.site()))
 

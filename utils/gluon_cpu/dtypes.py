@@ -23,6 +23,7 @@ NUMPY = {
     "fp32": np.float32,
     "fp64": np.float64,
 }
+_DTYPES = {name: np.dtype(kind) for name, kind in NUMPY.items()}
 TORCH = {
     torch.bool: gl.int1,
     torch.int8: gl.int8,
@@ -60,10 +61,18 @@ def numpy_type(dtype) -> type:
 
 def round_bf16(x: np.ndarray) -> np.ndarray:
     """Round float32 values to bf16, to nearest, ties to even; the result is float32."""
-    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
-    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) & np.uint32(0xFFFF0000)
+    values = np.ascontiguousarray(x, dtype=np.float32)
+    bits = values.view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded &= 0xFFFF0000
     out = rounded.view(np.float32)
-    return np.where(np.isnan(x), np.float32(np.nan), out).reshape(np.shape(x))
+    nan = np.isnan(values)
+    if nan.any():
+        out[nan] = np.nan
+    return out.reshape(np.shape(x))
 
 
 def round_fp8(x: np.ndarray, name: str) -> np.ndarray:
@@ -85,6 +94,8 @@ def from_bits(bits: np.ndarray, dtype) -> np.ndarray:
     """Return the values of bits: the way back from `to_bits`."""
     if dtype.name not in HELD_WIDER:
         return bits.view(numpy_type(dtype))
+    if dtype.name == "bf16":
+        return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     kind, _, same_size = HELD_WIDER[dtype.name]
     return torch.from_numpy(np.ascontiguousarray(bits).view(same_size)).view(kind).float().numpy()
 
@@ -101,19 +112,19 @@ def is_int(dtype) -> bool:
 
 def round_to(data, dtype):
     """Return an array (or number) as values of `dtype`: integers wrap around, floats round to nearest even."""
-    kind = numpy_type(dtype)
-    if isinstance(data, np.ndarray):
-        with np.errstate(all="ignore"):  # beyond the range of a type is inf, as on a GPU
-            if dtype.name == "bf16":
-                return round_bf16(data)
-            if dtype.name in FP8_LARGEST:
-                return round_fp8(data, dtype.name)
-            if data.dtype == kind:
-                return data
-            if data.dtype.kind == "f" and np.issubdtype(kind, np.integer):
-                return np.trunc(data).astype(np.int64).astype(kind)
-            return data.astype(kind)
-    return round_number(data, dtype)
+    if not isinstance(data, np.ndarray):
+        return round_number(data, dtype)
+    if dtype.name == "bf16":
+        return round_bf16(data)
+    if dtype.name in FP8_LARGEST:
+        return round_fp8(data, dtype.name)
+    kind = _DTYPES.get(dtype.name)
+    if data.dtype is kind:
+        return data
+    kind = kind or numpy_type(dtype)
+    if data.dtype.kind == "f" and kind.kind in "iu":
+        return np.trunc(data).astype(np.int64).astype(kind)
+    return data.astype(kind)
 
 
 def round_number(value, dtype):
@@ -126,8 +137,7 @@ def round_number(value, dtype):
             return float(round_bf16(np.float32(value)))
         if name in FP8_LARGEST:
             return float(round_fp8(np.float32(value), name))
-        with np.errstate(all="ignore"):
-            return float(numpy_type(dtype)(value))
+        return float(numpy_type(dtype)(value))
     bits = dtype.primitive_bitwidth
     value = int(value) & ((1 << bits) - 1)
     return value - (1 << bits) if not name.startswith("u") and value >> (bits - 1) else value

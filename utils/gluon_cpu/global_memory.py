@@ -14,6 +14,7 @@ from . import context, layouts
 from .context import refuse
 from .dtypes import HELD_WIDER, TORCH, from_bits, is_int, numpy_type, round_to, to_bits
 from .known import constant, known, number
+from .memory import UPDATES
 from .tensors import Shape, Tensor, broadcast_layout, to_tensor
 
 
@@ -65,7 +66,10 @@ class GlobalBuffer:
 
     def write(self, offsets: np.ndarray, values: np.ndarray) -> None:
         """Set the values at offsets, counted in elements."""
-        self.raw[offsets + self.base] = to_bits(np.asarray(values), self.dtype) if self.in_bits else values
+        at, bits = offsets + self.base, to_bits(np.asarray(values), self.dtype) if self.in_bits else values
+        if not np.array_equal(self.raw[at], bits):  # a loop that stores the same once more goes nowhere
+            context.program().effects += 1
+            self.raw[at] = bits
 
 
 def pointer(tensor: torch.Tensor, name: str) -> Tensor:
@@ -87,11 +91,22 @@ def addresses(ptr, mask, what: str):
         if mask.shape and not ptr.shape:
             refuse("layout", f"{what}: one pointer with a mask of shape {list(mask.shape)}.")
         keep = np.asarray(mask.data, dtype=np.bool_)
-    if ptr.shape:
-        layouts.distributed(layout, list(ptr.shape), what)
-    offsets, keep = np.broadcast_arrays(offsets, keep)
-    ptr.buffer.check(offsets[keep], what)
+    if offsets.ndim:
+        layouts.distributed(layout, offsets.shape, what)
+    everywhere = keep.all()
+    if offsets.shape != keep.shape:
+        offsets, keep = np.broadcast_arrays(offsets, keep)
+    ptr.buffer.check(offsets if everywhere else offsets[keep], what)
     return offsets, keep, layout
+
+
+def read_kept(buffer: GlobalBuffer, offsets: np.ndarray, keep: np.ndarray) -> np.ndarray:
+    """Return the values at those offsets that a mask keeps, and zeros elsewhere."""
+    if offsets.ndim and keep.all():
+        return buffer.read(offsets)
+    values = np.zeros(offsets.shape, numpy_type(buffer.dtype))
+    values[keep] = buffer.read(offsets[keep])
+    return values
 
 
 @known()
@@ -109,8 +124,7 @@ def load(
     offsets, keep, layout = addresses(pointer, mask, "gl.load")
     program = context.program()
     dtype = pointer.dtype.element_ty
-    values = np.zeros(offsets.shape, numpy_type(dtype))
-    values[keep] = pointer.buffer.read(offsets[keep])
+    values = read_kept(pointer.buffer, offsets, keep)
     if other is not None:
         other = to_tensor(other)
         if other.shape:
@@ -144,7 +158,9 @@ def _spend(latency: float, kind: str, pointer: Tensor, offsets: np.ndarray, keep
     """
     program, buffer = context.program(), pointer.buffer
     size = buffer.dtype.primitive_bitwidth // 8
-    program.spend(latency + int(keep.sum()) * size / program.num_ctas / program.model.global_bytes, kind, buffer.name)
+    program.spend(
+        latency + np.count_nonzero(keep) * size / program.num_ctas / program.model.global_bytes, kind, buffer.name
+    )
     if program.events is None or not offsets.shape or isinstance(layout, AutoLayout):
         return  # sectors depend on a layout that only the compiler knows
     elements = layouts.elements_of(layout, offsets.shape, program.partition.num_warps, program.num_ctas)
@@ -188,13 +204,8 @@ def _atomic(name: str, update) -> None:
     known(f"atomic_{name}")(run)
 
 
-_atomic("add", np.add)
-_atomic("max", np.maximum)
-_atomic("min", np.minimum)
-_atomic("and", np.bitwise_and)
-_atomic("or", np.bitwise_or)
-_atomic("xor", np.bitwise_xor)
-_atomic("xchg", lambda old, new: new)
+for _name, _update in UPDATES.items():
+    _atomic(_name, _update)
 
 
 @known()
@@ -294,7 +305,7 @@ def host_descriptor(desc, name: str) -> Descriptor:
     """Return a TensorDescriptor that was made on the host as a kernel sees it."""
     if getattr(desc, "round_f32_to_tf32", False):
         text = f"{name}: gluon_cpu does not round to tf32 on the way, as round_f32_to_tf32=True asks"
-        raise NotImplementedError(f"{text}. Make the descriptor without it; wgmma reads the upper 19 bits anyway.")
+        refuse("unknown operation", f"{text}. Make the descriptor without it; wgmma reads the upper 19 bits anyway.")
     buffer = GlobalBuffer(desc.base, name)
     return Descriptor(
         buffer,

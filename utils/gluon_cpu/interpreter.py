@@ -12,13 +12,14 @@ import inspect
 import textwrap
 import types
 
+import numpy as np
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from utils.machine import versions
 
-from . import barriers, context, copies, language, ptx, reductions, tensor_memory  # noqa: F401 (they fill the table)
+from . import barriers, context, copies, language, layouts, ptx, reductions, tensor_memory  # noqa: F401 (they fill the table)
 from .aggregates import Aggregate, is_instance
 from .context import refuse
 from .known import TABLE, advice, meaning, unwrap
@@ -75,23 +76,28 @@ class _Rewriter(ast.NodeTransformer):
             return _at(ast.Pass(), node)
         kind = "constexpr" if "constexpr" in ast.unparse(node.annotation) else "assign"
         label = node.target.id if isinstance(node.target, ast.Name) else ""
-        return _at(ast.Assign([node.target], _runtime_call(kind, node.value, ast.Constant(label))), node)
+        before = [_name(node.unrolled)] if kind == "constexpr" and hasattr(node, "unrolled") else []
+        return _at(ast.Assign([node.target], _runtime_call(kind, node.value, ast.Constant(label), *before)), node)
 
     def visit_For(self, node):
         unrolled = isinstance(node, ast.For) and "static_range" in ast.unparse(node.iter)
         carried = [] if unrolled else _assigned(node.body)
+        self.loops += 1
+        state = f"__gluon_loop_{self.loops}"
+        for statement in node.body if unrolled else ():
+            statement.unrolled = state
         self.generic_visit(node)
         node.body.insert(0, _at(ast.Expr(_runtime_call("step")), node))
-        if not carried:
-            return node
+        if unrolled:
+            return [_at(ast.Assign([ast.Name(state, ast.Store())], _runtime_call("names")), node), node]
         # The names that are compile-time constants when the loop begins must not be run-time values after a turn of it.
-        self.loops += 1
-        constants = f"__gluon_constants_{self.loops}"
         before = _runtime_call("constants", _locals(), ast.Constant(tuple(carried)))
-        check = ast.Expr(_runtime_call("check_constants", _name(constants), _locals()))
-        node.body.insert(0, _at(check, node))
-        after = _at(ast.Expr(_runtime_call("check_constants", _name(constants), _locals())), node)
-        return [_at(ast.Assign([ast.Name(constants, ast.Store())], before), node), node, after]
+        node.body.insert(0, _at(ast.Expr(_runtime_call("check_constants", _name(state), _locals())), node))
+        if isinstance(node, ast.While):
+            turn = _runtime_call("turn", _name(state), _locals(), ast.Constant(tuple(carried)))
+            node.body.insert(0, _at(ast.Expr(turn), node))
+        after = _at(ast.Expr(_runtime_call("check_constants", _name(state), _locals())), node)
+        return [_at(ast.Assign([ast.Name(state, ast.Store())], before), node), node, after]
 
     visit_While = visit_For
 
@@ -161,7 +167,7 @@ _rewritten: dict = {}
 
 
 def rewrite(jit) -> tuple:
-    """Return (a Python function that runs a jit function's body, its parameters, which of them are constexpr)."""
+    """Return (a Python function that runs a jit function's body, its parameters, the places of the constexpr ones)."""
     original = jit.fn
     if original in _rewritten:
         return _rewritten[original]
@@ -192,7 +198,7 @@ def rewrite(jit) -> tuple:
     body.__code__ = body.__code__.replace(co_name=name)  # reports name the function as its author does
     context.register_code(body.__code__, original.__globals__.get("__name__"))
     parameters = inspect.signature(original).parameters
-    constant = {name for name, p in parameters.items() if "constexpr" in str(p.annotation)}
+    constant = {name: i for i, (name, p) in enumerate(parameters.items()) if "constexpr" in str(p.annotation)}
     _rewritten[original] = body, parameters, constant
     return _rewritten[original]
 
@@ -200,6 +206,10 @@ def rewrite(jit) -> tuple:
 def run_jit(jit, args: tuple, kwargs: dict):
     """Run a @gluon.jit function."""
     body, parameters, constant = rewrite(jit)
+    if not kwargs and len(args) == len(parameters):
+        args = tuple(map(unwrap, args))
+        if not any(isinstance(args[i], Tensor) for i in constant.values()):
+            return body(*args)
     label, values = jit.fn.__name__, dict(zip(parameters, args, strict=False))
     if len(args) > len(parameters):
         raise TypeError(f"{label} takes {len(parameters)} arguments, got {len(args)}.")
@@ -241,7 +251,7 @@ def _assign(value, label: str):
     if label and isinstance(value, MemDesc):
         value.allocation.name = value.allocation.name or label
     elif label and isinstance(value, Aggregate):
-        for path, leaf in value.leaves():
+        for path, leaf in Aggregate.leaves(value):
             if isinstance(leaf, MemDesc):
                 leaf.allocation.path = leaf.allocation.path or f"{label}.{path}"
     return value
@@ -267,15 +277,38 @@ def _constants(values: dict, names: tuple[str, ...]) -> dict:
 def _check_constants(constants: dict, values: dict) -> None:
     """Refuse a loop that has given a run-time value to a name that held a compile-time constant before it."""
     for name, constant in constants.items():
-        if isinstance(values.get(name), Tensor):
+        if name != _TURN and isinstance(values.get(name), Tensor):
             text = f"`{name}` was a compile-time constant before this loop ({constant}), and the loop assigns to it"
             hint = "Give the variable in the loop another name (the variable of gl.static_range is such a constant)"
             refuse("kernel", f"{text}: the compiler refuses a variable that changes its type in a loop. {hint}.")
 
 
-def _constexpr(value, label: str):
+_TURN = "of the turn before"  # no name of a kernel: what a while loop's names held then, and the program's effects
+
+
+def _turn(state: dict, values: dict, names: tuple[str, ...]) -> None:
+    """Let others go on if a turn of a while loop has changed nothing: without them it would go on like this for ever."""
+    program = context.program()
+    now = [values.get(name) for name in names]
+    effects, before = state.get(_TURN, (-1, []))
+    if effects == program.effects and all(map(_is_same, before, now)):
+        program.spin()
+    state[_TURN] = program.effects, now
+
+
+def _is_same(a, b) -> bool:
+    return a is b or (isinstance(a, Tensor) and isinstance(b, Tensor) and np.array_equal(a._data, b._data))
+
+
+def _constexpr(value, label: str, unrolled: set[str] | None = None):
+    """Return a constant's value; `unrolled` has the constants that earlier turns of a static_range have named."""
     if isinstance(value, Tensor):
         refuse("kernel", f"{label}: gl.constexpr = ... needs a value known when the kernel is compiled.")
+    if unrolled is not None:
+        if label in unrolled:
+            text = f"`{label}: gl.constexpr` gets a second value in the next turn of gl.static_range, and the compiler refuses that"
+            refuse("kernel", f"{text}. Write the value where it is used, or compute it in a function of its own.")
+        unrolled.add(label)
     return unwrap(value)
 
 
@@ -310,19 +343,27 @@ TABLE |= {
 }
 
 
+_resolved: dict[int, tuple] = {}  # a function by its id, which stays its own while it is kept here, and its meaning
+
+
 def call(function, *args, **kwargs):
     """Make a call in kernel code."""
     context.program().step()
+    if kwargs:
+        kwargs.pop("_semantic", None)
+        kwargs.pop("_generator", None)
+    function, ours = _resolved.get(id(function), (function, None))
+    if ours is not None:
+        return ours(*args, **kwargs)
     function = unwrap(function)
     if isinstance(function, types.MethodType) and isinstance(function.__self__, Aggregate):
         function, args = function.__func__, (function.__self__, *args)
-    kwargs.pop("_semantic", None)
-    kwargs.pop("_generator", None)
     try:
         ours = TABLE.get(function)
     except TypeError:  # not hashable
         ours = None
     if ours is not None:
+        _resolved[id(function)] = function, ours
         return ours(*args, **kwargs)
     if isinstance(function, JITFunction):
         return run_jit(function, args, kwargs)
@@ -334,7 +375,7 @@ def call(function, *args, **kwargs):
     if owner is not None and not isinstance(owner, types.ModuleType):
         return function(*args, **kwargs)  # methods of tensors, shared memory and constants
     if isinstance(function, type):
-        return function(*args, **kwargs)  # layouts and other constants
+        return layouts.only_one(function(*args, **kwargs))  # layouts and other constants
     module = getattr(function, "__module__", "") or ""
     name = f"{module}.{getattr(function, '__qualname__', function)}"
     if module.startswith("triton."):
@@ -364,6 +405,8 @@ RUNTIME = {
     "__gluon_call": call,
     "__gluon_assign": _assign,
     "__gluon_layout": _layout,
+    "__gluon_names": set,
+    "__gluon_turn": _turn,
     "__gluon_constants": _constants,
     "__gluon_check_constants": _check_constants,
     "__gluon_constexpr": _constexpr,

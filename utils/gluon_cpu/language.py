@@ -133,7 +133,7 @@ def expand_dims(input, axis):
     elif not isinstance(layout, AutoLayout):
         text = "A new dimension needs a SliceLayout that says how it is spread over threads"
         refuse("layout", f"{text}; this tensor has {layout}.")
-    return Tensor(np.expand_dims(input.data, axis), input.dtype, layout, input.buffer)
+    return Tensor(input.data[(*(slice(None),) * axis, None)], input.dtype, layout, input.buffer)
 
 
 def _flat(values: tuple, what: str) -> list:
@@ -198,10 +198,9 @@ def _enter_function(name: str, function, special: bool, of: tuple = (gl, tl)) ->
         x = to_tensor(x)
         if not is_float(x.dtype):
             refuse("kernel", f"gl.{name} needs floats, got {x.dtype}; use .to(gl.float32).")
-        with np.errstate(all="ignore"):
-            out = round_to(np.asarray(function(np.asarray(x.data))), x.dtype)
+        out = round_to(np.asarray(function(np.asarray(x.data))), x.dtype)
         work(x, special)
-        return Tensor(out if x.shape else out.item(), x.dtype, x.layout)
+        return Tensor(out if out.ndim else out.item(), x.dtype, x.layout)
 
     known(name, of=of)(run)
 
@@ -231,12 +230,11 @@ def abs_(x):
 @known()
 def fma(x, y, z):
     """Return x y + z, rounded once."""
-    with np.errstate(all="ignore"):
-        x, y, z = to_tensor(x), to_tensor(y), to_tensor(z)
-        layout = broadcast_layout(x, y, "gl.fma") or broadcast_layout(y, z, "gl.fma")
-        work(x)
-        out = np.asarray(x.data, np.float64) * np.asarray(y.data, np.float64) + np.asarray(z.data, np.float64)
-        return Tensor(round_to(out, x.dtype) if out.ndim else round_number(out.item(), x.dtype), x.dtype, layout)
+    x, y, z = to_tensor(x), to_tensor(y), to_tensor(z)
+    layout = broadcast_layout(x, y, "gl.fma") or broadcast_layout(y, z, "gl.fma")
+    work(x)
+    out = np.asarray(x.data, np.float64) * np.asarray(y.data, np.float64) + np.asarray(z.data, np.float64)
+    return Tensor(round_to(out, x.dtype) if out.ndim else round_number(out.item(), x.dtype), x.dtype, layout)
 
 
 @known()

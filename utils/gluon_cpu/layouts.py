@@ -7,6 +7,7 @@ split. The rules of TMA and cp.async are here, those of wgmma in products.py, ea
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import NoReturn
 
@@ -38,8 +39,12 @@ def threads(layout) -> tuple[int, int] | None:
 
 def block_bases(layout) -> list[list[int]]:
     """Return how a layout spreads a tensor over the blocks of a cluster: a step for each bit of the block's number."""
+    if isinstance(layout, gl.SliceLayout):
+        return [[*basis[: layout.dim], *basis[layout.dim + 1 :]] for basis in block_bases(layout.parent)]
     if isinstance(layout, gl.DistributedLinearLayout | gl.SharedLinearLayout):
-        return layout.block_bases
+        # Its steps count elements, those of a cga_layout the blocks' parts of the tensor.
+        steps = [sorted({abs(s) for s in along} - {0}) for along in zip(*layout.block_bases, strict=True)]
+        return [[1 << steps[d].index(s) if s else 0 for d, s in enumerate(basis)] for basis in layout.block_bases]
     return getattr(layout, "cga_layout", None) or []
 
 
@@ -68,7 +73,9 @@ def check_same_blocks(smem, layout, operation: str) -> None:
     if context.program().num_ctas == 1 or isinstance(layout, AutoLayout):
         return
     for held, wanted in zip(block_bases(smem.layout), block_bases(layout), strict=True):
-        needed = {"load": held, "gather": held, "store": wanted, "scatter": wanted}.get(operation, [*held, *wanted])
+        needed = {"load": held, "gather": held, "store": wanted}.get(
+            operation, wanted if "scatter" in operation else [*held, *wanted]
+        )
         if list(held) != list(wanted) and any(needed):
             text = f"{smem.label}.{operation}: the memory is spread over the blocks by {block_bases(smem.layout)}"
             advice = "Use the same cga_layout on both sides; gl.convert_layout moves values between blocks"
@@ -89,7 +96,13 @@ def _check_cluster(layout, what: str) -> None:
         )
 
 
-_checked: set = set()
+_equal: dict = {}
+_checked: dict[tuple, DistributedLayout] = {}  # a layout's id stays its own while it is kept here
+
+
+def only_one(layout):
+    """Return the first layout that was equal to this one: two that are the same object need no comparison."""
+    return _equal.setdefault(layout, layout) if isinstance(layout, DistributedLayout | SharedLayout) else layout
 
 
 def distributed(layout, shape: list[int], what: str):
@@ -100,7 +113,7 @@ def distributed(layout, shape: list[int], what: str):
     if isinstance(layout, AutoLayout):
         return layout
     warps = context.partition().num_warps
-    key = (layout, len(shape), warps, context.program().num_ctas)
+    key = (id(layout), len(shape), warps, context.program().num_ctas)
     if key in _checked:
         return layout
     if not isinstance(layout, DistributedLayout):
@@ -115,7 +128,9 @@ def distributed(layout, shape: list[int], what: str):
     if spread is not None and spread[1] != warps:
         _refuse(f"{what}: {layout} is for {spread[1]} warps; this partition has {warps}.")
     _check_cluster(layout, what)
-    _checked.add(key)
+    if len(_checked) > 10000:
+        _checked.clear()
+    _checked[key] = layout
     return layout
 
 
@@ -151,8 +166,6 @@ def check_shared(layout, dtype, shape: list[int]) -> None:
     _check_cluster(layout, "Shared memory")
     if not isinstance(layout, gl.NVMMASharedLayout):
         return
-    if layout.element_bitwidth != dtype.primitive_bitwidth:
-        _refuse(f"{layout} is for {layout.element_bitwidth}-bit elements; {dtype} has {dtype.primitive_bitwidth}.")
     if layout.rank not in (len(shape), len(shape) - 1):
         _refuse(
             f"{layout} has rank {layout.rank}; shape {shape} needs {len(shape)}, or "
@@ -168,8 +181,16 @@ def check_shared(layout, dtype, shape: list[int]) -> None:
         )
 
 
+def check_elements(smem, what: str) -> None:
+    """Refuse memory whose layout is for elements of another size: threads may use it so, TMA and tensor cores not."""
+    bits = getattr(smem.layout, "element_bitwidth", smem.dtype.primitive_bitwidth)
+    if bits != smem.dtype.primitive_bitwidth:
+        _refuse(f"{what}: {smem.layout} is for {bits}-bit elements; {smem.label} is {smem.dtype}.")
+
+
 def check_tma(desc, coord, smem, what: str) -> None:
     """Refuse shared memory that does not fit the descriptor of a TMA copy."""
+    check_elements(smem, what)
     if len(coord) != len(desc.block_shape):
         _refuse(f"{what}: {len(coord)} coordinates for a descriptor of {len(desc.block_shape)} dimensions.")
     if list(smem.shape) != list(desc.block_shape):
@@ -196,8 +217,9 @@ def check_cp_async(smem, shape, dtype, layout, offsets) -> None:
         _refuse(f"cp.async: {smem.label} is {smem.dtype}, the pointers are to {dtype}.")
     if dtype.primitive_bitwidth >= 32 or isinstance(layout, (AutoLayout, gl.CoalescedLayout)):
         return
-    held = np.unique(offsets.reshape(-1)[_elements(layout, tuple(shape))[:, 0, 0]])
-    neighbours = int(np.diff(np.flatnonzero(np.diff(held, prepend=-2, append=held[-1] + 2) != 1)).min())
+    held = set(offsets.reshape(-1)[_elements(layout, tuple(shape))[:, 0, 0]].tolist())
+    firsts = [at for at in held if at - 1 not in held]
+    neighbours = min(next(n for n in itertools.count(1) if at + n not in held) for at in firsts)
     if neighbours * dtype.primitive_bitwidth < 32:
         _refuse(
             f"cp.async copies 4, 8 or 16 bytes of a thread at once; with {layout} and these pointers a thread has "

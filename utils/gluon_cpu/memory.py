@@ -9,6 +9,7 @@ fence as well.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from . import context, layouts
 from .context import Clock, refuse, report
-from .dtypes import numpy_type
+from .dtypes import numpy_type, round_to
 from .known import constant, constants, number
 from .reports import Site
 from .tensors import Shape, Tensor
@@ -290,6 +291,39 @@ class MemDesc:
         np.put_along_axis(self.view, indices.data, values.data, axis)
 
 
+def _atomic_scatter(name: str, update) -> Callable:
+    """Return MemDesc.atomic_scatter_<name>, which combines values with elements along an axis and returns what was there."""
+
+    def scatter(self, values, indices, axis, mask=None) -> Tensor:
+        axis = constant(axis, f"atomic_scatter_{name}'s axis")
+        shape = np.broadcast_shapes(np.shape(values.data), indices.data.shape)
+        new, places = (np.broadcast_to(x.data, shape) for x in (values, indices))
+        keep = np.broadcast_to(True if mask is None else mask.data, shape)
+        self._check_places(Tensor(places[keep], indices.dtype, indices.layout), axis, f"atomic_scatter_{name}")
+        access(self, write=True, what=f"the atomic_scatter_{name} into {self.label}", covers=False)
+        old = np.zeros(shape, self.view.dtype)
+        for at in zip(*np.nonzero(keep), strict=True):  # one by one: a place may be there twice
+            place = (*at[:axis], places[at], *at[axis + 1 :])
+            old[at] = self.view[place]
+            self.view[place] = round_to(np.asarray(update(old[at], new[at])), self.dtype)
+        return Tensor(old, self.dtype, indices.layout)
+
+    return scatter
+
+
+UPDATES: dict[str, Callable] = {
+    "add": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "xchg": lambda old, new: new,
+}
+for _name, _update in UPDATES.items():
+    setattr(MemDesc, f"atomic_scatter_{_name}", _atomic_scatter(_name, _update))
+
+
 def allocate(dtype, shape, layout, value=None) -> MemDesc:
     """Allocate shared memory, as gl.allocate_shared_memory does."""
     program = context.program()
@@ -333,6 +367,7 @@ def access(
     """
     desc.check_inside()
     program = context.program()
+    program.effects += 1
     p = program.partition
     allocation = desc.allocation
     allocation.touch()
@@ -413,6 +448,21 @@ def _hint(copy: Access, p) -> str:
     return f"{text}; {p.name} last waited there for parity {parity} at line {site.line}, when {count}."
 
 
+def _passed(copy: Access, read: Access, p) -> str:
+    """Through which barrier a partition came that overwrites what another one reads, and who had arrived there."""
+    if copy.barrier is None or read.write or not p.last_wait:
+        return ""
+    barrier = next(reversed(p.last_wait))
+    _, phase, site = p.last_wait[barrier]
+    came = (
+        f"phase {phase - 1} of {barrier.name}, a barrier for {barrier.count} arrivals"
+        if phase
+        else f"{barrier.name}, which was fresh"
+    )
+    arrived = f" ({'; '.join(barrier.last_arrivals)})" if phase and barrier.last_arrivals else ""
+    return f" {p.name} came here after its wait of line {site.line} for {came}{arrived}."
+
+
 _WAITS = {
     "wgmma": " warpgroup_mma_wait tells when a wgmma has read its operands.",
     "tcgen05": " An mbarrier that a tcgen05_commit arrives at tells when a tcgen05 operation is over.",
@@ -438,7 +488,7 @@ def _report_race(old: Access, new: Access, p) -> None:
         text = f"{_upper(new.what)} may mix with {where}: two writes to the same bytes, and nothing orders them{own}."
     else:
         text = f"{_upper(new.what)} may overwrite what {where} still reads: nothing orders them{own}."
-    report("race", text + _WAITS.get(old.component[0], "") + _hint(old, p), others=(old.site,))
+    report("race", text + _WAITS.get(old.component[0], "") + _hint(old, p) + _passed(new, old, p), others=(old.site,))
 
 
 def _report_missing_fence(old: Access, new: Access) -> None:
@@ -449,7 +499,12 @@ def _report_missing_fence(old: Access, new: Access) -> None:
         if old.write
         else (f"without fence_async_shared() between them {unit} may overwrite what is still being read")
     )
-    report("missing fence", f"{text} was an ordinary access. They are in order, but {rule}.", others=(old.site,))
+    if old.component[:2] == ("partition", context.partition().index):
+        who = "Inside one partition Triton 3.7 to 3.9 put it back; 3.6 does so before a TMA load only"
+    else:
+        who = "Between partitions no version of Triton puts it back"
+    text = f"{text} was an ordinary access. They are in order, but {rule}. {who}."
+    report("missing fence", text, others=(old.site,))
 
 
 def _upper(text: str) -> str:

@@ -36,9 +36,8 @@ class _Product:
         """Multiply, and add to the accumulator."""
         a = self.a.view if isinstance(self.a, MemDesc) else self.a.data
         out = exact_product(a, self.b.view, self.a.dtype)
-        with np.errstate(all="ignore"):
-            if self.use_acc:
-                out = out + (self.acc.product.result if isinstance(self.acc, Accumulator) else self.acc.data)
+        if self.use_acc:
+            out = out + (self.acc.product.result if isinstance(self.acc, Accumulator) else self.acc.data)
         self.result = round_to(out, self.dtype)
         self.a = self.b = self.acc = None
 
@@ -50,8 +49,7 @@ def exact_product(a: np.ndarray, b: np.ndarray, dtype) -> np.ndarray:
     """
     if dtype.name == "fp32":
         a, b = _tf32(a), _tf32(b)
-    with np.errstate(all="ignore"):
-        return np.matmul(np.ascontiguousarray(a, dtype=np.float32), np.ascontiguousarray(b, dtype=np.float32))
+    return np.matmul(np.ascontiguousarray(a, dtype=np.float32), np.ascontiguousarray(b, dtype=np.float32))
 
 
 def _tf32(x: np.ndarray) -> np.ndarray:

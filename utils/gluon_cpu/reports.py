@@ -62,7 +62,7 @@ class Report:
         lines = [f"{at}:", f"  {self.message}"]
         if self.site.line:
             lines.append(f"  at {self.site.file}:{self.site.line} ({self.site.function}): {self.site.text}")
-        lines += [f"    called from {site}" for site in self.callers]
+        lines += [f"    called from {site}" for site in self.callers[:8]]  # a recursion has hundreds
         return "\n".join(lines)
 
 

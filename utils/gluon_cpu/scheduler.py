@@ -17,6 +17,10 @@ import time as wall
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
+
+from utils.machine import versions
+
 from . import context
 from .context import Block, join, refuse
 from .reports import NOWHERE, DeadlockError, Report, Site
@@ -100,6 +104,7 @@ class Program:
         self.partition = Partition(0, "default", num_warps, num_ctas)
         self.partitions = [self.partition]
         self.steps = 0
+        self.effects = 0  # accesses that leave a trace, and changes of partition
         self.pending: list = []  # heap of (end, order, operation)
         self.issued = 0
         self.tma_free = self.tensor_cores_free = 0.0
@@ -131,6 +136,16 @@ class Program:
             if wall.monotonic() > self.deadline:
                 refuse("endless loop", "The launch takes longer than simulate(max_seconds=...) allows.")
 
+    def spin(self) -> None:
+        """Let the others go on after a turn of a loop that changed nothing; end the loop if nobody else can."""
+        me = self.partition
+        if not self.pending and all(p is me or p.blocked or p.finished for p in self.partitions):
+            text = "This loop waits for what nobody can change: a turn of it has left everything as it was"
+            why = "and the programs of a grid run one after another here"
+            refuse("endless loop", f"{text}, {why}. Split the kernel into two launches, or use an mbarrier.")
+        self.spend(self.model.global_latency, "load")
+        self.reschedule()
+
     # ---- model time -----------------------------------------------------------------------------------------------
 
     def jitter(self, cycles: float) -> float:
@@ -140,7 +155,7 @@ class Program:
     def spend(self, cycles: float, kind: str, buffer: str = "") -> None:
         """Let the running partition work for some cycles."""
         p = self.partition
-        start, p.time = p.time, p.time + self.jitter(cycles)
+        start, p.time = p.time, p.time + (self.jitter(cycles) if self.random else cycles)
         if self.events is not None:
             last = self.events[-1] if self.events else None
             if (
@@ -174,8 +189,8 @@ class Program:
     # ---- the cluster ----------------------------------------------------------------------------------------------
 
     def check_outside_of_partitions(self, what: str) -> None:
-        """Refuse inside of warp_specialize what all warps of the cluster have to do together."""
-        if any(not p.finished for p in self.partitions[1:]):
+        """Refuse inside of warp_specialize what before Triton 3.8 all warps of the cluster have to do together."""
+        if not versions.clusters_are_complete() and any(not p.finished for p in self.partitions[1:]):
             text = f"{what} lets all warps of the cluster meet, so it cannot stand inside of warp_specialize"
             refuse("kernel", f"{text}. Partitions of several blocks meet at an mbarrier.")
 
@@ -198,6 +213,7 @@ class Program:
         """Pass the baton to the partition that is furthest behind: the kernel synchronizes here."""
         if self.failure is not None:
             raise _AbandonError
+        self.effects += 1
         me = self.partition
         self.partition = self._pick()
         if self.partition is not me:
@@ -306,7 +322,8 @@ class Program:
         worker.baton.acquire()
         try:
             if self.failure is None:
-                call()
+                with np.errstate(all="ignore"):  # it belongs to a thread
+                    call()
         except _AbandonError:
             pass
         except BaseException as error:

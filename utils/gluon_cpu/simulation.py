@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from utils.machine import versions
 
 from . import context
+from .context import refuse
 from .reports import Report
 from .timeline import CostModel, Event, plot_events
 
@@ -31,6 +34,9 @@ IGNORED = {
     "instrumentation_mode",
     "sanitize_overflow",
 }
+
+# What a wrong call in a kernel raises in NumPy, or in the simulator's own functions: a misspelled keyword, a text for a number.
+PYTHON_ERRORS = (TypeError, ValueError, LookupError, AttributeError, NameError, ArithmeticError, RecursionError)
 
 
 @dataclass(repr=False)
@@ -111,6 +117,7 @@ class Run:
         arguments = {name: value if name in constant else _argument(value, name) for name, value in values.items()}
         self.launches += 1
         deadline = time.monotonic() + self.max_seconds
+        np.seterr(all="ignore")  # a GPU overflows to infinity without a word; simulate() sets it back
         for z, y, x in itertools.product(*(range(g) for g in grid[::-1])):
             events = self.events if self.recorded < self.timeline else None
             self.recorded += events is not None
@@ -122,6 +129,8 @@ class Run:
                 tensor_memory.finish(program)
                 memory.finish(program)
                 reuse.finish(program)
+            except PYTHON_ERRORS as error:
+                context.refuse_error(error)
             finally:
                 context.set_program(None)
             self.cycles.append(max(p.time for p in program.partitions))
@@ -170,9 +179,10 @@ def _argument(value: Any, name: str):
     if value is None:
         return None
     if "Im2Col" in type(value).__name__:
-        raise NotImplementedError(
+        refuse(
+            "unknown operation",
             f"{name} is a {type(value).__name__}: gluon_cpu does not know TMA's im2col mode. Copy plain tiles with a "
-            "TensorDescriptor, or load elements by their addresses with gl.load."
+            "TensorDescriptor, or load elements by their addresses with gl.load.",
         )
     kinds = "A kernel takes tensors, TMA descriptors, numbers and None"
     raise TypeError(f"{kinds}; {name} is {type(value).__name__}. Types and layouts go to gl.constexpr parameters.")
@@ -228,9 +238,11 @@ def simulate(
 
     before = vars(GluonJITFunction).get("run")  # None where the class inherits it
     GluonJITFunction.run = launch
+    numpy_errors = np.geterr()
     try:
         yield run
     finally:
+        np.seterr(**numpy_errors)
         if before is None:
             del GluonJITFunction.run
         else:

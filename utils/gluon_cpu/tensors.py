@@ -155,16 +155,16 @@ def to_tensor(x) -> Tensor:
 
 def broadcast_layout(a: Tensor, b: Tensor, what: str):
     """Return the common layout of two operands; refuse shapes that do not fit."""
-    if not a.shape:
-        return b.layout
-    if not b.shape:
-        return a.layout
-    layout = layouts.same(a.layout, b.layout, what)
-    shapes = f"{what}: shapes {list(a.shape)} and {list(b.shape)}"
-    if len(a.shape) != len(b.shape):
-        refuse("layout", f"{shapes} have different ranks. x[:, None] adds a dimension.")
-    if any(m != n and 1 not in (m, n) for m, n in zip(a.shape, b.shape, strict=True)):
-        refuse("layout", f"{shapes} do not fit.")
+    m, n = np.shape(a._data), np.shape(b._data)
+    if not m or not n:
+        return a.layout if m else b.layout
+    layout = a.layout if a.layout is b.layout else layouts.same(a.layout, b.layout, what)
+    if m != n:
+        shapes = f"{what}: shapes {list(m)} and {list(n)}"
+        if len(m) != len(n):
+            refuse("layout", f"{shapes} have different ranks. x[:, None] adds a dimension.")
+        if any(i != j and 1 not in (i, j) for i, j in zip(m, n, strict=True)):
+            refuse("layout", f"{shapes} do not fit.")
     return layout
 
 
@@ -180,6 +180,7 @@ COMPARISONS = {
 }
 BITS = {"&": operator.and_, "|": operator.or_, "^": operator.xor, "<<": operator.lshift, ">>": operator.rshift}
 ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+FUNCTIONS = COMPARISONS | BITS | ARITHMETIC | {"/": operator.truediv}
 
 
 def _divide(a, b, mod: bool):
@@ -202,6 +203,8 @@ def _divide(a, b, mod: bool):
 def operand_type(op: str, a, b):
     """Return the type that both operands take."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.dtype is b.dtype and op != "/":
+            return a.dtype
         return promote(a.dtype, b.dtype, op == "/")
     tensor, value = (a, b) if isinstance(a, Tensor) else (b, a)
     if is_float(tensor.dtype):
@@ -215,55 +218,66 @@ def operand_type(op: str, a, b):
 
 def binary(op: str, a, b) -> Tensor:
     """Return `a op b`; one operand is a tensor or scalar of the kernel, the other may be a number."""
-    a, b = unwrap(a), unwrap(b)
-    for x in (a, b):
-        if not isinstance(x, OPERANDS):
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        a, b = unwrap(a), unwrap(b)
+        if not isinstance(a, OPERANDS) or not isinstance(b, OPERANDS):
             refuse("kernel", f"{a!r} {op} {b!r}: not numbers or tensors.")
-    if getattr(a, "buffer", None) is not None or getattr(b, "buffer", None) is not None:
+    if (isinstance(a, Tensor) and a.buffer is not None) or (isinstance(b, Tensor) and b.buffer is not None):
         return _move_pointer(op, a, b)
     dtype = operand_type(op, a, b)
-    ta = a if isinstance(a, Tensor) else Tensor(a, dtype)
-    tb = b if isinstance(b, Tensor) else Tensor(b, dtype)
-    x = ta.data if ta.dtype.name == dtype.name else round_to(ta.data, dtype)
-    y = tb.data if tb.dtype.name == dtype.name else round_to(tb.data, dtype)
+    reads, layout = (), None
+    if isinstance(a, Tensor):
+        reads, layout, x = a.reads, a.layout, a.data if a.dtype.name == dtype.name else round_to(a.data, dtype)
+    else:
+        x = a
+    if isinstance(b, Tensor):
+        reads, y = reads or b.reads, b.data if b.dtype.name == dtype.name else round_to(b.data, dtype)
+    else:
+        y = b
+    if op in BITS or dtype.name in FP8_LARGEST:
+        _check_operator(op, dtype)
+    if isinstance(x, np.ndarray):
+        if isinstance(y, np.ndarray):
+            layout = broadcast_layout(a, b, "the operator " + op)
+        else:
+            y = numpy_type(dtype)(y)
+    elif isinstance(y, np.ndarray):
+        layout, x = b.layout, numpy_type(dtype)(x)
+    else:
+        program = context.program()
+        program.spend(program.model.compute(1 / program.num_ctas, program.partition.num_warps), "compute")
+        return _scalar(op, x, y, dtype)
+    function = FUNCTIONS.get(op)
+    if dtype.name == "int1" and op in ARITHMETIC:
+        function = operator.and_ if op == "*" else operator.xor
+    if function is not None:
+        out = function(x, y)
+        dtype = gl.int1 if op in COMPARISONS else dtype
+    elif is_float(dtype):
+        if op == "//":
+            refuse("kernel", "// needs integers; use / and gl.floor for floats.")
+        out = np.fmod(x, y)
+    else:
+        out = _divide(x, y, op == "%")
+    result = Tensor(round_to(out, dtype), dtype, layout, None, reads)
+    work(result)
+    return result
+
+
+def _check_operator(op: str, dtype) -> None:
     if dtype.name in FP8_LARGEST and op not in COMPARISONS:
         refuse("unknown operation", f"gluon_cpu does not compute {op} in {dtype}: convert first, .to(gl.float16).")
     if op in BITS and is_float(dtype):
         refuse("kernel", f"{op} needs integers; got {dtype}.")
-    if not isinstance(x, np.ndarray) and not isinstance(y, np.ndarray):
-        work(ta)
-        return _scalar(op, x, y, dtype)
-    layout = broadcast_layout(ta, tb, f"a {op} b")
-    x = x if isinstance(x, np.ndarray) else numpy_type(dtype)(x)
-    y = y if isinstance(y, np.ndarray) else numpy_type(dtype)(y)
-    with np.errstate(all="ignore"):  # a GPU overflows without a word
-        if op in COMPARISONS:
-            out, dtype = COMPARISONS[op](x, y), gl.int1
-        elif op in ARITHMETIC:
-            out = (x ^ y if op != "*" else x & y) if dtype.name == "int1" else ARITHMETIC[op](x, y)
-        elif op in BITS:
-            out = BITS[op](x, y)
-        elif op == "/":
-            out = x / y
-        elif is_float(dtype):
-            if op == "//":
-                refuse("kernel", "// needs integers; use / and gl.floor for floats.")
-            out = np.fmod(x, y)
-        else:
-            out = _divide(x, y, op == "%")
-    result = Tensor(round_to(out, dtype), dtype, layout, None, ta.reads or tb.reads)
-    work(result)
-    return result
 
 
 def _scalar(op: str, x, y, dtype) -> Tensor:
     if op in COMPARISONS:
         return Tensor(COMPARISONS[op](x, y), gl.int1)
-    if op in ARITHMETIC or op in BITS:
-        out = (ARITHMETIC | BITS)[op](x, y)
-    elif op == "/":
-        with np.errstate(all="ignore"):
-            out = float(np.float64(x) / np.float64(y))
+    if op == "/":
+        out = float(np.float64(x) / np.float64(y))
+    elif op in FUNCTIONS:
+        out = FUNCTIONS[op](x, y)
     elif is_float(dtype):
         out = math.fmod(x, y)
     else:

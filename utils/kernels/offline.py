@@ -16,14 +16,16 @@ from pathlib import Path
 
 from utils.machine import versions
 
-HOPPER, BLACKWELL = 90, 100  # compute capabilities: Triton compiles for sm_90a and sm_100a
+HOPPER, BLACKWELL, BLACKWELL_ULTRA = 90, 100, 103  # compute capabilities: Triton compiles for sm_90a, sm_100a, sm_103a
+TARGETS = (HOPPER, BLACKWELL, BLACKWELL_ULTRA)
 
 
 @dataclass(frozen=True)
 class Assembly:
     """One kernel compiled.
 
-    registers: at launch, before setmaxnreg moves them between warpgroups. unused_barriers: see the function of this name.
+    registers: at launch, before setmaxnreg moves them between warpgroups. columns: of Blackwell's tensor memory.
+    unused_barriers: see the function of this name.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Assembly:
     stack_bytes: int
     warnings: tuple[str, ...]
     unused_barriers: tuple[str, ...] = ()
+    columns: int = 0
 
     def count(self, pattern: str, where: str = "sass") -> int:
         """Count the matches of a regular expression in the SASS or the PTX."""
@@ -58,13 +61,16 @@ def compile_gluon(
         constants: {parameter: value} of the gl.constexpr parameters.
         aligned: Parameters that are multiples of 16, which a launch finds out for itself.
         num_warps: Warps of the default partition.
-        capability: HOPPER or BLACKWELL.
+        capability: One of TARGETS.
         **options: Triton's other options of a launch, such as `maxnreg`, or `instrumentation_mode="consan"` for its sanitizer.
     """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
+    if capability not in TARGETS:
+        known = ", ".join(f"{target} (sm_{target}a)" for target in TARGETS)
+        raise ValueError(f"The course's kernels compile for {known}; compute capability {capability} was asked for.")
     names = [parameter.name for parameter in kernel.params]
     signature = {name: "constexpr" if name in constants else signature[name] for name in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
@@ -104,6 +110,7 @@ def read_assembly(compiled, name: str) -> Assembly:
         total(r"(\d+) bytes stack frame"),
         tuple(line.strip() for line in report.splitlines() if "warning" in line.lower() or "C75" in line),
         unused_barriers(compiled.asm["ttgir"]),
+        getattr(compiled.metadata, "tmem_size", None) or 0,
     )
 
 

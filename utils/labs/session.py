@@ -60,14 +60,14 @@ def number_of(value: object) -> float | None:
 def keep(name: str, table: pd.DataFrame, digits: int = 3) -> None:
     """Show a table, and keep it in `results`."""
     results[name] = table.to_dict("records")
-    display(table.set_index(table.columns[0]).round(digits))
+    display(table.set_index(table.columns[0]).convert_dtypes().round(digits))
 
 
 def show_recorded(lab: str, table: str, renamed: Mapping[str, str] | None = None, digits: int = 3) -> None:
     """Show a table of a lab as it was recorded on an H200, and say that it was not measured here."""
     rows = recorded_table(H200 / f"{lab}.json", table)
     if rows is not None:
-        display(rows.rename(columns=renamed or {}).round(digits))
+        display(rows.rename(columns=renamed or {}).convert_dtypes().round(digits))
 
 
 def plot_beside_recorded(lab: str, table: str, column: str, title: str, unit: str = "", log: bool = False) -> None:

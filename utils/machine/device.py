@@ -216,13 +216,24 @@ def gluon_support() -> Support:
             f"The Gluon kernels use Hopper's wgmma and TMA, compute capability 9.0, and {gpu}.",
             "Run them on an H100 or H200.",
         )
-    version = package_version("triton")
-    if version is None or tuple(map(int, re.findall(r"\d+", version)[:2])) < (3, 6):
+    return _gluon_compiles((3, 6))
+
+
+@functools.cache
+def gluon_on_blackwell() -> Support:
+    """Whether the Gluon kernel for Blackwell, which no GPU has run yet, compiles on this one, of compute capability 10."""
+    return _gluon_compiles((3, 7))
+
+
+def _gluon_compiles(oldest: tuple[int, int]) -> Support:
+    version, needed = package_version("triton"), ".".join(map(str, oldest))
+    if version is None or tuple(map(int, re.findall(r"\d+", version)[:2])) < oldest:
         installed = f"{version} is installed" if version else "none is installed"
-        return unsupported(f"Gluon needs Triton 3.6 or newer and {installed}.", "Install triton>=3.6.")
+        return unsupported(f"Gluon needs Triton {needed} or newer and {installed}.", f"Install triton>={needed}.")
     if not (compiler := _c_compiler()):
         return compiler
-    return Support(True, f"Gluon of Triton {version} compiles for compute capability 9.0.")
+    major, minor = compute_capability() or (0, 0)
+    return Support(True, f"Gluon of Triton {version} compiles for compute capability {major}.{minor}.")
 
 
 @functools.cache

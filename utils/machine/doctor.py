@@ -6,7 +6,6 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 
 import torch
 
@@ -34,11 +33,6 @@ class Lab:
     name: str
     title: str
     parts: tuple[Part, ...]
-
-    @property
-    def notebook(self) -> Path:
-        """Path of the notebook, whether it exists or not."""
-        return ROOT / f"{self.name}.ipynb"
 
 
 LABS = (
@@ -71,7 +65,7 @@ def examine_lab(lab: Lab) -> dict:
     for part in lab.parts:
         support = part.support()
         parts.append({"part": part.name, "runs": bool(support), "reason": support.reason, "remedy": support.remedy})
-    if not lab.notebook.exists():
+    if not (ROOT / f"{lab.name}.ipynb").exists():
         status = "no notebook"
     else:
         status = "runs" if all(part["runs"] for part in parts) else "runs in part"
@@ -114,6 +108,7 @@ def examine_machine(providers: list[dict]) -> dict:
             "device": str(chosen),
             "name": torch.cuda.get_device_name() if chosen.type == "cuda" else cpu_model(),
             "gpu_specs_row": device.detect_gpu(),
+            "no_gpu": [] if (cuda := device.cuda_support()) else [cuda.reason, cuda.remedy],
             "python": platform.python_version(),
             "versions": {name: package_version(name) for name in packages},
         },
@@ -127,7 +122,7 @@ def print_report(report: dict) -> None:
     """Print the report as tables, with the reason and the remedy for each part that does not run."""
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
     console = Console()
     machine = report["machine"]
@@ -136,32 +131,33 @@ def print_report(report: dict) -> None:
     versions = " · ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     console.print(f"[bold]{machine['name']}[/] ({machine['device']}{known})")
     console.print(f"Python {machine['python']} · {versions}\n")
+    said = machine.get("no_gpu", [])  # once, and not again in each row
+    if said:
+        console.print(escape(f"No GPU can be used here: {' '.join(said)}\n"))
 
-    table = Table(pad_edge=False)
-    table.add_column("Lab", no_wrap=True)
-    table.add_column("Part", max_width=24)
-    table.add_column("Here", no_wrap=True)
-    table.add_column("Why, and what to do", ratio=1)
+    def why_not(entry: dict) -> str:
+        text = f"{entry['reason']} {entry['remedy']}"
+        for sentence in said:
+            text = text.replace(sentence, "")
+        return escape(text.strip().rstrip(":") or "It needs a GPU.")
+
+    wide = Column("Why, and what to do", ratio=1)
+    table = Table(Column("Lab", no_wrap=True), Column("Part", max_width=24), "Here", wide, pad_edge=False)
     for lab in report["labs"]:
         table.add_section()
         missing = lab["status"] == "no notebook"
         note = f"{lab['lab']}.ipynb is not in this folder." if missing else lab["title"]
         table.add_row(f"[bold]{lab['lab']}[/]", "", NO if missing else YES, note)
         for part in lab["parts"]:
-            note = part["reason"] if part["runs"] else f"{part['reason']} {part['remedy']}".rstrip()
-            table.add_row("", part["part"], YES if part["runs"] else NO, escape(note))
+            note = escape(part["reason"]) if part["runs"] else why_not(part)
+            table.add_row("", part["part"], YES if part["runs"] else NO, note)
     console.print(table)
 
-    table = Table(pad_edge=False)
-    table.add_column("Attention backend", no_wrap=True)
-    table.add_column("Here", no_wrap=True)
-    table.add_column("What it is; why not, and what to do", ratio=1)
+    wide = Column("What it is; why not, and what to do", ratio=1)
+    table = Table(Column("Attention backend", no_wrap=True), "Here", wide, pad_edge=False)
     for row in report["attention_providers"]:
-        if row["ok"]:
-            note = row["summary"] + (f" ({row['implementation']})" if row["implementation"] else "")
-        else:
-            note = f"{row['reason']} {row['remedy']}".rstrip()
-        table.add_row(row["backend"], YES if row["ok"] else NO, escape(note))
+        runs = escape(row["summary"] + (f" ({row['implementation']})" if row["implementation"] else ""))
+        table.add_row(row["backend"], YES if row["ok"] else NO, runs if row["ok"] else why_not(row))
     console.print(table)
     for fault in report["faults"]:
         console.print(f"[bold red]Broken installation:[/] {escape(fault)}")

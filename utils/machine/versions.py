@@ -1,4 +1,4 @@
-"""Which versions of torch and Triton the course was tested with, and what changed between them.
+"""Which versions of torch, Triton and transformers the course was tested with, and what changed between them.
 
 This is the one place that knows. Kernels, simulator and labs use Gluon's newest names; on an older Triton
 `adopt_newest_gluon_names` adds these names as aliases of the old ones:
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from importlib import metadata
 
 # package -> oldest and newest minor version that the tests have run with; docs/versions.md says how far, and with what result
-TESTED = {"torch": ((2, 11), (2, 15)), "triton": ((3, 6), (3, 9))}
+TESTED = {"torch": ((2, 11), (2, 15)), "triton": ((3, 6), (3, 9)), "transformers": ((5, 17), (5, 24))}
 
 
 @functools.cache

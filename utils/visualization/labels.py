@@ -35,6 +35,7 @@ SHRINK = (1.0, 0.88, 0.76)  # font sizes to try, as shares of the requested one
 COMPASS = {"E": 0, "NE": 45, "N": 90, "NW": 135, "W": 180, "SW": 225, "S": 270, "SE": 315}
 # Costs in points of distance: the other side of the point, a further point of a line, and what a text covers or crosses.
 COST_DIRECTION, COST_SLIDE, COST_LINE, COST_MARKER, COST_LEADER = 14.0, 5.0, 16.0, 90.0, 70.0
+COST_NEIGHBOUR = 40.0  # of a place that is nearer to another point than to its own
 
 
 @dataclass(eq=False)
@@ -124,9 +125,15 @@ def place(unit: list[Label], point: float, obstacles: Obstacles) -> bool:
     cost += COST_LINE * np.minimum(_holds(boxes, obstacles.points, 2 * point).sum(axis=1), 3)
     for leader in obstacles.leaders:
         cost += COST_LEADER * _holds(boxes, leader, 0).any(axis=1)
+    # A text that stands nearer to another point seems to name that one, unless a line leads to its own.
+    centres = (obstacles.markers[:, :2] + obstacles.markers[:, 2:]) / 2
+    away = np.linalg.norm(np.clip(centres, boxes[:, None, :2], boxes[:, None, 2:]) - centres, axis=2)
+    others = np.linalg.norm(centres - start[:, None], axis=2) > point
+    misleads = ((away < distance[:, None]) & others).any(axis=1)
+    cost += COST_NEIGHBOUR * misleads
     # The leader line of a far text may cross neither texts nor leader lines.
     path = _path(start, np.clip(start, boxes[:, :2], boxes[:, 2:]))
-    far = (distance > NEAR * point) | (len(unit) > 1)
+    far = (distance > NEAR * point) | misleads | (len(unit) > 1)
     for text in obstacles.texts:
         cost += COST_LEADER * far * ((path >= text[:2]) & (path <= text[2:])).all(axis=2).any(axis=1)
     for leader in obstacles.leaders:

@@ -32,7 +32,7 @@ class _Roof(NamedTuple):
     """A ceiling of compute over the slope of memory."""
 
     dtype: str  # "" for a main roof without a name
-    tflops: float
+    tflops: float  # in the plot's unit
     ridge: float  # FLOPs/Byte
 
 
@@ -41,8 +41,8 @@ class _Point(NamedTuple):
 
     name: str
     intensity: float  # FLOPs/Byte
-    attainable: float  # TFLOP/s on its roof
-    measured: float | None  # TFLOP/s
+    attainable: float  # on its roof, in the plot's unit
+    measured: float | None
 
     @property
     def share(self) -> float:
@@ -88,22 +88,25 @@ def plot_roofline(
         raise ValueError(f'gpu_name is {gpu_name!r}; it is the name in the title, such as "H200".')
     main = inputs.tflops("peak_flops", peak_flops)
     slope = inputs.bandwidth("peak_bandwidth", peak_bandwidth)
-    roofs = _roofs(main, slope, peaks)
-    points = _points(roofs, main, slope, operations, measured)
+    # A laptop's numbers are read more easily in GFLOP/s and GB/s.
+    prefix, scale = ("G", 1e3) if main < 1 else ("T", 1.0)
+    main, slope = main * scale, slope * scale
+    roofs = _roofs(main, slope, peaks, scale)
+    points = _points(roofs, main, slope, operations, measured, scale)
 
     from .labels import LabelLayer, list_columns  # it imports matplotlib, which takes half a second
 
     figure, (axes,) = open_axes(ax, (7.4 + 3.2 * list_columns(len(points)), 4.7))
     _limits(axes, roofs, slope, points)
     layer = LabelLayer(axes, names=len(points))
-    _draw_roofs(axes, layer, roofs, slope)
+    _draw_roofs(axes, layer, roofs, slope, prefix)
     _draw_points(axes, layer, points)
     layer.list_names()
     name_axes(
         axes,
         ax is None,
         x="arithmetic intensity (FLOPs/Byte)",
-        y="performance (TFLOP/s)",
+        y=f"performance ({prefix}FLOP/s)",
         title=f"Roofline: {gpu_name}" if title is None else title,
     )
     handles = _key(points)
@@ -112,16 +115,18 @@ def plot_roofline(
     return figure, axes
 
 
-def _roofs(main: float, slope: float, peaks: Mapping[str, float] | None) -> list[_Roof]:
-    """Return the roofs, the main one first; dtypes with equal peaks share one roof."""
+def _roofs(main: float, slope: float, peaks: Mapping[str, float] | None, scale: float) -> list[_Roof]:
+    """Return the roofs, the main one first; dtypes with equal peaks share one roof. `scale` is 1 TFLOP/s in the plot's unit."""
     by_peak: dict[float, list[str]] = {main: []}
     if peaks is not None:
         for dtype, peak in inputs.mapping("peaks", peaks, '{"bf16": 989.0}').items():
-            by_peak.setdefault(inputs.tflops(f"peaks[{dtype!r}]", peak), []).append(dtype)
+            by_peak.setdefault(inputs.tflops(f"peaks[{dtype!r}]", peak) * scale, []).append(dtype)
     return [_Roof(", ".join(dtypes), peak, peak / slope) for peak, dtypes in by_peak.items()]
 
 
-def _points(roofs: list[_Roof], main: float, slope: float, operations: Any, measured: Any) -> list[_Point]:
+def _points(
+    roofs: list[_Roof], main: float, slope: float, operations: Any, measured: Any, scale: float
+) -> list[_Point]:
     """Return the measured points, and the predicted ones that were not measured."""
     points = []
     if measured is not None:
@@ -130,7 +135,7 @@ def _points(roofs: list[_Roof], main: float, slope: float, operations: Any, meas
             if len(parts) not in (2, 3):
                 raise ValueError(f"measured[{name!r}] must be (FLOPs/Byte, TFLOP/s), got {item!r}.")
             intensity = inputs.number(f"measured[{name!r}][0]", parts[0], "FLOPs/Byte")
-            rate = inputs.tflops(f"measured[{name!r}][1]", parts[1])
+            rate = inputs.tflops(f"measured[{name!r}][1]", parts[1]) * scale
             peak = main
             if len(parts) == 3:
                 known = {dtype: roof.tflops for roof in roofs for dtype in roof.dtype.split(", ") if dtype}
@@ -162,7 +167,7 @@ def _limits(ax: Any, roofs: list[_Roof], slope: float, points: list[_Point]) -> 
     log_axis(ax.yaxis, bottom, top)
 
 
-def _draw_roofs(ax: Any, layer: Any, roofs: list[_Roof], slope: float) -> None:
+def _draw_roofs(ax: Any, layer: Any, roofs: list[_Roof], slope: float, prefix: str) -> None:
     low, high = ax.get_xlim()
     bottom, _ = ax.get_ylim()
     main = roofs[0]
@@ -186,13 +191,13 @@ def _draw_roofs(ax: Any, layer: Any, roofs: list[_Roof], slope: float) -> None:
         ridge = "" if i == 0 else f", ridge {plain(roof.ridge)}"
         line = [(roof.ridge * (high / roof.ridge) ** share, roof.tflops) for share in (0.98, 0.85, 0.7, 0.55, 0.4)]
         weight = "bold" if i == 0 else "normal"
-        layer.add(f"{name}{plain(roof.tflops)} TFLOP/s{ridge}", line, prefer="NW", gap=4, fontweight=weight)
+        layer.add(f"{name}{plain(roof.tflops)} {prefix}FLOP/s{ridge}", line, prefer="NW", gap=4, fontweight=weight)
     layer.add(f"ridge {plain(main.ridge)} FLOPs/Byte", (main.ridge, main.tflops), prefer="NW", gap=7)
     edge = 0.02
     at = (math.log(main.ridge) - math.log(low)) / (math.log(high) - math.log(low))
     for x, ha, words in ((at - edge / 2, "right", "memory-bound"), (at + edge / 2, "left", "compute-bound")):
         ax.text(x, 0.02, words, transform=ax.transAxes, ha=ha, va="bottom", fontsize=SMALL, color=SOFT, style="italic")
-    layer.add_along(f"{plain(slope)} TB/s", (start, start * slope), (main.ridge, main.tflops), fontweight="bold")
+    layer.add_along(f"{plain(slope)} {prefix}B/s", (start, start * slope), (main.ridge, main.tflops), fontweight="bold")
 
 
 def _draw_points(ax: Any, layer: Any, points: list[_Point]) -> None:

@@ -9,18 +9,21 @@ import re
 import torch
 
 from instructor.checks.common import DTYPES, Draw, dtype_name, expect_value
-from utils.attention import reference
-from utils.checking import FUSED_ATTENTION, SOFTMAX, attention_mistake, check, expect_close, watch_operations
+from utils.checking import FUSED_ATTENTION, check, watch_operations
+from utils.checking.labs.lab1.attention import (
+    MERGE,
+    ONLINE,
+    STANDARD,
+    expect_attention,
+    expect_bshd,
+    expect_merged,
+    expect_stats,
+)
 
 _BESIDE_SDPA = r"mm|bmm|addmm|baddbmm|mv|dot|\w*softmax|exp2?|expm1|sigmoid|tanh|pow"
 
 
-def attend_in_float64(q, k, v, causal=False):
-    """Compute attention of (B, H, S, D) in float64, rounded to the dtype of q."""
-    return reference(q, k, v, causal=causal)[0].to(q.dtype)
-
-
-@check("5.1", "Standard attention", forbids=FUSED_ATTENTION, hint="write the three lines yourself")
+@check(**STANDARD)
 def standard_attention(standard_attention, seed=None):
     """Check softmax(q k^T / sqrt(D)) v, without a fused operator and without a causal mask."""
     draw = Draw(seed)
@@ -31,20 +34,11 @@ def standard_attention(standard_attention, seed=None):
     ):
         b, h, s = draw.sizes(3, 2, most)
         q, k, v = (2 * draw.normal(b, h, s, d, dtype=dtype) for _ in range(3))
-        got = standard_attention(q, k, v)
-        what = f"standard_attention of ({b}, {h}, {s}, {d}) in {dtype_name(dtype)}"
-        hint = attention_mistake(got, q, k, v) or "Which dimension is the softmax over?"
-        expect_close(got, attend_in_float64(q, k, v), rtol=rtol, atol=atol, what=what, hint=hint)
+        what = f"of ({b}, {h}, {s}, {d}) in {dtype_name(dtype)}"
+        expect_attention(standard_attention, q, k, v, what, rtol, atol)
     # Large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
     q, k, v = 20 * draw.normal(1, 1, 6, 64), 20 * draw.normal(1, 1, 6, 64), draw.normal(1, 1, 6, 64)
-    expect_close(
-        standard_attention(q, k, v),
-        attend_in_float64(q, k, v),
-        rtol=1e-3,
-        atol=1e-3,
-        what="standard_attention with scores in the hundreds",
-        hint="exp overflows: subtract the largest score first, or use torch.softmax.",
-    )
+    expect_attention(standard_attention, q, k, v, "with scores in the hundreds", 1e-3, 1e-3)
 
 
 @check("5.1", "Memory of the scores")
@@ -92,31 +86,13 @@ def attention_bshd(attention_bshd, seed=None):
     for s, heads, kv_heads in ((draw.size(9, 15), 4, 4), (6, 6, 6), (draw.size(9, 15), 6, 2), (draw.size(9, 15), 4, 1)):
         b, d = draw.size(2, 3), draw.choice((8, 16))
         q, k, v = draw.normal(b, s, heads, d), draw.normal(b, s, kv_heads, d), draw.normal(b, s, kv_heads, d)
-        inputs = q.clone(), k.clone(), v.clone()
         with watch_operations() as watch:
-            got = attention_bshd(*inputs)
-        what = f"attention_bshd of q ({b}, {s}, {heads}, {d}) with {kv_heads} key-value heads"
-
-        def attend(causal, q=q, k=k, v=v, group=heads // kv_heads):
-            keys, values = (t.transpose(1, 2).repeat_interleave(group, dim=1) for t in (k, v))
-            return attend_in_float64(q.transpose(1, 2), keys, values, causal=causal).transpose(1, 2)
-
-        hint = "Which two dimensions does SDPA take as tokens and head dimension?"
-        if isinstance(got, torch.Tensor) and got.shape == q.shape:
-            if torch.allclose(got, attend(False).to(got.dtype), rtol=1e-3, atol=1e-4):
-                hint = "It is not causal: each token sees the tokens after it."
-            elif heads == kv_heads and torch.allclose(
-                got, attend_in_float64(q, k, v, causal=True).to(got.dtype), atol=1e-4
-            ):
-                hint = "This is attention over HEADS instead of tokens: SDPA wants (B, H, S, D)."
-        elif isinstance(got, torch.Tensor) and got.shape == (b, heads, s, d):
-            hint = "Turn the result back to (B, S, H, D)."
-            raise AssertionError(f"{what} should have shape {tuple(q.shape)}, and has {tuple(got.shape)}. {hint}")
-        expect_close(got, attend(True), rtol=1e-4, atol=1e-5, what=what, hint=hint)
+            attention_bshd(q.clone(), k.clone(), v.clone())
+        expect_bshd(attention_bshd, q, k, v)
         calls = sum(count for name, count in watch.calls.items() if name.strip("_") == "scaled_dot_product_attention")
         if calls > 1:
             raise AssertionError(
-                f"{what} calls SDPA {calls} times; one call does it for all sequences, heads and groups of heads."
+                f"attention_bshd calls SDPA {calls} times; one call does it for all sequences, heads and groups of heads."
             )
     q, k, v = (draw.normal(1, 64, 2, 8) for _ in range(3))
     with watch_operations() as watch:
@@ -131,17 +107,7 @@ def attention_bshd(attention_bshd, seed=None):
         )
 
 
-def _softmax_stats(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    m = x.amax(dim=1)
-    return m, torch.exp(x - m[:, None]).sum(dim=1)
-
-
-@check(
-    "5.3",
-    "Online softmax",
-    largest="a block with the maximum and the sum of its rows",
-    hint="keep a running maximum and a running sum, and look at one block at a time",
-)
+@check(**ONLINE)
 def online_softmax_stats(online_softmax_stats, seed=None):
     """Check the running maximum and sum; each block is read once."""
     draw = Draw(seed)
@@ -166,35 +132,10 @@ def online_softmax_stats(online_softmax_stats, seed=None):
             x[:, : widths[0]] -= 1000.0
         elif order in ("rising", "falling"):
             x = x.sort(dim=1, descending=order == "falling").values
-        copies = [block.clone() for block in x.split(widths, dim=1)]
-        taken = []
-
-        def arriving(copies=copies, taken=taken):
-            for i, block in enumerate(copies):
-                taken.append(i)
-                yield block
-                block.fill_(math.nan)  # each block can be read once
-
-        limited = online_softmax_stats.limited(rows * max(widths) + 2 * rows)
-        result = limited(arriving())
-        if len(taken) != len(widths):
-            raise AssertionError(f"{len(widths)} blocks arrived, and {len(taken)} were looked at.")
-        if not isinstance(result, tuple | list) or len(result) != 2:
-            raise AssertionError(f"online_softmax_stats should return (m, l), and returned {type(result).__name__}.")
-        if order in ("rising", "falling"):
-            _expect_used_up(limited.sizes.steps, widths)
-        m, l = _softmax_stats(x.double())  # noqa: E741 (the formula's letter)
         name = f"{len(widths)} blocks" + (f" with {order} values" if order else f" with values around {middle}")
-        expect_close(
-            result[0],
-            m.to(dtype),
-            rtol=1e-6,
-            atol=1e-5,
-            what=f"m of {name}",
-            hint="m is the largest value of the row over all blocks.",
-        )
-        hint = "When a block brings a larger maximum, what happens to the sum so far?"
-        expect_close(result[1], l.to(dtype), rtol=1e-3, atol=1e-6, what=f"l of {name}", hint=hint)
+        sizes = expect_stats(online_softmax_stats, x, widths, name)
+        if order in ("rising", "falling"):
+            _expect_used_up(sizes.steps, widths)
 
 
 def _expect_used_up(steps: list[tuple], widths: list[int]) -> None:
@@ -233,44 +174,19 @@ def attention_intensity(attention_intensity, seed=None):
             )
 
 
-@check("Bonus 5.7", "Merging", forbids=SOFTMAX, hint="subtract the largest L, then take exp")
+@check(**MERGE)
 def merge_attention(merge_attention, seed=None):
     """Check that merged parts equal attention over all keys, with large scores and with empty parts."""
     draw = Draw(seed)
     for scale, parts, empty in ((1, 3, False), (25, 4, False), (1, 1, False), (2, 4, True)):
         b, h, s, d = draw.sizes(4, 2, 9)
         q = scale * draw.normal(b, h, s, d, dtype=torch.float64)
-        k, v = (
-            scale * draw.normal(b, h, 12 * parts, d, dtype=torch.float64),
-            draw.normal(b, h, 12 * parts, d).double(),
-        )
+        k, v = scale * draw.normal(b, h, 12 * parts, d, dtype=torch.float64), draw.normal(b, h, 12 * parts, d)
         scores = q @ k.transpose(-2, -1)
         if empty:
             scores[:, :, ::2, :24] = -math.inf  # every second query sees no key of parts 0 and 1
             scores[:, :, 1::2, 36:] = -math.inf
-        outputs, lses = [], []
-        for part in range(parts):
-            block = scores[..., 12 * part : 12 * part + 12]
-            lses.append(torch.logsumexp(block, dim=-1))
-            outputs.append(
-                torch.softmax(block, dim=-1) @ v[:, :, 12 * part : 12 * part + 12]
-            )  # NaN where the part is empty
-        outputs, lses = torch.stack(outputs).float(), torch.stack(lses).float()
-        result = merge_attention(outputs, lses)
-        if not isinstance(result, tuple | list) or len(result) != 2:
-            raise AssertionError(f"merge_attention should return (output, lse), and returned {type(result).__name__}.")
-        what = f"{parts} parts" + (" of which some are empty" if empty else f" with L up to {lses.abs().max():.0f}")
-        # The expected value is computed from the float32 inputs: at L around 1000 their rounding alone changes the answer.
-        wide = lses.double()
-        weights = torch.softmax(wide, dim=0)[..., None]
-        expected = (weights * torch.where(weights > 0, outputs.double(), 0.0)).sum(dim=0)
-        hint = "A part counts with the weight exp(L_p - L); where L_p is -inf, its output must not be touched."
-        expect_close(result[0], expected.float(), rtol=1e-3, atol=1e-4, what=f"the output of {what}", hint=hint)
-        expect_close(
-            result[1],
-            torch.logsumexp(wide, dim=0).float(),
-            rtol=1e-5,
-            atol=1e-3,
-            what=f"the lse of {what}",
-            hint="L = log of the sum over parts of exp(L_p).",
+        name = f"{parts} parts" + (
+            " of which some are empty" if empty else f" with scores up to {scores.abs().max():.0f}"
         )
+        expect_merged(merge_attention, scores, v, parts, name)

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import torch
 
-from instructor.checks.common import DTYPES, Draw, by_value, dtype_name, expect_counts, expect_value
-from utils.checking import check, expect_close
+from instructor.checks.common import DTYPES, Draw, dtype_name, expect_counts, expect_value
+from utils.checking import check
+from utils.checking.labs.lab1.gemma import expect_counted, expect_decoded
 from utils.config import GEMMA_CONFIG
 
 _UNITS = ("MACs", "FLOPs", "bytes")
@@ -222,32 +223,10 @@ def counted_flops(counted_flops, seed=None):
     """Check any function with any arguments; it must run once."""
     draw = Draw(seed)
     m, k, n, p = draw.sizes(4, 3, 40)
-    a, b, c = draw.normal(m, k), draw.normal(k, n), draw.normal(n, p)
-    calls = []
-
-    def note_call():
-        calls.append(1)
-
-    @by_value
-    def chain(x, y, z):
-        note_call()
-        return torch.relu(x @ y) @ z
-
-    expect_value(
-        counted_flops(chain, a, b, c),
-        2 * m * k * n + 2 * m * n * p,
-        "FLOPs",
-        f"counted_flops of relu(({m}, {k}) @ ({k}, {n})) @ ({n}, {p})",
-    )
-    if len(calls) != 1:
-        raise AssertionError(f"fn should run once, and ran {len(calls)} times.")
+    expect_counted(counted_flops, m, k, n, p)
+    a, b = draw.normal(m, k), draw.normal(k, n)
     got = counted_flops(torch.nn.functional.linear, a, b.T)
     expect_value(got, 2 * m * k * n, "FLOPs", f"counted_flops of a second function, F.linear of ({m}, {k})")
-    if counted_flops(torch.sin, a) != 0:
-        raise AssertionError("counted_flops(torch.sin, a) should be 0: PyTorch counts matrix products only.")
-
-
-_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj")
 
 
 def _small_layer(layer_idx: int):
@@ -262,43 +241,12 @@ def _small_layer(layer_idx: int):
 @check("3.4", "Decoding with a KV cache")
 def decode_with_cache(decode_with_cache, seed=None):
     """Check that the result equals a full prefill, and that the prompt runs once and each new token alone."""
-    from utils.model import get_position_embeddings, prefill_forward
-
     draw = Draw(seed)
     for layer_idx in (5, 0):
         layer, rotary_emb = _small_layer(layer_idx)
-        hidden = layer.config.hidden_size
         batch, prompt_len, new = draw.size(2, 3), draw.size(11, 14), draw.size(4, 7)
-        tokens = draw.normal(batch, prompt_len + new, hidden)
-        prompt, new_tokens = tokens[:, :prompt_len], tokens[:, prompt_len:]
-        positions = torch.arange(prompt_len + new).expand(batch, -1)
-        embeddings = get_position_embeddings(tokens, positions, rotary_emb, layer.self_attn.layer_type)
-        expected = prefill_forward(layer, tokens, positions, embeddings)[:, prompt_len:]
-        seen: dict[str, list[int]] = {name: [] for name in _PROJECTIONS}
-        hooks = [
-            layer.get_submodule(name).register_forward_pre_hook(
-                lambda _, args, counts=counts: counts.append(args[0].shape[-2])
-            )
-            for name, counts in seen.items()
-        ]
-        try:
-            got = decode_with_cache(layer, rotary_emb, prompt, new_tokens)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        kind = layer.self_attn.layer_type.replace("_", " ")
-        what = f"decode_with_cache of {prompt_len} + {new} tokens ({kind})"
-        hint = "Position of the first new token: prompt_len. The rotary embedding, position_ids and cache_positions must all say so."
-        if any(counts != [prompt_len] + [1] * new for counts in seen.values()):
-            counts = next(counts for counts in seen.values() if counts != [prompt_len] + [1] * new)
-            hint += f" The layer ran on {counts} tokens, call by call; expected {prompt_len} at once and then {new} times 1."
-        expect_close(got, expected, rtol=1e-3, atol=1e-4, what=what, hint=hint)
-        for name, counts in seen.items():
-            if counts != [prompt_len] + [1] * new:
-                raise AssertionError(
-                    f"{what}: the values are right, but the layer's {name} ran on {counts} tokens, call by call. Expected one "
-                    f"prefill of {prompt_len} tokens and then {new} times 1 token: the cache saves the rest."
-                )
+        tokens = draw.normal(batch, prompt_len + new, layer.config.hidden_size)
+        expect_decoded(decode_with_cache, layer, rotary_emb, tokens, prompt_len)
 
 
 @check("3.4", "KV-cache bytes")

@@ -2,93 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import json
 import math
-import tempfile
-from pathlib import Path
 
 import torch
 
-from instructor.checks.common import DTYPES, Draw, by_value, dtype_name, expect_value
-from utils.checking import DERIVATIVES, GELU, LOOKUPS, MATMUL, check, expect_close
-from utils.checking.profiles import marked_waits, steps_that_wait, wait_with_mark
+from instructor.checks.common import DTYPES, Draw, dtype_name, expect_value
+from utils.checking import check
+from utils.checking.labs.lab1.profiling import GELU_RULE, expect_gelu, expect_kernels, profile_of
 from utils.machine.device import default_device
 
 
 @check("4.1", "Profile and trace")
 def profile_steps(profile_steps, seed=None):
-    """Check that six steps are recorded, that the Chrome trace is readable, and that the profiler is returned."""
+    """Check that six steps are recorded, that each waits, that the Chrome trace is readable, and that the profiler is returned."""
     draw = Draw(seed)
-    repeats = draw.size(2, 5)
-    x, calls = draw.normal(64), []
-
-    def note(what):
-        calls.append(what)
-
-    @by_value
-    def step():
-        note("fn")
-        for _ in range(repeats):
-            torch.erfinv(x)
-
-    @by_value
-    def wait():
-        note("wait")
-        wait_with_mark()
-
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        path = Path(f"trace_{draw.size(0, 999)}.json")
-        with marked_waits(profile_steps, wait):
-            prof = profile_steps(step, str(path))
-        if not path.exists():
-            raise AssertionError(
-                f"no file was written to trace_path ({path.name}): prof.export_chrome_trace(trace_path)."
-            )
-        try:
-            events = json.loads(path.read_text())["traceEvents"]
-        except (ValueError, KeyError, TypeError):
-            raise AssertionError("the file at trace_path is no Chrome trace (JSON with traceEvents).") from None
-    if not isinstance(prof, torch.profiler.profile):
-        raise AssertionError(f"profile_steps should return the profiler, and returned {type(prof).__name__}.")
-    if (ran := calls.count("fn")) != 10:
-        raise AssertionError(
-            f"fn should run 10 times (1 wait + 3 warm-up + 6 active steps of default_schedule), and ran {ran} times."
-        )
-    steps = {event["name"] for event in events if str(event.get("name", "")).startswith("ProfilerStep#")}
-    recorded = sum(event.get("name") == "aten::erfinv" for event in events)
-    if len(steps) != 6 or recorded != 6 * repeats:
-        raise AssertionError(
-            f"the trace holds {len(steps)} steps and {recorded} of fn's operators; expected 6 steps and {6 * repeats}. "
-            "Is schedule=default_schedule given, and is prof.step() called after each call?"
-        )
-    if steps != (fourth := {f"ProfilerStep#{number}" for number in range(4, 10)}):
-        raise AssertionError(
-            f"the trace holds the steps {', '.join(sorted(steps))} of the profiler, and default_schedule records {min(fourth)} to "
-            f"{max(fourth)}: all ten calls of fn are under the profiler, the first four as well."
-        )
-    # Whoever waits by a function of torch's leaves no mark, and has waited all the same.
-    if (waits := steps_that_wait(events, "aten::erfinv")) is None:
-        return
-    if waits < 6:
-        raise AssertionError(
-            f"{waits} of 6 recorded steps wait for the device after fn and before they end: call synchronize() between fn() and "
-            "prof.step()."
-        )
-    if (waited := sum(pair == ("fn", "wait") for pair in itertools.pairwise(calls))) < 10:
-        raise AssertionError(
-            f"{waited} of the 10 calls of fn are followed by synchronize(). In the steps before the first recorded one it is needed, too: "
-            "what has not ended when the recording begins ends inside of it."
-        )
+    profile_of(profile_steps, "erfinv", draw.size(2, 5), f"trace_{draw.size(0, 999)}.json")
 
 
-@check(
-    "4.2",
-    "GELU by hand",
-    forbids=(GELU, MATMUL, LOOKUPS, DERIVATIVES),
-    hint="write the formula from +, * and torch.tanh",
-)
+@check(**GELU_RULE)
 def gelu_by_hand(gelu_by_hand, seed=None):
     """Check the tanh form of GELU, made of elementwise operators, on any shape and dtype."""
     draw = Draw(seed)
@@ -102,15 +33,7 @@ def gelu_by_hand(gelu_by_hand, seed=None):
     ):
         x = 3 * draw.normal(*shape, dtype=dtype)
         x[0, :4] = torch.tensor([0.0, -30.0, 30.0, math.nan], dtype=dtype)
-        what = f"gelu_by_hand of {tuple(x.shape)} in {dtype_name(dtype)}"
-        got = gelu_by_hand(x)
-        wide = torch.nn.functional.gelu(x.double(), approximate="tanh").to(dtype)
-        exact = torch.nn.functional.gelu(x.double()).to(dtype)
-        hint = "Compare each factor with the formula: 1/2, the square root of 2/pi, 0.044715, the cube."
-        comparable = isinstance(got, torch.Tensor) and got.shape == x.shape and dtype is torch.float64
-        if comparable and torch.allclose(got.double(), exact.double(), rtol=1e-6, atol=1e-9, equal_nan=True):
-            hint = "This is the exact GELU, with erf. Gemma uses the tanh form."
-        expect_close(got, wide, rtol=rtol, atol=atol, what=what, hint=hint)
+        expect_gelu(gelu_by_hand, x, rtol, atol)
 
 
 @check("4.2", "Bytes of fusion")
@@ -148,68 +71,12 @@ def fusion_bytes(elementwise_bytes, fusion_speedup, seed=None):
 @check("4.3", "Kernels per step")
 def kernels_per_step(kernels_per_step, seed=None):
     """Check that the kernels of one call are counted, not those of all recorded calls."""
-    draw = Draw(seed)
-    device = default_device()
+    draw, device = Draw(seed), default_device()
     # On a GPU the kernels are long enough to be still in the queue when a step ends.
     x = draw.normal(4096 if device.type == "cpu" else 1 << 24).to(device)
     functions = (torch.sin, torch.cos, torch.tanh, torch.exp, torch.sigmoid)
     for count in (draw.size(2, 4), draw.size(5, 9)):
-        chosen = [draw.choice(functions) for _ in range(count)]
-
-        profiled: list[bool] = []
-        order: list[str] = []
-
-        def note(enabled, profiled=profiled, order=order):
-            profiled.append(bool(enabled))
-            order.append("profiled" if enabled else "call")
-
-        def note_wait(order=order):
-            order.append("wait")
-
-        @by_value
-        def wait(note_wait=note_wait):
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            note_wait()
-
-        @by_value
-        def chain(chosen=chosen, note=note):
-            note(torch.autograd._profiler_enabled())
-            y = x
-            for function in chosen:
-                y = function(y)
-
-        with marked_waits(kernels_per_step, wait):
-            got = kernels_per_step(chain)
-        expect_value(
-            got,
-            count,
-            "",
-            f"kernels_per_step of {count} elementwise operators",
-            {
-                "That is the sum over the 6 recorded steps.": 6 * count,
-                "That is the sum over all 10 calls.": 10 * count,
-                "Wait for the GPU before prof.step(): kernels of earlier steps ran in the recorded ones.": round(
-                    count * 10 / 6
-                ),
-            },
-        )
-        if any(profiled) and (len(profiled) < 3 or profiled[0]):
-            raise AssertionError(
-                f"kernels_per_step called fn {len(profiled)} times, from the first one on under the profiler: profile it with a "
-                "schedule, which waits and warms up first."
-            )
-        if not any(profiled):
-            raise AssertionError(
-                "kernels_per_step never called fn under the profiler: what a compiled function launches, only a profile shows."
-            )
-        after = zip(order, [*order[1:], ""], strict=True)
-        waited = [what == "wait" for event, what in after if event == "profiled"]  # one may call fn before, to warm up
-        if any(waited) and not all(waited):
-            raise AssertionError(
-                f"kernels_per_step waits for the device after {sum(waited)} of {len(waited)} profiled calls: call synchronize() before each "
-                "prof.step(), as in Question 4.1."
-            )
+        expect_kernels(kernels_per_step, [draw.choice(functions) for _ in range(count)], x)
 
 
 @check("4.4", "The launch queue")

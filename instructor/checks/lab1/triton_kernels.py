@@ -16,11 +16,11 @@ from instructor.checks.common import Draw
 from utils.checking import check, expect_close
 from utils.checking.kernel_files import kernels_of
 from utils.checking.kernel_mistakes import flash_mistake
-from utils.kernels.interpreter import InterpretedKernelError, run_interpreted_cases
+from utils.checking.labs.lab1.triton_kernels import WATCHED_PRODUCTS, flash_inputs, interpreted
 
 _GUARD = 70  # rows and columns around a tensor: more than a block can reach beyond its edges
 
-_WATCH = f"""
+_WATCH = f"""{WATCHED_PRODUCTS}
 
 def guarded_by_the_check(rows, columns, value, dtype, heads=1, sides=1):
     # A tensor (heads, rows, columns) in the middle of a larger one, and the larger one.
@@ -34,21 +34,15 @@ def limit_blocks_of_the_check(most):
     # No range is longer than `most`. Returns the products that each program makes by tl.dot, {{program: number}}.
     from triton.runtime import interpreter
 
-    builder, products = interpreter.interpreter_builder, {{}}
+    builder = interpreter.interpreter_builder
 
     def make_range(*args):  # the last two are its ends
         if args[-1] - args[-2] > most:
             raise ValueError(f"a block of {{args[-1] - args[-2]}}, and the largest here has {{most}}: work block by block")
         return type(builder).create_make_range(builder, *args)
 
-    def dot(a, b, d, precision, *rest):
-        if a.dtype.is_fp32() and "IEEE" not in str(precision):
-            raise ValueError('tl.dot without input_precision="ieee": a GPU would round float32 tiles to ten bits')
-        products[builder.grid_idx] = products.get(builder.grid_idx, 0) + 1
-        return type(builder).create_dot(builder, a, b, d, precision, *rest)
-
-    builder.create_make_range, builder.create_dot = make_range, dot
-    return products
+    builder.create_make_range = make_range
+    return watch_products_of_the_check()
 
 
 def expect_products_of_the_check(products, programs, each):
@@ -118,13 +112,7 @@ def _run(source: str, kernel: str, entry: str, cases: dict[str, tuple]) -> dict[
     source = kernels_of(
         source, f"{kernel.replace('_kernel', '_triton')}.py", kernel
     )  # what launches it is the check's own
-    names = list(cases)
-    try:
-        results = run_interpreted_cases((source + entry, "entry_of_the_check"), list(cases.values()), timeout=120)
-    except InterpretedKernelError as error:
-        place = f" on {names[error.case]}" if error.case is not None else ""
-        raise AssertionError(f"{kernel} failed{place}: {error.in_short}") from None
-    return dict(zip(names, results, strict=True))
+    return interpreted(source + entry, "entry_of_the_check", cases, timeout=120)
 
 
 def _inside(whole: torch.Tensor, place: tuple, name: str) -> torch.Tensor:
@@ -179,10 +167,9 @@ def flash_triton(source: str, seed=None):
         ("fp16", (draw.size(5, 15), draw.size(65, 79), 32), (16, 32), 1.0, False, torch.float16),
         ("large blocks", (draw.size(65, 79), draw.size(129, 150), 64), (64, 64), 1.0, False, torch.float16),
     ):
-        q, k, v = (draw.normal(3, tokens, size) for tokens in (queries, keys, keys))
-        k, v = k + torch.arange(keys)[:, None] / keys, v + 1.0  # scores rise in some rows, and fall in others
         what = f"3 heads, {queries} queries and {keys} keys, D = {size}, blocks of {block_m} and {block_n}, {words}"
-        cases[what] = (*(x.to(dtype) for x in (q * factor, k, v)), block_m, block_n, tokens_first)
+        inputs = flash_inputs(draw.normal, queries, keys, size, factor, dtype)
+        cases[what] = (*inputs, block_m, block_n, tokens_first)
     for name, whole in _run(source, "flash_kernel", _FLASH, cases).items():
         q, k, v, _, block_n, _ = cases[name]
         got = _inside(whole, (slice(None), slice(_GUARD, _GUARD + q.shape[1])), f"the output on {name}")

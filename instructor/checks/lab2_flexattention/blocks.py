@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 
@@ -11,9 +10,10 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
 from instructor.checks.common import Draw, expect_value, poisoned_memory
-from instructor.checks.lab2_flexattention.common import Counted, attend_densely, moved_heads
+from instructor.checks.lab2_flexattention.common import Counted, attend_densely
 from utils.attention.masks import dense_mask
 from utils.checking import FUSED_ATTENTION, check, expect_close, expect_rounded_once
+from utils.checking.labs.lab2_flexattention.blocks import expect_skipped, skipping_mistake
 
 MOST_SECONDS = 1.0  # of a formula, which takes microseconds, also where the machine is busy
 
@@ -137,9 +137,6 @@ def _expect_no_loop_over_blocks(document_blocks) -> None:
             )
 
 
-_SOFTMAX_STEPS = frozenset({"exp", "exp2", "expm1", "amax", "max", "_softmax"})
-
-
 @check(
     "3.3",
     "Attention that skips",
@@ -172,28 +169,11 @@ def block_sparse_attention(block_sparse_attention, seed=None):
         limited = block_sparse_attention.limited(max(row, q.numel(), k.numel()))
         with poisoned_memory():
             got = limited(q, k, v, block_mask)
-        sizes = limited.sizes
         tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
         right = attend_densely(q, k, v, mask)
-        expect_close(got, right, **tolerance, what=what, hint=_hint(got, right, q, k, v, mask, block_mask))
-        visited = int(block_mask.kv_num_blocks.sum() + block_mask.full_kv_num_blocks.sum())
-        one = 2 * batch * heads * size_q * size_k * head_dim
-        if sizes.macs > one * visited:
-            raise AssertionError(
-                f"{what} does the products of {sizes.macs / one:.0f} blocks; only {visited} of "
-                f"{(s // size_q) * (length // size_k)} hold a visible pair. Visit those in the tables."
-            )
-        partial = int(block_mask.kv_num_blocks.sum())
-        if counted.asked > partial * size_q * size_k:
-            raise AssertionError(
-                f"{what} asks mask_mod about {counted.asked} pairs; the {partial} partial blocks hold "
-                f"{partial * size_q * size_k}. In full blocks every pair is visible: do not ask."
-            )
-        if (scores := sizes.over(row, _SOFTMAX_STEPS)) is not None:
-            raise AssertionError(
-                f"{what} works on a tensor of {scores[1]} elements (in {scores[0]}); one row of blocks has "
-                f"{row} scores. Work on the scores of one row of blocks at a time."
-            )
+        hint = skipping_mistake(got, q, k, v, mask, block_mask)
+        expect_close(got, right, **tolerance, what=what, hint=hint)
+        expect_skipped(what, limited.sizes, counted.asked, block_mask, q, k)
     _expect_wide_inside(block_sparse_attention, draw)
 
 
@@ -207,30 +187,3 @@ def _expect_wide_inside(block_sparse_attention, draw: Draw) -> None:
     what = f"block_sparse_attention of {s} tokens in bfloat16"
     expect_close(got, exact.to(q.dtype), rtol=0.1, atol=0.1, what=what)
     expect_rounded_once(got, exact, what, "scores, weights and sums")
-
-
-def _hint(got, right, q, k, v, mask, block_mask) -> str:
-    if not isinstance(got, torch.Tensor) or got.shape != q.shape:
-        return ""
-    size_q, size_k = block_mask.BLOCK_SIZE
-    near = functools.partial(torch.allclose, rtol=3e-2, atol=3e-2)
-    blocks = _counts_of(mask, size_q, size_k)
-    spread = blocks.repeat_interleave(size_q, 0).repeat_interleave(size_k, 1)
-    size = size_q * size_k
-    wrong = {
-        "The mask is not applied inside of partial blocks.": spread > 0,
-        "Full blocks are missing.": mask & (spread < size),
-        "Partial blocks are missing.": spread == size,
-    }
-    for hint, seen in wrong.items():
-        if near(got.double(), attend_densely(q, k, v, seen).double()):
-            return hint
-    if near(got.double(), attend_densely(q * math.sqrt(q.shape[-1]), k, v, mask).double()):
-        return "Divide the scores by sqrt(D)."
-    if got.isnan().any():
-        return "A query that sees nothing in a block, or nothing at all, must not end in NaN: its weights are 0."
-    return moved_heads(got, right, 3e-2, 3e-2)
-
-
-def _counts_of(mask: torch.Tensor, size_q: int, size_k: int) -> torch.Tensor:
-    return mask.unfold(0, size_q, size_q).unfold(1, size_k, size_k).sum(dim=(2, 3))

@@ -12,6 +12,7 @@ from instructor.checks.common import Draw, SizeWatch
 from instructor.checks.lab2_flexattention.common import attend_densely, expect_mask, indices, recording
 from utils.attention import reference
 from utils.checking import check, expect_close, leaves_inputs
+from utils.checking.labs.lab2_flexattention.kernels import expect_bucket
 from utils.checking.masks import expect_program, kernels_for, pairs
 from utils.checking.watching import MOVES
 
@@ -175,28 +176,8 @@ def buckets(bucketed_attention, seed=None):
         q, k, v = (draw.normal(2, 2, tokens, 4) for _ in range(3))
         k = k - 1.0  # the scores differ clearly from those of padding
         k[:, :, 1] = 0.0  # a key that looks like padding, and is none
-        got = bucketed_attention(attend, q, k, v, list(shuffled))
-        if len(calls) != 1:
-            raise AssertionError(f"attend should be called once, and was called {len(calls)} times.")
-        (shape, mod), bucket = calls[0], min(size for size in sizes if size >= tokens)
-        if shape[2] != bucket:
-            raise AssertionError(
-                f"{tokens} tokens and buckets of {shuffled}: attend got {shape[2]} tokens, and the smallest "
-                f"bucket that holds them is {bucket}."
-            )
-        right = attend_densely(q, k, v, torch.ones(1, 1, dtype=torch.bool))
-        hint = ""
-        if isinstance(got, torch.Tensor) and got.shape == q.shape:
-            unmasked = torch.nn.functional.pad
-            wide = [unmasked(x, (0, 0, 0, bucket - tokens)) for x in (q, k, v)]
-            leaky = attend_densely(*wide, torch.ones(1, 1, dtype=torch.bool))[:, :, :tokens]
-            past = attend_densely(q, k, v, torch.ones(tokens, tokens, dtype=torch.bool).tril())
-            for told, wrong in (
-                ("Padded keys take part in the softmax: hide them.", leaky),
-                ("Attention is not causal here.", past),
-            ):
-                hint = hint or (told if torch.allclose(got, wrong, 1e-4, 1e-5) else "")
-        expect_close(got, right, rtol=1e-4, atol=1e-5, what=f"{tokens} tokens in a bucket of {bucket}", hint=hint)
+        mod = expect_bucket(bucketed_attention, attend, calls, (q, k, v), shuffled)
+        bucket = calls[0][0][2]
         real, of_mask = torch.arange(bucket) < tokens, f"the mask of {tokens} tokens in a bucket of {bucket}"
         expect_mask(
             mod,

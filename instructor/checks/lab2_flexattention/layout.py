@@ -10,19 +10,10 @@ from instructor.checks.common import Draw
 from instructor.checks.lab2_flexattention.common import expect_mask
 from utils.attention.masks.sparsity import sparsity
 from utils.checking import check
+from utils.checking.labs.lab2_flexattention.blocks import arrivals, laid_out
 from utils.checking.masks import expect_program
 
 SLACK = 1.15  # times the blocks of a layout by conversation and position, instructions first or last
-
-
-def _arrivals(draw: Draw, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (conversation, position) of each token, for conversations of these lengths in a random order of arrival."""
-    conversation = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    conversation = conversation[torch.randperm(len(conversation), generator=draw.generator)]
-    position = torch.zeros_like(conversation)
-    for number, length in enumerate(lengths):
-        position[conversation == number] = torch.arange(length)
-    return conversation, position
 
 
 def _visible_pairs(conversation, position, window) -> dict[str, torch.Tensor]:
@@ -54,33 +45,15 @@ def _visible_pairs(conversation, position, window) -> dict[str, torch.Tensor]:
     }
 
 
-def _order(order, size: int) -> torch.Tensor:
-    if not isinstance(order, torch.Tensor) or order.is_floating_point() or order.shape != (size,):
-        raise AssertionError(
-            f"order should be a tensor ({size},) of integers, and is "
-            f"{tuple(order.shape) if isinstance(order, torch.Tensor) else type(order).__name__}."
-        )
-    if not torch.equal(order.sort().values, torch.arange(size)):
-        raise AssertionError(f"order should hold each of 0 ... {size - 1} once: it is a permutation of the tokens.")
-    return order
-
-
-def _laid_out(lay_out, conversation, position, window):
-    result = lay_out(conversation.clone(), position.clone(), window)
-    if not isinstance(result, tuple) or len(result) != 2 or not callable(result[1]):
-        raise AssertionError("lay_out should return (order, mask_mod).")
-    return _order(result[0], len(conversation)), result[1]
-
-
 @check("7.1", "The mask of the layout")
 def layout_mask(lay_out, seed=None):
     """Check every pair of rows, for random conversations in a random order of arrival."""
     draw = Draw(seed)
     for _ in range(2):
         lengths = draw.sizes(4, 6, 20)
-        conversation, position = _arrivals(draw, lengths)
+        conversation, position = arrivals(lengths, draw.generator)
         window, size = draw.size(3, 5), sum(lengths)
-        order, mod = _laid_out(lay_out, conversation, position, window)
+        order, mod = laid_out(lay_out, conversation, position, window)
         masks = {hint: mask[order][:, order] for hint, mask in _visible_pairs(conversation, position, window).items()}
         right = masks.pop("")
         by_token = _visible_pairs(conversation, position, window)[""]
@@ -99,8 +72,8 @@ def layout_blocks(lay_out, seed=None):
     draw = Draw(seed)
     for block, window in ((16, 1000), (16, 20)):
         lengths = draw.sizes(8, 24, 60)
-        conversation, position = _arrivals(draw, lengths)
-        order, _ = _laid_out(lay_out, conversation, position, window)
+        conversation, position = arrivals(lengths, draw.generator)
+        order, _ = laid_out(lay_out, conversation, position, window)
         size = sum(lengths)
         visible = _visible_pairs(conversation, position, window)[""]
         enough = []

@@ -127,6 +127,10 @@ def packed_documents(document_numbers, packed_documents, seed=None):
         mistakes["It looks at sequence 0 only: each sequence b has its own documents."] = (
             (other[q] == other[k]) & (other[q] >= 0) & past
         )
+        for which, first, second in (("queries", other, mine), ("keys", mine, other)):
+            mistakes[f"One of the two look-ups, that of the {which}, reads sequence 0."] = (
+                (first[q] == second[k]) & (first[q] >= 0) & past
+            )
         expect_mask(mod, same & real & past, f"packed_documents, sequence {b} of 3,", mistakes, b=b)
     expect_program(mod, numbers.numel(), "packed_documents", size, size)
 
@@ -165,6 +169,9 @@ def compositions(both, either, seed=None):
                         "Only the first mask counts here.": each[0],
                         "Only the last mask counts here.": each[-1],
                         "^ is exclusive: it counts an odd number of masks.": functools.reduce(torch.logical_xor, each),
+                        "Pass b and h on to every mask, not to one alone.": functools.reduce(
+                            join, [each[0], *(pairs(mod, sq, sk, "a mask") for mod in mods[1:count])]
+                        ),
                         "Pass b and h on to the masks as they are.": functools.reduce(
                             join, [pairs(mod, sq, sk, "a mask") for mod in mods[:count]]
                         ),

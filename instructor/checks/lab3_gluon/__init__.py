@@ -3,9 +3,9 @@
 Kernels are simulated, so the verdict is the same with and without a GPU. `seed=None` draws fresh inputs at each call.
 """
 
-from instructor.checks.lab3_gluon.attention import attention_causal, overlap, softmax, specialized
+from instructor.checks.lab3_gluon.attention import attention_causal, overlap, softmax, specialized, two_softmax
 from instructor.checks.lab3_gluon.machine import bytes_in_flight, owner, tile_budget, tile_cycles
-from instructor.checks.lab3_gluon.pipelines import async_copy, repairs, tma_ring, transpose, wgmma
+from instructor.checks.lab3_gluon.pipelines import async_copy, repairs, tcgen05, tma_ring, transpose, wgmma
 
 __all__ = [
     "async_copy",
@@ -16,9 +16,11 @@ __all__ = [
     "repairs",
     "softmax",
     "specialized",
+    "tcgen05",
     "tile_budget",
     "tile_cycles",
     "tma_ring",
     "transpose",
+    "two_softmax",
     "wgmma",
 ]

@@ -45,7 +45,6 @@ RETRIES = 2  # of a submission whose worker died, or whose checker failed
 BATCH = 8  # results merged into the gradebook at a time
 ARRIVE = 10.0  # seconds that workers have to register with a scheduler
 ABSENT = 60.0  # seconds without any worker after which a run ends
-START_SECONDS = 30.0  # that workers and warm processes take to start
 SCATTER = 50  # submissions from which on the lab is sent to each worker once, and not with every submission
 
 
@@ -374,19 +373,6 @@ def _warm(client, built: Built, limits: Limits) -> list:
     lab = replace(built, questions=[])
     workers = list(client.scheduler_info(n_workers=-1)["workers"])
     return [client.submit(warm_one, lab, limits, workers=[worker], pure=False) for worker in workers]
-
-
-def about_seconds(built: Built, submissions: int, workers: int, limits: Limits) -> float | None:
-    """Seconds that a class may take on workers of this machine; None where nothing like it has been measured.
-
-    Each submission takes about as long as the model answers took, and each worker has to warm up.
-    """
-    known = known_calibration(built, limits)
-    if known is None or not workers:
-        return None
-    each = known.seconds
-    rounds = -(-submissions // min(workers, max(1, submissions)))
-    return START_SECONDS + rounds * each
 
 
 def _calibrate_here(built: Built, limits: Limits) -> None:

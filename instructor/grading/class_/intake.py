@@ -298,16 +298,8 @@ def _choose(file: zipfile.ZipFile, own: list, lab: str, zone: tzinfo) -> tuple[A
 
 def submissions(root: Path, lab: str, only: list[str] | None = None) -> list[Submission]:
     """The submissions for a lab below `submitted/`, by student; one under another name counts if it is the only one."""
-    found = []
+    found = [entry for entry in _look_through(root, lab).values() if isinstance(entry, Submission)]
     folder = root / "submitted"
-    for place in sorted(folder.iterdir()) if folder.is_dir() else []:
-        path, note = place / lab / f"{lab}.ipynb", ""
-        if not (path.is_file() or path.is_symlink()):
-            others = _notebooks(place / lab)
-            path = others[0] if len(others) == 1 else path
-            note = f"the file was called {path.name}"
-        if place.is_dir() and path.is_file() and not path.is_symlink() and not _why_unusable(place.name):
-            found.append(Submission(place.name, path, note))
     if only:
         known = [s.student for s in found]
         unknown = sorted(set(only) - set(known))
@@ -319,16 +311,34 @@ def submissions(root: Path, lab: str, only: list[str] | None = None) -> list[Sub
     return found
 
 
+def _look_through(root: Path, lab: str) -> dict[str, Submission | str]:
+    """{student: the submission, or why there is none} of those who have a folder for a lab."""
+    found: dict[str, Submission | str] = {}
+    folder = root / "submitted"
+    for place in sorted(folder.iterdir()) if folder.is_dir() else []:
+        own, path = place / lab, place / lab / f"{lab}.ipynb"
+        if not own.is_dir():
+            continue
+        others = sorted(other for other in own.glob("*.ipynb") if other.is_file())
+        if reason := _why_unusable(place.name):
+            found[place.name.encode(errors="replace").decode()] = reason
+        elif path.is_symlink():
+            found[place.name] = f"{lab}.ipynb is a symbolic link"
+        elif path.is_file():
+            found[place.name] = Submission(place.name, path)
+        elif len(others) == 1 and not others[0].is_symlink():
+            found[place.name] = Submission(place.name, others[0], f"the file was called {others[0].name}")
+        else:
+            what = f"{len(others)} notebooks, and none is {lab}.ipynb" if others else f"no {lab}.ipynb"
+            found[place.name] = f"the folder has {what}"
+    return found
+
+
 def meant(unknown: list[str], known: list[str]) -> str:
     """A question that names the students whose names hold these or are close to them; nothing if none does."""
     found = [name for name in known if any(part.casefold() in name.casefold() for part in unknown)]
     found = found or [close for name in unknown for close in difflib.get_close_matches(name, known, 3)]
     return f" Did you mean {' or '.join(repr(name) for name in found[:5])}?" if found else ""
-
-
-def _notebooks(folder: Path) -> list[Path]:
-    """The notebooks in a student's folder of a lab, by name; none if there is no such folder."""
-    return sorted(path for path in folder.glob("*.ipynb") if path.is_file()) if folder.is_dir() else []
 
 
 def _why_unusable(folder: str) -> str:
@@ -346,22 +356,7 @@ def _why_unusable(folder: str) -> str:
 
 def without_submission(root: Path, lab: str) -> dict[str, str]:
     """{student: why there is nothing to grade} of those who have a folder, or were in a zip, and no usable notebook."""
-    why: dict[str, str] = {}
-    folder = root / "submitted"
-    usable = set()
-    for place in sorted(folder.iterdir()) if folder.is_dir() else []:
-        path, own = place / lab / f"{lab}.ipynb", place / lab
-        others = _notebooks(own)
-        if own.is_dir() and (reason := _why_unusable(place.name)):
-            why[place.name.encode(errors="replace").decode()] = reason
-        elif path.is_symlink():
-            why[place.name] = f"{lab}.ipynb is a symbolic link"
-        elif path.is_file() or len(others) == 1:
-            usable.add(place.name)
-        elif place.is_dir() and own.is_dir():
-            what = f"{len(others)} notebooks, and none is {lab}.ipynb" if others else f"no {lab}.ipynb"
-            why[place.name] = f"the folder has {what}"
-    for student, arrival in arrivals(root, lab).items():
-        if not arrival.file and student not in usable:
-            why[student] = arrival.note
-    return why
+    found = _look_through(root, lab)
+    why = {student: entry for student, entry in found.items() if isinstance(entry, str)}
+    came = {student: arrival.note for student, arrival in arrivals(root, lab).items() if not arrival.file}
+    return why | {student: note for student, note in came.items() if not isinstance(found.get(student), Submission)}

@@ -40,13 +40,12 @@ def export_class(course: Course, lab: str, form: str, to: Path) -> tuple[Path, l
 
 def export_gradebook(course: Course, to: Path) -> list[str]:
     """Write all labs' scores as nbgrader's exporter does; returns what to know before it is uploaded."""
-    from nbgrader.plugins import CsvExportPlugin
-
     to.parent.mkdir(parents=True, exist_ok=True)
-    exporter = CsvExportPlugin()
-    exporter.log.setLevel("ERROR")
-    exporter.to = str(to)
     with course.gradebook() as gradebook:
+        from nbgrader.plugins import CsvExportPlugin
+
+        exporter = CsvExportPlugin(to=str(to))
+        exporter.log.setLevel("ERROR")
         exporter.export(gradebook)
         waiting = sorted({s.student.id for a in gradebook.assignments for s in a.submissions if s.needs_manual_grade})
     with to.open(encoding="utf-8", newline="") as file:

@@ -64,9 +64,9 @@ def class_of(course: Course, lab: str) -> list[Student]:
         raise GradingError(
             f"nothing of {lab} has been graded in {course.root}: run `labs grade {lab} --course {course.root}`."
         )
+    scores = course.scores(lab)
     from instructor.grading.class_ import late  # loads nbgrader, and a single result needs none
 
-    scores = course.scores(lab)
     penalties, after = late.apply_penalties(course, lab), late.late_students(course, lab)
     people, came = find_people(people_of(course), scores), arrivals(course.root, lab)
     found = []

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from instructor.grading.race.problem import FILE, KERNEL, LONG, TAIL, Shape
+from instructor.grading.race.problem import FILE, KERNEL, LONG, Shape
 from utils.checking.gluon_launches import overlap_launch
 from utils.checking.kernel_exercises import Launch, Tile, descriptor, load_kernels
 from utils.checking.kernel_files import expect_kernel_file
@@ -225,8 +225,6 @@ def _answer(folder: Path) -> None:
     facts["descriptors"] = built.metadata.tensordesc_meta
     (folder / "answer.json").write_text(json.dumps(facts))
 
-
-__all__ = ["TAIL", "Kernel", "Refused", "compile_text", "opcodes", "race_launch", "read_file", "read_machine_code"]
 
 if __name__ == "__main__":
     _answer(Path(sys.argv[1]))

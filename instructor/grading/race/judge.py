@@ -13,13 +13,11 @@ from instructor.grading.race.track import Call, Seen
 # A row's error is |got - right| / |right|. On an H200, of 216 calls of eight honest kernels the largest mean was 0.23%, and the
 # largest row 0.33%. P in 8 bits had a mean of 1.1%; the tail without its mask 4%.
 MEAN_ERROR, ROW_ERROR = 0.005, 0.01
-# The host's clock sees the launch and a wait beside the kernel: so much of the events' time, and so many ms, are allowed.
-HOST_FACTOR, HOST_MS = 1.25, 1.0
 
 
-def new_call(kernel: str, shape: Shape, *, cold: bool = True, plain: bool = False) -> Call:
+def new_call(kernel: str, shape: Shape, *, cold: bool = True) -> Call:
     """Return a call whose inputs and rows nobody can foresee."""
-    return Call(kernel, shape, secrets.randbits(48), secrets.randbits(48), cold, plain)
+    return Call(kernel, shape, secrets.randbits(48), secrets.randbits(48), cold)
 
 
 def expect_right(call: Call, seen: Seen, device: torch.device | str, most_flops_a_ms: float) -> tuple[float, float]:
@@ -55,10 +53,3 @@ def expect_right(call: Call, seen: Seen, device: torch.device | str, most_flops_
             f"{where}{seen.ms:.4g} is faster than the roof, {least:.4g}: nothing on this machine computes so fast."
         )
     return mean, largest
-
-
-def clocks_apart(call: Call, seen: Seen) -> str:
-    """Say by how much the GPU's events and the host's clock disagree about a plain call; "" if they agree."""
-    if not call.plain or seen.host_ms <= HOST_FACTOR * seen.ms + HOST_MS:
-        return ""
-    return f"{call.shape.name}: {seen.ms:.3f} ms between the events, and {seen.host_ms:.3f} ms by the host's clock"

@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 
 from instructor.grading.race.compiling import Kernel, Refused, compile_text, read_file
-from instructor.grading.race.judge import clocks_apart, expect_right, new_call
-from instructor.grading.race.problem import CELL, FILE, LONG, TAIL, TIMED, Shape
-from instructor.grading.race.track import Call, Seen, Track, TrackError
+from instructor.grading.race.judge import expect_right, new_call
+from instructor.grading.race.problem import CELL, FILE, TAIL, TIMED, Shape
+from instructor.grading.race.track import Track, TrackError
 from utils.benchmark.intervals import speedup, speedup_interval
 
 PAIRS = 15  # timed pairs (one call of the reference, one of the entry) of a shape and a state of the L2
-TRIES = 4  # of a call whose launch was not queued in time, or at which two clocks disagree
+TRIES = 4  # of a call whose launch was not queued in time
 CYCLE_FLOPS = 4096.0  # the simulator's tensor cores: FLOPs of one SM in one cycle
 REFERENCE = "reference"
 
@@ -149,10 +149,7 @@ class Race:
             track = self._track()
             track.load("entry", kernel)
             for shape in (self.tail, *self.shapes):
-                if self.simulator:  # whose clock counts something else
-                    self._checked("entry", shape, result)
-                else:
-                    self._agreed("entry", shape, result)
+                self._checked("entry", shape, result)
             for shape in self.shapes:
                 for cold in self.states:
                     result.times.append(self._timed(shape, cold, result))
@@ -181,47 +178,16 @@ class Race:
 
     def _checked(self, kernel: str, shape: Shape, result: Result, *, cold: bool = True) -> float:
         """Make one call, compare what it wrote, and return its time; a launch that was not queued in time is repeated."""
+        assert self.track is not None
         for _ in range(TRIES):
             call = new_call(kernel, shape, cold=cold)
-            seen = self._seen(call, result)
+            seen = self.track.run(call)
+            mean, largest = expect_right(call, seen, self.device, self.roof)
+            result.calls += 1
+            result.worst = max(result.worst[0], mean), max(result.worst[1], largest)
             if seen.ahead:
                 return seen.ms
         raise TrackError("the host was too slow to queue the launches: is something else running?")
-
-    def _agreed(self, kernel: str, shape: Shape, result: Result) -> None:
-        """Make a call that the host's clock times, too; raise Refused if the clocks disagree for this kernel alone.
-
-        Another program on the GPU takes slices of about 2 ms of it, and then they disagree now and then for every kernel.
-        """
-        apart = self._apart(kernel, shape, result)
-        if apart and kernel != REFERENCE:
-            others = self._apart(REFERENCE, shape, Result(REFERENCE))
-            if not others:
-                raise Refused(f"{apart}: they disagree, {TRIES} times of {TRIES}, and for the reference they agree.")
-            apart = others
-        if apart:
-            raise TrackError(
-                f"not judged: {apart}, also for the reference. Another program computes on this GPU; end it, and race again."
-            )
-
-    def _apart(self, kernel: str, shape: Shape, result: Result) -> str:
-        """Say how the clocks disagree at each of several calls; "" if they agree at one."""
-        apart = ""
-        for _ in range(TRIES):
-            call = new_call(kernel, shape, plain=True)
-            apart = clocks_apart(call, self._seen(call, result))
-            if not apart:
-                break
-        return apart
-
-    def _seen(self, call: Call, result: Result) -> Seen:
-        """Make one call and compare what it wrote."""
-        assert self.track is not None
-        seen = self.track.run(call)
-        mean, largest = expect_right(call, seen, self.device, self.roof)
-        result.calls += 1
-        result.worst = max(result.worst[0], mean), max(result.worst[1], largest)
-        return seen
 
     def _timed(self, shape: Shape, cold: bool, result: Result) -> Time:
         times: dict[str, list[float]] = {REFERENCE: [], "entry": []}
@@ -392,6 +358,3 @@ def expect_gpu() -> dict:
     if not support:
         raise Refused(f"a race needs a Hopper GPU: {support.reason}")
     return {"machine": torch.cuda.get_device_name(), "environment": environment(), "reference": "the model answer"}
-
-
-__all__ = ["LONG", "Entry", "Race", "Result", "Time", "entries_of_folder", "entry_of_notebook", "race_class", "table"]

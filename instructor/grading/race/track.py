@@ -47,7 +47,6 @@ class Call:
         seed: of its inputs.
         lot: of the rows that are read.
         cold: overwrite the L2 before it; False reads the inputs instead.
-        plain: queue nothing before it, so that the host's clock sees the kernel, too.
     """
 
     kernel: str
@@ -55,7 +54,6 @@ class Call:
     seed: int
     lot: int
     cold: bool = True
-    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,6 @@ class Seen:
 
     Attributes:
         ms: between the two events; of the simulator: model cycles.
-        host_ms: by the host's clock, from before the launch until the device was idle.
         ahead: everything was queued before the device reached it, so no launch is in the time.
         late: rows differed when they were read again.
         inputs_changed: the kernel wrote into its inputs.
@@ -72,7 +69,6 @@ class Seen:
     """
 
     ms: float
-    host_ms: float
     ahead: bool
     late: bool
     inputs_changed: bool
@@ -248,30 +244,17 @@ class Gpu:
             self.flush.zero_()
         else:
             before = [x.view(torch.int64).sum() for x in (v, k, q)][::-1]
-        if call.plain:
-            torch.cuda.synchronize()
-        else:
-            torch.cuda._sleep(SPIN_CYCLES)
-        started = time.perf_counter()
+        torch.cuda._sleep(SPIN_CYCLES)
         begin.record()
         launcher(*shape.grid, stream, function, packed, None, None, None, *arguments)
         end.record()
         ahead = not begin.query()
-        if call.plain:
-            torch.cuda.synchronize()
-        host_ms = (time.perf_counter() - started) * 1e3
         first = out[0, heads, rows]
         torch.cuda.synchronize()
         again = out[0, heads, rows]
         late = not torch.equal(first.view(torch.int16), again.view(torch.int16))
         changed = any(int(a) != int(x.view(torch.int64).sum()) for a, x in zip(before, (q, k, v), strict=True))
-        seen = {
-            "ms": begin.elapsed_time(end),
-            "host_ms": host_ms,
-            "ahead": ahead,
-            "late": late,
-            "inputs_changed": changed,
-        }
+        seen = {"ms": begin.elapsed_time(end), "ahead": ahead, "late": late, "inputs_changed": changed}
         return seen, first.float().cpu()
 
 
@@ -309,7 +292,6 @@ class Simulator:
         launch = Launch(KERNEL, shape.grid, values, outputs=("o_desc",), file=FILE)
         kernel = getattr(load_kernels(self.sources[call.kernel], launch), KERNEL)
         arguments = [descriptor(x.tensor, x.block) if isinstance(x, Tile) else x for x in values.values()]
-        started = time.perf_counter()
         try:
             with simulate() as run:
                 kernel[shape.grid](*arguments, num_warps=launch.num_warps)
@@ -318,8 +300,7 @@ class Simulator:
         heads, rows = rows_to_read(shape, call.seed, call.lot)
         changed = any(not torch.equal(a, b) for a, b in zip(before, (q, k, v), strict=True))
         cycles = float(sum(run.cycles))
-        host_ms = (time.perf_counter() - started) * 1e3
-        seen = {"ms": cycles, "host_ms": host_ms, "ahead": True, "late": False, "inputs_changed": changed}
+        seen = {"ms": cycles, "ahead": True, "late": False, "inputs_changed": changed}
         return seen, out[0, heads, rows].float()
 
 

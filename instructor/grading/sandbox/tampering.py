@@ -38,7 +38,7 @@ _KINDS = {
 }
 _SECRET = ("instructor/", "gradebook", "/proc/1/", "/proc/self/environ", "/etc/shadow", "submitted/")
 _HOOKS = ("showtraceback", "_showtraceback", "run_cell", "run_code", "run_ast_nodes", "displayhook")
-_MOST = 200  # signs of one process
+_MOST = 100  # signs of one process: more could fill their pipe, and let the process wait
 
 
 class Sign(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Callable
 
 from instructor.grading.submission.remote import CannotTravel
@@ -21,7 +22,7 @@ INTERPRETED = ("utils.kernels.interpreter",)  # these need a process in which Tr
 
 
 def put_behind_walls(base: dict, runner: Callable, beside: Callable) -> None:
-    """Replace the functions in their modules, and in a notebook's names, by ones that run elsewhere.
+    """Replace the functions in their modules, in checks and in a notebook's names, by ones that run elsewhere.
 
     Args:
         base: the names of the notebook.
@@ -42,8 +43,11 @@ def put_behind_walls(base: dict, runner: Callable, beside: Callable) -> None:
             for name in names:
                 before = getattr(owner, name)
                 after = run_elsewhere(module, name, before)
-                setattr(owner, name, after)
-                base.update({key: after for key, value in base.items() if value is before})
+                checks = [
+                    vars(m) for k, m in sys.modules.items() if k.startswith(("utils.checking", "instructor.checks"))
+                ]
+                for names_of in (vars(owner), base, *checks):  # checks that were loaded before hold the function, too
+                    names_of.update({key: after for key, value in names_of.items() if value is before})
 
 
 def refuse_to_run(texts: list[str], testing: Callable[[], bool]) -> Callable[[str, tuple], None]:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from instructor.build import ROOT, Built
 from instructor.grading.sandbox import walls
 from instructor.grading.submission.library import ANSWERS
 from instructor.grading.submission.plan import plan_tests
-from instructor.grading.submission.records import Job, WarmUp
+from instructor.grading.submission.records import Job, WarmUp, how_it_ended
 from instructor.grading.submission.results import CellResult, Flag, GradingError, SubmissionResult
 from instructor.grading.submission.sources import fingerprint
 from instructor.grading.wire.channel import Channel, Closed, TooLate
@@ -122,8 +123,11 @@ class Zygote:
             answer, blobs = channel.receive(deadline)
         except TooLate:
             raise OutOfTime(f"the submission took longer than the {seconds:.0f} s that it may take in all") from None
-        except (OSError, Closed) as error:
-            why = f"the warm process for it is gone ({type(error).__name__})"
+        except (OSError, Closed):
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)
+            code = self.process.poll()
+            why = f"the warm process for it {'lives, and closed the channel' if code is None else how_it_ended(code)}"
             raise GradingError(f"{job.student} was not graded: {why}.\n{self._last_words()}") from None
         finally:
             channel.close()

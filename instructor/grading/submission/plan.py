@@ -55,15 +55,6 @@ class Needs(NamedTuple):
 NO_NEEDS = Needs([], [], [])
 
 
-@dataclass(frozen=True)
-class Structure:
-    """A change of the notebook's structure: the question, the kind, and what was changed."""
-
-    question: str
-    kind: str
-    detail: str
-
-
 @dataclass
 class Step:
     """One code cell of the merged notebook, or one that a person grades."""
@@ -87,7 +78,7 @@ class Plan:
 
     notebook: NotebookNode
     steps: list[Step]
-    structure: list[Structure]
+    changed: dict[str, str]  # test or read-only cell -> how it was changed; what runs is the lab's
     files: dict[str, str] = field(default_factory=dict)  # that cells of the instructor's write, and no answer
 
 
@@ -188,8 +179,8 @@ def make_plan(
     """
     original, released = read_built(instructor_notebook).cells, read_built(student_notebook)
     lab = _Lab(original, {cell.id: cell for cell in released.cells})
-    structure: list[Structure] = []
-    merged = _merge(read_notebook(submission), lab, structure)
+    changed: dict[str, str] = {}
+    merged = _merge(read_notebook(submission), lab, changed)
     notebook = nbformat.v4.new_notebook(metadata=released.metadata)
     notebook.nbformat_minor = 5
     steps: list[Step] = []
@@ -225,7 +216,7 @@ def make_plan(
             step.needs = needs[step.name]
     _leave_out(steps)
     _shorten_code(steps)
-    return Plan(notebook, steps, structure, _files_of_lab(original))
+    return Plan(notebook, steps, changed, _files_of_lab(original))
 
 
 def _shorten_code(steps: list[Step]) -> None:
@@ -290,14 +281,14 @@ def question_title(question: str) -> str:
     return f"Question {question[1:].replace('_', '.')}" if question[:1] == "q" else "the notebook"
 
 
-def _merge(submission: NotebookNode, lab: _Lab, structure: list[Structure]) -> list[tuple]:
+def _merge(submission: NotebookNode, lab: _Lab, changed: dict[str, str]) -> list[tuple]:
     """[(cell of the submission or the lab, the lab's cell that it is or None)] in running order."""
     original, released, order = lab.original, lab.released, lab.order
     by_grade_id = {grade_id: cell for cell in original if (grade_id := _grade_id(cell))}
     plain = {cell.id: cell for cell in original if not _grade_id(cell)}
     groups: dict[int, list] = {-1: []}  # place in the lab -> the cell there, and extra cells after it
-    seen: dict[str, str] = {}
-    places, last = [], -1
+    seen: set[str] = set()
+    last = -1
     for cell in submission.cells:
         if not isinstance(cell, dict) or cell.get("cell_type") not in ("code", "markdown", "raw"):
             continue
@@ -306,65 +297,38 @@ def _merge(submission: NotebookNode, lab: _Lab, structure: list[Structure]) -> l
         if known is None:
             groups.setdefault(last, []).append((cell, None))
             continue
-        if known.id in seen and not (_is_answer(known) or grade_id is None):
-            structure.append(Structure(question_of(grade_id), "structure", f"the cell {grade_id} is there twice"))
+        if known.id in seen:
+            if _is_answer(known) or grade_id is None:  # a copied answer runs in its place, as an extra cell
+                groups.setdefault(last, []).append((cell, None))
             continue
-        if known.id in seen:  # a copied answer runs in its place, as an extra cell
-            if grade_id and _squeezed(_source(cell)) != seen[known.id]:
-                structure.append(Structure(question_of(grade_id), "structure", f"{grade_id} is answered twice"))
-            groups.setdefault(last, []).append((cell, None))
-            continue
-        seen[known.id] = _squeezed(_source(cell))
+        seen.add(known.id)
         last = order[known.id]
-        places.append((last, known))
-        groups.setdefault(last, []).insert(0, (_chosen(cell, known, released, structure), known))
-    _note_moves(places, structure)
+        groups.setdefault(last, []).insert(0, (_chosen(cell, known, released, changed), known))
     for cell in original:
         if cell.id not in seen and (name := _grade_id(cell)):
             # Locked cells and tests are put back, answers stay empty.
             groups.setdefault(order[cell.id], []).insert(0, (released[cell.id], cell))
             if not _is_answer(cell):
-                structure.append(Structure(question_of(name), "structure", f"the cell {name} was deleted"))
+                changed[name] = f"the cell {name} was deleted"
     return [entry for place in sorted(groups) for entry in groups[place]]
 
 
-def _chosen(cell: dict, known: NotebookNode, released: dict, structure: list[Structure]):
+def _chosen(cell: dict, known: NotebookNode, released: dict, changed: dict[str, str]):
     """The student's text for answers and plain cells, the instructor's for locked cells and tests."""
     metadata = known.metadata.get("nbgrader", {})
     if not metadata:
         return cell
     name, original = metadata["grade_id"], released[known.id]
-    points = cell["metadata"]["nbgrader"].get("points")
-    if "points" in metadata and points != metadata["points"]:
-        structure.append(Structure(question_of(name), "structure", f"the points of {name} were changed"))
     if metadata.get("solution"):
         if cell.get("cell_type") != known.cell_type:
             return {**cell, "cell_type": known.cell_type}
         return cell
-    if any(output.get("output_type") == "execute_result" for output in cell.get("outputs") or []):
-        detail = f"the cell {name} was submitted with an output that its code does not make"
-        structure.append(Structure(question_of(name), "structure", detail))
     if cell.get("cell_type") != known.cell_type or _squeezed(_source(cell)) != _squeezed(original.source):
         lines = _squeezed(original.source).splitlines(), _squeezed(_source(cell)).splitlines()
         old, new = next(((a, b) for a, b in itertools.zip_longest(*lines, fillvalue="") if a != b), ("", ""))
         what = new[:120] if new.strip() else f"without its line {old[:120]}"
-        structure.append(Structure(question_of(name), "structure", f"the cell {name} was changed: {what}"))
+        changed[name] = f"the cell {name} was changed: {what}"
     return original
-
-
-def _note_moves(places: list[tuple], structure: list[Structure]) -> None:
-    """Name tests and locked cells that are not in the order of the lab."""
-    graded = [(place, name) for place, known in places if (name := _grade_id(known))]
-    # The longest run of cells that are in order stays; the others were moved.
-    runs: list[list[int]] = []  # for each cell, the longest run that ends with it
-    for i, (place, _) in enumerate(graded):
-        before = [run for run in runs if graded[run[-1]][0] < place]
-        longest: list[int] = max(before, key=len) if before else []
-        runs.append([*longest, i])
-    in_order = max(runs, key=len) if runs else []
-    for i, (_, name) in enumerate(graded):
-        if i not in in_order:
-            structure.append(Structure(question_of(name), "structure", f"the cell {name} was moved"))
 
 
 def _step_of(cell: dict, known: NotebookNode | None, node: NotebookNode, lab: _Lab) -> Step | None:

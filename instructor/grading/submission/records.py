@@ -5,6 +5,7 @@ A warm process gets one `WarmUp`. After that it gets a `Job` for every submissio
 
 from __future__ import annotations
 
+import signal
 from dataclasses import asdict, dataclass
 
 from instructor.grading.sandbox.walls import Limits
@@ -56,3 +57,10 @@ class Job:
         """Rebuild the job from what `as_frame` made."""
         tests = {name: Needs(*needs) for name, needs in fields["tests"].items()}
         return cls(**{**fields, "submission": bytes(blobs[0]), "tests": tests})
+
+
+def how_it_ended(code: int) -> str:
+    """What a process did that ended without an answer, by its exit code."""
+    if code == -signal.SIGKILL:
+        return "was ended by the machine, as when memory runs out: grade with fewer --jobs"
+    return f"ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"

@@ -3,7 +3,7 @@
 A check calls a proxy as if it were the student's function. The arguments travel as data, the function runs in the
 student's process, and its result comes back as plain data. What a check can observe of a call in its own process, it
 observes of this one, too: inputs that were written to are written here, exceptions carry the student's lines, and the
-modes that the check has on (`watch_operations`, dispatch modes of its own) are shown the operators that ran there.
+modes that the check has on (`watch_operations`, dispatch modes of its own) see the operators that ran there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from instructor.grading.submission.conditions import expect_sdpa_switches, sdpa_switches, set_sdpa_switches
-from instructor.grading.submission.evidence import MAX_RECORDS, SIZES_TRAVEL, merge_sizes, merge_watch, replay
+from instructor.grading.submission.evidence import merge_watch, update_mode, without_private
 from instructor.grading.submission.exceptions import error_with_lines
 from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import BlockMasks
@@ -29,10 +29,10 @@ from instructor.grading.wire.channel import Channel, Closed, TooLate, WireError
 from instructor.grading.wire.containers import containers_in, overwrite
 from instructor.grading.wire.signatures import make_proxy, parameters_of
 from instructor.grading.wire.values import Decoder, Encoder
-from utils.checking import SizeWatch, watching
+from utils.checking import watching
 
 TOO_MANY = (
-    f"this call runs more than {MAX_RECORDS:,} operators of torch, and the check looks at the size of each. Let an operator work on "
+    "this call runs more than some 200,000 operators of torch, and the check looks at the size of each. Let an operator work on "
     "more numbers at once."
 )
 _FILE_NAME = re.compile(r"\w[\w-]{0,60}\.(?:json|csv|txt)")  # of a file that a check has a student's function write
@@ -262,18 +262,14 @@ class Remote:
     def _call(self, number: int | Callable, args: tuple, kwargs: dict, step: bool, levels: vmaps.Levels):
         dispatch, functions = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
         watches = [mode.seen for mode in dispatch if type(mode) is watching._Dispatch]
-        others = [mode for mode in dispatch if type(mode) is not watching._Dispatch]
-        sizes = [mode for mode in others if SIZES_TRAVEL and type(mode) is SizeWatch]
-        replayed = [mode for mode in others if not any(mode is known for known in sizes)]
-        shipped = [mode for mode in functions if type(mode) is not watching._Calls]
+        seeing = [mode for mode in dispatch if type(mode) is not watching._Dispatch]
+        shipped = [*seeing, *(mode for mode in functions if type(mode) is not watching._Calls)]
         encode, before = self.encoder(levels), self.last_key
         conditions = {
             "grad": torch.is_grad_enabled(),
             "inference": torch.is_inference_mode_enabled(),
             "fill": torch.are_deterministic_algorithms_enabled(),
             "watch": bool(watches),
-            "record": bool(replayed),
-            "sizes": bool(sizes),
             "sdpa": sdpa_switches(),
             "silent": bool(warnings.filters) and warnings.filters[0][0] == "ignore",  # the caller hides warnings
             "profile": bool(torch.autograd._profiler_enabled()),
@@ -297,12 +293,10 @@ class Remote:
                 decode = self._take_effects(reply, blobs, levels, [*containers_in((*args, *kwargs.values()))])
                 for watch in watches:
                     merge_watch(watch, reply["watch"])
-                if (sizes or replayed) and reply["cut"] is True:
+                if seeing and reply["seen"] is None:
                     raise _mark_as_students(RuntimeError(TOO_MANY))
-                for measured in sizes:
-                    merge_sizes(measured, reply["sizes"])
-                if replayed:
-                    replay(replayed, reply["records"])
+                for mode, text in zip(seeing, reply["seen"], strict=True):
+                    update_mode(mode, text)
                 value = self._conclude(reply, decode)
             except (WireError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
                 if getattr(error, "remote", False):
@@ -384,7 +378,7 @@ def _indices(by_tensor: bool):
 
 
 class _Names(dict):
-    """The `__globals__` of a student's function: by `update`, a check replaces earlier answers in the notebook."""
+    """The `__globals__` of a student's function: by `update` or by `[]`, a check replaces earlier answers in the notebook."""
 
     def __init__(self, remote: Remote):
         super().__init__()
@@ -395,6 +389,9 @@ class _Names(dict):
 
     def __missing__(self, name):
         return self.remote.values([name])[name]
+
+    def __setitem__(self, name, value):
+        self.update({name: value})
 
     def update(self, values):  # type: ignore[override]
         if values:
@@ -427,12 +424,12 @@ def _mark_as_students(error: BaseException) -> BaseException:
 
 
 def _ship(modes: list) -> bytes:
-    """The check's function modes as a pickle, with the instructor's classes by value."""
+    """The check's modes as a pickle, with the instructor's classes by value."""
     for mode in modes:
         module = sys.modules.get(type(mode).__module__)
         if module is not None and module.__name__.startswith("instructor"):
             cloudpickle.register_pickle_by_value(module)
     try:
-        return cloudpickle.dumps(modes)
+        return cloudpickle.dumps([without_private(mode) for mode in modes])
     except Exception as error:
         raise CannotTravel(f"a mode of the check cannot travel: {error}") from None

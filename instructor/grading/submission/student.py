@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from instructor.grading.sandbox import tampering
 from instructor.grading.sandbox.walls import SCRATCH
@@ -30,7 +31,7 @@ from instructor.grading.submission.conditions import (
     set_conditions,
     uncompiled_flex,
 )
-from instructor.grading.submission.evidence import MAX_RECORDS, Profile, Recorder, describe_sizes, describe_watch
+from instructor.grading.submission.evidence import MAX_SEEN, Profile, describe_mode, describe_watch
 from instructor.grading.submission.exceptions import describe_error, rebuild_error, words_of
 from instructor.grading.submission.outputs import Outputs, Stream
 from instructor.grading.wire import vmaps
@@ -39,7 +40,7 @@ from instructor.grading.wire.channel import Channel, Closed, WireError
 from instructor.grading.wire.containers import Container, containers_in
 from instructor.grading.wire.signatures import make_proxy, parameters_of
 from instructor.grading.wire.values import Decoder, Encoder, tensor_bytes
-from utils.checking import SizeWatch, is_answered
+from utils.checking import is_answered
 from utils.checking.watching import watch_operations
 
 MAX_PROCESSES = 16  # that a cell may leave behind
@@ -214,13 +215,9 @@ class Student:
         modes = decode(conditions["modes"])
         self.outputs = outputs = Outputs()
         self._redirect(outputs)
-        recorder = sizes = watch = profile = raised = value = None
+        watch = profile = raised = value = None
         with contextlib.ExitStack() as stack:
             set_conditions(stack, conditions)
-            if conditions["record"]:
-                recorder = stack.enter_context(Recorder())
-            if conditions["sizes"]:
-                sizes = stack.enter_context(SizeWatch())
             for mode in modes:
                 stack.enter_context(mode)
             if conditions["watch"]:
@@ -251,10 +248,8 @@ class Student:
         reply["containers"] = [[number, *container.nodes(encode)] for number, container in changed]
         if watch is not None:
             reply["watch"] = describe_watch(watch)
-        if sizes is not None:
-            reply["sizes"], reply["cut"] = describe_sizes(sizes), len(sizes.steps) > MAX_RECORDS
-        if recorder is not None:
-            reply["records"], reply["cut"] = recorder.records, recorder.cut or reply.get("cut", False)
+        seen = [describe_mode(mode) for mode in modes if isinstance(mode, TorchDispatchMode)]
+        reply["seen"] = seen if sum(map(len, seen)) <= MAX_SEEN else None
         reply["sdpa"], reply["filters"] = after, left
         reply["profile"] = profile.names[:100_000] if profile is not None else []
         reply["shown"] = "".join(i.get("text", "") for i in outputs.items)[:20_000]

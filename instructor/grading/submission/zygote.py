@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 from instructor.grading.sandbox import walls
 from instructor.grading.submission import checker
 from instructor.grading.submission.enclosure import Enclosure
-from instructor.grading.submission.records import Job, WarmUp
+from instructor.grading.submission.records import Job, WarmUp, how_it_ended
 from instructor.grading.submission.warmup import Warm, make_shell, run_setup, warm_up
 from instructor.grading.wire.channel import Channel, Closed
 from utils.kernels.warm_process import ForkedProcess, WarmProcess
@@ -65,7 +65,7 @@ def serve(descriptor: int) -> None:
         if status := _wait_for_checker(process, descriptors[0]):
             with contextlib.suppress(Closed):
                 Channel(socket.socket(fileno=os.dup(descriptors[0]))).send(
-                    {"op": "crashed", "why": _how_it_ended(status)}
+                    {"op": "crashed", "why": f"its checker {how_it_ended(os.waitstatus_to_exitcode(status))}"}
                 )
         os.close(descriptors[0])
 
@@ -79,14 +79,6 @@ def _wait_for_checker(process: int, descriptor: int) -> int:
         os.kill(process, signal.SIGKILL)
     os.close(ended)
     return os.waitpid(process, 0)[1]
-
-
-def _how_it_ended(status: int) -> str:
-    """How a checker ended that gave no answer."""
-    code = os.waitstatus_to_exitcode(status)
-    if code == -signal.SIGKILL:
-        return "its checker was ended by the machine, as when memory runs out: grade with fewer --jobs"
-    return f"its checker ended by signal {signal.Signals(-code).name}" if code < 0 else f"its checker ended with {code}"
 
 
 def _keep_no_bytecode() -> None:

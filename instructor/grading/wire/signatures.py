@@ -114,7 +114,7 @@ def _with_parameters(call: Callable, parameters: Any, space: dict) -> Any:
 
     dict.update(space, {"__left_out": _LEFT_OUT, "__hand_over": hand_over, "__name__": __name__})
     try:
-        exec(compile(text, __file__, "exec"), space)
+        exec(compile(text, __file__, "exec"), space, found := {})
     except SyntaxError:  # a parameter without a default behind one that has one
         return None
-    return dict.__getitem__(space, "made")
+    return found["made"]

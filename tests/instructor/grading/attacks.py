@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell
@@ -46,8 +46,6 @@ class Attack:
         question: the question attacked, by the id of its answer cell.
         code: the beginning of the answer cell, before the wrong answer.
         answer: the rest of the cell, if it is not the wrong answer of the question.
-        edit: a change of the notebook, instead of `code` or with it.
-        costs: further questions that build on this answer.
         alone: True for an attack that ends or breaks the process, and so shares no submission with others.
     """
 
@@ -55,8 +53,6 @@ class Attack:
     question: str
     code: str = ""
     answer: str | None = None
-    edit: Callable[[NotebookNode], None] | None = None
-    costs: tuple[str, ...] = field(default=())
     alone: bool = False
 
     @property
@@ -67,12 +63,12 @@ class Attack:
     def loses(self) -> set[str]:
         """Ids of the test cells without credit."""
         more = (MLP,) if self.question == PRODUCT else ()
-        return {f"{question}_tests" for question in (self.question, *self.costs, *more)}
+        return {f"{question}_tests" for question in (self.question, *more)}
 
     @property
     def places(self) -> tuple[str, ...]:
         """Questions that it can attack: code before a wrong answer can be in the answer to any."""
-        generic = self.question == COST and self.answer is None and self.edit is None
+        generic = self.question == COST and self.answer is None
         return (COST, GEMV, TIMER, NUMBER, MODULE) if generic else (self.question,)
 
 
@@ -111,39 +107,25 @@ def _delete(notebook: NotebookNode, grade_id: str) -> None:
 # ---- what a check relies on, replaced --------------------------------------------------------------------------------
 REPLACED = [
     Attack(
+        "expectations, verdicts and their module replaced",
+        COST,
+        """
+import sys, types, utils.checking
+from utils.checking import Verdict
+utils.checking.expect_close = utils.checking.expect_number = lambda *a, **k: None
+expect_number.__code__ = (lambda got, expected, rel=0.01, unit="", what="", *, abs_tol=0.0: None).__code__
+Verdict.raise_if_wrong = lambda self: print(f"✓ Question {self.question}: passed.")
+Verdict.passed = property(lambda self: True, lambda self, value: None)
+expect_number = expect_close = forbid = lambda *a, **k: None
+sys.modules["utils.checking"] = types.SimpleNamespace(expect_number=expect_number)
+""",
+    ),
+    Attack(
         "torch.allclose, torch.equal and isclose always true",
         GEMV,
         """
 torch.allclose = torch.equal = lambda *a, **k: True
 torch.isclose = lambda a, b, **k: torch.ones_like(a, dtype=torch.bool)
-""",
-    ),
-    Attack(
-        "expect_close and expect_number do nothing",
-        COST,
-        """
-import utils.checking
-utils.checking.expect_close = utils.checking.expect_number = lambda *a, **k: None
-expect_number.__code__ = (lambda got, expected, rel=0.01, unit="", what="", *, abs_tol=0.0: None).__code__
-""",
-    ),
-    Attack(
-        "a verdict that never raises",
-        COST,
-        """
-from utils.checking import Verdict
-Verdict.raise_if_wrong = lambda self: print(f"✓ Question {self.question}: passed.")
-Verdict.passed = property(lambda self: True, lambda self, value: None)
-""",
-    ),
-    Attack(
-        "utils.checking replaced in sys.modules",
-        COST,
-        """
-import sys, types
-fake = types.ModuleType("utils.checking")
-fake.__getattr__ = lambda name: lambda *a, **k: None
-sys.modules["utils.checking"] = fake
 """,
     ),
     Attack(
@@ -197,17 +179,6 @@ clock.sleep = lambda seconds: None
         "\ndef time_calls(fn, n_calls, synchronize):\n    return [[fn(), 40.0][1] for _ in range(n_calls)]\n",
     ),
     Attack(
-        "isinstance, abs, all and set replaced",
-        COST,
-        """
-import builtins
-builtins.isinstance = lambda *a: True
-builtins.abs = lambda x: 0.0
-builtins.all = lambda x: True
-builtins.max = lambda *a: float("inf")
-""",
-    ),
-    Attack(
         "the import statement replaced",
         COST,
         """
@@ -239,13 +210,6 @@ def drop(lines):
     return [line for line in lines if "check" not in line and "assert" not in line]
 get_ipython().input_transformers_post.append(drop)
 get_ipython().input_transformers_cleanup.append(drop)
-""",
-    ),
-    Attack(
-        "the locked helpers of the tests shadowed in the notebook",
-        COST,
-        """
-expect_number = expect_close = forbid = lambda *a, **k: None
 """,
     ),
 ]
@@ -300,19 +264,6 @@ cache_bytes = Late(float(Late(1)))
 """,
         "",
     ),
-    Attack(
-        "a trace function that rewrites what the checks see",
-        COST,
-        """
-import sys
-def trace(frame, event, arg):
-    if frame.f_code.co_name in ("expect_number", "check_cost"):
-        frame.f_trace_lines = True
-        frame.f_locals.update(expected=1, rel=1e9)
-    return trace
-sys.settrace(trace)
-""",
-    ),
 ]
 
 # ---- results that lie ------------------------------------------------------------------------------------------------
@@ -341,56 +292,6 @@ def gemv(a, x):
 """,
     ),
     Attack(
-        "an object that says it is a tensor",
-        GEMV,
-        "",
-        """
-class Fake:
-    __class__ = torch.Tensor
-    layout, device, is_sparse = torch.strided, torch.device("cpu"), False
-    def __init__(self, shape, dtype): self.shape, self.dtype = shape, dtype
-    def __eq__(self, other): return True
-    def __getattr__(self, name): return lambda *a, **k: torch.zeros(self.shape)
-    def numel(self): return 0
-
-def gemv(a, x):
-    return Fake(torch.Size([a.shape[0]]), a.dtype)
-""",
-    ),
-    Attack(
-        "a float that equals everything",
-        COST,
-        "",
-        """
-class Any(float):
-    def __eq__(self, other): return True
-    def __le__(self, other): return True
-    def __sub__(self, other): return Any(0)
-    __rsub__ = __truediv__ = __sub__
-    def __abs__(self): return Any(0)
-    __hash__ = float.__hash__
-
-def gemm_cost(m, n, k, dtype):
-    return {"flops": Any(1), "bytes": Any(1)}
-""",
-    ),
-    Attack(
-        "a dict that shows one value and gives another",
-        COST,
-        "",
-        """
-import sys
-class Spy(dict):
-    def __getitem__(self, key):
-        frame = sys._getframe(1).f_locals
-        m, n, k = (frame.get(name, 1) for name in "mnk")
-        return 2 * m * n * k if key == "flops" else (m * k + k * n + m * n) * frame["dtype"].itemsize
-
-def gemm_cost(m, n, k, dtype):
-    return Spy(flops=1, bytes=1)
-""",
-    ),
-    Attack(
         "inputs changed so that the answer becomes right",
         PRODUCT,
         "",
@@ -412,15 +313,6 @@ def gemv(a, x):
     result, right = torch.zeros(a.shape[0]), torch.stack([(row * x).sum() for row in a])
     threading.Timer(0.5, result.copy_, (right,)).start()
     return result
-""",
-    ),
-    Attack(
-        "a generator in place of the times",
-        TIMER,
-        "",
-        """
-def time_calls(fn, n_calls, synchronize):
-    return (1e9 for _ in range(n_calls))
 """,
     ),
     Attack(
@@ -499,43 +391,11 @@ def documents_and(numbers, also):
     return lambda b, h, q, k: torch.ones(7, 3, dtype=torch.bool)
 """,
     ),
-    Attack(
-        "a mask of numbers in place of truth values",
-        MASK,
-        "",
-        """
-def documents_and(numbers, also):
-    return lambda b, h, q, k: (numbers[q] == numbers[k]).long() * also(b, h, q, k)
-""",
-    ),
-    Attack(
-        "a mask that raises what it is asked to be",
-        MASK,
-        "",
-        """
-class Passed(AssertionError):
-    passed = True
-
-def documents_and(numbers, also):
-    def mask_mod(b, h, q, k):
-        raise Passed("passed")
-    return mask_mod
-""",
-    ),
 ]
 
 # ---- ends, threads, hooks --------------------------------------------------------------------------------------------
 ENDS = [
     Attack("sys.exit in the answer cell", COST, "\nimport sys\nsys.exit(0)\n"),
-    Attack(
-        "SystemExit raised when called",
-        COST,
-        "",
-        """
-def gemm_cost(m, n, k, dtype):
-    raise SystemExit(0)
-""",
-    ),
     Attack(
         "os._exit when called",
         COST,
@@ -575,18 +435,6 @@ signal.setitimer(signal.ITIMER_REAL, 0.001)
 """,
     ),
     Attack(
-        "an import hook for instructor",
-        COST,
-        """
-import importlib.abc, importlib.machinery, sys
-class Hook(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path, target=None):
-        return importlib.machinery.ModuleSpec(name, self) if name.startswith("instructor") else None
-    def exec_module(self, module): module.__getattr__ = lambda name: lambda *a, **k: None
-sys.meta_path.insert(0, Hook())
-""",
-    ),
-    Attack(
         "modules planted in the working folder",
         COST,
         """
@@ -613,21 +461,6 @@ try:
     found = True
 except BaseException:
     found = False
-""",
-        _FOUND,
-    ),
-    Attack(
-        "the labs' sources read through /proc",
-        NUMBER,
-        """
-import glob
-found = False
-for process in glob.glob("/proc/[0-9]*"):
-    for way in ("root", "cwd"):
-        try:
-            found = found or len(open(f"{process}/{way}/ROOT/instructor/build.py").read()) > 0
-        except OSError:
-            pass
 """,
         _FOUND,
     ),
@@ -706,27 +539,9 @@ for path in (utils.checking.__file__, torch.__file__, "ROOT/instructor/build.py"
     Attack(
         "the file answer is a link to a secret",
         FILE,
-        edit=lambda notebook: _replace(
-            notebook,
-            FILE,
-            """\
-import os
-os.symlink("OUTSIDE/right.toml", "tiles.toml")
-""",
-        ),
+        answer='import os\nos.symlink("OUTSIDE/right.toml", "tiles.toml")\n',
     ),
-    Attack(
-        "the file answer is an endless device",
-        FILE,
-        edit=lambda notebook: _replace(
-            notebook,
-            FILE,
-            """\
-import os
-os.symlink("/dev/zero", "tiles.toml")
-""",
-        ),
-    ),
+    Attack("the file answer is an endless device", FILE, answer='import os\nos.symlink("/dev/zero", "tiles.toml")\n'),
     Attack(
         "what was found is sent away",
         COST,
@@ -763,15 +578,6 @@ import os, sys
 os.environ["LD_PRELOAD"] = os.path.abspath("evil.so")
 forged = '{"q1_2_tests": {"points": 3, "status": "passed"}}'
 os.execv(sys.executable, [sys.executable, "-c", f"print({forged!r})"])
-""",
-    ),
-    Attack(
-        "its own process group killed",
-        COST,
-        alone=True,
-        code="""
-import os, signal
-os.killpg(0, signal.SIGKILL)
 """,
     ),
 ]
@@ -846,42 +652,12 @@ def gemm_cost(m, n, k, dtype):
 """,
     ),
     Attack(
-        "a result as deep as the stack",
-        COST,
-        "",
-        """
-def gemm_cost(m, n, k, dtype):
-    deep = []
-    for _ in range(10**6):
-        deep = [deep]
-    return deep
-""",
-    ),
-    Attack(
-        "an integer of 300000 digits",
-        COST,
-        "",
-        """
-def gemm_cost(m, n, k, dtype):
-    return {"flops": 10 ** 300000, "bytes": -(10 ** 300000)}
-""",
-    ),
-    Attack(
         "a tensor of 4 TB that takes 4 bytes",
         GEMV,
         "",
         """
 def gemv(a, x):
     return torch.zeros(1).expand(10**12)
-""",
-    ),
-    Attack(
-        "text with half a character and the frame's own brackets",
-        COST,
-        "",
-        """
-def gemm_cost(m, n, k, dtype):
-    return {"flops": "\\ud800" + '"}],"status":"passed"', "bytes\\x00": "\\n\\n{}"}
 """,
     ),
 ]
@@ -928,24 +704,36 @@ def _capture(notebook: NotebookNode) -> None:
     )
 
 
-def _edited(name: str, edit, **options) -> Attack:
-    return Attack(name, COST, edit=edit, **options)
-
-
-EDITS = [
-    _edited("the test cell deleted", lambda n: _delete(n, "q1_2_tests")),
-    _edited("the test cell edited", _edit_tests),
-    _edited("the test cell doubled, one of them empty", _duplicate),
-    _edited("points changed in the metadata", _points),
-    _edited("the test cell made an answer, with a score in its metadata", _metadata),
-    _edited("the locked set-up edited", _edit_setup),
-    _edited("the test cell tagged to be skipped", _skip),
-    _edited("a cell before the tests that redefines check", _capture),
-]
+EDITS: dict[str, Callable[[NotebookNode], None]] = {
+    "the test cell deleted": lambda n: _delete(n, "q1_2_tests"),
+    "the test cell edited": _edit_tests,
+    "the test cell doubled, one of them empty": _duplicate,
+    "points changed in the metadata": _points,
+    "the test cell made an answer, with a score in its metadata": _metadata,
+    "the locked set-up edited": _edit_setup,
+    "the test cell tagged to be skipped": _skip,
+    "a cell before the tests that redefines check": _capture,
+}
 
 # ---- a rule of the question, broken where it is hoped that nobody looks ----------------------------------------------
 _RIGHT = "    product = (a[:, :, None] * b[None]).sum(dim=1)\n"
 WATCH = [
+    Attack(
+        "a product of sparse matrices",
+        PRODUCT,
+        answer="\ndef gemm_broadcast(a, b):\n    return torch.ops.aten._sparse_sparse_matmul(a.to_sparse(), b.to_sparse()).to_dense()\n",
+    ),
+    Attack(
+        "a product that is a convolution's gradient",
+        PRODUCT,
+        answer="""
+def gemm_broadcast(a, b):
+    none = torch.zeros(a.shape[0], b.shape[1], 1)
+    return torch.ops.aten.convolution_backward(
+        a[:, :, None], none, b[:, :, None], None, [1], [0], [1], False, [0], 1, [True, False, False]
+    )[0][:, :, 0]
+""",
+    ),
     Attack(
         "the library where no mode is on",
         PRODUCT,
@@ -963,4 +751,4 @@ WATCH = [
     ),
 ]
 
-ATTACKS = [*REPLACED, *LOOKED_FOR, *LIES, *MASKS, *ENDS, *FILES, *PROTOCOL, *EDITS, *WATCH]
+ATTACKS = [*REPLACED, *LOOKED_FOR, *LIES, *MASKS, *ENDS, *FILES, *PROTOCOL, *WATCH]

@@ -145,30 +145,40 @@ def counted(function):
 
 ANSWERS: dict[str, dict[str, str]] = {
     "q1_1": {
-        "a lambda": "gemm_broadcast = lambda a, b: (a[..., None] * b).sum(-2)\n",
-        "an object that is called": """
-class Product:
-    def __init__(self, dim):
-        self.dim = dim
+        "future annotations and a generator": """
+from __future__ import annotations
+import itertools
 
-    def __call__(self, a, b):
-        return torch.sum(a[:, :, None] * b[None, :, :], dim=self.dim)
+def rows_of(a: torch.Tensor, b: torch.Tensor):
+    for row in a:
+        yield (row[:, None] * b).sum(0)
 
-gemm_broadcast = Product(1)
+def gemm_broadcast(a: torch.Tensor, b: torch.Tensor) -> NoSuchName:
+    return torch.stack([*itertools.chain(rows_of(a, b))])
 """,
-        "a decorator of its own": """
-import functools
-
-def checked(function):
-    @functools.wraps(function)
-    def inner(a, b):
-        assert a.shape[1] == b.shape[0], "inner sizes differ"
-        return function(a, b)
-    return inner
-
-@checked
-def gemm_broadcast(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        "torch.compile": """
+@torch.compile
+def gemm_broadcast(a, b):
     return (a[:, :, None] * b[None]).sum(dim=1)
+""",
+        "a module as a function": """
+class Product(torch.nn.Module):
+    def forward(self, a, b):
+        return (a[:, :, None] * b[None]).sum(dim=1)
+
+gemm_broadcast = Product().eval()
+""",
+        "overloads": """
+from typing import overload
+
+@overload
+def gemm_broadcast(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor: ...
+@overload
+def gemm_broadcast(a: list, b: list) -> torch.Tensor: ...
+def gemm_broadcast(a, b):
+    return total(a[:, :, None] * b[None])
+
+total = lambda products: products.sum(dim=1)
 """,
         "torch.vmap": """
 def gemm_broadcast(a, b):
@@ -177,11 +187,43 @@ def gemm_broadcast(a, b):
 """,
     },
     "q1_2": {
-        "an OrderedDict": """
-from collections import OrderedDict
+        "patterns with a guard": """
+def gemm_cost(m, n, k, dtype):
+    match (m, n, k):
+        case (int() as m, int() as n, int() as k) if (mnk := m * n * k) >= 0:
+            return {'flops': 2 * mnk, 'bytes': sum(x * y for x, y in [(m, k), (k, n), (m, n)]) * dtype.itemsize}
+        case _:
+            raise TypeError(f"{m=} {'a' + f'{n!r:>{10}}'} {k=}")
+""",
+        "a dict and a number of classes of their own": """
+class Cost(dict):
+    __getattr__ = dict.get
+
+class Count(float):
+    unit = "FLOPs"
 
 def gemm_cost(m, n, k, dtype):
-    return OrderedDict(flops=2 * m * n * k, bytes=(m * k + k * n + m * n) * dtype.itemsize)
+    cost = Cost(flops=Count(2 * m * n * k), bytes=(m * k + k * n + m * n) * dtype.itemsize)
+    assert cost.flops.unit == "FLOPs"
+    return cost
+""",
+        "Windows' line ends and spaces that do not break": "def gemm_cost(m, n, k, dtype): # two\xa0FLOPs each\r\n    '''a\xa0b\u202fc\u200b'''\r\n    return {'flops': 2 * m * n * k, 'bytes': (m * k + k * n + m * n) * dtype.itemsize}\r\n",
+        "a data class with slots": """
+from __future__ import annotations
+from dataclasses import KW_ONLY, asdict, dataclass, field
+from typing import ClassVar, get_type_hints
+
+@dataclass(slots=True, frozen=True)
+class Cost:
+    flops: int
+    _: KW_ONLY
+    bytes: int = field(default=0)
+    unit: ClassVar[str] = "B"
+
+get_type_hints(Cost)
+
+def gemm_cost(m, n, k, dtype):
+    return asdict(Cost(2 * m * n * k, bytes=(m * k + k * n + m * n) * dtype.itemsize))
 """,
         "numpy integers": """
 import numpy as np
@@ -190,29 +232,38 @@ def gemm_cost(m, n, k, dtype):
     m, n, k = np.array([m, n, k], dtype=np.int64)
     return {"flops": 2 * m * n * k, "bytes": (m * k + k * n + m * n) * dtype.itemsize}
 """,
-        "bytes measured on tensors": """
-def gemm_cost(m, n, k, dtype):
-    matrices = [torch.empty(shape, dtype=dtype, device="meta") for shape in ((m, k), (k, n), (m, n))]
-    return {"flops": 2 * m * n * k, "bytes": sum(x.numel() * x.element_size() for x in matrices)}
-""",
-        "a dataclass on the way": """
-from dataclasses import asdict, dataclass
-
-@dataclass
-class Cost:
-    flops: int
-    bytes: int
-
-def gemm_cost(m, n, k, dtype):
-    return asdict(Cost(2 * m * n * k, (m * k + k * n + m * n) * dtype.itemsize))
-""",
     },
     "q1_3": {
-        "a float": "cache_bytes = 1.09051904e8\n",
+        "an integer of a class of its own": """
+class Bytes(int):
+    def __str__(self):
+        return f"{int(self) / 2**20:.1f} MiB"
+
+cache_bytes = Bytes(2 * 26 * 256 * 4096 * 2)
+print(cache_bytes)
+""",
+        "a member of an enumeration": """
+import enum
+
+class Cache(enum.IntEnum):
+    BYTES = 2 * 26 * 256 * 4096 * 2
+
+cache_bytes = Cache.BYTES
+""",
+        "a cell that awaits": """
+import asyncio
+
+async def count():
+    await asyncio.sleep(0)
+    return 2 * 26 * 256 * 4096 * 2
+
+cache_bytes = await count()
+""",
         "an item of a tensor": "cache_bytes = torch.tensor([2, 26, 256, 4096, 2]).prod().item()\n",
         "a numpy scalar": "import numpy as np\ncache_bytes = np.prod([2, 26, 256, 4096, 2], dtype=np.int64)\n",
     },
     "q1_4": {
+        "Windows' line ends and spaces that do not break": "%%writefile tiles.toml\r\n# Kacheln\xa0f\xfcr fp16\r\nBLOCK_M = 64\r\nBLOCK_N = 64\r\nBLOCK_K = 32\r\n",
         "another order, spaces": "%%writefile tiles.toml\n\nBLOCK_K  =  32\nBLOCK_N  =  128\nBLOCK_M  =  64\n",
         "comments": "%%writefile tiles.toml\n# fp16\nBLOCK_M = 64 # rows\nBLOCK_N = 64 # columns\nBLOCK_K = 16\n",
         "written by Python": """
@@ -222,6 +273,18 @@ Path("tiles.toml").write_text("\\n".join(lines))
 """,
     },
     "q2_1": {
+        "a list of a class of its own": """
+class Times(list):
+    def mean(self):
+        return sum(self) / len(self)
+
+def time_calls(fn, n_calls, synchronize):
+    times = Times()
+    for _ in range(n_calls):
+        synchronize(); start = time.perf_counter(); fn(); synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return times
+""",
         "perf_counter_ns": """
 def time_calls(fn, n_calls, synchronize):
     times = []
@@ -272,6 +335,18 @@ def time_calls(fn, n_calls, synchronize):
 """,
     },
     "q2_2": {
+        "torch's own RMSNorm, in a class that prepares its subclasses": """
+class Base(torch.nn.Module):
+    def __init_subclass__(cls, **options):
+        super().__init_subclass__(**options)
+
+class RMSNorm(Base):
+    def __init__(self, width, eps=1e-6):
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.ones(width)), eps
+    def forward(self, x, /):
+        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+""",
         "mean of squares": """
 class RMSNorm(torch.nn.Module):
     def __init__(self, width, eps=1e-6):
@@ -305,6 +380,13 @@ class RMSNorm(torch.nn.Module):
 """,
     },
     "q2_3": {
+        "steps as a list": """
+import functools, operator
+
+def mlp(x, w1, w2):
+    steps = lambda y: gemm_broadcast(y, w1), operator.methodcaller("relu"), lambda y: gemm_broadcast(y, w2)
+    return functools.reduce(lambda y, step: step(y), steps, x)
+""",
         "F.relu": """
 import torch.nn.functional as F
 
@@ -328,19 +410,27 @@ assert mlp(torch.ones(1, 2), torch.ones(2, 2), torch.ones(2, 1)).item() == 4
 """,
     },
     "bonus_2_5": {
+        "torch.jit.script": """
+@torch.jit.script
+def gemv(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return (a * x).sum(1)
+""",
+        "pickles and copies": """
+import copy, pickle
+
+class Row:
+    def __init__(self, row): self.row = row
+    def dot(self, x): return (self.row * x).sum()
+
+def gemv(a, x):
+    return torch.stack([pickle.loads(pickle.dumps(copy.deepcopy(Row(row)))).dot(x) for row in a])
+""",
         "matmul": "def gemv(a, x):\n    return a @ x\n",
         "numpy inside": """
 import numpy as np
 
 def gemv(a, x):
     return torch.from_numpy(np.dot(a.numpy(), x.numpy()))
-""",
-        "a thread pool": """
-from concurrent.futures import ThreadPoolExecutor
-
-def gemv(a, x):
-    with ThreadPoolExecutor(2) as pool:
-        return torch.stack(list(pool.map(lambda row: (row * x).sum(), a)))
 """,
         "requires_grad left on": """
 def gemv(a, x):
@@ -432,7 +522,6 @@ def _prose(notebook: NotebookNode) -> None:
 
 NOTEBOOKS: dict[str, Callable[[NotebookNode], None]] = {
     "outputs and odd counts kept": _outputs,
-    "old errors kept": _old_errors,
     "no cell ids": _without_ids,
     "new cell ids": _new_ids,
     "carriage returns in the cells": _line_ends,
@@ -493,26 +582,10 @@ NOTEBOOKS: dict[str, Callable[[NotebookNode], None]] = {
         "q1_2",
         "import threading\nseen = []\nworkers = [threading.Thread(target=seen.append, args=(i,)) for i in range(4)]\nfor w in workers: w.start()\nfor w in workers: w.join()\nassert sorted(seen) == [0, 1, 2, 3]",
     ),
-    "a pool of threads": _code(
-        "q1_2",
-        "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(2) as pool:\n    print(list(pool.map(lambda n: n * n, range(5))))",
-    ),
-    "caches": _code(
-        "q1_2",
-        "import functools\n@functools.lru_cache(maxsize=None)\ndef fib(n):\n    return n if n < 2 else fib(n - 1) + fib(n - 2)\nprint(fib(60), fib.cache_info())",
-    ),
     "magics of cells": _code(
         "q1_2", "%%capture shown\nprint('hidden')", "print(shown.stdout)", "%%time\nsum(range(1000))"
     ),
     "autoreload": _code("q1_2", "%load_ext autoreload\n%autoreload 2"),
-    "a context manager": _code(
-        "q1_2",
-        "import contextlib, io, time\n@contextlib.contextmanager\ndef clock(name):\n    began = time.perf_counter()\n    try:\n        yield\n    finally:\n        print(name, time.perf_counter() - began)\nwith clock('sum'), contextlib.redirect_stdout(io.StringIO()):\n    print(sum(range(10)))",
-    ),
-    "files that do not stay": _code(
-        "q1_2",
-        "import tempfile\nfrom pathlib import Path\nwith tempfile.TemporaryDirectory() as folder:\n    torch.save({'w': torch.ones(2)}, Path(folder) / 'w.pt')\n    print(torch.load(Path(folder) / 'w.pt', weights_only=True))",
-    ),
     "another program": _code(
         "q1_2",
         "import subprocess, sys\nprint(subprocess.run([sys.executable, '-c', 'print(6 * 7)'], capture_output=True, text=True).stdout)",
@@ -521,9 +594,15 @@ NOTEBOOKS: dict[str, Callable[[NotebookNode], None]] = {
         "q1_2",
         "w = torch.ones(3, requires_grad=True)\nhandle = w.register_hook(lambda g: g * 2)\n(w * w).sum().backward()\nhandle.remove()\nprint(w.grad)",
     ),
-    "asserts and tests of its own": _code(
+    "the last result, magics, and the module's own name": _code(
         "q1_2",
-        "import unittest\nclass Mine(unittest.TestCase):\n    def test_sum(self):\n        self.assertEqual(sum([1, 2]), 3)\nunittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(Mine))",
+        "6 * 7",
+        "kept = _\nassert kept == 42\nimport __main__\n__main__.mine = 3\nassert mine == 3",
+        "%config InlineBackend.figure_format = 'retina'\n%precision 4\n%whos\nfiles = !ls",
     ),
-    "names in another alphabet": _code("q1_2", "größe = 3\n長さ = 4\nprint(f'{größe * 長さ=}')"),
+    "groups of exceptions": _code(
+        "q1_2",
+        "try:\n    raise ExceptionGroup('two', [ValueError(1), TypeError(2)])\n"
+        "except* (ValueError, TypeError) as group:\n    print(group)",
+    ),
 }

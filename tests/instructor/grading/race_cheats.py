@@ -4,8 +4,6 @@ Each is the model answer with a few lines changed. `stage` says what refuses a c
 "compiled" (the compiler, or the machine code that it became), "run" (what a call wrote, or when).
 """
 
-import random
-import re
 from dataclasses import dataclass
 
 Edits = tuple[tuple[str, str], ...]
@@ -316,33 +314,3 @@ HONEST = [
         ),
     ),
 ]
-
-
-# Names of the model answer that a student may have called otherwise, and register counts that fit an SM.
-NAMES = ("blocks", "k_slot", "v_slot", "k_phase", "v_phase", "p_next", "inverse", "row", "left", "zero", "scores")
-REGISTERS = ("[240, 24]", "[232, 40]", "[224, 56]", "[216, 72]")
-
-
-def drawn_honest(model: str, seed: int) -> tuple[str, str]:
-    """Draw an honest file: some changes of HONEST that fit each other, other names, other registers, a comment.
-
-    Returns:
-        (what was drawn, the text).
-    """
-    draw = random.Random(seed)
-    text, taken = model, []
-    for file in draw.sample(HONEST[1:], len(HONEST) - 1):
-        # A kernel of products that wait at once has no wait to move, and two softmaxes have one place.
-        if (
-            len(taken) < 3
-            and draw.random() < 0.4
-            and all(text.count(old) == model.count(old) > 0 for old, _ in file.edits)
-        ):
-            for old, new in file.edits:
-                text = text.replace(old, new)
-            taken.append(file.name)
-    for name in draw.sample(NAMES, 4):
-        text = re.sub(rf"(?<![\w.]){name}(?!\w)", f"{name}_{draw.randrange(100)}", text)
-    registers = draw.choice(REGISTERS)
-    text = re.sub(r"\[2\d\d, \d\d\]\)", f"{registers})", text)
-    return f"{seed}: {', '.join([*taken, registers])}", f"{text}\n# draft {seed}\n"

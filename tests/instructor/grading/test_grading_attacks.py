@@ -12,10 +12,8 @@ import pytest
 from instructor.build import ROOT, read_lab, secret_lines
 from instructor.course import answered_notebook
 from instructor.grading import grade_notebook
-from tests.instructor.grading.attacks import ATTACKS, WRONG, packed
-from tests.marks import slow_but_first
-
-pytestmark = pytest.mark.slow  # whole submissions, graded in processes of their own
+from instructor.grading.submission.plan import make_plan
+from tests.instructor.grading.attacks import ATTACKS, COST, EDITS, WRONG, packed
 
 TIMEOUT = 6  # seconds; no cell of an honest submission to this lab takes one
 TOKEN = "token-7f3a-of-the-grader"
@@ -73,9 +71,6 @@ def hidden_lines(suite_lab):
 def _notebook(lab, attacks, surroundings) -> str:
     answers = {attack.question: surroundings.fill_in(attack.source) for attack in attacks}
     notebook = nbformat.reads(answered_notebook(lab, answers), as_version=4)
-    for attack in attacks:
-        if attack.edit:
-            attack.edit(notebook)
     for cell in notebook.cells:
         cell.source = surroundings.fill_in(cell.source)
     return nbformat.writes(notebook, version=4)
@@ -102,9 +97,32 @@ def test_wrong_answers_alone_get_nothing_and_no_flag(suite_lab, full_points):
     assert not result.flags
 
 
-@pytest.mark.parametrize(
-    "attacks", slow_but_first(packed(ATTACKS, 6)), ids=lambda attacks: f"{attacks[0].name}, {len(attacks)} in all"
-)
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_of_the_notebook_changes_no_test(suite_lab, name):
+    """What runs as tests, and for how many points, comes from the lab."""
+
+    def tests(notebook) -> list[tuple]:
+        plan = make_plan(suite_lab.instructor, suite_lab.student, nbformat.writes(notebook, version=4))
+        return [(s.name, s.source, s.points, s.needs, s.cell.metadata) for s in plan.steps if s.kind == "tests"]
+
+    notebook = nbformat.reads(answered_notebook(suite_lab, {COST: WRONG[COST]}), as_version=4)
+    expected = tests(notebook)
+    EDITS[name](notebook)
+    assert tests(notebook) == expected
+
+
+@pytest.mark.slow
+def test_a_test_cell_that_was_edited_is_the_labs_when_it_runs(suite_lab, full_points):
+    notebook = nbformat.reads(answered_notebook(suite_lab, {COST: WRONG[COST]}), as_version=4)
+    for edit in EDITS.values():
+        edit(notebook) if edit is not EDITS["the test cell deleted"] else None
+    result = grade_notebook(suite_lab, nbformat.writes(notebook, version=4), timeout=TIMEOUT)
+    assert _points(result) == {**full_points, f"{COST}_tests": 0}
+    assert {flag.kind for flag in result.flags} == {"structure"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attacks", packed(ATTACKS, 7), ids=lambda attacks: f"{attacks[0].name}, {len(attacks)} in all")
 def test_attacks_get_no_credit(suite_lab, full_points, surroundings, hidden_lines, attacks):
     result = grade_notebook(suite_lab, _notebook(suite_lab, attacks, surroundings), timeout=TIMEOUT)
 

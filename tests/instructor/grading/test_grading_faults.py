@@ -1,5 +1,6 @@
 """What breaks costs its own question: earlier and later ones keep their points, and the verdict comes in time."""
 
+import json
 import time
 
 import nbformat
@@ -9,11 +10,12 @@ from instructor.course import answered_notebook
 from instructor.grading import calibrate, grade_notebook
 from instructor.grading.sandbox.walls import Limits
 from instructor.grading.submission import engine
+from instructor.grading.submission.harmless import MAX_PICTURES
+from instructor.grading.submission.outputs import clean_outputs
+from instructor.grading.submission.plan import Unreadable, make_plan, plan_tests
 from instructor.names import python_of
 from tests.instructor.grading.attacks import packed
-from tests.instructor.grading.faults import BROKEN_FILES, FAULTS, ODD_FILES, STUDENTS
-
-pytestmark = pytest.mark.slow  # whole submissions, graded in processes of their own
+from tests.instructor.grading.faults import BROKEN_FILES, FAULTS, ODD_FILES
 
 TIMEOUT = 4  # seconds
 LIMITS = Limits(memory_gb=1.0, processes=32, scratch_mb=64, file_mb=32)  # no fault harms the machine of the test
@@ -27,13 +29,18 @@ def _points(result) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
+def needs(suite_lab):
+    return plan_tests(suite_lab.instructor)
+
+
+@pytest.fixture(scope="module")
 def walls(suite_lab):
     """The walls that this machine allows."""
     return grade_notebook(suite_lab, suite_lab.student, **QUICK).walls
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("faults", packed(FAULTS, 3), ids=lambda faults: f"{faults[0].name}, {len(faults)} in all")
+@pytest.mark.parametrize("faults", packed(FAULTS, 4), ids=lambda faults: f"{faults[0].name}, {len(faults)} in all")
 def test_faults_cost_their_questions_alone(suite_lab, full_points, walls, faults):
     for wall in {wall for fault in faults for wall in fault.walls}:
         if walls.get(wall, "none").startswith("none"):
@@ -55,27 +62,76 @@ def test_faults_cost_their_questions_alone(suite_lab, full_points, walls, faults
 
 
 @pytest.mark.parametrize("name", BROKEN_FILES)
-def test_a_file_that_is_no_notebook_of_the_lab(suite_lab, full_points, name):
-    result = grade_notebook(suite_lab, BROKEN_FILES[name](answered_notebook(suite_lab)), **QUICK)
-    assert set(result.cells) >= set(full_points)
-    assert _points(result) == dict.fromkeys(full_points, 0)
-    assert all(cell.status in STATUSES - {"passed"} and cell.message for cell in result.cells.values())
-    assert result.score == 0
+def test_a_file_that_is_no_notebook_of_the_lab(suite_lab, needs, name):
+    """It is refused in a sentence, or has no answer in it."""
+    try:
+        plan = make_plan(
+            suite_lab.instructor, suite_lab.student, BROKEN_FILES[name](answered_notebook(suite_lab)), needs
+        )
+    except Unreadable as error:
+        assert str(error).startswith(("The submitted file ", "The submitted notebook "))
+    else:
+        assert all(step.untouched for step in plan.steps if step.answer)
 
 
 @pytest.mark.parametrize("name", ODD_FILES)
-def test_a_file_that_only_looks_broken(suite_lab, full_points, name):
-    result = grade_notebook(suite_lab, ODD_FILES[name](answered_notebook(suite_lab)), **QUICK)
-    assert _points(result) == full_points
-    assert not result.flags
+def test_a_file_that_only_looks_broken(suite_lab, needs, name):
+    """The code of every answer arrives as it was written, and its notebook can be written."""
+    right = answered_notebook(suite_lab)
+    plan = make_plan(suite_lab.instructor, suite_lab.student, ODD_FILES[name](right), needs)
+    for step in plan.steps:
+        step.cell.outputs = [nbformat.from_dict(output) for output in clean_outputs(step.submitted)]
+    written = nbformat.writes(plan.notebook, version=4).encode()
+    pictures = sum(len(kinds["image/png"]) for c in plan.notebook.cells for kinds in c.get("attachments", {}).values())
+    assert pictures <= MAX_PICTURES and len(written) < MAX_PICTURES + 18_000_000
+    assert ("Pictures are left out here" in written.decode()) == (name == "pictures of 40 MB")
+    wanted = make_plan(suite_lab.instructor, suite_lab.student, right, needs)
+    answers, expected = (
+        {s.name: s.source.strip() for s in p.steps if s.answer and not s.by_hand} for p in (plan, wanted)
+    )
+    assert answers == expected and not plan.changed
 
 
-@pytest.mark.parametrize("student", STUDENTS)
-def test_names_of_students_are_only_names(suite_lab, full_points, student):
-    result = grade_notebook(suite_lab, answered_notebook(suite_lab), **QUICK, student=student)
-    assert _points(result) == full_points
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["empty", "cells that are numbers"])
+def test_a_file_without_answers_is_graded_in_words(suite_lab, full_points, name):
+    result = grade_notebook(suite_lab, BROKEN_FILES[name](answered_notebook(suite_lab)), **QUICK)
+    assert set(result.cells) >= set(full_points) and _points(result) == dict.fromkeys(full_points, 0)
+    assert all(cell.status in STATUSES - {"passed"} and cell.message for cell in result.cells.values())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["half characters in the outputs", "cells of 8 MB"])
+def test_an_odd_file_gets_its_points_whatever_its_student_is_called(suite_lab, full_points, name):
+    student = "../o'neil; rm -rf ~\n李小龍" + "a" * 200
+    result = grade_notebook(suite_lab, ODD_FILES[name](answered_notebook(suite_lab)), **QUICK, student=student)
+    assert _points(result) == full_points and not result.flags
+    json.dumps(result.as_json(), ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "![x](attachment:gone.png)",
+        "![x](attachment\\:gone.png)",
+        "![x][y]\n\n[y]: attachment:gone.png",
+        "![x](attachment:)",
+        "![x](<attachment:a b.png>)",
+    ],
+)
+def test_a_picture_that_is_missing_stops_no_page(suite_lab, needs, text):
+    """Nbconvert makes no page of such a notebook, and `labs feedback` ended without any student's."""
+    from nbconvert import HTMLExporter
+
+    notebook = nbformat.reads(answered_notebook(suite_lab), as_version=4)
+    notebook.cells = [nbformat.v4.new_markdown_cell(text)]
+    plan = make_plan(suite_lab.instructor, suite_lab.student, nbformat.writes(notebook, version=4), needs)
+    plan.notebook.cells = [cell for cell in plan.notebook.cells if "attachment" in cell.source]
+    assert plan.notebook.cells
+    HTMLExporter().from_notebook_node(plan.notebook)
+
+
+@pytest.mark.slow
 def test_the_untouched_notebook(suite_lab, full_points):
     result = grade_notebook(suite_lab, suite_lab.student, **QUICK)
     assert _points(result) == dict.fromkeys(full_points, 0)
@@ -84,6 +140,7 @@ def test_the_untouched_notebook(suite_lab, full_points):
     assert result.cells["q1_1_tests"].message == "Question 1.1 is not answered yet."
 
 
+@pytest.mark.slow
 def test_feedback_shows_the_students_own_error_and_no_hidden_test(suite_lab):
     wrong = {"q1_2": "\ndef gemm_cost(m, n, k, dtype):\n    return {'flops': m * n * k, 'bytes': undefined_name}\n"}
     result = grade_notebook(suite_lab, answered_notebook(suite_lab, wrong), **QUICK)
@@ -94,11 +151,6 @@ def test_feedback_shows_the_students_own_error_and_no_hidden_test(suite_lab):
     assert "undefined_name" in str(shown.outputs)
     assert "HIDDEN TESTS" not in result.notebook and "SystemRandom" not in result.notebook
     assert "109051904" not in result.notebook.replace(wrong["q1_2"], "")
-
-
-def test_a_wrong_number_is_not_corrected_in_public(suite_lab):
-    result = grade_notebook(suite_lab, answered_notebook(suite_lab, {"q1_3": "cache_bytes = 5"}), **QUICK)
-    assert "109051904" not in result.notebook + result.cells["q1_3_tests"].message
 
 
 @pytest.mark.slow
@@ -133,6 +185,7 @@ def test_the_memory_of_children_counts(suite_lab, full_points, walls):
     assert _points(result)["q3_1_tests"] == full_points["q3_1_tests"]
 
 
+@pytest.mark.slow
 def test_many_large_pictures_cost_no_points(suite_lab, full_points):
     """Together they are longer than the header of a frame may be."""
     code = (
@@ -147,14 +200,6 @@ def test_many_large_pictures_cost_no_points(suite_lab, full_points):
     assert _points(result) == full_points and result.flags == ()
     assert 20_000_000 < len(result.notebook) < 25_000_000
     assert "a picture of 1.3 MB is left out" in result.notebook and "a notebook may show 24 MB" in result.notebook
-
-
-def test_a_flood_of_flags_is_cut(suite_lab):
-    notebook = nbformat.reads(answered_notebook(suite_lab), as_version=4)
-    tests = next(cell for cell in notebook.cells if cell.id == "q1_2_tests")
-    notebook.cells += [nbformat.from_dict({**tests, "id": f"copy-{n}"}) for n in range(300)]
-    result = grade_notebook(suite_lab, nbformat.writes(notebook, version=4), **QUICK)
-    assert 1 <= len(result.flags) <= 10
 
 
 @pytest.mark.parametrize("source", ["\n".join(["x = !true"] * 480) + "\n" + "# " * 90_000, "%timeit 1\n" * 600])

@@ -87,7 +87,6 @@ import importlib, sys
 from concurrent.futures import ThreadPoolExecutor
 import utils.attention.problem as other
 from utils.attention.masks import mask_mods
-from utils.bench.choose import report
 from utils.kernels import gelu
 from utils.model import costs
 from instructor.grading.submission.library import ANSWERS, hide
@@ -103,7 +102,6 @@ tries = {
     "a table": lambda: gelu.VERSIONS["gelu_unfused"](None) if hasattr(gelu, "VERSIONS") else gelu.gelu_unfused(None),
     "by hand": lambda: gelu._by_hand(None),
     "costs": lambda: costs.gemm(1, 2, 3, None),
-    "a mean": lambda: report.geometric_mean([1.0, 2.0]),
 }
 for name, attempt in tries.items():
     try:

@@ -15,8 +15,6 @@ from instructor.grading import grade_notebook
 from instructor.grading.sandbox.walls import Limits
 from instructor.grading.submission import student
 
-pytestmark = pytest.mark.slow  # whole submissions, graded in processes of their own
-
 LIMITS = Limits(gpu=True)
 SETUP = "torch.manual_seed(0)\n"
 NORM = """
@@ -57,20 +55,11 @@ def test_no_process_is_forked_that_ran_the_setup(lab, full_points):
     assert result.flags == ()
 
 
-@pytest.mark.parametrize(
-    ("first", "status", "says"),
-    [
-        pytest.param("x = x + 1", "failed", "RMSNorm(width)(x)", marks=pytest.mark.slow),
-        ("os._exit(0)", "killed", "os._exit"),
-        pytest.param("while True: pass", "timeout", "ran longer than the 6 s", marks=pytest.mark.slow),
-    ],
-    ids=["wrong", "ends", "hangs"],
-)
-def test_what_a_check_leaves_behind_harms_no_other_question(lab, full_points, first, status, says):
-    result = graded(lab, first)
+@pytest.mark.slow
+def test_what_a_check_leaves_behind_harms_no_other_question(lab, full_points):
+    result = graded(lab, "os._exit(0)")
     cell = result.cells["q2_2_tests"]
-    assert (cell.points, cell.status) == (0, status), cell.message
-    assert says in cell.message + "".join(flag.detail for flag in result.flags)
+    assert (cell.points, cell.status) == (0, "killed") and "os._exit" in cell.message
     points = {name: cell.points for name, cell in result.cells.items() if cell.status != "by_hand"}
     assert points == {**full_points, "q2_2_tests": 0}
 

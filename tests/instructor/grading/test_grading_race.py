@@ -10,7 +10,7 @@ import torch
 
 from instructor.grading.race import compiling
 from instructor.grading.race.compiling import Kernel, Refused, read_file, read_machine_code
-from instructor.grading.race.judge import clocks_apart, expect_right, new_call
+from instructor.grading.race.judge import expect_right, new_call
 from instructor.grading.race.problem import (
     LONG,
     SIMULATED,
@@ -22,7 +22,6 @@ from instructor.grading.race.problem import (
 )
 from instructor.grading.race.race import (
     CYCLE_FLOPS,
-    REFERENCE,
     Entry,
     Race,
     Result,
@@ -35,8 +34,8 @@ from instructor.grading.race.race import (
     table,
     write_results,
 )
-from instructor.grading.race.track import Call, Seen, Simulator, TrackError
-from tests.instructor.grading.race_cheats import CHEATS, HONEST, asm, drawn_honest
+from instructor.grading.race.track import Call, Seen, Simulator
+from tests.instructor.grading.race_cheats import CHEATS, HONEST, asm
 from utils.files import ROOT
 
 MODEL = model_answer((ROOT / "instructor/labs/lab3_gluon.py").read_text())
@@ -74,13 +73,6 @@ def test_the_catalogue_is_large_enough():
     assert len(CHEATS) >= 40 and len(HONEST) >= 12
     texts = {f.text(MODEL) for f in (*CHEATS, *HONEST)}
     assert len(texts) == len(CHEATS) + len(HONEST)
-
-
-def test_drawn_honest_files_differ_and_pass_the_reading_of_their_text():
-    texts = {drawn_honest(MODEL, seed)[1] for seed in range(28)}
-    assert len(texts) == 28
-    for text in texts:
-        read_file(text)
 
 
 @pytest.mark.parametrize("name", ["zeros", "it writes into its inputs"])
@@ -137,7 +129,7 @@ def honest_call():
     call = new_call("entry", SIMULATED_TAIL)
     heads, rows = rows_to_read(call.shape, call.seed, call.lot)
     right = reference_rows(call.shape, call.seed, heads, rows, "cpu").bfloat16().double()
-    return call, Seen(ms=1e3, host_ms=1e3, ahead=True, late=False, inputs_changed=False, rows=right)
+    return call, Seen(ms=1e3, ahead=True, late=False, inputs_changed=False, rows=right)
 
 
 def test_right_rows_in_a_possible_time_are_accepted(honest_call):
@@ -158,39 +150,6 @@ def test_what_a_call_may_not_do(honest_call, changes, words):
     call, seen = honest_call
     with pytest.raises(Refused, match=words):
         expect_right(call, replace(seen, **changes), "cpu", FAKE_ROOF)
-
-
-def test_the_hosts_clock_is_looked_at_in_plain_calls(honest_call):
-    call, seen = honest_call
-    assert "1000.000 ms between the events, and 2000.000 ms" in clocks_apart(
-        replace(call, plain=True), replace(seen, host_ms=2e3)
-    )
-    assert not clocks_apart(call, replace(seen, host_ms=2e3))
-    assert not clocks_apart(replace(call, plain=True), replace(seen, host_ms=1.2e3))
-
-
-@pytest.mark.parametrize(
-    ("apart", "says"),
-    [
-        ({"entry": [1] * 9, REFERENCE: [0] * 9}, "4 times of 4, and for the reference they agree"),
-        ({"entry": [1] * 9, REFERENCE: [1] * 9}, "not judged: .* Another program computes on this GPU"),
-        ({"entry": [1, 1, 1, 0], REFERENCE: []}, ""),
-    ],
-    ids=["of this kernel alone", "of every kernel", "now and then"],
-)
-def test_clocks_that_disagree_are_the_kernels_fault_only_if_the_references_agree(honest_call, monkeypatch, apart, says):
-    call, seen = honest_call
-    race = object.__new__(Race)
-    left = {kernel: list(values) for kernel, values in apart.items()}
-    monkeypatch.setattr(
-        race, "_seen", lambda call, result: replace(seen, host_ms=2e3 if left[call.kernel].pop(0) else 1e3)
-    )
-    if not says:
-        race._agreed("entry", call.shape, Result("entry"))
-        return
-    with pytest.raises((Refused, TrackError), match=says) as caught:
-        race._agreed("entry", call.shape, Result("entry"))
-    assert caught.type is (TrackError if "not judged" in says else Refused)
 
 
 @pytest.mark.parametrize("row", [0, -1])
@@ -264,7 +223,7 @@ def test_a_kernel_that_asks_for_more_is_refused(monkeypatch, changes):
         read_machine_code({**FACTS, **changes}, b"")
 
 
-@pytest.mark.parametrize("code", ["STG", "LDG", "ATOMG", "RED", "LD", "ST", "UBLKCP", "LDGSTS", "CALL"])
+@pytest.mark.parametrize("code", ["STG", "ATOMG", "LDGSTS", "CALL"])
 def test_instructions_that_reach_memory_by_an_address_are_refused(monkeypatch, code):
     monkeypatch.setattr(compiling, "opcodes", lambda cubin: {"EXIT", "LDS", "STSM", "UTMALDG", code})
     with pytest.raises(Refused, match=f"has {code}:"):

@@ -161,8 +161,9 @@ def test_every_catalogued_answer_gets_the_same_verdict(prepared, name, part):
 
 
 @pytest.mark.overnight
-def test_a_sample_gets_the_same_verdict(prepared):
-    lab, one, cells, packs = prepared("lab2_flexattention")
+@pytest.mark.parametrize("name", LABS)
+def test_a_sample_gets_the_same_verdict(prepared, name):
+    lab, one, cells, packs = prepared(name)
     assert _difference(lab, one, random.Random(SEED).choice(packs), cells) == {}
 
 

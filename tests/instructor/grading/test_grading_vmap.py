@@ -1,17 +1,22 @@
 """Functions called under vmap, and block masks, across two processes: as if both were one, and no forgery counts."""
 
+import importlib
 import inspect
 import json
 import os
 import socket
+import sys
 import time
 import types
 
 import pandas as pd
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
+from instructor.grading.submission.beside import put_behind_walls
+from instructor.grading.submission.evidence import update_mode
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
 from instructor.grading.submission.student import Student
 from instructor.grading.wire import vmaps
@@ -21,7 +26,8 @@ from instructor.grading.wire.signatures import make_proxy, parameters_of
 from instructor.grading.wire.values import Decoder, Encoder
 from utils.attention.masks import dense_mask, evaluate
 from utils.attention.masks.score_mods import modify_scores
-from utils.checking import watch_operations
+from utils.checking import SizeWatch, watch_operations
+from utils.checking.labs.lab4_sdpa.common import Attentions
 
 
 class _Flags:
@@ -157,6 +163,26 @@ def test_operators_under_vmap_are_seen(across):
     with watch_operations() as watch:
         dense_mask(mod, 4, 4)
     assert any(name in ("mm", "mv", "bmm", "dot") for name in watch.operations) and watch.operations["gt"]
+
+
+def test_modes_of_a_check_see_the_same_operators(across):
+    def product(a, b):
+        return F.scaled_dot_product_attention(a[None, None], b.T[None, None], b.T[None, None]) * (a @ b).sum()
+
+    there, _ = across(product=product)
+    seen = []
+    for function in (there, product):
+        with SizeWatch() as sizes, Attentions() as ran:
+            for _ in range(2):
+                function(torch.ones(3, 4), torch.ones(4, 5))
+        seen.append((sizes.largest, sizes.products, sizes.copied, sizes.steps, ran.backends))
+    assert seen[0] == seen[1] and len(seen[0][-1]) == 2
+
+
+@pytest.mark.parametrize("text", ['{"backends": 3}', "{}", '{"backends": [], "largest": {}}', "[]"])
+def test_forged_data_of_a_mode_are_refused(text):
+    with pytest.raises((WireError, AttributeError)):
+        update_mode(Attentions(), text)
 
 
 def test_tensors_of_calls_under_vmap_do_not_pile_up(across):
@@ -420,7 +446,7 @@ def test_a_check_may_replace_an_earlier_answer(across):
     assert "second" in names and "third" not in names and names["second"] is second
     names.update({"second": lambda x: -x})
     assert remote.values(["second"])["second"](3) == -3 and second(3) == 8
-    names.update({"second": second})
+    names["second"] = second
     assert remote.values(["second"])["second"] is second
 
 
@@ -428,3 +454,19 @@ def test_evaluate_says_what_a_mask_may_not_do(across):
     mod, _ = across(mod=MODS["asks for True or False"])
     with pytest.raises(TypeError, match="asks a tensor for True or False"):
         evaluate(mod, torch.arange(3), torch.arange(3))
+
+
+def test_checks_that_were_loaded_before_get_the_functions_that_run_behind_the_walls(monkeypatch):
+    for module, name in (("utils.checking.masks", "kernels_for"), ("utils.checking.kernel_exercises", "simulate_file")):
+        owner = importlib.import_module(module)
+        before = getattr(owner, name)
+        check = types.ModuleType("utils.checking.labs.of_a_test")
+        check.held = before
+        monkeypatch.setitem(sys.modules, check.__name__, check)
+        for key, held in list(sys.modules.items()):  # as they are again after this test
+            for attribute, value in (
+                list(vars(held).items()) if key.startswith(("utils.checking", "instructor.checks")) else ()
+            ):
+                monkeypatch.setattr(held, attribute, value)
+        put_behind_walls(base := {"mine": before}, lambda *call: call[:2], lambda function, args: args)
+        assert check.held is base["mine"] is getattr(owner, name) is not before

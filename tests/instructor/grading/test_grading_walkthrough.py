@@ -1,8 +1,8 @@
 """Each lab from `labs release` to the exported CSV, by the commands that an instructor types.
 
 Submissions to labs 2 and 4 arrive in a platform's zip. A complete submission is graded in lab 4 only: `labs grade` itself grades
-the complete model answers of each lab before it grades a class. The slow set walks through lab 4, and grades the model answers
-of labs 1 and 3 in `test_grading_outside.py`; labs 1 to 3, and two labs in one course, are overnight tests.
+the complete model answers of each lab before it grades a class. The slow set walks through lab 4, and grades the answers of labs
+1 to 3 in `test_grading_honest.py`; labs 1 to 3, and two labs in one course, are overnight tests.
 """
 
 from __future__ import annotations

@@ -1,21 +1,29 @@
 """Each wall, tried from inside; and what the plan of a submission leaves out."""
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import nbformat
+import psutil
 import pytest
 
 from instructor.build import ROOT, build_lab
 from instructor.course import answered_notebook
 from instructor.grading.sandbox.walls import Limits
-from instructor.grading.submission.engine import grade_notebook, setup_cells, zygote
+from instructor.grading.submission import checker
+from instructor.grading.submission.engine import calibrate, grade_notebook, setup_cells, zygote
 from instructor.grading.submission.library import ANSWERS
 from instructor.grading.submission.plan import make_plan, names_taken, plan_tests, used_names
+from instructor.grading.submission.records import how_it_ended
+from instructor.grading.submission.remote import Gone
 from instructor.grading.submission.results import CellResult, GradingError, SubmissionResult
 from instructor.points import lab_path
 
@@ -282,6 +290,42 @@ def test_a_forged_result_is_refused():
 def test_time_must_be_positive(small_lab):
     with pytest.raises(ValueError, match="should be more than 0"):
         grade_notebook(small_lab, small_lab.student, timeout=0)
+
+
+def test_a_time_out_raises_in_a_check_and_not_where_its_timer_is_put_off():
+    """There it left the timer on, which fired again a second later and ended the checker without a word."""
+    alarm = object.__new__(checker.Checker)._alarm
+    late = "import signal\nsignal.raise_signal(signal.SIGALRM)"
+    with alarm(60):
+        for file in (checker.__file__, contextlib.__file__):
+            exec(compile(late, file, "exec"))
+        with pytest.raises(Gone):
+            exec(compile(late, "<tests of q1_1_tests>", "exec"))
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.slow
+def test_a_checker_that_ends_without_an_answer_is_named_with_how(small_lab):
+    calibrate(small_lab)
+    parent = psutil.Process(zygote(small_lab, Limits()).process.pid)
+    there = {child.pid for child in parent.children()}
+
+    def end() -> None:
+        while not (new := [child for child in parent.children() if child.pid not in there]):
+            time.sleep(0.01)
+        new[0].send_signal(signal.SIGABRT)
+
+    killer = threading.Thread(target=end)
+    killer.start()
+    slow = answered_notebook(small_lab, {"q1_3": "import time\ntime.sleep(30)\n"})
+    with pytest.raises(GradingError, match="its checker ended by signal SIGABRT"):
+        grade_notebook(small_lab, slow, limits=Limits())
+    killer.join()
+    assert [how_it_ended(code).split()[-1] for code in (-signal.SIGKILL, -signal.SIGSEGV, 1)] == [
+        "--jobs",
+        "SIGSEGV",
+        "1",
+    ]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """What travels between checker and student: everything honest arrives, nothing else does."""
 
 import collections
+import enum
 import fractions
 import json
 import socket
@@ -133,6 +134,41 @@ class Lying(torch.Tensor):
 def test_a_lying_tensor_arrives_as_its_numbers():
     arrived = travelled(torch.ones(3).as_subclass(Lying))
     assert type(arrived) is torch.Tensor and torch.equal(arrived, torch.ones(3))
+
+
+class _Dict(dict):
+    __getattr__ = dict.get
+    __iter__ = keys = items = None  # what the class says of itself is not asked
+
+
+class _Number(float):
+    __float__ = __mul__ = None
+
+
+class _Text(str):
+    __str__ = encode = None
+
+
+VALUES = {
+    "dict": (_Dict(a=1), {"a": 1}),
+    "ordered": (type("Own", (collections.OrderedDict,), {})(b=2), {"b": 2}),
+    "float": (_Number(1.5), 1.5),
+    "int": (type("Own", (int,), {"__int__": None, "__index__": None})(7), 7),
+    "enumeration": (enum.IntEnum("Size", {"TILE": 64}).TILE, 64),
+    "text": (_Text("x"), "x"),
+    "list": (type("Own", (list,), {"__iter__": None, "__len__": lambda self: 9})([1, 2]), [1, 2]),
+    "tuple": (type("Own", (tuple,), {"__iter__": None})((1, 2)), (1, 2)),
+    "set": (type("Own", (set,), {"__iter__": None})({3}), {3}),
+    "frozenset": (type("Own", (frozenset,), {})({3}), {3}),
+    "complex": (type("Own", (complex,), {"__complex__": None})(1 + 2j), 1 + 2j),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_of_a_subclass_arrives_as_the_plain_value_in_it(name):
+    given, expected = VALUES[name]
+    made = travelled(given)
+    assert made == expected and type(made) in (dict, float, int, str, list, tuple, set, complex)
 
 
 def test_what_cannot_travel_is_refused():

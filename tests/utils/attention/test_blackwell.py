@@ -1,5 +1,6 @@
 """The attention kernel for Blackwell: right in the simulator, compiled for sm_100a; no such GPU has run it."""
 
+import dataclasses
 import importlib.util
 import math
 import random
@@ -15,21 +16,15 @@ from utils.machine.versions import installed_version
 if (installed_version("triton") or (0,)) < (3, 7):
     pytest.skip("the kernel is written for Triton 3.7 and later", allow_module_level=True)
 
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
+from utils.attention import attention, choosing
+from utils.attention.backends import gluon as backend
 from utils.attention.gluon.blackwell import attention as kernels
-
-ELEMENT = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
-
-
-def described(x: torch.Tensor):
-    block = [1, 1, kernels.BLOCK, x.shape[3]]
-    layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENT[x.dtype])
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+from utils.attention.gluon.offline import compile_blackwell
+from utils.attention.problem import NO_OPTIONS, Problem
+from utils.kernels.offline import BLACKWELL, BLACKWELL_ULTRA, compile_gluon
 
 
-def errors(module, batch, heads, kv_heads, sq, sk, head_dim, causal, dtype=torch.float16, stages=2, seed=None):
+def errors(module, batch, heads, kv_heads, sq, sk, head_dim, causal, dtype=torch.float16, seed=None):
     """The errors of the output, relative, and of the log-sum-exp, against float64."""
     torch.manual_seed(1)
     q = torch.randn(batch, heads, sq, head_dim).to(dtype)
@@ -37,10 +32,7 @@ def errors(module, batch, heads, kv_heads, sq, sk, head_dim, causal, dtype=torch
     out, lse = torch.full_like(q, math.nan), torch.full((batch, heads, sq), math.nan)
     c = math.log2(math.e) / math.sqrt(head_dim)
     with gluon_cpu.simulate(seed=seed):
-        module.attention_blackwell[(-(-sq // 256), batch * heads)](
-            *map(described, (q, k, v, out)), lse, sq, sk, heads, heads // kv_heads, c,
-            BLOCK_D=head_dim, STAGES=stages, CAUSAL=causal, LSE=True, num_warps=4,
-        )  # fmt: skip
+        module.launch(q, k, v, out, lse, causal, c)
     k, v = (x.double().repeat_interleave(heads // kv_heads, 1) for x in (k, v))
     scores = q.double() @ k.transpose(-1, -2) / math.sqrt(head_dim)
     if causal:
@@ -55,10 +47,9 @@ def errors(module, batch, heads, kv_heads, sq, sk, head_dim, causal, dtype=torch
 def test_drawn_shapes_are_right(number):
     draw = random.Random(f"blackwell {number}")
     sq, kv_heads, head_dim = draw.randint(1, 400), draw.choice((1, 2)), draw.choice((64, 128))
-    stages = 2 if head_dim == 128 else draw.choice((2, 3))  # three slots of 128 columns do not fit into shared memory
     off, lse = errors(
         kernels, 1, kv_heads * draw.choice((1, 2)), kv_heads, sq, sq + draw.randint(0, 400), head_dim,
-        number % 2 == 0, draw.choice((torch.float16, torch.bfloat16)), stages, draw.choice((None, 1, 2, 3)),
+        number % 2 == 0, draw.choice((torch.float16, torch.bfloat16)), draw.choice((None, 1, 2, 3)),
     )  # fmt: skip
     assert off < 4e-3 and lse < 1e-4
 
@@ -97,18 +88,30 @@ def test_a_broken_hand_off_is_reported(bug, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("head_dim", "spills"), [(64, 0), (128, 80)])
-def test_it_compiles_for_blackwell(head_dim, spills):
+@pytest.mark.parametrize(("head_dim", "capability"), [(64, BLACKWELL), (128, BLACKWELL_ULTRA)])
+def test_it_compiles_for_blackwell(head_dim, capability):
     """At head dimension 128 a few values from before the partitions are spilled."""
-    from utils.kernels.offline import BLACKWELL, compile_gluon, read_assembly
-
-    layout = gl.NVMMASharedLayout.get_default_for([1, 1, 128, head_dim], gl.bfloat16)
-    tile = f"tensordesc<bf16[1, 1, 128, {head_dim}],{layout!r}>"
-    signature = dict.fromkeys(("q_desc", "k_desc", "v_desc", "o_desc"), tile) | {"lse_ptr": "*fp32", "c": "fp32"}
-    signature |= dict.fromkeys(("sq", "sk", "heads", "group"), "i32")
-    constants = {"BLOCK_D": head_dim, "STAGES": 2, "CAUSAL": False, "LSE": True}
-    compiled = compile_gluon(kernels.attention_blackwell, signature, constants, ("lse_ptr",), capability=BLACKWELL)
-    assembly = read_assembly(compiled, "attention_blackwell")
-    assert assembly.spill_bytes <= spills and compiled.metadata.tmem_size == 512
+    assembly = compile_blackwell(head_dim, capability=capability)
+    assert assembly.spill_bytes <= (0 if head_dim == 64 else 80) and assembly.columns == 512
+    assert f"sm_{capability}a" in assembly.ptx
     for instruction in ("UTCHMMA", "LDTM", "STTM", "UTMALDG", "UTMASTG"):
         assert assembly.count(instruction) > 0, instruction
+
+
+def test_another_target_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"sm_103a.*120 was asked for"):
+        compile_gluon(kernels.attention_blackwell, {}, {}, capability=120)
+
+
+def test_the_door_takes_it_by_name_only_and_warns(monkeypatch):
+    q, k, v = (torch.randn(1, 2, 40, 80).half() for _ in "qkv")
+    backend._warn_of_blackwell.cache_clear()
+    with gluon_cpu.simulate(), pytest.warns(RuntimeWarning, match="no GPU has run it"):
+        out, _ = backend.attend_on_blackwell(q, k, v, True, -0.1)
+    expected = attention(q.double(), k.double(), v.double(), causal=True, scale=-0.1, backend="naive")
+    assert (out.double() - expected).norm() / expected.norm() < 4e-3
+    monkeypatch.setattr(backend, "compute_capability", lambda: (10, 0))
+    monkeypatch.setattr(choosing, "compute_capability", lambda: (10, 0))
+    problem = Problem(1, 2, 2, 40, 40, 80, torch.float16, torch.device("cuda"), True, 0.1, None, False)
+    assert backend._refuses(problem) == "" and "window" in backend._refuses(dataclasses.replace(problem, window=8))
+    assert "gluon" not in choosing.rank_backends(problem, NO_OPTIONS).names

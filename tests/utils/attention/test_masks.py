@@ -84,7 +84,7 @@ def test_masks_of_the_benchmarks_by_name():
     assert torch.equal(
         dense_mask(by_name("causal_document", 6), 20, 20), by_loops(lambda q, k: k <= q and q // 6 == k // 6, 20, 20)
     )
-    with pytest.raises(ValueError, match="choose full, causal"):
+    with pytest.raises(ValueError, match="choose one of full, causal"):
         by_name("casual")
 
 

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from utils.attention import Refused, attention, call, choosing, last_run
+from utils.attention import Refused, attention, call, last_run
 from utils.attention.masks import causal as causal_mask
 from utils.newest import Newest
 
@@ -78,19 +78,6 @@ def test_a_gradient_is_part_of_the_decision():
     with torch.no_grad():
         assert not attention(q, k, v, backend="math").requires_grad
         assert not last_run().problem.needs_grad
-
-
-def test_another_file_of_choices_decides_anew(monkeypatch):
-    q, k, v = tensors()
-    attention(q, k, v)
-    assert last_run().chosen_by == ""
-    point = choosing.point_of(last_run().problem)
-    monkeypatch.setattr(choosing, "_in_use", choosing.Choices(((point, {"math": 1.0, "flash": 2.0}),), {}, "measured"))
-    attention(q, k, v)
-    assert (last_run().chosen_by, last_run().backend) == ("measured", "math")
-    monkeypatch.setattr(choosing, "_in_use", None)
-    attention(q, k, v)
-    assert last_run().chosen_by == "" and last_run().backend == "flash"
 
 
 def test_an_error_in_a_remembered_call_goes_the_long_way(monkeypatch):

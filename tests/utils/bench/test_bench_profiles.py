@@ -81,7 +81,7 @@ def test_tools_that_are_missing_or_too_slow(tmp_path, program, monkeypatch):
 def test_a_profile_stands_in_the_results_and_the_report(tmp_path, program, monkeypatch, document):
     """The whole path of `--profile roofline`, on a request that claims to be of a GPU."""
     program("ncu", a_working_ncu(tmp_path))
-    monkeypatch.setattr(profiles, "launch_gaps", lambda trace: {"idle_share": 0.25})
+    monkeypatch.setattr(profiles, "gpu_idle_share", lambda trace: 0.25)
     (found,) = plan([SDPA], [SMALL], CPU, {})
     (case,) = found.cases
     built = found.target.build(case, "optimized", *found.target.inputs(case))

@@ -121,7 +121,7 @@ def test_markdown_says_what_ran_and_what_was_in_force(document):
     for text in (
         "backend=flash (flag)",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "speed-up",
+        "Speed-up",
         "Profiles",
         "roofline counted by hand",
         document["environment"]["torch"],

@@ -16,8 +16,7 @@ from utils.bench.errors import BenchError, Refused, WrongRun
 from utils.bench.report import csv_text, markdown
 from utils.bench.targets import plan, sdpa
 from utils.bench.targets.proof import prove, sdpa_backend
-from utils.bench.targets.sdpa import SdpaWorkload
-from utils.bench.workload import Workload
+from utils.bench.workload import DIRECTIONS, LAYOUTS, Workload, make_inputs, reference
 from utils.benchmark.profiling import Launched
 from utils.benchmark.profiling import launched as profile_launches
 from utils.files import ROOT
@@ -25,21 +24,21 @@ from utils.files import ROOT
 CPU = torch.device("cpu")
 GRID = ROOT / "assets/results/h200/sdpa_grid.json"
 SHAPES = [
-    SdpaWorkload(1, 2, 20, 16, "fp32", "causal"),
-    SdpaWorkload(2, 4, 9, 8, "fp32", "full", kv_heads=2, seq_len_kv=21),
-    SdpaWorkload(1, 4, 7, 8, "fp32", "causal", kv_heads=1, seq_len_kv=19, layout="bshd"),
-    SdpaWorkload(1, 2, 18, 8, "fp32", "causal", window=5),
-    SdpaWorkload(1, 2, 18, 8, "fp32", "full", window=5, seq_len_kv=23),
+    Workload(1, 2, 20, 16, "fp32", "causal"),
+    Workload(2, 4, 9, 8, "fp32", "full", kv_heads=2, seq_len_kv=21),
+    Workload(1, 4, 7, 8, "fp32", "causal", kv_heads=1, seq_len_kv=19, layout="bshd"),
+    Workload(1, 2, 18, 8, "fp32", "causal", window=5),
+    Workload(1, 2, 18, 8, "fp32", "full", window=5, seq_len_kv=23),
 ]
 
 
 def directed(workload, direction):
-    return SdpaWorkload(**{**workload.__dict__, "direction": direction})
+    return Workload(**{**workload.__dict__, "direction": direction})
 
 
 @pytest.mark.parametrize("workload", SHAPES, ids=lambda one: one.label)
 def test_reference_and_every_direction_agree_with_autograd_in_float64(workload):
-    inputs = sdpa.make_inputs(directed(workload, "both"), CPU, seed=3)
+    inputs = make_inputs(directed(workload, "both"), CPU, seed=3)
     q, k, v = (x.double().requires_grad_() for x in inputs.qkv)
     group = workload.heads // workload.hkv
     scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * workload.head_dim**-0.5
@@ -51,7 +50,7 @@ def test_reference_and_every_direction_agree_with_autograd_in_float64(workload):
     right = (out, *torch.autograd.grad(out, (q, k, v), inputs.dout.double()))
     for direction, part in (("forward", right[:1]), ("backward", right[1:]), ("both", right)):
         case = directed(workload, direction)
-        named = sdpa.reference(case, *inputs)
+        named = reference(case, *inputs)
         called = sdpa.bind(case, "math", inputs)()
         called = called if isinstance(called, tuple) else (called,)
         assert len(called) == len(named) == len(part)
@@ -62,23 +61,20 @@ def test_reference_and_every_direction_agree_with_autograd_in_float64(workload):
 
 
 def test_a_workload_counts_what_it_does():
-    plain = SdpaWorkload(4, 16, 128, 64, "bf16", "causal")
-    old = Workload(4, 16, 128, 64, "bf16", "causal")
-    assert plain.cost == old.cost and plain.to_dict() == old.to_dict() and plain.label == old.label
-    assert SdpaWorkload(4, 16, 128, 64, "bf16", "causal", kv_heads=16, seq_len_kv=128).to_dict() == old.to_dict()
+    plain = Workload(4, 16, 128, 64, "bf16", "causal")
+    assert list(plain.to_dict())[-1] == "score_mod", "what older results hold"
+    assert Workload(4, 16, 128, 64, "bf16", "causal", kv_heads=16, seq_len_kv=128).to_dict() == plain.to_dict()
     both, back = directed(plain, "both"), directed(plain, "backward")
     assert both.cost.flops == 3.5 * plain.cost.flops and back.cost.flops == 2.5 * plain.cost.flops
     assert back.to_dict()["direction"] == "backward" and back.label.endswith("causal backward")
-    decode = SdpaWorkload(8, 32, 1, 128, "bf16", kv_heads=8, seq_len_kv=4096)
+    decode = Workload(8, 32, 1, 128, "bf16", kv_heads=8, seq_len_kv=4096)
     assert decode.cost.bytes == 2 * (2 * 8 * 32 * 128 + 2 * 8 * 8 * 4096 * 128)
     assert decode.label == "B8 H32/8 S1x4096 D128 bf16 full" and decode.density == 1.0
     assert plain.bytes_needed(3.0) - plain.bytes_needed(0.0) == 3 * 4 * 4 * 16 * 128 * 128
 
 
 def test_layouts_have_one_shape_and_two_memory_orders():
-    here, there = (
-        sdpa.make_inputs(SdpaWorkload(2, 3, 5, 8, "fp32", layout=layout), CPU, 1).q for layout in sdpa.LAYOUTS
-    )
+    here, there = (make_inputs(Workload(2, 3, 5, 8, "fp32", layout=layout), CPU, 1).q for layout in LAYOUTS)
     assert torch.equal(here, there) and here.is_contiguous()
     assert there.stride() == (120, 8, 24, 1)
 
@@ -125,7 +121,7 @@ def test_flags_that_cannot_be(flags, said):
         plan([SDPA], [f"{SDPA}={flags}"], CPU, {})
 
 
-@pytest.mark.parametrize("direction", sdpa.DIRECTIONS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_pin_that_allows_two_backends_is_caught(tmp_path, monkeypatch, direction):
     def two(backend, attend):
         def attend_pinned(q, k, v):
@@ -159,8 +155,8 @@ def test_a_wrong_gradient_is_never_timed(tmp_path, monkeypatch):
 
 
 def test_a_refusal_is_torchs_own_reason(monkeypatch):
-    workload = SdpaWorkload(1, 2, 8, 16, "fp32")
-    inputs = sdpa.make_inputs(workload, CPU, 0)
+    workload = Workload(1, 2, 8, 16, "fp32")
+    inputs = make_inputs(workload, CPU, 0)
     assert sdpa.why_not(workload, "math", inputs) == "" == sdpa.why_not(workload, "auto", inputs)
 
     def refusing(*args, **kwargs):
@@ -197,11 +193,11 @@ def test_proof_needs_forward_backward_and_kernels_to_agree():
         prove("auto", Launched(flash, ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80",), 1), "both")
 
 
-@pytest.mark.parametrize("direction", sdpa.DIRECTIONS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("backend", ["flash", "math"])
 def test_what_really_ran_on_a_cpu(backend, direction):
     workload = directed(SHAPES[0], direction)
-    launched = profile_launches(sdpa.bind(workload, backend, sdpa.make_inputs(workload, CPU, 0)))
+    launched = profile_launches(sdpa.bind(workload, backend, make_inputs(workload, CPU, 0)))
     assert prove(backend, launched, direction) == backend
     with pytest.raises(WrongRun, match="was asked for"):
         prove({"flash": "math", "math": "flash"}[backend], launched, direction)

@@ -1,25 +1,19 @@
 """SDPA's backends on an NVIDIA GPU: pins proved from their kernels, refusals told, the chooser on a few shapes."""
 
-import json
-
 import pytest
 import torch
 
 from tests.utils.bench.bench_runs import SDPA
 from tests.utils.bench.test_bench_gpu import run_gpu
-from utils.attention import attention, last_run, use_choices
-from utils.bench.choose import report as choose_report
-from utils.bench.choose import timing as choosing
-from utils.bench.documents import write_json
-from utils.bench.targets import sdpa
-from utils.bench.targets.sdpa import BACKENDS, SdpaWorkload
+from utils.bench.targets.sdpa import BACKENDS
+from utils.bench.workload import DIRECTIONS
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 SHAPE = "--batch 2 --heads 8 --seq-len 512 --head-dim 64"
 
 
-@pytest.mark.parametrize("direction", sdpa.DIRECTIONS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_backend_in_each_direction(tmp_path, backend, direction):
     flags = f"{SHAPE} --causal --layout bshd --backend {backend} --baseline-backend auto --pass {direction}"
@@ -57,24 +51,3 @@ def test_a_pin_that_allows_two_backends_is_caught(tmp_path, monkeypatch):
     monkeypatch.setattr("utils.attention.backends.sdpa._pinning", pinning_two)
     (case,) = run_gpu(tmp_path, [SDPA], [f"{SDPA}={SHAPE} --backend math --baseline-backend flash"])["cases"]
     assert case["status"] == "failed" and "math was asked for and flash ran" in case["reason"]
-
-
-def test_a_small_sweep_and_attention_going_by_it(tmp_path):
-    shapes = [
-        SdpaWorkload(1, 8, 256, 128, "bf16", "causal", direction="both"),
-        SdpaWorkload(1, 8, 256, 128, "bf16", "causal"),
-        SdpaWorkload(2, 8, 1, 128, "bf16", kv_heads=2, seq_len_kv=4096),
-    ]
-    document = choosing.sweep(shapes, tmp_path / "grid.json", GPU, backends=sdpa.BACKENDS, samples=5)
-    rows = {(row["kind"], row["backend"]): row for row in document["rows"]}
-    assert {row["status"] for (kind, name), row in rows.items() if name in ("flash", "math")} == {"ok"}
-    assert rows["decode", "efficient"]["status"] == "refused" and rows["decode", "efficient"]["refused"]
-    path = write_json(tmp_path / "choices.json", choose_report.choices_document(document), "points")
-    best = json.loads(path.read_text())["points"][1]["ms"]
-    try:
-        use_choices(path)
-        q = torch.randn(1, 8, 256, 128, device=GPU, dtype=torch.bfloat16)
-        attention(q, q, q, causal=True)
-        assert last_run().backend == min(best, key=best.get) and last_run().chosen_by == str(path)
-    finally:
-        use_choices(None)

@@ -15,15 +15,15 @@ MASKED = Workload(2, 3, 64, 32, "fp32", "causal_document", 24)
 
 @pytest.fixture(scope="module")
 def masked():
-    inputs = make_inputs(MASKED, CPU, 1)
-    return inputs, reference(MASKED, *inputs)
+    inputs = make_inputs(MASKED, CPU, 1).qkv
+    return inputs, reference(MASKED, *inputs)["output"]
 
 
 def test_the_reference_is_attention():
     workload = Workload(2, 3, 40, 16, "fp32", "causal")
-    q, k, v = make_inputs(workload, CPU, 0)
+    q, k, v = make_inputs(workload, CPU, 0).qkv
     expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
-    torch.testing.assert_close(reference(workload, q, k, v), expected)
+    torch.testing.assert_close(reference(workload, q, k, v)["output"], expected)
 
 
 def test_the_reference_knows_documents(masked):
@@ -37,9 +37,9 @@ def test_the_reference_knows_documents(masked):
 @pytest.mark.parametrize("score_mod", ["none", "relative_bias", "soft_cap"])
 def test_right_outputs_pass(dtype, score_mod):
     workload = Workload(1, 4, 96, 64, dtype, "causal", score_mod=score_mod)
-    inputs = make_inputs(workload, CPU, 3)
+    inputs = make_inputs(workload, CPU, 3).qkv
     out = attend(*inputs, backend="naive", **workload.attention_arguments)
-    found = verify(out, reference(workload, *inputs), dtype, dtype=DTYPES[dtype])
+    found = verify(out, reference(workload, *inputs)["output"], dtype, dtype=DTYPES[dtype])
     assert 0 < found.whole <= found.whole_bound
 
 

@@ -287,9 +287,6 @@ def refused(x_ptr, y_ptr, n, BUG: gl.constexpr):
     if BUG == "rows shorter than the swizzle":
         # found: rows shorter than the swizzle
         a = gl.allocate_shared_memory(gl.float16, [64, 32], gl.NVMMASharedLayout(128, 16, rank=2))
-    if BUG == "elements of another size":
-        # found: elements of another size
-        a = gl.allocate_shared_memory(gl.float32, [64, 64], gl.NVMMASharedLayout(128, 16, rank=2))
     if BUG == "never written":
         a = gl.allocate_shared_memory(gl.float32, [64, 64], gl.NVMMASharedLayout(128, 32, rank=2))
         # found: never written

@@ -212,3 +212,59 @@ def arrivals_beside_the_wait():
     bar = mbarrier.allocate_mbarrier()
     mbarrier.init(bar, count=1)
     gl.warp_specialize([(arrive_twice, (bar,)), (wait_in_a_partition, (bar,))], [4], [24])
+
+
+@gluon.jit
+def spin_on_a_flag(flag_ptr):
+    while gl.load(flag_ptr) == 0:  # here
+        pass
+
+
+@gluon.jit
+def wait_for_the_flag(flag_ptr):
+    flag = 0
+    while flag == 0:
+        flag = gl.load(flag_ptr)
+    gl.store(flag_ptr + 1, flag + 1)
+
+
+@gluon.jit
+def set_the_flag(flag_ptr):
+    gl.store(flag_ptr, 1)
+
+
+@gluon.jit
+def flag_between_partitions(flag_ptr):
+    gl.warp_specialize([(wait_for_the_flag, (flag_ptr,)), (set_the_flag, (flag_ptr,))], [1], [24])
+
+
+@gluon.jit
+def constant_in_each_turn(y_ptr):
+    for i in gl.static_range(2):
+        twice: gl.constexpr = 2 * i  # here
+        gl.store(y_ptr + i, twice)
+
+
+@gluon.jit
+def misspelled_argument(y_ptr):
+    gl.store(y_ptr, gl.load(y_ptr, masked=True))  # here
+
+
+@gluon.jit
+def tile_of_other_elements(y_ptr):
+    """Threads may use such memory; TMA may not."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(0, 16, rank=2)
+    tile = gl.allocate_shared_memory(gl.int32, [8, 16], layout)
+    tile.store(gl.zeros([8, 16], gl.int32, gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])))
+    desc = tma.make_tensor_descriptor(y_ptr, [8, 16], [16, 1], [8, 16], layout)
+    tma.async_store(desc, [0, 0], tile)  # here
+
+
+@gluon.jit
+def count_by_atomics(y_ptr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    counts = gl.allocate_shared_memory(gl.int32, [8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    counts.store(gl.zeros([8], gl.int32, layout))
+    place = gl.arange(0, 128, layout)
+    counts.atomic_scatter_add(gl.full([128], 1, gl.int32, layout), place % 8, 0, mask=place < 100)
+    gl.store(y_ptr + gl.arange(0, 8, layout), counts.load(layout))

@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import linecache
 import math
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from tests.utils.gluon_cpu import gluon_correct_kernels as kernels
 from tests.utils.gluon_cpu import gluon_small_kernels as small
 from tests.utils.gluon_cpu.gluon_helpers import descriptor
 from utils import gluon_cpu
-from utils.gluon_cpu import simulation
+from utils.gluon_cpu import layouts, simulation
 from utils.machine import versions
 
 
@@ -182,7 +183,9 @@ def test_bad_launches():
             small.programs[(1,)](x, 1, num_warps=3)
         with pytest.raises(ValueError, match=r"num_ctas must be 1, 2, 4, 8 or 16, .*; got 3"):
             small.programs[(1,)](x, 1, num_ctas=3)
-        with pytest.raises(NotImplementedError, match=r"im2col mode\. Copy plain tiles with a TensorDescriptor"):
+        with pytest.raises(
+            gluon_cpu.UnknownOperationError, match=r"im2col mode\. Copy plain tiles with a TensorDescriptor"
+        ):
             small.programs[(1,)](type("TensorDescriptorIm2Col", (), {})(), 1)
         with pytest.raises(ValueError, match="CPU tensors"):
             small.programs[(1,)](torch.zeros(8, device="meta"), 1)
@@ -277,16 +280,7 @@ def test_attention_ladder(step, shape, causal, window, seed, monkeypatch):
 @pytest.mark.skipif(importlib.util.find_spec("utils.attention") is None, reason="no attention kernels here")
 @pytest.mark.parametrize(
     ("head_dim", "sk", "programs", "variant"),
-    [
-        (64, 129, 4, "ahead"),
-        (64, 256, 3, "ahead of three"),
-        (64, 513, 1, "ahead"),
-        (64, 640, 1, "ahead of three"),
-        (64, 100, 6, "lone"),
-        (64, 1000, 6, "lone"),
-        (128, 256, 2, "ahead"),
-        (128, 385, 5, "ahead"),
-    ],
+    [(64, 129, 4, "ahead"), (64, 640, 1, "ahead of three"), (64, 100, 6, "lone"), (128, 385, 5, "ahead")],
 )
 def test_a_tiles_end_beside_the_next_ones_start(head_dim, sk, programs, variant, monkeypatch):
     """Step 5's plans "ahead": one to six tiles for each program, two to five blocks of keys, full and partial ones."""
@@ -295,13 +289,12 @@ def test_a_tiles_end_beside_the_next_ones_start(head_dim, sk, programs, variant,
     monkeypatch.setattr(launch, "variant_for", lambda *given: variant)
     torch.manual_seed(sk)
     q, k, v = (torch.randn(3, h, s, head_dim).bfloat16() for h, s in ((2, 130), (1, sk), (1, sk)))
-    for seed in range(2):
-        out, lse = torch.full_like(q, float("nan")), torch.full((3, 2, 130), float("nan"))
-        with gluon_cpu.simulate(seed=seed) as run:
-            launch._launch(5, q, k, v, out, lse, False, head_dim**-0.5 * math.log2(math.e), 0, True)
-        assert run.ok and (out.double() - attention(q, k, v, False, 0)).abs().max() < 0.02
-        expected = torch.logsumexp(q.double() @ k.double().mT * head_dim**-0.5, -1)
-        assert (lse - expected).abs().max() < 1e-3
+    out, lse = torch.full_like(q, float("nan")), torch.full((3, 2, 130), float("nan"))
+    with gluon_cpu.simulate(seed=sk) as run:
+        launch._launch(5, q, k, v, out, lse, False, head_dim**-0.5 * math.log2(math.e), 0, True)
+    assert run.ok and (out.double() - attention(q, k, v, False, 0)).abs().max() < 0.02
+    expected = torch.logsumexp(q.double() @ k.double().mT * head_dim**-0.5, -1)
+    assert (lse - expected).abs().max() < 1e-3
 
 
 @pytest.mark.skipif(importlib.util.find_spec("utils.attention") is None, reason="no attention kernels here")
@@ -325,13 +318,9 @@ def test_rows_before_the_first_query_count_among_the_tiles_that_programs_share(m
         ((1, 2, 1, 70, 300, 64), True, 0, "few", 2),
         ((1, 2, 2, 130, 389, 128), True, 0, "", 3),
         ((1, 1, 1, 60, 520, 256), False, 0, "", 4),
-        pytest.param((1, 2, 1, 100, 640, 56), False, 100, "few", 4, marks=pytest.mark.slow),
-        ((1, 1, 1, 150, 161, 256), True, 0, "", 1),
-        ((1, 2, 1, 80, 333, 128), True, 0, "one", 2),
         ((1, 1, 1, 100, 200, 256), False, 60, "one", 1),
         ((1, 2, 1, 70, 700, 64), False, 0, "one", 8),
         pytest.param((1, 2, 1, 200, 231, 64), True, 0, "short", 1, marks=pytest.mark.slow),
-        pytest.param((1, 2, 1, 200, 231, 64), True, 0, "", 1, marks=pytest.mark.slow),
     ],
 )
 def test_shared_tiles_and_tiles_that_begin_before_the_first_query(shape, causal, window, variant, parts, monkeypatch):
@@ -377,3 +366,38 @@ def test_a_phase_whose_arrivals_are_known_needs_no_wait():
         small.arrival_before_the_partitions[(1,)]()
     with pytest.raises(gluon_cpu.SimulationError, match="never waited"), gluon_cpu.simulate():
         small.arrivals_beside_the_wait[(1,)]()
+
+
+def test_linear_layouts_count_elements_and_others_blocks():
+    linear = gl.DistributedLinearLayout([[1, 0]], [[0, 1]] * 5, [[2, 0], [4, 0]], [[0, 64], [8, 0]], [16, 128])
+    assert layouts.block_bases(linear) == [[0, 1], [1, 0]]
+    assert layouts.block_bases(gl.SliceLayout(1, linear)) == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "error", "words"),
+    [
+        (small.spin_on_a_flag, gluon_cpu.EndlessLoopError, "nobody can change"),
+        (small.constant_in_each_turn, gluon_cpu.KernelError, "a second value"),
+        (small.misspelled_argument, gluon_cpu.KernelError, "unexpected keyword argument 'masked'"),
+        (small.tile_of_other_elements, gluon_cpu.LayoutError, "16-bit elements"),
+    ],
+)
+def test_a_mistake_is_reported_with_its_line(kernel, error, words):
+    with pytest.raises(error, match=words) as caught, gluon_cpu.simulate():
+        kernel[(1,)](torch.zeros(128, dtype=torch.int32))
+    assert "# here" in linecache.getline(small.__file__, caught.value.report.line)
+
+
+def test_a_partition_waits_for_the_flag_of_another_one():
+    flag = torch.zeros(2, dtype=torch.int32)
+    with gluon_cpu.simulate():
+        small.flag_between_partitions[(1,)](flag)
+    assert flag.tolist() == [1, 2]
+
+
+def test_atomic_scatter_counts_each_index():
+    y = torch.zeros(8, dtype=torch.int32)
+    with gluon_cpu.simulate():
+        small.count_by_atomics[(1,)](y)
+    assert y.tolist() == [13, 13, 13, 13, 12, 12, 12, 12]

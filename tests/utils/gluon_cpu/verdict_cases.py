@@ -149,12 +149,6 @@ RING_REFILL = """        # TMA must not overwrite what a thread still reads.
 """
 
 correct("ring", "as written", "Each tile is waited for, and refilled after a fence.")
-correct("ring", "one slot", "With one slot every round waits for the copy of its own turn.", stages=1)
-correct("ring", "three slots", "The parity counts rounds of the ring, whatever its size.", stages=3)
-correct("ring", "more slots than tiles", "Copies beyond the last tile are not started.", stages=4, steps=3, width=96)
-correct("ring", "one tile", "Only one copy is started and waited for.", steps=1, width=20)
-correct("ring", "half precision", "The bytes are counted by the descriptor's type.", dtype=torch.float16, width=184)
-correct("ring", "whole tiles", "No mask is needed, and none does harm.", width=192, rows=16)
 correct(
     "ring",
     "a parity that flips",
@@ -178,9 +172,6 @@ correct(
 )
 
 correct("consumers", "as written", "A slot is free after two arrivals, one of each consumer.")
-correct("consumers", "one slot", "Producer and consumers take turns.", stages=1)
-correct("consumers", "four slots", "The ring holds four of six tiles.", stages=4)
-correct("consumers", "one tile", "The first wait for an empty slot passes at once.", steps=1)
 correct(
     "consumers",
     "four arrivals awaited",
@@ -203,9 +194,6 @@ correct(
 )
 
 correct("stores", "as written", "Before a buffer is written, the store that read it has been waited for.")
-correct("stores", "one buffer", "Each store is waited for before the next tile.", buffers=1)
-correct("stores", "three buffers", "Two stores may be under way.", buffers=3)
-correct("stores", "one tile", "The wait before the first store has nothing to wait for.", steps=1)
 correct(
     "stores",
     "every store waited for",
@@ -227,11 +215,6 @@ correct(
 )
 
 correct("product", "as written", "One product runs while the slot of the one before it is filled.")
-correct("product", "three slots", "Two tiles are under way.", stages=3)
-correct("product", "four slots, two steps", "Copies beyond the last step are not started.", stages=4, k=128)
-correct("product", "one step", "The loop runs once; nothing is refilled.", k=64)
-correct("product", "a part of a tile", "TMA fills what lies beyond the matrix with zeros.", k=200)
-correct("product", "wide", "The accumulator has two instructions' width.", n=128)
 correct(
     "product",
     "synchronous",
@@ -248,7 +231,6 @@ correct(
 )
 
 correct("operand", "as written", "A fence lies between the threads' stores and each product.")
-correct("operand", "larger", "The same with 128 x 128.", size=128)
 correct(
     "operand",
     "fence after the wait",
@@ -281,10 +263,6 @@ correct(
 )
 
 correct("groups", "as written", "The oldest of three groups is over when two may be under way.")
-correct("groups", "two slots", "One group is under way.", stages=2)
-correct("groups", "four slots", "Three groups are under way.", stages=4)
-correct("groups", "one line", "The groups behind the first copy nothing.", n=100)
-correct("groups", "whole lines", "The masks leave nothing out.", n=1024)
 correct(
     "groups",
     "every group waited for",
@@ -301,9 +279,6 @@ correct(
 )
 
 correct("signals", "as written", "32 threads arrive when their copies are over.")
-correct("signals", "one slot", "Copying and computing take turns.", stages=1)
-correct("signals", "four slots", "Four lines are under way.", stages=4)
-correct("signals", "one line", "One line, partly masked.", n=70)
 correct(
     "signals",
     "released after the store",
@@ -313,7 +288,6 @@ correct(
 )
 
 correct("handoff", "as written", "The tile goes to and fro between two partitions by two barriers.")
-correct("handoff", "one tile", "The first wait for the drained tile passes at once.", steps=1)
 correct(
     "handoff",
     "loaded late",
@@ -339,8 +313,6 @@ correct(
 )
 
 correct("sums", "as written", "Each reduction has read the tile before it is written again.")
-correct("sums", "one program", "Nobody else adds.", programs=1)
-correct("sums", "eight programs", "Reductions of several programs may come in any order.", programs=8)
 correct(
     "sums",
     "two tiles",
@@ -354,10 +326,6 @@ correct(
 )
 
 correct("tails", "as written", "Rows and columns beyond the matrix are masked.")
-correct("tails", "whole tiles", "The masks leave nothing out.", rows=48, columns=64)
-correct("tails", "one element", "All threads but one are masked.", rows=1, columns=1)
-correct("tails", "one row", "A single row of three tiles.", rows=1, columns=70)
-correct("tails", "one column", "A single column of four tiles.", rows=61, columns=1)
 correct(
     "tails",
     "stored by rows in two halves",
@@ -394,15 +362,6 @@ bug(
     f"{LOAD} | {RING_WAIT}",
     "A parity counts rounds of the ring, not tiles: tile 1 has parity 0.",
     ("i // STAGES & 1", "i & 1"),
-)
-bug(
-    "ring",
-    "parity never changes",
-    "phase",
-    "race | barrier | deadlock",
-    f"{LOAD} | {RING_WAIT}",
-    "From the second round on the wait is for a phase that ended a round ago.",
-    ("i // STAGES & 1", "0"),
 )
 bug(
     "ring",
@@ -451,31 +410,12 @@ bug(
 )
 bug(
     "ring",
-    "refilled before it is read",
-    "slot reused early",
-    "race",
-    f"{RING_COPY} | {LOAD}",
-    "The next copy into the slot starts before the load.",
-    (RING_REFILL, ""),
-    (f"        {LOAD}\n", f"        ahead = i + STAGES\n{RING_REFILL}        {LOAD}\n"),
-)
-bug(
-    "ring",
     "two arrivals awaited",
     "count",
     "deadlock",
     RING_WAIT,
     "Only one arrival comes in each phase, that of expect.",
     ("count=1)", "count=2)"),
-)
-bug(
-    "ring",
-    "a tile too many",
-    "count",
-    "deadlock",
-    RING_WAIT,
-    "Nobody copies a tile for the last turn.",
-    ("    for i in range(steps):", "    for i in range(steps + 1):"),
 )
 bug(
     "ring",
@@ -504,15 +444,6 @@ bug(
     "The slot behind the ring is never written.",
     ("[STAGES, ROWS, COLUMNS]", "[STAGES + 1, ROWS, COLUMNS]"),
     (LOAD, "x = slots.index(STAGES).load(layout)"),
-)
-bug(
-    "ring",
-    "another slot read",
-    "wait left out",
-    "race | out of bounds",
-    "slots.index(1 - slot).load",
-    "The wait was for another slot than the one that is read.",
-    (LOAD, "x = slots.index(1 - slot).load(layout)"),
 )
 
 FILL, EMPTY = "tma_load(x_desc, [0, i", "mbarrier.wait(empty"
@@ -546,24 +477,6 @@ bug(
 )
 bug(
     "consumers",
-    "three arrivals awaited",
-    "count",
-    "deadlock",
-    f"{EMPTY} | mbarrier.wait(full",
-    "Two consumers arrive, and the third never comes.",
-    ("empty.index(s), count=2", "empty.index(s), count=3"),
-)
-bug(
-    "consumers",
-    "two arrivals each",
-    "count",
-    "barrier | race",
-    f"mbarrier.expect(full | {FILL} | mbarrier.arrive(empty",
-    "The first consumer frees the slot alone.",
-    ("mbarrier.arrive(empty.index(slot))", "mbarrier.arrive(empty.index(slot), count=2)"),
-)
-bug(
-    "consumers",
     "no wait for a free slot",
     "wait left out",
     "race | barrier",
@@ -582,15 +495,6 @@ bug(
 )
 bug(
     "consumers",
-    "no wait for the tile",
-    "wait left out",
-    "race",
-    LOAD,
-    "The tile is read before TMA has written it.",
-    WAIT,
-)
-bug(
-    "consumers",
     "waits for the next slot",
     "order of waits",
     "race | deadlock | barrier",
@@ -599,31 +503,6 @@ bug(
     (
         "mbarrier.wait(full.index(slot), i // STAGES & 1)",
         "mbarrier.wait(full.index((slot + 1) % STAGES), i // STAGES & 1)",
-    ),
-)
-bug(
-    "consumers",
-    "expect before the wait",
-    "order of waits",
-    "barrier | race",
-    f"mbarrier.expect(full | {FILL} | {EMPTY}",
-    "The next round is announced while the last one is under way.",
-    (
-        "        mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)\n        mbarrier.expect(full.index(slot), x_desc.block_type.nbytes)\n",
-        "        mbarrier.expect(full.index(slot), x_desc.block_type.nbytes)\n        mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)\n",
-    ),
-    stages=1,
-)
-bug(
-    "consumers",
-    "a tile nobody waits for",
-    "wait left out",
-    "unfinished",
-    FILL,
-    "The kernel ends while TMA still writes its shared memory.",
-    (
-        "    for i in range(steps):\n        slot = i % STAGES\n        mbarrier.wait(empty",
-        "    for i in range(steps + 1):\n        slot = i % STAGES\n        mbarrier.wait(empty",
     ),
 )
 
@@ -636,16 +515,6 @@ bug(
     SEND,
     "TMA may read what was there before.",
     ("        fence_async_shared()\n", ""),
-)
-bug(
-    "stores",
-    "fence before the store",
-    "missing fence",
-    "missing fence",
-    SEND,
-    "A fence orders what comes before it.",
-    ("        fence_async_shared()\n", ""),
-    (f"        {PUT}\n", f"        fence_async_shared()\n        {PUT}\n"),
 )
 bug(
     "stores",
@@ -683,15 +552,6 @@ bug(
     PUT,
     "The wait allows for as many stores as there are buffers.",
     ("out.index(i % BUFFERS)", "out.index(0)"),
-)
-bug(
-    "stores",
-    "no wait at the end",
-    "wait left out",
-    "unfinished",
-    SEND,
-    "The kernel ends while TMA still reads its shared memory.",
-    ("    tma.store_wait(0)\n", ""),
 )
 bug(
     "stores",
@@ -751,15 +611,6 @@ bug(
 )
 bug(
     "product",
-    "no wait at the end",
-    "wait left out",
-    "race | kernel",
-    "c.store(acc",
-    "The accumulator is read while the last product runs.",
-    ("    acc = warpgroup_mma_wait(0, deps=[acc])\n", ""),
-)
-bug(
-    "product",
     "no fence before the store",
     "missing fence",
     "missing fence",
@@ -787,24 +638,6 @@ bug(
 )
 bug(
     "product",
-    "two arrivals awaited",
-    "count",
-    "deadlock",
-    "mbarrier.wait(full",
-    "Only one arrival comes in each phase.",
-    ("count=1)", "count=2)"),
-)
-bug(
-    "product",
-    "the store not waited for",
-    "wait left out",
-    "unfinished",
-    "tma_store(c_desc",
-    "The kernel ends while TMA still reads its shared memory.",
-    ("    tma.store_wait(0)\n", ""),
-)
-bug(
-    "product",
     "waited for too late",
     "order of waits",
     "race",
@@ -826,25 +659,6 @@ bug(
 )
 bug(
     "operand",
-    "no second fence",
-    "missing fence",
-    "missing fence",
-    SECOND,
-    "The second store needs a fence of its own.",
-    ("    fence_async_shared()  # again\n", ""),
-)
-bug(
-    "operand",
-    "fence before the store",
-    "missing fence",
-    "missing fence",
-    FIRST,
-    "A fence orders what comes before it.",
-    ("    fence_async_shared()\n", ""),
-    ("    a.store(x)\n", "    fence_async_shared()\n    a.store(x)\n"),
-)
-bug(
-    "operand",
     "written while it is read",
     "slot reused early",
     "race",
@@ -860,15 +674,6 @@ bug(
     FIRST,
     "The tensor cores read before TMA has written.",
     ("    mbarrier.wait(full, 0)\n", ""),
-)
-bug(
-    "operand",
-    "the last product not waited for",
-    "wait left out",
-    "race | kernel",
-    "gl.store(c_ptr",
-    "The accumulator is read while the product runs.",
-    ("warpgroup_mma_wait(0, deps=(acc,))", "warpgroup_mma_wait(1, deps=(acc,))"),
 )
 bug(
     "operand",
@@ -913,15 +718,6 @@ bug(
 )
 bug(
     "groups",
-    "no commit",
-    "wait left out",
-    "race",
-    LINE,
-    "Copies outside of a group are not waited for.",
-    ("        async_copy.commit_group()  # of the loop\n", ""),
-)
-bug(
-    "groups",
     "copied into the slot in use",
     "slot reused early",
     "race",
@@ -952,24 +748,6 @@ bug(
 )
 bug(
     "groups",
-    "a mask of one element more",
-    "out of bounds",
-    "out of bounds",
-    COPY,
-    "Element n does not exist.",
-    ("mask=ahead < n", "mask=ahead <= n"),
-)
-bug(
-    "groups",
-    "store without a mask",
-    "out of bounds",
-    "out of bounds",
-    "gl.store(y_ptr",
-    "The last line is shorter than the tile.",
-    ("x * 0.5, mask=i * SIZE + at < n)", "x * 0.5)"),
-)
-bug(
-    "groups",
     "a slot nobody fills",
     "uninitialized read",
     "uninitialized",
@@ -977,15 +755,6 @@ bug(
     "The slot behind the ring is never written.",
     ("[STAGES, SIZE]", "[STAGES + 1, SIZE]"),
     (LINE, "x = slots.index(STAGES).load(layout)"),
-)
-bug(
-    "groups",
-    "no wait at the end",
-    "wait left out",
-    "unfinished",
-    COPY,
-    "The kernel ends while copies still write its shared memory.",
-    ("    async_copy.wait_group(0)\n", ""),
 )
 
 GET = "cp_async(slots.index(slot), x_ptr"
@@ -997,35 +766,6 @@ bug(
     f"async_copy.mbarrier_arrive | {LOAD} | {GET}",
     "The phase ends with the first of 32 threads.",
     ("count=32", "count=1"),
-)
-bug(
-    "signals",
-    "33 arrivals awaited",
-    "count",
-    "deadlock",
-    "mbarrier.wait(full | mbarrier.wait(empty",
-    "32 threads arrive.",
-    ("count=32", "count=33"),
-)
-bug("signals", "no wait for the line", "wait left out", "race", LOAD, "The line is read before its copy is over.", WAIT)
-bug(
-    "signals",
-    "no wait for a free slot",
-    "wait left out",
-    "race | barrier",
-    f"{GET} | async_copy.mbarrier_arrive",
-    "The copying warp laps the others.",
-    ("        mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)\n", ""),
-)
-bug(
-    "signals",
-    "released before it is read",
-    "slot reused early",
-    "race",
-    f"{GET} | {LOAD}",
-    "The slot is filled again while it is read.",
-    ("        mbarrier.arrive(empty.index(slot))\n", ""),
-    (f"        {LOAD}\n", f"        mbarrier.arrive(empty.index(slot))\n        {LOAD}\n"),
 )
 bug(
     "signals",
@@ -1062,45 +802,6 @@ bug(
 )
 bug(
     "handoff",
-    "fence on the other side",
-    "missing fence",
-    "missing fence",
-    OUT,
-    "The fence belongs to the threads that stored, before they arrive.",
-    (
-        "        fence_async_shared()\n        mbarrier.arrive(ready)\n",
-        "        mbarrier.arrive(ready)\n        fence_async_shared()\n",
-    ),
-)
-bug(
-    "handoff",
-    "no wait for the drained tile",
-    "wait left out",
-    "race | barrier",
-    f"{TILE} | {OUT} | mbarrier.arrive(ready)",
-    "The tile is overwritten while TMA reads it.",
-    ("        mbarrier.wait(drained, (i & 1) ^ 1)\n", ""),
-)
-bug(
-    "handoff",
-    "no wait for the ready tile",
-    "wait left out",
-    "race | uninitialized | barrier",
-    f"{OUT} | {TILE} | mbarrier.arrive(drained) | mbarrier.wait(drained",
-    "TMA reads the tile before it is written.",
-    ("        mbarrier.wait(ready, i & 1)\n", ""),
-)
-bug(
-    "handoff",
-    "no wait for the store",
-    "slot reused early",
-    "race",
-    TILE,
-    "Drained is said when the store has begun, not when it has read the tile.",
-    ("        tma.store_wait(0)\n", ""),
-)
-bug(
-    "handoff",
     "ready before the tile",
     "order of waits",
     "race",
@@ -1111,15 +812,6 @@ bug(
 )
 bug(
     "handoff",
-    "drained never said",
-    "count",
-    "deadlock",
-    "mbarrier.wait(drained | mbarrier.wait(ready",
-    "Nobody frees the tile.",
-    ("        mbarrier.arrive(drained)\n", ""),
-)
-bug(
-    "handoff",
     "both wait first",
     "phase",
     "deadlock",
@@ -1127,61 +819,7 @@ bug(
     "Each partition waits for the other one to begin.",
     ("mbarrier.wait(drained, (i & 1) ^ 1)", "mbarrier.wait(drained, i & 1)"),
 )
-bug(
-    "handoff",
-    "the storing parity",
-    "phase",
-    "race | uninitialized | barrier",
-    f"{OUT} | {TILE} | mbarrier.wait(ready | mbarrier.wait(drained",
-    "The first wait passes at once.",
-    ("mbarrier.wait(ready, i & 1)", "mbarrier.wait(ready, (i & 1) ^ 1)"),
-)
 
-bug(
-    "sums",
-    "no fence",
-    "missing fence",
-    "missing fence",
-    "tma_add(y_desc, [0, 0], twice)",
-    "TMA may read what was there before.",
-    ("    fence_async_shared()\n", ""),
-)
-bug(
-    "sums",
-    "no second fence",
-    "missing fence",
-    "missing fence",
-    "tma_add(y_desc, (0, 0), twice)",
-    "The second store needs a fence of its own.",
-    ("    fence_async_shared()  # again\n", ""),
-)
-bug(
-    "sums",
-    "written while it is read",
-    "slot reused early",
-    "race",
-    "twice.store(x)",
-    "The first reduction may still read the tile.",
-    ("    tma.store_wait(0)\n", ""),
-)
-bug(
-    "sums",
-    "no wait at the end",
-    "wait left out",
-    "unfinished",
-    "tma_add(y_desc",
-    "The kernel ends while TMA still reads its shared memory.",
-    ("    tma.store_wait(0)  # again\n", ""),
-)
-bug(
-    "sums",
-    "no wait for the tile",
-    "wait left out",
-    "race",
-    "x = tile.load",
-    "The tile is read before TMA has written it.",
-    ("    mbarrier.wait(full, 0)\n", ""),
-)
 bug(
     "sums",
     "double the bytes",
@@ -1215,51 +853,12 @@ bug(
 )
 bug(
     "tails",
-    "store without a mask",
-    "out of bounds",
-    "out of bounds",
-    "gl.store(y_ptr",
-    "The last tiles reach beyond the matrix.",
-    ("y + y, mask=inside)", "y + y)"),
-)
-bug(
-    "tails",
-    "one row too many",
-    "out of bounds",
-    "out of bounds",
-    "gl.load(x_ptr",
-    "Row number `rows` does not exist.",
-    ("row < rows", "row <= rows"),
-)
-bug(
-    "tails",
-    "or in place of and",
-    "out of bounds",
-    "out of bounds",
-    "gl.load(x_ptr",
-    "A row beyond the end is inside if its column is.",
-    (") & (column", ") | (column"),
-)
-bug(
-    "tails",
     "nothing stored",
     "uninitialized read",
     "uninitialized",
     "y = tile.load",
     "The tile is read and never written.",
     ("    tile.store(x)\n", ""),
-)
-bug(
-    "tails",
-    "half stored",
-    "uninitialized read",
-    "uninitialized",
-    "y = tile.load",
-    "The lower half of the tile is never written.",
-    (
-        "    tile.store(x)\n",
-        "    tile.slice(0, ROWS // 2, dim=0).store(gl.full([ROWS // 2, COLUMNS], 1.0, gl.float32, layout))\n",
-    ),
 )
 
 CASES = {case.label: case for case in (*CORRECT, *BUGS)}

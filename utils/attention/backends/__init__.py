@@ -1,11 +1,7 @@
 """The backends of attention, one file a library, in the order of the course: from the plainest to the fastest.
 
-To add a backend: write a file here whose `BACKENDS` holds a `Backend` (see `problem.py`) for each name, and name it in
-`MODULES`. A kernel that knows `causal` and `window` only is `run(q, k, v, problem)` behind `refuse_functions` and
-`bind_plain`; one that also takes mask functions writes `refuses` and `bind` itself. Import the library inside of the
-functions: importing this package must import neither Triton nor flash-attn. If `backend="auto"` should try it, give it
-a place in `choosing.PLAIN_ORDER` or `choosing.FUNCTION_ORDER`. `tests/utils/attention` then compares it with the
-float64 reference.
+docs/contributing.md has the steps to add one. Import the library inside of the functions: importing this package must
+import neither Triton nor flash-attn.
 """
 
 from __future__ import annotations

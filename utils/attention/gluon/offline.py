@@ -1,6 +1,7 @@
-"""Compile a step for Hopper without a GPU, and read the PTX, the SASS, the registers and the spills.
+"""Compile a step for Hopper, or the kernel for Blackwell, without a GPU; read the PTX, the SASS, the registers and the spills.
 
     python -m utils.attention.gluon.offline 5 --head-dim 128 --causal
+    python -m utils.attention.gluon.offline blackwell
 
 Not for a process that interprets Triton kernels (TRITON_INTERPRET). It shows the instructions; whether the numbers are
 right and nothing deadlocks needs a GPU.
@@ -13,7 +14,7 @@ import re
 
 from utils.attention.gluon.launch import kernel_of
 from utils.attention.gluon.plan import BLOCK_M, STEPS, Case, Plan, plan_for
-from utils.kernels.offline import Assembly, compile_gluon, read_assembly
+from utils.kernels.offline import BLACKWELL, BLACKWELL_ULTRA, Assembly, compile_gluon, read_assembly
 
 
 def compile_step(
@@ -101,10 +102,39 @@ def compile_step(
     return read_assembly(compile_gluon(kernel, signature, constants, multiples), f"attention_step{step}")
 
 
+def compile_blackwell(
+    head_dim: int = 128, *, dtype: str = "bf16", causal: bool = False, capability: int = BLACKWELL
+) -> Assembly:
+    """Compile the kernel for Blackwell.
+
+    Args:
+        head_dim: 64 or 128.
+        dtype: "bf16" or "fp16".
+        causal: Whether the mask is causal.
+        capability: BLACKWELL or BLACKWELL_ULTRA.
+    """
+    from triton.experimental.gluon import language as gl
+
+    from utils.attention.gluon.blackwell.attention import BLOCK, attention_blackwell
+
+    tile = f"tensordesc<{dtype}[1, 1, {BLOCK}, {head_dim}],{gl.NVMMASharedLayout(128, 16, rank=4)!r}>"
+    signature = dict.fromkeys(("q_desc", "k_desc", "v_desc", "o_desc"), tile) | {"lse_ptr": "*fp32", "c": "fp32"}
+    signature |= dict.fromkeys(("sq", "sk", "heads", "group"), "i32")
+    constants = {"BLOCK_D": head_dim, "STAGES": 3 if head_dim == 64 else 2, "CAUSAL": causal, "LSE": True}
+    compiled = compile_gluon(attention_blackwell, signature, constants, ("lse_ptr",), capability=capability)
+    return read_assembly(compiled, f"attention_blackwell for sm_{capability}a")
+
+
+INSTRUCTIONS = {  # by what is compiled: what the report counts
+    "step": ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "MUFU.EX2", "BAR.SYNC", "USETMAXREG", "LDL", "STL"),
+    "blackwell": ("UTCHMMA", "LDTM", "STTM", "UTMALDG", "UTMASTG", "SYNCS", "MUFU.EX2", "USETMAXREG", "LDL", "STL"),
+}
+
+
 def main() -> None:
     """Compile the step that the command line names, and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("step", type=int, choices=STEPS)
+    parser.add_argument("step", choices=[*map(str, STEPS), "blackwell"])
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
     parser.add_argument(
@@ -114,15 +144,26 @@ def main() -> None:
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--sass", action="store_true", help="print the disassembly")
     options = vars(parser.parse_args())
-    show_sass = options.pop("sass")
-    kernel = compile_step(options.pop("step"), options.pop("head_dim"), **options)
+    show_sass, step = options.pop("sass"), options.pop("step")
+    if step == "blackwell":
+        given = {name: options[name] for name in ("head_dim", "dtype", "causal")}
+        kernels = [compile_blackwell(**given, capability=target) for target in (BLACKWELL, BLACKWELL_ULTRA)]
+    else:
+        kernels = [compile_step(int(step), options.pop("head_dim"), **options)]
+    for kernel in kernels:
+        report(kernel, INSTRUCTIONS["blackwell" if step == "blackwell" else "step"], show_sass)
+
+
+def report(kernel: Assembly, instructions: tuple[str, ...], show_sass: bool) -> None:
+    """Print a kernel's registers, spills and memory, and how often it has each instruction."""
     if show_sass:
         print(kernel.sass)
+    columns = f", {kernel.columns} columns of tensor memory" if kernel.columns else ""
     print(
         f"{kernel.name}: {kernel.registers} registers at launch, {kernel.spill_bytes} bytes spilled, "
-        f"{kernel.shared_bytes} bytes shared"
+        f"{kernel.shared_bytes} bytes shared{columns}"
     )
-    for instruction in ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "MUFU.EX2", "BAR.SYNC", "USETMAXREG", "LDL", "STL"):
+    for instruction in instructions:
         print(f"  {instruction:<12}{kernel.count(re.escape(instruction)):>6}")
     for line in kernel.warnings:
         print(" ", line)

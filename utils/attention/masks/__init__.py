@@ -15,6 +15,7 @@ from utils.attention.masks.blocks import (
     seconds_to_build_block_mask,
 )
 from utils.attention.masks.mask_mods import (
+    MASKS,
     MaskMod,
     at_offset,
     both,
@@ -36,6 +37,7 @@ from utils.attention.masks.mask_mods import (
 from utils.attention.masks.score_mods import ScoreMod
 
 __all__ = [
+    "MASKS",
     "Blocks",
     "MaskMod",
     "ScoreMod",

@@ -179,17 +179,22 @@ def shift_queries(mod: MaskMod, offset: int) -> MaskMod:
     return named(mask_mod, f"at_offset({name_of(mod)}, {offset})", kind="at_offset", mods=(mod,), offset=offset)
 
 
+# The masks of `labs bench ... --mask`: {name: function of the tokens of a document, or of a window}. A name that begins
+# with "causal" promises that no query sees a later key, and one with "document" in it that attention stays in documents.
+MASKS: dict[str, Callable[[Any], MaskMod | None]] = {
+    "full": lambda span: None,
+    "causal": lambda span: causal,
+    "document": documents,
+    "causal_document": lambda span: both(causal, documents(span)),
+}
+
+
 @functools.cache
 def by_name(name: str, span: int | None = None) -> MaskMod | None:
-    """Return a mask of the benchmarks: full, causal, document or causal_document, documents of `span` tokens each."""
-    if name == "full":
-        return None
-    if name == "causal":
-        return causal
-    if name not in ("document", "causal_document"):
-        raise ValueError(f"there is no mask {name!r}; choose full, causal, document or causal_document.")
-    mask = documents(whole_number("span", span))
-    return both(causal, mask) if name == "causal_document" else mask
+    """Return a mask of `MASKS`, with documents of `span` tokens each."""
+    if name not in MASKS:
+        raise ValueError(f"there is no mask {name!r}; choose one of {', '.join(MASKS)}.")
+    return MASKS[name](span)
 
 
 # ---- evaluation --------------------------------------------------------------------------------------------

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 from utils.bench.errors import BenchError, did_you_mean, nearest
-from utils.bench.knobs import parse_flags, settle, split_extra_args
+from utils.bench.knobs import Setting, Sweep, settle, split_extra_args
 from utils.bench.targets import (
     attention_suite,
-    attention_training,
     cudnn_sdpa_bench,
     flashattention_gluon,
     flexattention,
+    functions,
     host_time,
 )
 from utils.bench.targets.base import SIDES, Case, Target
 from utils.machine.device import Support, default_device
 
-FAMILIES = (flexattention, flashattention_gluon, attention_training, cudnn_sdpa_bench, host_time, attention_suite)
+FAMILIES = (*(flexattention, flashattention_gluon, cudnn_sdpa_bench, host_time, attention_suite), functions)
 TARGETS: dict[str, Target] = {target.name: target for family in FAMILIES for target in family.TARGETS}
 
 
@@ -59,13 +61,29 @@ def read_name(name: str) -> list[tuple[Target, tuple[str, ...]]]:
     one_sided = {target.side_name(side): (target, (side,)) for target in TARGETS.values() for side in SIDES}
     if key in one_sided:
         return [one_sided[key]]
+    if is_function(key):
+        return [(functions.UserFunction(key), ("optimized",))]
     close = did_you_mean(key, [*TARGETS, *one_sided, *chapters()]) or f" The chapters are {', '.join(chapters())}."
     raise BenchError(f"there is no target {name!r}.{close} `labs bench list-targets` lists the targets.")
 
 
-def _read_flags(extra_args: Iterable[str], chosen: Iterable[str]) -> dict[str, dict]:
-    """Parse the --target-extra-arg strings into {target: {knob: value}}, for the chosen targets only."""
-    flags: dict[str, dict] = {name: {} for name in chosen}
+def is_function(name: str) -> bool:
+    """Whether a name is `module:function`, of a module that Python finds, also in the current folder."""
+    module, colon, function = name.partition(":")
+    words = [*module.split("."), *function.split(".")]
+    if not colon or not all(word.isidentifier() for word in words):
+        return False
+    return Path(words[0]).with_suffix(".py").is_file() or Path(words[0]).is_dir() or bool(find_spec(words[0]))
+
+
+def find_target(name: str) -> Target:
+    """Return a target by its name, or the one of a function."""
+    return TARGETS[name] if name in TARGETS else functions.UserFunction(name)
+
+
+def _read_flags(extra_args: Iterable[str], chosen: Iterable[str]) -> dict[str, str]:
+    """Sort the --target-extra-arg strings by target: {target: flags}, for the chosen targets only."""
+    flags = dict.fromkeys(chosen, "")
     for name, text in split_extra_args(extra_args).items():
         targets = [target for target, _ in read_name(name)]
         if len(targets) > 1:
@@ -79,15 +97,19 @@ def _read_flags(extra_args: Iterable[str], chosen: Iterable[str]) -> dict[str, d
                 f"--target-extra-arg is for {target.name}, which is not among the targets to run "
                 f"({', '.join(flags)}); add it to --targets."
             )
-        values = parse_flags(target.knobs, text, target.name)
-        if twice := set(values) & set(flags[target.name]):
-            raise BenchError(f"{', '.join(sorted(twice))} of {target.name} is given twice; give it once.")
-        flags[target.name] |= values
+        flags[target.name] = f"{flags[target.name]} {text}".strip()
     return flags
 
 
 def plan(
-    names: Iterable[str], extra_args: Iterable[str], device: torch.device, environ: Mapping[str, str]
+    names: Iterable[str],
+    extra_args: Iterable[str],
+    device: torch.device,
+    environ: Mapping[str, str],
+    *,
+    sweep: Sweep | None = None,
+    inputs: Iterable[str] = (),
+    against: str | None = None,
 ) -> list[Plan]:
     """Plan a run and check everything before anything runs.
 
@@ -96,22 +118,37 @@ def plan(
         extra_args: "TARGET=--flag value" strings.
         device: where to run.
         environ: the environment variables that knobs may read.
+        sweep: a knob, or a size of `inputs`, with the values that it takes one after the other.
+        inputs: the arguments of functions (see `functions.read_argument`).
+        against: the baseline of functions, `module:function`.
     """
     chosen: dict[str, tuple[str, ...]] = {}
+    found: dict[str, Target] = {}
     for name in names:
         for target, sides in read_name(name):
+            sides = SIDES if against and isinstance(target, functions.UserFunction) else sides
             chosen[target.name] = tuple(side for side in SIDES if side in {*chosen.get(target.name, ()), *sides})
+            found[target.name] = target
     if not chosen:
         raise BenchError(
             "no target was given; name one with --targets, such as "
             f"{next(iter(TARGETS))} (`labs bench list-targets` lists them)."
         )
-    flags = _read_flags(extra_args, chosen)
+    flags, given = _read_flags(extra_args, chosen), {"inputs": tuple(inputs), "against": against}
+    if any(given.values()) and not any(isinstance(target, functions.UserFunction) for target in found.values()):
+        raise BenchError("--input and --against are for a function of yours: name it as module:function.")
     plans = []
     for name, sides in chosen.items():
-        target = TARGETS[name]
-        settings = settle(target.knobs, flags[name], device.type, environ)
-        plans.append(Plan(target, sides, tuple(target.cases(settings, device))))
+        target, cases = found[name], []
+        for value in sweep.values if sweep else ("",):
+            swept = {sweep.name: value} if sweep else {}
+            if isinstance(target, functions.UserFunction):
+                settings = {key: Setting(value, "flag") for key, value in (given | swept).items()}
+            else:
+                words = [flags[name], *(f"--{key.replace('_', '-')} {value}" for key, value in swept.items())]
+                settings = settle(target.knobs, " ".join(words), name, device.type, environ)
+            cases += [replace(case, swept=swept) for case in target.cases(settings, device)]
+        plans.append(Plan(target, sides, tuple(cases)))
     return plans
 
 
@@ -139,7 +176,7 @@ def describe_targets(chapter: str | None = None) -> list[dict]:
     device = default_device()
     rows = []
     for target in targets_of(chapter):
-        cases = target.cases(settle(target.knobs, {}, device.type, {}), device)
+        cases = target.cases(settle(target.knobs, "", target.name, device.type, {}), device)
         support = _support_here(target, cases)
         rows.append(
             {

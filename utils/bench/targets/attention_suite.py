@@ -10,7 +10,7 @@ from utils.bench.targets.base import CAUSAL, Case, Target, dtype_support, shape_
 from utils.bench.targets.cudnn_sdpa_bench import build_sdpa, sdpa_support
 from utils.bench.targets.prepared import backend_support, build_prepared
 from utils.bench.targets.proof import prove
-from utils.bench.workload import Workload
+from utils.bench.workload import Inputs, Workload
 from utils.machine.device import Support
 
 MATRIX = ((1, 1, 128, 64), (8, 4, 128, 64), (32, 8, 128, 64), (32, 8, 256, 64))  # B, H, S, D
@@ -75,7 +75,7 @@ class Suite(Target):
         """Prepare the side's call."""
         name = self.contenders[side]
         if name in ("auto", *sdpa.BACKENDS):
-            return build_sdpa(name, case, sdpa.Inputs(q, k, v, None))
+            return build_sdpa(name, case, Inputs(q, k, v))
         return build_prepared(name, case, (q, k, v))
 
     def prove(self, case, side, built, launched):

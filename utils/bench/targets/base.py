@@ -20,6 +20,7 @@ SHAPE_KNOBS = ("batch", "heads", "seq_len", "head_dim", "dtype")
 WORKLOAD_KNOBS = (
     *SHAPE_KNOBS,
     *("causal", "mask", "doc_span", "score_mod", "seed", "kv_heads", "seq_len_kv", "window", "layout", "pass"),
+    *("inputs", "m", "n", "k", "elements"),
 )
 
 
@@ -28,9 +29,10 @@ class Case:
     """One workload of a target on one device, with every knob in force."""
 
     target: str
-    workload: Workload
+    workload: Any  # a Workload, or another object with its label, dtype, cost, density, to_dict and bytes_needed
     settings: Mapping[str, Setting]
     device: torch.device
+    swept: Mapping[str, str] = field(default_factory=dict)  # the value of `--sweep` that made this case
 
     def value(self, key: str) -> Any:
         """Return the value in force of the knob `key`."""
@@ -45,7 +47,7 @@ class Case:
         """Return {knob: {"value", "origin"}} for the results; knobs of the shape get this case's values."""
         return {
             key: {
-                "value": getattr(self.workload, key) if key in SHAPE_KNOBS else setting.value,
+                "value": getattr(self.workload, key, setting.value) if key in SHAPE_KNOBS else setting.value,
                 "origin": setting.origin,
             }
             for key, setting in self.settings.items()
@@ -178,12 +180,24 @@ class Target:
         return 0.0
 
     def inputs(self, case: Case) -> tuple[torch.Tensor, ...]:
-        """Make the inputs of `build` and `expected`: q, k, v (B, H, S, D)."""
-        return make_inputs(case.workload, case.device, case.value("seed"))
+        """Make the inputs of `build` and `expected`: q, k, v, and the output's gradient unless the pass is forward."""
+        inputs = make_inputs(case.workload, case.device, case.value("seed"))
+        return inputs.qkv if inputs.dout is None else inputs
 
-    def expected(self, case: Case, *inputs: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Compute the float64 reference: a tensor, or {name: tensor} if the call returns several."""
+    def expected(self, case: Case, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Compute the float64 reference of each result, by name."""
         return reference(case.workload, *inputs)
+
+    def bounds(self, case: Case, side: str, precision: str, earlier: Mapping[str, dict]) -> tuple[float, float] | None:
+        """Return the errors allowed, of the whole and of the worst row; None for what the rounding explains.
+
+        Args:
+            case: the case.
+            side: the side to verify.
+            precision: the precision of its products.
+            earlier: the verifications of the sides before it, by side.
+        """
+        return None
 
     def facts(self, case: Case, side: str, built: Built) -> dict:
         """Return further facts for the results about a side that was verified and proved, such as its memory."""

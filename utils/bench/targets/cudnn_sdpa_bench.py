@@ -12,6 +12,7 @@ from utils.bench.knobs import Knob
 from utils.bench.targets import sdpa
 from utils.bench.targets.base import CAUSAL, SHAPE_KNOBS, Built, Case, Target, dtype_support, shape_knobs
 from utils.bench.targets.proof import BACKEND_OF, prove
+from utils.bench.workload import DIRECTIONS, LAYOUTS, Inputs, Workload
 from utils.machine.device import Support
 
 
@@ -23,13 +24,12 @@ def sdpa_support(name: str, case: Case) -> Support:
     return dtype_support(case.workload.dtype, case.device) and find_backend(BACKEND_OF.get(name, name)).machine()
 
 
-def build_sdpa(name: str, case: Case, inputs: sdpa.Inputs) -> Built:
+def build_sdpa(name: str, case: Case, inputs: Inputs) -> Built:
     """Bind SDPA with one backend pinned, or with torch's choice; raise Refused, with torch's reason, if it refuses."""
-    workload = sdpa.as_sdpa(case.workload)
-    sdpa.refuse(workload, name, inputs)
+    sdpa.refuse(case.workload, name, inputs)
     backend = find_backend(BACKEND_OF.get(name, name))
     implementation = f"SDPA of torch {torch.__version__}" if name == "auto" else backend.implementation()
-    return Built(sdpa.bind(workload, name, inputs), name, implementation)
+    return Built(sdpa.bind(case.workload, name, inputs), name, implementation)
 
 
 def _count(value: int | None) -> int | None:
@@ -49,15 +49,15 @@ class FlashSdp(Target):
         Knob("kv-heads", "heads of k and v, Hkv, a divisor of H; 0: as many", 0, 0, least=0),
         Knob("seq-len-kv", "tokens of k and v, Sk; 0: as many as q", 0, 0, least=0),
         Knob("window", "only keys fewer than this many positions away, by a boolean mask; 0: none", 0, 0, least=0),
-        Knob("layout", "bhsd is contiguous, bshd a view of (B, S, H, D)", "bhsd", "bhsd", choices=sdpa.LAYOUTS),
-        Knob("pass", "what is timed", "forward", "forward", choices=sdpa.DIRECTIONS),
+        Knob("layout", "bhsd is contiguous, bshd a view of (B, S, H, D)", "bhsd", "bhsd", choices=LAYOUTS),
+        Knob("pass", "what is timed", "forward", "forward", choices=DIRECTIONS),
         Knob("backend", "backend of the optimized side; auto is torch's own choice", "auto", "auto", choices=choices),
         Knob("baseline-backend", "backend of the baseline side", "math", "math", choices=choices),
     )
 
     def cases(self, settings, device):
         """Return the one case of these settings; raise BenchError for values that do not go together."""
-        workload = sdpa.SdpaWorkload(
+        workload = Workload(
             *(settings[key].value for key in SHAPE_KNOBS),
             "causal" if settings["causal"].value else "full",
             kv_heads=_count(settings["kv_heads"].value),
@@ -90,18 +90,9 @@ class FlashSdp(Target):
         """Fp32 buffers of (B, H, S, S) that the side needs at once."""
         return 3.0 if self._backend(case, side) == "math" else 0.0
 
-    def inputs(self, case):
-        """Return q, k, v, and the output's gradient unless the pass is forward."""
-        inputs = sdpa.make_inputs(case.workload, case.device, case.value("seed"))
-        return inputs.qkv if inputs.dout is None else inputs
-
-    def expected(self, case, q, k, v, dout=None):
-        """Return the float64 reference of the output and the gradients, by name."""
-        return sdpa.reference(case.workload, q, k, v, dout)
-
     def build(self, case, side, q, k, v, dout=None):
         """Bind the side's call."""
-        return build_sdpa(self._backend(case, side), case, sdpa.Inputs(q, k, v, dout))
+        return build_sdpa(self._backend(case, side), case, Inputs(q, k, v, dout))
 
     def prove(self, case, side, built, launched):
         """Return the backend that ran; raise WrongRun if it is not the pinned one."""

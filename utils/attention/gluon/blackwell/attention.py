@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tma,
 )
 
+from utils.attention.gluon.arguments import descriptor
 from utils.attention.gluon.shared import (
     MINUS_INF,
     aggregate,
@@ -342,4 +343,22 @@ def attention_blackwell(
         ],
         [4, 4, 1, 1, 1],
         [192, 192, 32, 32, 32],
+    )
+
+
+def launch(q, k, v, out, lse, causal: bool, c: float) -> None:
+    """Run the kernel on tensors (B, H, S, D) of one 16-bit type, not empty; lse: (B, H, Sq) fp32; c: scale * log2(e)."""
+    batch, heads, sq, head_dim = q.shape
+    columns = 64 if head_dim <= 64 else 128  # TMA fills what lies beyond the head dimension with zeros
+    descriptors = [descriptor(x, BLOCK, columns) for x in (q, k, v, out)]
+    stages = 3 if columns == 64 else 2  # three slots of 128 columns do not fit into shared memory
+    attention_blackwell[(-(-sq // (2 * BLOCK)), batch * heads)](
+        *descriptors,
+        lse,
+        *(sq, k.shape[2], heads, heads // k.shape[1], c),
+        BLOCK_D=columns,
+        STAGES=stages,
+        CAUSAL=causal,
+        LSE=True,
+        num_warps=4,
     )

@@ -1,0 +1,351 @@
+"""Functions of tensors as targets: any function of a module, the GEMM ladder, and GELU.
+
+    labs bench run mymodule:fused --against mymodule:plain --input "x=randn(n, 4096, bf16)" --sweep n=1k:16k:x2
+
+A function gets its tensors in the order of the inputs, and constants by name. The baseline computed in float64 is the
+reference, or the function itself where it stands alone: then the error is its own rounding. What cannot compute in
+float64 is compared with the baseline as it is, and a note says so.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from utils.bench.errors import BenchError, WrongRun, check_choice, first_line
+from utils.bench.knobs import Knob, Setting
+from utils.bench.targets.base import Built, Case, Target, dtype_support
+from utils.bench.verify import rounding_bounds
+from utils.bench.workload import DTYPES
+from utils.kernels import gelu, gemm
+from utils.machine.device import Support, compute_capability
+from utils.model.costs import Cost
+from utils.validation import whole_number
+
+FILLS: dict[str, Callable] = {"randn": torch.randn, "rand": torch.rand, "zeros": torch.zeros, "ones": torch.ones}
+HOW = "write it as 'a=randn(4096, 4096, bf16)' (or rand, zeros, ones) or as a constant, 'dim=-1'"
+SLACK = 2.0  # an optimized side may be this many times as far from float64 as the baseline
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a function: a tensor to be filled, or a constant."""
+
+    name: str
+    fill: str = ""  # a key of FILLS; "" for a constant
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    constant: Any = None
+
+    @property
+    def numbers(self) -> int:
+        """Numbers in the tensor."""
+        return functools.reduce(int.__mul__, self.shape, 1)
+
+    def __str__(self) -> str:
+        return f"{self.name} {'x'.join(map(str, self.shape))}" if self.fill else f"{self.name}={self.constant!r}"
+
+
+def read_argument(text: str, sizes: Mapping[str, int]) -> Argument:
+    """Read "a=randn(4096, n, bf16)" or "dim=-1"; `sizes` has the values of names such as n."""
+    try:
+        (line,) = ast.parse(text.strip()).body
+        assert isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name)
+        name, value = line.targets[0].id, line.value
+        if not isinstance(value, ast.Call):
+            return Argument(name, constant=ast.literal_eval(value))
+        assert isinstance(value.func, ast.Name) and not value.keywords
+        words = [ast.unparse(word) for word in value.args]
+    except (SyntaxError, ValueError, AssertionError):
+        raise BenchError(f"--input is {text!r}; {HOW}.") from None
+    dtype = words.pop() if words and words[-1] in DTYPES else "fp32"
+    shape = []
+    for word in words:
+        if not word.isdigit() and word not in sizes:
+            raise BenchError(
+                f"--input is {text!r}, and {word} is no size: give a whole number, a dtype of {', '.join(DTYPES)} at the "
+                f"end, or values with --sweep {word}=1k:16k:x2."
+            )
+        shape.append(whole_number(f"a size of --input {text!r}", sizes.get(word) or int(word), 1, BenchError))
+    return Argument(name, check_choice(f"the filling of {name}", value.func.id, FILLS), tuple(shape), dtype)
+
+
+@dataclass(frozen=True)
+class CallWorkload:
+    """The arguments of a function, and what one call costs."""
+
+    arguments: tuple[Argument, ...]
+    cost: Cost
+    density = 1.0
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the first tensor; fp32 for a function without tensors."""
+        return next((one.dtype for one in self.arguments if one.fill), "fp32")
+
+    @property
+    def label(self) -> str:
+        """Such as "a 4096x4096 b 4096x4096 bf16"."""
+        return " ".join([*map(str, self.arguments), self.dtype])
+
+    def to_dict(self) -> dict:
+        """Return the fields that two comparable results share."""
+        return {"inputs": "; ".join(f"{one} {one.fill} {one.dtype}".strip() for one in self.arguments)}
+
+    def bytes_needed(self, score_buffers: float) -> int:
+        """Estimate a run's bytes: inputs, results and their copies in float64."""
+        numbers = sum(one.numbers for one in self.arguments if one.fill)
+        return int(self.cost.bytes + numbers * (DTYPES[self.dtype].itemsize + 3 * 8))
+
+    def fill(self, device: torch.device | str, seed: int) -> tuple[torch.Tensor, ...]:
+        """Draw the tensors; on every machine the same, from the seed."""
+        generator = torch.Generator().manual_seed(seed)
+        drawn = []
+        for one in self.arguments:
+            if one.fill:
+                random = {"generator": generator} if one.fill.startswith("rand") else {}
+                drawn.append(FILLS[one.fill](one.shape, **random).to(device, DTYPES[one.dtype]))
+        return tuple(drawn)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The arguments that are no tensors, by name."""
+        return {one.name: one.constant for one in self.arguments if not one.fill}
+
+
+def count_cost(fn: Callable, arguments: tuple[Argument, ...]) -> Cost:
+    """Count FLOPs of matrix products, and bytes read and written, on tensors without memory; 0 where that fails."""
+    workload = CallWorkload(arguments, Cost(0, 0))
+    tensors = [torch.empty(one.shape, dtype=DTYPES[one.dtype], device="meta") for one in arguments if one.fill]
+    try:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            results = fn(*tensors, **workload.constants)
+    except Exception:  # a kernel in Triton has no tensors without memory
+        return workload.cost
+    written = [one for one in _tuple(results) if isinstance(one, torch.Tensor)]
+    return Cost(int(counter.get_total_flops()), sum(tensor.nbytes for tensor in (*tensors, *written)))
+
+
+def _tuple(results: Any) -> tuple:
+    return tuple(results) if isinstance(results, (tuple, list)) else (results,)
+
+
+def _double(value: torch.Tensor) -> torch.Tensor:
+    return value.double() if value.is_floating_point() else value
+
+
+class FunctionTarget(Target):
+    """A function of tensors against another one, on the same tensors."""
+
+    def function(self, case: Case, side: str) -> tuple[str, Callable]:
+        """Return the name and the function of a side; ("", ...) if there is no such side."""
+        raise NotImplementedError
+
+    def cases_of(self, arguments: tuple[Argument, ...], settings: Mapping[str, Setting], device) -> list[Case]:
+        """Return the one case of these arguments, with the cost of the baseline's call."""
+        empty = Case(self.name, CallWorkload(arguments, Cost(0, 0)), settings, device)
+        found = (self.function(empty, side) for side in self.sides)
+        costs = (count_cost(fn, arguments) for name, fn in found if name)
+        cost = next((cost for cost in costs if cost.flops or cost.bytes), Cost(0, 0))
+        return [Case(self.name, CallWorkload(arguments, cost), settings, device)]
+
+    def support(self, case, side):
+        """Whether this machine runs this side of the case, and why not."""
+        return dtype_support(case.workload.dtype, case.device)
+
+    def inputs(self, case):
+        """Return the tensors of the call."""
+        seed = case.settings.get("seed")
+        return case.workload.fill(case.device, 42 if seed is None else seed.value)
+
+    def _reference(self, case: Case, inputs: tuple) -> tuple[Any, str]:
+        """Return the results that both sides are compared with, and what they are, in words."""
+        name, fn = self.function(case, "baseline")
+        if alone := not name:
+            name, fn = self.function(case, "optimized")
+        if alone and not inputs:
+            return None, "not compared: it has no --against and no --input"
+        constants = case.workload.constants
+        try:
+            return fn(*map(_double, inputs), **constants), f"compared with {name} in float64"
+        except Exception as error:
+            why = f"{name} does not compute in float64 ({first_line(error)})"
+        return (None, f"not compared: {why}") if alone else (fn(*inputs, **constants), f"compared with {name}: {why}")
+
+    def expected(self, case, *inputs):
+        """Return the reference of each result that is a tensor, by name."""
+        results, _ = self._reference(case, inputs)
+        tensors = [_double(one) for one in _tuple(results) if isinstance(one, torch.Tensor)]
+        return {"output" if i == 0 else f"output {i}": tensor for i, tensor in enumerate(tensors)}
+
+    def bounds(self, case, side, precision, earlier):
+        """Return the errors allowed: those of the baseline count twice, which may itself be as inexact as its dtype is."""
+        if (found := earlier.get("baseline")) is None:
+            return 1.0, 1.0
+        whole, row = rounding_bounds(precision)
+        return max(whole, SLACK * found["whole"]), max(row, SLACK * found["worst_row"])
+
+    def build(self, case, side, *inputs):
+        """Bind the side's function to the tensors."""
+        name, fn = self.function(case, side)
+        return Built(
+            functools.partial(fn, *inputs, **case.workload.constants), name, getattr(fn, "__module__", "") or ""
+        )
+
+    def prove(self, case, side, built, launched):
+        """Return the function's name; what it launched stands in the results."""
+        return built.provider
+
+    def facts(self, case, side, built):
+        """Say what the side was compared with."""
+        return {} if side == "baseline" else {"notes": [f"{self._reference(case, self.inputs(case))[1]}."]}
+
+
+class UserFunction(FunctionTarget):
+    """A function `module:function`, and the one of --against if that is given."""
+
+    knobs = ()
+
+    def __init__(self, name: str):
+        self.chapter, _, self.workload = name.partition(":")
+        self.summary = f"the function {name}"
+        self.sides: Mapping[str, str] = {"baseline": "--against", "optimized": name}
+
+    def function(self, case, side):
+        """Return the name and the function of a side; ("", ...) without --against."""
+        name = self.name if side == "optimized" else case.value("against")
+        return (name.rpartition(":")[2], find_function(name)) if name else ("", _nothing)
+
+    def cases(self, settings, device):
+        """Return the one case of these settings."""
+        sizes = {key: int(setting.value) for key, setting in settings.items() if str(setting.value).isdigit()}
+        return self.cases_of(tuple(read_argument(text, sizes) for text in settings["inputs"].value), settings, device)
+
+
+def _nothing() -> None:
+    """Stand where a function has no baseline."""
+
+
+def find_function(name: str) -> Callable:
+    """Import `module:function`, also from the current folder; raise BenchError if it is not there."""
+    module, _, path = name.partition(":")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise BenchError(f"there is no function {name!r}: {first_line(error)}.") from None
+    if not callable(found):
+        raise BenchError(f"{name} is a {type(found).__name__} and no function.")
+    return found
+
+
+def _kernel_support(name: str, device: torch.device, capability: tuple[int, int]) -> Support:
+    if device.type == "cpu":
+        return Support(False, f"{name} on a CPU runs in Triton's interpreter, whose time says nothing.", "Use a GPU.")
+    if (here := compute_capability() or (0, 0)) < capability:
+        return Support(False, f"{name} needs compute capability {capability[0]}.{capability[1]}; here is {here}.", "")
+    return Support(True)
+
+
+class Versions(FunctionTarget):
+    """Versions of an operator of `utils.kernels`, chosen by --kernel, against one of torch."""
+
+    kernels: Mapping[str, Callable]
+    baseline: tuple[str, Callable]
+    launches: Mapping[str, str]  # pattern of what proves a version, by its name
+
+    def function(self, case, side):
+        """Return the name and the function of a side."""
+        if side == "baseline":
+            return self.baseline
+        return case.value("kernel"), self.kernels[case.value("kernel")]
+
+    def cases(self, settings, device):
+        """Return the one case of these settings."""
+        return self.cases_of(
+            self.arguments({key: setting.value for key, setting in settings.items()}), settings, device
+        )
+
+    def arguments(self, values: Mapping[str, Any]) -> tuple[Argument, ...]:
+        """Return the arguments of the operator, from the values of the knobs."""
+        raise NotImplementedError
+
+    def support(self, case, side):
+        """Whether this machine runs this side of the case, and why not."""
+        name, capability = case.value("kernel"), (9, 0) if "warp" in case.value("kernel") else (0, 0)
+        if (
+            side == "optimized"
+            and name != "gelu_torch"
+            and not (able := _kernel_support(name, case.device, capability))
+        ):
+            return able
+        return super().support(case, side)
+
+    def prove(self, case, side, built, launched):
+        """Return the version that ran; raise WrongRun if nothing that was launched is its own."""
+        pattern = self.launches[built.provider]
+        if not any(re.search(pattern, name) for name in (*launched.kernels, *launched.operators)):
+            raise WrongRun(f"{built.provider} was asked for, and {', '.join(launched.names[:8])} ran.")
+        return built.provider
+
+
+class Gemm(Versions):
+    """C = A @ B by a rung of the course's ladder, against torch.matmul."""
+
+    chapter, workload = "labs/gemm", "gemm"
+    summary = "C = A @ B: a kernel of the course's ladder against torch.matmul"
+    sides: Mapping[str, str] = {"baseline": "torch.matmul", "optimized": "the kernel of --kernel"}
+    kernels, baseline = gemm.LADDER, ("torch.matmul", torch.matmul)
+    launches: Mapping[str, str] = {
+        "torch.matmul": r"gemm|nvjet|cutlass|xmma|splitk|aten::mm",
+        "gemm_naive": "^naive_kernel",
+        **dict.fromkeys(("gemm_tiled", "gemm_tiled_grouped", "gemm_autotuned"), "^tiled_kernel"),
+        "gemm_warp_specialized": "^(gemm|short)_kernel",
+    }
+    knobs = (
+        Knob("m", "rows of A", 512, 4096),
+        Knob("n", "columns of B", 512, 4096),
+        Knob("k", "columns of A, rows of B", 512, 4096),
+        Knob("dtype", "dtype of A and B", "fp32", "bf16", choices=tuple(DTYPES)),
+        Knob("kernel", "rung of the ladder", "gemm_tiled", "gemm_warp_specialized", choices=tuple(gemm.LADDER)),
+        Knob("seed", "seed of the random inputs", 42, 42, least=0),
+    )
+
+    def arguments(self, values):
+        """Return A (M, K) and B (K, N)."""
+        m, n, k, dtype = (values[key] for key in ("m", "n", "k", "dtype"))
+        return Argument("a", "randn", (m, k), dtype), Argument("b", "randn", (k, n), dtype)
+
+
+class Gelu(Versions):
+    """tanh-GELU in one kernel, against the same written out in nine."""
+
+    chapter, workload = "labs/gelu", "gelu"
+    summary = "tanh-GELU: one fused kernel against an operation at a time"
+    sides: Mapping[str, str] = {"baseline": "gelu_unfused, nine kernels", "optimized": "the version of --kernel"}
+    kernels, baseline = gelu.VERSIONS, ("gelu_unfused", gelu._by_hand)
+    launches: Mapping[str, str] = {"gelu_unfused": "tanh", "gelu_torch": "(?i)gelu", "gelu_triton": "^gelu_kernel"}
+    knobs = (
+        Knob("elements", "numbers of x", 1_000_000, 67_108_864),
+        Knob("dtype", "dtype of x", "fp32", "bf16", choices=tuple(DTYPES)),
+        Knob("kernel", "version", "gelu_torch", "gelu_triton", choices=("gelu_torch", "gelu_triton")),
+        Knob("seed", "seed of the random inputs", 42, 42, least=0),
+    )
+
+    def arguments(self, values):
+        """Return x."""
+        return (Argument("x", "randn", (values["elements"],), values["dtype"]),)
+
+
+TARGETS = (Gemm(), Gelu())

@@ -1,0 +1,324 @@
+"""Part 5: standard attention, layouts, online softmax, flash attention by hand, and merging."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from utils.attention import reference
+from utils.checking import (
+    FUSED_ATTENTION,
+    SOFTMAX,
+    SizeWatch,
+    attention_mistake,
+    expect_close,
+    expect_number,
+    expect_rounded_once,
+    poisoned_memory,
+    visible,
+)
+from utils.checking.labs.lab1.gemm import BF16, DTYPE, ELEMENTS, FP32
+
+STANDARD: dict[str, Any] = {
+    "question": "5.1",
+    "title": "Standard attention",
+    "forbids": FUSED_ATTENTION,
+    "hint": "write the three lines yourself",
+}
+ONLINE: dict[str, Any] = {
+    "question": "5.3",
+    "title": "Online softmax",
+    "largest": "a block with the maximum and the sum of its rows",
+    "hint": "keep a running maximum and a running sum, and look at one block at a time",
+}
+_FLASH: dict[str, Any] = {
+    "forbids": (FUSED_ATTENTION, SOFTMAX),
+    "largest": "all that belongs to one tile of scores",
+    "hint": "the softmax is the running maximum and sum of online_softmax_stats",
+}
+FLASH = {"question": "5.3", "title": "Flash attention by hand", **_FLASH}
+CAUSAL = {"question": "Bonus 5.6", "title": "Causal flash attention", **_FLASH}
+MERGE: dict[str, Any] = {
+    "question": "Bonus 5.7",
+    "title": "Merging",
+    "forbids": SOFTMAX,
+    "hint": "subtract the largest L, then take exp",
+}
+
+
+def attend_in_float64(q, k, v, causal=False):
+    """Compute attention of (B, H, S, D) in float64, rounded to the dtype of q."""
+    return reference(q, k, v, causal=causal)[0].to(q.dtype)
+
+
+def expect_attention(standard_attention, q, k, v, what: str, rtol: float, atol: float) -> None:
+    """Assert attention without a mask; the hint names a known mistake."""
+    got = standard_attention(q, k, v)
+    hint = attention_mistake(got, q, k, v) or (
+        "Which dimension is the softmax over? Is the root that of the last dimension? exp overflows unless the largest score is "
+        "subtracted first, as torch.softmax does."
+    )
+    expect_close(got, attend_in_float64(q, k, v), rtol=rtol, atol=atol, what=f"standard_attention {what}", hint=hint)
+
+
+@visible(**STANDARD)
+def check_standard_attention(standard_attention):
+    """Check two dtypes, and scores for which exp overflows."""
+    q, k, v = (torch.randn(2, 3, 6, 12) for _ in range(3))
+    expect_attention(standard_attention, q, k, v, "of (2, 3, 6, 12)", 1e-4, 1e-5)
+    expect_attention(standard_attention, q.double(), k.double(), v.double(), "in float64", 1e-4, 1e-5)
+    q, k, v = 20 * torch.randn(1, 1, 6, 64), 20 * torch.randn(1, 1, 6, 64), torch.randn(1, 1, 6, 64)
+    expect_attention(standard_attention, q, k, v, "with scores in the hundreds", 1e-2, 1e-2)
+
+
+@visible("5.1", "Memory of the scores")
+def check_attention_memory(score_bytes, longest_length):
+    """Check the bytes of one score matrix, and the length at which two of them fill a memory."""
+    for kind, size in ((BF16, 2), (FP32, 4)):
+        known: dict[str, float] = {
+            "One score for each pair of a query and a key.": 12e3 * size,
+            "Each head has scores of its own.": 3e6 * size,
+            "Each sequence has scores of its own.": 4e6 * size,
+            "One matrix was asked for.": 24e6 * size,
+            ELEMENTS: 12e6,
+            DTYPE: 12e6 * (6 - size),
+        }
+        got, what = score_bytes(3, 4, 1000, kind), f"score_bytes(3, 4, 1000, {kind})"
+        expect_number(got, 12e6 * size, rel=0, unit="bytes", what=what, mistakes=known)
+    for arguments, right, both, square in (
+        ((10**9, 1, 1, FP32), 11180, 15811, 125_000_000),
+        ((10**9, 2, 5, BF16), 5000, 7071, 25_000_000),
+    ):
+        known = {
+            "Scores and probabilities are both there.": both,
+            "One more does not fit.": right + 1,
+            "A longer one fits.": right - 1,
+            "Memory grows with the square of the length.": square,
+            "A length is an integer.": 11180.339887498949,
+            "Each head of each sequence has scores of its own.": 15811 if right == 5000 else -1,
+        }
+        got, what = longest_length(*arguments), f"longest_length{arguments}"
+        expect_number(got, right, rel=0, what=what, mistakes=known)
+        assert isinstance(got, int), f"a length is an integer; got {got!r}"
+
+
+def expect_bshd(attention_bshd, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Assert causal attention of (B, S, H, D), beside one that is computed token by token."""
+    (_, length, heads, d), kv_heads = q.shape, k.shape[2]
+    what, group = f"attention_bshd of q {tuple(q.shape)} with {kv_heads} key-value heads", heads // kv_heads
+    got = attention_bshd(q.clone(), k.clone(), v.clone())
+    if not isinstance(got, torch.Tensor) or got.shape != q.shape:
+        shown = tuple(got.shape) if isinstance(got, torch.Tensor) else repr(got)
+        raise AssertionError(
+            f"{what} should have shape {tuple(q.shape)}, and is {shown}. Turn the result back to (B, S, H, D)."
+        )
+    # Token i attends to the tokens 0 ... i, and query head h uses key-value head h // group.
+    right, loose = torch.empty_like(q), torch.empty_like(q)
+    for i, h in itertools.product(range(length), range(heads)):
+        scores = (k[:, :, h // group] * q[:, i, h, None]).sum(-1) / math.sqrt(d)
+        loose[:, i, h] = (torch.softmax(scores, 1)[..., None] * v[:, :, h // group]).sum(1)
+        right[:, i, h] = (torch.softmax(scores[:, : i + 1], 1)[..., None] * v[:, : i + 1, h // group]).sum(1)
+    hint = "Which two dimensions does SDPA take as tokens and head dimension, and which key-value head belongs to a query head?"
+    if torch.allclose(got, loose, rtol=1e-3, atol=1e-4):
+        hint = "It is not causal: each token sees the tokens after it."
+    elif heads == kv_heads and torch.allclose(got, F.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-4):
+        hint = "This is attention over HEADS instead of tokens: SDPA wants (B, H, S, D)."
+    expect_close(got, right, rtol=1e-4, atol=1e-5, what=what, hint=hint)
+
+
+@visible("5.2", "Attention with (B, S, H, D) inputs")
+def check_attention_bshd(attention_bshd):
+    """Check as many key-value heads as heads, groups, and one key-value head."""
+    for heads, kv_heads in ((6, 6), (6, 2), (4, 1)):
+        expect_bshd(attention_bshd, torch.randn(2, 7, heads, 8), *(torch.randn(2, 7, kv_heads, 8) for _ in range(2)))
+
+
+def expect_stats(online_softmax_stats, x: torch.Tensor, widths: list[int], name: str) -> SizeWatch:
+    """Assert the maximum and the sum of rows that arrive in blocks, each of which can be read once; return the sizes."""
+    taken = []
+
+    def arriving():
+        for block in x.split(widths, dim=1):
+            taken.append(block.clone())
+            yield taken[-1]
+            taken[-1].fill_(math.nan)
+
+    limited = online_softmax_stats.limited(len(x) * (max(widths) + 2))
+    result = limited(arriving())
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise AssertionError(f"online_softmax_stats should return (m, l), and returned {type(result).__name__}.")
+    if len(taken) != len(widths):
+        raise AssertionError(f"{len(widths)} blocks arrived, and {len(taken)} were looked at.")
+    m = x.double().amax(1)
+    hint = "m is the largest value of the row over ALL blocks."
+    expect_close(result[0], m.to(x.dtype), rtol=1e-6, atol=1e-5, what=f"m of {name}", hint=hint)
+    hint = "When a block brings a larger maximum, what happens to the sum so far? Is a maximum subtracted before exp?"
+    right = torch.exp(x.double() - m[:, None]).sum(1).to(x.dtype)
+    expect_close(result[1], right, rtol=1e-3, atol=1e-6, what=f"l of {name}", hint=hint)
+    return limited.sizes
+
+
+@visible(**ONLINE)
+def check_online_softmax_stats(online_softmax_stats):
+    """Check two rows in four blocks, around three values."""
+    x = torch.tensor([[1.0, 3.0, 5.0, 2.0, 2.5, -1.0, 0.5, 4.0, 9.0], [7.0, 3.0, 1.0, 2.0, 0.0, -1.0, 0.5, 1.5, 2.0]])
+    for shift in (0.0, 1000.0, -1000.0):
+        expect_stats(online_softmax_stats, x + shift, [2, 1, 3, 3], f"the blocks with values around {shift:g}")
+
+
+def expect_tiled(function, inputs, tiles: tuple[int, int], name: str, tolerance: float = 1e-4) -> SizeWatch:
+    """Assert the values of a call, and that no operator works on more than one tile of scores; return its sizes."""
+    q, k, v = inputs
+    (b, h, _, d), causal = q.shape, "causal" in name
+    what = f"{name} of {q.shape[2]} queries and {k.shape[2]} keys with tiles {tuple(tiles)} in {q.dtype}"
+    tile = b * h * tiles[0] * tiles[1]
+    # A whole q or output is no score, and a product of two tiles by broadcasting has d numbers for each score.
+    limited = function.limited(max(tile * d, q.numel(), k.numel()))
+    with poisoned_memory():
+        got = limited(q, k, v, *tiles)
+    scores = max((batch * m * n for batch, m, inner, n in limited.sizes.products if inner == d), default=0)
+    of_scores = limited.sizes.over(tile, ("exp", "exp2", "amax", "max"))
+    if found := (("the product of queries and keys", scores) if scores > tile else of_scores):
+        raise AssertionError(
+            f"{what}: {found[0]} worked on {found[1]} scores at once; one tile of queries and one of keys have {b} x {h} x {tiles[0]} x "
+            f"{tiles[1]} = {tile}."
+        )
+    at_the_ends = (
+        "at the mask of the tiles on the diagonal, and at where the loop over keys stops"
+        if causal
+        else "at where m, l and O start"
+    )
+    hint = attention_mistake(got, q, k, v, causal=causal) or (
+        f"Look at the rescaling of BOTH the sum and the output, at the tiles at the edges, {at_the_ends}. Is a maximum subtracted before "
+        "every exp?"
+    )
+    right = attend_in_float64(q, k, v, causal=causal)
+    expect_close(got, right, rtol=tolerance, atol=tolerance, what=what, hint=hint)
+    return limited.sizes
+
+
+def expect_wide_inside(function, inputs, tiles: tuple[int, int], name: str) -> None:
+    """Assert that inputs in 16 bits are computed on in float32, and rounded once."""
+    q, k, v = inputs
+    got, what = function(q, k, v, *tiles), f"{name} of {k.shape[2]} keys in bfloat16"
+    exact = attend_in_float64(q.double(), k.double(), v.double(), causal="causal" in name)
+    expect_close(got, exact.to(q.dtype), rtol=0.1, atol=0.1, what=what)
+    expect_rounded_once(got, exact, what, "scores, weights, maximum, sum and output")
+
+
+def _draw(*shape: int, length: int, factor: float = 1.0, dtype: torch.dtype = FP32) -> list[torch.Tensor]:
+    """Draw q of this shape, times a factor, and k and v of another length."""
+    b, h, _, d = shape
+    return [(factor * torch.randn(*shape)).to(dtype), *(torch.randn(b, h, length, d, dtype=dtype) for _ in range(2))]
+
+
+@visible(**FLASH)
+def check_flash_attention_tiled(flash_attention_tiled):
+    """Check four sizes of tiles, large scores, and 16 bits."""
+    function, name, inputs = flash_attention_tiled, "flash_attention_tiled", _draw(2, 3, 17, 12, length=37)
+    for tiles in ((5, 7), (4, 4), (64, 64), (17, 37)):
+        expect_tiled(function, inputs, tiles, name)
+    expect_tiled(function, _draw(1, 1, 20, 16, length=33, factor=400.0), (6, 8), name, 1e-2)
+    for size in (1, 8):  # with scores that are large, what rounding them costs stands out
+        expect_wide_inside(function, _draw(1, 2, 24, 16, length=400, factor=size, dtype=BF16), (8, 16), name)
+
+
+def expect_hidden_tiles_skipped(macs: int, length: int, tiles: tuple[int, int], heads: int, d: int) -> None:
+    """Assert that a causal call made no products for a tile of scores without a visible one."""
+    needed = whole = 0
+    for i, j in itertools.product(range(0, length, tiles[0]), range(0, length, tiles[1])):
+        rows = min(tiles[0], length - i)
+        products = 2 * heads * rows * min(tiles[1], length - j) * d
+        whole += products
+        needed += products if j <= i + rows - 1 else 0
+    if macs > needed:
+        more = " That is every tile." if macs == whole else ""
+        raise AssertionError(
+            f"flash_attention_causal on {length} tokens with tiles {tuple(tiles)} computed {macs:,} MACs in its products; the tiles with at "
+            f"least one visible score need {needed:,}.{more} Where can the loop over keys stop?"
+        )
+
+
+def expect_masked_before_the_maximum(flash_attention_causal, tokens: int, tiles: tuple[int, int]) -> None:
+    """Assert that hidden scores do not set the maximum: beside one of thousands, the visible ones would all be lost."""
+    q, k, v = (torch.randn(1, 1, tokens, 8) for _ in range(3))
+    q, k = q.abs() + 0.5, (k.abs() + 0.5) * torch.linspace(1.0, 300.0, tokens)[:, None]
+    expect_tiled(
+        flash_attention_causal, (q, k, v), tiles, "flash_attention_causal of scores that rise by thousands", 1e-3
+    )
+
+
+@visible(**CAUSAL)
+def check_flash_attention_causal(flash_attention_causal):
+    """Check four sizes of tiles and their products, scores that rise, and 16 bits."""
+    function, name, inputs = flash_attention_causal, "flash_attention_causal", _draw(2, 3, 37, 12, length=37)
+    for tiles in ((4, 4), (16, 5), (5, 16), (64, 64)):
+        sizes = expect_tiled(function, inputs, tiles, name)
+        expect_hidden_tiles_skipped(sizes.macs, 37, tiles, 6, 12)
+    expect_masked_before_the_maximum(function, 16, (8, 8))
+    for size in (1, 8):
+        expect_wide_inside(function, _draw(1, 2, 240, 16, length=240, factor=size, dtype=BF16), (120, 4), name)
+
+
+@visible("5.4", "Intensity of attention")
+def check_attention_intensity(attention_intensity):
+    """Check both kinds of attention in two dtypes."""
+    products, written = "Two products, two FLOPs a MAC: 4 L² D.", "O is written, too."
+    for kind, scale in ((BF16, 1.0), (FP32, 0.5)):
+        flash = {
+            products: 250.0 * scale,
+            written: 666.667 * scale,
+            "Flash attention never writes the scores.": 23.8095 * scale,
+            ELEMENTS: 1000.0,
+            DTYPE: 250.0 / scale,
+            "FLOPs over bytes, not bytes over FLOPs.": 0.002 / scale,
+        }
+        standard = {
+            "Scores are written, read, written and read: four times.": 45.45455 * scale,
+            "Q, K, V and O travel as well.": 25.0 * scale,
+            "Scores are written, read, written and read: not three times.": 31.25 * scale,
+            "Scores are written, read, written and read: not once.": 83.3333 * scale,
+            written: 24.09639 * scale,
+            "Standard attention writes the scores to memory.": 500.0 * scale,
+            products: 11.90476 * scale,
+            ELEMENTS: 47.61905,
+            DTYPE: 11.90476 / scale,
+        }
+        for name, right, known in (("flash", 500.0, flash), ("standard", 23.80952, standard)):
+            got = attention_intensity(1000, 50, kind, flash=name == "flash")
+            what = f"{name} attention, 1000 tokens, D = 50, {kind},"
+            expect_number(got, right * scale, rel=1e-4, unit="FLOPs/Byte", what=what, mistakes=known)
+
+
+def expect_merged(merge_attention, scores: torch.Tensor, v: torch.Tensor, parts: int, name: str) -> None:
+    """Assert that attention over parts of the keys, merged, is that over all of them; -inf in the scores hides a key."""
+    pairs = list(zip(scores.double().chunk(parts, -1), v.double().chunk(parts, -2), strict=True))
+    outputs = torch.stack(
+        [torch.softmax(part, -1) @ values for part, values in pairs]
+    ).float()  # NaN where a part is empty
+    lses = torch.stack([torch.logsumexp(part, -1) for part, _ in pairs]).float()
+    result = merge_attention(outputs, lses)
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise AssertionError(f"merge_attention should return (output, lse), and returned {type(result).__name__}.")
+    # The right values are computed from the float32 inputs: at L around 1000 their rounding alone changes the answer.
+    weights = torch.softmax(lses.double(), dim=0)[..., None]
+    right = (weights * torch.where(weights > 0, outputs.double(), 0.0)).sum(dim=0).float()
+    hint = "A part counts with the weight exp(L_p - L); where L_p is -inf, its output must not be touched."
+    expect_close(result[0], right, rtol=1e-3, atol=1e-4, what=f"the merged output, {name},", hint=hint)
+    right = torch.logsumexp(lses.double(), dim=0).float()
+    hint = "L is the log of the sum over parts of exp(L_p): subtract the largest L_p first."
+    expect_close(result[1], right, rtol=1e-5, atol=1e-3, what=f"the merged L, {name},", hint=hint)
+
+
+@visible(**MERGE)
+def check_merge_attention(merge_attention):
+    """Check small and large scores, and parts that are empty for some queries."""
+    for scale, name in ((1.0, "small scores"), (300.0, "scores of some hundreds"), (1.0, "some empty parts")):
+        scores = scale * torch.randn(3, 15)
+        if "empty" in name:
+            scores[0, :5] = scores[1, 5:10] = -math.inf  # part 0 is empty for query 0, and part 1 for query 1
+        expect_merged(merge_attention, scores, torch.randn(15, 4), 3, name)

@@ -1,0 +1,312 @@
+"""Parts 1 and 2: products in loops and tiles, timing, counts of work and traffic, and the roofline."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+
+from utils.checking import (
+    MATMUL,
+    expect_close,
+    expect_follows_device,
+    expect_number,
+    expect_rounded_once,
+    poisoned_memory,
+    visible,
+)
+
+BF16, FP32 = torch.bfloat16, torch.float32
+ELEMENTS = "These are elements, not bytes."
+DTYPE = "The number of bytes depends on the dtype."
+MACS = "A multiply-accumulate is two FLOPs."
+UPSIDE_DOWN = "FLOPs over bytes, not bytes over FLOPs."
+
+NAIVE: dict[str, Any] = {
+    "question": "1.1",
+    "title": "Naive GEMM",
+    "forbids": MATMUL,
+    "largest": 1,
+    "hint": "write the three loops yourself, with one a[i, k] at a time",
+}
+TILED: dict[str, Any] = {
+    "question": "1.2",
+    "title": "Tiled GEMM",
+    "forbids": MATMUL,
+    "largest": "one step of its tiles",
+    "hint": "build the product of two tiles from elementwise products and sums. Are the tile sizes used?",
+}
+
+
+def expect_product(gemm, a: torch.Tensor, b: torch.Tensor, what: str, hint: str) -> None:
+    """Assert gemm(a, b) = a @ b; unwritten memory must not be read."""
+    with poisoned_memory():
+        got = gemm(a, b)
+    expect_close(got, a @ b, rtol=1e-4, atol=1e-4, what=what, hint=hint)
+
+
+@visible(**NAIVE)
+def check_gemm_naive(gemm_naive):
+    """Check one product of which no two sizes are equal, in two dtypes, and of transposed views."""
+    a = torch.tensor([[1.0, 2.0, 3.0, -1.0], [4.0, 5.0, 6.0, 2.0]])
+    b = torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 1.0], [1.0, 1.0, -3.0], [2.0, -1.0, 0.5]])
+    hint = "Which index does each loop run over, and where is the sum set back to zero?"
+    for x, y, what in (
+        (a, b, "of (2, 4) @ (4, 3)"),
+        (a.double(), b.double(), "in float64"),
+        (b.T, a.T, "of transposed views"),
+    ):
+        expect_product(gemm_naive, x, y, f"gemm_naive {what}", hint)
+    expect_follows_device(gemm_naive, (2, 4), (4, 3), what="gemm_naive(a, b)")
+
+
+def in_tiles(gemm_tiled, *tiles: int):
+    """Return gemm_tiled with these tiles, of which each operator works on one step at most."""
+    return lambda a, b: gemm_tiled.limited(math.prod(tiles))(a, b, *tiles)
+
+
+def expect_tiles_fetched(gemm_tiled, a: torch.Tensor, b: torch.Tensor, tiles: tuple[int, int, int]) -> None:
+    """Assert that no part of a matrix that is copied is larger than what one step works on: a strip of all of K is."""
+    gemm_tiled(a, b, *tiles)
+    most, whole = math.prod(tiles), min(a.numel(), b.numel())
+    if found := next(((name, n) for name, n in gemm_tiled.sizes.copied if most < n < whole), None):
+        raise AssertionError(
+            f"gemm_tiled copied or converted {found[1]} elements of a matrix at once ({found[0]}), and a step with tiles {tiles} works on "
+            f"at most {most}. Fetch a tile of A and a tile of B in each step along K, not a strip."
+        )
+
+
+def expect_wide_accumulator(gemm_tiled, a: torch.Tensor, b: torch.Tensor, tiles: tuple[int, int, int]) -> None:
+    """Assert that bf16 numbers are multiplied and added in at least float32, and rounded once."""
+    got, exact = gemm_tiled(a, b, *tiles), a.double() @ b.double()
+    what = f"gemm_tiled of {tuple(a.shape)} @ {tuple(b.shape)} in bfloat16"
+    expect_close(got, exact.to(a.dtype), rtol=0.2, atol=10.0, what=what)
+    expect_rounded_once(got, exact, what, "the product of two elements, the accumulator and C")
+
+
+@visible(**TILED)
+def check_gemm_tiled(gemm_tiled):
+    """Check whole tiles, edges and large tiles; one step at a time, with a wide accumulator."""
+    a, b = torch.arange(40.0).reshape(8, 5) % 7 - 3, torch.arange(30.0).reshape(5, 6) % 5 - 2
+    for tiles, hint in (
+        ((4, 3, 5), "Every tile is whole here."),
+        ((4, 3, 1), "Is each step along K added to those before it?"),
+        ((3, 4, 2), "Look at the tiles at the edges."),
+        ((64, 32, 128), "Here the tiles are larger than the matrices."),
+    ):
+        expect_product(in_tiles(gemm_tiled, *tiles), a, b, f"gemm_tiled of (8, 5) @ (5, 6) with tiles {tiles}", hint)
+    expect_tiles_fetched(gemm_tiled, torch.randn(6, 60).bfloat16(), torch.randn(60, 6).bfloat16(), (3, 3, 2))
+    expect_wide_accumulator(gemm_tiled, torch.randn(16, 512).to(BF16), torch.randn(512, 16).to(BF16), (16, 16, 2))
+    expect_product(in_tiles(gemm_tiled, 3, 4, 2), a.double(), b.double(), "gemm_tiled in float64", "")
+    expect_follows_device(lambda x, y: gemm_tiled(x, y, 2, 2, 2), (2, 4), (4, 3), what="gemm_tiled(a, b)")
+
+
+class Queue:
+    """A device that accepts work at once and finishes it later; it logs the calls and the waits, with their times."""
+
+    def __init__(self, work_ms: list[float], older_ms: float = 0.0):
+        self.work_ms, self.busy_until = list(work_ms), time.perf_counter() + older_ms / 1e3
+        self.log: list[str] = []
+        self.launched: list[float] = []  # seconds: when each call came
+        self.waited: list[float] = []  # seconds: when the first wait after each call was over
+        self.ready: float | None = None  # seconds: when the first wait of all was over
+
+    def launch(self) -> None:
+        """Take the next work, and return."""
+        now = time.perf_counter()
+        if len(self.log) > 1000:
+            raise AssertionError("fn was called over and over: call it n_calls times.")
+        self.log.append("call")
+        self.launched.append(now)
+        work = self.work_ms.pop(0) if self.work_ms else 0.0
+        self.busy_until = max(self.busy_until, now) + work / 1e3
+
+    def synchronize(self) -> None:
+        """Wait until all work is done."""
+        self.log.append("wait")
+        while (rest := self.busy_until - time.perf_counter()) > 0:
+            time.sleep(rest)
+        self.ready = self.ready or time.perf_counter()
+        if len(self.waited) < len(self.launched):
+            self.waited.append(time.perf_counter())
+
+
+def expect_times(time_calls, work_ms: list[float], older_ms: float = 0.0) -> None:
+    """Assert that time_calls waits at the right moments and times each call of a pretend device on its own, in ms."""
+    device = Queue(work_ms, older_ms)
+    begin = time.perf_counter()
+    times = time_calls(device.launch, len(work_ms), device.synchronize)
+    end = time.perf_counter()
+    if not isinstance(times, list | tuple) or len(times) != len(work_ms):
+        raise AssertionError(
+            f"time_calls should return a list of {len(work_ms)} times, one a call, and returned {times!r}."
+        )
+    if (calls := device.log.count("call")) != len(work_ms):
+        raise AssertionError(f"fn should be called n_calls = {len(work_ms)} times, and was called {calls} times.")
+    if device.log[0] != "wait":
+        raise AssertionError("wait for the device before the clock starts: older work is billed to the first call.")
+    if any(b != "wait" for a, b in zip(device.log, [*device.log[1:], ""], strict=True) if a == "call"):
+        raise AssertionError("wait for the device after each call, before the clock stops: the work is still running.")
+    # At most, a call is timed from the end of the wait before it to the next call. The limits are measured, so a busy machine
+    # does not change the verdict.
+    begins, ends = [device.ready or begin, *device.waited], [*device.launched[1:], end]
+    most_ms = [(stop - start) * 1e3 * 1.01 + 1 for start, stop in zip(begins, ends, strict=False)]
+    for i, (got, work, most) in enumerate(zip([float(t) for t in times], work_ms, most_ms, strict=True)):
+        if got < 0.99 * work:
+            hint = "Is the clock stopped after the wait, and is each call timed on its own?"
+            if 0.99 * work <= got * 1e3 <= most:
+                hint = "It looks like seconds: the answer should be in ms."
+            raise AssertionError(f"call {i} took the device {work:.1f} ms, and time_calls says {got:.4g} ms. {hint}")
+        if not got <= most:
+            raise AssertionError(
+                f"time_calls says {got:.4g} ms for call {i}, and only {most - 1:.4g} ms went by between the calls around it. Is it in ms, "
+                "does the clock of each call start anew, and is each call timed on its own?"
+            )
+
+
+@visible("1.3", "Timing")
+def check_time_calls(time_calls):
+    """Check three calls of a pretend device."""
+    expect_times(time_calls, [30.0, 5.0, 15.0])
+
+
+def expect_three(got: object) -> None:
+    """Assert that an answer is (macs, flops, bytes)."""
+    if not isinstance(got, tuple | list) or len(got) != 3:
+        raise AssertionError(f"expected (macs, flops, bytes), got {got!r}")
+
+
+@visible("1.4", "MACs, FLOPs and bytes")
+def check_gemm_and_gemv_costs(gemm_macs_flops_bytes, gemv_macs_flops_bytes):
+    """Check one product and one GEMV in two dtypes."""
+    for kind, size in ((BF16, 2), (FP32, 4)):
+        gemm = {
+            "The result C is written, too.": 90 * size,
+            DTYPE: 167 * (6 - size),
+            ELEMENTS: 167,
+            "A and B are read once, not once a product.": 770 * size,
+            "C is written once; nothing is read from it.": 244 * size,
+            "Look at the shapes: A (M, K), B (K, N).": 203 * size,
+        }
+        gemv = {
+            "The result y is written, too.": 40 * size,
+            DTYPE: 47 * (6 - size),
+            ELEMENTS: 47,
+            "y has M elements, and x has K.": 45 * size,
+            "x has K elements, and y has M.": 49 * size,
+            "The vector x is read, too.": 42 * size,
+        }
+        for name, got, expected, mistakes in (
+            ("gemm_macs_flops_bytes(7, 11, 5", gemm_macs_flops_bytes(7, 11, 5, kind), (385, 770, 167 * size), gemm),
+            ("gemv_macs_flops_bytes(7, 5", gemv_macs_flops_bytes(7, 5, kind), (35, 70, 47 * size), gemv),
+        ):
+            expect_three(got)
+            for value, right, unit in zip(got, expected, ("MACs", "FLOPs", "bytes"), strict=True):
+                known = mistakes if unit == "bytes" else None
+                expect_number(value, right, rel=0, unit=unit, what=f"{name}, {kind}), {unit},", mistakes=known)
+
+
+@visible("Bonus 1.6", "Tile traffic")
+def check_tile_traffic(tiled_gemm_bytes, largest_square_tile):
+    """Check one tile, tiles at the edges, and the largest tile that fits."""
+    one_tile = "bytes with one tile that holds all of C (everything travels once)"
+    got = tiled_gemm_bytes(6, 10, 4, 6, 10, FP32)
+    expect_number(got, 496, rel=0, unit="bytes", what=one_tile, mistakes={"C is written, too.": 256})
+    for kind, size in ((FP32, 4), (BF16, 2)):
+        mistakes: dict[str, float] = {
+            "A is read once for each tile COLUMN of C, and B once for each tile ROW.": 228 * size,
+            "The last tile is there as well if it is not whole: part of a tile is a tile.": 148 * size,
+            "Part of a tile is a tile.": 168 * size,
+            "C is written, too.": 152 * size,
+            DTYPE: 212 * (6 - size),
+            ELEMENTS: 212,
+            "C is written once, not once a step.": 332 * size,
+        }
+        got, what = tiled_gemm_bytes(10, 6, 4, 4, 5, kind), f"tiled_gemm_bytes(10, 6, 4, 4, 5, {kind})"
+        expect_number(got, 212 * size, rel=0, unit="bytes", what=what, mistakes=mistakes)
+    two, wide = "There are two input tiles.", "The accumulator is fp32."
+    for memory, kind, right, known in (
+        (8192, torch.float16, 32, {two: 37, wide: 39}),
+        (8191, torch.float16, 31, {two: 37, wide: 38}),
+        (12288, FP32, 32, {"The input tiles are of dtype.": 43}),
+    ):
+        mistakes = {"This one does not fit any more.": right + 1, "A larger one fits.": right - 1, **known}
+        what = f"largest_square_tile({memory}, 32, {kind})"
+        expect_number(largest_square_tile(memory, 32, kind), right, rel=0, what=what, mistakes=mistakes)
+
+
+@visible("2.1", "Arithmetic intensity")
+def check_intensities(gemm_intensity, gemv_intensity):
+    """Check one product and one GEMV in two dtypes."""
+    for kind, scale in ((BF16, 1.0), (FP32, 0.5)):
+        mistakes = {
+            UPSIDE_DOWN: 0.018333 / scale,
+            "C is written, too.": 120 * scale,
+            ELEMENTS: 109.0909,
+            MACS: 27.2727 * scale,
+            DTYPE: 27.2727 / scale,
+        }
+        got, what = gemm_intensity(300, 200, 100, kind), f"gemm_intensity(300, 200, 100, {kind})"
+        expect_number(got, 54.5454 * scale, rel=1e-4, unit="FLOPs/Byte", what=what, mistakes=mistakes)
+        mistakes = {
+            UPSIDE_DOWN: 1.013333 / scale,
+            "y is written, too.": 0.996678 * scale,
+            ELEMENTS: 1.973684,
+            MACS: 0.493421 * scale,
+            "x is read, too.": 0.990099 * scale,
+            DTYPE: 0.493421 / scale,
+        }
+        got, what = gemv_intensity(300, 100, kind), f"gemv_intensity(300, 100, {kind})"
+        expect_number(got, 0.986842 * scale, rel=1e-5, unit="FLOPs/Byte", what=what, mistakes=mistakes)
+
+
+@visible("2.2", "Ridge point and roof")
+def check_ridge_and_roof(ridge_point, attainable_tflops):
+    """Check the ridge of one machine, and its roof on both sides."""
+    mistakes = {"It is the peak over the bandwidth.": 0.05, "It is a ratio, not a product.": 5.0}
+    what = "ridge_point(10 TFLOP/s, 0.5 TB/s)"
+    expect_number(ridge_point(10.0, 0.5), 20.0, rel=1e-6, unit="FLOPs/Byte", what=what, mistakes=mistakes)
+    for place, intensity, right, known in (
+        (
+            "left of",
+            4.0,
+            2.0,
+            {"The lower of the two roofs limits, not the higher.": 10.0, "Bytes times bandwidth?": 8.0},
+        ),
+        ("right of", 100.0, 10.0, {"The lower of the two roofs limits: no kernel is faster than the peak.": 50.0}),
+        ("at", 20.0, 10.0, {}),
+    ):
+        got, what = (
+            attainable_tflops(intensity, 10.0, 0.5),
+            f"attainable_tflops({intensity}, 10.0, 0.5), {place} the ridge,",
+        )
+        expect_number(got, right, rel=1e-6, unit="TFLOP/s", what=what, mistakes=known)
+
+
+@visible("2.3", "Achieved speed and the smallest compute-bound GEMM")
+def check_achieved_and_smallest(achieved_tflops, smallest_compute_bound_gemm):
+    """Check one speed, and the smallest n at three ridges, one of which an integer reaches exactly."""
+    mistakes = {"The latency is in ms, not in seconds.": 2e-4, "TFLOP/s, not GFLOP/s.": 200.0}
+    got = achieved_tflops(2 * 1000**3, 10.0)
+    expect_number(got, 0.2, rel=1e-6, unit="TFLOP/s", what="2 GFLOPs in 10 ms", mistakes=mistakes)
+    down = "This one is still memory-bound: which way must n be rounded?"
+    dtype = f"{DTYPE} (Or is a factor of 2 lost?)"
+    three, macs = "Three matrices travel: A, B and C.", "The intensity has FLOPs, two for each MAC."
+    elements = "The intensity has bytes, not elements."
+    known: dict[str, float | list[float]]
+    for ridge, kind, right, known in (
+        (
+            40.1,
+            FP32,
+            241,
+            {down: 240, "n is an integer.": 240.6, dtype: 121, three: 161, macs: 482, elements: [60, 61]},
+        ),
+        (40.1, BF16, 121, {down: 120, "n is an integer.": 120.3, dtype: 241, three: 81, elements: 61}),
+        (40.0, FP32, 240, {"An intensity equal to the ridge reaches it.": 241, dtype: 120, three: 160, macs: 480}),
+    ):
+        got = smallest_compute_bound_gemm(ridge, kind)
+        what = f"smallest_compute_bound_gemm({ridge}, {kind})"
+        expect_number(got, right, rel=0, what=what, mistakes=known)
+        assert isinstance(got, int), f"n is an integer; got {got!r}"

@@ -1,0 +1,240 @@
+"""Part 4: traces, GELU, kernel counts, and the model of a launch queue."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from utils.checking import DERIVATIVES, GELU, LOOKUPS, MATMUL, by_value, expect_close, expect_number, visible
+from utils.checking.labs.lab1.gemm import BF16, DTYPE, ELEMENTS, FP32
+from utils.checking.profiles import marked_waits, pretended_gpu, records_kernels, steps_that_wait, wait_with_mark
+from utils.machine.device import default_device
+
+Numbers = dict[str, float]
+
+
+def profile_of(profile_steps, operator: str, repeats: int, file: str):
+    """Call profile_steps on a function that runs an operator of torch; assert what its trace holds.
+
+    Args:
+        profile_steps: the answer.
+        operator: the name of a function of torch with one argument, such as `erf`.
+        repeats: how often the profiled function runs it.
+        file: the name of the trace.
+
+    Returns:
+        The profiler that profile_steps returned.
+    """
+    x, calls = torch.rand(64), []
+
+    def note(what):
+        calls.append(what)
+
+    @by_value
+    def step():
+        note("fn")
+        for _ in range(repeats):
+            getattr(torch, operator)(x)
+
+    @by_value
+    def wait():
+        note("wait")
+        wait_with_mark()
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.chdir(folder),
+    ):  # new each time, so that no old file is read
+        try:
+            with marked_waits(profile_steps, wait):
+                prof = profile_steps(step, file)
+        except (RuntimeError, AssertionError) as error:
+            if "Profiler must be initialized" not in str(error):
+                raise
+            raise AssertionError("the profiler recorded nothing: call prof.step() after each call of fn.") from None
+        if not Path(file).exists():
+            raise AssertionError(f"no file was written to trace_path ({file}): prof.export_chrome_trace(trace_path).")
+        try:
+            events = json.loads(Path(file).read_text())["traceEvents"]
+        except (ValueError, KeyError, TypeError):
+            raise AssertionError("the file at trace_path is no Chrome trace (JSON with traceEvents).") from None
+    if not isinstance(prof, torch.profiler.profile):
+        raise AssertionError(f"profile_steps should return the profiler, and returned {type(prof).__name__}.")
+    if (ran := calls.count("fn")) != 10:
+        raise AssertionError(f"fn should run 10 times (1 wait + 3 warm-up + 6 active steps), and ran {ran} times.")
+    steps = {event["name"] for event in events if str(event.get("name", "")).startswith("ProfilerStep#")}
+    recorded = sum(event.get("name") == f"aten::{operator}" for event in events)
+    if len(steps) != 6 or recorded != 6 * repeats:
+        raise AssertionError(
+            f"the trace holds {len(steps)} steps and {recorded} of fn's operators; expected 6 steps and {6 * repeats}. "
+            "Is schedule=default_schedule given, and is prof.step() called after each call?"
+        )
+    if steps != (fourth := {f"ProfilerStep#{number}" for number in range(4, 10)}):
+        raise AssertionError(
+            f"the trace holds the steps {', '.join(sorted(steps))} of the profiler, and default_schedule records {min(fourth)} to "
+            f"{max(fourth)}: all ten calls of fn are under the profiler, the first four as well."
+        )
+    _expect_waits(steps_that_wait(events, f"aten::{operator}") or 0, calls)
+    return prof
+
+
+def _expect_waits(recorded: int, calls: list[str]) -> None:
+    """Assert that each recorded step waits for the device, and that each call of fn is followed by a wait."""
+    waited = sum(pair == ("fn", "wait") for pair in itertools.pairwise(calls))
+    if recorded < 6 or waited < 10:
+        raise AssertionError(
+            f"{recorded} of 6 recorded steps wait for the device, and {waited} of 10 calls of fn: call synchronize(), the function of the "
+            "setup cell, between fn() and prof.step(). Without it a GPU's steps end too early, and what has not ended when the recording "
+            "begins ends inside of it."
+        )
+
+
+@visible("4.1", "Profile and trace")
+def check_profile_steps(profile_steps):
+    """Check the trace of one operator, as if there were a GPU to wait for."""
+    with pretended_gpu(profile_steps):
+        prof = profile_of(profile_steps, "erf", 1, "check_trace.json")
+        if not records_kernels(prof):
+            raise AssertionError(
+                "the profile has no CUDA activity, so on a GPU its trace has no kernels: add ProfilerActivity.CUDA to the activities "
+                "where torch.cuda.is_available()."
+            )
+
+
+GELU_RULE: dict[str, Any] = {
+    "question": "4.2",
+    "title": "GELU by hand",
+    "forbids": (GELU, MATMUL, LOOKUPS, DERIVATIVES),
+    "hint": "write the formula from +, * and torch.tanh",
+}
+
+
+def expect_gelu(gelu_by_hand, x: torch.Tensor, rtol: float, atol: float) -> None:
+    """Assert the tanh form of GELU, in the dtype of x."""
+    got, wide = gelu_by_hand(x), x.double()
+    hint = "Compare each factor with the formula: 1/2, the square root of 2/pi, 0.044715, the cube."
+    comparable = isinstance(got, torch.Tensor) and got.shape == x.shape and x.dtype.itemsize > 2
+    if comparable and torch.allclose(got.double(), F.gelu(wide), rtol=1e-5, atol=1e-6, equal_nan=True):
+        hint = "This is the exact GELU, with erf. Gemma uses the tanh form."
+    right, what = F.gelu(wide, approximate="tanh").to(x.dtype), f"gelu_by_hand of {tuple(x.shape)} in {x.dtype}"
+    expect_close(got, right, rtol=rtol, atol=atol, what=what, hint=hint)
+
+
+@visible(**GELU_RULE)
+def check_gelu_by_hand(gelu_by_hand):
+    """Check eleven numbers in two dtypes."""
+    x = torch.cat((torch.linspace(-4, 4, 9), torch.tensor([-30.0, 30.0])))
+    expect_gelu(gelu_by_hand, x, 1e-4, 1e-6)
+    expect_gelu(gelu_by_hand, x[None].bfloat16(), 3e-2, 3e-2)
+
+
+@visible("4.2", "Bytes of fusion")
+def check_fusion_bytes(elementwise_bytes, fusion_speedup):
+    """Check two chains, and what fusing them saves."""
+    # exp(x) + y on 100 numbers in fp32: exp reads 1 and writes 1, + reads 2 and writes 1
+    writes, both = "Each operator writes one tensor, too.", "An operator with two inputs reads both."
+    fused = "The fused kernel reads one tensor and writes one."
+    known: Numbers
+    for arguments, right, what, known in (
+        ((100, FP32, 1, 1), 2000, "bytes of exp(x) + y", {writes: 1200, both: 1600, ELEMENTS: 500, DTYPE: 1000}),
+        ((100, BF16, 3, 2), 2400, "elementwise_bytes(100, torch.bfloat16, 3, 2)", {DTYPE: 4800, ELEMENTS: 1200}),
+    ):
+        expect_number(elementwise_bytes(*arguments), right, rel=0, unit="bytes", what=what, mistakes=known)
+    what = "the speed-up of fusing one operator with nothing"
+    expect_number(fusion_speedup(1, 0), 1.0, rel=1e-6, what=what, mistakes={fused: 2.0})
+    known = {
+        fused: 12.0,
+        "Count bytes, not kernels. (Or: an operator with two inputs reads both.)": 5.0,
+        "How many times FASTER: the chain over the fused kernel.": 1 / 6,
+        writes: 3.5,
+    }
+    expect_number(fusion_speedup(3, 2), 6.0, rel=1e-6, what="fusion_speedup(3, 2)", mistakes=known)
+
+
+def expect_kernels(kernels_per_step, functions: list, x: torch.Tensor) -> None:
+    """Assert that the kernels of one call of a chain are counted, by a profile with a schedule that waits."""
+    profiled: list[bool] = []
+    order: list[str] = []
+
+    def note(what, enabled=False):
+        if what == "call":
+            profiled.append(bool(enabled))
+        order.append("profiled" if enabled else what)
+
+    @by_value
+    def wait():
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        note("wait")
+
+    @by_value
+    def chain():
+        note("call", torch.autograd._profiler_enabled())
+        y = x
+        for function in functions:
+            y = function(y)
+
+    with marked_waits(kernels_per_step, wait):
+        got = kernels_per_step(chain)
+    count = len(functions)
+    known: Numbers = {
+        "That is the sum over the 6 recorded steps: count_cuda_kernels gives the number per step.": 6 * count,
+        "That is the sum over all 10 calls.": 10 * count,
+        "It is a sixth: count_cuda_kernels divides by the number of steps already.": count // 6,
+        "Is fn called before each prof.step()? And which entry of count_cuda_kernels has all kernels?": 0,
+        "Wait for the GPU before prof.step(): kernels of earlier steps ran in the recorded ones.": round(
+            count * 10 / 6
+        ),
+    }
+    expect_number(got, count, rel=0, what=f"kernels of {count} elementwise operators", mistakes=known)
+    if not any(profiled):
+        raise AssertionError(
+            "kernels_per_step never called fn under the profiler: what a compiled function launches, only a profile shows."
+        )
+    if len(profiled) < 3 or profiled[0]:
+        raise AssertionError(
+            f"kernels_per_step called fn {len(profiled)} times, from the first one on under the profiler: profile it with a schedule, which "
+            "waits and warms up first."
+        )
+    after = zip(order, [*order[1:], ""], strict=True)
+    waited = [what == "wait" for event, what in after if event == "profiled"]  # one may call fn before, to warm up
+    if any(waited) and not all(waited):
+        raise AssertionError(
+            f"kernels_per_step waits for the device after {sum(waited)} of {len(waited)} profiled calls: call synchronize() before each "
+            "prof.step(), as in Question 4.1."
+        )
+
+
+@visible("4.3", "Kernels per step")
+def check_kernels_per_step(kernels_per_step):
+    """Check one operator and three; on a GPU such that are still in the queue when a step ends."""
+    x = torch.randn(100 if default_device().type == "cpu" else 1 << 26, device=default_device())
+    for functions in ([torch.sin, torch.exp, torch.cos], [torch.tanh]):
+        expect_kernels(kernels_per_step, functions, x)
+
+
+@visible("4.4", "The launch queue")
+def check_launch_model(eager_time_us, graph_time_us):
+    """Check short and long kernels, and a single one. Of the first row, launches end at 6, 12 and 18 µs."""
+    overlap = "Launching and running overlap: the CPU launches the next kernel while the GPU runs this one."
+    ends = "Before the first kernel there is a launch, and after the last launch there is a kernel."
+    slower = "The slower of the two sets the pace."
+    known: Numbers
+    for function, arguments, right, what, known in (
+        (eager_time_us, (3, 6, 2), 20, "3 short kernels, eager,", {overlap: 24, ends: 18, slower: 12}),
+        (eager_time_us, (4, 2, 5), 22, "4 long kernels, eager,", {overlap: 28, ends: 20, slower: 13}),
+        (eager_time_us, (1, 6, 2), 8, "a single kernel, eager,", {ends: 6}),
+        (graph_time_us, (3, 6, 2), 12, "3 short kernels in a graph", {
+            "The graph is launched, too: once.": 6,
+            "The graph is launched once, not once a kernel.": 24,
+            "All kernels run, one after the other.": 8,
+        }),
+    ):  # fmt: skip
+        expect_number(function(*arguments), right, rel=1e-9, unit="µs", what=what, mistakes=known)

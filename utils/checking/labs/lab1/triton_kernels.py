@@ -1,0 +1,107 @@
+"""Questions 1.5 and bonus 5.8: the student's Triton kernels, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+
+from utils.checking import expect_close, visible
+from utils.checking.kernel_mistakes import flash_mistake
+from utils.checking.verdicts import raises_not_implemented
+from utils.kernels.interpreter import InterpretedKernelError, run_interpreted_cases
+
+# Appended to the student's file, and run in the interpreter's process.
+WATCHED_PRODUCTS = """
+
+def watch_products_of_the_check():
+    # Returns the products that each program makes by tl.dot, {program: number}.
+    from triton.runtime import interpreter
+
+    builder, products = interpreter.interpreter_builder, {}
+
+    def dot(a, b, d, precision, *rest):
+        if a.dtype.is_fp32() and "IEEE" not in str(precision):
+            raise ValueError('tl.dot without input_precision="ieee": a GPU would round float32 tiles to ten bits')
+        products[builder.grid_idx] = products.get(builder.grid_idx, 0) + 1
+        return type(builder).create_dot(builder, a, b, d, precision, *rest)
+
+    builder.create_dot = dot
+    return products
+"""
+
+
+def interpreted(source: str, function: str, cases: dict[str, tuple], timeout: float = 60) -> dict[str, torch.Tensor]:
+    """Return what a function of a file of kernels returns in each case; a failure is told with its case."""
+    try:
+        results = run_interpreted_cases((source, function), list(cases.values()), timeout=timeout)
+    except InterpretedKernelError as error:
+        place = f" on {list(cases)[error.case]}" if error.case is not None else ""
+        raise AssertionError(f"the kernel failed{place}: {error.in_short}") from None
+    return dict(zip(cases, results, strict=True))
+
+
+def _launched(source: str, launcher: str, cases: dict[str, tuple]) -> dict[str, torch.Tensor]:
+    """Return what the student's file computes by its own launcher, every tl.dot in full precision."""
+    if raises_not_implemented(source):
+        unwritten = source.count("raise NotImplementedError")
+        raise AssertionError(
+            f"not answered yet: {unwritten} of 2 gaps in {launcher}_triton.py still say raise NotImplementedError()."
+        )
+    assert find_spec("triton"), "Triton is not installed here (it exists for Linux), so the kernel waits for grading"
+    print(f"running {launcher}_triton.py in the interpreter ...", flush=True)
+    entry = f"\n\ndef entry_of_the_check(*case):\n    watch_products_of_the_check()\n    return {launcher}(*case)\n"
+    return interpreted(source + WATCHED_PRODUCTS + entry, "entry_of_the_check", cases)
+
+
+@visible("1.5", "GEMM in Triton")
+def check_gemm_triton(source: str):
+    """Check whole blocks, edges, and matrices that are not contiguous."""
+    cases = {}
+    for name, (m, n, k) in (
+        ("whole blocks", (64, 64, 64)),
+        ("edges everywhere", (50, 70, 40)),
+        ("transposed, so not contiguous", (50, 70, 40)),
+    ):
+        tensors = torch.randn(m, k), torch.randn(k, n)
+        case = tuple(x.T.contiguous().T for x in tensors) if "transposed" in name else tensors
+        cases[f"({m}, {k}) @ ({k}, {n}), {name}"] = case
+    hint = "Look at the strides, at the masks, at other= in the loads, and at what is added up."
+    for name, got in _launched(source, "gemm", cases).items():
+        a, b = cases[name]
+        expect_close(got, a @ b, rtol=1e-3, atol=1e-3, what=f"gemm of {name},", hint=hint)
+
+
+def flash_inputs(draw, queries: int, keys: int, d: int, size: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Draw q, k and v of three heads by `draw`, scores times `size`; scores rise with the keys in some rows, and fall in others."""
+    q, k, v = (draw(3, tokens, d) for tokens in (queries, keys, keys))
+    return [x.to(dtype) for x in (q * size, k + torch.arange(keys)[:, None] / keys, v + 1.0)]
+
+
+@visible("Bonus 5.8", "Flash attention in Triton")
+def check_flash_triton(source: str):
+    """Check whole and broken blocks, large scores, fp16, and another layout."""
+    cases: dict[str, tuple] = {}
+    for queries, keys, size, kind, words in (
+        (32, 48, 1.0, torch.float32, "whole blocks"),
+        (21, 3, 1.0, torch.float32, "one block, of three keys"),
+        (21, 33, 3.0, torch.float32, "the last block has one key"),
+        (21, 45, 60.0, torch.float32, "scores in the hundreds"),
+        (19, 35, 1.0, torch.float16, "in fp16"),
+        (17, 40, 2.0, torch.float32, "heads and tokens lie the other way round in memory"),
+    ):
+        tensors = flash_inputs(torch.randn, queries, keys, 16, size, kind)
+        if "other way" in words:
+            tensors = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in tensors]
+        cases[f"flash of 3 heads, {queries} queries and {keys} keys, in blocks of 32 and 16, {words},"] = (
+            *tensors,
+            32,
+            16,
+        )
+    for name, got in _launched(source, "flash", cases).items():
+        q, k, v = cases[name][:3]
+        right = F.scaled_dot_product_attention(q.double(), k.double(), v.double()).to(q.dtype)
+        hint = flash_mistake(got, q, k, v, 16) if isinstance(got, torch.Tensor) and got.shape == q.shape else ""
+        rtol = 1e-3 if q.dtype == torch.float32 else 1e-2
+        expect_close(got, right, rtol=rtol, atol=rtol, what=name, hint=hint)

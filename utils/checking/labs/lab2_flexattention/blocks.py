@@ -1,0 +1,307 @@
+"""Parts 3 and 7: blocks counted and priced, attention that skips them, and a layout that empties them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from utils.attention.masks import dense_mask
+from utils.checking import FUSED_ATTENTION, expect_close, expect_number, expect_rounded_once, visible
+from utils.checking.masks import pairs
+
+
+@visible("3.1", "Counting blocks")
+def check_count_blocks(count_blocks):
+    causal_8_4 = torch.ones(8, 4, dtype=torch.bool).tril()
+    column = torch.zeros(5, 7, dtype=torch.bool)
+    column[:, 2] = True
+    for mask, block, expected, what, mistakes in (
+        (
+            causal_8_4,
+            2,
+            (5, 2, 1),
+            "a causal mask of 8 x 4",
+            {
+                "The order is (full, partial, empty).": (1, 2, 5),
+                "Partial are those that are neither full nor empty.": (5, 7, 1),
+                "A partial block counts as full here.": (7, 2, 1),
+                "True means visible: full and empty are exchanged.": (1, 2, 5),
+            },
+        ),
+        (
+            causal_8_4[:7],
+            2,
+            (3, 4, 1),
+            "a causal mask of 7 x 4 (its last row of blocks sticks out)",
+            {
+                "The blocks at the edges are left out.": (3, 2, 1),
+                "A block that sticks out over the edge is not full: the kernel has to mask what is outside.": (5, 2, 1),
+            },
+        ),
+        (
+            column,
+            3,
+            (0, 2, 4),
+            "a mask of 5 x 7 in which key 2 alone is seen",
+            {"The blocks at the edges are left out.": (0, 1, 1)},
+        ),
+        (
+            torch.ones(4, 6, dtype=torch.bool),
+            2,
+            (6, 0, 0),
+            "a mask of 4 x 6 in which everything is seen",
+            {"The edges of this mask are edges of blocks: nothing sticks out.": (2, 4, 0)},
+        ),
+    ):
+        got = count_blocks(mask.clone(), block)
+        what = f"count_blocks of {what}, in blocks of {block},"
+        assert isinstance(got, tuple | list) and len(got) == 3, (
+            f"{what} should be (full, partial, empty), and is {got!r}"
+        )
+        got = tuple(int(number) for number in got)
+        hint = (
+            " Or: ".join(text for text, wrong in mistakes.items() if got == wrong)
+            or "Draw it, and sort its blocks by hand."
+        )
+        assert got == expected, f"{what} is {got}, and full should be {expected[0]}. {hint}"
+
+
+@visible("3.2", "Promises")
+def check_promises(block_flops, promised_speedup, document_blocks):
+    # 2 full, 3 partial and 6 empty blocks of 4 x 4; 5 sequences of 7 heads, D = 10: 4 D x 16 = 640 FLOPs a block
+    mistakes = {
+        "Partial blocks are computed as well, whole.": 44_800,
+        "Partial blocks are computed whole, not half.": 78_400,
+        "Empty blocks are skipped.": 246_400,
+        "The counts are those of one head of one sequence.": 3_200,
+        "Each sequence has its blocks, too.": 22_400,
+        "Each head has its blocks, too.": 16_000,
+        "A block has block x block pairs.": 28_000,
+        "A multiply-add is two FLOPs, and there are two products.": 56_000,
+    }
+    expect_number(
+        block_flops((2, 3, 6), 4, 5, 7, 10),
+        112_000,
+        rel=0,
+        unit="FLOPs",
+        what="block_flops of (2, 3, 6) blocks of 4 x 4, 5 sequences of 7 heads, D = 10,",
+        mistakes=mistakes,
+    )
+    mistakes = {
+        "This is the share of blocks that are computed; the speed-up is its inverse.": 5 / 11,
+        "Partial blocks are computed as well.": 5.5,
+        "A partial block costs as much as a full one.": 11 / 3.5,
+        "Compare with all blocks, not with the empty ones.": 1.2,
+    }
+    expect_number(promised_speedup((2, 3, 6)), 2.2, rel=1e-9, what="promised_speedup((2, 3, 6))", mistakes=mistakes)
+    expect_number(promised_speedup((0, 5, 5)), 2.0, rel=1e-9, what="promised_speedup((0, 5, 5)), no full block,")
+    mistakes = {
+        "These are all blocks.": 256,
+        "A document of n blocks a side has n x n blocks, not n.": 16,
+        "Not causal: both halves count.": 40,
+    }
+    expect_number(
+        document_blocks(64, 16, 4), 64, rel=0, unit="blocks", what="document_blocks(64, 16, 4)", mistakes=mistakes
+    )
+    short = "Documents shorter than a block still need the block, and share it."
+    mistakes = {short: 0.5, "A block that two documents share is computed once.": 32}
+    expect_number(
+        document_blocks(64, 2, 16), 4, rel=0, unit="blocks", what="document_blocks(64, 2, 16)", mistakes=mistakes
+    )
+    mistakes = {short: 2, "A block that two documents share is computed once.": 8}
+    expect_number(
+        document_blocks(64, 8, 16), 4, rel=0, unit="blocks", what="document_blocks(64, 8, 16)", mistakes=mistakes
+    )
+    expect_number(document_blocks(32, 8, 8), 4, rel=0, unit="blocks", what="document_blocks(32, 8, 8)")
+
+
+@visible(
+    "3.3",
+    "Attention that skips",
+    forbids=FUSED_ATTENTION,
+    largest="the scores of a row of blocks, or q, k or v",
+    hint="visit those in the tables, and work on the scores of one row of blocks at a time",
+)
+def check_block_sparse_attention(block_sparse_attention):
+    """Twelve tokens in two documents, blocks of 2 x 3; query 0 sees nothing."""
+    numbers = torch.tensor([0] * 6 + [1] * 6)
+    asked = []
+
+    def mod(b, h, q, k):
+        asked.append(math.prod(torch.broadcast_shapes(q.shape, k.shape)))
+        return (numbers[q] == numbers[k]) & (q >= k) & (q > 0)
+
+    block_mask = create_block_mask(mod, None, None, 12, 12, device="cpu", BLOCK_SIZE=(2, 3))
+    mask = dense_mask(mod, 12, 12)
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
+        q, k, v = (torch.randn(2, 3, 12, 10).to(dtype) for _ in range(3))
+        exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=mask).nan_to_num(0.0)
+        limited = block_sparse_attention.limited(q.numel())
+        asked.clear()
+        got = limited(q, k, v, block_mask)
+        what = f"block_sparse_attention in {str(dtype)[6:]}, blocks of (2, 3), query 0 sees nothing,"
+        hint = skipping_mistake(got, q, k, v, mask, block_mask)
+        expect_close(got, exact.to(dtype), rtol=tolerance, atol=tolerance, what=what, hint=hint)
+        if dtype == torch.bfloat16:
+            expect_rounded_once(got, exact, what, "scores, weights and sums")
+        expect_skipped(what, limited.sizes, sum(asked), block_mask, q, k)
+
+
+def skipping_mistake(got, q, k, v, mask: torch.Tensor, block_mask: BlockMask) -> str:
+    """Name the usual mistake in attention along the tables of a block mask whose result is `got`; "" if none is known."""
+    if not isinstance(got, torch.Tensor) or got.shape != q.shape:
+        return ""
+    if got.isnan().any():
+        return "A query that sees nothing in a block, or nothing at all, must not end in NaN: its weights are 0."
+    q, k, v = q.double(), k.double(), v.double()
+    size_q, size_k = block_mask.BLOCK_SIZE
+    inside = mask.unfold(0, size_q, size_q).unfold(1, size_k, size_k).sum(dim=(2, 3))
+    inside = inside.repeat_interleave(size_q, 0).repeat_interleave(size_k, 1)  # visible pairs in the block of each pair
+    full, computed = inside == size_q * size_k, inside > 0
+    query, key = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :]
+
+    def attend(times: torch.Tensor, factor: float = 1.0, width: int = k.shape[2]) -> torch.Tensor:
+        """Attention in which each pair counts so many times, with a softmax for each `width` keys."""
+        weights = (q @ k.mT * factor / math.sqrt(q.shape[-1])).exp() * times
+        weights = weights.unflatten(-1, (-1, width))
+        return (weights / weights.sum(-1, keepdim=True).clamp_min(1e-99)).flatten(-2) @ v
+
+    filler = "Entries of the tables beyond kv_num_blocks (full_kv_num_blocks) are filler: do not visit them."
+    shifted = "The indices that mask_mod takes count from the start of the text, not of the block."
+    heads = "The heads are in another order."
+    wrong = [
+        ("The mask is not applied inside of partial blocks.", attend(computed)),
+        ("Full blocks are missing.", attend(mask & ~full)),
+        ("Partial blocks are missing.", attend(full)),
+        (filler, attend(1 + mask.int())),
+        (filler, attend(mask.int() + full)),
+        (filler, attend(1 + (mask & ~full).int())),
+        (shifted, attend(full | (computed & mask[query, key % size_k]))),
+        (shifted, attend(full | (computed & mask[query % size_q, key]))),
+        (shifted, attend(full | (computed & mask[query % size_q, key % size_k]))),
+        ("The softmax of a row goes over the keys of all its blocks, not block by block.", attend(mask, width=size_k)),
+        ("Divide the scores by sqrt(D).", attend(mask, math.sqrt(q.shape[-1]))),
+        *((heads, attend(mask).roll(by, 1)) for by in range(1, q.shape[1])),
+        (heads, attend(mask).flip(1)),
+    ]
+    return next((hint for hint, result in wrong if torch.allclose(got.double(), result, rtol=3e-2, atol=3e-2)), "")
+
+
+def expect_skipped(what: str, sizes, asked: int, block_mask: BlockMask, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Assert that products, questions to the mask and the memory of scores are those of the blocks that hold a visible pair.
+
+    Args:
+        what: the call in the student's words.
+        sizes: the `SizeWatch` of the call.
+        asked: pairs that mask_mod was asked about.
+        block_mask: the blocks, one table for all heads.
+        q: (B, H, S, D).
+        k: (B, H, L, D).
+    """
+    size_q, size_k = block_mask.BLOCK_SIZE
+    one = 2 * math.prod(q.shape[:2]) * size_q * size_k * q.shape[3]  # multiply-adds of a block, both products
+    partial = int(block_mask.kv_num_blocks.sum())
+    visited = partial + int(block_mask.full_kv_num_blocks.sum())
+    assert sizes.macs <= one * visited, (
+        f"{what} does the products of {sizes.macs / one:.0f} blocks; only {visited} of "
+        f"{q.shape[2] * k.shape[2] // (size_q * size_k)} hold a visible pair. Visit those in the tables, and only the first "
+        "kv_num_blocks entries of a row."
+    )
+    assert asked <= partial * size_q * size_k, (
+        f"{what} asks mask_mod about {asked} pairs; the {partial} partial blocks hold {partial * size_q * size_k}. "
+        "In full blocks every pair is visible: do not ask."
+    )
+    row = math.prod(q.shape[:2]) * size_q * k.shape[2]
+    scores = sizes.over(row, frozenset({"exp", "exp2", "expm1", "amax", "max", "_softmax"}))
+    assert scores is None, (
+        f"{what} works on a tensor of {scores[1]} elements (in {scores[0]}); one row of blocks has {row} scores. "
+        "Work on the scores of one row of blocks at a time."
+    )
+
+
+def laid_out(lay_out, conversation: torch.Tensor, position: torch.Tensor, window: int) -> tuple:
+    """Return the order and the mask of a layout, after asserting that the order is a permutation."""
+    result = lay_out(conversation.clone(), position.clone(), window)
+    assert isinstance(result, tuple | list) and len(result) == 2 and callable(result[1]), (
+        f"lay_out should return (order, mask_mod), and returns {result!r:.80}"
+    )
+    order, size = result[0], len(conversation)
+    assert isinstance(order, torch.Tensor) and order.shape == (size,) and sorted(order.tolist()) == list(range(size)), (
+        f"order should hold each of 0 ... {size - 1} once, a permutation in a tensor of integers, and is {order!r:.120}"
+    )
+    assert not order.is_floating_point(), f"order should be a tensor of integers, and is {order.dtype}"
+    return order, result[1]
+
+
+def arrivals(lengths: list[int], generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (conversation, position) of tokens of conversations of these lengths, in a random order of arrival."""
+    conversation = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    conversation = conversation[torch.randperm(len(conversation), generator=generator)]
+    position = torch.zeros_like(conversation)
+    for number in range(len(lengths)):
+        mine = conversation == number
+        position[mine] = torch.arange(int(mine.sum()))
+    return conversation, position
+
+
+@visible("7.1", "The mask of the layout")
+def check_layout_mask(lay_out):
+    # tokens 2, 5, 7 are the instructions, 0, 3, 6, 9 are conversation 1, and 1, 4, 8 conversation 2; the window is 2
+    conversation = torch.tensor([1, 2, 0, 1, 2, 0, 1, 0, 2, 1])
+    position = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2, 3])
+    order, mod = laid_out(lay_out, conversation, position, 2)
+    got = pairs(mod, 10, 10, "the mask_mod of lay_out")
+    by_token = torch.zeros_like(got)
+    by_token[order[:, None], order[None, :]] = got
+    own = {2: "2", 5: "25", 7: "257", 0: "0", 3: "03", 6: "36", 9: "69", 1: "1", 4: "14", 8: "48"}
+    right = torch.zeros_like(got)
+    for token, keys in own.items():
+        right[token, [int(key) for key in keys + ("" if token in (2, 5, 7) else "257")]] = True
+    if torch.equal(by_token, right):
+        return
+    hints = {
+        "This is the mask between tokens as they arrived; the rows are in the new order.": torch.equal(got, right),
+        "Rows and tokens are mixed up: row r of the new layout holds token order[r], not the other way round.": torch.equal(
+            got[order][:, order], right
+        ),
+        "The instructions have no window: they see all instructions up to their own position.": not by_token[7, 2],
+        "Every token of every other conversation sees all instructions.": not by_token[[0, 1], :][:, [2, 5, 7]].all(),
+        "There is a window within a conversation.": bool(by_token[9, 0] or by_token[8, 1]),
+        "Within a conversation, later positions are hidden.": bool(by_token[0, 3] or by_token[1, 4]),
+        "Instructions see instructions only, and no later ones.": bool(by_token[2, [5, 7, 0, 1]].any()),
+        "A conversation does not see another one.": bool(by_token[0, 1] or by_token[9, 8] or by_token[1, 0]),
+    }
+    q, k = (by_token != right).nonzero()[0].tolist()
+    hint = next((text for text, true in hints.items() if true), "")
+    raise AssertionError(
+        f"of ten tokens, {int((by_token & ~right).sum())} pairs too many are seen and {int((right & ~by_token).sum())} are hidden. "
+        f"The first wrong pair is token {q} (conversation {conversation[q]}, position {position[q]}) that "
+        f"{'sees' if by_token[q, k] else 'does not see'} token {k} (conversation {conversation[k]}, position {position[k]}). {hint}"
+    )
+
+
+@visible("7.1", "The blocks of the layout")
+def check_layout_blocks(lay_out):
+    # Blocks are counted for your order under the mask that is wanted: a mistake in your mask costs nothing here.
+    for lengths, block, enough in (([32] * 8, 32, 15), ([64] * 4, 16, 79)):
+        conversation, position = arrivals(lengths)
+        order = laid_out(lay_out, conversation, position, 16)[0].tolist()
+        tokens = list(zip(conversation[order].tolist(), position[order].tolist(), strict=True))
+        computed = {
+            (i // block, j // block)
+            for i, (own, at) in enumerate(tokens)
+            for j, (other, there) in enumerate(tokens)
+            if (other == 0 < own) or (own == other and there <= at and (own == 0 or at - there < 16))
+        }
+        pieces = 1 + sum(a[0] != b[0] for a, b in itertools.pairwise(tokens))
+        hint = "Tokens that see each other should be neighbours."
+        if pieces == len(lengths):
+            hint = "Each conversation is in one piece. Are its tokens in the order of their positions?"
+        assert len(computed) <= 1.15 * enough, (
+            f"your order of {len(lengths)} conversations of {lengths[0]} tokens, window 16, leaves {len(computed)} of "
+            f"{(256 // block) ** 2} blocks of {block} x {block} to compute, and {enough} are enough. {hint}"
+        )

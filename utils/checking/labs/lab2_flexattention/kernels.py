@@ -1,0 +1,315 @@
+"""Parts 4, 5, 6 and 8: score modifiers, a prepared call, buckets, and masks from serving."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from utils.attention.masks import dense_mask
+from utils.checking import expect_close, expect_number, visible
+from utils.checking.masks import expect_program, expect_rows, kernels_for, modified
+from utils.checking.mistakes import known_mistake
+
+
+@visible("4.1", "Score modifiers")
+def check_score_mods(soft_cap, alibi, in_turn):
+    def at(mod, what, score=3.0, b=2, h=1, q=5, k=2):
+        """What the modifier makes of one score, in one pair, asked as FlexAttention asks."""
+        return modified(lambda s, b, h, i, j: mod(s, b, h, i + q, j + k), torch.full((1, 1), score), what, b, h)
+
+    mistakes = {
+        "Multiply by the cap again after the tanh.": 0.905148,
+        "Divide by the cap before the tanh.": 1.990110,
+        "That cuts scores off; a soft-cap bends them.": 2.0,
+        "The score is unchanged.": 3.0,
+        "tanh, not tan.": 28.2028,
+    }
+    expect_number(
+        at(soft_cap(2.0), "soft_cap(2)"), 1.81030, rel=1e-4, what="soft_cap(2) of a score of 3", mistakes=mistakes
+    )
+    slopes = torch.tensor([1.0, 0.5, 0.25])
+    what = (
+        "alibi([1, 0.5, 0.25]) of a score of 3 in sequence 2, head 1, query 5, key 2 (distance q - k = 3: a penalty),"
+    )
+    mistakes = {
+        "The sign is wrong: keys that lie further back lose.": 4.5,
+        "Every head has a slope of its own: slopes[h].": 0.0,
+        "Index the slopes with h: b is the sequence.": 2.25,
+        "The score itself is lost.": -1.5,
+        "The score is unchanged.": 3.0,
+        "Multiply the slope by the distance.": 2.5,
+    }
+    expect_number(at(alibi(slopes), what), 1.5, rel=1e-6, what=what, mistakes=mistakes)
+    what = "alibi of a score of 3 in head 1, query 2, key 5 (q - k = -3),"
+    mistakes = {"The distance is q - k, and negative for keys after the query.": 1.5}
+    expect_number(at(alibi(slopes), what, q=2, k=5), 4.5, rel=1e-6, what=what, mistakes=mistakes)
+    add, double = (lambda s, b, h, q, k: s + 10 * h + b), (lambda s, b, h, q, k: 2 * s)
+    got = at(in_turn(add, double, soft_cap(50.0)), "in_turn")
+    mistakes = {
+        "They run from the last to the first here.": 17.9928,
+        "Only the first modifier runs.": 15.0,
+        "Each modifier gets what the one before it returned.": 2.99641,
+        "Pass b and h on.": 5.97150,
+    }
+    expect_number(
+        got,
+        26.8525,
+        rel=1e-4,
+        what="in_turn(add 10 h + b, double, soft_cap(50)) of a score of 3, sequence 2, head 1,",
+        mistakes=mistakes,
+    )
+    expect_number(at(in_turn(double), "in_turn"), 6.0, rel=1e-6, what="in_turn of one modifier")
+
+
+@visible("4.2", "A learned bias")
+def check_relative_bias(relative_bias):
+    bias = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0], [10.0, 20.0, 30.0, 40.0, 50.0]])  # two heads, R = 2
+    mod, scores = relative_bias(bias), torch.full((7, 7), 0.5)
+    got = modified(mod, scores, "relative_bias", h=1)
+    assert isinstance(got, torch.Tensor) and got.shape == scores.shape, "relative_bias should return one score a pair"
+    for place in ("442", "433", "451", "424", "240", "604", "060", "614", "140"):
+        q, k, column = map(int, place)
+        distance = q - k
+        wrong = {
+            "The distance is q - k: it has the wrong sign.": 4 - column,
+            "Distances beyond R take the column at that end: this one wraps around.": (2 + distance) % 5,
+            "Column R is distance 0.": min(abs(distance), 4),
+        }
+        known = {text: 0.5 + 10 * (c + 1) for text, c in wrong.items() if c != column}
+        known |= {
+            "Every head has a row of its own.": 1.5 + column,
+            "The score itself is lost.": 10.0 * (column + 1),
+            "The bias is missing.": 0.5,
+            "Add the bias.": 5.0 * (column + 1),
+        }
+        what = f"a score of 0.5 in head 1 at query {q}, key {k} (distance q - k = {distance}), R = 2, row [10, 20, 30, 40, 50],"
+        expect_number(got[q, k], 0.5 + 10 * (column + 1), rel=1e-6, what=what, mistakes=known)
+    small = modified(mod, scores.bfloat16(), "relative_bias", h=1).dtype
+    assert small == torch.bfloat16, (
+        f"a bf16 score should keep its dtype, and becomes {small}: convert the bias, not the score"
+    )
+
+
+@visible("5.1", "Prepare once")
+def check_prepare_flex(prepare_flex):
+    signature, calls, asked, cpu = inspect.signature(flex_attention), [], [], torch.device("cpu")
+
+    def attention(*args, **options):
+        """Stands in for FlexAttention: keeps what it is called with."""
+        calls.append(signature.bind(*args, **options).arguments)
+        return args[0] if args else options["query"]
+
+    def near(b, h, q, k):
+        asked.append(1)
+        return (k <= q) & (q - k < 20)
+
+    def bias(score, b, h, q, k):
+        return score - 0.1 * (q - k)
+
+    attend = prepare_flex(attention, near, bias, 48, cpu, 16)
+    assert callable(attend), (
+        f"prepare_flex should return a function attend(q, k, v), and returns a {type(attend).__name__}"
+    )
+    assert not calls, "prepare_flex already calls attention; that is what attend is for"
+    built = len(asked)
+    assert built, "prepare_flex does not build the block mask before the first call: it never called mask_mod"
+    q, k, v = torch.randn(2, 4, 48, 16), torch.randn(2, 2, 48, 16), torch.randn(2, 2, 48, 16)
+    attend(q, k, v)
+    attend(q, k, v)
+    assert len(calls) == 2, f"two calls of attend should call attention twice, and called it {len(calls)} times"
+    assert len(asked) == built, (
+        "attend calls the mask_mod again. Build it once, in prepare_flex: the block mask of the first call serves all"
+    )
+    given = calls[0]
+    assert given["query"] is q and given["key"] is k and given["value"] is v, (
+        "attend should pass q, k and v on as they are"
+    )
+    block_mask = given.get("block_mask")
+    assert isinstance(block_mask, BlockMask), (
+        "attend calls attention without a block_mask: every block would be computed"
+    )
+    assert tuple(block_mask.BLOCK_SIZE) == (16, 16), (
+        f"block_size is 16, and the block mask has blocks of {block_mask.BLOCK_SIZE}"
+    )
+    assert tuple(block_mask.kv_num_blocks.shape) == (1, 1, 3), (
+        f"the block mask has tables for {tuple(block_mask.kv_num_blocks.shape[:2])} (sequences, heads); one, shared by all: "
+        "B=None, H=None"
+    )
+    seen = block_mask.kv_num_blocks + block_mask.full_kv_num_blocks
+    assert seen.flatten().tolist() == [1, 2, 3], (
+        f"rows of blocks see {seen.flatten().tolist()} blocks, and should see [1, 2, 3]"
+    )
+    assert given.get("score_mod") is bias, "attend calls attention without the score_mod"
+    assert given.get("enable_gqa"), "4 query heads over 2 key-value heads: pass enable_gqa=True"
+    try:
+        attend = prepare_flex(attention, None, None, 48, cpu)
+    except TypeError:
+        raise AssertionError("prepare_flex fails when mask_mod is None: then there is no block mask to build") from None
+    attend(q, q, q)
+    assert calls[-1].get("block_mask") is None, "without a mask_mod there should be no block mask"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # eager FlexAttention warns that it is eager
+        got = prepare_flex(flex_attention, lambda b, h, q, k: k <= q, None, 48, cpu, 16)(q, q, q)
+    expected = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    expect_close(
+        got, expected, rtol=1e-4, atol=1e-5, what="attend(q, k, v) under a causal mask, by FlexAttention itself"
+    )
+
+
+@visible("6.1", "Buckets")
+def check_buckets(bucketed_attention):
+    calls = []
+
+    def attend(q, k, v, mask_mod):
+        calls.append((tuple(q.shape), mask_mod))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(mask_mod, q.shape[2], k.shape[2]))
+
+    masks = []
+    for tokens in (5, 3, 4, 8, 9, 7):
+        q, k, v = (torch.randn(2, 3, tokens, 6) for _ in range(3))
+        calls.clear()
+        masks.append(expect_bucket(bucketed_attention, attend, calls, (q, k, v), [8, 16, 4]))
+    masks = [masks[0], masks[-1]]
+    count = kernels_for(masks, 8)
+    assert count == 1, (
+        f"the masks of 5 and 7 tokens in the same bucket need {count} kernels: their length is a Python number, and became a "
+        "constant. Capture a tensor."
+    )
+    try:
+        bucketed_attention(attend, *(torch.randn(3, 1, 1, 17, 6)), [8, 16, 4])
+    except ValueError:
+        return
+    raise AssertionError("17 tokens fit into no bucket of [8, 16, 4]: raise a ValueError")
+
+
+def expect_bucket(bucketed_attention, attend, calls: list[tuple], qkv: tuple, buckets: list[int]):
+    """Assert that a text is padded to the smallest bucket that holds it, hidden and cut off again; return the mask.
+
+    Args:
+        bucketed_attention: the answer.
+        attend: attention of (q, k, v, mask_mod).
+        calls: where attend keeps the shape of q and the mask of each of its calls; empty.
+        qkv: tensors (B, H, S, D).
+        buckets: lengths, one of which holds S tokens.
+    """
+    q, k, v = qkv
+    tokens = q.shape[2]
+    bucket = min(size for size in buckets if size >= tokens)
+    got = bucketed_attention(attend, q, k, v, list(buckets))
+    sizes = [shape[2] for shape, _ in calls]
+    assert sizes == [bucket], (
+        f"{tokens} tokens and buckets of {buckets}: attend should be called once, with {bucket} tokens, the smallest bucket that "
+        f"holds them; it was called with {sizes}"
+    )
+    expected = F.scaled_dot_product_attention(q, k, v)
+    if isinstance(got, torch.Tensor) and got.dim() == 4:
+        assert got.shape[2] == tokens, (
+            f"{tokens} tokens came in, and the result has {got.shape[2]}: cut the padding off, so that the shape is that of q"
+        )
+    wide = [F.pad(x, (0, 0, 0, bucket - tokens)) for x in qkv]
+    leaky = F.scaled_dot_product_attention(*wide)[:, :, :tokens]
+    mistakes = {
+        "Padded keys take part in the softmax: hide them.": leaky,
+        "Attention is not causal here.": F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    }
+    hint = known_mistake(got, mistakes)
+    expect_close(got, expected, rtol=1e-4, atol=1e-5, what=f"{tokens} tokens in a bucket of {bucket}", hint=hint)
+    return calls[0][1]
+
+
+@visible("Bonus 8.1", "Decode")
+def check_at_positions(at_positions):
+    def window(b, h, q, k):
+        return (k <= q) & (q - k < 3 + h)
+
+    first_two = at_positions(lambda b, h, q, k: k < 2, torch.tensor([0, 3]))
+    mistakes = {"Only the queries move: key k stands at k.": "000000/000000"}
+    expect_rows(first_two, "110000/110000", "at_positions of [0, 3], the first two keys,", b=1, mistakes=mistakes)
+    mod = at_positions(window, torch.tensor([0, 3]))
+    expect_rows(mod, "100000/110000", "at_positions of [0, 3], window of 3,", b=0)
+    moved = {
+        "The queries are not moved: query q stands at positions[b] + q.": "100000/110000",
+        "The queries move, not the keys.": "000000/000000",
+        "Query q stands at positions[b] + q.": "011100/011100",
+    }
+    mistakes = moved | {"Each sequence has a position of its own: positions[b].": "100000/110000"}
+    expect_rows(mod, "011100/001110", "at_positions of [0, 3], window of 3,", b=1, mistakes=mistakes)
+    mistakes = {"Pass b and h on to the mask as they are.": "011100/001110"}
+    expect_rows(
+        mod, "111100/011110", "at_positions of [0, 3], a window that depends on h,", b=1, h=1, mistakes=mistakes
+    )
+    by_sequence = at_positions(lambda b, h, q, k: k == q + b, torch.tensor([0, 3]))
+    mistakes = {"Pass b and h on to the mask as they are.": "000100/000010"}
+    expect_rows(by_sequence, "000010/000001", "at_positions of a mask that looks at b", b=1, mistakes=mistakes)
+    expect_program(mod, 16, "at_positions")
+
+
+@visible("Bonus 8.2", "Pages")
+def check_paged_mask(paged_mask):
+    # places 0-1: page 1 of sequence 0; 2-3: page 0 of sequence 1; 4-5: free, its number is an old one; 6-7: page 0 of sequence 0
+    owner, number = torch.tensor([0, 1, -1, 0]), torch.tensor([1, 0, 0, 0])
+    mod = paged_mask(lambda b, h, q, k: (k <= q) & (q - k < 3 + h), owner, number, 2)
+    free = "Pages of other sequences are visible: look at the owner."
+    mistakes = {
+        "The key's position is not its place in the pool.": "10000000/11000000/11000000/01000000",
+        "The mask itself is missing.": "11000011/11000011/11000011/11000011",
+        "A page holds page_size positions: multiply its number.": "00000010/10000011/11000011/11000001",
+        "The place inside of the page is missing: k % page_size.": "00000011/00000011/11000011/11000000",
+        "number[p] counts in the sequence, p in the pool.": "10000000/11000000/11000000/01000000",
+    }
+    probes = {(0, 2): free, (2, 4): "Free pages are seen by nobody."}
+    expect_rows(mod, "00000010/00000011/10000011/11000001", "paged_mask", probes, mistakes=mistakes)
+    mistakes = {"The key's position is not its place in the pool.": "00000000/00000000/00100000/00110000"}
+    expect_rows(mod, "00100000/00110000/00110000/00010000", "paged_mask", b=1, mistakes=mistakes)
+    mistakes = {"Pass b and h on to the mask as they are.": "00000010/00000011/10000011/11000001"}
+    expect_rows(
+        mod, "00000010/00000011/10000011/11000011", "paged_mask of a mask that looks at h", h=1, mistakes=mistakes
+    )
+    expect_program(mod, 16, "paged_mask of 4 pages", 8, 8)
+
+
+@visible("Bonus 8.3", "A ragged batch")
+def check_ragged_attention(ragged_attention):
+    calls = []
+
+    def attend(q, k, v, mask_mod):
+        calls.append((tuple(q.shape), mask_mod))
+        if not q.shape[2]:
+            return q
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(mask_mod, q.shape[2], k.shape[2]))
+
+    expect_ragged(
+        ragged_attention, attend, calls, [tuple(torch.randn(2, size, 6) for _ in range(3)) for size in (3, 0, 5, 2)]
+    )
+
+
+def expect_ragged(ragged_attention, attend, calls: list[tuple], texts: list[tuple]) -> None:
+    """Assert that texts are attended to in one call without padding, each causally and by itself.
+
+    Args:
+        ragged_attention: the answer.
+        attend: attention of (q, k, v, mask_mod).
+        calls: where attend keeps the shape of q and the mask of each of its calls.
+        texts: a (q, k, v) for each text.
+    """
+    sizes = [q.shape[1] for q, _, _ in texts]
+    got = ragged_attention(attend, texts)
+    assert len(calls) == 1, f"attend should be called once for all texts, and was called {len(calls)} times"
+    row = (1, texts[0][0].shape[0], sum(sizes), texts[0][0].shape[2])
+    assert calls[0][0] == row, (
+        f"texts of {sizes} tokens make one row of {row[2]}, {row}; attend got {calls[0][0]}. No padding: put them end to end"
+    )
+    assert isinstance(got, tuple | list) and len(got) == len(texts), (
+        f"expected a list with a result for each of {len(texts)} texts"
+    )
+    for i, (q, k, v) in enumerate(texts):
+        expected, hint = torch.zeros_like(q), ""
+        if sizes[i]:
+            expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            both_ways = {"Each text is causal.": F.scaled_dot_product_attention(q, k, v)}
+            hint = known_mistake(got[i], both_ways, otherwise="Does it look at other texts?")
+        expect_close(got[i], expected, rtol=1e-4, atol=1e-5, what=f"text {i} of lengths {sizes}", hint=hint)

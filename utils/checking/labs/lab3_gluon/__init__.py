@@ -1,0 +1,261 @@
+"""The checks of lab 3 that a student sees: launches to try, and what is asked of them in `rules`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from utils.checking import expect_number, visible
+from utils.checking.gluon_launches import (
+    Cancelling,
+    async_copy_launch,
+    attention_inputs,
+    attention_launch,
+    causal_launch,
+    edge_inputs,
+    falling_inputs,
+    overlap_launch,
+    repair_launch,
+    tcgen05_launch,
+    tma_ring_launch,
+    transpose_launch,
+    two_softmax_launch,
+    wgmma_launch,
+)
+from utils.checking.labs.lab3_gluon import attention_rules, rules
+
+HALF, BRAIN = torch.float16, torch.bfloat16
+TWO = (None, 1)  # the cost model's own timing, and another one
+
+# ---- Part 1 and 2: numbers ---------------------------------------------------------------------------------------
+
+
+@visible("1.1", "What a tile costs")
+def check_tile_cycles(tile_cycles):
+    """Compare the cycles of three units for two tiles."""
+    for rows, keys, d, right in ((100, 40, 50, (195.3125, 250, 400)), (192, 96, 64, (1152, 1152, 1228.8))):
+        got, what = tile_cycles(rows, keys, d), f"tile_cycles({rows}, {keys}, {d})"
+        rules.demand(
+            isinstance(got, (tuple, list)) and len(got) == 3, f"{what} should be three numbers, and is {got!r}."
+        )
+        hints = (
+            {"Count both products, and two FLOPs for each multiply-accumulate.": right[0] / 2},
+            {"One quarter takes 4 a cycle, and an SM has four quarters.": 4 * right[1]},
+            {
+                "Load K and V, two bytes an element.": right[2] / 2,
+                "Each element has two bytes.": 2 * right[2],
+                "Q is loaded once, before the loop.": right[2] + 2 * rows * d / 20,
+            },
+        )
+        for name, number, expected, known in zip(("products", "exponentials", "loads"), got, right, hints, strict=True):
+            expect_number(number, expected, rel=1e-6, unit="cycles", what=f"{name} of {what}", mistakes=known)
+
+
+@visible("1.1", "What a tile needs")
+def check_tile_budget(shared_bytes, registers_per_thread):
+    """Compare shared memory and registers of two tiles each."""
+    for consumers, keys, d, stages in ((1, 16, 10, 2), (3, 96, 128, 4)):
+        q, ring = 128 * consumers * d, 4 * stages * keys * d
+        what, known = (
+            f"shared_bytes({consumers}, {keys}, {d}, {stages})",
+            {
+                "K and V need a ring each.": q + ring // 2,
+                "An element of bf16 takes two bytes.": 2 * (q + ring),
+                "That counts elements; one of bf16 takes two bytes.": (q + ring) // 2,
+                "Each consumer has 64 rows of Q of its own.": q // consumers + ring,
+                "Both rings have `stages` slots.": q + 2 * (stages + 1) * keys * d,
+            },
+        )
+        given = shared_bytes(consumers, keys, d, stages)
+        expect_number(given, q + ring, rel=1e-6, unit="bytes", what=what, mistakes=known)
+    for keys, d, right in ((20, 40, 30), (160, 64, 112)):
+        what, known = (
+            f"registers_per_thread({keys}, {d})",
+            {
+                "The output (64 × d) lies in registers, too.": keys / 2,
+                "A warpgroup is four warps: 128 threads share the tile.": 4 * right,
+                "Accumulators are fp32: an element takes a whole register.": right / 2,
+            },
+        )
+        expect_number(registers_per_thread(keys, d), right, rel=1e-6, unit="registers", what=what, mistakes=known)
+
+
+@visible("Bonus 1.3", "Bytes in flight")
+def check_bytes_in_flight(bytes_in_flight, slots_needed):
+    """Compare Little's law for two memories."""
+    for bandwidth, latency, sms, slot, right, slots in (
+        (2.0, 500, 100, 4096, 10_000, 3),
+        (4.8, 700, 132, 32_768, 25_454.5454, 1),
+    ):
+        what, known = (
+            f"bytes_in_flight({bandwidth}, {latency}, {sms})",
+            {
+                "That is the whole chip: divide by the number of SMs.": right * sms,
+                "1 TB/s is 1e12 bytes a second, and 1 ns is 1e-9 s.": right * 1e-3,
+            },
+        )
+        given = bytes_in_flight(bandwidth, latency, sms)
+        expect_number(given, right, rel=1e-6, unit="bytes", what=what, mistakes=known)
+        what, known = (
+            f"slots_needed({bandwidth}, {latency}, {sms}, {slot})",
+            {
+                "There is no half slot: round up.": right // slot,
+                "That is one slot too many: round up, and no further.": slots + 1,
+                "A number of slots is a whole number: round up.": right / slot,
+            },
+        )
+        given = slots_needed(bandwidth, latency, sms, slot)
+        expect_number(given, slots, rel=1e-6, unit="slots", what=what, mistakes=known)
+
+
+@visible("2.1", "Who holds an element")
+def check_owner(owner):
+    """Compare elements of three layouts, each chosen so that one slip shows."""
+    along, down = ((1, 4), (4, 8), (2, 1), (1, 0)), ((4, 1), (8, 4), (1, 4), (0, 1))
+    odd = ((2, 2), (4, 8), (2, 2), (0, 1))
+    backwards, again = (
+        "`order` names the fastest dimension first.",
+        "Repetitions are counted in the layout's order, too.",
+    )
+    pieces = "Registers count first within the piece of a thread, and then over the repetitions."
+    dropped = "A tensor that is larger than the layout's tile repeats it: each repetition takes further registers."
+    for layout, row, column, shape, right, known in (
+        (along, 0, 0, (8, 32), (0, 0, 0), {}),
+        (along, 0, 3, (8, 32), (0, 0, 3), {}),
+        (along, 0, 4, (8, 32), (0, 1, 0), {(0, 4, 0): backwards}),
+        (along, 1, 0, (8, 32), (0, 8, 0), {(0, 1, 0): backwards}),
+        (along, 5, 0, (8, 32), (1, 8, 0), {(1, 1, 0): backwards}),
+        (along, 0, 33, (8, 64), (0, 0, 5), {(0, 0, 3): pieces, (0, 0, 1): dropped}),
+        (along, 8, 1, (16, 64), (0, 0, 9), {}),
+        (down, 5, 3, (32, 16), (0, 25, 1), {(0, 7, 1): backwards}),
+        (down, 5, 7, (32, 16), (1, 25, 1), {}),
+        (down, 37, 3, (64, 32), (0, 25, 5), {(0, 25, 9): again, (0, 25, 1): dropped}),
+        (down, 37, 23, (64, 32), (1, 25, 13), {}),
+        (odd, 9, 41, (32, 64), (1, 16, 11), {(1, 16, 7): again, (1, 16, 14): pieces}),
+    ):
+        got = owner(row, column, shape, *layout)
+        rules.demand(
+            isinstance(got, (tuple, list)) and len(got) == 3,
+            f"owner should return three numbers, and returned {got!r}.",
+        )
+        if tuple(got) == right:
+            continue
+        hint = known.get(tuple(got), "")
+        if got[1] >= 32:
+            hint = "A warp has lanes 0 to 31: its grid of pieces repeats from warp to warp."
+        part = next(name for name, a, b in zip(("warp", "lane", "register"), got, right, strict=True) if a != b)
+        raise AssertionError(
+            f"element ({row}, {column}) of {shape} in BlockedLayout{layout} is held by (warp, lane, register) {right}, "
+            f"not {tuple(got)}: the {part} is wrong. {hint}"
+        )
+
+
+# ---- kernels: the last launch is compiled, too -------------------------------------------------------------------
+
+
+@visible("2.2", "Transpose")
+def check_transpose(text):
+    """Whole and incomplete tiles, with rows that lie side by side and apart."""
+    sizes = ((32, 64), (96, 32), (3, 65), (33, 1), (45, 70))
+    rules.transpose(text, [transpose_launch(m, n, spare=spare) for m, n in sizes for spare in (0, 3)], compiles=True)
+
+
+@visible("3.1", "cp.async pipeline")
+def check_async_copy(text):
+    """One to four slots."""
+    tries = [async_copy_launch(*sizes) for sizes in ((2051, 5, 2), (700, 3, 1), (1089, 4, 4), (2001, 4, 3))]
+    rules.async_copy(
+        text, tries, lambda stages, tiles: async_copy_launch(256 * tiles, tiles, stages), (1, 3), TWO, True
+    )
+
+
+@visible("3.2", "TMA ring")
+def check_tma_ring(text):
+    """One to four slots, also with fewer tiles than slots."""
+    sizes = ((16, 320, 2, HALF), (19, 72, 4, HALF), (16, 192, 1, HALF), (40, 440, 3, BRAIN))
+    tries = [tma_ring_launch(*each) for each in sizes]
+    rules.tma_ring(text, tries, lambda stages, tiles: tma_ring_launch(16, 64 * tiles, stages), (1, 3), TWO, True)
+
+
+@visible("Bonus 3.4", "Repair")
+def check_repairs(text, repairs):
+    """Three rings in four timings; the file with the repairs is written, so that a report's lines can be found."""
+    text = rules.repaired(text, repairs())
+    Path("lab3_repaired.py").write_text(text)
+    rules.repairs(text, [repair_launch(stages) for stages in (2, 1, 3)], repair_launch, (1, 3), (None, 1, 2, 3))
+
+
+@visible("4.1", "The first wgmma")
+def check_wgmma(text):
+    """Several sizes and dtypes, and sums that 16 bits cannot hold."""
+    sizes = ((64, 128, 64, 128, BRAIN), (129, 520, 72, 128, BRAIN), (100, 72, 200, 32, HALF))
+    rules.matmul(text, [wgmma_launch(*each) for each in sizes], TWO, compiles=True)
+    rules.cancelling(text, [wgmma_launch(40, 72, 192, 64, HALF, Cancelling())])
+
+
+@visible("5.1", "Online softmax in a kernel")
+def check_softmax(text):
+    """Edges of the mask, large scores, and scores that fall or rise from block to block."""
+    inputs = (
+        edge_inputs(70, 3, dtype=HALF),
+        edge_inputs(60, 65),
+        edge_inputs(60, 1),
+        attention_inputs(1, 64, 130, 64, 60.0),
+        falling_inputs(False),
+        falling_inputs(True),
+        attention_inputs(2, 100, 200, 128, dtype=HALF),
+    )
+    attention_rules.softmax(text, [attention_launch("lab3_softmax.py", 64, *each) for each in inputs], compiles=True)
+
+
+@visible("5.2", "Producer and consumers")
+def check_specialized(text):
+    """One to three slots in three timings."""
+    tries = [
+        attention_launch("lab3_specialized.py", 128, *edge_inputs(sq, sk, dtype=dtype), STAGES=stages)
+        for sq, sk, stages, dtype in ((128, 257, 2, BRAIN), (70, 193, 1, BRAIN), (100, 195, 3, HALF))
+    ]
+    attention_rules.specialized(text, tries, (None, 1, 2), compiles=True)
+
+
+@visible("5.3", "Overlap")
+def check_overlap(text):
+    """Two and three slots, large scores, and how much of the softmax runs under a product."""
+    inputs = (
+        (edge_inputs(128, 257), 2),
+        (attention_inputs(1, 128, 256, 64, 20.0), 2),
+        (edge_inputs(100, 195, dtype=HALF), 3),
+    )
+    attention_rules.overlapped(
+        text, [overlap_launch(*each, stages=stages) for each, stages in inputs], TWO, compiles=True
+    )
+    (run,) = attention_rules.overlapped(text, [overlap_launch(*attention_inputs(1, 128, 512, d=128))], (None,))
+    attention_rules.expect_share(run)
+
+
+@visible("Bonus 5.5", "Causal attention")
+def check_attention_causal(text):
+    """Fewer queries than keys, and incomplete blocks; later keys weigh more."""
+    tries = []
+    for sq, sk, d, dtype in ((64, 65, 64, BRAIN), (70, 150, 128, BRAIN), (3, 193, 64, BRAIN), (130, 130, 64, HALF)):
+        q, k, v, _ = attention_inputs(2, sq, sk, d, dtype=dtype)
+        q[0], k[0] = q[0].abs(), k[0].abs() * (torch.arange(sk)[:, None] / sk).to(dtype)
+        tries.append(causal_launch(q, k, v))
+    attention_rules.attention_causal(text, tries, compiles=True)
+
+
+@visible("Bonus 6.1", "The same product by tcgen05")
+def check_tcgen05(text):
+    """The sizes of 4.1, with tiles of 128 rows."""
+    sizes = ((128, 128, 64, 128, BRAIN), (200, 264, 136, 128, BRAIN), (100, 72, 200, 32, HALF))
+    rules.matmul(text, [tcgen05_launch(*each) for each in sizes], TWO)
+    rules.cancelling(text, [tcgen05_launch(40, 72, 192, 64, HALF, Cancelling())])
+
+
+@visible("Bonus 6.2", "Two softmaxes")
+def check_two_softmax(text):
+    """One to three blocks of keys in three timings; scores that rise, so that O has to shrink."""
+    tries = [two_softmax_launch(*edge_inputs(sq, sk)) for sq, sk in ((256, 257), (200, 70))]
+    tries.append(two_softmax_launch(*attention_inputs(1, 130, 384, 64, 20.0)))
+    attention_rules.two_softmax(text, tries, (None, 1, 2))

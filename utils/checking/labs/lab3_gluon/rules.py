@@ -1,0 +1,254 @@
+"""What the kernels of lab 3 have to do beyond right values, read in the simulator's events: layouts, rings, products.
+
+The notebook's checks and the grader's ask the same of other launches. Each function takes the text of a student's file and
+the launches to try, and raises AssertionError with a sentence for the student.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from utils.checking.gluon_launches import ring_mistakes, wgmma_mistakes
+from utils.checking.kernel_exercises import Launch, Run, Tile, expect_kernel
+from utils.gluon_cpu.timeline import Event
+
+Try = tuple[Launch, dict[str, torch.Tensor]]  # a launch, and what it should write
+Seeds = tuple[int | None, ...]  # timings of the simulator: None is the cost model's own
+MOST_REPAIRS = 6
+EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 0.0}
+SUMS: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-3}  # of squares in fp32
+PRODUCTS: dict[str, Any] = {"rtol": 1e-2, "atol": 2e-2}  # in 16 bits
+
+
+def demand(condition: bool, words: str) -> None:
+    """Refuse an answer with these words if the condition does not hold."""
+    if not condition:
+        raise AssertionError(words)
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
+    return -(-a // b)
+
+
+def simulated(
+    text: str,
+    tries: Iterable[Try],
+    *,
+    hint: str = "",
+    mistakes: Callable[[Launch, dict], dict[str, torch.Tensor]] | None = None,
+    seeds: Seeds = (None,),
+    compiles: bool = False,
+    close: dict[str, Any] = EXACT,
+) -> Iterator[tuple[Launch, Run]]:
+    """Try each launch, and yield it with the events of all of its programs; the last one is compiled, too, with `compiles`."""
+    tries = list(tries)
+    for launch, expected in tries:
+        run = expect_kernel(
+            text,
+            launch,
+            expected,
+            **close,
+            seeds=seeds,
+            compiles=compiles and launch is tries[-1][0],
+            hint=f"{hint} The launch: {sizes_of(launch)}.".strip(),
+            mistakes=partial(mistakes, launch, expected) if mistakes else None,
+            programs=math.prod(launch.grid),
+        )
+        yield launch, run
+
+
+def sizes_of(launch: Launch) -> str:
+    """Return the sizes of a launch's arguments: "x_ptr (45, 70), n = 70"."""
+    words = []
+    for name, value in launch.args.items():
+        tensor = value.tensor if isinstance(value, Tile) else value
+        if isinstance(tensor, torch.Tensor):
+            words.append(f"{name} {tuple(tensor.shape)}")
+        elif isinstance(tensor, int):
+            words.append(f"{name} = {tensor}")
+    return ", ".join(words)
+
+
+def number(events: Iterable[Event], kind: str, partition: str = "") -> int:
+    """Count the events of a kind, of one partition or of all."""
+    return sum(e.kind == kind and partition in ("", e.partition) for e in events)
+
+
+# ---- layouts and rings -------------------------------------------------------------------------------------------
+
+
+def transpose(text: str, tries: Iterable[Try], compiles: bool = False) -> None:
+    """Right at any size and stride; at whole tiles a program moves its tile and touches no sector more than it needs."""
+    hint = "Where is row i, column j of X in Y, and how far apart do rows lie?"
+    for launch, run in simulated(text, tries, hint=hint, compiles=compiles):
+        m, n, *strides = (int(launch.args[name]) for name in ("m", "n", "x_stride", "y_stride"))  # type: ignore[call-overload]
+        if m % 32 or n % 32 or any(stride % 8 for stride in strides):
+            continue  # rows that begin within a sector touch more of them
+        for events in run.programs():
+            for kind in ("load", "store"):
+                moving = [e for e in events if e.kind == kind and e.bytes]
+                moved = sum(e.bytes for e in moving)
+                demand(moved <= 4096, f"a program should {kind} one tile, 4096 bytes, and moves {moved}: no other.")
+                for e in moving:
+                    words = (
+                        f"the {kind} at line {e.line} moves {e.bytes} bytes and touches {e.sectors} sectors of 32 bytes"
+                    )
+                    advice = "Neighbouring lanes should hold neighbours in memory: look at the layout's order and threads a warp."
+                    demand(32 * e.sectors <= e.bytes, f"{words}; {e.bytes // 32} would do. {advice}")
+
+
+def async_copy(
+    text: str,
+    tries: Iterable[Try],
+    ring: Callable[[int, int], Try],
+    slots: tuple[int, ...],
+    seeds: Seeds,
+    compiles=False,
+) -> None:
+    """Right for any number of slots; `ring` gives the launch of two programs for a number of slots and of tiles."""
+    list(simulated(text, tries, hint="Which tile lies in which slot?", seeds=seeds, compiles=compiles))
+    words = "Issue the copies of tile i + STAGES - 1 before you wait for tile i, and wait for no more groups than tile i needs."
+    full_ring(text, ring, slots, 2, 0.6, words)
+
+
+def tma_ring(
+    text: str,
+    tries: Iterable[Try],
+    ring: Callable[[int, int], Try],
+    slots: tuple[int, ...],
+    seeds: Seeds,
+    compiles=False,
+) -> None:
+    """The same by TMA; there may be fewer tiles than slots."""
+    for launch, run in simulated(text, tries, mistakes=ring_mistakes, seeds=seeds, compiles=compiles, close=SUMS):
+        tiles = cdiv(launch.args["columns"], 64)  # type: ignore[arg-type]
+        for events in run.programs():
+            copies = sum(e.kind == "copy in" and e.unit == "TMA" for e in events)
+            demand(copies == tiles, f"a program with {tiles} tiles issues {copies} TMA copies: one each, by tma_load.")
+    words = "Issue the copies of STAGES tiles before the loop, and refill a slot as soon as its tile is in registers."
+    full_ring(text, ring, slots, 1, 0.65, words)
+
+
+def full_ring(
+    text: str, ring: Callable[[int, int], Try], slots: tuple[int, ...], copies: int, share: float, words: str
+) -> None:
+    """Assert that a ring of 8 tiles keeps its slots filled, and that three slots beat one.
+
+    Args:
+        text: the text of the student's file.
+        ring: gives a launch, and the outputs, for numbers of slots and of tiles.
+        slots: the numbers of slots; 1 and 3 are among them.
+        copies: copies of a tile.
+        share: of the cycles with one slot that three slots may take.
+        words: what to look at.
+    """
+    tiles, runs = 8, {}
+    for stages in slots:
+        ((_, runs[stages]),) = simulated(text, [ring(stages, tiles)], close=SUMS)
+    one, three = max(runs[1].cycles), max(runs[3].cycles)
+    slow = f"three slots take {three:.0f} model cycles, one slot {one:.0f}: the copies wait for each other."
+    demand(three <= share * one, f"{slow} {words}")
+    for stages, run in runs.items():
+        for events in run.programs():
+            expect_each_once(events, copies, tiles)
+            expect_ahead(events, stages, tiles)
+
+
+def expect_each_once(events: list[Event], copies: int, tiles: int) -> None:
+    """Assert that each tile comes into shared memory once, is read there once, and comes by no other way."""
+    started, read, loads = number(events, "copy in"), number(events, "shared load"), number(events, "load")
+    demand(started == copies * tiles, f"{tiles} tiles take {copies * tiles} copies; {started} were started.")
+    demand(not loads, "a program loads from memory into registers: all tiles come through the ring.")
+    demand(read == started, f"{started} tiles arrive in shared memory, and {read} are read from there: read each once.")
+
+
+def expect_ahead(events: list[Event], stages: int, tiles: int) -> None:
+    """Assert that the copies of a program run as far ahead as the slots allow, all the time.
+
+    When tile t is read, every other slot has been ordered anew: t + `stages` tiles in all, unless there are fewer. A ring that
+    uses two of five slots, or that is emptied as a whole before it is filled again, has ordered fewer.
+    """
+    for ring in {e.buffer.partition("[")[0] for e in events if e.kind == "copy in"}:
+        mine = [e for e in events if e.buffer.partition("[")[0] == ring]
+        copies = sorted((e for e in mine if e.kind == "copy in"), key=lambda e: e.start)
+        demand(len(copies) == tiles, f"{tiles} tiles, and {len(copies)} copies into {ring}: each tile comes once.")
+        expect_slots(copies, stages)
+        for tile, copy in enumerate(copies):
+            reads = [
+                e.start for e in mine if e.kind == "shared load" and e.buffer == copy.buffer and e.start >= copy.start
+            ]
+            issued = sum(e.kind == "issue" and e.start <= min(reads, default=copy.end) for e in mine)
+            least = min(tiles, tile + stages)
+            words = f"{issued} copies into {ring} have been issued when tile {tile} is read, and {least} should be"
+            demand(issued >= least, f"with {stages} slots, {words}: refill a slot as soon as it is free.")
+
+
+def expect_slots(copies: list[Event], stages: int) -> None:
+    """Assert that copies go into all slots of a ring."""
+    used = len({e.buffer for e in copies})
+    demand(used == stages, f"{used} slots are used, and there are {stages}: tile i lies in slot i % STAGES.")
+
+
+def repaired(text: str, repairs: dict[str, str]) -> str:
+    """Return the broken file with its repairs; each key is a whole line of the file without the indentation."""
+    demand(isinstance(repairs, dict), f"repairs() should be a dict, and is {type(repairs).__name__}.")
+    many = f"repairs changes {len(repairs)} lines; {MOST_REPAIRS} at most. Change what is wrong."
+    demand(len(repairs) <= MOST_REPAIRS, many)
+    lines = text.splitlines()
+    before = [line.strip() for line in lines]  # a replacement may read like another line of the file
+    for wrong, right in repairs.items():
+        count = before.count(str(wrong).strip())
+        demand(count == 1, f"`{wrong}` stands {count} times in lab3_broken.py: copy one whole line of it.")
+        place = before.index(str(wrong).strip())
+        indent = lines[place][: len(lines[place]) - len(lines[place].lstrip())]
+        lines[place] = "\n".join(indent + line.strip() for line in str(right).splitlines()) or indent + "pass"
+    return "\n".join(lines) + "\n"
+
+
+def repairs(
+    text: str, tries: Iterable[Try], ring: Callable[[int, int], Try], slots: tuple[int, ...], seeds: Seeds
+) -> None:
+    """Right with any number of slots and in any timing, and still a ring of two partitions that overlap."""
+    list(simulated(text, tries, seeds=seeds))
+    cycles = {}
+    for stages in slots:
+        ((_, run),) = simulated(text, [ring(stages, 8)])
+        for kind, partition in (("copy in", "load_tiles"), ("copy out", "scale_tiles")):
+            copies = [e for e in run.events if e.kind == kind]
+            who = {e.partition.partition(" ")[0] for e in copies}
+            words = f"8 tiles take 8 copies {kind[5:]}, all by {partition}; here are {len(copies)}, by {', '.join(sorted(who)) or 'nobody'}"
+            right = len(copies) == 8 and who == {partition}
+            demand(right, f"{words}. Repair the ring, and leave its two partitions their work.")
+        expect_slots([e for e in run.events if e.kind == "copy in"], stages)
+        cycles[stages] = run.cycles[0]
+    slow = f"it runs, but three slots take {cycles[3]:.0f} model cycles and one {cycles[1]:.0f}: a repair serialized the ring."
+    demand(cycles[3] <= 0.8 * cycles[1], slow)
+
+
+# ---- products ----------------------------------------------------------------------------------------------------
+
+
+def matmul(text: str, tries: Iterable[Try], seeds: Seeds, compiles: bool = False) -> None:
+    """C = A Bᵀ on the tensor cores: one product a step, two copies a step, and one copy out."""
+    hint = "C = A Bᵀ: is B turned, is each step added to the accumulator, and does that stay in fp32?"
+    for launch, run in simulated(
+        text, tries, hint=hint, mistakes=wgmma_mistakes, seeds=seeds, compiles=compiles, close=PRODUCTS
+    ):
+        steps = cdiv(launch.args["k_size"], 64)  # type: ignore[arg-type]
+        for events in run.programs():
+            products, copies, stored = (number(events, kind) for kind in ("wgmma", "copy in", "copy out"))
+            demand(products == steps, f"{steps} steps along K, and {products} products: one a step.")
+            demand(copies == 2 * steps, f"{steps} steps load {2 * steps} tiles, and {copies} copies were started.")
+            demand(stored == 1, f"C should leave by one tma_store from c_tile; {stored} copies leave.")
+
+
+def cancelling(text: str, tries: Iterable[Try]) -> None:
+    """The accumulator is fp32: the first two steps cancel, and their sums overflow in 16 bits."""
+    hint = "Two steps of these numbers cancel, and their sums overflow in 16 bits: the accumulator is fp32."
+    list(simulated(text, tries, hint=hint, close=PRODUCTS))

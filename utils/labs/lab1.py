@@ -1,0 +1,521 @@
+"""Lab 1: what its setup cell imports. The machine's facts, the experiments that a student only runs, and their pictures."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from utils import (
+    GEMMA_CONFIG,
+    GPU_SPECS,
+    Measurement,
+    Roofs,
+    build_decoder_layer,
+    create_decode_inputs_with_cache,
+    create_decode_inputs_without_cache,
+    create_prefill_inputs,
+    decode_forward,
+    default_device,
+    get_position_embeddings,
+    get_ridge_point,
+    initialize_kv_cache,
+    machine_roofs,
+    plot_flash_attn_improvement,
+    plot_roofline,
+    plot_timeline,
+    prefill_forward,
+    profile,
+    read_trace,
+)
+from utils.benchmark.measuring import measure_together
+from utils.checking import require_answer as require_answer
+from utils.checking.labs.lab1 import *  # noqa: F403
+from utils.checking.verdicts import raises_not_implemented
+from utils.files import ROOT, recorded_table
+from utils.labs import session
+from utils.labs.session import beside_guess as beside_guess
+from utils.labs.session import guesses as guesses
+from utils.labs.session import keep as keep
+from utils.labs.session import results
+from utils.visualization import series, style_axes
+
+device = default_device()
+on_gpu = device.type == "cuda"
+dtype = torch.bfloat16 if on_gpu else torch.float32  # the dtype of every benchmark of this lab
+dtype_name = "bf16" if on_gpu else "fp32"
+config = GEMMA_CONFIG
+RECORDED = ROOT / "assets/results/h200/lab1.json"  # this lab's tables from an H200
+# Medians of interleaved calls, as a caller of the functions waits for them: launches included.
+TIMES = {"warmup": 5, "iterations": 30} if on_gpu else {"warmup": 2, "iterations": 7}
+show_recorded = functools.partial(session.show_recorded, "lab1")
+plot_beside_recorded = functools.partial(session.plot_beside_recorded, "lab1")
+save_results = functools.partial(session.save, "lab1")
+
+
+def synchronize() -> None:
+    """Wait until the device has finished everything it was given."""
+    if on_gpu:
+        torch.cuda.synchronize()
+
+
+class QueueingDevice:
+    """A pretend GPU: accepts work at once, finishes it later."""
+
+    def __init__(self):
+        self.busy_until = time.perf_counter()
+
+    def launch(self, work_ms: float) -> None:
+        """Queue work_ms milliseconds of work and return immediately."""
+        self.busy_until = max(self.busy_until, time.perf_counter()) + work_ms / 1e3
+
+    def synchronize(self) -> None:
+        """Wait until the queue is empty."""
+        time.sleep(max(0.0, self.busy_until - time.perf_counter()))
+
+
+def show_machine() -> None:
+    """Print what machine this is, and which sizes the lab uses on it."""
+    name = torch.cuda.get_device_name() if on_gpu else "CPU"
+    sizes = "full: made for a data-centre GPU" if on_gpu else "small: made for a laptop"
+    print(f"{name}, PyTorch {torch.__version__}; benchmarks in {dtype_name}; sizes {sizes}")
+
+
+def first_try(time_work: Callable) -> None:
+    """Call the student's first function on a pretend device, and say what it timed."""
+    took = time_work(QueueingDevice())
+    if took < 49:
+        print(
+            f"… {took:.3f} ms for 50 ms of work: the clock stopped when the call returned. Let it wait for the device, and run the cell again."
+        )
+    else:
+        print(
+            f"✓ {took:.1f} ms: you timed the work, and not the queue. Every measurement of this lab rests on that line."
+        )
+
+
+# ---- measuring -----------------------------------------------------------------------------------------------------
+
+
+def median_times(functions: Mapping[str, Callable], **options) -> dict[str, Measurement]:
+    """Measure functions without arguments, taking turns; {name: Measurement}, with medians and their intervals."""
+    options = {"labels": list(functions), "queue_ahead": False, "device": device, **TIMES, **options}
+    return dict(zip(functions, measure_together(list(functions.values()), **options), strict=True))
+
+
+def plus_minus(measurement: Measurement) -> str:
+    """`1.23 ± 0.04`: a median in ms and the half width of its interval."""
+    low, high = measurement.interval_ms
+    half = (high - low) / 2
+    return f"{measurement.median_ms:.4g} ± {half:{'.0f' if half >= 100 else '.2g'}}"
+
+
+@functools.cache
+def this_roof() -> Roofs:
+    """Return this machine's roofs: from the datasheet of a GPU that the course knows, measured otherwise."""
+    print("looking at this machine's roofs: some seconds without a GPU ...", flush=True)
+    return machine_roofs()
+
+
+def report_measured(name: str, measured: Mapping[str, tuple[float, float]]) -> list[float]:
+    """Print measured points, {name: (FLOPs/Byte, TFLOP/s)}, keep and draw them; return their shares of this machine's roof.
+
+    A measured roof may be too low, because the machine was busy while it was measured. So when a point stands more than
+    10% above a measured roof, the roofs are measured again, and the higher ones are kept.
+    """
+
+    def share(point: tuple[float, float]) -> float:
+        return point[1] / this_roof().attainable_tflops(point[0], dtype_name)
+
+    if this_roof().origin == "measured" and max(map(share, measured.values())) > 1.1:
+        print(
+            "A point stands above its roof. Was the machine busy when the roofs were measured? Measuring them again ..."
+        )
+        machine_roofs(refresh=True)  # which keeps the higher ones
+        this_roof.cache_clear()
+        if max(map(share, measured.values())) > 1.1:
+            print(
+                "A point is still above its roof. Is the machine busy? If not, which assumption of the model fails for it?"
+            )
+    results[name] = []
+    for operation, (intensity, speed) in measured.items():
+        part = share((intensity, speed))
+        print(f"{operation:12} {intensity:8.1f} FLOPs/Byte  {speed * 1e3:12.2f} GFLOP/s  {part:6.1%} of its roof")
+        results[name].append({"operation": operation, "FLOPs/Byte": intensity, "TFLOP/s": speed, "share": part})
+    plot_measured(name, measured)
+    return [row["share"] for row in results[name]]
+
+
+def plot_measured(name: str, measured: Mapping[str, tuple[float, float]]) -> None:
+    """Draw points under this machine's roof, and below it those that were recorded on an H200 under that GPU's roof."""
+    roofs = this_roof()
+    peak, bandwidth = roofs.tflops[dtype_name], roofs.memory_bandwidth_tb_s
+    plot_roofline(roofs.name, peak, bandwidth, measured=measured, title=f"This machine: {roofs.name}")
+    plt.show()
+    rows = None if on_gpu else recorded_table(RECORDED, name)
+    if rows is not None:
+        h200 = GPU_SPECS["H200"]
+        points = {row["operation"]: (row["FLOPs/Byte"], row["TFLOP/s"]) for row in rows.to_dict("records")}
+        title = "The same on an H200 (recorded, larger sizes)"
+        plot_roofline("H200", h200["bf16_tflops"], h200["memory_bandwidth_tb_s"], measured=points, title=title)
+        plt.show()
+
+
+def launches_of(call: Callable) -> int:
+    """Count how often the CPU launches a kernel, or a whole graph, in one call."""
+    events = read_trace(profile(call, steps=1, warmup=2))
+    return sum(event.category.startswith("cuda") and "Launch" in event.name for event in events)
+
+
+def memory_of_this_machine() -> tuple[float, float]:
+    """Return the bytes that an experiment may use, and all bytes of the memory."""
+    if on_gpu:
+        free, whole = torch.cuda.mem_get_info()
+        return 0.4 * free, whole
+    return 1e9, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def compiled_file(name: str, kernel: str, question: str):
+    """Import an answer's file, such as gemm_triton.py, anew on a GPU; None without one, where nothing can be timed."""
+    import importlib
+
+    source = Path(f"{name}.py").read_text()
+    require_answer(kernel, None if raises_not_implemented(source) else source, question)
+    if on_gpu:
+        return importlib.reload(importlib.import_module(name))
+    print(
+        "No GPU here, so there is nothing to time: the interpreter proves that the kernel is right, not that it is fast."
+    )
+    return None
+
+
+# ---- the Gemma-3 layer ---------------------------------------------------------------------------------------------
+
+
+def prefill_call(batch: int, length: int, layer_idx: int = 5, implementation: str = "sdpa") -> Callable:
+    """Return a function of no arguments that runs the prefill of one layer, without a cache."""
+    layer, rotary_emb = build_decoder_layer(config, layer_idx, dtype, device, attn_implementation=implementation)
+    hidden_states, position_ids = create_prefill_inputs(batch, length, config.hidden_size, dtype, device)
+    embeddings = get_position_embeddings(hidden_states, position_ids, rotary_emb, layer.self_attn.layer_type)
+    return lambda: prefill_forward(layer, hidden_states, position_ids, embeddings)
+
+
+def layer_calls(batch: int, length: int, layer_idx: int = 5, attend="auto") -> dict[str, Callable]:
+    """Return functions of no arguments: prefill, one token decoded with the cache, and one without.
+
+    Args:
+        batch: sequences.
+        length: tokens of each sequence before the new one.
+        layer_idx: the layer; every sixth attends to all tokens.
+        attend: the attention of the step with a cache; None for the layer's own.
+    """
+    layer, rotary_emb = build_decoder_layer(config, layer_idx, dtype, device)
+    kind, hidden = layer.self_attn.layer_type, config.hidden_size
+    cache = initialize_kv_cache(layer.config, length + 1)
+    x, position_ids = create_prefill_inputs(batch, length, hidden, dtype, device)
+    embeddings = get_position_embeddings(x, position_ids, rotary_emb, kind)
+    prefill = functools.partial(prefill_forward, layer, x, position_ids, embeddings, cache)
+    prefill()  # fills the cache
+    x, position_ids, positions = create_decode_inputs_with_cache(batch, length, hidden, dtype, device)
+    embeddings = get_position_embeddings(x, position_ids, rotary_emb, kind)
+    options = {"past_key_values": cache, "cache_positions": positions, "attend": attend}
+    cached = functools.partial(decode_forward, layer, x, position_ids, embeddings, use_kv_cache=True, **options)
+    x, position_ids, past = create_decode_inputs_without_cache(batch, length, hidden, dtype, device)
+    embeddings = get_position_embeddings(torch.cat((past, x), dim=1), position_ids, rotary_emb, kind)
+    options = {"use_kv_cache": False, "prefill_hidden_states": past}
+    uncached = functools.partial(decode_forward, layer, x, position_ids, embeddings, **options)
+    return {"prefill_ms": prefill, "cached_ms": cached, "uncached_ms": uncached}
+
+
+def decode_step(batch: int, length: int, attend="auto") -> Callable:
+    """Return a function of no arguments that decodes one token with the cache."""
+    return layer_calls(batch, length, attend=attend)["cached_ms"]
+
+
+def decode_without_cache(layer, rotary_emb, prompt: torch.Tensor, new_tokens: torch.Tensor) -> torch.Tensor:
+    """Run the whole sequence anew for each new token, and keep the last output."""
+    outputs = []
+    for step in range(1, new_tokens.shape[1] + 1):
+        tokens = torch.cat((prompt, new_tokens[:, :step]), dim=1)
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)
+        embeddings = get_position_embeddings(tokens, positions, rotary_emb, layer.self_attn.layer_type)
+        outputs.append(prefill_forward(layer, tokens, positions, embeddings)[:, -1:])
+    return torch.concatenate(outputs, dim=1)
+
+
+def layer_latencies(batches: tuple[int, ...], lengths: tuple[int, ...]) -> pd.DataFrame:
+    """Measure one layer: prefill, one token with the cache, one without, in ms; keep the table and draw it."""
+    rows = []
+    for batch in batches:
+        for length in lengths:
+            print(f"measuring batch {batch}, {length} tokens ...", flush=True)
+            calls = layer_calls(batch, length)
+            times = median_times(calls) if on_gpu else median_times(calls, warmup=1, iterations=5)
+            rows.append({"batch": batch, "length": length, **{name: taken.median_ms for name, taken in times.items()}})
+    table = pd.DataFrame(rows)
+    table["cache gains"] = table["uncached_ms"] / table["cached_ms"]
+    results["decoder_layer"] = table.to_dict("records")
+    recorded = None if on_gpu else recorded_table(RECORDED, "decoder_layer")
+    for place, found in {"this machine": table, "an H200, recorded": recorded}.items():
+        if found is not None:
+            plot_latencies(found, place)
+    return table
+
+
+def recorded_decode_kernel() -> list[dict]:
+    """Return steps of one full layer with its own attention and with the decode kernel, in µs, as an H200 took them."""
+    record_file = RECORDED.with_name("decode_layer.json")
+    if not record_file.exists():
+        return []
+    record, rows = json.loads(record_file.read_text()), []
+    print(f"Recorded on {record['environment']['gpu']}. Not measured here:")
+    for recorded in record["rows"]:
+        if recorded["type"] == "full_attention":
+            rows.append({"batch": recorded["batch"], "tokens": recorded["tokens"]})
+            for name in (
+                "own",
+                "decode kernel",
+            ):  # launched one by one, a step takes as long as the CPU takes to launch it
+                rows[-1][f"{name}, one by one, us"] = recorded[name]["host_us"]
+                rows[-1][f"{name}, graph, us"] = recorded[name]["graph_us"]
+    return rows
+
+
+# ---- the scoreboard ------------------------------------------------------------------------------------------------
+
+STEP = {  # one decode step of one layer on an H200, batch 1, in µs: what was recorded, and what is left to explain
+    "launched kernel by kernel": ("cuda_graphs", "eager_ms"),
+    "in a CUDA graph": ("cuda_graphs", "graph_ms"),
+}
+scores: dict[str, float] = {}  # your own formulas' µs for one layer's step on an H200
+
+
+def scoreboard(**yours: float) -> None:
+    """Draw one decode step of Gemma-3 on an H200: what was recorded, and what your formulas say, as far as they are there.
+
+    Args:
+        **yours: a formula's µs for one layer, by its name: `memory`, `eager`, `graph`.
+    """
+    scores.update(yours)
+    tables = json.loads(RECORDED.read_text())["tables"]
+    (decode,) = [row for row in tables["cuda_graphs"] if row["batch"] == 1 and row["phase"].startswith("decode")]
+    bars = {label: (1e3 * decode[column], 0) for label, (_, column) in STEP.items()}
+    bars["in a graph, with the course's decode kernel"] = (
+        min(row["decode kernel, graph, us"] for row in _quiet_rows()),
+        0,
+    )
+    names = {"eager": "your model: launched kernel by kernel", "graph": "your model: in a CUDA graph"}
+    names["memory"] = "your floor: its bytes over 4.8 TB/s"
+    bars |= {names[name]: (value, 1) for name, value in scores.items()}
+    order = sorted(bars.items(), key=lambda item: -item[1][0])
+    _, ax = plt.subplots(figsize=(9, 0.9 + 0.42 * len(order)), layout="constrained")
+    for row, (_, (value, kind)) in enumerate(order):
+        ax.plot([value], [row], series(kind).marker, color=series(kind).color, markersize=8)
+        ax.annotate(f"{value:.3g} µs", (value, row), xytext=(9, 0), textcoords="offset points", va="center")
+    ax.set(
+        xscale="log", yticks=range(len(order)), yticklabels=[name for name, _ in order], ylim=(len(order) - 0.5, -0.5)
+    )
+    ax.margins(x=0.15)
+    title = "The scoreboard: one token, one layer of Gemma-3, one user, on an H200"
+    style_axes(ax, x="µs (log scale); circles: recorded, the other marks: yours", title=title)
+    plt.show()
+
+
+def _quiet_rows() -> list[dict]:
+    import contextlib
+    import io
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        return recorded_decode_kernel()
+
+
+# ---- pictures ------------------------------------------------------------------------------------------------------
+
+
+def _log_ticks(ax, ticks) -> None:
+    ax.set(xscale="log", yscale="log")
+    ax.set_xticks(list(ticks), [str(tick) for tick in ticks])
+    ax.minorticks_off()
+    ax.yaxis.set_major_formatter("{x:g}")
+
+
+def plot_calls(times_ms: list[float], without_wait_ms: list[float], harness_ms: float, title: str) -> None:
+    """Draw the time of each call, waited for and not, and what `benchmark_latency` says."""
+    _, ax = plt.subplots(figsize=(9, 3), layout="constrained")
+    ax.plot(times_ms, ".", color=series(0).color, label="one call, waited for")
+    ax.plot(without_wait_ms, "x", color=series(1).color, markersize=4, label="one call, not waited for")
+    ax.axhline(harness_ms, color="black", linewidth=1, linestyle="--", label="benchmark_latency")
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    style_axes(ax, x="call", y="time (ms)", title=title)
+    plt.show()
+
+
+def plot_tile_intensity(tiles: list[int], intensities: list[float], largest: int, n: int) -> None:
+    """Draw the intensity of a tiled GEMM over its tile, beside the ridge of an H200 and the largest tile in an SM."""
+    _, ax = plt.subplots(figsize=(9, 3), layout="constrained")
+    ax.plot(tiles, intensities, **series(0).line, label=f"tiled GEMM, n = {n}, bf16")
+    ax.axhline(get_ridge_point("H200", "bf16"), color="black", linestyle="--", label="ridge point of an H200, bf16")
+    ax.axvline(largest, color=series(4).color, linestyle=":", label=f"largest tile in one SM: {largest}")
+    _log_ticks(ax, tiles)
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))  # beside the lines: inside, it would cover the ridge
+    style_axes(ax, x="tile size t", y="FLOPs/Byte", title="A larger tile reads less")
+    plt.show()
+
+
+def plot_intensities(table: pd.DataFrame) -> None:
+    """Draw intensities over the size n: a line for each column, beside the ridges of two GPUs in bf16."""
+    _, ax = plt.subplots(figsize=(9, 3.2), layout="constrained")
+    for i, column in enumerate(table):
+        ax.plot(table.index, table[column], **series(i).line, label=column)
+    for name, style in (("A100", ":"), ("H200", "--")):
+        ax.axhline(
+            get_ridge_point(name, "bf16"),
+            color="black",
+            linewidth=1,
+            linestyle=style,
+            label=f"ridge of an {name}, bf16",
+        )
+    _log_ticks(ax, table.index)
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    style_axes(ax, x="n", y="FLOPs/Byte", title="One of the two grows")
+    plt.show()
+
+
+def plot_latencies(table: pd.DataFrame, place: str) -> None:
+    """Draw the latency of one layer over the tokens before, a panel for each batch."""
+    batches, lengths = sorted(set(table["batch"])), sorted(set(table["length"]))
+    _, axes = plt.subplots(1, len(batches), figsize=(4 * len(batches), 3), sharey=True, layout="constrained")
+    for ax, batch in zip(axes, batches, strict=True):
+        part = table[table["batch"] == batch]
+        names = {"prefill_ms": "prefill", "uncached_ms": "decode, no cache", "cached_ms": "decode, KV cache"}
+        for i, (column, label) in enumerate(names.items()):
+            ax.plot(part["length"], part[column], **series(i).line, label=label)
+        _log_ticks(ax, lengths)
+        style_axes(ax, x="tokens before this one", title=f"batch {batch}, {place}")
+    axes[-1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    style_axes(axes[-1])
+    style_axes(axes[0], y="latency of one layer (ms)")
+    plt.show()
+
+
+def plot_last_step(trace: str) -> None:
+    """Draw the last step of a trace, a row for each family of operators, with the share of the step that it takes."""
+    events = read_trace(trace)
+    step = [event for event in events if event.name.startswith("ProfilerStep#")][-1]
+    inside = [
+        e
+        for e in events
+        if step.start_us <= e.start_us < step.end_us and e.category in ("kernel", "cpu_op", "gpu_memcpy")
+    ]
+    kernels = [event for event in inside if event.category != "cpu_op"] or inside
+    kernels.sort(key=lambda event: (event.start_us, -event.duration_us))
+    bars = [
+        {
+            "name": "",
+            "category": "user_annotation",
+            "start_us": 0.0,
+            "duration_us": step.duration_us,
+            "lane": "the step",
+        }
+    ]
+    for event, following in zip(kernels, [*kernels[1:], None], strict=True):
+        if following is None or following.start_us >= event.start_us + event.duration_us:  # it calls no other operator
+            start = event.start_us - step.start_us
+            bars.append({"name": event.name, "category": event.family, "start_us": start, "duration_us": event.duration_us,
+                         "lane": event.family})  # fmt: skip
+    plot_timeline(bars, title="One decode step by families of operators")
+    plt.show()
+
+
+def plot_graphs(table: pd.DataFrame) -> None:
+    """Draw eager and graph times of steps, recorded or measured, joined by a line for each step."""
+    _, ax = plt.subplots(figsize=(9, 0.9 + 0.4 * len(table)), layout="constrained")
+    for row, line in enumerate(table.to_dict("records")):
+        ax.plot([line["graph_ms"], line["eager_ms"]], [row, row], color="black", linewidth=1, zorder=1)
+        for i, column in enumerate(("eager_ms", "graph_ms")):
+            ax.plot(line[column], row, series(i).marker, color=series(i).color, label=column[:-3] if row == 0 else None)
+        ax.annotate(
+            f"{line['gain']:.1f}×", (line["eager_ms"], row), xytext=(9, 0), textcoords="offset points", va="center"
+        )
+    names = [f"{line['phase']} tokens, batch {line['batch']}" for line in table.to_dict("records")]
+    ax.set(xscale="log", yticks=range(len(table)), yticklabels=names, ylim=(len(table) - 0.5, -0.5))
+    ax.margins(x=0.15)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    style_axes(ax, x="ms (log scale)", title="One layer, launched kernel by kernel and as a graph")
+    plt.show()
+
+
+def plot_flash_versions(table: pd.DataFrame, names: tuple[str, ...]) -> None:
+    """Draw times and memory of attention over the length, here and as recorded on an H200."""
+    recorded = None if on_gpu else recorded_table(RECORDED, "flash_attention")
+    for place, found in {"on this machine": table, "on an H200, recorded": recorded}.items():
+        if found is not None:
+            columns = [f"{name}_ms" for name in names], [f"{name}_mem_gb" for name in names]
+            plot_flash_attn_improvement(found, *columns, labels=names, title=f"Three ways to attend, {place}")
+            plt.show()
+
+
+def plot_graph_gain(eager_time_us: Callable, graph_time_us: Callable) -> None:
+    """Draw what a graph of 80 kernels gains, over the time of one kernel."""
+    kernel_us = [0.5 * 2**i for i in range(10)]
+    _, ax = plt.subplots(figsize=(8, 3), layout="constrained")
+    for i, launch_us in enumerate((6, 15)):  # a launch alone, and one with PyTorch and Python around it
+        gains = [eager_time_us(80, launch_us, t) / graph_time_us(80, launch_us, t) for t in kernel_us]
+        ax.plot(kernel_us, gains, **series(i).line, label=f"{launch_us} µs a launch")
+    ax.axhline(1, color="black", linewidth=1)
+    ax.set_xscale("log")
+    ax.set_xticks([1, 10, 100], ["1", "10", "100"])
+    ax.legend()
+    style_axes(ax, x="time of one kernel (µs)", y="gain of a graph (×)", title="80 kernels: what a CUDA graph is worth")
+    plt.show()
+
+
+def memory_during(call: Callable) -> tuple[list[float], list[float]]:
+    """Return (ms since the start, MB held beyond what was there before) after each allocation and release of one call."""
+    call()
+    synchronize()
+    with torch.profiler.profile(profile_memory=True) as recorded:
+        call()
+        synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        recorded.export_chrome_trace(f"{folder}/memory.json")
+        events = json.loads(Path(folder, "memory.json").read_text())["traceEvents"]
+    kind = 1 if on_gpu else 0  # PyTorch's number of the kind of device
+    found = [e for e in events if e["name"] == "[memory]" and e["args"]["Device Type"] == kind]
+    changes = sorted((e["ts"] / 1e3, e["args"]["Bytes"] / 1e6) for e in found)
+    held, steps = 0.0, [0.0]
+    for _, change in changes:
+        held += change
+        steps.append(held)
+    began = changes[0][0] if changes else 0.0
+    return [0.0, *(when - began for when, _ in changes)], steps
+
+
+def plot_memory(calls: Mapping[str, Callable], one_matrix_mb: float) -> dict[str, float]:
+    """Draw what each call holds from its start to its end, beside one score matrix; return the highest points in MB."""
+    _, axes = plt.subplots(1, len(calls), figsize=(10, 3), sharey=True, layout="constrained")
+    highest = {}
+    for i, (ax, (name, call)) in enumerate(zip(axes, calls.items(), strict=True)):
+        ms, megabytes = memory_during(call)
+        highest[name] = max(megabytes)
+        ax.fill_between(ms, megabytes, step="post", color=series(i).color, alpha=0.3)
+        ax.step(ms, megabytes, where="post", color=series(i).color)
+        ax.axhline(one_matrix_mb, color="black", linewidth=1, linestyle="--")
+        style_axes(ax, x="time in the call (ms)", title=f"{name}: up to {max(megabytes):.0f} MB")
+    style_axes(axes[0], y="memory held (MB)")
+    axes[-1].annotate("one score matrix", (0, one_matrix_mb), xytext=(4, 3), textcoords="offset points", fontsize=8.5)
+    plt.show()
+    return highest

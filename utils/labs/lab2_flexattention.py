@@ -1,0 +1,172 @@
+# ruff: noqa: F401 (what the cells use is imported for them)
+"""What lab 2's cells use and a student need not read: this machine, its sizes, timing, and the plots of the experiments."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+
+from utils.attention import AttentionUnsupported, attention_decode, prepare
+from utils.attention.backends.flex import needed_kernel_options
+from utils.attention.masks import dense_mask, documents
+from utils.attention.masks import named as with_name
+from utils.attention.masks.sparsity import sparsity
+from utils.attention.prepared import compiled_versions, own_copy
+from utils.benchmark.measuring import measure_together
+from utils.benchmark.profiling import read_trace
+from utils.checking.labs.lab2_flexattention import *  # noqa: F403
+from utils.files import output_path
+from utils.labs import session
+from utils.labs.session import H200, beside_guess, display, guesses, keep, plot_panels, results
+from utils.machine.device import compile_support, default_device, gluon_support
+from utils.visualization import plot_mask, plot_sparsity_sweep, plot_timeline, series, style_axes
+
+device = default_device()
+on_gpu = device.type == "cuda"
+dtype = torch.bfloat16 if on_gpu else torch.float32  # the dtype of every benchmark
+dtype_name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+batch, heads, length, head_dim = (1, 16, 8192, 128) if on_gpu else (1, 4, 2048, 64)  # every benchmark's default
+tolerance = 0.1 if on_gpu else 1e-3  # between two ways to compute the same attention, in this dtype
+compiler = compile_support()
+show_recorded = functools.partial(session.show_recorded, "lab2")
+plot_beside_recorded = functools.partial(session.plot_beside_recorded, "lab2")
+save = functools.partial(session.save, "lab2")
+
+
+def describe_machine() -> None:
+    """Print what this lab runs on, and at which sizes."""
+    print(f"device        {torch.cuda.get_device_name() if on_gpu else 'CPU'}, PyTorch {torch.__version__}")
+    print(f"benchmarks    {batch} x {heads} heads, {length} tokens, head dim {head_dim}, {dtype_name}")
+    print(f"compiler      {compiler.reason}")
+
+
+def can_compile() -> bool:
+    """Return whether torch.compile works here; print why if it does not."""
+    if not compiler:
+        print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
+    return bool(compiler)
+
+
+def everything(b, h, q, k):
+    """A mask that lets every pair through: the same kernel, blocks and tiles as under other masks, and nothing to skip."""
+    return q >= 0
+
+
+def random_qkv(length: int = length) -> list[torch.Tensor]:
+    """Three tensors (batch, heads, length, head_dim) of normal values."""
+    return [torch.randn(batch, heads, length, head_dim, device=device, dtype=dtype) for _ in range(3)]
+
+
+def time_ways(ways: Mapping[object, Callable], samples: int = 11) -> pd.DataFrame:
+    """Median time of each function of no arguments, with its 95% interval; the calls take turns."""
+    taken = measure_together(list(ways.values()), labels=[str(way) for way in ways], warmup=2, iterations=samples)
+    rows = [(way, m.median_ms, *m.interval_ms) for way, m in zip(ways, taken, strict=True)]
+    return pd.DataFrame(rows, columns=["way", "ms", "from", "to"])
+
+
+def call_with_gradients(forward: Callable, leaves: Sequence[torch.Tensor], upstream: torch.Tensor) -> Callable:
+    """A call of forward and backward, which returns the gradients of the leaves."""
+    return lambda: torch.autograd.grad(forward(*leaves), leaves, upstream)
+
+
+def plot_scores(shown: Mapping[str, Callable], score: float = 8.0, size: int = 64) -> dict[str, float]:
+    """Draw what each modifier makes of equal scores under a causal mask; return the lowest score that each leaves."""
+    index, nothing, lowest = torch.arange(size), torch.zeros((), dtype=torch.int64), {}
+    figure, axes = plt.subplots(1, len(shown), figsize=(13, 3), sharey=True, layout="constrained")
+    for ax, (name, mod) in zip(axes, shown.items(), strict=True):
+        left = mod(torch.full((size, size), score), nothing, nothing, index[:, None], index[None, :])
+        left = left.expand(size, size).masked_fill(index[None, :] > index[:, None], math.nan)
+        lowest[name] = float(left.nan_to_num(math.inf).min())
+        image = ax.imshow(left, cmap="RdBu_r", vmin=-12, vmax=12)  # white is a score of 0
+        ax.set_title(f"{name}\n{lowest[name]:.3g} to {left.nan_to_num(-math.inf).max():.3g}", loc="left", fontsize=9.5)
+        ax.set_xlabel("key")
+    axes[0].set_ylabel("query")
+    figure.colorbar(image, ax=axes, label="score", shrink=0.8, extend="both")
+    plt.show()
+    return lowest
+
+
+def show_code(code: str, needle: str, before: int = 4, after: int = 8, places: int = 2) -> int:
+    """Print the surroundings of the first places where needle stands in code; return how many lines hold it."""
+    lines = code.splitlines()
+    found = [i for i, line in enumerate(lines) if needle in line]
+    print(f"{needle!r} stands in {len(found)} of {len(lines)} lines")
+    shown_to, margin = -1, 0
+    for i in found:
+        if i > shown_to and places:
+            places -= 1
+            first, shown_to = max(i - before, shown_to + 1), min(i + after, len(lines) - 1)
+            indents = [len(line) - len(line.lstrip()) for line in lines[first : shown_to + 1] if line.strip()]
+            margin = margin or min(indents)  # of the first place; generated code is deeply indented
+            print("\n".join(f"{j + 1:5} {lines[j].rstrip()[margin:][:110]}" for j in range(first, shown_to + 1)), "\n")
+    return len(found)
+
+
+def plot_trace(trace: Path, call_name: str, title: str) -> None:
+    """Draw the last call of this name in a trace, from its beginning; the generated kernel gets a name that people read."""
+    events = read_trace(trace)
+    call = [event for event in events if event.name == call_name][-1]
+    inside = [
+        dataclasses.replace(event, name=_readable(event.name))
+        for event in events
+        if call.start_us <= event.start_us <= call.end_us
+    ]
+    plot_timeline(inside, max_depth=9, title=title)
+    plt.show()
+
+
+def _readable(name: str) -> str:
+    return "generated kernel" if "CompiledFxGraph" in name else name.removeprefix("aten::")
+
+
+def plot_cliff(table: pd.DataFrame, unit: str, limit: int) -> None:
+    """Draw the speed of each setting of `dynamic` over the lengths, and shade where the static kernels have run out."""
+    _, ax = plt.subplots(figsize=(7.5, 3.4), layout="constrained")
+    for i, (name, rows) in enumerate(table.groupby("setting", sort=False)):
+        ax.plot(rows["tokens"], rows[unit], **series(i).line, label=name)
+    lengths = sorted(table["tokens"].unique())
+    ax.axvspan(lengths[limit] - length // 64, lengths[-1] + length // 64, color=series(1).color, alpha=0.15)
+    ax.text(lengths[limit], ax.get_ylim()[1] * 0.08, "dynamic=False: past the limit, eager", fontsize=9)
+    ax.set_ylim(0)
+    ax.legend(bbox_to_anchor=(1.0, 1.0), loc="upper left")
+    style_axes(ax, x="tokens", y=unit, title="The same call, one length after the other")
+    plt.show()
+
+
+def race_pages(sequences: int = 8, kv_heads: int = 8, tokens: int = 8192) -> None:
+    """Race decode over pages with the same cache in one piece on a Hopper GPU; elsewhere draw what an H200 measured."""
+    if not gluon_support():
+        print(gluon_support().reason)
+        record = json.loads((H200 / "decode_pages.json").read_text())
+        rows = {f"{row['batch']} x {row['keys']} tokens": pd.Series(row["us"]) for row in record["rows"]}
+        tables = {name: us.rename_axis("way").rename("us").reset_index() for name, us in rows.items()}
+        plot_panels(tables, "us", f"recorded on {record['environment']['gpu']}, not measured here", "microseconds")
+        return
+    q = torch.randn(sequences, 32, 1, 128, device=device, dtype=dtype)
+    k, v = (torch.randn(sequences, kv_heads, tokens, 128, device=device, dtype=dtype) for _ in range(2))
+    lengths = torch.full((sequences,), tokens, dtype=torch.int32, device=device)
+    ways = {"one piece": functools.partial(attention_decode, q, k, v, seqlens=lengths)}
+    for page_size in (256, 64, 16):
+        table = torch.randperm(sequences * tokens // page_size, device=device).view(sequences, -1).int()
+        pages = []
+        for x in (k, v):
+            pool = torch.empty(table.numel(), kv_heads, page_size, 128, device=device, dtype=dtype)
+            pool[table.flatten().long()] = (
+                x.view(sequences, kv_heads, -1, page_size, 128).transpose(1, 2).reshape(pool.shape)
+            )
+            pages.append(pool)
+        call = functools.partial(attention_decode, q, *pages, seqlens=lengths, block_table=table)
+        ways[f"pages of {page_size}"] = call
+    ways["pages of 16, gathered, then SDPA"] = functools.partial(call, backend="sdpa")
+    keep("pages", time_ways(ways), digits=4)
+
+
+__all__ = [name for name in globals() if not name.startswith("_") and name not in ("annotations", "session")]

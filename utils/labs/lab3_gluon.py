@@ -1,0 +1,581 @@
+"""What lab 3's cells use and a student need not read: this machine, timelines and their slider, the recorded race, the games."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+from IPython.display import HTML, display
+
+from utils import compare, count_cuda_kernels, default_device, gluon_cpu, nvtx_range, profile
+from utils.attention import attention
+from utils.checking import AnswerNeeded
+from utils.checking.gluon_launches import (
+    async_copy_launch,
+    attention_inputs,
+    attention_launch,
+    overlap_launch,
+    tcgen05_launch,
+    tma_ring_launch,
+    two_softmax_launch,
+    wgmma_launch,
+)
+from utils.checking.gluon_launches import repair_launch as repair_launch
+from utils.checking.gluon_launches import transpose_launch as transpose_launch
+from utils.checking.kernel_exercises import (
+    Launch,
+    Tile,
+    compile_for_hopper,
+    descriptor,
+    load_kernels,
+    machine_code,
+    simulate_failure,
+    simulate_launch,
+)
+from utils.checking.kernel_exercises import overlap as overlap
+from utils.checking.labs.lab3_gluon import *  # noqa: F403 (all the visible checks)
+from utils.config import GPU_SPECS
+from utils.files import ROOT
+from utils.gluon_cpu.timeline import COLORS
+from utils.kernels.offline import BLACKWELL as BLACKWELL_CHIP
+from utils.kernels.offline import HOPPER
+from utils.labs import session
+from utils.labs.session import beside_guess, plot_beside_recorded, results
+from utils.labs.session import guesses as guesses
+from utils.labs.session import outcomes as outcomes
+from utils.labs.session import save as save
+from utils.machine.device import gluon_support, offline_compile_support
+from utils.visualization import series, style_axes
+
+show_recorded = partial(session.show_recorded, "lab3")
+RECORDED = ROOT / "assets/results/h200"
+PEAK = GPU_SPECS["H200"]["bf16_tflops"]
+# Keys and values from the L2: twice the bandwidth of memory, half its latency. Round numbers to draw with, not measured.
+FROM_L2 = gluon_cpu.CostModel(global_bytes=40.0, global_latency=300.0)
+# 2250 TFLOP/s / 148 SMs / 1.85 GHz; the special function units are Hopper's.
+BLACKWELL = gluon_cpu.CostModel(mma_flops=8192.0, global_bytes=40.0, global_latency=300.0)
+
+device = default_device()
+on_gpu = device.type == "cuda"
+on_hopper = bool(gluon_support())
+big = attention_inputs(1, 128, 512, d=128)
+
+
+def machine() -> None:
+    """Print what runs here."""
+    import triton
+
+    print(f"device      {torch.cuda.get_device_name() if on_gpu else 'CPU'}, PyTorch {torch.__version__}")
+    print(f"simulator   Gluon of Triton {triton.__version__}")
+    print(f"compiler    {offline_compile_support().reason}")
+    print(f"Hopper GPU  {'yes: your kernels run here, too' if on_hopper else gluon_support().reason}")
+
+
+def text_of(file: str) -> str:
+    """Return the text of an exercise's file."""
+    if not Path(file).exists():
+        question = " (Bonus Question 3.4)" if file == "lab3_broken.py" else ""
+        raise AnswerNeeded(f"{file} is not there: run the cell that begins with %%writefile {file}{question}.")
+    return Path(file).read_text()
+
+
+def answered(file: str) -> str | None:
+    """Return the text of an exercise's file, or None while its hole is still there."""
+    text = Path(file).read_text() if Path(file).exists() else ""
+    open_still = any(line.strip().startswith("raise NotImplementedError") for line in text.splitlines())
+    return text if text and not open_still else None
+
+
+# ---- timelines ---------------------------------------------------------------------------------------------------
+
+
+def plot_run(run, title: str, until: float | None = None, **options) -> None:
+    """Draw the first program of a simulated run, up to `until` if given; model cycles, not nanoseconds."""
+    _, ax = run.plot(**options)
+    ax.set_xlim(right=until)
+    style_axes(ax, title=title)
+    ax.grid(False, axis="y")
+    plt.show()
+
+
+def show_timeline(text: str, launch: Launch, title: str, until: float | None = None, **options):
+    """Simulate a launch and draw its first program, up to `until` if given."""
+    _, run = simulate_launch(text, launch, timeline=True, **options)
+    plot_run(run, f"{title}: {run.cycles[0]:,.0f} model cycles", until)
+    return run
+
+
+def tensor_core_share(run) -> float:
+    """Return the share of the first program's time in which a product was under way."""
+    return sum(e.end - e.start for e in run.events if e.kind == "wgmma") / run.cycles[0]
+
+
+def draw_slider(text: str, keys=(32, 64, 128), slots=(1, 2, 3), head_dims=(64, 128)) -> None:
+    """Show the timeline of Question 5.2's kernel under three sliders; every picture is drawn now, none later."""
+    runs = {}
+    for d in head_dims:
+        inputs = attention_inputs(1, 128, 512, d=d)
+        for n in keys:
+            for stages in slots:
+                launch, _ = attention_launch("lab3_specialized.py", 128, *inputs, keys=n, STAGES=stages)
+                runs[n, stages, d] = simulate_launch(text, launch, timeline=True, model=FROM_L2)[1]
+    until = max(run.cycles[0] for run in runs.values())
+    choices = {"keys a block": keys, "slots": slots, "head dimension": head_dims}
+    controls = "".join(
+        f'<label style="margin-right:2em">{name} ({", ".join(map(str, values))}) '
+        f'<input type="range" min="0" max="{len(values) - 1}" value="0"></label>'
+        for name, values in choices.items()
+    )
+    frames = []
+    for (n, stages, d), run in runs.items():
+        key = f"{keys.index(n)}-{slots.index(stages)}-{head_dims.index(d)}"
+        title = f"{n} keys, {stages} slots, head dimension {d}: {run.cycles[0]:,.0f} model cycles, tensor cores at work {tensor_core_share(run):.0%}"
+        hidden = "" if key == "0-0-0" else ' style="display:none"'
+        frames.append(f'<div data-key="{key}"{hidden}><b>{title}</b><br>{timeline_svg(run, until)}</div>')
+    change = (
+        "const key=[...this.querySelectorAll('input')].map(i=>i.value).join('-');"
+        "this.querySelectorAll('[data-key]').forEach(f=>f.style.display=f.dataset.key===key?'':'none')"
+    )
+    display(HTML(f'<div oninput="{change}">{controls}{"".join(frames)}</div>'))
+
+
+def timeline_svg(run, until: float, width: int = 640, label: int = 190, height: int = 17) -> str:
+    """Draw the first program of a run as small SVG that needs no library: a row for each partition and unit."""
+    rows = list(dict.fromkeys((e.partition, e.unit) for e in sorted(run.events, key=lambda e: (e.partition, e.unit))))
+    parts = [
+        f'<text x="0" y="{height * i + 12}" fill="currentColor">{partition if unit == "partition" else unit}</text>'
+        for i, (partition, unit) in enumerate(rows)
+    ]
+    for e in run.events:
+        x, wide = label + width * e.start / until, width * (e.end - e.start) / until
+        if wide > 0.4:
+            y = height * rows.index((e.partition, e.unit)) + 2
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="12" fill="{COLORS.get(e.kind, "#999")}"/>'
+            )
+    size = f'width="{label + width}" height="{height * len(rows) + 4}"'
+    return f'<svg {size} font-size="11" font-family="sans-serif">{"".join(parts)}</svg>'
+
+
+def plot_shares(shares: dict[str, float]) -> None:
+    """Draw the tensor cores' share of the time, as simulated, beside what an H200 reached of its peak."""
+    table = pd.DataFrame(json.loads((RECORDED / "lab3.json").read_text())["tables"]["race"]).set_index("against")
+    measured = {"5.2": table["its TFLOP/s"]["ladder step 4"] / PEAK, "5.3": table["your TFLOP/s"]["cuDNN"] / PEAK}
+    _, ax = plt.subplots(figsize=(6.4, 3), layout="constrained")
+    bars = [(name, f"{name}\nsimulated", share, 0) for name, share in shares.items()]
+    bars += [(name, f"{name}\nH200", share, 1) for name, share in measured.items()]
+    for _, label, share, colour in sorted(bars, key=lambda bar: (bar[0], bar[3])):
+        ax.bar_label(ax.bar(label, share, **series(colour).bar), fmt="%.2f")
+    style_axes(ax, y="share of the time, or of 989 TFLOP/s", title="Tensor cores at work (5.2: step 4 of the ladder)")
+    plt.show()
+
+
+# ---- games -------------------------------------------------------------------------------------------------------
+
+
+def play(kernels: dict[str, tuple[str, Launch]]) -> None:
+    """Simulate kernels that may be broken: print each report, draw the timeline up to it, and meet the guesses.
+
+    Args:
+        kernels: {what is changed: (the text of the file, the launch)}.
+    """
+    for what, (text, launch) in kernels.items():
+        report, run = "", None
+        for seed in (None, 1, 2):  # the cost model's own timing, and two others
+            report, run = simulate_failure(text, launch, seed=seed)
+            if report:
+                break
+        print(f"{what}: {report or 'right in three timings'}\n")
+        beside_guess(what, {"": "right", "deadlock": "hangs"}.get(kind := report.partition(" ")[0].rstrip(","), kind))
+        if report:
+            plot_run(run, what)
+
+
+def break_it(text: str, cases: dict[str, tuple[int, int]]) -> None:
+    """Play a kernel that reads one tile, with the phase that it waits for and the bytes that it announces too many."""
+    x = Tile(torch.ones(16, 64).half(), [16, 64])
+    play(
+        {
+            what: (
+                text,
+                Launch("read_one", (1,), dict(x_desc=x, y_ptr=torch.zeros(1), PHASE=phase, EXTRA=extra), ("y_ptr",)),
+            )
+            for what, (phase, extra) in cases.items()
+        }
+    )
+
+
+def play_orders(text: str) -> None:
+    """Play the kernel of 5.3 with one arrival moved, or at another slot's barrier."""
+    k_done, v_done = "arrive(k_empty.index(k_slot)", "arrive(v_empty.index(v_slot)"
+    launch, _ = overlap_launch(*big)
+    play(
+        {
+            "(a) k_empty before the wait": (swapped(text, k_done, "warpgroup_mma_wait(1"), launch),
+            "(b) v_empty of K's slot": (swapped(text, v_done, "", "arrive(v_empty.index(k_slot)"), launch),
+            "(c) v_empty before the wait": (swapped(text, v_done, "warpgroup_mma_wait(0"), launch),
+        }
+    )
+
+
+def play_hand_offs(text: str) -> None:
+    """Play the kernel of 6.2 with a hand-off broken on each side."""
+    launch, _ = two_softmax_launch(*attention_inputs(1, 256, 512))
+    play(
+        {
+            "(a) P announced early": (swapped(text, "arrive(bars.p_full", "p_view.store("), launch),
+            "(b) o_ready never arrives": (swapped(text, "mbarrier.arrive(bars.o_ready", "", "pass  # ("), launch),
+        }
+    )
+
+
+def swapped(text: str, line: str, before: str, instead: str = "") -> str:
+    """Return the text with the one line that contains `line` moved before the one that contains `before`, and changed.
+
+    Args:
+        text: the text of a file.
+        line: a part of the line to move.
+        before: a part of the line to move it before; "" leaves it where it is.
+        instead: what stands in place of `line`; "" changes nothing.
+    """
+    lines = text.splitlines()
+    places = [[i for i, words in enumerate(lines) if part and part in words] for part in (line, before)]
+    if len(places[0]) != 1 or (before and len(places[1]) != 1):
+        raise ValueError(f"your file says `{line}` or `{before}` in another way, or more than once: move it by hand.")
+    moved = lines.pop(places[0][0])
+    at = places[1][0] - (places[1][0] > places[0][0]) if before else places[0][0]
+    indent = re.match(r" *", lines[at] if before else moved)
+    lines.insert(at, (indent[0] if indent else "") + (moved.replace(line, instead) if instead else moved).strip())
+    return "\n".join(lines) + "\n"
+
+
+# ---- small plots -------------------------------------------------------------------------------------------------
+
+
+def plot_tiles(table: pd.DataFrame) -> None:
+    """Draw the cycles of the three units for each tile, and show what the tile needs."""
+    _, ax = plt.subplots(figsize=(8.4, 3.2), layout="constrained")
+    for i, unit in enumerate(("products", "exponentials", "loads")):
+        ax.bar([x + 0.27 * (i - 1) for x in range(len(table))], table[unit], 0.27, label=unit, **series(i).bar)
+    names = [f"d {d}\n{q} queries" for d, q in zip(table["head dim"], table["queries"], strict=True)]
+    ax.set_xticks(range(len(table)), names)
+    ax.legend(ncols=3)
+    style_axes(ax, y="cycles of one SM", title="One block of keys: which unit takes longest?")
+    plt.show()
+    display(table.round(2))
+
+
+def plot_slots(cycles: dict[int, float]) -> None:
+    """Draw the model cycles of a ring for each number of slots."""
+    _, ax = plt.subplots(figsize=(6.4, 2.8), layout="constrained")
+    for slots, taken in cycles.items():
+        gain = f"{cycles[slots - 1] / taken - 1:+.0%}" if slots - 1 in cycles else ""
+        ax.bar_label(ax.bar(slots, taken, **series(0).bar), labels=[f"{taken:,.0f}\n{gain}"], fontsize=8)
+    ax.margins(y=0.2)
+    style_axes(ax, x="slots", y="model cycles", title="32 tiles of 2 KiB: cycles, and what the last slot gained")
+    plt.show()
+
+
+CONFLICTS = """
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def conflicts(y_ptr, shared: gl.constexpr, layout: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.float16, [64, 64], shared)
+    x = gl.full([64, 64], 1.0, gl.float16, layout)
+    tile.store(x)
+    gl.store(y_ptr, gl.bank_conflicts(x.type, tile.type))
+"""
+
+
+def plot_conflicts() -> None:
+    """Draw the extra turns of a store for four layouts of a tile, by Triton's own count, and meet the guesses."""
+    from triton.experimental.gluon import language as gl
+
+    tiles = {"plain rows": gl.SwizzledSharedLayout(8, 1, 1, [1, 0])}
+    tiles |= {f"swizzle of {width} bytes": gl.NVMMASharedLayout(width, 16, rank=2) for width in (32, 64, 128)}
+    along, down = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]), gl.BlockedLayout([1, 8], [32, 1], [1, 4], [0, 1])
+    _, ax = plt.subplots(figsize=(7.4, 2.8), layout="constrained")
+    for i, (lanes, layout) in enumerate((("lanes along a row", along), ("lanes along a column", down))):
+        turns = []
+        for shared in tiles.values():
+            args = dict(y_ptr=torch.zeros(1, dtype=torch.int32), shared=shared, layout=layout)
+            launch = Launch("conflicts", (1,), args, outputs=("y_ptr",), file="conflicts.py")
+            turns.append(simulate_launch(CONFLICTS, launch)[0]["y_ptr"].item())
+        places = [x + 0.4 * i - 0.2 for x in range(len(tiles))]
+        ax.bar_label(ax.bar(places, turns, 0.4, label=lanes, **series(i).bar))
+    ax.set_xticks(range(len(tiles)), tiles)
+    ax.legend()
+    style_axes(ax, y="extra turns", title="Bank conflicts of storing a tile of 64 rows of 128 bytes")
+    plt.show()
+    for name, extra in zip(tiles, turns, strict=True):
+        if name in ("plain rows", "swizzle of 128 bytes"):
+            beside_guess(f"extra turns, lanes along a column, {name}", extra)
+
+
+def plot_naive_and_fused(naive_attention) -> None:
+    """Time both on this machine, count kernels and bytes, and draw them beside the recorded H200."""
+    if on_gpu:
+        batch, heads, length, d, dtype = 4, 16, 4096, 128, torch.bfloat16
+    else:
+        batch, heads, length, d, dtype = 1, 4, 1024, 64, torch.float32
+    q, k, v = (torch.randn(batch, heads, length, d, device=device, dtype=dtype) for _ in range(3))
+    naive, fused = partial(naive_attention, q, k, v), partial(attention, q, k, v, backend="flash")
+    with nvtx_range("flashattention_baseline_unfused"):  # these names show in a trace
+        expected = naive()
+    with nvtx_range("flashattention_optimized_flash"):
+        difference = (fused().float() - expected.float()).abs().max().item()
+    print(f"(B, H, S, D) = ({batch}, {heads}, {length}, {d}), {dtype}; largest difference {difference:.1e}")
+    result = compare(naive, fused, warmup=3, iterations=15, labels=("naive", "fused"))
+    qkvo, scores, unit = 4 * batch * heads * length * d, batch * heads * length**2, "kernels" if on_gpu else "operators"
+    rows = []
+    for name, call, measurement, elements in (
+        ("naive", naive, result.a, qkvo + 4 * scores),  # scores and probabilities are written once and read once each
+        ("fused", fused, result.b, qkvo),
+    ):
+        counts, ms = count_cuda_kernels(profile(call)), measurement.median_ms
+        rows.append({"": name, unit: counts["total"], "ms": ms, "MB moved": elements * dtype.itemsize / 1e6,
+                     "TFLOP/s": 4 * scores * d / ms / 1e9})  # fmt: skip
+    results["naive_and_fused"] = rows
+    display(pd.DataFrame(rows).round(4))
+    print(result.sentence())
+    for row in rows:
+        beside_guess(f"kernels or operators, {row['']}", row[unit])
+        beside_guess(f"MB moved, {row['']}", row["MB moved"])
+    show_recorded("naive_and_fused")
+    for column in ("ms", "MB moved"):
+        plot_beside_recorded("lab3", "naive_and_fused", column, f"Naive and fused attention: {column}")
+
+
+def show_recorded_fences() -> None:
+    """Show how many launches gave wrong numbers on an H200 with and without each fence."""
+    fences = json.loads((RECORDED / "gluon_fences.json").read_text())
+    print(
+        f"\nRecorded on an {fences['gpu']} with Triton {fences['triton']}, not measured here: launches with wrong results."
+    )
+    display(pd.DataFrame(fences["rows"]))
+
+
+def plot_owner(owner) -> None:
+    """Draw which lane holds each element of two layouts, and the warp numbers of lane 5."""
+    layouts = ((1, 4), (4, 8), (4, 1), (1, 0)), ((4, 1), (8, 4), (1, 4), (0, 1))
+    figure, axes = plt.subplots(1, 2, figsize=(10.4, 5.2), layout="constrained")
+    for ax, layout in zip(axes, layouts, strict=True):
+        held = [[owner(row, column, (32, 32), *layout) for column in range(32)] for row in range(32)]
+        ax.imshow([[lane for _, lane, _ in line] for line in held], cmap="viridis", aspect="auto")
+        for row in range(32):
+            for column in range(32):
+                if held[row][column][1] == 5:
+                    ax.text(column, row, held[row][column][0], ha="center", va="center", color="white", fontsize=9)
+        ax.set(xlabel="column", ylabel="row")
+        ax.set_title(f"BlockedLayout{layout}", loc="left", fontsize=9, fontweight="bold")
+    figure.suptitle("Lane that holds each element (colour); lane 5 carries its warp's number", fontsize=10)
+    plt.show()
+
+
+def count_fences(file: str, launch: Launch) -> dict | None:
+    """Count the fences in a kernel's machine code with and without those in its text; None without a compiler."""
+    if not offline_compile_support():
+        return print(offline_compile_support().reason)
+    text = text_of(file)
+    bare = re.sub(r"^( *)fence_async_shared\(\)", r"\1pass", text, flags=re.M)
+    found = {words: compile_for_hopper(kernel, launch) for words, kernel in (("with", text), ("without", bare))}
+    print(machine_code(text, launch, "tma_load(|mbarrier.|.load(layout)|fence_async_shared()", found["with"]), "\n")
+    return {words: compiled["proxy fences"] for words, compiled in found.items()}
+
+
+# ---- what the compiler made of it --------------------------------------------------------------------------------
+
+
+def compiled_answers(kernels: dict[str, Launch], capability: int = HOPPER) -> dict:
+    """Compile the files that are answered, and say before each one that it is compiled: {name: what the compiler made}."""
+    whole = {}
+    for name, launch in kernels.items() if offline_compile_support() else ():
+        if (text := answered(launch.file)) is None:
+            print(f"{name}: not answered yet")
+            continue
+        print(f"{name} is compiled ...", flush=True)
+        try:
+            whole[name] = compile_for_hopper(text, launch, capability=capability)
+        except AssertionError as refused:
+            print(f"{name}: {refused}")
+    if not offline_compile_support():
+        print(offline_compile_support().reason)
+    return whole
+
+
+def show_compiled() -> None:
+    """Count the instructions of every answer, and show what became of lines of 4.1 and 5.3."""
+    small = attention_inputs(2, 100, 200)
+    kernels = {
+        "3.1 cp.async": async_copy_launch(2000, 4, 3)[0],
+        "3.2 TMA ring": tma_ring_launch(40, 440, 3)[0],
+        "4.1 wgmma": wgmma_launch(100, 72, 200)[0],
+        "5.1 one warpgroup": attention_launch("lab3_softmax.py", 64, *small)[0],
+        "5.2 specialized": attention_launch("lab3_specialized.py", 128, *small, STAGES=2)[0],
+        "5.3 overlapped": overlap_launch(*small)[0],
+    }
+    whole = compiled_answers(kernels)
+    rows = [
+        {"kernel": name, **made.instructions, "registers": made.registers}
+        | {"spilled bytes": made.spill_bytes, "shared KiB": made.shared_bytes / 1024}
+        for name, made in whole.items()
+    ]
+    if rows:
+        results["instructions"] = rows
+        display(pd.DataFrame(rows).set_index("kernel").T.map(lambda number: f"{number:.4g}"))
+    for name, lines in {
+        "4.1 wgmma": "tma_load(|.wait(|warpgroup_mma|c_tile.store|fence_async|tma_store(",
+        "5.3 overlapped": "mbarrier.wait(k_full.index(k_slot)|warpgroup_mma|mbarrier.arrive(k_empty",
+    }.items():
+        if name in whole:
+            print(f"{name}\n{machine_code(text_of(kernels[name].file), kernels[name], lines, whole[name])}\n")
+
+
+# ---- Blackwell: compiled and simulated, never run on such a GPU ---------------------------------------------------
+
+
+def course_on_blackwell():
+    """Simulate the course's attention kernel for Blackwell on 256 queries, and return the run."""
+    from utils.attention.gluon.blackwell.attention import attention_blackwell
+
+    q, k, v, _ = (x[None] for x in attention_inputs(1, 256, 512, d=128))
+    described = [descriptor(x, [1, 1, 128, 128]) for x in (q, k, v, torch.empty_like(q))]
+    scale = math.log2(math.e) / math.sqrt(128)
+    with gluon_cpu.simulate(timeline=True, model=BLACKWELL) as run:
+        attention_blackwell[(1, 1)](
+            *described, torch.empty(1), 256, 512, 1, 1, scale, 128, 2, False, False, num_warps=4
+        )
+    return run
+
+
+def compile_for_blackwell() -> None:
+    """Compile the answers of Part 6 for sm_100a, and show registers, spills and columns of tensor memory."""
+    kernels = {
+        "6.1 tcgen05": tcgen05_launch(200, 72, 200)[0],
+        "6.2 two softmaxes": two_softmax_launch(*attention_inputs(1, 256, 256))[0],
+    }
+    shown = {"registers": "registers", "spilled bytes": "spill_bytes", "columns": "tensor_columns"}
+    whole = compiled_answers(kernels, BLACKWELL_CHIP)
+    display(pd.DataFrame({name: {x: getattr(made, y) for x, y in shown.items()} for name, made in whole.items()}).T)
+
+
+# ---- the race, and what an H200 gave -----------------------------------------------------------------------------
+
+
+def race(naive_attention) -> None:
+    """Time the kernel of 5.3 on a Hopper GPU against the naive one, libraries and the ladder, in turns."""
+    show_recorded("race", {"your TFLOP/s": "5.3 TFLOP/s", "you are faster by": "5.3 faster by"})
+    if not on_hopper:
+        return print(f"No race here. {gluon_support().reason}")
+    from utils.attention.gluon.launch import forward
+
+    module = load_kernels(answered("lab3_overlap.py"), overlap_launch(*big)[0])
+
+    def student_attention(q, k, v, block_n=128, stages=2):
+        """The kernel of 5.3 on GPU tensors (B, H, S, D)."""
+        out = torch.empty_like(q)
+        blocks = [
+            descriptor(x, [1, 1, rows, q.shape[-1]]) for x, rows in ((q, 64), (k, block_n), (v, block_n), (out, 64))
+        ]
+        grid = (math.ceil(q.shape[2] / 128), q.shape[0] * q.shape[1])
+        scale = math.log2(math.e) / math.sqrt(q.shape[-1])
+        module.attention[grid](*blocks, q.shape[2], k.shape[2], q.shape[1], scale, stages, num_warps=4)
+        return out
+
+    batch, heads, length, d = 1, 16, 16384, 128
+    q, k, v = (torch.randn(batch, heads, length, d, device=device, dtype=torch.bfloat16) for _ in range(3))
+    mine, expected = student_attention(q, k, v), attention(q, k, v, backend="flash")
+    difference = ((mine.double() - expected.double()).norm() / expected.double().norm()).item()
+    assert difference < 0.01, f"on this GPU your kernel differs from flash attention by {difference:.3f}: no race then"
+    contenders = {
+        "naive": partial(naive_attention, q, k, v),
+        "FlashAttention 2": partial(attention, q, k, v, backend="flash"),
+        "cuDNN": partial(attention, q, k, v, backend="cudnn"),
+    }
+    if find_spec("flash_attn_interface"):  # FlashAttention 3's package; its tensors are (B, S, H, D)
+        from flash_attn_interface import flash_attn_func
+
+        contenders["FlashAttention 3"] = partial(flash_attn_func, *(x.transpose(1, 2).contiguous() for x in (q, k, v)))
+    contenders |= {f"ladder step {step}": partial(forward, q, k, v, step=step) for step in range(1, 6)}
+    flops, rows = 4 * batch * heads * length**2 * d, []
+    for name, call in contenders.items():
+        try:
+            turns = compare(call, partial(student_attention, q, k, v), warmup=2, iterations=8, labels=(name, "yours"))
+        except (RuntimeError, ValueError) as refused:
+            print(f"{name}: {refused}")
+            continue
+        rows.append({"against": name, "its TFLOP/s": flops / turns.a.median_ms / 1e9,
+                     "your TFLOP/s": flops / turns.b.median_ms / 1e9, "you are faster by": turns.speedup})  # fmt: skip
+    results["race"] = rows
+    display(pd.DataFrame(rows).round(3))
+    return None
+
+
+def plot_ladder() -> None:
+    """Draw the recorded speeds of the five steps and their rivals at head dimension 128, and meet the guesses."""
+    _, axes = plt.subplots(1, 2, figsize=(10.4, 3.4), layout="constrained", sharey=True)
+    for ax, file in zip(axes, ("attention_ladder.json", "attention_ratios.json"), strict=True):
+        record = json.loads((RECORDED / file).read_text())
+        where, ladder = record["environment"], "ladder" in file
+        chosen = [
+            row
+            for row in record["rows"]
+            if "ratio" in row and not row["causal"] and (row["head_dim"], row["length"]) == (128, 16384)
+        ]
+        for row in chosen:
+            name = f"step {row['step']}" if ladder else row["against"]
+            ax.bar_label(ax.bar(name, row["ratio"], **series(0).bar), fmt="%.2f")
+        ax.axhline(1.0, color="black", linewidth=0.8)
+        ax.margins(y=0.12)
+        against = "cuDNN's" if ladder else "each library's"
+        style_axes(
+            ax, y="ratio of speeds" if ladder else "", title=f"Gluon over {against} speed; torch {where['torch']}"
+        )
+        for row in chosen if ladder else ():
+            beside_guess(f"ladder step {row['step']}, speed over cuDNN's", row["ratio"])
+    print("Recorded on an H200, not measured here: head dimension 128, 16384 tokens, full.")
+    plt.show()
+
+
+def plot_backward() -> None:
+    """Draw the recorded backward ladder and its rivals, and meet the guesses."""
+    record = json.loads((RECORDED / "backward_ratios.json").read_text())
+    where = record["environment"]
+    print(f"Recorded on {where['gpu']}, torch {where['torch']}, Triton {where['triton']}. Not measured here.")
+    ladder = record["ladder"][0]["tflops"]
+    at = {row["head_dim"]: row for row in record["rows"] if row["length"] == 16384 and not row["causal"]}
+    _, axes = plt.subplots(1, 2, figsize=(9.6, 3.6), layout="constrained")
+    for name in [name for name in ("step1", "step2", "step3", "step4", "step5", "cudnn") if name in ladder]:
+        axes[0].bar_label(axes[0].bar(name, ladder[name], **series(1 if name == "cudnn" else 0).bar), fmt="%.0f")
+    axes[0].margins(y=0.12)
+    style_axes(axes[0], y="TFLOP/s of backward", title="The ladder at head dimension 128")
+    ways = ("adding to dQ (step 5; at 256 step 4)", "cudnn", "deterministic", "fa3", "fa4")
+    for i, name in enumerate(ways):
+        # at 64 and 128 the default adds; at 256 it is the deterministic kernel, and step 4 is the one that adds
+        tflops = [
+            at[d]["tflops"][("step4" if d == 256 else at[d]["default"]) if name.startswith("adding") else name]
+            for d in (64, 128, 256)
+        ]
+        bars = axes[1].bar([x + (i - 2) * 0.16 for x in range(3)], tflops, 0.16, label=name, **series(i).bar)
+        axes[1].bar_label(bars, fmt="%.0f", fontsize=7, rotation=90, padding=2)
+    axes[1].margins(y=0.2)
+    axes[1].set(xticks=range(3), xticklabels=["head dim 64", "128", "256"])
+    axes[1].legend(ncols=2, loc="lower center", bbox_to_anchor=(0.5, -0.42))
+    style_axes(axes[1], y="TFLOP/s of backward", title="16384 tokens, full")
+    plt.show()
+    gains = {f"step{i}": ladder[f"step{i}"] / ladder[f"step{i - 1}"] for i in range(2, 6) if f"step{i}" in ladder}
+    print("gain over the step before:", ", ".join(f"{step} {gain:.2f}" for step, gain in gains.items()))
+    beside_guess("backward: step with the largest gain over the one before", max(gains, key=gains.__getitem__))
+    beside_guess(
+        "backward at 256: deterministic / adding", at[256]["tflops"]["deterministic"] / at[256]["tflops"]["step4"]
+    )
