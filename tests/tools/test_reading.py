@@ -11,7 +11,7 @@ LIMITS = {
     "lab1": Reading(240, 90, 132, 26, 0.07, 920, 3.3),
     "lab2_flexattention": Reading(231, 103, 158, 6, 0.1, 604, 3.2),
     "lab3_gluon": Reading(297, 110, 120, 29, 0.05, 820, 4.7),
-    "lab4_sdpa": Reading(185, 97, 140, 11, 0.08, 650, 5.0),
+    "lab4_sdpa": Reading(181, 96, 139, 11, 0.07, 645, 5.0),
 }
 
 
