@@ -1096,7 +1096,7 @@ KNOCK_OUTS = {f"dropout {p}": lambda q, k, v, p=p: {"query": q, "key": k, "value
         """
 KNOCK_OUTS["strides"] = lambda q, k, v: {"query": q.mT.contiguous().mT, "key": k, "value": v}
 """,
-        "That was Question 4.1",
+        "That was 4.1",
     ),
     WrongAnswer(
         "keys before queries",

@@ -32,8 +32,12 @@ NOT_RECORDED_YET: dict[int, set[str]] = {}
 
 @pytest.mark.parametrize("lab", [1, 2, 3, 4])
 def test_every_table_that_a_lab_shows_is_recorded(lab, capsys):
-    (source,) = (ROOT / "instructor" / "labs").glob(f"lab{lab}*.py")
-    shown = re.findall(r'^ *show_recorded\("(\w+)"', source.read_text(), flags=re.MULTILINE)
+    sources = [
+        path.read_text()
+        for folder in ("instructor/labs", "utils/labs")
+        for path in (ROOT / folder).glob(f"lab{lab}*.py")
+    ]
+    shown = re.findall(r'^ *show_recorded\("(\w+)"', "\n".join(sources), flags=re.MULTILINE)
     assert shown
     for table in set(shown) - NOT_RECORDED_YET.get(lab, set()):
         assert len(recorded_table(ROOT / f"assets/results/h200/lab{lab}.json", table)), table

@@ -465,7 +465,9 @@ def test_checks_that_were_loaded_before_get_the_functions_that_run_behind_the_wa
         monkeypatch.setitem(sys.modules, check.__name__, check)
         for key, held in list(sys.modules.items()):  # as they are again after this test
             for attribute, value in (
-                list(vars(held).items()) if key.startswith(("utils.checking", "instructor.checks")) else ()
+                list(vars(held).items())
+                if key.startswith(("utils.checking", "utils.kernels.interpreter", "instructor.checks"))
+                else ()
             ):
                 monkeypatch.setattr(held, attribute, value)
         put_behind_walls(base := {"mine": before}, lambda *call: call[:2], lambda function, args: args)

@@ -14,7 +14,7 @@ import numpy as np
 from triton.experimental.gluon import language as gl
 
 from utils import gluon_cpu
-from utils.gluon_cpu import context, known, ptx
+from utils.gluon_cpu import context, interpreter, known, ptx
 from utils.gluon_cpu.tensors import Tensor, to_tensor
 
 BARRIER = 4096  # its address in each program; the inbox stands 16 bytes behind it
@@ -114,8 +114,10 @@ def clusters_simulated(parts: int, seed: int | None = None) -> Iterator[Exchange
     exchange = Exchange(parts)
     functions = [f for f, meaning in known.TABLE.items() if meaning is ptx.inline_asm_elementwise]
     try:
+        interpreter._resolved.clear()  # what these functions meant before is kept there
         known.TABLE.update(dict.fromkeys(functions, exchange))
         with gluon_cpu.simulate(seed=seed):
             yield exchange
     finally:
         known.TABLE.update(dict.fromkeys(functions, ptx.inline_asm_elementwise))
+        interpreter._resolved.clear()

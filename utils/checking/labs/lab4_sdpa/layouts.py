@@ -81,7 +81,7 @@ def expect_knock_outs(knock_outs, normal: Callable[..., torch.Tensor]) -> None:
         away = any(x.device.type != "cpu" for x in arguments.values() if isinstance(x, torch.Tensor))
         assert not away, f"{what} moves tensors to a GPU. The check asks the CPU's flash: leave them where they are."
         reason = _reason_of(arguments, what)
-        assert "stride" not in reason, f"{what} is refused for its strides. That was Question 4.1: find another way."
+        assert "stride" not in reason, f"{what} is refused for its strides. That was 4.1: find another way."
         same = found.setdefault(re.sub(r"-?\d+", "#", reason)[:60], name)
         assert same == name, (
             f"{what} is refused for the reason of {same!r}: {reason[:90].rstrip('.')}. Four different reasons were asked for."
