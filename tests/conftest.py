@@ -20,6 +20,7 @@ import functools
 import json
 import os
 import resource
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,13 @@ def pytest_collection_modifyitems(items):
         reason = "needs an NVIDIA GPU: torch.cuda.is_available() is False here"
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_compiled_before():
+    """What torch compiled under a check's watch, in an earlier file of this process, is not used again."""
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
 
 
 def _gpu_found() -> bool:

@@ -44,12 +44,6 @@ def draw(rng):
     return qkv, mask, modifiers[modifier], (name, modifier)
 
 
-@pytest.fixture(autouse=True)
-def nothing_compiled_before():
-    """What flex_attention compiled under a check's watch, in an earlier test of this process, is not used again."""
-    torch._dynamo.reset()
-
-
 def error(x, expected):
     return float((x.double() - expected).norm() / expected.norm().clamp(min=1))
 
