@@ -48,7 +48,16 @@ LEFT_OUT = ("__pycache__", ".ipynb_checkpoints", ".ruff_cache", ".pytest_cache")
 FOR_INSTRUCTORS = ("docs/grading.md", "docs/instructors.md", "docs/contributing.md", "docs/points.md")
 STRETCH = 3  # lines in a row that are no coincidence; those that any module has (`_SAYS_NOTHING`) do not count
 # What the library shares with a solution because it needs it itself: {(file, line): why}. `labs release` prints it.
-SHARED: dict[tuple[str, str], str] = {}
+_COMPLETED = "Bonus 6.2 of lab 3 completes two partitions of this kernel; who reads the whole of it has read it"
+SHARED: dict[tuple[str, str], str] = {
+    ("utils/attention/gluon/blackwell/attention.py", line): _COMPLETED
+    for line in (
+        "alphas.index(TILE).store(alpha)",
+        "mbarrier.arrive(bars.alpha_full.index(TILE), count=1)",
+        "alpha = alphas.index(tile).load(rows)",
+        "mbarrier.wait(bars.o_done.index(tile), (i - 1) & 1)",
+    )
+}
 _SAYS_NOTHING = re.compile(r"(from [\w.]+ )?import .*|(try|else|finally):|.{0,3}")
 MAX_DEPTH = 4  # of archives in archives
 _STAMP = (2024, 1, 1, 0, 0, 0)  # the same bundle has the same bytes

@@ -97,7 +97,7 @@ def pretended_gpu(function: Callable) -> Iterator[bool]:
     """
     names: dict[str, Any] = getattr(function, "__globals__", {})
     available = torch.cuda.is_available
-    here = isinstance(names, dict)  # while it is graded, the function runs in a process of its own
+    here = type(names) is dict  # while it is graded, the names are those of another process, in a class of their own
     if available() or not here:
         yield here
         return
