@@ -81,7 +81,9 @@ def test_the_api_page_lists_exactly_what_utils_exports():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in DOCUMENTS if "from utils import" in text_of(name) and "contributing" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in DOCUMENTS if "from utils import" in text_of(name) and "contributing" not in name]
+)
 def test_python_examples_run_as_they_stand(name):
     for code in code_of(text_of(name), "python"):
         if "utils" in code:
