@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from utils.attention.masks.mask_mods import MaskMod
 from utils.attention.problem import Options, Problem
 from utils.machine.device import compute_capability
 
@@ -25,6 +26,10 @@ FUNCTION_ORDER = {
     "naive_compiled": _STORED,
     "naive": _STORED,
 }
+# A mask of lengths is stored while it is small: a compiled kernel would be for these lengths alone, and take seconds anew.
+STORED_PAIRS = 2**28
+_LENGTHS = "the lengths change from call to call, and a kernel would be compiled for each"
+LENGTHS_ORDER = {"sdpa": _LENGTHS, "naive": _LENGTHS} | FUNCTION_ORDER
 # Masks that FlashAttention 4 does by itself; it is ahead of Gluon at head dimensions up to 64.
 CUTE = {"cute": "FlashAttention 4 does this mask by itself"}
 
@@ -51,6 +56,8 @@ def rank_backends(problem: Problem, options: Options) -> Ranking:
 def _rank(problem: Problem, options: Options) -> Ranking:
     if not problem.has_functions and not options.given:
         return _FIXED
+    if of_lengths(problem.mask_mod) and problem.batch * problem.sq * problem.sk <= STORED_PAIRS and not options.given:
+        return Ranking(tuple(LENGTHS_ORDER), LENGTHS_ORDER)
     plain = problem.plain()
     alone = plain is not None and plain.sq == problem.sq and not options.given
     order = FUNCTION_ORDER
@@ -58,3 +65,8 @@ def _rank(problem: Problem, options: Options) -> Ranking:
         gluon = {"gluon": order["gluon"]}
         order = (CUTE | order) if problem.head_dim <= 64 else (gluon | CUTE | order)
     return Ranking(tuple(order), order)
+
+
+def of_lengths(mask_mod: MaskMod | None) -> bool:
+    """Whether a mask, or a part of it, is made of the lengths of one call."""
+    return hasattr(mask_mod, "lengths") or any(map(of_lengths, getattr(mask_mod, "mods", ())))

@@ -70,7 +70,9 @@ def packed_mask(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor) -> M
 
 @functools.lru_cache(maxsize=64)
 def _packed_mask(lengths: tuple[int, ...], device) -> MaskMod:
-    return documents(lengths[0] if len(set(lengths)) == 1 else document_ids(lengths, device))
+    if len(set(lengths)) == 1:
+        return documents(lengths[0])
+    return named(documents(document_ids(lengths, device)), f"packed({len(lengths)} sequences)", lengths=lengths)
 
 
 both_masks = functools.lru_cache(maxsize=64)(both)

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from utils.attention import BACKENDS, AttentionUnsupported, attention, find_backend, make_problem, reference
+from utils.attention import BACKENDS, AttentionUnsupported, attention, find_backend, last_run, make_problem, reference
 
 ON_GPU = torch.cuda.is_available()
 DEVICE, DTYPE, BOUND = ("cuda", torch.bfloat16, 1.5e-2) if ON_GPU else ("cpu", torch.float32, 2e-5)
@@ -179,6 +179,7 @@ def test_changed_lengths_are_seen():
     q, k, v = (torch.randn(2, 2, n, 16) for n in (3, 30, 30))
     lengths = torch.tensor([5, 30], dtype=torch.int32)
     first = attention(q, k, v, seqlens=lengths)
+    assert last_run().backend == "sdpa"  # nothing is compiled for these lengths
     lengths[0] = 20  # in place
     assert not torch.equal(attention(q, k, v, seqlens=lengths)[0], first[0])
     assert make_problem(q, k, v).v_dim == 0
