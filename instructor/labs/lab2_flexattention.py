@@ -190,7 +190,7 @@ data_table["time over no mask"] = data_table["ms"] / data_table["ms"][0]
 keep("mask_as_data", data_table)
 beside_guess("documents as a tensor, time over no mask", float(data_table["time over no mask"][2]))
 beside_guess("causal as a word, time over no mask", float(data_table["time over no mask"][3]))
-plot_beside_recorded("mask_as_data", "time over no mask", "A mask as a tensor saves nothing; a word saves half", "time over no mask")
+plot_beside_recorded("mask_as_data", "time over no mask", "Time under a mask, against no mask", "time over no mask")
 
 # %% [markdown]
 # ### Question 1.3: Explain the time {points}
@@ -759,7 +759,8 @@ def relative_bias(table: torch.Tensor):
 check_relative_bias(relative_bias)
 
 # %% [markdown]
-# See what they do to equal scores of 8, under a causal mask; white is a score of 0, and above each picture stands the range.
+# See what they do to equal scores of 8, under a causal mask; white is a score of 0, grey is masked, and above
+# each picture stands the range.
 #
 # **Before you look.** ALiBi first and soft-cap after, or the other way round: far from the diagonal, which of the two can
 # still push a score below −4?
@@ -881,7 +882,7 @@ if "FlexAttention, compiled" in race_ms and "FlexAttention, eager" in race_ms:
 for name, attend in contenders.items():
     if hasattr(attend, "seconds"):
         print(f"{name:34}", ", ".join(f"{what} {seconds:.3f} s" for what, seconds in attend.seconds.items()))
-plot_beside_recorded("race", "ms", "One mask, five ways", "ms", log=True)
+plot_beside_recorded("race", "ms", "One mask, several ways", "ms", log=True)
 
 # %% [markdown]
 # The last lines say what was paid once: building the block mask, and compiling. A block mask that serves every layer and

@@ -87,7 +87,7 @@ def plot_scores(shown: Mapping[str, Callable], score: float = 8.0, size: int = 6
         lowest[name] = float(left.nan_to_num(math.inf).min())
         image = ax.imshow(left, cmap="RdBu_r", vmin=-12, vmax=12)  # white is a score of 0
         ax.set_title(f"{name}\n{lowest[name]:.3g} to {left.nan_to_num(-math.inf).max():.3g}", loc="left", fontsize=9.5)
-        ax.set_xlabel("key")
+        ax.set(xlabel="key", facecolor="#c8c8c8")  # what is masked has no score
     axes[0].set_ylabel("query")
     figure.colorbar(image, ax=axes, label="score", shrink=0.8, extend="both")
     plt.show()
