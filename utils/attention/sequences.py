@@ -50,7 +50,8 @@ def _padded_mask(lengths: tuple[int, ...], device, sq: int, is_causal: bool, win
             allowed = allowed & (distance >= 0)
         return allowed if window is None else allowed & (distance < window) & (-distance < window)
 
-    return named(mask_mod, f"padded({'causal' if is_causal else 'full'}, window {window})")
+    text = f"padded({'causal' if is_causal else 'full'}, window {window})"
+    return named(mask_mod, text, lengths=lengths)
 
 
 def packed_mask(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor) -> MaskMod:
