@@ -12,8 +12,8 @@ from typing import Any
 
 import nbformat
 
-from tools.address import hosted, source
-from utils.files import ROOT
+from tools.address import hosted
+from utils.files import ROOT, repository_address
 
 # {file of the repository: page of the site}, in the order of the navigation, under the headings of HEADINGS.
 HEADINGS = {
@@ -184,7 +184,9 @@ def parts_of(notebook: dict, lab: str) -> dict[str, dict]:
             pages[page], titles[page] = [], heading[1]
         pages[page].append(cell)
     entries = "\n".join(f"{title} <{Path(page).stem}>" for page, title in titles.items())
-    hosts = "".join(f' · <a href="{target}">open in {host}</a>' for host, target in hosted(source(), lab).items())
+    hosts = "".join(
+        f' · <a href="{target}">open in {host}</a>' for host, target in hosted(repository_address(), lab).items()
+    )
     download = f'<a href="files/{lab}.ipynb" download>Download this lab</a>{hosts}'
     first = pages[f"{lab}.ipynb"]
     first.insert(1, nbformat.v4.new_markdown_cell(f"```{{toctree}}\n:hidden:\n\n{entries}\n```"))
