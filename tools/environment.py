@@ -262,7 +262,10 @@ def watch(command: list[str], log: Path, what: str, variables: dict[str, str] | 
 def packages_begun(log: Path) -> str:
     """Return how many packages a log of pip or uv names as begun, and the last one, as part of a sentence; "" for none."""
     begun = r"^(?:Collecting|Downloading|Processing) (?:\S*/)?([\w.]+(?:-[A-Za-z]\w*)*)"
-    names = list(dict.fromkeys(re.findall(begun, log.read_text(errors="replace"), re.MULTILINE)))
+    text = log.read_text(errors="replace")
+    names = list(dict.fromkeys(re.findall(begun, text, re.MULTILINE)))
+    if "Installing collected packages" in text:
+        return f": writing {len(names)} packages"
     return f": {len(names)} packages begun, now {names[-1]}" if names else ""
 
 

@@ -57,7 +57,8 @@ TargetInterval = Annotated[
     typer.Option("--target-interval", help="Sample on until the interval is plus or minus this share: 0.01 is 1%."),
 ]
 UpdateExpectations = Annotated[
-    bool, typer.Option("--update-expectations", help="Record the results as expected of this GPU, in place of the old ones.")
+    bool,
+    typer.Option("--update-expectations", help="Record the results as expected of this GPU, in place of the old ones."),
 ]
 
 

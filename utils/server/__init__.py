@@ -22,6 +22,7 @@ FIRST_PORT, TRIED_PORTS = 8888, 50
 HIDDEN = (
     *("instructor", "tests", "tools", "expectations", "build", "course", "*.egg-info", "__pycache__", "*.pyc", "*~"),
     *("Makefile", "pyproject.toml", "constraints.txt", "environment.yml", "nbgrader_config.py", "CITATION.cff"),
+    *("CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md"),
 )
 
 
