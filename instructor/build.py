@@ -27,7 +27,7 @@ FETCH = """\
 import importlib.util
 
 if importlib.util.find_spec("utils") is None:  # a bare machine, such as Colab or Kaggle: fetch the course
-    !git clone --depth 1 {address} gpu-efficiency-labs
+    !git clone -q --depth 1 {address} gpu-efficiency-labs
     %cd gpu-efficiency-labs
     %pip install -q -c constraints.txt -e ."""
 PUBLIC = "# public"  # ends a line of a solution that students may see

@@ -539,6 +539,6 @@ def test_with_a_public_address_a_notebook_fetches_the_course_on_a_bare_machine(m
     monkeypatch.setattr(builder, "repository_address", lambda: "https://github.com/us/labs")
     built = build_lab(FIXTURE_LAB)
     for text in (built.student, built.instructor):
-        assert [*cells(text)][1] == "fetch" and "clone --depth 1 https://github.com/us/labs" in cells(text)[
+        assert [*cells(text)][1] == "fetch" and "git clone -q --depth 1 https://github.com/us/labs" in cells(text)[
             "fetch"
         ].source

@@ -40,7 +40,7 @@ Targets = Annotated[
 ]
 ExtraArgs = Annotated[
     list[str] | None,
-    typer.Option("--target-extra-arg", help="'TARGET=--flag value ...', repeatable; list-targets shows the flags."),
+    typer.Option("--target-extra-arg", help="'TARGET=--flag value ...', repeatable; list-targets --flags shows them."),
 ]
 Inputs = Annotated[
     list[str] | None,
