@@ -202,9 +202,6 @@ class Gemma3TextConfig:
     def __setattr__(self, name: str, value) -> None:
         setattr(self._become_real(), name, value)
 
-    def __delattr__(self, name: str) -> None:
-        delattr(self._become_real(), name)
-
     def __dir__(self):
         return dir(self._become_real())
 
