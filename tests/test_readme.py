@@ -22,6 +22,7 @@ from tests.marks import slow_but_first
 from tools import address
 from tools.figures import gallery
 from utils import cli
+from utils.files import repository_address
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -58,7 +59,7 @@ def test_the_first_screen_says_what_it_is_and_how_to_start():
 
 @pytest.mark.parametrize("name", ["README.md", "docs/students.md"])
 def test_the_address_of_the_repository_stands_where_one_setting_writes_it(name):
-    assert address.written(text_of(name), address.source()) == text_of(name), "run: python -m tools.address"
+    assert address.written(text_of(name), repository_address()) == text_of(name), "run: python -m tools.address"
     published = address.written(text_of(name), "https://github.com/us/labs")
     assert "git clone" in published and "git clone" not in address.written(published, "")
 

@@ -532,3 +532,13 @@ def test_what_a_check_counts_is_written_from_its_rule(lab_file):
     assert (
         '<summary>What the check counts</summary>\\n",\n    "\\n",\n    "What runs counts: no matrix' in built.student
     )
+
+
+def test_with_a_public_address_a_notebook_fetches_the_course_on_a_bare_machine(monkeypatch):
+    assert "fetch" not in cells(build_lab(FIXTURE_LAB).student)
+    monkeypatch.setattr(builder, "repository_address", lambda: "https://github.com/us/labs")
+    built = build_lab(FIXTURE_LAB)
+    for text in (built.student, built.instructor):
+        assert [*cells(text)][1] == "fetch" and "git clone -q --depth 1 https://github.com/us/labs" in cells(text)[
+            "fetch"
+        ].source

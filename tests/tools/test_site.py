@@ -89,6 +89,14 @@ def test_a_link_that_leads_nowhere_stops_the_build():
         pages.Links().rewrite("[a](gone.md)", "README.md")
 
 
+def test_a_word_of_the_glossary_leads_there_where_a_lab_uses_it_first():
+    terms = ["SM", "tensor core", "Triton, Gluon"]
+    text = pages.link_first_uses("# SM\n`SM` a [SM](x) sm, $SM$ SMs and SM; Tensor cores in Gluon, Triton", terms)
+    for word, anchor in (("SMs", "sm"), ("Tensor cores", "tensor-core"), ("Gluon", "triton-gluon")):
+        assert f'<a href="glossary.html#word-{anchor}">{word}</a>' in text
+    assert text.count("<a ") == 3 and terms == []
+
+
 def test_the_reference_has_every_name():
     import utils
 

@@ -140,8 +140,7 @@ def layouts_need_names() -> bool:
 
     Later versions make a constant of it by themselves; Triton 3.6 raises an AttributeError about `_flatten_ir`.
     """
-    version = installed_version("triton")
-    return version is not None and version < (3, 7)
+    return workers_need_register_counts()
 
 
 def cluster_modules() -> tuple:

@@ -410,7 +410,7 @@ def wrong_calls():
         "layer_type is 'global'.*full_attention": lambda: get_position_embeddings(x, ids, rotary_emb, "global"),
         "position_ids has shape .6,": lambda: get_position_embeddings(x, ids[0], rotary_emb, "full_attention"),
         "max_cache_len is 0": lambda: initialize_kv_cache(GEMMA_CONFIG, 0),
-        "'flash'; allowed: sdpa, eager": lambda: build_decoder_layer(attn_implementation="flash"),
+        "'flash'; allowed": lambda: build_decoder_layer(attn_implementation="flash"),
         "layers 0 to 17": lambda: build_decoder_layer(layer_idx=18),
         "layer_idx is 'last'; it must be a whole number": lambda: build_decoder_layer(layer_idx="last"),
         "config is 3; it must be a Gemma3TextConfig": lambda: build_decoder_layer(3),
