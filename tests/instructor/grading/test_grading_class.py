@@ -329,6 +329,24 @@ def test_workers_of_another_version_of_the_course(grade_again, scheduler, monkey
     assert said.exit_code == 2 and "has another version of the course" in said.output
 
 
+def test_whoever_waits_for_the_model_answers_is_told(small_lab, tmp_path, monkeypatch):
+    class Began(Exception):
+        pass
+
+    def workers(*arguments):
+        raise Began
+
+    monkeypatch.setattr(gradebook, "prepare", lambda course, built: None)
+    monkeypatch.setattr(cluster, "known_calibration", lambda built, limits: None)
+    monkeypatch.setattr(cluster, "_calibrated_workers", workers)
+    course, said = Course(tmp_path), []
+    course.submit(small_lab.name, "ada", small_lab.student)
+    with pytest.raises(Began):
+        found = submissions(course.root, small_lab.name)
+        grade_class(course, small_lab, found, progress=lambda who, done, total: said.append(who))
+    assert said and "model answers first" in said[0]
+
+
 def test_the_last_worker_goes_and_then_the_scheduler(monkeypatch):
     """The run ends with an error; it does not wait for workers without end."""
     from distributed import Client
