@@ -51,6 +51,9 @@ def attention_mistake(got: object, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     def attend(scale: float = right_scale, causal: bool = causal) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=causal)
 
+    right = attend()
+    if torch.allclose(got, right, rtol=1e-3, atol=1e-4):
+        return ""
     scores = q @ k.mT * right_scale
     known = {
         "The scores are divided by the square root of the head dimension.": lambda: attend(1.0),
@@ -67,7 +70,6 @@ def attention_mistake(got: object, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     if q.shape[-2] == k.shape[-2]:
         hint = "A query may not see the keys after it." if causal else "No mask was asked for."
         known[hint] = lambda: attend(causal=not causal)
-    right = attend()
     for hint, answer in known.items():
         wrong = answer()
         telling = not torch.allclose(wrong, right, rtol=1e-3, atol=1e-4)
