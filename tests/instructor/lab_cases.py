@@ -214,6 +214,12 @@ def points_of(lab: Built) -> tuple[float, float]:
     return regular, bonus
 
 
+def points_by_hand(lab: Built) -> dict[str, float]:
+    """Return the points that a person gives: {id of an answer cell: points}."""
+    cells = [cell for question in lab.questions for cell in question.cells]
+    return {cell.grade_id: cell.points for cell in cells if cell.role in ("manual", "task")}
+
+
 # ---- what a notebook's cells use and give ------------------------------------------------------------------------
 
 
@@ -335,26 +341,15 @@ class Graded:
     scores: dict[str, dict[str, Score]]
     notebooks: dict[str, nbformat.NotebookNode]
 
-    def errors(self, student: str) -> list[tuple]:
-        """The errors in a student's notebook: [(cell, error output)]."""
-        return [
-            (cell, output)
-            for cell in self.notebooks[student].cells
-            for output in cell.get("outputs", [])
-            if output.output_type == "error"
-        ]
 
-    def seconds(self, student: str) -> list[float]:
-        """Seconds that each code cell took."""
-        return [_seconds(cell) for cell in self.notebooks[student].cells if cell.cell_type == "code"]
+def errors_in(notebook: nbformat.NotebookNode) -> list[tuple]:
+    """List the errors in an executed notebook: [(cell, error output)]."""
+    return [(c, output) for c in notebook.cells for output in c.get("outputs", []) if output.output_type == "error"]
 
-    def not_full(self, student: str) -> dict[str, Score]:
-        """The automatic tests that did not get all their points."""
-        return {
-            name: score
-            for name, score in self.scores[student].items()
-            if not score.needs_manual_grade and score.auto != score.points
-        }
+
+def seconds_in(notebook: nbformat.NotebookNode) -> list[float]:
+    """List the seconds that each code cell took."""
+    return [_seconds(cell) for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def guesses_of(cells: list) -> list[str]:

@@ -12,8 +12,9 @@ import torch
 
 from instructor.build import ROOT
 from instructor.checks.lab4_sdpa.common import KNOCKED_OUT, knocked_out, reasons_of
+from instructor.course import answered_notebook
 from tests.instructor import lab_cases
-from tests.instructor.every_lab import EveryLab, EveryRightAnswer
+from tests.instructor.every_lab import EveryLab, EveryRightAnswer, slow
 from tests.instructor.lab4_right_answers import RIGHT_ANSWERS
 from tests.instructor.lab4_wrong_answers import WRONG_ANSWERS
 from tests.instructor.visible import VisibleChecks, assert_names_the_mistake
@@ -42,6 +43,24 @@ class TestLab(EveryLab):
     least_figures, least_predictions = 2, 10
     bare_stubs = True
     hinted = True
+
+    @slow
+    def test_stock_nbgrader_gives_every_point(self, graded):
+        """Of the labs the quickest goes through stock nbgrader; the others' notebooks are executed."""
+        scores = graded.scores["solved"]
+        assert {name: score.points for name, score in scores.items() if score.needs_manual_grade} == self.by_hand
+        assert {name for name, score in scores.items() if score.auto != score.points} == set(self.by_hand)
+        assert sum(score.points for score in scores.values()) == sum(self.points)
+
+
+@pytest.fixture(scope="module")
+def graded(lab, grade_notebooks) -> lab_cases.Graded:
+    return lab_cases.graded_by_nbgrader(lab, grade_notebooks, solved=answered_notebook(lab))
+
+
+@pytest.fixture(scope="module")
+def solved(graded):
+    return graded.notebooks["solved"]
 
 
 @pytest.fixture(scope="module")
