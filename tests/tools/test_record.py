@@ -113,9 +113,3 @@ def test_the_commits_of_the_records_are_in_the_history():
         (name, commit) for name, commit in named if git("merge-base", "--is-ancestor", commit, "HEAD").returncode
     }
     assert not missing
-
-
-def test_random_shapes_are_those_of_the_seed():
-    shapes = attention_ratios.random_shapes(41)
-    assert len(shapes) == 40 and shapes == attention_ratios.random_shapes(41) != attention_ratios.random_shapes()
-    assert all(500 <= shape[side] <= 40_000 for shape in shapes for side in ("sq", "sk"))
