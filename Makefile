@@ -39,8 +39,7 @@ lab: student-env ## open JupyterLab on lab1.ipynb (LAB=lab3 for another)
 # One process more than cores, up to four: many tests wait for a process of their own. On the GPU one test runs at a time.
 TEST_PROCESSES ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null | awk '{ print ($$1 < 4 ? $$1 + 1 : 4) }')
 PYTEST = $(TEST_ENV) "$(VENV)/bin/python" -m pytest
-# The tests of a file stay in one process and share its fixtures, and the files start in their order. By the CPU times of
-# the quick set this takes 2% longer than the ideal; single tests spread over the processes would take 24% longer.
+# The tests of a file stay in one process and share its fixtures; the longest files start first (tests/conftest.py).
 PARALLEL = -n $(or $(TEST_PROCESSES),2) --dist loadfile --no-loadscope-reorder
 
 test: env ## run the quick tests (five minutes, no GPU needed)

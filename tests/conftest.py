@@ -37,6 +37,22 @@ BUSY = 2.0  # processes a core: with a higher load average, the clock says nothi
 FAR = 2.0  # times the limit: so slow a test fails in continuous integration
 CALCULATION_S = 0.05  # CPU time of `calculation_seconds` on the machine on which the suite was written
 
+# The files that take longest, by measured CPU time: they start first, so that none of them runs alone at the end.
+LONGEST = (
+    "utils/attention/test_decode.py",
+    "instructor/test_lab1.py",
+    "instructor/test_lab3.py",
+    "instructor/grading/test_grading_class.py",
+    "instructor/grading/test_grading_honest.py",
+    "instructor/test_lab4.py",
+    "utils/kernels/test_gemm_gluon.py",
+    "utils/kernels/test_gemm_simulated.py",
+    "instructor/grading/test_grading_walkthrough.py",
+    "utils/attention/test_attention.py",
+    "utils/attention/test_prepared.py",
+    "utils/attention/test_backward.py",
+)
+
 SLOW = "slow test"  # the key of a report's property that says why the test needs the mark
 
 _left_out = pytest.StashKey[int]()
@@ -50,6 +66,8 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(items):
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.nodeid.split("::")[0].removeprefix("tests/"), len(LONGEST)))
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_tests and not _gpu_found():
         reason = "needs an NVIDIA GPU: torch.cuda.is_available() is False here"

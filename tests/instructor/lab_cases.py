@@ -80,6 +80,16 @@ def calls_of(answer: str, calls: dict[str, str]) -> dict[str, str]:
     return own
 
 
+def calls_reached_by(code: str, calls: dict[str, str], answers: dict[str, str]) -> dict[str, str]:
+    """Select the calls that use a name of this code, themselves or through answers: no other verdict can change."""
+    names = names_defined(ast.parse(code))
+    sources = [ast.parse(text) for text in answers.values() if not text.startswith("%%")]
+    functions = {node.name: names_used(node) for tree in sources for node in tree.body if hasattr(node, "name")}
+    while more := {name for name, used in functions.items() if used & names} - names:
+        names |= more
+    return {test: call for test, call in calls.items() if names_used(ast.parse(call)) & names}
+
+
 def drawn(calls: dict[str, str], seed: int) -> dict[str, str]:
     """Return the same calls with other inputs than those of the grading."""
     return {test: f"{call[:-1]}, seed={seed})" for test, call in calls.items()}

@@ -68,7 +68,8 @@ def test_files_are_small_undated_and_described(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_texts_neither_overlap_nor_leave_the_card(name, cards):
+def test_texts_neither_overlap_nor_leave_the_card_which_brings_its_background(name, cards):
+    """On a white page and on a dark one the same pixels show, but for the rounded corners."""
     figure = cards[name].figure
     figure.canvas.draw()
     renderer = figure.canvas.get_renderer()
@@ -80,13 +81,6 @@ def test_texts_neither_overlap_nor_leave_the_card(name, cards):
         across = min(a[2], b[2]) - max(a[0], b[0])
         down = min(a[3], b[3]) - max(a[1], b[1])
         assert across < 1 or down < 1, f"{one!r} and {other!r} overlap"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_card_brings_its_own_background(name, cards):
-    """On a white page and on a dark one the same pixels show, but for the rounded corners."""
-    figure = cards[name].figure
-    figure.canvas.draw()
     alpha = np.asarray(figure.canvas.buffer_rgba())[:, :, 3]
     assert (alpha[12:-12, 3:-3] == 255).all() and (alpha[3:-3, 12:-12] == 255).all()
     assert alpha[0, 0] == 0
