@@ -313,7 +313,6 @@ REFUSED = {
     "id of another question": ((HEADING, ANSWER, TESTS.replace("q1_1_", "q1_2_")), "stands under Question 1.1"),
     "answer under no heading": ((ANSWER, TESTS, HEADING), "no question's heading"),
     "no END SOLUTION": ((HEADING, ANSWER.replace("    ### END SOLUTION\n", ""), TESTS), "BEGIN SOLUTION without END"),
-    "no END HIDDEN": ((HEADING, ANSWER, TESTS.replace("### END HIDDEN TESTS\n", "")), "HIDDEN TESTS without END"),
     "no BEGIN": ((HEADING, ANSWER.replace("    ### BEGIN SOLUTION\n", ""), TESTS), "END SOLUTION without a BEGIN"),
     "unknown key": (
         (HEADING, ANSWER.replace('"solution"', '"solutoin"'), TESTS),
@@ -363,17 +362,9 @@ REFUSED = {
         ),
         "put the marking scheme",
     ),
-    "scheme in prose": (
-        (HEADING, ANSWER, TESTS, "# %% [markdown]\n# BEGIN MARK SCHEME\n# b\n# END MARK SCHEME\n"),
-        "MARK SCHEME region in a cell without",
-    ),
     "unknown placeholder": (("# %% [markdown]\n# {points:7.7}\n\n", HEADING, ANSWER, TESTS), "{points:7.7} is unknown"),
     "solution leaks": (
         (HEADING, "# %%\nx = 1\n#   twice_as_much  =  x + x\n\n", ANSWER, TESTS),
-        "is secret and reaches",
-    ),
-    "hidden test leaks": (
-        (HEADING, ANSWER, TESTS, '# %% [markdown]\n# assert double("ab") == "abab"\n'),
         "is secret and reaches",
     ),
     "autotest": (

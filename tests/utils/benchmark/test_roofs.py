@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from utils.benchmark import roofs
-from utils.benchmark.measuring import measure
 from utils.benchmark.roofs import Roofs, datasheet_roofs, machine_roofs, measure_roofs
 from utils.config import GPU_SPECS
 
@@ -273,15 +272,6 @@ def test_a_point_that_stays_above_ends_the_measuring(measured_in_turn):
     measured_in_turn += [Roofs("m", "measured", {"fp32": 1.0}, 0.1)] * 3
     assert machine_roofs(measured={"impossible": (1e9, 100.0)}).tflops == {"fp32": 1.0}
     assert measured_in_turn == []
-
-
-def test_a_time_above_the_roof_has_the_roof_measured_again(measured_in_turn):
-    a = torch.randn(256, 256)
-    measured_in_turn += [Roofs("m", "measured", {"fp32": value}, 1.0) for value in (1e-9, 1e6)]
-    result = measure(torch.mm, a, a, flops=2 * 256**3, roofs=machine_roofs(), iterations=3, warmup=1)
-    assert 0 < result.roof_share < 1 and result.roof["tflops"] == 1e6 and not result.over_roof
-    fixed = Roofs("given", "measured", {"fp32": 1e-9}, 1.0)  # not those of this machine: nothing to measure again
-    assert measure(torch.mm, a, a, flops=2 * 256**3, roofs=fixed, iterations=3, warmup=1).over_roof
 
 
 def test_a_busy_machine_is_named(measured_in_turn, capsys):

@@ -307,15 +307,6 @@ def test_a_misspelt_argument_is_an_error(function, wrong, right):
         function(zzz=1)
 
 
-def test_decode_past_the_end_says_how_long_the_cache_is():
-    for layer_idx in (SLIDING, FULL):
-        built = build(layer_idx)
-        cache = initialize_kv_cache(GEMMA_CONFIG, 8)
-        prefill(built, torch.randn(1, 8, HIDDEN), cache)
-        with pytest.raises(IndexError, match=r"position 8 is past the end .* 8 tokens.*initialize_kv_cache"):
-            decode(built, torch.randn(1, 1, HIDDEN), 8, cache)
-
-
 def wrong_calls():
     """Return {what the message must match: a call that is wrong}."""
     f32 = torch.float32
