@@ -183,6 +183,7 @@ def test_ctrl_c_ends_with_a_clear_last_line(folder, monkeypatch):
     assert shown.exit_code == 0 and "Status: interrupted" in (folder / "artifacts/cut/report.md").read_text()
 
 
+@pytest.mark.slow
 def test_replay_runs_a_side_in_a_process_of_its_own(small_run):
     case = small_run[1]["cases"][0]
     values = {key: knob["value"] for key, knob in case["knobs"].items()}

@@ -56,9 +56,8 @@ def test_a_dtype_without_a_peak_is_an_error_that_lists_the_peaks():
         TOY.ridge_point("int8")
 
 
-@pytest.mark.parametrize("name", GPU_SPECS)
-def test_datasheet_roofs_are_the_row(name):
-    spec, sheet = GPU_SPECS[name], datasheet_roofs(name)
+def test_datasheet_roofs_are_the_row():
+    spec, sheet = GPU_SPECS["A100"], datasheet_roofs("A100")
     assert sheet.origin == "datasheet"
     assert sheet.name == spec["full_name"] and sheet.detail == spec["source"]
     assert sheet.memory_bandwidth_tb_s == spec["memory_bandwidth_tb_s"]
