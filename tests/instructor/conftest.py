@@ -9,7 +9,6 @@ import pytest
 from instructor.build import ROOT, Built, build_lab
 from instructor.course import Course, Score
 from instructor.execute import execute
-from instructor.points import lab_path
 
 pytest.register_assert_rewrite("tests.instructor.lab_cases", "tests.instructor.every_lab")
 
@@ -54,7 +53,7 @@ def grade_notebooks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lab(request) -> Built:
-    return build_lab(lab_path(request.module.LAB))
+    return lab_cases.built(request.module.LAB)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ nbgrader gives to whole notebooks. What concerns one lab only is in the test fil
 
 import ast
 import contextlib
+import functools
 import importlib
 import io
 import re
@@ -16,9 +17,10 @@ from types import ModuleType
 
 import nbformat
 
-from instructor.build import Built
+from instructor.build import Built, build_lab
 from instructor.course import Score
 from instructor.names import bound_names, used_names
+from instructor.points import lab_path
 from utils.checking import AnswerNeeded, Verdict
 from utils.checking import WrongAnswer as VisibleRefusal
 
@@ -39,6 +41,12 @@ class WrongAnswer:
     def lost(self) -> set[str]:
         """Ids of the test cells that lose their points."""
         return set(self.loses or (f"{self.cell}_tests",))
+
+
+@functools.cache
+def built(name: str) -> Built:
+    """Build a lab, once for all test files of this process."""
+    return build_lab(lab_path(name))
 
 
 # ---- a lab's cells -----------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from instructor.build import build_lab, stale_files, write_files
 from instructor.cli import app
 from instructor.points import lab_names, lab_path, points, points_table, put_points_table
 from instructor.source import LabError, read_lab
+from tests.instructor.lab_cases import built
 
 FIXTURE_LAB = Path(__file__).parent / "fixture_lab.py"
 HEADER = FIXTURE_LAB.read_text().split("\n\n")[0] + "\n\n"
@@ -501,8 +502,7 @@ def test_stale_files_are_those_that_differ(tmp_path, small_lab):
 
 @pytest.mark.parametrize("name", lab_names())
 def test_committed_notebook_is_what_its_source_builds(name):
-    built = build_lab(lab_path(name))
-    assert stale_files(built) == [], f"run `labs build {name}`"
+    assert stale_files(built(name)) == [], f"run `labs build {name}`"
 
 
 @pytest.mark.parametrize("name", lab_names())

@@ -1,5 +1,6 @@
 """The environment: one source of versions, repeatable, quick the second time, and clear when something is missing."""
 
+import functools
 import itertools
 import json
 import os
@@ -359,6 +360,7 @@ def test_each_marker_has_its_verb(marker):
     assert f"not {left_out}" in selection_of("test") and marker in selection_of(verb)
 
 
+@functools.cache
 def selection_of(target: str) -> list[str]:
     """The conditions that a target of the Makefile gives to `pytest -m`."""
     command = shlex.split(run_make("--dry-run", target).stdout.splitlines()[-1])
