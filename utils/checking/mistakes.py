@@ -59,6 +59,7 @@ def attention_mistake(got: object, q: torch.Tensor, k: torch.Tensor, v: torch.Te
         "The scores are divided by the square root of the head dimension.": lambda: attend(1.0),
         "The scores are divided by sqrt(D), not by D.": lambda: attend(1 / q.shape[-1]),
         "The scores are divided by sqrt(D), once.": lambda: attend(right_scale**2),
+        "The root is that of the head dimension D, not of the length.": lambda: attend(1 / math.sqrt(q.shape[-2])),
         "The scores are divided by sqrt(D), not multiplied.": lambda: attend(1 / right_scale),
         "Which dimension is the softmax over? Each QUERY's weights sum to 1.": lambda: (
             torch.softmax(scores, dim=-2) @ v
