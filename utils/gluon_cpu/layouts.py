@@ -172,7 +172,7 @@ def check_shared(layout, dtype, shape: list[int]) -> None:
             f"{len(shape) - 1} if its first dimension counts buffers."
         )
     tile = per_block(shape, layout)[len(shape) - layout.rank :]
-    inner = tile[0] if layout.transposed else tile[-1]
+    inner = (tile[0] if layout.transposed else tile[-1]) * (2 if layout.fp4_padded else 1)
     if inner * dtype.primitive_bitwidth // 8 < layout.swizzle_byte_width:
         _refuse(
             f"A row of {inner} {dtype} has {inner * dtype.primitive_bitwidth // 8} bytes; "

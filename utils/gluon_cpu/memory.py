@@ -23,7 +23,8 @@ from .known import constant, constants, number
 from .reports import Site
 from .tensors import Shape, Tensor
 
-SHARED_BYTES = 232448  # what one block of an H100 or H200 may use: 227 KiB
+SHARED_BYTES = 232448  # what one block of an H100, an H200 or a B200 may use: 227 KiB
+COLUMNS = 512  # of Blackwell's tensor memory
 
 
 @dataclass(slots=True, eq=False)
@@ -135,6 +136,7 @@ class MemDesc:
     )
     nbytes = property(lambda self: self.view.size * self.dtype.primitive_bitwidth // 8)
     label = property(lambda self: self.allocation.label + self.suffix)
+    values = property(lambda self: self.view)  # what a product or a copy reads
 
     def __repr__(self) -> str:
         return f"<shared memory {self.label}: {self.dtype}{list(self.shape)}, {self.layout}>"
@@ -202,8 +204,7 @@ class MemDesc:
         layout = layouts.shared_view(self.dtype, list(self.shape), self.layout, "reshape", tuple(shape))
         view, written = self.view.reshape(shape), self.written.reshape(shape)
         if not np.may_share_memory(view, self.view):  # NumPy had to copy
-            text = f"gluon_cpu cannot reshape {self.label}: this view does not lie in order"
-            refuse("unknown operation", f"{text}. Reshape before .permute or .slice.")
+            return Rearranged(self, shape, layout)
         return self._view(view, written, layout, self.suffix)
 
     def _reinterpret(self, dtype=None, shape=None, layout=None) -> MemDesc:
@@ -250,7 +251,7 @@ class MemDesc:
         layouts.check_same_blocks(self, layout, "load")
         reads = access(self, write=False, what=f"the load of {self.label}")
         self._spend("shared load")
-        return Tensor(self.view.copy(), self.dtype, layout, reads=reads)
+        return Tensor(self.values.copy(), self.dtype, layout, reads=reads)
 
     def store(self, value) -> None:
         """Store a tensor of the same shape and dtype."""
@@ -289,6 +290,25 @@ class MemDesc:
         self._check_places(indices, axis, "scatter")
         access(self, write=True, what=f"the scatter into {self.label}", covers=False)
         np.put_along_axis(self.view, indices.data, values.data, axis)
+
+
+class Rearranged(MemDesc):
+    """Memory in another order than strides can say, as scales lie for tcgen05_copy: it can be read as a whole."""
+
+    def __init__(self, source: MemDesc, shape: list[int], layout):
+        self.tile = shape
+        super().__init__(source.allocation, source.view, source.written, layout, source.suffix, shape)
+        self.outside = source.outside
+
+    shape = property(lambda self: Shape(self.tile))
+    rank = property(lambda self: len(self.tile))
+    values = property(lambda self: self.view.reshape(self.tile))
+
+    def _refuse(self, *_, **__):
+        text = f"gluon_cpu reads {self.label} as a whole, once it is reshaped after a permute"
+        refuse("unknown operation", f"{text}. Cut or store it before that.")
+
+    index = slice = permute = reshape = _reinterpret = reinterpret = store = gather = scatter = _refuse
 
 
 def _atomic_scatter(name: str, update) -> Callable:
@@ -517,11 +537,17 @@ def finish(program) -> None:
         text = f"{_upper(read.what)} reads bytes that nothing has written."
         report("uninitialized", text, at=read.site, partition=read.partition)
     program.unwritten_reads = []
-    for step in sorted({a.first for a in program.allocations}):
-        alive = [a for a in program.allocations if a.first <= step <= a.last]
-        total = sum(a.bytes for a in alive)
-        if total > SHARED_BYTES:
-            parts = ", ".join(f"{a.label}: {a.bytes}" for a in alive)
-            text = f"{total} bytes of shared memory are in use at once ({parts})"
-            report("layout", f"{text}; a block of an H100 or H200 has {SHARED_BYTES}.", at=alive[-1].site)
+    check_size(program.allocations, "bytes", f"bytes of shared memory are in use at once; a block has {SHARED_BYTES}")
+    check_size(program.tensor_memory, "columns", f"columns of tensor memory are in use at once; a block has {COLUMNS}")
+
+
+def check_size(allocations: list, unit: str, text: str) -> None:
+    """Report the first allocation that does not fit beside those that are in use at the same time."""
+    limit = SHARED_BYTES if unit == "bytes" else COLUMNS
+    for step in sorted({a.first for a in allocations}):
+        alive = [a for a in allocations if a.first <= step <= a.last]
+        total = sum(getattr(a, unit) for a in alive)
+        if total > limit:
+            parts = ", ".join(f"{a.label}: {getattr(a, unit)}" for a in alive[:8])
+            report("layout", f"{total} {text} ({parts}).", at=alive[-1].site)
             return
