@@ -91,7 +91,7 @@ for _name, _function in {
     "add2": lambda lhs, rhs, dtype=None: to_tensor(lhs) + rhs,
     "sub2": lambda lhs, rhs, dtype=None: to_tensor(lhs) - rhs,
     "mul2": lambda lhs, rhs, dtype=None: to_tensor(lhs) * rhs,
-    "fma2": lambda lhs, rhs, acc, dtype=None: meaning("fma")(*broadcast(lhs, rhs), acc),
+    "fma2": lambda lhs, rhs, acc, dtype=None: meaning("fma")(*meaning("broadcast")(lhs, rhs), acc),
 }.items():
     known(_name, of=(blackwell,))(_function)
 
@@ -184,7 +184,8 @@ def split(a):
     if not a.shape or a.shape[-1] != 2:
         refuse("layout", f"split needs a last dimension of 2, got shape {list(a.shape)}.")
     layout = layouts.register_view(a.layout, list(a.shape), "split")
-    return tuple(Tensor(np.ascontiguousarray(a.data[..., i]), a.dtype, layout) for i in (0, 1))
+    parts = (slice(0, 1), slice(1, 2)) if isinstance(a.layout, layouts.EachElement) else (0, 1)
+    return tuple(Tensor(np.ascontiguousarray(a.data[..., i]), a.dtype, layout) for i in parts)
 
 
 @known()

@@ -55,7 +55,10 @@ class Allocation:
         self.name = ""  # the first variable that held it
         self.path = ""  # the path to it through an aggregate, such as ring.bars.full
         self.data: np.ndarray = np.zeros(shape, numpy_type(dtype))
-        self.written: np.ndarray = np.zeros(shape, np.bool_)
+        self.written: np.ndarray = np.zeros(
+            shape, np.int8
+        )  # 0, or by which of `spreads` it was written, counted from 1
+        self.spreads: list = [layouts.block_bases(layout)]  # how its views spread it over the blocks of a cluster
         self.records: list[list[Access]] = [[] for _ in range(context.program().num_ctas)]  # of each block
         self.barriers: dict[int, list] = {}  # the MBarriers in it, by their place: one for each block
         self.bytes = math.prod(layouts.per_block(shape, layout)) * dtype.primitive_bitwidth // 8  # in each block
@@ -122,6 +125,7 @@ class MemDesc:
         self.allocation, self.view, self.written, self.layout = allocation, view, written, layout
         self.suffix = suffix
         self.alloc_shape = alloc_shape or list(view.shape)
+        self.spread = 1  # which of the allocation's spreads it has
         self.outside = ""  # why this view may not be used: an address outside is harmless until then
         start = view.__array_interface__["data"][0] - allocation.data.__array_interface__["data"][0]
         self.key = (start, view.shape, view.strides)
@@ -164,6 +168,7 @@ class MemDesc:
         slots = self.view.shape[0]
         inside = min(max(i, 0), slots - 1)
         slot = MemDesc(self.allocation, self.view[inside], self.written[inside], self.layout, f"{self.suffix}[{i}]")
+        slot.spread = self.spread
         if i != inside:
             slots_text = f"there are {slots} slots, 0 to {slots - 1}"
             sign = " (In Triton -1 % n is -1, as in C.)" if i < 0 else ""
@@ -181,8 +186,8 @@ class MemDesc:
         if start < 0 or length < 1 or start + length > self.view.shape[dim]:
             text = f"{self.label}.slice({start}, {length}, dim={dim})"
             refuse("layout", f"{text} leaves its shape {list(self.shape)}.")
-        if any(map(any, layouts.block_bases(self.layout))):
-            text = f"gluon_cpu does not cut {self.label}, which is spread over the blocks of a cluster"
+        if any(basis[dim - self.rank] for basis in layouts.block_bases(self.layout) if self.rank - dim <= len(basis)):
+            text = f"gluon_cpu does not cut {self.label} along a dimension that is spread over the blocks of a cluster"
             refuse("unknown operation", f"{text}. Allocate the parts, or cut before: .index(i) takes a slot.")
         at = tuple(slice(start, start + length) if d == dim else slice(None) for d in range(self.rank))
         text = ", ".join(f"{start}:{start + length}" if d == dim else ":" for d in range(dim + 1))
@@ -223,16 +228,26 @@ class MemDesc:
             text = f"{self.label} has {self.view.size} elements that lie in order"
             refuse("layout", f"_reinterpret: {text}; {shape} needs {size}.")
         layouts.check_shared(layout, self.dtype, shape)
-        layouts.check_same_blocks(self, layout, "_reinterpret")
+        parts = [math.prod(layouts.per_block(x, y)) for x, y in ((shape, layout), (self.shape, self.layout))]
+        if parts[0] > parts[1]:
+            refuse(
+                "layout", f"_reinterpret: each block has {parts[1]} elements of {self.label}; {shape} needs {parts[0]}."
+            )
         view, written = (array.reshape(-1)[:size].reshape(shape) for array in (self.view, self.written))
-        return self._view(view, written, layout, f"{self.suffix} as {shape}")
+        subview = self._view(view, written, layout, f"{self.suffix} as {shape}")
+        spreads, bases = self.allocation.spreads, layouts.block_bases(layout)
+        if bases != layouts.block_bases(self.layout):
+            if bases not in spreads:
+                spreads.append(bases)
+            subview.spread = spreads.index(bases) + 1
+        return subview
 
     if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # its name from Triton 3.9 on
         reinterpret = _reinterpret
 
     def _view(self, view, written, layout, suffix, alloc_shape=None) -> MemDesc:
         subview = MemDesc(self.allocation, view, written, layout, suffix, alloc_shape)
-        subview.outside = self.outside
+        subview.outside, subview.spread = self.outside, self.spread
         return subview
 
     def _keep_alive(self) -> None:  # only says that the memory is in use here
@@ -298,7 +313,7 @@ class Rearranged(MemDesc):
     def __init__(self, source: MemDesc, shape: list[int], layout):
         self.tile = shape
         super().__init__(source.allocation, source.view, source.written, layout, source.suffix, shape)
-        self.outside = source.outside
+        self.outside, self.spread = source.outside, source.spread
 
     shape = property(lambda self: Shape(self.tile))
     rank = property(lambda self: len(self.tile))
@@ -441,7 +456,12 @@ def access(
         accesses.append(new)
     if write:
         if covers:
-            desc.written[...] = True
+            desc.written[...] = desc.spread
+    elif len(allocation.spreads) > 1 and ((desc.written != desc.spread) & (desc.written > 0)).any():
+        text = (
+            f"{desc.label} was written with its elements spread over the blocks in another way ({allocation.spreads})"
+        )
+        refuse("layout", f"{_upper(what)}: {text}. Read it through the layout that it was written through.")
     elif not desc.written.all():
         program.unwritten_reads.append(accesses[0])
     return tuple(accesses)

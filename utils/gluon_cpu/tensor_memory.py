@@ -57,7 +57,7 @@ class Columns(Allocation):
         self.layout = layout
         rows = [*shape[:-1], _columns(dtype, layout, shape[-1])]
         self.data = np.zeros(rows, np.uint32)
-        self.written = np.zeros(rows, np.bool_)
+        self.written = np.zeros(rows, np.int8)
         self.writer: np.ndarray = np.zeros(rows, np.int8)  # which of the types in `values` wrote it
         self.values: dict[tuple[str, int], np.ndarray] = {}
         self.columns = _columns_in_a_block(dtype, shape, layout)
@@ -264,11 +264,21 @@ def register_layouts(dtype, shape: list[int], alloc_shape: list[int], layout, wa
 def same_registers(layout, wanted, shape: list[int]) -> bool:
     """Return whether two register layouts give each element to the same lane of the same warp, in any order of registers."""
     a, b = (layouts.linear(x, shape) for x in (layout, wanted))
-    # Registers beyond the tile hold nothing new: the layout of a wide tensor serves for a narrow part of it.
-    registers = [
-        sorted(basis for basis in x.reg_bases if any(basis) and all(map(operator.lt, basis, shape))) for x in (a, b)
-    ]
-    return a.lane_bases == b.lane_bases and a.warp_bases == b.warp_bases and registers[0] == registers[1]
+    return (
+        a.lane_bases == b.lane_bases
+        and a.warp_bases == b.warp_bases
+        and _registers_of(a, shape) == _registers_of(b, shape)
+    )
+
+
+def _registers_of(layout, shape: list[int]) -> list[list[int]]:
+    """Return the steps of a layout's registers in a tile: a wide layout has some beyond it, a narrow one repeats itself."""
+    steps = [basis for basis in layout.reg_bases if any(basis) and all(map(operator.lt, basis, shape))]
+    for d, (covered, size) in enumerate(zip(layout.shape, shape, strict=True)):
+        while covered < size:
+            steps.append([covered if axis == d else 0 for axis in range(len(shape))])
+            covered *= 2
+    return sorted(steps)
 
 
 def _check_layout(dtype, shape: list[int], layout) -> None:
