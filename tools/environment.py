@@ -195,6 +195,7 @@ UV_NAMES = {
     "extra-index-url": "--index",
     "find-links": "--find-links",
     "trusted-host": "--allow-insecure-host",
+    "constraint": "--constraints",
 }
 HARMLESS = {
     *("timeout", "default-timeout", "retries", "disable-pip-version-check", "cache-dir", "progress-bar", "no-color"),

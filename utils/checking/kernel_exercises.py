@@ -454,7 +454,8 @@ def expect_kernel(
             what = f"{name} after {launch.kernel}{where}"
             got, right = outputs[name], tensor.to(outputs[name].dtype)
             if got.isnan().any() and (never := unwritten(source, launch, name)):
-                raise AssertionError(f"{what}: {never} {hint}")
+                words = name_mistakes(got, right, mistakes()) if mistakes else []
+                raise AssertionError(f"{what}: {never} {' Or: '.join(words) or hint}")
             try:
                 expect_close(got, right, rtol=rtol, atol=atol, what=what, hint=hint)
             except AssertionError as wrong:
