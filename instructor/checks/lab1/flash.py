@@ -31,7 +31,7 @@ def _expect_tiles_used(function, draw: Draw, name: str) -> None:
 
 def _expect_wide_inside(function, draw: Draw, name: str) -> None:
     """Assert one rounding with small and with large scores: then the weights are few, and what rounding a score costs stands out."""
-    s, tiles = (400, (200, 16)) if "causal" in name else (16, (8, 16))
+    s, tiles = (400, (200, 16)) if "causal" in name else (16, (16, 16))
     for factor in (1, 8):
         q, k, v = (draw.normal(1, 2, n, 16, dtype=torch.bfloat16) for n in (s, 400, 400))
         expect_wide_inside(function, (factor * q, k, v), tiles, f"{name}{' of large scores' if factor > 1 else ''}")
