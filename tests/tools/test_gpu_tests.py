@@ -2,6 +2,8 @@
 
 import signal
 
+import pytest
+
 from tools.gpu_tests import outcomes, reasons, run
 
 TESTS = """
@@ -17,13 +19,14 @@ def test_long():
 """
 
 
+@pytest.mark.slow
 def test_when_the_time_is_over_the_log_says_why_a_test_failed(tmp_path):
     file = tmp_path / "test_three.py"
     file.write_text(TESTS, encoding="utf-8")
     names = [f"{file}::{name}" for name in ("test_right", "test_wrong", "test_long")]
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignored, as in a shell's background
     try:
-        result = run(names, tmp_path / "logs", processes=1, seconds=12.0)
+        result = run(names, tmp_path / "logs", processes=1, seconds=30.0)
     finally:
         signal.signal(signal.SIGINT, before)
     log = (tmp_path / "logs" / "shard-0.log").read_text(encoding="utf-8")
