@@ -947,14 +947,10 @@ for name, share in zip(("smallest gemm", None, "largest gemm", "small gemv", "la
 #   sixth layer attends to everything.
 
 # %%
-for name in (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers",
-    "sliding_window",
-):
+sizes = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim num_hidden_layers sliding_window"
+for name in sizes.split():
     print(f"{name:22} {getattr(config, name)}")
-kinds = [kind.removesuffix("_attention") for kind in config.layer_types]
-for first in range(0, len(kinds), 6):
-    print(f"{'' if first else 'layer_types':22} {' '.join(kinds[first : first + 6])}")
+print(f"{'layer_types':22} {' '.join(kind.removesuffix('_attention') for kind in config.layer_types[:6])}, and so on")
 
 # %% [markdown]
 # ## The five operators of attention
@@ -2463,7 +2459,6 @@ def merge_attention(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Te
 check_merge_attention(merge_attention)
 
 # %%
-# One query, a long cache, four parts: attention over each part, merged, against attention over all of it.
 q = torch.randn(1, flash_heads, 1, flash_dim, device=device)
 k, v = (torch.randn(1, flash_heads, 8192, flash_dim, device=device) for _ in range(2))
 part_outputs, part_lses = [], []
