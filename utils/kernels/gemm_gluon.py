@@ -57,7 +57,7 @@ def compute(work, ring, out, partial, step, item, WHICH: gl.constexpr, TMA_STORE
     """Consumer: its rows of a tile, or of a part of its steps; returns the number of the next step."""
     PLAN: gl.constexpr = work.PLAN
     ROWS: gl.constexpr = PLAN.rows
-    COLUMNS: gl.constexpr = PLAN.block_n
+    COLUMNS: gl.constexpr = PLAN.columns
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PLAN.wgmma_columns, 16])
     tile, first, last = work.locate(item)
     row, column = work.origin(tile)
@@ -152,7 +152,7 @@ def gemm_kernel(
     work = Work(M, N, K, whole, split, PLAN)
     buffers = ring.a
     if TMA_STORE:
-        buffers = shared_tiles(c_desc.dtype, PLAN.buffers * CONSUMERS, PLAN.piece[0], PLAN.piece[1])
+        buffers = shared_tiles(c_desc.dtype, PLAN.buffers * CONSUMERS, PLAN.stored[0], PLAN.stored[1])
     out, partial = (c_desc, c_pointer, buffers), (sums, counters)
     # After the roles: warps and registers of all but the first, which has num_warps and the registers that are left.
     if CONSUMERS == 1:
@@ -226,7 +226,7 @@ def short_kernel(
     let_next_launch_begin()  # only now, as in `producer`
 
     ROWS: gl.constexpr = PLAN.block_m
-    COLUMNS: gl.constexpr = PLAN.block_n
+    COLUMNS: gl.constexpr = PLAN.columns
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     for i in range(count):
@@ -242,6 +242,6 @@ def short_kernel(
 
     buffers = ring.a
     if TMA_STORE:
-        buffers = shared_tiles(c_desc.dtype, PLAN.buffers, PLAN.piece[0], PLAN.piece[1])
+        buffers = shared_tiles(c_desc.dtype, PLAN.buffers, PLAN.stored[0], PLAN.stored[1])
     store_item(work, (c_desc, c_pointer, buffers), (sums, counters), acc, item, row, column, 0, TMA_STORE)
     tma.store_wait(0)  # shared memory must live until TMA has read it

@@ -32,6 +32,7 @@ class Plan:
     down: int = 1  # blocks of a cluster whose tiles lie below each other: they share B
     abreast: int = 1  # blocks of a cluster whose tiles lie side by side: they share A; only one of both is more than 1
     short: bool = False  # the kernel for short products: one block a tile, several blocks on an SM
+    transposed: bool = False  # the kernel computes the transpose of C, from those of B and A, and stores it as C
     simulated: bool = False  # for the simulator, which has no clusters: each block fetches all that it reads
 
     @property
@@ -50,10 +51,25 @@ class Plan:
         return self.block_m // self.consumers
 
     @property
+    def columns(self) -> int:
+        """Columns of a tile's tensors, a power of two, as Gluon wants; products and stores take the first block_n of them."""
+        return 1 << (self.block_n - 1).bit_length()
+
+    @property
+    def brought(self) -> int:
+        """Columns of B that TMA brings where its rows lie in memory as they are: blocks of 64."""
+        return self.block_n if self.block_n == self.columns else ceil_div(self.block_n, 64) * 64
+
+    @property
     def piece(self) -> list[int]:
-        """Rows and columns of a piece of C: a consumer stores its rows of a tile by pieces, through buffers that take turns."""
-        wide = self.short or (self.block_m <= 128 and self.block_n > 64)
+        """Rows and columns of a piece of a tile: a consumer stores its rows by pieces, through buffers that take turns."""
+        wide = (self.short or (self.block_m <= 128 and self.block_n > 64)) and self.block_n % 64 in (0, self.block_n)
         return [self.rows, min(64 if wide else 32, self.block_n)]
+
+    @property
+    def stored(self) -> list[int]:
+        """Rows and columns of C that a piece is."""
+        return self.piece[::-1] if self.transposed else self.piece
 
     @property
     def pieces(self) -> int:
@@ -68,7 +84,7 @@ class Plan:
     @property
     def wgmma_columns(self) -> int:
         """Columns of one product: ptxas refuses 256 in a kernel of 512 threads, as their sums take all 128 registers of a thread."""
-        return min(self.block_n, 128) if self.consumers == 3 else self.block_n
+        return min(self.columns, 128) if self.consumers == 3 else self.columns
 
     @property
     def registers(self) -> int:
@@ -77,8 +93,8 @@ class Plan:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of A and B in a slot of the ring."""
-        return 2 * (self.block_m + self.block_n) * BLOCK_K
+        """Bytes of a slot of the ring, for A and B."""
+        return 2 * (self.block_m + self.columns) * BLOCK_K
 
     @property
     def shared_bytes(self) -> int:
@@ -95,7 +111,12 @@ class Plan:
     def name(self) -> str:
         """Name in the records, such as "128x256 2x1": the tile and the cluster."""
         cluster = f" {self.down}x{self.abreast}" if self.cluster > 1 else ""
-        return f"{'short ' if self.short else ''}{self.block_m}x{self.block_n}{cluster}"
+        return f"{'short ' if self.short else ''}{'transposed ' if self.transposed else ''}{self.block_m}x{self.block_n}{cluster}"
+
+    @property
+    def odd(self) -> int:
+        """The odd factor of the tile's columns: 1, 3 or 5."""
+        return self.block_n // (self.block_n & -self.block_n)
 
     def box(self, operand: str, rows: int, columns: int, transposed: bool = False) -> list[int]:
         """Box that one TMA copy of operand "A", "B" or "C" brings: a matrix' rows and columns, or a piece, as they lie in memory.
@@ -106,6 +127,8 @@ class Plan:
         """
         box = [columns, rows] if transposed else [rows, columns]
         pieces = {"A": self.abreast, "B": self.down}.get(operand, 1)
+        if operand == "B" and self.block_n != self.columns:
+            return [columns // self.odd // pieces, rows] if transposed else [rows // pieces, 64]
         abreast = min(pieces, max(1, box[1] * 2 // 128))
         return [box[0] * abreast // pieces, box[1] // abreast]
 

@@ -141,13 +141,22 @@ class Ring:
         full = self.full.index(self.slot(i))
         # The bytes are announced first: copies that arrive unannounced could complete the phase too early. A piece that
         # another block sends may be here before: that is no harm, since the phase is not complete before this arrival.
-        mbarrier.expect(full, self.PLAN.slot_bytes, pred=pred)
+        COLUMNS: gl.constexpr = self.PLAN.block_n if self.B_COLUMN_MAJOR else self.PLAN.brought
+        mbarrier.expect(full, 2 * BLOCK_K * (self.PLAN.block_m + COLUMNS), pred=pred)
         for w in gl.static_range(CONSUMERS):
             tile = self.a.index(self.slot(i) * CONSUMERS + w)
             at = in_memory(row + w * self.PLAN.rows, k, self.A_COLUMN_MAJOR)
             self.fetch(a_desc, tile, at, full, pred, self.PLAN.abreast)
         at = in_memory(k, column, self.B_COLUMN_MAJOR)
-        self.fetch(b_desc, self.b.index(self.slot(i)), at, full, pred, self.PLAN.down)
+        if self.PLAN.block_n == self.PLAN.columns:
+            self.fetch(b_desc, self.b.index(self.slot(i)), at, full, pred, self.PLAN.down)
+        elif self.PLAN.clustered:
+            for_all_blocks()
+            self.fetch_columns(b_desc, self.b.index(self.slot(i)), at, rank(self.PLAN.down), full, pred)
+            for_this_block()
+        else:
+            for piece in gl.static_range(self.PLAN.down):
+                self.fetch_columns(b_desc, self.b.index(self.slot(i)), at, piece, full, pred)
 
     @gluon.jit
     def fetch(self, desc, tile, at, full, pred, PIECES: gl.constexpr):
@@ -175,6 +184,24 @@ class Ring:
         else:
             memory = tile.reinterpret(tile.dtype, [PIECES, ROWS, COLUMNS], tile.layout).index(piece)
         tma_load(desc, [at[0] + row, at[1] + column], full, memory)
+
+    @gluon.jit
+    def fetch_columns(self, desc, tile, at, piece, full, pred):
+        """Producer: fetch a piece of B's tile where its columns are no power of two: some boxes of it."""
+        ROWS: gl.constexpr = desc.block_type.shape[0]
+        COLUMNS: gl.constexpr = desc.block_type.shape[1]
+        BOXES: gl.constexpr = self.PLAN.odd if self.B_COLUMN_MAJOR else self.PLAN.brought // COLUMNS
+        ALL: gl.constexpr = tile.shape[0] * tile.shape[1] // (ROWS * COLUMNS)
+        for box in gl.static_range(BOXES):
+            if self.B_COLUMN_MAJOR:
+                number, row, column = piece * BOXES + box, (piece * BOXES + box) * ROWS, 0
+            else:
+                number, row, column = box * self.PLAN.down + piece, piece * ROWS, box * COLUMNS
+            if self.PLAN.simulated:
+                memory = tile.slice(column, COLUMNS, dim=1).slice(row, ROWS, dim=0)
+            else:
+                memory = tile.reinterpret(tile.dtype, [ALL, ROWS, COLUMNS], tile.layout).index(number)
+            tma_load(desc, [at[0] + row, at[1] + column], full, memory, pred=pred)
 
     @gluon.jit
     def operands(self, i, WHICH: gl.constexpr):
@@ -218,7 +245,7 @@ def allocate_ring(
         if READERS > 0:
             mbarrier.init(empty.index(i), count=READERS)
     a = shared_tiles(a_desc.dtype, STAGES * PLAN.consumers, PLAN.rows, BLOCK_K, A_COLUMN_MAJOR)
-    b = shared_tiles(b_desc.dtype, STAGES, BLOCK_K, PLAN.block_n, B_COLUMN_MAJOR)
+    b = shared_tiles(b_desc.dtype, STAGES, BLOCK_K, PLAN.columns, B_COLUMN_MAJOR)
     return Ring(a, b, full, empty, PLAN, A_COLUMN_MAJOR, B_COLUMN_MAJOR)
 
 
@@ -247,11 +274,15 @@ def last_part(work, partial, acc, item, WHICH: gl.constexpr):
     sums, counters = partial
     CONSUMERS: gl.constexpr = work.PLAN.consumers
     tile, part = work.tile_and_part(item)
-    place = sums + ((tile * work.split + part) * CONSUMERS + WHICH).to(gl.int64) * (acc.shape[0] * acc.shape[1])
+    WIDTH: gl.constexpr = work.PLAN.rows if work.PLAN.transposed else work.PLAN.block_n
+    place = sums + ((tile * work.split + part) * CONSUMERS + WHICH).to(gl.int64) * (work.PLAN.rows * work.PLAN.block_n)
+    if work.PLAN.transposed:
+        acc = acc.permute((1, 0))
     layout: gl.constexpr = acc.type.layout
     m = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
     n = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
-    gl.store(place + m[:, None] * acc.shape[1] + n[None, :], acc)
+    inside = (m < work.PLAN.block_n)[:, None] if work.PLAN.transposed else (n < work.PLAN.block_n)[None, :]
+    gl.store(place + m[:, None] * WIDTH + n[None, :], acc, mask=inside)
     # All threads of the warpgroup have stored before one of them counts: whoever counts last reads what all have stored.
     whole_warpgroup()
     counter = counters + tile * CONSUMERS + WHICH
@@ -264,17 +295,19 @@ def last_part(work, partial, acc, item, WHICH: gl.constexpr):
 @gluon.jit
 def summed_piece(work, partial, item, i, WHICH: gl.constexpr):
     """Piece i of a tile, summed over its parts in their order, whichever part was the last to arrive."""
-    ROWS: gl.constexpr = work.PLAN.rows
-    COLUMNS: gl.constexpr = work.PLAN.piece[1]
-    SIZE: gl.constexpr = ROWS * work.PLAN.block_n
+    ROWS: gl.constexpr = work.PLAN.stored[0]
+    COLUMNS: gl.constexpr = work.PLAN.stored[1]
+    WIDTH: gl.constexpr = work.PLAN.rows if work.PLAN.transposed else work.PLAN.block_n
+    SIZE: gl.constexpr = work.PLAN.rows * work.PLAN.block_n
     CONSUMERS: gl.constexpr = work.PLAN.consumers
     TOGETHER: gl.constexpr = 4  # parts that are read at a time: one alone would wait for memory once for each part
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // COLUMNS, COLUMNS // 4], [4, 1], [1, 0])
     m = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    n = i * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    n = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    begin = i * ROWS * WIDTH if work.PLAN.transposed else i * COLUMNS
     tile, _ = work.tile_and_part(item)
     first = partial[0] + (tile * work.split * CONSUMERS + WHICH).to(gl.int64) * SIZE
-    first += m[:, None] * work.PLAN.block_n + n[None, :]
+    first += begin + m[:, None] * WIDTH + n[None, :]
     total = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     for start in range(0, work.split, TOGETHER):
         for j in gl.static_range(TOGETHER):
@@ -302,7 +335,11 @@ def store_piece(work, out, piece, i, row, column, WHICH: gl.constexpr, TMA_STORE
     """Store column block i of a consumer's rows: through a buffer by TMA, which drops what lies outside of C, or from registers."""
     c_desc, c_pointer, buffers = out
     BUFFERS: gl.constexpr = work.PLAN.buffers
-    column += i * piece.shape[1]
+    column += i * work.PLAN.piece[1]
+    rows, columns = work.M, work.N
+    if work.PLAN.transposed:
+        row, column = column, row
+        rows, columns = columns, rows
     if TMA_STORE:
         buffer = buffers.index(WHICH * BUFFERS + i % BUFFERS)
         tma.store_wait(BUFFERS - 1)  # the store that used this buffer before has left it: it may be overwritten
@@ -313,8 +350,8 @@ def store_piece(work, out, piece, i, row, column, WHICH: gl.constexpr, TMA_STORE
         layout: gl.constexpr = piece.type.layout
         m = row + gl.arange(0, piece.shape[0], gl.SliceLayout(1, layout))
         n = column + gl.arange(0, piece.shape[1], gl.SliceLayout(0, layout))
-        inside = (m < work.M)[:, None] & (n < work.N)[None, :]
-        gl.store(c_pointer + m.to(gl.int64)[:, None] * work.N + n[None, :], piece, mask=inside)
+        inside = (m < rows)[:, None] & (n < columns)[None, :]
+        gl.store(c_pointer + m.to(gl.int64)[:, None] * columns + n[None, :], piece, mask=inside)
 
 
 @gluon.jit
@@ -323,9 +360,12 @@ def store_item(work, out, partial, acc, item, row, column, WHICH: gl.constexpr, 
     dtype: gl.constexpr = out[1].dtype.element_ty
     PIECES: gl.constexpr = work.PLAN.pieces
     if work.part(item) < 0:
-        pieces = column_pieces(acc.to(dtype), PIECES)
+        pieces = column_pieces(acc.to(dtype), work.PLAN.columns // work.PLAN.piece[1])
         for i in gl.static_range(PIECES):
-            store_piece(work, out, pieces[i], i, row, column, WHICH, TMA_STORE)
+            piece = pieces[i]
+            if work.PLAN.transposed:
+                piece = piece.permute((1, 0))
+            store_piece(work, out, piece, i, row, column, WHICH, TMA_STORE)
     elif last_part(work, partial, acc, item, WHICH):
         for i in range(PIECES):
             piece = summed_piece(work, partial, item, i, WHICH).to(dtype)
