@@ -192,16 +192,19 @@ class Ring:
         COLUMNS: gl.constexpr = desc.block_type.shape[1]
         BOXES: gl.constexpr = self.PLAN.odd if self.B_COLUMN_MAJOR else self.PLAN.brought // COLUMNS
         ALL: gl.constexpr = tile.shape[0] * tile.shape[1] // (ROWS * COLUMNS)
+        # Boxes of rows, or blocks of 64 columns of which each block of the cluster brings some rows.
+        ABREAST: gl.constexpr = 0 if self.B_COLUMN_MAJOR else COLUMNS
+        DOWN: gl.constexpr = ROWS if self.B_COLUMN_MAJOR else 0
+        EACH: gl.constexpr = ROWS * BOXES if self.B_COLUMN_MAJOR else ROWS
         for box in gl.static_range(BOXES):
-            if self.B_COLUMN_MAJOR:
-                number, row, column = piece * BOXES + box, (piece * BOXES + box) * ROWS, 0
-            else:
-                number, row, column = box * self.PLAN.down + piece, piece * ROWS, box * COLUMNS
+            row = piece * EACH + box * DOWN
+            # The simulator keeps elements by their place in a tile, and has no blocks of 128 bytes.
             if self.PLAN.simulated:
-                memory = tile.slice(column, COLUMNS, dim=1).slice(row, ROWS, dim=0)
+                memory = tile.slice(box * ABREAST, COLUMNS, dim=1).slice(piece * EACH + box * DOWN, ROWS, dim=0)
             else:
+                number = row // ROWS + box * ABREAST // COLUMNS * self.PLAN.down
                 memory = tile.reinterpret(tile.dtype, [ALL, ROWS, COLUMNS], tile.layout).index(number)
-            tma_load(desc, [at[0] + row, at[1] + column], full, memory, pred=pred)
+            tma_load(desc, [at[0] + row, at[1] + box * ABREAST], full, memory, pred=pred)
 
     @gluon.jit
     def operands(self, i, WHICH: gl.constexpr):
