@@ -362,6 +362,8 @@ def store_item(work, out, partial, acc, item, row, column, WHICH: gl.constexpr, 
     """Store a consumer's rows of a tile of C, or leave a part's sums; the part that is the last to arrive stores their total."""
     dtype: gl.constexpr = out[1].dtype.element_ty
     PIECES: gl.constexpr = work.PLAN.pieces
+    if PIECES % work.PLAN.buffers > 0:
+        tma.store_wait(0)  # the last piece of the tile before is in the buffer of the first one of this
     if work.part(item) < 0:
         pieces = column_pieces(acc.to(dtype), work.PLAN.columns // work.PLAN.piece[1])
         for i in gl.static_range(PIECES):
