@@ -56,9 +56,15 @@ class Plan:
         return 1 << (self.block_n - 1).bit_length()
 
     @property
-    def brought(self) -> int:
-        """Columns of B that TMA brings where its rows lie in memory as they are: blocks of 64."""
-        return self.block_n if self.block_n == self.columns else ceil_div(self.block_n, 64) * 64
+    def odd(self) -> int:
+        """The odd factor of the tile's columns: 1, 3 or 5."""
+        return self.block_n // (self.block_n & -self.block_n)
+
+    def brought(self, column_major: bool) -> int:
+        """Columns of B that TMA brings for a tile: where rows are neighbours in memory, in blocks of 64."""
+        if self.odd == 1 or self.simulated:  # the simulator multiplies all columns
+            return self.columns
+        return self.block_n if column_major else ceil_div(self.block_n, 64) * 64
 
     @property
     def piece(self) -> list[int]:
@@ -113,11 +119,6 @@ class Plan:
         cluster = f" {self.down}x{self.abreast}" if self.cluster > 1 else ""
         return f"{'short ' if self.short else ''}{'transposed ' if self.transposed else ''}{self.block_m}x{self.block_n}{cluster}"
 
-    @property
-    def odd(self) -> int:
-        """The odd factor of the tile's columns: 1, 3 or 5."""
-        return self.block_n // (self.block_n & -self.block_n)
-
     def box(self, operand: str, rows: int, columns: int, transposed: bool = False) -> list[int]:
         """Box that one TMA copy of operand "A", "B" or "C" brings: a matrix' rows and columns, or a piece, as they lie in memory.
 
@@ -127,8 +128,8 @@ class Plan:
         """
         box = [columns, rows] if transposed else [rows, columns]
         pieces = {"A": self.abreast, "B": self.down}.get(operand, 1)
-        if operand == "B" and self.block_n != self.columns:
-            return [columns // self.odd // pieces, rows] if transposed else [rows // pieces, 64]
+        if operand == "B" and self.brought(transposed) < columns:
+            return [self.block_n // self.odd // pieces, rows] if transposed else [rows // pieces, 64]
         abreast = min(pieces, max(1, box[1] * 2 // 128))
         return [box[0] * abreast // pieces, box[1] // abreast]
 

@@ -141,16 +141,16 @@ class Ring:
         full = self.full.index(self.slot(i))
         # The bytes are announced first: copies that arrive unannounced could complete the phase too early. A piece that
         # another block sends may be here before: that is no harm, since the phase is not complete before this arrival.
-        COLUMNS: gl.constexpr = self.PLAN.block_n if self.B_COLUMN_MAJOR else self.PLAN.brought
+        COLUMNS: gl.constexpr = self.PLAN.brought(self.B_COLUMN_MAJOR)
         mbarrier.expect(full, 2 * BLOCK_K * (self.PLAN.block_m + COLUMNS), pred=pred)
         for w in gl.static_range(CONSUMERS):
             tile = self.a.index(self.slot(i) * CONSUMERS + w)
             at = in_memory(row + w * self.PLAN.rows, k, self.A_COLUMN_MAJOR)
             self.fetch(a_desc, tile, at, full, pred, self.PLAN.abreast)
         at = in_memory(k, column, self.B_COLUMN_MAJOR)
-        if self.PLAN.block_n == self.PLAN.columns:
+        if COLUMNS == self.PLAN.columns:
             self.fetch(b_desc, self.b.index(self.slot(i)), at, full, pred, self.PLAN.down)
-        elif self.PLAN.clustered:
+        elif self.PLAN.clustered and self.PLAN.down > 1:
             for_all_blocks()
             self.fetch_columns(b_desc, self.b.index(self.slot(i)), at, rank(self.PLAN.down), full, pred)
             for_this_block()
@@ -190,21 +190,18 @@ class Ring:
         """Producer: fetch a piece of B's tile where its columns are no power of two: some boxes of it."""
         ROWS: gl.constexpr = desc.block_type.shape[0]
         COLUMNS: gl.constexpr = desc.block_type.shape[1]
-        BOXES: gl.constexpr = self.PLAN.odd if self.B_COLUMN_MAJOR else self.PLAN.brought // COLUMNS
+        BOXES: gl.constexpr = self.PLAN.odd if self.B_COLUMN_MAJOR else self.PLAN.brought(False) // COLUMNS
         ALL: gl.constexpr = tile.shape[0] * tile.shape[1] // (ROWS * COLUMNS)
-        # Boxes of rows, or blocks of 64 columns of which each block of the cluster brings some rows.
-        ABREAST: gl.constexpr = 0 if self.B_COLUMN_MAJOR else COLUMNS
-        DOWN: gl.constexpr = ROWS if self.B_COLUMN_MAJOR else 0
-        EACH: gl.constexpr = ROWS * BOXES if self.B_COLUMN_MAJOR else ROWS
         for box in gl.static_range(BOXES):
-            row = piece * EACH + box * DOWN
-            # The simulator keeps elements by their place in a tile, and has no blocks of 128 bytes.
-            if self.PLAN.simulated:
-                memory = tile.slice(box * ABREAST, COLUMNS, dim=1).slice(piece * EACH + box * DOWN, ROWS, dim=0)
+            # Boxes of rows, or blocks of 64 columns of which each block of the cluster brings some rows.
+            if self.B_COLUMN_MAJOR:
+                number = piece * BOXES + box
+                row, column = number * ROWS, 0
             else:
-                number = row // ROWS + box * ABREAST // COLUMNS * self.PLAN.down
-                memory = tile.reinterpret(tile.dtype, [ALL, ROWS, COLUMNS], tile.layout).index(number)
-            tma_load(desc, [at[0] + row, at[1] + box * ABREAST], full, memory, pred=pred)
+                number = box * self.PLAN.down + piece
+                row, column = piece * ROWS, box * COLUMNS
+            memory = tile.reinterpret(tile.dtype, [ALL, ROWS, COLUMNS], tile.layout).index(number)
+            tma_load(desc, [at[0] + row, at[1] + column], full, memory, pred=pred)
 
     @gluon.jit
     def operands(self, i, WHICH: gl.constexpr):

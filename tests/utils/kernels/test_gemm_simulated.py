@@ -64,13 +64,13 @@ def test_short_kernel(simulated, plan, split, n, k):
 
 # Without a cluster each block fetches all pieces: the tiles, the parts and the places of the pieces are those of a cluster.
 SHARED = (
-    Plan(128, 64, stages=3),
     Plan(128, 128, stages=3, down=2),
+    Plan(128, 160, stages=3, down=2),
+    Plan(64, 96, consumers=1, stages=3, down=4, transposed=True),
     Plan(64, 128, consumers=1, stages=3, abreast=2),
     Plan(192, 256, consumers=3, stages=2, abreast=2),
     Plan(64, 128, consumers=1, stages=3, down=4),
     Plan(64, 128, consumers=1, stages=3, abreast=4),
-    Plan(64, 64, consumers=1, stages=3, down=2),
 )
 
 
@@ -83,7 +83,14 @@ def test_tiles_that_blocks_share(simulated, plan, column_major, split):
         sms
         for sms in (5, 9, 11, 21, 33)
         if sms >= plan.cluster
-        and (split == 1 or min((items := items_of(520, 360, plan, split, sms)).whole, items.rest) > 0)
+        and (
+            split == 1
+            or min(
+                (items := items_of(*((360, 520) if plan.transposed else (520, 360)), plan, split, sms)).whole,
+                items.rest,
+            )
+            > 0
+        )
     )
     a, b = matrix(520, 264, column_major), matrix(264, 360, column_major)
     assert_close(simulated(a, b, plan, split, 2, sms), a, b)

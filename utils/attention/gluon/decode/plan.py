@@ -26,6 +26,7 @@ MANY_ROWS = 16  # query rows up to which keys are the rows of the products
 # 268 MB nothing, and from half a gigabyte on it is slower.
 HINT_BYTES = 16 << 20, 192 << 20
 LARGE_BYTES = 250_000_000  # of keys and values, from which a program for each whole head is faster than as many as SMs
+TOGETHER_PARTS = 32  # of a head, up to which the programs that leave them add them up
 LONG_HEADS = 4096  # keys of a head, from which that is so
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
 # one GPC, and seven of the eight have 16 or 18 SMs.
@@ -162,9 +163,11 @@ class Arrangement:
     whole: bool = False  # programs take whole heads of equal lengths, so that nothing is merged
     hint: bool = False  # what TMA brings is the first to leave the L2 (`kernels/l2_hint.py`)
 
+    together: bool = False  # the programs add up the parts themselves, where all run at the same time
+
     @property
     def merged(self) -> bool:
-        """Whether a second launch adds up parts."""
+        """Whether parts of heads are added up, by a second launch or by the first one's programs together."""
         return not (self.whole or self.parts)
 
 
@@ -201,11 +204,11 @@ def even_programs(heads: int, multiprocessors: int) -> int:
 def merge_shape(programs: int, heads: int) -> tuple[int, int]:
     """Choose how many parts a thread of the merge holds, and how many of its warps take other parts of a head.
 
-    With sixteen a thread has so many registers that an SM runs one program: only where few heads have very many parts.
+    With sixteen a thread has so many registers that an SM runs one program: only where heads have as many parts.
     """
-    if programs > 32 * heads:
-        return 16, 8
-    return (4, 8) if programs > 8 * heads else (4, 1)
+    if programs > 8 * heads:
+        return 16, 4
+    return (16, 1) if programs > 4 * heads else (4, 1)
 
 
 def cluster_parts(shape: Shape, multiprocessors: int) -> int:
@@ -281,4 +284,6 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
         # They drift apart, and so some read while others begin and end. Short heads are loaded before others end.
         drift = shape.bytes >= LARGE_BYTES and shape.seen >= LONG_HEADS
         programs = heads if drift else min(heads, places)
-    return Arrangement(plan, programs, tiles, whole=whole, hint=hint)
+    # A second launch begins a microsecond or two later. It is better at many parts, and the kernel's own lengths it has at hand.
+    together = not (whole or shape.lengths or plan.fp8) and programs <= TOGETHER_PARTS * heads
+    return Arrangement(plan, programs, tiles, whole=whole, hint=hint, together=together)
