@@ -150,13 +150,12 @@ class Ring:
         at = in_memory(k, column, self.B_COLUMN_MAJOR)
         if COLUMNS == self.PLAN.columns:
             self.fetch(b_desc, self.b.index(self.slot(i)), at, full, pred, self.PLAN.down)
-        elif self.PLAN.clustered and self.PLAN.down > 1:
-            for_all_blocks()
-            self.fetch_columns(b_desc, self.b.index(self.slot(i)), at, rank(self.PLAN.down), full, pred)
-            for_this_block()
         else:
-            for piece in gl.static_range(self.PLAN.down):
-                self.fetch_columns(b_desc, self.b.index(self.slot(i)), at, piece, full, pred)
+            if self.PLAN.down > 1:
+                for_all_blocks()
+            self.fetch_columns(b_desc, self.b.index(self.slot(i)), at, full, pred)
+            if self.PLAN.down > 1:
+                for_this_block()
 
     @gluon.jit
     def fetch(self, desc, tile, at, full, pred, PIECES: gl.constexpr):
@@ -186,8 +185,9 @@ class Ring:
         tma_load(desc, [at[0] + row, at[1] + column], full, memory)
 
     @gluon.jit
-    def fetch_columns(self, desc, tile, at, piece, full, pred):
-        """Producer: fetch a piece of B's tile where its columns are no power of two: some boxes of it."""
+    def fetch_columns(self, desc, tile, at, full, pred):
+        """Producer: fetch this block's piece of B's tile where its columns are no power of two: some boxes of it."""
+        piece = rank(self.PLAN.down)
         ROWS: gl.constexpr = desc.block_type.shape[0]
         COLUMNS: gl.constexpr = desc.block_type.shape[1]
         BOXES: gl.constexpr = self.PLAN.odd if self.B_COLUMN_MAJOR else self.PLAN.brought(False) // COLUMNS
