@@ -75,9 +75,9 @@ def launch(
     if split > max(1, triton.cdiv(k, BLOCK_K)):
         raise ValueError(f"{split} parts of K = {k} would be shorter than one step of {BLOCK_K}.")
     plan = replace(plan, simulated=not a.is_cuda)
+    items = items_of(m, n, plan, split, sms)
     if plan.transposed:
         a, b, m, n = b.T, a.T, n, m
-    items = items_of(m, n, plan, split, sms)
     a_desc, a_column_major = operand("A", a, plan.rows, BLOCK_K, plan)
     b_desc, b_column_major = operand("B", b, BLOCK_K, plan.columns, plan)
     by_tma = c.stride(0) % 8 == 0 and c.data_ptr() % 16 == 0

@@ -116,8 +116,9 @@ class Plan:
     @property
     def name(self) -> str:
         """Name in the records, such as "128x256 2x1": the tile and the cluster."""
+        kind = "short " if self.short else "transposed " if self.transposed else ""
         cluster = f" {self.down}x{self.abreast}" if self.cluster > 1 else ""
-        return f"{'short ' if self.short else ''}{'transposed ' if self.transposed else ''}{self.block_m}x{self.block_n}{cluster}"
+        return f"{kind}{self.block_m}x{self.block_n}{cluster}"
 
     def box(self, operand: str, rows: int, columns: int, transposed: bool = False) -> list[int]:
         """Box that one TMA copy of operand "A", "B" or "C" brings: a matrix' rows and columns, or a piece, as they lie in memory.
@@ -161,7 +162,8 @@ def items_of(m: int, n: int, plan: Plan, split: int, sms: int) -> Items:
 
     The tiles that would not fill a round of all SMs are cut; the short kernel, which is for few tiles, cuts all or none.
     """
-    tiles = ceil_div(m, plan.block_m * plan.down) * ceil_div(n, plan.block_n * plan.abreast)
+    rows, columns = (n, m) if plan.transposed else (m, n)
+    tiles = ceil_div(rows, plan.block_m * plan.down) * ceil_div(columns, plan.block_n * plan.abreast)
     rest = tiles if plan.short else tiles % clusters_at_once(plan.cluster, sms)
     return Items(tiles - rest, rest, split) if split > 1 and rest else Items(tiles, 0, 1)
 
@@ -222,6 +224,7 @@ def estimate(
     # Blocks of the short kernel run side by side on an SM, as many as there is memory for.
     together = min(whole + parts, plan.blocks_an_sm) if plan.short else 1
     rounds, all_steps = (whole + parts) / together, (whole * steps + parts * ceil_div(steps, items.split)) / together
+    late = late[::-1] if plan.transposed else late
     kb_a, kb_b = (
         size * BLOCK_K / 512 * (cost.late if x else 1)
         for size, x in zip((plan.block_m, plan.block_n), late, strict=True)

@@ -148,7 +148,7 @@ class Ring:
             at = in_memory(row + w * self.PLAN.rows, k, self.A_COLUMN_MAJOR)
             self.fetch(a_desc, tile, at, full, pred, self.PLAN.abreast)
         at = in_memory(k, column, self.B_COLUMN_MAJOR)
-        if COLUMNS == self.PLAN.columns:
+        if self.PLAN.columns == COLUMNS:
             self.fetch(b_desc, self.b.index(self.slot(i)), at, full, pred, self.PLAN.down)
         else:
             if self.PLAN.down > 1:

@@ -29,6 +29,7 @@ def size(rng):
 def check(m, n, k, plan, split, sms):
     """One product by one plan: every tile once, whole or in its parts, and every part of K once."""
     items = items_of(m, n, plan, split, sms)
+    m, n = (n, m) if plan.transposed else (m, n)
     groups = items.number if plan.short else min(clusters_at_once(plan.cluster, sms), items.number)
     CODE.gl.programs = groups * plan.cluster
     work = CODE.Work(*[Number(x) for x in (m, n, k, items.whole, items.split)], plan)
@@ -84,13 +85,14 @@ def test_every_plan_fits_and_is_whole():
     assert len(set(PLANS)) == len(PLANS) <= 12
     for plan in PLANS:
         assert plan.shared_bytes <= SHARED_BYTES and plan.rows in (64, 128)
-        assert plan.pieces * plan.piece[1] == plan.block_n and plan.pieces % plan.buffers == 0
+        assert plan.pieces * plan.piece[1] == plan.block_n <= plan.columns
         assert not plan.short or (plan.consumers == plan.cluster == 1 and plan.blocks_an_sm > 1)
-        for operand, rows, columns in (("A", plan.rows, BLOCK_K), ("B", BLOCK_K, plan.block_n)):
-            for transposed in (False, True):
-                box = plan.box(operand, rows, columns, transposed)
-                shared = {"A": plan.abreast, "B": plan.down}[operand]
-                assert box[0] % 8 == 0 and box[1] >= 32 and box[0] * box[1] * shared == rows * columns
+        for column_major in (False, True):
+            box, brought = plan.box("A", plan.rows, BLOCK_K, column_major), plan.brought(column_major)
+            assert box[0] % 8 == 0 and box[0] * box[1] * plan.abreast == plan.rows * BLOCK_K
+            box = plan.box("B", BLOCK_K, plan.columns, column_major)
+            boxes = 1 if brought == plan.columns else plan.odd if column_major else brought // 64
+            assert box[0] % 8 == 0 and box[0] * box[1] * plan.down * boxes == brought * BLOCK_K
 
 
 def test_what_is_chosen_is_sound():

@@ -83,14 +83,7 @@ def test_tiles_that_blocks_share(simulated, plan, column_major, split):
         sms
         for sms in (5, 9, 11, 21, 33)
         if sms >= plan.cluster
-        and (
-            split == 1
-            or min(
-                (items := items_of(*((360, 520) if plan.transposed else (520, 360)), plan, split, sms)).whole,
-                items.rest,
-            )
-            > 0
-        )
+        and (split == 1 or min((items := items_of(520, 360, plan, split, sms)).whole, items.rest) > 0)
     )
     a, b = matrix(520, 264, column_major), matrix(264, 360, column_major)
     assert_close(simulated(a, b, plan, split, 2, sms), a, b)
