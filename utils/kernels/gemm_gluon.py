@@ -26,6 +26,10 @@ them, and consumers store from registers with a mask instead.
 **Clusters.** The two or four blocks of a cluster have neighbouring tiles. Below each other they fetch their columns of B by pieces,
 each for all of them, side by side their rows of A (`gemm_ptx.py`). So the SMs ask the L2 for fewer bytes.
 
+**Tiles between powers of two.** Of 136 columns a tile of 256 is empty to a half. wgmma takes any multiple of 8 columns, Gluon's
+tensors only powers of two. So a tile of 160 columns has tensors of 256, TMA brings 160, and the products are made as narrow
+when the PTX is assembled (`gemm_ptx.py`).
+
 **Parts.** 800 tiles on 132 SMs are 6.06 rounds, done in 7; and a product with few tiles and long sums leaves most SMs idle. So
 the tiles that do not fill a round may be cut along K into 2 to 16 parts (`gemm_work.py`).
 
@@ -152,7 +156,7 @@ def gemm_kernel(
     work = Work(M, N, K, whole, split, PLAN)
     buffers = ring.a
     if TMA_STORE:
-        buffers = shared_tiles(c_desc.dtype, PLAN.buffers * CONSUMERS, PLAN.stored[0], PLAN.stored[1])
+        buffers = shared_tiles(c_desc.dtype, PLAN.buffers * CONSUMERS, PLAN.piece[0], PLAN.piece[1])
     out, partial = (c_desc, c_pointer, buffers), (sums, counters)
     # After the roles: warps and registers of all but the first, which has num_warps and the registers that are left.
     if CONSUMERS == 1:
@@ -242,6 +246,6 @@ def short_kernel(
 
     buffers = ring.a
     if TMA_STORE:
-        buffers = shared_tiles(c_desc.dtype, PLAN.buffers, PLAN.stored[0], PLAN.stored[1])
+        buffers = shared_tiles(c_desc.dtype, PLAN.buffers, PLAN.piece[0], PLAN.piece[1])
     store_item(work, (c_desc, c_pointer, buffers), (sums, counters), acc, item, row, column, 0, TMA_STORE)
     tma.store_wait(0)  # shared memory must live until TMA has read it

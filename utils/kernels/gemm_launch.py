@@ -33,7 +33,6 @@ class Launch:
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Return C = A @ B."""
         c = torch.empty(self.shape, dtype=a.dtype, device=a.device)
-        a, b = (b.T, a.T) if self.plan.transposed else (a, b)
         self.handle(a, b, c, c, *workspace(c, self.partial_sums, self.counters))
         return c
 
@@ -76,14 +75,10 @@ def launch(
         raise ValueError(f"{split} parts of K = {k} would be shorter than one step of {BLOCK_K}.")
     plan = replace(plan, simulated=not a.is_cuda)
     items = items_of(m, n, plan, split, sms)
-    if plan.transposed:
-        a, b, m, n = b.T, a.T, n, m
     a_desc, a_column_major = operand("A", a, plan.rows, BLOCK_K, plan)
     b_desc, b_column_major = operand("B", b, BLOCK_K, plan.columns, plan)
     by_tma = c.stride(0) % 8 == 0 and c.data_ptr() % 16 == 0
-    c_desc = (
-        TensorDescriptor(c, [*c.shape], [c.stride(0), 1], plan.stored, box_layout(plan.stored)) if by_tma else a_desc
-    )
+    c_desc = TensorDescriptor(c, [*c.shape], [c.stride(0), 1], plan.piece, box_layout(plan.piece)) if by_tma else a_desc
     # Not by what `workspace` returns for nothing: a kernel with other types of arguments would be compiled once more.
     partial_sums = max(1, plan.cluster * items.rest * items.split * plan.block_m * plan.block_n)
     counters = max(1, plan.cluster * items.rest * plan.consumers)
@@ -100,7 +95,7 @@ def launch(
         compiled = adapted(kernel.warmup(*tensors, *rest, grid=(blocks,), **options), plan)
         handle = Handle(compiled, (groups,), tensors, rest, a.device.index, plan.cluster)
         handle(a, b, c, *tensors[3:])
-    return Launch(handle, plan, tuple(c.shape), partial_sums, counters)
+    return Launch(handle, plan, (m, n), partial_sums, counters)
 
 
 def box_layout(shape: list[int]) -> gl.NVMMASharedLayout:
@@ -149,7 +144,7 @@ def compile_for_hopper(
     signature = {
         "a_desc": a,
         "b_desc": descriptor(plan.box("B", BLOCK_K, plan.columns, b_column_major)),
-        "c_desc": descriptor(plan.stored) if by_tma else a,
+        "c_desc": descriptor(plan.piece) if by_tma else a,
         "c_pointer": f"*{dtype}",
         "sums": "*fp32",
         "counters": "*i32",

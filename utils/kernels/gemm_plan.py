@@ -32,7 +32,6 @@ class Plan:
     down: int = 1  # blocks of a cluster whose tiles lie below each other: they share B
     abreast: int = 1  # blocks of a cluster whose tiles lie side by side: they share A; only one of both is more than 1
     short: bool = False  # the kernel for short products: one block a tile, several blocks on an SM
-    transposed: bool = False  # the kernel computes the transpose of C, from those of B and A, and stores it as C
     simulated: bool = False  # for the simulator, which has no clusters: each block fetches all that it reads
 
     @property
@@ -73,11 +72,6 @@ class Plan:
         return [self.rows, min(64 if wide else 32, self.block_n)]
 
     @property
-    def stored(self) -> list[int]:
-        """Rows and columns of C that a piece is."""
-        return self.piece[::-1] if self.transposed else self.piece
-
-    @property
     def pieces(self) -> int:
         """Pieces of a consumer's rows."""
         return self.block_n // self.piece[1]
@@ -116,9 +110,8 @@ class Plan:
     @property
     def name(self) -> str:
         """Name in the records, such as "128x256 2x1": the tile and the cluster."""
-        kind = "short " if self.short else "transposed " if self.transposed else ""
         cluster = f" {self.down}x{self.abreast}" if self.cluster > 1 else ""
-        return f"{kind}{self.block_m}x{self.block_n}{cluster}"
+        return f"{'short ' if self.short else ''}{self.block_m}x{self.block_n}{cluster}"
 
     def box(self, operand: str, rows: int, columns: int, transposed: bool = False) -> list[int]:
         """Box that one TMA copy of operand "A", "B" or "C" brings: a matrix' rows and columns, or a piece, as they lie in memory.
@@ -162,8 +155,7 @@ def items_of(m: int, n: int, plan: Plan, split: int, sms: int) -> Items:
 
     The tiles that would not fill a round of all SMs are cut; the short kernel, which is for few tiles, cuts all or none.
     """
-    rows, columns = (n, m) if plan.transposed else (m, n)
-    tiles = ceil_div(rows, plan.block_m * plan.down) * ceil_div(columns, plan.block_n * plan.abreast)
+    tiles = ceil_div(m, plan.block_m * plan.down) * ceil_div(n, plan.block_n * plan.abreast)
     rest = tiles if plan.short else tiles % clusters_at_once(plan.cluster, sms)
     return Items(tiles - rest, rest, split) if split > 1 and rest else Items(tiles, 0, 1)
 
@@ -171,16 +163,16 @@ def items_of(m: int, n: int, plan: Plan, split: int, sms: int) -> Items:
 PLANS = (
     Plan(64, 32, consumers=1, stages=6, short=True),
     Plan(64, 64, consumers=1, stages=6, short=True),
-    Plan(64, 128, consumers=1, stages=4, short=True),
-    Plan(128, 64, consumers=1, stages=4, short=True),
+    Plan(64, 96, consumers=1, stages=4, short=True),
+    Plan(128, 96, consumers=1, stages=3, short=True),
     Plan(128, 128, consumers=1, stages=3, short=True),
     Plan(64, 128, consumers=1, stages=8, down=4),
-    Plan(128, 128, stages=6, down=2),
-    Plan(128, 128, stages=6, down=4),
-    Plan(128, 128, stages=6, abreast=4),
-    Plan(192, 128, consumers=3, stages=5, abreast=2),
+    Plan(64, 160, consumers=1, stages=5, down=4),
+    Plan(64, 192, consumers=1, stages=5, down=2),
+    Plan(128, 224, stages=4, down=2),
     Plan(128, 256, stages=4, down=2),
-    Plan(128, 256, stages=4, down=4),
+    Plan(192, 128, consumers=3, stages=5, abreast=2),
+    Plan(192, 256, consumers=3, stages=3, down=2),
 )
 
 
@@ -194,6 +186,9 @@ class Cost:
     bytes: float = 0.0145  # of a KB of A and B that each SM reads
     shared: float = 0.312  # how many times a byte counts where two blocks share it; squared: four
     late: float = 1.576  # how many times a byte counts of rows that start at odd multiples of 16 bytes
+    few_slots: float = (
+        1.07  # how much longer a step takes with a ring of three slots in the kernel that is not the short one
+    )
     memory: float = 0.2056  # of a MB of A and B, which comes from memory once
     tile: float = 2.076  # of a tile's start and end
     store: float = 0.02631  # of a KB of C
@@ -224,7 +219,6 @@ def estimate(
     # Blocks of the short kernel run side by side on an SM, as many as there is memory for.
     together = min(whole + parts, plan.blocks_an_sm) if plan.short else 1
     rounds, all_steps = (whole + parts) / together, (whole * steps + parts * ceil_div(steps, items.split)) / together
-    late = late[::-1] if plan.transposed else late
     kb_a, kb_b = (
         size * BLOCK_K / 512 * (cost.late if x else 1)
         for size, x in zip((plan.block_m, plan.block_n), late, strict=True)
@@ -232,6 +226,7 @@ def estimate(
     kb = kb_a * cost.shared ** math.log2(plan.abreast) + kb_b * cost.shared ** math.log2(plan.down)
     product = together * cost.product * plan.block_m * plan.block_n * BLOCK_K / 2**21
     step = _longest(product, together * cost.bytes * kb)
+    step *= cost.few_slots if plan.stages == 3 and not plan.short else 1
     kb_c = plan.block_m * plan.block_n / 512
     time = cost.short_launch if plan.short else cost.launch
     time += _longest(all_steps * step, cost.memory * 2e-6 * k * (m + n))

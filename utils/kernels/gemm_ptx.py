@@ -16,6 +16,8 @@ Of four blocks below each other each fetches a quarter. Lanes of one warp arrive
 Triton compiles one block, whose shared copies stand between two marks. `multicast` writes the word into the copies between them
 and makes arrivals count in the cluster; the launch makes the clusters (`handle.Handle`).
 
+**Products** of a tile whose columns are no power of two are made as narrow as it is.
+
 **Descriptors** are fetched before a launch that begins early waits for the one before it.
 
 **Barriers** of all warps that protect nothing are taken out.

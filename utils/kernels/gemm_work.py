@@ -274,15 +274,12 @@ def last_part(work, partial, acc, item, WHICH: gl.constexpr):
     sums, counters = partial
     CONSUMERS: gl.constexpr = work.PLAN.consumers
     tile, part = work.tile_and_part(item)
-    WIDTH: gl.constexpr = work.PLAN.rows if work.PLAN.transposed else work.PLAN.block_n
-    place = sums + ((tile * work.split + part) * CONSUMERS + WHICH).to(gl.int64) * (work.PLAN.rows * work.PLAN.block_n)
-    if work.PLAN.transposed:
-        acc = acc.permute((1, 0))
+    COLUMNS: gl.constexpr = work.PLAN.block_n
+    place = sums + ((tile * work.split + part) * CONSUMERS + WHICH).to(gl.int64) * (acc.shape[0] * COLUMNS)
     layout: gl.constexpr = acc.type.layout
     m = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
     n = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
-    inside = (m < work.PLAN.block_n)[:, None] if work.PLAN.transposed else (n < work.PLAN.block_n)[None, :]
-    gl.store(place + m[:, None] * WIDTH + n[None, :], acc, mask=inside)
+    gl.store(place + m[:, None] * COLUMNS + n[None, :], acc, mask=(n < COLUMNS)[None, :])
     # All threads of the warpgroup have stored before one of them counts: whoever counts last reads what all have stored.
     whole_warpgroup()
     counter = counters + tile * CONSUMERS + WHICH
@@ -295,19 +292,17 @@ def last_part(work, partial, acc, item, WHICH: gl.constexpr):
 @gluon.jit
 def summed_piece(work, partial, item, i, WHICH: gl.constexpr):
     """Piece i of a tile, summed over its parts in their order, whichever part was the last to arrive."""
-    ROWS: gl.constexpr = work.PLAN.stored[0]
-    COLUMNS: gl.constexpr = work.PLAN.stored[1]
-    WIDTH: gl.constexpr = work.PLAN.rows if work.PLAN.transposed else work.PLAN.block_n
-    SIZE: gl.constexpr = work.PLAN.rows * work.PLAN.block_n
+    ROWS: gl.constexpr = work.PLAN.rows
+    COLUMNS: gl.constexpr = work.PLAN.piece[1]
+    SIZE: gl.constexpr = ROWS * work.PLAN.block_n
     CONSUMERS: gl.constexpr = work.PLAN.consumers
     TOGETHER: gl.constexpr = 4  # parts that are read at a time: one alone would wait for memory once for each part
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // COLUMNS, COLUMNS // 4], [4, 1], [1, 0])
     m = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    n = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-    begin = i * ROWS * WIDTH if work.PLAN.transposed else i * COLUMNS
+    n = i * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     tile, _ = work.tile_and_part(item)
     first = partial[0] + (tile * work.split * CONSUMERS + WHICH).to(gl.int64) * SIZE
-    first += begin + m[:, None] * WIDTH + n[None, :]
+    first += m[:, None] * work.PLAN.block_n + n[None, :]
     total = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     for start in range(0, work.split, TOGETHER):
         for j in gl.static_range(TOGETHER):
@@ -335,11 +330,7 @@ def store_piece(work, out, piece, i, row, column, WHICH: gl.constexpr, TMA_STORE
     """Store column block i of a consumer's rows: through a buffer by TMA, which drops what lies outside of C, or from registers."""
     c_desc, c_pointer, buffers = out
     BUFFERS: gl.constexpr = work.PLAN.buffers
-    column += i * work.PLAN.piece[1]
-    rows, columns = work.M, work.N
-    if work.PLAN.transposed:
-        row, column = column, row
-        rows, columns = columns, rows
+    column += i * piece.shape[1]
     if TMA_STORE:
         buffer = buffers.index(WHICH * BUFFERS + i % BUFFERS)
         tma.store_wait(BUFFERS - 1)  # the store that used this buffer before has left it: it may be overwritten
@@ -350,8 +341,8 @@ def store_piece(work, out, piece, i, row, column, WHICH: gl.constexpr, TMA_STORE
         layout: gl.constexpr = piece.type.layout
         m = row + gl.arange(0, piece.shape[0], gl.SliceLayout(1, layout))
         n = column + gl.arange(0, piece.shape[1], gl.SliceLayout(0, layout))
-        inside = (m < rows)[:, None] & (n < columns)[None, :]
-        gl.store(c_pointer + m.to(gl.int64)[:, None] * columns + n[None, :], piece, mask=inside)
+        inside = (m < work.M)[:, None] & (n < work.N)[None, :]
+        gl.store(c_pointer + m.to(gl.int64)[:, None] * work.N + n[None, :], piece, mask=inside)
 
 
 @gluon.jit
@@ -364,10 +355,7 @@ def store_item(work, out, partial, acc, item, row, column, WHICH: gl.constexpr, 
     if work.part(item) < 0:
         pieces = column_pieces(acc.to(dtype), work.PLAN.columns // work.PLAN.piece[1])
         for i in gl.static_range(PIECES):
-            piece = pieces[i]
-            if work.PLAN.transposed:
-                piece = piece.permute((1, 0))
-            store_piece(work, out, piece, i, row, column, WHICH, TMA_STORE)
+            store_piece(work, out, pieces[i], i, row, column, WHICH, TMA_STORE)
     elif last_part(work, partial, acc, item, WHICH):
         for i in range(PIECES):
             piece = summed_piece(work, partial, item, i, WHICH).to(dtype)

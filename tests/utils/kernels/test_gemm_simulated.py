@@ -66,7 +66,7 @@ def test_short_kernel(simulated, plan, split, n, k):
 SHARED = (
     Plan(128, 128, stages=3, down=2),
     Plan(128, 160, stages=3, down=2),
-    Plan(64, 96, consumers=1, stages=3, down=4, transposed=True),
+    Plan(64, 96, consumers=1, stages=3, down=4),
     Plan(64, 128, consumers=1, stages=3, abreast=2),
     Plan(192, 256, consumers=3, stages=2, abreast=2),
     Plan(64, 128, consumers=1, stages=3, down=4),

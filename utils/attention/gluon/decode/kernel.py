@@ -6,18 +6,16 @@ ATTEND is `keys.attend_keys`, `rows.attend_rows`, `cluster.attend_cluster` or `q
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from utils.attention.gluon.decode.merge import Results, in_eights, merge_here
+from utils.attention.gluon.decode.merge import Results, in_eights
 from utils.attention.gluon.decode.work import Cache
 from utils.kernels.early_launch import let_next_launch_begin
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
 SIZES = ["table_stride", "batch", "kv_heads", "rows", "sq", "sk", "left", "right", "lengths", "page_bits", "pages"]
-SIZES += ["tiles", "head_dim", "whole", "bits", "together", "policy"]
+SIZES += ["tiles", "head_dim", "whole", "bits", "policy"]
 
 
-@gluon.jit(
-    do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr", "scales_ptr", "counter_ptr"]
-)
+@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr", "scales_ptr"])
 def attention_decode(
     q_desc,
     k_desc,
@@ -27,7 +25,6 @@ def attention_decode(
     lens_ptr,
     table_ptr,
     scales_ptr,
-    counter_ptr,
     table_stride,
     batch,
     kv_heads,
@@ -43,7 +40,6 @@ def attention_decode(
     head_dim,
     whole,
     bits,
-    together,
     c,
     policy,
     PLAN: gl.constexpr,
@@ -52,7 +48,7 @@ def attention_decode(
     """One program: its share of the blocks of all heads.
 
     The sizes are the fields of `Cache`. whole: programs take whole heads. bits: a cluster has 2^bits programs. scales_ptr: (2, Hkv)
-    fp32, of K and of V, for an fp8 cache. together: all programs run at the same time, and add up the parts. policy: of the L2, for `l2_hint.py`.
+    fp32, of K and of V, for an fp8 cache. policy: of the L2, for `l2_hint.py`.
     """
     cache = Cache(
         lens_ptr,
@@ -76,6 +72,3 @@ def attention_decode(
     results = Results(out_ptr, parts_ptr, in_eights(head_dim), cache)
     let_next_launch_begin()
     ATTEND(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr)
-    if not (PLAN.cluster or PLAN.fp8):
-        if together > 0:
-            merge_here(results, counter_ptr)

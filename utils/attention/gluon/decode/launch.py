@@ -103,9 +103,6 @@ def _find_launch(q, k, v, causal: bool, window: int, lengths: bool, block_table)
 
 
 _LAUNCHES: Newest[tuple, Launch] = Newest(512)
-# By device and stream, of launches that add up their own parts; they run one after another, and each leaves it as it found it
-# but for its highest bit (`merge.meet_all_programs`).
-_COUNTERS: dict[tuple[int, int], torch.Tensor] = {}
 
 
 class Map:
@@ -175,7 +172,6 @@ class Launch:
         self.merge_shape = merge_shape(found.programs, batch * heads)
         pieces = -(-min(rows, plan.columns) * plan.block_d // (MERGE_WIDTH * (128 if self.merge_shape[1] == 1 else 32)))
         self.merge_grid = batch * heads, min(pieces, -(-MERGE_PROGRAMS // (batch * heads))), 1
-        self.together = int(found.together and q.is_cuda)
         self.parts = 2 * found.programs * plan.columns * (plan.block_d + 2) if found.merged else 0
         self.unused_parts, self.unused_integers = unused(q.device), unused(q.device, torch.int32)
         # The query rows of a head of keys, new tokens after new tokens of each query head, have one distance.
@@ -187,7 +183,6 @@ class Launch:
         self.k_map = list(k.shape), _tma_strides(k.shape, k.stride(), 16 // k.element_size())
         self.v_map = list(v.shape), _tma_strides(v.shape, v.stride(), 16 // v.element_size())
         self.compiled: list[tuple] = []
-        self.start_together: Any = None  # starts the first kernel where its programs add up the parts themselves
         self.attend: Any = None  # the function that the kernel is compiled for
 
     def __call__(self, q, k, v, scale: float, seqlens, block_table, scales=None) -> torch.Tensor:
@@ -199,25 +194,19 @@ class Launch:
         table = self.unused_integers if block_table is None else block_table
         factors = self.unused_parts if scales is None else scales
         c = scale * LOG2_E
-        counter, together = self.unused_integers, 0
-        # A captured graph may be replayed on any stream, beside another: it has a second launch in place of a counter.
-        if self.together and not torch.cuda.is_current_stream_capturing():
-            counter, together = self._counter(), 1
         if not self.compiled:
-            first = out, parts, lens, table, factors, counter, *self.sizes, together, c, self.policy
+            first = out, parts, lens, table, factors, *self.sizes, c, self.policy
             self._compile(q, k, v, first, (out, parts, lens, *self.merge_sizes, c))
             if not self.compiled:  # in the simulator, which has run the kernels
                 return out
         maps = Map(q, *self.q_map), Map(k, *self.k_map), Map(v, *self.v_map)
         # Addresses as numbers: of a tensor Triton's launcher asks the driver whose memory that is.
         addresses = out.data_ptr(), parts.data_ptr(), lens.data_ptr()
-        rest = table.data_ptr(), factors.data_ptr(), counter.data_ptr(), *self.sizes, together, c, self.policy
-        rest += self.plan, self.attend
+        rest = table.data_ptr(), factors.data_ptr(), *self.sizes, c, self.policy, self.plan, self.attend
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         start, function, metadata = self.compiled[0]
-        start = self.start_together if together else start
         start(*self.grid, stream, function, metadata, None, None, None, *maps, *addresses, *rest)
-        if self.parts and not together:
+        if self.parts:
             start, function, metadata = self.compiled[1]
             start(
                 *self.merge_grid,
@@ -234,16 +223,8 @@ class Launch:
             )
         return out
 
-    def _counter(self) -> torch.Tensor:
-        """Return the current stream's counter."""
-        key = self.device.index, torch._C._cuda_getCurrentRawStream(self.device.index)
-        if key not in _COUNTERS:
-            _COUNTERS[key] = torch.zeros(1, dtype=torch.int32, device=self.device)
-        return _COUNTERS[key]
-
     def _compile(self, q, k, v, first: tuple, second: tuple) -> None:
         """Compile the kernels, or in the simulator run them."""
-        import triton
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -276,12 +257,8 @@ class Launch:
         compiled = [kernel.warmup(*given, grid=grid, **options) for kernel, grid, given, options in kernels]
         compiled[0] = self._adapt(compiled[0])
         self.compiled = [(kernel.run, kernel.function, kernel.packed_metadata) for kernel in compiled]
-        metadata = compiled[0].metadata
-        if self.together:
-            # The driver refuses a cooperative launch whose programs do not all fit on the GPU at the same time.
-            cooperative = metadata._replace(launch_cooperative_grid=True)
-            self.start_together = triton.runtime.driver.active.launcher_cls(compiled[0].src, cooperative)
         if self.found.parts:
+            metadata = compiled[0].metadata
             # Triton compiles one program, which knows of the others by what it sends them; only its launcher makes clusters.
             self.compiled[0] = (*self.compiled[0][:2], (metadata.num_warps, self.found.parts, metadata.shared))
 

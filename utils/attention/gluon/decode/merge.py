@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from utils.attention.gluon.decode.plan import MERGE_WIDTH
 from utils.attention.gluon.decode.work import Cache, blocks_before, count_blocks, split_evenly
-from utils.attention.gluon.shared import MINUS_INF, aggregate, thread_barrier
+from utils.attention.gluon.shared import MINUS_INF, aggregate
 from utils.kernels.early_launch import wait_for_launch_before
 
 WIDTH = gl.constexpr(MERGE_WIDTH)
@@ -143,69 +143,6 @@ def add_piece(results, first, count, piece, columns, block_d, HELD: gl.constexpr
     gl.store(out, o.to(out_ptr.dtype.element_ty), mask=keep[:, None])
 
 
-@gluon.jit
-def merge_head(results, sizes, flat, turn, turns, HELD: gl.constexpr, OVER_PARTS: gl.constexpr):
-    """Add up the parts of head number `flat` of all sequences: pieces turn, turn + turns, ... of it; the parts are stored.
-
-    results: pointers to the output, parts and lengths, and the scale. sizes: the arguments SIZES of `attention_decode_merge`.
-    """
-    out_ptr, parts_ptr, lens_ptr, c = results
-    batch, heads, tiles, rows, sq, sk, left, lengths, programs, block_n, columns, block_d, head_dim = sizes
-    b = flat // heads
-    head = flat - b * heads
-    blocks = count_blocks(sk, sq, left, block_n)
-    total = batch * blocks
-    before = b * blocks
-    if lengths > 0:
-        total = blocks_before(lens_ptr, batch, sq, left, block_n)
-        before = blocks_before(lens_ptr, b, sq, left, block_n)
-        blocks = count_blocks(gl.load(lens_ptr + b), sq, left, block_n)
-    split = split_evenly(total * heads, gl.to_tensor(1), programs)
-    begin = before * heads + head * blocks
-    first = split.owner(begin)
-    count = split.owner(begin + blocks - 1) - first + 1
-    wait_for_launch_before()
-    if count > 1:
-        row_of_tile = (head % tiles) * columns
-        mine = gl.minimum(rows - row_of_tile, columns)
-        above = (b * (heads // tiles) + head // tiles) * rows + row_of_tile
-        numbers = out_ptr, parts_ptr, c, above, mine, head_dim
-        for piece in range(turn, gl.cdiv(mine * block_d, 32 * gl.num_warps() // OVER_PARTS * WIDTH), turns):
-            add_piece(numbers, first, count, piece, columns, block_d, HELD, OVER_PARTS)
-
-
-@gluon.jit
-def meet_all_programs(counter_ptr):
-    """Wait until all programs of the launch have stored their parts: they run at the same time (a cooperative launch).
-
-    The programs' arrivals add up to 2^31, so the counter's highest bit has changed when all are there, and its others are
-    zero, as the next launch wants it.
-    """
-    thread_barrier()  # one thread says so for all: without it another's part might not be stored yet
-    arrivals = gl.where(gl.program_id(0) == 0, 2**31 - 1 - (gl.num_programs(0) - 2), 1)
-    before = gl.atomic_add(counter_ptr, arrivals, sem="acq_rel", scope="gpu")
-    now = before
-    while (before ^ now) >= 0:
-        now = gl.atomic_add(counter_ptr, 0, sem="acquire", scope="gpu")
-    thread_barrier()  # one thread has seen it: the others may read only behind it
-
-
-@gluon.jit
-def merge_here(results, counter_ptr):
-    """At the end of the first launch: each program adds up its share of the heads, when all parts are stored."""
-    cache = results.cache
-    PLAN: gl.constexpr = cache.PLAN
-    meet_all_programs(counter_ptr)
-    programs = gl.num_programs(0)
-    heads = cache.batch * cache.heads
-    turns = gl.maximum(programs // heads, 1)
-    pointers = results.out_ptr, results.parts_ptr, cache.lens_ptr, cache.c
-    sizes = cache.batch, cache.heads, cache.tiles, cache.rows, cache.sq, cache.sk, cache.left, cache.lengths, programs
-    sizes += PLAN.block_n, PLAN.columns, PLAN.block_d, results.head_dim
-    for flat in range(gl.program_id(0) // turns, heads, gl.cdiv(programs, turns)):
-        merge_head(pointers, sizes, flat, gl.program_id(0) % turns, turns, 16, 4)
-
-
 SIZES = ["batch", "heads", "tiles", "rows", "sq", "sk", "left", "lengths"]
 SIZES += ["programs", "block_n", "columns", "block_d", "head_dim"]
 
@@ -236,6 +173,27 @@ def attention_decode_merge(
 
     HELD: parts that a thread holds at once. OVER_PARTS: warps that take other parts of a head: one, or where it has many, four.
     """
-    sizes = batch, heads, tiles, rows, sq, sk, left, lengths, programs, block_n, columns, block_d, head_dim
-    pointers = out_ptr, parts_ptr, lens_ptr, c
-    merge_head(pointers, sizes, gl.program_id(0), gl.program_id(1), gl.num_programs(1), HELD, OVER_PARTS)
+    flat = gl.program_id(0)
+    b = flat // heads
+    head = flat - b * heads
+    blocks = count_blocks(sk, sq, left, block_n)
+    total = batch * blocks
+    before = b * blocks
+    if lengths > 0:
+        total = blocks_before(lens_ptr, batch, sq, left, block_n)
+        before = blocks_before(lens_ptr, b, sq, left, block_n)
+        blocks = count_blocks(gl.load(lens_ptr + b), sq, left, block_n)
+    split = split_evenly(total * heads, gl.to_tensor(1), programs)
+    begin = before * heads + head * blocks
+    first = split.owner(begin)
+    count = split.owner(begin + blocks - 1) - first + 1
+    wait_for_launch_before()
+    if count > 1:
+        row_of_tile = (head % tiles) * columns
+        mine = gl.minimum(rows - row_of_tile, columns)
+        above = (b * (heads // tiles) + head // tiles) * rows + row_of_tile
+        results = out_ptr, parts_ptr, c, above, mine, head_dim
+        for piece in range(
+            gl.program_id(1), gl.cdiv(mine * block_d, 32 * gl.num_warps() // OVER_PARTS * WIDTH), gl.num_programs(1)
+        ):
+            add_piece(results, first, count, piece, columns, block_d, HELD, OVER_PARTS)

@@ -26,7 +26,7 @@ def compile_decode(plan: Plan | tuple[int, int], dtype: str = "bf16") -> Assembl
 
     function = attention_decode if isinstance(plan, Plan) else attention_decode_merge
     kinds = {"out_ptr": f"*{dtype}", "parts_ptr": "*fp32", "lens_ptr": "*i32", "table_ptr": "*i32", "c": "fp32"}
-    kinds |= {"policy": "i64", "scales_ptr": "*fp32", "counter_ptr": "*i32"}
+    kinds |= {"policy": "i64", "scales_ptr": "*fp32"}
     if isinstance(plan, Plan):
         bits = 8 if plan.fp8 else 16
         q = gl.NVMMASharedLayout(128, 16, rank=4)
@@ -41,10 +41,6 @@ def compile_decode(plan: Plan | tuple[int, int], dtype: str = "bf16") -> Assembl
     )
     names = [name for name in function.arg_names if name not in constants]
     signature = {name: kinds.get(name, "i32") for name in names}
-    pointers = [
-        name
-        for name in names
-        if name.endswith("_ptr") and name not in ("lens_ptr", "table_ptr", "scales_ptr", "counter_ptr")
-    ]
+    pointers = [name for name in names if name.endswith("_ptr") and name not in ("lens_ptr", "table_ptr", "scales_ptr")]
     options = plan.options if isinstance(plan, Plan) else {"num_warps": max(4, plan[1])}
     return read_assembly(compile_gluon(function, signature, constants, pointers, **options), function.__name__)

@@ -26,7 +26,6 @@ MANY_ROWS = 16  # query rows up to which keys are the rows of the products
 # 268 MB nothing, and from half a gigabyte on it is slower.
 HINT_BYTES = 16 << 20, 192 << 20
 LARGE_BYTES = 250_000_000  # of keys and values, from which a program for each whole head is faster than as many as SMs
-TOGETHER_PARTS = 32  # of a head, up to which the programs that leave them add them up
 LONG_HEADS = 4096  # keys of a head, from which that is so
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
 # one GPC, and seven of the eight have 16 or 18 SMs.
@@ -109,8 +108,8 @@ TILES: dict[tuple, Plan] = {
     **{("keys", d): Plan(d, n, MANY_ROWS, slots, box=min(n, 128)) for d, (n, slots) in KEYS.items()},
     **{("rows", d, 1): Plan(d, n, 64, slots, consumers=1) for d, (n, slots) in ROWS.items()},
     **{("rows", d, 2): Plan(d, n, 128, slots, consumers=2) for d, (n, slots) in ROWS.items() if d < 256},
-    **{("cluster", d): Plan(d, n, 8, slots, cluster=True) for d, (n, slots) in CLUSTERS.items()},
-    ("cluster of rows", 128): Plan(128, 128, 64, 4, consumers=1, cluster=True),
+    **{("cluster", d): Plan(d, n, 8, slots, box=128, cluster=True) for d, (n, slots) in CLUSTERS.items()},
+    ("cluster of rows", 128): Plan(128, 128, 64, 4, consumers=1, box=128, cluster=True),
     ("cluster of a sequence", 128): Plan(128, 64, 8, 4, per_sm=2, cluster=True),
     **{("fp8", d, columns): Plan(d, n, columns, slots, per_sm=2, fp8=True) for d, columns, n, slots in FP8},
 }
@@ -163,11 +162,9 @@ class Arrangement:
     whole: bool = False  # programs take whole heads of equal lengths, so that nothing is merged
     hint: bool = False  # what TMA brings is the first to leave the L2 (`kernels/l2_hint.py`)
 
-    together: bool = False  # the programs add up the parts themselves, where all run at the same time
-
     @property
     def merged(self) -> bool:
-        """Whether parts of heads are added up, by a second launch or by the first one's programs together."""
+        """Whether a second launch adds up parts."""
         return not (self.whole or self.parts)
 
 
@@ -268,8 +265,8 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
         plan = TILES["cluster of rows" if shape.rows > 8 else "cluster", shape.width]
     else:
         plan = choose_tile(shape)
-    if 0 < shape.page < SMALL_PAGE:
-        plan = replace(plan, box=16)  # pages of 32 tokens come as two boxes
+    if 0 < shape.page < plan.box:
+        plan = replace(plan, box=SMALL_PAGE if shape.page == SMALL_PAGE else 16)  # pages of 32 tokens come as two boxes
     hint = not (shape.window or shape.fp8 or (shape.page and not parts))
     hint = hint and HINT_BYTES[0] <= shape.bytes <= HINT_BYTES[1]
     if parts:
@@ -284,6 +281,4 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
         # They drift apart, and so some read while others begin and end. Short heads are loaded before others end.
         drift = shape.bytes >= LARGE_BYTES and shape.seen >= LONG_HEADS
         programs = heads if drift else min(heads, places)
-    # A second launch begins a microsecond or two later. It is better at many parts, and the kernel's own lengths it has at hand.
-    together = not (whole or shape.lengths or plan.fp8) and programs <= TOGETHER_PARTS * heads
-    return Arrangement(plan, programs, tiles, whole=whole, hint=hint, together=together)
+    return Arrangement(plan, programs, tiles, whole=whole, hint=hint)
