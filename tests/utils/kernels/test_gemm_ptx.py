@@ -10,7 +10,15 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 from utils.kernels.gemm_plan import Plan
-from utils.kernels.gemm_ptx import OWN, SHARED, adapted, fewer_barriers, multicast, narrow_products, prefetch_descriptors
+from utils.kernels.gemm_ptx import (
+    OWN,
+    SHARED,
+    adapted,
+    fewer_barriers,
+    multicast,
+    narrow_products,
+    prefetch_descriptors,
+)
 
 COPY = "cp.async.bulk.tensor.{}d.shared::{}.global.mbarrier::complete_tx::bytes"
 PTX = f"""
