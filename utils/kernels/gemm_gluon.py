@@ -26,10 +26,6 @@ them, and consumers store from registers with a mask instead.
 **Clusters.** The two or four blocks of a cluster have neighbouring tiles. Below each other they fetch their columns of B by pieces,
 each for all of them, side by side their rows of A (`gemm_ptx.py`). So the SMs ask the L2 for fewer bytes.
 
-**Tiles between powers of two.** Of 136 columns a tile of 256 is empty to a half. wgmma takes any multiple of 8 columns, Gluon's
-tensors only powers of two. So a tile of 160 columns has tensors of 256, TMA brings 160, and the products are made as narrow
-when the PTX is assembled (`gemm_ptx.py`).
-
 **Parts.** 800 tiles on 132 SMs are 6.06 rounds, done in 7; and a product with few tiles and long sums leaves most SMs idle. So
 the tiles that do not fill a round may be cut along K into 2 to 16 parts (`gemm_work.py`).
 
@@ -61,7 +57,7 @@ def compute(work, ring, out, partial, step, item, WHICH: gl.constexpr, TMA_STORE
     """Consumer: its rows of a tile, or of a part of its steps; returns the number of the next step."""
     PLAN: gl.constexpr = work.PLAN
     ROWS: gl.constexpr = PLAN.rows
-    COLUMNS: gl.constexpr = PLAN.columns
+    COLUMNS: gl.constexpr = PLAN.block_n
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PLAN.wgmma_columns, 16])
     tile, first, last = work.locate(item)
     row, column = work.origin(tile)
@@ -230,7 +226,7 @@ def short_kernel(
     let_next_launch_begin()  # only now, as in `producer`
 
     ROWS: gl.constexpr = PLAN.block_m
-    COLUMNS: gl.constexpr = PLAN.columns
+    COLUMNS: gl.constexpr = PLAN.block_n
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     for i in range(count):

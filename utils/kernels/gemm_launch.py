@@ -76,7 +76,7 @@ def launch(
     plan = replace(plan, simulated=not a.is_cuda)
     items = items_of(m, n, plan, split, sms)
     a_desc, a_column_major = operand("A", a, plan.rows, BLOCK_K, plan)
-    b_desc, b_column_major = operand("B", b, BLOCK_K, plan.columns, plan)
+    b_desc, b_column_major = operand("B", b, BLOCK_K, plan.block_n, plan)
     by_tma = c.stride(0) % 8 == 0 and c.data_ptr() % 16 == 0
     c_desc = TensorDescriptor(c, [*c.shape], [c.stride(0), 1], plan.piece, box_layout(plan.piece)) if by_tma else a_desc
     # Not by what `workspace` returns for nothing: a kernel with other types of arguments would be compiled once more.
@@ -143,7 +143,7 @@ def compile_for_hopper(
     a = descriptor(plan.box("A", plan.rows, BLOCK_K, a_column_major))
     signature = {
         "a_desc": a,
-        "b_desc": descriptor(plan.box("B", BLOCK_K, plan.columns, b_column_major)),
+        "b_desc": descriptor(plan.box("B", BLOCK_K, plan.block_n, b_column_major)),
         "c_desc": descriptor(plan.piece) if by_tma else a,
         "c_pointer": f"*{dtype}",
         "sums": "*fp32",

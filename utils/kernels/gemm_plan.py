@@ -50,25 +50,9 @@ class Plan:
         return self.block_m // self.consumers
 
     @property
-    def columns(self) -> int:
-        """Columns of a tile's tensors, a power of two, as Gluon wants; products and stores take the first block_n of them."""
-        return 1 << (self.block_n - 1).bit_length()
-
-    @property
-    def odd(self) -> int:
-        """The odd factor of the tile's columns: 1, 3 or 5."""
-        return self.block_n // (self.block_n & -self.block_n)
-
-    def brought(self, column_major: bool) -> int:
-        """Columns of B that TMA brings for a tile: where rows are neighbours in memory, in blocks of 64."""
-        if self.odd == 1 or self.simulated:  # the simulator multiplies all columns
-            return self.columns
-        return self.block_n if column_major else ceil_div(self.block_n, 64) * 64
-
-    @property
     def piece(self) -> list[int]:
-        """Rows and columns of a piece of a tile: a consumer stores its rows by pieces, through buffers that take turns."""
-        wide = (self.short or (self.block_m <= 128 and self.block_n > 64)) and self.block_n % 64 in (0, self.block_n)
+        """Rows and columns of a piece of C: a consumer stores its rows of a tile by pieces, through buffers that take turns."""
+        wide = self.short or (self.block_m <= 128 and self.block_n > 64)
         return [self.rows, min(64 if wide else 32, self.block_n)]
 
     @property
@@ -84,7 +68,7 @@ class Plan:
     @property
     def wgmma_columns(self) -> int:
         """Columns of one product: ptxas refuses 256 in a kernel of 512 threads, as their sums take all 128 registers of a thread."""
-        return min(self.columns, 128) if self.consumers == 3 else self.columns
+        return min(self.block_n, 128) if self.consumers == 3 else self.block_n
 
     @property
     def registers(self) -> int:
@@ -93,8 +77,8 @@ class Plan:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot of the ring, for A and B."""
-        return 2 * (self.block_m + self.columns) * BLOCK_K
+        """Bytes of A and B in a slot of the ring."""
+        return 2 * (self.block_m + self.block_n) * BLOCK_K
 
     @property
     def shared_bytes(self) -> int:
@@ -122,8 +106,6 @@ class Plan:
         """
         box = [columns, rows] if transposed else [rows, columns]
         pieces = {"A": self.abreast, "B": self.down}.get(operand, 1)
-        if operand == "B" and self.brought(transposed) < columns:
-            return [self.block_n // self.odd // pieces, rows] if transposed else [rows // pieces, 64]
         abreast = min(pieces, max(1, box[1] * 2 // 128))
         return [box[0] * abreast // pieces, box[1] // abreast]
 
@@ -163,16 +145,16 @@ def items_of(m: int, n: int, plan: Plan, split: int, sms: int) -> Items:
 PLANS = (
     Plan(64, 32, consumers=1, stages=6, short=True),
     Plan(64, 64, consumers=1, stages=6, short=True),
-    Plan(64, 96, consumers=1, stages=4, short=True),
-    Plan(128, 96, consumers=1, stages=3, short=True),
+    Plan(64, 128, consumers=1, stages=4, short=True),
+    Plan(128, 64, consumers=1, stages=4, short=True),
     Plan(128, 128, consumers=1, stages=3, short=True),
     Plan(64, 128, consumers=1, stages=8, down=4),
-    Plan(64, 160, consumers=1, stages=5, down=4),
-    Plan(64, 192, consumers=1, stages=5, down=2),
-    Plan(128, 224, stages=4, down=2),
-    Plan(128, 256, stages=4, down=2),
+    Plan(128, 128, stages=6, down=2),
+    Plan(128, 128, stages=6, down=4),
+    Plan(128, 128, stages=6, abreast=4),
     Plan(192, 128, consumers=3, stages=5, abreast=2),
-    Plan(192, 256, consumers=3, stages=3, down=2),
+    Plan(128, 256, stages=4, down=2),
+    Plan(128, 256, stages=4, down=4),
 )
 
 
@@ -186,9 +168,6 @@ class Cost:
     bytes: float = 0.0145  # of a KB of A and B that each SM reads
     shared: float = 0.312  # how many times a byte counts where two blocks share it; squared: four
     late: float = 1.576  # how many times a byte counts of rows that start at odd multiples of 16 bytes
-    few_slots: float = (
-        1.07  # how much longer a step takes with a ring of three slots in the kernel that is not the short one
-    )
     memory: float = 0.2056  # of a MB of A and B, which comes from memory once
     tile: float = 2.076  # of a tile's start and end
     store: float = 0.02631  # of a KB of C
@@ -226,7 +205,6 @@ def estimate(
     kb = kb_a * cost.shared ** math.log2(plan.abreast) + kb_b * cost.shared ** math.log2(plan.down)
     product = together * cost.product * plan.block_m * plan.block_n * BLOCK_K / 2**21
     step = _longest(product, together * cost.bytes * kb)
-    step *= cost.few_slots if plan.stages == 3 and not plan.short else 1
     kb_c = plan.block_m * plan.block_n / 512
     time = cost.short_launch if plan.short else cost.launch
     time += _longest(all_steps * step, cost.memory * 2e-6 * k * (m + n))

@@ -16,8 +16,6 @@ Of four blocks below each other each fetches a quarter. Lanes of one warp arrive
 Triton compiles one block, whose shared copies stand between two marks. `multicast` writes the word into the copies between them
 and makes arrivals count in the cluster; the launch makes the clusters (`handle.Handle`).
 
-**Products** of a tile whose columns are no power of two are made as narrow as it is.
-
 **Descriptors** are fetched before a launch that begins early waits for the one before it.
 
 **Barriers** of all warps that protect nothing are taken out.
@@ -113,23 +111,6 @@ def _arrive_in_all(found: re.Match, blocks: int) -> str:
     )
 
 
-# Instruction up to its columns, columns, sums' registers, operands.
-_PRODUCT = re.compile(r"(wgmma\.mma_async\.sync\.aligned\.m64n)(\d+)(k16[\w.]*) *\{([^{}]*)\}([^;]*;)")
-
-
-def narrow_products(ptx: str, plan: Plan) -> str:
-    """Make products of all columns of a tile's tensors ones of the tile's columns; the sums of the others stay zero."""
-
-    def narrow(found: re.Match) -> str:
-        sums = found[4].split(",")[: plan.block_n // 2]
-        return f"{found[1]}{plan.block_n}{found[3]} {{{','.join(sums)}}}{found[5]}"
-
-    widths = {int(found[2]) for found in _PRODUCT.finditer(ptx)}
-    if widths != {plan.columns}:
-        raise ValueError(f"There are products of {sorted(widths)} columns, not of {plan.columns} only.")
-    return _PRODUCT.sub(narrow, ptx)
-
-
 _DESCRIPTOR = re.compile(r"\.param \.align 64 \.b8 (\w+)\[128\]")
 _WAIT = "griddepcontrol.wait;"
 
@@ -191,8 +172,6 @@ def adapted(compiled: Any, plan: Plan) -> Any:
             ptx, arrivals, copies = multicast(ptx, plan)
             if not arrivals or not copies:
                 raise ValueError(f"{compiled.name} has {copies} shared copies and {arrivals} arrivals: no cluster.")
-        if plan.block_n != plan.columns:
-            ptx = narrow_products(ptx, plan)
         ptx = prefetch_descriptors(fewer_barriers(ptx)[0])
         twin = compiled.__dict__["adapted_twin"] = reassembled(compiled, ptx)
     return twin

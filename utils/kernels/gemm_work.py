@@ -141,21 +141,13 @@ class Ring:
         full = self.full.index(self.slot(i))
         # The bytes are announced first: copies that arrive unannounced could complete the phase too early. A piece that
         # another block sends may be here before: that is no harm, since the phase is not complete before this arrival.
-        COLUMNS: gl.constexpr = self.PLAN.brought(self.B_COLUMN_MAJOR)
-        mbarrier.expect(full, 2 * BLOCK_K * (self.PLAN.block_m + COLUMNS), pred=pred)
+        mbarrier.expect(full, self.PLAN.slot_bytes, pred=pred)
         for w in gl.static_range(CONSUMERS):
             tile = self.a.index(self.slot(i) * CONSUMERS + w)
             at = in_memory(row + w * self.PLAN.rows, k, self.A_COLUMN_MAJOR)
             self.fetch(a_desc, tile, at, full, pred, self.PLAN.abreast)
         at = in_memory(k, column, self.B_COLUMN_MAJOR)
-        if self.PLAN.columns == COLUMNS:
-            self.fetch(b_desc, self.b.index(self.slot(i)), at, full, pred, self.PLAN.down)
-        else:
-            if self.PLAN.down > 1:
-                for_all_blocks()
-            self.fetch_columns(b_desc, self.b.index(self.slot(i)), at, full, pred)
-            if self.PLAN.down > 1:
-                for_this_block()
+        self.fetch(b_desc, self.b.index(self.slot(i)), at, full, pred, self.PLAN.down)
 
     @gluon.jit
     def fetch(self, desc, tile, at, full, pred, PIECES: gl.constexpr):
@@ -183,25 +175,6 @@ class Ring:
         else:
             memory = tile.reinterpret(tile.dtype, [PIECES, ROWS, COLUMNS], tile.layout).index(piece)
         tma_load(desc, [at[0] + row, at[1] + column], full, memory)
-
-    @gluon.jit
-    def fetch_columns(self, desc, tile, at, full, pred):
-        """Producer: fetch this block's piece of B's tile where its columns are no power of two: some boxes of it."""
-        piece = rank(self.PLAN.down)
-        ROWS: gl.constexpr = desc.block_type.shape[0]
-        COLUMNS: gl.constexpr = desc.block_type.shape[1]
-        BOXES: gl.constexpr = self.PLAN.odd if self.B_COLUMN_MAJOR else self.PLAN.brought(False) // COLUMNS
-        ALL: gl.constexpr = tile.shape[0] * tile.shape[1] // (ROWS * COLUMNS)
-        for box in gl.static_range(BOXES):
-            # Boxes of rows, or blocks of 64 columns of which each block of the cluster brings some rows.
-            if self.B_COLUMN_MAJOR:
-                number = piece * BOXES + box
-                row, column = number * ROWS, 0
-            else:
-                number = box * self.PLAN.down + piece
-                row, column = piece * ROWS, box * COLUMNS
-            memory = tile.reinterpret(tile.dtype, [ALL, ROWS, COLUMNS], tile.layout).index(number)
-            tma_load(desc, [at[0] + row, at[1] + column], full, memory, pred=pred)
 
     @gluon.jit
     def operands(self, i, WHICH: gl.constexpr):
@@ -245,7 +218,7 @@ def allocate_ring(
         if READERS > 0:
             mbarrier.init(empty.index(i), count=READERS)
     a = shared_tiles(a_desc.dtype, STAGES * PLAN.consumers, PLAN.rows, BLOCK_K, A_COLUMN_MAJOR)
-    b = shared_tiles(b_desc.dtype, STAGES, BLOCK_K, PLAN.columns, B_COLUMN_MAJOR)
+    b = shared_tiles(b_desc.dtype, STAGES, BLOCK_K, PLAN.block_n, B_COLUMN_MAJOR)
     return Ring(a, b, full, empty, PLAN, A_COLUMN_MAJOR, B_COLUMN_MAJOR)
 
 
@@ -274,12 +247,11 @@ def last_part(work, partial, acc, item, WHICH: gl.constexpr):
     sums, counters = partial
     CONSUMERS: gl.constexpr = work.PLAN.consumers
     tile, part = work.tile_and_part(item)
-    COLUMNS: gl.constexpr = work.PLAN.block_n
-    place = sums + ((tile * work.split + part) * CONSUMERS + WHICH).to(gl.int64) * (acc.shape[0] * COLUMNS)
+    place = sums + ((tile * work.split + part) * CONSUMERS + WHICH).to(gl.int64) * (acc.shape[0] * acc.shape[1])
     layout: gl.constexpr = acc.type.layout
     m = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
     n = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
-    gl.store(place + m[:, None] * COLUMNS + n[None, :], acc, mask=(n < COLUMNS)[None, :])
+    gl.store(place + m[:, None] * acc.shape[1] + n[None, :], acc)
     # All threads of the warpgroup have stored before one of them counts: whoever counts last reads what all have stored.
     whole_warpgroup()
     counter = counters + tile * CONSUMERS + WHICH
@@ -350,10 +322,8 @@ def store_item(work, out, partial, acc, item, row, column, WHICH: gl.constexpr, 
     """Store a consumer's rows of a tile of C, or leave a part's sums; the part that is the last to arrive stores their total."""
     dtype: gl.constexpr = out[1].dtype.element_ty
     PIECES: gl.constexpr = work.PLAN.pieces
-    if PIECES % work.PLAN.buffers > 0:
-        tma.store_wait(0)  # the last piece of the tile before is in the buffer of the first one of this
     if work.part(item) < 0:
-        pieces = column_pieces(acc.to(dtype), work.PLAN.columns // work.PLAN.piece[1])
+        pieces = column_pieces(acc.to(dtype), PIECES)
         for i in gl.static_range(PIECES):
             store_piece(work, out, pieces[i], i, row, column, WHICH, TMA_STORE)
     elif last_part(work, partial, acc, item, WHICH):

@@ -10,15 +10,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 from utils.kernels.gemm_plan import Plan
-from utils.kernels.gemm_ptx import (
-    OWN,
-    SHARED,
-    adapted,
-    fewer_barriers,
-    multicast,
-    narrow_products,
-    prefetch_descriptors,
-)
+from utils.kernels.gemm_ptx import OWN, SHARED, adapted, fewer_barriers, multicast, prefetch_descriptors
 
 COPY = "cp.async.bulk.tensor.{}d.shared::{}.global.mbarrier::complete_tx::bytes"
 PTX = f"""
@@ -84,15 +76,6 @@ def test_descriptors_are_fetched_before_the_wait_and_other_arguments_are_not():
     body = prefetch_descriptors(ptx).splitlines()[-1]
     assert re.findall(r"mov\.b64 map, (\w+);", body) == ["k_param_0", "k_param_5"]
     assert body.count("prefetch.tensormap [map];") == 2 and body.endswith("} griddepcontrol.wait;")
-
-
-def test_products_are_as_narrow_as_the_tile():
-    sums = ",".join(f"%f{i}" for i in range(64))
-    ptx = f"wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {{{sums}}}, %rd1, %rd2, 1, 1, 1, 0, 0;\n"
-    narrow = narrow_products(ptx, Plan(64, 96, consumers=1))
-    assert "m64n96k16" in narrow and "%f47}, %rd1" in narrow and "%f48" not in narrow
-    with pytest.raises(ValueError, match="not of 256"):
-        narrow_products(ptx, Plan(64, 160, consumers=1))
 
 
 def test_a_kernel_whose_blocks_share_nothing_is_named():

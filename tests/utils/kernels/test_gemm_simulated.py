@@ -64,13 +64,13 @@ def test_short_kernel(simulated, plan, split, n, k):
 
 # Without a cluster each block fetches all pieces: the tiles, the parts and the places of the pieces are those of a cluster.
 SHARED = (
+    Plan(128, 64, stages=3),
     Plan(128, 128, stages=3, down=2),
-    Plan(128, 160, stages=3, down=2),
-    Plan(64, 96, consumers=1, stages=3, down=4),
     Plan(64, 128, consumers=1, stages=3, abreast=2),
     Plan(192, 256, consumers=3, stages=2, abreast=2),
     Plan(64, 128, consumers=1, stages=3, down=4),
     Plan(64, 128, consumers=1, stages=3, abreast=4),
+    Plan(64, 64, consumers=1, stages=3, down=2),
 )
 
 
