@@ -48,10 +48,8 @@ def test_a_table_too_wide_for_the_terminal_is_printed_as_records():
         ["Target", "Median", "Why"],
         [["labs:a", "12.7 [12.1, 13.0] ms", "one two three four five"], ["labs:a", "1 ms", ""]],
     )
-    text = terminal.records_text(columns, lines, "Title", 30)
+    text = terminal.records_text(columns, lines, 30)
     assert text.splitlines() == [
-        "Title",
-        "",
         "labs:a",
         "  Median  12.7 [12.1, 13.0] ms",
         "  Why     one two three four",
