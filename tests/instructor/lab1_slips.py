@@ -5,7 +5,6 @@ visible checks are held against.
 """
 
 _CEIL = "math.ceil(1.5 * dtype.itemsize * ridge)"
-_RESCALE = "accumulator = accumulator * rescale + p @ v"
 _DTYPE = "The number of bytes depends on the dtype"
 _ELEMENTS = "elements, not bytes"
 _EVERY = "memory read that nothing was written to"
