@@ -12,7 +12,7 @@ PYTHON ?= $(shell made_by=$$(sed -n 's/.*"python": "\([^"]*\)".*/\1/p' "$(VENV)/
 	"$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; \
 	done)
 
-.PHONY: help env student-env lab test test-e2e site demo test-slow test-all test-gpu test-class test-versions labs lint lock clean
+.PHONY: help env student-env lab test test-e2e site demo test-slow test-gpu test-class test-versions labs lint lock clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -47,9 +47,6 @@ test: env ## run the quick tests (five minutes, no GPU needed)
 
 test-slow: env ## run the tests that `make test` leaves out
 	@$(PYTEST) $(PARALLEL) --durations=15 -m "slow and not overnight and not gpu"
-
-test-all: env ## run both in one go, as continuous integration does
-	@$(PYTEST) $(PARALLEL) --durations=15 -m "not overnight and not gpu"
 
 test-gpu: env ## run the tests that need an NVIDIA GPU
 	@$(PYTEST) -m gpu
