@@ -33,6 +33,7 @@ def compile_backward(step: int, head_dim: int = 128, *, dtype: str = "bf16", det
         "c": "fp32",
         "scale": "fp32",
     }
+    kinds["counter_ptr"] = "*i32"
     signature = {
         n: kinds.get(n, f"*{dtype}" if n.endswith("_ptr") else "i32") for n in kernel.arg_names if n not in constants
     }

@@ -14,7 +14,8 @@ from utils.attention.gluon.shared import aggregate, tma_load, zero_columns
 tma_add = tma.async_atomic_add  # no `gl.constexpr`: see `shared.py`
 SLOTS = gl.constexpr(2)  # of the rings of Q and dO
 # One kernel for all sizes: without `do_not_specialize`, each multiple of 16 and each 1 would be compiled for itself.
-SIZES = ["sq", "sk", "back", "ahead", "heads", "kv_heads", "group", "tiles_m", "blocks_n", "section", "total", "units"]
+SIZES = ["sq", "sk", "back", "ahead", "heads", "kv_heads", "group", "tiles_m"]
+SIZES += ["blocks_n", "section", "total", "whole", "shares", "units"]
 
 
 @aggregate
@@ -206,7 +207,7 @@ class Part:
 
 @gluon.jit
 def block_place(block, blocks_n, section, total):
-    """Return which keys block number `block` owns (in blocks), and of which of the `total` heads of keys.
+    """Return which keys block number `block` owns (in blocks), of which of the `total` heads, and blocks left in its row.
 
     Heads are dealt in sections of `section`; within one, the blocks of the first keys, the longest under a causal mask,
     come first.
@@ -216,7 +217,7 @@ def block_place(block, blocks_n, section, total):
     rest = block - number * per_section
     wide = gl.minimum(section, total - number * section)
     n = rest // wide
-    return n, number * section + rest - n * wide
+    return n, number * section + rest - n * wide, (n + 1) * wide - rest
 
 
 @gluon.jit
@@ -233,7 +234,7 @@ def part_of(sizes, n, flat, at, count, slot):
 def own_block(sizes, blocks_n, section, total):
     """The Part of a program that has one block, all of it."""
     zero = gl.program_id(0) * 0
-    n, flat = block_place(gl.program_id(0), blocks_n, section, total)
+    n, flat, _left = block_place(gl.program_id(0), blocks_n, section, total)
     return part_of(sizes, n, flat, zero, zero - 1, zero - 1)
 
 

@@ -154,6 +154,8 @@ def attention_backward_step3(
     blocks_n,
     section,
     total,
+    whole,
+    shares,
     units,
     c,
     scale,

@@ -107,6 +107,8 @@ def attention_backward_wide(
     blocks_n,
     section,
     total,
+    whole,
+    shares,
     units,
     c,
     scale,
