@@ -75,11 +75,11 @@ class Share:
         at = place * 0
         count = at - 1
         slot = at - 1
-        n, flat, left = block_place(gl.minimum(place, self.whole), self.blocks_n, self.section, self.total)
+        block = gl.where(number < self.whole, place, self.whole)
+        n, flat, left = block_place(block, self.blocks_n, self.section, self.total)
         behind = place + 1
         if number >= self.whole:
             base = at
-            block = self.whole
             length = block_units(sizes, n)
             while place >= base + length * left:
                 base += length * left
