@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +71,8 @@ class Gradients:
         q, width = self.q, self.plan.block_d
         batch, heads, sq, _ = q.shape
         rows = -(-sq // 128) * 128
-        self.dq, self.dk, self.dv = (torch.empty(x.shape, dtype=q.dtype, device=q.device) for x in (q, self.k, self.v))
+        contiguous = torch.contiguous_format
+        self.dq, self.dk, self.dv = (torch.empty_like(x, memory_format=contiguous) for x in (q, self.k, self.v))
         self.lse2, self.delta = self.lse.new_empty((2, batch * heads, rows)).unbind()
         # Where nothing is summed in memory, the kernels get a pointer that they do not use.
         self.sums = self.lse.new_empty((batch * heads * rows * width // 128, 128)) if self.plan.dq else self.lse2
@@ -124,11 +125,12 @@ def launches(
     sizes = sq, sk, *span(causal, window), heads, kv_heads, heads // kv_heads, rows // plan.block_m
     blocks = blocks_n, order.section, total, order.whole, order.shares, order.units
     programs = order.whole + order.shares
+    common = {"PLAN": replace(plan, masked=True)}  # the kernels around the step's own are the same for all masks
     found = [start, step_launch(step, g, sizes, blocks, programs, (c, scale))]
     if order.shares:
         grid = (blocks_n * total - order.whole) * 2, 2, width // 32
         numbers = *strides(g.dk), *sizes, *blocks, scale, head_dim // 8
-        found.append(Launch("shares.finish_parts", grid, ("parts", "dv", "dk"), numbers, {"PLAN": plan}))
+        found.append(Launch("shares.finish_parts", grid, ("parts", "dv", "dk"), numbers, common))
     if plan.dq:
         grid, numbers = (width // 64, rows // 64, batch * heads), (*strides(g.dq), *queries, width // 64, scale)
         return [*found, Launch("fragments.finish_dq", grid, ("sums", "dq"), numbers, {"FRAGMENTS": step > 1})]
@@ -136,10 +138,7 @@ def launches(
     boxes = {"q": 64, "dout": 64, "k": keys, "v": keys, "dq": 64}
     numbers = *sizes, rows, tiles, batch * heads, c, scale
     tensors = *boxes, "lse2", "delta"
-    return [
-        *found,
-        Launch("dq.attention_backward_dq", (tiles * batch * heads,), tensors, numbers, {"PLAN": plan}, boxes),
-    ]
+    return [*found, Launch("dq.attention_backward_dq", (tiles * batch * heads,), tensors, numbers, common, boxes)]
 
 
 def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: int, factors: tuple) -> Launch:
@@ -159,7 +158,7 @@ def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: 
     boxes |= dict.fromkeys(("v", "dk", "dv"), plan.block_n if one_consumer else 64)
     if one_consumer:
         boxes["sums"] = 32
-    numbers = *sizes, *blocks, *factors
+    numbers = *sizes, *(blocks if one_consumer else blocks[:3]), *factors
     return Launch(kernel, (programs,), tensors, numbers, constants, boxes, 8 if one_consumer else 4)
 
 

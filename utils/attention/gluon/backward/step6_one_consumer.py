@@ -226,10 +226,13 @@ def compute_part(work, part, ds_tiles, leave, turn, done):
         number = done + g * tiles - part.at - part.lo
         lo = part.lo + gl.maximum(part.at - g * tiles, 0)
         hi = part.lo + gl.minimum(part.at + part.count - g * tiles, tiles)
-        first, end = work.sizes.clean_tiles(part.key, 128, lo, hi)
-        state = walk(work, ds_tiles, leave, v_left, state, part.key, lo, first, number, True)
-        state = walk(work, ds_tiles, leave, v_left, state, part.key, first, end, number, False)
-        state = walk(work, ds_tiles, leave, v_left, state, part.key, end, hi, number, True)
+        if work.sizes.PLAN.masked:
+            first, end = work.sizes.clean_tiles(part.key, 128, lo, hi)
+            state = walk(work, ds_tiles, leave, v_left, state, part.key, lo, first, number, True)
+            state = walk(work, ds_tiles, leave, v_left, state, part.key, first, end, number, False)
+            state = walk(work, ds_tiles, leave, v_left, state, part.key, end, hi, number, True)
+        else:
+            state = walk(work, ds_tiles, leave, v_left, state, part.key, lo, hi, number, False)
     return state
 
 
