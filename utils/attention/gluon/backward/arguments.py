@@ -125,7 +125,7 @@ def launches(
     sizes = sq, sk, *span(causal, window), heads, kv_heads, heads // kv_heads, rows // plan.block_m
     blocks = blocks_n, order.section, total, order.whole, order.shares, order.units
     programs = order.whole + order.shares
-    common = {"PLAN": replace(plan, masked=True)}  # the kernels around the step's own are the same for all masks
+    common = {"PLAN": replace(plan, edges=2)}  # the kernels around the step's own are the same for all masks
     found = [start, step_launch(step, g, sizes, blocks, programs, (c, scale))]
     if order.shares:
         grid = (blocks_n * total - order.whole) * 2, 2, width // 32

@@ -101,8 +101,8 @@ def _launch(key: tuple, given: tuple, lse, dlse, causal, scale, window, determin
     """Plan and launch a backward pass, and keep its launches if TMA could address its tensors without a copy."""
     dout, q, k, v, out = (x.contiguous() if step == 1 else addressable(x) for x in given)
     numbers = lse.float().contiguous(), None if dlse is None else dlse.float().contiguous()
-    masked = causal or window > 0 or k.shape[2] % 128 > 0
-    plan = plan_for(step, q.shape[-1], deterministic, masked)
+    edges = 2 if window else int(causal or k.shape[2] % 128 > 0)
+    plan = plan_for(step, q.shape[-1], deterministic, edges)
     order = find_order(step, q, k, plan, causal, window)
     g = Gradients(dout, q, k, v, out, *numbers, plan, order.shares)
     handles = []

@@ -63,11 +63,16 @@ class Sizes:
         """Tiles of queries [first, end) of lo .. hi - 1 that need no mask against keys key .. key + ROWS - 1."""
         BLOCK_M: gl.constexpr = self.PLAN.block_m
         shift = self.sk - self.sq
-        first = gl.cdiv(gl.maximum(key + ROWS - 1 - self.ahead - shift, 0), BLOCK_M)
-        end = gl.maximum(key + self.back - shift + 1, 0) // BLOCK_M
-        first = gl.where(key + ROWS > self.sk, hi, first)
-        first = gl.minimum(gl.maximum(first, lo), hi)
-        return first, gl.minimum(gl.maximum(end, first), hi)
+        first = lo
+        end = hi
+        if self.PLAN.edges > 0:
+            first = gl.cdiv(gl.maximum(key + ROWS - 1 - self.ahead - shift, 0), BLOCK_M)
+            first = gl.where(key + ROWS > self.sk, hi, first)
+            first = gl.minimum(gl.maximum(first, lo), hi)
+        if self.PLAN.edges > 1:
+            end = gl.maximum(key + self.back - shift + 1, 0) // BLOCK_M
+            end = gl.minimum(gl.maximum(end, first), hi)
+        return first, end
 
     @gluon.jit
     def needs_mask(self, key, KEYS: gl.constexpr, row, ROWS: gl.constexpr):
@@ -98,7 +103,7 @@ class Sizes:
         own = keys - (self.sk - self.sq) - row  # the column of the query that has the key's position
         # Keys that do not exist were loaded as zeros; their probabilities could still be infinite.
         first = gl.where(keys < self.sk, own - self.ahead, p.shape[1])
-        return zero_columns(p, first, own + self.back + 1, True)
+        return zero_columns(p, first, own + self.back + 1, self.PLAN.edges > 1)
 
 
 @aggregate

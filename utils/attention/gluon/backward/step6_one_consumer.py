@@ -210,6 +210,7 @@ def compute_part(work, part, ds_tiles, leave, turn, done):
     """128 keys against the tiles of queries of a part: returns dK and dV. turn, done: parts and tiles before."""
     BLOCK_D: gl.constexpr = work.sizes.PLAN.block_d
     BLOCK_M: gl.constexpr = work.sizes.PLAN.block_m
+    EDGES: gl.constexpr = work.sizes.PLAN.edges
     tiles = part.hi - part.lo
     dk = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
     dv = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
@@ -226,13 +227,12 @@ def compute_part(work, part, ds_tiles, leave, turn, done):
         number = done + g * tiles - part.at - part.lo
         lo = part.lo + gl.maximum(part.at - g * tiles, 0)
         hi = part.lo + gl.minimum(part.at + part.count - g * tiles, tiles)
-        if work.sizes.PLAN.masked:
-            first, end = work.sizes.clean_tiles(part.key, 128, lo, hi)
+        first, end = work.sizes.clean_tiles(part.key, 128, lo, hi)
+        if EDGES > 0:
             state = walk(work, ds_tiles, leave, v_left, state, part.key, lo, first, number, True)
-            state = walk(work, ds_tiles, leave, v_left, state, part.key, first, end, number, False)
+        state = walk(work, ds_tiles, leave, v_left, state, part.key, first, end, number, False)
+        if EDGES > 1:
             state = walk(work, ds_tiles, leave, v_left, state, part.key, end, hi, number, True)
-        else:
-            state = walk(work, ds_tiles, leave, v_left, state, part.key, lo, hi, number, False)
     return state
 
 
