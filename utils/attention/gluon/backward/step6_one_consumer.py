@@ -152,8 +152,6 @@ def leave_dq(leave, dq, i):
     sums_desc, tiles, empty = leave
     mbarrier.wait(empty, (i & 1) ^ 1)  # TMA may still be reading the last tile
     tiles.reshape([8192]).store(to_pieces(dq))
-    # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
-    fence_async_shared()
     pass_by(LEFT, 288)
 
 
@@ -309,6 +307,8 @@ def storing_warp(work, share, leave):
             head, m = part.begin(work.sizes)
             for _ in range(part.count):
                 meet(LEFT, 288)
+                # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
+                fence_async_shared()
                 for w in gl.static_range(2):
                     piece = ((part.batch * work.sizes.heads + head) * work.sizes.tiles_m + m) * 2 + w
                     tma_add(sums_desc, [piece * 32, 0], tiles.slice(w * 32, 32, 0))
