@@ -264,6 +264,7 @@ def consumer_ahead(work, results, W: gl.constexpr):
         "schedule_stride",
         "offset",
         "parts",
+        "eighths",
     ]
 )
 def attention_step5(
@@ -286,6 +287,7 @@ def attention_step5(
     schedule_stride,
     offset,
     parts,
+    eighths,
     c,
     PLAN: gl.constexpr,
     CASE: gl.constexpr,
@@ -315,14 +317,12 @@ def attention_step5(
         make_barriers(k, CONSUMERS, PREFILL)
         make_barriers(v, CONSUMERS, PREFILL)
         fence_async_shared()  # TMA completes these barriers, too
-    results = ((o_desc, out_ptr), o_tiles, lse_ptr)
+    results = ((o_desc, out_ptr, eighths), o_tiles, lse_ptr)
     loads = (work, q_desc, k_desc, v_desc)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
     # registers that are left. Functions cannot be kept in a variable here, so the lists are written out.
     if PLAN.ahead:
-        gl.static_assert(
-            PLAN.q_slots == 2 and not (CASE.causal or CASE.window or CASE.parts or PLAN.own_keys or PLAN.both)
-        )
+        gl.static_assert(PLAN.q_slots == 2 and not (CASE.causal or CASE.window or CASE.parts or PLAN.own_keys))
         if CONSUMERS == 2:
             gl.warp_specialize(
                 [(consumer_ahead, (work, results, 0)), (consumer_ahead, (work, results, 1)), (producer, loads)],
@@ -347,7 +347,8 @@ def attention_step5(
         gl.warp_specialize(
             [(consumer, (work, results, 0)), (consumer, (work, results, 1)), (producer, loads)], [4, 1], [REGISTERS, 24]
         )
-    elif CONSUMERS == 3:
+    else:
+        gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize(
             [
                 (consumer, (work, results, 0)),
@@ -357,19 +358,6 @@ def attention_step5(
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],
-        )
-    else:
-        gl.static_assert(CONSUMERS == 4)
-        gl.warp_specialize(
-            [
-                (consumer, (work, results, 0)),
-                (consumer, (work, results, 1)),
-                (consumer, (work, results, 2)),
-                (consumer, (work, results, 3)),
-                (producer, loads),
-            ],
-            [4, 4, 4, 1],
-            [REGISTERS, REGISTERS, REGISTERS, 24],
         )
 
 
@@ -422,7 +410,8 @@ def launch(a: Arguments) -> Launch | None:
     Returns:
         The launch, to be repeated on (q, k, v, out, lse) like these; None in a process that only simulates kernels.
     """
-    plan, window, tail = a.plan, a.window, a.sk % a.plan.block_n != 0
+    plan, window = a.plan, a.window
+    tail = a.sk % plan.block_n != 0 and not (a.causal or window)  # a mask hides what lies behind the last key
     offset = row_offset(plan, a.causal, window > 0, a.sk - a.sq)
     blocks = tuple(tile_blocks(plan, a.sq, a.sk, a.causal, window))
     tiles = len(blocks) * a.heads_total
@@ -434,23 +423,25 @@ def launch(a: Arguments) -> Launch | None:
         schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device)
     dealt = schedule is not None
     together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
-    case = Case(
-        a.causal,
-        window > 0,
-        tail,
-        a.return_lse,
-        dealt,
-        parts > 1,
-        together,
-        offset > 0,
-        one_edge=one_edge(plan, window),
-        columns=a.head_dim % plan.block_d if offset or parts > 1 else 0,
-    )
+    case = Case(a.causal, window > 0, tail, a.return_lse, dealt, parts > 1, together, one_edge=one_edge(plan, window))
     numbers = tiles * parts * plan.rows * (plan.block_d + 1) if parts > 1 else 0
     counters = tiles * plan.consumers
     tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
-    sizes = (a.sq, a.sk, window, len(blocks), a.heads_total, a.heads, a.group, stride, offset, parts, a.c)
+    sizes = (
+        a.sq,
+        a.sk,
+        window,
+        len(blocks),
+        a.heads_total,
+        a.heads,
+        a.group,
+        stride,
+        offset,
+        parts,
+        a.head_dim // 8,
+        a.c,
+    )
     options = {"num_warps": 4} | ({"launch_cooperative_grid": True} if together else {})
     compiled = attention_step5[(programs,)](*tensors, table, *sizes, PLAN=plan, CASE=case, **options)
     if compiled is None or not a.q.is_cuda:

@@ -21,7 +21,9 @@ class BackwardPlan:
     block_d: int  # tile width: the head dimension, rounded up
     block_m: int  # queries of a tile, the inner loop
     block_n: int  # keys of a block
-    edges: int = 2  # a row of tiles needs a mask at no end, at its first tiles (1), or at both ends (2): as many loops more
+    edges: int = (
+        2  # a row of tiles needs a mask at no end, at its first tiles (1), or at both ends (2): as many loops more
+    )
     dq: bool = True  # whether dQ is summed in this kernel; in deterministic mode `dq.py` computes it
 
 
