@@ -118,8 +118,8 @@ def launches(
         "fragments.start_backward",
         (rows // 64, batch * heads),
         ("out", "dout", "lse", "dlse", "lse2", "delta", "sums", "counter"),
-        (*strides(g.out), *strides(g.dout), *queries),
-        {"BLOCK_D": width, "CLEAR": plan.dq, "DLSE": dlse},
+        (*strides(g.out), *strides(g.dout), *queries, width // 64 if plan.dq else 0),
+        {"DLSE": dlse},
     )
     blocks_n, c = -(-sk // plan.block_n), scale * LOG2_E
     sizes = sq, sk, *span(causal, window), heads, kv_heads, heads // kv_heads, rows // plan.block_m
