@@ -421,7 +421,9 @@ def launch(a: Arguments) -> Launch | None:
         schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device)
     dealt = schedule is not None
     together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
-    case = Case(a.causal, window > 0, tail, a.return_lse, dealt, parts > 1, together, one_edge=one_edge(plan, window))
+    case = Case(
+        a.causal, window > 0, tail, a.return_lse, dealt, parts > 1, together, offset > 0, one_edge(plan, window)
+    )
     numbers = tiles * parts * plan.rows * (plan.block_d + 1) if parts > 1 else 0
     counters = tiles * plan.consumers
     tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))

@@ -21,7 +21,7 @@ def store_shared(work, out, flat, row, tile):
     # what was there before.
     fence_async_shared()
     by_tma = True
-    if work.CASE.causal and not work.CASE.window:  # `plan.row_offset`
+    if work.CASE.offset:
         by_tma = row >= 0
         if row < 0:
             BLOCK_D: gl.constexpr = tile.shape[3]
