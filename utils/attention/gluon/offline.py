@@ -40,7 +40,7 @@ def compile_step(
         dtype: "bf16" or "fp16".
         causal: Whether the mask is causal.
         window: Whether there is a sliding window.
-        tail: Whether the keys are no multiple of a block.
+        tail: Whether the keys are no multiple of a block, without a mask.
         lse: Whether the log-sum-exp is stored.
         variant: Of step 5's plan (`plan.variant_for`).
         parts: Whether programs share tiles (`plan.parts_for`).
@@ -137,9 +137,7 @@ def main() -> None:
     parser.add_argument("step", choices=[*map(str, STEPS), "blackwell"])
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
-    parser.add_argument(
-        "--variant", choices=("", "one", "few", "lone", "narrow", "short", "ahead", "ahead of three"), default=""
-    )
+    parser.add_argument("--variant", choices=("", "one", "few", "ahead", "ahead of three"), default="")
     for flag in ("causal", "window", "tail", "lse", "parts", "offset"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--sass", action="store_true", help="print the disassembly")

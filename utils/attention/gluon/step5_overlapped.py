@@ -1,7 +1,7 @@
 """Step 5, the fastest: products overlapped with softmax, a persistent grid. FlashAttention forward for Hopper.
 
 One block stays on each SM and walks over tiles of query rows. Its producer warp loads Q, K and V by TMA, running
-ahead as far as the rings of shared memory allow, into the next tile too. One to four consumer warpgroups own 64 rows
+ahead as far as the rings of shared memory allow, into the next tile too. One to three consumer warpgroups own 64 rows
 each. A consumer hands Q K(i) to the tensor cores and P V(i-1) behind it, waits for the scores only, and computes their
 softmax while P V(i-1) is still running; scores, probabilities and output never leave its registers. Keys are walked
 from the last block to the first, so the masked blocks of a causal tile come first.
@@ -19,13 +19,11 @@ from the last block to the first, so the masked blocks of a causal tile come fir
     keys_first    blocks of the next tile asked for before Q   0                0                2
 
 With two tiles of Q the producer goes on into the next tile while this one is computed. With one it asks for `keys_first`
-blocks and brings Q into the L2, until all consumers have done with the last Q (`loads.py`). Seven variants (`plan.variant_for`).
-"one", very few tiles: 1 consumer. "few", head dim 64 with few tiles or many masks: 2 consumers, 240 registers. "lone", full
-attention at head dim 64 with one tile a program: 5 slots, filled before the roles begin. "narrow", head dim 64 with a window that
-masks most blocks: 64 keys, 5 slots. "short", few causal keys at head dim 64: 4 consumers, 64 keys, 4 slots, 112 registers.
-"narrow" and "short" wait for P V before the softmax (`both`). "ahead", full attention at head dim 64 and 128 (`consumer_ahead`):
-2 consumers, and a tile's end beside the next one's start. "ahead of three", the same with 3 consumers, is for whole blocks of
-keys. Where tiles are fewer than multiprocessors, programs share them (`parts.py`).
+blocks and brings Q into the L2, until all consumers have done with the last Q (`loads.py`). Four variants (`plan.variant_for`):
+"one", very few tiles: 1 consumer. "few", head dim 64 with few tiles or many masks: 2 consumers, 240 registers. "ahead", full
+attention at head dim 64 and 128 (`consumer_ahead`): 2 consumers, and a tile's end beside the next one's start. "ahead of three",
+the same with 3 consumers, is for whole blocks of keys. Where tiles are fewer than multiprocessors, programs share them
+(`parts.py`).
 
 The checklist of warp-specialized attention, for Hopper:
 - Pipeline: a TMA producer; in each consumer Q K, softmax and P V, a block apart from each other (`blocks.py`). V's slot is released
@@ -264,6 +262,7 @@ def consumer_ahead(work, results, W: gl.constexpr):
         "schedule_stride",
         "offset",
         "parts",
+        "eighths",
     ]
 )
 def attention_step5(
@@ -286,6 +285,7 @@ def attention_step5(
     schedule_stride,
     offset,
     parts,
+    eighths,
     c,
     PLAN: gl.constexpr,
     CASE: gl.constexpr,
@@ -315,14 +315,12 @@ def attention_step5(
         make_barriers(k, CONSUMERS, PREFILL)
         make_barriers(v, CONSUMERS, PREFILL)
         fence_async_shared()  # TMA completes these barriers, too
-    results = ((o_desc, out_ptr), o_tiles, lse_ptr)
+    results = ((o_desc, out_ptr, eighths), o_tiles, lse_ptr)
     loads = (work, q_desc, k_desc, v_desc)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
     # registers that are left. Functions cannot be kept in a variable here, so the lists are written out.
     if PLAN.ahead:
-        gl.static_assert(
-            PLAN.q_slots == 2 and not (CASE.causal or CASE.window or CASE.parts or PLAN.own_keys or PLAN.both)
-        )
+        gl.static_assert(PLAN.q_slots == 2 and not (CASE.causal or CASE.window or CASE.parts or PLAN.own_keys))
         if CONSUMERS == 2:
             gl.warp_specialize(
                 [(consumer_ahead, (work, results, 0)), (consumer_ahead, (work, results, 1)), (producer, loads)],
@@ -347,7 +345,8 @@ def attention_step5(
         gl.warp_specialize(
             [(consumer, (work, results, 0)), (consumer, (work, results, 1)), (producer, loads)], [4, 1], [REGISTERS, 24]
         )
-    elif CONSUMERS == 3:
+    else:
+        gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize(
             [
                 (consumer, (work, results, 0)),
@@ -357,19 +356,6 @@ def attention_step5(
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],
-        )
-    else:
-        gl.static_assert(CONSUMERS == 4)
-        gl.warp_specialize(
-            [
-                (consumer, (work, results, 0)),
-                (consumer, (work, results, 1)),
-                (consumer, (work, results, 2)),
-                (consumer, (work, results, 3)),
-                (producer, loads),
-            ],
-            [4, 4, 4, 1],
-            [REGISTERS, REGISTERS, REGISTERS, 24],
         )
 
 
@@ -422,7 +408,8 @@ def launch(a: Arguments) -> Launch | None:
     Returns:
         The launch, to be repeated on (q, k, v, out, lse) like these; None in a process that only simulates kernels.
     """
-    plan, window, tail = a.plan, a.window, a.sk % a.plan.block_n != 0
+    plan, window = a.plan, a.window
+    tail = a.sk % plan.block_n != 0 and not (a.causal or window)  # a mask hides what lies behind the last key
     offset = row_offset(plan, a.causal, window > 0, a.sk - a.sq)
     blocks = tuple(tile_blocks(plan, a.sq, a.sk, a.causal, window))
     tiles = len(blocks) * a.heads_total
@@ -435,22 +422,26 @@ def launch(a: Arguments) -> Launch | None:
     dealt = schedule is not None
     together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
     case = Case(
-        a.causal,
-        window > 0,
-        tail,
-        a.return_lse,
-        dealt,
-        parts > 1,
-        together,
-        offset > 0,
-        one_edge=one_edge(plan, window),
-        columns=a.head_dim % plan.block_d if offset or parts > 1 else 0,
+        a.causal, window > 0, tail, a.return_lse, dealt, parts > 1, together, offset > 0, one_edge(plan, window)
     )
     numbers = tiles * parts * plan.rows * (plan.block_d + 1) if parts > 1 else 0
     counters = tiles * plan.consumers
     tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
-    sizes = (a.sq, a.sk, window, len(blocks), a.heads_total, a.heads, a.group, stride, offset, parts, a.c)
+    sizes = (
+        a.sq,
+        a.sk,
+        window,
+        len(blocks),
+        a.heads_total,
+        a.heads,
+        a.group,
+        stride,
+        offset,
+        parts,
+        a.head_dim // 8,
+        a.c,
+    )
     options = {"num_warps": 4} | ({"launch_cooperative_grid": True} if together else {})
     compiled = attention_step5[(programs,)](*tensors, table, *sizes, PLAN=plan, CASE=case, **options)
     if compiled is None or not a.q.is_cuda:

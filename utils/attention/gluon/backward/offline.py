@@ -7,18 +7,21 @@ from utils.attention.gluon.backward.plan import plan_for
 from utils.kernels.offline import Assembly, compile_gluon, read_assembly
 
 
-def compile_backward(step: int, head_dim: int = 128, *, dtype: str = "bf16", deterministic: bool = False) -> Assembly:
-    """Compile a step of the backward ladder for sm_90a; one kernel takes all sizes and masks.
+def compile_backward(
+    step: int, head_dim: int = 128, *, dtype: str = "bf16", edges: int = 2, deterministic: bool = False
+) -> Assembly:
+    """Compile a step of the backward ladder for sm_90a; a kernel takes all sizes, and all masks or none.
 
     Args:
         step: 1, 3 or 6.
         head_dim: Head dimension; the tile is the next larger of 64, 128 and 256.
         dtype: "bf16" or "fp16".
+        edges: As for `plan_for`.
         deterministic: Whether dQ is left to the kernel of `dq.py`.
     """
     from triton.experimental.gluon import language as gl
 
-    plan = plan_for(step, head_dim, deterministic)
+    plan = plan_for(step, head_dim, deterministic, edges)
     wide = plan.block_d == 256
     kernel = kernel_of(WIDE_KERNEL if wide else MAIN_KERNELS[step])
     constants = {n: x for n, x in {"PLAN": plan, "HEAD_DIM": head_dim}.items() if n in kernel.arg_names}
@@ -33,6 +36,7 @@ def compile_backward(step: int, head_dim: int = 128, *, dtype: str = "bf16", det
         "c": "fp32",
         "scale": "fp32",
     }
+    kinds["counter_ptr"] = "*i32"
     signature = {
         n: kinds.get(n, f"*{dtype}" if n.endswith("_ptr") else "i32") for n in kernel.arg_names if n not in constants
     }
