@@ -10,8 +10,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
+from utils.attention.gluon.intervals import clean_interval, keep_interval, visible_interval
 from utils.attention.gluon.parts import Parts
-from utils.attention.gluon.shared import aggregate, keep_columns, keep_side, key_blocks, tma_load, uniform
+from utils.attention.gluon.shared import (
+    aggregate,
+    clean_blocks,
+    keep_columns,
+    keep_side,
+    key_blocks,
+    tma_load,
+    uniform,
+)
 
 
 @aggregate
@@ -216,6 +225,7 @@ class Work:
     sq: gl.tensor
     sk: gl.tensor
     window: gl.tensor
+    intervals: gl.tensor  # the table of `intervals.py`, where the window is one by row
     offset: gl.tensor
     heads: gl.tensor
     group: gl.tensor
@@ -229,10 +239,11 @@ class Work:
     CASE: gl.constexpr  # plan.Case: what the attention needs
 
     @gluon.constexpr_function
-    def __init__(self, sq, sk, window, offset, heads, group, c, q, k, v, todo, parts, PLAN, CASE):
+    def __init__(self, sq, sk, window, intervals, offset, heads, group, c, q, k, v, todo, parts, PLAN, CASE):
         self.sq = sq
         self.sk = sk
         self.window = window
+        self.intervals = intervals
         self.offset = offset
         self.heads = heads
         self.group = group
@@ -254,7 +265,23 @@ class Work:
     def visible_blocks(self, row, ROWS: gl.constexpr):
         """Blocks of keys [lo, hi) that the rows row .. row+ROWS-1 may see."""
         BLOCK_N: gl.constexpr = self.PLAN.block_n
-        return key_blocks(row, ROWS, self.sq, self.sk, self.window, BLOCK_N, self.CASE.causal, self.CASE.window)
+        if self.CASE.window == "rows":
+            return visible_interval(self.intervals, row, ROWS, self.sq, self.sk, BLOCK_N)
+        else:
+            WINDOW: gl.constexpr = self.CASE.window != ""
+            return key_blocks(row, ROWS, self.sq, self.sk, self.window, BLOCK_N, self.CASE.causal, WINDOW)
+
+    @gluon.jit
+    def clean_blocks(self, row, ROWS: gl.constexpr, lo, hi):
+        """The blocks of [lo, hi) that need no mask, counted from the last one down: right <= i < left."""
+        BLOCK_N: gl.constexpr = self.PLAN.block_n
+        if self.CASE.window == "rows":
+            return clean_interval(self.intervals, row, ROWS, lo, hi, self.sq, BLOCK_N)
+        else:
+            WINDOW: gl.constexpr = self.CASE.window != ""
+            return clean_blocks(
+                row, ROWS, lo, hi, self.sq, self.sk, self.window, BLOCK_N, self.CASE.causal, WINDOW
+            )
 
     @gluon.jit
     def blocks(self, t, row, ROWS: gl.constexpr):
@@ -276,6 +303,8 @@ class Work:
     @gluon.jit
     def mask(self, s, block, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
         """The scores of a block, minus infinity where a row may not look, or where there is no key."""
+        if self.CASE.window == "rows":
+            return keep_interval(s, self.intervals, block.row, block.key, self.sq)
         rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
         positions = block.row + (self.sk - self.sq) + gl.arange(0, s.shape[0], rows)
         behind = gl.full([s.shape[0]], self.sk, gl.int32, rows)

@@ -61,7 +61,8 @@ class Plan:
 class Case:
     """What an attention needs of step 5's kernel: a kernel is compiled for each.
 
-    tail: the keys are no multiple of a block. lse: the log-sum-exp is stored. dealt: the host deals out the tiles
+    window: "" for none, "distance" for one of a fixed length, "rows" where a table has the interval of each row
+    (`intervals.py`). tail: the keys are no multiple of a block. lse: the log-sum-exp is stored. dealt: the host deals out the tiles
     (`dealing.deal_tiles`). parts: programs share the keys of a tile (`parts_for`).
     together: and add the parts up together (`parts.py`). offset: a head's first tile begins before its
     first query (`row_offset`). one_edge: the window's two edges lie in no block together (`one_edge`).
@@ -69,7 +70,7 @@ class Case:
     """
 
     causal: bool = False
-    window: bool = False
+    window: str = ""
     tail: bool = False
     lse: bool = False
     dealt: bool = False
@@ -96,6 +97,9 @@ _STEP_5 = {
     (256, "one"): Plan(256, 64, 1, 2, 240, v_extra=1, halves=True, o_in_q=True, prefill=1),
     (256, ""): Plan(256, 64, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, own_keys=True, prefill=2, keys_first=2),
 }
+
+
+PACKED = "few"  # the variant of packed sequences: small tiles, which fewer sequences share
 
 
 def block_head_dim(head_dim: int) -> int:

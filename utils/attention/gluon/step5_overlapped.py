@@ -65,11 +65,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from utils.attention.gluon.arguments import Arguments, unused
 from utils.attention.gluon.blocks import finish_block, first_block, start_output, start_scores, step
 from utils.attention.gluon.dealing import deal_tiles
+from utils.attention.gluon.intervals import packed_intervals
 from utils.attention.gluon.loads import fill_rings, producer
 from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
 from utils.attention.gluon.plan import Case, one_edge, parts_for, row_offset, tile_blocks
-from utils.attention.gluon.shared import accumulator, clean_blocks, wait_products
+from utils.attention.gluon.shared import accumulator, wait_products
 from utils.attention.gluon.softmax import normalizers, spread, unseen_halves, unseen_whole
 from utils.attention.gluon.stores import store_lse, store_rows, store_tile
 from utils.kernels.capture import tensor_on
@@ -98,7 +99,7 @@ def consumer(work, results, W: gl.constexpr):
     out, o_tiles, lse_ptr = results
     PLAN: gl.constexpr = work.PLAN
     CAUSAL: gl.constexpr = work.CASE.causal
-    WINDOW: gl.constexpr = work.CASE.window
+    WINDOW: gl.constexpr = work.CASE.window != ""
     BLOCK_N: gl.constexpr = PLAN.block_n
     BLOCK_D: gl.constexpr = PLAN.block_d
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
@@ -108,7 +109,7 @@ def consumer(work, results, W: gl.constexpr):
     # Two tiles of Q, and the output leaves through the one that it belongs to: the slot is released a tile later.
     LATE_RELEASE: gl.constexpr = PLAN.o_in_q and PLAN.q_slots == 2
 
-    sq, sk = work.sq, work.sk
+    sq = work.sq
     count, t, rest = work.first(BLOCK_M * PLAN.consumers)
     it = 0
     for i in range(count):
@@ -130,7 +131,7 @@ def consumer(work, results, W: gl.constexpr):
             before = own_lo - lo
             lo = own_lo
         n = hi - lo
-        right, edge = clean_blocks(row, BLOCK_M, lo, hi, sq, sk, work.window, BLOCK_N, CAUSAL, WINDOW)
+        right, edge = work.clean_blocks(row, BLOCK_M, lo, hi)
 
         work.q.wait_full(i, W)  # the first product reads Q; the producer loads it in the order of need
         q = work.q.tile(i, W)
@@ -276,6 +277,7 @@ def attention_step5(
     parts_ptr,
     counters,
     schedule,
+    intervals,
     sq,
     sk,
     window,
@@ -297,10 +299,10 @@ def attention_step5(
     # A barrier takes 35 cycles to make, and nothing is loaded before its own: those of the first loads come first.
     PREFILL: gl.constexpr = PLAN.prefill
     gl.static_assert(PLAN.stages >= PREFILL)
-    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, READY=CONSUMERS if PREFILL > 0 else None, WINDOW=CASE.window)
-    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, READY=PREFILL if PREFILL > 0 else None, WINDOW=CASE.window)
+    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, READY=CONSUMERS if PREFILL > 0 else None, WINDOW=CASE.window != "")
+    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, READY=PREFILL if PREFILL > 0 else None, WINDOW=CASE.window != "")
     v = allocate_ring(
-        v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS, READY=PREFILL if PREFILL > 0 else None, WINDOW=CASE.window
+        v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS, READY=PREFILL if PREFILL > 0 else None, WINDOW=CASE.window != ""
     )
     if PLAN.o_in_q:
         o_tiles = q.tiles
@@ -308,7 +310,7 @@ def attention_step5(
         o_tiles = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, 1, 1, 64, BLOCK_D], o_desc.layout)
     todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, parts, CASE.dealt, CASE.parts, CASE.causal)
     shared_tiles = Parts(parts_ptr, counters, parts)
-    work = Work(sq, sk, window, offset, heads, group, c, q, k, v, todo, shared_tiles, PLAN, CASE)
+    work = Work(sq, sk, window, intervals, offset, heads, group, c, q, k, v, todo, shared_tiles, PLAN, CASE)
     if PREFILL > 0:
         fill_rings(work, q_desc, k_desc, v_desc)
         make_barriers(q, 1, CONSUMERS)
@@ -321,7 +323,7 @@ def attention_step5(
     # registers that are left. Functions cannot be kept in a variable here, so the lists are written out.
     if PLAN.ahead:
         gl.static_assert(
-            PLAN.q_slots == 2 and not (CASE.causal or CASE.window or CASE.parts or PLAN.own_keys or PLAN.both)
+            PLAN.q_slots == 2 and not (CASE.causal or CASE.window != "" or CASE.parts or PLAN.own_keys or PLAN.both)
         )
         if CONSUMERS == 2:
             gl.warp_specialize(
@@ -422,11 +424,17 @@ def launch(a: Arguments) -> Launch | None:
     Returns:
         The launch, to be repeated on (q, k, v, out, lse) like these; None in a process that only simulates kernels.
     """
-    plan, window, tail = a.plan, a.window, a.sk % a.plan.block_n != 0
-    offset = row_offset(plan, a.causal, window > 0, a.sk - a.sq)
-    blocks = tuple(tile_blocks(plan, a.sq, a.sk, a.causal, window))
+    plan, causal, window, tail = a.plan, a.causal, a.window, a.sk % a.plan.block_n != 0
+    intervals, kind = unused(a.q.device, torch.int32), "distance" if window else ""
+    if a.lengths:
+        found = packed_intervals(a.lengths, causal, window, a.q.device)
+        intervals, blocks = found.table, found.key_blocks(plan.rows, plan.block_n)
+        causal, kind, tail = False, "rows", False  # which the table tells, too
+    else:
+        blocks = tuple(tile_blocks(plan, a.sq, a.sk, causal, window))
+    offset = row_offset(plan, causal, window > 0, a.sk - a.sq)
     tiles = len(blocks) * a.heads_total
-    parts = parts_for(plan, a.sq, a.sk, a.heads_total, a.causal, window, a.programs)
+    parts = 1 if a.lengths else parts_for(plan, a.sq, a.sk, a.heads_total, causal, window, a.programs)
     programs = min(a.programs, tiles * parts)
     schedule, stride = None, 0
     if parts == 1 and tiles > programs and len(set(blocks)) > 1:  # causal, or a window
@@ -435,15 +443,15 @@ def launch(a: Arguments) -> Launch | None:
     dealt = schedule is not None
     together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
     case = Case(
-        a.causal,
-        window > 0,
+        causal,
+        kind,
         tail,
         a.return_lse,
         dealt,
         parts > 1,
         together,
         offset > 0,
-        one_edge=one_edge(plan, window),
+        one_edge=kind == "distance" and one_edge(plan, window),
         columns=a.head_dim % plan.block_d if offset or parts > 1 else 0,
     )
     numbers = tiles * parts * plan.rows * (plan.block_d + 1) if parts > 1 else 0
@@ -452,10 +460,10 @@ def launch(a: Arguments) -> Launch | None:
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
     sizes = (a.sq, a.sk, window, len(blocks), a.heads_total, a.heads, a.group, stride, offset, parts, a.c)
     options = {"num_warps": 4} | ({"launch_cooperative_grid": True} if together else {})
-    compiled = attention_step5[(programs,)](*tensors, table, *sizes, PLAN=plan, CASE=case, **options)
+    compiled = attention_step5[(programs,)](*tensors, table, intervals, *sizes, PLAN=plan, CASE=case, **options)
     if compiled is None or not a.q.is_cuda:
         return None
     if schedule is not None:
         keep_for_graphs(schedule)
-    handle = Handle(compiled, (programs,), tensors, (table, *sizes, plan, case), a.q.device.index)
+    handle = Handle(compiled, (programs,), tensors, (table, intervals, *sizes, plan, case), a.q.device.index)
     return Launch(handle, numbers, counters, schedule)
