@@ -15,15 +15,19 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from utils.attention.gluon.shared import keep_columns, uniform, zero_columns
+from utils.attention.gluon.shared import keep_columns, uniform
 from utils.kernels.capture import tensor_on
+
+
+KEYS = 128  # of a block in the backward pass
 
 
 @dataclass(frozen=True, eq=False)
 class Intervals:
     """The bounds of all queries and keys.
 
-    bounds: first, behind, earliest and past (4, S). table: the same on the GPU, int32.
+    bounds: first, behind, earliest and past (4, S). table: the same on the GPU, int32, and behind it the blocks of keys
+    that most queries see first.
     """
 
     bounds: np.ndarray
@@ -57,7 +61,8 @@ def packed_intervals(lengths: tuple[int, ...], causal: bool, window: int, device
         behind = np.minimum(behind, position + window)
     earliest, past = (np.searchsorted(bound, position, side="right") for bound in (behind, first))
     bounds = np.stack([first, behind, earliest, past])
-    return Intervals(bounds, tensor_on(device, bounds.astype(np.int32)))
+    longest = np.argsort(-np.array(_blocks(earliest, past, KEYS, 1)), kind="stable")
+    return Intervals(bounds, tensor_on(device, np.concatenate([bounds.ravel(), longest]).astype(np.int32)))
 
 
 @gluon.jit
@@ -87,3 +92,38 @@ def keep_interval(s, table, row, key, sq):
     first = gl.load(table + rows, mask=rows < sq, other=0)
     behind = gl.load(table + sq + rows, mask=rows < sq, other=0)
     return keep_columns(s, first - key, behind - key, True)
+
+
+# The backward pass: `sizes` is its `Sizes`, whose `back` is the table, and what sees is a key.
+
+
+@gluon.jit
+def block_of(sizes, n):
+    """The n-th block of keys in the order of decreasing work."""
+    return uniform(gl.load(sizes.back + 4 * sizes.sq + n))
+
+
+@gluon.jit
+def interval_tiles(sizes, key):
+    """Tiles of queries [lo, hi) that see some of the keys key .. key + BLOCK_N - 1."""
+    PLAN: gl.constexpr = sizes.PLAN
+    return visible_interval(sizes.back + 2 * sizes.sq, key, PLAN.block_n, sizes.sk, sizes.sq, PLAN.block_m)
+
+
+@gluon.jit
+def clean_interval_tiles(sizes, key, ROWS: gl.constexpr):
+    """Tiles of queries [first, end) of which each query sees all keys key .. key + ROWS - 1 that there are."""
+    BLOCK_M: gl.constexpr = sizes.PLAN.block_m
+    table = sizes.back + 2 * sizes.sq
+    first = gl.cdiv(bound(table, key + ROWS - 1, sizes.sk), BLOCK_M)
+    return first, bound(table + sizes.sq, key, sizes.sk) // BLOCK_M
+
+
+@gluon.jit
+def interval_columns(sizes, key, row, p):
+    """The columns first <= j < behind of p [keys, queries], from keys key.. and queries row.. on, that see each key."""
+    keys = key + gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout))
+    table = sizes.back + 2 * sizes.sq + keys
+    # Keys that do not exist were loaded as zeros; their probabilities could still be infinite.
+    first = gl.load(table, mask=keys < sizes.sk, other=0) - row
+    return first, gl.load(table + sizes.sq, mask=keys < sizes.sk, other=0) - row

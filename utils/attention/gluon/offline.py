@@ -84,7 +84,7 @@ def compile_step(
         "parts_ptr": "*fp32",
         "counters": "*i32",
         "schedule": "*i32",
-        "intervals": "*i32",
+        "window": "*i32" if window == "rows" else "i32",
         "c": "fp32",
     }
     signature = {}

@@ -224,8 +224,7 @@ class Work:
 
     sq: gl.tensor
     sk: gl.tensor
-    window: gl.tensor
-    intervals: gl.tensor  # the table of `intervals.py`, where the window is one by row
+    window: gl.tensor  # its width, or the table of `intervals.py`
     offset: gl.tensor
     heads: gl.tensor
     group: gl.tensor
@@ -239,11 +238,10 @@ class Work:
     CASE: gl.constexpr  # plan.Case: what the attention needs
 
     @gluon.constexpr_function
-    def __init__(self, sq, sk, window, intervals, offset, heads, group, c, q, k, v, todo, parts, PLAN, CASE):
+    def __init__(self, sq, sk, window, offset, heads, group, c, q, k, v, todo, parts, PLAN, CASE):
         self.sq = sq
         self.sk = sk
         self.window = window
-        self.intervals = intervals
         self.offset = offset
         self.heads = heads
         self.group = group
@@ -266,7 +264,7 @@ class Work:
         """Blocks of keys [lo, hi) that the rows row .. row+ROWS-1 may see."""
         BLOCK_N: gl.constexpr = self.PLAN.block_n
         if self.CASE.window == "rows":
-            return visible_interval(self.intervals, row, ROWS, self.sq, self.sk, BLOCK_N)
+            return visible_interval(self.window, row, ROWS, self.sq, self.sk, BLOCK_N)
         else:
             WINDOW: gl.constexpr = self.CASE.window != ""
             return key_blocks(row, ROWS, self.sq, self.sk, self.window, BLOCK_N, self.CASE.causal, WINDOW)
@@ -276,7 +274,7 @@ class Work:
         """The blocks of [lo, hi) that need no mask, counted from the last one down: right <= i < left."""
         BLOCK_N: gl.constexpr = self.PLAN.block_n
         if self.CASE.window == "rows":
-            return clean_interval(self.intervals, row, ROWS, lo, hi, self.sq, BLOCK_N)
+            return clean_interval(self.window, row, ROWS, lo, hi, self.sq, BLOCK_N)
         else:
             WINDOW: gl.constexpr = self.CASE.window != ""
             return clean_blocks(
@@ -304,7 +302,7 @@ class Work:
     def mask(self, s, block, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
         """The scores of a block, minus infinity where a row may not look, or where there is no key."""
         if self.CASE.window == "rows":
-            return keep_interval(s, self.intervals, block.row, block.key, self.sq)
+            return keep_interval(s, self.window, block.row, block.key, self.sq)
         rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
         positions = block.row + (self.sk - self.sq) + gl.arange(0, s.shape[0], rows)
         behind = gl.full([s.shape[0]], self.sk, gl.int32, rows)

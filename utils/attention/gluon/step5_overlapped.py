@@ -277,7 +277,6 @@ def attention_step5(
     parts_ptr,
     counters,
     schedule,
-    intervals,
     sq,
     sk,
     window,
@@ -310,7 +309,7 @@ def attention_step5(
         o_tiles = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, 1, 1, 64, BLOCK_D], o_desc.layout)
     todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, parts, CASE.dealt, CASE.parts, CASE.causal)
     shared_tiles = Parts(parts_ptr, counters, parts)
-    work = Work(sq, sk, window, intervals, offset, heads, group, c, q, k, v, todo, shared_tiles, PLAN, CASE)
+    work = Work(sq, sk, window, offset, heads, group, c, q, k, v, todo, shared_tiles, PLAN, CASE)
     if PREFILL > 0:
         fill_rings(work, q_desc, k_desc, v_desc)
         make_barriers(q, 1, CONSUMERS)
@@ -425,10 +424,10 @@ def launch(a: Arguments) -> Launch | None:
         The launch, to be repeated on (q, k, v, out, lse) like these; None in a process that only simulates kernels.
     """
     plan, causal, window, tail = a.plan, a.causal, a.window, a.sk % a.plan.block_n != 0
-    intervals, kind = unused(a.q.device, torch.int32), "distance" if window else ""
+    reach, kind = window, "distance" if window else ""
     if a.lengths:
         found = packed_intervals(a.lengths, causal, window, a.q.device)
-        intervals, blocks = found.table, found.key_blocks(plan.rows, plan.block_n)
+        reach, blocks = found.table, found.key_blocks(plan.rows, plan.block_n)
         causal, kind, tail = False, "rows", False  # which the table tells, too
     else:
         blocks = tuple(tile_blocks(plan, a.sq, a.sk, causal, window))
@@ -458,12 +457,12 @@ def launch(a: Arguments) -> Launch | None:
     counters = tiles * plan.consumers
     tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
-    sizes = (a.sq, a.sk, window, len(blocks), a.heads_total, a.heads, a.group, stride, offset, parts, a.c)
+    sizes = (a.sq, a.sk, reach, len(blocks), a.heads_total, a.heads, a.group, stride, offset, parts, a.c)
     options = {"num_warps": 4} | ({"launch_cooperative_grid": True} if together else {})
-    compiled = attention_step5[(programs,)](*tensors, table, intervals, *sizes, PLAN=plan, CASE=case, **options)
+    compiled = attention_step5[(programs,)](*tensors, table, *sizes, PLAN=plan, CASE=case, **options)
     if compiled is None or not a.q.is_cuda:
         return None
     if schedule is not None:
         keep_for_graphs(schedule)
-    handle = Handle(compiled, (programs,), tensors, (table, intervals, *sizes, plan, case), a.q.device.index)
+    handle = Handle(compiled, (programs,), tensors, (table, *sizes, plan, case), a.q.device.index)
     return Launch(handle, numbers, counters, schedule)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from utils.attention.gluon.arguments import descriptor
-from utils.attention.gluon.backward.order import Order, order_of
+from utils.attention.gluon.backward.order import Order, block_order, blocks_of, order_of
 from utils.attention.gluon.backward.plan import BackwardPlan, span
 
 LOG2_E = math.log2(math.e)
@@ -105,9 +105,12 @@ def strides(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def launches(
-    step: int, g: Gradients, order: Order, causal: bool, window: int, scale: float, dlse: bool
+    step: int, g: Gradients, order: Order, mask: tuple, scale: float, dlse: bool
 ) -> list[Launch]:
-    """Return the launches of a backward pass: `start_backward`, the step's own kernel, and those that finish."""
+    """Return the launches of a backward pass: `start_backward`, the step's own kernel, and those that finish.
+
+    mask: `plan.span`, or the table of `intervals.py` and 0.
+    """
     plan, (batch, heads, sq, head_dim), (_, kv_heads, sk, _) = g.plan, g.q.shape, g.k.shape
     rows, total, width = g.lse2.shape[1], batch * kv_heads, plan.block_d
     queries = sq, heads, rows, head_dim // 8
@@ -119,7 +122,7 @@ def launches(
         {"BLOCK_D": width, "CLEAR": plan.dq, "DLSE": dlse},
     )
     blocks_n, c = -(-sk // plan.block_n), scale * LOG2_E
-    sizes = sq, sk, *span(causal, window), heads, kv_heads, heads // kv_heads, rows // plan.block_m
+    sizes = sq, sk, *mask, heads, kv_heads, heads // kv_heads, rows // plan.block_m
     blocks = blocks_n, order.section, total, order.units
     found = [start, step_launch(step, g, sizes, blocks, order.programs, (c, scale))]
     if order.units:
@@ -179,10 +182,14 @@ def kernel_of(name: str):
     return getattr(importlib.import_module(f"{__package__}.{module}"), name)
 
 
-def find_order(step: int, q: torch.Tensor, k: torch.Tensor, plan: BackwardPlan, causal: bool, window: int) -> Order:
-    """Return the order of blocks for these tensors on their GPU."""
+def find_order(
+    step: int, q: torch.Tensor, k: torch.Tensor, plan: BackwardPlan, causal: bool, window: int, intervals=None
+) -> Order:
+    """Return the order of blocks for these tensors on their GPU. intervals: of packed sequences."""
     (batch, heads, sq, _), (_, kv_heads, sk, _) = q.shape, k.shape
-    shares = step == 6 and plan.block_d < 256
-    return order_of(
-        *(plan, sq, sk, batch * kv_heads, heads // kv_heads), processors(q.device), span(causal, window), shares
-    )
+    shape, sms = (plan, sq, sk, batch * kv_heads, heads // kv_heads), processors(q.device)
+    if intervals is None:
+        return order_of(*shape, sms, span(causal, window), step == 6 and plan.block_d < 256)
+    blocks = blocks_of(*shape, sms, back=0, ahead=0)
+    tiles = sorted(intervals.query_tiles(plan.block_m, plan.block_n), reverse=True)
+    return block_order(replace(blocks, tiles=tuple(tiles)))

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
+from utils.attention.gluon.intervals import block_of, clean_interval_tiles, interval_columns, interval_tiles
 from utils.attention.gluon.shared import aggregate, tma_load, zero_columns
 
 # Hand a tile to TMA, which adds it to memory; its end is waited for as a store's.
@@ -22,6 +23,7 @@ class Sizes:
     """Sizes of the problem, and which tiles of queries see a block of keys.
 
     A query sees the keys from `back` before its position to `ahead` behind it; the last query has the last key's position.
+    Or PLAN.mask is "intervals", and `back` their table.
     """
 
     sq: gl.tensor
@@ -50,20 +52,26 @@ class Sizes:
     def tiles_of(self, key):
         """Tiles of queries [lo, hi) that see some of the keys key .. key + BLOCK_N - 1; may be empty."""
         BLOCK_M: gl.constexpr = self.PLAN.block_m
-        shift = self.sk - self.sq
-        last = gl.minimum(key + self.PLAN.block_n, self.sk) - 1
-        lo = gl.maximum(key - self.ahead - shift, 0) // BLOCK_M
-        # Fewer than tiles_m where rows are rounded up to 128 and a tile has 64.
-        hi = gl.minimum(gl.cdiv(self.sq, BLOCK_M), gl.cdiv(gl.maximum(last + self.back - shift + 1, 0), BLOCK_M))
+        if self.PLAN.mask == "intervals":
+            lo, hi = interval_tiles(self, key)
+        else:
+            shift = self.sk - self.sq
+            last = gl.minimum(key + self.PLAN.block_n, self.sk) - 1
+            lo = gl.maximum(key - self.ahead - shift, 0) // BLOCK_M
+            # Fewer than tiles_m where rows are rounded up to 128 and a tile has 64.
+            hi = gl.minimum(gl.cdiv(self.sq, BLOCK_M), gl.cdiv(gl.maximum(last + self.back - shift + 1, 0), BLOCK_M))
         return lo, gl.maximum(hi, lo)
 
     @gluon.jit
     def clean_tiles(self, key, ROWS: gl.constexpr, lo, hi):
         """Tiles of queries [first, end) of lo .. hi - 1 that need no mask against keys key .. key + ROWS - 1."""
         BLOCK_M: gl.constexpr = self.PLAN.block_m
-        shift = self.sk - self.sq
-        first = gl.cdiv(gl.maximum(key + ROWS - 1 - self.ahead - shift, 0), BLOCK_M)
-        end = gl.maximum(key + self.back - shift + 1, 0) // BLOCK_M
+        if self.PLAN.mask == "intervals":
+            first, end = clean_interval_tiles(self, key, ROWS)
+        else:
+            shift = self.sk - self.sq
+            first = gl.cdiv(gl.maximum(key + ROWS - 1 - self.ahead - shift, 0), BLOCK_M)
+            end = gl.maximum(key + self.back - shift + 1, 0) // BLOCK_M
         first = gl.where(key + ROWS > self.sk, hi, first)
         first = gl.minimum(gl.maximum(first, lo), hi)
         return first, gl.minimum(gl.maximum(end, first), hi)
@@ -93,11 +101,14 @@ class Sizes:
     @gluon.jit
     def mask_product(self, p, key, row):
         """`mask` for [keys, BLOCK_M queries] in the registers of products, in a third of the instructions."""
-        keys = key + gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout))
-        own = keys - (self.sk - self.sq) - row  # the column of the query that has the key's position
-        # Keys that do not exist were loaded as zeros; their probabilities could still be infinite.
-        first = gl.where(keys < self.sk, own - self.ahead, p.shape[1])
-        return zero_columns(p, first, own + self.back + 1, True)
+        if self.PLAN.mask == "intervals":
+            first, behind = interval_columns(self, key, row, p)
+        else:
+            keys = key + gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout))
+            own = keys - (self.sk - self.sq) - row  # the column of the query that has the key's position
+            # Keys that do not exist were loaded as zeros; their probabilities could still be infinite.
+            first, behind = gl.where(keys < self.sk, own - self.ahead, p.shape[1]), own + self.back + 1
+        return zero_columns(p, first, behind, True)
 
 
 @aggregate
@@ -223,6 +234,8 @@ def block_place(block, blocks_n, section, total):
 def part_of(sizes, n, flat, at, count, slot):
     """The Part of block of keys n of head `flat` that begins at tile `at`; count -1: all tiles."""
     batch = flat // sizes.kv_heads
+    if sizes.PLAN.mask == "intervals":
+        n = block_of(sizes, n)
     key = n * sizes.PLAN.block_n
     lo, hi = sizes.tiles_of(key)
     count = gl.where(count < 0, (hi - lo) * sizes.group, count)

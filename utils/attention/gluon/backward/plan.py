@@ -21,6 +21,7 @@ class BackwardPlan:
     block_d: int  # tile width: the head dimension, rounded up
     block_m: int  # queries of a tile, the inner loop
     block_n: int  # keys of a block
+    mask: str = "span"  # or "intervals" (`gluon/intervals.py`)
     dq: bool = True  # whether dQ is summed in this kernel; in deterministic mode `dq.py` computes it
 
 
