@@ -303,19 +303,20 @@ class Work:
         """The scores of a block, minus infinity where a row may not look, or where there is no key."""
         if self.CASE.window == "rows":
             return keep_interval(s, self.window, block.row, block.key, self.sq)
-        rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-        positions = block.row + (self.sk - self.sq) + gl.arange(0, s.shape[0], rows)
-        behind = gl.full([s.shape[0]], self.sk, gl.int32, rows)
-        if CAUSAL:
-            behind = gl.minimum(behind, positions + 1)
-        elif WINDOW:
-            behind = gl.minimum(behind, positions + self.window)
-        if self.CASE.one_edge:
-            # The window begins in this block for some row that exists: then it ends in none of its columns.
-            left = block.key < gl.minimum(block.row + (self.sk - self.sq) + s.shape[0], self.sk) - self.window
-            limit = gl.where(left, positions - self.window + 1, behind) - block.key
-            return keep_side(s, limit, left.to(gl.int32))
-        return keep_columns(s, positions - self.window + 1 - block.key, behind - block.key, WINDOW)
+        else:
+            rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+            positions = block.row + (self.sk - self.sq) + gl.arange(0, s.shape[0], rows)
+            behind = gl.full([s.shape[0]], self.sk, gl.int32, rows)
+            if CAUSAL:
+                behind = gl.minimum(behind, positions + 1)
+            elif WINDOW:
+                behind = gl.minimum(behind, positions + self.window)
+            if self.CASE.one_edge:
+                # The window begins in this block for some row that exists: then it ends in none of its columns.
+                left = block.key < gl.minimum(block.row + (self.sk - self.sq) + s.shape[0], self.sk) - self.window
+                limit = gl.where(left, positions - self.window + 1, behind) - block.key
+                return keep_side(s, limit, left.to(gl.int32))
+            return keep_columns(s, positions - self.window + 1 - block.key, behind - block.key, WINDOW)
 
 
 @aggregate
