@@ -80,6 +80,7 @@ class Problem(Shape):
     score_mod: ScoreMod | None = None
     v_dim: int = 0  # of values that are not as wide as the keys; 0: they are
     with_lse: bool = False
+    lengths: tuple[int, ...] = ()  # of sequences packed one behind the other; no mask function then
 
     @property
     def has_functions(self) -> bool:
@@ -110,6 +111,10 @@ class Problem(Shape):
     def plain(self) -> Problem | None:
         """Return `with_plain_mask()` if there is no score modifier, else None."""
         return with_plain_mask(self) if self.score_mod is None else None
+
+    def plain_or_packed(self) -> Problem | None:
+        """Return `plain()`, or the same attention as packed sequences with their `lengths`; None if it is neither."""
+        return self.plain() or (packed_sequences(self) if self.score_mod is None else None)
 
 
 @functools.lru_cache(maxsize=64)  # one function object for one mask: block masks are kept by that object
@@ -146,6 +151,26 @@ def with_plain_mask(problem: Problem) -> Problem | None:
         return None
     heads = problem.heads * (problem.sq // spans[0])
     return replace(problem, mask_mod=None, causal=bool(others), heads=heads, kv_heads=heads, sq=spans[0], sk=spans[0])
+
+
+def packed_sequences(problem: Problem) -> Problem | None:
+    """Return the same attention without its mask of documents, which become `lengths`; None if the mask is another one."""
+    parts = getattr(problem.mask_mod, "mods", (problem.mask_mod,))
+    others = [part for part in parts if not getattr(part, "kind", "").startswith("documents")]
+    kind = getattr(problem.mask_mod, "kind", "")
+    if problem.sq != problem.sk or len(parts) - len(others) != 1 or any(part is not causal for part in others):
+        return None
+    if kind != "both" and not kind.startswith("documents"):
+        return None
+    (part,) = (part for part in parts if part is not causal)
+    if span := getattr(part, "span", 0):
+        count, rest = divmod(problem.sq, span)
+        lengths = (span,) * count + ((rest,) if rest else ())
+    else:
+        lengths = getattr(part, "lengths", ())
+    if sum(lengths) != problem.sq:
+        return None
+    return replace(problem, mask_mod=None, causal=problem.causal or bool(others), lengths=lengths)
 
 
 def make_problem(
@@ -387,11 +412,13 @@ class Backend:
         return ""
 
 
-def refuse_functions(refuses: Callable[[Problem], str]) -> Callable[[Problem, Options], str]:
-    """Make `Backend.refuses` of a kernel that knows `causal` and `window` only: it is asked about the plain problem."""
+def refuse_functions(
+    refuses: Callable[[Problem], str], form: Callable[[Problem], Problem | None] = Problem.plain
+) -> Callable[[Problem, Options], str]:
+    """Make `Backend.refuses` of a kernel that knows no functions: it is asked about the problem's plain form."""
 
     def reason(problem: Problem, options: Options) -> str:
-        plain = problem.plain()
+        plain = form(problem)
         return reason_against_functions(problem) if plain is None else refuses(plain)
 
     return reason
@@ -409,17 +436,20 @@ def reason_against_functions(problem: Problem) -> str:
 
 
 def bind_plain(
-    run: Callable[..., torch.Tensor], again: Callable[..., Attend | None] | None = None
+    run: Callable[..., torch.Tensor],
+    again: Callable[..., Attend | None] | None = None,
+    form: Callable[[Problem], Problem | None] = Problem.plain,
 ) -> Callable[[Problem, Options], Bound]:
-    """Make `Backend.bind` of a kernel that knows `causal` and `window` only.
+    """Make `Backend.bind` of a kernel that knows no functions.
 
     Args:
         run: run(q, k, v, problem) computes a plain problem.
         again: again(q, k, v, problem) returns a quicker function for tensors that lie as these do, or None.
+        form: the problem without functions, `Problem.plain` or `Problem.plain_or_packed`.
     """
 
     def bind(problem: Problem, options: Options) -> Bound:
-        plain = problem.plain()
+        plain = form(problem)
         if plain is None:
             raise Refused(reason_against_functions(problem))
         call = on_plain_shapes(problem, plain, lambda q, k, v: run(q, k, v, plain))
@@ -457,6 +487,7 @@ def describe_plain(problem: Problem, plain: Problem) -> str:
     parts = ["causal"] if plain.causal else []
     parts += [f"window {plain.window}"] if plain.window else []
     parts += [f"documents of {plain.sq} as sequences"] if plain.sq != problem.sq else []
+    parts += [f"{len(plain.lengths)} packed sequences"] if plain.lengths else []
     return ", ".join(parts) or "no mask"
 
 

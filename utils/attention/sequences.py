@@ -76,6 +76,12 @@ def _packed_mask(lengths: tuple[int, ...], device) -> MaskMod:
     return named(documents(document_ids(lengths, device)), f"packed({len(lengths)} sequences)", lengths=lengths)
 
 
+@functools.lru_cache(maxsize=64)
+def packed_starts(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return where packed sequences begin, and where the last one ends: `cu_seqlens`."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
 both_masks = functools.lru_cache(maxsize=64)(both)
 
 

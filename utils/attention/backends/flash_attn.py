@@ -23,6 +23,7 @@ from utils.attention.problem import (
     reason_against_tensors,
     refuse_functions,
 )
+from utils.attention.sequences import packed_starts
 from utils.machine.device import flash_attn_support
 
 _MODULES = {4: "flash_attn.cute", 2: "flash_attn"}
@@ -33,6 +34,15 @@ def window_size(problem: Problem, unlimited: int | None) -> tuple:
     if problem.window is None:
         return (unlimited, unlimited)
     return (problem.window - 1, 0 if problem.causal else problem.window - 1)
+
+
+def reason_against_batches(problem: Problem) -> str:
+    """Say why a library that packs sequences as (S, H, D) does not take packed sequences of several batches."""
+    return (
+        f"it packs sequences of one batch, and there are {problem.batch}."
+        if problem.lengths and problem.batch > 1
+        else ""
+    )
 
 
 def rows_first(x: torch.Tensor) -> torch.Tensor:
@@ -68,12 +78,12 @@ def _implementation() -> str:
 
 
 def _native(problem: Problem) -> Problem | None:
-    """Return the problem in the kernel's own causal mask and window; None if it needs a function.
+    """Return the problem in the kernel's own causal mask, window and packed sequences; None if it needs a function.
 
-    Documents are not turned into sequences: that was slower than the block mask (docs/flexattention.md), since the
+    Documents of equal length are not turned into a batch: that was slower than the block mask (docs/flexattention.md), since the
     output has to be copied back to (B, H, S, D).
     """
-    plain = problem.plain()
+    plain = problem.plain_or_packed()
     return plain if plain is not None and plain.sq == problem.sq else None
 
 
@@ -82,7 +92,7 @@ def _refuses_cute(problem: Problem, options: Options) -> str:
         return refuses_flash(problem, options)
     if options.block_size is not None:
         return "it does this mask by itself, without blocks, and a block_size was given."
-    return reason_against_tensors(problem)
+    return reason_against_tensors(problem) or reason_against_batches(_native(problem))
 
 
 def _bind_cute(problem: Problem, options: Options) -> Bound:
@@ -90,10 +100,20 @@ def _bind_cute(problem: Problem, options: Options) -> Bound:
     plain = _native(problem)
     if plain is None:
         return bind_flash(problem, options)
-    from flash_attn.cute import flash_attn_func
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     mask = {"causal": plain.causal, "window_size": window_size(plain, None)}
     settings = {"kernel_mask": describe_plain(problem, plain)} if problem.has_functions else {}
+    if plain.lengths:
+        starts, longest = packed_starts(plain.lengths, plain.device), max(plain.lengths)
+        mask |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+
+        def attend(q, k, v):
+            q, scale = positive_scale(q, plain.scale)
+            out = flash_attn_varlen_func(*(rows_first(x)[0] for x in (q, k, v)), softmax_scale=scale, **mask)
+            return (out[0] if isinstance(out, tuple) else out)[None].transpose(1, 2)
+
+        return Bound(attend, settings)
     return Bound(lambda q, k, v: call_package(flash_attn_func, q, k, v, softmax_scale=plain.scale, **mask), settings)
 
 

@@ -18,7 +18,6 @@ from triton.experimental.gluon import language as gl
 from utils.attention.gluon.shared import keep_columns, uniform
 from utils.kernels.capture import tensor_on
 
-
 KEYS = 128  # of a block in the backward pass
 
 

@@ -84,19 +84,19 @@ def _run(q, k, v, causal: bool, scale: float, window: int, return_lse: bool, ste
     return out, lse
 
 
-def repeat(q, k, v, causal: bool, scale: float, window: int) -> Attend | None:
+def repeat(q, k, v, causal: bool, scale: float, window: int, lengths: tuple[int, ...] = ()) -> Attend | None:
     """Return the launch of step 5 that was made for tensors of this layout, as a function of such tensors.
 
     It looks at nothing but their addresses: `attention` has compared the layouts. None if no launch was kept.
     """
-    launch = KEPT.get((5, causal, scale, window, False, (), layout(q, k, v)))
+    launch = KEPT.get((5, causal, scale, window, False, lengths, layout(q, k, v)))
     if launch is None:
         return None
     lse, empty_like, contiguous = unused(q.device), torch.empty_like, torch.contiguous_format
 
     def attend(q, k, v):
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
-            return _run(q, k, v, causal, scale, window, False, 5)[0]
+            return _run(q, k, v, causal, scale, window, False, 5, lengths)[0]
         out = empty_like(q, memory_format=contiguous)
         launch(q, k, v, out, lse)
         return out
@@ -151,7 +151,9 @@ def forward(
     return (out, lse) if return_lse else out
 
 
-def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: int, lse: bool = False, lengths=()) -> Plan:
+def plan_of(
+    step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: int, lse: bool = False, lengths=()
+) -> Plan:
     """Return the plan that a step takes for these tensors on their GPU."""
     batch, heads, sq, head_dim = q.shape
     if step < 5:

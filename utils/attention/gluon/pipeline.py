@@ -12,15 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from utils.attention.gluon.intervals import clean_interval, keep_interval, visible_interval
 from utils.attention.gluon.parts import Parts
-from utils.attention.gluon.shared import (
-    aggregate,
-    clean_blocks,
-    keep_columns,
-    keep_side,
-    key_blocks,
-    tma_load,
-    uniform,
-)
+from utils.attention.gluon.shared import aggregate, clean_blocks, keep_columns, keep_side, key_blocks, tma_load, uniform
 
 
 @aggregate
@@ -277,9 +269,7 @@ class Work:
             return clean_interval(self.window, row, ROWS, lo, hi, self.sq, BLOCK_N)
         else:
             WINDOW: gl.constexpr = self.CASE.window != ""
-            return clean_blocks(
-                row, ROWS, lo, hi, self.sq, self.sk, self.window, BLOCK_N, self.CASE.causal, WINDOW
-            )
+            return clean_blocks(row, ROWS, lo, hi, self.sq, self.sk, self.window, BLOCK_N, self.CASE.causal, WINDOW)
 
     @gluon.jit
     def blocks(self, t, row, ROWS: gl.constexpr):

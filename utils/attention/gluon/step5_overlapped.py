@@ -298,10 +298,19 @@ def attention_step5(
     # A barrier takes 35 cycles to make, and nothing is loaded before its own: those of the first loads come first.
     PREFILL: gl.constexpr = PLAN.prefill
     gl.static_assert(PLAN.stages >= PREFILL)
-    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, READY=CONSUMERS if PREFILL > 0 else None, WINDOW=CASE.window != "")
-    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, READY=PREFILL if PREFILL > 0 else None, WINDOW=CASE.window != "")
+    q = allocate_ring(
+        q_desc, PLAN.q_slots, CONSUMERS, 1, READY=CONSUMERS if PREFILL > 0 else None, WINDOW=CASE.window != ""
+    )
+    k = allocate_ring(
+        k_desc, PLAN.stages, 1, CONSUMERS, READY=PREFILL if PREFILL > 0 else None, WINDOW=CASE.window != ""
+    )
     v = allocate_ring(
-        v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS, READY=PREFILL if PREFILL > 0 else None, WINDOW=CASE.window != ""
+        v_desc,
+        PLAN.stages + PLAN.v_extra,
+        1,
+        CONSUMERS,
+        READY=PREFILL if PREFILL > 0 else None,
+        WINDOW=CASE.window != "",
     )
     if PLAN.o_in_q:
         o_tiles = q.tiles

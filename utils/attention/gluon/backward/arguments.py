@@ -104,9 +104,7 @@ def strides(x: torch.Tensor) -> tuple[int, ...]:
     return tuple(n // 8 for n in x.stride()[:3])
 
 
-def launches(
-    step: int, g: Gradients, order: Order, mask: tuple, scale: float, dlse: bool
-) -> list[Launch]:
+def launches(step: int, g: Gradients, order: Order, mask: tuple, scale: float, dlse: bool) -> list[Launch]:
     """Return the launches of a backward pass: `start_backward`, the step's own kernel, and those that finish.
 
     mask: `plan.span`, or the table of `intervals.py` and 0.

@@ -16,7 +16,6 @@ import torch
 from utils.attention.gluon.arguments import addressable
 from utils.attention.gluon.backward.arguments import Gradients, find_order, launches, run
 from utils.attention.gluon.backward.plan import BackwardPlan, plan_for, span
-from utils.attention.gluon.intervals import packed_intervals
 from utils.newest import Newest
 
 
@@ -115,6 +114,8 @@ def _launch(key: tuple, given: tuple, lse, dlse, causal, scale, window, determin
     plan = plan_for(step, q.shape[-1], deterministic)
     intervals, mask = None, span(causal, window)
     if lengths:
+        from utils.attention.gluon.intervals import packed_intervals
+
         intervals, plan = packed_intervals(lengths, causal, window, q.device), replace(plan, mask="intervals")
         mask = intervals.table, 0
     order = find_order(step, q, k, plan, causal, window, intervals)
