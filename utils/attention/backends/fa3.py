@@ -167,8 +167,8 @@ def forward(
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:
     window = window_size(problem, -1)
-    mask = {"causal": problem.causal, "window": window, "lengths": problem.lengths}
-    return forward(q, k, v, scale=problem.scale, **mask)[0]
+    causal, scale, lengths = problem.causal, problem.scale, problem.lengths
+    return forward(q, k, v, causal=causal, scale=scale, window=window, lengths=lengths)[0]
 
 
 BACKENDS = {

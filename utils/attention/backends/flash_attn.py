@@ -88,11 +88,12 @@ def _native(problem: Problem) -> Problem | None:
 
 
 def _refuses_cute(problem: Problem, options: Options) -> str:
-    if _native(problem) is None:
+    plain = _native(problem)
+    if plain is None:
         return refuses_flash(problem, options)
     if options.block_size is not None:
         return "it does this mask by itself, without blocks, and a block_size was given."
-    return reason_against_tensors(problem) or reason_against_batches(_native(problem))
+    return reason_against_tensors(problem) or reason_against_batches(plain)
 
 
 def _bind_cute(problem: Problem, options: Options) -> Bound:

@@ -114,8 +114,9 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem):
         return decode(q, k, v, causal=problem.causal, scale=problem.scale, window=problem.window)
     from utils.attention.gluon.launch import forward
 
-    mask = {"causal": problem.causal, "window": problem.window, "lengths": problem.lengths}
-    return forward(q, k, v, scale=problem.scale, return_lse=problem.with_lse, **mask)
+    window, with_lse, lengths = problem.window, problem.with_lse, problem.lengths
+    causal, scale = problem.causal, problem.scale
+    return forward(q, k, v, causal=causal, scale=scale, window=window, return_lse=with_lse, lengths=lengths)
 
 
 def _again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> Attend | None:

@@ -34,14 +34,15 @@ class Intervals:
 
     def key_blocks(self, rows: int, block_n: int) -> tuple[int, ...]:
         """Return how many blocks of keys each tile of queries sees."""
-        return _blocks(*self.bounds[:2], rows, block_n)
+        return _blocks(self.bounds[:2], rows, block_n)
 
     def query_tiles(self, block_m: int, block_n: int) -> tuple[int, ...]:
         """Return how many tiles of queries see each block of keys."""
-        return _blocks(*self.bounds[2:], block_n, block_m)
+        return _blocks(self.bounds[2:], block_n, block_m)
 
 
-def _blocks(first: np.ndarray, behind: np.ndarray, rows: int, block: int) -> tuple[int, ...]:
+def _blocks(bounds: np.ndarray, rows: int, block: int) -> tuple[int, ...]:
+    first, behind = bounds
     begins = np.arange(0, len(first), rows)
     ends = np.minimum(begins + rows, len(first)) - 1
     return tuple((-(-behind[ends] // block) - first[begins] // block).tolist())
@@ -50,8 +51,9 @@ def _blocks(first: np.ndarray, behind: np.ndarray, rows: int, block: int) -> tup
 @functools.lru_cache(maxsize=64)
 def packed_intervals(lengths: tuple[int, ...], causal: bool, window: int, device: torch.device) -> Intervals:
     """Return the bounds of sequences of these lengths, one behind the other; window 0: none."""
-    ends = np.cumsum(lengths)
-    first, behind = np.repeat(ends - lengths, lengths), np.repeat(ends, lengths)
+    ends: np.ndarray = np.cumsum(lengths)
+    first: np.ndarray = np.repeat(ends - lengths, lengths)
+    behind: np.ndarray = np.repeat(ends, lengths)
     position = np.arange(ends[-1])
     if causal:
         behind = position + 1
@@ -60,7 +62,7 @@ def packed_intervals(lengths: tuple[int, ...], causal: bool, window: int, device
         behind = np.minimum(behind, position + window)
     earliest, past = (np.searchsorted(bound, position, side="right") for bound in (behind, first))
     bounds = np.stack([first, behind, earliest, past])
-    longest = np.argsort(-np.array(_blocks(earliest, past, KEYS, 1)), kind="stable")
+    longest = np.argsort(-np.array(_blocks(bounds[2:], KEYS, 1)), kind="stable")
     return Intervals(bounds, tensor_on(device, np.concatenate([bounds.ravel(), longest]).astype(np.int32)))
 
 
