@@ -40,13 +40,12 @@ def kernels() -> Iterator[tuple[str, Callable[[], Assembly]]]:
                     lambda step=step, head_dim=head_dim, causal=causal: compile_step(step, head_dim, causal=causal),
                 )
     for head_dim, variant, flags in (
-        (64, "short", {"causal": True}),
+        (64, "few", {"causal": True}),
         (64, "ahead", {}),
         (128, "ahead", {}),
-        (64, "", {"causal": True, "lse": True, "tail": True}),
-        (128, "", {"causal": True, "lse": True, "tail": True}),
-        (128, "", {"window": True, "lse": True, "tail": True}),
-        (256, "", {"causal": True, "offset": True}),
+        (64, "", {"causal": True, "lse": True}),
+        (128, "", {"causal": True, "lse": True}),
+        (128, "", {"window": True, "lse": True}),
     ):
         words = ", ".join([*(name for name in flags), *([f"variant {variant}"] if variant else [])])
         yield (

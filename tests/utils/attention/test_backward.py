@@ -200,28 +200,35 @@ def test_no_queries_give_zeros():
 
 @pytest.fixture
 def few_processors(monkeypatch):
-    """Let a GPU have so few SMs that programs get equal shares of all tiles, and share blocks."""
+    """Let a GPU have so few SMs that programs share all blocks, or those of the last round."""
     from utils.attention.gluon.backward import arguments, order
 
-    def pretend(sms):
+    def pretend(sms, all_shared=True):
         monkeypatch.setattr(arguments, "processors", lambda device: sms)
-        monkeypatch.setattr(order, "EVEN_GAIN", 1e9)
+        monkeypatch.setattr(order, "EVEN_GAIN", 1e9 if all_shared else 2)
+        monkeypatch.setattr(order, "FINISH_TILES", 2 if all_shared else -1e9)
         order.order_of.cache_clear()
 
     yield pretend
     order.order_of.cache_clear()
 
 
-SHARED = [(head_dim, problem) for problem in ({"causal": True}, {}, {"window": 60}) for head_dim in (64, 128)]
+SHARED = [
+    (head_dim, problem, all_shared)
+    for problem, all_shared in (({"causal": True}, True), ({}, False), ({}, True), ({"window": 60}, True))
+    for head_dim in (64, 128)
+]
 
 
-@pytest.mark.parametrize("case", slow_but_first(SHARED), ids=str)
+@pytest.mark.parametrize(
+    "case", [*SHARED[:1], *SHARED[3:4], *slow_but_first(SHARED)[1:3], *slow_but_first(SHARED)[4:]], ids=str
+)
 @pytest.mark.parametrize("deterministic", slow_but_first([False, True]))
 def test_programs_share_blocks(few_processors, case, deterministic):
-    """Five SMs and twelve blocks of keys: a program begins and ends inside of blocks, and has others as a whole."""
-    few_processors(5)
-    head_dim, problem = case
-    q, k, v, dout = tensors(1, 4, 2, 300, 700, head_dim, torch.bfloat16)
+    """Five SMs and 24 blocks of keys: a program begins and ends inside of blocks, and has others as a whole."""
+    head_dim, problem, all_shared = case
+    few_processors(5, all_shared)
+    q, k, v, dout = tensors(1, 4, 4, 300, 700, head_dim, torch.bfloat16)
     check(*simulated(q, k, v, dout, deterministic=deterministic, **problem), torch.bfloat16)
 
 
@@ -272,9 +279,9 @@ def test_a_hundred_shapes_compile_at_most_twelve_kernels():
             for h, s in ((heads, sq), (kv_heads, sk))
         )
         lse = torch.empty(batch, heads, sq, device="meta")
-        plan = plan_for(6, head_dim)
+        plan = plan_for(6, head_dim, edges=2 if windowed else int(causal or sk % 128 > 0))
         order = find_order(6, q, k, plan, causal, window)
-        g = Gradients(q, q, k, k, q, lse, None, plan, order.programs if order.units else 0)
+        g = Gradients(q, q, k, k, q, lse, None, plan, order.shares)
         for launch in launches(6, g, order, causal, window, 0.1, False):
             kernel = kernel_of(launch.kernel)
             names = [p.name for p in kernel.params if p.do_not_specialize or p.is_constexpr]

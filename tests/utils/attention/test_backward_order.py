@@ -55,7 +55,7 @@ def test_a_section_of_one_head_left_over_is_what_cost_a_third():
     blocks = blocks_at(2, 8, 8, 4128, 64, True)
     assert blocks.fit == 15
     before = schedule_tiles(blocks, in_sections_of(blocks, 15))
-    chosen = block_order(blocks)
+    chosen = block_order(blocks, False)
     assert chosen.section == 8
     assert before > 1.3 * schedule_tiles(blocks, chosen)
     mean = sum(in_order(blocks, chosen.section)) / blocks.sms
@@ -67,7 +67,18 @@ def test_a_section_of_one_head_left_over_is_what_cost_a_third():
     [((4, 32, 32, 4096, 64, True), 16), ((1, 32, 32, 16384, 64, True), 4), ((1, 16, 16, 16384, 128, False), 2)],
 )
 def test_the_tables_points_keep_the_sections_that_were_measured(shape, section):
-    assert block_order(blocks_at(*shape)).section == section
+    assert block_order(blocks_at(*shape), False).section == section
+
+
+@pytest.mark.parametrize(("count", "tiles"), [(2048, 256), (4096, 256), (8, 256), (132, 256), (135, 256)])
+def test_the_last_round_is_shared_where_that_ends_earlier(count, tiles):
+    """2048 blocks on 132 SMs are fifteen rounds and 68 blocks."""
+    blocks = Blocks((tiles,) * count, 1, 1, count, 132)
+    order = block_order(blocks, True)
+    assert order.whole in (count, count - count % 132)
+    assert (order.shares > 0) == (count % 132 > 0)
+    assert order.units == (count - order.whole) * (tiles + 2) * (order.shares > 0)
+    assert schedule_tiles(blocks, order) <= schedule_tiles(blocks, in_sections_of(blocks, 1))
 
 
 def test_a_schedule_gives_the_next_program_to_whoever_is_free():
@@ -80,7 +91,7 @@ def test_equal_shares_are_one_row_of_tiles():
     blocks = Blocks((3, 2, 0), 2, 4, 2, 132)
     order = even_order(blocks)
     assert order.units == 2 * ((12 + 2) + (8 + 2) + 2)
-    assert 1 <= order.programs <= order.units // 8
+    assert 1 <= order.shares <= order.units // 8
     assert sum(in_order(blocks, 2)) == pytest.approx(2 * (12 + 8) + 6 * BLOCK_TILES)
 
 
@@ -101,5 +112,5 @@ def test_few_blocks_get_equal_shares(shape, even):
     batch, heads, kv_heads, length, head_dim, causal = shape
     sizes = length, length, batch * kv_heads, heads // kv_heads, 132, span(causal, 0)
     order = order_of(plan_for(6, head_dim), *sizes, True)
-    assert (order.units > 0) == even
-    assert not order_of(plan_for(6, head_dim), *sizes, False).units
+    assert (order.shares > 0 and order.whole == 0) == even
+    assert not order_of(plan_for(6, head_dim), *sizes, False).shares

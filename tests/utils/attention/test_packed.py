@@ -34,7 +34,7 @@ def test_kernels_match_float64(head_dim, lengths, is_causal, window):
     from utils import gluon_cpu
     from utils.attention.gluon.arguments import Arguments
     from utils.attention.gluon.backward.launch import backward
-    from utils.attention.gluon.plan import PACKED, plan_for
+    from utils.attention.gluon.plan import packed_variant, plan_for
     from utils.attention.gluon.step5_overlapped import launch
 
     torch.manual_seed(0)
@@ -46,7 +46,7 @@ def test_kernels_match_float64(head_dim, lengths, is_causal, window):
     expected, expected_lse = torch.softmax(scores, -1) @ leaves[2], torch.logsumexp(scores, -1)
     out, lse = torch.empty_like(q), torch.empty(1, 2, tokens)
     with gluon_cpu.simulate() as run:
-        plan = plan_for(5, head_dim, PACKED)
+        plan = plan_for(5, head_dim, packed_variant(head_dim, tokens, 2, 132))
         launch(Arguments(q, k, v, out, lse, is_causal, window, True, scale / math.log(2), plan, 3, lengths))
         found = backward(dout, q, k, v, out, lse, causal=is_causal, window=window or None, lengths=lengths)
     assert run.ok and (lse - expected_lse).abs().max() < 1e-5

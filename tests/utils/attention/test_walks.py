@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from utils.attention.gluon.arguments import Arguments
-from utils.attention.gluon.plan import PACKED, plan_for, tile_blocks, variant_for
+from utils.attention.gluon.plan import packed_variant, plan_for, tile_blocks, variant_for
 from utils.machine.device import triton_support
 
 needs_triton = pytest.mark.skipif(not __import__("importlib").util.find_spec("triton"), reason=triton_support().reason)
@@ -379,7 +379,7 @@ def check_launch(monkeypatch, rng, shape, most_blocks):
     plan = plan_for(
         5,
         shape["head_dim"],
-        PACKED
+        packed_variant(shape["head_dim"], shape["sq"], shape["batch"] * shape["heads"], shape["programs"])
         if lengths
         else variant_for(
             *(shape[name] for name in ("head_dim", "causal", "window", "sq", "sk")),

@@ -28,7 +28,7 @@ def _machine() -> Support:
         return Support(
             False, f"torch {torch.__version__} has no torch.nn.attention.varlen.", "Use torch 2.11 or later."
         )
-    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
+    if "window_size" not in inspect.signature(varlen_attn).parameters:
         return Support(False, f"torch {torch.__version__} has an earlier varlen_attn.", "Use torch 2.11 or later.")
     return Support(True, "Part of torch.")
 
@@ -45,7 +45,9 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) ->
     q, scale = positive_scale(q, problem.scale)
     starts, longest = packed_starts(problem.lengths, q.device), max(problem.lengths)
     left, right = window_size(problem, -1)
-    more = {"scale": scale, "window_size": (left, 0 if problem.causal else right), "enable_gqa": problem.grouped}
+    more = {"scale": scale, "window_size": (left, 0 if problem.causal else right)}
+    if problem.grouped and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        more["enable_gqa"] = True  # torch 2.11 asks for nothing, and takes fewer heads of keys
     rows = (rows_first(x)[0] for x in (q, k, v))
     return varlen_attn(*rows, starts, starts, longest, longest, **more)[None].transpose(1, 2)
 

@@ -7,16 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from utils.attention.gluon.shared import accumulator, left_operand, rescale, wait_products
-from utils.attention.gluon.softmax import (
-    first_softmax,
-    half_softmax,
-    join_rows,
-    lazy_maximum,
-    quad_softmax,
-    split_rows,
-    spread,
-    whole_softmax,
-)
+from utils.attention.gluon.softmax import first_softmax, half_softmax, join_rows, split_rows, spread, whole_softmax
 
 
 @gluon.jit
@@ -49,7 +40,7 @@ def first_block(work, block, q, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TAIL
     if MASKED:
         s = work.mask(s, block, CAUSAL, WINDOW)
     # Of a tail each row sees a key at least: no maximum is minus infinity.
-    p, state = first_softmax(s, work.c, q.dtype, PLAN.halves, CAUSAL or WINDOW, PLAN.both)
+    p, state = first_softmax(s, work.c, q.dtype, PLAN.halves, CAUSAL or WINDOW)
     return gl.convert_layout(p, left_operand(PLAN.block_d)), state
 
 
@@ -94,18 +85,6 @@ def finish_block(
         work.v.release(block.number - 1)
         p1, lower = half_softmax(s1, lower, top1, work.c, dtype, CAUSAL or WINDOW)
         return o, gl.convert_layout(join_rows(p0, p1), left_operand(PLAN.block_d)), (upper, lower)
-    elif PLAN.both:
-        # As in FlashAttention 3: no wait stands between the exponentials and the packing of P, so one fills the gaps of the other.
-        work.k.wait_full(block.number + 1, pred=more)
-        o = wait_products(pv, 0, PLAN.block_d)
-        work.v.release(block.number - 1)
-        top = gl.maximum(state[0].maximum, gl.max(s, 1))
-        maximum, shifted, factor = lazy_maximum(state[0].maximum, top, work.c, CAUSAL or WINDOW)
-        # Its branch ends a stretch of straight code, so it comes before the exponentials.
-        o = rescale(o, spread((factor,), o))
-        p, rows = quad_softmax(s, state[0], maximum, shifted, factor, work.c)
-        p = gl.convert_layout(p.to(dtype), left_operand(PLAN.block_d))
-        return o, p, (rows,)
     else:
         p, rows = whole_softmax(s, state[0], work.c, dtype, CAUSAL or WINDOW)
         work.k.wait_full(block.number + 1, pred=more)

@@ -18,15 +18,15 @@ from triton.experimental.gluon import language as gl
 from utils.attention.gluon.shared import keep_columns, uniform
 from utils.kernels.capture import tensor_on
 
-KEYS = 128  # of a block in the backward pass
+KEYS = gl.constexpr(128)  # of a block in the backward pass
 
 
 @dataclass(frozen=True, eq=False)
 class Intervals:
     """The bounds of all queries and keys.
 
-    bounds: first, behind, earliest and past (4, S). table: the same on the GPU, int32, and behind it the blocks of keys
-    that most queries see first.
+    bounds: first, behind, earliest and past (4, S). table: the same on the GPU, int32, and behind it the numbers of
+    the blocks of keys, those first that most queries see, and how many tiles of 64 and of 128 queries that are.
     """
 
     bounds: np.ndarray
@@ -62,8 +62,10 @@ def packed_intervals(lengths: tuple[int, ...], causal: bool, window: int, device
         behind = np.minimum(behind, position + window)
     earliest, past = (np.searchsorted(bound, position, side="right") for bound in (behind, first))
     bounds = np.stack([first, behind, earliest, past])
-    longest = np.argsort(-np.array(_blocks(bounds[2:], KEYS, 1)), kind="stable")
-    return Intervals(bounds, tensor_on(device, np.concatenate([bounds.ravel(), longest]).astype(np.int32)))
+    small, large = (np.array(_blocks(bounds[2:], KEYS.value, rows)) for rows in (64, 128))
+    longest = np.argsort(-small, kind="stable")
+    table = np.concatenate([bounds.ravel(), longest, small[longest], large[longest]])
+    return Intervals(bounds, tensor_on(device, table.astype(np.int32)))
 
 
 @gluon.jit
@@ -102,6 +104,13 @@ def keep_interval(s, table, row, key, sq):
 def block_of(sizes, n):
     """The n-th block of keys in the order of decreasing work."""
     return uniform(gl.load(sizes.back + 4 * sizes.sq + n))
+
+
+@gluon.jit
+def tiles_of_block(sizes, n):
+    """How many tiles of queries see the n-th block of keys in that order."""
+    row: gl.constexpr = 1 if sizes.PLAN.block_m == 64 else 2
+    return uniform(gl.load(sizes.back + 4 * sizes.sq + row * gl.cdiv(sizes.sk, KEYS) + n))
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ import torch
 
 from utils.attention.gluon.arguments import Arguments, addressable, unused
 from utils.attention.gluon.backward.operator import Attention, differentiate
-from utils.attention.gluon.plan import PACKED, Plan, plan_for, variant_for
+from utils.attention.gluon.plan import Plan, packed_variant, plan_for, variant_for
 from utils.attention.problem import Attend, positive_scale
 from utils.kernels.handle import KEPT, layout, observed
 
@@ -158,9 +158,9 @@ def plan_of(
     batch, heads, sq, head_dim = q.shape
     if step < 5:
         return plan_for(step, head_dim)
-    if lengths:
-        return plan_for(step, head_dim, PACKED)
     programs = _multiprocessors(q.device)
+    if lengths:
+        return plan_for(step, head_dim, packed_variant(head_dim, sq, batch * heads, programs))
     return plan_for(step, head_dim, variant_for(head_dim, causal, window, sq, k.shape[2], batch * heads, programs, lse))
 
 

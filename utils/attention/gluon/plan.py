@@ -39,7 +39,6 @@ class Plan:
     q_slots: int = (
         1  # tiles of Q in shared memory; with two, the next tile's Q, K and V come while this one is computed
     )
-    both: bool = False  # P V is waited for before the softmax, too; without `halves`
     prefill: int = 0  # a program's first Q, and so many blocks of K and V, are asked for before the roles begin
     keys_first: int = (
         0  # so many blocks of K and V of a later tile are asked for before its Q, whose only slot is free last
@@ -62,11 +61,9 @@ class Case:
     """What an attention needs of step 5's kernel: a kernel is compiled for each.
 
     window: "" for none, "distance" for one of a fixed length, "rows" where a table has the interval of each row
-    (`intervals.py`). tail: the keys are no multiple of a block. lse: the log-sum-exp is stored. dealt: the host deals out the tiles
+    (`intervals.py`). tail: without a mask, the keys are no multiple of a block. lse: the log-sum-exp is stored. dealt: the host deals out the tiles
     (`dealing.deal_tiles`). parts: programs share the keys of a tile (`parts_for`).
-    together: and add the parts up together (`parts.py`). offset: a head's first tile begins before its
-    first query (`row_offset`). one_edge: the window's two edges lie in no block together (`one_edge`).
-    columns: the head dimension, where threads store rows of a narrower one than the tile; otherwise 0, the tile's width.
+    together: and add the parts up together (`parts.py`). one_edge: the window's two edges lie in no block together (`one_edge`).
     """
 
     causal: bool = False
@@ -76,30 +73,24 @@ class Case:
     dealt: bool = False
     parts: bool = False
     together: bool = False
-    offset: bool = False
     one_edge: bool = False
-    columns: int = 0
 
 
 # Step 5's plans, by tile width and variant (`variant_for`).
 _STEP_5 = {
     (64, ""): Plan(64, 128, 3, 4, 160, own_keys=True, q_slots=2),
-    (64, "short"): Plan(64, 64, 4, 4, 112, own_keys=True, q_slots=2, both=True),
     (64, "ahead"): Plan(64, 128, 2, 3, 240, halves=True, q_slots=2, ahead=True),
     (64, "ahead of three"): Plan(64, 128, 3, 4, 160, q_slots=2, ahead=True),
-    (64, "narrow"): Plan(64, 64, 3, 5, 160, own_keys=True, q_slots=2, both=True, prefill=1),
-    (64, "lone"): Plan(64, 128, 3, 5, 160, own_keys=True, prefill=5),
     (64, "few"): Plan(64, 128, 2, 3, 240, halves=True, own_keys=True, q_slots=2),
     (128, ""): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2),
     (128, "ahead"): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2, ahead=True),
     (64, "one"): Plan(64, 128, 1, 4, 240, halves=True, prefill=1),
     (128, "one"): Plan(128, 128, 1, 2, 240, v_extra=1, halves=True, prefill=1),
     (256, "one"): Plan(256, 64, 1, 2, 240, v_extra=1, halves=True, o_in_q=True, prefill=1),
+    # Packed sequences: a consumer may skip what the other one's rows see, another sequence.
+    (128, "packed"): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, own_keys=True, q_slots=2),
     (256, ""): Plan(256, 64, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, own_keys=True, prefill=2, keys_first=2),
 }
-
-
-PACKED = "few"  # the variant of packed sequences: small tiles, which fewer sequences share
 
 
 def block_head_dim(head_dim: int) -> int:
@@ -131,7 +122,7 @@ def row_tiles(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> int:
 
 
 # How much longer the plans of head dim 64 take for a causal tile's blocks, on an H200.
-_CAUSAL_64 = {"": 1.0, "short": 1.14, "few": 1.13}
+_CAUSAL_64 = {"": 1.0, "few": 1.13}
 
 
 def _causal_variant(sq: int, sk: int, heads: int, programs: int) -> str:
@@ -141,19 +132,17 @@ def _causal_variant(sq: int, sk: int, heads: int, programs: int) -> str:
 
 
 def _window_variant(d: int, sq: int, sk: int, heads: int, causal: bool, window: int, programs: int) -> str:
-    """Return the variant for a window: the more of its blocks are masked, the smaller its blocks or its tiles.
+    """Return the variant for a window.
 
-    Where more than half of a tile's blocks are masked, "narrow" has blocks of 64 keys, but not where it makes more rounds of tiles. Where more
-    than a quarter are, "few" has tiles of 128 rows if its rounds have a fifth fewer rows: a row takes it 1.2 times as long.
+    Where more than a quarter of a tile's blocks are masked, "few" has tiles of 128 rows if its rounds have a fifth fewer rows: a row
+    takes it 1.2 times as long.
     """
     if d != 64:
         return ""
-    whole, few = _STEP_5[64, ""], _STEP_5[64, "few"]  # "narrow" has as many rows as ""
+    whole, few = _STEP_5[64, ""], _STEP_5[64, "few"]
     masked = 3 if causal else 5  # blocks of a tile that the window's edges, or the diagonal, go through
     seen = visible(whole, sk, causal, window)
     rounds, more = (-(-(-(-sq // plan.rows) * heads) // programs) * plan.rows for plan in (whole, few))
-    if 2 * masked > seen and rounds <= 1.15 * more:
-        return "narrow"
     return "few" if 4 * masked > seen and 1.25 * more <= rounds else ""
 
 
@@ -165,9 +154,8 @@ def variant_for(
     window: 0 for none. heads: of all sequences. programs: multiprocessors.
 
     "one": one consumer, where even tiles of 64 rows are fewer than programs. "few": smaller tiles and more registers, where there
-    are few tiles or many masks. "lone": full attention with one tile a program, whose rings are filled before the roles begin. "narrow":
-    smaller blocks of keys, where a window masks most of them. "short": few causal keys, so that tiles end soon after they begin. "ahead"
-    and, with three consumers, "ahead of three": full attention, where one tile's end overlaps the next tile's start. "": any other.
+    are few tiles or many masks. "ahead" and, with three consumers, "ahead of three": full attention, where one tile's end overlaps the
+    next tile's start. "": any other.
     """
     d = block_head_dim(head_dim)
     whole, few, one = _STEP_5[d, ""], _STEP_5.get((d, "few")), _STEP_5[d, "one"]
@@ -192,12 +180,17 @@ def variant_for(
     # end, which nothing overlaps there, 2.7 blocks, not 2.
     ahead, other = (-(-(-(-sq // p.rows) * heads) // programs) for p in (plan, _STEP_5[d, ""]))
     blocks = -(-sk // plan.block_n)
-    if other == 1 and (blocks <= 64 or sk % plan.block_n):
-        return "lone"  # over more keys "ahead of three", whose blocks take 2.7% less time
     if 3 * ahead * (blocks + 2) <= 4 * other * (blocks + 2.7):
         return "ahead"
     # Where a tail is masked "ahead of three" is no faster, and with the log-sum-exp ptxas spills 48 bytes of it.
     return "" if lse or sk % plan.block_n else "ahead of three"
+
+
+def packed_variant(head_dim: int, tokens: int, heads: int, programs: int) -> str:
+    """Name the variant for packed sequences: at head dimension 64 smaller tiles where there are not three rounds of large ones."""
+    if block_head_dim(head_dim) == 64:
+        return "few" if -(-tokens // _STEP_5[64, ""].rows) * heads < 3 * programs else ""
+    return "packed"
 
 
 MOST_PARTS = 8  # of a tile

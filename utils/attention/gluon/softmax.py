@@ -102,28 +102,6 @@ def whole_softmax(s, rows, c, dtype: gl.constexpr, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def quad_sums(p):
-    """Sum over the columns that one thread holds, [64, N] -> [64, 4]: no exchange between threads."""
-    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def quad_softmax(s, rows, maximum, shifted, factor, c):
-    """Probabilities [64, N] in fp32 and the new `Rows`, whose `total` keeps a sum for each thread, (64, 4)."""
-    p = gl.exp2(s * c - shifted[:, None])
-    sums = quad_sums(p)
-    total = rows.total * gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
-    return p, Rows(maximum, total, factor)
-
-
-@gluon.jit
-def unseen_quads(BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr):
-    """`Rows` of a tile that has seen no key, with a sum for each thread."""
-    maximum = gl.full([BLOCK_M], MINUS_INF, gl.float32, gl.SliceLayout(1, layout))
-    return Rows(maximum, quad_sums(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)), maximum)
-
-
-@gluon.jit
 def unseen_half(s):
     """`Rows` of a half that has seen no key; s gives the layout."""
     maximum = gl.full_like(gl.max(s, 2), MINUS_INF)
@@ -146,15 +124,9 @@ def unseen_whole(BLOCK_M: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def first_softmax(s, c, dtype: gl.constexpr, HALVES: gl.constexpr, MASKED: gl.constexpr, QUADS: gl.constexpr = False):
+def first_softmax(s, c, dtype: gl.constexpr, HALVES: gl.constexpr, MASKED: gl.constexpr):
     """Softmax of a tile's first block: probabilities [64, N] and the state, a tuple of one or two `Rows`."""
-    if QUADS:
-        own_layout: gl.constexpr = s.type.layout
-        unseen = unseen_quads(s.shape[0], s.shape[1], own_layout)
-        maximum, shifted, factor = lazy_maximum(unseen.maximum, gl.max(s, 1), c, MASKED)
-        p, rows = quad_softmax(s, unseen, maximum, shifted, factor, c)
-        return p.to(dtype), (rows,)
-    elif HALVES:
+    if HALVES:
         s0, s1 = split_rows(s)
         p0, rows0 = half_softmax(s0, unseen_half(s0), gl.max(s0, 2), c, dtype, MASKED)
         p1, rows1 = half_softmax(s1, unseen_half(s1), gl.max(s1, 2), c, dtype, MASKED)
@@ -178,9 +150,6 @@ def normalizers(state, c, row):
         return (inverse0, inverse1), ((numbers, lse0), (numbers + 8, lse1))
     else:
         rows = state[0]
-        total = rows.total
-        if len(total.shape) == 2:
-            total = gl.convert_layout(gl.sum(total, 1), rows.maximum.type.layout)
-        inverse, lse = inverse_and_lse(rows.maximum, total, c)
+        inverse, lse = inverse_and_lse(rows.maximum, rows.total, c)
         numbers = row + gl.arange(0, rows.maximum.shape[0], rows.maximum.type.layout)
         return (inverse,), ((numbers, lse),)

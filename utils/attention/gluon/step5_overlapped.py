@@ -265,6 +265,7 @@ def consumer_ahead(work, results, W: gl.constexpr):
         "schedule_stride",
         "offset",
         "parts",
+        "eighths",
     ]
 )
 def attention_step5(
@@ -287,6 +288,7 @@ def attention_step5(
     schedule_stride,
     offset,
     parts,
+    eighths,
     c,
     PLAN: gl.constexpr,
     CASE: gl.constexpr,
@@ -325,14 +327,12 @@ def attention_step5(
         make_barriers(k, CONSUMERS, PREFILL)
         make_barriers(v, CONSUMERS, PREFILL)
         fence_async_shared()  # TMA completes these barriers, too
-    results = ((o_desc, out_ptr), o_tiles, lse_ptr)
+    results = ((o_desc, out_ptr, eighths), o_tiles, lse_ptr)
     loads = (work, q_desc, k_desc, v_desc)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
     # registers that are left. Functions cannot be kept in a variable here, so the lists are written out.
     if PLAN.ahead:
-        gl.static_assert(
-            PLAN.q_slots == 2 and not (CASE.causal or CASE.window != "" or CASE.parts or PLAN.own_keys or PLAN.both)
-        )
+        gl.static_assert(PLAN.q_slots == 2 and not (CASE.causal or CASE.window != "" or CASE.parts or PLAN.own_keys))
         if CONSUMERS == 2:
             gl.warp_specialize(
                 [(consumer_ahead, (work, results, 0)), (consumer_ahead, (work, results, 1)), (producer, loads)],
@@ -357,7 +357,8 @@ def attention_step5(
         gl.warp_specialize(
             [(consumer, (work, results, 0)), (consumer, (work, results, 1)), (producer, loads)], [4, 1], [REGISTERS, 24]
         )
-    elif CONSUMERS == 3:
+    else:
+        gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize(
             [
                 (consumer, (work, results, 0)),
@@ -367,19 +368,6 @@ def attention_step5(
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],
-        )
-    else:
-        gl.static_assert(CONSUMERS == 4)
-        gl.warp_specialize(
-            [
-                (consumer, (work, results, 0)),
-                (consumer, (work, results, 1)),
-                (consumer, (work, results, 2)),
-                (consumer, (work, results, 3)),
-                (producer, loads),
-            ],
-            [4, 4, 4, 1],
-            [REGISTERS, REGISTERS, REGISTERS, 24],
         )
 
 
@@ -432,14 +420,15 @@ def launch(a: Arguments) -> Launch | None:
     Returns:
         The launch, to be repeated on (q, k, v, out, lse) like these; None in a process that only simulates kernels.
     """
-    plan, causal, window, tail = a.plan, a.causal, a.window, a.sk % a.plan.block_n != 0
+    plan, causal, window = a.plan, a.causal, a.window
     reach, kind = window, "distance" if window else ""
     if a.lengths:
         found = packed_intervals(a.lengths, causal, window, a.q.device)
         reach, blocks = found.table, found.key_blocks(plan.rows, plan.block_n)
-        causal, kind, tail = False, "rows", False  # which the table tells, too
+        causal, kind = False, "rows"  # which the table tells, too
     else:
         blocks = tuple(tile_blocks(plan, a.sq, a.sk, causal, window))
+    tail = a.sk % plan.block_n != 0 and not (causal or kind)  # a mask hides what lies behind the last key
     offset = row_offset(plan, causal, window > 0, a.sk - a.sq)
     tiles = len(blocks) * a.heads_total
     parts = 1 if a.lengths else parts_for(plan, a.sq, a.sk, a.heads_total, causal, window, a.programs)
@@ -450,23 +439,26 @@ def launch(a: Arguments) -> Launch | None:
         schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device)
     dealt = schedule is not None
     together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
-    case = Case(
-        causal,
-        kind,
-        tail,
-        a.return_lse,
-        dealt,
-        parts > 1,
-        together,
-        offset > 0,
-        one_edge=kind == "distance" and one_edge(plan, window),
-        columns=a.head_dim % plan.block_d if offset or parts > 1 else 0,
-    )
+    distant = kind == "distance" and one_edge(plan, window)
+    case = Case(causal, kind, tail, a.return_lse, dealt, parts > 1, together, one_edge=distant)
     numbers = tiles * parts * plan.rows * (plan.block_d + 1) if parts > 1 else 0
     counters = tiles * plan.consumers
     tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
-    sizes = (a.sq, a.sk, reach, len(blocks), a.heads_total, a.heads, a.group, stride, offset, parts, a.c)
+    sizes = (
+        a.sq,
+        a.sk,
+        reach,
+        len(blocks),
+        a.heads_total,
+        a.heads,
+        a.group,
+        stride,
+        offset,
+        parts,
+        a.head_dim // 8,
+        a.c,
+    )
     options = {"num_warps": 4} | ({"launch_cooperative_grid": True} if together else {})
     compiled = attention_step5[(programs,)](*tensors, table, *sizes, PLAN=plan, CASE=case, **options)
     if compiled is None or not a.q.is_cuda:

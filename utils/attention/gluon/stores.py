@@ -16,12 +16,12 @@ def store_shared(work, out, flat, row, tile):
     By TMA, but where the first row is before the first query: TMA reads from negative coordinates, and fills in zeros, but
     a store to them is an illegal instruction. Such rows, of a head's first tile, the threads store themselves.
     """
-    o_desc, out_ptr = out
+    o_desc, out_ptr, eighths = out
     # The threads wrote through the generic proxy, TMA reads through the async proxy: without the fence it may read
     # what was there before.
     fence_async_shared()
     by_tma = True
-    if work.CASE.offset:
+    if work.CASE.causal and not work.CASE.window:  # `plan.row_offset`
         by_tma = row >= 0
         if row < 0:
             BLOCK_D: gl.constexpr = tile.shape[3]
@@ -30,7 +30,7 @@ def store_shared(work, out, flat, row, tile):
             x = tile.reshape([64, BLOCK_D]).load(layout)
             rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
             d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
-            head_dim: gl.constexpr = work.CASE.columns or BLOCK_D
+            head_dim = eighths * 8
             keep = (rows >= 0) & (rows < work.sq) & (d < head_dim)
             gl.store(out_ptr + (flat.to(gl.int64) * work.sq + rows) * head_dim + d, x, mask=keep)
             fence_async_shared()  # TMA may be the next to write here
@@ -51,7 +51,7 @@ def store_tile(work, out, flat, row, tile, o):
 def store_rows(work, out, lse_ptr, flat, row, o, lse):
     """Store rows that threads hold as `parts.piece_layout` says, from row number `row` on, and their log-sum-exp."""
     out_ptr = out[1]
-    head_dim: gl.constexpr = work.CASE.columns or o.shape[1]
+    head_dim = out[2] * 8
     layout: gl.constexpr = o.type.layout
     rows = row + gl.arange(0, o.shape[0], gl.SliceLayout(1, layout))
     d = gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))[None, :]

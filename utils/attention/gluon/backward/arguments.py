@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from utils.attention.gluon.arguments import descriptor
-from utils.attention.gluon.backward.order import Order, block_order, blocks_of, order_of
+from utils.attention.gluon.backward.order import Order, best_order, blocks_of, order_of
 from utils.attention.gluon.backward.plan import BackwardPlan, span
 
 LOG2_E = math.log2(math.e)
@@ -56,7 +56,7 @@ class Gradients:
     lse: torch.Tensor
     dlse: torch.Tensor | None  # gradient of the log-sum-exp, if it was used
     plan: BackwardPlan
-    programs: int  # that add parts of dK and dV; 0: no blocks are shared
+    shares: int  # of blocks, whose parts of dK and dV are added up
 
     dq: torch.Tensor = field(init=False)
     dk: torch.Tensor = field(init=False)
@@ -65,16 +65,19 @@ class Gradients:
     delta: torch.Tensor = field(init=False)  # (B * H, rows) fp32: rowsum(dO * O)
     sums: torch.Tensor = field(init=False)  # of dQ, B * H * rows * block_d, fp32, rows of 128
     parts: torch.Tensor = field(init=False)  # of dK and dV (`shares.py`)
+    counter: torch.Tensor = field(init=False)  # (1,) int32: numbers that were drawn (`shares.py`)
 
     def __post_init__(self):
         q, width = self.q, self.plan.block_d
         batch, heads, sq, _ = q.shape
         rows = -(-sq // 128) * 128
-        self.dq, self.dk, self.dv = (torch.empty(x.shape, dtype=q.dtype, device=q.device) for x in (q, self.k, self.v))
+        contiguous = torch.contiguous_format
+        self.dq, self.dk, self.dv = (torch.empty_like(x, memory_format=contiguous) for x in (q, self.k, self.v))
         self.lse2, self.delta = self.lse.new_empty((2, batch * heads, rows)).unbind()
         # Where nothing is summed in memory, the kernels get a pointer that they do not use.
         self.sums = self.lse.new_empty((batch * heads * rows * width // 128, 128)) if self.plan.dq else self.lse2
-        self.parts = self.lse.new_empty(2 * self.programs * 256 * width) if self.programs else self.lse2
+        self.parts = self.lse.new_empty(2 * self.shares * 256 * width) if self.shares else self.lse2
+        self.counter = torch.empty(1, dtype=torch.int32, device=q.device)
         self.dlse = self.lse if self.dlse is None else self.dlse
 
 
@@ -115,18 +118,21 @@ def launches(step: int, g: Gradients, order: Order, mask: tuple, scale: float, d
     start = Launch(
         "fragments.start_backward",
         (rows // 64, batch * heads),
-        ("out", "dout", "lse", "dlse", "lse2", "delta", "sums"),
+        ("out", "dout", "lse", "dlse", "lse2", "delta", "sums", "counter"),
         (*strides(g.out), *strides(g.dout), *queries),
         {"BLOCK_D": width, "CLEAR": plan.dq, "DLSE": dlse},
     )
     blocks_n, c = -(-sk // plan.block_n), scale * LOG2_E
     sizes = sq, sk, *mask, heads, kv_heads, heads // kv_heads, rows // plan.block_m
-    blocks = blocks_n, order.section, total, order.units
-    found = [start, step_launch(step, g, sizes, blocks, order.programs, (c, scale))]
-    if order.units:
-        grid = blocks_n * total * 2, 2, width // 32
-        numbers = *strides(g.dk), *sizes, *blocks, scale, order.programs, head_dim // 8
-        found.append(Launch("shares.finish_parts", grid, ("parts", "dv", "dk"), numbers, {"PLAN": plan}))
+    blocks = blocks_n, order.section, total, order.whole, order.shares, order.units
+    programs = order.whole + order.shares
+    # The kernels around the step's own are the same for all masks but that of a table.
+    common = {"PLAN": plan if plan.edges == 3 else replace(plan, edges=2)}
+    found = [start, step_launch(step, g, sizes, blocks, programs, (c, scale))]
+    if order.shares:
+        grid = (blocks_n * total - order.whole) * 2, 2, width // 32
+        numbers = *strides(g.dk), *sizes, *blocks, scale, head_dim // 8
+        found.append(Launch("shares.finish_parts", grid, ("parts", "dv", "dk"), numbers, common))
     if plan.dq:
         grid, numbers = (width // 64, rows // 64, batch * heads), (*strides(g.dq), *queries, width // 64, scale)
         return [*found, Launch("fragments.finish_dq", grid, ("sums", "dq"), numbers, {"FRAGMENTS": step > 1})]
@@ -134,10 +140,7 @@ def launches(step: int, g: Gradients, order: Order, mask: tuple, scale: float, d
     boxes = {"q": 64, "dout": 64, "k": keys, "v": keys, "dq": 64}
     numbers = *sizes, rows, tiles, batch * heads, c, scale
     tensors = *boxes, "lse2", "delta"
-    return [
-        *found,
-        Launch("dq.attention_backward_dq", (tiles * batch * heads,), tensors, numbers, {"PLAN": plan}, boxes),
-    ]
+    return [*found, Launch("dq.attention_backward_dq", (tiles * batch * heads,), tensors, numbers, common, boxes)]
 
 
 def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: int, factors: tuple) -> Launch:
@@ -150,13 +153,14 @@ def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: 
         numbers = *sizes, g.lse2.shape[1], *factors
         return Launch(kernel, (blocks[2], blocks[0]), (*tensors, "sums"), numbers, constants)
     if plan.block_d < 256:
-        tensors = (*tensors, "sums") if step == 3 else (*tensors, "sums", "parts")
+        tensors = (*tensors, "sums") if step == 3 else (*tensors, "sums", "parts", "counter")
     boxes = dict.fromkeys(("q", "dout", "lse2", "delta"), plan.block_m) | {"k": plan.block_n}
     one_consumer = "parts" in tensors
+    programs = min(programs, processors(g.q.device)) if one_consumer else programs
     boxes |= dict.fromkeys(("v", "dk", "dv"), plan.block_n if one_consumer else 64)
     if one_consumer:
         boxes["sums"] = 32
-    numbers = *sizes, *blocks, *factors
+    numbers = *sizes, *(blocks if one_consumer else blocks[:3]), *factors
     return Launch(kernel, (programs,), tensors, numbers, constants, boxes, 8 if one_consumer else 4)
 
 
@@ -190,4 +194,4 @@ def find_order(
         return order_of(*shape, sms, span(causal, window), step == 6 and plan.block_d < 256)
     blocks = blocks_of(*shape, sms, back=0, ahead=0)
     tiles = sorted(intervals.query_tiles(plan.block_m, plan.block_n), reverse=True)
-    return block_order(replace(blocks, tiles=tuple(tiles)))
+    return best_order(replace(blocks, tiles=tuple(tiles)), True)

@@ -53,6 +53,7 @@ def start_backward(
     lse2_ptr,
     delta_ptr,
     dq_sums_ptr,
+    counter_ptr,
     o_batch,
     o_head,
     o_row,
@@ -93,6 +94,7 @@ def start_backward(
         delta -= gl.load(dlse_ptr + head_total * sq + r, mask=r < sq, other=0.0)
     gl.store(lse2_ptr + head_total * rows + r, lse2)
     gl.store(delta_ptr + head_total * rows + r, delta)
+    gl.store(counter_ptr, 0)
     if CLEAR:
         sums = dq_sums_ptr + (head_total * (rows // 64) + tile) * (64 * BLOCK_D)
         for part in gl.static_range(BLOCK_D // 32):

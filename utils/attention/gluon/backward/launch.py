@@ -9,8 +9,6 @@ mode and at head dimension 256 the kernel of `dq.py` computes dQ, which needs no
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from utils.attention.gluon.arguments import addressable
@@ -22,13 +20,13 @@ from utils.newest import Newest
 class _Kept:
     """The launches of an earlier backward pass, for one on tensors of the same shapes, strides and types."""
 
-    __slots__ = ("handles", "plan", "programs")
+    __slots__ = ("handles", "plan", "shares")
 
-    def __init__(self, handles: list, plan: BackwardPlan, programs: int):
-        self.handles, self.plan, self.programs = handles, plan, programs
+    def __init__(self, handles: list, plan: BackwardPlan, shares: int):
+        self.handles, self.plan, self.shares = handles, plan, shares
 
     def __call__(self, dout, q, k, v, out, lse, dlse) -> Gradients:
-        g = Gradients(dout, q, k, v, out, lse, dlse, self.plan, self.programs)
+        g = Gradients(dout, q, k, v, out, lse, dlse, self.plan, self.shares)
         for handle, names in self.handles:
             handle(*[getattr(g, name) for name in names])
         return g
@@ -111,20 +109,21 @@ def _launch(key: tuple, given: tuple, lse, dlse, causal, scale, window, determin
     """Plan and launch a backward pass, and keep its launches if TMA could address its tensors without a copy."""
     dout, q, k, v, out = (x.contiguous() if step == 1 else addressable(x) for x in given)
     numbers = lse.float().contiguous(), None if dlse is None else dlse.float().contiguous()
-    plan = plan_for(step, q.shape[-1], deterministic)
     intervals, mask = None, span(causal, window)
+    edges = 2 if window else int(causal or k.shape[2] % 128 > 0)
     if lengths:
         from utils.attention.gluon.intervals import packed_intervals
 
-        intervals, plan = packed_intervals(lengths, causal, window, q.device), replace(plan, mask="intervals")
+        intervals, edges = packed_intervals(lengths, causal, window, q.device), 3
         mask = intervals.table, 0
+    plan = plan_for(step, q.shape[-1], deterministic, edges)
     order = find_order(step, q, k, plan, causal, window, intervals)
-    g = Gradients(dout, q, k, v, out, *numbers, plan, order.programs if order.units else 0)
+    g = Gradients(dout, q, k, v, out, *numbers, plan, order.shares)
     handles = []
     for launch in launches(step, g, order, mask, scale, dlse is not None):
         handles.append((run(g, launch), launch.tensors))
     if handles[0][0] is not None and all(
         x is y for x, y in zip((dout, q, k, v, out, *numbers), (*given, lse, dlse), strict=True)
     ):
-        _kept[key] = _Kept(handles, plan, g.programs)
+        _kept[key] = _Kept(handles, plan, order.shares)
     return g

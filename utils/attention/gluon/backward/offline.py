@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from utils.attention.gluon.backward.arguments import MAIN_KERNELS, WIDE_KERNEL, kernel_of
 from utils.attention.gluon.backward.plan import plan_for
 from utils.kernels.offline import Assembly, compile_gluon, read_assembly
 
 
 def compile_backward(
-    step: int, head_dim: int = 128, *, dtype: str = "bf16", deterministic: bool = False, mask: str = "span"
+    step: int, head_dim: int = 128, *, dtype: str = "bf16", edges: int = 2, deterministic: bool = False
 ) -> Assembly:
-    """Compile a step of the backward ladder for sm_90a; one kernel takes all sizes and masks.
+    """Compile a step of the backward ladder for sm_90a; a kernel takes all sizes, and all masks or none.
 
     Args:
         step: 1, 3 or 6.
         head_dim: Head dimension; the tile is the next larger of 64, 128 and 256.
         dtype: "bf16" or "fp16".
+        edges: As for `plan_for`.
         deterministic: Whether dQ is left to the kernel of `dq.py`.
-        mask: "span", or "intervals" for packed sequences.
     """
     from triton.experimental.gluon import language as gl
 
-    plan = replace(plan_for(step, head_dim, deterministic), mask=mask)
+    plan = plan_for(step, head_dim, deterministic, edges)
     wide = plan.block_d == 256
     kernel = kernel_of(WIDE_KERNEL if wide else MAIN_KERNELS[step])
     constants = {n: x for n, x in {"PLAN": plan, "HEAD_DIM": head_dim}.items() if n in kernel.arg_names}
@@ -37,8 +35,9 @@ def compile_backward(
     kinds |= dict.fromkeys(("dq_sums_ptr", "lse2_ptr", "delta_ptr", "parts_ptr"), "*fp32") | {
         "c": "fp32",
         "scale": "fp32",
-        "back": "*i32" if mask == "intervals" else "i32",
+        "back": "*i32" if edges == 3 else "i32",
     }
+    kinds["counter_ptr"] = "*i32"
     signature = {
         n: kinds.get(n, f"*{dtype}" if n.endswith("_ptr") else "i32") for n in kernel.arg_names if n not in constants
     }

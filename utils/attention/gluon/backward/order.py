@@ -45,8 +45,9 @@ class Order:
     """The order of blocks: heads of keys in sections; of a section the first keys of all its heads come first."""
 
     section: int  # heads of keys
-    programs: int  # one for each block, or those that have equal shares
-    units: int = 0  # with equal shares: tiles of all blocks, and BLOCK_UNITS for each block; else 0
+    whole: int  # so many blocks are taken as they are
+    shares: int = 0  # equal shares of the blocks behind them
+    units: int = 0  # tiles of those blocks, and BLOCK_UNITS for each block
 
 
 @dataclass(frozen=True)
@@ -116,18 +117,32 @@ def list_schedule(costs: Iterable[float], sms: int) -> float:
 
 def schedule_tiles(blocks: Blocks, order: Order) -> float:
     """Return how long an order takes, in tiles, with the kernel that adds up the parts."""
-    if not order.units:
-        return list_schedule(in_order(blocks, order.section), blocks.sms)
-    # All heads are in flight, and what is beyond the L2 slows every tile down.
-    beyond = max(0.0, blocks.heads / blocks.fit - ROOMY)
-    tiles = order.units / order.programs * (1 + BEYOND * beyond)
-    return tiles + PART_TILES + FINISH_TILES + ADD_TILES * 2 * order.programs
+    end = list_schedule(in_order(blocks, order.section)[: order.whole], blocks.sms)
+    if not order.shares:
+        return end
+    # The heads in flight that are beyond the L2 slow every tile down.
+    beyond = max(0.0, order.section / blocks.fit - ROOMY)
+    tiles = order.units / order.shares * (1 + BEYOND * beyond)
+    return end + tiles + PART_TILES + FINISH_TILES + ADD_TILES * 2 * order.shares
 
 
 def even_order(blocks: Blocks) -> Order:
     """Return the order in which each program has an equal share of all tiles."""
     units = sum(n * blocks.group + BLOCK_UNITS for n in blocks.tiles) * blocks.heads
-    return Order(blocks.heads, max(1, min(blocks.sms, units // (4 * BLOCK_UNITS))), units)
+    return Order(blocks.heads, 0, most_shares(blocks, units), units)
+
+
+def last_round_order(blocks: Blocks, section: int) -> Order:
+    """Return the order of blocks of one length in which those of the last round are shared."""
+    rest = blocks.count % blocks.sms
+    units = rest * (blocks.tiles[0] * blocks.group + BLOCK_UNITS)
+    shares = min(most_shares(blocks, units), 2 * rest)  # more parts of a block cost more than they gain
+    return Order(section, blocks.count - rest, shares, units) if rest else Order(section, blocks.count)
+
+
+def most_shares(blocks: Blocks, units: int) -> int:
+    """Return a share for each SM, or fewer of four blocks' beginnings each."""
+    return max(1, min(blocks.sms, units // (4 * BLOCK_UNITS)))
 
 
 def sections(blocks: Blocks) -> list[int]:
@@ -138,11 +153,13 @@ def sections(blocks: Blocks) -> list[int]:
     return [-(-blocks.heads // count) for count in range(most, max(most - 8, 0), -1)]
 
 
-def block_order(blocks: Blocks) -> Order:
-    """Return the order that ends first where programs take blocks, by the schedule."""
+def block_order(blocks: Blocks, shares: bool) -> Order:
+    """Return the order that ends first where programs take blocks, by the schedule; shares: whether they can be shared."""
     sizes = sections(blocks)
     orders = [Order(size, blocks.count) for size in sizes]
-    if min(blocks.tiles) == max(blocks.tiles) or blocks.count > MOST_BLOCKS * blocks.sms:
+    if min(blocks.tiles) == max(blocks.tiles):
+        orders = [orders[0], last_round_order(blocks, sizes[0])] if shares else orders[:1]
+    elif blocks.count > MOST_BLOCKS * blocks.sms:
         return orders[0]
 
     def cost(order: Order) -> float:
@@ -156,9 +173,13 @@ def order_of(
     plan: BackwardPlan, sq: int, sk: int, heads: int, group: int, sms: int, span: tuple[int, int], shares: bool
 ) -> Order:
     """Return the order that ends first; arguments as for `blocks_of`. shares: whether the kernel knows equal shares."""
-    blocks = blocks_of(plan, sq, sk, heads, group, sms, back=span[0], ahead=span[1])
-    by_blocks, even = block_order(blocks), even_order(blocks)
-    fits = even.units * (even.programs + 1) < 1 << 31  # the kernel multiplies them in 32 bits
+    return best_order(blocks_of(plan, sq, sk, heads, group, sms, back=span[0], ahead=span[1]), shares)
+
+
+def best_order(blocks: Blocks, shares: bool) -> Order:
+    """Return the order of these blocks that ends first."""
+    by_blocks, even = block_order(blocks, shares), even_order(blocks)
+    fits = even.units * (even.shares + 1) < 1 << 31  # the kernel multiplies them in 32 bits
     if shares and fits and schedule_tiles(blocks, even) < EVEN_GAIN * schedule_tiles(blocks, by_blocks):
         return even
     return by_blocks

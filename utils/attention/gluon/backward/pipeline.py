@@ -6,16 +6,17 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from utils.attention.gluon.intervals import block_of, clean_interval_tiles, interval_columns, interval_tiles
-from utils.attention.gluon.shared import aggregate, tma_load, zero_columns
+from utils.attention.gluon.shared import aggregate, meet, pass_by, tma_load, zero_columns
 
 # Hand a tile to TMA, which adds it to memory; its end is waited for as a store's.
 tma_add = tma.async_atomic_add  # no `gl.constexpr`: see `shared.py`
 SLOTS = gl.constexpr(2)  # of the rings of Q and dO
 # One kernel for all sizes: without `do_not_specialize`, each multiple of 16 and each 1 would be compiled for itself.
-SIZES = ["sq", "sk", "back", "ahead", "heads", "kv_heads", "group", "tiles_m", "blocks_n", "section", "total", "units"]
+SIZES = ["sq", "sk", "back", "ahead", "heads", "kv_heads", "group", "tiles_m"]
+SIZES += ["blocks_n", "section", "total", "whole", "shares", "units"]
 
 
 @aggregate
@@ -23,7 +24,7 @@ class Sizes:
     """Sizes of the problem, and which tiles of queries see a block of keys.
 
     A query sees the keys from `back` before its position to `ahead` behind it; the last query has the last key's position.
-    Or PLAN.mask is "intervals", and `back` their table.
+    Or PLAN.edges is 3, and `back` the table of `intervals.py`.
     """
 
     sq: gl.tensor
@@ -52,7 +53,7 @@ class Sizes:
     def tiles_of(self, key):
         """Tiles of queries [lo, hi) that see some of the keys key .. key + BLOCK_N - 1; may be empty."""
         BLOCK_M: gl.constexpr = self.PLAN.block_m
-        if self.PLAN.mask == "intervals":
+        if self.PLAN.edges == 3:
             lo, hi = interval_tiles(self, key)
         else:
             shift = self.sk - self.sq
@@ -66,15 +67,21 @@ class Sizes:
     def clean_tiles(self, key, ROWS: gl.constexpr, lo, hi):
         """Tiles of queries [first, end) of lo .. hi - 1 that need no mask against keys key .. key + ROWS - 1."""
         BLOCK_M: gl.constexpr = self.PLAN.block_m
-        if self.PLAN.mask == "intervals":
+        shift = self.sk - self.sq
+        first = lo
+        end = hi
+        if self.PLAN.edges == 3:
             first, end = clean_interval_tiles(self, key, ROWS)
-        else:
-            shift = self.sk - self.sq
+        elif self.PLAN.edges > 0:
             first = gl.cdiv(gl.maximum(key + ROWS - 1 - self.ahead - shift, 0), BLOCK_M)
+        if self.PLAN.edges == 2:
             end = gl.maximum(key + self.back - shift + 1, 0) // BLOCK_M
-        first = gl.where(key + ROWS > self.sk, hi, first)
-        first = gl.minimum(gl.maximum(first, lo), hi)
-        return first, gl.minimum(gl.maximum(end, first), hi)
+        if self.PLAN.edges > 0:
+            first = gl.where(key + ROWS > self.sk, hi, first)
+            first = gl.minimum(gl.maximum(first, lo), hi)
+        if self.PLAN.edges > 1:
+            end = gl.minimum(gl.maximum(end, first), hi)
+        return first, end
 
     @gluon.jit
     def needs_mask(self, key, KEYS: gl.constexpr, row, ROWS: gl.constexpr):
@@ -101,14 +108,14 @@ class Sizes:
     @gluon.jit
     def mask_product(self, p, key, row):
         """`mask` for [keys, BLOCK_M queries] in the registers of products, in a third of the instructions."""
-        if self.PLAN.mask == "intervals":
+        if self.PLAN.edges == 3:
             first, behind = interval_columns(self, key, row, p)
         else:
             keys = key + gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout))
             own = keys - (self.sk - self.sq) - row  # the column of the query that has the key's position
             # Keys that do not exist were loaded as zeros; their probabilities could still be infinite.
             first, behind = gl.where(keys < self.sk, own - self.ahead, p.shape[1]), own + self.back + 1
-        return zero_columns(p, first, behind, True)
+        return zero_columns(p, first, behind, self.PLAN.edges > 1)
 
 
 @aggregate
@@ -121,14 +128,14 @@ class RowRing:
     tiles: gl.shared_memory_descriptor  # (SLOTS, 1, 1, BLOCK_M, BLOCK_D)
     numbers: gl.shared_memory_descriptor  # (SLOTS, 1, BLOCK_M) fp32
     full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    EMPTY: gl.constexpr  # the named barrier of slot 0, the next one is that of slot 1
 
     @gluon.constexpr_function
-    def __init__(self, tiles, numbers, full, empty):
+    def __init__(self, tiles, numbers, full, EMPTY):
         self.tiles = tiles
         self.numbers = numbers
         self.full = full
-        self.empty = empty
+        self.EMPTY = gl.constexpr(EMPTY)
 
     @gluon.jit
     def tile(self, i):
@@ -144,8 +151,9 @@ class RowRing:
     def load(self, i, tile_desc, number_desc, batch, head, heads, row):
         """Producer: fetch rows from `row` on, and their numbers, as soon as the slot is empty."""
         slot = i % SLOTS
-        # Without this wait TMA would overwrite a tile that a consumer still reads.
-        mbarrier.wait(self.empty.index(slot), ((i // SLOTS) & 1) ^ 1)
+        if i >= SLOTS:
+            # Without this wait TMA would overwrite a tile that a consumer still reads.
+            meet(self.EMPTY + slot, 288)
         full = self.full.index(slot)
         # The bytes are announced first: copies that arrive unannounced could complete the phase too early.
         mbarrier.expect(full, tile_desc.block_type.nbytes + number_desc.block_type.nbytes)
@@ -166,22 +174,21 @@ class RowRing:
         if FENCE:
             # TMA writes the next numbers through the async proxy, which need not know of ordinary loads before it.
             fence_async_shared()
-        async_copy.mbarrier_arrive(self.empty.index(i % SLOTS), increment_count=False)
+        # One arrival of each of eight warps, in place of one of each thread at the same word of shared memory.
+        pass_by(self.EMPTY + i % SLOTS, 288)
 
 
 @gluon.jit
-def allocate_row_ring(tile_desc, number_desc):
+def allocate_row_ring(tile_desc, number_desc, EMPTY: gl.constexpr):
     """A ring for tiles of a TMA descriptor and the numbers of their rows, which two warpgroups read."""
     shape: gl.constexpr = [SLOTS] + tile_desc.block_type.shape  # noqa: RUF005 (Gluon knows no starred lists)
     number_shape: gl.constexpr = [SLOTS] + number_desc.block_type.shape  # noqa: RUF005
     tiles = gl.allocate_shared_memory(tile_desc.dtype, shape, tile_desc.layout)
     numbers = gl.allocate_shared_memory(gl.float32, number_shape, number_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=256)
-    return RowRing(tiles, numbers, full, empty)
+    return RowRing(tiles, numbers, full, EMPTY)
 
 
 @aggregate
@@ -217,7 +224,7 @@ class Part:
 
 @gluon.jit
 def block_place(block, blocks_n, section, total):
-    """Return which keys block number `block` owns (in blocks), and of which of the `total` heads of keys.
+    """Return which keys block number `block` owns (in blocks), of which of the `total` heads, and blocks left in its row.
 
     Heads are dealt in sections of `section`; within one, the blocks of the first keys, the longest under a causal mask,
     come first.
@@ -227,14 +234,14 @@ def block_place(block, blocks_n, section, total):
     rest = block - number * per_section
     wide = gl.minimum(section, total - number * section)
     n = rest // wide
-    return n, number * section + rest - n * wide
+    return n, number * section + rest - n * wide, (n + 1) * wide - rest
 
 
 @gluon.jit
 def part_of(sizes, n, flat, at, count, slot):
     """The Part of block of keys n of head `flat` that begins at tile `at`; count -1: all tiles."""
     batch = flat // sizes.kv_heads
-    if sizes.PLAN.mask == "intervals":
+    if sizes.PLAN.edges == 3:
         n = block_of(sizes, n)
     key = n * sizes.PLAN.block_n
     lo, hi = sizes.tiles_of(key)
@@ -246,7 +253,7 @@ def part_of(sizes, n, flat, at, count, slot):
 def own_block(sizes, blocks_n, section, total):
     """The Part of a program that has one block, all of it."""
     zero = gl.program_id(0) * 0
-    n, flat = block_place(gl.program_id(0), blocks_n, section, total)
+    n, flat, _left = block_place(gl.program_id(0), blocks_n, section, total)
     return part_of(sizes, n, flat, zero, zero - 1, zero - 1)
 
 
@@ -291,8 +298,8 @@ def allocate_work(sizes, descriptors, c, scale):
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc = descriptors
     KEYS: gl.constexpr = v_desc.block_type.shape[2]
     V_SHAPE: gl.constexpr = [sizes.PLAN.block_n // KEYS] + v_desc.block_type.shape  # noqa: RUF005
-    q = allocate_row_ring(q_desc, lse_desc)
-    do = allocate_row_ring(do_desc, delta_desc)
+    q = allocate_row_ring(q_desc, lse_desc, 8)
+    do = allocate_row_ring(do_desc, delta_desc, 10)
     k = gl.allocate_shared_memory(k_desc.dtype, k_desc.block_type.shape, k_desc.layout)
     v = gl.allocate_shared_memory(v_desc.dtype, V_SHAPE, v_desc.layout)
     loaded = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())

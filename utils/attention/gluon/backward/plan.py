@@ -21,7 +21,9 @@ class BackwardPlan:
     block_d: int  # tile width: the head dimension, rounded up
     block_m: int  # queries of a tile, the inner loop
     block_n: int  # keys of a block
-    mask: str = "span"  # or "intervals" (`gluon/intervals.py`)
+    # A row of tiles needs a mask at no end, at its first tiles (1), or at both ends (2): as many loops more; 3: both ends,
+    # as the table of `gluon/intervals.py` says.
+    edges: int = 2
     dq: bool = True  # whether dQ is summed in this kernel; in deterministic mode `dq.py` computes it
 
 
@@ -29,13 +31,14 @@ _FIRST = BackwardPlan(128, 64, 64)
 _TILES = {64: BackwardPlan(64, 128, 128), 128: BackwardPlan(128, 64, 128), 256: BackwardPlan(256, 64, 64, dq=False)}
 
 
-def plan_for(step: int, head_dim: int, deterministic: bool = False) -> BackwardPlan:
+def plan_for(step: int, head_dim: int, deterministic: bool = False, edges: int = 2) -> BackwardPlan:
     """Return the plan of a step of the backward ladder.
 
     Args:
         step: 1, 3 or 6; at head dimension 256 step 6 is the kernel of `wide_heads.py`.
         head_dim: Head dimension.
         deterministic: Whether the same inputs must give the same bits, as they always do at head dimension 256.
+        edges: 0 for full attention over whole blocks, 1 with a causal mask or a block that is not full, 2 with a window, 3 for packed sequences.
     """
     if step not in STEPS:
         raise ValueError(f"The backward ladder has the steps {', '.join(map(str, STEPS))}; got step {step!r}.")
@@ -46,7 +49,7 @@ def plan_for(step: int, head_dim: int, deterministic: bool = False) -> BackwardP
     if step < 6:
         return _FIRST if step == 1 else _TILES[128]
     tile = _TILES[block_head_dim(head_dim)]
-    return replace(tile, dq=False) if deterministic else tile
+    return tile if tile.block_d == 256 else replace(tile, edges=edges, dq=not deterministic)
 
 
 def span(causal: bool, window: int) -> tuple[int, int]:

@@ -1,9 +1,13 @@
-"""Which tiles a program of step 6 works on: one block of keys, or an equal share of all blocks' tiles, and sums of parts.
+"""Which tiles a program of step 6 works on: blocks of keys one after another, equal shares of blocks, and sums of their parts.
 
-Few blocks leave SMs without work: 72 blocks on 132 SMs, or blocks of very different length under a causal mask. Where
-`order.py` says that it ends earlier, all blocks' tiles stand in one row, each block preceded by UNITS for what its beginning
-takes, and a program gets an equal share of that row. It begins and ends inside of blocks: such a part leaves its dK and dV
-in memory, fp32, and `finish_parts` adds them up, always in the same order.
+As many programs as the GPU has SMs draw numbers from a counter in memory. The producer draws the next number when it has
+asked for the last tile of the one before, tells it the other roles through two slots in shared memory, and loads while dV and
+dK leave: a block that is launched for itself begins with an empty SM. The first `whole` numbers are blocks.
+
+Few blocks leave SMs without work: 72 blocks on 132 SMs, or the 68 blocks that are left of 2048 in the last round. All tiles
+of such blocks stand in one row, each block preceded by UNITS for what its beginning takes, and the numbers from `whole` on are
+equal shares of that row. A share begins and ends inside of blocks: such a part leaves its dK and dV in memory, fp32, and
+`finish_parts` adds them up, always in the same order.
 
     parts of dK and dV    (slots, halves of the keys, dV and dK, 64 * BLOCK_D) fp32, in the order of `fragments.py`
 """
@@ -12,11 +16,13 @@ in memory, fp32, and `finish_parts` adds them up, always in the same order.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from utils.attention.gluon.backward.fragments import from_fragments
 from utils.attention.gluon.backward.order import BLOCK_UNITS
 from utils.attention.gluon.backward.pipeline import SIZES, Sizes, block_place, part_of
-from utils.attention.gluon.shared import aggregate
+from utils.attention.gluon.intervals import block_of, tiles_of_block
+from utils.attention.gluon.shared import aggregate, uniform
 
 UNITS = gl.constexpr(BLOCK_UNITS)
 
@@ -24,66 +30,109 @@ UNITS = gl.constexpr(BLOCK_UNITS)
 @gluon.jit
 def block_units(sizes, n):
     """Length of the block of keys number n in the row of all blocks."""
-    lo, hi = sizes.tiles_of(n * sizes.PLAN.block_n)
-    return (hi - lo) * sizes.group + UNITS
+    if sizes.PLAN.edges == 3:
+        tiles = tiles_of_block(sizes, n)
+    else:
+        lo, hi = sizes.tiles_of(n * sizes.PLAN.block_n)
+        tiles = hi - lo
+    return tiles * sizes.group + UNITS
 
 
 @aggregate
 class Share:
-    """The blocks of a launch, and what a program has of them."""
+    """The numbers of a launch, how programs draw them, and what a program has of each."""
 
     blocks_n: gl.tensor  # blocks of keys of one head
     section: gl.tensor  # heads of keys whose blocks are taken together
     total: gl.tensor  # heads of keys, of all sequences
-    units: gl.tensor  # length of the row of all blocks; 0: a program takes one block
+    whole: gl.tensor  # so many numbers are blocks
+    shares: gl.tensor  # so many are shares of the blocks behind them
+    units: gl.tensor  # length of the row of those blocks
+    counter: gl.tensor  # pointer to the number of draws so far, by all programs
+    numbers: gl.shared_memory_descriptor  # (2, 1) int32: what was drawn
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, blocks_n, section, total, units):
+    def __init__(self, blocks_n, section, total, whole, shares, units, counter, numbers, full, empty):
         self.blocks_n = blocks_n
         self.section = section
         self.total = total
+        self.whole = whole
+        self.shares = shares
         self.units = units
+        self.counter = counter
+        self.numbers = numbers
+        self.full = full
+        self.empty = empty
 
     @gluon.jit
-    def bounds(self):
-        """This program's first place in the row, and its end; where programs take blocks, the number of its first one."""
-        program = gl.program_id(0)
-        programs = gl.num_programs(0)
-        even = self.units > 0
-        begin = gl.where(even, self.units * program // programs, program)
-        return begin, gl.where(even, self.units * (program + 1) // programs, self.blocks_n * self.total)
+    def bounds(self, number):
+        """Where a number begins and ends: places in the row of a share, or the number of a block and the next one."""
+        share = number - self.whole
+        shares = gl.maximum(self.shares, 1)
+        begin = gl.where(share < 0, number, self.units * share // shares)
+        return begin, gl.where(share < 0, number + 1, self.units * (share + 1) // shares)
 
     @gluon.jit
-    def part(self, sizes, place, end, n, base):
-        """This program's part at `place`, the place behind it, and n and base for the next call.
-
-        n, base: a block of keys at or before that of `place`, and where its first head begins in the row; at first 0, 0.
-        """
-        zero = place * 0
-        if self.units > 0:
+    def part(self, sizes, number, place, end):
+        """The part of a number at `place`, and the place behind it."""
+        at = place * 0
+        count = at - 1
+        slot = at - 1
+        block = gl.where(number < self.whole, place, self.whole)
+        n, flat, left = block_place(block, self.blocks_n, self.section, self.total)
+        behind = place + 1
+        if number >= self.whole:
+            base = at
             length = block_units(sizes, n)
-            while place >= base + length * self.total:
-                base += length * self.total
-                n += 1
+            while place >= base + length * left:
+                base += length * left
+                block += left
+                n, flat, left = block_place(block, self.blocks_n, self.section, self.total)
                 length = block_units(sizes, n)
-            flat = (place - base) // length
-            first = place - base - flat * length
+            skipped = (place - base) // length
+            flat += skipped
+            first = place - base - skipped * length
             last = gl.minimum(length, first + end - place)
             at = gl.maximum(first - UNITS, 0)
             count = gl.maximum(last - UNITS, 0) - at
-            # A program has two parts of blocks at most: of the one that it begins inside of, and of the one that it ends in.
-            slot = gl.where(last - first < length, 2 * gl.program_id(0) + gl.where(first == 0, 1, 0), -1)
+            # A share has two parts of blocks at most: of the one that it begins inside of, and of the one that it ends in.
+            slot = gl.where(last - first < length, 2 * (number - self.whole) + gl.where(first == 0, 1, 0), -1)
             behind = place + last - first
-        else:
-            n, flat = block_place(place, self.blocks_n, self.section, self.total)
-            at = zero
-            count = zero - 1
-            slot = zero - 1
-            # Of each next row of blocks the same program, from the other end: long and short blocks take turns.
-            programs = gl.num_programs(0)
-            row = place // programs
-            behind = (2 * row + 2) * programs - 1 - place
-        return part_of(sizes, n, flat, at, count, slot), behind, n, base
+        return part_of(sizes, n, flat, at, count, slot), behind
+
+    @gluon.jit
+    def draw(self, turn):
+        """Producer: draw the program's next number, and tell it the other roles; turn: numbers drawn before."""
+        number = gl.atomic_add(self.counter, 1, sem="relaxed") + gl.num_programs(0)
+        slot = turn & 1
+        mbarrier.wait(self.empty.index(slot), ((turn >> 1) & 1) ^ 1)  # the number of two turns ago has been read
+        self.numbers.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        mbarrier.arrive(self.full.index(slot), count=1)
+        return number
+
+    @gluon.jit
+    def next(self, turn, WARPS: gl.constexpr):
+        """Other roles: the number that was drawn in turn `turn`."""
+        slot = turn & 1
+        mbarrier.wait(self.full.index(slot), (turn >> 1) & 1)
+        number = self.numbers.index(slot).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
+        number = uniform(gl.sum(number, 0))
+        mbarrier.arrive(self.empty.index(slot), count=1)
+        return number
+
+
+@gluon.jit
+def make_share(blocks_n, section, total, whole, shares, units, counter, READERS: gl.constexpr):
+    """Allocate what roles tell each other numbers by; READERS: roles that are told."""
+    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=READERS)
+    return Share(blocks_n, section, total, whole, shares, units, counter, numbers, full, empty)
 
 
 @gluon.jit
@@ -104,21 +153,7 @@ def store_part(parts_ptr, slot, x, WHICH: gl.constexpr):
     gl.store(parts_ptr + at, gl.convert_layout(flat, layout, assert_trivial=True))
 
 
-@gluon.jit
-def slots_of_block(sizes, n, flat, total, units, programs):
-    """First slot of head `flat` of block of keys n, and how many parts it has; 0 where one program has all of it."""
-    first = 0
-    for row in range(n):
-        first += block_units(sizes, row) * total
-    length = block_units(sizes, n)
-    first += flat * length
-    # The program that has place i of the row is the last one whose share, units * p // programs, begins at or before i.
-    begin = ((first + 1) * programs - 1) // units
-    last = ((first + length) * programs - 1) // units
-    return 2 * begin + 1, gl.where(begin == last, 0, last - begin + 1)
-
-
-@gluon.jit(do_not_specialize=[*SIZES, "row_stride", "head_stride", "batch_stride", "programs", "head_dim"])
+@gluon.jit(do_not_specialize=[*SIZES, "row_stride", "head_stride", "batch_stride", "head_dim"])
 def finish_parts(
     parts_ptr,
     dv_ptr,
@@ -137,13 +172,14 @@ def finish_parts(
     blocks_n,
     section,
     total,
+    whole,
+    shares,
     units,
     scale,
-    programs,
     head_dim,
     PLAN: gl.constexpr,
 ):
-    """Add up the parts of 64 rows and 32 columns of dV or dK: grid (blocks * 2, 2, BLOCK_D / 32).
+    """Add up the parts of 64 rows and 32 columns of dV or dK: grid (blocks behind `whole` * 2, 2, BLOCK_D / 32).
 
     Strides and head_dim are in units of 8 elements.
     """
@@ -155,17 +191,33 @@ def finish_parts(
     which = gl.program_id(1)
     column = gl.program_id(2) * 32
     sizes = Sizes(sq, sk, back, ahead, heads, kv_heads, group, tiles_m, PLAN)
-    n = number // total
-    flat = number - n * total
-    slot, count = slots_of_block(sizes, n, flat, total, units, programs)
+    first = number * 0
+    block = whole
+    n, flat, left = block_place(block, blocks_n, section, total)
+    length = block_units(sizes, n)
+    while number >= left:
+        first += length * left
+        number -= left
+        block += left
+        n, flat, left = block_place(block, blocks_n, section, total)
+        length = block_units(sizes, n)
+    flat += number
+    first += number * length
+    # The share that has place i of the row is the last one that begins at or before i: units * share // shares.
+    begin = ((first + 1) * shares - 1) // units
+    last = ((first + length) * shares - 1) // units
+    slot = 2 * begin + 1
+    count = gl.where(begin == last, 0, last - begin + 1)
     inside = (half * 2 + which) * (64 * BLOCK_D) + column * 64 + gl.arange(0, 2048, flat_layout)
     sums = gl.zeros([2048], gl.float32, flat_layout)
     for i in range(count):
-        # The first part is the end of a program's share, the others are the beginnings of the next programs' shares.
+        # The first part is the end of a share, the others are the beginnings of the next shares.
         at = slot + gl.where(i == 0, 0, 2 * i - 1)
         sums += gl.load(parts_ptr + at.to(gl.int64) * (256 * BLOCK_D) + inside)
     batch = flat // kv_heads
     head = flat - batch * kv_heads
+    if PLAN.edges == 3:
+        n = block_of(sizes, n)
     row = n * PLAN.block_n + half * 64 + gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None]
     d = column + gl.arange(0, 32, gl.SliceLayout(0, rows))[None, :]
     x = gl.convert_layout(from_fragments(sums, 32), rows)

@@ -154,7 +154,6 @@ def attention_backward_step3(
     blocks_n,
     section,
     total,
-    units,
     c,
     scale,
     PLAN: gl.constexpr,

@@ -1,4 +1,4 @@
-"""Step 6: both warpgroups are one consumer of eight warps, a warp of its own hands dQ to TMA, and programs may share blocks.
+"""Step 6: both warpgroups are one consumer of eight warps, a warp of its own hands dQ to TMA, and programs draw blocks.
 
 In step 3 each warpgroup is a role, which the compiler compiles for itself: twice the instructions, registers for each tile's
 addresses, and an mbarrier for each exchange of dS. Here both are one role. Its tiles have 128 keys, 64 rows in the registers
@@ -13,7 +13,7 @@ exponentials are polynomials (`exp2`), because the exponential unit is what a ti
     registers     a consumer thread, the two other warps      240, 24, 24      240, 24, 24
     shared        K + V + Q + dO + dS + dQ                    16+16+32+32+64+32   32+32+32+32+32+32 KiB
 
-The fastest at head dimensions 64 and 128. A program takes a block of keys, or an equal share of all blocks (`shares.py`).
+The fastest at head dimensions 64 and 128. Programs draw blocks, or shares of blocks (`shares.py`).
 """
 
 # A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
@@ -26,7 +26,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from utils.attention.gluon.backward.pipeline import SIZES, Sizes, allocate_work, load_part, tma_add
-from utils.attention.gluon.backward.shares import Share, store_part
+from utils.attention.gluon.backward.shares import make_share, store_part
 from utils.attention.gluon.shared import meet, pass_by, thread_barrier, tma_store, wait_products
 
 # The named barrier at which the consumer has left a tile's dQ in shared memory. Triton uses one for each partition, and two.
@@ -152,8 +152,6 @@ def leave_dq(leave, dq, i):
     sums_desc, tiles, empty = leave
     mbarrier.wait(empty, (i & 1) ^ 1)  # TMA may still be reading the last tile
     tiles.reshape([8192]).store(to_pieces(dq))
-    # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
-    fence_async_shared()
     pass_by(LEFT, 288)
 
 
@@ -210,6 +208,7 @@ def compute_part(work, part, ds_tiles, leave, turn, done):
     """128 keys against the tiles of queries of a part: returns dK and dV. turn, done: parts and tiles before."""
     BLOCK_D: gl.constexpr = work.sizes.PLAN.block_d
     BLOCK_M: gl.constexpr = work.sizes.PLAN.block_m
+    EDGES: gl.constexpr = work.sizes.PLAN.edges
     tiles = part.hi - part.lo
     dk = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
     dv = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
@@ -227,9 +226,11 @@ def compute_part(work, part, ds_tiles, leave, turn, done):
         lo = part.lo + gl.maximum(part.at - g * tiles, 0)
         hi = part.lo + gl.minimum(part.at + part.count - g * tiles, tiles)
         first, end = work.sizes.clean_tiles(part.key, 128, lo, hi)
-        state = walk(work, ds_tiles, leave, v_left, state, part.key, lo, first, number, True)
+        if EDGES > 0:
+            state = walk(work, ds_tiles, leave, v_left, state, part.key, lo, first, number, True)
         state = walk(work, ds_tiles, leave, v_left, state, part.key, first, end, number, False)
-        state = walk(work, ds_tiles, leave, v_left, state, part.key, end, hi, number, True)
+        if EDGES > 1:
+            state = walk(work, ds_tiles, leave, v_left, state, part.key, end, hi, number, True)
     return state
 
 
@@ -247,13 +248,13 @@ def store_keys(desc, part, places, x):
 @gluon.jit
 def consumer(work, share, freed, ds_tiles, leave, parts_ptr, dk_desc, dv_desc):
     """Both warpgroups: all parts of this program."""
-    place, end = share.bounds()
-    n = place * 0
-    base = place * 0
+    number = gl.program_id(0)
+    place, end = share.bounds(number)
+    drawn = 0
     turn = 0
     done = 0
-    while place < end:
-        part, place, n, base = share.part(work.sizes, place, end, n, base)
+    while number < share.whole + share.shares:
+        part, place = share.part(work.sizes, number, place, end)
         dk, dv = compute_part(work, part, ds_tiles, leave, turn, done)
         # V was read by ordinary loads, and TMA writes the next one: a part without tiles has had no fence since.
         fence_async_shared()
@@ -266,22 +267,31 @@ def consumer(work, share, freed, ds_tiles, leave, parts_ptr, dk_desc, dv_desc):
             store_keys(dk_desc, part, ds_tiles, dk * work.scale)
         done += part.count
         turn += 1
+        if place >= end:
+            number = share.next(drawn, 8)
+            place, end = share.bounds(number)
+            drawn += 1
 
 
 @gluon.jit
 def producer(work, share, freed, descriptors):
-    """One warp loads all parts of this program."""
-    place, end = share.bounds()
-    n = place * 0
-    base = place * 0
+    """One warp loads all parts of this program, and draws its numbers."""
+    number = gl.program_id(0)
+    place, end = share.bounds(number)
+    drawn = 0
     turn = 0
     done = 0
-    while place < end:
-        part, place, n, base = share.part(work.sizes, place, end, n, base)
+    while number < share.whole + share.shares:
+        part, place = share.part(work.sizes, number, place, end)
         mbarrier.wait(freed, (turn & 1) ^ 1)  # the consumer may still read the last part's K and V
         load_part(work, part, done, descriptors)
         done += part.count
         turn += 1
+        if place >= end:
+            # Not before: whoever is free first is to have the next block. The consumer has two tiles left to compute.
+            number = share.draw(drawn)
+            place, end = share.bounds(number)
+            drawn += 1
 
 
 @gluon.jit
@@ -289,14 +299,16 @@ def storing_warp(work, share, leave):
     """One warp hands dQ of each tile to TMA, which adds it to the sums, and gives its place back."""
     sums_desc, tiles, empty = leave
     if work.sizes.PLAN.dq:
-        place, end = share.bounds()
-        n = place * 0
-        base = place * 0
-        while place < end:
-            part, place, n, base = share.part(work.sizes, place, end, n, base)
+        number = gl.program_id(0)
+        place, end = share.bounds(number)
+        drawn = 0
+        while number < share.whole + share.shares:
+            part, place = share.part(work.sizes, number, place, end)
             head, m = part.begin(work.sizes)
             for _ in range(part.count):
                 meet(LEFT, 288)
+                # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
+                fence_async_shared()
                 for w in gl.static_range(2):
                     piece = ((part.batch * work.sizes.heads + head) * work.sizes.tiles_m + m) * 2 + w
                     tma_add(sums_desc, [piece * 32, 0], tiles.slice(w * 32, 32, 0))
@@ -306,6 +318,10 @@ def storing_warp(work, share, leave):
                 if m == part.hi:
                     m = part.lo
                     head += 1
+            if place >= end:
+                number = share.next(drawn, 1)
+                place, end = share.bounds(number)
+                drawn += 1
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -320,6 +336,7 @@ def attention_backward_step6(
     delta_desc,
     sums_desc,
     parts_ptr,
+    counter_ptr,
     sq,
     sk,
     back,
@@ -331,14 +348,16 @@ def attention_backward_step6(
     blocks_n,
     section,
     total,
+    whole,
+    shares,
     units,
     c,
     scale,
     PLAN: gl.constexpr,
 ):
-    """A program computes dK and dV of 128 keys of one head, or parts of several such blocks, and adds to dQ."""
+    """A program computes dK and dV of blocks of 128 keys of one head, or parts of them, and adds to dQ."""
     sizes = Sizes(sq, sk, back, ahead, heads, kv_heads, group, tiles_m, PLAN)
-    share = Share(blocks_n, section, total, units)
+    share = make_share(blocks_n, section, total, whole, shares, units, counter_ptr, 2 if PLAN.dq else 1)
     descriptors = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
     work = allocate_work(sizes, descriptors, c, scale)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)

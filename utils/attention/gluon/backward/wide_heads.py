@@ -107,7 +107,6 @@ def attention_backward_wide(
     blocks_n,
     section,
     total,
-    units,
     c,
     scale,
     PLAN: gl.constexpr,
