@@ -109,12 +109,13 @@ class Problem(Shape):
         return _mask_function(self.causal, self.window, self.sk - self.sq, self.mask_mod)
 
     def plain(self) -> Problem | None:
-        """Return `with_plain_mask()` if there is no score modifier, else None."""
-        return with_plain_mask(self) if self.score_mod is None else None
+        """Return `with_plain_mask()` if there is no score modifier and no packed sequences are left, else None."""
+        plain = self.plain_or_packed()
+        return None if plain is not None and plain.lengths else plain
 
     def plain_or_packed(self) -> Problem | None:
-        """Return `plain()`, or the same attention as packed sequences with their `lengths`; None if it is neither."""
-        return self.plain() or (packed_sequences(self) if self.score_mod is None else None)
+        """Return `with_plain_mask()` if there is no score modifier, else None."""
+        return with_plain_mask(self) if self.score_mod is None else None
 
 
 @functools.lru_cache(maxsize=64)  # one function object for one mask: block masks are kept by that object
@@ -125,52 +126,43 @@ def _mask_function(is_causal: bool, window: int | None, offset: int, mask_mod: M
 
 
 def with_plain_mask(problem: Problem) -> Problem | None:
-    """Return the same attention without a mask function, for kernels that know `causal` and `window` only.
+    """Return the same attention without a mask function, for kernels that know no functions; None if it needs its function.
 
-    Documents of equal length become sequences of their own: heads are multiplied, lengths divided. None if the mask
-    needs its function.
+    Documents of equal length become sequences of their own: heads are multiplied, lengths divided. Where heads are grouped,
+    and of unequal lengths, they become packed sequences with `lengths`.
     """
     mask_mod: Any = problem.mask_mod
     if mask_mod is None:
         return problem
     # The kernels' masks end at the last key, a mask function's begin at the first one: equal only if Sq == Sk.
-    if problem.sq != problem.sk or problem.causal or problem.window is not None:
+    if problem.sq != problem.sk:
         return None
-    kind, parts = getattr(mask_mod, "kind", ""), getattr(mask_mod, "mods", (mask_mod,))
-    if mask_mod is causal:
+    kind, alone = getattr(mask_mod, "kind", ""), not problem.causal and problem.window is None
+    if mask_mod is causal and alone:
         return replace(problem, mask_mod=None, causal=True)
-    if kind in ("sliding_window", "nearby"):
+    if kind in ("sliding_window", "nearby") and alone:
         is_causal = kind == "sliding_window"
         window = _limiting(mask_mod.window, is_causal, problem.sq, problem.sk)
         return replace(problem, mask_mod=None, causal=is_causal, window=window)
-    if kind not in ("both", "documents") or problem.grouped:
+    parts = mask_mod.mods if kind == "both" else (mask_mod,)
+    others = [part for part in parts if part is not causal]
+    lengths = document_lengths(others[0], problem.sq) if len(others) == 1 else ()
+    if not lengths:
         return None
-    spans = [part.span for part in parts if getattr(part, "kind", "") == "documents"]
-    others = [part for part in parts if getattr(part, "kind", "") != "documents"]
-    if len(spans) != 1 or problem.sq % spans[0] or any(part is not causal for part in others):
-        return None
-    heads = problem.heads * (problem.sq // spans[0])
-    return replace(problem, mask_mod=None, causal=bool(others), heads=heads, kv_heads=heads, sq=spans[0], sk=spans[0])
+    problem = replace(problem, mask_mod=None, causal=problem.causal or len(parts) > 1)
+    if problem.grouped or not alone or len(set(lengths)) > 1:
+        return replace(problem, lengths=lengths)
+    heads = problem.heads * len(lengths)
+    return replace(problem, heads=heads, kv_heads=heads, sq=lengths[0], sk=lengths[0])
 
 
-def packed_sequences(problem: Problem) -> Problem | None:
-    """Return the same attention without its mask of documents, which become `lengths`; None if the mask is another one."""
-    parts = getattr(problem.mask_mod, "mods", (problem.mask_mod,))
-    others = [part for part in parts if not getattr(part, "kind", "").startswith("documents")]
-    kind = getattr(problem.mask_mod, "kind", "")
-    if problem.sq != problem.sk or len(parts) - len(others) != 1 or any(part is not causal for part in others):
-        return None
-    if kind != "both" and not kind.startswith("documents"):
-        return None
-    (part,) = (part for part in parts if part is not causal)
-    if span := getattr(part, "span", 0):
-        count, rest = divmod(problem.sq, span)
-        lengths = (span,) * count + ((rest,) if rest else ())
-    else:
-        lengths = getattr(part, "lengths", ())
-    if sum(lengths) != problem.sq:
-        return None
-    return replace(problem, mask_mod=None, causal=problem.causal or bool(others), lengths=lengths)
+def document_lengths(mask_mod: Any, tokens: int) -> tuple[int, ...]:
+    """Return the lengths of the documents of a mask; () if it is another mask, or its document numbers are on the GPU."""
+    if getattr(mask_mod, "kind", "") == "documents":
+        count, rest = divmod(tokens, mask_mod.span)
+        return (mask_mod.span,) * count + ((rest,) if rest else ())
+    lengths = getattr(mask_mod, "lengths", ()) if getattr(mask_mod, "kind", "") == "documents_by_ids" else ()
+    return lengths if sum(lengths) == tokens else ()
 
 
 def make_problem(

@@ -19,7 +19,7 @@ MODULES = {
     "efficient": "sdpa",
     "cudnn": "sdpa",
     "sdpa": "sdpa",
-    "varlen": "varlen",
+    "varlen": "flash_attn",
     "flash_attn": "flash_attn",
     "fa3": "fa3",
     "cute": "flash_attn",

@@ -15,7 +15,13 @@ from pathlib import Path
 
 import torch
 
-from utils.attention.backends.flash_attn import reason_against_batches, rows_first, window_size
+from utils.attention.backends.flash_attn import (
+    heads_first,
+    packed_arguments,
+    reason_against_batches,
+    rows_first,
+    window_size,
+)
 from utils.attention.problem import (
     Backend,
     Problem,
@@ -24,7 +30,6 @@ from utils.attention.problem import (
     reason_against_tensors,
     refuse_functions,
 )
-from utils.attention.sequences import packed_starts
 from utils.machine.device import Support, compute_capability, cuda_support, first_line
 
 VARIABLE = "FLASH_ATTENTION_3_LIBRARY"
@@ -97,22 +102,14 @@ def _refuses(problem: Problem) -> str:
 def _arguments(device, lengths: tuple[int, ...], causal: bool, scale: float, left: int, right: int) -> dict:
     """Return the operators' arguments beside the tensors."""
     given = {"softmax_scale": scale, "is_causal": causal, "window_size_left": left, "window_size_right": right}
-    if lengths:
-        starts, longest = packed_starts(lengths, device), max(lengths)
-        given |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
-    return given
-
-
-def _rows(x: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-    """View (B, H, S, D) as the operators want it: (B, S, H, D), or (S, H, D) of packed sequences."""
-    return rows_first(x)[0] if lengths else rows_first(x)
+    return given | packed_arguments(lengths, device)
 
 
 def _forward(q, k, v, lengths: tuple[int, ...], *options) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output (B, H, S, D), a view of (B, S, H, D), and the operator's log-sum-exp."""
-    rows = (_rows(x, lengths) for x in (q, k, v))
+    rows = (rows_first(x, lengths) for x in (q, k, v))
     out, lse, *_ = torch.ops.flash_attn_3.fwd.default(*rows, **_arguments(q.device, lengths, *options))
-    return (out[None] if lengths else out).transpose(1, 2), lse
+    return heads_first(out, lengths), lse
 
 
 class _Differentiable(torch.autograd.Function):
@@ -131,11 +128,10 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx, dout, _dlse):
         q, k, v, out, lse = ctx.saved_tensors
         lengths = ctx.options[0]
-        rows = [_rows(x, lengths) for x in (dout, q, k, v, out)]
+        rows = [rows_first(x, lengths) for x in (dout, q, k, v, out)]
         gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in rows[1:4]]
         torch.ops.flash_attn_3.bwd.default(*rows, lse, *gradients, **_arguments(q.device, *ctx.options))
-        found = ((x[None] if lengths else x).transpose(1, 2) for x in gradients)
-        return *found, None, None, None, None, None
+        return *(heads_first(x, lengths) for x in gradients), None, None, None, None, None
 
 
 def forward(
