@@ -41,16 +41,16 @@ def attention_gluon(
     window: int,
     return_lse: bool,
     step: int,
-    lengths: list[int],
+    lengths: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention forward: (output like q, log-sum-exp (B, H, Sq) fp32 or empty). window 0: none; lengths: of packed sequences."""
     q, scale = positive_scale(q, scale)  # the kernels take the maximum before they scale
-    out, lse = _run(q, k, v, causal, scale, window, return_lse, step, tuple(lengths))
+    out, lse = _run(q, k, v, causal, scale, window, return_lse, step, tuple(lengths or ()))
     return out, q.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
 @attention_gluon.register_fake
-def _attention_gluon_fake(q, k, v, causal, scale, window, return_lse, step, lengths):
+def _attention_gluon_fake(q, k, v, causal, scale, window, return_lse, step, lengths=None):
     return _empty_results(q, return_lse)
 
 

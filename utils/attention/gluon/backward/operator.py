@@ -25,16 +25,16 @@ def attention_gluon_backward(
     scale: float,
     window: int,
     deterministic: bool,
-    lengths: list[int],
+    lengths: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v. window 0: none; lengths: of packed sequences; dlse: gradient of the log-sum-exp, if it was used."""
     from utils.attention.gluon.backward.launch import gradients
 
-    return gradients(dout, dlse, q, k, v, out, lse, causal, scale, window, deterministic, lengths=tuple(lengths))
+    return gradients(dout, dlse, q, k, v, out, lse, causal, scale, window, deterministic, lengths=tuple(lengths or ()))
 
 
 @attention_gluon_backward.register_fake
-def _attention_gluon_backward_fake(dout, dlse, q, k, v, out, lse, causal, scale, window, deterministic, lengths):
+def _attention_gluon_backward_fake(dout, dlse, q, k, v, out, lse, causal, scale, window, deterministic, lengths=None):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
@@ -69,7 +69,7 @@ class Attention(torch.autograd.Function):
     """The output and the log-sum-exp of `run(q, k, v, *problem)`, with gradients of q, k and v."""
 
     @staticmethod
-    def forward(ctx, run, q, k, v, causal, scale, window, step, lengths):
+    def forward(ctx, run, q, k, v, causal, scale, window, step, lengths=()):
         """Run the forward pass, and keep its tensors for the backward pass."""
         out, lse = run(q, k, v, causal, scale, window, True, step, lengths)
         ctx.set_materialize_grads(False)
