@@ -279,21 +279,23 @@ def allowed_keys(problem: Problem, device: torch.device | str | None = None) -> 
 
     It is (Sq, Sk) if it is the same for all sequences and heads, else (B, H, Sq, Sk), with B or H one where it is the same.
     """
-    device = problem.device if device is None else device
-    allowed = None
+    device, allowed = problem.device if device is None else device, None
     if problem.mask_mod is not None:
         allowed = dense_masks(problem.mask_mod, problem.batch, problem.heads, problem.sq, problem.sk, device)
         allowed = allowed[0, 0] if allowed.shape[:2] == (1, 1) else allowed
+    queries, keys = (torch.arange(n, device=device) for n in (problem.sq, problem.sk))
+    return visible_pairs(problem, queries, keys, allowed)
+
+
+def visible_pairs(problem: Problem, queries, keys, allowed: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the pairs of `allowed` (None: all) that `causal` and `window` let through; None: all."""
     if not problem.causal and problem.window is None:
         return allowed
-    position = torch.arange(problem.sq, device=device)[:, None] + problem.sk - problem.sq
-    distance = position - torch.arange(problem.sk, device=device)[None, :]
+    distance = queries[:, None] + (problem.sk - problem.sq) - keys  # the last query is at the last key
     keep = torch.ones_like(distance, dtype=torch.bool) if allowed is None else allowed
     if problem.causal:
         keep = keep & (distance >= 0)
-    if problem.window is not None:
-        keep = keep & (distance.abs() < problem.window)
-    return keep
+    return keep if problem.window is None else keep & (distance.abs() < problem.window)
 
 
 # ---- backends ----------------------------------------------------------------------------------------------

@@ -268,7 +268,7 @@ def draw_shape(rng):
 def test_a_hundred_shapes_compile_at_most_twelve_kernels():
     """A kernel is compiled for its constants, types and boxes; whatever else differs is an argument like any other."""
     from utils.attention.gluon.backward.arguments import Gradients, find_order, kernel_of, launches
-    from utils.attention.gluon.backward.plan import plan_for, span
+    from utils.attention.gluon.backward.plan import plan_for
 
     rng, compiled = random.Random(0), set()
     for _ in range(100):
@@ -282,7 +282,7 @@ def test_a_hundred_shapes_compile_at_most_twelve_kernels():
         plan = plan_for(6, head_dim, edges=2 if windowed else int(causal or sk % 128 > 0))
         order = find_order(6, q, k, plan, causal, window)
         g = Gradients(q, q, k, k, q, lse, None, plan, order.shares)
-        for launch in launches(6, g, order, span(causal, window), 0.1, False):
+        for launch in launches(6, g, order, causal, window, 0.1, False):
             kernel = kernel_of(launch.kernel)
             names = [p.name for p in kernel.params if p.do_not_specialize or p.is_constexpr]
             numbers = kernel.arg_names[len(launch.tensors) :]

@@ -149,7 +149,7 @@ class Role:
         names = {"gl": device, "uniform": lambda x: x}
         for module, functions in (
             (shared, ("key_blocks", "clean_blocks")),
-            (intervals, ("bound", "visible_interval", "clean_interval")),
+            (intervals, ("tile_entry", "visible_interval", "clean_interval")),
         ):
             for function in functions:
                 names[function] = on_host(getattr(module, function), **names)
@@ -166,7 +166,7 @@ class Role:
         self.todo.heads_total = Int32(given["heads_total"])
         self.todo.parts = self.parts.count = Int32(given["parts"])
         for owner, kind, methods in (
-            (self, pipeline.Work, ("first_row", "visible_blocks", "clean_blocks", "blocks", "first")),
+            (self, pipeline.Work, ("first_row", "stop", "visible_blocks", "clean_blocks", "blocks", "first")),
             (self.todo, pipeline.Tiles, ("first", "start_next", "finish_next", "locate")),
             (self.parts, parts.Parts, ("used", "blocks", "arrive", "depart")),
         ):
@@ -201,7 +201,7 @@ class Consumer(Role):
             "unseen_halves": lambda *more: 0,
             "unseen_whole": lambda *more: 0,
             "store_lse": lambda *more: None,
-            "store_tile": lambda work, out, flat, row, *more: self.stored.append((int(flat), int(row), 64)),
+            "store_tile": lambda work, out, flat, row, tile, o, stop: self.keep_rows(flat, row, stop),
             "store_rows": lambda work, out, lse, flat, row, *more: self.stored.append((int(flat), int(row), 8)),
             "tma": types.SimpleNamespace(store_wait=lambda left: None),
         }

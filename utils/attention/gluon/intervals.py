@@ -1,14 +1,17 @@
-"""Masks that are an interval of keys for each query, given as tables: sequences packed one behind the other.
+"""Packed sequences in the kernels: tiles that begin where a sequence begins, and tables of what each row sees.
 
-Query i sees the keys first[i] <= j < behind[i], and both bounds only rise with i, as they do for packed sequences, causal
-or not, with a window or without. So the bounds of a tile are those of its first and its last query; and key j is seen by
-the queries earliest[j] <= i < past[j], whose bounds rise too, which is all that the backward pass needs.
+A query sees an interval of keys, and its bounds only rise from query to query, whether the mask is causal or has a window
+or not; so each key is seen by an interval of queries whose bounds rise, too. The forward pass has tiles of queries (rows)
+over blocks of keys (columns), the backward pass blocks of keys over tiles of queries, and both read the same kind of table:
+
+    low, high    row i sees the columns low[i] <= j < high[i]: S numbers each
+    tiles        for each tile of rows: its first row, the end of its rows, and the blocks of columns [lo, hi) that they see
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,122 +21,85 @@ from triton.experimental.gluon import language as gl
 from utils.attention.gluon.shared import keep_columns, uniform
 from utils.kernels.capture import tensor_on
 
-KEYS = gl.constexpr(128)  # of a block in the backward pass
 
+class Packed(NamedTuple):
+    """A table on the GPU, int32, and how many blocks of columns each tile of rows sees."""
 
-@dataclass(frozen=True, eq=False)
-class Intervals:
-    """The bounds of all queries and keys.
-
-    bounds: first, behind, earliest and past (4, S). table: the same on the GPU, int32, and behind it the numbers of
-    the blocks of keys, those first that most queries see, and how many tiles of 64 and of 128 queries that are.
-    """
-
-    bounds: np.ndarray
     table: torch.Tensor
-
-    def key_blocks(self, rows: int, block_n: int) -> tuple[int, ...]:
-        """Return how many blocks of keys each tile of queries sees."""
-        return _blocks(self.bounds[:2], rows, block_n)
-
-    def query_tiles(self, block_m: int, block_n: int) -> tuple[int, ...]:
-        """Return how many tiles of queries see each block of keys."""
-        return _blocks(self.bounds[2:], block_n, block_m)
+    blocks: tuple[int, ...]
 
 
-def _blocks(bounds: np.ndarray, rows: int, block: int) -> tuple[int, ...]:
-    first, behind = bounds
-    begins = np.arange(0, len(first), rows)
-    ends = np.minimum(begins + rows, len(first)) - 1
-    return tuple((-(-behind[ends] // block) - first[begins] // block).tolist())
-
-
-@functools.lru_cache(maxsize=64)
-def packed_intervals(lengths: tuple[int, ...], causal: bool, window: int, device: torch.device) -> Intervals:
-    """Return the bounds of sequences of these lengths, one behind the other; window 0: none."""
+def packed_bounds(lengths: tuple[int, ...], causal: bool, window: int) -> np.ndarray:
+    """Return low and high of queries, and low and high of keys (4, S); window 0: none."""
     ends: np.ndarray = np.cumsum(lengths)
-    first: np.ndarray = np.repeat(ends - lengths, lengths)
-    behind: np.ndarray = np.repeat(ends, lengths)
+    low: np.ndarray = np.repeat(ends - lengths, lengths)
+    high: np.ndarray = np.repeat(ends, lengths)
     position = np.arange(ends[-1])
     if causal:
-        behind = position + 1
+        high = position + 1
     if window:
-        first = np.maximum(first, position - window + 1)
-        behind = np.minimum(behind, position + window)
-    earliest, past = (np.searchsorted(bound, position, side="right") for bound in (behind, first))
-    bounds = np.stack([first, behind, earliest, past])
-    small, large = (np.array(_blocks(bounds[2:], KEYS.value, rows)) for rows in (64, 128))
-    longest = np.argsort(-small, kind="stable")
-    table = np.concatenate([bounds.ravel(), longest, small[longest], large[longest]])
-    return Intervals(bounds, tensor_on(device, table.astype(np.int32)))
+        low = np.maximum(low, position - window + 1)
+        high = np.minimum(high, position + window)
+    return np.stack([low, high, *(np.searchsorted(bound, position, side="right") for bound in (high, low))])
+
+
+@functools.lru_cache(maxsize=256)
+def packed_queries(
+    lengths: tuple[int, ...], causal: bool, window: int, rows: int, block: int, device: torch.device
+) -> Packed:
+    """Return the table of the forward pass: tiles of `rows` queries over blocks of `block` keys, in their order."""
+    return _packed(lengths, packed_bounds(lengths, causal, window)[:2], rows, block, device, False)
+
+
+@functools.lru_cache(maxsize=256)
+def packed_keys(
+    lengths: tuple[int, ...], causal: bool, window: int, rows: int, block: int, device: torch.device
+) -> Packed:
+    """Return the table of the backward pass: tiles of `rows` keys over blocks of `block` queries, those with most first."""
+    return _packed(lengths, packed_bounds(lengths, causal, window)[2:], rows, block, device, True)
+
+
+def _packed(lengths, bounds: np.ndarray, rows: int, block: int, device: torch.device, longest_first: bool) -> Packed:
+    ends: np.ndarray = np.cumsum(lengths)
+    starts = np.concatenate([np.arange(end - n, end, rows) for end, n in zip(ends, lengths, strict=True)])
+    stops = np.minimum(starts + rows, np.repeat(ends, [-(-n // rows) for n in lengths]))
+    lo, hi = bounds[0][starts] // block, -(-bounds[1][stops - 1] // block)
+    tiles = np.stack([starts, stops, lo, hi], 1)
+    if longest_first:
+        tiles = tiles[np.argsort(lo - hi, kind="stable")]
+    table = np.concatenate([bounds.ravel(), tiles.ravel()]).astype(np.int32)
+    return Packed(tensor_on(device, table), tuple((tiles[:, 3] - tiles[:, 2]).tolist()))
 
 
 @gluon.jit
-def bound(table, i, count):
-    """The bound of row i, or of the last of `count` rows if there is no row i."""
-    return uniform(gl.load(table + gl.minimum(i, count - 1)))
+def tile_entry(table, tile, rows, WHICH: gl.constexpr):
+    """Of a tile, its first row (0), the end of its rows (1), or its first block of columns (2) or the end of those (3)."""
+    return uniform(gl.load(table + 2 * rows + 4 * tile + WHICH))
 
 
 @gluon.jit
-def visible_interval(table, row, ROWS: gl.constexpr, sq, sk, BLOCK_N: gl.constexpr):
-    """Blocks of keys [lo, hi) that the rows row .. row+ROWS-1 see; never empty."""
-    lo = gl.minimum(bound(table, row, sq) // BLOCK_N, gl.cdiv(sk, BLOCK_N) - 1)
-    return lo, gl.maximum(gl.cdiv(bound(table + sq, row + ROWS - 1, sq), BLOCK_N), lo + 1)
+def visible_interval(table, row, ROWS: gl.constexpr, stop, rows, BLOCK: gl.constexpr):
+    """Blocks of columns [lo, hi) that the rows row .. row+ROWS-1 of a tile see whose rows end at `stop`."""
+    low = uniform(gl.load(table + gl.minimum(row, stop - 1)))
+    return low // BLOCK, gl.cdiv(uniform(gl.load(table + rows + gl.minimum(row + ROWS, stop) - 1)), BLOCK)
 
 
 @gluon.jit
-def clean_interval(table, row, ROWS: gl.constexpr, lo, hi, sq, BLOCK_N: gl.constexpr):
-    """The blocks of [lo, hi) that need no mask, counted from the last one down: right <= i < left."""
-    right = gl.maximum(hi - bound(table + sq, row, sq) // BLOCK_N, 0)
-    return right, hi - gl.maximum(gl.cdiv(bound(table, row + ROWS - 1, sq), BLOCK_N), lo)
+def clean_interval(table, row, ROWS: gl.constexpr, stop, rows, BLOCK: gl.constexpr):
+    """Blocks of columns [first, end) that all of these rows see whole: first may be behind end."""
+    low = uniform(gl.load(table + gl.minimum(row + ROWS, stop) - 1))
+    return gl.cdiv(low, BLOCK), uniform(gl.load(table + rows + gl.minimum(row, stop - 1))) // BLOCK
 
 
 @gluon.jit
-def keep_interval(s, table, row, key, sq):
+def row_bounds(table, at, stop, rows):
+    """Low and high of the rows `at`, and 0 of those from `stop` on: they see nothing."""
+    exists = at < stop
+    return gl.load(table + at, mask=exists, other=0), gl.load(table + rows + at, mask=exists, other=0)
+
+
+@gluon.jit
+def keep_interval(s, table, row, key, rows):
     """Replace the scores [64, BLOCK_N] of rows row.. and keys key.. by minus infinity where a row does not look."""
-    rows = row + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
-    first = gl.load(table + rows, mask=rows < sq, other=0)
-    behind = gl.load(table + sq + rows, mask=rows < sq, other=0)
-    return keep_columns(s, first - key, behind - key, True)
-
-
-# The backward pass: `sizes` is its `Sizes`, whose `back` is the table, and what sees is a key.
-
-
-@gluon.jit
-def block_of(sizes, n):
-    """The n-th block of keys in the order of decreasing work."""
-    return uniform(gl.load(sizes.back + 4 * sizes.sq + n))
-
-
-@gluon.jit
-def tiles_of_block(sizes, n):
-    """How many tiles of queries see the n-th block of keys in that order."""
-    row: gl.constexpr = 1 if sizes.PLAN.block_m == 64 else 2
-    return uniform(gl.load(sizes.back + 4 * sizes.sq + row * gl.cdiv(sizes.sk, KEYS) + n))
-
-
-@gluon.jit
-def interval_tiles(sizes, key):
-    """Tiles of queries [lo, hi) that see some of the keys key .. key + BLOCK_N - 1."""
-    PLAN: gl.constexpr = sizes.PLAN
-    return visible_interval(sizes.back + 2 * sizes.sq, key, PLAN.block_n, sizes.sk, sizes.sq, PLAN.block_m)
-
-
-@gluon.jit
-def clean_interval_tiles(sizes, key, ROWS: gl.constexpr):
-    """Tiles of queries [first, end) of which each query sees all keys key .. key + ROWS - 1 that there are."""
-    BLOCK_M: gl.constexpr = sizes.PLAN.block_m
-    table = sizes.back + 2 * sizes.sq
-    first = gl.cdiv(bound(table, key + ROWS - 1, sizes.sk), BLOCK_M)
-    return first, bound(table + sizes.sq, key, sizes.sk) // BLOCK_M
-
-
-@gluon.jit
-def interval_columns(sizes, key, row, p):
-    """The columns first <= j < behind of p [keys, queries], from keys key.. and queries row.. on, that see each key."""
-    keys = key + gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout))
-    table = sizes.back + 2 * sizes.sq + keys
-    # Keys that do not exist were loaded as zeros; their probabilities could still be infinite.
-    first = gl.load(table, mask=keys < sizes.sk, other=0) - row
-    return first, gl.load(table + sizes.sq, mask=keys < sizes.sk, other=0) - row
+    low, high = row_bounds(table, row + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)), rows, rows)
+    return keep_columns(s, low - key, high - key, True)

@@ -65,7 +65,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from utils.attention.gluon.arguments import Arguments, unused
 from utils.attention.gluon.blocks import finish_block, first_block, start_output, start_scores, step
 from utils.attention.gluon.dealing import deal_tiles
-from utils.attention.gluon.intervals import packed_intervals
+from utils.attention.gluon.intervals import packed_queries
 from utils.attention.gluon.loads import fill_rings, producer
 from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
@@ -109,7 +109,6 @@ def consumer(work, results, W: gl.constexpr):
     # Two tiles of Q, and the output leaves through the one that it belongs to: the slot is released a tile later.
     LATE_RELEASE: gl.constexpr = PLAN.o_in_q and PLAN.q_slots == 2
 
-    sq = work.sq
     count, t, rest = work.first(BLOCK_M * PLAN.consumers)
     it = 0
     for i in range(count):
@@ -117,21 +116,22 @@ def consumer(work, results, W: gl.constexpr):
         tile, flat = work.todo.locate(t)
         first_row = work.first_row(tile)
         row = first_row + W * BLOCK_M
+        stop = work.stop(tile)
         lo, hi = work.blocks(t, first_row, BLOCK_M * PLAN.consumers)
         if PLAN.own_keys:
             # The tile's last blocks may lie behind the last key of this consumer's rows; rows that do not exist need none.
-            own_hi = gl.where(row < sq, work.visible_blocks(row, BLOCK_M)[1], lo + 1)
+            own_hi = gl.where(row < stop, work.visible_blocks(row, BLOCK_M, stop)[1], lo + 1)
             if work.CASE.parts:  # the rows' last block may lie in another part, or all of this one's behind it
                 own_hi = gl.minimum(gl.maximum(own_hi, lo + 1), hi)
             it = skip_blocks(work, it, hi - own_hi)
             hi = own_hi
         before = 0
         if WINDOW and PLAN.consumers > 1:  # the tile's first blocks may lie before the window of this consumer's rows
-            own_lo = gl.minimum(gl.maximum(work.visible_blocks(row, BLOCK_M)[0], lo), hi - 1)
+            own_lo = gl.minimum(gl.maximum(work.visible_blocks(row, BLOCK_M, stop)[0], lo), hi - 1)
             before = own_lo - lo
             lo = own_lo
         n = hi - lo
-        right, edge = work.clean_blocks(row, BLOCK_M, lo, hi)
+        right, edge = work.clean_blocks(row, BLOCK_M, lo, hi, stop)
 
         work.q.wait_full(i, W)  # the first product reads Q; the producer loads it in the order of need
         q = work.q.tile(i, W)
@@ -156,7 +156,7 @@ def consumer(work, results, W: gl.constexpr):
         pv = start_output(work, it, o, p, state)
         inverse, lses = normalizers(state, work.c, row)
         if work.CASE.lse and not work.CASE.parts:
-            store_lse(lse_ptr, lses, flat, sq)
+            store_lse(lse_ptr, lses, flat, work.sq, stop)
         # The output's registers are read next, and V's slot is released.
         o = wait_products(pv, 0, BLOCK_D)
         o = o * spread(inverse, o)
@@ -166,7 +166,7 @@ def consumer(work, results, W: gl.constexpr):
         if not PLAN.o_in_q:
             tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
         if work.CASE.parts:
-            lo, hi = work.visible_blocks(first_row, BLOCK_M * PLAN.consumers)
+            lo, hi = work.visible_blocks(first_row, BLOCK_M * PLAN.consumers, stop)
             used = work.parts.used(hi - lo)
             TOGETHER: gl.constexpr = work.CASE.together
             work.parts.leave(t, o, lses, row, W, PLAN.consumers)
@@ -177,7 +177,7 @@ def consumer(work, results, W: gl.constexpr):
             if TOGETHER:
                 work.parts.depart(t, W, PLAN.consumers, used)
         else:
-            store_tile(work, out, flat, row, o_tiles.index(work.q.slot(i, W) if PLAN.o_in_q else W), o)
+            store_tile(work, out, flat, row, o_tiles.index(work.q.slot(i, W) if PLAN.o_in_q else W), o, stop)
         if PLAN.o_in_q and not LATE_RELEASE:
             tma.store_wait(0)  # Q's slot holds the output: the next Q may not come before that has left
             work.q.release(i, W)
@@ -236,7 +236,7 @@ def consumer_ahead(work, results, W: gl.constexpr):
         pv = start_output(work, it, o, p, state)
         inverse, lses = normalizers(state, work.c, row)
         if work.CASE.lse:
-            store_lse(lse_ptr, lses, flat, work.sq)
+            store_lse(lse_ptr, lses, flat, work.sq, work.sq)
         if PLAN.halves:
             unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
         else:
@@ -247,7 +247,7 @@ def consumer_ahead(work, results, W: gl.constexpr):
         if not PLAN.o_in_q:
             tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
         o_tile = o_tiles.index(work.q.slot(i, W) if PLAN.o_in_q else W)
-        store_tile(work, out, flat, row, o_tile, o * spread(inverse, o))
+        store_tile(work, out, flat, row, o_tile, o * spread(inverse, o), work.sq)
         t += gl.num_programs(0)
     tma.store_wait(0)  # shared memory must live until TMA has read it
 
@@ -423,8 +423,7 @@ def launch(a: Arguments) -> Launch | None:
     plan, causal, window = a.plan, a.causal, a.window
     reach, kind = window, "distance" if window else ""
     if a.lengths:
-        found = packed_intervals(a.lengths, causal, window, a.q.device)
-        reach, blocks = found.table, found.key_blocks(plan.rows, plan.block_n)
+        reach, blocks = packed_queries(a.lengths, causal, window, plan.rows, plan.block_n, a.q.device)
         causal, kind = False, "rows"  # which the table tells, too
     else:
         blocks = tuple(tile_blocks(plan, a.sq, a.sk, causal, window))

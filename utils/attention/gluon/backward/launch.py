@@ -13,7 +13,7 @@ import torch
 
 from utils.attention.gluon.arguments import addressable
 from utils.attention.gluon.backward.arguments import Gradients, find_order, launches, run
-from utils.attention.gluon.backward.plan import BackwardPlan, plan_for, span
+from utils.attention.gluon.backward.plan import BackwardPlan, plan_for
 from utils.newest import Newest
 
 
@@ -109,18 +109,16 @@ def _launch(key: tuple, given: tuple, lse, dlse, causal, scale, window, determin
     """Plan and launch a backward pass, and keep its launches if TMA could address its tensors without a copy."""
     dout, q, k, v, out = (x.contiguous() if step == 1 else addressable(x) for x in given)
     numbers = lse.float().contiguous(), None if dlse is None else dlse.float().contiguous()
-    intervals, mask = None, span(causal, window)
-    edges = 2 if window else int(causal or k.shape[2] % 128 > 0)
+    packed, edges = None, 2 if window else int(causal or k.shape[2] % 128 > 0)
+    plan = plan_for(step, q.shape[-1], deterministic, 3 if lengths else edges)
     if lengths:
-        from utils.attention.gluon.intervals import packed_intervals
+        from utils.attention.gluon.intervals import packed_keys
 
-        intervals, edges = packed_intervals(lengths, causal, window, q.device), 3
-        mask = intervals.table, 0
-    plan = plan_for(step, q.shape[-1], deterministic, edges)
-    order = find_order(step, q, k, plan, causal, window, intervals)
+        packed = packed_keys(lengths, causal, window, plan.block_n, plan.block_m, q.device)
+    order = find_order(step, q, k, plan, causal, window, packed)
     g = Gradients(dout, q, k, v, out, *numbers, plan, order.shares)
     handles = []
-    for launch in launches(step, g, order, mask, scale, dlse is not None):
+    for launch in launches(step, g, order, causal, window, scale, dlse is not None, packed):
         handles.append((run(g, launch), launch.tensors))
     if handles[0][0] is not None and all(
         x is y for x, y in zip((dout, q, k, v, out, *numbers), (*given, lse, dlse), strict=True)

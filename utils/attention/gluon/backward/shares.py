@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from utils.attention.gluon.backward.fragments import from_fragments
 from utils.attention.gluon.backward.order import BLOCK_UNITS
 from utils.attention.gluon.backward.pipeline import SIZES, Sizes, block_place, part_of
-from utils.attention.gluon.intervals import block_of, tiles_of_block
+from utils.attention.gluon.intervals import tile_entry
 from utils.attention.gluon.shared import aggregate, uniform
 
 UNITS = gl.constexpr(BLOCK_UNITS)
@@ -31,11 +31,10 @@ UNITS = gl.constexpr(BLOCK_UNITS)
 def block_units(sizes, n):
     """Length of the block of keys number n in the row of all blocks."""
     if sizes.PLAN.edges == 3:
-        tiles = tiles_of_block(sizes, n)
+        lo, hi = tile_entry(sizes.back, n, sizes.sk, 2), tile_entry(sizes.back, n, sizes.sk, 3)
     else:
         lo, hi = sizes.tiles_of(n * sizes.PLAN.block_n)
-        tiles = hi - lo
-    return tiles * sizes.group + UNITS
+    return (hi - lo) * sizes.group + UNITS
 
 
 @aggregate
@@ -216,15 +215,16 @@ def finish_parts(
         sums += gl.load(parts_ptr + at.to(gl.int64) * (256 * BLOCK_D) + inside)
     batch = flat // kv_heads
     head = flat - batch * kv_heads
+    row, stop = n * PLAN.block_n, sk
     if PLAN.edges == 3:
-        n = block_of(sizes, n)
-    row = n * PLAN.block_n + half * 64 + gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None]
+        row, stop = tile_entry(back, n, sk, 0), tile_entry(back, n, sk, 1)
+    row = row + half * 64 + gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None]
     d = column + gl.arange(0, 32, gl.SliceLayout(0, rows))[None, :]
     x = gl.convert_layout(from_fragments(sums, 32), rows)
     place = (
         batch.to(gl.int64) * batch_stride + head.to(gl.int64) * head_stride + row.to(gl.int64) * row_stride
     ) * 8 + d
-    keep = (row < sk) & (d < head_dim * 8) & (count > 0)
+    keep = (row < stop) & (d < head_dim * 8) & (count > 0)
     if which == 0:
         gl.store(dv_ptr + place, x.to(dv_ptr.dtype.element_ty), mask=keep)
     else:
