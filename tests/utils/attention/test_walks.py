@@ -201,13 +201,17 @@ class Consumer(Role):
             "unseen_halves": lambda *more: 0,
             "unseen_whole": lambda *more: 0,
             "store_lse": lambda *more: None,
-            "store_tile": lambda work, out, flat, row, tile, o, stop: self.keep_rows(flat, row, stop),
+            "store_tile": self.store_tile,
             "store_rows": lambda work, out, lse, flat, row, *more: self.stored.append((int(flat), int(row), 8)),
             "tma": types.SimpleNamespace(store_wait=lambda left: None),
         }
         kernel = step5_overlapped.consumer_ahead if self.PLAN.ahead else step5_overlapped.consumer
         tiles = types.SimpleNamespace(index=lambda lane: None)
         on_host(kernel, **names)(self, (None, tiles, None), w)
+
+    def store_tile(self, work, out, flat, row, tile, o, stop):
+        packed = self.CASE.window == "rows"
+        self.stored.append((int(flat), int(row), min(64, int(stop - row)) if packed else 64))
 
     def first_block(self, work, block, q, causal, window, tail):
         self.k.wait_full(block.number)
@@ -315,14 +319,18 @@ def check_program(given, programs, program, table):
             for number, first_row, key, _ in own:
                 assert blocks[number][2:4] == (batch, head // given["group"])
                 assert ahead or (first_row, key) == (row, blocks[number][4])
-            computed.append((batch * heads + head, row, [(blocks[read[0]][4], read[3]) for read in own]))
+            size = 64 if given["CASE"].parts else consumer.stored[i][2]
+            if size > 0:
+                computed.append((batch * heads + head, row, size, [(blocks[read[0]][4], read[3]) for read in own]))
         if not given["CASE"].parts:
-            assert consumer.stored == [(batch * heads + head, row, 64) for batch, head, row in tiles]
-    return stored, computed
+            assert [place[:2] for place in consumer.stored] == [
+                (batch * heads + head, row) for batch, head, row in tiles
+            ]
+    return [place for place in stored if place[2] > 0], computed
 
 
-def check_rows(given, flat, row, blocks):
-    """Check the blocks of 64 rows of a head: none twice, all that the rows see, and no row reads what it may not see."""
+def check_rows(given, flat, row, size, blocks):
+    """Check the blocks of up to 64 rows of a head: none twice, all that the rows see, and no row reads what it may not see."""
     sq, sk, block_n = given["sq"], given["sk"], given["PLAN"].block_n
     if given["CASE"].window == "rows":
         first, behind = given["window"].tolist()[:sq], given["window"].tolist()[sq : 2 * sq]
@@ -336,7 +344,7 @@ def check_rows(given, flat, row, blocks):
 
     keys = [key for key, _ in blocks]
     assert len(set(keys)) == len(keys), (flat, row)
-    exist = range(max(row, 0), min(row + 64, sq))
+    exist = range(max(row, 0), min(row + size, sq))
     if not exist:
         return
     ranges = [interval(r) for r in exist]
@@ -396,15 +404,15 @@ def check_launch(monkeypatch, rng, shape, most_blocks):
     assert given["parts_ptr"] == (grid * plan.rows * (plan.block_d + 1) if case.parts else 0)
     given["CASE"] = replace(case, together=case.parts)  # as on a GPU
     table = given["schedule"].flatten().tolist() if case.dealt else []
-    work = sum(tile_blocks(plan, shape["sq"], shape["sk"], shape["causal"] and not lengths, shape["window"]))
+    work = sum(tile_blocks(plan, shape["sq"], shape["sk"], shape["causal"], shape["window"]))
     work *= given["heads_total"]
     whole = work <= most_blocks
     stored, computed = [], {}
     for program in range(grid) if whole else rng.sample(range(grid), 1) if work / grid <= most_blocks else ():
         rows, blocks = check_program(given, grid, program, table)
         stored += rows
-        for flat, row, own in blocks:
-            computed.setdefault((flat, row), []).extend(own)
+        for *place, own in blocks:
+            computed.setdefault(tuple(place), []).extend(own)
     assigned = []  # to all programs, in any case
     for program in range(grid):
         role = Role(given, Device(program, grid, table))
@@ -425,8 +433,8 @@ def check_launch(monkeypatch, rng, shape, most_blocks):
             assert rows[0][0] <= 0 < rows[0][0] + 128 * plan.consumers and sum(rows[-1]) >= shape["sq"]
             assert all(row + size == next_row for (row, size), (next_row, _) in itertools.pairwise(rows))
     if whole or not case.parts:
-        for (flat, row), blocks in computed.items():
-            check_rows(given, flat, row, blocks)
+        for place, blocks in computed.items():
+            check_rows(given, *place, blocks)
     return given["parts"]
 
 

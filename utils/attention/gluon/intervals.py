@@ -81,14 +81,16 @@ def tile_entry(table, tile, rows, WHICH: gl.constexpr):
 def visible_interval(table, row, ROWS: gl.constexpr, stop, rows, BLOCK: gl.constexpr):
     """Blocks of columns [lo, hi) that the rows row .. row+ROWS-1 of a tile see whose rows end at `stop`."""
     low = uniform(gl.load(table + gl.minimum(row, stop - 1)))
-    return low // BLOCK, gl.cdiv(uniform(gl.load(table + rows + gl.minimum(row + ROWS, stop) - 1)), BLOCK)
+    high = uniform(gl.load(table + (rows + gl.minimum(row + ROWS, stop) - 1)))
+    return low // BLOCK, gl.cdiv(high, BLOCK)
 
 
 @gluon.jit
 def clean_interval(table, row, ROWS: gl.constexpr, stop, rows, BLOCK: gl.constexpr):
     """Blocks of columns [first, end) that all of these rows see whole: first may be behind end."""
-    low = uniform(gl.load(table + gl.minimum(row + ROWS, stop) - 1))
-    return gl.cdiv(low, BLOCK), uniform(gl.load(table + rows + gl.minimum(row, stop - 1))) // BLOCK
+    low = uniform(gl.load(table + (gl.minimum(row + ROWS, stop) - 1)))
+    high = uniform(gl.load(table + rows + gl.minimum(row, stop - 1)))
+    return gl.cdiv(low, BLOCK), high // BLOCK
 
 
 @gluon.jit
