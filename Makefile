@@ -12,7 +12,7 @@ PYTHON ?= $(shell made_by=$$(sed -n 's/.*"python": "\([^"]*\)".*/\1/p' "$(VENV)/
 	"$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; \
 	done)
 
-.PHONY: help env student-env lab test test-e2e site demo test-slow test-gpu test-class test-versions labs lint lock clean
+.PHONY: help env student-env lab test test-e2e site demo test-slow test-all test-gpu test-class test-versions labs lint lock clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -39,8 +39,7 @@ lab: student-env ## open JupyterLab on lab1.ipynb (LAB=lab3 for another)
 # One process more than cores, up to four: many tests wait for a process of their own. On the GPU one test runs at a time.
 TEST_PROCESSES ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null | awk '{ print ($$1 < 4 ? $$1 + 1 : 4) }')
 PYTEST = $(TEST_ENV) "$(VENV)/bin/python" -m pytest
-# The tests of a file stay in one process and share its fixtures, and the files start in their order. By the CPU times of
-# the quick set this takes 2% longer than the ideal; single tests spread over the processes would take 24% longer.
+# The tests of a file stay in one process and share its fixtures; the longest files start first (tests/conftest.py).
 PARALLEL = -n $(or $(TEST_PROCESSES),2) --dist loadfile --no-loadscope-reorder
 
 test: env ## run the quick tests (five minutes, no GPU needed)
@@ -48,6 +47,9 @@ test: env ## run the quick tests (five minutes, no GPU needed)
 
 test-slow: env ## run the tests that `make test` leaves out
 	@$(PYTEST) $(PARALLEL) --durations=15 -m "slow and not overnight and not gpu"
+
+test-all: env ## run both in one go, as continuous integration does
+	@$(PYTEST) $(PARALLEL) --durations=15 -m "not overnight and not gpu"
 
 test-gpu: env ## run the tests that need an NVIDIA GPU
 	@$(PYTEST) -m gpu

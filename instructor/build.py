@@ -19,10 +19,17 @@ from instructor.hints import fill_hints
 from instructor.needs import find_needs
 from instructor.points import Question, fill_points, find_questions
 from instructor.source import REGIONS, Cell, Lab, LabError, parse_code, read_lab
-from utils.files import ROOT
+from utils.files import ROOT, repository_address
 
 CANARY_LENGTH = 16  # characters; shorter lines, such as `return c`, say nothing
 QUOTE_LENGTH = 32  # a secret line of this length may not even be part of a longer public line
+FETCH = """\
+import importlib.util
+
+if importlib.util.find_spec("utils") is None:  # a bare machine, such as Colab or Kaggle: fetch the course
+    !git clone -q --depth 1 {address} gpu-efficiency-labs
+    %cd gpu-efficiency-labs
+    %pip install -q -c constraints.txt -e ."""
 PUBLIC = "# public"  # ends a line of a solution that students may see
 MAY_RAISE = "raises-exception"  # JupyterLab's "Run All" and nbclient go on after a cell with this tag
 COLLAPSED = "collapsed"  # JupyterLab shows a cell with this tag, and a test cell that defines a check, folded
@@ -60,6 +67,9 @@ def build_lab(path: Path) -> Built:
     problems = _student_problems(lab, student, secrets)
     if problems:
         raise LabError(problems)
+    if address := repository_address():
+        for notebook in (instructor, student):
+            notebook.cells.insert(1, nbformat.v4.new_code_cell(FETCH.format(address=address), id="fetch"))
     return Built(lab.name, notebook_text(instructor), notebook_text(student), questions, hints)
 
 

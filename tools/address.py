@@ -1,23 +1,17 @@
 """Where the course is published: `python -m tools.address` writes what follows from it into README.md and docs/students.md.
 
 The one setting is `Source` of `[project.urls]` in pyproject.toml. While it is missing, README begins at `make lab`, and no
-document and no page of the site shows a link that would lead nowhere.
+document and no page of the site shows a link that would lead nowhere. With it, `labs build` also gives each notebook a cell
+that fetches the course on a bare machine.
 """
 
 from __future__ import annotations
 
 import re
-import tomllib
 
-from utils.files import ROOT
+from utils.files import ROOT, repository_address
 
 LABS = ("lab1", "lab2_flexattention", "lab3_gluon", "lab4_sdpa")
-
-
-def source() -> str:
-    """Return the address of the repository; "" while it has none."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return project.get("urls", {}).get("Source", "").rstrip("/")
 
 
 def hosted(address: str, lab: str) -> dict[str, str]:
@@ -62,4 +56,4 @@ def written(text: str, address: str) -> str:
 if __name__ == "__main__":
     for name in ("README.md", "docs/students.md"):
         document = ROOT / name
-        document.write_text(written(document.read_text(encoding="utf-8"), source()), encoding="utf-8")
+        document.write_text(written(document.read_text(encoding="utf-8"), repository_address()), encoding="utf-8")

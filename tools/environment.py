@@ -195,6 +195,7 @@ UV_NAMES = {
     "extra-index-url": "--index",
     "find-links": "--find-links",
     "trusted-host": "--allow-insecure-host",
+    "constraint": "--constraints",
 }
 HARMLESS = {
     *("timeout", "default-timeout", "retries", "disable-pip-version-check", "cache-dir", "progress-bar", "no-color"),
@@ -251,7 +252,7 @@ def watch(command: list[str], log: Path, what: str, variables: dict[str, str] | 
                 except subprocess.TimeoutExpired:
                     seconds = round(time.monotonic() - begin)
                     if sys.stdout.isatty() or seconds % 30 == 0:
-                        show_progress(f"{what}, {seconds} s{packages_begun(log)}: {last_line(log)}")
+                        show_progress(f"{what}, {seconds} s{packages_begun(log)}")
         except KeyboardInterrupt:
             process.wait(timeout=10)  # Ctrl-C reached it, too
             raise
@@ -260,17 +261,13 @@ def watch(command: list[str], log: Path, what: str, variables: dict[str, str] | 
 
 
 def packages_begun(log: Path) -> str:
-    """Return how many packages a log of pip or uv names as begun, as part of a sentence; "" for none."""
-    begun = set(re.findall(r"^(?:Collecting|Downloading) (\S+)", log.read_text(errors="replace"), re.MULTILINE))
-    return f", {len(begun)} packages begun" if begun else ""
-
-
-def last_line(log: Path) -> str:
-    """Return the last line of a log that says something."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 2000))
-        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    """Return how many packages a log of pip or uv names as begun, and the last one, as part of a sentence; "" for none."""
+    begun = r"^(?:Collecting|Downloading|Processing) (?:\S*/)?([\w.]+(?:-[A-Za-z]\w*)*)"
+    text = log.read_text(errors="replace")
+    names = list(dict.fromkeys(re.findall(begun, text, re.MULTILINE)))
+    if "Installing collected packages" in text:
+        return f": writing {len(names)} packages"
+    return f": {len(names)} packages begun, now {names[-1]}" if names else ""
 
 
 def show_progress(text: str) -> None:

@@ -4,8 +4,8 @@
     python -m tools.gpu_tests tests/utils/kernels --seconds 300    one folder, stopped after five minutes
 
 `make test-gpu` runs them one after another and has the last word where a test measures time: beside other processes a timer's
-test may fail. Each process writes a log, `shard-0.log` and so on. The last line says how much of the GPU's memory all of them had
-in use at most: a test that fails beside others and passes alone may have found none left. The exit status is 0 if every test has passed or was skipped.
+test may fail, and one that finds no memory left. Each process writes a log, `shard-0.log` and so on. The exit status is 0 if every
+test has passed or was skipped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -37,8 +36,6 @@ PYTEST = [
     "-m",
     "gpu",
 ]
-MEMORY = ["nvidia-smi", "--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits"]
-SAMPLE_S = 1.0  # from one look at the memory to the next
 TO_WRITE_S = 10.0  # for pytest's summary, behind the end of the time
 _OUTCOME = re.compile(r"^(\S.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", re.MULTILINE)
 
@@ -59,38 +56,6 @@ def deal(tests: list[str], processes: int) -> list[list[str]]:
 def outcomes(log: str) -> dict[str, str]:
     """Return what became of each test that ended, by its id, out of the log of `pytest -v`."""
     return {test: outcome for test, outcome in _OUTCOME.findall(log) if "::" in test}
-
-
-def gpu_memory() -> tuple[int, int] | None:
-    """Return MiB in use and MiB there are of the first GPU, by all processes together; None where nvidia-smi does not say."""
-    with suppress(OSError, ValueError, IndexError, subprocess.SubprocessError):
-        text = subprocess.run(MEMORY, capture_output=True, text=True, check=True, timeout=20).stdout
-        used, total = (int(number) for number in text.splitlines()[0].split(","))
-        return used, total
-    return None
-
-
-class MemoryWatch:
-    """Looks at the GPU's memory while tests run, and keeps the most that was in use: `with MemoryWatch() as watch`."""
-
-    def __init__(self) -> None:
-        self.most: tuple[int, int] | None = None
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-
-    def _look(self) -> None:
-        while found := gpu_memory():
-            self.most = max(self.most or found, found)
-            if self._over.wait(SAMPLE_S):
-                return
-
-    def __enter__(self) -> MemoryWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error) -> None:
-        self._over.set()
-        self._thread.join()
 
 
 @contextmanager
@@ -154,8 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not tests:
         print("no GPU tests there")
         return 1
-    with MemoryWatch() as watch:
-        result = run(tests, options.out, options.processes, options.seconds)
+    result = run(tests, options.out, options.processes, options.seconds)
     # What failed comes last, where a terminal shows it, and with its reason.
     for test, outcome in sorted(result.items(), key=lambda entry: entry[1] != "NOT RUN"):
         if outcome not in ("PASSED", "SKIPPED", "XFAIL"):
@@ -167,8 +131,6 @@ def main(arguments: list[str] | None = None) -> int:
     print(
         ", ".join(f"{count} {outcome.lower()}" for outcome, count in counts.most_common()), f"(logs in {options.out})"
     )
-    if watch.most:
-        print("GPU memory in use: at most {} of {} MiB".format(*watch.most))
     return 0 if set(counts) <= {"PASSED", "SKIPPED", "XFAIL"} else 1
 
 

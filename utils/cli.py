@@ -78,8 +78,7 @@ def find_lab(name: str) -> Path:
 def open_lab(
     lab: Annotated[str, typer.Argument(help="A lab, in full or by its beginning: lab3 is enough.")] = "lab1",
     port: Annotated[
-        int | None,
-        typer.Option(help="The port to serve on; by default the first free one from 8888.", min=1, max=65535),
+        int | None, typer.Option(help="The port to serve on; by default the first free one from 8888.")
     ] = None,
     instructor: Annotated[bool, typer.Option("--instructor", help="Show the formgrader and all files.")] = False,
     course: Annotated[
@@ -90,6 +89,9 @@ def open_lab(
     """Open JupyterLab on a lab; without a display, print the address to open elsewhere."""
     from utils.server import forwarding_command, free_port, has_display, jupyter_command
 
+    if port is not None and not 1 <= port <= 65535:
+        typer.echo(f"error: --port is {port}; it must be a whole number from 1 to 65535.", err=True)
+        raise typer.Exit(2)
     notebook = find_lab(lab)
     folder = class_folder(course) if instructor else ROOT
     with errors_as_lines(ProgressError):
@@ -182,6 +184,8 @@ def mount_plugins() -> None:
         if find_spec(entry.module.split(".")[0]) is None:
             continue  # a student's copy has no instructor/ folder
         plugin = entry.load()
+        for command in plugin.registered_commands:
+            command.rich_help_panel = "For instructors"
         app.registered_commands.extend(plugin.registered_commands)
         app.registered_groups.extend(plugin.registered_groups)
 

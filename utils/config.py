@@ -179,17 +179,7 @@ def _gemma_config():
     )
 
 
-class _StandsForClass(type):
-    """Metaclass of the stand-in below: its attributes and its instances are those of transformers' class."""
-
-    def __getattr__(cls, name: str):
-        return getattr(type(_gemma_config()), name)
-
-    def __call__(cls, *arguments, **fields):
-        return type(_gemma_config())(*arguments, **fields)
-
-
-class Gemma3TextConfig(metaclass=_StandsForClass):
+class Gemma3TextConfig:
     """Stand-in for transformers' class of this name until `GEMMA_CONFIG` is first used.
 
     Importing transformers takes about as long as importing torch, so it is put off. When `GEMMA_CONFIG` is first used,
@@ -211,9 +201,6 @@ class Gemma3TextConfig(metaclass=_StandsForClass):
 
     def __setattr__(self, name: str, value) -> None:
         setattr(self._become_real(), name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self._become_real(), name)
 
     def __dir__(self):
         return dir(self._become_real())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 ROOT = Path(__file__).resolve().parent.parent  # the folder of the labs
+
+
+def repository_address() -> str:
+    """Return where the course is published: `Source` of `[project.urls]` in pyproject.toml, "" while it has none."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return project.get("urls", {}).get("Source", "").rstrip("/")
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -110,7 +110,7 @@ check_gemm_naive(gemm_naive)
 # ## How to work
 #
 # That was the first tick. The rest goes the same way: read, write below `# YOUR CODE HERE`, run the check. A check names the
-# mistakes that it knows. Grading asks the same of other shapes, dtypes and sizes.
+# mistakes that it knows. It is asked of other shapes, dtypes and sizes later.
 #
 # - **Run the cells in order.** After a restart of the kernel, a cell says which earlier one it needs.
 # - **Predict first.** Where it says *Before you run*, write your guess into the line `guesses[...] = None`. What was measured
@@ -278,13 +278,13 @@ check_gemm_tiled(gemm_tiled)
 
 # %% [markdown]
 # A GPU works **asynchronously**, as the pretend device did: a call puts work into a queue and returns. A clock that stops when
-# the call returns has timed the queue. To time the work, wait for the device: once *before* the clock starts, so that older
-# work is not billed to you, and once *before* it stops.
+# the call returns has timed the queue. To time the work, wait twice: *before* the clock starts, so that older work is not billed
+# to you, and *before* it stops.
 #
 # ### Question 1.3: Why one timing lies {points}
 #
-# Write `time_calls`: it calls `fn` exactly `n_calls` times, times **each call on its own**, and returns a list of milliseconds. It
-# gets the function that waits for the device as an argument. `time.perf_counter()` counts seconds and never runs backwards.
+# Write `time_calls`: it calls `fn` `n_calls` times, times **each call on its own**, and returns a list of milliseconds. Its argument
+# `synchronize` is the function that waits. `time.perf_counter()` counts seconds and never runs backwards.
 
 # %% [markdown]
 # {hint idea}
@@ -491,7 +491,7 @@ plt.show()
 #
 # There are no slices. A tile is a block of *pointers*: for a matrix with strides $(s_r, s_c)$, element $(r, c)$ lies at
 # `pointer + r * s_r + c * s_c`, and `rows[:, None] * stride_r + cols[None, :] * stride_c` gives a whole block of addresses at
-# once. At the edge some of them lie outside the matrix. A **mask** says which to leave alone: `tl.load(pointers, mask=...,
+# once. At the edge some of them lie outside the matrix. A **mask** says which exist: `tl.load(pointers, mask=...,
 # other=0.0)` puts 0 where the mask is false, and `tl.store(pointers, value, mask=...)` writes nothing there.
 #
 # Without a GPU the file runs in Triton's **interpreter**, block by block on the CPU: slow, but the same answer.
@@ -505,8 +505,7 @@ plt.show()
 #    bits first.)
 # 2. After the loop: store the accumulator into C, masked. C may be a 16-bit matrix: `tl.store` converts.
 #
-# Matrices need not be contiguous: use the strides. Leave out `other=` in a load, and this course's interpreter puts NaN there, so
-# that you see it.
+# Matrices need not be contiguous: use the strides. A load without `other=` puts NaN outside here, so that you see it.
 
 # %% [markdown]
 # {hint idea}
@@ -644,7 +643,7 @@ plot_tile_intensity(tiles, intensities, largest_square_tile(228 * 1024, 64, torc
 # %% [markdown]
 # # Part 2: The roofline model
 #
-# A kernel must do its FLOPs, and it must move its bytes. The two overlap, so the slower one decides:
+# A kernel does its FLOPs, and moves its bytes. The two overlap, so the slower one decides:
 #
 # $$t \;\ge\; \max\left(\frac{\text{FLOPs}}{\text{peak}},\; \frac{\text{bytes}}{\text{bandwidth}}\right).$$
 #
@@ -871,7 +870,7 @@ for name, share in zip(("smallest gemm", None, "largest gemm", "small gemv", "la
         beside_guess(f"percent of its roof: {name}", 100 * share)
 
 # %% [markdown]
-# The model assumes that bytes travel at full bandwidth, that FLOPs run at peak, and that nothing else takes time. Each point
+# The model assumes that bytes travel at full bandwidth, that FLOPs run at peak, and that the rest is free. Each point
 # that misses its roof breaks one of these.
 #
 # ### Question 2.4: Explain each gap {points}
@@ -1164,9 +1163,9 @@ for implementation in ("eager", "sdpa"):
     print(f"PyTorch counts, {implementation:5}             {counted}")
 
 # %% [markdown]
-# The second and third line must agree to the last digit. They differ from the first because eager attention computes the
+# The second and third line agree to the last digit. They differ from the first because eager attention computes the
 # full square of scores and then masks half of it: PyTorch counts what runs, you counted what is needed. The last line
-# shows a limit of the counter. It has no formula for the fused CPU kernel, and counts its products as nothing. For the
+# shows a limit of the counter. It has no formula for the fused CPU kernel, whose products are nothing to it. For the
 # fused GPU kernels it counts the full square, although a causal kernel computes about half of it (and in some older
 # versions of PyTorch it gives up at GQA). A tool that counts is still a tool that somebody wrote.
 
@@ -1186,7 +1185,7 @@ for implementation in ("eager", "sdpa"):
 # ```
 #
 # **Count the cache.** `kv_cache_bytes` returns the bytes of the keys and values of **all layers** of the model. A sliding layer
-# (`config.layer_types` tells which) keeps at most `config.sliding_window` tokens.
+# (`config.layer_types` tells which) keeps the last `config.sliding_window` tokens.
 
 # %% [markdown]
 # {hint idea}
@@ -1304,8 +1303,8 @@ for row in latencies[latencies["length"] == length].to_dict("records"):
 report_measured("layer_roofline", measured)
 
 # %% [markdown]
-# Look at decode at batch 1 on the H200: it stands far below the slope. It reaches less than one percent of its *memory* roof. So a
-# third limit must be at work, one that this picture does not draw: the program that **launches** the kernels.
+# Look at decode at batch 1 on the H200: it stands far below the slope. It reaches less than one percent of its *memory* roof. A
+# third limit is at work, which this picture does not draw: the program that **launches** the kernels.
 #
 # ![Three roofs over one decode step: compute allows 0.01 µs, memory 2.3 µs, and launching ninety kernels one by one takes 1,600 µs; the largest decides](assets/lab1_three_roofs.svg)
 #
@@ -1315,12 +1314,12 @@ report_measured("layer_roofline", measured)
 # ### Question 3.5: Two phases, two roofs {points}
 #
 # **Explain**, with numbers from your tables:
-# 1. Why does prefill lie far right and decode far left, with the same weights?
-# 2. A larger batch moves decode to the right. Which bytes does it share, and which not? What about very long contexts?
-# 3. Decode with a cache does about $1/S$ of the work of decode without one. Does it gain a factor of $S$ in your table? Why not?
-# 4. Five of six layers slide. What does that change for the cache at 32768 tokens, and what for the MLP?
-# 5. A colleague says: "Our decode uses 0.01% of the FLOP/s, so the kernels are bad." Which two numbers do you look at first? What do
-#    they say about the H200 at batch 1?
+# 1. Why does prefill lie far right and decode far left?
+# 2. A larger batch moves decode to the right. Which bytes does it share, which not? And long contexts?
+# 3. Decode with a cache does $1/S$ of the work of decode without one. Is it $S$ times as fast in your table? Why not?
+# 4. Five of six layers slide. What does that change for the cache at 32768 tokens, and for the MLP?
+# 5. "Our decode uses 0.01% of the FLOP/s, so the kernels are bad." Which two numbers do you look at first, and what do they say
+#    about the H200 at batch 1?
 
 # %% [markdown]
 # {hint idea}
@@ -1364,10 +1363,10 @@ report_measured("layer_roofline", measured)
 #
 # A step cannot be faster than its bytes: all weights of the 18 layers (four attention projections and three MLP matrices each),
 # and the whole KV cache of each sequence. Both may be stored in formats of their own (fp8 weights, bf16 cache), so their bytes per
-# number are arguments. Leave out norms, embeddings and activations.
+# number are arguments. Norms, embeddings and activations do not count.
 #
-# 1. `decode_floor_ms`: the least time of one decode step, in ms, with `length` tokens in each cache. Sliding layers read at most
-#    their window.
+# 1. `decode_floor_ms`: the least time of one decode step, in ms, with `length` tokens in each cache. Sliding layers read their
+#    window.
 # 2. `break_even_batch`: the smallest batch at which the cache traffic is at least as large as the weight traffic. From there on,
 #    quantising the weights gains less than quantising the cache.
 
@@ -1433,7 +1432,7 @@ print(f"the head has {head_gb / (head_gb + 0.2005):.0%} of the weights that a st
 scoreboard()
 
 # %% [markdown]
-# The recorded step takes several hundred times your floor. Neither roof explains it, so a third limit must. The second half finds
+# The recorded step takes several hundred times your floor. Neither roof explains it, but a third limit does. The second half finds
 # it, takes it away, and then makes the longest kernel of all small. A good place to stop for a week.
 
 # %% [markdown]
@@ -1448,13 +1447,12 @@ scoreboard()
 # ### Question 4.1: Profile and export a trace {points}
 #
 # [`torch.profiler.profile`](https://docs.pytorch.org/docs/stable/profiler.html) records every operator on the CPU and, with the CUDA activity, every kernel on a GPU. A **schedule** tells
-# it when: the course's `default_schedule` waits 1 step, warms up for 3, and records 6. `prof.step()` ends a step.
+# it when: `default_schedule` waits 1 step, warms up for 3, and records 6. `prof.step()` ends a step.
 #
 # Write `profile_steps`:
-# - call `fn()` ten times under a profiler with `schedule=default_schedule`, so that the 6 active steps are recorded; ask for the
-#   CUDA activity where `torch.cuda.is_available()`;
-# - call `synchronize()` between `fn()` and `prof.step()`: Question 1.3 again. Without it a step ends while its kernels are still in
-#   the queue, and they are counted in the next one. (On a CPU it does nothing.)
+# - call `fn()` ten times under a profiler with `schedule=default_schedule`, and the CUDA activity where `torch.cuda.is_available()`;
+# - call `synchronize()` between `fn()` and `prof.step()`, as in Question 1.3: without it a step ends while its kernels are still
+#   in the queue;
 # - write a Chrome trace to `trace_path`, with `prof.export_chrome_trace`, and return the profiler.
 
 # %% [markdown]
@@ -1517,7 +1515,7 @@ summary[["name", "family", "count", "self_us", "mean_us", "share"]].round(3)
 # $$\text{GELU}(x) = \tfrac{1}{2}\,x\left(1 + \tanh\!\left(\sqrt{2/\pi}\,\left(x + 0.044715\,x^3\right)\right)\right).$$
 #
 # Each `+`, `*` and `tanh` you write is one operator: it reads its whole input from memory and writes its whole output. (A number
-# such as 0.5 is no tensor: `0.5 * x` reads one. `x * x` is counted as two inputs, though it is the same one.)
+# such as 0.5 is no tensor: `0.5 * x` reads one. `x * x` reads two, though they are the same.)
 # A **fused** kernel reads $x$ once, keeps everything in between in registers, and writes once.
 #
 # ![Kernel fusion: a chain of kernels with memory traffic between them becomes one kernel](assets/kernel_fusion.svg)
@@ -1670,7 +1668,7 @@ if compiler:
 
 # %% [markdown]
 # A CPU shows zero for the compiled GELU: what the compiler generates there is a plain C++ function, and the profiler counts
-# PyTorch's operators. Not one of them is left. On a GPU a generated kernel is launched like any other, and is counted.
+# PyTorch's operators. Not one of them is left. On a GPU a generated kernel is launched, and counts, like any other.
 
 # %% [markdown]
 # ## Mixed precision
@@ -1844,7 +1842,7 @@ plot_graphs(graphs)
 
 # %% [markdown]
 # The graph does the same work on the same bytes, and one launch is left of about ninety. The graph is still far above the memory
-# floor: ninety tiny kernels, each of which fills a fraction of the GPU and waits for the one before. That is what fusion is for.
+# floor: ninety tiny kernels, one after the other, each of which fills a fraction of the GPU. That is what fusion is for.
 #
 # ## One kernel of the ninety
 #
@@ -2093,7 +2091,7 @@ check_attention_bshd(attention_bshd)
 #    Return `(m, l)`, each of shape (rows,) and of the blocks' dtype. Values may be as large as 1000, so never compute $e^x$ without
 #    subtracting a maximum.
 # 2. `flash_attention_tiled`: attention without a mask, tile by tile. `q` is (B, H, S, D), `k` and `v` are (B, H, L, D); no length
-#    need be a multiple of its tile. `@` is allowed. Scores exist for one tile of queries and one tile of keys at a time. Compute in
+#    need be a multiple of its tile. Use `@`. Scores exist for one tile of queries and one tile of keys at a time. Compute in
 #    float32 inside, the scores too; the result has the dtype of `q`.
 #
 # {counts}

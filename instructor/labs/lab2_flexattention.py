@@ -196,11 +196,10 @@ plot_beside_recorded("mask_as_data", "time over no mask", "Time under a mask, ag
 # ### Question 1.3: Explain the time {points}
 #
 # With numbers from your table:
-# 1. The documents leave an eighth of the pairs. Which share of the time did their tensor save, and why?
-# 2. For one head of 8192 tokens with D = 128 in bf16: how many MB are $Q$, $K$, $V$ and $O$ together, and how many is
-#    the mask? What does that do to the FLOPs/Byte of the kernel?
-# 3. `is_causal=True` says the same as the causal tensor. What can a kernel do with the word that it cannot do with
-#    the tensor?
+# 1. An eighth of the pairs is visible in the documents. Which share of the time did their tensor save, and why?
+# 2. One head of 8192 tokens, D = 128, bf16: how many MB are $Q$, $K$, $V$ and $O$ together, and how many is the mask? What does
+#    that do to FLOPs/Byte?
+# 3. What can a kernel do with the word `is_causal=True` that it cannot do with the tensor?
 #
 # {hint idea}
 # When does a kernel learn that a score will be thrown away: before it computes it, or after?
@@ -312,7 +311,7 @@ check_three_masks(causal, sliding_window, prefix_lm)
 # only. Which token belongs to which text is data, and a `mask_mod` may capture a tensor and index it with `b`, `q` or `k`.
 #
 # - `document_numbers(lengths, size, device)`: an integer tensor (size,) on `device`: 0 for the first `lengths[0]` tokens, 1
-#   for the next, and so on; −1 for padding at the end. Documents that do not fit into `size` raise a `ValueError`.
+#   for the next, and so on; −1 for padding at the end. If they do not fit, raise a `ValueError`.
 # - `packed_documents(numbers)`: a `mask_mod` for `numbers` (B, S), **one row for each sequence of the batch**: causal,
 #   inside of one document. Padding sees nothing, and nobody sees padding.
 #
@@ -502,10 +501,10 @@ check_count_blocks(count_blocks)
 # ### Question 3.2: What a block costs, and what a mask promises {points}
 #
 # - `block_flops(counts, block, batch, heads, head_dim)`: the FLOPs of a block kernel. `counts` is `(full, partial, empty)` of
-#   one head. A block that is computed is computed whole: 4·D FLOPs for each of its pairs.
-# - `promised_speedup(counts)`: how many times faster than without a mask, if time goes with the number of computed blocks.
-# - `document_blocks(length, span, block)`: how many blocks are computed for documents of `span` tokens each, **not** causal,
-#   over `length` tokens. All three are powers of two, `span` and `block` at most `length`. It is a formula: find it on paper.
+#   one head. Blocks are computed whole: 4·D FLOPs for each pair.
+# - `promised_speedup(counts)`: how many times faster than without a mask, if time goes with the computed blocks.
+# - `document_blocks(length, span, block)`: the computed blocks for documents of `span` tokens, **not** causal, over `length`
+#   tokens. All three are powers of two, and `length` is the largest. Find the formula on paper.
 #
 # {hint idea}
 # A kernel pays for blocks. Whether a computed block is full or partial makes no difference to its FLOPs.
@@ -592,17 +591,16 @@ plot_beside_recorded("promises", "kept", "How much of the blocks' promise arrive
 # %% [markdown]
 # ### Question 3.3: Attention that skips {points}
 #
-# Write the loop that the kernel runs, for `q` (B, H, S, D) and `k`, `v` (B, H, L, D). One `BlockMask` is shared by all
-# sequences and heads. For row `i` of blocks it holds the **numbers of the key blocks to visit**:
+# Write the kernel's loop for `q` (B, H, S, D) and `k`, `v` (B, H, L, D), a row of blocks at a time. All heads share one
+# `BlockMask`. For row `i` it holds the **key blocks to visit**:
 #
-# - `kv_indices[0, 0, i]`: the partial ones. Only the first `kv_num_blocks[0, 0, i]` entries count, the rest is filler;
+# - `kv_indices[0, 0, i]`: the partial ones, in its first `kv_num_blocks[0, 0, i]` entries; the rest is filler;
 # - `full_kv_indices` and `full_kv_num_blocks`: the same for full blocks;
-# - `BLOCK_SIZE`: (queries, keys) of a block; S and L are multiples of it;
-# - `mask_mod(zero, zero, queries[:, None], keys[None, :])`, with `zero = torch.tensor(0)`: the truth values of a block. The
-#   indices count from the start of the text.
+# - `BLOCK_SIZE`: (queries, keys) of a block, which divide S and L;
+# - `mask_mod(zero, zero, queries[:, None], keys[None, :])`, with `zero = torch.tensor(0)`: the truth values of a partial block,
+#   by indices in the whole text.
 #
-# Visit each block in the tables once, ask `mask_mod` in partial blocks only, and hold the scores of one row of blocks at a time.
-# A query that sees nothing gets 0, not NaN. Compute in float32 or wider; the result has the dtype of `q`.
+# A query that sees nothing gets 0. Compute in float32 or wider; return the dtype of `q`.
 #
 # {counts}
 #
@@ -1153,15 +1151,14 @@ if not on_gpu:
 # %% [markdown]
 # ### Question 6.1: Buckets {points}
 #
-# A service gets texts of any length and wants static shapes. One kernel for each length is too many; one for the longest wastes
-# work. **Buckets** are the compromise: a few lengths, and each text is padded to the smallest one that holds it.
+# A service gets texts of any length and wants static shapes, without a kernel for each length. **Buckets** are the compromise: a
+# few lengths, and each text is padded to the smallest that holds it.
 #
-# `bucketed_attention(attend, q, k, v, buckets)`; `q`, `k`, `v` are (B, H, S, D), `buckets` a list of lengths in any order.
+# `bucketed_attention(attend, q, k, v, buckets)`; `q`, `k`, `v` are (B, H, S, D), `buckets` a list in any order.
 # - Pad to the smallest bucket that holds S tokens; if there is none, raise a `ValueError`.
-# - Call `attend(q, k, v, mask_mod)` **once**, with the padded tensors and a `mask_mod` that hides the padded keys. Attention is
-#   not causal here. Return its result without the padding.
-# - **The next length needs no new kernel.** A Python number that a mask captures is a constant of the kernel. A tensor is an
-#   argument: its values may change.
+# - Call `attend(q, k, v, mask_mod)` **once**, with a `mask_mod` that hides the padded keys. Return its result without the padding.
+# - **The next length needs no new kernel.** A Python number that a mask captures is a constant of the kernel, a tensor is an
+#   argument.
 #
 # {hint idea}
 # Pad to a size that the compiler has seen, hide the padding, cut it off again.
@@ -1239,12 +1236,11 @@ if can_compile():
 # ### Question 6.2: Explain the cliff {points}
 #
 # With numbers from your run:
-# 1. By what factor did the speed fall at the limit, and what ran from there on? Why would a test of correctness not
-#    notice?
-# 2. A benchmark loops over ten lengths and plots the speed of compiled FlexAttention. Its first eight points are right.
-#    Name two ways to make sure that the last two are right as well, or that the benchmark stops.
-# 3. Twice as many buckets: what gets better, what gets worse?
-# 4. `sliding_window(window)` captures a Python number. When is that right, and when should `window` be a tensor?
+# 1. By what factor did the speed fall at the limit, and what ran from there on? Why does no test of correctness notice?
+# 2. A benchmark plots the speed of compiled FlexAttention at ten lengths. Eight points are right. Name two ways to make the last
+#    two right as well, or to stop the benchmark.
+# 3. Twice as many buckets: what gets better, what worse?
+# 4. `sliding_window(window)` captures a Python number. When is that right, and when should it be a tensor?
 #
 # {hint idea}
 # Right and fast are two properties, and a test of the first says nothing about the second.
@@ -1335,17 +1331,15 @@ if not on_gpu:
 # %% [markdown]
 # ### Question 7.1: Lay out a batch {points}
 #
-# A server streams tokens of many conversations into one row **in the order of their arrival**. Two integer tensors (S,) say what
-# each token is: `conversation` and `position` in it (0, 1, 2, …). Conversation 0 holds the **instructions**, which all share.
-# Query token $i$ sees key token $j$
+# Tokens of many conversations come into one row **in the order of their arrival**. Two integer tensors (S,) say what each token
+# is: `conversation` and `position` in it (0, 1, 2, …). Conversation 0 holds the **instructions**. Query token $i$ sees key token $j$
 #
 # - within a conversation, if the position of $j$ is not after that of $i$ and less than `window` before it (instructions have no
-#   window, only the order);
+#   window);
 # - in any **other** conversation, if $j$ is an instruction.
 #
-# In the order of arrival no block is empty. But attention does not care how tokens are stored, as long as the mask knows who
-# is who. `lay_out(conversation, position, window)` returns `(order, mask_mod)`: row $r$ of the new layout holds token `order[r]`,
-# and `mask_mod` is the mask **for the new rows**.
+# Attention does not care how tokens are stored. `lay_out(conversation, position, window)` returns `(order, mask_mod)`: row $r$ of
+# the new layout holds token `order[r]`, and `mask_mod` is the mask **for the new rows**.
 #
 # ![Tokens of instructions and three conversations in the order of arrival: every block of the mask holds a pair. In your order: how many?](assets/lab2_layout.svg)
 #
@@ -1603,8 +1597,7 @@ check_at_positions(at_positions)
 #
 # A server keeps the keys of all sequences in one pool of **pages** of `page_size` tokens, in any order
 # ([vLLM](https://arxiv.org/abs/2309.06180)). `owner[p]` is the sequence of page `p`, −1 if it is free. `number[p]` says which page
-# of that sequence it is: 0 holds its positions 0 … page_size − 1, and so on; a free page keeps the number its last owner left.
-# Key index $k$ is a place in the pool.
+# of it this is: 0 holds positions 0 … page_size − 1; a free page keeps its old number. Key index $k$ is a place in the pool.
 #
 # ![A pool of pages: two sequences share it, page by page, and a mask over places in the pool finds out who owns each key](assets/lab2_pages.svg)
 #

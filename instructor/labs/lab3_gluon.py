@@ -16,7 +16,7 @@
 # # Lab 3: From Naive Attention to a Warp-Specialized Kernel
 #
 # The tensor cores and the copy engine of a GPU run on their own. A kernel that does not wait for them reads garbage; one
-# that waits for the wrong thing waits for ever; one that always waits leaves them idle. Here you write such kernels in
+# that waits for the wrong thing never ends; one that always waits keeps them idle. Here you write such kernels in
 # **Gluon**, the language under Triton, up to flash attention with a producer and consumers. A simulator runs them without
 # a GPU, draws what happened, and names every deadlock and every race. Plan twelve hours, four more for the bonus.
 #
@@ -73,14 +73,13 @@ break_it(READ_ONE, {"as it should be": (0, 0), "(a) the other phase": (1, 0), "(
 # %% [markdown]
 # ### Question 1.1: What a tile costs, and what it needs {points}
 #
-# A step of flash attention takes `rows` queries and `keys` keys of head dimension `d`, in bf16: $S = QK^\top$, one
-# exponential for each score, $O \mathrel{+}= PV$. In a cycle one SM does 4096 FLOPs on its tensor cores, 16 exponentials,
-# and loads 20 bytes. $Q$ is on chip already.
+# A step of flash attention, in bf16, `rows` queries and `keys` keys of head dimension `d`: $S = QK^\top$, an exponential
+# for each score, $O \mathrel{+}= PV$. In a cycle one SM does 4096 FLOPs, 16 exponentials, and loads 20 bytes. $Q$ is on chip.
 #
 # 1. `tile_cycles`: the cycles of (products, exponentials, loads).
-# 2. `shared_bytes`: $Q$ of `consumers` warpgroups (64 rows each), and two rings, for $K$ and $V$, of `stages` slots of
-#    `keys` rows.
-# 3. `registers_per_thread`: fp32 scores (64 × `keys`) and output (64 × `d`), shared by the 128 threads of a warpgroup.
+# 2. `shared_bytes`: $Q$ of `consumers` warpgroups (64 rows each), and rings for $K$ and $V$, each of `stages` slots of `keys`
+#    rows.
+# 3. `registers_per_thread`: fp32 scores (64 × `keys`) and output (64 × `d`), shared by 128 threads.
 #
 # {hint idea}
 # Three units work on the same step. For each, count what it has to do, and divide by what it does per cycle.
@@ -193,11 +192,10 @@ check_tile_budget(shared_bytes, registers_per_thread)
 # # Part 1: What a GPU is
 #
 # An H200 has 132 SMs like the one above. Ordinary instructions wait by themselves: the hardware stops a thread until the
-# register that it needs is there. The tensor cores and the TMA do not: nobody waits for them unless the program says so.
-# This is where the speed is, and where the bugs are.
+# register that it needs is there. The tensor cores and the TMA do not: the program has to say so. This is where the speed is, and where the bugs are.
 #
 # **Before you run.** For 64 queries and head dimension 128: which of the three is the longest? How many rows of queries
-# (64, 128, 192, ...) must share a block of keys until the loads are no longer the longest?
+# (64, 128, 192, ...) share a block of keys when the loads are no longer the longest?
 
 # %%
 guesses["64 queries, head dim 128: the longest"] = None  # "products", "exponentials" or "loads"
@@ -224,10 +222,10 @@ beside_guess("rows of queries until it is not the loads", hidden_at[0] if hidden
 #
 # The naive version is a matrix product, a softmax, a matrix product, written as well as three operators can be (the scale
 # goes into $Q$, which is small). The fused one is the library's flash attention: same result, nearly the same FLOPs. *MB
-# moved* is what each must move at least. In the recorded table the naive version has six kernels: the two products, the
+# moved* is the least that each moves. In the recorded table the naive version has six kernels: the two products, the
 # softmax, the scaling, and two short `Memset`s (0.8 µs each) that come with the products.
 #
-# **Before you run.** How many kernels does each launch (on a CPU: how many operators)? How many bytes must each move?
+# **Before you run.** How many kernels does each launch (on a CPU: how many operators)? How many bytes does each move?
 
 # %%
 guesses["kernels or operators, naive"] = None
@@ -248,10 +246,10 @@ plot_naive_and_fused(naive_attention)
 # ### Question 1.2: Why fusion is the beginning, not the end {points}
 #
 # With numbers from your tables (or the recorded one):
-# 1. Which bytes does the naive version move and the fused one not? How many are they for this size?
-# 2. Fused, 128 queries and head dimension 128: what limits an SM if products, exponentials and loads run one after the
-#    other? How much faster can it get if all three run at the same time?
-# 3. Why not simply take 512 rows of queries a block? Name two things of the SM that run out, with your numbers of 1.1.
+# 1. Which bytes does only the naive version move, and how many are they?
+# 2. Fused, 128 queries, head dimension 128: which unit is the longest, and how much faster is an SM if products, exponentials
+#    and loads run at the same time, and not in turns?
+# 3. Why not 512 rows of queries a block? Name two things of the SM that run out, with your numbers of 1.1.
 #
 # {hint idea}
 # Fusion removes bytes. What is left takes cycles on three units, and the question is whether they work in turns or
@@ -283,10 +281,10 @@ plot_naive_and_fused(naive_attention)
 # %% [markdown]
 # ### Bonus Question 1.3: Bytes in flight {points}
 #
-# A copy from memory takes hundreds of nanoseconds. While it travels, others must be under way, or memory idles. Little's
-# law says how many bytes: bandwidth × latency.
+# A copy from memory takes hundreds of nanoseconds. Memory idles unless others are under way. Little's law says how many
+# bytes: bandwidth × latency.
 #
-# 1. `bytes_in_flight`: bytes that **one SM** must have under way so that all SMs together reach the bandwidth.
+# 1. `bytes_in_flight`: bytes that **one SM** has under way when all SMs together reach the bandwidth.
 # 2. `slots_needed`: how many ring slots of `slot_bytes` bytes hold that many bytes; at least 1.
 #
 # {hint idea}
@@ -386,12 +384,15 @@ plot_owner(owner)
 # $Y = X^\top$. Read along the rows of $X$, and neighbouring lanes write elements of $Y$ that lie a row apart. The way out: a
 # layout to read, another to write, and `gl.convert_layout(tensor, layout)` between them.
 #
-# Write the body of `transpose`. A program has 4 warps, and loads and stores one tile of 32 × 32 elements of 4 bytes, with
-# whole sectors. `x_ptr` is (m, n), its rows `x_stride` elements apart; `y_ptr` is (n, m), its rows `y_stride` apart; any
-# size must work.
+# Write the body of `transpose`. A program of 4 warps moves one tile of 32 × 32 elements of 4 bytes, in whole sectors.
+# `x_ptr` is (m, n), its rows `x_stride` elements apart; `y_ptr` is (n, m), its rows `y_stride` apart.
 #
-# Take `gl.BlockedLayout`, `gl.arange(0, 32, gl.SliceLayout(1, layout))` for rows, `gl.load(pointers, mask=...)` and
-# `gl.store(pointers, tensor, mask=...)`. A layout is a compile-time value: `name: gl.constexpr = ...`.
+# ```python
+# name: gl.constexpr = gl.BlockedLayout(...)             # a layout is a compile-time value
+# rows = gl.arange(0, 32, gl.SliceLayout(1, name))       # and columns in SliceLayout(0, name)
+# tile = gl.load(pointers, mask=...)
+# gl.store(pointers, tile, mask=...)
+# ```
 #
 # {hint idea}
 # Neighbouring lanes must hold neighbours in memory, once for the load and once for the store; those are two different
@@ -453,19 +454,19 @@ for event in run.events:
 # async_copy.wait_group(2)         # wait until at most 2 groups are still under way: the last two committed
 # ```
 #
-# So a pipeline of three slots keeps two groups under way while it works on the third. Gluon's compiler adds the barrier of
-# all threads that must follow before one thread reads what another one copied; in CUDA, `__syncthreads()` is yours to
-# write. `for i in range(n)` runs on the GPU, and `i` is known only there; `for i in gl.static_range(3)` is unrolled, and `i`
+# So a pipeline of three slots keeps two groups under way while it works on the third. Before one thread reads what another
+# one copied stands a barrier of all threads, which Gluon's compiler adds; in CUDA, `__syncthreads()` is yours to write. `for i in range(n)` runs on the GPU, and `i` is known only there; `for i in gl.static_range(3)` is unrolled, and `i`
 # is a constant in each copy of the body. What was a constant before a `range` loop cannot become a run-time value in it.
 
 # %% [markdown]
 # ### Question 3.1: A cp.async pipeline {points}
 #
 # Write the loop of `add`: `c = a + b`, `TILES` tiles of `TILE` elements a program, through rings of `STAGES` slots
-# (1 ≤ STAGES ≤ TILES), tile `i` in slot `i % STAGES`. Issue the copies of the first `STAGES - 1` tiles before the loop. In
-# step `i` issue those of tile `i + STAGES - 1` if there is one, wait until tile `i` has arrived, and add it.
-# `start_copy(...)` issues one copy; `ring.index(slot).load(layout)` reads a slot. Commit in every step, also when nothing was
-# issued: an empty group counts, so the number that you give to `wait_group` always means "tile `i` has arrived".
+# (1 ≤ STAGES ≤ TILES), tile `i` in slot `i % STAGES`.
+#
+# Before the loop issue the copies of the first `STAGES - 1` tiles. In step `i` issue those of tile `i + STAGES - 1` if there is
+# one, commit in any case (an empty group counts), wait until tile `i` has arrived, and add it. `start_copy(...)` issues one
+# copy; `ring.index(slot).load(layout)` reads a slot.
 #
 # <details>
 # <summary>What the check counts</summary>
@@ -577,11 +578,11 @@ beside_guess("cycles with one slot / cycles with three", taken[0] / taken[1])
 #
 # 1. Initialize the barriers `full.index(0)`, `full.index(1)`, ...
 # 2. Issue the copies of the first `STAGES` tiles. There may be fewer: `expect` and `tma_load` take `pred=condition`.
-# 3. In step `i`: wait for the tile, read it into registers as fp32 (`.to(gl.float32)`), refill its slot with tile
-#    `i + STAGES` if there is one, and add `gl.sum(x * x, 1)` to `total`.
+# 3. In step `i`: wait, read the tile into registers as fp32 (`.to(gl.float32)`), refill its slot with tile `i + STAGES` if there
+#    is one, and add `gl.sum(x * x, 1)` to `total`.
 #
-# Threads reach shared memory through one path, the TMA through another (the *async proxy*). Between your read and the copy
-# that overwrites the slot there must be a `fence_async_shared()`.
+# Threads reach shared memory through one path, the TMA through another (the *async proxy*). A `fence_async_shared()` stands
+# between your read and the copy that overwrites the slot.
 #
 # <details>
 # <summary>What the check counts</summary>
@@ -654,7 +655,7 @@ plot_slots({n: simulate_launch(answered("lab3_tma_ring.py"), tma_ring_launch(16,
 # ## What the host does
 #
 # The checks launch your kernels for you. By hand it is three steps: describe each tensor that the TMA shall copy, choose
-# the grid, call. On a Hopper GPU you would leave out `simulate()`, and the tensors would be on the GPU.
+# the grid, call. On a Hopper GPU the tensors are on the GPU, and no `simulate()` is needed.
 
 # %%
 from triton.experimental.gluon import language as gl
@@ -693,8 +694,8 @@ show_recorded_fences()
 # ring of 3.4 came through without that fence. That is luck, not a proof: DeepEP, a library for mixtures of experts, once
 # left out such a fence, and had to repair it.
 #
-# `UTMALDG` is a TMA copy, `SYNCS` an mbarrier operation, `FENCE.VIEW.ASYNC` the fence, `BAR.SYNC` a barrier of all threads
-# that the compiler put where all must be done before one goes on.
+# `UTMALDG` is a TMA copy, `SYNCS` an mbarrier operation, `FENCE.VIEW.ASYNC` the fence, `BAR.SYNC` a barrier of all threads,
+# from the compiler.
 
 # %% [markdown]
 # ### Question 3.3: Phases and proofs {points}
@@ -736,12 +737,10 @@ show_recorded_fences()
 # ### Bonus Question 3.4: Repair a ring {points}
 #
 # `scale` should compute `y = x * factor` with a producer that loads, and a consumer that scales and stores. **Five things in
-# it are wrong.** Some hang, some race; one shows only under some timings. The next cell writes the file, the one after it
-# runs it. Work like with a compiler: repair what the report names, run, read the next report.
+# it are wrong.** Some hang, some race; one shows only under some timings. Repair what the report names, run, read the next.
 #
-# Write `repairs`: a dict from a wrong line (copied whole, without its indentation) to what should stand there. A replacement
-# may be several lines, separated by `\n`, or `"pass"`. The check writes the repaired file to `lab3_repaired.py`; its reports
-# count that file's lines.
+# Write `repairs`: a dict from a wrong line (copied whole, without its indentation) to what should stand there: a line, several
+# with `\n` between them, or `"pass"`. Reports count the lines of the repaired file, `lab3_repaired.py`.
 #
 # <details>
 # <summary>What the check counts</summary>
@@ -968,12 +967,11 @@ _ = show_timeline(answered("lab3_wgmma.py"), wgmma_launch(64, 128, 512, 128)[0],
 # %% [markdown]
 # ### Question 4.2: What is asynchronous, and who must know {points}
 #
-# 1. `warpgroup_mma(..., is_async=True)` returns at once. Name the three things that nobody may touch until its wait, and
-#    what may go on meanwhile.
-# 2. Why does your store into `c_tile` need a fence before `tma_store`, while the product needs none after the TMA copy
-#    into its operands?
-# 3. Look at your timeline. The tensor cores are idle for most of the time. What would you change, and what does a tile of
-#    128 × 128 change about the ratio of products to loads?
+# 1. `warpgroup_mma(..., is_async=True)` returns at once. Which three things may nobody touch until its wait, and what may go
+#    on?
+# 2. Your store into `c_tile` needs a fence before `tma_store`; the product needs none after the TMA copy of its operands. Why?
+# 3. The tensor cores of your timeline are mostly idle. What would you change, and what does a tile of 128 × 128 change about
+#    the ratio of products to loads?
 #
 # {hint idea}
 # Ask for each memory who reads or writes it, when, and through which path.
@@ -1014,12 +1012,11 @@ _ = show_timeline(answered("lab3_wgmma.py"), wgmma_launch(64, 128, 512, 128)[0],
 # The kernel is complete but for two things:
 #
 # 1. `online_softmax`: mask the keys that do not exist (`gl.where(condition, s, float("-inf"))`), find the new maximum of each
-#    row (`gl.max(x, 1)`, `gl.maximum(a, b)`), the probabilities, the new sum, and the output, which is only rescaled here.
+#    row (`gl.max(x, 1)`, `gl.maximum(a, b)`), the probabilities, the new sum, and the rescaled output.
 # 2. the division, once, at the end.
 #
-# `m`, `total` and your factor have the layout `SliceLayout(1, scores)`. The same threads hold row $i$ of the scores and of the
-# output, but the types differ: to multiply `o` by a factor of each row, convert the factor to `gl.SliceLayout(1, output)`,
-# which moves nothing; then `[:, None]`.
+# `m`, `total` and your factor have the layout `SliceLayout(1, scores)`. To multiply `o` by the factor, convert it to
+# `gl.SliceLayout(1, output)`, which moves nothing, since the same threads hold a row of both; then `[:, None]`.
 #
 # {hint idea}
 # The softmax of all keys is built block by block: when the maximum grows, everything so far must shrink by the same
@@ -1126,7 +1123,7 @@ run = show_timeline(answered("lab3_softmax.py"), launch, "One warpgroup, 64 quer
 beside_guess("tensor cores at work, 5.1", tensor_core_share(run))
 
 # %% [markdown]
-# In the rest nothing multiplies: the one partition waits for a copy, or computes its softmax.
+# In the rest nothing multiplies: the one partition loads, or computes its softmax.
 #
 # ## Producer and consumers
 #
@@ -1297,8 +1294,8 @@ draw_slider(answered("lab3_specialized.py"))
 # %% [markdown]
 # ### Question 5.3: Overlap {points}
 #
-# The softmax of block $i$ needs its scores, but nothing of $P_{i-1} V_{i-1}$. So issue both products, wait for the scores
-# only, and compute the softmax while the tensor cores still work on $P_{i-1} V_{i-1}$:
+# The softmax of block $i$ needs its scores, and nothing of $P_{i-1} V_{i-1}$. So issue both products, and compute the softmax as
+# soon as the scores are there, under $P_{i-1} V_{i-1}$:
 #
 # ![Two schedules of one consumer. One after the other: scores, softmax and P V of each block, and the tensor cores idle during the softmax. Overlapped: the next scores and this P V are issued together, the softmax of the next block runs under P V](assets/lab3_overlap_schedule.svg)
 #
@@ -1533,8 +1530,8 @@ plot_run(run, f"The course's kernel for Blackwell, 256 queries, simulated: {run.
 #
 # On a Hopper GPU your own kernel of 5.3 now runs against the naive version of Part 1, the library's FlashAttention 2, cuDNN,
 # FlashAttention 3 where its package is installed, and the five steps of the course's ladder. Step 5 is what your kernel can
-# still become: persistent blocks, whose end hides the start of the next tile, the softmax in halves, and arrivals at an
-# mbarrier that do not first wait for the whole warpgroup. Elsewhere you see the recorded race; there "5.3" is the model
+# still become: persistent blocks, whose end hides the start of the next tile, the softmax in halves, and arrivals of single
+# warps at an mbarrier. Elsewhere you see the recorded race; there "5.3" is the model
 # answer.
 #
 # **Before you run.** At head dimension 128 and 16384 tokens: what share of cuDNN's speed does each of the five steps reach? Think
@@ -1551,7 +1548,7 @@ plot_ladder()
 # made at different moments, and a GPU at its power limit lowers its clock. Only contenders that ran in turns may be compared.
 # `cute` is the package of FlashAttention 4; on Hopper it runs a reimplementation of FlashAttention 3's forward kernel.
 #
-# Step 1 to step 5 compute the same thing with the same FLOPs. What changes is who waits for whom. Step 3 is slower than step
+# Step 1 to step 5 compute the same thing with the same FLOPs, in another order. Step 3 is slower than step
 # 2 at head dimension 128. The likely reason, not measured apart: its tiles of 128 keys take 147 KB of shared memory, so one
 # block fits on an SM; two blocks of step 2 fit, and their waits overlap.
 
@@ -1559,9 +1556,8 @@ plot_ladder()
 # ### Bonus Question 5.5: Do not compute what the mask removes {points}
 #
 # With a causal mask, query `i` sees keys `0 ... i + sk - sq` (the last query stands at the last key; sq ≤ sk). Blocks of
-# keys that no row of the tile sees must be neither loaded nor multiplied: the check counts the products of every tile.
-# Blocks that the diagonal crosses need a mask. The kernel is the one of 5.1, without a ring. Write the number of `blocks`
-# for this tile, and the mask.
+# keys that no row of the tile sees are neither loaded nor multiplied, and blocks that the diagonal crosses need a mask. The
+# kernel is the one of 5.1. Write the number of `blocks` for this tile, and the mask.
 #
 # {hint idea}
 # The last row of the tile sees the most keys: it decides how many blocks are needed.
@@ -1699,7 +1695,7 @@ plot_backward()
 # out by TMA are there. Write:
 #
 # 1. the accumulator, in tensor memory, in the layout `columns`;
-# 2. the product of a step, which adds to the accumulator but for the first step, and the wait for it. The barrier is `done`;
+# 2. the product of a step, which adds to the accumulator but for the first step, and its wait. The barrier is `done`;
 # 3. `c`: the accumulator in registers.
 #
 # <details>
@@ -1787,10 +1783,10 @@ _ = show_timeline(answered("lab3_tcgen05.py"), tcgen05_launch(128, 128, 512, 128
 #
 # The course's kernel lacks its two hand-offs. `scores.index(TILE)` holds S of a tile; P takes the same columns, in 16 bits.
 #
-# 1. `softmax`: wait for the scores (`bars.s_full`), load them in the layout `wide`. After the softmax store `alpha` into
+# 1. `softmax`: wait at `bars.s_full`, load the scores in the layout `wide`. After the softmax store `alpha` into
 #    `alphas.index(TILE)` and arrive at `alpha_full`; store P in the layout `narrow` into `p_view` and arrive at `p_full`.
-# 2. `correction`: wait for the alpha of each tile. From the second block on load it, in the layout `rows`, wait until the P V of
-#    the block before is over (`o_done`), and `rescale(o, alpha, o, False)` with `o = output.index(tile)`. Then arrive at `o_ready`.
+# 2. `correction`: wait at each tile's `alpha_full`. From the second block on load alpha, in the layout `rows`, wait until the P V
+#    of the block before is over (`o_done`), and `rescale(o, alpha, o, False)` with `o = output.index(tile)`. Then arrive at `o_ready`.
 #
 # Each barrier has one phase a block, and `.index(tile)`.
 #
@@ -1940,7 +1936,7 @@ save("lab3")
 # %% [markdown]
 # ## What you know now
 #
-# - An SM is a factory of units that run on their own. A kernel is the order in which they wait for each other.
+# - An SM is a factory of units that run on their own. A kernel is their order.
 # - A layout says who holds what. A wrong one costs sectors, bank conflicts, or a trip through shared memory.
 # - A copy is over when a barrier says so, not when it was fast enough.
 # - Two paths lead to shared memory. What crosses from one to the other needs a fence, and a run that happens to be right

@@ -556,14 +556,14 @@ show_recorded("traces")
 # %% [markdown]
 # ### Question 2.3: Explain the table and the traces {points}
 #
-# With numbers from your table and traces (or recorded ones, where you say so):
-# 1. Where does math lose its time? Name operators from its trace and their share.
-# 2. "added MB" against "MB moved (predicted)": which tensors does each backend allocate? Why may math allocate less, or more, than
-#    it moves?
-# 3. Causal: by what factor did each backend get faster? What does the one that does not do with the masked scores?
-# 4. Which backend has the smallest error? What would you need to know before you call the others wrong?
-# 5. On the H200, cuDNN is 1.9 times as fast as flash with the same FLOPs and bytes. Which words in the kernel names explain it? If
-#    somebody reports "1.0 times": which two mistakes of Part 1?
+# With your numbers, or recorded ones:
+# 1. Where does math lose its time? Name operators.
+# 2. Which tensors does each backend allocate? Why may "added MB" of math be less, or more, than "MB moved (predicted)", whose scores
+#    have the inputs' dtype?
+# 3. Causal: how much faster did each backend get? What does the one that did not do with masked scores?
+# 4. Which backend has the smallest error? What do you need to know to call the others wrong?
+# 5. On the H200, cuDNN is 1.9 times as fast as flash. Which words in the kernel names say why? Somebody reports "1.0 times":
+#    which two mistakes of Part 1?
 #
 # {hint idea} Two products are common to all. What differs is where the scores are in between, and for which chip the kernel was
 # written.
@@ -775,17 +775,16 @@ beside_guess("queries that ride for at most 1.25 times the time",
 # %% [markdown]
 # ### Question 3.2: Split the keys {points}
 #
-# A decode step of 1 sequence with 8 heads has 8 programs, and an H200 132 multiprocessors: 124 idle. **Split-KV** (flash decoding)
-# cuts the keys into parts, with a program for each:
+# Decode with 8 heads has 8 programs: 124 of 132 multiprocessors idle. **Split-KV** cuts the keys into parts, a program for each:
 #
 # ![Split-KV: the keys are cut into parts, each part gives an output and a log-sum-exp, and a second kernel merges them](assets/lab4_split_kv.svg)
 #
 # 1. `attend_part(q, k, v)`, of `q` (B, H, Sq, D) and `k`, `v` (B, Hkv, Lp, D): the part's output $O_p$ (B, H, Sq, D) and log-sum-exp
 #    $L_p = \log\sum_{j\in p} e^{s_j}$ (B, H, Sq), both in **float32**. Heads are grouped as in 2.2.
 # 2. `split_kv_attention(q, k, v, splits)`: cut the keys into `splits` parts of nearly equal size (they differ by 1), attend to
-#    each by `attend_part`, once, and merge, in the dtype of `q`.
+#    each by `attend_part`, and merge, in the dtype of `q`.
 #
-# Scores may be in the thousands, where $e^{L_p}$ overflows. There may be more splits than keys: some parts are empty then.
+# Scores may be in the thousands, where $e^{L_p}$ overflows. With more splits than keys some parts are empty.
 #
 # {counts}
 #
@@ -969,9 +968,8 @@ except ValueError as refused:
 # %% [markdown]
 # ### Question 3.4: Explain decode {points}
 #
-# 1. Why is decode limited by memory at every length of the cache? Which intensity does one query approach for a long cache, with
-#    and without a group?
-# 2. Up to how many queries did your time stay nearly flat, and what did `queries_to_ridge` say? Name a reason why they differ.
+# 1. Which intensity does one query approach for a long cache, with and without a group, and what does it say of decode?
+# 2. Up to how many queries did your time stay nearly flat, and what did `queries_to_ridge` say? Why do they differ?
 # 3. What does split-KV change: FLOPs, bytes, or something else? Why does it gain next to nothing at batch 64?
 # 4. "Our decode is slow, so we use a faster FP8 tensor core." What does FP8 help here, and what does not?
 #
@@ -1388,12 +1386,11 @@ if not on_gpu:
 # ### Question 5.4: Explain the bits {points}
 #
 # With numbers from your tables:
-# 1. Which recipe explains flash, and which explains math on your machine? What does math do with bf16 inputs, then?
+# 1. Which recipe explains flash, and which math on your machine? What does math do with bf16 inputs, then?
 # 2. Why does a fused kernel round $e$ to bf16 at all, although its scores are in fp32?
-# 3. Two backends agree in part of their bits. Give a test that tells "rounding" from "a mistake", and where its threshold comes
-#    from. Why not "at most 1 step everywhere"?
-# 4. Backward may not repeat itself on a GPU (recorded column `backward`). Which sum is added in changing order, and what would a
-#    deterministic kernel do instead?
+# 3. Give a test that tells "rounding" from "a mistake", and say where its threshold comes from. Why not "1 step everywhere"?
+# 4. Backward does not always repeat itself on a GPU (recorded column `backward`). Which sum is added in changing order, and what
+#    does a deterministic kernel do instead?
 # 5. The same query gives other bits alone than among others. Nothing is random there. What changed?
 #
 # {hint idea} A sum in another order is rounded at other places. Every one of the five answers is about which sum, and which order.
@@ -1544,11 +1541,10 @@ show(grid[grid["backend"] == "cudnn"].sort_values("shape")[columns].iloc[[0, -1]
 # %% [markdown]
 # ### Question 6.1: Who is fastest, and what does the default lose? {points}
 #
-# Three functions of such a table. Only rows with `status` "ok" have a time that counts.
+# Three functions of such a table, of its rows with `status` "ok". The first two return a Series, indexed by `shape`.
 #
-# 1. `fastest(grid)`: a Series, indexed by `shape`: the backend with the smallest `ms`. A shape without any time is left out.
-# 2. `default_slowdown(grid)`: a Series, indexed by `shape`: `ms` of the default's row over the smallest `ms` of that shape. A shape
-#    whose default has no time is left out.
+# 1. `fastest(grid)`: the backend with the smallest `ms` of each shape that has a time.
+# 2. `default_slowdown(grid)`: `ms` of the default's row over the smallest `ms`, of each shape whose default has a time.
 # 3. `geometric_mean(values)`: $\left(\prod x_i\right)^{1/n}$ of a Series, the right mean for ratios, also of hundreds of values.
 #
 # {hint idea} Throw away what has no valid time first. Then each question is one step of grouping.
@@ -1602,16 +1598,16 @@ plot_slowdowns(grid)
 # %% [markdown]
 # ### Question 6.2: The case of two kernels {points}
 #
-# A kernel's name tells for which chip it was made (`sm80`, `sm90`), and a `reduction` after cuDNN's kernel merges parts, as in
-# Question 3.2. Write `grid_answers(grid)`, a dict, for any table of this form. Only rows with `status` "ok" count.
+# A kernel's name tells its chip (`sm80`, `sm90`), and a `reduction` after cuDNN's kernel merges parts, as in Question 3.2. Write
+# `grid_answers(grid)`, a dict, for any such table, from its rows with `status` "ok".
 #
 # | Key | Question |
 # |---|---|
 # | `default_wins` | share (0 to 1) of the shapes with a fastest backend where it is the default |
 # | `default_loss` | geometric mean of `default_slowdown` |
-# | `decode_winner` | the backend that is fastest on the most decode shapes |
+# | `decode_winner` | the fastest on most decode shapes |
 # | `worst_default` | the largest `default_slowdown` in decode |
-# | `decode_bandwidth` | the largest `gb_s` in decode, as a share of `GPU_SPECS["H200"]["memory_bandwidth_tb_s"]` |
+# | `decode_bandwidth` | the largest `gb_s` in decode over `GPU_SPECS["H200"]["memory_bandwidth_tb_s"]` |
 # | `sm80_one_query` | of cuDNN's decode rows with one query: share with `sm80` in a kernel's name |
 # | `splits_four_queries` | of those with four queries: share with `reduction` in a kernel's name |
 #
@@ -1713,12 +1709,12 @@ plot_case(grid)
 # %% [markdown]
 # ### Bonus Question 6.4: A shape that nobody measured {points}
 #
-# Write `choose_backend(grid, call, able)` for shapes that no table holds. `call` is a dict with `kind`, `head_dim`, `causal` and five
+# `choose_backend(grid, call, able)` is for shapes that no table holds. `call` is a dict with `kind`, `head_dim`, `causal` and five
 # sizes: `batch`, `heads`, `kv_heads`, `seq_len_q`, `seq_len_kv`. `able` lists the backends that can run it.
 #
-# - Look only at shapes of the same `kind`, `head_dim` and `causal` for which a backend of `able` has a time (`status` "ok").
-# - Take the **nearest**: the smallest sum of $\big(\log_2(a/b)\big)^2$ over the sizes. Of equally near ones the smaller `shape`.
-# - Return the fastest backend of `able` there. If no shape is left, return `able[0]`.
+# - Take shapes of the same `kind`, `head_dim` and `causal` for which a backend of `able` has a time (`status` "ok").
+# - The **nearest** has the smallest sum of $\big(\log_2(a/b)\big)^2$ over the sizes, and of equals the smaller `shape`.
+# - Return the fastest backend of `able` there, or `able[0]` if no shape is left.
 #
 # {hint idea} Nearest means: the sizes differ by the smallest factors. Logarithms turn factors into distances: from 512 to 1024 is as far as
 # from 8192 to 16384.

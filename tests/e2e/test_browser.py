@@ -6,6 +6,8 @@ import re
 import nbformat
 import pytest
 
+from instructor.build import build_lab
+from instructor.points import lab_path
 from tests.e2e.conftest import SCREENSHOTS
 from tests.e2e.jupyter import base_and_token, choose_theme, git, graded, open_notebook, run_all, run_labs, small_lab
 from utils.files import ROOT
@@ -67,6 +69,24 @@ def test_lab3_runs_from_top_to_bottom_with_all_its_pictures(lab, page, course):
     written = [line[3:] for line in git(course, "status", "--porcelain").splitlines()]
     assert written == ["lab3_gluon.ipynb"], "results go to out/"
     git(course, "checkout", "-q", "lab3_gluon.ipynb")
+
+
+def test_the_slider_of_lab_3_shows_another_picture(lab, page, course):
+    """The kernel of Question 5.2 as its model answer has it, with few choices."""
+    built = nbformat.reads(build_lab(lab_path("lab3_gluon")).instructor, as_version=4)
+    (kernel,) = (cell.source for cell in built.cells if cell.source.startswith("%%writefile lab3_specialized.py"))
+    draw = "lab3.draw_slider(lab3.answered('lab3_specialized.py'), keys=(64, 128), slots=(1, 2), head_dims=(64,))"
+    cells = kernel, f"from utils.labs import lab3_gluon as lab3\n{draw}"
+    small_lab(course, "slider.ipynb", *map(nbformat.v4.new_code_cell, cells))
+    open_notebook(page, lab("slider.ipynb"))
+    run_all(page, course, "slider.ipynb", 240)
+    assert page.locator("[data-key]").count() == 4 and page.locator("[data-key='0-0-0'] svg").is_visible()
+    slider = page.locator("input[type=range]").first
+    slider.click(position={"x": slider.bounding_box()["width"] - 4, "y": 8})
+    page.locator("[data-key='1-0-0'] svg").wait_for()
+    assert not page.locator("[data-key='0-0-0']").is_visible()
+    for name in ("slider.ipynb", "lab3_specialized.py"):
+        (course / name).unlink()
 
 
 PANEL_LAB = (

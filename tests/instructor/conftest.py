@@ -6,9 +6,9 @@ from types import ModuleType
 import nbformat
 import pytest
 
-from instructor.build import Built, build_lab
-from instructor.course import Course, Score, answered_notebook
-from instructor.points import lab_path
+from instructor.build import ROOT, Built, build_lab
+from instructor.course import Course, Score
+from instructor.execute import execute
 
 pytest.register_assert_rewrite("tests.instructor.lab_cases", "tests.instructor.every_lab")
 
@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items):
     """Let the whole notebook of a lab wait for `make test-class` where its test file says so."""
     for item in items:
         overnight = getattr(getattr(item, "module", None), "NOTEBOOK_OVERNIGHT", False)
-        if overnight and "graded" in item.fixturenames:
+        if overnight and "solved" in item.fixturenames:
             item.add_marker(pytest.mark.overnight)
 
 
@@ -53,7 +53,7 @@ def grade_notebooks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lab(request) -> Built:
-    return build_lab(lab_path(request.module.LAB))
+    return lab_cases.built(request.module.LAB)
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +97,11 @@ def calls(cells) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def graded(lab, grade_notebooks) -> lab_cases.Graded:
-    """Stock nbgrader on the solved notebook."""
-    return lab_cases.graded_by_nbgrader(lab, grade_notebooks, solved=answered_notebook(lab))
+def solved(lab, tmp_path_factory) -> nbformat.NotebookNode:
+    """The solved notebook with its hidden checks, executed in a folder of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        return execute(lab.instructor, folder=tmp_path_factory.mktemp("solved")).notebook
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ def slow(test):
 
 
 class EveryLab:
-    """The tests that all labs share. `lab`, `checks`, `cells`, `calls` and `graded` are fixtures of conftest.py."""
+    """The tests that all labs share. `lab`, `checks`, `cells`, `calls` and `solved` are fixtures of conftest.py."""
 
     points: tuple[float, float]  # regular, bonus
     by_hand: dict[str, float]  # {id of an answer cell graded by hand: points}
@@ -38,6 +38,7 @@ class EveryLab:
 
     def test_points_add_up(self, lab):
         assert lab_cases.points_of(lab) == self.points
+        assert lab_cases.points_by_hand(lab) == self.by_hand
 
     def test_every_check_is_used_by_one_cell(self, calls, checks):
         assert sorted(lab_cases.check_in(call) for call in calls.values()) == sorted(checks.__all__)
@@ -101,20 +102,16 @@ class EveryLab:
         shown = lab_cases.shown_beside_guesses(cells)
         assert [name for name in names if not any(re.fullmatch(pattern, name) for pattern in shown)] == []
 
-    # ---- what stock nbgrader makes of whole notebooks ----
+    # ---- whole notebooks ----
 
     @slow
-    def test_solved_lab_gets_every_point(self, graded):
-        assert graded.not_full("solved") == {}
-        scores = graded.scores["solved"]
-        by_hand = {name: score.points for name, score in scores.items() if score.needs_manual_grade}
-        assert by_hand == self.by_hand
-        assert sum(score.points for score in scores.values()) == sum(self.points)
-        assert [(cell.source[:60], error.evalue) for cell, error in graded.errors("solved")] == []
+    def test_solved_lab_passes_every_check(self, solved):
+        """The hidden checks are in its test cells."""
+        assert [(cell.source[:60], error.evalue) for cell, error in lab_cases.errors_in(solved)] == []
 
     @slow
-    def test_solved_lab_is_quick(self, graded):
-        seconds = graded.seconds("solved")
+    def test_solved_lab_is_quick(self, solved):
+        seconds = lab_cases.seconds_in(solved)
         assert sum(seconds) > 5  # the times were recorded
         assert max(seconds) < self.longest_cell_s
         assert sum(seconds) < 60 * self.minutes
@@ -123,7 +120,7 @@ class EveryLab:
     @pytest.mark.timeout(1500)
     def test_untouched_lab_gets_nothing_and_says_what_is_missing(self, graded_untouched):
         assert sum(score.auto or 0 for score in graded_untouched.scores["untouched"].values()) == 0
-        for cell, error in graded_untouched.errors("untouched"):
+        for cell, error in lab_cases.errors_in(graded_untouched.notebooks["untouched"]):
             if self.bare_stubs and error.ename == "NotImplementedError":
                 continue
             assert error.ename in ("WrongAnswer", "AnswerNeeded"), (cell.source[:60], error.evalue)

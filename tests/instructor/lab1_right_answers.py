@@ -15,23 +15,6 @@ def gemm_naive(a, b):
 """,
     ),
     (
-        "sum in a 0-d tensor, loops in another order",
-        "q1_1",
-        """
-def gemm_naive(a, b):
-    m, k = a.shape
-    n = b.shape[1]
-    c = torch.empty((m, n), dtype=a.dtype, device=a.device)
-    for j in range(n):
-        for i in range(m):
-            total = torch.zeros((), dtype=a.dtype, device=a.device)
-            for p in range(k):
-                total = total + torch.mul(a[i, p], b[p, j])
-            c[i, j] = total
-    return c
-""",
-    ),
-    (
         "matrices padded to whole tiles",
         "q1_2",
         """
@@ -47,21 +30,6 @@ def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
                 x, y = a[i:i + tile_m, p:p + tile_k].float(), b[p:p + tile_k, j:j + tile_n].float()
                 c[i:i + tile_m, j:j + tile_n] += (x.unsqueeze(2) * y.unsqueeze(0)).sum(dim=1)
     return c[:m, :n].to(a.dtype)
-""",
-    ),
-    (
-        "rows of a tile, one at a time, accumulated in float64",
-        "q1_2",
-        """
-def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
-    c = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64, device=a.device)
-    for i in range(0, a.shape[0], tile_m):
-        for j in range(0, b.shape[1], tile_n):
-            for p in range(0, a.shape[1], tile_k):
-                x, y = a[i:i + tile_m, p:p + tile_k].double(), b[p:p + tile_k, j:j + tile_n].double()
-                for row in range(x.shape[0]):
-                    c[i + row, j:j + tile_n] += (x[row, :, None] * y).sum(0)
-    return c.to(a.dtype)
 """,
     ),
     (
@@ -271,18 +239,6 @@ def gemm_naive(a, b):
 """,
     ),
     (
-        "sum of a generator",
-        "q1_1",
-        """
-def gemm_naive(a, b):
-    c = torch.empty(a.shape[0], b.shape[1]).type_as(a)
-    for i in range(c.shape[0]):
-        for j in range(c.shape[1]):
-            c[i, j] = sum(a[i, k].item() * b[k, j].item() for k in range(a.shape[1]))
-    return c
-""",
-    ),
-    (
         "outer products of float32 tiles",
         "q1_2",
         """
@@ -317,37 +273,6 @@ def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
 """,
     ),
     (
-        "split, enumerate, torch.zeros without a dtype",
-        "q1_2",
-        """
-def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
-    strips = []
-    for x in a.split(tile_m, 0):
-        tiles = []
-        for y in b.split(tile_n, 1):
-            acc = torch.zeros(x.shape[0], y.shape[1], device=a.device)
-            for p, q in zip(x.split(tile_k, 1), y.split(tile_k, 0)):
-                acc += (p[:, :, None].float() * q[None].float()).sum(dim=1)
-            tiles.append(acc)
-        strips.append(torch.cat(tiles, 1))
-    return torch.cat(strips, 0).to(a.dtype)
-""",
-    ),
-    (
-        "start and stop in one list",
-        "q1_3",
-        """
-def time_calls(fn, n_calls, synchronize):
-    def once():
-        synchronize()
-        begin = time.perf_counter()
-        fn()
-        synchronize()
-        return 1000 * (time.perf_counter() - begin)
-    return [once() for i in range(n_calls)]
-""",
-    ),
-    (
         "NumPy's itemsize and integers",
         "q1_4",
         """
@@ -356,15 +281,6 @@ def gemm_macs_flops_bytes(m, n, k, dtype):
     numel = np.prod([m, k]) + np.prod([k, n]) + np.prod([m, n])
     macs = np.int64(m) * n * k
     return macs, macs * 2, numel * torch.zeros((), dtype=dtype).element_size()
-""",
-    ),
-    (
-        "finfo bits",
-        "q1_4",
-        """
-def gemv_macs_flops_bytes(m, k, dtype):
-    size = torch.finfo(dtype).bits // 8
-    return m * k, m * k * 2, size * sum((m * k, k, m))
 """,
     ),
     (
@@ -505,22 +421,6 @@ def gelu_by_hand(x):
 """,
     ),
     (
-        "root of a tensor",
-        "q4_2",
-        """
-def gelu_by_hand(x):
-    return 0.5 * x * (1 + torch.tanh(torch.sqrt(torch.tensor(2 / math.pi)) * (x + 0.044715 * torch.pow(x, 3))))
-""",
-    ),
-    (
-        "Hugging Face's form",
-        "q4_2",
-        """
-def gelu_by_hand(input):
-    return 0.5 * input * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (input + 0.044715 * torch.pow(input, 3.0))))
-""",
-    ),
-    (
         "the sum of reads and writes",
         "q4_2",
         """
@@ -541,25 +441,6 @@ def kernels_per_step(fn):
     import os, tempfile
     with tempfile.TemporaryDirectory() as folder:
         return count_cuda_kernels(profile_steps(fn, os.path.join(folder, "t.json")))["total"]
-""",
-    ),
-    (
-        "two cases",
-        "q4_4",
-        """
-def eager_time_us(n, launch_us, kernel_us):
-    if launch_us >= kernel_us:
-        return n * launch_us + kernel_us
-    return launch_us + n * kernel_us
-""",
-    ),
-    (
-        "sqrt of a tensor",
-        "q5_1",
-        """
-def standard_attention(q, k, v):
-    scores = torch.matmul(q, k.transpose(-1, -2)) / torch.sqrt(torch.tensor(q.shape[-1]))
-    return torch.matmul(F.softmax(scores, dim=-1), v)
 """,
     ),
     (
@@ -586,18 +467,6 @@ def longest_length(memory_bytes, batch, heads, dtype):
 """,
     ),
     (
-        "expand instead of repeat",
-        "q5_2",
-        """
-def attention_bshd(q, k, v):
-    B, S, H, D = q.shape
-    group = H // k.shape[2]
-    k, v = (x[:, :, :, None].expand(-1, -1, -1, group, -1).reshape(B, S, H, D) for x in (k, v))
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
-    return out.swapaxes(1, 2)
-""",
-    ),
-    (
         "maximum by stack, sum by logaddexp",
         "q5_3",
         """
@@ -609,20 +478,6 @@ def online_softmax_stats(blocks):
         m = top if m is None else torch.stack([m, top]).amax(0)
         lse = part if lse is None else torch.logaddexp(lse, part)
     return m, torch.exp(lse - m)
-""",
-    ),
-    (
-        "maximum by cat",
-        "q5_3",
-        """
-def online_softmax_stats(blocks):
-    m, l = None, None
-    for x in blocks:
-        new = x.max(dim=1)[0] if m is None else torch.cat([m[:, None], x], 1).max(dim=1)[0]
-        part = (x - new.view(-1, 1)).exp().sum(-1)
-        l = part if m is None else part + l * (m - new).exp()
-        m = new
-    return m, l
 """,
     ),
     (

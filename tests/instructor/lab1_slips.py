@@ -560,6 +560,7 @@ SLIPS = [
         [("(2 * one_input + 3 * two_inputs) / 2", "(2 * one_input + 3 * two_inputs)")],
         "reads one tensor and writes one",
     ),
+    ("no wait", "q4_3", [("            synchronize()\n", "")], "after 0 of 6"),
     ("sum of ten", "q4_3", [('["total"]', '["total"] * 10')], "all 10 calls"),
     ("matrix products only", "q4_3", [('["total"]', '["gemm"]')], ("prof.step()", "not be zero")),
     (

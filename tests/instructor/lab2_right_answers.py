@@ -287,22 +287,6 @@ def masked_attention(q, k, v, mask):
 """,
     ),
     (
-        "a loop over sequences and heads, scaled queries",
-        "q1_1",
-        """
-def masked_attention(q, k, v, mask):
-    out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype)
-    for b in range(q.shape[0]):
-        for h in range(q.shape[1]):
-            s = (q[b, h] * (1 / math.sqrt(q.shape[-1]))).mm(k[b, h].t())
-            s = s.masked_fill(mask.logical_not(), -1e30)
-            e = (s - s.max(1, keepdim=True).values).exp() * mask
-            z = e.sum(1, keepdim=True)
-            out[b, h] = e.mm(v[b, h]) / torch.where(z == 0, torch.ones_like(z), z)
-    return out
-""",
-    ),
-    (
         "baddbmm on flattened heads, as Megatron does",
         "q1_1",
         """
@@ -313,18 +297,6 @@ def masked_attention(q, k, v, mask):
     scores = scores.view(b, h, s, -1).masked_fill_(~mask, -10000.0)
     p = torch.softmax(scores, -1).masked_fill(~mask, 0.0)
     return torch.bmm(p.view(b * h, s, -1), v.reshape(b * h, -1, v.shape[-1])).view(b, h, s, -1)
-""",
-    ),
-    (
-        "costs in floats and numpy",
-        "q1_2",
-        """
-def mask_costs(mask, batch, heads, head_dim, dtype):
-    import numpy as np
-    m = mask.cpu().numpy()
-    density = np.count_nonzero(m) / m.size
-    calls = np.prod([batch, heads])
-    return density, calls * (m.size - m.sum()) * 4 * head_dim, calls * m.size * torch.finfo(dtype).bits // 8
 """,
     ),
     (
@@ -374,17 +346,6 @@ class prefix_lm:
 """,
     ),
     (
-        "a window of two causal masks",
-        "q2_1",
-        """
-def sliding_window(window):
-    return lambda b, h, q, k: causal(b, h, q, k) & ~causal(b, h, q - window, k)
-
-def prefix_lm(prefix):
-    return lambda b, h, q, k: k <= torch.clamp(q, min=prefix - 1)
-""",
-    ),
-    (
         "numbers by bucketize, the mask by one product",
         "q2_2",
         """
@@ -414,18 +375,6 @@ def document_numbers(lengths, size, device):
         raise ValueError("the documents do not fit")
     ids.extend([-1] * (size - len(ids)))
     return torch.tensor(ids, dtype=torch.int32, device=device)
-""",
-    ),
-    (
-        "numbers by torch.cat and F.pad",
-        "q2_2",
-        """
-def document_numbers(lengths, size, device):
-    total = sum(lengths)
-    if total > size:
-        raise ValueError(f"{total} > {size}")
-    ids = torch.cat([torch.full((n,), i, dtype=torch.long, device=device) for i, n in enumerate(lengths)])
-    return F.pad(ids, (0, size - total), value=-1)
 """,
     ),
     (
@@ -467,23 +416,6 @@ def window_per_head(windows):
 """,
     ),
     (
-        "recursion, and sinks by clamping",
-        "q2_3",
-        """
-def both(first, *rest):
-    if not rest:
-        return first
-    others = both(*rest)
-    return lambda b, h, q, k: first(b, h, q, k) & others(b, h, q, k)
-
-def either(first, *rest):
-    return first if not rest else lambda b, h, q, k: first(b, h, q, k) | either(*rest)(b, h, q, k)
-
-def sinks_and_window(sinks, window):
-    return lambda b, h, q, k: ~(q < k) & ~((k >= sinks) & (q - k >= window))
-""",
-    ),
-    (
         "counts by average pooling",
         "q3_1",
         """
@@ -510,19 +442,6 @@ def count_blocks(mask, block):
             else:
                 counts[1] += 1
     return counts
-""",
-    ),
-    (
-        "counts with numpy reshape",
-        "q3_1",
-        """
-def count_blocks(mask, block):
-    import numpy as np
-    m = mask.cpu().numpy()
-    m = np.pad(m, ((0, -m.shape[0] % block), (0, -m.shape[1] % block)))
-    tiles = m.reshape(m.shape[0] // block, block, m.shape[1] // block, block).transpose(0, 2, 1, 3).reshape(-1, block * block)
-    full, some = tiles.all(1), tiles.any(1)
-    return int(full.sum()), int((some & ~full).sum()), int((~some).sum())
 """,
     ),
     (
@@ -588,34 +507,6 @@ def block_sparse_attention(q, k, v, block_mask):
 """,
     ),
     (
-        "queries scaled first, all rows divided at the end",
-        "q3_3",
-        """
-def block_sparse_attention(q, k, v, block_mask):
-    rows, columns = block_mask.BLOCK_SIZE
-    scaled, k, v = q.float() * q.shape[-1] ** -0.5, k.float(), v.float()
-    total, out = torch.zeros(*q.shape[:3], 1), torch.zeros(q.shape)
-    for i in range(q.shape[2] // rows):
-        here = slice(i * rows, (i + 1) * rows)
-        top = torch.full((*q.shape[:2], rows, 1), -1e30)
-        for full in (False, True):
-            count = (block_mask.full_kv_num_blocks if full else block_mask.kv_num_blocks)[0, 0, i].item()
-            table = block_mask.full_kv_indices if full else block_mask.kv_indices
-            for j in table[0, 0, i, :count].tolist():
-                there = slice(j * columns, (j + 1) * columns)
-                s = scaled[:, :, here] @ k[:, :, there].mT
-                if not full:
-                    at, to = torch.arange(here.start, here.stop), torch.arange(there.start, there.stop)
-                    s = s.masked_fill(~block_mask.mask_mod(torch.tensor(0), torch.tensor(0), at[:, None], to), -torch.inf)
-                new = torch.maximum(top, s.amax(-1, keepdim=True))
-                p, old = torch.exp(s - new), torch.exp(top - new)
-                total[:, :, here] = total[:, :, here] * old + p.sum(-1, keepdim=True)
-                out[:, :, here] = out[:, :, here] * old + p @ v[:, :, there]
-                top = new
-    return torch.where(total > 0, out / total, 0.0).to(q.dtype)
-""",
-    ),
-    (
         "running sums without a maximum of minus infinity",
         "q3_3",
         """
@@ -675,18 +566,6 @@ def relative_bias(table):
 """,
     ),
     (
-        "bias by minimum and maximum",
-        "q4_2",
-        """
-def relative_bias(table):
-    reach = torch.tensor(table.shape[1] // 2)
-    def mod(score, b, h, q, k):
-        column = torch.minimum(torch.maximum(q - k, -reach), reach) + reach
-        return (score + table[h, column]).type_as(score)
-    return mod
-""",
-    ),
-    (
         "a class with __call__, keyword arguments",
         "q5_1",
         """
@@ -729,21 +608,6 @@ def lay_out(conversation, position, window):
         instruction = (ck == 0) & ((cq != 0) | (pk <= pq))
         own = (cq == ck) & (ck != 0) & (pk <= pq) & (pq - pk < window)
         return instruction | own
-    return order, mask_mod
-""",
-    ),
-    (
-        "lists sorted in Python",
-        "q7_1",
-        """
-def lay_out(conversation, position, window):
-    c, p = conversation.tolist(), position.tolist()
-    order = torch.tensor(sorted(range(len(c)), key=lambda i: (c[i], p[i])), device=conversation.device)
-    who, where = conversation[order], position[order]
-    def mask_mod(b, h, q, k):
-        d = where[q] - where[k]
-        same = who[q] == who[k]
-        return torch.where(who[q] == 0, same & (d >= 0), (who[k] == 0) | (same & (d >= 0) & (d < window)))
     return order, mask_mod
 """,
     ),

@@ -165,7 +165,7 @@ def owner(row, column, shape, size, threads, warps, order):
     _instead(
         "not transposed",
         "q2_2",
-        ("wrong in", "out of bounds", "never written"),
+        "not turned",
         ("y_ptr + columns[None, :] * y_stride + rows[:, None]", "y_ptr + rows[:, None] * y_stride + columns[None, :]"),
     ),
     # ---- 3.1
@@ -603,6 +603,15 @@ def owner(row, column, shape, size, threads, warps, order):
         ("gl.store(c_ptr + at, total, mask=at < n)", "gl.store(c_ptr + at, total)"),
     ),
     _instead(
+        "mask of the store with m and n exchanged",
+        "q2_2",
+        ("m and n exchanged", "never written"),
+        (
+            "(columns < n)[None, :]\n    gl.store",
+            "(columns < n)[None, :]\n    mask = (rows < n)[:, None] & (columns < m)[None, :]\n    gl.store",
+        ),
+    ),
+    _instead(
         "commit only when something was issued",
         "q3_1",
         ("race", "wait_group", "unfinished"),
@@ -643,6 +652,24 @@ def owner(row, column, shape, size, threads, warps, order):
         "q3_2",
         "1 of 2 arrivals missing",
         ("mbarrier.init(full.index(i), count=1)", "mbarrier.init(full.index(i), count=2)"),
+    ),
+    _instead(
+        "refills at the tile's number",
+        "q3_2",
+        "The refills begin at the tile's number",
+        ("[row, (i + STAGES) * COLUMNS]", "[row, i + STAGES]"),
+    ),
+    _instead(
+        "tile of C at column, row",
+        "q4_1",
+        "leaves to [column, row]",
+        ("[row, column], c_tile", "[column, row], c_tile"),
+    ),
+    _instead(
+        "factor without c", "q5_1", "in the factor", ("alpha = gl.exp2((m - top) * c)", "alpha = gl.exp2(m - top)")
+    ),
+    _instead(
+        "old maximum returned", "q5_1", "Only the last block", ("return p, top, total, o", "return p, m, total, o")
     ),
     _instead("coordinates swapped", "q3_2", ("wrong in", "NaN"), ("[row, i * COLUMNS]", "[i * COLUMNS, row]")),
     _instead(

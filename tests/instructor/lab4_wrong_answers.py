@@ -457,6 +457,12 @@ def attend_part(q, k, v):
         "natural logarithm",
     ),
     WrongAnswer(
+        "softmax over another dimension of the stack",
+        "q3_2",
+        _SPLIT.format(rest="return (torch.softmax(lses, 1)[..., None] * outs).sum(0).to(q.dtype)"),
+        "not over 1",
+    ),
+    WrongAnswer(
         "parts averaged", "q3_2", _SPLIT.format(rest="return outs.mean(0).to(q.dtype)"), "do not count equally"
     ),
     WrongAnswer(
@@ -900,6 +906,19 @@ def queries_to_ridge(ridge, kv_len, group, head_dim, dtype):
     return None if slack <= 0 else math.ceil(ridge * dtype.itemsize * kv_len / slack)
 """,
         "group * queries count",
+    ),
+    WrongAnswer(
+        "a part's softmax over the queries",
+        "q3_2",
+        """
+def attend_part(q, k, v):
+    n = q.shape[1] // k.shape[1]
+    k, v = (t.float().repeat_interleave(n, 1) for t in (k, v))
+    s = q.float() @ k.mT / math.sqrt(q.shape[-1])
+    return torch.softmax(s, -2) @ v, torch.logsumexp(s, -1)
+""",
+        "not over the queries",
+        loses=("q3_2_part_tests",),
     ),
     WrongAnswer(
         "a part not scaled",

@@ -6,6 +6,7 @@ nbgrader gives to whole notebooks. What concerns one lab only is in the test fil
 
 import ast
 import contextlib
+import functools
 import importlib
 import io
 import re
@@ -16,9 +17,10 @@ from types import ModuleType
 
 import nbformat
 
-from instructor.build import Built
+from instructor.build import Built, build_lab
 from instructor.course import Score
 from instructor.names import bound_names, used_names
+from instructor.points import lab_path
 from utils.checking import AnswerNeeded, Verdict
 from utils.checking import WrongAnswer as VisibleRefusal
 
@@ -39,6 +41,12 @@ class WrongAnswer:
     def lost(self) -> set[str]:
         """Ids of the test cells that lose their points."""
         return set(self.loses or (f"{self.cell}_tests",))
+
+
+@functools.cache
+def built(name: str) -> Built:
+    """Build a lab, once for all test files of this process."""
+    return build_lab(lab_path(name))
 
 
 # ---- a lab's cells -----------------------------------------------------------------------------------------------
@@ -78,6 +86,16 @@ def calls_of(answer: str, calls: dict[str, str]) -> dict[str, str]:
     own = {test: call for test, call in calls.items() if test.startswith(f"{answer}_")}
     assert own, f"no test cell judges {answer}"
     return own
+
+
+def calls_reached_by(code: str, calls: dict[str, str], answers: dict[str, str]) -> dict[str, str]:
+    """Select the calls that use a name of this code, themselves or through answers: no other verdict can change."""
+    names = names_defined(ast.parse(code))
+    sources = [ast.parse(text) for text in answers.values() if not text.startswith("%%")]
+    functions = {node.name: names_used(node) for tree in sources for node in tree.body if hasattr(node, "name")}
+    while more := {name for name, used in functions.items() if used & names} - names:
+        names |= more
+    return {test: call for test, call in calls.items() if names_used(ast.parse(call)) & names}
 
 
 def drawn(calls: dict[str, str], seed: int) -> dict[str, str]:
@@ -214,6 +232,12 @@ def points_of(lab: Built) -> tuple[float, float]:
     return regular, bonus
 
 
+def points_by_hand(lab: Built) -> dict[str, float]:
+    """Return the points that a person gives: {id of an answer cell: points}."""
+    cells = [cell for question in lab.questions for cell in question.cells]
+    return {cell.grade_id: cell.points for cell in cells if cell.role in ("manual", "task")}
+
+
 # ---- what a notebook's cells use and give ------------------------------------------------------------------------
 
 
@@ -335,26 +359,15 @@ class Graded:
     scores: dict[str, dict[str, Score]]
     notebooks: dict[str, nbformat.NotebookNode]
 
-    def errors(self, student: str) -> list[tuple]:
-        """The errors in a student's notebook: [(cell, error output)]."""
-        return [
-            (cell, output)
-            for cell in self.notebooks[student].cells
-            for output in cell.get("outputs", [])
-            if output.output_type == "error"
-        ]
 
-    def seconds(self, student: str) -> list[float]:
-        """Seconds that each code cell took."""
-        return [_seconds(cell) for cell in self.notebooks[student].cells if cell.cell_type == "code"]
+def errors_in(notebook: nbformat.NotebookNode) -> list[tuple]:
+    """List the errors in an executed notebook: [(cell, error output)]."""
+    return [(c, output) for c in notebook.cells for output in c.get("outputs", []) if output.output_type == "error"]
 
-    def not_full(self, student: str) -> dict[str, Score]:
-        """The automatic tests that did not get all their points."""
-        return {
-            name: score
-            for name, score in self.scores[student].items()
-            if not score.needs_manual_grade and score.auto != score.points
-        }
+
+def seconds_in(notebook: nbformat.NotebookNode) -> list[float]:
+    """List the seconds that each code cell took."""
+    return [_seconds(cell) for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def guesses_of(cells: list) -> list[str]:

@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
-from instructor.build import ROOT, build_lab
-from instructor.points import lab_path
+from instructor.build import ROOT
+from tests.instructor.lab_cases import built
 from utils.config import GEMMA_CONFIG, GPU_SPECS, get_ridge_point
 
 H200 = GPU_SPECS["H200"]
@@ -17,7 +17,7 @@ RECORDS = ROOT / "assets/results/h200"
 @pytest.fixture(scope="module")
 def text() -> str:
     """The instructor's notebook, answers in words included, as one line."""
-    cells = json.loads(build_lab(lab_path("lab1")).instructor)["cells"]
+    cells = json.loads(built("lab1").instructor)["cells"]
     return re.sub(r"\s+", " ", " ".join("".join(cell["source"]) for cell in cells))
 
 

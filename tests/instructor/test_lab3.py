@@ -173,13 +173,6 @@ def _verdicts(calls, checks, answers, files, cell=None, code="", replaces=()):
     return lab_cases.verdicts_on(calls, {**names, "text_of": texts.__getitem__}, checks)
 
 
-def _near(calls, cell):
-    """Select the tests of one answer, and of the questions before and after it, which a mistake could affect."""
-    order = list(calls)
-    own = [order.index(test) for test in lab_cases.calls_of(cell, calls)]
-    return {test: calls[test] for test in order[max(0, own[0] - 1) : own[-1] + 2]}
-
-
 def _few_quick(cases, count):
     """Return the cases as parameters, with all but the first `count` of each answer cell marked slow."""
     seen, parameters = {}, []
@@ -190,16 +183,16 @@ def _few_quick(cases, count):
     return parameters
 
 
-@pytest.mark.parametrize("seed", (1, 2))
-def test_model_answers_pass_with_fresh_inputs(calls, checks, answers, files, seed):
-    assert lab_cases.refusals(_verdicts(lab_cases.drawn(calls, seed), checks, answers, files)) == []
+def test_model_answers_pass_with_fresh_inputs(calls, checks, answers, files):
+    assert lab_cases.refusals(_verdicts(lab_cases.drawn(calls, 1), checks, answers, files)) == []
 
 
 @pytest.mark.parametrize("wrong", _few_quick(WRONG_ANSWERS, 4))
-def test_wrong_answer_loses_its_question_alone(calls, checks, answers, files, wrong, request):
-    # The first mistakes of an answer show what else it could lose; the others, which are slow, run their own tests.
-    slow = request.node.get_closest_marker("slow")
-    tests = lab_cases.calls_of(wrong.cell, calls) if slow else _near(calls, wrong.cell)
+def test_wrong_answer_loses_its_question_alone(calls, checks, answers, files, wrong):
+    """Its own tests run, and those that read the same file or use the same function."""
+    file = _file_of(answers, wrong.cell)
+    tests = lab_cases.calls_of(wrong.cell, calls) | lab_cases.calls_reached_by(wrong.code, calls, answers)
+    tests |= {test: call for test, call in calls.items() if file and file in call}
     verdicts = _verdicts(tests, checks, answers, files, wrong.cell, wrong.code, wrong.replaces)
     lab_cases.assert_loses_alone(verdicts, wrong)
     for message in (verdicts[cell].message for cell in wrong.lost):

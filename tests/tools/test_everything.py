@@ -87,22 +87,3 @@ def test_gpu_tests_are_dealt_out_once_and_their_ends_are_read(tmp_path):
     assert len(gpu_tests.deal(tests[:2], 5)) == 2
     log = "tests/test_x.py::test_y[0 of many] PASSED [ 14%]\ntests/test_x.py::test_y[1 of many] FAILED [ 28%]\nFAILED (1)\n"
     assert gpu_tests.outcomes(log) == {tests[0]: "PASSED", tests[1]: "FAILED"}
-
-
-@pytest.mark.slow
-def test_gpu_tests_run_in_processes_that_are_stopped_in_time(tmp_path, monkeypatch):
-    file = tmp_path / "test_marked.py"
-    file.write_text(
-        "import pytest, time\npytestmark = pytest.mark.gpu\n"
-        "def test_right(): pass\ndef test_wrong(): assert False\ndef test_endless(): time.sleep(600)\n"
-    )
-    monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a GPU\n")
-    tests = gpu_tests.collect([file.name])
-    assert tests == [f"{file.name}::test_{name}" for name in ("right", "wrong", "endless")]
-    ended = gpu_tests.run(tests, tmp_path / "logs", processes=3, seconds=12)
-    assert {test.split("_")[-1]: how for test, how in ended.items()} == {
-        "right": "PASSED",
-        "wrong": "FAILED",
-        "endless": "NOT RUN",
-    }

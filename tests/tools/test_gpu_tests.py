@@ -1,13 +1,8 @@
 """The runner of GPU tests: what it says when the time is over. The tests that it runs here need no GPU."""
 
 import signal
-import sys
-import time
 
-import pytest
-
-from tools import gpu_tests
-from tools.gpu_tests import MemoryWatch, outcomes, reasons, run
+from tools.gpu_tests import outcomes, reasons, run
 
 TESTS = """
 import time
@@ -22,12 +17,11 @@ def test_long():
 """
 
 
-@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])  # ignored as in a shell's background
-def test_when_the_time_is_over_the_log_says_why_a_test_failed(tmp_path, handler):
+def test_when_the_time_is_over_the_log_says_why_a_test_failed(tmp_path):
     file = tmp_path / "test_three.py"
     file.write_text(TESTS, encoding="utf-8")
     names = [f"{file}::{name}" for name in ("test_right", "test_wrong", "test_long")]
-    before = signal.signal(signal.SIGINT, handler)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignored, as in a shell's background
     try:
         result = run(names, tmp_path / "logs", processes=1, seconds=12.0)
     finally:
@@ -36,21 +30,3 @@ def test_when_the_time_is_over_the_log_says_why_a_test_failed(tmp_path, handler)
     assert sorted(outcomes(log).values()) == ["FAILED", "PASSED"]
     assert list(result.values()).count("NOT RUN") >= 1
     assert len(reasons(log)) == 1 and "a reason" in reasons(log)[0]
-
-
-def test_the_most_memory_in_use_is_kept(monkeypatch):
-    numbers = iter([(300, 800), (700, 800), (100, 800)])
-    monkeypatch.setattr(gpu_tests, "gpu_memory", lambda: next(numbers, None))
-    monkeypatch.setattr(gpu_tests, "SAMPLE_S", 0.01)
-    with MemoryWatch() as watch:
-        time.sleep(0.2)
-    assert watch.most == (700, 800)
-
-
-def test_memory_is_read_as_nvidia_smi_writes_it_and_none_without_it(monkeypatch):
-    says = "print('71234, 81559\\n0, 81559')"
-    monkeypatch.setattr(gpu_tests, "MEMORY", [sys.executable, "-c", says])
-    assert gpu_tests.gpu_memory() == (71234, 81559)
-    for broken in (["no-such-program"], [sys.executable, "-c", ""], [sys.executable, "-c", "print('[N/A], [N/A]')"]):
-        monkeypatch.setattr(gpu_tests, "MEMORY", broken)
-        assert gpu_tests.gpu_memory() is None

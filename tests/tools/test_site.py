@@ -8,15 +8,15 @@ import nbformat
 import pytest
 
 import tools.site.__main__ as site
-from instructor.build import build_lab
-from instructor.points import lab_path
+from instructor.points import lab_names
+from tests.instructor import lab_cases
 from tools.site import pages
 from utils.files import ROOT
 
 
 @pytest.fixture(scope="module")
 def built():
-    return build_lab(lab_path("lab3_gluon"))
+    return lab_cases.built("lab3_gluon")
 
 
 def executed(built) -> dict:
@@ -89,6 +89,14 @@ def test_a_link_that_leads_nowhere_stops_the_build():
         pages.Links().rewrite("[a](gone.md)", "README.md")
 
 
+def test_a_word_of_the_glossary_leads_there_where_a_lab_uses_it_first():
+    terms = ["SM", "tensor core", "Triton, Gluon"]
+    text = pages.link_first_uses("# SM\n`SM` a [SM](x) sm, $SM$ SMs and SM; Tensor cores in Gluon, Triton", terms)
+    for word, anchor in (("SMs", "sm"), ("Tensor cores", "tensor-core"), ("Gluon", "triton-gluon")):
+        assert f'<a href="glossary.html#word-{anchor}">{word}</a>' in text
+    assert text.count("<a ") == 3 and terms == []
+
+
 def test_the_reference_has_every_name():
     import utils
 
@@ -100,9 +108,7 @@ def test_the_reference_has_every_name():
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("sphinx") is None, reason="Sphinx is missing: `make site` adds it")
 def test_the_site_is_built_without_a_warning(built, tmp_path):
-    from instructor.points import lab_names
-
-    labs = {name: build_lab(lab_path(name)).student for name in lab_names()}
+    labs = {name: lab_cases.built(name).student for name in lab_names()}
     labs["lab3_gluon"] = pages.with_outputs(built.student, executed(built))
     page = site.build(tmp_path / "site", labs)
     text = page.read_text(encoding="utf-8")

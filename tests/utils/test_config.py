@@ -1,7 +1,6 @@
 """GPU facts against each other and against unit counts and clocks; the Gemma-3 configuration."""
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -91,17 +90,13 @@ def test_figures_that_the_course_quotes():
     assert get_ridge_point("A6000", "fp32") == pytest.approx(50.4, abs=0.05)
 
 
-@pytest.mark.parametrize("name", GPU_SPECS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_ridge_point_is_peak_over_bandwidth(name, dtype):
-    spec = GPU_SPECS[name]
-    if spec[f"{dtype}_tflops"] is None:
-        with pytest.raises(ValueError, match=r"has no fp8 unit; choose one of fp16, bf16, fp32, tf32\."):
-            get_ridge_point(name, dtype)
-    else:
-        ridge = get_ridge_point(name, dtype)
-        assert ridge == spec[f"{dtype}_tflops"] / spec["memory_bandwidth_tb_s"]
-        assert math.isclose(ridge * spec["memory_bandwidth_tb_s"], peak_tflops(name, dtype))
+def test_ridge_point_is_peak_over_bandwidth(dtype):
+    spec = GPU_SPECS["H100"]
+    assert get_ridge_point("H100", dtype) == spec[f"{dtype}_tflops"] / spec["memory_bandwidth_tb_s"]
+    assert peak_tflops("H100", dtype) == spec[f"{dtype}_tflops"]
+    with pytest.raises(ValueError, match=r"has no fp8 unit; choose one of fp16, bf16, fp32, tf32\."):
+        get_ridge_point("A100", "fp8")
 
 
 def test_ridge_point_defaults_to_fp16_and_takes_torch_dtypes():
@@ -111,25 +106,15 @@ def test_ridge_point_defaults_to_fp16_and_takes_torch_dtypes():
     assert get_ridge_point("H100", torch.float8_e4m3fn) == get_ridge_point("H100", "fp8")
 
 
-@pytest.mark.parametrize(
-    ("given", "short"),
-    [
-        (torch.float16, "fp16"),
-        (torch.half, "fp16"),
-        ("float16", "fp16"),
-        ("fp16", "fp16"),
-        (torch.bfloat16, "bf16"),
-        ("bfloat16", "bf16"),
-        ("torch.bfloat16", "bf16"),
-        (torch.float32, "fp32"),
-        ("float32", "fp32"),
-        ("tf32", "tf32"),
-        (torch.float8_e5m2, "fp8"),
-        ("fp8", "fp8"),
-    ],
-)
-def test_dtype_names(given, short):
-    assert dtype_name(given) == short
+def test_dtype_names():
+    names = {
+        "fp16": (torch.float16, torch.half, "float16", "fp16"),
+        "bf16": (torch.bfloat16, "bfloat16", "torch.bfloat16"),
+        "fp32": (torch.float32, "float32"),
+        "tf32": ("tf32",),
+        "fp8": (torch.float8_e5m2, "fp8"),
+    }
+    assert all(dtype_name(given) == short for short, spellings in names.items() for given in spellings)
 
 
 @pytest.mark.parametrize(
@@ -188,21 +173,6 @@ def test_gemma_config_is_gemma_3_270m():
     assert set(GEMMA_CONFIG.layer_types) == {"full_attention", "sliding_attention"}
 
 
-def test_gemma_config_rotates_with_its_two_bases():
-    from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
-
-    from utils.config import GEMMA_CONFIG
-
-    rotary = Gemma3RotaryEmbedding(GEMMA_CONFIG)
-    positions = torch.tensor([[0, 1, 700]])
-    for layer_type, theta in (("full_attention", 1e6), ("sliding_attention", 1e4)):
-        cos, sin = rotary(torch.zeros(1, 3, 1), positions, layer_type)
-        frequencies = theta ** (-torch.arange(0, 256, 2, dtype=torch.float64) / 256)
-        angles = positions[0, :, None].double() * frequencies
-        torch.testing.assert_close(cos[0, :, :128].double(), angles.cos(), atol=1e-4, rtol=0)
-        torch.testing.assert_close(sin[0, :, 128:].double(), angles.sin(), atol=1e-4, rtol=0)
-
-
 def test_gemma_config_is_built_once_and_on_demand():
     import utils.config
 
@@ -224,8 +194,6 @@ FIRST_USES = {
     "pickle": "pickle.loads(pickle.dumps(g)).head_dim == 256",
     "assignment": "setattr(g, 'extra', 3) is None and g.extra == 3 and g.head_dim == 256",
     "text": "'head_dim' in repr(g)",
-    "its type": "type(type(g).from_dict(g.to_dict())) is Gemma3TextConfig",
-    "a new one": "type(type(g)(head_dim=64)) is Gemma3TextConfig",
     "name of the type": "type(g).__name__ == 'Gemma3TextConfig'",
 }
 
@@ -284,14 +252,3 @@ def test_the_row_of_this_gpu_agrees_with_the_driver():
     # CUDA keeps a part of it as L1.
     shared_kb = properties.shared_memory_per_multiprocessor / 1024
     assert 0.5 * spec["sram_per_sm_kb"] < shared_kb < spec["sram_per_sm_kb"]
-
-
-@pytest.mark.slow
-def test_the_names_of_the_labs_cost_at_most_half_of_what_torch_costs():
-    """The import of all names against a bare torch: CPU seconds of fresh processes, in turn, the better of two."""
-    best = {"import torch": math.inf, "from utils import *": math.inf}
-    for _ in range(2):
-        for code in best:
-            seconds = run_python(f"{code}\nimport time; print(time.process_time())")
-            best[code] = min(best[code], float(seconds))
-    assert best["from utils import *"] <= 1.5 * best["import torch"], best

@@ -29,39 +29,24 @@ DOCUMENTED = {
 }
 
 
-def in_fresh_python(code: str) -> dict:
-    """Run code in a new interpreter and return the dictionary `result` that it leaves."""
-    script = f"{code}\nimport json\nprint(json.dumps(result))"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return json.loads(run.stdout.splitlines()[-1])
-
-
 def test_the_documented_names_are_exported():
     assert set(utils.__all__) >= DOCUMENTED
     for name in utils.__all__:
         assert getattr(utils, name) is not None
 
 
-def test_a_star_import_brings_exactly_the_listed_names():
-    result = in_fresh_python(
-        "space = {}\nexec('from utils import *', space)\n"
-        "import utils\nresult = {'names': sorted(n for n in space if n != '__builtins__'), 'all': utils.__all__}"
+def test_a_star_import_brings_the_listed_names_and_heavy_libraries_wait_until_they_are_used():
+    code = (
+        "import sys, utils, json\nbefore = sorted(sys.modules)\nspace = {}\nexec('from utils import *', space)\n"
+        "print(json.dumps([before, sorted(sys.modules), sorted(space.keys() - {'__builtins__'}), utils.__all__]))"
     )
-    assert result["names"] == result["all"]
-
-
-def test_heavy_libraries_wait_until_they_are_used():
-    result = in_fresh_python(
-        "import sys\nimport utils\n"
-        "before = sorted(sys.modules)\n"
-        "from utils import *\n"
-        "after = sorted(sys.modules)\n"
-        "result = {'before': before, 'after': after}"
-    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, after, names, listed = json.loads(run.stdout.splitlines()[-1])
+    assert names == listed
     for library in ("torch", "transformers", "matplotlib", "pandas", "triton"):
-        assert library not in result["before"], library
+        assert library not in before, library
     for library in ("matplotlib", "pandas", "triton", "transformers.models.gemma3.modeling_gemma3"):
-        assert library not in result["after"], library
+        assert library not in after, library
 
 
 def test_the_profilers_warning_about_cycles_is_silent_and_others_are_not():

@@ -3,7 +3,6 @@
     python -m tools.record.attention_ratios ratios --out assets/results/h200/attention_ratios.json
     python -m tools.record.attention_ratios random --out assets/results/h200/attention_random.json
     python -m tools.record.attention_ratios ladder --out assets/results/h200/attention_ladder.json
-    python -m tools.record.attention_ratios plot --read assets/results/h200/attention_ratios.json --out ratios.svg
 
 Every ratio comes from two backends that are timed in one process, their calls interleaved on the same inputs (bf16, random
 normal, forward), so that both run at the same clocks. `ratios` times all backends of a point in turns. TFLOP/s count 4 B H Sq Sk D operations, half of them if causal.
@@ -18,11 +17,10 @@ import math
 import random
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from tools.record.common import Record, arguments_parser, machine_name, numbers, read_record, save_picture
+from tools.record.common import Record, arguments_parser, numbers
 from utils.attention import attention, find_backend, make_problem
 from utils.attention.reference import reference
 from utils.benchmark import intervals as stats
@@ -213,24 +211,10 @@ def show(row: dict) -> str:
     return f"{start}{row['tflops']:7.1f} TFLOP/s  {row['ratio']:.3f}x {row['against']} [{low:.3f}, {high:.3f}]"
 
 
-def plot(path: Path, out: Path) -> None:
-    """Draw a recorded table of ratios; the title says the machine and the commit that it comes from."""
-    from utils.visualization.ratios import plot_attention_ratios
-
-    record = read_record(path)
-    where = record["environment"]
-    title = (
-        "How many times faster the Gluon kernel is: bf16 forward, B x S = 16384.\n"
-        f"Recorded on {machine_name(record)}, torch {where['torch']}, commit {where['commit'][:7]}."
-    )
-    save_picture(plot_attention_ratios(record["rows"], title=title)[0], out)
-
-
 def main(arguments: list[str] | None = None) -> None:
-    """Measure and record a table, or draw a recorded one."""
+    """Measure and record a table."""
     parser = arguments_parser(__doc__, pairs=15)
-    parser.add_argument("table", choices=("ratios", "random", "ladder", "plot"))
-    parser.add_argument("--read", type=Path, help="plot: the recorded table of ratios")
+    parser.add_argument("table", choices=("ratios", "random", "ladder"))
     parser.add_argument("--against", default="cudnn,fa3,cute,flash", help="ratios, random: backends, with commas")
     parser.add_argument("--head-dims", type=numbers, default="64,128,256")
     parser.add_argument("--lengths", type=numbers, default="1024,2048,4096,8192,16384")
@@ -238,11 +222,6 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.out is None:
         parser.error("--out names the file to write")
-    if (options.table == "plot") != (options.read is not None):
-        parser.error("--read names a recorded table of ratios for `plot`, and goes with nothing else")
-    if options.table == "plot":
-        plot(options.read, options.out)
-        return
     torch.manual_seed(0)
     record = Record(options.out, options.table, "cuda", options.seconds, pairs=options.pairs)
     if options.table == "random":

@@ -9,11 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
-import queue
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -96,67 +93,6 @@ class Record:
         """Replace the file in one step by what is there now."""
         if self.path is not None:
             write_whole(self.path, to_text(self.contents))
-
-
-def answer_jobs(function: Callable, connection: Any) -> None:
-    """A process of `in_many_processes`: answer job after job, and end after an error, which may have spoilt the GPU's context."""
-    while True:
-        job = connection.recv()
-        try:
-            connection.send((function(job), ""))
-        except Exception as error:
-            connection.send((None, f"{type(error).__name__}: {error}"[-300:]))
-            return
-
-
-def in_many_processes(function: Callable, jobs: Iterable, processes: int, seconds: float = 120) -> list[tuple]:
-    """Call a function for each job in many processes; one that fails, dies or does not answer costs its own job only.
-
-    Args:
-        function: of a module, so that a new process finds it.
-        jobs: its arguments.
-        processes: how many at a time.
-        seconds: how long a job may take; a kernel that waits for ever is ended then, with its process.
-
-    Returns:
-        For each job what the function returned, or None, and what went wrong, or "".
-    """
-    context = multiprocessing.get_context("spawn")
-    waiting = queue.SimpleQueue()
-    answers: dict[int, tuple] = {}
-    listed = [*jobs]
-    for entry in enumerate(listed):
-        waiting.put(entry)
-
-    def serve() -> None:
-        process = None
-        while not waiting.empty():
-            try:
-                number, job = waiting.get_nowait()
-            except queue.Empty:
-                break
-            if process is None or not process.is_alive():
-                ours, theirs = context.Pipe()
-                process = context.Process(target=answer_jobs, args=(function, theirs), daemon=True)
-                process.start()
-                theirs.close()
-            try:
-                ours.send(job)
-                answers[number] = ours.recv() if ours.poll(seconds) else (None, f"no answer in {seconds:g} s")
-            except (EOFError, OSError) as error:
-                answers[number] = (None, f"the process ended: {error!r}")
-            if answers[number][1]:
-                process.kill()
-                process.join()
-                process = None
-        if process is not None:
-            process.kill()
-            process.join()
-
-    with ThreadPoolExecutor(processes) as pool:
-        for done in [pool.submit(serve) for _ in range(min(processes, len(listed)))]:
-            done.result()
-    return [answers[number] for number in range(len(listed))]
 
 
 def to_text(contents: dict) -> str:

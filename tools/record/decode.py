@@ -1,9 +1,8 @@
-"""Measure decode: the Gluon kernel against cuDNN, FlashAttention and FlashInfer on an H200 (`points`), pages, the layer.
+"""Measure decode: the Gluon kernel against cuDNN and FlashAttention 2, 3, 4 (`points`), pages, the layer.
 
     python -m tools.record.decode points --fa3 fa3/_C.so --out assets/results/h200/decode.json
     python -m tools.record.decode pages --fa3 fa3/_C.so --out assets/results/h200/decode_pages.json
     python -m tools.record.decode layer --out assets/results/h200/decode_layer.json
-    python -m tools.record.decode plot --read assets/results/h200/decode.json --out assets/results/h200/decode.svg
 
 The functions of a row are timed in one process, interleaved, with a cold L2 cache and a queue that is kept full: device
 time alone. Bytes are those of the cache. cuDNN and FlashAttention 2 (of torch) cannot align a causal mask at the last key
@@ -22,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tools.record.common import Record, arguments_parser, machine_name, read_record, save_picture
+from tools.record.common import Record, arguments_parser
 from utils.attention import attention, attention_decode, decode_reference, proof
 from utils.benchmark.intervals import speedup
 from utils.benchmark.measuring import measure, measure_together
@@ -43,8 +42,6 @@ CACHES = (
 NEW_TOKENS = (1, 8, 16)
 PAGED_CACHES = ((8, 32, 8, 8192, 128), (64, 32, 8, 4096, 128), (1, 32, 8, 32768, 128))
 PAGES = (16, 64, 256)
-NAMES = {"gluon": "Gluon", "cudnn": "cuDNN", "fa2": "FA2", "fa3": "FA3", "fa3_lengths": "FA3, lengths", "fa4": "FA4"}
-NAMES["flashinfer"] = "FlashInfer"
 ITERATIONS = 21
 
 
@@ -68,7 +65,6 @@ def others(
     makers: dict[str, Callable[[], Callable]] = {
         "cudnn": lambda: partial(pinned, SDPBackend.CUDNN_ATTENTION),
         "fa2": lambda: partial(pinned, SDPBackend.FLASH_ATTENTION),
-        "flashinfer": lambda: flashinfer_call(q, k, v),
     }
     tokens_first = [x.transpose(1, 2) for x in (q, k, v)]
     if fa3:
@@ -98,31 +94,6 @@ def others(
             if left_out is not None:
                 left_out[name] = reason
     return calls
-
-
-def flashinfer_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable:
-    """Return FlashInfer's call: its paged kernels, with the cache as one page a sequence; planned before it is timed.
-
-    From 0.6 on the wheel of flashinfer-python holds no compiled kernels: it needs nvcc, or the package
-    flashinfer-jit-cache of the same version, which its own index has. Where both are missing this raises.
-    """
-    import flashinfer
-
-    batch, heads, new_tokens, head_dim = q.shape
-    kv_heads, keys = k.shape[1:3]
-    space = torch.empty(128 << 20, dtype=torch.uint8, device=q.device)
-    starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
-    last = torch.full((batch,), keys, dtype=torch.int32, device=q.device)
-    types = {"q_data_type": q.dtype, "kv_data_type": k.dtype}
-    if new_tokens == 1:
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "HND", use_tensor_cores=heads != kv_heads)
-        wrapper.plan(starts, starts[:-1], last, heads, kv_heads, head_dim, keys, **types)
-    else:
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "HND")
-        rows = starts * new_tokens
-        wrapper.plan(rows, starts, starts[:-1], last, heads, kv_heads, head_dim, keys, causal=True, **types)
-    tokens = q.transpose(1, 2).reshape(-1, heads, head_dim)
-    return partial(wrapper.run, tokens, (k, v))
 
 
 def time_together(
@@ -267,26 +238,6 @@ def host_us(call: Callable, calls: int = 100) -> float:
     return 1e6 * best
 
 
-def measure_host(name: str) -> dict:
-    """Measure the host time of a call at one sequence of 2048 keys, and replay it from a CUDA graph."""
-    q, k, v = draw(1, 32, 8, 2048, 128, 1)
-    used = torch.full((1,), 2048, dtype=torch.int32, device="cuda")
-    calls: dict[str, Callable] = {
-        "attention_decode": partial(attention_decode, q, k, v),
-        "attention_decode, lengths": partial(attention_decode, q, k, v, seqlens=used),
-        "attention, backend gluon": partial(attention, q, k, v, causal=True, backend="gluon"),
-        "F.scaled_dot_product_attention": partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=True),
-    }
-    call = calls[name]
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    out.zero_()
-    graph.replay()
-    return {"call": name, "host_us": round(host_us(call), 1), "graph_is_equal": bool(torch.equal(out, call()))}
-
-
 def copy_tb_s() -> float:
     """Return the bandwidth of a copy of 1 GiB, bytes read and written."""
     x = torch.randn(2**29, device="cuda", dtype=torch.bfloat16)
@@ -294,44 +245,10 @@ def copy_tb_s() -> float:
     return round(4 * x.numel() / measure(y.copy_, x, warmup=3, iterations=11, device="cuda").median_ms / 1e9, 3)
 
 
-def draw_picture(record: dict, path: Path) -> None:
-    """Draw microseconds over the cache's length for one sequence, and each row's share of a copy's bandwidth."""
-    import matplotlib.pyplot as plt
-
-    from utils.visualization.style import series
-
-    figure, axes = plt.subplots(1, 4, figsize=(17, 4.2), width_ratios=(1, 1, 1, 1.25), layout="constrained")
-    rows = record["rows"]
-    for panel, new_tokens in zip(axes, NEW_TOKENS, strict=False):
-        one = [row for row in rows if (row["batch"], row["head_dim"], row["new_tokens"]) == (1, 128, new_tokens)]
-        for i, name in enumerate(NAMES):
-            points = [(row["keys"], row["us"][name]) for row in one if name in row["us"]]
-            if points:
-                panel.plot(*zip(*points, strict=True), label=NAMES[name], **series(i).line)
-        panel.sharey(axes[0])
-        title = f"{new_tokens} new token{'s' * (new_tokens > 1)}, 32/8 heads of 128"
-        panel.set(xscale="log", yscale="log", xlabel="keys in the cache", title=title)
-        panel.set_xticks([row["keys"] for row in one], [f"{row['keys'] // 1024}k" for row in one])
-    axes[0].set_ylabel("microseconds")
-    axes[0].legend(fontsize=8)
-    for i, name in enumerate(NAMES):
-        points = [(row["bytes"] / 1e6, row["bytes"] / row["us"][name] / 1e6) for row in rows if name in row["us"]]
-        if points:
-            sizes, rates = zip(*points, strict=True)
-            style = {**series(i).line, "linestyle": "none"}
-            axes[3].plot(sizes, [rate / record["copy_tb_s"] for rate in rates], label=NAMES[name], **style)
-    axes[3].axhline(1.0, linewidth=0.8, color="gray")  # as fast as a copy
-    axes[3].set(
-        xscale="log", xlabel="MB of keys and values", ylabel="share of a copy's bandwidth", title="all thirty points"
-    )
-    figure.suptitle(f"Decode on {machine_name(record)}, bf16, cold L2")
-    save_picture(figure, path)
-
-
 def main() -> None:
     """Run what the command line names."""
     parser = arguments_parser(__doc__)
-    parser.add_argument("table", choices=("points", "pages", "layer", "host", "plot"))
+    parser.add_argument("table", choices=("points", "pages", "layer"))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     parser.add_argument("--fa3", type=Path, help="the built library of FlashAttention 3")
     parser.add_argument("--fa4", action="store_true", help="time flash-attn-4 too; it compiles for seconds")
@@ -339,11 +256,7 @@ def main() -> None:
     parser.add_argument(
         "--first", type=int, default=0, help="for `points`: number of the first cache, behind a run that was stopped"
     )
-    parser.add_argument("--read", type=Path, help="for `plot`: the recorded points")
     options = parser.parse_args()
-    if options.table == "plot":
-        draw_picture(read_record(options.read), options.out)
-        return
     if options.fa3:
         torch.ops.load_library(str(options.fa3.expanduser()))
     fa3 = options.fa3 is not None
@@ -359,16 +272,6 @@ def main() -> None:
         ),
         "pages": (PAGED_CACHES, partial(measure_pages, fa3=fa3), str),
         "layer": ([(i, b, s) for i in (0, 5) for b, s in ((1, 2048), (1, 32768), (64, 4096))], measure_layer, str),
-        "host": (
-            (
-                "attention_decode",
-                "attention_decode, lengths",
-                "attention, backend gluon",
-                "F.scaled_dot_product_attention",
-            ),
-            measure_host,
-            str,
-        ),
     }
     if record.fill(*tables[options.table]):
         record.finish()

@@ -59,10 +59,10 @@ TABLES = {
         Table("decode", "record.decode points {fa3} --fa4", 60),
         Table("decode_pages", "record.decode pages {fa3}", 30),
         Table("decode_layer", "record.decode layer", 30),
-        Table("decode_host", "record.decode host", 20),
         Table("backward_ratios", "record.backward ratios {fa3}", 60),
         Table("backward_errors", "record.backward errors {fa3}", 30),
         Table("attention_ladder", "record.attention_ratios ladder --pairs 8", 40),
+        Table("sdpa_grid", "record.sdpa_grid --read assets/results/h200/sdpa_grid.json", 60),
         Table("timer", "record.timer_check", 30, takes_seconds=False),
     )
 }

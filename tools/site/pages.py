@@ -12,12 +12,13 @@ from typing import Any
 
 import nbformat
 
-from tools.address import hosted, source
-from utils.files import ROOT
+from tools.address import hosted
+from utils.files import ROOT, repository_address
 
 # {file of the repository: page of the site}, in the order of the navigation, under the headings of HEADINGS.
+GLOSSARY = "docs/glossary.md"
 HEADINGS = {
-    "Start": {"docs/students.md": "students.md", "docs/glossary.md": "glossary.md"},
+    "Start": {"docs/students.md": "students.md", GLOSSARY: "glossary.md"},
     "Labs": {
         "lab1.ipynb": "lab1.ipynb",
         "lab2_flexattention.ipynb": "lab2_flexattention.ipynb",
@@ -46,10 +47,16 @@ HEADINGS = {
     },
 }
 PAGES = {"README.md": "index.md", **{file: page for pages in HEADINGS.values() for file, page in pages.items()}}
+OTHER_MEANINGS = ("kernel", "block (CTA)", "grid")  # of Jupyter, of `with`, of a table: no link at their first use
 WITHHELD = "This output quotes lines of the answer, so it is left out here. Run the cell to see yours.\n"
 _LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?\)")
 _SOURCE = re.compile(r'(?<=src=")([^":]+)(?=")')  # of an image that stands as HTML
 _PART = re.compile(r"# (Part (\d+): .+)")
+_TERM = re.compile(r"^\| (?!Word|-)([^|]+?) \|", re.MULTILINE)  # first cell of a row of the glossary
+# What no word of the glossary is linked in: code, formulas, links, tags, headings.
+_NOT_PROSE = re.compile(
+    r"(```.*?```|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|!?\[[^\]]*\]\([^)]*\)|<[^>]*>|^#.*?$)", re.DOTALL | re.MULTILINE
+)
 
 
 def with_outputs(student: str, executed: Mapping[str, Any]) -> str:
@@ -85,6 +92,28 @@ def withhold(notebook: str, leaks: Callable[[str], bool]) -> str:
                 for output in cell.outputs
             ]
     return nbformat.writes(document) + "\n"
+
+
+def anchor_of(term: str) -> str:
+    """Return the anchor of a word on the glossary's page."""
+    return "word-" + re.sub(r"\W+", "-", term.lower())
+
+
+def link_first_uses(text: str, terms: list[str]) -> str:
+    """Return Markdown in which each word of the glossary leads there where it stands first; it is taken out of `terms`."""
+    names = {name.lower(): term for term in terms for name in re.sub(r" \(.*", "", term).split(", ")}
+
+    def link(match: re.Match) -> str:
+        term = names[match[1].lower()]
+        if term not in terms or (term.isupper() and match[1] != term):
+            return match[0]
+        terms.remove(term)
+        return f'<a href="glossary.html#{anchor_of(term)}">{match[0]}</a>'
+
+    any_name = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    words = re.compile(rf"\b({any_name})s?\b", re.IGNORECASE)
+    parts = _NOT_PROSE.split(text)
+    return "".join(words.sub(link, part) if names and i % 2 == 0 else part for i, part in enumerate(parts))
 
 
 class Links:
@@ -147,6 +176,7 @@ def collect(folder: Path, notebooks: Mapping[str, str]) -> dict[str, bytes]:
     """
     links = Links()
     published: dict[str, bytes] = {}
+    glossary = (ROOT / GLOSSARY).read_text(encoding="utf-8")
     for file, page in PAGES.items():
         if file.endswith(".ipynb"):
             lab = file.removesuffix(".ipynb")
@@ -155,7 +185,11 @@ def collect(folder: Path, notebooks: Mapping[str, str]) -> dict[str, bytes]:
                 if cell["cell_type"] == "markdown":
                     cell["source"] = links.rewrite("".join(cell["source"]), file)
                 cell["metadata"].pop("nbgrader", None)
+            terms = [term for term in _TERM.findall(glossary) if term not in OTHER_MEANINGS]
             for name, part in parts_of(notebook, lab).items():
+                for cell in part["cells"] if "-part" in name else ():
+                    if cell["cell_type"] == "markdown":
+                        cell["source"] = link_first_uses(cell["source"], terms)
                 published[name] = json.dumps(part, indent=1).encode()
             published[f"files/{file}"] = (ROOT / file).read_bytes()  # to download, without outputs
         elif file.endswith(".html"):
@@ -164,6 +198,8 @@ def collect(folder: Path, notebooks: Mapping[str, str]) -> dict[str, bytes]:
             published[page] = api_page().encode()
         else:
             text = links.rewrite((ROOT / file).read_text(encoding="utf-8"), file)
+            if file == GLOSSARY:
+                text = _TERM.sub(lambda match: f'| <a id="{anchor_of(match[1])}"></a>{match[1]} |', text)
             published[page] = (text + (navigation() if file == "README.md" else "")).encode()
     for file, path in links.files.items():
         published[path] = (ROOT / file).read_bytes()
@@ -184,7 +220,9 @@ def parts_of(notebook: dict, lab: str) -> dict[str, dict]:
             pages[page], titles[page] = [], heading[1]
         pages[page].append(cell)
     entries = "\n".join(f"{title} <{Path(page).stem}>" for page, title in titles.items())
-    hosts = "".join(f' · <a href="{target}">open in {host}</a>' for host, target in hosted(source(), lab).items())
+    hosts = "".join(
+        f' · <a href="{target}">open in {host}</a>' for host, target in hosted(repository_address(), lab).items()
+    )
     download = f'<a href="files/{lab}.ipynb" download>Download this lab</a>{hosts}'
     first = pages[f"{lab}.ipynb"]
     first.insert(1, nbformat.v4.new_markdown_cell(f"```{{toctree}}\n:hidden:\n\n{entries}\n```"))

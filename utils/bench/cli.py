@@ -40,7 +40,7 @@ Targets = Annotated[
 ]
 ExtraArgs = Annotated[
     list[str] | None,
-    typer.Option("--target-extra-arg", help="'TARGET=--flag value ...', repeatable; list-targets shows the flags."),
+    typer.Option("--target-extra-arg", help="'TARGET=--flag value ...', repeatable; list-targets --flags shows them."),
 ]
 Inputs = Annotated[
     list[str] | None,
@@ -57,7 +57,8 @@ TargetInterval = Annotated[
     typer.Option("--target-interval", help="Sample on until the interval is plus or minus this share: 0.01 is 1%."),
 ]
 UpdateExpectations = Annotated[
-    bool, typer.Option("--update-expectations", help="Record the results as expected of this GPU; old values are kept.")
+    bool,
+    typer.Option("--update-expectations", help="Record the results as expected of this GPU, in place of the old ones."),
 ]
 
 

@@ -1,12 +1,11 @@
 """What each GPU is expected to do: `expectations/<gpu>.json`, checked by every commit, changed only on request.
 
-    {"schema": "labs-bench-expectations", "version": 1, "gpu": "NVIDIA H200",
-     "entries": [{"target", "label", "workload", "options", "metrics": {name: {"value", "interval", "direction"}},
-                  "recorded": {"run_id", "date", "commit", ...}, "history": [{"metrics", "recorded"}, ...]}]}
+    {"schema": "labs-bench-expectations", "version": 2, "gpu": "NVIDIA H200",
+     "entries": [{"target", "label", "workload", "options", "metrics": {name: {"value", "interval"}},
+                  "recorded": {"run_id", "date", "commit", ...}}]}
 
-Each metric says which direction is better. It is worse when its whole interval lies beyond the stored one's by more
-than the tolerance. Checking never writes, so a stored value cannot drift: only `--update-expectations` changes it, and
-the old value stays in `history`, oldest first.
+A metric is worse when its whole interval lies beyond the stored one's by more than the tolerance. Checking never writes,
+so a stored value cannot drift: only `--update-expectations` changes it.
 """
 
 from __future__ import annotations
@@ -20,12 +19,9 @@ from utils.bench.errors import BenchError
 from utils.files import ROOT
 from utils.machine.device import detect_gpu
 
-EXPECTATIONS = Schema("labs-bench-expectations", 1, ("gpu", "entries"))
+EXPECTATIONS = Schema("labs-bench-expectations", 2, ("gpu", "entries"))
 FOLDER = ROOT / "expectations"
 TOLERANCE = 0.05
-
-HIGHER, LOWER = "higher", "lower"
-DIRECTIONS = {"optimized_ms": LOWER, "baseline_ms": LOWER, "speedup": HIGHER}
 
 BETTER, WITHIN, WORSE, UNSURE = "better", "within", "worse", "unsure"
 RECORDED_FROM = ("gpu", "driver", "cuda", "cudnn", "torch", "triton", "flash_attn_4", "commit", "dirty")
@@ -49,30 +45,22 @@ def load_expectations(path: Path) -> dict:
             f"there is no {path}: this GPU has no expectations yet; record them with "
             "`labs bench run --targets ... --update-expectations`."
         )
-    document = EXPECTATIONS.read(path)
-    for entry in document["entries"]:
-        for name, metric in entry.get("metrics", {}).items():
-            if metric.get("direction") != DIRECTIONS.get(name) or len(metric.get("interval", ())) != 2:
-                raise BenchError(
-                    f"{path} is damaged: the metric {name!r} of {entry.get('target')} has no interval or "
-                    f"the direction {metric.get('direction')!r}; restore the committed file."
-                )
-    return document
+    return EXPECTATIONS.read(path)
 
 
 def metrics(case: dict) -> dict[str, dict]:
-    """Return the times of a case and their ratio, each with its interval and the direction that is better."""
+    """Return the times of a case and their ratio, each with its interval."""
     values = {}
     for side in ("optimized", "baseline"):
         if (measured := res.measured(case, side)) is not None:
             values[f"{side}_ms"] = {"value": measured.median_ms, "interval": list(measured.interval_ms)}
     if case["comparison"] is not None:
         values["speedup"] = {"value": case["comparison"]["speedup"], "interval": list(case["comparison"]["interval"])}
-    return {name: {**metric, "direction": DIRECTIONS[name]} for name, metric in values.items()}
+    return values
 
 
-def judge(now: dict, stored: dict, tolerance: float = TOLERANCE) -> str:
-    """Judge a metric: "better", "within", "worse" or "unsure", by its interval against the stored one."""
+def judge(name: str, now: dict, stored: dict, tolerance: float = TOLERANCE) -> str:
+    """Judge a metric, of which less is better unless it is the speed-up: "better", "within", "worse" or "unsure"."""
     (low, high), (stored_low, stored_high) = now["interval"], stored["interval"]
     floor, ceiling = stored_low / (1.0 + tolerance), stored_high * (1.0 + tolerance)
     if floor <= low and high <= ceiling:
@@ -80,21 +68,14 @@ def judge(now: dict, stored: dict, tolerance: float = TOLERANCE) -> str:
     above, below = low > ceiling, high < floor
     if not above and not below:
         return UNSURE
-    return BETTER if above == (stored["direction"] == HIGHER) else WORSE
+    return BETTER if above == (name == "speedup") else WORSE
 
 
 # (time, ratio, baseline's time) as they were judged, None for any -> verdict, whether the check fails, what it means.
 # The first row that fits counts. The optimized side's time and the ratio decide; the baseline's says which of the two moved.
 RULES = (
     (WORSE, WORSE, None, "regression", True, "the optimized side is slower, in time and against its baseline"),
-    (
-        WORSE,
-        None,
-        WORSE,
-        "slower",
-        True,
-        "both sides are slower: they share a cause, such as clocks, power or the driver",
-    ),
+    (WORSE, None, WORSE, "slower", True, "both sides are slower: clocks, power or the driver"),
     (WORSE, None, None, "slower", True, "the optimized side's time is worse, the ratio not yet"),
     (None, WORSE, BETTER, "baseline faster", False, "the baseline got faster; the optimized side holds"),
     (None, WORSE, None, "regression", True, "the ratio to the baseline is worse"),
@@ -145,7 +126,7 @@ def _check_case(case: dict, entry: dict | None, tolerance: float) -> dict:
         return row | {"verdict": "no expectation", "fails": False, "why": "nothing is stored for this case"}
     now = metrics(case)
     row["metrics"] = {
-        name: {"now": now[name], "expected": stored, "judged": judge(now[name], stored, tolerance)}
+        name: {"now": now[name], "expected": stored, "judged": judge(name, now[name], stored, tolerance)}
         for name, stored in entry["metrics"].items()
         if name in now
     }
@@ -161,10 +142,7 @@ def metric_text(metric: dict | None) -> str:
 
 
 def updated(document: dict, expected: dict | None) -> tuple[dict, list[str]]:
-    """Record a run's cases in the expectations; return them and the changes in words.
-
-    Old values move to their entry's history. Only cases with both sides verified and timed are recorded.
-    """
+    """Record a run's cases with both sides verified and timed in the expectations; return them and the changes in words."""
     environment = document["environment"]
     gpu = environment.get("gpu")
     if expected is None:
@@ -192,17 +170,12 @@ def _record_case(case: dict, expected: dict, recorded: dict) -> str:
     if entry is None:
         facts = {key: case[key] for key in ("target", "label", "workload")}
         facts |= {"options": res.options(case), "timing": res.timing_mode(case), "ran": ran}
-        expected["entries"].append(facts | {"metrics": new, "recorded": recorded, "history": []})
+        expected["entries"].append(facts | {"metrics": new, "recorded": recorded})
         return f"{name}: recorded, {now}"
     old = entry["metrics"]
-    entry["history"].append({"metrics": old, "recorded": entry["recorded"]})
     entry |= {"metrics": new, "recorded": recorded, "ran": ran}
-    first = entry["history"][0]["metrics"]["optimized_ms"]["value"]
-    worse = [metric for metric in new if metric in old and judge(new[metric], old[metric]) == WORSE]
-    return (
-        f"{name}: {old['optimized_ms']['value']:.4g} -> {now} (first recorded: {first:.4g} ms)"
-        + f"; WORSE in {', '.join(worse)}" * bool(worse)
-    )
+    worse = [metric for metric in new if metric in old and judge(metric, new[metric], old[metric]) == WORSE]
+    return f"{name}: {old['optimized_ms']['value']:.4g} -> {now}" + f"; WORSE in {', '.join(worse)}" * bool(worse)
 
 
 def update_file(document: dict, folder: Path = FOLDER) -> tuple[Path, list[str]]:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from utils import attention
 from utils.checking.kernel_exercises import Launch, Tile
@@ -29,6 +30,23 @@ def transpose_launch(m: int, n: int, normal: Normal = torch.randn, spare: int = 
     args = dict(x_ptr=x, y_ptr=y, m=m, n=n, x_stride=n + spare, y_stride=m + spare)
     grid = (math.ceil(m / 32), math.ceil(n / 32))
     return Launch("transpose", grid, args, outputs=("y_ptr",), file="lab3_transpose.py"), {"y_ptr": x.T}
+
+
+def transpose_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
+    """Return the transposes that known mistakes give, NaN where nothing is written: {what is wrong: transpose}."""
+    args: dict[str, Any] = launch.args
+    x, y, (m, n) = args["x_ptr"], args["y_ptr"], args["x_ptr"].shape
+    exchanged, unturned = torch.full_like(y, NAN), torch.full((n * args["y_stride"] + n,), NAN)
+    exchanged[:m, :n] = x.T[:m, :n]
+    for first in range(0, n, 32):  # tile after tile: where two write the same place, the later one stays
+        tile = x[:, first : first + 32]
+        unturned[torch.arange(m)[:, None] * args["y_stride"] + first + torch.arange(tile.shape[1])] = tile
+    return {
+        "The mask of the store has m and n exchanged: rows are those of X, below m, and columns below n.": exchanged,
+        "The addresses of Y are not turned: row i, column j of X goes to row j, column i of Y.": torch.as_strided(
+            unturned, y.shape, (args["y_stride"], 1)
+        ),
+    }
 
 
 def async_copy_launch(
@@ -59,6 +77,12 @@ def ring_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
     tiles = math.ceil(columns / tile)
     piece = [x[:, i * tile : (i + 1) * tile].square().sum(1) for i in range(tiles)]
     right = expected["y_ptr"]
+
+    def begun_at(start: Callable[[int], int]) -> torch.Tensor:
+        """Return the sums of tiles whose copies begin at these columns."""
+        return torch.stack([x[:, start(i) : start(i) + tile].square().sum(1) for i in range(tiles)]).sum(0)
+
+    elements = "row and column count elements."
     return {
         "The last tile is left out.": right - piece[-1],
         "Only the first tiles are added, as many as there are slots: is a slot refilled?": torch.stack(
@@ -68,9 +92,9 @@ def ring_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
         "The last tile alone is in the sum: add to `total`.": piece[-1],
         "This is the sum of x, not of x * x.": x.sum(1),
         "Every tile is added twice.": 2 * right,
-        "The copies begin at the tile's number: row and column count elements.": sum(
-            x[:, i : i + tile].square().sum(1) for i in range(tiles)
-        ),
+        f"The copies begin at the tile's number: {elements}": begun_at(lambda i: i),
+        f"The first copies begin at the tile's number: {elements}": begun_at(lambda i: i if i < stages else i * tile),
+        f"The refills begin at the tile's number: {elements}": begun_at(lambda i: i * tile if i < stages else i),
     }
 
 
@@ -126,7 +150,14 @@ def wgmma_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
     args: dict[str, Any] = launch.args
     a, b = (args[name].tensor.double() for name in ("a_desc", "b_desc"))
     last = (a.shape[1] - 1) // 64 * 64
+    c, (rows, columns) = expected["c_desc"], args["c_desc"].block
+    misplaced = torch.full_like(c, NAN)
+    for row, column in ((i, j) for i in range(0, c.shape[0], rows) for j in range(0, c.shape[1], columns)):
+        target = misplaced[column : column + rows, row : row + columns]
+        tile = F.pad(c[row : row + rows, column : column + columns], (0, columns, 0, rows))
+        target.copy_(tile[: target.shape[0], : target.shape[1]])
     return {
+        "A tile of C leaves to [column, row]: the coordinates are [row, column].": misplaced,
         "Only the last step along K is in the result: each product must add to the accumulator.": a[:, last:]
         @ b[:, last:].T,
         "Only the first step along K is in the result.": a[:, :64] @ b[:, :64].T,

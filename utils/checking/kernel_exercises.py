@@ -25,7 +25,7 @@ from typing import cast
 
 import torch
 
-from utils.checking.kernel_files import HELPERS, expect_kernel_file
+from utils.checking.kernel_files import HELPERS, expect_kernel_file, parse_file
 from utils.checking.kernel_mistakes import name_mistakes
 from utils.checking.verdicts import AnswerNeeded, expect_close, raises_not_implemented
 from utils.gluon_cpu.compiling import Compiled, CompilerRefusal, Request, compile_kernel, import_file, write_source
@@ -116,11 +116,7 @@ def _accept(source: str, file: str) -> None:
 @functools.lru_cache(maxsize=256)
 def _functions_in(source: str, file: str) -> frozenset[str]:
     """The names of the functions that a student's file defines, if it is Python and its kernel is written."""
-    try:
-        tree = ast.parse(source)
-    except SyntaxError as error:
-        text = (error.text or "").strip()
-        raise AssertionError(f"{file} is no Python: {error.msg}, line {error.lineno}: {text}") from None
+    tree = parse_file(source, file)
     # Look in the text: when a kernel is compiled, its `raise` never runs.
     if raises_not_implemented(source):
         raise AnswerNeeded(f"{file} is not answered yet: it still has `raise NotImplementedError()` in it.")
@@ -247,19 +243,16 @@ def simulate_file(source: str, launch: Launch, options: dict) -> tuple[dict[str,
     return outputs, {**seen, "events": [astuple(event) for event in run.events]}
 
 
-def simulate_failure(
-    source: str, launch: Launch, *, seed: int | None = None, model: CostModel | None = None
-) -> tuple[str, Run]:
+def simulate_failure(source: str, launch: Launch, *, seed: int | None = None) -> tuple[str, Run]:
     """Run a launch that may fail, and return the report, "" if there is none, with the timeline up to it.
 
     Args:
         source: the text of the student's file.
         launch: the kernel and its arguments.
         seed: None runs by the cost model's times; a number stretches and shrinks them.
-        model: the cost model.
     """
     module = load_kernels(source, launch)
-    with simulate(seed=seed, timeline=True, max_steps=60_000, max_seconds=40.0, model=model) as run:
+    with simulate(seed=seed, timeline=True, max_steps=60_000, max_seconds=40.0) as run:
         try:
             launch.run(module, "cpu")
         except SimulationError as error:
@@ -461,7 +454,8 @@ def expect_kernel(
             what = f"{name} after {launch.kernel}{where}"
             got, right = outputs[name], tensor.to(outputs[name].dtype)
             if got.isnan().any() and (never := unwritten(source, launch, name)):
-                raise AssertionError(f"{what}: {never} {hint}")
+                words = name_mistakes(got, right, mistakes()) if mistakes else []
+                raise AssertionError(f"{what}: {never} {' Or: '.join(words) or hint}")
             try:
                 expect_close(got, right, rtol=rtol, atol=atol, what=what, hint=hint)
             except AssertionError as wrong:

@@ -66,7 +66,7 @@ def expect_kernel_file(source: str, file: str) -> None:
     Raises:
         AssertionError: the message names the line, what it holds, and what such a file may hold.
     """
-    reader, tree = _Reader(file), _parse(source, file)
+    reader, tree = _Reader(file), parse_file(source, file)
     for node in tree.body:
         reader.read(node)
 
@@ -84,7 +84,7 @@ def kernels_of(source: str, file: str, kernel: str) -> str:
     Raises:
         AssertionError: the file has no such kernel, or a kernel holds what no kernel may hold.
     """
-    tree = _parse(source, file)
+    tree = parse_file(source, file)
     lines = source.replace("\r\n", "\n").replace("\r", "\n").split("\n")  # the lines that Python counts, and no others
     reader, found = _Reader(file), False
     for node in tree.body:
@@ -103,7 +103,8 @@ def kernels_of(source: str, file: str, kernel: str) -> str:
     return kept
 
 
-def _parse(source: str, file: str) -> ast.Module:
+def parse_file(source: str, file: str) -> ast.Module:
+    """Parse a file; the message of an error names the file and the line."""
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

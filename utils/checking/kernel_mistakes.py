@@ -237,7 +237,7 @@ def flash_mistake(got: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.
     """Return what is wrong with the output of lab 1's kernel in Triton, or what to look at if no known mistake gives it.
 
     Args:
-        got: the wrong output (H, Sq, D).
+        got: the output (H, Sq, D); for a right one the words are empty.
         q: queries (H, Sq, D).
         k: keys (H, Sk, D).
         v: values (H, Sk, D).
@@ -245,6 +245,8 @@ def flash_mistake(got: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.
     """
     q, k, v, got = (x.double() for x in (q, k, v, got))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    if torch.allclose(got, expected, rtol=1e-3, atol=1e-3):
+        return ""
     last = (k.shape[1] - 1) // block * block
     known = attention_mistakes(q, k, v, FLASH, block=block) | {
         "Only the last block of keys counts. Is the new maximum kept, and is each part added to what was there?": (

@@ -33,9 +33,7 @@ def known_mistake(
     return " Or: ".join(hints) or otherwise
 
 
-def attention_mistake(
-    got: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None
-) -> str:
+def attention_mistake(got: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False) -> str:
     """Return a hint if `got` is what a known mistake makes of attention over (B, H, S, D); "" if none is known.
 
     Args:
@@ -44,21 +42,24 @@ def attention_mistake(
         k: (B, H, L, D).
         v: (B, H, L, D).
         causal: whether a causal mask was asked for.
-        scale: the factor of the scores that was asked for; 1 / sqrt(D) by default.
     """
     if not isinstance(got, torch.Tensor) or got.shape != q.shape:
         return ""
-    right_scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    right_scale = 1 / math.sqrt(q.shape[-1])
     q, k, v, got = (t.detach().double() for t in (q, k, v, got))
 
     def attend(scale: float = right_scale, causal: bool = causal) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=causal)
 
+    right = attend()
+    if torch.allclose(got, right, rtol=1e-3, atol=1e-4):
+        return ""
     scores = q @ k.mT * right_scale
     known = {
         "The scores are divided by the square root of the head dimension.": lambda: attend(1.0),
         "The scores are divided by sqrt(D), not by D.": lambda: attend(1 / q.shape[-1]),
         "The scores are divided by sqrt(D), once.": lambda: attend(right_scale**2),
+        "The root is that of the head dimension D, not of the length.": lambda: attend(1 / math.sqrt(q.shape[-2])),
         "The scores are divided by sqrt(D), not multiplied.": lambda: attend(1 / right_scale),
         "Which dimension is the softmax over? Each QUERY's weights sum to 1.": lambda: (
             torch.softmax(scores, dim=-2) @ v
@@ -70,7 +71,6 @@ def attention_mistake(
     if q.shape[-2] == k.shape[-2]:
         hint = "A query may not see the keys after it." if causal else "No mask was asked for."
         known[hint] = lambda: attend(causal=not causal)
-    right = attend()
     for hint, answer in known.items():
         wrong = answer()
         telling = not torch.allclose(wrong, right, rtol=1e-3, atol=1e-4)

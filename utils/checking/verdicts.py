@@ -19,7 +19,6 @@ import ast
 import contextlib
 import dis
 import functools
-import html
 import inspect
 import io
 import math
@@ -82,13 +81,6 @@ class Verdict:
 
     def __repr__(self) -> str:
         return f"{'✓' if self.passed else '✗'} {self._text()}"
-
-    def _repr_html_(self) -> str:
-        mark, colour = ("✓", "#1a7f37") if self.passed else ("✗", "#cf222e")
-        return (
-            f'<div style="border-left: 4px solid {colour}; padding-left: 8px; white-space: pre-wrap">'
-            f'<b style="color: {colour}">{mark}</b> {html.escape(self._text())}</div>'
-        )
 
 
 @contextlib.contextmanager

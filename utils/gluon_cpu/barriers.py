@@ -294,10 +294,16 @@ def barriers_of(desc: Any, what: str) -> list[MBarrier]:
     return barriers
 
 
-def own_barriers(desc: Any, what: str) -> list[MBarrier]:
-    """Return the barrier of each block for a copy, which can only signal one in the block that it writes to."""
+def own_barriers(desc: Any, what: str, pairs: bool = False) -> list[MBarrier]:
+    """Return the barrier of each block for a copy, which can only signal one in the block that it writes to.
+
+    With `pairs` it may lie in the first block of a pair, as Blackwell's products in pairs want it.
+    """
     barriers = barriers_of(desc, what)
-    if any(barrier.shared for barrier in barriers):
+    in_pairs = pairs and all(barrier.block == index & ~1 for index, barrier in enumerate(barriers))
+    if in_pairs and len(barriers) > 1:
+        context.program().pair_signals.append((context.site(), desc.label))
+    elif any(barrier.shared for barrier in barriers):
         text = (
             f"{what} signals an mbarrier in the block that it writes to, and {desc.label} is shared by several blocks"
         )

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from triton.experimental.gluon.language.nvidia import ampere, hopper
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import ampere, blackwell, hopper
 
 from . import context, layouts
 from .barriers import is_true, own_barriers
@@ -17,6 +18,7 @@ from .global_memory import addresses, read_kept
 from .known import constant, known, number
 from .memory import MemDesc, access, is_over
 from .reports import Site
+from .tensors import Tensor
 
 
 @dataclass(eq=False)
@@ -65,46 +67,126 @@ def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False, ca
     """
     layouts.check_tma(tensor_desc, coord, result, "A TMA copy")
     at = _coordinates(coord)
-    if not is_true(pred):
-        return
+    if is_true(pred):
+        together = constant(multicast, "multicast")
+        what = f"the TMA {'multicast' if together else 'copy'} into {result.label}"
+        _start_load(result, barrier, ("A TMA copy", what), together, lambda: tensor_desc.read(at))
+
+
+def _start_load(result, barrier, names: tuple[str, str], multicast: bool, read) -> None:
+    """Start a copy into shared memory that reports to a barrier; `read()` returns the values when it ends."""
     program = context.program()
     program.reschedule()
-    p, bars = program.partition, own_barriers(barrier, "A TMA copy")
+    p, bars = program.partition, own_barriers(barrier, names[0], pairs=True)
     groups = layouts.block_groups(result.layout, program.num_ctas)
-    together = constant(multicast, "multicast")
-    issuers = [groups[block.index][0] if together else block.index for block in p.blocks]
+    issuers = [groups[block.index][0] if multicast else block.index for block in p.blocks]
     for bar, issuer in zip(bars, issuers, strict=True):
         bar.check_visible(p.blocks[issuer])
-    access(
-        result,
-        write=True,
-        asynchronous=True,
-        barriers=bars,
-        issuers=issuers,
-        what=f"the TMA {'multicast' if together else 'copy'} into {result.label}",
-    )
-    nbytes = tensor_desc.nbytes_per_cta
+    access(result, write=True, asynchronous=True, barriers=bars, issuers=issuers, what=names[1])
+    nbytes, site = result.nbytes_per_cta, context.site()
     copies = []
     for bar, issuer in zip(bars, issuers, strict=True):
         block = p.blocks[issuer]
-        copies.append(
-            _Copy(result.label, nbytes, context.site(), p.label(block), dict(block.clock), dict(block.fenced))
-        )
+        copies.append(_Copy(result.label, nbytes, site, p.label(block), dict(block.clock), dict(block.fenced)))
         bar.in_flight.append(copies[-1])
     end = _transfer("TMA", "copy in", result.label, nbytes, phase=bars[0].phase)
 
     def finish() -> None:
-        result.view[...] = tensor_desc.read(at)
+        result.view[...] = read()
         for bar, copy in zip(bars, copies, strict=True):
             bar.count_copy(copy, end)
 
     program.later(end, finish)
 
 
+def _rows(tensor_desc, x_offsets, smem, what: str) -> list[int]:
+    """Return the rows that a TMA copy of single rows names; refuse memory or offsets that do not fit."""
+    layouts.check_elements(smem, what)
+    shape = [*x_offsets.shape, tensor_desc.block_shape[-1]]
+    if len(shape) != 2 or list(tensor_desc.block_shape) != [1, shape[1]] or list(smem.shape) != shape:
+        text = f"the descriptor moves boxes {list(tensor_desc.block_shape)}, {smem.label} has shape {list(smem.shape)}"
+        refuse("layout", f"{what}: {text}; {list(x_offsets.shape)} rows need boxes of one row, and memory {shape}.")
+    if smem.dtype.name != tensor_desc.dtype.name or smem.layout != tensor_desc.layout:
+        text = f"the descriptor has {tensor_desc.dtype} and {tensor_desc.layout}"
+        refuse("layout", f"{what}: {text}, {smem.label} has {smem.dtype} and {smem.layout}; they must be the same.")
+    spread = layouts.linear(x_offsets.layout, list(x_offsets.shape))
+    if any(map(any, spread.lane_bases)) or spread.reg_bases[:2] != [[1], [2]]:
+        text = "each thread of a warp holds the same rows, four neighbours or more"
+        advice = "SliceLayout(0, BlockedLayout([1, 4], [32, 1], [1, num_warps], [1, 0]))"
+        refuse("layout", f"{what}: {text}: {advice}; got {x_offsets.layout}.")
+    return x_offsets.data.tolist()
+
+
+ROWS = (blackwell.tma,)
+
+
+@known("async_gather", of=ROWS)
+def tma_gather(
+    tensor_desc, x_offsets, y_offset, barrier, result, pred=True, multicast=False, cache_policy=None
+) -> None:
+    """Start a TMA copy of rows by their numbers; rows outside of the tensor are zeros."""
+    rows, column = _rows(tensor_desc, x_offsets, result, "tma.async_gather"), number(y_offset, "y_offset")
+    if is_true(pred):
+        names = ("tma.async_gather", f"the TMA gather into {result.label}")
+        together = constant(multicast, "multicast")
+        _start_load(
+            result, barrier, names, together, lambda: np.concatenate([tensor_desc.read([row, column]) for row in rows])
+        )
+
+
+@known("async_scatter", of=ROWS)
+def tma_scatter(tensor_desc, x_offsets, y_offset, src, cache_policy=None) -> None:
+    """Start a TMA copy of rows to global memory by their numbers; rows outside of the tensor stay away."""
+    rows, column = _rows(tensor_desc, x_offsets, src, "tma.async_scatter"), number(y_offset, "y_offset")
+    _send([min(rows), column], src, "A TMA scatter", src.nbytes_per_cta)
+    for row, values in zip(rows, src.view, strict=True):
+        tensor_desc.write([row, column], values[None])
+
+
+CLC = (blackwell.clc,) if hasattr(blackwell, "clc") else ()
+
+
+@known(of=CLC)
+def try_cancel(result, barrier) -> None:
+    """Take over a program that has not begun: 16 bytes in every block say which one, or that there is none."""
+    if result.dtype.name != "int64" or list(result.shape) != [2]:
+        refuse("layout", f"clc.try_cancel writes int64[2]; {result.label} is {result.dtype}{list(result.shape)}.")
+    waiting = context.program().run.waiting
+    ids = (1, *waiting.popleft()) if waiting else (0, 0, 0, 0)
+    words = [ids[0] | ids[1] << 32, ids[2] | ids[3] << 32]
+    _start_load(
+        result, barrier, ("clc.try_cancel", f"the answer to clc.try_cancel in {result.label}"), True, lambda: words
+    )
+
+
+class ClcResult:
+    """The answer to a try_cancel, in registers."""
+
+    def __init__(self, words: list[int]):
+        self.ids = (words[0] >> 32, words[1] & 0xFFFFFFFF, words[1] >> 32)
+        self.taken = bool(words[0] & 1)
+
+    def is_canceled(self) -> Tensor:
+        """Return whether a program was taken over."""
+        return Tensor(self.taken, gl.int1)
+
+    def program_id(self, dim) -> Tensor:
+        """Return the program's index along an axis of the grid; 0 if there is none."""
+        return Tensor(self.ids[constant(dim, "program_id's dim")], gl.int32)
+
+
+@known(of=CLC)
+def load_result(src) -> ClcResult:
+    """Read the answer to a try_cancel."""
+    access(src, write=False, what=f"the load of {src.label}")
+    return ClcResult(src.view.tolist())
+
+
 @known("async_copy_shared_to_global", "async_store", of=(hopper.tma,))
 def tma_store(tensor_desc, coord, src, cache_policy=None) -> None:
     """Start a TMA copy from shared to global memory."""
-    at = _send(tensor_desc, coord, src, "A TMA store")
+    layouts.check_tma(tensor_desc, coord, src, "A TMA store")
+    at = _send(_coordinates(coord), src, "A TMA store", tensor_desc.nbytes_per_cta)
     tensor_desc.write(at, src.view)
 
 
@@ -122,7 +204,8 @@ def _enter_reduction(name: str, update, floats: tuple[str, ...]) -> None:
         if any(size > 1 for _, size in layouts.block_groups(src.layout, context.program().num_ctas)):
             text = f"tma.async_atomic_{name}: several blocks of the cluster hold the same part of {src.label}"
             refuse("unknown operation", f"{text}. Reduce a tile whose cga_layout gives each block its own part.")
-        at = _send(tensor_desc, coord, src, "A TMA reduction")
+        layouts.check_tma(tensor_desc, coord, src, "A TMA reduction")
+        at = _send(_coordinates(coord), src, "A TMA reduction", tensor_desc.nbytes_per_cta)
         tensor_desc.update(at, src.view, update)
 
     known(f"async_atomic_{name}", of=(hopper.tma,))(reduce)
@@ -137,10 +220,8 @@ _enter_reduction("or", np.bitwise_or, ())
 _enter_reduction("xor", np.bitwise_xor, ())
 
 
-def _send(tensor_desc, coord, src, what: str) -> list[int]:
+def _send(at: list[int], src, what: str, nbytes: int) -> list[int]:
     """Let TMA read a tile of shared memory; return the box's coordinates."""
-    layouts.check_tma(tensor_desc, coord, src, what)
-    at = _coordinates(coord)
     if min(at) < 0:
         refuse(
             "out of bounds",
@@ -159,7 +240,7 @@ def _send(tensor_desc, coord, src, what: str) -> list[int]:
         time=p.store_count,
         what=f"the {what.removeprefix('A ')} from {src.label}",
     )
-    end = _transfer("TMA", "copy out", src.label, tensor_desc.nbytes_per_cta)
+    end = _transfer("TMA", "copy out", src.label, nbytes)
     p.stores.append((p.store_count, end, src.label, context.site()))
     return at
 

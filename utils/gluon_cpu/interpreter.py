@@ -19,7 +19,7 @@ from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from utils.machine import versions
 
-from . import barriers, context, copies, language, layouts, ptx, reductions, tensor_memory  # noqa: F401 (they fill the table)
+from . import barriers, context, copies, language, layouts, ptx, reductions, tcgen05  # noqa: F401 (they fill the table)
 from .aggregates import Aggregate, is_instance
 from .context import refuse
 from .known import TABLE, advice, meaning, unwrap

@@ -55,15 +55,10 @@ def _removed(name: str) -> Callable | None:
 # What to use in place of what the simulator does not know: part of the name in Triton -> advice.
 INSTEAD = {
     "im2col": "Copy plain tiles with a TensorDescriptor, or load elements by their addresses with gl.load.",
-    "gather": "Load the rows by their addresses, with gl.load or cp.async.",
-    "scatter": "Store the rows by their addresses, with gl.store.",
-    "tcgen05": "Of tcgen05, gluon_cpu runs mma, commit and copy; Hopper's product is warpgroup_mma.",
-    "clc": "That is Blackwell's; on Hopper a persistent kernel loops over its tiles: range(gl.program_id(0), tiles, ...).",
     "hopper.async_store": "Send the tile through global memory, or give it to the other block by gl.convert_layout.",
     "blackwell.": "That is Blackwell's; on Hopper the plain operators (+, -, *, gl.fma, gl.maximum) do the same.",
     "rubin.": "That is Rubin's; on Hopper use what gl and nvidia.hopper have.",
     "fp4_to_fp": "Hopper has no products of fp4; load fp8 or 16-bit values, or unpack integers with >> and &.",
-    "map_elementwise": "Compute both branches and choose with gl.where.",
     "atomic_poll": "Programs run one after another here, so none can wait for another: split the kernel into two launches.",
     "fpsan": "Leave it out: it serves a sanitizer of Triton's, and changes no result.",
     "_core.inline_asm": "gl.inline_asm_elementwise runs the PTX of the course's kernels; say anything else in gl's functions.",

@@ -8,6 +8,7 @@ import numpy as np
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._layouts import AutoLayout
+from triton.experimental.gluon.language.nvidia import blackwell
 from triton.language.extra import libdevice
 
 from utils.machine import versions
@@ -85,6 +86,22 @@ for _name, _function in {
     known(_name)(_function)
 
 
+# Blackwell computes two numbers with one instruction; the results are the same.
+for _name, _function in {
+    "add2": lambda lhs, rhs, dtype=None: to_tensor(lhs) + rhs,
+    "sub2": lambda lhs, rhs, dtype=None: to_tensor(lhs) - rhs,
+    "mul2": lambda lhs, rhs, dtype=None: to_tensor(lhs) * rhs,
+    "fma2": lambda lhs, rhs, acc, dtype=None: meaning("fma")(*meaning("broadcast")(lhs, rhs), acc),
+}.items():
+    known(_name, of=(blackwell,))(_function)
+
+
+@known()
+def map_elementwise(scalar_fn, *args, pack=1):
+    """Return what a function of scalars gives for each element."""
+    return context.program().call(scalar_fn, *args)
+
+
 # ---- layouts and shapes ------------------------------------------------------------------------------------------
 
 
@@ -147,6 +164,8 @@ def reshape(input, *shape):
     shape = _flat(shape, "reshape's shape")
     if math.prod(shape) != input.numel:
         refuse("layout", f"A tensor {list(input.shape)} cannot be reshaped to {shape}.")
+    if not shape:
+        return Tensor(input.data.item(), input.dtype, None, input.buffer, input.reads)
     layout = layouts.register_view(input.layout, list(input.shape), "reshape", tuple(shape))
     return Tensor(input.data.reshape(shape), input.dtype, layout, input.buffer, input.reads)
 
@@ -165,7 +184,8 @@ def split(a):
     if not a.shape or a.shape[-1] != 2:
         refuse("layout", f"split needs a last dimension of 2, got shape {list(a.shape)}.")
     layout = layouts.register_view(a.layout, list(a.shape), "split")
-    return tuple(Tensor(np.ascontiguousarray(a.data[..., i]), a.dtype, layout) for i in (0, 1))
+    parts = (slice(0, 1), slice(1, 2)) if isinstance(a.layout, layouts.EachElement) else (0, 1)
+    return tuple(Tensor(np.ascontiguousarray(a.data[..., i]), a.dtype, layout) for i in parts)
 
 
 @known()

@@ -20,6 +20,10 @@ from .context import refuse
 from .known import constant
 
 
+class EachElement(AutoLayout):
+    """The layout of what a combine function of gl.reduce sees as scalars: the data have them all, and a last dimension of one."""
+
+
 def _refuse(message: str) -> NoReturn:
     refuse("layout", message)
 
@@ -69,13 +73,11 @@ def block_groups(layout, blocks: int) -> list[tuple[int, int]]:
 
 
 def check_same_blocks(smem, layout, operation: str) -> None:
-    """Refuse an access to shared memory, or a view of it, that lies in another block of the cluster."""
+    """Refuse an access to shared memory that lies in another block of the cluster."""
     if context.program().num_ctas == 1 or isinstance(layout, AutoLayout):
         return
     for held, wanted in zip(block_bases(smem.layout), block_bases(layout), strict=True):
-        needed = {"load": held, "gather": held, "store": wanted}.get(
-            operation, wanted if "scatter" in operation else [*held, *wanted]
-        )
+        needed = wanted if operation == "store" or "scatter" in operation else held
         if list(held) != list(wanted) and any(needed):
             text = f"{smem.label}.{operation}: the memory is spread over the blocks by {block_bases(smem.layout)}"
             advice = "Use the same cga_layout on both sides; gl.convert_layout moves values between blocks"
@@ -172,7 +174,7 @@ def check_shared(layout, dtype, shape: list[int]) -> None:
             f"{len(shape) - 1} if its first dimension counts buffers."
         )
     tile = per_block(shape, layout)[len(shape) - layout.rank :]
-    inner = tile[0] if layout.transposed else tile[-1]
+    inner = (tile[0] if layout.transposed else tile[-1]) * (2 if layout.fp4_padded else 1)
     if inner * dtype.primitive_bitwidth // 8 < layout.swizzle_byte_width:
         _refuse(
             f"A row of {inner} {dtype} has {inner * dtype.primitive_bitwidth // 8} bytes; "

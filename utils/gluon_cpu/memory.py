@@ -23,7 +23,8 @@ from .known import constant, constants, number
 from .reports import Site
 from .tensors import Shape, Tensor
 
-SHARED_BYTES = 232448  # what one block of an H100 or H200 may use: 227 KiB
+SHARED_BYTES = 232448  # what one block of an H100, an H200 or a B200 may use: 227 KiB
+COLUMNS = 512  # of Blackwell's tensor memory
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +55,10 @@ class Allocation:
         self.name = ""  # the first variable that held it
         self.path = ""  # the path to it through an aggregate, such as ring.bars.full
         self.data: np.ndarray = np.zeros(shape, numpy_type(dtype))
-        self.written: np.ndarray = np.zeros(shape, np.bool_)
+        self.written: np.ndarray = np.zeros(
+            shape, np.int8
+        )  # 0, or by which of `spreads` it was written, counted from 1
+        self.spreads: list = [layouts.block_bases(layout)]  # how its views spread it over the blocks of a cluster
         self.records: list[list[Access]] = [[] for _ in range(context.program().num_ctas)]  # of each block
         self.barriers: dict[int, list] = {}  # the MBarriers in it, by their place: one for each block
         self.bytes = math.prod(layouts.per_block(shape, layout)) * dtype.primitive_bitwidth // 8  # in each block
@@ -121,6 +125,7 @@ class MemDesc:
         self.allocation, self.view, self.written, self.layout = allocation, view, written, layout
         self.suffix = suffix
         self.alloc_shape = alloc_shape or list(view.shape)
+        self.spread = 1  # which of the allocation's spreads it has
         self.outside = ""  # why this view may not be used: an address outside is harmless until then
         start = view.__array_interface__["data"][0] - allocation.data.__array_interface__["data"][0]
         self.key = (start, view.shape, view.strides)
@@ -135,6 +140,7 @@ class MemDesc:
     )
     nbytes = property(lambda self: self.view.size * self.dtype.primitive_bitwidth // 8)
     label = property(lambda self: self.allocation.label + self.suffix)
+    values = property(lambda self: self.view)  # what a product or a copy reads
 
     def __repr__(self) -> str:
         return f"<shared memory {self.label}: {self.dtype}{list(self.shape)}, {self.layout}>"
@@ -162,6 +168,7 @@ class MemDesc:
         slots = self.view.shape[0]
         inside = min(max(i, 0), slots - 1)
         slot = MemDesc(self.allocation, self.view[inside], self.written[inside], self.layout, f"{self.suffix}[{i}]")
+        slot.spread = self.spread
         if i != inside:
             slots_text = f"there are {slots} slots, 0 to {slots - 1}"
             sign = " (In Triton -1 % n is -1, as in C.)" if i < 0 else ""
@@ -179,8 +186,8 @@ class MemDesc:
         if start < 0 or length < 1 or start + length > self.view.shape[dim]:
             text = f"{self.label}.slice({start}, {length}, dim={dim})"
             refuse("layout", f"{text} leaves its shape {list(self.shape)}.")
-        if any(map(any, layouts.block_bases(self.layout))):
-            text = f"gluon_cpu does not cut {self.label}, which is spread over the blocks of a cluster"
+        if any(basis[dim - self.rank] for basis in layouts.block_bases(self.layout) if self.rank - dim <= len(basis)):
+            text = f"gluon_cpu does not cut {self.label} along a dimension that is spread over the blocks of a cluster"
             refuse("unknown operation", f"{text}. Allocate the parts, or cut before: .index(i) takes a slot.")
         at = tuple(slice(start, start + length) if d == dim else slice(None) for d in range(self.rank))
         text = ", ".join(f"{start}:{start + length}" if d == dim else ":" for d in range(dim + 1))
@@ -202,8 +209,7 @@ class MemDesc:
         layout = layouts.shared_view(self.dtype, list(self.shape), self.layout, "reshape", tuple(shape))
         view, written = self.view.reshape(shape), self.written.reshape(shape)
         if not np.may_share_memory(view, self.view):  # NumPy had to copy
-            text = f"gluon_cpu cannot reshape {self.label}: this view does not lie in order"
-            refuse("unknown operation", f"{text}. Reshape before .permute or .slice.")
+            return Rearranged(self, shape, layout)
         return self._view(view, written, layout, self.suffix)
 
     def _reinterpret(self, dtype=None, shape=None, layout=None) -> MemDesc:
@@ -222,16 +228,26 @@ class MemDesc:
             text = f"{self.label} has {self.view.size} elements that lie in order"
             refuse("layout", f"_reinterpret: {text}; {shape} needs {size}.")
         layouts.check_shared(layout, self.dtype, shape)
-        layouts.check_same_blocks(self, layout, "_reinterpret")
+        parts = [math.prod(layouts.per_block(x, y)) for x, y in ((shape, layout), (self.shape, self.layout))]
+        if parts[0] > parts[1]:
+            refuse(
+                "layout", f"_reinterpret: each block has {parts[1]} elements of {self.label}; {shape} needs {parts[0]}."
+            )
         view, written = (array.reshape(-1)[:size].reshape(shape) for array in (self.view, self.written))
-        return self._view(view, written, layout, f"{self.suffix} as {shape}")
+        subview = self._view(view, written, layout, f"{self.suffix} as {shape}")
+        spreads, bases = self.allocation.spreads, layouts.block_bases(layout)
+        if bases != layouts.block_bases(self.layout):
+            if bases not in spreads:
+                spreads.append(bases)
+            subview.spread = spreads.index(bases) + 1
+        return subview
 
     if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # its name from Triton 3.9 on
         reinterpret = _reinterpret
 
     def _view(self, view, written, layout, suffix, alloc_shape=None) -> MemDesc:
         subview = MemDesc(self.allocation, view, written, layout, suffix, alloc_shape)
-        subview.outside = self.outside
+        subview.outside, subview.spread = self.outside, self.spread
         return subview
 
     def _keep_alive(self) -> None:  # only says that the memory is in use here
@@ -250,7 +266,7 @@ class MemDesc:
         layouts.check_same_blocks(self, layout, "load")
         reads = access(self, write=False, what=f"the load of {self.label}")
         self._spend("shared load")
-        return Tensor(self.view.copy(), self.dtype, layout, reads=reads)
+        return Tensor(self.values.copy(), self.dtype, layout, reads=reads)
 
     def store(self, value) -> None:
         """Store a tensor of the same shape and dtype."""
@@ -289,6 +305,25 @@ class MemDesc:
         self._check_places(indices, axis, "scatter")
         access(self, write=True, what=f"the scatter into {self.label}", covers=False)
         np.put_along_axis(self.view, indices.data, values.data, axis)
+
+
+class Rearranged(MemDesc):
+    """Memory in another order than strides can say, as scales lie for tcgen05_copy: it can be read as a whole."""
+
+    def __init__(self, source: MemDesc, shape: list[int], layout):
+        self.tile = shape
+        super().__init__(source.allocation, source.view, source.written, layout, source.suffix, shape)
+        self.outside, self.spread = source.outside, source.spread
+
+    shape = property(lambda self: Shape(self.tile))
+    rank = property(lambda self: len(self.tile))
+    values = property(lambda self: self.view.reshape(self.tile))
+
+    def _refuse(self, *_, **__):
+        text = f"gluon_cpu reads {self.label} as a whole, once it is reshaped after a permute"
+        refuse("unknown operation", f"{text}. Cut or store it before that.")
+
+    index = slice = permute = reshape = _reinterpret = reinterpret = store = gather = scatter = _refuse
 
 
 def _atomic_scatter(name: str, update) -> Callable:
@@ -421,7 +456,12 @@ def access(
         accesses.append(new)
     if write:
         if covers:
-            desc.written[...] = True
+            desc.written[...] = desc.spread
+    elif len(allocation.spreads) > 1 and ((desc.written != desc.spread) & (desc.written > 0)).any():
+        text = (
+            f"{desc.label} was written with its elements spread over the blocks in another way ({allocation.spreads})"
+        )
+        refuse("layout", f"{_upper(what)}: {text}. Read it through the layout that it was written through.")
     elif not desc.written.all():
         program.unwritten_reads.append(accesses[0])
     return tuple(accesses)
@@ -517,11 +557,17 @@ def finish(program) -> None:
         text = f"{_upper(read.what)} reads bytes that nothing has written."
         report("uninitialized", text, at=read.site, partition=read.partition)
     program.unwritten_reads = []
-    for step in sorted({a.first for a in program.allocations}):
-        alive = [a for a in program.allocations if a.first <= step <= a.last]
-        total = sum(a.bytes for a in alive)
-        if total > SHARED_BYTES:
-            parts = ", ".join(f"{a.label}: {a.bytes}" for a in alive)
-            text = f"{total} bytes of shared memory are in use at once ({parts})"
-            report("layout", f"{text}; a block of an H100 or H200 has {SHARED_BYTES}.", at=alive[-1].site)
+    check_size(program.allocations, "bytes", f"bytes of shared memory are in use at once; a block has {SHARED_BYTES}")
+    check_size(program.tensor_memory, "columns", f"columns of tensor memory are in use at once; a block has {COLUMNS}")
+
+
+def check_size(allocations: list, unit: str, text: str) -> None:
+    """Report the first allocation that does not fit beside those that are in use at the same time."""
+    limit = SHARED_BYTES if unit == "bytes" else COLUMNS
+    for step in sorted({a.first for a in allocations}):
+        alive = [a for a in allocations if a.first <= step <= a.last]
+        total = sum(getattr(a, unit) for a in alive)
+        if total > limit:
+            parts = ", ".join(f"{a.label}: {getattr(a, unit)}" for a in alive[:8])
+            report("layout", f"{total} {text} ({parts}).", at=alive[-1].site)
             return

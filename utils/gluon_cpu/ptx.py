@@ -14,8 +14,6 @@ from triton.experimental.gluon import language as gl
 from . import context
 from .barriers import come_to_named_barrier
 from .context import refuse
-from .copies import store_wait
-from .global_memory import addresses
 from .known import known
 from .products import Accumulator, finished_tensor, wait_products
 from .ptx_numbers import computes_numbers, run_numbers
@@ -31,18 +29,12 @@ _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     """Run `gl.inline_asm_elementwise` if its text is known.
 
-    A wait for products, a broadcast from lane 0, a scalar plus zero, a product, a mask by columns, four e4m3 numbers as fp16,
-    four words exchanged by four threads; clocks that are kept; a prefetch, a wait until TMA has written to global memory, a fence before TMA's accesses
-    to it; named barriers; and what lets a launch begin before the last one has ended, which says nothing here, where launches run one
-    after another.
+    A wait for products, a broadcast from lane 0, a scalar plus zero, a product, a mask by columns, four e4m3 numbers as fp16; a
+    prefetch by TMA; named barriers; and what lets a launch begin before the last one has ended, which says nothing here, where
+    launches run one after another.
     """
     args = list(args)
     text = " ".join(str(asm).split())
-    if text == "cp.async.bulk.wait_group 0; mov.u32 $0, 0;":
-        store_wait(0, read_only=False)
-        return Tensor(0, gl.int32)
-    if text == "fence.proxy.async; mov.u32 $0, 0;":
-        return Tensor(0, gl.int32)  # for global memory; TMA and threads see the same one here at all times
     if re.fullmatch(_PREFETCH_TILE, text):
         return Tensor(0, gl.int32)
     if re.fullmatch(r"griddepcontrol\.(wait|launch_dependents); mov\.u32 \$0, 0;", text):
@@ -51,9 +43,6 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     if named:
         come_to_named_barrier(int(to_tensor(args[0]).data), int(named[2]), named[1] == "sync")
         return Tensor(0, gl.int32)
-    if text == "prefetch.global.L2 [$1]; mov.u32 $0, 0;":
-        offsets, _, layout = addresses(args[0], None, "prefetch")  # a prefetch changes no value
-        return Tensor(offsets * 0, gl.int32, layout)
     wait = re.fullmatch(r"wgmma\.wait_group\.sync\.aligned (\d+);", text)
     if wait:
         context.program().reschedule()
@@ -64,8 +53,6 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return args[0]  # a scalar is the same in every lane
     if text == _ADD_ZERO and is_scalar:
         return args[0]
-    if text == _DIVIDE_CODE:
-        return Tensor(0, gl.int32)  # a branch that is always taken
     if len(args) == 2 and text == _product_text(pack):
         return args[0] * args[1]
     kept = re.fullmatch(r"\{ \.reg \.pred p; \.reg \.b32 c, first, last; .* (0f00000000|0fFF800000), p; \}", text)
@@ -83,24 +70,8 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return Tensor(np.where(keep, args[0].data, np.float32("-inf")), gl.float32, args[0].layout)
     if text == _E4M3_TO_FP16 and pack == 4 and args[0].dtype.name == "uint8":
         return Tensor(_E4M3[args[0].data], gl.float16, args[0].layout)
-    if text == _EXCHANGE and pack == 4 and tuple(args[0].data.shape[-2:]) == (4, 4):
-        return Tensor(args[0].data.swapaxes(-1, -2), gl.int32, args[0].layout)
     if text == "mov.u32 $0, %clock;":
         return Tensor(int(context.program().partition.time), gl.int32)
-    own = re.fullmatch(_OWN_WORDS, text)
-    if own:
-        program = context.program()
-        warps = sum(partition.num_warps for partition in program.partitions[: program.partition.index])
-        return _behind(args[0], warps * int(own[1]))
-    kept = re.fullmatch(
-        r"\{ \.reg \.b32 t; mov\.u32 t, %(clock|globaltimer_lo); st\.global\.b32 \[\$1\+(\d+)\], t; mov\.u32 \$0, 0; \}",
-        text,
-    )
-    if kept:
-        return _keep_word(args[0], int(kept[2]), int(context.program().partition.time))
-    kept = re.fullmatch(r"st\.global\.b32 \[\$1\+(\d+)\], \$2; mov\.u32 \$0, 0;", text)
-    if kept:
-        return _keep_word(args[0], int(kept[1]), int(to_tensor(args[1]).data))
     if len(args) == 1 and computes_numbers(text):
         return run_numbers(text, args[0], pack)
     refuse("unknown operation", f"gluon_cpu does not know this inline assembly: {text[:120]}")
@@ -111,44 +82,7 @@ _PREFETCH_TILE = (
     r"cvta\.param\.u64 map, map; "
     r"@first cp\.async\.bulk\.prefetch\.tensor\.4d\.L2\.global\.tile \[map, \{\$1, \$2, \$3, \$4\}\]; mov\.u32 \$0, 0; \}"
 )
-# Threads t = 0 .. 3 hold word t of the groups 0 .. 3, and then hold group t: (..., group, word) becomes (..., word, group).
-_EXCHANGE = (
-    "{ .reg .pred odd, high; .reg .b32 t, w0, w1, w2, w3; mov.u32 t, %laneid; "
-    "and.b32 w0, t, 1; setp.ne.u32 odd, w0, 0; and.b32 w0, t, 2; setp.ne.u32 high, w0, 0; "
-    "selp.b32 t, $4, $5, odd; shfl.sync.bfly.b32 t, t, 1, 31, 0xffffffff; "
-    "selp.b32 w0, t, $4, odd; selp.b32 w1, $5, t, odd; "
-    "selp.b32 t, $6, $7, odd; shfl.sync.bfly.b32 t, t, 1, 31, 0xffffffff; "
-    "selp.b32 w2, t, $6, odd; selp.b32 w3, $7, t, odd; "
-    "selp.b32 t, w0, w2, high; shfl.sync.bfly.b32 t, t, 2, 31, 0xffffffff; "
-    "selp.b32 $0, t, w0, high; selp.b32 $2, w2, t, high; "
-    "selp.b32 t, w1, w3, high; shfl.sync.bfly.b32 t, t, 2, 31, 0xffffffff; "
-    "selp.b32 $1, t, w1, high; selp.b32 $3, w3, t, high; }"
-)
-
-
-_DIVIDE_CODE = (
-    "{ .reg .pred p; again: setp.ge.s32 p, $1, 0; @p bra done; nanosleep.u32 1; bra again; done: mov.u32 $0, 0; }"
-)
 _ADD_ZERO = "{ .reg .b32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }"  # a lane's number is below 32
-
-
-# Where the entries of a thread's warp begin, which has so many bytes of its own.
-_OWN_WORDS = (
-    r"\{ \.reg \.b32 t; \.reg \.b64 a; mov\.u32 t, %tid\.x; shr\.u32 t, t, 5; mul\.wide\.u32 a, t, (\d+); "
-    r"add\.u64 \$0, \$1, a; \}"
-)
-
-
-def _behind(pointer: Tensor, offset: int) -> Tensor:
-    """The pointer to 32-bit elements, so many bytes behind another one."""
-    return Tensor(pointer.data + offset // 4, pointer.dtype, pointer.layout, pointer.buffer)
-
-
-def _keep_word(pointer: Tensor, offset: int, number: int) -> Tensor:
-    """Store 32 bits at so many bytes behind a pointer to fp32, as a partition's first warp does; both clocks are the model's cycles."""
-    offsets = addresses(_behind(pointer, offset), None, "st.global")[0]
-    pointer.buffer.write(offsets, np.uint32(number).view(np.float32))
-    return Tensor(0, gl.int32)
 
 
 def _product_text(n: int) -> str:

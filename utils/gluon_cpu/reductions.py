@@ -86,16 +86,17 @@ def reduce(input, axis, combine_fn, keep_dims=False):
     inputs = input if many else (input,)
     axis = constant(axis, "reduce's axis")
 
+    each = layouts.EachElement()
+
     def parts(i):
-        layout = gl.SliceLayout(axis, inputs[0].layout) if layouts.threads(inputs[0].layout) else inputs[0].layout
-        return [Tensor(v if (v := np.take(x.data, i, axis=axis)).ndim else v.item(), x.dtype, layout) for x in inputs]
+        return [Tensor(np.take(x.data, i, axis=axis)[..., None], x.dtype, each) for x in inputs]
 
     total = parts(0)
     for i in range(1, inputs[0].shape[axis]):
         out = context.program().call(combine_fn, *total, *parts(i))
         total = list(out) if many else [out]
     results = tuple(
-        _reduce_axis(x, axis, keep_dims, lambda d, a, t=t: np.asarray(t.data), t.dtype)
+        _reduce_axis(x, axis, keep_dims, lambda d, a, t=t: t.data[..., 0], t.dtype)
         for x, t in zip(inputs, total, strict=True)
     )
     return results if many else results[0]

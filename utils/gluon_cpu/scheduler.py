@@ -110,6 +110,7 @@ class Program:
         self.tma_free = self.tensor_cores_free = 0.0
         self.allocations: list = []
         self.tensor_memory: list = []  # the allocations of Blackwell's
+        self.pair_signals: list = []  # lines and names of mbarriers that copies into both blocks of a pair arrived at
         self.named_barriers: dict = {}  # by their numbers
         self.failure: BaseException | None = None
         self.abandoned = False  # whether the default partition knows of the failure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,7 @@ class Run:
         launches: how many launches there were.
         recorded: how many programs the timeline has.
         ends: number of events up to the end of each recorded program.
+        waiting: programs of the launch that have not begun; one that runs may take them over.
     """
 
     seed: int | None
@@ -70,6 +72,7 @@ class Run:
     launches: int = 0
     recorded: int = 0
     ends: list[int] = field(default_factory=list)
+    waiting: deque[tuple[int, int, int]] = field(default_factory=deque)
 
     @property
     def ok(self) -> bool:
@@ -105,7 +108,7 @@ class Run:
             grid: the grid's size, or a function of the arguments that returns it.
             options: its arguments by name, and launch options such as num_warps.
         """
-        from . import copies, memory, reuse, tensor_memory
+        from . import copies, memory, reuse, tcgen05
         from .interpreter import call, run_jit
         from .scheduler import Program
 
@@ -118,15 +121,17 @@ class Run:
         self.launches += 1
         deadline = time.monotonic() + self.max_seconds
         np.seterr(all="ignore")  # a GPU overflows to infinity without a word; simulate() sets it back
-        for z, y, x in itertools.product(*(range(g) for g in grid[::-1])):
+        self.waiting = deque((x, y, z) for z, y, x in itertools.product(*(range(g) for g in grid[::-1])))
+        while self.waiting:
+            ids = self.waiting.popleft()
             events = self.events if self.recorded < self.timeline else None
             self.recorded += events is not None
-            program = Program(self, call, (x, y, z), grid, num_warps, num_ctas, deadline, events)
+            program = Program(self, call, ids, grid, num_warps, num_ctas, deadline, events)
             context.set_program(program)
             try:
                 run_jit(kernel, (), arguments)
                 copies.finish(program)
-                tensor_memory.finish(program)
+                tcgen05.finish(program)
                 memory.finish(program)
                 reuse.finish(program)
             except PYTHON_ERRORS as error:

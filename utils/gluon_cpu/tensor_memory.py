@@ -1,39 +1,52 @@
-"""Blackwell's tensor memory and tcgen05: accumulators in a memory of their own, products asynchronous and in order.
+"""Blackwell's tensor memory: 512 columns of 128 lanes in each block, 32 bits each.
 
-A block has 512 columns of 128 lanes, 32 bits each. The products write there, and may take A from there; a partition of 4 or
-8 warps loads and stores it, each warp the 32 lanes of its own quarter. Views of other types share columns: what is read as one type must have been
-written as that type.
-
-A product is over for whoever has waited for an mbarrier that a `tcgen05_commit` after it arrives at. Products and copies that one
-partition has issued run in their order, so none of them waits for another.
+The products of tcgen05.py write there, and may take A and scales from there; a partition of 4 or 8 warps loads and stores it, each
+warp the 32 lanes of its own quarter. Views of other types share columns: what is read as one type must have been written as
+that type.
 """
 
 from __future__ import annotations
 
-import functools
 import math
+import operator
 
 import numpy as np
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import blackwell
 
+from utils.machine import versions
+
 from . import context, layouts
-from .barriers import is_true, own_barriers
-from .context import refuse, report
-from .dtypes import numpy_type, round_to
+from .barriers import is_true
+from .context import refuse
+from .dtypes import numpy_type
 from .known import constant, constants, known, number, unwrap
 from .memory import Allocation, MemDesc, access
-from .products import exact_product
 from .tensors import Shape, Tensor
 
-COLUMNS, LANES = 512, 128
-QUEUE = "tcgen05"
+LANES = 128
 VARIANTS = ("32x32b", "16x64b", "16x128b", "16x256b", "32x32b_splitn")  # instructions that load and store
+
+
+def stride_of(layout) -> int:
+    """Return how far elements lie apart in a row, counted in elements; those of scales lie side by side."""
+    return getattr(layout, "col_stride", 1)
 
 
 def _columns(dtype, layout, elements: int) -> int:
     """Return how many columns a row of elements takes."""
-    return max(1, elements * dtype.primitive_bitwidth * layout.col_stride // 32)
+    return max(1, elements * dtype.primitive_bitwidth * stride_of(layout) // 32)
+
+
+def _columns_in_a_block(dtype, shape: list[int], layout) -> int:
+    """Return how many columns of a block an allocation takes: tiles of 64 rows share columns, and so do 128 rows of scales."""
+    *rows, width = layouts.per_block(shape, layout)
+    height = math.prod(rows)
+    if isinstance(layout, blackwell.TensorMemoryScalesLayout):
+        return max(1, height // 32) * _columns(dtype, layout, width)
+    block = layout.block[0]
+    packed = 2 if block == LANES // 2 and height % LANES == 0 else 1
+    return max(height // block // packed, 1) * max(block // LANES, 1) * _columns(dtype, layout, width)
 
 
 class Columns(Allocation):
@@ -44,13 +57,10 @@ class Columns(Allocation):
         self.layout = layout
         rows = [*shape[:-1], _columns(dtype, layout, shape[-1])]
         self.data = np.zeros(rows, np.uint32)
-        self.written = np.zeros(rows, np.bool_)
+        self.written = np.zeros(rows, np.int8)
         self.writer: np.ndarray = np.zeros(rows, np.int8)  # which of the types in `values` wrote it
         self.values: dict[tuple[str, int], np.ndarray] = {}
-        lanes = layout.block[0] // LANES if layout.block[0] > LANES else 1
-        packed = 2 if layout.block[0] == LANES // 2 and math.prod(shape[:-1]) % LANES == 0 else 1
-        tiles = math.prod(shape[:-1]) // layout.block[0] // packed
-        self.columns = max(tiles, 1) * lanes * rows[-1]
+        self.columns = _columns_in_a_block(dtype, shape, layout)
 
     @property
     def label(self) -> str:
@@ -72,12 +82,20 @@ class TensorMemory(MemDesc):
     allocation: Columns
 
     def __init__(
-        self, allocation: Columns, dtype, shape: list[int], layout, place: tuple, first: int, suffix: str = ""
+        self,
+        allocation: Columns,
+        dtype,
+        shape: list[int],
+        layout,
+        place: tuple = (),
+        first: int = 0,
+        suffix: str = "",
+        alloc_shape: list[int] | None = None,
     ):
         self.element, self.logical, self.place, self.first = dtype, shape, place, first
         end = first + _columns(dtype, layout, shape[-1])
         at = (*place, Ellipsis, slice(first, end))
-        super().__init__(allocation, allocation.data[at], allocation.written[at], layout, suffix)
+        super().__init__(allocation, allocation.data[at], allocation.written[at], layout, suffix, alloc_shape or shape)
         self.writer, self.end = allocation.writer[at], end
 
     dtype = element_ty = property(lambda self: self.element)
@@ -98,17 +116,17 @@ class TensorMemory(MemDesc):
     @property
     def values(self) -> np.ndarray:
         """The values, for a product or a load; writing into them changes the memory."""
-        plane = self.allocation.plane(self.dtype, self.layout.col_stride)[1]
-        each = 32 // (self.dtype.primitive_bitwidth * self.layout.col_stride)
+        plane = self.allocation.plane(self.dtype, stride_of(self.layout))[1]
+        each = 32 // (self.dtype.primitive_bitwidth * stride_of(self.layout))
         return plane[(*self.place, Ellipsis, slice(self.first * each, self.first * each + self.logical[-1]))]
 
     def _claim(self) -> None:
         """Remember that this type has written here."""
-        self.writer[...] = self.allocation.plane(self.dtype, self.layout.col_stride)[0]
+        self.writer[...] = self.allocation.plane(self.dtype, stride_of(self.layout))[0]
 
     def check_type(self, what: str) -> None:
         """Refuse to read as one type what another one has written."""
-        mine = self.allocation.plane(self.dtype, self.layout.col_stride)[0]
+        mine = self.allocation.plane(self.dtype, stride_of(self.layout))[0]
         others = self.writer[(self.writer != mine) & (self.writer != 0)]
         if others.size:
             name, stride = list(self.allocation.values)[int(others[0]) - 1]
@@ -128,21 +146,25 @@ class TensorMemory(MemDesc):
             view.outside = f"{view.label}: there are {self.logical[0]} tiles, 0 to {self.logical[0] - 1}."
         return view
 
-    def slice(self, start, length) -> TensorMemory:  # type: ignore[override]  # Gluon's own signature
+    def slice(self, start, length, dim=None) -> TensorMemory:
         """Return the columns [start, start + length) of each row."""
         start, length = constant(start, "slice's start"), constant(length, "slice's length")
+        if dim not in (None, self.rank - 1):
+            refuse("unknown operation", f"gluon_cpu cuts {self.label} along its last dimension only; got dim={dim}.")
         if start < 0 or length < 1 or start + length > self.logical[-1]:
             refuse("layout", f"{self.label}.slice({start}, {length}) leaves its shape {list(self.shape)}.")
-        block = (self.layout.block[0], min(self.layout.block[1], length))
-        layout = blackwell.TensorMemoryLayout(block, self.layout.col_stride)
+        layout = self.layout
+        if not versions.slices_keep_the_block():
+            block = (layout.block[0], min(layout.block[1], length))
+            layout = blackwell.TensorMemoryLayout(block, layout.col_stride)
         first = self.first + _columns(self.dtype, self.layout, start) if start else self.first
-        return self._derived(
-            self.dtype, [*self.logical[:-1], length], layout, self.place, first, f"[:, {start}:{start + length}]"
-        )
+        suffix, shape = f"[:, {start}:{start + length}]", [*self.logical[:-1], length]
+        return self._derived(self.dtype, shape, layout, self.place, first, suffix, self.alloc_shape)
 
-    def _reinterpret(self, dtype, shape, layout) -> TensorMemory:  # type: ignore[override]  # Gluon's own signature
+    def _reinterpret(self, dtype=None, shape=None, layout=None) -> TensorMemory:
         """Return the first columns of the same memory as another type: P takes the place of the scores it came from."""
-        shape = constants(shape, "_reinterpret's shape")
+        dtype, layout = dtype or self.dtype, layout or self.layout
+        shape = self.logical if shape is None else constants(shape, "_reinterpret's shape")
         _check_layout(dtype, shape, layout)
         if shape[:-1] != self.logical[:-1] or _columns(dtype, layout, shape[-1]) > self.end - self.first:
             text = f"{self.label} has shape {list(self.shape)} in {self.end - self.first} columns"
@@ -150,8 +172,11 @@ class TensorMemory(MemDesc):
             refuse("layout", f"_reinterpret: {text}; {dtype}{shape} needs the same rows and {need} columns.")
         return self._derived(dtype, shape, layout, self.place, self.first, f" as {dtype}")
 
-    def _derived(self, dtype, shape, layout, place, first, suffix) -> TensorMemory:
-        view = TensorMemory(self.allocation, dtype, shape, layout, place, first, self.suffix + suffix)
+    if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # its name from Triton 3.9 on
+        reinterpret = _reinterpret
+
+    def _derived(self, dtype, shape, layout, place, first, suffix, alloc_shape=None) -> TensorMemory:
+        view = TensorMemory(self.allocation, dtype, shape, layout, place, first, self.suffix + suffix, alloc_shape)
         view.outside = self.outside
         return view
 
@@ -174,17 +199,24 @@ class TensorMemory(MemDesc):
             refuse("layout", f"{what}: shape {list(self.shape)}; take one tile by .index(i).")
         if isinstance(layout, gl.AutoLayout):
             return
-        stride = self.layout.col_stride
-        if not any(
-            same_registers(layout, wanted, self.logical)
-            for wanted in register_layouts(self.dtype, tuple(self.logical), tuple(self.layout.block), stride, warps)
-        ):
+        tile = (self.dtype, self.logical, self.alloc_shape, self.layout, warps)
+        if not any(same_registers(layout, wanted, self.logical) for wanted in register_layouts(*tile)):
             advice = "take the layout of get_tmem_reg_layout(dtype, shape, tmem.layout, gl.num_warps()), and gl.convert_layout"
             refuse("layout", f"{what}: no instruction moves tensor memory from or to {layout}; {advice}.")
+
+    if hasattr(blackwell.tensor_memory_descriptor, "get_reg_layout"):  # from Triton 3.8 on
+
+        def get_reg_layout(self, num_warps=None, instr_variant="32x32b"):
+            """Return the register layout by which an instruction moves this memory."""
+            warps = context.partition().num_warps if num_warps is None else num_warps
+            return get_tmem_reg_layout(
+                self.dtype, self.logical, self.layout, warps, instr_variant, alloc_shape=self.alloc_shape
+            )
 
     def load(self, layout=None):
         """Return a tensor with the values."""
         what = f"{self.label}.load"
+        layout = self.get_reg_layout() if layout is None else layout
         layout = layouts.distributed(layout, list(self.shape), what)
         self._check_registers(layout, what)
         reads = access(self, write=False, asynchronous=True, what=f"the load of {self.label}")
@@ -213,31 +245,52 @@ class TensorMemory(MemDesc):
         program.spend(cycles, kind, self.label)
 
 
-@functools.lru_cache(maxsize=256)
-def register_layouts(dtype, shape: tuple[int, ...], block: tuple[int, int], stride: int, warps: int) -> list:
+_registers: dict[tuple, list] = {}  # by the tile's type, shapes, layout and warps: some layouts are no keys themselves
+
+
+def register_layouts(dtype, shape: list[int], alloc_shape: list[int], layout, warps: int) -> list:
     """Return the register layouts that tcgen05's loads and stores take, one for each instruction that fits."""
-    layout, found = blackwell.TensorMemoryLayout(block, stride), []
-    for variant in VARIANTS:
-        try:
-            found.append(unwrap(blackwell.get_tmem_reg_layout.fn(dtype, list(shape), layout, warps, variant)))
-        except Exception:  # this instruction does not fit the tile; Triton says so by errors of many kinds
-            continue
-    return found
+    key = (dtype.name, tuple(shape), tuple(alloc_shape), layout.mangle(), warps)
+    if key not in _registers:
+        found = _registers[key] = []
+        for variant in VARIANTS:
+            try:
+                found.append(versions.tensor_memory_registers(dtype, shape, alloc_shape, layout, warps, variant))
+            except Exception:  # this instruction does not fit the tile; Triton says so by errors of many kinds
+                continue
+    return _registers[key]
 
 
 def same_registers(layout, wanted, shape: list[int]) -> bool:
     """Return whether two register layouts give each element to the same lane of the same warp, in any order of registers."""
     a, b = (layouts.linear(x, shape) for x in (layout, wanted))
-    same = a.lane_bases == b.lane_bases and a.warp_bases == b.warp_bases
-    return same and sorted(a.reg_bases) == sorted(b.reg_bases)
+    return (
+        a.lane_bases == b.lane_bases
+        and a.warp_bases == b.warp_bases
+        and _registers_of(a, shape) == _registers_of(b, shape)
+    )
+
+
+def _registers_of(layout, shape: list[int]) -> list[list[int]]:
+    """Return the steps of a layout's registers in a tile: a wide layout has some beyond it, a narrow one repeats itself."""
+    steps = [basis for basis in layout.reg_bases if any(basis) and all(map(operator.lt, basis, shape))]
+    for d, (covered, size) in enumerate(zip(layout.shape, shape, strict=True)):
+        while covered < size:
+            steps.append([covered if axis == d else 0 for axis in range(len(shape))])
+            covered *= 2
+    return sorted(steps)
 
 
 def _check_layout(dtype, shape: list[int], layout) -> None:
+    if isinstance(layout, blackwell.TensorMemoryScalesLayout) and dtype.primitive_bitwidth == 8:
+        return
     if not isinstance(layout, blackwell.TensorMemoryLayout):
         refuse("layout", f"Tensor memory needs a TensorMemoryLayout; got {layout!r}.")
     if len(shape) < 2:
         refuse("layout", f"Tensor memory holds matrices; got the shape {shape}.")
-    (rows, columns), (m, n) = layout.block, shape[-2:]
+    if context.program().num_ctas > 1 and not hasattr(layout, "cga_layout"):
+        refuse("unknown operation", "gluon_cpu knows tensor memory in clusters from Triton 3.8 on.")
+    (rows, columns), (m, n) = layout.block, layouts.per_block(shape, layout)[-2:]
     if rows not in (64, LANES) or m % rows or n % min(columns, n):
         text = f"TensorMemoryLayout({[rows, columns]}) does not fit a tile of {[m, n]}"
         refuse("layout", f"{text}: a block has 64 or 128 rows, and the tile is a multiple of it.")
@@ -254,153 +307,19 @@ def allocate_tensor_memory(element_ty, shape, layout, value=None) -> TensorMemor
     _check_layout(element_ty, shape, layout)
     program, allocation = context.program(), Columns(element_ty, shape, layout)
     program.tensor_memory.append(allocation)
-    total = sum(columns.columns for columns in program.tensor_memory)
-    if total > COLUMNS:
-        parts = ", ".join(f"{a.label}: {a.columns}" for a in program.tensor_memory)
-        refuse("layout", f"{total} columns of tensor memory are allocated ({parts}); a block has {COLUMNS}.")
-    desc = TensorMemory(allocation, element_ty, shape, layout, (), 0)
+    desc = TensorMemory(allocation, element_ty, shape, layout)
     if value is not None:
         desc.store(value)
     return desc
 
 
-# ---- products and copies ----------------------------------------------------------------------------------------------
-
-
-def _check_product(a, b, acc) -> None:
-    """Refuse operands that tcgen05.mma does not accept."""
-    if not isinstance(acc, TensorMemory):
-        refuse("layout", f"tcgen05_mma: the accumulator lies in tensor memory (allocate_tensor_memory); got {acc!r}.")
-    if not isinstance(b, MemDesc) or isinstance(b, TensorMemory):
-        refuse("layout", f"tcgen05_mma: B lies in shared memory; got {b!r}.")
-    if not isinstance(a, MemDesc):
-        refuse("layout", f"tcgen05_mma: A lies in shared or in tensor memory, and not in registers; got {a!r}.")
-    if len(a.shape) != 2 or len(b.shape) != 2 or acc.rank != 2:
-        shapes = f"{list(a.shape)}, {list(b.shape)} and {list(acc.shape)}"
-        refuse("layout", f"tcgen05_mma: A, B and the accumulator are matrices; got {shapes}. .index(i) takes one tile.")
-    (m, k), (k2, n) = a.shape, b.shape
-    if k != k2 or list(acc.shape) != [m, n]:
-        refuse("layout", f"tcgen05_mma: A {[m, k]} times B {[k2, n]} into {list(acc.shape)}: the shapes do not fit.")
-    if a.dtype.name != b.dtype.name and "fp8" not in a.dtype.name:
-        refuse("layout", f"tcgen05_mma: A is {a.dtype} and B is {b.dtype}; both must have the same type.")
-    if acc.dtype.name not in ("fp32", "fp16"):
-        refuse("layout", f"tcgen05_mma: the accumulator is fp32 or fp16; got {acc.dtype}.")
-    least = 256 // b.dtype.primitive_bitwidth
-    if k % least or n % 8 or acc.layout.block[1] > 256:
-        text = f"K is a multiple of {least} (32 bytes), N of 8, and an instruction has at most 256 columns"
-        refuse("layout", f"tcgen05_mma: {text}; got K {k}, N {n} and a block of {acc.layout.block[1]} columns.")
-    for name, x in (("A", a), ("B", b)):
-        if not isinstance(x, TensorMemory) and not isinstance(x.layout, gl.NVMMASharedLayout):
-            refuse("layout", f"tcgen05_mma: {name} in shared memory needs an NVMMASharedLayout; it has {x.layout}.")
-
-
-def _issue(operands: list[tuple[MemDesc, bool, str]], cycles: float, label: str) -> float:
-    """Put an operation into the running partition's queue, check its accesses, and return when it ends."""
-    program = context.program()
-    program.reschedule()
-    p = program.partition
-    p.tensor_count, p.tensor_site = p.tensor_count + 1, context.site()
-    clock, key = p.blocks[0].clock, (QUEUE, p.index, 0)
-    before = clock.get(key, 0)
-    clock[key] = p.tensor_count - 1  # in order: what this partition issued before is over when this one begins
-    for x, write, words in operands:
-        access(x, write=write, asynchronous=True, queue=QUEUE, time=p.tensor_count, what=f"the {words} {x.label}")
-    clock[key] = before
-    program.spend(program.model.issue, "issue", label)
-    start = max(p.time, program.tensor_cores_free)
-    end = start + program.jitter(cycles)
-    program.tensor_cores_free = p.tensor_end = end
-    program.record("tensor cores", "wgmma", label, None, start, end)
-    return end
-
-
-def _values(x: MemDesc) -> np.ndarray:
-    return x.values if isinstance(x, TensorMemory) else x.view
-
-
 @known(of=(blackwell,))
-def tcgen05_mma(a, b, acc, *, use_acc=True, pred=True, multicast=False, mbarriers=None, mbarrier_preds=None) -> None:
-    """Start acc = a @ b + (acc if use_acc else 0); the barriers learn of its end, as by a commit for each."""
-    if context.program().num_ctas > 1 or constant(multicast, "multicast"):
-        refuse("unknown operation", "gluon_cpu knows tcgen05_mma in kernels without clusters only.")
-    _check_product(a, b, acc)
-    if is_true(pred):
-        (m, k), n, add = a.shape, b.shape[1], is_true(use_acc)
-        operands = [(a, False, "tcgen05_mma that reads A from"), (b, False, "tcgen05_mma that reads B from")]
-        operands.append((acc, True, "tcgen05_mma that writes"))
-        unwritten = add and not acc.written.all()
-        rate = context.program().model.mma_flops * (2 if b.dtype.primitive_bitwidth == 8 else 1)
-        end = _issue(operands, 2 * m * n * k / rate, f"{a.label} x {b.label}")
-
-        if unwritten:  # the product reads its accumulator, too
-            context.program().unwritten_reads.append(acc.allocation.records[0][-1])
-
-        def finish() -> None:
-            for x in (a, acc) if add else (a,):
-                if isinstance(x, TensorMemory):
-                    x.check_type("tcgen05_mma")
-            out = exact_product(_values(a), b.view, b.dtype)
-            acc._claim()
-            acc.values[...] = round_to(out + acc.values if add else out, acc.dtype)
-
-        context.program().later(end, finish)
-    for index, barrier in enumerate(mbarriers or ()):
-        tcgen05_commit(barrier, pred=mbarrier_preds[index] if mbarrier_preds else True)
-
-
-@known(of=(blackwell,))
-def tcgen05_copy(src, dst) -> None:
-    """Start a copy from shared memory to tensor memory, in order with the products."""
-    if not isinstance(dst, TensorMemory) or not isinstance(src, MemDesc) or isinstance(src, TensorMemory):
-        refuse("layout", f"tcgen05_copy takes shared memory and tensor memory; got {src!r} and {dst!r}.")
-    if list(src.shape) != list(dst.shape) or src.dtype.name != dst.dtype.name:
-        text = f"{src.label} is {src.dtype}{list(src.shape)}, {dst.label} is {dst.dtype}{list(dst.shape)}"
-        refuse("layout", f"tcgen05_copy: {text}; they must have the same shape and type.")
-    operands = [(src, False, "tcgen05_copy that reads"), (dst, True, "tcgen05_copy that writes")]
-    end = _issue(operands, src.nbytes / context.program().model.shared_bytes, f"{src.label} to {dst.label}")
-
-    def finish() -> None:
-        dst._claim()
-        dst.values[...] = src.view
-
-    context.program().later(end, finish)
-
-
-@known(of=(blackwell,))
-def tcgen05_commit(barrier, pred=True, descs=()) -> None:
-    """Let an mbarrier learn when all products and copies are over that this partition has issued so far."""
-    if not is_true(pred):
-        return
-    program = context.program()
-    program.reschedule()
-    p = program.partition
-    block, bar = p.blocks[0], own_barriers(barrier, "tcgen05_commit")[0]
-    bar.check_visible(block)
-    known_at_issue = block.clock | {(QUEUE, p.index, 0): p.tensor_count}
-    fenced, site, who, end = dict(block.fenced), context.site(), p.label(block), max(p.time, p.tensor_end)
-
-    def finish() -> None:
-        bar.join_end_of_copy(known_at_issue, fenced)
-        bar.count_arrivals(1, "tcgen05_commit", who, site, end)
-
-    program.later(end, finish)
-
-
-@known(of=(blackwell,))
-def get_tmem_reg_layout(element_ty, shape, layout, num_warps, instr_variant="32x32b", cga_layout=()):
+def get_tmem_reg_layout(
+    element_ty, shape, layout, num_warps, instr_variant="32x32b", cga_layout=(), *, alloc_shape=None
+):
     """Return the register layout by which an instruction loads and stores a tile."""
-    given = (element_ty, constants(shape, "shape"), layout, num_warps, instr_variant, list(cga_layout))
+    tile = [unwrap(element_ty), constants(shape, "shape"), constants(alloc_shape or shape, "shape")]
     try:
-        return unwrap(blackwell.get_tmem_reg_layout.fn(*map(unwrap, given)))
+        return versions.tensor_memory_registers(*tile, *map(unwrap, (layout, num_warps, instr_variant)))
     except (AssertionError, RuntimeError, ValueError) as error:
         refuse("layout", f"get_tmem_reg_layout for {unwrap(num_warps)} warps: {error}")
-
-
-def finish(program) -> None:
-    """Check, at the end of a program, that somebody has waited for the last operation of each partition."""
-    for p in program.partitions:
-        known_count = max(other.blocks[0].clock.get((QUEUE, p.index, 0), 0) for other in program.partitions)
-        if known_count < p.tensor_count:
-            text = "tcgen05 operations may still run when the kernel ends: nothing waits for the last one"
-            hint = "tcgen05_commit(bar) after it, and mbarrier.wait(bar, ...)"
-            report("unfinished", f"{text}. {hint}.", at=p.tensor_site, partition=p.name)

@@ -137,7 +137,7 @@ def print_report(report: dict) -> None:
 
     def why_not(entry: dict) -> str:
         text = f"{entry['reason']} {entry['remedy']}"
-        for sentence in said:
+        for sentence in (*said, "there is no NVIDIA GPU. Use a machine with an NVIDIA GPU."):
             text = text.replace(sentence, "")
         return escape(text.strip().rstrip(":") or "It needs a GPU.")
 

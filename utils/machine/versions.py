@@ -12,6 +12,8 @@ This is the one place that knows. Kernels, simulator and labs use Gluon's newest
 | `gluon.aggregate`       | 3.8         | `triton.language.core._aggregate`        | still there                    |
 | `tma.async_atomic_add`  | 3.8         | no function, but the same instruction    |                                |
 | `tile.reinterpret`      | 3.9         | `tile._reinterpret`                      | gone from 3.9 on               |
+
+One older name is kept alive: `blackwell.get_tmem_reg_layout`, which is a method of tensor memory from Triton 3.8 on.
 """
 
 import functools
@@ -69,9 +71,11 @@ def adopt_newest_gluon_names() -> None:
     keep_fp_fusion()
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import blackwell
     from triton.experimental.gluon.language.nvidia.ampere import async_copy
     from triton.experimental.gluon.language.nvidia.hopper import tma
     from triton.language import core
+    from triton.runtime.jit import ConstexprFunction
 
     for module, newest, old_module, old in (
         (tma, "async_load", tma, "async_copy_global_to_shared"),
@@ -85,6 +89,38 @@ def adopt_newest_gluon_names() -> None:
             setattr(module, newest, getattr(old_module, old))
     if not hasattr(tma, "async_atomic_add"):
         tma.async_atomic_add = _make_async_atomic_add()
+    if not hasattr(blackwell, "get_tmem_reg_layout"):
+        blackwell.get_tmem_reg_layout = ConstexprFunction(_register_layout_of_tile)
+
+
+def _register_layout_of_tile(element_ty, shape, layout, num_warps, instr_variant="32x32b", cga_layout=()):
+    return tensor_memory_registers(element_ty, shape, shape, layout, num_warps, instr_variant)
+
+
+def tensor_memory_registers(element_ty, shape, alloc_shape, layout, num_warps: int, instr_variant: str):
+    """Return the register layout by which an instruction moves a tile of tensor memory, by Triton's own rules.
+
+    Args:
+        element_ty: the tile's type.
+        shape: its rows and columns.
+        alloc_shape: those of the memory that it is a slice of; Triton 3.7 does not ask for them.
+        layout: of the tensor memory.
+        num_warps: how many warps move it.
+        instr_variant: the instruction's shape, such as "32x32b".
+    """
+    from triton.experimental.gluon.language import _semantic
+
+    alloc = (list(alloc_shape),) if slices_keep_the_block() else ()
+    return _semantic._compute_tmem_reg_layout(element_ty, list(shape), *alloc, layout, num_warps, instr_variant)
+
+
+tensor_memory_registers.__triton_builtin__ = True  # type: ignore[attr-defined]  # a constexpr function may call it
+
+
+def slices_keep_the_block() -> bool:
+    """Whether a slice of tensor memory has the layout of the whole: from Triton 3.8 on; before, its block gets as narrow."""
+    version = installed_version("triton")
+    return version is not None and version >= (3, 8)
 
 
 def _make_async_atomic_add() -> Callable:
@@ -140,8 +176,7 @@ def layouts_need_names() -> bool:
 
     Later versions make a constant of it by themselves; Triton 3.6 raises an AttributeError about `_flatten_ir`.
     """
-    version = installed_version("triton")
-    return version is not None and version < (3, 7)
+    return workers_need_register_counts()
 
 
 def cluster_modules() -> tuple:

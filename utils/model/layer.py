@@ -76,16 +76,14 @@ def build_decoder_layer(
         `(layer, rotary_emb)`. `layer.self_attn.layer_type` is the `layer_type` for `get_position_embeddings`.
     """
     if attn_implementation not in ATTENTION_IMPLEMENTATIONS:
-        allowed = ", ".join(ATTENTION_IMPLEMENTATIONS)
-        raise ValueError(f"attn_implementation is {attn_implementation!r}; allowed: {allowed}")
+        raise ValueError(f"attn_implementation is {attn_implementation!r}; allowed: {ATTENTION_IMPLEMENTATIONS}")
     if config is None:
         from utils.config import GEMMA_CONFIG
 
         config = GEMMA_CONFIG
     check_config(config)
     if whole_number("layer_idx", layer_idx, least=0) >= config.num_hidden_layers:
-        last = config.num_hidden_layers - 1
-        raise ValueError(f"layer_idx is {layer_idx}; this config has layers 0 to {last}")
+        raise ValueError(f"layer_idx is {layer_idx}; this config has layers 0 to {config.num_hidden_layers - 1}")
     dtype, device = floating_dtype(dtype), usable_device(device)
     from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer, Gemma3RotaryEmbedding
 
@@ -258,8 +256,7 @@ def decode_forward(
         (B, 1, hidden_size), the same with and without the cache.
     """
     if hidden_states.dim() == 3 and hidden_states.shape[1] != 1:
-        shape = tuple(hidden_states.shape)
-        raise ValueError(f"decode takes one token, hidden_states (B, 1, hidden_size); its shape is {shape}")
+        raise ValueError(f"decode takes one token, hidden_states (B, 1, hidden_size), not {tuple(hidden_states.shape)}")
     if not use_kv_cache:
         if prefill_hidden_states is None:
             raise ValueError(

@@ -21,7 +21,7 @@ FIRST_PORT, TRIED_PORTS = 8888, 50
 # Folders and files that a student does not need. They are hidden from the list of files, not locked away.
 HIDDEN = (
     *("instructor", "tests", "tools", "expectations", "build", "course", "*.egg-info", "__pycache__", "*.pyc", "*~"),
-    *("Makefile", "pyproject.toml", "constraints.txt", "environment.yml", "nbgrader_config.py", "CITATION.cff"),
+    *("Makefile", "pyproject.toml", "constraints.txt", "*.yml", "nbgrader_config.py", "CITATION.cff", "C*.md"),
 )
 
 

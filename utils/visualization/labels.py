@@ -3,8 +3,7 @@
 The places are found when the figure is drawn, in pixels, with the sizes of the texts that the renderer measured, and anew
 when the axes change their size, limits or resolution. One label after another takes the cheapest place around its point: it
 must lie inside the axes and overlap no other text, and it should be near, on the preferred side, and clear of lines,
-markers and leader lines. Labels of points that lie close together take a place as a column. If a label finds no place, all
-are tried again in smaller letters.
+markers and leader lines.
 
 From MANY_NAMES names on, the points get numbers, and a list beside the axes says what the numbers mean.
 """
@@ -25,13 +24,10 @@ from matplotlib.transforms import IdentityTransform
 
 from .style import HAIR, INK, PAPER, SMALL
 
-MANY_NAMES = 20  # from this many names on, points get numbers
+MANY_NAMES = 13  # from this many names on, points get numbers
 LIST_ROWS = 26  # names in a column of the list of numbers
 GAP = 2.5  # points between two texts, and between a text and the frame
 NEAR = 9.0  # points: a label at most this far away needs no leader line
-CROWD, CROWDED = 9.0, 4  # points: so many labels, each at most so far from the next, form a column
-COLUMN = 12  # labels of a column
-SHRINK = (1.0, 0.88, 0.76)  # font sizes to try, as shares of the requested one
 COMPASS = {"E": 0, "NE": 45, "N": 90, "NW": 135, "W": 180, "SW": 225, "S": 270, "SE": 315}
 # Costs in points of distance: the other side of the point, a further point of a line, and what a text covers or crosses.
 COST_DIRECTION, COST_SLIDE, COST_LINE, COST_MARKER, COST_LEADER = 14.0, 5.0, 16.0, 90.0, 70.0
@@ -44,7 +40,6 @@ class Label:
 
     text: Any  # matplotlib Text
     xy: np.ndarray  # (A, 2): the point, or points of a line where the label may be, best first
-    size: float
     prefer: str
     gap: float
     leader: bool
@@ -70,51 +65,25 @@ def list_columns(names: int) -> int:
     return 0 if names < MANY_NAMES else math.ceil(names / LIST_ROWS)
 
 
-def units_of(labels: list[Label], point: float) -> list[list[Label]]:
-    """Group the labels: first the columns of those whose points lie close together, then the others, each alone."""
-    crowds: list[list[Label]] = []
-    for label in labels:
-        if label.leader and len(label.anchors) == 1:
-            at = label.anchors[0]
-            near = [c for c in crowds if any(math.dist(at, other.anchors[0]) < CROWD * point for other in c)]
-            crowds = [c for c in crowds if c not in near] + [[*itertools.chain(*near), label]]
-    columns = []
-    for crowd in crowds:
-        if len(crowd) >= CROWDED:
-            crowd.sort(key=lambda label: tuple(label.anchors[0]))
-            size = math.ceil(len(crowd) / math.ceil(len(crowd) / COLUMN))
-            columns += [crowd[i : i + size] for i in range(0, len(crowd), size)]
-    return columns + [[label] for label in labels if not any(label in column for column in columns)]
-
-
-def candidate_places(unit: list[Label], extent: np.ndarray, point: float, reach: float) -> tuple:
-    """List C places of a unit around its points: boxes (C, 4), the point of each (C, 2), distances and costs (C,)."""
-    label, anchors, spread = unit[0], unit[0].anchors, np.zeros(2)
+def candidate_places(label: Label, point: float, reach: float) -> tuple:
+    """List C places of a label around its points: boxes (C, 4), the point of each (C, 2), distances and costs (C,)."""
     radii = [label.gap * point]
-    if len(unit) > 1:
-        points = np.vstack([label.anchors for label in unit])
-        anchors, spread = (points.min(axis=0) + points.max(axis=0))[None] / 2, np.ptp(points, axis=0) / 2
-        radii = [(label.gap + 14) * point]
     while radii[-1] < reach:  # fine near the point, coarse far away
         radii.append(radii[-1] + max(4 * point, 0.06 * radii[-1]))
-    places: Any = np.meshgrid(np.arange(len(anchors)), radii, np.arange(24) * math.pi / 12, indexing="ij")
+    places: Any = np.meshgrid(np.arange(len(label.anchors)), radii, np.arange(24) * math.pi / 12, indexing="ij")
     slide, radius, angle = (axis.ravel() for axis in places)
     towards = np.column_stack([np.cos(angle), np.sin(angle)])
     # The edge or corner that faces the point touches the circle.
     share = np.where(towards > 0.3, 0.0, np.where(towards < -0.3, 1.0, 0.5))
-    low = anchors[slide] + (radius[:, None] + spread) * towards - share * extent
+    low = label.anchors[slide] + radius[:, None] * towards - share * label.extent
     turned = 1 - np.cos(angle - math.radians(COMPASS[label.prefer]))
     cost = radius / point + COST_DIRECTION * turned / 2 + COST_SLIDE * slide
-    if len(unit) > 1:
-        cost += np.where(np.abs(towards[:, 0]) < 0.5, 200.0, 0.0)  # a column belongs left or right of its points
-    return np.hstack([low, low + extent]), anchors[slide], radius, cost
+    return np.hstack([low, low + label.extent]), label.anchors[slide], radius, cost
 
 
-def place(unit: list[Label], point: float, obstacles: Obstacles) -> bool:
-    """Give a label, or a column of them, its cheapest place among the obstacles; return False if none is allowed."""
-    extents = np.array([label.extent for label in unit])
-    extent = np.array([extents[:, 0].max(), extents[:, 1].sum()])
-    boxes, start, distance, cost = candidate_places(unit, extent, point, math.hypot(*obstacles.frame))
+def place(label: Label, point: float, obstacles: Obstacles) -> bool:
+    """Give a label its cheapest place among the obstacles; return False if none is allowed."""
+    boxes, start, distance, cost = candidate_places(label, point, math.hypot(*obstacles.frame))
     gap = GAP * point
     inside = (boxes[:, :2] >= gap).all(axis=1) & (boxes[:, 2:] <= np.array(obstacles.frame) - gap).all(axis=1)
     allowed = inside & ~_overlaps(boxes, np.array(obstacles.texts).reshape(-1, 4), gap).any(axis=1)
@@ -123,8 +92,6 @@ def place(unit: list[Label], point: float, obstacles: Obstacles) -> bool:
     boxes, start, distance, cost = (array[allowed] for array in (boxes, start, distance, cost))
     cost = cost + COST_MARKER * _overlaps(boxes, obstacles.markers, 0).sum(axis=1)
     cost += COST_LINE * np.minimum(_holds(boxes, obstacles.points, 2 * point).sum(axis=1), 3)
-    for leader in obstacles.leaders:
-        cost += COST_LEADER * _holds(boxes, leader, 0).any(axis=1)
     # A text that stands nearer to another point seems to name that one, unless a line leads to its own.
     centres = (obstacles.markers[:, :2] + obstacles.markers[:, 2:]) / 2
     away = np.linalg.norm(np.clip(centres, boxes[:, None, :2], boxes[:, None, 2:]) - centres, axis=2)
@@ -133,46 +100,20 @@ def place(unit: list[Label], point: float, obstacles: Obstacles) -> bool:
     cost += COST_NEIGHBOUR * misleads
     # The leader line of a far text may cross neither texts nor leader lines.
     path = _path(start, np.clip(start, boxes[:, :2], boxes[:, 2:]))
-    far = (distance > NEAR * point) | misleads | (len(unit) > 1)
+    far = (distance > NEAR * point) | misleads
     for text in obstacles.texts:
         cost += COST_LEADER * far * ((path >= text[:2]) & (path <= text[2:])).all(axis=2).any(axis=1)
     for leader in obstacles.leaders:
+        cost += COST_LEADER * _holds(boxes, leader, 0).any(axis=1)
         apart = np.abs(path[:, :, None] - leader).max(axis=3)
         cost += COST_LEADER * far * (apart < 3 * point).any(axis=(1, 2))
     best = int(np.argmin(cost))
-    if len(unit) == 1:
-        unit[0].box = boxes[best]
-        unit[0].line = np.stack([start[best], path[best, -1]]) if unit[0].leader and far[best] else None
-    else:
-        _fill_column(unit, boxes[best])
-    for label in unit:
-        obstacles.texts.append(np.asarray(label.box))
-        if label.line is not None:
-            obstacles.leaders.append(_path(label.line[:1], label.line[1:])[0])
+    label.box = boxes[best]
+    obstacles.texts.append(boxes[best])
+    if label.leader and far[best]:
+        label.line = np.stack([start[best], path[best, -1]])
+        obstacles.leaders.append(path[best])
     return True
-
-
-def _fill_column(unit: list[Label], box: np.ndarray) -> None:
-    """Stack the labels of a column in its box, flush with the side that faces the points."""
-    points = np.vstack([label.anchors for label in unit])
-    axis = 0 if np.ptp(points[:, 0]) > 2 * np.ptp(points[:, 1]) else 1
-    left = points[:, 0].mean() < box[0]
-
-    def leaders(order: list[Label]) -> list[np.ndarray]:
-        tops = box[3] - np.cumsum([0.0, *(label.extent[1] for label in order)])
-        side = box[0] if left else box[2]
-        return [
-            np.array([label.anchors[0], (side, (high + low) / 2)])
-            for label, high, low in zip(order, tops, tops[1:], strict=False)
-        ]
-
-    down = sorted(unit, key=lambda label: -label.anchors[0][axis])
-    # Of the two orders the one with the shorter leader lines: they do not cross.
-    order = min((down, down[::-1]), key=lambda order: sum(math.dist(*line) for line in leaders(order)))
-    for label, line in zip(order, leaders(order), strict=True):
-        width, height = label.extent
-        x = box[0] if left else box[2] - width
-        label.line, label.box = line, np.array([x, line[1, 1] - height / 2, x + width, line[1, 1] + height / 2])
 
 
 def _path(start: np.ndarray, end: np.ndarray) -> np.ndarray:
@@ -241,7 +182,7 @@ class LabelLayer(Artist):
         """
         points = np.array(xy, float).reshape(-1, 2)
         artist = self._text(text, color, size, ha="left", **font)
-        self._labels.append(Label(artist, points, size, prefer, gap, leader))
+        self._labels.append(Label(artist, points, prefer, gap, leader))
 
     def name(self, text: str, xy: Any, **options: Any) -> None:
         """Name a point like `add`, with a number instead of the text if there are many names."""
@@ -268,7 +209,7 @@ class LabelLayer(Artist):
             )
 
     def add_along(self, text: str, start: tuple[float, float], end: tuple[float, float], **font: Any) -> None:
-        """Write along and above the line between two data points, where the fewest markers are."""
+        """Write along and above the line between two data points."""
         artist = self._text(text, INK, SMALL, ha="center", rotation_mode="anchor", **font)
         self._line_texts.append((artist, np.array([start, end], float)))
 
@@ -317,7 +258,7 @@ class LabelLayer(Artist):
         ax = self._ax
         markers = np.array([ax.transData.transform(p) for p in self._markers]).reshape(-1, 2) - corner
         for text, line in self._line_texts:
-            self._place_along(text, line, renderer, corner, markers, point)
+            self._place_along(text, line, point)
         own_texts = {id(label.text) for label in self._labels}
         fixed = [t for t in ax.texts if id(t) not in own_texts and t.get_visible() and t.get_text()]
         if ax.get_legend() is not None:
@@ -325,43 +266,28 @@ class LabelLayer(Artist):
         texts = [t.get_window_extent(renderer).extents - np.tile(corner, 2) for t in fixed]
         boxes = np.hstack([markers - 4 * point, markers + 4 * point])
         points = self._sample(corner, step=4 * point)
-        left_out: list[str] = []
-        for share in SHRINK:
-            obstacles = Obstacles((ax.bbox.width, ax.bbox.height), [*texts], boxes, points)
-            left_out = []
-            for label in self._labels:
-                label.box = label.line = None
-                label.text.set_fontsize(label.size * share)
-                extent = label.text.get_window_extent(renderer)
-                label.extent = np.array([extent.width, extent.height + point])
-                label.anchors = ax.transData.transform(label.xy) - corner
-            for unit in units_of(self._labels, point):
-                if not place(unit, point, obstacles):  # each alone, if the column finds no room
-                    alone = [label for label in unit if len(unit) == 1 or not place([label], point, obstacles)]
-                    left_out += [label.text.get_text() for label in alone]
-            if not left_out:
-                return
+        obstacles, left_out = Obstacles((ax.bbox.width, ax.bbox.height), texts, boxes, points), []
+        for label in self._labels:
+            label.box = label.line = None
+            extent = label.text.get_window_extent(renderer)
+            label.extent = np.array([extent.width, extent.height + point])
+            label.anchors = ax.transData.transform(label.xy) - corner
+            if not place(label, point, obstacles):
+                left_out.append(label.text.get_text())
+        if not left_out:
+            return
         warnings.warn(
             f"No room for {len(left_out)} of {len(self._labels)} labels here: {', '.join(left_out)}. "
             "Draw fewer points, or pass the Axes of a larger figure as ax=.",
             stacklevel=2,
         )
 
-    def _place_along(
-        self, text: Any, line: np.ndarray, renderer: Any, corner: np.ndarray, markers: np.ndarray, point: float
-    ) -> None:
-        """Write a text above its line, where the markers are farthest away."""
+    def _place_along(self, text: Any, line: np.ndarray, point: float) -> None:
+        """Write a text along and above its line."""
         a, b = self._ax.transData.transform(line)
         along = (b - a) / max(math.dist(a, b), 1e-9)
         text.set_rotation(math.degrees(math.atan2(along[1], along[0])))
-        lift = np.array([-along[1], along[0]]) * 3 * point
-        places = []
-        for share in (0.35, 0.45, 0.55, 0.65, 0.25):
-            text.set_position(a + (b - a) * share + lift)
-            box = text.get_window_extent(renderer).extents - np.tile(corner, 2)
-            clear = np.hypot(*(markers - np.clip(markers, box[:2], box[2:])).T).min(initial=60 * point)
-            places.append(((box[:2] > 0).all(), clear, text.get_position()))
-        text.set_position(max(places, key=lambda place: place[:2])[2])
+        text.set_position(a + 0.6 * (b - a) + np.array([-along[1], along[0]]) * 3 * point)
 
     def _sample(self, corner: np.ndarray, step: float) -> np.ndarray:
         """Return points along every line to avoid, `step` pixels apart."""

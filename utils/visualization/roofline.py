@@ -68,7 +68,7 @@ def plot_roofline(
 ) -> tuple[Figure, Axes]:
     """Plot a roofline model with predicted points on it and measured points under it.
 
-    From 20 points on, the points have numbers, and a list beside the axes names them.
+    From 13 points on, the points have numbers, and a list beside the axes names them.
 
     Args:
         gpu_name: name of the machine, for the title.

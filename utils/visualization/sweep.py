@@ -13,20 +13,13 @@ if TYPE_CHECKING:
 
 
 def plot_sparsity_sweep(
-    rows: Sequence[Mapping[str, Any]],
-    *,
-    x: str = "doc_span",
-    y: str = "block_size",
-    title: str | None = None,
-    ax: Any = None,
+    rows: Sequence[Mapping[str, Any]], *, title: str | None = None, ax: Any = None
 ) -> tuple[Figure, np.ndarray]:
     """Draw a sweep as two heat maps: how many times faster than without a mask, and that as a share of the ideal.
 
     Args:
-        rows: one mapping for each point, with `x`, `y`, "speedup" (dense time / masked time) and "ideal" (1 / block
+        rows: one mapping for each point, with "doc_span", "block_size", "speedup" (dense time / masked time) and "ideal" (1 / block
             density); a row with "refused" instead is drawn as a gap.
-        x: key of the columns of the heat map.
-        y: key of its rows.
         title: of the left heat map; None for "times as fast as without a mask".
         ax: two Axes to draw in; None for a new figure.
 
@@ -39,25 +32,26 @@ def plot_sparsity_sweep(
     if not rows:
         raise ValueError("rows is empty; give one mapping a point of the sweep.")
     for row in rows:
-        needed = {x, y} | (set() if "refused" in row else {"speedup", "ideal"})
+        needed = {"doc_span", "block_size"} | (set() if "refused" in row else {"speedup", "ideal"})
         if missing := sorted(needed - set(row)):
             raise ValueError(f"a row of the sweep has no {', '.join(map(repr, missing))}; it has {sorted(row)}.")
-    columns, lines = sorted({row[x] for row in rows}), sorted({row[y] for row in rows})
+    columns, lines = (sorted({row[key] for row in rows}) for key in ("doc_span", "block_size"))
     speedup = np.full((len(lines), len(columns)), np.nan)
     share = speedup.copy()
     for row in rows:
         if "refused" not in row:
-            at = lines.index(row[y]), columns.index(row[x])
+            at = lines.index(row["block_size"]), columns.index(row["doc_span"])
             speedup[at], share[at] = row["speedup"], row["speedup"] / row["ideal"]
     figure, axes = open_axes(ax, (1.6 + 1.7 * len(columns), 1.5 + 0.72 * len(lines)), count=2)
-    words = {"doc_span": "tokens of a document", "block_size": "tokens of a block"}
     titles = ("times as fast as without a mask" if title is None else title, "share of what the blocks promise")
     _heat_map(axes[0], speedup, lambda value: f"{plain(round(value, 2))}x")
     _heat_map(axes[1], share, lambda value: f"{value:.0%}")
     for axis, head in zip(axes, titles, strict=True):
         axis.set_xticks(range(len(columns)), labels=[str(value) for value in columns])
         axis.set_yticks(range(len(lines)), labels=[str(value) for value in lines])
-        name_axes(axis, ax is None, x=words.get(x, x), y=words.get(y, y) if axis is axes[0] else None, title=head)
+        name_axes(
+            axis, ax is None, x="tokens of a document", y="tokens of a block" if axis is axes[0] else None, title=head
+        )
     return figure, np.array(axes)
 
 

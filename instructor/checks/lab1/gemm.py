@@ -45,17 +45,16 @@ def gemm_tiled(gemm_tiled, seed=None):
     draw = Draw(seed)
     hint = "Look at the tiles at the edges, and at where the accumulator starts and ends."
     # Whole tiles come first, so that the message separates errors in the tiling from errors at the edges.
-    for (m, k, n), tiles, words in (
-        ((8, 12, 4), (4, 2, 3), "Every tile is whole here."),
-        ((10, 12, 11), (5, 4, 3), hint),
-        (draw.sizes(3, 9, 16), draw.sizes(3, 2, 7), hint),
-        (draw.sizes(3, 9, 30), (64, 32, 128), hint),
-        (draw.sizes(3, 5, 13), (1, 5, 1), hint),
+    for (m, k, n), tiles, dtype, words in (
+        ((8, 12, 4), (4, 2, 3), torch.float32, "Every tile is whole here."),
+        ((10, 12, 11), (5, 4, 3), torch.float64, hint),
+        (draw.sizes(3, 9, 16), draw.sizes(3, 2, 7), torch.float32, hint),
+        (draw.sizes(3, 9, 30), (64, 32, 128), torch.float64, hint),
+        (draw.sizes(3, 5, 9), (1, 5, 1), torch.float32, hint),
     ):
-        for dtype in (torch.float32, torch.float64):
-            what = _name("gemm_tiled", m, k, n, dtype, f" with tiles {tuple(tiles)}")
-            a, b = draw.normal(m, k, dtype=dtype), draw.normal(k, n, dtype=dtype)
-            expect_product(in_tiles(gemm_tiled, *tiles), a, b, what, words)
+        what = _name("gemm_tiled", m, k, n, dtype, f" with tiles {tuple(tiles)}")
+        a, b = draw.normal(m, k, dtype=dtype), draw.normal(k, n, dtype=dtype)
+        expect_product(in_tiles(gemm_tiled, *tiles), a, b, what, words)
     _expect_tiles_used(gemm_tiled, draw)
     narrow = (draw.normal(*shape, dtype=torch.bfloat16) for shape in ((10, 40), (40, 8), (16, 512), (512, 16)))
     expect_tiles_fetched(gemm_tiled, next(narrow), next(narrow), (5, 4, 2))  # in 16 bits a conversion is a copy

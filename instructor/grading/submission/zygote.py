@@ -167,7 +167,7 @@ def start_runner(options: WarmUp) -> socket.socket | None:
         walls.die_with_parent()
         ours.close()
         os.environ["TRITON_INTERPRET"] = "1"
-        importlib.import_module("triton.language")
+        importlib.import_module("triton.experimental.gluon")  # else each kernel's launch would load it
         interpreter: Any = importlib.import_module("utils.kernels.interpreter")
         interpreter.repair()
         assert isinstance(interpreter.PROCESS, WarmProcess)

@@ -68,9 +68,7 @@ def test_ordinary_habits_get_every_point(suite_lab, part):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "lab", [*LABS[:-1], pytest.param(LABS[-1], marks=pytest.mark.overnight)]
-)  # the walkthrough's lab
+@pytest.mark.parametrize("lab", LABS)
 def test_drawn_habits_lose_nothing_in_a_lab(lab, monkeypatch):
     """A habit is drawn for every answer; HONEST_SEED draws others. To grade the model answers first would take as long again."""
     monkeypatch.setattr(engine, "calibrate", lambda built, limits: types.SimpleNamespace(cell_seconds=60.0))

@@ -6,10 +6,17 @@ from datetime import UTC, datetime
 
 import pytest
 
+from instructor.course import Course
 from instructor.grading.class_.feedback import finish_pages, finished_page, question_titles
 from instructor.grading.class_.intake import meant
 from instructor.grading.class_.late import LateDays
-from instructor.grading.class_.platforms import canvas_rows, gradescope_results, moodle_rows, platform_notes
+from instructor.grading.class_.platforms import (
+    canvas_rows,
+    export_gradebook,
+    gradescope_results,
+    moodle_rows,
+    platform_notes,
+)
 from instructor.grading.class_.report import (
     Student,
     as_csv,
@@ -101,6 +108,15 @@ def test_the_forms_of_platforms():
     assert results["score"] == 0.0 and "lateness" in results["output"]  # a penalty takes no more than there is
     assert [t.get("status") for t in results["tests"]] == ["failed", None, "failed"]
     assert as_csv([{"student": "=cmd()"}]) == "student\n'=cmd()\n"
+
+
+def test_nbgraders_own_table_runs_nothing_in_a_spreadsheet(tmp_path):
+    course = Course(tmp_path)
+    with course.gradebook() as book:
+        book.add_assignment("lab1")
+        book.add_student("ada", last_name='=HYPERLINK("http://x/","y")')
+    assert export_gradebook(course, tmp_path / "grades.csv") == []
+    assert "'=HYPERLINK" in (tmp_path / "grades.csv").read_text()
 
 
 def test_moodle_takes_every_row_of_its_form(tmp_path):

@@ -60,6 +60,7 @@ found = {
     "write": [tried(lambda: open(path + "/mine", "w")) for path in (ROOT + "/utils", sys.prefix, "/usr", "/", "/etc")],
     "scratch": tried(lambda: open("mine", "w").write("x")),
     "instructor": tried(lambda: os.listdir(ROOT + "/instructor")),
+    "kept lines": tried(lambda: [name for name in __import__("linecache").cache if "instructor" in name]),
     "installed": tried(lambda: sorted(os.listdir(SITE)) + os.listdir(SITE + "/instructor")),
     "root": tried(lambda: sorted(os.listdir(ROOT))),
     "an answer's file": tried(lambda: len(open(ROOT + "/utils/model/costs.py").read())),
@@ -127,6 +128,7 @@ def test_nothing_but_the_scratch_folder(probed):
     assert found["scratch"] == "1"
     assert all("Read-only" in said or "Permission" in said for said in found["write"]), found["write"]
     assert "FileNotFoundError" in found["instructor"] or found["instructor"] == "[]"
+    assert found["kept lines"] == "[]"
     assert found["root"] == "['assets', 'utils']" or not str(sys.prefix).startswith("/usr")
     assert "instructor" not in found["root"].replace("'instructor'", "") and "tests" not in found["root"]
 

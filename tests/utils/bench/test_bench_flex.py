@@ -82,25 +82,6 @@ def test_checklist_2_block_size_and_doc_span_of_the_environment_make_a_sparsity_
     assert ran["sparsity"]["block_density"] == 12 / 64
 
 
-@pytest.mark.slow
-def test_the_environment_is_read_at_run_time_and_a_flag_goes_before_it(documented_run):
-    _, _, case = documented_run
-    target = TARGETS[FLEX]
-    q, k, v = target.inputs(plan_case(["--seq-len 256", "--heads 1", "--head-dim 16"]))
-    for environ, flags, size, span in (
-        ({"BLOCK_SIZE": "32"}, [], 32, 256),
-        ({"BLOCK_SIZE": "32", "DOC_SPAN": "64"}, ["--block-size 16"], 16, 64),
-    ):
-        made = plan_case(["--seq-len 256", "--heads 1", "--head-dim 16", *flags], environ)
-        settings = target.build(made, "baseline", q, k, v).prepared.settings
-        assert settings["block_size"] == (size, size) and f"documents({span})" in settings["mask"]
-    mode = plan_case([], {"TORCH_COMPILE_MODE": "max-autotune-no-cudagraphs"}).settings["compile_mode"]
-    assert (mode.value, mode.origin) == ("max-autotune-no-cudagraphs", "environment TORCH_COMPILE_MODE")
-    assert case["knobs"]["compile_mode"]["origin"] == "default"
-    with pytest.raises(BenchError, match="BLOCK_SIZE"):
-        plan_case([], {"BLOCK_SIZE": "100"})
-
-
 def plan_case(flags, environ=None):
     import torch
 

@@ -8,7 +8,6 @@ from utils.bench.targets.attention_suite import MATRIX
 from utils.bench.targets.base import Built
 from utils.bench.workload import Workload, reference
 from utils.benchmark.profiling import Launched
-from utils.benchmark.profiling import launched as profile_launches
 
 CPU = torch.device("cpu")
 FLEX, CUTE = "labs/flexattention:flex_attention", "labs/flexattention:flex_attention_cute"
@@ -178,16 +177,3 @@ def test_compiled_flexattention_is_proved_by_its_kernel(kernels, ran):
     assert target.prove(None, "optimized", Built(None, ran), launched) == ran
     with pytest.raises(WrongRun, match=f"that is {ran}"):
         target.prove(None, "optimized", Built(None, other), launched)
-
-
-def test_the_backend_that_ran_is_proved_not_believed():
-    workload = Workload(1, 2, 32, 16, "fp32")
-    q, k, v = (torch.randn(workload.shape) for _ in range(3))
-    flash = profile_launches(prepare(q, k, v, backend="flash"))
-    math = profile_launches(prepare(q, k, v, backend="math"))
-    assert proof.sdpa_backend(flash) == "flash" and proof.sdpa_backend(math) == "math"
-    proof.prove("flash", flash)
-    with pytest.raises(WrongRun, match="flash was asked for and math ran"):
-        proof.prove("flash", math)
-    with pytest.raises(WrongRun, match="0 SDPA backends"):
-        proof.sdpa_backend(profile_launches(lambda: q + 1))

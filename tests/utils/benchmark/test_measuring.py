@@ -60,12 +60,6 @@ def test_a_sleep_takes_what_it_takes():
     assert not result.below_floor
 
 
-def test_longer_work_reads_longer():
-    times = [measure(busy, work, warmup=1, iterations=11).median_ms for work in (0.5, 1.0, 2.0)]
-    assert times[0] < times[1] < times[2]
-    assert times[0] >= 0.5 and times[2] >= 2.0
-
-
 def test_method_says_what_was_done():
     result = measure(busy, 0.2, warmup=3, iterations=7, calls_per_sample=2)
     method = result.method

@@ -41,7 +41,6 @@ def test_verdict_shows_itself():
     right, wrong = Verdict("1.1", True, "fine"), Verdict("Bonus 1.4", False, "a < b")
     assert repr(right) == "✓ Question 1.1: fine" and repr(wrong) == "✗ Bonus 1.4: a < b"
     assert right and not wrong
-    assert "a &lt; b" in wrong._repr_html_()
 
 
 def test_wrong_answer_renders_as_one_line():

@@ -92,17 +92,6 @@ def test_a_launch_leaves_its_tensors_alone():
     assert not launch.args["y_ptr"].any()
 
 
-def test_elements_of_a_layout_are_each_held_once():
-    from triton.experimental.gluon import language as gl
-
-    from utils.gluon_cpu.layouts import elements_of
-
-    layout = gl.BlockedLayout([1, 4], [4, 8], [2, 2], [1, 0])
-    held = elements_of(layout, (16, 64), 4)
-    assert held.shape == (8, 32, 4) and sorted(held.reshape(-1)) == list(range(1024))
-    assert list(held[:4, 1, 0]) == [4, 5, 6, 7]  # lane 1 holds columns 4 to 7 of row 0
-
-
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(compiling, "_CACHE", tmp_path / "compiled")
@@ -183,7 +172,7 @@ def test_an_accepted_kernel_is_compiled_again_only_for_its_figures(compiler):
     assert [request["figures"] for request in compiler.requests] == [False, True]
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"compiled": {"name": "move"}}', '{"compiled": 3}'])
+@pytest.mark.parametrize("damage", ["", "[]", '{"compiled": {"name": "move"}}'])
 def test_a_damaged_entry_is_compiled_again(compiler, cache, damage):
     launch = move(1, 4)
     first = exercises.compile_for_hopper(COPY, launch)

@@ -116,6 +116,7 @@ def test_gpu_state_reads_plausible_values():
     assert record["gpu"] and record["driver"] and record["cudnn"]
 
 
+@pytest.mark.slow
 def test_mixing_torchs_two_precision_settings_does_not_crash():
     code = (
         "import torch\n"

@@ -82,10 +82,6 @@ class Suite(Target):
         """Return the backend that ran; raise WrongRun if it is another one than asked for."""
         return prove(self.contenders[side], launched)
 
-    def range_name(self, side, ran):
-        """NVTX range of the side in a profile."""
-        return f"attention_suite_{self.workload}_{side}_{ran}"
-
 
 TARGETS = (
     Suite("sdpa", "scaled_dot_product_attention over the matrix of shapes", "math", "auto"),

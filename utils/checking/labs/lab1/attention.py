@@ -110,7 +110,13 @@ def expect_bshd(attention_bshd, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     """Assert causal attention of (B, S, H, D), beside one that is computed token by token."""
     (_, length, heads, d), kv_heads = q.shape, k.shape[2]
     what, group = f"attention_bshd of q {tuple(q.shape)} with {kv_heads} key-value heads", heads // kv_heads
-    got = attention_bshd(q.clone(), k.clone(), v.clone())
+    try:
+        got = attention_bshd(q.clone(), k.clone(), v.clone())
+    except RuntimeError as error:
+        shared = (
+            " enable_gqa=True lets SDPA share the heads." if heads != kv_heads and "must match" in str(error) else ""
+        )
+        raise AssertionError(f"{what} raised: {error}.{shared}") from None
     if not isinstance(got, torch.Tensor) or got.shape != q.shape:
         shown = tuple(got.shape) if isinstance(got, torch.Tensor) else repr(got)
         raise AssertionError(

@@ -186,7 +186,7 @@ def check_gemm_and_gemv_costs(gemm_macs_flops_bytes, gemv_macs_flops_bytes):
             "The result C is written, too.": 90 * size,
             DTYPE: 167 * (6 - size),
             ELEMENTS: 167,
-            "A and B are read once, not once a product.": 770 * size,
+            "A and B are read once, not once a product.": [770 * size, 847 * size],
             "C is written once; nothing is read from it.": 244 * size,
             "Look at the shapes: A (M, K), B (K, N).": 203 * size,
         }
@@ -256,6 +256,7 @@ def check_intensities(gemm_intensity, gemv_intensity):
             ELEMENTS: 1.973684,
             MACS: 0.493421 * scale,
             "x is read, too.": 0.990099 * scale,
+            "x is read and y is written, too.": 1.0 * scale,
             DTYPE: 0.493421 / scale,
         }
         got, what = gemv_intensity(300, 100, kind), f"gemv_intensity(300, 100, {kind})"

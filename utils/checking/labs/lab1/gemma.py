@@ -11,7 +11,7 @@ from utils.checking.labs.lab1.gemm import BF16, DTYPE, ELEMENTS, FP32, expect_th
 from utils.config import GEMMA_CONFIG
 from utils.model import build_decoder_layer, get_position_embeddings, prefill_forward
 
-Numbers = dict[str, float]
+Numbers = dict[str, float | list[float]]
 
 
 def hinted(hints: dict[str, str], wrong: dict[str, float]) -> Numbers:
@@ -62,6 +62,8 @@ _ATTENTION = {
     "shared": "The batch shares the weights: they are read once.",
     "sequences": "Each sequence has keys and values of its own.",
     "output": "o_proj writes the hidden states.",
+    "o_proj": "o_proj is an operator, too: it reads the vectors and writes the hidden states.",
+    "key": "One key fewer: with a window of w, query_len queries see query_len + w - 1 keys together.",
 }
 # (batch, query_len, kv_len), window, dtype, pairs, MACs, bytes; then the MACs and the bytes of the known mistakes.
 _PLACES: tuple = (
@@ -69,7 +71,7 @@ _PLACES: tuple = (
         ((3, 5, 7), None, BF16, 25, 9900, 5184),
         {"heads": 13500, "mask": 10980, "projections": 2700, "both": 8550, "query": 8100, "flop": 19800},
         {"heads": 7392, "dtype": 10368, "elements": 2592, "hidden": 4584, "queries": 4644, "two": 4104, "new": 4824}
-        | {"values": 4932, "weights": 4224, "shared": 7104, "sequences": 4848, "output": 4884},
+        | {"values": 4932, "weights": 4224, "shared": 7104, "sequences": 4848, "output": 4884, "o_proj": [4344, 3984]},
     ),
     (
         ((3, 5, 8), 2, FP32, 10, 8280, 10224),
@@ -77,14 +79,15 @@ _PLACES: tuple = (
         | {"query": 7560, "flop": 16560},
         {"heads": 14352, "seen": 10512, "together": 9648, "dtype": 5112, "elements": 2556, "hidden": 9024}
         | {"queries": 9144, "two": 8064, "new": 9504, "values": 9792, "weights": 8304, "shared": 14064}
-        | {"sequences": 9648, "output": 9624},
+        | {"sequences": 9648, "output": 9624, "o_proj": [8544, 7824], "key": 10368},
     ),
     (
         ((3, 1, 9), 4, BF16, 4, 1872, 1992),
         {"heads": 2592, "mask": 2412, "window": 2412, "wide": 1980, "projections": 432, "both": 1656}
         | {"query": 1584, "flop": 3744},
         {"heads": 3192, "seen": 2352, "dtype": 3984, "elements": 996, "hidden": 1872, "queries": 1884, "two": 1776}
-        | {"new": 1920, "values": 1848, "weights": 1032, "shared": 3912, "sequences": 1800, "output": 1932},
+        | {"new": 1920, "values": 1848, "weights": 1032, "shared": 3912, "sequences": 1800, "output": 1932}
+        | {"o_proj": [1824, 1464], "key": 2064},
     ),
 )
 

@@ -10,7 +10,15 @@ import torch
 from utils.checking.gluon_launches import CLOSE, exponent_scale
 from utils.checking.kernel_exercises import Launch, Run, Tile
 from utils.checking.kernel_exercises import overlap as overlap_of
-from utils.checking.kernel_mistakes import BLOCKS, OVERLAP, SOFTMAX, Steps, attention_mistakes, causal
+from utils.checking.kernel_mistakes import (
+    BLOCKS,
+    OVERLAP,
+    SOFTMAX,
+    Steps,
+    attention_in_blocks,
+    attention_mistakes,
+    causal,
+)
 from utils.checking.labs.lab3_gluon.rules import Seeds, Try, cdiv, demand, number, simulated
 from utils.gluon_cpu.timeline import Event
 
@@ -23,12 +31,15 @@ def _mistakes(
 ) -> Callable[[Launch, dict], dict[str, torch.Tensor]]:
     def of(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
         q, k, v = (launch.args[name].tensor for name in ("q_desc", "k_desc", "v_desc"))  # type: ignore[attr-defined]
+        inverse = 1 / exponent_scale(q.shape[-1])
         missing = {
-            "c is missing: the weights are powers of 2 of c times the scores.": Steps(
-                scale=1 / exponent_scale(q.shape[-1])
-            )
+            "c is missing: the weights are powers of 2 of c times the scores.": Steps(scale=inverse),
+            "c is missing in the factor for the blocks before.": Steps(rescale_output=inverse, rescale_sum=inverse),
         }
-        return attention_mistakes(q, k, v, known | missing, downward, block)
+        last = slice(0, block) if downward else slice((k.shape[-2] - 1) // block * block, None)
+        alone = attention_in_blocks(q, k[..., last, :], v[..., last, :], Steps(), block)
+        found = attention_mistakes(q, k, v, known | missing, downward, block)
+        return found | {"Only the last block counts: is the new maximum returned, and not the old one?": alone}
 
     return of
 
@@ -135,7 +146,7 @@ def attention_causal(text: str, tries: Iterable[Try], compiles: bool = False) ->
     def known(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
         return _mistakes(causal(launch.args["sk"] - launch.args["sq"]))(launch, expected)  # type: ignore[operator]
 
-    hint = "Here query i sees keys 0 ... i + sk - sq."
+    hint = "Query i sees keys 0 ... i + sk - sq: does `blocks` reach the key that the last row of the tile stands at?"
     for launch, run in simulated(text, tries, hint=hint, mistakes=known, compiles=compiles, close=CLOSE):
         sq, sk = (int(launch.args[name]) for name in ("sq", "sk"))  # type: ignore[call-overload]
         for program, events in enumerate(run.programs()):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from utils.checking.gluon_launches import ring_mistakes, wgmma_mistakes
+from utils.checking.gluon_launches import ring_mistakes, transpose_mistakes, wgmma_mistakes
 from utils.checking.kernel_exercises import Launch, Run, Tile, expect_kernel
 from utils.gluon_cpu.timeline import Event
 
@@ -86,7 +86,7 @@ def number(events: Iterable[Event], kind: str, partition: str = "") -> int:
 def transpose(text: str, tries: Iterable[Try], compiles: bool = False) -> None:
     """Right at any size and stride; at whole tiles a program moves its tile and touches no sector more than it needs."""
     hint = "Where is row i, column j of X in Y, and how far apart do rows lie?"
-    for launch, run in simulated(text, tries, hint=hint, compiles=compiles):
+    for launch, run in simulated(text, tries, hint=hint, mistakes=transpose_mistakes, compiles=compiles):
         m, n, *strides = (int(launch.args[name]) for name in ("m", "n", "x_stride", "y_stride"))  # type: ignore[call-overload]
         if m % 32 or n % 32 or any(stride % 8 for stride in strides):
             continue  # rows that begin within a sector touch more of them

@@ -32,6 +32,10 @@ def expect_part_output(got, q, k, v, rtol: float, atol: float, what: str) -> Non
         "Divide the scores by sqrt(D).": attend(q, k, v, scale=1.0),
         "Divide the scores by sqrt(D), not by D.": attend(q, k, v, scale=1 / q.shape[-1]),
     }
+    scores = q @ k.repeat_interleave(group, dim=1).mT / math.sqrt(q.shape[-1])
+    for dim, name in ((-2, "queries"), (1, "heads")):
+        over = torch.softmax(scores, dim=dim) @ v.repeat_interleave(group, dim=1)
+        turned[f"The softmax goes over the keys, the last dimension of the scores, not over the {name}."] = over
     hint = known_mistake(got, turned, rtol=1e-2, atol=1e-2, otherwise="Divide by the part's own sum.")
     expect_close(got, attend(q, k, v).float(), rtol=rtol, atol=atol, what=f"the output of {what}", hint=hint)
 
@@ -90,6 +94,9 @@ def merge_hint(got, q, k, v, splits: int) -> str:
             torch.softmax(lses * math.log(2), dim=0)
         ),
     }
+    for dim in range(1, lses.ndim):
+        over = f"The weights of the parts add up to 1: take the softmax over dimension 0 of the stack, not over {dim}."
+        known[over] = weighed(torch.softmax(lses, dim=dim))
     if counted < keys:
         left_out = f"The last {keys - counted} keys are left out: {splits} does not divide {keys}."
         known[left_out] = attend(q, k[:, :, :counted], v[:, :, :counted])
