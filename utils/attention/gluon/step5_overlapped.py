@@ -373,10 +373,10 @@ def attention_step5(
 
 @functools.lru_cache(maxsize=64)
 def tile_schedule(
-    blocks: tuple[int, ...], heads_total: int, group: int, head_bytes: int, programs: int, device: torch.device
+    blocks: tuple[int, ...], heads_total: int, group: int, head_bytes: int, programs: int, device: torch.device, **more
 ) -> tuple[torch.Tensor | None, int]:
     """The schedule of a head's tiles on the GPU, a row for each program, and the length of a row; None: not dealt."""
-    dealt = deal_tiles(blocks, heads_total, group, head_bytes, programs)
+    dealt = deal_tiles(blocks, heads_total, group, head_bytes, programs, **more)
     if dealt is None:
         return None, 0
     # A row: how many tiles, the tiles, and one more, because a program reads ahead.
@@ -435,7 +435,8 @@ def launch(a: Arguments) -> Launch | None:
     schedule, stride = None, 0
     if parts == 1 and tiles > programs and len(set(blocks)) > 1:  # causal, or a window
         head_bytes = a.sk * plan.block_d * 4
-        schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device)
+        more = {"exchanged": 0} if a.lengths else {}
+        schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device, **more)
     dealt = schedule is not None
     together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
     distant = kind == "distance" and one_edge(plan, window)
