@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from utils.attention.gluon.backward.fragments import from_fragments
 from utils.attention.gluon.backward.order import BLOCK_UNITS
 from utils.attention.gluon.backward.pipeline import SIZES, Sizes, block_place, part_of
-from utils.attention.gluon.intervals import tile_entry
+from utils.attention.gluon.intervals import tile_at, tile_entry, units_before
 from utils.attention.gluon.shared import aggregate, uniform
 
 UNITS = gl.constexpr(BLOCK_UNITS)
@@ -84,12 +84,17 @@ class Share:
         behind = place + 1
         if number >= self.whole:
             base = at
+            if sizes.PLAN.edges == 3:  # shares of all blocks (`arguments.find_order`), and too many to walk over
+                n = tile_at(sizes.back, place // self.total, self.blocks_n, sizes.sk, sizes.group, UNITS)
+                base = units_before(sizes.back, n, sizes.sk, sizes.group, UNITS) * self.total
+                flat = at
             length = block_units(sizes, n)
-            while place >= base + length * left:
-                base += length * left
-                block += left
-                n, flat, left = block_place(block, self.blocks_n, self.section, self.total)
-                length = block_units(sizes, n)
+            if sizes.PLAN.edges < 3:
+                while place >= base + length * left:
+                    base += length * left
+                    block += left
+                    n, flat, left = block_place(block, self.blocks_n, self.section, self.total)
+                    length = block_units(sizes, n)
             skipped = (place - base) // length
             flat += skipped
             first = place - base - skipped * length
@@ -193,13 +198,19 @@ def finish_parts(
     first = number * 0
     block = whole
     n, flat, left = block_place(block, blocks_n, section, total)
+    if PLAN.edges == 3:
+        n = number // total
+        flat = number * 0
+        number -= n * total
+        first = units_before(back, n, sk, group, UNITS) * total
     length = block_units(sizes, n)
-    while number >= left:
-        first += length * left
-        number -= left
-        block += left
-        n, flat, left = block_place(block, blocks_n, section, total)
-        length = block_units(sizes, n)
+    if PLAN.edges < 3:
+        while number >= left:
+            first += length * left
+            number -= left
+            block += left
+            n, flat, left = block_place(block, blocks_n, section, total)
+            length = block_units(sizes, n)
     flat += number
     first += number * length
     # The share that has place i of the row is the last one that begins at or before i: units * share // shares.
