@@ -1,13 +1,16 @@
 """Launch a compiled Triton kernel again, without the work that Triton's `kernel[grid](...)` repeats at each call.
 
 `kernel[grid](...)` binds the arguments to parameters, looks at each for what the kernel is specialized on, looks the
-kernel up by a long string, and checks each TMA descriptor. None of that changes from call to call as long as shapes,
+kernel up by a long string, and encodes each TMA descriptor. None of that changes from call to call as long as shapes,
 strides and alignment stay the same. A `Handle` keeps what came out of it, and takes only the tensors. `KEPT` holds what
 was decided and launched before, by the `layout` of the tensors.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +34,72 @@ class _Map:
 
     def __init__(self, base: torch.Tensor, shape: list[int], strides: list[int]):
         self.base, self.shape, self.strides = base, shape, strides
+
+
+class _Direct:
+    """The C function behind Triton's launcher, with the arguments of a launch: stream, pointers and descriptors change.
+
+    Triton's launcher encodes every TMA descriptor at every launch, which takes longer than the launch itself. Here a
+    descriptor is kept by the address that it holds; the rest of it is the same for all launches of a handle.
+    """
+
+    def __init__(self, launcher: Any, before: tuple, tensors: Sequence[torch.Tensor], maps: list, rest: tuple):
+        """Find out what Triton's launcher gives to the C function, by running it with a function that only listens.
+
+        Args:
+            launcher: the compiled kernel's own.
+            before: its arguments up to the kernel's: grid, stream, function, metadata and hooks.
+            tensors: of a launch, each the base of a descriptor, or passed as a pointer.
+            maps: (shape, strides) of each tensor that is passed in a descriptor, else None.
+            rest: the kernel's other arguments.
+        """
+        given: list[tuple] = []
+        marks = [object() if kept is None else _Map(x, *kept) for x, kept in zip(tensors, maps, strict=True)]
+        listening, wrapper = copy.copy(launcher), launcher.launch
+        if any(maps):  # the function that makes descriptors, around the C function
+            cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
+            self.launch, metadata = cells["launcher"].cell_contents, cells["tensordesc_meta"].cell_contents
+            self.describe = wrapper.__globals__["make_tensordesc_arg"]
+            cells["launcher"] = types.CellType(lambda *arguments: given.append(arguments))
+            closure = tuple(cells.values())
+            listening.launch = types.FunctionType(wrapper.__code__, wrapper.__globals__, closure=closure)
+        else:
+            self.launch, metadata = wrapper, []
+            listening.launch = lambda *arguments: given.append(arguments)
+        listening(*before, *marks, *rest)
+        arguments = list(given[0])
+        # Triton 3.7 passes the kernel's own arguments as one list, versions before it one by one.
+        flat = any(type(x).__name__ == "PyCUtensorMap" or any(mark is x for mark in marks) for x in arguments)
+        self.outer = None if flat else arguments
+        self.arguments = arguments if flat else list(arguments[-1])
+        described = iter([i for i, x in enumerate(self.arguments) if type(x).__name__ == "PyCUtensorMap"])
+        of_map = iter(metadata or [])
+        self.places: list[tuple] = []  # (where the argument stands, None or how its descriptor is made)
+        for mark, kept in zip(marks, maps, strict=True):
+            if kept is None:
+                self.places.append((next(i for i, x in enumerate(self.arguments) if x is mark), None))
+            else:
+                self.places.append((next(described), ({}, *kept, next(of_map))))
+
+    def __call__(self, stream: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Launch on these tensors."""
+        arguments = self.arguments.copy()
+        for x, (place, description) in zip(tensors, self.places, strict=True):
+            address = x.data_ptr()
+            if description is None:
+                arguments[place] = address
+                continue
+            known, shape, strides, metadata = description
+            if (descriptor := known.get(address)) is None:
+                if len(known) == 1024:
+                    known.clear()
+                descriptor = known[address] = self.describe(_Map(x, shape, strides), metadata)[0]
+            arguments[place] = descriptor
+        if self.outer is None:
+            arguments[3] = stream
+            self.launch(*arguments)
+        else:
+            self.launch(*self.outer[:3], stream, *self.outer[4:-1], arguments)
 
 
 class Handle:
@@ -68,22 +137,30 @@ class Handle:
             self.metadata = (compiled.metadata.num_warps, cluster, compiled.metadata.shared)
         self.compiled = compiled
         self._stream, self._runtime = driver.active.get_current_stream, knobs.runtime
+        self._direct: _Direct | None = None
+        scratch = [getattr(self.run, f"{kind}_scratch_size", 1) for kind in ("global", "profile")]
+        if not any(scratch):  # memory that each launch would need
+            bases = [x if kept is None else x.base for x, kept in zip(leading, self.maps, strict=True)]
+            before = (*self.grid, 0, self.function, self.metadata, None, None, None)
+            # If another Triton builds its launcher otherwise, each launch goes through it.
+            with contextlib.suppress(AttributeError, IndexError, KeyError, StopIteration, TypeError, ValueError):
+                self._direct = _Direct(self.run, before, bases, self.maps, self.rest)
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         """Launch on these tensors, of the same shapes, strides and alignment as those of the launch that was kept."""
-        given = [x.data_ptr() if kept is None else _Map(x, *kept) for x, kept in zip(tensors, self.maps, strict=True)]
-        stream = self._stream(self.index)
-        enter, leave, metadata = self._runtime.launch_enter_hook, self._runtime.launch_exit_hook, None
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler listens to launches
-            metadata = self.compiled.launch_metadata(self.grid, stream, *given, *self.rest)
-        else:
-            enter = leave = None
         # The launch takes place on the current device, and almost always that is the tensors' own.
-        if torch._C._cuda_getDevice() == self.index:
-            self.run(*self.grid, stream, self.function, self.metadata, metadata, enter, leave, *given, *self.rest)
-        else:
+        if torch._C._cuda_getDevice() != self.index:
             with torch.cuda.device(self.index):
-                self.run(*self.grid, stream, self.function, self.metadata, metadata, enter, leave, *given, *self.rest)
+                return self(*tensors)
+        stream = self._stream(self.index)
+        enter, leave = self._runtime.launch_enter_hook, self._runtime.launch_exit_hook
+        listened = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)  # a profiler listens to launches
+        if self._direct is not None and not listened:
+            return self._direct(stream, tensors)
+        given = [x.data_ptr() if kept is None else _Map(x, *kept) for x, kept in zip(tensors, self.maps, strict=True)]
+        metadata = self.compiled.launch_metadata(self.grid, stream, *given, *self.rest) if listened else None
+        hooks = (enter, leave) if listened else (None, None)
+        return self.run(*self.grid, stream, self.function, self.metadata, metadata, *hooks, *given, *self.rest)
 
 
 def observed(*tensors: torch.Tensor) -> bool:

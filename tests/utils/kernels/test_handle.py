@@ -12,36 +12,62 @@ needs_triton = pytest.mark.skipif(not __import__("importlib").util.find_spec("tr
 hopper = pytest.mark.skipif(not gluon_support(), reason="the Gluon kernels need a Hopper GPU")
 
 
+class PyCUtensorMap(tuple):
+    """Stands for the driver's descriptor."""
+
+
 @needs_triton
-def test_a_launch_is_repeated_with_other_tensors(monkeypatch):
+@pytest.mark.parametrize("described", [True, False])
+def test_a_launch_is_repeated_with_other_tensors(monkeypatch, described):
+    """Triton's own launcher without a GPU: what reaches its C function, for other tensors, a known one and a listener."""
     import triton
     from triton import knobs
+    from triton.backends.nvidia import driver as nvidia
 
-    calls, metadata = [], []
-    driver = types.SimpleNamespace(get_current_stream=lambda index: 70 + index)
+    calls, filled, metadata = [], [], []
+    utils = types.SimpleNamespace(
+        fill_tma_descriptor_tiled=lambda address, *facts: filled.append(address) or PyCUtensorMap((address, *facts))
+    )
+    driver = types.SimpleNamespace(get_current_stream=lambda index: 70 + index, utils=utils)
     monkeypatch.setattr(triton.runtime.driver, "_active", driver, raising=False)
     monkeypatch.setattr(type(triton.runtime.driver), "active", property(lambda self: driver))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
+    box = dict(swizzle=3, elem_size=2, elem_type=10, block_size=[64, 64], fp4_padded=False)
+    signature = {
+        0: "tensordesc<bf16[64,64]>" if described else "*bf16",
+        1: "*fp32",
+        2: "*i32",
+        3: "i32",
+        4: "constexpr",
+    }
+    run = object.__new__(nvidia.CudaLauncher)
+    run.launch = nvidia.wrap_handle_tensordesc(lambda *given: calls.append(given), signature, [box] * described)
+    run.global_scratch_size = run.profile_scratch_size = run.global_scratch_align = run.profile_scratch_align = 0
+    run.num_ctas, run.launch_cooperative_grid, run.launch_pdl = 1, False, False
+    run.arg_annotations, run.kernel_signature = "annotations", b"signature"
     compiled = types.SimpleNamespace(
-        run=lambda *given: calls.append(given),
-        function=11,
-        packed_metadata="packed",
-        launch_metadata=lambda *given: metadata.append(given) or "told",
+        run=run, function=11, packed_metadata="packed", launch_metadata=lambda *given: metadata.append(given) or "told"
     )
-    described = types.SimpleNamespace(block_shape=[64, 64], shape=[4, 8], strides=[8, 1])
-    table = torch.arange(3)
-    handle = Handle(compiled, (5,), (described, torch.zeros(2)), (table, 9, "PLAN"), 3)
+    base, table = torch.zeros(4, 8), torch.arange(3)
+    first = types.SimpleNamespace(block_shape=[64, 64], shape=[4, 8], strides=[8, 1], base=base) if described else base
+    handle = Handle(compiled, (5,), (first, torch.zeros(2)), (table, 9, "PLAN"), 3)
+    assert not calls  # it only listened
     x, y = torch.ones(4, 8), torch.ones(2)
-    handle(x, y)
-    (given,) = calls
-    assert given[:9] == (5, 1, 1, 73, 11, "packed", None, None, None)
-    assert isinstance(given[9], _Map) and given[9].base is x and (given[9].shape, given[9].strides) == ([4, 8], [8, 1])
-    assert given[10:] == (y.data_ptr(), table.data_ptr(), 9, "PLAN")
 
+    def expected(hooks):
+        """What Triton's launcher itself passes on."""
+        before = (5, 1, 1, 73, 11, "packed", *hooks)
+        run(*before, _Map(x, [4, 8], [8, 1]) if described else x.data_ptr(), y.data_ptr(), table.data_ptr(), 9, "PLAN")
+        return [list(part) if isinstance(part, (list, tuple)) else part for part in calls.pop()]
+
+    for _ in range(2):
+        handle(x, y)
+        assert [list(part) if isinstance(part, (list, tuple)) else part for part in calls.pop()] == expected([None] * 3)
+    assert filled.count(x.data_ptr()) == 3 * described  # once by the handle, twice by Triton's launcher
     listener = types.SimpleNamespace(calls=[1])
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", listener)
     handle(x, y)
-    assert calls[1][6] == "told" and calls[1][7] is listener and len(metadata) == 1
+    assert calls[0][8] == "told" and calls[0][9] is listener and len(metadata) == 1
 
 
 def test_who_has_to_see_the_operator():
@@ -72,7 +98,8 @@ def test_attention_by_a_kept_launch():
         q, k, v = (torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         KEPT.clear()
         first, lse = launch.forward(q, k, v, causal=causal, return_lse=True)
-        assert len(KEPT) == 1
+        (kept,) = KEPT.values()
+        assert kept.handle._direct is not None  # not the slower way through Triton's launcher
         again, lse_again = launch.forward(q, k, v, causal=causal, return_lse=True)
         assert torch.equal(first, again) and torch.equal(lse, lse_again) and first.data_ptr() != again.data_ptr()
         others = [torch.randn_like(x) for x in (q, k, v)]

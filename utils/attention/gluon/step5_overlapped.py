@@ -1,7 +1,7 @@
 """Step 5, the fastest: products overlapped with softmax, a persistent grid. FlashAttention forward for Hopper.
 
 One block stays on each SM and walks over tiles of query rows. Its producer warp loads Q, K and V by TMA, running
-ahead as far as the rings of shared memory allow, into the next tile too. One to four consumer warpgroups own 64 rows
+ahead as far as the rings of shared memory allow, into the next tile too. One to three consumer warpgroups own 64 rows
 each. A consumer hands Q K(i) to the tensor cores and P V(i-1) behind it, waits for the scores only, and computes their
 softmax while P V(i-1) is still running; scores, probabilities and output never leave its registers. Keys are walked
 from the last block to the first, so the masked blocks of a causal tile come first.
@@ -19,13 +19,11 @@ from the last block to the first, so the masked blocks of a causal tile come fir
     keys_first    blocks of the next tile asked for before Q   0                0                2
 
 With two tiles of Q the producer goes on into the next tile while this one is computed. With one it asks for `keys_first`
-blocks and brings Q into the L2, until all consumers have done with the last Q (`loads.py`). Seven variants (`plan.variant_for`).
-"one", very few tiles: 1 consumer. "few", head dim 64 with few tiles or many masks: 2 consumers, 240 registers. "lone", full
-attention at head dim 64 with one tile a program: 5 slots, filled before the roles begin. "narrow", head dim 64 with a window that
-masks most blocks: 64 keys, 5 slots. "short", few causal keys at head dim 64: 4 consumers, 64 keys, 4 slots, 112 registers.
-"narrow" and "short" wait for P V before the softmax (`both`). "ahead", full attention at head dim 64 and 128 (`consumer_ahead`):
-2 consumers, and a tile's end beside the next one's start. "ahead of three", the same with 3 consumers, is for whole blocks of
-keys. Where tiles are fewer than multiprocessors, programs share them (`parts.py`).
+blocks and brings Q into the L2, until all consumers have done with the last Q (`loads.py`). Four variants (`plan.variant_for`):
+"one", very few tiles: 1 consumer. "few", head dim 64 with few tiles or many masks: 2 consumers, 240 registers. "ahead", full
+attention at head dim 64 and 128 (`consumer_ahead`): 2 consumers, and a tile's end beside the next one's start. "ahead of three",
+the same with 3 consumers, is for whole blocks of keys. Where tiles are fewer than multiprocessors, programs share them
+(`parts.py`).
 
 The checklist of warp-specialized attention, for Hopper:
 - Pipeline: a TMA producer; in each consumer Q K, softmax and P V, a block apart from each other (`blocks.py`). V's slot is released

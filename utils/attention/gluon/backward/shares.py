@@ -1,8 +1,8 @@
 """Which tiles a program of step 6 works on: blocks of keys one after another, equal shares of blocks, and sums of their parts.
 
 As many programs as the GPU has SMs draw numbers from a counter in memory. The producer draws the next number when it has
-asked for the last tile of the one before, tells it the other roles through two slots in shared memory, and loads while dV and
-dK leave: a block that is launched for itself begins with an empty SM. The first `whole` numbers are blocks.
+asked for the last tile of the one before, tells the other roles its parts through two slots in shared memory, and loads while
+dV and dK leave: a block that is launched for itself begins with an empty SM. The first `whole` numbers are blocks.
 
 Few blocks leave SMs without work: 72 blocks on 132 SMs, or the 68 blocks that are left of 2048 in the last round. All tiles
 of such blocks stand in one row, each block preceded by UNITS for what its beginning takes, and the numbers from `whole` on are
@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from utils.attention.gluon.backward.fragments import from_fragments
 from utils.attention.gluon.backward.order import BLOCK_UNITS
-from utils.attention.gluon.backward.pipeline import SIZES, Sizes, block_place, part_of
+from utils.attention.gluon.backward.pipeline import SIZES, Part, Sizes, block_place, part_of
 from utils.attention.gluon.intervals import tile_at, tile_entry, units_before
 from utils.attention.gluon.shared import aggregate, uniform
 
@@ -48,12 +48,12 @@ class Share:
     shares: gl.tensor  # so many are shares of the blocks behind them
     units: gl.tensor  # length of the row of those blocks
     counter: gl.tensor  # pointer to the number of draws so far, by all programs
-    numbers: gl.shared_memory_descriptor  # (2, 1) int32: what was drawn
+    told: gl.shared_memory_descriptor  # (2 * 9, 1) int32: the fields of two parts
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, blocks_n, section, total, whole, shares, units, counter, numbers, full, empty):
+    def __init__(self, blocks_n, section, total, whole, shares, units, counter, told, full, empty):
         self.blocks_n = blocks_n
         self.section = section
         self.total = total
@@ -61,7 +61,7 @@ class Share:
         self.shares = shares
         self.units = units
         self.counter = counter
-        self.numbers = numbers
+        self.told = told
         self.full = full
         self.empty = empty
 
@@ -107,36 +107,64 @@ class Share:
         return part_of(sizes, n, flat, at, count, slot), behind
 
     @gluon.jit
-    def draw(self, turn):
-        """Producer: draw the program's next number, and tell it the other roles; turn: numbers drawn before."""
-        number = gl.atomic_add(self.counter, 1, sem="relaxed") + gl.num_programs(0)
+    def draw(self):
+        """Producer: draw the program's next number."""
+        return gl.atomic_add(self.counter, 1, sem="relaxed") + gl.num_programs(0)
+
+    @gluon.jit
+    def tell(self, part, turn):
+        """Producer: tell the other roles this program's part number `turn`; a negative key: there is none."""
         slot = turn & 1
-        mbarrier.wait(self.empty.index(slot), ((turn >> 1) & 1) ^ 1)  # the number of two turns ago has been read
-        self.numbers.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        mbarrier.wait(self.empty.index(slot), ((turn >> 1) & 1) ^ 1)  # the part of two turns ago is done
+        fields = (part.key, part.stop, part.batch, part.kv_head, part.lo, part.hi, part.at, part.count, part.slot)
+        for i in gl.static_range(9):
+            number = gl.full([1], fields[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+            self.told.index(slot * 9 + i).store(number)
         mbarrier.arrive(self.full.index(slot), count=1)
-        return number
+
+    @gluon.jit
+    def field(self, turn, i, WARPS: gl.constexpr):
+        """Other roles: field i of part number `turn`."""
+        number = self.told.index((turn & 1) * 9 + i).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
+        return uniform(gl.sum(number, 0))
 
     @gluon.jit
     def next(self, turn, WARPS: gl.constexpr):
-        """Other roles: the number that was drawn in turn `turn`."""
-        slot = turn & 1
-        mbarrier.wait(self.full.index(slot), (turn >> 1) & 1)
-        number = self.numbers.index(slot).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
-        number = uniform(gl.sum(number, 0))
-        mbarrier.arrive(self.empty.index(slot), count=1)
-        return number
+        """Other roles: wait for part number `turn`, and return its key."""
+        mbarrier.wait(self.full.index(turn & 1), (turn >> 1) & 1)
+        return self.field(turn, 0, WARPS)
+
+    @gluon.jit
+    def read(self, turn, WARPS: gl.constexpr):
+        """Other roles: part number `turn`. Read again where it is used again, it takes no registers in between."""
+        return Part(
+            self.field(turn, 0, WARPS),
+            self.field(turn, 1, WARPS),
+            self.field(turn, 2, WARPS),
+            self.field(turn, 3, WARPS),
+            self.field(turn, 4, WARPS),
+            self.field(turn, 5, WARPS),
+            self.field(turn, 6, WARPS),
+            self.field(turn, 7, WARPS),
+            self.field(turn, 8, WARPS),
+        )
+
+    @gluon.jit
+    def release(self, turn):
+        """Other roles: part number `turn` is done."""
+        mbarrier.arrive(self.empty.index(turn & 1), count=1)
 
 
 @gluon.jit
 def make_share(blocks_n, section, total, whole, shares, units, counter, READERS: gl.constexpr):
-    """Allocate what roles tell each other numbers by; READERS: roles that are told."""
-    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    """Allocate what the producer tells parts by; READERS: roles that are told."""
+    told = gl.allocate_shared_memory(gl.int32, [18, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=READERS)
-    return Share(blocks_n, section, total, whole, shares, units, counter, numbers, full, empty)
+    return Share(blocks_n, section, total, whole, shares, units, counter, told, full, empty)
 
 
 @gluon.jit

@@ -25,7 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from utils.attention.gluon.backward.pipeline import SIZES, Sizes, allocate_work, load_part, tma_add
+from utils.attention.gluon.backward.pipeline import SIZES, Part, Sizes, allocate_work, load_part, tma_add
 from utils.attention.gluon.backward.shares import make_share, store_part
 from utils.attention.gluon.shared import meet, pass_by, thread_barrier, tma_store, wait_products
 
@@ -265,17 +265,15 @@ def store_keys(sizes, out, part, places, x):
 @gluon.jit
 def consumer(work, share, freed, ds_tiles, leave, parts_ptr, dk_out, dv_out):
     """Both warpgroups: all parts of this program."""
-    number = gl.program_id(0)
-    place, end = share.bounds(number)
-    drawn = 0
     turn = 0
     done = 0
-    while number < share.whole + share.shares:
-        part, place = share.part(work.sizes, number, place, end)
-        dk, dv = compute_part(work, part, ds_tiles, leave, turn, done)
+    key = share.next(turn, 8)
+    while key >= 0:
+        dk, dv = compute_part(work, share.read(turn, 8), ds_tiles, leave, turn, done)
         # V was read by ordinary loads, and TMA writes the next one: a part without tiles has had no fence since.
         fence_async_shared()
         mbarrier.arrive(freed, count=1)
+        part = share.read(turn, 8)
         if part.slot >= 0:
             store_part(parts_ptr, part.slot, dv, 0)
             store_part(parts_ptr, part.slot, dk, 1)
@@ -283,32 +281,31 @@ def consumer(work, share, freed, ds_tiles, leave, parts_ptr, dk_out, dv_out):
             store_keys(work.sizes, dv_out, part, ds_tiles, dv)
             store_keys(work.sizes, dk_out, part, ds_tiles, dk * work.scale)
         done += part.count
+        share.release(turn)
         turn += 1
-        if place >= end:
-            number = share.next(drawn, 8)
-            place, end = share.bounds(number)
-            drawn += 1
+        key = share.next(turn, 8)
 
 
 @gluon.jit
 def producer(work, share, freed, descriptors):
-    """One warp loads all parts of this program, and draws its numbers."""
+    """One warp draws this program's numbers, and loads their parts."""
     number = gl.program_id(0)
     place, end = share.bounds(number)
-    drawn = 0
     turn = 0
     done = 0
     while number < share.whole + share.shares:
         part, place = share.part(work.sizes, number, place, end)
+        share.tell(part, turn)
         mbarrier.wait(freed, (turn & 1) ^ 1)  # the consumer may still read the last part's K and V
         load_part(work, part, done, descriptors)
         done += part.count
         turn += 1
         if place >= end:
             # Not before: whoever is free first is to have the next block. The consumer has two tiles left to compute.
-            number = share.draw(drawn)
+            number = share.draw()
             place, end = share.bounds(number)
-            drawn += 1
+    none = number * 0 - 1
+    share.tell(Part(none, none, none, none, none, none, none, none, none), turn)
 
 
 @gluon.jit
@@ -316,11 +313,11 @@ def storing_warp(work, share, leave):
     """One warp hands dQ of each tile to TMA, which adds it to the sums, and gives its place back."""
     sums_desc, tiles, empty = leave
     if work.sizes.PLAN.dq:
-        number = gl.program_id(0)
-        place, end = share.bounds(number)
-        drawn = 0
-        while number < share.whole + share.shares:
-            part, place = share.part(work.sizes, number, place, end)
+        turn = 0
+        key = share.next(turn, 1)
+        while key >= 0:
+            part = share.read(turn, 1)
+            share.release(turn)
             head, m = part.begin(work.sizes)
             for _ in range(part.count):
                 meet(LEFT, 288)
@@ -335,10 +332,8 @@ def storing_warp(work, share, leave):
                 if m == part.hi:
                     m = part.lo
                     head += 1
-            if place >= end:
-                number = share.next(drawn, 1)
-                place, end = share.bounds(number)
-                drawn += 1
+            turn += 1
+            key = share.next(turn, 1)
 
 
 @gluon.jit(do_not_specialize=[*SIZES, "eighths"])
