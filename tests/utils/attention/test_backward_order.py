@@ -99,7 +99,6 @@ def test_equal_shares_are_one_row_of_tiles():
     ("shape", "even"),
     [
         ((1, 24, 3, 3056, 64, False), True),  # 72 blocks, 132 SMs
-        ((7, 24, 3, 914, 128, True), False),  # all heads are five times what fits in the L2
         ((1, 4, 2, 6955, 128, True), True),
         ((2, 24, 3, 526, 64, True), True),
         ((3, 2, 2, 2628, 128, False), False),

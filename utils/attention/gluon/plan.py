@@ -1,8 +1,7 @@
 """Tiles, slots and registers of each step, and which program computes which tile: plain Python, no Triton.
 
 Chosen on an H200 (docs/kernels/attention.md). Gluon's tile shapes are powers of two. Shared memory holds 227 KiB a block;
-a thread has at most 255 registers, an SM 65536: 2 x 128 x 240 + 128 x 24, 3 x 128 x 160 + 128 x 32, or
-4 x 128 x 112 + 128 x 24.
+a thread has at most 255 registers, an SM 65536: 2 x 128 x 240 + 128 x 24, or 3 x 128 x 160 + 128 x 32.
 """
 
 from __future__ import annotations

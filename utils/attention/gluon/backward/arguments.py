@@ -138,8 +138,8 @@ def launches(
         "fragments.start_backward",
         (rows // 64, batch * heads),
         ("out", "dout", "lse", "dlse", "lse2", "delta", "sums", "counter"),
-        (*strides(g.out), *strides(g.dout), *queries),
-        {"BLOCK_D": width, "CLEAR": plan.dq, "DLSE": dlse},
+        (*strides(g.out), *strides(g.dout), *queries, width // 64 if plan.dq else 0),
+        {"DLSE": dlse},
     )
     blocks_n, c = -(-sk // plan.block_n) if packed is None else len(packed.blocks), scale * LOG2_E
     mask = span(causal, window) if packed is None else (packed.table, 0)

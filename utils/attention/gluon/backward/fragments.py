@@ -43,7 +43,19 @@ def add_fragments(sums, x):
 
 
 @gluon.jit(
-    do_not_specialize=["o_batch", "o_head", "o_row", "do_batch", "do_head", "do_row", "sq", "heads", "rows", "head_dim"]
+    do_not_specialize=[
+        "o_batch",
+        "o_head",
+        "o_row",
+        "do_batch",
+        "do_head",
+        "do_row",
+        "sq",
+        "heads",
+        "rows",
+        "head_dim",
+        "width",
+    ]
 )
 def start_backward(
     o_ptr,
@@ -64,14 +76,14 @@ def start_backward(
     heads,
     rows,
     head_dim,
-    BLOCK_D: gl.constexpr,
-    CLEAR: gl.constexpr,
+    width,
     DLSE: gl.constexpr,
 ):
     """Delta and lse * log2(e) of 64 rows of one head, and zeros in their sums of dQ: grid (rows / 64, B * H).
 
     The last heads come first: the main kernel begins with the first ones, and finds theirs in the L2. Strides and
     head_dim are in units of 8 elements, so that the compiler knows of 16 bytes without a kernel for each stride.
+    width: columns of the sums in units of 64; 0 where dQ is not summed in memory.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
@@ -80,12 +92,16 @@ def start_backward(
     batch = head_total // heads
     head = head_total - batch * heads
     r = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
-    keep = (r < sq)[:, None] & (d < head_dim * 8)
     wide = r.to(gl.int64)[:, None]
-    o = gl.load(o_ptr + (batch * o_batch + head * o_head + wide * o_row) * 8 + d, mask=keep, other=0.0)
-    do = gl.load(do_ptr + (batch * do_batch + head * do_head + wide * do_row) * 8 + d, mask=keep, other=0.0)
-    delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
+    o_rows = o_ptr + (batch * o_batch + head * o_head + wide * o_row) * 8
+    do_rows = do_ptr + (batch * do_batch + head * do_head + wide * do_row) * 8
+    delta = gl.zeros([64], gl.float32, gl.SliceLayout(1, layout))
+    for column in range(0, head_dim * 8, 64):
+        d = column + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+        keep = (r < sq)[:, None] & (d < head_dim * 8)
+        o = gl.load(o_rows + d, mask=keep, other=0.0)
+        do = gl.load(do_rows + d, mask=keep, other=0.0)
+        delta += gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
     lse = gl.load(lse_ptr + head_total * sq + r, mask=r < sq, other=INFINITY)
     # A row without keys has -inf, a row that does not exist nothing: infinity makes their probabilities 2^(-inf) = 0.
     lse2 = gl.where(gl.abs(lse) == INFINITY, INFINITY, lse * LOG2_E)
@@ -95,11 +111,9 @@ def start_backward(
     gl.store(lse2_ptr + head_total * rows + r, lse2)
     gl.store(delta_ptr + head_total * rows + r, delta)
     gl.store(counter_ptr, 0)
-    if CLEAR:
-        sums = dq_sums_ptr + (head_total * (rows // 64) + tile) * (64 * BLOCK_D)
-        for part in gl.static_range(BLOCK_D // 32):
-            at = sums + part * 2048 + gl.arange(0, 2048, flat)
-            gl.store(at, gl.zeros([2048], gl.float32, flat))
+    sums = dq_sums_ptr + (head_total * (rows // 64) + tile) * (width * 4096)
+    for piece in range(width):
+        gl.store(sums + piece * 4096 + gl.arange(0, 4096, flat), gl.zeros([4096], gl.float32, flat))
 
 
 @gluon.jit(do_not_specialize=["dq_batch", "dq_head", "dq_row", "sq", "heads", "rows", "head_dim", "width"])

@@ -28,9 +28,9 @@ from utils.attention.gluon.backward.plan import BackwardPlan
 L2_BYTES = 32 << 20
 # In tiles of queries, each 2.1 to 2.4 us:
 BLOCK_TILES = 1.4  # beginning and end of a block: barriers, the first K and Q, stores of dV and dK
-PART_TILES = 2.0  # the same of a part, whose dV and dK are stored in fp32
-FINISH_TILES = 2.0  # launch of the kernel that adds up the parts
-ADD_TILES = 0.03  # writing and reading a part of 128 keys x 128 columns once more, of all SMs together
+PART_TILES = 1.0  # the same of a part, whose dV and dK are stored in fp32
+FINISH_TILES = 1.5  # launch of the kernel that adds up the parts
+ADD_TILES = 0.01  # writing and reading a part of 128 keys x 128 columns once more, of all SMs together
 WIDER = 0.03  # share of the time that each doubling of the sections beyond the L2 costs: a guess, 30% were seen for all heads
 # With equal shares all heads are in flight: twice L2_BYTES cost nothing, and each L2_BYTES more a tenth of the time.
 ROOMY, BEYOND = 2.0, 0.1
