@@ -1,4 +1,4 @@
-"""Packed sequences in the kernels: tiles that begin where a sequence begins, and tables of what each row sees.
+"""Packed sequences in the kernels: tables of tiles, which may begin where a sequence begins, and of what each row sees.
 
 A query sees an interval of keys, and its bounds only rise from query to query, whether the mask is causal or has a window
 or not; so each key is seen by an interval of queries whose bounds rise, too. The forward pass has tiles of queries (rows)
@@ -48,8 +48,13 @@ def packed_bounds(lengths: tuple[int, ...], causal: bool, window: int) -> np.nda
 def packed_queries(
     lengths: tuple[int, ...], causal: bool, window: int, rows: int, block: int, device: torch.device
 ) -> Packed:
-    """Return the table of the forward pass: tiles of `rows` queries over blocks of `block` keys, in their order."""
-    return _packed(lengths, packed_bounds(lengths, causal, window)[:2], rows, block, device, False)
+    """Return the table of the forward pass: tiles of `rows` queries over blocks of `block` keys, in their order.
+
+    Tiles of full attention by two consumers begin where a sequence begins. Under a causal mask, and with three consumers,
+    each of which skips what its own rows do not see, tiles over two sequences are up to 7% faster than more tiles.
+    """
+    parts = lengths if rows == 128 and not causal else (sum(lengths),)
+    return _packed(parts, packed_bounds(lengths, causal, window)[:2], rows, block, device, False)
 
 
 @functools.lru_cache(maxsize=256)
