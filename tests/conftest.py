@@ -37,7 +37,7 @@ LONGEST = (
     "instructor/test_lab4.py",
     "utils/kernels/test_gemm_gluon.py",
     "utils/kernels/test_gemm_simulated.py",
-    "instructor/grading/test_grading_walkthrough.py",
+    "instructor/grading/test_grading_faults.py",
     "utils/attention/test_attention.py",
     "utils/attention/test_prepared.py",
     "utils/attention/test_backward.py",

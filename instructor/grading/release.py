@@ -79,14 +79,14 @@ class Leak:
         return f"{self.file}: {self.line!r}, from {self.origin}"
 
 
-def bundle_files(built: Built, root: Path = ROOT) -> dict[str, bytes]:
+def bundle_files(built: Built) -> dict[str, bytes]:
     """{name in the bundle: bytes} of all its files."""
     files = {f"{built.name}.ipynb": built.student.encode()}
     for name in BUNDLE:
-        place = root / name
+        place = ROOT / name
         found = sorted(place.rglob("*")) if place.is_dir() else [place] if place.is_file() else []
         for path in found:
-            relative = path.relative_to(root).as_posix()
+            relative = path.relative_to(ROOT).as_posix()
             hidden = any(part in LEFT_OUT or part.endswith(".pyc") for part in path.parts)
             if path.is_file() and not hidden and relative not in FOR_INSTRUCTORS:
                 files[relative] = path.read_bytes()
@@ -106,7 +106,7 @@ class Secrets:
 
 
 @functools.cache
-def secrets_of_all_labs(root: Path = ROOT) -> Secrets:
+def secrets_of_all_labs() -> Secrets:
     """Solutions, hidden tests and marking schemes of every lab, and the hidden checks."""
     lines: dict[str, str] = {}
     stretches: dict[tuple[str, ...], str] = {}
@@ -125,7 +125,7 @@ def secrets_of_all_labs(root: Path = ROOT) -> Secrets:
             hidden = {n for r in cell.regions for n in range(r.first, r.last + 1)}
             if not (cell.role == "manual" and not cell.has("SOLUTION")):
                 visible += [line for n, line in enumerate(cell.source.splitlines()) if n not in hidden]
-    for path in sorted((root / "utils" / "checking" / "labs").rglob("*.py")):
+    for path in sorted((ROOT / "utils" / "checking" / "labs").rglob("*.py")):
         visible += path.read_text(encoding="utf-8").splitlines()
     shown = "\n".join(_rows(visible))  # a hidden check repeats lines of the visible one
     for lab in labs:
@@ -135,14 +135,14 @@ def secrets_of_all_labs(root: Path = ROOT) -> Secrets:
         for cell in lab.cells:
             for region in cell.regions:
                 add(lab.at(cell), cell.source.splitlines()[region.first + 1 : region.last])
-    for path in sorted((root / "instructor" / "checks").rglob("*.py")):
+    for path in sorted((ROOT / "instructor" / "checks").rglob("*.py")):
         text = path.read_text(encoding="utf-8").splitlines()
-        add(str(path.relative_to(root)), text)
+        add(str(path.relative_to(ROOT)), text)
         for number, line in enumerate(text, 1):
             secret = _squeezed(line)
             is_import = re.match(r"(from [\w.]+ )?import ", secret)
             if len(secret) >= QUOTE_LENGTH and not is_import and PUBLIC not in line and secret not in shown:
-                lines.setdefault(secret, f"{path.relative_to(root)}, line {number}")
+                lines.setdefault(secret, f"{path.relative_to(ROOT)}, line {number}")
     return Secrets(lines, stretches)
 
 
@@ -223,13 +223,13 @@ class Bundle:
     shared: tuple[tuple[Leak, str], ...]  # secret lines that the library needs itself, and why
 
 
-def release(built: Built, target: Path, root: Path = ROOT) -> Bundle:
+def release(built: Built, target: Path) -> Bundle:
     """Write the bundle of a lab as a zip into `target`.
 
     `ReleaseError` if a line of a solution or hidden test is anywhere in it where `SHARED` does not explain it.
     """
-    files = bundle_files(built, root)
-    found = find_leaks(files, secrets_of_all_labs(root))
+    files = bundle_files(built)
+    found = find_leaks(files, secrets_of_all_labs())
     shared = tuple((leak, SHARED[leak.file, leak.line]) for leak in found if (leak.file, leak.line) in SHARED)
     leaks = [leak for leak in found if (leak.file, leak.line) not in SHARED]
     if leaks:

@@ -777,14 +777,16 @@ pd.DataFrame(rows, dtype=object).set_index("GPU").fillna("-")
 # To the right, then back (the H200 is an H100 with faster memory), and to the right again. A kernel that has not changed can
 # find itself on the other side of the ridge.
 #
-# Now place GEMM and GEMV under the roof of an A100, as the datasheet draws it. `your_size` is yours: put a GEMM on the ridge.
+# Now place GEMM and GEMV under the roof of an A100, as the datasheet draws it. **Your line:** `your_size`. Put a GEMM on the
+# ridge, first by trying, then by a formula (it is Question 2.3).
 
 # %%
-your_size = 100  # change it until your point stands at the ridge
+your_size = 100  # your line: change it until your point stands at the ridge
 spec = GPU_SPECS["A100"]
 operations = {f"gemm {n}": gemm_intensity(n, n, n, torch.bfloat16) for n in (128, 4096)}
 operations["gemv 4096"] = gemv_intensity(4096, 4096, torch.bfloat16)
 operations[f"yours: gemm {your_size}"] = gemm_intensity(your_size, your_size, your_size, torch.bfloat16)
+on_the_ridge(operations[f"yours: gemm {your_size}"], ridge_point(spec["bf16_tflops"], spec["memory_bandwidth_tb_s"]))
 plot_roofline("A100", spec["bf16_tflops"], spec["memory_bandwidth_tb_s"], operations)
 plt.show()
 
@@ -945,14 +947,10 @@ for name, share in zip(("smallest gemm", None, "largest gemm", "small gemv", "la
 #   sixth layer attends to everything.
 
 # %%
-for name in (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers",
-    "sliding_window",
-):
+sizes = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim num_hidden_layers sliding_window"
+for name in sizes.split():
     print(f"{name:22} {getattr(config, name)}")
-kinds = [kind.removesuffix("_attention") for kind in config.layer_types]
-for first in range(0, len(kinds), 6):
-    print(f"{'' if first else 'layer_types':22} {' '.join(kinds[first : first + 6])}")
+print(f"{'layer_types':22} {' '.join(kind.removesuffix('_attention') for kind in config.layer_types[:6])}, and so on")
 
 # %% [markdown]
 # ## The five operators of attention
@@ -1102,6 +1100,14 @@ table.round(2)
 # Surprised? The three matrix products alone would be compute-bound. It is GELU and the elementwise product, which write
 # and read $T \times i$ numbers and compute next to nothing, that pull the MLP below the ridge. Part 4 shows how to get rid of them.
 # (Why an H100 here? The ridge of an H200, whose memory is faster, lies at 206, and there the same MLP is just compute-bound.)
+# **Your line:** with how many tokens at once does the MLP reach the ridge of an H200?
+
+# %%
+your_tokens = 2048  # your line
+_, flops, n_bytes = mlp_macs_flops_bytes(your_tokens, config, torch.bfloat16)
+on_the_ridge(flops / n_bytes, get_ridge_point("H200", "bf16"))
+
+# %% [markdown]
 
 # %% [markdown]
 # **The scoreboard.** Your counts give the first line of it: the bytes of one layer's decode step, over the bandwidth of an H200.
@@ -2400,6 +2406,7 @@ def flash_attention_causal(
 check_flash_attention_causal(flash_attention_causal)
 
 # %%
+guesses["share of the tiles that are left"] = None  # 0 to 1, for 8 x 8 tiles
 causal_tokens, causal_tile = (4096, 512) if on_gpu else (1024, 128)
 q, k, v = (torch.randn(flash_batch, flash_heads, causal_tokens, flash_dim, device=device, dtype=dtype) for _ in range(3))
 functions = {"all tiles": flash_attention_tiled, "tiles below the diagonal": flash_attention_causal}
@@ -2407,7 +2414,7 @@ causal_calls = {name: functools.partial(function, q, k, v, causal_tile, causal_t
 for name, taken in median_times(causal_calls, warmup=1, iterations=5).items():
     print(f"{name:26} {plus_minus(taken)} ms")
 tiles = causal_tokens // causal_tile
-print(f"{tiles * (tiles + 1) // 2} of {tiles**2} tiles are left")
+beside_guess("share of the tiles that are left", (tiles + 1) / (2 * tiles))
 
 # %% [markdown]
 # ## Many programs for one query
@@ -2452,7 +2459,6 @@ def merge_attention(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Te
 check_merge_attention(merge_attention)
 
 # %%
-# One query, a long cache, four parts: attention over each part, merged, against attention over all of it.
 q = torch.randn(1, flash_heads, 1, flash_dim, device=device)
 k, v = (torch.randn(1, flash_heads, 8192, flash_dim, device=device) for _ in range(2))
 part_outputs, part_lses = [], []

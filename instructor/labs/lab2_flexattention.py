@@ -1486,9 +1486,10 @@ plot_beside_recorded("layout", "measured", "The same pairs in two orders", "time
 # **Fewer key heads.** With grouped heads (`enable_gqa=True`) several query heads share one head of keys and values. The products are
 # the same; the cache that has to be kept and read is smaller.
 #
-# **The sum of the weights.** `return_aux=AuxRequest(lse=True)` also returns the log-sum-exp $L$ of each row. With it a row can be
-# changed after the kernel is done. For example, a *sink*: one more logit $z$, which takes weight and has no value. Its output is
-# $O \cdot \sigma(L - z)$, where $\sigma(x) = 1 / (1 + e^{-x})$. On a CPU only eager FlexAttention returns it.
+# **The sum of the weights.** `return_lse=True` in the course's `attention` also gives the log-sum-exp $L$ of each row
+# (`return_aux=AuxRequest(lse=True)` in FlexAttention's own call). With it a row can be changed after the kernel is done. For
+# example, a *sink* (also `sink=`): one more logit $z$, which takes weight and has no value: $O \cdot \sigma(L - z)$, where
+# $\sigma(x) = 1 / (1 + e^{-x})$.
 #
 # **Before you run.** How many times fewer blocks are computed tile by tile than row by row? Will one head of keys instead of all
 # make the call faster?
@@ -1531,20 +1532,12 @@ if can_compile():
     keep("more", more_table)
     beside_guess("one key head, time over all key heads", float(more_table["ms"][3] / more_table["ms"][2]))
 
-import warnings
-
-from torch.nn.attention.flex_attention import AuxRequest
-
 small, sink = [t[:, :, :256].float() for t in random_qkv()], 1.5
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # eager FlexAttention warns that it is eager
-    blocks = create_block_mask(causal, None, None, 256, 256, device=device)
-    out, extra = flex_attention(*small, block_mask=blocks, return_aux=AuxRequest(lse=True))
-with_sink = out * torch.sigmoid(extra.lse - sink)[..., None]
+out, lse = attention(*small, mask_mod=causal, return_lse=True, backend="flex_eager")
 scores = (small[0] @ small[1].mT / math.sqrt(head_dim)).masked_fill(~dense_mask(causal, 256, 256, device), -math.inf)
 scores = torch.cat((scores, torch.full_like(scores[..., :1], sink)), dim=-1)  # the sink as a column of its own
-expected = torch.softmax(scores, dim=-1)[..., :-1] @ small[2]
-print(f"a sink by the log-sum-exp against a sink as a column: largest difference {(with_sink - expected).abs().max().item():.1e}")
+difference = (out * torch.sigmoid(lse - sink)[..., None] - torch.softmax(scores, dim=-1)[..., :-1] @ small[2]).abs().max().item()
+print(f"a sink by the log-sum-exp against a sink as a column: largest difference {difference:.1e}")
 
 # %% [markdown]
 # The same pairs, another order, and less than half of the blocks. One key head computes as much as all of them: it saves memory, and

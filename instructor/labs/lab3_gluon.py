@@ -647,7 +647,11 @@ def sum_of_squares(x_desc, y_ptr, rows, columns, STAGES: gl.constexpr):
 # %% nbgrader={"grade_id": "q3_2_tests", "grade": true, "points": 12}
 check_tma_ring(text_of("lab3_tma_ring.py"))
 
+# %% [markdown]
+# **Before you run.** 32 tiles, one to eight slots: from how many slots on does one more gain less than 5%?
+
 # %%
+guesses["slots, from which one more gains less than 5%"] = None
 _ = show_timeline(answered("lab3_tma_ring.py"), tma_ring_launch(16, 512, 3)[0], "TMA ring of 3 slots")
 plot_slots({n: simulate_launch(answered("lab3_tma_ring.py"), tma_ring_launch(16, 2048, n)[0])[1].cycles[0] for n in range(1, 9)})
 

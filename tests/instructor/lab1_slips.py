@@ -5,7 +5,6 @@ visible checks are held against.
 """
 
 _CEIL = "math.ceil(1.5 * dtype.itemsize * ridge)"
-_RESCALE = "accumulator = accumulator * rescale + p @ v"
 _DTYPE = "The number of bytes depends on the dtype"
 _ELEMENTS = "elements, not bytes"
 _EVERY = "memory read that nothing was written to"
@@ -874,15 +873,15 @@ SLIPS = [
         "one key too many",
         "bonus_5_8",
         [("columns[None, :] < keys, scores", "columns[None, :] <= keys, scores")],
-        "keys - 1",
+        "One key too many",
     ),
     (
         "keys counted in the block",
         "bonus_5_8",
         [("tl.where(columns[None, :] < keys", "tl.where((columns - start)[None, :] < keys")],
-        "counted from 0",
+        "from 0",
     ),
-    ("l not rescaled", "bonus_5_8", [("l * rescale + tl.sum", "l + tl.sum")], "The sum l is not rescaled"),
+    ("l not rescaled", "bonus_5_8", [("l * rescale + tl.sum", "l + tl.sum")], "The sum of the blocks before"),
     ("l of the last block", "bonus_5_8", [("l * rescale + tl.sum", "tl.sum")], "the sum so far is lost"),
     (
         "accumulator of the last block",

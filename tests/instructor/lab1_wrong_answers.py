@@ -777,7 +777,7 @@ def merge_attention(outputs, lses):
         "accumulator not rescaled in Triton",
         "bonus_5_8",
         "",
-        "The accumulator is not rescaled",
+        "The output of the blocks before is not rescaled",
         replaces=(("accumulator * rescale[:, None] + new", "accumulator + new"),),
     ),
     WrongAnswer(
@@ -791,7 +791,7 @@ def merge_attention(outputs, lses):
         "not divided in Triton",
         "bonus_5_8",
         "",
-        "The output is not divided by l",
+        "The output is not divided",
         replaces=(("accumulator / l[:, None]", "accumulator"),),
     ),
     WrongAnswer(

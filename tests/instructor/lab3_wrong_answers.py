@@ -165,7 +165,7 @@ def owner(row, column, shape, size, threads, warps, order):
     _instead(
         "not transposed",
         "q2_2",
-        "not turned",
+        ("addresses turned", "out of bounds"),
         ("y_ptr + columns[None, :] * y_stride + rows[:, None]", "y_ptr + rows[:, None] * y_stride + columns[None, :]"),
     ),
     # ---- 3.1

@@ -61,7 +61,7 @@ def test_files_are_small_undated_and_described(name):
     path = ASSETS / f"{name}.svg"
     text = path.read_text(encoding="utf-8")
     assert path.stat().st_size < 100_000
-    assert "<dc:date>" not in text
+    assert "<dc:date>" not in text and "prefers-color-scheme: dark" in text
     assert len(re.search(r"<dc:description>(.+?)</dc:description>", text, re.S)[1]) > 80
     assert "<text" not in text, "text must be drawn as outlines: fonts differ between machines"
     assert not re.search(r'(href|src)="(?!#)', text), "nothing may be loaded from elsewhere"

@@ -15,10 +15,17 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, PathPatch, Polygon, Rectangle
 from matplotlib.path import Path as Outline
 
+from utils.files import ROOT
+
+H200 = ROOT / "assets/results/h200"
+
 INK, SOFT, HAIR, PAPER = "#1b1b1b", "#5f5f5f", "#a9a9a9", "#ffffff"
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072b2", "#e39a1f", "#00694d", "#a8548a", "#8c8c8c"
 # Tints of the same hues; they differ in lightness too.
 BLUE_TINT, ORANGE_TINT, GREEN_TINT, PURPLE_TINT, GREY_TINT = "#cfe4f3", "#fbe3b8", "#d3ebdf", "#f0dcea", "#f1f1f1"
+
+# On a dark page the card turns dark: light and dark change places, and each colour keeps its hue.
+DARK = "@media (prefers-color-scheme: dark){#figure_1{filter: invert(.9) hue-rotate(180deg)}}"
 
 # Letters as outlines look the same in every browser; a fixed salt for the ids makes every run write the same file.
 SVG_STYLE = {
@@ -53,7 +60,7 @@ def drawn_alike() -> Iterator[None]:
 
 
 class Card:
-    """A white card of `width` x `height` pixels with a title, readable on light and on dark pages."""
+    """A card of `width` x `height` pixels with a title; white, and dark where the reader's system is."""
 
     def __init__(self, width: int, height: int, title: str, description: str) -> None:
         self.size, self.title, self.description = (width, height), title, description
@@ -202,6 +209,18 @@ class Card:
         lines = Outline([point for pair in ends for point in pair], [Outline.MOVETO, Outline.LINETO] * len(ends))
         self.ax.add_patch(PathPatch(lines, facecolor="none", edgecolor=edge, linewidth=line, zorder=2.1))
 
+    def panel(self, x: float, y: float, w: float, h: float, title: str = ""):
+        """Add axes for data, at a place in pixels, with the look of the card."""
+        width, height = self.size
+        ax = self.figure.add_axes((x / width, 1 - (y + h) / height, w / width, h / height), zorder=7)
+        ax.set_title(title, fontsize=9.5, loc="left", color=INK)
+        ax.tick_params(labelsize=8, colors=SOFT)
+        for side in ("top", "right"):
+            ax.spines[side].set_visible(False)
+        ax.set_axisbelow(True)
+        ax.grid(color="#e4e4e4", linewidth=0.6)
+        return ax
+
     def save(self, path: Path) -> None:
         """Write the SVG file, without a date."""
         metadata = {"Date": None, "Title": self.title, "Description": self.description}
@@ -210,7 +229,8 @@ class Card:
             self.figure.savefig(text, format="svg", metadata=metadata, facecolor="none")
         # Hundredths of a pixel are enough. Matplotlib writes six decimals and deep indents, which are half of the file.
         svg = re.sub(r' d="[^"]+"|translate\([^)]+\)', shorten_path, text.getvalue())
-        path.write_text(re.sub(r"\n +", "\n", svg), encoding="utf-8")
+        svg = re.sub(r"\n +", "\n", svg).replace("</style>", f"{DARK}</style>", 1)
+        path.write_text(svg, encoding="utf-8")
 
 
 def shorten_path(outline: re.Match) -> str:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import math
 
-from tools.figures.drawing import BLUE, BLUE_TINT, GREEN, GREEN_TINT, HAIR, INK, ORANGE, ORANGE_TINT, PAPER, SOFT, Card
+from tools.figures.drawing import BLUE, BLUE_TINT, GREEN, GREEN_TINT, H200, HAIR, INK, ORANGE, ORANGE_TINT, SOFT, Card
 from utils.config import GEMMA_CONFIG, GPU_SPECS
-from utils.files import ROOT
-
-H200 = ROOT / "assets/results/h200"
 
 
 def _decode_us() -> dict[str, float]:
@@ -31,29 +28,18 @@ def _decode_us() -> dict[str, float]:
     }
 
 
-def _log_bars(card: Card, rows: list[tuple[str, float, str]], low: float, high: float, left: int, top: int) -> None:
+def _log_dots(card: Card, rows: list[tuple[str, float, str]], low: float, high: float) -> None:
     """Dots on a logarithmic axis with a name to the left of each; a bar's length would mean nothing there."""
-    width, bottom = card.size[0] - left - 110, top + 42 * len(rows)
-
-    def at(value: float) -> float:
-        return left + width * math.log(value / low) / math.log(high / low)
-
-    for power in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1):
-        card.path((at(10.0**power), top - 8), (at(10.0**power), bottom), color="#e4e4e4", line=1)
-        card.text(at(10.0**power), bottom + 16, f"{10.0**power:g} µs", size=8.8, color=SOFT)
-    for i, (name, value, color) in enumerate(rows):
-        y = top + 16 + 42 * i
-        card.text(left - 14, y, name, ha="right", size=9.3)
-        card.path((left, y), (at(value), y), color=HAIR, line=1, style=(0, (2, 3)))
-        card.dot(at(value), y, 10, fill=color, edge=PAPER)
-        card.text(
-            at(value) + 14,
-            y,
-            f"{value:,.0f} µs" if value >= 10 else f"{value:.2g} µs",
-            ha="left",
-            weight="bold",
-            size=9.8,
-        )
+    ax = card.panel(270, 46, card.size[0] - 380, 42 * len(rows))
+    ax.set(xscale="log", xlim=(low, high), ylim=(len(rows) - 0.5, -0.5))
+    ax.set_yticks(range(len(rows)), [name for name, _, _ in rows], fontsize=9.3, color=INK)
+    ax.xaxis.set_major_formatter("{x:g} µs")
+    ax.minorticks_off()
+    for i, (_, value, color) in enumerate(rows):
+        ax.plot([low, value], [i, i], color=HAIR, linewidth=1, linestyle=(0, (2, 3)))
+        ax.plot([value], [i], "o", color=color, markersize=10)
+        words = f"{value:,.0f} µs" if value >= 10 else f"{value:.2g} µs"
+        ax.annotate(words, (value, i), (10, 0), textcoords="offset points", va="center", fontsize=9.8, weight="bold")
 
 
 def decode_step() -> Card:
@@ -70,7 +56,7 @@ def decode_step() -> Card:
         ("and with a better attention kernel", us["kernel"], BLUE),
         ("floor: its bytes over 4.8 TB/s", us["memory"], GREEN),
     ]
-    _log_bars(card, rows, 1.0, 4000.0, 270, 62)
+    _log_dots(card, rows, 1.0, 4000.0)
     card.text(
         22,
         270,
@@ -95,7 +81,7 @@ def three_roofs() -> Card:
         ("memory: bytes / bandwidth", us["memory"], BLUE),
         ("launches: kernels × time of a launch", us["eager"], ORANGE),
     ]
-    _log_bars(card, rows, 0.004, 8000.0, 270, 62)
+    _log_dots(card, rows, 0.004, 8000.0)
     card.text(22, 230, "One layer of Gemma-3, batch 1, on an H200.", ha="left", size=9, color=SOFT)
     return card
 

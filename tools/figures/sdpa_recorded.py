@@ -8,26 +8,11 @@ from collections.abc import Iterator
 
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from tools.figures.drawing import BLUE, GREEN, GREY, INK, ORANGE, PAPER, PURPLE, SOFT, Card
+from tools.figures.drawing import BLUE, GREEN, GREY, H200, INK, ORANGE, PAPER, PURPLE, SOFT, Card
 from utils.config import GPU_SPECS
-from utils.files import ROOT
 
-H200 = ROOT / "assets/results/h200"
 BACKENDS = ("math", "flash", "efficient", "cudnn")
 SIZES = ("batch", "heads", "kv_heads", "seq_len_q", "seq_len_kv", "head_dim")
-
-
-def panel(card: Card, x: float, y: float, w: float, h: float, title: str):
-    """Add axes for data to a card, at a place in pixels, with the look of the card."""
-    width, height = card.size
-    ax = card.figure.add_axes((x / width, 1 - (y + h) / height, w / width, h / height), zorder=7)
-    ax.set_title(title, fontsize=9.5, loc="left", color=INK)
-    ax.tick_params(labelsize=8, colors=SOFT)
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
-    ax.set_axisbelow(True)
-    ax.grid(color="#e4e4e4", linewidth=0.6)
-    return ax
 
 
 def cudnn_in_decode() -> Iterator[tuple[dict, float]]:
@@ -56,7 +41,7 @@ def case() -> Card:
     points = list(cudnn_in_decode())
     for i, (queries, kernel, color) in enumerate(((1, "sm80", GREEN), (4, "sm90", PURPLE))):
         title = f"{queries} quer{'y' if queries == 1 else 'ies'}: a kernel for {kernel}"
-        ax = panel(card, 66 + 390 * i, 74, 340, 196, title)
+        ax = card.panel(66 + 390 * i, 74, 340, 196, title)
         mine = [(row["batch"] * row["kv_heads"], ratio) for row, ratio in points if row["seq_len_q"] == queries]
         ax.plot(*zip(*mine, strict=True), "o", color=color, markersize=4.5, alpha=0.6, markeredgewidth=0)
         ax.axhline(1, color=INK, linewidth=1)
@@ -111,7 +96,7 @@ def contest() -> Card:
     for i, new in enumerate((1, 8, 16)):
         mine = sorted((row["ratio"] for row in rows if row["new_tokens"] == new), reverse=True)
         title = f"{new} new token{'s' if new > 1 else ''}"
-        ax = panel(card, 56 + 260 * i, 74, 216, 196, title)
+        ax = card.panel(56 + 260 * i, 74, 216, 196, title)
         colors = [GREEN if ratio >= 1 else GREY for ratio in mine]
         ax.bar(range(len(mine)), [ratio - 1 for ratio in mine], bottom=1, color=colors)
         ax.axhline(1, color=INK, linewidth=1)
@@ -132,7 +117,7 @@ def roofs() -> Card:
             "group of 8 at 8, prefill far right."
         ),
     )
-    ax = panel(card, 70, 66, 700, 212, "")
+    ax = card.panel(70, 66, 700, 212, "")
     peak, memory = GPU_SPECS["H200"]["bf16_tflops"], GPU_SPECS["H200"]["memory_bandwidth_tb_s"]
     worst, _ = max(cudnn_in_decode(), key=lambda found: found[1])  # 4 programs, 4 queries, 65536 keys
     alone = worst["gb_s"] / 1e3

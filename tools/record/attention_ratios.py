@@ -32,10 +32,10 @@ CHECKED_LENGTH = 2048  # up to this length the output is also compared with the 
 
 
 @functools.lru_cache(maxsize=1)  # the points of one shape come one after the other
-def inputs(head_dim: int, length: int, device: str = "cuda") -> list[torch.Tensor]:
+def inputs(head_dim: int, length: int) -> list[torch.Tensor]:
     """Draw q, k and v of one shape, (B, H, S, D) in bf16 with B x S = 16384 tokens and H x D = 2048."""
     shape = (max(1, TOKENS // length), HEADS[head_dim], length, head_dim)
-    return [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3)]
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
 
 
 @functools.lru_cache(maxsize=1)

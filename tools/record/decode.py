@@ -96,13 +96,10 @@ def others(
     return calls
 
 
-def time_together(
-    calls: dict[str, Callable], bytes_: int, iterations: int = ITERATIONS, l2: str = "cold"
-) -> dict[str, list[float]]:
+def time_together(calls: dict[str, Callable], bytes_: int) -> dict[str, list[float]]:
     """Time the calls, interleaved: microseconds of each sample."""
-    timed = measure_together(
-        list(calls.values()), labels=list(calls), warmup=4, iterations=iterations, device="cuda", bytes=bytes_, l2=l2
-    )
+    method = {"warmup": 4, "iterations": ITERATIONS, "device": "cuda", "bytes": bytes_, "l2": "cold"}
+    timed = measure_together(list(calls.values()), labels=list(calls), **method)
     return {name: [1e3 * ms for ms in m.samples_ms] for name, m in zip(calls, timed, strict=True)}
 
 

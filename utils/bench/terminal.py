@@ -53,9 +53,7 @@ def console(stderr: bool = False) -> Console:
     return Console(file=stream, width=None if stream.isatty() else 200, highlight=False)
 
 
-def show_table(
-    columns: Sequence[str], lines: Sequence[Sequence[object]], title: str | None = None, *, wrap: Sequence[str] = ()
-) -> None:
+def show_table(columns: Sequence[str], lines: Sequence[Sequence[object]], *, wrap: Sequence[str] = ()) -> None:
     """Print a table on standard output; the cells are shown as they are, without rich's markup.
 
     A table that is wider than the terminal would break numbers inside. It is printed as records instead: a line for each
@@ -64,13 +62,12 @@ def show_table(
     Args:
         columns: the names of the columns.
         lines: the cells of each line.
-        title: printed above.
         wrap: columns of sentences, which may be broken between words, down to 30 characters.
     """
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", pad_edge=False)
+    table = Table(pad_edge=False)
     for name in columns:
         table.add_column(name, overflow="fold", no_wrap=name not in wrap)
     for line in lines:
@@ -81,10 +78,10 @@ def show_table(
     if sum(narrowest) + 3 * len(narrowest) + 1 <= screen.width:
         screen.print(table)
     else:
-        screen.print(records_text(columns, lines, title, screen.width), markup=False, soft_wrap=True)
+        screen.print(records_text(columns, lines, screen.width), markup=False, soft_wrap=True)
 
 
-def records_text(columns: Sequence[str], lines: Sequence[Sequence[object]], title: str | None, width: int) -> str:
+def records_text(columns: Sequence[str], lines: Sequence[Sequence[object]], width: int) -> str:
     """Return a table as records: the first cell as a heading, then a line `name  cell` for every cell that is not empty.
 
     Lines that repeat the first cell of the line above do not repeat the heading.
@@ -92,7 +89,7 @@ def records_text(columns: Sequence[str], lines: Sequence[Sequence[object]], titl
     import textwrap
 
     names = max(map(len, columns[1:]), default=0)
-    text, heading = [title] if title else [], None
+    text, heading = list[str](), None
     for line in lines:
         first, *rest = map(str, line)
         if first and first != heading:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -27,6 +28,7 @@ GPU_SHORT_MS = 0.100  # several calls of a shorter kernel share one pair of even
 MAX_GPU_CALLS = 200  # calls in one sample
 BURST_ISSUE_MS = 3.0  # a stream takes about 1000 launches before the CPU has to wait: stay well below
 MAX_SPIN_MS = 50.0
+WORK_MS = 1.0  # of a call's work that is queued as one piece
 BURST_TRIES = 4
 MIN_MARGIN, MAX_MARGIN = 1.5, 100.0  # the spin allows this many times the issue time that the warm-up measured
 SURE_OF_GPU = 0.8  # share of a run's shortest time for which the GPU is assumed to be busy with that run
@@ -216,6 +218,20 @@ class CudaTimer(Timer):
                     if phase == "timed":
                         call.timed_runs += count
         return times_ms
+
+    def work(self, call: Call, seconds: float) -> None:
+        """Keep the GPU at a call's work for some time, without measuring and without a spin, in which it would rest."""
+        runs, end, before = call.runs_per_sample, time.perf_counter() + seconds, None
+        with torch.cuda.device(self.device), collector_paused():
+            while time.perf_counter() < end:
+                for _ in range(max(1, int(WORK_MS / max((call.run_ms or 0.0) * runs, 0.05)))):
+                    call.play(runs, "untimed")
+                    call.calibration_calls += runs * call.calls_per_run
+                # The next piece is queued while the one before it runs, so that the GPU is never without work.
+                if before is not None:
+                    before.synchronize()
+                before = torch.cuda.Event()
+                before.record()
 
     def _give_up(self, burst: Sequence[Call]) -> None:
         """The queue did not stay ahead of these calls: separate them, or time a single call as it is issued."""

@@ -25,7 +25,7 @@ MIN_ADAPTIVE = 20  # no early stop on an interval from fewer samples
 # second: over two seconds the medians of a matmul of 2560 on an H200 lay within 1.8%, over half a second up to 7% apart.
 STEADY_S = 0.5
 MOVING_S = 2.0  # while the clocks move
-MAX_BURST = 50  # samples of a burst; its last one is kept
+BURST = 3  # samples of a burst; its last one is kept
 # Least half width of such a function's interval: what changes over minutes, no measurement of seconds can show.
 STEADY_HALF_WIDTH = 0.01
 # Above this share of the power limit the clocks move even if NVML gives no reason yet: a matmul of 2304 at a share of
@@ -201,7 +201,9 @@ def time_calls(
             prepared.append(call)
             warmed_up.append(done)
         alone = timing.on_gpu and len(calls) == 1
-        spread = Spread(timer, prepared[0], timing) if alone and timing.iterations >= stats.BLOCKS else None
+        spread = None
+        if alone and isinstance(timer, CudaTimer) and timing.iterations >= stats.BLOCKS:
+            spread = Spread(timer, prepared[0], timing)
         samples, throttled, stopped = _collect(timer, prepared, turns, width, timing, budget, spread)
         samples, doubtful = leave_out(samples, throttled, timing.discard)
         gpu_after = gpu_state(timing.device) if timing.on_gpu else None
@@ -295,7 +297,7 @@ def clocks_move(state: dict) -> bool:
 class Spread:
     """Spreads the samples of a function that is timed alone over time, with the GPU at the same work in between."""
 
-    def __init__(self, timer: Timer, call: Call, timing: Timing):
+    def __init__(self, timer: CudaTimer, call: Call, timing: Timing):
         self.timer, self.call, self.timing = timer, call, timing
         self.moving = False  # whether the clocks moved at any time
         self.throttled = False  # whether they were held back when they were last read
@@ -314,12 +316,12 @@ class Spread:
             if timing.max_seconds is not None:
                 seconds = min(seconds, 0.25 * timing.max_seconds)
             step_s = seconds / timing.iterations
-        due, sample_s = self.last + step_s, max((call.run_ms or 0.0) * call.runs_per_sample / 1e3, 1e-6)
-        sample_ms = None
-        while sample_ms is None or time.perf_counter() < due - 0.5 * sample_s:
-            # The last sample of a burst counts: the first ones follow a wait, in which the GPU rests.
-            count = round((due - time.perf_counter()) / sample_s)
-            sample_ms = self.timer.sample([call] * max(1, min(MAX_BURST, count)))[-1]
+        # The spin before a burst lets the GPU rest, longer on a slow host, and at its power limit it is faster afterwards:
+        # by up to 10%. So the work in between has none, and of a short burst the last sample counts.
+        sample_s = (call.run_ms or 0.0) * call.runs_per_sample / 1e3
+        if (rest := self.last + step_s - BURST * sample_s - time.perf_counter()) > 0:
+            self.timer.work(call, rest)
+        sample_ms = self.timer.sample([call] * BURST)[-1]
         self.last = time.perf_counter()
         self.taken += 1
         return sample_ms

@@ -102,12 +102,13 @@ def attention_in_blocks(
     return output / total[..., None] if steps.divide else output
 
 
-SOFTMAX = {
-    "The keys from number sk on take part: TMA brings them as zeros, so their scores are 0 and not minus infinity. Are "
-    "they masked?": Steps(last_key=10**9),
-    "One key too many takes part: number sk, which does not exist. The last key is number sk - 1.": Steps(last_key=1),
-    "The last key takes no part: it is number sk - 1.": Steps(last_key=-1),
-    "The mask counts the keys of each block from 0; the first column of s is key number `key`.": Steps(in_block=True),
+CARRIED = {  # from block to block, in the kernels of labs 1 and 3
+    "Keys that do not exist take part: their scores are 0, and should be minus infinity. Are they masked?": Steps(
+        last_key=10**9
+    ),
+    "One key too many takes part, behind the last one.": Steps(last_key=1),
+    "The last key takes no part.": Steps(last_key=-1),
+    "The mask counts the keys of each block from 0, and not over all blocks.": Steps(in_block=True),
     "The output of the blocks before is not rescaled when the maximum of a row grows.": Steps(rescale_output=0.0),
     "The sum of the blocks before is not rescaled when the maximum of a row grows.": Steps(rescale_sum=0.0),
     "Neither the sum nor the output of the blocks before is rescaled when the maximum grows.": Steps(
@@ -116,31 +117,17 @@ SOFTMAX = {
     "The factor for the blocks before is turned around: it must shrink them when the maximum grows, and they grow.": Steps(
         rescale_output=-1.0, rescale_sum=-1.0
     ),
-    "The output of the blocks before is rescaled twice.": Steps(rescale_output=2.0),
     "Only the last block is in the sum of each row: the sum so far is lost.": Steps(total="block"),
     "The output is not divided by the sum of its row.": Steps(divide=False),
+}
+SOFTMAX = CARRIED | {
+    "The output of the blocks before is rescaled twice.": Steps(rescale_output=2.0),
     "The weights are powers of e. c contains log2(e) already, so they should be powers of 2.": Steps(
         scale=math.log2(math.e)
     ),
     "c multiplies twice.": Steps(scale=2.0),
 }
-FLASH = {  # the same for lab 1's kernel in Triton, which takes powers of e
-    "Keys that do not exist take part: their scores are 0, and should be minus infinity.": Steps(last_key=10**9),
-    "One key too many takes part: the last key is number keys - 1.": Steps(last_key=1),
-    "The last key takes no part: it is number keys - 1.": Steps(last_key=-1),
-    "The keys of each block are counted from 0; `columns` counts them over all blocks.": Steps(in_block=True),
-    "The accumulator is not rescaled when the maximum of a row grows.": Steps(rescale_output=0.0),
-    "The sum l is not rescaled when the maximum of a row grows.": Steps(rescale_sum=0.0),
-    "Neither l nor the accumulator is rescaled when the maximum of a row grows.": Steps(
-        rescale_output=0.0, rescale_sum=0.0
-    ),
-    "The factor for the blocks before is turned around: it must shrink them when the maximum grows.": Steps(
-        rescale_output=-1.0, rescale_sum=-1.0
-    ),
-    "Only the last block is in l: the sum so far is lost.": Steps(total="block"),
-    "The output is not divided by l.": Steps(divide=False),
-    "The weights are powers of 2, and the scores are exponents of e.": Steps(scale=math.log(2)),
-}
+FLASH = CARRIED | {"The weights are powers of 2, and the scores are exponents of e.": Steps(scale=math.log(2))}
 BLOCKS = {
     "The last block of keys, which is not full, is left out: how many blocks does sk need?": Steps(whole_blocks=True),
     "One block of keys is left out at the end.": Steps(skip=1),

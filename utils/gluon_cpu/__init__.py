@@ -21,6 +21,7 @@ How it works:
 - Layouts are Triton's own objects; the rules of wgmma, TMA and cp.async are checked (products.py, layouts.py).
 - A kernel for a cluster (num_ctas) is one program with the cluster's tensors, as in Gluon. Its blocks step together, and
   each has a clock of its own: a multicast copy into a slot that another block may still read is a race.
+- Blackwell's tensor memory is in tensor_memory.py; its products, also in pairs of blocks and with scales, in tcgen05.py.
 - Aggregates follow Triton's rules (aggregates.py), and reports name memory by its path: `k_ring.bars.full[1]`.
 
 Limits:
@@ -36,7 +37,8 @@ Limits:
 - Some mistakes only the compiler can refuse: a variable that changes its type in a loop, a cp.async whose alignment it
   cannot prove, too many registers. They pass here, so compile for sm_90a as well (compiling.py).
 - Sums of fp8 products have fp32's precision here; a GPU keeps fewer bits of them.
-- TMA's im2col mode, tcgen05 in clusters or with scales, clc and most inline assembly (ptx.py) are refused by name.
+- A program that runs takes over the next one of the grid (clc); on a GPU it is one that has found no place yet.
+- TMA's im2col mode and most inline assembly (ptx.py) are refused by name.
 """
 
 from .reports import (

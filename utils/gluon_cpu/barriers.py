@@ -40,7 +40,11 @@ class MBarrier:
         kind = ("init", *block.me[1:])
         block.clock[kind] = block.clock.get(kind, 0) + 1
         self.visible = kind, block.clock[kind]
-        self.component = ("barrier", desc.allocation.index, desc.key[0], block.index)
+        self._start(("barrier", desc.allocation.index, desc.key[0], block.index), count)
+
+    def _start(self, component: tuple, count: int) -> None:
+        """Begin the first phase; `component` is the barrier's own in a clock."""
+        self.component = component
         self.phase = 0  # how many phases have ended
         self.pending = count  # arrivals still to come in this phase
         self.bytes = 0  # announced and not yet arrived
@@ -228,10 +232,7 @@ class NamedBarrier(MBarrier):
 
     def __init__(self, number: int, threads: int, site: Site, block: Block):
         self.number, self.count, self.site, self.block, self.shared = number, threads, site, block.index, False
-        self.component = ("named barrier", number, 0, block.index)
-        self.phase, self.pending, self.bytes, self.announced = 0, threads, 0, 0
-        self.in_flight, self.arrivals, self.last_arrivals = [], [], []
-        self.clock, self.fenced, self.over_clock, self.over_fenced = {}, {}, {}, {}
+        self._start(("named barrier", number, 0, block.index), threads)
 
     @property
     def name(self) -> str:

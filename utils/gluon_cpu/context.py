@@ -133,6 +133,14 @@ def report(
         raise ERRORS[kind](finding)
 
 
+def _kept(finding: Report) -> Exception:
+    """Put a finding into the run and on its timeline, and return the error to raise."""
+    if _program is not None:
+        _program.mark(finding)
+        _program.collect(finding)
+    return ERRORS[finding.kind](finding)
+
+
 def refuse_error(error: Exception) -> NoReturn:
     """Report an error of Python in kernel code with the line that it came from; raise it as it is if there is no such line."""
     stack: list[Site] = []
@@ -143,11 +151,7 @@ def refuse_error(error: Exception) -> NoReturn:
         step = step.tb_next
     if not stack:
         raise error
-    finding = _finding("kernel", f"{type(error).__name__}: {error}", tuple(stack), None)
-    if _program is not None:
-        _program.mark(finding)
-        _program.collect(finding)
-    raise ERRORS["kernel"](finding) from error
+    raise _kept(_finding("kernel", f"{type(error).__name__}: {error}", tuple(stack), None)) from error
 
 
 def refuse(kind: str, message: str) -> NoReturn:
@@ -157,8 +161,4 @@ def refuse(kind: str, message: str) -> NoReturn:
         kind: one of KINDS.
         message: what happened, and what to do about it.
     """
-    finding = _finding(kind, message, sites(), None)
-    if _program is not None:
-        _program.mark(finding)
-        _program.collect(finding)
-    raise ERRORS[kind](finding)
+    raise _kept(_finding(kind, message, sites(), None))

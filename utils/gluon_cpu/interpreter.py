@@ -203,13 +203,26 @@ def rewrite(jit) -> tuple:
     return _rewritten[original]
 
 
-def run_jit(jit, args: tuple, kwargs: dict):
-    """Run a @gluon.jit function."""
+def _run_of(jit):
+    """Return a function that runs a @gluon.jit function, quickly where it is called with all arguments by place."""
     body, parameters, constant = rewrite(jit)
-    if not kwargs and len(args) == len(parameters):
-        args = tuple(map(unwrap, args))
-        if not any(isinstance(args[i], Tensor) for i in constant.values()):
-            return body(*args)
+    count, places = len(parameters), tuple(constant.values())
+
+    def run(*args, **kwargs):
+        if kwargs or len(args) != count:
+            return run_jit(jit, args, kwargs)
+        args = tuple([unwrap(arg) for arg in args])
+        for place in places:
+            if isinstance(args[place], Tensor):
+                return run_jit(jit, args, kwargs)
+        return body(*args)
+
+    return run
+
+
+def run_jit(jit, args: tuple, kwargs: dict):
+    """Run a @gluon.jit function; refuse arguments that do not fit its parameters."""
+    body, parameters, constant = rewrite(jit)
     label, values = jit.fn.__name__, dict(zip(parameters, args, strict=False))
     if len(args) > len(parameters):
         raise TypeError(f"{label} takes {len(parameters)} arguments, got {len(args)}.")
@@ -352,21 +365,21 @@ def call(function, *args, **kwargs):
     if kwargs:
         kwargs.pop("_semantic", None)
         kwargs.pop("_generator", None)
-    function, ours = _resolved.get(id(function), (function, None))
-    if ours is not None:
-        return ours(*args, **kwargs)
-    function = unwrap(function)
-    if isinstance(function, types.MethodType) and isinstance(function.__self__, Aggregate):
+    if type(function) is types.MethodType and isinstance(function.__self__, Aggregate):
         function, args = function.__func__, (function.__self__, *args)
+    known = _resolved.get(id(function))
+    if known is not None:
+        return known[1](*args, **kwargs)
+    function = unwrap(function)
     try:
         ours = TABLE.get(function)
     except TypeError:  # not hashable
         ours = None
+    if ours is None and isinstance(function, JITFunction):
+        ours = _run_of(function)
     if ours is not None:
         _resolved[id(function)] = function, ours
         return ours(*args, **kwargs)
-    if isinstance(function, JITFunction):
-        return run_jit(function, args, kwargs)
     if isinstance(function, ConstexprFunction):
         return unwrap(function.fn(*map(unwrap, args), **{k: unwrap(v) for k, v in kwargs.items()}))
     if getattr(function, "__triton_aggregate__", False):
@@ -381,7 +394,7 @@ def call(function, *args, **kwargs):
     if module.startswith("triton."):
         refuse("unknown operation", f"gluon_cpu does not know {name}.{advice(name)}")
     if getattr(function, "__triton_builtin__", False):
-        return run_jit(_AuthorBuiltin(function), args, {**kwargs, "_semantic": AUTHOR_SEMANTIC})
+        return run_jit(_author_builtin(function), args, {**kwargs, "_semantic": AUTHOR_SEMANTIC})
     refuse("kernel", f"{name} is no @gluon.jit function, so a kernel cannot call it.")
 
 
@@ -391,6 +404,9 @@ class _AuthorBuiltin:
     def __init__(self, function):
         self.fn = inspect.unwrap(function)
         self.raw_src, self.starting_line_number = inspect.getsourcelines(self.fn)
+
+
+_author_builtin = functools.cache(_AuthorBuiltin)
 
 
 class _Semantic:

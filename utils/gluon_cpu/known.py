@@ -111,6 +111,9 @@ def number(value, what: str) -> int:
     return value
 
 
+_CONSTEXPR = gl.constexpr
+
+
 def unwrap(value):
     """Return the Python value of a gl.constexpr, and anything else as it is."""
-    return value.value if isinstance(value, gl.constexpr) else value
+    return value.value if isinstance(value, _CONSTEXPR) else value

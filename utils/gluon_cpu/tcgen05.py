@@ -250,6 +250,10 @@ def tcgen05_commit(barrier, pred=True, descs=()) -> None:
 
 def finish(program) -> None:
     """Check, at the end of a program, that somebody has waited for the last operation of each partition."""
+    if program.pair_signals and not _in_pairs():
+        site, label = program.pair_signals[0]
+        text = f"a copy signals {label}, which two blocks share; only kernels whose products run in pairs (two_ctas) may do so"
+        report("layout", f"{text}. mbarrier.allocate_mbarrier() gives each block its own.", at=site)
     for p in program.partitions:
         known_count = max(block.clock.get((QUEUE, p.index, 0), 0) for q in program.partitions for block in q.blocks)
         if known_count < p.tensor_count:

@@ -138,8 +138,14 @@ def work(x: Tensor, special: bool = False) -> None:
         special: whether the special function units do it (exp2, log2, ...).
     """
     program = context.program()
+    p, model = program.partition, program.model
     n = x._data.size if isinstance(x._data, np.ndarray) else 1
-    program.spend(program.model.compute(n / program.num_ctas, program.partition.num_warps, special), "compute")
+    rate = model.special_per_warp if special else model.lanes_per_warp
+    cycles = n / (program.num_ctas * rate * min(p.num_warps, 4))
+    if program.events is None and program.random is None:
+        p.time += cycles
+    else:
+        program.spend(cycles, "compute")
 
 
 def to_tensor(x) -> Tensor:
@@ -221,6 +227,8 @@ def operand_type(op: str, a, b):
 
 def binary(op: str, a, b) -> Tensor:
     """Return `a op b`; one operand is a tensor or scalar of the kernel, the other may be a number."""
+    if type(a) is Tensor and (quick := _quick(op, a, b)) is not None:
+        return quick
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         a, b = unwrap(a), unwrap(b)
         if not isinstance(a, OPERANDS) or not isinstance(b, OPERANDS):
@@ -247,9 +255,9 @@ def binary(op: str, a, b) -> Tensor:
     elif isinstance(y, np.ndarray):
         layout, x = b.layout, numpy_type(dtype)(x)
     else:
-        program = context.program()
-        program.spend(program.model.compute(1 / program.num_ctas, program.partition.num_warps), "compute")
-        return _scalar(op, x, y, dtype)
+        result = _scalar(op, x, y, dtype)
+        work(result)
+        return result
     function = FUNCTIONS.get(op)
     if dtype.name == "int1" and op in ARITHMETIC:
         function = operator.and_ if op == "*" else operator.xor
@@ -265,6 +273,35 @@ def binary(op: str, a, b) -> Tensor:
     result = Tensor(round_to(out, dtype), dtype, layout, None, reads)
     work(result)
     return result
+
+
+_INT32, _FLOAT32 = gl.int32, gl.float32  # Triton has one object for each
+
+
+def _quick(op: str, a: Tensor, b) -> Tensor | None:
+    """Return `a op b` where no rule needs a look: int32 scalars, and fp32 tensors of one shape and layout; None elsewhere."""
+    x, dtype = a._data, a.dtype
+    if dtype is _INT32 and type(x) is int and a.buffer is None:
+        y = b._data if type(b) is Tensor and b.dtype is _INT32 and b.buffer is None else b
+        if type(y) is not int or not -(2**31) <= y < 2**31 or op == "/":
+            return None
+        function = FUNCTIONS.get(op)
+        out = _divide(x, y, op == "%") if function is None else function(x, y)
+        if not -(2**31) <= out < 2**31:
+            return None
+        result = Tensor(out, gl.int1 if op in COMPARISONS else dtype)
+    elif dtype is _FLOAT32 and op in _ALIKE and type(b) is Tensor and b.dtype is dtype and a.layout is b.layout:
+        y = b._data
+        if type(x) is not np.ndarray or type(y) is not np.ndarray or x.shape != y.shape:
+            return None
+        result = Tensor(_ALIKE[op](x, y), dtype, a.layout, None, a.reads or b.reads)
+    else:
+        return None
+    work(result)
+    return result
+
+
+_ALIKE = {**ARITHMETIC, "/": operator.truediv}
 
 
 def _check_operator(op: str, dtype) -> None:

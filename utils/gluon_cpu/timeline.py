@@ -63,17 +63,6 @@ class CostModel:
     tensor_memory_bytes: float = 512.0  # one column of 128 lanes: assumed, no data sheet says it
     tensor_memory_latency: float = 30.0  # assumed to be shared memory's
 
-    def compute(self, elements: float, warps: int, special: bool = False) -> float:
-        """Return the cycles of one elementwise operation.
-
-        Args:
-            elements: how many there are.
-            warps: how many warps share them.
-            special: whether the special function units compute it.
-        """
-        rate = self.special_per_warp if special else self.lanes_per_warp
-        return elements / (rate * min(warps, 4))
-
 
 @dataclass
 class Event:

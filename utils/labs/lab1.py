@@ -104,6 +104,14 @@ def first_try(time_work: Callable) -> None:
         )
 
 
+def on_the_ridge(intensity: float, ridge: float) -> None:
+    """Say whether a student's line puts an operation on the ridge, or on which side it stands."""
+    side = (
+        "✓ on the ridge" if abs(intensity / ridge - 1) < 0.005 else "left of it" if intensity < ridge else "right of it"
+    )
+    print(f"yours: {intensity:.1f} FLOPs/Byte; the ridge lies at {ridge:.1f}: {side}")
+
+
 # ---- measuring -----------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 
-from utils.attention import AttentionUnsupported, attention_decode, prepare
+from utils.attention import AttentionUnsupported, attention, attention_decode, prepare
 from utils.attention.backends.flex import needed_kernel_options
 from utils.attention.masks import dense_mask, documents
 from utils.attention.masks import named as with_name

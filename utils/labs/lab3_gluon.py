@@ -278,6 +278,8 @@ def plot_slots(cycles: dict[int, float]) -> None:
     for slots, taken in cycles.items():
         gain = f"{cycles[slots - 1] / taken - 1:+.0%}" if slots - 1 in cycles else ""
         ax.bar_label(ax.bar(slots, taken, **series(0).bar), labels=[f"{taken:,.0f}\n{gain}"], fontsize=8)
+    enough = next((n for n in cycles if n + 1 in cycles and cycles[n] < 1.05 * cycles[n + 1]), max(cycles))
+    beside_guess("slots, from which one more gains less than 5%", enough)
     ax.margins(y=0.2)
     style_axes(ax, x="slots", y="model cycles", title="32 tiles of 2 KiB: cycles, and what the last slot gained")
     plt.show()

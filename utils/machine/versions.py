@@ -119,8 +119,7 @@ tensor_memory_registers.__triton_builtin__ = True  # type: ignore[attr-defined] 
 
 def slices_keep_the_block() -> bool:
     """Whether a slice of tensor memory has the layout of the whole: from Triton 3.8 on; before, its block gets as narrow."""
-    version = installed_version("triton")
-    return version is not None and version >= (3, 8)
+    return clusters_are_complete()
 
 
 def _make_async_atomic_add() -> Callable:

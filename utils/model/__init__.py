@@ -1,5 +1,6 @@
 """One Gemma-3 decoder layer, its KV cache, and the FLOPs and bytes of its operations."""
 
+# ruff: noqa: F401 (what is imported here is what the package offers)
 from utils.model.kv_cache import initialize_kv_cache
 from utils.model.layer import (
     build_decoder_layer,
@@ -10,14 +11,3 @@ from utils.model.layer import (
     get_position_embeddings,
     prefill_forward,
 )
-
-__all__ = [
-    "build_decoder_layer",
-    "create_decode_inputs_with_cache",
-    "create_decode_inputs_without_cache",
-    "create_prefill_inputs",
-    "decode_forward",
-    "get_position_embeddings",
-    "initialize_kv_cache",
-    "prefill_forward",
-]

@@ -5,6 +5,7 @@ Every function returns `(Figure, Axes)` and takes `ax=`. It leaves matplotlib's 
 A notebook that draws a picture of its own takes the colours and lines of `series(i)`, and calls `style_axes` at the end.
 """
 
+# ruff: noqa: F401 (what is imported here is what the package offers)
 from .attention import plot_flash_attn_improvement
 from .latency import plot_gemm_torch_matmul_latency, plot_latency
 from .masks import plot_mask
@@ -12,15 +13,3 @@ from .roofline import plot_roofline
 from .style import series, style_axes
 from .sweep import plot_sparsity_sweep
 from .timeline import plot_timeline
-
-__all__ = [
-    "plot_flash_attn_improvement",
-    "plot_gemm_torch_matmul_latency",
-    "plot_latency",
-    "plot_mask",
-    "plot_roofline",
-    "plot_sparsity_sweep",
-    "plot_timeline",
-    "series",
-    "style_axes",
-]

@@ -16,23 +16,20 @@ def tile_cycles(tile_cycles, seed=None):
     drawn = draw.some(3, (64, 128, 192, 256)), draw.some(3, range(32, 193, 32)), draw.some(3, (64, 96, 128, 256))
     for rows, keys, d in zip(*drawn, strict=True):
         right = (4 * rows * keys * d / TENSOR, rows * keys / SPECIAL, 4 * keys * d / MEMORY)
+        products, exponentials, loads = right
         mistakes = {
             "Count both products, Q Kᵀ and P V, and two FLOPs for each multiply-accumulate.": (
-                right[0] / 2,
-                right[1],
-                right[2],
+                products / 2,
+                exponentials,
+                loads,
             ),
             "One SM takes 16 exponentials a cycle, four for each of its four quarters.": (
-                right[0],
-                4 * right[1],
-                right[2],
+                products,
+                4 * exponentials,
+                loads,
             ),
-            "Load K and V, two bytes an element; Q is loaded once, not for each block.": (
-                right[0],
-                right[1],
-                right[2] / 2,
-            ),
-            "Q is loaded once, before the loop.": (right[0], right[1], right[2] + 2 * rows * d / MEMORY),
+            "Load K and V, two bytes an element.": (products, exponentials, loads / 2),
+            "Q is loaded once, before the loop.": (products, exponentials, loads + 2 * rows * d / MEMORY),
         }
         what = f"tile_cycles({rows}, {keys}, {d})"
         expect_counts(tile_cycles(rows, keys, d), right, ("cycles",) * 3, what, mistakes)

@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -305,7 +305,6 @@ def grade_class(
     again: bool = False,
     question: str | None = None,
     progress: Progress = lambda student, done, total: None,
-    client=None,
 ) -> Summary:
     """Grade submissions and merge the results into the course's gradebook.
 
@@ -320,7 +319,6 @@ def grade_class(
         again: grade also what was graded before from the same files.
         question: keep only this question's new result, `1.1` or `bonus 1.4`; the others stay as they were graded before.
         progress: is called with (student, done, total) after each submission.
-        client: a Dask client to use instead of starting workers.
     """
     began, limits = time.perf_counter(), limits or Limits()
     run = _ClassRun(course, built, timeout, limits, question, progress, len(submissions))
@@ -330,8 +328,8 @@ def grade_class(
         if run.waiting:
             if known_calibration(built, limits) is None:
                 progress("the model answers first, once for each version of the lab", run.done, run.total)
-            with _calibrated_workers(built, limits, min(jobs, len(run.waiting)), scheduler, client) as workers:
-                run.dispatch(workers, calibrate_there=limits.gpu or (scheduler is None and client is None))
+            with _calibrated_workers(built, limits, min(jobs, len(run.waiting)), scheduler) as workers:
+                run.dispatch(workers, calibrate_there=limits.gpu or scheduler is None)
     finally:
         run.merge()  # also when interrupted: what is graded is kept
         run.summary.seconds = time.perf_counter() - began
@@ -339,30 +337,27 @@ def grade_class(
 
 
 @contextmanager
-def _calibrated_workers(built: Built, limits: Limits, jobs: int, scheduler: str | None, client):
+def _calibrated_workers(built: Built, limits: Limits, jobs: int, scheduler: str | None):
     """Yield a Dask client whose workers can grade the lab, or whose first task has to be to calibrate it.
 
     Args:
         built: the lab.
         limits: what a submission may use.
-        jobs: most worker processes here, if there is neither a scheduler nor a client.
+        jobs: most worker processes here, if there is no scheduler.
         scheduler: the address of a Dask scheduler.
-        client: a Dask client to use instead of starting workers.
     """
-    here = scheduler is None and client is None
-    devices = gpus() if limits.gpu and here else []
-    with ExitStack() as stack:
-        if scheduler is not None and client is None:  # first, since it may have no workers
-            client = stack.enter_context(connect(scheduler, 0, built, limits.gpu))
-        if not here and not limits.gpu:  # with a cluster's GPUs, this machine may have none
-            _calibrate_here(built, limits)
-        if client is None:
-            client = stack.enter_context(connect(None, min(jobs, len(devices) or jobs), built, limits.gpu))
+    devices = gpus() if limits.gpu and scheduler is None else []
+    with connect(scheduler, min(jobs, len(devices) or jobs), built, limits.gpu) as client:
         if devices:
             one_gpu_each(client, devices)
-        if here:  # one of the workers calibrates, and all of them warm up meanwhile
-            stack.callback(_warm(client, built, limits).clear)
-        yield client
+        if scheduler is not None and not limits.gpu:  # with a cluster's GPUs, this machine may have none
+            _calibrate_here(built, limits)
+        # On this machine one of the workers calibrates, and all of them warm up meanwhile.
+        warming = _warm(client, built, limits) if scheduler is None else []
+        try:
+            yield client
+        finally:
+            warming.clear()
 
 
 def _warm(client, built: Built, limits: Limits) -> list:

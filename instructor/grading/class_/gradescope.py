@@ -82,20 +82,20 @@ def bundle_scripts(lab: str) -> dict[str, str]:
     }
 
 
-def make_bundle(lab: str, target: Path, root: Path = ROOT) -> Path:
+def make_bundle(lab: str, target: Path) -> Path:
     """Write `LAB-gradescope.zip`, which holds solutions and hidden tests, to a folder; returns its path."""
     target.mkdir(parents=True, exist_ok=True)
     path = target / f"{lab}-gradescope.zip"
-    found = [root / name for name in FILES]
+    found = [ROOT / name for name in FILES]
     for folder in FOLDERS:
-        found += sorted(p for p in (root / folder).rglob("*") if p.is_file())
+        found += sorted(p for p in (ROOT / folder).rglob("*") if p.is_file())
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         for name, text in bundle_scripts(lab).items():
             entry = zipfile.ZipInfo(name)
             entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, (stat.S_IFREG | 0o755) << 16
             file.writestr(entry, text)
         for place in found:
-            relative = place.relative_to(root)
+            relative = place.relative_to(ROOT)
             if place.is_file() and not any(part in LEFT_OUT or part.endswith(".pyc") for part in relative.parts):
                 file.write(place, relative.as_posix())
     return path

@@ -12,8 +12,7 @@ import itertools
 import keyword
 import tokenize
 import zlib
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import nbformat
@@ -80,14 +79,12 @@ def answers_of(built: Built, submission: bytes) -> dict[str, str]:
     }
 
 
-def given_code(built: Built, library: Iterable[Path] = ()) -> set[int]:
-    """Fingerprints of what everybody was given: the students' notebook, and these files."""
+def given_code(built: Built) -> set[int]:
+    """Fingerprints of what everybody was given: the code in the students' notebook."""
     given: set[int] = set()
     for cell in nbformat.reads(built.student, as_version=4).cells:
         if cell.cell_type == "code":
             given |= all_grams(cell.source)
-    for path in library:
-        given |= all_grams(path.read_text(encoding="utf-8"))
     return given
 
 

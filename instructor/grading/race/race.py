@@ -125,7 +125,7 @@ class Race:
             raise Refused("the kernel was compiled for other descriptors than the question's.")
         return kernel
 
-    def prepare_all(self, entries: list[Entry], jobs: int | None = None) -> dict[str, Kernel | str | Refused]:
+    def prepare_all(self, entries: list[Entry]) -> dict[str, Kernel | str | Refused]:
         """Prepare all entries, several at once; a refusal stands in the place of what it refuses."""
 
         def prepared(entry: Entry) -> Kernel | str | Refused:
@@ -136,7 +136,7 @@ class Race:
             except Refused as refused:
                 return refused
 
-        with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             return dict(zip([e.student for e in entries], pool.map(prepared, entries), strict=True))
 
     def run(self, student: str, kernel: Kernel | str | Refused) -> Result:

@@ -39,6 +39,7 @@ KEPT = (
 COURSE = ("assets",)  # folders that students have next to their notebook
 WARM_SECONDS = 600.0  # limit for the start of a warm process
 CALIBRATION_SECONDS = 3600.0  # limit for grading the model answers once
+CALIBRATION_CELL = 300.0  # limit for one cell of them, or the tests of one question
 MAX_FILE = 64 << 20  # bytes of a submission
 MIN_TOTAL = 120.0  # seconds that every submission may take in all
 GRACE = 120.0  # seconds in addition, for starting, reading and writing
@@ -208,7 +209,7 @@ def close_all() -> None:
 _calibrations: dict[Path, SubmissionResult] = {}
 
 
-def calibrate(built: Built, limits: walls.Limits | None = None, timeout: float = 300) -> SubmissionResult:
+def calibrate(built: Built, limits: walls.Limits | None = None) -> SubmissionResult:
     """Grade the model answers: they have to get every point, and tell how long a submission takes.
 
     `GradingError` names the ones that do not. The result is kept in `build/grading`, and holds until something changes
@@ -217,13 +218,12 @@ def calibrate(built: Built, limits: walls.Limits | None = None, timeout: float =
     Args:
         built: the lab.
         limits: what a submission may use.
-        timeout: seconds that one cell, or the tests of one question, may take.
     """
     limits = limits or walls.Limits()
     known = known_calibration(built, limits)
     if known is None:
         path = _calibration_path(built, limits)
-        known = _calibrations[path] = _calibrate(built, limits, timeout)
+        known = _calibrations[path] = _calibrate(built, limits)
         write_whole(path, json.dumps(known.as_json(), indent=1))
     return known
 
@@ -241,10 +241,12 @@ def _calibration_path(built: Built, limits: walls.Limits) -> Path:
     return ROOT / "build" / "grading" / f"{built.name}-{fingerprint(built)}{kind}.json"
 
 
-def _calibrate(built: Built, limits: walls.Limits, timeout: float) -> SubmissionResult:
+def _calibrate(built: Built, limits: walls.Limits) -> SubmissionResult:
     from instructor.course import answered_notebook
 
-    job = _job(built, answered_notebook(built).encode(), "model answers", timeout, CALIBRATION_SECONDS, limits.gpu)
+    job = _job(
+        built, answered_notebook(built).encode(), "model answers", CALIBRATION_CELL, CALIBRATION_SECONDS, limits.gpu
+    )
     result = zygote(built, limits).grade(job, CALIBRATION_SECONDS)
     wrong = {name: cell for name, cell in result.cells.items() if cell.status not in ("passed", "by_hand")}
     if wrong:

@@ -475,7 +475,7 @@ def test_three_hundred_with_forty_faults_and_a_worker_killed(small_lab, schedule
                 os.kill(killed[0], signal.SIGKILL)
 
         found = submissions(course.root, small_lab.name)
-        summary = grade_class(course, small_lab, found, timeout=TIMEOUT, progress=progress, client=client)
+        summary = grade_class(course, small_lab, found, timeout=TIMEOUT, progress=progress, scheduler=scheduler)
     assert killed and not summary.failed
     missing = without_submission(course.root, small_lab.name)
     rows = gradebook.summary_rows(summary.graded, missing, arrivals(course.root, small_lab.name))
@@ -507,8 +507,6 @@ def test_three_hundred_with_forty_faults_and_a_worker_killed(small_lab, schedule
 @pytest.mark.slow
 def test_a_submission_that_takes_its_worker_along_is_flagged_after_three(small_lab, scheduler, tmp_path, monkeypatch):
     """Nothing is graded here: the test is about which worker tries again, and how often."""
-    from distributed import Client
-
     course, tries = Course(tmp_path / "course"), tmp_path / "tries"
     tries.mkdir()
     for student in ("deadly", "fine"):
@@ -525,9 +523,7 @@ def test_a_submission_that_takes_its_worker_along_is_flagged_after_three(small_l
 
     monkeypatch.setattr(cluster, "grade_one", deadly)
     found = submissions(course.root, small_lab.name)
-    with Client(scheduler, set_as_default=False) as client:
-        cluster._limit_failures(client)  # as `labs grade --scheduler` does
-        summary = grade_class(course, small_lab, found, timeout=TIMEOUT, client=client)
+    summary = grade_class(course, small_lab, found, timeout=TIMEOUT, scheduler=scheduler)
     assert len(list(tries.iterdir())) == 1 + cluster.RETRIES
     assert set(summary.failed) == {"deadly"} and "3 attempts" in summary.failed["deadly"]
     assert [r.student for r in summary.flagged] == ["deadly"]

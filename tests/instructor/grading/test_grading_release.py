@@ -101,7 +101,7 @@ def test_a_planted_secret_is_found(lab1, secrets, place):
 
 
 def test_a_leak_stops_the_release(lab1, tmp_path, monkeypatch):
-    monkeypatch.setattr(releasing, "bundle_files", lambda built, root: {"lab1.ipynb": in_an_output(lab1)})
+    monkeypatch.setattr(releasing, "bundle_files", lambda built: {"lab1.ipynb": in_an_output(lab1)})
     with pytest.raises(ReleaseError, match="secret lines are in the bundle of lab1"):
         release(lab1, tmp_path)
     assert not list(tmp_path.iterdir())

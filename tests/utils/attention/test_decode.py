@@ -437,7 +437,7 @@ COMPILED = [
     (("cluster of rows", 128), 16),
     (("cluster of a sequence", 128), 64),
     *((("fp8", *tile), box) for tile in ((64, 64), (128, 64), (256, 8)) for box in (64, 16)),
-    *(((rows, parts), 0) for rows, parts in ((4, 1), (16, 8))),
+    *(((rows, parts), 0) for rows, parts in ((4, 1), (16, 4))),
 ]
 
 

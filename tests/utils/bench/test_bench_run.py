@@ -75,17 +75,8 @@ def replaced(monkeypatch, change, side="optimized"):
     monkeypatch.setattr(target, "build", changed)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda fn: lambda: torch.zeros_like(fn()),
-        lambda fn: lambda: fn() * float("nan"),
-        lambda fn: lambda: fn().flip(1),
-    ],
-    ids=["zeros", "NaN", "permuted heads"],
-)
-def test_wrong_outputs_are_never_timed(tmp_path, monkeypatch, wrong):
-    replaced(monkeypatch, wrong)
+def test_wrong_outputs_are_never_timed(tmp_path, monkeypatch):
+    replaced(monkeypatch, lambda fn: lambda: fn().flip(1))  # heads permuted
     document = run_cpu(tmp_path, [SDPA], [SMALL])
     (case,) = document["cases"]
     assert case["status"] == "failed" and not case["sides"] and "optimized" in case["reason"]
@@ -178,14 +169,6 @@ def test_gpu_targets_are_refused_in_a_sentence(tmp_path):
     (case,) = document["cases"]
     assert case["status"] == "refused" and "need an NVIDIA GPU" in case["reason"]
     assert "baseline_flashattention_gluon" in case["reason"] and exit_code(document) == 1
-
-
-def test_the_cute_target_takes_its_span_from_the_environment(tmp_path):
-    (cute,) = run_cpu(
-        tmp_path, [f"{FLEX}_cute"], [f"{FLEX}_cute=--heads 2 --seq-len 96 --head-dim 16"], {"DOC_SPAN": "48"}
-    )["cases"]
-    assert cute["status"] == "ok", cute["reason"]
-    assert cute["workload"]["doc_span"] == 48 and cute["ran"]["optimized"]["provider"] == "flash"
 
 
 def test_a_recompile_in_the_timed_calls_is_an_error(monkeypatch):

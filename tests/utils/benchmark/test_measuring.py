@@ -362,15 +362,18 @@ def test_too_few_pairs_give_no_verdict():
 
 
 class PacedTimer:
-    """A timer whose samples take 1 ms each and are numbered; the clock of the run is moved on by hand."""
+    """A timer whose samples take 1 ms each and are numbered by the clock of the run, which is moved on by hand."""
 
     def __init__(self, clock):
-        self.clock, self.taken = clock, 0
+        self.clock, self.busy = clock, 0.0
+
+    def work(self, call, seconds):
+        self.clock[0] += seconds
+        self.busy += seconds
 
     def sample(self, calls):
-        self.clock[0] += 0.001 * len(calls)
-        self.taken += len(calls)
-        return [float(self.taken - len(calls) + i + 1) for i in range(len(calls))]
+        self.work(None, 0.001 * len(calls))
+        return [1e3 * self.clock[0]] * len(calls)
 
 
 STEADY = {"sm_clock_mhz": 1980, "sm_clock_max_mhz": 1980, "throttle_reasons": []}
@@ -410,7 +413,7 @@ def test_a_measurement_is_spread_over_time_with_the_gpu_at_work(monkeypatch, sta
         timer, [call], None, None, timing, sampling.Budget(budget_s), spread
     )
     assert (len(taken), len(throttled), stopped) == (20, 20, "all 20 iterations done")
-    assert clock[0] == pytest.approx(1e-3 * timer.taken) == pytest.approx(seconds, abs=0.05)  # the GPU never rests
+    assert clock[0] == pytest.approx(timer.busy) == pytest.approx(seconds, abs=0.05)  # the GPU never rests
     assert max(b - a for a, b in itertools.pairwise([0.0, *taken])) <= 1e3 * seconds / 20 * 2  # evenly spread
 
 

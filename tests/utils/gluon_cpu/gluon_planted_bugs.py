@@ -6,8 +6,7 @@ The marked line is the one below the comment; for a deadlock, the line of the pa
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.blackwell import tcgen05_mma_scaled
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -317,7 +316,7 @@ def refused(x_ptr, y_ptr, n, BUG: gl.constexpr):
         a = plain_python(n)
     if BUG == "unknown operation":
         # found: unknown operation
-        a = tcgen05_mma_scaled(n, n, n, n, n, "e4m3", "e4m3")
+        a = mma_v2(n, n, n)
     if BUG == "unknown assembly":
         # found: unknown assembly
         a = gl.inline_asm_elementwise("brkpt;", "=r,r", [n], gl.int32, False, 1)

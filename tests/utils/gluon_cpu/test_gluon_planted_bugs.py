@@ -176,7 +176,7 @@ REFUSED = {
     "condition on a tensor": ("kernel", "scalar"),
     "endless loop": ("endless loop", "steps"),
     "plain python function": ("kernel", "no @gluon.jit function"),
-    "unknown operation": ("unknown operation", "tcgen05_mma_scaled. Of tcgen05, gluon_cpu runs mma, commit and copy"),
+    "unknown operation": ("unknown operation", "mma_v2. Hopper's product is warpgroup_mma"),
     "unknown assembly": ("unknown operation", "brkpt"),
 }
 

@@ -28,6 +28,7 @@ def compile_step(
     lse: bool = False,
     variant: str = "",
     parts: bool = False,
+    offset: bool = False,
     one_edge: bool = False,
     plan: Plan | None = None,
 ) -> Assembly:
@@ -43,6 +44,7 @@ def compile_step(
         lse: Whether the log-sum-exp is stored.
         variant: Of step 5's plan (`plan.variant_for`).
         parts: Whether programs share tiles (`plan.parts_for`).
+        offset: Whether causal tiles begin before the first query (`plan.row_offset`).
         one_edge: Whether a window's two edges lie in no block together (`plan.one_edge`).
         plan: Tile and pipeline; the step's own by default.
     """
@@ -63,7 +65,15 @@ def compile_step(
         REGISTERS=plan.registers,
         PLAN=plan,
         CASE=Case(
-            causal, window, tail, lse, (causal or window != "") and not parts, parts, together=parts, one_edge=one_edge
+            causal,
+            window,
+            tail,
+            lse,
+            (causal or window != "") and not parts,
+            parts,
+            together=parts,
+            offset=offset,
+            one_edge=one_edge,
         ),
     )
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
@@ -130,7 +140,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
     parser.add_argument("--variant", choices=("", "one", "few", "ahead", "ahead of three"), default="")
     parser.add_argument("--window", choices=("", "distance", "rows"), default="")
-    for flag in ("causal", "tail", "lse", "parts"):
+    for flag in ("causal", "tail", "lse", "parts", "offset"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--sass", action="store_true", help="print the disassembly")
     options = vars(parser.parse_args())

@@ -63,7 +63,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from utils.attention.gluon.arguments import Arguments, unused
 from utils.attention.gluon.blocks import finish_block, first_block, start_output, start_scores, step
 from utils.attention.gluon.dealing import deal_tiles
-from utils.attention.gluon.intervals import packed_queries
+from utils.attention.gluon.intervals import begin_with_sequences, packed_queries
 from utils.attention.gluon.loads import fill_rings, producer
 from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
@@ -438,7 +438,8 @@ def launch(a: Arguments) -> Launch | None:
     dealt = schedule is not None
     together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
     distant = kind == "distance" and one_edge(plan, window)
-    case = Case(causal, kind, tail, a.return_lse, dealt, parts > 1, together, one_edge=distant)
+    threads = offset > 0 or (len(a.lengths) > 1 and begin_with_sequences(plan.rows, a.causal))
+    case = Case(causal, kind, tail, a.return_lse, dealt, parts > 1, together, threads, distant)
     numbers = tiles * parts * plan.rows * (plan.block_d + 1) if parts > 1 else 0
     counters = tiles * plan.consumers
     tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))

@@ -143,21 +143,8 @@ def add_piece(results, first, count, piece, columns, block_d, HELD: gl.constexpr
     gl.store(out, o.to(out_ptr.dtype.element_ty), mask=keep[:, None])
 
 
-SIZES = [
-    "batch",
-    "heads",
-    "tiles",
-    "rows",
-    "sq",
-    "sk",
-    "left",
-    "lengths",
-    "programs",
-    "block_n",
-    "columns",
-    "block_d",
-    "head_dim",
-]
+SIZES = ["batch", "heads", "tiles", "rows", "sq", "sk", "left", "lengths"]
+SIZES += ["programs", "block_n", "columns", "block_d", "head_dim"]
 
 
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr"])
@@ -184,7 +171,7 @@ def attention_decode_merge(
 ):
     """The second launch, the same for all tiles: grid (heads of all sequences, programs that share a head's merge).
 
-    HELD: parts that a thread holds at once. OVER_PARTS: warps that take other parts of a head: one, or where it has many, eight.
+    HELD: parts that a thread holds at once. OVER_PARTS: warps that take other parts of a head: one, or where it has many, four.
     """
     flat = gl.program_id(0)
     b = flat // heads

@@ -108,8 +108,8 @@ TILES: dict[tuple, Plan] = {
     **{("keys", d): Plan(d, n, MANY_ROWS, slots, box=min(n, 128)) for d, (n, slots) in KEYS.items()},
     **{("rows", d, 1): Plan(d, n, 64, slots, consumers=1) for d, (n, slots) in ROWS.items()},
     **{("rows", d, 2): Plan(d, n, 128, slots, consumers=2) for d, (n, slots) in ROWS.items() if d < 256},
-    **{("cluster", d): Plan(d, n, 8, slots, cluster=True) for d, (n, slots) in CLUSTERS.items()},
-    ("cluster of rows", 128): Plan(128, 128, 64, 4, consumers=1, cluster=True),
+    **{("cluster", d): Plan(d, n, 8, slots, box=128, cluster=True) for d, (n, slots) in CLUSTERS.items()},
+    ("cluster of rows", 128): Plan(128, 128, 64, 4, consumers=1, box=128, cluster=True),
     ("cluster of a sequence", 128): Plan(128, 64, 8, 4, per_sm=2, cluster=True),
     **{("fp8", d, columns): Plan(d, n, columns, slots, per_sm=2, fp8=True) for d, columns, n, slots in FP8},
 }
@@ -201,11 +201,11 @@ def even_programs(heads: int, multiprocessors: int) -> int:
 def merge_shape(programs: int, heads: int) -> tuple[int, int]:
     """Choose how many parts a thread of the merge holds, and how many of its warps take other parts of a head.
 
-    With sixteen a thread has so many registers that an SM runs one program: only where few heads have very many parts.
+    With sixteen a thread has so many registers that an SM runs one program: only where heads have as many parts.
     """
-    if programs > 32 * heads:
-        return 16, 8
-    return (4, 8) if programs > 8 * heads else (4, 1)
+    if programs > 8 * heads:
+        return 16, 4
+    return (16, 1) if programs > 4 * heads else (4, 1)
 
 
 def cluster_parts(shape: Shape, multiprocessors: int) -> int:
@@ -265,8 +265,8 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
         plan = TILES["cluster of rows" if shape.rows > 8 else "cluster", shape.width]
     else:
         plan = choose_tile(shape)
-    if 0 < shape.page < SMALL_PAGE:
-        plan = replace(plan, box=16)  # pages of 32 tokens come as two boxes
+    if 0 < shape.page < plan.box:
+        plan = replace(plan, box=SMALL_PAGE if shape.page == SMALL_PAGE else 16)  # pages of 32 tokens come as two boxes
     hint = not (shape.window or shape.fp8 or (shape.page and not parts))
     hint = hint and HINT_BYTES[0] <= shape.bytes <= HINT_BYTES[1]
     if parts:

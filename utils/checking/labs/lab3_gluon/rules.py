@@ -85,7 +85,7 @@ def number(events: Iterable[Event], kind: str, partition: str = "") -> int:
 
 def transpose(text: str, tries: Iterable[Try], compiles: bool = False) -> None:
     """Right at any size and stride; at whole tiles a program moves its tile and touches no sector more than it needs."""
-    hint = "Where is row i, column j of X in Y, and how far apart do rows lie?"
+    hint = "Row i, column j of X goes to row j, column i of Y: are the addresses turned, and how far apart do rows lie?"
     for launch, run in simulated(text, tries, hint=hint, mistakes=transpose_mistakes, compiles=compiles):
         m, n, *strides = (int(launch.args[name]) for name in ("m", "n", "x_stride", "y_stride"))  # type: ignore[call-overload]
         if m % 32 or n % 32 or any(stride % 8 for stride in strides):
