@@ -146,7 +146,9 @@ def attention_causal(text: str, tries: Iterable[Try], compiles: bool = False) ->
     def known(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
         return _mistakes(causal(launch.args["sk"] - launch.args["sq"]))(launch, expected)  # type: ignore[operator]
 
-    hint = "Query i sees keys 0 ... i + sk - sq: does `blocks` reach the key that the last row of the tile stands at?"
+    hint = (
+        "Here query i sees keys 0 ... i + sk - sq: does `blocks` reach the key that the last row of the tile stands at?"
+    )
     for launch, run in simulated(text, tries, hint=hint, mistakes=known, compiles=compiles, close=CLOSE):
         sq, sk = (int(launch.args[name]) for name in ("sq", "sk"))  # type: ignore[call-overload]
         for program, events in enumerate(run.programs()):
