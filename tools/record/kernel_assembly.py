@@ -45,7 +45,7 @@ def kernels() -> Iterator[tuple[str, Callable[[], Assembly]]]:
         (128, "ahead", {}),
         (64, "", {"causal": True, "lse": True}),
         (128, "", {"causal": True, "lse": True}),
-        (128, "", {"window": True, "lse": True}),
+        (128, "", {"window": "distance", "lse": True}),
     ):
         words = ", ".join([*(name for name in flags), *([f"variant {variant}"] if variant else [])])
         yield (

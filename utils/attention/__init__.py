@@ -1,4 +1,4 @@
-"""Attention: fifteen ways to compute it behind one call, from three plain operators to a Hopper kernel in Gluon.
+"""Attention: sixteen ways to compute it behind one call, from three plain operators to a Hopper kernel in Gluon.
 
     from utils.attention import attention, backend_table, last_run, prepare
     out = attention(q, k, v, causal=True)                       # q (B, H, S, D); k, v (B, Hkv, S, D)

@@ -33,7 +33,7 @@ from utils.attention.problem import (
     Refused,
     make_problem,
 )
-from utils.attention.sequences import both_masks, packed_mask, padded_mask, with_causal
+from utils.attention.sequences import both_masks, clear_behind, packed_mask, padded_mask, with_causal
 from utils.benchmark.profiling import launched
 from utils.kernels.handle import KEPT, layout
 from utils.newest import Newest
@@ -153,9 +153,8 @@ def _compose(q, k, v, seqlens, cu_seqlens, sink, arguments: dict):
         raise ValueError("seqlens and cu_seqlens were both given: sequences are padded, or packed.")
     mask = None
     if seqlens is not None:
-        mask, filled = padded_mask(q, k, seqlens, arguments["causal"], arguments["window"])
-        # Zeros in place of what was never written: zero times nan would be nan.
-        k, v = (torch.where(filled[:, None, :, None], x, 0) for x in (k, v))
+        mask = padded_mask(q, k, seqlens, arguments["causal"], arguments["window"])
+        k, v = clear_behind(seqlens, k, v)
         arguments |= {"causal": False, "window": None}
     elif cu_seqlens is not None:
         mask = packed_mask(q, k, cu_seqlens)

@@ -30,6 +30,8 @@ FUNCTION_ORDER = {
 STORED_PAIRS = 2**28
 _LENGTHS = "the lengths change from call to call, and a kernel would be compiled for each"
 LENGTHS_ORDER = {"sdpa": _LENGTHS, "naive": _LENGTHS} | FUNCTION_ORDER
+# Kernels that skip what packed sequences do not see.
+PACKED = dict.fromkeys(("gluon", "fa3", "varlen"), "it does packed sequences by itself, of any lengths")
 # Masks that FlashAttention 4 does by itself; it is ahead of Gluon at head dimensions up to 64.
 CUTE = {"cute": "FlashAttention 4 does this mask by itself"}
 
@@ -56,14 +58,16 @@ def rank_backends(problem: Problem, options: Options) -> Ranking:
 def _rank(problem: Problem, options: Options) -> Ranking:
     if not problem.has_functions and not options.given:
         return _FIXED
-    if of_lengths(problem.mask_mod) and problem.batch * problem.sq * problem.sk <= STORED_PAIRS and not options.given:
-        return Ranking(tuple(LENGTHS_ORDER), LENGTHS_ORDER)
-    plain = problem.plain()
-    alone = plain is not None and plain.sq == problem.sq and not options.given
-    order = FUNCTION_ORDER
-    if alone:
+    if options.given:
+        return Ranking(tuple(FUNCTION_ORDER), FUNCTION_ORDER)
+    plain, order = problem.plain_or_packed(), FUNCTION_ORDER
+    if plain is not None and plain.sq == problem.sq and not plain.lengths:
         gluon = {"gluon": order["gluon"]}
         order = (CUTE | order) if problem.head_dim <= 64 else (gluon | CUTE | order)
+    elif of_lengths(problem.mask_mod) and problem.batch * problem.sq * problem.sk <= STORED_PAIRS:
+        order = LENGTHS_ORDER
+    if plain is not None and plain.lengths:
+        order = PACKED | order
     return Ranking(tuple(order), order)
 
 

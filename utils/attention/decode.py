@@ -22,7 +22,7 @@ from utils.attention.backends import find_backend
 from utils.attention.call import Run, record_run
 from utils.attention.problem import AttentionUnsupported, Problem, make_problem
 from utils.attention.reference import reference
-from utils.attention.sequences import check_integers
+from utils.attention.sequences import check_integers, clear_behind, mask_by_ends
 from utils.machine.device import Support
 from utils.newest import Newest
 from utils.validation import suggest_keywords
@@ -231,24 +231,16 @@ def _gathered(problem: Problem, q, k_cache, v_cache, seqlens, block_table) -> to
     """Attention by torch, over a cache in one piece and with a mask (B, 1, Sq, S)."""
     if block_table is not None:
         k_cache, v_cache = gather_pages(k_cache, block_table), gather_pages(v_cache, block_table)
-    slots = k_cache.shape[2]
-    lengths = torch.full((problem.batch,), slots, device=q.device) if seqlens is None else seqlens
-    key = torch.arange(slots, device=q.device)
-    filled = key[None] < lengths[:, None]
-    position = lengths[:, None] - problem.sq + torch.arange(problem.sq, device=q.device)
-    distance = position[:, :, None] - key
-    visible = filled[:, None].expand(-1, problem.sq, -1)
-    if problem.causal:
-        visible = visible & (distance >= 0)
-    if problem.window is not None:
-        visible = visible & (distance.abs() < problem.window)
-    # Zeros in place of what was never written: zero times nan would be nan.
+    sequences, queries, keys = (torch.arange(n, device=q.device) for n in (len(q), problem.sq, k_cache.shape[2]))
+    lengths = torch.full_like(sequences, len(keys)) if seqlens is None else seqlens
+    see = mask_by_ends(lengths, problem.sq, problem.causal, problem.window)
+    visible = see(sequences[:, None, None, None], None, queries[:, None], keys)
     if seqlens is not None:
-        k_cache, v_cache = (torch.where(filled[:, None, :, None], x, 0) for x in (k_cache, v_cache))
+        k_cache, v_cache = clear_behind(seqlens, k_cache, v_cache)
     out = F.scaled_dot_product_attention(
-        q, k_cache, v_cache, attn_mask=visible[:, None], scale=problem.scale, enable_gqa=problem.grouped
+        q, k_cache, v_cache, attn_mask=visible, scale=problem.scale, enable_gqa=problem.grouped
     )
-    return torch.where(visible.any(-1)[:, None, :, None], out, 0)
+    return torch.where(visible.any(-1, keepdim=True), out, 0)
 
 
 def _check(q, k_cache, v_cache, seqlens, block_table, causal, scale, window) -> Problem:

@@ -80,6 +80,7 @@ class Problem(Shape):
     score_mod: ScoreMod | None = None
     v_dim: int = 0  # of values that are not as wide as the keys; 0: they are
     with_lse: bool = False
+    lengths: tuple[int, ...] = ()  # of sequences packed one behind the other; no mask function then
 
     @property
     def has_functions(self) -> bool:
@@ -108,6 +109,11 @@ class Problem(Shape):
         return _mask_function(self.causal, self.window, self.sk - self.sq, self.mask_mod)
 
     def plain(self) -> Problem | None:
+        """Return `with_plain_mask()` if there is no score modifier and no packed sequences are left, else None."""
+        plain = self.plain_or_packed()
+        return None if plain is not None and plain.lengths else plain
+
+    def plain_or_packed(self) -> Problem | None:
         """Return `with_plain_mask()` if there is no score modifier, else None."""
         return with_plain_mask(self) if self.score_mod is None else None
 
@@ -120,32 +126,43 @@ def _mask_function(is_causal: bool, window: int | None, offset: int, mask_mod: M
 
 
 def with_plain_mask(problem: Problem) -> Problem | None:
-    """Return the same attention without a mask function, for kernels that know `causal` and `window` only.
+    """Return the same attention without a mask function, for kernels that know no functions; None if it needs its function.
 
-    Documents of equal length become sequences of their own: heads are multiplied, lengths divided. None if the mask
-    needs its function.
+    Documents of equal length become sequences of their own: heads are multiplied, lengths divided. Where heads are grouped,
+    and of unequal lengths, they become packed sequences with `lengths`.
     """
     mask_mod: Any = problem.mask_mod
     if mask_mod is None:
         return problem
     # The kernels' masks end at the last key, a mask function's begin at the first one: equal only if Sq == Sk.
-    if problem.sq != problem.sk or problem.causal or problem.window is not None:
+    if problem.sq != problem.sk:
         return None
-    kind, parts = getattr(mask_mod, "kind", ""), getattr(mask_mod, "mods", (mask_mod,))
-    if mask_mod is causal:
+    kind, alone = getattr(mask_mod, "kind", ""), not problem.causal and problem.window is None
+    if mask_mod is causal and alone:
         return replace(problem, mask_mod=None, causal=True)
-    if kind in ("sliding_window", "nearby"):
+    if kind in ("sliding_window", "nearby") and alone:
         is_causal = kind == "sliding_window"
         window = _limiting(mask_mod.window, is_causal, problem.sq, problem.sk)
         return replace(problem, mask_mod=None, causal=is_causal, window=window)
-    if kind not in ("both", "documents") or problem.grouped:
+    parts = mask_mod.mods if kind == "both" else (mask_mod,)
+    others = [part for part in parts if part is not causal]
+    lengths = document_lengths(others[0], problem.sq) if len(others) == 1 else ()
+    if not lengths:
         return None
-    spans = [part.span for part in parts if getattr(part, "kind", "") == "documents"]
-    others = [part for part in parts if getattr(part, "kind", "") != "documents"]
-    if len(spans) != 1 or problem.sq % spans[0] or any(part is not causal for part in others):
-        return None
-    heads = problem.heads * (problem.sq // spans[0])
-    return replace(problem, mask_mod=None, causal=bool(others), heads=heads, kv_heads=heads, sq=spans[0], sk=spans[0])
+    problem = replace(problem, mask_mod=None, causal=problem.causal or len(parts) > 1)
+    if problem.grouped or not alone or len(set(lengths)) > 1:
+        return replace(problem, lengths=lengths)
+    heads = problem.heads * len(lengths)
+    return replace(problem, heads=heads, kv_heads=heads, sq=lengths[0], sk=lengths[0])
+
+
+def document_lengths(mask_mod: Any, tokens: int) -> tuple[int, ...]:
+    """Return the lengths of the documents of a mask; () if it is another mask, or its document numbers are on the GPU."""
+    if getattr(mask_mod, "kind", "") == "documents":
+        count, rest = divmod(tokens, mask_mod.span)
+        return (mask_mod.span,) * count + ((rest,) if rest else ())
+    lengths = getattr(mask_mod, "lengths", ()) if getattr(mask_mod, "kind", "") == "documents_by_ids" else ()
+    return lengths if sum(lengths) == tokens else ()
 
 
 def make_problem(
@@ -262,21 +279,23 @@ def allowed_keys(problem: Problem, device: torch.device | str | None = None) -> 
 
     It is (Sq, Sk) if it is the same for all sequences and heads, else (B, H, Sq, Sk), with B or H one where it is the same.
     """
-    device = problem.device if device is None else device
-    allowed = None
+    device, allowed = problem.device if device is None else device, None
     if problem.mask_mod is not None:
         allowed = dense_masks(problem.mask_mod, problem.batch, problem.heads, problem.sq, problem.sk, device)
         allowed = allowed[0, 0] if allowed.shape[:2] == (1, 1) else allowed
+    queries, keys = (torch.arange(n, device=device) for n in (problem.sq, problem.sk))
+    return visible_pairs(problem, queries, keys, allowed)
+
+
+def visible_pairs(problem: Problem, queries, keys, allowed: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the pairs of `allowed` (None: all) that `causal` and `window` let through; None: all."""
     if not problem.causal and problem.window is None:
         return allowed
-    position = torch.arange(problem.sq, device=device)[:, None] + problem.sk - problem.sq
-    distance = position - torch.arange(problem.sk, device=device)[None, :]
+    distance = queries[:, None] + (problem.sk - problem.sq) - keys  # the last query is at the last key
     keep = torch.ones_like(distance, dtype=torch.bool) if allowed is None else allowed
     if problem.causal:
         keep = keep & (distance >= 0)
-    if problem.window is not None:
-        keep = keep & (distance.abs() < problem.window)
-    return keep
+    return keep if problem.window is None else keep & (distance.abs() < problem.window)
 
 
 # ---- backends ----------------------------------------------------------------------------------------------
@@ -387,11 +406,13 @@ class Backend:
         return ""
 
 
-def refuse_functions(refuses: Callable[[Problem], str]) -> Callable[[Problem, Options], str]:
-    """Make `Backend.refuses` of a kernel that knows `causal` and `window` only: it is asked about the plain problem."""
+def refuse_functions(
+    refuses: Callable[[Problem], str], form: Callable[[Problem], Problem | None] = Problem.plain
+) -> Callable[[Problem, Options], str]:
+    """Make `Backend.refuses` of a kernel that knows no functions: it is asked about the problem's plain form."""
 
     def reason(problem: Problem, options: Options) -> str:
-        plain = problem.plain()
+        plain = form(problem)
         return reason_against_functions(problem) if plain is None else refuses(plain)
 
     return reason
@@ -409,17 +430,20 @@ def reason_against_functions(problem: Problem) -> str:
 
 
 def bind_plain(
-    run: Callable[..., torch.Tensor], again: Callable[..., Attend | None] | None = None
+    run: Callable[..., torch.Tensor],
+    again: Callable[..., Attend | None] | None = None,
+    form: Callable[[Problem], Problem | None] = Problem.plain,
 ) -> Callable[[Problem, Options], Bound]:
-    """Make `Backend.bind` of a kernel that knows `causal` and `window` only.
+    """Make `Backend.bind` of a kernel that knows no functions.
 
     Args:
         run: run(q, k, v, problem) computes a plain problem.
         again: again(q, k, v, problem) returns a quicker function for tensors that lie as these do, or None.
+        form: the problem without functions, `Problem.plain` or `Problem.plain_or_packed`.
     """
 
     def bind(problem: Problem, options: Options) -> Bound:
-        plain = problem.plain()
+        plain = form(problem)
         if plain is None:
             raise Refused(reason_against_functions(problem))
         call = on_plain_shapes(problem, plain, lambda q, k, v: run(q, k, v, plain))
@@ -457,6 +481,7 @@ def describe_plain(problem: Problem, plain: Problem) -> str:
     parts = ["causal"] if plain.causal else []
     parts += [f"window {plain.window}"] if plain.window else []
     parts += [f"documents of {plain.sq} as sequences"] if plain.sq != problem.sq else []
+    parts += [f"{len(plain.lengths)} packed sequences"] if plain.lengths else []
     return ", ".join(parts) or "no mask"
 
 

@@ -14,7 +14,7 @@ import torch
 
 from utils.attention.masks.mask_mods import evaluate, same_for_all_heads
 from utils.attention.masks.score_mods import modify_scores
-from utils.attention.problem import Problem, make_problem
+from utils.attention.problem import Problem, make_problem, visible_pairs
 
 CHUNK_BYTES = 512 * 1024**2  # memory for the scores of one chunk of rows, with their gradients
 
@@ -95,15 +95,7 @@ def _mask_rows(problem: Problem, rows: slice, b: int, h: int) -> torch.Tensor | 
     queries = torch.arange(rows.start, rows.stop, device=problem.device, dtype=torch.int32)
     keys = torch.arange(problem.sk, device=problem.device, dtype=torch.int32)
     mask = None if problem.mask_mod is None else evaluate(problem.mask_mod, queries, keys, b, h)
-    if not problem.causal and problem.window is None:
-        return mask
-    distance = queries[:, None] + (problem.sk - problem.sq) - keys  # the last query is at the last key
-    mask = torch.ones_like(distance, dtype=torch.bool) if mask is None else mask
-    if problem.causal:
-        mask = mask & (distance >= 0)
-    if problem.window is not None:
-        mask = mask & (distance.abs() < problem.window)
-    return mask
+    return visible_pairs(problem, queries, keys, mask)
 
 
 def _attend(problem: Problem, query, keys, values, mask, b: int, h: int, first_query: int):

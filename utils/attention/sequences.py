@@ -26,23 +26,26 @@ def check_integers(name: str, x, shape: tuple, device: torch.device) -> None:
         )
 
 
-def padded_mask(q: torch.Tensor, k: torch.Tensor, seqlens: torch.Tensor, is_causal: bool, window: int | None):
-    """Return (the mask of sequences with `seqlens` keys each, bool (B, Sk): True at a key that there is).
-
-    The last query of a sequence is at its last key, as in `attention_decode`.
-    """
+def padded_mask(
+    q: torch.Tensor, k: torch.Tensor, seqlens: torch.Tensor, is_causal: bool, window: int | None
+) -> MaskMod:
+    """Return the mask of sequences with `seqlens` keys each; the last query is at the last key, as in `attention_decode`."""
     check_integers("seqlens", seqlens, (len(q),), q.device)
     lengths, slots = tuple(seqlens.tolist()), k.shape[2]
     if lengths and not 0 <= min(lengths) <= max(lengths) <= slots:
         raise ValueError(f"seqlens must be from 0 to the {slots} keys of k; they are {min(lengths)} to {max(lengths)}.")
-    return _padded_mask(lengths, q.device, q.shape[2], is_causal, window), torch.arange(
-        slots, device=q.device
-    ) < seqlens[:, None]
+    return _padded_mask(lengths, q.device, q.shape[2], is_causal, window)
 
 
 @functools.lru_cache(maxsize=64)
 def _padded_mask(lengths: tuple[int, ...], device, sq: int, is_causal: bool, window: int | None) -> MaskMod:
     ends = torch.tensor(lengths, dtype=torch.int32, device=device)
+    text = f"padded({'causal' if is_causal else 'full'}, window {window})"
+    return named(mask_by_ends(ends, sq, is_causal, window), text, lengths=lengths)
+
+
+def mask_by_ends(ends: torch.Tensor, sq: int, is_causal: bool, window: int | None) -> MaskMod:
+    """Return the mask of sequences whose keys end at `ends` (B,), where the last of `sq` queries is at the last key."""
 
     def mask_mod(b, h, q, k):
         allowed, distance = k < ends[b], q + ends[b] - sq - k
@@ -50,8 +53,13 @@ def _padded_mask(lengths: tuple[int, ...], device, sq: int, is_causal: bool, win
             allowed = allowed & (distance >= 0)
         return allowed if window is None else allowed & (distance < window) & (-distance < window)
 
-    text = f"padded({'causal' if is_causal else 'full'}, window {window})"
-    return named(mask_mod, text, lengths=lengths)
+    return mask_mod
+
+
+def clear_behind(ends: torch.Tensor, *caches: torch.Tensor) -> list[torch.Tensor]:
+    """Return keys or values (B, Hkv, S, D) with zeros behind `ends`, where nothing was ever written: zero times nan is nan."""
+    filled = torch.arange(caches[0].shape[2], device=ends.device) < ends[:, None]
+    return [torch.where(filled[:, None, :, None], x, 0) for x in caches]
 
 
 def packed_mask(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor) -> MaskMod:
@@ -74,6 +82,12 @@ def _packed_mask(lengths: tuple[int, ...], device) -> MaskMod:
     if len(set(lengths)) == 1:
         return documents(lengths[0])
     return named(documents(document_ids(lengths, device)), f"packed({len(lengths)} sequences)", lengths=lengths)
+
+
+@functools.lru_cache(maxsize=64)
+def packed_starts(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return where packed sequences begin, and where the last one ends: `cu_seqlens`."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 both_masks = functools.lru_cache(maxsize=64)(both)

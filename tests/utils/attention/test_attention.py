@@ -100,7 +100,7 @@ def test_flash_attn_and_fa3_get_a_positive_scale(monkeypatch, scale, factor):
     from utils.attention.backends import fa3, flash_attn
 
     given = []
-    monkeypatch.setattr(fa3, "_forward", lambda q, k, v, causal, scale, left, right: given.append((q, scale)))
+    monkeypatch.setattr(fa3, "_forward", lambda q, k, v, lengths, causal, scale, left, right: given.append((q, scale)))
     q, k, v = tensors(1, 1, 1, 3, 3, 8)
 
     def package(q, k, v, softmax_scale):

@@ -18,7 +18,7 @@ from utils.attention import AttentionUnsupported, Recompiled, Refused, find_back
 from utils.attention import reference as reference_with_lse
 from utils.attention.backends.flex import fewer_stages, first_that_fits, needed_kernel_options
 from utils.attention.choosing import rank_backends
-from utils.attention.masks import both, causal, document_ids, documents, negate, score_mods, sliding_window
+from utils.attention.masks import both, causal, document_ids, documents, negate, prefix_lm, score_mods, sliding_window
 from utils.attention.problem import NO_OPTIONS, Options
 from utils.machine.device import compile_support
 
@@ -239,7 +239,7 @@ def test_limits_of_flash_attention_4_are_said_without_a_gpu(head_dim, block, rea
         assert re.search(reason, refuses(problem, options))
     assert not cute(on_gpu(causal, head_dim=64, dtype=torch.bfloat16), NO_OPTIONS)
     assert "float16 and bfloat16, not float32" in cute(on_gpu(causal), NO_OPTIONS)
-    assert "causal, documents(span)" in find_backend("gluon").refuses(on_gpu(documents(7)), NO_OPTIONS)
+    assert "causal, documents(span)" in find_backend("gluon").refuses(on_gpu(prefix_lm(7)), NO_OPTIONS)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from utils.attention.gluon.arguments import Arguments
-from utils.attention.gluon.plan import plan_for, tile_blocks, variant_for
+from utils.attention.gluon.plan import packed_variant, plan_for, tile_blocks, variant_for
 from utils.machine.device import triton_support
 
 needs_triton = pytest.mark.skipif(not __import__("importlib").util.find_spec("triton"), reason=triton_support().reason)
@@ -55,6 +55,16 @@ class Int32(int):
     __radd__, __rmul__ = __add__, __mul__
 
 
+class Table:
+    """A pointer into a table in memory."""
+
+    def __init__(self, numbers, at=0):
+        self.numbers, self.at = numbers, at
+
+    def __add__(self, count):
+        return Table(self.numbers, self.at + int(count))
+
+
 class Device:
     """Gluon's language for one program, as far as walks need it."""
 
@@ -70,7 +80,7 @@ class Device:
         return Int32(self.programs)
 
     def load(self, at):
-        return Int32(self.table[at])
+        return Int32(at.numbers[at.at] if isinstance(at, Table) else self.table[at])
 
     def atomic_add(self, at, value, **options):
         self.counted.append(int(at))
@@ -134,22 +144,29 @@ class Role:
     """One role of one program: the real functions of `Work`, `Tiles` and `Parts` over what a launch gives the kernel."""
 
     def __init__(self, given, device):
-        from utils.attention.gluon import parts, pipeline, shared
+        from utils.attention.gluon import intervals, parts, pipeline, shared
 
         names = {"gl": device, "uniform": lambda x: x}
-        names["key_blocks"] = on_host(shared.key_blocks, **names)
+        for module, functions in (
+            (shared, ("key_blocks", "clean_blocks")),
+            (intervals, ("tile_entry", "visible_interval", "clean_interval")),
+        ):
+            for function in functions:
+                names[function] = on_host(getattr(module, function), **names)
         names["thread_barrier"] = lambda: None
         self.PLAN, self.CASE, self.c = given["PLAN"], given["CASE"], 1.0
         self.q, self.k, self.v = (Ring() for _ in range(3))
-        for name in ("sq", "sk", "window", "offset", "heads", "group"):
+        for name in ("sq", "sk", "offset", "heads", "group"):
             setattr(self, name, Int32(given[name]))
+        packed = self.CASE.window == "rows"
+        self.window = Table(given["window"].tolist()) if packed else Int32(given["window"])
         self.todo, self.parts = types.SimpleNamespace(schedule=Int32(0)), types.SimpleNamespace(counters=Int32(0))
         self.todo.DEALT, self.todo.SHARED, self.todo.LONGEST_FIRST = self.CASE.dealt, self.CASE.parts, self.CASE.causal
         self.todo.stride, self.todo.tiles_m = Int32(given["schedule_stride"]), Int32(given["tiles_m"])
         self.todo.heads_total = Int32(given["heads_total"])
         self.todo.parts = self.parts.count = Int32(given["parts"])
         for owner, kind, methods in (
-            (self, pipeline.Work, ("first_row", "visible_blocks", "blocks", "first")),
+            (self, pipeline.Work, ("first_row", "stop", "visible_blocks", "clean_blocks", "blocks", "first")),
             (self.todo, pipeline.Tiles, ("first", "start_next", "finish_next", "locate")),
             (self.parts, parts.Parts, ("used", "blocks", "arrive", "depart")),
         ):
@@ -161,7 +178,7 @@ class Consumer(Role):
     """A consumer's walk: the blocks that it reads, and the rows that it stores."""
 
     def __init__(self, given, device, w):
-        from utils.attention.gluon import shared, step5_overlapped
+        from utils.attention.gluon import step5_overlapped
 
         super().__init__(given, device)
         self.read, self.stored, self.left = [], [], []
@@ -172,7 +189,6 @@ class Consumer(Role):
             "gl": device,
             "Block": lambda number, row, key: types.SimpleNamespace(number=number, row=row, key=key),
             "accumulator": lambda columns: None,
-            "clean_blocks": on_host(shared.clean_blocks, gl=device),
             "skip_blocks": on_host(step5_overlapped.skip_blocks, gl=device),
             "first_block": self.first_block,
             "step": self.step,
@@ -185,13 +201,17 @@ class Consumer(Role):
             "unseen_halves": lambda *more: 0,
             "unseen_whole": lambda *more: 0,
             "store_lse": lambda *more: None,
-            "store_tile": lambda work, out, flat, row, *more: self.stored.append((int(flat), int(row), 64)),
+            "store_tile": self.store_tile,
             "store_rows": lambda work, out, lse, flat, row, *more: self.stored.append((int(flat), int(row), 8)),
             "tma": types.SimpleNamespace(store_wait=lambda left: None),
         }
         kernel = step5_overlapped.consumer_ahead if self.PLAN.ahead else step5_overlapped.consumer
         tiles = types.SimpleNamespace(index=lambda lane: None)
         on_host(kernel, **names)(self, (None, tiles, None), w)
+
+    def store_tile(self, work, out, flat, row, tile, o, stop):
+        packed = self.CASE.window == "rows"
+        self.stored.append((int(flat), int(row), min(64, int(stop - row)) if packed else 64))
 
     def first_block(self, work, block, q, causal, window, tail):
         self.k.wait_full(block.number)
@@ -212,7 +232,7 @@ class Consumer(Role):
         return 0, 0, 0
 
 
-def launched(monkeypatch, plan, batch, heads, kv_heads, sq, sk, head_dim, causal, window, lse, programs):
+def launched(monkeypatch, plan, batch, heads, kv_heads, sq, sk, head_dim, causal, window, lse, programs, lengths=()):
     """What `launch` gives the kernel: its arguments by name, and the grid. No memory: the tensors are on "meta"."""
     from utils.attention.gluon import step5_overlapped
 
@@ -233,7 +253,7 @@ def launched(monkeypatch, plan, batch, heads, kv_heads, sq, sk, head_dim, causal
         context.setattr(step5_overlapped, "unused", lambda *given: None)
         context.setattr(Arguments, "descriptors", lambda self: [None] * 4)
         context.setattr(torch, "tensor", lambda x, dtype, device: real(x, dtype=dtype))  # so that the test can read it
-        step5_overlapped.launch(Arguments(q, k, k, q, q, causal, window, lse, 1.0, plan, programs))
+        step5_overlapped.launch(Arguments(q, k, k, q, q, causal, window, lse, 1.0, plan, programs, lengths))
     step5_overlapped.tile_schedule.cache_clear()
     ((grid, given),) = found
     return given, grid[0]
@@ -299,22 +319,35 @@ def check_program(given, programs, program, table):
             for number, first_row, key, _ in own:
                 assert blocks[number][2:4] == (batch, head // given["group"])
                 assert ahead or (first_row, key) == (row, blocks[number][4])
-            computed.append((batch * heads + head, row, [(blocks[read[0]][4], read[3]) for read in own]))
+            size = 64 if given["CASE"].parts else consumer.stored[i][2]
+            if size > 0:
+                computed.append((batch * heads + head, row, size, [(blocks[read[0]][4], read[3]) for read in own]))
         if not given["CASE"].parts:
-            assert consumer.stored == [(batch * heads + head, row, 64) for batch, head, row in tiles]
-    return stored, computed
+            assert [place[:2] for place in consumer.stored] == [
+                (batch * heads + head, row) for batch, head, row in tiles
+            ]
+    return [place for place in stored if place[2] > 0], computed
 
 
-def check_rows(given, flat, row, blocks):
-    """Check the blocks of 64 rows of a head: none twice, all that the rows see, and no row reads what it may not see."""
+def check_rows(given, flat, row, size, blocks):
+    """Check the blocks of up to 64 rows of a head: none twice, all that the rows see, and no row reads what it may not see."""
     sq, sk, block_n = given["sq"], given["sk"], given["PLAN"].block_n
-    mask = sq, sk, given["CASE"].causal, given["window"]
+    if given["CASE"].window == "rows":
+        first, behind = given["window"].tolist()[:sq], given["window"].tolist()[sq : 2 * sq]
+
+        def interval(r):
+            return first[r], behind[r]
+    else:
+
+        def interval(r):
+            return visible(r, sq, sk, given["CASE"].causal, given["window"])
+
     keys = [key for key, _ in blocks]
     assert len(set(keys)) == len(keys), (flat, row)
-    exist = range(max(row, 0), min(row + 64, sq))
+    exist = range(max(row, 0), min(row + size, sq))
     if not exist:
         return
-    ranges = [visible(r, *mask) for r in exist]
+    ranges = [interval(r) for r in exist]
     seen = [(lo, hi) for lo, hi in ranges if lo < hi]
     if seen:
         lo, hi = min(seen)[0], max(hi for _, hi in seen)
@@ -350,10 +383,13 @@ def draw_shared(rng):
 
 def check_launch(monkeypatch, rng, shape, most_blocks):
     """Check the walks of a launch: all programs where they have `most_blocks` of work at most, else one; returns their parts."""
+    lengths = shape.get("lengths", ())
     plan = plan_for(
         5,
         shape["head_dim"],
-        variant_for(
+        packed_variant(shape["head_dim"], shape["sq"], shape["batch"] * shape["heads"], shape["programs"])
+        if lengths
+        else variant_for(
             *(shape[name] for name in ("head_dim", "causal", "window", "sq", "sk")),
             shape["batch"] * shape["heads"],
             *(shape[name] for name in ("programs", "lse")),
@@ -368,14 +404,15 @@ def check_launch(monkeypatch, rng, shape, most_blocks):
     assert given["parts_ptr"] == (grid * plan.rows * (plan.block_d + 1) if case.parts else 0)
     given["CASE"] = replace(case, together=case.parts)  # as on a GPU
     table = given["schedule"].flatten().tolist() if case.dealt else []
-    work = sum(tile_blocks(plan, shape["sq"], shape["sk"], shape["causal"], shape["window"])) * given["heads_total"]
+    work = sum(tile_blocks(plan, shape["sq"], shape["sk"], shape["causal"], shape["window"]))
+    work *= given["heads_total"]
     whole = work <= most_blocks
     stored, computed = [], {}
     for program in range(grid) if whole else rng.sample(range(grid), 1) if work / grid <= most_blocks else ():
         rows, blocks = check_program(given, grid, program, table)
         stored += rows
-        for flat, row, own in blocks:
-            computed.setdefault((flat, row), []).extend(own)
+        for *place, own in blocks:
+            computed.setdefault(tuple(place), []).extend(own)
     assigned = []  # to all programs, in any case
     for program in range(grid):
         role = Role(given, Device(program, grid, table))
@@ -396,8 +433,8 @@ def check_launch(monkeypatch, rng, shape, most_blocks):
             assert rows[0][0] <= 0 < rows[0][0] + 128 * plan.consumers and sum(rows[-1]) >= shape["sq"]
             assert all(row + size == next_row for (row, size), (next_row, _) in itertools.pairwise(rows))
     if whole or not case.parts:
-        for (flat, row), blocks in computed.items():
-            check_rows(given, flat, row, blocks)
+        for place, blocks in computed.items():
+            check_rows(given, *place, blocks)
     return given["parts"]
 
 
@@ -407,6 +444,15 @@ def test_what_is_loaded_is_read_and_every_row_is_stored_once(monkeypatch):
     for _ in range(60):
         shared += check_launch(monkeypatch, rng, draw(rng, 3000, 2), 150) > 1
     assert shared > 1
+
+
+@needs_triton
+def test_packed_sequences_are_walked_by_their_table(monkeypatch):
+    rng = random.Random(2)
+    for _ in range(25):
+        lengths = tuple(int(400 ** rng.random()) for _ in range(rng.randint(1, 9)))
+        shape = draw(rng, 100, 2) | {"sq": sum(lengths), "sk": sum(lengths), "lengths": lengths}
+        check_launch(monkeypatch, rng, shape | {"window": rng.choice((0, 0, 1, 70))}, 1000)
 
 
 @needs_triton

@@ -19,6 +19,7 @@ MODULES = {
     "efficient": "sdpa",
     "cudnn": "sdpa",
     "sdpa": "sdpa",
+    "varlen": "flash_attn",
     "flash_attn": "flash_attn",
     "fa3": "fa3",
     "cute": "flash_attn",

@@ -15,7 +15,13 @@ from pathlib import Path
 
 import torch
 
-from utils.attention.backends.flash_attn import rows_first, window_size
+from utils.attention.backends.flash_attn import (
+    heads_first,
+    packed_arguments,
+    reason_against_batches,
+    rows_first,
+    window_size,
+)
 from utils.attention.problem import (
     Backend,
     Problem,
@@ -87,28 +93,33 @@ def _machine() -> Support:
 def _refuses(problem: Problem) -> str:
     if problem.causal and problem.window is None and problem.has_empty_rows and problem.needs_grad:
         return f"its gradients are not tested for rows without keys (Sq {problem.sq} > Sk {problem.sk})."
-    return reason_against_tensors(problem)
+    return reason_against_tensors(problem) or reason_against_batches(problem)
 
 
 # ---- the operators ------------------------------------------------------------------------------------------
 
 
-def _forward(q, k, v, causal: bool, scale: float, left: int, right: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output (B, H, S, D), a view of (B, S, H, D), and the log-sum-exp (B, H, S)."""
-    mask = {"is_causal": causal, "window_size_left": left, "window_size_right": right}
-    rows = map(rows_first, (q, k, v))
-    out, lse, *_ = torch.ops.flash_attn_3.fwd.default(*rows, softmax_scale=scale, **mask)
-    return out.transpose(1, 2), lse
+def _arguments(device, lengths: tuple[int, ...], causal: bool, scale: float, left: int, right: int) -> dict:
+    """Return the operators' arguments beside the tensors."""
+    given = {"softmax_scale": scale, "is_causal": causal, "window_size_left": left, "window_size_right": right}
+    return given | packed_arguments(lengths, device)
+
+
+def _forward(q, k, v, lengths: tuple[int, ...], *options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output (B, H, S, D), a view of (B, S, H, D), and the operator's log-sum-exp."""
+    rows = (rows_first(x, lengths) for x in (q, k, v))
+    out, lse, *_ = torch.ops.flash_attn_3.fwd.default(*rows, **_arguments(q.device, lengths, *options))
+    return heads_first(out, lengths), lse
 
 
 class _Differentiable(torch.autograd.Function):
     """`_forward` with the library's backward pass."""
 
     @staticmethod
-    def forward(ctx, q, k, v, *options):
-        out, lse = _forward(q, k, v, *options)
+    def forward(ctx, q, k, v, lengths, *options):
+        out, lse = _forward(q, k, v, lengths, *options)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = options
+        ctx.options = lengths, *options
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -116,12 +127,11 @@ class _Differentiable(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, _dlse):
         q, k, v, out, lse = ctx.saved_tensors
-        causal, scale, left, right = ctx.options
-        mask = {"is_causal": causal, "window_size_left": left, "window_size_right": right}
-        gradients = [torch.empty_like(rows_first(x), memory_format=torch.contiguous_format) for x in (q, k, v)]
-        rows = map(rows_first, (dout, q, k, v, out))
-        torch.ops.flash_attn_3.bwd.default(*rows, lse, *gradients, softmax_scale=scale, **mask)
-        return *(x.transpose(1, 2) for x in gradients), None, None, None, None
+        lengths = ctx.options[0]
+        rows = [rows_first(x, lengths) for x in (dout, q, k, v, out)]
+        gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in rows[1:4]]
+        torch.ops.flash_attn_3.bwd.default(*rows, lse, *gradients, **_arguments(q.device, *ctx.options))
+        return *(heads_first(x, lengths) for x in gradients), None, None, None, None, None
 
 
 def forward(
@@ -132,8 +142,9 @@ def forward(
     causal: bool = False,
     scale: float | None = None,
     window: tuple[int, int] = (-1, -1),
+    lengths: tuple[int, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q (B, H, Sq, D) over k, v (B, Hkv, Sk, D): output (B, H, Sq, D) and log-sum-exp (B, H, Sq), fp32.
+    """Attention of q (B, H, Sq, D) over k, v (B, Hkv, Sk, D): output (B, H, Sq, D) and log-sum-exp (B, H, Sq), or (H, Sq) of packed sequences, fp32.
 
     Args:
         q: queries, fp16 or bf16.
@@ -142,16 +153,18 @@ def forward(
         causal: the last query sees the last key, and each other query one key less than the next.
         scale: of the scores, 1/sqrt(D) by default.
         window: keys to the left and to the right of a query's own position that it sees; -1: all.
+        lengths: of packed sequences, in a batch of one.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     q, scale = positive_scale(q, scale)  # the kernels take the maximum before they scale
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return (_Differentiable.apply if needs_grad else _forward)(q, k, v, causal, scale, *window)
+    return (_Differentiable.apply if needs_grad else _forward)(q, k, v, lengths, causal, scale, *window)
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:
     window = window_size(problem, -1)
-    return forward(q, k, v, causal=problem.causal, scale=problem.scale, window=window)[0]
+    causal, scale, lengths = problem.causal, problem.scale, problem.lengths
+    return forward(q, k, v, causal=causal, scale=scale, window=window, lengths=lengths)[0]
 
 
 BACKENDS = {
@@ -159,8 +172,8 @@ BACKENDS = {
         name="fa3",
         summary="FlashAttention 3, the C++ kernels for Hopper",
         machine=_machine,
-        refuses=refuse_functions(_refuses),
-        bind=bind_plain(_run),
+        refuses=refuse_functions(_refuses, Problem.plain_or_packed),
+        bind=bind_plain(_run, form=Problem.plain_or_packed),
         kernels=r"flash::.*Sm90|FlashAttnFwdSm90|FlashAttnBwdSm90",
         implementation=lambda: f"FlashAttention 3, {_library()[1]}",
     )

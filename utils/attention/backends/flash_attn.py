@@ -1,4 +1,4 @@
-"""The flash-attn packages: whichever is installed ("flash_attn"), and FlashAttention 4 in the CuTe DSL ("cute").
+"""The flash-attn packages: whichever is installed ("flash_attn"), FlashAttention 4 in the CuTe DSL ("cute"), torch's ("varlen").
 
 FlashAttention 4's kernel is compiled when it is first called, and is warp-specialized on Hopper and Blackwell. It does
 causal masks and windows by itself; other mask functions, and score modifiers, come into it through FlexAttention.
@@ -7,11 +7,13 @@ causal masks and windows by itself; other mask functions, and score modifiers, c
 from __future__ import annotations
 
 import importlib
+import inspect
 from importlib import metadata
 
 import torch
 
 from utils.attention.backends.flex import bind_flash, refuses_flash
+from utils.attention.choosing import of_lengths
 from utils.attention.problem import (
     Backend,
     Bound,
@@ -23,7 +25,8 @@ from utils.attention.problem import (
     reason_against_tensors,
     refuse_functions,
 )
-from utils.machine.device import flash_attn_support
+from utils.attention.sequences import packed_starts
+from utils.machine.device import Support, cuda_support, flash_attn_support
 
 _MODULES = {4: "flash_attn.cute", 2: "flash_attn"}
 
@@ -35,17 +38,47 @@ def window_size(problem: Problem, unlimited: int | None) -> tuple:
     return (problem.window - 1, 0 if problem.causal else problem.window - 1)
 
 
-def rows_first(x: torch.Tensor) -> torch.Tensor:
-    """View (B, H, S, D) as (B, S, H, D), flash-attn's layout; copy if the head dimension is not contiguous."""
+def reason_against_batches(problem: Problem) -> str:
+    """Say why a library that packs sequences as (S, H, D) does not take packed sequences of several batches."""
+    several = problem.lengths and problem.batch > 1
+    return f"it packs sequences of one batch, and there are {problem.batch}." if several else ""
+
+
+def rows_first(x: torch.Tensor, lengths: tuple[int, ...] = ()) -> torch.Tensor:
+    """View (B, H, S, D) in flash-attn's layout, (B, S, H, D), or (S, H, D) of packed sequences.
+
+    A copy, if the head dimension is not contiguous.
+    """
     x = x.transpose(1, 2)
-    return x if x.stride(-1) == 1 else x.contiguous()
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x[0] if lengths else x
 
 
-def call_package(function, q, k, v, softmax_scale: float, **arguments) -> torch.Tensor:
-    """Call a `flash_attn_func` on tensors (B, H, S, D)."""
+def heads_first(x: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+    """View what `rows_first` returns as (B, H, S, D) again."""
+    return (x[None] if lengths else x).transpose(1, 2)
+
+
+def packed_arguments(lengths: tuple[int, ...], device: torch.device) -> dict:
+    """Return flash-attn's arguments for packed sequences; none for others."""
+    if not lengths:
+        return {}
+    starts, longest = packed_starts(lengths, device), max(lengths)
+    return {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+
+
+def call_package(function, q, k, v, softmax_scale: float, lengths: tuple[int, ...] = (), **arguments) -> torch.Tensor:
+    """Call a `flash_attn_func` on tensors (B, H, S, D); a `flash_attn_varlen_func`, if there are lengths."""
     q, scale = positive_scale(q, softmax_scale)  # the kernels take the maximum before they scale
-    out = function(*map(rows_first, (q, k, v)), softmax_scale=scale, **arguments)
-    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+    rows = (rows_first(x, lengths) for x in (q, k, v))
+    out = function(*rows, softmax_scale=scale, **packed_arguments(lengths, q.device), **arguments)
+    return heads_first(out[0] if isinstance(out, tuple) else out, lengths)
+
+
+def _call(module: str, q, k, v, problem: Problem, window: tuple) -> torch.Tensor:
+    name = "flash_attn_varlen_func" if problem.lengths else "flash_attn_func"
+    function, arguments = getattr(importlib.import_module(module), name), {"causal": problem.causal}
+    return call_package(function, q, k, v, problem.scale, problem.lengths, window_size=window, **arguments)
 
 
 def _version() -> int:
@@ -54,9 +87,11 @@ def _version() -> int:
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:
     version = _version()
-    window = window_size(problem, None if version == 4 else -1)
-    function = importlib.import_module(_MODULES[version]).flash_attn_func
-    return call_package(function, q, k, v, softmax_scale=problem.scale, causal=problem.causal, window_size=window)
+    return _call(_MODULES[version], q, k, v, problem, window_size(problem, None if version == 4 else -1))
+
+
+def _refuses(problem: Problem) -> str:
+    return reason_against_tensors(problem) or reason_against_batches(problem)
 
 
 def _implementation() -> str:
@@ -68,21 +103,22 @@ def _implementation() -> str:
 
 
 def _native(problem: Problem) -> Problem | None:
-    """Return the problem in the kernel's own causal mask and window; None if it needs a function.
+    """Return the problem in the kernel's own causal mask, window and packed sequences; None if it needs a function.
 
-    Documents are not turned into sequences: that was slower than the block mask (docs/flexattention.md), since the
-    output has to be copied back to (B, H, S, D).
+    Documents of equal length are not turned into sequences: that was slower than the block mask (docs/flexattention.md).
     """
-    plain = problem.plain()
-    return plain if plain is not None and plain.sq == problem.sq else None
+    plain = problem.plain_or_packed()
+    native = plain is not None and plain.sq == problem.sq and (not plain.lengths or of_lengths(problem.mask_mod))
+    return plain if native else None
 
 
 def _refuses_cute(problem: Problem, options: Options) -> str:
-    if _native(problem) is None:
+    plain = _native(problem)
+    if plain is None:
         return refuses_flash(problem, options)
     if options.block_size is not None:
         return "it does this mask by itself, without blocks, and a block_size was given."
-    return reason_against_tensors(problem)
+    return _refuses(plain)
 
 
 def _bind_cute(problem: Problem, options: Options) -> Bound:
@@ -90,11 +126,44 @@ def _bind_cute(problem: Problem, options: Options) -> Bound:
     plain = _native(problem)
     if plain is None:
         return bind_flash(problem, options)
-    from flash_attn.cute import flash_attn_func
-
-    mask = {"causal": plain.causal, "window_size": window_size(plain, None)}
+    window = window_size(plain, None)
     settings = {"kernel_mask": describe_plain(problem, plain)} if problem.has_functions else {}
-    return Bound(lambda q, k, v: call_package(flash_attn_func, q, k, v, softmax_scale=plain.scale, **mask), settings)
+    return Bound(lambda q, k, v: _call(_MODULES[4], q, k, v, plain, window), settings)
+
+
+# ---- torch's own FlashAttention 2, of packed sequences ------------------------------------------------------
+
+
+def _varlen_machine() -> Support:
+    if not (cuda := cuda_support()):
+        return Support(False, f"torch.nn.attention.varlen needs an NVIDIA GPU: {cuda.reason}", cuda.remedy)
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+
+        able = "window_size" in inspect.signature(varlen_attn).parameters
+    except ImportError:
+        able = False
+    reason = f"torch {torch.__version__} has {'' if able else 'no '}torch.nn.attention.varlen with windows."
+    return Support(able, reason, "" if able else "Use torch 2.11 or later.")
+
+
+def _refuses_varlen(problem: Problem) -> str:
+    return _refuses(problem) if problem.lengths else "it takes packed sequences only, as cu_seqlens gives them."
+
+
+def _run_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    left, right = window_size(problem, -1)
+    more: dict = {"window_size": (left, 0 if problem.causal else right)}
+    if problem.grouped and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        more["enable_gqa"] = True  # torch 2.11 takes fewer heads of keys without being asked
+
+    def function(q, k, v, softmax_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+        packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        return varlen_attn(q, k, v, *packed, scale=softmax_scale, **more)
+
+    return call_package(function, q, k, v, problem.scale, problem.lengths)
 
 
 BACKENDS = {
@@ -102,8 +171,8 @@ BACKENDS = {
         name="flash_attn",
         summary="the flash-attn package that is installed (FlashAttention 4 or 2)",
         machine=lambda: flash_attn_support(2) or flash_attn_support(4),
-        refuses=refuse_functions(reason_against_tensors),
-        bind=bind_plain(_run),
+        refuses=refuse_functions(_refuses, Problem.plain_or_packed),
+        bind=bind_plain(_run, form=Problem.plain_or_packed),
         kernels=r"(?i)flash",
         implementation=_implementation,
     ),
@@ -117,5 +186,14 @@ BACKENDS = {
         implementation=lambda: f"flash-attn-4 {metadata.version('flash-attn-4')}",
         options=("block_size",),
         compiles=True,
+    ),
+    "varlen": Backend(
+        name="varlen",
+        summary="packed sequences by torch.nn.attention.varlen (FlashAttention 2)",
+        machine=_varlen_machine,
+        refuses=refuse_functions(_refuses_varlen, Problem.plain_or_packed),
+        bind=bind_plain(_run_varlen, form=Problem.plain_or_packed),
+        kernels=r"(?i)flash_fwd|flash_bwd",
+        implementation=lambda: f"varlen_attn of torch {torch.__version__}",
     ),
 }

@@ -49,8 +49,19 @@ def _machine() -> Support:
 
 
 def _refuses(problem: Problem) -> str:
-    reason = reason_against_tensors(problem)
+    reason = reason_against_tensors(problem) or (reason_against_packing(problem) if problem.lengths else "")
     return reason or (reason_against_blackwell(problem) if _on_blackwell() else "")
+
+
+def reason_against_packing(problem: Problem) -> str:
+    """Say why the kernels do not take packed sequences; "" if they do."""
+    if _on_blackwell():
+        return "it takes no packed sequences on Blackwell."
+    if problem.needs_grad and problem.head_dim > 128:
+        return f"its backward pass of packed sequences ends at head dimension 128, and {problem.head_dim} was given."
+    if problem.needs_grad and torch.are_deterministic_algorithms_enabled():
+        return "its backward pass of packed sequences is not deterministic."
+    return ""
 
 
 def reason_against_blackwell(problem: Problem) -> str:
@@ -103,8 +114,9 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem):
         return decode(q, k, v, causal=problem.causal, scale=problem.scale, window=problem.window)
     from utils.attention.gluon.launch import forward
 
-    window, with_lse = problem.window, problem.with_lse
-    return forward(q, k, v, causal=problem.causal, scale=problem.scale, window=window, return_lse=with_lse)
+    window, with_lse, lengths = problem.window, problem.with_lse, problem.lengths
+    causal, scale = problem.causal, problem.scale
+    return forward(q, k, v, causal=causal, scale=scale, window=window, return_lse=with_lse, lengths=lengths)
 
 
 def _again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> Attend | None:
@@ -113,7 +125,7 @@ def _again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) 
         return None
     from utils.attention.gluon.launch import repeat
 
-    return repeat(q, k, v, problem.causal, problem.scale, problem.window or 0)
+    return repeat(q, k, v, problem.causal, problem.scale, problem.window or 0, problem.lengths)
 
 
 def _implementation() -> str:
@@ -128,8 +140,8 @@ BACKENDS = {
         name="gluon",
         summary="warp-specialized FlashAttention for Hopper, written in Gluon for this course",
         machine=_machine,
-        refuses=refuse_functions(_refuses),
-        bind=bind_plain(_run, _again),
+        refuses=refuse_functions(_refuses, Problem.plain_or_packed),
+        bind=bind_plain(_run, _again, Problem.plain_or_packed),
         kernels=r"attention_(step5|decode|backward|blackwell)",
         implementation=_implementation,
         returns_lse=True,

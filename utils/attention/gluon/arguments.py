@@ -29,6 +29,7 @@ class Arguments:
     c: float
     plan: Plan
     programs: int
+    lengths: tuple[int, ...] = ()  # of sequences packed one behind the other
 
     heads: int = field(init=False)  # query heads of one sequence
     heads_total: int = field(init=False)  # query heads of all sequences

@@ -125,7 +125,7 @@ def _multifit(tiles: list[tuple[float, int]], loads: list[float]) -> list[int]:
 
 
 def deal_tiles(
-    blocks: Sequence[int], heads_total: int, group: int, head_bytes: int, programs: int
+    blocks: Sequence[int], heads_total: int, group: int, head_bytes: int, programs: int, exchanged: int = _EXCHANGED
 ) -> tuple[tuple[int, ...], ...] | None:
     """Deal tiles to the programs, longest first and so that all end together: row tile | head << 16.
 
@@ -137,6 +137,8 @@ def deal_tiles(
         group: Query heads that share a head of keys.
         head_bytes: Bytes of one head's K and V.
         programs: Number of programs.
+        exchanged: Up to so many tiles of a program are improved by exchanges; 0, which takes a few ms, where the next
+            call will have other lengths.
 
     Returns:
         The tiles of each program; None if there are so many that any order is balanced, or that 16 bits cannot
@@ -155,16 +157,16 @@ def deal_tiles(
     sections: list[int] = []
     for first, behind in itertools.pairwise(starts):
         more = [(blocks[m] + TILE_OVERHEAD, m | head << 16) for m in order for head in range(first, behind)]
-        if first == last and len(more) <= SEARCHED * programs:
+        if first == last and len(more) <= min(SEARCHED, exchanged) * programs:
             found += _searched(more, loads)
-        elif first == last and len(more) <= _EXCHANGED * programs:
+        elif first == last and len(more) <= exchanged * programs:
             longest_first = _longest_first(more, loads.copy())
             found += _exchanged([(cost + extra, tile) for cost, tile in more], loads, longest_first)
         else:
             found += _longest_first(more, loads)
         tiles += more
         sections += [first] * len(more)
-    if last and len(tiles) <= _EXCHANGED * programs:
+    if last and len(tiles) <= exchanged * programs:
         found = _exchanged([(cost + extra, tile) for cost, tile in tiles], [0.0] * programs, found, sections)
     dealt: list[list[int]] = [[] for _ in range(programs)]
     for (_, tile), program in zip(tiles, found, strict=True):

@@ -12,7 +12,7 @@ import torch
 
 from utils.attention.gluon.arguments import Arguments, addressable, unused
 from utils.attention.gluon.backward.operator import Attention, differentiate
-from utils.attention.gluon.plan import Plan, plan_for, variant_for
+from utils.attention.gluon.plan import Plan, packed_variant, plan_for, variant_for
 from utils.attention.problem import Attend, positive_scale
 from utils.kernels.handle import KEPT, layout, observed
 
@@ -41,22 +41,23 @@ def attention_gluon(
     window: int,
     return_lse: bool,
     step: int,
+    lengths: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention forward: (output like q, log-sum-exp (B, H, Sq) fp32 or empty). window 0: none."""
+    """Attention forward: (output like q, log-sum-exp (B, H, Sq) fp32 or empty). window 0: none; lengths: of packed sequences."""
     q, scale = positive_scale(q, scale)  # the kernels take the maximum before they scale
-    out, lse = _run(q, k, v, causal, scale, window, return_lse, step)
+    out, lse = _run(q, k, v, causal, scale, window, return_lse, step, tuple(lengths or ()))
     return out, q.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
 @attention_gluon.register_fake
-def _attention_gluon_fake(q, k, v, causal, scale, window, return_lse, step):
+def _attention_gluon_fake(q, k, v, causal, scale, window, return_lse, step, lengths=None):
     return _empty_results(q, return_lse)
 
 
 differentiate(attention_gluon)
 
 
-def _run(q, k, v, causal: bool, scale: float, window: int, return_lse: bool, step: int):
+def _run(q, k, v, causal: bool, scale: float, window: int, return_lse: bool, step: int, lengths: tuple[int, ...] = ()):
     """Launch a step: again as an earlier launch on tensors of this layout, if there was one.
 
     A launch is kept only if TMA could address its tensors without a copy. Where the tensors start is no part of the
@@ -69,7 +70,7 @@ def _run(q, k, v, causal: bool, scale: float, window: int, return_lse: bool, ste
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
     if not q.numel():
         return out, lse
-    key = step, causal, scale, window, return_lse, layout(q, k, v)
+    key = step, causal, scale, window, return_lse, lengths, layout(q, k, v)
     kept = KEPT.get(key)
     if kept is not None and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0:
         kept(q, k, v, out, unused(q.device) if lse is None else lse)
@@ -77,25 +78,25 @@ def _run(q, k, v, causal: bool, scale: float, window: int, return_lse: bool, ste
     given = q, k, v
     q, k, v = map(addressable, given)
     with torch.cuda.device(q.device):
-        handle = _launch(step, q, k, v, out, lse, causal, scale * LOG2_E, window, return_lse)
+        handle = _launch(step, q, k, v, out, lse, causal, scale * LOG2_E, window, return_lse, lengths)
     if handle is not None and all(x is y for x, y in zip((q, k, v), given, strict=True)):
         KEPT[key] = handle
     return out, lse
 
 
-def repeat(q, k, v, causal: bool, scale: float, window: int) -> Attend | None:
+def repeat(q, k, v, causal: bool, scale: float, window: int, lengths: tuple[int, ...] = ()) -> Attend | None:
     """Return the launch of step 5 that was made for tensors of this layout, as a function of such tensors.
 
     It looks at nothing but their addresses: `attention` has compared the layouts. None if no launch was kept.
     """
-    launch = KEPT.get((5, causal, scale, window, False, layout(q, k, v)))
+    launch = KEPT.get((5, causal, scale, window, False, lengths, layout(q, k, v)))
     if launch is None:
         return None
     lse, empty_like, contiguous = unused(q.device), torch.empty_like, torch.contiguous_format
 
     def attend(q, k, v):
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
-            return _run(q, k, v, causal, scale, window, False, 5)[0]
+            return _run(q, k, v, causal, scale, window, False, 5, lengths)[0]
         out = empty_like(q, memory_format=contiguous)
         launch(q, k, v, out, lse)
         return out
@@ -118,6 +119,7 @@ def forward(
     window: int | None = None,
     return_lse: bool = False,
     step: int = 5,
+    lengths: tuple[int, ...] = (),
 ):
     """Attention of q (B, H, Sq, D) over k, v (B, Hkv, Sk, D), fp16 or bf16: output, or (output, log-sum-exp).
 
@@ -132,6 +134,7 @@ def forward(
         window: A query sees keys that are fewer positions away than this; None: all.
         return_lse: Whether to return the log-sum-exp too: (B, H, Sq), fp32, natural logarithm, for a backward pass.
         step: Which kernel of the ladder, 1 to 5.
+        lengths: Of sequences that are packed one behind the other and see themselves only; step 5.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     # The operator costs the host several times as much as the launch: it is for those who have to see it.
@@ -139,28 +142,35 @@ def forward(
     with torch.no_grad():
         bare = q.is_cuda and scale > 0 and not observed(q, k, v)
     if bare and needs_grad:
-        out, lse = Attention.apply(_run, q, k, v, causal, scale, window or 0, step)
+        out, lse = Attention.apply(_run, q, k, v, causal, scale, window or 0, step, lengths)
     elif bare:
-        out, lse = _run(q, k, v, causal, scale, window or 0, return_lse, step)
+        out, lse = _run(q, k, v, causal, scale, window or 0, return_lse, step, lengths)
     else:
-        out, lse = attention_gluon(q, k, v, causal, scale, window or 0, return_lse or needs_grad, step)
+        with_lse = return_lse or needs_grad
+        out, lse = attention_gluon(q, k, v, causal, scale, window or 0, with_lse, step, list(lengths))
     return (out, lse) if return_lse else out
 
 
-def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: int, lse: bool = False) -> Plan:
+def plan_of(
+    step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: int, lse: bool = False, lengths=()
+) -> Plan:
     """Return the plan that a step takes for these tensors on their GPU."""
     batch, heads, sq, head_dim = q.shape
     if step < 5:
         return plan_for(step, head_dim)
     programs = _multiprocessors(q.device)
+    if lengths:
+        return plan_for(step, head_dim, packed_variant(head_dim, sq, batch * heads, programs))
     return plan_for(step, head_dim, variant_for(head_dim, causal, window, sq, k.shape[2], batch * heads, programs, lse))
 
 
-def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse) -> Callable | None:
+def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse, lengths=()) -> Callable | None:
     """Choose the plan and run the kernel of a step; c: scale * log2(e), window 0: none. Step 5 returns its launch."""
-    plan, programs = plan_of(step, q, k, causal, window, return_lse), _multiprocessors(q.device)
+    plan, programs = plan_of(step, q, k, causal, window, return_lse, lengths), _multiprocessors(q.device)
     lse = lse if return_lse else unused(q.device)
-    return step_module(step).launch(Arguments(q, k, v, out, lse, causal, window, return_lse, c, plan, programs))
+    return step_module(step).launch(
+        Arguments(q, k, v, out, lse, causal, window, return_lse, c, plan, programs, lengths)
+    )
 
 
 @functools.lru_cache(maxsize=16)

@@ -23,7 +23,7 @@ def compile_step(
     *,
     dtype: str = "bf16",
     causal: bool = False,
-    window: bool = False,
+    window: str = "",
     tail: bool = False,
     lse: bool = False,
     variant: str = "",
@@ -39,7 +39,7 @@ def compile_step(
         head_dim: Head dimension; the tile is the next larger of 64, 128 and 256.
         dtype: "bf16" or "fp16".
         causal: Whether the mask is causal.
-        window: Whether there is a sliding window.
+        window: As in `plan.Case`: "distance", or "rows".
         tail: Whether the keys are no multiple of a block, without a mask.
         lse: Whether the log-sum-exp is stored.
         variant: Of step 5's plan (`plan.variant_for`).
@@ -58,7 +58,7 @@ def compile_step(
         BLOCK_N=plan.block_n,
         BLOCK_D=plan.block_d,
         CAUSAL=causal,
-        WINDOW=window,
+        WINDOW=window != "",
         LSE=lse,
         CONSUMERS=plan.consumers,
         STAGES=plan.stages,
@@ -69,7 +69,7 @@ def compile_step(
             window,
             tail,
             lse,
-            (causal or window) and not parts,
+            (causal or window != "") and not parts,
             parts,
             together=parts,
             offset=offset,
@@ -84,6 +84,7 @@ def compile_step(
         "parts_ptr": "*fp32",
         "counters": "*i32",
         "schedule": "*i32",
+        "window": "*i32" if window == "rows" else "i32",
         "c": "fp32",
     }
     signature = {}
@@ -138,7 +139,8 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
     parser.add_argument("--variant", choices=("", "one", "few", "ahead", "ahead of three"), default="")
-    for flag in ("causal", "window", "tail", "lse", "parts", "offset"):
+    parser.add_argument("--window", choices=("", "distance", "rows"), default="")
+    for flag in ("causal", "tail", "lse", "parts", "offset"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--sass", action="store_true", help="print the disassembly")
     options = vars(parser.parse_args())

@@ -10,8 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
+from utils.attention.gluon.intervals import clean_interval, keep_interval, tile_entry, visible_interval
 from utils.attention.gluon.parts import Parts
-from utils.attention.gluon.shared import aggregate, keep_columns, keep_side, key_blocks, tma_load, uniform
+from utils.attention.gluon.shared import aggregate, clean_blocks, keep_columns, keep_side, key_blocks, tma_load, uniform
 
 
 @aggregate
@@ -215,7 +216,7 @@ class Work:
 
     sq: gl.tensor
     sk: gl.tensor
-    window: gl.tensor
+    window: gl.tensor  # its width, or the table of `intervals.py`
     offset: gl.tensor
     heads: gl.tensor
     group: gl.tensor
@@ -248,18 +249,45 @@ class Work:
     @gluon.jit
     def first_row(self, tile):
         """First row of a row tile: of the first tile it may be negative (`plan.row_offset`), and TMA skips such rows."""
-        return tile * (self.q.tiles.shape[3] * self.PLAN.consumers) - self.offset
+        if self.CASE.window == "rows":
+            return tile_entry(self.window, tile, self.sq, 0)
+        else:
+            return tile * (self.q.tiles.shape[3] * self.PLAN.consumers) - self.offset
 
     @gluon.jit
-    def visible_blocks(self, row, ROWS: gl.constexpr):
-        """Blocks of keys [lo, hi) that the rows row .. row+ROWS-1 may see."""
+    def stop(self, tile):
+        """Where the rows of a row tile end, or those of all tiles."""
+        return tile_entry(self.window, tile, self.sq, 1) if self.CASE.window == "rows" else self.sq
+
+    @gluon.jit
+    def visible_blocks(self, row, ROWS: gl.constexpr, stop):
+        """Blocks of keys [lo, hi) that the rows row .. row+ROWS-1 may see, of a tile whose rows end at `stop`."""
         BLOCK_N: gl.constexpr = self.PLAN.block_n
-        return key_blocks(row, ROWS, self.sq, self.sk, self.window, BLOCK_N, self.CASE.causal, self.CASE.window)
+        if self.CASE.window == "rows":
+            return visible_interval(self.window, row, ROWS, stop, self.sq, BLOCK_N)
+        else:
+            WINDOW: gl.constexpr = self.CASE.window != ""
+            return key_blocks(row, ROWS, self.sq, self.sk, self.window, BLOCK_N, self.CASE.causal, WINDOW)
+
+    @gluon.jit
+    def clean_blocks(self, row, ROWS: gl.constexpr, lo, hi, stop):
+        """The blocks of [lo, hi) that need no mask, counted from the last one down: right <= i < left."""
+        BLOCK_N: gl.constexpr = self.PLAN.block_n
+        if self.CASE.window == "rows":
+            first, end = clean_interval(self.window, row, ROWS, stop, self.sq, BLOCK_N)
+            return gl.maximum(hi - end, 0), hi - gl.maximum(first, lo)
+        else:
+            WINDOW: gl.constexpr = self.CASE.window != ""
+            return clean_blocks(row, ROWS, lo, hi, self.sq, self.sk, self.window, BLOCK_N, self.CASE.causal, WINDOW)
 
     @gluon.jit
     def blocks(self, t, row, ROWS: gl.constexpr):
         """Blocks of keys [lo, hi) of item t, whose tile has the rows row .. row+ROWS-1; [lo, lo) where parts are fewer."""
-        lo, hi = self.visible_blocks(row, ROWS)
+        if self.CASE.window == "rows":
+            tile = self.todo.locate(t)[0]
+            lo, hi = tile_entry(self.window, tile, self.sq, 2), tile_entry(self.window, tile, self.sq, 3)
+        else:
+            lo, hi = self.visible_blocks(row, ROWS, self.sq)
         if self.CASE.parts:
             lo, hi = self.parts.blocks(t, lo, hi)
         return lo, hi
@@ -276,19 +304,22 @@ class Work:
     @gluon.jit
     def mask(self, s, block, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
         """The scores of a block, minus infinity where a row may not look, or where there is no key."""
-        rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-        positions = block.row + (self.sk - self.sq) + gl.arange(0, s.shape[0], rows)
-        behind = gl.full([s.shape[0]], self.sk, gl.int32, rows)
-        if CAUSAL:
-            behind = gl.minimum(behind, positions + 1)
-        elif WINDOW:
-            behind = gl.minimum(behind, positions + self.window)
-        if self.CASE.one_edge:
-            # The window begins in this block for some row that exists: then it ends in none of its columns.
-            left = block.key < gl.minimum(block.row + (self.sk - self.sq) + s.shape[0], self.sk) - self.window
-            limit = gl.where(left, positions - self.window + 1, behind) - block.key
-            return keep_side(s, limit, left.to(gl.int32))
-        return keep_columns(s, positions - self.window + 1 - block.key, behind - block.key, WINDOW)
+        if self.CASE.window == "rows":
+            return keep_interval(s, self.window, block.row, block.key, self.sq)
+        else:
+            rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+            positions = block.row + (self.sk - self.sq) + gl.arange(0, s.shape[0], rows)
+            behind = gl.full([s.shape[0]], self.sk, gl.int32, rows)
+            if CAUSAL:
+                behind = gl.minimum(behind, positions + 1)
+            elif WINDOW:
+                behind = gl.minimum(behind, positions + self.window)
+            if self.CASE.one_edge:
+                # The window begins in this block for some row that exists: then it ends in none of its columns.
+                left = block.key < gl.minimum(block.row + (self.sk - self.sq) + s.shape[0], self.sk) - self.window
+                limit = gl.where(left, positions - self.window + 1, behind) - block.key
+                return keep_side(s, limit, left.to(gl.int32))
+            return keep_columns(s, positions - self.window + 1 - block.key, behind - block.key, WINDOW)
 
 
 @aggregate

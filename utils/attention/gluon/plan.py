@@ -59,14 +59,15 @@ class Plan:
 class Case:
     """What an attention needs of step 5's kernel: a kernel is compiled for each.
 
-    tail: without a mask, the keys are no multiple of a block. lse: the log-sum-exp is stored. dealt: the host deals out the tiles
+    window: "" for none, "distance" for one of a fixed length, "rows" where a table has the interval of each row
+    (`intervals.py`). tail: without a mask, the keys are no multiple of a block. lse: the log-sum-exp is stored. dealt: the host deals out the tiles
     (`dealing.deal_tiles`). parts: programs share the keys of a tile (`parts_for`).
-    together: and add the parts up together (`parts.py`). offset: a head's first tile begins before its first query (`row_offset`); 64 causal
+    together: and add the parts up together (`parts.py`). offset: a head's first tile begins before its first query (`row_offset`), or a packed one ends before its rows do; 64 causal
     loses 3 to 6% if every kernel has the code for it. one_edge: the window's two edges lie in no block together (`one_edge`).
     """
 
     causal: bool = False
-    window: bool = False
+    window: str = ""
     tail: bool = False
     lse: bool = False
     dealt: bool = False
@@ -87,6 +88,8 @@ _STEP_5 = {
     (64, "one"): Plan(64, 128, 1, 4, 240, halves=True, prefill=1),
     (128, "one"): Plan(128, 128, 1, 2, 240, v_extra=1, halves=True, prefill=1),
     (256, "one"): Plan(256, 64, 1, 2, 240, v_extra=1, halves=True, o_in_q=True, prefill=1),
+    # Packed sequences: a consumer may skip what the other one's rows see, another sequence.
+    (128, "packed"): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, own_keys=True, q_slots=2),
     (256, ""): Plan(256, 64, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, own_keys=True, prefill=2, keys_first=2),
 }
 
@@ -182,6 +185,13 @@ def variant_for(
         return "ahead"
     # Where a tail is masked "ahead of three" is no faster, and with the log-sum-exp ptxas spills 48 bytes of it.
     return "" if lse or sk % plan.block_n else "ahead of three"
+
+
+def packed_variant(head_dim: int, tokens: int, heads: int, programs: int) -> str:
+    """Name the variant for packed sequences: at head dimension 64 smaller tiles where there are not three rounds of large ones."""
+    if block_head_dim(head_dim) == 64:
+        return "few" if -(-tokens // _STEP_5[64, ""].rows) * heads < 3 * programs else ""
+    return "packed"
 
 
 MOST_PARTS = 8  # of a tile

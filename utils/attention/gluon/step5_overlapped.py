@@ -63,11 +63,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from utils.attention.gluon.arguments import Arguments, unused
 from utils.attention.gluon.blocks import finish_block, first_block, start_output, start_scores, step
 from utils.attention.gluon.dealing import deal_tiles
+from utils.attention.gluon.intervals import begin_with_sequences, packed_queries
 from utils.attention.gluon.loads import fill_rings, producer
 from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
 from utils.attention.gluon.plan import Case, one_edge, parts_for, row_offset, tile_blocks
-from utils.attention.gluon.shared import accumulator, clean_blocks, wait_products
+from utils.attention.gluon.shared import accumulator, wait_products
 from utils.attention.gluon.softmax import normalizers, spread, unseen_halves, unseen_whole
 from utils.attention.gluon.stores import store_lse, store_rows, store_tile
 from utils.kernels.capture import tensor_on
@@ -96,7 +97,7 @@ def consumer(work, results, W: gl.constexpr):
     out, o_tiles, lse_ptr = results
     PLAN: gl.constexpr = work.PLAN
     CAUSAL: gl.constexpr = work.CASE.causal
-    WINDOW: gl.constexpr = work.CASE.window
+    WINDOW: gl.constexpr = work.CASE.window != ""
     BLOCK_N: gl.constexpr = PLAN.block_n
     BLOCK_D: gl.constexpr = PLAN.block_d
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
@@ -106,7 +107,6 @@ def consumer(work, results, W: gl.constexpr):
     # Two tiles of Q, and the output leaves through the one that it belongs to: the slot is released a tile later.
     LATE_RELEASE: gl.constexpr = PLAN.o_in_q and PLAN.q_slots == 2
 
-    sq, sk = work.sq, work.sk
     count, t, rest = work.first(BLOCK_M * PLAN.consumers)
     it = 0
     for i in range(count):
@@ -114,21 +114,22 @@ def consumer(work, results, W: gl.constexpr):
         tile, flat = work.todo.locate(t)
         first_row = work.first_row(tile)
         row = first_row + W * BLOCK_M
+        stop = work.stop(tile)
         lo, hi = work.blocks(t, first_row, BLOCK_M * PLAN.consumers)
         if PLAN.own_keys:
             # The tile's last blocks may lie behind the last key of this consumer's rows; rows that do not exist need none.
-            own_hi = gl.where(row < sq, work.visible_blocks(row, BLOCK_M)[1], lo + 1)
+            own_hi = gl.where(row < stop, work.visible_blocks(row, BLOCK_M, stop)[1], lo + 1)
             if work.CASE.parts:  # the rows' last block may lie in another part, or all of this one's behind it
                 own_hi = gl.minimum(gl.maximum(own_hi, lo + 1), hi)
             it = skip_blocks(work, it, hi - own_hi)
             hi = own_hi
         before = 0
         if WINDOW and PLAN.consumers > 1:  # the tile's first blocks may lie before the window of this consumer's rows
-            own_lo = gl.minimum(gl.maximum(work.visible_blocks(row, BLOCK_M)[0], lo), hi - 1)
+            own_lo = gl.minimum(gl.maximum(work.visible_blocks(row, BLOCK_M, stop)[0], lo), hi - 1)
             before = own_lo - lo
             lo = own_lo
         n = hi - lo
-        right, edge = clean_blocks(row, BLOCK_M, lo, hi, sq, sk, work.window, BLOCK_N, CAUSAL, WINDOW)
+        right, edge = work.clean_blocks(row, BLOCK_M, lo, hi, stop)
 
         work.q.wait_full(i, W)  # the first product reads Q; the producer loads it in the order of need
         q = work.q.tile(i, W)
@@ -153,7 +154,7 @@ def consumer(work, results, W: gl.constexpr):
         pv = start_output(work, it, o, p, state)
         inverse, lses = normalizers(state, work.c, row)
         if work.CASE.lse and not work.CASE.parts:
-            store_lse(lse_ptr, lses, flat, sq)
+            store_lse(lse_ptr, lses, flat, work.sq, stop)
         # The output's registers are read next, and V's slot is released.
         o = wait_products(pv, 0, BLOCK_D)
         o = o * spread(inverse, o)
@@ -163,7 +164,7 @@ def consumer(work, results, W: gl.constexpr):
         if not PLAN.o_in_q:
             tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
         if work.CASE.parts:
-            lo, hi = work.visible_blocks(first_row, BLOCK_M * PLAN.consumers)
+            lo, hi = work.visible_blocks(first_row, BLOCK_M * PLAN.consumers, stop)
             used = work.parts.used(hi - lo)
             TOGETHER: gl.constexpr = work.CASE.together
             work.parts.leave(t, o, lses, row, W, PLAN.consumers)
@@ -174,7 +175,7 @@ def consumer(work, results, W: gl.constexpr):
             if TOGETHER:
                 work.parts.depart(t, W, PLAN.consumers, used)
         else:
-            store_tile(work, out, flat, row, o_tiles.index(work.q.slot(i, W) if PLAN.o_in_q else W), o)
+            store_tile(work, out, flat, row, o_tiles.index(work.q.slot(i, W) if PLAN.o_in_q else W), o, stop)
         if PLAN.o_in_q and not LATE_RELEASE:
             tma.store_wait(0)  # Q's slot holds the output: the next Q may not come before that has left
             work.q.release(i, W)
@@ -233,7 +234,7 @@ def consumer_ahead(work, results, W: gl.constexpr):
         pv = start_output(work, it, o, p, state)
         inverse, lses = normalizers(state, work.c, row)
         if work.CASE.lse:
-            store_lse(lse_ptr, lses, flat, work.sq)
+            store_lse(lse_ptr, lses, flat, work.sq, work.sq)
         if PLAN.halves:
             unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
         else:
@@ -244,7 +245,7 @@ def consumer_ahead(work, results, W: gl.constexpr):
         if not PLAN.o_in_q:
             tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
         o_tile = o_tiles.index(work.q.slot(i, W) if PLAN.o_in_q else W)
-        store_tile(work, out, flat, row, o_tile, o * spread(inverse, o))
+        store_tile(work, out, flat, row, o_tile, o * spread(inverse, o), work.sq)
         t += gl.num_programs(0)
     tma.store_wait(0)  # shared memory must live until TMA has read it
 
@@ -297,10 +298,19 @@ def attention_step5(
     # A barrier takes 35 cycles to make, and nothing is loaded before its own: those of the first loads come first.
     PREFILL: gl.constexpr = PLAN.prefill
     gl.static_assert(PLAN.stages >= PREFILL)
-    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, READY=CONSUMERS if PREFILL > 0 else None, WINDOW=CASE.window)
-    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, READY=PREFILL if PREFILL > 0 else None, WINDOW=CASE.window)
+    q = allocate_ring(
+        q_desc, PLAN.q_slots, CONSUMERS, 1, READY=CONSUMERS if PREFILL > 0 else None, WINDOW=CASE.window != ""
+    )
+    k = allocate_ring(
+        k_desc, PLAN.stages, 1, CONSUMERS, READY=PREFILL if PREFILL > 0 else None, WINDOW=CASE.window != ""
+    )
     v = allocate_ring(
-        v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS, READY=PREFILL if PREFILL > 0 else None, WINDOW=CASE.window
+        v_desc,
+        PLAN.stages + PLAN.v_extra,
+        1,
+        CONSUMERS,
+        READY=PREFILL if PREFILL > 0 else None,
+        WINDOW=CASE.window != "",
     )
     if PLAN.o_in_q:
         o_tiles = q.tiles
@@ -320,7 +330,7 @@ def attention_step5(
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
     # registers that are left. Functions cannot be kept in a variable here, so the lists are written out.
     if PLAN.ahead:
-        gl.static_assert(PLAN.q_slots == 2 and not (CASE.causal or CASE.window or CASE.parts or PLAN.own_keys))
+        gl.static_assert(PLAN.q_slots == 2 and not (CASE.causal or CASE.window != "" or CASE.parts or PLAN.own_keys))
         if CONSUMERS == 2:
             gl.warp_specialize(
                 [(consumer_ahead, (work, results, 0)), (consumer_ahead, (work, results, 1)), (producer, loads)],
@@ -361,10 +371,10 @@ def attention_step5(
 
 @functools.lru_cache(maxsize=64)
 def tile_schedule(
-    blocks: tuple[int, ...], heads_total: int, group: int, head_bytes: int, programs: int, device: torch.device
+    blocks: tuple[int, ...], heads_total: int, group: int, head_bytes: int, programs: int, device: torch.device, **more
 ) -> tuple[torch.Tensor | None, int]:
     """The schedule of a head's tiles on the GPU, a row for each program, and the length of a row; None: not dealt."""
-    dealt = deal_tiles(blocks, heads_total, group, head_bytes, programs)
+    dealt = deal_tiles(blocks, heads_total, group, head_bytes, programs, **more)
     if dealt is None:
         return None, 0
     # A row: how many tiles, the tiles, and one more, because a program reads ahead.
@@ -408,22 +418,28 @@ def launch(a: Arguments) -> Launch | None:
     Returns:
         The launch, to be repeated on (q, k, v, out, lse) like these; None in a process that only simulates kernels.
     """
-    plan, window = a.plan, a.window
-    tail = a.sk % plan.block_n != 0 and not (a.causal or window)  # a mask hides what lies behind the last key
-    offset = row_offset(plan, a.causal, window > 0, a.sk - a.sq)
-    blocks = tuple(tile_blocks(plan, a.sq, a.sk, a.causal, window))
+    plan, causal, window = a.plan, a.causal, a.window
+    reach, kind = window, "distance" if window else ""
+    if a.lengths:
+        reach, blocks = packed_queries(a.lengths, causal, window, plan.rows, plan.block_n, a.q.device)
+        causal, kind = False, "rows"  # which the table tells, too
+    else:
+        blocks = tuple(tile_blocks(plan, a.sq, a.sk, causal, window))
+    tail = a.sk % plan.block_n != 0 and not (causal or kind)  # a mask hides what lies behind the last key
+    offset = row_offset(plan, causal, window > 0, a.sk - a.sq)
     tiles = len(blocks) * a.heads_total
-    parts = parts_for(plan, a.sq, a.sk, a.heads_total, a.causal, window, a.programs)
+    parts = 1 if a.lengths else parts_for(plan, a.sq, a.sk, a.heads_total, causal, window, a.programs)
     programs = min(a.programs, tiles * parts)
     schedule, stride = None, 0
     if parts == 1 and tiles > programs and len(set(blocks)) > 1:  # causal, or a window
         head_bytes = a.sk * plan.block_d * 4
-        schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device)
+        more = {"exchanged": 0} if a.lengths else {}
+        schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device, **more)
     dealt = schedule is not None
     together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
-    case = Case(
-        a.causal, window > 0, tail, a.return_lse, dealt, parts > 1, together, offset > 0, one_edge(plan, window)
-    )
+    distant = kind == "distance" and one_edge(plan, window)
+    threads = offset > 0 or (len(a.lengths) > 1 and begin_with_sequences(plan.rows, a.causal))
+    case = Case(causal, kind, tail, a.return_lse, dealt, parts > 1, together, threads, distant)
     numbers = tiles * parts * plan.rows * (plan.block_d + 1) if parts > 1 else 0
     counters = tiles * plan.consumers
     tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))
@@ -431,7 +447,7 @@ def launch(a: Arguments) -> Launch | None:
     sizes = (
         a.sq,
         a.sk,
-        window,
+        reach,
         len(blocks),
         a.heads_total,
         a.heads,

@@ -10,11 +10,12 @@ from utils.attention.gluon.shared import thread_barrier, tma_store
 
 
 @gluon.jit
-def store_shared(work, out, flat, row, tile):
+def store_shared(work, out, flat, row, tile, stop):
     """Store 64 rows of the output from shared memory, where the threads have just written them.
 
     By TMA, but where the first row is before the first query: TMA reads from negative coordinates, and fills in zeros, but
-    a store to them is an illegal instruction. Such rows, of a head's first tile, the threads store themselves.
+    a store to them is an illegal instruction. Nor where the last row is behind `stop`, in the next packed sequence. The rows
+    of such a tile the threads store themselves.
     """
     o_desc, out_ptr, eighths = out
     # The threads wrote through the generic proxy, TMA reads through the async proxy: without the fence it may read
@@ -22,8 +23,8 @@ def store_shared(work, out, flat, row, tile):
     fence_async_shared()
     by_tma = True
     if work.CASE.offset:
-        by_tma = row >= 0
-        if row < 0:
+        by_tma = row + 64 <= stop if work.CASE.window == "rows" else row >= 0
+        if not by_tma:
             BLOCK_D: gl.constexpr = tile.shape[3]
             layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
             thread_barrier()  # all rows have been written
@@ -31,7 +32,7 @@ def store_shared(work, out, flat, row, tile):
             rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
             d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
             head_dim = eighths * 8
-            keep = (rows >= 0) & (rows < work.sq) & (d < head_dim)
+            keep = (rows >= 0) & (rows < stop) & (d < head_dim)
             gl.store(out_ptr + (flat.to(gl.int64) * work.sq + rows) * head_dim + d, x, mask=keep)
             fence_async_shared()  # TMA may be the next to write here
             thread_barrier()  # all rows have been read
@@ -41,10 +42,10 @@ def store_shared(work, out, flat, row, tile):
 
 
 @gluon.jit
-def store_tile(work, out, flat, row, tile, o):
+def store_tile(work, out, flat, row, tile, o, stop):
     """Store 64 rows of the output through shared memory."""
     tile.reshape([o.shape[0], o.shape[1]]).store(o.to(tile.dtype))
-    store_shared(work, out, flat, row, tile)
+    store_shared(work, out, flat, row, tile, stop)
 
 
 @gluon.jit
@@ -63,8 +64,8 @@ def store_rows(work, out, lse_ptr, flat, row, o, lse):
 
 
 @gluon.jit
-def store_lse(lse_ptr, lses, flat, sq):
-    """Store the log-sum-exp of the rows that exist; lses: pairs of row numbers and values."""
+def store_lse(lse_ptr, lses, flat, sq, stop):
+    """Store the log-sum-exp of the rows that exist, and are before `stop`; lses: pairs of row numbers and values."""
     for part in gl.static_range(len(lses)):
         rows, lse = lses[part]
-        gl.store(lse_ptr + flat.to(gl.int64) * sq + rows, lse, mask=(rows >= 0) & (rows < sq))
+        gl.store(lse_ptr + flat.to(gl.int64) * sq + rows, lse, mask=(rows >= 0) & (rows < stop))

@@ -110,18 +110,15 @@ def prefix_lm(prefix: int) -> MaskMod:
 def dilated(step: int, window: int | None = None) -> MaskMod:
     """Causal, every `step`-th key back from the query's own; with `window`, at most window - 1 tokens back."""
     whole_number("step", step)
-    if window is None:
+    if window is not None:
+        whole_number("window", window)
 
-        def mask_mod(b, h, q, k):
-            return (q >= k) & ((q - k) % step == 0)
+    def mask_mod(b, h, q, k):
+        allowed = (q >= k) & ((q - k) % step == 0)
+        return allowed if window is None else allowed & (q - k < window)
 
-        return named(mask_mod, f"dilated({step})", kind="dilated", step=step)
-    whole_number("window", window)
-
-    def windowed(b, h, q, k):
-        return (q >= k) & ((q - k) % step == 0) & (q - k < window)
-
-    return named(windowed, f"dilated({step}, window={window})", kind="dilated", step=step, window=window)
+    limit = "" if window is None else f", window={window}"
+    return named(mask_mod, f"dilated({step}{limit})", kind="dilated", step=step, window=window)
 
 
 def _checked_mods(name: str, mods: Sequence) -> tuple:

@@ -6,13 +6,16 @@ import functools
 import importlib
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from utils.attention.gluon.arguments import descriptor
-from utils.attention.gluon.backward.order import Order, order_of
+from utils.attention.gluon.backward.order import Order, best_order, blocks_of, order_of
 from utils.attention.gluon.backward.plan import BackwardPlan, span
+
+if TYPE_CHECKING:
+    from utils.attention.gluon.intervals import Packed
 
 LOG2_E = math.log2(math.e)
 MAIN_KERNELS = {
@@ -80,6 +83,16 @@ class Gradients:
         self.counter = torch.empty(1, dtype=torch.int32, device=q.device)
         self.dlse = self.lse if self.dlse is None else self.dlse
 
+    @property
+    def dk_memory(self) -> torch.Tensor:
+        """DK as threads write it, past its TMA descriptor."""
+        return self.dk
+
+    @property
+    def dv_memory(self) -> torch.Tensor:
+        """DV as threads write it, past its TMA descriptor."""
+        return self.dv
+
 
 def flat_descriptor(x: torch.Tensor, box: list[int]):
     """TMA descriptor of a matrix of fp32 numbers."""
@@ -108,7 +121,14 @@ def strides(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def launches(
-    step: int, g: Gradients, order: Order, causal: bool, window: int, scale: float, dlse: bool
+    step: int,
+    g: Gradients,
+    order: Order,
+    causal: bool,
+    window: int,
+    scale: float,
+    dlse: bool,
+    packed: Packed | None = None,
 ) -> list[Launch]:
     """Return the launches of a backward pass: `start_backward`, the step's own kernel, and those that finish."""
     plan, (batch, heads, sq, head_dim), (_, kv_heads, sk, _) = g.plan, g.q.shape, g.k.shape
@@ -121,11 +141,13 @@ def launches(
         (*strides(g.out), *strides(g.dout), *queries, width // 64 if plan.dq else 0),
         {"DLSE": dlse},
     )
-    blocks_n, c = -(-sk // plan.block_n), scale * LOG2_E
-    sizes = sq, sk, *span(causal, window), heads, kv_heads, heads // kv_heads, rows // plan.block_m
+    blocks_n, c = -(-sk // plan.block_n) if packed is None else len(packed.blocks), scale * LOG2_E
+    mask = span(causal, window) if packed is None else (packed.table, 0)
+    sizes = sq, sk, *mask, heads, kv_heads, heads // kv_heads, rows // plan.block_m
     blocks = blocks_n, order.section, total, order.whole, order.shares, order.units
     programs = order.whole + order.shares
-    common = {"PLAN": replace(plan, edges=2)}  # the kernels around the step's own are the same for all masks
+    # The kernels around the step's own are the same for all masks but that of a table.
+    common = {"PLAN": plan if plan.edges == 3 else replace(plan, edges=2)}
     found = [start, step_launch(step, g, sizes, blocks, programs, (c, scale))]
     if order.shares:
         grid = (blocks_n * total - order.whole) * 2, 2, width // 32
@@ -151,14 +173,14 @@ def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: 
         numbers = *sizes, g.lse2.shape[1], *factors
         return Launch(kernel, (blocks[2], blocks[0]), (*tensors, "sums"), numbers, constants)
     if plan.block_d < 256:
-        tensors = (*tensors, "sums") if step == 3 else (*tensors, "sums", "parts", "counter")
+        tensors = (*tensors, "sums") if step == 3 else (*tensors, "sums", "parts", "counter", "dk_memory", "dv_memory")
     boxes = dict.fromkeys(("q", "dout", "lse2", "delta"), plan.block_m) | {"k": plan.block_n}
     one_consumer = "parts" in tensors
     programs = min(programs, processors(g.q.device)) if one_consumer else programs
     boxes |= dict.fromkeys(("v", "dk", "dv"), plan.block_n if one_consumer else 64)
     if one_consumer:
         boxes["sums"] = 32
-    numbers = *sizes, *(blocks if one_consumer else blocks[:3]), *factors
+    numbers = *sizes, *((*blocks, g.q.shape[-1] // 8) if one_consumer else blocks[:3]), *factors
     return Launch(kernel, (programs,), tensors, numbers, constants, boxes, 8 if one_consumer else 4)
 
 
@@ -182,10 +204,21 @@ def kernel_of(name: str):
     return getattr(importlib.import_module(f"{__package__}.{module}"), name)
 
 
-def find_order(step: int, q: torch.Tensor, k: torch.Tensor, plan: BackwardPlan, causal: bool, window: int) -> Order:
+def find_order(
+    step: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    plan: BackwardPlan,
+    causal: bool,
+    window: int,
+    packed: Packed | None = None,
+) -> Order:
     """Return the order of blocks for these tensors on their GPU."""
     (batch, heads, sq, _), (_, kv_heads, sk, _) = q.shape, k.shape
-    shares = step == 6 and plan.block_d < 256
-    return order_of(
-        *(plan, sq, sk, batch * kv_heads, heads // kv_heads), processors(q.device), span(causal, window), shares
-    )
+    shape, sms = (plan, sq, sk, batch * kv_heads, heads // kv_heads), processors(q.device)
+    if packed is None:
+        return order_of(*shape, sms, span(causal, window), step == 6 and plan.block_d < 256)
+    blocks = blocks_of(*shape, sms, back=0, ahead=0)
+    found = best_order(replace(blocks, tiles=packed.blocks), True)
+    # The kernel finds the place of a share by the table, which has all blocks.
+    return Order(found.section, len(packed.blocks) * batch * kv_heads) if found.whole and found.shares else found

@@ -49,6 +49,7 @@ def backward(
     dlse: torch.Tensor | None = None,
     deterministic: bool = False,
     step: int = 6,
+    lengths: tuple[int, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v.
 
@@ -65,16 +66,23 @@ def backward(
         dlse: Gradient of the log-sum-exp, if that was used too.
         deterministic: Whether the same inputs must give the same bits; dQ then has a kernel of its own (`dq.py`).
         step: Which kernel of the ladder: 1, 3 or 6, the fastest.
+        lengths: Of packed sequences, up to head dimension 128 and not deterministic.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return gradients(dout, dlse, q, k, v, out, lse, causal, scale, window or 0, deterministic, step)
+    return gradients(dout, dlse, q, k, v, out, lse, causal, scale, window or 0, deterministic, step, lengths)
 
 
-def gradients(dout, dlse, q, k, v, out, lse, causal: bool, scale: float, window: int, deterministic: bool, step=6):
+def gradients(
+    dout, dlse, q, k, v, out, lse, causal: bool, scale: float, window: int, deterministic: bool, step=6, lengths=()
+):
     """`backward` with all arguments given: by an earlier call's launches, if there was one with such tensors."""
     if q.shape[-1] % 8:
         raise ValueError(
             f"The head dimension must be a multiple of 8, not {q.shape[-1]}: TMA moves 16 bytes at a time."
+        )
+    if lengths and (deterministic or step < 6 or q.shape[-1] > 128):
+        raise NotImplementedError(
+            "The backward pass of packed sequences takes step 6, head dimensions up to 128, and no deterministic mode."
         )
     if not q.numel():
         # Contiguous like all other results: torch.compile checks that the layout is the promised one.
@@ -86,27 +94,31 @@ def gradients(dout, dlse, q, k, v, out, lse, causal: bool, scale: float, window:
     key = (
         *(q.shape, k.shape, v.shape, q.dtype, q.device, lse.dtype, lse.is_contiguous()),
         *(x.stride() for x in given),
-        *(dlse is None or (dlse.dtype, dlse.is_contiguous()), causal, scale, window, deterministic, step),
+        *(dlse is None or (dlse.dtype, dlse.is_contiguous()), causal, scale, window, deterministic, step, lengths),
     )
     kept = _kept.get(key)
     if kept is not None and starts % 16 == 0:
         g = kept(*given, lse, dlse)
     else:
         with torch.cuda.device(q.device if q.is_cuda else -1):
-            g = _launch(key, given, lse, dlse, causal, scale, window, deterministic, step)
+            g = _launch(key, given, lse, dlse, causal, scale, window, deterministic, step, lengths)
     return g.dq, g.dk, g.dv
 
 
-def _launch(key: tuple, given: tuple, lse, dlse, causal, scale, window, deterministic, step) -> Gradients:
+def _launch(key: tuple, given: tuple, lse, dlse, causal, scale, window, deterministic, step, lengths) -> Gradients:
     """Plan and launch a backward pass, and keep its launches if TMA could address its tensors without a copy."""
     dout, q, k, v, out = (x.contiguous() if step == 1 else addressable(x) for x in given)
     numbers = lse.float().contiguous(), None if dlse is None else dlse.float().contiguous()
-    edges = 2 if window else int(causal or k.shape[2] % 128 > 0)
-    plan = plan_for(step, q.shape[-1], deterministic, edges)
-    order = find_order(step, q, k, plan, causal, window)
+    packed, edges = None, 2 if window else int(causal or k.shape[2] % 128 > 0)
+    plan = plan_for(step, q.shape[-1], deterministic, 3 if lengths else edges)
+    if lengths:
+        from utils.attention.gluon.intervals import packed_keys
+
+        packed = packed_keys(lengths, causal, window, plan.block_n, plan.block_m, q.device)
+    order = find_order(step, q, k, plan, causal, window, packed)
     g = Gradients(dout, q, k, v, out, *numbers, plan, order.shares)
     handles = []
-    for launch in launches(step, g, order, causal, window, scale, dlse is not None):
+    for launch in launches(step, g, order, causal, window, scale, dlse is not None, packed):
         handles.append((run(g, launch), launch.tensors))
     if handles[0][0] is not None and all(
         x is y for x, y in zip((dout, q, k, v, out, *numbers), (*given, lse, dlse), strict=True)

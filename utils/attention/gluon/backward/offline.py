@@ -35,6 +35,7 @@ def compile_backward(
     kinds |= dict.fromkeys(("dq_sums_ptr", "lse2_ptr", "delta_ptr", "parts_ptr"), "*fp32") | {
         "c": "fp32",
         "scale": "fp32",
+        "back": "*i32" if edges == 3 else "i32",
     }
     kinds["counter_ptr"] = "*i32"
     signature = {

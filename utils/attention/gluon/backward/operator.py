@@ -25,37 +25,39 @@ def attention_gluon_backward(
     scale: float,
     window: int,
     deterministic: bool,
+    lengths: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v. window 0: none; dlse: gradient of the log-sum-exp, if it was used."""
+    """Gradients of q, k and v. window 0: none; lengths: of packed sequences; dlse: gradient of the log-sum-exp, if it was used."""
     from utils.attention.gluon.backward.launch import gradients
 
-    return gradients(dout, dlse, q, k, v, out, lse, causal, scale, window, deterministic)
+    return gradients(dout, dlse, q, k, v, out, lse, causal, scale, window, deterministic, lengths=tuple(lengths or ()))
 
 
 @attention_gluon_backward.register_fake
-def _attention_gluon_backward_fake(dout, dlse, q, k, v, out, lse, causal, scale, window, deterministic):
+def _attention_gluon_backward_fake(dout, dlse, q, k, v, out, lse, causal, scale, window, deterministic, lengths=None):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    q, k, v, causal, scale, window, return_lse, _ = inputs
+    q, k, v, causal, scale, window, return_lse, _, lengths = inputs
     out, lse = output
     if not return_lse:
         ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse)
-    ctx.settings = causal, scale, window, return_lse
+    ctx.settings = causal, scale, window, return_lse, lengths
 
 
 def _gradients(ctx, dout, dlse):
     q, k, v, out, lse = ctx.saved_tensors
-    causal, scale, window, return_lse = ctx.settings
+    causal, scale, window, return_lse, lengths = ctx.settings
     if not return_lse:
         raise RuntimeError("The backward pass needs the log-sum-exp: call attention_gluon with return_lse=True.")
     dout = torch.zeros_like(out) if dout is None else dout
     deterministic = torch.are_deterministic_algorithms_enabled()
-    dq, dk, dv = attention_gluon_backward(dout, dlse, q, k, v, out, lse, causal, scale, window, deterministic)
-    return dq, dk, dv, None, None, None, None, None
+    problem = causal, scale, window, deterministic, lengths
+    dq, dk, dv = attention_gluon_backward(dout, dlse, q, k, v, out, lse, *problem)
+    return dq, dk, dv, None, None, None, None, None, None
 
 
 def differentiate(attention_gluon) -> None:
@@ -67,12 +69,13 @@ class Attention(torch.autograd.Function):
     """The output and the log-sum-exp of `run(q, k, v, *problem)`, with gradients of q, k and v."""
 
     @staticmethod
-    def forward(ctx, run, q, k, v, causal, scale, window, step):
+    def forward(ctx, run, q, k, v, causal, scale, window, step, lengths=()):
         """Run the forward pass, and keep its tensors for the backward pass."""
-        out, lse = run(q, k, v, causal, scale, window, True, step)
+        out, lse = run(q, k, v, causal, scale, window, True, step, lengths)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.problem = causal, scale, window
+        ctx.lengths = lengths
         return out, lse
 
     @staticmethod
@@ -82,7 +85,10 @@ class Attention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         problem = *ctx.problem, torch.are_deterministic_algorithms_enabled()
-        gradients = attention_gluon_backward
-        if not observed(dout, q, k, v):
+        if observed(dout, q, k, v):
+            found = attention_gluon_backward(dout, dlse, q, k, v, out, lse, *problem, list(ctx.lengths))
+        else:
             from utils.attention.gluon.backward.launch import gradients
-        return None, *gradients(dout, dlse, q, k, v, out, lse, *problem), None, None, None, None
+
+            found = gradients(dout, dlse, q, k, v, out, lse, *problem, lengths=ctx.lengths)
+        return None, *found, None, None, None, None, None

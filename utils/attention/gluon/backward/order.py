@@ -173,7 +173,11 @@ def order_of(
     plan: BackwardPlan, sq: int, sk: int, heads: int, group: int, sms: int, span: tuple[int, int], shares: bool
 ) -> Order:
     """Return the order that ends first; arguments as for `blocks_of`. shares: whether the kernel knows equal shares."""
-    blocks = blocks_of(plan, sq, sk, heads, group, sms, back=span[0], ahead=span[1])
+    return best_order(blocks_of(plan, sq, sk, heads, group, sms, back=span[0], ahead=span[1]), shares)
+
+
+def best_order(blocks: Blocks, shares: bool) -> Order:
+    """Return the order of these blocks that ends first."""
     by_blocks, even = block_order(blocks, shares), even_order(blocks)
     fits = even.units * (even.shares + 1) < 1 << 31  # the kernel multiplies them in 32 bits
     if shares and fits and schedule_tiles(blocks, even) < EVEN_GAIN * schedule_tiles(blocks, by_blocks):

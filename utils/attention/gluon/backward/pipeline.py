@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from utils.attention.gluon.intervals import clean_interval, row_bounds, tile_entry
 from utils.attention.gluon.shared import aggregate, meet, pass_by, tma_load, zero_columns
 
 # Hand a tile to TMA, which adds it to memory; its end is waited for as a store's.
@@ -23,6 +24,7 @@ class Sizes:
     """Sizes of the problem, and which tiles of queries see a block of keys.
 
     A query sees the keys from `back` before its position to `ahead` behind it; the last query has the last key's position.
+    Or PLAN.edges is 3, and `back` the table of `intervals.py`.
     """
 
     sq: gl.tensor
@@ -59,18 +61,21 @@ class Sizes:
         return lo, gl.maximum(hi, lo)
 
     @gluon.jit
-    def clean_tiles(self, key, ROWS: gl.constexpr, lo, hi):
-        """Tiles of queries [first, end) of lo .. hi - 1 that need no mask against keys key .. key + ROWS - 1."""
+    def clean_tiles(self, key, ROWS: gl.constexpr, stop, lo, hi):
+        """Tiles of queries [first, end) of lo .. hi - 1 that need no mask against keys key .. key + ROWS - 1; stop: the keys' end."""
         BLOCK_M: gl.constexpr = self.PLAN.block_m
-        shift = self.sk - self.sq
         first = lo
         end = hi
+        if self.PLAN.edges == 3:
+            first, end = clean_interval(self.back, key, ROWS, stop, self.sk, BLOCK_M)
+        elif self.PLAN.edges > 0:
+            first = gl.cdiv(gl.maximum(key + ROWS - 1 - self.ahead - (self.sk - self.sq), 0), BLOCK_M)
+        if self.PLAN.edges == 2:
+            end = gl.maximum(key + self.back - (self.sk - self.sq) + 1, 0) // BLOCK_M
         if self.PLAN.edges > 0:
-            first = gl.cdiv(gl.maximum(key + ROWS - 1 - self.ahead - shift, 0), BLOCK_M)
-            first = gl.where(key + ROWS > self.sk, hi, first)
+            first = gl.where(key + ROWS > stop, hi, first)
             first = gl.minimum(gl.maximum(first, lo), hi)
         if self.PLAN.edges > 1:
-            end = gl.maximum(key + self.back - shift + 1, 0) // BLOCK_M
             end = gl.minimum(gl.maximum(end, first), hi)
         return first, end
 
@@ -97,13 +102,18 @@ class Sizes:
         return gl.where(keep, p, 0.0)
 
     @gluon.jit
-    def mask_product(self, p, key, row):
+    def mask_product(self, p, key, stop, row):
         """`mask` for [keys, BLOCK_M queries] in the registers of products, in a third of the instructions."""
         keys = key + gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout))
-        own = keys - (self.sk - self.sq) - row  # the column of the query that has the key's position
-        # Keys that do not exist were loaded as zeros; their probabilities could still be infinite.
-        first = gl.where(keys < self.sk, own - self.ahead, p.shape[1])
-        return zero_columns(p, first, own + self.back + 1, self.PLAN.edges > 1)
+        if self.PLAN.edges == 3:
+            first, behind = row_bounds(self.back, keys, stop, self.sk)
+            first -= row
+            behind -= row
+        else:
+            own = keys - (self.sk - self.sq) - row  # the column of the query that has the key's position
+            # Keys that do not exist were loaded as zeros; their probabilities could still be infinite.
+            first, behind = gl.where(keys < self.sk, own - self.ahead, p.shape[1]), own + self.back + 1
+        return zero_columns(p, first, behind, self.PLAN.edges > 1)
 
 
 @aggregate
@@ -184,6 +194,7 @@ class Part:
     """What a program has of one block of keys: tiles of queries, counted head by head over all heads that share the keys."""
 
     key: gl.tensor  # first key of the block
+    stop: gl.tensor  # the end of its keys, or of all
     batch: gl.tensor
     kv_head: gl.tensor
     lo: gl.tensor  # the tiles of each head that see the block: lo .. hi - 1
@@ -193,8 +204,9 @@ class Part:
     slot: gl.tensor  # where the sums of this part go (`shares.py`); -1: this is all of the block
 
     @gluon.constexpr_function
-    def __init__(self, key, batch, kv_head, lo, hi, at, count, slot):
+    def __init__(self, key, stop, batch, kv_head, lo, hi, at, count, slot):
         self.key = key
+        self.stop = stop
         self.batch = batch
         self.kv_head = kv_head
         self.lo = lo
@@ -229,10 +241,14 @@ def block_place(block, blocks_n, section, total):
 def part_of(sizes, n, flat, at, count, slot):
     """The Part of block of keys n of head `flat` that begins at tile `at`; count -1: all tiles."""
     batch = flat // sizes.kv_heads
-    key = n * sizes.PLAN.block_n
-    lo, hi = sizes.tiles_of(key)
+    if sizes.PLAN.edges == 3:
+        key, stop = tile_entry(sizes.back, n, sizes.sk, 0), tile_entry(sizes.back, n, sizes.sk, 1)
+        lo, hi = tile_entry(sizes.back, n, sizes.sk, 2), tile_entry(sizes.back, n, sizes.sk, 3)
+    else:
+        key, stop = n * sizes.PLAN.block_n, sizes.sk
+        lo, hi = sizes.tiles_of(key)
     count = gl.where(count < 0, (hi - lo) * sizes.group, count)
-    return Part(key, batch, flat - batch * sizes.kv_heads, lo, hi, at, count, slot)
+    return Part(key, stop, batch, flat - batch * sizes.kv_heads, lo, hi, at, count, slot)
 
 
 @gluon.jit

@@ -21,9 +21,9 @@ class BackwardPlan:
     block_d: int  # tile width: the head dimension, rounded up
     block_m: int  # queries of a tile, the inner loop
     block_n: int  # keys of a block
-    edges: int = (
-        2  # a row of tiles needs a mask at no end, at its first tiles (1), or at both ends (2): as many loops more
-    )
+    # A row of tiles needs a mask at no end, at its first tiles (1), or at both ends (2): as many loops more; 3: both ends,
+    # as the table of `gluon/intervals.py` says.
+    edges: int = 2
     dq: bool = True  # whether dQ is summed in this kernel; in deterministic mode `dq.py` computes it
 
 
@@ -38,8 +38,8 @@ def plan_for(step: int, head_dim: int, deterministic: bool = False, edges: int =
         step: 1, 3 or 6; at head dimension 256 step 6 is the kernel of `wide_heads.py`.
         head_dim: Head dimension.
         deterministic: Whether the same inputs must give the same bits, as they always do at head dimension 256.
-        edges: 0 for full attention over whole blocks, 1 with a causal mask or a block that is not full, 2 with a window. At head
-            dimension 128 one kernel for all of them is 1 to 2% faster.
+        edges: 0 for full attention over whole blocks, 1 with a causal mask or a block that is not full, 2 with a window, 3 for
+            packed sequences. At head dimension 128 one kernel for all but the last is 1 to 2% faster.
     """
     if step not in STEPS:
         raise ValueError(f"The backward ladder has the steps {', '.join(map(str, STEPS))}; got step {step!r}.")
@@ -51,7 +51,9 @@ def plan_for(step: int, head_dim: int, deterministic: bool = False, edges: int =
         return _FIRST if step == 1 else _TILES[128]
     tile = _TILES[block_head_dim(head_dim)]
     return (
-        tile if tile.block_d == 256 else replace(tile, edges=edges if tile.block_d == 64 else 2, dq=not deterministic)
+        tile
+        if tile.block_d == 256
+        else replace(tile, edges=edges if tile.block_d == 64 or edges == 3 else 2, dq=not deterministic)
     )
 
 

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from utils.attention.gluon.backward.fragments import from_fragments
 from utils.attention.gluon.backward.order import BLOCK_UNITS
 from utils.attention.gluon.backward.pipeline import SIZES, Part, Sizes, block_place, part_of
+from utils.attention.gluon.intervals import tile_at, tile_entry, units_before
 from utils.attention.gluon.shared import aggregate, uniform
 
 UNITS = gl.constexpr(BLOCK_UNITS)
@@ -29,7 +30,10 @@ UNITS = gl.constexpr(BLOCK_UNITS)
 @gluon.jit
 def block_units(sizes, n):
     """Length of the block of keys number n in the row of all blocks."""
-    lo, hi = sizes.tiles_of(n * sizes.PLAN.block_n)
+    if sizes.PLAN.edges == 3:
+        lo, hi = tile_entry(sizes.back, n, sizes.sk, 2), tile_entry(sizes.back, n, sizes.sk, 3)
+    else:
+        lo, hi = sizes.tiles_of(n * sizes.PLAN.block_n)
     return (hi - lo) * sizes.group + UNITS
 
 
@@ -44,7 +48,7 @@ class Share:
     shares: gl.tensor  # so many are shares of the blocks behind them
     units: gl.tensor  # length of the row of those blocks
     counter: gl.tensor  # pointer to the number of draws so far, by all programs
-    told: gl.shared_memory_descriptor  # (2 * 8, 1) int32: the fields of two parts
+    told: gl.shared_memory_descriptor  # (2 * 9, 1) int32: the fields of two parts
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
@@ -80,12 +84,17 @@ class Share:
         behind = place + 1
         if number >= self.whole:
             base = at
+            if sizes.PLAN.edges == 3:  # shares of all blocks (`arguments.find_order`), and too many to walk over
+                n = tile_at(sizes.back, place // self.total, self.blocks_n, sizes.sk, sizes.group, UNITS)
+                base = units_before(sizes.back, n, sizes.sk, sizes.group, UNITS) * self.total
+                flat = at
             length = block_units(sizes, n)
-            while place >= base + length * left:
-                base += length * left
-                block += left
-                n, flat, left = block_place(block, self.blocks_n, self.section, self.total)
-                length = block_units(sizes, n)
+            if sizes.PLAN.edges < 3:
+                while place >= base + length * left:
+                    base += length * left
+                    block += left
+                    n, flat, left = block_place(block, self.blocks_n, self.section, self.total)
+                    length = block_units(sizes, n)
             skipped = (place - base) // length
             flat += skipped
             first = place - base - skipped * length
@@ -107,16 +116,16 @@ class Share:
         """Producer: tell the other roles this program's part number `turn`; a negative key: there is none."""
         slot = turn & 1
         mbarrier.wait(self.empty.index(slot), ((turn >> 1) & 1) ^ 1)  # the part of two turns ago is done
-        fields = (part.key, part.batch, part.kv_head, part.lo, part.hi, part.at, part.count, part.slot)
-        for i in gl.static_range(8):
+        fields = (part.key, part.stop, part.batch, part.kv_head, part.lo, part.hi, part.at, part.count, part.slot)
+        for i in gl.static_range(9):
             number = gl.full([1], fields[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-            self.told.index(slot * 8 + i).store(number)
+            self.told.index(slot * 9 + i).store(number)
         mbarrier.arrive(self.full.index(slot), count=1)
 
     @gluon.jit
     def field(self, turn, i, WARPS: gl.constexpr):
         """Other roles: field i of part number `turn`."""
-        number = self.told.index((turn & 1) * 8 + i).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
+        number = self.told.index((turn & 1) * 9 + i).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
         return uniform(gl.sum(number, 0))
 
     @gluon.jit
@@ -137,6 +146,7 @@ class Share:
             self.field(turn, 5, WARPS),
             self.field(turn, 6, WARPS),
             self.field(turn, 7, WARPS),
+            self.field(turn, 8, WARPS),
         )
 
     @gluon.jit
@@ -148,7 +158,7 @@ class Share:
 @gluon.jit
 def make_share(blocks_n, section, total, whole, shares, units, counter, READERS: gl.constexpr):
     """Allocate what the producer tells parts by; READERS: roles that are told."""
-    told = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told = gl.allocate_shared_memory(gl.int32, [18, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
@@ -216,13 +226,19 @@ def finish_parts(
     first = number * 0
     block = whole
     n, flat, left = block_place(block, blocks_n, section, total)
+    if PLAN.edges == 3:
+        n = number // total
+        flat = number * 0
+        number -= n * total
+        first = units_before(back, n, sk, group, UNITS) * total
     length = block_units(sizes, n)
-    while number >= left:
-        first += length * left
-        number -= left
-        block += left
-        n, flat, left = block_place(block, blocks_n, section, total)
-        length = block_units(sizes, n)
+    if PLAN.edges < 3:
+        while number >= left:
+            first += length * left
+            number -= left
+            block += left
+            n, flat, left = block_place(block, blocks_n, section, total)
+            length = block_units(sizes, n)
     flat += number
     first += number * length
     # The share that has place i of the row is the last one that begins at or before i: units * share // shares.
@@ -238,13 +254,16 @@ def finish_parts(
         sums += gl.load(parts_ptr + at.to(gl.int64) * (256 * BLOCK_D) + inside)
     batch = flat // kv_heads
     head = flat - batch * kv_heads
-    row = n * PLAN.block_n + half * 64 + gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None]
+    row, stop = n * PLAN.block_n, sk
+    if PLAN.edges == 3:
+        row, stop = tile_entry(back, n, sk, 0), tile_entry(back, n, sk, 1)
+    row = row + half * 64 + gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None]
     d = column + gl.arange(0, 32, gl.SliceLayout(0, rows))[None, :]
     x = gl.convert_layout(from_fragments(sums, 32), rows)
     place = (
         batch.to(gl.int64) * batch_stride + head.to(gl.int64) * head_stride + row.to(gl.int64) * row_stride
     ) * 8 + d
-    keep = (row < sk) & (d < head_dim * 8) & (count > 0)
+    keep = (row < stop) & (d < head_dim * 8) & (count > 0)
     if which == 0:
         gl.store(dv_ptr + place, x.to(dv_ptr.dtype.element_ty), mask=keep)
     else:

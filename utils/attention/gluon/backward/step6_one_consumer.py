@@ -156,7 +156,7 @@ def leave_dq(leave, dq, i):
 
 
 @gluon.jit
-def walk(work, ds_tiles, leave, v_left, state, key, lo, hi, number, MASK: gl.constexpr):
+def walk(work, ds_tiles, leave, v_left, state, part, lo, hi, number, MASK: gl.constexpr):
     """Tiles of queries lo .. hi - 1 of one head: returns the state (dK, dV) behind them.
 
     number: of the load of tile 0, if there was one. MASK: whether these tiles get a mask.
@@ -178,7 +178,7 @@ def walk(work, ds_tiles, leave, v_left, state, key, lo, hi, number, MASK: gl.con
         lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
         p = exp2(s * work.c - lse2[None, :])
         if MASK:
-            p = work.sizes.mask_product(p, key, m * BLOCK_M)
+            p = work.sizes.mask_product(p, part.key, part.stop, m * BLOCK_M)
         p16 = gl.convert_layout(p.to(dtype), keys_operand(BLOCK_D))
         dp = wait_products(dp, 0, BLOCK_M)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
@@ -225,28 +225,45 @@ def compute_part(work, part, ds_tiles, leave, turn, done):
         number = done + g * tiles - part.at - part.lo
         lo = part.lo + gl.maximum(part.at - g * tiles, 0)
         hi = part.lo + gl.minimum(part.at + part.count - g * tiles, tiles)
-        first, end = work.sizes.clean_tiles(part.key, 128, lo, hi)
+        first, end = work.sizes.clean_tiles(part.key, 128, part.stop, lo, hi)
         if EDGES > 0:
-            state = walk(work, ds_tiles, leave, v_left, state, part.key, lo, first, number, True)
-        state = walk(work, ds_tiles, leave, v_left, state, part.key, first, end, number, False)
+            state = walk(work, ds_tiles, leave, v_left, state, part, lo, first, number, True)
+        state = walk(work, ds_tiles, leave, v_left, state, part, first, end, number, False)
         if EDGES > 1:
-            state = walk(work, ds_tiles, leave, v_left, state, part.key, end, hi, number, True)
+            state = walk(work, ds_tiles, leave, v_left, state, part, end, hi, number, True)
     return state
 
 
 @gluon.jit
-def store_keys(desc, part, places, x):
-    """Store 128 rows of dV or dK through the place of dS, which nobody uses between two parts."""
+def store_keys(sizes, out, part, places, x):
+    """Store 128 rows of dV or dK through the place of dS, which nobody uses between two parts.
+
+    By TMA, or by the threads where the last of these rows are another packed sequence's.
+    """
+    desc, memory, eighths = out
     place = places.reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
     place.reshape([128, x.shape[1]]).store(x.to(desc.dtype))
     # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
     fence_async_shared()
-    tma_store(desc, [part.batch, part.kv_head, part.key, 0], place)
-    tma.store_wait(0)
+    by_tma = part.key + 128 <= part.stop if sizes.PLAN.edges == 3 else True
+    if by_tma:
+        tma_store(desc, [part.batch, part.kv_head, part.key, 0], place)
+        tma.store_wait(0)
+    if sizes.PLAN.edges == 3:
+        thread_barrier()  # all rows have been written
+        if part.key + 128 > part.stop:
+            BLOCK_D: gl.constexpr = x.shape[1]
+            layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [8, 1], [1, 0])
+            rows = part.key + gl.arange(0, 128, gl.SliceLayout(1, layout))[:, None]
+            d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
+            flat = (part.batch * sizes.kv_heads + part.kv_head).to(gl.int64) * sizes.sk
+            keep = (rows < part.stop) & (d < eighths * 8)
+            gl.store(memory + (flat + rows) * (eighths * 8) + d, place.reshape([128, BLOCK_D]).load(layout), mask=keep)
+        thread_barrier()  # all rows have been read
 
 
 @gluon.jit
-def consumer(work, share, freed, ds_tiles, leave, parts_ptr, dk_desc, dv_desc):
+def consumer(work, share, freed, ds_tiles, leave, parts_ptr, dk_out, dv_out):
     """Both warpgroups: all parts of this program."""
     turn = 0
     done = 0
@@ -261,8 +278,8 @@ def consumer(work, share, freed, ds_tiles, leave, parts_ptr, dk_desc, dv_desc):
             store_part(parts_ptr, part.slot, dv, 0)
             store_part(parts_ptr, part.slot, dk, 1)
         else:
-            store_keys(dv_desc, part, ds_tiles, dv)
-            store_keys(dk_desc, part, ds_tiles, dk * work.scale)
+            store_keys(work.sizes, dv_out, part, ds_tiles, dv)
+            store_keys(work.sizes, dk_out, part, ds_tiles, dk * work.scale)
         done += part.count
         share.release(turn)
         turn += 1
@@ -288,7 +305,7 @@ def producer(work, share, freed, descriptors):
             number = share.draw()
             place, end = share.bounds(number)
     none = number * 0 - 1
-    share.tell(Part(none, none, none, none, none, none, none, none), turn)
+    share.tell(Part(none, none, none, none, none, none, none, none, none), turn)
 
 
 @gluon.jit
@@ -319,7 +336,7 @@ def storing_warp(work, share, leave):
             key = share.next(turn, 1)
 
 
-@gluon.jit(do_not_specialize=SIZES)
+@gluon.jit(do_not_specialize=[*SIZES, "eighths"])
 def attention_backward_step6(
     q_desc,
     do_desc,
@@ -332,6 +349,8 @@ def attention_backward_step6(
     sums_desc,
     parts_ptr,
     counter_ptr,
+    dk_ptr,
+    dv_ptr,
     sq,
     sk,
     back,
@@ -346,6 +365,7 @@ def attention_backward_step6(
     whole,
     shares,
     units,
+    eighths,
     c,
     scale,
     PLAN: gl.constexpr,
@@ -367,9 +387,10 @@ def attention_backward_step6(
         empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(empty, count=1)
     leave = (sums_desc, tiles, empty)
+    dk_out, dv_out = (dk_desc, dk_ptr, eighths), (dv_desc, dv_ptr, eighths)
     gl.warp_specialize(
         [
-            (consumer, (work, share, freed, ds_tiles, leave, parts_ptr, dk_desc, dv_desc)),
+            (consumer, (work, share, freed, ds_tiles, leave, parts_ptr, dk_out, dv_out)),
             (producer, (work, share, freed, descriptors)),
             (storing_warp, (work, share, leave)),
         ],

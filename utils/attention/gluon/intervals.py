@@ -1,0 +1,139 @@
+"""Packed sequences in the kernels: tables of tiles, which may begin where a sequence begins, and of what each row sees.
+
+A query sees an interval of keys, and its bounds only rise from query to query, whether the mask is causal or has a window
+or not; so each key is seen by an interval of queries whose bounds rise, too. The forward pass has tiles of queries (rows)
+over blocks of keys (columns), the backward pass blocks of keys over tiles of queries, and both read the same kind of table:
+
+    low, high    row i sees the columns low[i] <= j < high[i]: S numbers each
+    tiles        for each tile of rows: its first row, the end of its rows, the blocks of columns [lo, hi) that they see, and
+                 how many blocks all tiles before it see
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from utils.attention.gluon.shared import keep_columns, uniform
+from utils.kernels.capture import tensor_on
+
+
+class Packed(NamedTuple):
+    """A table on the GPU, int32, and how many blocks of columns each tile of rows sees."""
+
+    table: torch.Tensor
+    blocks: tuple[int, ...]
+
+
+def packed_bounds(lengths: tuple[int, ...], causal: bool, window: int) -> np.ndarray:
+    """Return low and high of queries, and low and high of keys (4, S); window 0: none."""
+    ends: np.ndarray = np.cumsum(lengths)
+    low: np.ndarray = np.repeat(ends - lengths, lengths)
+    high: np.ndarray = np.repeat(ends, lengths)
+    position = np.arange(ends[-1])
+    if causal:
+        high = position + 1
+    if window:
+        low = np.maximum(low, position - window + 1)
+        high = np.minimum(high, position + window)
+    return np.stack([low, high, *(np.searchsorted(bound, position, side="right") for bound in (high, low))])
+
+
+def begin_with_sequences(rows: int, causal: bool) -> bool:
+    """Return whether tiles of queries begin where a sequence begins.
+
+    Under a causal mask, and with three consumers, each of which skips what its own rows do not see, tiles over two sequences
+    are faster than more tiles, whose last rows the threads have to store.
+    """
+    return rows == 128 and not causal
+
+
+@functools.lru_cache(maxsize=256)
+def packed_queries(
+    lengths: tuple[int, ...], causal: bool, window: int, rows: int, block: int, device: torch.device
+) -> Packed:
+    """Return the table of the forward pass: tiles of `rows` queries over blocks of `block` keys, in their order."""
+    parts = lengths if begin_with_sequences(rows, causal) else (sum(lengths),)
+    return _packed(parts, packed_bounds(lengths, causal, window)[:2], rows, block, device, False)
+
+
+@functools.lru_cache(maxsize=256)
+def packed_keys(
+    lengths: tuple[int, ...], causal: bool, window: int, rows: int, block: int, device: torch.device
+) -> Packed:
+    """Return the table of the backward pass: tiles of `rows` keys over blocks of `block` queries, those with most first."""
+    return _packed(lengths, packed_bounds(lengths, causal, window)[2:], rows, block, device, True)
+
+
+def _packed(lengths, bounds: np.ndarray, rows: int, block: int, device: torch.device, longest_first: bool) -> Packed:
+    ends: np.ndarray = np.cumsum(lengths)
+    starts = np.concatenate([np.arange(end - n, end, rows) for end, n in zip(ends, lengths, strict=True)])
+    stops = np.minimum(starts + rows, np.repeat(ends, [-(-n // rows) for n in lengths]))
+    lo, hi = bounds[0][starts] // block, -(-bounds[1][stops - 1] // block)
+    tiles = np.stack([starts, stops, lo, hi], 1)
+    if longest_first:
+        tiles = tiles[np.argsort(lo - hi, kind="stable")]
+    blocks = tiles[:, 3] - tiles[:, 2]
+    tiles = np.column_stack([tiles, np.cumsum(blocks) - blocks])
+    table = np.concatenate([bounds.ravel(), tiles.ravel()]).astype(np.int32)
+    return Packed(tensor_on(device, table), tuple(blocks.tolist()))
+
+
+@gluon.jit
+def tile_entry(table, tile, rows, WHICH: gl.constexpr):
+    """Of a tile, its first row (0), the end of its rows (1), or its first block of columns (2), their end (3), or the blocks of all before (4)."""
+    return uniform(gl.load(table + 2 * rows + 5 * tile + WHICH))
+
+
+@gluon.jit
+def units_before(table, tile, rows, group, EXTRA: gl.constexpr):
+    """Length of all tiles before this one, if each has EXTRA and `group` for each block."""
+    return tile_entry(table, tile, rows, 4) * group + tile * EXTRA
+
+
+@gluon.jit
+def tile_at(table, place, tiles, rows, group, EXTRA: gl.constexpr):
+    """The tile that has this place in the row of all tiles, found by halves."""
+    tile = place * 0
+    end = tile + tiles
+    while end - tile > 1:
+        middle = (tile + end) // 2
+        here = units_before(table, middle, rows, group, EXTRA) <= place
+        tile = gl.where(here, middle, tile)
+        end = gl.where(here, end, middle)
+    return tile
+
+
+@gluon.jit
+def visible_interval(table, row, ROWS: gl.constexpr, stop, rows, BLOCK: gl.constexpr):
+    """Blocks of columns [lo, hi) that the rows row .. row+ROWS-1 of a tile see whose rows end at `stop`."""
+    low = uniform(gl.load(table + gl.minimum(row, stop - 1)))
+    high = uniform(gl.load(table + (rows + gl.minimum(row + ROWS, stop) - 1)))
+    return low // BLOCK, gl.cdiv(high, BLOCK)
+
+
+@gluon.jit
+def clean_interval(table, row, ROWS: gl.constexpr, stop, rows, BLOCK: gl.constexpr):
+    """Blocks of columns [first, end) that all of these rows see whole: first may be behind end."""
+    low = uniform(gl.load(table + (gl.minimum(row + ROWS, stop) - 1)))
+    high = uniform(gl.load(table + rows + gl.minimum(row, stop - 1)))
+    return gl.cdiv(low, BLOCK), high // BLOCK
+
+
+@gluon.jit
+def row_bounds(table, at, stop, rows):
+    """Low and high of the rows `at`, and 0 of those from `stop` on: they see nothing."""
+    exists = at < stop
+    return gl.load(table + at, mask=exists, other=0), gl.load(table + rows + at, mask=exists, other=0)
+
+
+@gluon.jit
+def keep_interval(s, table, row, key, rows):
+    """Replace the scores [64, BLOCK_N] of rows row.. and keys key.. by minus infinity where a row does not look."""
+    low, high = row_bounds(table, row + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)), rows, rows)
+    return keep_columns(s, low - key, high - key, True)
