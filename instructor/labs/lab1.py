@@ -947,9 +947,9 @@ for name, share in zip(("smallest gemm", None, "largest gemm", "small gemv", "la
 #   sixth layer attends to everything.
 
 # %%
-for name in "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim num_hidden_layers sliding_window".split():
+for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window"):
     print(f"{name:22} {getattr(config, name)}")
-print(f"{'layer_types':22} {' '.join(kind.removesuffix('_attention') for kind in config.layer_types[:6])}, and so on")
+print(f"{'layer_types':22} {' '.join(kind.removesuffix('_attention') for kind in config.layer_types[:6])}, ... ({config.num_hidden_layers})")
 
 # %% [markdown]
 # ## The five operators of attention

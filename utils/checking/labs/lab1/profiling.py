@@ -17,7 +17,7 @@ from utils.checking.labs.lab1.gemm import BF16, DTYPE, ELEMENTS, FP32
 from utils.checking.profiles import marked_waits, pretended_gpu, records_kernels, steps_that_wait, wait_with_mark
 from utils.machine.device import default_device
 
-Numbers = dict[str, float]
+Rates = dict[str, float]
 
 
 def profile_of(profile_steps, operator: str, repeats: int, file: str):
@@ -141,7 +141,7 @@ def check_fusion_bytes(elementwise_bytes, fusion_speedup):
     # exp(x) + y on 100 numbers in fp32: exp reads 1 and writes 1, + reads 2 and writes 1
     writes, both = "Each operator writes one tensor, too.", "An operator with two inputs reads both."
     fused = "The fused kernel reads one tensor and writes one."
-    known: Numbers
+    known: Rates
     for arguments, right, what, known in (
         ((100, FP32, 1, 1), 2000, "bytes of exp(x) + y", {writes: 1200, both: 1600, ELEMENTS: 500, DTYPE: 1000}),
         ((100, BF16, 3, 2), 2400, "elementwise_bytes(100, torch.bfloat16, 3, 2)", {DTYPE: 4800, ELEMENTS: 1200}),
@@ -226,7 +226,7 @@ def check_launch_model(eager_time_us, graph_time_us):
     overlap = "Launching and running overlap: the CPU launches the next kernel while the GPU runs this one."
     ends = "Before the first kernel there is a launch, and after the last launch there is a kernel."
     slower = "The slower of the two sets the pace."
-    known: Numbers
+    known: Rates
     for function, arguments, right, what, known in (
         (eager_time_us, (3, 6, 2), 20, "3 short kernels, eager,", {overlap: 24, ends: 18, slower: 12}),
         (eager_time_us, (4, 2, 5), 22, "4 long kernels, eager,", {overlap: 28, ends: 20, slower: 13}),
