@@ -247,6 +247,8 @@ def _refused(right, answers, calls, checks, names, seeds) -> list[str]:
         own = {test: f"hidden.{TRITON[cell]}(text)" for test in own}
         names = {**names, "text": text.split("\n", 1)[1]}
     else:
+        if "profile_steps(" in text:  # it stands in the same notebook, as 4.3 asks of its `synchronize`
+            exec(compile(answers["q4_1"], "q4_1", "exec"), names)
         exec(compile(text, cell, "exec"), names)
     for seed in seeds:
         verdicts = lab_cases.verdicts_on(lab_cases.drawn(own, seed), names, checks)
