@@ -19,13 +19,14 @@
 #
 # An H200 can do 989 trillion bf16 operations a second. While a layer of Gemma-3 writes a reply to one user, word after
 # word, it does less than one hundredth of a percent of that. Nothing is broken. The chip is waiting: for memory, and for
-# the program that feeds it. Memory alone would allow three to four hundred times as much.
+# the program that feeds it. Memory alone would allow three to four hundred times as much. (This holds after 8,192 tokens, more
+# than in the picture.)
 #
 # In this lab you find out who makes it wait, by formulas, measurements and kernels of your own. You need Python and
-# PyTorch tensors. You do not need a GPU.
+# PyTorch tensors, but no GPU.
 #
-# **Start here.** Run the next two cells. A pretend GPU is given 50 ms of work, and a clock says that it took no time at
-# all. One line mends it.
+# **Start here.** Run the next two cells. A pretend GPU gets 50 ms of work, and a clock says that it took no time. Add the
+# missing line.
 
 # %% nbgrader={"grade_id": "setup", "locked": true}
 import functools
@@ -58,11 +59,11 @@ first_try(time_work)
 # %% [markdown]
 # # Part 1: Fundamental metrics
 #
-# A neural network is mostly matrix products. So we start with one:
+# A neural network is mostly matrix products. We start with one:
 #
 # $$C_{ij} = \sum_{k=0}^{K-1} A_{ik}\,B_{kj}, \qquad A \in \mathbb{R}^{M\times K},\; B \in \mathbb{R}^{K\times N}.$$
 #
-# Its name in every library is **GEMM**, general matrix-matrix multiplication. When $B$ is a vector ($N = 1$), it is **GEMV**.
+# Libraries call it **GEMM**, general matrix-matrix multiplication. When $B$ is a vector ($N = 1$), it is **GEMV**.
 
 # %% [markdown]
 # ### Question 1.1: Naive GEMM {points}
@@ -109,10 +110,10 @@ check_gemm_naive(gemm_naive)
 # %% [markdown]
 # ## How to work
 #
-# That was the first tick. The rest goes the same way: read, write below `# YOUR CODE HERE`, run the check. A check names the
-# mistakes that it knows. It is asked of other shapes, dtypes and sizes later.
+# That was the first question. The rest goes the same way: read, write below `# YOUR CODE HERE`, run the check. A check names the
+# mistakes that it knows. Later, your answers also meet other shapes, dtypes and sizes.
 #
-# - **Run the cells in order.** After a restart of the kernel, a cell says which earlier one it needs.
+# - **Run the cells in order.** After a restart of the notebook, a cell says which earlier one it needs.
 # - **Predict first.** Where it says *Before you run*, write your guess into the line `guesses[...] = None`. What was measured
 #   is printed beside it, with the score: you against the machine. A wrong guess teaches more than a right table.
 # - **Solve it the ordinary way, and you will never meet a rule.** What a check counts is folded below its question, and three
@@ -158,7 +159,7 @@ check_gemm_naive(gemm_naive)
 #
 # **A kernel** is a function that runs on the GPU, once for each of very many pieces of data. `torch.relu(x)` runs one. The CPU
 # **launches** it: it puts the kernel into a queue, called a **stream**, and goes on without waiting. So two clocks run: the
-# CPU's, which launches, and the GPU's, which works. Your pretend device was one of these.
+# CPU's, which launches, and the GPU's, which works. The pretend GPU worked like this, too.
 #
 # **A streaming multiprocessor (SM)** is the part that computes; an H200 has 132 of them. A kernel is cut into **thread blocks**
 # (Triton says *programs*), each is given to one SM, and stays there. **Tensor cores** are the units of an SM that multiply
@@ -212,14 +213,14 @@ check_gemm_naive(gemm_naive)
 # tile of $A$ and a tile of $B$ into fast memory, multiply them, and add the product to an accumulator that never leaves it. An
 # element of $A$ is now fetched $N / \text{tile}_n$ times instead of $N$ times.
 #
-# ![Tiled matrix product: one tile of C is the sum of products of a row of A tiles and a column of B tiles](assets/gemm_tiling.svg)
+# ![Naive and tiled matrix product: one element of C needs a row of A and a column of B, one tile of C a row of A tiles and a column of B tiles](assets/gemm_tiling.svg)
 #
 # Every fast GEMM on every chip is this picture. The tiles sit in registers and shared memory on a GPU, and in registers and
 # caches on a CPU.
 #
 # ![The memory hierarchy: each level is larger and slower than the one above it](assets/memory_hierarchy.svg)
 #
-# One thing more. A bf16 number has 8 significant bits: once a sum is 512 times a new product, adding that product changes nothing. So
+# A bf16 number has 8 significant bits: once a sum is 512 times a new product, adding that product changes nothing. So
 # tensor cores, and every library, take narrow numbers, and multiply and add in wide ones.
 
 # %% [markdown]
@@ -231,7 +232,8 @@ check_gemm_naive(gemm_naive)
 #
 # **Multiply and add in float32**, or wider, whatever the dtype of `a` and `b`, and round once, when a tile of $C$ is done.
 #
-# One step has `tile_m * tile_n * tile_k` numbers. Free are views, copies of a *whole* matrix before the loops, and putting $C$ together.
+# One operator may touch the `tile_m * tile_n * tile_k` numbers of one step. Views, copies of a *whole* matrix before the loops,
+# and putting $C$ together are free.
 #
 # {counts}
 
@@ -380,8 +382,8 @@ plot_calls(times_ms, without_wait_ms, harness_ms, f"The same layer, n = {n}, 200
 #
 # Count before you measure. For $C = AB$ with $A$ of shape $(M, K)$ and $B$ of shape $(K, N)$:
 #
-# - **MACs**: one for each step of the inner loop of Question 1.1.
-# - **FLOPs**: two for each MAC, a multiplication and an addition. FLOPs is an amount of work, FLOP/s a speed.
+# - **MACs** (multiply-accumulates): one for each pass of the inner loop of Question 1.1.
+# - **FLOPs** (floating-point operations): two for each MAC, a multiplication and an addition. FLOP/s is a speed.
 # - **I/O**: the *least* traffic that any program needs. $A$ and $B$ are read once, $C$ is written once. An element has
 #   `dtype.itemsize` bytes.
 #
@@ -421,8 +423,8 @@ check_gemm_and_gemv_costs(gemm_macs_flops_bytes, gemv_macs_flops_bytes)
 # **Back to Question 1.2: what does a narrow number cost?** The next cell multiplies bf16 matrices four times: with `gemm_tiled`,
 # with products in bf16, with a sum in bf16 as well, and with the library.
 #
-# Look at the last column. The *size* of an error hides a narrow product, because the one rounding at the end is as large. The
-# share of results that are not the exact ones rounded shows it.
+# The last column is the share of results that differ from the exact result, rounded to bf16. It shows what the *size* of the
+# error hides: the one rounding at the end makes errors as large as those of narrow products.
 
 # %%
 x, y = torch.randn(32, 1024, dtype=torch.bfloat16), torch.randn(1024, 32, dtype=torch.bfloat16)
@@ -486,15 +488,15 @@ plt.show()
 # ## Triton
 #
 # [Triton](https://triton-lang.org) is a language for GPU kernels inside Python. You write what **one program** does with **one
-# tile**; the grid starts one program for each tile of $C$, and the GPU runs as many at once as fit, in any order. Your two outer
-# loops become the grid. The inner loop stays.
+# tile**. A **grid** of programs, one for each tile of $C$, replaces your two outer loops; the GPU runs as many at once as fit, in
+# any order. The inner loop stays.
 #
 # There are no slices. A tile is a block of *pointers*: for a matrix with strides $(s_r, s_c)$, element $(r, c)$ lies at
 # `pointer + r * s_r + c * s_c`, and `rows[:, None] * stride_r + cols[None, :] * stride_c` gives a whole block of addresses at
 # once. At the edge some of them lie outside the matrix. A **mask** says which exist: `tl.load(pointers, mask=...,
 # other=0.0)` puts 0 where the mask is false, and `tl.store(pointers, value, mask=...)` writes nothing there.
 #
-# Without a GPU the file runs in Triton's **interpreter**, block by block on the CPU: slow, but the same answer.
+# Without a GPU your kernel runs in Triton's **interpreter**, one program after another on the CPU: slow, but the same answer.
 
 # %% [markdown]
 # ### Question 1.5: The same tiles in Triton {points}
@@ -637,13 +639,14 @@ plot_tile_intensity(tiles, intensities, largest_square_tile(228 * 1024, 64, torc
 # %% [markdown]
 # Read literally, this says that no GEMM can be compute-bound: the tile that reaches the ridge does not fit. Real kernels
 # use tiles of about 128 × 256, and reach 80% of the peak all the same. How? The assumption is wrong that nothing survives
-# between two tiles. Tiles that run at the same time on neighbouring SMs share rows of $A$ and columns of $B$, and these
-# come out of the L2 cache. To the main memory, a whole wave of tiles is one large tile.
+# between two tiles. Tiles that run at the same time on different SMs share rows of $A$ and columns of $B$, and these
+# come out of the L2 cache. To the main memory, all tiles that run at once are one large tile.
 
 # %% [markdown]
 # # Part 2: The roofline model
 #
-# A kernel does its FLOPs, and moves its bytes. The two overlap, so the slower one decides:
+# At best, a kernel does its FLOPs at the chip's *peak* (FLOP/s) and moves its bytes at its *bandwidth* (bytes/s). The two overlap,
+# so the slower one decides:
 #
 # $$t \;\ge\; \max\left(\frac{\text{FLOPs}}{\text{peak}},\; \frac{\text{bytes}}{\text{bandwidth}}\right).$$
 #
@@ -777,8 +780,8 @@ pd.DataFrame(rows, dtype=object).set_index("GPU").fillna("-")
 # To the right, then back (the H200 is an H100 with faster memory), and to the right again. A kernel that has not changed can
 # find itself on the other side of the ridge.
 #
-# Now place GEMM and GEMV under the roof of an A100, as the datasheet draws it. **Your line:** `your_size`. Put a GEMM on the
-# ridge, first by trying, then by a formula (it is Question 2.3).
+# Now place GEMM and GEMV under the roof of an A100. **Your line:** change `your_size` until your GEMM stands at the ridge, first
+# by trying. (Question 2.3 asks for the formula.)
 
 # %%
 your_size = 100  # your line: change it until your point stands at the ridge
@@ -928,8 +931,7 @@ for name, share in zip(("smallest gemm", None, "largest gemm", "small gemv", "la
 # %% [markdown]
 # # Part 3: Case study, a Gemma-3 decoder layer
 #
-# Now a real network. Gemma-3-270m is a stack of 18 decoder layers, all built alike (two details differ, below): attention,
-# then an MLP, with norms around them.
+# Now a real network. Gemma-3-270m is a stack of 18 decoder layers. Each is attention, then an MLP, with norms around them.
 #
 # ![A Gemma-3 decoder layer: norm, attention with four query heads and one key-value head, norm, gated MLP](assets/decoder_layer.svg)
 #
@@ -938,7 +940,7 @@ for name, share in zip(("smallest gemm", None, "largest gemm", "small gemv", "la
 # - **Decode** writes the answer: one token at a time. Each new token attends to all tokens before it. Their keys and
 #   values have been computed already, so they are kept, in the **KV cache**.
 #
-# ![The KV cache: prefill fills it with one entry per prompt token, each decode step reads it all and adds one](assets/kv_cache.svg)
+# ![The KV cache: prefill fills it with one entry per prompt token, each decode step adds one and reads all, or the last ones of a sliding window](assets/kv_cache.svg)
 #
 # Two details of Gemma-3 matter for the counts:
 # - **Grouped-query attention (GQA).** There are 4 query heads, but only 1 head of keys and values. All four share it. One
@@ -968,8 +970,8 @@ print(f"{'layer_types':22} {' '.join(kind.removesuffix('_attention') for kind in
 # ### Question 3.1: The cost of attention {points}
 #
 # There are `kv_len` tokens so far, and the last `query_len` of them are the queries. (Prefill: the two are equal. Decode:
-# `query_len` is 1.) A query at position $p$ attends to the keys at positions $0 \dots p$; with a window of $w$ to the last $w$ of
-# these only.
+# `query_len` is 1.) A query at position $p$ attends to the keys at positions $0 \dots p$ (*causal* attention); with a window of
+# $w$ to the last $w$ of these only.
 #
 # 1. `attended_pairs`: the (query, key) pairs of one head of one sequence. `window=None` means no window.
 # 2. `attention_macs_flops_bytes`: the cost of the five operators in the picture. MACs and FLOPs count the matrix products.
@@ -980,7 +982,7 @@ print(f"{'layer_types':22} {' '.join(kind.removesuffix('_attention') for kind in
 # has inputs, weights and an output.
 #
 # {hint plan}
-# Go through the table of operators row by row and write down the elements that each reads and writes; add them, times
+# Go through the picture operator by operator and write down the elements that each reads and writes; add them, times
 # the bytes of one. For the MACs: tokens times the elements of each weight, and for attention two times $D$ for each
 # pair, query head and sequence.
 #
@@ -1107,10 +1109,8 @@ _, flops, n_bytes = mlp_macs_flops_bytes(your_tokens, config, torch.bfloat16)
 on_the_ridge(flops / n_bytes, get_ridge_point("H200", "bf16"))
 
 # %% [markdown]
-
-# %% [markdown]
-# **The scoreboard.** Your counts give the first line of it: the bytes of one layer's decode step, over the bandwidth of an H200.
-# No program can be faster. Everything above it is yours to explain.
+# **The scoreboard.** Your counts give its lowest line, the floor: the bytes of one layer's decode step, over the bandwidth of an
+# H200. No program can be faster. Everything above it is yours to explain.
 
 # %%
 step_bytes = attention_macs_flops_bytes(1, 1, 513, config, torch.bfloat16)[2] + mlp_macs_flops_bytes(1, config, torch.bfloat16)[2]
@@ -1172,7 +1172,7 @@ for implementation in ("eager", "sdpa"):
 # full square of scores and then masks half of it: PyTorch counts what runs, you counted what is needed. The last line
 # shows a limit of the counter. It has no formula for the fused CPU kernel, whose products are nothing to it. For the
 # fused GPU kernels it counts the full square, although a causal kernel computes about half of it (and in some older
-# versions of PyTorch it gives up at GQA). A tool that counts is still a tool that somebody wrote.
+# versions of PyTorch it gives up at GQA).
 
 # %% [markdown]
 # ### Question 3.4: Prefill, decode and the KV cache {points}
@@ -1260,8 +1260,8 @@ for name, taken in median_times(loops, warmup=1, iterations=3).items():
 print(f"largest difference of the outputs: {difference:.2g}")
 
 # %% [markdown]
-# **Before you run.** Decode with a cache does about $1/S$ of the work of a prefill of $S$ tokens. Will it take $1/S$ of the time?
-# And what does a larger batch cost, for a prefill, for a token with the cache, and for one without?
+# **Before you run.** Without a cache, each new token needs a prefill of all $S$ tokens. With it, decode does about $1/S$ of that
+# work. How many times as fast will it be? And with a larger batch?
 
 # %%
 guesses["gain of the cache, longest text, batch 1"] = None  # uncached time / cached time
@@ -1311,7 +1311,7 @@ report_measured("layer_roofline", measured)
 # Look at decode at batch 1 on the H200: it stands far below the slope. It reaches less than one percent of its *memory* roof. A
 # third limit is at work, which this picture does not draw: the program that **launches** the kernels.
 #
-# ![Three roofs over one decode step: compute allows 0.01 µs, memory 2.3 µs, and launching ninety kernels one by one takes 1,600 µs; the largest decides](assets/lab1_three_roofs.svg)
+# ![Three roofs over one decode step: compute allows 0.011 µs, memory 2.3 µs, and launching ninety kernels one by one takes 1,608 µs; the largest decides](assets/lab1_three_roofs.svg)
 #
 # $$t \;\ge\; \max\left(\frac{\text{FLOPs}}{\text{peak}},\; \frac{\text{bytes}}{\text{bandwidth}},\; \text{kernels} \cdot t_\text{launch}\right).$$
 
@@ -1443,8 +1443,8 @@ scoreboard()
 # %% [markdown]
 # # Part 4: Profiling and kernel fusion
 #
-# A roofline tells you *that* time is lost. A profiler tells you *where*. Between two kernels lies more than you think: Python,
-# PyTorch's dispatcher, the driver, the launch itself. Each kernel costs about 5 to 20 µs of CPU time before it may start, Python
+# A roofline tells you *that* time is lost. A profiler tells you *where*. Between two kernels lie Python, PyTorch's dispatcher,
+# the driver, the launch itself. Each kernel costs about 5 to 20 µs of CPU time before it may start, Python
 # included. One token in one Gemma-3 layer reads 11 MB of weights. An H200 does that in 2.3 µs, less than the time to launch *one*
 # kernel. And the layer launches dozens.
 
@@ -1528,8 +1528,8 @@ summary[["name", "family", "count", "self_us", "mean_us", "share"]].round(3)
 # %% [markdown]
 # ### Question 4.2: GELU, operator by operator {points}
 #
-# 1. `gelu_by_hand`: the formula from elementwise operators of whole tensors, with the shape and dtype of `x`. `torch.compile` comes
-#    in Question 4.3, and is set beside this function.
+# 1. `gelu_by_hand`: the formula from elementwise operators of whole tensors, with the shape and dtype of `x`. Question 4.3
+#    compares `torch.compile` with this function.
 # 2. `elementwise_bytes`: the bytes that a chain of elementwise operators moves. `one_input` of them read one tensor, `two_inputs`
 #    read two, and each writes one. All tensors have `numel` elements.
 # 3. `fusion_speedup`: how many times faster the fused kernel is than this chain, if memory traffic is all that matters.
@@ -1580,9 +1580,9 @@ check_fusion_bytes(elementwise_bytes, fusion_speedup)
 # ### Question 4.3: Let the compiler fuse {points}
 #
 # [`torch.compile`](https://docs.pytorch.org/docs/stable/generated/torch.compile.html) records the operators of a function and generates one kernel for as many of them as it can. You judge it by
-# counting. Write `kernels_per_step`: the number of kernels (on a GPU) or leaf operators (on a CPU) that one call of `fn()` runs.
-# Profile it with a `schedule` and a `synchronize()` before each step, as in Question 4.1, and let `count_cuda_kernels(prof)` count:
-# its `total` is per step.
+# counting. Write `kernels_per_step`: the number of kernels (on a GPU) or leaf operators (on a CPU: those that call no other) that
+# one call of `fn()` runs. Profile it as in Question 4.1, with the `schedule` and `synchronize()`, and let
+# `count_cuda_kernels(prof)` count: its `total` is per step.
 
 # %% [markdown]
 # {hint idea}
@@ -1614,7 +1614,7 @@ def kernels_per_step(fn) -> int:
 check_kernels_per_step(kernels_per_step)
 
 # %% [markdown]
-# Now GELU four ways, then the whole layer before and after the compiler.
+# Now GELU by hand, fused and compiled, then the whole layer before and after the compiler.
 #
 # **Before you run.** Count the operators in your `gelu_by_hand`. What speed-up does `fusion_speedup` promise? Will you get
 # it? (Compiling takes some seconds the first time.)
@@ -1673,7 +1673,7 @@ if compiler:
 
 # %% [markdown]
 # A CPU shows zero for the compiled GELU: what the compiler generates there is a plain C++ function, and the profiler counts
-# PyTorch's operators. Not one of them is left. On a GPU a generated kernel is launched, and counts, like any other.
+# PyTorch's operators. On a GPU a generated kernel is launched, and counts, like any other.
 
 # %% [markdown]
 # ## Mixed precision
@@ -1738,15 +1738,15 @@ beside_guess("1 after a thousand steps of 0.001, in bf16", weight[torch.bfloat16
 # %% [markdown]
 # ## The launch queue
 #
-# The CPU puts kernels into a queue, the GPU takes them out, and the two work at the same time. Recorded before, a whole sequence
-# is one launch: a **[CUDA graph](https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs)**.
+# The CPU puts kernels into a queue, the GPU takes them out, and the two work at the same time. A whole sequence of kernels can
+# be recorded once, and then needs only one launch: a **[CUDA graph](https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs)**.
 #
 # ![Two lanes, CPU and GPU: eager, each of four launches takes longer than a kernel and the GPU waits in between; as a graph, one launch and four kernels back to back](assets/lab1_launch_queue.svg)
 
 # %% [markdown]
 # ### Question 4.4: The launch queue, and CUDA graphs {points}
 #
-# Launching a kernel takes the CPU `launch_us`, running it takes the GPU `kernel_us`. For `n` kernels in a row, all alike:
+# A launch takes the CPU `launch_us` ($t_\text{launch}$), a kernel takes the GPU `kernel_us` ($t_\text{kernel}$). For `n` equal kernels:
 #
 # - **Eager.** Launch $i$ ends at $i \cdot t_\text{launch}$, for $i = 1 \dots n$. A kernel starts as soon as it is launched **and** its
 #   predecessor is done. Draw it for $t_\text{launch} > t_\text{kernel}$ and for the opposite.
@@ -1788,7 +1788,7 @@ plot_graph_gain(eager_time_us, graph_time_us)
 scoreboard(eager=eager_time_us(93, 17, 1.8), graph=graph_time_us(93, 17, 1.8))  # 93 kernels of 1.8 µs; a launch with its Python takes 17
 
 # %% [markdown]
-# Your model and the record agree to a few percent: the step waits for launches, and the graph takes them away.
+# Your model and the record agree within ten percent: the step waits for launches, and the graph takes them away.
 #
 # Now the real thing: **capture a graph yourself.** On a GPU, fill in the three lines of `captured` below (ungraded). While a graph is
 # captured, kernels are recorded, not run; afterwards `replay()` launches all of them at once, on the same tensors. A CPU operator is
@@ -1808,8 +1808,8 @@ def captured(step):
 
 
 # %% [markdown]
-# **Before you run.** If a graph takes all launches of a decode step but one away, what is left? And what does a graph gain for the
-# prefill of 8192 tokens, at batch 1 and at batch 8?
+# **Before you run.** A graph takes away all launches of a decode step but one. How many times as fast is the step? And the prefill
+# of 8192 tokens, at batch 1 and at batch 8?
 
 # %%
 guesses["gain of a graph, decode, batch 1"] = None
@@ -1851,11 +1851,11 @@ plot_graphs(graphs)
 #
 # ## One kernel of the ninety
 #
-# One of these kernels is attention. For a Hopper GPU the course has a kernel of its own for one new token over a long cache,
-# `attention_decode` (lab 4 shows how it works). A better kernel helps only where something waits for it.
+# One of these kernels is attention. For a Hopper GPU (H100, H200) the course has a *decode kernel*, for one new token over a
+# long cache: `attention_decode` (lab 4 shows how it works). A better kernel helps only where something waits for it.
 #
-# **Before you run.** By what factor is the step of 64 sequences with 4096 tokens each faster with the decode kernel, in a graph? And
-# launched one by one, with one sequence of 2048 tokens?
+# **Before you run.** How many times as fast does the decode kernel make the step of 64 sequences with 4096 tokens each, in a graph?
+# And the step of one sequence with 2048 tokens, launched kernel by kernel?
 
 # %%
 guesses["gain of the decode kernel, 64 x 4096, graph"] = None
@@ -1947,7 +1947,7 @@ beside_guess("gain of the decode kernel, 1 x 2048, one by one", float(table["gai
 # $$S = \frac{QK^\top}{\sqrt{D}}, \qquad P = \text{softmax}(S), \qquad O = PV.$$
 #
 # $Q$, $K$, $V$ and $O$ grow with the length $L$ of the text. The scores $S$ and the probabilities $P$ grow with its
-# **square**. Twice the text, four times the scores. That is where long contexts go to die.
+# **square**. Twice the text, four times the scores. *Flash attention* computes the same $O$, and never stores them.
 
 # %% [markdown]
 # ### Question 5.1: Standard attention, until it hurts {points}
@@ -2168,8 +2168,8 @@ check_flash_attention_tiled(flash_attention_tiled)
 # And the row of *Before you write*? After $[1, 3]$: $m = 3$ and $\ell = e^{-2} + 1 = 1.135$. After $[5]$: $m = 5$ and
 # $\ell = e^{3-5} \cdot 1.135 + 1 = 1.154$.
 #
-# **Before you run.** By what factor will the library's flash kernel be faster than standard attention at the longest length, and by
-# what factor smaller? And your own loop, whose every line is still an operator of its own?
+# **Before you run.** At the longest length, how many times faster than standard attention will the library's flash kernel be, and
+# how many times less memory will it need? And your own loop, in which every line is still an operator?
 
 # %%
 guesses["library: times faster than standard"] = None
@@ -2259,7 +2259,7 @@ beside_guess("score matrices at once, standard attention", round(highest["standa
 #
 # ### Question 5.4: Kernels and roofline, before and after {points}
 #
-# For one head with $L$ queries and $L$ keys, count two matrix products ($4 L^2 D$ FLOPs) and this traffic:
+# Write `attention_intensity`. For one head with $L$ queries and $L$ keys, count two matrix products ($4 L^2 D$ FLOPs) and this traffic:
 #
 # - **standard**: $Q$, $K$, $V$ read, $O$ written; the scores written by the first product, read and written by the softmax, and
 #   read by the second product;
@@ -2603,8 +2603,8 @@ beside_guess("your kernel: times faster than standard", float(last["standard, ms
 # %% [markdown]
 # Recorded on an H200 at 16384 tokens, the model answer is three times as fast as standard attention, and has 0.6 of the speed of
 # the library, which is cuDNN there. Blocks of 64 × 64 were the fastest of six sizes tried. Your loop in Python was slower than
-# standard attention there, and it was the same algorithm: one kernel makes the difference. What the library has more, copies and
-# products that run on their own, is lab 3.
+# standard attention there, and it was the same algorithm: one kernel makes the difference. The library also has asynchronous
+# copies and products: they are the subject of lab 3.
 
 # %% [markdown]
 # ## Your score
@@ -2624,5 +2624,5 @@ scoreboard()
 # - Elementwise operators cost bytes, and small kernels cost launches. Fusion removes both, a CUDA graph the launches.
 # - Flash attention does not compute less. It moves less.
 #
-# Look at the first sentences of this lab again. Can you now compute that hundredth of a percent, and say which part of it
-# is memory's and which is the launches'?
+# Look at the first sentences of this lab again. Can you now compute that hundredth of a percent, and say which part of the
+# waiting is memory's and which is the launches'?
