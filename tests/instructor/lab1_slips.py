@@ -207,7 +207,7 @@ SLIPS = [
         "the sum overwritten",
         "q1_5",
         [("accumulator = tl.dot(a_tile, b_tile, accumulator, ", "accumulator = tl.dot(a_tile, b_tile, ")],
-        "what is added up",
+        "added to the accumulator",
     ),
     (
         "other=1.0",
