@@ -2,7 +2,7 @@
 
     python -m tools.record.sdpa_grid --read assets/results/h200/sdpa_grid.json --out assets/results/h100/sdpa_grid.json
 
-Backends that take a shape are verified against float64 proved by their operators, and timed in turns.
+Backends that take a shape are verified against float64, proved by their operators, and timed in turns.
 A row says who ran, or in torch's words why not, and whether torch chooses that backend by itself ("is_default").
 """
 
