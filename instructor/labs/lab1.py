@@ -74,18 +74,12 @@ first_try(time_work)
 # `a` has shape (M, K) and `b` has shape (K, N), square or not. The result has shape (M, N), and the dtype and device of `a`.
 #
 # {counts}
-
-# %% [markdown]
-# {hint idea}
-# One element of $C$ is a sum over $k$. Two loops choose the element, the third one runs over its sum.
 #
-# {hint plan}
-# Allocate $C$ with the shape (M, N). For each row and each column: start a sum, run over $k$, take one number of $A$
-# and one of $B$, multiply, add; after the inner loop, write the sum to its place.
-#
-# {hint line}
-# Where does the sum start anew? And which of the four shapes in `a.shape` and `b.shape` does each loop need, when no
-# two are equal?
+# {hint idea} One element of $C$ is a sum over $k$. Two loops choose the element, the third one runs over its sum.
+# {hint plan} Allocate $C$ with the shape (M, N). For each row and each column: start a sum, run over $k$, take one number
+# of $A$ and one of $B$, multiply, add; after the inner loop, write the sum to its place.
+# {hint line} Where does the sum start anew? And which of the four shapes in `a.shape` and `b.shape` does each loop need,
+# when no two are equal?
 
 # %% nbgrader={"grade_id": "q1_1", "solution": true}
 def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -102,10 +96,7 @@ def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             c[i, j] = total
     return c
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q1_1_tests", "grade": true, "points": 3}
-check_gemm_naive(gemm_naive)
+### TESTS q1_1_tests, 3 points: check_gemm_naive(gemm_naive)
 
 # %% [markdown]
 # ## How to work
@@ -236,20 +227,14 @@ check_gemm_naive(gemm_naive)
 # and putting $C$ together are free.
 #
 # {counts}
-
-# %% [markdown]
-# {hint idea}
-# A tile of $C$ needs a strip of $A$ (its rows) and a strip of $B$ (its columns). Walk along both strips at once, a
-# piece at a time.
 #
-# {hint plan}
-# Two outer loops with steps `tile_m` and `tile_n`. For each tile: an accumulator of the tile's true size, a loop over
-# $k$ with step `tile_k`, and inside the sum of outer products of the two pieces. After it, write the accumulator to
-# $C$. A slice that runs past the edge is cut by PyTorch itself.
-#
-# {hint line}
-# The dtype of the accumulator, which has nothing to do with the dtype of `a`; and that an operation on a bf16 tile is
-# rounded to bf16 *before* it is added.
+# {hint idea} A tile of $C$ needs a strip of $A$ (its rows) and a strip of $B$ (its columns). Walk along both strips at
+# once, a piece at a time.
+# {hint plan} Two outer loops with steps `tile_m` and `tile_n`. For each tile: an accumulator of the tile's true size, a
+# loop over $k$ with step `tile_k`, and inside the sum of outer products of the two pieces. After it, write the
+# accumulator to $C$. A slice that runs past the edge is cut by PyTorch itself.
+# {hint line} The dtype of the accumulator, which has nothing to do with the dtype of `a`; and that an operation on a bf16
+# tile is rounded to bf16 *before* it is added.
 
 # %% nbgrader={"grade_id": "q1_2", "solution": true}
 def gemm_tiled(
@@ -273,10 +258,7 @@ def gemm_tiled(
             c[rows, cols] = accumulator
     return c
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q1_2_tests", "grade": true, "points": 7}
-check_gemm_tiled(gemm_tiled)
+### TESTS q1_2_tests, 7 points: check_gemm_tiled(gemm_tiled)
 
 # %% [markdown]
 # A GPU works **asynchronously**, as the pretend device did: a call puts work into a queue and returns. A clock that stops when
@@ -287,18 +269,12 @@ check_gemm_tiled(gemm_tiled)
 #
 # Write `time_calls`: it calls `fn` `n_calls` times, times **each call on its own**, and returns a list of milliseconds. Its argument
 # `synchronize` is the function that waits. `time.perf_counter()` counts seconds and never runs backwards.
-
-# %% [markdown]
-# {hint idea}
-# You time work that somebody else does. So the clock may only start when they are idle, and only stop when they are
-# done.
 #
-# {hint plan}
-# For each call: wait, read the clock, call, wait, read the clock, keep the difference in ms. One list entry for each
-# call.
-#
-# {hint line}
-# A wait comes before and after each call, not one for all; and `time.perf_counter()` counts seconds.
+# {hint idea} You time work that somebody else does. So the clock may only start when they are idle, and only stop when
+# they are done.
+# {hint plan} For each call: wait, read the clock, call, wait, read the clock, keep the difference in ms. One list entry
+# for each call.
+# {hint line} A wait comes before and after each call, not one for all; and `time.perf_counter()` counts seconds.
 
 # %% nbgrader={"grade_id": "q1_3", "solution": true}
 def time_calls(fn, n_calls: int, synchronize) -> list[float]:
@@ -313,10 +289,7 @@ def time_calls(fn, n_calls: int, synchronize) -> list[float]:
         times_ms.append((time.perf_counter() - start) * 1e3)
     return times_ms
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q1_3_tests", "grade": true, "points": 2}
-check_time_calls(time_calls)
+### TESTS q1_3_tests, 2 points: check_time_calls(time_calls)
 
 # %% [markdown]
 # Now use it on something real, a small network layer that has never run before, 200 times over.
@@ -388,17 +361,11 @@ plot_calls(times_ms, without_wait_ms, harness_ms, f"The same layer, n = {n}, 200
 #   `dtype.itemsize` bytes.
 #
 # GEMV is $y = Ax$ with $A$ of shape $(M, K)$ and $x$ of length $K$. Both functions return `(macs, flops, bytes)`.
-
-# %% [markdown]
-# {hint idea}
-# Each element of $C$ needs $K$ multiply-accumulates. Each of the three matrices travels once.
 #
-# {hint plan}
-# Count the elements of $C$, times $K$. Count the elements of all three matrices, times the bytes of one. GEMV is the
-# same with $N = 1$.
-#
-# {hint line}
-# The result is written, and that is traffic as well.
+# {hint idea} Each element of $C$ needs $K$ multiply-accumulates. Each of the three matrices travels once.
+# {hint plan} Count the elements of $C$, times $K$. Count the elements of all three matrices, times the bytes of one. GEMV
+# is the same with $N = 1$.
+# {hint line} The result is written, and that is traffic as well.
 
 # %% nbgrader={"grade_id": "q1_4", "solution": true}
 def gemm_macs_flops_bytes(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -414,10 +381,7 @@ def gemv_macs_flops_bytes(m: int, k: int, dtype: torch.dtype) -> tuple[int, int,
     ### BEGIN SOLUTION
     return m * k, 2 * m * k, (m * k + k + m) * dtype.itemsize
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q1_4_tests", "grade": true, "points": 4}
-check_gemm_and_gemv_costs(gemm_macs_flops_bytes, gemv_macs_flops_bytes)
+### TESTS q1_4_tests, 4 points: check_gemm_and_gemv_costs(gemm_macs_flops_bytes, gemv_macs_flops_bytes)
 
 # %% [markdown]
 # **Back to Question 1.2: what does a narrow number cost?** The next cell multiplies bf16 matrices four times: with `gemm_tiled`,
@@ -508,19 +472,13 @@ plt.show()
 # 2. After the loop: store the accumulator into C, masked. C may be a 16-bit matrix: `tl.store` converts.
 #
 # Matrices need not be contiguous: use the strides. A load without `other=` puts NaN outside here, so that you see it.
-
-# %% [markdown]
-# {hint idea}
-# What was a slice in Question 1.2 is now a block of pointers and a block of booleans of the same shape.
 #
-# {hint plan}
-# For A: rows go down (`[:, None]`), ks go across (`[None, :]`), each with its own stride; the mask says which rows and
-# which ks exist. For B: ks go down, cols go across. Then one `tl.dot` that adds to the accumulator. For C: rows and
-# cols, after the loop.
-#
-# {hint line}
-# The mask of a load has two conditions, one for each direction; and the accumulator has to be given to `tl.dot`, and
-# its result kept.
+# {hint idea} What was a slice in Question 1.2 is now a block of pointers and a block of booleans of the same shape.
+# {hint plan} For A: rows go down (`[:, None]`), ks go across (`[None, :]`), each with its own stride; the mask says which
+# rows and which ks exist. For B: ks go down, cols go across. Then one `tl.dot` that adds to the accumulator. For C: rows
+# and cols, after the loop.
+# {hint line} The mask of a load has two conditions, one for each direction; and the accumulator has to be given to
+# `tl.dot`, and its result kept.
 
 # %% nbgrader={"grade_id": "q1_5", "solution": true}
 # %%writefile gemm_triton.py
@@ -567,10 +525,7 @@ def gemm(a, b, block=64):
         BLOCK_M=block, BLOCK_N=block, BLOCK_K=32,
     )
     return c
-
-
-# %% nbgrader={"grade_id": "q1_5_tests", "grade": true, "points": 5}
-check_gemm_triton(Path("gemm_triton.py").read_text())
+### TESTS q1_5_tests, 5 points: check_gemm_triton(Path("gemm_triton.py").read_text())
 
 # %%
 if kernels := compiled_file("gemm_triton", "gemm_kernel", "1.5"):
@@ -592,18 +547,12 @@ if kernels := compiled_file("gemm_triton", "gemm_kernel", "1.5"):
 # 1. `tiled_gemm_bytes`: the bytes that such a tiled GEMM moves. $C$ is written once.
 # 2. `largest_square_tile`: the largest $t$ for which one fp32 accumulator of $t \times t$, one $A$ tile of $t \times \text{tile}_k$ and
 #    one $B$ tile of $\text{tile}_k \times t$ (both of `dtype`) fit into `fast_bytes` bytes of fast memory.
-
-# %% [markdown]
-# {hint idea}
-# How many tiles of $C$ stand side by side in one row of tiles? Each of them fetches the same rows of $A$.
 #
-# {hint plan}
-# Number of tile columns times all of $A$, number of tile rows times all of $B$, once $C$. For the second function:
-# write the bytes as a function of $t$, and find the largest $t$ that fits, by a loop or by solving the quadratic
-# equation.
-#
-# {hint line}
-# A last tile that is not whole is still a tile. And the accumulator is fp32, whatever `dtype` is.
+# {hint idea} How many tiles of $C$ stand side by side in one row of tiles? Each of them fetches the same rows of $A$.
+# {hint plan} Number of tile columns times all of $A$, number of tile rows times all of $B$, once $C$. For the second
+# function: write the bytes as a function of $t$, and find the largest $t$ that fits, by a loop or by solving the
+# quadratic equation.
+# {hint line} A last tile that is not whole is still a tile. And the accumulator is fp32, whatever `dtype` is.
 
 # %% nbgrader={"grade_id": "bonus_1_6", "solution": true}
 def tiled_gemm_bytes(m: int, n: int, k: int, tile_m: int, tile_n: int, dtype: torch.dtype) -> int:
@@ -622,10 +571,7 @@ def largest_square_tile(fast_bytes: int, tile_k: int, dtype: torch.dtype) -> int
         t += 1
     return t
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "bonus_1_6_tests", "grade": true, "points": 5}
-check_tile_traffic(tiled_gemm_bytes, largest_square_tile)
+### TESTS bonus_1_6_tests, 5 points: check_tile_traffic(tiled_gemm_bytes, largest_square_tile)
 
 # %% [markdown]
 # Look at what the tile buys. The intensity of a tiled GEMM grows with its tile, and at some tile it crosses the ridge of an
@@ -666,16 +612,10 @@ plot_tile_intensity(tiles, intensities, largest_square_tile(228 * 1024, 64, torc
 #
 # Write the intensity of GEMM and of GEMV, in FLOPs/Byte. It pays to write the counts out again instead of calling your
 # functions: you see what cancels, and a slip in Question 1.4 cannot follow you here.
-
-# %% [markdown]
-# {hint idea}
-# FLOPs over bytes. Both are in Question 1.4; here you see what cancels.
 #
-# {hint plan}
-# Write the FLOPs above and the bytes below the line, with `dtype.itemsize`. Try it on paper for $M = N = K$.
-#
-# {hint line}
-# Three matrices below the line, and FLOPs, not MACs, above it.
+# {hint idea} FLOPs over bytes. Both are in Question 1.4; here you see what cancels.
+# {hint plan} Write the FLOPs above and the bytes below the line, with `dtype.itemsize`. Try it on paper for $M = N = K$.
+# {hint line} Three matrices below the line, and FLOPs, not MACs, above it.
 
 # %% nbgrader={"grade_id": "q2_1", "solution": true}
 def gemm_intensity(m: int, n: int, k: int, dtype: torch.dtype) -> float:
@@ -690,10 +630,7 @@ def gemv_intensity(m: int, k: int, dtype: torch.dtype) -> float:
     ### BEGIN SOLUTION
     return 2 * m * k / ((m * k + k + m) * dtype.itemsize)
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q2_1_tests", "grade": true, "points": 3}
-check_intensities(gemm_intensity, gemv_intensity)
+### TESTS q2_1_tests, 3 points: check_intensities(gemm_intensity, gemv_intensity)
 
 # %% [markdown]
 # **Before you run.** Which of the two grows with the matrix? What does halving the bytes of a number do to each?
@@ -720,16 +657,10 @@ plot_intensities(intensities)
 #
 # Write the ridge point and the roof itself. Mind the units: peak in TFLOP/s ($10^{12}$ FLOP/s), bandwidth in TB/s
 # ($10^{12}$ byte/s), intensity in FLOPs/Byte.
-
-# %% [markdown]
-# {hint idea}
-# The ridge is where slope and ceiling meet: where intensity times bandwidth is the peak.
 #
-# {hint plan}
-# Solve that equation for the intensity. The roof at any intensity is one of two numbers.
-#
-# {hint line}
-# A kernel obeys both limits, so which of the two numbers is it?
+# {hint idea} The ridge is where slope and ceiling meet: where intensity times bandwidth is the peak.
+# {hint plan} Solve that equation for the intensity. The roof at any intensity is one of two numbers.
+# {hint line} A kernel obeys both limits, so which of the two numbers is it?
 
 # %% nbgrader={"grade_id": "q2_2", "solution": true}
 def ridge_point(peak_tflops: float, bandwidth_tb_s: float) -> float:
@@ -744,10 +675,7 @@ def attainable_tflops(intensity: float, peak_tflops: float, bandwidth_tb_s: floa
     ### BEGIN SOLUTION
     return min(peak_tflops, intensity * bandwidth_tb_s)
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q2_2_tests", "grade": true, "points": 4}
-check_ridge_and_roof(ridge_point, attainable_tflops)
+### TESTS q2_2_tests, 4 points: check_ridge_and_roof(ridge_point, attainable_tflops)
 
 # %% [markdown]
 # Compare your ridge with the course's `get_ridge_point`, for every GPU in the table. The numbers are *dense* peaks from
@@ -802,16 +730,11 @@ plt.show()
 # 1. `achieved_tflops`: FLOPs and a latency in **ms** give TFLOP/s.
 # 2. `smallest_compute_bound_gemm`: the smallest integer $n$ for which an $n \times n \times n$ GEMM reaches the ridge
 #    point ($I \ge$ ridge). On paper, $I(n)$ is short.
-
-# %% [markdown]
-# {hint idea}
-# Put $M = N = K = n$ into the intensity of Question 2.1. It becomes a short formula in $n$.
 #
-# {hint plan}
-# Set it equal to the ridge and solve for $n$. For the other function: ms to seconds, then FLOP/s to TFLOP/s.
-#
-# {hint line}
-# $n$ is an integer that *reaches* the ridge: which way do you round, and what if the result is an integer already?
+# {hint idea} Put $M = N = K = n$ into the intensity of Question 2.1. It becomes a short formula in $n$.
+# {hint plan} Set it equal to the ridge and solve for $n$. For the other function: ms to seconds, then FLOP/s to TFLOP/s.
+# {hint line} $n$ is an integer that *reaches* the ridge: which way do you round, and what if the result is an integer
+# already?
 
 # %% nbgrader={"grade_id": "q2_3", "solution": true}
 def achieved_tflops(flops: int, latency_ms: float) -> float:
@@ -827,10 +750,7 @@ def smallest_compute_bound_gemm(ridge: float, dtype: torch.dtype) -> int:
     # I(n) = 2 n^3 / (3 n^2 itemsize) = 2 n / (3 itemsize)
     return math.ceil(1.5 * dtype.itemsize * ridge)
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q2_3_tests", "grade": true, "points": 4}
-check_achieved_and_smallest(achieved_tflops, smallest_compute_bound_gemm)
+### TESTS q2_3_tests, 4 points: check_achieved_and_smallest(achieved_tflops, smallest_compute_bound_gemm)
 
 # %% [markdown]
 # Now measure. The roof below is this machine's: from the datasheet if it is a GPU the course knows, measured otherwise.
@@ -887,17 +807,12 @@ for name, share in zip(("smallest gemm", None, "largest gemm", "small gemv", "la
 # 3. The large GEMV: which roof limits it? Would a chip with twice the FLOP/s help?
 # 4. The small GEMV: nearer to the roof than the large one, or above it? Which assumption is wrong for it?
 # 5. An LLM at batch 1 is a chain of GEMVs. From this plot, what do you do to make it faster?
-
-# %% [markdown]
-# {hint idea}
-# For each point, ask which of the model's three assumptions breaks: full bandwidth, full peak, nothing else takes time.
 #
-# {hint plan}
-# Take the share of the roof of each point, and one time in µs or ms for the smallest. Say what limits it, and what
-# would have to change to make it faster.
-#
-# {hint line}
-# The small GEMV runs many times in a row on the same matrix. Where is the matrix at the second run?
+# {hint idea} For each point, ask which of the model's three assumptions breaks: full bandwidth, full peak, nothing else
+# takes time.
+# {hint plan} Take the share of the roof of each point, and one time in µs or ms for the smallest. Say what limits it, and
+# what would have to change to make it faster.
+# {hint line} The small GEMV runs many times in a row on the same matrix. Where is the matrix at the second run?
 
 # %% [markdown] nbgrader={"grade_id": "q2_4", "grade": true, "solution": true, "points": 5}
 # 1. The smallest GEMM has so little work that fixed cost decides: the Python call, PyTorch's dispatch, on a GPU the
@@ -975,21 +890,15 @@ print(f"{'layer_types':22} {' '.join(kind.removesuffix('_attention') for kind in
 #
 # 1. `attended_pairs`: the (query, key) pairs of one head of one sequence. `window=None` means no window.
 # 2. `attention_macs_flops_bytes`: the cost of the five operators in the picture. MACs and FLOPs count the matrix products.
-
-# %% [markdown]
-# {hint idea}
-# For the pairs: how many keys does one query see? Then add up over the queries. For the cost: five operators, and each
-# has inputs, weights and an output.
 #
-# {hint plan}
-# Go through the picture operator by operator and write down the elements that each reads and writes; add them, times
-# the bytes of one. For the MACs: tokens times the elements of each weight, and for attention two times $D$ for each
-# pair, query head and sequence.
-#
-# {hint line}
-# The queries are the last positions, so the first of them has `kv_len - query_len` keys before it. And a vector that
-# one operator writes and the next reads counts twice. With a window, two neighbouring queries see nearly the same keys: draw
-# both, and count the keys that at least one of them sees.
+# {hint idea} For the pairs: how many keys does one query see? Then add up over the queries. For the cost: five operators,
+# and each has inputs, weights and an output.
+# {hint plan} Go through the picture operator by operator and write down the elements that each reads and writes; add
+# them, times the bytes of one. For the MACs: tokens times the elements of each weight, and for attention two times $D$
+# for each pair, query head and sequence.
+# {hint line} The queries are the last positions, so the first of them has `kv_len - query_len` keys before it. And a
+# vector that one operator writes and the next reads counts twice. With a window, two neighbouring queries see nearly the
+# same keys: draw both, and count the keys that at least one of them sees.
 
 # %% nbgrader={"grade_id": "q3_1", "solution": true}
 def attended_pairs(query_len: int, kv_len: int, window: int | None = None) -> int:
@@ -1018,13 +927,8 @@ def attention_macs_flops_bytes(
     elements += tokens * q_width + tokens * hidden  # output projection
     return macs, 2 * macs, elements * dtype.itemsize
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q3_1_pairs_tests", "grade": true, "points": 3}
-check_attended_pairs(attended_pairs)
-
-# %% nbgrader={"grade_id": "q3_1_cost_tests", "grade": true, "points": 5}
-check_attention_cost(attention_macs_flops_bytes, lambda *place: attended_pairs(*place))
+### TESTS q3_1_pairs_tests, 3 points: check_attended_pairs(attended_pairs)
+### TESTS q3_1_cost_tests, 5 points: check_attention_cost(attention_macs_flops_bytes, lambda *place: attended_pairs(*place))
 
 # %% [markdown]
 # ### Question 3.2: The MLP and the norms {points}
@@ -1036,17 +940,11 @@ check_attention_cost(attention_macs_flops_bytes, lambda *place: attended_pairs(*
 # RMSNorm maps each token's vector $x$ of width $n$ to $x_j \cdot r \cdot (1 + g_j)$ with
 # $r = 1/\sqrt{\operatorname{mean}(x^2) + \varepsilon}$. It is one fused operator: it reads the tokens and the weight $g$, and writes
 # the tokens. Count 4 FLOPs an element. It returns `(flops, bytes)`.
-
-# %% [markdown]
-# {hint idea}
-# Five operators, five lines: what does each read, what does it write?
 #
-# {hint plan}
-# gate and up: tokens in, weight in, wide out, each. GELU: wide in, wide out. Product: two wide in, one out. down: wide
-# in, weight in, tokens out. Only three of them are matrix products.
-#
-# {hint line}
-# `gate` and `up` each read the tokens. And the weight of the norm is one vector for all tokens.
+# {hint idea} Five operators, five lines: what does each read, what does it write?
+# {hint plan} gate and up: tokens in, weight in, wide out, each. GELU: wide in, wide out. Product: two wide in, one out.
+# down: wide in, weight in, tokens out. Only three of them are matrix products.
+# {hint line} `gate` and `up` each read the tokens. And the weight of the norm is one vector for all tokens.
 
 # %% nbgrader={"grade_id": "q3_2", "solution": true}
 def mlp_macs_flops_bytes(tokens: int, config, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -1067,10 +965,7 @@ def rms_norm_flops_bytes(tokens: int, width: int, dtype: torch.dtype) -> tuple[i
     ### BEGIN SOLUTION
     return 4 * tokens * width, (2 * tokens * width + width) * dtype.itemsize
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q3_2_tests", "grade": true, "points": 4}
-check_mlp_and_norm_costs(mlp_macs_flops_bytes, rms_norm_flops_bytes)
+### TESTS q3_2_tests, 4 points: check_mlp_and_norm_costs(mlp_macs_flops_bytes, rms_norm_flops_bytes)
 
 # %% [markdown]
 # Put the counts together: where does a layer's work go, and how intense is it?
@@ -1124,16 +1019,11 @@ scoreboard(memory=step_bytes / 4.8e12 * 1e6)
 #
 # Write `counted_flops`: call `fn(*args)` once, under the counter, and return what it counts. (`display=False` keeps it from
 # printing a table.)
-
-# %% [markdown]
-# {hint idea}
-# The counter sees what runs inside of its `with` block.
 #
-# {hint plan}
-# Make a `FlopCounterMode` without display, call `fn(*args)` once inside of the block, ask it for the sum afterwards.
-#
-# {hint line}
-# Once: a call before the block, to warm up, is a second call.
+# {hint idea} The counter sees what runs inside of its `with` block.
+# {hint plan} Make a `FlopCounterMode` without display, call `fn(*args)` once inside of the block, ask it for the sum
+# afterwards.
+# {hint line} Once: a call before the block, to warm up, is a second call.
 
 # %% nbgrader={"grade_id": "q3_3", "solution": true}
 def counted_flops(fn, *args) -> int:
@@ -1145,10 +1035,7 @@ def counted_flops(fn, *args) -> int:
         fn(*args)
     return counter.get_total_flops()
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q3_3_tests", "grade": true, "points": 2}
-check_counted_flops(counted_flops)
+### TESTS q3_3_tests, 2 points: check_counted_flops(counted_flops)
 
 # %%
 counted_batch, counted_length, full = 2, 640, 5
@@ -1191,20 +1078,14 @@ for implementation in ("eager", "sdpa"):
 #
 # **Count the cache.** `kv_cache_bytes` returns the bytes of the keys and values of **all layers** of the model. A sliding layer
 # (`config.layer_types` tells which) keeps the last `config.sliding_window` tokens.
-
-# %% [markdown]
-# {hint idea}
-# Prefill puts keys and values of the prompt at positions $0 \dots S-1$ of the cache. The first new token has position
-# $S$, the next $S+1$.
 #
-# {hint plan}
-# Make a cache for all tokens, prompt and new ones. Prefill the prompt. Then for each new token: cut it out as (B, 1,
-# hidden), make its position, its embeddings, call `decode_forward`, keep the output. At the end, join the outputs. For
-# the bytes: add up the tokens that each layer keeps.
-#
-# {hint line}
-# Three things know the position of a token: `position_ids`, the rotary embeddings and `cache_positions`. All three
-# advance.
+# {hint idea} Prefill puts keys and values of the prompt at positions $0 \dots S-1$ of the cache. The first new token has
+# position $S$, the next $S+1$.
+# {hint plan} Make a cache for all tokens, prompt and new ones. Prefill the prompt. Then for each new token: cut it out as
+# (B, 1, hidden), make its position, its embeddings, call `decode_forward`, keep the output. At the end, join the outputs.
+# For the bytes: add up the tokens that each layer keeps.
+# {hint line} Three things know the position of a token: `position_ids`, the rotary embeddings and `cache_positions`. All
+# three advance.
 
 # %% nbgrader={"grade_id": "q3_4", "solution": true}
 def decode_with_cache(layer, rotary_emb, prompt: torch.Tensor, new_tokens: torch.Tensor) -> torch.Tensor:
@@ -1236,13 +1117,8 @@ def kv_cache_bytes(batch: int, length: int, config, dtype: torch.dtype) -> int:
     )
     return 2 * batch * tokens * config.num_key_value_heads * config.head_dim * dtype.itemsize
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q3_4_decode_tests", "grade": true, "points": 4}
-check_decode_with_cache(decode_with_cache)
-
-# %% nbgrader={"grade_id": "q3_4_bytes_tests", "grade": true, "points": 2}
-check_kv_cache_bytes(kv_cache_bytes)
+### TESTS q3_4_decode_tests, 4 points: check_decode_with_cache(decode_with_cache)
+### TESTS q3_4_bytes_tests, 2 points: check_kv_cache_bytes(kv_cache_bytes)
 
 # %% [markdown]
 # Your loop, at work: 256 tokens of prompt and 16 new ones, with the cache and without.
@@ -1325,18 +1201,12 @@ report_measured("layer_roofline", measured)
 # 4. Five of six layers slide. What does that change for the cache at 32768 tokens, and for the MLP?
 # 5. "Our decode uses 0.01% of the FLOP/s, so the kernels are bad." Which two numbers do you look at first, and what do they say
 #    about the H200 at batch 1?
-
-# %% [markdown]
-# {hint idea}
-# For each answer, split the bytes into those that every token shares and those that it does not.
 #
-# {hint plan}
-# 1 and 2: which bytes are the weights', which are the cache's? 3: compare the time of a cached step with its bytes over
-# the bandwidth. 4: count tokens in 15 sliding and 3 full layers. 5: there are two more roofs than the one that the
-# colleague looks at.
-#
-# {hint line}
-# The same weights are read for one token or for thousands. What does that do to FLOPs per byte?
+# {hint idea} For each answer, split the bytes into those that every token shares and those that it does not.
+# {hint plan} 1 and 2: which bytes are the weights', which are the cache's? 3: compare the time of a cached step with its
+# bytes over the bandwidth. 4: count tokens in 15 sliding and 3 full layers. 5: there are two more roofs than the one that
+# the colleague looks at.
+# {hint line} The same weights are read for one token or for thousands. What does that do to FLOPs per byte?
 
 # %% [markdown] nbgrader={"grade_id": "q3_5", "grade": true, "solution": true, "points": 5}
 # 1. A weight is read once in both cases. Prefill uses it for every one of the B·S tokens, decode for B tokens. So the
@@ -1374,19 +1244,14 @@ report_measured("layer_roofline", measured)
 #    window.
 # 2. `break_even_batch`: the smallest batch at which the cache traffic is at least as large as the weight traffic. From there on,
 #    quantising the weights gains less than quantising the cache.
-
-# %% [markdown]
-# {hint idea}
-# Time is bytes over bandwidth. The weights are read once a step for the whole batch, the cache once for each sequence.
 #
-# {hint plan}
-# Weights: four projections and three MLP matrices, times the number of layers. Cache: two (keys and values), times the
-# tokens that each layer keeps, times the width of the key-value heads. Each part with its own bytes per number. The
-# break-even batch is where the second part reaches the first.
-#
-# {hint line}
-# TB/s is $10^{12}$ bytes a second and the answer is in ms. And a batch is an integer: at which of the two neighbours is
-# the cache the larger part?
+# {hint idea} Time is bytes over bandwidth. The weights are read once a step for the whole batch, the cache once for each
+# sequence.
+# {hint plan} Weights: four projections and three MLP matrices, times the number of layers. Cache: two (keys and values),
+# times the tokens that each layer keeps, times the width of the key-value heads. Each part with its own bytes per number.
+# The break-even batch is where the second part reaches the first.
+# {hint line} TB/s is $10^{12}$ bytes a second and the answer is in ms. And a batch is an integer: at which of the two
+# neighbours is the cache the larger part?
 
 # %% nbgrader={"grade_id": "bonus_3_6", "solution": true}
 def decode_floor_ms(
@@ -1412,10 +1277,7 @@ def break_even_batch(length: int, config, weight_bytes: float = 2, cache_bytes: 
     cache_of_one = decode_floor_ms(1, length, config, 1.0, 0, cache_bytes)
     return math.ceil(weights / cache_of_one)
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "bonus_3_6_tests", "grade": true, "points": 5}
-check_decode_floor(decode_floor_ms, break_even_batch)
+### TESTS bonus_3_6_tests, 5 points: check_decode_floor(decode_floor_ms, break_even_batch)
 
 # %% [markdown]
 # The layers are not all. To choose a word, each step multiplies its last hidden state by the output head: one row of 640
@@ -1459,17 +1321,12 @@ scoreboard()
 # - call `synchronize()` between `fn()` and `prof.step()`, as in Question 1.3: without it a step ends while its kernels are still
 #   in the queue;
 # - write a Chrome trace to `trace_path`, with `prof.export_chrome_trace`, and return the profiler.
-
-# %% [markdown]
-# {hint idea}
-# The schedule counts steps, and only `prof.step()` tells it that a step is over.
 #
-# {hint plan}
-# Collect the activities, open `torch.profiler.profile` with them and the schedule, and in it ten times: call,
+# {hint idea} The schedule counts steps, and only `prof.step()` tells it that a step is over.
+# {hint plan} Collect the activities, open `torch.profiler.profile` with them and the schedule, and in it ten times: call,
 # synchronize, step. After the block, export and return.
-#
-# {hint line}
-# The export stands after the `with` block. And without the wait, kernels of one step are counted in a later one.
+# {hint line} The export stands after the `with` block. And without the wait, kernels of one step are counted in a later
+# one.
 
 # %% nbgrader={"grade_id": "q4_1", "solution": true}
 def profile_steps(fn, trace_path: str) -> torch.profiler.profile:
@@ -1486,10 +1343,7 @@ def profile_steps(fn, trace_path: str) -> torch.profiler.profile:
     prof.export_chrome_trace(str(trace_path))
     return prof
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q4_1_tests", "grade": true, "points": 3}
-check_profile_steps(profile_steps)
+### TESTS q4_1_tests, 3 points: check_profile_steps(profile_steps)
 
 # %% [markdown]
 # Profile a decode step, and look at it. The timeline below is drawn from the file that you exported: a colour for each family of
@@ -1535,17 +1389,12 @@ summary[["name", "family", "count", "self_us", "mean_us", "share"]].round(3)
 # 3. `fusion_speedup`: how many times faster the fused kernel is than this chain, if memory traffic is all that matters.
 #
 # {counts}
-
-# %% [markdown]
-# {hint idea}
-# Write the formula from left to right: every sign is one operator.
 #
-# {hint plan}
-# First the inner part, then tanh of it, then the two factors. For the bytes: an operator with one input moves two
-# tensors, one with two inputs moves three. For the speed-up: all that the chain moves over what one fused kernel moves.
-#
-# {hint line}
-# `x *= ...` changes the caller's tensor. And every operator writes, too.
+# {hint idea} Write the formula from left to right: every sign is one operator.
+# {hint plan} First the inner part, then tanh of it, then the two factors. For the bytes: an operator with one input moves
+# two tensors, one with two inputs moves three. For the speed-up: all that the chain moves over what one fused kernel
+# moves.
+# {hint line} `x *= ...` changes the caller's tensor. And every operator writes, too.
 
 # %% nbgrader={"grade_id": "q4_2", "solution": true}
 def gelu_by_hand(x: torch.Tensor) -> torch.Tensor:
@@ -1568,13 +1417,8 @@ def fusion_speedup(one_input: int, two_inputs: int) -> float:
     ### BEGIN SOLUTION
     return (2 * one_input + 3 * two_inputs) / 2
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q4_2_tests", "grade": true, "points": 2}
-check_gelu_by_hand(gelu_by_hand)
-
-# %% nbgrader={"grade_id": "q4_2_bytes_tests", "grade": true, "points": 2}
-check_fusion_bytes(elementwise_bytes, fusion_speedup)
+### TESTS q4_2_tests, 2 points: check_gelu_by_hand(gelu_by_hand)
+### TESTS q4_2_bytes_tests, 2 points: check_fusion_bytes(elementwise_bytes, fusion_speedup)
 
 # %% [markdown]
 # ### Question 4.3: Let the compiler fuse {points}
@@ -1583,16 +1427,11 @@ check_fusion_bytes(elementwise_bytes, fusion_speedup)
 # counting. Write `kernels_per_step`: the number of kernels (on a GPU) or leaf operators (on a CPU: those that call no other) that
 # one call of `fn()` runs. Profile it as in Question 4.1, with the `schedule` and `synchronize()`, and let
 # `count_cuda_kernels(prof)` count: its `total` is per step.
-
-# %% [markdown]
-# {hint idea}
-# It is Question 4.1 without the file, and with a number at the end.
 #
-# {hint plan}
-# The same profile with the same schedule, ten calls, then let `count_cuda_kernels` count, and take one of its entries.
-#
-# {hint line}
-# `count_cuda_kernels` already divides by the number of recorded steps.
+# {hint idea} It is Question 4.1 without the file, and with a number at the end.
+# {hint plan} The same profile with the same schedule, ten calls, then let `count_cuda_kernels` count, and take one of its
+# entries.
+# {hint line} `count_cuda_kernels` already divides by the number of recorded steps.
 
 # %% nbgrader={"grade_id": "q4_3", "solution": true}
 def kernels_per_step(fn) -> int:
@@ -1608,10 +1447,7 @@ def kernels_per_step(fn) -> int:
             prof.step()
     return count_cuda_kernels(prof)["total"]
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q4_3_tests", "grade": true, "points": 2}
-check_kernels_per_step(kernels_per_step)
+### TESTS q4_3_tests, 2 points: check_kernels_per_step(kernels_per_step)
 
 # %% [markdown]
 # Now GELU by hand, fused and compiled, then the whole layer before and after the compiler.
@@ -1753,17 +1589,11 @@ beside_guess("1 after a thousand steps of 0.001, in bf16", weight[torch.bfloat16
 # - **CUDA graph.** One launch of `launch_us`, then all `n` kernels run back to back.
 #
 # Both functions return the time in µs from the first launch's start to the last kernel's end.
-
-# %% [markdown]
-# {hint idea}
-# Two workers, one queue: draw three kernels on paper, once with a slow and once with a fast launch.
 #
-# {hint plan}
-# Before the first kernel there is always one launch. After the last launch there is always one kernel. Between them,
-# the slower of the two sets the pace, $n - 1$ times.
-#
-# {hint line}
-# Try $n = 1$: both functions give one launch and one kernel.
+# {hint idea} Two workers, one queue: draw three kernels on paper, once with a slow and once with a fast launch.
+# {hint plan} Before the first kernel there is always one launch. After the last launch there is always one kernel.
+# Between them, the slower of the two sets the pace, $n - 1$ times.
+# {hint line} Try $n = 1$: both functions give one launch and one kernel.
 
 # %% nbgrader={"grade_id": "q4_4", "solution": true}
 def eager_time_us(n: int, launch_us: float, kernel_us: float) -> float:
@@ -1778,10 +1608,7 @@ def graph_time_us(n: int, launch_us: float, kernel_us: float) -> float:
     ### BEGIN SOLUTION
     return launch_us + n * kernel_us
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q4_4_tests", "grade": true, "points": 2}
-check_launch_model(eager_time_us, graph_time_us)
+### TESTS q4_4_tests, 2 points: check_launch_model(eager_time_us, graph_time_us)
 
 # %%
 plot_graph_gain(eager_time_us, graph_time_us)
@@ -1899,18 +1726,12 @@ beside_guess("gain of the decode kernel, 1 x 2048, one by one", float(table["gai
 # 4. Which cost does fusion remove, and which a CUDA graph? Which of them reduces the bytes?
 # 5. For the prefill of 8192 tokens a CUDA graph gains nothing at batch 8, and a part of the time at batch 1. Explain both with the
 #    model of Question 4.4.
-
-# %% [markdown]
-# {hint idea}
-# Two costs: bytes between operators, and launches. For each question, say which of them you talk about.
 #
-# {hint plan}
-# 1: the table below the timeline has the names. 2: put the two speed-ups side by side. 3: compare the two counts, and
-# ask which operators are calls of a library. 4: what does a graph do to the bytes? 5: compare time ÷ kernels with the
-# launch time.
-#
-# {hint line}
-# A graph runs exactly the same kernels.
+# {hint idea} Two costs: bytes between operators, and launches. For each question, say which of them you talk about.
+# {hint plan} 1: the table below the timeline has the names. 2: put the two speed-ups side by side. 3: compare the two
+# counts, and ask which operators are calls of a library. 4: what does a graph do to the bytes? 5: compare time ÷ kernels
+# with the launch time.
+# {hint line} A graph runs exactly the same kernels.
 
 # %% [markdown] nbgrader={"grade_id": "q4_5", "grade": true, "solution": true, "points": 5}
 # 1. At batch 1 the matrix products are short (GEMVs), and there are seven of them. The rest is some dozens of small
@@ -1958,18 +1779,13 @@ beside_guess("gain of the decode kernel, 1 x 2048, one by one", float(table["gai
 #    all else.
 #
 # {counts}
-
-# %% [markdown]
-# {hint idea}
-# Three lines: scores, softmax over the keys, weighted sum of the values.
 #
-# {hint plan}
-# Product of `q` with the transposed last two dimensions of `k`, divided by a root; softmax over the last dimension;
-# product with `v`. For the length: two matrices of $L^2$ scores for each head and sequence fit into the memory; solve
-# for $L$.
-#
-# {hint line}
-# The root is of the head dimension, which is the last one. And a length is an integer that fits: look at `math.isqrt`.
+# {hint idea} Three lines: scores, softmax over the keys, weighted sum of the values.
+# {hint plan} Product of `q` with the transposed last two dimensions of `k`, divided by a root; softmax over the last
+# dimension; product with `v`. For the length: two matrices of $L^2$ scores for each head and sequence fit into the
+# memory; solve for $L$.
+# {hint line} The root is of the head dimension, which is the last one. And a length is an integer that fits: look at
+# `math.isqrt`.
 
 # %% nbgrader={"grade_id": "q5_1", "solution": true}
 def standard_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -1992,13 +1808,8 @@ def longest_length(memory_bytes: int, batch: int, heads: int, dtype: torch.dtype
     ### BEGIN SOLUTION
     return math.isqrt(memory_bytes // (2 * batch * heads * dtype.itemsize))
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q5_1_tests", "grade": true, "points": 2}
-check_standard_attention(standard_attention)
-
-# %% nbgrader={"grade_id": "q5_1_memory_tests", "grade": true, "points": 2}
-check_attention_memory(score_bytes, longest_length)
+### TESTS q5_1_tests, 2 points: check_standard_attention(standard_attention)
+### TESTS q5_1_memory_tests, 2 points: check_attention_memory(score_bytes, longest_length)
 
 # %% [markdown]
 # Double the length until the *prediction* says stop. Never let the machine say it: on a GPU that is an out-of-memory
@@ -2041,17 +1852,11 @@ beside_guess("longest text in the whole memory", longest_length(int(whole_memory
 # Write `attention_bshd`: causal attention for `q` (B, S, H, D) and `k`, `v` (B, S, Hkv, D), by one call of SDPA; the result is
 # (B, S, H, D). `Hkv` may be smaller than `H` (GQA): `enable_gqa=True` lets SDPA share the heads. (In a shape S is the length, as in
 # PyTorch's documentation; the matrix $S$ holds scores.)
-
-# %% [markdown]
-# {hint idea}
-# SDPA takes the last two dimensions as tokens and head dimension. Which ones are they in your inputs?
 #
-# {hint plan}
-# Exchange two dimensions of all three inputs, call SDPA with the mask and the grouped heads, and exchange the same
-# dimensions of the result.
-#
-# {hint line}
-# The result has to be turned back, and causal is not the default.
+# {hint idea} SDPA takes the last two dimensions as tokens and head dimension. Which ones are they in your inputs?
+# {hint plan} Exchange two dimensions of all three inputs, call SDPA with the mask and the grouped heads, and exchange the
+# same dimensions of the result.
+# {hint line} The result has to be turned back, and causal is not the default.
 
 # %% nbgrader={"grade_id": "q5_2", "solution": true}
 def attention_bshd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -2060,10 +1865,7 @@ def attention_bshd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q5_2_tests", "grade": true, "points": 2}
-check_attention_bshd(attention_bshd)
+### TESTS q5_2_tests, 2 points: check_attention_bshd(attention_bshd)
 
 # %% [markdown]
 # ## Online softmax
@@ -2100,20 +1902,14 @@ check_attention_bshd(attention_bshd)
 #    float32 inside, the scores too; the result has the dtype of `q`.
 #
 # {counts}
-
-# %% [markdown]
-# {hint idea}
-# When the maximum grows from $m$ to $m'$, every old term $e^{x-m}$ has to become $e^{x-m'}$. That is one multiplication
-# for the whole sum.
 #
-# {hint plan}
-# Keep $m$ and $\ell$, and for flash attention $O$. For each block: new maximum, factor $e^{m-m'}$, old sum times the
-# factor plus the new terms, the same for $O$, then remember the new maximum. For flash attention this is the inner loop
-# over keys; the outer loop is over tiles of queries, and the division comes after the inner loop.
-#
-# {hint line}
-# $O$ is rescaled by the same factor as $\ell$. The new terms use the *new* maximum, the factor uses old and new. And
-# `.float()` comes before the product, not after it.
+# {hint idea} When the maximum grows from $m$ to $m'$, every old term $e^{x-m}$ has to become $e^{x-m'}$. That is one
+# multiplication for the whole sum.
+# {hint plan} Keep $m$ and $\ell$, and for flash attention $O$. For each block: new maximum, factor $e^{m-m'}$, old sum
+# times the factor plus the new terms, the same for $O$, then remember the new maximum. For flash attention this is the
+# inner loop over keys; the outer loop is over tiles of queries, and the division comes after the inner loop.
+# {hint line} $O$ is rescaled by the same factor as $\ell$. The new terms use the *new* maximum, the factor uses old and
+# new. And `.float()` comes before the product, not after it.
 
 # %% nbgrader={"grade_id": "q5_3", "solution": true}
 def online_softmax_stats(blocks) -> tuple[torch.Tensor, torch.Tensor]:
@@ -2153,13 +1949,8 @@ def flash_attention_tiled(
         output[:, :, i : i + tile_q] = (accumulator / l).to(q.dtype)
     return output
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q5_3_tests", "grade": true, "points": 3}
-check_online_softmax_stats(online_softmax_stats)
-
-# %% nbgrader={"grade_id": "q5_3_flash_tests", "grade": true, "points": 4}
-check_flash_attention_tiled(flash_attention_tiled)
+### TESTS q5_3_tests, 3 points: check_online_softmax_stats(online_softmax_stats)
+### TESTS q5_3_flash_tests, 4 points: check_flash_attention_tiled(flash_attention_tiled)
 
 # %% [markdown]
 # You have written flash attention. The library's version is the same loop in one kernel: a tile of queries for each program, the
@@ -2264,17 +2055,11 @@ beside_guess("score matrices at once, standard attention", round(highest["standa
 # - **standard**: $Q$, $K$, $V$ read, $O$ written; the scores written by the first product, read and written by the softmax, and
 #   read by the second product;
 # - **flash**: $Q$, $K$, $V$ read, $O$ written. (Keys and values are read again for each tile of queries, but then from the L2 cache.)
-
-# %% [markdown]
-# {hint idea}
-# Four tensors of $L \times D$ travel in both. Standard attention has the score matrix on top, several times.
 #
-# {hint plan}
-# FLOPs: two products. Bytes: elements of Q, K, V, O; for standard attention the scores, once for each write and each
-# read in the list; times the bytes of an element.
-#
-# {hint line}
-# Count the list: written, read, written, read.
+# {hint idea} Four tensors of $L \times D$ travel in both. Standard attention has the score matrix on top, several times.
+# {hint plan} FLOPs: two products. Bytes: elements of Q, K, V, O; for standard attention the scores, once for each write
+# and each read in the list; times the bytes of an element.
+# {hint line} Count the list: written, read, written, read.
 
 # %% nbgrader={"grade_id": "q5_4", "solution": true}
 def attention_intensity(length: int, head_dim: int, dtype: torch.dtype, flash: bool) -> float:
@@ -2283,10 +2068,7 @@ def attention_intensity(length: int, head_dim: int, dtype: torch.dtype, flash: b
     elements = 4 * length * head_dim + (0 if flash else 4 * length * length)
     return 4 * length * length * head_dim / (elements * dtype.itemsize)
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q5_4_tests", "grade": true, "points": 2}
-check_attention_intensity(attention_intensity)
+### TESTS q5_4_tests, 2 points: check_attention_intensity(attention_intensity)
 
 # %% [markdown]
 # **Before you run.** What limit does the standard intensity approach for long texts? Does it depend on the length?
@@ -2316,17 +2098,11 @@ report_measured("attention_roofline", measured)
 # 3. The intensity of standard attention approaches a limit. Which number of the model sets it? Is that limit left or right of the
 #    ridge of an H200 in bf16, for D = 128?
 # 4. What would go wrong in online softmax without the rescaling factor? When would nobody notice?
-
-# %% [markdown]
-# {hint idea}
-# FLOPs are the same. What differs is how often the square travels.
 #
-# {hint plan}
-# 1: divide the memory at the last length by that at half of it. 2: put both points on the roofline. 3: let the length
-# grow in the formula of 5.4, and see what is left. 4: take the blocks [1, 3] and [5] and leave the factor out.
-#
-# {hint line}
-# A row whose largest value comes first never needs the factor.
+# {hint idea} FLOPs are the same. What differs is how often the square travels.
+# {hint plan} 1: divide the memory at the last length by that at half of it. 2: put both points on the roofline. 3: let
+# the length grow in the formula of 5.4, and see what is left. 4: take the blocks [1, 3] and [5] and leave the factor out.
+# {hint line} A row whose largest value comes first never needs the factor.
 
 # %% [markdown] nbgrader={"grade_id": "q5_5", "grade": true, "solution": true, "points": 4}
 # 1. Standard grows with L²: the scores and probabilities, 2·B·H·L²·itemsize bytes; twice the length takes four times the
@@ -2358,18 +2134,12 @@ report_measured("attention_roofline", measured)
 # The check also counts the multiply-accumulates of your products: each tile with a visible score once.
 #
 # {counts}
-
-# %% [markdown]
-# {hint idea}
-# For a tile of queries, from which key on is nothing visible? The last query of the tile decides.
 #
-# {hint plan}
-# Take `flash_attention_tiled` for one length. End the loop over keys after the tile that holds the last query's own
-# position. Mask the scores whose key lies after their query before you take the maximum.
-#
-# {hint line}
-# Only tiles on the diagonal need the mask, but a mask on every tile is right as well. A tile that is skipped must not
-# be multiplied at all.
+# {hint idea} For a tile of queries, from which key on is nothing visible? The last query of the tile decides.
+# {hint plan} Take `flash_attention_tiled` for one length. End the loop over keys after the tile that holds the last
+# query's own position. Mask the scores whose key lies after their query before you take the maximum.
+# {hint line} Only tiles on the diagonal need the mask, but a mask on every tile is right as well. A tile that is skipped
+# must not be multiplied at all.
 
 # %% nbgrader={"grade_id": "bonus_5_6", "solution": true}
 def flash_attention_causal(
@@ -2399,10 +2169,7 @@ def flash_attention_causal(
         output[:, :, i : i + tile_q] = (accumulator / l).to(q.dtype)
     return output
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "bonus_5_6_tests", "grade": true, "points": 5}
-check_flash_attention_causal(flash_attention_causal)
+### TESTS bonus_5_6_tests, 5 points: check_flash_attention_causal(flash_attention_causal)
 
 # %%
 guesses["share of the tiles that are left"] = None  # 0 to 1, for 8 x 8 tiles
@@ -2429,17 +2196,11 @@ beside_guess("share of the tiles that are left", (tiles + 1) / (2 * tiles))
 # nothing. At least one part is not empty.
 #
 # {counts}
-
-# %% [markdown]
-# {hint idea}
-# Each part is already divided by its own sum $e^{L_p}$. To add them up, give each part its weight back.
 #
-# {hint plan}
-# Find the largest $L_p$, take $e^{L_p - \max}$ as weights, add up weights and weighted outputs, divide one by the
-# other. The new $L$ is the largest one plus the logarithm of the sum of weights.
-#
-# {hint line}
-# Zero times NaN is NaN: what a part with weight zero holds has to be replaced before it is multiplied.
+# {hint idea} Each part is already divided by its own sum $e^{L_p}$. To add them up, give each part its weight back.
+# {hint plan} Find the largest $L_p$, take $e^{L_p - \max}$ as weights, add up weights and weighted outputs, divide one by
+# the other. The new $L$ is the largest one plus the logarithm of the sum of weights.
+# {hint line} Zero times NaN is NaN: what a part with weight zero holds has to be replaced before it is multiplied.
 
 # %% nbgrader={"grade_id": "bonus_5_7", "solution": true}
 def merge_attention(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -2452,10 +2213,7 @@ def merge_attention(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Te
     merged = (weights[..., None] * outputs).sum(dim=0) / total[..., None]
     return merged, largest + torch.log(total)
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "bonus_5_7_tests", "grade": true, "points": 5}
-check_merge_attention(merge_attention)
+### TESTS bonus_5_7_tests, 5 points: check_merge_attention(merge_attention)
 
 # %%
 q = torch.randn(1, flash_heads, 1, flash_dim, device=device)
@@ -2489,18 +2247,13 @@ print(f"four parts of 2048 keys, merged: off by at most {(merged - whole).abs().
 # and `tl.sum(x, 1)` go along a row, `tl.maximum(a, b)` takes the larger of two values, and `tl.exp` is the exponential. `tl.dot` wants both
 # sides in one dtype: `p.to(v_tile.dtype)`. `tl.store` converts.
 # </details>
-
-# %% [markdown]
-# {hint idea}
-# Read your own inner loop of 5.3 line by line: each line has one line here.
 #
-# {hint plan}
-# Scores: product, times `scale`, minus infinity where the key does not exist. New maximum of each row, weights, the factor for
-# what is there already. Then `l` and `accumulator`, each rescaled before the new part is added, and the new maximum is kept.
-#
-# {hint line}
-# `m`, `l` and the factor are vectors of rows, and the accumulator is a matrix: which of them needs `[:, None]`? And every
-# product is added to something.
+# {hint idea} Read your own inner loop of 5.3 line by line: each line has one line here.
+# {hint plan} Scores: product, times `scale`, minus infinity where the key does not exist. New maximum of each row,
+# weights, the factor for what is there already. Then `l` and `accumulator`, each rescaled before the new part is added,
+# and the new maximum is kept.
+# {hint line} `m`, `l` and the factor are vectors of rows, and the accumulator is a matrix: which of them needs `[:,
+# None]`? And every product is added to something.
 
 # %% nbgrader={"grade_id": "bonus_5_8", "solution": true}
 # %%writefile flash_triton.py
@@ -2563,10 +2316,7 @@ def flash(q, k, v, block_m=64, block_n=64):
         D=q.shape[2], BLOCK_M=block_m, BLOCK_N=block_n,
     )
     return o
-
-
-# %% nbgrader={"grade_id": "bonus_5_8_tests", "grade": true, "points": 5}
-check_flash_triton(Path("flash_triton.py").read_text())
+### TESTS bonus_5_8_tests, 5 points: check_flash_triton(Path("flash_triton.py").read_text())
 
 # %% [markdown]
 # **Before you run.** On a GPU, at the longest length of Question 5.3: how much of the library's speed will your kernel reach,

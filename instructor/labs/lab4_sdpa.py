@@ -72,9 +72,7 @@ def backends_in(operators: list[str]) -> list[str]:
     ### BEGIN SOLUTION
     return [BACKEND_OF[name] for name in operators if name in BACKEND_OF]
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q1_1_tests", "grade": true, "points": 4}
-check_backends_in(backends_in)
+### TESTS q1_1_tests, 4 points: check_backends_in(backends_in)
 
 # %% [markdown]
 # The check made two calls of the same shape. One ran flash, one math: only the strides differ. That was enough to lose flash,
@@ -194,9 +192,7 @@ def why_not(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **o
     reasons = [text for text in reasons if "not used because" not in text and "runtime disabled" not in text]
     return list(dict.fromkeys(reasons)) or [first_line]
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q1_2_tests", "grade": true, "points": 6}
-check_why_not(why_not)
+### TESTS q1_2_tests, 6 points: check_why_not(why_not)
 
 # %% [markdown]
 # Which backends does this machine have at all? The H200 runs all four in bf16, math and efficient in fp32, and only math in fp64.
@@ -248,9 +244,7 @@ def pinned_sdpa(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
             reasons = " ".join(why_not(backend, q, k, v, **options))
             raise BackendRefused(f"{backend} cannot run this call: {reasons}") from error
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q1_3_tests", "grade": true, "points": 5}
-check_pinned_sdpa(pinned_sdpa)
+### TESTS q1_3_tests, 5 points: check_pinned_sdpa(pinned_sdpa)
 
 # %% [markdown]
 # ### Question 1.4: The rule of the order {points}
@@ -279,9 +273,7 @@ def default_backend(capability: tuple[int, int], cudnn: int, reasons: dict[str, 
             return name
     raise BackendRefused("every backend has a reason against this call")
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q1_4_tests", "grade": true, "points": 3}
-check_default_backend(default_backend)
+### TESTS q1_4_tests, 3 points: check_default_backend(default_backend)
 
 # %% [markdown]
 # So an A100 and an H200 run different programs for the same line, and an update of cuDNN may change yours over night. The rule
@@ -354,9 +346,7 @@ def attention_costs(
     scores = 4 * batch * heads * query_len * kv_len
     return 4 * batch * heads * head_dim * pairs, elements * dtype.itemsize, (elements + scores) * dtype.itemsize
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q2_1_tests", "grade": true, "points": 5}
-check_attention_costs(attention_costs)
+### TESTS q2_1_tests, 5 points: check_attention_costs(attention_costs)
 
 # %% [markdown]
 # ### Question 2.2: Error against float64 {points}
@@ -397,9 +387,7 @@ def errors(
     rms = (difference.square().mean() / exact.square().mean()).sqrt()
     return difference.abs().max().item(), rms.item()
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q2_2_tests", "grade": true, "points": 4}
-check_errors(errors)
+### TESTS q2_2_tests, 4 points: check_errors(errors)
 
 # %% [markdown]
 # Now the table: time, memory, launches and error of each backend, on the same tensors. Each call is pinned, and the operators
@@ -627,9 +615,7 @@ def attention_backward(q, k, v, out, lse, dout) -> tuple[torch.Tensor, torch.Ten
     ds = p * (dout @ v.mT - delta)
     return ds @ k * scale, ds.mT @ q * scale, p.mT @ dout
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "bonus_2_4_tests", "grade": true, "points": 8}
-check_attention_backward(attention_backward)
+### TESTS bonus_2_4_tests, 8 points: check_attention_backward(attention_backward)
 
 # %% [markdown]
 # Forward and backward, timed. Seven products instead of two is 3.5 times the FLOPs.
@@ -706,9 +692,7 @@ def queries_to_ridge(ridge: float, kv_len: int, group: int, head_dim: int, dtype
         return None
     return math.ceil(ridge * dtype.itemsize * kv_len / (group * slack))
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q3_1_tests", "grade": true, "points": 5}
-check_intensities(intensity, queries_to_ridge)
+### TESTS q3_1_tests, 5 points: check_intensities(intensity, queries_to_ridge)
 
 # %% [markdown]
 # Put it under the roof: prefill over three lengths and three head dimensions, and decode, each run by flash.
@@ -814,12 +798,8 @@ def split_kv_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, splits
     weights = torch.softmax(torch.stack(lses), dim=0)
     return (weights[..., None] * torch.stack(outputs)).sum(dim=0).to(q.dtype)
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q3_2_part_tests", "grade": true, "points": 3}
-check_attend_part(attend_part)
-
-# %% nbgrader={"grade_id": "q3_2_tests", "grade": true, "points": 5}
-check_split_kv_attention(split_kv_attention)
+### TESTS q3_2_part_tests, 3 points: check_attend_part(attend_part)
+### TESTS q3_2_tests, 5 points: check_split_kv_attention(split_kv_attention)
 
 # %% [markdown]
 # ### Question 3.3: How many splits? {points}
@@ -862,9 +842,7 @@ def best_splits(
     costs = [decode_us(programs, kv_len, n, units, tile, tile_us, combine_us) for n in range(1, most + 1)]
     return 1 + costs.index(min(costs))
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q3_3_tests", "grade": true, "points": 4}
-check_splits(decode_us, best_splits)
+### TESTS q3_3_tests, 4 points: check_splits(decode_us, best_splits)
 
 # %% [markdown]
 # What the model says about an H200 (132 multiprocessors), 65536 keys, tiles of 128 that take 0.5 µs, 4 µs to merge.
@@ -1037,9 +1015,7 @@ def strided_and_fast(x: torch.Tensor) -> torch.Tensor:
     ### BEGIN SOLUTION
     return x.transpose(1, 2).contiguous().transpose(1, 2)
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q4_1_tests", "grade": true, "points": 4}
-check_strides(knocked_out_by_strides, strided_and_fast)
+### TESTS q4_1_tests, 4 points: check_strides(knocked_out_by_strides, strided_and_fast)
 
 # %% [markdown]
 # ### Question 4.2: Four more knock-outs {points}
@@ -1080,9 +1056,7 @@ KNOCK_OUTS = {
     "one batch of keys": lambda q, k, v: {"query": q, "key": k[:1], "value": v[:1]},
 }
 ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q4_2_tests", "grade": true, "points": 4}
-check_knock_outs(KNOCK_OUTS)
+### TESTS q4_2_tests, 4 points: check_knock_outs(KNOCK_OUTS)
 
 # %% [markdown]
 # The map of your machine, with your knock-outs, and the map that was recorded on an H200 with torch 2.11, with the course's:
@@ -1148,9 +1122,7 @@ def ready_for_flash(x: torch.Tensor) -> torch.Tensor:
     ### BEGIN SOLUTION
     return x if x.stride(-1) == 1 else x.contiguous()
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q4_3_tests", "grade": true, "points": 4}
-check_unpack(unpack_qkv, ready_for_flash)
+### TESTS q4_3_tests, 4 points: check_unpack(unpack_qkv, ready_for_flash)
 
 # %% [markdown]
 # What does a lost kernel cost, and what would the copy have cost?
@@ -1219,9 +1191,7 @@ def rounded_attention(
         out = out / total
     return to_bf16(out) if output else out
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q5_1_tests", "grade": true, "points": 6}
-check_rounded_attention(rounded_attention)
+### TESTS q5_1_tests, 6 points: check_rounded_attention(rounded_attention)
 
 # %% [markdown]
 # Now find for each backend a recipe with the same error: below are the errors of some recipes, and those of the real backends in
@@ -1280,9 +1250,7 @@ def ulps_apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
     return (place(a) - place(b)).abs()
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q5_2_tests", "grade": true, "points": 3}
-check_ulps_apart(ulps_apart)
+### TESTS q5_2_tests, 3 points: check_ulps_apart(ulps_apart)
 
 # %%
 rows = []
@@ -1324,9 +1292,7 @@ def distinct_results(fn, runs: int) -> int:
         found.add(b"".join(t.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes() for t in tensors))
     return len(found)
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q5_3_tests", "grade": true, "points": 3}
-check_distinct_results(distinct_results)
+### TESTS q5_3_tests, 3 points: check_distinct_results(distinct_results)
 
 # %% [markdown]
 # Four questions about each backend. Does forward repeat itself? Does backward, as it is and in deterministic mode? Does
@@ -1464,9 +1430,7 @@ def dequantize_fp8(x8: torch.Tensor, scale: torch.Tensor, block: int | None = No
     ### BEGIN SOLUTION
     return x8.float() * spread_scales(scale, block, x8.shape[2])
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "bonus_5_5_tests", "grade": true, "points": 7}
-check_fp8(quantize_fp8, dequantize_fp8)
+### TESTS bonus_5_5_tests, 7 points: check_fp8(quantize_fp8, dequantize_fp8)
 
 # %% [markdown]
 # First the format alone: every 128th token is made larger by a factor, and the error is that of the *other* tokens. Then attention
@@ -1577,9 +1541,7 @@ def geometric_mean(values: pd.Series) -> float:
     ### BEGIN SOLUTION
     return math.exp(sum(math.log(value) for value in values) / len(values))
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q6_1_tests", "grade": true, "points": 6}
-check_fastest_and_default(fastest, default_slowdown, geometric_mean)
+### TESTS q6_1_tests, 6 points: check_fastest_and_default(fastest, default_slowdown, geometric_mean)
 
 # %% [markdown]
 # **Before you run.** On which share of the shapes will the default be the best? And which backend will win decode?
@@ -1642,9 +1604,7 @@ def grid_answers(grid: pd.DataFrame) -> dict:
         "splits_four_queries": share(4, "reduction"),
     }
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q6_2_tests", "grade": true, "points": 7}
-check_grid_answers(grid_answers)
+### TESTS q6_2_tests, 7 points: check_grid_answers(grid_answers)
 
 # %% [markdown]
 # **Before you run.** Write the numbers down that you dare to guess.
@@ -1737,9 +1697,7 @@ def choose_backend(grid: pd.DataFrame, call: dict, able: list[str]) -> str:
     ranked = near.assign(distance=distance.round(9)).sort_values(["distance", "shape", "ms"])
     return ranked["backend"].iloc[0]
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "bonus_6_4_tests", "grade": true, "points": 5}
-check_choose_backend(choose_backend)
+### TESTS bonus_6_4_tests, 5 points: check_choose_backend(choose_backend)
 
 # %% [markdown]
 # The sweep also measured shapes at random, off the grid. They were *held out*: your function has not seen them.
