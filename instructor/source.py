@@ -108,7 +108,7 @@ def read_lab(path: Path) -> Lab:
     notebook = jupytext.reads(text, fmt="py:percent")
     problems: list[str] = []
     lab = Lab(path.stem, path, [])
-    for raw, line in _with_tests(notebook.cells, _marker_lines(text, notebook.cells)):
+    for raw, line in _with_tests(notebook.cells, text):
         cell = Cell(raw.cell_type, raw.source.rstrip(), line)
         lab.cells.append(cell)
         metadata = {k: v for k, v in raw.metadata.items() if k not in JUPYTEXT_KEYS}
@@ -145,14 +145,16 @@ def read_lab(path: Path) -> Lab:
     return lab
 
 
-def _with_tests(cells: list, lines: list[int]) -> Iterator[tuple]:
+def _with_tests(cells: list, text: str) -> Iterator[tuple]:
     """Yield the cells with the lines of their markers; each `### TESTS` line becomes a test cell behind its answer."""
-    for cell, line in zip(cells, lines, strict=True):
+    lines = text.splitlines()
+    for cell, line in zip(cells, _marker_lines(text, cells), strict=True):
         tests = TESTS.findall(cell.source)
         cell.source = TESTS.sub("", cell.source)
         yield cell, line
         for grade_id, points, call in tests:
             meta = {"grade_id": grade_id, "grade": True, "points": float(points) if "." in points else int(points)}
+            line = next(i for i in range(line, len(lines)) if f"### TESTS {grade_id}," in lines[i]) + 1
             yield type(cell)(cell_type="code", source=call, metadata={"nbgrader": meta}), line
 
 

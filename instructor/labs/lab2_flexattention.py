@@ -152,6 +152,8 @@ def mask_costs(
 # %%
 guesses["documents as a tensor, time over no mask"] = None  # a ratio
 guesses["causal as a word, time over no mask"] = None
+mask_outweighs = None  # your line: tokens from which on the mask of a head has at least the bytes of its Q, K, V and O, D = 128
+check_mask_outweighs(mask_outweighs)
 q, k, v = random_qkv()
 positions = torch.arange(length, device=device)
 span = length // 8
@@ -174,7 +176,7 @@ data_table["time over no mask"] = data_table["ms"] / data_table["ms"][0]
 keep("mask_as_data", data_table)
 beside_guess("documents as a tensor, time over no mask", float(data_table["time over no mask"][2]))
 beside_guess("causal as a word, time over no mask", float(data_table["time over no mask"][3]))
-plot_beside_recorded("mask_as_data", "time over no mask", "Time under a mask, against no mask", "time over no mask")
+plot_beside("mask_as_data", ["time over no mask"], title="Time under a mask, against no mask")
 
 # %% [markdown]
 # ### Question 1.3: Explain the time {points}
@@ -380,14 +382,21 @@ def sinks_and_window(sinks: int, window: int):
 ### TESTS q2_3_heads_tests, 4 points: check_windows_and_sinks(window_per_head, sinks_and_window)
 
 # %% [markdown]
-# Now look at them. Each mask is drawn twice: pair by pair, and in blocks of 16 × 16. The block pattern is what the next
-# part is about.
+# Now look at them, and at one of your own: each is drawn pair by pair, and in blocks of 16 × 16.
 #
 # **Before you look.** Which of these masks leaves the most blocks without a single pair, and what share of them?
 
 # %%
 guesses["the mask with the most empty blocks"] = None  # a name of the gallery below
 guesses["its share of empty blocks"] = None  # 0 to 1
+
+
+def yours(b, h, q, k):
+    """Causal, with at most an eighth of the causal pairs, and no block below the diagonal is empty."""
+    return k <= q  # your line: let fewer pairs through
+
+
+check_sparse_mask(yours)
 packed = packed_documents(document_numbers([50, 20, 7, 40, 30], 160, torch.device("cpu"))[None])
 gallery = {
     "causal": causal,
@@ -395,8 +404,9 @@ gallery = {
     "prefix_lm(50)": prefix_lm(50),
     "packed documents, padding": packed,
     "sinks_and_window(4, 24)": sinks_and_window(4, 24),
+    "yours": yours,
 }
-fig, axes = plt.subplots(2, len(gallery), figsize=(17, 7.4), layout="constrained")
+fig, axes = plt.subplots(2, len(gallery), figsize=(20, 7.4), layout="constrained")
 plot_mask(list(gallery.values()), 160, block_size=16, labels=list(gallery), ax=list(axes.T.flat))
 plt.show()
 empty = {name: counted.empty / counted.total for name, mod in gallery.items() for counted in [sparsity(mod, 160, 160, block_size=16)]}
@@ -495,13 +505,16 @@ def document_blocks(length: int, span: int, block: int) -> int:
 guesses["promise of the sliding window"] = None  # times faster
 guesses["share of it that arrives"] = None  # 0 to 1
 guesses["everything in blocks, time over no mask"] = None
+sixteenths = (5, 1, 3, 2, 1, 4)  # of the row: the documents of unequal lengths
+boundaries = None  # your line: the sixteenths at which the six documents begin, and the one at which the last one ends
+check_boundaries(boundaries)
 q, k, v = random_qkv()
 block = 128
 span = length // 8
 tried = {
     "everything, in blocks": everything, "no mask": None, "causal": causal, f"sliding_window({span})": sliding_window(span),
     f"documents({span})": documents(span),
-    "packed, unequal lengths": packed_documents(document_numbers([length // 16 * n for n in (5, 1, 3, 2, 1, 4)], length, device)[None]),
+    "packed, unequal lengths": packed_documents(document_numbers([length // 16 * n for n in sixteenths], length, device)[None]),
 }
 if can_compile():
     print("compiling six kernels, then timing: up to half a minute on two CPU cores ...", flush=True)
@@ -520,7 +533,7 @@ if can_compile():
     beside_guess("promise of the sliding window", float(promise_table["promised"][3]))
     beside_guess("share of it that arrives", float(promise_table["kept"][3]))
     beside_guess("everything in blocks, time over no mask", float(promise_table["ms"][0] / promise_table["ms"][1]))
-plot_beside_recorded("promises", "kept", "How much of the blocks' promise arrives", "measured / promised")
+plot_beside("promises", ["kept"], title="How much of the blocks' promise arrives")
 
 # %% [markdown]
 # *kept* 0.7 means that 70% of the promise arrived. In Part 7 you will find where the rest goes. And why has *no mask* a row of its
@@ -682,6 +695,8 @@ def relative_bias(table: torch.Tensor):
 
 # %%
 guesses["the one that goes below -4"] = None  # "soft_cap, then alibi" or "alibi, then soft_cap"
+your_slope = None  # your line: the slope of ALiBi with which a key 64 tokens back loses 8
+check_slope(your_slope)
 slopes = torch.tensor([0.5])
 bumps = 3 * torch.sin(torch.arange(65) / 4.0)[None]
 shown = {
@@ -772,8 +787,8 @@ for name, backend in (
         print(f"  not here: {reason}")
 if can_compile():
     compiled_attention = torch.compile(own_copy(flex_attention), dynamic=False)
-    yours = prepare_flex(compiled_attention, mask, None, length, device)
-    contenders["FlexAttention, yours"] = functools.partial(yours, q, k, v)
+    prepared = prepare_flex(compiled_attention, mask, None, length, device)
+    contenders["FlexAttention, yours"] = functools.partial(prepared, q, k, v)
 exact = contenders["SDPA, mask as a tensor"]()
 for name, attend in contenders.items():
     error = (attend().float() - exact.float()).abs().max().item()
@@ -790,12 +805,14 @@ if "FlexAttention, compiled" in race_ms and "FlexAttention, eager" in race_ms:
 for name, attend in contenders.items():
     if hasattr(attend, "seconds"):
         print(f"{name:34}", ", ".join(f"{what} {seconds:.3f} s" for what, seconds in attend.seconds.items()))
-plot_beside_recorded("race", "ms", "One mask, several ways", "ms", log=True)
+plot_beside("race", ["ms"], title="One mask, several ways")
 
 # %% [markdown]
-# The last lines say what was paid once: building the block mask, and compiling. A block mask that serves every layer and
-# every head of a step costs little. One that is built anew for every call costs about as much as the attention itself, or
-# more.
+# The last lines say what was paid once: building the block mask, and compiling.
+
+# %%
+calls_that_pay = None  # your line: a block mask takes as long as 3 calls. From how many calls on is that under a tenth of all?
+check_calls(calls_that_pay)
 
 # %% [markdown]
 # ### Question 5.2: Find your line in the kernel {points}
@@ -969,7 +986,7 @@ training_table = pd.DataFrame([
 keep("training", training_table)
 beside_guess("promise of your loop's blocks", float(promises[loop]))
 beside_guess("your loop, forward and backward: speed-up over the tensor", float(training_table["speed-up, both"][1]))
-plot_beside_recorded("training", "speed-up, both", "Forward and backward (recorded in bf16)", "times as fast as the tensor")
+plot_beside("training", ["speed-up, both"], title="Forward and backward (recorded in bf16)")
 
 # %% [markdown]
 # The gradients agree: a masked pair has the weight 0, so nothing flows back through it, and skipping it loses nothing. Blocks promise
@@ -1005,6 +1022,8 @@ plot_beside_recorded("training", "speed-up, both", "Forward and backward (record
 guesses["dynamic=False: speed at the second length / at the third"] = None  # a ratio
 guesses["kernels of the default"] = None
 guesses["kernels of dynamic=True"] = None
+eager_lengths = None  # your line: with dynamic=False and PyTorch's own limit, how many of twelve lengths run eager?
+check_eager_lengths(eager_lengths)
 
 # %% tags=["collapsed"]
 import time
@@ -1162,11 +1181,10 @@ if can_compile():
 #
 # First, a map. Documents of different lengths, blocks of different sizes: which promises are kept? For each
 # point the speed-up over *everything in blocks of the same size* is measured and divided by two ideals: what the *pairs* promise (1/density), and
-# what the *blocks* promise. The heat maps show the speed-up, and its share of what the blocks promise. The shortest
-# documents are a quarter of the largest block.
+# what the *blocks* promise. The heat maps show the speed-up, and its share of what the blocks promise.
 #
 # (A baseline of the same blocks matters. On a GPU blocks of 64 make the kernel's tiles smaller, and smaller tiles are slower by
-# themselves, whatever the mask skips. The column `everything, ms` shows it.)
+# themselves. The column `everything, ms` shows it.)
 #
 # **Before you run.** Documents of half a block: can any kernel of this kind keep the promise of their pairs? Large blocks
 # or small blocks: which reach more of the promise of their pairs, which more of the promise of their blocks?
@@ -1175,6 +1193,8 @@ if can_compile():
 guesses["block size with the best mean share of its pairs' promise"] = None  # 64, 128 or 256
 guesses["block size with the best mean share of its blocks' promise"] = None
 guesses["documents of half a block: best share of the pairs' promise"] = None  # 0 to 1
+quarter_block = None  # your line: the most of their pairs' promise that documents of a quarter of a block can reach
+check_quarter_block(quarter_block)
 
 # %% tags=["collapsed"]
 if can_compile():
@@ -1308,7 +1328,7 @@ if can_compile():
     keep("layout", layout_table)
     beside_guess("promise of your layout", float(layout_table["promised"][2]))
     beside_guess("share of the layout's promise that is kept", float(layout_table["measured"][2] / layout_table["promised"][2]))
-plot_beside_recorded("layout", "measured", "The same pairs in two orders", "times as fast as everything")
+plot_beside("layout", ["measured"], title="The same pairs in two orders")
 
 # %% [markdown]
 # ### Question 7.2: Where the rest of the promise goes {points}
@@ -1406,10 +1426,9 @@ if can_compile():
 
 small, sink = [t[:, :, :256].float() for t in random_qkv()], 1.5
 out, lse = attention(*small, mask_mod=causal, return_lse=True, backend="flex_eager")
-scores = (small[0] @ small[1].mT / math.sqrt(head_dim)).masked_fill(~dense_mask(causal, 256, 256, device), -math.inf)
-scores = torch.cat((scores, torch.full_like(scores[..., :1], sink)), dim=-1)  # the sink as a column of its own
-difference = (out * torch.sigmoid(lse - sink)[..., None] - torch.softmax(scores, dim=-1)[..., :-1] @ small[2]).abs().max().item()
-print(f"a sink by the log-sum-exp against a sink as a column: largest difference {difference:.1e}")
+own = attention(*small, mask_mod=causal, sink=torch.full((heads,), sink, device=device), backend="flex_eager")
+difference = (out * torch.sigmoid(lse - sink)[..., None] - own).abs().max().item()
+print(f"a sink by the log-sum-exp against `sink=`: largest difference {difference:.1e}")
 
 # %% [markdown]
 # The same pairs, another order, and less than half of the blocks. One key head computes as much as all of them: it saves memory, and
@@ -1489,6 +1508,8 @@ def paged_mask(mask_mod, owner: torch.Tensor, number: torch.Tensor, page_size: i
 # the same attention:
 
 # %%
+your_place = None  # your line: a sequence has the pages [7, 2, 5], of 64 tokens each. At which place of the pool lies its token 100?
+check_place(your_place)
 page_size, sequences, each = 64, 2, 4  # tokens of a page, sequences, pages of a sequence
 table = torch.randperm(sequences * each, device=device).view(sequences, each).int()  # the pages of each sequence, in order
 owner, number = torch.empty(2, sequences * each, dtype=torch.long, device=device)
@@ -1541,6 +1562,16 @@ def ragged_attention(attend, texts: list[tuple[torch.Tensor, torch.Tensor, torch
     return list(attend(q, k, v, mask_mod)[0].split(sizes, dim=1))
     ### END SOLUTION
 ### TESTS bonus_8_3_tests, 6 points: check_ragged_attention(ragged_attention)
+
+# %% [markdown]
+# The course's `attention` takes such a row in one line: `cu_seqlens` says where each text begins, and where the last one ends.
+
+# %%
+q, k, v = (torch.randn(1, 4, 223, 64, device=device) for _ in range(3))
+texts = list(zip(*(x[0].split([70, 33, 120], dim=1) for x in (q, k, v)), strict=True))
+by_ends = attention(q, k, v, causal=True, cu_seqlens=torch.tensor([0, 70, 103, 223], dtype=torch.int32, device=device))
+by_mask = ragged_attention(lambda q, k, v, mask_mod: attention(q, k, v, mask_mod=mask_mod, backend="flex_eager"), texts)
+print(f"by `cu_seqlens` and by your mask: largest difference {(torch.cat(by_mask, dim=1)[None] - by_ends).abs().max().item():.1e}")
 
 # %% [markdown]
 # ## Save your results

@@ -191,6 +191,8 @@ def registers_per_thread(keys: int, d: int) -> float:
 # %%
 guesses["64 queries, head dim 128: the longest"] = None  # "products", "exponentials" or "loads"
 guesses["rows of queries until it is not the loads"] = None
+same_time = None  # your line: the head dimension at which the exponentials of a step take as long as its products
+check_same_time(same_time)
 rows = []
 for d, queries, keys in ((64, 64, 128), (64, 192, 128), (128, 64, 128), (128, 128, 128), (128, 256, 128), (256, 128, 64)):
     products, exponentials, loads = tile_cycles(queries, keys, d)
@@ -204,9 +206,8 @@ hidden_at = [n for n in range(64, 2048, 64) if tile_cycles(n, 128, 128)[2] <= ma
 beside_guess("rows of queries until it is not the loads", hidden_at[0] if hidden_at else "more than 2000")
 
 # %% [markdown]
-# First, the exponentials are no detail: at head dimension 64 they take as long as the products, at 128 half as long.
-# Unless they run *at the same time*, the tensor cores idle for half of the time at 64, and for a third at 128. Second, 20
-# bytes per cycle are too few for 64 rows. Real kernels let several warpgroups share each block of keys, and fetch it from
+# First, the exponentials are no detail: unless they run *at the same time*, the tensor cores idle for half of the time at
+# head dimension 64, and for a third at 128. Second, 20 bytes per cycle are too few for 64 rows. Real kernels let several warpgroups share each block of keys, and fetch it from
 # the L2 cache, where it lies because other blocks of the same head read it, too.
 #
 # ## Naive against fused, measured
@@ -343,12 +344,14 @@ def owner(row: int, column: int, shape: tuple, size: tuple, threads: tuple, warp
     ### END SOLUTION
 ### TESTS q2_1_tests, 6 points: check_owner(owner)
 
-# %%
-plot_owner(owner)
-
 # %% [markdown]
 # Memory answers in **sectors** of 32 bytes. When a warp loads 32 numbers of 4 bytes that lie side by side, it gets 4
-# sectors and needs all of them. When they lie a row apart, it gets 32 sectors and needs an eighth of each.
+# sectors and needs all of them.
+
+# %%
+plot_owner(owner)
+a_row_apart = None  # your line: (sectors, share of their bytes that is needed) when the 32 numbers lie a row apart
+check_sectors(a_row_apart)
 
 # %% [markdown]
 # ### Question 2.2: A transpose with two layouts {points}
@@ -604,6 +607,8 @@ def sum_of_squares(x_desc, y_ptr, rows, columns, STAGES: gl.constexpr):
 
 # %%
 guesses["slots, from which one more gains less than 5%"] = None
+tile_11 = None  # your line: (slot, parity of the wait) of tile 11 in a ring of 3
+check_tile_11(tile_11)
 _ = show_timeline(answered("lab3_tma_ring.py"), tma_ring_launch(16, 512, 3)[0], "TMA ring of 3 slots")
 plot_slots({n: simulate_launch(answered("lab3_tma_ring.py"), tma_ring_launch(16, 2048, n)[0])[1].cycles[0] for n in range(1, 9)})
 
@@ -818,6 +823,8 @@ def repairs() -> dict[str, str]:
 # %%
 guesses["extra turns, lanes along a column, plain rows"] = None
 guesses["extra turns, lanes along a column, swizzle of 128 bytes"] = None
+lane = None  # your line: the lane that holds row 3, column 6 of an accumulator of wgmma
+check_lane(lane)
 plot_conflicts()
 
 # %% [markdown]
@@ -1207,6 +1214,8 @@ print(f"softmax under a product of the same consumer: {overlap(run):.0%}")
 # dimension do to the white and grey between the red bars?
 
 # %%
+registers = None  # your line: registers for each thread of the consumers if the producer kept 40
+check_registers(registers)
 draw_slider(answered("lab3_specialized.py"))
 
 # %% [markdown]
@@ -1671,6 +1680,8 @@ def matmul(a_desc, b_desc, c_desc, k_size):
 ### TESTS bonus_6_1_tests, 4 points: check_tcgen05(text_of("lab3_tcgen05.py"))
 
 # %%
+columns = None  # your line: columns of tensor memory that two tiles of S (128 keys) and two of O (head dimension 128) take
+check_columns(columns)
 _ = show_timeline(answered("lab3_tcgen05.py"), tcgen05_launch(128, 128, 512, 128)[0], "C = A Bᵀ by tcgen05", model=BLACKWELL)
 
 # %% [markdown]

@@ -287,6 +287,8 @@ def default_backend(capability: tuple[int, int], cudnn: int, reasons: dict[str, 
 
 # %%
 guesses["calls of six that run flash"] = None  # 0 to 6
+first_version = None  # your line: the smallest number of a cuDNN that an H200 asks first
+check_first_version(first_version)
 q, k, v = random_qkv(1, 4, 256, 64)
 turned = torch.randn(1, 4, 64, 256, device=device, dtype=dtype).transpose(2, 3)
 calls = {"as it is": (q, {}), "q with other strides": (turned, {}), "dropout": (q, {"dropout_p": 0.1})}
@@ -421,12 +423,14 @@ guesses["math / flash, time"] = None  # a ratio
 guesses["math / flash, added memory"] = None
 guesses["operators (on a GPU: kernels) of math"] = None
 guesses["the more exact one"] = None  # "math", "flash" or "equal"
+score_mb = None  # your line: MB of one matrix of scores of 4 heads, 1024 tokens, fp32
+check_score_mb(score_mb)
 size = (2, 16, 4096, 128) if on_gpu else (1, 4, 1024, 64)  # sequences, heads, tokens, head dimension
 print(f"measuring {size[2]} tokens, full and causal, in turn ...", flush=True)
 rows = measure_all(*size, causal=False) + measure_all(*size, causal=True)
 results["backends"] = rows
 show(rows, ["causal", "backend"])
-plot_beside(rows, "backends", ["causal", "backend"], ["ms", "added MB", "rms error"])
+plot_beside("backends", ["ms", "added MB", "rms error"], ["causal", "backend"])
 math_row, flash_row = (next(row for row in rows if row["backend"] == name) for name in ("math", "flash"))
 beside_guess("math / flash, time", float(math_row["ms"] / flash_row["ms"]))
 beside_guess("math / flash, added memory", float(math_row["added MB"] / flash_row["added MB"]))
@@ -479,7 +483,7 @@ for size, tensors in (("16 tokens", random_qkv(1, 4, 16, 64)), ("full size", ran
                 torch.cuda.synchronize()
         rows.append({"call": f"{size}, {way}", "host us": host_us, "device us": device_us})
 results["host"] = rows
-plot_beside(rows, "host", "call", ["host us", "device us"])
+plot_beside("host", ["host us", "device us"], "call")
 beside_guess("host time of a call, us", rows[0]["host us"])
 beside_guess("what the pin adds, us", rows[1]["host us"] - rows[0]["host us"])
 
@@ -618,11 +622,12 @@ def attention_backward(q, k, v, out, lse, dout) -> tuple[torch.Tensor, torch.Ten
 ### TESTS bonus_2_4_tests, 8 points: check_attention_backward(attention_backward)
 
 # %% [markdown]
-# Forward and backward, timed. Seven products instead of two is 3.5 times the FLOPs.
-#
-# **Before you run.** Will both passes take 3.5 times as long as forward? For which backend more, for which less?
+# Forward and backward, timed. **Before you run.** How many times the FLOPs of forward are both passes? Will they take that many
+# times as long?
 
 # %%
+both_flops = None  # your line: FLOPs of both passes over those of forward
+check_both_flops(both_flops)
 guesses["flash, forward and backward / forward"] = None
 guesses["math, forward and backward / forward"] = None
 q, k, v = random_qkv(2, 16, 4096, 128) if on_gpu else random_qkv(1, 4, 512, 64)
@@ -647,7 +652,7 @@ for backend in running:
     if backend in ("flash", "math"):
         beside_guess(f"{backend}, forward and backward / forward", both_ms / forward_ms)
 results["training"] = rows
-plot_beside(rows, "training", "backend", ["both ms", "ratio", "added MB"])
+plot_beside("training", ["both ms", "ratio", "added MB"], "backend")
 
 # %% [markdown]
 # # Part 3: Prefill and decode
@@ -720,7 +725,7 @@ for name, query_len, kv_len, head_dim in cases:
                  "TFLOP/s": measured[name][1], "GB/s": fused / ms / 1e6, "share of roof": measured[name][1] / roof})
 results["roofline"] = rows
 plot_roofline(roofs.name, peak, bandwidth, measured=measured, title="Flash attention: prefill (S at one D, D at one S) and decode")
-plot_beside(rows, "roofline", "case", ["share of roof", "GB/s"])
+plot_beside("roofline", ["share of roof", "GB/s"], "case")
 beside_guess("share of the roof, longest prefill", rows[2]["share of roof"])
 beside_guess("share of the roof, decode", rows[5]["share of roof"])
 
@@ -850,6 +855,8 @@ def best_splits(
 # **Before you run.** By how much does the best number of splits gain at batch 1? At which batch is nothing left to gain?
 
 # %%
+full_batch = None  # your line: the batch from which on 8 key heads a sequence fill 132 multiprocessors without a split
+check_full_batch(full_batch)
 guesses["gain of the best split, batch 1"] = None
 guesses["gain of the best split, batch 64"] = None
 model = {"units": 132, "tile": 128, "tile_us": 0.5, "combine_us": 4.0}
@@ -886,7 +893,7 @@ for batch in (1, 16) if on_gpu else (1, 8):
         if (batch, backend) == (1, "flash"):
             beside_guess("share of the bandwidth, batch 1, flash", rows[-1]["share of bandwidth"])
 results["decode"] = rows
-plot_beside(rows, "decode", ["batch", "backend"], ["share of bandwidth", "ms"])
+plot_beside("decode", ["share of bandwidth", "ms"], ["batch", "backend"])
 if any(row["share of bandwidth"] > 1 for row in rows):
     print("A share over 1: keys and values came from the cache.")
 
@@ -1131,6 +1138,8 @@ def ready_for_flash(x: torch.Tensor) -> torch.Tensor:
 # first place. Guess the ratios.
 
 # %%
+your_strides = None  # your line: x.stride() of an x (2, 3, 10, 16) that lies in memory as (B, S, H, D)
+check_your_strides(your_strides)
 guesses["fallback / stored right"] = None
 guesses["copied first / stored right"] = None
 q, k, v = random_qkv(2, 16, 4096, 128) if on_gpu else random_qkv(1, 4, 1024, 64)
@@ -1145,7 +1154,7 @@ rows = [{"way": name, "ran": backends_in(operators_of(way))[0], "ms": timed[name
 beside_guess("fallback / stored right", rows[0]["ms"] / rows[2]["ms"])
 beside_guess("copied first / stored right", rows[1]["ms"] / rows[2]["ms"])
 results["strides"] = rows
-plot_beside(rows, "strides", ["way", "ran"], ["ms"])
+plot_beside("strides", ["ms"], ["way", "ran"])
 
 # %% [markdown]
 # # Part 5: Same formula, other bits
@@ -1218,7 +1227,7 @@ for name, out in (outputs | bf16_outputs).items():
     largest, rms = errors(out, q, k, v)
     rows.append({"what": name, "largest error": largest, "rms error": rms})
 results["rounding"] = rows
-plot_beside(rows, "rounding", "what", ["rms error"])
+plot_beside("rounding", ["rms error"], "what")
 rms_of = {row["what"]: row["rms error"] for row in rows}
 alone = {"output": rms_of["rounded: output"]} | {  # errors add up in squares
     name: math.sqrt(max(rms_of[f"rounded: {name}, output"] ** 2 - rms_of["rounded: output"] ** 2, 0.0)) for name in ("P", "scores")}
@@ -1253,6 +1262,8 @@ def ulps_apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 ### TESTS q5_2_tests, 3 points: check_ulps_apart(ulps_apart)
 
 # %%
+after_one = None  # your line: the next bf16 number after 1
+check_after_one(after_one)
 rows = []
 names = list(bf16_outputs)
 for one, other in [(one, other) for i, one in enumerate(names) for other in names[i + 1 :]]:
@@ -1263,7 +1274,7 @@ for one, other in [(one, other) for i, one in enumerate(names) for other in name
                  "at most 1 step": (steps <= 1).float().mean().item(), "most steps": int(steps.max()),
                  "most steps, larger half": int(common.max())})
 results["ulps"] = rows
-plot_beside(rows, "ulps", "backends", ["equal bits", "at most 1 step", "most steps", "most steps, larger half"])
+plot_beside("ulps", ["equal bits", "at most 1 step", "most steps", "most steps, larger half"], "backends")
 
 # %% [markdown]
 # ### Question 5.3: Same bits every time? {points}
@@ -1548,6 +1559,8 @@ def geometric_mean(values: pd.Series) -> float:
 
 # %%
 guesses["share of shapes where the default is the best"] = None  # 0 to 1
+your_mean = None  # your line: the right mean of a gain of 1.25 on one shape and of 0.8 on another
+check_your_mean(your_mean)
 guesses["the backend that wins most decode shapes"] = None
 of_shape = grid.drop_duplicates("shape").set_index("shape")
 wins = pd.crosstab(of_shape["kind"], fastest(grid))

@@ -47,7 +47,7 @@ from utils.gluon_cpu.timeline import COLORS
 from utils.kernels.offline import BLACKWELL as BLACKWELL_CHIP
 from utils.kernels.offline import HOPPER
 from utils.labs import session
-from utils.labs.session import beside_guess, plot_beside_recorded, results
+from utils.labs.session import beside_guess, results
 from utils.labs.session import guesses as guesses
 from utils.labs.session import outcomes as outcomes
 from utils.labs.session import save as save
@@ -91,6 +91,43 @@ def answered(file: str) -> str | None:
     text = Path(file).read_text() if Path(file).exists() else ""
     open_still = any(line.strip().startswith("raise NotImplementedError") for line in text.splitlines())
     return text if text and not open_still else None
+
+
+# ---- lines that a student writes for no points -----------------------------------------------------------------------
+
+check_same_time = session.small_task(
+    "the head dimension of equal times",
+    64,
+    "4 rows keys d FLOPs at 4096 a cycle, beside rows keys exponentials at 16.",
+    {128: "There are two products.", 256: "A multiply-accumulate is two FLOPs, and there are two products."},
+)
+check_sectors = session.small_task(
+    "sectors and their use",
+    (32, 1 / 8),
+    "Each number lies in a sector of its own: how many of its 32 bytes are needed?",
+    {(32, 1 / 32): "A number has four bytes.", (32, 4): "The share, between 0 and 1."},
+)
+check_tile_11 = session.small_task(
+    "slot and parity of tile 11",
+    (2, 1),
+    "Slot i % 3, and phase i // 3 of that slot's barrier, modulo 2.",
+    {(2, 3): "That is the phase: its parity is what a wait takes."},
+)
+check_lane = session.small_task(
+    "the lane of row 3, column 6",
+    15,
+    "Row r lies in lanes 4 r to 4 r + 3, two columns each.",
+    {18: "Two columns a lane."},
+)
+check_registers = session.small_task(
+    "registers for each thread of the consumers",
+    232,
+    "384 threads had 168 each; 128 keep 40, and 256 share the rest.",
+    {464: "There are two consumers, of 128 threads each."},
+)
+check_columns = session.small_task(
+    "columns of tensor memory", 512, "A column holds one number of each of 128 rows.", {256: "Two tiles of each."}
+)
 
 
 # ---- timelines ---------------------------------------------------------------------------------------------------
@@ -354,8 +391,7 @@ def plot_naive_and_fused(naive_attention) -> None:
         beside_guess(f"kernels or operators, {row['']}", row[unit])
         beside_guess(f"MB moved, {row['']}", row["MB moved"])
     show_recorded("naive_and_fused")
-    for column in ("ms", "MB moved"):
-        plot_beside_recorded("lab3", "naive_and_fused", column, f"Naive and fused attention: {column}")
+    session.plot_beside("lab3", "naive_and_fused", ["ms", "MB moved"], title="Naive and fused attention")
 
 
 def show_recorded_fences() -> None:
