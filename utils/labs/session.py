@@ -188,7 +188,7 @@ def plot_guesses() -> None:
     if not ratios:
         return
     _, ax = plt.subplots(figsize=(8, 1.2 + 0.3 * len(ratios)))
-    ax.axvspan(1 - NEAR, 1 + NEAR, color="#d3ebdf")
+    ax.axvspan(1 - NEAR, 1 + NEAR, color="#b4d9c5")
     ax.plot(list(ratios.values()), range(len(ratios)), "o", color=series(0).color)
     ax.set(xscale="log", yticks=range(len(ratios)), yticklabels=list(ratios), ylim=(len(ratios) - 0.5, -0.5))
     style_axes(ax, x="your guess / what was measured; green: within a quarter", title="You against the machine")
