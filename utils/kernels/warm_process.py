@@ -100,40 +100,44 @@ class ForkedProcess:
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # a channel of this process is no business of a kernel's
             _be_a_child({"folder": folder, "environment": dict(os.environ)}, self.work)
         deadline = time.monotonic() + timeout
-        while True:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                break
-            if time.monotonic() > deadline:
-                _kill_group(pid)
-                os.waitpid(pid, 0)
-                raise TimeoutError
-            time.sleep(0.002)
-        printed, complaints = (_text(Path(folder, name)) for name in ("printed", "complaints"))
-        return Ended(os.waitstatus_to_exitcode(status), printed, complaints)
+        status = _wait(pid, lambda: time.monotonic() > deadline)
+        if status is None:
+            raise TimeoutError
+        return _ended(status, folder)
+
+
+def _wait(pid: int, given_up: Callable[[], bool]) -> int | None:
+    """Wait for a child and return its exit status; or kill it and return None, once `given_up` says so."""
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if given_up():
+            _kill_group(pid)
+            os.waitpid(pid, 0)
+            return None
+        time.sleep(0.002)
+
+
+def _ended(status: int, folder: str) -> Ended:
+    """Return how a job ended, with what it left in its folder's files."""
+    files = (Path(folder, name) for name in ("printed", "complaints"))
+    return Ended(status, *(file.read_text("utf-8", errors="replace") if file.exists() else "" for file in files))
 
 
 def _run_anew(command: list[str], environment: dict[str, str], timeout: float) -> Ended:
-    child = subprocess.Popen(
-        command,
-        cwd=command[-1],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        printed, complaints = child.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        raise TimeoutError from None
-    finally:
-        if child.poll() is None:  # also on an interrupt of the caller
-            _kill_group(child.pid)
-            child.communicate()
-    return Ended(child.returncode, printed, complaints)
+    folder = command[-1]
+    with open(Path(folder, "printed"), "wb") as printed, open(Path(folder, "complaints"), "wb") as complaints:
+        options = dict(stdin=subprocess.DEVNULL, stdout=printed, stderr=complaints, start_new_session=True)
+        child = subprocess.Popen(command, cwd=folder, env=environment, **options)
+        try:
+            return _ended(child.wait(timeout), folder)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError from None
+        finally:
+            if child.poll() is None:  # also on an interrupt of the caller
+                _kill_group(child.pid)
+                child.wait()
 
 
 def _kill_group(pid: int) -> None:
@@ -183,7 +187,7 @@ class Server:
             self.process.kill()
             self.process.wait()
             raise
-        return Ended(status, *(_text(Path(folder, name)) for name in ("printed", "complaints")))
+        return _ended(status, folder)
 
     def _send(self, job: dict) -> None:
         assert self.process.stdin is not None
@@ -208,10 +212,6 @@ class Server:
     def _said(self) -> str:
         self.complaints.seek(0)
         return self.complaints.read().decode(errors="replace")
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 # The server's side ------------------------------------------------------------------------------------------------
@@ -241,18 +241,11 @@ def serve(prepare: Callable[[], object], work: Callable[[str], object]) -> None:
             if pid == 0:
                 _be_a_child(job, work)
             os.write(1, b"%d\n" % pid)
-            os.write(1, b"%d\n" % _wait(pid))
-
-
-def _wait(pid: int) -> int:
-    """Wait for a child and return its exit status; if the program has ended, kill the child and end the server."""
-    while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        if select.select([0], [], [], 0.005)[0]:  # no job is sent while one runs, so stdin has reached its end
-            _kill_group(pid)
-            os._exit(0)
+            # No job is sent while one runs, so what can be read from stdin then is its end: the program has ended.
+            status = _wait(pid, lambda: bool(select.select([0], [], [], 0)[0]))
+            if status is None:
+                return
+            os.write(1, b"%d\n" % status)
 
 
 def _be_a_child(job: dict, work: Callable[[str], object]) -> None:
@@ -260,10 +253,8 @@ def _be_a_child(job: dict, work: Callable[[str], object]) -> None:
     os.setsid()
     folder = job["folder"]
     os.chdir(folder)
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    for number, name in ((1, "printed"), (2, "complaints")):
-        with open(name, "wb") as file:
+    for number, (name, mode) in enumerate([(os.devnull, "rb"), ("printed", "wb"), ("complaints", "wb")]):
+        with open(name, mode) as file:
             os.dup2(file.fileno(), number)
     os.environ.clear()
     os.environ.update(job["environment"])
