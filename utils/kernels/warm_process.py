@@ -28,6 +28,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from utils.files import ROOT
 
@@ -73,14 +74,9 @@ class WarmProcess:
             return _run_anew([*command, folder], environment, timeout)
         with self._one_at_a_time:
             deadline = time.monotonic() + timeout
-            for fresh in (False, True):
-                if fresh or self.server is None or not self.server.serves_this_process():
-                    self.server = Server(command, environment)
-                try:
-                    return self.server.run(folder, environment, deadline)
-                except Gone as gone:  # it had been idle for too long, or something killed it
-                    complaints = str(gone)
-        return Ended(1, "", complaints)
+            if self.server is None or not self.server.serves_this_process():  # idle for too long, or killed
+                self.server = Server(command, environment)
+            return self.server.run(folder, environment, deadline)
 
 
 class ForkedProcess:
@@ -128,7 +124,7 @@ def _ended(status: int, folder: str) -> Ended:
 def _run_anew(command: list[str], environment: dict[str, str], timeout: float) -> Ended:
     folder = command[-1]
     with open(Path(folder, "printed"), "wb") as printed, open(Path(folder, "complaints"), "wb") as complaints:
-        options = dict(stdin=subprocess.DEVNULL, stdout=printed, stderr=complaints, start_new_session=True)
+        options: Any = dict(stdin=subprocess.DEVNULL, stdout=printed, stderr=complaints, start_new_session=True)
         child = subprocess.Popen(command, cwd=folder, env=environment, **options)
         try:
             return _ended(child.wait(timeout), folder)
@@ -148,10 +144,6 @@ def _kill_group(pid: int) -> None:
 
 
 # The program's side -----------------------------------------------------------------------------------------------
-
-
-class Gone(Exception):
-    """The server has ended; the message is what it wrote to stderr."""
 
 
 class Server:
@@ -176,11 +168,16 @@ class Server:
 
     def run(self, folder: str, environment: dict[str, str], deadline: float) -> Ended:
         """Run one job in a folder, with these environment variables."""
+        assert self.process.stdin is not None
         job = None
         try:
-            self._send({"folder": folder, "environment": environment})
+            self.process.stdin.write(json.dumps({"folder": folder, "environment": environment}).encode() + b"\n")
+            self.process.stdin.flush()
             job = int(self._line(deadline))
             status = int(self._line(deadline))
+        except (EOFError, BrokenPipeError):  # the server has ended
+            self.complaints.seek(0)
+            return Ended(1, "", self.complaints.read().decode(errors="replace"))
         except BaseException:  # also an interrupt of the caller
             if job is not None:
                 _kill_group(job)
@@ -189,14 +186,6 @@ class Server:
             raise
         return _ended(status, folder)
 
-    def _send(self, job: dict) -> None:
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(job).encode() + b"\n")
-            self.process.stdin.flush()
-        except OSError:
-            raise Gone(self._said()) from None
-
     def _line(self, deadline: float) -> bytes:
         assert self.process.stdout is not None
         while b"\n" not in self.unread:
@@ -204,14 +193,10 @@ class Server:
                 raise TimeoutError
             read = os.read(self.process.stdout.fileno(), 4096)
             if not read:
-                raise Gone(self._said())
+                raise EOFError
             self.unread += read
         line, self.unread = self.unread.split(b"\n", 1)
         return line
-
-    def _said(self) -> str:
-        self.complaints.seek(0)
-        return self.complaints.read().decode(errors="replace")
 
 
 # The server's side ------------------------------------------------------------------------------------------------

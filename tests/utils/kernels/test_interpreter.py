@@ -121,6 +121,7 @@ def test_calls_share_one_start_and_nothing_else(monkeypatch):
 def test_a_killed_process_is_replaced_and_a_fork_gets_its_own(monkeypatch):
     first = _mark()
     interpreter.PROCESS.server.process.kill()
+    interpreter.PROCESS.server.process.wait()
     assert _mark()[2] != first[2]
     monkeypatch.setattr(interpreter.PROCESS.server, "owner", 0)  # as in a fork of the process that started it
     assert not interpreter.PROCESS.server.serves_this_process()
