@@ -188,6 +188,18 @@ def test_no_queries_are_nothing_to_decode(monkeypatch):
     assert out.shape == q.shape and lse.shape == (1, 2, 0)
 
 
+def test_query_heads_that_share_few_wide_keys_get_keys_of_their_own(monkeypatch):
+    from utils.attention.gluon.backward import launch
+
+    q, k, v, dout = tensors(1, 4, 2, 100, 150, 256, torch.bfloat16)
+    heads, real = [], launch._launch
+    monkeypatch.setattr(
+        launch, "_launch", lambda key, given, *rest: heads.append(given[2].shape[1]) or real(key, given, *rest)
+    )
+    check(*simulated(q, k, v, dout, causal=True), torch.bfloat16)
+    assert heads == [4]
+
+
 def test_no_queries_give_zeros():
     from utils.attention.gluon.backward.launch import backward
 

@@ -91,7 +91,7 @@ def tile_entry(table, tile, rows, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def units_before(table, tile, rows, group, EXTRA: gl.constexpr):
+def tile_units(table, tile, rows, group, EXTRA: gl.constexpr):
     """Length of all tiles before this one, if each has EXTRA and `group` for each block."""
     return tile_entry(table, tile, rows, 4) * group + tile * EXTRA
 
@@ -103,7 +103,7 @@ def tile_at(table, place, tiles, rows, group, EXTRA: gl.constexpr):
     end = tile + tiles
     while end - tile > 1:
         middle = (tile + end) // 2
-        here = units_before(table, middle, rows, group, EXTRA) <= place
+        here = tile_units(table, middle, rows, group, EXTRA) <= place
         tile = gl.where(here, middle, tile)
         end = gl.where(here, end, middle)
     return tile

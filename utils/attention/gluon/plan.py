@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from utils.attention.gluon.dealing import SEARCHED, TILE_OVERHEAD, deal_tiles
+from utils.attention.gluon.dealing import TILE_OVERHEAD, deal_tiles
 
 BLOCK_M = 64  # query rows of a warpgroup: one wgmma m64
 STEPS = {
@@ -255,12 +255,15 @@ def tile_blocks(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> list
     return found
 
 
+_DEALT = 5  # with more tiles for each program all programs do as much as they do on average
+
+
 @functools.lru_cache(maxsize=256)
 def busiest(plan: Plan, sq: int, sk: int, heads: int, programs: int) -> float:
     """Return how much the program with the most work of a causal attention does: in blocks of 64 rows and 128 keys."""
     blocks = tile_blocks(plan, sq, sk, True, 0)
     unit = plan.rows * plan.block_n / (64 * 128)
-    if len(blocks) * heads > SEARCHED * programs:
+    if len(blocks) * heads > _DEALT * programs:
         return (sum(blocks) + TILE_OVERHEAD * len(blocks)) * heads / programs * unit
     dealt = deal_tiles(blocks, heads, 1, 1, programs)
     assert dealt is not None

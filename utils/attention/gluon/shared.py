@@ -7,6 +7,9 @@ softmax(scale * s) = 2^(c * (s - max)) / sum, with c = scale * log2(e), one FFMA
 
 from __future__ import annotations
 
+import linecache
+from typing import dataclass_transform
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin, tensor
@@ -19,7 +22,28 @@ versions.adopt_newest_gluon_names()
 tma_load = tma.async_load
 tma_store = tma.async_store
 thread_barrier = gl.barrier
-aggregate = gluon.aggregate
+
+
+@dataclass_transform()
+def aggregate(cls):
+    """Make a class one of Gluon's aggregates; without a constructor it gets one that takes the fields in their order.
+
+    Triton 3.8 does the same. Triton recognizes a compiled kernel by the text of what it calls, so the constructor has a text.
+    """
+    if "__init__" not in vars(cls):
+        fields = {
+            name: f"gl.constexpr({name})" if kind is gl.constexpr else name
+            for name, kind in cls.__annotations__.items()
+        }
+        lines = [f"def __init__(self, {', '.join(fields)}):\n"]
+        lines += [f"    self.{name} = {value}\n" for name, value in fields.items()]
+        file = f"<constructor of {cls.__module__}.{cls.__qualname__}>"
+        linecache.cache[file] = sum(map(len, lines)), None, lines, file
+        names = {"gl": gl, "__name__": cls.__module__}
+        exec(compile("".join(lines), file, "exec"), names)
+        cls.__init__ = gluon.constexpr_function(names["__init__"])
+    return gluon.aggregate(cls)
+
 
 LN2 = gl.constexpr(0.6931471805599453)
 MINUS_INF = gl.constexpr(float("-inf"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from utils.attention.gluon.arguments import addressable
-from utils.attention.gluon.backward.arguments import Gradients, find_order, launches, run
+from utils.attention.gluon.backward.arguments import Gradients, find_order, launches, processors, run
 from utils.attention.gluon.backward.plan import BackwardPlan, plan_for
 from utils.newest import Newest
 
@@ -88,6 +88,12 @@ def gradients(
         # Contiguous like all other results: torch.compile checks that the layout is the promised one.
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         return dq, *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    group = q.shape[1] // k.shape[1]
+    if q.shape[-1] > 128 and group > 1 and 2 * blocks_of_keys(k) <= processors(q.device):
+        # Few blocks of keys leave SMs without work. So each query head gets keys of its own, whose gradients are added up.
+        keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
+        dq, dk, dv = gradients(dout, dlse, q, keys, values, out, lse, causal, scale, window, deterministic, step)
+        return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
     given = dout, q, k, v, out
     # Where the tensors start is no part of the key, and is looked at each time.
     starts = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
@@ -103,6 +109,11 @@ def gradients(
         with torch.cuda.device(q.device if q.is_cuda else -1):
             g = _launch(key, given, lse, dlse, causal, scale, window, deterministic, step, lengths)
     return g.dq, g.dk, g.dv
+
+
+def blocks_of_keys(k: torch.Tensor) -> int:
+    """Blocks of 64 keys, of which the kernel of wide heads has a program for each."""
+    return k.shape[0] * k.shape[1] * -(-k.shape[2] // 64)
 
 
 def _launch(key: tuple, given: tuple, lse, dlse, causal, scale, window, deterministic, step, lengths) -> Gradients:

@@ -141,8 +141,8 @@ def last_round_order(blocks: Blocks, section: int) -> Order:
 
 
 def most_shares(blocks: Blocks, units: int) -> int:
-    """Return a share for each SM, or fewer of four blocks' beginnings each."""
-    return max(1, min(blocks.sms, units // (4 * BLOCK_UNITS)))
+    """Return a share for each SM, or fewer of four blocks' beginnings each, or so few that 32 bits hold units * shares."""
+    return max(1, min(blocks.sms, units // (4 * BLOCK_UNITS), (1 << 31) // max(units, 1) - 1))
 
 
 def sections(blocks: Blocks) -> list[int]:
@@ -179,7 +179,6 @@ def order_of(
 def best_order(blocks: Blocks, shares: bool) -> Order:
     """Return the order of these blocks that ends first."""
     by_blocks, even = block_order(blocks, shares), even_order(blocks)
-    fits = even.units * (even.shares + 1) < 1 << 31  # the kernel multiplies them in 32 bits
-    if shares and fits and schedule_tiles(blocks, even) < EVEN_GAIN * schedule_tiles(blocks, by_blocks):
+    if shares and schedule_tiles(blocks, even) < EVEN_GAIN * schedule_tiles(blocks, by_blocks):
         return even
     return by_blocks

@@ -37,18 +37,6 @@ class Sizes:
     tiles_m: gl.tensor  # tiles of queries of one head
     PLAN: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, sq, sk, back, ahead, heads, kv_heads, group, tiles_m, PLAN):
-        self.sq = sq
-        self.sk = sk
-        self.back = back
-        self.ahead = ahead
-        self.heads = heads
-        self.kv_heads = kv_heads
-        self.group = group
-        self.tiles_m = tiles_m
-        self.PLAN = gl.constexpr(PLAN)
-
     @gluon.jit
     def tiles_of(self, key):
         """Tiles of queries [lo, hi) that see some of the keys key .. key + BLOCK_N - 1; may be empty."""
@@ -128,13 +116,6 @@ class RowRing:
     full: gl.shared_memory_descriptor
     EMPTY: gl.constexpr  # the named barrier of slot 0, the next one is that of slot 1
 
-    @gluon.constexpr_function
-    def __init__(self, tiles, numbers, full, EMPTY):
-        self.tiles = tiles
-        self.numbers = numbers
-        self.full = full
-        self.EMPTY = gl.constexpr(EMPTY)
-
     @gluon.jit
     def tile(self, i):
         """The tile of load number i, [BLOCK_M, BLOCK_D]."""
@@ -203,18 +184,6 @@ class Part:
     count: gl.tensor  # number of tiles
     slot: gl.tensor  # where the sums of this part go (`shares.py`); -1: this is all of the block
 
-    @gluon.constexpr_function
-    def __init__(self, key, stop, batch, kv_head, lo, hi, at, count, slot):
-        self.key = key
-        self.stop = stop
-        self.batch = batch
-        self.kv_head = kv_head
-        self.lo = lo
-        self.hi = hi
-        self.at = at
-        self.count = count
-        self.slot = slot
-
     @gluon.jit
     def begin(self, sizes):
         """(query head, tile of that head) that this part begins with."""
@@ -224,7 +193,7 @@ class Part:
 
 @gluon.jit
 def block_place(block, blocks_n, section, total):
-    """Return which keys block number `block` owns (in blocks), of which of the `total` heads, and blocks left in its row.
+    """Return which keys block number `block` owns (in blocks), and of which of the `total` heads.
 
     Heads are dealt in sections of `section`; within one, the blocks of the first keys, the longest under a causal mask,
     come first.
@@ -234,7 +203,7 @@ def block_place(block, blocks_n, section, total):
     rest = block - number * per_section
     wide = gl.minimum(section, total - number * section)
     n = rest // wide
-    return n, number * section + rest - n * wide, (n + 1) * wide - rest
+    return n, number * section + rest - n * wide
 
 
 @gluon.jit
@@ -255,7 +224,7 @@ def part_of(sizes, n, flat, at, count, slot):
 def own_block(sizes, blocks_n, section, total):
     """The Part of a program that has one block, all of it."""
     zero = gl.program_id(0) * 0
-    n, flat, _left = block_place(gl.program_id(0), blocks_n, section, total)
+    n, flat = block_place(gl.program_id(0), blocks_n, section, total)
     return part_of(sizes, n, flat, zero, zero - 1, zero - 1)
 
 
@@ -271,17 +240,6 @@ class Work:
     k: gl.shared_memory_descriptor  # (1, 1, BLOCK_N, BLOCK_D)
     v: gl.shared_memory_descriptor  # (tiles, 1, 1, keys of a tile, BLOCK_D)
     loaded: gl.shared_memory_descriptor  # mbarriers: K and V have arrived
-
-    @gluon.constexpr_function
-    def __init__(self, sizes, c, scale, q, do, k, v, loaded):
-        self.sizes = sizes
-        self.c = c
-        self.scale = scale
-        self.q = q
-        self.do = do
-        self.k = k
-        self.v = v
-        self.loaded = loaded
 
     @gluon.jit
     def k_rows(self, W: gl.constexpr):

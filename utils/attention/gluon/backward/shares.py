@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from utils.attention.gluon.backward.fragments import from_fragments
 from utils.attention.gluon.backward.order import BLOCK_UNITS
 from utils.attention.gluon.backward.pipeline import SIZES, Part, Sizes, block_place, part_of
-from utils.attention.gluon.intervals import tile_at, tile_entry, units_before
+from utils.attention.gluon.intervals import tile_at, tile_entry, tile_units
 from utils.attention.gluon.shared import aggregate, uniform
 
 UNITS = gl.constexpr(BLOCK_UNITS)
@@ -35,6 +35,18 @@ def block_units(sizes, n):
     else:
         lo, hi = sizes.tiles_of(n * sizes.PLAN.block_n)
     return (hi - lo) * sizes.group + UNITS
+
+
+@gluon.jit
+def units_before(sizes, n):
+    """Length of the blocks of all keys before number n, of one head."""
+    if sizes.PLAN.edges == 3:
+        length = tile_units(sizes.back, n, sizes.sk, sizes.group, UNITS)
+    else:
+        length = n * 0
+        for i in range(n):
+            length += block_units(sizes, i)
+    return length
 
 
 @aggregate
@@ -52,19 +64,6 @@ class Share:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, blocks_n, section, total, whole, shares, units, counter, told, full, empty):
-        self.blocks_n = blocks_n
-        self.section = section
-        self.total = total
-        self.whole = whole
-        self.shares = shares
-        self.units = units
-        self.counter = counter
-        self.told = told
-        self.full = full
-        self.empty = empty
-
     @gluon.jit
     def bounds(self, number):
         """Where a number begins and ends: places in the row of a share, or the number of a block and the next one."""
@@ -79,24 +78,14 @@ class Share:
         at = place * 0
         count = at - 1
         slot = at - 1
-        block = gl.where(number < self.whole, place, self.whole)
-        n, flat, left = block_place(block, self.blocks_n, self.section, self.total)
+        n, flat = block_place(gl.where(number < self.whole, place, 0), self.blocks_n, self.section, self.total)
         behind = place + 1
         if number >= self.whole:
-            base = at
-            if sizes.PLAN.edges == 3:  # shares of all blocks (`arguments.find_order`), and too many to walk over
-                n = tile_at(sizes.back, place // self.total, self.blocks_n, sizes.sk, sizes.group, UNITS)
-                base = units_before(sizes.back, n, sizes.sk, sizes.group, UNITS) * self.total
-                flat = at
+            n, base = self.keys_at(sizes, place)
             length = block_units(sizes, n)
-            if sizes.PLAN.edges < 3:
-                while place >= base + length * left:
-                    base += length * left
-                    block += left
-                    n, flat, left = block_place(block, self.blocks_n, self.section, self.total)
-                    length = block_units(sizes, n)
             skipped = (place - base) // length
-            flat += skipped
+            block = self.whole + n * self.total + skipped
+            n, flat = block_place(block, self.blocks_n, self.section, self.total)
             first = place - base - skipped * length
             last = gl.minimum(length, first + end - place)
             at = gl.maximum(first - UNITS, 0)
@@ -105,6 +94,25 @@ class Share:
             slot = gl.where(last - first < length, 2 * (number - self.whole) + gl.where(first == 0, 1, 0), -1)
             behind = place + last - first
         return part_of(sizes, n, flat, at, count, slot), behind
+
+    @gluon.jit
+    def keys_at(self, sizes, place):
+        """The keys whose blocks have this place in the row, and where the first of these blocks begins.
+
+        Behind whole blocks all blocks have one length, and the keys count as number 0.
+        """
+        n = place * 0
+        base = place * 0
+        if sizes.PLAN.edges == 3:
+            n = tile_at(sizes.back, place // self.total, self.blocks_n, sizes.sk, sizes.group, UNITS)
+            base = units_before(sizes, n) * self.total
+        else:
+            length = block_units(sizes, n) * self.total
+            while (self.whole == 0) & (place >= base + length):
+                base += length
+                n += 1
+                length = block_units(sizes, n) * self.total
+        return n, base
 
     @gluon.jit
     def draw(self):
@@ -223,24 +231,11 @@ def finish_parts(
     which = gl.program_id(1)
     column = gl.program_id(2) * 32
     sizes = Sizes(sq, sk, back, ahead, heads, kv_heads, group, tiles_m, PLAN)
-    first = number * 0
-    block = whole
-    n, flat, left = block_place(block, blocks_n, section, total)
-    if PLAN.edges == 3:
-        n = number // total
-        flat = number * 0
-        number -= n * total
-        first = units_before(back, n, sk, group, UNITS) * total
+    n, flat = block_place(whole + number, blocks_n, section, total)
     length = block_units(sizes, n)
-    if PLAN.edges < 3:
-        while number >= left:
-            first += length * left
-            number -= left
-            block += left
-            n, flat, left = block_place(block, blocks_n, section, total)
-            length = block_units(sizes, n)
-    flat += number
-    first += number * length
+    first = number * length  # behind whole blocks all blocks have one length
+    if whole == 0:
+        first = units_before(sizes, n) * total + flat * length
     # The share that has place i of the row is the last one that begins at or before i: units * share // shares.
     begin = ((first + 1) * shares - 1) // units
     last = ((first + length) * shares - 1) // units
