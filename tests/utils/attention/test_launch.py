@@ -5,7 +5,6 @@ import itertools
 import math
 import random
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from utils.attention.gluon.plan import (
     BLOCK_M,
     STEPS,
     block_head_dim,
-    one_edge,
     parts_for,
     plan_for,
     row_offset,
@@ -115,27 +113,6 @@ def test_sections_of_heads_follow_each_other_and_leave_no_program_behind(batch, 
     for program in dealt:
         sections = [min(tile >> 16, last) // heads for tile in program]
         assert sections == sorted(sections)
-
-
-@pytest.mark.parametrize("block_n", [64, 128])
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_window_with_one_edge_has_no_block_with_both(causal, block_n):
-    """Counted key by key for 64 rows, the last key being an edge, too; a window one shorter has such a block under a causal mask."""
-
-    def both_edges(window, sq, sk):
-        for row in range(0, sq, 64):
-            position = torch.arange(row, min(row + 64, sq)) + sk - sq
-            keys = torch.arange(-(-sk // block_n) * block_n)
-            left = (keys <= position[:, None] - window).any(0)
-            right = (keys >= sk) | (keys > position[:, None] + (0 if causal else window - 1)).any(0)
-            if (left.view(-1, block_n).any(1) & right.view(-1, block_n).any(1)).any():
-                return True
-        return False
-
-    shortest = next(window for window in range(1, 400) if one_edge(replace(plan_for(5, 64), block_n=block_n), window))
-    sizes = [(sq, sk) for sq in (1, 64, 100, 257) for sk in (shortest, 511, 640, 705) if sk >= sq]
-    assert not any(both_edges(window, *size) for size in sizes for window in (shortest, shortest + 1, shortest + 64))
-    assert not causal or any(both_edges(shortest - 1, 64, sk) for sk in range(448, 640))
 
 
 def test_more_tiles_than_can_be_numbered_are_not_dealt():

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from utils.attention.gluon.intervals import clean_interval, keep_interval, tile_entry, visible_interval
 from utils.attention.gluon.parts import Parts
-from utils.attention.gluon.shared import aggregate, clean_blocks, keep_columns, keep_side, key_blocks, tma_load, uniform
+from utils.attention.gluon.shared import aggregate, clean_blocks, keep_columns, key_blocks, tma_load, uniform
 
 
 @aggregate
@@ -277,11 +277,6 @@ class Work:
                 behind = gl.minimum(behind, positions + 1)
             elif WINDOW:
                 behind = gl.minimum(behind, positions + self.window)
-            if self.CASE.one_edge:
-                # The window begins in this block for some row that exists: then it ends in none of its columns.
-                left = block.key < gl.minimum(block.row + (self.sk - self.sq) + s.shape[0], self.sk) - self.window
-                limit = gl.where(left, positions - self.window + 1, behind) - block.key
-                return keep_side(s, limit, left.to(gl.int32))
             return keep_columns(s, positions - self.window + 1 - block.key, behind - block.key, WINDOW)
 
 

@@ -63,7 +63,7 @@ class Case:
     (`intervals.py`). tail: without a mask, the keys are no multiple of a block. lse: the log-sum-exp is stored. dealt: the host deals out the tiles
     (`dealing.deal_tiles`). parts: programs share the keys of a tile (`parts_for`).
     together: and add the parts up together (`parts.py`). offset: a head's first tile begins before its first query (`row_offset`), or a packed one ends before its rows do; 64 causal
-    loses 3 to 6% if every kernel has the code for it. one_edge: the window's two edges lie in no block together (`one_edge`).
+    loses 3 to 6% if every kernel has the code for it.
     """
 
     causal: bool = False
@@ -74,7 +74,6 @@ class Case:
     parts: bool = False
     together: bool = False
     offset: bool = False
-    one_edge: bool = False
 
 
 # Step 5's plans, by tile width and variant (`variant_for`).
@@ -106,15 +105,6 @@ def row_offset(plan: Plan, causal: bool, window: bool, shift: int) -> int:
     block's first key or its middle one, their diagonal lies in one block, and the others need no mask.
     """
     return shift % (BLOCK_M if plan.own_keys else plan.rows) if causal and not window else 0
-
-
-def one_edge(plan: Plan, window: int) -> bool:
-    """Return whether no block of keys has both edges of a window for any of 64 rows.
-
-    With the first of them at position p, the keys up to p + 63 - window are hidden from the last row, and from some row those behind p, or
-    later ones without a causal mask. The last key of all is an edge, too; it lies `window` keys or more behind those that are hidden from a row that exists.
-    """
-    return window >= plan.block_n + BLOCK_M - 2
 
 
 def row_tiles(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> int:

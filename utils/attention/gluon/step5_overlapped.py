@@ -41,8 +41,7 @@ The checklist of warp-specialized attention, for Hopper:
   exponentials (the compiler otherwise collects them behind the wait).
 - Schedule: chosen by hand (`plan.py`): tiles, slots and registers by head dimension; causal tiles are dealt out by the
   host, so that all SMs end together, and in sections of heads whose K and V stay in the L2 (`dealing.py`).
-- Masking: only blocks that straddle the diagonal, the window's edge or the last key are masked, with one comparison for a score
-  unless a window is shorter than a block and 62 keys. Causal tiles begin where the
+- Masking: only blocks that straddle the diagonal, the window's edge or the last key are masked. Causal tiles begin where the
   diagonal lies in a tile's first block alone, and so does the last key: without a window, the loop has no mask in it.
 
 On an H200, bf16, S = 8192 and 16384, full and causal, interleaved with the other kernels (geometric means of four): times
@@ -67,7 +66,7 @@ from utils.attention.gluon.intervals import begin_with_sequences, packed_queries
 from utils.attention.gluon.loads import fill_rings, producer
 from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
-from utils.attention.gluon.plan import Case, one_edge, parts_for, row_offset, tile_blocks
+from utils.attention.gluon.plan import Case, parts_for, row_offset, tile_blocks
 from utils.attention.gluon.shared import accumulator, wait_products
 from utils.attention.gluon.softmax import normalizers, spread, unseen_halves, unseen_whole
 from utils.attention.gluon.stores import store_lse, store_rows, store_tile
@@ -250,6 +249,15 @@ def consumer_ahead(work, results, W: gl.constexpr):
     tma.store_wait(0)  # shared memory must live until TMA has read it
 
 
+@gluon.jit
+def consume(work, results, W: gl.constexpr):
+    """Warpgroup W: `consumer_ahead` or `consumer`, as the plan says."""
+    if work.PLAN.ahead:
+        consumer_ahead(work, results, W)
+    else:
+        consumer(work, results, W)
+
+
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
 @gluon.jit(
     do_not_specialize=[
@@ -298,20 +306,13 @@ def attention_step5(
     # A barrier takes 35 cycles to make, and nothing is loaded before its own: those of the first loads come first.
     PREFILL: gl.constexpr = PLAN.prefill
     gl.static_assert(PLAN.stages >= PREFILL)
-    q = allocate_ring(
-        q_desc, PLAN.q_slots, CONSUMERS, 1, READY=CONSUMERS if PREFILL > 0 else None, WINDOW=CASE.window != ""
-    )
-    k = allocate_ring(
-        k_desc, PLAN.stages, 1, CONSUMERS, READY=PREFILL if PREFILL > 0 else None, WINDOW=CASE.window != ""
-    )
-    v = allocate_ring(
-        v_desc,
-        PLAN.stages + PLAN.v_extra,
-        1,
-        CONSUMERS,
-        READY=PREFILL if PREFILL > 0 else None,
-        WINDOW=CASE.window != "",
-    )
+    if PLAN.ahead:
+        gl.static_assert(PLAN.q_slots == 2 and not (CASE.causal or CASE.window != "" or CASE.parts or PLAN.own_keys))
+    WINDOW: gl.constexpr = CASE.window != ""
+    READY: gl.constexpr = PREFILL if PREFILL > 0 else None
+    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, 0, CONSUMERS if PREFILL > 0 else None, WINDOW)
+    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, 0, READY, WINDOW)
+    v = allocate_ring(v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS, 0, READY, WINDOW)
     if PLAN.o_in_q:
         o_tiles = q.tiles
     else:
@@ -328,40 +329,20 @@ def attention_step5(
     results = ((o_desc, out_ptr, eighths), o_tiles, lse_ptr)
     loads = (work, q_desc, k_desc, v_desc)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
-    # registers that are left. Functions cannot be kept in a variable here, so the lists are written out.
-    if PLAN.ahead:
-        gl.static_assert(PLAN.q_slots == 2 and not (CASE.causal or CASE.window != "" or CASE.parts or PLAN.own_keys))
-        if CONSUMERS == 2:
-            gl.warp_specialize(
-                [(consumer_ahead, (work, results, 0)), (consumer_ahead, (work, results, 1)), (producer, loads)],
-                [4, 1],
-                [REGISTERS, 24],
-            )
-        else:
-            gl.static_assert(CONSUMERS == 3)
-            gl.warp_specialize(
-                [
-                    (consumer_ahead, (work, results, 0)),
-                    (consumer_ahead, (work, results, 1)),
-                    (consumer_ahead, (work, results, 2)),
-                    (producer, loads),
-                ],
-                [4, 4, 1],
-                [REGISTERS, REGISTERS, 32],
-            )
-    elif CONSUMERS == 1:
-        gl.warp_specialize([(consumer, (work, results, 0)), (producer, loads)], [1], [24])
+    # registers that are left.
+    if CONSUMERS == 1:
+        gl.warp_specialize([(consume, (work, results, 0)), (producer, loads)], [1], [24])
     elif CONSUMERS == 2:
         gl.warp_specialize(
-            [(consumer, (work, results, 0)), (consumer, (work, results, 1)), (producer, loads)], [4, 1], [REGISTERS, 24]
+            [(consume, (work, results, 0)), (consume, (work, results, 1)), (producer, loads)], [4, 1], [REGISTERS, 24]
         )
     else:
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize(
             [
-                (consumer, (work, results, 0)),
-                (consumer, (work, results, 1)),
-                (consumer, (work, results, 2)),
+                (consume, (work, results, 0)),
+                (consume, (work, results, 1)),
+                (consume, (work, results, 2)),
                 (producer, loads),
             ],
             [4, 4, 1],
@@ -437,27 +418,13 @@ def launch(a: Arguments) -> Launch | None:
         schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device, **more)
     dealt = schedule is not None
     together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
-    distant = kind == "distance" and one_edge(plan, window)
     threads = offset > 0 or (len(a.lengths) > 1 and begin_with_sequences(plan.rows, a.causal))
-    case = Case(causal, kind, tail, a.return_lse, dealt, parts > 1, together, threads, distant)
+    case = Case(causal, kind, tail, a.return_lse, dealt, parts > 1, together, threads)
     numbers = tiles * parts * plan.rows * (plan.block_d + 1) if parts > 1 else 0
     counters = tiles * plan.consumers
     tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
-    sizes = (
-        a.sq,
-        a.sk,
-        reach,
-        len(blocks),
-        a.heads_total,
-        a.heads,
-        a.group,
-        stride,
-        offset,
-        parts,
-        a.head_dim // 8,
-        a.c,
-    )
+    sizes = a.sq, a.sk, reach, len(blocks), a.heads_total, a.heads, a.group, stride, offset, parts, a.head_dim // 8, a.c
     options = {"num_warps": 4} | ({"launch_cooperative_grid": True} if together else {})
     compiled = attention_step5[(programs,)](*tensors, table, *sizes, PLAN=plan, CASE=case, **options)
     if compiled is None or not a.q.is_cuda:
