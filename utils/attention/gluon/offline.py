@@ -38,7 +38,7 @@ def compile_step(
     needs = Case(**case)
     masked = needs.causal or needs.window != ""
     needs = replace(needs, dealt=masked and not needs.parts, together=needs.parts)
-    constants = {"HEAD_DIM": head_dim, "BLOCK_M": BLOCK_M, "BLOCK_N": plan.block_n, "BLOCK_D": plan.block_d}
+    constants: dict = {"HEAD_DIM": head_dim, "BLOCK_M": BLOCK_M, "BLOCK_N": plan.block_n, "BLOCK_D": plan.block_d}
     constants |= {"CAUSAL": needs.causal, "WINDOW": needs.window != "", "LSE": needs.lse, "CONSUMERS": plan.consumers}
     constants |= {"STAGES": plan.stages, "REGISTERS": plan.registers, "PLAN": plan, "CASE": needs}
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
