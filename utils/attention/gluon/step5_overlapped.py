@@ -19,34 +19,13 @@ from the last block to the first, so the masked blocks of a causal tile come fir
     keys_first    blocks of the next tile asked for before Q   0                0                2
 
 With two tiles of Q the producer goes on into the next tile while this one is computed. With one it asks for `keys_first`
-blocks and brings Q into the L2, until all consumers have done with the last Q (`loads.py`). Four variants (`plan.variant_for`):
-"one", very few tiles: 1 consumer. "few", head dim 64 with few tiles or many masks: 2 consumers, 240 registers. "ahead", full
-attention at head dim 64 and 128 (`consumer_ahead`): 2 consumers, and a tile's end beside the next one's start. "ahead of three",
-the same with 3 consumers, is for whole blocks of keys. Where tiles are fewer than multiprocessors, programs share them
-(`parts.py`).
+blocks and brings Q into the L2, until all consumers have done with the last Q (`loads.py`). The other variants are in
+`plan.variant_for`; where tiles are fewer than multiprocessors, programs share them (`parts.py`).
 
-The checklist of warp-specialized attention, for Hopper:
-- Pipeline: a TMA producer; in each consumer Q K, softmax and P V, a block apart from each other (`blocks.py`). V's slot is released
-  half a block later than K's. When there is room for one extra slot only, V gets it.
-- Layouts: wgmma accumulators m64nN; P becomes the left operand of P V in registers; 128-byte swizzle for every tile; no
-  conversion in the loop moves data between threads.
-- Softmax: in base 2, with a maximum that follows only when it has grown by more than 2^8 (`softmax.py`).
-- Sync: a full and an empty mbarrier for every slot of a ring (`pipeline.py`), K and V in rings of their own; no barrier
-  inside a consumer.
-- Memory: Hopper has no tensor memory: O stays in registers, Q in shared memory, O leaves through shared memory by TMA
-  (`stores.py`).
-- Loads: one elected thread issues TMA boxes of 64 rows (Q) and BLOCK_N rows (K, V); TMA zeroes what lies outside.
-- Critical path: the next scores' product is queued before P V, and the rescaling hides behind it. With `halves` the
-  wait for P V comes between the two halves of the softmax, so that packing P and summing fill the gaps between the
-  exponentials (the compiler otherwise collects them behind the wait).
-- Schedule: chosen by hand (`plan.py`): tiles, slots and registers by head dimension; causal tiles are dealt out by the
-  host, so that all SMs end together, and in sections of heads whose K and V stay in the L2 (`dealing.py`).
-- Masking: only blocks that straddle the diagonal, the window's edge or the last key are masked. Causal tiles begin where the
-  diagonal lies in a tile's first block alone, and so does the last key: without a window, the loop has no mask in it.
-
-On an H200, bf16, S = 8192 and 16384, full and causal, interleaved with the other kernels (geometric means of four): times
-as fast as cuDNN, FlashAttention 3 and FlashAttention 4: 1.21, 1.00, 1.01 at head dim 64, 1.21, 1.05, 1.07 at 128, and 1.22,
-1.01, 1.01 at 256. Each point: assets/results/h200/attention_ratios.json. What worked and what did not: docs/kernels/attention.md.
+Where to find what: a block of keys in `blocks.py`, its softmax in `softmax.py`, rings and masks in `pipeline.py`, what leaves in
+`stores.py`, and which program has which tile in `dealing.py`. Only blocks that straddle the diagonal, the window's edge or the
+last key are masked. Causal tiles begin where the diagonal lies in a tile's first block alone, and so does the last key: without
+a window, the loop has no mask in it. Measured beside cuDNN and FlashAttention 3 and 4: docs/kernels/attention.md.
 """
 
 from __future__ import annotations
