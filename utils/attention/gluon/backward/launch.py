@@ -20,13 +20,13 @@ from utils.newest import Newest
 class _Kept:
     """The launches of an earlier backward pass, for one on tensors of the same shapes, strides and types."""
 
-    __slots__ = ("handles", "plan", "shares")
+    __slots__ = ("handles", "plan", "slots")
 
-    def __init__(self, handles: list, plan: BackwardPlan, shares: int):
-        self.handles, self.plan, self.shares = handles, plan, shares
+    def __init__(self, handles: list, plan: BackwardPlan, slots: int):
+        self.handles, self.plan, self.slots = handles, plan, slots
 
     def __call__(self, dout, q, k, v, out, lse, dlse) -> Gradients:
-        g = Gradients(dout, q, k, v, out, lse, dlse, self.plan, self.shares)
+        g = Gradients(dout, q, k, v, out, lse, dlse, self.plan, self.slots)
         for handle, names in self.handles:
             handle(*[getattr(g, name) for name in names])
         return g
@@ -127,12 +127,12 @@ def _launch(key: tuple, given: tuple, lse, dlse, causal, scale, window, determin
 
         packed = packed_keys(lengths, causal, window, plan.block_n, plan.block_m, q.device)
     order = find_order(step, q, k, plan, causal, window, packed)
-    g = Gradients(dout, q, k, v, out, *numbers, plan, order.shares)
+    g = Gradients(dout, q, k, v, out, *numbers, plan, order.slots)
     handles = []
     for launch in launches(step, g, order, causal, window, scale, dlse is not None, packed):
         handles.append((run(g, launch), launch.tensors))
     if handles[0][0] is not None and all(
         x is y for x, y in zip((dout, q, k, v, out, *numbers), (*given, lse, dlse), strict=True)
     ):
-        _kept[key] = _Kept(handles, plan, order.shares)
+        _kept[key] = _Kept(handles, plan, order.slots)
     return g

@@ -16,7 +16,7 @@ tma_add = tma.async_atomic_add  # no `gl.constexpr`: see `shared.py`
 SLOTS = gl.constexpr(2)  # of the rings of Q and dO
 # One kernel for all sizes: without `do_not_specialize`, each multiple of 16 and each 1 would be compiled for itself.
 SIZES = ["sq", "sk", "back", "ahead", "heads", "kv_heads", "group", "tiles_m"]
-SIZES += ["blocks_n", "section", "total", "whole", "shares", "units"]
+SIZES += ["blocks_n", "section", "total", "whole", "pieces"]
 
 
 @aggregate
@@ -207,8 +207,8 @@ def block_place(block, blocks_n, section, total):
 
 
 @gluon.jit
-def part_of(sizes, n, flat, at, count, slot):
-    """The Part of block of keys n of head `flat` that begins at tile `at`; count -1: all tiles."""
+def part_of(sizes, n, flat, piece, pieces, slot):
+    """The Part of a block of keys n of head `flat`: all of it (piece 0 of 1), or one of equal pieces."""
     batch = flat // sizes.kv_heads
     if sizes.PLAN.edges == 3:
         key, stop = tile_entry(sizes.back, n, sizes.sk, 0), tile_entry(sizes.back, n, sizes.sk, 1)
@@ -216,7 +216,9 @@ def part_of(sizes, n, flat, at, count, slot):
     else:
         key, stop = n * sizes.PLAN.block_n, sizes.sk
         lo, hi = sizes.tiles_of(key)
-    count = gl.where(count < 0, (hi - lo) * sizes.group, count)
+    tiles = (hi - lo) * sizes.group
+    at = tiles * piece // pieces
+    count = tiles * (piece + 1) // pieces - at
     return Part(key, stop, batch, flat - batch * sizes.kv_heads, lo, hi, at, count, slot)
 
 
@@ -225,7 +227,7 @@ def own_block(sizes, blocks_n, section, total):
     """The Part of a program that has one block, all of it."""
     zero = gl.program_id(0) * 0
     n, flat = block_place(gl.program_id(0), blocks_n, section, total)
-    return part_of(sizes, n, flat, zero, zero - 1, zero - 1)
+    return part_of(sizes, n, flat, zero, 1, zero - 1)
 
 
 @aggregate
