@@ -153,7 +153,7 @@ class Bench:
         except AttentionUnsupported as error:
             return row | {"refused": str(error)}
         problem = make_problem(*self.inputs(point), mask_mod=masks.by_name(point.mask, point.span))
-        best = next(name for name in rank_backends(problem, NO_OPTIONS).names if find_backend(name).support(problem))
+        best = next(name for name in rank_backends(problem, NO_OPTIONS) if find_backend(name).support(problem))
         error = self.error(point, call)
         pair = compare(dense, call, warmup=5, iterations=self.pairs, labels=("dense", "masked"), device=self.device)
         call.check()
