@@ -14,7 +14,7 @@ from utils.bench.errors import BenchError, check_choice
 from utils.bench.profiles import LEVELS
 from utils.benchmark.sampling import Timing
 
-CACHES = ("warm", "cold")
+TIMING = ("l2", "graph", "warmup", "iterations", "target_interval", "max_seconds", "discard")
 
 
 def new_run_id() -> str:
@@ -47,16 +47,14 @@ class Options:
     @property
     def timing(self) -> dict:
         """How this run times, as the results record it; None where each target decides."""
-        names = ("l2", "graph", "warmup", "iterations", "target_interval", "max_seconds", "discard")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in TIMING}
 
     def check(self, device_type: str = "cuda") -> None:
         """Raise BenchError for options that are wrong, or impossible on this kind of device."""
         check_choice("--profile", self.profile, LEVELS)
-        check_choice("--l2", self.l2, CACHES)
-        given = {name: value for name, value in self.timing.items() if value is not None}
+        check_choice("--l2", self.l2, ("warm", "cold"))
         try:
-            Timing(torch.device(device_type), **given)
+            Timing(torch.device(device_type), **{name: one for name, one in self.timing.items() if one is not None})
         except ValueError as error:  # it begins with the option's name
             raise BenchError(f"--{str(error).replace('_', '-', 1)}") from None
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.run_id):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from typing import Self
 
 import numpy as np
 
@@ -103,7 +104,7 @@ class Measurement:
         return record | {"samples_ms": list(self.samples_ms), "interval_ms": list(self.interval_ms)}
 
     @classmethod
-    def from_dict(cls, record: dict) -> Measurement:
+    def from_dict(cls, record: dict) -> Self:
         """Return the measurement that `to_dict` wrote; the statistics are computed again from the samples."""
         missing = {"samples_ms", "interval_ms"} - set(record)
         if missing:
@@ -203,6 +204,11 @@ def format_interval(value: float, low: float, high: float) -> str:
     """Format a time in ms with its interval, in one unit: "12.71 [12.1, 13.05] ms"."""
     unit, scale = next((found for found in _UNITS if abs(value) >= 0.9995 / found[1]), _UNITS[-1])
     return f"{digits(value * scale, 4)} [{digits(low * scale, 4)}, {digits(high * scale, 4)}] {unit}"
+
+
+def with_interval(value: float, low: float, high: float) -> str:
+    """Format a value with its interval: "1.23 [1.2, 1.26]"."""
+    return f"{digits(value)} [{digits(low)}, {digits(high)}]"
 
 
 def format_rate(tflops: float | None) -> str:

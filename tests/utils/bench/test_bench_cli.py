@@ -43,22 +43,6 @@ def test_list_targets_of_a_chapter():
     assert wrong.exit_code == 2 and "Did you mean labs/flexattention" in wrong.stderr
 
 
-def test_a_table_too_wide_for_the_terminal_is_printed_as_records():
-    columns, lines = (
-        ["Target", "Median", "Why"],
-        [["labs:a", "12.7 [12.1, 13.0] ms", "one two three four five"], ["labs:a", "1 ms", ""]],
-    )
-    text = terminal.records_text(columns, lines, 30)
-    assert text.splitlines() == [
-        "labs:a",
-        "  Median  12.7 [12.1, 13.0] ms",
-        "  Why     one two three four",
-        "          five",
-        "",
-        "  Median  1 ms",
-    ]
-
-
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_no_number_is_broken_whatever_the_width(width, monkeypatch, capsys):
     import rich.console

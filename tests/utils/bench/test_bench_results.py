@@ -5,10 +5,10 @@ import json
 import pytest
 
 from utils.bench import results as res
-from utils.bench.comparing import compare_results, notes, separate_interval
+from utils.bench.comparing import compare_results, notes, separate_speedup
 from utils.bench.documents import to_json, write_json
 from utils.bench.errors import BenchError
-from utils.bench.report import COLUMNS, csv_text, markdown, write_report
+from utils.bench.report import COLUMNS, markdown, rows, to_csv, write_report
 from utils.benchmark.result import Measurement
 from utils.files import write_whole
 
@@ -100,20 +100,20 @@ def test_other_knobs_and_versions_are_listed(document, small_run):
 
 def test_the_interval_of_two_runs_is_wider_than_that_of_each():
     a, b = Measurement((3.0,), (2.91, 3.09)), Measurement((2.0,), (1.92, 2.08))
-    low, high = separate_interval(a, b)
+    low, high = separate_speedup(a, b)["interval"]
     assert low == pytest.approx(1.5 / 1.05) and high == pytest.approx(1.5 * 1.05)  # 3% and 4% are 5%
 
 
 def test_csv_has_a_row_for_each_side(document):
-    rows = list(csv.DictReader(io.StringIO(csv_text(document))))
-    assert list(rows[0]) == list(COLUMNS)
-    assert [row["side"] for row in rows] == ["baseline", "optimized"]
-    for row in rows:
+    lines = list(csv.DictReader(io.StringIO(to_csv(rows(document)))))
+    assert list(lines[0]) == list(COLUMNS)
+    assert [row["side"] for row in lines] == ["baseline", "optimized"]
+    for row in lines:
         assert float(row["low_ms"]) <= float(row["median_ms"]) <= float(row["high_ms"])
     record = document["cases"][0]["sides"]["optimized"]
-    assert float(rows[1]["median_ms"]) == pytest.approx(record["median_ms"])
-    assert float(rows[1]["queries_per_s"]) == pytest.approx(2 * 48 / record["median_ms"] * 1e3)
-    assert float(rows[1]["speedup"]) == pytest.approx(document["cases"][0]["comparison"]["speedup"])
+    assert float(lines[1]["median_ms"]) == pytest.approx(record["median_ms"])
+    assert float(lines[1]["queries_per_s"]) == pytest.approx(2 * 48 / record["median_ms"] * 1e3)
+    assert float(lines[1]["speedup"]) == pytest.approx(document["cases"][0]["comparison"]["speedup"])
 
 
 def test_markdown_says_what_ran_and_what_was_in_force(document):

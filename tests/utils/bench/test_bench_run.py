@@ -10,7 +10,7 @@ from utils.bench.errors import BenchError, WrongRun
 from utils.bench.options import Options
 from utils.bench.results import exit_code, load_results
 from utils.bench.run import Interrupted
-from utils.bench.targets import TARGETS, plan, prepared
+from utils.bench.targets import TARGETS, attention, plan
 from utils.bench.targets.base import Built
 from utils.machine.device import compile_support
 
@@ -175,10 +175,10 @@ def test_a_recompile_in_the_timed_calls_is_an_error(monkeypatch):
     (found,) = plan([SDPA], [SMALL], torch.device("cpu"), {})
     (case,) = found.cases
     made = SimpleNamespace(fn=lambda q, k, v: q, source=object(), settings={"implementation": "compiled"})
-    monkeypatch.setattr(prepared, "prepare", lambda *tensors, **options: made)
+    monkeypatch.setattr(attention, "prepare", lambda *tensors, **options: made)
     for versions, fine in ((1, True), (2, False)):
-        monkeypatch.setattr(prepared, "compiled_versions", lambda source, count=versions: count)
-        built = prepared.build_prepared("flex", case, found.target.inputs(case))
+        monkeypatch.setattr(attention, "compiled_versions", lambda source, count=versions: count)
+        built = attention.build_prepared("flex", case, found.target.inputs(case))
         if fine:
             built.after()
         else:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from utils.bench.knobs import Knob
-from utils.bench.targets.base import CAUSAL, Case, plain_workload, shape_knobs
+from utils.bench.targets.attention import CAUSAL, UnfusedFused, plain_workload, provider_knob, shape_knobs
+from utils.bench.targets.base import Case
 from utils.bench.targets.cudnn_sdpa_bench import FlashSdp
-from utils.bench.targets.prepared import UnfusedFused, backend_support, provider_knob
 from utils.bench.workload import DIRECTIONS
 
-WITH_GRADIENTS = ("gluon", "cute", "flash_attn")  # backends outside of torch that have a backward pass
-CHOICES = (*FlashSdp.choices, *WITH_GRADIENTS)
+CHOICES = (
+    *FlashSdp.choices,
+    "gluon",
+    "cute",
+    "flash_attn",
+)  # with the backends outside of torch that have a backward pass
 
 
 class FlashAttentionGluon(UnfusedFused):
@@ -50,11 +54,6 @@ class AttentionTraining(FlashSdp):
         Knob("backend", "backend of the optimized side", "flash", "gluon", choices=CHOICES),
         Knob("baseline-backend", "backend of the baseline side", "math", "cudnn", choices=CHOICES),
     )
-
-    def support(self, case, side):
-        """Whether this machine runs this side of the case, and why not."""
-        answer, name = super().support(case, side), self._backend(case, side)
-        return backend_support(name, case) if answer and name in WITH_GRADIENTS else answer
 
 
 TARGETS = (FlashAttentionGluon(), AttentionTraining())
