@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from tests.utils.bench.bench_runs import SDPA, SMALL
-from utils.bench import profiles, terminal
+from utils.bench import terminal
 from utils.bench.cli import app
 from utils.bench.targets import TARGETS
 
@@ -62,12 +62,6 @@ def test_a_folder_that_cannot_be_written_is_one_line_before_anything_is_timed(mo
     result = labs_bench("run", *words)
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
     assert result.stderr.startswith("error: /proc/nowhere") and len(result.stderr.splitlines()) == 1
-
-
-def test_a_document_that_is_no_run_is_named_so(tmp_path):
-    (tmp_path / "README.md").write_text("# Text")
-    result = labs_bench("report", tmp_path / "README.md")
-    assert result.exit_code == 2 and "not JSON" in result.stderr
 
 
 @pytest.mark.slow
@@ -157,12 +151,3 @@ def test_ctrl_c_ends_with_a_clear_last_line(folder, monkeypatch):
     assert done.stderr.strip().endswith("interrupted: 1 interrupted; what was done is in artifacts/cut.")
     shown = labs_bench("report", "cut")
     assert shown.exit_code == 0 and "Status: interrupted" in (folder / "artifacts/cut/report.md").read_text()
-
-
-@pytest.mark.slow
-def test_replay_runs_a_side_in_a_process_of_its_own(small_run):
-    case = small_run[1]["cases"][0]
-    values = {key: knob["value"] for key, knob in case["knobs"].items()}
-    request = profiles.Request(SDPA, "optimized", case["label"], "r", "cpu", values)
-    code, output = profiles._run_tool(request.command)
-    assert code == 0, output

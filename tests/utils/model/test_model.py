@@ -95,19 +95,6 @@ def assert_close(actual, expected, tolerance=1e-4):
 # ---- pseudo inputs -----------------------------------------------------------------------------------------
 
 
-def test_prefill_inputs():
-    hidden_states, position_ids = create_prefill_inputs(2, 7, HIDDEN, torch.bfloat16, "cpu")
-    assert hidden_states.shape == (2, 7, HIDDEN) and hidden_states.dtype == torch.bfloat16
-    assert position_ids.tolist() == [list(range(7))] * 2
-    assert 0.8 < hidden_states.float().std() < 1.2
-
-
-@pytest.mark.parametrize("wrong", [0, -1, 2.0, None])
-def test_a_count_must_be_a_positive_whole_number(wrong):
-    with pytest.raises(ValueError, match=r"seq_len is .*; it must be a whole number, 1 or more"):
-        create_prefill_inputs(1, wrong, HIDDEN, torch.float32, "cpu")
-
-
 # ---- right results -----------------------------------------------------------------------------------------
 
 
@@ -290,12 +277,7 @@ def test_a_layer_that_names_no_attention_implementation_is_causal():
     "function, wrong, right",
     [
         (decode_forward, "cache_position", "cache_positions"),
-        (decode_forward, "use_cache", "use_kv_cache"),
         (prefill_forward, "past_key_value", "past_key_values"),
-        (create_prefill_inputs, "sequence_len", "seq_len"),
-        (create_decode_inputs_with_cache, "seq_len", "current_seq_len"),
-        (create_decode_inputs_without_cache, "batchsize", "batch_size"),
-        (get_position_embeddings, "rotary", "rotary_emb"),
         (initialize_kv_cache, "max_len", "max_cache_len"),
         (build_decoder_layer, "layer_index", "layer_idx"),
     ],
@@ -398,21 +380,6 @@ def test_the_compiled_layer_is_one_graph_and_right(layer_idx):
             here = slice(position, position + 1)
             assert_close(decode(compiled, hidden_states[:, here], position, cache), expected[:, here])
     assert len(graphs) == 2, "one graph for prefill and one for every decode step"
-    torch._dynamo.reset()
-
-
-@pytest.mark.slow
-def test_inductor_compiles_the_layer():
-    from utils.machine.device import compile_support
-
-    if not (support := compile_support()):
-        pytest.skip(f"{support.reason} {support.remedy}")
-    torch._dynamo.reset()
-    layer, rotary_emb = build(SLIDING)
-    compiled = torch.compile(layer, fullgraph=True, dynamic=False), rotary_emb
-    hidden_states = torch.randn(1, 64, HIDDEN)
-    output = prefill(compiled, hidden_states, initialize_kv_cache(GEMMA_CONFIG, 80))
-    assert_close(output, reference(layer, hidden_states))
     torch._dynamo.reset()
 
 
