@@ -144,13 +144,11 @@ def run(
     with errors_as_lines():
         options = Options(
             profile=profile,
-            iterations=iterations,
-            warmup=warmup,
-            l2=l2,
-            graph=graph,
-            target_interval=target_interval,
-            max_seconds=max_seconds,
-            discard=check_choices("--discard", discard, DISCARDS) if discard else (),
+            timing={
+                **{"l2": l2, "graph": graph, "warmup": warmup, "iterations": iterations},
+                **{"target_interval": target_interval, "max_seconds": max_seconds},
+                "discard": check_choices("--discard", discard, DISCARDS) if discard else (),
+            },
             run_id=new_run_id() if run_id is None else run_id,
             artifacts_dir=artifacts_dir,
             command=["labs", "bench", *map(shlex.quote, words)],

@@ -43,7 +43,7 @@ def empty_record(plan: Plan, case: Case, options: Options) -> dict:
         "workload": case.workload.to_dict(),
         "knobs": case.knobs_record(),
         "device": str(case.device),
-        "timing": options.timing,
+        "timing": dict(options.timing),
         "swept": dict(case.swept),
         "status": res.NOT_RUN,
         "reason": "",
@@ -169,7 +169,7 @@ class CaseRun:
             request = Request.of_side(self.case, side, record["ran"][side]["range"])
             base = folder / file_stem(self.target.workload, side, record["label"])
             record["profiles"][side] = profile_side(
-                call.fn, request, record["sides"][side], base, level=options.profile, l2=options.l2
+                call.fn, request, record["sides"][side], base, level=options.profile, l2=options.timing["l2"]
             )
 
 

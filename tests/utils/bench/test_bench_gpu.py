@@ -18,7 +18,8 @@ FLEX = "labs/flexattention:flex_attention"
 def run_gpu(folder, names, extra=(), environ=None, **options) -> dict:
     device = torch.device("cuda")
     plans = plan(names, extra, device, environ or {})
-    options = {"iterations": 20, "warmup": 3, "run_id": "gpu", **options}
+    timing = {"iterations": 20, "warmup": 3} | {name: options.pop(name) for name in ("l2", "graph") if name in options}
+    options = {"timing": timing, "run_id": "gpu", **options}
     return Runner(plans, Options(artifacts_dir=folder, profiles_dir=folder / "profiles", **options), device).run()
 
 

@@ -1,16 +1,14 @@
 import csv
 import io
-import json
 
 import pytest
 
 from utils.bench import results as res
 from utils.bench.comparing import compare_results, notes, separate_speedup
-from utils.bench.documents import to_json, write_json
+from utils.bench.documents import write_json
 from utils.bench.errors import BenchError
 from utils.bench.report import COLUMNS, markdown, rows, to_csv, write_report
 from utils.benchmark.result import Measurement
-from utils.files import write_whole
 
 
 def save(tmp_path, document, name="results.json"):
@@ -44,22 +42,6 @@ def test_truncated_foreign_and_old_files_are_refused_by_name(tmp_path, document)
         res.load_results(save(tmp_path, document))
     with pytest.raises(BenchError, match="cases missing"):
         res.load_results(save(tmp_path, {key: value for key, value in document.items() if key != "cases"}))
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "a.json"
-    write_whole(path, "old")
-    with pytest.raises(TypeError):
-        write_whole(path, 3)
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-    assert json.loads(to_json({"a": float("nan"), "b": (1, 2)})) == {"a": None, "b": [1, 2]}
-
-
-def test_the_same_run_twice_is_the_same(document):
-    rows = compare_results(document, document)
-    assert [row["side"] for row in rows] == ["baseline", "optimized"]
-    assert all(row["speedup"] == 1.0 and row["interval"][0] <= 1.0 <= row["interval"][1] for row in rows)
-    assert notes(document, document) == []
 
 
 def test_a_faster_run_is_faster(document, small_run):

@@ -15,7 +15,7 @@ from utils.benchmark.cpu_timer import Call
 from utils.benchmark.measuring import compare as compare_anywhere
 from utils.benchmark.measuring import measure as measure_anywhere
 from utils.benchmark.measuring import pick_device
-from utils.benchmark.result import Measurement, format_ms
+from utils.benchmark.result import Measurement
 from utils.machine import device
 
 ROOFS = SimpleNamespace(
@@ -267,14 +267,6 @@ def test_records_survive_json():
     assert json.loads(json.dumps(comparison.to_dict()))["speedup"] == comparison.speedup
     with pytest.raises(ValueError, match="interval_ms missing"):
         Measurement.from_dict({"samples_ms": [1.0]})
-
-
-def test_repr_names_median_interval_and_rates():
-    result = Measurement((2.0,), (1.9, 2.1), label="mm", flops=4e9, bytes=6e6, method={"device": "cpu", "l2": "warm"})
-    text = repr(result)
-    for part in ("mm: 2 ms median [1.9 ms, 2.1 ms] at 95%", "2 TFLOP/s", "3 GB/s", "cpu", "warm L2"):
-        assert part in text
-    assert [format_ms(value) for value in (2500.0, 1.5, 0.0123, 5e-5)] == ["2.5 s", "1.5 ms", "12.3 us", "50 ns"]
 
 
 def test_a_function_twice_as_slow_is_slower_and_the_reverse_is_faster():

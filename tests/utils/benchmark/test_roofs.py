@@ -13,11 +13,6 @@ from utils.config import GPU_SPECS
 TOY = Roofs("toy", "measured", {"fp32": 10.0, "bf16": 40.0}, 0.5, "made up")
 
 
-@pytest.fixture(scope="module")
-def cpu_roofs():
-    return measure_roofs("cpu")
-
-
 @pytest.mark.parametrize(
     ("intensity", "dtype", "tflops", "bound"),
     [
@@ -54,18 +49,6 @@ def test_datasheet_roofs_are_the_row():
 
 
 # Measured
-
-
-@pytest.mark.slow
-def test_measured_roofs_of_a_cpu(cpu_roofs):
-    assert cpu_roofs.origin == "measured"
-    assert list(cpu_roofs.tflops) == ["fp32", "bf16"]
-    assert cpu_roofs.tflops["bf16"] >= cpu_roofs.tflops["fp32"], "bf16 may be computed in fp32"
-    assert f"{torch.get_num_threads()} thread" in cpu_roofs.name
-    assert "2048 x 2048" in cpu_roofs.detail and "MB" in cpu_roofs.detail
-    # Any CPU that torch runs on, from a slow core to a server: a slip of units would be a factor of 1000.
-    assert 1e-3 < cpu_roofs.tflops["fp32"] < 50
-    assert 1e-3 < cpu_roofs.memory_bandwidth_tb_s < 5
 
 
 # The figures repeat within 10% on a quiet machine. On a busy one a sample may get a tenth of it. A slip of units is a

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import math
 import os
 import re
 import sys
@@ -46,11 +47,6 @@ class Argument:
     shape: tuple[int, ...] = ()
     dtype: str = ""
     constant: Any = None
-
-    @property
-    def numbers(self) -> int:
-        """Numbers in the tensor."""
-        return functools.reduce(int.__mul__, self.shape, 1)
 
     def __str__(self) -> str:
         return f"{self.name} {'x'.join(map(str, self.shape))}" if self.fill else f"{self.name}={self.constant!r}"
@@ -104,7 +100,7 @@ class CallWorkload:
 
     def bytes_needed(self, score_buffers: float) -> int:
         """Estimate a run's bytes: inputs, results and their copies in float64."""
-        numbers = sum(one.numbers for one in self.arguments if one.fill)
+        numbers = sum(math.prod(one.shape) for one in self.arguments if one.fill)
         return int(self.cost.bytes + numbers * (DTYPES[self.dtype].itemsize + 3 * 8))
 
     def fill(self, device: torch.device | str, seed: int) -> tuple[torch.Tensor, ...]:
