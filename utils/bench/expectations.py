@@ -86,12 +86,12 @@ RULES = (
 def decide(judged: dict[str, str]) -> tuple[str, bool, str]:
     """Decide on a case by its metrics' judgements; return the verdict, whether the check fails, and what it means."""
     found = [judged.get(name) for name in ("optimized_ms", "speedup", "baseline_ms")]
-    for *rule, verdict, fails, why in RULES:
-        if all(wanted in (None, given) for wanted, given in zip(rule, found, strict=True)):
-            return verdict, fails, why
-    if UNSURE in found:
-        return "not enough data", False, "an interval crosses the tolerance: take more --iterations"
-    return "steady", False, ""
+    unsure = ("not enough data", False, "an interval crosses the tolerance: take more --iterations")
+    steady = unsure if UNSURE in found else ("steady", False, "")
+    fitting = (
+        rule[3:] for rule in RULES if all(wanted in (None, given) for wanted, given in zip(rule, found, strict=False))
+    )
+    return next(fitting, steady)
 
 
 def _find_entry(expected: dict, case: dict) -> dict | None:
@@ -138,15 +138,11 @@ def _check_case(case: dict, entry: dict | None, tolerance: float) -> dict:
 def updated(document: dict, expected: dict | None) -> tuple[dict, list[str]]:
     """Record a run's cases with both sides verified and timed in the expectations; return them and the changes in words."""
     environment = document["environment"]
-    if expected is None:
-        expected = EXPECTATIONS.document(gpu=environment.get("gpu"), entries=[])
+    expected = expected or EXPECTATIONS.document(gpu=environment.get("gpu"), entries=[])
     _check_gpu(document, expected, "nothing was changed")
-    recorded = {
-        "run_id": document["run_id"],
-        "date": document["finished"] or document["started"],
-        **{key: environment.get(key) for key in RECORDED_FROM},
-        "power_limit_w": (document.get("gpu_state") or {}).get("power_limit_w"),
-    }
+    recorded = {"run_id": document["run_id"], "date": document["finished"] or document["started"]}
+    recorded |= {key: environment.get(key) for key in RECORDED_FROM}
+    recorded |= {"power_limit_w": (document.get("gpu_state") or {}).get("power_limit_w")}
     complete = [case for case in document["cases"] if case["status"] == res.OK and case["comparison"] is not None]
     if not complete:
         raise BenchError("no case of this run was measured on both sides, so there is nothing to record.")

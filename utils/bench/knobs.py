@@ -42,13 +42,18 @@ class Knob:
         """Whether the knob is on or off, without a value."""
         return isinstance(self.cpu, bool)
 
-    @property
-    def allowed(self) -> str:
-        """The allowed values in words, for `list-targets`."""
+    def describe(self, device_type: str) -> dict:
+        """Return the knob's name, meaning, default on this kind of device and allowed values, for `list-targets`."""
+        value = self.default(device_type)
+        if isinstance(value, tuple):
+            value = ",".join(value)
         if self.is_switch:
-            return f"--{self.name}, --no-{self.name}"
-        values = ", ".join(self.choices) if self.choices else f"whole number >= {self.least}"
-        return f"{values}; or {self.env}" if self.env else values
+            value, allowed = "on" if value else "off", f"--{self.name}, --no-{self.name}"
+        else:
+            allowed = ", ".join(self.choices) or f"whole number >= {self.least}"
+        allowed += f"; or {self.env}" if self.env else ""
+        default = "matrix" if value is None else str(value)
+        return {"name": self.name, "help": self.help, "default": default, "allowed": allowed, "environment": self.env}
 
     def default(self, device_type: str) -> Any:
         """Return the default value on a "cpu" or a "cuda" device."""

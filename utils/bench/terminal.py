@@ -80,7 +80,10 @@ def show_table(columns: Sequence[str], lines: Sequence[Sequence[object]], *, wra
         return
     heading = None
     for first, *rest in lines:
-        screen.print(*[""] * (heading is not None), *[Text(str(first))] * (first != heading), sep="\n", end="\n")
+        if heading is not None:
+            screen.print()
+        if first != heading:
+            screen.print(Text(str(first)))
         heading = first
         record = Table.grid(padding=(0, 2))
         record.add_column(no_wrap=True, min_width=max(map(len, columns[1:])) + 2)

@@ -15,7 +15,6 @@ GLUON = "labs/flashattention_gluon:flashattention_gluon"
 HOST = "labs/host_time:attention_call"
 SUITES = ("sdpa", "flash_attn", "gluon", "fa3", "cute", "flex", "flex_flash", "triton")
 SDPA = "labs/cudnn_sdpa_bench:flash_sdp"
-TRAINING = "labs/flashattention_gluon:attention_training"
 
 
 def one_case(target, extra="", environ=None, device=CPU):
@@ -24,7 +23,7 @@ def one_case(target, extra="", environ=None, device=CPU):
 
 
 def test_documented_names():
-    named = {FLEX, CUTE, SDPA, GLUON, TRAINING, HOST, "labs/gemm:gemm", "labs/gelu:gelu"}
+    named = {FLEX, CUTE, SDPA, GLUON, HOST, "labs/gemm:gemm", "labs/gelu:gelu"}
     assert set(TARGETS) >= named | {f"attention_suite:{one}" for one in SUITES}
     ((target, sides),) = read_name("labs/flashattention_gluon:baseline_flashattention_gluon")
     assert (target.workload, sides) == ("flashattention_gluon", ("baseline",))
@@ -51,7 +50,7 @@ def test_unknown_names(name, said):
 def test_arguments_for_a_target_that_is_not_run():
     with pytest.raises(BenchError, match="not among the targets"):
         plan([FLEX], [f"{SDPA}=--backend flash"], CPU, {})
-    with pytest.raises(BenchError, match="names the chapter"):
+    with pytest.raises(BenchError, match="flex_attention_cute, which is not among"):
         plan([FLEX], ["labs/flexattention=--block-size 64"], CPU, {})
     with pytest.raises(BenchError, match="cudnn, flash"):
         plan([SDPA], [f"{SDPA}=--backend cudn"], CPU, {})

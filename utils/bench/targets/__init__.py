@@ -76,22 +76,16 @@ def find_target(name: str) -> Target:
 
 
 def _read_flags(extra_args: Iterable[str], chosen: Iterable[str]) -> dict[str, str]:
-    """Sort the --target-extra-arg strings by target: {target: flags}, for the chosen targets only."""
+    """Sort the --target-extra-arg strings by target: {target: flags}. Flags of a chapter are for each of its targets."""
     flags = dict.fromkeys(chosen, "")
     for name, text in split_extra_args(extra_args).items():
-        targets = [target for target, _ in read_name(name)]
-        if len(targets) > 1:
-            raise BenchError(
-                f"--target-extra-arg names the chapter {name}; name one target of it: "
-                f"{', '.join(target.name for target in targets)}."
-            )
-        (target,) = targets
-        if target.name not in flags:
-            raise BenchError(
-                f"--target-extra-arg is for {target.name}, which is not among the targets to run "
-                f"({', '.join(flags)}); add it to --targets."
-            )
-        flags[target.name] = f"{flags[target.name]} {text}".strip()
+        for target, _ in read_name(name):
+            if target.name not in flags:
+                raise BenchError(
+                    f"--target-extra-arg is for {target.name}, which is not among the targets to run "
+                    f"({', '.join(flags)}); add it to --targets."
+                )
+            flags[target.name] = f"{flags[target.name]} {text}".strip()
     return flags
 
 
@@ -145,24 +139,14 @@ def plan(
     return plans
 
 
-def _value_text(value: object) -> str:
-    if isinstance(value, tuple):
-        return ",".join(value)
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "matrix" if value is None else str(value)
-
-
 def _support_here(target: Target, cases: Iterable[Case]) -> Support:
     """Return whether one of the cases runs here with both sides; if none does, the last case's reason why not."""
-    refusals: list[Support] = []
+    answer = Support(True)
     for case in cases:
-        # The optimized side is asked first: its reason says more.
-        answers = [target.support(case, side) for side in reversed(SIDES)]
-        refusals = [answer for answer in answers if not answer]
-        if not refusals:
+        answer = target.support(case, "optimized") and target.support(case, "baseline")
+        if answer:
             break
-    return refusals[0] if refusals else Support(True)
+    return answer
 
 
 def describe_targets(chapter: str | None = None) -> list[dict]:
@@ -183,16 +167,7 @@ def describe_targets(chapter: str | None = None) -> list[dict]:
                 "reason": support.reason,
                 "remedy": support.remedy,
                 "cases": [case.label for case in cases],
-                "knobs": [
-                    {
-                        "name": knob.name,
-                        "help": knob.help,
-                        "default": _value_text(knob.default(device.type)),
-                        "allowed": knob.allowed,
-                        "environment": knob.env,
-                    }
-                    for knob in target.knobs
-                ],
+                "knobs": [knob.describe(device.type) for knob in target.knobs],
             }
         )
     return rows

@@ -1,4 +1,4 @@
-"""labs/cudnn_sdpa_bench: scaled_dot_product_attention with one backend pinned. Backends come by flag alone."""
+"""labs/cudnn_sdpa_bench: SDPA with one backend pinned, or a kernel with a backward pass. Backends come by flag alone."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from utils.bench.targets.attention import CAUSAL, AttentionTarget, plain_workloa
 from utils.bench.targets.base import Case
 from utils.bench.workload import DIRECTIONS, LAYOUTS
 
+# SDPA's backends, and those outside of torch that have a backward pass.
+CHOICES = (*sdpa.CHOICES, "gluon", "cute", "flash_attn")
+
 
 class FlashSdp(AttentionTarget):
-    """One SDPA backend against another, in any direction, layout and grouping."""
+    """One backend against another, forward, backward or both, in any layout and grouping: by default of SDPA."""
 
     chapter, workload = "labs/cudnn_sdpa_bench", "flash_sdp"
-    summary = "one SDPA backend against another on the same inputs"
-    sides: Mapping[str, str] = {"baseline": "SDPA with --baseline-backend (math)", "optimized": "SDPA with --backend"}
-    choices = sdpa.CHOICES
+    summary = "one attention backend against another on the same inputs, forward and backward"
+    sides: Mapping[str, str] = {
+        "baseline": "--baseline-backend (SDPA's math)",
+        "optimized": "--backend (SDPA's own choice)",
+    }
     knobs = (
         *shape_knobs(cpu=(1, 4, 1024, 64, "fp32"), gpu=(4, 16, 4096, 128, "bf16")),
         CAUSAL,
@@ -27,8 +32,8 @@ class FlashSdp(AttentionTarget):
         Knob("window", "only keys fewer than this many positions away, by a boolean mask; 0: none", 0, 0, least=0),
         Knob("layout", "bhsd is contiguous, bshd a view of (B, S, H, D)", "bhsd", "bhsd", choices=LAYOUTS),
         Knob("pass", "what is timed", "forward", "forward", choices=DIRECTIONS),
-        Knob("backend", "backend of the optimized side; auto is torch's own choice", "auto", "auto", choices=choices),
-        Knob("baseline-backend", "backend of the baseline side", "math", "math", choices=choices),
+        Knob("backend", "backend of the optimized side; auto is torch's own choice", "auto", "auto", choices=CHOICES),
+        Knob("baseline-backend", "backend of the baseline side", "math", "math", choices=CHOICES),
     )
 
     def cases(self, settings, device):
