@@ -85,6 +85,8 @@ def test_the_slider_of_lab_3_shows_another_picture(lab, page, course):
     slider.click(position={"x": slider.bounding_box()["width"] - 4, "y": 8})
     page.locator("[data-key='1-0-0'] svg").wait_for()
     assert not page.locator("[data-key='0-0-0']").is_visible()
+    slider.press("ArrowLeft")  # JupyterLab has a shortcut of this name
+    page.locator("[data-key='0-0-0'] svg").wait_for()
     for name in ("slider.ipynb", "lab3_specialized.py"):
         (course / name).unlink()
 
