@@ -23,6 +23,7 @@ def test_a_look_at_a_lab_shows_it_and_changes_nothing(lab, page, course, name):
     assert page.locator("text=official Jupyter news").count() == 0
     assert page.locator("text=Create Assignment").count() == 0 and page.locator("text=Nbgrader").count() == 0
     assert page.locator(".jp-DirListing-item:has-text('instructor')").count() == 0
+    assert page.locator(".lm-TabBar-tab.jp-mod-dirty").count() == 0, "a lab that was only opened is saved"
     page.keyboard.press("Control+s")
     page.wait_for_timeout(2000)
     assert git(course, "status", "--porcelain") == ""
