@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,8 @@ GRADE_ID = re.compile(r"[a-zA-Z0-9_\-]+")  # what nbgrader accepts
 QUESTION_ID = re.compile(r"(q|bonus_)(\d+)_(\d+)(?:_[a-z0-9_]+)?")
 REGIONS = ("SOLUTION", "HIDDEN TESTS", "MARK SCHEME")
 STUBS = ("YOUR CODE HERE", "YOUR ANSWER HERE")
+# A line at the end of an answer cell that stands for the test cell behind it.
+TESTS = re.compile(r"### TESTS (\S+), ([\d.]+) points?: (.+)")
 CHECKS = Path(__file__).resolve().parent / "checks"  # the hidden checks, a package for each lab
 # jupytext's own notes on how a cell was written; they say nothing about the notebook.
 JUPYTEXT_KEYS = ("lines_to_next_cell", "lines_to_end_of_cell_marker", "cell_marker")
@@ -105,7 +108,7 @@ def read_lab(path: Path) -> Lab:
     notebook = jupytext.reads(text, fmt="py:percent")
     problems: list[str] = []
     lab = Lab(path.stem, path, [])
-    for raw, line in zip(notebook.cells, _marker_lines(text, notebook.cells), strict=True):
+    for raw, line in _with_tests(notebook.cells, text):
         cell = Cell(raw.cell_type, raw.source.rstrip(), line)
         lab.cells.append(cell)
         metadata = {k: v for k, v in raw.metadata.items() if k not in JUPYTEXT_KEYS}
@@ -140,6 +143,19 @@ def read_lab(path: Path) -> Lab:
     if problems:
         raise LabError(problems)
     return lab
+
+
+def _with_tests(cells: list, text: str) -> Iterator[tuple]:
+    """Yield the cells with the lines of their markers; each `### TESTS` line becomes a test cell behind its answer."""
+    lines = text.splitlines()
+    for cell, line in zip(cells, _marker_lines(text, cells), strict=True):
+        tests = TESTS.findall(cell.source)
+        cell.source = TESTS.sub("", cell.source)
+        yield cell, line
+        for grade_id, points, call in tests:
+            meta = {"grade_id": grade_id, "grade": True, "points": float(points) if "." in points else int(points)}
+            line = next(i for i in range(line, len(lines)) if f"### TESTS {grade_id}," in lines[i]) + 1
+            yield type(cell)(cell_type="code", source=call, metadata={"nbgrader": meta}), line
 
 
 def _hidden_tests(source: str, lab: str) -> str:
@@ -276,6 +292,8 @@ def _role_problems(cell: Cell) -> list[str]:
             problems.append("a marking scheme belongs into a cell graded by hand.")
         elif role == "manual" and not (inside or whole):
             problems.append("put the marking scheme inside of the SOLUTION markers (nbgrader refuses it outside).")
+    if "### TESTS" in cell.source:
+        problems.append("a test cell's line reads `### TESTS q1_1_tests, 3 points: check_gemm(gemm)`.")
     if role in ("answer", "manual") and cell.cell_type == "code" and not cell.has("SOLUTION"):
         problems.append("a code answer needs BEGIN SOLUTION and END SOLUTION; keep def and docstring outside.")
     if cell.cell_type == "code":

@@ -74,18 +74,12 @@ first_try(time_work)
 # `a` has shape (M, K) and `b` has shape (K, N), square or not. The result has shape (M, N), and the dtype and device of `a`.
 #
 # {counts}
-
-# %% [markdown]
-# {hint idea}
-# One element of $C$ is a sum over $k$. Two loops choose the element, the third one runs over its sum.
 #
-# {hint plan}
-# Allocate $C$ with the shape (M, N). For each row and each column: start a sum, run over $k$, take one number of $A$
-# and one of $B$, multiply, add; after the inner loop, write the sum to its place.
-#
-# {hint line}
-# Where does the sum start anew? And which of the four shapes in `a.shape` and `b.shape` does each loop need, when no
-# two are equal?
+# {hint idea} One element of $C$ is a sum over $k$. Two loops choose the element, the third one runs over its sum.
+# {hint plan} Allocate $C$ with the shape (M, N). For each row and each column: start a sum, run over $k$, take one number
+# of $A$ and one of $B$, multiply, add; after the inner loop, write the sum to its place.
+# {hint line} Where does the sum start anew? And which of the four shapes in `a.shape` and `b.shape` does each loop need,
+# when no two are equal?
 
 # %% nbgrader={"grade_id": "q1_1", "solution": true}
 def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -102,10 +96,7 @@ def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             c[i, j] = total
     return c
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q1_1_tests", "grade": true, "points": 3}
-check_gemm_naive(gemm_naive)
+### TESTS q1_1_tests, 3 points: check_gemm_naive(gemm_naive)
 
 # %% [markdown]
 # ## How to work
@@ -220,8 +211,12 @@ check_gemm_naive(gemm_naive)
 #
 # ![The memory hierarchy: each level is larger and slower than the one above it](assets/memory_hierarchy.svg)
 #
-# A bf16 number has 8 significant bits: once a sum is 512 times a new product, adding that product changes nothing. So
-# tensor cores, and every library, take narrow numbers, and multiply and add in wide ones.
+# A bf16 number has 8 significant bits: beside a large sum, a new product is lost. So tensor cores, and every library, take
+# narrow numbers, and multiply and add in wide ones.
+
+# %%
+full_sum = None  # your line: from which sum on, a power of two, does adding 1 change nothing in bf16?
+check_full_sum(full_sum)
 
 # %% [markdown]
 # ### Question 1.2: Tiled GEMM {points}
@@ -236,20 +231,14 @@ check_gemm_naive(gemm_naive)
 # and putting $C$ together are free.
 #
 # {counts}
-
-# %% [markdown]
-# {hint idea}
-# A tile of $C$ needs a strip of $A$ (its rows) and a strip of $B$ (its columns). Walk along both strips at once, a
-# piece at a time.
 #
-# {hint plan}
-# Two outer loops with steps `tile_m` and `tile_n`. For each tile: an accumulator of the tile's true size, a loop over
-# $k$ with step `tile_k`, and inside the sum of outer products of the two pieces. After it, write the accumulator to
-# $C$. A slice that runs past the edge is cut by PyTorch itself.
-#
-# {hint line}
-# The dtype of the accumulator, which has nothing to do with the dtype of `a`; and that an operation on a bf16 tile is
-# rounded to bf16 *before* it is added.
+# {hint idea} A tile of $C$ needs a strip of $A$ (its rows) and a strip of $B$ (its columns). Walk along both strips at
+# once, a piece at a time.
+# {hint plan} Two outer loops with steps `tile_m` and `tile_n`. For each tile: an accumulator of the tile's true size, a
+# loop over $k$ with step `tile_k`, and inside the sum of outer products of the two pieces. After it, write the
+# accumulator to $C$. A slice that runs past the edge is cut by PyTorch itself.
+# {hint line} The dtype of the accumulator, which has nothing to do with the dtype of `a`; and that an operation on a bf16
+# tile is rounded to bf16 *before* it is added.
 
 # %% nbgrader={"grade_id": "q1_2", "solution": true}
 def gemm_tiled(
@@ -273,10 +262,7 @@ def gemm_tiled(
             c[rows, cols] = accumulator
     return c
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q1_2_tests", "grade": true, "points": 7}
-check_gemm_tiled(gemm_tiled)
+### TESTS q1_2_tests, 7 points: check_gemm_tiled(gemm_tiled)
 
 # %% [markdown]
 # A GPU works **asynchronously**, as the pretend device did: a call puts work into a queue and returns. A clock that stops when
@@ -287,18 +273,12 @@ check_gemm_tiled(gemm_tiled)
 #
 # Write `time_calls`: it calls `fn` `n_calls` times, times **each call on its own**, and returns a list of milliseconds. Its argument
 # `synchronize` is the function that waits. `time.perf_counter()` counts seconds and never runs backwards.
-
-# %% [markdown]
-# {hint idea}
-# You time work that somebody else does. So the clock may only start when they are idle, and only stop when they are
-# done.
 #
-# {hint plan}
-# For each call: wait, read the clock, call, wait, read the clock, keep the difference in ms. One list entry for each
-# call.
-#
-# {hint line}
-# A wait comes before and after each call, not one for all; and `time.perf_counter()` counts seconds.
+# {hint idea} You time work that somebody else does. So the clock may only start when they are idle, and only stop when
+# they are done.
+# {hint plan} For each call: wait, read the clock, call, wait, read the clock, keep the difference in ms. One list entry
+# for each call.
+# {hint line} A wait comes before and after each call, not one for all; and `time.perf_counter()` counts seconds.
 
 # %% nbgrader={"grade_id": "q1_3", "solution": true}
 def time_calls(fn, n_calls: int, synchronize) -> list[float]:
@@ -313,10 +293,7 @@ def time_calls(fn, n_calls: int, synchronize) -> list[float]:
         times_ms.append((time.perf_counter() - start) * 1e3)
     return times_ms
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q1_3_tests", "grade": true, "points": 2}
-check_time_calls(time_calls)
+### TESTS q1_3_tests, 2 points: check_time_calls(time_calls)
 
 # %% [markdown]
 # Now use it on something real, a small network layer that has never run before, 200 times over.
@@ -327,8 +304,6 @@ check_time_calls(time_calls)
 # %%
 guesses["slowest call / fastest call"] = None  # a number
 guesses["number of the slowest call"] = None  # 0 to 199
-
-# %%
 n = 4096 if on_gpu else 384
 x = torch.randn(n, n, device=device, dtype=dtype)
 layer = torch.nn.Sequential(torch.nn.Linear(n, n), torch.nn.GELU()).to(device=device, dtype=dtype)  # never used before
@@ -388,17 +363,11 @@ plot_calls(times_ms, without_wait_ms, harness_ms, f"The same layer, n = {n}, 200
 #   `dtype.itemsize` bytes.
 #
 # GEMV is $y = Ax$ with $A$ of shape $(M, K)$ and $x$ of length $K$. Both functions return `(macs, flops, bytes)`.
-
-# %% [markdown]
-# {hint idea}
-# Each element of $C$ needs $K$ multiply-accumulates. Each of the three matrices travels once.
 #
-# {hint plan}
-# Count the elements of $C$, times $K$. Count the elements of all three matrices, times the bytes of one. GEMV is the
-# same with $N = 1$.
-#
-# {hint line}
-# The result is written, and that is traffic as well.
+# {hint idea} Each element of $C$ needs $K$ multiply-accumulates. Each of the three matrices travels once.
+# {hint plan} Count the elements of $C$, times $K$. Count the elements of all three matrices, times the bytes of one. GEMV
+# is the same with $N = 1$.
+# {hint line} The result is written, and that is traffic as well.
 
 # %% nbgrader={"grade_id": "q1_4", "solution": true}
 def gemm_macs_flops_bytes(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -414,30 +383,7 @@ def gemv_macs_flops_bytes(m: int, k: int, dtype: torch.dtype) -> tuple[int, int,
     ### BEGIN SOLUTION
     return m * k, 2 * m * k, (m * k + k + m) * dtype.itemsize
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q1_4_tests", "grade": true, "points": 4}
-check_gemm_and_gemv_costs(gemm_macs_flops_bytes, gemv_macs_flops_bytes)
-
-# %% [markdown]
-# **Back to Question 1.2: what does a narrow number cost?** The next cell multiplies bf16 matrices four times: with `gemm_tiled`,
-# with products in bf16, with a sum in bf16 as well, and with the library.
-#
-# The last column is the share of results that differ from the exact result, rounded to bf16. It shows what the *size* of the
-# error hides: the one rounding at the end makes errors as large as those of narrow products.
-
-# %%
-x, y = torch.randn(32, 1024, dtype=torch.bfloat16), torch.randn(1024, 32, dtype=torch.bfloat16)
-wide, narrow = torch.zeros(32, 32), torch.zeros(32, 32, dtype=torch.bfloat16)
-for k in range(1024):
-    wide += x[:, k, None] * y[None, k]  # a product in bf16, added in float32
-    narrow += x[:, k, None] * y[None, k]
-exact = x.double() @ y.double()
-products = {"gemm_tiled": gemm_tiled(x, y), "products in bf16": wide.bfloat16(), "sum in bf16, too": narrow, "torch.matmul": x @ y}
-for name, product in products.items():
-    error = (product.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
-    other = (product != exact.bfloat16()).double().mean()
-    print(f"{name:17} off by {error:.2%} (root mean square), {other:4.0%} not the exact result, rounded")
+### TESTS q1_4_tests, 4 points: check_gemm_and_gemv_costs(gemm_macs_flops_bytes, gemv_macs_flops_bytes)
 
 # %% [markdown]
 # **How far are your loops from the library?** The next cell times all three versions and turns latency into speed:
@@ -449,8 +395,6 @@ for name, product in products.items():
 guesses["GFLOP/s of gemm_naive"] = None
 guesses["GFLOP/s of gemm_tiled"] = None
 guesses["GFLOP/s of torch.matmul"] = None
-
-# %%
 naive_size = 24
 sizes = [256, 512, 1024] if on_gpu else [64, 128, 256, 512]
 print(f"naive at {naive_size}, tiled and torch.matmul at {sizes}, {dtype}")
@@ -508,19 +452,13 @@ plt.show()
 # 2. After the loop: store the accumulator into C, masked. C may be a 16-bit matrix: `tl.store` converts.
 #
 # Matrices need not be contiguous: use the strides. A load without `other=` puts NaN outside here, so that you see it.
-
-# %% [markdown]
-# {hint idea}
-# What was a slice in Question 1.2 is now a block of pointers and a block of booleans of the same shape.
 #
-# {hint plan}
-# For A: rows go down (`[:, None]`), ks go across (`[None, :]`), each with its own stride; the mask says which rows and
-# which ks exist. For B: ks go down, cols go across. Then one `tl.dot` that adds to the accumulator. For C: rows and
-# cols, after the loop.
-#
-# {hint line}
-# The mask of a load has two conditions, one for each direction; and the accumulator has to be given to `tl.dot`, and
-# its result kept.
+# {hint idea} What was a slice in Question 1.2 is now a block of pointers and a block of booleans of the same shape.
+# {hint plan} For A: rows go down (`[:, None]`), ks go across (`[None, :]`), each with its own stride; the mask says which
+# rows and which ks exist. For B: ks go down, cols go across. Then one `tl.dot` that adds to the accumulator. For C: rows
+# and cols, after the loop.
+# {hint line} The mask of a load has two conditions, one for each direction; and the accumulator has to be given to
+# `tl.dot`, and its result kept.
 
 # %% nbgrader={"grade_id": "q1_5", "solution": true}
 # %%writefile gemm_triton.py
@@ -567,10 +505,7 @@ def gemm(a, b, block=64):
         BLOCK_M=block, BLOCK_N=block, BLOCK_K=32,
     )
     return c
-
-
-# %% nbgrader={"grade_id": "q1_5_tests", "grade": true, "points": 5}
-check_gemm_triton(Path("gemm_triton.py").read_text())
+### TESTS q1_5_tests, 5 points: check_gemm_triton(Path("gemm_triton.py").read_text())
 
 # %%
 if kernels := compiled_file("gemm_triton", "gemm_kernel", "1.5"):
@@ -592,18 +527,12 @@ if kernels := compiled_file("gemm_triton", "gemm_kernel", "1.5"):
 # 1. `tiled_gemm_bytes`: the bytes that such a tiled GEMM moves. $C$ is written once.
 # 2. `largest_square_tile`: the largest $t$ for which one fp32 accumulator of $t \times t$, one $A$ tile of $t \times \text{tile}_k$ and
 #    one $B$ tile of $\text{tile}_k \times t$ (both of `dtype`) fit into `fast_bytes` bytes of fast memory.
-
-# %% [markdown]
-# {hint idea}
-# How many tiles of $C$ stand side by side in one row of tiles? Each of them fetches the same rows of $A$.
 #
-# {hint plan}
-# Number of tile columns times all of $A$, number of tile rows times all of $B$, once $C$. For the second function:
-# write the bytes as a function of $t$, and find the largest $t$ that fits, by a loop or by solving the quadratic
-# equation.
-#
-# {hint line}
-# A last tile that is not whole is still a tile. And the accumulator is fp32, whatever `dtype` is.
+# {hint idea} How many tiles of $C$ stand side by side in one row of tiles? Each of them fetches the same rows of $A$.
+# {hint plan} Number of tile columns times all of $A$, number of tile rows times all of $B$, once $C$. For the second
+# function: write the bytes as a function of $t$, and find the largest $t$ that fits, by a loop or by solving the
+# quadratic equation.
+# {hint line} A last tile that is not whole is still a tile. And the accumulator is fp32, whatever `dtype` is.
 
 # %% nbgrader={"grade_id": "bonus_1_6", "solution": true}
 def tiled_gemm_bytes(m: int, n: int, k: int, tile_m: int, tile_n: int, dtype: torch.dtype) -> int:
@@ -622,10 +551,7 @@ def largest_square_tile(fast_bytes: int, tile_k: int, dtype: torch.dtype) -> int
         t += 1
     return t
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "bonus_1_6_tests", "grade": true, "points": 5}
-check_tile_traffic(tiled_gemm_bytes, largest_square_tile)
+### TESTS bonus_1_6_tests, 5 points: check_tile_traffic(tiled_gemm_bytes, largest_square_tile)
 
 # %% [markdown]
 # Look at what the tile buys. The intensity of a tiled GEMM grows with its tile, and at some tile it crosses the ridge of an
@@ -666,16 +592,10 @@ plot_tile_intensity(tiles, intensities, largest_square_tile(228 * 1024, 64, torc
 #
 # Write the intensity of GEMM and of GEMV, in FLOPs/Byte. It pays to write the counts out again instead of calling your
 # functions: you see what cancels, and a slip in Question 1.4 cannot follow you here.
-
-# %% [markdown]
-# {hint idea}
-# FLOPs over bytes. Both are in Question 1.4; here you see what cancels.
 #
-# {hint plan}
-# Write the FLOPs above and the bytes below the line, with `dtype.itemsize`. Try it on paper for $M = N = K$.
-#
-# {hint line}
-# Three matrices below the line, and FLOPs, not MACs, above it.
+# {hint idea} FLOPs over bytes. Both are in Question 1.4; here you see what cancels.
+# {hint plan} Write the FLOPs above and the bytes below the line, with `dtype.itemsize`. Try it on paper for $M = N = K$.
+# {hint line} Three matrices below the line, and FLOPs, not MACs, above it.
 
 # %% nbgrader={"grade_id": "q2_1", "solution": true}
 def gemm_intensity(m: int, n: int, k: int, dtype: torch.dtype) -> float:
@@ -690,10 +610,7 @@ def gemv_intensity(m: int, k: int, dtype: torch.dtype) -> float:
     ### BEGIN SOLUTION
     return 2 * m * k / ((m * k + k + m) * dtype.itemsize)
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q2_1_tests", "grade": true, "points": 3}
-check_intensities(gemm_intensity, gemv_intensity)
+### TESTS q2_1_tests, 3 points: check_intensities(gemm_intensity, gemv_intensity)
 
 # %% [markdown]
 # **Before you run.** Which of the two grows with the matrix? What does halving the bytes of a number do to each?
@@ -701,8 +618,6 @@ check_intensities(gemm_intensity, gemv_intensity)
 # %%
 guesses["grows with the matrix"] = None  # "gemm", "gemv", "both" or "neither"
 guesses["half the bytes multiply the intensity by"] = None
-
-# %%
 kinds = torch.float32, torch.bfloat16, torch.float8_e4m3fn
 intensities = pd.DataFrame(index=pd.Index((64, 256, 1024, 4096), name="n"))
 for kind in kinds:
@@ -720,16 +635,10 @@ plot_intensities(intensities)
 #
 # Write the ridge point and the roof itself. Mind the units: peak in TFLOP/s ($10^{12}$ FLOP/s), bandwidth in TB/s
 # ($10^{12}$ byte/s), intensity in FLOPs/Byte.
-
-# %% [markdown]
-# {hint idea}
-# The ridge is where slope and ceiling meet: where intensity times bandwidth is the peak.
 #
-# {hint plan}
-# Solve that equation for the intensity. The roof at any intensity is one of two numbers.
-#
-# {hint line}
-# A kernel obeys both limits, so which of the two numbers is it?
+# {hint idea} The ridge is where slope and ceiling meet: where intensity times bandwidth is the peak.
+# {hint plan} Solve that equation for the intensity. The roof at any intensity is one of two numbers.
+# {hint line} A kernel obeys both limits, so which of the two numbers is it?
 
 # %% nbgrader={"grade_id": "q2_2", "solution": true}
 def ridge_point(peak_tflops: float, bandwidth_tb_s: float) -> float:
@@ -744,10 +653,7 @@ def attainable_tflops(intensity: float, peak_tflops: float, bandwidth_tb_s: floa
     ### BEGIN SOLUTION
     return min(peak_tflops, intensity * bandwidth_tb_s)
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q2_2_tests", "grade": true, "points": 4}
-check_ridge_and_roof(ridge_point, attainable_tflops)
+### TESTS q2_2_tests, 4 points: check_ridge_and_roof(ridge_point, attainable_tflops)
 
 # %% [markdown]
 # Compare your ridge with the course's `get_ridge_point`, for every GPU in the table. The numbers are *dense* peaks from
@@ -758,8 +664,6 @@ check_ridge_and_roof(ridge_point, attainable_tflops)
 
 # %%
 guesses["bf16 ridge points from old to new"] = None  # "left", "right" or "both ways"
-
-# %%
 rows = []
 for name, spec in GPU_SPECS.items():
     row = {"GPU": name, "TB/s": spec["memory_bandwidth_tb_s"]}
@@ -778,12 +682,12 @@ pd.DataFrame(rows, dtype=object).set_index("GPU").fillna("-")
 
 # %% [markdown]
 # To the right, then back (the H200 is an H100 with faster memory), and to the right again. A kernel that has not changed can
-# find itself on the other side of the ridge.
-#
-# Now place GEMM and GEMV under the roof of an A100. **Your line:** change `your_size` until your GEMM stands at the ridge, first
-# by trying. (Question 2.3 asks for the formula.)
+# find itself on the other side of the ridge. **Two lines of yours:** what brings an H200 back to the ridge of an A100, and which
+# GEMM stands at that ridge? Change `your_size`, first by trying. (Question 2.3 asks for the formula.)
 
 # %%
+your_bandwidth = None  # your line: TB/s with which an H200 would have the ridge of an A100, in bf16
+check_bandwidth(your_bandwidth)
 your_size = 100  # your line: change it until your point stands at the ridge
 spec = GPU_SPECS["A100"]
 operations = {f"gemm {n}": gemm_intensity(n, n, n, torch.bfloat16) for n in (128, 4096)}
@@ -802,16 +706,11 @@ plt.show()
 # 1. `achieved_tflops`: FLOPs and a latency in **ms** give TFLOP/s.
 # 2. `smallest_compute_bound_gemm`: the smallest integer $n$ for which an $n \times n \times n$ GEMM reaches the ridge
 #    point ($I \ge$ ridge). On paper, $I(n)$ is short.
-
-# %% [markdown]
-# {hint idea}
-# Put $M = N = K = n$ into the intensity of Question 2.1. It becomes a short formula in $n$.
 #
-# {hint plan}
-# Set it equal to the ridge and solve for $n$. For the other function: ms to seconds, then FLOP/s to TFLOP/s.
-#
-# {hint line}
-# $n$ is an integer that *reaches* the ridge: which way do you round, and what if the result is an integer already?
+# {hint idea} Put $M = N = K = n$ into the intensity of Question 2.1. It becomes a short formula in $n$.
+# {hint plan} Set it equal to the ridge and solve for $n$. For the other function: ms to seconds, then FLOP/s to TFLOP/s.
+# {hint line} $n$ is an integer that *reaches* the ridge: which way do you round, and what if the result is an integer
+# already?
 
 # %% nbgrader={"grade_id": "q2_3", "solution": true}
 def achieved_tflops(flops: int, latency_ms: float) -> float:
@@ -827,10 +726,7 @@ def smallest_compute_bound_gemm(ridge: float, dtype: torch.dtype) -> int:
     # I(n) = 2 n^3 / (3 n^2 itemsize) = 2 n / (3 itemsize)
     return math.ceil(1.5 * dtype.itemsize * ridge)
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q2_3_tests", "grade": true, "points": 4}
-check_achieved_and_smallest(achieved_tflops, smallest_compute_bound_gemm)
+### TESTS q2_3_tests, 4 points: check_achieved_and_smallest(achieved_tflops, smallest_compute_bound_gemm)
 
 # %% [markdown]
 # Now measure. The roof below is this machine's: from the datasheet if it is a GPU the course knows, measured otherwise.
@@ -844,8 +740,6 @@ guesses["percent of its roof: smallest gemm"] = None
 guesses["percent of its roof: largest gemm"] = None
 guesses["percent of its roof: small gemv"] = None
 guesses["percent of its roof: large gemv"] = None
-
-# %%
 roofs = this_roof()
 ridge = roofs.ridge_point(dtype_name)
 peaks = ", ".join(f"{name} {peak:.3g} TFLOP/s" for name, peak in roofs.tflops.items())
@@ -887,17 +781,12 @@ for name, share in zip(("smallest gemm", None, "largest gemm", "small gemv", "la
 # 3. The large GEMV: which roof limits it? Would a chip with twice the FLOP/s help?
 # 4. The small GEMV: nearer to the roof than the large one, or above it? Which assumption is wrong for it?
 # 5. An LLM at batch 1 is a chain of GEMVs. From this plot, what do you do to make it faster?
-
-# %% [markdown]
-# {hint idea}
-# For each point, ask which of the model's three assumptions breaks: full bandwidth, full peak, nothing else takes time.
 #
-# {hint plan}
-# Take the share of the roof of each point, and one time in µs or ms for the smallest. Say what limits it, and what
-# would have to change to make it faster.
-#
-# {hint line}
-# The small GEMV runs many times in a row on the same matrix. Where is the matrix at the second run?
+# {hint idea} For each point, ask which of the model's three assumptions breaks: full bandwidth, full peak, nothing else
+# takes time.
+# {hint plan} Take the share of the roof of each point, and one time in µs or ms for the smallest. Say what limits it, and
+# what would have to change to make it faster.
+# {hint line} The small GEMV runs many times in a row on the same matrix. Where is the matrix at the second run?
 
 # %% [markdown] nbgrader={"grade_id": "q2_4", "grade": true, "solution": true, "points": 5}
 # 1. The smallest GEMM has so little work that fixed cost decides: the Python call, PyTorch's dispatch, on a GPU the
@@ -975,21 +864,15 @@ print(f"{'layer_types':22} {' '.join(kind.removesuffix('_attention') for kind in
 #
 # 1. `attended_pairs`: the (query, key) pairs of one head of one sequence. `window=None` means no window.
 # 2. `attention_macs_flops_bytes`: the cost of the five operators in the picture. MACs and FLOPs count the matrix products.
-
-# %% [markdown]
-# {hint idea}
-# For the pairs: how many keys does one query see? Then add up over the queries. For the cost: five operators, and each
-# has inputs, weights and an output.
 #
-# {hint plan}
-# Go through the picture operator by operator and write down the elements that each reads and writes; add them, times
-# the bytes of one. For the MACs: tokens times the elements of each weight, and for attention two times $D$ for each
-# pair, query head and sequence.
-#
-# {hint line}
-# The queries are the last positions, so the first of them has `kv_len - query_len` keys before it. And a vector that
-# one operator writes and the next reads counts twice. With a window, two neighbouring queries see nearly the same keys: draw
-# both, and count the keys that at least one of them sees.
+# {hint idea} For the pairs: how many keys does one query see? Then add up over the queries. For the cost: five operators,
+# and each has inputs, weights and an output.
+# {hint plan} Go through the picture operator by operator and write down the elements that each reads and writes; add
+# them, times the bytes of one. For the MACs: tokens times the elements of each weight, and for attention two times $D$
+# for each pair, query head and sequence.
+# {hint line} The queries are the last positions, so the first of them has `kv_len - query_len` keys before it. And a
+# vector that one operator writes and the next reads counts twice. With a window, two neighbouring queries see nearly the
+# same keys: draw both, and count the keys that at least one of them sees.
 
 # %% nbgrader={"grade_id": "q3_1", "solution": true}
 def attended_pairs(query_len: int, kv_len: int, window: int | None = None) -> int:
@@ -1018,13 +901,8 @@ def attention_macs_flops_bytes(
     elements += tokens * q_width + tokens * hidden  # output projection
     return macs, 2 * macs, elements * dtype.itemsize
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q3_1_pairs_tests", "grade": true, "points": 3}
-check_attended_pairs(attended_pairs)
-
-# %% nbgrader={"grade_id": "q3_1_cost_tests", "grade": true, "points": 5}
-check_attention_cost(attention_macs_flops_bytes, lambda *place: attended_pairs(*place))
+### TESTS q3_1_pairs_tests, 3 points: check_attended_pairs(attended_pairs)
+### TESTS q3_1_cost_tests, 5 points: check_attention_cost(attention_macs_flops_bytes, lambda *place: attended_pairs(*place))
 
 # %% [markdown]
 # ### Question 3.2: The MLP and the norms {points}
@@ -1036,17 +914,11 @@ check_attention_cost(attention_macs_flops_bytes, lambda *place: attended_pairs(*
 # RMSNorm maps each token's vector $x$ of width $n$ to $x_j \cdot r \cdot (1 + g_j)$ with
 # $r = 1/\sqrt{\operatorname{mean}(x^2) + \varepsilon}$. It is one fused operator: it reads the tokens and the weight $g$, and writes
 # the tokens. Count 4 FLOPs an element. It returns `(flops, bytes)`.
-
-# %% [markdown]
-# {hint idea}
-# Five operators, five lines: what does each read, what does it write?
 #
-# {hint plan}
-# gate and up: tokens in, weight in, wide out, each. GELU: wide in, wide out. Product: two wide in, one out. down: wide
-# in, weight in, tokens out. Only three of them are matrix products.
-#
-# {hint line}
-# `gate` and `up` each read the tokens. And the weight of the norm is one vector for all tokens.
+# {hint idea} Five operators, five lines: what does each read, what does it write?
+# {hint plan} gate and up: tokens in, weight in, wide out, each. GELU: wide in, wide out. Product: two wide in, one out.
+# down: wide in, weight in, tokens out. Only three of them are matrix products.
+# {hint line} `gate` and `up` each read the tokens. And the weight of the norm is one vector for all tokens.
 
 # %% nbgrader={"grade_id": "q3_2", "solution": true}
 def mlp_macs_flops_bytes(tokens: int, config, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -1067,10 +939,7 @@ def rms_norm_flops_bytes(tokens: int, width: int, dtype: torch.dtype) -> tuple[i
     ### BEGIN SOLUTION
     return 4 * tokens * width, (2 * tokens * width + width) * dtype.itemsize
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q3_2_tests", "grade": true, "points": 4}
-check_mlp_and_norm_costs(mlp_macs_flops_bytes, rms_norm_flops_bytes)
+### TESTS q3_2_tests, 4 points: check_mlp_and_norm_costs(mlp_macs_flops_bytes, rms_norm_flops_bytes)
 
 # %% [markdown]
 # Put the counts together: where does a layer's work go, and how intense is it?
@@ -1080,8 +949,6 @@ check_mlp_and_norm_costs(mlp_macs_flops_bytes, rms_norm_flops_bytes)
 
 # %%
 guesses["MLP in prefill, on an H100"] = None  # "compute-bound" or "memory-bound"
-
-# %%
 rows = []
 for phase, phase_batch, query_len, kv_len in (("prefill", 8, 2048, 2048), ("decode", 8, 1, 2048), ("decode", 256, 1, 2048)):
     for block, (_, flops, n_bytes) in {
@@ -1124,16 +991,11 @@ scoreboard(memory=step_bytes / 4.8e12 * 1e6)
 #
 # Write `counted_flops`: call `fn(*args)` once, under the counter, and return what it counts. (`display=False` keeps it from
 # printing a table.)
-
-# %% [markdown]
-# {hint idea}
-# The counter sees what runs inside of its `with` block.
 #
-# {hint plan}
-# Make a `FlopCounterMode` without display, call `fn(*args)` once inside of the block, ask it for the sum afterwards.
-#
-# {hint line}
-# Once: a call before the block, to warm up, is a second call.
+# {hint idea} The counter sees what runs inside of its `with` block.
+# {hint plan} Make a `FlopCounterMode` without display, call `fn(*args)` once inside of the block, ask it for the sum
+# afterwards.
+# {hint line} Once: a call before the block, to warm up, is a second call.
 
 # %% nbgrader={"grade_id": "q3_3", "solution": true}
 def counted_flops(fn, *args) -> int:
@@ -1145,10 +1007,7 @@ def counted_flops(fn, *args) -> int:
         fn(*args)
     return counter.get_total_flops()
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q3_3_tests", "grade": true, "points": 2}
-check_counted_flops(counted_flops)
+### TESTS q3_3_tests, 2 points: check_counted_flops(counted_flops)
 
 # %%
 counted_batch, counted_length, full = 2, 640, 5
@@ -1191,20 +1050,14 @@ for implementation in ("eager", "sdpa"):
 #
 # **Count the cache.** `kv_cache_bytes` returns the bytes of the keys and values of **all layers** of the model. A sliding layer
 # (`config.layer_types` tells which) keeps the last `config.sliding_window` tokens.
-
-# %% [markdown]
-# {hint idea}
-# Prefill puts keys and values of the prompt at positions $0 \dots S-1$ of the cache. The first new token has position
-# $S$, the next $S+1$.
 #
-# {hint plan}
-# Make a cache for all tokens, prompt and new ones. Prefill the prompt. Then for each new token: cut it out as (B, 1,
-# hidden), make its position, its embeddings, call `decode_forward`, keep the output. At the end, join the outputs. For
-# the bytes: add up the tokens that each layer keeps.
-#
-# {hint line}
-# Three things know the position of a token: `position_ids`, the rotary embeddings and `cache_positions`. All three
-# advance.
+# {hint idea} Prefill puts keys and values of the prompt at positions $0 \dots S-1$ of the cache. The first new token has
+# position $S$, the next $S+1$.
+# {hint plan} Make a cache for all tokens, prompt and new ones. Prefill the prompt. Then for each new token: cut it out as
+# (B, 1, hidden), make its position, its embeddings, call `decode_forward`, keep the output. At the end, join the outputs.
+# For the bytes: add up the tokens that each layer keeps.
+# {hint line} Three things know the position of a token: `position_ids`, the rotary embeddings and `cache_positions`. All
+# three advance.
 
 # %% nbgrader={"grade_id": "q3_4", "solution": true}
 def decode_with_cache(layer, rotary_emb, prompt: torch.Tensor, new_tokens: torch.Tensor) -> torch.Tensor:
@@ -1236,28 +1089,8 @@ def kv_cache_bytes(batch: int, length: int, config, dtype: torch.dtype) -> int:
     )
     return 2 * batch * tokens * config.num_key_value_heads * config.head_dim * dtype.itemsize
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q3_4_decode_tests", "grade": true, "points": 4}
-check_decode_with_cache(decode_with_cache)
-
-# %% nbgrader={"grade_id": "q3_4_bytes_tests", "grade": true, "points": 2}
-check_kv_cache_bytes(kv_cache_bytes)
-
-# %% [markdown]
-# Your loop, at work: 256 tokens of prompt and 16 new ones, with the cache and without.
-
-# %%
-own_layer, own_rotary = build_decoder_layer(config, 5, dtype, device)
-own_tokens = torch.randn(1, 272, config.hidden_size, device=device, dtype=dtype)
-loops = {
-    "with your cache": functools.partial(decode_with_cache, own_layer, own_rotary, own_tokens[:, :256], own_tokens[:, 256:]),
-    "without": functools.partial(decode_without_cache, own_layer, own_rotary, own_tokens[:, :256], own_tokens[:, 256:]),
-}
-difference = (loops["with your cache"]() - loops["without"]()).abs().max().item()
-for name, taken in median_times(loops, warmup=1, iterations=3).items():
-    print(f"16 tokens {name:16} {plus_minus(taken)} ms")
-print(f"largest difference of the outputs: {difference:.2g}")
+### TESTS q3_4_decode_tests, 4 points: check_decode_with_cache(decode_with_cache)
+### TESTS q3_4_bytes_tests, 2 points: check_kv_cache_bytes(kv_cache_bytes)
 
 # %% [markdown]
 # **Before you run.** Without a cache, each new token needs a prefill of all $S$ tokens. With it, decode does about $1/S$ of that
@@ -1266,8 +1099,6 @@ print(f"largest difference of the outputs: {difference:.2g}")
 # %%
 guesses["gain of the cache, longest text, batch 1"] = None  # uncached time / cached time
 guesses["gain of the cache, longest text, largest batch"] = None
-
-# %%
 batches, lengths = ((1, 8, 32), (512, 2048, 8192)) if on_gpu else ((1, 4), (128, 512, 1024))
 latencies = layer_latencies(batches, lengths)
 beside_guess("gain of the cache, longest text, batch 1", float(latencies["cache gains"][len(lengths) - 1]))
@@ -1275,15 +1106,8 @@ beside_guess("gain of the cache, longest text, largest batch", float(latencies["
 latencies.round(3)
 
 # %%
-weights_gb = 2 * 18 * (2 * 640 * 1024 + 2 * 640 * 256 + 3 * 640 * 2048) / 1e9
-print(f"Weights of the 18 layers in bf16: {weights_gb:.2f} GB. KV cache in bf16:")
-pd.DataFrame(
-    {
-        f"{length} tokens": [f"{kv_cache_bytes(batch, length, config, torch.bfloat16) / 1e9:.3f} GB" for batch in (1, 8, 64)]
-        for length in (512, 4096, 32768)
-    },
-    index=pd.Index((1, 8, 64), name="batch"),
-)
+your_users = None  # your line, by kv_cache_bytes: users of 32768 tokens each that fit into 141 GB, beside 0.2 GB of weights (bf16)
+check_users(your_users)
 
 # %% [markdown]
 # ## The layer on the roofline
@@ -1325,18 +1149,12 @@ report_measured("layer_roofline", measured)
 # 4. Five of six layers slide. What does that change for the cache at 32768 tokens, and for the MLP?
 # 5. "Our decode uses 0.01% of the FLOP/s, so the kernels are bad." Which two numbers do you look at first, and what do they say
 #    about the H200 at batch 1?
-
-# %% [markdown]
-# {hint idea}
-# For each answer, split the bytes into those that every token shares and those that it does not.
 #
-# {hint plan}
-# 1 and 2: which bytes are the weights', which are the cache's? 3: compare the time of a cached step with its bytes over
-# the bandwidth. 4: count tokens in 15 sliding and 3 full layers. 5: there are two more roofs than the one that the
-# colleague looks at.
-#
-# {hint line}
-# The same weights are read for one token or for thousands. What does that do to FLOPs per byte?
+# {hint idea} For each answer, split the bytes into those that every token shares and those that it does not.
+# {hint plan} 1 and 2: which bytes are the weights', which are the cache's? 3: compare the time of a cached step with its
+# bytes over the bandwidth. 4: count tokens in 15 sliding and 3 full layers. 5: there are two more roofs than the one that
+# the colleague looks at.
+# {hint line} The same weights are read for one token or for thousands. What does that do to FLOPs per byte?
 
 # %% [markdown] nbgrader={"grade_id": "q3_5", "grade": true, "solution": true, "points": 5}
 # 1. A weight is read once in both cases. Prefill uses it for every one of the B·S tokens, decode for B tokens. So the
@@ -1374,19 +1192,14 @@ report_measured("layer_roofline", measured)
 #    window.
 # 2. `break_even_batch`: the smallest batch at which the cache traffic is at least as large as the weight traffic. From there on,
 #    quantising the weights gains less than quantising the cache.
-
-# %% [markdown]
-# {hint idea}
-# Time is bytes over bandwidth. The weights are read once a step for the whole batch, the cache once for each sequence.
 #
-# {hint plan}
-# Weights: four projections and three MLP matrices, times the number of layers. Cache: two (keys and values), times the
-# tokens that each layer keeps, times the width of the key-value heads. Each part with its own bytes per number. The
-# break-even batch is where the second part reaches the first.
-#
-# {hint line}
-# TB/s is $10^{12}$ bytes a second and the answer is in ms. And a batch is an integer: at which of the two neighbours is
-# the cache the larger part?
+# {hint idea} Time is bytes over bandwidth. The weights are read once a step for the whole batch, the cache once for each
+# sequence.
+# {hint plan} Weights: four projections and three MLP matrices, times the number of layers. Cache: two (keys and values),
+# times the tokens that each layer keeps, times the width of the key-value heads. Each part with its own bytes per number.
+# The break-even batch is where the second part reaches the first.
+# {hint line} TB/s is $10^{12}$ bytes a second and the answer is in ms. And a batch is an integer: at which of the two
+# neighbours is the cache the larger part?
 
 # %% nbgrader={"grade_id": "bonus_3_6", "solution": true}
 def decode_floor_ms(
@@ -1412,10 +1225,7 @@ def break_even_batch(length: int, config, weight_bytes: float = 2, cache_bytes: 
     cache_of_one = decode_floor_ms(1, length, config, 1.0, 0, cache_bytes)
     return math.ceil(weights / cache_of_one)
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "bonus_3_6_tests", "grade": true, "points": 5}
-check_decode_floor(decode_floor_ms, break_even_batch)
+### TESTS bonus_3_6_tests, 5 points: check_decode_floor(decode_floor_ms, break_even_batch)
 
 # %% [markdown]
 # The layers are not all. To choose a word, each step multiplies its last hidden state by the output head: one row of 640
@@ -1459,17 +1269,12 @@ scoreboard()
 # - call `synchronize()` between `fn()` and `prof.step()`, as in Question 1.3: without it a step ends while its kernels are still
 #   in the queue;
 # - write a Chrome trace to `trace_path`, with `prof.export_chrome_trace`, and return the profiler.
-
-# %% [markdown]
-# {hint idea}
-# The schedule counts steps, and only `prof.step()` tells it that a step is over.
 #
-# {hint plan}
-# Collect the activities, open `torch.profiler.profile` with them and the schedule, and in it ten times: call,
+# {hint idea} The schedule counts steps, and only `prof.step()` tells it that a step is over.
+# {hint plan} Collect the activities, open `torch.profiler.profile` with them and the schedule, and in it ten times: call,
 # synchronize, step. After the block, export and return.
-#
-# {hint line}
-# The export stands after the `with` block. And without the wait, kernels of one step are counted in a later one.
+# {hint line} The export stands after the `with` block. And without the wait, kernels of one step are counted in a later
+# one.
 
 # %% nbgrader={"grade_id": "q4_1", "solution": true}
 def profile_steps(fn, trace_path: str) -> torch.profiler.profile:
@@ -1486,10 +1291,7 @@ def profile_steps(fn, trace_path: str) -> torch.profiler.profile:
     prof.export_chrome_trace(str(trace_path))
     return prof
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q4_1_tests", "grade": true, "points": 3}
-check_profile_steps(profile_steps)
+### TESTS q4_1_tests, 3 points: check_profile_steps(profile_steps)
 
 # %% [markdown]
 # Profile a decode step, and look at it. The timeline below is drawn from the file that you exported: a colour for each family of
@@ -1499,8 +1301,6 @@ check_profile_steps(profile_steps)
 
 # %%
 guesses["operators (on a GPU: kernels) of a decode step"] = None
-
-# %%
 step, trace = decode_step(batch=1, length=512), str(output_path("decode_trace.json"))
 prof = profile_steps(step, trace)
 counts = count_cuda_kernels(prof)
@@ -1535,17 +1335,12 @@ summary[["name", "family", "count", "self_us", "mean_us", "share"]].round(3)
 # 3. `fusion_speedup`: how many times faster the fused kernel is than this chain, if memory traffic is all that matters.
 #
 # {counts}
-
-# %% [markdown]
-# {hint idea}
-# Write the formula from left to right: every sign is one operator.
 #
-# {hint plan}
-# First the inner part, then tanh of it, then the two factors. For the bytes: an operator with one input moves two
-# tensors, one with two inputs moves three. For the speed-up: all that the chain moves over what one fused kernel moves.
-#
-# {hint line}
-# `x *= ...` changes the caller's tensor. And every operator writes, too.
+# {hint idea} Write the formula from left to right: every sign is one operator.
+# {hint plan} First the inner part, then tanh of it, then the two factors. For the bytes: an operator with one input moves
+# two tensors, one with two inputs moves three. For the speed-up: all that the chain moves over what one fused kernel
+# moves.
+# {hint line} `x *= ...` changes the caller's tensor. And every operator writes, too.
 
 # %% nbgrader={"grade_id": "q4_2", "solution": true}
 def gelu_by_hand(x: torch.Tensor) -> torch.Tensor:
@@ -1568,13 +1363,8 @@ def fusion_speedup(one_input: int, two_inputs: int) -> float:
     ### BEGIN SOLUTION
     return (2 * one_input + 3 * two_inputs) / 2
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q4_2_tests", "grade": true, "points": 2}
-check_gelu_by_hand(gelu_by_hand)
-
-# %% nbgrader={"grade_id": "q4_2_bytes_tests", "grade": true, "points": 2}
-check_fusion_bytes(elementwise_bytes, fusion_speedup)
+### TESTS q4_2_tests, 2 points: check_gelu_by_hand(gelu_by_hand)
+### TESTS q4_2_bytes_tests, 2 points: check_fusion_bytes(elementwise_bytes, fusion_speedup)
 
 # %% [markdown]
 # ### Question 4.3: Let the compiler fuse {points}
@@ -1583,16 +1373,11 @@ check_fusion_bytes(elementwise_bytes, fusion_speedup)
 # counting. Write `kernels_per_step`: the number of kernels (on a GPU) or leaf operators (on a CPU: those that call no other) that
 # one call of `fn()` runs. Profile it as in Question 4.1, with the `schedule` and `synchronize()`, and let
 # `count_cuda_kernels(prof)` count: its `total` is per step.
-
-# %% [markdown]
-# {hint idea}
-# It is Question 4.1 without the file, and with a number at the end.
 #
-# {hint plan}
-# The same profile with the same schedule, ten calls, then let `count_cuda_kernels` count, and take one of its entries.
-#
-# {hint line}
-# `count_cuda_kernels` already divides by the number of recorded steps.
+# {hint idea} It is Question 4.1 without the file, and with a number at the end.
+# {hint plan} The same profile with the same schedule, ten calls, then let `count_cuda_kernels` count, and take one of its
+# entries.
+# {hint line} `count_cuda_kernels` already divides by the number of recorded steps.
 
 # %% nbgrader={"grade_id": "q4_3", "solution": true}
 def kernels_per_step(fn) -> int:
@@ -1608,10 +1393,7 @@ def kernels_per_step(fn) -> int:
             prof.step()
     return count_cuda_kernels(prof)["total"]
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q4_3_tests", "grade": true, "points": 2}
-check_kernels_per_step(kernels_per_step)
+### TESTS q4_3_tests, 2 points: check_kernels_per_step(kernels_per_step)
 
 # %% [markdown]
 # Now GELU by hand, fused and compiled, then the whole layer before and after the compiler.
@@ -1622,8 +1404,6 @@ check_kernels_per_step(kernels_per_step)
 # %%
 guesses["operators in your gelu_by_hand"] = None
 guesses["speed-up of F.gelu"] = None
-
-# %%
 from utils.machine.device import compile_support
 
 gelu_input = torch.randn(2**26 if on_gpu else 2**22, device=device, dtype=dtype)
@@ -1649,8 +1429,8 @@ gelu_table = pd.DataFrame(rows, columns=["GELU", "kernels" if on_gpu else "opera
 gelu_table["speed-up"] = gelu_table["ms"][0] / gelu_table["ms"]
 beside_guess("operators in your gelu_by_hand", int(gelu_table.iloc[0, 1]))
 beside_guess("speed-up of F.gelu", float(gelu_table["speed-up"][1]))
-keep("gelu", gelu_table, 2)
-plot_beside_recorded("gelu", "speed-up", "GELU: how many times faster than by hand", "times faster than by hand")
+keep("gelu", gelu_table)
+plot_beside("gelu", ["speed-up"], title="GELU: how many times faster than by hand")
 
 # %%
 if compiler:
@@ -1681,54 +1461,24 @@ if compiler:
 # Nothing here is graded. Fusion removes trips to memory. The other way to move fewer bytes is a narrower number, and for matrix
 # products it is also the faster one: the tensor cores of an H200 do 989 TFLOP/s in bf16, and its ordinary units 67 in fp32. For a
 # model that only answers, the weights are simply stored in bf16. Training cannot do that so simply: an optimizer adds small steps
-# to the weights, and a step below 1/512 of a bf16 number is lost, as in the bf16 sum of Question 1.2.
+# to the weights, and a step below 1/512 of a bf16 number is lost.
 #
 # So training is done in **mixed precision** ([Micikevicius and others](https://arxiv.org/abs/1710.03740)): the weights stay in fp32, and each product gets bf16 copies
 # of them. [`torch.autocast`](https://docs.pytorch.org/docs/stable/amp.html) does this operator by operator.
 #
-# **Before you run.** Is the error of autocast nearer to that of fp32, or to that of bf16? And what is 1 after 1000 steps of 0.001,
-# in bf16?
+# **Before you run.** Add the line below. Is the error of autocast nearer to that of fp32, or to that of bf16?
 
 # %%
 guesses["autocast has an error as in"] = None  # "fp32" or "bf16"
-guesses["1 after a thousand steps of 0.001, in bf16"] = None
-
-# %%
-import copy
-
-mlp = build_decoder_layer(config, 5, torch.float32, device)[0].mlp
-hidden_states = torch.randn(8192 if on_gpu else 512, config.hidden_size, device=device)
-narrow_mlp, narrow_states = copy.deepcopy(mlp).bfloat16(), hidden_states.bfloat16()
 
 
-def in_autocast():
-    """The MLP under autocast: fp32 weights and inputs, products in bf16."""
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        return mlp(hidden_states)
+def in_autocast(mlp, x):
+    """The MLP with fp32 weights and inputs, and products in bf16."""
+    # Your line: `with torch.autocast(..., dtype=torch.bfloat16):` around the call; its first argument is device.type.
+    return mlp(x)
 
 
-with torch.no_grad():
-    exact = copy.deepcopy(mlp).double()(hidden_states.double())
-    ways = {"fp32": lambda: mlp(hidden_states), "autocast": in_autocast, "bf16": lambda: narrow_mlp(narrow_states)}
-    times = median_times(ways, iterations=5)
-    rows = []
-    for name, way in ways.items():
-        out = way()
-        relative = ((out.double() - exact).square().mean() / exact.square().mean()).sqrt().item()
-        weights = (narrow_mlp if name == "bf16" else mlp).parameters()
-        rows.append({"way": name, "ms": times[name].median_ms, "rms error": relative, "weights, MB": sum(w.nbytes for w in weights) / 1e6,
-                     "result": str(out.dtype).removeprefix("torch.")})
-precision_table = pd.DataFrame(rows)
-results["mixed_precision"] = rows
-display(precision_table.assign(**{"rms error": precision_table["rms error"].map("{:.1e}".format)}).set_index("way").round(2))
-weight = {kind: torch.ones((), dtype=kind) for kind in (torch.float32, torch.bfloat16)}
-for _ in range(1000):
-    for w in weight.values():
-        w += 0.001
-print(f"1 after 1000 steps of 0.001: {weight[torch.float32].item():.3f} in fp32, {weight[torch.bfloat16].item():.3f} in bf16")
-size = dict(zip(precision_table["way"], precision_table["rms error"].map(math.log), strict=True))
-beside_guess("autocast has an error as in", min(("fp32", "bf16"), key=lambda way: abs(size[way] - size["autocast"])))
-beside_guess("1 after a thousand steps of 0.001, in bf16", weight[torch.bfloat16].item())
+beside_guess("autocast has an error as in", compare_precisions(in_autocast))
 
 # %% [markdown]
 # Autocast and bf16 have errors of one size: both round the numbers that go into each product. They differ in what they keep. With
@@ -1753,17 +1503,11 @@ beside_guess("1 after a thousand steps of 0.001, in bf16", weight[torch.bfloat16
 # - **CUDA graph.** One launch of `launch_us`, then all `n` kernels run back to back.
 #
 # Both functions return the time in µs from the first launch's start to the last kernel's end.
-
-# %% [markdown]
-# {hint idea}
-# Two workers, one queue: draw three kernels on paper, once with a slow and once with a fast launch.
 #
-# {hint plan}
-# Before the first kernel there is always one launch. After the last launch there is always one kernel. Between them,
-# the slower of the two sets the pace, $n - 1$ times.
-#
-# {hint line}
-# Try $n = 1$: both functions give one launch and one kernel.
+# {hint idea} Two workers, one queue: draw three kernels on paper, once with a slow and once with a fast launch.
+# {hint plan} Before the first kernel there is always one launch. After the last launch there is always one kernel.
+# Between them, the slower of the two sets the pace, $n - 1$ times.
+# {hint line} Try $n = 1$: both functions give one launch and one kernel.
 
 # %% nbgrader={"grade_id": "q4_4", "solution": true}
 def eager_time_us(n: int, launch_us: float, kernel_us: float) -> float:
@@ -1778,12 +1522,11 @@ def graph_time_us(n: int, launch_us: float, kernel_us: float) -> float:
     ### BEGIN SOLUTION
     return launch_us + n * kernel_us
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q4_4_tests", "grade": true, "points": 2}
-check_launch_model(eager_time_us, graph_time_us)
+### TESTS q4_4_tests, 2 points: check_launch_model(eager_time_us, graph_time_us)
 
 # %%
+your_kernel_us = None  # your line: kernels of at least so many µs never let the GPU wait for a launch of 17 µs
+check_kernel_us(your_kernel_us)
 plot_graph_gain(eager_time_us, graph_time_us)
 scoreboard(eager=eager_time_us(93, 17, 1.8), graph=graph_time_us(93, 17, 1.8))  # 93 kernels of 1.8 µs; a launch with its Python takes 17
 
@@ -1815,9 +1558,7 @@ def captured(step):
 guesses["gain of a graph, decode, batch 1"] = None
 guesses["gain of a graph, prefill of 8192 tokens, batch 1"] = None
 guesses["gain of a graph, prefill of 8192 tokens, batch 8"] = None
-
-# %%
-from utils.machine.device import cuda_graph_support, gluon_support
+from utils.machine.device import cuda_graph_support
 
 if cuda_graph_support():
     rows = []
@@ -1836,7 +1577,7 @@ if cuda_graph_support():
             row["graph_ms"] = measure(step, graph=True, queue_ahead=False, calls_per_sample=1, **TIMES).median_ms
         rows.append(row | {"gain": row["eager_ms"] / row["graph_ms"]})
     graphs = pd.DataFrame(rows)
-    keep("cuda_graphs", graphs, 4)
+    keep("cuda_graphs", graphs)
 else:
     print(cuda_graph_support().reason)
     graphs = recorded_table(RECORDED, "cuda_graphs")
@@ -1851,43 +1592,10 @@ plot_graphs(graphs)
 #
 # ## One kernel of the ninety
 #
-# One of these kernels is attention. For a Hopper GPU (H100, H200) the course has a *decode kernel*, for one new token over a
-# long cache: `attention_decode` (lab 4 shows how it works). A better kernel helps only where something waits for it.
-#
-# **Before you run.** How many times as fast does the decode kernel make the step of 64 sequences with 4096 tokens each, in a graph?
-# And the step of one sequence with 2048 tokens, launched kernel by kernel?
-
-# %%
-guesses["gain of the decode kernel, 64 x 4096, graph"] = None
-guesses["gain of the decode kernel, 1 x 2048, one by one"] = None
-
-# %%
-if cuda_graph_support() and gluon_support():
-    from utils.attention import attention_decode
-
-    rows = []
-    for step_batch, cached in ((1, 2048), (1, 32768), (64, 4096)):
-        row = {"batch": step_batch, "tokens": cached}
-        for name, attend in (("own", None), ("decode kernel", attention_decode)):
-            step = decode_step(step_batch, cached, attend=attend)
-            row[f"{name}, one by one, us"] = 1e3 * measure(step, queue_ahead=False, **TIMES).median_ms
-            row[f"{name}, graph, us"] = 1e3 * measure(step, graph=True, queue_ahead=False, calls_per_sample=1, **TIMES).median_ms
-        rows.append(row)
-else:
-    rows = recorded_decode_kernel()
-table = pd.DataFrame(rows)
-for how in ("one by one", "graph"):
-    table[f"gain, {how}"] = table[f"own, {how}, us"] / table[f"decode kernel, {how}, us"]
-if on_gpu:
-    results["decode_kernel"] = rows
-display(table.round(2))
-beside_guess("gain of the decode kernel, 64 x 4096, graph", float(table["gain, graph"].iloc[-1]))
-beside_guess("gain of the decode kernel, 1 x 2048, one by one", float(table["gain, one by one"].iloc[0]))
-
-# %% [markdown]
-# In a graph the kernel gains more the longer the caches are, because then attention is a larger part of the step: 1.08 times with one
-# sequence of 2048 tokens, 1.22 with 32,768, and 1.77 with 64 sequences of 4096 (an H200). Launched one by one, the step is as fast as
-# the CPU launches its kernels. The differences that you see there are the CPU's.
+# One of these kernels is attention. A better one helps only where something waits for it. The course has a *decode kernel* (lab 4
+# shows how it works). In a graph on an H200 it makes the step 1.08 times as fast with one sequence of 2048 tokens, 1.22 with 32,768,
+# and 1.77 with 64 sequences of 4096: the longer the caches, the larger is attention's part of the step. Launched one by one, the
+# step is as fast as the CPU launches its kernels, whichever they are.
 
 # %% [markdown]
 # ### Question 4.5: Explain the fusion {points}
@@ -1899,18 +1607,12 @@ beside_guess("gain of the decode kernel, 1 x 2048, one by one", float(table["gai
 # 4. Which cost does fusion remove, and which a CUDA graph? Which of them reduces the bytes?
 # 5. For the prefill of 8192 tokens a CUDA graph gains nothing at batch 8, and a part of the time at batch 1. Explain both with the
 #    model of Question 4.4.
-
-# %% [markdown]
-# {hint idea}
-# Two costs: bytes between operators, and launches. For each question, say which of them you talk about.
 #
-# {hint plan}
-# 1: the table below the timeline has the names. 2: put the two speed-ups side by side. 3: compare the two counts, and
-# ask which operators are calls of a library. 4: what does a graph do to the bytes? 5: compare time ÷ kernels with the
-# launch time.
-#
-# {hint line}
-# A graph runs exactly the same kernels.
+# {hint idea} Two costs: bytes between operators, and launches. For each question, say which of them you talk about.
+# {hint plan} 1: the table below the timeline has the names. 2: put the two speed-ups side by side. 3: compare the two
+# counts, and ask which operators are calls of a library. 4: what does a graph do to the bytes? 5: compare time ÷ kernels
+# with the launch time.
+# {hint line} A graph runs exactly the same kernels.
 
 # %% [markdown] nbgrader={"grade_id": "q4_5", "grade": true, "solution": true, "points": 5}
 # 1. At batch 1 the matrix products are short (GEMVs), and there are seven of them. The rest is some dozens of small
@@ -1958,18 +1660,13 @@ beside_guess("gain of the decode kernel, 1 x 2048, one by one", float(table["gai
 #    all else.
 #
 # {counts}
-
-# %% [markdown]
-# {hint idea}
-# Three lines: scores, softmax over the keys, weighted sum of the values.
 #
-# {hint plan}
-# Product of `q` with the transposed last two dimensions of `k`, divided by a root; softmax over the last dimension;
-# product with `v`. For the length: two matrices of $L^2$ scores for each head and sequence fit into the memory; solve
-# for $L$.
-#
-# {hint line}
-# The root is of the head dimension, which is the last one. And a length is an integer that fits: look at `math.isqrt`.
+# {hint idea} Three lines: scores, softmax over the keys, weighted sum of the values.
+# {hint plan} Product of `q` with the transposed last two dimensions of `k`, divided by a root; softmax over the last
+# dimension; product with `v`. For the length: two matrices of $L^2$ scores for each head and sequence fit into the
+# memory; solve for $L$.
+# {hint line} The root is of the head dimension, which is the last one. And a length is an integer that fits: look at
+# `math.isqrt`.
 
 # %% nbgrader={"grade_id": "q5_1", "solution": true}
 def standard_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -1992,13 +1689,8 @@ def longest_length(memory_bytes: int, batch: int, heads: int, dtype: torch.dtype
     ### BEGIN SOLUTION
     return math.isqrt(memory_bytes // (2 * batch * heads * dtype.itemsize))
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q5_1_tests", "grade": true, "points": 2}
-check_standard_attention(standard_attention)
-
-# %% nbgrader={"grade_id": "q5_1_memory_tests", "grade": true, "points": 2}
-check_attention_memory(score_bytes, longest_length)
+### TESTS q5_1_tests, 2 points: check_standard_attention(standard_attention)
+### TESTS q5_1_memory_tests, 2 points: check_attention_memory(score_bytes, longest_length)
 
 # %% [markdown]
 # Double the length until the *prediction* says stop. Never let the machine say it: on a GPU that is an out-of-memory
@@ -2009,8 +1701,6 @@ check_attention_memory(score_bytes, longest_length)
 # %%
 guesses["longest text in the budget"] = None  # tokens
 guesses["longest text in the whole memory"] = None
-
-# %%
 flash_batch, flash_heads, flash_dim = (1, 16, 128) if on_gpu else (1, 4, 64)
 memory_budget, whole_memory = memory_of_this_machine()  # bytes: what the next cells may use, and all of it
 print(f"batch {flash_batch}, {flash_heads} heads of {flash_dim}, {dtype_name}, at most {memory_budget / 1e9:.1f} GB")
@@ -2041,17 +1731,11 @@ beside_guess("longest text in the whole memory", longest_length(int(whole_memory
 # Write `attention_bshd`: causal attention for `q` (B, S, H, D) and `k`, `v` (B, S, Hkv, D), by one call of SDPA; the result is
 # (B, S, H, D). `Hkv` may be smaller than `H` (GQA): `enable_gqa=True` lets SDPA share the heads. (In a shape S is the length, as in
 # PyTorch's documentation; the matrix $S$ holds scores.)
-
-# %% [markdown]
-# {hint idea}
-# SDPA takes the last two dimensions as tokens and head dimension. Which ones are they in your inputs?
 #
-# {hint plan}
-# Exchange two dimensions of all three inputs, call SDPA with the mask and the grouped heads, and exchange the same
-# dimensions of the result.
-#
-# {hint line}
-# The result has to be turned back, and causal is not the default.
+# {hint idea} SDPA takes the last two dimensions as tokens and head dimension. Which ones are they in your inputs?
+# {hint plan} Exchange two dimensions of all three inputs, call SDPA with the mask and the grouped heads, and exchange the
+# same dimensions of the result.
+# {hint line} The result has to be turned back, and causal is not the default.
 
 # %% nbgrader={"grade_id": "q5_2", "solution": true}
 def attention_bshd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -2060,10 +1744,7 @@ def attention_bshd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q5_2_tests", "grade": true, "points": 2}
-check_attention_bshd(attention_bshd)
+### TESTS q5_2_tests, 2 points: check_attention_bshd(attention_bshd)
 
 # %% [markdown]
 # ## Online softmax
@@ -2087,9 +1768,11 @@ check_attention_bshd(attention_bshd)
 #
 # ![Flash attention: a tile of queries stays on chip while tiles of keys and values stream past](assets/flash_attention.svg)
 
+# %%
+row_stats = None  # your line: after the block [1, 3], and then after [5]: ((m, l), (m, l))
+check_row_stats(row_stats)
+
 # %% [markdown]
-# **Before you write.** Take a row with the blocks $[1, 3]$ and $[5]$. What are $m$ and $\ell$ after each block?
-#
 # ### Question 5.3: Online softmax, and flash attention by hand {points}
 #
 # 1. `online_softmax_stats` gets an *iterator* over blocks of shape (rows, width); widths may differ, and there is no going back.
@@ -2100,20 +1783,14 @@ check_attention_bshd(attention_bshd)
 #    float32 inside, the scores too; the result has the dtype of `q`.
 #
 # {counts}
-
-# %% [markdown]
-# {hint idea}
-# When the maximum grows from $m$ to $m'$, every old term $e^{x-m}$ has to become $e^{x-m'}$. That is one multiplication
-# for the whole sum.
 #
-# {hint plan}
-# Keep $m$ and $\ell$, and for flash attention $O$. For each block: new maximum, factor $e^{m-m'}$, old sum times the
-# factor plus the new terms, the same for $O$, then remember the new maximum. For flash attention this is the inner loop
-# over keys; the outer loop is over tiles of queries, and the division comes after the inner loop.
-#
-# {hint line}
-# $O$ is rescaled by the same factor as $\ell$. The new terms use the *new* maximum, the factor uses old and new. And
-# `.float()` comes before the product, not after it.
+# {hint idea} When the maximum grows from $m$ to $m'$, every old term $e^{x-m}$ has to become $e^{x-m'}$. That is one
+# multiplication for the whole sum.
+# {hint plan} Keep $m$ and $\ell$, and for flash attention $O$. For each block: new maximum, factor $e^{m-m'}$, old sum
+# times the factor plus the new terms, the same for $O$, then remember the new maximum. For flash attention this is the
+# inner loop over keys; the outer loop is over tiles of queries, and the division comes after the inner loop.
+# {hint line} $O$ is rescaled by the same factor as $\ell$. The new terms use the *new* maximum, the factor uses old and
+# new. And `.float()` comes before the product, not after it.
 
 # %% nbgrader={"grade_id": "q5_3", "solution": true}
 def online_softmax_stats(blocks) -> tuple[torch.Tensor, torch.Tensor]:
@@ -2153,20 +1830,12 @@ def flash_attention_tiled(
         output[:, :, i : i + tile_q] = (accumulator / l).to(q.dtype)
     return output
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q5_3_tests", "grade": true, "points": 3}
-check_online_softmax_stats(online_softmax_stats)
-
-# %% nbgrader={"grade_id": "q5_3_flash_tests", "grade": true, "points": 4}
-check_flash_attention_tiled(flash_attention_tiled)
+### TESTS q5_3_tests, 3 points: check_online_softmax_stats(online_softmax_stats)
+### TESTS q5_3_flash_tests, 4 points: check_flash_attention_tiled(flash_attention_tiled)
 
 # %% [markdown]
 # You have written flash attention. The library's version is the same loop in one kernel: a tile of queries for each program, the
 # accumulator in registers, tiles of keys and values in shared memory.
-#
-# And the row of *Before you write*? After $[1, 3]$: $m = 3$ and $\ell = e^{-2} + 1 = 1.135$. After $[5]$: $m = 5$ and
-# $\ell = e^{3-5} \cdot 1.135 + 1 = 1.154$.
 #
 # **Before you run.** At the longest length, how many times faster than standard attention will the library's flash kernel be, and
 # how many times less memory will it need? And your own loop, in which every line is still an operator?
@@ -2176,8 +1845,6 @@ guesses["library: times faster than standard"] = None
 guesses["library: times smaller than standard"] = None
 guesses["yours: times faster than standard"] = None
 guesses["yours: times smaller than standard"] = None
-
-# %%
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
@@ -2212,7 +1879,7 @@ for tokens in (1024, 2048, 4096, 8192, 16384) if on_gpu else (256, 512, 1024, 20
     rows.append(row)
     del outputs
 flash_table = pd.DataFrame(rows)
-keep("flash_attention", flash_table, 4)
+keep("flash_attention", flash_table)
 longest_row = flash_table.iloc[-1]
 for name in ("library", "yours"):
     beside_guess(f"{name}: times faster than standard", float(longest_row["standard_ms"] / longest_row[f"{name}_ms"]))
@@ -2236,8 +1903,6 @@ plot_flash_versions(flash_table, tuple(versions))
 
 # %%
 guesses["score matrices at once, standard attention"] = None
-
-# %%
 tokens = 4096 if on_gpu else 1024
 q, k, v = (torch.randn(flash_batch, flash_heads, tokens, flash_dim, device=device, dtype=dtype) for _ in range(3))
 one_matrix_mb = score_bytes(flash_batch, flash_heads, tokens, dtype) / 1e6
@@ -2264,17 +1929,11 @@ beside_guess("score matrices at once, standard attention", round(highest["standa
 # - **standard**: $Q$, $K$, $V$ read, $O$ written; the scores written by the first product, read and written by the softmax, and
 #   read by the second product;
 # - **flash**: $Q$, $K$, $V$ read, $O$ written. (Keys and values are read again for each tile of queries, but then from the L2 cache.)
-
-# %% [markdown]
-# {hint idea}
-# Four tensors of $L \times D$ travel in both. Standard attention has the score matrix on top, several times.
 #
-# {hint plan}
-# FLOPs: two products. Bytes: elements of Q, K, V, O; for standard attention the scores, once for each write and each
-# read in the list; times the bytes of an element.
-#
-# {hint line}
-# Count the list: written, read, written, read.
+# {hint idea} Four tensors of $L \times D$ travel in both. Standard attention has the score matrix on top, several times.
+# {hint plan} FLOPs: two products. Bytes: elements of Q, K, V, O; for standard attention the scores, once for each write
+# and each read in the list; times the bytes of an element.
+# {hint line} Count the list: written, read, written, read.
 
 # %% nbgrader={"grade_id": "q5_4", "solution": true}
 def attention_intensity(length: int, head_dim: int, dtype: torch.dtype, flash: bool) -> float:
@@ -2283,18 +1942,11 @@ def attention_intensity(length: int, head_dim: int, dtype: torch.dtype, flash: b
     elements = 4 * length * head_dim + (0 if flash else 4 * length * length)
     return 4 * length * length * head_dim / (elements * dtype.itemsize)
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q5_4_tests", "grade": true, "points": 2}
-check_attention_intensity(attention_intensity)
-
-# %% [markdown]
-# **Before you run.** What limit does the standard intensity approach for long texts? Does it depend on the length?
+### TESTS q5_4_tests, 2 points: check_attention_intensity(attention_intensity)
 
 # %%
-guesses["FLOPs/Byte of standard attention, very long text"] = None
-
-# %%
+your_limit = None  # your line: FLOPs/Byte that standard attention approaches for long texts, D = 128 in bf16
+check_limit(your_limit)
 measured = {}
 for name, function in versions.items():
     first_512 = [torch.randn(flash_batch, flash_heads, 512, flash_dim, device=device, dtype=dtype) for _ in range(3)]
@@ -2304,7 +1956,6 @@ for name, function in versions.items():
     intensity = attention_intensity(int(longest_row["seq_len"]), flash_dim, dtype, flash=name == "library")
     measured[name] = intensity, achieved_tflops(flops, longest_row[f"{name}_ms"])
     print(f"{name:9} {count:3} {'kernels' if on_gpu else 'operators'} for 512 tokens")
-beside_guess("FLOPs/Byte of standard attention, very long text", attention_intensity(10**7, flash_dim, dtype, flash=False))
 report_measured("attention_roofline", measured)
 
 # %% [markdown]
@@ -2316,17 +1967,11 @@ report_measured("attention_roofline", measured)
 # 3. The intensity of standard attention approaches a limit. Which number of the model sets it? Is that limit left or right of the
 #    ridge of an H200 in bf16, for D = 128?
 # 4. What would go wrong in online softmax without the rescaling factor? When would nobody notice?
-
-# %% [markdown]
-# {hint idea}
-# FLOPs are the same. What differs is how often the square travels.
 #
-# {hint plan}
-# 1: divide the memory at the last length by that at half of it. 2: put both points on the roofline. 3: let the length
-# grow in the formula of 5.4, and see what is left. 4: take the blocks [1, 3] and [5] and leave the factor out.
-#
-# {hint line}
-# A row whose largest value comes first never needs the factor.
+# {hint idea} FLOPs are the same. What differs is how often the square travels.
+# {hint plan} 1: divide the memory at the last length by that at half of it. 2: put both points on the roofline. 3: let
+# the length grow in the formula of 5.4, and see what is left. 4: take the blocks [1, 3] and [5] and leave the factor out.
+# {hint line} A row whose largest value comes first never needs the factor.
 
 # %% [markdown] nbgrader={"grade_id": "q5_5", "grade": true, "solution": true, "points": 4}
 # 1. Standard grows with L²: the scores and probabilities, 2·B·H·L²·itemsize bytes; twice the length takes four times the
@@ -2358,18 +2003,12 @@ report_measured("attention_roofline", measured)
 # The check also counts the multiply-accumulates of your products: each tile with a visible score once.
 #
 # {counts}
-
-# %% [markdown]
-# {hint idea}
-# For a tile of queries, from which key on is nothing visible? The last query of the tile decides.
 #
-# {hint plan}
-# Take `flash_attention_tiled` for one length. End the loop over keys after the tile that holds the last query's own
-# position. Mask the scores whose key lies after their query before you take the maximum.
-#
-# {hint line}
-# Only tiles on the diagonal need the mask, but a mask on every tile is right as well. A tile that is skipped must not
-# be multiplied at all.
+# {hint idea} For a tile of queries, from which key on is nothing visible? The last query of the tile decides.
+# {hint plan} Take `flash_attention_tiled` for one length. End the loop over keys after the tile that holds the last
+# query's own position. Mask the scores whose key lies after their query before you take the maximum.
+# {hint line} Only tiles on the diagonal need the mask, but a mask on every tile is right as well. A tile that is skipped
+# must not be multiplied at all.
 
 # %% nbgrader={"grade_id": "bonus_5_6", "solution": true}
 def flash_attention_causal(
@@ -2399,10 +2038,7 @@ def flash_attention_causal(
         output[:, :, i : i + tile_q] = (accumulator / l).to(q.dtype)
     return output
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "bonus_5_6_tests", "grade": true, "points": 5}
-check_flash_attention_causal(flash_attention_causal)
+### TESTS bonus_5_6_tests, 5 points: check_flash_attention_causal(flash_attention_causal)
 
 # %%
 guesses["share of the tiles that are left"] = None  # 0 to 1, for 8 x 8 tiles
@@ -2429,17 +2065,11 @@ beside_guess("share of the tiles that are left", (tiles + 1) / (2 * tiles))
 # nothing. At least one part is not empty.
 #
 # {counts}
-
-# %% [markdown]
-# {hint idea}
-# Each part is already divided by its own sum $e^{L_p}$. To add them up, give each part its weight back.
 #
-# {hint plan}
-# Find the largest $L_p$, take $e^{L_p - \max}$ as weights, add up weights and weighted outputs, divide one by the
-# other. The new $L$ is the largest one plus the logarithm of the sum of weights.
-#
-# {hint line}
-# Zero times NaN is NaN: what a part with weight zero holds has to be replaced before it is multiplied.
+# {hint idea} Each part is already divided by its own sum $e^{L_p}$. To add them up, give each part its weight back.
+# {hint plan} Find the largest $L_p$, take $e^{L_p - \max}$ as weights, add up weights and weighted outputs, divide one by
+# the other. The new $L$ is the largest one plus the logarithm of the sum of weights.
+# {hint line} Zero times NaN is NaN: what a part with weight zero holds has to be replaced before it is multiplied.
 
 # %% nbgrader={"grade_id": "bonus_5_7", "solution": true}
 def merge_attention(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -2452,22 +2082,7 @@ def merge_attention(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Te
     merged = (weights[..., None] * outputs).sum(dim=0) / total[..., None]
     return merged, largest + torch.log(total)
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "bonus_5_7_tests", "grade": true, "points": 5}
-check_merge_attention(merge_attention)
-
-# %%
-q = torch.randn(1, flash_heads, 1, flash_dim, device=device)
-k, v = (torch.randn(1, flash_heads, 8192, flash_dim, device=device) for _ in range(2))
-part_outputs, part_lses = [], []
-for part_k, part_v in zip(k.split(2048, dim=2), v.split(2048, dim=2), strict=True):
-    part_scores = q @ part_k.transpose(-2, -1) / math.sqrt(flash_dim)
-    part_lses.append(torch.logsumexp(part_scores, dim=-1))
-    part_outputs.append(torch.softmax(part_scores, dim=-1) @ part_v)
-merged, _ = merge_attention(torch.stack(part_outputs), torch.stack(part_lses))
-whole = F.scaled_dot_product_attention(q, k, v)
-print(f"four parts of 2048 keys, merged: off by at most {(merged - whole).abs().max().item():.1e}")
+### TESTS bonus_5_7_tests, 5 points: check_merge_attention(merge_attention)
 
 # %% [markdown]
 # ## The loop as one kernel
@@ -2489,18 +2104,13 @@ print(f"four parts of 2048 keys, merged: off by at most {(merged - whole).abs().
 # and `tl.sum(x, 1)` go along a row, `tl.maximum(a, b)` takes the larger of two values, and `tl.exp` is the exponential. `tl.dot` wants both
 # sides in one dtype: `p.to(v_tile.dtype)`. `tl.store` converts.
 # </details>
-
-# %% [markdown]
-# {hint idea}
-# Read your own inner loop of 5.3 line by line: each line has one line here.
 #
-# {hint plan}
-# Scores: product, times `scale`, minus infinity where the key does not exist. New maximum of each row, weights, the factor for
-# what is there already. Then `l` and `accumulator`, each rescaled before the new part is added, and the new maximum is kept.
-#
-# {hint line}
-# `m`, `l` and the factor are vectors of rows, and the accumulator is a matrix: which of them needs `[:, None]`? And every
-# product is added to something.
+# {hint idea} Read your own inner loop of 5.3 line by line: each line has one line here.
+# {hint plan} Scores: product, times `scale`, minus infinity where the key does not exist. New maximum of each row,
+# weights, the factor for what is there already. Then `l` and `accumulator`, each rescaled before the new part is added,
+# and the new maximum is kept.
+# {hint line} `m`, `l` and the factor are vectors of rows, and the accumulator is a matrix: which of them needs `[:,
+# None]`? And every product is added to something.
 
 # %% nbgrader={"grade_id": "bonus_5_8", "solution": true}
 # %%writefile flash_triton.py
@@ -2563,10 +2173,7 @@ def flash(q, k, v, block_m=64, block_n=64):
         D=q.shape[2], BLOCK_M=block_m, BLOCK_N=block_n,
     )
     return o
-
-
-# %% nbgrader={"grade_id": "bonus_5_8_tests", "grade": true, "points": 5}
-check_flash_triton(Path("flash_triton.py").read_text())
+### TESTS bonus_5_8_tests, 5 points: check_flash_triton(Path("flash_triton.py").read_text())
 
 # %% [markdown]
 # **Before you run.** On a GPU, at the longest length of Question 5.3: how much of the library's speed will your kernel reach,
@@ -2575,8 +2182,6 @@ check_flash_triton(Path("flash_triton.py").read_text())
 # %%
 guesses["your kernel: share of the library's speed"] = None  # 0 to 1
 guesses["your kernel: times faster than standard"] = None
-
-# %%
 if kernels := compiled_file("flash_triton", "flash_kernel", "Bonus 5.8"):
     rows = []
     for tokens in (1024, 4096, 16384):
@@ -2592,7 +2197,7 @@ if kernels := compiled_file("flash_triton", "flash_kernel", "Bonus 5.8"):
         rows.append({"tokens": tokens, **{f"{name}, ms": taken.median_ms for name, taken in times.items()},
                      "your TFLOP/s": achieved_tflops(4 * flash_heads * tokens**2 * flash_dim, times["your kernel"].median_ms)})
     triton_table = pd.DataFrame(rows)
-    keep("flash_triton", triton_table, 4)
+    keep("flash_triton", triton_table)
 else:
     triton_table = recorded_table(RECORDED.with_name("lab1_flash_triton.json"), "flash_triton")
     display(triton_table.round(4))

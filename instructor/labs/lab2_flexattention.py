@@ -95,17 +95,12 @@ describe_machine()
 #
 # {counts}
 #
-# {hint idea}
-# Attention is a softmax over the keys that a query sees. A key that is not seen must not take part in the softmax at
-# all, so something has to happen before it.
-#
-# {hint plan}
-# Scores first, then the mask, then the softmax, then the product with the values. Test each step on a mask of 3 × 4
-# pairs that you can check by hand. A row of the mask without a single True comes last.
-#
-# {hint line}
-# What does the softmax make of a row in which every score is minus infinity? Print it once. Then decide what such a row
-# should hold, and for which rows.
+# {hint idea} Attention is a softmax over the keys that a query sees. A key that is not seen must not take part in the
+# softmax at all, so something has to happen before it.
+# {hint plan} Scores first, then the mask, then the softmax, then the product with the values. Test each step on a mask of
+# 3 × 4 pairs that you can check by hand. A row of the mask without a single True comes last.
+# {hint line} What does the softmax make of a row in which every score is minus infinity? Print it once. Then decide what
+# such a row should hold, and for which rows.
 
 # %% nbgrader={"grade_id": "q1_1", "solution": true}
 def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -115,10 +110,7 @@ def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
     weights = torch.softmax(scores.masked_fill(~mask, -math.inf), dim=-1)
     return torch.where(mask.any(dim=-1)[:, None], weights, 0.0) @ v
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q1_1_tests", "grade": true, "points": 5}
-check_masked_attention(masked_attention)
+### TESTS q1_1_tests, 5 points: check_masked_attention(masked_attention)
 
 # %% [markdown]
 # ### Question 1.2: What the tensor costs {points}
@@ -131,17 +123,12 @@ check_masked_attention(masked_attention)
 # - **mask bytes**: fused kernels take the mask as numbers of the dtype of `q`, to be added to the scores. Every head of
 #   every sequence reads one number per pair. How many bytes is that?
 #
-# {hint idea}
-# All three numbers are counts. Count for one head of one sequence first, then ask which of the counts each further head
-# and sequence repeats.
-#
-# {hint plan}
-# Find the number of pairs, and how many of them stay. The pairs that go cost FLOPs for nothing. Every pair, whether it
-# stays or goes, has a number in the mask that the kernel reads.
-#
-# {hint line}
-# Two products, each with one multiply-add for each of the D numbers: and a multiply-add is how many FLOPs? The dtype
-# decides the bytes of the mask, and it is not bool.
+# {hint idea} All three numbers are counts. Count for one head of one sequence first, then ask which of the counts each
+# further head and sequence repeats.
+# {hint plan} Find the number of pairs, and how many of them stay. The pairs that go cost FLOPs for nothing. Every pair,
+# whether it stays or goes, has a number in the mask that the kernel reads.
+# {hint line} Two products, each with one multiply-add for each of the D numbers: and a multiply-add is how many FLOPs?
+# The dtype decides the bytes of the mask, and it is not bool.
 
 # %% nbgrader={"grade_id": "q1_2", "solution": true}
 def mask_costs(
@@ -153,10 +140,7 @@ def mask_costs(
     pairs = mask.numel()
     return seen / pairs, 4 * head_dim * batch * heads * (pairs - seen), batch * heads * pairs * dtype.itemsize
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q1_2_tests", "grade": true, "points": 4}
-check_mask_costs(mask_costs)
+### TESTS q1_2_tests, 4 points: check_mask_costs(mask_costs)
 
 # %% [markdown]
 # Time it. Four calls of the library's fused attention, SDPA: no mask; a causal mask and a mask of documents, as tensors;
@@ -168,6 +152,8 @@ check_mask_costs(mask_costs)
 # %%
 guesses["documents as a tensor, time over no mask"] = None  # a ratio
 guesses["causal as a word, time over no mask"] = None
+mask_outweighs = None  # your line: tokens from which on the mask of a head has at least the bytes of its Q, K, V and O, D = 128
+check_mask_outweighs(mask_outweighs)
 q, k, v = random_qkv()
 positions = torch.arange(length, device=device)
 span = length // 8
@@ -190,7 +176,7 @@ data_table["time over no mask"] = data_table["ms"] / data_table["ms"][0]
 keep("mask_as_data", data_table)
 beside_guess("documents as a tensor, time over no mask", float(data_table["time over no mask"][2]))
 beside_guess("causal as a word, time over no mask", float(data_table["time over no mask"][3]))
-plot_beside_recorded("mask_as_data", "time over no mask", "Time under a mask, against no mask", "time over no mask")
+plot_beside("mask_as_data", ["time over no mask"], title="Time under a mask, against no mask")
 
 # %% [markdown]
 # ### Question 1.3: Explain the time {points}
@@ -201,16 +187,11 @@ plot_beside_recorded("mask_as_data", "time over no mask", "Time under a mask, ag
 #    that do to FLOPs/Byte?
 # 3. What can a kernel do with the word `is_causal=True` that it cannot do with the tensor?
 #
-# {hint idea}
-# When does a kernel learn that a score will be thrown away: before it computes it, or after?
-#
-# {hint plan}
-# Take your table: time with the tensor over time without. Then count the bytes that a head reads anyway, and the bytes
-# of its mask. FLOPs/Byte before and after, beside a ridge point of lab 1.
-#
-# {hint line}
-# The word *causal* is known without reading memory. Think of a whole tile of keys above the diagonal: what can the
-# kernel do with it?
+# {hint idea} When does a kernel learn that a score will be thrown away: before it computes it, or after?
+# {hint plan} Take your table: time with the tensor over time without. Then count the bytes that a head reads anyway, and
+# the bytes of its mask. FLOPs/Byte before and after, beside a ridge point of lab 1.
+# {hint line} The word *causal* is known without reading memory. Think of a whole tile of keys above the diagonal: what
+# can the kernel do with it?
 
 # %% [markdown] nbgrader={"grade_id": "q1_3", "grade": true, "solution": true, "points": 4}
 # 1. None: the time is that without a mask, or more (1.2 to 1.4 times on two cores, 2.2 on an H200). A tensor of values is known only when
@@ -262,16 +243,11 @@ plot_beside_recorded("mask_as_data", "time over no mask", "Time under a mask, ag
 # One idea holds for every mask and score modifier of this lab: it is a program for **one pair**. It looks up a few numbers of
 # its query and its key and computes with them. It makes no tensor of pairs, and does not walk through the tokens.
 #
-# {hint idea}
-# A mask function is one question about two numbers: may position q look at position k?
-#
-# {hint plan}
-# Write each rule as a sentence with *and* and *or* first, for example "the key is not later, and it is one of the last
-# w". Then replace the words by comparisons in parentheses and `&`, `|`.
-#
-# {hint line}
-# How many keys lie between the query and a key that is just outside of the window? Try a window of 1: which key is the
-# only one that is seen?
+# {hint idea} A mask function is one question about two numbers: may position q look at position k?
+# {hint plan} Write each rule as a sentence with *and* and *or* first, for example "the key is not later, and it is one of
+# the last w". Then replace the words by comparisons in parentheses and `&`, `|`.
+# {hint line} How many keys lie between the query and a key that is just outside of the window? Try a window of 1: which
+# key is the only one that is seen?
 
 # %% nbgrader={"grade_id": "q2_1", "solution": true}
 def causal(b, h, q, k):
@@ -299,10 +275,7 @@ def prefix_lm(prefix: int):
 
     return mask_mod
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q2_1_tests", "grade": true, "points": 6}
-check_three_masks(causal, sliding_window, prefix_lm)
+### TESTS q2_1_tests, 6 points: check_three_masks(causal, sliding_window, prefix_lm)
 
 # %% [markdown]
 # ### Question 2.2: Packed documents {points}
@@ -315,17 +288,12 @@ check_three_masks(causal, sliding_window, prefix_lm)
 # - `packed_documents(numbers)`: a `mask_mod` for `numbers` (B, S), **one row for each sequence of the batch**: causal,
 #   inside of one document. Padding sees nothing, and nobody sees padding.
 #
-# {hint idea}
-# Two tokens belong together if the same number stands at both places. So one mask needs two look-ups in the same
-# tensor.
-#
-# {hint plan}
-# `document_numbers`: begin with a tensor of padding, and write the number of each document over its tokens.
+# {hint idea} Two tokens belong together if the same number stands at both places. So one mask needs two look-ups in the
+# same tensor.
+# {hint plan} `document_numbers`: begin with a tensor of padding, and write the number of each document over its tokens.
 # `packed_documents`: a condition for *same document*, one for *causal*, one for *no padding*.
-#
-# {hint line}
-# Padding tokens carry equal numbers, too. And the row of `numbers` depends on the sequence: which argument of the mask
-# says which sequence it is?
+# {hint line} Padding tokens carry equal numbers, too. And the row of `numbers` depends on the sequence: which argument of
+# the mask says which sequence it is?
 
 # %% nbgrader={"grade_id": "q2_2", "solution": true}
 def document_numbers(lengths: list[int], size: int, device: torch.device) -> torch.Tensor:
@@ -350,10 +318,7 @@ def packed_documents(numbers: torch.Tensor):
 
     return mask_mod
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q2_2_tests", "grade": true, "points": 6}
-check_packed_documents(document_numbers, packed_documents)
+### TESTS q2_2_tests, 6 points: check_packed_documents(document_numbers, packed_documents)
 
 # %% [markdown]
 # ### Question 2.3: Compose {points}
@@ -367,16 +332,12 @@ check_packed_documents(document_numbers, packed_documents)
 #   not later than itself. (Such [attention sinks](https://arxiv.org/abs/2309.17453) take the weight that a query has to put
 #   somewhere.)
 #
-# {hint idea}
-# A composed mask is a mask: a function of the same four arguments, which asks other masks.
-#
-# {hint plan}
-# Start with the first mask's answer and join the others to it one after the other. For the windows, one number is
-# looked up by head. For the sinks, say the rule as a sentence: it stays causal, and then one of two things has to hold.
-#
-# {hint line}
-# Hand all four arguments on as they came: a mask may look at b and h. And with sinks and window, put parentheses around
-# the *or*, since `&` binds first.
+# {hint idea} A composed mask is a mask: a function of the same four arguments, which asks other masks.
+# {hint plan} Start with the first mask's answer and join the others to it one after the other. For the windows, one
+# number is looked up by head. For the sinks, say the rule as a sentence: it stays causal, and then one of two things has
+# to hold.
+# {hint line} Hand all four arguments on as they came: a mask may look at b and h. And with sinks and window, put
+# parentheses around the *or*, since `&` binds first.
 
 # %% nbgrader={"grade_id": "q2_3", "solution": true}
 def both(*mods):
@@ -417,23 +378,25 @@ def sinks_and_window(sinks: int, window: int):
 
     return mask_mod
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q2_3_tests", "grade": true, "points": 3}
-check_compositions(both, either)
-
-# %% nbgrader={"grade_id": "q2_3_heads_tests", "grade": true, "points": 4}
-check_windows_and_sinks(window_per_head, sinks_and_window)
+### TESTS q2_3_tests, 3 points: check_compositions(both, either)
+### TESTS q2_3_heads_tests, 4 points: check_windows_and_sinks(window_per_head, sinks_and_window)
 
 # %% [markdown]
-# Now look at them. Each mask is drawn twice: pair by pair, and in blocks of 16 × 16. The block pattern is what the next
-# part is about.
+# Now look at them, and at one of your own: each is drawn pair by pair, and in blocks of 16 × 16.
 #
 # **Before you look.** Which of these masks leaves the most blocks without a single pair, and what share of them?
 
 # %%
 guesses["the mask with the most empty blocks"] = None  # a name of the gallery below
 guesses["its share of empty blocks"] = None  # 0 to 1
+
+
+def yours(b, h, q, k):
+    """Causal, with at most an eighth of the causal pairs, and no block below the diagonal is empty."""
+    return k <= q  # your line: let fewer pairs through
+
+
+check_sparse_mask(yours)
 packed = packed_documents(document_numbers([50, 20, 7, 40, 30], 160, torch.device("cpu"))[None])
 gallery = {
     "causal": causal,
@@ -441,8 +404,9 @@ gallery = {
     "prefix_lm(50)": prefix_lm(50),
     "packed documents, padding": packed,
     "sinks_and_window(4, 24)": sinks_and_window(4, 24),
+    "yours": yours,
 }
-fig, axes = plt.subplots(2, len(gallery), figsize=(17, 7.4), layout="constrained")
+fig, axes = plt.subplots(2, len(gallery), figsize=(20, 7.4), layout="constrained")
 plot_mask(list(gallery.values()), 160, block_size=16, labels=list(gallery), ax=list(axes.T.flat))
 plt.show()
 empty = {name: counted.empty / counted.total for name, mod in gallery.items() for counted in [sparsity(mod, 160, 160, block_size=16)]}
@@ -472,15 +436,10 @@ beside_guess("its share of empty blocks", max(empty.values()))
 # `(full, partial, empty)`. S and L need not be multiples of `block`. A block that sticks out over the edge is never full:
 # the pairs outside do not exist, so a kernel has to mask them. Count yourself, without `sparsity` and `create_block_mask`.
 #
-# {hint idea}
-# A block is judged by how many of its pairs are visible: all that it could hold, none, or something between.
-#
-# {hint plan}
-# Bring the mask to a multiple of the block on both sides. Look at it as rows of blocks × rows in a block × columns of
-# blocks × columns in a block, and count the visible pairs of each block.
-#
-# {hint line}
-# What do you fill the border with, so that a block which sticks out cannot be full?
+# {hint idea} A block is judged by how many of its pairs are visible: all that it could hold, none, or something between.
+# {hint plan} Bring the mask to a multiple of the block on both sides. Look at it as rows of blocks × rows in a block ×
+# columns of blocks × columns in a block, and count the visible pairs of each block.
+# {hint line} What do you fill the border with, so that a block which sticks out cannot be full?
 
 # %% nbgrader={"grade_id": "q3_1", "solution": true}
 def count_blocks(mask: torch.Tensor, block: int) -> tuple[int, int, int]:
@@ -492,10 +451,7 @@ def count_blocks(mask: torch.Tensor, block: int) -> tuple[int, int, int]:
     full, empty = int((seen == block * block).sum()), int((seen == 0).sum())
     return full, rows * columns - full - empty, empty
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q3_1_tests", "grade": true, "points": 6}
-check_count_blocks(count_blocks)
+### TESTS q3_1_tests, 6 points: check_count_blocks(count_blocks)
 
 # %% [markdown]
 # ### Question 3.2: What a block costs, and what a mask promises {points}
@@ -506,16 +462,12 @@ check_count_blocks(count_blocks)
 # - `document_blocks(length, span, block)`: the computed blocks for documents of `span` tokens, **not** causal, over `length`
 #   tokens. All three are powers of two, and `length` is the largest. Find the formula on paper.
 #
-# {hint idea}
-# A kernel pays for blocks. Whether a computed block is full or partial makes no difference to its FLOPs.
-#
-# {hint plan}
-# FLOPs: pairs in a block, times the FLOPs of a pair, times the blocks that are computed, for each head of each
-# sequence. For the documents, draw 8 tokens with documents of 4 and blocks of 2, then documents of 2 and blocks of 4.
-#
-# {hint line}
-# A document of n blocks a side has how many blocks? And what happens to the diagonal when several documents fit into
-# one block?
+# {hint idea} A kernel pays for blocks. Whether a computed block is full or partial makes no difference to its FLOPs.
+# {hint plan} FLOPs: pairs in a block, times the FLOPs of a pair, times the blocks that are computed, for each head of
+# each sequence. For the documents, draw 8 tokens with documents of 4 and blocks of 2, then documents of 2 and blocks of
+# 4.
+# {hint line} A document of n blocks a side has how many blocks? And what happens to the diagonal when several documents
+# fit into one block?
 
 # %% nbgrader={"grade_id": "q3_2", "solution": true}
 def block_flops(counts: tuple[int, int, int], block: int, batch: int, heads: int, head_dim: int) -> int:
@@ -538,10 +490,7 @@ def document_blocks(length: int, span: int, block: int) -> int:
     ### BEGIN SOLUTION
     return length // block * max(1, span // block)
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q3_2_tests", "grade": true, "points": 5}
-check_promises(block_flops, promised_speedup, document_blocks)
+### TESTS q3_2_tests, 5 points: check_promises(block_flops, promised_speedup, document_blocks)
 
 # %% [markdown]
 # Now the promise meets the clock. The table predicts with your functions, then measures FlexAttention compiled, one kernel for
@@ -556,13 +505,16 @@ check_promises(block_flops, promised_speedup, document_blocks)
 guesses["promise of the sliding window"] = None  # times faster
 guesses["share of it that arrives"] = None  # 0 to 1
 guesses["everything in blocks, time over no mask"] = None
+sixteenths = (5, 1, 3, 2, 1, 4)  # of the row: the documents of unequal lengths
+boundaries = None  # your line: the sixteenths at which the six documents begin, and the one at which the last one ends
+check_boundaries(boundaries)
 q, k, v = random_qkv()
 block = 128
 span = length // 8
 tried = {
     "everything, in blocks": everything, "no mask": None, "causal": causal, f"sliding_window({span})": sliding_window(span),
     f"documents({span})": documents(span),
-    "packed, unequal lengths": packed_documents(document_numbers([length // 16 * n for n in (5, 1, 3, 2, 1, 4)], length, device)[None]),
+    "packed, unequal lengths": packed_documents(document_numbers([length // 16 * n for n in sixteenths], length, device)[None]),
 }
 if can_compile():
     print("compiling six kernels, then timing: up to half a minute on two CPU cores ...", flush=True)
@@ -581,7 +533,7 @@ if can_compile():
     beside_guess("promise of the sliding window", float(promise_table["promised"][3]))
     beside_guess("share of it that arrives", float(promise_table["kept"][3]))
     beside_guess("everything in blocks, time over no mask", float(promise_table["ms"][0] / promise_table["ms"][1]))
-plot_beside_recorded("promises", "kept", "How much of the blocks' promise arrives", "measured / promised")
+plot_beside("promises", ["kept"], title="How much of the blocks' promise arrives")
 
 # %% [markdown]
 # *kept* 0.7 means that 70% of the promise arrived. In Part 7 you will find where the rest goes. And why has *no mask* a row of its
@@ -604,16 +556,12 @@ plot_beside_recorded("promises", "kept", "How much of the blocks' promise arrive
 #
 # {counts}
 #
-# {hint idea}
-# Each row of blocks is a small attention of its own: its queries against the keys of the blocks that its tables name.
-#
-# {hint plan}
-# For a row: collect the scores of each visited key block and its values. Ask the mask in the blocks of the partial
-# table only. Put the row's scores side by side, one softmax, one product, write the rows of the output.
-#
-# {hint line}
-# The tables are padded with filler: how many entries of a row count? And a query can see nothing in a partial block, or
-# nothing in the whole row: look at that row after the softmax.
+# {hint idea} Each row of blocks is a small attention of its own: its queries against the keys of the blocks that its
+# tables name.
+# {hint plan} For a row: collect the scores of each visited key block and its values. Ask the mask in the blocks of the
+# partial table only. Put the row's scores side by side, one softmax, one product, write the rows of the output.
+# {hint line} The tables are padded with filler: how many entries of a row count? And a query can see nothing in a partial
+# block, or nothing in the whole row: look at that row after the softmax.
 
 # %% nbgrader={"grade_id": "q3_3", "solution": true}
 def block_sparse_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: BlockMask) -> torch.Tensor:
@@ -643,10 +591,7 @@ def block_sparse_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bl
             output[:, :, rows] = (weights @ torch.cat(values, dim=2)).to(q.dtype)
     return output
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q3_3_tests", "grade": true, "points": 9}
-check_block_sparse_attention(block_sparse_attention)
+### TESTS q3_3_tests, 9 points: check_block_sparse_attention(block_sparse_attention)
 
 # %% [markdown]
 # That is the algorithm of FlexAttention's kernel. The compiled one starts a program for each row of blocks. As many run at
@@ -674,16 +619,12 @@ check_block_sparse_attention(block_sparse_attention)
 #   $m_h$ for each head.
 # - `in_turn(*score_mods)`: applies the modifiers from left to right; each takes the score the one before returned.
 #
-# {hint idea}
-# A score modifier takes one number and returns one number. The indices tell it which pair the number belongs to.
-#
-# {hint plan}
-# Soft-cap: shrink, bend, stretch again. ALiBi: the penalty is a slope times a distance. `in_turn`: keep the score in a
-# variable and let each modifier replace it.
-#
-# {hint line}
-# Soft-cap must leave small scores nearly alone: put a score of 0.1 and a cap of 50 into yours. In ALiBi, check the sign
-# with a key far behind the query.
+# {hint idea} A score modifier takes one number and returns one number. The indices tell it which pair the number belongs
+# to.
+# {hint plan} Soft-cap: shrink, bend, stretch again. ALiBi: the penalty is a slope times a distance. `in_turn`: keep the
+# score in a variable and let each modifier replace it.
+# {hint line} Soft-cap must leave small scores nearly alone: put a score of 0.1 and a cap of 50 into yours. In ALiBi,
+# check the sign with a key far behind the query.
 
 # %% nbgrader={"grade_id": "q4_1", "solution": true}
 def soft_cap(cap: float):
@@ -716,10 +657,7 @@ def in_turn(*score_mods):
 
     return score_mod
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q4_1_tests", "grade": true, "points": 7}
-check_score_mods(soft_cap, alibi, in_turn)
+### TESTS q4_1_tests, 7 points: check_score_mods(soft_cap, alibi, in_turn)
 
 # %% [markdown]
 # ### Question 4.2: A learned bias by distance {points}
@@ -729,16 +667,11 @@ check_score_mods(soft_cap, alibi, in_turn)
 # $q - k = 1$ (the key before the query), column $R - 1$ that of $q - k = -1$. Distances beyond $\pm R$ take the column at that
 # end. The bias is added to the score, and the result keeps the dtype of the score.
 #
-# {hint idea}
-# The bias is a look-up: the head chooses the row, the distance chooses the column.
-#
-# {hint plan}
-# Compute R from the shape of the table. Bring the distance between -R and R, shift it so that distance 0 lands on the
-# middle column, look up, add.
-#
-# {hint line}
-# A tensor has no value for Python's `min` and `max` here. And a table in float32 widens a bf16 score: which of the two
-# should change its dtype?
+# {hint idea} The bias is a look-up: the head chooses the row, the distance chooses the column.
+# {hint plan} Compute R from the shape of the table. Bring the distance between -R and R, shift it so that distance 0
+# lands on the middle column, look up, add.
+# {hint line} A tensor has no value for Python's `min` and `max` here. And a table in float32 widens a bf16 score: which
+# of the two should change its dtype?
 
 # %% nbgrader={"grade_id": "q4_2", "solution": true}
 def relative_bias(table: torch.Tensor):
@@ -751,10 +684,7 @@ def relative_bias(table: torch.Tensor):
 
     return score_mod
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q4_2_tests", "grade": true, "points": 4}
-check_relative_bias(relative_bias)
+### TESTS q4_2_tests, 4 points: check_relative_bias(relative_bias)
 
 # %% [markdown]
 # See what they do to equal scores of 8, under a causal mask; white is a score of 0, grey is masked, and above
@@ -765,6 +695,8 @@ check_relative_bias(relative_bias)
 
 # %%
 guesses["the one that goes below -4"] = None  # "soft_cap, then alibi" or "alibi, then soft_cap"
+your_slope = None  # your line: the slope of ALiBi with which a key 64 tokens back loses 8
+check_slope(your_slope)
 slopes = torch.tensor([0.5])
 bumps = 3 * torch.sin(torch.arange(65) / 4.0)[None]
 shown = {
@@ -805,15 +737,11 @@ for name, low in lowest.items():
 #   sequences and heads. A `mask_mod` of None means no block mask.
 # - `enable_gqa` is True when there are fewer key-value heads than query heads.
 #
-# {hint idea}
-# What is the same for every call belongs outside of `attend`; what depends on q, k and v belongs inside.
-#
-# {hint plan}
-# Build the block mask (or none) first. Then define `attend`, which hands everything on to `attention`, and return it.
-#
-# {hint line}
-# Which argument tells FlexAttention that there are fewer key heads than query heads? And B and H of a block mask that
-# is the same for all sequences and heads?
+# {hint idea} What is the same for every call belongs outside of `attend`; what depends on q, k and v belongs inside.
+# {hint plan} Build the block mask (or none) first. Then define `attend`, which hands everything on to `attention`, and
+# return it.
+# {hint line} Which argument tells FlexAttention that there are fewer key heads than query heads? And B and H of a block
+# mask that is the same for all sequences and heads?
 
 # %% nbgrader={"grade_id": "q5_1", "solution": true}
 def prepare_flex(attention, mask_mod, score_mod, length: int, device: torch.device, block_size: int = 128):
@@ -829,10 +757,7 @@ def prepare_flex(attention, mask_mod, score_mod, length: int, device: torch.devi
 
     return attend
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q5_1_tests", "grade": true, "points": 6}
-check_prepare_flex(prepare_flex)
+### TESTS q5_1_tests, 6 points: check_prepare_flex(prepare_flex)
 
 # %% [markdown]
 # Race them, under one mask: causal inside of documents. Two more contenders make the race honest: SDPA with the mask as a
@@ -862,8 +787,8 @@ for name, backend in (
         print(f"  not here: {reason}")
 if can_compile():
     compiled_attention = torch.compile(own_copy(flex_attention), dynamic=False)
-    yours = prepare_flex(compiled_attention, mask, None, length, device)
-    contenders["FlexAttention, yours"] = functools.partial(yours, q, k, v)
+    prepared = prepare_flex(compiled_attention, mask, None, length, device)
+    contenders["FlexAttention, yours"] = functools.partial(prepared, q, k, v)
 exact = contenders["SDPA, mask as a tensor"]()
 for name, attend in contenders.items():
     error = (attend().float() - exact.float()).abs().max().item()
@@ -880,12 +805,14 @@ if "FlexAttention, compiled" in race_ms and "FlexAttention, eager" in race_ms:
 for name, attend in contenders.items():
     if hasattr(attend, "seconds"):
         print(f"{name:34}", ", ".join(f"{what} {seconds:.3f} s" for what, seconds in attend.seconds.items()))
-plot_beside_recorded("race", "ms", "One mask, several ways", "ms", log=True)
+plot_beside("race", ["ms"], title="One mask, several ways")
 
 # %% [markdown]
-# The last lines say what was paid once: building the block mask, and compiling. A block mask that serves every layer and
-# every head of a step costs little. One that is built anew for every call costs about as much as the attention itself, or
-# more.
+# The last lines say what was paid once: building the block mask, and compiling.
+
+# %%
+calls_that_pay = None  # your line: a block mask takes as long as 3 calls. From how many calls on is that under a tenth of all?
+check_calls(calls_that_pay)
 
 # %% [markdown]
 # ### Question 5.2: Find your line in the kernel {points}
@@ -915,16 +842,11 @@ if can_compile():
 # 3. Where do both stand, relative to the two products and to the softmax? Which of the two is not run for full blocks?
 # 4. What is missing in this code, compared with eager FlexAttention?
 #
-# {hint idea}
-# The generated kernel holds your function step by step: each operator of your expression is a line.
-#
-# {hint plan}
-# Search for 17.25 in the file. Read the lines after it: a division, a function, a product. Your mask is near: search
-# for the comparison of two indices and for infinity.
-#
-# {hint line}
-# To say where both stand, find the first product, the maximum and the exponentials in the same function, and look which
-# comes first. For full blocks, look for a second loop, or a table with *full* in its name.
+# {hint idea} The generated kernel holds your function step by step: each operator of your expression is a line.
+# {hint plan} Search for 17.25 in the file. Read the lines after it: a division, a function, a product. Your mask is near:
+# search for the comparison of two indices and for infinity.
+# {hint line} To say where both stand, find the first product, the maximum and the exponentials in the same function, and
+# look which comes first. For full blocks, look for a second loop, or a table with *full* in its name.
 
 # %% [markdown] nbgrader={"grade_id": "q5_2", "grade": true, "solution": true, "points": 5}
 # 1. C++: `tmp1 = static_cast<float>(17.25)` is cap, `tmp3 = tmp0 / tmp2` is score / cap, `tmp4 = tmp3.tanh()` the tanh,
@@ -996,15 +918,10 @@ if not on_gpu:
 # 3. The compiled call runs a little more than half of the same FLOPs. From where does its speed come? Name two sources, and
 #    say which of them the mask is responsible for.
 #
-# {hint idea}
-# Eager stores every step in memory. Compiled keeps a step in registers and hands it to the next.
-#
-# {hint plan}
-# Count in your table. Compute B·H·S² times the bytes of a number for one score tensor, and divide the extra memory by
-# it. Name operators from the picture: product, cap, mask, softmax, product.
-#
-# {hint line}
-# Two different things make the compiled call fast. Ask of each: would it still be there without the mask?
+# {hint idea} Eager stores every step in memory. Compiled keeps a step in registers and hands it to the next.
+# {hint plan} Count in your table. Compute B·H·S² times the bytes of a number for one score tensor, and divide the extra
+# memory by it. Name operators from the picture: product, cap, mask, softmax, product.
+# {hint line} Two different things make the compiled call fast. Ask of each: would it still be there without the mask?
 
 # %% [markdown] nbgrader={"grade_id": "q5_3", "grade": true, "solution": true, "points": 4}
 # 1. Eager: some dozens (38 operators on a CPU), compiled: one kernel (on a CPU none, the generated function is no operator).
@@ -1069,7 +986,7 @@ training_table = pd.DataFrame([
 keep("training", training_table)
 beside_guess("promise of your loop's blocks", float(promises[loop]))
 beside_guess("your loop, forward and backward: speed-up over the tensor", float(training_table["speed-up, both"][1]))
-plot_beside_recorded("training", "speed-up, both", "Forward and backward (recorded in bf16)", "times as fast as the tensor")
+plot_beside("training", ["speed-up, both"], title="Forward and backward (recorded in bf16)")
 
 # %% [markdown]
 # The gradients agree: a masked pair has the weight 0, so nothing flows back through it, and skipping it loses nothing. Blocks promise
@@ -1105,6 +1022,8 @@ plot_beside_recorded("training", "speed-up, both", "Forward and backward (record
 guesses["dynamic=False: speed at the second length / at the third"] = None  # a ratio
 guesses["kernels of the default"] = None
 guesses["kernels of dynamic=True"] = None
+eager_lengths = None  # your line: with dynamic=False and PyTorch's own limit, how many of twelve lengths run eager?
+check_eager_lengths(eager_lengths)
 
 # %% tags=["collapsed"]
 import time
@@ -1160,16 +1079,11 @@ if not on_gpu:
 # - **The next length needs no new kernel.** A Python number that a mask captures is a constant of the kernel, a tensor is an
 #   argument.
 #
-# {hint idea}
-# Pad to a size that the compiler has seen, hide the padding, cut it off again.
-#
-# {hint plan}
-# Of the buckets that are large enough take the smallest, and raise an error if there is none. Pad the token dimension
-# of q, k and v. The mask asks one thing of a key: is it real?
-#
-# {hint line}
-# What does your mask capture: a Python number, or a tensor with one number in it? The first is a constant of the
-# kernel.
+# {hint idea} Pad to a size that the compiler has seen, hide the padding, cut it off again.
+# {hint plan} Of the buckets that are large enough take the smallest, and raise an error if there is none. Pad the token
+# dimension of q, k and v. The mask asks one thing of a key: is it real?
+# {hint line} What does your mask capture: a Python number, or a tensor with one number in it? The first is a constant of
+# the kernel.
 
 # %% nbgrader={"grade_id": "q6_1", "solution": true}
 def bucketed_attention(
@@ -1189,10 +1103,7 @@ def bucketed_attention(
 
     return attend(F.pad(q, padding), F.pad(k, padding), F.pad(v, padding), mask_mod)[:, :, :tokens]
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q6_1_tests", "grade": true, "points": 6}
-check_buckets(bucketed_attention)
+### TESTS q6_1_tests, 6 points: check_buckets(bucketed_attention)
 
 # %% [markdown]
 # The railing at work: twelve texts of twelve lengths, two buckets, and an error instead of silence should the limit
@@ -1242,16 +1153,11 @@ if can_compile():
 # 3. Twice as many buckets: what gets better, what worse?
 # 4. `sliding_window(window)` captures a Python number. When is that right, and when should it be a tensor?
 #
-# {hint idea}
-# Right and fast are two properties, and a test of the first says nothing about the second.
-#
-# {hint plan}
-# Take the speeds on both sides of the limit from your table. For 2, think of an error instead of a warning, of a fresh
-# start for each length, and of the other two lines in the figure. For 3, what does one more bucket cost once, and what
-# does it save each time?
-#
-# {hint line}
-# For 4, ask how often the number changes while the program runs: never, or with each call?
+# {hint idea} Right and fast are two properties, and a test of the first says nothing about the second.
+# {hint plan} Take the speeds on both sides of the limit from your table. For 2, think of an error instead of a warning,
+# of a fresh start for each length, and of the other two lines in the figure. For 3, what does one more bucket cost once,
+# and what does it save each time?
+# {hint line} For 4, ask how often the number changes while the program runs: never, or with each call?
 
 # %% [markdown] nbgrader={"grade_id": "q6_2", "grade": true, "solution": true, "points": 4}
 # 1. The student's own factor (two CPU cores: 3 to 6 times; an H200: more than tenfold). Eager FlexAttention
@@ -1275,11 +1181,10 @@ if can_compile():
 #
 # First, a map. Documents of different lengths, blocks of different sizes: which promises are kept? For each
 # point the speed-up over *everything in blocks of the same size* is measured and divided by two ideals: what the *pairs* promise (1/density), and
-# what the *blocks* promise. The heat maps show the speed-up, and its share of what the blocks promise. The shortest
-# documents are a quarter of the largest block.
+# what the *blocks* promise. The heat maps show the speed-up, and its share of what the blocks promise.
 #
 # (A baseline of the same blocks matters. On a GPU blocks of 64 make the kernel's tiles smaller, and smaller tiles are slower by
-# themselves, whatever the mask skips. The column `everything, ms` shows it.)
+# themselves. The column `everything, ms` shows it.)
 #
 # **Before you run.** Documents of half a block: can any kernel of this kind keep the promise of their pairs? Large blocks
 # or small blocks: which reach more of the promise of their pairs, which more of the promise of their blocks?
@@ -1288,6 +1193,8 @@ if can_compile():
 guesses["block size with the best mean share of its pairs' promise"] = None  # 64, 128 or 256
 guesses["block size with the best mean share of its blocks' promise"] = None
 guesses["documents of half a block: best share of the pairs' promise"] = None  # 0 to 1
+quarter_block = None  # your line: the most of their pairs' promise that documents of a quarter of a block can reach
+check_quarter_block(quarter_block)
 
 # %% tags=["collapsed"]
 if can_compile():
@@ -1351,16 +1258,11 @@ if not on_gpu:
 #
 # </details>
 #
-# {hint idea}
-# A block is empty if no query in it looks at any key in it. So put those together who look at each other.
-#
-# {hint plan}
-# First the order: which tokens should be neighbours, and in which order among themselves? Then reorder both tensors,
-# and write the mask with them: it is asked about rows of the new layout.
-#
-# {hint line}
-# Row r holds token order[r]: index `conversation` and `position` by the order once, and let the mask look into the
-# results. The window counts positions, not rows.
+# {hint idea} A block is empty if no query in it looks at any key in it. So put those together who look at each other.
+# {hint plan} First the order: which tokens should be neighbours, and in which order among themselves? Then reorder both
+# tensors, and write the mask with them: it is asked about rows of the new layout.
+# {hint line} Row r holds token order[r]: index `conversation` and `position` by the order once, and let the mask look
+# into the results. The window counts positions, not rows.
 
 # %% nbgrader={"grade_id": "q7_1", "solution": true}
 def lay_out(conversation: torch.Tensor, position: torch.Tensor, window: int):
@@ -1375,13 +1277,8 @@ def lay_out(conversation: torch.Tensor, position: torch.Tensor, window: int):
 
     return order, mask_mod
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "q7_1_tests", "grade": true, "points": 4}
-check_layout_mask(lay_out)
-
-# %% nbgrader={"grade_id": "q7_1_blocks_tests", "grade": true, "points": 4}
-check_layout_blocks(lay_out)
+### TESTS q7_1_tests, 4 points: check_layout_mask(lay_out)
+### TESTS q7_1_blocks_tests, 4 points: check_layout_blocks(lay_out)
 
 # %% [markdown]
 # Your layout at work: the same attention in the order of arrival and in yours.
@@ -1431,7 +1328,7 @@ if can_compile():
     keep("layout", layout_table)
     beside_guess("promise of your layout", float(layout_table["promised"][2]))
     beside_guess("share of the layout's promise that is kept", float(layout_table["measured"][2] / layout_table["promised"][2]))
-plot_beside_recorded("layout", "measured", "The same pairs in two orders", "times as fast as everything")
+plot_beside("layout", ["measured"], title="The same pairs in two orders")
 
 # %% [markdown]
 # ### Question 7.2: Where the rest of the promise goes {points}
@@ -1443,16 +1340,11 @@ plot_beside_recorded("layout", "measured", "The same pairs in two orders", "time
 #    however few blocks it visits, of partial blocks, and of rows that have more to do than others.
 # 4. In the order of arrival the mask was slower than letting everything through, or no faster. Why?
 #
-# {hint idea}
-# A block is computed whole or not at all, and every row of blocks has a fixed cost.
-#
-# {hint plan}
-# Look for the place in the sweep where *of pairs* falls while *of blocks* does not; for the block sizes side by side at
-# one document length; and for the smallest *of blocks*. Then the row *order of arrival* of the layout.
-#
-# {hint line}
-# For 3, write down what a row of blocks does before its first block and after its last one, and divide it by the number
-# of blocks that it visits.
+# {hint idea} A block is computed whole or not at all, and every row of blocks has a fixed cost.
+# {hint plan} Look for the place in the sweep where *of pairs* falls while *of blocks* does not; for the block sizes side
+# by side at one document length; and for the smallest *of blocks*. Then the row *order of arrival* of the layout.
+# {hint line} For 3, write down what a row of blocks does before its first block and after its last one, and divide it by
+# the number of blocks that it visits.
 
 # %% [markdown] nbgrader={"grade_id": "q7_2", "grade": true, "solution": true, "points": 4}
 # 1. That of the pairs: a block is computed whole, so documents of half a block reach at most half of the pairs' promise,
@@ -1534,10 +1426,9 @@ if can_compile():
 
 small, sink = [t[:, :, :256].float() for t in random_qkv()], 1.5
 out, lse = attention(*small, mask_mod=causal, return_lse=True, backend="flex_eager")
-scores = (small[0] @ small[1].mT / math.sqrt(head_dim)).masked_fill(~dense_mask(causal, 256, 256, device), -math.inf)
-scores = torch.cat((scores, torch.full_like(scores[..., :1], sink)), dim=-1)  # the sink as a column of its own
-difference = (out * torch.sigmoid(lse - sink)[..., None] - torch.softmax(scores, dim=-1)[..., :-1] @ small[2]).abs().max().item()
-print(f"a sink by the log-sum-exp against a sink as a column: largest difference {difference:.1e}")
+own = attention(*small, mask_mod=causal, sink=torch.full((heads,), sink, device=device), backend="flex_eager")
+difference = (out * torch.sigmoid(lse - sink)[..., None] - own).abs().max().item()
+print(f"a sink by the log-sum-exp against `sink=`: largest difference {difference:.1e}")
 
 # %% [markdown]
 # The same pairs, another order, and less than half of the blocks. One key head computes as much as all of them: it saves memory, and
@@ -1562,14 +1453,9 @@ print(f"a sink by the log-sum-exp against a sink as a column: largest difference
 # `at_positions(mask_mod, positions)` turns a mask between positions into one for such queries. `positions` is an
 # integer tensor (B,), captured as a tensor, so that the next token needs no new kernel.
 #
-# {hint idea}
-# The query's index says where it lies in the tensor; the mask wants to know where it stands in the text.
-#
-# {hint plan}
-# Return a function of the same four arguments that asks the given mask about another query position.
-#
-# {hint line}
-# Every sequence has a position of its own: which argument chooses it? Only one of the two indices moves.
+# {hint idea} The query's index says where it lies in the tensor; the mask wants to know where it stands in the text.
+# {hint plan} Return a function of the same four arguments that asks the given mask about another query position.
+# {hint line} Every sequence has a position of its own: which argument chooses it? Only one of the two indices moves.
 
 # %% nbgrader={"grade_id": "bonus_8_1", "solution": true}
 def at_positions(mask_mod, positions: torch.Tensor):
@@ -1580,10 +1466,7 @@ def at_positions(mask_mod, positions: torch.Tensor):
 
     return moved
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "bonus_8_1_tests", "grade": true, "points": 4}
-check_at_positions(at_positions)
+### TESTS bonus_8_1_tests, 4 points: check_at_positions(at_positions)
 
 # %% [markdown]
 # ### Bonus Question 8.2: A paged KV cache {points}
@@ -1598,15 +1481,10 @@ check_at_positions(at_positions)
 # of sequence `b` sees the key at place $k$ if the page belongs to `b`, and `mask_mod` lets $q$ see the position that lies
 # there. Free pages are seen by nobody.
 #
-# {hint idea}
-# Translate the place in the pool into a position of a sequence, then ask the mask about that position.
-#
-# {hint plan}
-# From a place get the page, and the place inside of the page. The page's number tells which positions lie in it. Two
-# conditions: the page is mine, and the mask allows the position.
-#
-# {hint line}
-# Test with a free page whose old number is still there, and with the second token of a page.
+# {hint idea} Translate the place in the pool into a position of a sequence, then ask the mask about that position.
+# {hint plan} From a place get the page, and the place inside of the page. The page's number tells which positions lie in
+# it. Two conditions: the page is mine, and the mask allows the position.
+# {hint line} Test with a free page whose old number is still there, and with the second token of a page.
 
 # %% nbgrader={"grade_id": "bonus_8_2", "solution": true}
 def paged_mask(mask_mod, owner: torch.Tensor, number: torch.Tensor, page_size: int):
@@ -1619,10 +1497,7 @@ def paged_mask(mask_mod, owner: torch.Tensor, number: torch.Tensor, page_size: i
 
     return over_pool
     ### END SOLUTION
-
-
-# %% nbgrader={"grade_id": "bonus_8_2_tests", "grade": true, "points": 8}
-check_paged_mask(paged_mask)
+### TESTS bonus_8_2_tests, 8 points: check_paged_mask(paged_mask)
 
 # %% [markdown]
 # Your mask describes the pool from the side of the pages: whose are you? A server's kernel asks from the side of the
@@ -1633,6 +1508,8 @@ check_paged_mask(paged_mask)
 # the same attention:
 
 # %%
+your_place = None  # your line: a sequence has the pages [7, 2, 5], of 64 tokens each. At which place of the pool lies its token 100?
+check_place(your_place)
 page_size, sequences, each = 64, 2, 4  # tokens of a page, sequences, pages of a sequence
 table = torch.randperm(sequences * each, device=device).view(sequences, each).int()  # the pages of each sequence, in order
 owner, number = torch.empty(2, sequences * each, dtype=torch.long, device=device)
@@ -1666,15 +1543,10 @@ race_pages()
 # `attend(q, k, v, mask_mod)` **once**, and return the list of results (H, S_i, D). Each text attends to itself alone,
 # causally. An empty text (S_i = 0) gives an empty result.
 #
-# {hint idea}
-# Put end to end, the texts are packed documents, causal inside of each.
-#
-# {hint plan}
-# Count the sizes, number the tokens by text, join q, k and v along the tokens, add a batch dimension, call once, take
-# the batch dimension away, split by the sizes.
-#
-# {hint line}
-# A text of no tokens has a size, too: 0. It takes part in the list of sizes and in nothing else.
+# {hint idea} Put end to end, the texts are packed documents, causal inside of each.
+# {hint plan} Count the sizes, number the tokens by text, join q, k and v along the tokens, add a batch dimension, call
+# once, take the batch dimension away, split by the sizes.
+# {hint line} A text of no tokens has a size, too: 0. It takes part in the list of sizes and in nothing else.
 
 # %% nbgrader={"grade_id": "bonus_8_3", "solution": true}
 def ragged_attention(attend, texts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
@@ -1689,10 +1561,17 @@ def ragged_attention(attend, texts: list[tuple[torch.Tensor, torch.Tensor, torch
     q, k, v = (torch.cat(parts, dim=1)[None] for parts in zip(*texts, strict=True))
     return list(attend(q, k, v, mask_mod)[0].split(sizes, dim=1))
     ### END SOLUTION
+### TESTS bonus_8_3_tests, 6 points: check_ragged_attention(ragged_attention)
 
+# %% [markdown]
+# The course's `attention` takes such a row in one line: `cu_seqlens` says where each text begins, and where the last one ends.
 
-# %% nbgrader={"grade_id": "bonus_8_3_tests", "grade": true, "points": 6}
-check_ragged_attention(ragged_attention)
+# %%
+q, k, v = (torch.randn(1, 4, 223, 64, device=device) for _ in range(3))
+texts = list(zip(*(x[0].split([70, 33, 120], dim=1) for x in (q, k, v)), strict=True))
+by_ends = attention(q, k, v, causal=True, cu_seqlens=torch.tensor([0, 70, 103, 223], dtype=torch.int32, device=device))
+by_mask = ragged_attention(lambda q, k, v, mask_mod: attention(q, k, v, mask_mod=mask_mod, backend="flex_eager"), texts)
+print(f"by `cu_seqlens` and by your mask: largest difference {(torch.cat(by_mask, dim=1)[None] - by_ends).abs().max().item():.1e}")
 
 # %% [markdown]
 # ## Save your results

@@ -81,17 +81,12 @@ break_it(READ_ONE, {"as it should be": (0, 0), "(a) the other phase": (1, 0), "(
 #    rows.
 # 3. `registers_per_thread`: fp32 scores (64 × `keys`) and output (64 × `d`), shared by 128 threads.
 #
-# {hint idea}
-# Three units work on the same step. For each, count what it has to do, and divide by what it does per cycle.
-#
-# {hint plan}
-# Two products: $QK^\top$ and $PV$, each `rows` × `keys` × `d` multiply-accumulates. One exponential for each score.
-# Loads: the block of K and the block of V, in bf16. For memory count tiles: Q once for each consumer, K and V once for
-# each slot. For registers count elements of the two accumulators and share them among the threads of a warpgroup.
-#
-# {hint line}
-# A multiply-accumulate is two FLOPs, an element of bf16 is two bytes, and one of fp32 is a whole register. Q is not
-# loaded in the step.
+# {hint idea} Three units work on the same step. For each, count what it has to do, and divide by what it does per cycle.
+# {hint plan} Two products: $QK^\top$ and $PV$, each `rows` × `keys` × `d` multiply-accumulates. One exponential for each
+# score. Loads: the block of K and the block of V, in bf16. For memory count tiles: Q once for each consumer, K and V once
+# for each slot. For registers count elements of the two accumulators and share them among the threads of a warpgroup.
+# {hint line} A multiply-accumulate is two FLOPs, an element of bf16 is two bytes, and one of fp32 is a whole register. Q
+# is not loaded in the step.
 
 # %% nbgrader={"grade_id": "q1_1", "solution": true}
 def tile_cycles(rows: int, keys: int, d: int) -> tuple[float, float, float]:
@@ -113,12 +108,8 @@ def registers_per_thread(keys: int, d: int) -> float:
     ### BEGIN SOLUTION
     return 64 * (keys + d) / 128
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q1_1_tests", "grade": true, "points": 3}
-check_tile_cycles(tile_cycles)
-
-# %% nbgrader={"grade_id": "q1_1_budget_tests", "grade": true, "points": 3}
-check_tile_budget(shared_bytes, registers_per_thread)
+### TESTS q1_1_tests, 3 points: check_tile_cycles(tile_cycles)
+### TESTS q1_1_budget_tests, 3 points: check_tile_budget(shared_bytes, registers_per_thread)
 
 # %% [markdown]
 # ## How this lab works
@@ -200,6 +191,8 @@ check_tile_budget(shared_bytes, registers_per_thread)
 # %%
 guesses["64 queries, head dim 128: the longest"] = None  # "products", "exponentials" or "loads"
 guesses["rows of queries until it is not the loads"] = None
+same_time = None  # your line: the head dimension at which the exponentials of a step take as long as its products
+check_same_time(same_time)
 rows = []
 for d, queries, keys in ((64, 64, 128), (64, 192, 128), (128, 64, 128), (128, 128, 128), (128, 256, 128), (256, 128, 64)):
     products, exponentials, loads = tile_cycles(queries, keys, d)
@@ -213,9 +206,8 @@ hidden_at = [n for n in range(64, 2048, 64) if tile_cycles(n, 128, 128)[2] <= ma
 beside_guess("rows of queries until it is not the loads", hidden_at[0] if hidden_at else "more than 2000")
 
 # %% [markdown]
-# First, the exponentials are no detail: at head dimension 64 they take as long as the products, at 128 half as long.
-# Unless they run *at the same time*, the tensor cores idle for half of the time at 64, and for a third at 128. Second, 20
-# bytes per cycle are too few for 64 rows. Real kernels let several warpgroups share each block of keys, and fetch it from
+# First, the exponentials are no detail: unless they run *at the same time*, the tensor cores idle for half of the time at
+# head dimension 64, and for a third at 128. Second, 20 bytes per cycle are too few for 64 rows. Real kernels let several warpgroups share each block of keys, and fetch it from
 # the L2 cache, where it lies because other blocks of the same head read it, too.
 #
 # ## Naive against fused, measured
@@ -251,17 +243,12 @@ plot_naive_and_fused(naive_attention)
 #    and loads run at the same time, and not in turns?
 # 3. Why not 512 rows of queries a block? Name two things of the SM that run out, with your numbers of 1.1.
 #
-# {hint idea}
-# Fusion removes bytes. What is left takes cycles on three units, and the question is whether they work in turns or
-# together.
-#
-# {hint plan}
-# 1: which tensors of size S × S does the naive version make, and how often does each cross the memory bus? 2: take a
-# row of your first table; in turns the three times add up, together the longest one counts. 3: compute shared memory
-# and registers for 512 rows with your own functions.
-#
-# {hint line}
-# In 3 mind the registers of the whole SM: 65536, shared by all threads of the block.
+# {hint idea} Fusion removes bytes. What is left takes cycles on three units, and the question is whether they work in
+# turns or together.
+# {hint plan} 1: which tensors of size S × S does the naive version make, and how often does each cross the memory bus? 2:
+# take a row of your first table; in turns the three times add up, together the longest one counts. 3: compute shared
+# memory and registers for 512 rows with your own functions.
+# {hint line} In 3 mind the registers of the whole SM: 65536, shared by all threads of the block.
 
 # %% [markdown] nbgrader={"grade_id": "q1_2", "grade": true, "solution": true, "points": 4}
 # 1. The scores and the probabilities, S × S for each head: written and read, 4·B·H·S² elements (for B 1, H 4, S 1024 in
@@ -287,14 +274,9 @@ plot_naive_and_fused(naive_attention)
 # 1. `bytes_in_flight`: bytes that **one SM** has under way when all SMs together reach the bandwidth.
 # 2. `slots_needed`: how many ring slots of `slot_bytes` bytes hold that many bytes; at least 1.
 #
-# {hint idea}
-# A pipe that delivers B bytes per second and is T seconds long holds B · T bytes when it is full.
-#
-# {hint plan}
-# First the bytes for the whole chip, then one SM's share. Then how many slots hold them.
-#
-# {hint line}
-# Units: TB/s and ns. And a number of slots is whole: which way must it be rounded, and what is the least?
+# {hint idea} A pipe that delivers B bytes per second and is T seconds long holds B · T bytes when it is full.
+# {hint plan} First the bytes for the whole chip, then one SM's share. Then how many slots hold them.
+# {hint line} Units: TB/s and ns. And a number of slots is whole: which way must it be rounded, and what is the least?
 
 # %% nbgrader={"grade_id": "bonus_1_3", "solution": true}
 def bytes_in_flight(bandwidth_tb_s: float, latency_ns: float, sms: int) -> float:
@@ -309,9 +291,7 @@ def slots_needed(bandwidth_tb_s: float, latency_ns: float, sms: int, slot_bytes:
     ### BEGIN SOLUTION
     return max(1, math.ceil(bytes_in_flight(bandwidth_tb_s, latency_ns, sms) / slot_bytes))
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "bonus_1_3_tests", "grade": true, "points": 4}
-check_bytes_in_flight(bytes_in_flight, slots_needed)
+### TESTS bonus_1_3_tests, 4 points: check_bytes_in_flight(bytes_in_flight, slots_needed)
 
 # %% [markdown]
 # # Part 2: Layouts
@@ -338,18 +318,13 @@ check_bytes_in_flight(bytes_in_flight, slots_needed)
 # are powers of two, and the shape is one or more whole tiles in each dimension. Registers count first within the
 # thread's piece, then over repetitions.
 #
-# {hint idea}
-# A position is written in mixed radix: first within the piece of a thread, then the lane, then the warp, then the
-# repetition, for each dimension on its own.
-#
-# {hint plan}
-# For each dimension divide the index by the piece's size, then by the number of lanes, then by the number of warps; the
-# remainders are the places in the piece, in the warp, in the block, and what is left is the repetition. Then turn each
-# pair of places into one number.
-#
-# {hint line}
-# The pair becomes one number by `order`: its first entry names the dimension that counts with weight 1. The weight of
-# the other is the extent of the first, and for repetitions that extent depends on the shape.
+# {hint idea} A position is written in mixed radix: first within the piece of a thread, then the lane, then the warp, then
+# the repetition, for each dimension on its own.
+# {hint plan} For each dimension divide the index by the piece's size, then by the number of lanes, then by the number of
+# warps; the remainders are the places in the piece, in the warp, in the block, and what is left is the repetition. Then
+# turn each pair of places into one number.
+# {hint line} The pair becomes one number by `order`: its first entry names the dimension that counts with weight 1. The
+# weight of the other is the extent of the first, and for repetitions that extent depends on the shape.
 
 # %% nbgrader={"grade_id": "q2_1", "solution": true}
 def owner(row: int, column: int, shape: tuple, size: tuple, threads: tuple, warps: tuple, order: tuple) -> tuple:
@@ -367,16 +342,16 @@ def owner(row: int, column: int, shape: tuple, size: tuple, threads: tuple, warp
     repetition = flatten([position[i] // tile[i] for i in (0, 1)], [shape[i] // tile[i] for i in (0, 1)])
     return warp, lane, piece + size[0] * size[1] * repetition
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q2_1_tests", "grade": true, "points": 6}
-check_owner(owner)
-
-# %%
-plot_owner(owner)
+### TESTS q2_1_tests, 6 points: check_owner(owner)
 
 # %% [markdown]
 # Memory answers in **sectors** of 32 bytes. When a warp loads 32 numbers of 4 bytes that lie side by side, it gets 4
-# sectors and needs all of them. When they lie a row apart, it gets 32 sectors and needs an eighth of each.
+# sectors and needs all of them.
+
+# %%
+plot_owner(owner)
+a_row_apart = None  # your line: (sectors, share of their bytes that is needed) when the 32 numbers lie a row apart
+check_sectors(a_row_apart)
 
 # %% [markdown]
 # ### Question 2.2: A transpose with two layouts {points}
@@ -394,17 +369,12 @@ plot_owner(owner)
 # gl.store(pointers, tile, mask=...)
 # ```
 #
-# {hint idea}
-# Neighbouring lanes must hold neighbours in memory, once for the load and once for the store; those are two different
-# dimensions.
-#
-# {hint plan}
-# Two blocked layouts with 4 warps that cover 32 × 32. Rows, columns and mask in the first one, the load, one
+# {hint idea} Neighbouring lanes must hold neighbours in memory, once for the load and once for the store; those are two
+# different dimensions.
+# {hint plan} Two blocked layouts with 4 warps that cover 32 × 32. Rows, columns and mask in the first one, the load, one
 # conversion; rows, columns and mask again in the second one, the store.
-#
-# {hint line}
-# Pointers and masks belong to a layout: after the conversion those of the load no longer fit, so compute them anew with
-# slices of the second layout.
+# {hint line} Pointers and masks belong to a layout: after the conversion those of the load no longer fit, so compute them
+# anew with slices of the second layout.
 
 # %% nbgrader={"grade_id": "q2_2", "solution": true}
 # %%writefile lab3_transpose.py
@@ -430,9 +400,7 @@ def transpose(x_ptr, y_ptr, m, n, x_stride, y_stride):
     mask = (rows < m)[:, None] & (columns < n)[None, :]
     gl.store(y_ptr + columns[None, :] * y_stride + rows[:, None], tile, mask=mask)
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q2_2_tests", "grade": true, "points": 8}
-check_transpose(text_of("lab3_transpose.py"))
+### TESTS q2_2_tests, 8 points: check_transpose(text_of("lab3_transpose.py"))
 
 # %%
 _, run = simulate_launch(answered("lab3_transpose.py"), transpose_launch(32, 32)[0], timeline=True)
@@ -476,17 +444,13 @@ for event in run.events:
 #
 # </details>
 #
-# {hint idea}
-# Keep `STAGES - 1` groups under way while you work on one tile. Each step issues one group, waits for the oldest, and
-# adds.
-#
-# {hint plan}
-# Before the loop: for each of the first tiles two copies and one commit. In the loop: the copies of the tile that is
-# `STAGES - 1` ahead, if it exists; one commit; a wait; two loads from shared memory; one store to memory with a mask.
-#
-# {hint line}
-# Count the groups: after the commit of step `i` there are `i + STAGES` of them, and tile `i` is the one with number `i`
-# from 0. How many younger ones may still be under way? That only works if every step commits.
+# {hint idea} Keep `STAGES - 1` groups under way while you work on one tile. Each step issues one group, waits for the
+# oldest, and adds.
+# {hint plan} Before the loop: for each of the first tiles two copies and one commit. In the loop: the copies of the tile
+# that is `STAGES - 1` ahead, if it exists; one commit; a wait; two loads from shared memory; one store to memory with a
+# mask.
+# {hint line} Count the groups: after the commit of step `i` there are `i + STAGES` of them, and tile `i` is the one with
+# number `i` from 0. How many younger ones may still be under way? That only works if every step commits.
 
 # %% nbgrader={"grade_id": "q3_1", "solution": true}
 # %%writefile lab3_async_copy.py
@@ -527,9 +491,7 @@ def add(a_ptr, b_ptr, c_ptr, n, TILE: gl.constexpr, TILES: gl.constexpr, STAGES:
         at = first + i * TILE + gl.arange(0, TILE, layout)
         gl.store(c_ptr + at, total, mask=at < n)
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q3_1_tests", "grade": true, "points": 10}
-check_async_copy(text_of("lab3_async_copy.py"))
+### TESTS q3_1_tests, 10 points: check_async_copy(text_of("lab3_async_copy.py"))
 
 # %% [markdown]
 # The simulator keeps a clock: every unit runs at its peak rate, a copy takes 600 cycles and its share of the bandwidth.
@@ -592,17 +554,12 @@ beside_guess("cycles with one slot / cycles with three", taken[0] / taken[1])
 #
 # </details>
 #
-# {hint idea}
-# The barrier of a slot tells when its tile is there. Whoever issues a copy announces its bytes first, at the same
-# barrier.
-#
-# {hint plan}
-# Initialize; for each slot announce and copy, if there is such a tile. In each step: wait, read, fence, announce and
-# copy the tile that comes into this slot next, if there is one, and add.
-#
-# {hint line}
-# The parity is that of the slot's round, not that of the tile. And the refill may only be issued when the tile is in
-# registers.
+# {hint idea} The barrier of a slot tells when its tile is there. Whoever issues a copy announces its bytes first, at the
+# same barrier.
+# {hint plan} Initialize; for each slot announce and copy, if there is such a tile. In each step: wait, read, fence,
+# announce and copy the tile that comes into this slot next, if there is one, and add.
+# {hint line} The parity is that of the slot's round, not that of the tile. And the refill may only be issued when the
+# tile is in registers.
 
 # %% nbgrader={"grade_id": "q3_2", "solution": true}
 # %%writefile lab3_tma_ring.py
@@ -643,15 +600,15 @@ def sum_of_squares(x_desc, y_ptr, rows, columns, STAGES: gl.constexpr):
     ### END SOLUTION
     at = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     gl.store(y_ptr + at, total, mask=at < rows)
-
-# %% nbgrader={"grade_id": "q3_2_tests", "grade": true, "points": 12}
-check_tma_ring(text_of("lab3_tma_ring.py"))
+### TESTS q3_2_tests, 12 points: check_tma_ring(text_of("lab3_tma_ring.py"))
 
 # %% [markdown]
 # **Before you run.** 32 tiles, one to eight slots: from how many slots on does one more gain less than 5%?
 
 # %%
 guesses["slots, from which one more gains less than 5%"] = None
+tile_11 = None  # your line: (slot, parity of the wait) of tile 11 in a ring of 3
+check_tile_11(tile_11)
 _ = show_timeline(answered("lab3_tma_ring.py"), tma_ring_launch(16, 512, 3)[0], "TMA ring of 3 slots")
 plot_slots({n: simulate_launch(answered("lab3_tma_ring.py"), tma_ring_launch(16, 2048, n)[0])[1].cycles[0] for n in range(1, 9)})
 
@@ -710,16 +667,11 @@ show_recorded_fences()
 # 3. A fresh barrier lets `wait(bar, 1)` pass at once. Which partition of a producer and consumer pair makes use of that?
 # 4. From your picture of slots: from how many on do more slots gain less than 5 %? Which number sets that point?
 #
-# {hint idea}
-# Think of what the barrier can show (one bit), and of who may be how far ahead of whom.
-#
-# {hint plan}
-# 1: compare the bits of phases 0, 1, 2; then ask how far the waiting side can fall behind in a ring. 2: which
+# {hint idea} Think of what the barrier can show (one bit), and of who may be how far ahead of whom.
+# {hint plan} 1: compare the bits of phases 0, 1, 2; then ask how far the waiting side can fall behind in a ring. 2: which
 # instruction makes the read come after the copy? 3: who may start at once? 4: find the row in your table, then compute
 # latency times bandwidth.
-#
-# {hint line}
-# In 4 use the cost model's own numbers: 600 cycles and 20 bytes per cycle, and divide by the size of a slot.
+# {hint line} In 4 use the cost model's own numbers: 600 cycles and 20 bytes per cycle, and divide by the size of a slot.
 
 # %% [markdown] nbgrader={"grade_id": "q3_3", "grade": true, "solution": true, "points": 4}
 # 1. The barrier shows only the parity of the running phase. In a ring nobody can be two phases ahead: a slot is refilled
@@ -754,18 +706,13 @@ show_recorded_fences()
 #
 # </details>
 #
-# {hint idea}
-# Every wait needs somebody who ends its phase, and every slot needs to be full before it is read and empty before it is
-# filled.
-#
-# {hint plan}
-# Repair one report at a time. Write down for each barrier: who arrives, how often in a phase, which bytes are
+# {hint idea} Every wait needs somebody who ends its phase, and every slot needs to be full before it is read and empty
+# before it is filled.
+# {hint plan} Repair one report at a time. Write down for each barrier: who arrives, how often in a phase, which bytes are
 # announced, and which parity the first wait has. Then look at the order of read, fence and arrival in the consumer, and
 # at what the second store may overwrite.
-#
-# {hint line}
-# One mistake is a line at the wrong place: removing it there and adding it elsewhere changes two lines. Run with other
-# timings: one of the five shows only then.
+# {hint line} One mistake is a line at the wrong place: removing it there and adding it elsewhere changes two lines. Run
+# with other timings: one of the five shows only then.
 
 # %% nbgrader={"grade_id": "broken_ring", "locked": true}
 # %%writefile lab3_broken.py
@@ -837,9 +784,7 @@ def repairs() -> dict[str, str]:
         "mbarrier.init(empty.index(i), count=2)": "mbarrier.init(empty.index(i), count=1)",
     }
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "bonus_3_4_tests", "grade": true, "points": 6}
-check_repairs(text_of("lab3_broken.py"), repairs)
+### TESTS bonus_3_4_tests, 6 points: check_repairs(text_of("lab3_broken.py"), repairs)
 
 # %% [markdown]
 # # Part 4: Tensor cores
@@ -878,6 +823,8 @@ check_repairs(text_of("lab3_broken.py"), repairs)
 # %%
 guesses["extra turns, lanes along a column, plain rows"] = None
 guesses["extra turns, lanes along a column, swizzle of 128 bytes"] = None
+lane = None  # your line: the lane that holds row 3, column 6 of an accumulator of wgmma
+check_lane(lane)
 plot_conflicts()
 
 # %% [markdown]
@@ -899,17 +846,12 @@ plot_conflicts()
 # 3. the way out: store `acc` into `c_tile` in the dtype of `c_desc`, tell the async proxy, `tma_store(c_desc, [row, column],
 #    c_tile)`, and `tma.store_wait(0)`.
 #
-# {hint idea}
-# The layout of the accumulator decides the instruction: four warps along the rows, 16 rows each, and as many columns as
-# the tile has.
-#
-# {hint plan}
-# Accumulator: layout and zeros in fp32. In each step: one asynchronous product that adds to the accumulator, and a
-# wait. At the end: convert, store into the tile, fence, TMA store, wait.
-#
-# {hint line}
-# The wait returns the tensor that you may read: the old name is still the one under way. And before the TMA reads what
-# you stored there must be a fence.
+# {hint idea} The layout of the accumulator decides the instruction: four warps along the rows, 16 rows each, and as many
+# columns as the tile has.
+# {hint plan} Accumulator: layout and zeros in fp32. In each step: one asynchronous product that adds to the accumulator,
+# and a wait. At the end: convert, store into the tile, fence, TMA store, wait.
+# {hint line} The wait returns the tensor that you may read: the old name is still the one under way. And before the TMA
+# reads what you stored there must be a fence.
 
 # %% nbgrader={"grade_id": "q4_1", "solution": true}
 # %%writefile lab3_wgmma.py
@@ -961,9 +903,7 @@ def matmul(a_desc, b_desc, c_desc, k_size):
     tma_store(c_desc, [row, column], c_tile)  # public
     tma.store_wait(0)  # public
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q4_1_tests", "grade": true, "points": 10}
-check_wgmma(text_of("lab3_wgmma.py"))
+### TESTS q4_1_tests, 10 points: check_wgmma(text_of("lab3_wgmma.py"))
 
 # %%
 _ = show_timeline(answered("lab3_wgmma.py"), wgmma_launch(64, 128, 512, 128)[0], "C = A Bᵀ, 64 × 128, K = 512")
@@ -977,15 +917,10 @@ _ = show_timeline(answered("lab3_wgmma.py"), wgmma_launch(64, 128, 512, 128)[0],
 # 3. The tensor cores of your timeline are mostly idle. What would you change, and what does a tile of 128 × 128 change about
 #    the ratio of products to loads?
 #
-# {hint idea}
-# Ask for each memory who reads or writes it, when, and through which path.
-#
-# {hint plan}
-# 1: list the operands and the result of a product. 2: name the path of your store, of the TMA store, of the TMA copy
-# and of the product. 3: compare how FLOPs and bytes grow when both edges of the tile double.
-#
-# {hint line}
-# In 3 count bytes as rows of A plus rows of B: 64 + 128 against 128 + 128.
+# {hint idea} Ask for each memory who reads or writes it, when, and through which path.
+# {hint plan} 1: list the operands and the result of a product. 2: name the path of your store, of the TMA store, of the
+# TMA copy and of the product. 3: compare how FLOPs and bytes grow when both edges of the tile double.
+# {hint line} In 3 count bytes as rows of A plus rows of B: 64 + 128 against 128 + 128.
 
 # %% [markdown] nbgrader={"grade_id": "q4_2", "grade": true, "solution": true, "points": 4}
 # 1. The two operand tiles (not to be overwritten) and the accumulator's registers (neither read nor written). If the left
@@ -1022,17 +957,12 @@ _ = show_timeline(answered("lab3_wgmma.py"), wgmma_launch(64, 128, 512, 128)[0],
 # `m`, `total` and your factor have the layout `SliceLayout(1, scores)`. To multiply `o` by the factor, convert it to
 # `gl.SliceLayout(1, output)`, which moves nothing, since the same threads hold a row of both; then `[:, None]`.
 #
-# {hint idea}
-# The softmax of all keys is built block by block: when the maximum grows, everything so far must shrink by the same
-# factor.
-#
-# {hint plan}
-# Key numbers in a slice of the scores' layout; the mask; the new maximum of each row; the factor from the old to the
-# new one; the probabilities; the new sum; the output times the factor. After the loop, the division.
-#
-# {hint line}
-# The factor of the first block is $2^{-\infty} = 0$, and that is right. Keys are counted over all blocks, not within
-# one. And a factor for `o` must have the output's slice, not the scores'.
+# {hint idea} The softmax of all keys is built block by block: when the maximum grows, everything so far must shrink by
+# the same factor.
+# {hint plan} Key numbers in a slice of the scores' layout; the mask; the new maximum of each row; the factor from the old
+# to the new one; the probabilities; the new sum; the output times the factor. After the loop, the division.
+# {hint line} The factor of the first block is $2^{-\infty} = 0$, and that is right. Keys are counted over all blocks, not
+# within one. And a factor for `o` must have the output's slice, not the scores'.
 
 # %% nbgrader={"grade_id": "q5_1", "solution": true}
 # %%writefile lab3_softmax.py
@@ -1107,9 +1037,7 @@ def attention(q_desc, k_desc, v_desc, o_desc, sk, c):
     fence_async_shared()
     tma_store(o_desc, [head, row, 0], q_tile)
     tma.store_wait(0)
-
-# %% nbgrader={"grade_id": "q5_1_tests", "grade": true, "points": 10}
-check_softmax(text_of("lab3_softmax.py"))
+### TESTS q5_1_tests, 10 points: check_softmax(text_of("lab3_softmax.py"))
 
 # %% [markdown]
 # For the timelines of attention we assume that keys and values come from the L2 cache: 40 bytes per cycle, after 300
@@ -1166,16 +1094,11 @@ beside_guess("tensor cores at work, 5.1", tensor_core_share(run))
 #
 # </details>
 #
-# {hint idea}
-# Two barriers for each slot: `full` ends the consumers' waiting, `empty` the producer's.
-#
-# {hint plan}
-# Producer: wait for empty, announce, two copies. Consumer: wait for full, multiply, arrive at empty. Counts: who
-# arrives at each of them in one phase?
-#
-# {hint line}
-# In the first round nobody has emptied anything: which parity passes on a fresh barrier? And a copy's bytes are no
-# arrival; the announcement is.
+# {hint idea} Two barriers for each slot: `full` ends the consumers' waiting, `empty` the producer's.
+# {hint plan} Producer: wait for empty, announce, two copies. Consumer: wait for full, multiply, arrive at empty. Counts:
+# who arrives at each of them in one phase?
+# {hint line} In the first round nobody has emptied anything: which parity passes on a fresh barrier? And a copy's bytes
+# are no arrival; the announcement is.
 
 # %% nbgrader={"grade_id": "q5_2", "solution": true}
 # %%writefile lab3_specialized.py
@@ -1277,9 +1200,7 @@ def attention(q_desc, k_desc, v_desc, o_desc, sk, c, STAGES: gl.constexpr):
         (compute_partition, (o_desc, tiles, bars, sk, c, 1, STAGES)),
         (load_partition, ((q_desc, k_desc, v_desc), tiles, bars, sk, STAGES)),
     ], [4, 1], [240, 24])
-
-# %% nbgrader={"grade_id": "q5_2_tests", "grade": true, "points": 12}
-check_specialized(text_of("lab3_specialized.py"))
+### TESTS q5_2_tests, 12 points: check_specialized(text_of("lab3_specialized.py"))
 
 # %%
 launch, _ = attention_launch("lab3_specialized.py", 128, *big, STAGES=2)
@@ -1293,6 +1214,8 @@ print(f"softmax under a product of the same consumer: {overlap(run):.0%}")
 # dimension do to the white and grey between the red bars?
 
 # %%
+registers = None  # your line: registers for each thread of the consumers if the producer kept 40
+check_registers(registers)
 draw_slider(answered("lab3_specialized.py"))
 
 # %% [markdown]
@@ -1324,16 +1247,11 @@ draw_slider(answered("lab3_specialized.py"))
 #
 # </details>
 #
-# {hint idea}
-# Two products are under way at once, and you wait for the older one only.
-#
-# {hint plan}
-# Five steps. K of block `i` is there: issue its scores. V of block `i - 1` is there: issue P V. Wait until one product is
-# left, then the scores may be read, and K's slot is free. The softmax. Wait until none is left, then V's slot is free and
-# `o` may be rescaled; `p` is the new one.
-#
-# {hint line}
-# Rescaling `o` reads and writes the registers of the product P V: it must be over by then.
+# {hint idea} Two products are under way at once, and you wait for the older one only.
+# {hint plan} Five steps. K of block `i` is there: issue its scores. V of block `i - 1` is there: issue P V. Wait until
+# one product is left, then the scores may be read, and K's slot is free. The softmax. Wait until none is left, then V's
+# slot is free and `o` may be rescaled; `p` is the new one.
+# {hint line} Rescaling `o` reads and writes the registers of the product P V: it must be over by then.
 
 # %% nbgrader={"grade_id": "q5_3", "solution": true}
 # %%writefile lab3_overlap.py
@@ -1445,9 +1363,7 @@ def attention(q_desc, k_desc, v_desc, o_desc, sq, sk, heads, c, STAGES: gl.const
         (compute_partition, (o_desc, tiles, bars, shape, c, 1, STAGES)),
         (producer, (((q_desc, k_desc, v_desc), tiles, bars, shape), 2, STAGES, False, False)),
     ], [4, 1], [240, 24])
-
-# %% nbgrader={"grade_id": "q5_3_tests", "grade": true, "points": 8}
-check_overlap(text_of("lab3_overlap.py"))
+### TESTS q5_3_tests, 8 points: check_overlap(text_of("lab3_overlap.py"))
 
 # %%
 run = show_timeline(answered("lab3_overlap.py"), overlap_launch(*big)[0], "Overlapped, 128 queries", model=FROM_L2)
@@ -1502,15 +1418,11 @@ plot_run(run, f"The course's kernel for Blackwell, 256 queries, simulated: {run.
 #    work in yours? Name one thing that becomes free (registers, a warpgroup's threads, shared memory), and one new
 #    transport that tensor memory costs. What would 2-CTA change?
 #
-# {hint idea}
-# Each instruction in the table belongs to a line that you can see below it.
-#
-# {hint plan}
-# 1: subtract the columns. Multiply registers by threads before and after the move. 2: look at what the TMA instruction
-# is given. 3: go through 5.3 line by line: in which row of the other timeline does the same happen?
-#
-# {hint line}
-# Free registers are only part of the answer: what lies in tensor memory must be fetched before the softmax can use it.
+# {hint idea} Each instruction in the table belongs to a line that you can see below it.
+# {hint plan} 1: subtract the columns. Multiply registers by threads before and after the move. 2: look at what the TMA
+# instruction is given. 3: go through 5.3 line by line: in which row of the other timeline does the same happen?
+# {hint line} Free registers are only part of the answer: what lies in tensor memory must be fetched before the softmax
+# can use it.
 
 # %% [markdown] nbgrader={"grade_id": "q5_4", "grade": true, "solution": true, "points": 6}
 # 1. More mbarrier operations (full and empty), `USETMAXREG`: the producer gives registers back (24 a thread), the
@@ -1563,16 +1475,11 @@ plot_ladder()
 # keys that no row of the tile sees are neither loaded nor multiplied, and blocks that the diagonal crosses need a mask. The
 # kernel is the one of 5.1. Write the number of `blocks` for this tile, and the mask.
 #
-# {hint idea}
-# The last row of the tile sees the most keys: it decides how many blocks are needed.
-#
-# {hint plan}
-# Position of the last row, the first key that it does not see, rounded up to blocks, and never more than there are: the
-# last tile has rows that do not exist. In the mask compare a column of positions with a row of keys.
-#
-# {hint line}
-# The last query stands at the last key, so positions are shifted by `sk - sq`. And a query sees the key at its own
-# position.
+# {hint idea} The last row of the tile sees the most keys: it decides how many blocks are needed.
+# {hint plan} Position of the last row, the first key that it does not see, rounded up to blocks, and never more than
+# there are: the last tile has rows that do not exist. In the mask compare a column of positions with a row of keys.
+# {hint line} The last query stands at the last key, so positions are shifted by `sk - sq`. And a query sees the key at
+# its own position.
 
 # %% nbgrader={"grade_id": "bonus_5_5", "solution": true}
 # %%writefile lab3_causal.py
@@ -1634,9 +1541,7 @@ def attention_causal(q_desc, k_desc, v_desc, o_desc, sq, sk, c):
     fence_async_shared()
     tma_store(o_desc, [head, row, 0], q_tile)
     tma.store_wait(0)
-
-# %% nbgrader={"grade_id": "bonus_5_5_tests", "grade": true, "points": 6}
-check_attention_causal(text_of("lab3_causal.py"))
+### TESTS bonus_5_5_tests, 6 points: check_attention_causal(text_of("lab3_causal.py"))
 
 # %% [markdown]
 # ## And backward?
@@ -1709,14 +1614,11 @@ plot_backward()
 #
 # </details>
 #
-# {hint idea}
-# `warpgroup_mma_wait` is gone. Who arrives at `done`, and when?
-#
-# {hint plan}
-# Allocate. In each step: one product with `use_acc`, a commit, a wait. After the loop load all columns into registers.
-#
-# {hint line}
-# `done` goes through one phase a step, as `full` does. And nobody has set the accumulator to zero: the first product must not add.
+# {hint idea} `warpgroup_mma_wait` is gone. Who arrives at `done`, and when?
+# {hint plan} Allocate. In each step: one product with `use_acc`, a commit, a wait. After the loop load all columns into
+# registers.
+# {hint line} `done` goes through one phase a step, as `full` does. And nobody has set the accumulator to zero: the first
+# product must not add.
 
 # %% nbgrader={"grade_id": "bonus_6_1", "solution": true}
 # %%writefile lab3_tcgen05.py
@@ -1775,11 +1677,11 @@ def matmul(a_desc, b_desc, c_desc, k_size):
     fence_async_shared()
     tma_store(c_desc, [row, column], c_tile)
     tma.store_wait(0)
-
-# %% nbgrader={"grade_id": "bonus_6_1_tests", "grade": true, "points": 4}
-check_tcgen05(text_of("lab3_tcgen05.py"))
+### TESTS bonus_6_1_tests, 4 points: check_tcgen05(text_of("lab3_tcgen05.py"))
 
 # %%
+columns = None  # your line: columns of tensor memory that two tiles of S (128 keys) and two of O (head dimension 128) take
+check_columns(columns)
 _ = show_timeline(answered("lab3_tcgen05.py"), tcgen05_launch(128, 128, 512, 128)[0], "C = A Bᵀ by tcgen05", model=BLACKWELL)
 
 # %% [markdown]
@@ -1794,15 +1696,11 @@ _ = show_timeline(answered("lab3_tcgen05.py"), tcgen05_launch(128, 128, 512, 128
 #
 # Each barrier has one phase a block, and `.index(tile)`.
 #
-# {hint idea}
-# An arrival says "what I stored before may be read now". Whatever stands behind it may not have happened yet.
-#
-# {hint plan}
-# Softmax: wait, load | store alpha, arrive, convert and store P, arrive. Correction: wait, and from block 1 on load, wait,
-# rescale; arrive in every block.
-#
-# {hint line}
-# `o_done` is a block behind: in block `i` the product of block `i - 1` must be over, and its phase has that block's parity.
+# {hint idea} An arrival says "what I stored before may be read now". Whatever stands behind it may not have happened yet.
+# {hint plan} Softmax: wait, load | store alpha, arrive, convert and store P, arrive. Correction: wait, and from block 1
+# on load, wait, rescale; arrive in every block.
+# {hint line} `o_done` is a block behind: in block `i` the product of block `i - 1` must be over, and its phase has that
+# block's parity.
 
 # %% nbgrader={"grade_id": "bonus_6_2", "solution": true}
 # %%writefile lab3_two_softmax.py
@@ -1911,9 +1809,7 @@ def attention(q_desc, k_desc, v_desc, o_desc, sq, sk, heads, c, STAGES: gl.const
         (load, ((q_desc, k_desc, v_desc), q_tiles, k_ring, v_ring, bars, sizes, STAGES, False)),
         (store, (o_desc, q_tiles, bars, sizes)),
     ], [4, 4, 1, 1, 1], [192, 192, 32, 32, 32])
-
-# %% nbgrader={"grade_id": "bonus_6_2_tests", "grade": true, "points": 6}
-check_two_softmax(text_of("lab3_two_softmax.py"))
+### TESTS bonus_6_2_tests, 6 points: check_two_softmax(text_of("lab3_two_softmax.py"))
 
 # %% [markdown]
 # **Before you run.** Your kernel once more, broken: (a) P is announced before it is stored; (b) the correction never

@@ -72,9 +72,7 @@ def backends_in(operators: list[str]) -> list[str]:
     ### BEGIN SOLUTION
     return [BACKEND_OF[name] for name in operators if name in BACKEND_OF]
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q1_1_tests", "grade": true, "points": 4}
-check_backends_in(backends_in)
+### TESTS q1_1_tests, 4 points: check_backends_in(backends_in)
 
 # %% [markdown]
 # The check made two calls of the same shape. One ran flash, one math: only the strides differ. That was enough to lose flash,
@@ -194,9 +192,7 @@ def why_not(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **o
     reasons = [text for text in reasons if "not used because" not in text and "runtime disabled" not in text]
     return list(dict.fromkeys(reasons)) or [first_line]
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q1_2_tests", "grade": true, "points": 6}
-check_why_not(why_not)
+### TESTS q1_2_tests, 6 points: check_why_not(why_not)
 
 # %% [markdown]
 # Which backends does this machine have at all? The H200 runs all four in bf16, math and efficient in fp32, and only math in fp64.
@@ -248,9 +244,7 @@ def pinned_sdpa(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
             reasons = " ".join(why_not(backend, q, k, v, **options))
             raise BackendRefused(f"{backend} cannot run this call: {reasons}") from error
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q1_3_tests", "grade": true, "points": 5}
-check_pinned_sdpa(pinned_sdpa)
+### TESTS q1_3_tests, 5 points: check_pinned_sdpa(pinned_sdpa)
 
 # %% [markdown]
 # ### Question 1.4: The rule of the order {points}
@@ -279,9 +273,7 @@ def default_backend(capability: tuple[int, int], cudnn: int, reasons: dict[str, 
             return name
     raise BackendRefused("every backend has a reason against this call")
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q1_4_tests", "grade": true, "points": 3}
-check_default_backend(default_backend)
+### TESTS q1_4_tests, 3 points: check_default_backend(default_backend)
 
 # %% [markdown]
 # So an A100 and an H200 run different programs for the same line, and an update of cuDNN may change yours over night. The rule
@@ -295,6 +287,8 @@ check_default_backend(default_backend)
 
 # %%
 guesses["calls of six that run flash"] = None  # 0 to 6
+first_version = None  # your line: the smallest number of a cuDNN that an H200 asks first
+check_first_version(first_version)
 q, k, v = random_qkv(1, 4, 256, 64)
 turned = torch.randn(1, 4, 64, 256, device=device, dtype=dtype).transpose(2, 3)
 calls = {"as it is": (q, {}), "q with other strides": (turned, {}), "dropout": (q, {"dropout_p": 0.1})}
@@ -354,9 +348,7 @@ def attention_costs(
     scores = 4 * batch * heads * query_len * kv_len
     return 4 * batch * heads * head_dim * pairs, elements * dtype.itemsize, (elements + scores) * dtype.itemsize
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q2_1_tests", "grade": true, "points": 5}
-check_attention_costs(attention_costs)
+### TESTS q2_1_tests, 5 points: check_attention_costs(attention_costs)
 
 # %% [markdown]
 # ### Question 2.2: Error against float64 {points}
@@ -397,9 +389,7 @@ def errors(
     rms = (difference.square().mean() / exact.square().mean()).sqrt()
     return difference.abs().max().item(), rms.item()
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q2_2_tests", "grade": true, "points": 4}
-check_errors(errors)
+### TESTS q2_2_tests, 4 points: check_errors(errors)
 
 # %% [markdown]
 # Now the table: time, memory, launches and error of each backend, on the same tensors. Each call is pinned, and the operators
@@ -433,12 +423,14 @@ guesses["math / flash, time"] = None  # a ratio
 guesses["math / flash, added memory"] = None
 guesses["operators (on a GPU: kernels) of math"] = None
 guesses["the more exact one"] = None  # "math", "flash" or "equal"
+score_mb = None  # your line: MB of one matrix of scores of 4 heads, 1024 tokens, fp32
+check_score_mb(score_mb)
 size = (2, 16, 4096, 128) if on_gpu else (1, 4, 1024, 64)  # sequences, heads, tokens, head dimension
 print(f"measuring {size[2]} tokens, full and causal, in turn ...", flush=True)
 rows = measure_all(*size, causal=False) + measure_all(*size, causal=True)
 results["backends"] = rows
 show(rows, ["causal", "backend"])
-plot_beside(rows, "backends", ["causal", "backend"], ["ms", "added MB", "rms error"])
+plot_beside("backends", ["ms", "added MB", "rms error"], ["causal", "backend"])
 math_row, flash_row = (next(row for row in rows if row["backend"] == name) for name in ("math", "flash"))
 beside_guess("math / flash, time", float(math_row["ms"] / flash_row["ms"]))
 beside_guess("math / flash, added memory", float(math_row["added MB"] / flash_row["added MB"]))
@@ -491,7 +483,7 @@ for size, tensors in (("16 tokens", random_qkv(1, 4, 16, 64)), ("full size", ran
                 torch.cuda.synchronize()
         rows.append({"call": f"{size}, {way}", "host us": host_us, "device us": device_us})
 results["host"] = rows
-plot_beside(rows, "host", "call", ["host us", "device us"])
+plot_beside("host", ["host us", "device us"], "call")
 beside_guess("host time of a call, us", rows[0]["host us"])
 beside_guess("what the pin adds, us", rows[1]["host us"] - rows[0]["host us"])
 
@@ -627,16 +619,15 @@ def attention_backward(q, k, v, out, lse, dout) -> tuple[torch.Tensor, torch.Ten
     ds = p * (dout @ v.mT - delta)
     return ds @ k * scale, ds.mT @ q * scale, p.mT @ dout
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "bonus_2_4_tests", "grade": true, "points": 8}
-check_attention_backward(attention_backward)
+### TESTS bonus_2_4_tests, 8 points: check_attention_backward(attention_backward)
 
 # %% [markdown]
-# Forward and backward, timed. Seven products instead of two is 3.5 times the FLOPs.
-#
-# **Before you run.** Will both passes take 3.5 times as long as forward? For which backend more, for which less?
+# Forward and backward, timed. **Before you run.** How many times the FLOPs of forward are both passes? Will they take that many
+# times as long?
 
 # %%
+both_flops = None  # your line: FLOPs of both passes over those of forward
+check_both_flops(both_flops)
 guesses["flash, forward and backward / forward"] = None
 guesses["math, forward and backward / forward"] = None
 q, k, v = random_qkv(2, 16, 4096, 128) if on_gpu else random_qkv(1, 4, 512, 64)
@@ -661,7 +652,7 @@ for backend in running:
     if backend in ("flash", "math"):
         beside_guess(f"{backend}, forward and backward / forward", both_ms / forward_ms)
 results["training"] = rows
-plot_beside(rows, "training", "backend", ["both ms", "ratio", "added MB"])
+plot_beside("training", ["both ms", "ratio", "added MB"], "backend")
 
 # %% [markdown]
 # # Part 3: Prefill and decode
@@ -706,9 +697,7 @@ def queries_to_ridge(ridge: float, kv_len: int, group: int, head_dim: int, dtype
         return None
     return math.ceil(ridge * dtype.itemsize * kv_len / (group * slack))
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q3_1_tests", "grade": true, "points": 5}
-check_intensities(intensity, queries_to_ridge)
+### TESTS q3_1_tests, 5 points: check_intensities(intensity, queries_to_ridge)
 
 # %% [markdown]
 # Put it under the roof: prefill over three lengths and three head dimensions, and decode, each run by flash.
@@ -736,7 +725,7 @@ for name, query_len, kv_len, head_dim in cases:
                  "TFLOP/s": measured[name][1], "GB/s": fused / ms / 1e6, "share of roof": measured[name][1] / roof})
 results["roofline"] = rows
 plot_roofline(roofs.name, peak, bandwidth, measured=measured, title="Flash attention: prefill (S at one D, D at one S) and decode")
-plot_beside(rows, "roofline", "case", ["share of roof", "GB/s"])
+plot_beside("roofline", ["share of roof", "GB/s"], "case")
 beside_guess("share of the roof, longest prefill", rows[2]["share of roof"])
 beside_guess("share of the roof, decode", rows[5]["share of roof"])
 
@@ -814,12 +803,8 @@ def split_kv_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, splits
     weights = torch.softmax(torch.stack(lses), dim=0)
     return (weights[..., None] * torch.stack(outputs)).sum(dim=0).to(q.dtype)
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q3_2_part_tests", "grade": true, "points": 3}
-check_attend_part(attend_part)
-
-# %% nbgrader={"grade_id": "q3_2_tests", "grade": true, "points": 5}
-check_split_kv_attention(split_kv_attention)
+### TESTS q3_2_part_tests, 3 points: check_attend_part(attend_part)
+### TESTS q3_2_tests, 5 points: check_split_kv_attention(split_kv_attention)
 
 # %% [markdown]
 # ### Question 3.3: How many splits? {points}
@@ -862,9 +847,7 @@ def best_splits(
     costs = [decode_us(programs, kv_len, n, units, tile, tile_us, combine_us) for n in range(1, most + 1)]
     return 1 + costs.index(min(costs))
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q3_3_tests", "grade": true, "points": 4}
-check_splits(decode_us, best_splits)
+### TESTS q3_3_tests, 4 points: check_splits(decode_us, best_splits)
 
 # %% [markdown]
 # What the model says about an H200 (132 multiprocessors), 65536 keys, tiles of 128 that take 0.5 µs, 4 µs to merge.
@@ -872,6 +855,8 @@ check_splits(decode_us, best_splits)
 # **Before you run.** By how much does the best number of splits gain at batch 1? At which batch is nothing left to gain?
 
 # %%
+full_batch = None  # your line: the batch from which on 8 key heads a sequence fill 132 multiprocessors without a split
+check_full_batch(full_batch)
 guesses["gain of the best split, batch 1"] = None
 guesses["gain of the best split, batch 64"] = None
 model = {"units": 132, "tile": 128, "tile_us": 0.5, "combine_us": 4.0}
@@ -908,7 +893,7 @@ for batch in (1, 16) if on_gpu else (1, 8):
         if (batch, backend) == (1, "flash"):
             beside_guess("share of the bandwidth, batch 1, flash", rows[-1]["share of bandwidth"])
 results["decode"] = rows
-plot_beside(rows, "decode", ["batch", "backend"], ["share of bandwidth", "ms"])
+plot_beside("decode", ["share of bandwidth", "ms"], ["batch", "backend"])
 if any(row["share of bandwidth"] > 1 for row in rows):
     print("A share over 1: keys and values came from the cache.")
 
@@ -1037,9 +1022,7 @@ def strided_and_fast(x: torch.Tensor) -> torch.Tensor:
     ### BEGIN SOLUTION
     return x.transpose(1, 2).contiguous().transpose(1, 2)
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q4_1_tests", "grade": true, "points": 4}
-check_strides(knocked_out_by_strides, strided_and_fast)
+### TESTS q4_1_tests, 4 points: check_strides(knocked_out_by_strides, strided_and_fast)
 
 # %% [markdown]
 # ### Question 4.2: Four more knock-outs {points}
@@ -1080,9 +1063,7 @@ KNOCK_OUTS = {
     "one batch of keys": lambda q, k, v: {"query": q, "key": k[:1], "value": v[:1]},
 }
 ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q4_2_tests", "grade": true, "points": 4}
-check_knock_outs(KNOCK_OUTS)
+### TESTS q4_2_tests, 4 points: check_knock_outs(KNOCK_OUTS)
 
 # %% [markdown]
 # The map of your machine, with your knock-outs, and the map that was recorded on an H200 with torch 2.11, with the course's:
@@ -1148,9 +1129,7 @@ def ready_for_flash(x: torch.Tensor) -> torch.Tensor:
     ### BEGIN SOLUTION
     return x if x.stride(-1) == 1 else x.contiguous()
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q4_3_tests", "grade": true, "points": 4}
-check_unpack(unpack_qkv, ready_for_flash)
+### TESTS q4_3_tests, 4 points: check_unpack(unpack_qkv, ready_for_flash)
 
 # %% [markdown]
 # What does a lost kernel cost, and what would the copy have cost?
@@ -1159,6 +1138,8 @@ check_unpack(unpack_qkv, ready_for_flash)
 # first place. Guess the ratios.
 
 # %%
+your_strides = None  # your line: x.stride() of an x (2, 3, 10, 16) that lies in memory as (B, S, H, D)
+check_your_strides(your_strides)
 guesses["fallback / stored right"] = None
 guesses["copied first / stored right"] = None
 q, k, v = random_qkv(2, 16, 4096, 128) if on_gpu else random_qkv(1, 4, 1024, 64)
@@ -1173,7 +1154,7 @@ rows = [{"way": name, "ran": backends_in(operators_of(way))[0], "ms": timed[name
 beside_guess("fallback / stored right", rows[0]["ms"] / rows[2]["ms"])
 beside_guess("copied first / stored right", rows[1]["ms"] / rows[2]["ms"])
 results["strides"] = rows
-plot_beside(rows, "strides", ["way", "ran"], ["ms"])
+plot_beside("strides", ["ms"], ["way", "ran"])
 
 # %% [markdown]
 # # Part 5: Same formula, other bits
@@ -1219,9 +1200,7 @@ def rounded_attention(
         out = out / total
     return to_bf16(out) if output else out
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q5_1_tests", "grade": true, "points": 6}
-check_rounded_attention(rounded_attention)
+### TESTS q5_1_tests, 6 points: check_rounded_attention(rounded_attention)
 
 # %% [markdown]
 # Now find for each backend a recipe with the same error: below are the errors of some recipes, and those of the real backends in
@@ -1248,7 +1227,7 @@ for name, out in (outputs | bf16_outputs).items():
     largest, rms = errors(out, q, k, v)
     rows.append({"what": name, "largest error": largest, "rms error": rms})
 results["rounding"] = rows
-plot_beside(rows, "rounding", "what", ["rms error"])
+plot_beside("rounding", ["rms error"], "what")
 rms_of = {row["what"]: row["rms error"] for row in rows}
 alone = {"output": rms_of["rounded: output"]} | {  # errors add up in squares
     name: math.sqrt(max(rms_of[f"rounded: {name}, output"] ** 2 - rms_of["rounded: output"] ** 2, 0.0)) for name in ("P", "scores")}
@@ -1280,11 +1259,11 @@ def ulps_apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
     return (place(a) - place(b)).abs()
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q5_2_tests", "grade": true, "points": 3}
-check_ulps_apart(ulps_apart)
+### TESTS q5_2_tests, 3 points: check_ulps_apart(ulps_apart)
 
 # %%
+after_one = None  # your line: the next bf16 number after 1
+check_after_one(after_one)
 rows = []
 names = list(bf16_outputs)
 for one, other in [(one, other) for i, one in enumerate(names) for other in names[i + 1 :]]:
@@ -1295,7 +1274,7 @@ for one, other in [(one, other) for i, one in enumerate(names) for other in name
                  "at most 1 step": (steps <= 1).float().mean().item(), "most steps": int(steps.max()),
                  "most steps, larger half": int(common.max())})
 results["ulps"] = rows
-plot_beside(rows, "ulps", "backends", ["equal bits", "at most 1 step", "most steps", "most steps, larger half"])
+plot_beside("ulps", ["equal bits", "at most 1 step", "most steps", "most steps, larger half"], "backends")
 
 # %% [markdown]
 # ### Question 5.3: Same bits every time? {points}
@@ -1324,9 +1303,7 @@ def distinct_results(fn, runs: int) -> int:
         found.add(b"".join(t.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes() for t in tensors))
     return len(found)
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q5_3_tests", "grade": true, "points": 3}
-check_distinct_results(distinct_results)
+### TESTS q5_3_tests, 3 points: check_distinct_results(distinct_results)
 
 # %% [markdown]
 # Four questions about each backend. Does forward repeat itself? Does backward, as it is and in deterministic mode? Does
@@ -1464,9 +1441,7 @@ def dequantize_fp8(x8: torch.Tensor, scale: torch.Tensor, block: int | None = No
     ### BEGIN SOLUTION
     return x8.float() * spread_scales(scale, block, x8.shape[2])
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "bonus_5_5_tests", "grade": true, "points": 7}
-check_fp8(quantize_fp8, dequantize_fp8)
+### TESTS bonus_5_5_tests, 7 points: check_fp8(quantize_fp8, dequantize_fp8)
 
 # %% [markdown]
 # First the format alone: every 128th token is made larger by a factor, and the error is that of the *other* tokens. Then attention
@@ -1577,15 +1552,15 @@ def geometric_mean(values: pd.Series) -> float:
     ### BEGIN SOLUTION
     return math.exp(sum(math.log(value) for value in values) / len(values))
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q6_1_tests", "grade": true, "points": 6}
-check_fastest_and_default(fastest, default_slowdown, geometric_mean)
+### TESTS q6_1_tests, 6 points: check_fastest_and_default(fastest, default_slowdown, geometric_mean)
 
 # %% [markdown]
 # **Before you run.** On which share of the shapes will the default be the best? And which backend will win decode?
 
 # %%
 guesses["share of shapes where the default is the best"] = None  # 0 to 1
+your_mean = None  # your line: the right mean of a gain of 1.25 on one shape and of 0.8 on another
+check_your_mean(your_mean)
 guesses["the backend that wins most decode shapes"] = None
 of_shape = grid.drop_duplicates("shape").set_index("shape")
 wins = pd.crosstab(of_shape["kind"], fastest(grid))
@@ -1642,9 +1617,7 @@ def grid_answers(grid: pd.DataFrame) -> dict:
         "splits_four_queries": share(4, "reduction"),
     }
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "q6_2_tests", "grade": true, "points": 7}
-check_grid_answers(grid_answers)
+### TESTS q6_2_tests, 7 points: check_grid_answers(grid_answers)
 
 # %% [markdown]
 # **Before you run.** Write the numbers down that you dare to guess.
@@ -1737,9 +1710,7 @@ def choose_backend(grid: pd.DataFrame, call: dict, able: list[str]) -> str:
     ranked = near.assign(distance=distance.round(9)).sort_values(["distance", "shape", "ms"])
     return ranked["backend"].iloc[0]
     ### END SOLUTION
-
-# %% nbgrader={"grade_id": "bonus_6_4_tests", "grade": true, "points": 5}
-check_choose_backend(choose_backend)
+### TESTS bonus_6_4_tests, 5 points: check_choose_backend(choose_backend)
 
 # %% [markdown]
 # The sweep also measured shapes at random, off the grid. They were *held out*: your function has not seen them.

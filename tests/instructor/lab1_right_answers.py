@@ -434,6 +434,31 @@ def fusion_speedup(one_input, two_inputs):
 """,
     ),
     (
+        "torch's own wait where there is a GPU",
+        "q4_1",
+        [("synchronize()", "torch.cuda.synchronize() if on_gpu else None")],
+    ),
+    (
+        "torch's own wait, guarded by torch",
+        "q4_3",
+        [("synchronize()", "if torch.cuda.is_available():\n                torch.cuda.synchronize()")],
+    ),
+    (
+        "torch's own wait for the device",
+        "q4_3",
+        """
+def kernels_per_step(fn):
+    from torch.profiler import profile, schedule
+    with profile(schedule=schedule(wait=1, warmup=3, active=6)) as prof:
+        for _ in range(10):
+            fn()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            prof.step()
+    return count_cuda_kernels(prof)["total"]
+""",
+    ),
+    (
         "through profile_steps",
         "q4_3",
         """

@@ -513,8 +513,17 @@ def test_every_cell_is_found_where_it_stands(name):
     lab = read_lab(path)
     assert [cell.line for cell in lab.cells] == sorted({cell.line for cell in lab.cells})
     for cell in lab.cells:
-        assert lines[cell.line - 1].startswith("# %%")
-        assert cell.grade_id is None or f'"{cell.grade_id}"' in lines[cell.line - 1]
+        assert lines[cell.line - 1].startswith(("# %%", "### TESTS"))
+        assert cell.grade_id is None or cell.grade_id in lines[cell.line - 1]
+
+
+def test_a_line_at_an_answers_end_is_its_test_cell(lab_file):
+    line = "### TESTS q1_1_tests, 6 points: assert double(2) == 4\n\n"
+    built = cells(build_lab(lab_file(HEADING, ANSWER.rstrip(), "\n", line)).instructor)
+    assert built["q1_1_tests"].source.endswith("assert double(2) == 4")
+    assert built["q1_1_tests"].metadata.nbgrader["points"] == 6 and "TESTS" not in built["q1_1"].source
+    with pytest.raises(LabError, match="a test cell's line reads"):
+        build_lab(lab_file(HEADING, ANSWER.rstrip(), "\n", line.replace(" 6 points", "")))
 
 
 def test_what_a_check_counts_is_written_from_its_rule(lab_file):

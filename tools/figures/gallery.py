@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tools.figures.drawing import drawn_alike, shorten_path
 from utils.files import ROOT
-from utils.visualization.style import HAIR, INK, PAPER, SMALL, SOFT, TEXT, log_axis, name_axes, open_axes, series
+from utils.visualization.style import CARD, HAIR, INK, PAPER, SMALL, SOFT, TEXT, log_axis, name_axes, open_axes, series
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -279,7 +279,7 @@ def deadlock() -> Figure:
             end = max(event.end for event in run.events)
             ax.axvspan(end, whole, facecolor=PAPER, edgecolor=HAIR, hatch="///", linewidth=0)
             ax.text(
-                (end + whole) / 2, ax.get_ylim()[0] / 2 - 0.3, "nobody can go on", ha="center", backgroundcolor=PAPER
+                (end + whole) / 2, ax.get_ylim()[0] / 2 - 0.3, "nobody can go on", ha="center", backgroundcolor=CARD
             )
         else:
             ax.set_xlabel("")
@@ -305,7 +305,7 @@ def draw(name: str) -> str:
         figure = PICTURES[name]()
         text = io.StringIO()
         figure.savefig(
-            text, format="svg", metadata={"Date": None}, facecolor=PAPER, bbox_inches="tight", pad_inches=0.12
+            text, format="svg", metadata={"Date": None}, facecolor=CARD, bbox_inches="tight", pad_inches=0.12
         )
         plt.close(figure)
     return re.sub(r"\n +", "\n", re.sub(r' d="[^"]+"|translate\([^)]+\)', shorten_path, text.getvalue()))

@@ -1,4 +1,4 @@
-"""Whether a profile's steps wait for the device: on a CPU nothing has to be waited for, so a wait leaves a mark in the trace."""
+"""A pretended GPU for answers that profile: on a CPU nothing has to be waited for, and no kernel is launched."""
 
 from __future__ import annotations
 
@@ -11,37 +11,83 @@ from unittest import mock
 import torch
 
 from utils.checking.authors import is_students
-from utils.checking.travel import by_value
 
 _MARK = "aten::lgamma"
+_real_profile, _real_available, _real_wait = torch.profiler.profile, torch.cuda.is_available, torch.cuda.synchronize
+_KINDS = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA
+_asked: list[bool] = []  # of each profile since the pretence began: whether a GPU's kernels were asked for
+_pretence = contextlib.ExitStack()
 
 
-@by_value
-def wait_with_mark() -> None:
-    """Wait for the device, and leave the mark that `steps_that_wait` looks for."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def leave_mark() -> None:
+    """Leave the mark in a profile that `steps_that_wait` looks for."""
     torch.lgamma(torch.ones(2))
 
 
+class _Profile(torch.profiler.profile):
+    """A profiler that remembers whether it was asked for a GPU's kernels; without a GPU it records the CPU alone."""
+
+    def __init__(self, *, activities=None, **options) -> None:
+        _asked.append(activities is None or _KINDS[1] in activities)
+        super().__init__(activities=activities if _real_available() else [_KINDS[0]], **options)
+
+
+_Profile.__name__ = "profile"  # by which the grader knows the one that an answer returns
+
+
+def begin_pretence(function: Callable, wait: Callable[[], None]) -> None:
+    """From now on, in this process, students' code is told that there is a GPU, and each way to wait for it calls `wait`."""
+
+    def synchronize(device=None) -> None:
+        if _real_available():
+            _real_wait()
+        wait()
+
+    def is_available() -> bool:
+        return is_students(sys._getframe(1).f_code) or _real_available()
+
+    _asked.clear()
+    for owner, name, value in (
+        (torch.cuda, "is_available", is_available),
+        (torch.cuda, "synchronize", synchronize),
+        (torch.accelerator, "synchronize", synchronize),
+        (torch.profiler, "supported_activities", lambda: {*_KINDS}),
+        (torch.profiler.profiler, "supported_activities", lambda: {*_KINDS}),
+        (torch.profiler, "profile", _Profile),
+    ):
+        _pretence.enter_context(mock.patch.object(owner, name, value))
+    names: dict[str, Any] = getattr(function, "__globals__", {})
+    course = {"synchronize": synchronize, "on_gpu": True, "device": torch.device("cuda")}
+    found = {name: value for name, value in course.items() if name in names}
+    for real, pretended in ((_real_profile, _Profile), (_real_available, is_available), (_real_wait, synchronize)):
+        found |= {name: pretended for name, value in names.items() if value is real}
+    _pretence.enter_context(mock.patch.dict(names, found))
+
+
+def end_pretence() -> bool:
+    """Take the pretended GPU away; return whether a profile asked for its kernels."""
+    _pretence.close()
+    return any(_asked)
+
+
 @contextlib.contextmanager
-def marked_waits(function: Callable, wait: Callable[[], None] = wait_with_mark) -> Iterator[None]:
-    """Let the `synchronize` of a function's notebook leave a mark, for the length of a `with` block.
+def pretended_gpu(function: Callable, wait: Callable[[], None]) -> Iterator[dict[str, bool]]:
+    """Let an answer believe that there is a GPU to profile and to wait for, in the process where it runs.
 
     Args:
         function: the answer.
-        wait: what `synchronize` does meanwhile; by default it leaves an operator in a profile.
+        wait: what happens whenever it waits for the GPU, by the course's `synchronize` or by torch's.
+
+    Yields:
+        A dict that says after the block whether the answer asked for a GPU's `kernels`.
     """
-    names = getattr(function, "__globals__", {})
-    if "synchronize" not in names:
-        yield
-        return
-    before = {"synchronize": names["synchronize"]}
-    names.update({"synchronize": wait})
+    there = getattr(function, "remote_run", None) or (lambda part, *args: part(*args))
+    seen: dict[str, bool] = {}
     try:
-        yield
+        there(begin_pretence, function, wait)
+        yield seen
     finally:
-        names.update(before)
+        seen["kernels"] = there(end_pretence)
 
 
 def steps_that_wait(events: list[dict], operator: str) -> int | None:
@@ -72,49 +118,3 @@ def _steps(timed: list[dict], operator: str) -> Iterator[tuple[list[float], list
             [e["ts"] for e in inside if e.get("name") == operator],
             [e["ts"] for e in inside if e.get("name") == _MARK],
         )
-
-
-class _Profile(torch.profiler.profile):
-    """A profiler of the CPU, which remembers whether it was asked for a GPU's kernels as well."""
-
-    def __init__(self, *, activities=None, **options) -> None:
-        self.asked = {*_KINDS} if activities is None else {*activities}
-        super().__init__(activities=[torch.profiler.ProfilerActivity.CPU], **options)
-
-
-_KINDS = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA
-
-
-@contextlib.contextmanager
-def pretended_gpu(function: Callable) -> Iterator[bool]:
-    """Let a student's function believe, on a machine without a GPU, that there is one to profile; only the CPU is.
-
-    Args:
-        function: the answer, of whose notebook `on_gpu` is true meanwhile.
-
-    Yields:
-        Whether the function runs here, so that its profile shows what it asked for.
-    """
-    names: dict[str, Any] = getattr(function, "__globals__", {})
-    available = torch.cuda.is_available
-    here = type(names) is dict  # while it is graded, the names are those of another process, in a class of their own
-    if available() or not here:
-        yield here
-        return
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in (
-            (torch.cuda, "is_available", lambda: is_students(sys._getframe(1).f_code) or available()),
-            (torch.profiler, "supported_activities", lambda: {*_KINDS}),
-            (torch.profiler.profiler, "supported_activities", lambda: {*_KINDS}),
-            (torch.profiler, "profile", _Profile),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, value))
-        if "on_gpu" in names:
-            stack.enter_context(mock.patch.dict(names, {"on_gpu": True}))
-        yield True
-
-
-def records_kernels(prof: torch.profiler.profile) -> bool:
-    """Return whether a profile was asked for a GPU's kernels; True for one of another process, of which that is not known."""
-    asked: Any = getattr(prof, "asked", None) or getattr(prof, "activities", _KINDS)
-    return torch.profiler.ProfilerActivity.CUDA in asked

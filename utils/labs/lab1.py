@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
+import math
 import os
 import tempfile
 import time
@@ -47,7 +49,7 @@ from utils.labs import session
 from utils.labs.session import beside_guess as beside_guess
 from utils.labs.session import guesses as guesses
 from utils.labs.session import keep as keep
-from utils.labs.session import results
+from utils.labs.session import results, show, small_task
 from utils.visualization import series, style_axes
 
 device = default_device()
@@ -59,7 +61,7 @@ RECORDED = ROOT / "assets/results/h200/lab1.json"  # this lab's tables from an H
 # Medians of interleaved calls, as a caller of the functions waits for them: launches included.
 TIMES = {"warmup": 5, "iterations": 30} if on_gpu else {"warmup": 2, "iterations": 7}
 show_recorded = functools.partial(session.show_recorded, "lab1")
-plot_beside_recorded = functools.partial(session.plot_beside_recorded, "lab1")
+plot_beside = functools.partial(session.plot_beside, "lab1")
 save_results = functools.partial(session.save, "lab1")
 
 
@@ -110,6 +112,50 @@ def on_the_ridge(intensity: float, ridge: float) -> None:
         "✓ on the ridge" if abs(intensity / ridge - 1) < 0.005 else "left of it" if intensity < ridge else "right of it"
     )
     print(f"yours: {intensity:.1f} FLOPs/Byte; the ridge lies at {ridge:.1f}: {side}")
+
+
+# ---- lines that a student writes for no points -----------------------------------------------------------------------
+
+check_full_sum = small_task(
+    "the sum that 1 no longer changes",
+    256,
+    "Try it: torch.tensor(64.0, dtype=torch.bfloat16) + 1.",
+    {512: "At 512 it is lost as well. Is it not lost before?", 128: "129 has 8 significant bits, too."},
+)
+check_bandwidth = small_task(
+    "TB/s of an H200 with the ridge of an A100",
+    GPU_SPECS["H200"]["bf16_tflops"] / get_ridge_point("A100", "bf16"),
+    "The ridge is the peak over the bandwidth: which of the two stays?",
+    {
+        GPU_SPECS["A100"][
+            "memory_bandwidth_tb_s"
+        ]: "With that the ridge would lie further right: the H200's peak is higher."
+    },
+)
+check_users = small_task(
+    "users of 32768 tokens beside the weights",
+    1297,
+    "The bytes that are left, over those of one user's cache, rounded down.",
+    {1299: "They share the memory with the weights, and nobody has half a cache.", 233: "Five of six layers slide."},
+    rel=0,
+)
+check_kernel_us = small_task(
+    "µs of a kernel that hides a launch",
+    17,
+    "While one kernel runs, the CPU launches the next: which of the two has to last?",
+)
+check_row_stats = small_task(
+    "m and l after each block",
+    ((3, 1 + math.exp(-2)), (5, 1 + math.exp(-2) + math.exp(-4))),
+    "m is the largest so far, l the sum of exp(x - m) of all x so far.",
+    {((3, 1 + math.exp(-2)), (5, 2 + math.exp(-2))): "The old sum has to be rescaled by exp(3 - 5)."},
+)
+check_limit = small_task(
+    "FLOPs/Byte of standard attention, very long text",
+    64,
+    "For long texts only the scores count: 4 L² D FLOPs, and their four trips.",
+    {128: "That is FLOPs for each number; a number has two bytes.", 256: "The scores travel four times."},
+)
 
 
 # ---- measuring -----------------------------------------------------------------------------------------------------
@@ -218,14 +264,13 @@ def prefill_call(batch: int, length: int, layer_idx: int = 5, implementation: st
     return lambda: prefill_forward(layer, hidden_states, position_ids, embeddings)
 
 
-def layer_calls(batch: int, length: int, layer_idx: int = 5, attend="auto") -> dict[str, Callable]:
+def layer_calls(batch: int, length: int, layer_idx: int = 5) -> dict[str, Callable]:
     """Return functions of no arguments: prefill, one token decoded with the cache, and one without.
 
     Args:
         batch: sequences.
         length: tokens of each sequence before the new one.
         layer_idx: the layer; every sixth attends to all tokens.
-        attend: the attention of the step with a cache; None for the layer's own.
     """
     layer, rotary_emb = build_decoder_layer(config, layer_idx, dtype, device)
     kind, hidden = layer.self_attn.layer_type, config.hidden_size
@@ -236,7 +281,7 @@ def layer_calls(batch: int, length: int, layer_idx: int = 5, attend="auto") -> d
     prefill()  # fills the cache
     x, position_ids, positions = create_decode_inputs_with_cache(batch, length, hidden, dtype, device)
     embeddings = get_position_embeddings(x, position_ids, rotary_emb, kind)
-    options = {"past_key_values": cache, "cache_positions": positions, "attend": attend}
+    options = {"past_key_values": cache, "cache_positions": positions}
     cached = functools.partial(decode_forward, layer, x, position_ids, embeddings, use_kv_cache=True, **options)
     x, position_ids, past = create_decode_inputs_without_cache(batch, length, hidden, dtype, device)
     embeddings = get_position_embeddings(torch.cat((past, x), dim=1), position_ids, rotary_emb, kind)
@@ -245,20 +290,9 @@ def layer_calls(batch: int, length: int, layer_idx: int = 5, attend="auto") -> d
     return {"prefill_ms": prefill, "cached_ms": cached, "uncached_ms": uncached}
 
 
-def decode_step(batch: int, length: int, attend="auto") -> Callable:
+def decode_step(batch: int, length: int) -> Callable:
     """Return a function of no arguments that decodes one token with the cache."""
-    return layer_calls(batch, length, attend=attend)["cached_ms"]
-
-
-def decode_without_cache(layer, rotary_emb, prompt: torch.Tensor, new_tokens: torch.Tensor) -> torch.Tensor:
-    """Run the whole sequence anew for each new token, and keep the last output."""
-    outputs = []
-    for step in range(1, new_tokens.shape[1] + 1):
-        tokens = torch.cat((prompt, new_tokens[:, :step]), dim=1)
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)
-        embeddings = get_position_embeddings(tokens, positions, rotary_emb, layer.self_attn.layer_type)
-        outputs.append(prefill_forward(layer, tokens, positions, embeddings)[:, -1:])
-    return torch.concatenate(outputs, dim=1)
+    return layer_calls(batch, length)["cached_ms"]
 
 
 def layer_latencies(batches: tuple[int, ...], lengths: tuple[int, ...]) -> pd.DataFrame:
@@ -280,22 +314,24 @@ def layer_latencies(batches: tuple[int, ...], lengths: tuple[int, ...]) -> pd.Da
     return table
 
 
-def _decode_rows() -> list[dict]:
-    """Return the recorded steps of the layer that attends to everything."""
-    rows = json.loads(RECORDED.with_name("decode_layer.json").read_text())["rows"]
-    return [row for row in rows if row["type"] == "full_attention"]
-
-
-def recorded_decode_kernel() -> list[dict]:
-    """Return steps of one full layer with its own attention and with the decode kernel, in µs, as an H200 took them."""
-    print("Recorded on an NVIDIA H200. Not measured here:")
-    rows = []
-    for recorded in _decode_rows():
-        rows.append({"batch": recorded["batch"], "tokens": recorded["tokens"]})
-        for name in ("own", "decode kernel"):  # launched one by one, a step takes as long as the CPU takes to launch it
-            rows[-1][f"{name}, one by one, us"] = recorded[name]["host_us"]
-            rows[-1][f"{name}, graph, us"] = recorded[name]["graph_us"]
-    return rows
+def compare_precisions(in_autocast: Callable) -> str:
+    """Show the MLP of a layer in fp32, by a student's `in_autocast` and in bf16; return which of the two autocast is like."""
+    mlp = build_decoder_layer(config, 5, torch.float32, device)[0].mlp
+    x = torch.randn(8192 if on_gpu else 512, config.hidden_size, device=device)
+    narrow, narrow_x = copy.deepcopy(mlp).bfloat16(), x.bfloat16()
+    ways = {"fp32": lambda: mlp(x), "autocast": lambda: in_autocast(mlp, x), "bf16": lambda: narrow(narrow_x)}
+    with torch.no_grad():
+        exact = copy.deepcopy(mlp).double()(x.double())
+        times, rows, error = median_times(ways, iterations=5), [], {}
+        for name, way in ways.items():
+            error[name] = ((way().double() - exact).square().mean() / exact.square().mean()).sqrt().item()
+            weights = sum(w.nbytes for w in (narrow if name == "bf16" else mlp).parameters()) / 1e6
+            rows.append({"way": name, "ms": times[name].median_ms, "rms error": error[name], "weights, MB": weights})
+    results["mixed_precision"] = rows
+    show(rows)
+    same = error["autocast"] == error["fp32"]
+    print("… autocast is fp32 here: add the line, and run again" if same else "✓ products in bf16, weights in fp32")
+    return min(("fp32", "bf16"), key=lambda way: abs(math.log(error[way] / error["autocast"])))
 
 
 # ---- the scoreboard ------------------------------------------------------------------------------------------------
@@ -311,6 +347,8 @@ def scoreboard(**yours: float) -> None:
     """
     scores.update(yours)
     tables = json.loads(RECORDED.read_text())["tables"]
+    steps = json.loads(RECORDED.with_name("decode_layer.json").read_text())["rows"]
+    full = next(row for row in steps if row["type"] == "full_attention")
     step = next(row for row in tables["cuda_graphs"] if row["batch"] == 1 and row["phase"].startswith("decode"))
     names = {
         "memory": "your floor: its bytes over 4.8 TB/s",
@@ -320,7 +358,7 @@ def scoreboard(**yours: float) -> None:
     rows = [
         ("launched kernel by kernel", 1e3 * step["eager_ms"], 0),
         ("in a CUDA graph", 1e3 * step["graph_ms"], 0),
-        ("in a graph, with the course's decode kernel", _decode_rows()[0]["decode kernel"]["graph_us"], 0),
+        ("in a graph, with the course's decode kernel", full["decode kernel"]["graph_us"], 0),
         *((names[name], value, 1) for name, value in scores.items()),
     ]
     rows.sort(key=lambda row: -row[1])

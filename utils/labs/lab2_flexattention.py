@@ -25,7 +25,7 @@ from utils.benchmark.profiling import read_trace
 from utils.checking.labs.lab2_flexattention import *  # noqa: F403
 from utils.files import output_path
 from utils.labs import session
-from utils.labs.session import H200, beside_guess, display, guesses, keep, plot_panels, results
+from utils.labs.session import H200, beside_guess, guesses, keep, plot_bars, results, small_task
 from utils.machine.device import compile_support, default_device, gluon_support
 from utils.visualization import plot_mask, plot_sparsity_sweep, plot_timeline, series, style_axes
 
@@ -37,7 +37,7 @@ batch, heads, length, head_dim = (1, 16, 8192, 128) if on_gpu else (1, 4, 2048, 
 tolerance = 0.1 if on_gpu else 1e-3  # between two ways to compute the same attention, in this dtype
 compiler = compile_support()
 show_recorded = functools.partial(session.show_recorded, "lab2")
-plot_beside_recorded = functools.partial(session.plot_beside_recorded, "lab2")
+plot_beside = functools.partial(session.plot_beside, "lab2")
 save = functools.partial(session.save, "lab2")
 
 
@@ -75,6 +75,66 @@ def time_ways(ways: Mapping[object, Callable], samples: int = 11) -> pd.DataFram
 def call_with_gradients(forward: Callable, leaves: Sequence[torch.Tensor], upstream: torch.Tensor) -> Callable:
     """A call of forward and backward, which returns the gradients of the leaves."""
     return lambda: torch.autograd.grad(forward(*leaves), leaves, upstream)
+
+
+check_mask_outweighs = small_task(
+    "tokens from which on a mask outweighs Q, K, V and O",
+    512,
+    "A number for each pair, beside 4 L D numbers: does the dtype matter?",
+    {128: "There are four of them: Q, K, V and O.", 1024: "The mask has L numbers for each of L queries."},
+)
+check_boundaries = small_task(
+    "where documents begin, and the last one ends",
+    (0, 5, 6, 9, 11, 12, 16),
+    "Seven numbers: 0, and the sums of the sixteenths so far.",
+    {
+        (5, 6, 9, 11, 12, 16): "The first document begins at 0.",
+        (0, 5, 6, 9, 11, 12): "And where does the last one end?",
+    },
+)
+check_slope = small_task("the slope of ALiBi", 0.125, "The penalty is slope times distance.", {8: "Over 64 tokens."})
+check_calls = small_task(
+    "calls from which on a block mask costs less than a tenth",
+    28,
+    "3 / (3 + n) < 1/10.",
+    {27: "With 27 it is a tenth.", 30: "All of the time is the mask's and the calls'.", 31: "The mask takes 3 of all."},
+    rel=0,
+)
+check_eager_lengths = small_task(
+    "lengths that run eager",
+    4,
+    "The limit is eight kernels, one for each length.",
+    {12: "The first ones were compiled."},
+)
+check_quarter_block = small_task(
+    "the most that a quarter of a block reaches",
+    0.25,
+    "A block is computed whole: how much of it holds a visible pair?",
+)
+check_place = small_task(
+    "the place of token 100",
+    164,
+    "Which of its pages is it in, and where in the page?",
+    {100: "That is its position. Page 7 comes first.", 36: "That is its place in the page."},
+)
+
+
+def check_sparse_mask(mod: Callable) -> None:
+    """Say whether a mask leaves at most an eighth of the causal pairs of 160 tokens, and no block below the diagonal empty."""
+    seen, size = dense_mask(mod, 160, 160), 16
+    blocks = seen.unfold(0, size, size).unfold(1, size, size).any(dim=(2, 3))
+    below, share = torch.ones(10, 10, dtype=torch.bool).tril(), seen.sum().item() / (160 * 161 / 2)
+    empty = int((below & ~blocks).sum())
+    if seen.triu(1).any():
+        print("✗ your mask: it is not causal any more.")
+    elif share > 1 / 8 or empty:
+        print(
+            f"… your mask: {share:.0%} of the causal pairs, {empty} of 55 blocks are empty. Let keys through at a distance."
+        )
+    else:
+        print(
+            f"✓ your mask: {share:.0%} of the causal pairs, and a kernel has to compute every block: it saves nothing."
+        )
 
 
 def plot_scores(shown: Mapping[str, Callable], score: float = 8.0, size: int = 64) -> dict[str, float]:
@@ -148,7 +208,7 @@ def race_pages(sequences: int = 8, kv_heads: int = 8, tokens: int = 8192) -> Non
         record = json.loads((H200 / "decode_pages.json").read_text())
         rows = {f"{row['batch']} x {row['keys']} tokens": pd.Series(row["us"]) for row in record["rows"]}
         tables = {name: us.rename_axis("way").rename("us").reset_index() for name, us in rows.items()}
-        plot_panels(tables, "us", f"recorded on {record['environment']['gpu']}, not measured here", "microseconds")
+        plot_bars(tables, ["us"], title=f"Microseconds, recorded on {record['environment']['gpu']}, not measured here")
         return
     q = torch.randn(sequences, 32, 1, 128, device=device, dtype=dtype)
     k, v = (torch.randn(sequences, kv_heads, tokens, 128, device=device, dtype=dtype) for _ in range(2))
@@ -166,7 +226,7 @@ def race_pages(sequences: int = 8, kv_heads: int = 8, tokens: int = 8192) -> Non
         call = functools.partial(attention_decode, q, *pages, seqlens=lengths, block_table=table)
         ways[f"pages of {page_size}"] = call
     ways["pages of 16, gathered, then SDPA"] = functools.partial(call, backend="sdpa")
-    keep("pages", time_ways(ways), digits=4)
+    keep("pages", time_ways(ways))
 
 
 __all__ = [name for name in globals() if not name.startswith("_") and name not in ("annotations", "session")]

@@ -47,7 +47,7 @@ from utils.gluon_cpu.timeline import COLORS
 from utils.kernels.offline import BLACKWELL as BLACKWELL_CHIP
 from utils.kernels.offline import HOPPER
 from utils.labs import session
-from utils.labs.session import beside_guess, plot_beside_recorded, results
+from utils.labs.session import beside_guess, results
 from utils.labs.session import guesses as guesses
 from utils.labs.session import outcomes as outcomes
 from utils.labs.session import save as save
@@ -91,6 +91,43 @@ def answered(file: str) -> str | None:
     text = Path(file).read_text() if Path(file).exists() else ""
     open_still = any(line.strip().startswith("raise NotImplementedError") for line in text.splitlines())
     return text if text and not open_still else None
+
+
+# ---- lines that a student writes for no points -----------------------------------------------------------------------
+
+check_same_time = session.small_task(
+    "the head dimension of equal times",
+    64,
+    "4 rows keys d FLOPs at 4096 a cycle, beside rows keys exponentials at 16.",
+    {128: "There are two products.", 256: "A multiply-accumulate is two FLOPs, and there are two products."},
+)
+check_sectors = session.small_task(
+    "sectors and their use",
+    (32, 1 / 8),
+    "Each number lies in a sector of its own: how many of its 32 bytes are needed?",
+    {(32, 1 / 32): "A number has four bytes.", (32, 4): "The share, between 0 and 1."},
+)
+check_tile_11 = session.small_task(
+    "slot and parity of tile 11",
+    (2, 1),
+    "Slot i % 3, and phase i // 3 of that slot's barrier, modulo 2.",
+    {(2, 3): "That is the phase: its parity is what a wait takes."},
+)
+check_lane = session.small_task(
+    "the lane of row 3, column 6",
+    15,
+    "Row r lies in lanes 4 r to 4 r + 3, two columns each.",
+    {18: "Two columns a lane."},
+)
+check_registers = session.small_task(
+    "registers for each thread of the consumers",
+    232,
+    "384 threads had 168 each; 128 keep 40, and 256 share the rest.",
+    {464: "There are two consumers, of 128 threads each."},
+)
+check_columns = session.small_task(
+    "columns of tensor memory", 512, "A column holds one number of each of 128 rows.", {256: "Two tiles of each."}
+)
 
 
 # ---- timelines ---------------------------------------------------------------------------------------------------
@@ -167,15 +204,15 @@ def timeline_svg(run, until: float, width: int = 640, label: int = 190, height: 
 
 def plot_shares(shares: dict[str, float]) -> None:
     """Draw the tensor cores' share of the time, as simulated, beside what an H200 reached of its peak."""
-    table = pd.DataFrame(json.loads((RECORDED / "lab3.json").read_text())["tables"]["race"]).set_index("against")
-    measured = {"5.2": table["its TFLOP/s"]["ladder step 4"] / PEAK, "5.3": table["your TFLOP/s"]["cuDNN"] / PEAK}
-    _, ax = plt.subplots(figsize=(6.4, 3), layout="constrained")
-    bars = [(name, f"{name}\nsimulated", share, 0) for name, share in shares.items()]
-    bars += [(name, f"{name}\nH200", share, 1) for name, share in measured.items()]
-    for _, label, share, colour in sorted(bars, key=lambda bar: (bar[0], bar[3])):
-        ax.bar_label(ax.bar(label, share, **series(colour).bar), fmt="%.2f")
-    style_axes(ax, y="share of the time, or of 989 TFLOP/s", title="Tensor cores at work (5.2: step 4 of the ladder)")
-    plt.show()
+    race = pd.DataFrame(json.loads((RECORDED / "lab3.json").read_text())["tables"]["race"]).set_index("against")
+    measured = {"5.2": race["its TFLOP/s"]["ladder step 4"], "5.3": race["your TFLOP/s"]["cuDNN"]}
+    tables = {
+        "simulated": pd.DataFrame(shares.items(), columns=["", "share of the time"]),
+        "H200, of 989 TFLOP/s": pd.DataFrame(
+            {"": measured.keys(), "share of the time": [x / PEAK for x in measured.values()]}
+        ),
+    }
+    session.plot_bars(tables, ["share of the time"], title="Tensor cores at work (5.2: step 4 of the ladder)")
 
 
 # ---- games -------------------------------------------------------------------------------------------------------
@@ -274,16 +311,12 @@ def plot_tiles(table: pd.DataFrame) -> None:
 
 
 def plot_slots(cycles: dict[int, float]) -> None:
-    """Draw the model cycles of a ring for each number of slots."""
-    _, ax = plt.subplots(figsize=(6.4, 2.8), layout="constrained")
-    for slots, taken in cycles.items():
-        gain = f"{cycles[slots - 1] / taken - 1:+.0%}" if slots - 1 in cycles else ""
-        ax.bar_label(ax.bar(slots, taken, **series(0).bar), labels=[f"{taken:,.0f}\n{gain}"], fontsize=8)
-    enough = next((n for n in cycles if n + 1 in cycles and cycles[n] < 1.05 * cycles[n + 1]), max(cycles))
+    """Draw the model cycles of a ring for each number of slots, and meet the guess."""
+    gains = [math.nan, *(cycles[n] / cycles[n + 1] - 1 for n in cycles if n + 1 in cycles)]
+    table = pd.DataFrame({"slots": cycles.keys(), "model cycles": cycles.values(), "gained by the last slot": gains})
+    enough = next((n for n, gain in zip(cycles, gains[1:], strict=False) if gain < 0.05), max(cycles))
     beside_guess("slots, from which one more gains less than 5%", enough)
-    ax.margins(y=0.2)
-    style_axes(ax, x="slots", y="model cycles", title="32 tiles of 2 KiB: cycles, and what the last slot gained")
-    plt.show()
+    session.plot_bars({"32 tiles of 2 KiB": table}, ["model cycles", "gained by the last slot"])
 
 
 CONFLICTS = """
@@ -306,20 +339,16 @@ def plot_conflicts() -> None:
 
     tiles = {"plain rows": gl.SwizzledSharedLayout(8, 1, 1, [1, 0])}
     tiles |= {f"swizzle of {width} bytes": gl.NVMMASharedLayout(width, 16, rank=2) for width in (32, 64, 128)}
-    along, down = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]), gl.BlockedLayout([1, 8], [32, 1], [1, 4], [0, 1])
-    _, ax = plt.subplots(figsize=(7.4, 2.8), layout="constrained")
-    for i, (lanes, layout) in enumerate((("lanes along a row", along), ("lanes along a column", down))):
-        turns = []
+    table = pd.DataFrame({"tile": tiles.keys()})
+    for lanes, threads, warps, order in (("a row", [4, 8], [4, 1], [1, 0]), ("a column", [32, 1], [1, 4], [0, 1])):
+        layout, turns = gl.BlockedLayout([1, 8], threads, warps, order), []
         for shared in tiles.values():
             args = dict(y_ptr=torch.zeros(1, dtype=torch.int32), shared=shared, layout=layout)
             launch = Launch("conflicts", (1,), args, outputs=("y_ptr",), file="conflicts.py")
             turns.append(simulate_launch(CONFLICTS, launch)[0]["y_ptr"].item())
-        places = [x + 0.4 * i - 0.2 for x in range(len(tiles))]
-        ax.bar_label(ax.bar(places, turns, 0.4, label=lanes, **series(i).bar))
-    ax.set_xticks(range(len(tiles)), tiles)
-    ax.legend()
-    style_axes(ax, y="extra turns", title="Bank conflicts of storing a tile of 64 rows of 128 bytes")
-    plt.show()
+        table[f"lanes along {lanes}"] = turns
+    title = "Extra turns (bank conflicts) of storing a tile of 64 rows of 128 bytes"
+    session.plot_bars({"turns": table}, ["lanes along a row", "lanes along a column"], title=title)
     for name, extra in zip(tiles, turns, strict=True):
         if name in ("plain rows", "swizzle of 128 bytes"):
             beside_guess(f"extra turns, lanes along a column, {name}", extra)
@@ -355,8 +384,7 @@ def plot_naive_and_fused(naive_attention) -> None:
         beside_guess(f"kernels or operators, {row['']}", row[unit])
         beside_guess(f"MB moved, {row['']}", row["MB moved"])
     show_recorded("naive_and_fused")
-    for column in ("ms", "MB moved"):
-        plot_beside_recorded("lab3", "naive_and_fused", column, f"Naive and fused attention: {column}")
+    session.plot_beside("lab3", "naive_and_fused", ["ms", "MB moved"], title="Naive and fused attention")
 
 
 def show_recorded_fences() -> None:
@@ -526,59 +554,40 @@ def race(naive_attention) -> None:
 
 def plot_ladder() -> None:
     """Draw the recorded speeds of the five steps and their rivals at head dimension 128, and meet the guesses."""
-    _, axes = plt.subplots(1, 2, figsize=(10.4, 3.4), layout="constrained", sharey=True)
-    for ax, file in zip(axes, ("attention_ladder.json", "attention_ratios.json"), strict=True):
-        record = json.loads((RECORDED / file).read_text())
-        where, ladder = record["environment"], "ladder" in file
-        chosen = [
-            row
-            for row in record["rows"]
-            if "ratio" in row and not row["causal"] and (row["head_dim"], row["length"]) == (128, 16384)
-        ]
-        for row in chosen:
-            name = f"step {row['step']}" if ladder else row["against"]
-            ax.bar_label(ax.bar(name, row["ratio"], **series(0).bar), fmt="%.2f")
-        ax.axhline(1.0, color="black", linewidth=0.8)
-        ax.margins(y=0.12)
-        against = "cuDNN's" if ladder else "each library's"
-        style_axes(
-            ax, y="ratio of speeds" if ladder else "", title=f"Gluon over {against} speed; torch {where['torch']}"
-        )
-        for row in chosen if ladder else ():
-            beside_guess(f"ladder step {row['step']}, speed over cuDNN's", row["ratio"])
     print("Recorded on an H200, not measured here: head dimension 128, 16384 tokens, full.")
-    plt.show()
+    tables = {}
+    for file in ("attention_ladder.json", "attention_ratios.json"):
+        record = json.loads((RECORDED / file).read_text())
+        rows = pd.DataFrame([row for row in record["rows"] if "ratio" in row])
+        rows = rows[~rows["causal"] & (rows["head_dim"] == 128) & (rows["length"] == 16384)]
+        ladder = "ladder" in file
+        names = "step " + rows["step"].astype(str) if ladder else rows["against"]
+        place = f"{'over cuDNN' if ladder else 'over each library'}, torch {record['environment']['torch']}"
+        tables[place] = pd.DataFrame({"": names, "Gluon's speed": rows["ratio"]})
+        for step, ratio in zip(rows["step"], rows["ratio"], strict=True) if ladder else ():
+            beside_guess(f"ladder step {step}, speed over cuDNN's", ratio)
+    session.plot_bars(tables, ["Gluon's speed"])
 
 
 def plot_backward() -> None:
     """Draw the recorded backward ladder and its rivals, and meet the guesses."""
     record = json.loads((RECORDED / "backward_ratios.json").read_text())
-    where = record["environment"]
+    where, ladder = record["environment"], record["ladder"][0]["tflops"]
     print(f"Recorded on {where['gpu']}, torch {where['torch']}, Triton {where['triton']}. Not measured here.")
-    ladder = record["ladder"][0]["tflops"]
+    steps = [name for name in ("step1", "step2", "step3", "step4", "step5", "cudnn") if name in ladder]
+    rows = [{"": name, "TFLOP/s": ladder[name]} for name in steps]
+    tables = {"the ladder at head dim 128": pd.DataFrame(rows)}
     at = {row["head_dim"]: row for row in record["rows"] if row["length"] == 16384 and not row["causal"]}
-    _, axes = plt.subplots(1, 2, figsize=(9.6, 3.6), layout="constrained")
-    for name in [name for name in ("step1", "step2", "step3", "step4", "step5", "cudnn") if name in ladder]:
-        axes[0].bar_label(axes[0].bar(name, ladder[name], **series(1 if name == "cudnn" else 0).bar), fmt="%.0f")
-    axes[0].margins(y=0.12)
-    style_axes(axes[0], y="TFLOP/s of backward", title="The ladder at head dimension 128")
-    ways = ("adding to dQ (step 5; at 256 step 4)", "cudnn", "deterministic", "fa3", "fa4")
-    for i, name in enumerate(ways):
+    for d in (64, 128, 256):
         # at 64 and 128 the default adds; at 256 it is the deterministic kernel, and step 4 is the one that adds
-        tflops = [
-            at[d]["tflops"][("step4" if d == 256 else at[d]["default"]) if name.startswith("adding") else name]
-            for d in (64, 128, 256)
-        ]
-        bars = axes[1].bar([x + (i - 2) * 0.16 for x in range(3)], tflops, 0.16, label=name, **series(i).bar)
-        axes[1].bar_label(bars, fmt="%.0f", fontsize=7, rotation=90, padding=2)
-    axes[1].margins(y=0.2)
-    axes[1].set(xticks=range(3), xticklabels=["head dim 64", "128", "256"])
-    axes[1].legend(ncols=2, loc="lower center", bbox_to_anchor=(0.5, -0.42))
-    style_axes(axes[1], y="TFLOP/s of backward", title="16384 tokens, full")
-    plt.show()
+        adding = "step4" if d == 256 else at[d]["default"]
+        ways = {"adding to dQ": adding} | {way: way for way in ("cudnn", "deterministic", "fa3", "fa4")}
+        tables[f"16384 tokens, head dim {d}"] = pd.DataFrame(
+            [{"": name, "TFLOP/s": at[d]["tflops"][way]} for name, way in ways.items()]
+        )
+    session.plot_bars(tables, ["TFLOP/s"], title="Backward, full")
     gains = {f"step{i}": ladder[f"step{i}"] / ladder[f"step{i - 1}"] for i in range(2, 6) if f"step{i}" in ladder}
     print("gain over the step before:", ", ".join(f"{step} {gain:.2f}" for step, gain in gains.items()))
     beside_guess("backward: step with the largest gain over the one before", max(gains, key=gains.__getitem__))
-    beside_guess(
-        "backward at 256: deterministic / adding", at[256]["tflops"]["deterministic"] / at[256]["tflops"]["step4"]
-    )
+    wide = at[256]["tflops"]
+    beside_guess("backward at 256: deterministic / adding", wide["deterministic"] / wide["step4"])

@@ -14,64 +14,21 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from IPython.display import display
-from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 from torch.nn.attention import sdpa_kernel
 
 # ruff: noqa: F401, F403 (what is imported here is what the notebook gets)
 from utils.benchmark.measuring import measure_together
 from utils.benchmark.result import Measurement
 from utils.checking.labs.lab4_sdpa import *
-from utils.checking.labs.lab4_sdpa import __all__ as visible_checks
 from utils.checking.labs.lab4_sdpa.common import BACKENDS, BackendRefused, runs
 from utils.checking.labs.lab4_sdpa.dispatch import operators_of
 from utils.checking.labs.lab4_sdpa.numerics import to_bf16
 from utils.files import output_path, recorded_table
 from utils.labs import session
-from utils.labs.session import H200, beside_guess, guesses, results
+from utils.labs.session import COLORS, H200, beside_guess, guesses, results, show, small_task
 from utils.machine.device import default_device
 from utils.visualization import plot_timeline, series, style_axes
-
-__all__ = [
-    *visible_checks,
-    *[
-        "BACKENDS",
-        "BACKEND_OF",
-        "BackendRefused",
-        "SHAPE",
-        "beside_guess",
-        "device",
-        "dtype",
-        "dtype_name",
-        "guesses",
-        "load_grid",
-        "on_gpu",
-    ],
-    *[
-        "operators_of",
-        "output_path",
-        "pinned",
-        "plot_beside",
-        "plot_case",
-        "plot_gains",
-        "plot_queries",
-        "plot_slowdowns",
-        "plot_traces",
-    ],
-    *[
-        "random_qkv",
-        "recorded_decode",
-        "results",
-        "running_backends",
-        "runs",
-        "save",
-        "show",
-        "show_recorded",
-        "time_in_turn",
-        "to_bf16",
-    ],
-    "who_runs",
-]
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler from writing a line for each start and stop
 device = default_device()
@@ -86,10 +43,10 @@ BACKEND_OF = {  # the operator that tells which backend computed a call
     "aten::_scaled_dot_product_efficient_attention": "efficient",
     "aten::_scaled_dot_product_cudnn_attention": "cudnn",
 }
-COLORS = {"math": "#0072b2", "flash": "#00694d", "efficient": "#e39a1f", "cudnn": "#a8548a"}  # as in the figures
-GREY = "#8c8c8c"
 SHAPE = ["kind", "pass", "batch", "heads", "kv_heads", "seq_len_q", "seq_len_kv", "head_dim", "causal"]
 save = functools.partial(session.save, "lab4")
+show_recorded = functools.partial(session.show_recorded, "lab4")
+plot_beside = functools.partial(session.plot_beside, "lab4")
 
 
 def random_qkv(batch, heads, length, head_dim, kv_heads=None, kv_length=None, dtype=dtype) -> list[torch.Tensor]:
@@ -97,6 +54,47 @@ def random_qkv(batch, heads, length, head_dim, kv_heads=None, kv_length=None, dt
     keys = batch, kv_heads or heads, kv_length or length, head_dim
     shapes = (batch, heads, length, head_dim), keys, keys
     return [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
+
+
+# ---- lines that a student writes for no points -----------------------------------------------------------------------
+
+check_first_version = small_task(
+    "the smallest cuDNN that is asked first", 91501, "Newer than 9.15.0.", {91500: "9.15.0 itself is not newer."}, rel=0
+)
+check_score_mb = small_task(
+    "MB of one matrix of scores",
+    16.777,
+    "A number for each pair of each head.",
+    {4.194: "Each head has scores of its own. (Or: four bytes a number.)", 16: "MB are 10^6 bytes."},
+)
+check_both_flops = small_task(
+    "FLOPs of both passes over forward",
+    3.5,
+    "Two products forward and five backward.",
+    {2.5: "Forward counts, too.", 5: "Divide by the products of forward."},
+)
+check_full_batch = small_task(
+    "the batch that fills the chip", 17, "Programs are batch times key heads.", {16: "128 programs: four idle."}, rel=0
+)
+check_your_strides = small_task(
+    "strides of (2, 3, 10, 16)",
+    (480, 16, 48, 1),
+    "How far apart lie neighbours in B, H, S and D? A token has 3 heads of 16 numbers.",
+    {
+        (480, 160, 16, 1): "So it lies as (B, H, S, D).",
+        (480, 48, 16, 1): "These are the strides in the order of memory.",
+    },
+)
+check_after_one = small_task(
+    "the bf16 number after 1",
+    1 + 2**-7,
+    "8 significant bits: 7 behind the point.",
+    {1 + 2**-8: "That lies halfway, and is rounded to 1."},
+    rel=1e-4,
+)
+check_your_mean = small_task(
+    "the mean of 1.25 and 0.8", 1.0, "Ratios multiply.", {1.025: "So one would gain both ways round."}, rel=1e-3
+)
 
 
 # ---- who runs a call, and how long it takes ------------------------------------------------------------------------
@@ -167,19 +165,6 @@ def plot_map(table: pd.DataFrame, title: str, numbers: dict[str, int]) -> None:
 # ---- recorded tables -----------------------------------------------------------------------------------------------
 
 
-def show(rows: list[dict] | pd.DataFrame, index: str | list[str]) -> None:
-    """Display a table with four significant digits and texts in full."""
-    with pd.option_context("display.float_format", "{:.4g}".format, "display.max_colwidth", None):
-        display(pd.DataFrame(rows).set_index(index))
-
-
-def show_recorded(table: str) -> None:
-    """Display a table of this lab that was recorded on an H200, where this machine is none."""
-    rows = None if on_gpu else recorded_table(H200 / "lab4.json", table)
-    if rows is not None:
-        show(rows, rows.columns[0])
-
-
 def load_grid(which: str = "grid") -> pd.DataFrame:
     """Return a sweep recorded on an H200 ("grid" or "held-out"): SDPA's four backends, with a number for each shape."""
     document = json.loads((H200 / "sdpa_grid.json").read_text(encoding="utf-8"))
@@ -213,39 +198,6 @@ def plain_ticks(axis, ticks=None, subs=(1, 2, 5)) -> None:
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
-
-
-def plot_beside(rows: list[dict], table: str, label: str | list[str], columns: list[str]) -> None:
-    """Draw bars of this machine's rows, and below them those of the same table on an H200, each with its own scale."""
-    tables = {"this machine": pd.DataFrame(rows)}
-    recorded = None if on_gpu else recorded_table(H200 / "lab4.json", table)
-    if recorded is not None:
-        tables["H200, recorded"] = recorded
-    sizes = [len(data) for data in tables.values()]
-    height = 0.28 * sum(sizes) + 0.7 * len(tables)
-    _, grid = plt.subplots(
-        len(tables),
-        len(columns),
-        figsize=(1.5 + 3 * len(columns), height),
-        squeeze=False,
-        height_ratios=sizes,
-        layout="constrained",
-    )
-    for line, (machine, data) in zip(grid, tables.items(), strict=True):
-        words = data[[label] if isinstance(label, str) else label].replace({True: "causal", False: "full"})
-        names = words.astype(str).agg(", ".join, axis=1).tolist()
-        backends = next((data[name] for name in ("backend", "ran") if name in data), data.iloc[:, 0])
-        for ax, column in zip(line, columns, strict=True):
-            values = data[column].astype(float) if column in data else pd.Series(math.nan, data.index)
-            colors = [COLORS.get(backend, GREY) for backend in backends]
-            marks = ["" if math.isnan(v) else f"{v:,.0f}" if v >= 1000 else f"{v:.3g}" for v in values]
-            ax.bar_label(ax.barh(range(len(data)), values, color=colors), marks, padding=3, fontsize=8)
-            ax.set_ylim(len(data) - 0.5, -0.5)
-            ax.xaxis.set_major_locator(MaxNLocator(4))
-            ax.margins(x=0.25)
-            style_axes(ax, title=f"{column}   ({machine})")
-            ax.set_yticks(range(len(data)), names if ax is line[0] else [""] * len(data))
-    plt.show()
 
 
 def plot_traces(paths: Mapping[str, Path], spans: Mapping[str, tuple[float, float]]) -> None:
@@ -347,3 +299,6 @@ def plot_case(grid: pd.DataFrame) -> None:
         title = f"{queries} quer{'y' if queries == 1 else 'ies'}: {'sm80' if queries == 1 else 'sm90'} kernel"
         style_axes(ax, title=title, x="programs: batch × key heads (132 multiprocessors)", y="cuDNN / flash, time")
     plt.show()
+
+
+__all__ = [name for name in globals() if not name.startswith("_") and name not in ("annotations", "session")]

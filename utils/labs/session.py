@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 from IPython.display import display
+from matplotlib.ticker import MaxNLocator
 
 from utils.files import ROOT, output_path, recorded_table
 from utils.machine.environment import environment
 from utils.visualization import series, style_axes
 
 H200 = ROOT / "assets/results/h200"  # tables that were recorded on an H200
+COLORS = {"math": "#0072b2", "flash": "#00694d", "efficient": "#e39a1f", "cudnn": "#a8548a"}  # as in the figures
 NEAR = 0.25  # a guess of a number counts for you if it is off by a quarter at most
 
 results: dict[str, list[dict]] = {}  # this run's tables, saved at the end
@@ -57,59 +60,107 @@ def number_of(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def keep(name: str, table: pd.DataFrame, digits: int = 3) -> None:
+def show(rows: Sequence[Mapping] | pd.DataFrame, index: str | list[str] | None = None) -> None:
+    """Display a table with four significant digits and texts in full; its first column names the rows if none is named."""
+    table = pd.DataFrame(rows)
+    with pd.option_context("display.float_format", "{:.4g}".format, "display.max_colwidth", None):
+        display(table.set_index(index or table.columns[0]))
+
+
+def keep(name: str, table: pd.DataFrame) -> None:
     """Show a table, and keep it in `results`."""
     results[name] = table.to_dict("records")
-    display(table.set_index(table.columns[0]).convert_dtypes().round(digits))
+    show(table)
 
 
-def show_recorded(lab: str, table: str, renamed: Mapping[str, str] | None = None, digits: int = 3) -> None:
+def show_recorded(lab: str, table: str, renamed: Mapping[str, str] | None = None) -> None:
     """Show a table of a lab as it was recorded on an H200, and say that it was not measured here."""
     rows = recorded_table(H200 / f"{lab}.json", table)
     if rows is not None:
-        display(rows.rename(columns=renamed or {}).convert_dtypes().round(digits))
+        show(rows.rename(columns=renamed or {}))
 
 
-def plot_beside_recorded(lab: str, table: str, column: str, title: str, unit: str = "", log: bool = False) -> None:
-    """Draw a column of a table of this run, and beside it the same column as it was recorded on an H200.
+def plot_beside(lab: str, name: str, columns: Sequence[str], label: str | list[str] = "", title: str = "") -> None:
+    """Draw columns of a table of this run, and below it of the same table as it was recorded on an H200.
 
     Args:
         lab: the name of the lab's record, such as `lab2`.
-        table: name of the table in `results` and in the record; its first column names the rows.
-        column: the column to draw.
+        name: name of the table in `results` and in the record.
+        columns: the columns to draw.
+        label: as for `plot_bars`.
         title: title of the picture.
-        unit: label of the axis; the column's name if left out.
-        log: dots on a logarithmic axis, in place of bars, whose lengths would mean nothing there.
     """
-    path = H200 / f"{lab}.json"
-    record = json.loads(path.read_text()) if path.exists() else {}
-    there = record.get("tables", {}).get(table)
-    rows = {"this machine": results.get(table), f"{record.get('machine')}, recorded": there}
-    plot_panels({place: pd.DataFrame(found) for place, found in rows.items() if found}, column, title, unit, log)
+    recorded = recorded_table(H200 / f"{lab}.json", name)
+    tables = {"this machine": pd.DataFrame(results.get(name, [])), "an H200, recorded": recorded}
+    plot_bars({place: table for place, table in tables.items() if table is not None}, columns, label, title)
 
 
-def plot_panels(tables: Mapping[str, pd.DataFrame], column: str, title: str, unit: str = "", log: bool = False) -> None:
-    """Draw a column of several tables side by side, each with an axis of its own; the first column names the rows."""
-    tables = {place: table.dropna(subset=column) for place, table in tables.items() if column in table}
+def plot_bars(tables: Mapping[str, pd.DataFrame], columns: Sequence[str], label: str | list[str] = "", title: str = ""):
+    """Draw bars: a row of panels for each table, each panel with a scale of its own.
+
+    Args:
+        tables: {the words above its panels: a table}; one without rows is left out.
+        columns: the columns to draw.
+        label: the column, or columns, that name the bars; the first one if none is named.
+        title: title of the picture.
+    """
+    tables = {place: table for place, table in tables.items() if len(table)}
     if not tables:
         return
-    tall = max(map(len, tables.values()))
-    figure, axes = plt.subplots(1, len(tables), figsize=(5.4 * len(tables), 1.3 + 0.34 * tall), squeeze=False)
-    for i, (ax, (place, table)) in enumerate(zip(axes[0], tables.items(), strict=True)):
-        values = table[column].astype(float).tolist()
-        if log:
-            ax.plot(values, range(len(values)), series(i).marker, color=series(i).color)
-            ax.set_xscale("log")
-        else:
-            ax.barh(range(len(values)), values, height=0.6, **series(i).bar)
-        for row, value in enumerate(values):
-            ax.annotate(f"{value:.3g}", (value, row), va="center", xytext=(6, 0), textcoords="offset points")
-        ax.set(yticks=range(len(values)), yticklabels=table.iloc[:, 0].astype(str), ylim=(tall - 0.5, -0.5))
-        ax.margins(x=0.2)
-        style_axes(ax, x=unit or column, title=place)
+    sizes = [len(table) for table in tables.values()]
+    size = 1.5 + 3 * max(len(columns), 2), 0.28 * sum(sizes) + 0.7 * len(tables) + 0.3 * bool(title)
+    shape = {"squeeze": False, "height_ratios": sizes, "layout": "constrained"}
+    figure, grid = plt.subplots(len(tables), len(columns), figsize=size, **shape)
+    for i, (place, table) in enumerate(tables.items()):
+        words = table[[label] if isinstance(label, str) and label else label or [table.columns[0]]]
+        names = words.replace({True: "causal", False: "full"}).astype(str).agg(", ".join, axis=1).tolist()
+        kinds = next((table[kind] for kind in ("backend", "ran") if kind in table), words.iloc[:, 0])
+        for ax, column in zip(grid[i], columns, strict=True):
+            values = table[column].astype(float) if column in table else pd.Series(math.nan, table.index)
+            bars = ax.barh(range(len(table)), values, color=[COLORS.get(kind, series(i).color) for kind in kinds])
+            marks = ["" if math.isnan(v) else f"{v:,.0f}" if v >= 1000 else f"{v:.3g}" for v in values]
+            ax.bar_label(bars, marks, padding=3, fontsize=8)
+            ax.set_ylim(len(table) - 0.5, -0.5)
+            ax.xaxis.set_major_locator(MaxNLocator(4))
+            ax.margins(x=0.25)
+            style_axes(ax, title=f"{column}   ({place})")
+            ax.set_yticks(range(len(table)), names if ax is grid[i][0] else [""] * len(table))
     figure.suptitle(title)
-    figure.tight_layout()
     plt.show()
+
+
+def small_task(
+    what: str, right: object, hint: str, mistakes: Mapping[Any, str] | None = None, rel: float = 0.01
+) -> Callable[[object], None]:
+    """Return the check of a line that a student writes for no points: it says how the line does, and the notebook goes on.
+
+    Args:
+        what: what the line gives.
+        right: what it should be: a number, a word, or several in a tuple.
+        hint: what to think of where the line is wrong.
+        mistakes: {what a known mistake gives: words that name it}.
+        rel: how far a number may be off.
+    """
+
+    def is_same(yours: object, other: object) -> bool:
+        if isinstance(other, tuple):
+            many = isinstance(yours, tuple | list) and len(yours) == len(other)
+            return many and all(map(is_same, yours, other))  # type: ignore[call-overload]
+        mine, number = number_of(yours), number_of(other)
+        if mine is None or number is None:
+            return str(yours).strip().lower() == str(other).strip().lower()
+        return abs(mine - number) <= rel * abs(number)
+
+    def check_line(yours: object = None) -> None:
+        if yours is None:
+            return print(f"… {what}: write your line, and run the cell again.")
+        if is_same(yours, right):
+            return print(f"✓ {what}: {yours}")
+        known = next((words for wrong, words in (mistakes or {}).items() if is_same(yours, wrong)), hint)
+        return print(f"✗ {what}: not {yours}. {known}")
+
+    check_line.what = what  # type: ignore[attr-defined]
+    return check_line
 
 
 def save(lab: str) -> None:
@@ -137,7 +188,7 @@ def plot_guesses() -> None:
     if not ratios:
         return
     _, ax = plt.subplots(figsize=(8, 1.2 + 0.3 * len(ratios)))
-    ax.axvspan(1 - NEAR, 1 + NEAR, color="#d3ebdf")
+    ax.axvspan(1 - NEAR, 1 + NEAR, color="#b4d9c5")
     ax.plot(list(ratios.values()), range(len(ratios)), "o", color=series(0).color)
     ax.set(xscale="log", yticks=range(len(ratios)), yticklabels=list(ratios), ylim=(len(ratios) - 0.5, -0.5))
     style_axes(ax, x="your guess / what was measured; green: within a quarter", title="You against the machine")

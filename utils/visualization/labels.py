@@ -22,7 +22,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.patheffects import withStroke
 from matplotlib.transforms import IdentityTransform
 
-from .style import HAIR, INK, PAPER, SMALL
+from .style import CARD, HAIR, INK, SMALL
 
 MANY_NAMES = 13  # from this many names on, points get numbers
 LIST_ROWS = 26  # names in a column of the list of numbers
@@ -247,7 +247,7 @@ class LabelLayer(Artist):
             color=color,
             va="bottom",
             zorder=6,
-            path_effects=[withStroke(linewidth=2.2, foreground=PAPER)],
+            path_effects=[withStroke(linewidth=2.2, foreground=CARD)],
             **font,
         )
         artist.set_in_layout(False)

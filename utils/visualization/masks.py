@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_PIXELS = 512  # a longer mask is drawn in cells of several pairs; the shade of a cell is its density
-FULL, PARTIAL = "#0b4f7d", "#f0a830"  # they differ in lightness too, for a grey printer
+FULL, PARTIAL = "#0b4f7d", "#d98c00"  # they differ in lightness too, for a grey printer
 
 
 def plot_mask(

@@ -177,7 +177,7 @@ def _draw_roofs(ax: Any, layer: Any, roofs: list[_Roof], slope: float, prefix: s
     ax.plot(*slope_line, color=INK, linewidth=1.8, zorder=3, solid_capstyle="round")
     layer.avoid_line(*slope_line)
     # Left of the ridge the slope is the lower limit: operations there are memory-bound.
-    ax.axvspan(low, main.ridge, color="#f4f4f4", linewidth=0, zorder=0)
+    ax.axvspan(low, main.ridge, color="#c8ced4", linewidth=0, zorder=0)
     ax.plot([main.ridge] * 2, [bottom, main.tflops], color=HAIR, linewidth=0.9, linestyle=(0, (2, 2)), zorder=2)
     layer.avoid_line([main.ridge] * 2, [bottom, main.tflops])
     for i, roof in enumerate(roofs):

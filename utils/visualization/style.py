@@ -6,10 +6,13 @@ import math
 from typing import Any, NamedTuple
 
 INK = "#1b1b1b"  # text and roofs
-SOFT = "#5f5f5f"  # secondary text: contrast 6:1 on white
-HAIR = "#9a9a9a"  # leader and drop lines
-GRID = "#e8e8e8"
-PAPER = "#ffffff"
+SOFT = "#474747"  # secondary text: contrast 6:1 on the card
+HAIR = "#7f868d"  # leader and drop lines
+GRID = "#e6eaed"
+# Of a middle tone, so that a picture neither glares on a dark page nor lacks contrast on a light one. (JupyterLab puts a white
+# card of its own behind a transparent picture.)
+CARD = "#d5dade"
+PAPER = "#ffffff"  # edges and hatches of bars, fillings of hollow markers
 ALARM = "#b3261e"  # a number that cannot be true
 SMALL, TEXT, HEAD = 8.5, 9.5, 11.0  # font sizes in points: labels, keys and notes; names of axes; titles
 # Markers of points: hollow for a prediction, solid for a measurement.
@@ -53,11 +56,11 @@ class Series(NamedTuple):
 # a grey printer keeps them apart.
 SERIES = (
     Series("#0072b2", "o", "-", ""),  # blue
-    Series("#f0a830", "s", (0, (5, 2)), "///"),  # orange
+    Series("#d98c00", "s", (0, (5, 2)), "///"),  # orange
     Series("#00543d", "^", (0, (1, 1.5)), "..."),  # dark green
-    Series("#cc79a7", "D", (0, (5, 1.5, 1, 1.5)), "xxx"),  # purple
+    Series("#c46f9f", "D", (0, (5, 1.5, 1, 1.5)), "xxx"),  # purple
     Series("#8a3c00", "v", (0, (8, 2)), "\\\\\\"),  # dark vermilion
-    Series("#56b4e9", "P", (0, (3, 1, 1, 1, 1, 1)), "++"),  # sky
+    Series("#3797d3", "P", (0, (3, 1, 1, 1, 1, 1)), "++"),  # sky
 )
 
 
@@ -80,7 +83,7 @@ def ink_on(color: Any) -> str:
 
 
 def open_axes(ax: Any, figsize: tuple[float, float], count: int = 1, rows: int = 1) -> tuple[Any, list[Any]]:
-    """Return the Figure and the Axes to draw in: those of `ax`, or a new white pyplot figure.
+    """Return the Figure and the Axes to draw in: those of `ax`, or a new pyplot figure.
 
     Args:
         ax: one Axes, or a sequence or array of `count` Axes; None for a new figure.
@@ -100,7 +103,7 @@ def open_axes(ax: Any, figsize: tuple[float, float], count: int = 1, rows: int =
         import matplotlib.pyplot as plt
 
         figure, grid = plt.subplots(
-            rows, count // rows, figsize=figsize, facecolor=PAPER, layout="constrained", squeeze=False
+            rows, count // rows, figsize=figsize, facecolor=CARD, layout="constrained", squeeze=False
         )
         axes = list(grid.flat)
     for a in axes:
@@ -109,7 +112,7 @@ def open_axes(ax: Any, figsize: tuple[float, float], count: int = 1, rows: int =
 
 
 def _clean(ax: Any, own: bool) -> None:
-    ax.set_facecolor(PAPER)
+    ax.set_facecolor(CARD)
     ax.spines[["top", "right"]].set_visible(False)
     ax.set_axisbelow(True)
     ax.grid(True, which="major", color=GRID, linewidth=0.8, linestyle="-", alpha=1)
@@ -132,7 +135,7 @@ def name_axes(ax: Any, own: bool, *, x: str | None = None, y: str | None = None,
 
 
 def style_axes(ax: Any, *, x: str | None = None, y: str | None = None, title: str | None = None) -> None:
-    """Give Axes that a notebook drew itself the look of the course's pictures: white paper, open frame, soft grid.
+    """Give Axes that a notebook drew itself the look of the course's pictures: a card, an open frame, a soft grid.
 
     Args:
         ax: Axes of a figure of the caller's own, with everything drawn and its legend made.
@@ -140,7 +143,7 @@ def style_axes(ax: Any, *, x: str | None = None, y: str | None = None, title: st
         y: name of the vertical axis.
         title: the title, written at the left.
     """
-    ax.get_figure(root=True).set_facecolor(PAPER)
+    ax.get_figure(root=True).set_facecolor(CARD)
     _clean(ax, own=True)
     name_axes(ax, True, x=x, y=y, title=title)
     if legend := ax.get_legend():

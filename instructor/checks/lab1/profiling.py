@@ -8,7 +8,7 @@ import torch
 
 from instructor.checks.common import DTYPES, Draw, dtype_name, expect_value
 from utils.checking import check
-from utils.checking.labs.lab1.profiling import GELU_RULE, expect_gelu, expect_kernels, profile_of
+from utils.checking.labs.lab1.profiling import GELU_RULE, expect_gelu, expect_kernels, expect_profile
 from utils.machine.device import default_device
 
 
@@ -16,7 +16,7 @@ from utils.machine.device import default_device
 def profile_steps(profile_steps, seed=None):
     """Check that six steps are recorded, that each waits, that the Chrome trace is readable, and that the profiler is returned."""
     draw = Draw(seed)
-    profile_of(profile_steps, "erfinv", draw.size(2, 5), f"trace_{draw.size(0, 999)}.json")
+    expect_profile(profile_steps, "erfinv", draw.size(2, 5), f"trace_{draw.size(0, 999)}.json")
 
 
 @check(**GELU_RULE)

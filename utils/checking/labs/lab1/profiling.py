@@ -14,13 +14,13 @@ import torch.nn.functional as F
 
 from utils.checking import DERIVATIVES, GELU, LOOKUPS, MATMUL, by_value, expect_close, expect_number, visible
 from utils.checking.labs.lab1.gemm import BF16, DTYPE, ELEMENTS, FP32
-from utils.checking.profiles import marked_waits, pretended_gpu, records_kernels, steps_that_wait, wait_with_mark
+from utils.checking.profiles import leave_mark, pretended_gpu, steps_that_wait
 from utils.machine.device import default_device
 
 Rates = dict[str, float]
 
 
-def profile_of(profile_steps, operator: str, repeats: int, file: str):
+def expect_profile(profile_steps, operator: str, repeats: int, file: str) -> None:
     """Call profile_steps on a function that runs an operator of torch; assert what its trace holds.
 
     Args:
@@ -28,9 +28,6 @@ def profile_of(profile_steps, operator: str, repeats: int, file: str):
         operator: the name of a function of torch with one argument, such as `erf`.
         repeats: how often the profiled function runs it.
         file: the name of the trace.
-
-    Returns:
-        The profiler that profile_steps returned.
     """
     x, calls = torch.rand(64), []
 
@@ -46,14 +43,14 @@ def profile_of(profile_steps, operator: str, repeats: int, file: str):
     @by_value
     def wait():
         note("wait")
-        wait_with_mark()
+        leave_mark()
 
     with (
         tempfile.TemporaryDirectory() as folder,
         contextlib.chdir(folder),
     ):  # new each time, so that no old file is read
         try:
-            with marked_waits(profile_steps, wait):
+            with pretended_gpu(profile_steps, wait) as asked:
                 prof = profile_steps(step, file)
         except (RuntimeError, AssertionError) as error:
             if "Profiler must be initialized" not in str(error):
@@ -82,7 +79,11 @@ def profile_of(profile_steps, operator: str, repeats: int, file: str):
             f"{max(fourth)}: all ten calls of fn are under the profiler, the first four as well."
         )
     _expect_waits(steps_that_wait(events, f"aten::{operator}") or 0, calls)
-    return prof
+    if not asked["kernels"]:
+        raise AssertionError(
+            "the profile has no CUDA activity, so on a GPU its trace has no kernels: add ProfilerActivity.CUDA to the activities where "
+            "torch.cuda.is_available()."
+        )
 
 
 def _expect_waits(recorded: int, calls: list[str]) -> None:
@@ -90,8 +91,8 @@ def _expect_waits(recorded: int, calls: list[str]) -> None:
     waited = sum(pair == ("fn", "wait") for pair in itertools.pairwise(calls))
     if recorded < 6 or waited < 10:
         raise AssertionError(
-            f"{recorded} of 6 recorded steps wait for the device, and {waited} of 10 calls of fn: call synchronize(), the function of the "
-            "setup cell, between fn() and prof.step(). Without it a GPU's steps end too early, and what has not ended when the recording "
+            f"{recorded} of 6 recorded steps wait for the device, and {waited} of 10 calls of fn: call synchronize(), or "
+            "torch.cuda.synchronize() where there is a GPU, between fn() and prof.step(). Without it a GPU's steps end too early, and what has not ended when the recording "
             "begins ends inside of it."
         )
 
@@ -99,13 +100,7 @@ def _expect_waits(recorded: int, calls: list[str]) -> None:
 @visible("4.1", "Profile and trace")
 def check_profile_steps(profile_steps):
     """Check the trace of one operator, as if there were a GPU to wait for."""
-    with pretended_gpu(profile_steps) as here:
-        prof = profile_of(profile_steps, "erf", 1, "check_trace.json")
-        if here and not records_kernels(prof):
-            raise AssertionError(
-                "the profile has no CUDA activity, so on a GPU its trace has no kernels: add ProfilerActivity.CUDA to the activities "
-                "where torch.cuda.is_available()."
-            )
+    expect_profile(profile_steps, "erf", 1, "check_trace.json")
 
 
 GELU_RULE: dict[str, Any] = {
@@ -170,8 +165,6 @@ def expect_kernels(kernels_per_step, functions: list, x: torch.Tensor) -> None:
 
     @by_value
     def wait():
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
         note("wait")
 
     @by_value
@@ -181,7 +174,7 @@ def expect_kernels(kernels_per_step, functions: list, x: torch.Tensor) -> None:
         for function in functions:
             y = function(y)
 
-    with marked_waits(kernels_per_step, wait):
+    with pretended_gpu(kernels_per_step, wait):
         got = kernels_per_step(chain)
     count = len(functions)
     known: dict[str, float | list[float]] = {
@@ -207,8 +200,8 @@ def expect_kernels(kernels_per_step, functions: list, x: torch.Tensor) -> None:
     waited = [what == "wait" for event, what in after if event == "profiled"]  # one may call fn before, to warm up
     if not all(waited):
         raise AssertionError(
-            f"kernels_per_step waits for the device after {sum(waited)} of {len(waited)} profiled calls: call synchronize() before each "
-            "prof.step(), as in Question 4.1."
+            f"kernels_per_step waits for the device after {sum(waited)} of {len(waited)} profiled calls: call synchronize(), or "
+            "torch.cuda.synchronize() where there is a GPU, before each prof.step()."
         )
 
 

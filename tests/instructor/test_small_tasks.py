@@ -1,0 +1,87 @@
+"""The lines that students write for no points: the right one gets a tick, usual wrong ones a sentence, and nothing stops."""
+
+import importlib
+import math
+
+import pytest
+
+# {lab: {check: (right lines, wrong lines with a word of what is said)}}
+TASKS = {
+    "lab1": {
+        "check_full_sum": ([256, 2**8], {512: "before", 128: "129", 1024: "Try it"}),
+        "check_bandwidth": ([989.4 / (312 / 2.039), 6.466], {2.039: "further right", 4.8: "peak over"}),
+        "check_users": ([(141e9 - 0.2e9) // (2 * 2 * 256 * (15 * 512 + 3 * 32768))], {1299: "share", 233: "slide"}),
+        "check_kernel_us": ([17, 17.0], {8.5: "one kernel runs"}),
+        "check_row_stats": (
+            [((3, 1.135), (5, 1.154)), [[3, 1 + math.exp(-2)], [5, 1 + math.exp(-2) * (1 + math.exp(-2))]]],
+            {((3, 1.135), (5, 2.135)): "rescaled", ((3, 1.135),): "largest so far", 3: "largest so far"},
+        ),
+        "check_limit": ([128 / 2], {128: "two bytes", 256: "four times", 206: "long texts"}),
+    },
+    "lab2_flexattention": {
+        "check_mask_outweighs": ([4 * 128], {128: "four of them", 1024: "L numbers"}),
+        "check_boundaries": ([[0, 5, 6, 9, 11, 12, 16]], {(5, 6, 9, 11, 12, 16): "at 0", (0, 5, 1): "Seven"}),
+        "check_slope": ([8 / 64], {8: "64", 0.5: "distance"}),
+        "check_calls": ([28], {27: "tenth", 10: "n"}),
+        "check_eager_lengths": ([12 - 8], {12: "compiled", 8: "limit"}),
+        "check_quarter_block": ([1 / 4], {1: "whole"}),
+        "check_place": ([2 * 64 + 36], {100: "position", 36: "in the page", 356: "Which of its pages"}),
+        "check_sparse_mask": (
+            [lambda b, h, q, k: (k <= q) & ((q - k) % 16 == 0), lambda b, h, q, k: (k <= q) & ((q + k) % 15 == 0)],
+            {
+                lambda b, h, q, k: k <= q: "100%",
+                lambda b, h, q, k: (k <= q) & (q - k < 8): "blocks are empty",
+                lambda b, h, q, k: (q - k) % 16 == 0: "not causal",
+            },
+        ),
+    },
+    "lab3_gluon": {
+        "check_same_time": ([4096 / 4 / 16], {128: "two products", 32: "4096"}),
+        "check_sectors": ([(32, 0.125)], {(32, 1 / 32): "four bytes", (4, 1): "of its own"}),
+        "check_tile_11": ([(11 % 3, 11 // 3 % 2)], {(2, 3): "parity", (11, 0): "Slot"}),
+        "check_lane": ([4 * 3 + 6 // 2], {18: "Two columns", 6: "Row r"}),
+        "check_registers": ([(384 * 168 - 128 * 40) / 256], {464: "two consumers", 240: "keep 40"}),
+        "check_columns": ([2 * 128 + 2 * 128], {256: "Two tiles", 128: "128 rows"}),
+    },
+    "lab4_sdpa": {
+        "check_first_version": ([91501], {91500: "not newer", 91600: "9.15.0"}),
+        "check_score_mb": ([4 * 1024**2 * 4 / 1e6], {4.194304: "head", 16: "10^6", 67: "pair"}),
+        "check_both_flops": ([7 / 2], {2.5: "Forward", 5: "Divide", 7: "five"}),
+        "check_full_batch": ([math.ceil(132 / 8)], {16: "idle", 132: "batch times"}),
+        "check_your_strides": (
+            [(480, 16, 48, 1)],
+            {(480, 160, 16, 1): "H, S", (480, 48, 16, 1): "order", 1: "far apart"},
+        ),
+        "check_after_one": ([1.0078125], {1.00390625: "halfway", 1.5: "significant"}),
+        "check_your_mean": ([(1.25 * 0.8) ** 0.5], {1.025: "both ways", 2.05: "multiply"}),
+    },
+}
+ROWS = [(lab, name) for lab, tasks in TASKS.items() for name in tasks]
+
+
+@pytest.mark.parametrize(("lab", "name"), ROWS, ids=[name for _, name in ROWS])
+def test_a_line_gets_a_tick_or_a_hint(capsys, lab, name):
+    check = getattr(importlib.import_module(f"utils.labs.{lab}"), name)
+    right, wrong = TASKS[lab][name]
+    for line in right:
+        check(line)
+        assert capsys.readouterr().out.startswith("✓"), line
+    for line, word in wrong.items():
+        check(line)
+        said = capsys.readouterr().out
+        assert said[0] in "✗…" and word in said, said
+    if name != "check_sparse_mask":
+        check(None)
+        assert "write your line" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lab", TASKS)
+def test_every_small_task_stands_in_its_lab_and_in_this_table(lab):
+    from tests.instructor.lab_cases import built
+
+    module = importlib.import_module(f"utils.labs.{lab}")
+    tasks = {name for name, value in vars(module).items() if hasattr(value, "what")} | {"check_sparse_mask"} & {
+        *vars(module)
+    }
+    assert tasks == set(TASKS[lab])
+    assert [name for name in tasks if f"{name}(" not in built(lab).student] == []
