@@ -3,6 +3,8 @@
 SHELL := /bin/sh
 LAB ?= lab1
 VENV ?= .venv
+# Python keeps what it has compiled; otherwise each of hundreds of processes would compile torch and the course anew.
+export PYTHONDONTWRITEBYTECODE :=
 # One thread for each process: two multi-threaded torch processes on two cores slow each other down tenfold.
 TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} MPLBACKEND=Agg PYTHONPATH=
 

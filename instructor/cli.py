@@ -159,3 +159,7 @@ def execute(
     typer.echo(f"  {notebook.relative_to(builder.ROOT)}, {record.relative_to(builder.ROOT)}")
     if execution.errors and not untouched:
         raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

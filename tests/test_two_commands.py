@@ -1,8 +1,10 @@
 """`make lab` serves the notebook of the chosen lab and prints its address."""
 
+import asyncio
 import contextlib
 import json
 import os
+import platform
 import pty
 import re
 import select
@@ -135,12 +137,15 @@ def test_saving_an_unchanged_lab_leaves_its_file_as_it_is(tmp_path):
     assert nbformat.writes(model["content"], version=4).rstrip("\n") + "\n" == stored
 
 
-def test_the_server_calls_the_hook_at_each_save():
+def test_the_server_hooks_into_opening_and_saving():
     hooks = []
-    manager = SimpleNamespace(register_pre_save_hook=hooks.append)
+    opened = {"type": "notebook", "content": {"metadata": {"language_info": {"name": "python"}}}}
+    manager = SimpleNamespace(register_pre_save_hook=hooks.append, get=lambda path: opened)
     kernels = MappingKernelManager(root_dir=str(ROOT))
     server._load_jupyter_server_extension(SimpleNamespace(contents_manager=manager, kernel_manager=kernels))
     assert hooks == [server.keep_language_version]
+    shown = asyncio.run(manager.get("lab1.ipynb"))["content"]["metadata"]["language_info"]
+    assert shown["version"] == platform.python_version(), "JupyterLab has nothing to fill in, and the tab no dot"
 
 
 @pytest.mark.parametrize(

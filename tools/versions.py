@@ -79,8 +79,6 @@ def check_environment(python: Path, which: str, kernels: bool, tests: list[str],
         processes: how many of them run at a time.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
-    # Caches of what is compiled are empty in a new environment: a test's CPU time says nothing here.
-    environment["SLOW_TEST_SECONDS"] = "0"
     environment["PATH"] = f"{python.parent}{os.pathsep}{environment['PATH']}"
     commands = []
     if kernels:

@@ -40,16 +40,6 @@ def write_whole(path: Path, content: str | bytes) -> None:
         raise
 
 
-def cache_folder(name: str) -> Path | None:
-    """Return the folder `name` of the course in the user's cache, which need not exist; None if LABS_COMPILE_CACHE is "off".
-
-    The grader turns it off, so that a student's process leaves nothing for another one.
-    """
-    if os.environ.get("LABS_COMPILE_CACHE") == "off":
-        return None
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpu-efficiency-labs" / name
-
-
 def output_path(name: str) -> Path:
     """Return where a lab writes a result: the folder `out` of the course, or of the current folder outside of the course.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, tzinfo
 from importlib.util import find_spec
@@ -53,25 +53,12 @@ def release(
     solutions: Annotated[
         bool, typer.Option("--solutions", help="Worked solutions instead, for after the deadline: one notebook.")
     ] = False,
-    gradescope: Annotated[
-        bool, typer.Option("--gradescope", help="An autograder for Gradescope instead; it holds the hidden tests.")
-    ] = False,
 ) -> None:
     """Make the bundle that students get, after searching all of it for solutions and hidden tests."""
     from instructor.grading.release import ReleaseError, release_solutions
     from instructor.grading.release import release as make_bundle
 
-    if solutions and gradescope:
-        _fail("--solutions and --gradescope were given: choose one.")
     try:
-        if gradescope:
-            from instructor.grading.class_.gradescope import make_bundle as make_autograder
-
-            path = make_autograder(_name(lab), target)
-            typer.echo(
-                f"{path}: {path.stat().st_size / 1e6:.1f} MB, with solutions and hidden tests: for Gradescope alone"
-            )
-            return
         if solutions:
             path = release_solutions(_build(lab), target)
             typer.echo(f"{path}: answers and explanations; no hidden test and no marking scheme in it")
@@ -95,7 +82,6 @@ def grade(
     timeout: Annotated[float, typer.Option(help="Seconds that a cell, or a question's tests, may take.", min=1)] = 120,
     gpu: Annotated[bool, typer.Option("--gpu", help="One submission a GPU (workers' Dask resource GPU).")] = False,
     only: Annotated[list[str] | None, typer.Option(help="Grade this student again; may be repeated.")] = None,
-    question: Annotated[str | None, typer.Option(help="Replace one question's result: 1.1 or 'bonus 1.4'.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Grade again what was graded from the same files.")] = False,
     memory: Annotated[float, typer.Option(help="GB that a process of a submission may add.", min=0.5)] = 6.0,
     due: Annotated[str | None, typer.Option(help="The due date, such as '2026-12-01 23:59 +0100'.")] = None,
@@ -119,18 +105,21 @@ def grade(
         _fail(f"{course_folder} is no folder: name the course's with --course, or take in a zip with --zip.")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several torch processes on few cores slow each other down tenfold
     with _errors_as_lines(course_folder), only_grader(course_folder, _name(lab)):
+        from rich.markup import escape
+
         from instructor.course import Course
-        from instructor.grading.class_.cluster import grade_class, question_id
+        from instructor.grading.class_.cluster import grade_class
         from instructor.grading.class_.late import set_due_date
+        from instructor.grading.submission.harmless import for_terminal
+        from utils.bench.terminal import progress_bar
 
         built = _build(lab)
-        if question is not None and question_id(question) not in {q.key for q in built.questions}:
-            _fail(f"{built.name} has no question {question!r}; it has {', '.join(q.key for q in built.questions)}.")
         course = Course(course_folder, timeout=int(timeout))
         local = time_zone(zone)
         date = read_date(due, local) if due is not None else None
         found = _found(course, built, roster, archive, local, only)
-        with _bar(f"grading {built.name}", len(found)) as advance:
+        with progress_bar(remaining=True) as bar:
+            task = bar.add_task("warming up", total=len(found))
             summary = grade_class(
                 course,
                 built,
@@ -140,8 +129,9 @@ def grade(
                 timeout=timeout,
                 limits=limits,
                 again=again or bool(only),
-                question=question,
-                progress=advance,
+                progress=lambda student, done, total: bar.update(
+                    task, completed=done, description=escape(for_terminal(student, 60))
+                ),
             )
         if date is not None:
             set_due_date(course, built.name, date)
@@ -192,30 +182,6 @@ def _found(course, built, roster: Path | None, archive: Path | None, zone: tzinf
         for student, why in intake.refused.items():
             typer.echo(f"  not taken in: {for_terminal(student)}: {for_terminal(why)}")
     return submissions(course.root, built.name, only)
-
-
-@contextmanager
-def _bar(title: str, total: int) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar with an estimate of what is left; yields the function that advances it."""
-    from rich import progress as parts
-    from rich.markup import escape
-
-    from instructor.grading.submission.harmless import for_terminal
-
-    columns = (
-        parts.TextColumn("{task.description}"),
-        parts.BarColumn(),
-        parts.MofNCompleteColumn(),
-        parts.TimeElapsedColumn(),
-        parts.TextColumn("left:"),
-        parts.TimeRemainingColumn(),
-        parts.TextColumn("{task.fields[student]}"),
-    )
-    with parts.Progress(*columns) as progress:
-        task = progress.add_task(title, total=total, student="warming up")
-        yield lambda student, done, total: progress.update(
-            task, completed=done, student=escape(for_terminal(student, 60))
-        )
 
 
 def _report(summary, course, lab: str, renamed: dict[str, str], everybody: bool) -> None:

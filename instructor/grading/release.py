@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import gzip
 import io
 import json
 import re
@@ -59,7 +59,7 @@ SHARED: dict[tuple[str, str], str] = {
     )
 }
 _SAYS_NOTHING = re.compile(r"(from [\w.]+ )?import .*|(try|else|finally):|.{0,3}")
-MAX_DEPTH = 4  # of archives in archives
+ARCHIVES = (b"PK", b"\x1f\x8b", b"BZh", b"\xfd7zXZ")  # zip, gzip, bzip2, xz
 _STAMP = (2024, 1, 1, 0, 0, 0)  # the same bundle has the same bytes
 
 
@@ -156,48 +156,36 @@ def _squeezed(line: str) -> str:
 
 
 def find_leaks(files: dict[str, bytes], secrets: Secrets) -> list[Leak]:
-    """Search every file for secrets: as text, in the strings of JSON (notebooks), in zips and gzips.
+    """Search every file for secrets: as text, and in the strings of JSON (notebooks).
 
-    In notebooks and archives one secret line is a leak. The library, its documents and its figures share single
+    In notebooks one secret line is a leak. The library, its documents and its figures share single
     lines with solutions (`out = torch.empty_like(q)`); in these only a run of secret lines is a leak.
     """
     leaks = []
     for name, data in files.items():
-        for place, text in _texts(name, data, 0):
+        for text in _texts(name, data):
             rows = _rows(text.splitlines())
             for start in range(len(rows) - STRETCH + 1):
                 if origin := secrets.stretches.get(tuple(rows[start : start + STRETCH])):
-                    leaks.append(Leak(place, rows[start], origin))
-            if "!" in place or name.endswith(".ipynb"):
+                    leaks.append(Leak(name, rows[start], origin))
+            if name.endswith(".ipynb"):
                 whole = " ".join(map(_squeezed, text.splitlines()))
-                leaks += [Leak(place, line, origin) for line, origin in secrets.lines.items() if line in whole]
+                leaks += [Leak(name, line, origin) for line, origin in secrets.lines.items() if line in whole]
             for kind in REGIONS:
                 if name.endswith(".ipynb") and (f"BEGIN {kind}" in text or f"END {kind}" in text):
-                    leaks.append(Leak(place, f"BEGIN {kind}", "a marker of the source"))
+                    leaks.append(Leak(name, f"BEGIN {kind}", "a marker of the source"))
     return list(dict.fromkeys(leaks))
 
 
-def _texts(name: str, data: bytes, depth: int):
-    """Yield (place, text) of a file, and of each file that is packed in it."""
-    if depth > MAX_DEPTH:
-        raise ReleaseError(f"{name}: archives in archives, more than {MAX_DEPTH} deep, cannot be looked through.")
-    if data[:2] == b"PK":
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            for member in archive.namelist():
-                yield from _texts(f"{name}!{member}", archive.read(member), depth + 1)
-        return
-    if data[:2] == b"\x1f\x8b":
-        yield from _texts(f"{name}!", gzip.decompress(data), depth + 1)
-        return
-    for encoding in ("utf-8", "utf-16") if data[:2] in (b"\xff\xfe", b"\xfe\xff") else ("utf-8",):
-        text = data.decode(encoding, errors="replace")
-        yield name, text
-        if text.lstrip()[:1] in ("{", "["):
-            try:
-                strings = list(_strings(json.loads(text)))
-            except (ValueError, RecursionError):
-                continue
-            yield name, "\n".join(strings)
+def _texts(name: str, data: bytes):
+    """Yield the text of a file, and the strings of one that is JSON."""
+    if data.startswith(ARCHIVES):
+        raise ReleaseError(f"{name} is an archive, which cannot be looked through: leave it out of the bundle.")
+    text = data.decode("utf-8", errors="replace")
+    yield text
+    if text.lstrip()[:1] in ("{", "["):
+        with contextlib.suppress(ValueError, RecursionError):
+            yield "\n".join(_strings(json.loads(text)))
 
 
 def _strings(value):

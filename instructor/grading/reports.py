@@ -38,11 +38,7 @@ def stats(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
 
 
 @app.command()
-def similar(
-    lab: Lab,
-    course_folder: CourseFolder = Path("course"),
-    least: Annotated[float, typer.Option(help="Share of the smaller one's code from which on a pair is named.")] = 0.5,
-) -> None:
+def similar(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
     """Name the submissions whose code is alike, the lab's own code left out. A person has to look at each pair."""
     import sys
     from importlib import import_module
@@ -55,8 +51,6 @@ def similar(
     from instructor.points import counted
     from utils.files import write_whole
 
-    if not 0 < least <= 1:
-        _fail(f"--least is {least}: give a share above 0 and up to 1.")
     built = _build(lab)
     try:
         found = submissions(course_folder, built.name)
@@ -67,7 +61,7 @@ def similar(
         import_module(module)
         path = Path(str(sys.modules[module].__file__))
         classes[f"utils/{path.name}"] = {"file": path.read_text(encoding="utf-8")}
-    pairs = alike(classes, given_code(built), least)
+    pairs = alike(classes, given_code(built))
     for pair in pairs:
         names = f"{for_terminal(pair.one)} and {for_terminal(pair.other)}"
         typer.echo(f"{names}: {pair.share:.0%} alike ({pair.shared} places), most in {', '.join(pair.cells)}")
@@ -160,9 +154,6 @@ def formgrader(
 def race(
     lab: Lab = "lab3_gluon",
     course_folder: CourseFolder = Path("course"),
-    files: Annotated[
-        Path | None, typer.Option(help="A folder of STUDENT.py or STUDENT/lab3_overlap.py instead of a course.")
-    ] = None,
     pairs: Annotated[int, typer.Option(help="Timed calls of each shape, in turns with the reference.", min=5)] = 15,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Try it without a GPU: times are model cycles and rank nobody.")
@@ -179,15 +170,8 @@ def race(
     if _name(lab) != "lab3_gluon":
         _fail(f"{lab} has no race: lab3_gluon has.")
     try:
-        if files is not None:
-            if not files.is_dir():
-                _fail(f"{files} is no folder: name one with STUDENT.py or STUDENT/lab3_overlap.py in it.")
-            entries = racing.entries_of_folder(files)
-        else:
-            found = submissions(course_folder, "lab3_gluon")
-            entries = [racing.entry_of_notebook(s.student, s.path.read_bytes()) for s in found]
-        if not entries:
-            _fail(f"{files or course_folder} holds nothing that could race.")
+        found = submissions(course_folder, "lab3_gluon")
+        entries = [racing.entry_of_notebook(s.student, s.path.read_bytes()) for s in found]
         about = {"clock": "the simulator's model cycles"} if simulate else racing.expect_gpu()
         model = racing.model_answer((ROOT / "instructor/labs/lab3_gluon.py").read_text(encoding="utf-8"))
         shapes = (problem.SIMULATED,) if simulate else problem.TIMED
@@ -203,6 +187,5 @@ def race(
         one.close()
     for line in racing.lines_of(results, "model cycles" if simulate else ""):
         typer.echo(for_terminal(line))
-    folder = Path("race") if files is not None else course_folder / "grading" / "lab3_gluon"
-    for path in racing.write_results(folder, results, about):
+    for path in racing.write_results(course_folder / "grading" / "lab3_gluon", results, about):
         typer.echo(str(path))

@@ -23,6 +23,7 @@ def test_a_look_at_a_lab_shows_it_and_changes_nothing(lab, page, course, name):
     assert page.locator("text=official Jupyter news").count() == 0
     assert page.locator("text=Create Assignment").count() == 0 and page.locator("text=Nbgrader").count() == 0
     assert page.locator(".jp-DirListing-item:has-text('instructor')").count() == 0
+    assert page.locator(".lm-TabBar-tab.jp-mod-dirty").count() == 0, "a lab that was only opened is saved"
     page.keyboard.press("Control+s")
     page.wait_for_timeout(2000)
     assert git(course, "status", "--porcelain") == ""
@@ -85,6 +86,8 @@ def test_the_slider_of_lab_3_shows_another_picture(lab, page, course):
     slider.click(position={"x": slider.bounding_box()["width"] - 4, "y": 8})
     page.locator("[data-key='1-0-0'] svg").wait_for()
     assert not page.locator("[data-key='0-0-0']").is_visible()
+    slider.press("ArrowLeft")  # JupyterLab has a shortcut of this name
+    page.locator("[data-key='0-0-0'] svg").wait_for()
     for name in ("slider.ipynb", "lab3_specialized.py"):
         (course / name).unlink()
 

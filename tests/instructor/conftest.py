@@ -7,12 +7,14 @@ import nbformat
 import pytest
 
 from instructor.build import ROOT, Built, build_lab
-from instructor.course import Course, Score
+from instructor.course import Course, Score, _import_nbgrader
 from instructor.execute import execute
 
 pytest.register_assert_rewrite("tests.instructor.lab_cases", "tests.instructor.every_lab")
 
 from tests.instructor import lab_cases  # noqa: E402
+
+_import_nbgrader()  # without its extensions of Jupyter's server, which take two seconds in each process
 
 FIXTURE_LAB = Path(__file__).parent / "fixture_lab.py"
 

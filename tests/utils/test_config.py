@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from utils.config import DTYPES, GPU_SPECS, dtype_name, get_ridge_point, gpu_spec, peak_tflops
+from utils.config import DTYPES, GPU_SPECS, dtype_name, get_ridge_point, peak_tflops
 
 FIELDS = {f"{name}_tflops" for name in DTYPES} | {
     "memory_bandwidth_tb_s",
@@ -37,10 +37,6 @@ def run_python(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-def test_the_documented_gpus_are_there():
-    assert {"A6000", "A10", "A100", "H100", "H200", "4090"} <= set(GPU_SPECS)
 
 
 @pytest.mark.parametrize("name", GPU_SPECS)
@@ -99,13 +95,6 @@ def test_ridge_point_is_peak_over_bandwidth(dtype):
         get_ridge_point("A100", "fp8")
 
 
-def test_ridge_point_defaults_to_fp16_and_takes_torch_dtypes():
-    assert get_ridge_point("4090") == get_ridge_point("4090", "fp16")
-    assert get_ridge_point("4090") == get_ridge_point("4090", torch.float16)
-    assert get_ridge_point("4090", torch.float32) == get_ridge_point(gpu_name="4090", dtype="fp32")
-    assert get_ridge_point("H100", torch.float8_e4m3fn) == get_ridge_point("H100", "fp8")
-
-
 def test_dtype_names():
     names = {
         "fp16": (torch.float16, torch.half, "float16", "fp16"),
@@ -126,12 +115,6 @@ def test_an_unknown_gpu_names_the_nearest_and_the_known(given, nearest):
     message = str(caught.value)
     assert repr(given) in message and f"did you mean {nearest!r}?" in message
     assert all(name in message for name in GPU_SPECS)
-
-
-@pytest.mark.parametrize("given", ["MI300X", "", None, 100, ["A100"]])
-def test_a_name_unlike_any_gpu_is_an_error_without_a_guess(given):
-    with pytest.raises(ValueError, match=r"is not a known GPU\. Known: A6000, A10"):
-        gpu_spec(given)
 
 
 def test_an_unknown_dtype_names_the_nearest_and_the_known():
@@ -171,20 +154,6 @@ def test_gemma_config_is_gemma_3_270m():
     assert full == [5, 11, 17]
     assert len(GEMMA_CONFIG.layer_types) == 18
     assert set(GEMMA_CONFIG.layer_types) == {"full_attention", "sliding_attention"}
-
-
-def test_gemma_config_is_built_once_and_on_demand():
-    import utils.config
-
-    assert utils.config.GEMMA_CONFIG is utils.config.GEMMA_CONFIG
-    assert "GEMMA_CONFIG" in dir(utils.config)
-    with pytest.raises(AttributeError, match="GEMMA_CONFIGS"):
-        _ = utils.config.GEMMA_CONFIGS  # type: ignore[attr-defined]
-    out = run_python(
-        "import sys, utils.config as c; before = 'transformers' in sys.modules; c.GEMMA_CONFIG.head_dim;"
-        "print(before, 'transformers' in sys.modules)"
-    )
-    assert out == "False True"
 
 
 FIRST_USES = {

@@ -35,7 +35,7 @@ def test_states_points_and_titles_of_a_lab():
     notebook = {
         "cells": [
             heading("### Question 1.1: Naive GEMM (3 points)"),
-            cell("q1_1_tests", run=True, grade=True, points=3),
+            cell("q1_1_part_tests", run=True, grade=True, points=3),
             heading("### Bonus Question 1.1: More (5 bonus points)"),
             cell("bonus_1_1_tests", run=True, error="wrong by half\nsecond line", grade=True, points=5),
             cell("q1_2_tests", grade=True, points=7),
@@ -44,7 +44,7 @@ def test_states_points_and_titles_of_a_lab():
     }
     found = progress.parts(notebook)
     assert [(p.title, p.state, p.bonus) for p in found] == [
-        ("Naive GEMM", progress.PASSED, False),
+        ("Naive GEMM (part)", progress.PASSED, False),
         ("More", progress.FAILED, True),
         ("", progress.NOT_RUN, False),
         ("", progress.BY_HAND, False),

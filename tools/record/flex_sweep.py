@@ -11,8 +11,8 @@ inputs, and the first two heads of the output are compared with float64 first. `
 The keys of a row: path (the name of the backend in recorded tables: see PATHS), options (kernel options in force), picked
 (whether backend="auto" takes this backend), mask, batch, heads, seq_len, head_dim, dtype, doc_span (tokens of a
 document), block_size, density, block_density, ideal, ms, dense_ms, speedup, interval, share, error (relative, to
-float64), block_mask_ms (the first build in a process also loads torch.compile), compile_s (from inductor's cache if
---warm has filled it). A path that refuses has `refused`, the reason, instead.
+float64), block_mask_ms (the first build in a process also loads torch.compile), compile_s. A path that refuses has `refused`, the
+reason, instead.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Bench:
         except AttentionUnsupported as error:
             return row | {"refused": str(error)}
         problem = make_problem(*self.inputs(point), mask_mod=masks.by_name(point.mask, point.span))
-        best = next(name for name in rank_backends(problem, NO_OPTIONS).names if find_backend(name).support(problem))
+        best = next(name for name in rank_backends(problem, NO_OPTIONS) if find_backend(name).support(problem))
         error = self.error(point, call)
         pair = compare(dense, call, warmup=5, iterations=self.pairs, labels=("dense", "masked"), device=self.device)
         call.check()
@@ -172,22 +172,6 @@ class Bench:
             "block_mask_ms": 1e3 * call.seconds.get("block_mask", 0.0),
             "compile_s": call.seconds.get("compile"),
             "kernel_mask": call.settings.get("kernel_mask"),
-        }
-
-    def cute_against_triton(self, head_dim: int, mask: str, span: int | None) -> dict:
-        """Measure how many times as fast the CuTe path is as the Triton path, both under one mask, interleaved."""
-        triton, cute = (
-            self.prepare(Point(head_dim, mask, span, path, 128), masked=True) for path in ("compiled", "cute")
-        )
-        pair = compare(triton, cute, warmup=5, iterations=self.pairs, labels=("compiled", "cute"), device=self.device)
-        return {
-            "head_dim": head_dim,
-            "mask": mask,
-            "doc_span": span,
-            "compiled_ms": pair.a.median_ms,
-            "cute_ms": pair.b.median_ms,
-            "ratio": pair.speedup,
-            "interval": list(pair.interval),
         }
 
 
@@ -239,13 +223,6 @@ def show(row: dict) -> str:
     )
 
 
-def show_cute(row: dict) -> str:
-    """Return the line that is printed for a comparison of the CuTe path with the Triton path."""
-    low, high = row["interval"]
-    mask = f"{row['mask']} {row['doc_span'] or ''}"
-    return f"D={row['head_dim']} {mask}: cute is {row['ratio']:.2f}x as fast as compiled [{low:.2f}, {high:.2f}]"
-
-
 def plot(path: Path, out: Path) -> None:
     """Draw the heat maps of a recorded sweep, one picture for each head dimension."""
     import matplotlib
@@ -262,32 +239,14 @@ def plot(path: Path, out: Path) -> None:
         save_picture(plot_sparsity_sweep(rows, title=title)[0], target)
 
 
-def warm_cache(bench: Bench, points: list[Point], part: str) -> None:
-    """Compile every N-th call, starting at call I, so that N processes fill inductor's cache together.
-
-    Args:
-        bench: prepares the calls.
-        points: the points of the table.
-        part: "I/N".
-    """
-    first, step = numbers(part.replace("/", ","))
-    dense = {(point.path, point.tuned, point.head_dim, point.batch): (point, False) for point in points}
-    for point, masked in [*dense.values(), *((point, True) for point in points)][first::step]:
-        try:
-            bench.prepare(point, masked)
-        except AttentionUnsupported:
-            continue
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Measure and record a table, or draw a recorded sweep."""
     parser = arguments_parser(__doc__, pairs=15)
     parser.add_argument("table", choices=("sweep", "promise", "plot"))
     parser.add_argument("--read", type=Path, help="plot: the recorded sweep")
     parser.add_argument("--head-dims", type=numbers, help="with commas, instead of those chosen for this machine")
-    parser.add_argument("--warm", metavar="I/N", help="only compile every N-th call, from call I on, to fill the cache")
     options = parser.parse_args(arguments)
-    if options.out is None and not options.warm:
+    if options.out is None:
         parser.error("--out names the file to write")
     if options.table == "plot":
         if options.read is None:
@@ -299,16 +258,9 @@ def main(arguments: list[str] | None = None) -> None:
     sizes = (shape, spans, blocks, options.head_dims or head_dims)
     points = sweep_points(sizes) if options.table == "sweep" else promise_points(sizes, device)
     bench = Bench(device, shape, options.pairs)
-    if options.warm:
-        warm_cache(bench, points, options.warm)
-        return
     record = Record(options.out, options.table, device, options.seconds, pairs=options.pairs)
     print(HEADER)
     complete = record.fill(points, bench.row, show)
-    if complete and options.table == "promise" and device.type == "cuda":
-        masked = (("causal", None), ("document", shape[2] // 8))
-        cases = [(head_dim, *mask) for head_dim, mask in itertools.product(sizes[3], masked)]
-        complete = record.fill(cases, lambda case: bench.cute_against_triton(*case), show_cute, "cute_against_compiled")
     record.finish() if complete else record.save()
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from tools.record.common import Record, arguments_parser, read_record
-from utils.bench.case import check_side
 from utils.bench.errors import BenchError
+from utils.bench.run import check_side
 from utils.bench.targets import sdpa
 from utils.bench.targets.base import Built, Case
 from utils.bench.targets.proof import prove

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -19,6 +18,7 @@ from utils.attention.backends import BACKENDS, able_backends, find_backend
 from utils.attention.choosing import rank_backends
 from utils.attention.masks.blocks import BlockSize, block_sizes
 from utils.attention.masks.mask_mods import MaskMod
+from utils.attention.masks.mask_mods import causal as causal_mask
 from utils.attention.masks.score_mods import ScoreMod
 from utils.attention.prepared import Prepared, compiled_graphs, compiled_versions
 from utils.attention.problem import (
@@ -31,9 +31,10 @@ from utils.attention.problem import (
     Options,
     Problem,
     Refused,
+    check_call,
     make_problem,
 )
-from utils.attention.sequences import both_masks, clear_behind, packed_mask, padded_mask, with_causal
+from utils.attention.sequences import both_masks, check_tensor, clear_behind, packed_mask, padded_mask
 from utils.benchmark.profiling import launched
 from utils.kernels.handle import KEPT, layout
 from utils.newest import Newest
@@ -121,7 +122,7 @@ def attention(
         return _compose(q, k, v, seqlens, cu_seqlens, sink, given | dict(return_lse=return_lse, backend=backend))
     key = _key(q, k, v, causal, scale, window, mask_mod, score_mod, return_lse, backend)
     if key is not None and (decision := KEPT.get(key)) is not None:
-        if decision.holds():
+        if decision.graphs is None or decision.graphs == compiled_graphs():
             try:
                 out, _last = decision.call(q, k, v), decision.run
                 return out
@@ -130,25 +131,31 @@ def attention(
             except RuntimeError:
                 pass  # the full decision below says which backend refuses and why; "auto" then tries the next one
         del KEPT[key]
-    functions: Any = {"mask_mod": mask_mod, "score_mod": score_mod}
+    functions: dict = {"mask_mod": mask_mod, "score_mod": score_mod}
     problem = make_problem(q, k, v, causal=causal, scale=scale, window=window, **functions, with_lse=return_lse)
     refusals: dict[str, str] = {}
     while True:
         chosen, options, run = _choose(problem, NO_OPTIONS, backend, refusals)
         try:
-            bound, out = _bind_and_call(chosen, options, problem, q, k, v)
+            bound = _bind(chosen, options, problem)
+            with torch._dynamo.config.patch(_MANY_VERSIONS) if bound.source else nullcontext():
+                out = (bound.first or bound.call)(q, k, v)
             break
         except Refused as refusal:  # a library that says no only when it is called
             refusals[chosen.name] = str(refusal)
-    _last = run
+    bound.first, _last = None, run
     if key is not None and _may_be_kept(bound):
-        KEPT[key] = Decision(bound.call if bound.again is None else bound.again(q, k, v), run, bound.source is not None)
+        graphs = None if bound.source is None else compiled_graphs()  # counting them imports Triton
+        KEPT[key] = Decision(bound.call if bound.again is None else bound.again(q, k, v), run, graphs)
     return out
+
+
+_SINK_TYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
 def _compose(q, k, v, seqlens, cu_seqlens, sink, arguments: dict):
     """Attend with lengths as a mask, and with the sink applied to the output of an attention without it."""
-    make_problem(q, k, v, **{name: arguments[name] for name in ("causal", "scale", "window", "mask_mod", "score_mod")})
+    check_call(q, k, v, arguments["causal"], arguments["window"], arguments["return_lse"])
     if seqlens is not None and cu_seqlens is not None:
         raise ValueError("seqlens and cu_seqlens were both given: sequences are padded, or packed.")
     mask = None
@@ -158,18 +165,13 @@ def _compose(q, k, v, seqlens, cu_seqlens, sink, arguments: dict):
         arguments |= {"causal": False, "window": None}
     elif cu_seqlens is not None:
         mask = packed_mask(q, k, cu_seqlens)
-        if arguments["window"] is None:
-            mask = with_causal(mask, arguments["causal"])
-            arguments["causal"] = False
+        if arguments["causal"] and arguments["window"] is None:
+            mask, arguments["causal"] = both_masks(causal_mask, mask), False  # kernels know this form
     if mask is not None:
         arguments["mask_mod"] = both_masks(mask, given) if (given := arguments["mask_mod"]) is not None else mask
     if sink is None:
         return attention(q, k, v, **arguments)
-    if not isinstance(sink, torch.Tensor) or sink.shape != q.shape[1:2] or not sink.is_floating_point():
-        given = f"{sink.dtype} of shape {tuple(sink.shape)}" if isinstance(sink, torch.Tensor) else type(sink).__name__
-        raise ValueError(
-            f"sink must be floating-point numbers ({q.shape[1]},), a score of each head of q; it is {given}."
-        )
+    check_tensor("sink", sink, (q.shape[1],), q.device, *_SINK_TYPES)  # a score of each head
     out, lse = attention(q, k, v, **(arguments | {"return_lse": True}))
     score = sink.float()[:, None]
     # exp(lse) / (exp(lse) + exp(sink)) is what the sink leaves of each weight.
@@ -177,23 +179,18 @@ def _compose(q, k, v, seqlens, cu_seqlens, sink, arguments: dict):
     return (out, torch.logaddexp(lse, score)) if arguments["return_lse"] else out
 
 
+@dataclass(slots=True)
 class Decision:
     """The backend that an earlier call took, for a call that is the same but for the data in its tensors.
 
     Its key holds all that a decision depends on: shapes, strides, types, devices, the mask, whether a gradient is needed.
-    One thing is not in the key, so each call asks for it: whether torch.compile has compiled anything since. If it has,
-    the next call is decided anew, and there an eager fallback is an error.
+    One thing is not in the key, so each call asks for it: how many graphs torch.compile has compiled, if it compiled this
+    one. If there are more since, the next call is decided anew, and there an eager fallback is an error.
     """
 
-    __slots__ = ("call", "graphs", "run")
-
-    def __init__(self, call: Attend, run: Run, compiled: bool):
-        self.call, self.run = call, run
-        self.graphs = compiled_graphs() if compiled else None  # counting them imports Triton
-
-    def holds(self) -> bool:
-        """Whether the same decision would be taken now."""
-        return self.graphs is None or compiled_graphs() == self.graphs
+    call: Attend
+    run: Run
+    graphs: int | None
 
 
 def _key(q, k, v, causal, scale, window, mask_mod, score_mod, return_lse, backend) -> tuple | None:
@@ -210,41 +207,38 @@ def _key(q, k, v, causal, scale, window, mask_mod, score_mod, return_lse, backen
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return None  # fake tensors and vmap: their tensors have no memory that a kernel could read
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if mask_mod is not None or score_mod is not None:
-        try:
+    try:
+        if mask_mod is not None or score_mod is not None:
             hash((mask_mod, score_mod))
-        except TypeError:
-            return None
-    return backend, causal, scale, window, mask_mod, score_mod, return_lse, needs_grad, layout(q, k, v)
+        return backend, causal, scale, window, mask_mod, score_mod, return_lse, needs_grad, layout(q, k, v)
+    except (
+        RuntimeError,
+        TypeError,
+    ):  # sparse and nested tensors have no strides; they are refused, like such functions
+        return None
 
 
 _NUMBERS, _WHOLE_NUMBERS = (float, int, type(None)), (int, type(None))
 
 
-def _bind_and_call(backend: Backend, options: Options, problem: Problem, q, k, v) -> tuple:
-    """Bind a backend, or take the compiled function of an earlier call for this problem, and call it."""
-    if not backend.compiles:
-        bound = backend.bind(problem, options)
-        return bound, (bound.first or bound.call)(q, k, v)
+def _bind(backend: Backend, options: Options, problem: Problem) -> Bound:
+    """Bind a backend, or take what was bound in an earlier call for this problem, if that was compiled."""
     key = backend.name, problem
-    if key in _compiled:
-        bound = _compiled[key]
-    else:
+    if not backend.compiles or key not in _compiled:
         bound = backend.bind(problem, options)
+        if not backend.compiles:
+            return bound
         if len(_compiled) == _compiled.most:
             KEPT.clear()  # decisions would keep alive the block mask of the one that is dropped
-    with torch._dynamo.config.patch(_MANY_VERSIONS) if bound.source else nullcontext():
-        out = (bound.first or bound.call)(q, k, v)
-    bound.first = None
-    _compiled[key] = bound
-    return bound, out
+        _compiled[key] = bound
+    return _compiled[key]
 
 
 def _may_be_kept(bound: Bound) -> bool:
     """Whether a later call may use `bound.call` as it is.
 
     A compiled function may be used again while it has fewer versions than torch.compile allows: a call that needs
-    another version then compiles it, and does not silently run unfused. `Decision.holds` notices the compilation.
+    another version then compiles it, and does not silently run unfused; `Decision.graphs` tells of it.
     """
     if bound.source is None:
         # A function in _compiled may hold a mask: it is alive anyway.
@@ -252,41 +246,34 @@ def _may_be_kept(bound: Bound) -> bool:
     return compiled_versions(bound.source) < torch._dynamo.config.recompile_limit
 
 
-def _choose(problem: Problem, options: Options, name: str, refusals: dict[str, str]) -> tuple[Backend, Options, Run]:
+def _choose(problem: Problem, given: Options, name: str, refusals: dict[str, str]) -> tuple[Backend, Options, Run]:
     """Return the backend `name`, or the best that does not refuse ("auto"), its options and the record of the call.
 
     Args:
         problem: the problem.
-        options: those that were given.
+        given: the options that the caller gave.
         name: a backend or "auto".
         refusals: {backend: reason} of the libraries that have said no when they were called.
     """
-    if name != "auto":
-        chosen = find_backend(name)
-        support = chosen.support(problem, options)
-        if reason := refusals.get(name, "" if support else support.reason):
-            raise _unsupported(name, reason, problem, options)
-        return chosen, options, Run(name, problem)
-    ranking = rank_backends(problem, options)
-    tuned = options if options is NO_OPTIONS and not problem.has_functions else replace(options, tuned=True)
+    auto = name == "auto"
+    ranking = rank_backends(problem, given) if auto else {find_backend(name).name: ""}
+    options = replace(given, tuned=True) if auto else given
     passed_over: list[tuple[str, str]] = []
-    for candidate in ranking.names:
+    for candidate, why in ranking.items():
         chosen = find_backend(candidate)
-        support = chosen.support(problem, tuned)
-        if not (reason := refusals.get(candidate, "" if support else support.reason)):
-            why = ranking.reasons.get(candidate, "")
-            return chosen, tuned, Run(candidate, problem, tuple(passed_over), why)
+        support = chosen.support(problem, options)
+        reason = refusals.get(candidate, "" if support.ok else support.reason)
+        if not reason:
+            return chosen, options, Run(candidate, problem, tuple(passed_over), why)
         passed_over.append((candidate, reason))
-    reason = f"no backend in its order accepts {problem.type_name} on {problem.device} here"
-    raise _unsupported("auto", reason, problem, options)
-
-
-def _unsupported(name: str, reason: str, problem: Problem, options: Options) -> AttentionUnsupported:
-    others = able_backends(problem, options)
-    if not others and options.given:
+    last, reason = passed_over[-1]
+    if auto:
+        reason = f"no backend in its order can do this; {last} says: {reason}"
+    others = able_backends(problem, given)
+    if not others and given.given:
         others = able_backends(problem)
-        reason = f"{reason.rstrip('.')}, and no other backend can do it with {' and '.join(options.given)} given"
-    return AttentionUnsupported(name, reason, tuple(other for other in others if other != name))
+        reason = f"{reason.rstrip('.')}, and no other backend can do it with {' and '.join(given.given)} given"
+    raise AttentionUnsupported(name, reason, tuple(other for other in others if other != name))
 
 
 def prepare(
@@ -351,19 +338,10 @@ def record_run(run: Run) -> None:
 def backend_table() -> list[dict]:
     """Return a row for each backend: backend, summary, ok, reason, remedy and implementation on this machine."""
     rows = []
-    for name in BACKENDS:
-        found = find_backend(name)
+    for found in map(find_backend, BACKENDS):
         support = found.machine()
-        rows.append(
-            {
-                "backend": name,
-                "summary": found.summary,
-                "ok": support.ok,
-                "reason": support.reason,
-                "remedy": support.remedy,
-                "implementation": found.implementation() if support else "",
-            }
-        )
+        made = {"implementation": found.implementation() if support else ""}
+        rows.append({"backend": found.name, "summary": found.summary} | asdict(support) | made)
     return rows
 
 

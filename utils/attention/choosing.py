@@ -5,11 +5,8 @@ This file imports no backend: backends are imported by `call`, which imports thi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from utils.attention.masks.mask_mods import MaskMod
 from utils.attention.problem import Options, Problem
-from utils.machine.device import compute_capability
 
 # The order without mask functions: Gluon on Hopper, else FlashAttention 3 (the fastest backward pass over all head
 # dimensions), else flash-attn, else SDPA's backends by their speed on a GPU. A CPU has flash, math and naive.
@@ -36,39 +33,22 @@ PACKED = dict.fromkeys(("gluon", "fa3", "varlen"), "it does packed sequences by 
 CUTE = {"cute": "FlashAttention 4 does this mask by itself"}
 
 
-@dataclass(frozen=True)
-class Ranking:
-    """The names of the backends to try, best first, and {name: why}."""
-
-    names: tuple[str, ...]
-    reasons: dict[str, str]
+_FIXED = dict.fromkeys(PLAIN_ORDER, "the first in the fixed order that can do this")
 
 
-_FIXED = Ranking(PLAIN_ORDER, dict.fromkeys(PLAIN_ORDER, "the first in the fixed order that can do this"))
-
-
-def rank_backends(problem: Problem, options: Options) -> Ranking:
-    """Rank the backends that "auto" tries. No GPU has run Gluon's kernel for Blackwell, so there it is taken by its name only."""
-    ranking = _rank(problem, options)
-    if problem.device.type == "cuda" and (compute_capability() or (0, 0))[0] == 10:
-        return Ranking(tuple(name for name in ranking.names if name != "gluon"), ranking.reasons)
-    return ranking
-
-
-def _rank(problem: Problem, options: Options) -> Ranking:
-    if not problem.has_functions and not options.given:
-        return _FIXED
+def rank_backends(problem: Problem, options: Options) -> dict[str, str]:
+    """Return the names of the backends that "auto" tries, best first, with the reason for each."""
     if options.given:
-        return Ranking(tuple(FUNCTION_ORDER), FUNCTION_ORDER)
+        return FUNCTION_ORDER
+    if problem.mask_mod is None and problem.score_mod is None:
+        return _FIXED
     plain, order = problem.plain_or_packed(), FUNCTION_ORDER
     if plain is not None and plain.sq == problem.sq and not plain.lengths:
         gluon = {"gluon": order["gluon"]}
         order = (CUTE | order) if problem.head_dim <= 64 else (gluon | CUTE | order)
     elif of_lengths(problem.mask_mod) and problem.batch * problem.sq * problem.sk <= STORED_PAIRS:
         order = LENGTHS_ORDER
-    if plain is not None and plain.lengths:
-        order = PACKED | order
-    return Ranking(tuple(order), order)
+    return PACKED | order if plain is not None and plain.lengths else order
 
 
 def of_lengths(mask_mod: MaskMod | None) -> bool:

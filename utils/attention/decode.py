@@ -13,7 +13,6 @@ decode kernel of `utils/attention/gluon/decode`. Elsewhere the cache is gathered
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ from utils.attention.backends import find_backend
 from utils.attention.call import Run, record_run
 from utils.attention.problem import AttentionUnsupported, Problem, make_problem
 from utils.attention.reference import reference
-from utils.attention.sequences import check_integers, clear_behind, mask_by_ends
+from utils.attention.sequences import check_tensor, clear_behind, mask_by_ends, read_lengths
 from utils.machine.device import Support
 from utils.newest import Newest
 from utils.validation import suggest_keywords
@@ -30,15 +29,8 @@ from utils.validation import suggest_keywords
 BACKENDS = ("gluon", "sdpa")  # in the order in which "auto" tries them
 
 
-@dataclass(slots=True)
-class _Decision:
-    """What was checked and decided for arguments of some shapes: who computes them."""
-
-    run: Run
-    decode: Callable[..., torch.Tensor] | None = None  # the kernel's entry, with the backend gluon
-
-
-_decided: Newest[tuple, _Decision] = Newest(512)
+# Who computes arguments of some shapes, and the kernel's entry if it is Gluon's: a decode step takes microseconds.
+_decided: Newest[tuple, tuple[Run, Callable[..., torch.Tensor] | None]] = Newest(512)
 
 
 @suggest_keywords
@@ -67,7 +59,7 @@ def attention_decode(
             (B, S, Hkv, D) or (P, page, Hkv, D) goes in as `cache.transpose(1, 2)`, without a copy.
         v_cache: values, of the same shape.
         seqlens: tokens of each sequence in the cache, the new ones included: (B,) int32 on the device of q. None: the
-            whole cache. Its numbers are not checked, since reading them would wait for the GPU.
+            whole cache. Its numbers are checked on a CPU only: reading them would wait for a GPU.
         block_table: (B, pages) int32: where the sequence's tokens 0 .. page - 1, page .. 2 page - 1, ... are. Entries
             behind the sequence's last page may be anything. Needs `seqlens`.
         kv_scales: for a cache in float8_e4m3fn, whose keys and values are these factors times its numbers: (2, Hkv) fp32,
@@ -82,34 +74,17 @@ def attention_decode(
     if torch.compiler.is_compiling() and plain and not _needs_grad(q, k_cache, v_cache):
         options = causal, scale if scale is None else float(scale), window, backend
         return _attention_decode_whole(q, k_cache, v_cache, seqlens, block_table, kv_scales, *options)
-    # What was checked and decided for these shapes is kept: a decode step takes microseconds.
-    kinds = (
-        _kind(q),
-        _kind(k_cache),
-        _kind(v_cache),
-        None if seqlens is None else _kind(seqlens),
-        None if block_table is None else _kind(block_table),
-        None if kv_scales is None else _kind(kv_scales),
-    )
-    key = (kinds, causal, scale, window, backend, torch.is_grad_enabled()) if plain else None
+    tensors = q, k_cache, v_cache, seqlens, block_table, kv_scales
+    key = (*map(_kind, tensors), causal, scale, window, backend, torch.is_grad_enabled()) if plain else None
     decision = None if key is None else _decided.get(key)
     if decision is None:
-        decision = _decide(q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, window, backend)
+        decision = _decide(*tensors, causal, scale, window, backend)
         if key is not None:
             _decided[key] = decision
-    run = decision.run
-    if decision.decode is not None:
-        out = decision.decode(
-            q,
-            k_cache,
-            v_cache,
-            causal=causal,
-            scale=run.problem.scale,
-            window=window,
-            seqlens=seqlens,
-            block_table=block_table,
-            kv_scales=kv_scales,
-        )
+    run, decode = decision
+    more = {"seqlens": seqlens, "block_table": block_table, "kv_scales": kv_scales}
+    if decode is not None:
+        out = decode(q, k_cache, v_cache, causal=causal, scale=run.problem.scale, window=window, **more)
     else:
         if kv_scales is not None:
             k_cache, v_cache = _scaled(k_cache, v_cache, kv_scales, q.dtype)
@@ -150,25 +125,19 @@ def _kind(x) -> object:
     return (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else type(x)
 
 
-def _decide(q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, window, backend: str) -> _Decision:
+def _decide(q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, window, backend: str) -> tuple:
     """Check the arguments and choose the backend."""
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"There is no decode backend {backend!r}; choose one of {', '.join(BACKENDS)}, or auto.")
-    if _in_fp8(k_cache, v_cache) or kv_scales is not None:
-        _check_scales(q, k_cache, v_cache, kv_scales)
-        # The same shapes in the queries' type; nothing is allocated.
-        keys, values = (q.new_empty(()).expand(x.shape) for x in (k_cache, v_cache))
-    else:
-        keys, values = k_cache, v_cache
-    problem = _check(q, keys, values, seqlens, block_table, causal, scale, window)
+    problem = _check(q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, window)
     able = gluon_takes(problem, k_cache if block_table is not None else None, fp8=kv_scales is not None)
     if backend == "gluon" and not able:
         raise AttentionUnsupported("gluon", able.reason, ("sdpa",))
     if backend == "sdpa" or not able:
-        return _Decision(Run("sdpa", problem, (("gluon", able.reason),) if backend == "auto" else ()))
+        return Run("sdpa", problem, (("gluon", able.reason),) if backend == "auto" else ()), None
     from utils.attention.gluon.decode.launch import decode
 
-    return _Decision(Run("gluon", problem), decode)
+    return Run("gluon", problem), decode
 
 
 def gluon_takes(problem: Problem, pages: torch.Tensor | None = None, fp8: bool = False) -> Support:
@@ -236,6 +205,8 @@ def _gathered(problem: Problem, q, k_cache, v_cache, seqlens, block_table) -> to
     see = mask_by_ends(lengths, problem.sq, problem.causal, problem.window)
     visible = see(sequences[:, None, None, None], None, queries[:, None], keys)
     if seqlens is not None:
+        if q.device.type == "cpu":
+            read_lengths(seqlens, len(keys))
         k_cache, v_cache = clear_behind(seqlens, k_cache, v_cache)
     out = F.scaled_dot_product_attention(
         q, k_cache, v_cache, attn_mask=visible, scale=problem.scale, enable_gqa=problem.grouped
@@ -243,66 +214,55 @@ def _gathered(problem: Problem, q, k_cache, v_cache, seqlens, block_table) -> to
     return torch.where(visible.any(-1, keepdim=True), out, 0)
 
 
-def _check(q, k_cache, v_cache, seqlens, block_table, causal, scale, window) -> Problem:
+def _check(q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, window) -> Problem:
     """Check the arguments, and return the problem of sequences that fill the cache."""
-    if block_table is None:
-        problem = make_problem(q, k_cache, v_cache, causal=causal, scale=scale, window=window)
-    else:
-        for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-            if not isinstance(x, torch.Tensor) or x.dim() != 4:
-                shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-                raise ValueError(
-                    f"{name} must have four dimensions (q: B, H, Sq, D; cache: P, Hkv, page, D); it is {shape}."
-                )
-        check_integers("block_table", block_table, (len(q), None), q.device)
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(x, torch.Tensor) or x.dim() != 4:
+            shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise ValueError(
+                f"{name} must have four dimensions (q: B, H, Sq, D; cache: P, Hkv, page, D); it is {shape}."
+            )
+    keys, values = k_cache, v_cache
+    if kv_scales is not None or torch.float8_e4m3fn in (keys.dtype, values.dtype):
+        if not keys.dtype == values.dtype == torch.float8_e4m3fn:
+            raise TypeError(
+                f"kv_scales go with keys and values in float8_e4m3fn; they are {keys.dtype} and {values.dtype}. Leave "
+                "kv_scales out, or convert both."
+            )
+        if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise TypeError(f"with a cache in float8_e4m3fn, q is float16, bfloat16 or float32; it is {q.dtype}.")
+        if kv_scales is None:
+            raise ValueError(
+                "a cache in float8_e4m3fn needs kv_scales, and they are NoneType. Without scales pass ones."
+            )
+        check_tensor("kv_scales", kv_scales, (2, keys.shape[1]), q.device, torch.float32)
+        if not kv_scales.is_contiguous():
+            raise ValueError("kv_scales must be contiguous, which kv_scales.contiguous() is.")
+        # The same shapes in the queries' type; nothing is allocated.
+        keys, values = (q.new_empty(()).expand(x.shape) for x in (keys, values))
+    if block_table is not None:
+        check_tensor("block_table", block_table, (len(q), "pages"), q.device)
         if seqlens is None:
             raise ValueError("block_table was given without seqlens: say how many tokens each sequence has.")
-        if not len(k_cache):
-            raise ValueError(f"k_cache has no pages: its shape (P, Hkv, page, D) is {tuple(k_cache.shape)}.")
-        slots = block_table.shape[1] * k_cache.shape[2]
-        # The shapes of the same attention over a cache in one piece; nothing is read or allocated.
-        piece = (k_cache[:1, :, :1].expand(len(q), -1, slots, -1), v_cache[:1, :, :1].expand(len(q), -1, slots, -1))
-        if k_cache.shape != v_cache.shape:
-            shapes = f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        if not len(keys):
+            raise ValueError(f"k_cache has no pages: its shape (P, Hkv, page, D) is {tuple(keys.shape)}.")
+        if keys.shape != values.shape:
+            shapes = f"{tuple(keys.shape)} and {tuple(values.shape)}"
             raise ValueError(f"k_cache and v_cache must have the same shape (P, Hkv, page, D): {shapes}.")
-        problem = make_problem(q, *piece, causal=causal, scale=scale, window=window)
+        slots = block_table.shape[1] * keys.shape[2]
+        # The shapes of the same attention over a cache in one piece; nothing is read or allocated.
+        keys, values = (x[:1, :, :1].expand(len(q), -1, slots, -1) for x in (keys, values))
+    problem = make_problem(q, keys, values, causal=causal, scale=scale, window=window)
     if problem.needs_grad:
         raise ValueError(
             "attention_decode has no backward pass, and an input requires a gradient: use torch.no_grad()."
         )
     if seqlens is not None:
-        check_integers("seqlens", seqlens, (len(q),), q.device)
+        check_tensor("seqlens", seqlens, (len(q),), q.device)
     return problem
 
 
-def _in_fp8(k_cache, v_cache) -> bool:
-    return any(isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn for x in (k_cache, v_cache))
-
-
-def _scaled(k_cache, v_cache, kv_scales, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of an fp8 cache, rounded once to a type."""
-    k, v = (
-        (x.to(kv_scales.dtype) * s[:, None, None]).to(dtype) for x, s in zip((k_cache, v_cache), kv_scales, strict=True)
-    )
-    return k, v
-
-
-def _check_scales(q, k_cache, v_cache, kv_scales) -> None:
-    """Check that a cache in fp8 and its scales fit together."""
-    if not all(isinstance(x, torch.Tensor) for x in (q, k_cache, v_cache)):
-        raise TypeError("q, k_cache and v_cache must be tensors.")
-    if k_cache.dtype != torch.float8_e4m3fn or v_cache.dtype != torch.float8_e4m3fn:
-        raise TypeError(
-            f"kv_scales go with keys and values in float8_e4m3fn; they are {k_cache.dtype} and {v_cache.dtype}. Leave "
-            "kv_scales out, or convert both."
-        )
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise TypeError(f"with a cache in float8_e4m3fn, q is float16, bfloat16 or float32; it is {q.dtype}.")
-    wanted = (2, k_cache.shape[1]) if k_cache.dim() == 4 else (2,)
-    found = (tuple(kv_scales.shape), kv_scales.dtype, kv_scales.device) if isinstance(kv_scales, torch.Tensor) else None
-    if found != (wanted, torch.float32, q.device) or not kv_scales.is_contiguous():
-        given = type(kv_scales).__name__ if found is None else f"{found[1]} of shape {found[0]} on {found[2]}"
-        raise ValueError(
-            f"a cache in float8_e4m3fn needs kv_scales: float32 of shape {wanted} (the factors of K and of V for each "
-            f"head), contiguous, on {q.device}; given: {given}. Without scales pass ones."
-        )
+def _scaled(k_cache, v_cache, kv_scales, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the keys and values of an fp8 cache, rounded once to a type."""
+    pairs = zip((k_cache, v_cache), kv_scales, strict=True)
+    return [(x.to(kv_scales.dtype) * s[:, None, None]).to(dtype) for x, s in pairs]

@@ -28,13 +28,8 @@ def compiled_versions(function: Callable) -> int:
 
 def own_copy(function: Callable) -> Callable:
     """Copy a function with a code object of its own: torch.compile keeps and counts its versions by code object."""
-    copy = types.FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    names = function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    copy = types.FunctionType(function.__code__.replace(), *names)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
@@ -69,7 +64,7 @@ class Prepared:
     def __init__(self, bound: Bound, problem: Problem, inputs: tuple[torch.Tensor, ...], settings: dict):
         self.inputs, self.seconds = inputs, bound.seconds
         self._codes: list[str] = []
-        self._metadata = tuple(_metadata(x) for x in inputs)
+        self._metadata = tuple(map(_metadata, inputs))
         self._grad = problem.needs_grad
         first = bound.first or bound.call
         began = time.perf_counter()
@@ -99,7 +94,7 @@ class Prepared:
             q, k, v = self.inputs
         elif q is None or k is None or v is None:
             raise TypeError("give q, k and v, or none of them for the tensors that the call was prepared with.")
-        elif (given := tuple(_metadata(x) for x in (q, k, v))) != self._metadata:
+        elif (given := tuple(map(_metadata, (q, k, v)))) != self._metadata:
             raise ValueError(
                 f"this call was prepared for {_describe(self._metadata)} and was given {_describe(given)}: prepare "
                 "another one with prepare(...); compiled code is for one shape, type and layout."
@@ -141,15 +136,10 @@ class Prepared:
 
 
 def _problem_settings(problem: Problem) -> dict:
-    shape = {name: getattr(problem, name) for name in ("batch", "heads", "kv_heads", "sq", "sk", "head_dim")}
-    return {
-        "mask": name_of(problem.mask_function()),
-        "score_mod": name_of(problem.score_mod),
-        **shape,
-        "dtype": problem.type_name,
-        "device": str(problem.device),
-        "scale": problem.scale,
-    }
+    names = ("batch", "heads", "kv_heads", "sq", "sk", "head_dim")
+    functions = {"mask": name_of(problem.mask_function()), "score_mod": name_of(problem.score_mod)}
+    kind = {"dtype": problem.type_name, "device": str(problem.device), "scale": problem.scale}
+    return functions | {name: getattr(problem, name) for name in names} | kind
 
 
 def _metadata(x: torch.Tensor) -> tuple:
@@ -157,12 +147,10 @@ def _metadata(x: torch.Tensor) -> tuple:
 
 
 def _describe(metadata: tuple) -> str:
-    (shape, _, dtype, device, grad) = metadata[0]
-    lengths = f", {metadata[1][0][2]} keys" if metadata[1][0][2] != shape[2] else ""
+    (shape, _, dtype, device, grad), (key_shape, *_), _ = metadata
     strides = " ".join(str(list(tensor[1])) for tensor in metadata)
-    return f"q {shape} {str(dtype).removeprefix('torch.')} on {device}{lengths}, strides {strides}" + (
-        ", requiring a gradient" if grad else ""
-    )
+    text = f"q {shape} {str(dtype).removeprefix('torch.')} on {device}, {key_shape[2]} keys, strides {strides}"
+    return f"{text}, requiring a gradient" if grad else text
 
 
 @functools.cache

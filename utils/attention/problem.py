@@ -19,13 +19,13 @@ import torch
 
 from utils.attention.masks.mask_mods import (
     MaskMod,
+    at_offset,
     both,
     causal,
     dense_masks,
     evaluate,
     name_of,
     nearby,
-    shift_queries,
     sliding_window,
 )
 from utils.attention.masks.score_mods import ScoreMod, modify_scores
@@ -50,8 +50,8 @@ class Refused(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The shapes of an attention call: q (B, H, Sq, D), k and v (B, Hkv, Sk, D), H a multiple of Hkv."""
+class Problem:
+    """One attention problem, q (B, H, Sq, D), k and v (B, Hkv, Sk, D): all that decides which backend can do it, but no tensor."""
 
     batch: int
     heads: int
@@ -59,17 +59,6 @@ class Shape:
     sq: int
     sk: int
     head_dim: int
-
-    @property
-    def grouped(self) -> bool:
-        """Whether several query heads share a head of K and V."""
-        return self.heads != self.kv_heads
-
-
-@dataclass(frozen=True)
-class Problem(Shape):
-    """One attention problem: everything that decides which backend can do it, but no tensor of it."""
-
     dtype: torch.dtype
     device: torch.device
     causal: bool
@@ -83,19 +72,14 @@ class Problem(Shape):
     lengths: tuple[int, ...] = ()  # of sequences packed one behind the other; no mask function then
 
     @property
-    def has_functions(self) -> bool:
-        """Whether a mask function or a score modifier is part of the problem."""
-        return self.mask_mod is not None or self.score_mod is not None
+    def grouped(self) -> bool:
+        """Whether several query heads share a head of K and V."""
+        return self.heads != self.kv_heads
 
     @property
     def has_empty_rows(self) -> bool:
         """Whether `causal` and `window` leave some query without a key, as they can when Sq > Sk."""
         return self.sq > self.sk and (self.causal or (self.window is not None and self.sq - self.sk >= self.window))
-
-    @property
-    def aligned_at_start(self) -> bool:
-        """Whether `causal` means the same when it is aligned at the first query and key, as SDPA's is_causal is."""
-        return not self.causal or self.sq == self.sk
 
     @property
     def type_name(self) -> str:
@@ -109,51 +93,46 @@ class Problem(Shape):
         return _mask_function(self.causal, self.window, self.sk - self.sq, self.mask_mod)
 
     def plain(self) -> Problem | None:
-        """Return `with_plain_mask()` if there is no score modifier and no packed sequences are left, else None."""
+        """Return `plain_or_packed()`, or None where that needs packed sequences."""
         plain = self.plain_or_packed()
         return None if plain is not None and plain.lengths else plain
 
     def plain_or_packed(self) -> Problem | None:
-        """Return `with_plain_mask()` if there is no score modifier, else None."""
-        return with_plain_mask(self) if self.score_mod is None else None
+        """Return the same attention without functions, for kernels that know none; None if it needs its function.
+
+        Documents of equal length become sequences of their own: heads are multiplied, lengths divided. Where heads are
+        grouped, and of unequal lengths, they become packed sequences with `lengths`.
+        """
+        mask_mod: Any = self.mask_mod
+        if mask_mod is None or self.score_mod is not None:
+            return self if self.score_mod is None else None
+        # The kernels' masks end at the last key, a mask function's begin at the first one: equal only if Sq == Sk.
+        if self.sq != self.sk:
+            return None
+        kind, alone = getattr(mask_mod, "kind", ""), not self.causal and self.window is None
+        if mask_mod is causal and alone:
+            return replace(self, mask_mod=None, causal=True)
+        if kind in ("sliding_window", "nearby") and alone:
+            is_causal = kind == "sliding_window"
+            window = _limiting(mask_mod.window, is_causal, self.sq, self.sk)
+            return replace(self, mask_mod=None, causal=is_causal, window=window)
+        parts = mask_mod.mods if kind == "both" else (mask_mod,)
+        others = [part for part in parts if part is not causal]
+        lengths = document_lengths(others[0], self.sq) if len(others) == 1 else ()
+        if not lengths:
+            return None
+        found = replace(self, mask_mod=None, causal=self.causal or len(parts) > 1)
+        if self.grouped or not alone or len(set(lengths)) > 1:
+            return replace(found, lengths=lengths)
+        heads = self.heads * len(lengths)
+        return replace(found, heads=heads, kv_heads=heads, sq=lengths[0], sk=lengths[0])
 
 
 @functools.lru_cache(maxsize=64)  # one function object for one mask: block masks are kept by that object
 def _mask_function(is_causal: bool, window: int | None, offset: int, mask_mod: MaskMod | None) -> MaskMod:
     own = causal if window is None else sliding_window(window) if is_causal else nearby(window)
-    own = shift_queries(own, offset) if offset else own
+    own = at_offset(own, offset) if offset else own
     return own if mask_mod is None else both(own, mask_mod)
-
-
-def with_plain_mask(problem: Problem) -> Problem | None:
-    """Return the same attention without a mask function, for kernels that know no functions; None if it needs its function.
-
-    Documents of equal length become sequences of their own: heads are multiplied, lengths divided. Where heads are grouped,
-    and of unequal lengths, they become packed sequences with `lengths`.
-    """
-    mask_mod: Any = problem.mask_mod
-    if mask_mod is None:
-        return problem
-    # The kernels' masks end at the last key, a mask function's begin at the first one: equal only if Sq == Sk.
-    if problem.sq != problem.sk:
-        return None
-    kind, alone = getattr(mask_mod, "kind", ""), not problem.causal and problem.window is None
-    if mask_mod is causal and alone:
-        return replace(problem, mask_mod=None, causal=True)
-    if kind in ("sliding_window", "nearby") and alone:
-        is_causal = kind == "sliding_window"
-        window = _limiting(mask_mod.window, is_causal, problem.sq, problem.sk)
-        return replace(problem, mask_mod=None, causal=is_causal, window=window)
-    parts = mask_mod.mods if kind == "both" else (mask_mod,)
-    others = [part for part in parts if part is not causal]
-    lengths = document_lengths(others[0], problem.sq) if len(others) == 1 else ()
-    if not lengths:
-        return None
-    problem = replace(problem, mask_mod=None, causal=problem.causal or len(parts) > 1)
-    if problem.grouped or not alone or len(set(lengths)) > 1:
-        return replace(problem, lengths=lengths)
-    heads = problem.heads * len(lengths)
-    return replace(problem, heads=heads, kv_heads=heads, sq=lengths[0], sk=lengths[0])
 
 
 def document_lengths(mask_mod: Any, tokens: int) -> tuple[int, ...]:
@@ -163,6 +142,39 @@ def document_lengths(mask_mod: Any, tokens: int) -> tuple[int, ...]:
         return (mask_mod.span,) * count + ((rest,) if rest else ())
     lengths = getattr(mask_mod, "lengths", ()) if getattr(mask_mod, "kind", "") == "documents_by_ids" else ()
     return lengths if sum(lengths) == tokens else ()
+
+
+def check_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, with_lse: bool = False
+) -> None:
+    """Raise a ValueError or TypeError that says what was given and what is allowed, unless these are of one attention."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor (B, H, S, D); its type is {type(x).__name__}.")
+        if x.layout is not torch.strided or x.is_nested:
+            raise TypeError(f"{name} must be a dense tensor; it is nested, or has another layout: {x.layout}.")
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have the four dimensions (B, H, S, D), and has shape {tuple(x.shape)}.")
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k and v must have the same B, Hkv and Sk of (B, Hkv, Sk, D): {shapes}.")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q, k and v must agree in batch size and head dimension: {shapes}.")
+    if 0 in k.shape or not q.shape[1] or not v.shape[3]:
+        raise ValueError(f"Sequences, heads, keys and head dimension must not be empty: {shapes}.")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"The heads of q must be a multiple of those of k and v: {shapes}.")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must have one dtype: {q.dtype}, {k.dtype}, {v.dtype}.")
+    if not q.dtype.is_floating_point:
+        raise TypeError(f"Attention takes floating-point tensors, and these are {q.dtype}.")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device: {q.device}, {k.device}, {v.device}.")
+    for name, flag in (("causal", causal), ("return_lse", with_lse)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False; it is {flag!r}.")
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        raise ValueError(f"window must be None or a whole number of keys, at least 1; it is {window!r}.")
 
 
 def make_problem(
@@ -177,54 +189,30 @@ def make_problem(
     score_mod: ScoreMod | None = None,
     with_lse: bool = False,
 ) -> Problem:
-    """Check the arguments of an attention call; a ValueError or TypeError says what was given and what is allowed."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor (B, H, S, D); its type is {type(x).__name__}.")
-        if x.layout is not torch.strided:
-            raise TypeError(f"{name} must be a dense tensor, and has the layout {x.layout}; {name}.to_dense() is one.")
-        if x.dim() != 4:
-            raise ValueError(f"{name} must have the four dimensions (B, H, S, D), and has shape {tuple(x.shape)}.")
-    (batch, heads, sq, head_dim), (_, kv_heads, sk, _) = q.shape, k.shape
-    if k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"k and v must have the same B, Hkv and Sk of (B, Hkv, Sk, D): {_shapes(q, k, v)}.")
-    if batch != k.shape[0] or head_dim != k.shape[3]:
-        raise ValueError(f"q, k and v must agree in batch size and head dimension: {_shapes(q, k, v)}.")
-    if 0 in k.shape or not heads or not v.shape[3]:
-        raise ValueError(f"Sequences, heads, keys and head dimension must not be empty: {_shapes(q, k, v)}.")
-    if heads % kv_heads:
-        raise ValueError(f"The {heads} heads of q must be a multiple of the {kv_heads} of k and v: {_shapes(q, k, v)}.")
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k and v must have one dtype: {q.dtype}, {k.dtype}, {v.dtype}.")
-    if not q.dtype.is_floating_point:
-        raise TypeError(f"Attention takes floating-point tensors, and these are {q.dtype}.")
-    if not q.device == k.device == v.device:
-        raise ValueError(f"q, k and v must be on one device: {q.device}, {k.device}, {v.device}.")
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
-        raise ValueError(f"window must be None or a whole number of keys, at least 1; it is {window!r}.")
-    for name, flag in (("causal", causal), ("return_lse", with_lse)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False; it is {flag!r}.")
+    """Check the arguments of an attention call, and return the problem that they are."""
+    check_call(q, k, v, causal, window, with_lse)
     for name, mod in (("mask_mod", mask_mod), ("score_mod", score_mod)):
-        if mod is not None and not callable(mod):
-            raise TypeError(f"{name} must be None or a function of indices; its type is {type(mod).__name__}.")
-    _try_once(mask_mod, score_mod, q.device)
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    scale = head_dim**-0.5 if scale is None else _finite(scale)
+        if mod is not None and (not callable(mod) or mod.__hash__ is None):
+            raise TypeError(f"{name} must be None or a hashable function of indices; its type is {type(mod).__name__}.")
+    if mask_mod is not None or score_mod is not None:
+        _try_once(mask_mod, score_mod, q.device)
+    scale = q.shape[3] ** -0.5 if scale is None else _finite(scale)
+    (batch, heads, sq, head_dim), (kv_heads, sk) = q.shape, k.shape[1:3]
     shape = batch, heads, kv_heads, sq, sk, head_dim
-    window = _limiting(window, causal, sq, sk)
+    window = None if window is None else _limiting(window, causal, sq, sk)
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     v_dim = v.shape[3] if v.shape[3] != head_dim else 0
     return Problem(*shape, q.dtype, q.device, causal, scale, window, needs_grad, mask_mod, score_mod, v_dim, with_lse)
 
 
-def _limiting(window: int | None, is_causal: bool, sq: int, sk: int) -> int | None:
+def _limiting(window: int, is_causal: bool, sq: int, sk: int) -> int | None:
     """Return the window, or None if it reaches every key: kernels are faster without one, and more of them can do it.
 
     The last query is sk - 1 positions after the first key. The first query is sq - 1 positions before the last key, which
     only a mask that is not causal lets it see.
     """
     farthest = sk - 1 if is_causal else max(sq, sk) - 1
-    return None if window is not None and window > farthest else window
+    return None if window > farthest else window
 
 
 def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
@@ -268,10 +256,6 @@ def _try_once(mask_mod: MaskMod | None, score_mod: ScoreMod | None, device: torc
         trial(mod)
         with contextlib.suppress(TypeError):  # some callables take no weak reference
             _tried.add(mod)
-
-
-def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
-    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
 
 def allowed_keys(problem: Problem, device: torch.device | str | None = None) -> torch.Tensor | None:
@@ -391,48 +375,43 @@ class Backend:
         for name in options.given:
             if name not in self.options:
                 return Support(False, f"it takes no {name}, and {getattr(options, name)} was given.")
-        if not (machine := self.machine()):
+        if not (machine := self.machine()).ok:
             return machine
-        reason = self._reason_against_form(problem) or self.refuses(problem, options)
+        if problem.dtype.itemsize == 1:
+            reason = f"it takes no 8-bit numbers, and the tensors are {problem.type_name}: convert them, or use attention_decode."
+        elif problem.with_lse and not self.returns_lse:
+            reason = "it keeps its log-sum-exp to itself, and return_lse or sink needs it."
+        elif problem.v_dim and not self.takes_v_dim:
+            reason = f"it takes values as wide as the keys, and these are {problem.v_dim} and {problem.head_dim} wide."
+        else:
+            reason = self.refuses(problem, options)
         return Support(not reason, reason)
 
-    def _reason_against_form(self, problem: Problem) -> str:
-        if problem.dtype.itemsize == 1:
-            return f"it takes no 8-bit numbers, and the tensors are {problem.type_name}: convert them, or use attention_decode."
-        if problem.with_lse and not self.returns_lse:
-            return "it keeps its log-sum-exp to itself, and return_lse or sink needs it."
-        if problem.v_dim and not self.takes_v_dim:
-            return f"it takes values as wide as the keys, and these are {problem.v_dim} and {problem.head_dim} wide."
-        return ""
+
+Form = Callable[[Problem], Problem | None]  # a problem as a kernel sees it; None if the kernel cannot
 
 
 def refuse_functions(
-    refuses: Callable[[Problem], str], form: Callable[[Problem], Problem | None] = Problem.plain
+    refuses: Callable[[Problem], str], form: Form = Problem.plain
 ) -> Callable[[Problem, Options], str]:
     """Make `Backend.refuses` of a kernel that knows no functions: it is asked about the problem's plain form."""
 
     def reason(problem: Problem, options: Options) -> str:
-        plain = form(problem)
-        return reason_against_functions(problem) if plain is None else refuses(plain)
+        if (plain := form(problem)) is not None:
+            return refuses(plain)
+        if problem.score_mod is not None:
+            return f"it takes no score modifier, and {name_of(problem.score_mod)} was given."
+        return (
+            "it takes causal, sliding_window, documents(span) and both(causal, documents(span)) with as many queries as "
+            "keys (documents: as many heads of K as of Q, a span that divides the length), and the mask is "
+            f"{name_of(problem.mask_function())}."
+        )
 
     return reason
 
 
-def reason_against_functions(problem: Problem) -> str:
-    """Say why a kernel that knows `causal` and `window` only cannot do a problem with functions."""
-    if problem.score_mod is not None:
-        return f"it takes no score modifier, and {name_of(problem.score_mod)} was given."
-    return (
-        "it takes causal, sliding_window, documents(span) and both(causal, documents(span)) with as many queries as "
-        "keys (documents: as many heads of K as of Q, a span that divides the length), and the mask is "
-        f"{name_of(problem.mask_function())}."
-    )
-
-
 def bind_plain(
-    run: Callable[..., torch.Tensor],
-    again: Callable[..., Attend | None] | None = None,
-    form: Callable[[Problem], Problem | None] = Problem.plain,
+    run: Callable[..., Any], again: Callable[..., Attend | None] | None = None, form: Form = Problem.plain
 ) -> Callable[[Problem, Options], Bound]:
     """Make `Backend.bind` of a kernel that knows no functions.
 
@@ -444,10 +423,11 @@ def bind_plain(
 
     def bind(problem: Problem, options: Options) -> Bound:
         plain = form(problem)
-        if plain is None:
-            raise Refused(reason_against_functions(problem))
-        call = on_plain_shapes(problem, plain, lambda q, k, v: run(q, k, v, plain))
-        settings = {"kernel_mask": describe_plain(problem, plain)} if problem.has_functions else {}
+        assert plain is not None, "refuse_functions has said no"
+        call: Attend = functools.partial(run, problem=plain)
+        settings: dict = {}
+        if plain is not problem:
+            call, settings = on_plain_shapes(problem, plain, call), describe_plain(problem, plain)
 
         def quicker(q, k, v) -> Attend:
             # The views of documents are made at each call.
@@ -476,13 +456,13 @@ def on_plain_shapes(problem: Problem, plain: Problem, attend: Attend) -> Attend:
     return attend_documents
 
 
-def describe_plain(problem: Problem, plain: Problem) -> str:
-    """Name the mask that a kernel does by itself in place of the problem's mask function."""
+def describe_plain(problem: Problem, plain: Problem) -> dict:
+    """Name the mask that a kernel does by itself in place of the problem's mask function, for the settings in force."""
     parts = ["causal"] if plain.causal else []
     parts += [f"window {plain.window}"] if plain.window else []
     parts += [f"documents of {plain.sq} as sequences"] if plain.sq != problem.sq else []
     parts += [f"{len(plain.lengths)} packed sequences"] if plain.lengths else []
-    return ", ".join(parts) or "no mask"
+    return {"kernel_mask": ", ".join(parts) or "no mask"}
 
 
 def reason_against_tensors(problem: Problem) -> str:

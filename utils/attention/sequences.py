@@ -10,18 +10,20 @@ import itertools
 
 import torch
 
-from utils.attention.masks.mask_mods import MaskMod, both, causal, document_ids, documents, named
+from utils.attention.masks.mask_mods import MaskMod, both, document_ids, documents, named
 
 
-def check_integers(name: str, x, shape: tuple, device: torch.device) -> None:
-    """Raise unless x is a tensor of int32 of this shape (None: any size) on the device."""
+def check_tensor(name: str, x, shape: tuple, device: torch.device, *dtypes: torch.dtype) -> None:
+    """Raise unless x is a tensor of this shape (a word: any size) and of one of the types, int32 if none is named."""
+    kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes or (torch.int32,))
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor of int32, and is a {type(x).__name__}.")
-    fits = x.dim() == len(shape) and all(n is None or n == m for n, m in zip(shape, x.shape, strict=True))
-    if not fits or x.dtype != torch.int32 or x.device != device or (x.dim() and x.stride(-1) != 1 and x.shape[-1] > 1):
-        wanted = f"({', '.join('pages' if n is None else str(n) for n in shape)}{',' if len(shape) == 1 else ''})"
+        raise TypeError(f"{name} must be a tensor of {kinds}, and is a {type(x).__name__}.")
+    fits = x.dim() == len(shape) and all(n == m or isinstance(n, str) for n, m in zip(shape, x.shape, strict=True))
+    dense = not x.dim() or x.shape[-1] < 2 or x.stride(-1) == 1
+    if not (fits and dense and x.device == device and x.dtype in (dtypes or (torch.int32,))):
+        wanted = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
         raise ValueError(
-            f"{name} must be int32 of shape {wanted} on {device}, its last dimension contiguous; it is {x.dtype} of "
+            f"{name} must be {kinds} of shape {wanted} on {device}, its last dimension contiguous; it is {x.dtype} of "
             f"shape {tuple(x.shape)} on {x.device}."
         )
 
@@ -30,11 +32,16 @@ def padded_mask(
     q: torch.Tensor, k: torch.Tensor, seqlens: torch.Tensor, is_causal: bool, window: int | None
 ) -> MaskMod:
     """Return the mask of sequences with `seqlens` keys each; the last query is at the last key, as in `attention_decode`."""
-    check_integers("seqlens", seqlens, (len(q),), q.device)
-    lengths, slots = tuple(seqlens.tolist()), k.shape[2]
-    if lengths and not 0 <= min(lengths) <= max(lengths) <= slots:
-        raise ValueError(f"seqlens must be from 0 to the {slots} keys of k; they are {min(lengths)} to {max(lengths)}.")
-    return _padded_mask(lengths, q.device, q.shape[2], is_causal, window)
+    check_tensor("seqlens", seqlens, (len(q),), q.device)
+    return _padded_mask(read_lengths(seqlens, k.shape[2]), q.device, q.shape[2], is_causal, window)
+
+
+def read_lengths(seqlens: torch.Tensor, keys: int) -> tuple[int, ...]:
+    """Return the numbers of `seqlens`, which waits for a GPU; an error if one is not from 0 to so many keys."""
+    lengths = tuple(seqlens.tolist())
+    if not 0 <= min(lengths) <= max(lengths) <= keys:
+        raise ValueError(f"seqlens must be from 0 to the {keys} keys of k; they are {min(lengths)} to {max(lengths)}.")
+    return lengths
 
 
 @functools.lru_cache(maxsize=64)
@@ -64,8 +71,7 @@ def clear_behind(ends: torch.Tensor, *caches: torch.Tensor) -> list[torch.Tensor
 
 def packed_mask(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor) -> MaskMod:
     """Return the mask of sequences that begin where `cu_seqlens` (0, ..., S) says; of equal ones, by their span."""
-    sequences = len(cu_seqlens) if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.dim() == 1 else 1
-    check_integers("cu_seqlens", cu_seqlens, (sequences,), q.device)
+    check_tensor("cu_seqlens", cu_seqlens, ("sequences + 1",), q.device)
     places, tokens = cu_seqlens.tolist(), q.shape[2]
     lengths = tuple(end - start for start, end in itertools.pairwise(places))
     if tokens != k.shape[2]:
@@ -91,8 +97,3 @@ def packed_starts(lengths: tuple[int, ...], device: torch.device) -> torch.Tenso
 
 
 both_masks = functools.lru_cache(maxsize=64)(both)
-
-
-def with_causal(mask: MaskMod, is_causal: bool) -> MaskMod:
-    """Return the mask, causal too if asked for: kernels know `both(causal, documents(span))` by its form."""
-    return both_masks(causal, mask) if is_causal else mask

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -88,10 +88,8 @@ def list_targets(
 def _show_flags(rows: list[dict]) -> None:
     """Print the sides of each target, then each set of flags once, with the targets that have it."""
     columns = ["Target", "Baseline", "Optimized", "Here"]
-    lines = [
-        [row["target"], row["baseline"], row["optimized"], "yes" if row["runs"] else f"no: {row['reason']}"]
-        for row in rows
-    ]
+    here = ["yes" if row["runs"] else f"no: {row['reason']}" for row in rows]
+    lines = [[row["target"], row["baseline"], row["optimized"], runs] for row, runs in zip(rows, here, strict=True)]
     show_table(columns, lines, wrap=columns[1:])
     sets: dict[tuple, list[str]] = {}
     for row in rows:
@@ -132,80 +130,72 @@ def run(
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler, which reads it at its first start
     from utils.bench.documents import to_json
+    from utils.bench.expectations import update_file
+    from utils.bench.knobs import Sweep
     from utils.bench.options import Options, new_run_id
-    from utils.bench.report import write_report
+    from utils.bench.report import terminal_remarks, times_table, write_report
     from utils.bench.results import exit_code, status_text
+    from utils.bench.targets import plan
     from utils.benchmark.sampling import DISCARDS
+    from utils.machine.device import default_device
 
+    words = sys.argv[sys.argv.index("bench") + 1 :] if "bench" in sys.argv else sys.argv[1:]
     names = [part for name in [*(targets or []), *(more or [])] for part in name.split(",") if part]
     with errors_as_lines():
-        left_out = check_choices("--discard", discard, DISCARDS) if discard else ()
-    options = Options(
-        profile=profile,
-        iterations=iterations,
-        warmup=warmup,
-        l2=l2,
-        graph=graph,
-        target_interval=target_interval,
-        max_seconds=max_seconds,
-        discard=left_out,
-        run_id=new_run_id() if run_id is None else run_id,
-        artifacts_dir=artifacts_dir,
-        command=["labs", "bench", *_command_line()],
-    )
-    with errors_as_lines():
-        plans = _plan(names, target_extra_arg or [], update_expectations, sweep, inputs=inputs or (), against=against)
+        options = Options(
+            profile=profile,
+            timing={
+                **{"l2": l2, "graph": graph, "warmup": warmup, "iterations": iterations},
+                **{"target_interval": target_interval, "max_seconds": max_seconds},
+                "discard": check_choices("--discard", discard, DISCARDS) if discard else (),
+            },
+            run_id=new_run_id() if run_id is None else run_id,
+            artifacts_dir=artifacts_dir,
+            command=["labs", "bench", *map(shlex.quote, words)],
+        )
+        swept = Sweep.read(sweep) if sweep else None
+        extra, device = target_extra_arg or [], default_device()
+        plans = plan(names, extra, device, os.environ, sweep=swept, inputs=inputs or (), against=against)
+        if update_expectations:
+            _check_recordable(plans)
         document = _run_with_progress(plans, options)
         if sweep:
-            os.environ.setdefault("MPLBACKEND", "Agg")
             for path in write_report(document, options.folder):
                 typer.echo(path, err=True)
-    if as_json:
-        typer.echo(to_json(document), nl=False)
-    else:
-        _show_run(document)
-    if update_expectations:
-        _record_expectations(document, to_stderr=as_json)
+        if as_json:
+            typer.echo(to_json(document), nl=False)
+        else:
+            columns, lines = times_table(document)
+            if lines:
+                show_table(columns, lines)
+            for text in terminal_remarks(document):
+                console().print(text, markup=False, soft_wrap=True)
+        if update_expectations:
+            path, changes = update_file(document)
+            for line in (*changes, f"recorded in {path}"):
+                typer.echo(line, err=as_json)
     folders = str(options.folder) if profile == "none" else f"{options.folder}, profiles in {options.profiles_dir}"
     typer.echo(f"{document['status']}: {status_text(document)}; {folders}", err=True)
     raise typer.Exit(exit_code(document))
 
 
-def _command_line() -> list[str]:
-    """Return the arguments after `bench`, quoted, as they were typed."""
-    words = sys.argv[1:]
-    if "bench" in words:
-        words = words[words.index("bench") + 1 :]
-    return [shlex.quote(word) for word in words]
-
-
-def _plan(
-    names: list[str], extra_args: list[str], update_expectations: bool, sweep: str | None, **functions: Any
-) -> list[Plan]:
-    """Plan the run. If it is to update the expectations, check beforehand that its results can be recorded."""
+def _check_recordable(plans: list[Plan]) -> None:
+    """Raise BenchError, before anything is timed, if the results could not be recorded as expectations."""
     from utils.bench.expectations import expectations_file
-    from utils.bench.knobs import Sweep
-    from utils.bench.targets import plan
-    from utils.machine.device import default_device
     from utils.machine.environment import environment
 
-    device = default_device()
-    plans = plan(names, extra_args, device, os.environ, sweep=Sweep.read(sweep) if sweep else None, **functions)
-    if update_expectations:
-        expectations_file(environment(device)["gpu"])
-        if one_sided := [plan.target.name for plan in plans if len(plan.sides) < 2]:
-            raise BenchError(
-                f"--update-expectations records both sides and their ratio, but only one side of "
-                f"{', '.join(one_sided)} was asked for: name the target without baseline_ or optimized_."
-            )
-    return plans
+    expectations_file(environment()["gpu"])
+    if one_sided := [plan.target.name for plan in plans if len(plan.sides) < 2]:
+        raise BenchError(
+            f"--update-expectations records both sides and their ratio, but only one side of "
+            f"{', '.join(one_sided)} was asked for: name the target without baseline_ or optimized_."
+        )
 
 
 def _run_with_progress(plans: list[Plan], options: Options) -> dict:
     """Run the plans under a progress bar; Ctrl-C ends the command with a last line and status 130."""
-    from utils.bench.case import STEPS
     from utils.bench.results import status_text
-    from utils.bench.run import Interrupted, Runner
+    from utils.bench.run import STEPS, Interrupted, Runner
     from utils.machine.device import default_device
 
     progress = progress_bar()
@@ -227,27 +217,6 @@ def _run_with_progress(plans: list[Plan], options: Options) -> dict:
         raise typer.Exit(STOPPED) from None
 
 
-def _show_run(document: dict) -> None:
-    """Print the run's table, then memory, refusals, failures and notes."""
-    from utils.bench.report import terminal_remarks, times_table
-
-    columns, lines = times_table(document)
-    if lines:
-        show_table(columns, lines)
-    for text in terminal_remarks(document):
-        console().print(text, markup=False, soft_wrap=True)
-
-
-def _record_expectations(document: dict, to_stderr: bool) -> None:
-    """Record the run in its GPU's expectations and print what changed."""
-    from utils.bench.expectations import update_file
-
-    with errors_as_lines():
-        path, changes = update_file(document)
-    for line in (*changes, f"recorded in {path}"):
-        typer.echo(line, err=to_stderr)
-
-
 @app.command()
 def compare(
     a: RunName,
@@ -260,7 +229,6 @@ def compare(
     from utils.bench.comparing import SEPARATE_RUNS, compare_results, comparison_table, notes, write_comparison
     from utils.bench.results import load_results
 
-    os.environ.setdefault("MPLBACKEND", "Agg")
     with errors_as_lines():
         first, second = load_results(a, artifacts_dir), load_results(b, artifacts_dir)
         rows = compare_results(first, second)
@@ -289,7 +257,6 @@ def report(
     from utils.bench.report import write_report
     from utils.bench.results import find_results, load_results
 
-    os.environ.setdefault("MPLBACKEND", "Agg")
     with errors_as_lines():
         document = load_results(run, artifacts_dir)
         written = write_report(document, output or find_results(run, artifacts_dir).parent)
@@ -321,15 +288,14 @@ def check(
     if as_json:
         show_json({"expectations": path, "fails": bool(failing), "rows": rows})
     else:
-        names = ("optimized_ms", "baseline_ms", "speedup")
-        lines = [
-            [
-                *(row["target"], row["workload"]),
-                *(expectations.metric_text(row["metrics"].get(name)) for name in names),
-                *(row["verdict"], row["why"]),
+        lines = []
+        for row in rows:
+            metrics = [row["metrics"].get(name) for name in ("optimized_ms", "baseline_ms", "speedup")]
+            words = [
+                f"{one['now']['value']:.4g} ({one['expected']['value']:.4g}) {one['judged']}" if one else ""
+                for one in metrics
             ]
-            for row in rows
-        ]
+            lines.append([row["target"], row["workload"], *words, row["verdict"], row["why"]])
         columns = ["Optimized ms (expected)", "Baseline ms", "Speed-up"]
         show_table(["Target", "Workload", *columns, "Verdict", "Why"], lines, wrap=["Why"])
         typer.echo(f"{len(failing)} of {len(rows)} cases fail against {path.name}.")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from utils.bench import results as res
 from utils.bench.errors import BenchError
-from utils.bench.report import page, table, to_csv, with_interval
+from utils.bench.report import page, table, to_csv
 from utils.bench.targets.base import SIDES
 from utils.benchmark import intervals as stats
-from utils.benchmark.result import Measurement, format_interval
+from utils.benchmark.result import Measurement, format_interval, with_interval
 from utils.files import write_whole
 
 SAME_WITHIN = 0.02  # clocks and addresses alone make two processes differ by this much
@@ -19,16 +19,14 @@ SEPARATE_RUNS = "Two separate runs: what clocks did in between is in no interval
 VERSIONS = ("torch", "triton", "cuda", "cudnn", "driver", "commit", "flash_attn_4", "float32_matmul_precision")
 
 
-def separate_interval(a: Measurement, b: Measurement) -> tuple[float, float]:
-    """Return the interval of a's median over b's for measurements that were not taken together, from their intervals."""
+def separate_speedup(a: Measurement, b: Measurement) -> dict:
+    """Return {"speedup", "interval", "verdict"} of b over a for measurements that were not taken together."""
     ratio = a.median_ms / b.median_ms
     half = math.hypot(*(stats.relative_half_width(side.interval_ms, side.median_ms) for side in (a, b)))
-    return ratio / (1.0 + half), ratio * (1.0 + half)
-
-
-def speedup_verdict(interval: tuple[float, float], a: Sequence[float], b: Sequence[float]) -> str:
-    """Judge the interval of a speed-up between two separate runs with these samples."""
-    return stats.verdict(interval, same_within=SAME_WITHIN, pairs=min(len(a), len(b)))
+    interval = ratio / (1.0 + half), ratio * (1.0 + half)
+    pairs = min(len(a.samples_ms), len(b.samples_ms))
+    verdict = stats.verdict(interval, same_within=SAME_WITHIN, pairs=pairs)
+    return {"speedup": ratio, "interval": list(interval), "verdict": verdict}
 
 
 def differences(a: Mapping, b: Mapping, names: Sequence[str]) -> list[str]:
@@ -36,29 +34,23 @@ def differences(a: Mapping, b: Mapping, names: Sequence[str]) -> list[str]:
     return [f"{name} {a.get(name)} and {b.get(name)}" for name in names if a.get(name) != b.get(name)]
 
 
-def _check_machines(a: dict, b: dict) -> None:
-    """Raise BenchError for results of two machines: other GPUs, or CPUs with another number of threads."""
-    first, second = res.machine_name(a), res.machine_name(b)
-    if first != second:
+def _check_comparable(a: dict, b: dict) -> None:
+    """Raise BenchError for runs of two machines, without a common target, or with a workload that one of them lacks."""
+    ids, machines = f"{a['run_id']} and {b['run_id']}", (res.machine_name(a), res.machine_name(b))
+    if machines[0] != machines[1]:
         raise BenchError(
-            f"these results are of different machines, {first} ({a['run_id']}) and {second} "
-            f"({b['run_id']}): their times cannot be compared. Run both on one machine."
+            f"{ids} are of different machines, {' and '.join(machines)}: their times cannot be compared. "
+            "Run both on one machine."
         )
-
-
-def _check_workloads(a: dict, b: dict) -> None:
-    """Raise BenchError if the runs share no target, or if a shared target has a workload that one run lacks."""
-    targets_a, targets_b = ({case["target"] for case in run["cases"]} for run in (a, b))
-    if not targets_a & targets_b:
-        raise BenchError(
-            f"{a['run_id']} and {b['run_id']} share no target: "
-            f"{', '.join(sorted(targets_a)) or 'none'} and {', '.join(sorted(targets_b)) or 'none'}."
-        )
+    targets = [sorted({case["target"] for case in run["cases"]}) for run in (a, b)]
+    if not set(targets[0]) & set(targets[1]):
+        names = " and ".join(", ".join(found) or "none" for found in targets)
+        raise BenchError(f"{ids} share no target: they have {names}.")
     for run, other in ((a, b), (b, a)):
-        other_keys = {res.case_key(case) for case in other["cases"]}
+        keys = {res.case_key(case) for case in other["cases"]}
         for case in run["cases"]:
-            workloads = [candidate["workload"] for candidate in other["cases"] if candidate["target"] == case["target"]]
-            if workloads and res.case_key(case) not in other_keys:
+            workloads = [one["workload"] for one in other["cases"] if one["target"] == case["target"]]
+            if workloads and res.case_key(case) not in keys:
                 work = case["workload"]
                 nearest = min((differences(work, workload, list(work)) for workload in workloads), key=len)
                 raise BenchError(
@@ -80,24 +72,18 @@ def _compare_side(a: dict, b: dict, side: str) -> dict | None:
     first, second = res.measured(a, side), res.measured(b, side)
     if first is None or second is None:
         return None
-    interval = separate_interval(first, second)
     values_a, values_b = ({key: knob["value"] for key, knob in case["knobs"].items()} for case in (a, b))
     row = {"target": a["target"], "workload": a["label"], "side": side}
     for run, case, measured in (("a", a, first), ("b", b, second)):
         row |= {f"{run}_ran": case["ran"][side]["provider"], f"{run}_ms": measured.median_ms}
         row[f"{run}_interval_ms"] = list(measured.interval_ms)
-    return row | {
-        "speedup": first.median_ms / second.median_ms,
-        "interval": list(interval),
-        "verdict": speedup_verdict(interval, first.samples_ms, second.samples_ms),
-        "knobs": differences(values_a, values_b, [key for key in values_a if key in values_b]),
-    }
+    knobs = differences(values_a, values_b, [key for key in values_a if key in values_b])
+    return row | separate_speedup(first, second) | {"knobs": knobs}
 
 
 def compare_results(a: dict, b: dict) -> list[dict]:
     """Make one row for each side that both runs measured: "speedup" is how many times as fast b is as a."""
-    _check_machines(a, b)
-    _check_workloads(a, b)
+    _check_comparable(a, b)
     rows = []
     for first, second in _pairs(a, b):
         if different := differences(res.timing_mode(first), res.timing_mode(second), ("l2", "graph")):
@@ -121,9 +107,6 @@ def notes(a: dict, b: dict) -> list[str]:
     if limits[0] != limits[1]:
         lines.append(f"power limit {limits[0]} W and {limits[1]} W")
     return lines + [f"{run['run_id']} is partial ({run['status']})" for run in (a, b) if run["status"] != "complete"]
-
-
-# ---- a comparison as files ---------------------------------------------------------------------------------
 
 
 def comparison_table(a: dict, b: dict, rows: Sequence[dict]) -> tuple[list[str], list[list[str]]]:

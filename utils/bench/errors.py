@@ -28,12 +28,6 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     return f" Did you mean {near[0]}?" if near else ""
 
 
-def nearest(given: str, allowed: Iterable[str]) -> str:
-    """Return " Did you mean X?", or list the allowed names if none is close to the given one."""
-    names = list(allowed)
-    return did_you_mean(given, names) or (f" Allowed: {', '.join(names)}." if names else "")
-
-
 def check_choice(name: str, value: str, allowed: Iterable[str]) -> str:
     """Return `value` if it is one of `allowed`; otherwise raise BenchError and name the nearest one."""
     names = tuple(allowed)

@@ -42,8 +42,7 @@ def load_expectations(path: Path) -> dict:
     """Read an expectations file; for a GPU without one, the error says how to record it."""
     if not path.is_file():
         raise BenchError(
-            f"there is no {path}: this GPU has no expectations yet; record them with "
-            "`labs bench run --targets ... --update-expectations`."
+            f"there is no {path}: this GPU has no expectations yet; record them with --update-expectations."
         )
     return EXPECTATIONS.read(path)
 
@@ -61,14 +60,13 @@ def metrics(case: dict) -> dict[str, dict]:
 
 def judge(name: str, now: dict, stored: dict, tolerance: float = TOLERANCE) -> str:
     """Judge a metric, of which less is better unless it is the speed-up: "better", "within", "worse" or "unsure"."""
-    (low, high), (stored_low, stored_high) = now["interval"], stored["interval"]
-    floor, ceiling = stored_low / (1.0 + tolerance), stored_high * (1.0 + tolerance)
+    low, high = now["interval"]
+    floor, ceiling = stored["interval"][0] / (1.0 + tolerance), stored["interval"][1] * (1.0 + tolerance)
     if floor <= low and high <= ceiling:
         return WITHIN
-    above, below = low > ceiling, high < floor
-    if not above and not below:
+    if low <= ceiling and high >= floor:
         return UNSURE
-    return BETTER if above == (name == "speedup") else WORSE
+    return BETTER if (low > ceiling) == (name == "speedup") else WORSE
 
 
 # (time, ratio, baseline's time) as they were judged, None for any -> verdict, whether the check fails, what it means.
@@ -88,12 +86,12 @@ RULES = (
 def decide(judged: dict[str, str]) -> tuple[str, bool, str]:
     """Decide on a case by its metrics' judgements; return the verdict, whether the check fails, and what it means."""
     found = [judged.get(name) for name in ("optimized_ms", "speedup", "baseline_ms")]
-    for *rule, verdict, fails, why in RULES:
-        if all(wanted in (None, given) for wanted, given in zip(rule, found, strict=True)):
-            return verdict, fails, why
-    if UNSURE in found:
-        return "not enough data", False, "an interval crosses the tolerance: take more --iterations"
-    return "steady", False, ""
+    unsure = ("not enough data", False, "an interval crosses the tolerance: take more --iterations")
+    steady = unsure if UNSURE in found else ("steady", False, "")
+    fitting = (
+        rule[3:] for rule in RULES if all(wanted in (None, given) for wanted, given in zip(rule, found, strict=False))
+    )
+    return next(fitting, steady)
 
 
 def _find_entry(expected: dict, case: dict) -> dict | None:
@@ -110,12 +108,15 @@ def check(document: dict, expected: dict, tolerance: float = TOLERANCE) -> list[
 
     Commits play no part: a result is compared with the stored value, whichever commit either comes from.
     """
+    _check_gpu(document, expected, "they cannot be compared")
+    return [_check_case(case, _find_entry(expected, case), tolerance) for case in document["cases"]]
+
+
+def _check_gpu(document: dict, expected: dict, consequence: str) -> None:
     if document["environment"].get("gpu") != expected["gpu"]:
         raise BenchError(
-            f"these results are of {res.machine_name(document)} and the expectations of "
-            f"{expected['gpu']}: they cannot be compared."
+            f"these results are of {res.machine_name(document)} and the expectations of {expected['gpu']}: {consequence}."
         )
-    return [_check_case(case, _find_entry(expected, case), tolerance) for case in document["cases"]]
 
 
 def _check_case(case: dict, entry: dict | None, tolerance: float) -> dict:
@@ -134,27 +135,14 @@ def _check_case(case: dict, entry: dict | None, tolerance: float) -> dict:
     return row | {"verdict": verdict, "fails": fails, "why": why, "recorded": entry["recorded"]}
 
 
-def metric_text(metric: dict | None) -> str:
-    """Write a checked metric: "1.02 (1) within", the value now and the expected one; empty for None."""
-    if metric is None:
-        return ""
-    return f"{metric['now']['value']:.4g} ({metric['expected']['value']:.4g}) {metric['judged']}"
-
-
 def updated(document: dict, expected: dict | None) -> tuple[dict, list[str]]:
     """Record a run's cases with both sides verified and timed in the expectations; return them and the changes in words."""
     environment = document["environment"]
-    gpu = environment.get("gpu")
-    if expected is None:
-        expected = EXPECTATIONS.document(gpu=gpu, entries=[])
-    if expected["gpu"] != gpu:
-        raise BenchError(f"the expectations are of {expected['gpu']} and these results of {gpu}; nothing was changed.")
-    recorded = {
-        "run_id": document["run_id"],
-        "date": document["finished"] or document["started"],
-        **{key: environment.get(key) for key in RECORDED_FROM},
-        "power_limit_w": (document.get("gpu_state") or {}).get("power_limit_w"),
-    }
+    expected = expected or EXPECTATIONS.document(gpu=environment.get("gpu"), entries=[])
+    _check_gpu(document, expected, "nothing was changed")
+    recorded = {"run_id": document["run_id"], "date": document["finished"] or document["started"]}
+    recorded |= {key: environment.get(key) for key in RECORDED_FROM}
+    recorded |= {"power_limit_w": (document.get("gpu_state") or {}).get("power_limit_w")}
     complete = [case for case in document["cases"] if case["status"] == res.OK and case["comparison"] is not None]
     if not complete:
         raise BenchError("no case of this run was measured on both sides, so there is nothing to record.")

@@ -42,13 +42,18 @@ class Knob:
         """Whether the knob is on or off, without a value."""
         return isinstance(self.cpu, bool)
 
-    @property
-    def allowed(self) -> str:
-        """The allowed values in words, for `list-targets`."""
+    def describe(self, device_type: str) -> dict:
+        """Return the knob's name, meaning, default on this kind of device and allowed values, for `list-targets`."""
+        value = self.default(device_type)
+        if isinstance(value, tuple):
+            value = ",".join(value)
         if self.is_switch:
-            return f"--{self.name}, --no-{self.name}"
-        values = ", ".join(self.choices) if self.choices else f"whole number >= {self.least}"
-        return f"{values}; or {self.env}" if self.env else values
+            value, allowed = "on" if value else "off", f"--{self.name}, --no-{self.name}"
+        else:
+            allowed = ", ".join(self.choices) or f"whole number >= {self.least}"
+        allowed += f"; or {self.env}" if self.env else ""
+        default = "matrix" if value is None else str(value)
+        return {"name": self.name, "help": self.help, "default": default, "allowed": allowed, "environment": self.env}
 
     def default(self, device_type: str) -> Any:
         """Return the default value on a "cpu" or a "cuda" device."""
@@ -60,24 +65,6 @@ class Knob:
             check = check_choices if self.many else check_choice
             return check(source, text.strip(), self.choices)
         return whole_number(source, int(text) if re.fullmatch(r"[+-]?\d+", text) else text, self.least, BenchError)
-
-    def option(self, device_type: str, target: str) -> click.Option:
-        """Return the knob as an option of click."""
-        flag = f"--{self.name}"
-        if self.is_switch:
-            return click.Option([f"{flag}/--no-{self.name}"], default=self.default(device_type))
-        return click.Option([flag], type=_Value(self, f"{flag} of {target}"), default=self.default(device_type))
-
-
-class _Value(click.ParamType):
-    name = "value"
-
-    def __init__(self, knob: Knob, source: str):
-        self.knob, self.source = knob, source
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Convert what was typed; defaults and values from the environment are values already."""
-        return self.knob.parse(value, self.source) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
@@ -99,22 +86,29 @@ def settle(
     given = [word.partition("=")[0].replace("--no-", "--") for word in words if word.startswith("--")]
     if twice := {flag for flag in given if given.count(flag) > 1}:  # click would take the last one
         raise BenchError(f"{', '.join(sorted(twice))} is given twice for {target}; give it once.")
-    values = {
+    from_environment = {
         knob.key: knob.parse(environ[knob.env], f"the environment variable {knob.env}")
         for knob in knobs
         if knob.env and environ.get(knob.env, "")
     }
-    command = click.Command(target, params=[knob.option(device_type, target) for knob in knobs], add_help_option=False)
+    options: list[click.Parameter] = []
+    for knob in knobs:
+        flag, default = f"--{knob.name}", knob.default(device_type)
+        words_of = [f"{flag}/--no-{knob.name}"] if knob.is_switch else [flag]
+        options.append(click.Option(words_of, type=bool if knob.is_switch else click.UNPROCESSED, default=default))
+    command = click.Command(target, params=options, add_help_option=False)
     try:
-        context = command.make_context(target, words, default_map=values)
+        context = command.make_context(target, words, default_map=from_environment)
     except click.UsageError as error:
         raise BenchError(f"{target}: {error.format_message()} `list-targets --flags` shows its flags.") from None
     settings = {}
     for knob in knobs:
-        source = context.get_parameter_source(knob.key)
+        value, source = context.params[knob.key], context.get_parameter_source(knob.key)
         origin = "flag" if source == ParameterSource.COMMANDLINE else "default"
         origin = f"environment {knob.env}" if source == ParameterSource.DEFAULT_MAP else origin
-        settings[knob.key] = Setting(context.params[knob.key], origin)
+        if origin == "flag" and not knob.is_switch:
+            value = knob.parse(value, f"--{knob.name} of {target}")
+        settings[knob.key] = Setting(value, origin)
     return settings
 
 
@@ -129,7 +123,7 @@ def split_extra_args(extra_args: Iterable[str]) -> dict[str, str]:
                 f"--target-extra-arg is {text!r}; write it as 'TARGET=--flag value', such as "
                 "'labs/cudnn_sdpa_bench:flash_sdp=--backend cudnn'."
             )
-        if len(flags) > 1 and flags[0] == flags[-1] and flags[0] in "\"'":
+        if flags[0] == flags[-1] and flags[0] in "\"'":
             flags = flags[1:-1]  # quotes that the shell left in place
         by_target[target] = f"{by_target.get(target, '')} {flags}".strip()
     return by_target
@@ -157,11 +151,10 @@ class Sweep:
                     "seq_len=1k:16k:x2 (1k is 1024)."
                 )
             return cls(name, listed)
-        first, last, step = int(steps[1]), int(steps[2]), int(steps[4])
-        grow = (lambda size: size * step) if steps[3] == "x" else (lambda size: size + step)
-        if not (0 < first <= last and grow(first) > first):
-            raise BenchError(f"--sweep is {text!r}; it must grow from a first value above 0 to the last one.")
+        first, last, step = (int(steps[number]) for number in (1, 2, 4))
         sizes = [first]
-        while grow(sizes[-1]) <= last:
-            sizes.append(grow(sizes[-1]))
+        while (size := sizes[-1] * step if steps[3] == "x" else sizes[-1] + step) <= last and size > sizes[-1]:
+            sizes.append(size)
+        if not (0 < first <= last and size > sizes[-1]):
+            raise BenchError(f"--sweep is {text!r}; it must grow from a first value above 0 to the last one.")
         return cls(name, tuple(map(str, sizes)))

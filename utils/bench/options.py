@@ -7,6 +7,7 @@ import re
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,7 +15,11 @@ from utils.bench.errors import BenchError, check_choice
 from utils.bench.profiles import LEVELS
 from utils.benchmark.sampling import Timing
 
-CACHES = ("warm", "cold")
+# How the samples are taken: options of `Timing` that a run decides. A target's protocol fills in what is None.
+TIMING: dict[str, Any] = {
+    **{"l2": "warm", "graph": False, "warmup": None, "iterations": None},
+    **{"target_interval": None, "max_seconds": None, "discard": ()},
+}
 
 
 def new_run_id() -> str:
@@ -24,39 +29,29 @@ def new_run_id() -> str:
 
 @dataclass
 class Options:
-    """How a plan is run; None leaves warm-up and iterations to each target's protocol."""
+    """How a plan is run: what is profiled, how samples are taken (see TIMING), and where results go."""
 
     profile: str = "none"
-    iterations: int | None = None
-    warmup: int | None = None
-    l2: str = "warm"  # "cold": the cache is flushed before every sample
-    graph: bool = False  # time CUDA graph replays
-    target_interval: float | None = None  # sample until the interval is within plus or minus this share
-    max_seconds: float | None = None  # time budget of each case's timing
-    discard: tuple[str, ...] = ()  # samples to leave out: "outliers", "throttled"
+    timing: dict[str, Any] = field(default_factory=dict)
     run_id: str = field(default_factory=new_run_id)
     artifacts_dir: Path = Path("artifacts")
     profiles_dir: Path = Path("benchmark_profiles")
     command: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.timing = TIMING | self.timing
 
     @property
     def folder(self) -> Path:
         """The folder of the run's files."""
         return self.artifacts_dir / self.run_id
 
-    @property
-    def timing(self) -> dict:
-        """How this run times, as the results record it; None where each target decides."""
-        names = ("l2", "graph", "warmup", "iterations", "target_interval", "max_seconds", "discard")
-        return {name: getattr(self, name) for name in names}
-
     def check(self, device_type: str = "cuda") -> None:
         """Raise BenchError for options that are wrong, or impossible on this kind of device."""
         check_choice("--profile", self.profile, LEVELS)
-        check_choice("--l2", self.l2, CACHES)
-        given = {name: value for name, value in self.timing.items() if value is not None}
+        check_choice("--l2", self.timing["l2"], ("warm", "cold"))
         try:
-            Timing(torch.device(device_type), **given)
+            Timing(torch.device(device_type), **{name: one for name, one in self.timing.items() if one is not None})
         except ValueError as error:  # it begins with the option's name
             raise BenchError(f"--{str(error).replace('_', '-', 1)}") from None
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.run_id):

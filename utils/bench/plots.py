@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 def plots(document: dict, folder: Path) -> list[Path]:
     """Write a latency and a roofline plot for each target into `folder`; return the paths."""
+    os.environ.setdefault("MPLBACKEND", "Agg")  # matplotlib reads it when it is imported
     by_target: dict[str, list[tuple[dict, str]]] = {}
     for case in document["cases"]:
         for side in case["sides"]:

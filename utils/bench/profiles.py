@@ -118,29 +118,26 @@ def counted_roofline(measured: dict) -> dict | None:
     }
 
 
-def _run_tool(command: list[str]) -> tuple[int, str]:
-    """Run a program; return its exit status and its output."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, cwd=ROOT, check=False)
-    except subprocess.TimeoutExpired:
-        return 1, f"it was not done after {TOOL_SECONDS} s"
-    except OSError as error:
-        return 1, first_line(error)
-    return done.returncode, f"{done.stdout}\n{done.stderr}"
-
-
 def _nsight(name: str, executable: str, flags: list[str], request: Request, report: Path) -> tuple[Path | None, str]:
     """Run one of NVIDIA's profilers on a side; return its report, or None and why there is none."""
     if not request.device.startswith("cuda"):
         return None, f"{name} was left out: there is no GPU to look at."
     if (tool := shutil.which(executable)) is None:
         return None, f"{name} was left out: {executable} is not on PATH."
-    status, output = _run_tool([tool, *flags, *request.command])
+    command = [tool, *flags, *request.command]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, cwd=ROOT, check=False)
+    except subprocess.TimeoutExpired:
+        return None, f"{name} made no report: it was not done after {TOOL_SECONDS} s"
+    except OSError as error:
+        return None, f"{name} made no report: {first_line(error)}"
+    output = f"{done.stdout}\n{done.stderr}"
     if "ERR_NVGPUCTRPERM" in output:
         why_not = "the driver lets administrators alone read this GPU's counters (ERR_NVGPUCTRPERM)."
         return None, f"{name} was left out: {why_not}"
-    if status or not report.is_file():
-        return None, f"{name} made no report: {_last_line(output)}"
+    if done.returncode or not report.is_file():
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
+        return None, f"{name} made no report: {lines[-1][:300] if lines else 'it said nothing.'}"
     return report, ""
 
 
@@ -156,11 +153,6 @@ def nsight_compute(base: Path, request: Request, level: str, l2: str) -> tuple[P
     flags = f"--clock-control none --cache-control {CACHE_CONTROL[l2]} --set {NCU_SETS[level]} --nvtx".split()
     flags += ["--force-overwrite", "--nvtx-include", f"{request.range}/", "--export", str(base.resolve())]
     return _nsight("Nsight Compute", "ncu", flags, request, base.with_name(f"{base.name}.ncu-rep"))
-
-
-def _last_line(output: str) -> str:
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it said nothing."
 
 
 @torch.no_grad()

@@ -10,22 +10,19 @@ from pathlib import Path
 from utils.bench import results as res
 from utils.bench.plots import plots
 from utils.benchmark.intervals import NOT_ENOUGH_DATA
-from utils.benchmark.result import digits, format_interval, format_rate
+from utils.benchmark.result import digits, format_interval, format_rate, with_interval
 from utils.files import write_whole
 
+STATISTICS = ("mean_ms", "std_ms", "min_ms", "max_ms", "p95_ms", "p99_ms")
 COLUMNS = (
     *("target", "workload", "batch", "heads", "seq_len", "head_dim", "dtype", "mask", "doc_span", "score_mod"),
     *("kv_heads", "seq_len_kv", "layout", "direction", "window", "options", "side", "status", "ran"),
-    *("median_ms", "low_ms", "high_ms", "mean_ms", "std_ms", "min_ms", "max_ms", "p95_ms", "p99_ms", "samples"),
+    *("median_ms", "low_ms", "high_ms", *STATISTICS, "samples"),
     *("tflops", "gb_s", "roof_share", "queries_per_s", "error", "error_bound"),
     *("speedup", "speedup_low", "speedup_high", "verdict", "reason", "inputs", "outliers", "throttled", "discarded"),
 )
-STATISTICS = ("median_ms", "mean_ms", "std_ms", "min_ms", "max_ms", "p95_ms", "p99_ms", "tflops", "gb_s", "roof_share")
 WIDEST_SPEEDUP = len(f"0.999 [0.999, 0.999] {NOT_ENOUGH_DATA}")
 TELLING_OPERATORS = ("_scaled_dot", "CompiledFx", "softmax", "bmm", "mul")  # the most telling first
-
-
-# ---- rows --------------------------------------------------------------------------------------------------
 
 
 def rows(document: dict) -> list[dict]:
@@ -35,22 +32,15 @@ def rows(document: dict) -> list[dict]:
 
 def _row(case: dict, side: str) -> dict:
     work, pair = case["workload"], case["comparison"]
-    row = {
-        "target": case["target"],
-        "workload": case["label"],
-        "options": res.options_text(case),
-        "side": side,
-        "status": case["status"],
-        "reason": case["reason"],
-        **work,
-        "ran": case["ran"].get(side, {}).get("provider"),
-    }
+    row = {name: case[name] for name in ("target", "status", "reason")} | work
+    row |= {"workload": case["label"], "options": res.options_text(case), "side": side}
+    row["ran"] = case["ran"].get(side, {}).get("provider")
     if (check := case["verification"].get(side)) is not None:
         row |= {"error": check["whole"], "error_bound": check["whole_bound"]}
     if (measured := res.measured(case, side)) is not None:
         low, high = measured.interval_ms
-        row |= {name: getattr(measured, name) for name in STATISTICS}
         row |= {"low_ms": low, "high_ms": high, "samples": len(measured.samples_ms)}
+        row |= {name: getattr(measured, name) for name in ("median_ms", *STATISTICS, "tflops", "gb_s", "roof_share")}
         row |= {name: measured.method.get(name) for name in ("outliers", "throttled", "discarded")}
         if "heads" in work:
             row["queries_per_s"] = work["batch"] * work["heads"] * work["seq_len"] / (measured.median_ms / 1e3)
@@ -60,15 +50,10 @@ def _row(case: dict, side: str) -> dict:
     return row
 
 
-# ---- text --------------------------------------------------------------------------------------------------
+# ---- tables ------------------------------------------------------------------------------------------------
 
 
-def csv_text(document: dict) -> str:
-    """Return the rows of a run as CSV."""
-    return to_csv(rows(document), COLUMNS)
-
-
-def to_csv(lines: Iterable[Mapping], columns: Sequence[str]) -> str:
+def to_csv(lines: Iterable[Mapping], columns: Sequence[str] = COLUMNS) -> str:
     """Return rows as CSV with these columns; None and missing cells are empty, an unknown cell is an error."""
     out = io.StringIO()
     writer = csv.DictWriter(out, columns, restval="", extrasaction="raise")
@@ -93,22 +78,35 @@ def page(paragraphs: Iterable[str]) -> str:
     return "\n\n".join(paragraphs) + "\n"
 
 
-def with_interval(value: float, low: float, high: float) -> str:
-    """Write a value with its interval: "1.23 [1.2, 1.26]"."""
-    return f"{digits(value)} [{digits(low)}, {digits(high)}]"
+def times_table(document: dict) -> tuple[list[str], list[list[str]]]:
+    """Return the columns and lines of a run's times, for the terminal and for a page.
 
-
-def speedup_text(row: dict) -> str:
-    """Write a row's speed-up with its interval and verdict; empty for a row without one."""
-    if "speedup" not in row:
-        return ""
-    return f"{with_interval(row['speedup'], row['speedup_low'], row['speedup_high'])} {row['verdict']}"
+    Cells of numbers have the width of the longest that can come, so that two runs of a target have one layout.
+    """
+    lines = []
+    for row in rows(document):
+        if "median_ms" not in row:
+            continue
+        speedup = ""
+        if "speedup" in row:
+            speedup = with_interval(row["speedup"], row["speedup_low"], row["speedup_high"]) + f" {row['verdict']}"
+        lines.append(
+            [
+                *(row["target"], row["workload"], f"{row['side']}: {row['ran']}"),
+                f"{format_interval(row['median_ms'], row['low_ms'], row['high_ms']):<24}",
+                f"{format_rate(row['tflops']):<12}",
+                f"{'-' if row['gb_s'] is None else digits(row['gb_s']):<6}",
+                f"{'-' if row['roof_share'] is None else format(row['roof_share'], '.1%'):<6}",
+                f"{speedup:<{WIDEST_SPEEDUP}}",
+                row["options"],
+            ]
+        )
+    return ["Target", "Workload", "Side: ran", "Median [95%]", "Rate", "GB/s", "Of roof", "Speed-up", "Options"], lines
 
 
 def memory_text(ran: dict) -> str:
     """Say how much memory a call adds, if the target measured it: "+67.1 MB, 0.00154 MB of it workspace"."""
-    memory = ran.get("memory")
-    if memory is None:
+    if (memory := ran.get("memory")) is None:
         return ""
     return f"+{memory['peak_bytes'] / 1e6:.3g} MB, {memory['workspace_bytes'] / 1e6:.3g} MB of it workspace"
 
@@ -119,43 +117,6 @@ def join_workloads(lines: Iterable[Sequence[str]]) -> list[list[str]]:
     for target, workload, *rest in lines:
         workloads.setdefault((target, *rest), []).append(workload)
     return [[key[0], "; ".join(names), *key[1:]] for key, names in workloads.items()]
-
-
-def _short(name: str, length: int = 60) -> str:
-    return name if len(name) <= length else name[: length - 3] + "..."
-
-
-def _telling(operators: Iterable[str]) -> list[str]:
-    """Pick the three operators that say most about what ran: attention, products and compiled regions."""
-
-    def rank(name: str) -> int:
-        return next((i for i, word in enumerate(TELLING_OPERATORS) if word in name), len(TELLING_OPERATORS))
-
-    return sorted(operators, key=rank)[:3]
-
-
-# ---- a run in the terminal ---------------------------------------------------------------------------------
-
-
-def times_table(document: dict) -> tuple[list[str], list[list[str]]]:
-    """Return the columns and lines of a run's table: medians with intervals, what ran, the speed-up.
-
-    Cells of numbers have the width of the longest that can come, so that two runs of a target have one layout.
-    """
-    lines = [
-        [
-            *(row["target"], row["workload"], f"{row['side']}: {row['ran']}"),
-            f"{format_interval(row['median_ms'], row['low_ms'], row['high_ms']):<24}",
-            f"{format_rate(row['tflops']):<12}",
-            f"{'-' if row['gb_s'] is None else digits(row['gb_s']):<6}",
-            f"{'-' if row['roof_share'] is None else format(row['roof_share'], '.1%'):<6}",
-            f"{speedup_text(row):<{WIDEST_SPEEDUP}}",
-            row["options"],
-        ]
-        for row in rows(document)
-        if "median_ms" in row
-    ]
-    return ["Target", "Workload", "Side: ran", "Median [95%]", "Rate", "GB/s", "Of roof", "Speed-up", "Options"], lines
 
 
 def terminal_remarks(document: dict) -> list[str]:
@@ -177,10 +138,24 @@ def terminal_remarks(document: dict) -> list[str]:
 
 def markdown(document: dict) -> str:
     """Return the run as a Markdown page: machine, times, what ran, knobs in force, refusals and failures."""
-    parts = [*_head(document), *_times(document), *_what_ran(document), *_settings(document)]
+    parts = _head(document)
+    columns, times = times_table(document)
+    if times:
+        parts += [
+            "## Times",
+            "Medians with 95% intervals; FLOPs are those of matrix products, in attention of the query-key pairs that the "
+            "mask lets through; GB/s count each input and output once.",
+            table(columns, times),
+            "## What ran",
+            table(*_what_ran(document)),
+        ]
+    settings = join_workloads([case["target"], case["label"], _knobs_text(case)] for case in document["cases"])
+    parts += ["## Settings in force", table(["target", "workload", "knobs"], settings)]
     if remarks := join_workloads(res.remarks(document)):
         parts += ["## Refused, failed, noted", table(["target", "workload", "status", "why"], remarks)]
-    return page([*parts, *_profiles(document)])
+    if profiles := [line for case in document["cases"] for line in _profiles(case)]:
+        parts += ["## Profiles", "\n".join(profiles)]
+    return page(parts)
 
 
 def _head(document: dict) -> list[str]:
@@ -200,73 +175,65 @@ def _head(document: dict) -> list[str]:
     ]
 
 
-def _times(document: dict) -> list[str]:
-    columns, lines = times_table(document)
-    explanation = (
-        "Medians with 95% intervals; FLOPs are those of matrix products, in attention of the query-key pairs that the "
-        "mask lets through; GB/s count each input and output once."
-    )
-    return ["## Times", explanation, table(columns, lines)] if lines else []
+def _what_ran(document: dict) -> tuple[list[str], list[list[object]]]:
+    """Return the columns and lines of what ran on each side: its backend, what was launched, and its error."""
+    columns = ["target", "workload", "side", "asked", "ran", "implementation", "launches", "launched", "memory"]
 
+    def rank(name: str) -> int:
+        return next((i for i, word in enumerate(TELLING_OPERATORS) if word in name), len(TELLING_OPERATORS))
 
-def _what_ran(document: dict) -> list[str]:
-    if not any(case["sides"] for case in document["cases"]):
-        return []
-    head = ["target", "workload", "side", "asked", "ran", "implementation", "launches", "launched", "memory"]
     lines = []
     for case in document["cases"]:
         for side, ran in case["ran"].items():
             error = case["verification"].get(side)
-            launched = ", ".join(_short(name) for name in (ran["kernels"] or _telling(ran["operators"]))[:4])
+            launched = ran["kernels"][:4] or sorted(ran["operators"], key=rank)[:3]
             lines.append(
                 [
                     *(case["target"], case["label"], side, ran["asked"], ran["provider"], ran["implementation"]),
-                    *(ran["launches"] or "", launched, memory_text(ran)),
+                    *(ran["launches"] or "", ", ".join(_short(name, 60) for name in launched), memory_text(ran)),
                     f"{error['whole']:.2g} ({error['whole_bound']:.2g})" if error else "not compared",
                 ]
             )
-    return ["## What ran", table([*head, "relative error (allowed)"], lines)]
+    return [*columns, "relative error (allowed)"], lines
 
 
-def _settings(document: dict) -> list[str]:
-    lines = []
-    for case in document["cases"]:
-        knobs = ", ".join(
-            f"{key}={knob['value']} ({knob['origin']})"
-            for key, knob in case["knobs"].items()
-            if key not in case["workload"] or knob["origin"] != "default"
-        )
-        lines.append([case["target"], case["label"], knobs])
-    return ["## Settings in force", table(["target", "workload", "knobs"], join_workloads(lines))]
+def _short(name: str, length: int) -> str:
+    return name if len(name) <= length else name[: length - 3] + "..."
 
 
-def _profiles(document: dict) -> list[str]:
+def _knobs_text(case: dict) -> str:
+    """Return a case's knobs with the origin of each value; defaults that the workload shows are left out."""
+    return ", ".join(
+        f"{key}={knob['value']} ({knob['origin']})"
+        for key, knob in case["knobs"].items()
+        if key not in case["workload"] or knob["origin"] != "default"
+    )
+
+
+def _profiles(case: dict) -> list[str]:
+    """Return a list item for each profile of a case, with what is in it below."""
     items = []
-    for case in document["cases"]:
-        for side, profile in case["profiles"].items():
-            files = ", ".join(f"`{file}`" for file in profile["files"])
-            items.append(f"- {case['target']} {case['label']} {side}, range `{profile['range']}`: {files}")
-            items += [f"  - {text}" for text in _profile_facts(profile)]
-    return ["## Profiles", "\n".join(items)] if items else []
-
-
-def _profile_facts(profile: dict) -> list[str]:
-    facts = list(profile["why_not"])
-    if (roof := profile["roofline"]) is not None:
-        facts.append(
-            f"roofline counted by hand: {roof['flops_per_byte']:.3g} FLOPs/Byte, {roof['bound']}-bound, "
-            f"{roof['achieved_tflops']:.3g} of {roof['attainable_tflops']:.3g} TFLOP/s attainable"
-        )
-    if profile["gpu_busy_share"] is not None:
-        facts.append(f"GPU busy {profile['gpu_busy_share']:.1%} of the time from first to last kernel")
-    kernels = profile["rows"][:5]
-    return facts + [f"{row['mean_us']:.1f} us x {row['count']}: `{_short(row['name'], 100)}`" for row in kernels]
+    for side, profile in case["profiles"].items():
+        files = ", ".join(f"`{file}`" for file in profile["files"])
+        items.append(f"- {case['target']} {case['label']} {side}, range `{profile['range']}`: {files}")
+        facts = list(profile["why_not"])
+        if (roof := profile["roofline"]) is not None:
+            facts.append(
+                f"roofline counted by hand: {roof['flops_per_byte']:.3g} FLOPs/Byte, {roof['bound']}-bound, "
+                f"{format_rate(roof['achieved_tflops'])} of {format_rate(roof['attainable_tflops'])} attainable"
+            )
+        if profile["gpu_busy_share"] is not None:
+            facts.append(f"GPU busy {profile['gpu_busy_share']:.1%} of the time from first to last kernel")
+        kernels = profile["rows"][:5]
+        facts += [f"{row['mean_us']:.1f} us x {row['count']}: `{_short(row['name'], 100)}`" for row in kernels]
+        items += [f"  - {text}" for text in facts]
+    return items
 
 
 def write_report(document: dict, folder: Path) -> list[Path]:
     """Write CSV, Markdown and plots of a run into a folder; return the paths."""
     written = [folder / "results.csv", folder / res.REPORT_FILE]
-    write_whole(written[0], csv_text(document))
+    write_whole(written[0], to_csv(rows(document)))
     write_whole(written[1], markdown(document))
     if any(case["sides"] for case in document["cases"]):
         written += plots(document, folder)

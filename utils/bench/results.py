@@ -9,6 +9,7 @@ The run's status is "running", "complete", "interrupted", or the reason why it e
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 from utils.bench.documents import Schema
@@ -111,21 +112,14 @@ def machine_name(document: dict) -> str:
     return env.get("gpu") or f"{env.get('cpu')} ({threads} thread{'' if threads == 1 else 's'})"
 
 
-def status_counts(document: dict) -> dict[str, int]:
-    """Count the cases by the status in which they ended."""
-    counts: dict[str, int] = {}
-    for case in document["cases"]:
-        counts[case["status"]] = counts.get(case["status"], 0) + 1
-    return counts
-
-
 def status_text(document: dict) -> str:
     """Say how many cases ended in which status: "3 ok, 1 refused"."""
-    return ", ".join(f"{number} {status}" for status, number in status_counts(document).items()) or "no case ran"
+    counts = Counter(case["status"] for case in document["cases"])
+    return ", ".join(f"{number} {status}" for status, number in counts.items()) or "no case ran"
 
 
 def exit_code(document: dict) -> int:
     """Return 0 if a case ran and none failed, else 1. A refusal is no failure as long as another case ran."""
-    counts = status_counts(document)
-    failed = any(counts.get(status) for status in (FAILED, OUT_OF_MEMORY, INTERRUPTED, NOT_RUN))
-    return 1 if failed or not counts.get(OK) else 0
+    ended = {case["status"] for case in document["cases"]}
+    failed = ended & {FAILED, OUT_OF_MEMORY, INTERRUPTED, NOT_RUN}
+    return 1 if failed or OK not in ended else 0

@@ -1,24 +1,233 @@
-"""Running a plan: case after case, with valid results on the disk after each."""
+"""Running a plan: case after case, built, verified, proved, timed and profiled, with valid results on the disk after each."""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from utils.bench import results as res
-from utils.bench.case import CaseRecord, CaseRun
 from utils.bench.documents import utc_now, write_json
 from utils.bench.errors import BenchError, Refused, VerificationError, WrongRun, first_line
 from utils.bench.options import Options
+from utils.bench.profiles import Request, file_stem, profile_side
 from utils.bench.report import markdown
-from utils.bench.targets import Plan
-from utils.bench.targets.base import Case
+from utils.bench.targets import SIDES, Plan
+from utils.bench.targets.base import Built, Case
+from utils.bench.verify import Verification, verify
+from utils.bench.workload import DTYPES, arithmetic, check_fits
+from utils.benchmark.cuda_timer import CAPTURE_FAILED
+from utils.benchmark.intervals import MIN_PAIRS, NOT_ENOUGH_DATA
+from utils.benchmark.measuring import compare, measure
+from utils.benchmark.profiling import launched as profile_launches
+from utils.benchmark.result import Measurement
+from utils.benchmark.roofs import machine_roofs
 from utils.files import write_whole
-from utils.machine.environment import environment, gpu_state
+from utils.machine.environment import HARMLESS_REASONS, environment, gpu_state
+
+STEPS = ("build", "verify", "time", "profile")
+COMPARISON_FIELDS = ("speedup", "interval", "verdict", "same_within", "method")
+OPERATORS_KEPT = 40  # of a call, in the results
+
+
+def empty_record(plan: Plan, case: Case, options: Options) -> dict:
+    """Return what the results say about a case that has not run yet. Measuring it fills what is empty here."""
+    return {
+        "target": plan.target.name,
+        "label": case.label,
+        "sides_asked": list(plan.sides),
+        "workload": case.workload.to_dict(),
+        "knobs": case.knobs_record(),
+        "device": str(case.device),
+        "timing": dict(options.timing),
+        "swept": dict(case.swept),
+        "status": res.NOT_RUN,
+        "reason": "",
+        "traceback": "",  # of an error that is none of the harness's own
+        "cost": {},
+        **{name: {} for name in ("verification", "ran", "sides", "profiles")},  # by side
+        "comparison": None,
+        "notes": [],
+    }
+
+
+class CaseRun:
+    """Measures one case into its record; raises if a side is refused, wrong, or not what was asked for."""
+
+    def __init__(self, plan: Plan, case: Case, record: dict, options: Options, on_step: Callable[[Case, str], None]):
+        self.target, self.sides, self.case = plan.target, plan.sides, case
+        self.record, self.options, self.on_step = record, options, on_step
+        self.precision = arithmetic(case.workload.dtype, case.device)
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Run all steps of the case."""
+        case, target = self.case, self.target
+        self._refuse_unsupported()
+        score_buffers = max(target.score_buffers(case, side) for side in self.sides)
+        self.record["memory_estimate_bytes"] = check_fits(case.workload, score_buffers, case.device)
+        cost = case.workload.cost
+        self.record["cost"] = {"flops": cost.flops, "bytes": cost.bytes, "mask_density": case.workload.density}
+        self.on_step(case, "build")
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()  # from the ninth shape on, a compiled function silently runs eager
+        inputs = target.inputs(case)
+        built = {side: target.build(case, side, *inputs) for side in self.sides}
+        self.on_step(case, "verify")
+        expected = target.expected(case, *inputs)
+        for side, call in built.items():
+            bounds = target.bounds(case, side, self.precision, self.record["verification"])
+            if (verification := check_side(case, call, expected, self.precision, side, bounds)) is not None:
+                self.record["verification"][side] = verification.to_dict()
+        for side, call in built.items():
+            self._prove(side, call)
+        self.on_step(case, "time")
+        for side, measurement in self._time(built).items():
+            self.record["sides"][side] = {**measurement.to_dict(), "environment": {}}  # the run's record has it once
+            self.record["notes"] += [f"{side}: {text}." for text in doubts(measurement)]
+        for call in built.values():
+            call.after()
+        if self.options.profile != "none":
+            self.on_step(case, "profile")
+            self._profile(built)
+
+    def _refuse_unsupported(self) -> None:
+        supports = {side: self.target.support(self.case, side) for side in self.sides}
+        for side in reversed(self.sides):  # the optimized side first: its reason says more
+            if not (support := supports[side]):
+                others = [self.target.side_name(name) for name, other in supports.items() if other]
+                also = f" Its other side runs here: {others[0]}." if others else ""
+                reason = f"{support.reason} {support.remedy}".strip()
+                raise Refused(f"{self.target.side_name(side)} does not run here: {reason}{also}")
+
+    def _prove(self, side: str, call: Built) -> None:
+        """Record what a side really ran, with the kernels and operators that prove it."""
+        launched = profile_launches(call.fn)
+        provider = self.target.prove(self.case, side, call, launched)
+        facts = dict(self.target.facts(self.case, side, call))
+        self.record["notes"] += facts.pop("notes", [])
+        self.record["ran"][side] = {
+            "asked": call.provider,
+            "provider": provider,
+            "implementation": call.implementation,
+            "range": self.target.range_name(side, provider),
+            "kernels": list(launched.kernels),
+            "launches": launched.launches,
+            "operators": list(launched.operators)[:OPERATORS_KEPT],
+            **facts,
+        }
+
+    def _timing_options(self) -> dict:
+        """Fill the record's timing with the target's protocol; return all options of the timer."""
+        timing, cost, roofs = self.record["timing"], self.case.workload.cost, machine_roofs()
+        protocol = dict(zip(("warmup", "iterations"), self.target.protocol[self.case.device.type], strict=True))
+        timing |= {name: default for name, default in protocol.items() if timing[name] is None}
+        options = {"device": self.case.device, "flops": cost.flops or None, "bytes": cost.bytes or None}
+        if roofs.busy:
+            self.record["notes"].append(roofs.busy)
+        if self.precision in roofs.tflops:
+            options["roofs"] = roofs
+        else:
+            self.record["notes"].append(
+                f"the roofs of {roofs.name} have no {self.precision} peak: no share of a roof is given."
+            )
+        return timing | options | {"dtype": self.precision}
+
+    def _time(self, built: Mapping[str, Built]) -> dict[str, Measurement]:
+        """Time the sides: interleaved if both were asked for."""
+        options = self._timing_options()
+        labels = {side: self.record["ran"][side]["range"] for side in built}
+        try:
+            if len(built) < 2:
+                return {side: measure(call.fn, label=labels[side], **options) for side, call in built.items()}
+            calls = [built[side].fn for side in SIDES]
+            pair = compare(*calls, labels=tuple(labels[side] for side in SIDES), **options)
+        except Exception as error:
+            if any(CAPTURE_FAILED in note for note in getattr(error, "__notes__", ())):
+                names = " and ".join(labels.values())
+                raise Refused(
+                    f"{names} cannot be timed as CUDA graphs ({first_line(error)}): leave --graph out."
+                ) from error
+            raise
+        if pair.verdict == NOT_ENOUGH_DATA:
+            few = pair.method["pairs"] < MIN_PAIRS
+            crossed = f"the interval crosses 1 +- {pair.same_within:.0%}"
+            why = f"fewer than {MIN_PAIRS} pairs were taken" if few else crossed
+            self.record["notes"].append(f"no verdict: {why}; more --iterations narrow it.")
+        result = pair.to_dict()
+        self.record["comparison"] = {name: result[name] for name in COMPARISON_FIELDS}
+        return {"baseline": pair.a, "optimized": pair.b}
+
+    def _profile(self, built: Mapping[str, Built]) -> None:
+        options, record = self.options, self.record
+        folder = options.profiles_dir / self.target.chapter / options.run_id
+        for side, call in built.items():
+            request = Request.of_side(self.case, side, record["ran"][side]["range"])
+            base = folder / file_stem(self.target.workload, side, record["label"])
+            record["profiles"][side] = profile_side(
+                call.fn, request, record["sides"][side], base, level=options.profile, l2=options.timing["l2"]
+            )
+
+
+def doubts(measurement: Measurement) -> list[str]:
+    """List what makes a measurement doubtful: outliers, a cut time budget, a roof that it exceeds, held back clocks."""
+    method = measurement.method
+    found = [*measurement.doubtful(), *method["notes"]]
+    if method["cut_by_time_budget"]:
+        found.append(method["stopped"])
+    if measurement.over_roof:
+        found.append("faster than the roof allows: data came from the cache or the roof is too low")
+    if measurement.below_floor:
+        found.append("as short as an empty call")
+    state = method.get("gpu_after") or {}
+    if reasons := sorted(set(state.get("throttle_reasons") or ()) - HARMLESS_REASONS):
+        found.append(f"clocks were held back after the timing: {', '.join(reasons)}")
+    return found
+
+
+def check_side(
+    case: Case,
+    built: Built,
+    expected: Mapping[str, torch.Tensor],
+    precision: str,
+    side: str,
+    bounds: tuple[float, float] | None,
+) -> Verification | None:
+    """Compare a side's outputs with the reference; return the verification with the largest error, None without one.
+
+    Args:
+        case: the case, for its dtype.
+        built: the side; its own `fn`, which is timed afterwards, makes the outputs.
+        expected: {name: reference} in the order of the outputs.
+        precision: the precision of the products (see `verify`).
+        side: the side's name, for messages.
+        bounds: errors allowed, of the whole and of the worst row; None for what the dtype's rounding explains.
+    """
+    for _ in range(2):
+        built.fn()  # compiled functions may replay a CUDA graph from the third call on; that replay is verified
+    result = built.fn()
+    if not expected:
+        return None
+    outputs = list(result) if isinstance(result, (tuple, list)) else [result]
+    if bounds is not None:  # a user's function may return other things too
+        outputs = [one for one in outputs if isinstance(one, torch.Tensor)]
+        if len(outputs) != len(expected):
+            raise VerificationError(f"{side} returns {len(outputs)} tensors and the reference {len(expected)}.")
+    dtype = DTYPES[case.workload.dtype] if bounds is None else None
+    verifications = []
+    for output, (name, reference) in zip(outputs, expected.items(), strict=True):
+        if isinstance(output, torch.Tensor) and output.numel() == reference.numel():
+            output = output.reshape(reference.shape)
+        what = f"{side} ({built.provider}) of {case.target}" + ("" if name == "output" else f", {name}")
+        gradient = name.startswith("gradient")
+        verifications.append(
+            verify(output, reference, precision, dtype=dtype, what=what, gradient=gradient, bounds=bounds)
+        )
+    return max(verifications, key=lambda verification: verification.whole, default=None)
 
 
 class Interrupted(Exception):
@@ -99,26 +308,27 @@ class Runner:
 
     def _run_case(self, plan: Plan, case: Case) -> None:
         """Run one case into the document; only Ctrl-C leaves by an exception."""
-        record = CaseRecord.of_case(plan, case, self.options)
-        self.document["cases"].append(vars(record))
+        record = empty_record(plan, case, self.options)
+        self.document["cases"].append(record)
         if self.lost_gpu:
-            record.reason = self.lost_gpu
+            record["reason"] = self.lost_gpu
             return
         begin = time.perf_counter()
         try:
             CaseRun(plan, case, record, self.options, self.on_step).measure()
-            record.status = res.OK
+            record["status"] = res.OK
         except KeyboardInterrupt:
-            record.status, record.reason = res.INTERRUPTED, "Ctrl-C; the results so far are kept."
+            record |= {"status": res.INTERRUPTED, "reason": "Ctrl-C; the results so far are kept."}
             raise
         except Exception as error:
-            record.status, record.reason = _failure(error)
-            record.traceback = "" if isinstance(error, BenchError) else "".join(traceback.format_exception(error))
+            record["status"], record["reason"] = _failure(error)
+            if not isinstance(error, BenchError):
+                record["traceback"] = "".join(traceback.format_exception(error))
         finally:
-            record.seconds = time.perf_counter() - begin
+            record["seconds"] = time.perf_counter() - begin
             self._free_gpu(record)
 
-    def _free_gpu(self, record: CaseRecord) -> None:
+    def _free_gpu(self, record: dict) -> None:
         """Free the case's memory. After a kernel fault no CUDA context can be used, so the rest is not run."""
         if self.device.type != "cuda" or self.lost_gpu:
             return
@@ -126,8 +336,8 @@ class Runner:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         except Exception as fault:
-            self.lost_gpu = f"the GPU context was lost by {record.target} ({record.label}): {first_line(fault)}"
-            record.status, record.reason = res.FAILED, record.reason or self.lost_gpu
+            self.lost_gpu = f"the GPU context was lost by {record['target']} ({record['label']}): {first_line(fault)}"
+            record |= {"status": res.FAILED, "reason": record["reason"] or self.lost_gpu}
 
 
 def _failure(error: Exception) -> tuple[str, str]:

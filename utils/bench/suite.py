@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from utils.bench.comparing import differences, separate_interval, speedup_verdict
+from utils.bench.comparing import differences, separate_speedup
 from utils.bench.documents import Schema, write_json
 from utils.bench.errors import BenchError
 from utils.benchmark import intervals as stats
@@ -34,7 +34,7 @@ from utils.machine.device import usable_device
 from utils.machine.environment import environment, gpu_state
 from utils.validation import whole_number
 
-RESULT = Schema("labs-bench-suite", 1, ("kernel_name", "timing", "config", "measurement"))
+RESULT = Schema("labs-bench-suite", 2, ("label", "timing", "config", "samples_ms"))
 CLOCK_SLACK_MS = 0.05  # the kernel's clock and the host's may differ by this much
 
 
@@ -74,29 +74,18 @@ class BenchmarkConfig:
             raise BenchError(f"device_id is {self.device_id!r}: {error}") from None
 
 
-@dataclass(frozen=True)
-class BenchmarkResult:
-    """One kernel's samples and statistics, with its configuration and environment.
+@dataclass(frozen=True, repr=False)
+class BenchmarkResult(Measurement):
+    """One kernel's measurement with its configuration; `label` is the kernel's name."""
 
-    The fields of `measurement` are the result's own as well: `median_ms`, `p95_ms`, `samples_ms`, `gb_s`, ...
-    """
-
-    kernel_name: str
-    timing: str  # "kernel's own" or "harness"
-    config: dict
-    measurement: Measurement
+    timing: str = "harness"  # or "kernel's own"
+    config: dict = field(default_factory=dict)
     shape: dict | None = None  # such as {"B": 8, "H": 4, "S": 128, "d": 64}
-    dtype: str | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "measurement":
-            raise AttributeError(name)
-        return getattr(self.measurement, name)
 
     @property
     def gflops(self) -> float | None:
         """GFLOP/s at the median time; None without a FLOP count."""
-        return None if self.measurement.tflops is None else 1e3 * self.measurement.tflops
+        return None if self.tflops is None else 1e3 * self.tflops
 
     @property
     def queries_per_s(self) -> float | None:
@@ -104,15 +93,13 @@ class BenchmarkResult:
         shape = self.shape or {}
         if not {"B", "H", "S"} <= set(shape):
             return None
-        return shape["B"] * shape["H"] * shape["S"] / (self.measurement.median_ms / 1e3)
+        return shape["B"] * shape["H"] * shape["S"] / (self.median_ms / 1e3)
 
 
 def load_result(path: Path) -> BenchmarkResult:
     """Read a result that `save_results` wrote; raise BenchError for a truncated file or another schema."""
-    record = RESULT.read(Path(path))
-    fields = {name: record[name] for name in BenchmarkResult.__dataclass_fields__ if name in record}
     try:
-        return BenchmarkResult(**fields | {"measurement": Measurement.from_dict(record["measurement"])})
+        return BenchmarkResult.from_dict(RESULT.read(Path(path)))
     except (KeyError, TypeError, ValueError) as error:
         raise BenchError(f"{path} is damaged: {error}") from None
 
@@ -149,48 +136,48 @@ class CUDABenchmarkHarness:
             raise BenchError(f"kernel_func must be callable, got {type(kernel_func).__name__}; pass the function.")
         config = self.config
         work: dict[str, Any] = {"label": kernel_name, "flops": flop_count, "bytes": memory_bytes}
-        how: dict[str, Any] = {"warmup": config.warmup_iterations, "iterations": config.benchmark_iterations}
-        how |= {"device": self.device, "l2": "cold" if config.flush_l2_cache else "warm"}
         with torch.cuda.device(self.device if self.on_gpu else -1):
             torch.manual_seed(config.seed)
             times_itself = _is_time(kernel_func())
             if config.exclude_memory_transfers and self.on_gpu:
                 _refuse_transfers(kernel_func, kernel_name)
-            measurement = (
-                self._own_times(kernel_func, how, work) if times_itself else measure(kernel_func, **how, **work)
-            )
-        timing = "kernel's own" if times_itself else "harness"
-        dtype = None if dtype is None else str(dtype).removeprefix("torch.")
-        return BenchmarkResult(kernel_name, timing, asdict(config), measurement, dict(shape) if shape else None, dtype)
+            if times_itself:
+                measured = self._own_times(kernel_func, work)
+            else:
+                how: dict[str, Any] = {"warmup": config.warmup_iterations, "iterations": config.benchmark_iterations}
+                how |= {"device": self.device, "l2": "cold" if config.flush_l2_cache else "warm"}
+                measured = measure(kernel_func, **how, **work)
+        facts: dict[str, Any] = vars(measured) | {"timing": "kernel's own" if times_itself else "harness"}
+        facts |= {"config": asdict(config), "shape": dict(shape) if shape else None}
+        return BenchmarkResult(**facts | {"dtype": None if dtype is None else str(dtype).removeprefix("torch.")})
 
-    def _own_times(self, kernel_func: Callable, how: dict, work: dict) -> Measurement:
+    def _own_times(self, kernel_func: Callable, work: dict) -> Measurement:
         """Collect the times that the kernel function returns, with the cache flushed before each call if that is asked for."""
-        flush_bytes = 0
-        if how["l2"] == "cold":
+        config, flush_bytes = self.config, 0
+        if config.flush_l2_cache:
             flush_bytes = gpu_flush_bytes(self.device) if self.on_gpu else cpu_flush_bytes()
         flush = torch.zeros(flush_bytes // 4, dtype=torch.int32, device=self.device)
-        for _ in range(how["warmup"]):
+        for _ in range(config.warmup_iterations):
             kernel_func()
         samples: list[float] = []
-        for call in range(how["iterations"]):
+        for call in range(config.benchmark_iterations):
             flush.add_(1)
             if self.on_gpu:
                 torch.cuda.synchronize(self.device)
             begin = time.perf_counter()
             value = kernel_func()
             samples.append(_check_own_time(value, 1e3 * (time.perf_counter() - begin), call, work["label"]))
-        method = {"clock": "the kernel function's own", "device": str(self.device), "warmup": how["warmup"]}
-        method |= {"samples": len(samples), "l2": how["l2"], "l2_flush_bytes": flush_bytes or None}
-        method |= {"calls_per_sample": 1, "gpu_after": gpu_state(self.device) if self.on_gpu else None}
+        method = {"clock": "the kernel function's own", "device": str(self.device), "samples": len(samples)}
+        method |= {"warmup": config.warmup_iterations, "l2": "cold" if flush_bytes else "warm"}
+        method |= {"l2_flush_bytes": flush_bytes or None, "calls_per_sample": 1}
+        method |= {"gpu_after": gpu_state(self.device) if self.on_gpu else None}
         interval = stats.repeat_interval(samples)
         return Measurement(tuple(samples), interval, **work, method=method, environment=environment(self.device))
 
     def save_results(self, result: BenchmarkResult, path: Path | str) -> Path:
         """Write a result with its raw samples as JSON, in the place of an older file of that name."""
         rates = {"gflops": result.gflops, "queries_per_s": result.queries_per_s}
-        return write_json(
-            Path(path), RESULT.document(**vars(result) | rates | {"measurement": result.measurement.to_dict()})
-        )
+        return write_json(Path(path), RESULT.document(**result.to_dict(), **rates))
 
     def compare_results(self, baseline_path: Path | str, current_result: BenchmarkResult) -> dict:
         """Compare a result with a saved baseline: {"speedup", "improvement_pct", "interval", "verdict", ...}.
@@ -198,23 +185,18 @@ class CUDABenchmarkHarness:
         `improvement_pct` is the share of the baseline's time that is saved. Results of another GPU, shape, dtype, FLOP
         or byte count, or cache state are refused, and the error names the difference.
         """
-        baseline = load_result(Path(baseline_path))
-        before, now = _facts(baseline), _facts(current_result)
+        old, new = load_result(Path(baseline_path)), current_result
+        before, now = _facts(old), _facts(new)
         if different := differences(before, now, list(before)):
-            names = f"{baseline.kernel_name} and {current_result.kernel_name}"
-            raise BenchError(f"{names} cannot be compared: {'; '.join(different)}.")
-        old, new = baseline.measurement, current_result.measurement
-        interval = separate_interval(old, new)
+            raise BenchError(f"{old.label} and {new.label} cannot be compared: {'; '.join(different)}.")
         return {
-            "baseline": baseline.kernel_name,
-            "current": current_result.kernel_name,
+            "baseline": old.label,
+            "current": new.label,
             "baseline_ms": old.median_ms,
             "current_ms": new.median_ms,
-            "speedup": old.median_ms / new.median_ms,
             "improvement_pct": 100.0 * (1.0 - new.median_ms / old.median_ms),
-            "interval": interval,
-            "verdict": speedup_verdict(interval, old.samples_ms, new.samples_ms),
-            "timing": (baseline.timing, current_result.timing),
+            "timing": (old.timing, new.timing),
+            **separate_speedup(old, new),
         }
 
 
@@ -249,7 +231,7 @@ def _refuse_transfers(kernel_func: Callable, kernel_name: str) -> None:
 
 def _facts(result: BenchmarkResult) -> dict:
     """Return what two results must share to be compared: the machine, the work and the state of the cache."""
-    machine, work = result.measurement.environment, result.measurement
+    machine = result.environment
     cpu = None if machine.get("gpu") else machine.get("cpu")
     facts = {"GPU": machine.get("gpu"), "CPU": cpu, "shape": result.shape, "dtype": result.dtype}
-    return facts | {"flop_count": work.flops, "memory_bytes": work.bytes, "L2": work.method.get("l2")}
+    return facts | {"flop_count": result.flops, "memory_bytes": result.bytes, "L2": result.method.get("l2")}

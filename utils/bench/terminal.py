@@ -56,59 +56,42 @@ def console(stderr: bool = False) -> Console:
 def show_table(columns: Sequence[str], lines: Sequence[Sequence[object]], *, wrap: Sequence[str] = ()) -> None:
     """Print a table on standard output; the cells are shown as they are, without rich's markup.
 
-    A table that is wider than the terminal would break numbers inside. It is printed as records instead: a line for each
-    cell, under the first cell as a heading.
+    A table that is wider than the terminal would break numbers inside. It is printed as records instead: the first cell as
+    a heading, unless the line above has the same, and below it a line `name  cell` for each cell that is not empty.
 
     Args:
         columns: the names of the columns.
         lines: the cells of each line.
         wrap: columns of sentences, which may be broken between words, down to 30 characters.
     """
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(pad_edge=False)
     for name in columns:
         table.add_column(name, overflow="fold", no_wrap=name not in wrap)
     for line in lines:
-        table.add_row(*(escape(str(cell)) for cell in line))
+        table.add_row(*(Text(str(cell)) for cell in line))
     screen = console()
     widths = [max(len(str(cell)) for cell in cells) for cells in zip(columns, *lines, strict=True)]
     narrowest = [min(width, 30) if name in wrap else width for name, width in zip(columns, widths, strict=True)]
     if sum(narrowest) + 3 * len(narrowest) + 1 <= screen.width:
         screen.print(table)
-    else:
-        screen.print(records_text(columns, lines, screen.width), markup=False, soft_wrap=True)
-
-
-def records_text(columns: Sequence[str], lines: Sequence[Sequence[object]], width: int) -> str:
-    """Return a table as records: the first cell as a heading, then a line `name  cell` for every cell that is not empty.
-
-    Lines that repeat the first cell of the line above do not repeat the heading.
-    """
-    import textwrap
-
-    names = max(map(len, columns[1:]), default=0)
-    text, heading = list[str](), None
-    for line in lines:
-        first, *rest = map(str, line)
-        if first and first != heading:
-            text += ["", first] if text else [first]
-            heading = first
-        elif len(text) > 1:
-            text.append("")
-        for name, cell in zip(columns[1:], rest, strict=True):
-            if cell:
-                indent = " " * (4 + names)
-                text += textwrap.wrap(
-                    cell,
-                    max(width, len(indent) + 20),
-                    initial_indent=f"  {name:{names}}  ",
-                    subsequent_indent=indent,
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
-    return "\n".join(text)
+        return
+    heading = None
+    for first, *rest in lines:
+        if heading is not None:
+            screen.print()
+        if first != heading:
+            screen.print(Text(str(first)))
+        heading = first
+        record = Table.grid(padding=(0, 2))
+        record.add_column(no_wrap=True, min_width=max(map(len, columns[1:])) + 2)
+        record.add_column(overflow="fold")
+        for name, cell in zip(columns[1:], map(str, rest), strict=True):
+            if cell.strip():
+                record.add_row(f"  {name}", Text(cell.rstrip()))
+        screen.print(record)
 
 
 def show_json(value: Any) -> None:

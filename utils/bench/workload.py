@@ -69,12 +69,12 @@ class Workload:
     @property
     def hkv(self) -> int:
         """Number of heads of k and v."""
-        return self.heads if self.kv_heads is None else self.kv_heads
+        return self.kv_heads or self.heads
 
     @property
     def sk(self) -> int:
         """Number of keys."""
-        return self.seq_len if self.seq_len_kv is None else self.seq_len_kv
+        return self.seq_len_kv or self.seq_len
 
     @property
     def causal(self) -> bool:
@@ -101,11 +101,8 @@ class Workload:
         """Return the fields, for a JSON file; those after `score_mod` only where they differ from plain self-attention."""
         plain = {"kv_heads": self.heads, "seq_len_kv": self.seq_len, "layout": "bhsd", "direction": "forward"}
         fields = asdict(self)
-        return {
-            key: value
-            for i, (key, value) in enumerate(fields.items())
-            if i <= list(fields).index("score_mod") or value not in (None, plain.get(key))
-        }
+        always = list(fields)[: list(fields).index("score_mod") + 1]
+        return {key: value for key, value in fields.items() if key in always or value not in (None, plain.get(key))}
 
     @property
     def attention_arguments(self) -> dict:
@@ -131,9 +128,8 @@ class Workload:
         """Query-key pairs of one head that the mask lets through."""
         if self.doc_span is not None:
             count, span, rest = self.documents
-            return sum(
-                n * (size * (size + 1) // 2 if self.causal else size**2) for n, size in ((count, span), (1, rest))
-            )
+            of_one = [size * (size + 1) // 2 if self.causal else size**2 for size in (span, rest)]
+            return count * of_one[0] + of_one[1]
         if self.mask not in ("full", "causal"):
             rows = row_chunks(by_name(self.mask), self.seq_len, self.sk, "cpu")
             return sum(int(allowed.sum()) for _, allowed in rows)
@@ -152,9 +148,8 @@ class Workload:
         """FLOPs of the pairs let through, and the least bytes: q, k, v, the output and gradients once each."""
         query, key = self.batch * self.heads * self.seq_len, self.batch * self.hkv * self.sk
         forward = 4 * self.batch * self.heads * self.head_dim * self.pairs
-        times, moved = {"forward": (1.0, 2), "backward": (BACKWARD_FLOPS, 4), "both": (1.0 + BACKWARD_FLOPS, 6)}[
-            self.direction
-        ]
+        passes = {"forward": (1.0, 2), "backward": (BACKWARD_FLOPS, 4), "both": (1.0 + BACKWARD_FLOPS, 6)}
+        times, moved = passes[self.direction]
         return flops.Cost(int(times * forward), moved * (query + key) * self.head_dim * DTYPES[self.dtype].itemsize)
 
     def bytes_needed(self, score_buffers: float) -> int:
@@ -209,18 +204,14 @@ def arithmetic(dtype: str, device: torch.device) -> str:
     return "tf32" if tf32 else dtype
 
 
-def free_bytes(device: torch.device) -> int:
-    """Return the bytes that tensors can still take on a device: on a GPU, what torch's allocator holds unused too."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    return available_memory_bytes()
-
-
 def check_fits(workload, score_buffers: float, device: torch.device) -> int:
     """Estimate the bytes; raise Refused, before anything is allocated, if the free memory cannot hold them."""
     needed = workload.bytes_needed(score_buffers)
-    free = free_bytes(device)
+    if device.type == "cuda":  # torch's allocator may hold memory that it does not use
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + unused
+    else:
+        free = available_memory_bytes()
     if needed > free:
         stored = " (its unfused side stores all scores)" if score_buffers else ""
         raise Refused(

@@ -64,14 +64,7 @@ def measure(fn: Callable, *args, label: str | None = None, **options) -> Measure
 
 @_with_options
 def compare(
-    a: Callable,
-    b: Callable,
-    *args,
-    labels: tuple[str, str] | None = None,
-    same_within: float = 0.01,
-    order: str = "abba",
-    seed: int = 0,
-    **options,
+    a: Callable, b: Callable, *args, labels: tuple[str, str] | None = None, same_within: float = 0.01, **options
 ) -> Comparison:
     """Time a and b on the same arguments, interleaved, and say whether b is faster, slower or the same.
 
@@ -81,14 +74,12 @@ def compare(
     interval lies within `same_within` of 1.
 
     The options are those of `measure` and hold for both functions, and so do `flops` and `bytes`. These differ:
-    `iterations` counts pairs of samples; `labels` names a and b in the result; `order` is "abba" (a b b a a b b a ...,
-    which cancels a steady drift) or "random" (each pair's order is drawn with `seed`).
+    `iterations` counts pairs of samples, in the order a b b a a b b a, which cancels a steady drift; `labels` names a
+    and b in the result.
     """
     for name, fn in (("a", a), ("b", b)):
         if not callable(fn):
             raise TypeError(f"compare() times two functions: {name} must be callable, got {type(fn).__name__}.")
-    if order not in ("abba", "random"):
-        raise ValueError(f'order must be "abba" or "random", got {order!r}.')
     if same_within < 0:
         raise ValueError(f"same_within must not be negative, got {same_within!r}; 0.01 means 1%.")
     names = labels or (_label(a, None), _label(b, None))
@@ -102,7 +93,7 @@ def compare(
         return stats.relative_half_width(interval, stats.speedup(first, second))
 
     calls = [Call(fn, inputs, kwargs, name) for fn, name in zip((a, b), names, strict=True)]
-    side_a, side_b = _timed(timing, calls, _pairs(order, seed), width)
+    side_a, side_b = _timed(timing, calls, itertools.cycle(((0, 1), (1, 0))), width)
     interval = stats.speedup_interval(side_a.samples_ms, side_b.samples_ms, timing.confidence)
     pairs = len(side_a.samples_ms)
     return Comparison(
@@ -112,7 +103,7 @@ def compare(
         a=side_a,
         b=side_b,
         same_within=same_within,
-        method={"order": order, "seed": seed if order == "random" else None, "pairs": pairs},
+        method={"order": "abba", "pairs": pairs},
     )
 
 
@@ -168,14 +159,6 @@ def _timed(
         dataclasses.replace(one, roof=work.roof, roof_share=share, method=one.method | {"over_roof": share > 1.0})
         for one, share in zip(results, shares, strict=True)
     ]
-
-
-def _pairs(order: str, seed: int) -> Iterator[tuple[int, int]]:
-    """Yield without end the order of two functions in a pair: the index of the first and of the second."""
-    draw = random.Random(seed)
-    for pair in itertools.count():
-        first = draw.randrange(2) if order == "random" else pair % 2
-        yield first, 1 - first
 
 
 def _rounds(count: int, seed: int) -> Iterator[Sequence[int]]:

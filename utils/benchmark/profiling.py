@@ -64,13 +64,7 @@ class TraceEvent:
 
 
 def profile(
-    fn: Callable,
-    *args,
-    steps: int = 6,
-    warmup: int = 3,
-    trace_path: str | os.PathLike | None = None,
-    record_shapes: bool = False,
-    **kwargs,
+    fn: Callable, *args, steps: int = 6, warmup: int = 3, trace_path: str | os.PathLike | None = None, **kwargs
 ) -> torch.profiler.profile:
     """Profile `steps` calls of `fn(*args, **kwargs)`, one profiler step each: the finished torch.profiler.profile.
 
@@ -82,7 +76,6 @@ def profile(
         steps: recorded calls.
         warmup: calls before them, so that compilation and first-use costs stay out of the profile.
         trace_path: also write a Chrome trace to this path (.json or .json.gz).
-        record_shapes: keep the operators' input shapes.
         **kwargs: keywords of `fn`. For a keyword with the name of an option here, use functools.partial.
     """
     check_callable("profile", fn)
@@ -100,7 +93,7 @@ def profile(
         fn(*args, **kwargs)
     # One warm-up step inside the profiler as well: its first step costs more than the others.
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
-    with torch.profiler.profile(activities=activities, schedule=schedule, record_shapes=record_shapes) as prof:
+    with torch.profiler.profile(activities=activities, schedule=schedule) as prof:
         for _ in range(1 + steps):
             fn(*args, **kwargs)
             if on_gpu:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from typing import Self
 
 import numpy as np
 
@@ -103,7 +104,7 @@ class Measurement:
         return record | {"samples_ms": list(self.samples_ms), "interval_ms": list(self.interval_ms)}
 
     @classmethod
-    def from_dict(cls, record: dict) -> Measurement:
+    def from_dict(cls, record: dict) -> Self:
         """Return the measurement that `to_dict` wrote; the statistics are computed again from the samples."""
         missing = {"samples_ms", "interval_ms"} - set(record)
         if missing:
@@ -184,12 +185,6 @@ class Comparison:
         """Return all fields, ready for JSON."""
         return vars(self) | {"interval": list(self.interval), "a": self.a.to_dict(), "b": self.b.to_dict()}
 
-    @classmethod
-    def from_dict(cls, record: dict) -> Comparison:
-        """Return the comparison that `to_dict` wrote."""
-        sides = {side: Measurement.from_dict(record[side]) for side in ("a", "b")}
-        return cls(**(record | {"interval": tuple(record["interval"])} | sides))
-
     def __repr__(self) -> str:
         low, high = self.interval
         return (
@@ -199,17 +194,27 @@ class Comparison:
         )
 
 
+def _in_unit(value: float, units: tuple[tuple[str, float], ...]) -> tuple[str, float]:
+    """Return the first unit in which a value is at least 1, and its factor; the last unit for smaller ones."""
+    return next((found for found in units if abs(value) >= 0.9995 / found[1]), units[-1])
+
+
 def format_interval(value: float, low: float, high: float) -> str:
     """Format a time in ms with its interval, in one unit: "12.71 [12.1, 13.05] ms"."""
-    unit, scale = next((found for found in _UNITS if abs(value) >= 0.9995 / found[1]), _UNITS[-1])
+    unit, scale = _in_unit(value, _UNITS)
     return f"{digits(value * scale, 4)} [{digits(low * scale, 4)}, {digits(high * scale, 4)}] {unit}"
+
+
+def with_interval(value: float, low: float, high: float) -> str:
+    """Format a value with its interval: "1.23 [1.2, 1.26]"."""
+    return f"{digits(value)} [{digits(low)}, {digits(high)}]"
 
 
 def format_rate(tflops: float | None) -> str:
     """Format TFLOP/s with a suitable unit: "989 TFLOP/s", "98 GFLOP/s"; "-" for None."""
     if tflops is None:
         return "-"
-    unit, scale = next((found for found in _RATES if abs(tflops) >= 0.9995 / found[1]), _RATES[-1])
+    unit, scale = _in_unit(tflops, _RATES)
     return f"{digits(tflops * scale)} {unit}"
 
 
@@ -224,11 +229,5 @@ _RATES = (("TFLOP/s", 1.0), ("GFLOP/s", 1e3), ("MFLOP/s", 1e6))
 
 def format_ms(value: float) -> str:
     """Format a time given in ms with a suitable unit: "1.23 s", "4.56 ms", "7.89 us" or "12 ns"."""
-    size = abs(value)
-    if size >= 1000.0:
-        return f"{value / 1e3:.4g} s"
-    if size >= 1.0:
-        return f"{value:.4g} ms"
-    if size >= 0.9995e-3 or size == 0.0:
-        return f"{value * 1e3:.4g} us"
-    return f"{value * 1e6:.3g} ns"
+    unit, scale = _in_unit(value, _UNITS)
+    return f"{value * scale:.4g} {unit}"

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -103,7 +103,7 @@ def datasheet_roofs(gpu_name: str) -> Roofs:
     )
 
 
-def measure_roofs(device: torch.device | str | None = None, dtypes: Iterable | None = None) -> Roofs:
+def measure_roofs(device: torch.device | str | None = None) -> Roofs:
     """Measure the roofs of this machine, in a few seconds: square matrix products and a large copy.
 
     The best of all samples counts, since a disturbance can only lengthen a time. The products and the copy take turns
@@ -114,12 +114,13 @@ def measure_roofs(device: torch.device | str | None = None, dtypes: Iterable | N
     of this size would take a minute, so that bf16 is not timed and its roof is that of fp32.
 
     Args:
-        device: "cpu" or "cuda"; by default the GPU if there is one.
-        dtypes: names or torch dtypes. Default on a CPU: fp32 and bf16; on a GPU: those of fp16, bf16, fp32 and tf32
-            that it has.
+        device: "cpu", of which fp32 and bf16 are measured, or "cuda": those of fp16, bf16, fp32 and tf32 that it has. By
+            default the GPU if there is one.
     """
     target = pick_device(device)
-    names = _check_dtypes(target, dtypes)
+    names = _MEASURED_ON[target.type]
+    if target.type == "cuda" and torch.cuda.get_device_capability(target) < (8, 0):
+        names = ("fp16", "fp32")  # its tensor cores are for fp16 only
     side = _SIDE[target.type]
     copy_bytes = _copy_bytes(target)
     timed = _timed_dtypes(target, names)
@@ -150,7 +151,7 @@ def measure_roofs(device: torch.device | str | None = None, dtypes: Iterable | N
     else:
         machine = torch.cuda.get_device_name(target)
     reached = {name: 2 * side**3 / best_ms[name] / 1e9 for name in timed}
-    if target.type == "cpu" and "bf16" in names:
+    if target.type == "cpu":
         reached["bf16"] = max(reached.get("bf16", 0.0), reached["fp32"])
     tflops = {name: reached[name] for name in names}
     spread = max(max(times) / min(times) - 1 for times in rounds.values())
@@ -167,9 +168,9 @@ def measure_roofs(device: torch.device | str | None = None, dtypes: Iterable | N
     )
 
 
-def _timed_dtypes(device: torch.device, names: list[str]) -> list[str]:
-    """Return the dtypes whose products are timed: on a CPU fp32 beside bf16, and bf16 only if it has a kernel there."""
-    if device.type != "cpu" or "bf16" not in names:
+def _timed_dtypes(device: torch.device, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the dtypes whose products are timed: on a CPU bf16 only if it has a kernel there."""
+    if device.type != "cpu":
         return names
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine two threads wait for each other many times longer than they multiply
@@ -182,7 +183,7 @@ def _timed_dtypes(device: torch.device, names: list[str]) -> list[str]:
         torch.set_num_threads(threads)
     expected_ms = small_ms["bf16"] * (_SIDE["cpu"] / _SMALL_SIDE) ** 3 / threads
     has_kernel = small_ms["bf16"] < _NO_KERNEL * small_ms["fp32"] and expected_ms < _BUDGET_MS
-    return ["fp32", "bf16"] if has_kernel else ["fp32"]
+    return names if has_kernel else ("fp32",)
 
 
 _machine_roofs: dict[tuple, Roofs] = {}
@@ -240,32 +241,6 @@ def _intensity(intensity: float) -> float:
     if not (math.isfinite(intensity) and intensity >= 0):
         raise ValueError(f"An arithmetic intensity is a number of FLOPs/Byte, 0 or more, not {intensity!r}.")
     return intensity
-
-
-def _check_dtypes(device: torch.device, dtypes: Iterable | None) -> list[str]:
-    measured = _MEASURED_ON[device.type]
-    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 0):
-        measured = ("fp16", "fp32")
-        why = f"compute capability {capability[0]}.{capability[1]} has tensor cores for fp16 only"
-    elif device.type == "cpu":
-        why = "torch's fp16 matrix products on a CPU run near 1 GFLOP/s, and tf32 and fp8 are formats of GPUs"
-    else:
-        why = "an fp8 peak needs scaled products, which are not measured here: use datasheet_roofs()"
-    if dtypes is None:
-        return list(measured)
-    if isinstance(dtypes, (str, torch.dtype)):
-        raise ValueError(f"dtypes is a list; write dtypes=[{dtypes!r}].")
-    if not isinstance(dtypes, Iterable):
-        raise ValueError(f'dtypes is {dtypes!r}; it is a list such as ["fp32", "bf16"].')
-    names = list(dict.fromkeys(dtype_name(dtype) for dtype in dtypes))
-    if not names:
-        raise ValueError(f"dtypes is empty; choose from {', '.join(measured)}.")
-    for name in names:
-        if name not in measured:
-            raise ValueError(
-                f"The {name} peak is not measured on {device.type!r}: {why}. Choose from {', '.join(measured)}."
-            )
-    return names
 
 
 def _copy_bytes(device: torch.device) -> int:

@@ -30,7 +30,7 @@ Limits:
 - A missing fence between mbarrier.init and the first copy is not reported: Triton's own tutorials have none, and the
   compiler does not add one.
 - One program at a time: a loop that waits for another program of the grid is reported as endless.
-- A missing fence is reported inside one partition, too, where Triton 3.7 to 3.9 put it back; the report says which it is.
+- A fence that is missing inside of one partition is a note (`run.notes`) with Triton 3.7 and later, whose compiler adds it.
 - In a cluster, a block reads and writes its own shared memory; only multicast copies, arrivals at mbarriers,
   gl.convert_layout and reductions cross blocks. Nothing checks that a block lives until the others are done with it.
 - Race checks cover shared memory and accumulators, not global memory.

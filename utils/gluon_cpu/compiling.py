@@ -6,8 +6,6 @@ A wrong kernel can end the process that compiles it, so a child process does: a 
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -22,7 +20,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
 
-from utils.files import cache_folder, write_whole
 from utils.kernels import offline
 from utils.kernels.warm_process import WarmProcess, serve
 from utils.machine import versions
@@ -103,7 +100,7 @@ class CompilerRefusal(Exception):
 
 
 def compile_kernel(request: Request, *, figures: bool = True, timeout: float = 120.0) -> Compiled | None:
-    """Compile a kernel for sm_90a in a child process, or return what an earlier compilation of it gave.
+    """Compile a kernel for sm_90a in a child process.
 
     Args:
         request: the kernel.
@@ -113,67 +110,11 @@ def compile_kernel(request: Request, *, figures: bool = True, timeout: float = 1
     Raises:
         CompilerRefusal: the kernel does not compile.
     """
-    entry = _cache_entry(request)
-    known = _read_entry(entry)
-    if known is not None and (known["compiled"] or not figures):
-        return Compiled(**known["compiled"]) if figures else None
     text = json.dumps({"path": str(write_source(request.source, request.file)), **asdict(request), "figures": figures})
     code, output, errors = (_run_forked if _may_fork() else _run_anew)(text, timeout)
     if code:
         raise CompilerRefusal(errors)
-    compiled = json.loads(output.splitlines()[-1])
-    if entry is not None:
-        with contextlib.suppress(OSError):  # a full disk, or a folder that may not be written
-            write_whole(entry, json.dumps({"compiled": compiled}))
-    return Compiled(**compiled) if figures else None
-
-
-# ---- results that are kept ---------------------------------------------------------------------------------------
-
-# Results are kept in the user's cache folder. A result belongs to the hash of the exact text and request, so nobody
-# gets the result of another kernel by accident. A program of the same user could still write a false one; that is no
-# more than it can do to the checks themselves. The grader turns the cache off (LABS_COMPILE_CACHE=off), because there
-# a student's process could vouch for a kernel of its own that does not compile.
-_CACHE = cache_folder("compiled")
-_SELF_CONTAINED = (sys.stdlib_module_names - {"importlib", "runpy"}) | {"triton", "torch", "numpy"}
-
-
-@functools.cache
-def _compiler_version() -> str:
-    """The version of Triton, of its assembler, and of the code that compiles and counts."""
-    import triton
-
-    code = b"".join(Path(file).read_bytes() for file in (__file__, offline.__file__))
-    return f"{triton.__version__} {os.environ.get('TRITON_PTXAS_PATH')} {hashlib.sha256(code).hexdigest()}"
-
-
-def _cache_entry(request: Request) -> Path | None:
-    """The file for the result of a request; None if results are not kept or depend on more than the request says."""
-    imported: list[str] = []
-    for node in ast.walk(ast.parse(request.source)):
-        if isinstance(node, ast.Import):
-            imported += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            imported.append("" if node.level else node.module or "")
-    if _CACHE is None or any(name.partition(".")[0] not in _SELF_CONTAINED for name in imported):
-        return None
-    try:
-        text = json.dumps([_compiler_version(), asdict(request)], sort_keys=True)
-    except TypeError:  # a constant that JSON does not have
-        return None
-    return _CACHE / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
-
-
-def _read_entry(entry: Path | None) -> dict | None:
-    try:
-        if entry is None or entry.stat().st_uid != os.getuid():
-            return None
-        content = json.loads(entry.read_text())
-        if content["compiled"] is not None:
-            Compiled(**content["compiled"])
-        return content
-    except (OSError, ValueError, TypeError, KeyError):  # not there, or cut off: it is compiled again
-        return None
+    return Compiled(**json.loads(output.splitlines()[-1])) if figures else None
 
 
 # ---- the child ---------------------------------------------------------------------------------------------------

@@ -133,6 +133,13 @@ def report(
         raise ERRORS[kind](finding)
 
 
+def note(kind: str, message: str, others: tuple[Site, ...]) -> None:
+    """Keep a finding that the compiler repairs: it is no mistake on the machine, and ends nothing."""
+    notes, finding = program().run.notes, _finding(kind, message, sites(), None, others)
+    if not any(n.kind == kind and n.site == finding.site for n in notes):
+        notes.append(finding)
+
+
 def _kept(finding: Report) -> Exception:
     """Put a finding into the run and on its timeline, and return the error to raise."""
     if _program is not None:

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from triton.experimental.gluon import language as gl
 
+from utils.machine import versions
+
 from . import context, layouts
 from .context import Clock, refuse, report
 from .dtypes import numpy_type, round_to
@@ -445,7 +447,7 @@ def access(
                     and not (old.asynchronous or old.settled)
                     and block.fenced.get(old.component, 0) < old.time
                 ):
-                    _report_missing_fence(old, new)
+                    _report_missing_fence(old, new, inside=old.component == block.me)
                 if write and covers and (old.key == desc.key or _contains(new, old)):
                     continue  # ordered before this one: whoever comes after this one comes after that one
             elif old.key == desc.key and old.component == component:
@@ -531,20 +533,19 @@ def _report_race(old: Access, new: Access, p) -> None:
     report("race", text + _WAITS.get(old.component[0], "") + _hint(old, p) + _passed(new, old, p), others=(old.site,))
 
 
-def _report_missing_fence(old: Access, new: Access) -> None:
+def _report_missing_fence(old: Access, new: Access, inside: bool) -> None:
+    """Report an ordinary access and an asynchronous one without a fence, or note it where the compiler adds the fence."""
     unit = "the tensor cores" if "wgmma" in new.what else "the TMA"
-    text = f"{_upper(new.what)} goes through the async proxy; {old.what} ({old.partition}, {old.site})"
-    rule = (
-        f"without fence_async_shared() between them {unit} may not see that"
-        if old.write
-        else (f"without fence_async_shared() between them {unit} may overwrite what is still being read")
-    )
-    if old.component[:2] == ("partition", context.partition().index):
-        who = "Inside one partition Triton 3.7 to 3.9 put it back; 3.6 does so before a TMA load only"
-    else:
-        who = "Between partitions no version of Triton puts it back"
-    text = f"{text} was an ordinary access. They are in order, but {rule}. {who}."
-    report("missing fence", text, others=(old.site,))
+    verb = "not see that" if old.write else "overwrite what is still being read"
+    text = f"{_upper(new.what)} goes through the async proxy; {old.what} ({old.partition}, {old.site}) was an ordinary access."
+    text += f" They are in order, but without fence_async_shared() between them {unit} may {verb}."
+    if inside and versions.compiler_adds_fences():
+        context.note(
+            "missing fence", f"{text} Inside one partition the compiler adds it, from Triton 3.7 on.", (old.site,)
+        )
+        return
+    who = "Triton 3.6 adds it before a TMA load only." if inside else "Between partitions no compiler adds it."
+    report("missing fence", f"{text} {who}", others=(old.site,))
 
 
 def _upper(text: str) -> str:

@@ -64,10 +64,6 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
             keep &= columns < limit.data if name == "last" else columns >= limit.data
         other = np.float32("-inf") if kept[1] == "0fFF800000" else np.float32(0)
         return Tensor(np.where(keep, args[0].data, other), gl.float32, args[0].layout)
-    if len(args) == 3 and text == _side_text(pack):
-        columns = np.arange(args[0].data.shape[-1])
-        keep = (columns < args[1].data) ^ (args[2].data != 0)
-        return Tensor(np.where(keep, args[0].data, np.float32("-inf")), gl.float32, args[0].layout)
     if text == _E4M3_TO_FP16 and pack == 4 and args[0].dtype.name == "uint8":
         return Tensor(_E4M3[args[0].data], gl.float16, args[0].layout)
     if text == "mov.u32 $0, %clock;":
@@ -118,20 +114,6 @@ def _kept_text(n: int, limits: tuple[str, ...], other: str) -> str:
                 for test in _LIMITS[limits]:
                     text += " " + test.format(i // 4 * 8 + i % 2)
                 text += f" selp.f32 ${i}, ${i}, {other}, p;"
-    return text + " }"
-
-
-def _side_text(n: int) -> str:
-    """The text that keeps of n registers those whose column is below a limit, or not below it where the third argument is not zero."""
-    text = (
-        "{ .reg .pred p, left; .reg .b32 c, limit; mov.u32 c, %laneid; and.b32 c, c, 3; shl.b32 c, c, 1; "
-        f"setp.ne.s32 left, ${3 * n}, 0;"
-    )
-    for row in (0, 2):
-        text += f" sub.s32 limit, ${2 * n + row}, c;"
-        for register in range(row, n, 4):
-            for i in (register, register + 1):
-                text += f" setp.gt.xor.s32 p, limit, {i // 4 * 8 + i % 2}, left; selp.f32 ${i}, ${i}, 0fFF800000, p;"
     return text + " }"
 
 

@@ -52,6 +52,7 @@ class Run:
         max_seconds: wall-clock time of one launch.
         model: the cost model.
         reports: what was found.
+        notes: what the compiler repairs: a fence that is missing inside of one partition.
         events: the timeline.
         cycles: model cycles of each program.
         launches: how many launches there were.
@@ -67,6 +68,7 @@ class Run:
     max_seconds: float
     model: CostModel
     reports: list[Report] = field(default_factory=list)
+    notes: list[Report] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     cycles: list[float] = field(default_factory=list)
     launches: int = 0
@@ -97,7 +99,8 @@ class Run:
         return plot_events(self.events, ax=ax, title=title, report=report, window=window)
 
     def __repr__(self) -> str:
-        return f"<gluon_cpu run: {self.launches} launches, {len(self.cycles)} programs, {len(self.reports)} reports>"
+        found = f"{len(self.reports)} reports, {len(self.notes)} notes"
+        return f"<gluon_cpu run: {self.launches} launches, {len(self.cycles)} programs, {found}>"
 
     def launch(self, kernel, args: tuple, grid, options: dict) -> None:
         """Run every program of one launch.

@@ -154,7 +154,7 @@ class TensorMemory(MemDesc):
         if start < 0 or length < 1 or start + length > self.logical[-1]:
             refuse("layout", f"{self.label}.slice({start}, {length}) leaves its shape {list(self.shape)}.")
         layout = self.layout
-        if not versions.slices_keep_the_block():
+        if not versions.clusters_are_complete():  # before Triton 3.8 a slice's block is as narrow as the slice
             block = (layout.block[0], min(layout.block[1], length))
             layout = blackwell.TensorMemoryLayout(block, layout.col_stride)
         first = self.first + _columns(self.dtype, self.layout, start) if start else self.first

@@ -1,7 +1,7 @@
 """The timeline of a simulated program: events in model cycles, and their picture.
 
-The cost model is a ruler, not a stopwatch: one SM of an H200's data sheet (132 SMs at 1.83 GHz), every unit at its peak
-rate, and no cost for bank conflicts, caches, registers or other blocks on the SM. It shows what waits for what and what
+The cost model is a ruler, not a stopwatch: one SM of an H200's data sheet (132 SMs at 1.83 GHz) or of another GPU's
+(`CostModel.of("B200")`), every unit at its peak rate, and no cost for bank conflicts, caches, registers or other blocks on the SM. It shows what waits for what and what
 overlaps; it does not predict a kernel's time.
 """
 
@@ -10,6 +10,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
+
+from utils.config import gpu_spec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,6 +64,20 @@ class CostModel:
     issue: float = 10.0  # one thread starting a TMA copy, a wgmma, a cp.async
     tensor_memory_bytes: float = 512.0  # one column of 128 lanes: assumed, no data sheet says it
     tensor_memory_latency: float = 30.0  # assumed to be shared memory's
+
+    @classmethod
+    def of(cls, gpu: str) -> CostModel:
+        """Return the data sheet's rates of a Hopper or Blackwell GPU; a B200's are not measured, its latencies are Hopper's.
+
+        Args:
+            gpu: a row of `utils.config.GPU_SPECS`: "H100", "H200", "B200".
+        """
+        spec = gpu_spec(gpu)
+        flops = {9: 4096.0, 10: 8192.0}.get(spec["compute_capability"][0])
+        if flops is None:
+            raise ValueError(f"The cost model knows Hopper and Blackwell (H100, H200, B200); got {gpu}.")
+        clock = 1e12 * spec["bf16_tflops"] / spec["sm_count"] / flops  # at which the SMs reach the sheet's rate
+        return cls(mma_flops=flops, global_bytes=1e12 * spec["memory_bandwidth_tb_s"] / spec["sm_count"] / clock)
 
 
 @dataclass

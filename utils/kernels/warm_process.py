@@ -28,6 +28,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from utils.files import ROOT
 
@@ -73,14 +74,9 @@ class WarmProcess:
             return _run_anew([*command, folder], environment, timeout)
         with self._one_at_a_time:
             deadline = time.monotonic() + timeout
-            for fresh in (False, True):
-                if fresh or self.server is None or not self.server.serves_this_process():
-                    self.server = Server(command, environment)
-                try:
-                    return self.server.run(folder, environment, deadline)
-                except Gone as gone:  # it had been idle for too long, or something killed it
-                    complaints = str(gone)
-        return Ended(1, "", complaints)
+            if self.server is None or not self.server.serves_this_process():  # idle for too long, or killed
+                self.server = Server(command, environment)
+            return self.server.run(folder, environment, deadline)
 
 
 class ForkedProcess:
@@ -100,40 +96,44 @@ class ForkedProcess:
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # a channel of this process is no business of a kernel's
             _be_a_child({"folder": folder, "environment": dict(os.environ)}, self.work)
         deadline = time.monotonic() + timeout
-        while True:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                break
-            if time.monotonic() > deadline:
-                _kill_group(pid)
-                os.waitpid(pid, 0)
-                raise TimeoutError
-            time.sleep(0.002)
-        printed, complaints = (_text(Path(folder, name)) for name in ("printed", "complaints"))
-        return Ended(os.waitstatus_to_exitcode(status), printed, complaints)
+        status = _wait(pid, lambda: time.monotonic() > deadline)
+        if status is None:
+            raise TimeoutError
+        return _ended(status, folder)
+
+
+def _wait(pid: int, given_up: Callable[[], bool]) -> int | None:
+    """Wait for a child and return its exit status; or kill it and return None, once `given_up` says so."""
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if given_up():
+            _kill_group(pid)
+            os.waitpid(pid, 0)
+            return None
+        time.sleep(0.002)
+
+
+def _ended(status: int, folder: str) -> Ended:
+    """Return how a job ended, with what it left in its folder's files."""
+    files = (Path(folder, name) for name in ("printed", "complaints"))
+    return Ended(status, *(file.read_text("utf-8", errors="replace") if file.exists() else "" for file in files))
 
 
 def _run_anew(command: list[str], environment: dict[str, str], timeout: float) -> Ended:
-    child = subprocess.Popen(
-        command,
-        cwd=command[-1],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        printed, complaints = child.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        raise TimeoutError from None
-    finally:
-        if child.poll() is None:  # also on an interrupt of the caller
-            _kill_group(child.pid)
-            child.communicate()
-    return Ended(child.returncode, printed, complaints)
+    folder = command[-1]
+    with open(Path(folder, "printed"), "wb") as printed, open(Path(folder, "complaints"), "wb") as complaints:
+        options: Any = dict(stdin=subprocess.DEVNULL, stdout=printed, stderr=complaints, start_new_session=True)
+        child = subprocess.Popen(command, cwd=folder, env=environment, **options)
+        try:
+            return _ended(child.wait(timeout), folder)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError from None
+        finally:
+            if child.poll() is None:  # also on an interrupt of the caller
+                _kill_group(child.pid)
+                child.wait()
 
 
 def _kill_group(pid: int) -> None:
@@ -144,10 +144,6 @@ def _kill_group(pid: int) -> None:
 
 
 # The program's side -----------------------------------------------------------------------------------------------
-
-
-class Gone(Exception):
-    """The server has ended; the message is what it wrote to stderr."""
 
 
 class Server:
@@ -172,26 +168,23 @@ class Server:
 
     def run(self, folder: str, environment: dict[str, str], deadline: float) -> Ended:
         """Run one job in a folder, with these environment variables."""
+        assert self.process.stdin is not None
         job = None
         try:
-            self._send({"folder": folder, "environment": environment})
+            self.process.stdin.write(json.dumps({"folder": folder, "environment": environment}).encode() + b"\n")
+            self.process.stdin.flush()
             job = int(self._line(deadline))
             status = int(self._line(deadline))
+        except (EOFError, BrokenPipeError):  # the server has ended
+            self.complaints.seek(0)
+            return Ended(1, "", self.complaints.read().decode(errors="replace"))
         except BaseException:  # also an interrupt of the caller
             if job is not None:
                 _kill_group(job)
             self.process.kill()
             self.process.wait()
             raise
-        return Ended(status, *(_text(Path(folder, name)) for name in ("printed", "complaints")))
-
-    def _send(self, job: dict) -> None:
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(job).encode() + b"\n")
-            self.process.stdin.flush()
-        except OSError:
-            raise Gone(self._said()) from None
+        return _ended(status, folder)
 
     def _line(self, deadline: float) -> bytes:
         assert self.process.stdout is not None
@@ -200,18 +193,10 @@ class Server:
                 raise TimeoutError
             read = os.read(self.process.stdout.fileno(), 4096)
             if not read:
-                raise Gone(self._said())
+                raise EOFError
             self.unread += read
         line, self.unread = self.unread.split(b"\n", 1)
         return line
-
-    def _said(self) -> str:
-        self.complaints.seek(0)
-        return self.complaints.read().decode(errors="replace")
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 # The server's side ------------------------------------------------------------------------------------------------
@@ -241,18 +226,11 @@ def serve(prepare: Callable[[], object], work: Callable[[str], object]) -> None:
             if pid == 0:
                 _be_a_child(job, work)
             os.write(1, b"%d\n" % pid)
-            os.write(1, b"%d\n" % _wait(pid))
-
-
-def _wait(pid: int) -> int:
-    """Wait for a child and return its exit status; if the program has ended, kill the child and end the server."""
-    while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        if select.select([0], [], [], 0.005)[0]:  # no job is sent while one runs, so stdin has reached its end
-            _kill_group(pid)
-            os._exit(0)
+            # No job is sent while one runs, so what can be read from stdin then is its end: the program has ended.
+            status = _wait(pid, lambda: bool(select.select([0], [], [], 0)[0]))
+            if status is None:
+                return
+            os.write(1, b"%d\n" % status)
 
 
 def _be_a_child(job: dict, work: Callable[[str], object]) -> None:
@@ -260,10 +238,8 @@ def _be_a_child(job: dict, work: Callable[[str], object]) -> None:
     os.setsid()
     folder = job["folder"]
     os.chdir(folder)
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    for number, name in ((1, "printed"), (2, "complaints")):
-        with open(name, "wb") as file:
+    for number, (name, mode) in enumerate([(os.devnull, "rb"), ("printed", "wb"), ("complaints", "wb")]):
+        with open(name, mode) as file:
             os.dup2(file.fileno(), number)
     os.environ.clear()
     os.environ.update(job["environment"])

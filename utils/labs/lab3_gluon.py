@@ -180,7 +180,8 @@ def draw_slider(text: str, keys=(32, 64, 128), slots=(1, 2, 3), head_dims=(64, 1
         "const key=[...this.querySelectorAll('input')].map(i=>i.value).join('-');"
         "this.querySelectorAll('[data-key]').forEach(f=>f.style.display=f.dataset.key===key?'':'none')"
     )
-    display(HTML(f'<div oninput="{change}">{controls}{"".join(frames)}</div>'))
+    keep = 'onkeydown="event.stopPropagation()"'  # or JupyterLab takes the arrow keys for the notebook's cursor
+    display(HTML(f'<div {keep} oninput="{change}">{controls}{"".join(frames)}</div>'))
 
 
 def timeline_svg(run, until: float, width: int = 640, label: int = 190, height: int = 17) -> str:

@@ -110,16 +110,11 @@ def tensor_memory_registers(element_ty, shape, alloc_shape, layout, num_warps: i
     """
     from triton.experimental.gluon.language import _semantic
 
-    alloc = (list(alloc_shape),) if slices_keep_the_block() else ()
+    alloc = (list(alloc_shape),) if clusters_are_complete() else ()
     return _semantic._compute_tmem_reg_layout(element_ty, list(shape), *alloc, layout, num_warps, instr_variant)
 
 
 tensor_memory_registers.__triton_builtin__ = True  # type: ignore[attr-defined]  # a constexpr function may call it
-
-
-def slices_keep_the_block() -> bool:
-    """Whether a slice of tensor memory has the layout of the whole: from Triton 3.8 on; before, its block gets as narrow."""
-    return clusters_are_complete()
 
 
 def _make_async_atomic_add() -> Callable:
@@ -138,8 +133,7 @@ def _make_async_atomic_add() -> Callable:
 
 def replacement_of_removed_gluon_name(name: str) -> str | None:
     """Return what to call in place of a Gluon function that the installed Triton refuses; None if it has it still."""
-    version = installed_version("triton")
-    if version is None or version < (3, 9):
+    if (installed_version("triton") or (0, 0)) < (3, 9):
         return None
     return {"async_copy_global_to_shared": "async_load", "async_copy_shared_to_global": "async_store"}.get(name)
 
@@ -151,8 +145,7 @@ def ptxas_command(target: str = "sm_90a") -> list[str]:
     """
     from triton.backends.nvidia.compiler import get_ptxas
 
-    version = installed_version("triton")
-    options = ["--regAllocOptLevel=2"] if version and version >= (3, 7) else []
+    options = ["--regAllocOptLevel=2"] if (installed_version("triton") or (0, 0)) >= (3, 7) else []
     return [get_ptxas(int(target[3:].rstrip("af"))).path, *options, "-v", f"--gpu-name={target}"]
 
 
@@ -166,8 +159,7 @@ def keep_fp_fusion() -> None:
 
 def workers_need_register_counts() -> bool:
     """Whether `gl.warp_specialize` demands `worker_num_regs`: up to Triton 3.6 it does."""
-    version = installed_version("triton")
-    return version is not None and version < (3, 7)
+    return (installed_version("triton") or (3, 7)) < (3, 7)
 
 
 def layouts_need_names() -> bool:
@@ -176,6 +168,11 @@ def layouts_need_names() -> bool:
     Later versions make a constant of it by themselves; Triton 3.6 raises an AttributeError about `_flatten_ir`.
     """
     return workers_need_register_counts()
+
+
+def compiler_adds_fences() -> bool:
+    """Whether the compiler adds each `fence.proxy.async` that is missing inside of one partition: from Triton 3.7 on."""
+    return not workers_need_register_counts()
 
 
 def cluster_modules() -> tuple:
@@ -191,8 +188,7 @@ def clusters_are_complete() -> bool:
     Triton 3.7 makes one mbarrier in each block also where the layout asks for one that several blocks share; it does not
     reduce across blocks; and it leaves it to the kernel to make the initialization of mbarriers visible to the cluster.
     """
-    version = installed_version("triton")
-    return version is not None and version >= (3, 8)
+    return (installed_version("triton") or (0, 0)) >= (3, 8)
 
 
 @functools.cache

@@ -42,7 +42,7 @@ class Part:
     Attributes:
         name: its id in the notebook, such as "q1_1_tests".
         question: number of its question, such as "1.1".
-        title: title of the question.
+        title: title of the question, and which part of it where it has several checks.
         points: what the cell is worth.
         bonus: whether these are bonus points.
         state: one of CHECKED, or BY_HAND.
@@ -157,7 +157,8 @@ def parts(
             state, message = CHANGED, ""
         if state == FAILED and any(text in message for text in _MISSING):
             state = OPEN
-        found.append(Part(name, number, titles.get(question, ""), meta.get("points", 0), bonus, state, message))
+        title = " ".join([titles.get(question, ""), *(f"({piece})" for piece in name.split("_")[2 + bonus : -1])])
+        found.append(Part(name, number, title, meta.get("points", 0), bonus, state, message))
     return found
 
 

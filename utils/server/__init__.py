@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from jupyter_core.utils import ensure_async
 
 from utils.files import ROOT
 
@@ -104,6 +105,21 @@ def keep_language_version(model: dict[str, Any], path: str, contents_manager: An
     model["content"]["metadata"]["language_info"] = stored
 
 
+def show_language_version(contents_manager: Any) -> None:
+    """Give out notebooks with the version of Python that JupyterLab would fill in; or a lab that was only opened is unsaved."""
+    from ipykernel.ipkernel import IPythonKernel
+
+    usual = contents_manager.get
+
+    async def get(*arguments: Any, **options: Any) -> dict[str, Any]:
+        model = await ensure_async(usual(*arguments, **options))
+        if model.get("type") == "notebook" and model.get("content"):
+            model["content"]["metadata"]["language_info"] = IPythonKernel.language_info
+        return model
+
+    contents_manager.get = get
+
+
 def start_sources_at_the_top(kernel_manager: Any) -> None:
     """Let the kernel of a lab's source, opened as a notebook, start in the folder of the labs and not in `instructor/labs`.
 
@@ -124,4 +140,5 @@ def _jupyter_server_extension_points() -> list[dict[str, str]]:
 
 def _load_jupyter_server_extension(server: Any) -> None:
     server.contents_manager.register_pre_save_hook(keep_language_version)
+    show_language_version(server.contents_manager)
     start_sources_at_the_top(server.kernel_manager)

@@ -133,15 +133,6 @@ def load_record(course: Course, lab: str, student: str, key: str | None) -> Subm
         return None
 
 
-def key_of_record(course: Course, lab: str, student: str) -> str | None:
-    """What a student's record was made from."""
-    path = record_path(course, lab, student)
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))["key"] if path.is_file() else None
-    except (ValueError, KeyError):
-        return None
-
-
 # ---- who has what ------------------------------------------------------------------------------------------------
 
 

@@ -87,19 +87,6 @@ def class_of(course: Course, lab: str) -> list[Student]:
     return sorted(found, key=lambda s: ((s.person.last_name if s.person else s.id).casefold(), s.id))
 
 
-def student_of_result(result: SubmissionResult) -> Student:
-    """One graded submission without a gradebook: what a person gave is not in it."""
-    student = Student(result.student, None, flags=len(result.flags))
-    for cell in result.cells:
-        question = question_of(cell)
-        student.points[question] = student.points.get(question, 0.0) + result.cells[cell].points
-        student.most[question] = student.most.get(question, 0.0) + result.cells[cell].max_points
-        if result.cells[cell].status in ("by_hand", "flagged"):
-            student.waiting.add(question)
-    _take_messages(student, result)
-    return student
-
-
 def _take_messages(student: Student, record: SubmissionResult | None) -> None:
     """Note what was not answered, and what the first check of each question said that failed."""
     answered: set[str] = set()

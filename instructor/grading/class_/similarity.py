@@ -23,7 +23,7 @@ from instructor.grading.submission.plan import Unreadable, make_plan
 GRAM, WINDOW = 12, 6  # tokens of a fingerprint; of so many in a row, the smallest is kept
 COMMON = 0.4  # a fingerprint that more of the class has is nobody's own
 MAX_CELL = 100_000  # characters of a cell that are compared: more would take minutes
-LEAST = 8  # fingerprints that a pair has to share to be named
+LEAST, SHARE = 8, 0.5  # fingerprints that a pair has to share to be named, and this share of the smaller one's
 _LEFT_OUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
@@ -88,13 +88,12 @@ def given_code(built: Built) -> set[int]:
     return given
 
 
-def alike(classes: Mapping[str, Mapping[str, str]], given: set[int], least: float = 0.5) -> list[Pair]:
+def alike(classes: Mapping[str, Mapping[str, str]], given: set[int]) -> list[Pair]:
     """Pairs of students whose own code is alike, the most alike first.
 
     Args:
         classes: {student: {answer cell: its code}}.
         given: fingerprints that do not count.
-        least: share of the smaller one's fingerprints from which on a pair is named.
     """
     marks = {
         student: {cell: fingerprints(code) - given for cell, code in cells.items()}
@@ -108,7 +107,7 @@ def alike(classes: Mapping[str, Mapping[str, str]], given: set[int], least: floa
     for one, other in itertools.combinations(sorted(own), 2):
         shared = own[one] & own[other]
         smaller = min(len(own[one]), len(own[other]))
-        if len(shared) >= LEAST and len(shared) >= least * smaller:
+        if len(shared) >= LEAST and len(shared) >= SHARE * smaller:
             counts = {cell: len(found & shared) for cell, found in marks[one].items() if found & shared}
             cells = sorted(counts, key=lambda cell: -counts[cell])[:5]
             pairs.append(Pair(one, other, len(shared) / smaller, len(shared), cells))

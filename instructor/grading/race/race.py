@@ -244,13 +244,6 @@ def _answered(student: str, text: str) -> Entry:
     return Entry(student, None, "Question 5.3 is not answered.") if open_still else Entry(student, text)
 
 
-def entries_of_folder(folder: Path) -> list[Entry]:
-    """Return the entries of a folder of files: STUDENT.py, or STUDENT/lab3_overlap.py."""
-    found = {p.stem: p for p in sorted(folder.glob("*.py"))}
-    found |= {p.parent.name: p for p in sorted(folder.glob(f"*/{FILE}"))}
-    return [_answered(student, path.read_text(errors="replace")) for student, path in sorted(found.items())]
-
-
 def model_answer(lab_source: str) -> str:
     """Return the file of Question 5.3 from the text of the lab's source."""
     lines, inside = [], False

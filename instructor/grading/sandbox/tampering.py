@@ -5,8 +5,7 @@ only what a student's own line does counts, and not what a library does. Most si
 look at a frame or ask for an address. The kinds in `SERIOUS` are attempts at the channel, at the memory of the process
 and at the walls; an answer that made one waits for a person.
 
-A sign names the cell whose code caused it, by the file name of that code: a function of an earlier cell that is called
-in a later one counts for its own question.
+A sign names the cell that ran, or was tested, at the time.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import sys
 import sysconfig
 import types
@@ -24,30 +22,25 @@ from utils.checking import watching
 
 SERIOUS = ("protocol", "memory", "walls")
 _STDLIB = (sysconfig.get_paths()["stdlib"] + os.sep, "<frozen")
-_TESTS = ("<tests of ", "<definitions of ")  # how the checker names the code of a test cell
+_TESTS = "<tests of "  # how the checker names the code of a test cell
 _FRAMES = ("sys._getframe", "sys._current_frames", "gc.get_objects", "gc.get_referrers", "gc.get_referents")
 _TRACES = ("sys.settrace", "sys.setprofile", "sys.addaudithook", "sys.monitoring.register_callback")
-_NETWORK = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto", "urllib.Request")
 _MEMORY = ("string_at", "wstring_at", "cdata", "cdata/buffer", "addressof", "PyObj_FromPtr", "call_function")
-_PROCESSES = ("os.kill", "os.killpg", "os.exec", "os.posix_spawn")
 _KINDS = {
     **dict.fromkeys((*_FRAMES, *_TRACES), "inspects frames or objects"),
-    **dict.fromkeys(_NETWORK, "network"),
     **dict.fromkeys((f"ctypes.{name}" for name in _MEMORY), "memory"),
-    **dict.fromkeys(_PROCESSES, "processes"),
 }
 _SECRET = ("instructor/", "gradebook", "/proc/1/", "/proc/self/environ", "/etc/shadow", "submitted/")
 _HOOKS = ("showtraceback", "_showtraceback", "run_cell", "run_code", "run_ast_nodes", "displayhook")
-_MOST = 100  # signs of one process: more could fill their pipe, and let the process wait
+_MOST = 50  # signs of one process: they fit into their pipe, which is read when the process has ended
 
 
 class Sign(NamedTuple):
     """Something that looks like tampering."""
 
-    cell: str  # whose code did it
+    cell: str  # the one that ran, or was tested, at the time
     kind: str
     detail: str
-    during: str  # the cell that ran, or was tested, at the time
 
 
 class Watcher:
@@ -63,7 +56,6 @@ class Watcher:
         self.descriptor, self.channel, self.shell = descriptor, channel, shell
         self.cell, self.busy = "", False
         self.reported: set[Sign] = set()
-        self.files: dict[str, str] = {}  # file name of a cell's code -> the cell
         self.hooks = {name: getattr(shell, name) for name in _HOOKS}
         self.lists = [shell.ast_transformers, shell.input_transformers_post, shell.input_transformers_cleanup]
         self.lists += list(shell.events.callbacks.values())
@@ -73,10 +65,9 @@ class Watcher:
         """Note which cell runs, or is tested, from now on."""
         self.cell = cell
 
-    def sign(self, kind: str, detail: str, code: types.CodeType | None = None) -> None:
-        """Report a sign, once; `code` is the student's code that caused it, if that is known."""
-        cell = self.files.get(code.co_filename, self.cell) if code is not None else self.cell
-        sign = Sign(cell, kind, detail[:300], self.cell)
+    def sign(self, kind: str, detail: str) -> None:
+        """Report a sign, once."""
+        sign = Sign(self.cell, kind, detail[:300])
         if sign not in self.reported and len(self.reported) < _MOST:
             self.reported.add(sign)
             with contextlib.suppress(OSError):  # the student closed it
@@ -100,14 +91,10 @@ class Watcher:
         self.busy = True
         try:
             caller = sys._getframe(1)
-            if event == "exec":
-                if is_students(args[0]):
-                    self.files.setdefault(args[0].co_filename, self.files.get(caller.f_code.co_filename, self.cell))
-                return
             # Logging and warnings look at frames on their own account.
             code = caller.f_code if event in (*_FRAMES, *_TRACES) else _beyond_library(caller)
             if is_students(code) and (found := self._kind(event, args)):
-                self.sign(*found, code)
+                self.sign(*found)
         except Exception:  # a sign that cannot be read is none; the student's call goes on
             pass
         finally:
@@ -122,14 +109,10 @@ class Watcher:
         if event == "import":
             name = str(args[0])
             return ("walls", f"import {name}") if name.partition(".")[0] == "instructor" else None
-        if event == "socket.__new__":
-            internet = args[1] in (socket.AF_INET, socket.AF_INET6)
-            return ("network", "an internet socket was made") if internet else None
-        address = f" {args[-1]!r}" if event in _NETWORK and args else ""
-        return _KINDS[event], f"{event}{address}"
+        return _KINDS[event], event
 
 
-_EVENTS = frozenset({"exec", "open", "import", "fcntl.fcntl", "socket.__new__", *_KINDS})
+_EVENTS = frozenset({"open", "import", "fcntl.fcntl", *_KINDS})
 
 
 def _opened(args: tuple) -> tuple[str, str] | None:

@@ -10,7 +10,7 @@
 | memory, processes, CPU time, file size | one submission using up the machine | resource limits |
 
 What the machine does not allow is not hidden: each function here notes in `walls` what a wall stands by, or "none" and
-why. `submission.enclosure.WALLS_IN_ORDER` calls them.
+why. `submission.enclosure.Enclosure.raise_walls` calls them.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Limits:
     scratch_mb: int = 512  # all files together
     output_mb: int = 8  # written to file descriptors 1 and 2
     gpu: bool = False  # leave the GPUs in view, and the address space unlimited (CUDA reserves terabytes)
+    device: str = ""  # CUDA_VISIBLE_DEVICES of all its processes; "" takes the grader's
 
 
 class WallError(OSError):
@@ -101,19 +102,15 @@ def _bind(source: str, root: str, *, devices: bool = False) -> None:
             pass
     _mount(source, target, None, _MS_BIND | _MS_REC)
     if not devices:
-        _make_read_only(source, target)
+        _make_read_only(target)
 
 
-def _make_read_only(source: str, target: str) -> None:
-    """Make a mount, and all mounts below it, read-only."""
+def _make_read_only(target: str) -> None:
+    """Make a mount, and all mounts below it, read-only; Linux can since 5.12."""
     attributes = struct.pack("<4Q", 1 | 2 | 4, 0, 0, 0)  # MOUNT_ATTR_RDONLY, NOSUID, NODEV
-    number = _number("mount_setattr")
-    if _LIBC.syscall(number, -100, target.encode(), 0x8000, attributes, len(attributes)) == 0:  # AT_RECURSIVE
-        return
-    # Before Linux 5.12, only the mount itself can be made read-only, without what is mounted below it.
-    _expect_zero(_LIBC.umount2(target.encode(), 2), f"umount {target}")
-    _mount(source, target, None, _MS_BIND)
-    _mount(source, target, None, _MS_BIND | _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
+    # 0x8000: AT_RECURSIVE
+    result = _LIBC.syscall(_number("mount_setattr"), -100, target.encode(), 0x8000, attributes, len(attributes))
+    _expect_zero(result, f"mount_setattr {target}")
 
 
 def _uncovering_folder(needed: list[str]) -> str:
@@ -164,7 +161,7 @@ def build_root(
     for path in emptied:
         if os.path.isfile(root + path):
             _mount(f"{root}/empty", root + path, None, _MS_BIND)
-            _make_read_only(f"{root}/empty", root + path)
+            _make_read_only(root + path)
     os.makedirs(f"{root}/dev/shm")
     _mount("shm", f"{root}/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV, "size=256m,mode=1777")
     nvidia = [n for n in os.listdir("/dev") if n.startswith("nvidia")] if limits.gpu else []
@@ -179,7 +176,7 @@ def build_root(
             with open(target, "a"):
                 pass
         _mount(path, target, None, _MS_BIND | _MS_REC)
-        _make_read_only(path, target)
+        _make_read_only(target)
     os.makedirs(f"{root}/proc", exist_ok=True)
     os.makedirs(f"{root}/old")
     os.chdir(root)

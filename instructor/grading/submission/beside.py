@@ -16,7 +16,6 @@ RUNNERS = {
 }
 # Functions that work on live objects of the student's, such as compiled masks: they run where these objects are.
 BESIDE = {"utils.checking.masks": ("kernels_for",)}
-ON_GPU = ("run_file",)  # of the runners, the ones that need a GPU
 _STARTS = ("compile", "subprocess.Popen", "os.posix_spawn", "os.exec", "os.system")  # audit events
 INTERPRETED = ("utils.kernels.interpreter",)  # these need a process in which Triton interprets kernels
 

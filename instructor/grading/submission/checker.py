@@ -24,7 +24,7 @@ import nbformat
 import torch
 
 from instructor.checks.common import draw_for
-from instructor.grading.submission.beside import INTERPRETED, ON_GPU, put_behind_walls, refuse_to_run
+from instructor.grading.submission.beside import INTERPRETED, put_behind_walls, refuse_to_run
 from instructor.grading.submission.exceptions import explain
 from instructor.grading.submission.flags import Flags
 from instructor.grading.submission.outputs import MAX_NOTEBOOK, clean_outputs, error_output, output_size
@@ -83,7 +83,6 @@ class Checker:
         self.cell_seconds = 0.0
         self.student_texts: list[str] = []  # of files that are answers to the question that is tested
         self.testing = False
-        self.gpu_work = 0  # tests' requests to run a kernel on a GPU
 
     def grade(self) -> SubmissionResult:
         """Run and test every cell of the submission."""
@@ -161,12 +160,7 @@ class Checker:
         """End a process, and keep the signs that it reported until its end."""
         process.end()
         self.flags.read_signs(process.signs, self.current)
-        self.flags.close(process.signs)
         process.channel.close()
-
-    def _collect_signs(self) -> None:
-        if self.process is not None:
-            self.flags.read_signs(self.process.signs, self.current)
 
     def _restart(self) -> None:
         """Start again after a cell that hung or died: run the cells before it, without it, in a new process."""
@@ -249,7 +243,6 @@ class Checker:
     def _run_elsewhere(self, module: str, name: str, args: tuple, kwargs: dict):
         """Run a function of the course, which takes a student's text, in a process where no cell of theirs has run."""
         clean = self._clean_remote(module)
-        self.gpu_work += name in ON_GPU
         clean.within(max(self.remote.deadline - time.monotonic(), 1.0) if self.remote else self.job.timeout)
         reply, _ = clean.ask({"op": "runner", "module": module, "name": name})
         if reply["op"] != "ready":
@@ -277,27 +270,19 @@ class Checker:
     def _test(self, step: Step) -> None:
         """Run a test cell and give its points."""
         began, self.current = time.perf_counter(), step.name
-        work = self._gpu_work()
         status, message, shown = self._verdict(step)
-        on_gpu = self._gpu_work() > work
         self._make_room()
-        self._collect_signs()
         seconds = time.perf_counter() - began
         self.cell_seconds += seconds
         if status != "passed" and step.question in self.fates:
             status, message = self.fates[step.question]
         points = step.points if status == "passed" else 0.0
-        self.cells[step.name] = CellResult(points, step.points, status, message, seconds, on_gpu)
+        self.cells[step.name] = CellResult(points, step.points, status, message, seconds)
         outputs = [nbformat.v4.new_output("stream", name="stdout", text=shown)] if shown else []
         if status != "passed":
             kind = {"failed": "WrongAnswer", "timeout": "Timeout", "killed": "DeadKernel"}.get(status, "Error")
             outputs.append(error_output(kind, message))
         step.cell.outputs = [nbformat.from_dict(output) for output in outputs]
-
-    def _gpu_work(self) -> int:
-        """A number that grows when a test's tensors are on a GPU, or when it has a kernel run there."""
-        allocated = torch.cuda.memory_stats() if torch.cuda.is_initialized() else {}
-        return self.gpu_work + allocated.get("allocation.all.allocated", 0)
 
     def _make_room(self) -> None:
         """Restart if the student's functions filled the memory as they were tested: later questions need it."""
@@ -345,8 +330,7 @@ class Checker:
                 contextlib.redirect_stderr(io.StringIO()),
                 self._alarm(self._left() + 5),
             ):
-                for source, file in self._sources(step):
-                    exec(compile(source, file, "exec"), names)
+                exec(compile(python_of(step.source) or "", f"<tests of {step.name}>", "exec"), names)
         except (Gone, CannotTravel):
             raise
         except BaseException as error:
@@ -355,11 +339,6 @@ class Checker:
             self.testing = False
             self._end_clean()
         return (*verdict, "".join(remote.shown)[:MAX_SHOWN] + shown.getvalue()[:MAX_SHOWN])
-
-    def _sources(self, step: Step) -> list[tuple[str, str]]:
-        """[(source, file name)] of a test cell, and before it the definitions that it needs."""
-        pieces = [(text, f"<definitions of {step.name}>") for text in step.needs.definitions]
-        return [*pieces, (python_of(step.source) or "", f"<tests of {step.name}>")]
 
     @contextlib.contextmanager
     def _alarm(self, seconds: float) -> Iterator[None]:

@@ -12,8 +12,6 @@ import torch
 def set_conditions(stack: contextlib.ExitStack, conditions: dict) -> None:
     """Set the grad mode and the filling of uninitialised memory as the checker has them."""
     stack.enter_context(torch.set_grad_enabled(conditions["grad"]))
-    if conditions["inference"]:
-        stack.enter_context(torch.inference_mode())
     if conditions["fill"]:
         before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -9,7 +9,6 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -37,8 +36,7 @@ class Enclosure:
     def run(self) -> NoReturn:
         """Raise the walls one after the other, tell the warden, and become the student's process."""
         try:
-            for raise_wall in WALLS_IN_ORDER:
-                raise_wall(self)
+            self.raise_walls()
             base = {} if self.clean else self.warm.base
             if base is None:
                 base, problems = run_setup(self.warm)
@@ -53,23 +51,39 @@ class Enclosure:
         finally:
             os._exit(1)
 
-    def end_with_warden(self) -> None:
-        """Have the kernel end this process with the warden, and take no signal of the terminal's."""
-        walls.die_with_parent()
-        os.setsid()
+    def raise_walls(self) -> None:
+        """Raise every wall, in the only order that works."""
+        limits = self.warm.options.limits
+        walls.die_with_parent()  # the kernel ends this process with the warden
+        os.setsid()  # and no signal of the terminal's reaches it
+        self._close_descriptors()
+        self.own_root = walls.enter_namespaces(self.walls)
+        self._build_root()  # makes mounts, which needs the privileges of the new mount namespace
+        if self.walls.get("processes") == "namespace":  # it begins with the next child, whose end ends all in there
+            if first := os.fork():
+                self._close_pipes()
+                os.waitpid(first, 0)
+                os._exit(0)
+            walls.die_with_parent()
+        if self.own_root:
+            walls.finish_root()  # mounts /proc, which has to show the new processes and not the machine's
+        walls.limit_resources(limits, self.walls)
+        self._drop_privileges()  # after everything that needs them
+        # As the user without privileges: the first process, which stays to collect those that end, may not outrank the student.
+        if self.walls.get("processes") == "namespace" and (child := os.fork()):
+            self._close_pipes()
+            _reap_until(child)
+        self._settle()  # makes files, which belong to the new user
+        walls.filter_calls(self.walls, limits.gpu)  # last: the steps above make calls that the filter refuses
 
-    def close_descriptors(self) -> None:
+    def _close_descriptors(self) -> None:
         """Keep nothing open that belongs to the warden."""
         for name in os.listdir("/proc/self/fd"):
             if int(name) not in {self.control, self.signs, self.report, 0, 1, 2}:
                 with contextlib.suppress(OSError):
                     os.close(int(name))
 
-    def enter_namespaces(self) -> None:
-        """Leave the machine's network, mounts and processes."""
-        self.own_root = walls.enter_namespaces(self.walls)
-
-    def build_root(self) -> None:
+    def _build_root(self) -> None:
         """Enter a root folder that holds only what a submission may see; without one, work in a private folder."""
         if self.own_root:
             options = self.warm.options
@@ -85,25 +99,7 @@ class Enclosure:
             if os.getuid() == 0:
                 os.chown(self.folder, self.user, self.user)
 
-    def become_first_process(self) -> None:
-        """Go on as the first process of the new process namespace; when it ends, all processes in there end."""
-        if self.walls.get("processes") == "namespace":
-            if first := os.fork():
-                self._close_pipes()
-                os.waitpid(first, 0)
-                os._exit(0)
-            walls.die_with_parent()
-
-    def finish_root(self) -> None:
-        """Leave the old root for good."""
-        if self.own_root:
-            walls.finish_root()
-
-    def limit_resources(self) -> None:
-        """Bound memory, processes, time and files."""
-        walls.limit_resources(self.warm.options.limits, self.walls)
-
-    def drop_privileges(self) -> None:
+    def _drop_privileges(self) -> None:
         """Become another user, without capabilities."""
         walls.drop_privileges(self.walls, self.user)
         walls.die_with_parent()  # a change of user clears it
@@ -114,13 +110,7 @@ class Enclosure:
                     "environment in folders that every user may read, such as below /opt"
                 )
 
-    def become_second_process(self) -> None:
-        """Leave the first process of the namespace behind, to collect those that end."""
-        if self.walls.get("processes") == "namespace" and (child := os.fork()):
-            self._close_pipes()
-            _reap_until(child)
-
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Set the working folder, the environment and the three standard descriptors."""
         place = walls.SCRATCH if self.own_root else self.folder
         os.chdir(place)
@@ -144,10 +134,6 @@ class Enclosure:
         os.close(output)
         self.walls["output"] = f"{self.warm.options.limits.output_mb} MB a cell kept at most"
 
-    def filter_calls(self) -> None:
-        """Have the kernel refuse system calls that no lab needs."""
-        walls.filter_calls(self.walls, self.warm.options.limits.gpu)
-
     def _close_pipes(self) -> None:
         for descriptor in (self.control, self.signs, self.report):
             os.close(descriptor)
@@ -163,21 +149,6 @@ class Enclosure:
         for name in [n for n in sys.modules if n == "instructor" or n.startswith("instructor.")]:
             del sys.modules[name]
         student.Student(channel, shell, watcher).serve()
-
-
-WALLS_IN_ORDER: tuple[Callable[[Enclosure], None], ...] = (
-    Enclosure.end_with_warden,
-    Enclosure.close_descriptors,
-    Enclosure.enter_namespaces,
-    Enclosure.build_root,  # makes mounts, which needs the privileges of the new mount namespace
-    Enclosure.become_first_process,  # the namespace of processes begins with the next child
-    Enclosure.finish_root,  # mounts /proc, which has to show the new processes and not the machine's
-    Enclosure.limit_resources,
-    Enclosure.drop_privileges,  # after everything that needs them
-    Enclosure.become_second_process,  # as the user without privileges: the first process may not outrank the student
-    Enclosure.settle,  # makes files, which belong to the new user
-    Enclosure.filter_calls,  # last: the steps above make calls that the filter refuses
-)
 
 
 def _reap_until(child: int) -> NoReturn:

@@ -10,10 +10,12 @@ import functools
 import hashlib
 import json
 import os
+import pickle
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -81,7 +83,7 @@ class Zygote:
         answers = dict(ANSWERS.get(built.name, {}))
         warm_up = WarmUp(setup_cells(built), self.folder.name, visible, course, hidden_paths(), limits, answers)
         try:
-            self.channel.send(warm_up.as_json())
+            self.channel.send({"op": "warm up"}, [pickle.dumps(warm_up)])
             ready, _ = self.channel.receive(time.monotonic() + WARM_SECONDS)
         except (Closed, TooLate):
             self.process.kill()
@@ -106,6 +108,8 @@ class Zygote:
             "HF_HUB_OFFLINE": "1",
             "LABS_COMPILE_CACHE": "off",  # a student's process could write a false result
         }
+        if limits.device:
+            environment["CUDA_VISIBLE_DEVICES"] = limits.device
         if limits.gpu:
             environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # torch looks for a GPU without starting CUDA
         else:
@@ -120,7 +124,7 @@ class Zygote:
             socket.send_fds(self.channel.sock, [b"g"], [theirs.fileno()])
             theirs.close()
             deadline = time.monotonic() + seconds
-            channel.send(*job.as_frame(), deadline=deadline)
+            channel.send({"op": "grade"}, [pickle.dumps(job)], deadline)
             answer, blobs = channel.receive(deadline)
         except TooLate:
             raise OutOfTime(f"the submission took longer than the {seconds:.0f} s that it may take in all") from None
@@ -143,11 +147,8 @@ class Zygote:
     def close(self) -> None:
         """End the warm process and everything below it."""
         self.channel.close()
-        try:
-            self.process.wait(5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        self.process.kill()
+        self.process.wait()
         self.folder.cleanup()
 
 
@@ -179,16 +180,11 @@ _zygotes: dict[str, Zygote] = {}
 
 
 def _key(built: Built, limits: walls.Limits) -> str:
-    return f"{built.name} {hashlib.sha256(built.instructor.encode()).hexdigest()} {limits}"
-
-
-def is_warm(built: Built, limits: walls.Limits) -> bool:
-    """True if this process has a warm process for the lab."""
-    return _key(built, limits) in _zygotes
+    return f"{built.name} {hashlib.sha256(built.instructor.encode()).hexdigest()} {limits} {threading.get_ident()}"
 
 
 def zygote(built: Built, limits: walls.Limits) -> Zygote:
-    """This process's warm process for a lab, started on first use."""
+    """This thread's warm process for a lab, started on first use."""
     key = _key(built, limits)
     running = _zygotes.get(key)
     if running is None or running.process.poll() is not None:
@@ -244,9 +240,7 @@ def _calibration_path(built: Built, limits: walls.Limits) -> Path:
 def _calibrate(built: Built, limits: walls.Limits) -> SubmissionResult:
     from instructor.course import answered_notebook
 
-    job = _job(
-        built, answered_notebook(built).encode(), "model answers", CALIBRATION_CELL, CALIBRATION_SECONDS, limits.gpu
-    )
+    job = _job(built, answered_notebook(built).encode(), "model answers", CALIBRATION_CELL, CALIBRATION_SECONDS)
     result = zygote(built, limits).grade(job, CALIBRATION_SECONDS)
     wrong = {name: cell for name, cell in result.cells.items() if cell.status not in ("passed", "by_hand")}
     if wrong:
@@ -260,7 +254,7 @@ def _calibrate(built: Built, limits: walls.Limits) -> SubmissionResult:
 _plan_tests = functools.cache(plan_tests)
 
 
-def _job(built: Built, submission: bytes, student: str, timeout: float, total: float, gpu: bool) -> Job:
+def _job(built: Built, submission: bytes, student: str, timeout: float, total: float) -> Job:
     return Job(
         lab=built.name,
         student=student,
@@ -270,7 +264,6 @@ def _job(built: Built, submission: bytes, student: str, timeout: float, total: f
         timeout=timeout,
         total=total,
         tests=_plan_tests(built.instructor),
-        gpu=gpu,
     )
 
 
@@ -303,7 +296,7 @@ def grade_notebook(
         why = f"The submitted file has {len(data) >> 20} MB; at most {MAX_FILE >> 20} are read."
         return replace(unreadable(built, why, student), flags=(Flag("", "unreadable", why),))
     total = total_seconds(calibration.cell_seconds, timeout)
-    job = _job(built, data, student, timeout, total, limits.gpu)
+    job = _job(built, data, student, timeout, total)
     try:
         return zygote(built, limits).grade(job, total + GRACE)
     except OutOfTime as late:  # it would take as long a second time

@@ -25,26 +25,6 @@ _OF_TORCH = vars(_Nothing()).keys()
 # ---- in the student's process ------------------------------------------------------------------------------------
 
 
-class Profile:
-    """What torch's profiler sees of a call, for a check that profiles it."""
-
-    def __enter__(self) -> Profile:
-        from torch._C._profiler import _ExperimentalConfig
-        from torch.autograd import ProfilerActivity, ProfilerConfig, ProfilerState, _enable_profiler, _prepare_profiler
-
-        plain = (False, False, False, False, False, _ExperimentalConfig(), "")
-        config = ProfilerConfig(ProfilerState.KINETO, *plain)
-        _prepare_profiler(config, {ProfilerActivity.CPU})
-        _enable_profiler(config, {ProfilerActivity.CPU})
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        from torch.autograd import _disable_profiler
-
-        events = _disable_profiler().events()
-        self.names = [event.name() for event in sorted(events, key=lambda event: event.start_ns())]
-
-
 def describe_watch(watch) -> dict:
     """What `watch_operations` saw, as data."""
     counts = {name: {str(k)[:200]: int(v) for k, v in getattr(watch, name).items()} for name in _COUNTERS}

@@ -21,7 +21,6 @@ class Flags:
     def __init__(self) -> None:
         self.found: dict[tuple[str, str], list[str]] = {}  # (question, kind) -> what was seen
         self.signs: list[Sign] = []
-        self.unread: dict[int, bytes] = {}  # descriptor -> the beginning of a sign that has not come as a whole
 
     def add(self, question: str, kind: str, detail: str) -> None:
         """Flag a question; "" is the whole submission."""
@@ -31,43 +30,34 @@ class Flags:
                 details.append(detail)
 
     def read_signs(self, descriptor: int, during: str) -> None:
-        """Read what a student's process reported; it can add to this and not take away.
+        """Read what a student's process reported until its end, and close the pipe.
 
         Args:
             descriptor: of the pipe.
-            during: the cell that runs, or is tested, now; a process that ran a text for its tests does not know it.
+            during: the cell that ran, or was tested, last; a process that ran a text for its tests does not know it.
         """
-        text = self.unread.pop(descriptor, b"")
+        text = b""
         with contextlib.suppress(OSError):
             while select.select([descriptor], [], [], 0)[0] and len(text) < 1_000_000:
                 if not (piece := os.read(descriptor, 65536)):
                     break
                 text += piece
-        *lines, self.unread[descriptor] = text.split(b"\n")
-        for line in lines[:5000]:
+        os.close(descriptor)
+        for line in text.splitlines()[:5000]:
             try:
                 fields = json.loads(line)
                 sign = Sign(*(str(fields[name])[:300] for name in Sign._fields))
             except (ValueError, KeyError, TypeError, RecursionError):
-                sign = Sign(during, "protocol", "unreadable sign", during)
-            if not sign.cell:
-                sign = sign._replace(cell=during, during=during)
+                sign = Sign(during, "protocol", "unreadable sign")
+            sign = sign if sign.cell else sign._replace(cell=during)
             if sign not in self.signs:
                 self.signs.append(sign)
 
-    def close(self, descriptor: int) -> None:
-        """Close a pipe of signs that has been read to its end."""
-        self.unread.pop(descriptor, None)
-        os.close(descriptor)
-
     def add_signs(self, steps: list[Step]) -> None:
-        """Flag the question whose code caused a sign, and after a serious one also the question that was tested then."""
+        """Flag the question whose cell caused a sign."""
         owner = {step.name: step.question for step in steps}
         for sign in self.signs:
-            question = owner.get(sign.cell) or question_of(sign.cell)
-            self.add(question, sign.kind, sign.detail)
-            if sign.kind in SERIOUS and sign.during != sign.cell and sign.during in owner:
-                self.add(question_of(sign.during), sign.kind, f"in code of {question}: {sign.detail}")
+            self.add(owner.get(sign.cell) or question_of(sign.cell), sign.kind, sign.detail)
 
     def serious(self, question: str) -> list[str]:
         """The kinds of attempts at the channel, the memory or the walls in a question."""

@@ -8,10 +8,12 @@ renders that notebook later meets no tag. A `<` in mathematics or in a table of 
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
+import io
 import re
 from collections.abc import Collection
+
+from PIL import Image
 
 # Characters of prose that are shown, of one cell and of a notebook. nbconvert takes quadratic time for some texts, such as
 # `\\begin{a}` again and again: a second for a cell of this length.
@@ -32,7 +34,7 @@ _MACRO = re.compile(
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\u2028\u2029]")
 _PASTED = re.compile(r"attachment\\?:([\w.%()-]*)", flags=re.IGNORECASE)
 MAX_PIXELS = 50_000_000  # of a picture; a plot of 4 by 3 inches at 1000 dots an inch has 12 million
-PICTURES = ("image/png", "image/jpeg", "image/gif")
+PICTURES = {"image/png": ["PNG"], "image/jpeg": ["JPEG"], "image/gif": ["GIF"]}
 
 
 def harmless_markdown(text: str, most: int = MAX_PROSE) -> str:
@@ -66,40 +68,15 @@ def harmless_latex(text: str) -> str:
 
 
 def is_picture(kind: str, data: str) -> bool:
-    """True for base64 of a picture that a page may show."""
+    """True for base64 of a picture that a page may show; a browser makes room for all pixels, however few bytes there are."""
     if kind not in PICTURES or len(data) > MAX_PICTURE:
         return False
     try:
-        content = base64.b64decode("".join(data.split()), validate=True)
-    except (binascii.Error, ValueError):
+        content = io.BytesIO(base64.b64decode("".join(data.split()), validate=True))
+        with Image.open(content, formats=PICTURES[kind]) as picture:  # reads the header alone
+            return picture.width * picture.height <= MAX_PIXELS
+    except (ValueError, OSError, SyntaxError, Image.DecompressionBombError):
         return False
-    return bool(content) and _pixels(kind, content) <= MAX_PIXELS
-
-
-def _pixels(kind: str, content: bytes) -> int:
-    """The pixels that a picture says it has: a browser makes room for them all, however few bytes there are."""
-    if kind == "image/png":
-        return int.from_bytes(content[16:20], "big") * int.from_bytes(content[20:24], "big")
-    if kind == "image/gif":
-        return int.from_bytes(content[6:8], "little") * int.from_bytes(content[8:10], "little")
-    return _jpeg_pixels(content)
-
-
-def _jpeg_pixels(content: bytes) -> int:
-    """The pixels that the frame of a JPEG has; without a frame more than any picture may have.
-
-    Its segments are walked over one after another: a thumbnail within one of them has a frame of its own.
-    """
-    at = 2
-    while content[at : at + 1] == b"\xff" and at + 9 <= len(content):
-        kind = content[at + 1]
-        if kind == 0xFF:  # filling between two segments
-            at += 1
-        elif 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
-            return int.from_bytes(content[at + 5 : at + 7], "big") * int.from_bytes(content[at + 7 : at + 9], "big")
-        else:
-            at += 2 + int.from_bytes(content[at + 2 : at + 4], "big")
-    return MAX_PIXELS + 1
 
 
 def harmless_attachments(attachments: object, room: int = MAX_PICTURES) -> tuple[dict[str, dict[str, str]], int]:

@@ -39,27 +39,11 @@ def files_of(answers: Answers) -> list[str]:
 WORDS = "{name} answers a question of this lab, so it cannot be used while the lab is graded. Write your own."
 
 
-def disable(function: types.FunctionType, name: str, seen: set[int] | None = None) -> None:
-    """Give a function code that refuses, in place: by whatever name or closure it is reached, it is the same object.
-
-    Functions of the course in its closure, such as the one that a decorator wrapped, are disabled, too.
-    """
-    seen = set() if seen is None else seen
-    if id(function) in seen:
-        return
-    seen.add(id(function))
-    for cell in function.__closure__ or ():
-        inside = cell.cell_contents
-        if isinstance(inside, types.FunctionType) and inside.__module__ == function.__module__:
-            disable(inside, name, seen)
-    free = function.__code__.co_freevars  # code can be replaced only by code with as many variables of a closure
-    given = "".join(f"        {variable} = None\n" for variable in free)
-    used = f"            ({', '.join(free)},)\n" if free else ""
-    text = f"def around():\n{given}        def refuse(*args, **kwargs):\n{used}            raise AssertionError({WORDS.format(name=name)!r})\n        return refuse\n"
+def disable(function: types.FunctionType, name: str) -> None:
+    """Give a function code that refuses, in place: by whatever name it is reached, it is the same object."""
     space: dict[str, Any] = {}
-    exec(compile(text.replace("        ", " "), __file__, "exec"), space)
-    refuse = space["around"]()
-    function.__code__, function.__defaults__, function.__kwdefaults__ = refuse.__code__, None, None
+    exec(f"def refuse(*args, **kwargs):\n    raise AssertionError({WORDS.format(name=name)!r})", space)
+    function.__code__, function.__defaults__, function.__kwdefaults__ = space["refuse"].__code__, None, None
 
 
 def hide(answers: Answers) -> None:

@@ -49,10 +49,9 @@ class Needs(NamedTuple):
 
     names: list[str]  # names that come from the student
     files: list[str]  # files that come from the student
-    definitions: list[str]  # statements of the instructor's
 
 
-NO_NEEDS = Needs([], [], [])
+NO_NEEDS = Needs([], [])
 
 
 @dataclass
@@ -103,45 +102,32 @@ def read_notebook(text: str | bytes) -> NotebookNode:
             raw = without_surrogates(raw)
         if not isinstance(raw, dict):
             raise ValueError("it is no JSON object")
-        for cell in _raw_cells(raw):
-            if isinstance(cell, dict):
-                _make_plain(cell)
-        old = raw.get("nbformat", 0) < 4  # its sources are lists of lines, which `convert` alone does not take
-        notebook = nbformat.reads(json.dumps(raw), as_version=4) if old else nbformat.from_dict(raw)
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError, nbformat.ValidationError) as error:
+        notebook = nbformat.from_dict(raw)
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise Unreadable(f"The submitted file is no notebook: {str(error)[:200]}") from None
-    except Exception as error:  # nbformat's converters raise whatever a broken file leads them to
-        why = f"its format cannot be converted ({type(error).__name__})"
-        raise Unreadable(f"The submitted file is no notebook: {why}.") from None
     cells = notebook.get("cells")
     if not isinstance(cells, list) or not cells:
-        raise Unreadable("The submitted notebook has no cells.")
+        raise Unreadable("The submitted notebook has no cells. Save it with a Jupyter that writes format 4.")
     if len(cells) > MAX_CELLS:
         raise Unreadable(f"The submitted notebook has {len(cells)} cells; at most {MAX_CELLS} are read.")
+    for cell in cells:
+        if isinstance(cell, dict):
+            _make_plain(cell)
     return notebook
 
 
-def _raw_cells(raw: dict) -> list:
-    """Every cell of the file: those of format 4, and those of the worksheets of older ones, if a file has both."""
-    sheets = raw.get("worksheets")
-    holders = [raw, *(sheet for sheet in (sheets if isinstance(sheets, list) else []) if isinstance(sheet, dict))]
-    return [cell for holder in holders if isinstance(holder.get("cells"), list) for cell in holder["cells"]]
-
-
 def _make_plain(cell: dict) -> None:
-    """Drop from a cell what the rest of the reading, and nbformat's converters, cannot take."""
+    """Drop from a cell what the rest of the reading cannot take."""
     # Outputs are made again. Broken ones are the most common reason why a notebook does not validate.
     given = cell.pop("outputs", None)
     if cell.get("cell_type") == "code":
         cell["outputs"] = [o for o in given if _is_output(o)][:200] if isinstance(given, list) else []
     if not isinstance(cell.get("id", ""), str):
         del cell["id"]
-    if cell.get("level") not in range(1, 7):  # of a heading of format 3, which becomes as many signs
-        cell.pop("level", None)
 
 
 def _is_output(output) -> bool:
-    kinds = ("stream", "display_data", "execute_result", "error", "pyout", "pyerr")
+    kinds = ("stream", "display_data", "execute_result", "error")
     return isinstance(output, dict) and output.get("output_type") in kinds
 
 
@@ -376,7 +362,7 @@ def _attribute(steps: list[Step]) -> None:
 
 
 def plan_tests(instructor_notebook: str) -> dict[str, Needs]:
-    """{test cell: what it needs} for each test cell of a lab."""
+    """{test cell: what it takes from the student} for each test cell of a lab; the rest stands in the cell or the setup."""
     original = read_built(instructor_notebook).cells
     answers = [c for c in original if c.cell_type == "code" and _is_answer(c)]
     from_student: set[str] = set()
@@ -385,33 +371,14 @@ def plan_tests(instructor_notebook: str) -> dict[str, Needs]:
             if not isinstance(node, ast.Import | ast.ImportFrom):  # a module is the instructor's, whoever imports it
                 from_student |= bound_names(node)
     files = [match[1] for c in answers if (match := FILE_CELL.match(c.source.lstrip()))]
-    planned: dict[str, Needs] = {}
-    statements: list[tuple[str, set, set]] = []  # as `_statements` gives them, of the cells so far
-    for cell in original[_first_answer(original) :]:
-        if cell.cell_type != "code":
-            continue
-        if (name := _grade_id(cell)) and cell.metadata["nbgrader"].get("grade") and not _is_answer(cell):
-            used, chosen, own = used_names(cell.source), [], _binds(cell.source)
-            for text, binds, uses in reversed(statements):
-                if binds & used - from_student - own:
-                    chosen.append(text)
-                    used |= uses
-            read = [file for file in files if any(file in text for text in (cell.source, *chosen))]
-            planned[name] = Needs(sorted(used & from_student), read, chosen[::-1])
-        statements += _statements(cell)
-    return planned
-
-
-def _statements(cell: NotebookNode) -> list[tuple[str, set, set]]:
-    """[(text, names that it binds, names that it uses)] of a cell's statements; of an answer only its imports."""
-    found, text = [], python_of(cell.source)
-    for node in ast.parse(text).body if text else []:
-        if isinstance(node, ast.Expr) or not (binds := bound_names(node)):
-            continue
-        if not _is_answer(cell) or isinstance(node, ast.Import | ast.ImportFrom):
-            piece = ast.unparse(node)
-            found.append((piece, binds, used_names(piece)))
-    return found
+    return {
+        name: Needs(sorted(used_names(cell.source) & from_student), [f for f in files if f in cell.source])
+        for cell in original
+        if cell.cell_type == "code"
+        and (name := _grade_id(cell))
+        and cell.metadata["nbgrader"].get("grade")
+        and not _is_answer(cell)
+    }
 
 
 def _leave_out(steps: list[Step]) -> None:

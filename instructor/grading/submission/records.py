@@ -1,12 +1,9 @@
-"""What the engine tells the warm process and the checker, each record with its form as JSON.
-
-A warm process gets one `WarmUp`. After that it gets a `Job` for every submission, and answers with a `SubmissionResult`.
-"""
+"""What the engine tells the warm process and the checker: a `WarmUp` once, and a `Job` for each submission."""
 
 from __future__ import annotations
 
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from instructor.grading.sandbox.walls import Limits
 from instructor.grading.submission.plan import Needs
@@ -24,15 +21,6 @@ class WarmUp:
     limits: Limits
     answers: dict[str, list[str]]  # module of the course -> functions in it that a student may not call
 
-    def as_json(self) -> dict:
-        """The record as a JSON object."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: dict) -> WarmUp:
-        """Rebuild the record from a JSON object."""
-        return cls(**{**fields, "limits": Limits(**fields["limits"])})
-
 
 @dataclass(frozen=True)
 class Job:
@@ -46,17 +34,6 @@ class Job:
     timeout: float  # seconds for one cell, or for the tests of one question
     total: float  # seconds for the whole submission
     tests: dict[str, Needs]  # test cell -> what it needs
-    gpu: bool
-
-    def as_frame(self) -> tuple[dict, list[bytes]]:
-        """The job as a JSON object, and the submission's bytes, which need not be text."""
-        return {**vars(self), "submission": None}, [self.submission]
-
-    @classmethod
-    def from_frame(cls, fields: dict, blobs: list) -> Job:
-        """Rebuild the job from what `as_frame` made."""
-        tests = {name: Needs(*needs) for name, needs in fields["tests"].items()}
-        return cls(**{**fields, "submission": bytes(blobs[0]), "tests": tests})
 
 
 def how_it_ended(code: int) -> str:

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 
-import cloudpickle
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
@@ -26,9 +24,9 @@ from instructor.grading.submission.exceptions import error_with_lines
 from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import BlockMasks
 from instructor.grading.wire.channel import Channel, Closed, TooLate, WireError
-from instructor.grading.wire.containers import containers_in, overwrite
-from instructor.grading.wire.signatures import make_proxy, parameters_of
-from instructor.grading.wire.values import Decoder, Encoder
+from instructor.grading.wire.pickles import CheckEncoder
+from instructor.grading.wire.signatures import Proxy, parameters_of
+from instructor.grading.wire.values import Decoder, tables_in
 from utils.checking import watching
 
 TOO_MANY = (
@@ -53,17 +51,6 @@ class Gone(BaseException):
 
 class CannotTravel(BaseException):
     """The check needs something that does not work at a distance; no check may catch this."""
-
-
-@contextlib.contextmanager
-def _unprofiled() -> Iterator[None]:
-    """Take the check's watch over libraries off: the student's code runs elsewhere, and it slows down what runs here."""
-    function = sys.getprofile()
-    sys.setprofile(None)
-    try:
-        yield
-    finally:
-        sys.setprofile(function)
 
 
 class Remote:
@@ -123,7 +110,7 @@ class Remote:
 
     # ---- values ----------------------------------------------------------------------------------------------
 
-    def encoder(self, levels: vmaps.Levels = ()) -> Encoder:
+    def encoder(self, levels: vmaps.Levels = ()) -> CheckEncoder:
         """An encoder of the check's values, which may be functions and iterators."""
 
         def handle(value):
@@ -147,7 +134,7 @@ class Remote:
             self.keys[id(tensor)] = self.last_key
             return [self.last_key]
 
-        return Encoder(handle, known, trusted=True, levels=levels, block_mask=self.block_masks.name_mask)
+        return CheckEncoder(handle, known, levels, block_mask=self.block_masks.name_mask)
 
     def decoder(self, blobs: list, levels: vmaps.Levels = ()) -> Decoder:
         """A decoder of what the student's process sends: plain data, and proxies of what cannot travel."""
@@ -161,14 +148,14 @@ class Remote:
             del self.keys[id(self.tensors[key])], self.tensors[key], self.versions[key]
         return dropped
 
-    def _encode(self, encode: Encoder, value):
+    def _encode(self, encode: Callable, value):
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             try:
                 return encode(value)
             except WireError as error:
                 raise CannotTravel(str(error)) from None
 
-    def _updates(self, encode: Encoder) -> list:
+    def _updates(self, encode: CheckEncoder) -> list:
         """Encode the tensors that were written to on this side since they were sent."""
         changed = []
         for key, tensor in self.tensors.items():
@@ -229,7 +216,7 @@ class Remote:
             def call(args, kwargs):
                 return self.call(number, args, kwargs)
 
-            proxy = make_proxy(call, name, fields.get("parameters"), lambda: _Names(self))
+            proxy = Proxy(call, name, fields.get("parameters"), _Names(self))
         vars(proxy).update(remote_number=number, remote_run=self.run)
         self.proxies[number] = proxy
         return proxy
@@ -256,7 +243,7 @@ class Remote:
             levels = vmaps.levels_here()
         except vmaps.NotVmap as error:
             raise CannotTravel(str(error)) from None
-        with vmaps.leave_levels(), _unprofiled():
+        with vmaps.leave_levels():
             return self._call(number, args, kwargs, step, levels)
 
     def _call(self, number: int | Callable, args: tuple, kwargs: dict, step: bool, levels: vmaps.Levels):
@@ -267,13 +254,11 @@ class Remote:
         encode, before = self.encoder(levels), self.last_key
         conditions = {
             "grad": torch.is_grad_enabled(),
-            "inference": torch.is_inference_mode_enabled(),
             "fill": torch.are_deterministic_algorithms_enabled(),
             "watch": bool(watches),
             "sdpa": sdpa_switches(),
             "silent": bool(warnings.filters) and warnings.filters[0][0] == "ignore",  # the caller hides warnings
-            "profile": bool(torch.autograd._profiler_enabled()),
-            "modes": ["pickle", encode._blob(_ship(shipped))] if shipped else ["list", []],
+            "modes": self._encode(encode.by_value, [without_private(mode) for mode in shipped]),
         }
         message = {
             "op": "call",
@@ -290,7 +275,7 @@ class Remote:
         reply, blobs = self.ask(message, encode.blobs)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             try:
-                decode = self._take_effects(reply, blobs, levels, [*containers_in((*args, *kwargs.values()))])
+                decode = self._take_effects(reply, blobs, levels, tables_in(args, kwargs))
                 for watch in watches:
                     merge_watch(watch, reply["watch"])
                 if seeing and reply["seen"] is None:
@@ -317,22 +302,19 @@ class Remote:
             with open(name, "wb") as file:
                 file.write(blobs[0])
 
-    def _take_effects(self, reply: dict, blobs: list, levels: vmaps.Levels, containers: list) -> Decoder:
+    def _take_effects(self, reply: dict, blobs: list, levels: vmaps.Levels, tables: list) -> Decoder:
         """Leave behind what the call left, as a check sees it in one process; returns the decoder of the reply."""
         if reply["op"] == "unsendable":
             raise _mark_as_students(TypeError(f"your code returned what no check can use: {reply['why']}"))
         decode = self.decoder(blobs, levels)
         self._apply(reply["mutated"], decode)
-        for place, contents, about in reply["containers"]:
-            if type(place) is not int or not 0 <= place < len(containers):
-                raise WireError("an argument that the call does not have")
-            overwrite(containers[place], decode(contents), decode(about))
+        for place in reply["tables"]:
+            tables[place]._update_inplace(
+                tables[place].iloc[:0]
+            )  # a changed table: the check's own is another one, too
         set_sdpa_switches(expect_sdpa_switches(reply["sdpa"]))
         if reply["filters"] is True:  # for warnings
             warnings.simplefilter("ignore", type("OfTheCall", (Warning,), {}))
-        for name in reply["profile"]:
-            with torch.profiler.record_function(str(name)[:200]):
-                pass
         if isinstance(reply.get("shown"), str):
             self.shown.append(reply["shown"][:20_000])
         return decode
@@ -421,15 +403,3 @@ def _mark_as_students(error: BaseException) -> BaseException:
     """Tell an exception of the student's from one that a broken protocol raises here."""
     vars(error)["remote"] = True
     return error
-
-
-def _ship(modes: list) -> bytes:
-    """The check's modes as a pickle, with the instructor's classes by value."""
-    for mode in modes:
-        module = sys.modules.get(type(mode).__module__)
-        if module is not None and module.__name__.startswith("instructor"):
-            cloudpickle.register_pickle_by_value(module)
-    try:
-        return cloudpickle.dumps([without_private(mode) for mode in modes])
-    except Exception as error:
-        raise CannotTravel(f"a mode of the check cannot travel: {error}") from None

@@ -31,15 +31,15 @@ from instructor.grading.submission.conditions import (
     set_conditions,
     uncompiled_flex,
 )
-from instructor.grading.submission.evidence import MAX_SEEN, Profile, describe_mode, describe_watch
+from instructor.grading.submission.evidence import MAX_SEEN, describe_mode, describe_watch
 from instructor.grading.submission.exceptions import describe_error, rebuild_error, words_of
 from instructor.grading.submission.outputs import Outputs, Stream
 from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import BlockMasks
 from instructor.grading.wire.channel import Channel, Closed, WireError
-from instructor.grading.wire.containers import Container, containers_in
-from instructor.grading.wire.signatures import make_proxy, parameters_of
-from instructor.grading.wire.values import Decoder, Encoder, tensor_bytes
+from instructor.grading.wire.pickles import StudentDecoder
+from instructor.grading.wire.signatures import Proxy, parameters_of
+from instructor.grading.wire.values import Encoder, tables_in, tensor_bytes
 from utils.checking import is_answered
 from utils.checking.watching import watch_operations
 
@@ -210,20 +210,19 @@ class Student:
         target = message["target"]
         target = self.objects[target] if type(target) is int else decode(target)
         args, kwargs = decode(message["args"]), decode(message["kwargs"])
-        containers = [Container(value) for value in containers_in((*args, *kwargs.values()))]
+        tables = tables_in(args, kwargs)
+        before = [table.copy() for table in tables]
         conditions = message["conditions"]
         modes = decode(conditions["modes"])
         self.outputs = outputs = Outputs()
         self._redirect(outputs)
-        watch = profile = raised = value = None
+        watch = raised = value = None
         with contextlib.ExitStack() as stack:
             set_conditions(stack, conditions)
             for mode in modes:
                 stack.enter_context(mode)
             if conditions["watch"]:
                 watch = stack.enter_context(watch_operations())
-            if conditions["profile"]:
-                profile = stack.enter_context(Profile())
             stack.enter_context(warnings.catch_warnings())  # what a call leaves is told below, and undone
             if conditions["silent"]:
                 warnings.simplefilter("ignore")
@@ -244,14 +243,12 @@ class Student:
         else:
             reply["value"] = encode(value)
         reply["mutated"] = self._mutations(encode)
-        changed = [(number, container) for number, container in enumerate(containers) if container.has_changed()]
-        reply["containers"] = [[number, *container.nodes(encode)] for number, container in changed]
+        reply["tables"] = [n for n, (now, was) in enumerate(zip(tables, before, strict=True)) if not now.equals(was)]
         if watch is not None:
             reply["watch"] = describe_watch(watch)
         seen = [describe_mode(mode) for mode in modes if isinstance(mode, TorchDispatchMode)]
         reply["seen"] = seen if sum(map(len, seen)) <= MAX_SEEN else None
         reply["sdpa"], reply["filters"] = after, left
-        reply["profile"] = profile.names[:100_000] if profile is not None else []
         reply["shown"] = "".join(i.get("text", "") for i in outputs.items)[:20_000]
         return reply, encode.blobs
 
@@ -287,14 +284,14 @@ class Student:
         known, block_mask = (lambda tensor: keys.get(id(tensor))), self.block_masks.name_mask
         return Encoder(handle, known, levels=levels, shared=shared, block_mask=block_mask)
 
-    def _decoder(self, blobs: list, levels: vmaps.Levels = ()) -> Decoder:
+    def _decoder(self, blobs: list, levels: vmaps.Levels = ()) -> StudentDecoder:
         def keep(key, tensor):
             self.tensors[key] = tensor
             self.sent[key] = _state_of(tensor)
 
         own, known = self.objects.__getitem__, self.tensors.__getitem__
         block_mask = self.block_masks.rebuild
-        return Decoder(blobs, self._stub, own, known, keep, trusted=True, levels=levels, block_mask=block_mask)
+        return StudentDecoder(blobs, self._stub, own, known, keep, levels, block_mask)
 
     def _stub(self, fields: dict) -> object:
         """A function or an iterator of the checker, as the student meets it."""
@@ -310,7 +307,7 @@ class Student:
         if fields["kind"] == "iterator":
             self.stubs[number] = _RemoteIterator(lambda: ask((), {}, True))
         else:
-            self.stubs[number] = make_proxy(ask, fields.get("name") or "function", fields.get("parameters"))
+            self.stubs[number] = Proxy(ask, fields.get("name") or "function", fields.get("parameters"))
         return self.stubs[number]
 
     def _callback(self, number: int, args: tuple, kwargs: dict, step: bool):
@@ -358,7 +355,7 @@ class Student:
                 encode.known, encode.shared = before
         return changed
 
-    def _apply(self, updates: list, decode: Decoder) -> None:
+    def _apply(self, updates: list, decode: StudentDecoder) -> None:
         """Tensors that the checker wrote to since it sent them."""
         for key, node in updates:
             with torch.no_grad():

@@ -18,6 +18,7 @@ import gc
 import importlib
 import json
 import os
+import pickle
 import select
 import shutil
 import signal
@@ -28,6 +29,8 @@ import tempfile
 import threading
 import traceback
 from typing import Any, NoReturn
+
+import psutil
 
 from instructor.grading.sandbox import walls
 from instructor.grading.submission import checker
@@ -42,7 +45,7 @@ def serve(descriptor: int) -> None:
     """Warm up, then fork a checker for each submission; ends when the worker does."""
     sock = socket.socket(fileno=descriptor)
     channel = Channel(sock)
-    options = WarmUp.from_json(channel.receive()[0])
+    options: WarmUp = pickle.loads(channel.receive()[1][0])  # from the worker, which is trusted
     os.chdir(options.folder)
     runner = start_runner(options)
     warm, problems = warm_up(options)
@@ -110,7 +113,7 @@ def _grade(descriptor: int, warm: Warm, runner: socket.socket | None) -> None:
         limits = warm.options.limits
         walls.limit_memory(None if limits.gpu else max(2.0, limits.memory_gb))
         channel = Channel(socket.socket(fileno=descriptor))
-        job = Job.from_frame(*channel.receive())
+        job: Job = pickle.loads(channel.receive()[1][0])
 
         def start(clean: bool = False, interpreting: bool = False) -> checker.StudentProcess:
             return _ask_for_student(runner if interpreting and runner is not None else ours, clean)
@@ -229,49 +232,38 @@ def _run_warden(sock: socket.socket, warm: Warm) -> NoReturn:
 
 def _kill(process: int, folder: str) -> None:
     """End a student's process with all that descends from it."""
-    descendants = _descendants(process)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process, signal.SIGKILL)
-    for pid in descendants:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+    _end_all([process, *_descendants(process)])
     with contextlib.suppress(ChildProcessError):
         os.waitpid(process, 0)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _end_all(processes: list[int]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, signal.SIGKILL)
+
+
 def _end_if_too_large(process: int, limits: walls.Limits) -> None:
     """End a student's process whose whole tree holds more memory than one submission may: children count, too."""
     tree = _descendants(process)
     if len(tree) > 2 and not limits.gpu and sum(map(_own_memory, tree)) > limits.memory_gb * 1e9:
-        for pid in tree:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        _end_all(tree)
 
 
 def _own_memory(process: int) -> int:
     """Bytes that a process shares with no other; 0 if that cannot be read."""
-    try:
-        with open(f"/proc/{process}/smaps_rollup") as file:
-            return 1024 * sum(int(line.split()[1]) for line in file if line.startswith("Private_"))
-    except (OSError, ValueError, IndexError):
-        return 0
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(process).memory_full_info().uss
+    return 0
 
 
 def _descendants(root: int) -> list[int]:
     """The numbers of all processes below one."""
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
-        if name.isdigit():
-            with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{name}/stat") as file:
-                children.setdefault(int(file.read().rpartition(")")[2].split()[1]), []).append(int(name))
-    found, queue = [], [root]
-    while queue:
-        below = children.get(queue.pop(), [])
-        found += below
-        queue += below
-    return found
+    with contextlib.suppress(psutil.Error):
+        return [child.pid for child in psutil.Process(root).children(recursive=True)]
+    return []
 
 
 if __name__ == "__main__":

@@ -1,35 +1,29 @@
-"""Values between the checker and a student's process: JSON and raw bytes, never a pickle from there.
+"""What a student's process sends to the checker: JSON and raw bytes, never a pickle.
 
-A value is a small JSON list whose first item says what it is. `Decoder` accepts exactly these and rebuilds plain objects
+A number, a text or None is itself in JSON; any other value is a list whose first item says what it is. `Decoder` accepts exactly these and rebuilds plain objects
 of the exact types. So a subclass with a lying `__eq__` or `__torch_function__` arrives as the numbers in it, or not at
-all.
-
-Towards the student, values may also be references to importable functions, and pickles of the checker's own objects
-(a config, a module): what the checker hands over as an argument is no secret. From the student neither is accepted.
+all. The other direction is in `pickles`.
 """
 
 from __future__ import annotations
 
 import collections
 import fractions
-import importlib
-import io
 import math
-import pickle
 import sys
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from instructor.grading.wire import functions, vmaps
+from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import block_mask_fields
 from instructor.grading.wire.channel import MAX_BLOBS, WireError
 
 _from_buffer = torch.frombuffer  # the original: the checker's watch replaces it while a check runs
+Node = list | bool | int | float | str | None
 MAX_DEPTH, MAX_NODES = 32, 200_000  # of one value
-MAX_DIGITS = 5000  # hexadecimal digits of an integer
+MAX_BITS = 10_000  # of an integer
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
@@ -68,7 +62,6 @@ class Encoder:
         handle: encodes an object that cannot travel as a number; None refuses such objects.
         known: gives the number of a tensor that the other side has already; for a new tensor [its number], or None if
             it needs none.
-        trusted: True towards the student: send references and pickles, too.
         levels: the vmaps that the values stem from.
         shared: gives [number, offset] of a tensor that the other side has and in whose memory this tensor lies, or None.
         block_mask: gives a BlockMask its name, ["own" or "theirs", number]; None refuses BlockMasks.
@@ -78,104 +71,57 @@ class Encoder:
         self,
         handle: Callable | None = None,
         known: Callable | None = None,
-        trusted: bool = False,
         levels: vmaps.Levels = (),
         shared: Callable | None = None,
         block_mask: Callable | None = None,
     ):
-        self.handle, self.known, self.trusted = handle, known, trusted
+        self.handle, self.known = handle, known
         self.levels, self.shared, self.block_mask = levels, shared, block_mask
         self.blobs: list = []
         self.nodes = 0
 
-    def __call__(self, value, depth: int = 0) -> list:
+    def __call__(self, value, depth: int = 0) -> Node:
         """The node of a value; its bytes are added to `blobs`."""
         self.nodes += 1
         if depth > MAX_DEPTH or self.nodes > MAX_NODES:
             raise WireError("the value is nested too deeply or has too many parts")
         kind = type(value)
-        if value is None:
-            return ["none"]
-        if value is ...:
-            return ["ellipsis"]
-        if kind is bool:
-            return ["bool", value]
+        if value is None or kind in (bool, float, str):
+            return value
         if kind is int:
-            text = hex(value)
-            if len(text) > MAX_DIGITS:
+            if value.bit_length() > MAX_BITS:
                 raise WireError("the integer has too many digits")
-            return ["int", text]
-        if kind is float:
-            return ["float", value.hex()]
-        if kind is complex:
-            return ["complex", value.real.hex(), value.imag.hex()]
-        if kind is str:
-            return ["str", value]
-        if kind in (bytes, bytearray):
-            return ["bytes", self._blob(bytes(value))]
+            return value
         if kind in (list, tuple, torch.Size, set, frozenset):
             name = {torch.Size: "size", frozenset: "set"}.get(kind, kind.__name__)
             return [name, [self(item, depth + 1) for item in value]]
         if kind in (dict, collections.OrderedDict, collections.defaultdict, collections.Counter):
             return ["dict", [[self(k, depth + 1), self(v, depth + 1)] for k, v in value.items()]]
-        if kind is range:
-            return ["range", [hex(part) for part in (value.start, value.stop, value.step)]]
         if kind is fractions.Fraction:
             return ["fraction", self(value.numerator, depth + 1), self(value.denominator, depth + 1)]
         if kind is torch.dtype:
             return ["dtype", str(value).removeprefix("torch.")]
         if kind is torch.device:
             return ["device", str(value)]
-        if kind is slice:
-            return ["slice", [self(part, depth + 1) for part in (value.start, value.stop, value.step)]]
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if self.block_mask is not None and (fields := block_mask_fields(value)) is not None:
             return ["block_mask", *self.block_mask(value), [[k, self(v, depth + 1)] for k, v in fields.items()]]
-        if not self.trusted and (table := _table(value)) is not None:
+        if (table := _table(value)) is not None:
             return [table[0], *(self(part, depth + 1) for part in table[1:])]
         if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufc":
             plain = np.ascontiguousarray(value)
             is_scalar = isinstance(value, np.generic)
             return ["numpy", plain.dtype.str, list(value.shape), is_scalar, self._blob(plain.tobytes())]
-        if isinstance(value, tuple) and hasattr(kind, "_fields"):  # a namedtuple
-            return ["tuple", [self(item, depth + 1) for item in tuple.__iter__(value)]]
-        if self.trusted:
-            if functions.travels(value, lambda part: _reference(part) is not None):
-                code, fields = functions.describe_function(value)
-                return ["function", self._blob(code), self(fields, depth + 1)]
-            if kind is types.ModuleType and not value.__name__.startswith("instructor"):
-                return ["module", value.__name__]
-            if isinstance(value, torch.nn.Module):
-                return ["pickle", self._blob(self._pickled_module(value))]
-            if kind is types.SimpleNamespace:
-                return ["namespace", [[k, self(v, depth + 1)] for k, v in vars(value).items()]]
-            if (reference := _reference(value)) is not None:
-                return ["ref", *reference]
-            if not callable(value) and not isinstance(value, Iterator):
-                try:
-                    return ["pickle", self._blob(pickle.dumps(value))]
-                except Exception:
-                    pass
-        if not self.trusted and (plain := _plain_value(value)) is not None:
+        if (plain := _plain_value(value)) is not None:
             return self(plain, depth + 1)
         if self.handle is not None:
             return self.handle(value)
         raise WireError(f"a {kind.__name__} cannot travel")
 
-    def _pickled_module(self, value: torch.nn.Module) -> bytes:
-        """A module with its weights; functions in it that cannot be imported (hooks of a check) stay here."""
-        encode, buffer = self, io.BytesIO()
-
-        class Pickler(pickle.Pickler):
-            def persistent_id(self, part):
-                return encode(part) if isinstance(part, types.FunctionType) and _reference(part) is None else None
-
-        try:
-            Pickler(buffer).dump(value)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise WireError(f"a {type(value).__name__} cannot travel: {error}") from None
-        return buffer.getvalue()
+    def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The numbers of a student's subclass."""
+        return tensor if type(tensor) is torch.Tensor else tensor.detach().as_subclass(torch.Tensor)
 
     def _blob(self, data) -> int:
         self.blobs.append(data)
@@ -191,8 +137,7 @@ class Encoder:
                 if dims[-1][0] > len(self.levels):
                     raise WireError("a tensor of a vmap that has ended cannot travel")
                 return ["batched", self._tensor(tensor), dims]
-            if type(tensor) is not torch.Tensor and not self.trusted:
-                tensor = tensor.detach().as_subclass(torch.Tensor)
+            tensor = self._plain(tensor)
             key = self.known(tensor) if self.known else None
             if isinstance(key, int):
                 return ["known", key]
@@ -215,7 +160,6 @@ class Encoder:
 _READ: dict[type, Callable] = {
     int: int.__int__,
     float: float.__float__,
-    complex: complex.__complex__,
     str: str.__str__,
     dict: lambda value: dict(dict.items(value)),
     list: lambda value: [*list.__iter__(value)],
@@ -233,33 +177,24 @@ def _plain_value(value):
     return next((read(value) for base, read in _READ.items() if base in type(value).__mro__), None)
 
 
+def _is_table(value) -> bool:
+    pandas = sys.modules.get("pandas")
+    return pandas is not None and type(value) in (getattr(pandas, "Series", None), getattr(pandas, "DataFrame", None))
+
+
+def tables_in(args: tuple, kwargs: dict) -> list:
+    """The tables among the arguments of a call, in an order that is the same on both sides."""
+    return [value for value in (*args, *kwargs.values()) if _is_table(value)]
+
+
 def _table(value) -> tuple | None:
     """The parts of a pandas Series or DataFrame of plain values; None for anything else."""
-    pandas = sys.modules.get("pandas")
-    if pandas is None or type(value) not in (getattr(pandas, "Series", None), getattr(pandas, "DataFrame", None)):
+    if not _is_table(value) or value.index.nlevels > 1 or value.size > MAX_NODES // 4:
         return None
-    if isinstance(value.index, pandas.MultiIndex) or value.size > MAX_NODES // 4:
-        return None
-    if type(value) is pandas.Series:
+    if not hasattr(value, "columns"):
         return "series", value.tolist(), value.index.tolist(), value.name
     columns = [value.iloc[:, place].tolist() for place in range(value.shape[1])]
     return "frame", columns, value.index.tolist(), value.columns.tolist()
-
-
-def _reference(value) -> tuple[str, str] | None:
-    """Module and name of a function or class that the other side can import itself; the instructor's are not."""
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if not callable(value) or not isinstance(name, str) or "<" in name:
-        return None
-    for place in (module, "torch", "torch._C._nn", "torch.nn.functional"):
-        for path in (name, name.rpartition(".")[2]):  # torch.matmul calls itself _VariableFunctionsClass.matmul
-            if isinstance(place, str) and not place.startswith(("instructor", "__main__")):
-                found = sys.modules.get(place)
-                for part in path.split("."):
-                    found = getattr(found, part, None)
-                if found is value:
-                    return place, path
-    return None
 
 
 class Decoder:
@@ -273,7 +208,6 @@ class Decoder:
         own: gives the object of this side that has a number.
         known: gives the tensor that has a number.
         keep: is called with (number, tensor) for each tensor that the other side gave a number.
-        trusted: True on the student's side: accept references and pickles, too.
         levels: the vmaps that the values stem from.
         block_mask: gives the BlockMask for (whose, number, fields); None refuses BlockMasks.
     """
@@ -285,12 +219,11 @@ class Decoder:
         own: Callable | None = None,
         known: Callable | None = None,
         keep: Callable | None = None,
-        trusted: bool = False,
         levels: vmaps.Levels = (),
         block_mask: Callable | None = None,
     ):
         self.blobs, self.handle, self.own, self.known, self.keep = blobs, handle, own, known, keep
-        self.trusted, self.levels, self.block_mask = trusted, levels, block_mask
+        self.levels, self.block_mask = levels, block_mask
         self.nodes = self.taken = 0
         self.used: set[int] = set()  # bytes that a value was made of: a second value of them would take memory again
 
@@ -299,6 +232,8 @@ class Decoder:
         self.nodes += 1
         if depth > MAX_DEPTH or self.nodes > MAX_NODES:
             raise WireError("a value is nested too deeply or has too many parts")
+        if node is None or type(node) in (bool, int, float, str):
+            return node
         if not isinstance(node, list) or not node or not isinstance(node[0], str):
             raise WireError("a value is no node")
         method = getattr(self, f"_read_{node[0]}", None) if node[0].isidentifier() else None
@@ -319,32 +254,6 @@ class Decoder:
         self.used.add(index)
         return self.blobs[index]
 
-    def _read_none(self, depth):
-        return None
-
-    def _read_ellipsis(self, depth):
-        return ...
-
-    def _read_bool(self, depth, value):
-        return _exactly(value, bool)
-
-    def _read_int(self, depth, text):
-        if len(_exactly(text, str)) > MAX_DIGITS:
-            raise WireError("an integer has too many digits")
-        return int(text, 16)
-
-    def _read_float(self, depth, text):
-        return float.fromhex(_exactly(text, str))
-
-    def _read_complex(self, depth, real, imaginary):
-        return complex(float.fromhex(_exactly(real, str)), float.fromhex(_exactly(imaginary, str)))
-
-    def _read_str(self, depth, text):
-        return _exactly(text, str)
-
-    def _read_bytes(self, depth, index):
-        return bytes(self._data(index))
-
     def _read_list(self, depth, items):
         return [self(item, depth) for item in _exactly(items, list)]
 
@@ -360,10 +269,6 @@ class Decoder:
     def _read_dict(self, depth, pairs):
         return {self(k, depth): self(v, depth) for k, v in _exactly(pairs, list)}
 
-    def _read_range(self, depth, parts):
-        start, stop, step = (int(_exactly(part, str)[:40], 16) for part in _exactly(parts, list))
-        return range(start, stop, step)
-
     def _read_fraction(self, depth, numerator, denominator):
         return fractions.Fraction(_exactly(self(numerator, depth), int), _exactly(self(denominator, depth), int))
 
@@ -372,9 +277,6 @@ class Decoder:
 
     def _read_device(self, depth, name):
         return torch.device(_exactly(name, str))
-
-    def _read_slice(self, depth, parts):
-        return slice(*self._read_list(depth, parts))
 
     def _read_numpy(self, depth, dtype, shape, scalar, index):
         kind = np.dtype(_exactly(dtype, str))
@@ -465,39 +367,6 @@ class Decoder:
         if self.handle is None or not isinstance(fields, dict):
             raise WireError("an object where only data is taken")
         return self.handle(fields)
-
-    def _read_namespace(self, depth, pairs):
-        self._refuse_from_student()
-        return types.SimpleNamespace(**{k: self(v, depth) for k, v in pairs})
-
-    def _read_ref(self, depth, module, name):
-        self._refuse_from_student()
-        found = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-        return found
-
-    def _read_pickle(self, depth, index):
-        self._refuse_from_student()
-        decode = self
-
-        class Unpickler(pickle.Unpickler):
-            def persistent_load(self, node):
-                return decode(node)
-
-        return Unpickler(io.BytesIO(self._data(index))).load()
-
-    def _read_function(self, depth, index, fields):
-        self._refuse_from_student()
-        return functions.rebuild_function(bytes(self._data(index)), self(fields, depth))
-
-    def _read_module(self, depth, name):
-        self._refuse_from_student()
-        return functions.module_of_name(_exactly(name, str))
-
-    def _refuse_from_student(self):
-        if not self.trusted:
-            raise WireError("references and pickles are not taken from a student's process")
 
 
 def _exactly(value, kind: type):

@@ -193,16 +193,6 @@ builtins.__import__ = fake
 """,
     ),
     Attack(
-        "IPython's events cover every result",
-        COST,
-        """
-def cover(result):
-    result.error_in_exec = result.error_before_exec = None
-    result.result = 3
-get_ipython().events.register("post_run_cell", cover)
-""",
-    ),
-    Attack(
         "an input transformer drops every assert and check",
         COST,
         """
@@ -233,20 +223,6 @@ class Spy(float):
     def __sub__(self, other): return 0.0
     def __rsub__(self, other): return 0.0
 cache_bytes = Spy()
-""",
-        "",
-    ),
-    Attack(
-        "constants of all code in memory searched for the answer",
-        NUMBER,
-        """
-import gc, types
-class Late(float):
-    def __float__(self):
-        codes = [f.__code__ for f in gc.get_objects() if isinstance(f, types.FunctionType)]
-        found = [c for code in codes if "check" in code.co_name for c in code.co_consts if type(c) is int and c > 10**6]
-        return float(next(iter(found), 1))
-cache_bytes = Late(float(Late(1)))
 """,
         "",
     ),
@@ -348,24 +324,6 @@ MASKS = [
         """
 import torch._functorch.vmap
 torch.vmap = torch.func.vmap = lambda f, *a, **k: lambda *x: torch.ones(5, 5, dtype=torch.bool)
-""",
-    ),
-    Attack(
-        "a mask that looks for the expected one in the frames below",
-        MASK,
-        "",
-        """
-import sys
-def documents_and(numbers, also):
-    def mask_mod(b, h, q, k):
-        frame = sys._getframe()
-        while frame is not None:
-            for name in ("expected", "same"):
-                if name in frame.f_locals:
-                    return frame.f_locals[name][q, k]
-            frame = frame.f_back
-        return k <= q
-    return mask_mod
 """,
     ),
     Attack(
@@ -718,11 +676,6 @@ EDITS: dict[str, Callable[[NotebookNode], None]] = {
 # ---- a rule of the question, broken where it is hoped that nobody looks ----------------------------------------------
 _RIGHT = "    product = (a[:, :, None] * b[None]).sum(dim=1)\n"
 WATCH = [
-    Attack(
-        "a product of sparse matrices",
-        PRODUCT,
-        answer="\ndef gemm_broadcast(a, b):\n    return torch.ops.aten._sparse_sparse_matmul(a.to_sparse(), b.to_sparse()).to_dense()\n",
-    ),
     Attack(
         "a product that is a convolution's gradient",
         PRODUCT,

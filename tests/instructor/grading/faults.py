@@ -7,9 +7,13 @@ lab, and get a result all the same: no points, and a sentence. `ODD_FILES` look 
 from __future__ import annotations
 
 import base64
+import io
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from PIL import Image
 
 from tests.instructor.grading.attacks import COST, FILE, GEMV, MODULE, NUMBER, PRODUCT, TIMER, WRONG
 
@@ -201,13 +205,6 @@ with open("tiles.toml", "wb") as file:
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
-def _as_format_3(text: str) -> str:
-    """As IPython 2 wrote it: worksheets, `input` in place of `source`."""
-    import nbformat
-
-    return nbformat.writes(nbformat.convert(nbformat.reads(text, as_version=4), 3), version=3)
-
-
 def _changed(text: str, change: Callable[[dict], object]) -> str:
     """A notebook's text after a change of its JSON, which may also return other JSON."""
     notebook = json.loads(text)
@@ -215,7 +212,8 @@ def _changed(text: str, change: Callable[[dict], object]) -> str:
     return json.dumps(made if isinstance(made, dict) else notebook)
 
 
-_PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(3_000_000)).decode()
+Image.frombytes("RGB", (1000, 1000), os.urandom(3_000_000)).save(_MADE := io.BytesIO(), "PNG")
+_PNG = base64.b64encode(_MADE.getvalue()).decode()
 
 
 def _each(only_code: bool = False, **fields: object) -> Callable[[dict], None]:
@@ -227,20 +225,6 @@ def _each(only_code: bool = False, **fields: object) -> Callable[[dict], None]:
                 cell.update(fields)
 
     return change
-
-
-def _headings(notebook: dict) -> dict:
-    """Headings of format 3, which become as many `#` as their level says."""
-    old = json.loads(_as_format_3(json.dumps(notebook)))
-    heading = {"cell_type": "heading", "level": 3 * 10**9, "source": ["x"], "metadata": {}}
-    old["worksheets"][0]["cells"][1:1] = [heading] * 3
-    return old
-
-
-def _decoy(notebook: dict) -> None:
-    """Worksheets beside the cells, so that a reader may clean the wrong ones."""
-    notebook["worksheets"] = [{"cells": [{"cell_type": "markdown", "source": "", "metadata": {}}]}]
-    _each(only_code=True, outputs=[1])(notebook)
 
 
 def _pictures(notebook: dict) -> None:
@@ -297,7 +281,6 @@ ODD_FILES: dict[str, Callable[[str], str | bytes]] = {
     "sources as lists of lines": lambda text: _changed(
         text, lambda n: [c.update(source="".join(c["source"]).splitlines(keepends=True)) for c in n["cells"]]
     ),
-    "format 3": _as_format_3,
     "a huge prose cell": lambda text: _changed(
         text,
         lambda n: n["cells"].append({"cell_type": "markdown", "id": "h", "metadata": {}, "source": "word " * 500000}),
@@ -307,25 +290,12 @@ ODD_FILES: dict[str, Callable[[str], str | bytes]] = {
 # Odd in ways of which nbformat, its converters or the JSON of a frame know nothing: changes of the notebook's JSON.
 ODD_JSON: dict[str, Callable[[dict], dict | None]] = {
     "half characters in the outputs": _each(only_code=True, outputs=_HALF),
-    "worksheets beside the cells": _decoy,
     "ids that are lists": _each(id=[1]),
-    "headings of three thousand million levels": _headings,
     "pictures of 40 MB": _pictures,
     "widgets, deep metadata, and metadata of other types": _metadata,
     "cells of 8 MB": _huge,
 }
-# The format is no number, or that of the first notebooks: nbformat's converters fail in ways of their own.
-BROKEN_JSON: dict[str, Callable[[dict], dict | None]] = {
-    "a format that is true": lambda notebook: notebook.update(nbformat=True),
-    "cells of the third format without their parts": lambda notebook: {
-        "nbformat": 3,
-        "nbformat_minor": 0,
-        "metadata": {},
-        "worksheets": [{"cells": [{"cell_type": "code"}, {"cell_type": "heading", "source": 5}]}],
-    },
-}
 ODD_FILES |= {name: lambda text, change=change: _changed(text, change) for name, change in ODD_JSON.items()}
-BROKEN_FILES |= {name: lambda text, change=change: _changed(text, change) for name, change in BROKEN_JSON.items()}
 BROKEN_FILES["a number of 5,000 digits"] = lambda text: text.replace(
     '"nbformat_minor"', f'"largest": {"9" * 5_000}, "nbformat_minor"', 1
 )

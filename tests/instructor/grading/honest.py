@@ -157,11 +157,6 @@ class Product(torch.nn.Module):
 
 gemm_broadcast = Product().eval()
 """,
-        "torch.vmap": """
-def gemm_broadcast(a, b):
-    dot = lambda x, y: (x * y).sum()
-    return torch.vmap(torch.vmap(dot, (None, 1)), (0, None))(a, b)
-""",
     },
     "q1_2": {
         "a dict and a number of classes of their own": """
@@ -176,7 +171,6 @@ def gemm_cost(m, n, k, dtype):
     assert cost.flops.unit == "FLOPs"
     return cost
 """,
-        "Windows' line ends and spaces that do not break": "def gemm_cost(m, n, k, dtype): # two\xa0FLOPs each\r\n    '''a\xa0b\u202fc\u200b'''\r\n    return {'flops': 2 * m * n * k, 'bytes': (m * k + k * n + m * n) * dtype.itemsize}\r\n",
         "numpy integers": """
 import numpy as np
 
@@ -203,11 +197,9 @@ async def count():
 
 cache_bytes = await count()
 """,
-        "a numpy scalar": "import numpy as np\ncache_bytes = np.prod([2, 26, 256, 4096, 2], dtype=np.int64)\n",
     },
     "q1_4": {
         "Windows' line ends and spaces that do not break": "%%writefile tiles.toml\r\n# Kacheln\xa0f\xfcr fp16\r\nBLOCK_M = 64\r\nBLOCK_N = 64\r\nBLOCK_K = 32\r\n",
-        "another order, spaces": "%%writefile tiles.toml\n\nBLOCK_K  =  32\nBLOCK_N  =  128\nBLOCK_M  =  64\n",
         "written by Python": """
 from pathlib import Path
 lines = [f"BLOCK_{name} = {size}" for name, size in (("M", 64), ("N", 64), ("K", 64))]
@@ -264,21 +256,6 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, width, eps=1e-6):
         super().__init__(width, eps=eps)
 """,
-        "float32 inside": """
-class RMSNorm(torch.nn.Module):
-    def __init__(self, width, eps=1e-6):
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.empty(width))
-        self.reset_parameters()
-
-    def reset_parameters(self):
-        torch.nn.init.ones_(self.weight)
-
-    def forward(self, x):
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x) * self.weight
-""",
     },
     "q2_3": {
         "steps as a list": """
@@ -287,16 +264,7 @@ import functools, operator
 def mlp(x, w1, w2):
     steps = lambda y: gemm_broadcast(y, w1), operator.methodcaller("relu"), lambda y: gemm_broadcast(y, w2)
     return functools.reduce(lambda y, step: step(y), steps, x)
-""",
-        "assertions of its own": """
-def mlp(x, w1, w2):
-    assert x.ndim == 2 and w1.shape[1] == w2.shape[0]
-    y = gemm_broadcast(torch.relu(gemm_broadcast(x, w1)), w2)
-    assert y.shape == (x.shape[0], w2.shape[1]), y.shape
-    return y
-
-assert mlp(torch.ones(1, 2), torch.ones(2, 2), torch.ones(2, 1)).item() == 4
-""",
+"""
     },
     "bonus_2_5": {
         "torch.jit.script": """
@@ -314,18 +282,8 @@ class Row:
 def gemv(a, x):
     return torch.stack([pickle.loads(pickle.dumps(copy.deepcopy(Row(row)))).dot(x) for row in a])
 """,
-        "numpy inside": """
-import numpy as np
-
-def gemv(a, x):
-    return torch.from_numpy(np.dot(a.numpy(), x.numpy()))
-""",
     },
     "q3_1": {
-        "a lambda": """
-def documents_and(numbers, also):
-    return lambda b, h, q, k: (numbers[q] == numbers[k]) & also(b, h, q, k)
-""",
         "a method of an object": """
 class Documents:
     def __init__(self, numbers, also):

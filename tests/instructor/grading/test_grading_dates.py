@@ -49,13 +49,10 @@ def test_many_changes_of_a_notebook_are_one_flag():
 
 def test_only_attempts_at_the_channel_the_memory_or_the_walls_are_serious():
     flags = Flags()
-    flags.signs = [
-        Sign("q1_1", "network", "socket.connect", "q1_2_tests"),
-        Sign("q1_1", "memory", "ctypes.string_at", "q1_1"),
-    ]
+    flags.signs = [Sign("q1_1", "hooks", "IPython's run_cell was replaced"), Sign("q1_1", "memory", "ctypes.string_at")]
     flags.add_signs([])
     assert flags.serious("q1_1") == ["memory"] and flags.serious("q1_2") == []
-    assert {flag.kind for flag in flags.as_tuple()} == {"network", "memory"}
+    assert {flag.kind for flag in flags.as_tuple()} == {"hooks", "memory"}
 
 
 def test_sys_exit_is_told_as_a_call_that_ends_a_program():

@@ -1,12 +1,14 @@
 """What a student wrote does nothing at the grader's: not in a page that nbconvert makes, and not in a terminal."""
 
 import base64
+import io
 import time
 from html.parser import HTMLParser
 
 import nbformat
 import pytest
 from nbconvert import HTMLExporter
+from PIL import Image
 
 from instructor.grading.submission.harmless import (
     for_terminal,
@@ -121,7 +123,12 @@ def test_prose_that_nbconvert_would_take_minutes_for_is_cut(exporter):
     assert time.process_time() - began < 5
 
 
-PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()
+def picture(kind: str = "PNG", width: int = 4) -> str:
+    Image.new("1", (width, width)).save(made := io.BytesIO(), kind)
+    return base64.b64encode(made.getvalue()).decode()
+
+
+PNG = picture()
 
 
 def test_pasted_pictures_are_kept_and_nothing_else():
@@ -143,13 +150,15 @@ def test_a_picture_is_base64_and_latex_has_no_links():
     (output,) = clean_outputs([{"output_type": "display_data", "data": shown}])
     assert output["data"] == {"text/latex": r"$\ href{javascript:alert(1)}{x}$", "text/plain": "x"}
     assert is_picture("image/png", PNG) and not is_picture("image/svg+xml", PNG)
+    assert is_picture("image/jpeg", picture("JPEG")) and not is_picture("image/png", picture(width=8000))
     assert harmless_latex(r"\frac{a}{b}") == r"\frac{a}{b}"
 
 
 def test_what_is_too_much_to_show_is_left_out_and_said():
     outputs = Outputs()
     for size in (MAX_IMAGE, MAX_IMAGE + 4, *[MAX_IMAGE] * 4):
-        outputs.display({"image/png": "iVBORw0K".ljust(size, "A"), "text/plain": "<Figure>"}, None)
+        data = base64.b64encode(base64.b64decode(PNG).ljust(size * 3 // 4, b"\0")).decode()
+        outputs.display({"image/png": data, "text/plain": "<Figure>"}, None)
     pictures = [item for item in outputs.items if "image/png" in item.get("data", {})]
     assert len(pictures) == MAX_IMAGES // MAX_IMAGE == 4
     said = "".join(item["text"] for item in outputs.items if item["output_type"] == "stream")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gzip
-import io
 import json
 import zipfile
 
@@ -62,16 +61,6 @@ def test_no_bundle_holds_a_secret(lab1, secrets, tmp_path):
     assert find_leaks(notebooks, secrets) == []
 
 
-def packed(text, depth=1):
-    data = text.encode()
-    for _ in range(depth):
-        buffer = io.BytesIO()
-        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("inside.txt", data)
-        data = buffer.getvalue()
-    return data
-
-
 def in_an_output(lab):
     notebook = nbformat.reads(lab.student, as_version=4)
     cell = next(c for c in notebook.cells if c.cell_type == "code")
@@ -79,18 +68,13 @@ def in_an_output(lab):
     return nbformat.writes(notebook).encode()
 
 
-@pytest.mark.parametrize(
-    "place", ["output", "cell", "zip", "zip in zip", "gzip", "attachment", "checks in utils", "solution in utils"]
-)
+@pytest.mark.parametrize("place", ["output", "cell", "attachment", "checks in utils", "solution in utils"])
 def test_a_planted_secret_is_found(lab1, secrets, place):
     from instructor.build import ROOT
 
     files = {
         "output": {"lab1.ipynb": in_an_output(lab1)},
         "cell": {"lab1.ipynb": json.dumps({"cells": [{"source": ["x = 1\n", HIDDEN + "\n"]}]}).encode()},
-        "zip": {"assets/data.zip": packed(HIDDEN)},
-        "zip in zip": {"assets/data.bin": packed(HIDDEN, 2)},
-        "gzip": {"assets/more.ipynb": gzip.compress(HIDDEN.encode())},
         "attachment": {"lab2.ipynb": json.dumps({"metadata": {"a": [{"b": HIDDEN}]}}).encode()},
         "checks in utils": {"utils/copy.py": (ROOT / "instructor/checks/lab1/gemm.py").read_bytes()},
         "solution in utils": {"utils/gemm.py": THREE_LINES.encode()},
@@ -107,9 +91,10 @@ def test_a_leak_stops_the_release(lab1, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_archives_without_end_are_refused(secrets):
-    with pytest.raises(ReleaseError, match="archives in archives"):
-        find_leaks({"bomb.zip": packed("x", 8)}, secrets)
+@pytest.mark.parametrize("data", [releasing.packed({"x.txt": HIDDEN.encode()}, "x"), gzip.compress(HIDDEN.encode())])
+def test_an_archive_in_the_bundle_is_refused(secrets, data):
+    with pytest.raises(ReleaseError, match="is an archive"):
+        find_leaks({"assets/data.bin": data}, secrets)
 
 
 # ---- worked solutions ------------------------------------------------------------------------------------------------

@@ -19,15 +19,16 @@ from instructor.grading.class_.platforms import (
 )
 from instructor.grading.class_.report import (
     Student,
+    _take_messages,
     as_csv,
     draw_class,
     kind_of_mistake,
     question_rows,
     statistics_rows,
-    student_of_result,
 )
 from instructor.grading.class_.roster import Person, find_people, read_roster
 from instructor.grading.class_.similarity import alike, all_grams, fingerprints
+from instructor.grading.submission.plan import question_of
 from instructor.grading.submission.results import CellResult, GradingError, SubmissionResult
 
 ADA, ZOE = Person("ada", "Ada", "Lovelace", "ada@x.org"), Person("4712", "Zoe\u0308", "Li", "zoe@x.org")
@@ -76,7 +77,8 @@ def test_an_answer_cell_as_it_was_released_is_no_answer():
     cells["q2_3_tests"] = CellResult(0.0, 4.0, "missing", "", 0.0)
     cells["q3_1_pairs_tests"] = CellResult(4.0, 4.0, "passed", "", 1.0)
     cells["q3_1_cost_tests"] = CellResult(0.0, 4.0, "failed", "Question 3.1 is not answered yet.", 1.0)
-    student = student_of_result(SubmissionResult("ada", "lab1", cells, (), {}, ""))
+    student = _student("ada", {question_of(name): 0.0 for name in cells} | {"q3_1": 2.0})
+    _take_messages(student, SubmissionResult("ada", "lab1", cells, (), {}, ""))
     states = {question: student.state(question) for question in student.most}
     assert states == {
         "q1_1": "missing",

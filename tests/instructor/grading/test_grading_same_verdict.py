@@ -107,8 +107,7 @@ class OneProcess:
     def _verdict(self, cell, names: dict) -> tuple[str, str]:
         own = {**self.base, **{n: names[n] for n in self.needs[cell.id].names if n in names}}
         try:
-            for text in (*self.needs[cell.id].definitions, python_of(cell.source)):
-                exec(compile(text, f"<tests of {cell.id}>", "exec"), own)
+            exec(compile(python_of(cell.source), f"<tests of {cell.id}>", "exec"), own)
         except Exception as error:
             return explain(error)
         return "passed", ""

@@ -186,9 +186,9 @@ def test_limits(probed):
 
 
 @pytest.mark.slow
-def test_the_network_is_flagged_and_the_rest_keeps_its_points(probed):
+def test_a_look_behind_the_walls_is_flagged_and_the_rest_keeps_its_points(probed):
     result = probed[1]
-    assert {f.question for f in result.flags} == {"q1_3"} and "network" in {f.kind for f in result.flags}
+    assert {f.question for f in result.flags} == {"q1_3"} and "walls" in {f.kind for f in result.flags}
     assert result.cells["q1_3_tests"].status == "flagged"
     assert result.score == 9.0
 
@@ -261,9 +261,7 @@ def test_cells_that_bind_the_same_loop_variable_do_not_hold_each_other():
 
 def test_tests_get_what_they_need_and_no_more(lab1):
     planned = plan_tests(lab1.instructor)
-    names, files, definitions = planned["q1_3_tests"]
-    assert names == ["time_calls"] and not files and not definitions
-    assert planned["q1_5_tests"][:2] == ([], ["gemm_triton.py"])
+    assert planned["q1_3_tests"] == (["time_calls"], []) and planned["q1_5_tests"] == ([], ["gemm_triton.py"])
 
 
 def test_the_setup_is_what_stands_before_the_first_answer(small_lab, lab1):
@@ -275,17 +273,12 @@ def test_the_setup_is_what_stands_before_the_first_answer(small_lab, lab1):
 # ---- results -----------------------------------------------------------------------------------------------------
 
 
-def test_a_forged_result_is_refused():
+def test_a_result_survives_its_form_as_json():
     good = SubmissionResult("ada", "lab1", {"q1_1_tests": CellResult(1.0, 2.0, "passed", "", 0.1)}, (), {}, "{}")
     said = json.loads(json.dumps(good.as_json()))
     assert SubmissionResult.from_json(said) == good
-    for change in ({"points": 3.0}, {"points": -1.0}, {"status": "perfect"}, {"message": 3}, {"points": "2"}):
-        forged = json.loads(json.dumps(said))
-        forged["cells"]["q1_1_tests"].update(change)
-        with pytest.raises(GradingError):
-            SubmissionResult.from_json(forged)
-    with pytest.raises(GradingError):
-        SubmissionResult.from_json({**said, "notebook": None})
+    with pytest.raises(GradingError, match="not well formed"):
+        SubmissionResult.from_json({**said, "of an older version": 1})
 
 
 def test_time_must_be_positive(small_lab):

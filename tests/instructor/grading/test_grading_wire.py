@@ -18,20 +18,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instructor.grading.submission.exceptions import describe_error, error_with_lines
-from instructor.grading.wire import signatures
 from instructor.grading.wire.channel import Channel, Closed, TooLate, WireError
+from instructor.grading.wire.pickles import CheckEncoder, StudentDecoder
 from instructor.grading.wire.values import Decoder, Encoder
 from utils.checking.watching import lines_of_traceback
 
 
-def travelled(value, trusted=False):
-    encode = Encoder(trusted=trusted)
+def travelled(value, encoder=Encoder, decoder=Decoder):
+    encode = encoder()
     node = json.loads(json.dumps(encode(value)))
-    return Decoder([bytearray(b) for b in encode.blobs], trusted=trusted)(node)
+    return decoder([bytearray(b) for b in encode.blobs])(node)
+
+
+WAYS = ((CheckEncoder, StudentDecoder), (Encoder, Decoder))
 
 
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
     max_leaves=20,
 )
@@ -59,8 +62,8 @@ def test_tensors_arrive_bit_for_bit(dtype, shape):
 @pytest.mark.parametrize("view", [lambda t: t.T, lambda t: t[::2, 1:], lambda t: t.expand(2, 4, 6), lambda t: -t])
 def test_views_keep_their_strides(view):
     tensor = view(torch.randn(4, 6))
-    for trusted in (True, False):
-        arrived = travelled(tensor, trusted=trusted)
+    for way in WAYS:
+        arrived = travelled(tensor, *way)
         assert torch.equal(arrived, tensor)
         assert arrived.stride() == tensor.stride() if 0 not in tensor.stride() else arrived.is_contiguous()
 
@@ -71,21 +74,13 @@ def test_views_keep_their_strides(view):
 def test_one_element_arrives_whatever_its_strides_are(view):
     tensor = view(torch.randn(4, 6))
     assert tensor.numel() == 1 and tensor.is_contiguous() and 1 not in tensor.stride()
-    for trusted in (True, False):
-        assert torch.equal(travelled(tensor, trusted=trusted), tensor)
+    for way in WAYS:
+        assert torch.equal(travelled(tensor, *way), tensor)
 
 
 def test_special_values_arrive():
-    values = [float("nan"), float("inf"), -0.0, 1 << 4000, 3 + 4j, np.float32(1.5), np.arange(3), ..., slice(1, None)]
-    values += [
-        torch.bfloat16,
-        torch.device("meta"),
-        torch.Size([1, 2]),
-        {1, 2},
-        range(3, 9, 2),
-        fractions.Fraction(1, 3),
-    ]
-    values += [collections.OrderedDict(a=1)]
+    values = [float("nan"), float("inf"), -0.0, 1 << 4000, np.float32(1.5), np.arange(3), fractions.Fraction(1, 3)]
+    values += [torch.bfloat16, torch.device("meta"), torch.Size([1, 2]), {1, 2}, collections.OrderedDict(a=1)]
     for value in values:
         arrived = travelled(value)
         assert repr(arrived) == repr(value) or arrived == value, value
@@ -135,7 +130,6 @@ VALUES = {
     "tuple": (type("Own", (tuple,), {"__iter__": None})((1, 2)), (1, 2)),
     "set": (type("Own", (set,), {"__iter__": None})({3}), {3}),
     "frozenset": (type("Own", (frozenset,), {})({3}), {3}),
-    "complex": (type("Own", (complex,), {"__complex__": None})(1 + 2j), 1 + 2j),
 }
 
 
@@ -143,7 +137,7 @@ VALUES = {
 def test_a_value_of_a_subclass_arrives_as_the_plain_value_in_it(name):
     given, expected = VALUES[name]
     made = travelled(given)
-    assert made == expected and type(made) in (dict, float, int, str, list, tuple, set, complex)
+    assert made == expected and type(made) in (dict, float, int, str, list, tuple, set)
 
 
 def test_what_cannot_travel_is_refused():
@@ -171,24 +165,23 @@ BYTES = [bytearray(8)]
 @pytest.mark.parametrize(
     "node",
     [
-        *(None, [], [3], ["nothing"], ["__class__"], ["_data", 0]),
-        *(["int", 5], ["int", "zz"], ["int", "f" * 6000], ["bool", 1], ["str", 3], ["list", {}]),
-        ["dict", [[["list", []], ["none"]]]],
-        *(["bytes", -1], ["bytes", 7], ["bytes", True], ["dtype", "object"]),
-        ["size", [["str", "x"]]],
+        *({}, [], [3], ["nothing"], ["__class__"], ["_data", 0], ["list", {}], ["list", None]),
+        ["dict", [[["list", []], None]]],
+        ["dtype", "object"],
+        ["size", ["x"]],
         ["object", {"id": 1}],
         *(["own", 1], ["known", 1], ["ref", "os", "system"], ["pickle", 0], ["namespace", []]),
         ["numpy", "|O8", [1], False, 0],
         ["numpy", "<f8", [2], False, 0],
-        ["float", "1" * 400 + "q"],
-        ["range", ["0", "1", "0"]],
-        ["fraction", ["int", "1"], ["int", "0"]],
+        *(["numpy", "<f8", [1], False, i] for i in (-1, 7, True)),
+        *(["function", 0, ["dict", []]], ["module", "os"]),
+        ["fraction", 1, 0],
         ["device", "nothing:0"],
-        ["batched", ["int", "1"], []],
+        ["batched", 1, []],
         ["view", 1, [1], [1], 0],
-        ["series", ["int", "1"], ["list", []], ["none"]],
-        ["series", ["list", [["int", "1"]]], ["list", []], ["none"]],
-        ["frame", ["list", []], ["int", "1"], ["list", []]],
+        ["series", 1, ["list", []], None],
+        ["series", ["list", [1]], ["list", []], None],
+        ["frame", ["list", []], 1, ["list", []]],
         ["frame", ["list", [["list", []]]], ["list", []], ["list", []]],
         ["block_mask", "theirs", 0, []],
         *(
@@ -290,11 +283,6 @@ def test_bytes_are_taken_once():
     node = encode(torch.ones(4))
     with pytest.raises(WireError, match="two values name the same bytes"):
         Decoder(encode.blobs)(["list", [node, node]])
-
-
-def test_a_parameter_that_python_would_rename_is_none():
-    assert not signatures._well_formed([["_\uff3fhand_over", "plain", False]])
-    assert signatures._well_formed([["größe", "plain", False]])
 
 
 def test_the_corner_of_a_padded_result_travels_without_the_rest():

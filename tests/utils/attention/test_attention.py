@@ -100,14 +100,16 @@ def test_flash_attn_and_fa3_get_a_positive_scale(monkeypatch, scale, factor):
     from utils.attention.backends import fa3, flash_attn
 
     given = []
-    monkeypatch.setattr(fa3, "_forward", lambda q, k, v, lengths, causal, scale, left, right: given.append((q, scale)))
+    monkeypatch.setattr(
+        fa3, "_forward", lambda q, k, v, lengths, causal, scale, left, right: given.append((q, scale)) or "o"
+    )
     q, k, v = tensors(1, 1, 1, 3, 3, 8)
 
     def package(q, k, v, softmax_scale):
         given.append((q.transpose(1, 2), softmax_scale))
         return q
 
-    fa3.forward(q, k, v, scale=scale)
+    fa3._run(q, k, v, make_problem(q, k, v, scale=scale))
     flash_attn.call_package(package, q, k, v, softmax_scale=scale)
     assert len(given) == 2
     for queries, positive in given:

@@ -188,6 +188,18 @@ def test_no_queries_are_nothing_to_decode(monkeypatch):
     assert out.shape == q.shape and lse.shape == (1, 2, 0)
 
 
+def test_query_heads_that_share_few_wide_keys_get_keys_of_their_own(monkeypatch):
+    from utils.attention.gluon.backward import launch
+
+    q, k, v, dout = tensors(1, 4, 2, 100, 150, 256, torch.bfloat16)
+    heads, real = [], launch._launch
+    monkeypatch.setattr(
+        launch, "_launch", lambda key, given, *rest: heads.append(given[2].shape[1]) or real(key, given, *rest)
+    )
+    check(*simulated(q, k, v, dout, causal=True), torch.bfloat16)
+    assert heads == [4]
+
+
 def test_no_queries_give_zeros():
     from utils.attention.gluon.backward.launch import backward
 
@@ -205,8 +217,9 @@ def few_processors(monkeypatch):
 
     def pretend(sms, all_shared=True):
         monkeypatch.setattr(arguments, "processors", lambda device: sms)
-        monkeypatch.setattr(order, "EVEN_GAIN", 1e9 if all_shared else 2)
-        monkeypatch.setattr(order, "FINISH_TILES", 2 if all_shared else -1e9)
+        monkeypatch.setattr(order, "PIECES_GAIN", 1e9)
+        if not all_shared:
+            monkeypatch.setattr(order, "FINISH_TILES", -1e9)
         order.order_of.cache_clear()
 
     yield pretend
@@ -281,7 +294,7 @@ def test_a_hundred_shapes_compile_at_most_twelve_kernels():
         lse = torch.empty(batch, heads, sq, device="meta")
         plan = plan_for(6, head_dim, edges=2 if windowed else int(causal or sk % 128 > 0))
         order = find_order(6, q, k, plan, causal, window)
-        g = Gradients(q, q, k, k, q, lse, None, plan, order.shares)
+        g = Gradients(q, q, k, k, q, lse, None, plan, order.slots)
         for launch in launches(6, g, order, causal, window, 0.1, False):
             kernel = kernel_of(launch.kernel)
             names = [p.name for p in kernel.params if p.do_not_specialize or p.is_constexpr]

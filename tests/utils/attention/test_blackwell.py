@@ -16,11 +16,11 @@ from utils.machine.versions import installed_version
 if (installed_version("triton") or (0,)) < (3, 7):
     pytest.skip("the kernel is written for Triton 3.7 and later", allow_module_level=True)
 
-from utils.attention import attention, choosing
+from utils.attention import attention, make_problem
 from utils.attention.backends import gluon as backend
 from utils.attention.gluon.blackwell import attention as kernels
 from utils.attention.gluon.offline import compile_blackwell
-from utils.attention.problem import NO_OPTIONS, Problem
+from utils.attention.problem import NO_OPTIONS, Options, Problem
 from utils.kernels.offline import BLACKWELL, BLACKWELL_ULTRA, compile_gluon
 
 
@@ -103,15 +103,16 @@ def test_another_target_is_refused_by_name():
         compile_gluon(kernels.attention_blackwell, {}, {}, capability=120)
 
 
-def test_the_door_takes_it_by_name_only_and_warns(monkeypatch):
+def test_the_door_takes_it_by_name_only_and_warns():
     q, k, v = (torch.randn(1, 2, 40, 80).half() for _ in "qkv")
     backend._warn_of_blackwell.cache_clear()
     with gluon_cpu.simulate(), pytest.warns(RuntimeWarning, match="no GPU has run it"):
-        out, _ = backend.attend_on_blackwell(q, k, v, True, -0.1)
+        out = backend.run_on_blackwell(q, k, v, make_problem(q, k, v, causal=True, scale=-0.1))
     expected = attention(q.double(), k.double(), v.double(), causal=True, scale=-0.1, backend="naive")
     assert (out.double() - expected).norm() / expected.norm() < 4e-3
-    monkeypatch.setattr(backend, "compute_capability", lambda: (10, 0))
-    monkeypatch.setattr(choosing, "compute_capability", lambda: (10, 0))
     problem = Problem(1, 2, 2, 40, 40, 80, torch.float16, torch.device("cuda"), True, 0.1, None, False)
-    assert backend._refuses(problem) == "" and "window" in backend._refuses(dataclasses.replace(problem, window=8))
-    assert "gluon" not in choosing.rank_backends(problem, NO_OPTIONS).names
+    refuses = backend.ON_BLACKWELL.refuses
+    assert refuses(problem, NO_OPTIONS) == "" and "window" in refuses(
+        dataclasses.replace(problem, window=8), NO_OPTIONS
+    )
+    assert "by its name only" in refuses(problem, Options(tuned=True))

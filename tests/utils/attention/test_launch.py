@@ -5,19 +5,17 @@ import itertools
 import math
 import random
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
 
 from tools.record.common import read_record
 from utils.attention.gluon import launch
-from utils.attention.gluon.dealing import SECTION_BYTES, _exchanged, _longest_first, _searched, deal_tiles
+from utils.attention.gluon.dealing import SECTION_BYTES, _exchanged, _longest_first, deal_tiles
 from utils.attention.gluon.plan import (
     BLOCK_M,
     STEPS,
     block_head_dim,
-    one_edge,
     parts_for,
     plan_for,
     row_offset,
@@ -79,42 +77,26 @@ def test_causal_tiles_are_dealt_once_and_evenly(sq, sk, heads, group, window):
         assert sum(loads) / programs / max(loads) > 0.97
 
 
-def test_a_search_deals_out_few_long_tiles_better():
-    """Three tiles for each program: longest first, the busiest one had 657 units of work, where the mean is 548.
-
-    First fit under a limit ends at 1.09 of the mean; exchanges bring that to 1.01.
-    """
-    blocks = [(min(77, 41 + 3 * m // 2) + 1.5, 0) for m in reversed(range(26)) for _ in range(16)]
-    first = [0.0] * 132
-    for (cost, _), program in zip(blocks, _searched(blocks, [0.0] * 132), strict=True):
-        first[program] += cost
-    plain = [0.0] * 132
-    _longest_first(blocks, plain)
-    mean = sum(cost for cost, _ in blocks) / 132
-    assert max(first) < 1.015 * mean < 1.15 * mean < max(plain)
-    # Equal tiles: no order is better than another, and none is lost.
-    assert sorted(_searched([(1.0, 0)] * 300, [0.0] * 100)) == sorted(list(range(100)) * 3)
-
-
 def test_exchanges_keep_every_tile_and_never_lengthen_the_busiest_program():
     rng, gained = random.Random(5), 0
     for _ in range(60):
-        programs = rng.choice((1, 2, 7, 132))
-        tiles = [(rng.choice((1.5, 2.5, float(rng.randint(1, 90)))), n) for n in range(rng.randint(0, 4 * programs))]
-        before = [float(rng.choice((0, 0, rng.randint(0, 100)))) for _ in range(programs)]
-        given = [rng.randrange(programs) for _ in tiles] if rng.random() < 0.5 else _longest_first(tiles, before.copy())
-        found = _exchanged(tiles, before, given)
-        assert len(found) == len(tiles) and all(0 <= program < programs for program in found)
-        old, new = before.copy(), before.copy()
+        programs, many = rng.choice((1, 2, 7, 132)), rng.choice((1, 3))
+        tiles = [(rng.choice((1.5, 2.5, float(rng.randint(1, 90)))), n) for n in range(rng.randint(1, 4 * programs))]
+        given = (
+            [rng.randrange(programs) for _ in tiles] if rng.random() < 0.5 else _longest_first(tiles, [0.0] * programs)
+        )
+        sections = sorted(rng.randrange(many) for _ in tiles)
+        found = _exchanged(tiles, given, sections, programs)
+        old, new = [0.0] * programs, [0.0] * programs
         for (cost, _), a, b in zip(tiles, given, found, strict=True):
-            old[a] += cost
-            new[b] += cost
+            old[a] += cost + 1
+            new[b] += cost + 1
         assert sum(new) == pytest.approx(sum(old)) and max(new) <= max(old) + 1e-6
         gained += max(new) < max(old) - 1e-6
-        sections = [rng.randrange(3) for _ in tiles]
-        within = _exchanged(tiles, before, given, sections)
-        for section in range(3):  # each program keeps its number of tiles of each section
-            kept = [[p for p, s in zip(owner, sections, strict=True) if s == section] for owner in (given, within)]
+        for section in set(sections) - {
+            sections[-1]
+        }:  # each program keeps its number of tiles of each section but the last
+            kept = [[p for p, s in zip(owner, sections, strict=True) if s == section] for owner in (given, found)]
             assert sorted(kept[0]) == sorted(kept[1])
     assert gained > 20
 
@@ -131,27 +113,6 @@ def test_sections_of_heads_follow_each_other_and_leave_no_program_behind(batch, 
     for program in dealt:
         sections = [min(tile >> 16, last) // heads for tile in program]
         assert sections == sorted(sections)
-
-
-@pytest.mark.parametrize("block_n", [64, 128])
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_window_with_one_edge_has_no_block_with_both(causal, block_n):
-    """Counted key by key for 64 rows, the last key being an edge, too; a window one shorter has such a block under a causal mask."""
-
-    def both_edges(window, sq, sk):
-        for row in range(0, sq, 64):
-            position = torch.arange(row, min(row + 64, sq)) + sk - sq
-            keys = torch.arange(-(-sk // block_n) * block_n)
-            left = (keys <= position[:, None] - window).any(0)
-            right = (keys >= sk) | (keys > position[:, None] + (0 if causal else window - 1)).any(0)
-            if (left.view(-1, block_n).any(1) & right.view(-1, block_n).any(1)).any():
-                return True
-        return False
-
-    shortest = next(window for window in range(1, 400) if one_edge(replace(plan_for(5, 64), block_n=block_n), window))
-    sizes = [(sq, sk) for sq in (1, 64, 100, 257) for sk in (shortest, 511, 640, 705) if sk >= sq]
-    assert not any(both_edges(window, *size) for size in sizes for window in (shortest, shortest + 1, shortest + 64))
-    assert not causal or any(both_edges(shortest - 1, 64, sk) for sk in range(448, 640))
 
 
 def test_more_tiles_than_can_be_numbered_are_not_dealt():

@@ -23,7 +23,7 @@ STEP_5 = [
     {"step": 5, "head_dim": 128, "flags": {"causal": True, "dtype": "fp16"}},
     {"step": 5, "head_dim": 128, "flags": {"variant": "ahead", "lse": True, "tail": True}},
     {"step": 5, "head_dim": 128, "flags": {"window": "distance", "lse": True}},
-    {"step": 5, "head_dim": 64, "flags": {"window": "distance", "one_edge": True, "lse": True}},
+    {"step": 5, "head_dim": 64, "flags": {"window": "distance", "lse": True}},
     {"step": 5, "head_dim": 256, "flags": {"causal": True, "lse": True}},
     {"step": 5, "head_dim": 64, "flags": {"causal": True, "variant": "few", "parts": True, "lse": True}},
 ]

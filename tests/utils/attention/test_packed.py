@@ -1,7 +1,6 @@
 """Packed sequences by the Gluon kernels: forward and backward in the simulator, and as a form of a problem."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -48,9 +47,9 @@ def test_kernels_match_float64(monkeypatch, head_dim, lengths, is_causal, window
     scores = (leaves[0] @ keys.mT * scale).masked_fill(~visible(lengths, is_causal, window), -math.inf)
     expected, expected_lse = torch.softmax(scores, -1) @ values, torch.logsumexp(scores, -1)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
-    if window:  # equal shares of all blocks, as where there are few
-        shared = lambda blocks, shares: replace(order.even_order(blocks), shares=5)  # noqa: E731
-        monkeypatch.setattr(arguments, "best_order", shared)
+    if window:  # pieces of all blocks, as where there are few
+        pieces = lambda blocks: order.Order(blocks.heads, 0, 3, 3 * blocks.count)  # noqa: E731
+        monkeypatch.setattr(arguments, "best_order", pieces)
     with gluon_cpu.simulate() as run:
         plan = plan_for(5, head_dim, packed_variant(head_dim, tokens, 4, 132))
         launch(Arguments(q, k, v, out, lse, is_causal, window, True, scale / math.log(2), plan, 3, lengths))

@@ -1,12 +1,17 @@
 """A call like an earlier one goes straight to its backend: what is remembered, and what must not be."""
 
+import dataclasses
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
-from utils.attention import Refused, attention, call, last_run
+import utils
+from utils.attention import Refused, attention, call, find_backend, last_run, make_problem
 from utils.attention.masks import causal as causal_mask
+from utils.machine.device import Support
 from utils.newest import Newest
 
 
@@ -157,3 +162,47 @@ def test_a_compiled_function_near_its_limit_of_versions_is_not_kept(monkeypatch)
     assert call._may_be_kept(bound)
     monkeypatch.setattr(call, "compiled_versions", lambda source: 8)
     assert not call._may_be_kept(bound)
+
+
+class Launched(Exception):
+    """Ends a call where a kernel would be launched."""
+
+
+def functions_entered(call):
+    """The functions of `utils` that a call enters, in their order, each once."""
+    entered, home = {}, str(Path(utils.__file__).parent)
+
+    def listen(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(home) and frame.f_code.co_name[0] != "<":
+            entered.setdefault(frame.f_code.co_qualname)
+
+    sys.setprofile(listen)
+    try:
+        call()
+    except Launched:
+        pass
+    finally:
+        sys.setprofile(None)
+    return list(entered)
+
+
+def launch_instead(*tensors, **options):
+    raise Launched
+
+
+def test_the_way_to_a_launch_is_short(monkeypatch):
+    """A newcomer reads every function from a first call to Gluon's `forward`, and to SDPA on a CPU."""
+    backend = dataclasses.replace(find_backend("gluon"), machine=lambda: Support(True))
+    monkeypatch.setattr(call, "find_backend", lambda name: backend if name == "gluon" else find_backend(name))
+    on_gpu = lambda *x, **more: dataclasses.replace(make_problem(*x, **more), device=torch.device("cuda"))  # noqa: E731
+    q, k, v = tensors(dtype=torch.bfloat16)
+    monkeypatch.setattr("utils.attention.gluon.launch.forward", launch_instead)
+    with monkeypatch.context() as gpu:
+        gpu.setattr(call, "make_problem", on_gpu)
+        gluon = functions_entered(lambda: attention(q, k, v, causal=True))
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", launch_instead)
+    sdpa = functions_entered(lambda: attention(q, k, v, causal=True, backend="sdpa"))
+    print(gluon, sdpa)
+    stand_ins = 3  # `find_backend`, `machine` and `forward`
+    assert gluon[-2:] == ["_run", "decodes"] and len(gluon) + stand_ins <= 20
+    assert sdpa[-1] == "positive_scale" and len(sdpa) <= 24

@@ -103,10 +103,6 @@ def on_host(function, **names):
     return types.FunctionType(code.__code__, {**code.__globals__, **names}, code.__name__, code.__defaults__)
 
 
-# Clocks are kept only for a record.
-NO_CLOCKS = dict.fromkeys(("own_entries", "block_entry", "tile_entry", "keep_clock", "keep_loop"), lambda *given: None)
-
-
 class Ring:
     """A ring of tiles of one role: what it loads, or what it waits for and releases."""
 
@@ -185,7 +181,6 @@ class Consumer(Role):
         self.parts.leave = lambda t, o, lses, row, *more: self.left.append((int(t), int(row)))
         self.parts.add_up = lambda *more: (0, 0)
         names = {
-            **NO_CLOCKS,
             "gl": device,
             "Block": lambda number, row, key: types.SimpleNamespace(number=number, row=row, key=key),
             "accumulator": lambda columns: None,
@@ -279,7 +274,7 @@ def check_program(given, programs, program, table):
     ahead = plan.ahead
     device = Device(program, programs, table)
     role = Role(given, device)
-    names = {**NO_CLOCKS, "gl": device, "prefetch_queries": lambda *at: None, "fence_async_shared": lambda: None}
+    names = {"gl": device, "prefetch_queries": lambda *at: None, "fence_async_shared": lambda: None}
     if plan.prefill:
         on_host(loads.fill_rings, **names)(role, None, None, None)
     starts = []  # how many blocks had been loaded before each tile

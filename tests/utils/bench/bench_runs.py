@@ -13,8 +13,8 @@ SDPA = "labs/cudnn_sdpa_bench:flash_sdp"
 SMALL = f"{SDPA}=--batch 1 --heads 2 --seq-len 48 --head-dim 32"
 
 
-def run_cpu(folder: Path, names, extra=(), environ=None, **options) -> dict:
+def run_cpu(folder: Path, names, extra=(), environ=None, iterations=12, run_id="small", **options) -> dict:
     """Run targets on the CPU into `folder`: the results document."""
-    options = {"iterations": 12, "warmup": 1, "run_id": "small", **options}
     plans = plan(names, extra, CPU, environ or {})
-    return Runner(plans, Options(artifacts_dir=folder, profiles_dir=folder / "profiles", **options), CPU).run()
+    options |= {"artifacts_dir": folder, "profiles_dir": folder / "profiles", "run_id": run_id}
+    return Runner(plans, Options(timing={"iterations": iterations, "warmup": 1}, **options), CPU).run()

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from tests.utils.bench.bench_runs import SDPA, SMALL
-from utils.bench import profiles, terminal
+from utils.bench import terminal
 from utils.bench.cli import app
 from utils.bench.targets import TARGETS
 
@@ -43,22 +43,6 @@ def test_list_targets_of_a_chapter():
     assert wrong.exit_code == 2 and "Did you mean labs/flexattention" in wrong.stderr
 
 
-def test_a_table_too_wide_for_the_terminal_is_printed_as_records():
-    columns, lines = (
-        ["Target", "Median", "Why"],
-        [["labs:a", "12.7 [12.1, 13.0] ms", "one two three four five"], ["labs:a", "1 ms", ""]],
-    )
-    text = terminal.records_text(columns, lines, 30)
-    assert text.splitlines() == [
-        "labs:a",
-        "  Median  12.7 [12.1, 13.0] ms",
-        "  Why     one two three four",
-        "          five",
-        "",
-        "  Median  1 ms",
-    ]
-
-
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_no_number_is_broken_whatever_the_width(width, monkeypatch, capsys):
     import rich.console
@@ -78,12 +62,6 @@ def test_a_folder_that_cannot_be_written_is_one_line_before_anything_is_timed(mo
     result = labs_bench("run", *words)
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
     assert result.stderr.startswith("error: /proc/nowhere") and len(result.stderr.splitlines()) == 1
-
-
-def test_a_document_that_is_no_run_is_named_so(tmp_path):
-    (tmp_path / "README.md").write_text("# Text")
-    result = labs_bench("report", tmp_path / "README.md")
-    assert result.exit_code == 2 and "not JSON" in result.stderr
 
 
 @pytest.mark.slow
@@ -173,12 +151,3 @@ def test_ctrl_c_ends_with_a_clear_last_line(folder, monkeypatch):
     assert done.stderr.strip().endswith("interrupted: 1 interrupted; what was done is in artifacts/cut.")
     shown = labs_bench("report", "cut")
     assert shown.exit_code == 0 and "Status: interrupted" in (folder / "artifacts/cut/report.md").read_text()
-
-
-@pytest.mark.slow
-def test_replay_runs_a_side_in_a_process_of_its_own(small_run):
-    case = small_run[1]["cases"][0]
-    values = {key: knob["value"] for key, knob in case["knobs"].items()}
-    request = profiles.Request(SDPA, "optimized", case["label"], "r", "cpu", values)
-    code, output = profiles._run_tool(request.command)
-    assert code == 0, output

@@ -12,7 +12,7 @@ from tests.utils.bench.bench_runs import SDPA, SMALL, run_cpu
 from utils.bench.cli import app
 from utils.bench.errors import BenchError, WrongRun
 from utils.bench.knobs import Sweep
-from utils.bench.report import csv_text, times_table
+from utils.bench.report import rows, times_table, to_csv
 from utils.bench.targets import TARGETS, plan
 from utils.bench.targets.base import Built
 from utils.bench.targets.functions import read_argument
@@ -77,7 +77,7 @@ def test_a_function_of_the_users_own_is_verified_timed_and_swept(folder):
     }
     steps = [line for line in done.stderr.splitlines() if line.startswith(("1/", "2/", "12/"))]
     assert len(steps) >= 2 and "mine:fused" in steps[0], "progress is said in lines where there is no terminal"
-    assert "e-05" not in csv_text(document)
+    assert "e-05" not in to_csv(rows(document))
     assert [len({len(line[i]) for line in times_table(document)[1]}) for i in range(3, 8)] == [1] * 5, "one layout"
 
 

@@ -1,6 +1,7 @@
 """The profilers' paths, with programs in their place that behave as nsys and ncu do: they work, or fail in each way."""
 
 import dataclasses
+import json
 import os
 import stat
 
@@ -90,6 +91,8 @@ def test_a_profile_stands_in_the_results_and_the_report(tmp_path, program, monke
     measured = record["sides"]["optimized"]
     with torch.no_grad():
         profile = profiles.profile_side(built.fn, request, measured, tmp_path / "p", level="roofline", l2="warm")
+        own_process = json.loads(json.dumps(dataclasses.asdict(dataclasses.replace(request, device="cpu"))))
+        profiles.replay(profiles.Request(**own_process))
     assert profile["gpu_busy_share"] == 0.75
     assert profile["why_not"] == [] and len(profile["files"]) == 2
     record["profiles"] = {"optimized": profile}

@@ -1,5 +1,4 @@
 import dataclasses
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,10 +6,9 @@ import torch
 
 from tests.utils.bench.bench_runs import SDPA, SMALL, run_cpu
 from utils.bench.errors import BenchError, WrongRun
-from utils.bench.options import Options
 from utils.bench.results import exit_code, load_results
 from utils.bench.run import Interrupted
-from utils.bench.targets import TARGETS, plan, prepared
+from utils.bench.targets import TARGETS, attention, plan
 from utils.bench.targets.base import Built
 from utils.machine.device import compile_support
 
@@ -29,33 +27,6 @@ def test_a_run_leaves_everything_documented(small_run):
     assert len(case["sides"]["optimized"]["samples_ms"]) == 12
     assert case["comparison"]["speedup"] > 0 and case["knobs"]["backend"] == {"value": "flash", "origin": "flag"}
     assert case["verification"]["optimized"]["whole"] < 1e-6
-
-
-def test_profiles_carry_the_range_and_say_what_was_left_out(small_run):
-    folder, document = small_run
-    (case,) = document["cases"]
-    found = case["profiles"]["optimized"]
-    (trace,) = found["files"]
-    assert str(folder / "profiles" / "labs/cudnn_sdpa_bench" / "small") in trace
-    assert "flash_sdp_optimized_flash" in Path(trace).read_text()
-    if not torch.cuda.is_available():
-        assert "Nsight Systems was left out" in found["why_not"][0]
-    assert found["rows"][0]["mean_us"] > 0
-    assert found["roofline"]["bound"] in ("memory", "compute") and found["roofline"]["share"] > 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"profile": "minmal"}, "Did you mean minimal"),
-        ({"iterations": 0}, "1 or more"),
-        ({"warmup": -1}, "0 or more"),
-        ({"run_id": "../x"}, "names a folder"),
-    ],
-)
-def test_wrong_options_before_anything_runs(tmp_path, options, message):
-    with pytest.raises(BenchError, match=message):
-        Options(artifacts_dir=tmp_path, **options).check()
 
 
 def test_a_run_is_never_overwritten(small_run):
@@ -175,10 +146,10 @@ def test_a_recompile_in_the_timed_calls_is_an_error(monkeypatch):
     (found,) = plan([SDPA], [SMALL], torch.device("cpu"), {})
     (case,) = found.cases
     made = SimpleNamespace(fn=lambda q, k, v: q, source=object(), settings={"implementation": "compiled"})
-    monkeypatch.setattr(prepared, "prepare", lambda *tensors, **options: made)
+    monkeypatch.setattr(attention, "prepare", lambda *tensors, **options: made)
     for versions, fine in ((1, True), (2, False)):
-        monkeypatch.setattr(prepared, "compiled_versions", lambda source, count=versions: count)
-        built = prepared.build_prepared("flex", case, found.target.inputs(case))
+        monkeypatch.setattr(attention, "compiled_versions", lambda source, count=versions: count)
+        built = attention.build_prepared("flex", case, found.target.inputs(case))
         if fine:
             built.after()
         else:

@@ -13,12 +13,11 @@ from tests.utils.bench.bench_runs import SDPA, SMALL, run_cpu
 from utils.attention import allowed_keys, find_backend, make_problem
 from utils.bench import results
 from utils.bench.errors import BenchError, Refused, WrongRun
-from utils.bench.report import csv_text, markdown
+from utils.bench.report import markdown
 from utils.bench.targets import plan, sdpa
 from utils.bench.targets.proof import prove, sdpa_backend
-from utils.bench.workload import DIRECTIONS, LAYOUTS, Workload, make_inputs, reference
+from utils.bench.workload import Workload, make_inputs, reference
 from utils.benchmark.profiling import Launched
-from utils.benchmark.profiling import launched as profile_launches
 from utils.files import ROOT
 
 CPU = torch.device("cpu")
@@ -73,12 +72,6 @@ def test_a_workload_counts_what_it_does():
     assert plain.bytes_needed(3.0) - plain.bytes_needed(0.0) == 3 * 4 * 4 * 16 * 128 * 128
 
 
-def test_layouts_have_one_shape_and_two_memory_orders():
-    here, there = (make_inputs(Workload(2, 3, 5, 8, "fp32", layout=layout), CPU, 1).q for layout in LAYOUTS)
-    assert torch.equal(here, there) and here.is_contiguous()
-    assert there.stride() == (120, 8, 24, 1)
-
-
 def extra(flags):
     return [f"{SMALL} {flags}"]
 
@@ -104,7 +97,6 @@ def test_flags_of_the_target(tmp_path, flags, shown):
     assert case["verification"]["optimized"]["whole"] < 2e-6
     assert results.options(case) == {"backend": asked, "baseline_backend": "math"}
     assert shown in markdown(document) and "of it workspace" in markdown(document)
-    assert csv_text(document).count("\n") == 3
 
 
 @pytest.mark.parametrize(
@@ -121,7 +113,7 @@ def test_flags_that_cannot_be(flags, said):
         plan([SDPA], [f"{SDPA}={flags}"], CPU, {})
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_pin_that_allows_two_backends_is_caught(tmp_path, monkeypatch, direction):
     def two(backend, attend):
         def attend_pinned(q, k, v):
@@ -191,16 +183,6 @@ def test_proof_needs_forward_backward_and_kernels_to_agree():
         sdpa_backend(Launched(flash[:1], ()), "both")
     with pytest.raises(WrongRun, match="none of what was launched"):
         prove("auto", Launched(flash, ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80",), 1), "both")
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("backend", ["flash", "math"])
-def test_what_really_ran_on_a_cpu(backend, direction):
-    workload = directed(SHAPES[0], direction)
-    launched = profile_launches(sdpa.bind(workload, backend, make_inputs(workload, CPU, 0)))
-    assert prove(backend, launched, direction) == backend
-    with pytest.raises(WrongRun, match="was asked for"):
-        prove({"flash": "math", "math": "flash"}[backend], launched, direction)
 
 
 def test_recorded_kernels_prove_their_own_backend_alone():

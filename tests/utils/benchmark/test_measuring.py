@@ -15,7 +15,7 @@ from utils.benchmark.cpu_timer import Call
 from utils.benchmark.measuring import compare as compare_anywhere
 from utils.benchmark.measuring import measure as measure_anywhere
 from utils.benchmark.measuring import pick_device
-from utils.benchmark.result import Comparison, Measurement, format_ms
+from utils.benchmark.result import Measurement
 from utils.machine import device
 
 ROOFS = SimpleNamespace(
@@ -133,17 +133,6 @@ def test_share_of_the_roof_is_that_of_the_nearer_roof():
     assert not result.over_roof
 
 
-def test_more_than_the_roof_is_flagged():
-    result = measure(busy, 0.1, warmup=0, iterations=3, flops=1e12, roofs=ROOFS, dtype="fp32")
-    assert result.roof_share > 1 and result.over_roof and result.method["over_roof"]
-    assert "OVER THE ROOF" in repr(result)
-
-
-def test_a_roof_without_the_dtype_is_an_error_that_lists_the_peaks():
-    with pytest.raises(ValueError, match=r"no 'fp8' peak; pass dtype= one of bf16, fp32"):
-        measure(busy, 0.01, iterations=1, flops=1.0, roofs=ROOFS, dtype="fp8")
-
-
 def test_adaptive_runs_stop_at_the_target_or_say_that_they_gave_up():
     # Sleeps are quiet: their median's interval is narrow at once.
     result = measure(time.sleep, 0.002, warmup=1, iterations=5, target_interval=0.5)
@@ -202,38 +191,19 @@ def test_an_exception_goes_through_with_label_and_iteration():
     assert caught.value.__notes__ == ["raised by 'fails' in warm-up call 4 (counted from 0)"]
 
 
-def test_a_keyboard_interrupt_leaves_nothing_behind():
-    import gc
-
-    turn = iter(range(100))
-
-    def interrupted():
-        if next(turn) == 12:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        measure(interrupted, warmup=5, iterations=50, calls_per_sample=1)
-    assert gc.isenabled()
-    assert measure(busy, 0.05, warmup=1, iterations=3).median_ms >= 0.05
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"iterations": 0}, "iterations is 0; it must be a whole number, 1 or more"),
-        ({"iterations": 2.5}, "iterations is 2.5; it must be a whole number, 1 or more"),
         ({"warmup": -1}, "warmup is -1; it must be a whole number, 0 or more"),
         ({"l2": "hot"}, 'l2 must be "warm" or "cold", got \'hot\''),
         ({"l2": "cold", "calls_per_sample": 4}, "only the first of calls_per_sample=4 calls would be cold"),
-        ({"calls_per_sample": 0}, "calls_per_sample is 0; it must be a whole number"),
         ({"target_interval": 5}, "target_interval is the interval's relative half-width"),
         ({"max_seconds": 0}, "max_seconds must be a finite number above 0"),
         ({"device": "meta"}, "CUDA GPUs and CPUs are measured, not 'meta'"),
         ({"graph": True, "device": "cpu"}, "graph=True captures a CUDA graph and needs a CUDA GPU"),
-        ({"flops": 0}, "above 0, got 0"),
         ({"confidence": 95}, "confidence must lie between 0 and 1"),
         ({"inputs": []}, "got an empty list"),
-        ({"inputs": [1, 2]}, "got an item of type int"),
     ],
 )
 def test_bad_options_are_errors_in_sentences(options, message):
@@ -249,8 +219,8 @@ def test_more_bad_input():
         compare(busy, None)
     with pytest.raises(ValueError, match="not both"):
         measure(busy, 1.0, inputs=[(1.0,)])
-    with pytest.raises(ValueError, match="order must be"):
-        compare(busy, busy, 0.1, order="ab")
+    with pytest.raises(ValueError, match=r"no 'fp8' peak; pass dtype= one of bf16, fp32"):
+        measure(busy, 0.01, iterations=1, flops=1.0, roofs=ROOFS, dtype="fp8")
 
 
 WEIGHTS = torch.zeros(2, 2)
@@ -285,12 +255,6 @@ def test_the_device_is_that_of_the_calls_tensors(monkeypatch):
     assert pick_device(None).type == device.default_device().type
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_a_gpu_that_is_not_there_is_an_error():
-    with pytest.raises(ValueError, match="there is no CUDA GPU here"):
-        measure(busy, 0.1, device="cuda")
-
-
 def test_records_survive_json():
     result = measure(
         torch.mm, torch.randn(32, 32), torch.randn(32, 32), iterations=5, flops=2 * 32**3, bytes=12288, roofs=ROOFS
@@ -300,17 +264,9 @@ def test_records_survive_json():
     assert Measurement.from_dict(record) == result
     assert repr(Measurement.from_dict(record)) == repr(result)
     comparison = compare(busy, busy, 0.05, iterations=10, warmup=1)
-    assert Comparison.from_dict(json.loads(json.dumps(comparison.to_dict()))) == comparison
+    assert json.loads(json.dumps(comparison.to_dict()))["speedup"] == comparison.speedup
     with pytest.raises(ValueError, match="interval_ms missing"):
         Measurement.from_dict({"samples_ms": [1.0]})
-
-
-def test_repr_names_median_interval_and_rates():
-    result = Measurement((2.0,), (1.9, 2.1), label="mm", flops=4e9, bytes=6e6, method={"device": "cpu", "l2": "warm"})
-    text = repr(result)
-    for part in ("mm: 2 ms median [1.9 ms, 2.1 ms] at 95%", "2 TFLOP/s", "3 GB/s", "cpu", "warm L2"):
-        assert part in text
-    assert [format_ms(value) for value in (2500.0, 1.5, 0.0123, 5e-5)] == ["2.5 s", "1.5 ms", "12.3 us", "50 ns"]
 
 
 def test_a_function_twice_as_slow_is_slower_and_the_reverse_is_faster():
@@ -325,10 +281,9 @@ def test_a_function_twice_as_slow_is_slower_and_the_reverse_is_faster():
 
 
 def test_a_function_is_as_fast_as_itself():
-    for seed in range(5):
-        result = compare(busy, busy, 0.3, warmup=1, iterations=40, same_within=0.05, order="random", seed=seed)
-        assert result.verdict in ("same", "not enough data"), result
-        assert abs(result.speedup - 1) < 0.2
+    result = compare(busy, busy, 0.3, warmup=1, iterations=40, same_within=0.05)
+    assert result.verdict in ("same", "not enough data"), result
+    assert abs(result.speedup - 1) < 0.2
 
 
 def timed_turns(turns):
@@ -340,22 +295,6 @@ def test_samples_of_a_and_b_are_interleaved():
     turns = []
     compare(lambda: turns.append("a"), lambda: turns.append("b"), warmup=0, iterations=4, calls_per_sample=1)
     assert "".join(turns) == "abbbaaabbbaa" and timed_turns(turns) == "abbaabba"
-    turns.clear()
-    compare(
-        lambda: turns.append("a"),
-        lambda: turns.append("b"),
-        warmup=0,
-        iterations=64,
-        calls_per_sample=1,
-        order="random",
-        seed=1,
-    )
-    timed = timed_turns(turns)
-    assert len(timed) == 128 and {timed[i : i + 2] for i in range(0, 128, 2)} == {"ab", "ba"}
-
-
-def test_too_few_pairs_give_no_verdict():
-    assert compare(lambda: busy(0.1), lambda: busy(0.3), warmup=1, iterations=5).verdict == "not enough data"
 
 
 # ---- a GPU whose clocks move ---------------------------------------------------------------------------------------

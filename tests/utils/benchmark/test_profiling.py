@@ -1,7 +1,6 @@
 """Traces are written whole, read back and added up correctly, for real profiles and hand-made traces."""
 
 import gzip
-import itertools
 import json
 import os
 
@@ -58,11 +57,6 @@ def test_nvtx_range_shows_in_the_trace(prof):
     assert all(any(r.start_us <= p.start_us and p.end_us <= r.end_us for r in cpu_side) for p in products)
 
 
-def test_nvtx_range_ends_when_its_block_raises():
-    with pytest.raises(ZeroDivisionError), nvtx_range("raises"):
-        _ = 1 / 0
-
-
 def test_export_creates_folders_replaces_and_can_be_repeated(prof, tmp_path):
     path = export_chrome_trace(prof, tmp_path / "deep" / "er" / "trace.json")
     first = path.read_bytes()
@@ -78,28 +72,6 @@ def test_the_trace_names_neither_machine_nor_folder(prof, tmp_path):
     record = json.loads(export_chrome_trace(prof, tmp_path / "trace.json").read_text())
     assert "host_name" not in record
     assert record.get("traceName", "trace.json") == "trace.json"
-
-
-def test_a_failing_write_leaves_the_old_trace(prof, tmp_path, monkeypatch):
-    path = export_chrome_trace(prof, tmp_path / "trace.json")
-    before = path.read_bytes()
-
-    def full(*_):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="no space"):
-        export_chrome_trace(prof, path)
-    assert path.read_bytes() == before and os.listdir(tmp_path) == ["trace.json"]
-
-
-def test_events_have_names_times_and_lanes(prof):
-    events = read_trace(prof)
-    assert events[0].start_us == 0.0
-    assert all(a.start_us <= b.start_us for a, b in itertools.pairwise(events))
-    product = next(event for event in events if event.name == "aten::mm")
-    assert product.category == "cpu_op" and product.duration_us > 0 and product.family == "gemm"
-    assert product.lane.startswith("thread ")
 
 
 def test_summary_shares_add_up_and_the_nesting_is_taken_out(prof):
@@ -146,10 +118,6 @@ def gpu_trace(tmp_path):
     return path
 
 
-def test_gaps_between_kernels(gpu_trace):
-    assert gpu_idle_share(gpu_trace) == pytest.approx(0.3)
-
-
 def test_kernel_summary(gpu_trace):
     rows = summarize_trace(gpu_trace)
     assert [(row["family"], row["count"], row["total_us"]) for row in rows] == [
@@ -158,15 +126,6 @@ def test_kernel_summary(gpu_trace):
         ("elementwise", 1, 5.0),
     ]
     assert rows[0]["share"] == pytest.approx(20 / 37) and rows[0]["mean_us"] == 10.0
-
-
-def test_gpu_events_have_streams_as_lanes_and_a_correlation(gpu_trace):
-    events = read_trace(gpu_trace)
-    kernels = [event for event in events if event.on_gpu]
-    assert {event.lane for event in kernels} == {"GPU 0 stream 7", "GPU 0 stream 13"}
-    launch = next(event for event in events if event.category == "cuda_runtime")
-    assert launch.lane == "thread 4242" and launch.correlation == kernels[0].correlation == 11
-    assert read_trace(events) == events
 
 
 def test_self_time_on_hand_made_nesting():

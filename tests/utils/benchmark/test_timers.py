@@ -95,15 +95,6 @@ def test_as_issued_the_launch_shows(stream):
     assert "launch gaps are included" in timer.describe(call)["queue"]
 
 
-def test_a_long_kernel_reads_the_same_either_way(stream):
-    for queue_ahead in (True, False):
-        timer, call = gpu_timer(stream, queue_ahead=queue_ahead), kernel(stream, 0.5)
-        timer.warm_up(call, 10, None)
-        timer.calibrate(call, None)
-        assert call.runs_per_sample == 1
-        assert timer.sample([call] * 10) == pytest.approx([0.5] * 10, rel=0.03)
-
-
 def test_a_burst_that_the_spin_did_not_cover_is_repeated(stream):
     timer, call = gpu_timer(stream), kernel(stream, 0.005, issue=0.5)  # no warm-up: 0.05 ms is assumed
     assert timer.sample([call] * 8) == pytest.approx([0.005] * 8)
@@ -201,11 +192,6 @@ def test_the_flush_is_outside_of_the_timed_region(stream, monkeypatch):
     assert stream.done - before > 10 * (0.030 + 0.070)  # it did run
 
 
-def test_the_flush_is_twice_a_large_l2(stream, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=300_000_000))
-    assert gpu_timer(stream, monkeypatch, cold=True).flush_bytes == 600_000_000
-
-
 def test_the_floor_is_an_empty_kernel_sampled_alike(stream):
     timer, call = gpu_timer(stream), kernel(stream, 0.005)
     timer.warm_up(call, 10, None)
@@ -234,14 +220,6 @@ def test_warm_up_runs_exactly_as_often_as_asked_or_until_the_deadline():
     assert 1 <= CpuTimer(cold=False).warm_up(call, 1000, time.perf_counter() + 0.1) <= 6
 
 
-def test_inputs_take_turns_across_samples():
-    seen = []
-    timer, call = CpuTimer(cold=False), Call(seen.append, [("a",), ("b",), ("c",)], {}, "f")
-    call.runs_per_sample = 2
-    timer.sample([call] * 3)
-    assert seen == ["a", "b", "c", "a", "b", "c"]
-
-
 def test_the_garbage_collector_pauses_and_resumes():
     during = []
     timer, call = CpuTimer(cold=False), Call(lambda: during.append(gc.isenabled()), [()], {}, "f")
@@ -258,13 +236,6 @@ def test_the_cpu_flush_streams_more_than_the_last_level_cache(monkeypatch):
     call = Call(lambda: None, [()], {}, "f")
     timer.sample([call] * 3)
     assert timer._buffer.unique().tolist() == [3]  # every line was written, once a sample
-
-
-def test_an_unknown_cache_is_flushed_with_64_mb_and_noted(monkeypatch):
-    monkeypatch.setattr(cpu_timer, "last_level_cache_bytes", lambda: None)
-    timer = CpuTimer(cold=True)
-    assert timer.flush_bytes == 64 * 1024**2
-    assert "not known" in timer.notes[0]
 
 
 def test_a_flush_that_does_not_fit_is_refused(monkeypatch):

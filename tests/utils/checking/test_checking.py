@@ -22,9 +22,7 @@ from utils.checking import (
     leaves_inputs,
     needs,
     quiet_stderr,
-    require_answer,
     visible,
-    watch_operations,
 )
 
 # --- verdicts ---
@@ -35,16 +33,6 @@ def test_verdict_raises_its_message_if_wrong(capsys):
         Verdict("1.1", False, "too small").raise_if_wrong()
     assert Verdict("1.1", True).raise_if_wrong() is None
     assert capsys.readouterr().out == "✓ Question 1.1: passed.\n"
-
-
-def test_verdict_shows_itself():
-    right, wrong = Verdict("1.1", True, "fine"), Verdict("Bonus 1.4", False, "a < b")
-    assert repr(right) == "✓ Question 1.1: fine" and repr(wrong) == "✗ Bonus 1.4: a < b"
-    assert right and not wrong
-
-
-def test_wrong_answer_renders_as_one_line():
-    assert WrongAnswer("Question 1.1: no")._render_traceback_()[-1].endswith("Question 1.1: no")
 
 
 # --- @check ---
@@ -67,11 +55,6 @@ def test_right_answer_passes():
     assert verdict_of(lambda x: x + x) == Verdict("2.3", True, "Doubling: passed.")
 
 
-def test_check_keeps_name_docstring_and_question():
-    assert check_double.__name__ == "check_double" and check_double.__doc__ == "Double a tensor."
-    assert check_double.question == "2.3" and check_double.title == "Doubling"
-
-
 def test_wrong_answer_fails_with_the_assertion():
     verdict = verdict_of(lambda x: x)
     assert not verdict.passed and "wrong in 3 of 4 elements" in verdict.message
@@ -87,14 +70,6 @@ def test_exception_becomes_a_verdict_with_type_message_and_line():
     message = verdict_of(double).message
     assert "Question 2.3" in message and "AttributeError" in message and "no_such_method" in message
     assert "in helper, line" in message and "return x.no_such_method()" in message
-
-
-def test_exception_inside_torch_points_at_the_students_line():
-    def double(x):
-        return torch.stack([x, torch.ones(2)])
-
-    message = verdict_of(double).message
-    assert "RuntimeError" in message and "in double, line" in message and "torch.stack" in message
 
 
 def test_own_assert_of_the_student():
@@ -160,27 +135,6 @@ def test_endless_recursion_and_long_messages_are_survived():
     assert len(verdict_of(talkative).message) < 800
 
 
-def test_wrong_call_of_a_check_is_not_the_students_mistake():
-    with pytest.raises(TypeError):
-        check_double()
-
-
-def test_wrong_number_of_arguments_is_the_students_mistake():
-    assert "TypeError" in verdict_of(lambda: 1).message
-
-
-def test_watch_inside_a_check_is_put_back():
-    run = __import__("threading").Thread.run
-
-    @check("1.1")
-    def watching(answer):
-        with watch_operations():
-            answer()
-
-    assert not watching(lambda: 1 / 0)
-    assert __import__("threading").Thread.run is run
-
-
 def test_stderr_stays_quiet_and_the_text_is_kept(capfd):
     logger = logging.getLogger("test_checking")
     handler = logging.StreamHandler()
@@ -194,13 +148,6 @@ def test_stderr_stays_quiet_and_the_text_is_kept(capfd):
     out, err = capfd.readouterr()
     assert err == "after\n"
     assert all(word in out for word in ("one", "two", "three"))
-
-
-def test_stderr_comes_back_after_an_error(capfd):
-    with pytest.raises(ValueError), quiet_stderr():
-        raise ValueError
-    os.write(2, b"here\n")
-    assert capfd.readouterr().err == "here\n"
 
 
 # --- answered or not ---
@@ -285,24 +232,6 @@ def test_needs(call, message, tmp_path, monkeypatch):
     assert str(caught.value).startswith(message)
 
 
-def test_require_answer():
-    require_answer("gemm", _guarded, "1.1")
-    with pytest.raises(AnswerNeeded, match=r"^This cell needs Question 1\.1 \(gemm\): answer it first\.$"):
-        require_answer("gemm", _stub, "1.1")
-    with pytest.raises(AnswerNeeded, match=r"Question 2\.2 \(macs\)"):
-        require_answer("macs", None, "2.2")
-
-
-def test_an_answer_that_ends_the_program_is_wrong():
-    """Neither a notebook nor a grader may end with it."""
-
-    def answer():
-        raise SystemExit(3)
-
-    verdict = check("1.1")(lambda function: function())(answer)
-    assert not verdict.passed and "SystemExit: 3" in verdict.message and "Return the result" in verdict.message
-
-
 # --- closeness ---
 
 EXPECTED = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
@@ -372,12 +301,6 @@ def test_patterns_of_wrong_values_are_named():
     assert "times" not in complaint(EXPECTED + torch.tensor([[0.0, 1, 0], [2, 0, 0]]))
 
 
-def test_half_precision_is_compared_in_double():
-    expected = torch.full((4,), 60000.0, dtype=torch.float16)
-    expect_close(expected.clone(), expected, 0, 0)
-    assert "wrong" in complaint(-expected, expected)
-
-
 # --- numbers ---
 
 
@@ -429,18 +352,13 @@ def test_known_factors_are_named(factor, unit, hint):
     assert hint in number_complaint(171.5 * factor, 171.5, rel=1e-3, unit=unit)
 
 
-@pytest.mark.parametrize("unit", ["", "us", "splits", "FLOPs"])
-@pytest.mark.parametrize("factor", [2, 4, 8, 0.5, 0.25, 0.125])
+@pytest.mark.parametrize("unit", ["us", "FLOPs"])
+@pytest.mark.parametrize("factor", [2, 8, 0.25])
 def test_bytes_are_named_where_bytes_are_counted(factor, unit):
     complaint = number_complaint(12 * factor, 12, unit=unit)
     assert "byte" not in complaint and "bits" not in complaint
     if "FLOP" not in unit:
         assert complaint.endswith(" It is too large." if factor > 1 else " It is too small.")
-
-
-def test_zero_is_compared_absolutely():
-    expect_number(1e-9, 0, abs_tol=1e-6)
-    assert "is not 1" in number_complaint(1, 0)
 
 
 def test_known_mistakes_are_named_without_the_right_number():

@@ -1,7 +1,5 @@
-"""A student's kernel, tried in three ways: figures, compilation and messages; and the recorded tables."""
+"""A student's kernel, tried in three ways: figures, compilation and messages."""
 
-import json
-import os
 import time
 from pathlib import Path
 
@@ -10,9 +8,6 @@ import torch
 
 pytest.importorskip("triton", reason="gluon_cpu needs Triton for the language; there are wheels for Linux only")
 
-from tests.utils.gluon_cpu import gluon_tables
-from tests.utils.gluon_cpu import test_gluon_planted_bugs as planted
-from tests.utils.gluon_cpu.gluon_launches import LAUNCHES
 from utils.checking import AnswerNeeded
 from utils.checking import kernel_exercises as exercises
 from utils.gluon_cpu import compiling
@@ -92,26 +87,15 @@ def test_a_launch_leaves_its_tensors_alone():
     assert not launch.args["y_ptr"].any()
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiling, "_CACHE", tmp_path / "compiled")
-    return tmp_path / "compiled"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fork", [True, False])
-def test_it_compiles_for_hopper_and_the_compiler_is_heard(fork, cache, monkeypatch):
+def test_it_compiles_for_hopper_and_the_compiler_is_heard(fork, monkeypatch):
     """Both in a fork and in a new process."""
     monkeypatch.setattr(compiling, "_may_fork", lambda: fork)
     launch = move(1, 4)
     compiled = exercises.compile_for_hopper(COPY, launch)
     assert compiled["global loads"] >= 1 and compiled["global stores"] >= 1 and compiled["wgmma"] == 0
     assert 0 < compiled.registers < 256 and compiled.spill_bytes == 0
-    monkeypatch.setattr(compiling, "_run_forked", None)  # from here on there is no child to ask
-    monkeypatch.setattr(compiling, "_run_anew", None)
-    assert exercises.compile_for_hopper(COPY, launch) == compiled
-    monkeypatch.undo()
-    monkeypatch.setattr(compiling, "_may_fork", lambda: fork)
     launch = exercises.Launch("turn", (1,), {"y_ptr": torch.zeros(1), "n": 3}, ("y_ptr",))
     exercises.simulate_launch(TURN, launch)  # Python does not mind that x changes its type
     with pytest.raises(AssertionError, match="the compiler for sm_90a refuses kernels") as error:
@@ -131,84 +115,7 @@ def test_the_compiler_points_at_the_line_inside_of_a_partition():
     assert "warp_specialize" not in message and "Traceback" not in message and len(message.splitlines()) == 3
 
 
-class Compiler:
-    """Stands in for the child process: counts requests and answers like one that accepts everything."""
-
-    def __init__(self):
-        self.requests = []
-
-    def __call__(self, text: str, timeout: float) -> tuple[int, str, str]:
-        self.requests.append(json.loads(text))
-        counts = dict.fromkeys(compiling.INSTRUCTIONS, 1)
-        figures = {"name": "move", "instructions": counts, "shared_bytes": 0, "registers": 30, "spill_bytes": 0}
-        return 0, json.dumps(figures if self.requests[-1]["figures"] else None) + "\n", ""
-
-
-@pytest.fixture
-def compiler(monkeypatch, cache):
-    stand_in = Compiler()
-    monkeypatch.setattr(compiling, "_may_fork", lambda: False)
-    monkeypatch.setattr(compiling, "_run_anew", stand_in)
-    return stand_in
-
-
-def test_a_result_is_kept_for_exactly_its_text_and_request(compiler):
-    launch = move(1, 4)
-    first = exercises.compile_for_hopper(COPY, launch)
-    assert exercises.compile_for_hopper(COPY, move(1, 4)) == first and len(compiler.requests) == 1
-    exercises.compile_for_hopper(COPY + "# another text\n", launch)
-    exercises.compile_for_hopper(COPY, move(1, 2))
-    assert len(compiler.requests) == 3
-
-
-def test_an_accepted_kernel_is_compiled_again_only_for_its_figures(compiler):
-    launch = move(1, 4)
-    expected = {"y_ptr": launch.args["x_ptr"]}
-    for _ in range(2):
-        exercises.expect_kernel(COPY, launch, expected, rtol=0, atol=0, compiles=True)
-    assert [request["figures"] for request in compiler.requests] == [False]
-    assert exercises.compile_for_hopper(COPY, launch).registers == 30
-    exercises.expect_kernel(COPY, launch, expected, rtol=0, atol=0, compiles=True)
-    assert [request["figures"] for request in compiler.requests] == [False, True]
-
-
-@pytest.mark.parametrize("damage", ["", "[]", '{"compiled": {"name": "move"}}'])
-def test_a_damaged_entry_is_compiled_again(compiler, cache, damage):
-    launch = move(1, 4)
-    first = exercises.compile_for_hopper(COPY, launch)
-    (entry,) = cache.iterdir()
-    entry.write_text(damage)
-    assert exercises.compile_for_hopper(COPY, launch) == first and len(compiler.requests) == 2
-    assert json.loads(entry.read_text())["compiled"]["registers"] == 30
-
-
-def test_a_folder_that_cannot_be_written_does_no_harm(compiler, cache):
-    cache.write_text("a file where the folder should be")
-    launch = move(1, 4)
-    assert exercises.compile_for_hopper(COPY, launch) == exercises.compile_for_hopper(COPY, launch)
-    assert len(compiler.requests) == 2
-
-
-def test_what_another_user_wrote_or_another_file_decides_is_not_used(compiler, cache, monkeypatch, tmp_path):
-    launch = move(1, 4)
-    exercises.compile_for_hopper(COPY, launch)
-    user = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: user + 1)
-    exercises.compile_for_hopper(COPY, launch)
-    monkeypatch.undo()
-    monkeypatch.setattr(compiling, "_may_fork", lambda: False)
-    monkeypatch.setattr(compiling, "_run_anew", compiler)
-    monkeypatch.setattr(compiling, "_CACHE", tmp_path / "second")
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "my_helpers.py").write_text("")
-    # The exercises take no such file; the compiler's cache is for others, too.
-    monkeypatch.setattr(exercises, "expect_kernel_file", lambda source, file: None)
-    for _ in range(2):  # the result depends on a file that the request does not hold
-        exercises.compile_for_hopper("import my_helpers\n" + COPY, launch)
-    assert len(compiler.requests) == 4 and not (tmp_path / "second").exists()
-
-
-def test_a_child_that_takes_too_long_is_a_message(monkeypatch, cache):
+def test_a_child_that_takes_too_long_is_a_message(monkeypatch):
     monkeypatch.setattr(compiling, "answer", lambda text: time.sleep(60))
     monkeypatch.setattr(compiling, "_may_fork", lambda: True)
     with pytest.raises(AssertionError, match="did not finish within 0 s"):
@@ -299,28 +206,6 @@ def test_overlap_is_measured_on_the_clock():
     assert exercises.overlap(run) == pytest.approx(0.25)
 
 
-# ---- the tables that are kept ----------------------------------------------------------------------------------------
-
-
-def test_the_table_of_planted_bugs_is_that_of_the_tests():
-    table = json.loads((ROOT / "assets" / "results" / "gluon_planted_bugs.json").read_text())
-    names = [*planted.PIPELINE, *planted.PRODUCT, *planted.BUFFERED, *planted.REFUSED]
-    assert [row["planted"] for row in table["rows"]] == names
-    assert table["found_in_every_timing"] == table["planted"] == len(names) >= 20
-    for row in table["rows"]:
-        assert row["found"] == row["runs"] == 4 and row["report"] and row["kinds"]
-
-
-def test_the_table_of_agreement_covers_every_kernel():
-    table = json.loads((ROOT / "assets" / "results" / "h200" / "gluon_agreement.json").read_text())
-    assert "H200" in table["environment"]["gpu"] and table["environment"]["commit"]
-    assert {row["kernel"] for row in table["rows"]} == set(gluon_tables.names())
-    assert table["agree"] == table["compared"] == len(table["rows"])
-    for row in table["rows"]:
-        assert row["agrees"] and row["max_abs_difference"] <= row["allowed"]
-    assert set(LAUNCHES) <= {row["kernel"] for row in table["rows"]}
-
-
 @pytest.mark.filterwarnings("error")
 def test_an_overflowing_sum_is_infinite_and_says_nothing():
     source = (
@@ -384,7 +269,7 @@ def test_a_failure_is_drawn_with_the_missing_order():
 
 
 @pytest.mark.slow
-def test_machine_code_stands_below_its_line(cache):
+def test_machine_code_stands_below_its_line():
     code = exercises.machine_code(WAIT, wait_launch(0), "tma_load(|mbarrier.wait|mbarrier.expect")
     lines = code.split("\nline ")
     assert len(lines) == 3 and "mbarrier.arrive.expect_tx" in lines[0] and "SYNCS.ARRIVE" in lines[0]

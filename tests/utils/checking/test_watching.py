@@ -38,35 +38,19 @@ PRODUCTS = {
     "mm": torch.mm,
     "bmm": lambda a, b: torch.bmm(a[None], b[None]),
     "addmm": lambda a, b: torch.addmm(torch.zeros(M, N), a, b),
-    "mv": lambda a, b: torch.stack([a.mv(column) for column in b.T], 1),
     "dot": lambda a, b: a[0].dot(b[:, 0]),
-    "inner": lambda a, b: torch.inner(a, b.T),
     "F.linear": lambda a, b: F.linear(a, b.T),
     "nn.Linear": module_product,
     "einsum": lambda a, b: torch.einsum("mk,kn->mn", a, b),
     "tensordot": lambda a, b: torch.tensordot(a, b, 1),
-    "multi_dot": lambda a, b: torch.linalg.multi_dot([a, b]),
-    "matrix_power": lambda a, b: torch.linalg.matrix_power(torch.eye(3), 3),
     "conv1d": lambda a, b: F.conv1d(a.T[None], b.T[:, :, None]),
     "conv2d": lambda a, b: F.conv2d(a.T[None, :, :, None], b.T[:, :, None, None]),
-    "conv_transpose1d": lambda a, b: F.conv_transpose1d(a.T[None], b[:, :, None]),
     "attention": lambda a, b: F.scaled_dot_product_attention(a[None, None], a[None, None], a[None, None]),
-    "bilinear": lambda a, b: F.bilinear(a, a, torch.randn(N, K, K)),
-    "cdist": lambda a, b: torch.cdist(a, b.T),
     "solve": lambda a, b: torch.linalg.solve(torch.eye(K), b),
     # The lower right block of [[1, B], [-A, C]] becomes C + A B in a decomposition, and an exponential holds A B / 2.
     "lu": lambda a, b: torch.linalg.lu_factor(torch.cat([torch.eye(K), -a / (2 * a.abs().max())])),
-    "cholesky": lambda a, b: torch.linalg.cholesky(torch.eye(K)),
-    "qr": lambda a, b: torch.linalg.qr(b),
     "fft": lambda a, b: torch.fft.irfft(torch.fft.rfft(a, n=2 * K)[:, None] * torch.fft.rfft(b.T, n=2 * K)[None]),
-    "lstm": lambda a, b: torch.nn.LSTM(K, N)(a[None]),
-    "attention layer": lambda a, b: torch.nn.MultiheadAttention(K, 2)(a[None], a[None], a[None]),
-    "sparse": lambda a, b: torch.sparse.mm(a.to_sparse(), b),
-    "embedding_bag": lambda a, b: F.embedding_bag(
-        torch.arange(K)[None], b, mode="sum", per_sample_weights=torch.ones(1, K)
-    ),
     "vmap": lambda a, b: torch.vmap(torch.dot)(a, a),
-    "int8": lambda a, b: torch._int_mm(torch.ones(32, 32, dtype=torch.int8), torch.ones(32, 32, dtype=torch.int8)),
     "compiled": lambda a, b: torch.compile(lambda x, y: x @ y, backend="eager")(a, b),
     "without modes": lambda a, b: _without_modes(a, b),
     "autograd.Function": lambda a, b: Product.apply(a, b),
@@ -130,7 +114,7 @@ def test_sums_of_products_are_allowed(name, operands):
     assert watch.operations and not watch.custom
 
 
-@pytest.mark.parametrize("name", ["@", "F.linear", "einsum", "tensordot", "conv1d", "attention", "inner", "multi_dot"])
+@pytest.mark.parametrize("name", ["@", "einsum", "conv1d", "attention"])
 def test_products_are_caught_under_inference_mode(name, operands):
     """There composite operators arrive whole; the watch looks inside of them."""
     with torch.inference_mode(), watch_operations() as watch:
@@ -139,21 +123,6 @@ def test_products_are_caught_under_inference_mode(name, operands):
     assert low & set(watch.operations)
     with pytest.raises(AssertionError):
         forbid(watch, MATMUL)
-
-
-def test_results_are_the_same_under_a_watch(operands):
-    a, b = operands
-    for function in ALLOWED["broadcast and sum"], PRODUCTS["einsum"]:
-        with watch_operations():
-            got = function(a, b)
-        assert torch.equal(got, function(a, b))
-
-
-def test_gradients_flow_under_a_watch(operands):
-    a = operands[0].requires_grad_()
-    with watch_operations() as watch:
-        (a * a).sum().backward()
-    assert torch.allclose(a.grad, 2 * a) and watch.operations["mul"] >= 2
 
 
 def test_message_names_the_call_the_operator_the_hint_and_the_line(operands):
@@ -166,13 +135,6 @@ def test_message_names_the_call_the_operator_the_hint_and_the_line(operands):
     text = str(caught.value)
     assert "torch's einsum (it ran aten.bmm)" in text and "Write the loops." in text
     assert "in helper, line" in text and 'return torch.einsum("mk,kn->mn", a, b)' in text
-
-
-def test_other_families_can_be_forbidden(operands):
-    watch = watched(lambda a, b: a.softmax(-1), *operands)
-    forbid(watch, MATMUL)
-    with pytest.raises(AssertionError, match="softmax"):
-        forbid(watch, (r"_?softmax",))
 
 
 EXITS = {
@@ -207,11 +169,6 @@ def test_places_and_truth_values_may_leave():
     assert len(watch.exits) == 2
 
 
-def test_exits_are_counted():
-    watch = watched(lambda t: [x.item() for x in t], torch.randn(7))
-    assert watch.exits == {".item()": 7}
-
-
 def test_everything_is_put_back_when_the_code_raises(operands):
     places = [(torch.autograd, "_engine_run_backward"), (torch.autograd.forward_ad, "make_dual")]
     before = [getattr(*place) for place in places]
@@ -223,14 +180,6 @@ def test_everything_is_put_back_when_the_code_raises(operands):
     assert not watch.operations and not watch.calls
 
 
-def test_watches_nest(operands):
-    with watch_operations() as outer:
-        with watch_operations() as inner:
-            torch.mm(*operands)
-        torch.add(operands[0], 1)
-    assert inner.operations == {"mm": 1} and outer.operations == {"mm": 1, "add": 1}
-
-
 def test_custom_operators_hide_their_inside_and_are_reported(operands):
     @torch.library.custom_op("labs_test::product", mutates_args=())
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -240,12 +189,6 @@ def test_custom_operators_hide_their_inside_and_are_reported(operands):
     assert watch.custom == {"labs_test::product": 1}
     with pytest.raises(AssertionError, match=r"custom operator labs_test::product"):
         forbid(watch)
-
-
-def test_compiled_code_is_watched_even_when_compiled_before(operands):
-    compiled = torch.compile(lambda a, b: (a @ b).relu(), backend="aot_eager")
-    compiled(*operands)
-    assert watched(compiled, *operands).operations["mm"] == 1
 
 
 def test_libraries_of_the_host_are_no_students_code(tmp_path, monkeypatch):

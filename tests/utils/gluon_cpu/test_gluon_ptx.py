@@ -11,16 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from utils import gluon_cpu
 from utils.attention.gluon.backward.step6_one_consumer import exp2
-from utils.attention.gluon.shared import (
-    keep_columns,
-    keep_side,
-    meet,
-    pass_by,
-    rescale,
-    uniform,
-    wait_products,
-    zero_columns,
-)
+from utils.attention.gluon.shared import keep_columns, meet, pass_by, rescale, uniform, wait_products, zero_columns
 
 
 @gluon.jit
@@ -47,16 +38,6 @@ def kept(y_ptr, first_ptr, behind_ptr, COLUMNS: gl.constexpr, BOTH: gl.constexpr
     columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
     scores = gl.full([64, COLUMNS], 1.0, gl.float32, layout)
     scores = keep_columns(scores, gl.load(first_ptr + rows), gl.load(behind_ptr + rows), BOTH)
-    gl.store(y_ptr + rows[:, None] * COLUMNS + columns, scores)
-
-
-@gluon.jit
-def one_side_kept(y_ptr, limit_ptr, left_ptr, COLUMNS: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
-    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
-    scores = gl.full([64, COLUMNS], 1.0, gl.float32, layout)
-    scores = keep_side(scores, gl.load(limit_ptr + rows), gl.load(left_ptr))
     gl.store(y_ptr + rows[:, None] * COLUMNS + columns, scores)
 
 
@@ -130,16 +111,6 @@ def test_columns_are_kept_between_two_limits(columns, both):
         kept[(1,)](y, first, behind, columns, both)
     number = torch.arange(columns)[None]
     keep = (number < behind[:, None]) & ((number >= first[:, None]) | (not both))
-    assert run.ok and torch.equal(y, torch.where(keep, 1.0, -torch.inf))
-
-
-@pytest.mark.parametrize("left", [0, 1])
-@pytest.mark.parametrize("columns", [64, 128])
-def test_columns_are_kept_on_one_side_of_a_limit(columns, left):
-    limit, y = torch.randint(-20, columns + 20, (64,), dtype=torch.int32), torch.zeros(64, columns)
-    with gluon_cpu.simulate() as run:
-        one_side_kept[(1,)](y, limit, torch.tensor([left], dtype=torch.int32), columns)
-    keep = (torch.arange(columns)[None] < limit[:, None]) ^ bool(left)
     assert run.ok and torch.equal(y, torch.where(keep, 1.0, -torch.inf))
 
 

@@ -15,18 +15,19 @@ pytest.importorskip("triton", reason="gluon_cpu needs Triton for the language; t
 
 from triton.experimental.gluon import language as gl
 
-from tests.utils.gluon_cpu import gluon_correct_kernels as kernels
 from tests.utils.gluon_cpu import gluon_small_kernels as small
+from tests.utils.gluon_cpu import verdict_kernels as kernels
 from tests.utils.gluon_cpu.gluon_helpers import descriptor
+from tests.utils.gluon_cpu.verdict_cases import launch_consumers
 from utils import gluon_cpu
 from utils.gluon_cpu import layouts, simulation
 from utils.machine import versions
 
 
-def launch_add(seed=None, n=160, **options):
-    a, b, c = torch.ones(16, n), torch.ones(16, n), torch.zeros(16, n)
+def run_consumers(seed=None, steps=5, stages=2, **options):
+    """A producer and two consumers of a ring of slots."""
     with gluon_cpu.simulate(seed=seed, **options) as run:
-        kernels.add_specialized[(1,)](*(descriptor(x, [16, 32]) for x in (a, b, c)), n, 1.0, 2)
+        launch_consumers(kernels, "cpu", stages, steps)
     return run
 
 
@@ -37,20 +38,19 @@ def test_import_loads_no_heavy_library():
 
 def test_same_seed_same_run():
     for seed in (None, 7):
-        first, second = launch_add(seed, timeline=True), launch_add(seed, timeline=True)
+        first, second = run_consumers(seed, timeline=True), run_consumers(seed, timeline=True)
         assert first.cycles == second.cycles
         assert first.events == second.events
-    assert len({launch_add(seed).cycles[0] for seed in range(5)}) > 1
+    assert len({run_consumers(seed).cycles[0] for seed in range(5)}) > 1
 
 
 def test_timeline():
-    run = launch_add(timeline=True)
+    run = run_consumers(timeline=True)
     partitions = {e.partition for e in run.events}
-    assert partitions == {"default", "add_partition", "load_partition", "store_partition"}
+    assert partitions == {"consume 0", "consume 1", "produce"}
     copies = [e for e in run.events if e.kind == "copy in"]
-    assert len(copies) == 2 * 5 and {e.buffer for e in copies} == {"a_ring[0]", "a_ring[1]", "b_ring[0]", "b_ring[1]"}
-    assert sorted(e.phase for e in copies if e.buffer == "a_ring[0]") == [0, 1, 2]
-    assert len([e for e in run.events if e.kind == "copy out"]) == 5
+    assert len(copies) == 5 and {e.buffer for e in copies} == {"slots[0]", "slots[1]"}
+    assert sorted(e.phase for e in copies if e.buffer == "slots[0]") == [0, 1, 2]
     for e in run.events:
         assert 0 <= e.start <= e.end <= run.cycles[0] + 2000 and e.line > 0
     for name in partitions:  # one thing at a time
@@ -67,10 +67,10 @@ def test_timeline_records_as_many_programs_as_asked():
 
 
 def test_picture():
-    run = launch_add(timeline=True)
+    run = run_consumers(timeline=True)
     figure, axes = run.plot(title="add")
     labels = [t.get_text() for t in axes.get_yticklabels()]
-    assert "load_partition" in labels and "TMA: load_partition" in labels
+    assert "produce" in labels and "TMA: produce" in labels
     assert axes.get_title() == "add" and axes.get_xlabel() == "model cycles"
     import matplotlib.pyplot as plt
 
@@ -81,13 +81,8 @@ def test_picture():
 
 def test_more_stages_overlap_more():
     """With one slot, copies and additions take turns; with three they overlap."""
-    a, b, c = (torch.ones(16, 640) for _ in range(3))
-    cycles = []
-    for stages in (1, 3):
-        with gluon_cpu.simulate() as run:
-            kernels.add_specialized[(1,)](*(descriptor(x, [16, 32]) for x in (a, b, c)), 640, 1.0, stages)
-        cycles.append(run.cycles[0])
-    assert cycles[1] < 0.8 * cycles[0]
+    one, three = (run_consumers(steps=20, stages=stages).cycles[0] for stages in (1, 3))
+    assert three < 0.8 * one
 
 
 def test_collecting_goes_on():

@@ -30,10 +30,10 @@ def core_matrices(rows: int, columns: int, turned: bool = False, swizzled: bool 
     return gl.SharedLinearLayout([step[::-1] for step in steps] if turned else steps)
 
 
-def run_product(m: int, n: int, warps: list[int], instruction: list[int], shared=None) -> None:
+def run_product(m: int, n: int, warps: list[int], instruction: list[int], shared=None, version=(3, 0)) -> None:
     a, b, c = torch.randn(m, 64).half(), torch.randn(n, 64).half(), torch.zeros(m, n)
     shared = shared or gl.NVMMASharedLayout.get_default_for([m, 64], gl.float16)
-    layout = gl.NVMMADistributedLayout([3, 0], warps, instruction)
+    layout = gl.NVMMADistributedLayout(list(version), warps, instruction)
     with gluon_cpu.simulate():
         kernels.product[(1,)](a, descriptor(b, [n, 64]), c, m, n, 64, layout, shared, num_warps=warps[0] * warps[1])
     assert (c.double() - a.double() @ b.double().T).abs().max() < 1e-2
@@ -68,13 +68,19 @@ def test_core_matrices_are_an_operand(turned):
 
 
 @pytest.mark.parametrize(
-    "shared",
-    [core_matrices(64, 64, swizzled=True), gl.SwizzledSharedLayout(8, 1, 8, [1, 0])],
-    ids=["another swizzle", "Ampere's swizzle"],
+    ("given", "words"),
+    [
+        ({"shared": core_matrices(64, 64, swizzled=True)}, "core matrices"),
+        ({"shared": gl.SwizzledSharedLayout(8, 1, 8, [1, 0])}, "core matrices"),
+        ({"version": [2, 0]}, r"version \[3, 0\]"),
+        ({"instruction": [16, 128, 16]}, "smaller than one instruction"),
+        ({"instruction": [64, 64, 16]}, "16 rows"),
+        ({"warps": [1, 4], "instruction": [16, 16, 16]}, "multiple of 4"),
+    ],
 )
-def test_other_operands_are_refused(shared):
-    with pytest.raises(gluon_cpu.LayoutError, match="core matrices"):
-        run_product(64, 32, [4, 1], [16, 32, 16], shared)
+def test_other_operands_are_refused(given, words):
+    with pytest.raises(gluon_cpu.LayoutError, match=words):
+        run_product(64, 32, **({"warps": [4, 1], "instruction": [16, 32, 16]} | given))
 
 
 def test_cp_async_counts_neighbours_in_memory():

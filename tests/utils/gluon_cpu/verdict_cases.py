@@ -7,9 +7,12 @@ records what the simulator, ConSan and compute-sanitizer say.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +21,7 @@ import torch
 
 from tests.utils.gluon_cpu.gluon_helpers import descriptor
 
-TYPES = {torch.float32: "fp32", torch.float16: "fp16"}
+TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32"}
 KERNELS = Path(__file__).with_name("verdict_kernels.py")
 
 
@@ -30,7 +33,7 @@ class Case:
         kernel: the section of `verdict_kernels.py`.
         name: the case's name, unique within the kernel.
         reason: why it is a bug, or why it is correct.
-        edits: (old, new) texts; each old text stands once in the section.
+        edits: (old, new) lines; the old ones stand once in the section.
         sizes: arguments of the launch, where they are not the usual ones.
         bug: the class of the planted bug; "" for a correct kernel.
         kinds: kinds of report that are right. Several, where it depends on the timing what goes wrong first.
@@ -52,18 +55,24 @@ class Case:
         return f"{self.kernel}: {self.name}"
 
 
-CORRECT: list[Case] = []
-BUGS: list[Case] = []
-
-
-def correct(kernel: str, name: str, reason: str, *edits: tuple[str, str], **sizes) -> None:
-    """Add a correct kernel."""
-    CORRECT.append(Case(kernel, name, reason, edits, sizes))
-
-
-def bug(kernel: str, name: str, what: str, kinds: str, at: str, reason: str, *edits: tuple[str, str], **sizes) -> None:
-    """Add a planted bug; several kinds, or several lines, stand with ` | ` between them."""
-    BUGS.append(Case(kernel, name, reason, edits, sizes, what, tuple(kinds.split(" | ")), tuple(at.split(" | "))))
+def read_cases(text: str) -> list[Case]:
+    """Read cases: label, class and kinds; the places of a report; the reason; lines - and +, with `...` between two edits."""
+    cases = []
+    for block in text.strip("\n").split("\n\n"):
+        title, *lines = block.splitlines()
+        label, bug, kinds = [*title.split(" | "), "", ""][:3]
+        at = lines.pop(0)[2:].split(" @ ") if lines[0].startswith("@ ") else []
+        edits: list[list[str]] = []
+        for sign, changed in groupby(lines[1:], lambda line: line[0]):
+            part = "".join(line[1:] + "\n" for line in changed)
+            if sign == "-":
+                edits.append([part, ""])
+            elif sign == "+":
+                edits[-1][1] = part
+        found = tuple((old, new) for old, new in edits)
+        kernel, name = label.split(": ", 1)
+        cases.append(Case(kernel, name, lines[0], found, {}, bug, tuple(kinds.split(", ")), tuple(at)))
+    return cases
 
 
 # ---- launches ------------------------------------------------------------------------------------------------------
@@ -139,729 +148,435 @@ def launch_tails(kernels, device, rows=50, columns=45, tile=(16, 32)):
     return y, 2 * x
 
 
-# ---- correct kernels -----------------------------------------------------------------------------------------------
+# ---- the cases ---------------------------------------------------------------------------------------------------
 
-WAIT = ("        mbarrier.wait(full.index(slot), i // STAGES & 1)\n", "")
-RING_REFILL = """        # TMA must not overwrite what a thread still reads.
-        fence_async_shared()
-        mbarrier.expect(full.index(slot), NBYTES, pred=ahead < steps)
-        tma_load(x_desc, [0, ahead * COLUMNS], full.index(slot), slots.index(slot), pred=ahead < steps)
-"""
+CORRECT = read_cases("""
+ring: as written
+Each tile is waited for, and refilled after a fence.
 
-correct("ring", "as written", "Each tile is waited for, and refilled after a fence.")
-correct(
-    "ring",
-    "a parity that flips",
-    "`1 - parity` once a round is the same as i // STAGES & 1.",
-    ("    for i in range(steps):\n", "    parity = 0\n    for i in range(steps):\n"),
-    ("i // STAGES & 1)\n", "parity)\n"),
-    (
-        "        ahead = i + STAGES\n",
-        "        if slot == STAGES - 1:\n            parity = 1 - parity\n        ahead = i + STAGES\n",
-    ),
-)
-correct("ring", "waited for twice", "A phase that is over stays over until the next one ends.", (WAIT[0], 2 * WAIT[0]))
-correct(
-    "ring",
-    "expect after the copy",
-    "The phase cannot end before the arrival that comes with expect, however early the bytes are.",
-    (
-        RING_REFILL.splitlines(keepends=True)[2] + RING_REFILL.splitlines(keepends=True)[3],
-        RING_REFILL.splitlines(keepends=True)[3] + RING_REFILL.splitlines(keepends=True)[2],
-    ),
-)
+ring: a parity that flips
+`1 - parity` once a round is the same as i // STAGES & 1.
+-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
++    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
++    parity = 0
+-        mbarrier.wait(full.index(slot), i // STAGES & 1)
++        mbarrier.wait(full.index(slot), parity)
+-        gl.store(y_ptr + row * width + column + i * COLUMNS, x + 1.0, mask=inside)
++        gl.store(y_ptr + row * width + column + i * COLUMNS, x + 1.0, mask=inside)
++        if slot == STAGES - 1:
++            parity = 1 - parity
 
-correct("consumers", "as written", "A slot is free after two arrivals, one of each consumer.")
-correct(
-    "consumers",
-    "four arrivals awaited",
-    "Each consumer arrives with count 2, and the barrier waits for 4.",
-    ("mbarrier.arrive(empty.index(slot))", "mbarrier.arrive(empty.index(slot), count=2)"),
-    ("mbarrier.init(empty.index(s), count=2)", "mbarrier.init(empty.index(s), count=4)"),
-)
-correct(
-    "consumers",
-    "released after the store",
-    "A later release only costs time.",
-    ("        mbarrier.arrive(empty.index(slot))\n", ""),
-    ("+ column, x * factor)\n", "+ column, x * factor)\n        mbarrier.arrive(empty.index(slot))\n"),
-)
-correct(
-    "consumers",
-    "releases that nobody waits for",
-    "The last slots are not filled again, so their release may be left out.",
-    ("mbarrier.arrive(empty.index(slot))", "mbarrier.arrive(empty.index(slot), pred=i + STAGES < steps)"),
-)
+ring: waited for twice
+A phase that is over stays over until the next one ends.
+-        mbarrier.wait(full.index(slot), i // STAGES & 1)
++        mbarrier.wait(full.index(slot), i // STAGES & 1)
++        mbarrier.wait(full.index(slot), i // STAGES & 1)
 
-correct("stores", "as written", "Before a buffer is written, the store that read it has been waited for.")
-correct(
-    "stores",
-    "every store waited for",
-    "Waiting for all stores is more than is needed.",
-    ("tma.store_wait(BUFFERS - 1)", "tma.store_wait(pendings=0)"),
-)
-correct(
-    "stores",
-    "waited for before the load",
-    "The wait may come earlier than the line that needs it.",
-    ("        tma.store_wait(BUFFERS - 1)\n", ""),
-    ("    for i in range(steps):\n", "    for i in range(steps):\n        tma.store_wait(BUFFERS - 1)\n"),
-)
-correct(
-    "stores",
-    "a barrier more",
-    "gl.barrier lets the warps meet and does no harm.",
-    ("        fence_async_shared()\n", "        fence_async_shared()\n        gl.barrier()\n"),
-)
+ring: expect after the copy
+The phase cannot end before the arrival that comes with expect, however early the bytes are.
+-        fence_async_shared()
++        fence_async_shared()
++        tma_load(x_desc, [0, ahead * COLUMNS], full.index(slot), slots.index(slot), pred=ahead < steps)
+-        tma_load(x_desc, [0, ahead * COLUMNS], full.index(slot), slots.index(slot), pred=ahead < steps)
 
-correct("product", "as written", "One product runs while the slot of the one before it is filled.")
-correct(
-    "product",
-    "synchronous",
-    "A product that is not asynchronous is over when the call returns.",
-    ("acc, is_async=True)", "acc)"),
-    ("        acc = warpgroup_mma_wait(1, deps=[acc])\n", ""),
-    ("    acc = warpgroup_mma_wait(0, deps=[acc])\n", ""),
-)
-correct(
-    "product",
-    "every product waited for",
-    "Waiting for all products is more than is needed.",
-    ("warpgroup_mma_wait(1, deps=[acc])", "warpgroup_mma_wait(num_outstanding=0, deps=[acc])"),
-)
+consumers: as written
+A slot is free after two arrivals, one of each consumer.
 
-correct("operand", "as written", "A fence lies between the threads' stores and each product.")
-correct(
-    "operand",
-    "fence after the wait",
-    "Fence and wait may change places: both come before the product.",
-    (
-        "    fence_async_shared()\n    mbarrier.wait(full, 0)\n",
-        "    mbarrier.wait(full, 0)\n    fence_async_shared()\n",
-    ),
-)
-correct(
-    "operand",
-    "synchronous",
-    "The first product is over before its operand is written again.",
-    ("use_acc=False, is_async=True)", "use_acc=False)"),
-    ("    acc = warpgroup_mma_wait(0, deps=[acc])\n", ""),
-)
-correct(
-    "operand",
-    "a buffer of its own",
-    "The second product has an operand of its own, allocated before the first one is issued, so the first may still run. "
-    "Allocated after it, the compiler would put it where `a` is, which no later line uses.",
-    (
-        "    b = gl.allocate_shared_memory(b_desc.dtype, [SIZE, SIZE], b_desc.layout)\n",
-        "    b = gl.allocate_shared_memory(b_desc.dtype, [SIZE, SIZE], b_desc.layout)\n"
-        "    other = gl.allocate_shared_memory(b_desc.dtype, [SIZE, SIZE], b_desc.layout)\n",
-    ),
-    ("    acc = warpgroup_mma_wait(0, deps=[acc])\n", ""),
-    ("    a.store(x + x)\n", "    other.store(x + x)\n"),
-    ("warpgroup_mma(a, b, acc, is_async=True)", "warpgroup_mma(other, b, acc, is_async=True)"),
-)
+consumers: four arrivals awaited
+Each consumer arrives with count 2, and the barrier waits for 4.
+-        mbarrier.arrive(empty.index(slot))
++        mbarrier.arrive(empty.index(slot), count=2)
+-        mbarrier.init(empty.index(s), count=2)
++        mbarrier.init(empty.index(s), count=4)
 
-correct("groups", "as written", "The oldest of three groups is over when two may be under way.")
-correct(
-    "groups",
-    "every group waited for",
-    "Waiting for all groups is more than is needed.",
-    ("async_copy.wait_group(STAGES - 1)", "async_copy.wait_group(num_outstanding=0)"),
-)
-correct(
-    "groups",
-    "two groups a turn",
-    "An empty group in each turn: twice as many may be under way.",
-    ("        async_copy.commit_group()\n    for i", 2 * "        async_copy.commit_group()\n" + "    for i"),
-    ("        async_copy.commit_group()  # of the loop\n", 2 * "        async_copy.commit_group()\n"),
-    ("async_copy.wait_group(STAGES - 1)", "async_copy.wait_group(2 * (STAGES - 1))"),
-)
+consumers: released after the store
+A later release only costs time.
+-        fence_async_shared()
++        fence_async_shared()
++        gl.store(y_ptr + row * (steps * COLUMNS) + i * COLUMNS + column, x * factor)
+-        gl.store(y_ptr + row * (steps * COLUMNS) + i * COLUMNS + column, x * factor)
 
-correct("signals", "as written", "32 threads arrive when their copies are over.")
-correct(
-    "signals",
-    "released after the store",
-    "A later release only costs time.",
-    ("        mbarrier.arrive(empty.index(slot))\n", ""),
-    ("x * 0.5, mask=at < n)\n", "x * 0.5, mask=at < n)\n        mbarrier.arrive(empty.index(slot))\n"),
-)
+consumers: releases that nobody waits for
+The last slots are not filled again, so their release may be left out.
+-        mbarrier.arrive(empty.index(slot))
++        mbarrier.arrive(empty.index(slot), pred=i + STAGES < steps)
 
-correct("handoff", "as written", "The tile goes to and fro between two partitions by two barriers.")
-correct(
-    "handoff",
-    "loaded late",
-    "The tile may be waited for before the values are loaded.",
-    ("        mbarrier.wait(drained, (i & 1) ^ 1)\n", ""),
-    (
-        "    for i in range(steps):\n        x = gl",
-        "    for i in range(steps):\n        mbarrier.wait(drained, (i & 1) ^ 1)\n        x = gl",
-    ),
-)
-correct(
-    "handoff",
-    "two fences",
-    "A second fence does no harm, on the side that stores least of all.",
-    ("        mbarrier.wait(ready, i & 1)\n", "        mbarrier.wait(ready, i & 1)\n        fence_async_shared()\n"),
-)
-correct(
-    "handoff",
-    "two arrivals",
-    "The barrier waits for 2 arrivals, and one call makes both.",
-    ("mbarrier.init(ready, count=1)", "mbarrier.init(ready, count=2)"),
-    ("mbarrier.arrive(ready)", "mbarrier.arrive(ready, count=2)"),
-)
+stores: as written
+Before a buffer is written, the store that read it has been waited for.
 
-correct("sums", "as written", "Each reduction has read the tile before it is written again.")
-correct(
-    "sums",
-    "two tiles",
-    "The second reduction reads a tile of its own, so the first may still be under way.",
-    (
-        "    full = gl.all",
-        "    once = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_type.shape, x_desc.layout)\n    full = gl.all",
-    ),
-    ("    tma.store_wait(0)\n    twice.store(x)\n", "    once.store(x)\n"),
-    ("tma_add(y_desc, (0, 0), twice)", "tma_add(y_desc, [0, 0], once)"),
-)
+product: as written
+One product runs while the slot of the one before it is filled.
 
-correct("tails", "as written", "Rows and columns beyond the matrix are masked.")
-correct(
-    "tails",
-    "stored by rows in two halves",
-    "Both halves of the tile are written before it is read.",
-    (
-        "    tile.store(x)\n",
-        "    half: gl.constexpr = ROWS // 2\n"
-        "    tile.slice(0, half, dim=0).store(gl.full([half, COLUMNS], 0.0, gl.float32, layout))\n"
-        "    tile.slice(half, half, dim=0).store(gl.full([half, COLUMNS], 0.0, gl.float32, layout))\n"
-        "    tile.store(x)\n",
-    ),
-)
+product: synchronous
+A product that is not asynchronous is over when the call returns.
+-        acc = warpgroup_mma(a.index(slot), b.index(slot), acc, is_async=True)
++        acc = warpgroup_mma(a.index(slot), b.index(slot), acc)
+-        acc = warpgroup_mma_wait(1, deps=[acc])
+...
+-    acc = warpgroup_mma_wait(0, deps=[acc])
 
-# ---- planted bugs --------------------------------------------------------------------------------------------------
+product: every product waited for
+Waiting for all products is more than is needed.
+-        acc = warpgroup_mma_wait(1, deps=[acc])
++        acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
 
-LOAD = "x = slots.index(slot).load(layout)"
-RING_WAIT, RING_COPY = "mbarrier.wait(full", "tma_load(x_desc, [0, ahead"
+operand: as written
+A fence lies between the threads' stores and each product.
 
-bug("ring", "no wait", "wait left out", "race", LOAD, "The tile is read before TMA has written it.", WAIT)
-bug(
-    "ring",
-    "parity turned round",
-    "phase",
-    "race | barrier",
-    f"{LOAD} | {RING_WAIT}",
-    "The first wait passes at once.",
-    ("i // STAGES & 1", "(i // STAGES & 1) ^ 1"),
-)
-bug(
-    "ring",
-    "parity of the tile",
-    "phase",
-    "race | barrier",
-    f"{LOAD} | {RING_WAIT}",
-    "A parity counts rounds of the ring, not tiles: tile 1 has parity 0.",
-    ("i // STAGES & 1", "i & 1"),
-)
-bug(
-    "ring",
-    "half of the bytes",
-    "bytes expected",
-    "barrier",
-    f"{RING_COPY} | mbarrier.expect(full.index(slot)",
-    "The phase ends, or breaks, when half of the tile has come.",
-    ("mbarrier.expect(full.index(slot), NBYTES,", "mbarrier.expect(full.index(slot), NBYTES // 2,"),
-)
-bug(
-    "ring",
-    "too many bytes",
-    "bytes expected",
-    "deadlock",
-    RING_WAIT,
-    "The last 16 bytes never come.",
-    ("mbarrier.expect(full.index(s), NBYTES,", "mbarrier.expect(full.index(s), NBYTES + 16,"),
-)
-bug(
-    "ring",
-    "no expect",
-    "bytes expected",
-    "deadlock | barrier",
-    f"{RING_WAIT} | {RING_COPY}",
-    "Nobody arrives at the barrier of a refilled slot.",
-    ("        mbarrier.expect(full.index(slot), NBYTES, pred=ahead < steps)\n", ""),
-)
-bug(
-    "ring",
-    "no fence",
-    "missing fence",
-    "missing fence",
-    RING_COPY,
-    "TMA may overwrite what threads still read.",
-    ("        fence_async_shared()\n", ""),
-)
-bug(
-    "ring",
-    "the next slot refilled",
-    "slot reused early",
-    "race",
-    f"{RING_COPY} | {LOAD}",
-    "The copy goes into a slot whose tile has not been read.",
-    ("slots.index(slot), pred=ahead < steps", "slots.index((slot + 1) % STAGES), pred=ahead < steps"),
-)
-bug(
-    "ring",
-    "two arrivals awaited",
-    "count",
-    "deadlock",
-    RING_WAIT,
-    "Only one arrival comes in each phase, that of expect.",
-    ("count=1)", "count=2)"),
-)
-bug(
-    "ring",
-    "no column mask",
-    "out of bounds",
-    "out of bounds",
-    "gl.store(y_ptr",
-    "The last tile is wider than what is left of the matrix.",
-    (" & (column + i * COLUMNS < width)", ""),
-)
-bug(
-    "ring",
-    "no row mask",
-    "out of bounds",
-    "out of bounds",
-    "gl.store(y_ptr",
-    "The tile has more rows than the matrix.",
-    ("(row < rows) & ", ""),
-)
-bug(
-    "ring",
-    "a slot nobody fills",
-    "uninitialized read",
-    "uninitialized",
-    "slots.index(STAGES).load",
-    "The slot behind the ring is never written.",
-    ("[STAGES, ROWS, COLUMNS]", "[STAGES + 1, ROWS, COLUMNS]"),
-    (LOAD, "x = slots.index(STAGES).load(layout)"),
-)
+operand: fence after the wait
+Fence and wait may change places: both come before the product.
+-    # wgmma does not see what threads have stored before the fence.
++    # wgmma does not see what threads have stored before the fence.
++    mbarrier.wait(full, 0)
+-    mbarrier.wait(full, 0)
 
-FILL, EMPTY = "tma_load(x_desc, [0, i", "mbarrier.wait(empty"
-bug(
-    "consumers",
-    "no fence before the release",
-    "missing fence",
-    "missing fence",
-    FILL,
-    "TMA may overwrite what a consumer still reads.",
-    ("        fence_async_shared()\n", ""),
-)
-bug(
-    "consumers",
-    "released before it is read",
-    "slot reused early",
-    "race",
-    f"{FILL} | {LOAD}",
-    "The producer refills a slot that is still read.",
-    ("        mbarrier.arrive(empty.index(slot))\n", ""),
-    (f"        {LOAD}\n", f"        mbarrier.arrive(empty.index(slot))\n        {LOAD}\n"),
-)
-bug(
-    "consumers",
-    "one arrival awaited",
-    "count",
-    "barrier | race",
-    f"mbarrier.expect(full | {FILL} | mbarrier.arrive(empty | {LOAD}",
-    "The slot counts as free when one of two consumers has read it.",
-    ("empty.index(s), count=2", "empty.index(s), count=1"),
-)
-bug(
-    "consumers",
-    "no wait for a free slot",
-    "wait left out",
-    "race | barrier",
-    f"{FILL} | mbarrier.expect(full",
-    "The producer laps the consumers.",
-    ("        mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)\n", ""),
-)
-bug(
-    "consumers",
-    "the producer's parity",
-    "phase",
-    "deadlock",
-    f"{EMPTY} | mbarrier.wait(full",
-    "The first wait is for a release that comes after the first tile.",
-    ("(i // STAGES & 1) ^ 1", "i // STAGES & 1"),
-)
-bug(
-    "consumers",
-    "waits for the next slot",
-    "order of waits",
-    "race | deadlock | barrier",
-    f"{LOAD} | mbarrier.wait(full",
-    "The slot that is read is not the one that was waited for.",
-    (
-        "mbarrier.wait(full.index(slot), i // STAGES & 1)",
-        "mbarrier.wait(full.index((slot + 1) % STAGES), i // STAGES & 1)",
-    ),
-)
+operand: a buffer of its own
+The second product has an operand of its own, allocated before the first one is issued, so the first may still run. Allocated after it, the compiler would put it where `a` is, which no later line uses.
+-    b = gl.allocate_shared_memory(b_desc.dtype, [SIZE, SIZE], b_desc.layout)
++    b = gl.allocate_shared_memory(b_desc.dtype, [SIZE, SIZE], b_desc.layout)
++    other = gl.allocate_shared_memory(b_desc.dtype, [SIZE, SIZE], b_desc.layout)
+-    acc = warpgroup_mma_wait(0, deps=[acc])
+-    a.store(x + x)
++    other.store(x + x)
+-    acc = warpgroup_mma(a, b, acc, is_async=True)
++    acc = warpgroup_mma(other, b, acc, is_async=True)
 
-SEND, PUT = "tma_store(y_desc, [0, i", "buffer.store(x * 2.0)"
-bug(
-    "stores",
-    "no fence",
-    "missing fence",
-    "missing fence",
-    SEND,
-    "TMA may read what was there before.",
-    ("        fence_async_shared()\n", ""),
-)
-bug(
-    "stores",
-    "no wait",
-    "wait left out",
-    "race",
-    PUT,
-    "The buffer is overwritten while TMA reads it.",
-    ("        tma.store_wait(BUFFERS - 1)\n", ""),
-)
-bug(
-    "stores",
-    "one store too many under way",
-    "count",
-    "race",
-    PUT,
-    "The store that read this buffer is one of those that may be under way.",
-    ("tma.store_wait(BUFFERS - 1)", "tma.store_wait(BUFFERS)"),
-)
-bug(
-    "stores",
-    "wait after the store",
-    "order of waits",
-    "race",
-    PUT,
-    "The wait comes a line too late.",
-    ("        tma.store_wait(BUFFERS - 1)\n", ""),
-    (f"        {PUT}\n", f"        {PUT}\n        tma.store_wait(BUFFERS - 1)\n"),
-)
-bug(
-    "stores",
-    "always the first buffer",
-    "slot reused early",
-    "race",
-    PUT,
-    "The wait allows for as many stores as there are buffers.",
-    ("out.index(i % BUFFERS)", "out.index(0)"),
-)
-bug(
-    "stores",
-    "another buffer sent",
-    "uninitialized read",
-    "uninitialized | race",
-    f"{SEND} | {PUT}",
-    "The first store sends a buffer that nothing was written to.",
-    (f"{SEND} * COLUMNS], buffer)", f"{SEND} * COLUMNS], out.index((i + 1) % BUFFERS))"),
-)
-bug(
-    "stores",
-    "a tile too far",
-    "out of bounds",
-    "out of bounds",
-    "gl.load(x_ptr",
-    "The last tile is read behind the end of the matrix.",
-    ("+ i * COLUMNS + column", "+ (i + 1) * COLUMNS + column"),
-)
+groups: as written
+The oldest of three groups is over when two may be under way.
 
-MMA, FREE = "warpgroup_mma(a.index(slot)", "tma_load(a_desc, [0, ahead | tma_load(b_desc, [ahead"
-bug(
-    "product",
-    "no wait for the tiles",
-    "wait left out",
-    "race",
-    MMA,
-    "The tensor cores read before TMA has written.",
-    WAIT,
-)
-bug(
-    "product",
-    "parity turned round",
-    "phase",
-    "race | barrier",
-    f"{MMA} | mbarrier.wait(full",
-    "The first wait passes at once.",
-    ("i // STAGES & 1", "(i // STAGES & 1) ^ 1"),
-)
-bug(
-    "product",
-    "two products under way",
-    "count",
-    "race",
-    FREE,
-    "The product before this one may still read the slot that is filled.",
-    ("warpgroup_mma_wait(1,", "warpgroup_mma_wait(2,"),
-)
-bug(
-    "product",
-    "the slot in use refilled",
-    "slot reused early",
-    "race",
-    FREE,
-    "The product that was just started reads the slot.",
-    ("free = ahead % STAGES", "free = i % STAGES"),
-)
-bug(
-    "product",
-    "no fence before the store",
-    "missing fence",
-    "missing fence",
-    "tma_store(c_desc",
-    "TMA may read what was there before.",
-    ("    fence_async_shared()\n", ""),
-)
-bug(
-    "product",
-    "bytes of A alone",
-    "bytes expected",
-    "barrier | race",
-    f"tma_load(b_desc | tma_load(a_desc | {MMA} | mbarrier.expect",
-    "The phase ends, or breaks, when one of two tiles has come.",
-    ("a_desc.block_type.nbytes + b_desc.block_type.nbytes", "a_desc.block_type.nbytes"),
-)
-bug(
-    "product",
-    "B not copied",
-    "bytes expected",
-    "deadlock",
-    "mbarrier.wait(full",
-    "Bytes are announced that nobody copies.",
-    ("        tma_load(b_desc, [ahead * K, 0], full.index(free), b.index(free), pred=ahead < steps)\n", ""),
-)
-bug(
-    "product",
-    "waited for too late",
-    "order of waits",
-    "race",
-    MMA,
-    "The wait for the tiles comes after the product that reads them.",
-    WAIT,
-    ("        ahead = i + STAGES - 1\n", f"{WAIT[0]}        ahead = i + STAGES - 1\n"),
-)
+groups: two groups a turn
+An empty group in each turn: twice as many may be under way.
+-        async_copy.commit_group()
++        async_copy.commit_group()
++        async_copy.commit_group()
+-        async_copy.commit_group()  # of the loop
+-        async_copy.wait_group(STAGES - 1)
++        async_copy.commit_group()
++        async_copy.commit_group()
++        async_copy.wait_group(2 * (STAGES - 1))
 
-FIRST, SECOND = "warpgroup_mma(a, b, acc, use_acc=False", "warpgroup_mma(a, b, acc, is_async"
-bug(
-    "operand",
-    "no fence",
-    "missing fence",
-    "missing fence",
-    FIRST,
-    "The tensor cores may not see the threads' stores.",
-    ("    fence_async_shared()\n", ""),
-)
-bug(
-    "operand",
-    "written while it is read",
-    "slot reused early",
-    "race",
-    "a.store(x + x)",
-    "The wait lets one product go on, the one that reads the operand.",
-    ("warpgroup_mma_wait(0, deps=[acc])", "warpgroup_mma_wait(1, deps=[acc])"),
-)
-bug(
-    "operand",
-    "no wait for B",
-    "wait left out",
-    "race",
-    FIRST,
-    "The tensor cores read before TMA has written.",
-    ("    mbarrier.wait(full, 0)\n", ""),
-)
-bug(
-    "operand",
-    "half of A written",
-    "uninitialized read",
-    "uninitialized",
-    FIRST,
-    "The product reads rows that nothing has written.",
-    (
-        "    a.store(x)\n",
-        "    a.slice(0, SIZE // 2, dim=0).store(gl.full([SIZE // 2, SIZE], 1.0, b_desc.dtype, loads))\n",
-    ),
-)
-bug(
-    "operand",
-    "a row too far",
-    "out of bounds",
-    "out of bounds",
-    "gl.store(c_ptr",
-    "The last row is stored behind the end of the matrix.",
-    ("c_ptr + row * SIZE", "c_ptr + (row + 1) * SIZE"),
-)
+signals: as written
+32 threads arrive when their copies are over.
 
-LINE, COPY = "x = slots.index(i % STAGES).load(layout)", "x_ptr + ahead"
-bug(
-    "groups",
-    "no wait",
-    "wait left out",
-    "race",
-    LINE,
-    "The line is read before its copy is over.",
-    ("        async_copy.wait_group(STAGES - 1)\n", ""),
-)
-bug(
-    "groups",
-    "one group too many under way",
-    "count",
-    "race",
-    LINE,
-    "The group that is read is one of those that may be under way.",
-    ("async_copy.wait_group(STAGES - 1)", "async_copy.wait_group(STAGES)"),
-)
-bug(
-    "groups",
-    "copied into the slot in use",
-    "slot reused early",
-    "race",
-    f"{COPY} | {LINE}",
-    "The copy and the load are of the same slot.",
-    ("slots.index((i + STAGES - 1) % STAGES)", "slots.index((i + STAGES) % STAGES)"),
-)
-bug(
-    "groups",
-    "wait after the load",
-    "order of waits",
-    "race",
-    LINE,
-    "The wait comes a line too late.",
-    (
-        f"        async_copy.wait_group(STAGES - 1)\n        {LINE}\n",
-        f"        {LINE}\n        async_copy.wait_group(STAGES - 1)\n",
-    ),
-)
-bug(
-    "groups",
-    "copy without a mask",
-    "out of bounds",
-    "out of bounds",
-    COPY,
-    "Lines behind the end are copied.",
-    ("x_ptr + ahead, mask=ahead < n)", "x_ptr + ahead)"),
-)
-bug(
-    "groups",
-    "a slot nobody fills",
-    "uninitialized read",
-    "uninitialized",
-    "slots.index(STAGES).load",
-    "The slot behind the ring is never written.",
-    ("[STAGES, SIZE]", "[STAGES + 1, SIZE]"),
-    (LINE, "x = slots.index(STAGES).load(layout)"),
-)
+handoff: as written
+The tile goes to and fro between two partitions by two barriers.
 
-GET = "cp_async(slots.index(slot), x_ptr"
-bug(
-    "signals",
-    "one arrival awaited",
-    "count",
-    "barrier | race",
-    f"async_copy.mbarrier_arrive | {LOAD} | {GET}",
-    "The phase ends with the first of 32 threads.",
-    ("count=32", "count=1"),
-)
-bug(
-    "signals",
-    "signalled before the copy",
-    "order of waits",
-    "race",
-    f"{LOAD} | {GET}",
-    "The signal is for the copies before it.",
-    ("        async_copy.mbarrier_arrive(full.index(slot), increment_count=False)\n", ""),
-    (
-        "        at = i * SIZE + gl.arange(0, SIZE, layout)\n        cp",
-        "        async_copy.mbarrier_arrive(full.index(slot), increment_count=False)\n        at = i * SIZE + gl.arange(0, SIZE, layout)\n        cp",
-    ),
-)
-bug(
-    "signals",
-    "the consumer's parity",
-    "phase",
-    "race | barrier",
-    f"{LOAD} | mbarrier.wait(full",
-    "The first wait passes at once.",
-    ("mbarrier.wait(full.index(slot), i // STAGES & 1)", "mbarrier.wait(full.index(slot), (i // STAGES & 1) ^ 1)"),
-)
+sums: as written
+Each reduction has read the tile before it is written again.
 
-TILE, OUT = "tile.store(x * x)", "tma_store(y_desc, [0, i"
-bug(
-    "handoff",
-    "no fence",
-    "missing fence",
-    "missing fence",
-    OUT,
-    "TMA may read what was there before.",
-    ("        fence_async_shared()\n", ""),
-)
-bug(
-    "handoff",
-    "ready before the tile",
-    "order of waits",
-    "race",
-    f"{OUT} | {TILE}",
-    "The other partition may read before the store.",
-    ("        mbarrier.arrive(ready)\n", ""),
-    (f"        {TILE}\n", f"        mbarrier.arrive(ready)\n        {TILE}\n"),
-)
-bug(
-    "handoff",
-    "both wait first",
-    "phase",
-    "deadlock",
-    "mbarrier.wait(drained | mbarrier.wait(ready",
-    "Each partition waits for the other one to begin.",
-    ("mbarrier.wait(drained, (i & 1) ^ 1)", "mbarrier.wait(drained, i & 1)"),
-)
+sums: two tiles
+The second reduction reads a tile of its own, so the first may still be under way.
+-    twice = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_type.shape, x_desc.layout)
++    twice = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_type.shape, x_desc.layout)
++    once = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_type.shape, x_desc.layout)
+-    tma.store_wait(0)
+-    twice.store(x)
++    once.store(x)
+-    tma_add(y_desc, (0, 0), twice)
++    tma_add(y_desc, [0, 0], once)
 
-bug(
-    "sums",
-    "double the bytes",
-    "bytes expected",
-    "deadlock",
-    "mbarrier.wait(full, 0)",
-    "Half of the announced bytes never come.",
-    ("mbarrier.expect(full, x_desc.block_type.nbytes)", "mbarrier.expect(full, 2 * x_desc.block_type.nbytes)"),
-)
-bug(
-    "sums",
-    "another tile added",
-    "uninitialized read",
-    "uninitialized",
-    "tma_add(y_desc, [0, 0], empty)",
-    "The tile that is added was never written.",
-    (
-        "    fence_async_shared()\n    tma_add(y_desc, [0, 0], twice)\n",
-        "    fence_async_shared()\n    empty = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_type.shape, x_desc.layout)\n    tma_add(y_desc, [0, 0], empty)\n",
-    ),
-)
+tails: as written
+Rows and columns beyond the matrix are masked.
 
-bug(
-    "tails",
-    "load without a mask",
-    "out of bounds",
-    "out of bounds",
-    "gl.load(x_ptr",
-    "The last tiles reach beyond the matrix.",
-    ("x_ptr + row * columns + column, mask=inside, other=0.0)", "x_ptr + row * columns + column)"),
-)
-bug(
-    "tails",
-    "nothing stored",
-    "uninitialized read",
-    "uninitialized",
-    "y = tile.load",
-    "The tile is read and never written.",
-    ("    tile.store(x)\n", ""),
-)
+tails: stored by rows in two halves
+Both halves of the tile are written before it is read.
+-    x = gl.load(x_ptr + row * columns + column, mask=inside, other=0.0)
++    x = gl.load(x_ptr + row * columns + column, mask=inside, other=0.0)
++    half: gl.constexpr = ROWS // 2
++    tile.slice(0, half, dim=0).store(gl.full([half, COLUMNS], 0.0, gl.float32, layout))
++    tile.slice(half, half, dim=0).store(gl.full([half, COLUMNS], 0.0, gl.float32, layout))
+""")
 
+BUGS = read_cases("""
+ring: no wait | wait left out | race
+@ x = slots.index(slot).load(layout)
+The tile is read before TMA has written it.
+-        mbarrier.wait(full.index(slot), i // STAGES & 1)
+
+ring: parity turned round | phase | race, barrier
+@ x = slots.index(slot).load(layout) @ mbarrier.wait(full
+The first wait passes at once.
+-        mbarrier.wait(full.index(slot), i // STAGES & 1)
++        mbarrier.wait(full.index(slot), (i // STAGES & 1) ^ 1)
+
+ring: parity of the tile | phase | race, barrier
+@ x = slots.index(slot).load(layout) @ mbarrier.wait(full
+A parity counts rounds of the ring, not tiles: tile 1 has parity 0.
+-        mbarrier.wait(full.index(slot), i // STAGES & 1)
++        mbarrier.wait(full.index(slot), i & 1)
+
+ring: half of the bytes | bytes expected | barrier
+@ tma_load(x_desc, [0, ahead @ mbarrier.expect(full.index(slot)
+The phase ends, or breaks, when half of the tile has come.
+-        mbarrier.expect(full.index(slot), NBYTES, pred=ahead < steps)
++        mbarrier.expect(full.index(slot), NBYTES // 2, pred=ahead < steps)
+
+ring: too many bytes | bytes expected | deadlock
+@ mbarrier.wait(full
+The last 16 bytes never come.
+-        mbarrier.expect(full.index(s), NBYTES, pred=s < steps)
++        mbarrier.expect(full.index(s), NBYTES + 16, pred=s < steps)
+
+ring: no expect | bytes expected | deadlock, barrier
+@ mbarrier.wait(full @ tma_load(x_desc, [0, ahead
+Nobody arrives at the barrier of a refilled slot.
+-        mbarrier.expect(full.index(slot), NBYTES, pred=ahead < steps)
+
+ring: no fence | missing fence | missing fence
+@ tma_load(x_desc, [0, ahead
+TMA may overwrite what threads still read.
+-        fence_async_shared()
+
+ring: the next slot refilled | slot reused early | race
+@ tma_load(x_desc, [0, ahead @ x = slots.index(slot).load(layout)
+The copy goes into a slot whose tile has not been read.
+-        tma_load(x_desc, [0, ahead * COLUMNS], full.index(slot), slots.index(slot), pred=ahead < steps)
++        tma_load(x_desc, [0, ahead * COLUMNS], full.index(slot), slots.index((slot + 1) % STAGES), pred=ahead < steps)
+
+ring: two arrivals awaited | count | deadlock
+@ mbarrier.wait(full
+Only one arrival comes in each phase, that of expect.
+-        mbarrier.init(full.index(s), count=1)
++        mbarrier.init(full.index(s), count=2)
+
+ring: no column mask | out of bounds | out of bounds
+@ gl.store(y_ptr
+The last tile is wider than what is left of the matrix.
+-        inside = (row < rows) & (column + i * COLUMNS < width)
++        inside = (row < rows)
+
+ring: a slot nobody fills | uninitialized read | uninitialized
+@ slots.index(STAGES).load
+The slot behind the ring is never written.
+-    slots = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, COLUMNS], x_desc.layout)
++    slots = gl.allocate_shared_memory(x_desc.dtype, [STAGES + 1, ROWS, COLUMNS], x_desc.layout)
+-        x = slots.index(slot).load(layout)
++        x = slots.index(STAGES).load(layout)
+
+consumers: no fence before the release | missing fence | missing fence
+@ tma_load(x_desc, [0, i
+TMA may overwrite what a consumer still reads.
+-        fence_async_shared()
+
+consumers: released before it is read | slot reused early | race
+@ tma_load(x_desc, [0, i @ x = slots.index(slot).load(layout)
+The producer refills a slot that is still read.
+-        mbarrier.wait(full.index(slot), i // STAGES & 1)
++        mbarrier.wait(full.index(slot), i // STAGES & 1)
++        mbarrier.arrive(empty.index(slot))
+-        mbarrier.arrive(empty.index(slot))
+
+consumers: one arrival awaited | count | barrier, race
+@ mbarrier.expect(full @ tma_load(x_desc, [0, i @ mbarrier.arrive(empty @ x = slots.index(slot).load(layout)
+The slot counts as free when one of two consumers has read it.
+-        mbarrier.init(empty.index(s), count=2)
++        mbarrier.init(empty.index(s), count=1)
+
+consumers: no wait for a free slot | wait left out | race, barrier
+@ tma_load(x_desc, [0, i @ mbarrier.expect(full
+The producer laps the consumers.
+-        mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)
+
+consumers: the producer's parity | phase | deadlock
+@ mbarrier.wait(empty @ mbarrier.wait(full
+The first wait is for a release that comes after the first tile.
+-        mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)
++        mbarrier.wait(empty.index(slot), i // STAGES & 1)
+
+consumers: waits for the next slot | order of waits | race, deadlock, barrier
+@ x = slots.index(slot).load(layout) @ mbarrier.wait(full
+The slot that is read is not the one that was waited for.
+-        mbarrier.wait(full.index(slot), i // STAGES & 1)
++        mbarrier.wait(full.index((slot + 1) % STAGES), i // STAGES & 1)
+
+stores: no fence | missing fence | missing fence
+@ tma_store(y_desc, [0, i
+TMA may read what was there before.
+-        fence_async_shared()
+
+stores: no wait | wait left out | race
+@ buffer.store(x * 2.0)
+The buffer is overwritten while TMA reads it.
+-        tma.store_wait(BUFFERS - 1)
+
+stores: one store too many under way | count | race
+@ buffer.store(x * 2.0)
+The store that read this buffer is one of those that may be under way.
+-        tma.store_wait(BUFFERS - 1)
++        tma.store_wait(BUFFERS)
+
+stores: wait after the store | order of waits | race
+@ buffer.store(x * 2.0)
+The wait comes a line too late.
+-        # The store that read this buffer, BUFFERS stores ago, must have read it.
++        # The store that read this buffer, BUFFERS stores ago, must have read it.
++        buffer.store(x * 2.0)
+-        buffer.store(x * 2.0)
+
+product: no wait for the tiles | wait left out | race
+@ warpgroup_mma(a.index(slot)
+The tensor cores read before TMA has written.
+-        mbarrier.wait(full.index(slot), i // STAGES & 1)
+
+product: two products under way | count | race
+@ tma_load(a_desc, [0, ahead @ tma_load(b_desc, [ahead
+The product before this one may still read the slot that is filled.
+-        acc = warpgroup_mma_wait(1, deps=[acc])
++        acc = warpgroup_mma_wait(2, deps=[acc])
+
+product: the slot in use refilled | slot reused early | race
+@ tma_load(a_desc, [0, ahead @ tma_load(b_desc, [ahead
+The product that was just started reads the slot.
+-        free = ahead % STAGES
++        free = i % STAGES
+
+product: bytes of A alone | bytes expected | barrier, race
+@ tma_load(b_desc @ tma_load(a_desc @ warpgroup_mma(a.index(slot) @ mbarrier.expect
+The phase ends, or breaks, when one of two tiles has come.
+-    NBYTES: gl.constexpr = a_desc.block_type.nbytes + b_desc.block_type.nbytes
++    NBYTES: gl.constexpr = a_desc.block_type.nbytes
+
+operand: no fence | missing fence | missing fence
+@ warpgroup_mma(a, b, acc, use_acc=False
+The tensor cores may not see the threads' stores.
+-    fence_async_shared()
+
+operand: written while it is read | slot reused early | race
+@ a.store(x + x)
+The wait lets one product go on, the one that reads the operand.
+-    acc = warpgroup_mma_wait(0, deps=[acc])
++    acc = warpgroup_mma_wait(1, deps=[acc])
+
+operand: half of A written | uninitialized read | uninitialized
+@ warpgroup_mma(a, b, acc, use_acc=False
+The product reads rows that nothing has written.
+-    a.store(x)
++    a.slice(0, SIZE // 2, dim=0).store(gl.full([SIZE // 2, SIZE], 1.0, b_desc.dtype, loads))
+
+groups: no wait | wait left out | race
+@ x = slots.index(i % STAGES).load(layout)
+The line is read before its copy is over.
+-        async_copy.wait_group(STAGES - 1)
+
+groups: one group too many under way | count | race
+@ x = slots.index(i % STAGES).load(layout)
+The group that is read is one of those that may be under way.
+-        async_copy.wait_group(STAGES - 1)
++        async_copy.wait_group(STAGES)
+
+groups: copied into the slot in use | slot reused early | race
+@ x_ptr + ahead @ x = slots.index(i % STAGES).load(layout)
+The copy and the load are of the same slot.
+-        cp_async(slots.index((i + STAGES - 1) % STAGES), x_ptr + ahead, mask=ahead < n)
++        cp_async(slots.index((i + STAGES) % STAGES), x_ptr + ahead, mask=ahead < n)
+
+groups: wait after the load | order of waits | race
+@ x = slots.index(i % STAGES).load(layout)
+The wait comes a line too late.
+-        async_copy.commit_group()  # of the loop
++        async_copy.commit_group()  # of the loop
++        x = slots.index(i % STAGES).load(layout)
+-        x = slots.index(i % STAGES).load(layout)
+
+groups: copy without a mask | out of bounds | out of bounds
+@ x_ptr + ahead
+Lines behind the end are copied.
+-        cp_async(slots.index((i + STAGES - 1) % STAGES), x_ptr + ahead, mask=ahead < n)
++        cp_async(slots.index((i + STAGES - 1) % STAGES), x_ptr + ahead)
+
+signals: one arrival awaited | count | barrier, race
+@ async_copy.mbarrier_arrive @ x = slots.index(slot).load(layout) @ cp_async(slots.index(slot), x_ptr
+The phase ends with the first of 32 threads.
+-        mbarrier.init(full.index(s), count=32)
++        mbarrier.init(full.index(s), count=1)
+
+signals: signalled before the copy | order of waits | race
+@ x = slots.index(slot).load(layout) @ cp_async(slots.index(slot), x_ptr
+The signal is for the copies before it.
+-        mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)
++        mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)
++        async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+-        async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+
+handoff: no fence | missing fence | missing fence
+@ tma_store(y_desc, [0, i
+TMA may read what was there before.
+-        fence_async_shared()
+
+handoff: ready before the tile | order of waits | race
+@ tma_store(y_desc, [0, i @ tile.store(x * x)
+The other partition may read before the store.
+-        mbarrier.wait(drained, (i & 1) ^ 1)
++        mbarrier.wait(drained, (i & 1) ^ 1)
++        mbarrier.arrive(ready)
+-        mbarrier.arrive(ready)
+
+handoff: both wait first | phase | deadlock
+@ mbarrier.wait(drained @ mbarrier.wait(ready
+Each partition waits for the other one to begin.
+-        mbarrier.wait(drained, (i & 1) ^ 1)
++        mbarrier.wait(drained, i & 1)
+
+tails: nothing stored | uninitialized read | uninitialized
+@ y = tile.load
+The tile is read and never written.
+-    tile.store(x)
+
+stores: no wait at the end | wait left out | unfinished
+@ tma_store(y_desc, [0, i
+The kernel ends while TMA may still read the last buffer.
+-    tma.store_wait(0)
+
+groups: no wait at the end | wait left out | unfinished
+@ cp_async(slots.index(
+The kernel ends while its last copies are under way.
+-    async_copy.wait_group(0)
+
+consumers: a tile nobody waits for | wait left out | unfinished
+@ tma_load(x_desc, [0, i
+The producer copies a tile more than the consumers read.
+-    for i in range(steps):
+-        slot = i % STAGES
+-        mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)
++    for i in range(steps + 1):
++        slot = i % STAGES
++        mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)
+""")
 CASES = {case.label: case for case in (*CORRECT, *BUGS)}
+
+# Mistakes with mbarriers that no sanitizer of a GPU was asked about.
+MISUSES = read_cases("""
+handoff: not initialized | misuse | barrier
+@ mbarrier.wait(drained @ mbarrier.arrive(drained
+An mbarrier is nothing before mbarrier.init.
+-    mbarrier.init(drained, count=1)
+
+handoff: initialized twice | misuse | barrier
+@ mbarrier.init(drained
+The second initialization needs an mbarrier.invalidate before it.
+-    mbarrier.init(drained, count=1)
++    mbarrier.init(drained, count=1)
++    mbarrier.init(drained, count=1)
+
+handoff: two arrivals | misuse | barrier
+@ mbarrier.arrive(ready
+The phase waits for one.
+-        mbarrier.arrive(ready)
++        mbarrier.arrive(ready, count=2)
+
+sums: announced twice | misuse | barrier
+@ mbarrier.expect(full
+Each mbarrier.expect arrives, and the phase waits for one arrival.
+-    mbarrier.expect(full, x_desc.block_type.nbytes)
++    mbarrier.expect(full, x_desc.block_type.nbytes)
++    mbarrier.expect(full, x_desc.block_type.nbytes)
+
+ring: a phase in place of its parity | misuse | barrier
+@ mbarrier.wait(full
+A parity is 0 or 1.
+-        mbarrier.wait(full.index(slot), i // STAGES & 1)
++        mbarrier.wait(full.index(slot), 2 + i // STAGES)
+""")
 
 
 # ---- running a case ------------------------------------------------------------------------------------------------
@@ -871,10 +586,13 @@ def source(case: Case) -> str:
     """Return the text of a file with the case's kernel alone, its edits made."""
     header, *sections = re.split(r"^(?=# ==== )", KERNELS.read_text(), flags=re.MULTILINE)
     (section,) = [text for text in sections if text.startswith(f"# ==== {case.kernel}:")]
+    places = []
     for old, new in case.edits:
-        if section.count(old) != 1:
+        if section.count(f"\n{old}") != 1:
             raise ValueError(f"{case.label}: {old!r} stands {section.count(old)} times in the section, not once.")
-        section = section.replace(old, new)
+        places.append((section.index(f"\n{old}") + 1, old, new))
+    for at, old, new in sorted(places, reverse=True):
+        section = section[:at] + new + section[at + len(old) :]
     return header + section
 
 
@@ -907,11 +625,15 @@ def simulate_case(case: Case, seed: int | None = None) -> dict:
     from utils import gluon_cpu
 
     start = time.process_time()
+    report = None
     try:
-        with gluon_cpu.simulate(seed=seed, max_steps=60_000, max_seconds=60):
+        with gluon_cpu.simulate(seed=seed, max_steps=60_000, max_seconds=60) as run:
             output, expected = launch(case, "cpu")
     except gluon_cpu.SimulationError as error:
         report = error.report
+    else:
+        report = run.notes[0] if run.notes else None  # a fence that this version of the compiler adds
+    if report is not None:
         sites = (report.site, *(report.others if report.kind == "deadlock" else ()))
         found = any(at in site.text for at in case.at for site in sites)
         verdict = {"kind": report.kind, "line": report.site.text, "report": " ".join(report.message.split())}
@@ -922,12 +644,12 @@ def simulate_case(case: Case, seed: int | None = None) -> dict:
     return {**verdict, "seconds": round(time.process_time() - start, 3)}
 
 
-def compile_case(case: Case, instrumentation: str = "") -> None:
-    """Compile a case for sm_90a, without a GPU.
+@contextlib.contextmanager
+def compiling(instrumentation: str = "") -> Iterator[list[str]]:
+    """Compile the Gluon kernels that are launched inside for sm_90a, without a GPU; yield the list of their names.
 
     Args:
-        case: the case.
-        instrumentation: "consan" compiles it as Triton's concurrency sanitizer runs it.
+        instrumentation: "consan" compiles them as Triton's concurrency sanitizer runs them.
     """
     from triton import knobs
     from triton.experimental.gluon._runtime import GluonJITFunction
@@ -935,23 +657,33 @@ def compile_case(case: Case, instrumentation: str = "") -> None:
 
     from utils.kernels.offline import compile_gluon
 
+    names: list[str] = []
+
     def signature_of(value) -> str:
         if isinstance(value, TensorDescriptor):
             return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
-        return f"*{TYPES[value.dtype]}" if isinstance(value, torch.Tensor) else "i32"
+        return (
+            f"*{TYPES[value.dtype]}"
+            if isinstance(value, torch.Tensor)
+            else "fp32"
+            if isinstance(value, float)
+            else "i32"
+        )
 
-    def compile_launch(kernel, *args, grid, warmup=False, **options):
-        values = dict(zip((p.name for p in kernel.params), args, strict=True))
-        constants = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
+    def compile_launch(kernel, *args, grid, warmup=False, num_warps=4, **options):
+        values = dict(zip((p.name for p in kernel.params), args, strict=False)) | options
+        constants = {p.name: values.get(p.name, num_warps) for p in kernel.params if p.is_constexpr}
         signature = {name: signature_of(value) for name, value in values.items() if name not in constants}
         aligned = [name for name, value in values.items() if isinstance(value, torch.Tensor)]
-        assert compile_gluon(kernel, signature, constants, aligned, instrumentation_mode=instrumentation).asm["cubin"]
+        options = dict(num_warps=num_warps, instrumentation_mode=instrumentation)
+        assert compile_gluon(kernel, signature, constants, aligned, **options).asm["cubin"]
+        names.append(kernel.fn.__name__)
 
     before = vars(GluonJITFunction).get("run")
     # Triton 3.6 asks the knob, later versions the option.
     GluonJITFunction.run, knobs.compilation.instrumentation_mode = compile_launch, instrumentation
     try:
-        launch(case, "cpu")
+        yield names
     finally:
         knobs.compilation.instrumentation_mode = ""
         if before is None:

@@ -121,6 +121,7 @@ def test_calls_share_one_start_and_nothing_else(monkeypatch):
 def test_a_killed_process_is_replaced_and_a_fork_gets_its_own(monkeypatch):
     first = _mark()
     interpreter.PROCESS.server.process.kill()
+    interpreter.PROCESS.server.process.wait()
     assert _mark()[2] != first[2]
     monkeypatch.setattr(interpreter.PROCESS.server, "owner", 0)  # as in a fork of the process that started it
     assert not interpreter.PROCESS.server.serves_this_process()
@@ -137,13 +138,8 @@ FAULTS = [
     (
         "v * 2",
         "w * 2",
-        [
-            "double_kernel[(triton.cdiv",
-            'student_kernel.py", line 6, in double_kernel',
-            "NameError: name 'w' is not defined",
-        ],
+        ["double_kernel[(triton.cdiv", 'student_kernel.py", line 6, in double_kernel', "NameError: name 'w'"],
     ),
-    ("empty_like", "emptylike", ['student_kernel.py", line 9, in double', "AttributeError", "emptylike"]),
     ("BLOCK=64)", "BLOCK=64", ["line 10", "SyntaxError"]),
     ("return y", "", ["double returned NoneType, not a tensor", "return the output tensor"]),
     ("def double(", "def twice(", ["defines no function 'double'", "double_kernel, twice"]),
@@ -179,28 +175,17 @@ def test_a_failure_names_its_case():
     assert failure.value.case == 2 and "must be Tensor, not str" in failure.value.traceback
 
 
-def test_views_arrive_as_views():
-    source = "def strides(x):\n    return torch.tensor(x.stride()), x.sum()"
+def test_a_function_of_the_package_runs_by_its_name_and_views_arrive_as_views():
     x = torch.randn(6, 8)[::2, 1:].T
-    strides, total = run_source(source, "strides", x)
-    assert strides.tolist() == list(x.stride()) and torch.equal(total, x.sum())
+    y = run_interpreted("gelu.gelu_torch", x)
+    assert torch.equal(y, torch.nn.functional.gelu(x, approximate="tanh"))
+    assert y.stride() == torch.empty_like(x).stride()
 
 
-def test_a_function_of_the_package_runs_by_its_name():
-    x = torch.randn(7)
-    assert torch.equal(run_interpreted("gelu.gelu_torch", x), torch.nn.functional.gelu(x, approximate="tanh"))
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("gemm_tilled", r"no function 'gemm_tilled' in utils\.kernels\.gemm, utils\.kernels\.gelu"),
-        ("gemm_tiled", r"ValueError: gemm_tiled needs A's columns"),
-    ],
-)
-def test_an_unknown_name_or_a_refusal_is_an_error(name, message):
-    with pytest.raises(InterpretedKernelError, match=message):
-        run_interpreted(name, torch.ones(2, 3), torch.ones(2, 3))
+def test_an_unknown_name_or_a_refusal_is_an_error():
+    for name, message in (("gemm_tilled", "no function 'gemm_tilled' in utils"), ("gemm_tiled", "ValueError")):
+        with pytest.raises(InterpretedKernelError, match=message):
+            run_interpreted(name, torch.ones(2, 3), torch.ones(2, 3))
 
 
 def test_what_cannot_travel_is_refused_before_a_process_starts(monkeypatch):

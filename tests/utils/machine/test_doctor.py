@@ -1,7 +1,6 @@
 """`labs doctor`: one table of the four labs, a reason and a remedy for what does not run, JSON for scripts."""
 
 import json
-import sys
 from importlib import metadata
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from utils import cli
-from utils.machine import device, doctor
+from utils.machine import doctor
 
 
 def run_doctor(*arguments: str):
@@ -38,14 +37,6 @@ def test_without_a_gpu_the_table_says_what_needs_one():
         assert word in text
 
 
-def test_offline_compilation_is_possible_without_a_gpu():
-    support = device.offline_compile_support()
-    if sys.platform != "linux":
-        assert not support and "Linux" in support.remedy
-    else:
-        assert support, support.reason
-
-
 def test_a_missing_notebook_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "ROOT", tmp_path)
     assert doctor.examine_lab(doctor.LABS[0])["status"] == "no notebook"
@@ -59,22 +50,6 @@ def test_a_package_outside_its_range_is_a_fault_with_a_remedy(monkeypatch):
     torch_fault, missing_fault = doctor.installation_faults()
     assert metadata.version("torch") in torch_fault and "torch>=99" in torch_fault and "make env" in torch_fault
     assert "no-such-package is missing" in missing_fault
-
-
-def test_brackets_in_a_remedy_reach_the_reader(capsys):
-    part = {"part": "CuTe path", "runs": False, "reason": "Not installed.", "remedy": "Run pip install '.[gpu]'."}
-    lab = {"lab": "lab1", "title": "title", "status": "runs in part", "parts": [part]}
-    machine = {"name": "CPU", "device": "cpu", "gpu_specs_row": None, "python": "3.12", "versions": {}}
-    report = {"machine": machine, "labs": [lab], "attention_providers": [], "faults": ["torch[extra] is missing."]}
-    doctor.print_report(report)
-    text = " ".join(capsys.readouterr().out.split())
-    assert "[gpu]" in text and "torch[extra]" in text
-
-
-def test_an_uninstalled_course_is_a_fault(monkeypatch):
-    monkeypatch.setattr(doctor, "DISTRIBUTION", "no-such-distribution")
-    (fault,) = doctor.installation_faults()
-    assert "make env" in fault
 
 
 def test_a_broken_installation_exits_with_1(monkeypatch):

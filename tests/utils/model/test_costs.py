@@ -48,10 +48,6 @@ def test_attended_pairs_counts_the_mask(sq, sk, window):
     assert cost == Cost(2 * 4 * int(seen.sum()) * 4 * 16, (2 * 2 * 4 * sq * 16 + 2 * 2 * keys_seen * 16) * 4)
 
 
-def test_attention_without_a_mask():
-    assert attention(1, 2, 2, 5, 7, 8, BF16) == Cost(4 * 2 * 8 * 35, (2 * 2 * 5 * 8 + 2 * 2 * 7 * 8) * 2)
-
-
 @pytest.mark.parametrize(
     "call, message",
     [

@@ -101,10 +101,3 @@ def test_a_position_changed_in_place_is_read_again(layer_idx):
         cache_positions += 1
     with pytest.raises(IndexError, match="position 8 is past the end"):
         run(built, hidden_states[:, 7:], cache, 8, cache_positions)
-
-
-def test_a_cache_of_another_model_is_refused():
-    built = build_decoder_layer(layer_idx=FULL, dtype=torch.float32, device="cpu")
-    cache = initialize_kv_cache(small_config(layers=2), 8)
-    with pytest.raises(ValueError, match="the cache has 2 layers and this is layer 5: make it from the layer's own"):
-        run(built, torch.randn(1, 4, 640), cache)

@@ -6,7 +6,6 @@ import neither Triton nor flash-attn.
 
 from __future__ import annotations
 
-import functools
 import importlib
 
 from utils.attention.problem import NO_OPTIONS, Backend, Options, Problem
@@ -36,11 +35,6 @@ def find_backend(name: str) -> Backend:
     """Return the backend of that name; a ValueError lists the names."""
     if not isinstance(name, str) or name not in MODULES:
         raise ValueError(f"There is no attention backend {name!r}; choose one of {', '.join(BACKENDS)}, or auto.")
-    return _load_backend(name)
-
-
-@functools.cache
-def _load_backend(name: str) -> Backend:
     return importlib.import_module(f"{__name__}.{MODULES[name]}").BACKENDS[name]
 
 

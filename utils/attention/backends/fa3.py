@@ -106,7 +106,7 @@ def _arguments(device, lengths: tuple[int, ...], causal: bool, scale: float, lef
 
 
 def _forward(q, k, v, lengths: tuple[int, ...], *options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output (B, H, S, D), a view of (B, S, H, D), and the operator's log-sum-exp."""
+    """Return the output (B, H, S, D), a view of (B, S, H, D), and the log-sum-exp (B, H, S), or (H, S) of packed sequences."""
     rows = (rows_first(x, lengths) for x in (q, k, v))
     out, lse, *_ = torch.ops.flash_attn_3.fwd.default(*rows, **_arguments(q.device, lengths, *options))
     return heads_first(out, lengths), lse
@@ -134,37 +134,11 @@ class _Differentiable(torch.autograd.Function):
         return *(heads_first(x, lengths) for x in gradients), None, None, None, None, None
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
-    lengths: tuple[int, ...] = (),
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q (B, H, Sq, D) over k, v (B, Hkv, Sk, D): output (B, H, Sq, D) and log-sum-exp (B, H, Sq), or (H, Sq) of packed sequences, fp32.
-
-    Args:
-        q: queries, fp16 or bf16.
-        k: keys; H is a multiple of Hkv.
-        v: values.
-        causal: the last query sees the last key, and each other query one key less than the next.
-        scale: of the scores, 1/sqrt(D) by default.
-        window: keys to the left and to the right of a query's own position that it sees; -1: all.
-        lengths: of packed sequences, in a batch of one.
-    """
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    q, scale = positive_scale(q, scale)  # the kernels take the maximum before they scale
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return (_Differentiable.apply if needs_grad else _forward)(q, k, v, lengths, causal, scale, *window)
-
-
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:
-    window = window_size(problem, -1)
-    causal, scale, lengths = problem.causal, problem.scale, problem.lengths
-    return forward(q, k, v, causal=causal, scale=scale, window=window, lengths=lengths)[0]
+    q, scale = positive_scale(q, problem.scale)  # the kernels take the maximum before they scale
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    attend = _Differentiable.apply if needs_grad else _forward
+    return attend(q, k, v, problem.lengths, problem.causal, scale, *window_size(problem, -1))[0]
 
 
 BACKENDS = {

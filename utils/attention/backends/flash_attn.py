@@ -6,6 +6,7 @@ causal masks and windows by itself; other mask functions, and score modifiers, c
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from importlib import metadata
@@ -20,7 +21,6 @@ from utils.attention.problem import (
     Options,
     Problem,
     bind_plain,
-    describe_plain,
     positive_scale,
     reason_against_tensors,
     refuse_functions,
@@ -28,7 +28,7 @@ from utils.attention.problem import (
 from utils.attention.sequences import packed_starts
 from utils.machine.device import Support, cuda_support, flash_attn_support
 
-_MODULES = {4: "flash_attn.cute", 2: "flash_attn"}
+_PACKAGES: dict = {4: ("flash_attn.cute", None), 2: ("flash_attn", -1)}  # and what it calls a window without a limit
 
 
 def window_size(problem: Problem, unlimited: int | None) -> tuple:
@@ -75,19 +75,16 @@ def call_package(function, q, k, v, softmax_scale: float, lengths: tuple[int, ..
     return heads_first(out[0] if isinstance(out, tuple) else out, lengths)
 
 
-def _call(module: str, q, k, v, problem: Problem, window: tuple) -> torch.Tensor:
-    name = "flash_attn_varlen_func" if problem.lengths else "flash_attn_func"
-    function, arguments = getattr(importlib.import_module(module), name), {"causal": problem.causal}
-    return call_package(function, q, k, v, problem.scale, problem.lengths, window_size=window, **arguments)
-
-
 def _version() -> int:
     return 4 if flash_attn_support(4) else 2
 
 
-def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:
-    version = _version()
-    return _call(_MODULES[version], q, k, v, problem, window_size(problem, None if version == 4 else -1))
+def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, version: int | None = None):
+    package, unlimited = _PACKAGES[version or _version()]
+    name = "flash_attn_varlen_func" if problem.lengths else "flash_attn_func"
+    more = {"causal": problem.causal, "window_size": window_size(problem, unlimited)}
+    function = getattr(importlib.import_module(package), name)
+    return call_package(function, q, k, v, problem.scale, problem.lengths, **more)
 
 
 def _refuses(problem: Problem) -> str:
@@ -121,30 +118,20 @@ def _refuses_cute(problem: Problem, options: Options) -> str:
     return _refuses(plain)
 
 
+_bind_native = bind_plain(functools.partial(_run, version=4), form=_native)
+
+
 def _bind_cute(problem: Problem, options: Options) -> Bound:
     """Bind FlashAttention 4's kernel: its own mask if it has one, else FlexAttention's way into the same kernel."""
-    plain = _native(problem)
-    if plain is None:
-        return bind_flash(problem, options)
-    window = window_size(plain, None)
-    settings = {"kernel_mask": describe_plain(problem, plain)} if problem.has_functions else {}
-    return Bound(lambda q, k, v: _call(_MODULES[4], q, k, v, plain, window), settings)
+    return (bind_flash if _native(problem) is None else _bind_native)(problem, options)
 
 
 # ---- torch's own FlashAttention 2, of packed sequences ------------------------------------------------------
 
 
 def _varlen_machine() -> Support:
-    if not (cuda := cuda_support()):
-        return Support(False, f"torch.nn.attention.varlen needs an NVIDIA GPU: {cuda.reason}", cuda.remedy)
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-
-        able = "window_size" in inspect.signature(varlen_attn).parameters
-    except ImportError:
-        able = False
-    reason = f"torch {torch.__version__} has {'' if able else 'no '}torch.nn.attention.varlen with windows."
-    return Support(able, reason, "" if able else "Use torch 2.11 or later.")
+    cuda = cuda_support()
+    return cuda or Support(False, f"torch.nn.attention.varlen needs an NVIDIA GPU: {cuda.reason}", cuda.remedy)
 
 
 def _refuses_varlen(problem: Problem) -> str:

@@ -13,12 +13,13 @@ shown that they hold.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 
 import torch
 
 from utils.attention.backends.plain import reason_against_compiling
-from utils.attention.masks.blocks import BlockSize, block_sizes, build_timed, count_blocks, has_flex
+from utils.attention.masks.blocks import BlockSize, block_sizes, build_timed, count_blocks
 from utils.attention.masks.mask_mods import MaskMod, different_masks, row_chunks
 from utils.attention.prepared import compile_attend, own_copy
 from utils.attention.problem import Attend, Backend, Bound, Options, Problem, Refused, reason_against_tensors
@@ -109,7 +110,9 @@ def _without_gaps(blocks: torch.Tensor) -> bool:
 
 
 def _refuses_eager(problem: Problem, options: Options) -> str:
-    if not has_flex():
+    try:
+        importlib.import_module("torch.nn.attention.flex_attention")
+    except ImportError:
         return f"it needs FlexAttention, which torch {torch.__version__} does not have."
     if problem.needs_grad and problem.device.type == "cpu":
         return "it has no backward pass on a CPU, and an input requires a gradient."
@@ -156,58 +159,43 @@ def refuses_flash(problem: Problem, options: Options) -> str:
 # ---- binding -----------------------------------------------------------------------------------------------
 
 
-def _flex_call(problem: Problem, block_mask, kernel_options: dict | None) -> Attend:
+def _flex_call(problem: Problem, blocks, options: dict | None) -> Attend:
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     more = {"return_aux": AuxRequest(lse=True)} if problem.with_lse else {}
-    score_mod, scale, grouped = problem.score_mod, problem.scale, problem.grouped
+    mod, scale, grouped = problem.score_mod, problem.scale, problem.grouped
 
     def attend(q, k, v):
         result = flex_attention(
-            q,
-            k,
-            v,
-            score_mod=score_mod,
-            block_mask=block_mask,
-            scale=scale,
-            enable_gqa=grouped,
-            kernel_options=kernel_options,
-            **more,
+            q, k, v, score_mod=mod, block_mask=blocks, scale=scale, enable_gqa=grouped, kernel_options=options, **more
         )
         return (result[0], result[1].lse) if more else result
 
     return own_copy(attend)
 
 
-def _block_mask(problem: Problem, options: Options) -> tuple:
-    """Return (block mask or None, its settings, {"block_mask": seconds})."""
+def _blocks(problem: Problem, options: Options) -> Bound:
+    """Return what a binding begins with: the block mask, its settings, and the seconds that it took."""
     mask = problem.mask_function()
     heads = problem.batch, problem.heads
     block_mask, seconds = build_timed(mask, problem.sq, problem.sk, problem.device, options.blocks, *heads)
-    return block_mask, {"block_size": options.blocks if mask is not None else None}, {"block_mask": seconds}
-
-
-def _bind_eager(problem: Problem, options: Options) -> Bound:
-    block_mask, settings, seconds = _block_mask(problem, options)
-    return Bound(_flex_call(problem, block_mask, None), settings, seconds, block_mask=block_mask)
+    settings = {"block_size": options.blocks if mask is not None else None}
+    return Bound(_flex_call(problem, block_mask, None), settings, {"block_mask": seconds}, block_mask=block_mask)
 
 
 def _bind_compiled(problem: Problem, options: Options) -> Bound:
-    block_mask, settings, seconds = _block_mask(problem, options)
-    mask, kernel_options = problem.mask_function(), {}
-    if problem.device.type == "cuda" and mask is not None:
+    kernel_options = {}
+    if problem.device.type == "cuda" and problem.mask_function() is not None:
         kernel_options = needed_kernel_options(options.blocks, (problem.sq, problem.sk))
     if options.tuned:
         kernel_options |= triton_options(problem, options.blocks)
     given = options.kernel_options or {}
-    return _bound(problem, options, block_mask, settings, seconds, fewer_stages(kernel_options | given, given))
+    return _compiled(problem, options, fewer_stages(kernel_options | given, given))
 
 
 def bind_flash(problem: Problem, options: Options) -> Bound:
     """Bind FlexAttention with BACKEND=FLASH; its refusal comes with the first call."""
-    block_mask, settings, seconds = _block_mask(problem, options)
-    attempts = [{"BACKEND": "FLASH"} | (options.kernel_options or {})]
-    bound = _bound(problem, options, block_mask, settings, seconds, attempts)
+    bound = _compiled(problem, options, [{"BACKEND": "FLASH"} | (options.kernel_options or {})])
     compile_and_call = bound.first
 
     def first(q, k, v):
@@ -247,11 +235,13 @@ def first_that_fits(attempts: list[dict], use: Callable[[dict], torch.Tensor]) -
     raise errors[0]
 
 
-def _bound(problem: Problem, options: Options, block_mask, settings, seconds, attempts: list[dict]) -> Bound:
-    mode = options.mode or "default"
+def _compiled(problem: Problem, options: Options, attempts: list[dict]) -> Bound:
+    """Bind FlexAttention under torch.compile, with the first of these kernel options that fit at the first call."""
+    bound = _blocks(problem, options)
+    bound.settings["mode"] = mode = options.mode or "default"
 
     def compile_with(kernel_options: dict) -> Attend:
-        bound.source = _flex_call(problem, block_mask, kernel_options or None)
+        bound.source = _flex_call(problem, bound.block_mask, kernel_options or None)
         bound.call = compile_attend(bound.source, mode)
         bound.settings["kernel_options"] = kernel_options
         return bound.call
@@ -259,8 +249,8 @@ def _bound(problem: Problem, options: Options, block_mask, settings, seconds, at
     def first(q, k, v):
         return first_that_fits(attempts, lambda kernel_options: compile_with(kernel_options)(q, k, v))
 
-    bound = Bound(first, settings | {"mode": mode}, seconds, block_mask=block_mask, first=first)
     compile_with(attempts[0])
+    bound.first = first
     return bound
 
 
@@ -274,7 +264,7 @@ BACKENDS = {
         summary="FlexAttention as Python: all scores stored",
         machine=lambda: Support(True, "Part of torch, on every device."),
         refuses=_refuses_eager,
-        bind=_bind_eager,
+        bind=_blocks,
         kernels=r"(?i)softmax|gem[mv]|nvjet",
         cpu_operators=r"FlexAttention",
         implementation=lambda: _implementation("eager"),

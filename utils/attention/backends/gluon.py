@@ -7,6 +7,7 @@ only and with a warning: it was compiled and simulated, and no GPU has run it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import warnings
@@ -24,7 +25,7 @@ from utils.attention.problem import (
     reason_against_tensors,
     refuse_functions,
 )
-from utils.machine.device import Support, compute_capability, gluon_on_blackwell, gluon_support
+from utils.machine.device import compute_capability, gluon_on_blackwell, gluon_support
 
 # Measured on an H200 (docs/kernels/decode.md): the decode kernel is faster than step 5 for up to 32 new tokens, and for up
 # to 64 if batch x heads is below the 132 SMs: step 5 then has no tile for some of the SMs.
@@ -40,32 +41,44 @@ def decodes(problem: Problem) -> bool:
     )
 
 
-def _on_blackwell() -> bool:
-    return (compute_capability() or (0, 0))[0] == 10
-
-
-def _machine() -> Support:
-    return gluon_on_blackwell() if _on_blackwell() else gluon_support()
-
-
 def _refuses(problem: Problem) -> str:
-    reason = reason_against_tensors(problem) or (reason_against_packing(problem) if problem.lengths else "")
-    return reason or (reason_against_blackwell(problem) if _on_blackwell() else "")
-
-
-def reason_against_packing(problem: Problem) -> str:
-    """Say why the kernels do not take packed sequences; "" if they do."""
-    if _on_blackwell():
-        return "it takes no packed sequences on Blackwell."
-    if problem.needs_grad and problem.head_dim > 128:
+    if reason := reason_against_tensors(problem):
+        return reason
+    if problem.lengths and problem.needs_grad and problem.head_dim > 128:
         return f"its backward pass of packed sequences ends at head dimension 128, and {problem.head_dim} was given."
-    if problem.needs_grad and torch.are_deterministic_algorithms_enabled():
+    if problem.lengths and problem.needs_grad and torch.are_deterministic_algorithms_enabled():
         return "its backward pass of packed sequences is not deterministic."
     return ""
 
 
-def reason_against_blackwell(problem: Problem) -> str:
-    """Say why the kernel for Blackwell does not take a problem that step 5 takes on Hopper; "" if it does."""
+def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem):
+    causal, scale, window, with_lse = problem.causal, problem.scale, problem.window, problem.with_lse
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    # The decode kernel has no backward pass and leaves no log-sum-exp to one.
+    if decodes(problem) and not (with_lse or needs_grad):
+        from utils.attention.gluon.decode.launch import decode
+
+        return decode(q, k, v, causal=causal, scale=scale, window=window)
+    from utils.attention.gluon.launch import forward
+
+    return forward(q, k, v, causal=causal, scale=scale, window=window, return_lse=with_lse, lengths=problem.lengths)
+
+
+def _again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> Attend | None:
+    """Return the kept launch for tensors of this layout; None if the call must go through `_run`, as for a gradient."""
+    if decodes(problem) or problem.needs_grad or problem.with_lse or problem.scale <= 0:
+        return None
+    from utils.attention.gluon.launch import repeat
+
+    return repeat(q, k, v, problem.causal, problem.scale, problem.window or 0, problem.lengths)
+
+
+# ---- Blackwell ---------------------------------------------------------------------------------------------
+
+
+def _refuses_on_blackwell(problem: Problem) -> str:
+    if reason := reason_against_tensors(problem):
+        return reason
     if problem.head_dim > 128:
         return f"its head dimension is at most 128 on Blackwell, and {problem.head_dim} was given."
     if problem.window:
@@ -74,9 +87,11 @@ def reason_against_blackwell(problem: Problem) -> str:
         return "it has no backward pass on Blackwell, and a gradient is needed."
     if problem.batch * problem.heads > 65535:
         return f"it takes 65535 heads of all sequences on Blackwell, and {problem.batch * problem.heads} were given."
-    if not problem.sk:
-        return "it waits for a first block of keys on Blackwell, and there are none."
     return ""
+
+
+_NOT_BY_AUTO = "no GPU has run its kernel for Blackwell, so it is taken by its name only."
+_by_name = refuse_functions(_refuses_on_blackwell)
 
 
 @functools.cache
@@ -85,65 +100,45 @@ def _warn_of_blackwell() -> None:
     warnings.warn(f"{text} Compare it with another backend.", RuntimeWarning, stacklevel=3)
 
 
-def attend_on_blackwell(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> tuple:
-    """Attention of q (B, H, Sq, D) over k, v (B, Hkv, Sk, D) by the kernel for Blackwell, and its log-sum-exp."""
+def run_on_blackwell(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem):
+    """Compute a plain problem by the kernel for Blackwell."""
     from utils.attention.gluon.blackwell.attention import launch
 
     _warn_of_blackwell()
-    q, scale = positive_scale(q, scale)
+    q, scale = positive_scale(q, problem.scale)
     q, k, v = map(addressable, (q, k, v))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if q.numel():
-        launch(q, k, v, out, lse, causal, scale * math.log2(math.e))
-    return out, lse
+        with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+            launch(q, k, v, out, lse, problem.causal, scale * math.log2(math.e))
+    return (out, lse) if problem.with_lse else out
 
 
-def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem):
-    if _on_blackwell():
-        with torch.cuda.device(q.device):
-            out, lse = attend_on_blackwell(q, k, v, problem.causal, problem.scale)
-        return (out, lse) if problem.with_lse else out
-    # The decode kernel has no backward pass and leaves no log-sum-exp to one.
-    needs_lse = problem.with_lse or (
-        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    )
-    if decodes(problem) and not needs_lse:
-        from utils.attention.gluon.decode.launch import decode
-
-        return decode(q, k, v, causal=problem.causal, scale=problem.scale, window=problem.window)
-    from utils.attention.gluon.launch import forward
-
-    window, with_lse, lengths = problem.window, problem.with_lse, problem.lengths
-    causal, scale = problem.causal, problem.scale
-    return forward(q, k, v, causal=causal, scale=scale, window=window, return_lse=with_lse, lengths=lengths)
-
-
-def _again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> Attend | None:
-    """Return the kept launch for tensors of this layout; None if the call must go through `_run`, as for a gradient."""
-    if decodes(problem) or problem.needs_grad or problem.with_lse or problem.scale <= 0 or _on_blackwell():
-        return None
-    from utils.attention.gluon.launch import repeat
-
-    return repeat(q, k, v, problem.causal, problem.scale, problem.window or 0, problem.lengths)
-
-
-def _implementation() -> str:
+def _implementation(kernels: str) -> str:
     import triton
 
-    kernels = "the kernel for Blackwell" if _on_blackwell() else "step 5, and its decode kernel"
     return f"Gluon of Triton {triton.__version__}, {kernels}"
 
 
-BACKENDS = {
-    "gluon": Backend(
-        name="gluon",
-        summary="warp-specialized FlashAttention for Hopper, written in Gluon for this course",
-        machine=_machine,
-        refuses=refuse_functions(_refuses, Problem.plain_or_packed),
-        bind=bind_plain(_run, _again, Problem.plain_or_packed),
-        kernels=r"attention_(step5|decode|backward|blackwell)",
-        implementation=_implementation,
-        returns_lse=True,
-    )
-}
+ON_HOPPER = Backend(
+    name="gluon",
+    summary="warp-specialized FlashAttention for Hopper, written in Gluon for this course",
+    machine=gluon_support,
+    refuses=refuse_functions(_refuses, Problem.plain_or_packed),
+    bind=bind_plain(_run, _again, Problem.plain_or_packed),
+    kernels=r"attention_(step5|decode|backward)",
+    implementation=lambda: _implementation("step 5, and its decode kernel"),
+    returns_lse=True,
+)
+ON_BLACKWELL = Backend(
+    name="gluon",
+    summary="warp-specialized FlashAttention for Blackwell in Gluon, simulated only",
+    machine=gluon_on_blackwell,
+    refuses=lambda problem, options: _NOT_BY_AUTO if options.tuned else _by_name(problem, options),
+    bind=bind_plain(run_on_blackwell),
+    kernels=r"attention_blackwell",
+    implementation=lambda: _implementation("the kernel for Blackwell"),
+    returns_lse=True,
+)
+BACKENDS = {"gluon": ON_BLACKWELL if (compute_capability() or (0, 0))[0] == 10 else ON_HOPPER}

@@ -11,15 +11,20 @@ import time
 
 import torch
 
-from utils.attention.masks.blocks import synchronize
 from utils.attention.masks.score_mods import modify_all_scores
 from utils.attention.prepared import compile_attend, own_copy
 from utils.attention.problem import Attend, Backend, Bound, Options, Problem, allowed_keys
 from utils.machine.device import Support, compile_support
 
 
-def stored_scores(problem: Problem, hidden: torch.Tensor | None, empty_rows: bool) -> Attend:
-    """Return attention with all scores stored; `hidden`, of (B, H, Sq, Sk), is True where a query does not see a key."""
+def stored_scores(problem: Problem, hidden: torch.Tensor | None, empty: torch.Tensor | None) -> Attend:
+    """Return attention with all scores stored.
+
+    Args:
+        problem: the problem.
+        hidden: broadcasts to (B, H, Sq, Sk); True where a query does not see a key.
+        empty: broadcasts to (B, H, Sq, 1); True where a query sees no key. None: every query sees one.
+    """
     scale, score_mod, group = problem.scale, problem.score_mod, problem.heads // problem.kv_heads
     with_lse = problem.with_lse
 
@@ -36,8 +41,8 @@ def stored_scores(problem: Problem, hidden: torch.Tensor | None, empty_rows: boo
         if hidden is not None:
             scores = scores.masked_fill(hidden, float("-inf"))
         weights = torch.softmax(scores, -1).to(q.dtype)  # 16-bit scores too are summed in fp32
-        if empty_rows:
-            weights = weights.nan_to_num(0.0)  # the softmax of nothing is nan
+        if empty is not None:
+            weights = weights.masked_fill(empty, 0.0)  # the softmax of nothing is nan
         out = (weights.unflatten(1, (-1, group)) @ v).flatten(1, 2) if group > 1 else weights @ v
         return (out, torch.logsumexp(scores.float(), -1)) if with_lse else out
 
@@ -46,12 +51,14 @@ def stored_scores(problem: Problem, hidden: torch.Tensor | None, empty_rows: boo
 
 def _bind(problem: Problem, options: Options) -> Bound:
     began = time.perf_counter()
-    allowed, empty_rows = allowed_keys(problem), problem.has_empty_rows
-    if problem.mask_mod is not None and allowed is not None:
-        empty_rows = not bool(allowed.any(-1).all())
-        synchronize(problem.device)
-    attend = stored_scores(problem, None if allowed is None else ~allowed, empty_rows)
-    return Bound(attend, seconds={"mask": time.perf_counter() - began}, light=allowed is None)
+    hidden, empty = allowed_keys(problem), None
+    if hidden is not None:
+        hidden = ~hidden
+        if problem.mask_mod is not None or problem.has_empty_rows:
+            rows = hidden.all(-1, keepdim=True)
+            empty = rows if bool(rows.any()) else None
+    attend = stored_scores(problem, hidden, empty)
+    return Bound(attend, seconds={"mask": time.perf_counter() - began}, light=hidden is None)
 
 
 def _bind_compiled(problem: Problem, options: Options) -> Bound:

@@ -93,6 +93,9 @@ PINS = {
 }
 
 
+_PART_OF_TORCH = Support(True, "Part of torch, on every device.")
+
+
 @functools.cache
 def probe(backend: SDPBackend, device_type: str) -> Support:
     """Whether a backend runs on a kind of device, shown by a call: torch's switches also say yes where it cannot."""
@@ -110,16 +113,13 @@ def probe(backend: SDPBackend, device_type: str) -> Support:
 
 def _machine(pin: Pin) -> Support:
     if pin.backend == SDPBackend.MATH:
-        return Support(True, "Part of torch, on every device.")
+        return _PART_OF_TORCH
     return probe(pin.backend, "cpu" if pin.on_cpu and not torch.cuda.is_available() else "cuda")
 
 
-def _plain_or_same(problem: Problem) -> Problem:
-    return problem.plain() or problem
-
-
 def _needs_mask(problem: Problem) -> bool:
-    return problem.mask_mod is not None or problem.window is not None or not problem.aligned_at_start
+    """Whether a mask must be stored; is_causal is aligned at the first query and key."""
+    return problem.mask_mod is not None or problem.window is not None or (problem.causal and problem.sq != problem.sk)
 
 
 def _refuses(pin: Pin, problem: Problem, options: Options) -> str:
@@ -143,7 +143,7 @@ def _refuses(pin: Pin, problem: Problem, options: Options) -> str:
     if longest is not None and (problem.head_dim > longest or problem.head_dim % 8):
         limit = f"ends at {longest}" if problem.head_dim > longest else "is a multiple of 8"
         return f"its head dimension {limit}, and {problem.head_dim} was given."
-    plain = _plain_or_same(problem)
+    plain = problem.plain() or problem
     if not pin.masks and _needs_mask(plain):
         mask = "a sliding window" if plain.window is not None else f"causal with Sq {plain.sq} and Sk {plain.sk}"
         mask = mask if plain.mask_mod is None else name_of(plain.mask_mod)
@@ -163,7 +163,7 @@ def _refuses_functions(problem: Problem, options: object = None) -> str:
 
 def _bind(backend: SDPBackend | None, problem: Problem, options: Options) -> Bound:
     """Bind a pinned backend, or torch's own choice (None), which gets documents as a mask and not as sequences."""
-    plain = _plain_or_same(problem)
+    plain = problem.plain() or problem
     if backend is None and plain.sq != problem.sq:
         plain = problem
     began = time.perf_counter()
@@ -250,24 +250,23 @@ def _reasons(caught: list) -> str:
     return " ".join(text if text.endswith(".") else f"{text}." for text in dict.fromkeys(texts) if text)
 
 
-def _pinned(name: str, pin: Pin) -> Backend:
-    def implementation() -> str:
-        return (
-            f"cuDNN {torch.backends.cudnn.version()}"
-            if name == "cudnn"
-            else f"SDPA of torch {torch.__version__}, {name} alone"
-        )
+def _implementation(name: str) -> str:
+    if name == "cudnn":
+        return f"cuDNN {torch.backends.cudnn.version()}"
+    return f"SDPA of torch {torch.__version__}, {name} alone"
 
+
+def _pinned(name: str, pin: Pin) -> Backend:
     on_cpu = "|".join(f"{operator}$" for operator, ran in FORWARD_OPERATORS.items() if ran == name)
     return Backend(
         name=name,
         summary=f"SDPA pinned to {pin.summary}",
-        machine=lambda: _machine(pin),
+        machine=functools.partial(_machine, pin),
         refuses=functools.partial(_refuses, pin),
         bind=functools.partial(_bind, pin.backend),
         kernels=pin.kernels,
         cpu_operators=on_cpu if pin.on_cpu else "",
-        implementation=implementation,
+        implementation=functools.partial(_implementation, name),
         takes_v_dim=name == "math",
     )
 
@@ -276,7 +275,7 @@ BACKENDS = {name: _pinned(name, pin) for name, pin in PINS.items()}
 BACKENDS["sdpa"] = Backend(
     name="sdpa",
     summary="SDPA with torch's own choice of backend",
-    machine=lambda: Support(True, "Part of torch, on every device."),
+    machine=lambda: _PART_OF_TORCH,
     refuses=_refuses_functions,
     bind=functools.partial(_bind, None),
     kernels="|".join(pin.kernels for pin in PINS.values()),

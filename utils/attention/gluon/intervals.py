@@ -5,8 +5,7 @@ or not; so each key is seen by an interval of queries whose bounds rise, too. Th
 over blocks of keys (columns), the backward pass blocks of keys over tiles of queries, and both read the same kind of table:
 
     low, high    row i sees the columns low[i] <= j < high[i]: S numbers each
-    tiles        for each tile of rows: its first row, the end of its rows, the blocks of columns [lo, hi) that they see, and
-                 how many blocks all tiles before it see
+    tiles        for each tile of rows: its first row, the end of its rows, and the blocks of columns [lo, hi) that they see
 """
 
 from __future__ import annotations
@@ -78,35 +77,14 @@ def _packed(lengths, bounds: np.ndarray, rows: int, block: int, device: torch.de
     tiles = np.stack([starts, stops, lo, hi], 1)
     if longest_first:
         tiles = tiles[np.argsort(lo - hi, kind="stable")]
-    blocks = tiles[:, 3] - tiles[:, 2]
-    tiles = np.column_stack([tiles, np.cumsum(blocks) - blocks])
     table = np.concatenate([bounds.ravel(), tiles.ravel()]).astype(np.int32)
-    return Packed(tensor_on(device, table), tuple(blocks.tolist()))
+    return Packed(tensor_on(device, table), tuple((tiles[:, 3] - tiles[:, 2]).tolist()))
 
 
 @gluon.jit
 def tile_entry(table, tile, rows, WHICH: gl.constexpr):
-    """Of a tile, its first row (0), the end of its rows (1), or its first block of columns (2), their end (3), or the blocks of all before (4)."""
-    return uniform(gl.load(table + 2 * rows + 5 * tile + WHICH))
-
-
-@gluon.jit
-def units_before(table, tile, rows, group, EXTRA: gl.constexpr):
-    """Length of all tiles before this one, if each has EXTRA and `group` for each block."""
-    return tile_entry(table, tile, rows, 4) * group + tile * EXTRA
-
-
-@gluon.jit
-def tile_at(table, place, tiles, rows, group, EXTRA: gl.constexpr):
-    """The tile that has this place in the row of all tiles, found by halves."""
-    tile = place * 0
-    end = tile + tiles
-    while end - tile > 1:
-        middle = (tile + end) // 2
-        here = units_before(table, middle, rows, group, EXTRA) <= place
-        tile = gl.where(here, middle, tile)
-        end = gl.where(here, end, middle)
-    return tile
+    """Of a tile, its first row (0), the end of its rows (1), its first block of columns (2), or their end (3)."""
+    return uniform(gl.load(table + 2 * rows + 4 * tile + WHICH))
 
 
 @gluon.jit

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import replace
 
 from utils.attention.gluon.launch import kernel_of
 from utils.attention.gluon.plan import BLOCK_M, STEPS, Case, Plan, plan_for
@@ -18,19 +19,7 @@ from utils.kernels.offline import BLACKWELL, BLACKWELL_ULTRA, Assembly, compile_
 
 
 def compile_step(
-    step: int,
-    head_dim: int = 128,
-    *,
-    dtype: str = "bf16",
-    causal: bool = False,
-    window: str = "",
-    tail: bool = False,
-    lse: bool = False,
-    variant: str = "",
-    parts: bool = False,
-    offset: bool = False,
-    one_edge: bool = False,
-    plan: Plan | None = None,
+    step: int, head_dim: int = 128, *, dtype: str = "bf16", variant: str = "", plan: Plan | None = None, **case
 ) -> Assembly:
     """Compile a step of the ladder for sm_90a.
 
@@ -38,44 +27,20 @@ def compile_step(
         step: 1 to 5.
         head_dim: Head dimension; the tile is the next larger of 64, 128 and 256.
         dtype: "bf16" or "fp16".
-        causal: Whether the mask is causal.
-        window: As in `plan.Case`: "distance", or "rows".
-        tail: Whether the keys are no multiple of a block, without a mask.
-        lse: Whether the log-sum-exp is stored.
         variant: Of step 5's plan (`plan.variant_for`).
-        parts: Whether programs share tiles (`plan.parts_for`).
-        offset: Whether causal tiles begin before the first query (`plan.row_offset`).
-        one_edge: Whether a window's two edges lie in no block together (`plan.one_edge`).
         plan: Tile and pipeline; the step's own by default.
+        **case: Fields of `plan.Case`; tiles are dealt under a mask, and parts added up together.
     """
     from triton.experimental.gluon import language as gl
 
     plan = plan or plan_for(step, head_dim, variant)
     kernel = kernel_of(step)
-    constants = dict(
-        HEAD_DIM=head_dim,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=plan.block_n,
-        BLOCK_D=plan.block_d,
-        CAUSAL=causal,
-        WINDOW=window != "",
-        LSE=lse,
-        CONSUMERS=plan.consumers,
-        STAGES=plan.stages,
-        REGISTERS=plan.registers,
-        PLAN=plan,
-        CASE=Case(
-            causal,
-            window,
-            tail,
-            lse,
-            (causal or window != "") and not parts,
-            parts,
-            together=parts,
-            offset=offset,
-            one_edge=one_edge,
-        ),
-    )
+    needs = Case(**case)
+    masked = needs.causal or needs.window != ""
+    needs = replace(needs, dealt=masked and not needs.parts, together=needs.parts)
+    constants: dict = {"HEAD_DIM": head_dim, "BLOCK_M": BLOCK_M, "BLOCK_N": plan.block_n, "BLOCK_D": plan.block_d}
+    constants |= {"CAUSAL": needs.causal, "WINDOW": needs.window != "", "LSE": needs.lse, "CONSUMERS": plan.consumers}
+    constants |= {"STAGES": plan.stages, "REGISTERS": plan.registers, "PLAN": plan, "CASE": needs}
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     tile = {"q_desc": BLOCK_M, "o_desc": BLOCK_M, "k_desc": plan.block_n, "v_desc": plan.block_n}
     kinds = {
@@ -84,7 +49,7 @@ def compile_step(
         "parts_ptr": "*fp32",
         "counters": "*i32",
         "schedule": "*i32",
-        "window": "*i32" if window == "rows" else "i32",
+        "window": "*i32" if needs.window == "rows" else "i32",
         "c": "fp32",
     }
     signature = {}

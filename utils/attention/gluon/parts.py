@@ -40,12 +40,6 @@ class Parts:
     counters: gl.tensor  # int32, zero before and after a launch: for each tile and consumer
     count: gl.tensor  # parts of a tile, if it has as many blocks of keys
 
-    @gluon.constexpr_function
-    def __init__(self, results, counters, count):
-        self.results = results
-        self.counters = counters
-        self.count = count
-
     @gluon.jit
     def used(self, blocks):
         """How many parts a tile with so many blocks of keys has: none is empty."""

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from utils.attention.gluon.intervals import clean_interval, keep_interval, tile_entry, visible_interval
 from utils.attention.gluon.parts import Parts
-from utils.attention.gluon.shared import aggregate, clean_blocks, keep_columns, keep_side, key_blocks, tma_load, uniform
+from utils.attention.gluon.shared import aggregate, clean_blocks, keep_columns, key_blocks, tma_load, uniform
 
 
 @aggregate
@@ -29,15 +29,6 @@ class Ring:
     SLOTS: gl.constexpr
     LANES: gl.constexpr
     BITS: gl.constexpr  # slot and phase are bits of a load's number, not its remainder and its quotient
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, full, empty, SLOTS, LANES, WINDOW=False):
-        self.tiles = tiles
-        self.full = full
-        self.empty = empty
-        self.SLOTS = gl.constexpr(SLOTS)
-        self.LANES = gl.constexpr(LANES)
-        self.BITS = gl.constexpr(SLOTS & (SLOTS - 1) == 0 and not WINDOW)
 
     @gluon.jit
     def slot(self, i, lane=0):
@@ -128,7 +119,7 @@ def allocate_ring(
     tiles = gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
     full = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
-    ring = Ring(tiles, full, empty, SLOTS, LANES, WINDOW)
+    ring = Ring(tiles, full, empty, SLOTS, LANES, SLOTS & (SLOTS - 1) == 0 and not WINDOW)
     if READY is None:
         make_barriers(ring, READERS, 0)
     else:
@@ -163,17 +154,6 @@ class Tiles:
     DEALT: gl.constexpr
     SHARED: gl.constexpr
     LONGEST_FIRST: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, schedule, stride, tiles_m, heads_total, parts, DEALT, SHARED, LONGEST_FIRST):
-        self.schedule = schedule
-        self.stride = stride
-        self.tiles_m = tiles_m
-        self.heads_total = heads_total
-        self.parts = parts
-        self.DEALT = gl.constexpr(DEALT)
-        self.SHARED = gl.constexpr(SHARED)
-        self.LONGEST_FIRST = gl.constexpr(LONGEST_FIRST)
 
     @gluon.jit
     def first(self):
@@ -228,23 +208,6 @@ class Work:
     parts: Parts
     PLAN: gl.constexpr  # plan.Plan: tile, slots, variants
     CASE: gl.constexpr  # plan.Case: what the attention needs
-
-    @gluon.constexpr_function
-    def __init__(self, sq, sk, window, offset, heads, group, c, q, k, v, todo, parts, PLAN, CASE):
-        self.sq = sq
-        self.sk = sk
-        self.window = window
-        self.offset = offset
-        self.heads = heads
-        self.group = group
-        self.c = c
-        self.q = q
-        self.k = k
-        self.v = v
-        self.todo = todo
-        self.parts = parts
-        self.PLAN = gl.constexpr(PLAN)
-        self.CASE = gl.constexpr(CASE)
 
     @gluon.jit
     def first_row(self, tile):
@@ -314,11 +277,6 @@ class Work:
                 behind = gl.minimum(behind, positions + 1)
             elif WINDOW:
                 behind = gl.minimum(behind, positions + self.window)
-            if self.CASE.one_edge:
-                # The window begins in this block for some row that exists: then it ends in none of its columns.
-                left = block.key < gl.minimum(block.row + (self.sk - self.sq) + s.shape[0], self.sk) - self.window
-                limit = gl.where(left, positions - self.window + 1, behind) - block.key
-                return keep_side(s, limit, left.to(gl.int32))
             return keep_columns(s, positions - self.window + 1 - block.key, behind - block.key, WINDOW)
 
 
@@ -329,9 +287,3 @@ class Block:
     number: gl.tensor
     row: gl.tensor
     key: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, number, row, key):
-        self.number = number
-        self.row = row
-        self.key = key

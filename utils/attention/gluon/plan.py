@@ -6,10 +6,7 @@ a thread has at most 255 registers, an SM 65536: 2 x 128 x 240 + 128 x 24, or 3 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
-
-from utils.attention.gluon.dealing import SEARCHED, TILE_OVERHEAD, deal_tiles
 
 BLOCK_M = 64  # query rows of a warpgroup: one wgmma m64
 STEPS = {
@@ -63,7 +60,7 @@ class Case:
     (`intervals.py`). tail: without a mask, the keys are no multiple of a block. lse: the log-sum-exp is stored. dealt: the host deals out the tiles
     (`dealing.deal_tiles`). parts: programs share the keys of a tile (`parts_for`).
     together: and add the parts up together (`parts.py`). offset: a head's first tile begins before its first query (`row_offset`), or a packed one ends before its rows do; 64 causal
-    loses 3 to 6% if every kernel has the code for it. one_edge: the window's two edges lie in no block together (`one_edge`).
+    loses 3 to 6% if every kernel has the code for it.
     """
 
     causal: bool = False
@@ -74,7 +71,6 @@ class Case:
     parts: bool = False
     together: bool = False
     offset: bool = False
-    one_edge: bool = False
 
 
 # Step 5's plans, by tile width and variant (`variant_for`).
@@ -108,28 +104,15 @@ def row_offset(plan: Plan, causal: bool, window: bool, shift: int) -> int:
     return shift % (BLOCK_M if plan.own_keys else plan.rows) if causal and not window else 0
 
 
-def one_edge(plan: Plan, window: int) -> bool:
-    """Return whether no block of keys has both edges of a window for any of 64 rows.
-
-    With the first of them at position p, the keys up to p + 63 - window are hidden from the last row, and from some row those behind p, or
-    later ones without a causal mask. The last key of all is an edge, too; it lies `window` keys or more behind those that are hidden from a row that exists.
-    """
-    return window >= plan.block_n + BLOCK_M - 2
-
-
 def row_tiles(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> int:
     """Return how many tiles the rows of a head make, the rows before the first query included (`row_offset`)."""
     return -(-(sq + row_offset(plan, causal, window > 0, sk - sq)) // plan.rows)
 
 
-# How much longer the plans of head dim 64 take for a causal tile's blocks, on an H200.
-_CAUSAL_64 = {"": 1.0, "few": 1.13}
-
-
 def _causal_variant(sq: int, sk: int, heads: int, programs: int) -> str:
-    """Return the variant of head dim 64 whose busiest program ends first: larger tiles are faster, smaller ones end together."""
-    costs = {name: factor * busiest(_STEP_5[64, name], sq, sk, heads, programs) for name, factor in _CAUSAL_64.items()}
-    return min(costs, key=costs.__getitem__)
+    """Return the variant of head dim 64: larger tiles take 0.88 of the time, smaller ones end together."""
+    tiles = row_tiles(_STEP_5[64, ""], sq, sk, True, 0) * heads
+    return "few" if sq <= 1024 or tiles <= 2 * programs else ""
 
 
 def _window_variant(d: int, sq: int, sk: int, heads: int, causal: bool, window: int, programs: int) -> str:
@@ -253,15 +236,3 @@ def tile_blocks(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> list
         low = min(max(row + shift - window + 1, 0) // plan.block_n, last - 1) if window else 0
         found.append(max(high - low, 1))
     return found
-
-
-@functools.lru_cache(maxsize=256)
-def busiest(plan: Plan, sq: int, sk: int, heads: int, programs: int) -> float:
-    """Return how much the program with the most work of a causal attention does: in blocks of 64 rows and 128 keys."""
-    blocks = tile_blocks(plan, sq, sk, True, 0)
-    unit = plan.rows * plan.block_n / (64 * 128)
-    if len(blocks) * heads > SEARCHED * programs:
-        return (sum(blocks) + TILE_OVERHEAD * len(blocks)) * heads / programs * unit
-    dealt = deal_tiles(blocks, heads, 1, 1, programs)
-    assert dealt is not None
-    return max(sum(blocks[tile & 0xFFFF] + TILE_OVERHEAD for tile in tiles) for tiles in dealt) * unit

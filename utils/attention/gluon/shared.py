@@ -7,6 +7,9 @@ softmax(scale * s) = 2^(c * (s - max)) / sum, with c = scale * log2(e), one FFMA
 
 from __future__ import annotations
 
+import linecache
+from typing import dataclass_transform
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin, tensor
@@ -19,7 +22,28 @@ versions.adopt_newest_gluon_names()
 tma_load = tma.async_load
 tma_store = tma.async_store
 thread_barrier = gl.barrier
-aggregate = gluon.aggregate
+
+
+@dataclass_transform()
+def aggregate(cls):
+    """Make a class one of Gluon's aggregates; without a constructor it gets one that takes the fields in their order.
+
+    Triton 3.8 does the same. Triton recognizes a compiled kernel by the text of what it calls, so the constructor has a text.
+    """
+    if "__init__" not in vars(cls):
+        fields = {
+            name: f"gl.constexpr({name})" if kind is gl.constexpr else name
+            for name, kind in cls.__annotations__.items()
+        }
+        lines = [f"def __init__(self, {', '.join(fields)}):\n"]
+        lines += [f"    self.{name} = {value}\n" for name, value in fields.items()]
+        file = f"<constructor of {cls.__module__}.{cls.__qualname__}>"
+        linecache.cache[file] = sum(map(len, lines)), None, lines, file
+        names = {"gl": gl, "__name__": cls.__module__}
+        exec(compile("".join(lines), file, "exec"), names)
+        cls.__init__ = gluon.constexpr_function(names["__init__"])
+    return gluon.aggregate(cls)
+
 
 LN2 = gl.constexpr(0.6931471805599453)
 MINUS_INF = gl.constexpr(float("-inf"))
@@ -229,62 +253,36 @@ def _keep_constraints(n, limits):
 
 
 @gluon.jit
+def _replace_columns(x, limits, FIRST: gl.constexpr, BEHIND: gl.constexpr, OTHER: gl.constexpr):
+    """Replace numbers [64, N] but for the columns between the limits of each row: behind, and then first, where asked for."""
+    registers: gl.constexpr = x.shape[1] // 2
+    columns = [x, gl.broadcast(limits[0][:, None], x)[0]]
+    if FIRST and BEHIND:
+        columns = [x, gl.broadcast(limits[0][:, None], x)[0], gl.broadcast(limits[1][:, None], x)[0]]
+    return gl.inline_asm_elementwise(
+        _keep_asm(registers, FIRST, BEHIND, OTHER),
+        _keep_constraints(registers, 2 if FIRST and BEHIND else 1),
+        columns,
+        dtype=gl.float32,
+        is_pure=True,
+        pack=registers,
+    )
+
+
+@gluon.jit
 def keep_columns(s, first, behind, BOTH: gl.constexpr):
     """Replace scores [64, N] by minus infinity but for the columns first <= j < behind of each row; without BOTH, j < behind.
 
     Written as comparisons of tensors, ptxas makes the comparisons before the scores are there, keeps their results in
     registers and compares again: five instructions for a score. Here it is a comparison with a constant, and a selection.
     """
-    registers: gl.constexpr = s.shape[1] // 2
-    columns = [s, gl.broadcast(behind[:, None], s)[0]]
-    if BOTH:
-        columns = [s, gl.broadcast(behind[:, None], s)[0], gl.broadcast(first[:, None], s)[0]]
-    return gl.inline_asm_elementwise(
-        _keep_asm(registers, BOTH, True, "0fFF800000"),
-        _keep_constraints(registers, 2 if BOTH else 1),
-        columns,
-        dtype=gl.float32,
-        is_pure=True,
-        pack=registers,
-    )
-
-
-@gluon.constexpr_function
-def _side_asm(n):
-    # As above with one limit: what is kept lies before it, or from it on where `left` is not zero.
-    lines = ["{", ".reg .pred p, left;", ".reg .b32 c, limit;"]
-    lines += ["mov.u32 c, %laneid;", "and.b32 c, c, 3;", "shl.b32 c, c, 1;", f"setp.ne.s32 left, ${3 * n}, 0;"]
-    for row in (0, 2):
-        lines.append(f"sub.s32 limit, ${2 * n + row}, c;")
-        for i in range(n):
-            if i % 4 // 2 == row // 2:
-                lines.append(f"setp.gt.xor.s32 p, limit, {8 * (i // 4) + i % 2}, left;")
-                lines.append(f"selp.f32 ${i}, ${i}, 0fFF800000, p;")
-    return " ".join([*lines, "}"])
-
-
-@gluon.jit
-def keep_side(s, limit, left):
-    """Replace scores [64, N] by minus infinity but for the columns j < limit of each row; where `left` is not zero, j >= limit."""
-    registers: gl.constexpr = s.shape[1] // 2
-    columns = [s, gl.broadcast(limit[:, None], s)[0], gl.broadcast(left, s)[0]]
-    return gl.inline_asm_elementwise(
-        _side_asm(registers), _keep_constraints(registers, 2), columns, dtype=gl.float32, is_pure=True, pack=registers
-    )
+    return _replace_columns(s, (behind, first), BOTH, True, "0fFF800000")
 
 
 @gluon.jit
 def zero_columns(p, first, behind, BOTH: gl.constexpr):
     """Replace numbers [64, N] by zero but for the columns first <= j < behind of each row; without BOTH, first <= j."""
-    registers: gl.constexpr = p.shape[1] // 2
-    columns = [p, gl.broadcast(first[:, None], p)[0]]
     if BOTH:
-        columns = [p, gl.broadcast(behind[:, None], p)[0], gl.broadcast(first[:, None], p)[0]]
-    return gl.inline_asm_elementwise(
-        _keep_asm(registers, True, BOTH, "0f00000000"),
-        _keep_constraints(registers, 2 if BOTH else 1),
-        columns,
-        dtype=gl.float32,
-        is_pure=True,
-        pack=registers,
-    )
+        return _replace_columns(p, (behind, first), True, True, "0f00000000")
+    else:
+        return _replace_columns(p, (first,), True, False, "0f00000000")

@@ -27,12 +27,6 @@ class Rows:
     total: gl.tensor
     factor: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, maximum, total, factor):
-        self.maximum = maximum
-        self.total = total
-        self.factor = factor
-
 
 @gluon.jit
 def split_rows(x):

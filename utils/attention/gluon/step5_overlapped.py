@@ -19,35 +19,13 @@ from the last block to the first, so the masked blocks of a causal tile come fir
     keys_first    blocks of the next tile asked for before Q   0                0                2
 
 With two tiles of Q the producer goes on into the next tile while this one is computed. With one it asks for `keys_first`
-blocks and brings Q into the L2, until all consumers have done with the last Q (`loads.py`). Four variants (`plan.variant_for`):
-"one", very few tiles: 1 consumer. "few", head dim 64 with few tiles or many masks: 2 consumers, 240 registers. "ahead", full
-attention at head dim 64 and 128 (`consumer_ahead`): 2 consumers, and a tile's end beside the next one's start. "ahead of three",
-the same with 3 consumers, is for whole blocks of keys. Where tiles are fewer than multiprocessors, programs share them
-(`parts.py`).
+blocks and brings Q into the L2, until all consumers have done with the last Q (`loads.py`). The other variants are in
+`plan.variant_for`; where tiles are fewer than multiprocessors, programs share them (`parts.py`).
 
-The checklist of warp-specialized attention, for Hopper:
-- Pipeline: a TMA producer; in each consumer Q K, softmax and P V, a block apart from each other (`blocks.py`). V's slot is released
-  half a block later than K's. When there is room for one extra slot only, V gets it.
-- Layouts: wgmma accumulators m64nN; P becomes the left operand of P V in registers; 128-byte swizzle for every tile; no
-  conversion in the loop moves data between threads.
-- Softmax: in base 2, with a maximum that follows only when it has grown by more than 2^8 (`softmax.py`).
-- Sync: a full and an empty mbarrier for every slot of a ring (`pipeline.py`), K and V in rings of their own; no barrier
-  inside a consumer.
-- Memory: Hopper has no tensor memory: O stays in registers, Q in shared memory, O leaves through shared memory by TMA
-  (`stores.py`).
-- Loads: one elected thread issues TMA boxes of 64 rows (Q) and BLOCK_N rows (K, V); TMA zeroes what lies outside.
-- Critical path: the next scores' product is queued before P V, and the rescaling hides behind it. With `halves` the
-  wait for P V comes between the two halves of the softmax, so that packing P and summing fill the gaps between the
-  exponentials (the compiler otherwise collects them behind the wait).
-- Schedule: chosen by hand (`plan.py`): tiles, slots and registers by head dimension; causal tiles are dealt out by the
-  host, so that all SMs end together, and in sections of heads whose K and V stay in the L2 (`dealing.py`).
-- Masking: only blocks that straddle the diagonal, the window's edge or the last key are masked, with one comparison for a score
-  unless a window is shorter than a block and 62 keys. Causal tiles begin where the
-  diagonal lies in a tile's first block alone, and so does the last key: without a window, the loop has no mask in it.
-
-On an H200, bf16, S = 8192 and 16384, full and causal, interleaved with the other kernels (geometric means of four): times
-as fast as cuDNN, FlashAttention 3 and FlashAttention 4: 1.21, 1.00, 1.01 at head dim 64, 1.21, 1.05, 1.07 at 128, and 1.22,
-1.01, 1.01 at 256. Each point: assets/results/h200/attention_ratios.json. What worked and what did not: docs/kernels/attention.md.
+Where to find what: a block of keys in `blocks.py`, its softmax in `softmax.py`, rings and masks in `pipeline.py`, what leaves in
+`stores.py`, and which program has which tile in `dealing.py`. Only blocks that straddle the diagonal, the window's edge or the
+last key are masked. Causal tiles begin where the diagonal lies in a tile's first block alone, and so does the last key: without
+a window, the loop has no mask in it. Measured beside cuDNN and FlashAttention 3 and 4: docs/kernels/attention.md.
 """
 
 from __future__ import annotations
@@ -67,7 +45,7 @@ from utils.attention.gluon.intervals import begin_with_sequences, packed_queries
 from utils.attention.gluon.loads import fill_rings, producer
 from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
-from utils.attention.gluon.plan import Case, one_edge, parts_for, row_offset, tile_blocks
+from utils.attention.gluon.plan import Case, parts_for, row_offset, tile_blocks
 from utils.attention.gluon.shared import accumulator, wait_products
 from utils.attention.gluon.softmax import normalizers, spread, unseen_halves, unseen_whole
 from utils.attention.gluon.stores import store_lse, store_rows, store_tile
@@ -250,6 +228,15 @@ def consumer_ahead(work, results, W: gl.constexpr):
     tma.store_wait(0)  # shared memory must live until TMA has read it
 
 
+@gluon.jit
+def consume(work, results, W: gl.constexpr):
+    """Warpgroup W: `consumer_ahead` or `consumer`, as the plan says."""
+    if work.PLAN.ahead:
+        consumer_ahead(work, results, W)
+    else:
+        consumer(work, results, W)
+
+
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
 @gluon.jit(
     do_not_specialize=[
@@ -298,20 +285,13 @@ def attention_step5(
     # A barrier takes 35 cycles to make, and nothing is loaded before its own: those of the first loads come first.
     PREFILL: gl.constexpr = PLAN.prefill
     gl.static_assert(PLAN.stages >= PREFILL)
-    q = allocate_ring(
-        q_desc, PLAN.q_slots, CONSUMERS, 1, READY=CONSUMERS if PREFILL > 0 else None, WINDOW=CASE.window != ""
-    )
-    k = allocate_ring(
-        k_desc, PLAN.stages, 1, CONSUMERS, READY=PREFILL if PREFILL > 0 else None, WINDOW=CASE.window != ""
-    )
-    v = allocate_ring(
-        v_desc,
-        PLAN.stages + PLAN.v_extra,
-        1,
-        CONSUMERS,
-        READY=PREFILL if PREFILL > 0 else None,
-        WINDOW=CASE.window != "",
-    )
+    if PLAN.ahead:
+        gl.static_assert(PLAN.q_slots == 2 and not (CASE.causal or CASE.window != "" or CASE.parts or PLAN.own_keys))
+    WINDOW: gl.constexpr = CASE.window != ""
+    READY: gl.constexpr = PREFILL if PREFILL > 0 else None
+    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, 0, CONSUMERS if PREFILL > 0 else None, WINDOW)
+    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, 0, READY, WINDOW)
+    v = allocate_ring(v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS, 0, READY, WINDOW)
     if PLAN.o_in_q:
         o_tiles = q.tiles
     else:
@@ -328,40 +308,20 @@ def attention_step5(
     results = ((o_desc, out_ptr, eighths), o_tiles, lse_ptr)
     loads = (work, q_desc, k_desc, v_desc)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
-    # registers that are left. Functions cannot be kept in a variable here, so the lists are written out.
-    if PLAN.ahead:
-        gl.static_assert(PLAN.q_slots == 2 and not (CASE.causal or CASE.window != "" or CASE.parts or PLAN.own_keys))
-        if CONSUMERS == 2:
-            gl.warp_specialize(
-                [(consumer_ahead, (work, results, 0)), (consumer_ahead, (work, results, 1)), (producer, loads)],
-                [4, 1],
-                [REGISTERS, 24],
-            )
-        else:
-            gl.static_assert(CONSUMERS == 3)
-            gl.warp_specialize(
-                [
-                    (consumer_ahead, (work, results, 0)),
-                    (consumer_ahead, (work, results, 1)),
-                    (consumer_ahead, (work, results, 2)),
-                    (producer, loads),
-                ],
-                [4, 4, 1],
-                [REGISTERS, REGISTERS, 32],
-            )
-    elif CONSUMERS == 1:
-        gl.warp_specialize([(consumer, (work, results, 0)), (producer, loads)], [1], [24])
+    # registers that are left.
+    if CONSUMERS == 1:
+        gl.warp_specialize([(consume, (work, results, 0)), (producer, loads)], [1], [24])
     elif CONSUMERS == 2:
         gl.warp_specialize(
-            [(consumer, (work, results, 0)), (consumer, (work, results, 1)), (producer, loads)], [4, 1], [REGISTERS, 24]
+            [(consume, (work, results, 0)), (consume, (work, results, 1)), (producer, loads)], [4, 1], [REGISTERS, 24]
         )
     else:
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize(
             [
-                (consumer, (work, results, 0)),
-                (consumer, (work, results, 1)),
-                (consumer, (work, results, 2)),
+                (consume, (work, results, 0)),
+                (consume, (work, results, 1)),
+                (consume, (work, results, 2)),
                 (producer, loads),
             ],
             [4, 4, 1],
@@ -437,27 +397,13 @@ def launch(a: Arguments) -> Launch | None:
         schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device, **more)
     dealt = schedule is not None
     together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
-    distant = kind == "distance" and one_edge(plan, window)
     threads = offset > 0 or (len(a.lengths) > 1 and begin_with_sequences(plan.rows, a.causal))
-    case = Case(causal, kind, tail, a.return_lse, dealt, parts > 1, together, threads, distant)
+    case = Case(causal, kind, tail, a.return_lse, dealt, parts > 1, together, threads)
     numbers = tiles * parts * plan.rows * (plan.block_d + 1) if parts > 1 else 0
     counters = tiles * plan.consumers
     tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
-    sizes = (
-        a.sq,
-        a.sk,
-        reach,
-        len(blocks),
-        a.heads_total,
-        a.heads,
-        a.group,
-        stride,
-        offset,
-        parts,
-        a.head_dim // 8,
-        a.c,
-    )
+    sizes = a.sq, a.sk, reach, len(blocks), a.heads_total, a.heads, a.group, stride, offset, parts, a.head_dim // 8, a.c
     options = {"num_warps": 4} | ({"launch_cooperative_grid": True} if together else {})
     compiled = attention_step5[(programs,)](*tensors, table, *sizes, PLAN=plan, CASE=case, **options)
     if compiled is None or not a.q.is_cuda:

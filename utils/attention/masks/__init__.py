@@ -10,8 +10,6 @@ from utils.attention.masks.blocks import (
     block_sizes,
     build_block_mask,
     count_blocks,
-    forget_block_masks,
-    has_flex,
     seconds_to_build_block_mask,
 )
 from utils.attention.masks.mask_mods import (
@@ -54,8 +52,6 @@ __all__ = [
     "documents",
     "either",
     "evaluate",
-    "forget_block_masks",
-    "has_flex",
     "name_of",
     "named",
     "nearby",

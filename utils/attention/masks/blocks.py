@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from utils.attention.masks.mask_mods import MaskMod, check_device, different_masks, name_of, row_chunks
+from utils.attention.masks.mask_mods import MaskMod, check_device, different_masks, errors_of, name_of, row_chunks
 from utils.newest import Newest
 from utils.validation import whole_number
 
@@ -21,15 +21,6 @@ def block_sizes(block_size: BlockSize) -> tuple[int, int]:
     if len(pair) != 2:
         raise ValueError(f"block_size is {block_size!r}; it must be one whole number or two: (queries, keys).")
     return whole_number("block_size", pair[0]), whole_number("block_size", pair[1])
-
-
-def has_flex() -> bool:
-    """Whether this torch has FlexAttention."""
-    try:
-        import torch.nn.attention.flex_attention  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -109,7 +100,8 @@ def _build(mask_mod, batch, heads, sq, sk, device, block_size) -> tuple[Any, flo
 
     synchronize(device)
     began = time.perf_counter()
-    block_mask = create_block_mask(mask_mod, batch, heads, sq, sk, device=str(device), BLOCK_SIZE=block_size)
+    with errors_of("mask function", mask_mod):
+        block_mask = create_block_mask(mask_mod, batch, heads, sq, sk, device=str(device), BLOCK_SIZE=block_size)
     synchronize(device)
     return block_mask, time.perf_counter() - began
 
@@ -119,11 +111,6 @@ def seconds_to_build_block_mask(
 ) -> float:
     """Measure the seconds that create_block_mask takes once everything is warm: the median of three."""
     return sorted(_build(mask_mod, 1, 1, sq, sk, device, block_sizes(block_size))[1] for _ in range(3))[1]
-
-
-def forget_block_masks() -> None:
-    """Drop every block mask that is kept: captured tensors may be large, or may have been changed in place."""
-    _kept.clear()
 
 
 def synchronize(device: torch.device | str) -> None:

@@ -65,27 +65,16 @@ def nearby(window: int) -> MaskMod:
 
 def documents(ids_or_span: torch.Tensor | int) -> MaskMod:
     """A query sees its own document only: `ids` (S,) number each token's document, or each has `span` tokens."""
-    if isinstance(ids_or_span, torch.Tensor):
-        return _documents_by_ids(ids_or_span)
-    span = whole_number("span", ids_or_span)
-
-    def mask_mod(b, h, q, k):
-        return q // span == k // span
-
-    return named(mask_mod, f"documents({span})", kind="documents", span=span)
-
-
-def _documents_by_ids(ids: torch.Tensor) -> MaskMod:
+    if not isinstance(ids_or_span, torch.Tensor):
+        span = whole_number("span", ids_or_span)
+        return named(lambda b, h, q, k: q // span == k // span, f"documents({span})", kind="documents", span=span)
+    ids = ids_or_span
     if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(
             f"document numbers are a tensor (S,) of integers; got {tuple(ids.shape)} of {ids.dtype}. "
             "document_ids(lengths) makes one."
         )
-
-    def mask_mod(b, h, q, k):
-        return ids[q] == ids[k]
-
-    return named(mask_mod, "documents(ids)", kind="documents_by_ids", ids=ids)
+    return named(lambda b, h, q, k: ids[q] == ids[k], "documents(ids)", kind="documents_by_ids", ids=ids)
 
 
 def document_ids(lengths: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
@@ -121,17 +110,18 @@ def dilated(step: int, window: int | None = None) -> MaskMod:
     return named(mask_mod, f"dilated({step}{limit})", kind="dilated", step=step, window=window)
 
 
-def _checked_mods(name: str, mods: Sequence) -> tuple:
+def checked_mods(name: str, mods: Sequence, kind: str = "mask function", form: str = "(b, h, q, k)") -> tuple:
+    """Return the functions that a composition was given; an error if there are none, or one of them is none."""
     if not mods:
-        raise ValueError(f"{name}() was given no mask function; give it one or more, such as {name}(causal, ...).")
+        raise ValueError(f"{name}() was given no {kind}; give it one or more.")
     for mod in mods:
         if not callable(mod):
-            raise TypeError(f"{name}() takes mask functions (b, h, q, k), and was given a {type(mod).__name__}.")
+            raise TypeError(f"{name}() takes {kind}s {form}, and was given a {type(mod).__name__}.")
     return tuple(mods)
 
 
 def _combine(name: str, join: Callable, mods: Sequence[MaskMod]) -> MaskMod:
-    mods = _checked_mods(name, mods)
+    mods = checked_mods(name, mods)
 
     def mask_mod(b, h, q, k):
         allowed = mods[0](b, h, q, k)
@@ -154,7 +144,7 @@ def either(*mods: MaskMod) -> MaskMod:
 
 def negate(mod: MaskMod) -> MaskMod:
     """Let through the pairs that the mask does not let through."""
-    (mod,) = _checked_mods("negate", (mod,))
+    (mod,) = checked_mods("negate", (mod,))
 
     def mask_mod(b, h, q, k):
         return ~mod(b, h, q, k)
@@ -164,11 +154,7 @@ def negate(mod: MaskMod) -> MaskMod:
 
 def at_offset(mod: MaskMod, offset: int) -> MaskMod:
     """The mask for queries `offset` tokens later than their index says: for decoding, or for Sq < Sk."""
-    return shift_queries(mod, whole_number("offset", offset, 0))
-
-
-def shift_queries(mod: MaskMod, offset: int) -> MaskMod:
-    """`at_offset` for any offset, also a negative one (more queries than keys)."""
+    offset = operator.index(offset)
 
     def mask_mod(b, h, q, k):
         return mod(b, h, q + offset, k)
@@ -246,8 +232,10 @@ def evaluate(mask_mod: MaskMod, q: torch.Tensor, k: torch.Tensor, b: int = 0, h:
     pairs = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None))
     with errors_of("mask function", mask_mod):
         allowed = pairs(batch, head, q, k)
-    if not isinstance(allowed, torch.Tensor) or allowed.dtype != torch.bool:
-        given = allowed.dtype if isinstance(allowed, torch.Tensor) else type(allowed).__name__
+    if not isinstance(allowed, torch.Tensor) or allowed.dtype != torch.bool or allowed.dim() != 2:
+        given = getattr(allowed, "dtype", type(allowed).__name__)
+        if isinstance(allowed, torch.Tensor) and allowed.dim() != 2:
+            given = f"{tuple(allowed.shape[2:])} of them"
         raise TypeError(
             f"mask function {name_of(mask_mod)} returns {given}; it must return True or False a pair "
             "(a bool tensor), such as q >= k."

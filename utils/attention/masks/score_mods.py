@@ -13,16 +13,10 @@ from collections.abc import Callable
 
 import torch
 
-from utils.attention.masks.mask_mods import errors_of, name_of, named
+from utils.attention.masks.mask_mods import checked_mods, errors_of, name_of, named
 from utils.validation import whole_number
 
 ScoreMod = Callable[..., torch.Tensor]
-
-
-def _positive(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{name} is {value!r}; it must be a finite number above 0.")
-    return float(value)
 
 
 def alibi(heads: int) -> ScoreMod:
@@ -66,7 +60,9 @@ def relative_bias(table_or_heads: torch.Tensor | int) -> ScoreMod:
 
 def soft_cap(cap: float) -> ScoreMod:
     """Squeeze scores into (-cap, cap) by a tanh, as Gemma 2 does."""
-    cap = _positive("cap", cap)
+    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < math.inf:
+        raise ValueError(f"cap is {cap!r}; it must be a finite number above 0.")
+    cap = float(cap)
 
     def score_mod(score, b, h, q, k):
         return cap * torch.tanh(score / cap)
@@ -76,13 +72,7 @@ def soft_cap(cap: float) -> ScoreMod:
 
 def compose(*mods: ScoreMod) -> ScoreMod:
     """Apply the modifiers one after the other, from left to right."""
-    if not mods:
-        raise ValueError("compose() was given no score modifier; give it one or more.")
-    for mod in mods:
-        if not callable(mod):
-            raise TypeError(
-                f"compose() takes score modifiers (score, b, h, q, k), and was given a {type(mod).__name__}."
-            )
+    mods = checked_mods("compose", mods, "score modifier", "(score, b, h, q, k)")
 
     def score_mod(score, b, h, q, k):
         for mod in mods:
@@ -113,10 +103,10 @@ def modify_scores(
         return scores
     with errors_of("score modifier", score_mod):
         modified = modify_all_scores(score_mod, scores[None, None], (b, h, first_query))[0, 0]
-    if not modified.is_floating_point():
+    if not modified.is_floating_point() or modified.shape != scores.shape:
         raise TypeError(
-            f"score modifier {name_of(score_mod)} returns {modified.dtype}; it must return the new score, a floating-point number: "
-            "torch.where(condition, score, other) chooses between two."
+            f"score modifier {name_of(score_mod)} returns {modified.dtype}{list(modified.shape[2:]) or ''}; it must return the new score, "
+            "one floating-point number: torch.where(condition, score, other) chooses between two."
         )
     return modified
 

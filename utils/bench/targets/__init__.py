@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from utils.bench.errors import BenchError, did_you_mean, nearest
+from utils.bench.errors import BenchError, check_choice, did_you_mean
 from utils.bench.knobs import Setting, Sweep, settle, split_extra_args
 from utils.bench.targets import (
     attention_suite,
@@ -35,36 +35,30 @@ class Plan:
     cases: tuple[Case, ...]
 
 
-def chapters() -> list[str]:
-    """List the chapters, such as "labs/flexattention"."""
-    return list(dict.fromkeys(target.chapter for target in TARGETS.values()))
-
-
 def targets_of(chapter: str | None) -> list[Target]:
     """List all targets, or those of one chapter."""
-    if chapter is None:
-        return list(TARGETS.values())
-    if chapter not in chapters():
-        raise BenchError(f"there is no chapter {chapter!r}.{nearest(chapter, chapters())}")
-    return [target for target in TARGETS.values() if target.chapter == chapter]
+    if chapter is not None:
+        check_choice("the chapter", chapter, dict.fromkeys(target.chapter for target in TARGETS.values()))
+    return [target for target in TARGETS.values() if chapter in (None, target.chapter)]
 
 
 def read_name(name: str) -> list[tuple[Target, tuple[str, ...]]]:
     """Return the targets and sides of a name: `chapter`, `chapter:workload` or `chapter:baseline_workload`."""
+    named: dict[str, list[tuple[Target, tuple[str, ...]]]] = {}
+    for target in TARGETS.values():
+        named.setdefault(target.chapter, []).append((target, SIDES))
+        named[target.name] = [(target, SIDES)]
+        named |= {target.side_name(side): [(target, (side,))] for side in SIDES}
     key = name.strip()
     if key.startswith("labs.") and key.count(".") == 2:  # the module name, labs.<chapter>.<workload>
         key = "labs/" + key[len("labs.") :].replace(".", ":")
-    if key in chapters():
-        return [(target, SIDES) for target in targets_of(key)]
-    if key in TARGETS:
-        return [(TARGETS[key], SIDES)]
-    one_sided = {target.side_name(side): (target, (side,)) for target in TARGETS.values() for side in SIDES}
-    if key in one_sided:
-        return [one_sided[key]]
+    if key in named:
+        return named[key]
     if is_function(key):
         return [(functions.UserFunction(key), ("optimized",))]
-    close = did_you_mean(key, [*TARGETS, *one_sided, *chapters()]) or f" The chapters are {', '.join(chapters())}."
-    raise BenchError(f"there is no target {name!r}.{close} `labs bench list-targets` lists the targets.")
+    raise BenchError(
+        f"there is no target {name!r}.{did_you_mean(key, named)} `labs bench list-targets` lists the targets."
+    )
 
 
 def is_function(name: str) -> bool:
@@ -82,22 +76,16 @@ def find_target(name: str) -> Target:
 
 
 def _read_flags(extra_args: Iterable[str], chosen: Iterable[str]) -> dict[str, str]:
-    """Sort the --target-extra-arg strings by target: {target: flags}, for the chosen targets only."""
+    """Sort the --target-extra-arg strings by target: {target: flags}. Flags of a chapter are for each of its targets."""
     flags = dict.fromkeys(chosen, "")
     for name, text in split_extra_args(extra_args).items():
-        targets = [target for target, _ in read_name(name)]
-        if len(targets) > 1:
-            raise BenchError(
-                f"--target-extra-arg names the chapter {name}; name one target of it: "
-                f"{', '.join(target.name for target in targets)}."
-            )
-        (target,) = targets
-        if target.name not in flags:
-            raise BenchError(
-                f"--target-extra-arg is for {target.name}, which is not among the targets to run "
-                f"({', '.join(flags)}); add it to --targets."
-            )
-        flags[target.name] = f"{flags[target.name]} {text}".strip()
+        for target, _ in read_name(name):
+            if target.name not in flags:
+                raise BenchError(
+                    f"--target-extra-arg is for {target.name}, which is not among the targets to run "
+                    f"({', '.join(flags)}); add it to --targets."
+                )
+            flags[target.name] = f"{flags[target.name]} {text}".strip()
     return flags
 
 
@@ -122,50 +110,40 @@ def plan(
         inputs: the arguments of functions (see `functions.read_argument`).
         against: the baseline of functions, `module:function`.
     """
-    chosen: dict[str, tuple[str, ...]] = {}
-    found: dict[str, Target] = {}
+    chosen: dict[str, Plan] = {}
     for name in names:
         for target, sides in read_name(name):
-            sides = SIDES if against and isinstance(target, functions.UserFunction) else sides
-            chosen[target.name] = tuple(side for side in SIDES if side in {*chosen.get(target.name, ()), *sides})
-            found[target.name] = target
+            if against and isinstance(target, functions.UserFunction):
+                sides = SIDES
+            before = chosen[target.name].sides if target.name in chosen else ()
+            chosen[target.name] = Plan(target, tuple(side for side in SIDES if side in (*before, *sides)), ())
     if not chosen:
         raise BenchError(
             "no target was given; name one with --targets, such as "
             f"{next(iter(TARGETS))} (`labs bench list-targets` lists them)."
         )
     flags, given = _read_flags(extra_args, chosen), {"inputs": tuple(inputs), "against": against}
-    if any(given.values()) and not any(isinstance(target, functions.UserFunction) for target in found.values()):
+    if any(given.values()) and not any(isinstance(one.target, functions.UserFunction) for one in chosen.values()):
         raise BenchError("--input and --against are for a function of yours: name it as module:function.")
     plans = []
-    for name, sides in chosen.items():
-        target, cases = found[name], []
-        for value in sweep.values if sweep else ("",):
-            swept = {sweep.name: value} if sweep else {}
-            if isinstance(target, functions.UserFunction):
+    for name, one in chosen.items():
+        cases: list[Case] = []
+        for swept in [{sweep.name: value} for value in sweep.values] if sweep else [{}]:
+            if isinstance(one.target, functions.UserFunction):
                 settings = {key: Setting(value, "flag") for key, value in (given | swept).items()}
             else:
                 words = [flags[name], *(f"--{key.replace('_', '-')} {value}" for key, value in swept.items())]
-                settings = settle(target.knobs, " ".join(words), name, device.type, environ)
-            cases += [replace(case, swept=swept) for case in target.cases(settings, device)]
-        plans.append(Plan(target, sides, tuple(cases)))
+                settings = settle(one.target.knobs, " ".join(words), name, device.type, environ)
+            cases += [replace(case, swept=swept) for case in one.target.cases(settings, device)]
+        plans.append(replace(one, cases=tuple(cases)))
     return plans
-
-
-def _value_text(value: object) -> str:
-    if isinstance(value, tuple):
-        return ",".join(value)
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "matrix" if value is None else str(value)
 
 
 def _support_here(target: Target, cases: Iterable[Case]) -> Support:
     """Return whether one of the cases runs here with both sides; if none does, the last case's reason why not."""
     answer = Support(True)
     for case in cases:
-        # The optimized side is asked first: its reason says more.
-        answer = next((side for side in (target.support(case, s) for s in reversed(SIDES)) if not side), Support(True))
+        answer = target.support(case, "optimized") and target.support(case, "baseline")
         if answer:
             break
     return answer
@@ -189,16 +167,7 @@ def describe_targets(chapter: str | None = None) -> list[dict]:
                 "reason": support.reason,
                 "remedy": support.remedy,
                 "cases": [case.label for case in cases],
-                "knobs": [
-                    {
-                        "name": knob.name,
-                        "help": knob.help,
-                        "default": _value_text(knob.default(device.type)),
-                        "allowed": knob.allowed,
-                        "environment": knob.env,
-                    }
-                    for knob in target.knobs
-                ],
+                "knobs": [knob.describe(device.type) for knob in target.knobs],
             }
         )
     return rows

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from utils.bench.errors import BenchError
 from utils.bench.knobs import Knob, Setting
-from utils.bench.workload import DTYPES, MASKS, Workload, make_inputs, reference
 from utils.benchmark.profiling import Launched
 from utils.machine.device import Support, compute_capability
 
@@ -64,71 +62,6 @@ class Built:
     after: Callable[[], None] = field(default=lambda: None)  # raises if the timed calls went wrong, e.g. recompiled
 
 
-def shape_knobs(cpu: tuple, gpu: tuple, *, many_dtypes: bool = False) -> tuple[Knob, ...]:
-    """Make the knobs --batch --heads --seq-len --head-dim --dtype --seed.
-
-    Args:
-        cpu: the defaults (B, H, S, D, dtype) on a CPU.
-        gpu: the defaults on a GPU.
-        many_dtypes: whether --dtype takes several dtypes, separated by commas.
-    """
-    sizes = (
-        ("batch", "sequences, B"),
-        ("heads", "attention heads, H"),
-        ("seq-len", "tokens of a sequence, S"),
-        ("head-dim", "numbers of a head, D"),
-    )
-    meaning = "dtype of q, k and v" + (", several with commas" if many_dtypes else "")
-    return (
-        *(Knob(name, text, cpu[i], gpu[i]) for i, (name, text) in enumerate(sizes)),
-        Knob("dtype", meaning, cpu[4], gpu[4], choices=tuple(DTYPES), many=many_dtypes),
-        Knob("seed", "seed of the random inputs", 42, 42, least=0),
-    )
-
-
-CAUSAL = Knob("causal", "a query sees no later key", False, False)
-
-
-def mask_knobs(cpu_span: int, gpu_span: int) -> tuple[Knob, ...]:
-    """Make the knobs --mask and --doc-span; the arguments are the default spans, in tokens, on a CPU and on a GPU."""
-    return (
-        Knob("mask", "which keys a query sees", "causal_document", "causal_document", choices=MASKS),
-        Knob("doc-span", "tokens of a document, for the document masks", cpu_span, gpu_span, env="DOC_SPAN"),
-    )
-
-
-def _shape(settings: Mapping[str, Setting]) -> dict[str, Any]:
-    return {key: settings[key].value for key in SHAPE_KNOBS}
-
-
-def masked_workload(settings: Mapping[str, Setting], score_mod: str = "none") -> Workload:
-    """Make the workload of settings with a --mask.
-
-    A document span that the mask would ignore is an error, and so is one that is longer than the text. The default is cut
-    to the text.
-    """
-    shape, mask, span = _shape(settings), settings["mask"].value, settings["doc_span"]
-    source = {"default": "", "flag": "--doc-span"}.get(span.origin, "DOC_SPAN")
-    if "document" in mask:
-        if source and span.value > shape["seq_len"]:
-            raise BenchError(
-                f"{source} is {span.value} and the text has {shape['seq_len']} tokens (--seq-len): documents are at most as "
-                "long as the text. Take a shorter span or a longer text."
-            )
-        return Workload(**shape, mask=mask, doc_span=min(span.value, shape["seq_len"]), score_mod=score_mod)
-    if source:
-        raise BenchError(
-            f"{source} is {span.value} and --mask {mask} has no documents; use --mask causal_document or "
-            f"document, or leave {source} out."
-        )
-    return Workload(**shape, mask=mask, score_mod=score_mod)
-
-
-def plain_workload(settings: Mapping[str, Setting]) -> Workload:
-    """Make the workload of settings with a --causal switch."""
-    return Workload(**_shape(settings), mask="causal" if settings["causal"].value else "full")
-
-
 def dtype_support(dtype: str, device: torch.device) -> Support:
     """Say whether a dtype is worth timing on this device."""
     if device.type == "cpu" and dtype == "fp16":
@@ -144,6 +77,13 @@ def dtype_support(dtype: str, device: torch.device) -> Support:
             "bf16 needs tensor cores of compute capability 8.0; this GPU has {}.{}.".format(*capability),
             "Use --dtype fp16 or --dtype fp32.",
         )
+    return Support(True)
+
+
+def interpreted(name: str, device: torch.device) -> Support:
+    """Refuse a kernel in Triton on a CPU."""
+    if device.type == "cpu":
+        return Support(False, f"{name} on a CPU runs in Triton's interpreter, whose time says nothing.", "Use a GPU.")
     return Support(True)
 
 
@@ -172,21 +112,20 @@ class Target:
         raise NotImplementedError
 
     def support(self, case: Case, side: str) -> Support:
-        """Say whether this machine runs this side of the case, and if not, why."""
-        raise NotImplementedError
+        """Whether this machine runs this side of the case, and why not: here, whether it computes with the dtype."""
+        return dtype_support(case.workload.dtype, case.device)
 
     def score_buffers(self, case: Case, side: str) -> float:
         """Count the fp32 buffers of (B, H, S, S) that the side needs at once: 0 for a fused kernel."""
         return 0.0
 
     def inputs(self, case: Case) -> tuple[torch.Tensor, ...]:
-        """Make the inputs of `build` and `expected`: q, k, v, and the output's gradient unless the pass is forward."""
-        inputs = make_inputs(case.workload, case.device, case.value("seed"))
-        return inputs.qkv if inputs.dout is None else inputs
+        """Make the inputs of `build` and `expected`."""
+        raise NotImplementedError
 
     def expected(self, case: Case, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Compute the float64 reference of each result, by name."""
-        return reference(case.workload, *inputs)
+        raise NotImplementedError
 
     def bounds(self, case: Case, side: str, precision: str, earlier: Mapping[str, dict]) -> tuple[float, float] | None:
         """Return the errors allowed, of the whole and of the worst row; None for what the rounding explains.
@@ -203,7 +142,7 @@ class Target:
         """Return further facts for the results about a side that was verified and proved, such as its memory."""
         return {}
 
-    def build(self, case: Case, side: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Built:
+    def build(self, case: Case, side: str, *inputs: torch.Tensor) -> Built:
         """Build the side's call on these inputs."""
         raise NotImplementedError
 

@@ -1,48 +1,29 @@
-"""labs/cudnn_sdpa_bench: scaled_dot_product_attention with one backend pinned. Backends come by flag alone."""
+"""labs/cudnn_sdpa_bench: SDPA with one backend pinned, or a kernel with a backward pass. Backends come by flag alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
-from utils.attention import find_backend
 from utils.bench.errors import BenchError
 from utils.bench.knobs import Knob
 from utils.bench.targets import sdpa
-from utils.bench.targets.base import CAUSAL, SHAPE_KNOBS, Built, Case, Target, dtype_support, shape_knobs
-from utils.bench.targets.proof import BACKEND_OF, prove
-from utils.bench.workload import DIRECTIONS, LAYOUTS, Inputs, Workload
-from utils.machine.device import Support
+from utils.bench.targets.attention import CAUSAL, AttentionTarget, plain_workload, shape_knobs
+from utils.bench.targets.base import Case
+from utils.bench.workload import DIRECTIONS, LAYOUTS
+
+# SDPA's backends, and those outside of torch that have a backward pass.
+CHOICES = (*sdpa.CHOICES, "gluon", "cute", "flash_attn")
 
 
-def sdpa_support(name: str, case: Case) -> Support:
-    """Whether a backend (or "auto", torch's own choice) exists on this machine.
-
-    Whether the backend takes the shape is torch's to say, when the side is built.
-    """
-    return dtype_support(case.workload.dtype, case.device) and find_backend(BACKEND_OF.get(name, name)).machine()
-
-
-def build_sdpa(name: str, case: Case, inputs: Inputs) -> Built:
-    """Bind SDPA with one backend pinned, or with torch's choice; raise Refused, with torch's reason, if it refuses."""
-    sdpa.refuse(case.workload, name, inputs)
-    backend = find_backend(BACKEND_OF.get(name, name))
-    implementation = f"SDPA of torch {torch.__version__}" if name == "auto" else backend.implementation()
-    return Built(sdpa.bind(case.workload, name, inputs), name, implementation)
-
-
-def _count(value: int | None) -> int | None:
-    return value or None  # 0 means "as many as q has", or no window
-
-
-class FlashSdp(Target):
-    """One SDPA backend against another, in any direction, layout and grouping."""
+class FlashSdp(AttentionTarget):
+    """One backend against another, forward, backward or both, in any layout and grouping: by default of SDPA."""
 
     chapter, workload = "labs/cudnn_sdpa_bench", "flash_sdp"
-    summary = "one SDPA backend against another on the same inputs"
-    sides: Mapping[str, str] = {"baseline": "SDPA with --baseline-backend (math)", "optimized": "SDPA with --backend"}
-    choices = ("auto", *sdpa.BACKENDS)
+    summary = "one attention backend against another on the same inputs, forward and backward"
+    sides: Mapping[str, str] = {
+        "baseline": "--baseline-backend (SDPA's math)",
+        "optimized": "--backend (SDPA's own choice)",
+    }
     knobs = (
         *shape_knobs(cpu=(1, 4, 1024, 64, "fp32"), gpu=(4, 16, 4096, 128, "bf16")),
         CAUSAL,
@@ -51,21 +32,14 @@ class FlashSdp(Target):
         Knob("window", "only keys fewer than this many positions away, by a boolean mask; 0: none", 0, 0, least=0),
         Knob("layout", "bhsd is contiguous, bshd a view of (B, S, H, D)", "bhsd", "bhsd", choices=LAYOUTS),
         Knob("pass", "what is timed", "forward", "forward", choices=DIRECTIONS),
-        Knob("backend", "backend of the optimized side; auto is torch's own choice", "auto", "auto", choices=choices),
-        Knob("baseline-backend", "backend of the baseline side", "math", "math", choices=choices),
+        Knob("backend", "backend of the optimized side; auto is torch's own choice", "auto", "auto", choices=CHOICES),
+        Knob("baseline-backend", "backend of the baseline side", "math", "math", choices=CHOICES),
     )
 
     def cases(self, settings, device):
         """Return the one case of these settings; raise BenchError for values that do not go together."""
-        workload = Workload(
-            *(settings[key].value for key in SHAPE_KNOBS),
-            "causal" if settings["causal"].value else "full",
-            kv_heads=_count(settings["kv_heads"].value),
-            seq_len_kv=_count(settings["seq_len_kv"].value),
-            layout=settings["layout"].value,
-            direction=settings["pass"].value,
-            window=_count(settings["window"].value),
-        )
+        given = {key: settings[key].value or None for key in ("kv_heads", "seq_len_kv", "window")}
+        workload = plain_workload(settings, layout=settings["layout"].value, direction=settings["pass"].value, **given)
         if workload.heads % workload.hkv:
             raise BenchError(
                 f"--kv-heads is {workload.hkv} and --heads {workload.heads}: each head of k and v serves "
@@ -79,24 +53,9 @@ class FlashSdp(Target):
             )
         return [Case(self.name, workload, settings, device)]
 
-    def _backend(self, case: Case, side: str) -> str:
+    def backend(self, case, side):
+        """Return the name of a side's backend."""
         return case.value("backend" if side == "optimized" else "baseline_backend")
-
-    def support(self, case, side):
-        """Whether this machine runs this side of the case, and why not."""
-        return sdpa_support(self._backend(case, side), case)
-
-    def score_buffers(self, case, side):
-        """Fp32 buffers of (B, H, S, S) that the side needs at once."""
-        return 3.0 if self._backend(case, side) == "math" else 0.0
-
-    def build(self, case, side, q, k, v, dout=None):
-        """Bind the side's call."""
-        return build_sdpa(self._backend(case, side), case, Inputs(q, k, v, dout))
-
-    def prove(self, case, side, built, launched):
-        """Return the backend that ran; raise WrongRun if it is not the pinned one."""
-        return prove(built.provider, launched, case.workload.direction)
 
     def facts(self, case, side, built):
         """Return the memory that a call needs."""

@@ -16,24 +16,30 @@ from utils.attention.masks.sparsity import sparsity
 from utils.attention.problem import MODES
 from utils.bench.errors import BenchError, WrongRun
 from utils.bench.knobs import Knob
-from utils.bench.targets.base import Case, Target, dtype_support, mask_knobs, masked_workload, shape_knobs
-from utils.bench.targets.prepared import PreparedBuilt, UnfusedFused, build_prepared, provider_knob
-from utils.bench.workload import SCORE_MODS
+from utils.bench.targets.attention import (
+    AttentionTarget,
+    PreparedBuilt,
+    UnfusedFused,
+    build_prepared,
+    mask_knobs,
+    masked_workload,
+    provider_knob,
+    shape_knobs,
+)
+from utils.bench.targets.base import Case
 from utils.benchmark.measuring import compare
-from utils.machine.device import Support, compile_support
+from utils.benchmark.result import format_ms, with_interval
 
 BLOCK_SIZES = ("16", "32", "64", "128", "256")
-CPU_HEAD_DIMS = (8, 256)
 # Further baselines of the compiled side: {name in flags and records: (backend, description)}.
 AGAINST = {
     "dense_compiled": ("naive_compiled", "compiled dense attention under a stored mask"),
     "sdpa": ("sdpa", "SDPA, under a stored mask unless it is a plain causal one"),
 }
 PAIRS = {"cpu": 15, "cuda": 30}  # interleaved pairs of each further comparison
-SCORE_MOD = Knob("score-mod", "change of the scores before the softmax", "none", "none", choices=SCORE_MODS)
 
 
-class FlexAttention(Target):
+class FlexAttention(AttentionTarget):
     """FlexAttention as eager Python against FlexAttention compiled."""
 
     chapter, workload = "labs/flexattention", "flex_attention"
@@ -45,7 +51,6 @@ class FlexAttention(Target):
     knobs = (
         *shape_knobs(cpu=(1, 4, 1024, 64, "fp32"), gpu=(4, 16, 4096, 64, "bf16")),
         *mask_knobs(256, 1024),
-        SCORE_MOD,
         Knob("block-size", "tokens of a block of the block mask", "128", "128", choices=BLOCK_SIZES, env="BLOCK_SIZE"),
         Knob("compile-mode", "mode of torch.compile", "default", "default", choices=MODES, env="TORCH_COMPILE_MODE"),
         Knob("against", "further baselines of the compiled side", "all", "all", choices=("all", "none", *AGAINST)),
@@ -65,28 +70,11 @@ class FlexAttention(Target):
                 f"{where} is {size.value} and --mask full has no block mask; choose another --mask, or "
                 f"leave {where} out."
             )
-        return [Case(self.name, masked_workload(settings, settings["score_mod"].value), settings, device)]
+        return [Case(self.name, masked_workload(settings), settings, device)]
 
-    def support(self, case, side):
-        """Whether this machine runs this side of the case, and why not."""
-        if not (kind := dtype_support(case.workload.dtype, case.device)):
-            return kind
-        if side == "optimized":
-            if not (here := compile_support()):
-                return here
-            low, high = CPU_HEAD_DIMS
-            if case.device.type == "cpu" and not low <= case.workload.head_dim <= high:
-                return Support(
-                    False,
-                    f"compiled FlexAttention on a CPU takes head dimensions {low} to {high}, not "
-                    f"{case.workload.head_dim}.",
-                    "Choose another --head-dim.",
-                )
-        return Support(True)
-
-    def score_buffers(self, case, side):
-        """Fp32 buffers of (B, H, S, S) that the side needs at once."""
-        return 4.0 if side == "baseline" else 0.0  # scores, modified, masked, weights
+    def backend(self, case, side):
+        """Return the name of a side's backend."""
+        return "flex_eager" if side == "baseline" else "flex"
 
     def build(self, case, side, q, k, v):
         """Prepare the side's call. The records name the sides "eager" and "compiled"."""
@@ -132,27 +120,14 @@ class FlexAttention(Target):
             other = prepare(*inputs, backend=backend, **case.workload.attention_arguments)
         except AttentionUnsupported as error:
             return {"refused": str(error)}, f"not compared with {words}: {error}"
-        pair = compare(
-            other.fn,
-            built.prepared.fn,
-            *inputs,
-            warmup=3,
-            iterations=PAIRS[case.device.type],
-            labels=(name, "compiled FlexAttention"),
-            device=case.device,
-        )
+        labels, iterations = (name, "compiled FlexAttention"), PAIRS[case.device.type]
+        pair = compare(other.fn, built.prepared.fn, *inputs, warmup=3, iterations=iterations, labels=labels)
         other.check()
-        comparison = {
-            "speedup": pair.speedup,
-            "interval": list(pair.interval),
-            "verdict": pair.verdict,
-            "ms": pair.a.median_ms,
-            "implementation": other.settings["implementation"],
-        }
-        return comparison, (
-            f"against {words} ({pair.a.median_ms:.3g} ms), compiled FlexAttention is "
-            f"{pair.speedup:.3g}x as fast [{pair.interval[0]:.3g}, {pair.interval[1]:.3g}]."
-        )
+        comparison = {name: getattr(pair, name) for name in ("speedup", "interval", "verdict")}
+        comparison |= {"ms": pair.a.median_ms, "implementation": other.settings["implementation"]}
+        speedup = with_interval(pair.speedup, *pair.interval)
+        milliseconds = format_ms(pair.a.median_ms)
+        return comparison, f"against {words} ({milliseconds}), compiled FlexAttention is {speedup} times as fast."
 
     def prove(self, case, side, built, launched):
         """Return "compiled" if a fused kernel ran and no softmax, else "eager"; raise WrongRun if it is not the side."""
@@ -185,13 +160,12 @@ class FlexAttentionCute(UnfusedFused):
     knobs = (
         *shape_knobs(cpu=(1, 4, 1024, 64, "fp32"), gpu=(4, 16, 4096, 64, "bf16")),
         *mask_knobs(256, 1024),
-        SCORE_MOD,
         provider_knob(order),
     )
 
     def cases(self, settings, device):
         """Return the one case of these settings; raise BenchError for values that do not go together."""
-        workload = masked_workload(settings, settings["score_mod"].value)
+        workload = masked_workload(settings)
         if device.type == "cpu" and workload.documents[2]:
             raise BenchError(
                 f"--doc-span {workload.doc_span} does not divide --seq-len {workload.seq_len}: fused kernels on a CPU "

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import math
 import os
 import re
 import sys
@@ -24,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from utils.bench.errors import BenchError, WrongRun, check_choice, first_line
 from utils.bench.knobs import Knob, Setting
-from utils.bench.targets.base import Built, Case, Target, dtype_support
+from utils.bench.targets.base import Built, Case, Target, interpreted
 from utils.bench.verify import rounding_bounds
 from utils.bench.workload import DTYPES
 from utils.kernels import gelu, gemm
@@ -46,11 +47,6 @@ class Argument:
     shape: tuple[int, ...] = ()
     dtype: str = ""
     constant: Any = None
-
-    @property
-    def numbers(self) -> int:
-        """Numbers in the tensor."""
-        return functools.reduce(int.__mul__, self.shape, 1)
 
     def __str__(self) -> str:
         return f"{self.name} {'x'.join(map(str, self.shape))}" if self.fill else f"{self.name}={self.constant!r}"
@@ -104,7 +100,7 @@ class CallWorkload:
 
     def bytes_needed(self, score_buffers: float) -> int:
         """Estimate a run's bytes: inputs, results and their copies in float64."""
-        numbers = sum(one.numbers for one in self.arguments if one.fill)
+        numbers = sum(math.prod(one.shape) for one in self.arguments if one.fill)
         return int(self.cost.bytes + numbers * (DTYPES[self.dtype].itemsize + 3 * 8))
 
     def fill(self, device: torch.device | str, seed: int) -> tuple[torch.Tensor, ...]:
@@ -159,14 +155,15 @@ class FunctionTarget(Target):
         cost = next((cost for cost in costs if cost.flops or cost.bytes), Cost(0, 0))
         return [Case(self.name, CallWorkload(arguments, cost), settings, device)]
 
-    def support(self, case, side):
-        """Whether this machine runs this side of the case, and why not."""
-        return dtype_support(case.workload.dtype, case.device)
-
     def inputs(self, case):
         """Return the tensors of the call."""
-        seed = case.settings.get("seed")
-        return case.workload.fill(case.device, 42 if seed is None else seed.value)
+        return case.workload.fill(case.device, case.settings["seed"].value if "seed" in case.settings else 42)
+
+    def expected(self, case, *inputs):
+        """Return the reference of each result that is a tensor, by name, and keep in `compared_with` what it is."""
+        results, self.compared_with = self._reference(case, inputs)
+        tensors = [_double(one) for one in _tuple(results) if isinstance(one, torch.Tensor)]
+        return {"output" if i == 0 else f"output {i}": tensor for i, tensor in enumerate(tensors)}
 
     def _reference(self, case: Case, inputs: tuple) -> tuple[Any, str]:
         """Return the results that both sides are compared with, and what they are, in words."""
@@ -182,12 +179,6 @@ class FunctionTarget(Target):
             why = f"{name} does not compute in float64 ({first_line(error)})"
         return (None, f"not compared: {why}") if alone else (fn(*inputs, **constants), f"compared with {name}: {why}")
 
-    def expected(self, case, *inputs):
-        """Return the reference of each result that is a tensor, by name."""
-        results, _ = self._reference(case, inputs)
-        tensors = [_double(one) for one in _tuple(results) if isinstance(one, torch.Tensor)]
-        return {"output" if i == 0 else f"output {i}": tensor for i, tensor in enumerate(tensors)}
-
     def bounds(self, case, side, precision, earlier):
         """Return the errors allowed: those of the baseline count twice, which may itself be as inexact as its dtype is."""
         if (found := earlier.get("baseline")) is None:
@@ -198,9 +189,8 @@ class FunctionTarget(Target):
     def build(self, case, side, *inputs):
         """Bind the side's function to the tensors."""
         name, fn = self.function(case, side)
-        return Built(
-            functools.partial(fn, *inputs, **case.workload.constants), name, getattr(fn, "__module__", "") or ""
-        )
+        bound = functools.partial(fn, *inputs, **case.workload.constants)
+        return Built(bound, name, getattr(fn, "__module__", "") or "")
 
     def prove(self, case, side, built, launched):
         """Return the function's name; what it launched stands in the results."""
@@ -208,7 +198,7 @@ class FunctionTarget(Target):
 
     def facts(self, case, side, built):
         """Say what the side was compared with."""
-        return {} if side == "baseline" else {"notes": [f"{self._reference(case, self.inputs(case))[1]}."]}
+        return {} if side == "baseline" else {"notes": [f"{self.compared_with}."]}
 
 
 class UserFunction(FunctionTarget):
@@ -224,16 +214,12 @@ class UserFunction(FunctionTarget):
     def function(self, case, side):
         """Return the name and the function of a side; ("", ...) without --against."""
         name = self.name if side == "optimized" else case.value("against")
-        return (name.rpartition(":")[2], find_function(name)) if name else ("", _nothing)
+        return (name.rpartition(":")[2], find_function(name)) if name else ("", find_function)
 
     def cases(self, settings, device):
         """Return the one case of these settings."""
         sizes = {key: int(setting.value) for key, setting in settings.items() if str(setting.value).isdigit()}
         return self.cases_of(tuple(read_argument(text, sizes) for text in settings["inputs"].value), settings, device)
-
-
-def _nothing() -> None:
-    """Stand where a function has no baseline."""
 
 
 def find_function(name: str) -> Callable:
@@ -250,14 +236,6 @@ def find_function(name: str) -> Callable:
     return found
 
 
-def _kernel_support(name: str, device: torch.device, capability: tuple[int, int]) -> Support:
-    if device.type == "cpu":
-        return Support(False, f"{name} on a CPU runs in Triton's interpreter, whose time says nothing.", "Use a GPU.")
-    if (here := compute_capability() or (0, 0)) < capability:
-        return Support(False, f"{name} needs compute capability {capability[0]}.{capability[1]}; here is {here}.", "")
-    return Support(True)
-
-
 class Versions(FunctionTarget):
     """Versions of an operator of `utils.kernels`, chosen by --kernel, against one of torch."""
 
@@ -267,15 +245,13 @@ class Versions(FunctionTarget):
 
     def function(self, case, side):
         """Return the name and the function of a side."""
-        if side == "baseline":
-            return self.baseline
-        return case.value("kernel"), self.kernels[case.value("kernel")]
+        name = case.value("kernel")
+        return self.baseline if side == "baseline" else (name, self.kernels[name])
 
     def cases(self, settings, device):
         """Return the one case of these settings."""
-        return self.cases_of(
-            self.arguments({key: setting.value for key, setting in settings.items()}), settings, device
-        )
+        arguments = self.arguments({key: setting.value for key, setting in settings.items()})
+        return self.cases_of(arguments, settings, device)
 
     def arguments(self, values: Mapping[str, Any]) -> tuple[Argument, ...]:
         """Return the arguments of the operator, from the values of the knobs."""
@@ -283,14 +259,12 @@ class Versions(FunctionTarget):
 
     def support(self, case, side):
         """Whether this machine runs this side of the case, and why not."""
-        name, capability = case.value("kernel"), (9, 0) if "warp" in case.value("kernel") else (0, 0)
-        if (
-            side == "optimized"
-            and name != "gelu_torch"
-            and not (able := _kernel_support(name, case.device, capability))
-        ):
-            return able
-        return super().support(case, side)
+        name, answer = case.value("kernel"), Support(True)
+        if side == "optimized" and name != "gelu_torch":
+            answer = interpreted(name, case.device)
+            if answer and "warp" in name and (here := compute_capability() or (0, 0)) < (9, 0):
+                answer = Support(False, f"{name} needs compute capability 9.0; here is {here[0]}.{here[1]}.")
+        return answer and super().support(case, side)
 
     def prove(self, case, side, built, launched):
         """Return the version that ran; raise WrongRun if nothing that was launched is its own."""

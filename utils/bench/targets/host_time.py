@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from utils.attention import BACKENDS, AttentionUnsupported, attention, find_backend, last_run
 from utils.bench.errors import Refused
 from utils.bench.knobs import Knob
-from utils.bench.targets.base import CAUSAL, Built, Case, Target, dtype_support, plain_workload, shape_knobs
-from utils.bench.targets.prepared import backend_support
-from utils.bench.targets.proof import prove
+from utils.bench.targets.attention import CAUSAL, AttentionTarget, plain_workload, shape_knobs
+from utils.bench.targets.base import Built, Case
 from utils.benchmark.cpu_timer import collector_paused
 from utils.benchmark.measuring import measure
 
@@ -47,7 +46,7 @@ def host_time_us(call: Callable[[], object]) -> float:
     return min(medians)
 
 
-class HostTime(Target):
+class HostTime(AttentionTarget):
     """One call of torch's SDPA against one call of `attention`: both as a user would write them."""
 
     chapter, workload = "labs/host_time", "attention_call"
@@ -66,16 +65,9 @@ class HostTime(Target):
         """Return the one case of these settings."""
         return [Case(self.name, plain_workload(settings), settings, device)]
 
-    def support(self, case, side):
-        """Whether this machine runs this side of the case, and why not."""
-        name = case.value("provider")
-        if side == "optimized" and name != "auto" and not (answer := backend_support(name, case)):
-            return answer
-        return dtype_support(case.workload.dtype, case.device)
-
-    def score_buffers(self, case, side):
-        """Fp32 buffers of (B, H, S, S) that the side needs at once."""
-        return 3.0 if side == "optimized" and case.value("provider") in ("naive", "math", "flex_eager") else 0.0
+    def backend(self, case, side):
+        """Return the name of a side's backend."""
+        return "auto" if side == "baseline" else case.value("provider")
 
     def build(self, case, side, q, k, v):
         """Return the plain call; it has run once, so that everything is compiled and decided."""
@@ -96,10 +88,6 @@ class HostTime(Target):
             raise Refused(str(error)) from None
         ran = last_run().backend
         return Built(call, ran, find_backend(ran).implementation())
-
-    def prove(self, case, side, built, launched):
-        """Return the backend that ran; raise WrongRun if it is another one than asked for."""
-        return prove(built.provider, launched)
 
     def facts(self, case, side, built):
         """Return the host's time and the device's, and a note that says which one a caller waits for."""

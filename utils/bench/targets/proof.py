@@ -9,8 +9,8 @@ from utils.attention.backends.sdpa import BACKWARD_OPERATORS, FORWARD_OPERATORS,
 from utils.bench.errors import WrongRun
 from utils.benchmark.profiling import Launched
 
-# Records, flags and targets call torch's own choice of SDPA backend "auto"; `attention` calls it "sdpa".
-BACKEND_OF = {"auto": "sdpa"}
+# What records, flags and targets call torch's own choice of SDPA backend, and unfused attention -> the name in `attention`.
+BACKEND_OF = {"auto": "sdpa", "unfused": "naive"}
 
 
 def _single(names: list[str], launched: Launched) -> str:
@@ -42,7 +42,7 @@ def prove(asked: str, launched: Launched, direction: str = "forward") -> str:
     On a GPU the kernels must be the backend's own too, and for a fused SDPA backend the operators.
 
     Args:
-        asked: a backend's name, or "auto" for torch's own choice of SDPA backend.
+        asked: a backend's name; "auto" is torch's own choice of SDPA backend.
         launched: the operators and kernels of one call.
         direction: "forward", "backward" or "both", of an SDPA call.
     """
@@ -54,7 +54,7 @@ def prove(asked: str, launched: Launched, direction: str = "forward") -> str:
             raise WrongRun(f"the SDPA backend {asked} was asked for and {ran} ran, by {', '.join(operators)}.")
         if not launched.kernels or ran not in PINS:
             return ran  # the operator is the proof; "overrideable" has no kernels of its own
-    backend = find_backend(ran)
+    backend = find_backend(BACKEND_OF.get(ran, ran))
     pattern, names = (
         (backend.kernels, launched.kernels) if launched.kernels else (backend.cpu_operators, launched.operators)
     )

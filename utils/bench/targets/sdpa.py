@@ -20,6 +20,7 @@ from utils.bench.targets.proof import BACKEND_OF
 from utils.bench.workload import Inputs, Workload
 
 BACKENDS = ("cudnn", "flash", "math", "efficient")
+CHOICES = ("auto", *BACKENDS)
 
 
 def leaves(workload: Workload, inputs: Inputs) -> list[torch.Tensor]:

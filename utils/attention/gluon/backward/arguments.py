@@ -59,7 +59,7 @@ class Gradients:
     lse: torch.Tensor
     dlse: torch.Tensor | None  # gradient of the log-sum-exp, if it was used
     plan: BackwardPlan
-    shares: int  # of blocks, whose parts of dK and dV are added up
+    slots: int  # pieces of blocks, whose dK and dV are added up
 
     dq: torch.Tensor = field(init=False)
     dk: torch.Tensor = field(init=False)
@@ -79,7 +79,7 @@ class Gradients:
         self.lse2, self.delta = self.lse.new_empty((2, batch * heads, rows)).unbind()
         # Where nothing is summed in memory, the kernels get a pointer that they do not use.
         self.sums = self.lse.new_empty((batch * heads * rows * width // 128, 128)) if self.plan.dq else self.lse2
-        self.parts = self.lse.new_empty(2 * self.shares * 256 * width) if self.shares else self.lse2
+        self.parts = self.lse.new_empty(self.slots * 256 * width) if self.slots else self.lse2
         self.counter = torch.empty(1, dtype=torch.int32, device=q.device)
         self.dlse = self.lse if self.dlse is None else self.dlse
 
@@ -144,15 +144,22 @@ def launches(
     blocks_n, c = -(-sk // plan.block_n) if packed is None else len(packed.blocks), scale * LOG2_E
     mask = span(causal, window) if packed is None else (packed.table, 0)
     sizes = sq, sk, *mask, heads, kv_heads, heads // kv_heads, rows // plan.block_m
-    blocks = blocks_n, order.section, total, order.whole, order.shares, order.units
-    programs = order.whole + order.shares
+    blocks = blocks_n, order.section, total, order.whole, order.pieces
+    programs = order.whole + order.slots
     # The kernels around the step's own are the same for all masks but that of a table.
     common = {"PLAN": plan if plan.edges == 3 else replace(plan, edges=2)}
     found = [start, step_launch(step, g, sizes, blocks, programs, (c, scale))]
-    if order.shares:
-        grid = (blocks_n * total - order.whole) * 2, 2, width // 32
-        numbers = *strides(g.dk), *sizes, *blocks, scale, head_dim // 8
-        found.append(Launch("shares.finish_parts", grid, ("parts", "dv", "dk"), numbers, common))
+    if order.slots:
+        numbers = *strides(g.dk), head_dim // 8, sk, mask[0], kv_heads, *blocks, scale
+        found.append(
+            Launch(
+                "shares.finish_parts",
+                (order.slots // order.pieces * 2, 2, width // 32),
+                ("parts", "dv", "dk"),
+                numbers,
+                common,
+            )
+        )
     if plan.dq:
         grid, numbers = (width // 64, rows // 64, batch * heads), (*strides(g.dq), *queries, width // 64, scale)
         return [*found, Launch("fragments.finish_dq", grid, ("sums", "dq"), numbers, {"FRAGMENTS": step > 1})]
@@ -218,7 +225,4 @@ def find_order(
     shape, sms = (plan, sq, sk, batch * kv_heads, heads // kv_heads), processors(q.device)
     if packed is None:
         return order_of(*shape, sms, span(causal, window), step == 6 and plan.block_d < 256)
-    blocks = blocks_of(*shape, sms, back=0, ahead=0)
-    found = best_order(replace(blocks, tiles=packed.blocks), True)
-    # The kernel finds the place of a share by the table, which has all blocks.
-    return Order(found.section, len(packed.blocks) * batch * kv_heads) if found.whole and found.shares else found
+    return best_order(replace(blocks_of(*shape, sms, back=0, ahead=0), tiles=packed.blocks))

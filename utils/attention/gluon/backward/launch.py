@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from utils.attention.gluon.arguments import addressable
-from utils.attention.gluon.backward.arguments import Gradients, find_order, launches, run
+from utils.attention.gluon.backward.arguments import Gradients, find_order, launches, processors, run
 from utils.attention.gluon.backward.plan import BackwardPlan, plan_for
 from utils.newest import Newest
 
@@ -20,13 +20,13 @@ from utils.newest import Newest
 class _Kept:
     """The launches of an earlier backward pass, for one on tensors of the same shapes, strides and types."""
 
-    __slots__ = ("handles", "plan", "shares")
+    __slots__ = ("handles", "plan", "slots")
 
-    def __init__(self, handles: list, plan: BackwardPlan, shares: int):
-        self.handles, self.plan, self.shares = handles, plan, shares
+    def __init__(self, handles: list, plan: BackwardPlan, slots: int):
+        self.handles, self.plan, self.slots = handles, plan, slots
 
     def __call__(self, dout, q, k, v, out, lse, dlse) -> Gradients:
-        g = Gradients(dout, q, k, v, out, lse, dlse, self.plan, self.shares)
+        g = Gradients(dout, q, k, v, out, lse, dlse, self.plan, self.slots)
         for handle, names in self.handles:
             handle(*[getattr(g, name) for name in names])
         return g
@@ -88,6 +88,12 @@ def gradients(
         # Contiguous like all other results: torch.compile checks that the layout is the promised one.
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         return dq, *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    group = q.shape[1] // k.shape[1]
+    if q.shape[-1] > 128 and group > 1 and 2 * blocks_of_keys(k) <= processors(q.device):
+        # Few blocks of keys leave SMs without work. So each query head gets keys of its own, whose gradients are added up.
+        keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
+        dq, dk, dv = gradients(dout, dlse, q, keys, values, out, lse, causal, scale, window, deterministic, step)
+        return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
     given = dout, q, k, v, out
     # Where the tensors start is no part of the key, and is looked at each time.
     starts = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
@@ -105,6 +111,11 @@ def gradients(
     return g.dq, g.dk, g.dv
 
 
+def blocks_of_keys(k: torch.Tensor) -> int:
+    """Blocks of 64 keys, of which the kernel of wide heads has a program for each."""
+    return k.shape[0] * k.shape[1] * -(-k.shape[2] // 64)
+
+
 def _launch(key: tuple, given: tuple, lse, dlse, causal, scale, window, deterministic, step, lengths) -> Gradients:
     """Plan and launch a backward pass, and keep its launches if TMA could address its tensors without a copy."""
     dout, q, k, v, out = (x.contiguous() if step == 1 else addressable(x) for x in given)
@@ -116,12 +127,12 @@ def _launch(key: tuple, given: tuple, lse, dlse, causal, scale, window, determin
 
         packed = packed_keys(lengths, causal, window, plan.block_n, plan.block_m, q.device)
     order = find_order(step, q, k, plan, causal, window, packed)
-    g = Gradients(dout, q, k, v, out, *numbers, plan, order.shares)
+    g = Gradients(dout, q, k, v, out, *numbers, plan, order.slots)
     handles = []
     for launch in launches(step, g, order, causal, window, scale, dlse is not None, packed):
         handles.append((run(g, launch), launch.tensors))
     if handles[0][0] is not None and all(
         x is y for x, y in zip((dout, q, k, v, out, *numbers), (*given, lse, dlse), strict=True)
     ):
-        _kept[key] = _Kept(handles, plan, order.shares)
+        _kept[key] = _Kept(handles, plan, order.slots)
     return g

@@ -7,8 +7,10 @@ things make SMs wait for each other at the end:
 - A long block that starts late. Heads come in sections that fit in the L2, the longest blocks of a section first. 16 heads
   in sections of 15 and 1 end with all blocks of one head: 198 us of work took 265. So sections are of equal size, and as
   many as give the shortest schedule.
-- Fewer blocks than SMs, or blocks longer than the mean work of an SM. Then programs get equal shares of all blocks' tiles
-  (`shares.py`), if that gains more than the sums of the parts cost.
+- Fewer blocks than SMs, or a last round of few blocks. Then these blocks are cut into pieces (`shares.py`), the first pieces
+  of all blocks before all second ones, if that gains more than the sums of the pieces cost. So the programs that run at the
+  same time are at the same query heads, whose tiles stay in the L2: equal shares of the row of all tiles, of which a program
+  had one, took 1.2 times as long.
 
 The schedule is computed as a list schedule: each block goes to the SM that is free first. With its costs, fitted to recorded
 times, it gives the times of eight recorded shapes within 6%.
@@ -28,16 +30,13 @@ from utils.attention.gluon.backward.plan import BackwardPlan
 L2_BYTES = 32 << 20
 # In tiles of queries, each 2.1 to 2.4 us:
 BLOCK_TILES = 1.4  # beginning and end of a block: barriers, the first K and Q, stores of dV and dK
-PART_TILES = 1.0  # the same of a part, whose dV and dK are stored in fp32
-FINISH_TILES = 1.5  # launch of the kernel that adds up the parts
-ADD_TILES = 0.01  # writing and reading a part of 128 keys x 128 columns once more, of all SMs together
+FINISH_TILES = 2.5  # launch of the kernel that adds up the pieces
+ADD_TILES = 0.012  # writing and reading a piece of 128 keys x 128 columns once more, of all SMs together
 WIDER = 0.03  # share of the time that each doubling of the sections beyond the L2 costs: a guess, 30% were seen for all heads
-# With equal shares all heads are in flight: twice L2_BYTES cost nothing, and each L2_BYTES more a tenth of the time.
-ROOMY, BEYOND = 2.0, 0.1
-BLOCK_UNITS = 2  # what the kernel takes for the beginning and end of a block where programs have equal shares
-# Equal shares are taken where the schedule gives at most so much of the time: it is right to a few percent.
-EVEN_GAIN = 0.97
+# Blocks are cut where the schedule gives at most so much of the time: it is right to a few percent.
+PIECES_GAIN = 0.985
 MOST_BLOCKS = 8  # of an SM: with more of them no block is so long that a schedule would have to be computed
+PIECES = 2, 3, 4, 5, 6, 8  # of a block
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,8 @@ class Order:
 
     section: int  # heads of keys
     whole: int  # so many blocks are taken as they are
-    shares: int = 0  # equal shares of the blocks behind them
-    units: int = 0  # tiles of those blocks, and BLOCK_UNITS for each block
+    pieces: int = 1  # of each block behind them
+    slots: int = 0  # of all these blocks
 
 
 @dataclass(frozen=True)
@@ -98,13 +97,13 @@ def blocks_of(
     return Blocks(tiles, heads, group, fit, sms)
 
 
-def in_order(blocks: Blocks, section: int) -> list[float]:
-    """Return what each block takes, in tiles, in the order in which SMs take them."""
-    costs: list[float] = []
+def in_order(blocks: Blocks, section: int) -> list[int]:
+    """Return how many tiles each block has, in the order in which SMs take them."""
+    found: list[int] = []
     for start in range(0, blocks.heads, section):
         for tiles in blocks.tiles:
-            costs += [tiles * blocks.group + BLOCK_TILES] * min(section, blocks.heads - start)
-    return costs
+            found += [tiles * blocks.group] * min(section, blocks.heads - start)
+    return found
 
 
 def list_schedule(costs: Iterable[float], sms: int) -> float:
@@ -116,33 +115,13 @@ def list_schedule(costs: Iterable[float], sms: int) -> float:
 
 
 def schedule_tiles(blocks: Blocks, order: Order) -> float:
-    """Return how long an order takes, in tiles, with the kernel that adds up the parts."""
-    end = list_schedule(in_order(blocks, order.section)[: order.whole], blocks.sms)
-    if not order.shares:
-        return end
-    # The heads in flight that are beyond the L2 slow every tile down.
-    beyond = max(0.0, order.section / blocks.fit - ROOMY)
-    tiles = order.units / order.shares * (1 + BEYOND * beyond)
-    return end + tiles + PART_TILES + FINISH_TILES + ADD_TILES * 2 * order.shares
-
-
-def even_order(blocks: Blocks) -> Order:
-    """Return the order in which each program has an equal share of all tiles."""
-    units = sum(n * blocks.group + BLOCK_UNITS for n in blocks.tiles) * blocks.heads
-    return Order(blocks.heads, 0, most_shares(blocks, units), units)
-
-
-def last_round_order(blocks: Blocks, section: int) -> Order:
-    """Return the order of blocks of one length in which those of the last round are shared."""
-    rest = blocks.count % blocks.sms
-    units = rest * (blocks.tiles[0] * blocks.group + BLOCK_UNITS)
-    shares = min(most_shares(blocks, units), 2 * rest)  # more parts of a block cost more than they gain
-    return Order(section, blocks.count - rest, shares, units) if rest else Order(section, blocks.count)
-
-
-def most_shares(blocks: Blocks, units: int) -> int:
-    """Return a share for each SM, or fewer of four blocks' beginnings each."""
-    return max(1, min(blocks.sms, units // (4 * BLOCK_UNITS)))
+    """Return how long an order takes, in tiles, with the kernel that adds up the pieces."""
+    tiles, pieces = in_order(blocks, order.section), order.pieces
+    costs = [n + BLOCK_TILES for n in tiles[: order.whole]]
+    rest = tiles[order.whole :]
+    costs += [n * (i + 1) // pieces - n * i // pieces + BLOCK_TILES for i in range(pieces) for n in rest]
+    end = list_schedule(costs, blocks.sms)
+    return end + (FINISH_TILES + ADD_TILES * len(rest) * pieces if rest else 0)
 
 
 def sections(blocks: Blocks) -> list[int]:
@@ -153,33 +132,37 @@ def sections(blocks: Blocks) -> list[int]:
     return [-(-blocks.heads // count) for count in range(most, max(most - 8, 0), -1)]
 
 
-def block_order(blocks: Blocks, shares: bool) -> Order:
-    """Return the order that ends first where programs take blocks, by the schedule; shares: whether they can be shared."""
+def block_order(blocks: Blocks) -> Order:
+    """Return the order of whole blocks that ends first, by the schedule."""
     sizes = sections(blocks)
-    orders = [Order(size, blocks.count) for size in sizes]
-    if min(blocks.tiles) == max(blocks.tiles):
-        orders = [orders[0], last_round_order(blocks, sizes[0])] if shares else orders[:1]
-    elif blocks.count > MOST_BLOCKS * blocks.sms:
-        return orders[0]
+    if min(blocks.tiles) == max(blocks.tiles) or blocks.count > MOST_BLOCKS * blocks.sms:
+        return Order(sizes[0], blocks.count)
 
-    def cost(order: Order) -> float:
-        return schedule_tiles(blocks, order) * (1 + WIDER * max(0.0, math.log2(order.section / sizes[0])))
+    def cost(section: int) -> float:
+        wider = 1 + WIDER * max(0.0, math.log2(section / sizes[0]))
+        return schedule_tiles(blocks, Order(section, blocks.count)) * wider
 
-    return min(orders, key=cost)
+    return Order(min(sizes, key=cost), blocks.count)
+
+
+def best_order(blocks: Blocks) -> Order:
+    """Return the order that ends first: of whole blocks, or with all blocks or those of the last round in pieces."""
+    found = block_order(blocks)
+    wholes = {0} if min(blocks.tiles) < max(blocks.tiles) else {blocks.count - blocks.count % blocks.sms}
+    cut = [
+        Order(found.section, whole, pieces, (blocks.count - whole) * pieces)
+        for whole in wholes
+        for pieces in PIECES
+        if 0 < (blocks.count - whole) * pieces <= MOST_BLOCKS * blocks.sms
+    ]
+    best = min(cut, key=lambda order: schedule_tiles(blocks, order), default=found)
+    return best if schedule_tiles(blocks, best) < PIECES_GAIN * schedule_tiles(blocks, found) else found
 
 
 @functools.lru_cache(maxsize=512)
 def order_of(
-    plan: BackwardPlan, sq: int, sk: int, heads: int, group: int, sms: int, span: tuple[int, int], shares: bool
+    plan: BackwardPlan, sq: int, sk: int, heads: int, group: int, sms: int, span: tuple[int, int], pieces: bool
 ) -> Order:
-    """Return the order that ends first; arguments as for `blocks_of`. shares: whether the kernel knows equal shares."""
-    return best_order(blocks_of(plan, sq, sk, heads, group, sms, back=span[0], ahead=span[1]), shares)
-
-
-def best_order(blocks: Blocks, shares: bool) -> Order:
-    """Return the order of these blocks that ends first."""
-    by_blocks, even = block_order(blocks, shares), even_order(blocks)
-    fits = even.units * (even.shares + 1) < 1 << 31  # the kernel multiplies them in 32 bits
-    if shares and fits and schedule_tiles(blocks, even) < EVEN_GAIN * schedule_tiles(blocks, by_blocks):
-        return even
-    return by_blocks
+    """Return the order that ends first; arguments as for `blocks_of`. pieces: whether the kernel knows pieces of blocks."""
+    blocks = blocks_of(plan, sq, sk, heads, group, sms, back=span[0], ahead=span[1])
+    return best_order(blocks) if pieces else block_order(blocks)

@@ -16,7 +16,7 @@ tma_add = tma.async_atomic_add  # no `gl.constexpr`: see `shared.py`
 SLOTS = gl.constexpr(2)  # of the rings of Q and dO
 # One kernel for all sizes: without `do_not_specialize`, each multiple of 16 and each 1 would be compiled for itself.
 SIZES = ["sq", "sk", "back", "ahead", "heads", "kv_heads", "group", "tiles_m"]
-SIZES += ["blocks_n", "section", "total", "whole", "shares", "units"]
+SIZES += ["blocks_n", "section", "total", "whole", "pieces"]
 
 
 @aggregate
@@ -36,18 +36,6 @@ class Sizes:
     group: gl.tensor  # query heads that share a head of keys
     tiles_m: gl.tensor  # tiles of queries of one head
     PLAN: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, sq, sk, back, ahead, heads, kv_heads, group, tiles_m, PLAN):
-        self.sq = sq
-        self.sk = sk
-        self.back = back
-        self.ahead = ahead
-        self.heads = heads
-        self.kv_heads = kv_heads
-        self.group = group
-        self.tiles_m = tiles_m
-        self.PLAN = gl.constexpr(PLAN)
 
     @gluon.jit
     def tiles_of(self, key):
@@ -128,13 +116,6 @@ class RowRing:
     full: gl.shared_memory_descriptor
     EMPTY: gl.constexpr  # the named barrier of slot 0, the next one is that of slot 1
 
-    @gluon.constexpr_function
-    def __init__(self, tiles, numbers, full, EMPTY):
-        self.tiles = tiles
-        self.numbers = numbers
-        self.full = full
-        self.EMPTY = gl.constexpr(EMPTY)
-
     @gluon.jit
     def tile(self, i):
         """The tile of load number i, [BLOCK_M, BLOCK_D]."""
@@ -203,18 +184,6 @@ class Part:
     count: gl.tensor  # number of tiles
     slot: gl.tensor  # where the sums of this part go (`shares.py`); -1: this is all of the block
 
-    @gluon.constexpr_function
-    def __init__(self, key, stop, batch, kv_head, lo, hi, at, count, slot):
-        self.key = key
-        self.stop = stop
-        self.batch = batch
-        self.kv_head = kv_head
-        self.lo = lo
-        self.hi = hi
-        self.at = at
-        self.count = count
-        self.slot = slot
-
     @gluon.jit
     def begin(self, sizes):
         """(query head, tile of that head) that this part begins with."""
@@ -224,7 +193,7 @@ class Part:
 
 @gluon.jit
 def block_place(block, blocks_n, section, total):
-    """Return which keys block number `block` owns (in blocks), of which of the `total` heads, and blocks left in its row.
+    """Return which keys block number `block` owns (in blocks), and of which of the `total` heads.
 
     Heads are dealt in sections of `section`; within one, the blocks of the first keys, the longest under a causal mask,
     come first.
@@ -234,12 +203,12 @@ def block_place(block, blocks_n, section, total):
     rest = block - number * per_section
     wide = gl.minimum(section, total - number * section)
     n = rest // wide
-    return n, number * section + rest - n * wide, (n + 1) * wide - rest
+    return n, number * section + rest - n * wide
 
 
 @gluon.jit
-def part_of(sizes, n, flat, at, count, slot):
-    """The Part of block of keys n of head `flat` that begins at tile `at`; count -1: all tiles."""
+def part_of(sizes, n, flat, piece, pieces, slot):
+    """The Part of a block of keys n of head `flat`: all of it (piece 0 of 1), or one of equal pieces."""
     batch = flat // sizes.kv_heads
     if sizes.PLAN.edges == 3:
         key, stop = tile_entry(sizes.back, n, sizes.sk, 0), tile_entry(sizes.back, n, sizes.sk, 1)
@@ -247,7 +216,9 @@ def part_of(sizes, n, flat, at, count, slot):
     else:
         key, stop = n * sizes.PLAN.block_n, sizes.sk
         lo, hi = sizes.tiles_of(key)
-    count = gl.where(count < 0, (hi - lo) * sizes.group, count)
+    tiles = (hi - lo) * sizes.group
+    at = tiles * piece // pieces
+    count = tiles * (piece + 1) // pieces - at
     return Part(key, stop, batch, flat - batch * sizes.kv_heads, lo, hi, at, count, slot)
 
 
@@ -255,8 +226,8 @@ def part_of(sizes, n, flat, at, count, slot):
 def own_block(sizes, blocks_n, section, total):
     """The Part of a program that has one block, all of it."""
     zero = gl.program_id(0) * 0
-    n, flat, _left = block_place(gl.program_id(0), blocks_n, section, total)
-    return part_of(sizes, n, flat, zero, zero - 1, zero - 1)
+    n, flat = block_place(gl.program_id(0), blocks_n, section, total)
+    return part_of(sizes, n, flat, zero, 1, zero - 1)
 
 
 @aggregate
@@ -271,17 +242,6 @@ class Work:
     k: gl.shared_memory_descriptor  # (1, 1, BLOCK_N, BLOCK_D)
     v: gl.shared_memory_descriptor  # (tiles, 1, 1, keys of a tile, BLOCK_D)
     loaded: gl.shared_memory_descriptor  # mbarriers: K and V have arrived
-
-    @gluon.constexpr_function
-    def __init__(self, sizes, c, scale, q, do, k, v, loaded):
-        self.sizes = sizes
-        self.c = c
-        self.scale = scale
-        self.q = q
-        self.do = do
-        self.k = k
-        self.v = v
-        self.loaded = loaded
 
     @gluon.jit
     def k_rows(self, W: gl.constexpr):

@@ -1,15 +1,14 @@
-"""Which tiles a program of step 6 works on: blocks of keys one after another, equal shares of blocks, and sums of their parts.
+"""Which tiles a program of step 6 works on: blocks of keys one after another, or pieces of blocks, and the sums of these.
 
 As many programs as the GPU has SMs draw numbers from a counter in memory. The producer draws the next number when it has
-asked for the last tile of the one before, tells the other roles its parts through two slots in shared memory, and loads while
+asked for the last tile of the one before, tells the other roles its part through two slots in shared memory, and loads while
 dV and dK leave: a block that is launched for itself begins with an empty SM. The first `whole` numbers are blocks.
 
-Few blocks leave SMs without work: 72 blocks on 132 SMs, or the 68 blocks that are left of 2048 in the last round. All tiles
-of such blocks stand in one row, each block preceded by UNITS for what its beginning takes, and the numbers from `whole` on are
-equal shares of that row. A share begins and ends inside of blocks: such a part leaves its dK and dV in memory, fp32, and
-`finish_parts` adds them up, always in the same order.
+Few blocks leave SMs without work: 72 blocks on 132 SMs, or the 68 blocks that are left of 2048 in the last round. The numbers from
+`whole` on are equal pieces of the blocks behind, the first pieces of all of them before all second ones (`order.py`). A piece
+leaves its dK and dV in memory, fp32, and `finish_parts` adds up those of a block, always in the same order.
 
-    parts of dK and dV    (slots, halves of the keys, dV and dK, 64 * BLOCK_D) fp32, in the order of `fragments.py`
+    parts of dK and dV    (pieces, halves of the keys, dV and dK, 64 * BLOCK_D) fp32, in the order of `fragments.py`
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
@@ -19,22 +18,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from utils.attention.gluon.backward.fragments import from_fragments
-from utils.attention.gluon.backward.order import BLOCK_UNITS
-from utils.attention.gluon.backward.pipeline import SIZES, Part, Sizes, block_place, part_of
-from utils.attention.gluon.intervals import tile_at, tile_entry, units_before
+from utils.attention.gluon.backward.pipeline import Part, block_place, part_of
+from utils.attention.gluon.intervals import tile_entry
 from utils.attention.gluon.shared import aggregate, uniform
-
-UNITS = gl.constexpr(BLOCK_UNITS)
-
-
-@gluon.jit
-def block_units(sizes, n):
-    """Length of the block of keys number n in the row of all blocks."""
-    if sizes.PLAN.edges == 3:
-        lo, hi = tile_entry(sizes.back, n, sizes.sk, 2), tile_entry(sizes.back, n, sizes.sk, 3)
-    else:
-        lo, hi = sizes.tiles_of(n * sizes.PLAN.block_n)
-    return (hi - lo) * sizes.group + UNITS
 
 
 @aggregate
@@ -45,66 +31,32 @@ class Share:
     section: gl.tensor  # heads of keys whose blocks are taken together
     total: gl.tensor  # heads of keys, of all sequences
     whole: gl.tensor  # so many numbers are blocks
-    shares: gl.tensor  # so many are shares of the blocks behind them
-    units: gl.tensor  # length of the row of those blocks
+    pieces: gl.tensor  # of each block behind them
     counter: gl.tensor  # pointer to the number of draws so far, by all programs
     told: gl.shared_memory_descriptor  # (2 * 9, 1) int32: the fields of two parts
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, blocks_n, section, total, whole, shares, units, counter, told, full, empty):
-        self.blocks_n = blocks_n
-        self.section = section
-        self.total = total
-        self.whole = whole
-        self.shares = shares
-        self.units = units
-        self.counter = counter
-        self.told = told
-        self.full = full
-        self.empty = empty
+    @gluon.jit
+    def rest(self):
+        """Blocks that are cut into pieces."""
+        return self.blocks_n * self.total - self.whole
 
     @gluon.jit
-    def bounds(self, number):
-        """Where a number begins and ends: places in the row of a share, or the number of a block and the next one."""
-        share = number - self.whole
-        shares = gl.maximum(self.shares, 1)
-        begin = gl.where(share < 0, number, self.units * share // shares)
-        return begin, gl.where(share < 0, number + 1, self.units * (share + 1) // shares)
-
-    @gluon.jit
-    def part(self, sizes, number, place, end):
-        """The part of a number at `place`, and the place behind it."""
-        at = place * 0
-        count = at - 1
-        slot = at - 1
-        block = gl.where(number < self.whole, place, self.whole)
-        n, flat, left = block_place(block, self.blocks_n, self.section, self.total)
-        behind = place + 1
+    def part(self, sizes, number):
+        """The part of a number."""
+        block = number
+        piece = number * 0
+        slot = piece - 1
+        pieces = piece + 1
         if number >= self.whole:
-            base = at
-            if sizes.PLAN.edges == 3:  # shares of all blocks (`arguments.find_order`), and too many to walk over
-                n = tile_at(sizes.back, place // self.total, self.blocks_n, sizes.sk, sizes.group, UNITS)
-                base = units_before(sizes.back, n, sizes.sk, sizes.group, UNITS) * self.total
-                flat = at
-            length = block_units(sizes, n)
-            if sizes.PLAN.edges < 3:
-                while place >= base + length * left:
-                    base += length * left
-                    block += left
-                    n, flat, left = block_place(block, self.blocks_n, self.section, self.total)
-                    length = block_units(sizes, n)
-            skipped = (place - base) // length
-            flat += skipped
-            first = place - base - skipped * length
-            last = gl.minimum(length, first + end - place)
-            at = gl.maximum(first - UNITS, 0)
-            count = gl.maximum(last - UNITS, 0) - at
-            # A share has two parts of blocks at most: of the one that it begins inside of, and of the one that it ends in.
-            slot = gl.where(last - first < length, 2 * (number - self.whole) + gl.where(first == 0, 1, 0), -1)
-            behind = place + last - first
-        return part_of(sizes, n, flat, at, count, slot), behind
+            piece = (number - self.whole) // self.rest()
+            own = number - self.whole - piece * self.rest()
+            block = self.whole + own
+            pieces = self.pieces
+            slot = own * pieces + piece
+        n, flat = block_place(block, self.blocks_n, self.section, self.total)
+        return part_of(sizes, n, flat, piece, pieces, slot)
 
     @gluon.jit
     def draw(self):
@@ -156,7 +108,7 @@ class Share:
 
 
 @gluon.jit
-def make_share(blocks_n, section, total, whole, shares, units, counter, READERS: gl.constexpr):
+def make_share(blocks_n, section, total, whole, pieces, counter, READERS: gl.constexpr):
     """Allocate what the producer tells parts by; READERS: roles that are told."""
     told = gl.allocate_shared_memory(gl.int32, [18, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -164,7 +116,7 @@ def make_share(blocks_n, section, total, whole, shares, units, counter, READERS:
     for i in gl.static_range(2):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=READERS)
-    return Share(blocks_n, section, total, whole, shares, units, counter, told, full, empty)
+    return Share(blocks_n, section, total, whole, pieces, counter, told, full, empty)
 
 
 @gluon.jit
@@ -185,7 +137,11 @@ def store_part(parts_ptr, slot, x, WHICH: gl.constexpr):
     gl.store(parts_ptr + at, gl.convert_layout(flat, layout, assert_trivial=True))
 
 
-@gluon.jit(do_not_specialize=[*SIZES, "row_stride", "head_stride", "batch_stride", "head_dim"])
+NUMBERS = ["batch_stride", "head_stride", "row_stride", "head_dim", "sk", "back", "kv_heads"]
+NUMBERS += ["blocks_n", "section", "total", "whole", "pieces"]
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
 def finish_parts(
     parts_ptr,
     dv_ptr,
@@ -193,65 +149,36 @@ def finish_parts(
     batch_stride,
     head_stride,
     row_stride,
-    sq,
+    head_dim,
     sk,
     back,
-    ahead,
-    heads,
     kv_heads,
-    group,
-    tiles_m,
     blocks_n,
     section,
     total,
     whole,
-    shares,
-    units,
+    pieces,
     scale,
-    head_dim,
     PLAN: gl.constexpr,
 ):
-    """Add up the parts of 64 rows and 32 columns of dV or dK: grid (blocks behind `whole` * 2, 2, BLOCK_D / 32).
+    """Add up the pieces of 64 rows and 32 columns of dV or dK: grid (blocks behind `whole` * 2, 2, BLOCK_D / 32).
 
-    Strides and head_dim are in units of 8 elements.
+    Strides and head_dim are in units of 8 elements; back: the table of packed sequences.
     """
     BLOCK_D: gl.constexpr = PLAN.block_d
     flat_layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
-    number = gl.program_id(0) // 2
+    own = gl.program_id(0) // 2
     half = gl.program_id(0) % 2
     which = gl.program_id(1)
     column = gl.program_id(2) * 32
-    sizes = Sizes(sq, sk, back, ahead, heads, kv_heads, group, tiles_m, PLAN)
-    first = number * 0
-    block = whole
-    n, flat, left = block_place(block, blocks_n, section, total)
-    if PLAN.edges == 3:
-        n = number // total
-        flat = number * 0
-        number -= n * total
-        first = units_before(back, n, sk, group, UNITS) * total
-    length = block_units(sizes, n)
-    if PLAN.edges < 3:
-        while number >= left:
-            first += length * left
-            number -= left
-            block += left
-            n, flat, left = block_place(block, blocks_n, section, total)
-            length = block_units(sizes, n)
-    flat += number
-    first += number * length
-    # The share that has place i of the row is the last one that begins at or before i: units * share // shares.
-    begin = ((first + 1) * shares - 1) // units
-    last = ((first + length) * shares - 1) // units
-    slot = 2 * begin + 1
-    count = gl.where(begin == last, 0, last - begin + 1)
-    inside = (half * 2 + which) * (64 * BLOCK_D) + column * 64 + gl.arange(0, 2048, flat_layout)
+    first = own.to(gl.int64) * pieces * (256 * BLOCK_D) + (half * 2 + which) * (64 * BLOCK_D) + column * 64
+    parts = parts_ptr + first + gl.arange(0, 2048, flat_layout)
     sums = gl.zeros([2048], gl.float32, flat_layout)
-    for i in range(count):
-        # The first part is the end of a share, the others are the beginnings of the next shares.
-        at = slot + gl.where(i == 0, 0, 2 * i - 1)
-        sums += gl.load(parts_ptr + at.to(gl.int64) * (256 * BLOCK_D) + inside)
+    for _piece in range(pieces):
+        sums += gl.load(parts)
+        parts += 256 * BLOCK_D
+    n, flat = block_place(whole + own, blocks_n, section, total)
     batch = flat // kv_heads
     head = flat - batch * kv_heads
     row, stop = n * PLAN.block_n, sk
@@ -263,7 +190,7 @@ def finish_parts(
     place = (
         batch.to(gl.int64) * batch_stride + head.to(gl.int64) * head_stride + row.to(gl.int64) * row_stride
     ) * 8 + d
-    keep = (row < stop) & (d < head_dim * 8) & (count > 0)
+    keep = (row < stop) & (d < head_dim * 8)
     if which == 0:
         gl.store(dv_ptr + place, x.to(dv_ptr.dtype.element_ty), mask=keep)
     else:

@@ -13,7 +13,7 @@ exponentials are polynomials (`exp2`), because the exponential unit is what a ti
     registers     a consumer thread, the two other warps      240, 24, 24      240, 24, 24
     shared        K + V + Q + dO + dS + dQ                    16+16+32+32+64+32   32+32+32+32+32+32 KiB
 
-The fastest at head dimensions 64 and 128. Programs draw blocks, or shares of blocks (`shares.py`).
+The fastest at head dimensions 64 and 128. Programs draw blocks, or pieces of blocks (`shares.py`).
 """
 
 # A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
@@ -290,20 +290,17 @@ def consumer(work, share, freed, ds_tiles, leave, parts_ptr, dk_out, dv_out):
 def producer(work, share, freed, descriptors):
     """One warp draws this program's numbers, and loads their parts."""
     number = gl.program_id(0)
-    place, end = share.bounds(number)
     turn = 0
     done = 0
-    while number < share.whole + share.shares:
-        part, place = share.part(work.sizes, number, place, end)
+    while number < share.whole + share.rest() * share.pieces:
+        part = share.part(work.sizes, number)
         share.tell(part, turn)
         mbarrier.wait(freed, (turn & 1) ^ 1)  # the consumer may still read the last part's K and V
         load_part(work, part, done, descriptors)
         done += part.count
         turn += 1
-        if place >= end:
-            # Not before: whoever is free first is to have the next block. The consumer has two tiles left to compute.
-            number = share.draw()
-            place, end = share.bounds(number)
+        # Not before: whoever is free first is to have the next block. The consumer has two tiles left to compute.
+        number = share.draw()
     none = number * 0 - 1
     share.tell(Part(none, none, none, none, none, none, none, none, none), turn)
 
@@ -363,8 +360,7 @@ def attention_backward_step6(
     section,
     total,
     whole,
-    shares,
-    units,
+    pieces,
     eighths,
     c,
     scale,
@@ -372,7 +368,7 @@ def attention_backward_step6(
 ):
     """A program computes dK and dV of blocks of 128 keys of one head, or parts of them, and adds to dQ."""
     sizes = Sizes(sq, sk, back, ahead, heads, kv_heads, group, tiles_m, PLAN)
-    share = make_share(blocks_n, section, total, whole, shares, units, counter_ptr, 2 if PLAN.dq else 1)
+    share = make_share(blocks_n, section, total, whole, pieces, counter_ptr, 2 if PLAN.dq else 1)
     descriptors = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
     work = allocate_work(sizes, descriptors, c, scale)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)

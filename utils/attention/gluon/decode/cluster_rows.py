@@ -26,11 +26,6 @@ class RowsAsRows:
     cache: Cache
     q: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, cache, q):
-        self.cache = cache
-        self.q = q
-
     @gluon.jit
     def unseen(self):
         """The state before the first block: output [64, BLOCK_D], maxima and sums of the rows."""

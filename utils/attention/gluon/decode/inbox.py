@@ -28,11 +28,6 @@ class Team:
     rank: gl.tensor  # of this program
     bits: gl.tensor  # the cluster has 2^bits programs
 
-    @gluon.constexpr_function
-    def __init__(self, rank, bits):
-        self.rank = rank
-        self.bits = bits
-
 
 @gluon.constexpr_function
 def _open_asm(space):

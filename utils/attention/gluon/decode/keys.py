@@ -72,12 +72,6 @@ class KeysAsRows:
     q: gl.shared_memory_descriptor
     p_tile: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, cache, q, p_tile):
-        self.cache = cache
-        self.q = q
-        self.p_tile = p_tile
-
     @gluon.jit
     def unseen(self):
         """The state before the first block: output [BLOCK_D, columns], maxima, and the sums of each thread."""

@@ -41,13 +41,6 @@ class Results:
     head_dim: gl.tensor
     cache: Cache
 
-    @gluon.constexpr_function
-    def __init__(self, out_ptr, parts_ptr, head_dim, cache):
-        self.out_ptr = out_ptr
-        self.parts_ptr = parts_ptr
-        self.head_dim = head_dim
-        self.cache = cache
-
     @gluon.jit
     def places(self, b, head, column):
         """Where the columns' rows begin in the output, (B, Hkv, rows, D), and which of them exist."""

@@ -43,18 +43,6 @@ class Share:
     v: Ring
     PLAN: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, results, split, begin, end, start, q, k, v, PLAN):
-        self.results = results
-        self.split = split
-        self.begin = begin
-        self.end = end
-        self.start = start
-        self.q = q
-        self.k = k
-        self.v = v
-        self.PLAN = gl.constexpr(PLAN)
-
 
 @aggregate
 class Block:
@@ -64,13 +52,6 @@ class Block:
     cursor: Cursor
     j: gl.tensor
     row: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, number, cursor, j, row):
-        self.number = number
-        self.cursor = cursor
-        self.j = j
-        self.row = row
 
 
 @gluon.jit

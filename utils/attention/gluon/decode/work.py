@@ -59,13 +59,6 @@ class Split:
     programs: gl.tensor
     grain: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, share, extra, programs, grain):
-        self.share = share
-        self.extra = extra
-        self.programs = programs
-        self.grain = grain
-
     @gluon.jit
     def begin(self, program):
         """First block of a program."""
@@ -99,15 +92,6 @@ class Cursor:
     first: gl.tensor
     blocks: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, b, head, j, length, first, blocks):
-        self.b = b
-        self.head = head
-        self.j = j
-        self.length = length
-        self.first = first
-        self.blocks = blocks
-
     @gluon.jit
     def behind(self, blocks):
         """The cursor that many blocks further, in the same head."""
@@ -140,45 +124,6 @@ class Cache:
     step: gl.tensor  # from a block of a program to its next one in a head
     c: gl.tensor  # scale of the scores times log2(e)
     PLAN: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        lens_ptr,
-        table_ptr,
-        table_stride,
-        batch,
-        heads,
-        tiles,
-        rows,
-        sq,
-        sk,
-        left,
-        right,
-        lengths,
-        page_bits,
-        pages,
-        step,
-        c,
-        PLAN,
-    ):
-        self.lens_ptr = lens_ptr
-        self.table_ptr = table_ptr
-        self.table_stride = table_stride
-        self.batch = batch
-        self.heads = heads
-        self.tiles = tiles
-        self.rows = rows
-        self.sq = sq
-        self.sk = sk
-        self.left = left
-        self.right = right
-        self.lengths = lengths
-        self.page_bits = page_bits
-        self.pages = pages
-        self.step = step
-        self.c = c
-        self.PLAN = gl.constexpr(PLAN)
 
     @gluon.jit
     def length(self, b):

@@ -1,0 +1,111 @@
+# ruff: noqa: F841, SIM102 (nobody uses the result of a line that is refused)
+"""What the compiler, the hardware or the simulator refuses: BUG names it, and `# found: name` marks the line to be reported.
+
+The marked line is the one below the comment.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
+
+from utils.machine.versions import adopt_newest_gluon_names
+
+adopt_newest_gluon_names()
+
+
+@gluon.jit
+def helper(x, SIZE: gl.constexpr):
+    return x + SIZE
+
+
+def plain_python(x):
+    return x
+
+
+@gluon.jit
+def refused(x_ptr, y_ptr, n, BUG: gl.constexpr):
+    rows: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    other: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
+    eight: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    narrow: gl.constexpr = gl.BlockedLayout([1], [16], [4], [0])
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    if BUG == "different layouts":
+        a = gl.full([16, 32], 1.0, gl.float32, rows)
+        b = gl.full([16, 32], 1.0, gl.float32, other)
+        # found: different layouts
+        c = a + b
+    if BUG == "slice along the wrong dimension":
+        a = gl.arange(0, 16, gl.SliceLayout(0, rows))
+        # found: slice along the wrong dimension
+        b = a[:, None]
+    if BUG == "operand layout not converted":
+        acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+        a = gl.zeros([64, 64], gl.float16, rows)
+        b = gl.allocate_shared_memory(gl.float16, [64, 64], gl.NVMMASharedLayout(128, 16, rank=2))
+        # found: operand layout not converted
+        c = warpgroup_mma(a, b, gl.zeros([64, 64], gl.float32, acc))
+    if BUG == "another swizzle than the descriptor":
+        swizzled: gl.constexpr = gl.NVMMASharedLayout(64, 32, rank=2)
+        desc = tma.make_tensor_descriptor(x_ptr, [8, 16], [16, 1], [8, 16], swizzled)
+        a = gl.allocate_shared_memory(gl.float32, [8, 16], gl.NVMMASharedLayout(32, 32, rank=2))
+        bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(bar, count=1)
+        # found: another swizzle than the descriptor
+        tma.async_load(desc, [0, 0], bar, a)
+    if BUG == "no power of two":
+        # found: no power of two
+        a = gl.arange(0, 48, line)
+    if BUG == "layout for eight warps":
+        # found: layout for eight warps
+        a = gl.arange(0, 256, eight)
+    if BUG == "half a warp":
+        # found: half a warp
+        a = gl.arange(0, 256, narrow)
+    if BUG == "no constexpr":
+        # found: no constexpr
+        a = gl.arange(0, n, line)
+    if BUG == "constexpr argument":
+        # found: constexpr argument
+        a = helper(n, n)
+    if BUG == "too much shared memory":
+        # found: too much shared memory
+        a = gl.allocate_shared_memory(gl.float32, [256, 256], gl.NVMMASharedLayout(128, 32, rank=2))
+        a.store(gl.full([256, 256], 1.0, gl.float32, rows))
+    if BUG == "rows shorter than the swizzle":
+        # found: rows shorter than the swizzle
+        a = gl.allocate_shared_memory(gl.float16, [64, 32], gl.NVMMASharedLayout(128, 16, rank=2))
+    if BUG == "never written":
+        a = gl.allocate_shared_memory(gl.float32, [64, 64], gl.NVMMASharedLayout(128, 32, rank=2))
+        # found: never written
+        b = a.load(rows)
+    if BUG == "half written":
+        a = gl.allocate_shared_memory(gl.float32, [64, 64], gl.NVMMASharedLayout(128, 32, rank=2))
+        a.slice(0, 32, dim=1).store(gl.full([64, 32], 1.0, gl.float32, rows))
+        # found: half written
+        b = a.load(rows)
+    if BUG == "missing mask":
+        # found: missing mask
+        a = gl.load(x_ptr + gl.arange(0, 256, line))
+    if BUG == "slot outside":
+        a = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        # found: slot outside
+        a.index(n).store(gl.full([64], 1.0, gl.float32, line))
+    if BUG == "condition on a tensor":
+        # found: condition on a tensor
+        if gl.arange(0, 64, line) > 3:
+            gl.store(y_ptr, 1.0)
+    if BUG == "endless loop":
+        # found: endless loop
+        while n > 0:
+            # found: endless loop
+            n += 1
+    if BUG == "plain python function":
+        # found: plain python function
+        a = plain_python(n)
+    if BUG == "unknown operation":
+        # found: unknown operation
+        a = mma_v2(n, n, n)
+    if BUG == "unknown assembly":
+        # found: unknown assembly
+        a = gl.inline_asm_elementwise("brkpt;", "=r,r", [n], gl.int32, False, 1)

@@ -1,0 +1,47 @@
+"""What the simulator refuses is refused by the right kind of report, at the right line."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="gluon_cpu needs Triton for the language; there are wheels for Linux only")
+
+from tests.utils.gluon_cpu import gluon_refused_kernels as kernels
+from tests.utils.gluon_cpu.gluon_helpers import marked_lines
+from utils import gluon_cpu
+
+LINES = marked_lines(kernels)
+
+# name -> kind of report and words that its message must have
+REFUSED = {
+    "different layouts": ("layout", "convert_layout"),
+    "slice along the wrong dimension": ("layout", "SliceLayout(1"),
+    "operand layout not converted": ("layout", "DotOperandLayout"),
+    "another swizzle than the descriptor": ("layout", "layout of the descriptor"),
+    "no power of two": ("layout", "power of two"),
+    "layout for eight warps": ("layout", "8 warps; this partition has 4"),
+    "half a warp": ("layout", "a warp has 32"),
+    "no constexpr": ("kernel", "constexpr"),
+    "constexpr argument": ("kernel", "SIZE is a gl.constexpr parameter"),
+    "too much shared memory": ("layout", "232448"),
+    "rows shorter than the swizzle": ("layout", "64 bytes"),
+    "never written": ("uninitialized", "nothing has written"),
+    "half written": ("uninitialized", "nothing has written"),
+    "missing mask": ("out of bounds", "x_ptr"),
+    "slot outside": ("out of bounds", "2 slots"),
+    "condition on a tensor": ("kernel", "scalar"),
+    "endless loop": ("endless loop", "steps"),
+    "plain python function": ("kernel", "no @gluon.jit function"),
+    "unknown operation": ("unknown operation", "mma_v2. Hopper's product is warpgroup_mma"),
+    "unknown assembly": ("unknown operation", "brkpt"),
+}
+
+
+@pytest.mark.parametrize("bug", REFUSED)
+def test_refused(bug):
+    x, y = torch.zeros(200), torch.zeros(200)
+    with pytest.raises(gluon_cpu.SimulationError) as error, gluon_cpu.simulate(max_steps=50_000):
+        kernels.refused[(1,)](x, y, 64, bug)
+    kind, words = REFUSED[bug]
+    report = error.value.report
+    assert (report.kind, report.site.file) == (kind, kernels.__file__) and words in report.message, str(report)
+    assert report.line in LINES[bug], f"{sorted(LINES[bug])}: {report}"
