@@ -85,5 +85,6 @@ def _what_counts(lab: str, number: str) -> str:
     """A fold with the rules of the question's checks, as they describe themselves."""
     checks = vars(import_module(f"instructor.checks.{lab}")).values()
     mine = [c for c in checks if getattr(c, "question", "").removeprefix("Bonus ") == number and c.rule is not None]
-    rules = dict.fromkeys(check.rule.describe() for check in mine)
-    return "<details>\n<summary>What the check counts</summary>\n\n" + "\n\n".join(rules) + "\n\n</details>"
+    rules = {check.rule.describe(): f"**{check.title}.** " * (len(mine) > 1) for check in mine}
+    text = "\n\n".join(title + rule for rule, title in rules.items())
+    return f"<details>\n<summary>What the check counts</summary>\n\n{text}\n\n</details>"

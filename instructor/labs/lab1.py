@@ -209,7 +209,7 @@ def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 # Every fast GEMM on every chip is this picture. The tiles sit in registers and shared memory on a GPU, and in registers and
 # caches on a CPU.
 #
-# ![The memory hierarchy: each level is larger and slower than the one above it](assets/memory_hierarchy.svg)
+# ![The memory hierarchy: each level is slower than the one above it, and none is smaller](assets/memory_hierarchy.svg)
 #
 # A bf16 number has 8 significant bits: beside a large sum, a new product is lost. So tensor cores, and every library, take
 # narrow numbers, and multiply and add in wide ones.
@@ -1036,9 +1036,9 @@ for implementation in ("eager", "sdpa"):
 # %% [markdown]
 # ### Question 3.4: Prefill, decode and the KV cache {points}
 #
-# **Write the loop.** `decode_with_cache` gets a `prompt` (B, S, hidden) and `new_tokens` (B, T, hidden). It prefills the prompt
-# **once**, then decodes the new tokens **one by one** with the cache, and returns their outputs, (B, T, hidden): those that a
-# prefill of all S + T tokens gives for the last T. Four functions of the course do the work:
+# **Write the loop.** `decode_with_cache` gets a `prompt` (B, S, hidden) and `new_tokens` (B, N, hidden). It prefills the prompt
+# **once**, then decodes the new tokens **one by one** with the cache, and returns their outputs, (B, N, hidden): those that a
+# prefill of all S + N tokens gives for the last N. Four functions of the course do the work:
 #
 # ```python
 # cache = initialize_kv_cache(layer.config, max_cache_len)  # for how many tokens?
@@ -1061,7 +1061,7 @@ for implementation in ("eager", "sdpa"):
 
 # %% nbgrader={"grade_id": "q3_4", "solution": true}
 def decode_with_cache(layer, rotary_emb, prompt: torch.Tensor, new_tokens: torch.Tensor) -> torch.Tensor:
-    """Prefill prompt (B, S, hidden), then decode new_tokens (B, T, hidden) one by one with a KV cache."""
+    """Prefill prompt (B, S, hidden), then decode new_tokens (B, N, hidden) one by one with a KV cache."""
     ### BEGIN SOLUTION
     batch, prompt_len, _ = prompt.shape
     layer_type = layer.self_attn.layer_type
@@ -2056,24 +2056,24 @@ beside_guess("share of the tiles that are left", (tiles + 1) / (2 * tiles))
 #
 # In decode there is one query and a long cache. One program that walks along all keys leaves the rest of the GPU idle. *Flash decoding*
 # cuts the cache into parts, computes attention over each part at the same time, and merges. Each part returns its output $O_p$ (already
-# divided by its own sum) and the logarithm of its sum, $L_p = \log \sum_{j \in p} e^{s_j}$.
+# divided by its own sum) and the logarithm of its sum, $\text{lse}_p = \log \sum_{j \in p} e^{s_j}$.
 #
 # ### Bonus Question 5.7: Split the keys, merge the results {points}
 #
-# Write `merge_attention`: `outputs` (P, ..., D) and `lses` (P, ...) of P parts give `(output, lse)` of shapes (..., D) and (...). Scores
-# may be around ±1000. A part may be empty for some queries: its $L_p$ is $-\infty$, and whatever its output holds, even NaN, counts for
+# Write `merge_attention`: `outputs` (N, ..., D) and `lses` (N, ...) of N parts give `(output, lse)` of shapes (..., D) and (...). Scores
+# may be around ±1000. A part may be empty for some queries: its $\text{lse}_p$ is $-\infty$, and whatever its output holds, even NaN, counts for
 # nothing. At least one part is not empty.
 #
 # {counts}
 #
-# {hint idea} Each part is already divided by its own sum $e^{L_p}$. To add them up, give each part its weight back.
-# {hint plan} Find the largest $L_p$, take $e^{L_p - \max}$ as weights, add up weights and weighted outputs, divide one by
-# the other. The new $L$ is the largest one plus the logarithm of the sum of weights.
+# {hint idea} Each part is already divided by its own sum $e^{\text{lse}_p}$. To add them up, give each part its weight back.
+# {hint plan} Find the largest $\text{lse}_p$, take $e^{\text{lse}_p - \max}$ as weights, add up weights and weighted outputs, divide one by
+# the other. The new one is the largest one plus the logarithm of the sum of weights.
 # {hint line} Zero times NaN is NaN: what a part with weight zero holds has to be replaced before it is multiplied.
 
 # %% nbgrader={"grade_id": "bonus_5_7", "solution": true}
 def merge_attention(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention over P parts of the keys: (P, ..., D), (P, ...) -> (..., D), (...)."""
+    """Merge attention over N parts of the keys: (N, ..., D), (N, ...) -> (..., D), (...)."""
     ### BEGIN SOLUTION
     largest = lses.amax(dim=0)
     weights = torch.exp(lses - largest)

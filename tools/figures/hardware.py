@@ -111,7 +111,7 @@ def memory_hierarchy() -> Card:
         (
             "registers",
             f"256 KB an SM, {256 * sms / 1024:.0f} MB in all",
-            "as fast as the units ask",
+            "what the units need",
             "about a cycle",
             "one thread: operands, accumulators",
             BLUE,
@@ -154,14 +154,14 @@ def memory_hierarchy() -> Card:
         412,
         f"Where data can be: one {spec['full_name']}",
         (
-            "Five levels of memory. Each is larger and slower than the one above it: registers, shared memory and L1, "
+            "Five levels of memory. Each is slower than the one above it, and none is smaller: registers, shared memory and L1, "
             "L2 cache, HBM, host memory."
         ),
     )
     top, height = 88, 58
     for x, words in ((395, "size"), (545, "bandwidth"), (668, "latency")):
         card.text(x, 68, words, size=9, color=SOFT, style="italic")
-    card.text(730, 68, "shared by: what lives there", size=9, color=SOFT, style="italic", ha="left")
+    card.text(730, 68, "who shares it: what lies there", size=9, color=SOFT, style="italic", ha="left")
     for i, (name, size, bandwidth, latency, use, color) in enumerate(rows):
         y, half = top + i * height, 75 + 14 * i
         dark = i < 2

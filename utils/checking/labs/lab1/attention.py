@@ -32,12 +32,12 @@ STANDARD: dict[str, Any] = {
 ONLINE: dict[str, Any] = {
     "question": "5.3",
     "title": "Online softmax",
-    "largest": "a block with the maximum and the sum of its rows",
+    "largest": "one block, with two numbers a row",
     "hint": "keep a running maximum and a running sum, and look at one block at a time",
 }
 _FLASH: dict[str, Any] = {
     "forbids": (FUSED_ATTENTION, SOFTMAX),
-    "largest": "all that belongs to one tile of scores",
+    "largest": "one tile of scores, or q, k or v",
     "hint": "the softmax is the running maximum and sum of online_softmax_stats",
 }
 FLASH = {"question": "5.3", "title": "Flash attention by hand", **_FLASH}

@@ -95,6 +95,10 @@ def expect_errors(errors, out, inputs: tuple, causal: bool, exact: dict[str, tor
         known["Take the absolute value first."] = (wide - right).max().item()
     if largest > 0 and float(got[0]) == 0:
         raise AssertionError(f"the largest error of {what} is its rounding, and not 0. {hides}")
+    if 1.05 * largest < float(got[0]) < 1e-5:
+        raise AssertionError(
+            f"the largest error of {what} is its rounding, and smaller. Is the reference in float64 all the way?"
+        )
     expect_number(got[0], largest, rel=1e-3, what=f"the largest error of {what},", mistakes=known)
     size = right.square().mean().sqrt().item()
     known = {
