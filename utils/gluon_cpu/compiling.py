@@ -10,18 +10,16 @@ import functools
 import hashlib
 import importlib.util
 import json
-import multiprocessing
 import os
 import re
 import sys
 import tempfile
-import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
 
 from utils.kernels import offline
-from utils.kernels.warm_process import WarmProcess, serve
+from utils.kernels.warm_process import Ended, ForkedProcess, WarmProcess, serve
 from utils.machine import versions
 
 # What to look for in SASS, by what it does.
@@ -111,10 +109,10 @@ def compile_kernel(request: Request, *, figures: bool = True, timeout: float = 1
         CompilerRefusal: the kernel does not compile.
     """
     text = json.dumps({"path": str(write_source(request.source, request.file)), **asdict(request), "figures": figures})
-    code, output, errors = (_run_forked if _may_fork() else _run_anew)(text, timeout)
-    if code:
-        raise CompilerRefusal(errors)
-    return Compiled(**json.loads(output.splitlines()[-1])) if figures else None
+    ended = _run(text, timeout)
+    if ended.status:
+        raise CompilerRefusal(ended.complaints)
+    return Compiled(**json.loads(ended.printed.splitlines()[-1])) if figures else None
 
 
 # ---- the child ---------------------------------------------------------------------------------------------------
@@ -136,51 +134,19 @@ def _may_fork() -> bool:
         return False
 
 
-def _run_forked(text: str, timeout: float) -> tuple[int, str, str]:
-    """Answer a request in a fork of this process; returns (exit status, stdout, stderr)."""
-    warm_up()
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        child = multiprocessing.get_context("fork").Process(
-            target=_answer_to_files, args=(text, output.fileno(), errors.fileno())
-        )
-        child.start()
-        child.join(timeout)
-        if child.is_alive():
-            child.kill()
-            child.join()
-            raise TimeoutError
-        texts = []
-        for file in (output, errors):
-            file.seek(0)
-            texts.append(file.read().decode(errors="replace"))
-        return child.exitcode or 0, texts[0], texts[1]
-
-
-def _answer_to_files(text: str, output: int, errors: int) -> None:
-    for number, file in ((1, output), (2, errors)):
-        os.dup2(file, number)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
-    status = 1
-    try:
-        answer(text)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def _run_anew(text: str, timeout: float) -> tuple[int, str, str]:
-    """Answer a request in a process beside this one; returns (exit status, stdout, stderr)."""
+def _run(text: str, timeout: float) -> Ended:
+    """Answer a request in a fork of this process where that is safe, in a fork of the process beside it elsewhere."""
     with tempfile.TemporaryDirectory(prefix="compile-") as folder:
         Path(folder, "request.json").write_text(text, encoding="utf-8")
-        ended = PROCESS.run(folder, timeout)
-    return ended.status, ended.printed, ended.complaints
+        if not _may_fork():
+            return PROCESS.run(folder, timeout)
+        warm_up()
+        return ForkedProcess(_answer_in).run(folder, timeout)
 
 
 def _answer_in(folder: str) -> None:
+    # A fork has the streams of its parent, which may be a notebook's or a test's.
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
     answer(Path(folder, "request.json").read_text(encoding="utf-8"))
 
 

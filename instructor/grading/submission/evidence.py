@@ -71,10 +71,9 @@ def update_mode(mode: object, text: str) -> None:
     if {name: type(value) for name, value in fields.items()} != {name: type(value) for name, value in known.items()}:
         raise WireError("a mode with other attributes than it has")
     for name, value in fields.items():
-        inner = [_tuples(item) for item in value] if isinstance(value, list) else value
-        setattr(mode, name, inner)
+        setattr(mode, name, list(_tuples(value)) if isinstance(value, list) else value)
 
 
-def _tuples(value):
+def _tuples(value: list) -> tuple:
     """Lists as tuples: JSON does not tell them apart, and what a mode lists does not change."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+    return tuple([_tuples(item) if type(item) is list else item for item in value])
