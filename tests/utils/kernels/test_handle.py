@@ -7,6 +7,7 @@ import torch
 
 from utils.kernels.handle import KEPT, Handle, _Map, observed
 from utils.machine.device import gluon_support, triton_support
+from utils.machine.versions import installed_version
 
 needs_triton = pytest.mark.skipif(not __import__("importlib").util.find_spec("triton"), reason=triton_support().reason)
 hopper = pytest.mark.skipif(not gluon_support(), reason="the Gluon kernels need a Hopper GPU")
@@ -20,6 +21,8 @@ class PyCUtensorMap(tuple):
 @pytest.mark.parametrize("described", [True, False])
 def test_a_launch_is_repeated_with_other_tensors(monkeypatch, described):
     """Triton's own launcher without a GPU: what reaches its C function, for other tensors, a known one and a listener."""
+    if installed_version("triton")[:2] != (3, 7):
+        pytest.skip("it stands in for the parts of Triton 3.7's launcher; on a GPU every version launches")
     import triton
     from triton import knobs
     from triton.backends.nvidia import driver as nvidia
