@@ -44,7 +44,7 @@ PYTEST = $(TEST_ENV) "$(VENV)/bin/python" -m pytest
 # The tests of a file stay in one process and share its fixtures; the longest files start first (tests/conftest.py).
 PARALLEL = -n $(or $(TEST_PROCESSES),2) --dist loadfile --no-loadscope-reorder
 
-test: env ## run the quick tests (five minutes, no GPU needed)
+test: env ## run the quick tests (four minutes, no GPU needed)
 	@$(PYTEST) $(PARALLEL) --durations=15 -m "not slow and not overnight and not gpu"
 
 test-slow: env ## run the tests that `make test` leaves out

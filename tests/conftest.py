@@ -17,18 +17,18 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 # The files that take longest, by measured CPU time: they start first, so that none of them runs alone at the end.
 LONGEST = (
-    "utils/attention/test_decode.py",
     "instructor/test_lab1.py",
     "instructor/test_lab3.py",
+    "instructor/test_lab4.py",
     "instructor/grading/test_grading_class.py",
     "instructor/grading/test_grading_honest.py",
-    "instructor/test_lab4.py",
+    "utils/attention/test_decode.py",
+    "utils/attention/test_attention.py",
+    "utils/attention/test_offline.py",
     "utils/kernels/test_gemm_gluon.py",
     "utils/kernels/test_gemm_simulated.py",
-    "instructor/grading/test_grading_faults.py",
-    "utils/attention/test_attention.py",
-    "utils/attention/test_prepared.py",
-    "utils/attention/test_backward.py",
+    "test_recipes.py",
+    "instructor/test_nbgrader.py",
 )
 
 

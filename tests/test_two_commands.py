@@ -16,22 +16,32 @@ import time
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import nbformat
 import pytest
 from jupyter_server.services.kernels.kernelmanager import MappingKernelManager
 from typer.testing import CliRunner
 
+from tools import environment
 from utils import cli, server
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def environment_is_current() -> bool:
+    """Whether make leaves the environment alone; it asks the Python that the environment was made with."""
+    file = ROOT / ".venv" / "environment.json"
+    stamp = json.loads(file.read_text()) if file.exists() else {}
+    with mock.patch.object(sys, "executable", stamp.get("python")):
+        return environment.fingerprint(stamp.get("host") or "None") == stamp.get("fingerprint")
+
+
 @pytest.fixture
 def served(tmp_path):
     """JupyterLab as `make lab` starts it, on a free port without a display: (address, log file)."""
-    if not (ROOT / ".venv" / "environment.json").exists():
-        pytest.skip("there is no .venv here: `make test` makes one")
+    if not environment_is_current():
+        pytest.skip("there is no current .venv here, and make would renew it under the running tests: `make test` does")
     log = tmp_path / "jupyter.log"
     # Runtime and settings folders of its own: it neither finds nor changes the user's own JupyterLab.
     environment = {

@@ -150,9 +150,6 @@ def attention(
     return out
 
 
-_SINK_TYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
-
-
 def _compose(q, k, v, seqlens, cu_seqlens, sink, arguments: dict):
     """Attend with lengths as a mask, and with the sink applied to the output of an attention without it."""
     check_call(q, k, v, arguments["causal"], arguments["window"], arguments["return_lse"])
@@ -171,7 +168,8 @@ def _compose(q, k, v, seqlens, cu_seqlens, sink, arguments: dict):
         arguments["mask_mod"] = both_masks(mask, given) if (given := arguments["mask_mod"]) is not None else mask
     if sink is None:
         return attention(q, k, v, **arguments)
-    check_tensor("sink", sink, (q.shape[1],), q.device, *_SINK_TYPES)  # a score of each head
+    types = dict.fromkeys((torch.float32, q.dtype))
+    check_tensor("sink", sink, (q.shape[1],), q.device, *types)  # a score of each head
     out, lse = attention(q, k, v, **(arguments | {"return_lse": True}))
     score = sink.float()[:, None]
     # exp(lse) / (exp(lse) + exp(sink)) is what the sink leaves of each weight.
@@ -208,14 +206,10 @@ def _key(q, k, v, causal, scale, window, mask_mod, score_mod, return_lse, backen
         return None  # fake tensors and vmap: their tensors have no memory that a kernel could read
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     try:
-        if mask_mod is not None or score_mod is not None:
-            hash((mask_mod, score_mod))
+        hash((mask_mod, score_mod, backend))
         return backend, causal, scale, window, mask_mod, score_mod, return_lse, needs_grad, layout(q, k, v)
-    except (
-        RuntimeError,
-        TypeError,
-    ):  # sparse and nested tensors have no strides; they are refused, like such functions
-        return None
+    except (RuntimeError, TypeError):
+        return None  # sparse and nested tensors have no strides: they are refused, like what cannot be hashed
 
 
 _NUMBERS, _WHOLE_NUMBERS = (float, int, type(None)), (int, type(None))
@@ -293,20 +287,10 @@ def prepare(
 ) -> Prepared:
     """Prepare attention of q (B, H, Sq, D) over k, v (B, Hkv, Sk, D): bound, compiled and called once.
 
-    Args:
-        q: queries (B, H, Sq, D).
-        k: keys (B, Hkv, Sk, D).
-        v: values (B, Hkv, Sk, D).
-        causal: as in `attention`.
-        scale: of the scores, 1/sqrt(D) by default.
-        window: as in `attention`.
-        mask_mod: as in `attention`.
-        score_mod: as in `attention`.
-        backend: a name in BACKENDS, or "auto": `settings["backend"]` says which one, and `settings["picked_because"]`
-            why.
-        block_size: tokens of a block of the block mask, or (queries, keys); 128 by default.
-        mode: torch.compile's mode, of the backends that it compiles.
-        kernel_options: FlexAttention's, over those that the block size makes necessary.
+    Beside the arguments of `attention` there are three for the backends that take them: `block_size`, the tokens of a
+    block of the block mask, or (queries, keys), 128 by default; torch.compile's `mode`; and FlexAttention's
+    `kernel_options`, over those that the block size makes necessary. With backend="auto", `settings["backend"]` of the
+    result says which one it is, and `settings["picked_because"]` why.
     """
     problem = make_problem(q, k, v, causal=causal, scale=scale, window=window, mask_mod=mask_mod, score_mod=score_mod)
     if mode is not None and mode not in MODES:

@@ -71,7 +71,8 @@ def attention_decode(
     """
     # A scale that is no plain number, such as a tensor, may be another one at the next call.
     plain = scale is None or isinstance(scale, (float, int))
-    if torch.compiler.is_compiling() and plain and not _needs_grad(q, k_cache, v_cache):
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad)
+    if torch.compiler.is_compiling() and plain and not needs_grad:
         options = causal, scale if scale is None else float(scale), window, backend
         return _attention_decode_whole(q, k_cache, v_cache, seqlens, block_table, kv_scales, *options)
     tensors = q, k_cache, v_cache, seqlens, block_table, kv_scales
@@ -115,10 +116,6 @@ def _attention_decode_whole(
 @_attention_decode_whole.register_fake
 def _attention_decode_shape(q, *_given) -> torch.Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
-
-
-def _needs_grad(*tensors: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _kind(x) -> object:
@@ -171,16 +168,9 @@ def decode_reference(
     kv_scales: torch.Tensor | None = None,
     **arguments,
 ) -> torch.Tensor:
-    """Return the output of `attention_decode` in float64, sequence by sequence.
+    """Return the output of `attention_decode`, whose arguments these are, in float64, sequence by sequence.
 
-    Args:
-        q: queries (B, H, Sq, D).
-        k_cache: keys, as in `attention_decode`.
-        v_cache: values, as in `attention_decode`.
-        seqlens: as in `attention_decode`.
-        block_table: as in `attention_decode`.
-        kv_scales: as in `attention_decode`; every number of the cache is multiplied before anything is rounded.
-        **arguments: causal (True by default), scale and window, as in `attention_decode`.
+    Every number of a cache with scales is multiplied before anything is rounded.
     """
     if kv_scales is not None:
         q = q.double()

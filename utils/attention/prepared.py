@@ -34,7 +34,7 @@ def own_copy(function: Callable) -> Callable:
     return copy
 
 
-def compile_attend(function: Callable, mode: str | None, **inductor_options: object) -> Attend:
+def compile_attend(function: Callable, mode: str, **inductor_options: object) -> Attend:
     """Compile for fixed shapes, in one graph, so that nothing of it can run as eager Python.
 
     Args:
@@ -42,8 +42,6 @@ def compile_attend(function: Callable, mode: str | None, **inductor_options: obj
         mode: torch.compile's mode.
         **inductor_options: settings of inductor, in addition to those of the mode.
     """
-    if not inductor_options:
-        return torch.compile(function, fullgraph=True, dynamic=False, mode=None if mode == "default" else mode)
     # torch.compile takes a mode or options, not both: the mode is spelled out as its options.
     options = torch._inductor.list_mode_options(mode) | inductor_options
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
@@ -55,6 +53,7 @@ class Prepared:
     Attributes:
         fn: the bare function of q, k, v, without the guard; benchmarks time it.
         inputs: the tensors it was prepared with.
+        backend: the name of the backend.
         settings: the settings in force: the backend, the mask, shapes, and the options.
         seconds: time spent once: {"block_mask": ..., "compile": ...} or {"first_call": ...}.
         source: the function that torch.compile compiled, if it did.
@@ -62,7 +61,7 @@ class Prepared:
     """
 
     def __init__(self, bound: Bound, problem: Problem, inputs: tuple[torch.Tensor, ...], settings: dict):
-        self.inputs, self.seconds = inputs, bound.seconds
+        self.inputs, self.seconds, self.backend = inputs, bound.seconds, settings["backend"]
         self._codes: list[str] = []
         self._metadata = tuple(map(_metadata, inputs))
         self._grad = problem.needs_grad
@@ -80,11 +79,6 @@ class Prepared:
         self.seconds["compile" if self.source else "first_call"] = time.perf_counter() - began
         self.settings = settings | _problem_settings(problem) | bound.settings
         self.check()
-
-    @property
-    def backend(self) -> str:
-        """The name of the backend."""
-        return self.settings["backend"]
 
     def __call__(
         self, q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: torch.Tensor | None = None

@@ -22,7 +22,8 @@ from utils.attention.masks.mask_mods import (
     at_offset,
     both,
     causal,
-    dense_masks,
+    dense_mask,
+    different_masks,
     evaluate,
     name_of,
     nearby,
@@ -258,16 +259,17 @@ def _try_once(mask_mod: MaskMod | None, score_mod: ScoreMod | None, device: torc
             _tried.add(mod)
 
 
-def allowed_keys(problem: Problem, device: torch.device | str | None = None) -> torch.Tensor | None:
+def allowed_keys(problem: Problem) -> torch.Tensor | None:
     """Return the whole mask, True where a query sees a key; None if every query sees every key.
 
     It is (Sq, Sk) if it is the same for all sequences and heads, else (B, H, Sq, Sk), with B or H one where it is the same.
     """
-    device, allowed = problem.device if device is None else device, None
-    if problem.mask_mod is not None:
-        allowed = dense_masks(problem.mask_mod, problem.batch, problem.heads, problem.sq, problem.sk, device)
-        allowed = allowed[0, 0] if allowed.shape[:2] == (1, 1) else allowed
-    queries, keys = (torch.arange(n, device=device) for n in (problem.sq, problem.sk))
+    mask, sq, sk, device, allowed = problem.mask_mod, problem.sq, problem.sk, problem.device, None
+    if mask is not None:
+        sequences, heads = different_masks(mask, problem.batch, problem.heads, device)
+        each = [dense_mask(mask, sq, sk, device, b, h) for b in range(sequences) for h in range(heads)]
+        allowed = each[0] if len(each) == 1 else torch.stack(each).view(sequences, heads, sq, sk)
+    queries, keys = (torch.arange(n, device=device) for n in (sq, sk))
     return visible_pairs(problem, queries, keys, allowed)
 
 

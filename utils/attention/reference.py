@@ -23,16 +23,10 @@ CHUNK_BYTES = 512 * 1024**2  # memory for the scores of one chunk of rows, with 
 def reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, allowed: torch.Tensor | None = None, **arguments
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output (B, H, Sq, D) and the log-sum-exp (B, H, Sq) in float64.
+    """Return the output (B, H, Sq, D) and the log-sum-exp (B, H, Sq) of an attention in float64.
 
-    A query without keys gets zeros, and minus infinity as its log-sum-exp.
-
-    Args:
-        q: queries (B, H, Sq, D).
-        k: keys (B, Hkv, Sk, D).
-        v: values (B, Hkv, Sk, D).
-        allowed: a mask as data, bool, that broadcasts to (B, H, Sq, Sk): True where a query sees a key.
-        **arguments: causal, scale, window, mask_mod and score_mod, as in `attention`.
+    A query without keys gets zeros, and minus infinity as its log-sum-exp. The arguments are those of `attention`, and
+    `allowed`: a mask as data, bool, that broadcasts to (B, H, Sq, Sk), True where a query sees a key.
     """
     problem = make_problem(q, k, v, **arguments)
     out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)
@@ -46,14 +40,9 @@ def reference(
 def reference_gradients(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, **arguments
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Return the output and the gradients of q, k and v in float64, by torch.autograd.
+    """Return the output and the gradients of q, k and v in float64, by torch.autograd, for dout, the output's gradient.
 
-    Args:
-        q: queries (B, H, Sq, D).
-        k: keys (B, Hkv, Sk, D).
-        v: values (B, Hkv, Sk, D).
-        dout: the gradient of the output (B, H, Sq, D).
-        **arguments: causal, scale, window, mask_mod and score_mod, as in `attention`.
+    The other arguments are those of `attention`.
     """
     q, k, v = q.detach(), k.detach(), v.detach()
     problem = make_problem(q, k, v, **arguments)

@@ -21,16 +21,14 @@ def check_tensor(name: str, x, shape: tuple, device: torch.device, *dtypes: torc
     fits = x.dim() == len(shape) and all(n == m or isinstance(n, str) for n, m in zip(shape, x.shape, strict=True))
     dense = not x.dim() or x.shape[-1] < 2 or x.stride(-1) == 1
     if not (fits and dense and x.device == device and x.dtype in (dtypes or (torch.int32,))):
-        wanted = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+        wanted = str(shape).replace("'", "")
         raise ValueError(
             f"{name} must be {kinds} of shape {wanted} on {device}, its last dimension contiguous; it is {x.dtype} of "
             f"shape {tuple(x.shape)} on {x.device}."
         )
 
 
-def padded_mask(
-    q: torch.Tensor, k: torch.Tensor, seqlens: torch.Tensor, is_causal: bool, window: int | None
-) -> MaskMod:
+def padded_mask(q: torch.Tensor, k: torch.Tensor, seqlens, is_causal: bool, window: int | None) -> MaskMod:
     """Return the mask of sequences with `seqlens` keys each; the last query is at the last key, as in `attention_decode`."""
     check_tensor("seqlens", seqlens, (len(q),), q.device)
     return _padded_mask(read_lengths(seqlens, k.shape[2]), q.device, q.shape[2], is_causal, window)

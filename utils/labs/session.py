@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -62,7 +63,8 @@ def number_of(value: object) -> float | None:
 
 def show(rows: Sequence[Mapping] | pd.DataFrame, index: str | list[str] | None = None) -> None:
     """Display a table with four significant digits and texts in full; its first column names the rows if none is named."""
-    table = pd.DataFrame(rows)
+    # The name of a kernel may be wider than the page: a space without width lets it go on in the next line.
+    table = pd.DataFrame(rows).map(lambda x: re.sub("(?<=[,:<_])", "\u200b", f"{x}") if len(f"{x}") > 80 else x)
     with pd.option_context("display.float_format", "{:.4g}".format, "display.max_colwidth", None):
         display(table.set_index(index or table.columns[0]))
 

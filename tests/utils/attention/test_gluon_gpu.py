@@ -205,7 +205,7 @@ def test_auto_takes_gluon_and_the_kernel_proves_it():
     assert any("attention_step5" in name for name in proof("gluon", q, k, v, causal=True))
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "varlen"])  # it takes packed sequences only
 @pytest.mark.parametrize("causal", [False, True])
 def test_backends_prove_themselves_and_agree(name, causal):
     if not find_backend(name).machine():

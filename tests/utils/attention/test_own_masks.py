@@ -11,7 +11,7 @@ from utils.attention.masks.mask_mods import different_masks
 
 ON_GPU = torch.cuda.is_available()
 DEVICE, DTYPE, BOUND = ("cuda", torch.bfloat16, 1.5e-2) if ON_GPU else ("cpu", torch.float32, 1e-5)
-LONGEST = 300 if ON_GPU else 90
+LONGEST = 300 if ON_GPU else 60
 COMPILED = ("naive_compiled", "flex", "flex_flash", "cute")
 
 
@@ -61,7 +61,7 @@ def test_random_masks_of_sequences_and_heads_against_float64(marked):
         pytest.skip("each machine runs its own part")
     rng, ran = random.Random(20261128), dict.fromkeys(BACKENDS, 0)
     torch.manual_seed(7)
-    for _ in range({"cpu": 12, "cpu_compiled": 1, "gpu": 4}[marked]):
+    for _ in range({"cpu": 6, "cpu_compiled": 1, "gpu": 4}[marked]):
         (q, k, v), mask, modifier, what = draw(rng)
         arguments = {"mask_mod": mask, "score_mod": modifier}
         dout = torch.randn_like(q)
@@ -109,21 +109,3 @@ def test_which_indices_a_mask_reads():
     assert build_block_mask(causal, 8, 8).shape[:2] == (1, 1)
     with pytest.raises(ValueError, match="batch="):
         build_block_mask(lambda b, h, q, k: k < numbers[b], 8, 8)
-
-
-@pytest.mark.parametrize(
-    ("mask", "kind", "word"),
-    [
-        (lambda b, h, q, k: (q - k).float(), TypeError, "float32"),
-        (lambda b, h, q, k: {}[0], ValueError, "KeyError"),
-        (lambda b, h, q, k: q > 0 and k > 0, TypeError, "&"),
-    ],
-)
-def test_a_mask_that_is_none_is_a_sentence(mask, kind, word):
-    x = torch.randn(2, 2, 8, 16, device=DEVICE)
-    for backend in ("auto", "naive", "sdpa", "flex_eager"):
-        with pytest.raises(kind, match=word):
-            attention(x, x, x, mask_mod=mask, backend=backend)
-    short = torch.tensor([3], device="cpu")
-    with pytest.raises(ValueError, match="IndexError"):
-        attention(x.cpu(), x.cpu(), x.cpu(), mask_mod=lambda b, h, q, k: k < short[b], backend="naive")

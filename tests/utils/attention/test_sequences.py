@@ -154,29 +154,6 @@ def test_values_of_another_width_and_eight_bits():
             attention(*eight, backend=name)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "word"),
-    [
-        ({"seqlens": torch.tensor([9, 3])}, ValueError, "int32"),
-        ({"seqlens": torch.tensor([9, 3], dtype=torch.int32)}, ValueError, "8 keys"),
-        ({"seqlens": [8, 3]}, TypeError, "tensor"),
-        ({"cu_seqlens": torch.tensor([0, 4], dtype=torch.int32)}, ValueError, "8 tokens"),
-        ({"cu_seqlens": torch.tensor([0, 9, 8], dtype=torch.int32)}, ValueError, "rise"),
-        ({"cu_seqlens": torch.tensor([0, 8]).int(), "seqlens": torch.tensor([8, 8]).int()}, ValueError, "both"),
-        ({"sink": torch.zeros(3)}, ValueError, r"\(2,\)"),
-        ({"sink": torch.zeros(2).int()}, ValueError, "float32"),
-        ({"sink": 0.5}, TypeError, "float"),
-        ({"sink": torch.zeros(2), "return_lse": 1}, TypeError, "True or False"),
-        ({"return_lse": 1}, TypeError, "True or False"),
-        ({"return_lse": True, "backend": "sdpa"}, AttentionUnsupported, "log-sum-exp"),
-    ],
-)
-def test_what_does_not_fit_is_a_sentence(arguments, kind, word):
-    x = torch.randn(2, 2, 8, 16)
-    with pytest.raises(kind, match=word):
-        attention(x, x, x, **arguments)
-
-
 def test_changed_lengths_are_seen():
     q, k, v = (torch.randn(2, 2, n, 16) for n in (3, 30, 30))
     lengths = torch.tensor([5, 30], dtype=torch.int32)

@@ -193,7 +193,7 @@ def nothing(bar):
 
 @gluon.jit
 def arrival_before_the_partitions():
-    bar = mbarrier.allocate_mbarrier()
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
     mbarrier.arrive(bar, count=1)
     mbarrier.wait(bar, 0)
@@ -209,7 +209,7 @@ def arrive_twice(bar):
 
 @gluon.jit
 def arrivals_beside_the_wait():
-    bar = mbarrier.allocate_mbarrier()
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
     gl.warp_specialize([(arrive_twice, (bar,)), (wait_in_a_partition, (bar,))], [4], [24])
 

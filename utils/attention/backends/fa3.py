@@ -15,21 +15,8 @@ from pathlib import Path
 
 import torch
 
-from utils.attention.backends.flash_attn import (
-    heads_first,
-    packed_arguments,
-    reason_against_batches,
-    rows_first,
-    window_size,
-)
-from utils.attention.problem import (
-    Backend,
-    Problem,
-    bind_plain,
-    positive_scale,
-    reason_against_tensors,
-    refuse_functions,
-)
+from utils.attention.backends.flash_attn import heads_first, packed_arguments, reason_against, rows_first, window_size
+from utils.attention.problem import Backend, Problem, bind_plain, positive_scale, refuse_functions
 from utils.machine.device import Support, compute_capability, cuda_support, first_line
 
 VARIABLE = "FLASH_ATTENTION_3_LIBRARY"
@@ -93,7 +80,7 @@ def _machine() -> Support:
 def _refuses(problem: Problem) -> str:
     if problem.causal and problem.window is None and problem.has_empty_rows and problem.needs_grad:
         return f"its gradients are not tested for rows without keys (Sq {problem.sq} > Sk {problem.sk})."
-    return reason_against_tensors(problem) or reason_against_batches(problem)
+    return reason_against(problem)
 
 
 # ---- the operators ------------------------------------------------------------------------------------------

@@ -38,10 +38,11 @@ def window_size(problem: Problem, unlimited: int | None) -> tuple:
     return (problem.window - 1, 0 if problem.causal else problem.window - 1)
 
 
-def reason_against_batches(problem: Problem) -> str:
-    """Say why a library that packs sequences as (S, H, D) does not take packed sequences of several batches."""
+def reason_against(problem: Problem) -> str:
+    """Say why a library that packs sequences as (S, H, D) does not take tensors like these; "" if it does."""
     several = problem.lengths and problem.batch > 1
-    return f"it packs sequences of one batch, and there are {problem.batch}." if several else ""
+    packed = f"it packs sequences of one batch, and there are {problem.batch}." if several else ""
+    return reason_against_tensors(problem) or packed
 
 
 def rows_first(x: torch.Tensor, lengths: tuple[int, ...] = ()) -> torch.Tensor:
@@ -87,10 +88,6 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, ve
     return call_package(function, q, k, v, problem.scale, problem.lengths, **more)
 
 
-def _refuses(problem: Problem) -> str:
-    return reason_against_tensors(problem) or reason_against_batches(problem)
-
-
 def _implementation() -> str:
     package = "flash-attn-4" if _version() == 4 else "flash-attn"
     return f"{package} {metadata.version(package)}"
@@ -115,7 +112,7 @@ def _refuses_cute(problem: Problem, options: Options) -> str:
         return refuses_flash(problem, options)
     if options.block_size is not None:
         return "it does this mask by itself, without blocks, and a block_size was given."
-    return _refuses(plain)
+    return reason_against(plain)
 
 
 _bind_native = bind_plain(functools.partial(_run, version=4), form=_native)
@@ -135,7 +132,7 @@ def _varlen_machine() -> Support:
 
 
 def _refuses_varlen(problem: Problem) -> str:
-    return _refuses(problem) if problem.lengths else "it takes packed sequences only, as cu_seqlens gives them."
+    return reason_against(problem) if problem.lengths else "it takes packed sequences only, as cu_seqlens gives them."
 
 
 def _run_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:
@@ -158,7 +155,7 @@ BACKENDS = {
         name="flash_attn",
         summary="the flash-attn package that is installed (FlashAttention 4 or 2)",
         machine=lambda: flash_attn_support(2) or flash_attn_support(4),
-        refuses=refuse_functions(_refuses, Problem.plain_or_packed),
+        refuses=refuse_functions(reason_against, Problem.plain_or_packed),
         bind=bind_plain(_run, form=Problem.plain_or_packed),
         kernels=r"(?i)flash",
         implementation=_implementation,

@@ -57,16 +57,15 @@ def _bind(problem: Problem, options: Options) -> Bound:
         if problem.mask_mod is not None or problem.has_empty_rows:
             rows = hidden.all(-1, keepdim=True)
             empty = rows if bool(rows.any()) else None
-    attend = stored_scores(problem, hidden, empty)
-    return Bound(attend, seconds={"mask": time.perf_counter() - began}, light=hidden is None)
+    seconds = {"mask": time.perf_counter() - began}
+    return Bound(stored_scores(problem, hidden, empty), seconds=seconds, light=hidden is None)
 
 
 def _bind_compiled(problem: Problem, options: Options) -> Bound:
     bound, mode = _bind(problem, options), options.mode or "default"
     source = own_copy(bound.call)
     # Inductor recognizes attention in these three operators and would call SDPA's flash backend: another algorithm.
-    attend = compile_attend(source, mode, pattern_matcher=False)
-    return Bound(attend, {"mode": mode}, bound.seconds, source)
+    return Bound(compile_attend(source, mode, pattern_matcher=False), {"mode": mode}, bound.seconds, source)
 
 
 def reason_against_compiling(problem: Problem, options: Options) -> str:

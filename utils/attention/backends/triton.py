@@ -66,12 +66,10 @@ def _refuses(problem: Problem) -> str:
 
 
 def _machine() -> Support:
-    if importlib.util.find_spec("triton") is None:
+    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return triton_support()
-    if not torch.cuda.is_available():
-        # On a CPU the kernel runs in a process of its own, whatever this process did with Triton.
-        return Support(True, "Through Triton's interpreter, in a process of its own: for small tensors.")
-    return triton_support()
+    # On a CPU the kernel runs in a process of its own, whatever this process did with Triton.
+    return Support(True, "Through Triton's interpreter, in a process of its own: for small tensors.")
 
 
 def _implementation() -> str:

@@ -266,15 +266,6 @@ def different_masks(mask_mod: MaskMod | None, batch: int, heads: int, device: to
     return (batch if reads[0] else 1), (heads if reads[1] else 1)
 
 
-def dense_masks(
-    mask_mod: MaskMod, batch: int, heads: int, sq: int, sk: int, device: torch.device | str
-) -> torch.Tensor:
-    """Return the mask of every sequence and head as data: (B, H, Sq, Sk) bool, with B or H one where it is the same."""
-    sequences, own_heads = different_masks(mask_mod, batch, heads, device)
-    masks = [dense_mask(mask_mod, sq, sk, device, b, h) for b in range(sequences) for h in range(own_heads)]
-    return torch.stack(masks).view(sequences, own_heads, sq, sk)
-
-
 def row_chunks(
     mask_mod: MaskMod | None, sq: int, sk: int, device, rows: int = 1, b: int = 0, h: int = 0
 ) -> Iterator[tuple[int, torch.Tensor]]:
