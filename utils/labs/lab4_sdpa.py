@@ -29,6 +29,7 @@ from utils.labs import session
 from utils.labs.session import COLORS, H200, beside_guess, guesses, results, show, small_task
 from utils.machine.device import default_device
 from utils.visualization import plot_timeline, series, style_axes
+from utils.visualization.style import CARD
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler from writing a line for each start and stop
 device = default_device()
@@ -205,6 +206,8 @@ def plot_traces(paths: Mapping[str, Path], spans: Mapping[str, tuple[float, floa
     figure, axes = plt.subplots(len(paths), 1, figsize=(9, 3.2 * len(paths)), squeeze=False)
     for (backend, path), ax in zip(paths.items(), axes[:, 0], strict=True):
         plot_timeline(path, ax=ax, window_ms=spans[backend], title=f"{backend} ({path.name})")
+        ax.set_facecolor(CARD)
+    figure.set_facecolor(CARD)
     figure.tight_layout()
     plt.show()
 

@@ -93,7 +93,7 @@ def plot_beside(lab: str, name: str, columns: Sequence[str], label: str | list[s
         title: title of the picture.
     """
     recorded = recorded_table(H200 / f"{lab}.json", name)
-    tables = {"this machine": pd.DataFrame(results.get(name, [])), "an H200, recorded": recorded}
+    tables = {"this machine": pd.DataFrame(results.get(name, [])), "H200, recorded": recorded}
     plot_bars({place: table for place, table in tables.items() if table is not None}, columns, label, title)
 
 
