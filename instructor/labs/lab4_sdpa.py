@@ -945,9 +945,9 @@ except ValueError as refused:
     print(refused)
 
 # %% [markdown]
-# With one new token the kernel is 1.43 to 1.45 times as fast as the best other for one sequence of 2048 or 8192 keys. There the
+# With one new token the kernel is 1.34 to 1.37 times as fast as the best other for one sequence of 2048 or 8192 keys. There the
 # launch and the merge count as much as the bytes: 2048 keys reach less than a quarter of the speed of a copy. With eight
-# sequences or more the kernel and cuDNN are within 9% of each other, and the kernel reads the cache at 0.87 to 1.00 of the speed
+# sequences or more the kernel and cuDNN are within 6% of each other, and the kernel reads the cache at 0.85 to 0.99 of the speed
 # of a copy, so little is left to gain. `docs/kernels/decode.md` tells what was tried.
 
 # %% [markdown]
