@@ -43,7 +43,7 @@ def specialized(source: str, seed=None):
         keys = 192 + tail if tail < 64 else 128 + tail
         inputs = edge_inputs(draw.size(70, 128), keys, 64, draw.choice(HALVES), draw.normal)
         tries.append(attention_launch("lab3_specialized.py", 128, *inputs, STAGES=stages))
-    attention_rules.specialized(source, tries, timings(draw, 2))
+    attention_rules.specialized(source, tries, timings(draw))
     many = [attention_inputs(1, 128, 448, 64, 1.0, draw.choice(HALVES), draw.normal) for _ in "ab"]
     slots = 2, draw.size(3, 5)
     tries = [attention_launch("lab3_specialized.py", 128, *x, STAGES=n) for x, n in zip(many, slots, strict=True)]
@@ -60,7 +60,7 @@ def overlap(source: str, seed=None):
         )
         for stages in (2, 3)
     ]
-    attention_rules.overlapped(source, tries, timings(draw, 2))
+    attention_rules.overlapped(source, tries, timings(draw))
     # Scores rise toward the first keys, which come last: the output so far must shrink in each block.
     sharp = [(64, 256, 1.0), (128, 384, 20.0)]
     tries = [overlap_launch(*attention_inputs(1, 128, n, d, x, torch.bfloat16, draw.normal)) for d, n, x in sharp]
@@ -87,4 +87,4 @@ def two_softmax(source: str, seed=None):
     draw = Draw(seed)
     tries = [two_softmax_launch(*edge_inputs(draw.size(130, 256), 256 + draw.size(1, 60), 64, normal=draw.normal))]
     tries.append(two_softmax_launch(*attention_inputs(1, 256, 384, 128, 20.0, torch.float16, draw.normal)))
-    attention_rules.two_softmax(source, tries, timings(draw, 2))
+    attention_rules.two_softmax(source, tries, timings(draw))
