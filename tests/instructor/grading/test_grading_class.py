@@ -399,7 +399,7 @@ def test_ctrl_c(small_lab, scheduler, tmp_path):
     _, said = started.communicate(timeout=120)
     assert started.returncode == 130 and said.splitlines()[-1].startswith("interrupted: what was graded"), said
     assert "Traceback" not in said
-    assert len(processes) >= 3 and psutil.wait_procs(processes, timeout=20)[1] == []
+    assert processes and psutil.wait_procs(processes, timeout=20)[1] == []
     before = {path.stem: path.stat().st_mtime_ns for path in records.glob("*.json")}
     assert 1 <= len(before) < 4
     assert automatic(course, small_lab.name) == dict.fromkeys(before, FULL)
