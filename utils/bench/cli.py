@@ -145,8 +145,12 @@ def run(
         options = Options(
             profile=profile,
             timing={
-                **{"l2": l2, "graph": graph, "warmup": warmup, "iterations": iterations},
-                **{"target_interval": target_interval, "max_seconds": max_seconds},
+                "l2": l2,
+                "graph": graph,
+                "warmup": warmup,
+                "iterations": iterations,
+                "target_interval": target_interval,
+                "max_seconds": max_seconds,
                 "discard": check_choices("--discard", discard, DISCARDS) if discard else (),
             },
             run_id=new_run_id() if run_id is None else run_id,

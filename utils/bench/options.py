@@ -17,8 +17,13 @@ from utils.benchmark.sampling import Timing
 
 # How the samples are taken: options of `Timing` that a run decides. A target's protocol fills in what is None.
 TIMING: dict[str, Any] = {
-    **{"l2": "warm", "graph": False, "warmup": None, "iterations": None},
-    **{"target_interval": None, "max_seconds": None, "discard": ()},
+    "l2": "warm",
+    "graph": False,
+    "warmup": None,
+    "iterations": None,
+    "target_interval": None,
+    "max_seconds": None,
+    "discard": (),
 }
 
 

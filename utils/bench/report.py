@@ -92,7 +92,9 @@ def times_table(document: dict) -> tuple[list[str], list[list[str]]]:
             speedup = with_interval(row["speedup"], row["speedup_low"], row["speedup_high"]) + f" {row['verdict']}"
         lines.append(
             [
-                *(row["target"], row["workload"], f"{row['side']}: {row['ran']}"),
+                row["target"],
+                row["workload"],
+                f"{row['side']}: {row['ran']}",
                 f"{format_interval(row['median_ms'], row['low_ms'], row['high_ms']):<24}",
                 f"{format_rate(row['tflops']):<12}",
                 f"{'-' if row['gb_s'] is None else digits(row['gb_s']):<6}",
@@ -190,7 +192,9 @@ def _what_ran(document: dict) -> tuple[list[str], list[list[object]]]:
             lines.append(
                 [
                     *(case["target"], case["label"], side, ran["asked"], ran["provider"], ran["implementation"]),
-                    *(ran["launches"] or "", ", ".join(_short(name, 60) for name in launched), memory_text(ran)),
+                    ran["launches"] or "",
+                    ", ".join(_short(name, 60) for name in launched),
+                    memory_text(ran),
                     f"{error['whole']:.2g} ({error['whole_bound']:.2g})" if error else "not compared",
                 ]
             )

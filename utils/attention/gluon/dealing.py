@@ -16,7 +16,7 @@ import numpy as np
 SECTION_BYTES = 16 << 20
 _LAST_SECTION = 2  # sections in the last one: it has the short tiles that are left when the programs end
 TILE_OVERHEAD = 1.5  # what a tile costs beyond its key blocks, in key blocks: first scores, last product, storing
-_LONGER = 1.0  # as much more it may be, by head dimension and shape
+_LONGER = 1.0  # more of it where tiles are exchanged: at some head dimensions and shapes a tile costs 2.5 in all
 _MOST_TILES = 1 << 16
 _MOST_EXCHANGES = 1000
 # Up to this number of tiles for each program they are exchanged, which takes the host 10 to 20 ms; more are dealt well enough
