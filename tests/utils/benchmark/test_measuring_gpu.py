@@ -146,10 +146,7 @@ def test_a_side_that_waits_for_the_gpu_does_not_slow_the_other():
 @pytest.mark.parametrize("n", timer_check.SIZES)
 def test_a_matmul_against_itself_200_times(n):
     row = timer_check.against_itself(n, 200)
-    print(
-        f"\nbf16 matmul {n}: {row['median_us']:.1f} us, {row['within_1_percent']:.1%} within 1%, "
-        f"{row['within_3_percent']:.1%} within 3%, {row['verdicts']}"
-    )
+    print(timer_check.show(row))
     if row["median_us"] >= 20:
         assert row["within_1_percent"] >= 0.95
         assert row["verdicts"].get("faster", 0) + row["verdicts"].get("slower", 0) <= 0.05 * row["trials"]
