@@ -8,8 +8,9 @@ FP32 accumulation, which torch uses.
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
+
+from utils.validation import did_you_mean
 
 DTYPES = ("fp16", "bf16", "fp32", "tf32", "fp8")
 
@@ -147,10 +148,7 @@ def get_ridge_point(gpu_name: str, dtype: str = "fp16") -> float:
 
 def _unknown(kind: str, name, known, candidates) -> str:
     """Return the message about an unknown name, with the nearest candidate."""
-    by_lower = {candidate.lower(): candidate for candidate in candidates}
-    nearest = difflib.get_close_matches(name.lower(), by_lower, n=1) if isinstance(name, str) else []
-    hint = f": did you mean {by_lower[nearest[0]]!r}?" if nearest else "."
-    return f"{name!r} is not a known {kind}{hint} Known: {', '.join(known)}."
+    return f"{name!r} is not a known {kind}.{did_you_mean(name, candidates)} Known: {', '.join(known)}."
 
 
 @functools.cache

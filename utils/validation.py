@@ -5,11 +5,23 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+
+def did_you_mean(given: object, allowed: Iterable[str]) -> str:
+    """Return " Did you mean X?", whatever its case, or "" if no allowed name is close to the given one."""
+    names = {name.lower(): name for name in allowed}
+    near = difflib.get_close_matches(str(given).lower(), names, n=1, cutoff=0.5)
+    return f" Did you mean {names[near[0]]}?" if near else ""
+
+
+def first_line(error: object) -> str:
+    """Return the first line of an error's message, or the name of its type if the message is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def whole_number(name: str, value: object, least: int = 1, error: type[Exception] = ValueError) -> int:
@@ -57,19 +69,17 @@ def check_callable(caller: str, fn: object) -> None:
 
 
 def suggest_keywords(function: Callable) -> Callable:
-    """Decorate a function so that a misspelt keyword is answered with the name that was probably meant.
+    """Decorate a function so that an unknown keyword is answered with the nearest one and with all of them.
 
-    Python says so itself from 3.13 on.
+    Python suggests the nearest itself from 3.13 on.
     """
     names = tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def wrapper(*args, **kwargs):
-        for name in kwargs:
-            if name not in names:
-                close = difflib.get_close_matches(name, names, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"its arguments are {', '.join(names)}"
-                raise TypeError(f"{function.__name__}() has no argument {name!r}: {hint}")
+        for name in kwargs.keys() - set(names):
+            hint = f"{did_you_mean(name, names)} Its arguments are {', '.join(names)}."
+            raise TypeError(f"{function.__name__}() has no argument {name!r}.{hint}")
         return function(*args, **kwargs)
 
     return wrapper

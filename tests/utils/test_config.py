@@ -113,13 +113,12 @@ def test_an_unknown_gpu_names_the_nearest_and_the_known(given, nearest):
     with pytest.raises(ValueError) as caught:
         get_ridge_point(given)
     message = str(caught.value)
-    assert repr(given) in message and f"did you mean {nearest!r}?" in message
+    assert repr(given) in message and f"Did you mean {nearest}?" in message
     assert all(name in message for name in GPU_SPECS)
 
 
 def test_an_unknown_dtype_names_the_nearest_and_the_known():
-    message = r"'bf61' is not a known dtype: did you mean 'bf16'\? Known: fp16, bf16"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"'bf61' is not a known dtype\. Did you mean bf16\? Known: fp16, bf16"):
         get_ridge_point("A100", "bf61")
     for wrong in (torch.int8, torch.float64, None, "FP16 "):
         with pytest.raises(ValueError, match="is not a known dtype"):

@@ -32,7 +32,9 @@ def test_a_misspelt_keyword_is_answered_with_the_nearest():
         return batch_size * length
 
     assert run(2, length=3) == run(batch_size=6)
-    with pytest.raises(TypeError, match=r"run\(\) has no argument 'batchsize': did you mean 'batch_size'"):
+    with pytest.raises(
+        TypeError, match=r"run\(\) has no argument 'batchsize'\. Did you mean batch_size\? Its arguments are"
+    ):
         run(batchsize=2)
 
 

@@ -1,8 +1,8 @@
 """Profiles of a side: always a Chrome trace; Nsight Systems and Nsight Compute where they work, else the reason why not.
 
 minimal    an NVTX-named Chrome trace and, on a GPU, an Nsight Systems report
-roofline   the Chrome trace, the roofline counted by hand, and a report of Nsight Compute's roofline set
-deep_dive  the same with Nsight Compute's full set
+roofline   the Chrome trace, and a report of Nsight Compute's roofline set
+deep_dive  the Chrome trace, and a report of Nsight Compute's full set
 
 Nsight runs the side in a process of its own: `python -m utils.bench.profiles '<request as JSON>'`.
 
@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
-from utils.bench.errors import first_line
 from utils.bench.knobs import Setting
 from utils.bench.targets import find_target
 from utils.bench.targets.base import Case
 from utils.benchmark.profiling import gpu_idle_share, nvtx_range, profile, summarize_trace
 from utils.files import ROOT
+from utils.validation import first_line
 
 LEVELS = ("none", "minimal", "roofline", "deep_dive")
 NCU_SETS = {"roofline": "roofline", "deep_dive": "full"}
@@ -67,15 +67,12 @@ def file_stem(workload: str, side: str, label: str) -> str:
     return f"{side}_{workload}_{re.sub(r'[^A-Za-z0-9]+', '-', label).strip('-')}"
 
 
-def profile_side(
-    fn: Callable[[], object], request: Request, measured: dict, base: Path, *, level: str, l2: str
-) -> dict:
-    """Profile one side: files, reasons for what is missing, kernels with durations, and the roofline.
+def profile_side(fn: Callable[[], object], request: Request, base: Path, *, level: str, l2: str) -> dict:
+    """Profile one side: files, reasons for what is missing, and kernels with durations.
 
     Args:
         fn: the side's call.
         request: the side, for the profilers that run it in another process.
-        measured: the side's measurement, as it is in the results.
         base: path of the files, without their suffixes.
         level: "minimal", "roofline" or "deep_dive".
         l2: "warm" or "cold", as the side was timed.
@@ -94,27 +91,7 @@ def profile_side(
         "files": [str(trace)] + ([str(report)] if report else []),
         "why_not": [why_not] if why_not else [],
         "rows": summarize_trace(recorded, top=TOP_ROWS),
-        "roofline": counted_roofline(measured),
         "gpu_busy_share": 1.0 - gpu_idle_share(recorded) if on_gpu else None,
-    }
-
-
-def counted_roofline(measured: dict) -> dict | None:
-    """Place a measurement on the roofline by its counted FLOPs and bytes; None without a roof for the dtype."""
-    roof = measured.get("roof")
-    if roof is None or not measured["flops"] or not measured["bytes"]:
-        return None
-    intensity = measured["flops"] / measured["bytes"]
-    memory = intensity * roof["memory_bandwidth_tb_s"]
-    attainable = min(memory, roof["tflops"])
-    return {
-        "flops_per_byte": intensity,
-        "ridge_point": roof["tflops"] / roof["memory_bandwidth_tb_s"],
-        "bound": "memory" if memory < roof["tflops"] else "compute",
-        "attainable_tflops": attainable,
-        "achieved_tflops": measured["tflops"],
-        "share": measured["tflops"] / attainable,
-        "roof": roof,
     }
 
 

@@ -221,11 +221,6 @@ def _profiles(case: dict) -> list[str]:
         files = ", ".join(f"`{file}`" for file in profile["files"])
         items.append(f"- {case['target']} {case['label']} {side}, range `{profile['range']}`: {files}")
         facts = list(profile["why_not"])
-        if (roof := profile["roofline"]) is not None:
-            facts.append(
-                f"roofline counted by hand: {roof['flops_per_byte']:.3g} FLOPs/Byte, {roof['bound']}-bound, "
-                f"{format_rate(roof['achieved_tflops'])} of {format_rate(roof['attainable_tflops'])} attainable"
-            )
         if profile["gpu_busy_share"] is not None:
             facts.append(f"GPU busy {profile['gpu_busy_share']:.1%} of the time from first to last kernel")
         kernels = profile["rows"][:5]

@@ -12,7 +12,7 @@ import torch
 
 from utils.bench import results as res
 from utils.bench.documents import utc_now, write_json
-from utils.bench.errors import BenchError, Refused, VerificationError, WrongRun, first_line
+from utils.bench.errors import BenchError, Refused, VerificationError, WrongRun
 from utils.bench.options import Options
 from utils.bench.profiles import Request, file_stem, profile_side
 from utils.bench.report import markdown
@@ -28,6 +28,7 @@ from utils.benchmark.result import Measurement
 from utils.benchmark.roofs import machine_roofs
 from utils.files import write_whole
 from utils.machine.environment import HARMLESS_REASONS, environment, gpu_state
+from utils.validation import first_line
 
 STEPS = ("build", "verify", "time", "profile")
 COMPARISON_FIELDS = ("speedup", "interval", "verdict", "same_within", "method")
@@ -169,7 +170,7 @@ class CaseRun:
             request = Request.of_side(self.case, side, record["ran"][side]["range"])
             base = folder / file_stem(self.target.workload, side, record["label"])
             record["profiles"][side] = profile_side(
-                call.fn, request, record["sides"][side], base, level=options.profile, l2=options.timing["l2"]
+                call.fn, request, base, level=options.profile, l2=options.timing["l2"]
             )
 
 

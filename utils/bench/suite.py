@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,11 @@ from utils.benchmark.cuda_timer import gpu_flush_bytes
 from utils.benchmark.measuring import measure
 from utils.benchmark.profiling import profile, read_trace
 from utils.benchmark.result import Measurement
-from utils.machine.device import usable_device
+from utils.machine.device import default_device
 from utils.machine.environment import environment, gpu_state
 from utils.validation import whole_number
 
-RESULT = Schema("labs-bench-suite", 2, ("label", "timing", "config", "samples_ms"))
+RESULT = Schema("labs-bench-suite", 3, ("label", "method", "samples_ms"))
 CLOCK_SLACK_MS = 0.05  # the kernel's clock and the host's may differ by this much
 
 
@@ -47,7 +47,6 @@ class BenchmarkConfig:
         benchmark_iterations: samples.
         flush_l2_cache: write twice the last-level cache before every sample, outside the timed region.
         lock_clocks: refused if True: clocks are read and reported, never set.
-        device_id: number of the GPU; None takes the current GPU, or the CPU if there is none.
         exclude_memory_transfers: refuse a kernel function that copies between host and GPU: the copy would be timed.
         seed: of torch's generators, set before the kernel function is first called.
     """
@@ -56,7 +55,6 @@ class BenchmarkConfig:
     benchmark_iterations: int = 500
     flush_l2_cache: bool = False
     lock_clocks: bool = False
-    device_id: int | None = None
     exclude_memory_transfers: bool = True
     seed: int = 42
 
@@ -68,40 +66,6 @@ class BenchmarkConfig:
                 "lock_clocks=True is refused: clocks are read and reported with every result, never set. "
                 "Leave it False; an administrator can lock them with nvidia-smi -lgc beforehand."
             )
-        try:
-            usable_device(self.device_id)
-        except ValueError as error:
-            raise BenchError(f"device_id is {self.device_id!r}: {error}") from None
-
-
-@dataclass(frozen=True, repr=False)
-class BenchmarkResult(Measurement):
-    """One kernel's measurement with its configuration; `label` is the kernel's name."""
-
-    timing: str = "harness"  # or "kernel's own"
-    config: dict = field(default_factory=dict)
-    shape: dict | None = None  # such as {"B": 8, "H": 4, "S": 128, "d": 64}
-
-    @property
-    def gflops(self) -> float | None:
-        """GFLOP/s at the median time; None without a FLOP count."""
-        return None if self.tflops is None else 1e3 * self.tflops
-
-    @property
-    def queries_per_s(self) -> float | None:
-        """B * H * S queries over the median time; None without a shape."""
-        shape = self.shape or {}
-        if not {"B", "H", "S"} <= set(shape):
-            return None
-        return shape["B"] * shape["H"] * shape["S"] / (self.median_ms / 1e3)
-
-
-def load_result(path: Path) -> BenchmarkResult:
-    """Read a result that `save_results` wrote; raise BenchError for a truncated file or another schema."""
-    try:
-        return BenchmarkResult.from_dict(RESULT.read(Path(path)))
-    except (KeyError, TypeError, ValueError) as error:
-        raise BenchError(f"{path} is damaged: {error}") from None
 
 
 class CUDABenchmarkHarness:
@@ -109,7 +73,7 @@ class CUDABenchmarkHarness:
 
     def __init__(self, config: BenchmarkConfig | None = None):
         self.config = config or BenchmarkConfig()
-        self.device = usable_device(self.config.device_id)
+        self.device = default_device()
         self.on_gpu = self.device.type == "cuda"
 
     def benchmark_kernel(
@@ -118,38 +82,31 @@ class CUDABenchmarkHarness:
         kernel_name: str,
         flop_count: float | None = None,
         memory_bytes: float | None = None,
-        *,
-        shape: Mapping[str, int] | None = None,
-        dtype: str | torch.dtype | None = None,
-    ) -> BenchmarkResult:
-        """Benchmark `kernel_func()`.
+    ) -> Measurement:
+        """Benchmark `kernel_func()`; `method` of the result has the configuration and whose clock it was.
 
         Args:
             kernel_func: returns its own elapsed time in ms, or anything else if the harness is to time it.
             kernel_name: name of the kernel in the result.
             flop_count: FLOPs of one call.
             memory_bytes: bytes that one call reads and writes.
-            shape: the sizes, such as {"B": 8, "H": 4, "S": 128, "d": 64}; results of other shapes are not compared.
-            dtype: of the data; results of other dtypes are not compared.
         """
         if not callable(kernel_func):
             raise BenchError(f"kernel_func must be callable, got {type(kernel_func).__name__}; pass the function.")
         config = self.config
         work: dict[str, Any] = {"label": kernel_name, "flops": flop_count, "bytes": memory_bytes}
-        with torch.cuda.device(self.device if self.on_gpu else -1):
-            torch.manual_seed(config.seed)
-            times_itself = _is_time(kernel_func())
-            if config.exclude_memory_transfers and self.on_gpu:
-                _refuse_transfers(kernel_func, kernel_name)
-            if times_itself:
-                measured = self._own_times(kernel_func, work)
-            else:
-                how: dict[str, Any] = {"warmup": config.warmup_iterations, "iterations": config.benchmark_iterations}
-                how |= {"device": self.device, "l2": "cold" if config.flush_l2_cache else "warm"}
-                measured = measure(kernel_func, **how, **work)
-        facts: dict[str, Any] = vars(measured) | {"timing": "kernel's own" if times_itself else "harness"}
-        facts |= {"config": asdict(config), "shape": dict(shape) if shape else None}
-        return BenchmarkResult(**facts | {"dtype": None if dtype is None else str(dtype).removeprefix("torch.")})
+        torch.manual_seed(config.seed)
+        times_itself = _is_time(kernel_func())
+        if config.exclude_memory_transfers and self.on_gpu:
+            _refuse_transfers(kernel_func, kernel_name)
+        if times_itself:
+            measured = self._own_times(kernel_func, work)
+        else:
+            how: dict[str, Any] = {"warmup": config.warmup_iterations, "iterations": config.benchmark_iterations}
+            how |= {"device": self.device, "l2": "cold" if config.flush_l2_cache else "warm"}
+            measured = measure(kernel_func, **how, **work)
+        facts = {"timing": "kernel's own" if times_itself else "harness", "config": asdict(config)}
+        return replace(measured, method=measured.method | facts)
 
     def _own_times(self, kernel_func: Callable, work: dict) -> Measurement:
         """Collect the times that the kernel function returns, with the cache flushed before each call if that is asked for."""
@@ -174,16 +131,16 @@ class CUDABenchmarkHarness:
         interval = stats.repeat_interval(samples)
         return Measurement(tuple(samples), interval, **work, method=method, environment=environment(self.device))
 
-    def save_results(self, result: BenchmarkResult, path: Path | str) -> Path:
+    def save_results(self, result: Measurement, path: Path | str) -> Path:
         """Write a result with its raw samples as JSON, in the place of an older file of that name."""
-        rates = {"gflops": result.gflops, "queries_per_s": result.queries_per_s}
-        return write_json(Path(path), RESULT.document(**result.to_dict(), **rates))
+        gflops = None if result.tflops is None else 1e3 * result.tflops
+        return write_json(Path(path), RESULT.document(**result.to_dict(), gflops=gflops))
 
-    def compare_results(self, baseline_path: Path | str, current_result: BenchmarkResult) -> dict:
+    def compare_results(self, baseline_path: Path | str, current_result: Measurement) -> dict:
         """Compare a result with a saved baseline: {"speedup", "improvement_pct", "interval", "verdict", ...}.
 
-        `improvement_pct` is the share of the baseline's time that is saved. Results of another GPU, shape, dtype, FLOP
-        or byte count, or cache state are refused, and the error names the difference.
+        `improvement_pct` is the share of the baseline's time that is saved. Results of another machine, FLOP or byte
+        count, or cache state are refused, and the error names the difference.
         """
         old, new = load_result(Path(baseline_path)), current_result
         before, now = _facts(old), _facts(new)
@@ -195,9 +152,17 @@ class CUDABenchmarkHarness:
             "baseline_ms": old.median_ms,
             "current_ms": new.median_ms,
             "improvement_pct": 100.0 * (1.0 - new.median_ms / old.median_ms),
-            "timing": (old.timing, new.timing),
+            "timing": (old.method["timing"], new.method["timing"]),
             **separate_speedup(old, new),
         }
+
+
+def load_result(path: Path) -> Measurement:
+    """Read a result that `save_results` wrote; raise BenchError for a truncated file or another schema."""
+    try:
+        return Measurement.from_dict(RESULT.read(Path(path)))
+    except (KeyError, TypeError, ValueError) as error:
+        raise BenchError(f"{path} is damaged: {error}") from None
 
 
 def _is_time(value: Any) -> bool:
@@ -229,9 +194,8 @@ def _refuse_transfers(kernel_func: Callable, kernel_name: str) -> None:
         )
 
 
-def _facts(result: BenchmarkResult) -> dict:
+def _facts(result: Measurement) -> dict:
     """Return what two results must share to be compared: the machine, the work and the state of the cache."""
     machine = result.environment
-    cpu = None if machine.get("gpu") else machine.get("cpu")
-    facts = {"GPU": machine.get("gpu"), "CPU": cpu, "shape": result.shape, "dtype": result.dtype}
+    facts = {"GPU": machine.get("gpu"), "CPU": None if machine.get("gpu") else machine.get("cpu")}
     return facts | {"flop_count": result.flops, "memory_bytes": result.bytes, "L2": result.method.get("l2")}

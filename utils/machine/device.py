@@ -23,6 +23,7 @@ import torch
 
 from utils.config import GPU_SPECS
 from utils.machine.environment import package_version
+from utils.validation import first_line
 
 HOPPER = (9, 0)
 
@@ -301,7 +302,7 @@ def _build_fault(compiler: str) -> str | None:
             done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         except (OSError, subprocess.TimeoutExpired) as error:
             return first_line(error)
-    return (first_line(done.stderr) or f"exit status {done.returncode}") if done.returncode else None
+    return first_line(done.stderr.strip() or f"exit status {done.returncode}") if done.returncode else None
 
 
 # Version of FlashAttention: its package, the compute capability it needs, the extra that installs it.
@@ -367,8 +368,3 @@ def _c_compiler() -> Support:
         f"Triton needs a C compiler to build its launchers, and {missing}.",
         "Install gcc (on Debian or Ubuntu: apt install gcc), or name a compiler in CC.",
     )
-
-
-def first_line(error: object) -> str:
-    """Return the first line of an error's message; "" if it has none."""
-    return (str(error).strip().splitlines() or [""])[0]

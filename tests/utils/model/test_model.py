@@ -284,9 +284,9 @@ def test_a_layer_that_names_no_attention_implementation_is_causal():
     ],
 )
 def test_a_misspelt_argument_is_an_error(function, wrong, right):
-    with pytest.raises(TypeError, match=f"{function.__name__}.* no argument '{wrong}': did you mean '{right}'"):
+    with pytest.raises(TypeError, match=f"{function.__name__}.* no argument '{wrong}'. Did you mean {right}"):
         function(**{wrong: 1})
-    with pytest.raises(TypeError, match=f"its arguments are .*{right}"):
+    with pytest.raises(TypeError, match=f"Its arguments are .*{right}"):
         function(zzz=1)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from utils.bench.errors import BenchError, check_choice, did_you_mean
+from utils.bench.errors import BenchError, check_choice
 from utils.bench.knobs import Setting, Sweep, settle, split_extra_args
 from utils.bench.targets import (
     attention_suite,
@@ -21,6 +21,7 @@ from utils.bench.targets import (
 )
 from utils.bench.targets.base import SIDES, Case, Target
 from utils.machine.device import Support, default_device
+from utils.validation import did_you_mean
 
 FAMILIES = (*(flexattention, flashattention_gluon, cudnn_sdpa_bench, host_time, attention_suite), functions)
 TARGETS: dict[str, Target] = {target.name: target for family in FAMILIES for target in family.TARGETS}

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from utils.bench.errors import BenchError, WrongRun, check_choice, first_line
+from utils.bench.errors import BenchError, WrongRun, check_choice
 from utils.bench.knobs import Knob, Setting
 from utils.bench.targets.base import Built, Case, Target, interpreted
 from utils.bench.verify import rounding_bounds
@@ -31,7 +31,7 @@ from utils.bench.workload import DTYPES
 from utils.kernels import gelu, gemm
 from utils.machine.device import Support, compute_capability
 from utils.model.costs import Cost
-from utils.validation import whole_number
+from utils.validation import first_line, whole_number
 
 FILLS: dict[str, Callable] = {"randn": torch.randn, "rand": torch.rand, "zeros": torch.zeros, "ones": torch.ones}
 HOW = "write it as 'a=randn(4096, 4096, bf16)' (or rand, zeros, ones) or as a constant, 'dim=-1'"
