@@ -47,7 +47,8 @@ def _line(target: str, sides: list[tuple[dict, str]], run: str) -> Figure:
         lines.setdefault(provider, {})[value] = measured
     if all(value.isdigit() for line in lines.values() for value in line) and len(next(iter(lines.values()))) > 1:
         sizes = {label: {int(value): one for value, one in line.items()} for label, line in lines.items()}
-        return plot_latency(sizes, size_name=name, title=f"{target}\n{run}")[0]
+        ratios = {int(case["swept"][name]): case["comparison"]["speedup"] for case, _ in sides if case["comparison"]}
+        return plot_latency(sizes, size_name=name, title=f"{target}\n{run}", ratios=ratios)[0]
     rows = {f"{name} {value}, {label}": one for label, line in lines.items() for value, one in line.items()}
     return plot_latency(rows, title=f"{target}\n{run}")[0]
 

@@ -31,13 +31,12 @@ UNKNOWN_CACHE_FLUSH = 64 * 1024**2  # bytes
 
 
 class Call:
-    """A function with its arguments, called round robin over `inputs`, and what is known about its cost."""
+    """A function with its arguments, and what is known about its cost."""
 
-    def __init__(self, fn: Callable, inputs: Sequence[tuple], kwargs: dict, label: str):
-        self.fn, self.inputs, self.kwargs, self.label = fn, list(inputs), dict(kwargs), label
+    def __init__(self, fn: Callable, args: tuple, kwargs: dict, label: str):
+        self.fn, self.args, self.kwargs, self.label = fn, args, kwargs, label
         self.calls_per_run = 1  # calls of the user's function in one call of `fn`: more in an unrolled graph
         self.runs_per_sample = 1
-        self.position = 0  # index of the next inputs
         self.run_ms: float | None = None  # one run, from the last chunk of the warm-up
         self.issue_ms: float | None = None  # CPU time to issue one run
         self.gpu_ms: float | None = None  # shortest time of one run between two events
@@ -60,18 +59,15 @@ class Call:
             self.calibration_calls += self.calls_per_run
 
     def play(self, runs: int, phase: str) -> int:
-        """Call the function `runs` times on the next inputs; return the host time in ns.
+        """Call the function `runs` times; return the host time in ns.
 
         An exception of the function gets a note with its label, the phase and the number of the call.
         """
-        count = len(self.inputs)
-        batch = [self.inputs[(self.position + i) % count] for i in range(runs)]
-        self.position = (self.position + runs) % count
-        fn, kwargs, clock = self.fn, self.kwargs, time.perf_counter_ns
-        remaining = iter(batch)
+        fn, args, kwargs, clock = self.fn, self.args, self.kwargs, time.perf_counter_ns
+        remaining = itertools.repeat(None, runs)
         begin = clock()
         try:
-            for args in remaining:
+            for _ in remaining:
                 fn(*args, **kwargs)
             elapsed = clock() - begin
         except BaseException as error:
@@ -249,7 +245,7 @@ class CpuTimer(Timer):
 
     def floor_ms(self, like: Call) -> float:
         """Return the median time of an empty Python call, sampled in the same way as `like`."""
-        empty = Call(_empty_call, [()], {}, "empty call")
+        empty = Call(_empty_call, (), {}, "empty call")
         flush_bytes, self.flush_bytes = self.flush_bytes, 0
         try:
             samples = self.sample([empty] * 21, runs=like.runs_per_sample, phase="floor")

@@ -99,42 +99,35 @@ class CudaTimer(Timer):
         return sample_ms >= (GPU_SHORT_MS if runs == 1 else GPU_SAMPLE_MS)
 
     def capture(self, call: Call, calls_per_graph: int | None) -> Call:
-        """Capture the call in CUDA graphs: one for each inputs if cold or if asked for, else one of many calls."""
-        if self.flush_bytes or calls_per_graph == 1:
-            groups = [[args] for args in call.inputs]
-        else:
-            count = len(call.inputs)
-            if calls_per_graph is None:
-                runs = min(10, self.max_runs(call))
-                run_ms = min(self.sample([call] * 2, runs=runs, phase="calibration"))
-                call.calibration_calls += 2 * runs
-                calls_per_graph = 1
-                if run_ms < GPU_SHORT_MS:
-                    calls_per_graph = min(MAX_GPU_CALLS, int(GPU_SAMPLE_MS / max(run_ms, 1e-3)) + 1)
-            unrolled = -(-calls_per_graph // count) * count  # each input as often as the others
-            groups = [[call.inputs[i % count] for i in range(unrolled)]]
-        graphs = []
+        """Capture the call in a CUDA graph: once with a cold cache, else as often as a sample needs or as asked for."""
+        if self.flush_bytes:
+            calls_per_graph = 1
+        if calls_per_graph is None:
+            runs = min(10, self.max_runs(call))
+            run_ms = min(self.sample([call] * 2, runs=runs, phase="calibration"))
+            call.calibration_calls += 2 * runs
+            calls_per_graph = 1
+            if run_ms < GPU_SHORT_MS:
+                calls_per_graph = min(MAX_GPU_CALLS, int(GPU_SAMPLE_MS / max(run_ms, 1e-3)) + 1)
         self.synchronize()
         # After a failed capture the random generator still believes that it is being captured, and every later
         # torch.randn on the GPU raises. Therefore a failure restores this copy of the generator's state.
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         random_state = generator.clone_state()
-        for group in groups:
-            graph = torch.cuda.CUDAGraph()
-            try:
-                with torch.cuda.graph(graph):
-                    for args in group:
-                        call.fn(*args, **call.kwargs)
-            except Exception as error:
-                generator.graphsafe_set_state(random_state)
-                error.add_note(
-                    f"raised while {call.label!r} was {CAPTURE_FAILED}: a captured function must "
-                    "not synchronize, copy to the CPU or choose shapes from data. graph=False runs it."
-                )
-                raise
-            graphs.append((graph,))
-        captured = Call(torch.cuda.CUDAGraph.replay, graphs, {}, call.label)
-        captured.calls_per_run = len(groups[0])
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                for _ in range(calls_per_graph):
+                    call.fn(*call.args, **call.kwargs)
+        except Exception as error:
+            generator.graphsafe_set_state(random_state)
+            error.add_note(
+                f"raised while {call.label!r} was {CAPTURE_FAILED}: a captured function must "
+                "not synchronize, copy to the CPU or choose shapes from data. graph=False runs it."
+            )
+            raise
+        captured = Call(torch.cuda.CUDAGraph.replay, (graph,), {}, call.label)
+        captured.calls_per_run = calls_per_graph
         captured.calibration_calls = call.calibration_calls
         return captured
 
@@ -249,7 +242,7 @@ class CudaTimer(Timer):
         ahead = self.queue_ahead and like.queueable
         key = (self.device.index, self.graph, ahead, like.calls_per_run, like.runs_per_sample)
         if key not in _GPU_FLOORS:
-            empty = Call(torch.cuda._sleep, [(0,)], {}, "empty kernel")
+            empty = Call(torch.cuda._sleep, (0,), {}, "empty kernel")
             timer = CudaTimer(self.device, False, self.graph, ahead)
             timer.warm_up(empty, 10, None)
             if self.graph:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
+CONFIDENCE = 0.95  # of every interval
 RESAMPLES = 2000
 BLOCKS = 10  # of `repeat_interval`
+# How many standard errors Student's two-sided interval has at 95%, by the degrees of freedom: the blocks less one.
+STUDENT = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 MIN_PAIRS = 10  # below this a bootstrap interval says little, so there is no verdict
 
 FASTER, SLOWER, SAME, NOT_ENOUGH_DATA = "faster", "slower", "same", "not enough data"
@@ -27,23 +29,6 @@ def _samples(values: Sequence[float], name: str = "samples") -> np.ndarray:
     return array
 
 
-def check_confidence(confidence: float) -> None:
-    """Raise ValueError unless the confidence lies between 0 and 1."""
-    if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence must lie between 0 and 1, got {confidence!r}; 0.95 is usual.")
-
-
-def percentile(samples: Sequence[float], q: float) -> float:
-    """Return the q-th percentile (0 to 100) of the samples, linearly interpolated."""
-    return float(np.percentile(_samples(samples), q))
-
-
-def standard_deviation(samples: Sequence[float]) -> float:
-    """Return the sample standard deviation (n - 1 in the denominator); 0 for a single sample."""
-    array = _samples(samples)
-    return float(array.std(ddof=1)) if array.size > 1 else 0.0
-
-
 def outliers(samples: Sequence[float]) -> list[int]:
     """Return the indices of samples far above the others: by three times the width of the middle half, and by 5%."""
     array = _samples(samples)
@@ -52,21 +37,20 @@ def outliers(samples: Sequence[float]) -> list[int]:
     return [int(i) for i in np.flatnonzero(array > limit)] if array.size >= MIN_PAIRS else []
 
 
-def repeat_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Return the interval (low, high) into which the median of another run falls, at this confidence.
+def repeat_interval(samples: Sequence[float]) -> tuple[float, float]:
+    """Return the interval (low, high) into which the median of another run falls, in 95 of 100 cases.
 
     The samples, in the order of time, are cut into ten blocks. Their medians differ by the noise of the samples and by
     the machine's level, which moves: at a GPU's power limit the clocks change from second to second, and samples taken
     together do not show it. The interval is Student's prediction of one more block, and wide enough for a
     level that goes on as it went from the first half to the second. From fewer than ten samples it is their range.
     """
-    check_confidence(confidence)
     array = _samples(samples)
     if array.size < BLOCKS:
         return float(array.min()), float(array.max())
     blocks = min(BLOCKS, array.size // 3)
     medians = np.array([np.median(block) for block in np.array_split(array, blocks)])
-    half = _student(confidence, blocks - 1) * float(medians.std(ddof=1)) * math.sqrt(1.0 + 1.0 / blocks)
+    half = STUDENT[blocks - 1] * float(medians.std(ddof=1)) * math.sqrt(1.0 + 1.0 / blocks)
     first, second = (float(np.median(part)) for part in np.array_split(array, 2))
     half = max(
         half, 3.0 * abs(second - first)
@@ -74,22 +58,6 @@ def repeat_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple
     center = float(np.median(array))
     # By ratios, so that both ends are positive times.
     return center / (1.0 + half / center) if center else 0.0, center + half
-
-
-@functools.cache
-def _student(confidence: float, freedom: int) -> float:
-    """Return how many standard errors Student's two-sided interval has, by bisection on the integral of its density."""
-    scale = math.gamma((freedom + 1) / 2) / (math.sqrt(freedom * math.pi) * math.gamma(freedom / 2))
-
-    def inside(limit: float) -> float:
-        x = np.linspace(0.0, limit, 2001)
-        return 2.0 * float(np.trapezoid(scale * (1.0 + x**2 / freedom) ** (-(freedom + 1) / 2), x))
-
-    low, high = 0.0, 1000.0
-    for _ in range(40):
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if inside(middle) < confidence else (low, middle)
-    return high
 
 
 def relative_half_width(interval: tuple[float, float], center: float) -> float:
@@ -118,20 +86,17 @@ def speedup(a: Sequence[float], b: Sequence[float]) -> float:
     return float(np.exp(np.median(_log_ratios(a, b))))
 
 
-def speedup_interval(
-    a: Sequence[float], b: Sequence[float], confidence: float = 0.95, *, resamples: int = RESAMPLES, seed: int = 0
-) -> tuple[float, float]:
+def speedup_interval(a: Sequence[float], b: Sequence[float], *, resamples: int = RESAMPLES) -> tuple[float, float]:
     """Return the bootstrap interval of `speedup(a, b)`.
 
     Pairs are resampled in runs of n**(1/3) neighbours (a circular block bootstrap). Neighbours share the machine's
     clocks and load; an interval that treats them as independent would be too narrow.
     """
-    check_confidence(confidence)
     ratios = _log_ratios(a, b)
     n = ratios.size
     block = max(1, math.ceil(n ** (1.0 / 3.0))) if n >= MIN_PAIRS else 1
     runs = math.ceil(n / block)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     medians = []
     per_chunk = max(1, 2_000_000 // n)  # keeps the index table under 16 MB
     for begin in range(0, resamples, per_chunk):
@@ -139,7 +104,7 @@ def speedup_interval(
         starts = rng.integers(n, size=(rows, runs, 1))
         index = ((starts + np.arange(block)) % n).reshape(rows, -1)[:, :n]
         medians.append(np.median(ratios[index], axis=1))
-    tail = 50.0 * (1.0 - confidence)
+    tail = 50.0 * (1.0 - CONFIDENCE)
     low, high = np.exp(np.percentile(np.concatenate(medians), [tail, 100.0 - tail]))
     return float(low), float(high)
 

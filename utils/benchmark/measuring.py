@@ -53,13 +53,13 @@ def measure(fn: Callable, *args, label: str | None = None, **options) -> Measure
         *args: its arguments.
         label: name in the result. Default: the function's name.
         **options: the fields of `Timing`, which says what they mean: `warmup`, `iterations`, `device`, `flops`, `bytes`,
-            `roofs`, `dtype`, `l2`, `graph`, `target_interval`, `max_seconds`, `inputs`, `calls_per_sample`,
-            `queue_ahead`, `floor`, `confidence`, `discard`. Other keywords go to `fn`; for a keyword of `fn` that is
+            `roofs`, `dtype`, `l2`, `graph`, `target_interval`, `max_seconds`, `calls_per_sample`,
+            `queue_ahead`, `floor`, `discard`. Other keywords go to `fn`; for a keyword of `fn` that is
             also an option here, use `functools.partial`.
     """
     check_callable("measure", fn)
-    timing, inputs, kwargs = _timing(options, args, fn)
-    return _timed_alone(timing, [Call(fn, inputs, kwargs, _label(fn, label))], itertools.repeat((0,)))[0]
+    timing, kwargs = _timing(options, args, fn)
+    return _timed_alone(timing, [Call(fn, args, kwargs, _label(fn, label))], itertools.repeat((0,)))[0]
 
 
 @_with_options
@@ -85,16 +85,16 @@ def compare(
     names = labels or (_label(a, None), _label(b, None))
     if labels is None and names[0] == names[1]:
         names = ("a", "b")
-    timing, inputs, kwargs = _timing(options, args, a, b)
+    timing, kwargs = _timing(options, args, a, b)
 
     def width(samples: Samples) -> float:
         first, second = samples
-        interval = stats.speedup_interval(first, second, timing.confidence)
+        interval = stats.speedup_interval(first, second)
         return stats.relative_half_width(interval, stats.speedup(first, second))
 
-    calls = [Call(fn, inputs, kwargs, name) for fn, name in zip((a, b), names, strict=True)]
+    calls = [Call(fn, args, kwargs, name) for fn, name in zip((a, b), names, strict=True)]
     side_a, side_b = _timed(timing, calls, itertools.cycle(((0, 1), (1, 0))), width)
-    interval = stats.speedup_interval(side_a.samples_ms, side_b.samples_ms, timing.confidence)
+    interval = stats.speedup_interval(side_a.samples_ms, side_b.samples_ms)
     pairs = len(side_a.samples_ms)
     return Comparison(
         speedup=stats.speedup(side_a.samples_ms, side_b.samples_ms),
@@ -118,26 +118,25 @@ def measure_together(fns: Sequence[Callable], *, labels: Sequence[str], seed: in
     """
     if len(fns) != len(labels) or not fns:
         raise ValueError(f"measure_together() needs a label for each function: {len(fns)} and {len(labels)} given.")
-    timing, inputs, kwargs = _timing(options, (), *fns)
-    calls = [Call(fn, inputs, kwargs, str(label)) for fn, label in zip(fns, labels, strict=True)]
+    timing, kwargs = _timing(options, (), *fns)
+    calls = [Call(fn, (), kwargs, str(label)) for fn, label in zip(fns, labels, strict=True)]
     return _timed_alone(timing, calls, _rounds(len(calls), seed))
 
 
-def _timing(keywords: dict, args: tuple, *fns: Callable) -> tuple[Timing, list[tuple], dict]:
-    """Return the options among the keywords, with the device settled, the arguments of the calls, and other keywords."""
+def _timing(keywords: dict, args: tuple, *fns: Callable) -> tuple[Timing, dict]:
+    """Return the options among the keywords, with the device settled, and the other keywords."""
     fields = Timing.__dataclass_fields__
     options = {name: value for name, value in keywords.items() if name in fields}
     kwargs = {name: value for name, value in keywords.items() if name not in fields}
-    inputs = _input_list(args, options.get("inputs"))
-    device = pick_device(options.pop("device", None), inputs, kwargs, *fns)
-    return Timing(device, **options), inputs, kwargs
+    device = pick_device(options.pop("device", None), args, kwargs, *fns)
+    return Timing(device, **options), kwargs
 
 
 def _timed_alone(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]) -> list[Measurement]:
     """Time calls of which each has an interval of its own; the widest is the one that `target_interval` asks for."""
 
     def width(samples: Samples) -> float:
-        intervals = [stats.repeat_interval(times, timing.confidence) for times in samples]
+        intervals = [stats.repeat_interval(times) for times in samples]
         return max(map(stats.relative_half_width, intervals, map(float, map(np.median, samples))))
 
     return _timed(timing, calls, turns, width)
@@ -168,21 +167,6 @@ def _rounds(count: int, seed: int) -> Iterator[Sequence[int]]:
         yield draw.sample(range(count), count)
 
 
-def _input_list(args: tuple, inputs) -> list[tuple]:
-    if inputs is None:
-        return [args]
-    if args:
-        raise ValueError("give the arguments either one by one or as inputs=[(...), (...)], not both.")
-    inputs = list(inputs)
-    wrong = [type(item).__name__ for item in inputs if not isinstance(item, (tuple, list))]
-    if not inputs or wrong:
-        raise ValueError(
-            "inputs must be a list of argument tuples, one tuple a call, such as [(a0, b0), (a1, b1)]"
-            + (f"; got an item of type {wrong[0]}." if wrong else "; got an empty list.")
-        )
-    return [tuple(item) for item in inputs]
-
-
 def _label(fn: Callable, label: str | None) -> str:
     if label is not None:
         return str(label)
@@ -194,7 +178,7 @@ def _work(timing: Timing, calls: list[Call]) -> Work:
     """Return the work of one call and its time at the roofs, as far as counts and roofs are given."""
     flops, bytes, roofs, dtype, device = timing.flops, timing.bytes, timing.roofs, timing.dtype, timing.device
     if dtype is None:
-        tensors = (tensor for call in calls for tensor in tensors_of([call.inputs, call.kwargs, call.fn]))
+        tensors = (tensor for call in calls for tensor in tensors_of([call.args, call.kwargs, call.fn]))
         dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
         if dtype == torch.float32 and device.type == "cuda" and float32_matmul_precision() != "highest":
             dtype = "tf32"  # the format in which fp32 matrix products then run

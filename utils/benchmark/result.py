@@ -9,7 +9,7 @@ import numpy as np
 
 from utils.benchmark import intervals as stats
 
-STATISTICS = ("median_ms", "mean_ms", "std_ms", "min_ms", "max_ms", "p5_ms", "p95_ms", "p99_ms", "tflops", "gb_s")
+STATISTICS = ("median_ms", "mean_ms", "std_ms", "min_ms", "max_ms", "p95_ms", "p99_ms", "tflops", "gb_s")
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,6 @@ class Measurement:
     samples_ms: tuple[float, ...]
     interval_ms: tuple[float, float]  # where the median of another run would lie
     label: str = "function"
-    confidence: float = 0.95
     flops: float | None = None  # FLOPs of one call
     bytes: float | None = None  # bytes one call reads and writes
     dtype: str | None = None
@@ -40,8 +39,8 @@ class Measurement:
 
     @property
     def std_ms(self) -> float:
-        """Sample standard deviation."""
-        return stats.standard_deviation(self.samples_ms)
+        """Sample standard deviation; 0 for a single sample."""
+        return float(np.std(self.samples_ms, ddof=1)) if len(self.samples_ms) > 1 else 0.0
 
     @property
     def min_ms(self) -> float:
@@ -54,19 +53,14 @@ class Measurement:
         return max(self.samples_ms)
 
     @property
-    def p5_ms(self) -> float:
-        """5th percentile."""
-        return stats.percentile(self.samples_ms, 5)
-
-    @property
     def p95_ms(self) -> float:
         """95th percentile."""
-        return stats.percentile(self.samples_ms, 95)
+        return float(np.percentile(self.samples_ms, 95))
 
     @property
     def p99_ms(self) -> float:
         """99th percentile."""
-        return stats.percentile(self.samples_ms, 99)
+        return float(np.percentile(self.samples_ms, 99))
 
     @property
     def tflops(self) -> float | None:
@@ -120,7 +114,7 @@ class Measurement:
         low, high = self.interval_ms
         lines = [
             f"{self.label}: {format_ms(self.median_ms)} median "
-            f"[{format_ms(low)}, {format_ms(high)}] at {self.confidence:.0%}, {len(self.samples_ms)} samples"
+            f"[{format_ms(low)}, {format_ms(high)}] at {stats.CONFIDENCE:.0%}, {len(self.samples_ms)} samples"
         ]
         lines.append(
             f"  mean {format_ms(self.mean_ms)}, std {format_ms(self.std_ms)}, min {format_ms(self.min_ms)}, "

@@ -57,12 +57,10 @@ class Timing:
         calls_per_sample: calls between two readings of the clock, divided out. Default: as many as the clock needs.
         queue_ahead: on a GPU, queue the calls behind a spin kernel so that the time is device work alone. False times
             the calls as they are issued, launch gaps included.
-        confidence: of the interval, which is where the median of another measurement would lie.
         flops: FLOPs of one call, for `tflops` and `roof_share`.
         bytes: bytes read and written by one call, for `gb_s` and `roof_share`.
         roofs: a `Roofs`, such as `machine_roofs()`; a measured roof that a result exceeds is measured again.
         dtype: "fp16", "bf16", "fp32", "tf32" or "fp8": the peak among the roofs. Default: the dtype of the tensors.
-        inputs: list of argument tuples that are used in turn, in place of one set of arguments.
         floor: also time an empty call, and mark a result that is as short as an empty call.
         discard: leave out "outliers" (see `intervals.outliers`), samples that were "throttled" (taken while the GPU's clocks
             were held back), or both; the result says how many. They are counted in any case.
@@ -77,12 +75,10 @@ class Timing:
     max_seconds: float | None = None
     calls_per_sample: int | None = None
     queue_ahead: bool = True
-    confidence: float = 0.95
     flops: float | None = None
     bytes: float | None = None
     roofs: Any = None
     dtype: Any = None
-    inputs: Sequence[tuple] | None = None
     floor: bool = True
     discard: Sequence[str] = ()
 
@@ -107,7 +103,6 @@ class Timing:
             )
         if self.max_seconds is not None and not (self.max_seconds > 0.0 and math.isfinite(self.max_seconds)):
             raise ValueError(f"max_seconds must be a finite number above 0, got {self.max_seconds!r}.")
-        stats.check_confidence(self.confidence)
         for name, value in (("flops", self.flops), ("bytes", self.bytes)):
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is the count of one call, above 0, got {value!r}; None leaves it out.")
@@ -215,7 +210,7 @@ def time_calls(
         if done < timing.warmup:
             notes.append(f"the time budget cut the warm-up to {done} of {timing.warmup} calls")
         median_ms = float(np.median(times))
-        low, high = stats.repeat_interval(times, timing.confidence)
+        low, high = stats.repeat_interval(times)
         if alone:  # samples taken in turns with another function's are compared in pairs, which share the clocks
             low, high = min(low, median_ms * (1 - STEADY_HALF_WIDTH)), max(high, median_ms * (1 + STEADY_HALF_WIDTH))
         if spread is not None and spread.moving:
@@ -229,7 +224,6 @@ def time_calls(
             "calls_per_sample": call.calls_per_sample,
             "timed_calls": call.timed_runs * call.calls_per_run,
             "calibration_calls": call.calibration_calls,
-            "inputs": len(calls[0].inputs),
             "l2": timing.l2,
             "graph": timing.graph,
             "calls_per_graph": call.calls_per_run if timing.graph else None,
@@ -249,7 +243,6 @@ def time_calls(
                 samples_ms=tuple(times),
                 interval_ms=(low, high),
                 label=call.label,
-                confidence=timing.confidence,
                 flops=work.flops,
                 bytes=work.bytes,
                 dtype=work.dtype,

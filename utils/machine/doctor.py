@@ -131,15 +131,18 @@ def print_report(report: dict) -> None:
     versions = " · ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     console.print(f"[bold]{machine['name']}[/] ({machine['device']}{known})")
     console.print(f"Python {machine['python']} · {versions}\n")
-    said = machine.get("no_gpu", [])  # once, and not again in each row
+    said = machine["no_gpu"]  # once, and not again in each row
     if said:
         console.print(escape(f"No GPU can be used here: {' '.join(said)}\n"))
+    first_of: dict[str, str] = {}  # a reason, and the row that gave it first
 
-    def why_not(entry: dict) -> str:
+    def why_not(entry: dict, row: str) -> str:
         text = f"{entry['reason']} {entry['remedy']}"
         for sentence in (*said, "there is no NVIDIA GPU. Use a machine with an NVIDIA GPU."):
             text = text.replace(sentence, "")
-        return escape(text.strip().rstrip(":") or "It needs a GPU.")
+        text = text.strip().rstrip(":") or "It needs a GPU."
+        first = first_of.setdefault(text, row)
+        return escape(text if first == row else f"As for {first!r} above.")
 
     wide = Column("Why, and what to do", ratio=1)
     table = Table(Column("Lab", no_wrap=True), Column("Part", max_width=24), "Here", wide, pad_edge=False)
@@ -149,15 +152,17 @@ def print_report(report: dict) -> None:
         note = f"{lab['lab']}.ipynb is not in this folder." if missing else lab["title"]
         table.add_row(f"[bold]{lab['lab']}[/]", "", NO if missing else YES, note)
         for part in lab["parts"]:
-            note = escape(part["reason"]) if part["runs"] else why_not(part)
+            note = escape(part["reason"]) if part["runs"] else why_not(part, part["part"])
             table.add_row("", part["part"], YES if part["runs"] else NO, note)
     console.print(table)
 
     wide = Column("What it is; why not, and what to do", ratio=1)
     table = Table(Column("Attention backend", no_wrap=True), "Here", wide, pad_edge=False)
     for row in report["attention_providers"]:
-        runs = escape(row["summary"] + (f" ({row['implementation']})" if row["implementation"] else ""))
-        table.add_row(row["backend"], YES if row["ok"] else NO, runs if row["ok"] else why_not(row))
+        ran = row["implementation"]
+        version = f" ({ran})" if ran and torch.__version__ not in ran else ""  # torch's stands above
+        note = escape(row["summary"] + version) if row["ok"] else why_not(row, row["backend"])
+        table.add_row(row["backend"], YES if row["ok"] else NO, note)
     console.print(table)
     for fault in report["faults"]:
         console.print(f"[bold red]Broken installation:[/] {escape(fault)}")

@@ -26,7 +26,7 @@ PASSED, FAILED, NOT_RUN, BY_HAND = "passed", "not passed", "not run", "graded by
 CHANGED, OPEN = "changed since its check ran", "waits for an answer"
 CHECKED = (PASSED, FAILED, CHANGED, OPEN, NOT_RUN)  # the states of a visible check
 # How `utils.checking` says that an answer is missing: the one that is tested, or an earlier one that it needs.
-_MISSING = ("is not answered yet", "answer it first")
+_MISSING = ("not answered yet", "answer it first")
 _ID = re.compile(r"(q|bonus_)(\d+)_(\d+)(?:_\w+)?")
 _HEADING = re.compile(r"^#+ (Bonus )?Question (\d+\.\d+): (.*?)(?: \([\d.]+ (?:bonus )?points?\))?$", re.MULTILINE)
 

@@ -72,7 +72,12 @@ def _plausible(argument: str, size: int, median_ms: float, peak_tflops: float | 
 
 
 def plot_latency(
-    results: Mapping[str, Any], *, ax: Axes | None = None, size_name: str = "size", title: str | None = None
+    results: Mapping[str, Any],
+    *,
+    ax: Axes | None = None,
+    size_name: str = "size",
+    title: str | None = None,
+    ratios: Mapping[int, float] | None = None,
 ) -> tuple[Figure, Axes]:
     """Plot medians with their intervals: a row for each label, or a line for each label over sizes.
 
@@ -82,6 +87,8 @@ def plot_latency(
         ax: Axes to draw in; None for a new figure.
         size_name: name of the axis of sizes.
         title: the title; None for no title.
+        ratios: {size: number} to write above two lines, such as the `speedup` of `compare`; None for the ratios of their
+            medians, the larger over the smaller.
 
     Returns:
         (Figure, Axes).
@@ -100,7 +107,10 @@ def plot_latency(
             size: inputs.median_and_interval(f"{name} at {size}", item)
             for size, item in sorted(zip(order, curve.values(), strict=True), key=lambda pair: pair[0])
         }
-    return _lines(lines, ax, size_name, title)
+    if ratios is None and len(lines) == 2:
+        first, second = ({size: median for size, (median, _) in curve.items()} for curve in lines.values())
+        ratios = {n: max(first[n], second[n]) / min(first[n], second[n]) for n in first if n in second}
+    return _lines(lines, ax, size_name, title, ratios or {})
 
 
 def _rows(rows: dict[str, tuple], ax: Any, title: str | None) -> tuple[Any, Any]:
@@ -131,7 +141,9 @@ def _rows(rows: dict[str, tuple], ax: Any, title: str | None) -> tuple[Any, Any]
     return figure, axes
 
 
-def _lines(lines: dict[str, dict[int, tuple]], ax: Any, size_name: str, title: str | None) -> tuple[Any, Any]:
+def _lines(
+    lines: dict[str, dict[int, tuple]], ax: Any, size_name: str, title: str | None, ratios: Mapping[int, float]
+) -> tuple[Any, Any]:
     figure, (axes,) = open_axes(ax, (7.0, 4.3))
     from .labels import LabelLayer
 
@@ -154,23 +166,9 @@ def _lines(lines: dict[str, dict[int, tuple]], ax: Any, size_name: str, title: s
                 axes.plot([size, size], interval, color=look.color, linewidth=1.2, marker="_", markersize=6, zorder=2)
         layer.name(name, (sizes[-1], medians[-1]), prefer="E", gap=8, size=9, fontweight="bold")
     layer.list_names()
-    if len(lines) == 2:
-        _ratios(layer, *lines.values())
+    for size, ratio in ratios.items():
+        highest = max(curve[size][0] for curve in lines.values() if size in curve)
+        text = f"{plain(float(f'{ratio:.3g}'))}x"
+        layer.add(text, (size, highest), prefer="N", gap=7, size=8, color=SOFT, leader=False)
     name_axes(axes, ax is None, x=size_name, y="latency (ms)", title=title)
     return figure, axes
-
-
-def _ratios(layer: Any, first: dict[int, tuple], second: dict[int, tuple]) -> None:
-    """Write the ratio of two lines above the upper one, at each size."""
-    for size in first:
-        if size in second:
-            high, low = sorted((first[size][0], second[size][0]), reverse=True)
-            layer.add(
-                f"{plain(float(f'{high / low:.3g}'))}x",
-                (size, high),
-                prefer="N",
-                gap=7,
-                size=8,
-                color=SOFT,
-                leader=False,
-            )

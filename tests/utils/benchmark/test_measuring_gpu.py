@@ -60,14 +60,6 @@ def test_graph_replay_is_faster_than_issuing_and_counts_its_calls():
     assert cold.method["calls_per_graph"] == 1 and cold.method["l2_flush_bytes"] >= 256 * 1024**2
 
 
-def test_graphs_rotate_their_inputs():
-    seen = torch.zeros(3, device="cuda")
-    inputs = [(seen[i : i + 1],) for i in range(3)]
-    measure(lambda t: t.add_(1.0), inputs=inputs, graph=True, warmup=3, iterations=9)
-    torch.cuda.synchronize()
-    assert seen.min() > 0 and (seen.max() - seen.min()) <= 0.1 * seen.max() + 2
-
-
 def test_what_cannot_be_captured_says_so():
     x = torch.randn(64, device="cuda")
     with pytest.raises(RuntimeError) as caught:

@@ -73,7 +73,7 @@ def gpu_timer(stream, monkeypatch=None, cold=False, queue_ahead=True):
 
 
 def kernel(stream, duration, issue=0.008):
-    return Call(lambda: stream.launch(duration, issue), [()], {}, "kernel")
+    return Call(lambda: stream.launch(duration, issue), (), {}, "kernel")
 
 
 def test_a_kernel_shorter_than_its_launch_is_timed_without_the_launch(stream):
@@ -107,7 +107,7 @@ def test_a_function_that_waits_for_the_gpu_is_timed_with_its_gaps_and_says_so(st
         stream.launch(0.005)
         stream.synchronize()
 
-    timer, call = gpu_timer(stream), Call(waits, [()], {}, "waits")
+    timer, call = gpu_timer(stream), Call(waits, (), {}, "waits")
     timer.warm_up(call, 10, None)
     samples = timer.sample([call] * 5)
     assert len(samples) == 5
@@ -124,7 +124,7 @@ def test_a_function_that_waits_does_not_spoil_the_other_one(stream):
         stream.synchronize()
 
     timer, call = gpu_timer(stream), kernel(stream, 0.130, issue=0.3)
-    waiting = Call(waits, [()], {}, "waits")
+    waiting = Call(waits, (), {}, "waits")
     for each in (waiting, call):
         timer.warm_up(each, 10, None)
     samples = timer.sample([waiting, call, call, waiting, waiting, call, call, waiting])
@@ -164,7 +164,7 @@ def test_a_warm_cache_is_the_functions_own(stream, monkeypatch):
             stream.launch(warm if owner[0] == name else cold, 0.008)
             owner[0] = name
 
-        return Call(run, [()], {}, name)
+        return Call(run, (), {}, name)
 
     owner = [None]
     turns = (a := cached("a", 0.200, 0.120)), (b := cached("b", 0.300, 0.150))
@@ -197,13 +197,13 @@ def test_the_floor_is_an_empty_kernel_sampled_alike(stream):
     timer.warm_up(call, 10, None)
     timer.calibrate(call, None)
     assert timer.floor_ms(call) == pytest.approx(0.001)
-    host_only = Call(lambda: None, [()], {}, "no GPU work")
+    host_only = Call(lambda: None, (), {}, "no GPU work")
     timer.warm_up(host_only, 10, None)
     assert max(timer.sample([host_only] * 3)) <= timer.floor_ms(host_only)
 
 
 def test_cpu_samples_are_long_enough_for_the_clock():
-    timer, call = CpuTimer(cold=False), Call(lambda: None, [()], {}, "empty")
+    timer, call = CpuTimer(cold=False), Call(lambda: None, (), {}, "empty")
     timer.warm_up(call, 10, None)
     timer.calibrate(call, None)
     assert call.runs_per_sample > 20
@@ -215,14 +215,14 @@ def test_cpu_samples_are_long_enough_for_the_clock():
 def test_warm_up_runs_exactly_as_often_as_asked_or_until_the_deadline():
     for wanted in (0, 1, 2, 3, 10, 37):
         seen = []
-        assert CpuTimer(cold=False).warm_up(Call(seen.append, [(1,)], {}, "f"), wanted, None) == wanted == len(seen)
-    call = Call(time.sleep, [(0.02,)], {}, "sleep")
+        assert CpuTimer(cold=False).warm_up(Call(seen.append, (1,), {}, "f"), wanted, None) == wanted == len(seen)
+    call = Call(time.sleep, (0.02,), {}, "sleep")
     assert 1 <= CpuTimer(cold=False).warm_up(call, 1000, time.perf_counter() + 0.1) <= 6
 
 
 def test_the_garbage_collector_pauses_and_resumes():
     during = []
-    timer, call = CpuTimer(cold=False), Call(lambda: during.append(gc.isenabled()), [()], {}, "f")
+    timer, call = CpuTimer(cold=False), Call(lambda: during.append(gc.isenabled()), (), {}, "f")
     assert gc.isenabled()
     timer.sample([call] * 3)
     assert during == [False] * 3 and gc.isenabled()
@@ -233,7 +233,7 @@ def test_the_cpu_flush_streams_more_than_the_last_level_cache(monkeypatch):
     timer = CpuTimer(cold=True)
     assert timer.flush_bytes == 80 * 1024**2
     assert timer._buffer.untyped_storage().nbytes() == timer.flush_bytes
-    call = Call(lambda: None, [()], {}, "f")
+    call = Call(lambda: None, (), {}, "f")
     timer.sample([call] * 3)
     assert timer._buffer.unique().tolist() == [3]  # every line was written, once a sample
 

@@ -11,8 +11,8 @@ from utils import cli
 from utils.machine import doctor
 
 
-def run_doctor(*arguments: str):
-    return CliRunner().invoke(cli.app, ["doctor", *arguments], env={"COLUMNS": "100"})
+def run_doctor(*arguments: str, columns=100):
+    return CliRunner().invoke(cli.app, ["doctor", *arguments], env={"COLUMNS": str(columns)})
 
 
 def test_json_lists_labs_and_backends_with_reasons_and_remedies():
@@ -31,10 +31,13 @@ def test_json_lists_labs_and_backends_with_reasons_and_remedies():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_the_table_says_what_needs_one():
-    text = run_doctor().stdout
+def test_without_a_gpu_the_table_says_once_what_needs_one():
+    text = run_doctor(columns=300).stdout
     for word in ("lab1", "lab4_sdpa", "CUDA graphs", "Hopper"):
         assert word in text
+    for sentence in ("It needs a GPU.", "FlashAttention 4 needs an NVIDIA GPU", "The Gluon kernels use Hopper's wgmma"):
+        assert text.count(sentence) == 1
+    assert f"of torch {torch.__version__}" not in text
 
 
 def test_a_missing_notebook_is_reported(tmp_path, monkeypatch):
