@@ -44,7 +44,7 @@ def rung_row(size: int, name: str, device: str = "cuda", max_seconds: float = 1.
     return row | {
         "tflops": pair.b.tflops,
         "torch_tflops": pair.a.tflops,
-        "ratio": pair.ratio,
+        "ratio": pair.speedup,
         "interval": list(pair.interval),
         "verdict": pair.verdict,
         "relative_error": None if exact is None else ((c.double() - exact).norm() / exact.norm()).item(),

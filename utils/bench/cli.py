@@ -25,7 +25,7 @@ from utils.bench.terminal import (
 )
 
 if TYPE_CHECKING:
-    from utils.bench.options import Options
+    from utils.bench.run import Options
     from utils.bench.targets import Plan
 
 app = typer.Typer(
@@ -132,9 +132,9 @@ def run(
     from utils.bench.documents import to_json
     from utils.bench.expectations import update_file
     from utils.bench.knobs import Sweep
-    from utils.bench.options import Options, new_run_id
     from utils.bench.report import terminal_remarks, times_table, write_report
     from utils.bench.results import exit_code, status_text
+    from utils.bench.run import Options, new_run_id
     from utils.bench.targets import plan
     from utils.benchmark.sampling import DISCARDS
     from utils.machine.device import default_device

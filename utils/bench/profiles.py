@@ -68,14 +68,9 @@ def file_stem(workload: str, side: str, label: str) -> str:
 
 
 def profile_side(fn: Callable[[], object], request: Request, base: Path, *, level: str, l2: str) -> dict:
-    """Profile one side: files, reasons for what is missing, and kernels with durations.
+    """Profile one side's call: files `base` with their suffixes, reasons for what is missing, and kernels with durations.
 
-    Args:
-        fn: the side's call.
-        request: the side, for the profilers that run it in another process.
-        base: path of the files, without their suffixes.
-        level: "minimal", "roofline" or "deep_dive".
-        l2: "warm" or "cold", as the side was timed.
+    The profilers that run the side in another process go by `request`, with the caches `l2` as the side was timed.
     """
 
     def call_in_range() -> None:
@@ -85,7 +80,7 @@ def profile_side(fn: Callable[[], object], request: Request, base: Path, *, leve
     trace = base.with_name(f"{base.name}.trace.json")
     recorded = profile(call_in_range, steps=3, warmup=2, trace_path=trace)
     on_gpu = request.device.startswith("cuda")
-    report, why_not = nsight_systems(base, request) if level == "minimal" else nsight_compute(base, request, level, l2)
+    report, why_not = nsight(base, request, level, l2)
     return {
         "range": request.range,
         "files": [str(trace)] + ([str(report)] if report else []),
@@ -95,8 +90,16 @@ def profile_side(fn: Callable[[], object], request: Request, base: Path, *, leve
     }
 
 
-def _nsight(name: str, executable: str, flags: list[str], request: Request, report: Path) -> tuple[Path | None, str]:
-    """Run one of NVIDIA's profilers on a side; return its report, or None and why there is none."""
+def nsight(base: Path, request: Request, level: str, l2: str) -> tuple[Path | None, str]:
+    """Run one of NVIDIA's profilers on a side: Systems for "minimal", else Compute. Return its report, or why there is none."""
+    if level == "minimal":
+        name, executable, report = "Nsight Systems", "nsys", base.with_name(f"{base.name}.nsys-rep")
+        flags = ["profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true"]
+        flags.append(f"--output={base.resolve()}")
+    else:
+        name, executable, report = "Nsight Compute", "ncu", base.with_name(f"{base.name}.ncu-rep")
+        flags = f"--clock-control none --cache-control {CACHE_CONTROL[l2]} --set {NCU_SETS[level]} --nvtx".split()
+        flags += ["--force-overwrite", "--nvtx-include", f"{request.range}/", "--export", str(base.resolve())]
     if not request.device.startswith("cuda"):
         return None, f"{name} was left out: there is no GPU to look at."
     if (tool := shutil.which(executable)) is None:
@@ -116,20 +119,6 @@ def _nsight(name: str, executable: str, flags: list[str], request: Request, repo
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         return None, f"{name} made no report: {lines[-1][:300] if lines else 'it said nothing.'}"
     return report, ""
-
-
-def nsight_systems(base: Path, request: Request) -> tuple[Path | None, str]:
-    """Record an Nsight Systems report of the side."""
-    flags = ["profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true"]
-    flags.append(f"--output={base.resolve()}")
-    return _nsight("Nsight Systems", "nsys", flags, request, base.with_name(f"{base.name}.nsys-rep"))
-
-
-def nsight_compute(base: Path, request: Request, level: str, l2: str) -> tuple[Path | None, str]:
-    """Record an Nsight Compute report of the side's kernels, if the driver allows that."""
-    flags = f"--clock-control none --cache-control {CACHE_CONTROL[l2]} --set {NCU_SETS[level]} --nvtx".split()
-    flags += ["--force-overwrite", "--nvtx-include", f"{request.range}/", "--export", str(base.resolve())]
-    return _nsight("Nsight Compute", "ncu", flags, request, base.with_name(f"{base.name}.ncu-rep"))
 
 
 @torch.no_grad()

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
 import os
+import re
+import secrets
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from utils.bench import results as res
 from utils.bench.documents import utc_now, write_json
-from utils.bench.errors import BenchError, Refused, VerificationError, WrongRun
-from utils.bench.options import Options
-from utils.bench.profiles import Request, file_stem, profile_side
+from utils.bench.errors import BenchError, Refused, VerificationError, WrongRun, check_choice
+from utils.bench.profiles import LEVELS, Request, file_stem, profile_side
 from utils.bench.report import markdown
 from utils.bench.targets import SIDES, Plan
 from utils.bench.targets.base import Built, Case
@@ -26,13 +31,64 @@ from utils.benchmark.measuring import compare, measure
 from utils.benchmark.profiling import launched as profile_launches
 from utils.benchmark.result import Measurement
 from utils.benchmark.roofs import machine_roofs
+from utils.benchmark.sampling import Timing
 from utils.files import write_whole
-from utils.machine.environment import HARMLESS_REASONS, environment, gpu_state
+from utils.machine.environment import environment, gpu_state
 from utils.validation import first_line
 
 STEPS = ("build", "verify", "time", "profile")
 COMPARISON_FIELDS = ("speedup", "interval", "verdict", "same_within", "method")
 OPERATORS_KEPT = 40  # of a call, in the results
+
+
+# How the samples are taken: options of `Timing` that a run decides. A target's protocol fills in what is None.
+TIMING: dict[str, Any] = {
+    "l2": "warm",
+    "graph": False,
+    "warmup": None,
+    "iterations": None,
+    "target_interval": None,
+    "max_seconds": None,
+    "discard": (),
+}
+
+
+def new_run_id() -> str:
+    """Name a run by date and time, with four random digits for runs that begin in the same second."""
+    return f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+@dataclass
+class Options:
+    """How a plan is run: what is profiled, how samples are taken (see TIMING), and where results go."""
+
+    profile: str = "none"
+    timing: dict[str, Any] = field(default_factory=dict)
+    run_id: str = field(default_factory=new_run_id)
+    artifacts_dir: Path = Path("artifacts")
+    profiles_dir: Path = Path("benchmark_profiles")
+    command: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.timing = TIMING | self.timing
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run's files."""
+        return self.artifacts_dir / self.run_id
+
+    def check(self, device_type: str = "cuda") -> None:
+        """Raise BenchError for options that are wrong, or impossible on this kind of device."""
+        check_choice("--profile", self.profile, LEVELS)
+        check_choice("--l2", self.timing["l2"], ("warm", "cold"))
+        try:
+            Timing(torch.device(device_type), **{name: one for name, one in self.timing.items() if one is not None})
+        except ValueError as error:  # it begins with the option's name
+            raise BenchError(f"--{str(error).replace('_', '-', 1)}") from None
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.run_id):
+            raise BenchError(f"--run-id is {self.run_id!r}; it names a folder: letters, digits, dot, dash, underscore.")
+        if self.folder.exists():
+            raise BenchError(f"{self.folder} exists and results are never overwritten; choose another --run-id.")
 
 
 def empty_record(plan: Plan, case: Case, options: Options) -> dict:
@@ -83,13 +139,14 @@ class CaseRun:
         for side, call in built.items():
             bounds = target.bounds(case, side, self.precision, self.record["verification"])
             if (verification := check_side(case, call, expected, self.precision, side, bounds)) is not None:
-                self.record["verification"][side] = verification.to_dict()
+                self.record["verification"][side] = verification._asdict()
         for side, call in built.items():
             self._prove(side, call)
         self.on_step(case, "time")
         for side, measurement in self._time(built).items():
             self.record["sides"][side] = {**measurement.to_dict(), "environment": {}}  # the run's record has it once
-            self.record["notes"] += [f"{side}: {text}." for text in doubts(measurement)]
+            cut = [measurement.method["stopped"]] * measurement.method["cut_by_time_budget"]
+            self.record["notes"] += [f"{side}: {text}." for text in (*measurement.doubts(), *cut)]
         for call in built.values():
             call.after()
         if self.options.profile != "none":
@@ -174,22 +231,6 @@ class CaseRun:
             )
 
 
-def doubts(measurement: Measurement) -> list[str]:
-    """List what makes a measurement doubtful: outliers, a cut time budget, a roof that it exceeds, held back clocks."""
-    method = measurement.method
-    found = [*measurement.doubtful(), *method["notes"]]
-    if method["cut_by_time_budget"]:
-        found.append(method["stopped"])
-    if measurement.over_roof:
-        found.append("faster than the roof allows: data came from the cache or the roof is too low")
-    if measurement.below_floor:
-        found.append("as short as an empty call")
-    state = method.get("gpu_after") or {}
-    if reasons := sorted(set(state.get("throttle_reasons") or ()) - HARMLESS_REASONS):
-        found.append(f"clocks were held back after the timing: {', '.join(reasons)}")
-    return found
-
-
 def check_side(
     case: Case,
     built: Built,
@@ -200,13 +241,8 @@ def check_side(
 ) -> Verification | None:
     """Compare a side's outputs with the reference; return the verification with the largest error, None without one.
 
-    Args:
-        case: the case, for its dtype.
-        built: the side; its own `fn`, which is timed afterwards, makes the outputs.
-        expected: {name: reference} in the order of the outputs.
-        precision: the precision of the products (see `verify`).
-        side: the side's name, for messages.
-        bounds: errors allowed, of the whole and of the worst row; None for what the dtype's rounding explains.
+    The side's own `fn`, which is timed afterwards, makes the outputs; `expected` has a reference for each, in their order.
+    `precision` and `bounds` are those of `verify`.
     """
     for _ in range(2):
         built.fn()  # compiled functions may replay a CUDA graph from the third call on; that replay is verified
@@ -251,11 +287,7 @@ class Runner:
     ):
         """Check the options and begin the document; nothing is written or run yet.
 
-        Args:
-            plans: what to run.
-            options: how to run it.
-            device: where to run it.
-            on_step: called with the case and one of STEPS before each step, for a progress bar.
+        Before each of STEPS, `on_step` is called with the case and the step, for a progress bar.
         """
         options.check(device.type)
         self.plans, self.options, self.device, self.on_step = plans, options, device, on_step

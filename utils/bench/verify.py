@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +18,7 @@ ROW = 12.0  # ... and of the worst row, over D numbers
 GRADIENT_ROW = 24.0
 
 
-@dataclass(frozen=True)
-class Verification:
+class Verification(NamedTuple):
     """Relative errors against the float64 reference, and the bounds they must keep."""
 
     whole: float
@@ -27,10 +26,6 @@ class Verification:
     whole_bound: float
     row_bound: float
     precision: str
-
-    def to_dict(self) -> dict:
-        """Return the fields, for a JSON file."""
-        return asdict(self)
 
 
 def rounding_bounds(precision: str, gradient: bool = False) -> tuple[float, float]:
@@ -51,7 +46,8 @@ def verify(
 ) -> Verification:
     """Compare the output with its float64 reference; raise VerificationError if the error is above the limit.
 
-    Every number takes part in the comparison: a single NaN or infinity fails.
+    Every number takes part in the comparison: a single NaN or infinity fails. A gradient is made of differences that may
+    cancel: the size of a row counts at least as the root mean square of the rows, and the bound is twice as wide.
 
     Args:
         output: the output (B, H, S, D), or a gradient.
@@ -59,8 +55,7 @@ def verify(
         precision: "fp16", "bf16", "fp32" or "tf32": the precision of the products.
         dtype: dtype that the output must have; None for any.
         what: the output's name in an error.
-        gradient: whether the output is a gradient, made of differences that may cancel: the size of a row counts at
-            least as the root mean square of the rows, and the bound is twice as wide.
+        gradient: whether the output is a gradient.
         bounds: errors allowed, of the whole and of the worst row; None for what the rounding explains.
     """
     if not isinstance(output, torch.Tensor):

@@ -78,7 +78,7 @@ _OPERATORS = {
 }
 _ATEN = {name: family for family, names in _OPERATORS.items() for name in names.split()}
 
-# Operators that only change shape and stride, reserve memory or query something: they compute and move no data.
+# Operators that only change shape and stride, reserve memory or query something: they launch nothing.
 _FREE = (
     "view _unsafe_view view_as reshape_alias _reshape_alias as_strided as_strided_ transpose transpose_ t "
     "t_ permute unsqueeze unsqueeze_ squeeze squeeze_ expand expand_as select slice narrow split "
@@ -185,13 +185,3 @@ def _classify_fused(kind: str, fused: str) -> str:
     if words and set(words) <= _COPYING_WORDS:
         return MEMORY
     return ELEMENTWISE
-
-
-def documented_key(name: str) -> str:
-    """Return the key under which `count_cuda_kernels` counts this name: "other" for attention and reductions."""
-    return DOCUMENTED_KEY[classify(name)]
-
-
-def is_free_operator(name: str) -> bool:
-    """Whether an operator launches nothing: views, metadata, bare allocations."""
-    return name.partition(".")[0] in FREE_OPERATORS

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd import DeviceType
 
-from utils.benchmark.kernel_names import ATTENTION, WRAPPER_OPERATORS, classify, documented_key, is_free_operator
+from utils.benchmark.kernel_names import DOCUMENTED_KEY, FREE_OPERATORS, MEMORY, WRAPPER_OPERATORS, classify
 from utils.benchmark.measuring import measure, pick_device
 from utils.validation import check_callable, whole_number
 
@@ -158,20 +158,15 @@ def _cpu_peak_above_start(call: Callable[[], None], repeats: int) -> int:
 
 
 class KernelCounts(dict):
-    """Counts per step under the documented keys; the attributes say what was counted and how.
+    """Counts per step under the documented keys; the attributes say what was counted and what the numbers leave out.
 
     counted: "CUDA kernels", or "CPU leaf operators" for a trace without a GPU.
-    attention: fused attention kernels per step. They are gemm and softmax in one kernel, so they count as "other".
-    names: {key: {name: count per step}}; the full names behind each number.
-    steps: the number of profiled steps in the trace, by which the counts are divided.
-    notes: sentences about what the numbers leave out.
+    notes: sentences.
     """
 
-    def __init__(
-        self, counts: dict[str, int], *, counted: str, attention: int, names: dict, steps: int, notes: list[str]
-    ):
+    def __init__(self, counts: dict[str, int], counted: str, notes: list[str]):
         super().__init__(counts)
-        self.counted, self.attention, self.names, self.steps, self.notes = counted, attention, names, steps, notes
+        self.counted, self.notes = counted, notes
 
 
 def count_cuda_kernels(prof) -> dict[str, int]:
@@ -179,8 +174,7 @@ def count_cuda_kernels(prof) -> dict[str, int]:
 
     `prof` is a finished torch.profiler.profile. With a schedule the counts are those of one active step. Annotations
     (`ProfilerStep#3`, `record_function`, NVTX ranges) are not kernels. Copies and fills count as "memory", whether a
-    kernel or the copy engine does them. Fused attention kernels and reductions count as "other"; `.attention` is the
-    number of the former.
+    kernel or the copy engine does them. Fused attention kernels and reductions count as "other".
 
     If the trace has no GPU work, CPU leaf operators are counted instead: operators that contain no other working
     operator. Views, metadata and bare allocations do no work and are left out. The returned dict has the same keys, and
@@ -212,23 +206,11 @@ def count_cuda_kernels(prof) -> dict[str, int]:
             f"{uneven[0]!r}; counts are rounded means."
         )
     totals: Counter = Counter()
-    attention = 0
-    per_name: dict[str, dict[str, float]] = {key: {} for key in KERNEL_KEYS}
     for name, count in names.items():
-        key = documented_key(name)
-        totals[key] += count
-        attention += count if classify(name) == ATTENTION else 0
-        per_name[key][name] = count // divisor if count % divisor == 0 else count / divisor
+        totals[DOCUMENTED_KEY[classify(name)]] += count
     counts = {key: round(totals[key] / divisor) for key in KERNEL_KEYS}
     counts["total"] = sum(counts.values())
-    return KernelCounts(
-        counts,
-        counted="CUDA kernels" if on_gpu else "CPU leaf operators",
-        attention=round(attention / divisor),
-        names=per_name,
-        steps=divisor,
-        notes=notes,
-    )
+    return KernelCounts(counts, "CUDA kernels" if on_gpu else "CPU leaf operators", notes)
 
 
 def _is_step(event) -> bool:
@@ -270,16 +252,16 @@ def _is_operator(name: str) -> bool:
 def _working_operators(event) -> list[str]:
     """Return the operators at or inside this event that did work; of a wrapper, the operators inside it."""
     name = event.name
-    if is_free_operator(name):
+    if name.partition(".")[0] in FREE_OPERATORS:
         return []
     children = getattr(event, "cpu_children", None) or []
     if not _is_operator(name):  # annotations, autograd nodes, modules
         return [inner for child in children for inner in _working_operators(child)]
     working = [(child.name, _working_operators(child)) for child in children]
     inside = [inner for _, names in working for inner in names]
-    if name in WRAPPER_OPERATORS or any(documented_key(inner) != "memory" for inner in inside):
+    if name in WRAPPER_OPERATORS or any(classify(inner) != MEMORY for inner in inside):
         return inside
-    if classify(name) == "memory":
+    if classify(name) == MEMORY:
         return inside or [name]
     # This operator works itself. An `aten::to` inside `x + 1` only wraps the number 1 and a fill prepares the result:
     # both are part of the operator. Copies are work of their own.

@@ -68,7 +68,7 @@ def compare(
 ) -> Comparison:
     """Time a and b on the same arguments, interleaved, and say whether b is faster, slower or the same.
 
-    `speedup` (also `ratio`) is the time of a divided by the time of b: the median over pairs of neighbouring samples,
+    `speedup` is the time of a divided by the time of b: the median over pairs of neighbouring samples,
     because neighbours share the machine's clocks. The interval comes from resampling the pairs. The speed-up is close
     to the ratio of the two medians, and stays right when the clocks change. The verdict "same" means that the whole
     interval lies within `same_within` of 1.

@@ -9,7 +9,6 @@ launched(lambda: fn(x)).kernels              # which kernels one call ran
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import re
@@ -75,7 +74,7 @@ def profile(
         *args: its arguments.
         steps: recorded calls.
         warmup: calls before them, so that compilation and first-use costs stay out of the profile.
-        trace_path: also write a Chrome trace to this path (.json or .json.gz).
+        trace_path: also write a Chrome trace to this path (.json).
         **kwargs: keywords of `fn`. For a keyword with the name of an option here, use functools.partial.
     """
     check_callable("profile", fn)
@@ -123,24 +122,21 @@ def _check_trace_path(path: str | os.PathLike) -> Path:
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f'path is {path!r}; it must be the path of a file, such as "out/trace.json".')
     path = Path(path)
-    if not path.name.endswith((".json", ".json.gz")):
-        raise ValueError(
-            f"a Chrome trace is a .json or .json.gz file, got {path.name!r}; try {path.with_suffix('.json').name!r}."
-        )
+    if path.suffix != ".json":
+        raise ValueError(f"a Chrome trace is a .json file, got {path.name!r}; try {path.with_suffix('.json').name!r}.")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a .json file in it.")
     return path
 
 
 def export_chrome_trace(prof: torch.profiler.profile, path: str | os.PathLike) -> Path:
-    """Write a finished profile as a Chrome trace (.json or .json.gz) and return its path.
+    """Write a finished profile as a Chrome trace (.json) and return its path.
 
     Missing folders are created. An older file of that name is replaced in one step, so that a reader sees the old trace
     or the new one, never a part. The same profile can be written any number of times. The machine's name is left out.
     """
     path = _check_trace_path(path)
-    text = _trace_text(prof)
-    write_whole(path, gzip.compress(text, 5) if path.name.endswith(".gz") else text)
+    write_whole(path, _trace_text(prof))
     return path
 
 
@@ -183,12 +179,7 @@ def _load(trace) -> dict:
             )
         raise FileNotFoundError(f"there is no trace file {path}; write one with export_chrome_trace(prof, path).")
     try:
-        data = path.read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
-        record = json.loads(data)
-    except (EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"{path} is not a complete gzip file ({error}); write the trace again.") from error
+        record = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(
             f"{path} is not valid JSON ({error}): it was cut off or is not a Chrome trace; write the trace again."
@@ -201,7 +192,7 @@ def _load(trace) -> dict:
 
 
 def read_trace(trace) -> list[TraceEvent]:
-    """Read the events of a Chrome trace file (.json, .json.gz) or of a finished profile, in order of their start."""
+    """Read the events of a Chrome trace file or of a finished profile, in order of their start."""
     if isinstance(trace, (list, tuple)) and all(isinstance(event, TraceEvent) for event in trace):
         return list(trace)
     events = []

@@ -8,6 +8,7 @@ from typing import Self
 import numpy as np
 
 from utils.benchmark import intervals as stats
+from utils.machine.environment import HARMLESS_REASONS
 
 STATISTICS = ("median_ms", "mean_ms", "std_ms", "min_ms", "max_ms", "p95_ms", "p99_ms", "tflops", "gb_s")
 
@@ -82,15 +83,30 @@ class Measurement:
         """True if the time cannot be distinguished from the time of an empty call."""
         return bool(self.method.get("below_floor"))
 
-    def doubtful(self) -> list[str]:
-        """Name the outliers, the samples that were taken while the GPU's clocks were held back, and what was left out."""
-        words = {
-            "outliers": "far above the others (outliers)",
-            "throttled": "taken while the GPU's clocks were held back",
-            "discarded": "left out, with the samples of the same rounds",
-        }
-        counts = {name: self.method.get(name) or 0 for name in words}
-        return [f"{n} sample{'s' * (n > 1)} {words[name]}" for name, n in counts.items() if n]
+    def doubts(self) -> list[str]:
+        """Name what makes the measurement doubtful: odd samples, a time beyond roof or floor, held back clocks, notes."""
+        method, found = self.method, []
+        for name, words in (
+            ("outliers", "far above the others (outliers)"),
+            ("throttled", "taken while the GPU's clocks were held back"),
+            ("discarded", "left out, with the samples of the same rounds"),
+        ):
+            if count := method.get(name):
+                found.append(f"{count} sample{'s' * (count > 1)} {words}")
+        found += method.get("notes", [])
+        if self.over_roof:
+            found.append(
+                "faster than the roof allows: the FLOP and byte counts or the dtype are wrong, data came from the cache, "
+                "or the roof is too low"
+            )
+        if self.below_floor:
+            found.append(
+                f"as short as an empty call, which takes {format_ms(method['floor_ms'])} here: give the function more work"
+            )
+        held = set((method.get("gpu_after") or {}).get("throttle_reasons") or ()) - HARMLESS_REASONS
+        if held:
+            found.append(f"clocks were held back after the timing: {', '.join(sorted(held))}")
+        return found
 
     def to_dict(self) -> dict:
         """Return all fields and statistics, ready for JSON."""
@@ -136,15 +152,7 @@ class Measurement:
             how.append(f"{self.method['calls_per_sample']} calls a sample")
         how.append(f"stopped: {self.method.get('stopped', '?')}")
         lines.append("  " + ", ".join(part for part in how if part))
-        if self.over_roof:
-            lines.append("  OVER THE ROOF: check the FLOP and byte counts, the dtype, and whether the L2 was warm.")
-        if self.below_floor:
-            lines.append(
-                f"  BELOW THE FLOOR: an empty call takes {format_ms(self.method['floor_ms'])} here; "
-                "give the function more work, or say only that it is as short as an empty call."
-            )
-        lines += [f"  {text}" for text in self.doubtful()]
-        lines += [f"  note: {note}" for note in self.method.get("notes", [])]
+        lines += [f"  note: {text}" for text in self.doubts()]
         return "\n".join(lines)
 
 
@@ -159,11 +167,6 @@ class Comparison:
     b: Measurement
     same_within: float = 0.01
     method: dict = field(default_factory=dict)
-
-    @property
-    def ratio(self) -> float:
-        """The same as `speedup`: time of a / time of b."""
-        return self.speedup
 
     def sentence(self) -> str:
         """Return the verdict in words."""

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,7 +38,6 @@ _BUDGET_MS = 3000.0  # stop after this much timed work
 _SMALL_SIDE = 256  # of the products that say whether a CPU has a kernel for a dtype
 _NO_KERNEL = 4  # times as long as fp32 means that it has none
 _BUSY = 0.2  # share of the CPU that other processes may use before a measured roof says so
-_RETRIES = 2  # how often a roof is measured again because a point stands above it
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,6 @@ class Roofs:
     tflops: dict[str, float]  # "bf16" -> TFLOP/s
     memory_bandwidth_tb_s: float  # TB/s, 1e12, read + written
     detail: str = ""  # the document, or the sizes measured
-    spread: float = 0.0  # how far the rounds of a measurement lay apart: 0.1 is 10%
     others: float | None = None  # share of the CPU that other processes used just before; None if not known
 
     @property
@@ -75,11 +73,9 @@ class Roofs:
 
     def attainable_tflops(self, intensity: float, dtype) -> float:
         """Return the roof in TFLOP/s at an intensity in FLOPs/Byte: the lower of compute and memory roof."""
-        return min(self.peak_tflops(dtype), _intensity(intensity) * self.memory_bandwidth_tb_s)
-
-    def bound(self, intensity: float, dtype) -> Literal["memory", "compute"]:
-        """Return which roof limits an operation of this intensity in FLOPs/Byte."""
-        return "memory" if _intensity(intensity) < self.ridge_point(dtype) else "compute"
+        if not (math.isfinite(intensity) and intensity >= 0):
+            raise ValueError(f"An arithmetic intensity is a number of FLOPs/Byte, 0 or more, not {intensity!r}.")
+        return min(self.peak_tflops(dtype), intensity * self.memory_bandwidth_tb_s)
 
     def peak_tflops(self, dtype) -> float:
         """Return the compute roof in TFLOP/s for a dtype, given as "bf16" or torch.bfloat16."""
@@ -163,7 +159,6 @@ def measure_roofs(device: torch.device | str | None = None) -> Roofs:
         detail=f"best of repeats: torch.mm of {side} x {side} matrices, copy of {copy_bytes / 1e6:.0f} MB "
         f"(read + written), torch {torch.__version__}; {len(rounds['copy'])} rounds, {spread:.0%} apart"
         + ("" if set(names) <= set(timed) else "; bf16 as fp32, since torch has no bf16 kernel for this CPU"),
-        spread=spread,
         others=others,
     )
 
@@ -189,58 +184,32 @@ def _timed_dtypes(device: torch.device, names: tuple[str, ...]) -> tuple[str, ..
 _machine_roofs: dict[tuple, Roofs] = {}
 
 
-def machine_roofs(refresh: bool = False, *, measured: Mapping[str, tuple] | None = None) -> Roofs:
+def machine_roofs(refresh: bool = False) -> Roofs:
     """Return the roofs of this machine: the datasheet's if GPU_SPECS has its GPU, else measured once and kept.
 
     The roofs of a CPU depend on the number of threads, so each number has its own. A measurement on a busy machine says so
     in a line on standard error.
 
     Args:
-        refresh: measure again, and keep the best of all measurements.
-        measured: points as `plot_roofline` takes them, {name: (FLOPs/Byte, TFLOP/s, dtype)}. A point above a measured roof
-            shows that the roof is too low, and it is measured again.
+        refresh: measure again, and keep the best of all measurements: a point above a measured roof shows that it is too
+            low.
     """
     row = detect_gpu()
     if row is not None:
         return datasheet_roofs(row)
     device = default_device()
     key = ("cpu", torch.get_num_threads()) if device.type == "cpu" else ("cuda", torch.cuda.current_device())
-    if refresh or key not in _machine_roofs:
-        _measure_again(key, device)
-    for _ in range(_RETRIES):
-        if not _beaten(_machine_roofs[key], measured or {}):
-            break
-        _measure_again(key, device)
+    old = _machine_roofs.get(key)
+    if refresh or old is None:
+        new = measure_roofs(device)
+        if new.busy and old is None:
+            print(new.busy, file=sys.stderr)
+        if old is not None:
+            tflops = {name: max(value, old.tflops.get(name, 0.0)) for name, value in new.tflops.items()}
+            bandwidth = max(new.memory_bandwidth_tb_s, old.memory_bandwidth_tb_s)
+            new = dataclasses.replace(new, tflops=tflops, memory_bandwidth_tb_s=bandwidth)
+        _machine_roofs[key] = new
     return _machine_roofs[key]
-
-
-def _measure_again(key: tuple, device: torch.device) -> None:
-    """Measure the roofs and keep the best of all that was measured for this key."""
-    new, old = measure_roofs(device), _machine_roofs.get(key)
-    if new.busy and old is None:
-        print(new.busy, file=sys.stderr)
-    if old is not None:
-        new = dataclasses.replace(
-            new,
-            tflops={name: max(value, old.tflops.get(name, 0.0)) for name, value in new.tflops.items()},
-            memory_bandwidth_tb_s=max(new.memory_bandwidth_tb_s, old.memory_bandwidth_tb_s),
-        )
-    _machine_roofs[key] = new
-
-
-def _beaten(roofs: Roofs, measured: Mapping[str, tuple]) -> bool:
-    """Return whether one of the points {name: (FLOPs/Byte, TFLOP/s, dtype)} stands above its roof."""
-    highest = max(roofs.tflops, key=roofs.tflops.__getitem__)
-    return any(
-        tflops > roofs.attainable_tflops(intensity, *(dtype or (highest,)))
-        for intensity, tflops, *dtype in measured.values()
-    )
-
-
-def _intensity(intensity: float) -> float:
-    if not (math.isfinite(intensity) and intensity >= 0):
-        raise ValueError(f"An arithmetic intensity is a number of FLOPs/Byte, 0 or more, not {intensity!r}.")
-    return intensity
 
 
 def _copy_bytes(device: torch.device) -> int:

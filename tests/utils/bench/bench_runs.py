@@ -4,8 +4,7 @@ from pathlib import Path
 
 import torch
 
-from utils.bench.options import Options
-from utils.bench.run import Runner
+from utils.bench.run import Options, Runner
 from utils.bench.targets import plan
 
 CPU = torch.device("cpu")

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from utils.bench.options import Options
 from utils.bench.results import load_results
-from utils.bench.run import Runner
+from utils.bench.run import Options, Runner
 from utils.bench.targets import TARGETS, plan
 
 pytestmark = pytest.mark.gpu
@@ -81,8 +80,7 @@ def test_a_kernel_fault_leaves_valid_results_and_ends_the_run(tmp_path):
     program = f"""
 import torch
 from pathlib import Path
-from utils.bench.options import Options
-from utils.bench.run import Runner
+from utils.bench.run import Options, Runner
 from utils.bench.targets import TARGETS, plan
 target = TARGETS[{SDPA!r}]
 build = target.build

@@ -36,7 +36,7 @@ def a_working_ncu(tmp_path):
 
 def test_an_ncu_that_works(tmp_path, program):
     program("ncu", a_working_ncu(tmp_path))
-    assert profiles.nsight_compute(tmp_path / "side", REQUEST, "roofline", "warm") == (tmp_path / "side.ncu-rep", "")
+    assert profiles.nsight(tmp_path / "side", REQUEST, "roofline", "warm") == (tmp_path / "side.ncu-rep", "")
     arguments = (tmp_path / "arguments").read_text()
     for words in ("--clock-control none", "--cache-control none", "--set roofline", "flash_sdp_optimized_cudnn/"):
         assert words in arguments
@@ -53,7 +53,7 @@ def test_an_ncu_that_works(tmp_path, program):
 )
 def test_an_ncu_that_fails_is_one_sentence(tmp_path, program, script, message):
     program("ncu", script)
-    report, why_not = profiles.nsight_compute(tmp_path / "x", REQUEST, "deep_dive", "cold")
+    report, why_not = profiles.nsight(tmp_path / "x", REQUEST, "deep_dive", "cold")
     assert report is None and message in why_not and "\n" not in why_not
 
 
@@ -63,20 +63,20 @@ def test_nsys_that_works_and_one_that_does_not(tmp_path, program):
         f'echo "$@" > {tmp_path}/arguments\nfor word; do case $word in --output=*) '
         'touch "${word#--output=}.nsys-rep";; esac; done',
     )
-    assert profiles.nsight_systems(tmp_path / "s", REQUEST) == (tmp_path / "s.nsys-rep", "")
+    assert profiles.nsight(tmp_path / "s", REQUEST, "minimal", "warm") == (tmp_path / "s.nsys-rep", "")
     assert "--trace=cuda,nvtx" in (tmp_path / "arguments").read_text()
     program("nsys", 'echo "Importer error status: The importer binary could not be found."')
-    report, why_not = profiles.nsight_systems(tmp_path / "t", REQUEST)
+    report, why_not = profiles.nsight(tmp_path / "t", REQUEST, "minimal", "warm")
     assert report is None and why_not.startswith("Nsight Systems made no report: Importer error")
 
 
 def test_tools_that_are_missing_or_too_slow(tmp_path, program, monkeypatch):
     monkeypatch.setattr(profiles, "TOOL_SECONDS", 0.2)
     program("nsys", "exec sleep 30")
-    assert "not done after 0.2 s" in profiles.nsight_systems(tmp_path / "s", REQUEST)[1]
+    assert "not done after 0.2 s" in profiles.nsight(tmp_path / "s", REQUEST, "minimal", "warm")[1]
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert profiles.nsight_systems(tmp_path / "s", REQUEST)[1].endswith("nsys is not on PATH.")
-    assert profiles.nsight_compute(tmp_path / "s", REQUEST, "roofline", "warm")[1].endswith("ncu is not on PATH.")
+    assert profiles.nsight(tmp_path / "s", REQUEST, "minimal", "warm")[1].endswith("nsys is not on PATH.")
+    assert profiles.nsight(tmp_path / "s", REQUEST, "roofline", "warm")[1].endswith("ncu is not on PATH.")
 
 
 def test_a_profile_stands_in_the_results_and_the_report(tmp_path, program, monkeypatch, document):

@@ -1,6 +1,6 @@
 """Names as profilers print them, from cuBLAS, cuDNN, CUTLASS, flash-attn, torch, inductor and hand-written kernels."""
 
-from utils.benchmark.kernel_names import DOCUMENTED_KEY, FAMILIES, classify, documented_key, is_free_operator
+from utils.benchmark.kernel_names import DOCUMENTED_KEY, FAMILIES, classify
 
 NAMES = {
     "gemm": [
@@ -107,15 +107,5 @@ def test_families():
 
 
 def test_every_family_has_a_documented_key():
-    documented = {"gemm", "elementwise", "softmax", "layernorm", "memory", "other"}
     assert set(DOCUMENTED_KEY) == set(FAMILIES)
-    assert set(DOCUMENTED_KEY.values()) == documented
-    assert documented_key("triton_tem_fused_flex_attention_0") == "other"
-    assert documented_key("aten::mean") == "other"
-
-
-def test_views_and_allocations_launch_nothing():
-    for name in ("aten::view", "aten::transpose", "aten::empty", "aten::as_strided", "aten::resolve_conj"):
-        assert is_free_operator(name)
-    for name in ("aten::mm", "aten::copy_", "aten::clone", "aten::reshape", "triton_poi_fused_add_0"):
-        assert not is_free_operator(name)
+    assert set(DOCUMENTED_KEY.values()) == {"gemm", "elementwise", "softmax", "layernorm", "memory", "other"}

@@ -150,10 +150,7 @@ def test_cpu_leaf_operators_per_step():
         "other": 2,
         "total": 8,
     }
-    assert counts.counted == "CPU leaf operators"
-    assert counts.steps == 6 and counts.attention == 1 and counts.notes == []
-    assert counts.names["gemm"] == {"aten::mm": 1}
-    assert "aten::view" not in str(counts.names)
+    assert counts.counted == "CPU leaf operators" and counts.notes == []
 
 
 def test_uneven_steps_are_rounded_and_noted():
@@ -166,7 +163,7 @@ def test_uneven_steps_are_rounded_and_noted():
 
     counts = count_cuda_kernels(record_cpu(sometimes, 10, schedule=default_schedule))
     assert counts["elementwise"] == 1 and counts["gemm"] == 0
-    assert "aten::mm" in counts.notes[0] and counts.names["gemm"]["aten::mm"] == pytest.approx(1 / 6)
+    assert "aten::mm" in counts.notes[0]
 
 
 def gpu_event(name, activity="kernel", device=DeviceType.CUDA, annotation=False):
@@ -200,7 +197,7 @@ def test_gpu_kernels_per_step_without_annotations_and_synchronization():
     expected = {"gemm": 3, "elementwise": 1, "softmax": 0, "layernorm": 1, "memory": 2, "other": 1, "total": 8}
     counts = count_cuda_kernels(SimpleNamespace(events=lambda: step * 6))
     assert dict(counts) == expected
-    assert counts.counted == "CUDA kernels" and counts.attention == 1 and counts.steps == 6
+    assert counts.counted == "CUDA kernels"
     # Older profilers do not say what kind of activity an event is: an annotation is known by its name on the CPU.
     for event in step:
         event.activity_type = None
@@ -237,8 +234,7 @@ def test_gpu_memory_and_kernels():
             torch.cuda.synchronize()
             prof.step()
     counts = count_cuda_kernels(prof)
-    print(counts, counts.names, counts.notes)
-    assert counts.counted == "CUDA kernels" and counts.steps == 6
+    print(counts, counts.notes)
+    assert counts.counted == "CUDA kernels"
     assert counts["softmax"] == 1 and counts["elementwise"] == 1 and counts["gemm"] >= 1
-    assert counts.attention == 1
     assert benchmark_latency(torch.mm, x, x) > 0.0

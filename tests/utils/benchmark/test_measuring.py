@@ -87,7 +87,7 @@ def test_fast_functions_are_batched_and_the_floor_is_reported():
     assert result.median_ms < 0.01
     assert result.below_floor == (result.median_ms <= 1.1 * result.method["floor_ms"])
     marked = Measurement((1e-5,), (1e-5, 1e-5), method={"below_floor": True, "floor_ms": 2e-5})
-    assert "BELOW THE FLOOR" in repr(marked)
+    assert "as short as an empty call, which takes 20 ns here" in repr(marked)
 
 
 def test_arguments_and_keywords_reach_the_function():
@@ -259,7 +259,7 @@ def test_records_survive_json():
 def test_a_function_twice_as_slow_is_slower_and_the_reverse_is_faster():
     slower = compare(lambda: busy(0.5), lambda: busy(1.0), warmup=1, iterations=30, labels=("once", "twice"))
     assert slower.verdict == "slower"
-    assert 0.4 <= slower.speedup <= 0.6 and slower.ratio == slower.speedup
+    assert 0.4 <= slower.speedup <= 0.6
     assert slower.sentence() == "twice is slower than once"
     assert slower.a.median_ms / slower.b.median_ms == pytest.approx(slower.speedup, rel=0.2)
     faster = compare(lambda: busy(1.0), lambda: busy(0.5), warmup=1, iterations=30)

@@ -1,6 +1,5 @@
 """Traces are written whole, read back and added up correctly, for real profiles and hand-made traces."""
 
-import gzip
 import json
 import os
 
@@ -36,7 +35,6 @@ def test_profile_records_the_steps_it_was_asked_for():
     prof = profile(lambda x: calls.append(x.exp()), torch.ones(8), steps=3, warmup=2)
     assert len(calls) == 2 + 1 + 3
     counts = count_cuda_kernels(prof)
-    assert counts.steps == 3
     if not torch.cuda.is_available():
         assert counts["elementwise"] == counts["total"] == 1
 
@@ -61,11 +59,10 @@ def test_export_creates_folders_replaces_and_can_be_repeated(prof, tmp_path):
     path = export_chrome_trace(prof, tmp_path / "deep" / "er" / "trace.json")
     first = path.read_bytes()
     again = export_chrome_trace(prof, path)
-    packed = export_chrome_trace(prof, tmp_path / "trace.json.gz")
-    assert again.read_bytes() == first == gzip.decompress(packed.read_bytes())
+    assert again.read_bytes() == first
     assert sorted(os.listdir(path.parent)) == ["trace.json"]
     assert json.loads(first)["traceEvents"]
-    assert read_trace(path) == read_trace(str(packed)) == read_trace(prof)
+    assert read_trace(path) == read_trace(str(path)) == read_trace(prof)
 
 
 def test_the_trace_names_neither_machine_nor_folder(prof, tmp_path):
@@ -149,10 +146,8 @@ def test_self_time_on_hand_made_nesting():
 
 def test_damaged_and_foreign_files_are_errors_in_sentences(prof, tmp_path):
     whole = export_chrome_trace(prof, tmp_path / "whole.json").read_bytes()
-    packed = export_chrome_trace(prof, tmp_path / "whole.json.gz").read_bytes()
     cases = {
         "cut.json": (whole[: len(whole) // 2], "not valid JSON .* cut off"),
-        "cut.json.gz": (packed[: len(packed) // 2], "not a complete gzip file"),
         "empty.json": (b"", "not valid JSON"),
         "binary.json": (b"\x00\xff\xfe\x01", "not valid JSON"),
         "other.json": (b'{"a": 1}', 'no list "traceEvents"'),
@@ -184,7 +179,7 @@ def test_bad_input_to_profile_and_export(prof, tmp_path):
         profile(torch.ones(2))
     with pytest.raises(ValueError, match="steps is 0; it must be a whole number, 1 or more"):
         profile(work, torch.ones(2, 2), steps=0)
-    with pytest.raises(ValueError, match=r"is a .json or .json.gz file, got 'trace.txt'; try 'trace.json'"):
+    with pytest.raises(ValueError, match=r"is a .json file, got 'trace.txt'; try 'trace.json'"):
         profile(work, torch.ones(2, 2), trace_path=tmp_path / "trace.txt")
     with pytest.raises(TypeError, match="got int"):
         export_chrome_trace(3, tmp_path / "trace.json")

@@ -100,16 +100,10 @@ def plan(
     inputs: Iterable[str] = (),
     against: str | None = None,
 ) -> list[Plan]:
-    """Plan a run and check everything before anything runs.
+    """Plan a run of targets, sides or chapters, and check everything before anything runs.
 
-    Args:
-        names: targets, sides or chapters (see `read_name`).
-        extra_args: "TARGET=--flag value" strings.
-        device: where to run.
-        environ: the environment variables that knobs may read.
-        sweep: a knob, or a size of `inputs`, with the values that it takes one after the other.
-        inputs: the arguments of functions (see `functions.read_argument`).
-        against: the baseline of functions, `module:function`.
+    `extra_args` are "TARGET=--flag value" strings. `sweep` names a knob, or a size of `inputs`; these are the arguments of
+    functions (see `functions.read_argument`), and `against` is their baseline.
     """
     chosen: dict[str, Plan] = {}
     for name in names:

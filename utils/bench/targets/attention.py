@@ -25,13 +25,7 @@ SCORE_BUFFERS = {"math": 3.0, "naive": 3.0, "unfused": 3.0, "flex_eager": 4.0}
 
 
 def shape_knobs(cpu: tuple, gpu: tuple, *, many_dtypes: bool = False) -> tuple[Knob, ...]:
-    """Make the knobs --batch --heads --seq-len --head-dim --dtype --seed.
-
-    Args:
-        cpu: the defaults (B, H, S, D, dtype) on a CPU.
-        gpu: the defaults on a GPU.
-        many_dtypes: whether --dtype takes several dtypes, separated by commas.
-    """
+    """Make the knobs --batch --heads --seq-len --head-dim --dtype --seed, with defaults (B, H, S, D, dtype)."""
     sizes = (
         ("batch", "sequences, B"),
         ("heads", "attention heads, H"),
@@ -103,14 +97,8 @@ class PreparedBuilt(Built):
 def build_prepared(name: str, case: Case, inputs: Sequence[torch.Tensor], asked: str = "", **options) -> PreparedBuilt:
     """Prepare a backend on q, k, v; raise Refused if it cannot do the case.
 
-    The side's function is the bare call without the guard; `after` checks that it was compiled once.
-
-    Args:
-        name: the backend.
-        case: the case; its mask and score modifier are passed on.
-        inputs: q, k, v (B, H, S, D).
-        asked: the name of the backend in records, if it is another one.
-        **options: block_size, mode and kernel_options of `prepare`.
+    The side's function is the bare call without the guard; `after` checks that it was compiled once. `asked` is the name of
+    the backend in records, if that is another one; the options are block_size and mode of `prepare`.
     """
     q, k, v = inputs
     try:

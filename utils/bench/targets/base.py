@@ -130,11 +130,7 @@ class Target:
     def bounds(self, case: Case, side: str, precision: str, earlier: Mapping[str, dict]) -> tuple[float, float] | None:
         """Return the errors allowed, of the whole and of the worst row; None for what the rounding explains.
 
-        Args:
-            case: the case.
-            side: the side to verify.
-            precision: the precision of its products.
-            earlier: the verifications of the sides before it, by side.
+        `precision` is that of the products, and `earlier` has the verifications of the sides before, by side.
         """
         return None
 

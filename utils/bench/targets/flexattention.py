@@ -3,7 +3,7 @@
 Block size, document span and compile mode are read at run time: from the flags, else from BLOCK_SIZE, DOC_SPAN and
 TORCH_COMPILE_MODE. The block mask is one for all batches and heads. Eager FlexAttention stores all scores, so that
 anything fused looks fast next to it: the compiled side is also timed against compiled dense attention and SDPA under a
-stored mask (`--against`), and the results say what the block mask cost.
+stored mask, and the results say what the block mask cost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from utils.benchmark.measuring import compare
 from utils.benchmark.result import format_ms, with_interval
 
 BLOCK_SIZES = ("16", "32", "64", "128", "256")
-# Further baselines of the compiled side: {name in flags and records: (backend, description)}.
+# Further baselines of the compiled side: {name in records: (backend, description)}.
 AGAINST = {
     "dense_compiled": ("naive_compiled", "compiled dense attention under a stored mask"),
     "sdpa": ("sdpa", "SDPA, under a stored mask unless it is a plain causal one"),
@@ -53,7 +53,6 @@ class FlexAttention(AttentionTarget):
         *mask_knobs(256, 1024),
         Knob("block-size", "tokens of a block of the block mask", "128", "128", choices=BLOCK_SIZES, env="BLOCK_SIZE"),
         Knob("compile-mode", "mode of torch.compile", "default", "default", choices=MODES, env="TORCH_COMPILE_MODE"),
-        Knob("against", "further baselines of the compiled side", "all", "all", choices=("all", "none", *AGAINST)),
     )
 
     def cases(self, settings, device):
@@ -107,9 +106,8 @@ class FlexAttention(AttentionTarget):
             ]
         facts["against"] = {}
         for name in AGAINST:
-            if case.value("against") in ("all", name):
-                facts["against"][name], note = self._against(case, built, name)
-                facts["notes"].append(note)
+            facts["against"][name], note = self._against(case, built, name)
+            facts["notes"].append(note)
         return facts
 
     def _against(self, case: Case, built: PreparedBuilt, name: str) -> tuple[dict, str]:
