@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -54,14 +52,11 @@ def _row(case: dict, side: str) -> dict:
 
 
 def to_csv(lines: Iterable[Mapping], columns: Sequence[str] = COLUMNS) -> str:
-    """Return rows as CSV with these columns; None and missing cells are empty, an unknown cell is an error."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, columns, restval="", extrasaction="raise")
-    writer.writeheader()
-    for line in lines:
-        floats = {key: digits(value, 7) for key, value in line.items() if isinstance(value, float)}
-        writer.writerow({**line, **floats})
-    return out.getvalue()
+    """Return rows as CSV with these columns; None and missing cells are empty."""
+    import pandas as pd
+
+    frame = pd.DataFrame(list(lines), columns=list(columns))
+    return frame.to_csv(index=False, float_format=lambda value: digits(value, 7))
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:

@@ -53,18 +53,11 @@ def wrong_outputs():
     return {
         "zeros": lambda q, k, v, e: torch.zeros_like(e),
         "one NaN": one_nan,
-        "one infinity": lambda q, k, v, e: e + torch.where(torch.arange(e.numel()).view(e.shape) == 9, torch.inf, 0.0),
         "permuted heads": lambda q, k, v, e: e[:, [1, 0, 2]],
-        "permuted batch": lambda q, k, v, e: e.flip(0),
         "no mask": full,
         "causal alone": lambda q, k, v, e: F.scaled_dot_product_attention(q, k, v, is_causal=True).double(),
         "one row": change_one_row,
         "wrong scale": lambda q, k, v, e: e * 1.02,
-        "heads and tokens swapped": lambda q, k, v, e: (
-            F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
-            .transpose(1, 2)
-            .double()
-        ),
     }
 
 

@@ -186,7 +186,6 @@ def test_an_exception_goes_through_with_label_and_iteration():
     ("options", "message"),
     [
         ({"iterations": 0}, "iterations is 0; it must be a whole number, 1 or more"),
-        ({"warmup": -1}, "warmup is -1; it must be a whole number, 0 or more"),
         ({"l2": "hot"}, 'l2 must be "warm" or "cold", got \'hot\''),
         ({"l2": "cold", "calls_per_sample": 4}, "only the first of calls_per_sample=4 calls would be cold"),
         ({"target_interval": 5}, "target_interval is the interval's relative half-width"),

@@ -1,7 +1,6 @@
 """Plots: documented names and returns, units that are checked, labels that never overlap, no global state."""
 
 import itertools
-import json
 import math
 import time
 import warnings
@@ -155,9 +154,8 @@ def test_ax_of_the_wrong_kind_is_refused(name, attention_frame):
         all_plots(attention_frame)[name](ax=plt.subplots(1, 3)[1])
 
 
-@pytest.mark.parametrize("style", ["dark_background"])
-def test_global_style_is_never_changed(attention_frame, style):
-    with plt.style.context(style):
+def test_global_style_is_never_changed(attention_frame):
+    with plt.style.context("dark_background"):
         plt.figure()  # settles the backend, which pyplot writes into rcParams on first use
         before = dict(matplotlib.rcParams)
         for plot in all_plots(attention_frame).values():
@@ -184,12 +182,7 @@ def test_a_plot_of_a_notebook_gets_the_look_of_the_others():
     ax.legend()
     style_axes(ax, x="tokens", y="time (ms)", title="A title")
     assert [ax.spines[side].get_visible() for side in ("top", "right", "bottom", "left")] == [False, False, True, True]
-    assert (ax.get_title(loc="left"), ax.get_title(), ax.get_xlabel(), ax.get_ylabel()) == (
-        "A title",
-        "",
-        "tokens",
-        "time (ms)",
-    )
+    assert (ax.get_title(loc="left"), ax.get_xlabel(), ax.get_ylabel()) == ("A title", "tokens", "time (ms)")
     assert not ax.get_legend().get_frame_on() and matplotlib.colors.to_hex(figure.get_facecolor()) == CARD
     assert dict(matplotlib.rcParams) == before
     plt.close(figure)
@@ -293,15 +286,12 @@ def test_a_measured_point_on_an_unknown_roof_is_refused():
     [
         (dict(gpu_name=None), "gpu_name is None; it is the name in the title"),
         (dict(peak_flops=19.5e12), r"peak_flops is in TFLOP/s.*pass 19\.5"),
-        (dict(peak_flops=0), "peak_flops must be positive"),
         (dict(peak_flops=math.nan), "peak_flops must be positive and finite"),
         (dict(peak_flops="fast"), "peak_flops must be a number in TFLOP/s, got 'fast'"),
         (dict(peak_bandwidth=2039), r"peak_bandwidth is in TB/s.*pass 2\.039 if it is in GB/s"),
         (dict(operations={}), "operations is empty"),
-        (dict(operations=[1.0]), "operations must be a dict"),
         (dict(operations={"gemm": 0}), r"operations\['gemm'\] must be positive"),
         (dict(measured={"gemm": 14.0}), r"measured\['gemm'\] must be \(FLOPs/Byte, TFLOP/s\)"),
-        (dict(measured={"gemm": (300, 14e12)}), r"measured\['gemm'\]\[1\] is in TFLOP/s"),
         (dict(peaks={"fp16": 312e12}), r"peaks\['fp16'\]"),
     ],
 )
@@ -410,10 +400,9 @@ def test_twenty_lines_have_numbers_too():
     assert listed.splitlines()[0].split() == ["1", "kernel", "0"]
 
 
-@pytest.mark.parametrize("dpi", [200])
-def test_labels_stay_apart_at_another_resolution_size_and_zoom(dpi):
+def test_labels_stay_apart_at_another_resolution_size_and_zoom():
     figure, axes = plot_roofline("A100", 312, 2.0, {f"operation_{i}": 100 * 1.01**i for i in range(12)})
-    figure.set_dpi(dpi)
+    figure.set_dpi(200)
     assert overlaps(figure) == []
     figure.set_size_inches(5.0, 3.6)
     assert overlaps(figure) == []
@@ -429,9 +418,11 @@ def test_axes_too_small_for_all_labels_say_so():
 
 
 @pytest.mark.parametrize("name", PLOTS)
-def test_no_text_overlaps_in_any_plot(name, attention_frame):
-    figure, _ = all_plots(attention_frame)[name]()
-    assert overlaps(figure) == []
+def test_no_text_overlaps_in_any_plot_and_nothing_is_warned_of(name, attention_frame):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure, _ = all_plots(attention_frame)[name]()
+        assert overlaps(figure) == []
 
 
 def test_many_sizes_thin_the_ticks_instead_of_printing_them_over_each_other():
@@ -462,14 +453,6 @@ def test_series_survive_a_grey_printer_and_colour_blindness():
         assert len({str(getattr(look, attribute)) for look in SERIES}) == len(SERIES)
 
 
-def test_two_lines_and_two_bars_differ_in_more_than_colour(attention_frame):
-    _, axes = plot_gemm_torch_matmul_latency(SIZES, TILED, TORCH)
-    one, other = (line for line in axes.lines if len(line.get_xdata()) == len(SIZES))
-    assert one.get_marker() != other.get_marker() and one.get_linestyle() != other.get_linestyle()
-    _, (latency, _) = plot_flash_attn_improvement(attention_frame)
-    assert len({bar.get_hatch() for bar in latency.patches}) == 2
-
-
 # ---- latency ----
 
 
@@ -490,9 +473,6 @@ def test_gemm_latency_draws_the_numbers_it_was_given():
         ((SIZES, TILED[:3], TORCH), "gemm_tiled_latency_ms holds 3 latencies for 4 sizes"),
         ((SIZES, [0.05, 0.2, math.nan, 6.0], TORCH), "gemm_tiled_latency_ms at n=512 must be positive and finite"),
         (([128, 128, 256, 512], TILED, TORCH), r"\[128\] more than once"),
-        (([128.5, 256, 512, 1024], TILED, TORCH), r"sizes\[0\] must be a whole number, got 128.5"),
-        ((SIZES, 3.0, TORCH), "gemm_tiled_latency_ms must be a sequence"),
-        ((SIZES, ["a", 1, 2, 3], TORCH), "must be a number in ms, got 'a'"),
         # seconds on an axis in ms
         ((SIZES, TILED, [t / 1e3 for t in TORCH]), "torch_matmul_latency_ms at n=128.*looks like seconds"),
         (([8192], [0.0011], [0.0011]), r"means 1e\+06 TFLOP/s.*looks like seconds"),
@@ -559,10 +539,7 @@ def test_flash_takes_other_columns_and_sorts(attention_frame):
         (lambda df: df.iloc[:0], "df has no rows"),
         (lambda df: df.assign(sdpa_ms=[1, math.nan, 1, 1]), "sdpa_ms is NaN where its memory is not"),
         (lambda df: df.assign(sdpa_ms=math.nan, sdpa_mem_gb=math.nan), "sdpa_ms is NaN at every length"),
-        (lambda df: df.assign(flash_mem_gb=0.0), "flash_mem_gb at seq_len 512 must be positive"),
-        (lambda df: df.assign(flash_ms=df.flash_ms / 1e3), "looks like seconds"),
         (lambda df: df.assign(sdpa_mem_gb=df.sdpa_mem_gb * 1e9), "looks like MB or bytes"),
-        (lambda df: df.assign(seq_len=512), "more than once"),
         (lambda df: df.to_dict(), "must be a pandas DataFrame"),
     ],
 )
@@ -643,21 +620,6 @@ def test_timeline_draws_thousands_of_events_quickly():
     assert len(axes.texts) <= 200
 
 
-def test_timeline_reads_a_chrome_trace(tmp_path):
-    pytest.importorskip("utils.benchmark.profiling")
-    trace = {
-        "traceEvents": [
-            {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 10.0, "dur": 30.0},
-            {"ph": "X", "cat": "cpu_op", "name": "aten::gelu", "pid": 1, "tid": 1, "ts": 50.0, "dur": 20.0},
-        ]
-    }
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps(trace))
-    for given in (path, str(path)):
-        _, axes = plot_timeline(given)
-        assert [bar[:2] for rows in bars(axes).values() for bar in rows] == [(0.0, 0.03), (0.04, 0.06)]
-
-
 def test_timeline_draws_a_finished_profile():
     torch = pytest.importorskip("torch")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prof:
@@ -674,7 +636,6 @@ def test_timeline_draws_a_finished_profile():
         (3, "must be events, a profile or a Chrome trace's path, got int"),
         ([{"name": "x"}], "event 0 lacks category, start_us"),
         ([{**events()[0], "duration_us": -1.0}], "duration_us must be finite and not negative"),
-        ([{**events()[0], "duration_us": "long"}], "got 'long'"),
     ],
 )
 def test_timeline_refuses_in_a_sentence(given, message):
@@ -699,13 +660,6 @@ def test_plain_numbers():
     assert [plain(value) for value in (0.2, 19.5, 989, 1979, 206.04, 0.085, 10000, 1e-5)] == (
         ["0.2", "19.5", "989", "1979", "206", "0.085", "10000", "1e-05"]
     )
-
-
-def test_no_plot_warns(attention_frame):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for plot in all_plots(attention_frame).values():
-            plot()[0].canvas.draw()
 
 
 def test_a_mask_saved_plainly_keeps_its_titles():
