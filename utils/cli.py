@@ -39,11 +39,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="The GPU effi
 app.add_typer(bench, name="bench", help="List, run, compare and check benchmarks.")
 
 
-@app.callback()
-def labs() -> None:
-    """The GPU efficiency labs: check, open, measure."""
-
-
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False) -> None:
     """Say which parts of each lab this machine can run, and the remedy for the parts it cannot."""
@@ -61,9 +56,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the repor
 
 def find_lab(name: str) -> Path:
     """Return the notebook of a lab named in full or by its beginning, such as lab3; otherwise leave with status 2."""
-    stem = name.removeprefix("./").removesuffix(
-        ".ipynb"
-    )  # of a file elsewhere, the folder stays: it is no lab of this course
+    # Of a file elsewhere, the folder stays: it is no lab of this course.
+    stem = name.removeprefix("./").removesuffix(".ipynb")
     labs = sorted(path.stem for path in ROOT.glob("lab*.ipynb"))
     found = [lab for lab in labs if lab == stem] or [lab for lab in labs if stem and lab.startswith(stem)]
     if len(found) != 1:

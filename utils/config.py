@@ -112,14 +112,16 @@ def dtype_name(dtype) -> str:
     """Return the short name of a dtype, "fp16", "bf16", "fp32", "tf32" or "fp8", given a string or a torch.dtype."""
     name = str(dtype).removeprefix("torch.")
     if name not in _ALIASES:
-        raise ValueError(_unknown("dtype", dtype, DTYPES, _ALIASES))
+        raise ValueError(f"{dtype!r} is not a known dtype.{did_you_mean(dtype, _ALIASES)} Known: {', '.join(DTYPES)}.")
     return _ALIASES[name]
 
 
 def gpu_spec(gpu_name: str) -> dict:
     """Return the row of GPU_SPECS under `gpu_name`; an unknown name is an error that lists the known names."""
     if not isinstance(gpu_name, str) or gpu_name not in GPU_SPECS:
-        raise ValueError(_unknown("GPU", gpu_name, GPU_SPECS, GPU_SPECS))
+        raise ValueError(
+            f"{gpu_name!r} is not a known GPU.{did_you_mean(gpu_name, GPU_SPECS)} Known: {', '.join(GPU_SPECS)}."
+        )
     return GPU_SPECS[gpu_name]
 
 
@@ -144,11 +146,6 @@ def get_ridge_point(gpu_name: str, dtype: str = "fp16") -> float:
             bytes gives a ridge that no kernel has.
     """
     return peak_tflops(gpu_name, dtype) / gpu_spec(gpu_name)["memory_bandwidth_tb_s"]
-
-
-def _unknown(kind: str, name, known, candidates) -> str:
-    """Return the message about an unknown name, with the nearest candidate."""
-    return f"{name!r} is not a known {kind}.{did_you_mean(name, candidates)} Known: {', '.join(known)}."
 
 
 @functools.cache

@@ -188,7 +188,7 @@ def _check_recordable(plans: list[Plan]) -> None:
     from utils.bench.expectations import expectations_file
     from utils.machine.environment import environment
 
-    expectations_file(environment()["gpu"])
+    expectations_file(environment()["gpu"])  # raises for a CPU
     if one_sided := [plan.target.name for plan in plans if len(plan.sides) < 2]:
         raise BenchError(
             f"--update-expectations records both sides and their ratio, but only one side of "

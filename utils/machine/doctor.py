@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import metadata
 
 import torch
@@ -18,58 +17,39 @@ DISTRIBUTION = "gpu-efficiency-labs"
 YES, NO = "[green]yes[/]", "[red]no[/]"
 
 
-@dataclass(frozen=True)
-class Part:
-    """A part of a lab that needs more than Python and torch, and the probe that finds out whether it runs here."""
-
-    name: str
-    support: Callable[[], device.Support]
-
-
-@dataclass(frozen=True)
-class Lab:
-    """A lab and the parts of it that need more than Python and torch."""
-
-    name: str
-    title: str
-    parts: tuple[Part, ...]
-
-
-LABS = (
-    Lab(
-        "lab1",
+# Each lab: what it is about, and the probes of the parts that need more than Python and torch.
+LABS: dict[str, tuple[str, dict[str, Callable[[], device.Support]]]] = {
+    "lab1": (
         "GEMM, roofline, Gemma-3 layer, fusion, flash attention",
-        (
-            Part("Triton GEMM", device.triton_support),
-            Part("torch.compile", device.compile_support),
-            Part("CUDA graphs", device.cuda_graph_support),
-        ),
+        {
+            "Triton GEMM": device.triton_support,
+            "torch.compile": device.compile_support,
+            "CUDA graphs": device.cuda_graph_support,
+        },
     ),
-    Lab(
-        "lab2_flexattention",
+    "lab2_flexattention": (
         "FlexAttention: masks, block sparsity, compilation",
-        (Part("compiled FlexAttention", device.compile_support), Part("CuTe path", device.flash_attn_support)),
+        {"compiled FlexAttention": device.compile_support, "CuTe path": device.flash_attn_support},
     ),
-    Lab(
-        "lab3_gluon",
+    "lab3_gluon": (
         "A warp-specialized FlashAttention in Gluon",
-        (Part("compiling for sm_90a", device.offline_compile_support), Part("running on Hopper", device.gluon_support)),
+        {"compiling for sm_90a": device.offline_compile_support, "running on Hopper": device.gluon_support},
     ),
-    Lab("lab4_sdpa", "SDPA backends and cuDNN", (Part("cuDNN and efficient backends", device.cuda_support),)),
-)
+    "lab4_sdpa": ("SDPA backends and cuDNN", {"cuDNN and efficient backends": device.cuda_support}),
+}
 
 
-def examine_lab(lab: Lab) -> dict:
+def examine_lab(lab: str) -> dict:
     """Examine one lab on this machine: `status` is "runs", "runs in part" or "no notebook"."""
+    title, probes = LABS[lab]
     parts = []
-    for part in lab.parts:
-        support = part.support()
-        parts.append({"part": part.name, "runs": bool(support), "reason": support.reason, "remedy": support.remedy})
-    if not (ROOT / f"{lab.name}.ipynb").exists():
+    for name, probe in probes.items():
+        support = probe()
+        parts.append({"part": name, "runs": bool(support), "reason": support.reason, "remedy": support.remedy})
+    status = "runs" if all(part["runs"] for part in parts) else "runs in part"
+    if not (ROOT / f"{lab}.ipynb").exists():
         status = "no notebook"
-    else:
-        status = "runs" if all(part["runs"] for part in parts) else "runs in part"
-    return {"lab": lab.name, "title": lab.title, "status": status, "parts": parts}
+    return {"lab": lab, "title": title, "status": status, "parts": parts}
 
 
 def installation_faults() -> list[str]:

@@ -19,9 +19,6 @@ def plot_gemm_torch_matmul_latency(
     torch_matmul_latency_ms: Sequence[float],
     *,
     ax: Axes | None = None,
-    peak_flops: float | None = None,
-    labels: tuple[str, str] = ("gemm_tiled", "torch.matmul"),
-    title: str | None = None,
 ) -> tuple[Figure, Axes]:
     """Plot the latency of `gemm_tiled` and `torch.matmul` over the size of square matrices.
 
@@ -30,45 +27,30 @@ def plot_gemm_torch_matmul_latency(
         gemm_tiled_latency_ms: a latency for each size, in ms: numbers, Measurements, or (median, low, high).
         torch_matmul_latency_ms: the same for `torch.matmul`.
         ax: Axes to draw in; None for a new figure.
-        peak_flops: peak of this machine in TFLOP/s; a latency that would beat it must be in seconds and is refused.
-        labels: names of the two lines.
-        title: the title; None for "GEMM latency".
 
     Returns:
         (Figure, Axes).
     """
     order = inputs.sizes("sizes", sizes)
-    limit = None if peak_flops is None else inputs.tflops("peak_flops", peak_flops)
-    latencies = {"gemm_tiled_latency_ms": gemm_tiled_latency_ms, "torch_matmul_latency_ms": torch_matmul_latency_ms}
-    if len(labels) != 2:
-        raise ValueError(f"labels must be two names, one a line; got {labels!r}.")
     curves: dict[str, dict[int, Any]] = {}
-    for label, (argument, values) in zip(labels, latencies.items(), strict=True):
+    for label, argument, values in (
+        ("gemm_tiled", "gemm_tiled_latency_ms", gemm_tiled_latency_ms),
+        ("torch.matmul", "torch_matmul_latency_ms", torch_matmul_latency_ms),
+    ):
         row = inputs.sequence(argument, values, "latencies in ms")
         if len(row) != len(order):
             raise ValueError(f"{argument} holds {len(row)} latencies for {len(order)} sizes; pass one a size.")
         for size, value in zip(order, row, strict=True):
             median, _ = inputs.median_and_interval(f"{argument} at n={size}", value)
-            _plausible(argument, size, median, limit)
-        curves[str(label)] = dict(zip(order, row, strict=True))
-    figure, axes = plot_latency(
-        curves,
-        ax=ax,
-        size_name="matrix size n, for (n, n) @ (n, n)   (numbers: ratio of the two)",
-        title="GEMM latency" if title is None else title,
-    )
-    return figure, axes
-
-
-def _plausible(argument: str, size: int, median_ms: float, peak_tflops: float | None) -> None:
-    """Raise ValueError if 2 n^3 FLOPs in this time are more than the machine, or any machine, can do."""
-    implied = 2 * size**3 / (median_ms * 1e-3) / 1e12
-    limit, owner = (inputs.MAX_TFLOPS, "any machine") if peak_tflops is None else (peak_tflops, "peak_flops")
-    if implied > limit * (1.0 if peak_tflops is None else 1.1):  # a measured peak may be a little low
-        raise ValueError(
-            f"{argument} at n={size} is {median_ms:g} ms, which means {implied:.3g} TFLOP/s; {owner} allows "
-            f"{limit:g}. It looks like seconds: multiply by 1000."
-        )
+            implied = 2 * size**3 / (median * 1e-3) / 1e12
+            if implied > inputs.MAX_TFLOPS:
+                raise ValueError(
+                    f"{argument} at n={size} is {median:g} ms, which means {implied:.3g} TFLOP/s; no machine does "
+                    f"more than {inputs.MAX_TFLOPS:g}. It looks like seconds: multiply by 1000."
+                )
+        curves[label] = dict(zip(order, row, strict=True))
+    name = "matrix size n, for (n, n) @ (n, n)   (numbers: ratio of the two)"
+    return plot_latency(curves, ax=ax, size_name=name, title="GEMM latency")
 
 
 def plot_latency(

@@ -111,13 +111,6 @@ def test_bad_input_is_one_line_before_anything_runs(folder, words, message):
     assert not (folder / "artifacts").exists()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what a CPU cannot do")
-def test_graphs_are_refused_on_a_cpu_before_anything_runs(folder):
-    done = labs_bench("run", "--targets", SDPA, "--graph")
-    assert done.exit_code == 2 and "--graph=True captures a CUDA graph" in done.stderr
-    assert not (folder / "artifacts").exists()
-
-
 @pytest.mark.slow
 def test_the_timing_asked_for_is_the_one_in_force_and_echoed(folder):
     def case_of(name, *words):

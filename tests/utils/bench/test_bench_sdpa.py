@@ -69,6 +69,9 @@ def test_a_workload_counts_what_it_does():
     decode = Workload(8, 32, 1, 128, "bf16", kv_heads=8, seq_len_kv=4096)
     assert decode.cost.bytes == 2 * (2 * 8 * 32 * 128 + 2 * 8 * 8 * 4096 * 128)
     assert decode.label == "B8 H32/8 S1x4096 D128 bf16 full" and decode.density == 1.0
+    full, documents = (Workload(2, 4, 128, 32, "bf16", *mask) for mask in (("full",), ("causal_document", 48)))
+    pairs = int(allowed_keys(documents.problem(CPU)).sum())
+    assert documents.cost.flops == 4 * 2 * 4 * 32 * pairs and documents.cost.bytes == full.cost.bytes
     assert plain.bytes_needed(3.0) - plain.bytes_needed(0.0) == 3 * 4 * 4 * 16 * 128 * 128
 
 

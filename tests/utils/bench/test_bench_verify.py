@@ -2,12 +2,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from utils.attention import allowed_keys
 from utils.attention import attention as attend
 from utils.bench.errors import VerificationError
 from utils.bench.verify import verify
 from utils.bench.workload import DTYPES, Workload, make_inputs, reference
-from utils.model.costs import attention
 
 CPU = torch.device("cpu")
 MASKED = Workload(2, 3, 64, 32, "fp32", "causal_document", 24)
@@ -86,13 +84,3 @@ def test_shape_dtype_and_type_are_checked(masked):
     for output, said in ((expected[:1], "shape"), (expected.half(), "float16"), (None, "NoneType")):
         with pytest.raises(VerificationError, match=said):
             verify(output, expected, "fp32", dtype=torch.float32)
-
-
-def test_cost_knows_the_mask():
-    full = Workload(2, 4, 128, 32, "bf16")
-    assert full.cost.flops == attention(2, 4, 4, 128, 128, 32, torch.bfloat16).flops and full.density == 1.0
-    documents = Workload(2, 4, 128, 32, "bf16", "causal_document", 48)
-    pairs = int(allowed_keys(documents.problem(CPU)).sum())
-    assert documents.cost.flops == 4 * 2 * 4 * 32 * pairs
-    assert documents.cost.bytes == full.cost.bytes
-    assert documents.density == pytest.approx(pairs / 128**2)

@@ -415,17 +415,3 @@ def test_a_decode_step_in_a_cuda_graph(layer_idx, implementation):
         assert_close(output, expected[:, here])
     # What the replays wrote is there for an ordinary step.
     assert_close(decode(built, hidden_states[:, 38:39], 38, cache), expected[:, 38:39])
-
-
-@pytest.mark.gpu
-@both_implementations
-def test_bfloat16_on_the_gpu(implementation):
-    for layer_idx in (SLIDING, FULL):
-        built = build(layer_idx, implementation, torch.bfloat16, "cuda")
-        hidden_states = torch.randn(2, 50, HIDDEN, device="cuda").bfloat16()
-        expected = reference(built[0], hidden_states)
-        cache = initialize_kv_cache(CONFIG, 50)
-        assert_close(prefill(built, hidden_states[:, :20], cache), expected[:, :20], 0.1)
-        for position in range(20, 50):
-            here = slice(position, position + 1)
-            assert_close(decode(built, hidden_states[:, here], position, cache), expected[:, here], 0.1)

@@ -20,7 +20,7 @@ from utils.bench.targets import (
     host_time,
 )
 from utils.bench.targets.base import SIDES, Case, Target
-from utils.machine.device import Support, default_device
+from utils.machine.device import default_device
 from utils.validation import did_you_mean
 
 FAMILIES = (*(flexattention, flashattention_gluon, cudnn_sdpa_bench, host_time, attention_suite), functions)
@@ -134,23 +134,14 @@ def plan(
     return plans
 
 
-def _support_here(target: Target, cases: Iterable[Case]) -> Support:
-    """Return whether one of the cases runs here with both sides; if none does, the last case's reason why not."""
-    answer = Support(True)
-    for case in cases:
-        answer = target.support(case, "optimized") and target.support(case, "baseline")
-        if answer:
-            break
-    return answer
-
-
 def describe_targets(chapter: str | None = None) -> list[dict]:
     """Describe each target in a row: its sides, its flags, and whether its default cases run on this machine."""
     device = default_device()
     rows = []
     for target in targets_of(chapter):
         cases = target.cases(settle(target.knobs, "", target.name, device.type, {}), device)
-        support = _support_here(target, cases)
+        answers = [target.support(case, "optimized") and target.support(case, "baseline") for case in cases]
+        support = next(filter(None, answers), answers[-1])  # if none runs, the last case's reason
         rows.append(
             {
                 "target": target.name,

@@ -128,7 +128,15 @@ def backend_support(name: str, case: Case) -> Support:
 
 
 class AttentionTarget(Target):
-    """Attention by one backend against another. A subclass makes the cases and names the backend of each side."""
+    """Attention by one backend against another. A subclass makes the workload and names the backend of each side."""
+
+    def workload_of(self, settings: Mapping[str, Setting], device: torch.device) -> Workload:
+        """Make the workload of these settings; raise BenchError for values that do not go together."""
+        return plain_workload(settings)
+
+    def cases(self, settings, device):
+        """Return the one case of these settings."""
+        return [Case(self.name, self.workload_of(settings, device), settings, device)]
 
     def backend(self, case: Case, side: str) -> str:
         """Return the name of a side's backend, or "auto" for SDPA with torch's own choice."""

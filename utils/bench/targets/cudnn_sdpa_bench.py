@@ -8,7 +8,6 @@ from utils.bench.errors import BenchError
 from utils.bench.knobs import Knob
 from utils.bench.targets import sdpa
 from utils.bench.targets.attention import CAUSAL, AttentionTarget, plain_workload, shape_knobs
-from utils.bench.targets.base import Case
 from utils.bench.workload import DIRECTIONS, LAYOUTS
 
 # SDPA's backends, and those outside of torch that have a backward pass.
@@ -36,8 +35,8 @@ class FlashSdp(AttentionTarget):
         Knob("baseline-backend", "backend of the baseline side", "math", "math", choices=CHOICES),
     )
 
-    def cases(self, settings, device):
-        """Return the one case of these settings; raise BenchError for values that do not go together."""
+    def workload_of(self, settings, device):
+        """Make the workload of these settings; raise BenchError for values that do not go together."""
         given = {key: settings[key].value or None for key in ("kv_heads", "seq_len_kv", "window")}
         workload = plain_workload(settings, layout=settings["layout"].value, direction=settings["pass"].value, **given)
         if workload.heads % workload.hkv:
@@ -51,7 +50,7 @@ class FlashSdp(AttentionTarget):
                 "--window the last query is at the last key, and the first queries would see none. "
                 "Choose --seq-len-kv at least --seq-len."
             )
-        return [Case(self.name, workload, settings, device)]
+        return workload
 
     def backend(self, case, side):
         """Return the name of a side's backend."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from utils.bench.targets.attention import CAUSAL, UnfusedFused, plain_workload, provider_knob, shape_knobs
-from utils.bench.targets.base import Case
+from utils.bench.targets.attention import CAUSAL, UnfusedFused, provider_knob, shape_knobs
 
 
 class FlashAttentionGluon(UnfusedFused):
@@ -19,10 +18,6 @@ class FlashAttentionGluon(UnfusedFused):
     }
     order = ("gluon", "fa3", "cute", "flash_attn")
     knobs = (*shape_knobs(cpu=(1, 2, 512, 64, "fp32"), gpu=(4, 16, 4096, 128, "bf16")), CAUSAL, provider_knob(order))
-
-    def cases(self, settings, device):
-        """Return the one case of these settings."""
-        return [Case(self.name, plain_workload(settings), settings, device)]
 
     def range_name(self, side, ran):
         """NVTX range of the side in a profile."""

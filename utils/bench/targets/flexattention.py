@@ -55,8 +55,8 @@ class FlexAttention(AttentionTarget):
         Knob("compile-mode", "mode of torch.compile", "default", "default", choices=MODES, env="TORCH_COMPILE_MODE"),
     )
 
-    def cases(self, settings, device):
-        """Return the one case of these settings; raise BenchError for values that do not go together."""
+    def workload_of(self, settings, device):
+        """Make the workload of these settings; raise BenchError for values that do not go together."""
         mode = settings["compile_mode"]
         if device.type == "cpu" and mode.value in ("reduce-overhead", "max-autotune"):
             raise BenchError(
@@ -69,7 +69,7 @@ class FlexAttention(AttentionTarget):
                 f"{where} is {size.value} and --mask full has no block mask; choose another --mask, or "
                 f"leave {where} out."
             )
-        return [Case(self.name, masked_workload(settings), settings, device)]
+        return masked_workload(settings)
 
     def backend(self, case, side):
         """Return the name of a side's backend."""
@@ -161,15 +161,15 @@ class FlexAttentionCute(UnfusedFused):
         provider_knob(order),
     )
 
-    def cases(self, settings, device):
-        """Return the one case of these settings; raise BenchError for values that do not go together."""
+    def workload_of(self, settings, device):
+        """Make the workload of these settings; raise BenchError for values that do not go together."""
         workload = masked_workload(settings)
         if device.type == "cpu" and workload.documents[2]:
             raise BenchError(
                 f"--doc-span {workload.doc_span} does not divide --seq-len {workload.seq_len}: fused kernels on a CPU "
                 f"take documents as sequences of one length; choose a divisor of {workload.seq_len}."
             )
-        return [Case(self.name, workload, settings, device)]
+        return workload
 
     def facts(self, case, side, built):
         """Return the settings in force and the time spent once."""

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from utils.attention import BACKENDS, AttentionUnsupported, attention, find_backend, last_run
 from utils.bench.errors import Refused
 from utils.bench.knobs import Knob
-from utils.bench.targets.attention import CAUSAL, AttentionTarget, plain_workload, shape_knobs
-from utils.bench.targets.base import Built, Case
+from utils.bench.targets.attention import CAUSAL, AttentionTarget, shape_knobs
+from utils.bench.targets.base import Built
 from utils.benchmark.cpu_timer import collector_paused
 from utils.benchmark.measuring import measure
 
@@ -60,10 +60,6 @@ class HostTime(AttentionTarget):
         CAUSAL,
         Knob("provider", "backend behind the door", "auto", "auto", choices=("auto", *BACKENDS)),
     )
-
-    def cases(self, settings, device):
-        """Return the one case of these settings."""
-        return [Case(self.name, plain_workload(settings), settings, device)]
 
     def backend(self, case, side):
         """Return the name of a side's backend."""
