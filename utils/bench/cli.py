@@ -199,7 +199,7 @@ def _check_recordable(plans: list[Plan]) -> None:
 def _run_with_progress(plans: list[Plan], options: Options) -> dict:
     """Run the plans under a progress bar; Ctrl-C ends the command with a last line and status 130."""
     from utils.bench.results import status_text
-    from utils.bench.run import STEPS, Interrupted, Runner
+    from utils.bench.run import STEPS, Runner
     from utils.machine.device import default_device
 
     progress = progress_bar()
@@ -216,8 +216,8 @@ def _run_with_progress(plans: list[Plan], options: Options) -> dict:
     try:
         with progress:
             return runner.run()
-    except Interrupted as stop:
-        typer.echo(f"interrupted: {status_text(stop.document)}; what was done is in {runner.folder}.", err=True)
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted: {status_text(runner.document)}; what was done is in {runner.folder}.", err=True)
         raise typer.Exit(STOPPED) from None
 
 

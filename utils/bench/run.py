@@ -267,14 +267,6 @@ def check_side(
     return max(verifications, key=lambda verification: verification.whole, default=None)
 
 
-class Interrupted(Exception):
-    """Ctrl-C was pressed; `document` has the results so far."""
-
-    def __init__(self, document: dict):
-        super().__init__("interrupted")
-        self.document = document
-
-
 class Runner:
     """One run: its results document and its folder."""
 
@@ -312,7 +304,7 @@ class Runner:
     def run(self) -> dict:
         """Run all cases and return the document.
 
-        A kernel fault ends the run; Ctrl-C raises Interrupted. Both leave valid results.
+        A kernel fault ends the run, and so does Ctrl-C, by KeyboardInterrupt. Both leave valid results.
         """
         self.folder.mkdir(parents=True)
         self.save()
@@ -322,11 +314,8 @@ class Runner:
                 for case in plan.cases:
                     self._run_case(plan, case)
                     self.save()
-        except KeyboardInterrupt:
-            status = "interrupted"
-            raise Interrupted(self.document) from None
-        except BaseException:
-            status = "failed"
+        except BaseException as error:
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             raise
         finally:
             self.document["status"] = "ended by a GPU fault" if self.lost_gpu else status

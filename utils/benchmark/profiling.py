@@ -43,8 +43,6 @@ class TraceEvent:
     start_us: float  # after the first event of the trace
     duration_us: float
     lane: str  # "GPU 0 stream 7" or "thread 4242"
-    thread: int | str | None  # thread of a CPU event, stream of a GPU event
-    correlation: int | None = None  # a kernel and its launch have the same number
 
     @property
     def end_us(self) -> float:
@@ -173,10 +171,6 @@ def _load(trace) -> dict:
         return json.loads(_trace_text(trace))
     path = Path(trace)
     if not path.is_file():
-        if str(trace) in ("", "."):
-            raise ValueError(
-                "the path of the trace is empty; name the file that export_chrome_trace(prof, path) wrote."
-            )
         raise FileNotFoundError(f"there is no trace file {path}; write one with export_chrome_trace(prof, path).")
     try:
         record = json.loads(path.read_bytes())
@@ -210,7 +204,7 @@ def read_trace(trace) -> list[TraceEvent]:
         if category in GPU_WORK or category == "gpu_user_annotation":
             lane = f"GPU {args.get('device', raw.get('pid'))} stream {args.get('stream', thread)}"
         name = str(raw.get("name", ""))
-        events.append(TraceEvent(name, category, start, duration, lane, thread, args.get("correlation")))
+        events.append(TraceEvent(name, category, start, duration, lane))
     origin = min((event.start_us for event in events), default=0.0)
     events = [replace(event, start_us=event.start_us - origin) for event in events]
     return sorted(events, key=lambda event: (event.start_us, -event.duration_us))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -11,6 +12,11 @@ from utils.benchmark import intervals as stats
 from utils.machine.environment import HARMLESS_REASONS
 
 STATISTICS = ("median_ms", "mean_ms", "std_ms", "min_ms", "max_ms", "p95_ms", "p99_ms", "tflops", "gb_s")
+
+
+def _statistic(of: Callable[[Any], Any], meaning: str) -> property:
+    """Return a property of a Measurement that is computed from its samples."""
+    return property(lambda self: float(of(self.samples_ms)), doc=meaning)
 
 
 @dataclass(frozen=True)
@@ -28,40 +34,13 @@ class Measurement:
     method: dict = field(default_factory=dict)
     environment: dict = field(default_factory=dict)
 
-    @property
-    def median_ms(self) -> float:
-        """Median time of one call."""
-        return float(np.median(self.samples_ms))
-
-    @property
-    def mean_ms(self) -> float:
-        """Mean time of one call."""
-        return float(np.mean(self.samples_ms))
-
-    @property
-    def std_ms(self) -> float:
-        """Sample standard deviation; 0 for a single sample."""
-        return float(np.std(self.samples_ms, ddof=1)) if len(self.samples_ms) > 1 else 0.0
-
-    @property
-    def min_ms(self) -> float:
-        """Shortest sample."""
-        return min(self.samples_ms)
-
-    @property
-    def max_ms(self) -> float:
-        """Longest sample."""
-        return max(self.samples_ms)
-
-    @property
-    def p95_ms(self) -> float:
-        """95th percentile."""
-        return float(np.percentile(self.samples_ms, 95))
-
-    @property
-    def p99_ms(self) -> float:
-        """99th percentile."""
-        return float(np.percentile(self.samples_ms, 99))
+    median_ms = _statistic(np.median, "Median time of one call.")
+    mean_ms = _statistic(np.mean, "Mean time of one call.")
+    std_ms = _statistic(lambda ms: np.std(ms, ddof=1) if len(ms) > 1 else 0.0, "Sample standard deviation; 0 for one.")
+    min_ms = _statistic(min, "Shortest sample.")
+    max_ms = _statistic(max, "Longest sample.")
+    p95_ms = _statistic(lambda ms: np.percentile(ms, 95), "95th percentile.")
+    p99_ms = _statistic(lambda ms: np.percentile(ms, 99), "99th percentile.")
 
     @property
     def tflops(self) -> float | None:

@@ -123,14 +123,8 @@ def _bars(ax: Any, own: bool, lengths: list[int], columns: list[list[float]], un
         ax.bar(at, [value - base for value in column], width * 0.94, bottom=base, zorder=3, **series(i).bar)
         for x, value in zip(at, column, strict=True):
             if math.isnan(value):
-                note: dict[str, Any] = {
-                    "rotation": 90,
-                    "fontsize": SMALL,
-                    "color": SOFT,
-                    "ha": "center",
-                    "va": "bottom",
-                }
-                ax.annotate("out of memory", (x, base), xytext=(0, 4), textcoords="offset points", **note)
+                note = ax.annotate("out of memory", (x, base), xytext=(0, 4), textcoords="offset points")
+                note.set(rotation=90, fontsize=SMALL, color=SOFT, ha="center", va="bottom")
                 continue
             layer.avoid_line([x - 0.45 * width, x + 0.45 * width], [value, value])
             layer.avoid_line([x, x], [base, value])

@@ -86,14 +86,10 @@ def test_a_function_of_the_users_own_is_verified_timed_and_swept(folder):
     assert [len({len(line[i]) for line in times_table(document)[1]}) for i in range(3, 8)] == [1] * 5, "one layout"
 
 
-@pytest.mark.parametrize(
-    ("name", "status", "said"),
-    [("wrong", "failed", "not the float64 reference's"), ("single", "ok", "compared with plain in float64.")],
-)
-def test_a_function_is_compared_with_its_baseline(name, status, said):
-    _, document = labs_bench(f"mine:{name}", "--against", "mine:plain", *INPUTS, "--sweep", "n=16")
+def test_a_wrong_function_is_never_timed():
+    _, document = labs_bench("mine:wrong", "--against", "mine:plain", *INPUTS, "--sweep", "n=16")
     (case,) = document["cases"]
-    assert case["status"] == status and said in " ".join([case["reason"], *case["notes"]])
+    assert case["status"] == "failed" and "not the float64 reference's" in case["reason"]
 
 
 def test_what_a_function_was_compared_with_is_said():

@@ -6,7 +6,6 @@ import torch
 from tests.utils.bench.bench_runs import SDPA, SMALL, run_cpu
 from utils.bench.errors import BenchError, WrongRun
 from utils.bench.results import exit_code, load_results
-from utils.bench.run import Interrupted
 from utils.bench.targets import TARGETS, attention, plan
 from utils.bench.targets.base import Built
 from utils.machine.device import compile_support
@@ -53,18 +52,6 @@ def test_wrong_outputs_are_never_timed(tmp_path, monkeypatch):
     assert exit_code(document) == 1
 
 
-def test_another_backend_than_asked_for_is_no_result(tmp_path, monkeypatch):
-    build = TARGETS[SDPA].build
-
-    def swapped(case, side, q, k, v):
-        built = build(case, "baseline", q, k, v)  # math
-        return Built(built.fn, "flash" if side == "optimized" else "math")
-
-    monkeypatch.setattr(TARGETS[SDPA], "build", swapped)
-    (case,) = run_cpu(tmp_path, [SDPA], [f"{SMALL} --backend flash"])["cases"]
-    assert case["status"] == "failed" and "flash was asked for and math ran" in case["reason"] and not case["sides"]
-
-
 def test_an_exception_out_of_memory_and_a_later_case(tmp_path, monkeypatch):
     calls = iter([torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), ValueError("broken kernel")])
 
@@ -99,9 +86,8 @@ def test_ctrl_c_keeps_what_was_done(tmp_path, monkeypatch):
         return call
 
     replaced(monkeypatch, stop_in_the_third)
-    with pytest.raises(Interrupted) as stopped:
+    with pytest.raises(KeyboardInterrupt):
         run_cpu(tmp_path, [SUITE, SDPA], [SMALL, f"{SUITE}=--batch 1 --heads 1 --dtype fp32"])
-    assert stopped.value.document["status"] == "interrupted"
     document = load_results(tmp_path / "small")
     assert [case["status"] for case in document["cases"]] == ["ok", "ok", "interrupted"]
     assert document["status"] == "interrupted" and document["finished"]

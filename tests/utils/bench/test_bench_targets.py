@@ -1,12 +1,10 @@
 import pytest
 import torch
 
-from utils.attention import prepare
 from utils.bench.errors import BenchError, WrongRun
 from utils.bench.targets import TARGETS, describe_targets, plan, proof, read_name, targets_of
 from utils.bench.targets.attention_suite import MATRIX
 from utils.bench.targets.base import Built
-from utils.bench.workload import Workload, reference
 from utils.benchmark.profiling import Launched
 
 CPU = torch.device("cpu")
@@ -114,15 +112,6 @@ def test_refusals_give_a_reason():
     assert not TARGETS[SDPA].support(case, "optimized") and TARGETS[SDPA].support(case, "baseline")
     fp16 = one_case(SDPA, "--dtype fp16")
     assert "fp32" in TARGETS[SDPA].support(fp16, "optimized").remedy
-
-
-def test_documents_become_sequences_without_a_copy():
-    workload = Workload(2, 3, 64, 16, "fp32", "causal_document", 16)
-    q, k, v = (torch.randn(workload.shape) for _ in range(3))
-    assert workload.problem(CPU).plain().heads == 3 * 4
-    out = prepare(q, k, v, backend="flash", **workload.attention_arguments)()
-
-    torch.testing.assert_close(out.double(), reference(workload, q, k, v)["output"], atol=1e-5, rtol=1e-5)
 
 
 CUDNN_KERNEL = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1"

@@ -5,24 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
+from utils.attention import find_backend
 from utils.bench.targets.attention import CAUSAL, AttentionTarget, shape_knobs
 from utils.bench.targets.base import Case
+from utils.bench.targets.proof import BACKEND_OF
 from utils.bench.workload import Workload
 
 MATRIX = ((1, 1, 128, 64), (8, 4, 128, 64), (32, 8, 128, 64), (32, 8, 256, 64))  # B, H, S, D
 DTYPES = ("fp16", "bf16")
 CPU_DTYPES = ("fp32", "bf16")  # fp16 products run near 1 GFLOP/s there
-WORDS = {
-    "auto": "SDPA, torch's own choice of backend",
-    "math": "SDPA's math backend",
-    "flash_attn": "the flash-attn package",
-    "fa3": "FlashAttention 3's C++ kernels",
-    "gluon": "the course's Gluon kernel",
-    "cute": "flash-attn-4's CuTe kernel",
-    "flex": "FlexAttention, compiled",
-    "flex_flash": "FlexAttention with its FLASH backend",
-    "triton": "the course's Triton kernel",
-}
 
 
 class Suite(AttentionTarget):
@@ -36,9 +27,10 @@ class Suite(AttentionTarget):
     protocol: Mapping[str, tuple[int, int]] = {"cpu": (5, 30), "cuda": (200, 500)}
 
     def __init__(self, workload: str, optimized: str, baseline: str = "auto"):
-        self.workload, self.summary = workload, f"{WORDS[optimized]}, over the matrix of shapes"
-        self.contenders = {"baseline": baseline, "optimized": optimized}
-        self.sides = {side: WORDS[name] for side, name in self.contenders.items()}
+        self.workload, self.contenders = workload, {"baseline": baseline, "optimized": optimized}
+        names = {side: BACKEND_OF.get(name, name) for side, name in self.contenders.items()}
+        self.sides = {side: find_backend(name).summary for side, name in names.items()}
+        self.summary = f"over the matrix of shapes: {self.sides['optimized']}"
 
     def cases(self, settings, device):
         """Return a case for each shape and dtype."""
