@@ -23,16 +23,15 @@ BACKENDS = ("cudnn", "flash", "math", "efficient")
 CHOICES = ("auto", *BACKENDS)
 
 
-def leaves(workload: Workload, inputs: Inputs) -> list[torch.Tensor]:
-    """Return q, k, v as the call sees them: with gradients asked for, unless it is forward alone."""
-    train = workload.direction != "forward"
-    return [x.detach().requires_grad_(train) for x in inputs.qkv]
+@torch.enable_grad()
+def _bound(workload: Workload, backend: str, inputs: Inputs) -> tuple[list[torch.Tensor], Bound]:
+    """Bind a backend to q, k and v, with gradients asked for unless it is forward alone; return these, and what was bound.
 
-
-def _bound(workload: Workload, backend: str, tensors: list[torch.Tensor]) -> Bound:
-    """Bind a backend without asking whether it accepts the problem: the refusals here are torch's own."""
+    The backend is not asked whether it accepts the problem: the refusals here are torch's own.
+    """
+    tensors = [x.detach().requires_grad_(workload.direction != "forward") for x in inputs.qkv]
     problem = attention.make_problem(*tensors, **workload.attention_arguments)
-    return attention.find_backend(BACKEND_OF.get(backend, backend)).bind(problem, NO_OPTIONS)
+    return tensors, attention.find_backend(BACKEND_OF.get(backend, backend)).bind(problem, NO_OPTIONS)
 
 
 def bind(workload: Workload, backend: str, inputs: Inputs) -> Callable[[], object]:
@@ -40,22 +39,14 @@ def bind(workload: Workload, backend: str, inputs: Inputs) -> Callable[[], objec
 
     The output's gradient gets the output's own memory order, so that no backend pays for a copy of it.
     """
-    tensors = leaves(workload, inputs)
-    with torch.enable_grad():
-        attend = _bound(workload, backend, tensors).call
-    return timed_call(workload, attend, tensors, inputs.dout)
-
-
-def timed_call(
-    workload: Workload, attend: Callable, tensors: list[torch.Tensor], dout: torch.Tensor | None
-) -> Callable[[], object]:
-    """Return the call that is timed, of `attend(q, k, v)` on the tensors of `leaves`: see `bind`."""
+    tensors, bound = _bound(workload, backend, inputs)
+    attend = bound.call
     if workload.direction == "forward":
         return torch.no_grad()(lambda: attend(*tensors))
     with torch.enable_grad():
         kept = attend(*tensors)
-    assert dout is not None, "a backward pass has a gradient to begin with"
-    gradient = torch.empty_like(kept, requires_grad=False).copy_(dout)
+    assert inputs.dout is not None, "a backward pass has a gradient to begin with"
+    gradient = torch.empty_like(kept, requires_grad=False).copy_(inputs.dout)
     if workload.direction == "backward":
         return lambda: torch.autograd.grad(kept, tensors, gradient, retain_graph=True)
     kept = None  # its graph holds tensors of the forward pass
@@ -72,10 +63,9 @@ def why_not(workload: Workload, backend: str, inputs: Inputs) -> str:
     """Return torch's own reason against a backend for these tensors, by trying it; "" if the backend takes them."""
     if backend == "auto":
         return ""
-    tensors = leaves(workload, inputs)
     try:
+        tensors, bound = _bound(workload, backend, inputs)
         with torch.enable_grad():
-            bound = _bound(workload, backend, tensors)
             (bound.first or bound.call)(*tensors)
     except attention.Refused as refusal:
         return str(refusal)
