@@ -272,22 +272,15 @@ def report(
 
 
 @app.command()
-def check(
-    run: RunName,
-    artifacts_dir: ArtifactsDir = Path("artifacts"),
-    tolerance: Annotated[float, typer.Option(help="How far beyond the stored interval counts, 0.05 is 5%.")] = 0.05,
-    as_json: AsJson = False,
-) -> None:
-    """Check a run against the expectations of its GPU; exit status 1 on a regression. It changes nothing."""
+def check(run: RunName, artifacts_dir: ArtifactsDir = Path("artifacts"), as_json: AsJson = False) -> None:
+    """Check a run against the expectations of its GPU, within 5%; exit status 1 on a regression. It changes nothing."""
     from utils.bench import expectations
     from utils.bench.results import load_results
 
     with errors_as_lines():
-        if not 0.0 <= tolerance < 1.0:
-            raise BenchError(f"--tolerance is {tolerance}; it is a share, from 0 to 1: 0.05 is 5%.")
         document = load_results(run, artifacts_dir)
         path = expectations.expectations_file(document["environment"].get("gpu"))
-        rows = expectations.check(document, expectations.load_expectations(path), tolerance)
+        rows = expectations.check(document, expectations.load_expectations(path))
     failing = [row for row in rows if row["fails"]]
     if as_json:
         show_json({"expectations": path, "fails": bool(failing), "rows": rows})

@@ -21,7 +21,7 @@ from utils.machine.device import detect_gpu
 
 EXPECTATIONS = Schema("labs-bench-expectations", 2, ("gpu", "entries"))
 FOLDER = ROOT / "expectations"
-TOLERANCE = 0.05
+TOLERANCE = 0.05  # how far beyond the stored interval counts
 
 BETTER, WITHIN, WORSE, UNSURE = "better", "within", "worse", "unsure"
 RECORDED_FROM = ("gpu", "driver", "cuda", "cudnn", "torch", "triton", "flash_attn_4", "commit", "dirty")
@@ -58,10 +58,10 @@ def metrics(case: dict) -> dict[str, dict]:
     return values
 
 
-def judge(name: str, now: dict, stored: dict, tolerance: float = TOLERANCE) -> str:
+def judge(name: str, now: dict, stored: dict) -> str:
     """Judge a metric, of which less is better unless it is the speed-up: "better", "within", "worse" or "unsure"."""
     low, high = now["interval"]
-    floor, ceiling = stored["interval"][0] / (1.0 + tolerance), stored["interval"][1] * (1.0 + tolerance)
+    floor, ceiling = stored["interval"][0] / (1.0 + TOLERANCE), stored["interval"][1] * (1.0 + TOLERANCE)
     if floor <= low and high <= ceiling:
         return WITHIN
     if low <= ceiling and high >= floor:
@@ -103,13 +103,13 @@ def _find_entry(expected: dict, case: dict) -> dict | None:
     return None
 
 
-def check(document: dict, expected: dict, tolerance: float = TOLERANCE) -> list[dict]:
+def check(document: dict, expected: dict) -> list[dict]:
     """Make one row for each case: its verdict, whether it fails, and each metric now and as stored. Writes nothing.
 
     Commits play no part: a result is compared with the stored value, whichever commit either comes from.
     """
     _check_gpu(document, expected, "they cannot be compared")
-    return [_check_case(case, _find_entry(expected, case), tolerance) for case in document["cases"]]
+    return [_check_case(case, _find_entry(expected, case)) for case in document["cases"]]
 
 
 def _check_gpu(document: dict, expected: dict, consequence: str) -> None:
@@ -119,7 +119,7 @@ def _check_gpu(document: dict, expected: dict, consequence: str) -> None:
         )
 
 
-def _check_case(case: dict, entry: dict | None, tolerance: float) -> dict:
+def _check_case(case: dict, entry: dict | None) -> dict:
     row = {"target": case["target"], "workload": case["label"], "options": res.options(case), "metrics": {}}
     if case["status"] != res.OK:
         return row | {"verdict": case["status"], "fails": entry is not None, "why": case["reason"]}
@@ -127,7 +127,7 @@ def _check_case(case: dict, entry: dict | None, tolerance: float) -> dict:
         return row | {"verdict": "no expectation", "fails": False, "why": "nothing is stored for this case"}
     now = metrics(case)
     row["metrics"] = {
-        name: {"now": now[name], "expected": stored, "judged": judge(name, now[name], stored, tolerance)}
+        name: {"now": now[name], "expected": stored, "judged": judge(name, now[name], stored)}
         for name, stored in entry["metrics"].items()
         if name in now
     }
