@@ -28,8 +28,7 @@ RunName = Annotated[str, typer.Argument(help="A run id, its folder, or a results
 def errors_as_lines(*kinds: type[Exception]) -> Iterator[None]:
     """Print errors that the user can solve as one line and leave with exit status 2.
 
-    Args:
-        kinds: further exceptions, in addition to BenchError and to OSError for a file that cannot be read or written.
+    They are BenchError, OSError for a file that cannot be read or written, and the kinds that are given.
     """
     solvable: tuple[type[Exception], ...] = (BenchError, *kinds)
     try:
@@ -100,11 +99,7 @@ def show_json(value: Any) -> None:
 
 
 def progress_bar(*, remaining: bool = False) -> Progress:
-    """Make a progress bar on standard error; it shows nothing if that is no terminal.
-
-    Args:
-        remaining: show the time that is left instead of the time that has passed.
-    """
+    """Make a progress bar, with the time passed or remaining, on standard error; none if that is no terminal."""
     from rich import progress
 
     return progress.Progress(

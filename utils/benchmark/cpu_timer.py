@@ -90,17 +90,10 @@ class Timer:
     def prepare(
         self, call: Call, warmup: int, calls_per_sample: int | None, graph: bool, deadline: float | None
     ) -> tuple[Call, int]:
-        """Warm up, capture in a CUDA graph if asked, and set the calls per sample.
+        """Warm up, capture in a CUDA graph if asked, and set the calls per sample: None finds the number for this clock.
 
-        Args:
-            call: the function.
-            warmup: warm-up calls; a graph needs at least one.
-            calls_per_sample: None finds the number that this clock needs.
-            graph: time the replays of a CUDA graph.
-            deadline: end of the preparation in `time.perf_counter` seconds, or None.
-
-        Returns:
-            The call to time, and the number of warm-up calls that were made.
+        The preparation ends at the deadline, in `time.perf_counter` seconds. Return the call to time, and the number of
+        warm-up calls that were made.
         """
         done = self.warm_up(call, max(warmup, 1) if graph else warmup, deadline)
         if graph:

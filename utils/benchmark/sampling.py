@@ -153,13 +153,9 @@ class Budget:
         return None if self.seconds is None else time.perf_counter() + 0.5 * self.seconds / functions
 
     def affordable(self, rounds: int, taken: int, round_s: float | None, calls: Sequence[Call]) -> int:
-        """Return how many of `rounds` more rounds to take now; 0 when the time is used up.
+        """Return how many of `rounds` more rounds, one sample of each function, to take now; 0 when the time is used up.
 
-        Args:
-            rounds: rounds that are still missing; a round is one sample of each function.
-            taken: rounds that are done.
-            round_s: wall time of a round, or None before the first.
-            calls: the functions; before the first round their warm-up is the estimate of its time.
+        A round takes `round_s` of wall time; before the first it is None, and the warm-up is the estimate.
         """
         if self.seconds is None:
             return rounds
@@ -178,12 +174,8 @@ def time_calls(
 ) -> list[Measurement]:
     """Time the calls, interleaved, on one timer: a Measurement of each.
 
-    Args:
-        timing: how to take the samples.
-        calls: the functions.
-        turns: endless rounds; each is the order of the calls in that round.
-        width: relative half-width of the interval that `timing.target_interval` asks for.
-        work: FLOPs and bytes of one call, the same for all.
+    `turns` are endless rounds, each with the order of the calls in it. `width` returns the relative half-width of the
+    interval that `timing.target_interval` asks for. `work` is that of one call, the same for all.
     """
     budget = Budget(timing.max_seconds)
     timer = timing.make_timer()

@@ -76,11 +76,7 @@ def installation_faults() -> list[str]:
 
 
 def examine_machine(providers: list[dict]) -> dict:
-    """Return everything that `labs doctor` says, as plain data.
-
-    Args:
-        providers: the rows of `utils.attention.backend_table()`.
-    """
+    """Return everything that `labs doctor` says, as plain data; `providers` are the rows of `backend_table()`."""
     chosen = device.default_device()
     packages = ("torch", "triton", "transformers", "nbgrader", "jupyterlab", "flash-attn-4", "flash-attn")
     return {

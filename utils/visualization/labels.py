@@ -135,12 +135,7 @@ class LabelLayer(Artist):
     """Keeps labels from overlapping each other and other texts, and away from markers and lines where possible."""
 
     def __init__(self, ax: Any, names: int = 0) -> None:
-        """Add an empty layer to the axes.
-
-        Args:
-            ax: the Axes.
-            names: how many points will be named; from MANY_NAMES on they get numbers.
-        """
+        """Add an empty layer to the axes, for so many named points; from MANY_NAMES on they get numbers."""
         super().__init__()
         self._ax = ax
         self._labels: list[Label] = []
