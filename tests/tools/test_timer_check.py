@@ -30,6 +30,13 @@ def test_pairs_whose_interval_contains_the_other_median_are_counted(monkeypatch)
     assert "contained 0.8333" in timer_check.show(row) and "medians_us" not in timer_check.show(row)
 
 
+def test_a_comparison_with_itself_counts_what_the_gpu_test_reads(monkeypatch):
+    monkeypatch.setattr(timer_check, "square", lambda n: torch.randn(n, n))
+    row = timer_check.against_itself(16, 2)
+    assert row["trials"] == sum(row["verdicts"].values()) == 2
+    assert all(0 <= row[share] <= 1 for share in ("within_1_percent", "intervals_that_hold_1"))
+
+
 def test_rounds_take_turns_and_a_common_drift_cancels(monkeypatch):
     """Two timers that agree, on a GPU whose clocks fall from round to round: no difference is found."""
     clock, order = itertools.count(), []
