@@ -32,6 +32,7 @@ class Share:
     total: gl.tensor  # heads of keys, of all sequences
     whole: gl.tensor  # so many numbers are blocks
     pieces: gl.tensor  # of each block behind them
+    turns: gl.tensor  # so many of these blocks take turns: the first pieces of all of them, then the second ones
     counter: gl.tensor  # pointer to the number of draws so far, by all programs
     told: gl.shared_memory_descriptor  # (2 * 9, 1) int32: the fields of two parts
     full: gl.shared_memory_descriptor
@@ -50,8 +51,11 @@ class Share:
         slot = piece - 1
         pieces = piece + 1
         if number >= self.whole:
-            piece = (number - self.whole) // self.rest()
-            own = number - self.whole - piece * self.rest()
+            begin = (number - self.whole) // (self.turns * self.pieces) * self.turns
+            wide = gl.minimum(self.turns, self.rest() - begin)
+            at = number - self.whole - begin * self.pieces
+            piece = at // wide
+            own = begin + at - piece * wide
             block = self.whole + own
             pieces = self.pieces
             slot = own * pieces + piece
@@ -108,7 +112,7 @@ class Share:
 
 
 @gluon.jit
-def make_share(blocks_n, section, total, whole, pieces, counter, READERS: gl.constexpr):
+def make_share(blocks_n, section, total, whole, pieces, turns, counter, READERS: gl.constexpr):
     """Allocate what the producer tells parts by; READERS: roles that are told."""
     told = gl.allocate_shared_memory(gl.int32, [18, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -116,7 +120,7 @@ def make_share(blocks_n, section, total, whole, pieces, counter, READERS: gl.con
     for i in gl.static_range(2):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=READERS)
-    return Share(blocks_n, section, total, whole, pieces, counter, told, full, empty)
+    return Share(blocks_n, section, total, whole, pieces, turns, counter, told, full, empty)
 
 
 @gluon.jit

@@ -333,7 +333,7 @@ def storing_warp(work, share, leave):
             key = share.next(turn, 1)
 
 
-@gluon.jit(do_not_specialize=[*SIZES, "eighths"])
+@gluon.jit(do_not_specialize=[*SIZES, "turns", "eighths"])
 def attention_backward_step6(
     q_desc,
     do_desc,
@@ -361,6 +361,7 @@ def attention_backward_step6(
     total,
     whole,
     pieces,
+    turns,
     eighths,
     c,
     scale,
@@ -368,7 +369,7 @@ def attention_backward_step6(
 ):
     """A program computes dK and dV of blocks of 128 keys of one head, or parts of them, and adds to dQ."""
     sizes = Sizes(sq, sk, back, ahead, heads, kv_heads, group, tiles_m, PLAN)
-    share = make_share(blocks_n, section, total, whole, pieces, counter_ptr, 2 if PLAN.dq else 1)
+    share = make_share(blocks_n, section, total, whole, pieces, turns, counter_ptr, 2 if PLAN.dq else 1)
     descriptors = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
     work = allocate_work(sizes, descriptors, c, scale)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
