@@ -6,17 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from utils.attention.gluon.shared import accumulator, left_operand, rescale, wait_products
+from utils.attention.gluon.shared import left_operand, rescale, start_scores, wait_products
 from utils.attention.gluon.softmax import first_softmax, half_softmax, join_rows, split_rows, spread, whole_softmax
-
-
-@gluon.jit
-def start_scores(q, k):
-    """Hand Q K^T to the tensor cores: tiles [BLOCK_M, BLOCK_D] and [BLOCK_N, BLOCK_D] of shared memory."""
-    BLOCK_M: gl.constexpr = q.shape[0]
-    BLOCK_N: gl.constexpr = k.shape[0]
-    zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, accumulator(BLOCK_N))
-    return warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit

@@ -6,7 +6,6 @@ import functools
 import importlib
 import math
 from collections.abc import Callable
-from dataclasses import asdict
 
 import torch
 
@@ -176,8 +175,3 @@ def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse, lengths
 @functools.lru_cache(maxsize=16)
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def describe(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: int = 0) -> dict:
-    """Return the plan that a step takes for these tensors as a dictionary, for reports."""
-    return {"step": step, **asdict(plan_of(step, q, k, causal, window))}

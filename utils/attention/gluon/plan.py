@@ -46,11 +46,6 @@ class Plan:
         """Query rows of a block."""
         return BLOCK_M * self.consumers
 
-    @property
-    def v_stages(self) -> int:
-        """Slots of the V ring."""
-        return self.stages + self.v_extra
-
 
 @dataclass(frozen=True)
 class Case:

@@ -39,14 +39,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from utils.attention.gluon.arguments import Arguments, unused
-from utils.attention.gluon.blocks import finish_block, first_block, start_output, start_scores, step
+from utils.attention.gluon.blocks import finish_block, first_block, start_output, step
 from utils.attention.gluon.dealing import deal_tiles
 from utils.attention.gluon.intervals import begin_with_sequences, packed_queries
 from utils.attention.gluon.loads import fill_rings, producer
 from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
 from utils.attention.gluon.plan import Case, parts_for, row_offset, tile_blocks
-from utils.attention.gluon.shared import accumulator, wait_products
+from utils.attention.gluon.shared import accumulator, start_scores, wait_products
 from utils.attention.gluon.softmax import normalizers, spread, unseen_halves, unseen_whole
 from utils.attention.gluon.stores import store_lse, store_rows, store_tile
 from utils.kernels.capture import tensor_on

@@ -83,15 +83,9 @@ class Gradients:
         self.counter = torch.empty(1, dtype=torch.int32, device=q.device)
         self.dlse = self.lse if self.dlse is None else self.dlse
 
-    @property
-    def dk_memory(self) -> torch.Tensor:
-        """DK as threads write it, past its TMA descriptor."""
-        return self.dk
-
-    @property
-    def dv_memory(self) -> torch.Tensor:
-        """DV as threads write it, past its TMA descriptor."""
-        return self.dv
+    # dK and dV as threads write them, past their TMA descriptors.
+    dk_memory = property(lambda self: self.dk)
+    dv_memory = property(lambda self: self.dv)
 
 
 def flat_descriptor(x: torch.Tensor, box: list[int]):
