@@ -138,13 +138,13 @@ def launches(
     blocks_n, c = -(-sk // plan.block_n) if packed is None else len(packed.blocks), scale * LOG2_E
     mask = span(causal, window) if packed is None else (packed.table, 0)
     sizes = sq, sk, *mask, heads, kv_heads, heads // kv_heads, rows // plan.block_m
-    blocks = blocks_n, order.section, total, order.whole, order.pieces, order.turns
+    blocks = blocks_n, order.section, total, order.whole, order.pieces
     programs = order.whole + order.slots
     # The kernels around the step's own are the same for all masks but that of a table.
     common = {"PLAN": plan if plan.edges == 3 else replace(plan, edges=2)}
     found = [start, step_launch(step, g, sizes, blocks, programs, (c, scale))]
     if order.slots:
-        numbers = *strides(g.dk), head_dim // 8, sk, mask[0], kv_heads, *blocks[:5], scale
+        numbers = *strides(g.dk), head_dim // 8, sk, mask[0], kv_heads, *blocks, scale
         found.append(
             Launch(
                 "shares.finish_parts",

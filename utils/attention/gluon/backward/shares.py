@@ -5,8 +5,8 @@ asked for the last tile of the one before, tells the other roles its part throug
 dV and dK leave: a block that is launched for itself begins with an empty SM. The first `whole` numbers are blocks.
 
 Few blocks leave SMs without work: 72 blocks on 132 SMs, or the 68 blocks that are left of 2048 in the last round. The numbers from
-`whole` on are equal pieces of the blocks behind, the first pieces of all of them before all second ones (`order.py`). A piece
-leaves its dK and dV in memory, fp32, and `finish_parts` adds up those of a block, always in the same order.
+`whole` on are equal pieces of the blocks behind, block after block (`order.py`). A piece leaves its dK and dV in memory, fp32, and
+`finish_parts` adds up those of a block, always in the same order.
 
     parts of dK and dV    (pieces, halves of the keys, dV and dK, 64 * BLOCK_D) fp32, in the order of `fragments.py`
 """
@@ -32,16 +32,15 @@ class Share:
     total: gl.tensor  # heads of keys, of all sequences
     whole: gl.tensor  # so many numbers are blocks
     pieces: gl.tensor  # of each block behind them
-    turns: gl.tensor  # so many of these blocks take turns: the first pieces of all of them, then the second ones
     counter: gl.tensor  # pointer to the number of draws so far, by all programs
     told: gl.shared_memory_descriptor  # (2 * 9, 1) int32: the fields of two parts
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
     @gluon.jit
-    def rest(self):
-        """Blocks that are cut into pieces."""
-        return self.blocks_n * self.total - self.whole
+    def count(self):
+        """How many numbers there are."""
+        return self.whole + (self.blocks_n * self.total - self.whole) * self.pieces
 
     @gluon.jit
     def part(self, sizes, number):
@@ -51,14 +50,10 @@ class Share:
         slot = piece - 1
         pieces = piece + 1
         if number >= self.whole:
-            begin = (number - self.whole) // (self.turns * self.pieces) * self.turns
-            wide = gl.minimum(self.turns, self.rest() - begin)
-            at = number - self.whole - begin * self.pieces
-            piece = at // wide
-            own = begin + at - piece * wide
-            block = self.whole + own
+            slot = number - self.whole
             pieces = self.pieces
-            slot = own * pieces + piece
+            piece = slot % pieces
+            block = self.whole + slot // pieces
         n, flat = block_place(block, self.blocks_n, self.section, self.total)
         return part_of(sizes, n, flat, piece, pieces, slot)
 
@@ -112,7 +107,7 @@ class Share:
 
 
 @gluon.jit
-def make_share(blocks_n, section, total, whole, pieces, turns, counter, READERS: gl.constexpr):
+def make_share(blocks_n, section, total, whole, pieces, counter, READERS: gl.constexpr):
     """Allocate what the producer tells parts by; READERS: roles that are told."""
     told = gl.allocate_shared_memory(gl.int32, [18, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -120,7 +115,7 @@ def make_share(blocks_n, section, total, whole, pieces, turns, counter, READERS:
     for i in gl.static_range(2):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=READERS)
-    return Share(blocks_n, section, total, whole, pieces, turns, counter, told, full, empty)
+    return Share(blocks_n, section, total, whole, pieces, counter, told, full, empty)
 
 
 @gluon.jit

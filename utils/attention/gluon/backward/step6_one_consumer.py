@@ -292,7 +292,7 @@ def producer(work, share, freed, descriptors):
     number = gl.program_id(0)
     turn = 0
     done = 0
-    while number < share.whole + share.rest() * share.pieces:
+    while number < share.count():
         part = share.part(work.sizes, number)
         share.tell(part, turn)
         mbarrier.wait(freed, (turn & 1) ^ 1)  # the consumer may still read the last part's K and V
@@ -333,7 +333,7 @@ def storing_warp(work, share, leave):
             key = share.next(turn, 1)
 
 
-@gluon.jit(do_not_specialize=[*SIZES, "turns", "eighths"])
+@gluon.jit(do_not_specialize=[*SIZES, "eighths"])
 def attention_backward_step6(
     q_desc,
     do_desc,
@@ -361,7 +361,6 @@ def attention_backward_step6(
     total,
     whole,
     pieces,
-    turns,
     eighths,
     c,
     scale,
@@ -369,7 +368,7 @@ def attention_backward_step6(
 ):
     """A program computes dK and dV of blocks of 128 keys of one head, or parts of them, and adds to dQ."""
     sizes = Sizes(sq, sk, back, ahead, heads, kv_heads, group, tiles_m, PLAN)
-    share = make_share(blocks_n, section, total, whole, pieces, turns, counter_ptr, 2 if PLAN.dq else 1)
+    share = make_share(blocks_n, section, total, whole, pieces, counter_ptr, 2 if PLAN.dq else 1)
     descriptors = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
     work = allocate_work(sizes, descriptors, c, scale)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
