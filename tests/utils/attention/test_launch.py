@@ -5,6 +5,7 @@ import itertools
 import math
 import random
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -305,6 +306,37 @@ def test_a_tail_that_only_the_first_block_masks(monkeypatch, sizes):
         launch._launch(5, q, k, v, out, lse, False, 64**-0.5 * math.log2(math.e), 0, True)
     assert run.ok and ((out.double() - expected).norm() / expected.norm()) < 4e-3
     assert (lse - expected_lse).abs().max() < 1e-3
+
+
+@needs_triton
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_programs_of_a_tile_that_add_its_parts_up_together(monkeypatch, causal):
+    """The simulator runs one program after another: in a second run each finds what all have left in the first, and nobody waits."""
+    from utils import gluon_cpu
+    from utils.attention.gluon import step5_overlapped
+    from utils.attention.gluon.plan import Case
+    from utils.attention.reference import reference
+
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, 150, 64, dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 1, 700, 64, dtype=torch.bfloat16) for _ in range(2))
+    memory: dict[int, torch.Tensor] = {}
+    arrived = lambda count: torch.full((count,), 100, dtype=torch.int32)  # noqa: E731
+    monkeypatch.setattr(
+        step5_overlapped, "workspace", lambda like, n, count: (memory.setdefault(n, torch.zeros(n)), arrived(count))
+    )
+    monkeypatch.setattr(step5_overlapped, "Case", lambda *given: replace(Case(*given), together=True))
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 16)
+    monkeypatch.setattr(launch, "plan_of", lambda *given: plan_for(5, 64, "few"))
+    out, lse = torch.full_like(q, math.nan), torch.full((1, 2, 150), math.nan)
+    for _ in range(2):
+        with gluon_cpu.simulate():
+            launch._launch(5, q, k, v, out, lse, causal, 0.125 * math.log2(math.e), 0, True)
+    (results,) = memory.values()
+    assert len(results) > 2 * 2 * 2 * 128 * 65, "programs share tiles"
+    expected, expected_lse = reference(q, k, v, causal=causal)
+    assert (out.double() - expected).norm() <= 6e-3 * expected.norm()
+    torch.testing.assert_close(lse.double(), expected_lse, atol=2e-3, rtol=0)
 
 
 @needs_triton
