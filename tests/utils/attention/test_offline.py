@@ -27,9 +27,8 @@ STEP_5 = [
     {"step": 5, "head_dim": 256, "flags": {"causal": True, "lse": True}},
     {"step": 5, "head_dim": 64, "flags": {"causal": True, "variant": "few", "parts": True, "lse": True}},
 ]
-# Their like is above: another number of slots, parts without a mask.
+# Their like is above: parts without a mask.
 MORE_OF_STEP_5 = [
-    {"step": 5, "head_dim": 64, "flags": {"variant": "ahead of three"}},
     {"step": 5, "head_dim": 128, "flags": {"parts": True, "lse": True}},
     {"step": 5, "head_dim": 256, "flags": {"variant": "one", "parts": True, "lse": True}},
 ]

@@ -194,7 +194,6 @@ class Consumer(Role):
             "normalizers": lambda *more: (0, 0),
             "spread": lambda *more: 0,
             "unseen_halves": lambda *more: 0,
-            "unseen_whole": lambda *more: 0,
             "store_lse": lambda *more: None,
             "store_tile": self.store_tile,
             "store_rows": lambda work, out, lse, flat, row, *more: self.stored.append((int(flat), int(row), 8)),
@@ -218,7 +217,7 @@ class Consumer(Role):
         self.v.wait_full(block.number - 1)
         return self.finish_block(work, block, 0, 0, state, more, masked, causal, window)
 
-    def finish_block(self, work, block, s, pv, state, more, masked, causal, window, tail=False, next_tile=False):
+    def finish_block(self, work, block, s, pv, state, more, masked, causal, window, tail=False):
         self.k.release(block.number)
         self.k.wait_full(block.number + 1, pred=more)
         self.v.release(block.number - 1)
@@ -387,7 +386,7 @@ def check_launch(monkeypatch, rng, shape, most_blocks):
         else variant_for(
             *(shape[name] for name in ("head_dim", "causal", "window", "sq", "sk")),
             shape["batch"] * shape["heads"],
-            *(shape[name] for name in ("programs", "lse")),
+            shape["programs"],
         ),
     )
     given, grid = launched(monkeypatch, plan, **shape)

@@ -37,22 +37,9 @@ def first_block(work, block, q, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TAIL
 
 @gluon.jit
 def finish_block(
-    work,
-    block,
-    s,
-    pv,
-    state,
-    more,
-    masked,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    TAIL: gl.constexpr = False,
-    NEXT_TILE: gl.constexpr = False,
+    work, block, s, pv, state, more, masked, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TAIL: gl.constexpr = False
 ):
-    """The softmax of block i, from the scores `s` in flight, while P V(i-1), `pv`, is still running.
-
-    NEXT_TILE: block i is another tile's first one, so that its maximum has nothing to do with `pv`.
-    """
+    """The softmax of block i, from the scores `s` in flight, while P V(i-1), `pv`, is still running."""
     PLAN: gl.constexpr = work.PLAN
     MASKED: gl.constexpr = CAUSAL or WINDOW or TAIL
     dtype: gl.constexpr = work.k.tiles.dtype
@@ -81,8 +68,7 @@ def finish_block(
         work.k.wait_full(block.number + 1, pred=more)
         o = wait_products(pv, 0, PLAN.block_d)
         work.v.release(block.number - 1)
-        if not NEXT_TILE:
-            o = rescale(o, spread((rows.factor,), o))
+        o = rescale(o, spread((rows.factor,), o))
         return o, gl.convert_layout(p, left_operand(PLAN.block_d)), (rows,)
 
 

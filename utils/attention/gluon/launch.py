@@ -150,9 +150,7 @@ def forward(
     return (out, lse) if return_lse else out
 
 
-def plan_of(
-    step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: int, lse: bool = False, lengths=()
-) -> Plan:
+def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: int, lengths=()) -> Plan:
     """Return the plan that a step takes for these tensors on their GPU."""
     batch, heads, sq, head_dim = q.shape
     if step < 5:
@@ -160,12 +158,12 @@ def plan_of(
     programs = _multiprocessors(q.device)
     if lengths:
         return plan_for(step, head_dim, packed_variant(head_dim, sq, batch * heads, programs))
-    return plan_for(step, head_dim, variant_for(head_dim, causal, window, sq, k.shape[2], batch * heads, programs, lse))
+    return plan_for(step, head_dim, variant_for(head_dim, causal, window, sq, k.shape[2], batch * heads, programs))
 
 
 def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse, lengths=()) -> Callable | None:
     """Choose the plan and run the kernel of a step; c: scale * log2(e), window 0: none. Step 5 returns its launch."""
-    plan, programs = plan_of(step, q, k, causal, window, return_lse, lengths), _multiprocessors(q.device)
+    plan, programs = plan_of(step, q, k, causal, window, lengths), _multiprocessors(q.device)
     lse = lse if return_lse else unused(q.device)
     return step_module(step).launch(
         Arguments(q, k, v, out, lse, causal, window, return_lse, c, plan, programs, lengths)

@@ -72,7 +72,6 @@ class Case:
 _STEP_5 = {
     (64, ""): Plan(64, 128, 3, 4, 160, own_keys=True, q_slots=2),
     (64, "ahead"): Plan(64, 128, 2, 3, 240, halves=True, q_slots=2, ahead=True),
-    (64, "ahead of three"): Plan(64, 128, 3, 4, 160, q_slots=2, ahead=True),
     (64, "few"): Plan(64, 128, 2, 3, 240, halves=True, own_keys=True, q_slots=2),
     (128, ""): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2),
     (128, "ahead"): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2, ahead=True),
@@ -125,16 +124,13 @@ def _window_variant(d: int, sq: int, sk: int, heads: int, causal: bool, window: 
     return "few" if 4 * masked > seen and 1.25 * more <= rounds else ""
 
 
-def variant_for(
-    head_dim: int, causal: bool, window: int, sq: int, sk: int, heads: int, programs: int, lse: bool = False
-) -> str:
+def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, heads: int, programs: int) -> str:
     """Name the variant of step 5's plan that an attention takes.
 
     window: 0 for none. heads: of all sequences. programs: multiprocessors.
 
     "one": one consumer, where even tiles of 64 rows are fewer than programs. "few": smaller tiles and more registers, where there
-    are few tiles or many masks. "ahead" and, with three consumers, "ahead of three": full attention, where one tile's end overlaps the
-    next tile's start. "": any other.
+    are few tiles or many masks. "ahead": full attention, where one tile's end overlaps the next tile's start. "": any other.
     """
     d = block_head_dim(head_dim)
     whole, few, one = _STEP_5[d, ""], _STEP_5.get((d, "few")), _STEP_5[d, "one"]
@@ -159,10 +155,7 @@ def variant_for(
     # end, which nothing overlaps there, 2.7 blocks, not 2.
     ahead, other = (-(-(-(-sq // p.rows) * heads) // programs) for p in (plan, _STEP_5[d, ""]))
     blocks = -(-sk // plan.block_n)
-    if 3 * ahead * (blocks + 2) <= 4 * other * (blocks + 2.7):
-        return "ahead"
-    # Where a tail is masked "ahead of three" is no faster, and with the log-sum-exp ptxas spills 48 bytes of it.
-    return "" if lse or sk % plan.block_n else "ahead of three"
+    return "ahead" if 3 * ahead * (blocks + 2) <= 4 * other * (blocks + 2.7) else ""
 
 
 def packed_variant(head_dim: int, tokens: int, heads: int, programs: int) -> str:

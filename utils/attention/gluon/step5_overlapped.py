@@ -47,7 +47,7 @@ from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
 from utils.attention.gluon.plan import Case, parts_for, row_offset, tile_blocks
 from utils.attention.gluon.shared import accumulator, start_scores, wait_products
-from utils.attention.gluon.softmax import normalizers, spread, unseen_halves, unseen_whole
+from utils.attention.gluon.softmax import normalizers, spread, unseen_halves
 from utils.attention.gluon.stores import store_lse, store_rows, store_tile
 from utils.kernels.capture import tensor_on
 from utils.kernels.handle import Handle
@@ -213,12 +213,9 @@ def consumer_ahead(work, results, W: gl.constexpr):
         inverse, lses = normalizers(state, work.c, row)
         if work.CASE.lse:
             store_lse(lse_ptr, lses, flat, work.sq, work.sq)
-        if PLAN.halves:
-            unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
-        else:
-            unseen = (unseen_whole(BLOCK_M, accumulator(BLOCK_N)),)
+        unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
         block = Block(it, it, last_key)
-        o, p, state = finish_block(work, block, s, pv, unseen, more, True, False, False, TAIL, True)
+        o, p, state = finish_block(work, block, s, pv, unseen, more, True, False, False, TAIL)
         it += 1
         if not PLAN.o_in_q:
             tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
@@ -286,7 +283,9 @@ def attention_step5(
     PREFILL: gl.constexpr = PLAN.prefill
     gl.static_assert(PLAN.stages >= PREFILL)
     if PLAN.ahead:
-        gl.static_assert(PLAN.q_slots == 2 and not (CASE.causal or CASE.window != "" or CASE.parts or PLAN.own_keys))
+        gl.static_assert(
+            PLAN.halves and PLAN.q_slots == 2 and not (CASE.causal or CASE.window != "" or CASE.parts or PLAN.own_keys)
+        )
     WINDOW: gl.constexpr = CASE.window != ""
     READY: gl.constexpr = PREFILL if PREFILL > 0 else None
     q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, 0, CONSUMERS if PREFILL > 0 else None, WINDOW)
