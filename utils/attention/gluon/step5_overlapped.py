@@ -235,21 +235,11 @@ def consume(work, results, W: gl.constexpr):
 
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
-@gluon.jit(
-    do_not_specialize=[
-        "sq",
-        "sk",
-        "window",
-        "tiles_m",
-        "heads_total",
-        "heads",
-        "group",
-        "schedule_stride",
-        "offset",
-        "parts",
-        "eighths",
-    ]
-)
+SIZES = ["sq", "sk", "window", "tiles_m", "heads_total", "heads", "group"]
+SIZES += ["schedule_stride", "offset", "parts", "eighths"]
+
+
+@gluon.jit(do_not_specialize=SIZES)
 def attention_step5(
     q_desc,
     k_desc,
