@@ -12,7 +12,7 @@ import torch
 
 from tools.record.common import read_record
 from utils.attention.gluon import launch
-from utils.attention.gluon.dealing import SECTION_BYTES, _exchanged, _longest_first, deal_tiles
+from utils.attention.gluon.dealing import SECTION_BYTES, deal_tiles
 from utils.attention.gluon.plan import (
     BLOCK_M,
     STEPS,
@@ -78,38 +78,14 @@ def test_causal_tiles_are_dealt_once_and_evenly(sq, sk, heads, group, window):
         assert sum(loads) / programs / max(loads) > 0.97
 
 
-def test_exchanges_keep_every_tile_and_never_lengthen_the_busiest_program():
-    rng, gained = random.Random(5), 0
-    for _ in range(60):
-        programs, many = rng.choice((1, 2, 7, 132)), rng.choice((1, 3))
-        tiles = [(rng.choice((1.5, 2.5, float(rng.randint(1, 90)))), n) for n in range(rng.randint(1, 4 * programs))]
-        given = (
-            [rng.randrange(programs) for _ in tiles] if rng.random() < 0.5 else _longest_first(tiles, [0.0] * programs)
-        )
-        sections = sorted(rng.randrange(many) for _ in tiles)
-        found = _exchanged(tiles, given, sections, programs)
-        old, new = [0.0] * programs, [0.0] * programs
-        for (cost, _), a, b in zip(tiles, given, found, strict=True):
-            old[a] += cost + 1
-            new[b] += cost + 1
-        assert sum(new) == pytest.approx(sum(old)) and max(new) <= max(old) + 1e-6
-        gained += max(new) < max(old) - 1e-6
-        for section in set(sections) - {
-            sections[-1]
-        }:  # each program keeps its number of tiles of each section but the last
-            kept = [[p for p, s in zip(owner, sections, strict=True) if s == section] for owner in (given, found)]
-            assert sorted(kept[0]) == sorted(kept[1])
-    assert gained > 20
-
-
 @pytest.mark.parametrize("batch, length", [(16, 1024), (8, 2048)])
 def test_sections_of_heads_follow_each_other_and_leave_no_program_behind(batch, length):
-    """At head dim 256, in sections of 16 MiB, the busiest program had 3% more than the mean before there were exchanges within sections."""
+    """At head dim 256, in sections of 16 MiB, the busiest program has 3% more than the mean; exchanges of tiles gained 0 to 2% of that."""
     blocks = tile_blocks(plan_for(5, 256), length, length, True, 0)
     head_bytes = length * 256 * 4
     dealt = deal_tiles(blocks, batch * 8, 1, head_bytes, 132)
     loads = [sum(blocks[tile & 0xFFFF] + 2.5 for tile in program) for program in dealt]
-    assert max(loads) < 1.015 * sum(loads) / 132
+    assert max(loads) < 1.035 * sum(loads) / 132
     heads, last = SECTION_BYTES // head_bytes, batch * 8 - 2 * (SECTION_BYTES // head_bytes)
     for program in dealt:
         sections = [min(tile >> 16, last) // heads for tile in program]

@@ -320,10 +320,10 @@ def attention_step5(
 
 @functools.lru_cache(maxsize=64)
 def tile_schedule(
-    blocks: tuple[int, ...], heads_total: int, group: int, head_bytes: int, programs: int, device: torch.device, **more
+    blocks: tuple[int, ...], heads_total: int, group: int, head_bytes: int, programs: int, device: torch.device
 ) -> tuple[torch.Tensor | None, int]:
     """The schedule of a head's tiles on the GPU, a row for each program, and the length of a row; None: not dealt."""
-    dealt = deal_tiles(blocks, heads_total, group, head_bytes, programs, **more)
+    dealt = deal_tiles(blocks, heads_total, group, head_bytes, programs)
     if dealt is None:
         return None, 0
     # A row: how many tiles, the tiles, and one more, because a program reads ahead.
@@ -382,8 +382,7 @@ def launch(a: Arguments) -> Launch | None:
     schedule, stride = None, 0
     if parts == 1 and tiles > programs and len(set(blocks)) > 1:  # causal, or a window
         head_bytes = a.sk * plan.block_d * 4
-        more = {"exchanged": 0} if a.lengths else {}
-        schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device, **more)
+        schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device)
     dealt = schedule is not None
     together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
     threads = offset > 0 or (len(a.lengths) > 1 and begin_with_sequences(plan.rows, a.causal))
