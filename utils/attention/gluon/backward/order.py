@@ -35,7 +35,7 @@ WIDER = 0.03  # share of the time that each doubling of the sections beyond the 
 # Blocks are cut where the schedule gives at most so much of the time: it is right to a few percent.
 PIECES_GAIN = 0.985
 MOST_BLOCKS = 8  # of an SM: with more of them no block is so long that a schedule would have to be computed
-PIECES = 2, 3, 4, 5, 6, 8  # of a block
+PIECES = 2, 3, 4, 5, 6, 8, 12, 16  # of a block
 
 
 @dataclass(frozen=True)
