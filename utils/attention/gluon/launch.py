@@ -50,7 +50,8 @@ def attention_gluon(
 
 @attention_gluon.register_fake
 def _attention_gluon_fake(q, k, v, causal, scale, window, return_lse, step, lengths=None):
-    return _empty_results(q, return_lse)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return out, q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
 
 
 differentiate(attention_gluon)
@@ -101,11 +102,6 @@ def repeat(q, k, v, causal: bool, scale: float, window: int, lengths: tuple[int,
         return out
 
     return attend
-
-
-def _empty_results(q: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    return out, q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
 
 
 def forward(
