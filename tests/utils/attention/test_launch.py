@@ -152,7 +152,9 @@ VARIANTS = [  # variant; head dimension, causal, window, queries, keys, heads. T
     ("", 128, True, 0, 1024, 4096, 4),  # 24.3 in four parts, 27.6 in two
     ("", 128, False, 0, 896, 896, 16),  # 17.6, 22.5 in two rounds of tiles of 64 rows
     ("ahead", 128, False, 0, 1024, 1024, 128),
-    ("ahead", 72, False, 0, 150, 129, 128),
+    ("ahead", 72, False, 0, 128, 129, 256),
+    ("three", 96, False, 0, 1228, 1228, 16),  # one round of 192 rows against two of 128
+    ("ahead", 96, False, 0, 4563, 4563, 32),  # 6 against 9
     ("", 128, False, 0, 1024, 128, 128),  # a tile of one block has no second product
     ("", 128, False, 100, 1024, 1024, 128),
     ("", 256, False, 0, 1024, 1024, 128),

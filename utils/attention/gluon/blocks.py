@@ -26,7 +26,7 @@ def first_block(work, block, q, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TAIL
     MASKED: gl.constexpr = CAUSAL or WINDOW or TAIL
     work.k.wait_full(block.number)
     # The softmax reads the scores' registers: before this wait the tensor cores may not have written them.
-    s = wait_products(start_scores(q, work.k.tile(block.number)), 0, PLAN.block_n)
+    s = wait_products(start_scores(q, work.k.tile(block.number), PLAN.depth), 0, PLAN.block_n)
     work.k.release(block.number)
     if MASKED:
         s = work.mask(s, block, CAUSAL, WINDOW)
@@ -79,7 +79,7 @@ def step(work, block, q, o, p, state, more, masked, CAUSAL: gl.constexpr, WINDOW
     more: whether another block follows. CAUSAL, WINDOW: what the mask is where `masked`; both false in a loop over
     blocks that need none.
     """
-    s = start_scores(q, work.k.tile(block.number))
+    s = start_scores(q, work.k.tile(block.number), work.PLAN.depth)
     pv = start_output(work, block.number, o, p, state)
     o, p, state = finish_block(work, block, s, pv, state, more, masked, CAUSAL, WINDOW)
     return o, p, state

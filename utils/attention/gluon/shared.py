@@ -137,12 +137,21 @@ def inverse_and_lse(m, total, c):
 
 
 @gluon.jit
-def start_scores(q, k):
-    """Hand q @ k^T to the tensor cores, from zero. q: 64 rows in shared memory or registers; k: a tile in shared memory."""
+def start_scores(q, k, DEPTH: gl.constexpr = 0):
+    """Hand q @ k^T to the tensor cores, from zero. q: 64 rows in shared memory or registers; k: a tile in shared memory.
+
+    DEPTH: the columns that are multiplied, 80 or 96; 0: all. Tiles are zero behind them, and zeros take as long as other numbers.
+    """
     ROWS: gl.constexpr = q.shape[0]
     COLUMNS: gl.constexpr = k.shape[0]
     zero = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS))
-    return warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
+    columns = k.permute([1, 0])
+    if DEPTH == 0:
+        return warpgroup_mma(q, columns, zero, use_acc=False, is_async=True)
+    else:  # slices are powers of two: 64 columns, and 16 or 32
+        REST: gl.constexpr = DEPTH - 64
+        s = warpgroup_mma(q.slice(0, 64, 1), columns.slice(0, 64, 0), zero, use_acc=False, is_async=True)
+        return warpgroup_mma(q.slice(64, REST, 1), columns.slice(64, REST, 0), s, is_async=True)
 
 
 @builtin

@@ -190,7 +190,7 @@ def consumer_ahead(work, results, W: gl.constexpr):
         o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, accumulator(BLOCK_D))
         if PLAN.o_in_q:
             # The second block by itself: the last tile's rows leave its Q's slot while the products run.
-            s = start_scores(q, work.k.tile(it))
+            s = start_scores(q, work.k.tile(it), PLAN.depth)
             pv = start_output(work, it, o, p, state)
             if i > 0:
                 tma.store_wait(0)  # Q's slot holds the last tile's output: the next Q may not come before it has left
@@ -208,7 +208,7 @@ def consumer_ahead(work, results, W: gl.constexpr):
         # Behind the last tile the next block is one that still lies there, and nobody asks for the result.
         work.q.wait_full(i + 1, W, pred=more)
         next_q = work.q.tile(gl.where(more, i + 1, i), W)
-        s = start_scores(next_q, work.k.tile(gl.where(more, it, it - 1)))
+        s = start_scores(next_q, work.k.tile(gl.where(more, it, it - 1)), PLAN.depth)
         pv = start_output(work, it, o, p, state)
         inverse, lses = normalizers(state, work.c, row)
         if work.CASE.lse:
