@@ -26,8 +26,8 @@ def layout(*tensors: torch.Tensor) -> tuple:
     return tuple([(x.shape, x.stride(), x.dtype, x.device) for x in tensors])
 
 
-class _Map:
-    """What Triton's launcher reads of a TMA descriptor; made at each launch, so that no tensor is kept alive."""
+class Map:
+    """What Triton's launcher reads of a TMA descriptor; made at each launch, since Triton's own class takes longer."""
 
     __slots__ = ("base", "shape", "strides")
     padding, round_f32_to_tf32 = "zero", False
@@ -54,7 +54,7 @@ class _Direct:
             rest: the kernel's other arguments.
         """
         given: list[tuple] = []
-        marks = [object() if kept is None else _Map(x, *kept) for x, kept in zip(tensors, maps, strict=True)]
+        marks = [object() if kept is None else Map(x, *kept) for x, kept in zip(tensors, maps, strict=True)]
         listening, wrapper = copy.copy(launcher), launcher.launch
         if any(maps):  # the function that makes descriptors, around the C function
             cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
@@ -93,7 +93,7 @@ class _Direct:
             if (descriptor := known.get(address)) is None:
                 if len(known) == 1024:
                     known.clear()
-                descriptor = known[address] = self.describe(_Map(x, shape, strides), metadata)[0]
+                descriptor = known[address] = self.describe(Map(x, shape, strides), metadata)[0]
             arguments[place] = descriptor
         if self.outer is None:
             arguments[3] = stream
@@ -157,7 +157,7 @@ class Handle:
         listened = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)  # a profiler listens to launches
         if self._direct is not None and not listened:
             return self._direct(stream, tensors)
-        given = [x.data_ptr() if kept is None else _Map(x, *kept) for x, kept in zip(tensors, self.maps, strict=True)]
+        given = [x.data_ptr() if kept is None else Map(x, *kept) for x, kept in zip(tensors, self.maps, strict=True)]
         metadata = self.compiled.launch_metadata(self.grid, stream, *given, *self.rest) if listened else None
         hooks = (enter, leave) if listened else (None, None)
         return self.run(*self.grid, stream, self.function, self.metadata, metadata, *hooks, *given, *self.rest)

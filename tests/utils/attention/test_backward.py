@@ -305,6 +305,23 @@ def test_a_hundred_shapes_compile_at_most_twelve_kernels():
     assert 4 <= len(compiled) <= 12
 
 
+def test_a_kept_pass_takes_memory_of_its_own_for_what_lies_between_launches():
+    """Each launch gets the addresses of this call's tensors, and of places that do not overlap."""
+    from utils.attention.gluon.backward.arguments import Gradients
+    from utils.attention.gluon.backward.launch import _BETWEEN, _GIVEN, _Kept
+    from utils.attention.gluon.backward.plan import plan_for
+
+    q, k, v, dout = tensors(1, 4, 2, 130, 300, 64, torch.bfloat16)
+    given = dout, q, k, v, q, torch.empty(1, 4, 130), None
+    g, got = Gradients(*given, plan_for(6, 64), 3), []
+    kept = _Kept([(lambda *x: got.extend(x), (*_GIVEN, "dk_memory", *_BETWEEN))], g)
+    dq, dk, dv = kept(*given)
+    assert [x.data_ptr() for x in got[:11]] == [x.data_ptr() for x in (*given[:6], given[5], dq, dk, dv, dk)]
+    places = [x.data_ptr() - got[11].data_ptr() for x in got[11:]]
+    sizes = [4 * getattr(g, name).numel() for name in _BETWEEN]
+    assert places == [sum(sizes[:i]) for i in range(5)] and not any(place % 16 for place in places)
+
+
 def test_autograd_goes_through_a_bare_launch_and_gives_the_same():
     from utils import gluon_cpu
     from utils.attention.gluon.backward.operator import Attention

@@ -120,35 +120,22 @@ def test_strides_are_free():
     assert relative_error(out, expected) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "says"),
-    [
-        ({"seqlens": [3, 4]}, TypeError, "int32"),
-        ({"seqlens": torch.tensor([3, 4])}, ValueError, "torch.int64"),
-        ({"seqlens": torch.tensor([3], dtype=torch.int32)}, ValueError, r"\(2,\)"),
-        ({"block_table": torch.zeros(2, 3, dtype=torch.int32)}, ValueError, "seqlens"),
-        ({"block_table": torch.zeros(2, dtype=torch.int32)}, ValueError, "pages"),
-        ({"backend": "cudnn"}, ValueError, "gluon, sdpa"),
-        ({"backend": "gluon"}, AttentionUnsupported, "sdpa"),
-        ({"window": 0}, ValueError, "window"),
-        ({"q": torch.randn(2, 3, 1, 16)}, ValueError, "multiple"),
-        ({"q": torch.randn(2, 4, 1, 16, requires_grad=True)}, ValueError, "backward"),
-        ({"seqlen": torch.tensor([3, 4])}, TypeError, "seqlens"),
-    ],
-    ids=(
-        "lengths as a list",
-        "lengths in int64",
-        "too few lengths",
-        "pages without lengths",
-        "pages in one dimension",
-        "a backend that cannot",
-        "a backend that is not here",
-        "no window",
-        "heads that do not fit",
-        "a gradient",
-        "a typo",
-    ),
-)
+MISTAKES = {
+    "lengths as a list": ({"seqlens": [3, 4]}, TypeError, "int32"),
+    "lengths in int64": ({"seqlens": torch.tensor([3, 4])}, ValueError, "torch.int64"),
+    "too few lengths": ({"seqlens": torch.tensor([3], dtype=torch.int32)}, ValueError, r"\(2,\)"),
+    "pages without lengths": ({"block_table": torch.zeros(2, 3, dtype=torch.int32)}, ValueError, "seqlens"),
+    "pages in one dimension": ({"block_table": torch.zeros(2, dtype=torch.int32)}, ValueError, "pages"),
+    "a backend that cannot": ({"backend": "cudnn"}, ValueError, "gluon, sdpa"),
+    "a backend that is not here": ({"backend": "gluon"}, AttentionUnsupported, "sdpa"),
+    "no window": ({"window": 0}, ValueError, "window"),
+    "heads that do not fit": ({"q": torch.randn(2, 3, 1, 16)}, ValueError, "multiple"),
+    "a gradient": ({"q": torch.randn(2, 4, 1, 16, requires_grad=True)}, ValueError, "backward"),
+    "a typo": ({"seqlen": torch.tensor([3, 4])}, TypeError, "seqlens"),
+}
+
+
+@pytest.mark.parametrize(("change", "error", "says"), MISTAKES.values(), ids=MISTAKES)
 def test_wrong_arguments_are_named(change, error, says):
     arguments = {"q": torch.randn(2, 4, 1, 16), "k_cache": torch.randn(2, 2, 50, 16)} | change
     with pytest.raises(error, match=says):
@@ -219,7 +206,8 @@ def test_what_is_chosen_fits_the_call():
     [
         (Shape(1, 8, 4, 1, 8192, 128), 64, 8, False),  # one sequence: half of the SMs in clusters
         (Shape(1, 8, 4, 16, 2048, 128), 64, 8, False),
-        (Shape(1, 8, 4, 16, 131072, 128), 128, 0, False),
+        (Shape(1, 8, 4, 16, 16384, 128), 128, 0, False),  # longer, and all SMs are faster
+        (Shape(1, 1, 4, 8, 32768, 256), 66, 0, False),  # the parts of one head, from half of the SMs
         (Shape(8, 8, 4, 1, 8192, 128), 128, 2, False),
         (Shape(16, 8, 8, 1, 8192, 128), 128, 0, True),  # nearly as many heads as SMs
         (Shape(64, 8, 4, 1, 4096, 128), 512, 0, True),  # from 250 MB on a program a head

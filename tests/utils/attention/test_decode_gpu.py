@@ -224,14 +224,6 @@ def test_tensors_that_tma_cannot_address_are_copied():
     assert relative_error(out, decode_reference(q, k, k)) < 5e-3
 
 
-def test_compiled_by_torch():
-    q, k, v = (torch.randn(1, h, s, 64, device="cuda", dtype=torch.bfloat16) for h, s in ((8, 1), (2, 900), (2, 900)))
-    from utils.attention.gluon.decode.launch import decode
-
-    compiled = torch.compile(lambda q, k, v: decode(q, k, v) * 2, fullgraph=True)
-    assert relative_error(compiled(q, k, v), 2 * decode_reference(q, k, v)) < 5e-3
-
-
 def test_a_call_compiled_whole_without_an_eager_one_before():
     from utils.attention import decode
 

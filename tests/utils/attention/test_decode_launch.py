@@ -7,15 +7,12 @@ import types
 import pytest
 import torch
 
+from tests.utils.attention.decode_cases import relative_error
 from utils.attention import attention_decode, decode, decode_reference
 from utils.attention.gluon.decode import launch as decode_launch
 from utils.attention.gluon.decode.launch import LOG2_E, Launch, Map
 from utils.attention.gluon.decode.plan import ALONE_BYTES, TILES, Arrangement, arrange
 from utils.machine.device import Support
-
-
-def relative_error(out, expected):
-    return ((out.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("window", [2**31 - 1, 2**31 + 7, 10**12])

@@ -189,15 +189,6 @@ def test_scales_that_are_not_positive(scale):
     assert relative_error(attention(q, k, v, causal=True, scale=scale, backend="gluon"), expected) < 1e-3
 
 
-def test_long_sequences_agree_with_cudnn():
-    for head_dim, heads in ((64, 4), (128, 3), (256, 2)):
-        for causal, length in ((False, 8192), (True, 8192), (True, 7777)):
-            q, k, v = (torch.randn(1, heads, length, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-            expected, _ = reference(q, k, v, causal=causal)
-            error = relative_error(attention(q, k, v, causal=causal, backend="gluon"), expected)
-            assert error <= 1.5 * relative_error(attention(q, k, v, causal=causal, backend="cudnn"), expected)
-
-
 def test_auto_takes_gluon_and_the_kernel_proves_it():
     q, k, v = (torch.randn(1, 2, 256, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     attention(q, k, v, causal=True)
@@ -227,22 +218,23 @@ def test_torch_compile_sees_one_operator():
     torch.testing.assert_close(torch.compile(block, fullgraph=True)(q, k, v), block(q, k, v), atol=0.02, rtol=0.02)
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_long_causal_sequences_of_any_length(head_dim):
+def test_long_sequences_of_any_length(head_dim, causal):
     """Beyond the keys of the plan for short ones: rows and keys that are no multiples of a tile, and Sq != Sk."""
     from utils.attention.gluon.launch import forward
 
     torch.manual_seed(head_dim)
-    for sq, sk in ((4500, 4500), (4097, 5000), (4800, 4300), (70, 4700)):
+    for sq, sk in ((8192, 8192), (4500, 4500), (4097, 5000), (4800, 4300), (70, 4700)):
         q, k, v = (
             torch.randn(1, heads, length, head_dim, device="cuda", dtype=torch.bfloat16)
             for heads, length in ((4, sq), (2, sk), (2, sk))
         )
-        expected, expected_lse = reference(q, k, v, causal=True)
-        out, lse = forward(q, k, v, causal=True, return_lse=True)
-        assert relative_error(out, expected) <= 1.5 * rounding_error(q, k, v, expected, causal=True), (sq, sk)
+        expected, expected_lse = reference(q, k, v, causal=causal)
+        out, lse = forward(q, k, v, causal=causal, return_lse=True)
+        assert relative_error(out, expected) <= 1.5 * rounding_error(q, k, v, expected, causal=causal), (sq, sk)
         torch.testing.assert_close(lse.double(), expected_lse, atol=1e-4, rtol=1e-5)
-        assert torch.equal(out, forward(q, k, v, causal=True))
+        assert torch.equal(out, forward(q, k, v, causal=causal))
 
 
 def test_a_first_causal_call_inside_a_capture():

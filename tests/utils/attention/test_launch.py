@@ -5,13 +5,14 @@ import itertools
 import math
 import random
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tools.record.common import read_record
 from utils.attention.gluon import launch
-from utils.attention.gluon.dealing import SECTION_BYTES, _exchanged, _longest_first, deal_tiles
+from utils.attention.gluon.dealing import SECTION_BYTES, deal_tiles
 from utils.attention.gluon.plan import (
     BLOCK_M,
     STEPS,
@@ -55,7 +56,7 @@ def test_every_kernel_argument_is_given_once(monkeypatch, step, causal, window, 
     assert given["sq"] == 300 and given["sk"] == 517 and given["group"] == 2 and given["heads"] == 4
     if step == 5:
         assert given["CASE"].causal is causal and given["CASE"].lse is return_lse
-        assert given["PLAN"] == launch.plan_of(5, q, k, causal, window > 0, return_lse)
+        assert given["PLAN"] == launch.plan_of(5, q, k, causal, window > 0)
     else:
         assert given["CAUSAL"] is causal and given["LSE"] is return_lse
     assert math.prod(grid) <= 132 if step == 5 else grid == (math.ceil(300 / plan_for(step, 72).rows), 8)
@@ -77,38 +78,14 @@ def test_causal_tiles_are_dealt_once_and_evenly(sq, sk, heads, group, window):
         assert sum(loads) / programs / max(loads) > 0.97
 
 
-def test_exchanges_keep_every_tile_and_never_lengthen_the_busiest_program():
-    rng, gained = random.Random(5), 0
-    for _ in range(60):
-        programs, many = rng.choice((1, 2, 7, 132)), rng.choice((1, 3))
-        tiles = [(rng.choice((1.5, 2.5, float(rng.randint(1, 90)))), n) for n in range(rng.randint(1, 4 * programs))]
-        given = (
-            [rng.randrange(programs) for _ in tiles] if rng.random() < 0.5 else _longest_first(tiles, [0.0] * programs)
-        )
-        sections = sorted(rng.randrange(many) for _ in tiles)
-        found = _exchanged(tiles, given, sections, programs)
-        old, new = [0.0] * programs, [0.0] * programs
-        for (cost, _), a, b in zip(tiles, given, found, strict=True):
-            old[a] += cost + 1
-            new[b] += cost + 1
-        assert sum(new) == pytest.approx(sum(old)) and max(new) <= max(old) + 1e-6
-        gained += max(new) < max(old) - 1e-6
-        for section in set(sections) - {
-            sections[-1]
-        }:  # each program keeps its number of tiles of each section but the last
-            kept = [[p for p, s in zip(owner, sections, strict=True) if s == section] for owner in (given, found)]
-            assert sorted(kept[0]) == sorted(kept[1])
-    assert gained > 20
-
-
 @pytest.mark.parametrize("batch, length", [(16, 1024), (8, 2048)])
 def test_sections_of_heads_follow_each_other_and_leave_no_program_behind(batch, length):
-    """At head dim 256, in sections of 16 MiB, the busiest program had 3% more than the mean before there were exchanges within sections."""
+    """At head dim 256, in sections of 16 MiB, the busiest program has 3% more than the mean; exchanges of tiles gained 0 to 2% of that."""
     blocks = tile_blocks(plan_for(5, 256), length, length, True, 0)
     head_bytes = length * 256 * 4
     dealt = deal_tiles(blocks, batch * 8, 1, head_bytes, 132)
     loads = [sum(blocks[tile & 0xFFFF] + 2.5 for tile in program) for program in dealt]
-    assert max(loads) < 1.015 * sum(loads) / 132
+    assert max(loads) < 1.035 * sum(loads) / 132
     heads, last = SECTION_BYTES // head_bytes, batch * 8 - 2 * (SECTION_BYTES // head_bytes)
     for program in dealt:
         sections = [min(tile >> 16, last) // heads for tile in program]
@@ -141,80 +118,62 @@ def test_blocks_of_tiles_are_those_that_their_rows_see(causal, window):
 
 def test_plans_fit_the_machine():
     for step in STEPS:
-        for head_dim, variant in itertools.product(
-            (8, 64, 72, 128, 136, 256), ("", "one", "few", "ahead", "ahead of three")
-        ):
+        for head_dim, variant in itertools.product((8, 64, 72, 128, 136, 256), ("", "one", "few", "ahead")):
             plan = plan_for(step, head_dim, variant)
             assert plan.block_d == block_head_dim(head_dim) >= head_dim
             q_rows = plan.rows * (plan.q_slots + (0 if plan.o_in_q or step < 5 else 1))
-            assert 2 * plan.block_d * (q_rows + (plan.stages + plan.v_stages) * plan.block_n) < 227 * 1024
+            assert 2 * plan.block_d * (q_rows + (2 * plan.stages + plan.v_extra) * plan.block_n) < 227 * 1024
             if step >= 4:  # registers of the consumers, and of the warpgroup that the producer is rounded up to
                 assert 128 * (plan.consumers * plan.registers + (32 if plan.consumers == 3 else 24)) <= 65536
     with pytest.raises(ValueError, match="steps 1 to 5"):
         plan_for(6, 64)
 
 
-def variant(head_dim, causal=False, window=0, length=1024, sk=None, heads=128, lse=False):
-    return variant_for(head_dim, causal, window, length, sk or length, heads, 132, lse)
+VARIANTS = [  # variant; head dimension, causal, window, queries, keys, heads. Times: of an H200, in us
+    *[("", 64, True, 0, n, n, 32 * 16384 // n) for n in (2048, 4096, 8192, 16384)],
+    ("few", 64, True, 0, 1024, 1024, 512),
+    ("few", 64, True, 0, 2944, 2944, 6),  # half as many tiles as programs: twice as long for the longest, 54 (cuDNN 37)
+    ("few", 64, False, 0, 1024, 1024, 16),  # 16.5, with one consumer 20.4
+    ("few", 64, True, 0, 1024, 1024, 16),
+    ("few", 64, False, 4096, 5259, 5259, 3),
+    ("few", 64, False, 1024, 4096, 4096, 8),  # two rounds of either, so half as many rows more
+    ("", 64, False, 1024, 4096, 4096, 32),  # rounds of 12.5% more rows, each of which takes a sixth less
+    ("", 64, True, 4096, 5248, 5248, 64),  # few masks
+    ("", 64, True, 1024, 8192, 8192, 64),
+    ("", 128, True, 0, 1024, 1024, 128),
+    ("", 256, True, 0, 1024, 1024, 128),
+    ("one", 128, True, 0, 528, 528, 8),  # 12.4, the other plan 15.2
+    ("one", 256, False, 256, 1024, 1024, 8),  # 17.2, 22.5
+    ("one", 64, True, 0, 896, 896, 8),  # 12.8, 15.6
+    ("one", 64, False, 0, 2048, 2048, 4),  # 19.0, 20.8 in two parts
+    ("one", 256, False, 0, 2048, 2048, 2),  # 27.8 in two parts, 30.2 in four
+    ("one", 256, True, 0, 1024, 1024, 4),  # 19.0, 22.1 in four parts
+    ("", 128, False, 0, 1920, 1920, 2),  # 18.1 in four parts, 18.7 in two
+    ("", 128, True, 0, 1024, 4096, 4),  # 24.3 in four parts, 27.6 in two
+    ("", 128, False, 0, 896, 896, 16),  # 17.6, 22.5 in two rounds of tiles of 64 rows
+    ("ahead", 128, False, 0, 1024, 1024, 128),
+    ("ahead", 72, False, 0, 128, 129, 256),
+    ("three", 96, False, 0, 1228, 1228, 16),  # one round of 192 rows against two of 128
+    ("ahead", 96, False, 0, 4563, 4563, 32),  # 6 against 9
+    ("", 128, False, 0, 1024, 128, 128),  # a tile of one block has no second product
+    ("", 128, False, 100, 1024, 1024, 128),
+    ("", 256, False, 0, 1024, 1024, 128),
+    ("ahead", 64, False, 0, 1024, 1024, 128),  # 8 rounds of 128 rows against 6 of 192
+    ("ahead", 64, False, 0, 8192, 8192, 16),  # 16 against 11
+    ("", 64, False, 0, 8192, 8192, 32),
+]
 
 
-def test_short_causal_attention_takes_smaller_tiles():
-    assert variant(64, causal=True, heads=512) == "few"
-    for length in (2048, 4096, 8192, 16384):
-        assert variant(64, causal=True, length=length, heads=32 * 16384 // length) == ""
-    # Half as many tiles as programs would take twice as long for the longest of them (54 us, cuDNN 37).
-    assert variant(64, causal=True, length=2944, heads=6) == "few"
-    assert variant(64, causal=True, window=4096, length=5248) == ""
-    assert variant(128, causal=True) == variant(256, causal=True) == ""
+@pytest.mark.parametrize(("variant", "head_dim", "causal", "window", "sq", "sk", "heads"), VARIANTS)
+def test_which_plan_is_taken(variant, head_dim, causal, window, sq, sk, heads):
+    assert variant_for(head_dim, causal, window, sq, sk, heads, 132) == variant
 
 
-def test_one_consumer_where_even_its_tiles_are_few():
-    # Measured on an H200, in microseconds (attention_few_tiles_one.json): the other plan, one consumer.
-    assert variant(128, causal=True, length=528, heads=8) == "one"  # 15.2, 12.4
-    assert variant(256, window=256, length=1024, heads=8) == "one"  # 22.5, 17.2
-    assert variant(64, causal=True, length=896, heads=8) == "one"  # 15.6, 12.8
-    assert variant(64, length=2048, heads=4) == "one"  # 20.8 in two parts, 19.0
-    assert variant(256, length=2048, heads=2) == "one"  # 30.2 in four parts, 27.8 in two
-    assert variant(256, causal=True, length=1024, heads=4) == "one"  # 22.1 in four parts, 19.0 in two
-    assert variant(128, length=1920, heads=2) == "", "18.1 in four parts, 18.7 in two"
-    assert variant(128, causal=True, length=1024, sk=4096, heads=4) == "", "24.3 in four parts, 27.6 in two"
-    assert variant(128, length=896, heads=16) == "", "17.6, and 22.5 in two rounds of tiles of 64 rows"
-    assert variant(64, length=1024, heads=16) == "few", "16.5, 20.4"
-    assert plan_for(5, 128, "one").rows == 64
-
-
-def test_few_tiles_or_many_masks_take_smaller_tiles():
-    assert (
-        variant(64, heads=16)
-        == variant(64, causal=True, heads=16)
-        == variant(64, window=4096, length=5259, heads=3)
-        == "few"
-    )
-    assert variant(128, heads=16) == variant(256, heads=16) == "", "no next tile whose start could be overlapped"
-    assert variant(64, window=1024, length=4096, heads=32) == "", (
-        "rounds of 12.5% more rows, each of which takes a sixth less"
-    )
-    assert variant(64, window=1024, length=4096, heads=8) == "few", "two rounds of either, so half as many rows more"
-    assert variant(64, causal=True, window=4096, length=5248, heads=64) == "", "few masks"
-    assert variant(64, causal=True, window=1024, length=8192, heads=64) == ""
-
-
-def test_full_attention_overlaps_tiles_where_that_pays():
-    assert variant(128) == variant(72, length=150, sk=129) == "ahead"
-    assert variant(128, sk=128) == variant(64, sk=128) == "", "a tile of one block has no second product"
-    assert variant(128, window=100) == variant(256) == ""
-    # Head dim 64: 8 rounds of 128 rows against 6 of 192, and 16 against 11.
-    assert variant(64) == variant(64, length=8192, heads=16) == "ahead"
-    assert variant(64, length=8192, heads=32) == variant(64, length=16384, heads=32) == "ahead of three"
-    assert variant(64, length=8192, heads=32, lse=True) == variant(64, length=8191, heads=32) == "", "spills; no gain"
-    # What an H200 measured: within 0.6% of the fastest plan (assets/results/h200/attention_tails.json).
+def test_the_plan_of_full_attention_is_the_faster_one():
+    """Within 0.6%, as an H200 measured (assets/results/h200/attention_tails.json)."""
     for row in read_record(ROOT / "assets/results/h200/attention_tails.json")["tails"]:
-        chosen = variant(64, length=row["sq"], sk=row["sk"], heads=row["batch"] * row["heads"]) or "whole"
-        best = min(row["us"][name] for name in ("whole", "ahead", "ahead of three"))
-        assert row["us"][chosen] <= 1.006 * best, row
-    for d in (64, 128):
-        assert plan_for(5, d, "ahead").ahead and not plan_for(5, d).ahead
-    assert plan_for(5, 256, "ahead") == plan_for(5, 256)
+        chosen = variant_for(64, False, 0, row["sq"], row["sk"], row["batch"] * row["heads"], 132) or "whole"
+        assert row["us"][chosen] <= 1.006 * min(row["us"][name] for name in ("whole", "ahead")), row
 
 
 def test_inputs_that_tma_cannot_address_are_copied():
@@ -308,6 +267,37 @@ def test_a_tail_that_only_the_first_block_masks(monkeypatch, sizes):
 
 
 @needs_triton
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_programs_of_a_tile_that_add_its_parts_up_together(monkeypatch, causal):
+    """The simulator runs one program after another: in a second run each finds what all have left in the first, and nobody waits."""
+    from utils import gluon_cpu
+    from utils.attention.gluon import step5_overlapped
+    from utils.attention.gluon.plan import Case
+    from utils.attention.reference import reference
+
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, 150, 64, dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 1, 700, 64, dtype=torch.bfloat16) for _ in range(2))
+    memory: dict[int, torch.Tensor] = {}
+    arrived = lambda count: torch.full((count,), 100, dtype=torch.int32)  # noqa: E731
+    monkeypatch.setattr(
+        step5_overlapped, "workspace", lambda like, n, count: (memory.setdefault(n, torch.zeros(n)), arrived(count))
+    )
+    monkeypatch.setattr(step5_overlapped, "Case", lambda *given: replace(Case(*given), together=True))
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 16)
+    monkeypatch.setattr(launch, "plan_of", lambda *given: plan_for(5, 64, "few"))
+    out, lse = torch.full_like(q, math.nan), torch.full((1, 2, 150), math.nan)
+    for _ in range(2):
+        with gluon_cpu.simulate():
+            launch._launch(5, q, k, v, out, lse, causal, 0.125 * math.log2(math.e), 0, True)
+    (results,) = memory.values()
+    assert len(results) > 2 * 2 * 2 * 128 * 65, "programs share tiles"
+    expected, expected_lse = reference(q, k, v, causal=causal)
+    assert (out.double() - expected).norm() <= 6e-3 * expected.norm()
+    torch.testing.assert_close(lse.double(), expected_lse, atol=2e-3, rtol=0)
+
+
+@needs_triton
 @pytest.mark.parametrize("capturing", [False, True])
 def test_a_captured_graph_keeps_its_schedule(monkeypatch, capturing):
     """A graph has the schedule's address only: once 64 other shapes had come, it read which tiles to compute from freed memory."""
@@ -345,7 +335,7 @@ def test_random_problems_on_random_machines(monkeypatch, seed):
         dtype, lse = rng.choice((torch.bfloat16, torch.float16)), rng.random() < 0.5
         q = torch.randn(1, sq, group, head_dim, dtype=dtype).transpose(1, 2)
         k, v = (torch.randn(1, 1, sk, head_dim, dtype=dtype) for _ in range(2))
-        plan = plan_for(5, head_dim, variant_for(head_dim, causal, window, sq, sk, group, programs, lse))
+        plan = plan_for(5, head_dim, variant_for(head_dim, causal, window, sq, sk, group, programs))
         most = (
             min(programs // (-(-(sq + 127) // plan.rows) * group), 8) if plan.consumers < 3 and plan.q_slots == 1 else 1
         )

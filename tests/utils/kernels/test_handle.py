@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from utils.kernels.handle import KEPT, Handle, _Map, observed
+from utils.kernels.handle import KEPT, Handle, Map, observed
 from utils.machine.device import gluon_support, triton_support
 from utils.machine.versions import installed_version
 
@@ -60,7 +60,7 @@ def test_a_launch_is_repeated_with_other_tensors(monkeypatch, described):
     def expected(hooks):
         """What Triton's launcher itself passes on."""
         before = (5, 1, 1, 73, 11, "packed", *hooks)
-        run(*before, _Map(x, [4, 8], [8, 1]) if described else x.data_ptr(), y.data_ptr(), table.data_ptr(), 9, "PLAN")
+        run(*before, Map(x, [4, 8], [8, 1]) if described else x.data_ptr(), y.data_ptr(), table.data_ptr(), 9, "PLAN")
         return [list(part) if isinstance(part, (list, tuple)) else part for part in calls.pop()]
 
     for _ in range(2):

@@ -6,17 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from utils.attention.gluon.shared import accumulator, left_operand, rescale, wait_products
+from utils.attention.gluon.shared import left_operand, rescale, start_scores, wait_products
 from utils.attention.gluon.softmax import first_softmax, half_softmax, join_rows, split_rows, spread, whole_softmax
-
-
-@gluon.jit
-def start_scores(q, k):
-    """Hand Q K^T to the tensor cores: tiles [BLOCK_M, BLOCK_D] and [BLOCK_N, BLOCK_D] of shared memory."""
-    BLOCK_M: gl.constexpr = q.shape[0]
-    BLOCK_N: gl.constexpr = k.shape[0]
-    zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, accumulator(BLOCK_N))
-    return warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -35,7 +26,7 @@ def first_block(work, block, q, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TAIL
     MASKED: gl.constexpr = CAUSAL or WINDOW or TAIL
     work.k.wait_full(block.number)
     # The softmax reads the scores' registers: before this wait the tensor cores may not have written them.
-    s = wait_products(start_scores(q, work.k.tile(block.number)), 0, PLAN.block_n)
+    s = wait_products(start_scores(q, work.k.tile(block.number), PLAN.depth), 0, PLAN.block_n)
     work.k.release(block.number)
     if MASKED:
         s = work.mask(s, block, CAUSAL, WINDOW)
@@ -46,22 +37,9 @@ def first_block(work, block, q, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TAIL
 
 @gluon.jit
 def finish_block(
-    work,
-    block,
-    s,
-    pv,
-    state,
-    more,
-    masked,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    TAIL: gl.constexpr = False,
-    NEXT_TILE: gl.constexpr = False,
+    work, block, s, pv, state, more, masked, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TAIL: gl.constexpr = False
 ):
-    """The softmax of block i, from the scores `s` in flight, while P V(i-1), `pv`, is still running.
-
-    NEXT_TILE: block i is another tile's first one, so that its maximum has nothing to do with `pv`.
-    """
+    """The softmax of block i, from the scores `s` in flight, while P V(i-1), `pv`, is still running."""
     PLAN: gl.constexpr = work.PLAN
     MASKED: gl.constexpr = CAUSAL or WINDOW or TAIL
     dtype: gl.constexpr = work.k.tiles.dtype
@@ -90,8 +68,7 @@ def finish_block(
         work.k.wait_full(block.number + 1, pred=more)
         o = wait_products(pv, 0, PLAN.block_d)
         work.v.release(block.number - 1)
-        if not NEXT_TILE:
-            o = rescale(o, spread((rows.factor,), o))
+        o = rescale(o, spread((rows.factor,), o))
         return o, gl.convert_layout(p, left_operand(PLAN.block_d)), (rows,)
 
 
@@ -102,7 +79,7 @@ def step(work, block, q, o, p, state, more, masked, CAUSAL: gl.constexpr, WINDOW
     more: whether another block follows. CAUSAL, WINDOW: what the mask is where `masked`; both false in a loop over
     blocks that need none.
     """
-    s = start_scores(q, work.k.tile(block.number))
+    s = start_scores(q, work.k.tile(block.number), work.PLAN.depth)
     pv = start_output(work, block.number, o, p, state)
     o, p, state = finish_block(work, block, s, pv, state, more, masked, CAUSAL, WINDOW)
     return o, p, state

@@ -6,7 +6,6 @@ import functools
 import importlib
 import math
 from collections.abc import Callable
-from dataclasses import asdict
 
 import torch
 
@@ -51,7 +50,8 @@ def attention_gluon(
 
 @attention_gluon.register_fake
 def _attention_gluon_fake(q, k, v, causal, scale, window, return_lse, step, lengths=None):
-    return _empty_results(q, return_lse)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return out, q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
 
 
 differentiate(attention_gluon)
@@ -104,11 +104,6 @@ def repeat(q, k, v, causal: bool, scale: float, window: int, lengths: tuple[int,
     return attend
 
 
-def _empty_results(q: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    return out, q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
-
-
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -151,9 +146,7 @@ def forward(
     return (out, lse) if return_lse else out
 
 
-def plan_of(
-    step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: int, lse: bool = False, lengths=()
-) -> Plan:
+def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: int, lengths=()) -> Plan:
     """Return the plan that a step takes for these tensors on their GPU."""
     batch, heads, sq, head_dim = q.shape
     if step < 5:
@@ -161,12 +154,12 @@ def plan_of(
     programs = _multiprocessors(q.device)
     if lengths:
         return plan_for(step, head_dim, packed_variant(head_dim, sq, batch * heads, programs))
-    return plan_for(step, head_dim, variant_for(head_dim, causal, window, sq, k.shape[2], batch * heads, programs, lse))
+    return plan_for(step, head_dim, variant_for(head_dim, causal, window, sq, k.shape[2], batch * heads, programs))
 
 
 def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse, lengths=()) -> Callable | None:
     """Choose the plan and run the kernel of a step; c: scale * log2(e), window 0: none. Step 5 returns its launch."""
-    plan, programs = plan_of(step, q, k, causal, window, return_lse, lengths), _multiprocessors(q.device)
+    plan, programs = plan_of(step, q, k, causal, window, lengths), _multiprocessors(q.device)
     lse = lse if return_lse else unused(q.device)
     return step_module(step).launch(
         Arguments(q, k, v, out, lse, causal, window, return_lse, c, plan, programs, lengths)
@@ -176,8 +169,3 @@ def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse, lengths
 @functools.lru_cache(maxsize=16)
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def describe(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: int = 0) -> dict:
-    """Return the plan that a step takes for these tensors as a dictionary, for reports."""
-    return {"step": step, **asdict(plan_of(step, q, k, causal, window))}

@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("step", choices=[*map(str, STEPS), "blackwell"])
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
-    parser.add_argument("--variant", choices=("", "one", "few", "ahead", "ahead of three"), default="")
+    parser.add_argument("--variant", choices=("", "one", "few", "ahead"), default="")
     parser.add_argument("--window", choices=("", "distance", "rows"), default="")
     for flag in ("causal", "tail", "lse", "parts", "offset"):
         parser.add_argument(f"--{flag}", action="store_true")

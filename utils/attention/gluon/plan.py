@@ -39,17 +39,13 @@ class Plan:
     keys_first: int = (
         0  # so many blocks of K and V of a later tile are asked for before its Q, whose only slot is free last
     )
+    depth: int = 0  # 80 or 96: so many columns of Q and K make the scores, not all 128 of their tiles
     ahead: bool = False  # a tile's end overlaps the next tile's start (`consumer_ahead`): needs two tiles of Q
 
     @property
     def rows(self) -> int:
         """Query rows of a block."""
         return BLOCK_M * self.consumers
-
-    @property
-    def v_stages(self) -> int:
-        """Slots of the V ring."""
-        return self.stages + self.v_extra
 
 
 @dataclass(frozen=True)
@@ -77,10 +73,11 @@ class Case:
 _STEP_5 = {
     (64, ""): Plan(64, 128, 3, 4, 160, own_keys=True, q_slots=2),
     (64, "ahead"): Plan(64, 128, 2, 3, 240, halves=True, q_slots=2, ahead=True),
-    (64, "ahead of three"): Plan(64, 128, 3, 4, 160, q_slots=2, ahead=True),
     (64, "few"): Plan(64, 128, 2, 3, 240, halves=True, own_keys=True, q_slots=2),
     (128, ""): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2),
     (128, "ahead"): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2, ahead=True),
+    # Full attention in tiles of 192 rows, where they make fewer rounds.
+    (128, "three"): Plan(128, 64, 3, 4, 160, o_in_q=True, q_slots=2),
     (64, "one"): Plan(64, 128, 1, 4, 240, halves=True, prefill=1),
     (128, "one"): Plan(128, 128, 1, 2, 240, v_extra=1, halves=True, prefill=1),
     (256, "one"): Plan(256, 64, 1, 2, 240, v_extra=1, halves=True, o_in_q=True, prefill=1),
@@ -130,16 +127,14 @@ def _window_variant(d: int, sq: int, sk: int, heads: int, causal: bool, window: 
     return "few" if 4 * masked > seen and 1.25 * more <= rounds else ""
 
 
-def variant_for(
-    head_dim: int, causal: bool, window: int, sq: int, sk: int, heads: int, programs: int, lse: bool = False
-) -> str:
+def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, heads: int, programs: int) -> str:
     """Name the variant of step 5's plan that an attention takes.
 
     window: 0 for none. heads: of all sequences. programs: multiprocessors.
 
     "one": one consumer, where even tiles of 64 rows are fewer than programs. "few": smaller tiles and more registers, where there
-    are few tiles or many masks. "ahead" and, with three consumers, "ahead of three": full attention, where one tile's end overlaps the
-    next tile's start. "": any other.
+    are few tiles or many masks. "ahead": full attention, where one tile's end overlaps the next tile's start. "three": full attention
+    in fewer rounds of larger tiles. "": any other.
     """
     d = block_head_dim(head_dim)
     whole, few, one = _STEP_5[d, ""], _STEP_5.get((d, "few")), _STEP_5[d, "one"]
@@ -155,19 +150,16 @@ def variant_for(
         return _window_variant(d, sq, sk, heads, causal, window, programs)
     if causal:
         return _causal_variant(sq, sk, heads, programs) if d == 64 else ""
-    plan = _STEP_5.get((d, "ahead"))
-    if plan is None or sk <= plan.block_n:
+    ahead, other = _STEP_5.get((d, "ahead")), "" if d == 64 else "three"
+    if ahead is None or sk <= ahead.block_n:
         return ""
-    if d == 128:
-        return "ahead"
-    # The other plan has 192 rows, not 128: a round of it takes 4/3 as long for each block of keys, and for a tile's start and
-    # end, which nothing overlaps there, 2.7 blocks, not 2.
-    ahead, other = (-(-(-(-sq // p.rows) * heads) // programs) for p in (plan, _STEP_5[d, ""]))
-    blocks = -(-sk // plan.block_n)
-    if 3 * ahead * (blocks + 2) <= 4 * other * (blocks + 2.7):
-        return "ahead"
-    # Where a tail is masked "ahead of three" is no faster, and with the log-sum-exp ptxas spills 48 bytes of it.
-    return "" if lse or sk % plan.block_n else "ahead of three"
+    # The other plan has 192 rows, not 128: a round of it takes 4/3 as long for each block of keys at head dimension 64, and 1.63
+    # times at 128. A tile's start and end take it 2.7 blocks, not 2, or none where the tiles that "ahead" overlaps take 1.3.
+    rounds, more = (-(-(-(-sq // p.rows) * heads) // programs) for p in (ahead, _STEP_5[d, other]))
+    blocks = -(-sk // ahead.block_n)
+    if d == 64:
+        return "ahead" if 3 * rounds * (blocks + 2) <= 4 * more * (blocks + 2.7) else ""
+    return "three" if more < rounds and 1.63 * more * blocks <= rounds * (blocks + 1.3) else "ahead"
 
 
 def packed_variant(head_dim: int, tokens: int, heads: int, programs: int) -> str:
@@ -223,7 +215,8 @@ def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
             _STEP_5[d, ""], v_extra=0, stages=3 if d == 64 else 2, q_slots=1, o_in_q=d == 256, prefill=0, keys_first=0
         )
     if step == 5:
-        return _STEP_5.get((d, variant)) or _STEP_5[d, ""]
+        plan = _STEP_5.get((d, variant)) or _STEP_5[d, ""]
+        return replace(plan, depth=-(-head_dim // 16) * 16 if 64 < head_dim <= 96 else 0)
     raise ValueError(f"The ladder has the steps 1 to 5; got step {step!r}.")
 
 

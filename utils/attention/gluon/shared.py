@@ -13,7 +13,7 @@ from typing import dataclass_transform
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin, tensor
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
 
 from utils.machine import versions
 
@@ -134,6 +134,24 @@ def inverse_and_lse(m, total, c):
     empty = total == 0.0
     safe = gl.where(empty, 1.0, total)
     return gl.where(empty, 0.0, 1.0 / safe), gl.where(empty, MINUS_INF, (m * c + gl.log2(safe)) * LN2)
+
+
+@gluon.jit
+def start_scores(q, k, DEPTH: gl.constexpr = 0):
+    """Hand q @ k^T to the tensor cores, from zero. q: 64 rows in shared memory or registers; k: a tile in shared memory.
+
+    DEPTH: the columns that are multiplied, 80 or 96; 0: all. Tiles are zero behind them, and zeros take as long as other numbers.
+    """
+    ROWS: gl.constexpr = q.shape[0]
+    COLUMNS: gl.constexpr = k.shape[0]
+    zero = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS))
+    columns = k.permute([1, 0])
+    if DEPTH == 0:
+        return warpgroup_mma(q, columns, zero, use_acc=False, is_async=True)
+    else:  # slices are powers of two: 64 columns, and 16 or 32
+        REST: gl.constexpr = DEPTH - 64
+        s = warpgroup_mma(q.slice(0, 64, 1), columns.slice(0, 64, 0), zero, use_acc=False, is_async=True)
+        return warpgroup_mma(q.slice(64, REST, 1), columns.slice(64, REST, 0), s, is_async=True)
 
 
 @builtin

@@ -39,15 +39,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from utils.attention.gluon.arguments import Arguments, unused
-from utils.attention.gluon.blocks import finish_block, first_block, start_output, start_scores, step
+from utils.attention.gluon.blocks import finish_block, first_block, start_output, step
 from utils.attention.gluon.dealing import deal_tiles
 from utils.attention.gluon.intervals import begin_with_sequences, packed_queries
 from utils.attention.gluon.loads import fill_rings, producer
 from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
 from utils.attention.gluon.plan import Case, parts_for, row_offset, tile_blocks
-from utils.attention.gluon.shared import accumulator, wait_products
-from utils.attention.gluon.softmax import normalizers, spread, unseen_halves, unseen_whole
+from utils.attention.gluon.shared import accumulator, start_scores, wait_products
+from utils.attention.gluon.softmax import normalizers, spread, unseen_halves
 from utils.attention.gluon.stores import store_lse, store_rows, store_tile
 from utils.kernels.capture import tensor_on
 from utils.kernels.handle import Handle
@@ -190,7 +190,7 @@ def consumer_ahead(work, results, W: gl.constexpr):
         o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, accumulator(BLOCK_D))
         if PLAN.o_in_q:
             # The second block by itself: the last tile's rows leave its Q's slot while the products run.
-            s = start_scores(q, work.k.tile(it))
+            s = start_scores(q, work.k.tile(it), PLAN.depth)
             pv = start_output(work, it, o, p, state)
             if i > 0:
                 tma.store_wait(0)  # Q's slot holds the last tile's output: the next Q may not come before it has left
@@ -208,17 +208,14 @@ def consumer_ahead(work, results, W: gl.constexpr):
         # Behind the last tile the next block is one that still lies there, and nobody asks for the result.
         work.q.wait_full(i + 1, W, pred=more)
         next_q = work.q.tile(gl.where(more, i + 1, i), W)
-        s = start_scores(next_q, work.k.tile(gl.where(more, it, it - 1)))
+        s = start_scores(next_q, work.k.tile(gl.where(more, it, it - 1)), PLAN.depth)
         pv = start_output(work, it, o, p, state)
         inverse, lses = normalizers(state, work.c, row)
         if work.CASE.lse:
             store_lse(lse_ptr, lses, flat, work.sq, work.sq)
-        if PLAN.halves:
-            unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
-        else:
-            unseen = (unseen_whole(BLOCK_M, accumulator(BLOCK_N)),)
+        unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
         block = Block(it, it, last_key)
-        o, p, state = finish_block(work, block, s, pv, unseen, more, True, False, False, TAIL, True)
+        o, p, state = finish_block(work, block, s, pv, unseen, more, True, False, False, TAIL)
         it += 1
         if not PLAN.o_in_q:
             tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
@@ -238,21 +235,11 @@ def consume(work, results, W: gl.constexpr):
 
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
-@gluon.jit(
-    do_not_specialize=[
-        "sq",
-        "sk",
-        "window",
-        "tiles_m",
-        "heads_total",
-        "heads",
-        "group",
-        "schedule_stride",
-        "offset",
-        "parts",
-        "eighths",
-    ]
-)
+SIZES = ["sq", "sk", "window", "tiles_m", "heads_total", "heads", "group"]
+SIZES += ["schedule_stride", "offset", "parts", "eighths"]
+
+
+@gluon.jit(do_not_specialize=SIZES)
 def attention_step5(
     q_desc,
     k_desc,
@@ -286,7 +273,9 @@ def attention_step5(
     PREFILL: gl.constexpr = PLAN.prefill
     gl.static_assert(PLAN.stages >= PREFILL)
     if PLAN.ahead:
-        gl.static_assert(PLAN.q_slots == 2 and not (CASE.causal or CASE.window != "" or CASE.parts or PLAN.own_keys))
+        gl.static_assert(
+            PLAN.halves and PLAN.q_slots == 2 and not (CASE.causal or CASE.window != "" or CASE.parts or PLAN.own_keys)
+        )
     WINDOW: gl.constexpr = CASE.window != ""
     READY: gl.constexpr = PREFILL if PREFILL > 0 else None
     q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, 0, CONSUMERS if PREFILL > 0 else None, WINDOW)
@@ -331,10 +320,10 @@ def attention_step5(
 
 @functools.lru_cache(maxsize=64)
 def tile_schedule(
-    blocks: tuple[int, ...], heads_total: int, group: int, head_bytes: int, programs: int, device: torch.device, **more
+    blocks: tuple[int, ...], heads_total: int, group: int, head_bytes: int, programs: int, device: torch.device
 ) -> tuple[torch.Tensor | None, int]:
     """The schedule of a head's tiles on the GPU, a row for each program, and the length of a row; None: not dealt."""
-    dealt = deal_tiles(blocks, heads_total, group, head_bytes, programs, **more)
+    dealt = deal_tiles(blocks, heads_total, group, head_bytes, programs)
     if dealt is None:
         return None, 0
     # A row: how many tiles, the tiles, and one more, because a program reads ahead.
@@ -393,8 +382,7 @@ def launch(a: Arguments) -> Launch | None:
     schedule, stride = None, 0
     if parts == 1 and tiles > programs and len(set(blocks)) > 1:  # causal, or a window
         head_bytes = a.sk * plan.block_d * 4
-        more = {"exchanged": 0} if a.lengths else {}
-        schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device, **more)
+        schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device)
     dealt = schedule is not None
     together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
     threads = offset > 0 or (len(a.lengths) > 1 and begin_with_sequences(plan.rows, a.causal))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -44,54 +44,24 @@ class Launch(NamedTuple):
     warps: int = 4
 
 
-@dataclass(slots=True)
 class Gradients:
     """One backward pass: q, out, dout (B, H, Sq, D), k, v (B, Hkv, Sk, D), not empty; lse, dlse (B, H, Sq) fp32.
 
-    The tensors from `dq` on are made here.
+    dlse: gradient of the log-sum-exp, if it was used. slots: pieces of blocks, whose dK and dV are added up. The tensors
+    from `dq` on are made here.
     """
 
-    dout: torch.Tensor
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    dlse: torch.Tensor | None  # gradient of the log-sum-exp, if it was used
-    plan: BackwardPlan
-    slots: int  # pieces of blocks, whose dK and dV are added up
-
-    dq: torch.Tensor = field(init=False)
-    dk: torch.Tensor = field(init=False)
-    dv: torch.Tensor = field(init=False)
-    lse2: torch.Tensor = field(init=False)  # (B * H, rows) fp32: lse * log2(e)
-    delta: torch.Tensor = field(init=False)  # (B * H, rows) fp32: rowsum(dO * O)
-    sums: torch.Tensor = field(init=False)  # of dQ, B * H * rows * block_d, fp32, rows of 128
-    parts: torch.Tensor = field(init=False)  # of dK and dV (`shares.py`)
-    counter: torch.Tensor = field(init=False)  # (1,) int32: numbers that were drawn (`shares.py`)
-
-    def __post_init__(self):
-        q, width = self.q, self.plan.block_d
-        batch, heads, sq, _ = q.shape
-        rows = -(-sq // 128) * 128
-        contiguous = torch.contiguous_format
-        self.dq, self.dk, self.dv = (torch.empty_like(x, memory_format=contiguous) for x in (q, self.k, self.v))
-        self.lse2, self.delta = self.lse.new_empty((2, batch * heads, rows)).unbind()
+    def __init__(self, dout, q, k, v, out, lse, dlse: torch.Tensor | None, plan: BackwardPlan, slots: int):
+        self.dout, self.q, self.k, self.v, self.out, self.lse, self.plan = dout, q, k, v, out, lse, plan
+        self.dlse = lse if dlse is None else dlse
+        heads, rows, width = q.shape[0] * q.shape[1], -(-q.shape[2] // 128) * 128, plan.block_d
+        self.dq, self.dk, self.dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        self.dk_memory, self.dv_memory = self.dk, self.dv  # as threads write them, past their TMA descriptors
+        self.lse2, self.delta = lse.new_empty((2, heads, rows)).unbind()  # lse * log2(e), rowsum(dO * O)
         # Where nothing is summed in memory, the kernels get a pointer that they do not use.
-        self.sums = self.lse.new_empty((batch * heads * rows * width // 128, 128)) if self.plan.dq else self.lse2
-        self.parts = self.lse.new_empty(self.slots * 256 * width) if self.slots else self.lse2
-        self.counter = torch.empty(1, dtype=torch.int32, device=q.device)
-        self.dlse = self.lse if self.dlse is None else self.dlse
-
-    @property
-    def dk_memory(self) -> torch.Tensor:
-        """DK as threads write it, past its TMA descriptor."""
-        return self.dk
-
-    @property
-    def dv_memory(self) -> torch.Tensor:
-        """DV as threads write it, past its TMA descriptor."""
-        return self.dv
+        self.sums = lse.new_empty((heads * rows * width // 128, 128)) if plan.dq else self.lse2  # of dQ
+        self.parts = lse.new_empty(slots * 256 * width) if slots else self.lse2  # of dK and dV (`shares.py`)
+        self.counter = torch.empty(1, dtype=torch.int32, device=q.device)  # numbers that were drawn (`shares.py`)
 
 
 def flat_descriptor(x: torch.Tensor, box: list[int]):

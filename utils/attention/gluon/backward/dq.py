@@ -23,9 +23,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from utils.attention.gluon.backward.pipeline import SIZES, Sizes
-from utils.attention.gluon.backward.step3_warp_specialized import start_product, store_rows
+from utils.attention.gluon.backward.step3_warp_specialized import store_rows
 from utils.attention.gluon.pipeline import allocate_ring
-from utils.attention.gluon.shared import accumulator, left_operand, tma_load, wait_products
+from utils.attention.gluon.shared import accumulator, left_operand, start_scores, tma_load, wait_products
 
 
 @gluon.jit
@@ -79,9 +79,9 @@ def consumer(sizes, place, rings, dq_desc, numbers, c, scale, W: gl.constexpr):
         q = q_tiles.index(own).reshape([64, BLOCK_D])
         do = do_tiles.index(own).reshape([64, BLOCK_D])
         k.wait_full(i)
-        s = start_product(q, k.tile(i).permute([1, 0]), 64, BLOCK_N)
+        s = start_scores(q, k.tile(i))
         v.wait_full(i)
-        dp = start_product(do, v.tile(i).permute([1, 0]), 64, BLOCK_N)
+        dp = start_scores(do, v.tile(i))
         s = wait_products(s, 1, BLOCK_N)
         p = gl.exp2(s * c - lse2[:, None])
         if sizes.needs_mask(key, BLOCK_N, row, 64):

@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 INFINITY = gl.constexpr(float("inf"))
+PLACES = ["o_batch", "o_head", "o_row", "do_batch", "do_head", "do_row"]
 
 
 @gluon.jit
@@ -42,21 +43,7 @@ def add_fragments(sums, x):
     gl.atomic_add(at, to_fragments(x), sem="relaxed")
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "o_batch",
-        "o_head",
-        "o_row",
-        "do_batch",
-        "do_head",
-        "do_row",
-        "sq",
-        "heads",
-        "rows",
-        "head_dim",
-        "width",
-    ]
-)
+@gluon.jit(do_not_specialize=[*PLACES, "sq", "heads", "rows", "head_dim", "width"])
 def start_backward(
     o_ptr,
     do_ptr,

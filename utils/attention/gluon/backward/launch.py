@@ -9,27 +9,55 @@ mode and at head dimension 256 the kernel of `dq.py` computes dQ, which needs no
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from utils.attention.gluon.arguments import addressable
 from utils.attention.gluon.backward.arguments import Gradients, find_order, launches, processors, run
-from utils.attention.gluon.backward.plan import BackwardPlan, plan_for
+from utils.attention.gluon.backward.plan import plan_for
 from utils.newest import Newest
+
+
+class _Place:
+    """A place in memory, which launches ask for its address as they ask a tensor."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, address: int):
+        self.address = address
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self.address
+
+
+_GIVEN = "dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv"
+_BETWEEN = "lse2", "delta", "sums", "parts", "counter"  # from launch to launch, in one piece of memory
 
 
 class _Kept:
     """The launches of an earlier backward pass, for one on tensors of the same shapes, strides and types."""
 
-    __slots__ = ("handles", "plan", "slots")
+    __slots__ = ("handles", "size", "starts")
 
-    def __init__(self, handles: list, plan: BackwardPlan, slots: int):
-        self.handles, self.plan, self.slots = handles, plan, slots
+    def __init__(self, handles: list, g: Gradients):
+        names = [*_GIVEN, *_BETWEEN]
+        self.handles = [
+            (handle, [names.index(n.removesuffix("_memory")) for n in tensors]) for handle, tensors in handles
+        ]
+        # The counter, a number, is the last one: all begin at multiples of 16 bytes.
+        *starts, self.size = itertools.accumulate((getattr(g, name).numel() for name in _BETWEEN), initial=0)
+        self.starts = [4 * start for start in starts]
 
-    def __call__(self, dout, q, k, v, out, lse, dlse) -> Gradients:
-        g = Gradients(dout, q, k, v, out, lse, dlse, self.plan, self.slots)
-        for handle, names in self.handles:
-            handle(*[getattr(g, name) for name in names])
-        return g
+    def __call__(self, dout, q, k, v, out, lse, dlse) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        between = lse.new_empty(self.size)
+        begin, dlse = between.data_ptr(), lse if dlse is None else dlse
+        tensors = dout, q, k, v, out, lse, dlse, dq, dk, dv, *[_Place(begin + start) for start in self.starts]
+        for handle, places in self.handles:
+            handle(*[tensors[i] for i in places])
+        return dq, dk, dv
 
 
 _kept: Newest[tuple, _Kept] = Newest(1024)
@@ -104,10 +132,9 @@ def gradients(
     )
     kept = _kept.get(key)
     if kept is not None and starts % 16 == 0:
-        g = kept(*given, lse, dlse)
-    else:
-        with torch.cuda.device(q.device if q.is_cuda else -1):
-            g = _launch(key, given, lse, dlse, causal, scale, window, deterministic, step, lengths)
+        return kept(*given, lse, dlse)
+    with torch.cuda.device(q.device if q.is_cuda else -1):
+        g = _launch(key, given, lse, dlse, causal, scale, window, deterministic, step, lengths)
     return g.dq, g.dk, g.dv
 
 
@@ -134,5 +161,5 @@ def _launch(key: tuple, given: tuple, lse, dlse, causal, scale, window, determin
     if handles[0][0] is not None and all(
         x is y for x, y in zip((dout, q, k, v, out, *numbers), (*given, lse, dlse), strict=True)
     ):
-        _kept[key] = _Kept(handles, plan, order.slots)
+        _kept[key] = _Kept(handles, g)
     return g

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import once_differentiable
 
+from utils.attention.gluon.backward.launch import gradients
 from utils.kernels.handle import observed
 
 
@@ -28,8 +29,6 @@ def attention_gluon_backward(
     lengths: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v. window 0: none; lengths: of packed sequences; dlse: gradient of the log-sum-exp, if it was used."""
-    from utils.attention.gluon.backward.launch import gradients
-
     return gradients(dout, dlse, q, k, v, out, lse, causal, scale, window, deterministic, lengths=tuple(lengths or ()))
 
 
@@ -88,7 +87,5 @@ class Attention(torch.autograd.Function):
         if observed(dout, q, k, v):
             found = attention_gluon_backward(dout, dlse, q, k, v, out, lse, *problem, list(ctx.lengths))
         else:
-            from utils.attention.gluon.backward.launch import gradients
-
             found = gradients(dout, dlse, q, k, v, out, lse, *problem, lengths=ctx.lengths)
         return None, *found, None, None, None, None, None

@@ -5,8 +5,8 @@ asked for the last tile of the one before, tells the other roles its part throug
 dV and dK leave: a block that is launched for itself begins with an empty SM. The first `whole` numbers are blocks.
 
 Few blocks leave SMs without work: 72 blocks on 132 SMs, or the 68 blocks that are left of 2048 in the last round. The numbers from
-`whole` on are equal pieces of the blocks behind, the first pieces of all of them before all second ones (`order.py`). A piece
-leaves its dK and dV in memory, fp32, and `finish_parts` adds up those of a block, always in the same order.
+`whole` on are equal pieces of the blocks behind, block after block (`order.py`). A piece leaves its dK and dV in memory, fp32, and
+`finish_parts` adds up those of a block, always in the same order.
 
     parts of dK and dV    (pieces, halves of the keys, dV and dK, 64 * BLOCK_D) fp32, in the order of `fragments.py`
 """
@@ -38,9 +38,9 @@ class Share:
     empty: gl.shared_memory_descriptor
 
     @gluon.jit
-    def rest(self):
-        """Blocks that are cut into pieces."""
-        return self.blocks_n * self.total - self.whole
+    def count(self):
+        """How many numbers there are."""
+        return self.whole + (self.blocks_n * self.total - self.whole) * self.pieces
 
     @gluon.jit
     def part(self, sizes, number):
@@ -50,11 +50,10 @@ class Share:
         slot = piece - 1
         pieces = piece + 1
         if number >= self.whole:
-            piece = (number - self.whole) // self.rest()
-            own = number - self.whole - piece * self.rest()
-            block = self.whole + own
+            slot = number - self.whole
             pieces = self.pieces
-            slot = own * pieces + piece
+            piece = slot % pieces
+            block = self.whole + slot // pieces
         n, flat = block_place(block, self.blocks_n, self.section, self.total)
         return part_of(sizes, n, flat, piece, pieces, slot)
 

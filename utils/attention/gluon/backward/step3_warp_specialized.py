@@ -25,28 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from utils.attention.gluon.backward.fragments import add_fragments
 from utils.attention.gluon.backward.pipeline import SIZES, Sizes, allocate_work, load_part, own_block
-from utils.attention.gluon.shared import accumulator, left_operand, tma_store, wait_products
-
-
-@gluon.jit
-def start_product(a, b, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Hand a @ b to the tensor cores, from zero: [64, COLUMNS]."""
-    zero = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS))
-    return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def start_scores(work, i, W: gl.constexpr):
-    """Hand S^T = K Q^T of tile i to the tensor cores: 64 keys, BLOCK_M queries."""
-    work.q.wait_full(i)
-    return start_product(work.k_rows(W), work.q.tile(i).permute([1, 0]), 64, work.sizes.PLAN.block_m)
-
-
-@gluon.jit
-def start_dp(work, i, W: gl.constexpr):
-    """Hand dP^T = V dO^T of tile i to the tensor cores: 64 keys, BLOCK_M queries."""
-    work.do.wait_full(i)
-    return start_product(work.v_rows(W), work.do.tile(i).permute([1, 0]), 64, work.sizes.PLAN.block_m)
+from utils.attention.gluon.shared import accumulator, left_operand, start_scores, tma_store, wait_products
 
 
 @gluon.jit
@@ -76,7 +55,8 @@ def start_dq(work, exchange, i, W: gl.constexpr):
     mbarrier.arrive(written.index(slot), count=1)
     mbarrier.wait(written.index(slot), (i // 2) & 1)  # the other consumer's keys are in this sum too
     k = work.k.reshape([128, 128]).slice(W * 64, 64, 1)
-    return start_product(tiles.index(slot).permute([1, 0]), k, 64, 64)
+    zero = gl.zeros([64, 64], gl.float32, accumulator(64))
+    return warpgroup_mma(tiles.index(slot).permute([1, 0]), k, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -103,8 +83,10 @@ def consumer(work, part, exchange, dq_sums, dk_desc, dv_desc, W: gl.constexpr):
     mbarrier.wait(work.loaded.index(0), 0)
     mbarrier.wait(work.loaded.index(1), 0)
     for i in range(part.count):
-        s = start_scores(work, i, W)
-        dp = start_dp(work, i, W)
+        work.q.wait_full(i)
+        s = start_scores(work.k_rows(W), work.q.tile(i))
+        work.do.wait_full(i)
+        dp = start_scores(work.v_rows(W), work.do.tile(i))
         s = wait_products(s, 1, BLOCK_M)
         p = probabilities(work, s, i, key, m * BLOCK_M)
         p16 = gl.convert_layout(p.to(dtype), left_operand(BLOCK_D))

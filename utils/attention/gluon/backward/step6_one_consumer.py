@@ -292,7 +292,7 @@ def producer(work, share, freed, descriptors):
     number = gl.program_id(0)
     turn = 0
     done = 0
-    while number < share.whole + share.rest() * share.pieces:
+    while number < share.count():
         part = share.part(work.sizes, number)
         share.tell(part, turn)
         mbarrier.wait(freed, (turn & 1) ^ 1)  # the consumer may still read the last part's K and V

@@ -22,14 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from utils.attention.gluon.backward.fragments import from_fragments, to_fragments
 from utils.attention.gluon.backward.pipeline import SIZES, Sizes, allocate_work, load_part, own_block
-from utils.attention.gluon.backward.step3_warp_specialized import probabilities, start_product, store_rows
-from utils.attention.gluon.shared import accumulator, left_operand, wait_products
+from utils.attention.gluon.backward.step3_warp_specialized import probabilities, store_rows
+from utils.attention.gluon.shared import accumulator, left_operand, start_scores, wait_products
 
 
 @gluon.jit
 def start_transposed(rows, left, tile):
     """Hand rows @ tile^T to the tensor cores, S^T or dP^T: a product of the columns in registers, and one of the others."""
-    x = start_product(left, tile.slice(0, 128, 1).permute([1, 0]), 64, 64)
+    x = start_scores(left, tile.slice(0, 128, 1))
     return warpgroup_mma(rows.slice(128, 128, 1), tile.slice(128, 128, 1).permute([1, 0]), x, is_async=True)
 
 

@@ -15,6 +15,7 @@ from utils.attention.gluon.shared import (
     left_operand,
     online_softmax,
     rescale,
+    start_scores,
     thread_barrier,
 )
 
@@ -37,10 +38,7 @@ class RowsAsRows:
     @gluon.jit
     def start_scores(self, k_tile):
         """Hand the scores of a block to the tensor cores; k_tile: a slot of the ring."""
-        BLOCK_N: gl.constexpr = self.cache.PLAN.block_n
-        k = k_tile.reshape([BLOCK_N, self.cache.PLAN.block_d])
-        zero = gl.zeros([64, BLOCK_N], gl.float32, accumulator(BLOCK_N))
-        return warpgroup_mma(self.q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
+        return start_scores(self.q, k_tile.reshape([self.cache.PLAN.block_n, self.cache.PLAN.block_d]))
 
     @gluon.jit
     def start_block(self, cursor, j, s, state, v_tile, v_full, LAST: gl.constexpr):

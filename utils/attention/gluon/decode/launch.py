@@ -24,6 +24,7 @@ from utils.attention.gluon.decode.plan import (
     merge_shape,
 )
 from utils.attention.problem import positive_scale
+from utils.kernels.handle import Map
 from utils.newest import Newest
 
 LOG2_E = math.log2(math.e)
@@ -103,20 +104,6 @@ def _find_launch(q, k, v, causal: bool, window: int, lengths: bool, block_table)
 
 
 _LAUNCHES: Newest[tuple, Launch] = Newest(512)
-
-
-class Map:
-    """What Triton's launcher reads of a TMA descriptor: a tensor, its shape and its strides.
-
-    Triton's own class checks its arguments each time it is made, which takes longer than the rest of a call.
-    """
-
-    __slots__ = ("base", "shape", "strides")
-    padding = "zero"
-    round_f32_to_tf32 = False
-
-    def __init__(self, base, shape, strides):
-        self.base, self.shape, self.strides = base, shape, strides
 
 
 class Launch:

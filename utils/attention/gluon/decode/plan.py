@@ -25,6 +25,7 @@ MANY_ROWS = 16  # query rows up to which keys are the rows of the products
 # Of keys and values: where it is faster that they leave the L2 first, by up to 2 us. With 4 to 12 MB it gains 0.3 us at most, with
 # 268 MB nothing, and from half a gigabyte on it is slower.
 HINT_BYTES = 16 << 20, 192 << 20
+MANY_PARTS = 33  # of a head; with twice as many one or two heads of 32,768 keys took 1.08 to 1.24 times as long
 LARGE_BYTES = 250_000_000  # of keys and values, from which a program for each whole head is faster than as many as SMs
 LONG_HEADS = 4096  # keys of a head, from which that is so
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
@@ -221,7 +222,7 @@ def cluster_parts(shape: Shape, multiprocessors: int) -> int:
     if shape.rows > 8 and 0 < shape.page < SMALL_PAGE:
         return 0
     longest = -(-shape.keys // (128 * parts))  # share of a program, in blocks
-    if 2 * heads * parts <= multiprocessors and longest > (8 if parts == 2 else 64 if shape.rows > 8 else longest):
+    if 2 * heads * parts <= multiprocessors and longest > 8 and (parts == 2 or shape.rows > 8):
         return 0  # half of the SMs do not compute so many rows, or read so many keys, as fast as all of them
     return parts
 
@@ -277,6 +278,8 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
     blocks = -(-shape.keys // plan.block_n) - (shape.keys - shape.seen) // plan.block_n
     whole = not shape.lengths and takes_whole_heads(heads, blocks, places)
     programs = even_programs(heads, places)
+    if programs > MANY_PARTS * heads and shape.bytes <= HINT_BYTES[1] and not shape.fp8:
+        programs = even_programs(heads, places // 2)  # as many parts of a head take longer to add up than to read
     if whole:
         # They drift apart, and so some read while others begin and end. Short heads are loaded before others end.
         drift = shape.bytes >= LARGE_BYTES and shape.seen >= LONG_HEADS

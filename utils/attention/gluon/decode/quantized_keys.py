@@ -32,18 +32,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from utils.attention.gluon.decode.blocks import load_block, load_queries, mask_block, needs_mask, page_numbers
 from utils.attention.gluon.decode.keys import allocate_probabilities, softmax, thread_sums
 from utils.attention.gluon.decode.merge import inverse
-from utils.attention.gluon.shared import MINUS_INF, accumulator, thread_barrier
+from utils.attention.gluon.shared import MINUS_INF, accumulator, left_operand, thread_barrier
 
 # Four numbers of e4m3 in one register become four of fp16 in two, exactly.
 CONVERT = gl.constexpr(
     "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
 )
-
-
-@gluon.constexpr_function
-def left_operand(columns):
-    """Layout of a left operand in registers, 64 rows for the four warps."""
-    return gl.DotOperandLayout(0, accumulator(columns), 2)
 
 
 @gluon.constexpr_function

@@ -16,11 +16,11 @@ from utils.attention.gluon.decode.merge import Results
 from utils.attention.gluon.decode.work import Cursor, Split
 from utils.attention.gluon.pipeline import Ring
 from utils.attention.gluon.shared import (
-    accumulator,
     aggregate,
     left_operand,
     meet,
     rescale,
+    start_scores,
     thread_barrier,
     wait_products,
 )
@@ -52,14 +52,6 @@ class Block:
     cursor: Cursor
     j: gl.tensor
     row: gl.tensor
-
-
-@gluon.jit
-def start_scores(q, k):
-    """Hand Q K^T to the tensor cores: [64, BLOCK_D] and [BLOCK_N, BLOCK_D] of shared memory."""
-    BLOCK_N: gl.constexpr = k.shape[0]
-    zero = gl.zeros([64, BLOCK_N], gl.float32, accumulator(BLOCK_N))
-    return warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
