@@ -208,6 +208,7 @@ def test_what_is_chosen_fits_the_call():
         (Shape(1, 8, 4, 16, 2048, 128), 64, 8, False),
         (Shape(1, 8, 4, 16, 16384, 128), 128, 0, False),  # longer, and all SMs are faster
         (Shape(1, 1, 4, 8, 32768, 256), 66, 0, False),  # the parts of one head, from half of the SMs
+        (Shape(1, 2, 16, 1, 4352, 128), 132, 0, False),  # 68 blocks: 66 programs would read two one after another
         (Shape(8, 8, 4, 1, 8192, 128), 128, 2, False),
         (Shape(16, 8, 8, 1, 8192, 128), 128, 0, True),  # nearly as many heads as SMs
         (Shape(64, 8, 4, 1, 4096, 128), 512, 0, True),  # from 250 MB on a program a head

@@ -31,7 +31,7 @@ class Plan:
     v_extra: int = 0  # slots that the V ring has beyond the K ring's: V's is released half a block later than K's
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (softmax.py)
     o_in_q: bool = False  # the output leaves through Q's tile
-    own_keys: bool = False  # each consumer starts at its own rows' last block, not at the tile's
+    own_keys: bool = False  # under a mask, each consumer starts at its own rows' last block, not at the tile's
     q_slots: int = (
         1  # tiles of Q in shared memory; with two, the next tile's Q, K and V come while this one is computed
     )
@@ -115,8 +115,8 @@ def _causal_variant(sq: int, sk: int, heads: int, programs: int) -> str:
 def _window_variant(d: int, sq: int, sk: int, heads: int, causal: bool, window: int, programs: int) -> str:
     """Return the variant for a window.
 
-    Where more than a quarter of a tile's blocks are masked, "few" has tiles of 128 rows if its rounds have a fifth fewer rows: a row
-    takes it 1.2 times as long.
+    Where more than a quarter of a tile's blocks are masked, "few" has tiles of 128 rows if its rounds have no more rows, or a fifth
+    fewer where the mask is not causal.
     """
     if d != 64:
         return ""
@@ -124,7 +124,7 @@ def _window_variant(d: int, sq: int, sk: int, heads: int, causal: bool, window: 
     masked = 3 if causal else 5  # blocks of a tile that the window's edges, or the diagonal, go through
     seen = visible(whole, sk, causal, window)
     rounds, more = (-(-(-(-sq // plan.rows) * heads) // programs) * plan.rows for plan in (whole, few))
-    return "few" if 4 * masked > seen and 1.25 * more <= rounds else ""
+    return "few" if 4 * masked > seen and (1 if causal else 1.25) * more <= rounds else ""
 
 
 def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, heads: int, programs: int) -> str:
@@ -153,12 +153,12 @@ def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, head
     ahead, other = _STEP_5.get((d, "ahead")), "" if d == 64 else "three"
     if ahead is None or sk <= ahead.block_n:
         return ""
-    # The other plan has 192 rows, not 128: a round of it takes 4/3 as long for each block of keys at head dimension 64, and 1.63
-    # times at 128. A tile's start and end take it 2.7 blocks, not 2, or none where the tiles that "ahead" overlaps take 1.3.
+    # The other plan has 192 rows, not 128: a round of it takes 1.29 times as long for each block of keys at head dimension 64, and
+    # 1.63 times at 128. A tile's start and end take it 3.6 blocks, not 2, or none where the tiles that "ahead" overlaps take 1.3.
     rounds, more = (-(-(-(-sq // p.rows) * heads) // programs) for p in (ahead, _STEP_5[d, other]))
     blocks = -(-sk // ahead.block_n)
     if d == 64:
-        return "ahead" if 3 * rounds * (blocks + 2) <= 4 * more * (blocks + 2.7) else ""
+        return "ahead" if rounds * (blocks + 2) <= more * (1.29 * blocks + 3.6) else ""
     return "three" if more < rounds and 1.63 * more * blocks <= rounds * (blocks + 1.3) else "ahead"
 
 

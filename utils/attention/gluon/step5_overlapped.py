@@ -13,7 +13,7 @@ from the last block to the first, so the masked blocks of a causal tile come fir
     registers     a consumer thread, a producer thread         160, 32          240, 24          240, 24
     shared        Q + K ring + V ring + O                      48+64+64+24      64+64+96+0       64+64+96+0 KiB
     halves        rows r and r+8 of a warp as two softmaxes    no               yes              yes
-    own_keys      each consumer starts at its own last block   yes              no               yes
+    own_keys      masked: each consumer starts at its last block yes             no               yes
     o_in_q        the output leaves through Q's tile           no               yes              yes
     prefill       blocks asked for before the roles begin      0                0                2
     keys_first    blocks of the next tile asked for before Q   0                0                2
@@ -94,7 +94,7 @@ def consumer(work, results, W: gl.constexpr):
         row = first_row + W * BLOCK_M
         stop = work.stop(tile)
         lo, hi = work.blocks(t, first_row, BLOCK_M * PLAN.consumers)
-        if PLAN.own_keys:
+        if PLAN.own_keys and (CAUSAL or WINDOW):
             # The tile's last blocks may lie behind the last key of this consumer's rows; rows that do not exist need none.
             own_hi = gl.where(row < stop, work.visible_blocks(row, BLOCK_M, stop)[1], lo + 1)
             if work.CASE.parts:  # the rows' last block may lie in another part, or all of this one's behind it

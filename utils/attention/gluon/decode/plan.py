@@ -26,6 +26,7 @@ MANY_ROWS = 16  # query rows up to which keys are the rows of the products
 # 268 MB nothing, and from half a gigabyte on it is slower.
 HINT_BYTES = 16 << 20, 192 << 20
 MANY_PARTS = 33  # of a head; with twice as many one or two heads of 32,768 keys took 1.08 to 1.24 times as long
+MANY_PARTS_BYTES = 100_000_000  # of keys and values, up to which that is so
 LARGE_BYTES = 250_000_000  # of keys and values, from which a program for each whole head is faster than as many as SMs
 LONG_HEADS = 4096  # keys of a head, from which that is so
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
@@ -278,8 +279,12 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
     blocks = -(-shape.keys // plan.block_n) - (shape.keys - shape.seen) // plan.block_n
     whole = not shape.lengths and takes_whole_heads(heads, blocks, places)
     programs = even_programs(heads, places)
-    if programs > MANY_PARTS * heads and shape.bytes <= HINT_BYTES[1] and not shape.fp8:
-        programs = even_programs(heads, places // 2)  # as many parts of a head take longer to add up than to read
+    half = even_programs(heads, places // 2)
+    few = (
+        shape.bytes <= MANY_PARTS_BYTES and not half < blocks * heads < 2 * half
+    )  # where two blocks would wait for each other
+    if programs > MANY_PARTS * heads and few and not shape.fp8:
+        programs = half  # as many parts of a head take longer to add up than to read
     if whole:
         # They drift apart, and so some read while others begin and end. Short heads are loaded before others end.
         drift = shape.bytes >= LARGE_BYTES and shape.seen >= LONG_HEADS
