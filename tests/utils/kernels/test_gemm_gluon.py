@@ -4,13 +4,15 @@ import importlib.util
 import json
 import os
 import random
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from utils.kernels.gemm_plan import PLANS, SPLITS
+from utils.kernels.gemm_plan import PLANS, SPLITS, Plan
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -23,19 +25,19 @@ hopper = pytest.mark.skipif(
 # In a process of its own: Triton may be interpreting in this one, and a fault of the assembler would end it.
 COMPILE = """
 import json, re, sys
+from dataclasses import replace
 from utils.kernels.gemm_launch import compile_for_hopper
 from utils.kernels.gemm_plan import PLANS
 from utils.kernels.offline import read_assembly
 
 reports = []
-for index, dtype, a_column_major, b_column_major, by_tma in json.loads(sys.argv[1]):
-    plan = PLANS[index]
-    kernel = compile_for_hopper(plan, dtype, a_column_major=a_column_major, b_column_major=b_column_major, by_tma=by_tma)
+for index, dtype, a_column_major, b_column_major in json.loads(sys.argv[1]):
+    plan = replace(PLANS[index], a_column_major=a_column_major, b_column_major=b_column_major)
+    kernel = compile_for_hopper(plan, dtype)
     assembly, kind = read_assembly(kernel, plan.name), dtype.replace("fp16", "f16")
     ptx = {
         "wgmma": rf"wgmma\\.mma_async\\.sync\\.aligned\\.m64n{plan.block_n}k16\\.f32\\.{kind}\\.{kind}",
         "arrivals": r"mbarrier\\.arrive\\.shared::cluster", "setmaxnreg": r"setmaxnreg\\.(?:inc|dec)",
-        "fetched": r"prefetch\\.tensormap",
     }
     sass = {
         "copies": "UTMALDG", "shared_copies": r"UTMALDG\\.[23]D\\.MULTICAST", "stores": "UTMASTG", "spills": r"\\b(?:LDL|STL)\\b",
@@ -48,9 +50,9 @@ for index, dtype, a_column_major, b_column_major, by_tma in json.loads(sys.argv[
 print(json.dumps(reports))
 """
 ORDERS = [(False, False), (False, True), (True, False), (True, True)]
-# Plan, dtype, A and B column-major, C stored by TMA: a short plan, and plans of one and two consumers, alone and in clusters.
-KINDS = {(plan.short, plan.consumers, plan.cluster > 1): i for i, plan in enumerate(PLANS)}
-VARIANTS = [(i, ("bf16", "fp16")[n % 2], *ORDERS[n % 4], n % 3 > 0) for n, i in enumerate(KINDS.values())]
+# Plan, dtype, A and B column-major: a short plan, and plans of one to three consumers.
+KINDS = {(plan.short, plan.consumers): i for i, plan in enumerate(PLANS)}
+VARIANTS = [(i, ("bf16", "fp16")[n % 2], *ORDERS[n % 4]) for n, i in enumerate(KINDS.values())]
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +73,10 @@ def reports(tmp_path_factory):
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: f"{PLANS[variant[0]].name} {variant[1:]}")
 @pytest.mark.slow
 def test_the_assembly_does_what_the_header_says(reports, variant):
-    report, plan, by_tma = reports[variant], PLANS[variant[0]], variant[-1]
+    report, plan = reports[variant], PLANS[variant[0]]
     assert report["spills"] == report["bytes"] == report["other_products"] == 0
     assert report["shared"] <= 232448
-    assert report["fetched"] == 3 * (1 if plan.short else plan.consumers + 1)  # before each role's wait
-    assert (report["stores"] > 0) == by_tma
+    assert report["stores"] == plan.pieces * plan.consumers
     assert report["wgmma"] == 4 * plan.rows // 64 * plan.consumers == report["products"]
     if plan.short:
         assert report["setmaxnreg"] == report["joins"] == 0
@@ -83,32 +84,63 @@ def test_the_assembly_does_what_the_header_says(reports, variant):
         assert report["in_flight"] == ["0x0", "0x1"]
     else:
         assert report["setmaxnreg"] > 0
-        assert plan.consumers < report["copies"] and (0 < report["shared_copies"] < report["copies"]) == (
-            plan.cluster > 1
-        )
+        assert 0 < report["shared_copies"] < report["copies"] > plan.consumers
         assert report["in_flight"] == ["0x0"] * plan.consumers + ["0x1"] * plan.consumers
         # Each consumer releases a slot in its loop and behind it; all roles join, and so do the warps without one.
-        assert report["arrivals"] == 2 * plan.consumers * (plan.cluster > 1)
-        assert report["joins"] == (plan.consumers + 3) * (plan.cluster > 1)
+        assert report["arrivals"] == 2 * plan.consumers
+        assert report["joins"] == plan.consumers + 3
+
+
+COPY = "cp.async.bulk.tensor.{}d.shared::{}.global.mbarrier::complete_tx::bytes"
+PTX = f"""
+    @%p1 {COPY.format(2, "cta")} [%r1], [%rd1, {{%r2, %r3}}], [%r7];
+    mov.u32 %r9, 0; // for all blocks of the cluster
+    @%p2 {COPY.format(2, "cta")} [%r1], [%rd1, {{%r2, %r3}}], [%r7];
+    @%p3 {COPY.format(3, "cluster")} [%r1], [%rd1, {{%r2, %r3, %r4}}], [%r7];
+    mov.u32 %r9, 0; // for this block
+    @%p4 {COPY.format(2, "cluster")} [%r1], [%rd1, {{%r2, %r3}}], [%r7];
+    @%p5 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r7], 49152;
+    @%p6 mbarrier.arrive.shared::cta.b64 _, [%r8];
+"""
+
+
+@pytest.mark.parametrize("plan", [Plan(128, 256, down=2), Plan(64, 64, abreast=4)], ids=lambda plan: plan.name)
+def test_copies_between_the_marks_go_to_all_blocks_and_lanes_arrive_in_all(plan):
+    from utils.kernels.gemm_launch import in_clusters, multicast
+
+    ptx, arrivals, copies = multicast(PTX, plan)
+    assert (arrivals, copies) == (1, 2)
+    before, _, first, second, _, behind, expect, arrive = ptx.strip().splitlines()
+    for line, condition in ((first, "@%p2"), (second, "@%p3")):
+        assert re.search(rf"{condition} cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global", line)
+        assert ".multicast::cluster [%r1]" in line and line.endswith("[%r7], all; }")
+        assert f"mov.b16 all, {2**plan.cluster - 1};" in line
+    assert "multicast" not in before + behind and "mapa" not in expect
+    assert "vote.sync.any.pred arrives, %p6, -1;" in arrive
+    assert f"setp.lt.and.u32 arrives, lane, {plan.cluster}, arrives;" in arrive
+    assert arrive.count("mbarrier.arrive") == 1 and "mapa.shared::cluster.u32 there, %r8, lane;" in arrive
+    with pytest.raises(ValueError, match="condition"):
+        multicast(PTX.replace("@%p6 ", ""), plan)
+    with pytest.raises(ValueError, match="plain has 0 shared copies"):
+        in_clusters(SimpleNamespace(name="plain", asm={"ptx": "ret;"}), plan)
 
 
 def test_operands_that_tma_can_copy_and_those_it_cannot():
-    from utils.kernels.gemm_launch import lateness, operand
-
-    def described(x):
-        descriptor, column_major = operand("A", x, 128, 64, PLANS[0])
-        return descriptor.shape, descriptor.strides, column_major, descriptor.block_shape
+    from utils.kernels.gemm_launch import Rows, rows_in_memory
 
     half = lambda *shape: torch.zeros(*shape, dtype=torch.float16)  # noqa: E731
-    assert described(half(10, 24)) == ([10, 24], [24, 1], False, [128, 64])
-    assert described(half(24, 16).T) == ([24, 16], [16, 1], True, [64, 128])
-    assert described(half(10, 40)[:, :33]) == ([10, 33], [40, 1], False, [128, 64])  # the pitch counts, not K
-    assert described(half(1, 33)) == ([1, 33], [40, 1], False, [128, 64])  # one row has no pitch
-    assert described(half(33, 1)) == ([1, 33], [40, 1], True, [64, 128])
-    assert [lateness("A", half(10, pitch)) for pitch in (24, 32, 40)] == [True, False, True]
+    for x, rows, late in (
+        (half(10, 24), Rows(10, 24, 24, False), True),
+        (half(24, 16).T, Rows(24, 16, 16, True), False),
+        (half(10, 40)[:, :33], Rows(10, 33, 40, False), True),  # the pitch counts, not K
+        (half(10, 32), Rows(10, 32, 32, False), False),
+        (half(1, 33), Rows(1, 33, 40, False), True),  # one row has no pitch
+        (half(33, 1), Rows(1, 33, 40, True), True),
+    ):
+        assert rows_in_memory("A", x) == rows and rows.late == late
     for x in (half(10, 33), half(10, 40)[:, 1:], half(10, 80)[:, ::2], half(1, 40).expand(10, 40)):
         with pytest.raises(ValueError, match=r"copies A by TMA.*gemm_autotuned"):
-            operand("A", x, 128, 64, PLANS[0])
+            rows_in_memory("A", x)
 
 
 def test_without_a_hopper_gpu_the_kernel_says_so():
@@ -141,7 +173,7 @@ def matrix(rows, columns, dtype, column_major):
 @pytest.mark.parametrize("a_column_major, b_column_major", ORDERS)
 def test_random_shapes_against_float64(plan, a_column_major, b_column_major):
     """Odd tails, clusters that hang over both edges, fewer steps than slots, and rings that run on for many rounds."""
-    from utils.kernels.gemm_launch import gemm_and_launch
+    from utils.kernels.gemm_launch import prepare
 
     dtype = random.choice(list(ROUNDING))
     fixed = [(1, 8, 8), (1, 1, 1), (128, 256, 64), (129, 257, 65), (127, 248, 2048), (3000, 1032, 520)]
@@ -149,7 +181,8 @@ def test_random_shapes_against_float64(plan, a_column_major, b_column_major):
     for m, n, k in (*fixed, (2600, 5000, 1160), *drawn):
         split = random.choice([split for split in SPLITS if split <= -(-k // 64)])
         a, b = matrix(m, k, dtype, a_column_major), matrix(k, n, dtype, b_column_major)
-        c, launch = gemm_and_launch(a, b, plan, split)
+        launch = prepare(a, b, plan, split)
+        c = launch(a, b)
         assert_product(c, a, b, f"{plan} {split} {m} x {n} x {k} {dtype} A^T {a_column_major} B^T {b_column_major}")
         assert all(torch.equal(c, launch(a, b)) for _ in range(20)), f"{plan} {split}: not the same bits twice"
 
@@ -160,13 +193,14 @@ def test_random_shapes_against_float64(plan, a_column_major, b_column_major):
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
 def test_a_launch_that_begins_early_waits_for_what_it_reads(plan, split):
     """A chain of products, each of the one before it, and each with the memory that the one before that has left."""
-    from utils.kernels.gemm_launch import gemm_and_launch
+    from utils.kernels.gemm_launch import prepare
 
     x = matrix(520, 520, torch.float16, False)
     weight = torch.linalg.qr(torch.randn(520, 520, device="cuda"))[0].half()
     results = []
     for wait in (torch.cuda.synchronize, lambda: None):
-        y, launch = gemm_and_launch(x, weight, plan, split)
+        launch = prepare(x, weight, plan, split)
+        y = launch(x, weight)
         for _ in range(300):
             wait()
             y = launch(y, weight)
@@ -189,14 +223,13 @@ def test_many_tiles_an_sm(size):
 @hopper
 @pytest.mark.parametrize("columns", [256, 203])
 def test_nothing_is_written_outside_of_c(columns):
-    from utils.kernels.gemm_launch import launch
+    from utils.kernels.gemm_launch import prepare
 
     a, b = matrix(131, 72, torch.float16, False), matrix(72, columns, torch.float16, False)
-    zone = torch.full((8192 + 131 * columns + 8192,), 7.0, device="cuda", dtype=torch.float16)
-    c = zone[8192:-8192].view(131, columns)
+    zone = torch.full((64 + 131 + 64, 512), 7.0, device="cuda", dtype=torch.float16)
+    c = zone[64:-64, 128 : 128 + columns]  # with columns of the zone on both sides of its rows
     for plan in PLANS:
-        launch(a, b, c, plan)
-        assert_product(c, a, b, str(plan))
+        assert_product(prepare(a, b, plan)(a, b, c), a, b, str(plan))
         c.fill_(7.0)
         assert (zone == 7.0).all(), plan
 
@@ -206,10 +239,10 @@ def test_nothing_is_written_outside_of_c(columns):
 def test_a_new_shape_compiles_nothing_and_takes_20_ms_at_most():
     from time import perf_counter
 
-    from utils.kernels.gemm_launch import gemm_and_launch
+    from utils.kernels.gemm_launch import prepare
 
     for plan in PLANS:
-        gemm_and_launch(matrix(520, 520, torch.float16, False), matrix(520, 520, torch.float16, False), plan)
+        prepare(matrix(520, 520, torch.float16, False), matrix(520, 520, torch.float16, False), plan)
         operands = [
             (matrix(m, k, torch.float16, False), matrix(k, n, torch.float16, False))
             for m, n, k in ((1, 8, 8), (16, 1024, 128), (1000, 264, 1032))
@@ -217,7 +250,7 @@ def test_a_new_shape_compiles_nothing_and_takes_20_ms_at_most():
         torch.cuda.synchronize()
         for (a, b), split in zip(operands, (1, 2, 4), strict=True):
             start = perf_counter()
-            gemm_and_launch(a, b, plan, split)
+            prepare(a, b, plan, split)(a, b)
             assert perf_counter() - start < 0.02, (plan, a.shape)
 
 
