@@ -105,13 +105,7 @@ def test_triton_imported_to_compile_refuses_cpu_tensors_even_if_the_variable_com
     )
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert "Triton was imported without TRITON_INTERPRET=1 earlier" in done.stderr
-
-
-def test_without_triton_a_sentence_says_so(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(RuntimeError, match="gemm_tiled is a Triton kernel, and Triton is not installed"):
-        gemm.need_triton("gemm_tiled")
+    assert "imported without TRITON_INTERPRET=1" in done.stderr
 
 
 @pytest.mark.gpu
