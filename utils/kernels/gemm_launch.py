@@ -33,11 +33,15 @@ class Launch:
     partial_sums: int  # fp32 numbers of tiles in parts; one, never touched, if there are none
     counters: int
 
-    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return C = A @ B; or write it to `out`, whose rows start at multiples of 16 bytes."""
-        c = padded(self.shape, a) if out is None else out
-        self.start(a, b, c, *workspace(c, self.partial_sums, self.counters))
+    def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Return C = A @ B."""
+        c = padded(self.shape, a)
+        self.into(a, b, c)
         return c.contiguous()
+
+    def into(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
+        """Write A @ B into a matrix that lies in memory as `padded` makes it."""
+        self.start(a, b, c, *workspace(c, self.partial_sums, self.counters))
 
 
 def padded(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:

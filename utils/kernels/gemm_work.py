@@ -261,22 +261,24 @@ def shared_tiles(DTYPE: gl.constexpr, COUNT: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def sums_of(work, partial, acc, item, part, WHICH: gl.constexpr):
-    """Where a consumer's sums of a part of an item's tile stand in global memory: a pointer for each element of `acc`."""
-    SIZE: gl.constexpr = acc.shape[0] * acc.shape[1]
-    layout: gl.constexpr = acc.type.layout
-    m = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
-    n = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+def sums_of(work, partial, item, part, WHICH: gl.constexpr, column, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Pointers to some columns of a consumer's sums of a part of an item's tile, in global memory."""
+    ROWS: gl.constexpr = work.PLAN.rows
+    SIZE: gl.constexpr = ROWS * work.PLAN.block_n
     tile, _ = work.tile_and_part(item)
     place = ((tile * work.split + part) * work.PLAN.consumers + WHICH).to(gl.int64) * SIZE
-    return partial[0] + place + m[:, None] * acc.shape[1] + n[None, :]
+    m = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    return partial[0] + place + m[:, None] * work.PLAN.block_n + n[None, :]
 
 
 @gluon.jit
 def leave_part(work, partial, acc, item, WHICH: gl.constexpr):
     """Leave a part's sums in global memory, and tell whether all parts of the tile are there now."""
     tile, part = work.tile_and_part(item)
-    gl.store(sums_of(work, partial, acc, item, part, WHICH), acc)
+    COLUMNS: gl.constexpr = work.PLAN.block_n
+    layout: gl.constexpr = acc.type.layout
+    gl.store(sums_of(work, partial, item, part, WHICH, 0, COLUMNS, layout), acc)
     # All threads of the warpgroup have stored before one of them counts: whoever counts last reads what all have stored.
     whole_warpgroup()
     counter = partial[1] + tile * work.PLAN.consumers + WHICH
@@ -284,6 +286,22 @@ def leave_part(work, partial, acc, item, WHICH: gl.constexpr):
     if count == work.split - 1:
         gl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")  # the next launch finds it as this one did
     return count == work.split - 1
+
+
+@gluon.jit
+def summed_piece(work, partial, item, i, WHICH: gl.constexpr):
+    """Piece i of a tile, summed over its parts in their order, whichever part was the last to arrive."""
+    ROWS: gl.constexpr = work.PLAN.rows
+    COLUMNS: gl.constexpr = work.PLAN.c_box[1]
+    TOGETHER: gl.constexpr = 4  # parts that are read at a time: one alone would wait for memory once for each part
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // COLUMNS, COLUMNS // 4], [4, 1], [1, 0])
+    total = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    for start in range(0, work.split, TOGETHER):
+        for j in gl.static_range(TOGETHER):
+            place = sums_of(work, partial, item, start + j, WHICH, i * COLUMNS, COLUMNS, layout)
+            # The L1 may hold what was there before.
+            total += gl.load(place, mask=start + j < work.split, other=0.0, cache_modifier=".cg")
+    return total
 
 
 @gluon.jit
@@ -300,25 +318,27 @@ def column_pieces(tile, PIECES: gl.constexpr):
 
 
 @gluon.jit
+def store_piece(work, out, piece, i, row, column, WHICH: gl.constexpr):
+    """Store column block i of a consumer's rows through a buffer by TMA, which drops what lies outside of C."""
+    c_desc, buffers = out
+    BUFFERS: gl.constexpr = work.PLAN.buffers
+    buffer = buffers.index(WHICH * BUFFERS + i % BUFFERS)
+    tma.store_wait(BUFFERS - 1)  # the store that used this buffer before has left it: it may be overwritten
+    buffer.store(piece)
+    fence_async_shared()  # written by threads, read by the TMA unit: without it TMA may read older data
+    tma_store(c_desc, [row, column + i * work.PLAN.c_box[1]], buffer)
+
+
+@gluon.jit
 def store_item(work, out, partial, acc, item, row, column, WHICH: gl.constexpr):
     """Store a consumer's rows of a tile of C, or leave a part's sums; the part that is the last to arrive stores their total."""
-    c_desc, buffers = out
     PIECES: gl.constexpr = work.PLAN.pieces
-    BUFFERS: gl.constexpr = work.PLAN.buffers
-    complete = work.part(item) < 0
-    if work.part(item) >= 0:
-        complete = leave_part(work, partial, acc, item, WHICH)
-        if complete:
-            acc = gl.zeros_like(acc)
-            for part in range(0, work.split):  # in their order, whichever part was the last to arrive
-                # The L1 may hold what was there before.
-                acc += gl.load(sums_of(work, partial, acc, item, part, WHICH), cache_modifier=".cg")
-    if complete:
-        pieces = column_pieces(acc.to(c_desc.dtype), PIECES)
+    dtype: gl.constexpr = out[0].dtype
+    if work.part(item) < 0:
+        pieces = column_pieces(acc.to(dtype), PIECES)
         for i in gl.static_range(PIECES):
-            buffer = buffers.index(WHICH * BUFFERS + i % BUFFERS)
-            tma.store_wait(BUFFERS - 1)  # the store that used this buffer before has left it: it may be overwritten
-            buffer.store(pieces[i])
-            fence_async_shared()  # written by threads, read by the TMA unit: without it TMA may read older data
-            # TMA drops what lies outside of C.
-            tma_store(c_desc, [row, column + i * work.PLAN.c_box[1]], buffer)
+            store_piece(work, out, pieces[i], i, row, column, WHICH)
+    elif leave_part(work, partial, acc, item, WHICH):
+        for i in range(PIECES):
+            piece = summed_piece(work, partial, item, i, WHICH).to(dtype)
+            store_piece(work, out, piece, i, row, column, WHICH)
