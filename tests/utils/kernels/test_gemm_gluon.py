@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.utils.kernels.products import assert_product, matrix
 from utils.kernels.gemm_plan import PLANS, SPLITS, Plan
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
@@ -27,6 +27,7 @@ COMPILE = """
 import json, re, sys
 from dataclasses import replace
 from utils.kernels.gemm_launch import compile_for_hopper
+from tests.utils.kernels.products import assert_product, matrix
 from utils.kernels.gemm_plan import PLANS
 from utils.kernels.offline import read_assembly
 
@@ -152,21 +153,6 @@ def test_without_a_hopper_gpu_the_kernel_says_so():
         gemm_warp_specialized(torch.ones(2, 8), torch.ones(8, 8))
 
 
-def assert_product(c, a, b, what):
-    exact = a.double() @ b.double()
-    allowed = ROUNDING[a.dtype] * exact.abs() + 2.0**-20 * (a.double().abs() @ b.double().abs()) + 1e-7
-    assert c.shape == exact.shape and c.dtype == a.dtype and c.is_contiguous(), what
-    worst = ((c.double() - exact).abs() / allowed).max().item()
-    assert worst <= 1.0, f"{what}: {worst:.3g} times the allowed error"
-
-
-def matrix(rows, columns, dtype, column_major):
-    """A random matrix whose rows (or columns) start at multiples of 16 bytes, however long they are."""
-    outer, inner = (columns, rows) if column_major else (rows, columns)
-    x = torch.randn(outer, -(-inner // 8) * 8, device="cuda").to(dtype)[:, :inner]
-    return x.T if column_major else x
-
-
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
@@ -175,12 +161,12 @@ def test_random_shapes_against_float64(plan, a_column_major, b_column_major):
     """Odd tails, clusters that hang over both edges, fewer steps than slots, and rings that run on for many rounds."""
     from utils.kernels.gemm_launch import prepare
 
-    dtype = random.choice(list(ROUNDING))
+    dtype = random.choice((torch.float16, torch.bfloat16))
     fixed = [(1, 8, 8), (1, 1, 1), (128, 256, 64), (129, 257, 65), (127, 248, 2048), (3000, 1032, 520)]
     drawn = [[random.randint(1, limit) for limit in (1500, 1500, 1500)] for _ in range(6)]
     for m, n, k in (*fixed, (2600, 5000, 1160), *drawn):
         split = random.choice([split for split in SPLITS if split <= -(-k // 64)])
-        a, b = matrix(m, k, dtype, a_column_major), matrix(k, n, dtype, b_column_major)
+        a, b = matrix(m, k, a_column_major, dtype), matrix(k, n, b_column_major, dtype)
         launch = prepare(a, b, plan, split)
         c = launch(a, b)
         assert_product(c, a, b, f"{plan} {split} {m} x {n} x {k} {dtype} A^T {a_column_major} B^T {b_column_major}")
@@ -195,7 +181,7 @@ def test_a_launch_that_begins_early_waits_for_what_it_reads(plan, split):
     """A chain of products, each of the one before it, and each with the memory that the one before that has left."""
     from utils.kernels.gemm_launch import prepare
 
-    x = matrix(520, 520, torch.float16, False)
+    x = matrix(520, 520)
     weight = torch.linalg.qr(torch.randn(520, 520, device="cuda"))[0].half()
     results = []
     for wait in (torch.cuda.synchronize, lambda: None):
@@ -225,7 +211,7 @@ def test_many_tiles_an_sm(size):
 def test_nothing_is_written_outside_of_c(columns):
     from utils.kernels.gemm_launch import prepare
 
-    a, b = matrix(131, 72, torch.float16, False), matrix(72, columns, torch.float16, False)
+    a, b = matrix(131, 72), matrix(72, columns)
     zone = torch.full((64 + 131 + 64, -(-columns // 8) * 8), 7.0, device="cuda", dtype=torch.float16)
     c = zone[64:-64, :columns]
     for plan in PLANS:
@@ -243,11 +229,8 @@ def test_a_new_shape_compiles_nothing_and_takes_20_ms_at_most():
     from utils.kernels.gemm_launch import prepare
 
     for plan in PLANS:
-        prepare(matrix(520, 520, torch.float16, False), matrix(520, 520, torch.float16, False), plan)
-        operands = [
-            (matrix(m, k, torch.float16, False), matrix(k, n, torch.float16, False))
-            for m, n, k in ((1, 8, 8), (16, 1024, 128), (1000, 264, 1032))
-        ]
+        prepare(matrix(520, 520), matrix(520, 520), plan)
+        operands = [(matrix(m, k), matrix(k, n)) for m, n, k in ((1, 8, 8), (16, 1024, 128), (1000, 264, 1032))]
         torch.cuda.synchronize()
         for (a, b), split in zip(operands, (1, 2, 4), strict=True):
             start = perf_counter()
