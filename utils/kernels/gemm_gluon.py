@@ -102,7 +102,7 @@ def producer(work, ring, a_desc, b_desc):
             ring.wait_until_empty(step)
             ring.fill(step, a_desc, b_desc, row, column, k * BLOCK_K)
             step += 1
-    if PLAN.clustered:
+    if PLAN.cluster > 1:
         # Until all that this block has fetched has been read: after that no other block sends anything here, and this one
         # may end, with its barriers.
         STAGES: gl.constexpr = PLAN.stages

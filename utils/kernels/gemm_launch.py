@@ -68,8 +68,9 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
         plan, split = choose(m, n, k, sms, a_rows.late, b_rows.late)
     if split > max(1, ceil_div(k, BLOCK_K)):
         raise ValueError(f"{split} parts of K = {k} would be shorter than one step of {BLOCK_K}.")
-    orders = {"a_column_major": a_rows.column_major, "b_column_major": b_rows.column_major}
-    plan = replace(plan, simulated=not a.is_cuda, **orders)
+    plan = replace(plan, a_column_major=a_rows.column_major, b_column_major=b_rows.column_major)
+    if not a.is_cuda:
+        plan = replace(plan, down=1, abreast=1)  # the simulator has no clusters
     items = items_of(m, n, plan, split, sms)
     # Not by what `workspace` returns for nothing: a kernel with other types of arguments would be compiled once more.
     partial_sums = max(1, plan.cluster * items.rest * items.split * plan.block_m * plan.block_n)
@@ -174,7 +175,7 @@ def _arrive_in_all(found: re.Match, blocks: int) -> str:
 
 def in_clusters(compiled: Any, plan: Plan) -> Any:
     """Return the kernel that Triton compiled; of a plan with clusters a copy that shares its tiles, not yet loaded."""
-    if not plan.clustered:
+    if plan.cluster == 1:
         return compiled
     # Triton keeps a compiled kernel for each device, and so is this kept with it.
     twin = compiled.__dict__.get("clustered_twin")

@@ -34,17 +34,11 @@ class Plan:
     short: bool = False  # the kernel for short products: one block a tile, several blocks on an SM
     a_column_major: bool = False
     b_column_major: bool = False
-    simulated: bool = False  # for the simulator, which has no clusters: each block fetches all that it reads
 
     @property
     def cluster(self) -> int:
         """Blocks of a cluster."""
         return self.down * self.abreast
-
-    @property
-    def clustered(self) -> bool:
-        """Whether blocks are launched in clusters."""
-        return self.cluster > 1 and not self.simulated
 
     @property
     def rows(self) -> int:
@@ -64,12 +58,12 @@ class Plan:
     @property
     def a_box(self) -> list[int]:
         """Rows and columns of `a_tile` that one TMA copy brings."""
-        return _piece(self.a_tile, 1 if self.simulated else self.abreast)
+        return _piece(self.a_tile, self.abreast)
 
     @property
     def b_box(self) -> list[int]:
         """Rows and columns of `b_tile` that one TMA copy brings."""
-        return _piece(self.b_tile, 1 if self.simulated else self.down)
+        return _piece(self.b_tile, self.down)
 
     @property
     def c_box(self) -> list[int]:

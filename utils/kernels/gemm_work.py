@@ -61,7 +61,7 @@ def join_cluster(PLAN: gl.constexpr):
 
     All warps of all blocks have to come, those without a role too.
     """
-    if PLAN.clustered:
+    if PLAN.cluster > 1:
         instruct(JOIN)
 
 
@@ -190,7 +190,7 @@ class Ring:
         """Producer: fetch a tile of an operand; of one that BLOCKS blocks share, this block's piece for all of them."""
         ROWS: gl.constexpr = desc.block_type.shape[0]
         COLUMNS: gl.constexpr = desc.block_type.shape[1]
-        if BLOCKS == 1 or not self.PLAN.clustered:
+        if BLOCKS == 1:
             tma_load(desc, [at[0], at[1]], full, tile, pred=pred)
         else:
             DOWN: gl.constexpr = BLOCKS * COLUMNS // tile.shape[1]  # pieces of a column of pieces
@@ -236,8 +236,8 @@ def allocate_ring(DTYPE: gl.constexpr, PLAN: gl.constexpr):
         mbarrier.init(full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
         if not PLAN.short:
             # All consumers read a slot, and those of the other blocks that this one fetches for.
-            mbarrier.init(empty.index(i), count=PLAN.consumers * (PLAN.cluster if PLAN.clustered else 1))
-    if PLAN.clustered:
+            mbarrier.init(empty.index(i), count=PLAN.consumers * PLAN.cluster)
+    if PLAN.cluster > 1:
         instruct(SHOW)  # without that the other blocks may not see the barriers when this one joins
     a = shared_tiles(DTYPE, STAGES * PLAN.consumers, A_TILE)
     b = shared_tiles(DTYPE, STAGES, B_TILE)

@@ -49,28 +49,15 @@ def test_short_kernel(simulated, plan, split, n, k):
     assert_product(simulated(a, b, plan, split, seed=split), a, b)
 
 
-# Without a cluster each block fetches all that it reads: the tiles and the parts are those of a cluster.
-SHARED = (
-    Plan(128, 64, stages=3),
-    Plan(128, 128, stages=3, down=2),
-    Plan(192, 128, consumers=3, stages=3, abreast=2),
-    Plan(64, 128, consumers=1, stages=3, down=4),
-    Plan(64, 128, consumers=1, stages=3, abreast=4),
-)
-
-
 @pytest.mark.parametrize("split, column_major", [(1, False), (2, True)])
-@pytest.mark.parametrize("plan", SHARED, ids=lambda plan: plan.name)
-def test_tiles_that_blocks_share(simulated, plan, column_major, split):
-    """With parts, some tiles are whole and some are cut."""
-    sms = next(
-        sms
-        for sms in (5, 9, 11, 21, 33)
-        if sms >= plan.cluster
-        and (split == 1 or min((items := items_of(520, 360, plan, split, sms)).whole, items.rest) > 0)
-    )
+@pytest.mark.parametrize("consumers", [1, 2, 3])
+def test_warp_specialized_kernel(simulated, consumers, split, column_major):
+    """A ring that runs on from tile to tile, and an edge in all directions; with parts, some tiles are whole and some are cut."""
+    plan = Plan(64 * consumers, 128, consumers, stages=3)
+    items = items_of(520, 360, plan, split, sms=4)
+    assert split == 1 or min(items.whole, items.rest) > 0
     a, b = matrix(520, 264, column_major, device="cpu"), matrix(264, 360, column_major, device="cpu")
-    assert_product(simulated(a, b, plan, split, 2, sms), a, b)
+    assert_product(simulated(a, b, plan, split, 2, sms=4), a, b)
 
 
 def test_which_tiles_are_cut_in_parts():
@@ -108,7 +95,7 @@ def check_random(simulated, seed):
         return x.T if column_major else x
 
     a, b = drawn(m, k), drawn(k, n)
-    plan = rng.choice([plan for plan in PLANS if plan.cluster <= sms])
+    plan = rng.choice(PLANS)
     split = rng.choice([split for split in SPLITS if split <= max(1, k // 64)])
     assert_product(simulated(a, b, plan, split, rng.choice((None, seed)), sms), a, b)
     return plan, split > 1
