@@ -180,9 +180,10 @@ class Ring:
         mbarrier.expect(full, self.PLAN.slot_bytes, pred=pred)
         for w in gl.static_range(CONSUMERS):
             tile = self.a.index(self.slot(i) * CONSUMERS + w)
-            at = in_memory(row + w * self.PLAN.rows, k, self.PLAN.a_column_major)
+            rows = row + w * self.PLAN.rows
+            at = (k, rows) if self.PLAN.a_column_major else (rows, k)
             self.fetch(a_desc, tile, at, full, pred, self.PLAN.abreast)
-        at = in_memory(k, column, self.PLAN.b_column_major)
+        at = (column, k) if self.PLAN.b_column_major else (k, column)
         self.fetch(b_desc, self.b.index(self.slot(i)), at, full, pred, self.PLAN.down)
 
     @gluon.jit
@@ -242,15 +243,6 @@ def allocate_ring(DTYPE: gl.constexpr, PLAN: gl.constexpr):
     a = shared_tiles(DTYPE, STAGES * PLAN.consumers, A_TILE)
     b = shared_tiles(DTYPE, STAGES, B_TILE)
     return Ring(a, b, full, empty, PLAN)
-
-
-@gluon.jit
-def in_memory(row, column, COLUMN_MAJOR: gl.constexpr):
-    """A row and a column of a matrix, as the matrix lies in memory."""
-    if COLUMN_MAJOR:
-        return column, row
-    else:
-        return row, column
 
 
 @gluon.jit
