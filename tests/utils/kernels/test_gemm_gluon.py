@@ -1,12 +1,9 @@
 """The Gluon GEMM: without a GPU its assembly for sm_90a and its host side, on a Hopper GPU its results."""
 
 import importlib.util
-import json
-import os
 import random
 import re
-import subprocess
-import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -22,74 +19,46 @@ hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
 
-# In a process of its own: Triton may be interpreting in this one, and a fault of the assembler would end it.
-COMPILE = """
-import json, re, sys
-from dataclasses import replace
-from utils.kernels.gemm_launch import compile_for_hopper
-from tests.utils.kernels.products import assert_product, matrix
-from utils.kernels.gemm_plan import PLANS
-from utils.kernels.offline import read_assembly
-
-reports = []
-for index, dtype, a_column_major, b_column_major in json.loads(sys.argv[1]):
-    plan = replace(PLANS[index], a_column_major=a_column_major, b_column_major=b_column_major)
-    kernel = compile_for_hopper(plan, dtype)
-    assembly, kind = read_assembly(kernel, plan.name), dtype.replace("fp16", "f16")
-    ptx = {
-        "wgmma": rf"wgmma\\.mma_async\\.sync\\.aligned\\.m64n{plan.block_n}k16\\.f32\\.{kind}\\.{kind}",
-        "arrivals": r"mbarrier\\.arrive\\.shared::cluster", "setmaxnreg": r"setmaxnreg\\.(?:inc|dec)",
-    }
-    sass = {
-        "copies": "UTMALDG", "shared_copies": r"UTMALDG\\.[23]D\\.MULTICAST", "stores": "UTMASTG", "spills": r"\\b(?:LDL|STL)\\b",
-        "joins": "UCGABAR_ARV", "products": "HGMMA", "other_products": "HMMA",
-    }
-    report = {name: assembly.count(pattern, "ptx") for name, pattern in ptx.items()}
-    report |= {name: assembly.count(pattern) for name, pattern in sass.items()}
-    in_flight = re.findall(r"WARPGROUP\\.DEPBAR\\.LE gsb0, (0x[012])", assembly.sass)
-    reports.append(report | {"in_flight": sorted(in_flight), "shared": assembly.shared_bytes, "bytes": assembly.spill_bytes})
-print(json.dumps(reports))
-"""
 ORDERS = [(False, False), (False, True), (True, False), (True, True)]
-# Plan, dtype, A and B column-major: a short plan, and plans of one to three consumers.
-KINDS = {(plan.short, plan.consumers): i for i, plan in enumerate(PLANS)}
-VARIANTS = [(i, ("bf16", "fp16")[n % 2], *ORDERS[n % 4]) for n, i in enumerate(KINDS.values())]
+# A plan of the short kernel, and of one to three consumers, each with another order of A and B and another dtype.
+KINDS = {(plan.short, plan.consumers): plan for plan in PLANS}.values()
+VARIANTS = [
+    (replace(plan, a_column_major=a, b_column_major=b), dtype)
+    for plan, (a, b), dtype in zip(KINDS, ORDERS, ("bf16", "fp16", "bf16", "fp16"), strict=True)
+]
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))  # compiled here and now
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, json.dumps(VARIANTS)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(VARIANTS, json.loads(done.stdout.splitlines()[-1]), strict=True))
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: f"{PLANS[variant[0]].name} {variant[1:]}")
 @pytest.mark.slow
-def test_the_assembly_does_what_the_header_says(reports, variant):
-    report, plan = reports[variant], PLANS[variant[0]]
-    assert report["spills"] == report["bytes"] == report["other_products"] == 0
-    assert report["shared"] <= 232448
-    assert report["stores"] == (plan.pieces + 1) * plan.consumers  # of a whole tile, and in the loop over sums of parts
-    assert report["wgmma"] == 4 * plan.rows // 64 * plan.consumers == report["products"]
+@pytest.mark.parametrize("plan, dtype", VARIANTS, ids=lambda x: getattr(x, "name", x))
+def test_the_assembly_does_what_the_header_says(plan, dtype, tmp_path, monkeypatch):
+    from utils.kernels.gemm_launch import compile_for_hopper
+    from utils.kernels.offline import read_assembly
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compiled here and now
+    kernel, kind, consumers = (
+        read_assembly(compile_for_hopper(plan, dtype), plan.name),
+        dtype.replace("fp", "f"),
+        plan.consumers,
+    )
+    assert kernel.count(r"\b(?:LDL|STL)\b") == kernel.spill_bytes == kernel.count("HMMA") == 0
+    assert kernel.shared_bytes <= 232448
+    assert (
+        kernel.count("UTMASTG") == (plan.pieces + 1) * consumers
+    )  # of a whole tile, and in the loop over sums of parts
+    wgmma = rf"wgmma\.mma_async\.sync\.aligned\.m64n{plan.block_n}k16\.f32\.{kind}\.{kind}"
+    assert kernel.count(wgmma, "ptx") == 4 * plan.rows // 64 * consumers == kernel.count("HGMMA")
+    in_flight = sorted(re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[012])", kernel.sass))
+    assert in_flight == ["0x0"] * consumers + ["0x1"] * consumers
+    copies, joins = kernel.count("UTMALDG"), kernel.count("UCGABAR_ARV")
+    moves = kernel.count(r"setmaxnreg\.(?:inc|dec)", "ptx")
     if plan.short:
-        assert report["setmaxnreg"] == report["joins"] == 0
-        assert report["copies"] == 2 * (plan.stages + 1)  # of each slot before the first step, and in the loop
-        assert report["in_flight"] == ["0x0", "0x1"]
+        assert moves == joins == 0 and copies == 2 * (
+            plan.stages + 1
+        )  # of each slot before the first step, and in the loop
     else:
-        assert report["setmaxnreg"] > 0
-        assert 0 < report["shared_copies"] < report["copies"] > plan.consumers
-        assert report["in_flight"] == ["0x0"] * plan.consumers + ["0x1"] * plan.consumers
+        assert moves > 0 and 0 < kernel.count(r"UTMALDG\.[23]D\.MULTICAST") < copies > consumers
         # Each consumer releases a slot in its loop and behind it; all roles join, and so do the warps without one.
-        assert report["arrivals"] == 2 * plan.consumers
-        assert report["joins"] == plan.consumers + 3
+        assert kernel.count(r"mbarrier\.arrive\.shared::cluster", "ptx") == 2 * consumers and joins == consumers + 3
 
 
 COPY = "cp.async.bulk.tensor.{}d.shared::{}.global.mbarrier::complete_tx::bytes"
