@@ -26,7 +26,7 @@ of C, so no size needs a mask.
 each for all of them, side by side their rows of A (`gemm_work.py`). So the SMs ask the L2 for fewer bytes.
 
 **Parts.** 800 tiles on 132 SMs are 6.06 rounds, done in 7; and a product with few tiles and long sums leaves most SMs idle. So
-the tiles that do not fill a round may be cut along K into 2 to 16 parts (`gemm_work.py`).
+the tiles that do not fill a round may be cut along K into 2 to 8 parts (`gemm_work.py`).
 
 **The short kernel.** A product of a few microseconds has few steps, and waits for its first bytes most of its time. So there
 four warps do everything, nothing is handed over, and several blocks share an SM: one waits for its bytes while another multiplies.
@@ -71,6 +71,7 @@ def consumer(work, ring, out, partial, WHICH: gl.constexpr):
     for item in range(gl.program_id(0) // PLAN.cluster, work.items(), gl.num_programs(0) // PLAN.cluster):
         tile, first, last = work.locate(item)
         row, column = work.origin(tile)
+        # Made anew for each tile, so that its registers are free while parts are added up.
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
         for k in range(first, last):
             a, b = ring.operands(step, WHICH)
