@@ -1,4 +1,4 @@
-"""Start the Gluon GEMM's kernels: describe the operands for TMA, choose a plan, compile, make clusters, launch.
+"""Start the Gluon GEMM's kernels: describe the operands for TMA, choose a plan, compile, adapt the PTX, launch.
 
 `prepare` returns a launch, which can be repeated on operands of the same shapes, strides and alignment without deciding
 anything again: that is how `utils.kernels.gemm` keeps a call cheap.
@@ -45,7 +45,7 @@ class Launch:
 
 
 def padded(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
-    """Return a matrix whose rows start at multiples of 16 bytes, as TMA writes them."""
+    """Return a matrix whose rows start at multiples of 16 bytes, as TMA writes them; it may write the bytes between them, too."""
     rows, columns = shape
     if columns % 8 == 0:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
@@ -95,7 +95,7 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
     with torch.cuda.device(a.device):
         tensors = (*described(a, b, c), *workspace(c, partial_sums, counters))
         compiled = kernel.warmup(*tensors, *sizes, grid=(blocks,), **options)
-        start = Handle(in_clusters(compiled, plan), (groups,), tensors, sizes, a.device.index, plan.cluster)
+        start = Handle(adapted(compiled, plan), (groups,), tensors, sizes, a.device.index, plan.cluster)
     return Launch(start, (m, n), partial_sums, counters)
 
 
@@ -173,17 +173,24 @@ def _arrive_in_all(found: re.Match, blocks: int) -> str:
     )
 
 
-def in_clusters(compiled: Any, plan: Plan) -> Any:
-    """Return the kernel that Triton compiled; of a plan with clusters a copy that shares its tiles, not yet loaded."""
-    if plan.cluster == 1:
-        return compiled
+def prefetch_descriptors(ptx: str) -> str:
+    """Fetch the TMA descriptors before each wait for the launch before: they are arguments, and there by then."""
+    names = re.findall(r"\.param \.align 64 \.b8 (\w+)\[128\]", ptx)
+    fetch = "".join(f"mov.b64 map, {name}; cvta.param.u64 map, map; prefetch.tensormap [map]; " for name in names)
+    return ptx.replace("griddepcontrol.wait;", f"{{ .reg .b64 map; {fetch}}} griddepcontrol.wait;")
+
+
+def adapted(compiled: Any, plan: Plan) -> Any:
+    """Return a copy of a kernel that Triton compiled, with what Triton has no word for; not yet loaded when it is made."""
     # Triton keeps a compiled kernel for each device, and so is this kept with it.
-    twin = compiled.__dict__.get("clustered_twin")
+    twin = compiled.__dict__.get("adapted_twin")
     if twin is None:
-        ptx, arrivals, copies = multicast(compiled.asm["ptx"], plan)
-        if not arrivals or not copies:
-            raise ValueError(f"{compiled.name} has {copies} shared copies and {arrivals} arrivals: no cluster.")
-        twin = compiled.__dict__["clustered_twin"] = reassembled(compiled, ptx)
+        ptx = compiled.asm["ptx"]
+        if plan.cluster > 1:
+            ptx, arrivals, copies = multicast(ptx, plan)
+            if not arrivals or not copies:
+                raise ValueError(f"{compiled.name} has {copies} shared copies and {arrivals} arrivals: no cluster.")
+        twin = compiled.__dict__["adapted_twin"] = reassembled(compiled, prefetch_descriptors(ptx))
     return twin
 
 
@@ -195,4 +202,4 @@ def compile_for_hopper(plan: Plan, dtype: str = "bf16"):
     signature = {name: f"tensordesc<{dtype}{box},{box_layout(box)!r}>" for name, box in boxes.items()}
     signature |= {"sums": "*fp32", "counters": "*i32", **dict.fromkeys(("M", "N", "K", "whole", "split"), "i32")}
     kernel = short_kernel if plan.short else gemm_kernel
-    return in_clusters(compile_gluon(kernel, signature, {"PLAN": plan}, ["sums", "counters"]), plan)
+    return adapted(compile_gluon(kernel, signature, {"PLAN": plan}, ["sums", "counters"]), plan)
