@@ -49,7 +49,7 @@ def draw_shapes(seed: int = SEED, count: int = SHAPES) -> list[dict]:
 
 
 def late_rows(shape: dict) -> tuple[bool, bool]:
-    """Return for A and B whether every second row in memory starts at an odd multiple of 16 bytes: see `gemm_launch.lateness`."""
+    """Return for A and B whether every second row in memory starts at an odd multiple of 16 bytes: see `gemm_launch.Rows`."""
     a = shape["m"] if shape["a_column_major"] else shape["k"]
     b = shape["k"] if shape["b_column_major"] else shape["n"]
     return a % 16 != 0, b % 16 != 0

@@ -25,7 +25,7 @@ import math
 
 import torch
 
-from utils.kernels.gemm import DTYPES, check_device, check_mode, need_triton
+from utils.kernels.gemm import DTYPES, check_triton
 
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 CUBIC = 0.044715
@@ -52,13 +52,12 @@ def gelu_triton(x: torch.Tensor) -> torch.Tensor:
             f"{name} computes forward only, and autograd would lose its result; x {tuple(x.shape)} "
             "requires grad. Call it under torch.no_grad(), or use gelu_torch."
         )
-    check_device(name, x, f"x {tuple(x.shape)}")
-    need_triton(name)
-    check_mode(name, x)
+    check_triton(name, x, f"x {tuple(x.shape)}")
     from utils.kernels import gelu_triton as device_code
 
-    x = _dense(x)
-    y = torch.empty_like(x)  # the strides of x
+    y = torch.empty_like(x)
+    if y.stride() != x.stride():  # the elements of x do not fill a stretch of memory, in whatever order
+        x = x.clone()  # with the strides of y
     if x.numel():
         with torch.cuda.device(x.device if x.is_cuda else -1):
             device_code.launch(x, y)
@@ -73,20 +72,6 @@ def _by_hand(x: torch.Tensor) -> torch.Tensor:
     inner = x + CUBIC * cube  # 2 kernels, 2 + 3
     t = torch.tanh(SQRT_2_OVER_PI * inner)  # 2 kernels, 2 + 2
     return 0.5 * x * (1 + t)  # 3 kernels, 2 + 2 + 3
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    """Return x if its elements fill a stretch of memory, in whatever order; else a copy that does, in that order."""
-    return torch.empty_like(x).copy_(x) if _overlaps_or_has_gaps(x) else x
-
-
-def _overlaps_or_has_gaps(x: torch.Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
-        if stride != expected:
-            return True
-        expected *= size
-    return False
 
 
 def _check(name: str, x: torch.Tensor) -> None:

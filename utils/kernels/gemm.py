@@ -28,12 +28,9 @@ from collections.abc import Callable
 
 import torch
 
-from utils.kernels.handle import observed
-from utils.machine.device import interpreter_requested
-from utils.newest import Newest
+from utils.kernels.handle import KEPT, layout, observed
+from utils.machine.device import gluon_support, interpreter_requested, triton_support
 
-# Launches of `gemm_warp_specialized`, to be repeated.
-_launches: Newest[tuple | None, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = Newest(1024)
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -63,32 +60,25 @@ def gemm_warp_specialized(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     TMA copies A and B, so their rows (columns, where column-major) must start at multiples of 16 bytes.
     """
     name = "gemm_warp_specialized"
+    key = () if observed(a, b) else (name, *layout(a, b))
     # Operands of these shapes, strides and types were checked before, and their launch was kept.
-    plain = not observed(a, b)
-    key = (a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device) if plain else None
-    kept = _launches.get(key)
+    kept = KEPT.get(key)
     if kept is not None and (a.data_ptr() | b.data_ptr()) % 16 == 0:
         return kept(a, b)
     check_operands(name, a, b, dtypes=(torch.float16, torch.bfloat16))
-    given = shapes(a, b)
-    if not a.is_cuda:
+    if not a.is_cuda or not gluon_support():
         raise ValueError(
-            f"{name} runs on a Hopper GPU (H100, H200) and has no interpreter; got {given} on the CPU. "
-            "Move both with .to('cuda'), or use torch.matmul."
+            f"{name} runs on a Hopper GPU; got {shapes(a, b)} on {a.device}. {gluon_support().reason} "
+            "Use gemm_autotuned on another GPU, or torch.matmul."
         )
-    if torch.cuda.get_device_capability(a.device) != (9, 0):
-        major, minor = torch.cuda.get_device_capability(a.device)
-        raise ValueError(
-            f"{name} uses Hopper's wgmma (compute capability 9.0); got {given} on a GPU of capability "
-            f"{major}.{minor}. Use gemm_autotuned or torch.matmul there."
-        )
-    need_triton(name)
-    from utils.kernels.gemm_launch import gemm_and_launch
+    if not a.numel() or not b.numel():
+        return a.new_zeros((a.shape[0], b.shape[1]))
+    from utils.kernels.gemm_launch import prepare
 
-    c, launch = gemm_and_launch(a, b)
-    if launch is not None and key is not None:
-        _launches[key] = launch
-    return c
+    launch = prepare(a, b)
+    if key:
+        KEPT[key] = launch
+    return launch(a, b)
 
 
 # From the first rung to the last; all are measured against `torch.matmul`.
@@ -136,47 +126,22 @@ def check_operands(name: str, a: torch.Tensor, b: torch.Tensor, dtypes=tuple(DTY
         )
 
 
-def need_triton(name: str) -> None:
-    """Raise a RuntimeError if Triton, which the function `name` needs, is not installed."""
-    try:
-        import triton  # noqa: F401
-    except ImportError as error:
-        raise RuntimeError(
-            f"{name} is a Triton kernel, and Triton is not installed here (Linux: pip install "
-            "'triton>=3.6,<3.9'; no wheels elsewhere). Use torch.matmul."
-        ) from error
-
-
-def check_device(name: str, tensor: torch.Tensor, given: str) -> None:
-    """Raise a ValueError for a CPU tensor where kernels are compiled, or a GPU tensor where they are interpreted."""
+def check_triton(name: str, tensor: torch.Tensor, given: str) -> None:
+    """Raise an error unless this process runs Triton kernels on the tensor's device: compiled on a GPU, interpreted on a CPU."""
     interpreting = interpreter_requested()
-    if tensor.is_cuda and not interpreting:
-        return
-    if tensor.is_cuda:
+    if tensor.is_cuda and interpreting:
         raise ValueError(
             f"{name} got {given} on {tensor.device} in a process with TRITON_INTERPRET set, where kernels "
             "are interpreted on the CPU: pass CPU tensors, or restart without the variable."
         )
-    if not interpreting:
+    if not tensor.is_cuda and not interpreting:
         raise ValueError(
             f"{name} is a GPU kernel; got {given} on {tensor.device}. Move the input with .to('cuda'), or "
             f"see on a CPU what it computes: utils.kernels.interpreter.run_interpreted('{name}', ...)."
         )
-
-
-def check_mode(name: str, tensor: torch.Tensor) -> None:
-    """Raise a RuntimeError if the mode that Triton took when it was imported cannot run on this tensor's device."""
-    from triton.language import standard
-
-    interpreted = type(standard.sum).__name__ == "InterpretedFunction"
-    if interpreted == tensor.is_cuda:
-        state, remedy = ("with", "without") if interpreted else ("without", "with")
-        raise RuntimeError(
-            f"{name} cannot run on {tensor.device}: Triton was imported {state} TRITON_INTERPRET=1 "
-            f"earlier, and a process has one mode. Restart Python {remedy} it, or use "
-            "utils.kernels.interpreter.run_interpreted."
-        )
-    if interpreted:
+    if not (support := triton_support()):
+        raise RuntimeError(f"{name} is a Triton kernel. {support.reason} {support.remedy}")
+    if interpreting:
         from utils.kernels.interpreter import repair
 
         repair()
@@ -185,9 +150,7 @@ def check_mode(name: str, tensor: torch.Tensor) -> None:
 def _launch(kernel: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     name = f"gemm_{kernel}"
     check_operands(name, a, b)
-    check_device(name, a, shapes(a, b))
-    need_triton(name)
-    check_mode(name, a)
+    check_triton(name, a, shapes(a, b))
     from utils.kernels import gemm_triton
 
     c = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)

@@ -20,14 +20,13 @@ in registers. Each slot of the ring has two mbarriers: "full" is completed by th
 
 In the inner loop a consumer issues the wgmma of slot k before it waits for that of slot k - 1, so the tensor cores always have
 the next one queued; then it releases slot k - 1. TMA fills what lies outside of A and B with zeros and drops what lies outside
-of C, so no size needs a mask. Where rows of C do not start at multiples of 16 bytes (N is no multiple of 8), TMA cannot write
-them, and consumers store from registers with a mask instead.
+of C, so no size needs a mask.
 
 **Clusters.** The two or four blocks of a cluster have neighbouring tiles. Below each other they fetch their columns of B by pieces,
-each for all of them, side by side their rows of A (`gemm_ptx.py`). So the SMs ask the L2 for fewer bytes.
+each for all of them, side by side their rows of A (`gemm_work.py`). So the SMs ask the L2 for fewer bytes.
 
 **Parts.** 800 tiles on 132 SMs are 6.06 rounds, done in 7; and a product with few tiles and long sums leaves most SMs idle. So
-the tiles that do not fill a round may be cut along K into 2 to 16 parts (`gemm_work.py`).
+the tiles that do not fill a round may be cut along K into 2 to 8 parts (`gemm_work.py`).
 
 **The short kernel.** A product of a few microseconds has few steps, and waits for its first bytes most of its time. So there
 four warps do everything, nothing is handed over, and several blocks share an SM: one waits for its bytes while another multiplies.
@@ -45,59 +44,57 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
-from utils.kernels.gemm_ptx import join_cluster, let_cluster_see_barriers
-from utils.kernels.gemm_work import BLOCK_K, Work, allocate_ring, shared_tiles, store_item, whole_warpgroup
+from utils.kernels.gemm_work import (
+    BLOCK_K,
+    Work,
+    allocate_ring,
+    join_cluster,
+    shared_tiles,
+    store_item,
+    whole_warpgroup,
+)
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
 
 
 @gluon.jit
-def compute(work, ring, out, partial, step, item, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
-    """Consumer: its rows of a tile, or of a part of its steps; returns the number of the next step."""
+def consumer(work, ring, out, partial, WHICH: gl.constexpr):
+    """One warpgroup: rows WHICH * rows and on of each tile, or of a part of its steps."""
     PLAN: gl.constexpr = work.PLAN
     ROWS: gl.constexpr = PLAN.rows
     COLUMNS: gl.constexpr = PLAN.block_n
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PLAN.wgmma_columns, 16])
-    tile, first, last = work.locate(item)
-    row, column = work.origin(tile)
-    row += WHICH * ROWS
-    # Made anew for each tile, so that its registers are free while parts are added up.
-    acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-    for k in range(first, last):
-        a, b = ring.operands(step, WHICH)
-        acc = warpgroup_mma(a, b, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])  # only now has the slot before been read
-        ring.release(step - 1, k > first)
-        step += 1
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    ring.release(step - 1)
-    store_item(work, out, partial, acc, item, row, column, WHICH, TMA_STORE)
-    return step
-
-
-@gluon.jit
-def consumer(work, ring, out, partial, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
-    """One warpgroup: rows WHICH * rows and on of each tile."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     step = 0
     wait_for_launch_before()
-    join_cluster(work.PLAN)
-    CLUSTER: gl.constexpr = work.PLAN.cluster
-    for item in range(gl.program_id(0) // CLUSTER, work.items(), gl.num_programs(0) // CLUSTER):
-        step = compute(work, ring, out, partial, step, item, WHICH, TMA_STORE)
+    join_cluster(PLAN)
+    for item in range(gl.program_id(0) // PLAN.cluster, work.items(), gl.num_programs(0) // PLAN.cluster):
+        tile, first, last = work.locate(item)
+        row, column = work.origin(tile)
+        # Made anew for each tile, so that its registers are free while parts are added up.
+        acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+        for k in range(first, last):
+            a, b = ring.operands(step, WHICH)
+            acc = warpgroup_mma(a, b, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])  # only now has the slot before been read
+            ring.release(step - 1, k > first)
+            step += 1
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        ring.release(step - 1)
+        store_item(work, out, partial, acc, item, row + WHICH * ROWS, column, WHICH)
     tma.store_wait(0)  # shared memory must live until TMA has read it
 
 
 @gluon.jit
 def producer(work, ring, a_desc, b_desc):
     """One warp: keep the ring full. `step` counts slots filled since the start, across tiles."""
+    PLAN: gl.constexpr = work.PLAN
     step = 0
     wait_for_launch_before()
     # Only now: with several launches ahead, blocks of those far ahead would take the SMs of the next.
     let_next_launch_begin()
-    join_cluster(work.PLAN)
-    CLUSTER: gl.constexpr = work.PLAN.cluster
-    for item in range(gl.program_id(0) // CLUSTER, work.items(), gl.num_programs(0) // CLUSTER):
+    join_cluster(PLAN)
+    for item in range(gl.program_id(0) // PLAN.cluster, work.items(), gl.num_programs(0) // PLAN.cluster):
         tile, first, last = work.locate(item)
         row, column = work.origin(tile)
         for k in range(first, last):
@@ -106,10 +103,10 @@ def producer(work, ring, a_desc, b_desc):
             ring.wait_until_empty(step)
             ring.fill(step, a_desc, b_desc, row, column, k * BLOCK_K)
             step += 1
-    if work.PLAN.clustered:
+    if PLAN.cluster > 1:
         # Until all that this block has fetched has been read: after that no other block sends anything here, and this one
         # may end, with its barriers.
-        STAGES: gl.constexpr = work.PLAN.stages
+        STAGES: gl.constexpr = PLAN.stages
         for i in gl.static_range(STAGES):
             ring.wait_until_empty(step + i)
 
@@ -121,100 +118,40 @@ def bystander(work):
 
 
 @gluon.jit(do_not_specialize=["M", "N", "K", "whole", "split"])
-def gemm_kernel(
-    a_desc,
-    b_desc,
-    c_desc,
-    c_pointer,
-    sums,
-    counters,
-    M,
-    N,
-    K,
-    whole,
-    split,
-    PLAN: gl.constexpr,
-    A_COLUMN_MAJOR: gl.constexpr,
-    B_COLUMN_MAJOR: gl.constexpr,
-    TMA_STORE: gl.constexpr,
-):
+def gemm_kernel(a_desc, b_desc, c_desc, sums, counters, M, N, K, whole, split, PLAN: gl.constexpr):
     """The warp-specialized kernel: allocate ring and barriers, then start the roles.
 
-    c_desc is a_desc where TMA cannot store C. sums: fp32 (tiles in parts, parts, block_m, block_n); counters: int32 zeros (tiles in
-    parts, consumers).
+    The descriptors bring boxes of PLAN. C is (M, N): `whole` tiles are computed whole, each of the others in `split` parts, with
+    sums in fp32 (tiles in parts, parts, block_m, block_n) and counters in int32, all zero (tiles in parts, consumers).
     """
-    CONSUMERS: gl.constexpr = PLAN.consumers
-    REGISTERS: gl.constexpr = PLAN.registers
-    # All consumers read a slot, and those of the other blocks that this one fetches for.
-    READERS: gl.constexpr = CONSUMERS * (PLAN.cluster if PLAN.clustered else 1)
-    ring = allocate_ring(a_desc, b_desc, READERS, PLAN, A_COLUMN_MAJOR, B_COLUMN_MAJOR)
-    let_cluster_see_barriers(PLAN)
+    ring = allocate_ring(a_desc.dtype, PLAN)
     work = Work(M, N, K, whole, split, PLAN)
-    buffers = ring.a
-    if TMA_STORE:
-        buffers = shared_tiles(c_desc.dtype, PLAN.buffers * CONSUMERS, PLAN.piece[0], PLAN.piece[1])
-    out, partial = (c_desc, c_pointer, buffers), (sums, counters)
-    # After the roles: warps and registers of all but the first, which has num_warps and the registers that are left.
-    if CONSUMERS == 1:
-        gl.warp_specialize(
-            [
-                (consumer, (work, ring, out, partial, 0, TMA_STORE)),
-                (producer, (work, ring, a_desc, b_desc)),
-                (bystander, (work,)),
-                (bystander, (work,)),
-            ],
-            [1, 1, 2],
-            [24, 24, 24],
-        )
-    elif CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (consumer, (work, ring, out, partial, 0, TMA_STORE)),
-                (consumer, (work, ring, out, partial, 1, TMA_STORE)),
-                (producer, (work, ring, a_desc, b_desc)),
-                (bystander, (work,)),
-                (bystander, (work,)),
-            ],
-            [4, 1, 1, 2],
-            [REGISTERS, 24, 24, 24],
-        )
-    else:
-        gl.static_assert(CONSUMERS == 3)
-        gl.warp_specialize(
-            [
-                (consumer, (work, ring, out, partial, 0, TMA_STORE)),
-                (consumer, (work, ring, out, partial, 1, TMA_STORE)),
-                (consumer, (work, ring, out, partial, 2, TMA_STORE)),
-                (producer, (work, ring, a_desc, b_desc)),
-                (bystander, (work,)),
-                (bystander, (work,)),
-            ],
-            [4, 4, 1, 1, 2],
-            [REGISTERS, REGISTERS, 32, 32, 32],
-        )
+    CONSUMERS: gl.constexpr = PLAN.consumers
+    C_BOX: gl.constexpr = PLAN.c_box
+    buffers = shared_tiles(c_desc.dtype, PLAN.buffers * CONSUMERS, C_BOX)
+    out, partial = (c_desc, buffers), (sums, counters)
+    # The first role, the last of the plan's consumers, has num_warps and the registers that are left.
+    gl.warp_specialize(
+        [
+            (consumer, (work, ring, out, partial, 2)),
+            (consumer, (work, ring, out, partial, 1)),
+            (consumer, (work, ring, out, partial, 0)),
+            (producer, (work, ring, a_desc, b_desc)),
+            (bystander, (work,)),
+            (bystander, (work,)),
+        ][3 - CONSUMERS :],
+        PLAN.worker_warps,
+        PLAN.worker_registers,
+    )
 
 
 @gluon.jit(do_not_specialize=["M", "N", "K", "whole", "split"])
-def short_kernel(
-    a_desc,
-    b_desc,
-    c_desc,
-    c_pointer,
-    sums,
-    counters,
-    M,
-    N,
-    K,
-    whole,
-    split,
-    PLAN: gl.constexpr,
-    A_COLUMN_MAJOR: gl.constexpr,
-    B_COLUMN_MAJOR: gl.constexpr,
-    TMA_STORE: gl.constexpr,
-):
+def short_kernel(a_desc, b_desc, c_desc, sums, counters, M, N, K, whole, split, PLAN: gl.constexpr):
     """The short kernel: compute one tile of C, or one part of its sums. The arguments are those of `gemm_kernel`."""
     STAGES: gl.constexpr = PLAN.stages
-    ring = allocate_ring(a_desc, b_desc, 0, PLAN, A_COLUMN_MAJOR, B_COLUMN_MAJOR)
+    ROWS: gl.constexpr = PLAN.block_m
+    COLUMNS: gl.constexpr = PLAN.block_n
+    ring = allocate_ring(a_desc.dtype, PLAN)
     work = Work(M, N, K, whole, split, PLAN)
     item = gl.program_id(0)
     tile, first, last = work.locate(item)
@@ -225,8 +162,6 @@ def short_kernel(
         ring.fill(i, a_desc, b_desc, row, column, (first + i) * BLOCK_K, i < count)
     let_next_launch_begin()  # only now, as in `producer`
 
-    ROWS: gl.constexpr = PLAN.block_m
-    COLUMNS: gl.constexpr = PLAN.block_n
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     for i in range(count):
@@ -240,8 +175,7 @@ def short_kernel(
         ring.fill(later, a_desc, b_desc, row, column, (first + later) * BLOCK_K, fetch)
     acc = warpgroup_mma_wait(0, deps=[acc])
 
-    buffers = ring.a
-    if TMA_STORE:
-        buffers = shared_tiles(c_desc.dtype, PLAN.buffers, PLAN.piece[0], PLAN.piece[1])
-    store_item(work, (c_desc, c_pointer, buffers), (sums, counters), acc, item, row, column, 0, TMA_STORE)
+    C_BOX: gl.constexpr = PLAN.c_box
+    buffers = shared_tiles(c_desc.dtype, PLAN.buffers, C_BOX)
+    store_item(work, (c_desc, buffers), (sums, counters), acc, item, row, column, 0)
     tma.store_wait(0)  # shared memory must live until TMA has read it

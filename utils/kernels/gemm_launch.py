@@ -1,101 +1,102 @@
-"""Start the Gluon GEMM's kernels: describe the operands for TMA, choose a plan, launch, keep the launch.
+"""Start the Gluon GEMM's kernels: describe the operands for TMA, choose a plan, compile, adapt the PTX, launch.
 
-`gemm_and_launch` returns C and the launch, which can be repeated on operands of the same shapes, strides and alignment without
-deciding anything again: that is how `utils.kernels.gemm` keeps a call cheap.
+`prepare` returns a launch, which can be repeated on operands of the same shapes, strides and alignment without deciding
+anything again: that is how `utils.kernels.gemm` keeps a call cheap.
 """
 
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from utils.kernels.assembling import reassembled
 from utils.kernels.gemm_gluon import gemm_kernel, short_kernel
-from utils.kernels.gemm_plan import BLOCK_K, Plan, choose, clusters_at_once, items_of
-from utils.kernels.gemm_ptx import adapted
+from utils.kernels.gemm_plan import BLOCK_K, Plan, ceil_div, choose, clusters_at_once, items_of
+from utils.kernels.gemm_work import OWN, SHARED
 from utils.kernels.handle import Handle
 from utils.kernels.workspace import workspace
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch that was made, to be repeated on A and B of the same shapes, strides and alignment."""
+    """A launch that was prepared, for A and B of the same shapes, strides and alignment."""
 
-    handle: Handle
-    plan: Plan
+    start: Callable[..., object]  # with A, B, C, sums and counters
     shape: tuple[int, int]
-    partial_sums: (
-        int  # fp32 numbers and int32 counters of tiles in parts; one of each, never touched, if there are none
-    )
+    partial_sums: int  # fp32 numbers of tiles in parts; one, never touched, if there are none
     counters: int
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Return C = A @ B."""
-        c = torch.empty(self.shape, dtype=a.dtype, device=a.device)
-        self.handle(a, b, c, c, *workspace(c, self.partial_sums, self.counters))
-        return c
+        c = padded(self.shape, a)
+        self.into(a, b, c)
+        return c.contiguous()
+
+    def into(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
+        """Write A @ B into a matrix that lies in memory as `padded` makes it."""
+        self.start(a, b, c, *workspace(c, self.partial_sums, self.counters))
 
 
-def gemm_and_launch(
-    a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: int = 1
-) -> tuple[torch.Tensor, Launch | None]:
-    """Return C (M, N) = A (M, K) @ B (K, N) and the launch, to be repeated on operands like these; None if nothing was launched.
-
-    Both are fp16 or bf16, each row- or column-major; the caller has checked them.
-    """
-    c = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-    if not c.numel():
-        return c, None
-    if a.shape[1] == 0:
-        return c.zero_(), None
-    return c, launch(a, b, c, plan, split)
+def padded(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
+    """Return a matrix whose rows start at multiples of 16 bytes, as TMA writes them; it may write the bytes between them, too."""
+    rows, columns = shape
+    if columns % 8 == 0:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    return torch.empty((rows, ceil_div(columns, 8) * 8), dtype=like.dtype, device=like.device)[:, :columns]
 
 
-def launch(
-    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, plan: Plan | None = None, split: int = 1
-) -> Launch | None:
-    """Start the kernel of a plan, the one with the shortest estimated time by default. Nothing is empty.
+def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: int = 1) -> Launch:
+    """Compile the kernel of a plan, the one with the shortest estimated time by default.
 
     Args:
-        a: (M, K).
+        a: (M, K), fp16 or bf16, row- or column-major; the caller has checked both, and nothing is empty.
         b: (K, N).
-        c: (M, N), contiguous.
         plan: a plan.
         split: with a plan, into how many parts the tiles are cut that do not fill a round.
-
-    Returns:
-        The launch, or None in a process that only simulates kernels.
     """
     (m, k), n = a.shape, b.shape[1]
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
+    a_rows, b_rows = rows_in_memory("A", a), rows_in_memory("B", b)
     if plan is None:
-        plan, split = choose(m, n, k, sms, lateness("A", a), lateness("B", b))
-    if split > max(1, triton.cdiv(k, BLOCK_K)):
+        plan, split = choose(m, n, k, sms, a_rows.late, b_rows.late)
+    if split > max(1, ceil_div(k, BLOCK_K)):
         raise ValueError(f"{split} parts of K = {k} would be shorter than one step of {BLOCK_K}.")
-    plan = replace(plan, simulated=not a.is_cuda)
+    plan = replace(plan, a_column_major=a_rows.column_major, b_column_major=b_rows.column_major)
+    if not a.is_cuda:
+        plan = replace(plan, down=1, abreast=1)  # the simulator has no clusters
     items = items_of(m, n, plan, split, sms)
-    a_desc, a_column_major = operand("A", a, plan.rows, BLOCK_K, plan)
-    b_desc, b_column_major = operand("B", b, BLOCK_K, plan.block_n, plan)
-    by_tma = c.stride(0) % 8 == 0 and c.data_ptr() % 16 == 0
-    c_desc = TensorDescriptor(c, [*c.shape], [c.stride(0), 1], plan.piece, box_layout(plan.piece)) if by_tma else a_desc
     # Not by what `workspace` returns for nothing: a kernel with other types of arguments would be compiled once more.
     partial_sums = max(1, plan.cluster * items.rest * items.split * plan.block_m * plan.block_n)
     counters = max(1, plan.cluster * items.rest * plan.consumers)
     # The short kernel has a block for each item; the other a block an SM, or an item where there are fewer.
     groups = items.number if plan.short else min(clusters_at_once(plan.cluster, sms), items.number)
     kernel, blocks = short_kernel if plan.short else gemm_kernel, groups * plan.cluster
-    rest = (m, n, k, items.whole, items.split, plan, a_column_major, b_column_major, by_tma)
-    with torch.cuda.device(a.device if a.is_cuda else -1):
-        tensors = (a_desc, b_desc, c_desc, c, *workspace(c, partial_sums, counters))
-        options = {"num_warps": 4, "launch_pdl": True}
-        if not a.is_cuda:
-            kernel[(blocks,)](*tensors, *rest, **options)
-            return None
-        compiled = adapted(kernel.warmup(*tensors, *rest, grid=(blocks,), **options), plan)
-        handle = Handle(compiled, (groups,), tensors, rest, a.device.index, plan.cluster)
-        handle(a, b, c, *tensors[3:])
-    return Launch(handle, plan, (m, n), partial_sums, counters)
+    sizes = (m, n, k, items.whole, items.split, plan)
+    options = {"num_warps": 4, "launch_pdl": True}
+
+    def described(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[TensorDescriptor, ...]:
+        c_rows = Rows(m, n, c.stride(0), False)
+        return tuple(
+            TensorDescriptor(x, [rows.number, rows.length], [rows.pitch, 1], box, box_layout(box))
+            for x, rows, box in ((a, a_rows, plan.a_box), (b, b_rows, plan.b_box), (c, c_rows, plan.c_box))
+        )
+
+    if not a.is_cuda:
+        start = lambda a, b, c, *memory: kernel[(blocks,)](*described(a, b, c), *memory, *sizes, **options)  # noqa: E731
+        return Launch(start, (m, n), partial_sums, counters)
+    c = padded((m, n), a)
+    with torch.cuda.device(a.device):
+        tensors = (*described(a, b, c), *workspace(c, partial_sums, counters))
+        compiled = kernel.warmup(*tensors, *sizes, grid=(blocks,), **options)
+        start = Handle(adapted(compiled, plan), (groups,), tensors, sizes, a.device.index, plan.cluster)
+    return Launch(start, (m, n), partial_sums, counters)
 
 
 def box_layout(shape: list[int]) -> gl.NVMMASharedLayout:
@@ -103,14 +104,29 @@ def box_layout(shape: list[int]) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(shape, gl.float16)
 
 
-def rows_in_memory(label: str, x: torch.Tensor) -> tuple[int, int, int, bool]:
-    """Return how a matrix lies in memory: rows, elements of a row, elements from row to row, whether it is transposed."""
+@dataclass(frozen=True)
+class Rows:
+    """How a matrix lies in memory: rows, elements of a row, elements from row to row, whether it is transposed."""
+
+    number: int
+    length: int
+    pitch: int
+    column_major: bool
+
+    @property
+    def late(self) -> bool:
+        """Whether every second row starts at an odd multiple of 16 bytes, so that 128 bytes of it lie in five sectors."""
+        return self.pitch % 16 != 0
+
+
+def rows_in_memory(label: str, x: torch.Tensor) -> Rows:
+    """Return how a matrix lies in memory, or raise a ValueError if TMA cannot copy it."""
     for column_major, y in ((False, x), (True, x.T)):
         (outer, inner), pitch = y.shape, y.stride(0)
         if outer == 1:
-            pitch = triton.cdiv(inner, 8) * 8  # there is no second row: any pitch will do
+            pitch = ceil_div(inner, 8) * 8  # there is no second row: any pitch will do
         if (y.stride(1) == 1 or inner == 1) and pitch % 8 == 0 and pitch >= inner and x.data_ptr() % 16 == 0:
-            return outer, inner, pitch, column_major
+            return Rows(outer, inner, pitch, column_major)
     raise ValueError(
         f"gemm_warp_specialized copies {label} by TMA, which needs rows (or columns) of neighbouring elements that "
         f"start at multiples of 16 bytes; got {label} {tuple(x.shape)} with strides {x.stride()} elements, "
@@ -119,38 +135,71 @@ def rows_in_memory(label: str, x: torch.Tensor) -> tuple[int, int, int, bool]:
     )
 
 
-def operand(label: str, x: torch.Tensor, rows: int, columns: int, plan: Plan) -> tuple[TensorDescriptor, bool]:
-    """Return a TMA descriptor of a matrix and whether it describes the transpose, for a column-major one."""
-    outer, inner, pitch, column_major = rows_in_memory(label, x)
-    box = plan.box(label, rows, columns, column_major)
-    return TensorDescriptor(x, [outer, inner], [pitch, 1], box, box_layout(box)), column_major
+_COPY = re.compile(
+    r"(cp\.async\.bulk\.tensor\.\dd\.shared::)(?:cta|cluster)(\.global\.mbarrier::complete_tx::bytes)( \[[^;]*\]);"
+)
+_ARRIVAL = re.compile(r"(@%\w+ )?mbarrier\.arrive\.shared(?:::cta)?\.b64 _, \[(%\w+)\];")
 
 
-def lateness(label: str, x: torch.Tensor) -> bool:
-    """Whether every second row in memory starts at an odd multiple of 16 bytes, so that 128 bytes of it lie in five sectors."""
-    return rows_in_memory(label, x)[2] % 16 != 0
+def multicast(ptx: str, plan: Plan) -> tuple[str, int, int]:
+    """Make the marked copies go to all blocks, and arrivals count in all; return the PTX, and how many arrivals and copies."""
+    lines, shared, copies = [], False, 0
+    for line in ptx.splitlines():
+        if "// " + SHARED in line or "// " + OWN in line:
+            shared = "// " + SHARED in line
+        elif shared:
+            # Place and barrier are this block's: those of the others are as far from the beginning of their memory.
+            line, found = _COPY.subn(r"\1cluster\2.multicast::cluster\3, all;", line)
+            if found:
+                line = f"{{ .reg .b16 all; mov.b16 all, {(1 << plan.cluster) - 1}; {line.strip()} }}"
+            copies += found
+        lines.append(line)
+    arrive = functools.partial(_arrive_in_all, blocks=plan.cluster)
+    return *_ARRIVAL.subn(arrive, "\n".join(lines) + "\n"), copies
 
 
-def compile_for_hopper(
-    plan: Plan, dtype: str = "bf16", *, a_column_major: bool = False, b_column_major: bool = False, by_tma: bool = True
-):
+def _arrive_in_all(found: re.Match, blocks: int) -> str:
+    # One thread of the four warps would arrive. Its warp does so instead, each lane at a block of its own, in one instruction.
+    # The plain form, as within a block: with `.release.cluster` ptxas puts a fence of the whole GPU before each arrival, which
+    # takes over a microsecond. There is nothing to release: threads have stored nothing, and their reads are over.
+    condition, barrier = found[1], found[2]
+    if condition is None or condition.startswith("@!"):
+        raise ValueError(f"An arrival of one thread has a condition that says which: {found[0]}")
+    return (
+        f"{{ .reg .b32 lane, there; .reg .pred arrives; vote.sync.any.pred arrives, {condition.strip()[1:]}, -1; "
+        f"mov.u32 lane, %laneid; setp.lt.and.u32 arrives, lane, {blocks}, arrives; "
+        f"mapa.shared::cluster.u32 there, {barrier}, lane; "
+        f"@arrives mbarrier.arrive.shared::cluster.b64 _, [there]; }}"
+    )
+
+
+def prefetch_descriptors(ptx: str) -> str:
+    """Fetch the TMA descriptors before each wait for the launch before: they are arguments, and there by then."""
+    names = re.findall(r"\.param \.align 64 \.b8 (\w+)\[128\]", ptx)
+    fetch = "".join(f"mov.b64 map, {name}; cvta.param.u64 map, map; prefetch.tensormap [map]; " for name in names)
+    return ptx.replace("griddepcontrol.wait;", f"{{ .reg .b64 map; {fetch}}} griddepcontrol.wait;")
+
+
+def adapted(compiled: Any, plan: Plan) -> Any:
+    """Return a copy of a kernel that Triton compiled, with what Triton has no word for; not yet loaded when it is made."""
+    # Triton keeps a compiled kernel for each device, and so is this kept with it.
+    twin = compiled.__dict__.get("adapted_twin")
+    if twin is None:
+        ptx = compiled.asm["ptx"]
+        if plan.cluster > 1:
+            ptx, arrivals, copies = multicast(ptx, plan)
+            if not arrivals or not copies:
+                raise ValueError(f"{compiled.name} has {copies} shared copies and {arrivals} arrivals: no cluster.")
+        twin = compiled.__dict__["adapted_twin"] = reassembled(compiled, prefetch_descriptors(ptx))
+    return twin
+
+
+def compile_for_hopper(plan: Plan, dtype: str = "bf16"):
     """The kernel compiled for sm_90a, on any machine: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`."""
     from utils.kernels.offline import compile_gluon
 
-    def descriptor(box: list[int]) -> str:
-        return f"tensordesc<{dtype}{box},{box_layout(box)!r}>"
-
-    a = descriptor(plan.box("A", plan.rows, BLOCK_K, a_column_major))
-    signature = {
-        "a_desc": a,
-        "b_desc": descriptor(plan.box("B", BLOCK_K, plan.block_n, b_column_major)),
-        "c_desc": descriptor(plan.piece) if by_tma else a,
-        "c_pointer": f"*{dtype}",
-        "sums": "*fp32",
-        "counters": "*i32",
-        **dict.fromkeys(("M", "N", "K", "whole", "split"), "i32"),
-    }
-    orders = {"A_COLUMN_MAJOR": a_column_major, "B_COLUMN_MAJOR": b_column_major}
-    constants = {"PLAN": plan, **orders, "TMA_STORE": by_tma}
+    boxes = {"a_desc": plan.a_box, "b_desc": plan.b_box, "c_desc": plan.c_box}
+    signature = {name: f"tensordesc<{dtype}{box},{box_layout(box)!r}>" for name, box in boxes.items()}
+    signature |= {"sums": "*fp32", "counters": "*i32", **dict.fromkeys(("M", "N", "K", "whole", "split"), "i32")}
     kernel = short_kernel if plan.short else gemm_kernel
-    return adapted(compile_gluon(kernel, signature, constants, ["c_pointer", "sums", "counters"]), plan)
+    return adapted(compile_gluon(kernel, signature, {"PLAN": plan}, ["sums", "counters"]), plan)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 SHARED_BYTES = 232448 - 1024  # that an SM of an H100 or H200 gives a block, less what barriers take
 BLOCK_K = 64  # 128 bytes of 16-bit elements: one swizzled row of shared memory
 GROUP_M = 8  # rows of tiles that are walked abreast, for the L2
-SPLITS = (1, 2, 3, 4, 6, 8, 16)  # parts along K of a tile that would leave SMs idle
+SPLITS = (1, 2, 3, 4, 6, 8)  # parts along K of a tile that would leave SMs idle
 AT_ONCE = {2: 66, 4: 30, 8: 15}  # clusters of so many blocks on an H100 or H200 with 132 SMs, as the driver says
 
 
@@ -23,7 +23,7 @@ def ceil_div(x: int, y: int) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """Tile and pipeline of a kernel."""
+    """Tile and pipeline of a kernel, and how its operands lie in memory. With the dtype it is all that a kernel is compiled for."""
 
     block_m: int
     block_n: int
@@ -32,7 +32,8 @@ class Plan:
     down: int = 1  # blocks of a cluster whose tiles lie below each other: they share B
     abreast: int = 1  # blocks of a cluster whose tiles lie side by side: they share A; only one of both is more than 1
     short: bool = False  # the kernel for short products: one block a tile, several blocks on an SM
-    simulated: bool = False  # for the simulator, which has no clusters: each block fetches all that it reads
+    a_column_major: bool = False
+    b_column_major: bool = False
 
     @property
     def cluster(self) -> int:
@@ -40,40 +41,55 @@ class Plan:
         return self.down * self.abreast
 
     @property
-    def clustered(self) -> bool:
-        """Whether blocks are launched in clusters."""
-        return self.cluster > 1 and not self.simulated
-
-    @property
     def rows(self) -> int:
         """Rows of a consumer."""
         return self.block_m // self.consumers
 
     @property
-    def piece(self) -> list[int]:
-        """Rows and columns of a piece of C: a consumer stores its rows of a tile by pieces, through buffers that take turns."""
-        wide = self.short or (self.block_m <= 128 and self.block_n > 64)
-        return [self.rows, min(64 if wide else 32, self.block_n)]
+    def a_tile(self) -> list[int]:
+        """A consumer's rows of A in a slot, as they lie in memory."""
+        return [BLOCK_K, self.rows] if self.a_column_major else [self.rows, BLOCK_K]
+
+    @property
+    def b_tile(self) -> list[int]:
+        """B's columns in a slot, as they lie in memory."""
+        return [self.block_n, BLOCK_K] if self.b_column_major else [BLOCK_K, self.block_n]
+
+    @property
+    def a_box(self) -> list[int]:
+        """Rows and columns of `a_tile` that one TMA copy brings."""
+        return _piece(self.a_tile, self.abreast)
+
+    @property
+    def b_box(self) -> list[int]:
+        """Rows and columns of `b_tile` that one TMA copy brings."""
+        return _piece(self.b_tile, self.down)
+
+    @property
+    def c_box(self) -> list[int]:
+        """Rows and columns of a piece of C: a consumer stores its rows by pieces, through buffers that take turns."""
+        return [self.rows, min(32 if self.consumers == 3 else 64, self.block_n)]
 
     @property
     def pieces(self) -> int:
         """Pieces of a consumer's rows."""
-        return self.block_n // self.piece[1]
+        return self.block_n // self.c_box[1]
 
     @property
     def buffers(self) -> int:
         """Buffers of a consumer for pieces of C; the short kernel has one for each, in the memory of the ring that it has read."""
-        return self.pieces if self.short else 2
+        return self.pieces if self.short else min(2, self.pieces)
 
     @property
-    def wgmma_columns(self) -> int:
-        """Columns of one product: ptxas refuses 256 in a kernel of 512 threads, as their sums take all 128 registers of a thread."""
-        return min(self.block_n, 128) if self.consumers == 3 else self.block_n
+    def worker_warps(self) -> list[int]:
+        """Warps of all roles but the first consumer: the other consumers, the producer, and warps without a role."""
+        return [4] * (self.consumers - 1) + [1, 1, 2]
 
     @property
-    def registers(self) -> int:
-        """Registers of a consumer thread; three consumers and a producer of 32 share the 65536 of an SM."""
-        return 160 if self.consumers == 3 else 232
+    def worker_registers(self) -> list[int]:
+        """Registers of a thread of each of these roles; three consumers and a producer of 32 share the 65536 of an SM."""
+        consumer, rest = (160, 32) if self.consumers == 3 else (232, 24)
+        return [consumer] * (self.consumers - 1) + [rest] * 3
 
     @property
     def slot_bytes(self) -> int:
@@ -84,7 +100,7 @@ class Plan:
     def shared_bytes(self) -> int:
         """Bytes of shared memory for the ring and for pieces of C; the short kernel stores C through the ring's memory."""
         ring = self.stages * self.slot_bytes
-        return max(ring, 2 * self.block_m * self.block_n) if self.short else ring + 4 * self.block_m * self.piece[1]
+        return max(ring, 2 * self.block_m * self.block_n) if self.short else ring + 4 * self.block_m * self.c_box[1]
 
     @property
     def blocks_an_sm(self) -> int:
@@ -97,17 +113,15 @@ class Plan:
         cluster = f" {self.down}x{self.abreast}" if self.cluster > 1 else ""
         return f"{'short ' if self.short else ''}{self.block_m}x{self.block_n}{cluster}"
 
-    def box(self, operand: str, rows: int, columns: int, transposed: bool = False) -> list[int]:
-        """Box that one TMA copy of operand "A", "B" or "C" brings: a matrix' rows and columns, or a piece, as they lie in memory.
 
-        Of a tile that several blocks share each fetches a piece for all. In shared memory rows of at most 128 bytes follow
-        each other, so the pieces of a tile are pieces of its rows. Longer rows lie there as blocks of 128 bytes side by
-        side, so the pieces are such blocks, or pieces of their rows.
-        """
-        box = [columns, rows] if transposed else [rows, columns]
-        pieces = {"A": self.abreast, "B": self.down}.get(operand, 1)
-        abreast = min(pieces, max(1, box[1] * 2 // 128))
-        return [box[0] * abreast // pieces, box[1] // abreast]
+def _piece(tile: list[int], blocks: int) -> list[int]:
+    """Return the piece of a tile that each of the blocks that share it fetches for all.
+
+    In shared memory rows of at most 128 bytes follow each other, so the pieces are pieces of the tile's rows. Longer rows lie
+    there as blocks of 128 bytes side by side, so the pieces are such blocks, or pieces of their rows.
+    """
+    abreast = min(blocks, max(1, tile[1] * 2 // 128))
+    return [tile[0] * abreast // blocks, tile[1] // abreast]
 
 
 @dataclass(frozen=True)
@@ -158,36 +172,20 @@ PLANS = (
 )
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Constants of a model of the kernels' time, in microseconds, fitted to measured times (docs/kernels/gemm.md)."""
-
-    launch: float = 2.655
-    short_launch: float = 0.213  # of the short kernel
-    product: float = 0.5754  # of 2**21 multiplications on one SM
-    bytes: float = 0.0145  # of a KB of A and B that each SM reads
-    shared: float = 0.312  # how many times a byte counts where two blocks share it; squared: four
-    late: float = 1.576  # how many times a byte counts of rows that start at odd multiples of 16 bytes
-    memory: float = 0.2056  # of a MB of A and B, which comes from memory once
-    tile: float = 2.076  # of a tile's start and end
-    store: float = 0.02631  # of a KB of C
-    part: float = 1.631  # of leaving a part's sums and counting
-    add: float = 0.04682  # of a KB of sums that the last part reads
+# Constants of a model of the kernels' time, in microseconds, fitted to measured times (docs/kernels/gemm.md).
+LAUNCH, SHORT_LAUNCH = 2.655, 0.213  # of a kernel, and of the short kernel
+PRODUCT = 0.5754  # of 2**21 multiplications on one SM
+BYTES = 0.0145  # of a KB of A and B that each SM reads
+SHARED = 0.312  # how many times a byte counts where two blocks share it; squared: four
+LATE = 1.576  # how many times a byte counts of rows that start at odd multiples of 16 bytes
+MEMORY = 0.2056  # of a MB of A and B, which comes from memory once
+TILE = 2.076  # of a tile's start and end
+STORE = 0.02631  # of a KB of C
+PART = 1.631  # of leaving a part's sums and counting
+ADD = 0.04682  # of a KB of sums that the last part reads
 
 
-COST = Cost()
-
-
-def estimate(
-    m: int,
-    n: int,
-    k: int,
-    plan: Plan,
-    split: int,
-    sms: int,
-    late: tuple[bool, bool] = (False, False),
-    cost: Cost = COST,
-) -> float:
+def estimate(m: int, n: int, k: int, plan: Plan, split: int, sms: int, late: tuple[bool, bool]) -> float:
     """Estimate the time of a product in microseconds, for a choice between plans.
 
     A step takes as long as its products or its bytes, whichever is longer; a little longer where they are alike. All steps of the
@@ -198,18 +196,15 @@ def estimate(
     # Blocks of the short kernel run side by side on an SM, as many as there is memory for.
     together = min(whole + parts, plan.blocks_an_sm) if plan.short else 1
     rounds, all_steps = (whole + parts) / together, (whole * steps + parts * ceil_div(steps, items.split)) / together
-    kb_a, kb_b = (
-        size * BLOCK_K / 512 * (cost.late if x else 1)
-        for size, x in zip((plan.block_m, plan.block_n), late, strict=True)
-    )
-    kb = kb_a * cost.shared ** math.log2(plan.abreast) + kb_b * cost.shared ** math.log2(plan.down)
-    product = together * cost.product * plan.block_m * plan.block_n * BLOCK_K / 2**21
-    step = _longest(product, together * cost.bytes * kb)
+    kb_a = plan.block_m * BLOCK_K / 512 * SHARED ** math.log2(plan.abreast) * (LATE if late[0] else 1)
+    kb_b = plan.block_n * BLOCK_K / 512 * SHARED ** math.log2(plan.down) * (LATE if late[1] else 1)
+    product = together * PRODUCT * plan.block_m * plan.block_n * BLOCK_K / 2**21
+    step = _longest(product, together * BYTES * (kb_a + kb_b))
     kb_c = plan.block_m * plan.block_n / 512
-    time = cost.short_launch if plan.short else cost.launch
-    time += _longest(all_steps * step, cost.memory * 2e-6 * k * (m + n))
-    time += rounds * (cost.tile + together * cost.store * kb_c)
-    return time + (cost.part + cost.add * 2 * kb_c / plan.consumers * items.split if items.rest else 0)
+    time = SHORT_LAUNCH if plan.short else LAUNCH
+    time += _longest(all_steps * step, MEMORY * 2e-6 * k * (m + n))
+    time += rounds * (TILE + together * STORE * kb_c)
+    return time + (PART + ADD * 2 * kb_c / plan.consumers * items.split if items.rest else 0)
 
 
 def _longest(*times: float) -> float:

@@ -55,7 +55,6 @@ def tiled_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    WIDEN: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
     """One tile of C: load a tile of A and of B, multiply (fp16 and bf16 on the tensor cores), step along K.
@@ -80,9 +79,6 @@ def tiled_kernel(
         inside = k < K - start  # the last tile along K may hang over the edge
         x = tl.load(a_tile, mask=(m < M)[:, None] & inside[None, :], other=0.0)
         y = tl.load(b_tile, mask=inside[:, None] & (n < N)[None, :], other=0.0)
-        if WIDEN:  # the interpreter multiplies bf16 wrongly; fp32 holds every fp16 and bf16 exactly
-            x = x.to(tl.float32)
-            y = y.to(tl.float32)
         # "ieee": fp32 stays fp32. The default would round fp32 operands to TF32.
         total = tl.dot(x, y, total, input_precision="ieee")
         a_tile += a_step
@@ -147,20 +143,18 @@ def launch_naive(a, b, c) -> None:
 
 def launch_tiled(a, b, c) -> None:
     """C = A @ B by `tiled_kernel`, row by row of tiles, each load waited for."""
-    options = {"WIDEN": INTERPRETED, "GROUP_M": 1, "num_stages": 1, "num_warps": 4}
-    tiled_kernel[_tiles(c, *_TILE[:2])](*_arguments(a, b, c), *_TILE, **options)
+    tiled_kernel[_tiles(c, *_TILE[:2])](*_arguments(a, b, c), *_TILE, GROUP_M=1, num_stages=1, num_warps=4)
 
 
 def launch_tiled_grouped(a, b, c) -> None:
     """C = A @ B by `tiled_kernel`, eight rows of tiles abreast, loads four tiles ahead."""
-    options = {"WIDEN": INTERPRETED, "GROUP_M": 8, "num_stages": 4, "num_warps": 4}
-    tiled_kernel[_tiles(c, *_TILE[:2])](*_arguments(a, b, c), *_TILE, **options)
+    tiled_kernel[_tiles(c, *_TILE[:2])](*_arguments(a, b, c), *_TILE, GROUP_M=8, num_stages=4, num_warps=4)
 
 
 def launch_autotuned(a, b, c) -> None:
     """C = A @ B by the fastest of `AUTOTUNE_CONFIGS`; in the interpreter, where there is nothing to time, the first."""
     if INTERPRETED:
         config = AUTOTUNE_CONFIGS[0].kwargs
-        tiled_kernel[_tiles(c, config["BLOCK_M"], config["BLOCK_N"])](*_arguments(a, b, c), **config, WIDEN=True)
+        tiled_kernel[_tiles(c, config["BLOCK_M"], config["BLOCK_N"])](*_arguments(a, b, c), **config)
     else:
-        autotuned_kernel[lambda meta: _tiles(c, meta["BLOCK_M"], meta["BLOCK_N"])](*_arguments(a, b, c), WIDEN=False)
+        autotuned_kernel[lambda meta: _tiles(c, meta["BLOCK_M"], meta["BLOCK_N"])](*_arguments(a, b, c))

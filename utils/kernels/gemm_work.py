@@ -1,9 +1,24 @@
-"""What the Gluon GEMM's two kernels share: items of work, the ring of operands, and sums of a tile in parts.
+"""What the Gluon GEMM's two kernels share: items of work, the ring of operands, clusters, and sums of a tile in parts.
 
 An item is a tile of C, or one of `split` parts of its steps along K. `Ring` is the memory through which the producer hands A and B
 to the consumers: a slot has A and B of one step, "full" is completed by the bytes, "empty" by those who have read them. A part
 leaves its sums in global memory and counts; the part that counts last adds all of them in their order, so that the same bits
 come out twice, and no program waits for another. The algorithm as a whole is described in `gemm_gluon.py`.
+
+**Clusters.** Two blocks whose tiles lie below each other read the same columns of B, two abreast the same rows of A. As a thread
+block cluster they start together, and TMA can bring what it reads once to the shared memory of both ("multicast"). So each
+fetches half of the shared tile, and the L2 sends it once:
+
+    block 0    A0, first half of B  -> A0 here, B to both           one step: 128 rows of A and 256 columns of B are
+    block 1    A1, second half of B -> A1 here, B to both           32 KB from the L2 for a block in place of 48 KB
+
+    barrier of a slot    who completes it
+    full                 the bytes: those that this block has asked for, and those that the others send
+    empty                the consumers of all blocks: a piece that is sent too early would overwrite what another block still
+                         reads. So consumers count on the barriers of all blocks.
+
+Of four blocks below each other each fetches a quarter. Triton 3.6 has no word for any of this: it compiles one block, whose shared
+copies stand between two marks, and `gemm_launch.multicast` writes the rest into the PTX.
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
@@ -12,7 +27,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from utils.kernels.gemm_ptx import for_all_blocks, for_this_block, rank
+from utils.kernels import gemm_plan
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
@@ -20,8 +35,34 @@ tma_load = tma.async_load
 tma_store = tma.async_store
 whole_warpgroup = gl.barrier  # of the partition that calls it
 aggregate = gluon.aggregate
-BLOCK_K = gl.constexpr(64)
-GROUP_M = gl.constexpr(8)
+BLOCK_K = gl.constexpr(gemm_plan.BLOCK_K)
+GROUP_M = gl.constexpr(gemm_plan.GROUP_M)
+SHARED, OWN = "for all blocks of the cluster", "for this block"
+MARK_SHARED, MARK_OWN = (gl.constexpr(f"mov.u32 $0, 0; // {mark}") for mark in (SHARED, OWN))
+SHOW = gl.constexpr("fence.mbarrier_init.release.cluster; mov.u32 $0, 0;")
+JOIN = gl.constexpr("barrier.cluster.arrive.relaxed; barrier.cluster.wait.acquire; mov.u32 $0, 0;")
+
+
+@gluon.jit
+def rank(CLUSTER: gl.constexpr):
+    """This block's number in its cluster."""
+    return gl.program_id(0) % CLUSTER
+
+
+@gluon.jit
+def instruct(PTX: gl.constexpr):
+    """Put these words into the PTX."""
+    gl.inline_asm_elementwise(PTX, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def join_cluster(PLAN: gl.constexpr):
+    """Wait until all blocks have set up their barriers: a copy or an arrival could come before they are there.
+
+    All warps of all blocks have to come, those without a role too.
+    """
+    if PLAN.cluster > 1:
+        instruct(JOIN)
 
 
 @aggregate
@@ -47,9 +88,8 @@ class Work:
     @gluon.jit
     def items(self):
         """Number of items: whole tiles first, then the parts of the others. Tiles that a cluster computes together are one."""
-        tiles = gl.cdiv(self.M, self.PLAN.block_m * self.PLAN.down) * gl.cdiv(
-            self.N, self.PLAN.block_n * self.PLAN.abreast
-        )
+        tiles = gl.cdiv(self.M, self.PLAN.block_m * self.PLAN.down)
+        tiles *= gl.cdiv(self.N, self.PLAN.block_n * self.PLAN.abreast)
         return self.whole + (tiles - self.whole) * self.split
 
     @gluon.jit
@@ -98,23 +138,19 @@ class Ring:
     phase to wait for. What is column-major lies in memory as it is, and is turned when it is read.
     """
 
-    a: gl.shared_memory_descriptor  # (stages * consumers, rows, BLOCK_K), or transposed
-    b: gl.shared_memory_descriptor  # (stages, BLOCK_K, block_n), or transposed
+    a: gl.shared_memory_descriptor  # (stages * consumers, *PLAN.a_tile)
+    b: gl.shared_memory_descriptor  # (stages, *PLAN.b_tile)
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     PLAN: gl.constexpr
-    A_COLUMN_MAJOR: gl.constexpr
-    B_COLUMN_MAJOR: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, a, b, full, empty, PLAN, A_COLUMN_MAJOR, B_COLUMN_MAJOR):
+    def __init__(self, a, b, full, empty, PLAN):
         self.a = a
         self.b = b
         self.full = full
         self.empty = empty
         self.PLAN = gl.constexpr(PLAN)
-        self.A_COLUMN_MAJOR = gl.constexpr(A_COLUMN_MAJOR)
-        self.B_COLUMN_MAJOR = gl.constexpr(B_COLUMN_MAJOR)
 
     @gluon.jit
     def slot(self, i):
@@ -144,37 +180,26 @@ class Ring:
         mbarrier.expect(full, self.PLAN.slot_bytes, pred=pred)
         for w in gl.static_range(CONSUMERS):
             tile = self.a.index(self.slot(i) * CONSUMERS + w)
-            at = in_memory(row + w * self.PLAN.rows, k, self.A_COLUMN_MAJOR)
+            rows = row + w * self.PLAN.rows
+            at = (k, rows) if self.PLAN.a_column_major else (rows, k)
             self.fetch(a_desc, tile, at, full, pred, self.PLAN.abreast)
-        at = in_memory(k, column, self.B_COLUMN_MAJOR)
+        at = (column, k) if self.PLAN.b_column_major else (k, column)
         self.fetch(b_desc, self.b.index(self.slot(i)), at, full, pred, self.PLAN.down)
 
     @gluon.jit
-    def fetch(self, desc, tile, at, full, pred, PIECES: gl.constexpr):
-        """Producer: fetch a tile of an operand; of one that the cluster's PIECES blocks share a piece, for all of them."""
-        if PIECES == 1:
-            tma_load(desc, [at[0], at[1]], full, tile, pred=pred)
-        elif self.PLAN.simulated:
-            for piece in gl.static_range(PIECES):
-                self.fetch_piece(desc, tile, at, piece, full, PIECES)
-        else:
-            for_all_blocks()
-            self.fetch_piece(desc, tile, at, rank(PIECES), full, PIECES)
-            for_this_block()
-
-    @gluon.jit
-    def fetch_piece(self, desc, tile, at, piece, full, PIECES: gl.constexpr):
-        """Producer: fetch a piece of a tile: of its rows, of its columns, or of both (`Plan.box`)."""
+    def fetch(self, desc, tile, at, full, pred, BLOCKS: gl.constexpr):
+        """Producer: fetch a tile of an operand; of one that BLOCKS blocks share, this block's piece for all of them."""
         ROWS: gl.constexpr = desc.block_type.shape[0]
         COLUMNS: gl.constexpr = desc.block_type.shape[1]
-        DOWN: gl.constexpr = PIECES * COLUMNS // tile.shape[1]
-        row, column = piece % DOWN * ROWS, piece // DOWN * COLUMNS
-        # The simulator keeps elements by their place in a tile, and has no blocks of 128 bytes.
-        if self.PLAN.simulated and tile.shape[1] != COLUMNS:
-            memory = tile.slice(piece // DOWN * COLUMNS, COLUMNS, dim=1).slice(piece % DOWN * ROWS, ROWS, dim=0)
+        if BLOCKS == 1:
+            tma_load(desc, [at[0], at[1]], full, tile, pred=pred)
         else:
-            memory = tile.reinterpret(tile.dtype, [PIECES, ROWS, COLUMNS], tile.layout).index(piece)
-        tma_load(desc, [at[0] + row, at[1] + column], full, memory)
+            DOWN: gl.constexpr = BLOCKS * COLUMNS // tile.shape[1]  # pieces of a column of pieces
+            piece = rank(BLOCKS)
+            place = tile.reinterpret(tile.dtype, [BLOCKS, ROWS, COLUMNS], tile.layout).index(piece)
+            instruct(MARK_SHARED)
+            tma_load(desc, [at[0] + piece % DOWN * ROWS, at[1] + piece // DOWN * COLUMNS], full, place)
+            instruct(MARK_OWN)
 
     @gluon.jit
     def operands(self, i, WHICH: gl.constexpr):
@@ -183,9 +208,9 @@ class Ring:
         b = self.b.index(self.slot(i))
         # Without this wait wgmma would read the tiles of the round before.
         mbarrier.wait(self.full.index(self.slot(i)), self.phase(i))
-        if self.A_COLUMN_MAJOR:
+        if self.PLAN.a_column_major:
             a = a.permute((1, 0))
-        if self.B_COLUMN_MAJOR:
+        if self.PLAN.b_column_major:
             b = b.permute((1, 0))
         return a, b
 
@@ -199,62 +224,56 @@ class Ring:
 
 
 @gluon.jit
-def allocate_ring(
-    a_desc,
-    b_desc,
-    READERS: gl.constexpr,
-    PLAN: gl.constexpr,
-    A_COLUMN_MAJOR: gl.constexpr,
-    B_COLUMN_MAJOR: gl.constexpr,
-):
-    """Allocate the slots and set up their barriers; READERS arrive when they have read a slot."""
+def allocate_ring(DTYPE: gl.constexpr, PLAN: gl.constexpr):
+    """Allocate the slots and set up their barriers, before the block joins its cluster."""
     STAGES: gl.constexpr = PLAN.stages
+    A_TILE: gl.constexpr = PLAN.a_tile
+    B_TILE: gl.constexpr = PLAN.b_tile
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = full
-    if READERS > 0:
+    empty = full  # in the short kernel nothing is handed over
+    if not PLAN.short:
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
-        if READERS > 0:
-            mbarrier.init(empty.index(i), count=READERS)
-    a = shared_tiles(a_desc.dtype, STAGES * PLAN.consumers, PLAN.rows, BLOCK_K, A_COLUMN_MAJOR)
-    b = shared_tiles(b_desc.dtype, STAGES, BLOCK_K, PLAN.block_n, B_COLUMN_MAJOR)
-    return Ring(a, b, full, empty, PLAN, A_COLUMN_MAJOR, B_COLUMN_MAJOR)
+        if not PLAN.short:
+            # All consumers read a slot, and those of the other blocks that this one fetches for.
+            mbarrier.init(empty.index(i), count=PLAN.consumers * PLAN.cluster)
+    if PLAN.cluster > 1:
+        instruct(SHOW)  # without that the other blocks may not see the barriers when this one joins
+    a = shared_tiles(DTYPE, STAGES * PLAN.consumers, A_TILE)
+    b = shared_tiles(DTYPE, STAGES, B_TILE)
+    return Ring(a, b, full, empty, PLAN)
 
 
 @gluon.jit
-def in_memory(row, column, COLUMN_MAJOR: gl.constexpr):
-    """A row and a column of a matrix, as the matrix lies in memory."""
-    if COLUMN_MAJOR:
-        return column, row
-    else:
-        return row, column
+def shared_tiles(DTYPE: gl.constexpr, COUNT: gl.constexpr, TILE: gl.constexpr):
+    """Shared memory for COUNT tiles of so many rows and columns, swizzled as wgmma and TMA read them."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, DTYPE)
+    return gl.allocate_shared_memory(DTYPE, [COUNT, TILE[0], TILE[1]], layout)
 
 
 @gluon.jit
-def shared_tiles(
-    DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TURNED: gl.constexpr = False
-):
-    """Shared memory for COUNT tiles, swizzled as wgmma and TMA read them; column-major ones lie there as they are."""
-    BOX: gl.constexpr = [COLUMNS, ROWS] if TURNED else [ROWS, COLUMNS]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BOX, DTYPE)
-    return gl.allocate_shared_memory(DTYPE, [COUNT, BOX[0], BOX[1]], layout)
+def sums_of(work, partial, item, part, WHICH: gl.constexpr, column, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Pointers to some columns of a consumer's sums of a part of an item's tile, in global memory."""
+    ROWS: gl.constexpr = work.PLAN.rows
+    SIZE: gl.constexpr = ROWS * work.PLAN.block_n
+    tile, _ = work.tile_and_part(item)
+    place = ((tile * work.split + part) * work.PLAN.consumers + WHICH).to(gl.int64) * SIZE
+    m = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    return partial[0] + place + m[:, None] * work.PLAN.block_n + n[None, :]
 
 
 @gluon.jit
-def last_part(work, partial, acc, item, WHICH: gl.constexpr):
+def leave_part(work, partial, acc, item, WHICH: gl.constexpr):
     """Leave a part's sums in global memory, and tell whether all parts of the tile are there now."""
-    sums, counters = partial
-    CONSUMERS: gl.constexpr = work.PLAN.consumers
     tile, part = work.tile_and_part(item)
-    place = sums + ((tile * work.split + part) * CONSUMERS + WHICH).to(gl.int64) * (acc.shape[0] * acc.shape[1])
+    COLUMNS: gl.constexpr = work.PLAN.block_n
     layout: gl.constexpr = acc.type.layout
-    m = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
-    n = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
-    gl.store(place + m[:, None] * acc.shape[1] + n[None, :], acc)
+    gl.store(sums_of(work, partial, item, part, WHICH, 0, COLUMNS, layout), acc)
     # All threads of the warpgroup have stored before one of them counts: whoever counts last reads what all have stored.
     whole_warpgroup()
-    counter = counters + tile * CONSUMERS + WHICH
+    counter = partial[1] + tile * work.PLAN.consumers + WHICH
     count = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     if count == work.split - 1:
         gl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")  # the next launch finds it as this one did
@@ -265,22 +284,15 @@ def last_part(work, partial, acc, item, WHICH: gl.constexpr):
 def summed_piece(work, partial, item, i, WHICH: gl.constexpr):
     """Piece i of a tile, summed over its parts in their order, whichever part was the last to arrive."""
     ROWS: gl.constexpr = work.PLAN.rows
-    COLUMNS: gl.constexpr = work.PLAN.piece[1]
-    SIZE: gl.constexpr = ROWS * work.PLAN.block_n
-    CONSUMERS: gl.constexpr = work.PLAN.consumers
+    COLUMNS: gl.constexpr = work.PLAN.c_box[1]
     TOGETHER: gl.constexpr = 4  # parts that are read at a time: one alone would wait for memory once for each part
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // COLUMNS, COLUMNS // 4], [4, 1], [1, 0])
-    m = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    n = i * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-    tile, _ = work.tile_and_part(item)
-    first = partial[0] + (tile * work.split * CONSUMERS + WHICH).to(gl.int64) * SIZE
-    first += m[:, None] * work.PLAN.block_n + n[None, :]
     total = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     for start in range(0, work.split, TOGETHER):
         for j in gl.static_range(TOGETHER):
-            there = start + j < work.split
+            place = sums_of(work, partial, item, start + j, WHICH, i * COLUMNS, COLUMNS, layout)
             # The L1 may hold what was there before.
-            total += gl.load(first + (start + j) * (CONSUMERS * SIZE), mask=there, other=0.0, cache_modifier=".cg")
+            total += gl.load(place, mask=start + j < work.split, other=0.0, cache_modifier=".cg")
     return total
 
 
@@ -298,35 +310,27 @@ def column_pieces(tile, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def store_piece(work, out, piece, i, row, column, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
-    """Store column block i of a consumer's rows: through a buffer by TMA, which drops what lies outside of C, or from registers."""
-    c_desc, c_pointer, buffers = out
+def store_piece(work, out, piece, i, row, column, WHICH: gl.constexpr):
+    """Store column block i of a consumer's rows through a buffer by TMA, which drops what lies outside of C."""
+    c_desc, buffers = out
     BUFFERS: gl.constexpr = work.PLAN.buffers
-    column += i * piece.shape[1]
-    if TMA_STORE:
-        buffer = buffers.index(WHICH * BUFFERS + i % BUFFERS)
-        tma.store_wait(BUFFERS - 1)  # the store that used this buffer before has left it: it may be overwritten
-        buffer.store(piece)
-        fence_async_shared()  # written by threads, read by the TMA unit: without it TMA may read older data
-        tma_store(c_desc, [row, column], buffer)
-    else:
-        layout: gl.constexpr = piece.type.layout
-        m = row + gl.arange(0, piece.shape[0], gl.SliceLayout(1, layout))
-        n = column + gl.arange(0, piece.shape[1], gl.SliceLayout(0, layout))
-        inside = (m < work.M)[:, None] & (n < work.N)[None, :]
-        gl.store(c_pointer + m.to(gl.int64)[:, None] * work.N + n[None, :], piece, mask=inside)
+    buffer = buffers.index(WHICH * BUFFERS + i % BUFFERS)
+    tma.store_wait(BUFFERS - 1)  # the store that used this buffer before has left it: it may be overwritten
+    buffer.store(piece)
+    fence_async_shared()  # written by threads, read by the TMA unit: without it TMA may read older data
+    tma_store(c_desc, [row, column + i * work.PLAN.c_box[1]], buffer)
 
 
 @gluon.jit
-def store_item(work, out, partial, acc, item, row, column, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
+def store_item(work, out, partial, acc, item, row, column, WHICH: gl.constexpr):
     """Store a consumer's rows of a tile of C, or leave a part's sums; the part that is the last to arrive stores their total."""
-    dtype: gl.constexpr = out[1].dtype.element_ty
     PIECES: gl.constexpr = work.PLAN.pieces
+    dtype: gl.constexpr = out[0].dtype
     if work.part(item) < 0:
         pieces = column_pieces(acc.to(dtype), PIECES)
         for i in gl.static_range(PIECES):
-            store_piece(work, out, pieces[i], i, row, column, WHICH, TMA_STORE)
-    elif last_part(work, partial, acc, item, WHICH):
+            store_piece(work, out, pieces[i], i, row, column, WHICH)
+    elif leave_part(work, partial, acc, item, WHICH):
         for i in range(PIECES):
             piece = summed_piece(work, partial, item, i, WHICH).to(dtype)
-            store_piece(work, out, piece, i, row, column, WHICH, TMA_STORE)
+            store_piece(work, out, piece, i, row, column, WHICH)

@@ -59,22 +59,20 @@ class InterpretedKernelError(RuntimeError):
         return f"{lines[-1]}\n  in {function}: {lines[places[-1] + 1].strip()}"
 
 
-def run_interpreted(function_name: str, *args, timeout: float = 60, **kwargs):
-    """Call a kernel function of `utils.kernels` through Triton's interpreter and return its result.
+def run_interpreted(function_name: str, *args, timeout: float = 60) -> torch.Tensor:
+    """Call a kernel function of `utils` through Triton's interpreter and return its result.
 
     Args:
-        function_name: A name in `kernels.gemm` or `kernels.gelu` ("gemm_tiled"), "module.function" below
-            `utils.kernels`, or the whole path of a function elsewhere in `utils`.
+        function_name: A name in `kernels.gemm` or `kernels.gelu` ("gemm_tiled"), or the whole path of a function in `utils`.
         *args: CPU tensors and plain values.
         timeout: Seconds, the start of a process included (two to four, for the first call of a program).
-        **kwargs: CPU tensors and plain values.
     """
-    return run_interpreted_cases(function_name, [args], timeout=timeout, **kwargs)[0]
+    return run_interpreted_cases(function_name, [args], timeout=timeout)[0]
 
 
 def run_interpreted_cases(
-    call: str | tuple[str, str], cases: Sequence[Sequence], *, timeout: float = 60, **kwargs
-) -> list:
+    call: str | tuple[str, str], cases: Sequence[Sequence], *, timeout: float = 60
+) -> list[torch.Tensor]:
     """Run one kernel on several inputs in a single interpreter process; return one result for each.
 
     The first case that fails raises InterpretedKernelError, and its `case` is the index.
@@ -84,24 +82,18 @@ def run_interpreted_cases(
             `torch`, `triton` and `tl` imported, and the name of its function that returns the output tensor.
         cases: The positional arguments of each call.
         timeout: Seconds for all cases together, the start of a process included.
-        **kwargs: Keyword arguments, the same for all cases.
     """
     if importlib.util.find_spec("triton") is None:
         raise RuntimeError(
             "Triton's interpreter needs Triton, which is not installed here. "
             "On Linux `make env` installs it with the course. There are no wheels for other systems."
         )
-    name = call if isinstance(call, str) else call[1]
-    job = {
-        "call": name,
-        "from_source": not isinstance(call, str),
-        "cases": [tuple(_for_child(value, f"argument {i}") for i, value in enumerate(case)) for case in cases],
-        "kwargs": {name: _for_child(value, f"argument {name}") for name, value in kwargs.items()},
-    }
+    source, name = (None, call) if isinstance(call, str) else call
+    cases = [tuple(_for_child(value, f"argument {i}") for i, value in enumerate(case)) for case in cases]
     with tempfile.TemporaryDirectory(prefix="interpreted-kernel-") as folder:
-        if not isinstance(call, str):
-            Path(folder, _STUDENT_FILE).write_text(textwrap.dedent(call[0]), encoding="utf-8")
-        torch.save(job, Path(folder, "job.pt"))
+        if source is not None:
+            Path(folder, _STUDENT_FILE).write_text(textwrap.dedent(source), encoding="utf-8")
+        torch.save({"call": name, "from_source": source is not None, "cases": cases}, Path(folder, "job.pt"))
         _run_child(folder, name, timeout)
         answer = torch.load(Path(folder, "answer.pt"), weights_only=True)
     if answer["error"]:
@@ -183,16 +175,12 @@ def _load_function(job: dict, folder: str):
             defined = [key for key in functions if not key.startswith("_")]
             raise NameError(f"the source defines no function {name!r}; it defines: {', '.join(defined) or 'none'}")
         return function
-    module_name, _, name = name.rpartition(".")
-    if module_name and not module_name.startswith("utils."):
-        module_name = f"utils.kernels.{module_name}"
-    places = [module_name] if module_name else ["utils.kernels.gemm", "utils.kernels.gelu"]
+    module, _, name = name.rpartition(".")
+    places = [module] if module else ["utils.kernels.gemm", "utils.kernels.gelu"]
     for place in places:
         if callable(function := getattr(importlib.import_module(place), name, None)):
             return function
-    raise NameError(
-        f"there is no function {name!r} in {', '.join(places)}: name it, or give 'module.function' below utils.kernels"
-    )
+    raise NameError(f"there is no function {name!r} in {', '.join(places)}: name it, or give the path of one in utils")
 
 
 def _own_traceback(error: BaseException, folder: str, from_source: bool) -> str:
@@ -214,13 +202,6 @@ def _own_traceback(error: BaseException, folder: str, from_source: bool) -> str:
     return "".join([*lines, *traceback.format_exception_only(error)]).replace(folder + os.sep, "")
 
 
-def _only_tensors(result, name: str):
-    values = result if isinstance(result, (tuple, list)) else [result]
-    if not values or not all(isinstance(value, torch.Tensor) for value in values):
-        raise TypeError(f"{name} returned {type(result).__name__}, not a tensor: return the output tensor")
-    return type(result)(value.detach() for value in values) if isinstance(result, (tuple, list)) else result.detach()
-
-
 def answer(folder: str) -> None:
     """Run the job in a folder, and write its results or its error there."""
     job = torch.load(Path(folder, "job.pt"), weights_only=True)
@@ -231,7 +212,12 @@ def answer(folder: str) -> None:
         function = _load_function(job, folder)
         for index, case in enumerate(job["cases"]):
             said["case"] = index
-            results.append(_only_tensors(function(*case, **job["kwargs"]), job["call"]))
+            result = function(*case)
+            if not isinstance(result, torch.Tensor):
+                raise TypeError(
+                    f"{job['call']} returned {type(result).__name__}, not a tensor: return the output tensor"
+                )
+            results.append(result.detach())
     except BaseException as error:
         said.update(error=True, results=[], traceback=_own_traceback(error, folder, job["from_source"]))
     sys.stdout.flush()

@@ -15,8 +15,8 @@ A module that uses this calls `serve` when it is run as a program, and keeps a `
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -27,12 +27,14 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from utils.files import ROOT
 
 IDLE_SECONDS = 300.0
+SERVE = "--serve"
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,6 @@ class ForkedProcess:
         """Run the job whose inputs are in a folder; as `WarmProcess.run`."""
         pid = os.fork()
         if pid == 0:
-            os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # a channel of this process is no business of a kernel's
             _be_a_child({"folder": folder, "environment": dict(os.environ)}, self.work)
         deadline = time.monotonic() + timeout
         status = _wait(pid, lambda: time.monotonic() > deadline)
@@ -147,20 +148,22 @@ def _kill_group(pid: int) -> None:
 
 
 class Server:
-    """The program's side of the server. A job is sent as a line of JSON; the answers are its process id and its status."""
+    """The program's side of the server. A job is sent as JSON; the answers are its process id and its status."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self.owner = os.getpid()
         self.complaints = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process writes to it)
-        self.process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.complaints,
-            start_new_session=True,  # Ctrl-C reaches the caller alone
-        )
-        self.unread = b""
+        self.channel, theirs = multiprocessing.Pipe()
+        with theirs:
+            self.process = subprocess.Popen(
+                [*command, SERVE, str(theirs.fileno())],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self.complaints,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C reaches the caller alone
+            )
 
     def serves_this_process(self) -> bool:
         """Whether this process started the server and it still runs: a fork must not write into its parent's pipe."""
@@ -168,14 +171,12 @@ class Server:
 
     def run(self, folder: str, environment: dict[str, str], deadline: float) -> Ended:
         """Run one job in a folder, with these environment variables."""
-        assert self.process.stdin is not None
         job = None
         try:
-            self.process.stdin.write(json.dumps({"folder": folder, "environment": environment}).encode() + b"\n")
-            self.process.stdin.flush()
-            job = int(self._line(deadline))
-            status = int(self._line(deadline))
-        except (EOFError, BrokenPipeError):  # the server has ended
+            self.channel.send_bytes(json.dumps({"folder": folder, "environment": environment}).encode())
+            job = self._answer(deadline)
+            return _ended(self._answer(deadline), folder)
+        except (EOFError, ConnectionError):  # the server has ended
             self.complaints.seek(0)
             return Ended(1, "", self.complaints.read().decode(errors="replace"))
         except BaseException:  # also an interrupt of the caller
@@ -184,58 +185,46 @@ class Server:
             self.process.kill()
             self.process.wait()
             raise
-        return _ended(status, folder)
 
-    def _line(self, deadline: float) -> bytes:
-        assert self.process.stdout is not None
-        while b"\n" not in self.unread:
-            if not select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise TimeoutError
-            read = os.read(self.process.stdout.fileno(), 4096)
-            if not read:
-                raise EOFError
-            self.unread += read
-        line, self.unread = self.unread.split(b"\n", 1)
-        return line
+    def _answer(self, deadline: float) -> int:
+        if not self.channel.poll(max(0.0, deadline - time.monotonic())):
+            raise TimeoutError
+        return int(self.channel.recv_bytes())
 
 
 # The server's side ------------------------------------------------------------------------------------------------
 
 
 def serve(prepare: Callable[[], object], work: Callable[[str], object]) -> None:
-    """Do the job of the folder that the command line names, or fork a child for each job that comes through stdin.
+    """Do the job of the folder that the command line names, or fork a child for each job that comes through a channel.
 
     Args:
         prepare: Imports the slow libraries.
         work: Does one job, given its folder.
     """
-    if len(sys.argv) > 1:
+    if sys.argv[1] != SERVE:
         work(sys.argv[1])
         return
+    channel = Connection(int(sys.argv[2]))
     prepare()
-    unread = b""
-    while select.select([0], [], [], IDLE_SECONDS)[0]:
-        read = os.read(0, 1 << 20)
-        if not read:
-            return
-        unread += read
-        while b"\n" in unread:
-            line, unread = unread.split(b"\n", 1)
-            job = json.loads(line)
+    with suppress(EOFError, ConnectionError):  # the program has ended
+        while channel.poll(IDLE_SECONDS):
+            job = json.loads(channel.recv_bytes())
             pid = os.fork()
             if pid == 0:
                 _be_a_child(job, work)
-            os.write(1, b"%d\n" % pid)
-            # No job is sent while one runs, so what can be read from stdin then is its end: the program has ended.
-            status = _wait(pid, lambda: bool(select.select([0], [], [], 0)[0]))
+            channel.send_bytes(b"%d" % pid)
+            # No job is sent while one runs, so what can be read then is the channel's end: the program has ended.
+            status = _wait(pid, channel.poll)
             if status is None:
                 return
-            os.write(1, b"%d\n" % status)
+            channel.send_bytes(b"%d" % status)
 
 
 def _be_a_child(job: dict, work: Callable[[str], object]) -> None:
-    """Do one job in a fork of the server, and end."""
+    """Do one job in a fork, and end."""
     os.setsid()
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # a channel of the parent's is no business of a kernel's
     folder = job["folder"]
     os.chdir(folder)
     for number, (name, mode) in enumerate([(os.devnull, "rb"), ("printed", "wb"), ("complaints", "wb")]):

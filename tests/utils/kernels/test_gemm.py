@@ -8,21 +8,12 @@ import sys
 import pytest
 import torch
 
+from tests.utils.kernels.products import ROUNDING, assert_product
 from utils.kernels import gemm
 from utils.kernels.interpreter import run_interpreted_cases
 
 TRITON_RUNGS = ["gemm_naive", "gemm_tiled", "gemm_tiled_grouped", "gemm_autotuned"]
-ROUNDING = {torch.float32: 2.0**-23, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-
-
-def assert_product(c, a, b, what=""):
-    """C is a @ b: one rounding to its dtype, and fp32 sums (TF32, or a missing tile, would be far outside)."""
-    exact = a.double() @ b.double()
-    allowed = ROUNDING[a.dtype] * exact.abs() + 2.0**-20 * (a.double().abs() @ b.double().abs()) + 1e-7
-    assert c.shape == exact.shape and c.dtype == a.dtype and c.device == a.device, what
-    worst = ((c.double() - exact).abs() / allowed).max().item() if c.numel() else 0.0
-    assert worst <= 1.0, f"{what} {tuple(a.shape)} @ {tuple(b.shape)} {a.dtype}: {worst:.3g} times the allowed error"
 
 
 def operands(dtype, device="cpu"):
@@ -34,11 +25,11 @@ def operands(dtype, device="cpu"):
     wide = randn(40, 300)
     return [
         (randn(1, 1), randn(1, 1)),
-        (randn(37, 29), randn(29, 41)),
+        (randn(7, 29), randn(29, 41)),
         (randn(1, 70), randn(70, 3)),
-        (randn(19, 5), randn(7, 5).T),  # a row, a transposed view
-        (randn(23, 17).T, randn(23, 11)),
-        (wide[:, 3:291:9], wide[5:37, ::7]),  # columns of a, steps in both
+        (randn(9, 5), randn(7, 5).T),  # a row, a transposed view
+        (randn(23, 7).T, randn(23, 11)),
+        (wide[:9, 3:291:9], wide[5:37, ::7]),  # columns of a, steps in both
         (randn(1, 8).expand(9, 8), randn(8, 2)),
         (randn(3, 0), randn(0, 4)),  # stride 0, K = 0
         (randn(0, 4), randn(4, 5)),
@@ -89,29 +80,16 @@ def test_refusals_say_what_was_given():
         gemm.gemm_tiled(torch.ones(2, 2), torch.ones(2, 2))
 
 
-def test_importing_the_ladder_imports_no_triton():
-    code = (
-        "import sys, utils.kernels.gemm, utils.kernels.gelu, utils.kernels.interpreter\nprint('triton' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-
-
 @needs_triton
-def test_triton_imported_to_compile_refuses_cpu_tensors_even_if_the_variable_comes_later():
+def test_the_ladder_imports_no_triton_and_refuses_cpu_tensors_if_triton_was_imported_to_compile():
     code = (
-        "import os, triton, torch\nos.environ['TRITON_INTERPRET'] = '1'\n"
-        "from utils.kernels.gemm import gemm_tiled\ngemm_tiled(torch.ones(2, 2), torch.ones(2, 2))"
+        "import os, sys, torch, utils.kernels.gelu, utils.kernels.interpreter\nfrom utils.kernels.gemm import gemm_tiled\n"
+        "print('triton' in sys.modules)\nimport triton\nos.environ['TRITON_INTERPRET'] = '1'  # too late\n"
+        "gemm_tiled(torch.ones(2, 2), torch.ones(2, 2))"
     )
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert "Triton was imported without TRITON_INTERPRET=1 earlier" in done.stderr
-
-
-def test_without_triton_a_sentence_says_so(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(RuntimeError, match="gemm_tiled is a Triton kernel, and Triton is not installed"):
-        gemm.need_triton("gemm_tiled")
+    assert done.stdout.strip() == "False" and "imported without TRITON_INTERPRET=1" in done.stderr
 
 
 @pytest.mark.gpu

@@ -1,8 +1,10 @@
 """Who computes what in a GEMM, by the kernel's own code, and which plans products get: without a GPU."""
 
 import itertools
+import math
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -84,13 +86,12 @@ def test_every_plan_fits_and_is_whole():
     assert len(set(PLANS)) == len(PLANS) <= 12
     for plan in PLANS:
         assert plan.shared_bytes <= SHARED_BYTES and plan.rows in (64, 128)
-        assert plan.pieces * plan.piece[1] == plan.block_n and plan.pieces % plan.buffers == 0
+        assert plan.pieces * plan.c_box[1] == plan.block_n and plan.pieces % plan.buffers == 0
         assert not plan.short or (plan.consumers == plan.cluster == 1 and plan.blocks_an_sm > 1)
-        for operand, rows, columns in (("A", plan.rows, BLOCK_K), ("B", BLOCK_K, plan.block_n)):
-            for transposed in (False, True):
-                box = plan.box(operand, rows, columns, transposed)
-                shared = {"A": plan.abreast, "B": plan.down}[operand]
-                assert box[0] % 8 == 0 and box[1] >= 32 and box[0] * box[1] * shared == rows * columns
+        for column_major in (False, True):
+            plan = replace(plan, a_column_major=column_major, b_column_major=column_major)
+            for box, tile, blocks in ((plan.a_box, plan.a_tile, plan.abreast), (plan.b_box, plan.b_tile, plan.down)):
+                assert box[0] % 8 == 0 and box[1] >= 32 and math.prod(box) * blocks == math.prod(tile)
 
 
 def test_what_is_chosen_is_sound():
@@ -110,7 +111,7 @@ def test_what_is_chosen_is_sound():
 
 
 def test_at_most_twelve_kernels_are_compiled_for_a_dtype_and_an_order_of_the_operands():
-    """All that a kernel is compiled for is its plan, the dtype, both orders, and whether TMA can store C."""
+    """All that a kernel is compiled for is its plan, which has the orders, and the dtype."""
     shapes, start = draw_shapes(seed=2026, count=122), time.perf_counter()
     plans = {choose(s["m"], s["n"], s["k"], 132, *late_rows(s))[0] for s in shapes}
     assert 4 < len(plans) <= 12

@@ -116,50 +116,39 @@ def test_attention_by_a_kept_launch():
         assert torch.equal(launch.forward(shifted, *others[1:], causal=causal, scale=0.125), out)
 
 
+BACKENDS = ["gluon", "fa3", "cute", "cudnn", "flash", "efficient", "math", "flex", "auto"]
+
+
 @pytest.mark.gpu
-@hopper
-def test_another_stream_and_a_graph():
-    from utils.attention import attention
+@pytest.mark.parametrize("name", [*BACKENDS, pytest.param("gemm", marks=hopper)])
+def test_another_stream_and_a_graph(name):
+    """Every backend of attention, and the last rung of the GEMM."""
+    from utils.attention import attention, find_backend, make_problem
     from utils.kernels.gemm import gemm_warp_specialized
 
-    q, k, v = (torch.randn(1, 4, 512, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    a, b = (torch.randn(512, 512, device="cuda", dtype=torch.bfloat16) for _ in "ab")
-    for call, inputs in (
-        (lambda: attention(q, k, v, causal=True, backend="gluon"), (q, k, v)),
-        (lambda: gemm_warp_specialized(a, b), (a, b)),
-    ):
-        call()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            on_side = call()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = call()
-        for x in inputs:
-            x.normal_()
-        graph.replay()
-        assert torch.equal(captured, call()) and not torch.equal(captured, on_side)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gluon", "fa3", "cute", "cudnn", "flash", "efficient", "math", "flex", "auto"])
-def test_a_graph_captures_every_backend(name):
-    from utils.attention import attention, find_backend, make_problem
-
-    q, k, v = (torch.randn(1, 4, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    if name != "auto" and not (support := find_backend(name).support(make_problem(q, k, v, causal=True))):
-        pytest.skip(support.reason)
+    if name == "gemm":
+        inputs = [torch.randn(512, 512, device="cuda", dtype=torch.bfloat16) for _ in "ab"]
+        call = lambda: gemm_warp_specialized(*inputs)  # noqa: E731
+    else:
+        inputs = [torch.randn(1, 4, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv"]
+        if name != "auto" and not (support := find_backend(name).support(make_problem(*inputs, causal=True))):
+            pytest.skip(support.reason)
+        call = lambda: attention(*inputs, causal=True, backend=name)  # noqa: E731
     for _ in range(3):
-        attention(q, k, v, causal=True, backend=name)
+        call()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        on_side = call()
+    torch.cuda.current_stream().wait_stream(side)
+    assert torch.equal(on_side, call())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention(q, k, v, causal=True, backend=name)
-    for x in (q, k, v):
+        captured = call()
+    for x in inputs:
         x.normal_()
     graph.replay()
-    assert torch.equal(out, attention(q, k, v, causal=True, backend=name))
+    assert torch.equal(captured, call()) and not torch.equal(captured, on_side)
 
 
 @pytest.mark.gpu
@@ -171,11 +160,11 @@ def test_products_by_a_kept_launch():
     for transposed in (False, True):
         a, b = (torch.randn(264, 520, device="cuda", dtype=torch.float16) for _ in "ab")
         left, right = (a.T, b) if transposed else (a, b.T)
-        gemm._launches.clear()
+        KEPT.clear()
         first = gemm.gemm_warp_specialized(left, right)
-        assert len(gemm._launches) == 1
+        assert len(KEPT) == 1
         assert torch.equal(first, gemm.gemm_warp_specialized(left, right))
         a.normal_()
-        assert torch.equal(gemm.gemm_warp_specialized(left, right), gemm_launch.gemm_and_launch(left, right)[0])
+        assert torch.equal(gemm.gemm_warp_specialized(left, right), gemm_launch.prepare(left, right)(left, right))
         with pytest.raises(ValueError, match="forward only"):
             gemm.gemm_warp_specialized(left.requires_grad_(), right)

@@ -87,12 +87,10 @@ def test_the_caller_can_still_compile():
 
 def test_bf16_is_computed_as_a_gpu_does():
     """tl.dot multiplies bf16 values and fp32 to bf16 rounds to nearest even: the bare interpreter does neither."""
-    rounding = DOUBLE.replace("v * 2", "v.to(tl.bfloat16)").replace("torch.empty_like(x)", "x.bfloat16()")
-    both = "def dot_and_round(a, b, x):\n    return dot(a, b), double(x)\n"
-    source = "".join(map(textwrap.dedent, (DOT, rounding, both)))
     a, b = torch.randn(16, 48).bfloat16(), torch.randn(48, 16).bfloat16()
     halves = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, 3.3e38, -1e-40, float("inf"), float("nan")])
-    c, rounded = run_source(source, "dot_and_round", a, b, halves)
+    rounding = DOUBLE.replace("v * 2", "v.to(tl.bfloat16)").replace("torch.empty_like(x)", "x.bfloat16()")
+    c, rounded = run_source(DOT, "dot", a, b), run_source(rounding, "double", halves)
     exact = a.double() @ b.double()
     assert ((c.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-5).all()  # half a unit in the last place
     assert torch.equal(rounded[:-1], halves.bfloat16()[:-1]) and rounded[-1].isnan()
@@ -177,7 +175,7 @@ def test_a_failure_names_its_case():
 
 def test_a_function_of_the_package_runs_by_its_name_and_views_arrive_as_views():
     x = torch.randn(6, 8)[::2, 1:].T
-    y = run_interpreted("gelu.gelu_torch", x)
+    y = run_interpreted("utils.kernels.gelu.gelu_torch", x)
     assert torch.equal(y, torch.nn.functional.gelu(x, approximate="tanh"))
     assert y.stride() == torch.empty_like(x).stride()
 
