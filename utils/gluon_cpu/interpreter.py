@@ -265,11 +265,14 @@ def _assign(value, label: str):
     if isinstance(value, tuple):
         return tuple(_assign(v, "") for v in value)
     if label and isinstance(value, MemDesc):
-        value.allocation.name = value.allocation.name or label
+        if not value.allocation.name:
+            value.allocation.name = label
+            context.program().labels.clear()
     elif label and isinstance(value, Aggregate):
         for path, leaf in Aggregate.leaves(value):
-            if isinstance(leaf, MemDesc):
-                leaf.allocation.path = leaf.allocation.path or f"{label}.{path}"
+            if isinstance(leaf, MemDesc) and not leaf.allocation.path:
+                leaf.allocation.path = f"{label}.{path}"
+                context.program().labels.clear()
     return value
 
 

@@ -84,6 +84,12 @@ class Allocation:
     @property
     def label(self) -> str:
         """What the kernel calls it."""
+        labels = context.program().labels
+        if self.index not in labels:
+            labels[self.index] = self._find_label()
+        return labels[self.index]
+
+    def _find_label(self) -> str:
         # A function that makes rings gives the memory of each the same name: then the path says which ring is meant.
         others = context.program().allocations if self.path else []
         if self.path and (not self.name or any(a.name == self.name and a is not self for a in others)):
@@ -129,6 +135,7 @@ class MemDesc:
         self.alloc_shape = alloc_shape or list(view.shape)
         self.spread = 1  # which of the allocation's spreads it has
         self.outside = ""  # why this view may not be used: an address outside is harmless until then
+        self.views: dict[Any, MemDesc] = {}  # those of this view that the kernel has taken so far
         start = view.__array_interface__["data"][0] - allocation.data.__array_interface__["data"][0]
         self.key = (start, view.shape, view.strides)
 
@@ -165,6 +172,8 @@ class MemDesc:
     def index(self, index) -> MemDesc:
         """Return the subview at `index` of the first dimension."""
         i = number(index, "the index into shared memory")
+        if i in self.views:
+            return self.views[i]
         if self.rank < 2:
             refuse("layout", f"{self.label} has shape {list(self.shape)}; .index needs two dimensions or more.")
         slots = self.view.shape[0]
@@ -175,6 +184,7 @@ class MemDesc:
             slots_text = f"there are {slots} slots, 0 to {slots - 1}"
             sign = " (In Triton -1 % n is -1, as in C.)" if i < 0 else ""
             slot.outside = f"{slot.label}: {slots_text}.{sign}"
+        self.views[i] = slot
         return slot
 
     @property
@@ -198,13 +208,21 @@ class MemDesc:
     def permute(self, order) -> MemDesc:
         """Return the same memory with its dimensions in another order."""
         order = constants(order, "permute's order")
+        key = "permute", *order
+        if key in self.views:
+            return self.views[key]
         layout = layouts.shared_view(self.dtype, list(self.shape), self.layout, "permute", tuple(order))
         alloc_shape = [self.alloc_shape[-self.rank :][o] for o in order]
-        return self._view(self.view.transpose(order), self.written.transpose(order), layout, self.suffix, alloc_shape)
+        view, written = self.view.transpose(order), self.written.transpose(order)
+        self.views[key] = self._view(view, written, layout, self.suffix, alloc_shape)
+        return self.views[key]
 
     def reshape(self, shape) -> MemDesc:
         """Return the same memory with another shape."""
         shape = constants(shape, "reshape's shape")
+        key = "reshape", *shape
+        if key in self.views:
+            return self.views[key]
         if math.prod(shape) != self.view.size:
             text = f"{self.label} has shape {list(self.shape)}, {self.view.size} elements"
             refuse("layout", f"{text}; it cannot become {shape}.")
@@ -212,7 +230,8 @@ class MemDesc:
         view, written = self.view.reshape(shape), self.written.reshape(shape)
         if not np.may_share_memory(view, self.view):  # NumPy had to copy
             return Rearranged(self, shape, layout)
-        return self._view(view, written, layout, self.suffix)
+        self.views[key] = self._view(view, written, layout, self.suffix)
+        return self.views[key]
 
     def _reinterpret(self, dtype=None, shape=None, layout=None) -> MemDesc:
         """Return the start of the same memory with another shape and layout: how a kernel uses a free slot again.
@@ -368,6 +387,7 @@ def allocate(dtype, shape, layout, value=None) -> MemDesc:
     layouts.check_shared(layout, dtype, shape)
     allocation = Allocation(dtype, shape, layout, len(program.allocations))
     program.allocations.append(allocation)
+    program.labels.clear()
     desc = MemDesc(allocation, allocation.data, allocation.written, layout)
     if value is not None:
         desc.store(value)

@@ -111,6 +111,7 @@ class Program:
         self.issued = 0
         self.tma_free = self.tensor_cores_free = 0.0
         self.allocations: list = []
+        self.labels: dict[int, str] = {}  # of the allocations, until another one gets a name
         self.tensor_memory: list = []  # the allocations of Blackwell's
         self.pair_signals: list = []  # lines and names of mbarriers that copies into both blocks of a pair arrived at
         self.named_barriers: dict = {}  # by their numbers
@@ -227,8 +228,10 @@ class Program:
 
     def _pick(self) -> Partition:
         while True:
-            ready = [p for p in self.partitions if p.blocked is None and not p.finished]
-            chosen = min(ready, key=lambda p: (p.time, p.index)) if ready else None
+            chosen = None
+            for p in self.partitions:
+                if p.blocked is None and not p.finished and (chosen is None or p.time < chosen.time):
+                    chosen = p
             if self.pending and (chosen is None or self.pending[0][0] <= chosen.time):
                 heapq.heappop(self.pending)[-1]()
                 continue

@@ -59,7 +59,7 @@ class Tensor(RunTimeValue):
     @property
     def type(self):
         """Triton's type, with shape and layout."""
-        return gl.distributed_type(self.dtype, list(self.shape), self.layout) if self.shape else self.dtype
+        return _type_of(self.dtype, tuple(self.shape), self.layout) if self.shape else self.dtype
 
     @property
     def handle(self):
@@ -170,6 +170,11 @@ def broadcast_layout(a: Tensor, b: Tensor, what: str):
         if any(i != j and 1 not in (i, j) for i, j in zip(m, n, strict=True)):
             refuse("layout", f"{shapes} do not fit.")
     return layout
+
+
+@layouts.once_for_constants
+def _type_of(dtype, shape: tuple, layout):
+    return gl.distributed_type(dtype, list(shape), layout)
 
 
 # ---- arithmetic --------------------------------------------------------------------------------------------------
