@@ -263,8 +263,7 @@ class MemDesc:
             subview.spread = spreads.index(bases) + 1
         return subview
 
-    if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # its name from Triton 3.9 on
-        reinterpret = _reinterpret
+    reinterpret = _reinterpret  # its name from Triton 3.9 on
 
     def _view(self, view, written, layout, suffix, alloc_shape=None) -> MemDesc:
         subview = MemDesc(self.allocation, view, written, layout, suffix, alloc_shape)
