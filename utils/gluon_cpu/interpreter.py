@@ -22,7 +22,7 @@ from utils.machine import versions
 from . import barriers, context, copies, language, layouts, ptx, reductions, tcgen05  # noqa: F401 (they fill the table)
 from .aggregates import Aggregate, is_instance
 from .context import refuse
-from .known import TABLE, advice, meaning, unwrap
+from .known import TABLE, advice, meaning, once_for_constants, unwrap
 from .memory import MemDesc
 from .products import finished_tensor
 from .tensors import NUMBERS, Tensor, to_tensor
@@ -398,7 +398,7 @@ def _resolve(function):
     if isinstance(function, JITFunction):
         return _run_of(function)
     if isinstance(function, ConstexprFunction):
-        return layouts.once_for_constants(
+        return once_for_constants(
             lambda *args, **kwargs: unwrap(function.fn(*map(unwrap, args), **{k: unwrap(v) for k, v in kwargs.items()}))
         )
     if getattr(function, "__triton_aggregate__", False):
@@ -407,7 +407,7 @@ def _resolve(function):
     if owner is not None and not isinstance(owner, types.ModuleType):
         return function  # methods of Python's own constants
     if isinstance(function, type):
-        return layouts.once_for_constants(lambda *args, **kwargs: layouts.only_one(function(*args, **kwargs)))
+        return once_for_constants(lambda *args, **kwargs: layouts.only_one(function(*args, **kwargs)))
     module = getattr(function, "__module__", "") or ""
     name = f"{module}.{getattr(function, '__qualname__', function)}"
     if module.startswith("triton."):

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language._layouts import AutoLayout, DistributedL
 
 from . import context
 from .context import refuse
-from .known import constant
+from .known import constant, once_for_constants
 
 
 class EachElement(AutoLayout):
@@ -109,34 +109,6 @@ _checked: dict[tuple, DistributedLayout] = {}  # a layout's id stays its own whi
 def only_one(layout):
     """Return the first layout that was equal to this one: two that are the same object need no comparison."""
     return _equal.setdefault(layout, layout) if isinstance(layout, DistributedLayout | SharedLayout) else layout
-
-
-def once_for_constants(function):
-    """Return a function of constants that computes once what it has computed for equal numbers and the same layouts."""
-    results: dict[tuple, tuple] = {}
-
-    def run(*args, **kwargs):
-        key = _key((*args, *kwargs.items()))
-        if key is None:
-            return function(*args, **kwargs)
-        found = results.get(key)
-        if found is None:
-            found = function(*args, **kwargs), args, kwargs  # the arguments' ids stay their own while they are kept
-            if not isinstance(found[0], list):  # somebody may change a list
-                results[key] = found
-        return found[0]
-
-    return run
-
-
-def _key(value):
-    """Return what tells constants apart: numbers and texts by value, layouts and types by identity; None for others."""
-    if value is None or isinstance(value, (bool, int, str)):
-        return type(value), value
-    if isinstance(value, (DistributedLayout, SharedLayout, gl.dtype)):
-        return id(value)
-    parts = tuple(map(_key, value)) if isinstance(value, (list, tuple)) else (None,)
-    return None if None in parts else (type(value), *parts)
 
 
 @once_for_constants

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from triton.experimental.gluon import language as gl
 
 from utils.machine import versions
 
@@ -208,8 +207,7 @@ class MemDesc:
     def permute(self, order) -> MemDesc:
         """Return the same memory with its dimensions in another order."""
         order = constants(order, "permute's order")
-        key = "permute", *order
-        if key in self.views:
+        if (key := ("permute", *order)) in self.views:
             return self.views[key]
         layout = layouts.shared_view(self.dtype, list(self.shape), self.layout, "permute", tuple(order))
         alloc_shape = [self.alloc_shape[-self.rank :][o] for o in order]
@@ -220,8 +218,7 @@ class MemDesc:
     def reshape(self, shape) -> MemDesc:
         """Return the same memory with another shape."""
         shape = constants(shape, "reshape's shape")
-        key = "reshape", *shape
-        if key in self.views:
+        if (key := ("reshape", *shape)) in self.views:
             return self.views[key]
         if math.prod(shape) != self.view.size:
             text = f"{self.label} has shape {list(self.shape)}, {self.view.size} elements"
@@ -438,21 +435,9 @@ def access(
             component, count = (queue, p.index, index), time
         else:
             component, count = block.me, block.tick()
-        new = Access(
-            desc.key,
-            desc.view,
-            write,
-            asynchronous,
-            component,
-            count,
-            what,
-            site,
-            p.label(block),
-            index,
-            barrier,
-            barrier.phase if barrier is not None else 0,
-            covers,
-        )
+        phase = barrier.phase if barrier is not None else 0
+        who = what, site, p.label(block), index
+        new = Access(desc.key, desc.view, write, asynchronous, component, count, *who, barrier, phase, covers)
         keep = []
         for old in records:
             if not _overlap(old, desc.key, desc.view):

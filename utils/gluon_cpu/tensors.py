@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from . import context, layouts
 from .context import refuse
 from .dtypes import FP8_LARGEST, HELD_WIDER, is_float, is_int, numpy_type, of_number, promote, round_number, round_to
-from .known import RunTimeValue, meaning, number, unwrap
+from .known import RunTimeValue, meaning, number, once_for_constants, unwrap
 
 NUMBERS = (bool, int, float)
 
@@ -172,7 +172,7 @@ def broadcast_layout(a: Tensor, b: Tensor, what: str):
     return layout
 
 
-@layouts.once_for_constants
+@once_for_constants
 def _type_of(dtype, shape: tuple, layout):
     return gl.distributed_type(dtype, list(shape), layout)
 
