@@ -128,13 +128,15 @@ for _name in OPERATORS.split():
 
 def is_instance(value: Any, kind: Any) -> bool:
     """Return whether a value has a type that a kernel names: one of Triton's, an aggregate class, or one of several."""
+    if kind in TYPES:
+        return isinstance(value, TYPES[kind])
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         kind = typing.get_args(kind)
     if isinstance(kind, tuple):
         return any(is_instance(value, k) for k in kind)
     if getattr(kind, "__triton_aggregate__", False):
         return isinstance(value, Aggregate) and value._cls is kind
-    return isinstance(value, TYPES.get(kind, kind))
+    return isinstance(value, kind)
 
 
 def flatten(values: tuple) -> list:

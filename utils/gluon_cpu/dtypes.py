@@ -6,38 +6,27 @@ import numpy as np
 import torch
 from triton.experimental.gluon import language as gl
 
-NUMPY = {
-    "int1": np.bool_,
-    "int8": np.int8,
-    "int16": np.int16,
-    "int32": np.int32,
-    "int64": np.int64,
-    "uint8": np.uint8,
-    "uint16": np.uint16,
-    "uint32": np.uint32,
-    "uint64": np.uint64,
-    "fp16": np.float16,
-    "bf16": np.float32,
-    "fp8e4nv": np.float32,
-    "fp8e5": np.float32,
-    "fp32": np.float32,
-    "fp64": np.float64,
-}
+# Triton's type, torch's, and the NumPy type that holds the values.
+_TYPES = (
+    (gl.int1, torch.bool, np.bool_),
+    (gl.int8, torch.int8, np.int8),
+    (gl.int16, torch.int16, np.int16),
+    (gl.int32, torch.int32, np.int32),
+    (gl.int64, torch.int64, np.int64),
+    (gl.uint8, torch.uint8, np.uint8),
+    (gl.uint16, torch.uint16, np.uint16),
+    (gl.uint32, torch.uint32, np.uint32),
+    (gl.uint64, torch.uint64, np.uint64),
+    (gl.float16, torch.float16, np.float16),
+    (gl.bfloat16, torch.bfloat16, np.float32),
+    (gl.float8e4nv, torch.float8_e4m3fn, np.float32),
+    (gl.float8e5, torch.float8_e5m2, np.float32),
+    (gl.float32, torch.float32, np.float32),
+    (gl.float64, torch.float64, np.float64),
+)
+NUMPY = {dtype.name: kind for dtype, _, kind in _TYPES}
+TORCH = {of_torch: dtype for dtype, of_torch, _ in _TYPES}
 _DTYPES = {name: np.dtype(kind) for name, kind in NUMPY.items()}
-TORCH = {
-    torch.bool: gl.int1,
-    torch.int8: gl.int8,
-    torch.int16: gl.int16,
-    torch.int32: gl.int32,
-    torch.int64: gl.int64,
-    torch.uint8: gl.uint8,
-    torch.float16: gl.float16,
-    torch.bfloat16: gl.bfloat16,
-    torch.float8_e4m3fn: gl.float8e4nv,
-    torch.float8_e5m2: gl.float8e5,
-    torch.float32: gl.float32,
-    torch.float64: gl.float64,
-}
 # IEEE formats by range, then by precision: the wider one wins in mixed arithmetic.
 FLOAT_RANK = {"fp8e4nv": -2, "fp8e5": -1, "bf16": 0, "fp16": 1, "fp32": 2, "fp64": 3}
 # Types whose values NumPy holds as float32: torch's type, and the type of the same bits.

@@ -264,36 +264,37 @@ class Descriptor:
     def __getattr__(self, name):
         refuse("unknown operation", f"gluon_cpu does not know .{name} of a TMA descriptor.")
 
-    def box(self, coord: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the offsets of the box at coordinates, and which of them lie inside; both have the box's shape."""
+    def box(self, coord: list[int], what: str) -> tuple[np.ndarray, tuple[slice, ...]]:
+        """Return the part of a box that lies inside of the tensor: its offsets, and where it lies in the box."""
         offsets: np.ndarray | np.int64 = np.int64(self.start)
-        inside: np.ndarray | np.bool_ = np.bool_(True)
-        rank = len(self.sizes)
-        for d, (at, size, step, block) in enumerate(zip(coord, self.sizes, self.steps, self.block_shape, strict=True)):
-            along = np.arange(at, at + block, dtype=np.int64).reshape([-1 if e == d else 1 for e in range(rank)])
-            offsets, inside = offsets + along * step, inside & (along >= 0) & (along < size)
-        return np.broadcast_arrays(offsets, inside)
+        places = []
+        for at, size, step, block in zip(coord, self.sizes, self.steps, self.block_shape, strict=True):
+            first, end = min(max(at, 0), size), max(min(at + block, size), 0)
+            offsets = np.add.outer(offsets, np.arange(first, end, dtype=np.int64) * step)
+            places.append(slice(first - at, max(end, first) - at))
+        self.buffer.check(offsets, what)
+        return offsets, tuple(places)
 
     def read(self, coord: list[int]) -> np.ndarray:
         """Return the box's values; outside of the tensor they are the padding."""
-        offsets, inside = self.box(coord)
-        values = np.full(offsets.shape, np.nan if self.padding == "nan" else 0, numpy_type(self.dtype))
-        self.buffer.check(offsets[inside], "A TMA copy")
-        values[inside] = self.buffer.read(offsets[inside])
-        return values
+        offsets, places = self.box(coord, "A TMA copy")
+        values = self.buffer.read(offsets)
+        if values.shape == tuple(self.block_shape):
+            return values
+        whole = np.full(self.block_shape, np.nan if self.padding == "nan" else 0, numpy_type(self.dtype))
+        whole[places] = values
+        return whole
 
     def write(self, coord: list[int], values: np.ndarray) -> None:
         """Write the box; values outside of the tensor are dropped."""
-        offsets, inside = self.box(coord)
-        self.buffer.check(offsets[inside], "A TMA store")
-        self.buffer.write(offsets[inside], values[inside])
+        offsets, places = self.box(coord, "A TMA store")
+        self.buffer.write(offsets, values[places])
 
     def update(self, coord: list[int], values: np.ndarray, combine) -> None:
         """Combine the box with values, in the tensor's type; values outside of the tensor are dropped."""
-        offsets, inside = self.box(coord)
-        self.buffer.check(offsets[inside], "A TMA reduction")
-        old = np.asarray(self.buffer.read(offsets[inside]))
-        self.buffer.write(offsets[inside], round_to(np.asarray(combine(old, np.asarray(values)[inside])), self.dtype))
+        offsets, places = self.box(coord, "A TMA reduction")
+        old = np.asarray(self.buffer.read(offsets))
+        self.buffer.write(offsets, round_to(np.asarray(combine(old, np.asarray(values)[places])), self.dtype))
 
     @property
     def handle(self):

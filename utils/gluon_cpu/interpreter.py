@@ -22,7 +22,7 @@ from utils.machine import versions
 from . import barriers, context, copies, language, layouts, ptx, reductions, tcgen05  # noqa: F401 (they fill the table)
 from .aggregates import Aggregate, is_instance
 from .context import refuse
-from .known import TABLE, advice, meaning, unwrap
+from .known import TABLE, advice, meaning, once_for_constants, unwrap
 from .memory import MemDesc
 from .products import finished_tensor
 from .tensors import NUMBERS, Tensor, to_tensor
@@ -44,7 +44,9 @@ class _Rewriter(ast.NodeTransformer):
         self.generic_visit(node)
         for argument in refused:
             argument.value = _at(_runtime_call("unnamed_layout", argument.value), argument)
-        return _at(ast.Call(_name("__gluon_call"), [node.func, *node.args], node.keywords), node)
+        node.keywords = [keyword for keyword in node.keywords if keyword.arg not in ("_semantic", "_generator")]
+        node.func = _at(_runtime_call("find", node.func), node)
+        return node
 
     def visit_Attribute(self, node):
         self.generic_visit(node)
@@ -117,7 +119,7 @@ def _assigned(body: list[ast.stmt]) -> list[str]:
 
 def _makes_a_layout(node: ast.expr) -> bool:
     """Whether an expression is the call of a layout's class, such as `gl.BlockedLayout(...)`."""
-    function = node.args[0] if isinstance(node, ast.Call) and node.args else None  # the first argument of our own call
+    function = node.func.args[0] if isinstance(node, ast.Call) else None  # node.func is our own call, which finds it
     return getattr(function, "attr", getattr(function, "id", "")).endswith("Layout")
 
 
@@ -211,7 +213,8 @@ def _run_of(jit):
     def run(*args, **kwargs):
         if kwargs or len(args) != count:
             return run_jit(jit, args, kwargs)
-        args = tuple([unwrap(arg) for arg in args])
+        if gl.constexpr in map(type, args):
+            args = tuple(map(unwrap, args))
         for place in places:
             if isinstance(args[place], Tensor):
                 return run_jit(jit, args, kwargs)
@@ -262,11 +265,14 @@ def _assign(value, label: str):
     if isinstance(value, tuple):
         return tuple(_assign(v, "") for v in value)
     if label and isinstance(value, MemDesc):
-        value.allocation.name = value.allocation.name or label
+        if not value.allocation.name:
+            value.allocation.name = label
+            context.program().labels.clear()
     elif label and isinstance(value, Aggregate):
         for path, leaf in Aggregate.leaves(value):
-            if isinstance(leaf, MemDesc):
-                leaf.allocation.path = leaf.allocation.path or f"{label}.{path}"
+            if isinstance(leaf, MemDesc) and not leaf.allocation.path:
+                leaf.allocation.path = f"{label}.{path}"
+                context.program().labels.clear()
     return value
 
 
@@ -359,42 +365,56 @@ TABLE |= {
 _resolved: dict[int, tuple] = {}  # a function by its id, which stays its own while it is kept here, and its meaning
 
 
-def call(function, *args, **kwargs):
-    """Make a call in kernel code."""
+def find(function):
+    """Return what does the work of a function that kernel code is about to call."""
     context.program().step()
-    if kwargs:
-        kwargs.pop("_semantic", None)
-        kwargs.pop("_generator", None)
-    if type(function) is types.MethodType and isinstance(function.__self__, Aggregate):
-        function, args = function.__func__, (function.__self__, *args)
-    known = _resolved.get(id(function))
-    if known is not None:
-        return known[1](*args, **kwargs)
-    function = unwrap(function)
+    if type(function) is types.MethodType:
+        owner = function.__self__
+        if type(owner) is Aggregate:
+            return functools.partial(_meaning_of(function.__func__), owner)
+        return function  # methods of tensors, shared memory and constants
+    return _meaning_of(function)
+
+
+def call(function, *args):
+    """Make a call in kernel code."""
+    return find(function)(*args)
+
+
+def _meaning_of(function):
+    found = _resolved.get(id(function))
+    if found is None:
+        found = _resolved[id(function)] = function, _resolve(unwrap(function))
+    return found[1]
+
+
+def _resolve(function):
     try:
         ours = TABLE.get(function)
     except TypeError:  # not hashable
         ours = None
-    if ours is None and isinstance(function, JITFunction):
-        ours = _run_of(function)
     if ours is not None:
-        _resolved[id(function)] = function, ours
-        return ours(*args, **kwargs)
+        return ours
+    if isinstance(function, JITFunction):
+        return _run_of(function)
     if isinstance(function, ConstexprFunction):
-        return unwrap(function.fn(*map(unwrap, args), **{k: unwrap(v) for k, v in kwargs.items()}))
+        return once_for_constants(
+            lambda *args, **kwargs: unwrap(function.fn(*map(unwrap, args), **{k: unwrap(v) for k, v in kwargs.items()}))
+        )
     if getattr(function, "__triton_aggregate__", False):
-        return Aggregate(function, args, kwargs)
+        return lambda *args, **kwargs: Aggregate(function, args, kwargs)
     owner = getattr(function, "__self__", None)
     if owner is not None and not isinstance(owner, types.ModuleType):
-        return function(*args, **kwargs)  # methods of tensors, shared memory and constants
+        return function  # methods of Python's own constants
     if isinstance(function, type):
-        return layouts.only_one(function(*args, **kwargs))  # layouts and other constants
+        return once_for_constants(lambda *args, **kwargs: layouts.only_one(function(*args, **kwargs)))
     module = getattr(function, "__module__", "") or ""
     name = f"{module}.{getattr(function, '__qualname__', function)}"
     if module.startswith("triton."):
         refuse("unknown operation", f"gluon_cpu does not know {name}.{advice(name)}")
     if getattr(function, "__triton_builtin__", False):
-        return run_jit(_author_builtin(function), args, {**kwargs, "_semantic": AUTHOR_SEMANTIC})
+        author = _AuthorBuiltin(function)
+        return lambda *args, **kwargs: run_jit(author, args, {**kwargs, "_semantic": AUTHOR_SEMANTIC})
     refuse("kernel", f"{name} is no @gluon.jit function, so a kernel cannot call it.")
 
 
@@ -406,9 +426,6 @@ class _AuthorBuiltin:
         self.raw_src, self.starting_line_number = inspect.getsourcelines(self.fn)
 
 
-_author_builtin = functools.cache(_AuthorBuiltin)
-
-
 class _Semantic:
     """What an author's builtin gets as `_semantic`: nothing of Triton's compiler is there to be used."""
 
@@ -418,7 +435,7 @@ class _Semantic:
 
 AUTHOR_SEMANTIC = _Semantic()
 RUNTIME = {
-    "__gluon_call": call,
+    "__gluon_find": find,
     "__gluon_assign": _assign,
     "__gluon_layout": _layout,
     "__gluon_names": set,

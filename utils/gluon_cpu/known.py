@@ -10,6 +10,7 @@ from typing import Any
 
 import triton.language as tl
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._layouts import DistributedLayout, SharedLayout
 
 from utils.machine import versions
 
@@ -98,6 +99,34 @@ def constant(value, what: str):
 def constants(values, what: str) -> list:
     """Return a list of values that must be known when the kernel is compiled."""
     return [constant(value, what) for value in values]
+
+
+def once_for_constants(function):
+    """Return a function of constants that computes once what it has computed for equal numbers and the same layouts."""
+    results: dict[tuple, tuple] = {}
+
+    def run(*args, **kwargs):
+        key = _key((*args, *kwargs.items()))
+        if key is None:
+            return function(*args, **kwargs)
+        found = results.get(key)
+        if found is None:
+            found = function(*args, **kwargs), args, kwargs  # the arguments' ids stay their own while they are kept
+            if not isinstance(found[0], list):  # somebody may change a list
+                results[key] = found
+        return found[0]
+
+    return run
+
+
+def _key(value):
+    """Return what tells constants apart: numbers and texts by value, layouts and types by identity; None for others."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return type(value), value
+    if isinstance(value, (DistributedLayout, SharedLayout, gl.dtype)):
+        return id(value)
+    parts = tuple(map(_key, value)) if isinstance(value, (list, tuple)) else (None,)
+    return None if None in parts else (type(value), *parts)
 
 
 def number(value, what: str) -> int:

@@ -18,7 +18,7 @@ from .aggregates import flatten
 from .context import refuse
 from .dtypes import from_bits, is_float, numpy_type, promote, round_number, round_to, to_bits
 from .known import constant, constants, known, meaning
-from .tensors import Tensor, binary, broadcast_layout, to_tensor, work
+from .tensors import Tensor, binary, broadcast_layout, operand_type, to_tensor, work
 
 # ---- programs and making tensors ---------------------------------------------------------------------------------
 
@@ -267,20 +267,12 @@ def umulhi(x, y):
     return Tensor(high, x.dtype, layout)
 
 
-def _enter_choice(name: str, function, of_constants) -> None:
-    def run(x, y, propagate_nan=None):
-        if not isinstance(x, Tensor) and not isinstance(y, Tensor):
-            return of_constants(x, y)
-        total = binary("+" if getattr(x, "dtype", getattr(y, "dtype", None)).name != "int1" else "|", x, y)
-        x, y = to_tensor(x), to_tensor(y)
-        out = function(round_to(np.asarray(x.data), total.dtype), round_to(np.asarray(y.data), total.dtype))
-        return Tensor(out if total.shape else out.item(), total.dtype, total.layout)
-
-    known(name)(run)
-
-
-_enter_choice("maximum", np.fmax, max)
-_enter_choice("minimum", np.fmin, min)
+for _name, _op, _function in (("maximum", "max", max), ("minimum", "min", min)):
+    known(_name)(
+        lambda x, y, propagate_nan=None, op=_op, of_constants=_function: (
+            binary(op, x, y) if isinstance(x, Tensor) or isinstance(y, Tensor) else of_constants(x, y)
+        )
+    )
 
 
 @known()
@@ -302,7 +294,7 @@ def where(condition, x, y):
         dtype = promote(to_tensor(x).dtype, to_tensor(y).dtype)
     else:
         tensor, value = (x, y) if isinstance(x, Tensor) else (y, x)
-        dtype = binary("+", tensor, value).dtype if tensor.dtype.name != "int1" else tensor.dtype
+        dtype = operand_type("+", tensor, value) if tensor.dtype.name != "int1" else tensor.dtype
     x, y = to_tensor(x), to_tensor(y)
     layout = None
     for a, b in ((condition, x), (condition, y), (x, y)):

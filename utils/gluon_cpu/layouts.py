@@ -17,11 +17,15 @@ from triton.experimental.gluon.language._layouts import AutoLayout, DistributedL
 
 from . import context
 from .context import refuse
-from .known import constant
+from .known import constant, once_for_constants
 
 
 class EachElement(AutoLayout):
     """The layout of what a combine function of gl.reduce sees as scalars: the data have them all, and a last dimension of one."""
+
+
+# One object each: layouts are compared by identity first.
+AUTO, EACH = AutoLayout(), EachElement()
 
 
 def _refuse(message: str) -> NoReturn:
@@ -107,11 +111,17 @@ def only_one(layout):
     return _equal.setdefault(layout, layout) if isinstance(layout, DistributedLayout | SharedLayout) else layout
 
 
+@once_for_constants
+def sliced(axis: int, layout):
+    """Return the SliceLayout along an axis of a layout."""
+    return only_one(gl.SliceLayout(axis, layout))
+
+
 def distributed(layout, shape: list[int], what: str):
     """Return a register layout; refuse one that does not fit the shape or the warps of the running partition."""
     layout = constant(layout, f"{what}'s layout")
     if layout is None:
-        layout = AutoLayout()
+        return AUTO
     if isinstance(layout, AutoLayout):
         return layout
     warps = context.partition().num_warps
@@ -121,7 +131,7 @@ def distributed(layout, shape: list[int], what: str):
     if not isinstance(layout, DistributedLayout):
         _refuse(f"{what} needs a register layout (BlockedLayout, NVMMADistributedLayout, ...), got {layout!r}.")
     if isinstance(layout, gl.CoalescedLayout):
-        return AutoLayout()  # the compiler chooses; here it fits everything, like an automatic one
+        return AUTO  # the compiler chooses; here it fits everything, like an automatic one
     if layout.rank != len(shape):
         _refuse(f"{what}: shape {list(shape)} has {len(shape)} dimensions, {layout} has {layout.rank}.")
     spread = threads(layout)
@@ -262,7 +272,7 @@ def _semantic(num_warps: int, num_ctas: int):
     return semantic
 
 
-@functools.cache
+@once_for_constants
 def _register_view(warps: int, blocks: int, layout, shape: tuple, operation: str, argument):
     semantic = _semantic(warps, blocks)
     x = semantic.full(list(shape), 0.0, gl.float32, layout)
@@ -289,7 +299,7 @@ def register_view(layout, shape: list[int], operation: str, argument=None):
         _refuse(f"{operation} of a tensor {list(shape)} with {layout}: {str(error).strip()}")
 
 
-@functools.cache
+@once_for_constants
 def _shared_view(blocks: int, dtype, shape: tuple, layout, operation: str, argument: tuple):
     semantic = _semantic(4, blocks)
     desc = semantic.allocate_shared(dtype, list(shape), layout, None)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from triton.experimental.gluon import language as gl
 
 from utils.machine import versions
 
@@ -84,6 +83,12 @@ class Allocation:
     @property
     def label(self) -> str:
         """What the kernel calls it."""
+        labels = context.program().labels
+        if self.index not in labels:
+            labels[self.index] = self._find_label()
+        return labels[self.index]
+
+    def _find_label(self) -> str:
         # A function that makes rings gives the memory of each the same name: then the path says which ring is meant.
         others = context.program().allocations if self.path else []
         if self.path and (not self.name or any(a.name == self.name and a is not self for a in others)):
@@ -129,6 +134,7 @@ class MemDesc:
         self.alloc_shape = alloc_shape or list(view.shape)
         self.spread = 1  # which of the allocation's spreads it has
         self.outside = ""  # why this view may not be used: an address outside is harmless until then
+        self.views: dict[Any, MemDesc] = {}  # those of this view that the kernel has taken so far
         start = view.__array_interface__["data"][0] - allocation.data.__array_interface__["data"][0]
         self.key = (start, view.shape, view.strides)
 
@@ -165,6 +171,8 @@ class MemDesc:
     def index(self, index) -> MemDesc:
         """Return the subview at `index` of the first dimension."""
         i = number(index, "the index into shared memory")
+        if i in self.views:
+            return self.views[i]
         if self.rank < 2:
             refuse("layout", f"{self.label} has shape {list(self.shape)}; .index needs two dimensions or more.")
         slots = self.view.shape[0]
@@ -175,6 +183,7 @@ class MemDesc:
             slots_text = f"there are {slots} slots, 0 to {slots - 1}"
             sign = " (In Triton -1 % n is -1, as in C.)" if i < 0 else ""
             slot.outside = f"{slot.label}: {slots_text}.{sign}"
+        self.views[i] = slot
         return slot
 
     @property
@@ -198,13 +207,19 @@ class MemDesc:
     def permute(self, order) -> MemDesc:
         """Return the same memory with its dimensions in another order."""
         order = constants(order, "permute's order")
+        if (key := ("permute", *order)) in self.views:
+            return self.views[key]
         layout = layouts.shared_view(self.dtype, list(self.shape), self.layout, "permute", tuple(order))
         alloc_shape = [self.alloc_shape[-self.rank :][o] for o in order]
-        return self._view(self.view.transpose(order), self.written.transpose(order), layout, self.suffix, alloc_shape)
+        view, written = self.view.transpose(order), self.written.transpose(order)
+        self.views[key] = self._view(view, written, layout, self.suffix, alloc_shape)
+        return self.views[key]
 
     def reshape(self, shape) -> MemDesc:
         """Return the same memory with another shape."""
         shape = constants(shape, "reshape's shape")
+        if (key := ("reshape", *shape)) in self.views:
+            return self.views[key]
         if math.prod(shape) != self.view.size:
             text = f"{self.label} has shape {list(self.shape)}, {self.view.size} elements"
             refuse("layout", f"{text}; it cannot become {shape}.")
@@ -212,7 +227,8 @@ class MemDesc:
         view, written = self.view.reshape(shape), self.written.reshape(shape)
         if not np.may_share_memory(view, self.view):  # NumPy had to copy
             return Rearranged(self, shape, layout)
-        return self._view(view, written, layout, self.suffix)
+        self.views[key] = self._view(view, written, layout, self.suffix)
+        return self.views[key]
 
     def _reinterpret(self, dtype=None, shape=None, layout=None) -> MemDesc:
         """Return the start of the same memory with another shape and layout: how a kernel uses a free slot again.
@@ -244,8 +260,7 @@ class MemDesc:
             subview.spread = spreads.index(bases) + 1
         return subview
 
-    if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # its name from Triton 3.9 on
-        reinterpret = _reinterpret
+    reinterpret = _reinterpret  # its name from Triton 3.9 on
 
     def _view(self, view, written, layout, suffix, alloc_shape=None) -> MemDesc:
         subview = MemDesc(self.allocation, view, written, layout, suffix, alloc_shape)
@@ -368,6 +383,7 @@ def allocate(dtype, shape, layout, value=None) -> MemDesc:
     layouts.check_shared(layout, dtype, shape)
     allocation = Allocation(dtype, shape, layout, len(program.allocations))
     program.allocations.append(allocation)
+    program.labels.clear()
     desc = MemDesc(allocation, allocation.data, allocation.written, layout)
     if value is not None:
         desc.store(value)
@@ -419,21 +435,9 @@ def access(
             component, count = (queue, p.index, index), time
         else:
             component, count = block.me, block.tick()
-        new = Access(
-            desc.key,
-            desc.view,
-            write,
-            asynchronous,
-            component,
-            count,
-            what,
-            site,
-            p.label(block),
-            index,
-            barrier,
-            barrier.phase if barrier is not None else 0,
-            covers,
-        )
+        phase = barrier.phase if barrier is not None else 0
+        who = what, site, p.label(block), index
+        new = Access(desc.key, desc.view, write, asynchronous, component, count, *who, barrier, phase, covers)
         keep = []
         for old in records:
             if not _overlap(old, desc.key, desc.view):

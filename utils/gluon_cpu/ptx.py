@@ -66,8 +66,6 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return Tensor(np.where(keep, args[0].data, other), gl.float32, args[0].layout)
     if text == _E4M3_TO_FP16 and pack == 4 and args[0].dtype.name == "uint8":
         return Tensor(_E4M3[args[0].data], gl.float16, args[0].layout)
-    if text == "mov.u32 $0, %clock;":
-        return Tensor(int(context.program().partition.time), gl.int32)
     if len(args) == 1 and computes_numbers(text):
         return run_numbers(text, args[0], pack)
     refuse("unknown operation", f"gluon_cpu does not know this inline assembly: {text[:120]}")

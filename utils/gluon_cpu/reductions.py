@@ -39,7 +39,7 @@ def _reduce_axis(x: Tensor, axis, keep_dims: bool, function, dtype=None) -> Tens
     if not out.ndim:
         return Tensor(out.item(), dtype)
     if layout is not None and layouts.threads(layout) is not None:
-        layout = gl.SliceLayout(axis, layout)
+        layout = layouts.sliced(axis, layout)
     return Tensor(out, dtype, layout)
 
 
@@ -86,10 +86,8 @@ def reduce(input, axis, combine_fn, keep_dims=False):
     inputs = input if many else (input,)
     axis = constant(axis, "reduce's axis")
 
-    each = layouts.EachElement()
-
     def parts(i):
-        return [Tensor(np.take(x.data, i, axis=axis)[..., None], x.dtype, each) for x in inputs]
+        return [Tensor(np.take(x.data, i, axis=axis)[..., None], x.dtype, layouts.EACH) for x in inputs]
 
     total = parts(0)
     for i in range(1, inputs[0].shape[axis]):

@@ -24,7 +24,7 @@ from utils.machine import versions
 from . import context
 from .context import Block, join, refuse
 from .reports import NOWHERE, DeadlockError, Report, Site
-from .timeline import Event
+from .timeline import CostModel, Event
 
 if TYPE_CHECKING:
     from .barriers import MBarrier
@@ -38,10 +38,12 @@ class _AbandonError(BaseException):
 class Partition:
     """A group of warps that runs one function: the default partition, or a worker of warp_specialize."""
 
-    def __init__(self, index: int, name: str, num_warps: int, num_ctas: int):
+    def __init__(self, index: int, name: str, num_warps: int, num_ctas: int, model: CostModel):
         self.index = index
         self.name = name
         self.num_warps = num_warps
+        busy = num_ctas * min(num_warps, 4)
+        self.rate, self.special_rate = busy * model.lanes_per_warp, busy * model.special_per_warp  # results a cycle
         self.time = 0.0  # model cycles
         self.blocks = [Block(index, block) for block in range(num_ctas)]
         self.blocked: tuple[MBarrier | _Join, int] | None = None  # barrier and parity it waits for
@@ -101,7 +103,7 @@ class Program:
         self.num_ctas = num_ctas
         self.deadline, self.events, self.model = deadline, events, run.model
         self.random = random.Random(f"{run.seed}/{ids}") if run.seed is not None else None
-        self.partition = Partition(0, "default", num_warps, num_ctas)
+        self.partition = Partition(0, "default", num_warps, num_ctas, run.model)
         self.partitions = [self.partition]
         self.steps = 0
         self.effects = 0  # accesses that leave a trace, and changes of partition
@@ -109,6 +111,7 @@ class Program:
         self.issued = 0
         self.tma_free = self.tensor_cores_free = 0.0
         self.allocations: list = []
+        self.labels: dict[int, str] = {}  # of the allocations, until another one gets a name
         self.tensor_memory: list = []  # the allocations of Blackwell's
         self.pair_signals: list = []  # lines and names of mbarriers that copies into both blocks of a pair arrived at
         self.named_barriers: dict = {}  # by their numbers
@@ -225,8 +228,10 @@ class Program:
 
     def _pick(self) -> Partition:
         while True:
-            ready = [p for p in self.partitions if p.blocked is None and not p.finished]
-            chosen = min(ready, key=lambda p: (p.time, p.index)) if ready else None
+            chosen = None
+            for p in self.partitions:
+                if p.blocked is None and not p.finished and (chosen is None or p.time < chosen.time):
+                    chosen = p
             if self.pending and (chosen is None or self.pending[0][0] <= chosen.time):
                 heapq.heappop(self.pending)[-1]()
                 continue
@@ -293,7 +298,7 @@ class Program:
         before = main.name
         main.name = functions[0][0]
         for (name, _), warps in zip(functions[1:], worker_warps, strict=True):
-            worker = Partition(len(self.partitions) + len(workers), name, warps, self.num_ctas)
+            worker = Partition(len(self.partitions) + len(workers), name, warps, self.num_ctas, self.model)
             worker.time = main.time
             worker.copy_knowledge(main)
             workers.append(worker)

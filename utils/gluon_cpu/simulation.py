@@ -24,17 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Launch options that change how a kernel is compiled, not what it computes.
-IGNORED = {
-    "maxnreg",
-    "num_stages",
-    "debug",
-    "warmup",
-    "launch_cooperative_grid",
-    "launch_pdl",
-    "enable_fp_fusion",
-    "instrumentation_mode",
-    "sanitize_overflow",
-}
+IGNORED = {"maxnreg", "num_stages", "debug", "warmup", "launch_cooperative_grid", "launch_pdl", "enable_fp_fusion"}
+IGNORED |= {"instrumentation_mode", "sanitize_overflow"}
 
 # What a wrong call in a kernel raises in NumPy, or in the simulator's own functions: a misspelled keyword, a text for a number.
 PYTHON_ERRORS = (TypeError, ValueError, LookupError, AttributeError, NameError, ArithmeticError, RecursionError)
@@ -197,21 +188,16 @@ def _argument(value: Any, name: str):
 
 
 def check_version() -> None:
-    """Raise an error unless Triton is installed and its Gluon is one that the simulator knows.
-
-    A version newer than the tested ones is tried; `import utils` has warned of it.
-    """
-    oldest = ".".join(map(str, versions.TESTED["triton"][0]))
-    try:
-        import triton
-    except ImportError as error:
+    """Raise an error unless Triton is installed and new enough; of one newer than tested, `import utils` has warned."""
+    oldest, version = versions.TESTED["triton"][0], versions.installed_version("triton")
+    name = ".".join(map(str, oldest))
+    if version is None:
         raise ImportError(
             "gluon_cpu runs Gluon kernels and needs Triton for the language itself (no GPU): "
-            f"pip install 'triton>={oldest}'; there are wheels for Linux only."
-        ) from error
-    version = versions.installed_version("triton")
-    if version is not None and version < versions.TESTED["triton"][0]:
-        raise RuntimeError(f"gluon_cpu knows the Gluon of Triton {oldest} and later; this is {triton.__version__}.")
+            f"pip install 'triton>={name}'; there are wheels for Linux only."
+        )
+    if version < oldest:
+        raise RuntimeError(f"gluon_cpu knows the Gluon of Triton {name} and later; this is {version[0]}.{version[1]}.")
 
 
 @contextlib.contextmanager

@@ -172,8 +172,7 @@ class TensorMemory(MemDesc):
             refuse("layout", f"_reinterpret: {text}; {dtype}{shape} needs the same rows and {need} columns.")
         return self._derived(dtype, shape, layout, self.place, self.first, f" as {dtype}")
 
-    if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # its name from Triton 3.9 on
-        reinterpret = _reinterpret
+    reinterpret = _reinterpret  # its name from Triton 3.9 on
 
     def _derived(self, dtype, shape, layout, place, first, suffix, alloc_shape=None) -> TensorMemory:
         view = TensorMemory(self.allocation, dtype, shape, layout, place, first, self.suffix + suffix, alloc_shape)

@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 
 from . import context, layouts
 from .context import refuse
-from .dtypes import FP8_LARGEST, is_float, is_int, numpy_type, of_number, promote, round_number, round_to
-from .known import RunTimeValue, meaning, number, unwrap
+from .dtypes import FP8_LARGEST, HELD_WIDER, is_float, is_int, numpy_type, of_number, promote, round_number, round_to
+from .known import RunTimeValue, meaning, number, once_for_constants, unwrap
 
 NUMBERS = (bool, int, float)
 
@@ -59,7 +59,7 @@ class Tensor(RunTimeValue):
     @property
     def type(self):
         """Triton's type, with shape and layout."""
-        return gl.distributed_type(self.dtype, list(self.shape), self.layout) if self.shape else self.dtype
+        return _type_of(self.dtype, tuple(self.shape), self.layout) if self.shape else self.dtype
 
     @property
     def handle(self):
@@ -127,9 +127,6 @@ class Tensor(RunTimeValue):
         return result
 
 
-OPERANDS = (Tensor, *NUMBERS)
-
-
 def work(x: Tensor, special: bool = False) -> None:
     """Charge one elementwise operation on x to the running partition.
 
@@ -138,10 +135,8 @@ def work(x: Tensor, special: bool = False) -> None:
         special: whether the special function units do it (exp2, log2, ...).
     """
     program = context.program()
-    p, model = program.partition, program.model
-    n = x._data.size if isinstance(x._data, np.ndarray) else 1
-    rate = model.special_per_warp if special else model.lanes_per_warp
-    cycles = n / (program.num_ctas * rate * min(p.num_warps, 4))
+    p, data = program.partition, x._data
+    cycles = (data.size if type(data) is np.ndarray else 1) / (p.special_rate if special else p.rate)
     if program.events is None and program.random is None:
         p.time += cycles
     else:
@@ -161,7 +156,7 @@ def to_tensor(x) -> Tensor:
 
 def broadcast_layout(a: Tensor, b: Tensor, what: str):
     """Return the common layout of two operands; refuse shapes that do not fit."""
-    m, n = np.shape(a._data), np.shape(b._data)
+    m, n = (x._data.shape if isinstance(x._data, np.ndarray) else () for x in (a, b))
     if not m or not n:
         return a.layout if m else b.layout
     layout = a.layout if a.layout is b.layout else layouts.same(a.layout, b.layout, what)
@@ -177,6 +172,11 @@ def broadcast_layout(a: Tensor, b: Tensor, what: str):
     return layout
 
 
+@once_for_constants
+def _type_of(dtype, shape: tuple, layout):
+    return gl.distributed_type(dtype, list(shape), layout)
+
+
 # ---- arithmetic --------------------------------------------------------------------------------------------------
 
 COMPARISONS = {
@@ -189,7 +189,8 @@ COMPARISONS = {
 }
 BITS = {"&": operator.and_, "|": operator.or_, "^": operator.xor, "<<": operator.lshift, ">>": operator.rshift}
 ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-FUNCTIONS = COMPARISONS | BITS | ARITHMETIC | {"/": operator.truediv}
+FUNCTIONS = COMPARISONS | BITS | ARITHMETIC | {"/": np.true_divide, "max": np.fmax, "min": np.fmin}
+_OF_INTEGERS = FUNCTIONS | {"max": max, "min": min}
 
 
 def _divide(a, b, mod: bool):
@@ -227,81 +228,93 @@ def operand_type(op: str, a, b):
 
 def binary(op: str, a, b) -> Tensor:
     """Return `a op b`; one operand is a tensor or scalar of the kernel, the other may be a number."""
-    if type(a) is Tensor and (quick := _quick(op, a, b)) is not None:
-        return quick
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        a, b = unwrap(a), unwrap(b)
-        if not isinstance(a, OPERANDS) or not isinstance(b, OPERANDS):
-            refuse("kernel", f"{a!r} {op} {b!r}: not numbers or tensors.")
-    if (isinstance(a, Tensor) and a.buffer is not None) or (isinstance(b, Tensor) and b.buffer is not None):
-        return _move_pointer(op, a, b)
-    dtype = operand_type(op, a, b)
-    reads, layout = (), None
-    if isinstance(a, Tensor):
-        reads, layout, x = a.reads, a.layout, a.data if a.dtype.name == dtype.name else round_to(a.data, dtype)
-    else:
-        x = a
-    if isinstance(b, Tensor):
-        reads, y = reads or b.reads, b.data if b.dtype.name == dtype.name else round_to(b.data, dtype)
-    else:
-        y = b
-    if op in BITS or dtype.name in FP8_LARGEST:
-        _check_operator(op, dtype)
-    if isinstance(x, np.ndarray):
-        if isinstance(y, np.ndarray):
-            layout = broadcast_layout(a, b, "the operator " + op)
-        else:
-            y = numpy_type(dtype)(y)
-    elif isinstance(y, np.ndarray):
-        layout, x = b.layout, numpy_type(dtype)(x)
-    else:
-        result = _scalar(op, x, y, dtype)
-        work(result)
+    if type(a) is Tensor and a.dtype is _INT32 and (result := _of_integers(op, a, b)) is not None:
         return result
-    function = FUNCTIONS.get(op)
+    a, b = _operand(op, a), _operand(op, b)
+    key = op, _kind(a), _kind(b)
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) > 20000:
+            _plans.clear()
+        plan = _plans[key] = _plan(op, a, b)
+    convert_a, convert_b, function, kind, finish, dtype, layout, _ = plan
+    reads, buffer = (), None
+    if type(a) is Tensor:
+        a, reads, buffer = a._data, a.reads, a.buffer
+    if type(b) is Tensor:
+        b, reads, buffer = b._data, reads or b.reads, buffer or b.buffer
+    out = function(convert_a(a) if convert_a else a, convert_b(b) if convert_b else b)
+    if kind is None or out.dtype is not kind:
+        out = finish(out)
+    result = Tensor(out, dtype, layout, buffer, reads)
+    work(result)
+    return result
+
+
+_INT32 = gl.int32  # Triton has one object for it
+
+
+def _of_integers(op: str, a: Tensor, b) -> Tensor | None:
+    """Return `a op b` of two int32 scalars where the result is one too, or a truth value; None elsewhere."""
+    x, y = a._data, b._data if type(b) is Tensor and b.dtype is _INT32 else b
+    if type(x) is not int or type(y) is not int or not -(2**31) <= y < 2**31 or op == "/":
+        return None
+    function = _OF_INTEGERS.get(op)
+    out = _divide(x, y, op == "%") if function is None else function(x, y)
+    if not -(2**31) <= out < 2**31:
+        return None
+    result = Tensor(out, gl.int1 if op in COMPARISONS else _INT32)
+    work(result)
+    return result
+
+
+def _operand(op: str, x):
+    """Return what an operator works on: a tensor whose values are there, or a Python number."""
+    if type(x) is Tensor:
+        return x
+    if isinstance(x, Tensor):
+        return Tensor(x.data, x.dtype, x.layout)  # of a product: to read it may be a race
+    x = unwrap(x)
+    return x if isinstance(x, NUMBERS) else refuse("kernel", f"An operand of {op} is {x!r}: no number and no tensor.")
+
+
+# How `a op b` is computed, by what `_kind` says of both; layouts are told apart by their ids, so each is kept with its plan.
+_plans: dict[tuple, tuple] = {}
+
+
+def _kind(x) -> tuple:
+    if type(x) is Tensor:
+        return x.dtype.name, x._data.shape if type(x._data) is np.ndarray else None, id(x.layout)
+    return type(x), repr(x)
+
+
+def _plan(op: str, a, b) -> tuple:
+    """Return (conversion of a, of b, function, the NumPy type that needs no rounding, rounding, dtype, layout, what to keep)."""
+    tensors = [x for x in (a, b) if isinstance(x, Tensor)]
+    keep = [x.layout for x in tensors]
+    layout = broadcast_layout(*tensors, f"the operator {op}") if len(tensors) == 2 else keep[0]
+    arrays = any(isinstance(x._data, np.ndarray) for x in tensors)
+    if any(x.buffer is not None for x in tensors):
+        return *_pointer_conversions(op, a, b), FUNCTIONS[op], None, lambda out: out, tensors[0].dtype, layout, keep
+    dtype = operand_type(op, a, b)
+    _check_operator(op, dtype)
     if dtype.name == "int1" and op in ARITHMETIC:
         function = operator.and_ if op == "*" else operator.xor
-    if function is not None:
-        out = function(x, y)
-        dtype = gl.int1 if op in COMPARISONS else dtype
-    elif is_float(dtype):
-        if op == "//":
-            refuse("kernel", "// needs integers; use / and gl.floor for floats.")
-        out = np.fmod(x, y)
+    elif op in ("%", "//"):
+        function = np.fmod if is_float(dtype) else lambda x, y: _divide(x, y, op == "%")
     else:
-        out = _divide(x, y, op == "%")
-    result = Tensor(round_to(out, dtype), dtype, layout, None, reads)
-    work(result)
-    return result
+        function = FUNCTIONS[op]
+    result = gl.int1 if op in COMPARISONS else dtype
+    kind = np.dtype(numpy_type(result)) if arrays and result.name not in HELD_WIDER else None
+    conversions = (_conversion(x, dtype, arrays) for x in (a, b))
+    return *conversions, function, kind, lambda out: round_to(out, result), result, layout, keep
 
 
-_INT32, _FLOAT32 = gl.int32, gl.float32  # Triton has one object for each
-
-
-def _quick(op: str, a: Tensor, b) -> Tensor | None:
-    """Return `a op b` where no rule needs a look: int32 scalars, and fp32 tensors of one shape and layout; None elsewhere."""
-    x, dtype = a._data, a.dtype
-    if dtype is _INT32 and type(x) is int and a.buffer is None:
-        y = b._data if type(b) is Tensor and b.dtype is _INT32 and b.buffer is None else b
-        if type(y) is not int or not -(2**31) <= y < 2**31 or op == "/":
-            return None
-        function = FUNCTIONS.get(op)
-        out = _divide(x, y, op == "%") if function is None else function(x, y)
-        if not -(2**31) <= out < 2**31:
-            return None
-        result = Tensor(out, gl.int1 if op in COMPARISONS else dtype)
-    elif dtype is _FLOAT32 and op in _ALIKE and type(b) is Tensor and b.dtype is dtype and a.layout is b.layout:
-        y = b._data
-        if type(x) is not np.ndarray or type(y) is not np.ndarray or x.shape != y.shape:
-            return None
-        result = Tensor(_ALIKE[op](x, y), dtype, a.layout, None, a.reads or b.reads)
-    else:
-        return None
-    work(result)
-    return result
-
-
-_ALIKE = {**ARITHMETIC, "/": operator.truediv}
+def _conversion(x, dtype, arrays: bool):
+    """Return what makes an operand's data values of the operator's type; None if they are."""
+    if arrays and not (isinstance(x, Tensor) and isinstance(x._data, np.ndarray)):
+        return lambda value: numpy_type(dtype)(round_number(value, dtype))
+    return (lambda data: round_to(data, dtype)) if isinstance(x, Tensor) and x.dtype.name != dtype.name else None
 
 
 def _check_operator(op: str, dtype) -> None:
@@ -309,38 +322,23 @@ def _check_operator(op: str, dtype) -> None:
         refuse("unknown operation", f"gluon_cpu does not compute {op} in {dtype}: convert first, .to(gl.float16).")
     if op in BITS and is_float(dtype):
         refuse("kernel", f"{op} needs integers; got {dtype}.")
+    if op == "//" and is_float(dtype):
+        refuse("kernel", "// needs integers; use / and gl.floor for floats.")
 
 
-def _scalar(op: str, x, y, dtype) -> Tensor:
-    if op in COMPARISONS:
-        return Tensor(COMPARISONS[op](x, y), gl.int1)
-    if op == "/":
-        out = float(np.float64(x) / np.float64(y))
-    elif op in FUNCTIONS:
-        out = FUNCTIONS[op](x, y)
-    elif is_float(dtype):
-        out = math.fmod(x, y)
-    else:
-        out = _divide(x, y, op == "%")
-    return Tensor(round_number(out, dtype), dtype)
-
-
-def _move_pointer(op: str, a, b) -> Tensor:
-    is_pointer = [getattr(x, "buffer", None) is not None for x in (a, b)]
+def _pointer_conversions(op: str, a, b) -> list:
+    """Return the conversions of a pointer and its offset; refuse what pointers do not take."""
     if op not in ("+", "-"):
         refuse("unknown operation", f"gluon_cpu does not know {op} of a pointer.")
+    is_pointer = [getattr(x, "buffer", None) is not None for x in (a, b)]
     if all(is_pointer):
         text = "gluon_cpu adds and subtracts integers to pointers; it does not know"
         refuse("unknown operation", f"{text} pointer {op} pointer.")
-    pointer, offset = (a, to_tensor(b)) if is_pointer[0] else (b, to_tensor(a))
+    offset = to_tensor(b if is_pointer[0] else a)
     if not is_int(offset.dtype):
         refuse("kernel", f"A pointer moves by integers, not by {offset.dtype}.")
-    layout = broadcast_layout(pointer, offset, "pointer + offset")
-    step = offset.data.astype(np.int64) if isinstance(offset.data, np.ndarray) else offset.data
-    moved = pointer.data + step if op == "+" else pointer.data - step
-    result = Tensor(moved, pointer.dtype, layout, pointer.buffer)
-    work(result)
-    return result
+    wide = (lambda data: data.astype(np.int64)) if isinstance(offset._data, np.ndarray) else None
+    return [None, wide] if is_pointer[0] else [wide, None]
 
 
 # ---- operators, and methods that are functions of gl too ---------------------------------------------------------

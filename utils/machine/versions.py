@@ -84,6 +84,7 @@ def adopt_newest_gluon_names() -> None:
         (gl, "barrier", gl, "thread_barrier"),
         (gluon, "aggregate", core, "_aggregate"),
         (gl.shared_memory_descriptor, "reinterpret", gl.shared_memory_descriptor, "_reinterpret"),
+        (blackwell.tensor_memory_descriptor, "reinterpret", blackwell.tensor_memory_descriptor, "_reinterpret"),
     ):
         if not hasattr(module, newest):
             setattr(module, newest, getattr(old_module, old))

@@ -139,6 +139,14 @@ def load(descriptors, q_tiles, k_ring, v_ring, bars, sizes, STAGES: gl.constexpr
 
 
 @gluon.jit
+def probabilities(scores, dtype: gl.constexpr):
+    """Memory: P, of 16 bits, is parked in tensor memory in the left half of its scores."""
+    ROWS: gl.constexpr = scores.shape[0]
+    KEYS: gl.constexpr = scores.shape[1]
+    return scores.reinterpret(dtype, [ROWS, 2 * KEYS], TensorMemoryLayout([ROWS, 2 * KEYS], 1)).slice(0, KEYS)
+
+
+@gluon.jit
 def start_scores(q_tiles, k_ring, slot, scores, bars, tile: gl.constexpr):
     """Start S = Q K^T of one tile; `s_full` learns of its end."""
     k = matrix(k_ring.index(slot)).permute((1, 0))
@@ -153,7 +161,6 @@ def products(q_tiles, k_ring, v_ring, scores, output, bars, sizes, STAGES: gl.co
     The scores of a tile's next block go where its P was. They are issued after the product that reads P, and the tensor cores
     keep that order, so nobody waits for it.
     """
-    P_LAYOUT: gl.constexpr = scores.layout
     _, _, _, _, blocks = work(sizes, scores.shape[1], scores.shape[2], CAUSAL)
     mbarrier.wait(bars.k_full.index(0), 0)
     for tile in gl.static_range(2):
@@ -172,8 +179,7 @@ def products(q_tiles, k_ring, v_ring, scores, output, bars, sizes, STAGES: gl.co
             # would add to an O that is still being rescaled.
             mbarrier.wait(bars.p_full.index(tile), i & 1)
             mbarrier.wait(bars.o_ready.index(tile), i & 1)
-            p = scores.index(tile)._reinterpret(v.dtype, [scores.shape[1], scores.shape[2]], P_LAYOUT)
-            tcgen05_mma(p, v, output.index(tile), use_acc=i > 0, mbarriers=[bars.o_done.index(tile)])
+            tcgen05_mma(probabilities(scores.index(tile), v.dtype), v, output.index(tile), use_acc=i > 0, mbarriers=[bars.o_done.index(tile)])
             if i + 1 < blocks:
                 if tile == 0:
                     mbarrier.wait(bars.k_full.index(following), ((i + 1) // STAGES) & 1)
@@ -203,7 +209,7 @@ def softmax(
     _, _, _, first, blocks = work(sizes, BLOCK_M, BLOCK_N, CAUSAL)
     row = first + TILE * BLOCK_M
     s_view = scores.index(TILE)
-    p_view = s_view._reinterpret(dtype, [BLOCK_M, BLOCK_N], scores.layout)  # Memory: P is parked in tensor memory
+    p_view = probabilities(s_view, dtype)
     wide: gl.constexpr = get_tmem_reg_layout(gl.float32, [BLOCK_M, BLOCK_N], scores.layout, gl.num_warps())
     narrow: gl.constexpr = get_tmem_reg_layout(dtype, [BLOCK_M, BLOCK_N], scores.layout, gl.num_warps())
     rows: gl.constexpr = gl.SliceLayout(1, wide)
