@@ -37,8 +37,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils.checking.authors import StudentLine, lender, line_of_stack
-from utils.checking.authors import is_students as is_students
-from utils.checking.authors import lines_of_traceback as lines_of_traceback
 
 
 def words(text: str) -> frozenset[str]:
