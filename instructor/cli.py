@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from instructor.grading.commands import app as grading
+from instructor.grading.commands import errors_as_text
 from instructor.grading.reports import app as reports
+from instructor.source import LabError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Build the labs' notebooks from their sources.")
 app.registered_commands.extend([*grading.registered_commands, *reports.registered_commands])
@@ -21,17 +23,12 @@ def _names(labs: list[str] | None) -> list[str]:
 
     names = labs or lab_names()
     if not names:
-        _fail(["there is no lab in instructor/labs."])
+        raise LabError(["there is no lab in instructor/labs."])
     return names
 
 
-def _fail(problems: list[str]) -> None:
-    for problem in problems:
-        typer.echo(f"error: {problem}", err=True)
-    raise typer.Exit(2)
-
-
 @app.command()
+@errors_as_text
 def build(
     labs: Names = None,
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 if a notebook is out of date.")] = False,
@@ -40,7 +37,6 @@ def build(
     from instructor import build as builder
     from instructor.points import lab_path, number_text
     from instructor.refusals import refusals
-    from instructor.source import LabError
 
     stale, problems = [], []
     for name in _names(labs):
@@ -65,15 +61,16 @@ def build(
             state = "written" if path in written else "unchanged"
             typer.echo(f"  {path.relative_to(builder.ROOT)}  {state}")
     if problems:
-        _fail(problems)
+        raise LabError(problems)
+    for path in stale:
+        relative = path.relative_to(builder.ROOT)
+        typer.echo(f"error: {relative} differs from its source: run `labs build {path.stem}`.", err=True)
     if stale:
-        for path in stale:
-            relative = path.relative_to(builder.ROOT)
-            typer.echo(f"error: {relative} differs from its source: run `labs build {path.stem}`.", err=True)
         raise typer.Exit(1)
 
 
 @app.command()
+@errors_as_text
 def points(
     labs: Names = None,
     readme: Annotated[
@@ -82,24 +79,19 @@ def points(
 ) -> None:
     """Print each lab's table of questions and points, or put it into a README."""
     from instructor.points import lab_path, points_table, put_points_table
-    from instructor.source import LabError
 
-    try:
-        tables = {path.stem: points_table(path.stem) for path in map(lab_path, _names(labs))}
-        if readme is None:
-            typer.echo("\n\n".join(f"{name}\n\n{table}" for name, table in tables.items()))
-            return
-        if not readme.is_file():
-            _fail([f"{readme} is no file."])
-        text = readme.read_text(encoding="utf-8")
-        for name, table in tables.items():
-            text = put_points_table(text, name, table)
-        readme.write_text(text, encoding="utf-8")
-    except LabError as error:
-        _fail(error.problems)
+    tables = {path.stem: points_table(path.stem) for path in map(lab_path, _names(labs))}
+    if readme is None:
+        typer.echo("\n\n".join(f"{name}\n\n{table}" for name, table in tables.items()))
+        return
+    text = readme.read_text(encoding="utf-8")
+    for name, table in tables.items():
+        text = put_points_table(text, name, table)
+    readme.write_text(text, encoding="utf-8")
 
 
 @app.command()
+@errors_as_text
 def demo(
     labs: Names = None,
     out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path("out/demo"),
@@ -109,16 +101,10 @@ def demo(
     from instructor.build import build_lab
     from instructor.demo import run_demo
     from instructor.points import lab_path
-    from instructor.source import LabError
     from utils.bench.terminal import progress_bar
 
-    try:
-        built = [build_lab(lab_path(name)) for name in _names(labs)]
-        out.mkdir(parents=True, exist_ok=True)
-    except LabError as error:
-        _fail(error.problems)
-    except OSError as error:
-        _fail([f"{out}: {error.strerror}. Name a folder that you may write to."])
+    built = [build_lab(lab_path(name)) for name in _names(labs)]
+    out.mkdir(parents=True, exist_ok=True)
     with progress_bar(remaining=True) as bar:
         task = bar.add_task("starting", total=None)
         summary, failed = run_demo(
@@ -135,6 +121,7 @@ def demo(
 
 
 @app.command()
+@errors_as_text
 def execute(
     lab: Annotated[str, typer.Argument(help="A lab by name, such as lab1.")],
     untouched: Annotated[bool, typer.Option("--untouched", help="The students' notebook, unanswered.")] = False,
@@ -144,12 +131,8 @@ def execute(
     from instructor import build as builder
     from instructor.execute import execute_lab
     from instructor.points import lab_path
-    from instructor.source import LabError
 
-    try:
-        built = builder.build_lab(lab_path(lab))
-    except LabError as error:
-        _fail(error.problems)
+    built = builder.build_lab(lab_path(lab))
     typer.echo(f"executing {lab}{', untouched' if untouched else ''}: some minutes ...")
     execution, notebook, record = execute_lab(built, untouched=untouched, timeout=timeout)
     slowest = sorted(execution.seconds.items(), key=lambda item: -item[1])[:5]
