@@ -22,8 +22,9 @@ from instructor.grading.class_ import gradebook
 from instructor.grading.class_.intake import Submission
 from instructor.grading.sandbox.walls import Limits
 from instructor.grading.submission import sources
-from instructor.grading.submission.engine import calibrate, close_all, grade_notebook, known_calibration, unreadable
-from instructor.grading.submission.results import Flag, GradingError, SubmissionResult
+from instructor.grading.submission.engine import calibrate, close_all, grade_notebook, known_calibration
+from instructor.grading.submission.plan import not_graded
+from instructor.grading.submission.results import GradingError, SubmissionResult
 from instructor.grading.submission.sources import fingerprint
 
 Progress = Callable[[str, int, int], None]  # (student, how many are done, of how many)
@@ -333,8 +334,7 @@ class _ClassRun:
 
     def _fail(self, student: str, why: str) -> None:
         self.summary.failed[student] = why
-        result = replace(unreadable(self.built, why, student), flags=(Flag("", "not graded", why),))
-        self.summary.graded.append(result)
+        self.summary.graded.append(not_graded(self.built.name, self.built.student, student, "not graded", why))
 
     def merge(self) -> None:
         """Write the results that the gradebook does not have yet."""

@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from instructor.grading.sandbox import tampering
-from instructor.grading.sandbox.walls import SCRATCH
+from instructor.grading.sandbox.walls import SCRATCH, address_space
 from instructor.grading.submission.conditions import (
     no_modes,
     reads_by_tensor,
@@ -377,10 +377,7 @@ class _RemoteIterator:
 def memory_left() -> float:
     """Bytes of address space that this process may still take."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY or not os.path.isfile("/proc/self/statm"):
-        return math.inf
-    with open("/proc/self/statm") as statm:
-        return limit - int(statm.read().split()[0]) * resource.getpagesize()
+    return math.inf if limit == resource.RLIM_INFINITY else limit - address_space()
 
 
 def exhausted_resource(folders: tuple[str, ...], memory: float) -> str:
@@ -392,7 +389,7 @@ def exhausted_resource(folders: tuple[str, ...], memory: float) -> str:
     """
     if memory_left() < 0.1 * memory < math.inf:
         return "its variables and threads hold nearly all the memory"
-    threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
+    threads = len(os.listdir("/proc/self/task"))
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if limit != resource.RLIM_INFINITY and threads > limit // 2:
         return f"{threads} threads go on running"

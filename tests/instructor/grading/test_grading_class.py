@@ -38,6 +38,7 @@ from instructor.grading.class_.lock import only_grader
 from instructor.grading.class_.roster import Person, put_names, roster_path
 from instructor.grading.sandbox.walls import Limits
 from instructor.grading.submission.engine import grade_notebook
+from instructor.grading.submission.plan import not_graded
 from tests.instructor.conftest import FIXTURE_LAB
 from tests.instructor.grading.faults import BROKEN_FILES
 from utils.cli import app, mount_plugins
@@ -753,11 +754,8 @@ def test_too_many_files_stop_their_owner_alone(tmp_path, monkeypatch):
 
 
 def test_a_table_names_everybody_and_runs_nothing_in_a_spreadsheet(tmp_path, small_lab):
-    from instructor.grading.submission.engine import unreadable
-    from instructor.grading.submission.results import Flag
-
-    broken = unreadable(small_lab, "The submitted file is empty.", "=cmd()")
-    broken = type(broken)(**{**vars(broken), "flags": (Flag("", "unreadable", "The submitted file is empty."),)})
+    why = "The submitted file is empty."
+    broken = not_graded(small_lab.name, small_lab.student, "=cmd()", "unreadable", why)
     rows = gradebook.summary_rows([broken], {"link": "lab1.ipynb is a symbolic link"}, {}, late={"=cmd()"})
     assert [row["late"] for row in rows] == ["late", ""]
     assert [(r["student"], r["state"], r["note"]) for r in rows] == [
