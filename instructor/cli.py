@@ -1,4 +1,4 @@
-"""The instructor's commands: `labs build`, `execute`, `points`, and those of `instructor.grading.commands`."""
+"""The instructor's commands: `labs build`, `points`, `demo`, and those of `instructor.grading.commands`."""
 
 from __future__ import annotations
 
@@ -117,30 +117,6 @@ def demo(
     for problem in failed:
         typer.echo(f"error: {problem}", err=True)
     if failed:
-        raise typer.Exit(1)
-
-
-@app.command()
-@errors_as_text
-def execute(
-    lab: Annotated[str, typer.Argument(help="A lab by name, such as lab1.")],
-    untouched: Annotated[bool, typer.Option("--untouched", help="The students' notebook, unanswered.")] = False,
-    timeout: Annotated[int, typer.Option(help="Seconds that one cell may take.", min=1)] = 600,
-) -> None:
-    """Run a lab headless from top to bottom; keep the executed notebook and the time of each cell."""
-    from instructor import build as builder
-    from instructor.execute import execute_lab
-    from instructor.points import lab_path
-
-    built = builder.build_lab(lab_path(lab))
-    typer.echo(f"executing {lab}{', untouched' if untouched else ''}: some minutes ...")
-    execution, notebook, record = execute_lab(built, untouched=untouched, timeout=timeout)
-    slowest = sorted(execution.seconds.items(), key=lambda item: -item[1])[:5]
-    typer.echo(f"{sum(execution.seconds.values()):.0f} s; slowest: " + ", ".join(f"{k} {v:.1f} s" for k, v in slowest))
-    for name, text in execution.errors.items():
-        typer.echo(f"  {name}: {text.splitlines()[0]}")
-    typer.echo(f"  {notebook.relative_to(builder.ROOT)}, {record.relative_to(builder.ROOT)}")
-    if execution.errors and not untouched:
         raise typer.Exit(1)
 
 
