@@ -45,29 +45,22 @@ _FORMULAS = (
 _HANDED_OUT = tuple(str(ROOT / "utils/attention/masks" / name) for name in ("mask_mods.py", "score_mods.py"))
 
 
-@functools.cache
-def _place(file: str) -> str:
-    """Return the path of a code's file without links; a name such as <cell 3> stays. Every operator asks for some of them."""
-    return os.path.realpath(file) if os.path.isabs(file) else file
-
-
-@functools.cache
+@functools.cache  # every operator asks for some of them
 def _owner(file: str) -> str:
     """Return "student", the file of a library's or the course's formulas, or "" for what lies between the two."""
-    path = _place(file)
+    path = os.path.realpath(file) if os.path.isabs(file) else file  # a name such as <cell 3> stays
     for folder, above in _FORMULAS:
         if path.startswith(folder) and path not in _HANDED_OUT:
             return path.removeprefix(above)
-    inside = path.startswith((*_COURSE, *_LIBRARIES)) or file.startswith(("<frozen", "<__array", "<eval_with_key"))
-    return "" if inside else "student"
+    made = file.startswith(
+        ("<frozen", "<__array", "<eval_with_key", "<tests of ")
+    )  # the last are test cells, when graded
+    return "" if made or path.startswith((*_COURSE, *_LIBRARIES)) else "student"
 
 
 def is_students(code: types.CodeType) -> bool:
-    """Return whether a student wrote the code: not Python's, an installed library's, the course's, or a test cell's when graded."""
-    name = code.co_filename
-    if name.startswith(("<frozen", "<__array", "<eval_with_key", "<tests of ")):
-        return False
-    return not _place(name).startswith((*_COURSE, *_LIBRARIES))
+    """Return whether a student wrote the code: not Python, an installed library, the course, or a test cell when graded."""
+    return _owner(code.co_filename) == "student"
 
 
 def lender() -> str:

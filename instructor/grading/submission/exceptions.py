@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import sys
 
@@ -63,7 +62,7 @@ def error_with_lines(fields: dict, own: dict[str, type] | None = None) -> BaseEx
         fields: what `describe_error` gave; it comes from the student's process, which may have forged it.
         own: {name: class} of exceptions that the notebook itself defines.
     """
-    error = _nearest_error(fields["kinds"], str(fields["words"])[:MAX_WORDS], own or {})
+    error = nearest_error(fields["kinds"], str(fields["words"])[:MAX_WORDS], own or {})
     for name, value in fields["state"].items():
         plain = value is None or type(value) in (int, str, bool, float)
         if plain and name.isidentifier() and not name.startswith("_"):
@@ -74,7 +73,8 @@ def error_with_lines(fields: dict, own: dict[str, type] | None = None) -> BaseEx
     return error
 
 
-def _nearest_error(kinds: list, words: str, own: dict[str, type]) -> BaseException:
+def nearest_error(kinds: list, words: str, own: dict[str, type]) -> BaseException:
+    """An exception of the first of these types, each `module:name`, that is known here."""
     for kind in kinds:
         module, _, name = str(kind).partition(":")
         known = module == "builtins" or module.partition(".")[0] in ("torch", "utils")
@@ -89,16 +89,3 @@ def _nearest_error(kinds: list, words: str, own: dict[str, type]) -> BaseExcepti
                 return error
     # KeyboardInterrupt, GeneratorExit, and exceptions of the student's that derive from BaseException alone
     return RuntimeError(words)
-
-
-# ---- on the student's side, for exceptions of the checker --------------------------------------------------------
-
-
-def rebuild_error(fields: dict) -> BaseException:
-    """Rebuild an exception that one of the checker's functions raised, of the nearest builtin type."""
-    for kind in fields["kinds"]:
-        module, _, name = kind.partition(":")
-        found = getattr(builtins, name, None) if module == "builtins" else None
-        if isinstance(found, type) and issubclass(found, Exception):
-            return found(fields["words"])
-    return RuntimeError(fields["words"])

@@ -32,7 +32,7 @@ from instructor.grading.submission.conditions import (
     uncompiled_flex,
 )
 from instructor.grading.submission.evidence import MAX_SEEN, describe_mode, describe_watch
-from instructor.grading.submission.exceptions import describe_error, rebuild_error, words_of
+from instructor.grading.submission.exceptions import describe_error, nearest_error, words_of
 from instructor.grading.submission.outputs import Outputs, Stream
 from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import BlockMasks
@@ -329,7 +329,7 @@ class Student:
             if reply["op"] == "stop":
                 raise StopIteration
             if reply["op"] == "raise":
-                raise rebuild_error(reply["error"])
+                raise nearest_error(reply["error"]["kinds"], reply["error"]["words"], {})
             return decode(reply["value"])
 
     def _mutations(self, encode: Encoder, during: bool = False) -> list:
