@@ -232,7 +232,8 @@ class _Lab:
     def __init__(self, original: list, released: dict[str, NotebookNode]):
         self.original, self.released = original, released
         self.order = {cell.id: place for place, cell in enumerate(original)}
-        self.first_answer = _first_answer(original)
+        # Cells before the first answer are the setup.
+        self.first_answer = next((place for place, cell in enumerate(original) if _is_answer(cell)), len(original))
 
 
 def read_built(text: str) -> NotebookNode:
@@ -249,11 +250,6 @@ def _new_cell(kind: str, name: str, source: str) -> NotebookNode:
 
 def _is_answer(cell) -> bool:
     return bool(cell.metadata.get("nbgrader", {}).get("solution"))
-
-
-def _first_answer(cells: list) -> int:
-    """The place of the first answer; cells before it are the setup."""
-    return next((place for place, cell in enumerate(cells) if _is_answer(cell)), len(cells))
 
 
 def question_of(grade_id: str) -> str:

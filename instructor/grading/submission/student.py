@@ -38,7 +38,7 @@ from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import BlockMasks
 from instructor.grading.wire.channel import Channel, Closed, WireError
 from instructor.grading.wire.pickles import StudentDecoder
-from instructor.grading.wire.signatures import Proxy, parameters_of
+from instructor.grading.wire.signatures import Proxy, StepIterator, parameters_of
 from instructor.grading.wire.values import Encoder, tables_in, tensor_bytes
 from utils.checking import is_answered
 from utils.checking.watching import watch_operations
@@ -305,7 +305,7 @@ class Student:
             return self._callback(number, args, kwargs, step)
 
         if fields["kind"] == "iterator":
-            self.stubs[number] = _RemoteIterator(lambda: ask((), {}, True))
+            self.stubs[number] = StepIterator(lambda: ask((), {}, True))
         else:
             self.stubs[number] = Proxy(ask, fields.get("name") or "function", fields.get("parameters"))
         return self.stubs[number]
@@ -361,17 +361,6 @@ class Student:
             with torch.no_grad():
                 self.tensors[key].copy_(decode(node))
             self.sent[key] = _state_of(self.tensors[key])
-
-
-class _RemoteIterator:
-    def __init__(self, step):
-        self._step = step
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        return self._step()
 
 
 def memory_left() -> float:
