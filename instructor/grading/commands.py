@@ -78,7 +78,6 @@ def grade(
     timeout: Annotated[float, typer.Option(help="Seconds that a cell, or a question's tests, may take.", min=1)] = 120,
     gpu: Annotated[bool, typer.Option("--gpu", help="One submission a GPU (workers' Dask resource GPU).")] = False,
     only: Annotated[list[str] | None, typer.Option(help="Grade this student again; may be repeated.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Grade again what was graded from the same files.")] = False,
     memory: Annotated[float, typer.Option(help="GB that a process of a submission may add.", min=0.5)] = 6.0,
     due: Annotated[str | None, typer.Option(help="The due date, such as '2026-12-01 23:59 +0100'.")] = None,
     zone: Annotated[
@@ -126,7 +125,7 @@ def grade(
                 scheduler=scheduler,
                 timeout=timeout,
                 limits=limits,
-                again=again or bool(only),
+                again=bool(only),
                 progress=lambda student, done, total: bar.update(
                     task, completed=done, description=escape(for_terminal(student, 60))
                 ),

@@ -381,9 +381,9 @@ def overlap(run: Run) -> float:
     return hidden / total if total else 0.0
 
 
-def unwritten(source: str, launch: Launch, output: str, mark: float = 77.0) -> str:
+def unwritten(source: str, launch: Launch, output: str) -> str:
     """Say which elements of an output a kernel leaves as they were before it, "" if it writes all of them."""
-    marked = copy.deepcopy(launch)
+    marked, mark = copy.deepcopy(launch), 77.0
     value: object = marked.args[output]
     (value.tensor if isinstance(value, Tile) else cast(torch.Tensor, value)).fill_(mark)
     left = (simulate_launch(source, marked)[0][output] == mark).nonzero()

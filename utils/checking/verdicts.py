@@ -376,7 +376,6 @@ def expect_number(
     unit: str = "",
     what: str = "the answer",
     *,
-    abs_tol: float = 0.0,
     mistakes: Mapping[str, float | Sequence[float]] | None = None,
 ) -> None:
     """Assert that `got` is the number `expected`; a wrong unit or a well-known factor is named.
@@ -387,7 +386,6 @@ def expect_number(
         rel: relative tolerance
         unit: for example `FLOPs`, `bytes`, `ms`
         what: the quantity, in the student's words
-        abs_tol: absolute tolerance
         mistakes: {hint: the number, or numbers, that this mistake leads to}; the hint takes the place of the guesses
             about factors
     """
@@ -400,7 +398,7 @@ def expect_number(
     value = float(got)
     if not math.isfinite(value):
         raise AssertionError(f"{what} should be a finite number{_in(unit)}, and is {value}.")
-    if abs(value - expected) <= max(rel * abs(expected), abs_tol):
+    if abs(value - expected) <= rel * abs(expected):
         return
     tail = f" {unit}" if unit else ""
     near = max(rel, 1e-9)

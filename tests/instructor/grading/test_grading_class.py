@@ -259,7 +259,7 @@ def test_a_persons_grade_stays_when_a_student_is_graded_again(small_lab, graded,
     ("arguments", "words"),
     [
         (("--only", "nobody"), "no submission of nobody"),
-        (("--scheduler", "tcp://127.0.0.1:1", "--again"), "no Dask scheduler answers"),
+        (("--scheduler", "tcp://127.0.0.1:1", "--only", "ada"), "no Dask scheduler answers"),
     ],
 )
 @pytest.mark.slow
@@ -500,7 +500,7 @@ def test_three_hundred_with_forty_faults_and_a_worker_killed(small_lab, schedule
 
 
 @pytest.mark.slow
-def test_a_submission_that_takes_its_worker_along_is_flagged_after_three(small_lab, scheduler, tmp_path, monkeypatch):
+def test_a_submission_that_takes_its_worker_along_is_flagged_after_four(small_lab, scheduler, tmp_path, monkeypatch):
     """Nothing is graded here: the test is about which worker tries again, and how often."""
     course, tries = Course(tmp_path / "course"), tmp_path / "tries"
     tries.mkdir()
@@ -520,7 +520,7 @@ def test_a_submission_that_takes_its_worker_along_is_flagged_after_three(small_l
     found = submissions(course.root, small_lab.name)
     summary = grade_class(course, small_lab, found, timeout=TIMEOUT, scheduler=scheduler)
     assert len(list(tries.iterdir())) == 1 + cluster.RETRIES
-    assert set(summary.failed) == {"deadly"} and "3 attempts" in summary.failed["deadly"]
+    assert set(summary.failed) == {"deadly"} and "4 attempts" in summary.failed["deadly"]
     assert [r.student for r in summary.flagged] == ["deadly"]
     assert "fine" in course.scores(small_lab.name)
 
