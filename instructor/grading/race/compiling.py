@@ -22,7 +22,7 @@ import torch
 from instructor.grading.race.problem import FILE, KERNEL, LONG, Shape
 from instructor.grading.submission.results import GradingError
 from utils.checking.gluon_launches import overlap_launch
-from utils.checking.kernel_exercises import Launch, Tile, descriptor, load_kernels
+from utils.checking.kernel_exercises import Launch, load_kernels, triton_type
 from utils.checking.kernel_files import expect_kernel_file
 from utils.files import ROOT
 from utils.kernels import offline
@@ -78,13 +78,7 @@ def race_launch(shape: Shape) -> Launch:
 
 def signature(launch: Launch, constants: list[str]) -> dict[str, str]:
     """Return the types of a launch's arguments as Triton spells them, without the constants."""
-    types = {}
-    for name, value in launch.args.items():
-        if isinstance(value, Tile):
-            types[name] = f"tensordesc<bf16{value.block},{descriptor(value.tensor, value.block).layout!r}>"
-        elif name not in constants:
-            types[name] = "fp32" if isinstance(value, float) else "i32"
-    return types
+    return {name: triton_type(value) for name, value in launch.args.items() if name not in constants}
 
 
 def read_file(source: str) -> None:
