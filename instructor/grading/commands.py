@@ -172,8 +172,7 @@ def _found(course, built, roster: Path | None, archive: Path | None, zone: tzinf
 
     if roster is not None:
         known = people.read_roster(roster)
-        if roster.resolve() != people.roster_path(course).resolve():
-            people.roster_path(course).write_bytes(roster.read_bytes())
+        people.roster_path(course).write_bytes(roster.read_bytes())
         typer.echo(f"{len(known)} people in the roster")
     if archive is not None:
         intake = take_in(archive, course.root, built.name, zone)
