@@ -62,9 +62,8 @@ class Zygote:
         # Behind the walls no symbolic link can be followed, and a library's file needs the same name on both sides.
         # So Python is called by the real path of its folder.
         python = str(Path(sys.executable).parent.resolve() / Path(sys.executable).name)
-        self.stderr = Path(
-            self.folder.name, "stderr"
-        )  # a file, since a pipe that nobody reads would block whoever writes
+        # A file, since a pipe that nobody reads would block whoever writes.
+        self.stderr = Path(self.folder.name, "stderr")
         self.process = subprocess.Popen(
             [python, "-m", "instructor.grading.submission.zygote", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
@@ -85,9 +84,8 @@ class Zygote:
             self.channel.send({"op": "warm up"}, [pickle.dumps(warm_up)])
             ready, _ = self.channel.receive(time.monotonic() + WARM_SECONDS)
         except (Closed, TooLate):
-            self.process.kill()
-            self.process.wait()
-            words = self.stderr.read_text(errors="replace")[-2000:]
+            words = self._last_words()
+            self.close()
             raise GradingError(f"the warm process for {built.name} did not start:\n{words}") from None
         if ready["problems"]:
             self.close()
