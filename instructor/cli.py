@@ -1,4 +1,4 @@
-"""The instructor's commands: `labs build`, `execute`, `points`, and those of `instructor.grading.commands`."""
+"""The instructor's commands: `labs build`, `points`, `demo`, and those of `instructor.grading.commands`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from instructor.grading.commands import app as grading
+from instructor.grading.commands import errors_as_text
 from instructor.grading.reports import app as reports
+from instructor.source import LabError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Build the labs' notebooks from their sources.")
 app.registered_commands.extend([*grading.registered_commands, *reports.registered_commands])
@@ -21,17 +23,12 @@ def _names(labs: list[str] | None) -> list[str]:
 
     names = labs or lab_names()
     if not names:
-        _fail(["there is no lab in instructor/labs."])
+        raise LabError(["there is no lab in instructor/labs."])
     return names
 
 
-def _fail(problems: list[str]) -> None:
-    for problem in problems:
-        typer.echo(f"error: {problem}", err=True)
-    raise typer.Exit(2)
-
-
 @app.command()
+@errors_as_text
 def build(
     labs: Names = None,
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 if a notebook is out of date.")] = False,
@@ -40,7 +37,6 @@ def build(
     from instructor import build as builder
     from instructor.points import lab_path, number_text
     from instructor.refusals import refusals
-    from instructor.source import LabError
 
     stale, problems = [], []
     for name in _names(labs):
@@ -65,15 +61,16 @@ def build(
             state = "written" if path in written else "unchanged"
             typer.echo(f"  {path.relative_to(builder.ROOT)}  {state}")
     if problems:
-        _fail(problems)
+        raise LabError(problems)
+    for path in stale:
+        relative = path.relative_to(builder.ROOT)
+        typer.echo(f"error: {relative} differs from its source: run `labs build {path.stem}`.", err=True)
     if stale:
-        for path in stale:
-            relative = path.relative_to(builder.ROOT)
-            typer.echo(f"error: {relative} differs from its source: run `labs build {path.stem}`.", err=True)
         raise typer.Exit(1)
 
 
 @app.command()
+@errors_as_text
 def points(
     labs: Names = None,
     readme: Annotated[
@@ -82,24 +79,19 @@ def points(
 ) -> None:
     """Print each lab's table of questions and points, or put it into a README."""
     from instructor.points import lab_path, points_table, put_points_table
-    from instructor.source import LabError
 
-    try:
-        tables = {path.stem: points_table(path.stem) for path in map(lab_path, _names(labs))}
-        if readme is None:
-            typer.echo("\n\n".join(f"{name}\n\n{table}" for name, table in tables.items()))
-            return
-        if not readme.is_file():
-            _fail([f"{readme} is no file."])
-        text = readme.read_text(encoding="utf-8")
-        for name, table in tables.items():
-            text = put_points_table(text, name, table)
-        readme.write_text(text, encoding="utf-8")
-    except LabError as error:
-        _fail(error.problems)
+    tables = {path.stem: points_table(path.stem) for path in map(lab_path, _names(labs))}
+    if readme is None:
+        typer.echo("\n\n".join(f"{name}\n\n{table}" for name, table in tables.items()))
+        return
+    text = readme.read_text(encoding="utf-8")
+    for name, table in tables.items():
+        text = put_points_table(text, name, table)
+    readme.write_text(text, encoding="utf-8")
 
 
 @app.command()
+@errors_as_text
 def demo(
     labs: Names = None,
     out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path("out/demo"),
@@ -109,16 +101,10 @@ def demo(
     from instructor.build import build_lab
     from instructor.demo import run_demo
     from instructor.points import lab_path
-    from instructor.source import LabError
     from utils.bench.terminal import progress_bar
 
-    try:
-        built = [build_lab(lab_path(name)) for name in _names(labs)]
-        out.mkdir(parents=True, exist_ok=True)
-    except LabError as error:
-        _fail(error.problems)
-    except OSError as error:
-        _fail([f"{out}: {error.strerror}. Name a folder that you may write to."])
+    built = [build_lab(lab_path(name)) for name in _names(labs)]
+    out.mkdir(parents=True, exist_ok=True)
     with progress_bar(remaining=True) as bar:
         task = bar.add_task("starting", total=None)
         summary, failed = run_demo(
@@ -131,33 +117,6 @@ def demo(
     for problem in failed:
         typer.echo(f"error: {problem}", err=True)
     if failed:
-        raise typer.Exit(1)
-
-
-@app.command()
-def execute(
-    lab: Annotated[str, typer.Argument(help="A lab by name, such as lab1.")],
-    untouched: Annotated[bool, typer.Option("--untouched", help="The students' notebook, unanswered.")] = False,
-    timeout: Annotated[int, typer.Option(help="Seconds that one cell may take.", min=1)] = 600,
-) -> None:
-    """Run a lab headless from top to bottom; keep the executed notebook and the time of each cell."""
-    from instructor import build as builder
-    from instructor.execute import execute_lab
-    from instructor.points import lab_path
-    from instructor.source import LabError
-
-    try:
-        built = builder.build_lab(lab_path(lab))
-    except LabError as error:
-        _fail(error.problems)
-    typer.echo(f"executing {lab}{', untouched' if untouched else ''}: some minutes ...")
-    execution, notebook, record = execute_lab(built, untouched=untouched, timeout=timeout)
-    slowest = sorted(execution.seconds.items(), key=lambda item: -item[1])[:5]
-    typer.echo(f"{sum(execution.seconds.values()):.0f} s; slowest: " + ", ".join(f"{k} {v:.1f} s" for k, v in slowest))
-    for name, text in execution.errors.items():
-        typer.echo(f"  {name}: {text.splitlines()[0]}")
-    typer.echo(f"  {notebook.relative_to(builder.ROOT)}, {record.relative_to(builder.ROOT)}")
-    if execution.errors and not untouched:
         raise typer.Exit(1)
 
 

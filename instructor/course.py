@@ -20,7 +20,7 @@ from instructor.build import ROOT, Built
 
 CONFIG = """\
 c = get_config()
-c.CourseDirectory.course_id = {course_id!r}
+c.CourseDirectory.course_id = "labs"
 c.Execute.timeout = {timeout}  # seconds for one cell
 """
 
@@ -44,23 +44,22 @@ class Course:
 
     Args:
         root: the folder; it is made if it does not exist.
-        course_id: the course's name in the gradebook.
         timeout: seconds that one cell may run when nbgrader grades it.
     """
 
-    def __init__(self, root: Path, course_id: str = "labs", timeout: int = 300):
-        self.root, self.course_id = Path(root), course_id
+    def __init__(self, root: Path, timeout: int = 300):
+        self.root = Path(root)
         self.root.mkdir(parents=True, exist_ok=True)
         config = self.root / "nbgrader_config.py"
         if not config.exists():
-            config.write_text(CONFIG.format(course_id=course_id, timeout=timeout), encoding="utf-8")
+            config.write_text(CONFIG.format(timeout=timeout), encoding="utf-8")
 
     @property
     def database(self) -> str:
         """The address of nbgrader's gradebook."""
         return f"sqlite:///{(self.root / 'gradebook.db').resolve()}"
 
-    def nbgrader(self, *arguments: str, check: bool = True) -> str:
+    def nbgrader(self, *arguments: str) -> str:
         """Run `nbgrader ARGUMENTS` in the course; returns what it printed."""
         # The kernels import `utils` and `instructor.checks` from here. Each gets one thread: several torch processes
         # with many threads on few cores slow each other down tenfold.
@@ -76,7 +75,7 @@ class Course:
             stderr=subprocess.STDOUT,
         )
         self._drop_empty_database()
-        if check and done.returncode != 0:
+        if done.returncode != 0:
             raise CourseError(f"nbgrader {' '.join(arguments)} failed ({done.returncode}):\n{done.stdout}")
         return done.stdout
 
@@ -90,7 +89,7 @@ class Course:
         self._drop_empty_database()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # SQLAlchemy's warnings about nbgrader
-            with Gradebook(self.database, self.course_id) as gradebook:
+            with Gradebook(self.database, "labs") as gradebook:
                 yield gradebook
 
     def _drop_empty_database(self) -> None:

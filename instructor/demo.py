@@ -51,9 +51,11 @@ def run_demo(
             link = folder / "assets"  # figures and recorded results, which the labs read from the current folder
             if not link.exists():
                 link.symlink_to(ROOT / "assets")
-            execution = execute(
-                built.instructor, timeout=timeout, folder=folder, on_cell=_counter(step, built.name, done, sum(totals))
-            )
+
+            def count(index: int, name: str = built.name, before: int = done) -> None:
+                step(name, before + index + 1, sum(totals))
+
+            execution = execute(built.instructor, timeout=timeout, folder=folder, on_cell=count)
             done += total
             rows.append((built.name, execution, _write(folder, built.name, execution)))
             write_whole(summary, summary_page(rows))
@@ -63,11 +65,6 @@ def run_demo(
         for cell, error in execution.errors.items()
     ]
     return summary, failed
-
-
-def _counter(step: Callable[[str, int, int], None], name: str, start: int, total: int) -> Callable[[int], None]:
-    """Return a function that counts the cells over all labs: those of this lab follow those of the labs before it."""
-    return lambda index: step(name, start + index + 1, total)
 
 
 def _write(folder: Path, name: str, execution: Execution) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
-from instructor.build import ROOT, Built
+from utils.files import ROOT
 
 
 @dataclass(frozen=True)
@@ -80,15 +79,3 @@ def execute(
         if output.output_type == "error"
     }
     return Execution(notebook, seconds, errors)
-
-
-def execute_lab(built: Built, *, untouched: bool, timeout: int) -> tuple[Execution, Path, Path]:
-    """Execute a lab, solved or as students get it; returns the execution and the paths of its notebook and record."""
-    execution = execute(built.student if untouched else built.instructor, timeout=timeout)
-    folder = ROOT / "build" / "executed"
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = f"{built.name}_untouched" if untouched else built.name
-    notebook, record = folder / f"{stem}.ipynb", folder / f"{stem}.json"
-    nbformat.write(execution.notebook, notebook)
-    record.write_text(json.dumps(execution.record(), indent=1) + "\n", encoding="utf-8")
-    return execution, notebook, record

@@ -86,99 +86,23 @@ def names_taken(source: str) -> set[str]:
     text = python_of(source)
     if text is None:
         return set()
-    reader = _Reader()
+    taken: set[str] = set()
+    bound: set[str] = set()  # surely, by the statements so far
     try:
-        reader.block(ast.parse(text).body, set())
+        for node in ast.parse(text).body:
+            read, parts = used_names(ast.unparse(node)), list(ast.walk(node))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                taken |= read
+            else:
+                looped = {name for part in parts if isinstance(part, ast.For) for name in bound_names(part.target)}
+                changed = {
+                    name for part in parts if isinstance(part, ast.AugAssign) for name in bound_names(part.target)
+                }
+                later = [part for part in parts if isinstance(part, ast.Lambda | ast.GeneratorExp)]
+                taken |= (read - looped | changed) - bound
+                taken |= set().union(*(used_names(ast.unparse(part)) for part in later))
+            if isinstance(node, ast.Assign | ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef):
+                bound |= set().union(*map(bound_names, getattr(node, "targets", [node])))
     except RecursionError:
         return used_names(source)
-    return reader.taken - set(vars(builtins))
-
-
-class _Reader:
-    """Walks statements in their order, and collects in `taken` the names that are read and not surely bound."""
-
-    def __init__(self) -> None:
-        self.taken: set[str] = set()
-
-    def block(self, statements: list[ast.stmt], bound: set[str]) -> set[str]:
-        """Read statements one after the other; returns the names that are surely bound after them."""
-        bound = set(bound)
-        for statement in statements:
-            bound = self.statement(statement, bound)
-        return bound
-
-    def statement(self, node: ast.stmt, bound: set[str]) -> set[str]:
-        """Read one statement; returns the names that are surely bound after it."""
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            self.later(node)
-            return bound | {node.name}
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            return bound | bound_names(node)
-        if isinstance(node, ast.If):
-            self.read(node.test, bound)
-            return self.block(node.body, bound) & self.block(node.orelse, bound)
-        if isinstance(node, ast.For | ast.AsyncFor):
-            self.read(node.iter, bound)
-            self.read(node.target, bound)
-            self.block(node.body, bound | _targets(node.target))
-            self.block(node.orelse, bound)
-            return bound  # it may have no turn
-        if isinstance(node, ast.While):
-            self.read(node.test, bound)
-            self.block(node.body, bound)
-            self.block(node.orelse, bound)
-            return bound
-        if isinstance(node, ast.With | ast.AsyncWith):
-            for item in node.items:
-                self.read(item.context_expr, bound)
-                if item.optional_vars is not None:
-                    self.read(item.optional_vars, bound)
-                    bound = bound | _targets(item.optional_vars)
-            self.block(node.body, bound)
-            return bound  # it may swallow an exception of its body
-        if isinstance(node, ast.Try):
-            after = self.block(node.body, bound)
-            for handler in node.handlers:
-                if handler.type is not None:
-                    self.read(handler.type, bound)
-                self.block(handler.body, bound | ({handler.name} if handler.name else set()))
-            self.block(node.orelse, after)
-            return self.block(node.finalbody, bound)
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.Expr):
-            self.read(node, bound)
-            if isinstance(node, ast.Expr) or node.value is None:
-                return bound
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            return bound.union(*map(_targets, targets))
-        # Whatever else it is, such as `x += 1` or `del x`.
-        self.taken |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-        return bound
-
-    def read(self, node: ast.AST, bound: set[str]) -> None:
-        """Read an expression."""
-        if isinstance(node, ast.Lambda | ast.GeneratorExp):
-            self.later(node)
-        elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp):
-            for loop in node.generators:
-                self.read(loop.iter, bound)
-                self.read(loop.target, bound)
-                bound = bound | _targets(loop.target)
-                for condition in loop.ifs:
-                    self.read(condition, bound)
-            for value in [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]:
-                self.read(value, bound)
-        elif isinstance(node, ast.Name):
-            if isinstance(node.ctx, ast.Load) and node.id not in bound:
-                self.taken.add(node.id)
-        else:
-            for part in ast.iter_child_nodes(node):
-                self.read(part, bound)
-
-    def later(self, node: ast.AST) -> None:
-        """Take all names that a piece reads when it is called."""
-        self.taken |= used_names(ast.unparse(node))
-
-
-def _targets(node: ast.AST) -> set[str]:
-    """The names that an assignment to a target binds."""
-    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
+    return taken

@@ -215,33 +215,6 @@ def _is_notebook(path: Path) -> bool:
         return file.read(len(_HEADER)) == _HEADER
 
 
-def points(lab: str | Path) -> dict:
-    """The points of a lab, from its source.
-
-    Args:
-        lab: a lab's name, such as `lab1`, or the path of a source.
-
-    Returns:
-        `{"regular": 100, "bonus": 20, "questions": {"1.1": {"title", "points", "bonus", "graded", "cells"}, ...}}`;
-        `graded` is `automatically`, `by hand` or `both`, `cells` maps a graded cell's id to its points
-    """
-    questions = find_questions(read_lab(Path(lab) if isinstance(lab, Path) else lab_path(lab)))
-    return {
-        "regular": sum(q.points for q in questions if not q.bonus),
-        "bonus": sum(q.points for q in questions if q.bonus),
-        "questions": {
-            q.number: {
-                "title": q.title,
-                "points": q.points,
-                "bonus": q.bonus,
-                "graded": q.graded,
-                "cells": {cell.grade_id: cell.points for cell in q.cells if cell.points},
-            }
-            for q in questions
-        },
-    }
-
-
 def points_table(lab: str | Path) -> str:
     """The Markdown table of a lab's questions and points."""
     return _table(find_questions(read_lab(Path(lab) if isinstance(lab, Path) else lab_path(lab))))

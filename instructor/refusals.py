@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from instructor.build import Built
-from instructor.points import Question, number_text
+from instructor.points import number_text
 
 REGULAR_POINTS = 100  # of each lab, without its bonus questions
 CHECKS = Path(__file__).resolve().parent / "checks"
@@ -35,14 +35,9 @@ def _wrong_sum(built: Built) -> list[str]:
 
 def _wrong_numbers(built: Built) -> list[str]:
     """A question's number follows the number before: the next one of its part, or the first of the next part."""
-
-    def place(question: Question) -> tuple[int, int]:
-        part, number = question.number.split(".")
-        return int(part), int(number)
-
     problems, before = [], (0, 0)
     for question in built.questions:
-        part, number = place(question)
+        part, number = map(int, question.number.split("."))
         if (part, number) not in ((before[0], before[1] + 1), (before[0] + 1, 1)):
             problems.append(
                 f"{built.name}: {question.name} follows Question {before[0]}.{before[1]}; "

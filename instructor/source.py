@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 SCHEMA_VERSION = 3  # of nbgrader's cell metadata
-KEYS = ("grade_id", "grade", "solution", "locked", "task", "points", "schema_version", "cell_type")
+KEYS = ("grade_id", "grade", "solution", "locked", "task", "points")
 GRADE_ID = re.compile(r"[a-zA-Z0-9_\-]+")  # what nbgrader accepts
 QUESTION_ID = re.compile(r"(q|bonus_)(\d+)_(\d+)(?:_[a-z0-9_]+)?")
 REGIONS = ("SOLUTION", "HIDDEN TESTS", "MARK SCHEME")
@@ -189,8 +189,7 @@ def _marker_lines(text: str, cells: list) -> list[int]:
 def _metadata_problems(cell: Cell, fields: dict) -> list[str]:
     problems = []
     for key in sorted(set(fields) - set(KEYS)):
-        allowed = ", ".join(KEYS[:6])
-        problems.append(f"unknown nbgrader metadata {key!r}; the source may say {allowed}.")
+        problems.append(f"unknown nbgrader metadata {key!r}; the source may say {', '.join(KEYS)}.")
     grade_id = fields.get("grade_id")
     if not grade_id:
         problems.append("the nbgrader metadata has no grade_id.")
@@ -203,10 +202,6 @@ def _metadata_problems(cell: Cell, fields: dict) -> list[str]:
             problems.append(f"{key} is {fields[key]!r} and should be true or false.")
     grade, solution, task = (bool(fields.get(key)) for key in ("grade", "solution", "task"))
     points = fields.get("points")
-    if fields.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
-        problems.append(f"schema_version is {fields['schema_version']}; leave it out (it is {SCHEMA_VERSION}).")
-    if fields.get("cell_type", cell.cell_type) != cell.cell_type:
-        problems.append(f"cell_type says {fields['cell_type']!r}, and the cell is {cell.cell_type}.")
     if solution and fields.get("locked"):
         problems.append("an answer may not be locked: what a student writes there would be thrown away.")
     if not (grade or solution or task or fields.get("locked")):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from utils.checking import expect_number
+from utils.checking.answers import by_value as by_value
 from utils.checking.memory import expect_follows_device as expect_follows_device
 from utils.checking.memory import poisoned_memory as poisoned_memory
-from utils.checking.travel import by_value as by_value
 from utils.checking.watching import SizeWatch as SizeWatch
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)

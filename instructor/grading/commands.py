@@ -8,37 +8,34 @@ from contextlib import contextmanager
 from datetime import datetime, tzinfo
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
+from instructor.grading.submission.results import GradingError
+from instructor.source import LabError
+from utils.bench.terminal import errors_as_lines
+
 app = typer.Typer()
+errors_as_text = errors_as_lines(
+    LabError, GradingError
+)  # decorates a command: what the user can solve is a line, and status 2
 MAX_FLAGS = 12  # of one submission that are printed
 
 Lab = Annotated[str, typer.Argument(help="A lab, in full or by its beginning (lab4), or the path of its source.")]
 CourseFolder = Annotated[Path, typer.Option("--course", help="The folder of the course, with submitted/.")]
 
 
-def _fail(problem: object) -> NoReturn:
-    typer.echo(f"error: {problem}", err=True)
-    raise typer.Exit(2)
-
-
 def _build(lab: str):
     from instructor.build import build_lab
     from instructor.points import lab_path
-    from instructor.source import LabError
 
-    try:
-        return build_lab(Path(lab) if lab.endswith(".py") else lab_path(lab))
-    except LabError as error:
-        _fail("\n".join(error.problems))
+    return build_lab(Path(lab) if lab.endswith(".py") else lab_path(lab))
 
 
 def _name(lab: str) -> str:
     """Return the name in full of a lab; a class may also have a lab whose source is not here."""
     from instructor.points import lab_path
-    from instructor.source import LabError
 
     try:
         return Path(lab).stem if lab.endswith(".py") else lab_path(lab).stem
@@ -47,6 +44,7 @@ def _name(lab: str) -> str:
 
 
 @app.command()
+@errors_as_text
 def release(
     lab: Lab,
     target: Annotated[Path, typer.Option("--to", help="The folder for the bundle.")] = Path("build/release"),
@@ -55,17 +53,14 @@ def release(
     ] = False,
 ) -> None:
     """Make the bundle that students get, after searching all of it for solutions and hidden tests."""
-    from instructor.grading.release import ReleaseError, release_solutions
     from instructor.grading.release import release as make_bundle
+    from instructor.grading.release import release_solutions
 
-    try:
-        if solutions:
-            path = release_solutions(_build(lab), target)
-            typer.echo(f"{path}: answers and explanations; no hidden test and no marking scheme in it")
-            return
-        bundle = make_bundle(_build(lab), target)
-    except ReleaseError as error:
-        _fail(error)
+    if solutions:
+        path = release_solutions(_build(lab), target)
+        typer.echo(f"{path}: answers and explanations; no hidden test and no marking scheme in it")
+        return
+    bundle = make_bundle(_build(lab), target)
     size = f"{bundle.path}: {bundle.files} files, {bundle.path.stat().st_size / 1e6:.1f} MB"
     typer.echo(f"{size}; no secret line in any of them{', but for' if bundle.shared else ''}")
     for leak, why in bundle.shared:
@@ -73,6 +68,7 @@ def release(
 
 
 @app.command()
+@errors_as_text
 def grade(
     lab: Lab,
     course_folder: CourseFolder = Path("course"),
@@ -82,7 +78,6 @@ def grade(
     timeout: Annotated[float, typer.Option(help="Seconds that a cell, or a question's tests, may take.", min=1)] = 120,
     gpu: Annotated[bool, typer.Option("--gpu", help="One submission a GPU (workers' Dask resource GPU).")] = False,
     only: Annotated[list[str] | None, typer.Option(help="Grade this student again; may be repeated.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Grade again what was graded from the same files.")] = False,
     memory: Annotated[float, typer.Option(help="GB that a process of a submission may add.", min=0.5)] = 6.0,
     due: Annotated[str | None, typer.Option(help="The due date, such as '2026-12-01 23:59 +0100'.")] = None,
     zone: Annotated[
@@ -95,14 +90,16 @@ def grade(
     """Grade the submissions for a lab, each isolated, into nbgrader's gradebook; interrupted, it goes on next time."""
     for package in ("distributed", "cloudpickle"):
         if find_spec(package) is None:
-            _fail(f"grading needs {package}, which is not installed here: pip install -e '.[grading]'.")
+            raise GradingError(f"grading needs {package}, which is not installed here: pip install -e '.[grading]'.")
     from instructor.grading.class_.dates import read_date, time_zone
     from instructor.grading.class_.lock import only_grader
     from instructor.grading.sandbox.walls import Limits
 
     limits = Limits(gpu=gpu, memory_gb=memory)
     if archive is None and not course_folder.is_dir():
-        _fail(f"{course_folder} is no folder: name the course's with --course, or take in a zip with --zip.")
+        raise GradingError(
+            f"{course_folder} is no folder: name the course's with --course, or take in a zip with --zip."
+        )
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several torch processes on few cores slow each other down tenfold
     with _errors_as_lines(course_folder), only_grader(course_folder, _name(lab)):
         from rich.markup import escape
@@ -128,7 +125,7 @@ def grade(
                 scheduler=scheduler,
                 timeout=timeout,
                 limits=limits,
-                again=again or bool(only),
+                again=bool(only),
                 progress=lambda student, done, total: bar.update(
                     task, completed=done, description=escape(for_terminal(student, 60))
                 ),
@@ -146,21 +143,24 @@ def grade(
 def _errors_as_lines(folder: Path) -> Iterator[None]:
     """Print what stops a command as one line that says what to do, and leave with status 2."""
     from instructor.course import CourseError
-    from instructor.grading.submission.results import GradingError
 
     try:
         yield
     except KeyboardInterrupt:
         typer.echo("interrupted: what was graded is in the gradebook; run the same command again to go on", err=True)
         raise typer.Exit(130) from None
-    except (GradingError, CourseError) as error:
-        _fail(error)
+    except CourseError as error:
+        raise GradingError(str(error)) from None
     except OSError as error:  # a full disk, a folder that may not be written
-        _fail(f"{error.strerror or error}: {error.filename or folder}. What was graded until then is kept.")
+        raise GradingError(
+            f"{error.strerror or error}: {error.filename or folder}. What was graded until then is kept."
+        ) from None
     except Exception as error:
         if type(error).__module__.partition(".")[0] != "sqlalchemy":
             raise
-        _fail(f"the gradebook {folder / 'gradebook.db'} cannot be written: {str(error).splitlines()[0]}")
+        raise GradingError(
+            f"the gradebook {folder / 'gradebook.db'} cannot be written: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def _found(course, built, roster: Path | None, archive: Path | None, zone: tzinfo, only: list[str] | None) -> list:
@@ -172,15 +172,16 @@ def _found(course, built, roster: Path | None, archive: Path | None, zone: tzinf
 
     if roster is not None:
         known = people.read_roster(roster)
-        if roster.resolve() != people.roster_path(course).resolve():
-            people.roster_path(course).write_bytes(roster.read_bytes())
+        people.roster_path(course).write_bytes(roster.read_bytes())
         typer.echo(f"{len(known)} people in the roster")
     if archive is not None:
         intake = take_in(archive, course.root, built.name, zone)
         where = zone.tzname(datetime.now()) or zone
-        typer.echo(f"{counted(len(intake), 'submission')} taken in from {archive.name}, its times read as {where}")
-        for student, why in intake.refused.items():
-            typer.echo(f"  not taken in: {for_terminal(student)}: {for_terminal(why)}")
+        taken = sum(bool(arrival.file) for arrival in intake.values())
+        typer.echo(f"{counted(taken, 'submission')} taken in from {archive.name}, its times read as {where}")
+        for student, arrival in intake.items():
+            if not arrival.file:
+                typer.echo(f"  not taken in: {for_terminal(student)}: {for_terminal(arrival.note)}")
     return submissions(course.root, built.name, only)
 
 
@@ -251,6 +252,7 @@ def _report(summary, course, lab: str, renamed: dict[str, str], everybody: bool)
 
 
 @app.command()
+@errors_as_text
 def feedback(
     lab: Lab,
     course_folder: CourseFolder = Path("course"),
@@ -263,13 +265,12 @@ def feedback(
     from instructor.grading.class_.intake import meant
     from instructor.grading.class_.report import class_of
     from instructor.grading.submission.harmless import for_terminal
-    from instructor.grading.submission.results import GradingError
 
     folder = course_folder / "feedback"
     for student in only or []:
         if not (course_folder / "autograded" / student / lab).is_dir():
             known = [place.parent.name for place in (course_folder / "autograded").glob(f"*/{lab}")]
-            _fail(f"{student!r} has nothing graded for {lab} in {course_folder}.{meant([student], known)}")
+            raise GradingError(f"{student!r} has nothing graded for {lab} in {course_folder}.{meant([student], known)}")
     problem, course = "", _course(course_folder)
     for choice in [["--student", student] for student in only or []] or [[]]:
         try:
@@ -287,7 +288,7 @@ def feedback(
         having = {page.parts[-3] for page in pages}
         graded = only or [path.parent.name for path in (course_folder / "autograded").glob(f"*/{lab}")]
         without = ", ".join(map(for_terminal, sorted(set(graded) - having))) or "nobody"
-        _fail(f"without a page: {without}. What nbgrader said ends with:\n{problem[-2000:]}")
+        raise GradingError(f"without a page: {without}. What nbgrader said ends with:\n{problem[-2000:]}")
 
 
 def _course(folder: Path):
@@ -295,7 +296,9 @@ def _course(folder: Path):
     from instructor.course import Course
 
     if not (folder / "gradebook.db").is_file():
-        _fail(f"{folder} has no gradebook.db: run `labs grade` with --course {folder} first.")
+        raise GradingError(f"{folder} has no gradebook.db: run `labs grade` with --course {folder} first.")
     if not os.access(folder, os.W_OK):
-        _fail(f"{folder} cannot be written, by you or because its disk is read-only: nbgrader keeps its results there.")
+        raise GradingError(
+            f"{folder} cannot be written, by you or because its disk is read-only: nbgrader keeps its results there."
+        )
     return Course(folder)

@@ -14,6 +14,7 @@ from pathlib import Path
 import nbformat
 
 from instructor.build import PUBLIC, QUOTE_LENGTH, ROOT, Built, notebook_text, secret_lines
+from instructor.grading.submission.results import GradingError
 from instructor.points import lab_names, lab_path
 from instructor.source import REGIONS, Cell, find_regions, read_lab
 
@@ -63,7 +64,7 @@ ARCHIVES = (b"PK", b"\x1f\x8b", b"BZh", b"\xfd7zXZ")  # zip, gzip, bzip2, xz
 _STAMP = (2024, 1, 1, 0, 0, 0)  # the same bundle has the same bytes
 
 
-class ReleaseError(RuntimeError):
+class ReleaseError(GradingError):
     """A bundle that may not be given out; the message names each place."""
 
 

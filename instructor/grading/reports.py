@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from instructor.grading.commands import CourseFolder, Lab, _build, _course, _fail, _name
+from instructor.grading.commands import CourseFolder, Lab, _build, _course, _name, errors_as_text
+from instructor.grading.submission.results import GradingError
 
 app = typer.Typer()
 
 
 @app.command()
+@errors_as_text
 def stats(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
     """Write each student's points by question, what the class got wrong, and a picture of both."""
     from instructor.grading.class_.report import WORDS, statistics_rows, write_tables
     from instructor.grading.class_.report import class_of as read_class
-    from instructor.grading.submission.results import GradingError
     from instructor.points import counted, number_text
 
     name, course = _name(lab), _course(course_folder)
-    try:
-        paths = write_tables(course, name)
-        rows = statistics_rows(read_class(course, name))
-    except GradingError as error:
-        _fail(error)
-    for row in rows:
+    paths = write_tables(course, name)
+    for row in statistics_rows(read_class(course, name)):
         mean = number_text(row["mean"]) if row["mean"] != "" else "-"
         states = ", ".join(f"{words} {row[state]}" for state, words in WORDS.items() if row[state])
         typer.echo(f"{row['question']}: {mean} of {number_text(row['of'])}; {states}")
@@ -38,12 +34,13 @@ def stats(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
 
 
 @app.command()
+@errors_as_text
 def similar(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
     """Name the submissions whose code is alike, the lab's own code left out. A person has to look at each pair."""
     import sys
     from importlib import import_module
 
-    from instructor.grading.class_.intake import IntakeError, submissions
+    from instructor.grading.class_.intake import submissions
     from instructor.grading.class_.report import as_csv
     from instructor.grading.class_.similarity import alike, answers_of, given_code
     from instructor.grading.submission.harmless import for_terminal
@@ -52,10 +49,7 @@ def similar(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
     from utils.files import write_whole
 
     built = _build(lab)
-    try:
-        found = submissions(course_folder, built.name)
-    except IntakeError as error:
-        _fail(error)
+    found = submissions(course_folder, built.name)
     classes = {s.student: answers_of(built, s.path.read_bytes()) for s in found}
     for module in ANSWERS.get(built.name, {}):  # whoever copied an answer of the course is alike its file
         import_module(module)
@@ -75,6 +69,7 @@ def similar(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
 
 
 @app.command()
+@errors_as_text
 def export(
     lab: Annotated[str | None, typer.Argument(help="A lab by name; needed for every form but nbgrader's.")] = None,
     course_folder: CourseFolder = Path("course"),
@@ -91,34 +86,25 @@ def export(
     """Write the grades as CSV, or in the form of a learning platform."""
     from instructor.grading.class_.platforms import FORMS, export_class, export_gradebook
 
-    if form == "nbgrader":
+    if form not in ("nbgrader", *FORMS):
+        raise GradingError(f"there is no form {form!r}: choose nbgrader, {', '.join(FORMS)}.")
+    if form != "nbgrader" and lab is None:
+        raise GradingError(f"--as {form} is for one lab: `labs export lab1 --as {form}`.")
+    course = _course(course_folder)
+    if form == "nbgrader" or lab is None:
         path = to or course_folder / "grades.csv"
-        return _exported(path, lambda: (path, export_gradebook(_course(course_folder), path)))
-    if form not in FORMS:
-        _fail(f"there is no form {form!r}: choose nbgrader, {', '.join(FORMS)}.")
-    if lab is None:
-        _fail(f"--as {form} is for one lab: `labs export lab1 --as {form}`.")
-    name, course = _name(lab), _course(course_folder)
-    path = to or course_folder / f"{name}-{form}{'' if form == 'gradescope' else '.csv'}"
-    _exported(path, lambda: export_class(course, name, form, path))
-
-
-def _exported(path: Path, write: Callable[[], tuple[Path, list[str]]]) -> None:
-    """Write an export, and print where it is and what to know of it."""
-    from instructor.grading.submission.results import GradingError
-
-    try:
-        path, notes = write()
-    except GradingError as error:
-        _fail(error)
-    except OSError as error:
-        _fail(f"{path} cannot be written: {error.strerror or error}.")
+        notes = export_gradebook(course, path)
+    else:
+        name = _name(lab)
+        path = to or course_folder / f"{name}-{form}{'' if form == 'gradescope' else '.csv'}"
+        notes = export_class(course, name, form, path)
     typer.echo(f"{path}")
     for note in notes:
         typer.echo(f"  {note}.")
 
 
 @app.command()
+@errors_as_text
 def formgrader(
     course_folder: CourseFolder = Path("course"),
     port: Annotated[int, typer.Option(help="The port of the server.", min=1, max=65535)] = 8890,
@@ -133,13 +119,8 @@ def formgrader(
 
     course = _course(course_folder)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [
-        sys.executable,
-        "-m",
-        "jupyterlab",
-        f"--port={port}",
-        "--LabApp.default_url=/formgrader/manage_assignments",
-    ]
+    command = [sys.executable, "-m", "jupyterlab", f"--port={port}"]
+    command += ["--LabApp.default_url=/formgrader/manage_assignments"]
     command += ["--ServerApp.jpserver_extensions={'instructor.grading.formgrader': True}"]
     command += [] if browser else ["--no-browser"]
     command += ["--allow-root"] if os.name == "posix" and os.getuid() == 0 else []
@@ -151,6 +132,7 @@ def formgrader(
 
 
 @app.command()
+@errors_as_text
 def race(
     lab: Lab = "lab3_gluon",
     course_folder: CourseFolder = Path("course"),
@@ -161,24 +143,20 @@ def race(
 ) -> None:
     """Time the class's kernels of lab 3, Question 5.3, on this machine's GPU, each call with fresh inputs and checked."""
     from instructor.build import ROOT
-    from instructor.grading.class_.intake import IntakeError, submissions
+    from instructor.grading.class_.intake import submissions
     from instructor.grading.race import problem
     from instructor.grading.race import race as racing
-    from instructor.grading.race.compiling import Refused
     from instructor.grading.submission.harmless import for_terminal
 
     if _name(lab) != "lab3_gluon":
-        _fail(f"{lab} has no race: lab3_gluon has.")
-    try:
-        found = submissions(course_folder, "lab3_gluon")
-        entries = [racing.entry_of_notebook(s.student, s.path.read_bytes()) for s in found]
-        about = {"clock": "the simulator's model cycles"} if simulate else racing.expect_gpu()
-        model = racing.model_answer((ROOT / "instructor/labs/lab3_gluon.py").read_text(encoding="utf-8"))
-        shapes = (problem.SIMULATED,) if simulate else problem.TIMED
-        tail = problem.SIMULATED_TAIL if simulate else problem.TAIL
-        one = racing.Race(model, simulator=simulate, shapes=shapes, tail=tail, pairs=pairs)
-    except (IntakeError, Refused) as error:
-        _fail(error)
+        raise GradingError(f"{lab} has no race: lab3_gluon has.")
+    found = submissions(course_folder, "lab3_gluon")
+    entries = [racing.entry_of_notebook(s.student, s.path.read_bytes()) for s in found]
+    about = {"clock": "the simulator's model cycles"} if simulate else racing.expect_gpu()
+    model = racing.model_answer((ROOT / "instructor/labs/lab3_gluon.py").read_text(encoding="utf-8"))
+    shapes = (problem.SIMULATED,) if simulate else problem.TIMED
+    tail = problem.SIMULATED_TAIL if simulate else problem.TAIL
+    one = racing.Race(model, simulator=simulate, shapes=shapes, tail=tail, pairs=pairs)
     try:
         results = racing.race_class(
             one, entries, lambda r: typer.echo(f"{for_terminal(r.student)} {'refused' if r.refused else 'done'}")

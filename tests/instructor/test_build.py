@@ -13,7 +13,7 @@ from instructor import build as builder
 from instructor import points as points_module
 from instructor.build import build_lab, stale_files, write_files
 from instructor.cli import app
-from instructor.points import lab_names, lab_path, points, points_table, put_points_table
+from instructor.points import lab_names, lab_path, points_table, put_points_table
 from instructor.source import LabError, read_lab
 from tests.instructor.lab_cases import built
 
@@ -262,19 +262,6 @@ def test_points_are_written_into_the_prose(small_lab):
     ]
 
 
-def test_points_of_a_lab():
-    found = points(FIXTURE_LAB)
-    assert (found["regular"], found["bonus"]) == (12.5, 3)
-    assert found["questions"]["1.2"] == {
-        "title": "In words",
-        "points": 4,
-        "bonus": False,
-        "graded": "by hand",
-        "cells": {"q1_2": 4},
-    }
-    assert sum(q["points"] for q in found["questions"].values()) == 15.5
-
-
 def test_one_number_changes_points_everywhere(lab_file):
     sources = HEADING, "# %% [markdown]\n# {points:1.1} of {points:regular}\n\n", ANSWER
     built = build_lab(lab_file(*sources, TESTS.replace('"points": 6', '"points": 1')))
@@ -285,6 +272,7 @@ def test_one_number_changes_points_everywhere(lab_file):
 
 def test_points_table_in_a_readme():
     table = points_table(FIXTURE_LAB)
+    assert "| 1.2 | In words | 4 | by hand |" in table
     assert "| 1.3 | A number | 2.5 | automatically |" in table and "| **Sum** | | **12.5 + 3 bonus** | |" in table
     readme = "before\n<!-- points:lab9 -->\nold\n<!-- /points -->\nafter\n"
     new = put_points_table(readme, "lab9", table)

@@ -1,4 +1,4 @@
-"""`labs execute`: a lab from top to bottom, with the time of each cell and every error."""
+"""A lab from top to bottom, with the time of each cell and every error."""
 
 import nbformat
 import pytest

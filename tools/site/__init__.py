@@ -6,7 +6,7 @@ leads nowhere, and builds without a network from packages of pip alone. Jupyter 
 tried, only read about: the first needs Node and has no API pages of its own, the second needs one plugin for notebooks and
 another for docstrings.
 
-The notebooks on the site are the students' own. Their outputs come from a run of the solved labs (`labs execute`), cell by
+The notebooks on the site are the students' own. Their outputs come from a run of the solved labs (`labs demo`), cell by
 cell. An output that quotes lines of an answer is left out. What is published is searched for solutions before it is built, as
 every bundle for students is.
 """

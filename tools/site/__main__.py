@@ -21,32 +21,30 @@ class SiteError(Exception):
 def executed_notebooks(run: bool) -> dict[str, str]:
     """Return {lab: the students' notebook with the outputs of the solved run}; run what was not run yet if `run`."""
     from instructor.build import build_lab
-    from instructor.execute import execute_lab
+    from instructor.demo import run_demo
     from instructor.points import lab_names, lab_path
 
     notebooks = {}
     for name in lab_names():
         built = build_lab(lab_path(name))
         executed = kept_run(name, built.instructor)
-        if executed is None:
-            if not run:
-                raise SiteError(
-                    f"no run of this version of {name} is kept: run `labs execute {name}`, or `make demo` for all labs."
-                )
+        if executed is None and run:
             print(f"running {name}, solved: some minutes ...", flush=True)
-            execution, _, _ = execute_lab(built, untouched=False, timeout=900)
-            executed = execution.notebook
+            run_demo([built], ROOT / "out" / "demo", lambda name, done, total: None)
+            executed = kept_run(name, built.instructor)
+        if executed is None:
+            raise SiteError(
+                f"no run of this version of {name} is kept: run `labs demo {name}`, or `make demo` for all labs."
+            )
         notebooks[name] = with_outputs(built.student, executed)
     return notebooks
 
 
 def kept_run(name: str, instructor: str) -> dict | None:
-    """Return the notebook of a solved run that `labs execute` or `make demo` kept; None if none has the present code."""
-    for path in (ROOT / "build" / "executed" / f"{name}.ipynb", ROOT / "out" / "demo" / name / f"{name}.ipynb"):
-        executed = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-        if executed is not None and same_code(instructor, executed):
-            return executed
-    return None
+    """Return the notebook of a solved run that `labs demo` kept; None if it has not the present code."""
+    path = ROOT / "out" / "demo" / name / f"{name}.ipynb"
+    executed = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return executed if executed is not None and same_code(instructor, executed) else None
 
 
 def same_code(instructor: str, executed: dict) -> bool:

@@ -61,6 +61,16 @@ def leaves_inputs(answer: Callable) -> Answer:
     return Answer(answer)
 
 
+def by_value(function: Callable) -> Callable:
+    """Mark a check's function that must run in the answer's process, such as one that profiles the answer.
+
+    The grader sends the function, with what it refers to, into the student's process, so it must not contain anything
+    that gives an answer away. A function that it refers to and that has no mark stays with the check and is called there.
+    """
+    function.travels_by_value = True  # type: ignore[attr-defined]
+    return function
+
+
 def _has_numbers(tensor: torch.Tensor) -> bool:
     """Return whether there are numbers to compare: not on the meta device, and not where vmap lets a tensor stand for many."""
     return not (tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor))

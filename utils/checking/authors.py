@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import linecache
 import os
@@ -44,29 +45,22 @@ _FORMULAS = (
 _HANDED_OUT = tuple(str(ROOT / "utils/attention/masks" / name) for name in ("mask_mods.py", "score_mods.py"))
 
 
-@functools.cache
-def _place(file: str) -> str:
-    """Return the path of a code's file without links; a name such as <cell 3> stays. Every operator asks for some of them."""
-    return os.path.realpath(file) if os.path.isabs(file) else file
-
-
-@functools.cache
+@functools.cache  # every operator asks for some of them
 def _owner(file: str) -> str:
     """Return "student", the file of a library's or the course's formulas, or "" for what lies between the two."""
-    path = _place(file)
+    path = os.path.realpath(file) if os.path.isabs(file) else file  # a name such as <cell 3> stays
     for folder, above in _FORMULAS:
         if path.startswith(folder) and path not in _HANDED_OUT:
             return path.removeprefix(above)
-    inside = path.startswith((*_COURSE, *_LIBRARIES)) or file.startswith(("<frozen", "<__array", "<eval_with_key"))
-    return "" if inside else "student"
+    made = file.startswith(
+        ("<frozen", "<__array", "<eval_with_key", "<tests of ")
+    )  # the last are test cells, when graded
+    return "" if made or path.startswith((*_COURSE, *_LIBRARIES)) else "student"
 
 
 def is_students(code: types.CodeType) -> bool:
-    """Return whether a student wrote the code: not Python's, an installed library's, or the course's."""
-    name = code.co_filename
-    if name.startswith(("<frozen", "<__array", "<eval_with_key")):
-        return False
-    return not _place(name).startswith((*_COURSE, *_LIBRARIES))
+    """Return whether a student wrote the code: not Python, an installed library, the course, or a test cell when graded."""
+    return _owner(code.co_filename) == "student"
 
 
 def lender() -> str:
@@ -97,21 +91,30 @@ def _line(code: types.CodeType, number: int) -> StudentLine:
     return StudentLine(code.co_name, number, linecache.getline(code.co_filename, number).strip())
 
 
-def lines_of_traceback(trace: types.TracebackType | None, skip: types.CodeType | None = None) -> list[StudentLine]:
-    """Return the lines of a traceback that a student wrote, outermost first.
+def lines_of_error(error: BaseException, skip: types.CodeType | None = None) -> list[StudentLine]:
+    """Return the lines that an exception went through and a student wrote, outermost first.
 
     Args:
-        trace: the traceback.
+        error: the exception; one that comes from another process brings its lines along, as `student_lines`.
         skip: the code of a check; its frames do not count, nor do those of the functions that it defines.
     """
     skipped = _with_inner_functions(skip) if skip is not None else set()
-    lines = []
+    lines, trace = [], error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         if code not in skipped and is_students(code):
             lines.append(_line(code, trace.tb_lineno))
         trace = trace.tb_next
-    return lines
+    return lines + getattr(error, "student_lines", [])
+
+
+def raised_by_student(error: BaseException) -> bool:
+    """Return whether a `raise` of the student's raised it; torch raises NotImplementedError for operators that it lacks."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    raised = dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS" if trace else False
+    return bool(getattr(error, "raised_by_student", trace and is_students(trace.tb_frame.f_code) and raised))
 
 
 def _with_inner_functions(code: types.CodeType) -> set[types.CodeType]:

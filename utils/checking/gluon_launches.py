@@ -197,9 +197,9 @@ def edge_inputs(
     return q, k, v, reference(q, k, v)
 
 
-def falling_inputs(upward: bool, d: int = 64, normal: Normal = torch.randn) -> Attention:
+def falling_inputs(upward: bool, normal: Normal = torch.randn) -> Attention:
     """Return two heads with 128 keys: the scores of one block are far above zero, those of the other far below."""
-    q, k, v = (normal(2, length, d) for length in (64, 128, 128))
+    q, k, v = (normal(2, length, 64) for length in (64, 128, 128))
     q, k = q.abs(), k.abs()
     k[:, slice(0, 64) if upward else slice(64, 128)] *= -40
     q, k, v = (x.bfloat16() for x in (q, k, v))

@@ -314,7 +314,7 @@ def compile_file(
         source,
         launch.file,
         launch.kernel,
-        signature={name: _type(a) for name, a in launch.args.items() if name not in constant},
+        signature={name: triton_type(a) for name, a in launch.args.items() if name not in constant},
         constants={name: launch.args[name] for name in constant},
         aligned=[name for name, a in launch.args.items() if isinstance(a, torch.Tensor)],
         num_warps=launch.num_warps,
@@ -353,7 +353,7 @@ def _complaint(stderr: str, source: str) -> str:
     return "\n".join(f"    {line}" for line in lines[first:][-14:])
 
 
-def _type(value: object) -> str:
+def triton_type(value: object) -> str:
     """A launch argument's type as Triton spells it."""
     if isinstance(value, Tile):
         x = value.tensor
@@ -381,9 +381,9 @@ def overlap(run: Run) -> float:
     return hidden / total if total else 0.0
 
 
-def unwritten(source: str, launch: Launch, output: str, mark: float = 77.0) -> str:
+def unwritten(source: str, launch: Launch, output: str) -> str:
     """Say which elements of an output a kernel leaves as they were before it, "" if it writes all of them."""
-    marked = copy.deepcopy(launch)
+    marked, mark = copy.deepcopy(launch), 77.0
     value: object = marked.args[output]
     (value.tensor if isinstance(value, Tile) else cast(torch.Tensor, value)).fill_(mark)
     left = (simulate_launch(source, marked)[0][output] == mark).nonzero()

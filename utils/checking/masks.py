@@ -16,7 +16,7 @@ import torch
 from utils.attention.masks import dense_mask
 from utils.attention.masks.score_mods import modify_scores
 from utils.attention.prepared import compiled_versions, own_copy
-from utils.checking.travel import by_value
+from utils.checking.answers import by_value
 from utils.checking.watching import SizeWatch
 
 Mod = Callable[..., torch.Tensor]

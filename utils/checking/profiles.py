@@ -104,17 +104,8 @@ def steps_that_wait(events: list[dict], operator: str) -> int | None:
     if not any(e.get("name") == _MARK for e in timed):
         return None
     found = 0
-    for ran, waited in _steps(timed, operator):
+    for step in (e for e in timed if str(e.get("name", "")).startswith("ProfilerStep#")):
+        inside = [e for e in timed if step["ts"] <= e["ts"] <= step["ts"] + step["dur"]]
+        ran, waited = ([e["ts"] for e in inside if e.get("name") == name] for name in (operator, _MARK))
         found += bool(ran and waited and max(waited) > max(ran))
     return found
-
-
-def _steps(timed: list[dict], operator: str) -> Iterator[tuple[list[float], list[float]]]:
-    """Of each recorded step, in their order: when the operator ran, and when the marks were left."""
-    steps = [e for e in timed if str(e.get("name", "")).startswith("ProfilerStep#")]
-    for step in sorted(steps, key=lambda e: e["ts"]):
-        inside = [e for e in timed if step["ts"] <= e["ts"] <= step["ts"] + step["dur"]]
-        yield (
-            [e["ts"] for e in inside if e.get("name") == operator],
-            [e["ts"] for e in inside if e.get("name") == _MARK],
-        )

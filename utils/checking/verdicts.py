@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 from utils.checking.answers import Answer
-from utils.checking.authors import is_students, lines_of_traceback
+from utils.checking.authors import lines_of_error, raised_by_student
 from utils.checking.watching import Family, Rule
 
 
@@ -275,11 +275,11 @@ def visible(question: str, title: str = "", **rule) -> Callable[[Callable], Call
 
 def _explain(error: BaseException, question: str, function: Callable) -> str:
     """One message for the student: what happened, and on which line of theirs."""
-    lines = lines_of_traceback(error.__traceback__, skip=inspect.unwrap(function).__code__)
+    lines = lines_of_error(error, skip=inspect.unwrap(function).__code__)
     where = f"\n  {lines[-1]}" if lines else ""
     if isinstance(error, AnswerNeeded):
         return str(error)
-    if isinstance(error, NotImplementedError) and _raised_by_student(error):
+    if isinstance(error, NotImplementedError) and raised_by_student(error):
         if len(lines) > 1 and lines[-1].function != lines[0].function:
             return f"{_label(question)} calls {lines[-1].function}, which is not answered yet."
         return f"{_label(question)} is not answered yet."
@@ -291,16 +291,6 @@ def _explain(error: BaseException, question: str, function: Callable) -> str:
     if len(text) > 500:
         text = text[:500] + " ..."
     return f"your code for {_label(question)} raised {type(error).__name__}: {text}{where}"
-
-
-def _raised_by_student(error: BaseException) -> bool:
-    """True for a `raise` statement of the student's; torch raises NotImplementedError for operators it lacks."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None or not is_students(trace.tb_frame.f_code):
-        return False
-    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
 
 
 def expect_close(
@@ -386,7 +376,6 @@ def expect_number(
     unit: str = "",
     what: str = "the answer",
     *,
-    abs_tol: float = 0.0,
     mistakes: Mapping[str, float | Sequence[float]] | None = None,
 ) -> None:
     """Assert that `got` is the number `expected`; a wrong unit or a well-known factor is named.
@@ -397,7 +386,6 @@ def expect_number(
         rel: relative tolerance
         unit: for example `FLOPs`, `bytes`, `ms`
         what: the quantity, in the student's words
-        abs_tol: absolute tolerance
         mistakes: {hint: the number, or numbers, that this mistake leads to}; the hint takes the place of the guesses
             about factors
     """
@@ -410,7 +398,7 @@ def expect_number(
     value = float(got)
     if not math.isfinite(value):
         raise AssertionError(f"{what} should be a finite number{_in(unit)}, and is {value}.")
-    if abs(value - expected) <= max(rel * abs(expected), abs_tol):
+    if abs(value - expected) <= rel * abs(expected):
         return
     tail = f" {unit}" if unit else ""
     near = max(rel, 1e-9)

@@ -37,8 +37,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils.checking.authors import StudentLine, lender, line_of_stack
-from utils.checking.authors import is_students as is_students
-from utils.checking.authors import lines_of_traceback as lines_of_traceback
 
 
 def words(text: str) -> frozenset[str]:
@@ -378,18 +376,12 @@ def forbid(watch: OperationWatch, operations: tuple[str, ...] = MATMUL, hint: st
         )
 
 
-def forbid_leaving(watch: OperationWatch, hint: str = "") -> None:
-    """Assert that no tensor of real numbers left torch (NumPy, lists, DLPack, raw memory) under `watch`; single numbers may.
-
-    Args:
-        watch: the record of `with watch_operations() as watch`.
-        hint: what to do instead.
-    """
+def forbid_leaving(watch: OperationWatch) -> None:
+    """Assert that no tensor of real numbers left torch (NumPy, lists, DLPack, raw memory) under `watch`; single numbers may."""
     exits = [name for name in watch.exits if name not in SCALAR_EXITS and not name.endswith(WHOLE)]
     if exits:
         raise AssertionError(
-            f"your code took a tensor's values out of torch, by {exits[0]}. Keep them in tensors."
-            f"{_sentence(hint)}{watch.at(exits[0])}"
+            f"your code took a tensor's values out of torch, by {exits[0]}. Keep them in tensors.{watch.at(exits[0])}"
         )
 
 

@@ -1,7 +1,7 @@
 """Grade a class by Dask's workers: threads of this process by default, or a cluster at an address.
 
 In both cases `dask.distributed` gives submissions to workers, and each worker keeps a warm process for the lab
-(`engine`). When a worker dies, another one grades its submission again, twice at most; then the submission is flagged.
+(`engine`). When a worker dies, another one grades its submission again, three times at most; then the submission is flagged.
 Results come back as JSON text. They are checked, and one process, this one, writes them.
 """
 
@@ -22,13 +22,14 @@ from instructor.grading.class_ import gradebook
 from instructor.grading.class_.intake import Submission
 from instructor.grading.sandbox.walls import Limits
 from instructor.grading.submission import sources
-from instructor.grading.submission.engine import calibrate, close_all, grade_notebook, known_calibration, unreadable
-from instructor.grading.submission.results import Flag, GradingError, SubmissionResult
+from instructor.grading.submission.engine import calibrate, close_all, grade_notebook, known_calibration
+from instructor.grading.submission.plan import not_graded
+from instructor.grading.submission.results import GradingError, SubmissionResult
 from instructor.grading.submission.sources import fingerprint
 
 Progress = Callable[[str, int, int], None]  # (student, how many are done, of how many)
 
-RETRIES = 2  # of a submission whose worker died, or whose checker failed
+RETRIES = 3  # of a submission whose checker failed; Dask's default for one whose worker died (allowed-failures)
 BATCH = 8  # results merged into the gradebook at a time
 ARRIVE = 10.0  # seconds that workers have to register with a scheduler
 ABSENT = 60.0  # seconds without any worker after which a run ends
@@ -113,7 +114,6 @@ def connect(scheduler: str | None, jobs: int, built: Built, gpu: bool = False) -
             raise GradingError(f"no Dask scheduler answers at {scheduler}: {error}") from None
         with client:
             _expect_workers(client, scheduler, built, gpu)
-            _limit_failures(client)
             yield client
         return
     cluster = LocalCluster(
@@ -174,16 +174,6 @@ def _expect_workers(client, scheduler: str, built: Built, gpu: bool) -> None:
                 f"the worker {name} has another version of the course than this machine: bring its folder up to date "
                 "and start it again."
             )
-
-
-def _limit_failures(client) -> None:
-    """Have the scheduler give a submission up after `RETRIES` + 1 dead workers; its default is one more."""
-
-    def limit(dask_scheduler) -> None:  # a local function: Dask sends its code, and the scheduler needs no module
-        dask_scheduler.allowed_failures = retries
-
-    retries = RETRIES
-    client.run_on_scheduler(limit)
 
 
 def _in_order_of_end(client, futures: Iterable, gpu: bool) -> Iterator:
@@ -333,8 +323,7 @@ class _ClassRun:
 
     def _fail(self, student: str, why: str) -> None:
         self.summary.failed[student] = why
-        result = replace(unreadable(self.built, why, student), flags=(Flag("", "not graded", why),))
-        self.summary.graded.append(result)
+        self.summary.graded.append(not_graded(self.built.name, self.built.student, student, "not graded", why))
 
     def merge(self) -> None:
         """Write the results that the gradebook does not have yet."""

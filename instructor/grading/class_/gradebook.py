@@ -189,13 +189,12 @@ def write_summary(course: Course, lab: str, rows: list[dict]) -> Path:
 
 
 def as_csv(rows: list[dict]) -> str:
-    """Rows as CSV; text that a spreadsheet would run is quoted."""
+    """Rows as CSV, with a column for each name in any of them; text that a spreadsheet would run is quoted."""
     buffer = io.StringIO()
-    if rows:
-        writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
+    if names := list(dict.fromkeys(name for row in rows for name in row)):
+        writer = csv.DictWriter(buffer, names, lineterminator="\n")
         writer.writeheader()
-        for row in rows:
-            writer.writerow({k: harmless_cell(v) for k, v in row.items()})
+        writer.writerows({k: harmless_cell(v) for k, v in row.items()} for row in rows)
     return buffer.getvalue()
 
 

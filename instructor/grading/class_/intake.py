@@ -15,7 +15,7 @@ import unicodedata
 import zipfile
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import datetime, tzinfo
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,8 +25,7 @@ from instructor.grading.submission.results import GradingError
 from utils.files import write_whole
 
 MAX_FILE = 64 << 20  # bytes of one notebook, unpacked
-MAX_MEMBERS = 20_000  # of a zip that are one student's; many more in all
-MAX_ALL_MEMBERS = 1_000_000
+MAX_MEMBERS = 20_000  # of a zip that are one student's
 MAX_NAME = 120  # characters of a student's name
 MAX_NAME_BYTES = 180  # of it as UTF-8; a file system allows 255, and names of records and parts are longer
 MAX_FOLDER = 200  # bytes of the name of a folder in submitted/
@@ -57,22 +56,6 @@ class Arrival:
     time: str = ""  # when it was handed in, as far as the zip says
     late: bool = False  # marked so by the platform
     note: str = ""  # what a person should know: a renamed file, several notebooks, why nothing was taken
-
-
-@dataclass
-class Intake:
-    """A zip that was taken in: the submissions, and for each student what was found."""
-
-    taken: list[Submission] = field(default_factory=list)
-    arrivals: dict[str, Arrival] = field(default_factory=dict)
-
-    @property
-    def refused(self) -> dict[str, str]:
-        """{student: why nothing was taken}."""
-        return {student: a.note for student, a in self.arrivals.items() if not a.file}
-
-    def __len__(self) -> int:
-        return len(self.taken)
 
 
 # ---- whose a file is ---------------------------------------------------------------------------------------------
@@ -144,30 +127,11 @@ def _fits(file: str, lab: str) -> int:
     return 2 if stem.startswith(own) else 1
 
 
-def choose_name(files: Mapping[str, tuple[str, Any]], lab: str) -> tuple[str | None, str]:
-    """Of one student's files, {path: (name, time)}, choose the notebook whose name fits best, of several such the newest.
-
-    Returns:
-        The path and what a person should know about it; without a notebook of this lab, None and what was there.
-    """
-    rated = sorted((_fits(name, lab), time, name, path) for path, (name, time) in files.items())
-    if not rated or rated[-1][0] == 0:
-        return (
-            None,
-            f"no notebook of {lab}: {', '.join(sorted(n for n, _ in files.values()))[:200] or 'no file at all'}",
-        )
-    rating, _, name, path = rated[-1]
-    note = "" if rating == 3 else f"the file was called {name}"
-    if (others := sum(entry[0] >= rating for entry in rated) - 1) > 0:
-        note = f"{others + 1} notebooks; the newest, {path}, was taken"
-    return path, note
-
-
 # ---- a zip -------------------------------------------------------------------------------------------------------
 
 
-def take_in(archive: Path, root: Path, lab: str, zone: tzinfo | None = None) -> Intake:
-    """Copy the notebooks of a zip to `submitted/<student>/<lab>/<lab>.ipynb`, and note what was found of whom.
+def take_in(archive: Path, root: Path, lab: str, zone: tzinfo | None = None) -> dict[str, Arrival]:
+    """Copy the notebooks of a zip to `submitted/<student>/<lab>/<lab>.ipynb`; returns what was found of whom.
 
     Args:
         archive: a learning platform's zip.
@@ -177,33 +141,29 @@ def take_in(archive: Path, root: Path, lab: str, zone: tzinfo | None = None) -> 
     """
     if not archive.is_file():
         raise IntakeError(f"{archive} is no file: name the zip that the learning platform gave you.")
-    intake = Intake()
+    found: dict[str, Arrival] = {}
     try:
         with zipfile.ZipFile(archive) as file:
             members = [m for m in file.infolist() if not m.is_dir()]
-            if len(members) > MAX_ALL_MEMBERS:
-                raise IntakeError(f"{archive.name} has {len(members):,} members; at most {MAX_ALL_MEMBERS:,} are read.")
             for student, own in sorted(_by_student(file, members, lab).items()):
                 arrival, data = _choose(file, own, lab, zone or time_zone(None))
-                intake.arrivals[student] = arrival
+                found[student] = arrival
                 if data is not None:
                     path = root / "submitted" / student / lab / f"{lab}.ipynb"
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(data)
                     (path.parent / "timestamp.txt").write_text(f"{arrival.time}\n", encoding="utf-8")
-                    intake.taken.append(Submission(student, path))
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
         raise IntakeError(f"{archive} cannot be unpacked: {error}") from None
-    if not intake.taken:
+    if not any(arrival.file for arrival in found.values()):
         raise IntakeError(
             f"{archive.name} holds no {lab}.ipynb under a student's folder (nbgrader, Moodle, Gradescope), and no "
             f"<name>_<number>_<number>_{lab}.ipynb (Canvas)."
         )
     record = root / "grading" / lab / "intake.json"
-    before = arrivals(root, lab)
     record.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(record, json.dumps({s: asdict(a) for s, a in (before | intake.arrivals).items()}, indent=1))
-    return intake
+    write_whole(record, json.dumps({s: asdict(a) for s, a in (arrivals(root, lab) | found).items()}, indent=1))
+    return found
 
 
 def arrivals(root: Path, lab: str) -> dict[str, Arrival]:
@@ -272,13 +232,16 @@ def _choose(file: zipfile.ZipFile, own: list, lab: str, zone: tzinfo) -> tuple[A
     late = any(marked for _, _, marked in own)
     if len(own) > MAX_MEMBERS:
         return Arrival("", "", late, f"handed in {len(own):,} files; at most {MAX_MEMBERS:,} are read"), None
-    plain = [entry for entry in own if not stat.S_ISLNK(entry[0].external_attr >> 16)]
-    by_path = {m.filename: (m, name) for m, name, _ in plain}
-    path, note = choose_name({path: (name, m.date_time) for path, (m, name) in by_path.items()}, lab)
-    if path is None:
-        why = "a symbolic link" if len(plain) < len(own) else note
+    plain = [(name, member) for member, name, _ in own if not stat.S_ISLNK(member.external_attr >> 16)]
+    rated = sorted(((_fits(name, lab), m.date_time, name, m.filename, m) for name, m in plain), key=lambda r: r[:4])
+    if not rated or rated[-1][0] == 0:
+        names = ", ".join(sorted(name for name, _ in plain))[:200] or "no file at all"
+        why = "a symbolic link" if len(plain) < len(own) else f"no notebook of {lab}: {names}"
         return Arrival("", "", late, f"handed in {why}"), None
-    member, name = by_path[path]
+    rating, _, name, path, member = rated[-1]
+    note = "" if rating == 3 else f"the file was called {name}"
+    if (alike := sum(entry[0] >= rating for entry in rated)) > 1:
+        note = f"{alike} notebooks; the newest, {path}, was taken"
     try:
         time = f"{in_utc(datetime(*member.date_time).replace(tzinfo=zone)):%Y-%m-%d %H:%M:%S UTC}"
     except ValueError:

@@ -13,17 +13,14 @@ from instructor.grading.class_.gradebook import as_csv, harmless_cell
 from instructor.grading.class_.report import Student, class_of, question_rows, questions_of
 from instructor.grading.submission.harmless import for_terminal
 from instructor.grading.submission.plan import question_title
-from instructor.grading.submission.results import GradingError
 from instructor.points import counted, number_text
 from utils.files import write_whole
 
 FORMS = ("questions", "moodle", "canvas", "gradescope")
 
 
-def export_class(course: Course, lab: str, form: str, to: Path) -> tuple[Path, list[str]]:
-    """Write the grades of a class; returns the path, and what to know before it is uploaded."""
-    if form not in FORMS:
-        raise GradingError(f"there is no form {form!r}: choose one of {', '.join(FORMS)}.")
+def export_class(course: Course, lab: str, form: str, to: Path) -> list[str]:
+    """Write the grades of a class in one of the `FORMS`; returns what to know before they are uploaded."""
     students = class_of(course, lab)
     notes = platform_notes(students, form)
     if form == "gradescope":
@@ -31,11 +28,11 @@ def export_class(course: Course, lab: str, form: str, to: Path) -> tuple[Path, l
             path = to / student.id / "results.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(gradescope_results(student), indent=1, ensure_ascii=False))
-        return to, notes
+        return notes
     rows = {"questions": question_rows, "moodle": moodle_rows, "canvas": lambda s: canvas_rows(s, lab)}[form](students)
     to.parent.mkdir(parents=True, exist_ok=True)
     write_whole(to, as_csv(rows))
-    return to, notes
+    return notes
 
 
 def export_gradebook(course: Course, to: Path) -> list[str]:

@@ -179,6 +179,7 @@ def write_tables(course: Course, lab: str) -> tuple[Path, Path, Path]:
 def draw_class(students: list[Student], lab: str, path: Path) -> None:
     """Draw for each question how many students got what, and beside it the points of the class."""
     import matplotlib.pyplot as plt
+    import pandas as pd
 
     rows = statistics_rows(students)
     totals = [student.total(False) - student.penalty for student in students]
@@ -187,33 +188,20 @@ def draw_class(students: list[Student], lab: str, path: Path) -> None:
         figure, (left, right) = plt.subplots(
             1, 2, figsize=(11, 1.4 + 0.28 * len(rows)), width_ratios=(3, 1.3), layout="constrained"
         )
-        begin = [0] * len(rows)
-        for state, color in FILLS.items():
-            counts = [row[state] for row in rows]
-            left.barh(
-                range(len(rows)), counts, left=begin, color=color, label=WORDS[state], edgecolor="white", linewidth=0.5
-            )
-            begin = [a + b for a, b in zip(begin, counts, strict=True)]
-        left.set_yticks(range(len(rows)), [row["question"].removeprefix("Question ") for row in rows])
+        counts = pd.DataFrame(rows, index=[row["question"].removeprefix("Question ") for row in rows])
+        counts = counts[list(FILLS)].rename(columns=WORDS)
+        counts.plot.barh(stacked=True, ax=left, color=list(FILLS.values()), width=0.8, edgecolor="white", legend=False)
         left.set(xlim=(0, len(students)), xlabel=f"students, {len(students)} in all", ylabel="question")
         left.xaxis.get_major_locator().set_params(integer=True)
         left.set_title(f"{lab}: who got what", loc="left")
-        left.set_ylim(len(rows) - 0.4, -0.6)
+        left.invert_yaxis()
         figure.legend(
             *left.get_legend_handles_labels(), ncols=5, loc="outside lower left", frameon=False, handlelength=1
         )
         right.hist(totals, bins=[most * n / 10 for n in range(11)] if most else 10, color="#4f7fae", edgecolor="white")
         middle = statistics.median(totals)
         right.axvline(middle, color="#333333", linewidth=1)
-        right.annotate(
-            f"median {middle:g}",
-            (middle, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="center",
-            va="bottom",
-        )
+        right.set_title(f"median {middle:g}")
         waits = ";\nwhat waits counts 0" if any(student.waiting for student in students) else ""
         right.set(xlabel=f"points of {most:g}, without bonus{waits}", ylabel="students")
         right.yaxis.get_major_locator().set_params(integer=True)

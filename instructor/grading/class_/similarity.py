@@ -53,17 +53,16 @@ def tokens(source: str) -> list[str]:
     return found
 
 
+def all_grams(source: str) -> list[int]:
+    """Every fingerprint that a piece of code could have, wherever it stands, in order."""
+    words = tokens(source)
+    return [zlib.crc32(" ".join(words[i : i + GRAM]).encode()) for i in range(len(words) - GRAM + 1)]
+
+
 def fingerprints(source: str) -> set[int]:
     """The fingerprints of a piece of code."""
-    words = tokens(source)
-    grams = [zlib.crc32(" ".join(words[i : i + GRAM]).encode()) for i in range(len(words) - GRAM + 1)]
+    grams = all_grams(source)
     return {min(grams[i : i + WINDOW]) for i in range(max(1, len(grams) - WINDOW + 1))} if grams else set()
-
-
-def all_grams(source: str) -> set[int]:
-    """Every fingerprint that a piece of code could have, wherever it stands."""
-    words = tokens(source)
-    return {zlib.crc32(" ".join(words[i : i + GRAM]).encode()) for i in range(len(words) - GRAM + 1)}
 
 
 def answers_of(built: Built, submission: bytes) -> dict[str, str]:
@@ -81,11 +80,8 @@ def answers_of(built: Built, submission: bytes) -> dict[str, str]:
 
 def given_code(built: Built) -> set[int]:
     """Fingerprints of what everybody was given: the code in the students' notebook."""
-    given: set[int] = set()
-    for cell in nbformat.reads(built.student, as_version=4).cells:
-        if cell.cell_type == "code":
-            given |= all_grams(cell.source)
-    return given
+    cells = nbformat.reads(built.student, as_version=4).cells
+    return {gram for cell in cells if cell.cell_type == "code" for gram in all_grams(cell.source)}
 
 
 def alike(classes: Mapping[str, Mapping[str, str]], given: set[int]) -> list[Pair]:

@@ -11,26 +11,28 @@ import json
 import os
 import re
 import resource
-import signal
-import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from instructor.grading.race.problem import FILE, KERNEL, LONG, Shape
+from instructor.grading.submission.results import GradingError
 from utils.checking.gluon_launches import overlap_launch
-from utils.checking.kernel_exercises import Launch, Tile, descriptor, load_kernels
+from utils.checking.kernel_exercises import Launch, load_kernels, triton_type
 from utils.checking.kernel_files import expect_kernel_file
 from utils.files import ROOT
 from utils.kernels import offline
+from utils.kernels.warm_process import _run_anew as run_anew
 
 COMPILE_SECONDS = 90.0
 MEMORY_GB = 32  # of addresses; torch's libraries for CUDA take some
 MAX_SHARED = 227 * 1024
 MAX_WARPS = 64  # of a block on Hopper
+_PARSING = threading.Lock()  # where two threads parse at once, Python 3.11 raises SystemError (python/cpython#106905)
 # Instructions that reach memory by an address. The tensors of this kernel come as TMA descriptors, so it needs none.
 _BY_ADDRESS = re.compile(
     r"(LD|LDG|LDGSTS|ST|STG|STAS|ATOM|ATOMG|RED|REDG|REDAS|SULD|SUST|SUATOM|SURED|TEX|TLD|TLD4|CCTL|CCTLL|CCTLT|"
@@ -44,7 +46,7 @@ _ASSEMBLY = re.compile(
 )
 
 
-class Refused(Exception):
+class Refused(GradingError):
     """A file, or its kernel, does not take part; the message says why, to its author."""
 
 
@@ -76,13 +78,7 @@ def race_launch(shape: Shape) -> Launch:
 
 def signature(launch: Launch, constants: list[str]) -> dict[str, str]:
     """Return the types of a launch's arguments as Triton spells them, without the constants."""
-    types = {}
-    for name, value in launch.args.items():
-        if isinstance(value, Tile):
-            types[name] = f"tensordesc<bf16{value.block},{descriptor(value.tensor, value.block).layout!r}>"
-        elif name not in constants:
-            types[name] = "fp32" if isinstance(value, float) else "i32"
-    return types
+    return {name: triton_type(value) for name, value in launch.args.items() if name not in constants}
 
 
 def read_file(source: str) -> None:
@@ -92,10 +88,11 @@ def read_file(source: str) -> None:
         source: the text of the student's file.
     """
     try:
-        expect_kernel_file(source, FILE)
+        with _PARSING:
+            expect_kernel_file(source, FILE)
+            tree = ast.parse(source)
     except AssertionError as error:
         raise Refused(str(error)) from None
-    tree = ast.parse(source)
     defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     if defined.count(KERNEL) != 1:
         raise Refused(f"{FILE} defines {KERNEL} {defined.count(KERNEL)} times: define it once.")
@@ -125,7 +122,7 @@ def compile_text(source: str, shape: Shape = LONG) -> Kernel:
     read_file(source)
     with tempfile.TemporaryDirectory(prefix="race-") as folder:
         Path(folder, "request.json").write_text(json.dumps({"source": source, "shape": asdict(shape)}))
-        kept = ("PATH", "LD_LIBRARY_PATH", "CUDA_HOME", "TRITON_PTXAS_PATH", "LANG")
+        kept = ("PATH", "LD_LIBRARY_PATH", "CUDA_HOME", "TRITON_PTXAS_PATH", "LANG", "PYTHONPATH")
         environment = {name: os.environ[name] for name in kept if name in os.environ}
         environment |= {
             "HOME": folder,
@@ -134,30 +131,15 @@ def compile_text(source: str, shape: Shape = LONG) -> Kernel:
             "OMP_NUM_THREADS": "1",
         }
         environment |= {"LABS_COMPILE_CACHE": "off", "CUDA_VISIBLE_DEVICES": ""}
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
-        child = subprocess.Popen(
-            [sys.executable, "-m", "instructor.grading.race.compiling", folder],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+        command = [sys.executable, "-m", "instructor.grading.race.compiling", folder]
         try:
-            _, complaints = child.communicate(timeout=COMPILE_SECONDS)
-        except subprocess.TimeoutExpired:
+            ended = run_anew(command, environment, COMPILE_SECONDS)
+        except TimeoutError:
             raise Refused(f"{FILE} did not compile within {COMPILE_SECONDS:.0f} s.") from None
-        finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.communicate()
         answer = Path(folder, "answer.json")
-        if child.returncode or not answer.is_file():
-            lines = [line for line in complaints.strip().splitlines() if line.strip()]
+        if ended.status or not answer.is_file():
+            lines = [line for line in ended.complaints.splitlines() if line.strip()]
             raise Refused(f"{FILE} does not compile: {' '.join(lines[-2:])[:400]}")
         facts = json.loads(answer.read_text())
         if facts.get("refused"):

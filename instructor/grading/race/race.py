@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 import random
@@ -14,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import jupytext
 import torch
 
+from instructor.grading.class_.gradebook import as_csv
 from instructor.grading.race.compiling import Kernel, Refused, compile_text, read_file
 from instructor.grading.race.judge import expect_right, new_call
 from instructor.grading.race.problem import CELL, FILE, TAIL, TIMED, Shape
@@ -246,17 +246,10 @@ def _answered(student: str, text: str) -> Entry:
 
 def model_answer(lab_source: str) -> str:
     """Return the file of Question 5.3 from the text of the lab's source."""
-    lines, inside = [], False
-    for line in lab_source.splitlines():
-        if line.strip() == f"# %%writefile {FILE}":
-            inside = True
-        elif inside and line.startswith("# %%"):
-            break
-        elif inside and not line.strip().startswith("###"):
-            lines.append(line)
-    if not lines:
-        raise Refused(f"the lab's source has no cell that writes {FILE}.")
-    return "\n".join(lines) + "\n"
+    entry = entry_of_notebook("the lab", json.dumps(jupytext.reads(lab_source, fmt="py:percent")).encode())
+    if entry.source is None:
+        raise Refused(entry.why)
+    return entry.source
 
 
 # ---- the class ---------------------------------------------------------------------------------------------------------
@@ -306,15 +299,9 @@ def table(results: list[Result]) -> list[dict[str, object]]:
 
 def write_results(folder: Path, results: list[Result], about: dict) -> list[Path]:
     """Write race.csv, the table, and race.json with every time, to a folder."""
-    rows = table(results)
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, names)
-    writer.writeheader()
-    writer.writerows(rows)
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "race.csv", folder / "race.json"]
-    paths[0].write_text(text.getvalue(), encoding="utf-8")
+    paths[0].write_text(as_csv(table(results)), encoding="utf-8")
     record = {**about, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "results": [asdict(r) for r in results]}
     paths[1].write_text(json.dumps(record, indent=1), encoding="utf-8")
     return paths

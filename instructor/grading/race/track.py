@@ -28,9 +28,10 @@ import numpy as np
 import torch
 
 from instructor.grading.race.compiling import Kernel, race_launch, signature
-from instructor.grading.race.problem import FILE, KERNEL, Shape, draw_inputs, rows_to_read
+from instructor.grading.race.problem import Shape, draw_inputs, rows_to_read
 from instructor.grading.sandbox.walls import die_with_parent
-from utils.checking.kernel_exercises import Launch, Tile, descriptor, load_kernels
+from utils.checking.gluon_launches import overlap_launch
+from utils.checking.kernel_exercises import Launch, descriptor, load_kernels
 from utils.files import ROOT
 
 SPIN_CYCLES = 1_000_000  # about half a millisecond: the launch behind it is queued before it ends
@@ -276,29 +277,16 @@ class Simulator:
 
         shape = call.shape
         q, k, v = draw_inputs(shape, call.seed, "cpu")
-        before = [x.clone() for x in (q, k, v)]
-        out = torch.full_like(q, float("nan"))
-        values: dict[str, object] = {
-            "q_desc": Tile(q, [1, 1, 64, shape.head_dim]),
-            "k_desc": Tile(k, [1, 1, shape.block, shape.head_dim]),
-            "v_desc": Tile(v, [1, 1, shape.block, shape.head_dim]),
-            "o_desc": Tile(out, [1, 1, 64, shape.head_dim]),
-            "sq": shape.queries,
-            "sk": shape.keys,
-            "heads": shape.heads,
-            "c": shape.scale,
-            "STAGES": shape.stages,
-        }
-        launch = Launch(KERNEL, shape.grid, values, outputs=("o_desc",), file=FILE)
-        kernel = getattr(load_kernels(self.sources[call.kernel], launch), KERNEL)
-        arguments = [descriptor(x.tensor, x.block) if isinstance(x, Tile) else x for x in values.values()]
+        launch, _ = overlap_launch(q[0], k[0], v[0], q[0], stages=shape.stages, block_n=shape.block)
+        launch.outputs = ("o_desc", "q_desc", "k_desc", "v_desc")  # the inputs, too, as they are afterwards
+        module = load_kernels(self.sources[call.kernel], launch)
         try:
             with simulate() as run:
-                kernel[shape.grid](*arguments, num_warps=launch.num_warps)
+                out, *after = launch.run(module, "cpu").values()
         except SimulationError as error:
             raise RuntimeError(f"the simulator stopped it: {error}") from None
         heads, rows = rows_to_read(shape, call.seed, call.lot)
-        changed = any(not torch.equal(a, b) for a, b in zip(before, (q, k, v), strict=True))
+        changed = any(not torch.equal(a, b) for a, b in zip(after, (q, k, v), strict=True))
         cycles = float(sum(run.cycles))
         seen = {"ms": cycles, "ahead": True, "late": False, "inputs_changed": changed}
         return seen, out[0, heads, rows].float()

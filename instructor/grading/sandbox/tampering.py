@@ -18,11 +18,10 @@ import sysconfig
 import types
 from typing import NamedTuple
 
-from utils.checking import watching
+from utils.checking.authors import is_students
 
 SERIOUS = ("protocol", "memory", "walls")
 _STDLIB = (sysconfig.get_paths()["stdlib"] + os.sep, "<frozen")
-_TESTS = "<tests of "  # how the checker names the code of a test cell
 _FRAMES = ("sys._getframe", "sys._current_frames", "gc.get_objects", "gc.get_referrers", "gc.get_referents")
 _TRACES = ("sys.settrace", "sys.setprofile", "sys.addaudithook", "sys.monitoring.register_callback")
 _MEMORY = ("string_at", "wstring_at", "cdata", "cdata/buffer", "addressof", "PyObj_FromPtr", "call_function")
@@ -126,11 +125,6 @@ def _opened(args: tuple) -> tuple[str, str] | None:
     if any(word in path + "/" for word in _SECRET) or (process.isdigit() and process != str(os.getpid())):
         return "walls", f"opens {path}"
     return None
-
-
-def is_students(code: types.CodeType) -> bool:
-    """True for a student's code, and False for tests: these have file names that a student's code may not have."""
-    return not code.co_filename.startswith(_TESTS) and watching.is_students(code)
 
 
 def _beyond_library(frame) -> types.CodeType:

@@ -92,14 +92,10 @@ def enter_namespaces(walls: dict[str, str]) -> bool:
     return allowed
 
 
-def _bind(source: str, root: str, *, devices: bool = False) -> None:
-    target = root + source
-    if os.path.isdir(source):
-        os.makedirs(target, exist_ok=True)
-    else:
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        with open(target, "a"):
-            pass
+def _bind(source: str, target: str, *, devices: bool = False) -> None:
+    os.makedirs(target if os.path.isdir(source) else os.path.dirname(target), exist_ok=True)
+    if not os.path.isdir(source):
+        Path(target).touch()
     _mount(source, target, None, _MS_BIND | _MS_REC)
     if not devices:
         _make_read_only(target)
@@ -152,7 +148,7 @@ def build_root(
         if os.path.islink(path) and path.count("/") == 1:  # /bin -> usr/bin
             os.symlink(os.readlink(path), root + path)
         elif os.path.exists(path) and not any(path == b or path.startswith(b + "/") for b in bound):
-            _bind(path, root)
+            _bind(path, root + path)
             bound.append(path)
     for path in hidden:
         if os.path.isdir(root + path):
@@ -167,16 +163,9 @@ def build_root(
     nvidia = [n for n in os.listdir("/dev") if n.startswith("nvidia")] if limits.gpu else []
     for name in (*DEVICES, *nvidia):
         if os.path.exists(f"/dev/{name}"):
-            _bind(f"/dev/{name}", root, devices=True)
+            _bind(f"/dev/{name}", f"{root}/dev/{name}", devices=True)
     for name, path in course.items():
-        target = f"{root}{SCRATCH}/{name}"
-        if os.path.isdir(path):
-            os.makedirs(target)
-        else:
-            with open(target, "a"):
-                pass
-        _mount(path, target, None, _MS_BIND | _MS_REC)
-        _make_read_only(target)
+        _bind(path, f"{root}{SCRATCH}/{name}")
     os.makedirs(f"{root}/proc", exist_ok=True)
     os.makedirs(f"{root}/old")
     os.chdir(root)
@@ -217,17 +206,20 @@ def drop_privileges(walls: dict[str, str], user: int) -> None:
     _expect_zero(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
 
 
+def address_space() -> int:
+    """Bytes of addresses that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
 def limit_resources(limits: Limits, walls: dict[str, str]) -> None:
     """Limit memory, processes, CPU time and file size; allow no core files."""
-    with open("/proc/self/statm") as statm:
-        size_now = int(statm.read().split()[0]) * resource.getpagesize()
     values = {
         "NPROC": limits.processes,
         "CPU": limits.cpu_seconds,
         "FSIZE": limits.file_mb << 20,
         "CORE": 0,
         "NOFILE": 1024,
-        "AS": None if limits.gpu else size_now + int(limits.memory_gb * 1e9),
+        "AS": None if limits.gpu else address_space() + int(limits.memory_gb * 1e9),
     }
     for name, value in values.items():
         if value is not None:
@@ -240,12 +232,10 @@ def limit_resources(limits: Limits, walls: dict[str, str]) -> None:
     first_to_go()
 
 
-def limit_memory(gigabytes: float | None) -> None:
-    """Limit the address space of this process to what it has now and so many GB; None leaves it as it is."""
-    if gigabytes is not None and os.path.isfile("/proc/self/statm"):
-        with open("/proc/self/statm") as statm:
-            most = int(statm.read().split()[0]) * resource.getpagesize() + int(gigabytes * 1e9)
-        resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+def limit_memory(gigabytes: float) -> None:
+    """Limit the address space of this process to what it has now and so many GB."""
+    most = address_space() + int(gigabytes * 1e9)
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def first_to_go() -> None:

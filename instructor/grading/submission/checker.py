@@ -28,7 +28,16 @@ from instructor.grading.submission.beside import INTERPRETED, put_behind_walls, 
 from instructor.grading.submission.exceptions import explain
 from instructor.grading.submission.flags import Flags
 from instructor.grading.submission.outputs import MAX_NOTEBOOK, clean_outputs, error_output, output_size
-from instructor.grading.submission.plan import Plan, Step, Unreadable, make_plan, python_of, question_of, question_title
+from instructor.grading.submission.plan import (
+    Plan,
+    Step,
+    Unreadable,
+    make_plan,
+    not_graded,
+    python_of,
+    question_of,
+    question_title,
+)
 from instructor.grading.submission.records import Job
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
 from instructor.grading.submission.results import CellResult, SubmissionResult
@@ -80,7 +89,6 @@ class Checker:
         self.remote: Remote | None = None
         self.clean: dict[bool, tuple[StudentProcess, Remote]] = {}  # of the test cell: interpreting Triton, or not
         self.current = ""  # name of the cell that runs, or is tested
-        self.cell_seconds = 0.0
         self.student_texts: list[str] = []  # of files that are answers to the question that is tested
         self.testing = False
 
@@ -93,12 +101,7 @@ class Checker:
         except (Unreadable, Gone) as error:
             why = f"The submitted notebook takes more than {READ_SECONDS} s to be read."
             why = str(error) if isinstance(error, Unreadable) else why
-            self.flags.add("", "unreadable", why)
-            plan = make_plan(job.instructor_notebook, job.student_notebook, job.student_notebook, job.tests)
-            for step in plan.steps:
-                if step.points:
-                    self.cells[step.name] = CellResult(0.0, step.points, "missing", why, 0.0)
-            return self._result(plan, began)
+            return not_graded(job.lab, job.student_notebook, job.student, "unreadable", why)
         for name, how in plan.changed.items():
             self.flags.add(question_of(name), "structure", how)
         # In the warm process's folder, which is removed whatever becomes of this process.
@@ -120,9 +123,8 @@ class Checker:
         return self._result(plan, began)
 
     def _result(self, plan: Plan, began: float) -> SubmissionResult:
-        skipped = [s.name for s in plan.steps if s.kind == "skipped"]
         waits = {name: cell.message for name, cell in self.cells.items() if cell.status == "flagged"}
-        plan.notebook.metadata["grading"] = {"walls": self.walls, "not_run": skipped, "waits": waits}
+        plan.notebook.metadata["grading"] = {"walls": self.walls, "waits": waits}
         return SubmissionResult(
             student=self.job.student,
             lab=self.job.lab,
@@ -131,8 +133,6 @@ class Checker:
             walls=self.walls,
             notebook=nbformat.writes(plan.notebook, version=4),
             seconds=time.perf_counter() - began,
-            cell_seconds=self.cell_seconds,
-            skipped=tuple(skipped),
         )
 
     def _left(self) -> float:
@@ -193,7 +193,7 @@ class Checker:
         if self.remote is None:
             step.cell.outputs = [error_output("NotRun", "not run: too many cells before it hung or died")]
             return
-        began, self.current = time.perf_counter(), step.name
+        self.current = step.name
         try:
             reply = self._run_there(step)
             self.shown.pop(step.name, None)  # a cell that runs again shows its outputs in place of the old ones
@@ -213,7 +213,6 @@ class Checker:
             self.fates.setdefault(step.question, ("timeout" if late else "killed", message))
             outputs = [error_output("Timeout" if late else "DeadKernel", message)]
             self._restart()
-        self.cell_seconds += time.perf_counter() - began
         step.cell.outputs = [nbformat.from_dict(output) for output in outputs]
 
     def _why_gone(self, gone: Gone, step: Step) -> str:
@@ -273,7 +272,6 @@ class Checker:
         status, message, shown = self._verdict(step)
         self._make_room()
         seconds = time.perf_counter() - began
-        self.cell_seconds += seconds
         if status != "passed" and step.question in self.fates:
             status, message = self.fates[step.question]
         points = step.points if status == "passed" else 0.0

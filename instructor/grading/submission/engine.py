@@ -18,7 +18,6 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import nbformat
@@ -26,9 +25,9 @@ import nbformat
 from instructor.build import ROOT, Built
 from instructor.grading.sandbox import walls
 from instructor.grading.submission.library import ANSWERS
-from instructor.grading.submission.plan import plan_tests
+from instructor.grading.submission.plan import not_graded, plan_tests
 from instructor.grading.submission.records import Job, WarmUp, how_it_ended
-from instructor.grading.submission.results import CellResult, Flag, GradingError, SubmissionResult
+from instructor.grading.submission.results import GradingError, SubmissionResult
 from instructor.grading.submission.sources import fingerprint
 from instructor.grading.wire.channel import Channel, Closed, TooLate
 from utils.files import write_whole
@@ -63,9 +62,8 @@ class Zygote:
         # Behind the walls no symbolic link can be followed, and a library's file needs the same name on both sides.
         # So Python is called by the real path of its folder.
         python = str(Path(sys.executable).parent.resolve() / Path(sys.executable).name)
-        self.stderr = Path(
-            self.folder.name, "stderr"
-        )  # a file, since a pipe that nobody reads would block whoever writes
+        # A file, since a pipe that nobody reads would block whoever writes.
+        self.stderr = Path(self.folder.name, "stderr")
         self.process = subprocess.Popen(
             [python, "-m", "instructor.grading.submission.zygote", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
@@ -86,9 +84,8 @@ class Zygote:
             self.channel.send({"op": "warm up"}, [pickle.dumps(warm_up)])
             ready, _ = self.channel.receive(time.monotonic() + WARM_SECONDS)
         except (Closed, TooLate):
-            self.process.kill()
-            self.process.wait()
-            words = self.stderr.read_text(errors="replace")[-2000:]
+            words = self._last_words()
+            self.close()
             raise GradingError(f"the warm process for {built.name} did not start:\n{words}") from None
         if ready["problems"]:
             self.close()
@@ -294,25 +291,15 @@ def grade_notebook(
         data = notebook.read_bytes() if isinstance(notebook, Path) else notebook
     if len(data) > MAX_FILE:
         why = f"The submitted file has {len(data) >> 20} MB; at most {MAX_FILE >> 20} are read."
-        return replace(unreadable(built, why, student), flags=(Flag("", "unreadable", why),))
-    total = total_seconds(calibration.cell_seconds, timeout)
+        return not_graded(built.name, built.student, student, "unreadable", why)
+    total = total_seconds(calibration.seconds, timeout)
     job = _job(built, data, student, timeout, total)
     try:
         return zygote(built, limits).grade(job, total + GRACE)
     except OutOfTime as late:  # it would take as long a second time
-        return replace(unreadable(built, str(late), student), flags=(Flag("", "not graded", str(late)),))
+        return not_graded(built.name, built.student, student, "not graded", str(late))
 
 
 def total_seconds(model_seconds: float, timeout: float) -> float:
     """Seconds that one submission may take in all: ten times the model answers, and some cells that run into the limit."""
     return max(MIN_TOTAL, 10 * model_seconds) + 4 * timeout
-
-
-def unreadable(built: Built, why: str, student: str) -> SubmissionResult:
-    """The result of a submission that cannot be graded at all: no points, for the reason given."""
-    cells = {}
-    for cell in nbformat.reads(built.student, as_version=4).cells:
-        metadata = cell.metadata.get("nbgrader", {})
-        if "points" in metadata:
-            cells[metadata["grade_id"]] = CellResult(0.0, float(metadata["points"]), "missing", why, 0.0)
-    return SubmissionResult(student, built.name, cells, (), {}, built.student)

@@ -19,8 +19,7 @@ from PIL import Image
 # `\\begin{a}` again and again: a second for a cell of this length.
 MAX_PROSE, MAX_ALL_PROSE = 20_000, 200_000
 MAX_BRACKETS = 2_000  # opening brackets of one answer; nbconvert looks for the end of each
-MAX_PICTURE = 8 << 20  # characters of one picture, base64
-MAX_PICTURES = 24_000_000  # characters of all pictures in the prose of a notebook: a page of more is hard to open
+MAX_PICTURE, MAX_ATTACHED = 8 << 20, 20  # characters of one picture, base64; pictures of one answer
 # Characters of code that are shown, of a line, a cell and a notebook. Its colours take 0.1 ms a character, and in one long line
 # quadratic time: a minute for 80,000 characters. All of it is run and graded.
 MAX_LINE, MAX_CODE, MAX_ALL_CODE = 2_000, 100_000, 300_000
@@ -79,28 +78,14 @@ def is_picture(kind: str, data: str) -> bool:
         return False
 
 
-def harmless_attachments(attachments: object, room: int = MAX_PICTURES) -> tuple[dict[str, dict[str, str]], int]:
-    """The pictures that were pasted into an answer in words: {name: {type: base64}}; anything else is left out.
-
-    Args:
-        attachments: of a cell.
-        room: characters that they may take together.
-
-    Returns:
-        The pictures, and how many were left out because there was no room.
-    """
+def harmless_attachments(attachments: object) -> dict[str, dict[str, str]]:
+    """The pictures that were pasted into an answer in words: {name: {type: base64}}; anything else is left out."""
     kept: dict[str, dict[str, str]] = {}
-    left_out = 0
     for name, kinds in attachments.items() if isinstance(attachments, dict) else ():
-        if re.fullmatch(r"[\w .()-]{1,100}", str(name)) and isinstance(kinds, dict) and len(kept) < 20:
+        if re.fullmatch(r"[\w .()-]{1,100}", str(name)) and isinstance(kinds, dict) and len(kept) < MAX_ATTACHED:
             pictures = {k: v for k, v in kinds.items() if isinstance(v, str) and is_picture(str(k), v)}
-            size = sum(map(len, pictures.values()))
-            if pictures and size <= room:
-                kept[str(name)] = pictures
-                room -= size
-            elif pictures:
-                left_out += 1
-    return kept, left_out
+            kept |= {str(name): pictures} if pictures else {}
+    return kept
 
 
 def without_lost_pictures(text: str, pictures: Collection[str]) -> str:

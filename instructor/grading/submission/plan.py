@@ -22,13 +22,13 @@ from instructor.grading.submission.harmless import (
     MAX_ALL_CODE,
     MAX_ALL_PROSE,
     MAX_CODE,
-    MAX_PICTURES,
     MAX_PROSE,
     harmless_attachments,
     harmless_markdown,
     shown_code,
     without_lost_pictures,
 )
+from instructor.grading.submission.results import CellResult, Flag, SubmissionResult
 from instructor.grading.wire.channel import without_surrogates
 from instructor.names import FILE_CELL, bound_names, is_too_much, names_taken, python_of, used_names
 from instructor.needs import NAME as NEEDS
@@ -116,6 +116,13 @@ def read_notebook(text: str | bytes) -> NotebookNode:
     return notebook
 
 
+def not_graded(lab: str, student_notebook: str, student: str, kind: str, why: str) -> SubmissionResult:
+    """The result of a submission that cannot be graded at all: no points, and a flag of this kind that says why."""
+    facts = [cell.metadata.get("nbgrader", {}) for cell in read_built(student_notebook).cells]
+    cells = {f["grade_id"]: CellResult(0.0, float(f["points"]), "missing", why, 0.0) for f in facts if "points" in f}
+    return SubmissionResult(student, lab, cells, (Flag("", kind, why),), {}, student_notebook)
+
+
 def _make_plain(cell: dict) -> None:
     """Drop from a cell what the rest of the reading cannot take."""
     # Outputs are made again. Broken ones are the most common reason why a notebook does not validate.
@@ -170,7 +177,7 @@ def make_plan(
     notebook = nbformat.v4.new_notebook(metadata=released.metadata)
     notebook.nbformat_minor = 5
     steps: list[Step] = []
-    section, taken, room, room_for_pictures = "", set(), MAX_ALL_PROSE, MAX_PICTURES
+    section, taken, room = "", set(), MAX_ALL_PROSE
     for number, (cell, known) in enumerate(merged):
         name = f"{known.id}" if known is not None else f"extra-{number}"
         node = _new_cell(cell.get("cell_type"), f"{name[:50]}-{number}" if name in taken else name, _source(cell))
@@ -178,14 +185,10 @@ def make_plan(
         if node.cell_type != "code" and not (known is not None and node.source == known.source):
             node.source = harmless_markdown(node.source, min(room, MAX_PROSE))
             room = max(0, room - len(node.source))
-            pictures, left_out = harmless_attachments(cell.get("attachments"), room_for_pictures)
+            pictures = harmless_attachments(cell.get("attachments"))
             if pictures:
                 node["attachments"] = pictures
-                room_for_pictures -= sum(len(data) for kinds in pictures.values() for data in kinds.values())
             node.source = without_lost_pictures(node.source, pictures)
-            if left_out:
-                most = MAX_PICTURES / 1e6
-                node.source += f"\n\n(Pictures are left out here: those of a notebook may have {most:.0f} MB together.)"
         if known is not None:
             node.metadata.update(json.loads(json.dumps(lab.released[known.id].metadata)))
         notebook.cells.append(node)
@@ -229,7 +232,8 @@ class _Lab:
     def __init__(self, original: list, released: dict[str, NotebookNode]):
         self.original, self.released = original, released
         self.order = {cell.id: place for place, cell in enumerate(original)}
-        self.first_answer = _first_answer(original)
+        # Cells before the first answer are the setup.
+        self.first_answer = next((place for place, cell in enumerate(original) if _is_answer(cell)), len(original))
 
 
 def read_built(text: str) -> NotebookNode:
@@ -246,11 +250,6 @@ def _new_cell(kind: str, name: str, source: str) -> NotebookNode:
 
 def _is_answer(cell) -> bool:
     return bool(cell.metadata.get("nbgrader", {}).get("solution"))
-
-
-def _first_answer(cells: list) -> int:
-    """The place of the first answer; cells before it are the setup."""
-    return next((place for place, cell in enumerate(cells) if _is_answer(cell)), len(cells))
 
 
 def question_of(grade_id: str) -> str:

@@ -25,7 +25,7 @@ from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import BlockMasks
 from instructor.grading.wire.channel import Channel, Closed, TooLate, WireError
 from instructor.grading.wire.pickles import CheckEncoder
-from instructor.grading.wire.signatures import Proxy, parameters_of
+from instructor.grading.wire.signatures import Proxy, StepIterator, parameters_of
 from instructor.grading.wire.values import Decoder, tables_in
 from utils.checking import watching
 
@@ -201,7 +201,9 @@ class Remote:
             raise WireError("an object without a number or a kind")
         name = fields["name"] if isinstance(fields["name"], str) and fields["name"].isidentifier() else "answer"
         if kind == "iterator":
-            return _ProxyIterator(self, number)
+            iterator = StepIterator(lambda: self.call(number, (), {}, step=True))
+            iterator.remote_number = number  # type: ignore[attr-defined]
+            return iterator
         if kind == "other":
             name = str(fields["type"])
             return _Profile.__new__(_Profile) if name == "profile" else type(name, (_Opaque,), {})()
@@ -309,9 +311,8 @@ class Remote:
         decode = self.decoder(blobs, levels)
         self._apply(reply["mutated"], decode)
         for place in reply["tables"]:
-            tables[place]._update_inplace(
-                tables[place].iloc[:0]
-            )  # a changed table: the check's own is another one, too
+            table = tables[place]
+            table._update_inplace(table.iloc[:0])  # a changed table: the check's own is another one, too
         set_sdpa_switches(expect_sdpa_switches(reply["sdpa"]))
         if reply["filters"] is True:  # for warnings
             warnings.simplefilter("ignore", type("OfTheCall", (Warning,), {}))
@@ -378,17 +379,6 @@ class _Names(dict):
     def update(self, values):  # type: ignore[override]
         if values:
             self.remote.replace(values)
-
-
-class _ProxyIterator:
-    def __init__(self, remote: Remote, number: int):
-        self._remote, self.remote_number = remote, number
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        return self._remote.call(self.remote_number, (), {}, step=True)
 
 
 class _Profile(torch.profiler.profile):

@@ -48,8 +48,6 @@ class SubmissionResult:
     walls: dict[str, str]
     notebook: str = field(repr=False)  # as autograded, without hidden tests
     seconds: float = 0.0  # that grading took
-    cell_seconds: float = 0.0  # that the cells took of these
-    skipped: tuple[str, ...] = ()  # cells of the instructor's that were not run, since nothing graded uses them
 
     @property
     def score(self) -> float:
@@ -66,6 +64,6 @@ class SubmissionResult:
         try:
             cells = {name: CellResult(**cell) for name, cell in fields["cells"].items()}
             flags = tuple(Flag(**flag) for flag in fields["flags"])
-            return cls(**{**fields, "cells": cells, "flags": flags, "skipped": tuple(fields["skipped"])})
+            return cls(**{**fields, "cells": cells, "flags": flags})
         except (KeyError, TypeError, AttributeError) as error:  # of another version of this package
             raise GradingError(f"a result is not well formed: {error}") from None

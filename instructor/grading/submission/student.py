@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from instructor.grading.sandbox import tampering
-from instructor.grading.sandbox.walls import SCRATCH
+from instructor.grading.sandbox.walls import SCRATCH, address_space
 from instructor.grading.submission.conditions import (
     no_modes,
     reads_by_tensor,
@@ -32,13 +32,13 @@ from instructor.grading.submission.conditions import (
     uncompiled_flex,
 )
 from instructor.grading.submission.evidence import MAX_SEEN, describe_mode, describe_watch
-from instructor.grading.submission.exceptions import describe_error, rebuild_error, words_of
+from instructor.grading.submission.exceptions import describe_error, nearest_error, words_of
 from instructor.grading.submission.outputs import Outputs, Stream
 from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import BlockMasks
 from instructor.grading.wire.channel import Channel, Closed, WireError
 from instructor.grading.wire.pickles import StudentDecoder
-from instructor.grading.wire.signatures import Proxy, parameters_of
+from instructor.grading.wire.signatures import Proxy, StepIterator, parameters_of
 from instructor.grading.wire.values import Encoder, tables_in, tensor_bytes
 from utils.checking import is_answered
 from utils.checking.watching import watch_operations
@@ -305,7 +305,7 @@ class Student:
             return self._callback(number, args, kwargs, step)
 
         if fields["kind"] == "iterator":
-            self.stubs[number] = _RemoteIterator(lambda: ask((), {}, True))
+            self.stubs[number] = StepIterator(lambda: ask((), {}, True))
         else:
             self.stubs[number] = Proxy(ask, fields.get("name") or "function", fields.get("parameters"))
         return self.stubs[number]
@@ -329,7 +329,7 @@ class Student:
             if reply["op"] == "stop":
                 raise StopIteration
             if reply["op"] == "raise":
-                raise rebuild_error(reply["error"])
+                raise nearest_error(reply["error"]["kinds"], reply["error"]["words"], {})
             return decode(reply["value"])
 
     def _mutations(self, encode: Encoder, during: bool = False) -> list:
@@ -363,24 +363,10 @@ class Student:
             self.sent[key] = _state_of(self.tensors[key])
 
 
-class _RemoteIterator:
-    def __init__(self, step):
-        self._step = step
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        return self._step()
-
-
 def memory_left() -> float:
     """Bytes of address space that this process may still take."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY or not os.path.isfile("/proc/self/statm"):
-        return math.inf
-    with open("/proc/self/statm") as statm:
-        return limit - int(statm.read().split()[0]) * resource.getpagesize()
+    return math.inf if limit == resource.RLIM_INFINITY else limit - address_space()
 
 
 def exhausted_resource(folders: tuple[str, ...], memory: float) -> str:
@@ -392,7 +378,7 @@ def exhausted_resource(folders: tuple[str, ...], memory: float) -> str:
     """
     if memory_left() < 0.1 * memory < math.inf:
         return "its variables and threads hold nearly all the memory"
-    threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
+    threads = len(os.listdir("/proc/self/task"))
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if limit != resource.RLIM_INFINITY and threads > limit // 2:
         return f"{threads} threads go on running"

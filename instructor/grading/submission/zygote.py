@@ -111,7 +111,8 @@ def _grade(descriptor: int, warm: Warm, runner: socket.socket | None) -> None:
         theirs.close()
         walls.first_to_go()  # a checker that a submission made large ends before anybody else does
         limits = warm.options.limits
-        walls.limit_memory(None if limits.gpu else max(2.0, limits.memory_gb))
+        if not limits.gpu:
+            walls.limit_memory(max(2.0, limits.memory_gb))
         channel = Channel(socket.socket(fileno=descriptor))
         job: Job = pickle.loads(channel.receive()[1][0])
 

@@ -107,8 +107,8 @@ class Encoder:
             return self._tensor(value)
         if self.block_mask is not None and (fields := block_mask_fields(value)) is not None:
             return ["block_mask", *self.block_mask(value), [[k, self(v, depth + 1)] for k, v in fields.items()]]
-        if (table := _table(value)) is not None:
-            return [table[0], *(self(part, depth + 1) for part in table[1:])]
+        if (series := _series(value)) is not None:
+            return ["series", *(self(part, depth + 1) for part in series)]
         if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufc":
             plain = np.ascontiguousarray(value)
             is_scalar = isinstance(value, np.generic)
@@ -187,14 +187,11 @@ def tables_in(args: tuple, kwargs: dict) -> list:
     return [value for value in (*args, *kwargs.values()) if _is_table(value)]
 
 
-def _table(value) -> tuple | None:
-    """The parts of a pandas Series or DataFrame of plain values; None for anything else."""
-    if not _is_table(value) or value.index.nlevels > 1 or value.size > MAX_NODES // 4:
+def _series(value) -> tuple | None:
+    """The parts of a pandas Series of plain values; None for anything else. No check takes a DataFrame from a student."""
+    if not _is_table(value) or hasattr(value, "columns") or value.index.nlevels > 1 or value.size > MAX_NODES // 4:
         return None
-    if not hasattr(value, "columns"):
-        return "series", value.tolist(), value.index.tolist(), value.name
-    columns = [value.iloc[:, place].tolist() for place in range(value.shape[1])]
-    return "frame", columns, value.index.tolist(), value.columns.tolist()
+    return value.tolist(), value.index.tolist(), value.name
 
 
 class Decoder:
@@ -347,18 +344,6 @@ class Decoder:
         if type(values) is not list or type(index) is not list or len(values) != len(index):
             raise WireError("a column whose index has another length")
         return pandas.Series(values, index=index, name=self(name, depth), dtype=None if values else object)
-
-    def _read_frame(self, depth, columns, index, names):
-        import pandas
-
-        columns, index, names = self(columns, depth), self(index, depth), self(names, depth)
-        if any(type(part) is not list for part in (columns, index, names)) or len(columns) != len(names):
-            raise WireError("a table whose columns have other names")
-        if any(type(column) is not list or len(column) != len(index) for column in columns):
-            raise WireError("a table whose columns have another length")
-        made = pandas.DataFrame(dict(enumerate(columns)), index=index)
-        made.columns = names
-        return made
 
     def _read_own(self, depth, number):
         return self.own(_exactly(number, int))

@@ -332,22 +332,11 @@ def _outputs(notebook: NotebookNode) -> None:
     notebook.metadata["widgets"] = {"application/vnd.jupyter.widget-state+json": {"state": {}}}
 
 
-def _old_errors(notebook: NotebookNode) -> None:
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs = [new_output("error", ename="WrongAnswer", evalue="not answered yet", traceback=["✗"])]
-
-
 def _without_ids(notebook: NotebookNode) -> None:
     """As an editor writes that knows no cell ids (nbformat 4.4)."""
     notebook.nbformat_minor = 4
     for cell in notebook.cells:
         cell.pop("id", None)
-
-
-def _new_ids(notebook: NotebookNode) -> None:
-    for number, cell in enumerate(notebook.cells):
-        cell.id = f"renumbered-{number}"
 
 
 def _line_ends(notebook: NotebookNode) -> None:

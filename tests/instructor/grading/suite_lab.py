@@ -37,7 +37,7 @@ from utils.checking import (
     require_answer,
     watch_operations,
 )
-from utils.checking.travel import by_value
+from utils.checking.answers import by_value
 
 torch.manual_seed(0)
 

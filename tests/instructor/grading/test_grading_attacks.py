@@ -11,7 +11,7 @@ import pytest
 
 from instructor.build import ROOT, read_lab, secret_lines
 from instructor.course import answered_notebook
-from instructor.grading import grade_notebook
+from instructor.grading.submission.engine import grade_notebook
 from instructor.grading.submission.plan import make_plan
 from tests.instructor.grading.attacks import ATTACKS, COST, EDITS, WRONG, packed
 

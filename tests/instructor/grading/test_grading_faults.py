@@ -7,10 +7,9 @@ import nbformat
 import pytest
 
 from instructor.course import answered_notebook
-from instructor.grading import calibrate, grade_notebook
 from instructor.grading.sandbox.walls import Limits
 from instructor.grading.submission import engine
-from instructor.grading.submission.harmless import MAX_PICTURES
+from instructor.grading.submission.engine import calibrate, grade_notebook
 from instructor.grading.submission.outputs import clean_outputs
 from instructor.grading.submission.plan import Unreadable, make_plan, plan_tests
 from instructor.names import python_of
@@ -82,9 +81,7 @@ def test_a_file_that_only_looks_broken(suite_lab, needs, name):
     for step in plan.steps:
         step.cell.outputs = [nbformat.from_dict(output) for output in clean_outputs(step.submitted)]
     written = nbformat.writes(plan.notebook, version=4).encode()
-    pictures = sum(len(kinds["image/png"]) for c in plan.notebook.cells for kinds in c.get("attachments", {}).values())
-    assert pictures <= MAX_PICTURES and len(written) < MAX_PICTURES + 18_000_000
-    assert ("Pictures are left out here" in written.decode()) == (name == "pictures of 40 MB")
+    assert len(written) < 60_000_000
     wanted = make_plan(suite_lab.instructor, suite_lab.student, right, needs)
     answers, expected = (
         {s.name: s.source.strip() for s in p.steps if s.answer and not s.by_hand} for p in (plan, wanted)

@@ -9,8 +9,8 @@ import pytest
 
 from instructor.build import build_lab
 from instructor.course import answered_notebook
-from instructor.grading import grade_notebook
 from instructor.grading.submission import engine
+from instructor.grading.submission.engine import grade_notebook
 from instructor.points import lab_path
 from tests.instructor import lab_cases
 from tests.instructor.grading.honest import ANSWERS, HABITS, NOTEBOOKS
@@ -71,7 +71,7 @@ def test_ordinary_habits_get_every_point(suite_lab, part):
 @pytest.mark.parametrize("lab", LABS)
 def test_drawn_habits_lose_nothing_in_a_lab(lab, monkeypatch):
     """A habit is drawn for every answer; HONEST_SEED draws others. To grade the model answers first would take as long again."""
-    monkeypatch.setattr(engine, "calibrate", lambda built, limits: types.SimpleNamespace(cell_seconds=60.0))
+    monkeypatch.setattr(engine, "calibrate", lambda built, limits: types.SimpleNamespace(seconds=60.0))
     built, draw = build_lab(lab_path(lab)), random.Random(f"{lab} {SEED}")
     drawn = {cell: draw.choice(list(HABITS)) for cell in model_answers(built)}
     answers = {cell: HABITS[drawn[cell]](text) for cell, text in model_answers(built).items()}

@@ -11,9 +11,9 @@ import torch
 
 from instructor.build import build_lab
 from instructor.course import answered_notebook
-from instructor.grading import grade_notebook
 from instructor.grading.sandbox.walls import Limits
 from instructor.grading.submission import student
+from instructor.grading.submission.engine import grade_notebook
 
 LIMITS = Limits(gpu=True)
 SETUP = "torch.manual_seed(0)\n"

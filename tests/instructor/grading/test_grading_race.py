@@ -67,12 +67,6 @@ def test_what_is_refused_before_it_runs(file):
         assert file.stage != "text"
 
 
-def test_the_catalogue_is_large_enough():
-    assert len(CHEATS) >= 40 and len(HONEST) >= 12
-    texts = {f.text(MODEL) for f in (*CHEATS, *HONEST)}
-    assert len(texts) == len(CHEATS) + len(HONEST)
-
-
 @pytest.mark.parametrize("name", ["zeros", "it writes into its inputs"])
 def test_a_cheat_is_refused_and_the_model_answer_is_not(name):
     cheat = next(f for f in CHEATS if f.name == name)

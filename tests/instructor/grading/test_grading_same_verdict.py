@@ -19,9 +19,8 @@ import pytest
 
 from instructor.build import build_lab
 from instructor.course import answered_notebook
-from instructor.grading import calibrate, grade_notebook
 from instructor.grading.submission.conditions import sdpa_switches, set_sdpa_switches
-from instructor.grading.submission.engine import setup_cells
+from instructor.grading.submission.engine import calibrate, grade_notebook, setup_cells
 from instructor.grading.submission.exceptions import explain
 from instructor.grading.submission.plan import plan_tests
 from instructor.names import FILE_CELL, python_of
