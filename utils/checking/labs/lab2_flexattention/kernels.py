@@ -21,48 +21,39 @@ def check_score_mods(soft_cap, alibi, in_turn):
         """What the modifier makes of one score, in one pair, asked as FlexAttention asks."""
         return modified(lambda s, b, h, i, j: mod(s, b, h, i + q, j + k), torch.full((1, 1), score), what, b, h)
 
-    mistakes = {
-        "Multiply by the cap again after the tanh.": 0.905148,
-        "Divide by the cap before the tanh.": 1.990110,
-        "That cuts scores off; a soft-cap bends them.": 2.0,
-        "The score is unchanged.": 3.0,
-        "tanh, not tan.": 28.2028,
-    }
-    expect_number(
-        at(soft_cap(2.0), "soft_cap(2)"), 1.81030, rel=1e-4, what="soft_cap(2) of a score of 3", mistakes=mistakes
-    )
-    slopes = torch.tensor([1.0, 0.5, 0.25])
-    what = (
-        "alibi([1, 0.5, 0.25]) of a score of 3 in sequence 2, head 1, query 5, key 2 (distance q - k = 3: a penalty),"
-    )
-    mistakes = {
-        "The sign is wrong: keys that lie further back lose.": 4.5,
-        "Every head has a slope of its own: slopes[h].": 0.0,
-        "Index the slopes with h: b is the sequence.": 2.25,
-        "The score itself is lost.": -1.5,
-        "The score is unchanged.": 3.0,
-        "Multiply the slope by the distance.": 2.5,
-    }
-    expect_number(at(alibi(slopes), what), 1.5, rel=1e-6, what=what, mistakes=mistakes)
-    what = "alibi of a score of 3 in head 1, query 2, key 5 (q - k = -3),"
-    mistakes = {"The distance is q - k, and negative for keys after the query.": 1.5}
-    expect_number(at(alibi(slopes), what, q=2, k=5), 4.5, rel=1e-6, what=what, mistakes=mistakes)
-    add, double = (lambda s, b, h, q, k: s + 10 * h + b), (lambda s, b, h, q, k: 2 * s)
-    got = at(in_turn(add, double, soft_cap(50.0)), "in_turn")
-    mistakes = {
-        "They run from the last to the first here.": 17.9928,
-        "Only the first modifier runs.": 15.0,
-        "Each modifier gets what the one before it returned.": 2.99641,
-        "Pass b and h on.": 5.97150,
-    }
-    expect_number(
-        got,
-        26.8525,
-        rel=1e-4,
-        what="in_turn(add 10 h + b, double, soft_cap(50)) of a score of 3, sequence 2, head 1,",
-        mistakes=mistakes,
-    )
-    expect_number(at(in_turn(double), "in_turn"), 6.0, rel=1e-6, what="in_turn of one modifier")
+    def double(score, b, h, q, k):
+        return 2 * score
+
+    slopes, distance = torch.tensor([1.0, 0.5, 0.25]), "(distance q - k = 3: a penalty)"
+    for mod, place, right, what, mistakes in (
+        (lambda: soft_cap(2.0), {}, 1.81030, "soft_cap(2) of a score of 3", {
+            "Multiply by the cap again after the tanh.": 0.905148,
+            "Divide by the cap before the tanh.": 1.990110,
+            "That cuts scores off; a soft-cap bends them.": 2.0,
+            "The score is unchanged.": 3.0,
+            "tanh, not tan.": 28.2028,
+        }),
+        (lambda: alibi(slopes), {}, 1.5, f"alibi([1, 0.5, 0.25]) of a score of 3 in sequence 2, head 1, query 5, key 2 {distance},", {
+            "The sign is wrong: keys that lie further back lose.": 4.5,
+            "Every head has a slope of its own: slopes[h].": 0.0,
+            "Index the slopes with h: b is the sequence.": 2.25,
+            "The score itself is lost.": -1.5,
+            "The score is unchanged.": 3.0,
+            "Multiply the slope by the distance.": 2.5,
+        }),
+        (lambda: alibi(slopes), {"q": 2, "k": 5}, 4.5, "alibi of a score of 3 in head 1, query 2, key 5 (q - k = -3),", {
+            "The distance is q - k, and negative for keys after the query.": 1.5,
+        }),
+        (lambda: in_turn(lambda s, b, h, q, k: s + 10 * h + b, double, soft_cap(50.0)), {}, 26.8525,
+         "in_turn(add 10 h + b, double, soft_cap(50)) of a score of 3, sequence 2, head 1,", {
+            "They run from the last to the first here.": 17.9928,
+            "Only the first modifier runs.": 15.0,
+            "Each modifier gets what the one before it returned.": 2.99641,
+            "Pass b and h on.": 5.97150,
+        }),
+        (lambda: in_turn(double), {}, 6.0, "in_turn of one modifier", {}),
+    ):  # fmt: skip
+        expect_number(at(mod(), what, **place), right, rel=1e-4, what=what, mistakes=mistakes)
 
 
 @visible("4.2", "A learned bias")
