@@ -11,6 +11,7 @@ TASKS = {
         "check_full_sum": ([256, 2**8], {512: "before", 128: "129", 1024: "Try it"}),
         "check_bandwidth": ([989.4 / (312 / 2.039), 6.466], {2.039: "further right", 4.8: "peak over"}),
         "check_users": ([(141e9 - 0.2e9) // (2 * 2 * 256 * (15 * 512 + 3 * 32768))], {1299: "share", 233: "slide"}),
+        "check_busy": ([167.4 / 1582.8, 0.1058], {167.4: "between 0 and 1", 0.5: "eager_time_us"}),
         "check_kernel_us": ([17, 17.0], {8.5: "one kernel runs"}),
         "check_row_stats": (
             [((3, 1.135), (5, 1.154)), [[3, 1 + math.exp(-2)], [5, 1 + math.exp(-2) * (1 + math.exp(-2))]]],

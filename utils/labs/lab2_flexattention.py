@@ -23,11 +23,12 @@ from utils.attention.prepared import compiled_versions, own_copy
 from utils.benchmark.measuring import measure_together
 from utils.benchmark.profiling import read_trace
 from utils.checking.labs.lab2_flexattention import *  # noqa: F403
-from utils.files import output_path
+from utils.files import output_path, recorded_table
 from utils.labs import session
 from utils.labs.session import H200, beside_guess, guesses, keep, plot_bars, results, small_task
 from utils.machine.device import compile_support, default_device
 from utils.visualization import plot_mask, plot_sparsity_sweep, plot_timeline, series, style_axes
+from utils.visualization.style import CARD
 
 device = default_device()
 on_gpu = device.type == "cuda"
@@ -190,7 +191,7 @@ def check_sparse_mask(mod: Callable) -> None:
 def plot_scores(shown: Mapping[str, Callable], score: float = 8.0, size: int = 64) -> dict[str, float]:
     """Draw what each modifier makes of equal scores under a causal mask; return the lowest score that each leaves."""
     index, nothing, lowest = torch.arange(size), torch.zeros((), dtype=torch.int64), {}
-    figure, axes = plt.subplots(1, len(shown), figsize=(13, 3), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, len(shown), figsize=(13, 3), sharey=True, layout="constrained", facecolor=CARD)
     for ax, (name, mod) in zip(axes, shown.items(), strict=True):
         left = mod(torch.full((size, size), score), nothing, nothing, index[:, None], index[None, :])
         left = left.expand(size, size).masked_fill(index[None, :] > index[:, None], math.nan)
@@ -237,18 +238,39 @@ def _readable(name: str) -> str:
     return "generated kernel" if "CompiledFxGraph" in name else name.removeprefix("aten::")
 
 
-def plot_cliff(table: pd.DataFrame, unit: str, limit: int) -> None:
+def _here_and_recorded(name: str) -> dict[str, pd.DataFrame]:
+    """Return this run's table of that name, if there is one, and without a GPU the one that was recorded on an H200."""
+    tables = {"this machine": pd.DataFrame(results.get(name, []))}
+    if not on_gpu:
+        tables["an H200, recorded"] = recorded_table(H200 / "lab2.json", name)
+    return {place: table for place, table in tables.items() if table is not None and len(table)}
+
+
+def plot_cliff(limit: int = 2) -> None:
     """Draw the speed of each setting of `dynamic` over the lengths, and shade where the static kernels have run out."""
-    _, ax = plt.subplots(figsize=(7.5, 3.4), layout="constrained")
-    for i, (name, rows) in enumerate(table.groupby("setting", sort=False)):
-        ax.plot(rows["tokens"], rows[unit], **series(i).line, label=name)
-    lengths = sorted(table["tokens"].unique())
-    ax.axvspan(lengths[limit] - length // 64, lengths[-1] + length // 64, color=series(1).color, alpha=0.15)
-    ax.text(lengths[limit], ax.get_ylim()[1] * 0.08, "dynamic=False: past the limit, eager", fontsize=9)
-    ax.set_ylim(0)
-    ax.legend(bbox_to_anchor=(1.0, 1.0), loc="upper left")
-    style_axes(ax, x="tokens", y=unit, title="The same call, one length after the other")
+    tables = _here_and_recorded("cliff")
+    if not tables:
+        return
+    _, axes = plt.subplots(1, len(tables), figsize=(1 + 5 * len(tables), 3.4), layout="constrained", squeeze=False)
+    for ax, (place, table) in zip(axes[0], tables.items(), strict=True):
+        unit, lengths = table.columns[-1], sorted(table["tokens"].unique())
+        for i, (name, rows) in enumerate(table.groupby("setting", sort=False)):
+            ax.plot(rows["tokens"], rows[unit], **series(i).line, label=name)
+        ax.axvspan(lengths[limit] - length // 64, lengths[-1] + length // 64, color=series(1).color, alpha=0.15)
+        ax.text(lengths[limit], ax.get_ylim()[1] * 0.08, "dynamic=False: past the limit, eager", fontsize=9)
+        ax.set_ylim(0)
+        style_axes(ax, x="tokens", y=unit, title=place)
+    axes[0][-1].legend(bbox_to_anchor=(1.0, 1.0), loc="upper left")
     plt.show()
+
+
+def plot_sweep() -> None:
+    """Draw the speed-up of documents in blocks of each size, and its share of what the blocks promise."""
+    for place, table in _here_and_recorded("sweep").items():
+        drawn = table.rename(columns={"block": "block_size", "span": "doc_span", "measured": "speedup"})
+        rows = drawn.assign(ideal=drawn["blocks promise"]).to_dict("records")
+        plot_sparsity_sweep(rows, title=f"times as fast as everything in these blocks: {place}")
+        plt.show()
 
 
 def plot_pages() -> None:
