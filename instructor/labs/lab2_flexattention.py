@@ -31,7 +31,7 @@
 # do, predict the speed-up of a mask before you measure it, find your own line of Python in a generated kernel and keep it
 # compiled, and design a mask together with the order of the tokens.
 #
-# You need lab 1 (the roofline, FLOPs and bytes) and PyTorch tensors. Plan six hours, two more for the bonus (an estimate).
+# You need lab 1 (the roofline, FLOPs and bytes) and PyTorch tensors. Plan six hours, one more for the bonus (an estimate).
 # Parts 1 to 4 make a first evening, and end with a picture of all that you have built. The lab gives {points:regular}
 # points, and {points:bonus} bonus points.
 #
@@ -1363,9 +1363,9 @@ for name, mod in pictures.items():
 # `torch.compile(flex_attention, mode="max-autotune")`, which tries several tiles when it compiles.
 
 # %% [markdown]
-# # Part 8: Pages and ragged batches
+# # Part 8: Pages
 #
-# Three masks from serving, for bonus points. Each maps the kernel's index to the index that the mask is about.
+# Two masks from serving, for bonus points. Each maps the kernel's index to the index that the mask is about.
 
 # %% [markdown]
 # ### Bonus Question 8.1: Decode {points}
@@ -1439,36 +1439,9 @@ check_empty(your_empty)
 plot_pages()
 
 # %% [markdown]
-# ### Bonus Question 8.3: A ragged batch {points}
-#
-# Texts of different lengths, no padding at all. `ragged_attention(attend, texts)`: `texts` is a list of `(q, k, v)`,
-# each (H, S_i, D) with an S_i of its own. Put all texts end to end into one row of batch 1, call
-# `attend(q, k, v, mask_mod)` **once**, and return the list of results (H, S_i, D). Each text attends to itself alone,
-# causally. An empty text (S_i = 0) gives an empty result.
-#
-# {hint idea} Put end to end, the texts are packed documents, causal inside of each.
-# {hint plan} Count the sizes, number the tokens by text, join q, k and v along the tokens, add a batch dimension, call
-# once, take the batch dimension away, split by the sizes.
-# {hint line} A text of no tokens has a size, too: 0. It takes part in the list of sizes and in nothing else.
-
-# %% nbgrader={"grade_id": "bonus_8_3", "solution": true}
-def ragged_attention(attend, texts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """Causal attention of each text (H, S_i, D) in one call of attend; a list of (H, S_i, D)."""
-    ### BEGIN SOLUTION
-    sizes = [q.shape[1] for q, _, _ in texts]
-    text_of = torch.repeat_interleave(torch.arange(len(texts)), torch.tensor(sizes)).to(texts[0][0].device)
-
-    def mask_mod(b, h, q, k):
-        return (text_of[q] == text_of[k]) & (k <= q)
-
-    q, k, v = (torch.cat(parts, dim=1)[None] for parts in zip(*texts, strict=True))
-    return list(attend(q, k, v, mask_mod)[0].split(sizes, dim=1))
-    ### END SOLUTION
-### TESTS bonus_8_3_tests, 6 points: check_ragged_attention(ragged_attention)
-
-# %% [markdown]
-# The course's `attention` takes such a row in one line, `attention(q, k, v, causal=True, cu_seqlens=ends)`: `cu_seqlens` says where
-# each text begins, and where the last one ends.
+# A ragged batch, texts of different lengths without padding, is your packed documents of Question 2.2: put them end to end. The course's
+# `attention` takes such a row in one line, `attention(q, k, v, causal=True, cu_seqlens=ends)`: `cu_seqlens` says where each text
+# begins, and where the last one ends.
 
 # %% [markdown]
 # ## Save your results

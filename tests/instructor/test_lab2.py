@@ -31,7 +31,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 
 class TestLab(EveryLab):
-    points = (100, 18)
+    points = (100, 12)
     by_hand = BY_HAND
     wrong_answers, least_mistakes = WRONG_ANSWERS, 60
     least_figures, least_predictions = 4, 9
