@@ -1239,8 +1239,9 @@ def profile_steps(fn, trace_path: str) -> torch.profiler.profile:
 ### TESTS q4_1_tests, 3 points: check_profile_steps(profile_steps)
 
 # %% [markdown]
-# Profile a decode step, and look at it. The timeline below is drawn from the file that you exported: a colour for each family of
-# operators, and white where nothing runs. To walk through it, open [ui.perfetto.dev](https://ui.perfetto.dev) and drop `out/decode_trace.json` on it.
+# Profile a decode step, and look at it. The timeline below is drawn from the file that you exported: a row for each family of
+# operators, and gaps where nothing runs. To walk through it, open [ui.perfetto.dev](https://ui.perfetto.dev) and drop
+# `out/decode_trace.json` on it.
 #
 # **Before you run.** How many operators does one token need in one layer? 10, 100, 1000?
 
@@ -1347,8 +1348,6 @@ def kernels_per_step(fn) -> int:
 # %%
 guesses["operators in your gelu_by_hand"] = None
 guesses["speed-up of F.gelu"] = None
-from utils.machine.device import compile_support
-
 gelu_input = torch.randn(2**26 if on_gpu else 2**22, device=device, dtype=dtype)
 print(f"{gelu_input.numel():,} elements in {dtype_name}")
 ways = {"by hand": gelu_by_hand, "F.gelu": lambda t: F.gelu(t, approximate="tanh")}
@@ -1477,8 +1476,6 @@ def captured(step):
 guesses["gain of a graph, decode, batch 1"] = None
 guesses["gain of a graph, prefill of 8192 tokens, batch 1"] = None
 guesses["gain of a graph, prefill of 8192 tokens, batch 8"] = None
-from utils.machine.device import cuda_graph_support
-
 if cuda_graph_support():
     rows = []
     for phase, graph_batch, step in (
@@ -1618,14 +1615,11 @@ def longest_length(memory_bytes: int, batch: int, heads: int, dtype: torch.dtype
 # %%
 guesses["longest text in the budget"] = None  # tokens
 guesses["longest text in the whole memory"] = None
-flash_batch, flash_heads, flash_dim = (1, 16, 128) if on_gpu else (1, 4, 64)
 memory_budget, whole_memory = memory_of_this_machine()  # bytes: what the next cells may use, and all of it
 print(f"batch {flash_batch}, {flash_heads} heads of {flash_dim}, {dtype_name}, at most {memory_budget / 1e9:.1f} GB")
-
-# %%
 tokens = 1024 if on_gpu else 256
 while 3 * score_bytes(flash_batch, flash_heads, tokens, dtype) <= memory_budget:  # S, S / sqrt(D) and P
-    q, k, v = (torch.randn(flash_batch, flash_heads, tokens, flash_dim, device=device, dtype=dtype) for _ in range(3))
+    q, k, v = random_qkv(tokens)
     _, added_gb = benchmark_memory(standard_attention, q, k, v, n_warmup=1, n_repeat=1)  # above what was there
     one_mb = score_bytes(flash_batch, flash_heads, tokens, dtype) / 1e6
     print(f"{tokens:6} tokens: one score matrix {one_mb:9.1f} MB, the call needs {1e3 * added_gb:9.1f} MB", flush=True)
@@ -1781,7 +1775,7 @@ for tokens in (1024, 2048, 4096, 8192, 16384) if on_gpu else (256, 512, 1024, 20
         print(f"{tokens} tokens are left out: standard attention would need more than {memory_budget / 1e9:.1f} GB")
         break
     print(f"measuring {tokens} tokens ...", flush=True)
-    q, k, v = (torch.randn(flash_batch, flash_heads, tokens, flash_dim, device=device, dtype=dtype) for _ in range(3))
+    q, k, v = random_qkv(tokens)
     calls = {name: functools.partial(function, q, k, v) for name, function in versions.items()}
     times = median_times(calls) if on_gpu else median_times(calls, warmup=1, iterations=3)
     row = {"seq_len": tokens}
@@ -1818,7 +1812,7 @@ plot_flash_versions(flash_table, tuple(versions))
 # %%
 guesses["score matrices at once, standard attention"] = None
 tokens = 4096 if on_gpu else 1024
-q, k, v = (torch.randn(flash_batch, flash_heads, tokens, flash_dim, device=device, dtype=dtype) for _ in range(3))
+q, k, v = random_qkv(tokens)
 one_matrix_mb = score_bytes(flash_batch, flash_heads, tokens, dtype) / 1e6
 highest = plot_memory({name: functools.partial(function, q, k, v) for name, function in versions.items()}, one_matrix_mb)
 beside_guess("score matrices at once, standard attention", round(highest["standard"] / one_matrix_mb, 1))
@@ -1856,8 +1850,7 @@ your_limit = None  # your line: FLOPs/Byte that standard attention approaches fo
 check_limit(your_limit)
 measured = {}
 for name, function in versions.items():
-    first_512 = [torch.randn(flash_batch, flash_heads, 512, flash_dim, device=device, dtype=dtype) for _ in range(3)]
-    count = kernels_per_step(functools.partial(function, *first_512))
+    count = kernels_per_step(functools.partial(function, *random_qkv(512)))
     flops = 4 * flash_batch * flash_heads * longest_row["seq_len"] ** 2 * flash_dim
     # your loop writes its tiles of scores to memory, too: its intensity is that of standard attention
     intensity = attention_intensity(int(longest_row["seq_len"]), flash_dim, dtype, flash=name == "library")
@@ -2001,11 +1994,11 @@ guesses["your kernel: times faster than standard"] = None
 if kernels := compiled_file("flash_triton", "flash_kernel", "Bonus 5.6"):
     rows = []
     for tokens in (1024, 4096, 16384):
-        q, k, v = (torch.randn(flash_heads, tokens, flash_dim, device=device, dtype=dtype) for _ in range(3))
+        q, k, v = random_qkv(tokens)
         calls = {
-            "standard": functools.partial(standard_attention, q[None], k[None], v[None]),
-            "your kernel": functools.partial(kernels.flash, q, k, v),
-            "library": functools.partial(F.scaled_dot_product_attention, q[None], k[None], v[None]),
+            "standard": functools.partial(standard_attention, q, k, v),
+            "your kernel": functools.partial(kernels.flash, q[0], k[0], v[0]),
+            "library": functools.partial(F.scaled_dot_product_attention, q, k, v),
         }
         apart = (calls["your kernel"]().float() - calls["library"]()[0].float()).abs().max().item()
         assert apart < 0.05, f"at {tokens} tokens your kernel differs from the library by {apart}"

@@ -95,8 +95,6 @@ describe_machine()
 #
 # {counts}
 #
-# {hint idea} Attention is a softmax over the keys that a query sees. A key that is not seen must not take part in the
-# softmax at all, so something has to happen before it.
 # {hint plan} Scores first, then the mask, then the softmax, then the product with the values. Test each step on a mask of
 # 3 × 4 pairs that you can check by hand. A row of the mask without a single True comes last.
 # {hint line} What does the softmax make of a row in which every score is minus infinity? Print it once. Then decide what
@@ -125,8 +123,6 @@ def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
 #
 # {hint idea} All three numbers are counts. Count for one head of one sequence first, then ask which of the counts each
 # further head and sequence repeats.
-# {hint plan} Find the number of pairs, and how many of them stay. The pairs that go cost FLOPs for nothing. Every pair,
-# whether it stays or goes, has a number in the mask that the kernel reads.
 # {hint line} Two products, each with one multiply-add for each of the D numbers: and a multiply-add is how many FLOPs?
 # The dtype decides the bytes of the mask, and it is not bool.
 
@@ -245,7 +241,6 @@ plot_beside("mask_as_data", ["time over no mask"], title="Time under a mask, aga
 # One idea holds for every mask and score modifier of this lab: it is a program for **one pair**. It looks up a few numbers of
 # its query and its key and computes with them. It makes no tensor of pairs, and does not walk through the tokens.
 #
-# {hint idea} A mask function is one question about two numbers: may position q look at position k?
 # {hint plan} Write each rule as a sentence with *and* and *or* first, for example "the key is not later, and it is one of
 # the last w". Then replace the words by comparisons in parentheses and `&`, `|`.
 # {hint line} How many keys lie between the query and a key that is just outside of the window? Try a window of 1: which
@@ -292,8 +287,6 @@ def prefix_lm(prefix: int):
 #
 # {hint idea} Two tokens belong together if the same number stands at both places. So one mask needs two look-ups in the
 # same tensor.
-# {hint plan} `document_numbers`: begin with a tensor of padding, and write the number of each document over its tokens.
-# `packed_documents`: a condition for *same document*, one for *causal*, one for *no padding*.
 # {hint line} Padding tokens carry equal numbers, too. And the row of `numbers` depends on the sequence: which argument of
 # the mask says which sequence it is?
 
@@ -334,7 +327,6 @@ def packed_documents(numbers: torch.Tensor):
 #   not later than itself. (Such [attention sinks](https://arxiv.org/abs/2309.17453) take the weight that a query has to put
 #   somewhere.)
 #
-# {hint idea} A composed mask is a mask: a function of the same four arguments, which asks other masks.
 # {hint plan} Start with the first mask's answer and join the others to it one after the other. For the windows, one
 # number is looked up by head. For the sinks, say the rule as a sentence: it stays causal, and then one of two things has
 # to hold.
@@ -440,7 +432,6 @@ beside_guess("its share of empty blocks", max(empty.values()))
 # `(full, partial, empty)`. S and L need not be multiples of `block`. A block that sticks out over the edge is never full:
 # the pairs outside do not exist, so a kernel has to mask them. Count yourself, without `sparsity` and `create_block_mask`.
 #
-# {hint idea} A block is judged by how many of its pairs are visible: all that it could hold, none, or something between.
 # {hint plan} Bring the mask to a multiple of the block on both sides. Look at it as rows of blocks × rows in a block ×
 # columns of blocks × columns in a block, and count the visible pairs of each block.
 # {hint line} What do you fill the border with, so that a block which sticks out cannot be full?
@@ -466,7 +457,6 @@ def count_blocks(mask: torch.Tensor, block: int) -> tuple[int, int, int]:
 # - `document_blocks(length, span, block)`: the computed blocks for documents of `span` tokens, **not** causal, over `length`
 #   tokens. All three are powers of two, and `length` is the largest. Find the formula on paper.
 #
-# {hint idea} A kernel pays for blocks. Whether a computed block is full or partial makes no difference to its FLOPs.
 # {hint plan} FLOPs: pairs in a block, times the FLOPs of a pair, times the blocks that are computed, for each head of
 # each sequence. For the documents, draw 8 tokens with documents of 4 and blocks of 2, then documents of 2 and blocks of
 # 4.
@@ -527,9 +517,7 @@ if can_compile():
     calls = {name: prepare(q, k, v, mask_mod=mod, backend="flex", block_size=block) for name, mod in tried.items()}
     rows = []
     for mod in tried.values():
-        counts = ((length // block) ** 2, 0, 0)
-        if mod is not None:
-            counts = tuple(map(int, count_blocks(dense_mask(mod, length, length, device), block)))
+        counts = tuple(map(int, count_blocks(dense_mask(mod or everything, length, length, device), block)))
         rows.append((*counts, block_flops(counts, block, batch, heads, head_dim) / 1e9, promised_speedup(counts)))
     promise_table = time_ways(calls)
     promise_table[["full", "partial", "empty", "GFLOPs", "promised"]] = rows
@@ -625,8 +613,6 @@ def block_sparse_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bl
 #   $m_h$ for each head.
 # - `in_turn(*score_mods)`: applies the modifiers from left to right; each takes the score the one before returned.
 #
-# {hint idea} A score modifier takes one number and returns one number. The indices tell it which pair the number belongs
-# to.
 # {hint plan} Soft-cap: shrink, bend, stretch again. ALiBi: the penalty is a slope times a distance. `in_turn`: keep the
 # score in a variable and let each modifier replace it.
 # {hint line} Soft-cap must leave small scores nearly alone: put a score of 0.1 and a cap of 50 into yours. In ALiBi,
@@ -673,7 +659,6 @@ def in_turn(*score_mods):
 # $q - k = 1$ (the key before the query), column $R - 1$ that of $q - k = -1$. Distances beyond $\pm R$ take the column at that
 # end. The bias is added to the score, and the result keeps the dtype of the score.
 #
-# {hint idea} The bias is a look-up: the head chooses the row, the distance chooses the column.
 # {hint plan} Compute R from the shape of the table. Bring the distance between -R and R, shift it so that distance 0
 # lands on the middle column, look up, add.
 # {hint line} A tensor has no value for Python's `min` and `max` here. And a table in float32 widens a bf16 score: which
@@ -746,8 +731,6 @@ for name, low in lowest.items():
 # - `enable_gqa` is True when there are fewer key-value heads than query heads.
 #
 # {hint idea} What is the same for every call belongs outside of `attend`; what depends on q, k and v belongs inside.
-# {hint plan} Build the block mask (or none) first. Then define `attend`, which hands everything on to `attention`, and
-# return it.
 # {hint line} Which argument tells FlexAttention that there are fewer key heads than query heads? And B and H of a block
 # mask that is the same for all sequences and heads?
 
@@ -1042,7 +1025,6 @@ plot_cliff()
 # - **The next length needs no new kernel.** A Python number that a mask captures is a constant of the kernel, a tensor is an
 #   argument.
 #
-# {hint idea} Pad to a size that the compiler has seen, hide the padding, cut it off again.
 # {hint plan} Of the buckets that are large enough take the smallest, and raise an error if there is none. Pad the token
 # dimension of q, k and v. The mask asks one thing of a key: is it real?
 # {hint line} What does your mask capture: a Python number, or a tensor with one number in it? The first is a constant of
@@ -1094,12 +1076,7 @@ if can_compile():
     with torch._dynamo.config.patch(recompile_limit=3, fail_on_recompile_limit_hit=True):
         for tokens in texts:
             q, k, v = random_qkv(tokens)
-            try:
-                got = bucketed_attention(attend_padded, q, k, v, buckets)
-            except torch._dynamo.exc.FailOnRecompileLimitHit:
-                raise RuntimeError(
-                    "your mask made a new kernel for a new length: capture a tensor, not a number (6.1)"
-                ) from None
+            got = bucketed_attention(attend_padded, q, k, v, buckets)
             error = (got.float() - F.scaled_dot_product_attention(q, k, v).float()).abs().max().item()
             assert error < tolerance, f"{tokens} tokens: differs from SDPA by {error}"
     padded = sum(min(bucket for bucket in buckets if bucket >= n) for n in texts)
@@ -1278,12 +1255,9 @@ if can_compile():
     error = (ways["your layout"]()[:, :, back].float() - ways["order of arrival"]().float()).abs().max().item()
     assert error < tolerance, f"the two layouts differ by {error}"
     layout_table = time_ways(ways)
-    blocks = [0, 0, 0]
-    for i, mod in enumerate((everything, as_they_arrive, mine)):
-        full, partial, _ = map(int, count_blocks(dense_mask(mod, length, length, device), 128))
-        blocks[i] = full + partial
-    layout_table["blocks"] = blocks
-    layout_table["promised"] = blocks[0] / layout_table["blocks"]
+    counts = [count_blocks(dense_mask(mod, length, length, device), 128) for mod in (everything, as_they_arrive, mine)]
+    layout_table["blocks"] = [int(full) + int(partial) for full, partial, _ in counts]
+    layout_table["promised"] = layout_table["blocks"][0] / layout_table["blocks"]
     layout_table["measured"] = layout_table["ms"][0] / layout_table["ms"]
     keep("layout", layout_table)
     beside_guess("promise of your layout", float(layout_table["promised"][2]))
@@ -1377,7 +1351,6 @@ for name, mod in pictures.items():
 # integer tensor (B,), captured as a tensor, so that the next token needs no new kernel.
 #
 # {hint idea} The query's index says where it lies in the tensor; the mask wants to know where it stands in the text.
-# {hint plan} Return a function of the same four arguments that asks the given mask about another query position.
 # {hint line} Every sequence has a position of its own: which argument chooses it? Only one of the two indices moves.
 
 # %% nbgrader={"grade_id": "bonus_8_1", "solution": true}
@@ -1404,7 +1377,6 @@ def at_positions(mask_mod, positions: torch.Tensor):
 # of sequence `b` sees the key at place $k$ if the page belongs to `b`, and `mask_mod` lets $q$ see the position that lies
 # there. Free pages are seen by nobody.
 #
-# {hint idea} Translate the place in the pool into a position of a sequence, then ask the mask about that position.
 # {hint plan} From a place get the page, and the place inside of the page. The page's number tells which positions lie in
 # it. Two conditions: the page is mine, and the mask allows the position.
 # {hint line} Test with a free page whose old number is still there, and with the second token of a page.

@@ -50,6 +50,8 @@ from utils.labs.session import guesses as guesses
 from utils.labs.session import keep as keep
 from utils.labs.session import results as results
 from utils.labs.session import small_task
+from utils.machine.device import compile_support as compile_support
+from utils.machine.device import cuda_graph_support as cuda_graph_support
 from utils.visualization import series, style_axes
 
 device = default_device()
@@ -57,12 +59,18 @@ on_gpu = device.type == "cuda"
 dtype = torch.bfloat16 if on_gpu else torch.float32  # the dtype of every benchmark of this lab
 dtype_name = "bf16" if on_gpu else "fp32"
 config = GEMMA_CONFIG
+flash_batch, flash_heads, flash_dim = (1, 16, 128) if on_gpu else (1, 4, 64)  # of Part 5
 RECORDED = ROOT / "assets/results/h200/lab1.json"  # this lab's tables from an H200
 # Medians of interleaved calls, as a caller of the functions waits for them: launches included.
 TIMES = {"warmup": 5, "iterations": 30} if on_gpu else {"warmup": 2, "iterations": 7}
 show_recorded = functools.partial(session.show_recorded, "lab1")
 plot_beside = functools.partial(session.plot_beside, "lab1")
 save_results = functools.partial(session.save, "lab1")
+
+
+def random_qkv(tokens: int) -> list[torch.Tensor]:
+    """Three tensors (flash_batch, flash_heads, tokens, flash_dim) of normal values, for Part 5."""
+    return [torch.randn(flash_batch, flash_heads, tokens, flash_dim, device=device, dtype=dtype) for _ in range(3)]
 
 
 def synchronize() -> None:
@@ -98,12 +106,10 @@ def first_try(time_work: Callable) -> None:
     took = time_work(QueueingDevice())
     if took < 49:
         print(
-            f"… {took:.3f} ms for 50 ms of work: the clock stopped when the call returned. Let it wait for the device, and run the cell again."
+            f"… {took:.3f} ms for 50 ms of work: the clock stopped when the call returned. Add the line, and run again."
         )
     else:
-        print(
-            f"✓ {took:.1f} ms: you timed the work, and not the queue. Every measurement of this lab rests on that line."
-        )
+        print(f"✓ {took:.1f} ms: you timed the work, and not the queue. Every measurement here rests on that line.")
 
 
 def on_the_ridge(intensity: float, ridge: float) -> None:
@@ -198,15 +204,11 @@ def report_measured(name: str, measured: Mapping[str, tuple[float, float]]) -> N
         return point[1] / this_roof().attainable_tflops(point[0], dtype_name)
 
     if this_roof().origin == "measured" and max(map(share, measured.values())) > 1.1:
-        print(
-            "A point stands above its roof. Was the machine busy when the roofs were measured? Measuring them again ..."
-        )
+        print("A point stands above its roof. Was the machine busy when they were measured? Measuring them again ...")
         machine_roofs(refresh=True)  # which keeps the higher ones
         this_roof.cache_clear()
         if max(map(share, measured.values())) > 1.1:
-            print(
-                "A point is still above its roof. Is the machine busy? If not, which assumption of the model fails for it?"
-            )
+            print("A point is still above its roof. Is the machine busy? If not, which assumption fails for it?")
     results[name] = []
     for operation, (intensity, speed) in measured.items():
         part = share((intensity, speed))
@@ -425,33 +427,19 @@ def plot_last_step(trace: str) -> None:
     """Draw the last step of a trace, a row for each family of operators, with the share of the step that it takes."""
     events = read_trace(trace)
     step = [event for event in events if event.name.startswith("ProfilerStep#")][-1]
-    inside = [
-        e
-        for e in events
-        if step.start_us <= e.start_us < step.end_us and e.category in ("kernel", "cpu_op", "gpu_memcpy")
-    ]
-    kernels = [event for event in inside if event.category != "cpu_op"] or inside
+    inside = [event for event in events if step.start_us <= event.start_us < step.end_us]
+    kernels = [event for event in inside if event.category in ("kernel", "gpu_memcpy")]
+    kernels = kernels or [event for event in inside if event.category == "cpu_op"]
     kernels.sort(key=lambda event: (event.start_us, -event.duration_us))
-    bars = [
-        {
-            "name": "",
-            "category": "user_annotation",
-            "start_us": 0.0,
-            "duration_us": step.duration_us,
-            "lane": "the step",
-        }
-    ]
-    until = 0.0
+    bars, until = [], 0.0
     for event, following in zip(kernels, [*kernels[1:], None], strict=True):
         end = event.start_us + event.duration_us
         calls_others = following is not None and following.start_us < end
         # A product is its outermost operator, with what it calls; a conversion or a view is what it calls.
         if event.start_us < until or (calls_others and event.family in ("memory", "other")):
             continue
-        until, lane = end, {"category": event.family, "lane": event.family}
-        bars.append(
-            {"name": event.name, "start_us": event.start_us - step.start_us, "duration_us": event.duration_us} | lane
-        )
+        until, named = end, {"name": event.name, "category": event.family, "lane": event.family}
+        bars.append({**named, "start_us": event.start_us, "duration_us": event.duration_us})
     plot_timeline(bars, title="One decode step by families of operators")
     plt.show()
 
@@ -469,6 +457,7 @@ def plot_graphs(table: pd.DataFrame) -> None:
     names = [f"{line['phase']} tokens, batch {line['batch']}" for line in table.to_dict("records")]
     ax.set(xscale="log", yticks=range(len(table)), yticklabels=names, ylim=(len(table) - 0.5, -0.5))
     ax.margins(x=0.15)
+    ax.xaxis.set_major_formatter("{x:g}")
     ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     style_axes(ax, x="ms (log scale)", title="One layer, launched kernel by kernel and as a graph")
     plt.show()

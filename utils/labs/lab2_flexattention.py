@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -240,9 +240,8 @@ def _readable(name: str) -> str:
 
 def _here_and_recorded(name: str) -> dict[str, pd.DataFrame]:
     """Return this run's table of that name, if there is one, and without a GPU the one that was recorded on an H200."""
-    tables = {"this machine": pd.DataFrame(results.get(name, []))}
-    if not on_gpu:
-        tables["an H200, recorded"] = recorded_table(H200 / "lab2.json", name)
+    recorded = None if on_gpu else recorded_table(H200 / "lab2.json", name)
+    tables = {"this machine": pd.DataFrame(results.get(name, [])), "an H200, recorded": recorded}
     return {place: table for place, table in tables.items() if table is not None and len(table)}
 
 
