@@ -823,7 +823,7 @@ print(f"{'layer_types':22} {' '.join(kind.removesuffix('_attention') for kind in
 # $w$ to the last $w$ of these only.
 #
 # 1. `attended_pairs`: the (query, key) pairs of one head of one sequence. `window=None` means no window.
-# 2. `attention_macs_flops_bytes`: the cost of the five operators in the picture. MACs and FLOPs count the matrix products.
+# 2. `attention_macs_flops_bytes`: the cost of the five operators in the picture.
 #
 # {hint plan} Go through the picture operator by operator and write down the elements that each reads and writes; add
 # them, times the bytes of one. For the MACs: tokens times the elements of each weight, and for attention two times $D$
@@ -1413,7 +1413,7 @@ if compiler:
 # A launch takes the CPU `launch_us` ($t_\text{launch}$), a kernel takes the GPU `kernel_us` ($t_\text{kernel}$). For `n` equal kernels:
 #
 # - **Eager.** Launch $i$ ends at $i \cdot t_\text{launch}$, for $i = 1 \dots n$. A kernel starts as soon as it is launched **and** its
-#   predecessor is done. Draw it for $t_\text{launch} > t_\text{kernel}$ and for the opposite.
+#   predecessor is done.
 # - **CUDA graph.** One launch of `launch_us`, then all `n` kernels run back to back.
 #
 # Both functions return the time in µs from the first launch's start to the last kernel's end.

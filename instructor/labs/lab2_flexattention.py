@@ -1089,9 +1089,9 @@ if can_compile():
 # ### Question 6.2: Explain the cliff {points}
 #
 # With numbers from your run:
-# 1. By what factor did the speed fall at the limit, and what ran from there on? Why does no test of correctness notice?
-# 2. A benchmark plots the speed of compiled FlexAttention at ten lengths. Eight points are right. Name two ways to make the last
-#    two right as well, or to stop the benchmark.
+# 1. By what factor did the speed fall at the limit, and what ran from there on? Why does no correctness test notice?
+# 2. A benchmark plots the speed of compiled FlexAttention at ten lengths. Eight points are right. Name two ways to mend the last
+#    two, or to stop the benchmark.
 # 3. Twice as many buckets: what gets better, what worse?
 # 4. `sliding_window(window)` captures a Python number. When is that right, and when should it be a tensor?
 #
