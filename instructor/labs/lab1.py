@@ -166,13 +166,11 @@ def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 #
 # <details><summary>To read on</summary>
 #
-# S. Williams, A. Waterman, D. Patterson, *Roofline: an insightful visual performance model* (CACM 2009);
 # N. Shazeer, [*Fast transformer decoding*](https://arxiv.org/abs/1911.02150) (2019), on decode and memory;
-# M. Milakov, N. Gimelshein, [*Online normalizer calculation for softmax*](https://arxiv.org/abs/1805.02867) (2018);
 # T. Dao and others, [*FlashAttention*](https://arxiv.org/abs/2205.14135) (2022);
 # J. Austin and others, [*How to scale your model*](https://jax-ml.github.io/scaling-book/) (2025), on rooflines at scale;
-# NVIDIA's [CUDA C++ programming guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/), on kernels, streams and
-# graphs; [Triton's tutorials](https://triton-lang.org/main/getting-started/tutorials/).
+# NVIDIA's [CUDA C++ programming guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/);
+# [Triton's tutorials](https://triton-lang.org/main/getting-started/tutorials/).
 # </details>
 
 # %% [markdown]
@@ -1607,25 +1605,16 @@ def longest_length(memory_bytes: int, batch: int, heads: int, dtype: torch.dtype
 ### TESTS q5_1_memory_tests, 2 points: check_attention_memory(score_bytes, longest_length)
 
 # %% [markdown]
-# Double the length until the *prediction* says stop. Never let the machine say it: on a GPU that is an out-of-memory
-# error, on a laptop it is a frozen screen. The next cells may use 1 GB (on a GPU, 40% of what is free).
+# Let the *prediction* say where a machine ends. Never let the machine say it: on a GPU that is an out-of-memory error, on a laptop
+# it is a frozen screen. The cells below may use 1 GB (on a GPU, 40% of what is free).
 #
 # **Before you run.** At which length does that budget end, and at which the whole memory of your machine?
 
 # %%
 guesses["longest text in the budget"] = None  # tokens
 guesses["longest text in the whole memory"] = None
-memory_budget, whole_memory = memory_of_this_machine()  # bytes: what the next cells may use, and all of it
+memory_budget, whole_memory = memory_of_this_machine()  # bytes: what the cells below may use, and all of it
 print(f"batch {flash_batch}, {flash_heads} heads of {flash_dim}, {dtype_name}, at most {memory_budget / 1e9:.1f} GB")
-tokens = 1024 if on_gpu else 256
-while 3 * score_bytes(flash_batch, flash_heads, tokens, dtype) <= memory_budget:  # S, S / sqrt(D) and P
-    q, k, v = random_qkv(tokens)
-    _, added_gb = benchmark_memory(standard_attention, q, k, v, n_warmup=1, n_repeat=1)  # above what was there
-    one_mb = score_bytes(flash_batch, flash_heads, tokens, dtype) / 1e6
-    print(f"{tokens:6} tokens: one score matrix {one_mb:9.1f} MB, the call needs {1e3 * added_gb:9.1f} MB", flush=True)
-    tokens *= 2
-one_gb = score_bytes(flash_batch, flash_heads, tokens, dtype) / 1e9
-print(f"{tokens:6} tokens: over the budget, one score matrix alone would take {one_gb:.2f} GB")
 for gigabytes in (8, 80, 141):
     longest = longest_length(int(gigabytes * 1e9), flash_batch, flash_heads, dtype)
     print(f"a memory of {gigabytes:3} GB ends at {longest:,} tokens")

@@ -41,13 +41,9 @@
 # <details>
 # <summary>How to work, and what to read</summary>
 #
-# Run all cells in order; a cell that needs an earlier answer says which one. Write code where it says `# YOUR CODE HERE`,
-# delete the line `raise NotImplementedError()`, and run the check below. Solve each question the ordinary way and you will
-# never meet a rule; what a check counts stands folded below its question, and so do hints. Leave inputs as
-# they are: `x *= 2` would change the caller's tensor.
-#
-# Where it says *Before you run*, write your guess into the line `guesses[...] = None`. What comes out is printed beside it,
-# and the score between you and the machine is kept. Folded cells are experiments: run them, open them if you are curious.
+# Everything goes as in lab 1: run the cells in order, answer where it says `# YOUR CODE HERE`, write a guess where it says *Before
+# you run*. What a check counts is folded below its question, and so are hints. Folded cells are experiments: run them, open them if
+# you are curious.
 #
 # The lab runs with and without a GPU, at sizes made for each. On a GPU, FlexAttention generates Triton, on a CPU C++, and
 # the same masks skip the same blocks.
