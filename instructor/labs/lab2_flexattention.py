@@ -1327,10 +1327,12 @@ for name, mod in pictures.items():
     print(f"{name:12}  {counts[0] + counts[1]:5} of {sum(counts)} blocks are computed, promise {promised_speedup(counts):.1f}")
 
 # %% [markdown]
-# Less than half of the blocks are left. The same call takes more: fewer heads of keys and values (`enable_gqa=True`), which saves
-# memory, and time where reading them is the limit; the log-sum-exp $L$ of each row (`return_lse=True` in the course's
-# `attention`), with which a *sink*, a logit $z$ without a value, is a factor on the output, $O \cdot \sigma(L - z)$; and on a GPU
-# `torch.compile(flex_attention, mode="max-autotune")`, which tries several tiles when it compiles.
+# Less than half of the blocks are left. The same call takes more:
+#
+# - `enable_gqa=True`: fewer heads of keys and values. It saves memory, and time where reading them is the limit.
+# - `return_lse=True`, in the course's `attention`: the log-sum-exp $L$ of each row as well. With it a *sink*, one more logit $z$
+#   without a value, is a factor on the output: $O \cdot \sigma(L - z)$.
+# - On a GPU, `torch.compile(flex_attention, mode="max-autotune")` tries several tiles when it compiles.
 
 # %% [markdown]
 # # Part 8: Pages
@@ -1407,9 +1409,9 @@ check_empty(your_empty)
 plot_pages()
 
 # %% [markdown]
-# A ragged batch, texts of different lengths without padding, is your packed documents of Question 2.2: put them end to end. The course's
-# `attention` takes such a row in one line, `attention(q, k, v, causal=True, cu_seqlens=ends)`: `cu_seqlens` says where each text
-# begins, and where the last one ends.
+# Texts of different lengths without any padding, a *ragged batch*, are the packed documents of Question 2.2: put them end to end.
+# The course's `attention` takes such a row in one line, `attention(q, k, v, causal=True, cu_seqlens=ends)`, where `cu_seqlens` says
+# at which token each text begins, and where the last one ends.
 
 # %% [markdown]
 # ## Save your results
