@@ -143,8 +143,8 @@ def expect_times(time_calls, work_ms: list[float], older_ms: float = 0.0) -> Non
         raise AssertionError(
             f"time_calls should return a list of {len(work_ms)} times, one a call, and returned {times!r}."
         )
-    if (calls := device.log.count("call")) != len(work_ms):
-        raise AssertionError(f"fn should be called n_calls = {len(work_ms)} times, and was called {calls} times.")
+    if (called := device.log.count("call")) != len(work_ms):
+        raise AssertionError(f"fn should be called n_calls = {len(work_ms)} times, and was called {called} times.")
     if device.log[0] != "wait":
         raise AssertionError("wait for the device before the clock starts: older work is billed to the first call.")
     if any(b != "wait" for a, b in zip(device.log, [*device.log[1:], ""], strict=True) if a == "call"):
@@ -153,10 +153,11 @@ def expect_times(time_calls, work_ms: list[float], older_ms: float = 0.0) -> Non
     # does not change the verdict.
     begins, ends = [device.ready or begin, *device.waited], [*device.launched[1:], end]
     most_ms = [(stop - start) * 1e3 * 1.01 + 1 for start, stop in zip(begins, ends, strict=False)]
-    for i, (got, work, most) in enumerate(zip([float(t) for t in times], work_ms, most_ms, strict=True)):
+    calls = list(zip([float(t) for t in times], work_ms, most_ms, strict=True))
+    for i, (got, work, most) in enumerate(calls):
         if got < 0.99 * work:
             hint = "Is the clock stopped after the wait, and is each call timed on its own?"
-            if 0.99 * work <= got * 1e3 <= most:
+            if all(0.99 * work <= got * 1e3 <= most for got, work, most in calls):
                 hint = "It looks like seconds: the answer should be in ms."
             raise AssertionError(f"call {i} took the device {work:.1f} ms, and time_calls says {got:.4g} ms. {hint}")
         if not got <= most:
