@@ -7,7 +7,6 @@ import json
 import math
 import os
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -41,6 +40,7 @@ from utils import (
 from utils.benchmark.measuring import measure_together
 from utils.checking import require_answer as require_answer
 from utils.checking.labs.lab1 import *  # noqa: F403
+from utils.checking.labs.lab1.gemm import Queue
 from utils.checking.verdicts import raises_not_implemented
 from utils.files import ROOT, recorded_table
 from utils.files import output_path as output_path
@@ -79,21 +79,6 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-class QueueingDevice:
-    """A pretend GPU: accepts work at once, finishes it later."""
-
-    def __init__(self):
-        self.busy_until = time.perf_counter()
-
-    def launch(self, work_ms: float) -> None:
-        """Queue work_ms milliseconds of work and return immediately."""
-        self.busy_until = max(self.busy_until, time.perf_counter()) + work_ms / 1e3
-
-    def synchronize(self) -> None:
-        """Wait until the queue is empty."""
-        time.sleep(max(0.0, self.busy_until - time.perf_counter()))
-
-
 def show_machine() -> None:
     """Print what machine this is, and which sizes the lab uses on it."""
     name = torch.cuda.get_device_name() if on_gpu else "CPU"
@@ -103,7 +88,7 @@ def show_machine() -> None:
 
 def first_try(time_work: Callable) -> None:
     """Call the student's first function on a pretend device, and say what it timed."""
-    took = time_work(QueueingDevice())
+    took = time_work(Queue())
     if took < 49:
         print(
             f"… {took:.3f} ms for 50 ms of work: the clock stopped when the call returned. Add the line, and run again."

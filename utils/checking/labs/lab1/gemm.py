@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -106,21 +107,21 @@ def check_gemm_tiled(gemm_tiled):
 class Queue:
     """A device that accepts work at once and finishes it later; it logs the calls and the waits, with their times."""
 
-    def __init__(self, work_ms: list[float], older_ms: float = 0.0):
+    def __init__(self, work_ms: Sequence[float] = (), older_ms: float = 0.0):
         self.work_ms, self.busy_until = list(work_ms), time.perf_counter() + older_ms / 1e3
         self.log: list[str] = []
         self.launched: list[float] = []  # seconds: when each call came
         self.waited: list[float] = []  # seconds: when the first wait after each call was over
         self.ready: float | None = None  # seconds: when the first wait of all was over
 
-    def launch(self) -> None:
-        """Take the next work, and return."""
+    def launch(self, work_ms: float = 0.0) -> None:
+        """Take the next work, or this one if there is no next, and return."""
         now = time.perf_counter()
         if len(self.log) > 1000:
             raise AssertionError("fn was called over and over: call it n_calls times.")
         self.log.append("call")
         self.launched.append(now)
-        work = self.work_ms.pop(0) if self.work_ms else 0.0
+        work = self.work_ms.pop(0) if self.work_ms else work_ms
         self.busy_until = max(self.busy_until, now) + work / 1e3
 
     def synchronize(self) -> None:
