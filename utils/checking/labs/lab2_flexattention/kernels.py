@@ -123,19 +123,16 @@ def check_prepare_flex(prepare_flex):
     assert isinstance(block_mask, BlockMask), (
         "attend calls attention without a block_mask: every block would be computed"
     )
-    assert tuple(block_mask.BLOCK_SIZE) == (16, 16), (
-        f"block_size is 16, and the block mask has blocks of {block_mask.BLOCK_SIZE}"
-    )
-    assert tuple(block_mask.kv_num_blocks.shape) == (1, 1, 3), (
-        f"the block mask has tables for {tuple(block_mask.kv_num_blocks.shape[:2])} (sequences, heads); one, shared by all: "
-        "B=None, H=None"
-    )
-    seen = block_mask.kv_num_blocks + block_mask.full_kv_num_blocks
-    assert seen.flatten().tolist() == [1, 2, 3], (
-        f"rows of blocks see {seen.flatten().tolist()} blocks, and should see [1, 2, 3]"
-    )
-    assert given.get("score_mod") is bias, "attend calls attention without the score_mod"
-    assert given.get("enable_gqa"), "4 query heads over 2 key-value heads: pass enable_gqa=True"
+    size, tables = tuple(block_mask.BLOCK_SIZE), tuple(block_mask.kv_num_blocks.shape[:2])
+    seen = (block_mask.kv_num_blocks + block_mask.full_kv_num_blocks).flatten().tolist()
+    for holds, otherwise in (
+        (size == (16, 16), f"block_size is 16, and the block mask has blocks of {size}"),
+        (tables == (1, 1), f"the block mask has tables for {tables} (sequences, heads); one for all: B=None, H=None"),
+        (seen == [1, 2, 3], f"rows of blocks see {seen} blocks, and should see [1, 2, 3]"),
+        (given.get("score_mod") is bias, "attend calls attention without the score_mod"),
+        (given.get("enable_gqa"), "4 query heads over 2 key-value heads: pass enable_gqa=True"),
+    ):
+        assert holds, otherwise
     try:
         attend = prepare_flex(attention, None, None, 48, cpu)
     except TypeError:
