@@ -256,10 +256,11 @@ def plot_cliff(limit: int = 2) -> None:
         for i, (name, rows) in enumerate(table.groupby("setting", sort=False)):
             ax.plot(rows["tokens"], rows[unit], **series(i).line, label=name)
         ax.axvspan(lengths[limit] - length // 64, lengths[-1] + length // 64, color=series(1).color, alpha=0.15)
-        ax.text(lengths[limit], ax.get_ylim()[1] * 0.08, "dynamic=False: past the limit, eager", fontsize=9)
         ax.set_ylim(0)
+        ax.text(lengths[limit], ax.get_ylim()[1] * 0.45, "past the limit", fontsize=9)
+        if ax is axes[0][-1]:
+            ax.legend(bbox_to_anchor=(1.0, 1.0), loc="upper left")
         style_axes(ax, x="tokens", y=unit, title=place)
-    axes[0][-1].legend(bbox_to_anchor=(1.0, 1.0), loc="upper left")
     plt.show()
 
 
@@ -268,7 +269,7 @@ def plot_sweep() -> None:
     for place, table in _here_and_recorded("sweep").items():
         drawn = table.rename(columns={"block": "block_size", "span": "doc_span", "measured": "speedup"})
         rows = drawn.assign(ideal=drawn["blocks promise"]).to_dict("records")
-        plot_sparsity_sweep(rows, title=f"times as fast as everything in these blocks: {place}")
+        plot_sparsity_sweep(rows, title=f"times as fast: {place}")
         plt.show()
 
 
