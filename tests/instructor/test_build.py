@@ -227,6 +227,8 @@ def test_hints_are_folded(lab_file):
     assert folded.count("<details>") == folded.count("</details>") == 3
     assert "<summary>Hint 2: the plan</summary>\n\nAdd it\nto itself.\n\n</details>" in folded
     assert "{hint" not in built.student
+    fewer = build_lab(lab_file(HEADING, as_prose(HINTS[HINTS.index("{hint plan}") :]), ANSWER, TESTS))
+    assert fewer.hints == {"1.1": ["plan", "line"]} and "<summary>Hint 1: the plan</summary>" in fewer.student
 
 
 @pytest.mark.parametrize(
