@@ -30,6 +30,7 @@
 
 # %% nbgrader={"grade_id": "setup", "locked": true}
 import functools
+import itertools
 import math
 import time
 from pathlib import Path
@@ -75,7 +76,6 @@ first_try(time_work)
 #
 # {counts}
 #
-# {hint idea} One element of $C$ is a sum over $k$. Two loops choose the element, the third one runs over its sum.
 # {hint plan} Allocate $C$ with the shape (M, N). For each row and each column: start a sum, run over $k$, take one number
 # of $A$ and one of $B$, multiply, add; after the inner loop, write the sum to its place.
 # {hint line} Where does the sum start anew? And which of the four shapes in `a.shape` and `b.shape` does each loop need,
@@ -107,14 +107,14 @@ def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 # - **Run the cells in order.** After a restart of the notebook, a cell says which earlier one it needs.
 # - **Predict first.** Where it says *Before you run*, write your guess into the line `guesses[...] = None`. What was measured
 #   is printed beside it, with the score: you against the machine. A wrong guess teaches more than a right table.
-# - **Solve it the ordinary way, and you will never meet a rule.** What a check counts is folded below its question, and three
-#   hints below that: the idea, the plan, and the line that people miss.
+# - **Solve it the ordinary way, and you will never meet a rule.** What a check counts is folded below its question, and hints
+#   below that.
 #
 # The lab has two halves, a weekend each: Parts 1 to 3 count and predict, Parts 4 and 5 make things fast. About five hours a
-# half, and two more for its bonus questions. On a GPU it uses real sizes and 16-bit numbers, on a CPU small sizes and 32-bit
+# half, and one more for its bonus questions. On a GPU it uses real sizes and 16-bit numbers, on a CPU small sizes and 32-bit
 # numbers; what an H200 did is drawn beside your own.
 #
-# <details><summary>What you will be able to do, the parts, and the points</summary>
+# <details><summary>What you will be able to do, and the points</summary>
 #
 # **After this lab you can**
 # 1. measure latency, and compute MACs, FLOPs and I/O of matrix products;
@@ -122,14 +122,6 @@ def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 # 3. profile code with the PyTorch profiler and read a timeline;
 # 4. remove launch overhead with kernel fusion, `torch.compile`, and a CUDA graph that you capture yourself;
 # 5. explain why flash attention is fast and small.
-#
-# | Part | You will |
-# |---|---|
-# | 1. Fundamental metrics | write GEMM twice, time it honestly, count its work, and write it once more in Triton |
-# | 2. The roofline model | predict the speed of GEMM and GEMV, then measure it on this machine |
-# | 3. A Gemma-3 decoder layer | count attention and MLP, compare prefill with decode, build a KV-cache loop |
-# | 4. Profiling and kernel fusion | look at a timeline, fuse a GELU, compile it, capture it in a graph |
-# | 5. Flash attention | see where standard attention runs out of memory, then write online softmax and attention without the score matrix |
 #
 # The lab gives {points:regular} points, and {points:bonus} bonus points.
 #
@@ -160,23 +152,13 @@ def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 # is the main memory: 4.8 TB/s, which is fast, and still the narrowest pipe of all. A kernel reads its inputs from HBM and
 # writes its result there. What the next kernel needs makes that trip again.
 #
-# <details><summary>More words, and where they matter</summary>
+# <details><summary>More words</summary>
 #
 # When there are more blocks than fit at once, the others wait; one filling of the GPU is a **wave**. A block has up to 1024
 # **threads**, and 32 threads that always take the same step together are a **warp**. While one warp waits for memory, the SM
 # runs another. How many warps live on an SM, out of the 64 that could, is its **occupancy**. **Registers** belong to a thread.
 # Of an SM's 256 KB of memory, up to 228 KB are shared memory and the rest is its L1 cache. The L2 cache has 60 MB.
-#
-# | word | meaning | where it matters |
-# |---|---|---|
-# | launch | the CPU's work to start one kernel: some microseconds, whatever the kernel does | 1.3, 4.4 |
-# | synchronize | wait on the CPU until the GPU has finished its queue | 1.3, 4.1 |
-# | tile | the piece of a matrix that one thread block works on | 1.2, 1.5, 1.6 |
-# | arithmetic intensity | FLOPs for each byte moved to or from HBM | Part 2 |
-# | memory-, compute-, launch-bound | what a kernel waits for | Parts 2 to 4 |
-# | fusion | several operators in one kernel, without the trips to HBM in between | Parts 4, 5 |
-# | prefill, decode | reading a prompt, all tokens at once; writing a reply, one token at a time | Part 3 |
-# | KV cache | the keys and values of earlier tokens, kept for the later ones | 3.4 |
+# [The glossary](docs/glossary.md) has all words of the labs, each with its formula.
 #
 # A CPU has the same levels with other names: cores for SMs, vector units for tensor cores, L1, L2 and L3 caches, DRAM for
 # HBM. It has no launches: an operator is a function call.
@@ -184,13 +166,11 @@ def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 #
 # <details><summary>To read on</summary>
 #
-# S. Williams, A. Waterman, D. Patterson, *Roofline: an insightful visual performance model* (CACM 2009);
 # N. Shazeer, [*Fast transformer decoding*](https://arxiv.org/abs/1911.02150) (2019), on decode and memory;
-# M. Milakov, N. Gimelshein, [*Online normalizer calculation for softmax*](https://arxiv.org/abs/1805.02867) (2018);
 # T. Dao and others, [*FlashAttention*](https://arxiv.org/abs/2205.14135) (2022);
 # J. Austin and others, [*How to scale your model*](https://jax-ml.github.io/scaling-book/) (2025), on rooflines at scale;
-# NVIDIA's [CUDA C++ programming guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/), on kernels, streams and
-# graphs; [Triton's tutorials](https://triton-lang.org/main/getting-started/tutorials/).
+# NVIDIA's [CUDA C++ programming guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/);
+# [Triton's tutorials](https://triton-lang.org/main/getting-started/tutorials/).
 # </details>
 
 # %% [markdown]
@@ -278,7 +258,6 @@ def gemm_tiled(
 # they are done.
 # {hint plan} For each call: wait, read the clock, call, wait, read the clock, keep the difference in ms. One list entry
 # for each call.
-# {hint line} A wait comes before and after each call, not one for all; and `time.perf_counter()` counts seconds.
 
 # %% nbgrader={"grade_id": "q1_3", "solution": true}
 def time_calls(fn, n_calls: int, synchronize) -> list[float]:
@@ -364,7 +343,6 @@ plot_calls(times_ms, without_wait_ms, harness_ms, f"The same layer, n = {n}, 200
 #
 # GEMV is $y = Ax$ with $A$ of shape $(M, K)$ and $x$ of length $K$. Both functions return `(macs, flops, bytes)`.
 #
-# {hint idea} Each element of $C$ needs $K$ multiply-accumulates. Each of the three matrices travels once.
 # {hint plan} Count the elements of $C$, times $K$. Count the elements of all three matrices, times the bytes of one. GEMV
 # is the same with $N = 1$.
 # {hint line} The result is written, and that is traffic as well.
@@ -395,31 +373,21 @@ def gemv_macs_flops_bytes(m: int, k: int, dtype: torch.dtype) -> tuple[int, int,
 guesses["GFLOP/s of gemm_naive"] = None
 guesses["GFLOP/s of gemm_tiled"] = None
 guesses["GFLOP/s of torch.matmul"] = None
-naive_size = 24
-sizes = [256, 512, 1024] if on_gpu else [64, 128, 256, 512]
-print(f"naive at {naive_size}, tiled and torch.matmul at {sizes}, {dtype}")
-
-a = torch.randn(naive_size, naive_size, device=device, dtype=dtype)
-naive_ms = median_times({"gemm_naive": functools.partial(gemm_naive, a, a)}, warmup=1, iterations=3)["gemm_naive"].median_ms
-naive_flops = gemm_macs_flops_bytes(naive_size, naive_size, naive_size, dtype)[1]
-print(f"gemm_naive    n {naive_size:5}  {naive_ms:10.3f} ms  {naive_flops / naive_ms / 1e6:10.4g} GFLOP/s")
-
-tiled_ms, matmul_ms = [], []
-for n in sizes:
-    a = torch.randn(n, n, device=device, dtype=dtype)
-    b = torch.randn(n, n, device=device, dtype=dtype)
-    calls = {"gemm_tiled": functools.partial(gemm_tiled, a, b, 128, 128, 128), "torch.matmul": functools.partial(torch.matmul, a, b)}
-    times = median_times(calls, warmup=1, iterations=5)
-    tiled_ms.append(times["gemm_tiled"].median_ms)
-    matmul_ms.append(times["torch.matmul"].median_ms)
-    flops = gemm_macs_flops_bytes(n, n, n, dtype)[1]
-    for name, taken in times.items():
-        print(f"{name:13} n {n:5}  {taken.median_ms:10.3f} ms  {flops / taken.median_ms / 1e6:10.4g} GFLOP/s")
-beside_guess("GFLOP/s of gemm_naive", naive_flops / naive_ms / 1e6)
-beside_guess("GFLOP/s of gemm_tiled", flops / tiled_ms[-1] / 1e6)
-beside_guess("GFLOP/s of torch.matmul", flops / matmul_ms[-1] / 1e6)
-
-plot_gemm_torch_matmul_latency(sizes, tiled_ms, matmul_ms)
+matmul_sizes = [256, 512, 1024] if on_gpu else [64, 128, 256, 512]
+speed, taken_ms = {}, {}  # the ms of each version at each of its sizes
+for name, function, sizes in (
+    ("gemm_naive", gemm_naive, [24]),
+    ("gemm_tiled", functools.partial(gemm_tiled, tile_m=128, tile_n=128, tile_k=128), matmul_sizes),
+    ("torch.matmul", torch.matmul, matmul_sizes),
+):
+    taken_ms[name] = []
+    for n in sizes:
+        a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+        taken_ms[name].append(median_times({name: functools.partial(function, a, b)}, warmup=1, iterations=5)[name].median_ms)
+        speed[name] = gemm_macs_flops_bytes(n, n, n, dtype)[1] / taken_ms[name][-1] / 1e6
+        print(f"{name:13} n {n:5}  {taken_ms[name][-1]:10.3f} ms  {speed[name]:10.4g} GFLOP/s")
+    beside_guess(f"GFLOP/s of {name}", speed[name])
+plot_gemm_torch_matmul_latency(matmul_sizes, taken_ms["gemm_tiled"], taken_ms["torch.matmul"])
 plt.show()
 
 # %% [markdown]
@@ -555,12 +523,14 @@ def largest_square_tile(fast_bytes: int, tile_k: int, dtype: torch.dtype) -> int
 
 # %% [markdown]
 # Look at what the tile buys. The intensity of a tiled GEMM grows with its tile, and at some tile it crosses the ridge of an
-# H200 (Part 2 says what that means). The vertical line is the largest tile that fits into the 228 KB of an SM.
+# H200 (Part 2 says what that means). The dotted line is what the largest tile reaches that fits into the 228 KB of an SM.
 
 # %%
 tiles, n = [16, 32, 64, 128, 256, 512, 1024], 8192
-intensities = [2 * n**3 / tiled_gemm_bytes(n, n, n, t, t, torch.bfloat16) for t in tiles]
-plot_tile_intensity(tiles, intensities, largest_square_tile(228 * 1024, 64, torch.bfloat16), n)
+largest = largest_square_tile(228 * 1024, 64, torch.bfloat16)
+reached = {t: 2 * n**3 / tiled_gemm_bytes(n, n, n, t, t, torch.bfloat16) for t in (*tiles, largest)}
+levels = {"ridge point of an H200, bf16": get_ridge_point("H200", "bf16"), f"largest tile in an SM: {largest}": reached[largest]}
+plot_lines({f"tiled GEMM, n = {n}, bf16": [reached[t] for t in tiles]}, tiles, "tile size t", "FLOPs/Byte", "A larger tile reads less", levels)
 
 # %% [markdown]
 # Read literally, this says that no GEMM can be compute-bound: the tile that reaches the ridge does not fit. Real kernels
@@ -593,7 +563,6 @@ plot_tile_intensity(tiles, intensities, largest_square_tile(228 * 1024, 64, torc
 # Write the intensity of GEMM and of GEMV, in FLOPs/Byte. It pays to write the counts out again instead of calling your
 # functions: you see what cancels, and a slip in Question 1.4 cannot follow you here.
 #
-# {hint idea} FLOPs over bytes. Both are in Question 1.4; here you see what cancels.
 # {hint plan} Write the FLOPs above and the bytes below the line, with `dtype.itemsize`. Try it on paper for $M = N = K$.
 # {hint line} Three matrices below the line, and FLOPs, not MACs, above it.
 
@@ -618,17 +587,15 @@ def gemv_intensity(m: int, k: int, dtype: torch.dtype) -> float:
 # %%
 guesses["grows with the matrix"] = None  # "gemm", "gemv", "both" or "neither"
 guesses["half the bytes multiply the intensity by"] = None
-kinds = torch.float32, torch.bfloat16, torch.float8_e4m3fn
-intensities = pd.DataFrame(index=pd.Index((64, 256, 1024, 4096), name="n"))
-for kind in kinds:
-    name = str(kind).removeprefix("torch.")
-    intensities[f"gemm {name}"] = [gemm_intensity(n, n, n, kind) for n in intensities.index]
-    intensities[f"gemv {name}"] = [gemv_intensity(n, n, kind) for n in intensities.index]
-first, last = intensities.iloc[0], intensities.iloc[-1]
-growing = [kind for kind in ("gemm", "gemv") if last[f"{kind} float32"] > 2 * first[f"{kind} float32"]]
+sizes, lines = (64, 256, 1024, 4096), {}
+for kind in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+    lines[f"gemm {str(kind)[6:]}"] = [gemm_intensity(n, n, n, kind) for n in sizes]
+    lines[f"gemv {str(kind)[6:]}"] = [gemv_intensity(n, n, kind) for n in sizes]
+growing = [kind for kind in ("gemm", "gemv") if lines[f"{kind} float32"][-1] > 2 * lines[f"{kind} float32"][0]]
 beside_guess("grows with the matrix", " and ".join(growing))
-beside_guess("half the bytes multiply the intensity by", float(first["gemm bfloat16"] / first["gemm float32"]))
-plot_intensities(intensities)
+beside_guess("half the bytes multiply the intensity by", lines["gemm bfloat16"][0] / lines["gemm float32"][0])
+ridges = {f"ridge of an {name}, bf16": get_ridge_point(name, "bf16") for name in ("H200", "A100")}
+plot_lines(lines, sizes, "n", "FLOPs/Byte", "One of the two grows", ridges)
 
 # %% [markdown]
 # ### Question 2.2: Ridge point and roof {points}
@@ -664,21 +631,17 @@ def attainable_tflops(intensity: float, peak_tflops: float, bandwidth_tb_s: floa
 
 # %%
 guesses["bf16 ridge points from old to new"] = None  # "left", "right" or "both ways"
-rows = []
+ridges = {}
 for name, spec in GPU_SPECS.items():
-    row = {"GPU": name, "TB/s": spec["memory_bandwidth_tb_s"]}
-    for kind in ("fp32", "bf16", "fp8"):
-        if spec[f"{kind}_tflops"] is not None:
-            yours = ridge_point(spec[f"{kind}_tflops"], spec["memory_bandwidth_tb_s"])
-            assert math.isclose(yours, get_ridge_point(name, kind), rel_tol=1e-6), (name, kind, yours)
-            row[f"ridge {kind}"] = round(yours, 1)
-    rows.append(row)
-years = {"V100": 2017, "A100": 2020, "H100": 2022, "H200": 2024, "B200": 2024}  # of the launch
-bf16 = {name: get_ridge_point(name, "bf16" if GPU_SPECS[name]["bf16_tflops"] else "fp16") for name in years if name in GPU_SPECS}
-steps = [later - earlier for earlier, later in zip(list(bf16.values()), list(bf16.values())[1:], strict=False)]
-beside_guess("bf16 ridge points from old to new", "right" if min(steps) > 0 else "left" if max(steps) < 0 else "both ways")
-print("data-centre GPUs by year:", ", ".join(f"{name} {years[name]}: {ridge:.0f}" for name, ridge in bf16.items()))
-pd.DataFrame(rows, dtype=object).set_index("GPU").fillna("-")
+    peaks = {kind: spec[f"{kind}_tflops"] for kind in ("fp32", "bf16", "fp8") if spec[f"{kind}_tflops"] is not None}
+    ridges[name] = {kind: ridge_point(peak, spec["memory_bandwidth_tb_s"]) for kind, peak in peaks.items()}
+    for kind, yours in ridges[name].items():
+        assert math.isclose(yours, get_ridge_point(name, kind), rel_tol=1e-6), (name, kind, yours)
+by_year = {name: ridges[name]["bf16"] for name in ("A100", "H100", "H200", "B200")}  # of 2020, 2022, 2024 and 2024
+grows = [later > earlier for earlier, later in itertools.pairwise(by_year.values())]
+beside_guess("bf16 ridge points from old to new", "right" if all(grows) else "both ways" if any(grows) else "left")
+print("data-centre GPUs from old to new:", ", ".join(f"{name} {ridge:.0f}" for name, ridge in by_year.items()))
+pd.DataFrame(ridges).T.rename_axis("ridge").round(1).astype(object).fillna("-")
 
 # %% [markdown]
 # To the right, then back (the H200 is an H100 with faster memory), and to the right again. A kernel that has not changed can
@@ -747,26 +710,23 @@ print(f"{roofs.name} ({roofs.origin}): {peaks}, {roofs.memory_bandwidth_tb_s * 1
 print(f"smallest compute-bound GEMM: n = {smallest_compute_bound_gemm(ridge, dtype)}\n")
 
 gemm_sizes, gemv_sizes = ((256, 1024, 8192), (1024, 16384)) if on_gpu else ((32, 256, 1536), (256, 8192))
-calls = {}
+calls, work = {}, {}  # work: (FLOPs/Byte, FLOPs)
 for n in gemm_sizes:
     square = torch.randn(n, n, device=device, dtype=dtype)
     calls[f"gemm {n}"] = functools.partial(torch.matmul, square, square)
+    work[f"gemm {n}"] = gemm_intensity(n, n, n, dtype), 2 * n**3
 for n in gemv_sizes:
     square, vector = torch.randn(n, n, device=device, dtype=dtype), torch.randn(n, device=device, dtype=dtype)
     calls[f"gemv {n}"] = functools.partial(torch.mv, square, vector)
+    work[f"gemv {n}"] = gemv_intensity(n, n, dtype), 2 * n**2
 # One after the other, not in turns: the small GEMV is to find its matrix where its own last call left it.
 times = {name: measure(call, queue_ahead=False, device=device, **TIMES) for name, call in calls.items()}
-measured = {}
-for n in gemm_sizes:
-    measured[f"gemm {n}"] = gemm_intensity(n, n, n, dtype), achieved_tflops(2 * n**3, times[f"gemm {n}"].median_ms)
-for n in gemv_sizes:
-    measured[f"gemv {n}"] = gemv_intensity(n, n, dtype), achieved_tflops(2 * n**2, times[f"gemv {n}"].median_ms)
+measured = {name: (work[name][0], achieved_tflops(work[name][1], taken.median_ms)) for name, taken in times.items()}
 for name, taken in times.items():
     print(f"{name:12} {plus_minus(taken)} ms")
-shares = report_measured("roofline", measured)
-for name, share in zip(("smallest gemm", None, "largest gemm", "small gemv", "large gemv"), shares, strict=True):
-    if name:
-        beside_guess(f"percent of its roof: {name}", 100 * share)
+report_measured("roofline", measured)
+for place, name in ((0, "smallest gemm"), (2, "largest gemm"), (3, "small gemv"), (4, "large gemv")):
+    beside_guess(f"percent of its roof: {name}", 100 * results["roofline"][place]["share"])
 
 # %% [markdown]
 # The model assumes that bytes travel at full bandwidth, that FLOPs run at peak, and that the rest is free. Each point
@@ -782,8 +742,6 @@ for name, share in zip(("smallest gemm", None, "largest gemm", "small gemv", "la
 # 4. The small GEMV: nearer to the roof than the large one, or above it? Which assumption is wrong for it?
 # 5. An LLM at batch 1 is a chain of GEMVs. From this plot, what do you do to make it faster?
 #
-# {hint idea} For each point, ask which of the model's three assumptions breaks: full bandwidth, full peak, nothing else
-# takes time.
 # {hint plan} Take the share of the roof of each point, and one time in µs or ms for the smallest. Say what limits it, and
 # what would have to change to make it faster.
 # {hint line} The small GEMV runs many times in a row on the same matrix. Where is the matrix at the second run?
@@ -863,10 +821,8 @@ print(f"{'layer_types':22} {' '.join(kind.removesuffix('_attention') for kind in
 # $w$ to the last $w$ of these only.
 #
 # 1. `attended_pairs`: the (query, key) pairs of one head of one sequence. `window=None` means no window.
-# 2. `attention_macs_flops_bytes`: the cost of the five operators in the picture. MACs and FLOPs count the matrix products.
+# 2. `attention_macs_flops_bytes`: the cost of the five operators in the picture.
 #
-# {hint idea} For the pairs: how many keys does one query see? Then add up over the queries. For the cost: five operators,
-# and each has inputs, weights and an output.
 # {hint plan} Go through the picture operator by operator and write down the elements that each reads and writes; add
 # them, times the bytes of one. For the MACs: tokens times the elements of each weight, and for attention two times $D$
 # for each pair, query head and sequence.
@@ -915,7 +871,6 @@ def attention_macs_flops_bytes(
 # $r = 1/\sqrt{\operatorname{mean}(x^2) + \varepsilon}$. It is one fused operator: it reads the tokens and the weight $g$, and writes
 # the tokens. Count 4 FLOPs an element. It returns `(flops, bytes)`.
 #
-# {hint idea} Five operators, five lines: what does each read, what does it write?
 # {hint plan} gate and up: tokens in, weight in, wide out, each. GELU: wide in, wide out. Product: two wide in, one out.
 # down: wide in, weight in, tokens out. Only three of them are matrix products.
 # {hint line} `gate` and `up` each read the tokens. And the weight of the norm is one vector for all tokens.
@@ -992,7 +947,6 @@ scoreboard(memory=step_bytes / 4.8e12 * 1e6)
 # Write `counted_flops`: call `fn(*args)` once, under the counter, and return what it counts. (`display=False` keeps it from
 # printing a table.)
 #
-# {hint idea} The counter sees what runs inside of its `with` block.
 # {hint plan} Make a `FlopCounterMode` without display, call `fn(*args)` once inside of the block, ask it for the sum
 # afterwards.
 # {hint line} Once: a call before the block, to warm up, is a second call.
@@ -1010,7 +964,7 @@ def counted_flops(fn, *args) -> int:
 ### TESTS q3_3_tests, 2 points: check_counted_flops(counted_flops)
 
 # %%
-counted_batch, counted_length, full = 2, 640, 5
+counted_batch, counted_length = 2, 640
 ours = (
     attention_macs_flops_bytes(counted_batch, counted_length, counted_length, config, dtype)[1]
     + mlp_macs_flops_bytes(counted_batch * counted_length, config, dtype)[1]
@@ -1021,7 +975,7 @@ masked_flops = 4 * config.head_dim * config.num_attention_heads * counted_batch 
 print(f"your count, masked pairs included {ours + masked_flops:,}")
 for implementation in ("eager", "sdpa"):
     try:
-        counted = f"{counted_flops(prefill_call(counted_batch, counted_length, full, implementation)):,}"
+        counted = f"{counted_flops(prefill_call(counted_batch, counted_length, implementation)):,}"
     except AssertionError as error:  # an older counter's formula for fused attention on a GPU knows no GQA
         counted = f"gives up: {error}"
     print(f"PyTorch counts, {implementation:5}             {counted}")
@@ -1150,7 +1104,6 @@ report_measured("layer_roofline", measured)
 # 5. "Our decode uses 0.01% of the FLOP/s, so the kernels are bad." Which two numbers do you look at first, and what do they say
 #    about the H200 at batch 1?
 #
-# {hint idea} For each answer, split the bytes into those that every token shares and those that it does not.
 # {hint plan} 1 and 2: which bytes are the weights', which are the cache's? 3: compare the time of a cached step with its
 # bytes over the bandwidth. 4: count tokens in 15 sliding and 3 full layers. 5: there are two more roofs than the one that
 # the colleague looks at.
@@ -1193,8 +1146,6 @@ report_measured("layer_roofline", measured)
 # 2. `break_even_batch`: the smallest batch at which the cache traffic is at least as large as the weight traffic. From there on,
 #    quantising the weights gains less than quantising the cache.
 #
-# {hint idea} Time is bytes over bandwidth. The weights are read once a step for the whole batch, the cache once for each
-# sequence.
 # {hint plan} Weights: four projections and three MLP matrices, times the number of layers. Cache: two (keys and values),
 # times the tokens that each layer keeps, times the width of the key-value heads. Each part with its own bytes per number.
 # The break-even batch is where the second part reaches the first.
@@ -1229,14 +1180,8 @@ def break_even_batch(length: int, config, weight_bytes: float = 2, cache_bytes: 
 
 # %% [markdown]
 # The layers are not all. To choose a word, each step multiplies its last hidden state by the output head: one row of 640
-# numbers for each of the 262,144 words that Gemma-3 knows. What does that do to the floor of an H200?
-
-# %%
-head_gb = 2 * 262_144 * 640 / 1e9  # bf16
-layers_ms = decode_floor_ms(1, 512, config, 4.8)
-head_ms = head_gb / 4.8
-print(f"floor of one step on an H200, batch 1, 512 tokens: 18 layers {layers_ms:.3f} ms, output head {head_ms:.3f} ms")
-print(f"the head has {head_gb / (head_gb + 0.2005):.0%} of the weights that a step reads")
+# numbers for each of the 262,144 words that Gemma-3 knows. That is 63% of the weights that a step reads. On an H200, at batch 1 and
+# 512 tokens, your floor of 0.044 ms for the layers becomes 0.114 ms.
 
 # %% [markdown]
 # # Half time
@@ -1273,8 +1218,6 @@ scoreboard()
 # {hint idea} The schedule counts steps, and only `prof.step()` tells it that a step is over.
 # {hint plan} Collect the activities, open `torch.profiler.profile` with them and the schedule, and in it ten times: call,
 # synchronize, step. After the block, export and return.
-# {hint line} The export stands after the `with` block. And without the wait, kernels of one step are counted in a later
-# one.
 
 # %% nbgrader={"grade_id": "q4_1", "solution": true}
 def profile_steps(fn, trace_path: str) -> torch.profiler.profile:
@@ -1294,8 +1237,9 @@ def profile_steps(fn, trace_path: str) -> torch.profiler.profile:
 ### TESTS q4_1_tests, 3 points: check_profile_steps(profile_steps)
 
 # %% [markdown]
-# Profile a decode step, and look at it. The timeline below is drawn from the file that you exported: a colour for each family of
-# operators, and white where nothing runs. To walk through it, open [ui.perfetto.dev](https://ui.perfetto.dev) and drop `out/decode_trace.json` on it.
+# Profile a decode step, and look at it. The timeline below is drawn from the file that you exported: a row for each family of
+# operators, and gaps where nothing runs. To walk through it, open [ui.perfetto.dev](https://ui.perfetto.dev) and drop
+# `out/decode_trace.json` on it.
 #
 # **Before you run.** How many operators does one token need in one layer? 10, 100, 1000?
 
@@ -1375,8 +1319,6 @@ def fusion_speedup(one_input: int, two_inputs: int) -> float:
 # `count_cuda_kernels(prof)` count: its `total` is per step.
 #
 # {hint idea} It is Question 4.1 without the file, and with a number at the end.
-# {hint plan} The same profile with the same schedule, ten calls, then let `count_cuda_kernels` count, and take one of its
-# entries.
 # {hint line} `count_cuda_kernels` already divides by the number of recorded steps.
 
 # %% nbgrader={"grade_id": "q4_3", "solution": true}
@@ -1404,8 +1346,6 @@ def kernels_per_step(fn) -> int:
 # %%
 guesses["operators in your gelu_by_hand"] = None
 guesses["speed-up of F.gelu"] = None
-from utils.machine.device import compile_support
-
 gelu_input = torch.randn(2**26 if on_gpu else 2**22, device=device, dtype=dtype)
 print(f"{gelu_input.numel():,} elements in {dtype_name}")
 ways = {"by hand": gelu_by_hand, "F.gelu": lambda t: F.gelu(t, approximate="tanh")}
@@ -1435,17 +1375,10 @@ plot_beside("gelu", ["speed-up"], title="GELU: how many times faster than by han
 # %%
 if compiler:
     print("compiling the decoder layer: about 10 s the first time ...", flush=True)
-    layer, rotary_emb = build_decoder_layer(config, 5, dtype, device)
-    hidden_states, position_ids = create_prefill_inputs(1, 512, config.hidden_size, dtype, device)
-    embeddings = get_position_embeddings(hidden_states, position_ids, rotary_emb, layer.self_attn.layer_type)
-    with torch.no_grad():
-        both = {
-            name: functools.partial(module, hidden_states, position_embeddings=embeddings, position_ids=position_ids)
-            for name, module in (("eager", layer), ("compiled", torch.compile(layer, dynamic=False)))
-        }
-        verdict = compare(*both.values(), labels=tuple(both), queue_ahead=False, device=device, **TIMES)
-        sides = zip(both, (verdict.a, verdict.b), strict=True)
-        rows = [(name, kernels_per_step(both[name]), side.median_ms) for name, side in sides]
+    both = {"eager": prefill_call(1, 512), "compiled": prefill_call(1, 512, compiled=True)}
+    verdict = compare(*both.values(), labels=tuple(both), queue_ahead=False, device=device, **TIMES)
+    sides = zip(both, (verdict.a, verdict.b), strict=True)
+    rows = [(name, kernels_per_step(both[name]), side.median_ms) for name, side in sides]
     keep("compiled_layer", pd.DataFrame(rows, columns=["layer", "kernels" if on_gpu else "operators", "ms"]))
     print(verdict)
     if not on_gpu:
@@ -1458,32 +1391,11 @@ if compiler:
 # %% [markdown]
 # ## Mixed precision
 #
-# Nothing here is graded. Fusion removes trips to memory. The other way to move fewer bytes is a narrower number, and for matrix
-# products it is also the faster one: the tensor cores of an H200 do 989 TFLOP/s in bf16, and its ordinary units 67 in fp32. For a
-# model that only answers, the weights are simply stored in bf16. Training cannot do that so simply: an optimizer adds small steps
-# to the weights, and a step below 1/512 of a bf16 number is lost.
-#
-# So training is done in **mixed precision** ([Micikevicius and others](https://arxiv.org/abs/1710.03740)): the weights stay in fp32, and each product gets bf16 copies
-# of them. [`torch.autocast`](https://docs.pytorch.org/docs/stable/amp.html) does this operator by operator.
-#
-# **Before you run.** Add the line below. Is the error of autocast nearer to that of fp32, or to that of bf16?
-
-# %%
-guesses["autocast has an error as in"] = None  # "fp32" or "bf16"
-
-
-def in_autocast(mlp, x):
-    """The MLP with fp32 weights and inputs, and products in bf16."""
-    # Your line: `with torch.autocast(..., dtype=torch.bfloat16):` around the call; its first argument is device.type.
-    return mlp(x)
-
-
-beside_guess("autocast has an error as in", compare_precisions(in_autocast))
-
-# %% [markdown]
-# Autocast and bf16 have errors of one size: both round the numbers that go into each product. They differ in what they keep. With
-# autocast the weights in memory are those of fp32, twice as many bytes, so that small steps are not lost, and each call pays for
-# the copies. A CPU without units for bf16 is slower with them.
+# Fusion removes trips to memory. The other way to move fewer bytes is a narrower number, and for matrix products it is also the
+# faster one: the tensor cores of an H200 do 989 TFLOP/s in bf16, and its ordinary units 67 in fp32. A model that only answers
+# stores its weights in bf16. Training adds small steps to them, and a step below 1/512 of a bf16 number is lost. So in **mixed
+# precision** ([Micikevicius and others](https://arxiv.org/abs/1710.03740)) the weights stay in fp32, and each product gets bf16
+# copies of them. [`torch.autocast`](https://docs.pytorch.org/docs/stable/amp.html) does this operator by operator.
 
 # %% [markdown]
 # ## The launch queue
@@ -1499,7 +1411,7 @@ beside_guess("autocast has an error as in", compare_precisions(in_autocast))
 # A launch takes the CPU `launch_us` ($t_\text{launch}$), a kernel takes the GPU `kernel_us` ($t_\text{kernel}$). For `n` equal kernels:
 #
 # - **Eager.** Launch $i$ ends at $i \cdot t_\text{launch}$, for $i = 1 \dots n$. A kernel starts as soon as it is launched **and** its
-#   predecessor is done. Draw it for $t_\text{launch} > t_\text{kernel}$ and for the opposite.
+#   predecessor is done.
 # - **CUDA graph.** One launch of `launch_us`, then all `n` kernels run back to back.
 #
 # Both functions return the time in µs from the first launch's start to the last kernel's end.
@@ -1527,7 +1439,11 @@ def graph_time_us(n: int, launch_us: float, kernel_us: float) -> float:
 # %%
 your_kernel_us = None  # your line: kernels of at least so many µs never let the GPU wait for a launch of 17 µs
 check_kernel_us(your_kernel_us)
-plot_graph_gain(eager_time_us, graph_time_us)
+your_busy = None  # your line: the share of the step in which the GPU works, 93 kernels of 1.8 µs launched one by one, 17 µs a launch
+check_busy(your_busy)
+kernel_us = [0.5 * 2**i for i in range(10)]
+gains = {f"{us} µs a launch": [eager_time_us(80, us, t) / graph_time_us(80, us, t) for t in kernel_us] for us in (6, 15)}
+plot_lines(gains, kernel_us, "time of one kernel (µs)", "gain (×)", "80 kernels: what a CUDA graph is worth", {"no gain": 1})
 scoreboard(eager=eager_time_us(93, 17, 1.8), graph=graph_time_us(93, 17, 1.8))  # 93 kernels of 1.8 µs; a launch with its Python takes 17
 
 # %% [markdown]
@@ -1558,8 +1474,6 @@ def captured(step):
 guesses["gain of a graph, decode, batch 1"] = None
 guesses["gain of a graph, prefill of 8192 tokens, batch 1"] = None
 guesses["gain of a graph, prefill of 8192 tokens, batch 8"] = None
-from utils.machine.device import cuda_graph_support
-
 if cuda_graph_support():
     rows = []
     for phase, graph_batch, step in (
@@ -1592,10 +1506,9 @@ plot_graphs(graphs)
 #
 # ## One kernel of the ninety
 #
-# One of these kernels is attention. A better one helps only where something waits for it. The course has a *decode kernel* (lab 4
-# shows how it works). In a graph on an H200 it makes the step 1.08 times as fast with one sequence of 2048 tokens, 1.22 with 32,768,
-# and 1.77 with 64 sequences of 4096: the longer the caches, the larger is attention's part of the step. Launched one by one, the
-# step is as fast as the CPU launches its kernels, whichever they are.
+# One of these kernels is attention. A better one helps only where something waits for it. The course's *decode kernel* (lab 4 shows
+# how it works) makes the step in a graph 1.08 times as fast with one sequence of 2048 tokens, and 1.77 times with 64 sequences of
+# 4096: the longer the caches, the larger is attention's part of the step. Launched one by one, nothing changes.
 
 # %% [markdown]
 # ### Question 4.5: Explain the fusion {points}
@@ -1619,7 +1532,7 @@ plot_graphs(graphs)
 #    elementwise operators: four norms (each a chain of cast, square, mean, rsqrt, products), rotary embedding, the cache
 #    update, the residual additions. On a GPU the timeline is mostly gaps between short kernels.
 # 2. The chain of nine operators (five with one input, four with two, `x * x` counted as two) moves (2 · 5 + 3 · 4) / 2 = 11
-#    times the bytes of the fused one. (With `x * x` read once it is 10.5, as in the picture; with `x ** 3` there are eight
+#    times the bytes of the fused one. (With `x * x` read once it is 10.5; with `x ** 3` there are eight
 #    operators and the factor is 9.) Measured is less on a CPU: tanh costs arithmetic that fusion does not remove, parts of the intermediate tensors stay in cache,
 #    and a fused kernel does not reach the full bandwidth. On a large GPU tensor it comes close.
 # 3. The elementwise ones disappeared: norms, rotary embedding, GELU, the product with the gate, the residuals; they are a
@@ -1661,7 +1574,6 @@ plot_graphs(graphs)
 #
 # {counts}
 #
-# {hint idea} Three lines: scores, softmax over the keys, weighted sum of the values.
 # {hint plan} Product of `q` with the transposed last two dimensions of `k`, divided by a root; softmax over the last
 # dimension; product with `v`. For the length: two matrices of $L^2$ scores for each head and sequence fit into the
 # memory; solve for $L$.
@@ -1693,28 +1605,16 @@ def longest_length(memory_bytes: int, batch: int, heads: int, dtype: torch.dtype
 ### TESTS q5_1_memory_tests, 2 points: check_attention_memory(score_bytes, longest_length)
 
 # %% [markdown]
-# Double the length until the *prediction* says stop. Never let the machine say it: on a GPU that is an out-of-memory
-# error, on a laptop it is a frozen screen. The next cells may use 1 GB (on a GPU, 40% of what is free).
+# Let the *prediction* say where a machine ends. Never let the machine say it: on a GPU that is an out-of-memory error, on a laptop
+# it is a frozen screen. The cells below may use 1 GB (on a GPU, 40% of what is free).
 #
 # **Before you run.** At which length does that budget end, and at which the whole memory of your machine?
 
 # %%
 guesses["longest text in the budget"] = None  # tokens
 guesses["longest text in the whole memory"] = None
-flash_batch, flash_heads, flash_dim = (1, 16, 128) if on_gpu else (1, 4, 64)
-memory_budget, whole_memory = memory_of_this_machine()  # bytes: what the next cells may use, and all of it
+memory_budget, whole_memory = memory_of_this_machine()  # bytes: what the cells below may use, and all of it
 print(f"batch {flash_batch}, {flash_heads} heads of {flash_dim}, {dtype_name}, at most {memory_budget / 1e9:.1f} GB")
-
-# %%
-tokens = 1024 if on_gpu else 256
-while 3 * score_bytes(flash_batch, flash_heads, tokens, dtype) <= memory_budget:  # S, S / sqrt(D) and P
-    q, k, v = (torch.randn(flash_batch, flash_heads, tokens, flash_dim, device=device, dtype=dtype) for _ in range(3))
-    _, added_gb = benchmark_memory(standard_attention, q, k, v, n_warmup=1, n_repeat=1)  # above what was there
-    one_mb = score_bytes(flash_batch, flash_heads, tokens, dtype) / 1e6
-    print(f"{tokens:6} tokens: one score matrix {one_mb:9.1f} MB, the call needs {1e3 * added_gb:9.1f} MB", flush=True)
-    tokens *= 2
-one_gb = score_bytes(flash_batch, flash_heads, tokens, dtype) / 1e9
-print(f"{tokens:6} tokens: over the budget, one score matrix alone would take {one_gb:.2f} GB")
 for gigabytes in (8, 80, 141):
     longest = longest_length(int(gigabytes * 1e9), flash_batch, flash_heads, dtype)
     print(f"a memory of {gigabytes:3} GB ends at {longest:,} tokens")
@@ -1735,7 +1635,6 @@ beside_guess("longest text in the whole memory", longest_length(int(whole_memory
 # {hint idea} SDPA takes the last two dimensions as tokens and head dimension. Which ones are they in your inputs?
 # {hint plan} Exchange two dimensions of all three inputs, call SDPA with the mask and the grouped heads, and exchange the
 # same dimensions of the result.
-# {hint line} The result has to be turned back, and causal is not the default.
 
 # %% nbgrader={"grade_id": "q5_2", "solution": true}
 def attention_bshd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -1784,8 +1683,6 @@ check_row_stats(row_stats)
 #
 # {counts}
 #
-# {hint idea} When the maximum grows from $m$ to $m'$, every old term $e^{x-m}$ has to become $e^{x-m'}$. That is one
-# multiplication for the whole sum.
 # {hint plan} Keep $m$ and $\ell$, and for flash attention $O$. For each block: new maximum, factor $e^{m-m'}$, old sum
 # times the factor plus the new terms, the same for $O$, then remember the new maximum. For flash attention this is the
 # inner loop over keys; the outer loop is over tiles of queries, and the division comes after the inner loop.
@@ -1867,7 +1764,7 @@ for tokens in (1024, 2048, 4096, 8192, 16384) if on_gpu else (256, 512, 1024, 20
         print(f"{tokens} tokens are left out: standard attention would need more than {memory_budget / 1e9:.1f} GB")
         break
     print(f"measuring {tokens} tokens ...", flush=True)
-    q, k, v = (torch.randn(flash_batch, flash_heads, tokens, flash_dim, device=device, dtype=dtype) for _ in range(3))
+    q, k, v = random_qkv(tokens)
     calls = {name: functools.partial(function, q, k, v) for name, function in versions.items()}
     times = median_times(calls) if on_gpu else median_times(calls, warmup=1, iterations=3)
     row = {"seq_len": tokens}
@@ -1904,7 +1801,7 @@ plot_flash_versions(flash_table, tuple(versions))
 # %%
 guesses["score matrices at once, standard attention"] = None
 tokens = 4096 if on_gpu else 1024
-q, k, v = (torch.randn(flash_batch, flash_heads, tokens, flash_dim, device=device, dtype=dtype) for _ in range(3))
+q, k, v = random_qkv(tokens)
 one_matrix_mb = score_bytes(flash_batch, flash_heads, tokens, dtype) / 1e6
 highest = plot_memory({name: functools.partial(function, q, k, v) for name, function in versions.items()}, one_matrix_mb)
 beside_guess("score matrices at once, standard attention", round(highest["standard"] / one_matrix_mb, 1))
@@ -1912,12 +1809,6 @@ beside_guess("score matrices at once, standard attention", round(highest["standa
 # %% [markdown]
 # The steps of *standard* are its lines: the product makes a matrix, the division another one, the softmax a third, and Python releases
 # a matrix as soon as nothing refers to it any more. *Yours* is a row of small teeth, one for each tile of scores.
-#
-# <details><summary>The same on a GPU, with the Python line of each allocation</summary>
-#
-# `torch.cuda.memory._record_memory_history()` and `_dump_snapshot(file)` write a file for
-# [pytorch.org/memory_viz](https://pytorch.org/memory_viz). (The leading underscores mean that the names may change.)
-# </details>
 
 # %% [markdown]
 # Flash attention does the same FLOPs as standard attention (a few more, for the rescaling). What changes is I/O.
@@ -1933,7 +1824,6 @@ beside_guess("score matrices at once, standard attention", round(highest["standa
 # {hint idea} Four tensors of $L \times D$ travel in both. Standard attention has the score matrix on top, several times.
 # {hint plan} FLOPs: two products. Bytes: elements of Q, K, V, O; for standard attention the scores, once for each write
 # and each read in the list; times the bytes of an element.
-# {hint line} Count the list: written, read, written, read.
 
 # %% nbgrader={"grade_id": "q5_4", "solution": true}
 def attention_intensity(length: int, head_dim: int, dtype: torch.dtype, flash: bool) -> float:
@@ -1949,8 +1839,7 @@ your_limit = None  # your line: FLOPs/Byte that standard attention approaches fo
 check_limit(your_limit)
 measured = {}
 for name, function in versions.items():
-    first_512 = [torch.randn(flash_batch, flash_heads, 512, flash_dim, device=device, dtype=dtype) for _ in range(3)]
-    count = kernels_per_step(functools.partial(function, *first_512))
+    count = kernels_per_step(functools.partial(function, *random_qkv(512)))
     flops = 4 * flash_batch * flash_heads * longest_row["seq_len"] ** 2 * flash_dim
     # your loop writes its tiles of scores to memory, too: its intensity is that of standard attention
     intensity = attention_intensity(int(longest_row["seq_len"]), flash_dim, dtype, flash=name == "library")
@@ -1994,104 +1883,13 @@ report_measured("attention_roofline", measured)
 # === END MARK SCHEME ===
 
 # %% [markdown]
-# ### Bonus Question 5.6: Do not compute what the mask removes {points}
-#
-# With a causal mask, query $i$ sees keys $0 \dots i$. A tile of scores that lies wholly above the diagonal is computed only to be thrown
-# away. Write `flash_attention_causal` for `q`, `k`, `v` of shape (B, H, S, D): as `flash_attention_tiled`, but causal, and tiles without
-# a single visible score are **not computed**. Tiles that the diagonal crosses need a mask.
-#
-# The check also counts the multiply-accumulates of your products: each tile with a visible score once.
-#
-# {counts}
-#
-# {hint idea} For a tile of queries, from which key on is nothing visible? The last query of the tile decides.
-# {hint plan} Take `flash_attention_tiled` for one length. End the loop over keys after the tile that holds the last
-# query's own position. Mask the scores whose key lies after their query before you take the maximum.
-# {hint line} Only tiles on the diagonal need the mask, but a mask on every tile is right as well. A tile that is skipped
-# must not be multiplied at all.
-
-# %% nbgrader={"grade_id": "bonus_5_6", "solution": true}
-def flash_attention_causal(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile_q: int = 64, tile_k: int = 64
-) -> torch.Tensor:
-    """Causal attention of (B, H, S, D), one tile of scores at a time, skipping masked tiles."""
-    ### BEGIN SOLUTION
-    length = q.shape[2]
-    positions = torch.arange(length, device=q.device)
-    output = torch.empty_like(q)
-    for i in range(0, length, tile_q):
-        q_tile = q[:, :, i : i + tile_q].float() / math.sqrt(q.shape[-1])
-        last_query = min(i + tile_q, length) - 1
-        m = torch.full_like(q_tile[..., :1], -math.inf)
-        l = torch.zeros_like(m)
-        accumulator = torch.zeros_like(q_tile)
-        for j in range(0, last_query + 1, tile_k):
-            scores = q_tile @ k[:, :, j : j + tile_k].float().transpose(-2, -1)
-            hidden_keys = positions[i : i + tile_q, None] < positions[None, j : j + tile_k]
-            scores = scores.masked_fill(hidden_keys, -math.inf)
-            new_m = torch.maximum(m, scores.amax(dim=-1, keepdim=True))
-            p = torch.exp(scores - new_m)
-            rescale = torch.exp(m - new_m)
-            l = l * rescale + p.sum(dim=-1, keepdim=True)
-            accumulator = accumulator * rescale + p @ v[:, :, j : j + tile_k].float()
-            m = new_m
-        output[:, :, i : i + tile_q] = (accumulator / l).to(q.dtype)
-    return output
-    ### END SOLUTION
-### TESTS bonus_5_6_tests, 5 points: check_flash_attention_causal(flash_attention_causal)
-
-# %%
-guesses["share of the tiles that are left"] = None  # 0 to 1, for 8 x 8 tiles
-causal_tokens, causal_tile = (4096, 512) if on_gpu else (1024, 128)
-q, k, v = (torch.randn(flash_batch, flash_heads, causal_tokens, flash_dim, device=device, dtype=dtype) for _ in range(3))
-functions = {"all tiles": flash_attention_tiled, "tiles below the diagonal": flash_attention_causal}
-causal_calls = {name: functools.partial(function, q, k, v, causal_tile, causal_tile) for name, function in functions.items()}
-for name, taken in median_times(causal_calls, warmup=1, iterations=5).items():
-    print(f"{name:26} {plus_minus(taken)} ms")
-tiles = causal_tokens // causal_tile
-beside_guess("share of the tiles that are left", (tiles + 1) / (2 * tiles))
-
-# %% [markdown]
-# ## Many programs for one query
-#
-# In decode there is one query and a long cache. One program that walks along all keys leaves the rest of the GPU idle. *Flash decoding*
-# cuts the cache into parts, computes attention over each part at the same time, and merges. Each part returns its output $O_p$ (already
-# divided by its own sum) and the logarithm of its sum, $\text{lse}_p = \log \sum_{j \in p} e^{s_j}$.
-#
-# ### Bonus Question 5.7: Split the keys, merge the results {points}
-#
-# Write `merge_attention`: `outputs` (N, ..., D) and `lses` (N, ...) of N parts give `(output, lse)` of shapes (..., D) and (...). Scores
-# may be around ±1000. A part may be empty for some queries: its $\text{lse}_p$ is $-\infty$, and whatever its output holds, even NaN, counts for
-# nothing. At least one part is not empty.
-#
-# {counts}
-#
-# {hint idea} Each part is already divided by its own sum $e^{\text{lse}_p}$. To add them up, give each part its weight back.
-# {hint plan} Find the largest $\text{lse}_p$, take $e^{\text{lse}_p - \max}$ as weights, add up weights and weighted outputs, divide one by
-# the other. The new one is the largest one plus the logarithm of the sum of weights.
-# {hint line} Zero times NaN is NaN: what a part with weight zero holds has to be replaced before it is multiplied.
-
-# %% nbgrader={"grade_id": "bonus_5_7", "solution": true}
-def merge_attention(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention over N parts of the keys: (N, ..., D), (N, ...) -> (..., D), (...)."""
-    ### BEGIN SOLUTION
-    largest = lses.amax(dim=0)
-    weights = torch.exp(lses - largest)
-    total = weights.sum(dim=0)
-    outputs = torch.where(weights[..., None] > 0, outputs, 0.0)
-    merged = (weights[..., None] * outputs).sum(dim=0) / total[..., None]
-    return merged, largest + torch.log(total)
-    ### END SOLUTION
-### TESTS bonus_5_7_tests, 5 points: check_merge_attention(merge_attention)
-
-# %% [markdown]
 # ## The loop as one kernel
 #
 # Your loop of Question 5.3 pays for every line: each is an operator, with its launch and its trips to memory. Now the same loop as **one**
 # kernel. One program takes `BLOCK_M` queries of one head and walks along the keys in blocks of `BLOCK_N`, each once. Scores, $m$, $\ell$ and
 # the output stay on the chip.
 #
-# ### Bonus Question 5.8: Flash attention in Triton {points}
+# ### Bonus Question 5.6: Flash attention in Triton {points}
 #
 # The pointers and the loads are there. Fill in the two gaps:
 # 1. In the loop: the scores of the block, and with them `m`, `l` and `accumulator` as in Question 5.3, both products by `tl.dot` with
@@ -2112,7 +1910,7 @@ def merge_attention(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Te
 # {hint line} `m`, `l` and the factor are vectors of rows, and the accumulator is a matrix: which of them needs `[:,
 # None]`? And every product is added to something.
 
-# %% nbgrader={"grade_id": "bonus_5_8", "solution": true}
+# %% nbgrader={"grade_id": "bonus_5_6", "solution": true}
 # %%writefile flash_triton.py
 """Flash attention in Triton: one program computes BLOCK_M rows of the output of one head."""
 import torch
@@ -2173,7 +1971,7 @@ def flash(q, k, v, block_m=64, block_n=64):
         D=q.shape[2], BLOCK_M=block_m, BLOCK_N=block_n,
     )
     return o
-### TESTS bonus_5_8_tests, 5 points: check_flash_triton(Path("flash_triton.py").read_text())
+### TESTS bonus_5_6_tests, 5 points: check_flash_triton(Path("flash_triton.py").read_text())
 
 # %% [markdown]
 # **Before you run.** On a GPU, at the longest length of Question 5.3: how much of the library's speed will your kernel reach,
@@ -2182,14 +1980,14 @@ def flash(q, k, v, block_m=64, block_n=64):
 # %%
 guesses["your kernel: share of the library's speed"] = None  # 0 to 1
 guesses["your kernel: times faster than standard"] = None
-if kernels := compiled_file("flash_triton", "flash_kernel", "Bonus 5.8"):
+if kernels := compiled_file("flash_triton", "flash_kernel", "Bonus 5.6"):
     rows = []
     for tokens in (1024, 4096, 16384):
-        q, k, v = (torch.randn(flash_heads, tokens, flash_dim, device=device, dtype=dtype) for _ in range(3))
+        q, k, v = random_qkv(tokens)
         calls = {
-            "standard": functools.partial(standard_attention, q[None], k[None], v[None]),
-            "your kernel": functools.partial(kernels.flash, q, k, v),
-            "library": functools.partial(F.scaled_dot_product_attention, q[None], k[None], v[None]),
+            "standard": functools.partial(standard_attention, q, k, v),
+            "your kernel": functools.partial(kernels.flash, q[0], k[0], v[0]),
+            "library": functools.partial(F.scaled_dot_product_attention, q, k, v),
         }
         apart = (calls["your kernel"]().float() - calls["library"]()[0].float()).abs().max().item()
         assert apart < 0.05, f"at {tokens} tokens your kernel differs from the library by {apart}"

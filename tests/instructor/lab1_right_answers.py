@@ -192,22 +192,6 @@ def flash_attention_tiled(q, k, v, tile_q=64, tile_k=64):
     return out.to(q.dtype)
 """,
     ),
-    (
-        "merged two by two",
-        "bonus_5_7",
-        """
-def merge_attention(outputs, lses):
-    o, l = torch.nan_to_num(outputs[0]), lses[0]
-    for x, y in zip(outputs[1:], lses[1:]):
-        top = torch.maximum(l, y)
-        safe = torch.where(torch.isinf(top), 0.0, top)
-        a, b = torch.exp(l - safe), torch.exp(y - safe)
-        total = (a + b).clamp_min(1e-30)
-        o = (a[..., None] * o + b[..., None] * torch.nan_to_num(x)) / total[..., None]
-        l = torch.where(a + b > 0, safe + torch.log(total), -math.inf)
-    return o, l
-""",
-    ),
     # ---- as different people write them
     (
         "lists of Python numbers",
@@ -534,44 +518,6 @@ def attention_intensity(length, head_dim, dtype, flash):
     return flops / io / dtype.itemsize
 """,
     ),
-    (
-        "causal: loop ended by break",
-        "bonus_5_6",
-        """
-def flash_attention_causal(q, k, v, tile_q=64, tile_k=64):
-    S, D = q.shape[-2:]
-    out = torch.zeros_like(q)
-    for i in range(0, S, tile_q):
-        qt = q[..., i:i + tile_q, :].float()
-        rows = torch.arange(i, i + qt.shape[-2], device=q.device).unsqueeze(1)
-        m = torch.full((*qt.shape[:-1], 1), -1e30, device=q.device)
-        l, acc = torch.zeros_like(m), torch.zeros_like(qt)
-        for j in range(0, S, tile_k):
-            if j > i + qt.shape[-2] - 1:
-                break
-            kt, vt = k[..., j:j + tile_k, :].float(), v[..., j:j + tile_k, :].float()
-            cols = torch.arange(j, j + kt.shape[-2], device=q.device)
-            s = torch.where(rows >= cols, qt @ kt.mT * D ** -0.5, -1e30)
-            new = torch.maximum(m, s.amax(-1, keepdim=True))
-            p = torch.where(rows >= cols, torch.exp(s - new), 0.0)
-            a = torch.exp(m - new)
-            l, acc, m = l * a + p.sum(-1, keepdim=True), acc * a + p @ vt, new
-        out[..., i:i + tile_q, :] = (acc / l).type_as(q)
-    return out
-""",
-    ),
-    (
-        "merged by logaddexp",
-        "bonus_5_7",
-        """
-def merge_attention(outputs, lses):
-    lse = lses[0]
-    for part in lses[1:]:
-        lse = torch.logaddexp(lse, part)
-    w = torch.exp(lses - lse).unsqueeze(-1)
-    return (w * outputs.masked_fill(w == 0, 0.0)).sum(0), lse
-""",
-    ),
     # ---- files of Triton kernels: replacements in the model answer
     (
         "sum of products, converted by hand",
@@ -591,7 +537,7 @@ def merge_attention(outputs, lses):
     ),
     (
         "in base 2",
-        "bonus_5_8",
+        "bonus_5_6",
         [
             ('input_precision="ieee") * scale', 'input_precision="ieee") * (scale * 1.4426950408889634)'),
             ("tl.exp(", "tl.exp2("),
@@ -599,7 +545,7 @@ def merge_attention(outputs, lses):
     ),
     (
         "weights masked, not scores; product added by tl.dot",
-        "bonus_5_8",
+        "bonus_5_6",
         [
             ('scores, float("-inf"))', "scores, -1e30)"),
             (

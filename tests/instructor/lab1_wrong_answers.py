@@ -727,76 +727,38 @@ def decode_floor_ms(batch, length, config, bandwidth_tb_s, weight_bytes=2, cache
 """,
         "The batch shares the weights",
     ),
-    WrongAnswer(
-        "masked tiles computed",
-        "bonus_5_6",
-        """
-def flash_attention_causal(q, k, v, tile_q=64, tile_k=64):
-    out, place = torch.empty_like(q), torch.arange(q.shape[2])
-    for i in range(0, q.shape[2], tile_q):
-        x = q[:, :, i:i + tile_q].float() / math.sqrt(q.shape[-1])
-        m = torch.full_like(x[..., :1], -math.inf)
-        l, acc = torch.zeros_like(m), torch.zeros_like(x)
-        for j in range(0, k.shape[2], tile_k):
-            s = x @ k[:, :, j:j + tile_k].float().mT
-            s = s.masked_fill(place[i:i + tile_q, None] < place[None, j:j + tile_k], -math.inf)
-            new = torch.maximum(m, s.amax(-1, keepdim=True))
-            p, r = torch.exp(s - new), torch.exp(m - new)
-            l, acc, m = l * r + p.sum(-1, keepdim=True), acc * r + p @ v[:, :, j:j + tile_k].float(), new
-        out[:, :, i:i + tile_q] = (acc / l).to(q.dtype)
-    return out
-""",
-        "That is every tile",
-    ),
-    WrongAnswer(
-        "NaN of an empty part kept",
-        "bonus_5_7",
-        """
-def merge_attention(outputs, lses):
-    top = lses.amax(0)
-    w = torch.exp(lses - top)
-    return (w[..., None] * outputs).sum(0) / w.sum(0)[..., None], top + torch.log(w.sum(0))
-""",
-        "must not be touched",
-    ),
-    WrongAnswer(
-        "plain mean of the parts",
-        "bonus_5_7",
-        "def merge_attention(outputs, lses):\n    return outputs.mean(0), lses.mean(0)\n",
-        "weight exp",
-    ),
-    # ---- 5.8
+    # ---- 5.6
     WrongAnswer(
         "missing keys not masked",
-        "bonus_5_8",
+        "bonus_5_6",
         "",
         "their scores are 0, and should be minus infinity",
         replaces=(('        scores = tl.where(columns[None, :] < keys, scores, float("-inf"))\n', ""),),
     ),
     WrongAnswer(
         "accumulator not rescaled in Triton",
-        "bonus_5_8",
+        "bonus_5_6",
         "",
         "The output of the blocks before is not rescaled",
         replaces=(("accumulator * rescale[:, None] + new", "accumulator + new"),),
     ),
     WrongAnswer(
         "maximum not kept in Triton",
-        "bonus_5_8",
+        "bonus_5_6",
         "",
         ("Only the last block of keys counts", "carried from block to block"),
         replaces=(("        m = new_m\n", ""),),
     ),
     WrongAnswer(
         "not divided in Triton",
-        "bonus_5_8",
+        "bonus_5_6",
         "",
         "The output is not divided",
         replaces=(("accumulator / l[:, None]", "accumulator"),),
     ),
     WrongAnswer(
         "store of the output not masked",
-        "bonus_5_8",
+        "bonus_5_6",
         "",
         "tl.store writes outside",
         replaces=((", mask=rows[:, None] < queries)\n    ###", ")\n    ###"),),

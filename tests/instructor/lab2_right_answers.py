@@ -252,19 +252,6 @@ def paged_mask(mask_mod, owner, number, page_size):
 """,
     ),
     (
-        "starts instead of numbers",
-        "bonus_8_3",
-        """
-def ragged_attention(attend, texts):
-    sizes = [q.size(1) for q, k, v in texts]
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    first = torch.tensor([start for start, size in zip(starts, sizes) for _ in range(size)], device=texts[0][0].device)
-    row = [torch.cat([text[i] for text in texts], dim=1).unsqueeze(0) for i in range(3)]
-    out = attend(*row, lambda b, h, q, k: (k >= first[q]) & (q >= k))
-    return [out[0, :, start:start + size] for start, size in zip(starts, sizes)]
-""",
-    ),
-    (
         "float mask added to the scores",
         "q1_1",
         """
@@ -632,15 +619,22 @@ def paged_mask(mask_mod, owner, number, page_size):
 """,
     ),
     (
-        "texts by document numbers",
-        "bonus_8_3",
+        "first and last key of each query",
+        "q2_2",
         """
-def ragged_attention(attend, texts):
-    sizes = [t[0].shape[-2] for t in texts]
-    numbers = torch.cat([torch.full((n,), i, dtype=torch.long) for i, n in enumerate(sizes)]).to(texts[0][0].device)
-    q, k, v = (torch.cat([t[i] for t in texts], -2).unsqueeze(0) for i in range(3))
-    out = attend(q, k, v, packed_documents(numbers[None]))
-    return [*torch.split(out.squeeze(0), sizes, dim=-2)]
+def document_numbers(lengths, size, device):
+    if size < sum(lengths):
+        raise ValueError("too many tokens")
+    numbers = [n for n, length in enumerate(lengths) for _ in range(length)]
+    return torch.tensor(numbers + [-1] * (size - len(numbers)), dtype=torch.long, device=device)
+
+
+def packed_documents(numbers):
+    changes = numbers[:, 1:] != numbers[:, :-1]
+    begins = torch.cat((torch.ones_like(numbers[:, :1], dtype=torch.bool), changes), dim=1)
+    places = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
+    first = torch.where(begins, places, 0).cummax(dim=1).values
+    return lambda b, h, q, k: (first[b, q] <= k) & (k <= q) & (numbers[b, q] != -1)
 """,
     ),
 ]

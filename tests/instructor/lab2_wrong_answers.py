@@ -71,14 +71,6 @@ _GOOD_BUCKET = {
     "mask": "k < end",
     "after": "[:, :, :tokens]",
 }
-_RAGGED = """
-def ragged_attention(attend, texts):
-    sizes = [q.shape[1] for q, _, _ in texts]
-    ids = torch.tensor([i for i, size in enumerate(sizes) for _ in range(size)])
-    mask_mod = lambda b, h, q, k: {mask}
-    q, k, v = (torch.cat(parts, 1)[None] for parts in zip(*texts))
-    return list(attend(q, k, v, mask_mod)[0].split(sizes, 1))
-"""
 
 
 def _masked(weights: str, scale: str = _ROOT) -> str:
@@ -781,18 +773,6 @@ def paged_mask(mask_mod, owner, number, page_size):
             ),
         )
     ),
-    WrongAnswer("texts not causal", "bonus_8_3", _RAGGED.format(mask="ids[q] == ids[k]"), "causal"),
-    WrongAnswer("texts see each other", "bonus_8_3", _RAGGED.format(mask="k <= q"), "other texts"),
-    WrongAnswer(
-        "a call for each text",
-        "bonus_8_3",
-        """
-def ragged_attention(attend, texts):
-    past = lambda b, h, q, k: k <= q
-    return [attend(q[None], k[None], v[None], past)[0] for q, k, v in texts]
-""",
-        "called once",
-    ),
     # ---- more of 1
     WrongAnswer("divided by D", "q1_1", _masked(f"{_SOFTMAX}.nan_to_num(0.0)", "q.shape[-1]"), "not by D"),
     WrongAnswer(
@@ -1212,17 +1192,5 @@ def paged_mask(mask_mod, owner, number, page_size):
                 "Pass b and h",
             ),
         )
-    ),
-    WrongAnswer(
-        "padded to the longest text",
-        "bonus_8_3",
-        """
-def ragged_attention(attend, texts):
-    longest = max(q.shape[1] for q, _, _ in texts)
-    q, k, v = (torch.stack([F.pad(x, (0, 0, 0, longest - x.shape[1])) for x in part]) for part in zip(*texts))
-    out = attend(q, k, v, lambda b, h, i, j: j <= i)
-    return [out[i, :, :t[0].shape[1]] for i, t in enumerate(texts)]
-""",
-        "end to end",
     ),
 ]

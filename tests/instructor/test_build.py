@@ -227,6 +227,8 @@ def test_hints_are_folded(lab_file):
     assert folded.count("<details>") == folded.count("</details>") == 3
     assert "<summary>Hint 2: the plan</summary>\n\nAdd it\nto itself.\n\n</details>" in folded
     assert "{hint" not in built.student
+    fewer = build_lab(lab_file(HEADING, as_prose(HINTS[HINTS.index("{hint plan}") :]), ANSWER, TESTS))
+    assert fewer.hints == {"1.1": ["plan", "line"]} and "<summary>Hint 1: the plan</summary>" in fewer.student
 
 
 @pytest.mark.parametrize(
@@ -234,7 +236,7 @@ def test_hints_are_folded(lab_file):
     [
         (HINTS.replace("{hint plan}", "{hint trick}"), "{hint trick} is unknown; write idea, plan, line"),
         (HINTS.replace("Return it.", ""), "the hint 'line' of Question 1.1 is empty"),
-        (HINTS[: HINTS.index("{hint line}")], "Question 1.1 has the hints idea, plan; write idea, plan, line"),
+        ("{hint plan}\nAdd.\n\n{hint idea}\nTwo.", "Question 1.1 has the hints plan, idea; write idea, plan, line"),
         (HINTS.replace("Two of it.", "twice_as_much = x + x"), "is secret and reaches the students' notebook"),
     ],
 )

@@ -19,7 +19,7 @@ from utils.labs import lab1 as helpers
 
 LAB = "lab1"
 BY_HAND = {"q1_3_explain": 3, "q2_4": 5, "q3_5": 5, "q4_5": 5, "q5_5": 4}
-TRITON = {"q1_5": "gemm_triton", "bonus_5_8": "flash_triton"}  # {answer cell that writes a file: its check}
+TRITON = {"q1_5": "gemm_triton", "bonus_5_6": "flash_triton"}  # {answer cell that writes a file: its check}
 SETUP = """
 import functools, json, math, time
 from pathlib import Path
@@ -35,7 +35,7 @@ def synchronize(): pass
 
 
 class TestLab(EveryLab):
-    points = (100, 25)
+    points = (100, 15)
     by_hand = BY_HAND
     hinted = True
     wrong_answers, least_mistakes = WRONG_ANSWERS, 25
@@ -125,7 +125,7 @@ def test_the_timeline_gives_a_product_the_time_of_what_it_calls(monkeypatch, tmp
     drawn = []
     monkeypatch.setattr(helpers, "plot_timeline", lambda bars, title: drawn.extend(bars))
     helpers.plot_last_step(str(tmp_path / "trace.json"))
-    shares = {(bar["lane"], bar["duration_us"]) for bar in drawn if bar["lane"] != "the step"}
+    shares = {(bar["lane"], bar["duration_us"]) for bar in drawn}
     assert shares == {("gemm", 60), ("elementwise", 10)}
 
 
@@ -293,7 +293,6 @@ def test_model_answers_run_on_a_gpu(answers, names, tmp_path):
     attend = torch.nn.functional.scaled_dot_product_attention
     for function in ("standard_attention", "flash_attention_tiled"):
         close(names[function](q, k, v), attend(q, k, v))
-    close(names["flash_attention_causal"](q, k, v, 16, 16), attend(q, k, v, is_causal=True))
 
     modules = {}
     for cell, name in TRITON.items():

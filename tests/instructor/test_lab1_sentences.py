@@ -163,7 +163,7 @@ def test_own_flash_attention(text, tables):
 
 
 def test_flash_attention_in_triton(text, tables):
-    """Bonus 5.8's kernel beside the library, whose default on an H200 is cuDNN (lab 4's record)."""
+    """Bonus 5.6's kernel beside the library, whose default on an H200 is cuDNN (lab 4's record)."""
     says(
         text,
         "three times as fast as standard attention, and has 0.6 of the speed of the library, which is cuDNN there",

@@ -11,6 +11,7 @@ TASKS = {
         "check_full_sum": ([256, 2**8], {512: "before", 128: "129", 1024: "Try it"}),
         "check_bandwidth": ([989.4 / (312 / 2.039), 6.466], {2.039: "further right", 4.8: "peak over"}),
         "check_users": ([(141e9 - 0.2e9) // (2 * 2 * 256 * (15 * 512 + 3 * 32768))], {1299: "share", 233: "slide"}),
+        "check_busy": ([167.4 / 1582.8, 0.1058], {167.4: "between 0 and 1", 0.5: "eager_time_us"}),
         "check_kernel_us": ([17, 17.0], {8.5: "one kernel runs"}),
         "check_row_stats": (
             [((3, 1.135), (5, 1.154)), [[3, 1 + math.exp(-2)], [5, 1 + math.exp(-2) * (1 + math.exp(-2))]]],
@@ -20,12 +21,23 @@ TASKS = {
     },
     "lab2_flexattention": {
         "check_mask_outweighs": ([4 * 128], {128: "four of them", 1024: "L numbers"}),
+        "check_longest_mask": ([(141e9 / 2) ** 0.5, 265518], {375499: "two bytes", 141e9 / 2: "pair", 1e5: "solve"}),
+        "check_seen_by_60": ([(50, 60)], {(50, 69): "later", (0, 60): "its own", (50, 61): "which document"}),
         "check_boundaries": ([[0, 5, 6, 9, 11, 12, 16]], {(5, 6, 9, 11, 12, 16): "at 0", (0, 5, 1): "Seven"}),
+        "check_causal_promise": ([128 / 65, 1.97], {2: "diagonal", 65 / 128: "the share", 64 / 65: "last one all"}),
         "check_slope": ([8 / 64], {8: "64", 0.5: "distance"}),
+        "check_weight": (
+            [math.exp(-0.125 * 64), 3.35e-4],
+            {8: "loses", 1 / 8: "share", 2981: "smaller", 1: "exponential"},
+        ),
         "check_calls": ([28], {27: "tenth", 10: "n"}),
         "check_eager_lengths": ([12 - 8], {12: "compiled", 8: "limit"}),
+        "check_training_promise": ([1024 / 80], {8: "causal", 16: "pairs", 64: "leaves 10"}),
+        "check_padding": ([1 / 2], {1 / 3: "computed", 512: "in tokens", 1.5: "alone", 0.25: "mean text"}),
         "check_quarter_block": ([1 / 4], {1: "whole"}),
         "check_place": ([2 * 64 + 36], {100: "position", 36: "in the page", 356: "Which of its pages"}),
+        "check_empty": ([16 * 64 - 1000], {40: "last page", 1024: "all", 15: "Whole"}),
+        "check_patch": ([(72 // 16, 16 + 72 % 16)], {(1, 72): "row by row", (4, 8): "column 16", (2, 44): "A tile"}),
         "check_sparse_mask": (
             [lambda b, h, q, k: (k <= q) & ((q - k) % 16 == 0), lambda b, h, q, k: (k <= q) & ((q + k) % 15 == 0)],
             {

@@ -327,7 +327,7 @@ def gpu_in_ten_minutes() -> Card:
     card.text(
         500,
         80,
-        "deals the thread blocks of a kernel to its SMs; the rest waits for the next wave",
+        "deals the blocks of a kernel to its SMs; the rest waits for the next wave",
         size=8.5,
         ha="left",
         color=SOFT,
@@ -341,7 +341,7 @@ def gpu_in_ten_minutes() -> Card:
             card.rect(x + 16, 150 + 14 * row, 118, 9, fill=BLUE if row == 0 else "#a9cbe6")
         card.box(x + 8, 218, 134, 26, "tensor cores", fill=GREEN, edge=GREEN, color=PAPER, size=8.5, weight="bold")
         card.box(x + 8, 249, 134, 24, "registers 256 KB", fill=PAPER, edge=GREY, size=8)
-        card.box(x + 8, 278, 134, 30, "shared memory 228 KB", fill=PAPER, edge=GREY, size=8)
+        card.box(x + 8, 278, 134, 30, "shared memory 228 KB", fill=PAPER, edge=GREY, size=7)
     card.text(703, 200, f"{spec['sm_count']} SMs", size=12, weight="bold", color=SOFT)
     card.path((438, 155), (468, 155), color=BLUE)
     card.text(424, 172, "a warp:\n32 threads that take\nthe same step", size=8.5, color=BLUE, ha="right")

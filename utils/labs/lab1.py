@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import math
 import os
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -42,6 +40,7 @@ from utils import (
 from utils.benchmark.measuring import measure_together
 from utils.checking import require_answer as require_answer
 from utils.checking.labs.lab1 import *  # noqa: F403
+from utils.checking.labs.lab1.gemm import Queue
 from utils.checking.verdicts import raises_not_implemented
 from utils.files import ROOT, recorded_table
 from utils.files import output_path as output_path
@@ -49,7 +48,10 @@ from utils.labs import session
 from utils.labs.session import beside_guess as beside_guess
 from utils.labs.session import guesses as guesses
 from utils.labs.session import keep as keep
-from utils.labs.session import results, show, small_task
+from utils.labs.session import results as results
+from utils.labs.session import small_task
+from utils.machine.device import compile_support as compile_support
+from utils.machine.device import cuda_graph_support as cuda_graph_support
 from utils.visualization import series, style_axes
 
 device = default_device()
@@ -57,6 +59,7 @@ on_gpu = device.type == "cuda"
 dtype = torch.bfloat16 if on_gpu else torch.float32  # the dtype of every benchmark of this lab
 dtype_name = "bf16" if on_gpu else "fp32"
 config = GEMMA_CONFIG
+flash_batch, flash_heads, flash_dim = (1, 16, 128) if on_gpu else (1, 4, 64)  # of Part 5
 RECORDED = ROOT / "assets/results/h200/lab1.json"  # this lab's tables from an H200
 # Medians of interleaved calls, as a caller of the functions waits for them: launches included.
 TIMES = {"warmup": 5, "iterations": 30} if on_gpu else {"warmup": 2, "iterations": 7}
@@ -65,25 +68,15 @@ plot_beside = functools.partial(session.plot_beside, "lab1")
 save_results = functools.partial(session.save, "lab1")
 
 
+def random_qkv(tokens: int) -> list[torch.Tensor]:
+    """Three tensors (flash_batch, flash_heads, tokens, flash_dim) of normal values, for Part 5."""
+    return [torch.randn(flash_batch, flash_heads, tokens, flash_dim, device=device, dtype=dtype) for _ in range(3)]
+
+
 def synchronize() -> None:
     """Wait until the device has finished everything it was given."""
     if on_gpu:
         torch.cuda.synchronize()
-
-
-class QueueingDevice:
-    """A pretend GPU: accepts work at once, finishes it later."""
-
-    def __init__(self):
-        self.busy_until = time.perf_counter()
-
-    def launch(self, work_ms: float) -> None:
-        """Queue work_ms milliseconds of work and return immediately."""
-        self.busy_until = max(self.busy_until, time.perf_counter()) + work_ms / 1e3
-
-    def synchronize(self) -> None:
-        """Wait until the queue is empty."""
-        time.sleep(max(0.0, self.busy_until - time.perf_counter()))
 
 
 def show_machine() -> None:
@@ -95,15 +88,13 @@ def show_machine() -> None:
 
 def first_try(time_work: Callable) -> None:
     """Call the student's first function on a pretend device, and say what it timed."""
-    took = time_work(QueueingDevice())
+    took = time_work(Queue())
     if took < 49:
         print(
-            f"… {took:.3f} ms for 50 ms of work: the clock stopped when the call returned. Let it wait for the device, and run the cell again."
+            f"… {took:.3f} ms for 50 ms of work: the clock stopped when the call returned. Add the line, and run again."
         )
     else:
-        print(
-            f"✓ {took:.1f} ms: you timed the work, and not the queue. Every measurement of this lab rests on that line."
-        )
+        print(f"✓ {took:.1f} ms: you timed the work, and not the queue. Every measurement here rests on that line.")
 
 
 def on_the_ridge(intensity: float, ridge: float) -> None:
@@ -144,6 +135,12 @@ check_kernel_us = small_task(
     17,
     "While one kernel runs, the CPU launches the next: which of the two has to last?",
 )
+check_busy = small_task(
+    "the share of the step in which the GPU works",
+    93 * 1.8 / (93 * 17 + 1.8),
+    "The time of its kernels, over eager_time_us.",
+    {93 * 1.8: "A share, between 0 and 1."},
+)
 check_row_stats = small_task(
     "m and l after each block",
     ((3, 1 + math.exp(-2)), (5, 1 + math.exp(-2) + math.exp(-4))),
@@ -181,8 +178,8 @@ def this_roof() -> Roofs:
     return machine_roofs()
 
 
-def report_measured(name: str, measured: Mapping[str, tuple[float, float]]) -> list[float]:
-    """Print measured points, {name: (FLOPs/Byte, TFLOP/s)}, keep and draw them; return their shares of this machine's roof.
+def report_measured(name: str, measured: Mapping[str, tuple[float, float]]) -> None:
+    """Print measured points, {name: (FLOPs/Byte, TFLOP/s)}, with their shares of this machine's roof; keep and draw them.
 
     A measured roof may be too low, because the machine was busy while it was measured. So when a point stands more than
     10% above a measured roof, the roofs are measured again, and the higher ones are kept.
@@ -192,22 +189,17 @@ def report_measured(name: str, measured: Mapping[str, tuple[float, float]]) -> l
         return point[1] / this_roof().attainable_tflops(point[0], dtype_name)
 
     if this_roof().origin == "measured" and max(map(share, measured.values())) > 1.1:
-        print(
-            "A point stands above its roof. Was the machine busy when the roofs were measured? Measuring them again ..."
-        )
+        print("A point stands above its roof. Was the machine busy when they were measured? Measuring them again ...")
         machine_roofs(refresh=True)  # which keeps the higher ones
         this_roof.cache_clear()
         if max(map(share, measured.values())) > 1.1:
-            print(
-                "A point is still above its roof. Is the machine busy? If not, which assumption of the model fails for it?"
-            )
+            print("A point is still above its roof. Is the machine busy? If not, which assumption fails for it?")
     results[name] = []
     for operation, (intensity, speed) in measured.items():
         part = share((intensity, speed))
         print(f"{operation:12} {intensity:8.1f} FLOPs/Byte  {speed * 1e3:12.2f} GFLOP/s  {part:6.1%} of its roof")
         results[name].append({"operation": operation, "FLOPs/Byte": intensity, "TFLOP/s": speed, "share": part})
     plot_measured(name, measured)
-    return [row["share"] for row in results[name]]
 
 
 def plot_measured(name: str, measured: Mapping[str, tuple[float, float]]) -> None:
@@ -256,23 +248,19 @@ def compiled_file(name: str, kernel: str, question: str):
 # ---- the Gemma-3 layer ---------------------------------------------------------------------------------------------
 
 
-def prefill_call(batch: int, length: int, layer_idx: int = 5, implementation: str = "sdpa") -> Callable:
-    """Return a function of no arguments that runs the prefill of one layer, without a cache."""
-    layer, rotary_emb = build_decoder_layer(config, layer_idx, dtype, device, attn_implementation=implementation)
-    hidden_states, position_ids = create_prefill_inputs(batch, length, config.hidden_size, dtype, device)
-    embeddings = get_position_embeddings(hidden_states, position_ids, rotary_emb, layer.self_attn.layer_type)
-    return lambda: prefill_forward(layer, hidden_states, position_ids, embeddings)
+def prefill_call(batch: int, length: int, implementation: str = "sdpa", compiled: bool = False) -> Callable:
+    """Return a function of no arguments that runs the prefill of one layer that attends to all tokens, without a cache."""
+    layer, rotary_emb = build_decoder_layer(config, 5, dtype, device, attn_implementation=implementation)
+    x, position_ids = create_prefill_inputs(batch, length, config.hidden_size, dtype, device)
+    embeddings = get_position_embeddings(x, position_ids, rotary_emb, layer.self_attn.layer_type)
+    if compiled:
+        layer.compile(dynamic=False)
+    return lambda: prefill_forward(layer, x, position_ids, embeddings)
 
 
-def layer_calls(batch: int, length: int, layer_idx: int = 5) -> dict[str, Callable]:
-    """Return functions of no arguments: prefill, one token decoded with the cache, and one without.
-
-    Args:
-        batch: sequences.
-        length: tokens of each sequence before the new one.
-        layer_idx: the layer; every sixth attends to all tokens.
-    """
-    layer, rotary_emb = build_decoder_layer(config, layer_idx, dtype, device)
+def layer_calls(batch: int, length: int) -> dict[str, Callable]:
+    """Return functions of no arguments for sequences of `length` tokens: prefill, one more token with the cache, one without."""
+    layer, rotary_emb = build_decoder_layer(config, 5, dtype, device)
     kind, hidden = layer.self_attn.layer_type, config.hidden_size
     cache = initialize_kv_cache(layer.config, length + 1)
     x, position_ids = create_prefill_inputs(batch, length, hidden, dtype, device)
@@ -312,26 +300,6 @@ def layer_latencies(batches: tuple[int, ...], lengths: tuple[int, ...]) -> pd.Da
         if found is not None:
             plot_latencies(found, place)
     return table
-
-
-def compare_precisions(in_autocast: Callable) -> str:
-    """Show the MLP of a layer in fp32, by a student's `in_autocast` and in bf16; return which of the two autocast is like."""
-    mlp = build_decoder_layer(config, 5, torch.float32, device)[0].mlp
-    x = torch.randn(8192 if on_gpu else 512, config.hidden_size, device=device)
-    narrow, narrow_x = copy.deepcopy(mlp).bfloat16(), x.bfloat16()
-    ways = {"fp32": lambda: mlp(x), "autocast": lambda: in_autocast(mlp, x), "bf16": lambda: narrow(narrow_x)}
-    with torch.no_grad():
-        exact = copy.deepcopy(mlp).double()(x.double())
-        times, rows, error = median_times(ways, iterations=5), [], {}
-        for name, way in ways.items():
-            error[name] = ((way().double() - exact).square().mean() / exact.square().mean()).sqrt().item()
-            weights = sum(w.nbytes for w in (narrow if name == "bf16" else mlp).parameters()) / 1e6
-            rows.append({"way": name, "ms": times[name].median_ms, "rms error": error[name], "weights, MB": weights})
-    results["mixed_precision"] = rows
-    show(rows)
-    same = error["autocast"] == error["fp32"]
-    print("… autocast is fp32 here: add the line, and run again" if same else "✓ products in bf16, weights in fp32")
-    return min(("fp32", "bf16"), key=lambda way: abs(math.log(error[way] / error["autocast"])))
 
 
 # ---- the scoreboard ------------------------------------------------------------------------------------------------
@@ -383,7 +351,7 @@ def scoreboard(**yours: float) -> None:
 
 def _log_ticks(ax, ticks) -> None:
     ax.set(xscale="log", yscale="log")
-    ax.set_xticks(list(ticks), [str(tick) for tick in ticks])
+    ax.set_xticks(list(ticks), [f"{tick:g}" for tick in ticks])
     ax.minorticks_off()
     ax.yaxis.set_major_formatter("{x:g}")
 
@@ -403,34 +371,23 @@ def plot_calls(times_ms: list[float], without_wait_ms: list[float], harness_ms: 
     plt.show()
 
 
-def plot_tile_intensity(tiles: list[int], intensities: list[float], largest: int, n: int) -> None:
-    """Draw the intensity of a tiled GEMM over its tile, beside the ridge of an H200 and the largest tile in an SM."""
-    _, ax = plt.subplots(figsize=(9, 3), layout="constrained")
-    ax.plot(tiles, intensities, **series(0).line, label=f"tiled GEMM, n = {n}, bf16")
-    ax.axhline(get_ridge_point("H200", "bf16"), color="black", linestyle="--", label="ridge point of an H200, bf16")
-    ax.axvline(largest, color=series(4).color, linestyle=":", label=f"largest tile in one SM: {largest}")
-    _log_ticks(ax, tiles)
-    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))  # beside the lines: inside, it would cover the ridge
-    style_axes(ax, x="tile size t", y="FLOPs/Byte", title="A larger tile reads less")
-    plt.show()
-
-
-def plot_intensities(table: pd.DataFrame) -> None:
-    """Draw intensities over the size n: a line for each column, beside the ridges of two GPUs in bf16."""
+def plot_lines(
+    lines: Mapping[str, Sequence[float]],
+    ticks: Sequence[float],
+    x: str,
+    y: str,
+    title: str,
+    levels: Mapping[str, float],
+) -> None:
+    """Draw {label: values at the ticks} on logarithmic axes, and {label: value} as dashed lines across them."""
     _, ax = plt.subplots(figsize=(9, 3.2), layout="constrained")
-    for i, column in enumerate(table):
-        ax.plot(table.index, table[column], **series(i).line, label=column)
-    for name, style in (("A100", ":"), ("H200", "--")):
-        ax.axhline(
-            get_ridge_point(name, "bf16"),
-            color="black",
-            linewidth=1,
-            linestyle=style,
-            label=f"ridge of an {name}, bf16",
-        )
-    _log_ticks(ax, table.index)
-    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    style_axes(ax, x="n", y="FLOPs/Byte", title="One of the two grows")
+    for i, (label, values) in enumerate(lines.items()):
+        ax.plot(ticks, values, **series(i).line, label=label)
+    for (label, level), style in zip(levels.items(), ("--", ":"), strict=False):
+        ax.axhline(level, color="black", linewidth=1, linestyle=style, label=label)
+    _log_ticks(ax, ticks)
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))  # beside the lines: inside, it would cover them
+    style_axes(ax, x=x, y=y, title=title)
     plt.show()
 
 
@@ -455,33 +412,19 @@ def plot_last_step(trace: str) -> None:
     """Draw the last step of a trace, a row for each family of operators, with the share of the step that it takes."""
     events = read_trace(trace)
     step = [event for event in events if event.name.startswith("ProfilerStep#")][-1]
-    inside = [
-        e
-        for e in events
-        if step.start_us <= e.start_us < step.end_us and e.category in ("kernel", "cpu_op", "gpu_memcpy")
-    ]
-    kernels = [event for event in inside if event.category != "cpu_op"] or inside
+    inside = [event for event in events if step.start_us <= event.start_us < step.end_us]
+    kernels = [event for event in inside if event.category in ("kernel", "gpu_memcpy")]
+    kernels = kernels or [event for event in inside if event.category == "cpu_op"]
     kernels.sort(key=lambda event: (event.start_us, -event.duration_us))
-    bars = [
-        {
-            "name": "",
-            "category": "user_annotation",
-            "start_us": 0.0,
-            "duration_us": step.duration_us,
-            "lane": "the step",
-        }
-    ]
-    until = 0.0
+    bars, until = [], 0.0
     for event, following in zip(kernels, [*kernels[1:], None], strict=True):
         end = event.start_us + event.duration_us
         calls_others = following is not None and following.start_us < end
         # A product is its outermost operator, with what it calls; a conversion or a view is what it calls.
         if event.start_us < until or (calls_others and event.family in ("memory", "other")):
             continue
-        until, lane = end, {"category": event.family, "lane": event.family}
-        bars.append(
-            {"name": event.name, "start_us": event.start_us - step.start_us, "duration_us": event.duration_us} | lane
-        )
+        until, named = end, {"name": event.name, "category": event.family, "lane": event.family}
+        bars.append({**named, "start_us": event.start_us, "duration_us": event.duration_us})
     plot_timeline(bars, title="One decode step by families of operators")
     plt.show()
 
@@ -499,6 +442,7 @@ def plot_graphs(table: pd.DataFrame) -> None:
     names = [f"{line['phase']} tokens, batch {line['batch']}" for line in table.to_dict("records")]
     ax.set(xscale="log", yticks=range(len(table)), yticklabels=names, ylim=(len(table) - 0.5, -0.5))
     ax.margins(x=0.15)
+    ax.xaxis.set_major_formatter("{x:g}")
     ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     style_axes(ax, x="ms (log scale)", title="One layer, launched kernel by kernel and as a graph")
     plt.show()
@@ -512,21 +456,6 @@ def plot_flash_versions(table: pd.DataFrame, names: tuple[str, ...]) -> None:
             columns = [f"{name}_ms" for name in names], [f"{name}_mem_gb" for name in names]
             plot_flash_attn_improvement(found, *columns, labels=names, title=f"Three ways to attend, {place}")
             plt.show()
-
-
-def plot_graph_gain(eager_time_us: Callable, graph_time_us: Callable) -> None:
-    """Draw what a graph of 80 kernels gains, over the time of one kernel."""
-    kernel_us = [0.5 * 2**i for i in range(10)]
-    _, ax = plt.subplots(figsize=(8, 3), layout="constrained")
-    for i, launch_us in enumerate((6, 15)):  # a launch alone, and one with PyTorch and Python around it
-        gains = [eager_time_us(80, launch_us, t) / graph_time_us(80, launch_us, t) for t in kernel_us]
-        ax.plot(kernel_us, gains, **series(i).line, label=f"{launch_us} µs a launch")
-    ax.axhline(1, color="black", linewidth=1)
-    ax.set_xscale("log")
-    ax.set_xticks([1, 10, 100], ["1", "10", "100"])
-    ax.legend()
-    style_axes(ax, x="time of one kernel (µs)", y="gain of a graph (×)", title="80 kernels: what a CUDA graph is worth")
-    plt.show()
 
 
 def memory_during(call: Callable) -> tuple[list[float], list[float]]:

@@ -7,14 +7,14 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 
-from utils.attention import AttentionUnsupported, attention, attention_decode, prepare
+from utils.attention import AttentionUnsupported, prepare
 from utils.attention.backends.flex import needed_kernel_options
 from utils.attention.masks import dense_mask, documents
 from utils.attention.masks import named as with_name
@@ -23,11 +23,12 @@ from utils.attention.prepared import compiled_versions, own_copy
 from utils.benchmark.measuring import measure_together
 from utils.benchmark.profiling import read_trace
 from utils.checking.labs.lab2_flexattention import *  # noqa: F403
-from utils.files import output_path
+from utils.files import output_path, recorded_table
 from utils.labs import session
 from utils.labs.session import H200, beside_guess, guesses, keep, plot_bars, results, small_task
-from utils.machine.device import compile_support, default_device, gluon_support
+from utils.machine.device import compile_support, default_device
 from utils.visualization import plot_mask, plot_sparsity_sweep, plot_timeline, series, style_axes
+from utils.visualization.style import CARD
 
 device = default_device()
 on_gpu = device.type == "cuda"
@@ -72,16 +73,24 @@ def time_ways(ways: Mapping[object, Callable], samples: int = 11) -> pd.DataFram
     return pd.DataFrame(rows, columns=["way", "ms", "from", "to"])
 
 
-def call_with_gradients(forward: Callable, leaves: Sequence[torch.Tensor], upstream: torch.Tensor) -> Callable:
-    """A call of forward and backward, which returns the gradients of the leaves."""
-    return lambda: torch.autograd.grad(forward(*leaves), leaves, upstream)
-
-
 check_mask_outweighs = small_task(
     "tokens from which on a mask outweighs Q, K, V and O",
     512,
     "A number for each pair, beside 4 L D numbers: does the dtype matter?",
     {128: "There are four of them: Q, K, V and O.", 1024: "The mask has L numbers for each of L queries."},
+)
+check_longest_mask = small_task(
+    "tokens whose mask fills an H200",
+    (141e9 / 2) ** 0.5,
+    "L² numbers of two bytes each: solve for L.",
+    {141e9**0.5: "A number has two bytes.", 141e9 / 2: "There is a number for each pair, not for each token."},
+)
+check_seen_by_60 = small_task(
+    "the first and the last key that token 60 sees",
+    (50, 60),
+    "In which document is it, and which of its tokens come later?",
+    {(50, 69): "It does not see later tokens.", (0, 60): "It sees its own document only."},
+    rel=0,
 )
 check_boundaries = small_task(
     "where documents begin, and the last one ends",
@@ -92,7 +101,20 @@ check_boundaries = small_task(
         (0, 5, 6, 9, 11, 12): "And where does the last one end?",
     },
 )
+check_causal_promise = small_task(
+    "the promise of causal",
+    64 * 64 / (64 * 65 / 2),
+    "A row of 64 blocks: the first row computes one of them, the last one all.",
+    {2: "Blocks on the diagonal are computed whole.", 65 / 128: "That is the share that is computed."},
+    rel=0.005,
+)
 check_slope = small_task("the slope of ALiBi", 0.125, "The penalty is slope times distance.", {8: "Over 64 tokens."})
+check_weight = small_task(
+    "the factor of the weight",
+    math.exp(-8),
+    "A weight is the exponential of a score.",
+    {8: "That is what the score loses.", math.exp(8): "It becomes smaller.", 1 / 8: "Not a share of the score."},
+)
 check_calls = small_task(
     "calls from which on a block mask costs less than a tenth",
     28,
@@ -106,6 +128,22 @@ check_eager_lengths = small_task(
     "The limit is eight kernels, one for each length.",
     {12: "The first ones were compiled."},
 )
+check_training_promise = small_task(
+    "the promise of blocks of 128",
+    32 * 32 / (8 * 10),
+    "A document has 4 x 4 blocks, and causal leaves 10 of them.",
+    {8: "Inside of a document it is causal.", 1024 / 48: "Blocks on the diagonal count.", 16: "Blocks, not pairs."},
+)
+check_padding = small_task(
+    "padding over tokens",
+    0.5,
+    "Half of the texts are padded to 1024, and half to 2048; the mean text has 1024 tokens.",
+    {
+        1 / 3: "Over the tokens, not over what is computed.",
+        512: "That is the mean padding in tokens.",
+        1.5: "Padding alone.",
+    },
+)
 check_quarter_block = small_task(
     "the most that a quarter of a block reaches",
     0.25,
@@ -116,6 +154,19 @@ check_place = small_task(
     164,
     "Which of its pages is it in, and where in the page?",
     {100: "That is its position. Page 7 comes first.", 36: "That is its place in the page."},
+)
+check_empty = small_task(
+    "places that are reserved and empty",
+    24,
+    "Whole pages: 16 of them.",
+    {40: "So many places of the last page are used.", 1024: "Those are all its places."},
+)
+check_patch = small_task(
+    "row and column of token 200",
+    (4, 24),
+    "A tile has 128 tokens: which tile, and which place in it? Rows of a tile have 16 patches.",
+    {(1, 72): "That is row by row.", (4, 8): "The second tile begins in column 16."},
+    rel=0,
 )
 
 
@@ -140,7 +191,7 @@ def check_sparse_mask(mod: Callable) -> None:
 def plot_scores(shown: Mapping[str, Callable], score: float = 8.0, size: int = 64) -> dict[str, float]:
     """Draw what each modifier makes of equal scores under a causal mask; return the lowest score that each leaves."""
     index, nothing, lowest = torch.arange(size), torch.zeros((), dtype=torch.int64), {}
-    figure, axes = plt.subplots(1, len(shown), figsize=(13, 3), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, len(shown), figsize=(13, 3), sharey=True, layout="constrained", facecolor=CARD)
     for ax, (name, mod) in zip(axes, shown.items(), strict=True):
         left = mod(torch.full((size, size), score), nothing, nothing, index[:, None], index[None, :])
         left = left.expand(size, size).masked_fill(index[None, :] > index[:, None], math.nan)
@@ -187,46 +238,47 @@ def _readable(name: str) -> str:
     return "generated kernel" if "CompiledFxGraph" in name else name.removeprefix("aten::")
 
 
-def plot_cliff(table: pd.DataFrame, unit: str, limit: int) -> None:
+def _here_and_recorded(name: str) -> dict[str, pd.DataFrame]:
+    """Return this run's table of that name, if there is one, and without a GPU the one that was recorded on an H200."""
+    recorded = None if on_gpu else recorded_table(H200 / "lab2.json", name)
+    tables = {"this machine": pd.DataFrame(results.get(name, [])), "an H200, recorded": recorded}
+    return {place: table for place, table in tables.items() if table is not None and len(table)}
+
+
+def plot_cliff(limit: int = 2) -> None:
     """Draw the speed of each setting of `dynamic` over the lengths, and shade where the static kernels have run out."""
-    _, ax = plt.subplots(figsize=(7.5, 3.4), layout="constrained")
-    for i, (name, rows) in enumerate(table.groupby("setting", sort=False)):
-        ax.plot(rows["tokens"], rows[unit], **series(i).line, label=name)
-    lengths = sorted(table["tokens"].unique())
-    ax.axvspan(lengths[limit] - length // 64, lengths[-1] + length // 64, color=series(1).color, alpha=0.15)
-    ax.text(lengths[limit], ax.get_ylim()[1] * 0.08, "dynamic=False: past the limit, eager", fontsize=9)
-    ax.set_ylim(0)
-    ax.legend(bbox_to_anchor=(1.0, 1.0), loc="upper left")
-    style_axes(ax, x="tokens", y=unit, title="The same call, one length after the other")
+    tables = _here_and_recorded("cliff")
+    if not tables:
+        return
+    _, axes = plt.subplots(1, len(tables), figsize=(1 + 5 * len(tables), 3.4), layout="constrained", squeeze=False)
+    for ax, (place, table) in zip(axes[0], tables.items(), strict=True):
+        unit, lengths = table.columns[-1], sorted(table["tokens"].unique())
+        for i, (name, rows) in enumerate(table.groupby("setting", sort=False)):
+            ax.plot(rows["tokens"], rows[unit], **series(i).line, label=name)
+        ax.axvspan(lengths[limit] - length // 64, lengths[-1] + length // 64, color=series(1).color, alpha=0.15)
+        ax.set_ylim(0)
+        ax.text(lengths[limit], ax.get_ylim()[1] * 0.45, "past the limit", fontsize=9)
+        if ax is axes[0][-1]:
+            ax.legend(bbox_to_anchor=(1.0, 1.0), loc="upper left")
+        style_axes(ax, x="tokens", y=unit, title=place)
     plt.show()
 
 
-def race_pages(sequences: int = 8, kv_heads: int = 8, tokens: int = 8192) -> None:
-    """Race decode over pages with the same cache in one piece on a Hopper GPU; elsewhere draw what an H200 measured."""
-    if not gluon_support():
-        print(gluon_support().reason)
-        record = json.loads((H200 / "decode_pages.json").read_text())
-        rows = {f"{row['batch']} x {row['keys']} tokens": pd.Series(row["us"]) for row in record["rows"]}
-        tables = {name: us.rename_axis("way").rename("us").reset_index() for name, us in rows.items()}
-        plot_bars(tables, ["us"], title=f"Microseconds, recorded on {record['environment']['gpu']}, not measured here")
-        return
-    q = torch.randn(sequences, 32, 1, 128, device=device, dtype=dtype)
-    k, v = (torch.randn(sequences, kv_heads, tokens, 128, device=device, dtype=dtype) for _ in range(2))
-    lengths = torch.full((sequences,), tokens, dtype=torch.int32, device=device)
-    ways: dict[object, Callable] = {"one piece": functools.partial(attention_decode, q, k, v, seqlens=lengths)}
-    for page_size in (256, 64, 16):
-        table = torch.randperm(sequences * tokens // page_size, device=device).view(sequences, -1).int()
-        pages = []
-        for x in (k, v):
-            pool = torch.empty(table.numel(), kv_heads, page_size, 128, device=device, dtype=dtype)
-            pool[table.flatten().long()] = (
-                x.view(sequences, kv_heads, -1, page_size, 128).transpose(1, 2).reshape(pool.shape)
-            )
-            pages.append(pool)
-        call = functools.partial(attention_decode, q, *pages, seqlens=lengths, block_table=table)
-        ways[f"pages of {page_size}"] = call
-    ways["pages of 16, gathered, then SDPA"] = functools.partial(call, backend="sdpa")
-    keep("pages", time_ways(ways))
+def plot_sweep() -> None:
+    """Draw the speed-up of documents in blocks of each size, and its share of what the blocks promise."""
+    for place, table in _here_and_recorded("sweep").items():
+        drawn = table.rename(columns={"block": "block_size", "span": "doc_span", "measured": "speedup"})
+        rows = drawn.assign(ideal=drawn["blocks promise"]).to_dict("records")
+        plot_sparsity_sweep(rows, title=f"times as fast: {place}")
+        plt.show()
+
+
+def plot_pages() -> None:
+    """Draw what decoding over pages took on an H200, beside the same cache in one piece."""
+    record = json.loads((H200 / "decode_pages.json").read_text())
+    rows = {f"{row['batch']} x {row['keys']} tokens": pd.Series(row["us"]) for row in record["rows"]}
+    tables = {name: us.rename_axis("way").rename("us").reset_index() for name, us in rows.items()}
+    plot_bars(tables, ["us"], title=f"Microseconds, recorded on {record['environment']['gpu']}, not measured here")
 
 
 __all__ = [name for name in globals() if not name.startswith("_") and name not in ("annotations", "session")]

@@ -8,11 +8,10 @@ from instructor.checks.lab1.attention import (
     attention_bshd,
     attention_intensity,
     attention_memory,
-    merge_attention,
     online_softmax_stats,
     standard_attention,
 )
-from instructor.checks.lab1.flash import flash_attention_causal, flash_attention_tiled
+from instructor.checks.lab1.flash import flash_attention_tiled
 from instructor.checks.lab1.gemm import gemm_and_gemv_costs, gemm_naive, gemm_tiled, tile_traffic, time_calls
 from instructor.checks.lab1.gemma import (
     attended_pairs,
@@ -37,7 +36,6 @@ __all__ = [
     "counted_flops",
     "decode_floor",
     "decode_with_cache",
-    "flash_attention_causal",
     "flash_attention_tiled",
     "flash_triton",
     "fusion_bytes",
@@ -50,7 +48,6 @@ __all__ = [
     "kernels_per_step",
     "kv_cache_bytes",
     "launch_model",
-    "merge_attention",
     "mlp_and_norm_costs",
     "online_softmax_stats",
     "profile_steps",

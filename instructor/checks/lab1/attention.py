@@ -10,15 +10,7 @@ import torch
 
 from instructor.checks.common import DTYPES, Draw, dtype_name, expect_value
 from utils.checking import FUSED_ATTENTION, check, watch_operations
-from utils.checking.labs.lab1.attention import (
-    MERGE,
-    ONLINE,
-    STANDARD,
-    expect_attention,
-    expect_bshd,
-    expect_merged,
-    expect_stats,
-)
+from utils.checking.labs.lab1.attention import ONLINE, STANDARD, expect_attention, expect_bshd, expect_stats
 
 _BESIDE_SDPA = r"mm|bmm|addmm|baddbmm|mv|dot|\w*softmax|exp2?|expm1|sigmoid|tanh|pow"
 
@@ -172,21 +164,3 @@ def attention_intensity(attention_intensity, seed=None):
                     "Q, K, V and O travel as well.": flops / (4 * s * s * size),
                 },
             )
-
-
-@check(**MERGE)
-def merge_attention(merge_attention, seed=None):
-    """Check that merged parts equal attention over all keys, with large scores and with empty parts."""
-    draw = Draw(seed)
-    for scale, parts, empty in ((1, 3, False), (25, 4, False), (1, 1, False), (2, 4, True)):
-        b, h, s, d = draw.sizes(4, 2, 9)
-        q = scale * draw.normal(b, h, s, d, dtype=torch.float64)
-        k, v = scale * draw.normal(b, h, 12 * parts, d, dtype=torch.float64), draw.normal(b, h, 12 * parts, d)
-        scores = q @ k.transpose(-2, -1)
-        if empty:
-            scores[:, :, ::2, :24] = -math.inf  # every second query sees no key of parts 0 and 1
-            scores[:, :, 1::2, 36:] = -math.inf
-        name = f"{parts} parts" + (
-            " of which some are empty" if empty else f" with scores up to {scores.abs().max():.0f}"
-        )
-        expect_merged(merge_attention, scores, v, parts, name)

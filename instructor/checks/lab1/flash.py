@@ -1,4 +1,4 @@
-"""Part 5: flash attention by hand, with and without a causal mask."""
+"""Part 5: flash attention by hand."""
 
 from __future__ import annotations
 
@@ -6,14 +6,7 @@ import torch
 
 from instructor.checks.common import Draw, expect_follows_device
 from utils.checking import check, expect_close
-from utils.checking.labs.lab1.attention import (
-    CAUSAL,
-    FLASH,
-    attend_in_float64,
-    expect_hidden_tiles_skipped,
-    expect_tiled,
-    expect_wide_inside,
-)
+from utils.checking.labs.lab1.attention import FLASH, attend_in_float64, expect_tiled, expect_wide_inside
 
 
 def _expect_tiles_used(function, draw: Draw, name: str) -> None:
@@ -31,13 +24,12 @@ def _expect_tiles_used(function, draw: Draw, name: str) -> None:
 
 def _expect_wide_inside(function, draw: Draw, name: str) -> None:
     """Assert one rounding with small and with large scores: then the weights are few, and what rounding a score costs stands out."""
-    s, tiles = (400, (200, 16)) if "causal" in name else (16, (16, 16))
     for factor in (1, 8):
-        q, k, v = (draw.normal(1, 2, n, 16, dtype=torch.bfloat16) for n in (s, 400, 400))
-        expect_wide_inside(function, (factor * q, k, v), tiles, f"{name}{' of large scores' if factor > 1 else ''}")
+        q, k, v = (draw.normal(1, 2, n, 16, dtype=torch.bfloat16) for n in (16, 400, 400))
+        expect_wide_inside(function, (factor * q, k, v), (16, 16), f"{name}{' of large scores' if factor > 1 else ''}")
 
 
-def _expect_running_maximum(function, draw: Draw, causal: bool, name: str) -> None:
+def _expect_running_maximum(function, draw: Draw, name: str) -> None:
     """Assert that the maximum runs: from tile to tile the scores rise so far that no exponent, of any dtype, bridges it."""
     s, d = 24, 8
     q, k = draw.normal(1, 1, s, d).abs() + 0.5, draw.normal(1, 1, s, d).abs() + 0.5
@@ -46,7 +38,7 @@ def _expect_running_maximum(function, draw: Draw, causal: bool, name: str) -> No
     what = f"{name} of scores that rise by thousands from tile to tile"
     hint = "When a larger maximum comes, rescale what was there; the first tile's maximum is not the row's."
     got = function(q, k, v, 8, 8)
-    expect_close(got, attend_in_float64(q, k, v, causal=causal), rtol=1e-3, atol=1e-3, what=what, hint=hint)
+    expect_close(got, attend_in_float64(q, k, v), rtol=1e-3, atol=1e-3, what=what, hint=hint)
 
 
 @check(**FLASH)
@@ -64,7 +56,7 @@ def flash_attention_tiled(flash_attention_tiled, seed=None):
         for tiles in (draw.sizes(2, 7, 16), (64, 64)):
             expect_tiled(flash_attention_tiled, inputs, tiles, name, tolerance)
     _expect_wide_inside(flash_attention_tiled, draw, name)
-    _expect_running_maximum(flash_attention_tiled, draw, False, name)
+    _expect_running_maximum(flash_attention_tiled, draw, name)
     # Large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
     q, k, v = 20 * draw.normal(1, 1, 20, 16), 20 * draw.normal(1, 1, 33, 16), draw.normal(1, 1, 33, 16)
     expect_tiled(flash_attention_tiled, (q, k, v), (6, 8), name, 1e-3)
@@ -73,22 +65,3 @@ def flash_attention_tiled(flash_attention_tiled, seed=None):
     expect_close(got, attend_in_float64(q, k, v), rtol=1e-4, atol=1e-5, what=f"{name} with its default tiles")
     shapes = (1, 1, 6, 4), (1, 1, 9, 4), (1, 1, 9, 4)
     expect_follows_device(lambda a, b, c: flash_attention_tiled(a, b, c, 4, 4), *shapes, what=f"{name}(q, k, v)")
-
-
-@check(**CAUSAL)
-def flash_attention_causal(flash_attention_causal, seed=None):
-    """Check the causal output; there must be no product for a tile that the mask hides."""
-    draw = Draw(seed)
-    name = "flash_attention_causal"
-    for dtype, tolerance, others in ((torch.float32, 1e-4, ((17, 6), (6, 17), (64, 64))), (torch.bfloat16, 3e-2, ())):
-        inputs = [draw.normal(2, 2, draw.size(30, 50), draw.choice((8, 16)), dtype=dtype)]
-        inputs += [draw.normal(*inputs[0].shape, dtype=dtype) for _ in range(2)]
-        for tiles in (draw.sizes(2, 7, 16), *others):
-            expect_tiled(flash_attention_causal, inputs, tiles, name, tolerance)
-    _expect_tiles_used(flash_attention_causal, draw, name)
-    _expect_wide_inside(flash_attention_causal, draw, name)
-    _expect_running_maximum(flash_attention_causal, draw, True, name)
-    for s, tile_q, tile_k in ((64, 16, 16), (draw.size(50, 70), 16, 8), (draw.size(50, 70), 8, 24)):
-        inputs = [draw.normal(1, 1, s, 8) for _ in range(3)]
-        watch = expect_tiled(flash_attention_causal, inputs, (tile_q, tile_k), name)
-        expect_hidden_tiles_skipped(watch.macs, s, (tile_q, tile_k), 1, 8)

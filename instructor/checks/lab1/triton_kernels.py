@@ -1,4 +1,4 @@
-"""Questions 1.5 and bonus 5.8: the student's Triton kernels, in Triton's interpreter, with guard zones around the tensors.
+"""Questions 1.5 and bonus 5.6: the student's Triton kernels, in Triton's interpreter, with guard zones around the tensors.
 
 The entries below are appended to the student's file and run in the interpreter's process, which refuses accesses outside the
 memory of the tensors. The gaps around rows and columns are inside that memory: they hold NaN around what a kernel reads,
@@ -155,7 +155,7 @@ def gemm_triton(source: str, seed=None):
         )
 
 
-@check("Bonus 5.8", "Flash attention in Triton")
+@check("Bonus 5.6", "Flash attention in Triton")
 def flash_triton(source: str, seed=None):
     """Check the kernel `flash_kernel` of this source text: values, tails, strides, and no access out of bounds."""
     draw, cases = Draw(seed), {}

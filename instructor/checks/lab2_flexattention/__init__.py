@@ -12,7 +12,7 @@ from instructor.checks.lab2_flexattention.kernels import buckets, prepare_flex
 from instructor.checks.lab2_flexattention.layout import layout_blocks, layout_mask
 from instructor.checks.lab2_flexattention.masks import compositions, packed_documents, three_masks, windows_and_sinks
 from instructor.checks.lab2_flexattention.scores import relative_bias, score_mods
-from instructor.checks.lab2_flexattention.serving import at_positions, paged_mask, ragged_attention
+from instructor.checks.lab2_flexattention.serving import at_positions, paged_mask
 
 __all__ = [
     "at_positions",
@@ -28,7 +28,6 @@ __all__ = [
     "paged_mask",
     "prepare_flex",
     "promises",
-    "ragged_attention",
     "relative_bias",
     "score_mods",
     "three_masks",

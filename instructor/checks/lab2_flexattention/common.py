@@ -75,21 +75,6 @@ def attend_densely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torc
     return reference(q, k, v, allowed=mask)[0].to(q.dtype)
 
 
-def moved_heads(got: torch.Tensor, right: torch.Tensor, rtol: float = 1e-3, atol: float = 1e-4) -> str:
-    """Return a hint if `got` has the heads of `right` in another order."""
-    got, order = got.to(right.dtype), []
-    for head in range(right.shape[1]):
-        others = [head, *range(right.shape[1])]
-        came = next((o for o in others if torch.allclose(got[:, head], right[:, o], rtol, atol)), None)
-        if came is None:
-            return ""
-        order.append(came)
-    moved = next((head for head, came in enumerate(order) if head != came), None)
-    if moved is None:
-        return ""
-    return f"The heads are in another order: head {moved} of the output is head {order[moved]}'s."
-
-
 def expect_scores(
     mod: Mod,
     expected: torch.Tensor,

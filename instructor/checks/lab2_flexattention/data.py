@@ -4,36 +4,10 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 from instructor.checks.common import DTYPES, Draw, dtype_name, expect_counts
-from instructor.checks.lab2_flexattention.common import attend_densely, moved_heads
+from instructor.checks.lab2_flexattention.common import attend_densely
 from utils.checking import FUSED_ATTENTION, check, expect_close
-
-
-def _hint(got, q, k, v, mask) -> str:
-    """Return a hint if the result is that of a known mistake."""
-    if not isinstance(got, torch.Tensor) or got.shape != q.shape:
-        return ""
-    right = attend_densely(q, k, v, mask)
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    softmax = torch.softmax(scores, dim=-1)
-    wrong = {
-        "Divide the scores by sqrt(D).": attend_densely(q * math.sqrt(q.shape[-1]), k, v, mask),
-        "The scores are divided by sqrt(D), not by D.": attend_densely(q / math.sqrt(q.shape[-1]), k, v, mask),
-        "The mask is ignored.": softmax @ v,
-        "The mask is upside down: True means that the query sees the key.": attend_densely(q, k, v, ~mask),
-        "The weights a query has left must add up to 1: mask the scores before the softmax, not the weights after it.": (
-            softmax * mask
-        )
-        @ v,
-        "A masked score is -inf, not 0: e^0 is 1.": torch.softmax(scores * mask, dim=-1) @ v,
-        "True and False are added to the scores as 1 and 0.": torch.softmax(scores + mask, dim=-1) @ v,
-    }
-    for hint, answer in wrong.items():
-        if torch.allclose(got, answer, 1e-3, 1e-4) and not torch.allclose(right, answer, 1e-3, 1e-4):
-            return hint
-    return moved_heads(got, right)
+from utils.checking.labs.lab2_flexattention.masks import masking_mistake
 
 
 @check("1.1", "Attention under a mask", forbids=FUSED_ATTENTION, hint="write product, mask, softmax, product yourself")
@@ -50,17 +24,11 @@ def masked_attention(masked_attention, seed=None):
         got = masked_attention(q, k, v, mask)
         what = f"masked_attention of ({b}, {h}, {s}, {d}) over {length} keys"
         right = attend_densely(q, k, v, mask)
-        expect_close(got, right, rtol=1e-4, atol=1e-5, what=what, hint=_hint(got, q, k, v, mask))
+        expect_close(got, right, rtol=1e-4, atol=1e-5, what=what, hint=masking_mistake(got, q, k, v, mask))
     mask[draw.size(0, s - 1)] = False
     got = masked_attention(q, k, v, mask)
-    expect_close(
-        got,
-        attend_densely(q, k, v, mask),
-        rtol=1e-4,
-        atol=1e-5,
-        what="masked_attention with a query that sees no key",
-        hint="The softmax of nothing is 0 divided by 0: such a query gets zeros.",
-    )
+    right, what = attend_densely(q, k, v, mask), "masked_attention with a query that sees no key"
+    expect_close(got, right, rtol=1e-4, atol=1e-5, what=what, hint=masking_mistake(got, q, k, v, mask))
 
 
 @check("1.2", "Costs of a mask")

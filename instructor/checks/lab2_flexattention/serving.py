@@ -1,13 +1,12 @@
-"""Part 8, bonus: decode, pages, ragged batches."""
+"""Part 8, bonus: decode and pages."""
 
 from __future__ import annotations
 
 import torch
 
 from instructor.checks.common import Draw, SizeWatch
-from instructor.checks.lab2_flexattention.common import expect_mask, indices, recording
+from instructor.checks.lab2_flexattention.common import expect_mask, indices
 from utils.checking import check
-from utils.checking.labs.lab2_flexattention.kernels import expect_ragged
 from utils.checking.masks import expect_program
 
 
@@ -108,19 +107,3 @@ def paged_mask(paged_mask, seed=None):
                 h,
             )
     expect_program(mod, max(16, len(pages) * page_size), "paged_mask", sq, len(pages) * page_size)
-
-
-@check("Bonus 8.3", "A ragged batch")
-def ragged_attention(ragged_attention, seed=None):
-    """Check texts of different lengths in one call; each is causal and sees itself only."""
-    draw = Draw(seed)
-    sizes = [*draw.sizes(3, 2, 12), 0, draw.size(2, 6)]
-    texts = [tuple(draw.normal(2, size, 8) for _ in range(3)) for size in sizes]
-    attend, calls = recording()
-    expect_ragged(ragged_attention, attend, calls, texts)
-    _, mod = calls[0]
-    owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    q, k = indices(len(owner), len(owner))
-    right = (owner[q] == owner[k]) & (k <= q)
-    expect_mask(mod, right, f"the mask of texts of {sizes} tokens", {"Does it look at other texts?": k <= q})
-    expect_program(mod, 2 * sum(sizes), "the mask_mod of ragged_attention", sum(sizes), sum(sizes))

@@ -35,24 +35,18 @@ ONLINE: dict[str, Any] = {
     "largest": "one block, with two numbers a row",
     "hint": "keep a running maximum and a running sum, and look at one block at a time",
 }
-_FLASH: dict[str, Any] = {
+FLASH: dict[str, Any] = {
+    "question": "5.3",
+    "title": "Flash attention by hand",
     "forbids": (FUSED_ATTENTION, SOFTMAX),
     "largest": "one tile of scores, or q, k or v",
     "hint": "the softmax is the running maximum and sum of online_softmax_stats",
 }
-FLASH = {"question": "5.3", "title": "Flash attention by hand", **_FLASH}
-CAUSAL = {"question": "Bonus 5.6", "title": "Causal flash attention", **_FLASH}
-MERGE: dict[str, Any] = {
-    "question": "Bonus 5.7",
-    "title": "Merging",
-    "forbids": SOFTMAX,
-    "hint": "subtract the largest L, then take exp",
-}
 
 
-def attend_in_float64(q, k, v, causal=False):
+def attend_in_float64(q, k, v):
     """Compute attention of (B, H, S, D) in float64, rounded to the dtype of q."""
-    return reference(q, k, v, causal=causal)[0].to(q.dtype)
+    return reference(q, k, v)[0].to(q.dtype)
 
 
 def expect_attention(standard_attention, q, k, v, what: str, rtol: float, atol: float) -> None:
@@ -179,7 +173,7 @@ def check_online_softmax_stats(online_softmax_stats):
 def expect_tiled(function, inputs, tiles: tuple[int, int], name: str, tolerance: float = 1e-4) -> SizeWatch:
     """Assert the values of a call, and that no operator works on more than one tile of scores; return its sizes."""
     q, k, v = inputs
-    (b, h, _, d), causal = q.shape, "causal" in name
+    b, h, _, d = q.shape
     what = f"{name} of {q.shape[2]} queries and {k.shape[2]} keys with tiles {tuple(tiles)} in {q.dtype}"
     tile = b * h * tiles[0] * tiles[1]
     # A whole q or output is no score, and a product of two tiles by broadcasting has d numbers for each score.
@@ -193,16 +187,11 @@ def expect_tiled(function, inputs, tiles: tuple[int, int], name: str, tolerance:
             f"{what}: {found[0]} worked on {found[1]} scores at once; one tile of queries and one of keys have {b} x {h} x {tiles[0]} x "
             f"{tiles[1]} = {tile}."
         )
-    at_the_ends = (
-        "at the mask of the tiles on the diagonal, and at where the loop over keys stops"
-        if causal
-        else "at where m, l and O start"
+    hint = attention_mistake(got, q, k, v) or (
+        "Look at the rescaling of BOTH the sum and the output, at the tiles at the edges, at where m, l and O start. Is a maximum "
+        "subtracted before every exp?"
     )
-    hint = attention_mistake(got, q, k, v, causal=causal) or (
-        f"Look at the rescaling of BOTH the sum and the output, at the tiles at the edges, {at_the_ends}. Is a maximum subtracted before "
-        "every exp?"
-    )
-    right = attend_in_float64(q, k, v, causal=causal)
+    right = attend_in_float64(q, k, v)
     expect_close(got, right, rtol=tolerance, atol=tolerance, what=what, hint=hint)
     return limited.sizes
 
@@ -211,7 +200,7 @@ def expect_wide_inside(function, inputs, tiles: tuple[int, int], name: str) -> N
     """Assert that inputs in 16 bits are computed on in float32, and rounded once."""
     q, k, v = inputs
     got, what = function(q, k, v, *tiles), f"{name} of {k.shape[2]} keys in bfloat16"
-    exact = attend_in_float64(q.double(), k.double(), v.double(), causal="causal" in name)
+    exact = attend_in_float64(q.double(), k.double(), v.double())
     expect_close(got, exact.to(q.dtype), rtol=0.1, atol=0.1, what=what)
     expect_rounded_once(got, exact, what, "scores, weights, maximum, sum and output")
 
@@ -231,43 +220,6 @@ def check_flash_attention_tiled(flash_attention_tiled):
     expect_tiled(function, _draw(1, 1, 20, 16, length=33, factor=400.0), (6, 8), name, 1e-2)
     for size in (1, 8):  # with scores that are large, what rounding them costs stands out
         expect_wide_inside(function, _draw(1, 2, 24, 16, length=400, factor=size, dtype=BF16), (24, 16), name)
-
-
-def expect_hidden_tiles_skipped(macs: int, length: int, tiles: tuple[int, int], heads: int, d: int) -> None:
-    """Assert that a causal call made no products for a tile of scores without a visible one."""
-    needed = whole = 0
-    for i, j in itertools.product(range(0, length, tiles[0]), range(0, length, tiles[1])):
-        rows = min(tiles[0], length - i)
-        products = 2 * heads * rows * min(tiles[1], length - j) * d
-        whole += products
-        needed += products if j <= i + rows - 1 else 0
-    if macs > needed:
-        more = " That is every tile." if macs == whole else ""
-        raise AssertionError(
-            f"flash_attention_causal on {length} tokens with tiles {tuple(tiles)} computed {macs:,} MACs in its products; the tiles with at "
-            f"least one visible score need {needed:,}.{more} Where can the loop over keys stop?"
-        )
-
-
-def expect_masked_before_the_maximum(flash_attention_causal, tokens: int, tiles: tuple[int, int]) -> None:
-    """Assert that hidden scores do not set the maximum: beside one of thousands, the visible ones would all be lost."""
-    q, k, v = (torch.randn(1, 1, tokens, 8) for _ in range(3))
-    q, k = q.abs() + 0.5, (k.abs() + 0.5) * torch.linspace(1.0, 300.0, tokens)[:, None]
-    expect_tiled(
-        flash_attention_causal, (q, k, v), tiles, "flash_attention_causal of scores that rise by thousands", 1e-3
-    )
-
-
-@visible(**CAUSAL)
-def check_flash_attention_causal(flash_attention_causal):
-    """Check four sizes of tiles and their products, scores that rise, and 16 bits."""
-    function, name, inputs = flash_attention_causal, "flash_attention_causal", _draw(2, 3, 37, 12, length=37)
-    for tiles in ((4, 4), (16, 5), (5, 16), (64, 64)):
-        sizes = expect_tiled(function, inputs, tiles, name)
-        expect_hidden_tiles_skipped(sizes.macs, 37, tiles, 6, 12)
-    expect_masked_before_the_maximum(function, 16, (8, 8))
-    for size in (1, 8):
-        expect_wide_inside(function, _draw(1, 2, 240, 16, length=240, factor=size, dtype=BF16), (120, 8), name)
 
 
 @visible("5.4", "Intensity of attention")
@@ -298,33 +250,3 @@ def check_attention_intensity(attention_intensity):
             got = attention_intensity(1000, 50, kind, flash=name == "flash")
             what = f"{name} attention, 1000 tokens, D = 50, {kind},"
             expect_number(got, right * scale, rel=1e-4, unit="FLOPs/Byte", what=what, mistakes=known)
-
-
-def expect_merged(merge_attention, scores: torch.Tensor, v: torch.Tensor, parts: int, name: str) -> None:
-    """Assert that attention over parts of the keys, merged, is that over all of them; -inf in the scores hides a key."""
-    pairs = list(zip(scores.double().chunk(parts, -1), v.double().chunk(parts, -2), strict=True))
-    outputs = torch.stack(
-        [torch.softmax(part, -1) @ values for part, values in pairs]
-    ).float()  # NaN where a part is empty
-    lses = torch.stack([torch.logsumexp(part, -1) for part, _ in pairs]).float()
-    result = merge_attention(outputs, lses)
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        raise AssertionError(f"merge_attention should return (output, lse), and returned {type(result).__name__}.")
-    # The right values are computed from the float32 inputs: at L around 1000 their rounding alone changes the answer.
-    weights = torch.softmax(lses.double(), dim=0)[..., None]
-    right = (weights * torch.where(weights > 0, outputs.double(), 0.0)).sum(dim=0).float()
-    hint = "A part counts with the weight exp(L_p - L); where L_p is -inf, its output must not be touched."
-    expect_close(result[0], right, rtol=1e-3, atol=1e-4, what=f"the merged output, {name},", hint=hint)
-    right = torch.logsumexp(lses.double(), dim=0).float()
-    hint = "L is the log of the sum over parts of exp(L_p): subtract the largest L_p first."
-    expect_close(result[1], right, rtol=1e-5, atol=1e-3, what=f"the merged L, {name},", hint=hint)
-
-
-@visible(**MERGE)
-def check_merge_attention(merge_attention):
-    """Check small and large scores, and parts that are empty for some queries."""
-    for scale, name in ((1.0, "small scores"), (300.0, "scores of some hundreds"), (1.0, "some empty parts")):
-        scores = scale * torch.randn(3, 15)
-        if "empty" in name:
-            scores[0, :5] = scores[1, 5:10] = -math.inf  # part 0 is empty for query 0, and part 1 for query 1
-        expect_merged(merge_attention, scores, torch.randn(15, 4), 3, name)

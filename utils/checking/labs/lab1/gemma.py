@@ -242,10 +242,8 @@ def check_kv_cache_bytes(kv_cache_bytes):
         (3, 1000, FP32, 65_617_920, long | {"swapped": 101_597_184, "batch": 21_872_640}),
         (3, 1000, BF16, 32_808_960, {"dtype": 65_617_920}),
     ):
-        got, what = (
-            kv_cache_bytes(batch, length, GEMMA_CONFIG, kind),
-            f"kv_cache_bytes({batch}, {length}, GEMMA_CONFIG, {kind})",
-        )
+        got = kv_cache_bytes(batch, length, GEMMA_CONFIG, kind)
+        what = f"kv_cache_bytes({batch}, {length}, GEMMA_CONFIG, {kind})"
         expect_number(got, right, rel=0, unit="bytes", what=what, mistakes=hinted(_CACHE, wrong))
 
 

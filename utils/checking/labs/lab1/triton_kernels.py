@@ -1,4 +1,4 @@
-"""Questions 1.5 and bonus 5.8: the student's Triton kernels, in Triton's interpreter."""
+"""Questions 1.5 and bonus 5.6: the student's Triton kernels, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def flash_inputs(draw, queries: int, keys: int, d: int, size: float, dtype: torc
     return [x.to(dtype) for x in (q * size, k + torch.arange(keys)[:, None] / keys, v + 1.0)]
 
 
-@visible("Bonus 5.8", "Flash attention in Triton")
+@visible("Bonus 5.6", "Flash attention in Triton")
 def check_flash_triton(source: str):
     """Check whole and broken blocks, large scores, fp16, and another layout."""
     cases: dict[str, tuple] = {}

@@ -16,107 +16,69 @@ from utils.checking.masks import pairs
 
 @visible("3.1", "Counting blocks")
 def check_count_blocks(count_blocks):
-    causal_8_4 = torch.ones(8, 4, dtype=torch.bool).tril()
-    column = torch.zeros(5, 7, dtype=torch.bool)
+    causal, column = torch.ones(8, 4, dtype=torch.bool).tril(), torch.zeros(5, 7, dtype=torch.bool)
     column[:, 2] = True
+    edges = "The blocks at the edges are left out."
     for mask, block, expected, what, mistakes in (
-        (
-            causal_8_4,
-            2,
-            (5, 2, 1),
-            "a causal mask of 8 x 4",
-            {
-                "The order is (full, partial, empty).": (1, 2, 5),
-                "Partial are those that are neither full nor empty.": (5, 7, 1),
-                "A partial block counts as full here.": (7, 2, 1),
-                "True means visible: full and empty are exchanged.": (1, 2, 5),
-            },
-        ),
-        (
-            causal_8_4[:7],
-            2,
-            (3, 4, 1),
-            "a causal mask of 7 x 4 (its last row of blocks sticks out)",
-            {
-                "The blocks at the edges are left out.": (3, 2, 1),
-                "A block that sticks out over the edge is not full: the kernel has to mask what is outside.": (5, 2, 1),
-            },
-        ),
-        (
-            column,
-            3,
-            (0, 2, 4),
-            "a mask of 5 x 7 in which key 2 alone is seen",
-            {"The blocks at the edges are left out.": (0, 1, 1)},
-        ),
-        (
-            torch.ones(4, 6, dtype=torch.bool),
-            2,
-            (6, 0, 0),
-            "a mask of 4 x 6 in which everything is seen",
-            {"The edges of this mask are edges of blocks: nothing sticks out.": (2, 4, 0)},
-        ),
-    ):
-        got = count_blocks(mask.clone(), block)
-        what = f"count_blocks of {what}, in blocks of {block},"
+        (causal, 2, (5, 2, 1), "a causal mask of 8 x 4", {
+            "The order is (full, partial, empty).": (1, 2, 5),
+            "Partial are those that are neither full nor empty.": (5, 7, 1),
+            "A partial block counts as full here.": (7, 2, 1),
+            "True means visible: full and empty are exchanged.": (1, 2, 5),
+        }),
+        (causal[:7], 2, (3, 4, 1), "a causal mask of 7 x 4 (its last row of blocks sticks out)", {
+            edges: (3, 2, 1),
+            "A block that sticks out over the edge is not full: the kernel has to mask what is outside.": (5, 2, 1),
+        }),
+        (column, 3, (0, 2, 4), "a mask of 5 x 7 in which key 2 alone is seen", {edges: (0, 1, 1)}),
+        (torch.ones(4, 6, dtype=torch.bool), 2, (6, 0, 0), "a mask of 4 x 6 in which everything is seen", {
+            "The edges of this mask are edges of blocks: nothing sticks out.": (2, 4, 0),
+        }),
+    ):  # fmt: skip
+        got, what = count_blocks(mask.clone(), block), f"count_blocks of {what}, in blocks of {block},"
         assert isinstance(got, tuple | list) and len(got) == 3, (
             f"{what} should be (full, partial, empty), and is {got!r}"
         )
         got = tuple(int(number) for number in got)
-        hint = (
-            " Or: ".join(text for text, wrong in mistakes.items() if got == wrong)
-            or "Draw it, and sort its blocks by hand."
-        )
+        hint = " Or: ".join(text for text, wrong in mistakes.items() if got == wrong)
+        hint = hint or "Draw it, and sort its blocks by hand."
         assert got == expected, f"{what} is {got}, and full should be {expected[0]}. {hint}"
 
 
 @visible("3.2", "Promises")
 def check_promises(block_flops, promised_speedup, document_blocks):
-    # 2 full, 3 partial and 6 empty blocks of 4 x 4; 5 sequences of 7 heads, D = 10: 4 D x 16 = 640 FLOPs a block
-    mistakes = {
-        "Partial blocks are computed as well, whole.": 44_800,
-        "Partial blocks are computed whole, not half.": 78_400,
-        "Empty blocks are skipped.": 246_400,
-        "The counts are those of one head of one sequence.": 3_200,
-        "Each sequence has its blocks, too.": 22_400,
-        "Each head has its blocks, too.": 16_000,
-        "A block has block x block pairs.": 28_000,
-        "A multiply-add is two FLOPs, and there are two products.": 56_000,
-    }
-    expect_number(
-        block_flops((2, 3, 6), 4, 5, 7, 10),
-        112_000,
-        rel=0,
-        unit="FLOPs",
-        what="block_flops of (2, 3, 6) blocks of 4 x 4, 5 sequences of 7 heads, D = 10,",
-        mistakes=mistakes,
-    )
-    mistakes = {
-        "This is the share of blocks that are computed; the speed-up is its inverse.": 5 / 11,
-        "Partial blocks are computed as well.": 5.5,
-        "A partial block costs as much as a full one.": 11 / 3.5,
-        "Compare with all blocks, not with the empty ones.": 1.2,
-    }
-    expect_number(promised_speedup((2, 3, 6)), 2.2, rel=1e-9, what="promised_speedup((2, 3, 6))", mistakes=mistakes)
-    expect_number(promised_speedup((0, 5, 5)), 2.0, rel=1e-9, what="promised_speedup((0, 5, 5)), no full block,")
-    mistakes = {
-        "These are all blocks.": 256,
-        "A document of n blocks a side has n x n blocks, not n.": 16,
-        "Not causal: both halves count.": 40,
-    }
-    expect_number(
-        document_blocks(64, 16, 4), 64, rel=0, unit="blocks", what="document_blocks(64, 16, 4)", mistakes=mistakes
-    )
     short = "Documents shorter than a block still need the block, and share it."
-    mistakes = {short: 0.5, "A block that two documents share is computed once.": 32}
-    expect_number(
-        document_blocks(64, 2, 16), 4, rel=0, unit="blocks", what="document_blocks(64, 2, 16)", mistakes=mistakes
-    )
-    mistakes = {short: 2, "A block that two documents share is computed once.": 8}
-    expect_number(
-        document_blocks(64, 8, 16), 4, rel=0, unit="blocks", what="document_blocks(64, 8, 16)", mistakes=mistakes
-    )
-    expect_number(document_blocks(32, 8, 8), 4, rel=0, unit="blocks", what="document_blocks(32, 8, 8)")
+    shared = "A block that two documents share is computed once."
+    counts = (2, 3, 6)  # full, partial and empty blocks of 4 x 4; with D = 10 a block has 4 D x 16 = 640 FLOPs
+    for name, function, arguments, right, unit, mistakes in (
+        ("block_flops", block_flops, (counts, 4, 5, 7, 10), 112_000, "FLOPs", {
+            "Partial blocks are computed as well, whole.": 44_800,
+            "Partial blocks are computed whole, not half.": 78_400,
+            "Empty blocks are skipped.": 246_400,
+            "The counts are those of one head of one sequence.": 3_200,
+            "Each sequence has its blocks, too.": 22_400,
+            "Each head has its blocks, too.": 16_000,
+            "A block has block x block pairs.": 28_000,
+            "A multiply-add is two FLOPs, and there are two products.": 56_000,
+        }),
+        ("promised_speedup", promised_speedup, (counts,), 2.2, "", {
+            "This is the share of blocks that are computed; the speed-up is its inverse.": 5 / 11,
+            "Partial blocks are computed as well.": 5.5,
+            "A partial block costs as much as a full one.": 11 / 3.5,
+            "Compare with all blocks, not with the empty ones.": 1.2,
+        }),
+        ("promised_speedup", promised_speedup, ((0, 5, 5),), 2.0, "", {}),
+        ("document_blocks", document_blocks, (64, 16, 4), 64, "blocks", {
+            "These are all blocks.": 256,
+            "A document of n blocks a side has n x n blocks, not n.": 16,
+            "Not causal: both halves count.": 40,
+        }),
+        ("document_blocks", document_blocks, (64, 2, 16), 4, "blocks", {short: 0.5, shared: 32}),
+        ("document_blocks", document_blocks, (64, 8, 16), 4, "blocks", {short: 2, shared: 8}),
+        ("document_blocks", document_blocks, (32, 8, 8), 4, "blocks", {}),
+    ):  # fmt: skip
+        what = f"{name}({', '.join(map(str, arguments))})"
+        expect_number(function(*arguments), right, rel=1e-9, unit=unit, what=what, mistakes=mistakes)
 
 
 @visible(

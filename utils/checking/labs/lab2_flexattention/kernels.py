@@ -21,48 +21,39 @@ def check_score_mods(soft_cap, alibi, in_turn):
         """What the modifier makes of one score, in one pair, asked as FlexAttention asks."""
         return modified(lambda s, b, h, i, j: mod(s, b, h, i + q, j + k), torch.full((1, 1), score), what, b, h)
 
-    mistakes = {
-        "Multiply by the cap again after the tanh.": 0.905148,
-        "Divide by the cap before the tanh.": 1.990110,
-        "That cuts scores off; a soft-cap bends them.": 2.0,
-        "The score is unchanged.": 3.0,
-        "tanh, not tan.": 28.2028,
-    }
-    expect_number(
-        at(soft_cap(2.0), "soft_cap(2)"), 1.81030, rel=1e-4, what="soft_cap(2) of a score of 3", mistakes=mistakes
-    )
-    slopes = torch.tensor([1.0, 0.5, 0.25])
-    what = (
-        "alibi([1, 0.5, 0.25]) of a score of 3 in sequence 2, head 1, query 5, key 2 (distance q - k = 3: a penalty),"
-    )
-    mistakes = {
-        "The sign is wrong: keys that lie further back lose.": 4.5,
-        "Every head has a slope of its own: slopes[h].": 0.0,
-        "Index the slopes with h: b is the sequence.": 2.25,
-        "The score itself is lost.": -1.5,
-        "The score is unchanged.": 3.0,
-        "Multiply the slope by the distance.": 2.5,
-    }
-    expect_number(at(alibi(slopes), what), 1.5, rel=1e-6, what=what, mistakes=mistakes)
-    what = "alibi of a score of 3 in head 1, query 2, key 5 (q - k = -3),"
-    mistakes = {"The distance is q - k, and negative for keys after the query.": 1.5}
-    expect_number(at(alibi(slopes), what, q=2, k=5), 4.5, rel=1e-6, what=what, mistakes=mistakes)
-    add, double = (lambda s, b, h, q, k: s + 10 * h + b), (lambda s, b, h, q, k: 2 * s)
-    got = at(in_turn(add, double, soft_cap(50.0)), "in_turn")
-    mistakes = {
-        "They run from the last to the first here.": 17.9928,
-        "Only the first modifier runs.": 15.0,
-        "Each modifier gets what the one before it returned.": 2.99641,
-        "Pass b and h on.": 5.97150,
-    }
-    expect_number(
-        got,
-        26.8525,
-        rel=1e-4,
-        what="in_turn(add 10 h + b, double, soft_cap(50)) of a score of 3, sequence 2, head 1,",
-        mistakes=mistakes,
-    )
-    expect_number(at(in_turn(double), "in_turn"), 6.0, rel=1e-6, what="in_turn of one modifier")
+    def double(score, b, h, q, k):
+        return 2 * score
+
+    slopes, distance = torch.tensor([1.0, 0.5, 0.25]), "(distance q - k = 3: a penalty)"
+    for mod, place, right, what, mistakes in (
+        (lambda: soft_cap(2.0), {}, 1.81030, "soft_cap(2) of a score of 3", {
+            "Multiply by the cap again after the tanh.": 0.905148,
+            "Divide by the cap before the tanh.": 1.990110,
+            "That cuts scores off; a soft-cap bends them.": 2.0,
+            "The score is unchanged.": 3.0,
+            "tanh, not tan.": 28.2028,
+        }),
+        (lambda: alibi(slopes), {}, 1.5, f"alibi([1, 0.5, 0.25]) of a score of 3 in sequence 2, head 1, query 5, key 2 {distance},", {
+            "The sign is wrong: keys that lie further back lose.": 4.5,
+            "Every head has a slope of its own: slopes[h].": 0.0,
+            "Index the slopes with h: b is the sequence.": 2.25,
+            "The score itself is lost.": -1.5,
+            "The score is unchanged.": 3.0,
+            "Multiply the slope by the distance.": 2.5,
+        }),
+        (lambda: alibi(slopes), {"q": 2, "k": 5}, 4.5, "alibi of a score of 3 in head 1, query 2, key 5 (q - k = -3),", {
+            "The distance is q - k, and negative for keys after the query.": 1.5,
+        }),
+        (lambda: in_turn(lambda s, b, h, q, k: s + 10 * h + b, double, soft_cap(50.0)), {}, 26.8525,
+         "in_turn(add 10 h + b, double, soft_cap(50)) of a score of 3, sequence 2, head 1,", {
+            "They run from the last to the first here.": 17.9928,
+            "Only the first modifier runs.": 15.0,
+            "Each modifier gets what the one before it returned.": 2.99641,
+            "Pass b and h on.": 5.97150,
+        }),
+        (lambda: in_turn(double), {}, 6.0, "in_turn of one modifier", {}),
+    ):  # fmt: skip
+        expect_number(at(mod(), what, **place), right, rel=1e-4, what=what, mistakes=mistakes)
 
 
 @visible("4.2", "A learned bias")
@@ -132,19 +123,16 @@ def check_prepare_flex(prepare_flex):
     assert isinstance(block_mask, BlockMask), (
         "attend calls attention without a block_mask: every block would be computed"
     )
-    assert tuple(block_mask.BLOCK_SIZE) == (16, 16), (
-        f"block_size is 16, and the block mask has blocks of {block_mask.BLOCK_SIZE}"
-    )
-    assert tuple(block_mask.kv_num_blocks.shape) == (1, 1, 3), (
-        f"the block mask has tables for {tuple(block_mask.kv_num_blocks.shape[:2])} (sequences, heads); one, shared by all: "
-        "B=None, H=None"
-    )
-    seen = block_mask.kv_num_blocks + block_mask.full_kv_num_blocks
-    assert seen.flatten().tolist() == [1, 2, 3], (
-        f"rows of blocks see {seen.flatten().tolist()} blocks, and should see [1, 2, 3]"
-    )
-    assert given.get("score_mod") is bias, "attend calls attention without the score_mod"
-    assert given.get("enable_gqa"), "4 query heads over 2 key-value heads: pass enable_gqa=True"
+    size, tables = tuple(block_mask.BLOCK_SIZE), tuple(block_mask.kv_num_blocks.shape[:2])
+    seen = (block_mask.kv_num_blocks + block_mask.full_kv_num_blocks).flatten().tolist()
+    for holds, otherwise in (
+        (size == (16, 16), f"block_size is 16, and the block mask has blocks of {size}"),
+        (tables == (1, 1), f"the block mask has tables for {tables} (sequences, heads); one for all: B=None, H=None"),
+        (seen == [1, 2, 3], f"rows of blocks see {seen} blocks, and should see [1, 2, 3]"),
+        (given.get("score_mod") is bias, "attend calls attention without the score_mod"),
+        (given.get("enable_gqa"), "4 query heads over 2 key-value heads: pass enable_gqa=True"),
+    ):
+        assert holds, otherwise
     try:
         attend = prepare_flex(attention, None, None, 48, cpu)
     except TypeError:
@@ -270,46 +258,3 @@ def check_paged_mask(paged_mask):
         mod, "00000010/00000011/10000011/11000011", "paged_mask of a mask that looks at h", h=1, mistakes=mistakes
     )
     expect_program(mod, 16, "paged_mask of 4 pages", 8, 8)
-
-
-@visible("Bonus 8.3", "A ragged batch")
-def check_ragged_attention(ragged_attention):
-    calls = []
-
-    def attend(q, k, v, mask_mod):
-        calls.append((tuple(q.shape), mask_mod))
-        if not q.shape[2]:
-            return q
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(mask_mod, q.shape[2], k.shape[2]))
-
-    expect_ragged(
-        ragged_attention, attend, calls, [tuple(torch.randn(2, size, 6) for _ in range(3)) for size in (3, 0, 5, 2)]
-    )
-
-
-def expect_ragged(ragged_attention, attend, calls: list[tuple], texts: list[tuple]) -> None:
-    """Assert that texts are attended to in one call without padding, each causally and by itself.
-
-    Args:
-        ragged_attention: the answer.
-        attend: attention of (q, k, v, mask_mod).
-        calls: where attend keeps the shape of q and the mask of each of its calls.
-        texts: a (q, k, v) for each text.
-    """
-    sizes = [q.shape[1] for q, _, _ in texts]
-    got = ragged_attention(attend, texts)
-    assert len(calls) == 1, f"attend should be called once for all texts, and was called {len(calls)} times"
-    row = (1, texts[0][0].shape[0], sum(sizes), texts[0][0].shape[2])
-    assert calls[0][0] == row, (
-        f"texts of {sizes} tokens make one row of {row[2]}, {row}; attend got {calls[0][0]}. No padding: put them end to end"
-    )
-    assert isinstance(got, tuple | list) and len(got) == len(texts), (
-        f"expected a list with a result for each of {len(texts)} texts"
-    )
-    for i, (q, k, v) in enumerate(texts):
-        expected, hint = torch.zeros_like(q), ""
-        if sizes[i]:
-            expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            both_ways = {"Each text is causal.": F.scaled_dot_product_attention(q, k, v)}
-            hint = known_mistake(got[i], both_ways, otherwise="Does it look at other texts?")
-        expect_close(got[i], expected, rtol=1e-4, atol=1e-5, what=f"text {i} of lengths {sizes}", hint=hint)

@@ -2,105 +2,99 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
 from utils.checking import FUSED_ATTENTION, expect_close, expect_number, visible
 from utils.checking.masks import expect_program, expect_rows
-from utils.checking.mistakes import known_mistake
+
+
+def masking_mistake(got, q, k, v, mask: torch.Tensor) -> str:
+    """Name the usual mistake in attention under a mask (S, L) whose result is `got`; "" if none is known."""
+    if not isinstance(got, torch.Tensor) or got.shape != q.shape:
+        return ""
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    weights = torch.softmax(scores, dim=-1)
+
+    def attend(mask=mask, **scale):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **scale).nan_to_num(0.0)
+
+    heads = "The heads are in another order."
+    known = [
+        ("Divide the scores by sqrt(D).", attend(scale=1.0)),
+        ("Divide the scores by sqrt(D), not by D.", attend(scale=1 / q.shape[-1])),
+        ("The mask is upside down: True means that the query sees the key.", attend(~mask)),
+        ("The mask is ignored.", weights @ v),
+        (
+            "The weights of a query add up to 1: mask the scores before the softmax, not the weights.",
+            weights * mask @ v,
+        ),
+        ("A masked score should be -inf, not 0: e^0 is 1.", torch.softmax(scores * mask, dim=-1) @ v),
+        ("True and False are added to the scores as 1 and 0.", torch.softmax(scores + mask, dim=-1) @ v),
+        *((heads, attend().roll(by, 1)) for by in range(1, q.shape[1])),
+        (heads, attend().flip(1)),
+    ]
+    found = next((hint for hint, wrong in known if torch.allclose(got.to(q.dtype), wrong, 1e-3, 1e-4)), "")
+    if not found and not torch.equal(got[:, :, ~mask.any(-1)], torch.zeros_like(got[:, :, ~mask.any(-1)])):
+        return "A query that sees no key gets zeros: the softmax of nothing is 0 divided by 0."
+    return found
 
 
 @visible(
     "1.1", "Attention under a mask", forbids=FUSED_ATTENTION, hint="write product, mask, softmax, product yourself"
 )
 def check_masked_attention(masked_attention):
-    # With the identity as values, the output is the weights: every rule of the question can be read off them.
-    q, k, eye = torch.randn(1, 2, 5, 6), torch.randn(1, 2, 6, 6), torch.eye(6).expand(1, 2, 6, 6)
-    mask = torch.ones(5, 6, dtype=torch.bool).tril(1)
-    weights = masked_attention(q, k, eye, mask)
-    expected = F.scaled_dot_product_attention(q, k, eye, attn_mask=mask)
-    if isinstance(weights, torch.Tensor) and weights.shape == expected.shape:
-        on_hidden, on_seen = weights[:, :, ~mask].abs().max().item(), weights[:, :, mask].abs().max().item()
-        if on_hidden > 1e-4 and on_seen < 1e-4:
-            raise AssertionError(
-                "only masked pairs get a weight: the mask is upside down. True means that the query sees the key."
-            )
-        if on_hidden > 1e-4:
-            same = torch.allclose(weights, masked_attention(q, k, eye, torch.ones_like(mask)), atol=1e-4)
-            raise AssertionError(
-                f"a masked pair has the weight {on_hidden:.3g}, and should have 0. "
-                + (
-                    "The mask is ignored: without it your result is the same."
-                    if same
-                    else "Before the softmax its score should be -inf, not 0: e^0 is 1."
-                )
-            )
-        if on_seen > 1e-4 and (weights.sum(-1) - 1).abs().max() > 1e-4:
-            raise AssertionError(
-                f"the weights of a query add up to {weights.sum(-1).flatten()[0]:.3g} over the keys it sees, and "
-                "should add up to 1: mask the scores before the softmax, not the weights after it."
-            )
-    hint = known_mistake(
-        weights,
-        {
-            "Divide the scores by sqrt(D).": F.scaled_dot_product_attention(q, k, eye, attn_mask=mask, scale=1.0),
-            "Divide the scores by sqrt(D), not by D.": F.scaled_dot_product_attention(
-                q, k, eye, attn_mask=mask, scale=1 / 6
-            ),
-            "The heads are in another order.": expected.flip(1),
-        },
-    )
-    expect_close(weights, expected, rtol=1e-4, atol=1e-5, what="the weights (v is the identity)", hint=hint)
-    q, k, v = torch.randn(2, 3, 5, 10), torch.randn(2, 3, 7, 10), torch.randn(2, 3, 7, 10)
-    mask = torch.rand(5, 7) < 0.5
-    mask[:, 0], mask[2] = True, False
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.clone().index_fill_(0, torch.tensor([2]), True))
-    expected[:, :, 2] = 0.0
-    got = masked_attention(q, k, v, mask)
-    what, hint = "masked_attention, 2 sequences of 3 heads, query 2 sees no key,", ""
-    if isinstance(got, torch.Tensor) and got.shape == expected.shape:
-        if not torch.allclose(got[:, :, 2], expected[:, :, 2]):
-            hint = "A query that sees no key gets zeros: the softmax of nothing is 0 divided by 0."
-        for head in range(3):
-            if not hint and any(torch.allclose(got[0, head], expected[0, o], atol=1e-4) for o in range(3) if o != head):
-                hint = "The heads are in another order."
-    expect_close(got, expected, rtol=1e-4, atol=1e-5, what=what, hint=hint)
+    """Check a mask with a seen and a hidden pair in each row, then one in which query 2 sees no key."""
+    for what, lonely in (("each query sees some keys,", None), ("query 2 sees no key,", 2)):
+        q, k, v = torch.randn(2, 3, 5, 10), torch.randn(2, 3, 7, 10), torch.randn(2, 3, 7, 10)
+        mask = torch.rand(5, 7) < 0.5
+        mask[:, 0], mask[:, 1] = True, False
+        if lonely is not None:
+            mask[lonely] = False
+        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).nan_to_num(0.0)
+        got = masked_attention(q, k, v, mask)
+        what = f"masked_attention, 2 sequences of 3 heads, {what}"
+        expect_close(got, expected, rtol=1e-4, atol=1e-5, what=what, hint=masking_mistake(got, q, k, v, mask))
 
 
 @visible("1.2", "Costs of a mask")
 def check_mask_costs(mask_costs):
-    # 10 of 24 pairs stay and 14 go; 5 sequences of 3 heads, D = 10, in fp32
-    got = mask_costs(torch.ones(4, 6, dtype=torch.bool).tril(), 5, 3, 10, torch.float32)
+    # 10 of 24 pairs stay and 14 go
+    causal, where = (
+        torch.ones(4, 6, dtype=torch.bool).tril(),
+        "of a causal mask of 4 x 6 pairs, 5 sequences of 3 heads, D = 10,",
+    )
+    got = mask_costs(causal, 5, 3, 10, torch.float32)
     assert isinstance(got, tuple | list) and len(got) == 3, f"expected (density, wasted FLOPs, mask bytes), got {got!r}"
-    where = "of a causal mask of 4 x 6 pairs, 5 sequences of 3 heads, D = 10, fp32,"
     density, flops, size = got
-    mistakes = {
-        "This is the share of the pairs that are masked.": 14 / 24,
-        "A share of the pairs is asked for, not their number.": 10,
-    }
-    expect_number(density, 10 / 24, rel=1e-6, what=f"the density {where}", mistakes=mistakes)
-    mistakes = {
-        "Each head of each sequence computes its own pairs.": 560,
-        "Each sequence computes its own pairs.": 1680,
-        "Each head computes its own pairs.": 2800,
-        "These are the FLOPs of all pairs.": 14400,
-        "These are the FLOPs of the pairs that stay.": 6000,
-        "A multiply-add is two FLOPs, and both products count.": 4200,
-        "Each pair costs 4 D FLOPs.": 210,
-    }
-    expect_number(flops, 8400, rel=0, unit="FLOPs", what=f"the number of wasted FLOPs {where}", mistakes=mistakes)
-    mistakes = {
-        "A truth value takes one byte. Fused kernels take the mask as numbers of the dtype of q.": 360,
-        "Every head of every sequence reads a number for each pair.": 96,
-        "Every sequence reads them.": 288,
-        "Every head reads them.": 480,
-        "All pairs have a number, the masked ones too.": 600,
-        "The pairs that stay have a number, too.": 840,
-    }
-    expect_number(size, 1440, rel=0, unit="bytes", what=f"the size {where}", mistakes=mistakes)
-    half = mask_costs(torch.ones(4, 6, dtype=torch.bool).tril(), 5, 3, 10, torch.bfloat16)[2]
-    mistakes = {"A bf16 number has 2 bytes: dtype.itemsize.": 1440}
-    expect_number(half, 720, rel=0, unit="bytes", what="the same in bf16", mistakes=mistakes)
+    half = mask_costs(causal, 5, 3, 10, torch.bfloat16)[2]
+    for number, right, unit, what, mistakes in (
+        (density, 10 / 24, "", f"the density {where}", {
+            "This is the share of the pairs that are masked.": 14 / 24,
+            "A share of the pairs is asked for, not their number.": 10,
+        }),
+        (flops, 8400, "FLOPs", f"the number of wasted FLOPs {where}", {
+            "Each head of each sequence computes its own pairs.": 560,
+            "Each sequence computes its own pairs.": 1680,
+            "Each head computes its own pairs.": 2800,
+            "These are the FLOPs of all pairs.": 14400,
+            "These are the FLOPs of the pairs that stay.": 6000,
+            "A multiply-add is two FLOPs, and both products count.": 4200,
+            "Each pair costs 4 D FLOPs.": 210,
+        }),
+        (size, 1440, "bytes", f"the size {where} in fp32", {
+            "A truth value takes one byte. Fused kernels take the mask as numbers of the dtype of q.": 360,
+            "Every head of every sequence reads a number for each pair.": 96,
+            "Every sequence reads them.": 288,
+            "Every head reads them.": 480,
+            "All pairs have a number, the masked ones too.": 600,
+            "The pairs that stay have a number, too.": 840,
+        }),
+        (half, 720, "bytes", f"the size {where} in bf16", {"A bf16 number has 2 bytes: dtype.itemsize.": 1440}),
+    ):  # fmt: skip
+        expect_number(number, right, rel=1e-6, unit=unit, what=what, mistakes=mistakes)
 
 
 @visible("2.1", "Three masks")
@@ -184,30 +178,21 @@ def check_compositions(both, either):
     def shifted(b, h, q, k):
         return k == b + 2 * h
 
-    swapped = "It does what the other of the two should do."
-    mistakes = {
-        swapped: "101/111/111",
-        "Only the first mask counts here.": "101/101/101",
-        "Only the last mask counts here.": "100/110/111",
-        "^ is exclusive: it counts an odd number of masks.": "001/011/010",
-    }
-    expect_rows(both(even_keys, past), "100/100/101", "both(even keys, causal)", mistakes=mistakes)
-    mistakes = {
-        swapped: "100/100/101",
-        "Only the first mask counts here.": "101/101/101",
-        "Only the last mask counts here.": "100/110/111",
-        "^ is exclusive: it hides what two masks let through.": "001/011/010",
-    }
-    expect_rows(either(even_keys, past), "101/111/111", "either(even keys, causal)", mistakes=mistakes)
-    mistakes = {"Only the first two masks count here: any number may come.": "100/100/101"}
-    expect_rows(both(even_keys, past, not_first), "000/000/001", "both of three masks", mistakes=mistakes)
-    mistakes = {
-        "Only the first two masks count here: any number may come.": "101/111/111",
-        "^ is exclusive: it counts an odd number of masks.": "010/000/001",
-    }
-    expect_rows(either(even_keys, past, not_first), "111/111/111", "either of three masks", mistakes=mistakes)
-    expect_rows(both(past), "100/110/111", "both of one mask")
-    expect_rows(either(past), "100/110/111", "either of one mask")
+    swapped, first = "It does what the other of the two should do.", "Only the first mask counts here."
+    last, two = "Only the last mask counts here.", "Only the first two masks count here: any number may come."
+    exclusive = "^ is exclusive: it counts an odd number of masks."
+    both_of, either_of = "100/100/101", "101/111/111"  # even keys, causal
+    one = {first: "101/101/101", last: "100/110/111", exclusive: "001/011/010"}
+    three = even_keys, past, not_first
+    for mod, rows, what, mistakes in (
+        (both(even_keys, past), both_of, "both(even keys, causal)", {swapped: either_of, **one}),
+        (either(even_keys, past), either_of, "either(even keys, causal)", {swapped: both_of, **one}),
+        (both(*three), "000/000/001", "both of three masks", {two: both_of}),
+        (either(*three), "111/111/111", "either of three masks", {two: either_of, exclusive: "010/000/001"}),
+        (both(past), "100/110/111", "both of one mask", {}),
+        (either(past), "100/110/111", "either of one mask", {}),
+    ):
+        expect_rows(mod, rows, what, mistakes=mistakes)
     one_alone = (["0000/0000/0000/0000"] * 2, ["1100/1100/1100/1100", "1010/1010/1010/1010"])
     for b, h, rows in ((1, 0, "0100/0100/0100/0100"), (0, 1, "0010/0010/0010/0010")):
         for compose, name in ((both, "both"), (either, "either")):
@@ -216,58 +201,38 @@ def check_compositions(both, either):
                 "b and h are mixed up.": "0010/0010/0010/0010" if b else "0100/0100/0100/0100",
                 "Pass b and h on to every mask, not to one alone.": one_alone[compose is either][h],
             }
-            expect_rows(
-                compose(shifted, shifted),
-                rows,
-                f"{name} of two masks that look at b and h",
-                b=b,
-                h=h,
-                mistakes=mistakes,
-            )
+            what = f"{name} of two masks that look at b and h"
+            expect_rows(compose(shifted, shifted), rows, what, b=b, h=h, mistakes=mistakes)
 
 
 @visible("2.3", "Windows and sinks")
 def check_windows_and_sinks(window_per_head, sinks_and_window):
-    mod = window_per_head(torch.tensor([1, 2, 4]))
+    mod, what = window_per_head(torch.tensor([1, 2, 4])), "window_per_head of windows 1, 2 and 4"
     tables = ["1000/0100/0010/0001", "1000/1100/0110/0011", "1000/1100/1110/1111"]
+    hints = {
+        "All heads have the window of head 0.": tables[0],
+        "All heads have the largest window.": tables[2],
+        "Index the windows with h: b is the sequence.": tables[1],
+    }
     for h, rows in enumerate(tables):
-        probes = {
-            (0, 1): "It has to be causal too.",
-            (2 if h == 1 else 1 if h == 0 else 0, 0): "The query's own key is one of the window.",
-        }
-        expect_rows(
-            mod,
-            rows,
-            "window_per_head of windows 1, 2 and 4",
-            probes,
-            b=1,
-            h=h,
-            mistakes={
-                hint: tables[i]
-                for i, hint in (
-                    (0, "All heads have the window of head 0."),
-                    (2, "All heads have the largest window."),
-                    (1, "Index the windows with h: b is the sequence."),
-                )
-                if i != h
-            },
-        )
+        outside = (1, 2, 0)[h], 0  # a query whose window ends just before key 0, where there is one
+        probes = {(0, 1): "It has to be causal too.", outside: "The query's own key is one of the window."}
+        mistakes = {hint: other for hint, other in hints.items() if other != rows}
+        expect_rows(mod, rows, what, probes, b=1, h=h, mistakes=mistakes)
     expect_program(mod, 16, "window_per_head of three windows")
-    probes = {
-        (0, 1): "Sinks are causal as well: no query sees a key after it.",
-        (3, 0): "The sinks are missing.",
-        (3, 2): "Is there one sink too many, or a window that is too wide?",
-        (2, 2): "The window is missing.",
-    }
-    mistakes = {"The two arguments are the wrong way round.": "1000/1100/1110/1011"}
-    expect_rows(sinks_and_window(2, 1), "1000/1100/1110/1101", "sinks_and_window(2, 1)", probes, mistakes=mistakes)
-    probes = {
-        (4, 1): "Is there one sink too many, or a window that is too wide?",
-        (4, 0): "The sinks are missing.",
-        (2, 1): "A key has to be in one of the two, not in both.",
-    }
-    mistakes = {"The two arguments are the wrong way round.": "10000/11000/11100/11110/11101"}
-    expect_rows(
-        sinks_and_window(1, 3), "10000/11000/11100/11110/10111", "sinks_and_window(1, 3)", probes, mistakes=mistakes
+    wide, missing = "Is there one sink too many, or a window that is too wide?", "The sinks are missing."
+    swapped, later = (
+        "The two arguments are the wrong way round.",
+        "Sinks are causal as well: no query sees a key after it.",
     )
+    for sinks, window, rows, wrong, probes in (
+        (2, 1, "1000/1100/1110/1101", "1000/1100/1110/1011", {
+            (0, 1): later, (3, 0): missing, (3, 2): wide, (2, 2): "The window is missing.",
+        }),
+        (1, 3, "10000/11000/11100/11110/10111", "10000/11000/11100/11110/11101", {
+            (4, 1): wide, (4, 0): missing, (2, 1): "A key has to be in one of the two, not in both.",
+        }),
+    ):  # fmt: skip
+        what = f"sinks_and_window({sinks}, {window})"
+        expect_rows(sinks_and_window(sinks, window), rows, what, probes, mistakes={swapped: wrong})
     expect_program(sinks_and_window(2, 3), 16, "sinks_and_window(2, 3)")
