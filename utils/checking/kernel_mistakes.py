@@ -31,7 +31,6 @@ class Steps:
         key_block: which block of keys is read in each step: "own" or "first", or "number".
         whole_blocks: whether an incomplete last block is left out.
         skip: the number of blocks left out at the end.
-        visible: beyond which key a query looks: its own position plus this; None is no causal mask.
         probabilities: "own" multiplies V with its block's probabilities, "first" always with those of the first block.
     """
 
@@ -47,7 +46,6 @@ class Steps:
     key_block: str = "own"
     whole_blocks: bool = False
     skip: int = 0
-    visible: int | None = None
     probabilities: str = "own"
 
 
@@ -76,13 +74,10 @@ def attention_in_blocks(
     order = order[: len(order) - steps.skip]
     kept: torch.Tensor | None = None
     for i in order:
-        keys = i * block + torch.arange(block)
         start = {"own": i * block, "first": order[0] * block, "number": i}[steps.key_block]
         s = q @ padded[0][..., start : start + block, :].mT
-        counted = torch.arange(block) if steps.in_block else keys
+        counted = torch.arange(block) + (0 if steps.in_block else i * block)
         keep = (counted < sk + steps.last_key).expand(sq, block)
-        if steps.visible is not None:
-            keep = keep & (keys <= torch.arange(sq)[:, None] + steps.visible)
         s = s.masked_fill(~keep, -math.inf)
         top = s.amax(-1)
         top = {"running": torch.maximum(highest, top), "block": top, "none": torch.zeros_like(top)}[steps.maximum]
@@ -148,21 +143,6 @@ OVERLAP = {
         probabilities="first"
     )
 }
-
-
-def causal(shift: int) -> dict[str, Steps]:
-    """Return the mistakes of a causal mask in which query i sees keys up to i + shift."""
-    return {
-        "Nothing is masked by position: a query sees keys behind its own position.": Steps(),
-        "A query does not see the key at its own position: it sees keys 0 up to and including its position.": Steps(
-            visible=shift - 1
-        ),
-        "A query sees one key too many, behind its own position.": Steps(visible=shift + 1),
-        "The first query stands at the first key; it is the last query that stands at the last key.": Steps(visible=0),
-        "Keys from number sk on take part.": Steps(visible=shift, last_key=10**9),
-        "The positions are shifted twice.": Steps(visible=2 * shift),
-        "The positions are shifted the wrong way.": Steps(visible=-shift),
-    }
 
 
 def attention_mistakes(

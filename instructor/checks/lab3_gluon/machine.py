@@ -70,35 +70,6 @@ def tile_budget(shared_bytes, registers_per_thread, seed=None):
         )
 
 
-@check("Bonus 1.3", "Bytes in flight")
-def bytes_in_flight(bytes_in_flight, slots_needed, seed=None):
-    """Check Little's law, and the number of ring slots that follows from it."""
-    draw = Draw(seed)
-    for _ in range(4):
-        terabytes, latency, sms = draw.real(1, 8), draw.real(300, 1200), draw.size(60, 200)
-        right = terabytes * 1e12 * latency * 1e-9 / sms
-        given = f"{terabytes:.4g}, {latency:.4g}, {sms}"
-        expect_value(
-            bytes_in_flight(terabytes, latency, sms),
-            right,
-            "bytes",
-            f"bytes_in_flight({given})",
-            {"That is the whole chip: divide by the number of SMs.": right * sms},
-        )
-        slot = draw.choice((4096, 8192, 16384, 32768))
-        while (
-            abs(right / slot - round(right / slot)) < 1e-6
-        ):  # take another slot size, so that rounding does not decide
-            slot += 128
-        expect_value(
-            slots_needed(terabytes, latency, sms, slot),
-            max(1, -(-right // slot)),
-            "slots",
-            f"slots_needed({given}, {slot})",
-            {"There is no half slot: round up.": right // slot},
-        )
-
-
 @check("2.1", "Who holds an element")
 def owner(owner, seed=None):
     """Compare (warp, lane, register) of elements in blocked layouts with Triton's own layout algebra."""

@@ -12,7 +12,6 @@ from utils.checking.gluon_launches import (
     async_copy_launch,
     attention_inputs,
     attention_launch,
-    causal_launch,
     edge_inputs,
     falling_inputs,
     overlap_launch,
@@ -79,34 +78,6 @@ def check_tile_budget(shared_bytes, registers_per_thread):
             },
         )
         expect_number(registers_per_thread(keys, d), right, rel=1e-6, unit="registers", what=what, mistakes=known)
-
-
-@visible("Bonus 1.3", "Bytes in flight")
-def check_bytes_in_flight(bytes_in_flight, slots_needed):
-    """Compare Little's law for two memories."""
-    for bandwidth, latency, sms, slot, right, slots in (
-        (2.0, 500, 100, 4096, 10_000, 3),
-        (4.8, 700, 132, 32_768, 25_454.5454, 1),
-    ):
-        what, known = (
-            f"bytes_in_flight({bandwidth}, {latency}, {sms})",
-            {
-                "That is the whole chip: divide by the number of SMs.": right * sms,
-                "1 TB/s is 1e12 bytes a second, and 1 ns is 1e-9 s.": right * 1e-3,
-            },
-        )
-        given = bytes_in_flight(bandwidth, latency, sms)
-        expect_number(given, right, rel=1e-6, unit="bytes", what=what, mistakes=known)
-        what, known = (
-            f"slots_needed({bandwidth}, {latency}, {sms}, {slot})",
-            {
-                "There is no half slot: round up.": right // slot,
-                "That is one slot too many: round up, and no further.": slots + 1,
-                "A number of slots is a whole number: round up.": right / slot,
-            },
-        )
-        given = slots_needed(bandwidth, latency, sms, slot)
-        expect_number(given, slots, rel=1e-6, unit="slots", what=what, mistakes=known)
 
 
 @visible("2.1", "Who holds an element")
@@ -232,17 +203,6 @@ def check_overlap(text):
     )
     (run,) = attention_rules.overlapped(text, [overlap_launch(*attention_inputs(1, 128, 512, d=128))], (None,))
     attention_rules.expect_share(run)
-
-
-@visible("Bonus 5.5", "Causal attention")
-def check_attention_causal(text):
-    """Fewer queries than keys, and incomplete blocks; later keys weigh more."""
-    tries = []
-    for sq, sk, d, dtype in ((64, 65, 64, BRAIN), (70, 150, 128, BRAIN), (3, 193, 64, BRAIN), (130, 130, 64, HALF)):
-        q, k, v, _ = attention_inputs(2, sq, sk, d, dtype=dtype)
-        q[0], k[0] = q[0].abs(), k[0].abs() * (torch.arange(sk)[:, None] / sk).to(dtype)
-        tries.append(causal_launch(q, k, v))
-    attention_rules.attention_causal(text, tries, compiles=True)
 
 
 @visible("Bonus 6.1", "The same product by tcgen05")
