@@ -316,6 +316,13 @@ def test_recorded_gradients_differ_where_the_question_says_so(recorded):
     assert runs["backward"]["math"] == 1 and (runs["backward"] > 1).sum() >= 2 and set(runs["forward"]) == {1}
 
 
+def test_the_recorded_host_times_are_as_the_text_says(prose, recorded):
+    torch_decides, is_pinned = recorded["host"].iloc[0], recorded["host"].iloc[1]
+    host, device = torch_decides["host us"], torch_decides["device us"]
+    words = f"torch needs {host:.0f} µs on the host before a call of 16 tokens computes for {device:.0f} µs"
+    assert words in prose and f"a pin in a `with` block adds {is_pinned['host us'] - host:.0f} µs" in prose
+
+
 def test_knock_outs_are_refused_for_their_own_reasons(recorded):
     """A call of the course's that is refused for its dtype alone says that it was made in float32."""
     layouts = recorded["layouts"].astype(str)

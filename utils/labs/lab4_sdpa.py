@@ -66,6 +66,9 @@ def random_qkv(batch, heads, length, head_dim, kv_heads=None, kv_length=None, dt
 check_first_version = small_task(
     "the smallest cuDNN that is asked first", 91501, "Newer than 9.15.0.", {91500: "9.15.0 itself is not newer."}, rel=0
 )
+check_third = small_task(
+    "the third on an A100", "math", "It has capability 8.0.", {"efficient": "The second.", "cudnn": "The last."}
+)
 check_score_mb = small_task(
     "MB of one matrix of scores",
     16.777,
@@ -81,6 +84,12 @@ check_both_flops = small_task(
 check_full_batch = small_task(
     "the batch that fills the chip", 17, "Programs are batch times key heads.", {16: "128 programs: four idle."}, rel=0
 )
+check_cache_mb = small_task(
+    "MB of keys and values", 134.2, "Two tensors, two bytes each.", {67.1: "And values.", 536.9: "8 heads are kept."}
+)
+check_lse_numbers = small_task(
+    "numbers of a log-sum-exp", 192, "One for each query of each head.", {6144: "None for D.", 24: "Each head has one."}
+)
 check_your_strides = small_task(
     "strides of (2, 3, 10, 16)",
     (480, 16, 48, 1),
@@ -89,6 +98,9 @@ check_your_strides = small_task(
         (480, 160, 16, 1): "So it lies as (B, H, S, D).",
         (480, 48, 16, 1): "These are the strides in the order of memory.",
     },
+)
+check_both_errors = small_task(
+    "rms of two errors together", 0.005, "Independent errors add in squares.", {0.007: "Squares, then the root."}
 )
 check_after_one = small_task(
     "the bf16 number after 1",
@@ -115,17 +127,9 @@ def pinned(backend: str, *tensors, **options) -> Callable[[], torch.Tensor]:
     return call
 
 
-@functools.cache
-def _say_once(sentence: str) -> None:
-    print(sentence)
-
-
 def running_backends(q, k, v, **options) -> list[str]:
-    """Return the backends that run this call here; a line names the others, once."""
-    left = [backend for backend in BACKENDS if runs(backend, q, k, v, **options)]
-    if out := [backend for backend in BACKENDS if backend not in left]:
-        _say_once(f"This machine cannot run {' and '.join(out)} here.")
-    return left
+    """Return the backends that run this call here."""
+    return [backend for backend in BACKENDS if runs(backend, q, k, v, **options)]
 
 
 def time_in_turn(calls: Mapping[str, Callable], iterations: int = 11) -> dict[str, Measurement]:
@@ -243,13 +247,7 @@ def plot_traces(paths: Mapping[str, Path], spans: Mapping[str, tuple[float, floa
 
 
 def plot_queries(rows: list[dict], keys: int, reach: Mapping[str, int | None]) -> None:
-    """Draw the time of a call over many keys by its queries, here and on an H200.
-
-    Args:
-        rows: this machine's, with "queries" and "ms".
-        keys: how many, here.
-        reach: {"this machine" or "H200, recorded": the queries that reach the ridge}.
-    """
+    """Draw the time of a call over `keys` keys by its queries, here and on an H200; `reach`: {panel: the ridge's queries}."""
     recorded = None if on_gpu else recorded_table(H200 / "lab4.json", "queries")
     tables = {"this machine": (pd.DataFrame(rows), keys), "H200, recorded": (recorded, 65536)}
     tables = {machine: table for machine, table in tables.items() if table[0] is not None}
@@ -292,9 +290,8 @@ def plot_slowdowns(grid: pd.DataFrame) -> None:
         labels = {"x": "keys" if ax in axes[1] else None, "y": "time / best" if ax in axes[:, 0] else None}
         log_axes(ax, (128, 1024, 8192, 65536), title=title, **labels)
     handles = [plt.Line2D([], [], color=c, marker="s", linestyle="", label=b) for b, c in COLORS.items()]
-    for d, m in markers.items():
-        look = {"color": "black", "marker": m, "linestyle": "", "markerfacecolor": "none"}
-        handles.append(plt.Line2D([], [], **look, label=f"head dim {d}"))
+    look = {"color": "black", "linestyle": "", "markerfacecolor": "none"}
+    handles += [plt.Line2D([], [], **look, marker=m, label=f"head dim {d}") for d, m in markers.items()]
     figure.legend(handles=handles, loc="outside right center", frameon=False)
     figure.suptitle("Recorded on an H200, not measured here")
     plt.show()
