@@ -80,7 +80,6 @@ break_it(READ_ONE, {"as it should be": (0, 0), "(a) the other phase": (1, 0), "(
 # 2. `shared_bytes`: $Q$ of `consumers` warpgroups (64 rows each); rings for $K$ and $V$, each `stages` slots of `keys` rows.
 # 3. `registers_per_thread`: fp32 scores (64 × `keys`) and output (64 × `d`) over 128 threads.
 #
-# {hint idea} Three units work on the same step. For each, count what it has to do, and divide by what it does per cycle.
 # {hint plan} Two products: $QK^\top$ and $PV$, each `rows` × `keys` × `d` multiply-accumulates. One exponential for each
 # score. Loads: the block of K and the block of V, in bf16. For memory count tiles: Q once for each consumer, K and V once
 # for each slot. For registers count elements of the two accumulators and share them among the threads of a warpgroup.
@@ -242,8 +241,6 @@ plot_naive_and_fused(naive_attention)
 #    and loads run at the same time, and not in turns?
 # 3. Why not 512 rows of queries a block? Name two things of the SM that run out, with your numbers of 1.1.
 #
-# {hint idea} Fusion removes bytes. What is left takes cycles on three units, and the question is whether they work in
-# turns or together.
 # {hint plan} 1: which tensors of size S × S does the naive version make, and how often does each cross the memory bus? 2:
 # take a row of your first table; in turns the three times add up, together the longest one counts. 3: compute shared
 # memory and registers for 512 rows with your own functions.
@@ -321,6 +318,8 @@ def owner(row: int, column: int, shape: tuple, size: tuple, threads: tuple, warp
 
 # %%
 plot_owner(owner)
+held = None  # your line: how many elements of the 32 × 32 in the left picture a thread holds
+check_held(held)
 a_row_apart = None  # your line: (sectors, share of their bytes that is needed) when the 32 numbers lie a row apart
 check_sectors(a_row_apart)
 
@@ -340,8 +339,6 @@ check_sectors(a_row_apart)
 # gl.store(pointers, tile, mask=...)
 # ```
 #
-# {hint idea} Neighbouring lanes must hold neighbours in memory, once for the load and once for the store; those are two
-# different dimensions.
 # {hint plan} Two blocked layouts with 4 warps that cover 32 × 32. Rows, columns and mask in the first one, the load, one
 # conversion; rows, columns and mask again in the second one, the store.
 # {hint line} Pointers and masks belong to a layout: after the conversion those of the load no longer fit, so compute them
@@ -410,9 +407,6 @@ def transpose(x_ptr, y_ptr, m, n, x_stride, y_stride):
 #
 # {hint idea} Keep `STAGES - 1` groups under way while you work on one tile. Each step issues one group, waits for the
 # oldest, and adds.
-# {hint plan} Before the loop: for each of the first tiles two copies and one commit. In the loop: the copies of the tile
-# that is `STAGES - 1` ahead, if it exists; one commit; a wait; two loads from shared memory; one store to memory with a
-# mask.
 # {hint line} Count the groups: after the commit of step `i` there are `i + STAGES` of them, and tile `i` is the one with
 # number `i` from 0. How many younger ones may still be under way? That only works if every step commits.
 
@@ -521,8 +515,6 @@ beside_guess("cycles with one slot / cycles with three", taken[0] / taken[1])
 #
 # {hint idea} The barrier of a slot tells when its tile is there. Whoever issues a copy announces its bytes first, at the
 # same barrier.
-# {hint plan} Initialize; for each slot announce and copy, if there is such a tile. In each step: wait, read, fence,
-# announce and copy the tile that comes into this slot next, if there is one, and add.
 # {hint line} The parity is that of the slot's round, not that of the tile. And the refill may only be issued when the
 # tile is in registers.
 
@@ -637,7 +629,6 @@ show_recorded_fences()
 # 3. A fresh barrier lets `wait(bar, 1)` pass at once. Which partition of a producer and consumer pair makes use of that?
 # 4. From your picture of slots: from how many on do more slots gain less than 5 %? Which number sets that point?
 #
-# {hint idea} Think of what the barrier can show (one bit), and of who may be how far ahead of whom.
 # {hint plan} 1: compare the bits of phases 0, 1, 2; then ask how far the waiting side can fall behind in a ring. 2: which
 # instruction makes the read come after the copy? 3: who may start at once? 4: find the row in your table, then compute
 # latency times bandwidth.
@@ -820,8 +811,6 @@ plot_conflicts()
 #
 # {hint idea} The layout of the accumulator decides the instruction: four warps along the rows, 16 rows each, and as many
 # columns as the tile has.
-# {hint plan} Accumulator: layout and zeros in fp32. In each step: one asynchronous product that adds to the accumulator,
-# and a wait. At the end: convert, store into the tile, fence, TMA store, wait.
 # {hint line} The wait returns the tensor that you may read: the old name is still the one under way. And before the TMA
 # reads what you stored there must be a fence.
 
@@ -889,7 +878,6 @@ _ = show_timeline(answered("lab3_wgmma.py"), wgmma_launch(64, 128, 512, 128)[0],
 # 3. The tensor cores of your timeline are mostly idle. What would you change, and what does a tile of 128 × 128 change about
 #    the ratio of products to loads?
 #
-# {hint idea} Ask for each memory who reads or writes it, when, and through which path.
 # {hint plan} 1: list the operands and the result of a product. 2: name the path of your store, of the TMA store, of the
 # TMA copy and of the product. 3: compare how FLOPs and bytes grow when both edges of the tile double.
 # {hint line} In 3 count bytes as rows of A plus rows of B: 64 + 128 against 128 + 128.
@@ -931,8 +919,6 @@ _ = show_timeline(answered("lab3_wgmma.py"), wgmma_launch(64, 128, 512, 128)[0],
 #
 # {hint idea} The softmax of all keys is built block by block: when the maximum grows, everything so far must shrink by
 # the same factor.
-# {hint plan} Key numbers in a slice of the scores' layout; the mask; the new maximum of each row; the factor from the old
-# to the new one; the probabilities; the new sum; the output times the factor. After the loop, the division.
 # {hint line} The factor of the first block is $2^{-\infty} = 0$, and that is right. Keys are counted over all blocks, not
 # within one. And a factor for `o` must have the output's slice, not the scores'.
 
@@ -1030,7 +1016,7 @@ beside_guess("tensor cores at work, 5.1", tensor_core_share(run))
 
 # %% [markdown]
 # In the rest nothing multiplies: the one partition loads, or computes its softmax. Under a causal mask it could leave out the
-# blocks of keys that none of its rows sees, as in lab 1 and lab 2: a shorter loop, and a mask where the diagonal crosses a block.
+# blocks of keys that none of its rows sees, as in lab 2: a shorter loop, and a mask where the diagonal crosses a block.
 #
 # ## Producer and consumers
 #
@@ -1069,7 +1055,6 @@ beside_guess("tensor cores at work, 5.1", tensor_core_share(run))
 #
 # </details>
 #
-# {hint idea} Two barriers for each slot: `full` ends the consumers' waiting, `empty` the producer's.
 # {hint plan} Producer: wait for empty, announce, two copies. Consumer: wait for full, multiply, arrive at empty. Counts:
 # who arrives at each of them in one phase?
 # {hint line} In the first round nobody has emptied anything: which parity passes on a fresh barrier? And a copy's bytes
@@ -1222,7 +1207,6 @@ draw_slider(answered("lab3_specialized.py"))
 #
 # </details>
 #
-# {hint idea} Two products are under way at once, and you wait for the older one only.
 # {hint plan} Five steps. K of block `i` is there: issue its scores. V of block `i - 1` is there: issue P V. Wait until
 # one product is left, then the scores may be read, and K's slot is free. The softmax. Wait until none is left, then V's
 # slot is free and `o` may be rescaled; `p` is the new one.
@@ -1393,7 +1377,6 @@ plot_run(run, f"The course's kernel for Blackwell, 256 queries, simulated: {run.
 #    work in yours? Name one thing that becomes free (registers, a warpgroup's threads, shared memory), and one new
 #    transport that tensor memory costs. What would 2-CTA change?
 #
-# {hint idea} Each instruction in the table belongs to a line that you can see below it.
 # {hint plan} 1: subtract the columns. Multiply registers by threads before and after the move. 2: look at what the TMA
 # instruction is given. 3: go through 5.3 line by line: in which row of the other timeline does the same happen?
 # {hint line} Free registers are only part of the answer: what lies in tensor memory must be fetched before the softmax
@@ -1482,8 +1465,6 @@ plot_ladder()
 # </details>
 #
 # {hint idea} `warpgroup_mma_wait` is gone. Who arrives at `done`, and when?
-# {hint plan} Allocate. In each step: one product with `use_acc`, a commit, a wait. After the loop load all columns into
-# registers.
 # {hint line} `done` goes through one phase a step, as `full` does. And nobody has set the accumulator to zero: the first
 # product must not add.
 
@@ -1566,8 +1547,6 @@ _ = show_timeline(answered("lab3_tcgen05.py"), tcgen05_launch(128, 128, 512, 128
 # Each barrier has one phase a block, and `.index(tile)`.
 #
 # {hint idea} An arrival says "what I stored before may be read now". Whatever stands behind it may not have happened yet.
-# {hint plan} Softmax: wait, load | store alpha, arrive, convert and store P, arrive. Correction: wait, and from block 1
-# on load, wait, rescale; arrive in every block.
 # {hint line} `o_done` is a block behind: in block `i` the product of block `i - 1` must be over, and its phase has that
 # block's parity.
 

@@ -56,7 +56,6 @@ print(f"{'GPU' if on_gpu else 'CPU'}, PyTorch {torch.__version__}, times in {dty
 # forward calls count. A list without attention gives `[]`.
 #
 # {hint idea} Only one operator of a call names the backend; everything else in the list is noise.
-# {hint plan} Walk through the list, look each name up in `BACKEND_OF`, and keep what is there.
 # {hint line} Compare whole names: `aten::_flash_attention_forward` contains *flash*, and so does a backward operator.
 
 # %% nbgrader={"grade_id": "operators_of", "locked": true}
@@ -100,7 +99,7 @@ def backends_in(operators: list[str]) -> list[str]:
 # Bonus questions give {points:bonus} points more. You need lab 1 (FLOPs, bytes, the roofline), tensors of PyTorch and a
 # little pandas. Plan six hours, two more for the bonus (an estimate).
 #
-# Each question has three hints: the idea, the plan, and the line that people miss. The check below an answer names the mistakes
+# Hints are folded: the idea, the plan, the line that people miss. The check below an answer names the mistakes
 # that it knows; its code is in `utils/checking/labs/lab4_sdpa`. Grading asks the same on other shapes, dtypes and options. All
 # checks use CPU tensors. A CPU has two of the four backends, math and flash; what was recorded on an H200 is drawn beside what
 # you measure.
@@ -170,7 +169,6 @@ for warning in said:
 #
 # </details>
 #
-# {hint idea} Torch says its reasons as warnings while it fails. Make it fail, and listen.
 # {hint plan} Allow one backend for the call, record warnings, call, and catch the error. No error: no reasons. Otherwise sort out
 # what is a headline, cut the rest, drop repetitions.
 # {hint line} The caller may have silenced warnings, so your own filter has to be set inside of your own recording. And what remains
@@ -226,7 +224,6 @@ for kind, row in zip(("bf16", "fp32", "fp64"), results["dtypes"], strict=True):
 #
 # </details>
 #
-# {hint idea} A pin is `sdpa_kernel` with one backend around one call. The rest is what to do when it fails.
 # {hint plan} Call inside of the block and return the result. Catch the error, find the reasons with `why_not`, and raise the
 # exception of your own with them in its message.
 # {hint line} Ask for reasons after the failure, not before: asking computes attention. And hand every option on, by its name.
@@ -257,7 +254,6 @@ def pinned_sdpa(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
 # number, as `torch.backends.cudnn.version()` gives it: 91500 is 9.15.0.
 #
 # {hint idea} Two orders, one condition. Then the first of the order that can.
-# {hint plan} Both halves of the condition have to hold. Choose the order, walk through it, return the first name without reasons.
 # {hint line} 9.15.0 itself is not newer than 9.15.0. What happens after the loop must not be silent.
 
 # %% nbgrader={"grade_id": "q1_4", "solution": true}
@@ -328,7 +324,6 @@ show_recorded("order")
 #
 # A group of query heads shares its keys and values.
 #
-# {hint idea} Count pairs first. FLOPs follow from pairs and heads; bytes follow from the shapes of tensors.
 # {hint plan} Pairs: all, or for causal the sum over the queries of the keys that each sees. Elements: q and output have the
 # queries' shape, k and v that of the keys. The score matrix has a number for each pair of each query head, masked or
 # not.
@@ -366,8 +361,6 @@ def attention_costs(
 #
 # {counts}
 #
-# {hint idea} The reference is attention in float64, computed from the inputs as they are. The error is what remains after
-# subtracting it.
 # {hint plan} Turn q, k and v into float64, give every query head its key head, compute scores, mask if causal, softmax, product (SDPA
 # on float64 inputs may help). Then the two numbers from the difference.
 # {hint line} Which query heads share key head 0: the first ones, or every Hkv-th? Rounded to the dtype of `out`, the reference would hide
@@ -557,7 +550,6 @@ show_recorded("traces")
 # {counts}
 #
 # {hint idea} The formulas above are the algorithm. The only thing to find out is the shape of each factor.
-# {hint plan} P from the scores and the log-sum-exp, then dV. dP, then delta, then dS. Then dQ and dK.
 # {hint line} delta is one number for each row of P, so it needs a dimension to broadcast. And count in which of the three gradients
 # the scale stands.
 
@@ -734,8 +726,6 @@ beside_guess("queries that ride for at most 1.25 times the time",
 #
 # {hint idea} A part knows its own maximum and its own sum. Two numbers, its output and its log-sum-exp, are enough to merge it with
 # the others.
-# {hint plan} `attend_part` is attention as in Question 2.2, in float32, with the log-sum-exp beside it. `split_kv_attention`: cut k
-# and v alike, attend to each part, stack outputs and log-sum-exps, weigh and add.
 # {hint line} The weights of the parts add up to 1, and come from the log-sum-exps by an operation that subtracts the maximum by
 # itself. Which parts have no keys at all?
 
@@ -776,7 +766,6 @@ def split_kv_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, splits
 # `decode_us` is the time of a step. `best_splits` is the number of splits, from 1 to `most`, with the least time; of equal ones
 # the smallest.
 #
-# {hint idea} A wave is a batch of programs that run together; a tile is a batch of keys. Both are rounded up.
 # {hint plan} Waves from programs times splits, keys of a part from kv_len over splits, tiles from those. Multiply, and add the
 # merge if there is one. For the best number try all from 1 to `most`.
 # {hint line} Three things are rounded up, one after the other. With one split there is nothing to merge. And of equal times the
@@ -899,7 +888,6 @@ if on_gpu:
 # 3. What does split-KV change: FLOPs, bytes, or something else? Why does it gain next to nothing at batch 64?
 # 4. "Our decode is slow, so we use a faster FP8 tensor core." What does FP8 help here, and what does not?
 #
-# {hint idea} Decode reads the whole cache for a few FLOPs. Everything here follows from FLOPs/Byte.
 # {hint plan} Put one query into your formula and let L grow. Read the table of queries: where does the time begin to rise, and what
 # did the ridge say? For split-KV count FLOPs and bytes with and without.
 # {hint line} For 3, count programs against multiprocessors at batch 1 and at batch 64. For 4, ask which of the two, bytes or FLOPs,
@@ -1133,7 +1121,6 @@ plot_beside("strides", ["ms"], ["way", "ran"])
 # 4. Without it, the order of a fused kernel: with `p`, round $e$; $O = (eV)/\ell$.
 # 5. With `output`, round $O$. Return float64.
 #
-# {hint idea} Each switch stands at one place of the formula. Compute in float64 and round at that place only.
 # {hint plan} Write the formula without switches and compare it with SDPA in float64. Then add one `if` after the other. The two
 # orders differ in what is multiplied with V, and in when the sum divides.
 # {hint line} The sum is taken before anything is rounded. And with `p`, it depends on `normalize_first` which numbers are rounded.
@@ -1247,8 +1234,6 @@ plot_beside("ulps", ["equal bits", "at most 1 step", "most steps", "most steps, 
 # the same memory each time.
 #
 # {hint idea} Two results are the same if their bytes are the same. A set of bytes counts different ones.
-# {hint plan} Call, turn the result into something that compares by bits and that you can keep, and put it into a collection. Return
-# its size.
 # {hint line} Values are not bits: a NaN with the same bits is the same result, and 0 and -0 are two. And `fn` may write its next result over
 # the last one.
 
@@ -1368,8 +1353,6 @@ if not on_gpu:
 #
 # {hint idea} A scale moves the numbers into the range of the format. The error is then relative to the largest number under the
 # same scale.
-# {hint plan} Find the largest absolute value for each scale, divide it by the largest number of the format, divide x by the scale
-# in float32 and cast. Back: cast, multiply by the same scale.
 # {hint line} A block of zeros has no largest value. The last block may be shorter. And each token has to meet the scale of its own
 # block.
 
@@ -1505,7 +1488,6 @@ plot_slowdowns(grid)
 # | `sm80_one_query` | of cuDNN's decode rows with one query: share with `sm80` in a kernel's name |
 # | `splits_four_queries` | of those with four queries: share with `reduction` in a kernel's name |
 #
-# {hint idea} Each answer is a filter, then one number. Write the filters first.
 # {hint plan} Make the table of valid rows, and from it those of decode and of cuDNN's decode. The given functions do the rest. For the
 # kernels, `map` a function over the column that looks for a word in any of the names.
 # {hint line} For `default_wins` every shape that has a fastest backend counts, also one whose default has no time. GB/s and TB/s
@@ -1591,7 +1573,6 @@ beside_guess("held out, within 3% of the best: always cuDNN", always["within 3% 
 # 4. Name two reasons why the table may be wrong for your service tomorrow, and one measurement that would tell you.
 # 5. Somebody wants to ship the rule for A100s as well. What do you answer?
 #
-# {hint idea} A rule is good if it is short, and if you know what it costs.
 # {hint plan} Look at winners by kind first, then by the number of queries, then by head dimension. Each line of the rule is one
 # condition; the cell above says what it gains and loses.
 # {hint line} Where is the default slow by more than 1.5? What do these shapes have in common? And which calls did the map of Part 4

@@ -262,7 +262,7 @@ def owner(row, column, shape, size, threads, warps, order):
     _instead(
         "endless loop",
         "q3_2",
-        "More than",
+        "endless loop",
         ("    for i in range(tiles):  # public\n", "    i = 0\n    while i < tiles:\n"),
         ("        more = i + STAGES < tiles\n", "        more = i < 0\n"),
         ("mbarrier.wait(full.index(slot), (i // STAGES) & 1)", "mbarrier.wait(full.index(slot), 0)"),

@@ -234,7 +234,7 @@ def test_hints_are_folded(lab_file):
     [
         (HINTS.replace("{hint plan}", "{hint trick}"), "{hint trick} is unknown; write idea, plan, line"),
         (HINTS.replace("Return it.", ""), "the hint 'line' of Question 1.1 is empty"),
-        (HINTS[: HINTS.index("{hint line}")], "Question 1.1 has the hints idea, plan; write idea, plan, line"),
+        ("{hint plan}\nAdd.\n\n{hint idea}\nTwo.", "Question 1.1 has the hints plan, idea; write idea, plan, line"),
         (HINTS.replace("Two of it.", "twice_as_much = x + x"), "is secret and reaches the students' notebook"),
     ],
 )

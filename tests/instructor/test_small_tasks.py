@@ -39,6 +39,7 @@ TASKS = {
         "check_same_time": ([4096 / 4 / 16], {128: "two products", 32: "4096"}),
         "check_naive_mb": ([(4 * 256 + 4 * 4096) * 4 * 1024 / 1e6], {67.1: "travel", 37.7: "read again", 4.2: "once"}),
         "check_sectors": ([(32, 0.125)], {(32, 1 / 32): "four bytes", (4, 1): "of its own"}),
+        "check_held": ([32 * 32 / 128], {4: "repeated", 32: "warps", 1: "threads"}),
         "check_tile_11": ([(11 % 3, 11 // 3 % 2)], {(2, 3): "parity", (11, 0): "Slot"}),
         "check_slots": ([math.ceil(600 * 20 / 2048)], {5: "up", 600 * 20 / 2048: "whole", 12: "times"}),
         "check_lane": ([4 * 3 + 6 // 2], {18: "Two columns", 6: "Row r"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -110,6 +111,9 @@ check_sectors = session.small_task(
     "Each number lies in a sector of its own: how many of its 32 bytes are needed?",
     {(32, 1 / 32): "A number has four bytes.", (32, 4): "The share, between 0 and 1."},
 )
+check_held = session.small_task(
+    "elements of a thread", 8, "128 threads share them.", {4: "The tile is repeated.", 32: "Four warps."}
+)
 check_tile_11 = session.small_task(
     "slot and parity of tile 11",
     (2, 1),
@@ -180,32 +184,30 @@ def tensor_core_share(run) -> float:
 
 def draw_slider(text: str, keys=(32, 64, 128), slots=(1, 2, 3), head_dims=(64, 128)) -> None:
     """Show the timeline of Question 5.2's kernel under three sliders; every picture is drawn now, none later."""
-    runs = {}
-    for d in head_dims:
-        inputs = attention_inputs(1, 128, 512, d=d)
-        for n in keys:
-            for stages in slots:
-                launch, _ = attention_launch("lab3_specialized.py", 128, *inputs, keys=n, STAGES=stages)
-                runs[n, stages, d] = simulate_launch(text, launch, timeline=True, model=FROM_L2)[1]
-    until = max(run.cycles[0] for run in runs.values())
     choices = {"keys a block": keys, "slots": slots, "head dimension": head_dims}
     controls = "".join(
         f'<label style="margin-right:2em">{name} ({", ".join(map(str, values))}) '
         f'<input type="range" min="0" max="{len(values) - 1}" value="0"></label>'
         for name, values in choices.items()
     )
-    frames = []
-    for (n, stages, d), run in runs.items():
-        key = f"{keys.index(n)}-{slots.index(stages)}-{head_dims.index(d)}"
-        title = f"{n} keys, {stages} slots, head dimension {d}: {run.cycles[0]:,.0f} model cycles, tensor cores at work {tensor_core_share(run):.0%}"
-        hidden = "" if key == "0-0-0" else ' style="display:none"'
-        frames.append(f'<div data-key="{key}"{hidden}><b>{title}</b><br>{timeline_svg(run, until)}</div>')
+    runs = {}
+    for (i, n), (j, stages), (k, d) in itertools.product(*map(enumerate, choices.values())):
+        inputs = attention_inputs(1, 128, 512, d=d)
+        launch, _ = attention_launch("lab3_specialized.py", 128, *inputs, keys=n, STAGES=stages)
+        run = simulate_launch(text, launch, timeline=True, model=FROM_L2)[1]
+        title = f"{n} keys, {stages} slots, head dimension {d}: {run.cycles[0]:,.0f} model cycles"
+        runs[f"{i}-{j}-{k}"] = run, f"<b>{title}, tensor cores at work {tensor_core_share(run):.0%}</b><br>"
+    until = max(run.cycles[0] for run, _ in runs.values())
+    frames = "".join(
+        f'<div data-key="{key}"{" style=display:none" * (key != "0-0-0")}>{title}{timeline_svg(run, until)}</div>'
+        for key, (run, title) in runs.items()
+    )
     change = (
         "const key=[...this.querySelectorAll('input')].map(i=>i.value).join('-');"
         "this.querySelectorAll('[data-key]').forEach(f=>f.style.display=f.dataset.key===key?'':'none')"
     )
     keep = 'onkeydown="event.stopPropagation()"'  # or JupyterLab takes the arrow keys for the notebook's cursor
-    display(HTML(f'<div {keep} oninput="{change}">{controls}{"".join(frames)}</div>'))
+    display(HTML(f'<div {keep} oninput="{change}">{controls}{frames}</div>'))
 
 
 def timeline_svg(run, until: float, width: int = 640, label: int = 190, height: int = 17) -> str:
