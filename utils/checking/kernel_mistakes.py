@@ -7,7 +7,7 @@ write. Attention is computed block by block in float64, as the kernels of lab 3 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -25,7 +25,6 @@ class Steps:
         rescale_sum: the same for the sum of each row.
         scale: factor of the scores in the exponent.
         divide: whether the output is divided by the sum.
-        maximum: what is subtracted: the maximum so far ("running"), of the block alone ("block") or nothing ("none").
         total: "new" adds the block's sum to the sum so far; "block" keeps the block's alone.
         value_block: which block of V belongs to a block of K: "own", "first" or "next", or "number": at its number.
         key_block: which block of keys is read in each step: "own" or "first", or "number".
@@ -40,7 +39,6 @@ class Steps:
     rescale_sum: float = 1.0
     scale: float = 1.0
     divide: bool = True
-    maximum: str = "running"
     total: str = "new"
     value_block: str = "own"
     key_block: str = "own"
@@ -79,11 +77,9 @@ def attention_in_blocks(
         counted = torch.arange(block) + (0 if steps.in_block else i * block)
         keep = (counted < sk + steps.last_key).expand(sq, block)
         s = s.masked_fill(~keep, -math.inf)
-        top = s.amax(-1)
-        top = {"running": torch.maximum(highest, top), "block": top, "none": torch.zeros_like(top)}[steps.maximum]
+        top = torch.maximum(highest, s.amax(-1))
         finite = torch.where(torch.isfinite(top), top, 0.0)
         alpha = torch.where(torch.isfinite(highest), torch.exp2((highest - finite) * scale), 0.0)
-        alpha = torch.ones_like(alpha) if steps.maximum == "none" else alpha
         p = torch.exp2((s - finite[..., None]) * scale)
         # Turned around, the factor of the first block is 2^(+inf), and 0 times that is NaN.
         grown = alpha if steps.rescale_output < 0 else torch.where(torch.isfinite(highest), alpha, 1.0)
@@ -152,7 +148,6 @@ def attention_mistakes(
     mistakes: dict[str, Steps],
     downward: bool = False,
     block: int = 64,
-    **same,
 ) -> dict[str, torch.Tensor]:
     """Return what attention with each of the mistakes gives: {what is wrong: output}.
 
@@ -163,12 +158,8 @@ def attention_mistakes(
         mistakes: the mistakes by their words.
         downward: from the last block to the first.
         block: keys of a block.
-        **same: steps that hold for all of them.
     """
-    return {
-        words: attention_in_blocks(q, k, v, replace(steps, **same), block, downward)
-        for words, steps in mistakes.items()
-    }
+    return {words: attention_in_blocks(q, k, v, steps, block, downward) for words, steps in mistakes.items()}
 
 
 def name_mistakes(got: torch.Tensor, expected: torch.Tensor, mistakes: dict[str, torch.Tensor]) -> list[str]:
