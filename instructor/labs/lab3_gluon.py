@@ -18,7 +18,7 @@
 # The tensor cores and the copy engine of a GPU run on their own. A kernel that does not wait for them reads garbage; one
 # that waits for the wrong thing never ends; one that always waits keeps them idle. Here you write such kernels in
 # **Gluon**, the language under Triton, up to flash attention with a producer and consumers. A simulator runs them without
-# a GPU, draws what happened, and names every deadlock and every race. Plan twelve hours, four more for the bonus.
+# a GPU, draws what happened, and names every deadlock and every race. Plan twelve hours, three more for the bonus.
 #
 # ![One SM of a Hopper GPU: four quarters with a tensor core, arithmetic and special function units and registers each; shared memory, the TMA copy engine and mbarriers that all of them use](assets/lab3_sm.svg)
 
@@ -73,15 +73,13 @@ break_it(READ_ONE, {"as it should be": (0, 0), "(a) the other phase": (1, 0), "(
 # %% [markdown]
 # ### Question 1.1: What a tile costs, and what it needs {points}
 #
-# A step of flash attention, in bf16, `rows` queries and `keys` keys of head dimension `d`: $S = QK^\top$, an exponential
-# for each score, $O \mathrel{+}= PV$. In a cycle one SM does 4096 FLOPs, 16 exponentials, and loads 20 bytes. $Q$ is on chip.
+# A step of flash attention, bf16, `rows` queries over `keys` keys, head dimension `d`: $S = QK^\top$, an exponential
+# a score, $O \mathrel{+}= PV$. A cycle of one SM: 4096 FLOPs, 16 exponentials, 20 bytes loaded. $Q$ is on chip.
 #
-# 1. `tile_cycles`: the cycles of (products, exponentials, loads).
-# 2. `shared_bytes`: $Q$ of `consumers` warpgroups (64 rows each), and rings for $K$ and $V$, each of `stages` slots of `keys`
-#    rows.
-# 3. `registers_per_thread`: fp32 scores (64 × `keys`) and output (64 × `d`), shared by 128 threads.
+# 1. `tile_cycles`: cycles of (products, exponentials, loads).
+# 2. `shared_bytes`: $Q$ of `consumers` warpgroups (64 rows each); rings for $K$ and $V$, each `stages` slots of `keys` rows.
+# 3. `registers_per_thread`: fp32 scores (64 × `keys`) and output (64 × `d`) over 128 threads.
 #
-# {hint idea} Three units work on the same step. For each, count what it has to do, and divide by what it does per cycle.
 # {hint plan} Two products: $QK^\top$ and $PV$, each `rows` × `keys` × `d` multiply-accumulates. One exponential for each
 # score. Loads: the block of K and the block of V, in bf16. For memory count tiles: Q once for each consumer, K and V once
 # for each slot. For registers count elements of the two accumulators and share them among the threads of a warpgroup.
@@ -175,7 +173,7 @@ def registers_per_thread(keys: int, d: int) -> float:
 # | Loads | each warp loads small pieces | TMA: one thread issues the copy of a whole tile | the same | 3.2 |
 # | Critical path | products wait for softmax and back | the softmax limits; products and loads hide behind it | the same, within each consumer | 5.3, 6.2 |
 # | Schedule | heuristics | partition counts, parts, order of barriers written in the source | the same: tiles, slots, registers of each partition | 1.1, 5.2 |
-# | Masking | in the one loop | in the softmax partitions, only where needed | in the consumers, only where needed | Bonus 5.5 |
+# | Masking | in the one loop | in the softmax partitions, only where needed | in the consumers, only where needed | 5.1, 5.3 |
 #
 # </details>
 
@@ -217,13 +215,13 @@ beside_guess("rows of queries until it is not the loads", hidden_at[0] if hidden
 # moved* is the least that each moves. In the recorded table the naive version has six kernels: the two products, the
 # softmax, the scaling, and two short `Memset`s (0.8 µs each) that come with the products.
 #
-# **Before you run.** How many kernels does each launch (on a CPU: how many operators)? How many bytes does each move?
+# **Before you run.** How many kernels does each launch (on a CPU: how many operators)?
 
 # %%
 guesses["kernels or operators, naive"] = None
 guesses["kernels or operators, fused"] = None
-guesses["MB moved, naive"] = None
-guesses["MB moved, fused"] = None
+naive_mb = None  # your line: MB that the naive version moves for 4 heads, 1024 tokens, head dimension 64, in fp32
+check_naive_mb(naive_mb)
 
 
 def naive_attention(q, k, v):
@@ -243,8 +241,6 @@ plot_naive_and_fused(naive_attention)
 #    and loads run at the same time, and not in turns?
 # 3. Why not 512 rows of queries a block? Name two things of the SM that run out, with your numbers of 1.1.
 #
-# {hint idea} Fusion removes bytes. What is left takes cycles on three units, and the question is whether they work in
-# turns or together.
 # {hint plan} 1: which tensors of size S × S does the naive version make, and how often does each cross the memory bus? 2:
 # take a row of your first table; in turns the three times add up, together the longest one counts. 3: compute shared
 # memory and registers for 512 rows with your own functions.
@@ -264,34 +260,6 @@ plot_naive_and_fused(naive_attention)
 # "overlap is faster"). 1 point for two of: shared memory, registers (64 a thread at 1024 threads), fewer blocks than SMs,
 # with a number.
 # === END MARK SCHEME ===
-
-# %% [markdown]
-# ### Bonus Question 1.3: Bytes in flight {points}
-#
-# A copy from memory takes hundreds of nanoseconds. Memory idles unless others are under way. Little's law says how many
-# bytes: bandwidth × latency.
-#
-# 1. `bytes_in_flight`: bytes that **one SM** has under way when all SMs together reach the bandwidth.
-# 2. `slots_needed`: how many ring slots of `slot_bytes` bytes hold that many bytes; at least 1.
-#
-# {hint idea} A pipe that delivers B bytes per second and is T seconds long holds B · T bytes when it is full.
-# {hint plan} First the bytes for the whole chip, then one SM's share. Then how many slots hold them.
-# {hint line} Units: TB/s and ns. And a number of slots is whole: which way must it be rounded, and what is the least?
-
-# %% nbgrader={"grade_id": "bonus_1_3", "solution": true}
-def bytes_in_flight(bandwidth_tb_s: float, latency_ns: float, sms: int) -> float:
-    """Bytes under way for each SM, so that memory is never idle."""
-    ### BEGIN SOLUTION
-    return bandwidth_tb_s * 1e12 * latency_ns * 1e-9 / sms
-    ### END SOLUTION
-
-
-def slots_needed(bandwidth_tb_s: float, latency_ns: float, sms: int, slot_bytes: int) -> int:
-    """Ring slots of slot_bytes bytes that keep memory busy."""
-    ### BEGIN SOLUTION
-    return max(1, math.ceil(bytes_in_flight(bandwidth_tb_s, latency_ns, sms) / slot_bytes))
-    ### END SOLUTION
-### TESTS bonus_1_3_tests, 4 points: check_bytes_in_flight(bytes_in_flight, slots_needed)
 
 # %% [markdown]
 # # Part 2: Layouts
@@ -350,6 +318,8 @@ def owner(row: int, column: int, shape: tuple, size: tuple, threads: tuple, warp
 
 # %%
 plot_owner(owner)
+held = None  # your line: how many elements of the 32 × 32 in the left picture a thread holds
+check_held(held)
 a_row_apart = None  # your line: (sectors, share of their bytes that is needed) when the 32 numbers lie a row apart
 check_sectors(a_row_apart)
 
@@ -369,8 +339,6 @@ check_sectors(a_row_apart)
 # gl.store(pointers, tile, mask=...)
 # ```
 #
-# {hint idea} Neighbouring lanes must hold neighbours in memory, once for the load and once for the store; those are two
-# different dimensions.
 # {hint plan} Two blocked layouts with 4 warps that cover 32 × 32. Rows, columns and mask in the first one, the load, one
 # conversion; rows, columns and mask again in the second one, the store.
 # {hint line} Pointers and masks belong to a layout: after the conversion those of the load no longer fit, so compute them
@@ -401,13 +369,6 @@ def transpose(x_ptr, y_ptr, m, n, x_stride, y_stride):
     gl.store(y_ptr + columns[None, :] * y_stride + rows[:, None], tile, mask=mask)
     ### END SOLUTION
 ### TESTS q2_2_tests, 8 points: check_transpose(text_of("lab3_transpose.py"))
-
-# %%
-_, run = simulate_launch(answered("lab3_transpose.py"), transpose_launch(32, 32)[0], timeline=True)
-for event in run.events:
-    if event.bytes:
-        print(f"{event.kind:6} line {event.line}: {event.bytes} bytes, {event.sectors} sectors of 32 bytes, "
-              f"{event.bytes / 32 / event.sectors:.0%} of what came was used")
 
 # %% [markdown]
 # # Part 3: Copies that run on their own
@@ -446,9 +407,6 @@ for event in run.events:
 #
 # {hint idea} Keep `STAGES - 1` groups under way while you work on one tile. Each step issues one group, waits for the
 # oldest, and adds.
-# {hint plan} Before the loop: for each of the first tiles two copies and one commit. In the loop: the copies of the tile
-# that is `STAGES - 1` ahead, if it exists; one commit; a wait; two loads from shared memory; one store to memory with a
-# mask.
 # {hint line} Count the groups: after the commit of step `i` there are `i + STAGES` of them, and tile `i` is the one with
 # number `i` from 0. How many younger ones may still be under way? That only works if every step commits.
 
@@ -550,14 +508,13 @@ beside_guess("cycles with one slot / cycles with three", taken[0] / taken[1])
 # <summary>What the check counts</summary>
 #
 # Each tile comes once, by `tma_load`, and is read from its slot once. When tile `i` is read, the copies of all tiles before
-# tile `i + STAGES` have been issued. Three slots take less than 0.65 of the model cycles of one.
+# tile `i + STAGES` have been issued. Three slots take less than 0.65 of the model cycles of one. The fence is asked for by
+# name, also where your compiler would add it.
 #
 # </details>
 #
 # {hint idea} The barrier of a slot tells when its tile is there. Whoever issues a copy announces its bytes first, at the
 # same barrier.
-# {hint plan} Initialize; for each slot announce and copy, if there is such a tile. In each step: wait, read, fence,
-# announce and copy the tile that comes into this slot next, if there is one, and add.
 # {hint line} The parity is that of the slot's round, not that of the tile. And the refill may only be issued when the
 # tile is in registers.
 
@@ -603,10 +560,15 @@ def sum_of_squares(x_desc, y_ptr, rows, columns, STAGES: gl.constexpr):
 ### TESTS q3_2_tests, 12 points: check_tma_ring(text_of("lab3_tma_ring.py"))
 
 # %% [markdown]
+# Memory idles unless enough bytes are under way. Little's law says how many: bandwidth × latency, here 20 bytes a cycle for
+# 600 cycles.
+#
 # **Before you run.** 32 tiles, one to eight slots: from how many slots on does one more gain less than 5%?
 
 # %%
 guesses["slots, from which one more gains less than 5%"] = None
+slots = None  # your line: slots of 2 KiB that hold what Little's law asks for
+check_slots(slots)
 tile_11 = None  # your line: (slot, parity of the wait) of tile 11 in a ring of 3
 check_tile_11(tile_11)
 _ = show_timeline(answered("lab3_tma_ring.py"), tma_ring_launch(16, 512, 3)[0], "TMA ring of 3 slots")
@@ -667,7 +629,6 @@ show_recorded_fences()
 # 3. A fresh barrier lets `wait(bar, 1)` pass at once. Which partition of a producer and consumer pair makes use of that?
 # 4. From your picture of slots: from how many on do more slots gain less than 5 %? Which number sets that point?
 #
-# {hint idea} Think of what the barrier can show (one bit), and of who may be how far ahead of whom.
 # {hint plan} 1: compare the bits of phases 0, 1, 2; then ask how far the waiting side can fall behind in a ring. 2: which
 # instruction makes the read come after the copy? 3: who may start at once? 4: find the row in your table, then compute
 # latency times bandwidth.
@@ -784,7 +745,7 @@ def repairs() -> dict[str, str]:
         "mbarrier.init(empty.index(i), count=2)": "mbarrier.init(empty.index(i), count=1)",
     }
     ### END SOLUTION
-### TESTS bonus_3_4_tests, 6 points: check_repairs(text_of("lab3_broken.py"), repairs)
+### TESTS bonus_3_4_tests, 10 points: check_repairs(text_of("lab3_broken.py"), repairs)
 
 # %% [markdown]
 # # Part 4: Tensor cores
@@ -825,6 +786,8 @@ guesses["extra turns, lanes along a column, plain rows"] = None
 guesses["extra turns, lanes along a column, swizzle of 128 bytes"] = None
 lane = None  # your line: the lane that holds row 3, column 6 of an accumulator of wgmma
 check_lane(lane)
+place = None  # your line: the place of chunk 2 of row 3 in the swizzle
+check_place(place)
 plot_conflicts()
 
 # %% [markdown]
@@ -848,8 +811,6 @@ plot_conflicts()
 #
 # {hint idea} The layout of the accumulator decides the instruction: four warps along the rows, 16 rows each, and as many
 # columns as the tile has.
-# {hint plan} Accumulator: layout and zeros in fp32. In each step: one asynchronous product that adds to the accumulator,
-# and a wait. At the end: convert, store into the tile, fence, TMA store, wait.
 # {hint line} The wait returns the tensor that you may read: the old name is still the one under way. And before the TMA
 # reads what you stored there must be a fence.
 
@@ -917,7 +878,6 @@ _ = show_timeline(answered("lab3_wgmma.py"), wgmma_launch(64, 128, 512, 128)[0],
 # 3. The tensor cores of your timeline are mostly idle. What would you change, and what does a tile of 128 × 128 change about
 #    the ratio of products to loads?
 #
-# {hint idea} Ask for each memory who reads or writes it, when, and through which path.
 # {hint plan} 1: list the operands and the result of a product. 2: name the path of your store, of the TMA store, of the
 # TMA copy and of the product. 3: compare how FLOPs and bytes grow when both edges of the tile double.
 # {hint line} In 3 count bytes as rows of A plus rows of B: 64 + 128 against 128 + 128.
@@ -959,8 +919,6 @@ _ = show_timeline(answered("lab3_wgmma.py"), wgmma_launch(64, 128, 512, 128)[0],
 #
 # {hint idea} The softmax of all keys is built block by block: when the maximum grows, everything so far must shrink by
 # the same factor.
-# {hint plan} Key numbers in a slice of the scores' layout; the mask; the new maximum of each row; the factor from the old
-# to the new one; the probabilities; the new sum; the output times the factor. After the loop, the division.
 # {hint line} The factor of the first block is $2^{-\infty} = 0$, and that is right. Keys are counted over all blocks, not
 # within one. And a factor for `o` must have the output's slice, not the scores'.
 
@@ -1050,12 +1008,15 @@ def attention(q_desc, k_desc, v_desc, o_desc, sk, c):
 guesses["tensor cores at work, 5.1"] = None  # 0 to 1
 guesses["tensor cores at work, 5.2"] = None
 guesses["tensor cores at work, 5.3"] = None
+causal_blocks = None  # your line: how many of 5 blocks (64 keys each, 300 in all) rows 64 to 127 of 200 queries see under a causal mask
+check_causal_blocks(causal_blocks)
 launch, _ = attention_launch("lab3_softmax.py", 64, *big)
 run = show_timeline(answered("lab3_softmax.py"), launch, "One warpgroup, 64 queries", model=FROM_L2)
 beside_guess("tensor cores at work, 5.1", tensor_core_share(run))
 
 # %% [markdown]
-# In the rest nothing multiplies: the one partition loads, or computes its softmax.
+# In the rest nothing multiplies: the one partition loads, or computes its softmax. Under a causal mask it could leave out the
+# blocks of keys that none of its rows sees, as in lab 2: a shorter loop, and a mask where the diagonal crosses a block.
 #
 # ## Producer and consumers
 #
@@ -1094,7 +1055,6 @@ beside_guess("tensor cores at work, 5.1", tensor_core_share(run))
 #
 # </details>
 #
-# {hint idea} Two barriers for each slot: `full` ends the consumers' waiting, `empty` the producer's.
 # {hint plan} Producer: wait for empty, announce, two copies. Consumer: wait for full, multiply, arrive at empty. Counts:
 # who arrives at each of them in one phase?
 # {hint line} In the first round nobody has emptied anything: which parity passes on a fresh barrier? And a copy's bytes
@@ -1247,7 +1207,6 @@ draw_slider(answered("lab3_specialized.py"))
 #
 # </details>
 #
-# {hint idea} Two products are under way at once, and you wait for the older one only.
 # {hint plan} Five steps. K of block `i` is there: issue its scores. V of block `i - 1` is there: issue P V. Wait until
 # one product is left, then the scores may be read, and K's slot is free. The softmax. Wait until none is left, then V's
 # slot is free and `o` may be rescaled; `p` is the new one.
@@ -1418,7 +1377,6 @@ plot_run(run, f"The course's kernel for Blackwell, 256 queries, simulated: {run.
 #    work in yours? Name one thing that becomes free (registers, a warpgroup's threads, shared memory), and one new
 #    transport that tensor memory costs. What would 2-CTA change?
 #
-# {hint idea} Each instruction in the table belongs to a line that you can see below it.
 # {hint plan} 1: subtract the columns. Multiply registers by threads before and after the move. 2: look at what the TMA
 # instruction is given. 3: go through 5.3 line by line: in which row of the other timeline does the same happen?
 # {hint line} Free registers are only part of the answer: what lies in tensor memory must be fetched before the softmax
@@ -1469,114 +1427,6 @@ plot_ladder()
 # block fits on an SM; two blocks of step 2 fit, and their waits overlap.
 
 # %% [markdown]
-# ### Bonus Question 5.5: Do not compute what the mask removes {points}
-#
-# With a causal mask, query `i` sees keys `0 ... i + sk - sq` (the last query stands at the last key; sq ≤ sk). Blocks of
-# keys that no row of the tile sees are neither loaded nor multiplied, and blocks that the diagonal crosses need a mask. The
-# kernel is the one of 5.1. Write the number of `blocks` for this tile, and the mask.
-#
-# {hint idea} The last row of the tile sees the most keys: it decides how many blocks are needed.
-# {hint plan} Position of the last row, the first key that it does not see, rounded up to blocks, and never more than
-# there are: the last tile has rows that do not exist. In the mask compare a column of positions with a row of keys.
-# {hint line} The last query stands at the last key, so positions are shifted by `sk - sq`. And a query sees the key at
-# its own position.
-
-# %% nbgrader={"grade_id": "bonus_5_5", "solution": true}
-# %%writefile lab3_causal.py
-"""Causal attention of one warpgroup: blocks of keys that no row of the tile sees are neither loaded nor multiplied."""
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
-
-from utils.attention.gluon.shared import inverse_and_lse, online_softmax, tma_load, tma_store
-
-
-@gluon.jit
-def attention_causal(q_desc, k_desc, v_desc, o_desc, sq, sk, c):
-    """As in 5.1, and query i sees keys 0 .. i + sk - sq (sq <= sk): the last query stands at the last key."""
-    BLOCK_M: gl.constexpr = q_desc.block_type.shape[1]
-    BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
-    BLOCK_D: gl.constexpr = k_desc.block_type.shape[2]
-    dtype: gl.constexpr = q_desc.dtype
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, output, 2)
-    q_tile = gl.allocate_shared_memory(dtype, [1, BLOCK_M, BLOCK_D], q_desc.layout)
-    k_tile = gl.allocate_shared_memory(dtype, [1, BLOCK_N, BLOCK_D], k_desc.layout)
-    v_tile = gl.allocate_shared_memory(dtype, [1, BLOCK_N, BLOCK_D], v_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(full, count=1)
-    row = gl.program_id(0) * BLOCK_M
-    head = gl.program_id(1)
-    mbarrier.expect(full, q_desc.block_type.nbytes)
-    tma_load(q_desc, [head, row, 0], full, q_tile)
-    mbarrier.wait(full, 0)
-    phase = 1
-    m = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
-    total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, scores))
-    o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, output)
-    q = q_tile.reshape([BLOCK_M, BLOCK_D])
-    ### BEGIN SOLUTION
-    blocks = gl.minimum(gl.cdiv(sk, BLOCK_N), gl.cdiv(row + BLOCK_M + sk - sq, BLOCK_N))
-    ### END SOLUTION
-    for i in range(blocks):
-        mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-        tma_load(k_desc, [head, i * BLOCK_N, 0], full, k_tile)
-        tma_load(v_desc, [head, i * BLOCK_N, 0], full, v_tile)
-        mbarrier.wait(full, phase)
-        phase ^= 1
-        k = k_tile.reshape([BLOCK_N, BLOCK_D]).permute([1, 0])
-        s = warpgroup_mma(q, k, gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores), use_acc=False)
-        ### BEGIN SOLUTION
-        position = row + sk - sq + gl.arange(0, BLOCK_M, gl.SliceLayout(1, scores))
-        keys = i * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
-        seen = (keys[None, :] <= position[:, None]) & (keys < sk)[None, :]
-        s = gl.where(seen, s, float("-inf"))
-        ### END SOLUTION
-        p, m, total, alpha = online_softmax(s, m, total, c)
-        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
-        o = warpgroup_mma(gl.convert_layout(p.to(dtype), left), v_tile.reshape([BLOCK_N, BLOCK_D]), o)
-    inverse, log_sum = inverse_and_lse(m, total, c)
-    q.store((o * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]).to(dtype))
-    fence_async_shared()
-    tma_store(o_desc, [head, row, 0], q_tile)
-    tma.store_wait(0)
-### TESTS bonus_5_5_tests, 6 points: check_attention_causal(text_of("lab3_causal.py"))
-
-# %% [markdown]
-# ## And backward?
-#
-# Nothing here is graded. For a block of keys and a tile of queries the gradients take five products where forward takes two:
-#
-# $$S^\top = KQ^\top, \qquad dP^\top = V\,dO^\top, \qquad dV \mathrel{+}= P^\top dO, \qquad
-# dK \mathrel{+}= dS^\top Q, \qquad dQ \mathrel{+}= dS\,K.$$
-#
-# The first product is computed again: forward did not keep $P$. For 16 heads of 16384 tokens it would be 8.6 GB in bf16; the
-# log-sum-exp of each row, 1 MB, gives it back with one exponential a score. A block of threads owns a block of keys, so its
-# $dK$ and $dV$ stay in registers. $dQ$ belongs to the queries: each block adds its part to memory with atomic additions, in
-# the order in which blocks happen to come by, so two runs may differ in their last bits (lab 4, Question 5.3). A
-# deterministic backward computes $dQ$ in a kernel of its own, with seven products in place of five.
-#
-# The ladder had five steps when this was recorded: 1 threads load; 2 TMA loads; 3 a producer and two consumers, P in
-# registers, four numbers added at once; 4 $dQ$ beside the next tile's $dV$ and $dK$, added by TMA; 5 a warp of its own for
-# $dQ$, and a loop of its own for tiles on the diagonal. Steps 1, 3 and 6 remain in `utils/attention/gluon/backward`.
-#
-# **Before you run.** Which of these changes makes the big difference? And the deterministic mode at head dimension 256, where
-# $dK$ and $dV$ leave few registers: is it slower than the additions, or faster?
-
-# %%
-guesses["backward: step with the largest gain over the one before"] = None  # "step2" to "step5"
-guesses["backward at 256: deterministic / adding"] = None  # a ratio of speeds
-plot_backward()
-
-# %% [markdown]
-# TMA alone changes little here, and step 3 is 2.6 times as fast as step 2. How much of that each of its three changes
-# brings was not measured. Steps 4 and 5 are within 2% of step 3 here; the loops of step 5 pay where there is a mask. What is
-# left is the additions. The same kernel without them, whose $dQ$ is wrong, ran at 775 TFLOP/s in place of 575 in one run at
-# head dimension 128 (`docs/kernels/backward.md`). So at head dimension 256 the deterministic kernel with its two products
-# more is the faster one: it adds nothing to memory. At 64 and 128 it is the slower one.
-
-# %% [markdown]
 # # Part 6: The same kernel, the next chip
 #
 # Blackwell's tensor cores are twice as fast, and its exponentials are not: at head dimension 128 the softmax now takes as
@@ -1615,8 +1465,6 @@ plot_backward()
 # </details>
 #
 # {hint idea} `warpgroup_mma_wait` is gone. Who arrives at `done`, and when?
-# {hint plan} Allocate. In each step: one product with `use_acc`, a commit, a wait. After the loop load all columns into
-# registers.
 # {hint line} `done` goes through one phase a step, as `full` does. And nobody has set the accumulator to zero: the first
 # product must not add.
 
@@ -1677,9 +1525,11 @@ def matmul(a_desc, b_desc, c_desc, k_size):
     fence_async_shared()
     tma_store(c_desc, [row, column], c_tile)
     tma.store_wait(0)
-### TESTS bonus_6_1_tests, 4 points: check_tcgen05(text_of("lab3_tcgen05.py"))
+### TESTS bonus_6_1_tests, 6 points: check_tcgen05(text_of("lab3_tcgen05.py"))
 
 # %%
+row_a_thread = None  # your line: scores of a tile (128 queries, 128 keys) that each of the 128 threads of a softmax holds
+check_row_a_thread(row_a_thread)
 columns = None  # your line: columns of tensor memory that two tiles of S (128 keys) and two of O (head dimension 128) take
 check_columns(columns)
 _ = show_timeline(answered("lab3_tcgen05.py"), tcgen05_launch(128, 128, 512, 128)[0], "C = A Bᵀ by tcgen05", model=BLACKWELL)
@@ -1697,8 +1547,6 @@ _ = show_timeline(answered("lab3_tcgen05.py"), tcgen05_launch(128, 128, 512, 128
 # Each barrier has one phase a block, and `.index(tile)`.
 #
 # {hint idea} An arrival says "what I stored before may be read now". Whatever stands behind it may not have happened yet.
-# {hint plan} Softmax: wait, load | store alpha, arrive, convert and store P, arrive. Correction: wait, and from block 1
-# on load, wait, rescale; arrive in every block.
 # {hint line} `o_done` is a block behind: in block `i` the product of block `i - 1` must be over, and its phase has that
 # block's parity.
 
@@ -1809,7 +1657,7 @@ def attention(q_desc, k_desc, v_desc, o_desc, sq, sk, heads, c, STAGES: gl.const
         (load, ((q_desc, k_desc, v_desc), q_tiles, k_ring, v_ring, bars, sizes, STAGES, False)),
         (store, (o_desc, q_tiles, bars, sizes)),
     ], [4, 4, 1, 1, 1], [192, 192, 32, 32, 32])
-### TESTS bonus_6_2_tests, 6 points: check_two_softmax(text_of("lab3_two_softmax.py"))
+### TESTS bonus_6_2_tests, 10 points: check_two_softmax(text_of("lab3_two_softmax.py"))
 
 # %% [markdown]
 # **Before you run.** Your kernel once more, broken: (a) P is announced before it is stored; (b) the correction never

@@ -81,18 +81,6 @@ def tile_cycles(rows, keys, d):
 """,
     ),
     (
-        "integers for slots",
-        "bonus_1_3",
-        """
-def slots_needed(bandwidth_tb_s, latency_ns, sms, slot_bytes):
-    needed = bytes_in_flight(bandwidth_tb_s, latency_ns, sms)
-    slots = 1
-    while slots * slot_bytes < needed:
-        slots += 1
-    return slots
-""",
-    ),
-    (
         "owner by counting through the layout",
         "q2_1",
         """
@@ -174,20 +162,6 @@ def repairs():
             ),
         ),
     ),
-    (
-        "causal mask by distance",
-        "bonus_5_5",
-        (
-            (
-                "seen = (keys[None, :] <= position[:, None]) & (keys < sk)[None, :]",
-                "seen = ((position[:, None] - keys[None, :]) >= 0) & (keys[None, :] <= sk - 1)",
-            ),
-            (
-                "blocks = gl.minimum(gl.cdiv(sk, BLOCK_N), gl.cdiv(row + BLOCK_M + sk - sq, BLOCK_N))",
-                "blocks = (gl.minimum(sk, row + BLOCK_M + sk - sq) + BLOCK_N - 1) // BLOCK_N",
-            ),
-        ),
-    ),
     # ---- more idioms
     (
         "cycles with powers of two and floats",
@@ -206,14 +180,6 @@ def shared_bytes(consumers, keys, d, stages):
     q = sum(64 * d * 2 for _ in range(consumers))
     slot = keys * d * 2
     return q + sum(slot + slot for _ in range(stages))
-""",
-    ),
-    (
-        "Little's law in bytes a nanosecond",
-        "bonus_1_3",
-        """
-def bytes_in_flight(bandwidth_tb_s, latency_ns, sms):
-    return bandwidth_tb_s * 1000 * latency_ns / sms
 """,
     ),
     (
@@ -441,26 +407,6 @@ def repairs():
             (
                 "        o = warpgroup_mma_wait(0, deps=[o])\n",
                 "        after = gl.convert_layout(p_next.to(dtype), left)\n        o = warpgroup_mma_wait(0, deps=[o])\n",
-            ),
-        ),
-    ),
-    (
-        "blocks by the last position",
-        "bonus_5_5",
-        (
-            (
-                "blocks = gl.minimum(gl.cdiv(sk, BLOCK_N), gl.cdiv(row + BLOCK_M + sk - sq, BLOCK_N))",
-                "last = row + BLOCK_M - 1 + sk - sq\n    blocks = gl.minimum(last // BLOCK_N + 1, gl.cdiv(sk, BLOCK_N))",
-            ),
-        ),
-    ),
-    (
-        "causal mask alone, which covers the tail",
-        "bonus_5_5",
-        (
-            (
-                "seen = (keys[None, :] <= position[:, None]) & (keys < sk)[None, :]",
-                "seen = keys[None, :] <= position[:, None]",
             ),
         ),
     ),

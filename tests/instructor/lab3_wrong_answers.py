@@ -82,24 +82,6 @@ def registers_per_thread(keys, d):
     return 64 * keys / 128
 """,
     ),
-    _after(
-        "whole chip in flight",
-        "bonus_1_3",
-        "divide by the number of SMs",
-        code="""
-def bytes_in_flight(bandwidth_tb_s, latency_ns, sms):
-    return bandwidth_tb_s * 1e12 * latency_ns * 1e-9
-""",
-    ),
-    _after(
-        "half slots",
-        "bonus_1_3",
-        ("round up", "slots_needed is 0", "slots_needed"),
-        code="""
-def slots_needed(bandwidth_tb_s, latency_ns, sms, slot_bytes):
-    return int(bytes_in_flight(bandwidth_tb_s, latency_ns, sms) // slot_bytes)
-""",
-    ),
     # ---- 2.1
     _after(
         "order read backwards",
@@ -280,7 +262,7 @@ def owner(row, column, shape, size, threads, warps, order):
     _instead(
         "endless loop",
         "q3_2",
-        "More than",
+        "endless loop",
         ("    for i in range(tiles):  # public\n", "    i = 0\n    while i < tiles:\n"),
         ("        more = i + STAGES < tiles\n", "        more = i < 0\n"),
         ("mbarrier.wait(full.index(slot), (i // STAGES) & 1)", "mbarrier.wait(full.index(slot), 0)"),
@@ -475,33 +457,6 @@ def repairs():
         ("        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]  # public\n", ""),
     ),
     # ---- 5.5
-    _instead(
-        "all blocks computed",
-        "bonus_5_5",
-        "products, and their program makes",
-        (
-            "blocks = gl.minimum(gl.cdiv(sk, BLOCK_N), gl.cdiv(row + BLOCK_M + sk - sq, BLOCK_N))",
-            "blocks = gl.cdiv(sk, BLOCK_N)",
-        ),
-    ),
-    _instead(
-        "mask in the output's layout",
-        "bonus_5_5",
-        "layout",
-        (
-            "gl.SliceLayout(1, scores))\n        keys = i * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))",
-            "gl.SliceLayout(1, output))\n        keys = i * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, output))",
-        ),
-    ),
-    _instead(
-        "first query at the first key",
-        "bonus_5_5",
-        "query i sees keys",
-        ("position = row + sk - sq + gl", "position = row + gl"),
-    ),
-    _instead(
-        "own key masked", "bonus_5_5", ("wrong in", "NaN"), ("keys[None, :] <= position", "keys[None, :] < position")
-    ),
     # ---- more, by question
     _after(
         "exponentials of one quarter",
@@ -806,33 +761,6 @@ def owner(row, column, shape, size, threads, warps, order):
     ),
     _instead(
         "no wait for V", "q5_3", "nothing orders them", ("        mbarrier.wait(v_full.index(v_slot), v_phase)\n", "")
-    ),
-    _instead(
-        "one block too many",
-        "bonus_5_5",
-        ("products, and their program makes", "unfinished", "race"),
-        ("    blocks = gl.minimum(", "    blocks = 1 + gl.minimum("),
-    ),
-    _instead(
-        "one key behind the own",
-        "bonus_5_5",
-        "one key too many",
-        ("keys[None, :] <= position", "keys[None, :] <= 1 + position"),
-    ),
-    _instead(
-        "shift forgotten in the blocks",
-        "bonus_5_5",
-        ("products, and their program makes", "wrong in"),
-        ("gl.cdiv(row + BLOCK_M + sk - sq, BLOCK_N)", "gl.cdiv(row + BLOCK_M, BLOCK_N)"),
-    ),
-    _instead(
-        "blocks beyond the last key",
-        "bonus_5_5",
-        "products, and their program makes",
-        (
-            "gl.minimum(gl.cdiv(sk, BLOCK_N), gl.cdiv(row + BLOCK_M + sk - sq, BLOCK_N))",
-            "gl.cdiv(row + BLOCK_M + sk - sq, BLOCK_N)",
-        ),
     ),
     _instead(
         "tile stored elsewhere",

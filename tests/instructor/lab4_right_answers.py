@@ -265,46 +265,6 @@ def distinct_results(fn, runs):
 """,
     ),
     (
-        "sorted, and merged on shape",
-        "q6_1",
-        """
-def fastest(grid):
-    ok = grid.query("status == 'ok'").sort_values("ms")
-    return ok.groupby("shape")["backend"].first()
-
-
-def default_slowdown(grid):
-    ok = grid.query("status == 'ok'")
-    best = ok.groupby("shape", as_index=False)["ms"].min().rename(columns={"ms": "best"})
-    both = ok[ok.is_default].merge(best, on="shape")
-    return (both["ms"] / both["best"]).set_axis(both["shape"])
-
-
-def geometric_mean(values):
-    import numpy as np
-    return np.exp(np.log(values.to_numpy()).mean())
-""",
-    ),
-    (
-        "shapes walked through one by one",
-        "bonus_6_4",
-        """
-def choose_backend(grid, call, able):
-    best = None
-    for shape, rows in grid.groupby("shape"):
-        rows = rows[(rows.status == "ok") & rows.backend.isin(able)]
-        first = rows.iloc[0] if len(rows) else None
-        if first is None or any(first[n] != call[n] for n in ("kind", "head_dim", "causal")):
-            continue
-        far = 0.0
-        for n in ("batch", "heads", "kv_heads", "seq_len_q", "seq_len_kv"):
-            far += (math.log(first[n]) - math.log(call[n])) ** 2
-        if best is None or far < best[0] - 1e-9:
-            best = far, rows.loc[rows.ms.idxmin(), "backend"]
-    return best[1] if best else able[0]
-""",
-    ),
-    (
         "scales by padding and reshaping",
         "bonus_5_5",
         """
@@ -602,29 +562,8 @@ def distinct_results(fn, runs):
 """,
     ),
     (
-        "pivot and idxmin",
-        "q6_1",
-        """
-def fastest(grid):
-    times = grid[grid.status == "ok"].pivot(index="shape", columns="backend", values="ms")
-    return times.idxmin(axis=1)
-
-def default_slowdown(grid):
-    ok = grid.loc[grid["status"].eq("ok")]
-    slow = {}
-    for shape, rows in ok.groupby("shape"):
-        mine = rows.loc[rows["is_default"], "ms"]
-        if len(mine):
-            slow[shape] = float(mine.iloc[0]) / rows["ms"].min()
-    return pd.Series(slow, dtype=float)
-
-def geometric_mean(values):
-    return float(torch.tensor(list(values), dtype=torch.double).log().mean().exp())
-""",
-    ),
-    (
         "loops and lists",
-        "q6_2",
+        "q6_1",
         """
 def grid_answers(grid):
     ok = grid.query("status == 'ok'")
@@ -647,19 +586,72 @@ def grid_answers(grid):
 """,
     ),
     (
-        "distances by numpy, lexsort by hand",
-        "bonus_6_4",
+        "merged tables and means of truth values",
+        "q6_1",
         """
-def choose_backend(grid, call, able):
-    import numpy as np
-    ok = grid[grid["status"].eq("ok") & grid["backend"].isin(list(able))]
-    ok = ok[(ok["kind"] == call["kind"]) & (ok["head_dim"] == call["head_dim"]) & (ok["causal"] == call["causal"])]
-    if not len(ok):
-        return able[0]
-    names = ["batch", "heads", "kv_heads", "seq_len_q", "seq_len_kv"]
-    far = np.round((np.log2(ok[names].to_numpy(float) / np.array([call[n] for n in names], float)) ** 2).sum(1), 9)
-    rows = sorted(zip(far, ok["shape"], ok["ms"], ok["backend"]))
-    return rows[0][3]
+def grid_answers(grid):
+    ok = grid[grid["status"].eq("ok")].copy()
+    winners = fastest(grid).rename("winner").reset_index()
+    merged = winners.merge(ok.loc[ok["is_default"], ["shape", "backend"]], on="shape", how="left")
+    kinds = grid[["shape", "kind"]].drop_duplicates().set_index("shape")["kind"]
+    in_decode = kinds[kinds == "decode"].index
+    loss = default_slowdown(grid)
+    decode = ok[ok["shape"].isin(in_decode)]
+    names = decode[decode["backend"] == "cudnn"].assign(names=lambda t: t["kernels"].map(",".join)).set_index("seq_len_q")["names"]
+    return {
+        "default_wins": merged["winner"].eq(merged["backend"]).mean(),
+        "default_loss": geometric_mean(loss),
+        "decode_winner": winners[winners["shape"].isin(in_decode)]["winner"].mode()[0],
+        "worst_default": loss[loss.index.isin(in_decode)].max(),
+        "decode_bandwidth": decode["gb_s"].max() / GPU_SPECS["H200"]["memory_bandwidth_tb_s"] / 1000,
+        "sm80_one_query": names[[1]].str.contains("sm80").mean(),
+        "splits_four_queries": names[[4]].str.contains("reduction").mean(),
+    }
+""",
+    ),
+    (
+        "whole numbers rounded up by floor division",
+        "q3_3",
+        """
+def decode_us(programs, kv_len, splits, units, tile, tile_us, combine_us):
+    keys = -(-kv_len // splits)
+    time = -(-programs * splits // units) * -(-keys // tile) * tile_us
+    return time if splits == 1 else time + combine_us
+
+
+def best_splits(programs, kv_len, units, tile, tile_us, combine_us, most=64):
+    return min(range(1, most + 1), key=lambda n: (decode_us(programs, kv_len, n, units, tile, tile_us, combine_us), n))
+""",
+    ),
+    (
+        "a scale for each token by repeated indices",
+        "bonus_5_5",
+        """
+def quantize_fp8(x, block=None):
+    x = x.float()
+    if block is None:
+        top = x.abs().max().reshape(1, 1, 1, 1)
+    else:
+        starts = range(0, x.shape[2], block)
+        top = torch.cat([x[:, :, i : i + block].abs().amax((2, 3), keepdim=True) for i in starts], dim=2)
+    scale = (top / 448).where(top > 0, torch.ones_like(top))
+    return (x / _of_tokens(scale, block, x)).to(torch.float8_e4m3fn), scale
+
+
+def _of_tokens(scale, block, x):
+    return scale if block is None else scale[:, :, torch.arange(x.shape[2]) // block]
+
+
+def dequantize_fp8(x8, scale, block=None):
+    return x8.to(torch.float32) * _of_tokens(scale, block, x8)
+""",
+    ),
+    (
+        "a comprehension with get",
+        "q1_1",
+        """
+def backends_in(operators):
+    return [found for found in map(BACKEND_OF.get, operators) if found is not None]
 """,
     ),
     (

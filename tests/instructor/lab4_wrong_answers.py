@@ -665,39 +665,14 @@ def distinct_results(fn, runs):
     ),
     # ---- 6
     WrongAnswer(
-        "refused rows counted",
-        "q6_1",
-        "def fastest(grid):\n    return grid.loc[grid.groupby('shape')['ms'].idxmin()].set_index('shape')['backend']\n",
-        "do not count",
-    ),
-    WrongAnswer(
-        "the ratio upside down",
-        "q6_1",
-        """
-_loss = default_slowdown
-def default_slowdown(grid):
-    return 1 / _loss(grid)
-""",
-        "not the other way round",
-    ),
-    WrongAnswer(
-        "arithmetic mean", "q6_1", "def geometric_mean(values):\n    return float(values.mean())\n", "arithmetic mean"
-    ),
-    WrongAnswer(
-        "a product that overflows",
-        "q6_1",
-        "def geometric_mean(values):\n    return float(values.prod() ** (1 / len(values)))\n",
-        "overflows",
-    ),
-    WrongAnswer(
         "terabytes and gigabytes",
-        "q6_2",
+        "q6_1",
         _ANSWERS.format(change='found["decode_bandwidth"] *= 1000'),
         "in TB/s, and gb_s in GB/s",
     ),
     WrongAnswer(
         "the worst of all kinds",
-        "q6_2",
+        "q6_1",
         _ANSWERS.format(change='found["worst_default"] = default_slowdown(grid).max()'),
         ("decode shapes only", "too large"),
     ),
@@ -713,31 +688,6 @@ def attention_backward(q, k, v, out, lse, dout):
     return ds @ k * scale, ds.mT @ q * scale, p.mT @ dout
 """,
         "delta is missing",
-    ),
-    WrongAnswer(
-        "distance in tokens, not in powers of two",
-        "bonus_6_4",
-        """
-def choose_backend(grid, call, able):
-    near = grid[(grid["status"] == "ok") & grid["backend"].isin(able)]
-    for name in ("kind", "head_dim", "causal"):
-        near = near[near[name] == call[name]]
-    if near.empty:
-        return able[0]
-    far = sum((near[n] - call[n]) ** 2 for n in ("batch", "heads", "kv_heads", "seq_len_q", "seq_len_kv"))
-    return near.assign(far=far).sort_values(["far", "shape", "ms"])["backend"].iloc[0]
-""",
-        ("powers of two", "nearest", "same kind", "five sizes"),
-    ),
-    WrongAnswer(
-        "the fastest, able or not",
-        "bonus_6_4",
-        """
-_any = choose_backend
-def choose_backend(grid, call, able):
-    return _any(grid, call, ["math", "flash", "efficient", "cudnn"])
-""",
-        ("in `able`", "able[0]"),
     ),
     WrongAnswer(
         "a block of zeros",
@@ -1234,35 +1184,8 @@ def distinct_results(fn, runs):
 """,
         ("distinct_results of",),
     ),
-    WrongAnswer(
-        "the slowest",
-        "q6_1",
-        """
-def fastest(grid):
-    ok = grid[grid["status"] == "ok"]
-    return ok.loc[ok.groupby("shape")["ms"].idxmax()].set_index("shape")["backend"]
-""",
-        "smallest time",
-    ),
-    WrongAnswer(
-        "a missing default is 1",
-        "q6_1",
-        """
-_known = default_slowdown
-def default_slowdown(grid):
-    shapes = grid[grid["status"] == "ok"]["shape"].unique()
-    return _known(grid).reindex(sorted(shapes)).fillna(1.0)
-""",
-        ("leave the shape out", "left out"),
-    ),
-    WrongAnswer(
-        "a square root whatever the number",
-        "q6_1",
-        "def geometric_mean(values):\n    return math.exp(sum(map(math.log, values)) / 2)\n",
-        ("geometric_mean", "square root"),
-    ),
     *(
-        WrongAnswer(mistake, "q6_2", _ANSWERS.format(change=f'found["{key}"] = {value}'), phrase)
+        WrongAnswer(mistake, "q6_1", _ANSWERS.format(change=f'found["{key}"] = {value}'), phrase)
         for mistake, key, value, phrase in (
             (
                 "a product of all losses, which overflows for many shapes",
@@ -1337,19 +1260,6 @@ def attention_backward(q, k, v, out, lse, dout):
     return ds @ k * scale, ds.mT @ q * scale, p.mT @ dout
 """,
         "may not use",
-    ),
-    WrongAnswer(
-        "the kind of a shape ignored",
-        "bonus_6_4",
-        """
-def choose_backend(grid, call, able):
-    near = grid[(grid["status"] == "ok") & grid["backend"].isin(able)]
-    if near.empty:
-        return able[0]
-    far = sum((near[n] / call[n]).map(math.log2) ** 2 for n in ("batch", "heads", "kv_heads", "seq_len_q", "seq_len_kv"))
-    return near.assign(far=far.round(9)).sort_values(["far", "shape", "ms"])["backend"].iloc[0]
-""",
-        ("same kind", "able[0]", "nearest"),
     ),
     WrongAnswer(
         "the scale upside down",

@@ -129,27 +129,6 @@ def test_the_slider_shows_a_picture_for_each_choice(files, monkeypatch):
     assert len(shown[0]) < 400_000
 
 
-def test_what_the_lab_says_of_the_backward_pass(lab):
-    """The gains, the sizes and the comparison of the ungraded part hold for the record and the log."""
-    root = Path(__file__).parents[2]
-    prose = " ".join(lab_cases.prose_of(lab.student).split())
-    record = json.loads((root / "assets/results/h200/backward_ratios.json").read_text())
-    (ladder,) = (rung["tflops"] for rung in record["ladder"])
-    assert (record["ladder"][0]["head_dim"], record["ladder"][0]["length"]) == (128, 16384)
-    assert "TMA alone changes little here" in prose and abs(ladder["step2"] / ladder["step1"] - 1) < 0.08
-    assert "Steps 4 and 5 are within 2% of step 3 here" in prose
-    assert all(abs(ladder[step] / ladder["step3"] - 1) < 0.02 for step in ("step4", "step5"))
-    assert f"step 3 is {ladder['step3'] / ladder['step2']:.1f} times as fast as step 2" in prose
-    full = {r["head_dim"]: r for r in record["rows"] if r["length"] == 16384 and not r["causal"]}
-    assert "At 64 and 128 it is the slower one." in prose
-    for head_dim, row in full.items():
-        adding = row["tflops"]["step4" if head_dim == 256 else row["default"]]
-        assert (row["tflops"]["deterministic"] > adding) == (head_dim == 256)
-    assert f"of 16384 tokens it would be {16 * 16384**2 * 2 / 1e9:.1f} GB in bf16" in prose
-    log = " ".join((root / "docs/kernels/backward.md").read_text().split())
-    assert "775 TFLOP/s in place of 575" in prose and "575, 467 TFLOP/s" in log and "717, 775, 809" in log
-
-
 @pytest.fixture(scope="module")
 def files(cells):
     """The files that cells write: {file: its text}."""
@@ -306,6 +285,5 @@ def test_model_answers_agree_on_a_gpu():
         launches.attention_launch("lab3_softmax.py", 64, *qkv),
         launches.attention_launch("lab3_specialized.py", 128, *qkv, STAGES=2),
         launches.overlap_launch(*qkv),
-        launches.causal_launch(*qkv[:3]),
     ):
         kernel_exercises.expect_kernel(texts[launch.file], launch, expected, rtol=1e-2, atol=2e-2, compiles=True)

@@ -1,6 +1,7 @@
 """Lab 4: the model answers pass every check, each wrong answer loses its question, and the notebook runs."""
 
 import contextlib
+import functools
 import json
 import math
 import re
@@ -19,12 +20,13 @@ from tests.instructor.lab4_right_answers import RIGHT_ANSWERS
 from tests.instructor.lab4_wrong_answers import WRONG_ANSWERS
 from tests.instructor.visible import VisibleChecks, assert_names_the_mistake
 from tests.marks import overnight_but_first_of_each
+from utils.attention import AttentionUnsupported, attention, find_backend
 from utils.checking.labs.lab4_sdpa.common import sdpa_switches
-from utils.labs.lab4_sdpa import load_grid
+from utils.labs import lab4_sdpa as lab4
 from utils.machine.versions import installed_version
 
 LAB = "lab4_sdpa"
-BY_HAND = {"q2_3": 5, "q3_4": 4, "q5_4": 5, "q6_3": 5}
+BY_HAND = {"q2_3": 5, "q3_4": 4, "q5_4": 5, "q6_2": 5}
 SETUP = """
 import functools, math, warnings
 import pandas as pd
@@ -32,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from utils import GPU_SPECS
-from utils.labs.lab4_sdpa import BACKEND_OF, BACKENDS, BackendRefused, to_bf16
+from utils.labs.lab4_sdpa import BACKEND_OF, BACKENDS, BackendRefused, default_slowdown, fastest, geometric_mean, to_bf16
 """  # the part of the notebook's setup cell that answers use
 
 
@@ -170,6 +172,50 @@ def test_the_installed_torch_decides_where_versions_differ(calls, checks, names,
         assert words in hidden[0] and words in seen
 
 
+# ---- the course's door -------------------------------------------------------------------------------------------
+
+
+def test_the_door_says_what_its_backends_do():
+    """What the table says runs is right against float64, and what it says is refused raises: one call for each cell."""
+    rows = lab4.ask_the_door()
+    q, k, v = (torch.randn(2, 4, 24, 32, device=lab4.device, dtype=lab4.dtype) for _ in range(3))
+    one, number = (q[:1], k[:1], v[:1]), functools.partial(torch.tensor, dtype=torch.int32, device=lab4.device)
+    calls = {
+        "nothing more": ((q, k, v), {}),
+        "a gradient": ((q.clone().requires_grad_(), k, v), {}),
+        "return_lse=True, sink=...": ((q, k, v), {"return_lse": True, "sink": q.new_zeros(4)}),
+        "seqlens=...": ((q, k, v), {"seqlens": number([24, 7])}),
+        "cu_seqlens=...": (one, {"cu_seqlens": number([0, 10, 24])}),
+        "a mask of b and h": ((q, k, v), {"mask_mod": lambda b, h, i, j: j <= i + b + h}),
+        "V narrower than K": ((q, k, v[..., :16]), {}),
+        "q, k, v in fp8": (tuple(x.to(torch.float8_e4m3fn) for x in (q, k, v)), {}),
+    }
+    assert [row["call"] for row in rows] == list(calls)
+    for row in rows:
+        tensors, options = calls[row.pop("call")]
+        expected = None
+        for backend in (name for name in row if not find_backend(name).compiles):  # compiling takes minutes
+            if row[backend] != "runs":
+                with pytest.raises(AttentionUnsupported):
+                    attention(*tensors, **options, backend=backend)
+                continue
+            out = attention(*tensors, **options, backend=backend)
+            found = out[0] if isinstance(out, tuple) else out
+            expected = found if expected is None else expected  # the first is plain operators of torch
+            torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+            assert found.requires_grad == tensors[0].requires_grad
+
+
+def test_a_rule_is_scored_against_the_default_and_the_best(grid):
+    default, best = (
+        lab4.score_rule(rule, grid, "") for rule in (lambda call: "cudnn", lambda call: lab4.fastest(grid)[call.name])
+    )
+    assert default["default / rule"] == 1 and math.isclose(default["rule / best"], best["default / rule"])
+    assert (best["rule / best"], best["worst"], best["within 3% of the best"], best["refused"]) == (1, 1, 1, 0)
+    few = lab4.score_rule(lambda call: "efficient", grid, "")
+    assert few["refused"] > 0 and few["worst"] > default["worst"]
+
+
 @pytest.mark.gpu
 def test_model_answers_run_on_a_gpu(names):
     """The checks feed CPU tensors; here the same functions get tensors on the GPU, and all four backends run."""
@@ -196,7 +242,7 @@ def test_model_answers_run_on_a_gpu(names):
 def test_recorded_results_answer_the_questions(names, monkeypatch):
     """The grid that the notebook loads has the rows and columns that Part 6 uses."""
     monkeypatch.chdir(ROOT)
-    grid = load_grid()
+    grid = lab4.load_grid()
     assert grid["shape"].nunique() >= 60 and set(grid["kind"]) == {"training", "prefill", "decode"}
     assert set(grid["head_dim"]) == {64, 128, 256} and (grid["kv_heads"] < grid["heads"]).any()
     assert not grid.duplicated(["shape", "backend"]).any()
@@ -270,6 +316,13 @@ def test_recorded_gradients_differ_where_the_question_says_so(recorded):
     assert runs["backward"]["math"] == 1 and (runs["backward"] > 1).sum() >= 2 and set(runs["forward"]) == {1}
 
 
+def test_the_recorded_host_times_are_as_the_text_says(prose, recorded):
+    torch_decides, is_pinned = recorded["host"].iloc[0], recorded["host"].iloc[1]
+    host, device = torch_decides["host us"], torch_decides["device us"]
+    words = f"torch needs {host:.0f} µs on the host before a call of 16 tokens computes for {device:.0f} µs"
+    assert words in prose and f"a pin in a `with` block adds {is_pinned['host us'] - host:.0f} µs" in prose
+
+
 def test_knock_outs_are_refused_for_their_own_reasons(recorded):
     """A call of the course's that is refused for its dtype alone says that it was made in float32."""
     layouts = recorded["layouts"].astype(str)
@@ -279,7 +332,7 @@ def test_knock_outs_are_refused_for_their_own_reasons(recorded):
 
 
 def test_what_cudnn_refused_is_what_the_model_answer_names(prose, recorded):
-    """6.3 names each refusal of cuDNN in the recorded maps, and none that did not happen."""
+    """6.2 names each refusal of cuDNN in the recorded maps, and none that did not happen."""
     layouts, dtypes = recorded["layouts"].set_index("call")["cudnn"], recorded["dtypes"].set_index("call")["cudnn"]
     names = {
         "knocked out by strides": "strides",
@@ -333,7 +386,7 @@ def test_the_case_is_as_the_text_says(prose, grid):
 
 
 def test_the_rule_of_the_model_answer_has_its_numbers(prose, grid):
-    """6.3: who wins where, what the rule gains over the default, and what it loses against the best."""
+    """6.2: who wins where, what the rule gains over the default, and what it loses against the best."""
     ok = grid[grid["status"] == "ok"]
     ms = ok.pivot(index="shape", columns="backend", values="ms")
     facts = ok.drop_duplicates("shape").set_index("shape")

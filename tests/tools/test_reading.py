@@ -10,8 +10,8 @@ from tools.reading import ROOT, Reading, read
 LIMITS = {
     "lab1": Reading(240, 85, 120, 6, 0.08, 745, 3.6),
     "lab2_flexattention": Reading(231, 90, 119, 3, 0.09, 540, 3.8),
-    "lab3_gluon": Reading(290, 90, 120, 7, 0.05, 831, 4.8),
-    "lab4_sdpa": Reading(181, 90, 120, 8, 0.07, 659, 5.0),
+    "lab3_gluon": Reading(277, 90, 120, 6, 0.03, 763, 5.2),
+    "lab4_sdpa": Reading(181, 90, 120, 7, 0.06, 601, 5.2),
 }
 
 

@@ -206,9 +206,9 @@ def falling_inputs(upward: bool, normal: Normal = torch.randn) -> Attention:
     return q, k, v, reference(q, k, v)
 
 
-def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> torch.Tensor:
-    """Compute attention over (heads, S, D) in float64; with fewer queries than keys, the last query is at the last key."""
-    return attention.reference(q[None], k[None], v[None], causal=causal)[0][0]
+def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Compute attention over (heads, S, D) in float64."""
+    return attention.reference(q[None], k[None], v[None])[0][0]
 
 
 def tile(x: torch.Tensor, rows: int) -> Tile:
@@ -244,12 +244,3 @@ def overlap_launch(
 
 
 two_softmax_launch = partial(overlap_launch, block_n=128, block_m=128, file="lab3_two_softmax.py")
-
-
-def causal_launch(q, k, v) -> tuple[Launch, dict]:
-    """Return a launch of `attention_causal` on q, k, v (heads, S, D), one program for each 64 queries of a head."""
-    launch, _ = attention_launch("lab3_causal.py", 64, q, k, v, None)
-    args: dict[str, object] = {name: launch.args[name] for name in ("q_desc", "k_desc", "v_desc", "o_desc")}
-    args |= dict(sq=q.shape[1], sk=k.shape[1], c=launch.args["c"])
-    launch = Launch("attention_causal", launch.grid, args, outputs=("o_desc",), file="lab3_causal.py")
-    return launch, {"o_desc": reference(q, k, v, causal=True)}

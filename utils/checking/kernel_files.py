@@ -32,7 +32,6 @@ HELPERS = {
 ASKED_FOR = {
     "lab3_softmax.py": frozenset({"inverse_and_lse", "mask_scores", "online_softmax", "producer"}),
     "lab3_specialized.py": frozenset({"producer"}),
-    "lab3_causal.py": frozenset({"mask_scores", "producer"}),
 }
 PARENTS = ("triton", "triton.experimental")  # may be named on the way to what they hold
 PLAIN = ("math", "__future__")

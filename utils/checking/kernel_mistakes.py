@@ -7,7 +7,7 @@ write. Attention is computed block by block in float64, as the kernels of lab 3 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -25,13 +25,11 @@ class Steps:
         rescale_sum: the same for the sum of each row.
         scale: factor of the scores in the exponent.
         divide: whether the output is divided by the sum.
-        maximum: what is subtracted: the maximum so far ("running"), of the block alone ("block") or nothing ("none").
         total: "new" adds the block's sum to the sum so far; "block" keeps the block's alone.
         value_block: which block of V belongs to a block of K: "own", "first" or "next", or "number": at its number.
         key_block: which block of keys is read in each step: "own" or "first", or "number".
         whole_blocks: whether an incomplete last block is left out.
         skip: the number of blocks left out at the end.
-        visible: beyond which key a query looks: its own position plus this; None is no causal mask.
         probabilities: "own" multiplies V with its block's probabilities, "first" always with those of the first block.
     """
 
@@ -41,13 +39,11 @@ class Steps:
     rescale_sum: float = 1.0
     scale: float = 1.0
     divide: bool = True
-    maximum: str = "running"
     total: str = "new"
     value_block: str = "own"
     key_block: str = "own"
     whole_blocks: bool = False
     skip: int = 0
-    visible: int | None = None
     probabilities: str = "own"
 
 
@@ -76,19 +72,14 @@ def attention_in_blocks(
     order = order[: len(order) - steps.skip]
     kept: torch.Tensor | None = None
     for i in order:
-        keys = i * block + torch.arange(block)
         start = {"own": i * block, "first": order[0] * block, "number": i}[steps.key_block]
         s = q @ padded[0][..., start : start + block, :].mT
-        counted = torch.arange(block) if steps.in_block else keys
+        counted = torch.arange(block) + (0 if steps.in_block else i * block)
         keep = (counted < sk + steps.last_key).expand(sq, block)
-        if steps.visible is not None:
-            keep = keep & (keys <= torch.arange(sq)[:, None] + steps.visible)
         s = s.masked_fill(~keep, -math.inf)
-        top = s.amax(-1)
-        top = {"running": torch.maximum(highest, top), "block": top, "none": torch.zeros_like(top)}[steps.maximum]
+        top = torch.maximum(highest, s.amax(-1))
         finite = torch.where(torch.isfinite(top), top, 0.0)
         alpha = torch.where(torch.isfinite(highest), torch.exp2((highest - finite) * scale), 0.0)
-        alpha = torch.ones_like(alpha) if steps.maximum == "none" else alpha
         p = torch.exp2((s - finite[..., None]) * scale)
         # Turned around, the factor of the first block is 2^(+inf), and 0 times that is NaN.
         grown = alpha if steps.rescale_output < 0 else torch.where(torch.isfinite(highest), alpha, 1.0)
@@ -150,21 +141,6 @@ OVERLAP = {
 }
 
 
-def causal(shift: int) -> dict[str, Steps]:
-    """Return the mistakes of a causal mask in which query i sees keys up to i + shift."""
-    return {
-        "Nothing is masked by position: a query sees keys behind its own position.": Steps(),
-        "A query does not see the key at its own position: it sees keys 0 up to and including its position.": Steps(
-            visible=shift - 1
-        ),
-        "A query sees one key too many, behind its own position.": Steps(visible=shift + 1),
-        "The first query stands at the first key; it is the last query that stands at the last key.": Steps(visible=0),
-        "Keys from number sk on take part.": Steps(visible=shift, last_key=10**9),
-        "The positions are shifted twice.": Steps(visible=2 * shift),
-        "The positions are shifted the wrong way.": Steps(visible=-shift),
-    }
-
-
 def attention_mistakes(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -172,7 +148,6 @@ def attention_mistakes(
     mistakes: dict[str, Steps],
     downward: bool = False,
     block: int = 64,
-    **same,
 ) -> dict[str, torch.Tensor]:
     """Return what attention with each of the mistakes gives: {what is wrong: output}.
 
@@ -183,12 +158,8 @@ def attention_mistakes(
         mistakes: the mistakes by their words.
         downward: from the last block to the first.
         block: keys of a block.
-        **same: steps that hold for all of them.
     """
-    return {
-        words: attention_in_blocks(q, k, v, replace(steps, **same), block, downward)
-        for words, steps in mistakes.items()
-    }
+    return {words: attention_in_blocks(q, k, v, steps, block, downward) for words, steps in mistakes.items()}
 
 
 def name_mistakes(got: torch.Tensor, expected: torch.Tensor, mistakes: dict[str, torch.Tensor]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -14,6 +15,7 @@ import pandas as pd
 import torch
 from IPython.display import HTML, display
 
+# ruff: noqa: F401 (what is imported here is what the notebook gets)
 from utils import compare, count_cuda_kernels, default_device, gluon_cpu, nvtx_range, profile
 from utils.attention import attention
 from utils.checking import AnswerNeeded
@@ -22,13 +24,12 @@ from utils.checking.gluon_launches import (
     attention_inputs,
     attention_launch,
     overlap_launch,
+    repair_launch,
     tcgen05_launch,
     tma_ring_launch,
     two_softmax_launch,
     wgmma_launch,
 )
-from utils.checking.gluon_launches import repair_launch as repair_launch
-from utils.checking.gluon_launches import transpose_launch as transpose_launch
 from utils.checking.kernel_exercises import (
     Launch,
     Tile,
@@ -36,10 +37,10 @@ from utils.checking.kernel_exercises import (
     descriptor,
     load_kernels,
     machine_code,
+    overlap,
     simulate_failure,
     simulate_launch,
 )
-from utils.checking.kernel_exercises import overlap as overlap
 from utils.checking.labs.lab3_gluon import *  # noqa: F403 (all the visible checks)
 from utils.config import GPU_SPECS
 from utils.files import ROOT
@@ -47,10 +48,7 @@ from utils.gluon_cpu.timeline import COLORS
 from utils.kernels.offline import BLACKWELL as BLACKWELL_CHIP
 from utils.kernels.offline import HOPPER
 from utils.labs import session
-from utils.labs.session import beside_guess, results
-from utils.labs.session import guesses as guesses
-from utils.labs.session import outcomes as outcomes
-from utils.labs.session import save as save
+from utils.labs.session import beside_guess, guesses, outcomes, results, save
 from utils.machine.device import gluon_support, offline_compile_support
 from utils.visualization import series, style_axes
 
@@ -101,11 +99,20 @@ check_same_time = session.small_task(
     "4 rows keys d FLOPs at 4096 a cycle, beside rows keys exponentials at 16.",
     {128: "There are two products.", 256: "A multiply-accumulate is two FLOPs, and there are two products."},
 )
+check_naive_mb = session.small_task(
+    "MB that the naive version moves",
+    71.3,
+    "Q, K, V and O once each; scores and probabilities are written once and read once each.",
+    {67.1: "Q, K, V and O travel, too.", 37.7: "What is written is read again."},
+)
 check_sectors = session.small_task(
     "sectors and their use",
     (32, 1 / 8),
     "Each number lies in a sector of its own: how many of its 32 bytes are needed?",
     {(32, 1 / 32): "A number has four bytes.", (32, 4): "The share, between 0 and 1."},
+)
+check_held = session.small_task(
+    "elements of a thread", 8, "128 threads share them.", {4: "The tile is repeated.", 32: "Four warps."}
 )
 check_tile_11 = session.small_task(
     "slot and parity of tile 11",
@@ -113,17 +120,38 @@ check_tile_11 = session.small_task(
     "Slot i % 3, and phase i // 3 of that slot's barrier, modulo 2.",
     {(2, 3): "That is the phase: its parity is what a wait takes."},
 )
+check_slots = session.small_task(
+    "slots for Little's law",
+    6,
+    "Bandwidth times latency, over 2048 bytes a slot.",
+    {5.86: "A whole number.", 5: "Round up."},
+)
 check_lane = session.small_task(
     "the lane of row 3, column 6",
     15,
     "Row r lies in lanes 4 r to 4 r + 3, two columns each.",
     {18: "Two columns a lane."},
 )
+check_place = session.small_task(
+    "the place of chunk 2 of row 3", 1, "2 XOR 3.", {5: "XOR does not carry.", 2: "XOR 3."}
+)
+check_causal_blocks = session.small_task(
+    "blocks of keys for rows 64 to 127",
+    4,
+    "The last row stands at key 127 + 300 - 200, and sees it.",
+    {2: "The last query stands at the last key: 100 keys further on.", 5: "No row of the tile sees the last block."},
+)
 check_registers = session.small_task(
     "registers for each thread of the consumers",
     232,
     "384 threads had 168 each; 128 keep 40, and 256 share the rest.",
     {464: "There are two consumers, of 128 threads each."},
+)
+check_row_a_thread = session.small_task(
+    "scores of a thread",
+    128,
+    "128 rows, four warps: how many rows has a thread?",
+    {64: "On Hopper; here it has a row."},
 )
 check_columns = session.small_task(
     "columns of tensor memory", 512, "A column holds one number of each of 128 rows.", {256: "Two tiles of each."}
@@ -156,32 +184,30 @@ def tensor_core_share(run) -> float:
 
 def draw_slider(text: str, keys=(32, 64, 128), slots=(1, 2, 3), head_dims=(64, 128)) -> None:
     """Show the timeline of Question 5.2's kernel under three sliders; every picture is drawn now, none later."""
-    runs = {}
-    for d in head_dims:
-        inputs = attention_inputs(1, 128, 512, d=d)
-        for n in keys:
-            for stages in slots:
-                launch, _ = attention_launch("lab3_specialized.py", 128, *inputs, keys=n, STAGES=stages)
-                runs[n, stages, d] = simulate_launch(text, launch, timeline=True, model=FROM_L2)[1]
-    until = max(run.cycles[0] for run in runs.values())
     choices = {"keys a block": keys, "slots": slots, "head dimension": head_dims}
     controls = "".join(
         f'<label style="margin-right:2em">{name} ({", ".join(map(str, values))}) '
         f'<input type="range" min="0" max="{len(values) - 1}" value="0"></label>'
         for name, values in choices.items()
     )
-    frames = []
-    for (n, stages, d), run in runs.items():
-        key = f"{keys.index(n)}-{slots.index(stages)}-{head_dims.index(d)}"
-        title = f"{n} keys, {stages} slots, head dimension {d}: {run.cycles[0]:,.0f} model cycles, tensor cores at work {tensor_core_share(run):.0%}"
-        hidden = "" if key == "0-0-0" else ' style="display:none"'
-        frames.append(f'<div data-key="{key}"{hidden}><b>{title}</b><br>{timeline_svg(run, until)}</div>')
+    runs = {}
+    for (i, n), (j, stages), (k, d) in itertools.product(*map(enumerate, choices.values())):
+        inputs = attention_inputs(1, 128, 512, d=d)
+        launch, _ = attention_launch("lab3_specialized.py", 128, *inputs, keys=n, STAGES=stages)
+        run = simulate_launch(text, launch, timeline=True, model=FROM_L2)[1]
+        title = f"{n} keys, {stages} slots, head dimension {d}: {run.cycles[0]:,.0f} model cycles"
+        runs[f"{i}-{j}-{k}"] = run, f"<b>{title}, tensor cores at work {tensor_core_share(run):.0%}</b><br>"
+    until = max(run.cycles[0] for run, _ in runs.values())
+    frames = "".join(
+        f'<div data-key="{key}"{" style=display:none" * (key != "0-0-0")}>{title}{timeline_svg(run, until)}</div>'
+        for key, (run, title) in runs.items()
+    )
     change = (
         "const key=[...this.querySelectorAll('input')].map(i=>i.value).join('-');"
         "this.querySelectorAll('[data-key]').forEach(f=>f.style.display=f.dataset.key===key?'':'none')"
     )
     keep = 'onkeydown="event.stopPropagation()"'  # or JupyterLab takes the arrow keys for the notebook's cursor
-    display(HTML(f'<div {keep} oninput="{change}">{controls}{"".join(frames)}</div>'))
+    display(HTML(f'<div {keep} oninput="{change}">{controls}{frames}</div>'))
 
 
 def timeline_svg(run, until: float, width: int = 640, label: int = 190, height: int = 17) -> str:
@@ -206,11 +232,10 @@ def plot_shares(shares: dict[str, float]) -> None:
     """Draw the tensor cores' share of the time, as simulated, beside what an H200 reached of its peak."""
     race = pd.DataFrame(json.loads((RECORDED / "lab3.json").read_text())["tables"]["race"]).set_index("against")
     measured = {"5.2": race["its TFLOP/s"]["ladder step 4"], "5.3": race["your TFLOP/s"]["cuDNN"]}
+    reached = {what: tflops / PEAK for what, tflops in measured.items()}
     tables = {
-        "simulated": pd.DataFrame(shares.items(), columns=["", "share of the time"]),
-        "H200, of 989 TFLOP/s": pd.DataFrame(
-            {"": measured.keys(), "share of the time": [x / PEAK for x in measured.values()]}
-        ),
+        place: pd.DataFrame(found.items(), columns=["", "share of the time"])
+        for place, found in (("simulated", shares), ("H200, of 989 TFLOP/s", reached))
     }
     session.plot_bars(tables, ["share of the time"], title="Tensor cores at work (5.2: step 4 of the ladder)")
 
@@ -218,60 +243,41 @@ def plot_shares(shares: dict[str, float]) -> None:
 # ---- games -------------------------------------------------------------------------------------------------------
 
 
-def play(kernels: dict[str, tuple[str, Launch]]) -> None:
-    """Simulate kernels that may be broken: print each report, draw the timeline up to it, and meet the guesses.
-
-    Args:
-        kernels: {what is changed: (the text of the file, the launch)}.
-    """
-    for what, (text, launch) in kernels.items():
-        report, run = "", None
-        for seed in (None, 1, 2):  # the cost model's own timing, and two others
-            report, run = simulate_failure(text, launch, seed=seed)
-            if report:
-                break
-        print(f"{what}: {report or 'right in three timings'}\n")
-        beside_guess(what, {"": "right", "deadlock": "hangs"}.get(kind := report.partition(" ")[0].rstrip(","), kind))
+def play(what: str, text: str, launch: Launch) -> None:
+    """Simulate a kernel that may be broken: print its report, draw the timeline up to it, and meet the guess of that name."""
+    for seed in (None, 1, 2):  # the cost model's own timing, and two others
+        report, run = simulate_failure(text, launch, seed=seed)
         if report:
-            plot_run(run, what)
+            break
+    print(f"{what}: {report or 'right in three timings'}\n")
+    kind = report.partition(" ")[0].rstrip(",")
+    beside_guess(what, {"": "right", "deadlock": "hangs"}.get(kind, kind))
+    if report:
+        plot_run(run, what)
 
 
 def break_it(text: str, cases: dict[str, tuple[int, int]]) -> None:
     """Play a kernel that reads one tile, with the phase that it waits for and the bytes that it announces too many."""
     x = Tile(torch.ones(16, 64).half(), [16, 64])
-    play(
-        {
-            what: (
-                text,
-                Launch("read_one", (1,), dict(x_desc=x, y_ptr=torch.zeros(1), PHASE=phase, EXTRA=extra), ("y_ptr",)),
-            )
-            for what, (phase, extra) in cases.items()
-        }
-    )
+    for what, (phase, extra) in cases.items():
+        args = dict(x_desc=x, y_ptr=torch.zeros(1), PHASE=phase, EXTRA=extra)
+        play(what, text, Launch("read_one", (1,), args, ("y_ptr",)))
 
 
 def play_orders(text: str) -> None:
     """Play the kernel of 5.3 with one arrival moved, or at another slot's barrier."""
     k_done, v_done = "arrive(k_empty.index(k_slot)", "arrive(v_empty.index(v_slot)"
     launch, _ = overlap_launch(*big)
-    play(
-        {
-            "(a) k_empty before the wait": (swapped(text, k_done, "warpgroup_mma_wait(1"), launch),
-            "(b) v_empty of K's slot": (swapped(text, v_done, "", "arrive(v_empty.index(k_slot)"), launch),
-            "(c) v_empty before the wait": (swapped(text, v_done, "warpgroup_mma_wait(0"), launch),
-        }
-    )
+    play("(a) k_empty before the wait", swapped(text, k_done, "warpgroup_mma_wait(1"), launch)
+    play("(b) v_empty of K's slot", swapped(text, v_done, "", "arrive(v_empty.index(k_slot)"), launch)
+    play("(c) v_empty before the wait", swapped(text, v_done, "warpgroup_mma_wait(0"), launch)
 
 
 def play_hand_offs(text: str) -> None:
     """Play the kernel of 6.2 with a hand-off broken on each side."""
     launch, _ = two_softmax_launch(*attention_inputs(1, 256, 512))
-    play(
-        {
-            "(a) P announced early": (swapped(text, "arrive(bars.p_full", "p_view.store("), launch),
-            "(b) o_ready never arrives": (swapped(text, "mbarrier.arrive(bars.o_ready", "", "pass  # ("), launch),
-        }
-    )
+    play("(a) P announced early", swapped(text, "arrive(bars.p_full", "p_view.store("), launch)
+    play("(b) o_ready never arrives", swapped(text, "mbarrier.arrive(bars.o_ready", "", "pass  # ("), launch)
 
 
 def swapped(text: str, line: str, before: str, instead: str = "") -> str:
@@ -382,7 +388,6 @@ def plot_naive_and_fused(naive_attention) -> None:
     print(result.sentence())
     for row in rows:
         beside_guess(f"kernels or operators, {row['']}", row[unit])
-        beside_guess(f"MB moved, {row['']}", row["MB moved"])
     show_recorded("naive_and_fused")
     session.plot_beside("lab3", "naive_and_fused", ["ms", "MB moved"], title="Naive and fused attention")
 
@@ -391,7 +396,7 @@ def show_recorded_fences() -> None:
     """Show how many launches gave wrong numbers on an H200 with and without each fence."""
     fences = json.loads((RECORDED / "gluon_fences.json").read_text())
     print(
-        f"\nRecorded on an {fences['gpu']} with Triton {fences['triton']}, not measured here: launches with wrong results."
+        f"\nRecorded on an {fences['gpu']}, Triton {fences['triton']}, not measured here: launches with wrong results."
     )
     display(pd.DataFrame(fences["rows"]))
 
@@ -429,8 +434,11 @@ def count_fences(file: str, launch: Launch) -> dict | None:
 
 def compiled_answers(kernels: dict[str, Launch], capability: int = HOPPER) -> dict:
     """Compile the files that are answered, and say before each one that it is compiled: {name: what the compiler made}."""
+    if not (able := offline_compile_support()):
+        print(able.reason)
+        return {}
     whole = {}
-    for name, launch in kernels.items() if offline_compile_support() else ():
+    for name, launch in kernels.items():
         if (text := answered(launch.file)) is None:
             print(f"{name}: not answered yet")
             continue
@@ -439,8 +447,6 @@ def compiled_answers(kernels: dict[str, Launch], capability: int = HOPPER) -> di
             whole[name] = compile_for_hopper(text, launch, capability=capability)
         except AssertionError as refused:
             print(f"{name}: {refused}")
-    if not offline_compile_support():
-        print(offline_compile_support().reason)
     return whole
 
 
@@ -567,27 +573,3 @@ def plot_ladder() -> None:
         for step, ratio in zip(rows["step"], rows["ratio"], strict=True) if ladder else ():
             beside_guess(f"ladder step {step}, speed over cuDNN's", ratio)
     session.plot_bars(tables, ["Gluon's speed"])
-
-
-def plot_backward() -> None:
-    """Draw the recorded backward ladder and its rivals, and meet the guesses."""
-    record = json.loads((RECORDED / "backward_ratios.json").read_text())
-    where, ladder = record["environment"], record["ladder"][0]["tflops"]
-    print(f"Recorded on {where['gpu']}, torch {where['torch']}, Triton {where['triton']}. Not measured here.")
-    steps = [name for name in ("step1", "step2", "step3", "step4", "step5", "cudnn") if name in ladder]
-    rows = [{"": name, "TFLOP/s": ladder[name]} for name in steps]
-    tables = {"the ladder at head dim 128": pd.DataFrame(rows)}
-    at = {row["head_dim"]: row for row in record["rows"] if row["length"] == 16384 and not row["causal"]}
-    for d in (64, 128, 256):
-        # at 64 and 128 the default adds; at 256 it is the deterministic kernel, and step 4 is the one that adds
-        adding = "step4" if d == 256 else at[d]["default"]
-        ways = {"adding to dQ": adding} | {way: way for way in ("cudnn", "deterministic", "fa3", "fa4")}
-        tables[f"16384 tokens, head dim {d}"] = pd.DataFrame(
-            [{"": name, "TFLOP/s": at[d]["tflops"][way]} for name, way in ways.items()]
-        )
-    session.plot_bars(tables, ["TFLOP/s"], title="Backward, full")
-    gains = {f"step{i}": ladder[f"step{i}"] / ladder[f"step{i - 1}"] for i in range(2, 6) if f"step{i}" in ladder}
-    print("gain over the step before:", ", ".join(f"{step} {gain:.2f}" for step, gain in gains.items()))
-    beside_guess("backward: step with the largest gain over the one before", max(gains, key=gains.__getitem__))
-    wide = at[256]["tflops"]
-    beside_guess("backward at 256: deterministic / adding", wide["deterministic"] / wide["step4"])

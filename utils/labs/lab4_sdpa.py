@@ -14,15 +14,19 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, NullLocator
 from torch.nn.attention import sdpa_kernel
 
 # ruff: noqa: F401, F403 (what is imported here is what the notebook gets)
+from utils.attention import BACKENDS as ATTENTION_BACKENDS
+from utils.attention import find_backend, make_problem
+from utils.attention.sequences import packed_mask, padded_mask
 from utils.benchmark.measuring import measure_together
 from utils.benchmark.result import Measurement
 from utils.checking.labs.lab4_sdpa import *
 from utils.checking.labs.lab4_sdpa.common import BACKENDS, BackendRefused, runs
 from utils.checking.labs.lab4_sdpa.dispatch import operators_of
+from utils.checking.labs.lab4_sdpa.grid import default_slowdown, fastest, geometric_mean
 from utils.checking.labs.lab4_sdpa.numerics import to_bf16
 from utils.files import output_path, recorded_table
 from utils.labs import session
@@ -62,6 +66,9 @@ def random_qkv(batch, heads, length, head_dim, kv_heads=None, kv_length=None, dt
 check_first_version = small_task(
     "the smallest cuDNN that is asked first", 91501, "Newer than 9.15.0.", {91500: "9.15.0 itself is not newer."}, rel=0
 )
+check_third = small_task(
+    "the third on an A100", "math", "It has capability 8.0.", {"efficient": "The second.", "cudnn": "The last."}
+)
 check_score_mb = small_task(
     "MB of one matrix of scores",
     16.777,
@@ -77,6 +84,12 @@ check_both_flops = small_task(
 check_full_batch = small_task(
     "the batch that fills the chip", 17, "Programs are batch times key heads.", {16: "128 programs: four idle."}, rel=0
 )
+check_cache_mb = small_task(
+    "MB of keys and values", 134.2, "Two tensors, two bytes each.", {67.1: "And values.", 536.9: "8 heads are kept."}
+)
+check_lse_numbers = small_task(
+    "numbers of a log-sum-exp", 192, "One for each query of each head.", {6144: "None for D.", 24: "Each head has one."}
+)
 check_your_strides = small_task(
     "strides of (2, 3, 10, 16)",
     (480, 16, 48, 1),
@@ -85,6 +98,9 @@ check_your_strides = small_task(
         (480, 160, 16, 1): "So it lies as (B, H, S, D).",
         (480, 48, 16, 1): "These are the strides in the order of memory.",
     },
+)
+check_both_errors = small_task(
+    "rms of two errors together", 0.005, "Independent errors add in squares.", {0.007: "Squares, then the root."}
 )
 check_after_one = small_task(
     "the bf16 number after 1",
@@ -111,17 +127,9 @@ def pinned(backend: str, *tensors, **options) -> Callable[[], torch.Tensor]:
     return call
 
 
-@functools.cache
-def _say_once(sentence: str) -> None:
-    print(sentence)
-
-
 def running_backends(q, k, v, **options) -> list[str]:
-    """Return the backends that run this call here; a line names the others, once."""
-    left = [backend for backend in BACKENDS if runs(backend, q, k, v, **options)]
-    if out := [backend for backend in BACKENDS if backend not in left]:
-        _say_once(f"This machine cannot run {' and '.join(out)} here.")
-    return left
+    """Return the backends that run this call here."""
+    return [backend for backend in BACKENDS if runs(backend, q, k, v, **options)]
 
 
 def time_in_turn(calls: Mapping[str, Callable], iterations: int = 11) -> dict[str, Measurement]:
@@ -130,37 +138,56 @@ def time_in_turn(calls: Mapping[str, Callable], iterations: int = 11) -> dict[st
     return dict(zip(calls, timed, strict=True))
 
 
-def who_runs(calls: Mapping[str, tuple], why_not: Callable[..., list[str]]) -> list[dict]:
-    """Draw who runs each call, {name: (q, k, v, options)}, beside the map of an H200; return rows with the reasons."""
+def who_runs(calls: Mapping[str, tuple], why_not: Callable[..., list[str]], backends=tuple(BACKENDS)) -> list[dict]:
+    """Draw which backend runs each call, {name: (q, k, v, options)}; return rows with the reasons of those that do not."""
     rows = []
-    for name, (q, k, v, options) in calls.items():
+    for name, (*tensors, options) in calls.items():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            rows.append({"call": name} | {b: list(why_not(b, q, k, v, **options)) or ["runs"] for b in BACKENDS})
+            rows.append({"call": name} | {b: list(why_not(b, *tensors, **options)) or ["runs"] for b in backends})
+    _, ax = plt.subplots(figsize=(max(7.5, 2.5 + len(backends)), 0.8 + 0.3 * len(rows)), layout="constrained")
     numbers: dict[str, int] = {}
-    plot_map(pd.DataFrame(rows), "this machine", numbers)
-    for reason, number in numbers.items():
-        print(f"({number}) {reason}")
-    return [{"call": row["call"]} | {b: " ".join(row[b]) for b in BACKENDS} for row in rows]
-
-
-def plot_map(table: pd.DataFrame, title: str, numbers: dict[str, int]) -> None:
-    """Draw calls against backends: a filled box runs; a white one holds the numbers of its reasons, which are added."""
-    _, ax = plt.subplots(figsize=(7.5, 0.8 + 0.3 * len(table)), layout="constrained")
-    for y, row in enumerate(table.to_dict("records")):
-        for x, backend in enumerate(BACKENDS):
-            reasons = row[backend] if isinstance(row[backend], list) else [row[backend]]
-            works = reasons == ["runs"]
-            marks = " ".join(f"({numbers.setdefault(r, len(numbers) + 1)})" for r in reasons) if not works else "runs"
-            color = COLORS[backend] if works else "white"
-            ax.add_patch(plt.Rectangle((x, y), 0.94, 0.86, facecolor=color, edgecolor=COLORS[backend], alpha=0.55))
-            ax.text(x + 0.47, y + 0.43, marks, ha="center", va="center", fontsize=8)
-    ax.set(xlim=(0, 4), ylim=(len(table), 0))
-    style_axes(ax, title=title)
-    ax.set_xticks([x + 0.47 for x in range(4)], list(BACKENDS))
-    ax.set_yticks([y + 0.43 for y in range(len(table))], table["call"].tolist())
+    for y, row in enumerate(rows):
+        for x, backend in enumerate(backends):
+            works, color = row[backend] == ["runs"], COLORS.get(backend, series(0).color)
+            marks = " ".join(f"({numbers.setdefault(r, len(numbers) + 1)})" for r in row[backend] if r != "runs")
+            look = {"facecolor": color if works else "white", "edgecolor": color, "alpha": 0.55}
+            ax.add_patch(plt.Rectangle((x, y), 0.94, 0.86, **look))
+            ax.text(x + 0.47, y + 0.43, marks or "runs", ha="center", va="center", fontsize=8)
+    ax.set(xlim=(0, len(backends)), ylim=(len(rows), 0))
+    style_axes(ax, title="this machine")
+    ax.set_xticks([x + 0.47 for x in range(len(backends))], backends)
+    ax.set_yticks([y + 0.43 for y in range(len(rows))], [row["call"] for row in rows])
     ax.grid(False)
     plt.show()
+    for reason, number in numbers.items():
+        print(f"({number}) {reason}")
+    return [{"call": row["call"]} | {b: " ".join(row[b]) for b in backends} for row in rows]
+
+
+def ask_the_door() -> list[dict]:
+    """Draw which backends of the course's `attention` take what SDPA does not: each is asked for the problem that it would get."""
+    q, k, v = random_qkv(2, 4, 24, 32)
+    of_one, number = (q[:1], k[:1], v[:1]), functools.partial(torch.tensor, dtype=torch.int32, device=device)
+    lengths, starts = padded_mask(q, k, number([24, 7]), False, None), packed_mask(*of_one[:2], number([0, 10, 24]))
+    calls = {
+        "nothing more": (q, k, v, {}),
+        "a gradient": (q.clone().requires_grad_(), k, v, {}),
+        "return_lse=True, sink=...": (q, k, v, {"with_lse": True}),
+        "seqlens=...": (q, k, v, {"mask_mod": lengths}),
+        "cu_seqlens=...": (*of_one, {"mask_mod": starts}),
+        "a mask of b and h": (q, k, v, {"mask_mod": lambda b, h, i, j: j <= i + b + h}),
+        "V narrower than K": (q, k, v[..., :16], {}),
+        "q, k, v in fp8": (*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), {}),
+    }
+    support = {name: find_backend(name).machine() for name in ATTENTION_BACKENDS}
+    print("not on this machine:", ", ".join(name for name, here in support.items() if not here))
+
+    def why_not(backend: str, *tensors, **asked) -> list[str]:
+        able = find_backend(backend).support(make_problem(*tensors, **asked))
+        return [] if able else [able.reason.partition(", and the mask is")[0]]
+
+    return who_runs(calls, why_not, tuple(name for name, here in support.items() if here))
 
 
 # ---- recorded tables -----------------------------------------------------------------------------------------------
@@ -178,27 +205,34 @@ def load_grid(which: str = "grid") -> pd.DataFrame:
     return rows.reset_index(drop=True)
 
 
-def recorded_decode() -> pd.DataFrame:
-    """Return the decode contest of an H200, a row a shape; `best other / Gluon` above 1 means the course's kernel leads."""
-    record = json.loads((H200 / "decode.json").read_text(encoding="utf-8"))
-    rows = [
-        {"new": row["new_tokens"], "sequences": row["batch"], "heads": f"{row['heads']}/{row['kv_heads']}"}
-        | {"keys": row["keys"], "D": row["head_dim"], "share of a copy": row["tb_s"] / record["copy_tb_s"]}
-        | {"best other": row["best_other"], "best other / Gluon": row["ratio"]}
-        for row in record["rows"]
-    ]
-    return pd.DataFrame(rows).sort_values("new", kind="stable")
+def score_rule(rule: Callable[[pd.Series], str], grid: pd.DataFrame, where: str) -> dict:
+    """Return what a rule, {a shape's row: a backend}, gains over torch's default and loses to the best of each shape."""
+    timed = grid[grid["status"] == "ok"]
+    ms = timed.pivot(index="shape", columns="backend", values="ms")
+    calls = timed.drop_duplicates("shape").set_index("shape")
+    chosen = pd.Series({shape: ms.at[shape, rule(call)] for shape, call in calls.iterrows()})
+    lost = chosen / ms.min(axis=1)
+    return {
+        "shapes": where,
+        "refused": int(chosen.isna().sum()),
+        "within 3% of the best": float((lost <= 1.03).mean()),
+        "default / rule": geometric_mean((default_slowdown(grid) / lost).dropna()),
+        "rule / best": geometric_mean(lost.dropna()),
+        "worst": lost.max(),
+    }
 
 
 # ---- plots ---------------------------------------------------------------------------------------------------------
 
 
-def plain_ticks(axis, ticks=None, subs=(1, 2, 5)) -> None:
-    """Write plain numbers on a logarithmic axis: at `ticks`, or at `subs` times each power of ten."""
-    axis.set_major_locator(FixedLocator(ticks) if ticks else LogLocator(subs=subs))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_formatter(NullFormatter())
+def log_axes(ax, x_ticks, y_ticks=(1, 1.5, 2, 3, 5, 10, 30, 100), **labels) -> None:
+    """Make both axes logarithmic, with plain numbers at these ticks, and label them."""
+    for axis, scale, ticks in ((ax.xaxis, ax.set_xscale, x_ticks), (ax.yaxis, ax.set_yscale, y_ticks)):
+        scale("log")
+        axis.set_major_locator(FixedLocator(ticks))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter("{x:g}")
+    style_axes(ax, **labels)
 
 
 def plot_traces(paths: Mapping[str, Path], spans: Mapping[str, tuple[float, float]]) -> None:
@@ -213,28 +247,18 @@ def plot_traces(paths: Mapping[str, Path], spans: Mapping[str, tuple[float, floa
 
 
 def plot_queries(rows: list[dict], keys: int, reach: Mapping[str, int | None]) -> None:
-    """Draw the time of a call over many keys by its queries, here and on an H200.
-
-    Args:
-        rows: this machine's, with "queries" and "ms".
-        keys: how many, here.
-        reach: {"this machine" or "H200, recorded": the queries that reach the ridge}.
-    """
-    tables = {"this machine": pd.DataFrame(rows)}
+    """Draw the time of a call over `keys` keys by its queries, here and on an H200; `reach`: {panel: the ridge's queries}."""
     recorded = None if on_gpu else recorded_table(H200 / "lab4.json", "queries")
-    if recorded is not None:
-        tables["H200, recorded"] = recorded
+    tables = {"this machine": (pd.DataFrame(rows), keys), "H200, recorded": (recorded, 65536)}
+    tables = {machine: table for machine, table in tables.items() if table[0] is not None}
     _, grid = plt.subplots(1, len(tables), figsize=(4.6 * len(tables), 3.2), squeeze=False, layout="constrained")
-    for ax, (machine, data) in zip(grid[0], tables.items(), strict=True):
+    for ax, (machine, (data, count)) in zip(grid[0], tables.items(), strict=True):
         ax.plot(data["queries"], data["ms"] / data["ms"].iloc[0], **series(0).line)
-        if reach.get(machine):
-            ax.axvline(reach[machine], color="black", linestyle="--", linewidth=1)
-            ax.text(reach[machine], 0.92, "ridge ", transform=ax.get_xaxis_transform(), fontsize=8, ha="right")
-        ax.set(xscale="log", yscale="log")
-        plain_ticks(ax.xaxis, data["queries"].tolist())
-        plain_ticks(ax.yaxis, subs=(1, 1.5, 2, 3, 5, 7))
-        count = keys if machine == "this machine" else 65536
-        style_axes(ax, x="queries", y="time / time of one query", title=f"{machine}, {count:,} keys")
+        if at := reach.get(machine):
+            ax.axvline(at, color="black", linestyle="--", linewidth=1)
+            ax.text(at, 0.92, "ridge ", transform=ax.get_xaxis_transform(), fontsize=8, ha="right")
+        labels = {"x": "queries", "y": "time / time of one query", "title": f"{machine}, {count:,} keys"}
+        log_axes(ax, data["queries"].tolist(), **labels)
     plt.show()
 
 
@@ -243,11 +267,9 @@ def plot_gains(gains: Mapping[str, list[float]]) -> None:
     _, ax = plt.subplots(figsize=(7, 3.4), layout="constrained")
     for i, (label, values) in enumerate(gains.items()):
         ax.plot(range(1, len(values) + 1), values, **series(i).line, markersize=3, label=label)
-    ax.set(xscale="log", yscale="log")
-    plain_ticks(ax.xaxis, (1, 2, 4, 8, 16, 32, 64))
-    plain_ticks(ax.yaxis)
     ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    style_axes(ax, x="splits", y="gain over one split (×)", title="A model of split-KV, 8 key heads")
+    labels = {"x": "splits", "y": "gain over one split (×)", "title": "A model of split-KV, 8 key heads"}
+    log_axes(ax, (1, 2, 4, 8, 16, 32, 64), (0.5, 1, 2, 5, 10, 20), **labels)
     plt.show()
 
 
@@ -265,14 +287,11 @@ def plot_slowdowns(grid: pd.DataFrame) -> None:
         for (backend, head_dim), rows in timed[which].groupby(["backend", "head_dim"]):
             look = {"color": COLORS[backend], "markersize": 5, "markerfacecolor": "none", "alpha": 0.8}
             ax.plot(rows["seq_len_kv"] * beside[backend], rows["slowdown"], markers[head_dim], **look)
-        ax.set(xscale="log", yscale="log")
-        plain_ticks(ax.xaxis, (128, 1024, 8192, 65536))
-        plain_ticks(ax.yaxis, (1, 1.5, 2, 3, 5, 10, 30, 100))
-        style_axes(ax, title=title, x="keys" if ax in axes[1] else None, y="time / best" if ax in axes[:, 0] else None)
+        labels = {"x": "keys" if ax in axes[1] else None, "y": "time / best" if ax in axes[:, 0] else None}
+        log_axes(ax, (128, 1024, 8192, 65536), title=title, **labels)
     handles = [plt.Line2D([], [], color=c, marker="s", linestyle="", label=b) for b, c in COLORS.items()]
-    for d, m in markers.items():
-        look = {"color": "black", "marker": m, "linestyle": "", "markerfacecolor": "none"}
-        handles.append(plt.Line2D([], [], **look, label=f"head dim {d}"))
+    look = {"color": "black", "linestyle": "", "markerfacecolor": "none"}
+    handles += [plt.Line2D([], [], **look, marker=m, label=f"head dim {d}") for d, m in markers.items()]
     figure.legend(handles=handles, loc="outside right center", frameon=False)
     figure.suptitle("Recorded on an H200, not measured here")
     plt.show()
@@ -295,12 +314,10 @@ def plot_case(grid: pd.DataFrame) -> None:
             ax.plot(programs[rows], ratio[rows], "o", **look, markersize=5, alpha=0.8, label=label)
         ax.axhline(1, color="black", linewidth=1)
         ax.axvline(132, color="black", linestyle="--", linewidth=1)
-        ax.set(xscale="log", yscale="log")
-        plain_ticks(ax.xaxis, (1, 4, 16, 64, 132, 512))
-        plain_ticks(ax.yaxis, (0.5, 1, 2, 5))
         ax.legend()
         title = f"{queries} quer{'y' if queries == 1 else 'ies'}: {'sm80' if queries == 1 else 'sm90'} kernel"
-        style_axes(ax, title=title, x="programs: batch × key heads (132 multiprocessors)", y="cuDNN / flash, time")
+        labels = {"x": "programs: batch × key heads (132 multiprocessors)", "y": "cuDNN / flash, time"}
+        log_axes(ax, (1, 4, 16, 64, 132, 512), (0.5, 1, 2, 5), title=title, **labels)
     plt.show()
 
 

@@ -3,14 +3,12 @@
 Kernels are simulated, so the verdict is the same with and without a GPU. `seed=None` draws fresh inputs at each call.
 """
 
-from instructor.checks.lab3_gluon.attention import attention_causal, overlap, softmax, specialized, two_softmax
-from instructor.checks.lab3_gluon.machine import bytes_in_flight, owner, tile_budget, tile_cycles
+from instructor.checks.lab3_gluon.attention import overlap, softmax, specialized, two_softmax
+from instructor.checks.lab3_gluon.machine import owner, tile_budget, tile_cycles
 from instructor.checks.lab3_gluon.pipelines import async_copy, repairs, tcgen05, tma_ring, transpose, wgmma
 
 __all__ = [
     "async_copy",
-    "attention_causal",
-    "bytes_in_flight",
     "overlap",
     "owner",
     "repairs",

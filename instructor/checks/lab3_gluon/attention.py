@@ -10,7 +10,6 @@ from utils.checking import check
 from utils.checking.gluon_launches import (
     attention_inputs,
     attention_launch,
-    causal_launch,
     edge_inputs,
     falling_inputs,
     overlap_launch,
@@ -63,20 +62,6 @@ def overlap(source: str, seed=None):
     # Scores rise toward the first keys, which come last: the output so far must shrink in each block.
     sharp = overlap_launch(*attention_inputs(1, 128, 384, 128, 20.0, torch.bfloat16, draw.normal))
     attention_rules.expect_share(*attention_rules.overlapped(source, [sharp], (None,)))
-
-
-@check("Bonus 5.5", "Causal attention")
-def attention_causal(source: str, seed=None):
-    """Check fewer queries than keys and incomplete blocks; there must be no product for a block that no query sees."""
-    draw = Draw(seed)
-    square, wide, few = draw.size(130, 190), (draw.size(65, 100), draw.size(150, 200)), draw.size(1, 60)
-    tries = []
-    for (sq, sk), d in (((square, square), 64), (wide, 128), ((few, 193), 64)):
-        q, k, v, _ = attention_inputs(2, sq, sk, d, 1.0, draw.choice(HALVES), draw.normal)
-        q[0], k[0] = q[0].abs(), k[0].abs()  # the keys' sizes grow, so that one key more or less is seen
-        k[0] *= (torch.arange(sk)[:, None] / sk).to(k.dtype)
-        tries.append(causal_launch(q, k, v))
-    attention_rules.attention_causal(source, tries)
 
 
 @check("Bonus 6.2", "Two softmaxes")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from instructor.checks.common import Draw, expect_counts, expect_value
+from instructor.checks.common import Draw, expect_counts
 from utils.checking import check
+from utils.checking.labs.lab3_gluon import rules
 
 TENSOR, SPECIAL, MEMORY = 4096, 16, 20  # a cycle of one SM: bf16 FLOPs, exponentials, bytes from memory
 
@@ -16,23 +17,7 @@ def tile_cycles(tile_cycles, seed=None):
     drawn = draw.some(3, (64, 128, 192, 256)), draw.some(3, range(32, 193, 32)), draw.some(3, (64, 96, 128, 256))
     for rows, keys, d in zip(*drawn, strict=True):
         right = (4 * rows * keys * d / TENSOR, rows * keys / SPECIAL, 4 * keys * d / MEMORY)
-        products, exponentials, loads = right
-        mistakes = {
-            "Count both products, Q Kᵀ and P V, and two FLOPs for each multiply-accumulate.": (
-                products / 2,
-                exponentials,
-                loads,
-            ),
-            "One SM takes 16 exponentials a cycle, four for each of its four quarters.": (
-                products,
-                4 * exponentials,
-                loads,
-            ),
-            "Load K and V, two bytes an element.": (products, exponentials, loads / 2),
-            "Q is loaded once, before the loop.": (products, exponentials, loads + 2 * rows * d / MEMORY),
-        }
-        what = f"tile_cycles({rows}, {keys}, {d})"
-        expect_counts(tile_cycles(rows, keys, d), right, ("cycles",) * 3, what, mistakes)
+        rules.expect_cycles(tile_cycles, (rows, keys, d), right)
 
 
 @check("1.1", "What a tile needs")
@@ -43,60 +28,8 @@ def tile_budget(shared_bytes, registers_per_thread, seed=None):
     drawn = draw.sizes(3, 1, 3), draw.some(3, (96, 160, 192)), draw.some(3, (64, 128, 256)), draw.sizes(3, 1, 4)
     for consumers, keys, d, stages in zip(*drawn, strict=True):
         q, ring = 64 * consumers * d * 2, 2 * stages * keys * d * 2
-        expect_value(
-            shared_bytes(consumers, keys, d, stages),
-            q + ring,
-            "bytes",
-            f"shared_bytes({consumers}, {keys}, {d}, {stages})",
-            {
-                "K and V need a ring each.": q + ring // 2,
-                "An element of bf16 takes two bytes.": 2 * (q + ring),
-                "That counts elements, and one of bf16 takes two bytes.": (q + ring) // 2,
-                "Each consumer has 64 rows of Q of its own.": 64 * d * 2 + ring,
-                "Every slot of the ring holds a tile of K and one of V.": q + (stages + 1) * keys * d * 2,
-            },
-        )
-        scores, output = 64 * keys / 128, 64 * d / 128
-        expect_value(
-            registers_per_thread(keys, d),
-            scores + output,
-            "registers",
-            f"registers_per_thread({keys}, {d})",
-            {
-                "The output (64 × D) lies in registers, too.": scores,
-                "A warpgroup is four warps: 128 threads share the tile.": 4 * (scores + output),
-                "Accumulators are fp32: an element takes a whole register.": (scores + output) / 2,
-            },
-        )
-
-
-@check("Bonus 1.3", "Bytes in flight")
-def bytes_in_flight(bytes_in_flight, slots_needed, seed=None):
-    """Check Little's law, and the number of ring slots that follows from it."""
-    draw = Draw(seed)
-    for _ in range(4):
-        terabytes, latency, sms = draw.real(1, 8), draw.real(300, 1200), draw.size(60, 200)
-        right = terabytes * 1e12 * latency * 1e-9 / sms
-        given = f"{terabytes:.4g}, {latency:.4g}, {sms}"
-        expect_value(
-            bytes_in_flight(terabytes, latency, sms),
-            right,
-            "bytes",
-            f"bytes_in_flight({given})",
-            {"That is the whole chip: divide by the number of SMs.": right * sms},
-        )
-        slot = draw.choice((4096, 8192, 16384, 32768))
-        while (
-            abs(right / slot - round(right / slot)) < 1e-6
-        ):  # take another slot size, so that rounding does not decide
-            slot += 128
-        expect_value(
-            slots_needed(terabytes, latency, sms, slot),
-            max(1, -(-right // slot)),
-            "slots",
-            f"slots_needed({given}, {slot})",
-            {"There is no half slot: round up.": right // slot},
-        )
+        rules.expect_shared_bytes(shared_bytes, (consumers, keys, d, stages), q, ring)
+        rules.expect_registers(registers_per_thread, (keys, d), 64 * (keys + d) / 128)
 
 
 @check("2.1", "Who holds an element")

@@ -6,7 +6,7 @@ CPU tensors, so the verdict is the same with and without a GPU.
 
 from instructor.checks.lab4_sdpa.costs import attention_costs, errors, intensities, splits
 from instructor.checks.lab4_sdpa.dispatch import backends_in, default_backend, why_not
-from instructor.checks.lab4_sdpa.grid import choose_backend, fastest_and_default, grid_answers
+from instructor.checks.lab4_sdpa.grid import grid_answers
 from instructor.checks.lab4_sdpa.layouts import knock_outs, strides, unpack
 from instructor.checks.lab4_sdpa.numerics import distinct_results, fp8, rounded_attention, ulps_apart
 from instructor.checks.lab4_sdpa.pins import pinned_sdpa
@@ -17,11 +17,9 @@ __all__ = [
     "attention_backward",
     "attention_costs",
     "backends_in",
-    "choose_backend",
     "default_backend",
     "distinct_results",
     "errors",
-    "fastest_and_default",
     "fp8",
     "grid_answers",
     "intensities",

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import torch
 
-from utils.checking import expect_number, visible
+from utils.checking import visible
 from utils.checking.gluon_launches import (
     Cancelling,
     async_copy_launch,
     attention_inputs,
     attention_launch,
-    causal_launch,
     edge_inputs,
     falling_inputs,
     overlap_launch,
@@ -34,79 +33,17 @@ TWO = (None, 1)  # the cost model's own timing, and another one
 @visible("1.1", "What a tile costs")
 def check_tile_cycles(tile_cycles):
     """Compare the cycles of three units for two tiles."""
-    for rows, keys, d, right in ((100, 40, 50, (195.3125, 250, 400)), (192, 96, 64, (1152, 1152, 1228.8))):
-        got, what = tile_cycles(rows, keys, d), f"tile_cycles({rows}, {keys}, {d})"
-        rules.demand(
-            isinstance(got, (tuple, list)) and len(got) == 3, f"{what} should be three numbers, and is {got!r}."
-        )
-        hints = (
-            {"Count both products, and two FLOPs for each multiply-accumulate.": right[0] / 2},
-            {"One quarter takes 4 a cycle, and an SM has four quarters.": 4 * right[1]},
-            {
-                "Load K and V, two bytes an element.": right[2] / 2,
-                "Each element has two bytes.": 2 * right[2],
-                "Q is loaded once, before the loop.": right[2] + 2 * rows * d / 20,
-            },
-        )
-        for name, number, expected, known in zip(("products", "exponentials", "loads"), got, right, hints, strict=True):
-            expect_number(number, expected, rel=1e-6, unit="cycles", what=f"{name} of {what}", mistakes=known)
+    rules.expect_cycles(tile_cycles, (100, 40, 50), (195.3125, 250, 400))
+    rules.expect_cycles(tile_cycles, (192, 96, 64), (1152, 1152, 1228.8))
 
 
 @visible("1.1", "What a tile needs")
 def check_tile_budget(shared_bytes, registers_per_thread):
     """Compare shared memory and registers of two tiles each."""
-    for consumers, keys, d, stages in ((1, 16, 10, 2), (3, 96, 128, 4)):
-        q, ring = 128 * consumers * d, 4 * stages * keys * d
-        what, known = (
-            f"shared_bytes({consumers}, {keys}, {d}, {stages})",
-            {
-                "K and V need a ring each.": q + ring // 2,
-                "An element of bf16 takes two bytes.": 2 * (q + ring),
-                "That counts elements; one of bf16 takes two bytes.": (q + ring) // 2,
-                "Each consumer has 64 rows of Q of its own.": q // consumers + ring,
-                "Both rings have `stages` slots.": q + 2 * (stages + 1) * keys * d,
-            },
-        )
-        given = shared_bytes(consumers, keys, d, stages)
-        expect_number(given, q + ring, rel=1e-6, unit="bytes", what=what, mistakes=known)
-    for keys, d, right in ((20, 40, 30), (160, 64, 112)):
-        what, known = (
-            f"registers_per_thread({keys}, {d})",
-            {
-                "The output (64 × d) lies in registers, too.": keys / 2,
-                "A warpgroup is four warps: 128 threads share the tile.": 4 * right,
-                "Accumulators are fp32: an element takes a whole register.": right / 2,
-            },
-        )
-        expect_number(registers_per_thread(keys, d), right, rel=1e-6, unit="registers", what=what, mistakes=known)
-
-
-@visible("Bonus 1.3", "Bytes in flight")
-def check_bytes_in_flight(bytes_in_flight, slots_needed):
-    """Compare Little's law for two memories."""
-    for bandwidth, latency, sms, slot, right, slots in (
-        (2.0, 500, 100, 4096, 10_000, 3),
-        (4.8, 700, 132, 32_768, 25_454.5454, 1),
-    ):
-        what, known = (
-            f"bytes_in_flight({bandwidth}, {latency}, {sms})",
-            {
-                "That is the whole chip: divide by the number of SMs.": right * sms,
-                "1 TB/s is 1e12 bytes a second, and 1 ns is 1e-9 s.": right * 1e-3,
-            },
-        )
-        given = bytes_in_flight(bandwidth, latency, sms)
-        expect_number(given, right, rel=1e-6, unit="bytes", what=what, mistakes=known)
-        what, known = (
-            f"slots_needed({bandwidth}, {latency}, {sms}, {slot})",
-            {
-                "There is no half slot: round up.": right // slot,
-                "That is one slot too many: round up, and no further.": slots + 1,
-                "A number of slots is a whole number: round up.": right / slot,
-            },
-        )
-        given = slots_needed(bandwidth, latency, sms, slot)
-        expect_number(given, slots, rel=1e-6, unit="slots", what=what, mistakes=known)
+    rules.expect_shared_bytes(shared_bytes, (1, 16, 10, 2), q=1280, ring=1280)
+    rules.expect_shared_bytes(shared_bytes, (3, 96, 128, 4), q=49_152, ring=196_608)
+    rules.expect_registers(registers_per_thread, (20, 40), right=30)
+    rules.expect_registers(registers_per_thread, (160, 64), right=112)
 
 
 @visible("2.1", "Who holds an element")
@@ -232,17 +169,6 @@ def check_overlap(text):
     )
     (run,) = attention_rules.overlapped(text, [overlap_launch(*attention_inputs(1, 128, 512, d=128))], (None,))
     attention_rules.expect_share(run)
-
-
-@visible("Bonus 5.5", "Causal attention")
-def check_attention_causal(text):
-    """Fewer queries than keys, and incomplete blocks; later keys weigh more."""
-    tries = []
-    for sq, sk, d, dtype in ((64, 65, 64, BRAIN), (70, 150, 128, BRAIN), (3, 193, 64, BRAIN), (130, 130, 64, HALF)):
-        q, k, v, _ = attention_inputs(2, sq, sk, d, dtype=dtype)
-        q[0], k[0] = q[0].abs(), k[0].abs() * (torch.arange(sk)[:, None] / sk).to(dtype)
-        tries.append(causal_launch(q, k, v))
-    attention_rules.attention_causal(text, tries, compiles=True)
 
 
 @visible("Bonus 6.1", "The same product by tcgen05")

@@ -10,15 +10,7 @@ import torch
 from utils.checking.gluon_launches import CLOSE, exponent_scale
 from utils.checking.kernel_exercises import Launch, Run, Tile
 from utils.checking.kernel_exercises import overlap as overlap_of
-from utils.checking.kernel_mistakes import (
-    BLOCKS,
-    OVERLAP,
-    SOFTMAX,
-    Steps,
-    attention_in_blocks,
-    attention_mistakes,
-    causal,
-)
+from utils.checking.kernel_mistakes import BLOCKS, OVERLAP, SOFTMAX, Steps, attention_in_blocks, attention_mistakes
 from utils.checking.labs.lab3_gluon.rules import Seeds, Try, cdiv, demand, number, simulated
 from utils.gluon_cpu.timeline import Event
 
@@ -138,29 +130,6 @@ def expect_products(events: list[Event], blocks: int, words: str) -> None:
         products = number(events, "wgmma", consumer)
         needed = f"{blocks} blocks of keys take {2 * blocks} products in each consumer"
         demand(products == 2 * blocks, f"{needed}, and {consumer} makes {products}: {words}.")
-
-
-def attention_causal(text: str, tries: Iterable[Try], compiles: bool = False) -> None:
-    """Right with fewer queries than keys; a program takes the blocks that its rows see, each once, and no other."""
-
-    def known(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
-        return _mistakes(causal(launch.args["sk"] - launch.args["sq"]))(launch, expected)  # type: ignore[operator]
-
-    hint = (
-        "Here query i sees keys 0 ... i + sk - sq: does `blocks` reach the key that the last row of the tile stands at?"
-    )
-    for launch, run in simulated(text, tries, hint=hint, mistakes=known, compiles=compiles, close=CLOSE):
-        sq, sk = (int(launch.args[name]) for name in ("sq", "sk"))  # type: ignore[call-overload]
-        for program, events in enumerate(run.programs()):
-            first = program % launch.grid[0] * 64
-            needed = min(cdiv(sk, 64), cdiv(first + 64 + sk - sq, 64))
-            products = number(events, "wgmma")
-            seen = (
-                f"rows {first} to {first + 63} see {needed} of {cdiv(sk, 64)} blocks of keys, which take {2 * needed}"
-            )
-            words = f"{sq} queries, {sk} keys: {seen} products, and their program makes {products}."
-            demand(products == 2 * needed, words)
-            expect_one_pass(events, needed)
 
 
 def two_softmax(text: str, tries: Iterable[Try], seeds: Seeds) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from utils.checking import expect_number
 from utils.checking.gluon_launches import ring_mistakes, transpose_mistakes, wgmma_mistakes
 from utils.checking.kernel_exercises import Launch, Run, Tile, expect_kernel
 from utils.gluon_cpu.timeline import Event
@@ -78,6 +79,52 @@ def sizes_of(launch: Launch) -> str:
 def number(events: Iterable[Event], kind: str, partition: str = "") -> int:
     """Count the events of a kind, of one partition or of all."""
     return sum(e.kind == kind and partition in ("", e.partition) for e in events)
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------
+
+
+def expect_cycles(tile_cycles, sizes: tuple[int, int, int], right: tuple[float, float, float]) -> None:
+    """Assert the cycles of three units for a tile of so many rows, keys and a head dimension."""
+    (rows, _, d), (products, exponentials, loads) = sizes, right
+    got, what = tile_cycles(*sizes), f"tile_cycles{sizes}"
+    demand(isinstance(got, tuple | list) and len(got) == 3, f"{what} should be three numbers, and is {got!r}.")
+    hints = (
+        {"Count both products, Q Kᵀ and P V, and two FLOPs for each multiply-accumulate.": products / 2},
+        {"One quarter takes 4 a cycle, and an SM has four quarters.": 4 * exponentials},
+        {
+            "Load K and V, two bytes an element.": loads / 2,
+            "Each element has two bytes.": 2 * loads,
+            "Q is loaded once, before the loop.": loads + 2 * rows * d / 20,
+        },
+    )
+    for name, number, expected, known in zip(("products", "exponentials", "loads"), got, right, hints, strict=True):
+        expect_number(number, expected, rel=1e-6, unit="cycles", what=f"{name} of {what}", mistakes=known)
+
+
+def expect_shared_bytes(shared_bytes, sizes: tuple[int, int, int, int], q: int, ring: int) -> None:
+    """Assert the shared memory for Q and both rings, of so many consumers, keys, a head dimension and stages."""
+    consumers, keys, d, stages = sizes
+    known = {
+        "K and V need a ring each.": q + ring // 2,
+        "An element of bf16 takes two bytes.": 2 * (q + ring),
+        "That counts elements; one of bf16 takes two bytes.": (q + ring) // 2,
+        "Each consumer has 64 rows of Q of its own.": q // consumers + ring,
+        "Both rings have `stages` slots.": q + 2 * (stages + 1) * keys * d,
+    }
+    what = f"shared_bytes{sizes}"
+    expect_number(shared_bytes(*sizes), q + ring, rel=1e-6, unit="bytes", what=what, mistakes=known)
+
+
+def expect_registers(registers_per_thread, sizes: tuple[int, int], right: float) -> None:
+    """Assert the registers of a thread for scores and output, of so many keys and a head dimension."""
+    known = {
+        "The output (64 × d) lies in registers, too.": sizes[0] / 2,
+        "A warpgroup is four warps: 128 threads share the tile.": 4 * right,
+        "Accumulators are fp32: an element takes a whole register.": right / 2,
+    }
+    what = f"registers_per_thread{sizes}"
+    expect_number(registers_per_thread(*sizes), right, rel=1e-6, unit="registers", what=what, mistakes=known)
 
 
 # ---- layouts and rings -------------------------------------------------------------------------------------------

@@ -93,8 +93,3 @@ def expect_items(got: object, names: tuple[str, ...], what: str) -> list:
     if not isinstance(got, tuple | list) or len(got) != len(names):
         raise AssertionError(f"{what} should be ({', '.join(names)}), and is {got!r:.80}.")
     return list(got)
-
-
-def expect_unchanged(table, before, who: str) -> None:
-    """Assert that a table is as it was before."""
-    assert table.equals(before), f"{who} changed the table it was given: work on a copy."

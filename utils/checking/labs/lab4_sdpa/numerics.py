@@ -16,9 +16,7 @@ def to_bf16(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.bfloat16).double()
 
 
-FIRST_OR_LATE = (
-    "normalize_first decides what is rounded: P itself, or e^(s - max), which is divided by its sum at the end."
-)
+FIRST_OR_LATE = "normalize_first decides what is rounded: P itself, or e^(s - max), which is divided at the end."
 SUM_BEFORE = "The sum is that of the numbers before they are rounded."
 MAXIMUM = "Subtract the maximum before the exponential: e^s rounds differently."
 SCALED = "Round the scores after they are scaled."
