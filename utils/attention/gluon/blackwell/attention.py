@@ -179,7 +179,13 @@ def products(q_tiles, k_ring, v_ring, scores, output, bars, sizes, STAGES: gl.co
             # would add to an O that is still being rescaled.
             mbarrier.wait(bars.p_full.index(tile), i & 1)
             mbarrier.wait(bars.o_ready.index(tile), i & 1)
-            tcgen05_mma(probabilities(scores.index(tile), v.dtype), v, output.index(tile), use_acc=i > 0, mbarriers=[bars.o_done.index(tile)])
+            tcgen05_mma(
+                probabilities(scores.index(tile), v.dtype),
+                v,
+                output.index(tile),
+                use_acc=i > 0,
+                mbarriers=[bars.o_done.index(tile)],
+            )
             if i + 1 < blocks:
                 if tile == 0:
                     mbarrier.wait(bars.k_full.index(following), ((i + 1) // STAGES) & 1)
