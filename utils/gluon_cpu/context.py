@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 Clock = dict[tuple, int]
 
 _program: Program | None = None
-_kernel_code: set[CodeType] = set()
+_kernel_code: dict[int, CodeType] = {}  # by its id: to hash code is slow
+_sites: dict[tuple[int, int], Site] = {}  # by code and place in it: to ask a frame for its line is slow
 _kernel_modules: set[object] = set()  # the names of the modules that this code is in
 
 
@@ -76,7 +77,7 @@ def register_code(code: CodeType, module: object) -> None:
         module: the name of the function's module, as its globals have it.
     """
     _kernel_modules.add(module)
-    _kernel_code.add(code)
+    _kernel_code[id(code)] = code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             register_code(constant, module)
@@ -88,7 +89,7 @@ def sites() -> tuple[Site, ...]:
     """Return the lines of kernel source on the stack, innermost first."""
     lines, frame = [], sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") in _kernel_modules and frame.f_code in _kernel_code:
+        if frame.f_globals.get("__name__") in _kernel_modules and id(frame.f_code) in _kernel_code:
             lines.append(Site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
     return tuple(lines)
@@ -98,8 +99,11 @@ def site() -> Site:
     """Return the innermost line of kernel source."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") in _kernel_modules and (code := frame.f_code) in _kernel_code:
-            return Site(code.co_filename, frame.f_lineno, code.co_name)
+        if frame.f_globals.get("__name__") in _kernel_modules and id(code := frame.f_code) in _kernel_code:
+            key = id(code), frame.f_lasti
+            if key not in _sites:
+                _sites[key] = Site(code.co_filename, frame.f_lineno, code.co_name)
+            return _sites[key]
         frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
     return NOWHERE
 
@@ -153,7 +157,7 @@ def refuse_error(error: Exception) -> NoReturn:
     stack: list[Site] = []
     step = error.__traceback__
     while step is not None:
-        if (code := step.tb_frame.f_code) in _kernel_code:
+        if id(code := step.tb_frame.f_code) in _kernel_code:
             stack.insert(0, Site(code.co_filename, step.tb_lineno, code.co_name))
         step = step.tb_next
     if not stack:

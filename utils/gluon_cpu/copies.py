@@ -195,10 +195,7 @@ def _enter_reduction(name: str, update, floats: tuple[str, ...]) -> None:
 
     def reduce(tensor_desc, coord, src) -> None:
         dtype = tensor_desc.dtype
-        allowed = (
-            *floats,
-            *(("int32", "uint32", "int64", "uint64") if name != "add" else ("int32", "uint32", "uint64")),
-        )
+        allowed = (*floats, "int32", "uint32", "uint64", *(("int64",) if name != "add" else ()))
         if dtype.name not in allowed:
             refuse("layout", f"tma.async_atomic_{name} takes {', '.join(allowed)}; the descriptor is {dtype}.")
         if any(size > 1 for _, size in layouts.block_groups(src.layout, context.program().num_ctas)):
@@ -232,14 +229,8 @@ def _send(at: list[int], src, what: str, nbytes: int) -> list[int]:
     program.reschedule()
     p = program.partition
     p.store_count += 1
-    access(
-        src,
-        write=False,
-        asynchronous=True,
-        queue="tma store",
-        time=p.store_count,
-        what=f"the {what.removeprefix('A ')} from {src.label}",
-    )
+    what = f"the {what.removeprefix('A ')} from {src.label}"
+    access(src, write=False, asynchronous=True, queue="tma store", time=p.store_count, what=what)
     end = _transfer("TMA", "copy out", src.label, nbytes)
     p.stores.append((p.store_count, end, src.label, context.site()))
     return at

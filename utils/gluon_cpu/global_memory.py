@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -260,18 +261,27 @@ class Descriptor:
         self.shape = tuple(Tensor(s, gl.int32) for s in self.sizes)
         self.strides = tuple(Tensor(s, gl.int64) for s in self.steps)
         self.type = self
+        self.boxes: dict[
+            tuple[int, ...], np.ndarray
+        ] = {}  # offsets of a box's elements from its first one, by its size
 
     def __getattr__(self, name):
         refuse("unknown operation", f"gluon_cpu does not know .{name} of a TMA descriptor.")
 
     def box(self, coord: list[int], what: str) -> tuple[np.ndarray, tuple[slice, ...]]:
         """Return the part of a box that lies inside of the tensor: its offsets, and where it lies in the box."""
-        offsets: np.ndarray | np.int64 = np.int64(self.start)
-        places = []
+        start, lengths, places = self.start, [], []
         for at, size, step, block in zip(coord, self.sizes, self.steps, self.block_shape, strict=True):
             first, end = min(max(at, 0), size), max(min(at + block, size), 0)
-            offsets = np.add.outer(offsets, np.arange(first, end, dtype=np.int64) * step)
-            places.append(slice(first - at, max(end, first) - at))
+            start += first * step
+            lengths.append(max(end - first, 0))
+            places.append(slice(first - at, first - at + lengths[-1]))
+        if (key := tuple(lengths)) not in self.boxes:
+            along: list[np.ndarray] = [
+                np.arange(n, dtype=np.int64) * step for n, step in zip(lengths, self.steps, strict=True)
+            ]
+            self.boxes[key] = functools.reduce(np.add.outer, along)
+        offsets: np.ndarray = self.boxes[key] + start
         self.buffer.check(offsets, what)
         return offsets, tuple(places)
 
@@ -281,7 +291,7 @@ class Descriptor:
         values = self.buffer.read(offsets)
         if values.shape == tuple(self.block_shape):
             return values
-        whole = np.full(self.block_shape, np.nan if self.padding == "nan" else 0, numpy_type(self.dtype))
+        whole: np.ndarray = np.full(self.block_shape, np.nan if self.padding == "nan" else 0, numpy_type(self.dtype))
         whole[places] = values
         return whole
 
@@ -296,10 +306,7 @@ class Descriptor:
         old = np.asarray(self.buffer.read(offsets))
         self.buffer.write(offsets, round_to(np.asarray(combine(old, np.asarray(values)[places])), self.dtype))
 
-    @property
-    def handle(self):
-        """What a builtin of a kernel's author passes on."""
-        return self
+    handle = property(lambda self: self)  # what a builtin of a kernel's author passes on
 
 
 def host_descriptor(desc, name: str) -> Descriptor:

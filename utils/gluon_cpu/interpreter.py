@@ -119,7 +119,9 @@ def _assigned(body: list[ast.stmt]) -> list[str]:
 
 def _makes_a_layout(node: ast.expr) -> bool:
     """Whether an expression is the call of a layout's class, such as `gl.BlockedLayout(...)`."""
-    function = node.func.args[0] if isinstance(node, ast.Call) else None  # node.func is our own call, which finds it
+    function = (
+        node.func.args[0] if isinstance(node, ast.Call) and isinstance(node.func, ast.Call) else None
+    )  # node.func is our own call, which finds it
     return getattr(function, "attr", getattr(function, "id", "")).endswith("Layout")
 
 
@@ -407,7 +409,7 @@ def _resolve(function):
     if owner is not None and not isinstance(owner, types.ModuleType):
         return function  # methods of Python's own constants
     if isinstance(function, type):
-        return once_for_constants(lambda *args, **kwargs: layouts.only_one(function(*args, **kwargs)))
+        return once_for_constants(function)
     module = getattr(function, "__module__", "") or ""
     name = f"{module}.{getattr(function, '__qualname__', function)}"
     if module.startswith("triton."):

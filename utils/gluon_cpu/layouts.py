@@ -102,19 +102,10 @@ def _check_cluster(layout, what: str) -> None:
         )
 
 
-_equal: dict = {}
 _checked: dict[tuple, DistributedLayout] = {}  # a layout's id stays its own while it is kept here
 
 
-def only_one(layout):
-    """Return the first layout that was equal to this one: two that are the same object need no comparison."""
-    return _equal.setdefault(layout, layout) if isinstance(layout, DistributedLayout | SharedLayout) else layout
-
-
-@once_for_constants
-def sliced(axis: int, layout):
-    """Return the SliceLayout along an axis of a layout."""
-    return only_one(gl.SliceLayout(axis, layout))
+sliced = once_for_constants(gl.SliceLayout)
 
 
 def distributed(layout, shape: list[int], what: str):

@@ -56,9 +56,7 @@ class Allocation:
         self.name = ""  # the first variable that held it
         self.path = ""  # the path to it through an aggregate, such as ring.bars.full
         self.data: np.ndarray = np.zeros(shape, numpy_type(dtype))
-        self.written: np.ndarray = np.zeros(
-            shape, np.int8
-        )  # 0, or by which of `spreads` it was written, counted from 1
+        self.written: np.ndarray = np.zeros(shape, np.int8)  # 0, or the number of the one of `spreads` that wrote it
         self.spreads: list = [layouts.block_bases(layout)]  # how its views spread it over the blocks of a cluster
         self.records: list[list[Access]] = [[] for _ in range(context.program().num_ctas)]  # of each block
         self.barriers: dict[int, list] = {}  # the MBarriers in it, by their place: one for each block
@@ -148,6 +146,7 @@ class MemDesc:
     )
     nbytes = property(lambda self: self.view.size * self.dtype.primitive_bitwidth // 8)
     label = property(lambda self: self.allocation.label + self.suffix)
+    handle = property(lambda self: self)  # what a builtin of a kernel's author passes on
     values = property(lambda self: self.view)  # what a product or a copy reads
 
     def __repr__(self) -> str:
@@ -185,11 +184,6 @@ class MemDesc:
             slot.outside = f"{slot.label}: {slots_text}.{sign}"
         self.views[i] = slot
         return slot
-
-    @property
-    def handle(self):
-        """What a builtin of a kernel's author passes on."""
-        return self
 
     def slice(self, start, length, dim=0) -> MemDesc:
         """Return the subview [start, start + length) along a dimension."""
@@ -363,15 +357,8 @@ def _atomic_scatter(name: str, update) -> Callable:
     return scatter
 
 
-UPDATES: dict[str, Callable] = {
-    "add": np.add,
-    "max": np.maximum,
-    "min": np.minimum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "xchg": lambda old, new: new,
-}
+UPDATES: dict[str, Callable] = {"add": np.add, "max": np.maximum, "min": np.minimum, "xchg": lambda old, new: new}
+UPDATES |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 for _name, _update in UPDATES.items():
     setattr(MemDesc, f"atomic_scatter_{_name}", _atomic_scatter(_name, _update))
 

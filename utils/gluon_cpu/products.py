@@ -197,14 +197,8 @@ def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_
     p.wgmma_count += 1
     for name, x in (("A", a), ("B", b)):
         if isinstance(x, MemDesc):
-            access(
-                x,
-                write=False,
-                asynchronous=True,
-                queue="wgmma",
-                time=p.wgmma_count,
-                what=f"the wgmma that reads {name} from {x.label}",
-            )
+            what = f"the wgmma that reads {name} from {x.label}"
+            access(x, write=False, asynchronous=True, queue="wgmma", time=p.wgmma_count, what=what)
     a = a if isinstance(a, MemDesc) else Tensor(a.data, a.dtype, a.layout, reads=a.reads)
     # A product may add to one that was not waited for.
     source = acc if isinstance(acc, Accumulator) else Tensor(acc.data, acc.dtype, acc.layout)

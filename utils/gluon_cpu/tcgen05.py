@@ -25,11 +25,8 @@ from .products import exact_product
 from .tensor_memory import TensorMemory
 
 QUEUE = "tcgen05"
-FORMATS = {
-    "e2m1": "uint8",
-    "e4m3": "fp8e4nv",
-    "e5m2": "fp8e5",
-}  # formats of scaled products, and the types that hold them
+# Formats of scaled products, and the types that hold them.
+FORMATS = {"e2m1": "uint8", "e4m3": "fp8e4nv", "e5m2": "fp8e5"}
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 

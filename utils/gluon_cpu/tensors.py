@@ -61,10 +61,7 @@ class Tensor(RunTimeValue):
         """Triton's type, with shape and layout."""
         return _type_of(self.dtype, tuple(self.shape), self.layout) if self.shape else self.dtype
 
-    @property
-    def handle(self):
-        """What a builtin of a kernel's author passes on."""
-        return self
+    handle = property(lambda self: self)  # what a builtin of a kernel's author passes on
 
     @property
     def value(self):
@@ -179,14 +176,8 @@ def _type_of(dtype, shape: tuple, layout):
 
 # ---- arithmetic --------------------------------------------------------------------------------------------------
 
-COMPARISONS = {
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "==": operator.eq,
-    "!=": operator.ne,
-}
+COMPARISONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+COMPARISONS |= {"==": operator.eq, "!=": operator.ne}
 BITS = {"&": operator.and_, "|": operator.or_, "^": operator.xor, "<<": operator.lshift, ">>": operator.rshift}
 ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 FUNCTIONS = COMPARISONS | BITS | ARITHMETIC | {"/": np.true_divide, "max": np.fmax, "min": np.fmin}
@@ -292,7 +283,7 @@ def _plan(op: str, a, b) -> tuple:
     """Return (conversion of a, of b, function, the NumPy type that needs no rounding, rounding, dtype, layout, what to keep)."""
     tensors = [x for x in (a, b) if isinstance(x, Tensor)]
     keep = [x.layout for x in tensors]
-    layout = broadcast_layout(*tensors, f"the operator {op}") if len(tensors) == 2 else keep[0]
+    layout = broadcast_layout(tensors[0], tensors[1], f"the operator {op}") if len(tensors) == 2 else keep[0]
     arrays = any(isinstance(x._data, np.ndarray) for x in tensors)
     if any(x.buffer is not None for x in tensors):
         return *_pointer_conversions(op, a, b), FUNCTIONS[op], None, lambda out: out, tensors[0].dtype, layout, keep

@@ -92,8 +92,7 @@ def adopt_newest_gluon_names() -> None:
         tma.async_atomic_add = _make_async_atomic_add()
     if not hasattr(blackwell, "get_tmem_reg_layout"):
         blackwell.get_tmem_reg_layout = ConstexprFunction(_register_layout_of_tile)
-        # A file of kernels may use what is a language's own.
-        blackwell.get_tmem_reg_layout.__module__ = blackwell.__name__
+        blackwell.get_tmem_reg_layout.__module__ = blackwell.__name__  # a file of kernels may use a language's own
 
 
 def _register_layout_of_tile(element_ty, shape, layout, num_warps, instr_variant="32x32b", cga_layout=()):

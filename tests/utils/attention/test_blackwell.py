@@ -1,10 +1,8 @@
 """The attention kernel for Blackwell: right in the simulator, compiled for sm_100a; no such GPU has run it."""
 
 import dataclasses
-import importlib.util
 import math
 import random
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from utils.attention.backends import gluon as backend
 from utils.attention.gluon.blackwell import attention as kernels
 from utils.attention.gluon.offline import compile_blackwell
 from utils.attention.problem import NO_OPTIONS, Options, Problem
+from utils.gluon_cpu.compiling import import_file, write_source
 from utils.kernels.offline import BLACKWELL, BLACKWELL_ULTRA, compile_gluon
 
 
@@ -74,24 +73,27 @@ BUGS = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_broken_hand_off_is_reported(bug, tmp_path):
+def test_a_broken_hand_off_is_reported(bug):
     text, (old, new) = Path(kernels.__file__).read_text(), BUGS[bug]
     assert text.count(old) == 1, "the kernel has other lines now"
-    path = tmp_path / f"{bug.replace(' ', '_').replace(chr(39), '')}.py"
-    path.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = import_file(write_source(text.replace(old, new), "attention.py"))
     for seed in (None, 1):
         with pytest.raises(gluon_cpu.SimulationError):
             errors(module, 1, 1, 1, 256, 1024, 64, False, seed=seed)
 
 
+# Bytes spilled by version; the partitions of one warp lack registers where the mask is causal, and Triton 3.8 writes less code.
+CAUSAL_SPILLS = {(3, 7): 132, (3, 8): 0, (3, 9): 16}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("head_dim", "capability"), [(64, BLACKWELL), (128, BLACKWELL_ULTRA)])
-def test_it_compiles_for_blackwell(head_dim, capability):
-    assembly = compile_blackwell(head_dim, capability=capability)
-    assert assembly.spill_bytes == 0 and assembly.columns == 512
+@pytest.mark.parametrize(
+    ("head_dim", "capability", "causal"), [(64, BLACKWELL, True), (128, BLACKWELL_ULTRA, False), (128, BLACKWELL, True)]
+)
+def test_it_compiles_for_blackwell(head_dim, capability, causal):
+    assembly = compile_blackwell(head_dim, capability=capability, causal=causal)
+    most = CAUSAL_SPILLS[installed_version("triton")] if causal and head_dim == 128 else 0
+    assert assembly.spill_bytes == most and assembly.columns == 512
     assert f"sm_{capability}a" in assembly.ptx
     for instruction in ("UTCHMMA", "LDTM", "STTM", "UTMALDG", "UTMASTG"):
         assert assembly.count(instruction) > 0, instruction

@@ -4,10 +4,8 @@ The kernels are the steps of the attention ladder, and the statements those that
 bytes, arrivals, initializations, fences. `UNSEEN` names the mutants that nothing is said about, and why.
 """
 
-import importlib.util
 import math
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +18,7 @@ pytest.importorskip("triton", reason="gluon_cpu needs Triton for the language; t
 from utils import gluon_cpu
 from utils.attention import reference
 from utils.attention.gluon import launch
+from utils.gluon_cpu.compiling import import_file, write_source
 
 REMOVED = (
     *("mbarrier.wait(", "mbarrier.expect(", "mbarrier.arrive(", "mbarrier.init("),
@@ -76,15 +75,9 @@ def mutants(text: str) -> Iterator[Mutant]:
             )
 
 
-def load(text: str, folder: Path, name: str):
+def load(text: str, name: str):
     """Import a kernel's file from a text."""
-    path = folder / f"{name}.py"
-    path.write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    return import_file(write_source(text, f"{name}.py"))
 
 
 def error_of(step: int, module, shape: tuple, causal: bool, seed: int | None, monkeypatch) -> float:
@@ -100,12 +93,8 @@ def error_of(step: int, module, shape: tuple, causal: bool, seed: int | None, mo
     if run.notes:  # a fence that the compiler adds is named all the same
         raise gluon_cpu.FenceError(run.notes[0])
     expected = reference(q, k, v, causal=causal)
-    return (
-        (out.double() - expected[0].double() if isinstance(expected, tuple) else out.double() - expected)
-        .abs()
-        .max()
-        .item()
-    )
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    return (out.double() - expected.double()).abs().max().item()
 
 
 @pytest.mark.parametrize(
@@ -117,15 +106,15 @@ def error_of(step: int, module, shape: tuple, causal: bool, seed: int | None, mo
         pytest.param(5, 1, SEVERAL_TILES, 7, marks=pytest.mark.overnight),
     ],
 )
-def test_no_mutant_of_the_ladder_passes_in_silence(step, multiprocessors, shapes, at_least, tmp_path, monkeypatch):
+def test_no_mutant_of_the_ladder_passes_in_silence(step, multiprocessors, shapes, at_least, monkeypatch):
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: multiprocessors)
     text = Path(launch.__file__).with_name(f"{launch.MODULES[step - 1]}.py").read_text(encoding="utf-8")
     for shape, causal in shapes:
-        assert error_of(step, load(text, tmp_path, f"step{step}_itself"), shape, causal, None, monkeypatch) < 0.01
+        assert error_of(step, load(text, f"step{step}_itself"), shape, causal, None, monkeypatch) < 0.01
 
     silent, wrong, reported = [], [], 0
     for number, mutant in enumerate(mutants(text)):
-        module, said, errors = load(mutant.text, tmp_path, f"step{step}_mutant{number}"), [], []
+        module, said, errors = load(mutant.text, f"step{step}_mutant{number}"), [], []
         for shape, causal in shapes:
             for seed in (None, 1, 2):
                 try:

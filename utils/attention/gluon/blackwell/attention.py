@@ -12,8 +12,9 @@ output stays in tensor memory and is rescaled there, so that the softmax keeps a
 
     tensor memory, 512 columns: S 2 x 128 (P of 16 bits in the first half of each), O 2 x head dimension
 
-Compiled for sm_100a (no spills, but 132 bytes at head dimension 128 with a causal mask) and run in the simulator against
-float64; no GPU has run it. The comments name the lines of the checklist "from a naive kernel to one for Blackwell" where they happen.
+Compiled for sm_100a and run in the simulator against float64; no GPU has run it. No spills, but at head dimension 128 with a
+causal mask: 132 bytes with Triton 3.7, none with 3.8, 16 with 3.9. The comments name the lines of the checklist "from a naive
+kernel to one for Blackwell" where they happen.
 """
 
 from triton.experimental import gluon
@@ -179,7 +180,13 @@ def products(q_tiles, k_ring, v_ring, scores, output, bars, sizes, STAGES: gl.co
             # would add to an O that is still being rescaled.
             mbarrier.wait(bars.p_full.index(tile), i & 1)
             mbarrier.wait(bars.o_ready.index(tile), i & 1)
-            tcgen05_mma(probabilities(scores.index(tile), v.dtype), v, output.index(tile), use_acc=i > 0, mbarriers=[bars.o_done.index(tile)])
+            tcgen05_mma(
+                probabilities(scores.index(tile), v.dtype),
+                v,
+                output.index(tile),
+                use_acc=i > 0,
+                mbarriers=[bars.o_done.index(tile)],
+            )
             if i + 1 < blocks:
                 if tile == 0:
                     mbarrier.wait(bars.k_full.index(following), ((i + 1) // STAGES) & 1)
