@@ -10,9 +10,10 @@ from instructor.build import ROOT, Built, build_lab
 from instructor.course import Course, Score, _import_nbgrader
 from instructor.execute import execute
 
-pytest.register_assert_rewrite("tests.instructor.lab_cases", "tests.instructor.every_lab")
+pytest.register_assert_rewrite(*(f"tests.instructor.{name}" for name in ("lab_cases", "every_lab", "visible")))
 
 from tests.instructor import lab_cases  # noqa: E402
+from tests.instructor.visible import VisibleChecks  # noqa: E402
 
 _import_nbgrader()  # without its extensions of Jupyter's server, which take two seconds in each process
 
@@ -68,6 +69,12 @@ def checks(request) -> ModuleType:
 def cells(lab) -> list:
     """The instructor's notebook."""
     return nbformat.reads(lab.instructor, as_version=4).cells
+
+
+@pytest.fixture(scope="module")
+def visible(cells) -> VisibleChecks:
+    """The checks that students see."""
+    return VisibleChecks(cells)
 
 
 @pytest.fixture(scope="module")

@@ -134,7 +134,7 @@ class EveryRightAnswer:
 
     def pytest_generate_tests(self, metafunc):
         if "right" in metafunc.fixturenames:
-            metafunc.parametrize("right", metafunc.cls.right_answers, ids=lambda right: right[0])
+            metafunc.parametrize("right", lab_cases.first_of_each_cell(metafunc.cls.right_answers, 2))
 
     def test_there_are_many_right_answers(self, calls):
         """At least forty idioms, different ones, and each answer cell has one."""

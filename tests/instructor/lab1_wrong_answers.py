@@ -1,766 +1,928 @@
-"""Typical mistakes in lab 1, each with the question that it loses and words of the message.
+"""Typical mistakes in lab 1 by answer cell, each with words of the messages; `mistakes` explains a row."""
 
-`code` runs after the model answer in the same cell, and so replaces one of its functions.
-"""
+from tests.instructor.lab_cases import mistakes
 
-from tests.instructor.lab_cases import WrongAnswer
+_CEIL = "math.ceil(1.5 * dtype.itemsize * ridge)"
+_DTYPE = "The number of bytes depends on the dtype"
+_ELEMENTS = "elements, not bytes"
+_EVERY = "memory read that nothing was written to"
+_PAIRS = "return sum(min(p + 1, window or p + 1) for p in positions)"
+_POSITIONS = "range(kv_len - query_len, kv_len)"
+_FLOOR = "(weights * weight_bytes + batch * cache * cache_bytes)"
+_GEMM = "(m * k + k * n + m * n) * dtype.itemsize"
+_GEMV = "(m * k + k + m) * dtype.itemsize"
+_CACHE = "2 * batch * tokens * config.num_key_value_heads * config.head_dim * dtype.itemsize"
 
-_NAIVE = """
-def gemm_naive(a, b):
-    m, k, n = a.shape[0], a.shape[1], b.shape[1]
-    c = torch.zeros(m, n, dtype=a.dtype, device=a.device)
-    {body}
-    return c
-"""
-_TILED = """
-def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
-    m, k, n = a.shape[0], a.shape[1], b.shape[1]
-    c = torch.zeros(m, n, dtype=a.dtype, device=a.device)
-    {body}
-    return c
-"""
-_TILE_LOOPS = """for i in range(0, m, tile_m):
-        for j in range(0, n, tile_n):
-            acc = torch.zeros(min(tile_m, m - i), min(tile_n, n - j), device=a.device)
-            for p in range(0, k, tile_k):
-                x, y = a[i:i + tile_m, p:p + tile_k], b[p:p + tile_k, j:j + tile_n]
-                {step}
-            c[i:i + tile_m, j:j + tile_n] = acc"""
-_OUTER = "acc += (x[:, :, None] * y[None]).sum(1)"
-_FLASH = """
-def flash_attention_tiled(q, k, v, tile_q=64, tile_k=64):
-    out = torch.empty_like(q)
-    for i in range(0, q.shape[2], tile_q):
-        x = q[:, :, i:i + tile_q].float() / math.sqrt(q.shape[-1])
-        m = torch.full_like(x[..., :1], -math.inf)
-        l, acc = torch.zeros_like(m), torch.zeros_like(x)
-        for j in range(0, k.shape[2], tile_k):
-            s = x @ k[:, :, j:j + tile_k].float().mT
-            new = torch.maximum(m, s.amax(-1, keepdim=True))
-            p = torch.exp(s - new)
-            {update}
-            m = new
-        out[:, :, i:i + tile_q] = (acc / l).to(q.dtype)
-    return out
-"""
-_ATTENTION_COST = """
-def attention_macs_flops_bytes(batch, query_len, kv_len, config, dtype, window=None):
-    h, d = config.hidden_size, config.head_dim
-    wide, narrow, t = config.num_attention_heads * d, config.{kv_heads} * d, batch * query_len
-    pairs = sum(min(p + 1, window or p + 1) for p in range(kv_len - query_len, kv_len))
-    keys = {keys}
-    macs = t * h * (2 * wide + 2 * narrow) + 2 * batch * wide * {pairs}
-    elements = 2 * h * (wide + narrow) + 4 * t * h + 4 * t * wide + 2 * t * narrow + 2 * batch * keys * narrow
-    return macs, {flops}, elements * {size}
-"""
-_COST = {
-    "kv_heads": "num_key_value_heads",
-    "keys": "kv_len if window is None else min(kv_len, query_len + window - 1)",
-    "pairs": "pairs",
-    "flops": "2 * macs",
-    "size": "dtype.itemsize",
-}
-
-
-def _cost(**changed: str) -> str:
-    return _ATTENTION_COST.format(**{**_COST, **changed})
-
-
-def _flash(update: str) -> str:
-    return _FLASH.format(update=update)
-
-
-_GOOD_UPDATE = (
-    "r = torch.exp(m - new); l = l * r + p.sum(-1, keepdim=True); acc = acc * r + p @ v[:, :, j:j + tile_k].float()"
-)
 
 WRONG_ANSWERS = [
-    # ---- 1.1
-    WrongAnswer("library product", "q1_1", "def gemm_naive(a, b):\n    return a @ b\n", "aten.mm"),
-    WrongAnswer(
-        "F.linear",
+    *mistakes(
         "q1_1",
-        "def gemm_naive(a, b):\n    return F.linear(a, b.T)\n",
-        "write the three loops yourself".capitalize(),
-    ),
-    WrongAnswer(
-        "getattr and a spliced name",
-        "q1_1",
-        "def gemm_naive(a, b):\n    return getattr(torch, 'mat' + 'mul')(a, b)\n",
-        "may not use",
-    ),
-    WrongAnswer(
-        "through NumPy",
-        "q1_1",
-        "def gemm_naive(a, b):\n    return torch.from_numpy(a.numpy() @ b.numpy())\n",
-        "out of torch, by .numpy()",
-    ),
-    WrongAnswer(
-        "transposed result",
-        "q1_1",
-        _NAIVE.format(
-            body="""for i in range(m):
-        for j in range(n):
-            for p in range(k):
-                c[i, j] += a[i, p] * b[p, j]
-    c = c.T"""
+        ("library product", "def gemm_naive(a, b):\n    return a @ b\n", "aten.mm"),
+        ("F.linear", "def gemm_naive(a, b):\n    return F.linear(a, b.T)\n", "Write the three loops yourself"),
+        (
+            "getattr and a spliced name",
+            "def gemm_naive(a, b):\n    return getattr(torch, 'mat' + 'mul')(a, b)\n",
+            "may not use",
         ),
-        "It looks transposed",
-    ),
-    WrongAnswer(
-        "sum not set back",
-        "q1_1",
-        _NAIVE.format(
-            body="""total = 0.0
-    for i in range(m):
-        for j in range(n):
-            for p in range(k):
-                total += a[i, p].item() * b[p, j].item()
-            c[i, j] = total"""
+        (
+            "through NumPy",
+            "def gemm_naive(a, b):\n    return torch.from_numpy(a.numpy() @ b.numpy())\n",
+            "out of torch, by .numpy()",
         ),
-        "where is the sum set back to zero",
-    ),
-    WrongAnswer(
-        "last step of the sum missing",
-        "q1_1",
-        _NAIVE.format(
-            body="""for i in range(m):
-        for j in range(n):
-            for p in range(k - 1):
-                c[i, j] += a[i, p] * b[p, j]"""
+        ("transposed result", ("return c", "return c.T"), "It looks transposed"),
+        (
+            "sum not set back",
+            (("            total = 0.0\n", ""), ("    for i in", "    total = 0.0\n    for i in")),
+            "where is the sum set back to zero",
         ),
-        "is wrong in",
-    ),
-    WrongAnswer(
-        "returns fp64",
-        "q1_1",
-        _NAIVE.format(
-            body="""c = c.double()
-    for i in range(m):
-        for j in range(n):
-            for p in range(k):
-                c[i, j] += a[i, p] * b[p, j]"""
+        ("last step of the sum missing", ("range(k_size)", "range(k_size - 1)"), "is wrong in"),
+        (
+            "square only",
+            ("n_size = b.shape[1]", "n_size = k_size = m_size"),
+            ("raised IndexError", "is wrong in", "shape"),
         ),
-        "should have dtype torch.float32, and has torch.float64",
-    ),
-    WrongAnswer(
-        "two loops and a dot product",
-        "q1_1",
-        _NAIVE.format(
-            body="""for i in range(m):
-        for j in range(n):
-            c[i, j] = (a[i] * b[:, j]).sum()"""
-        ),
-        "elements at once",
-    ),
-    WrongAnswer(
-        "square only",
-        "q1_1",
-        _NAIVE.format(
-            body="""for i in range(m):
-        for j in range(m):
-            for p in range(m):
-                c[i, j] += a[i, p] * b[p, j]"""
-        ),
-        # which of the two depends on whether the drawn m is the smallest size
-        ("raised IndexError", "is wrong in"),
-    ),
-    WrongAnswer(
-        "result on the CPU",
-        "q1_1",
-        _NAIVE.format(
-            body="""c = torch.zeros(m, n, dtype=a.dtype)
-    for i in range(m):
-        for j in range(n):
-            c[i, j] = sum(a[i, p].item() * b[p, j].item() for p in range(k))"""
-        ),
-        "device=a.device",
-    ),
-    WrongAnswer("no return", "q1_1", "def gemm_naive(a, b):\n    c = torch.zeros(2, 2)\n", "is a return missing"),
-    # ---- 1.2
-    WrongAnswer(
-        "whole tiles only",
-        "q1_2",
-        _TILED.format(
-            body="""for i in range(m // tile_m):
-        for j in range(n // tile_n):
-            rows, cols = slice(i * tile_m, (i + 1) * tile_m), slice(j * tile_n, (j + 1) * tile_n)
-            for p in range(k // tile_k):
-                x, y = a[rows, p * tile_k:(p + 1) * tile_k], b[p * tile_k:(p + 1) * tile_k, cols]
-                c[rows, cols] += (x[:, :, None] * y[None]).sum(1)"""
-        ),
-        "Look at the tiles at the edges",
-    ),
-    WrongAnswer(
-        "accumulator overwritten in each step",
-        "q1_2",
-        _TILED.format(body=_TILE_LOOPS.format(step="acc = (x[:, :, None] * y[None]).sum(1)")),
-        "Every tile is whole here",
-        seen="each step along K",
-    ),
-    WrongAnswer(
-        "one broadcast over the whole matrix",
-        "q1_2",
-        "def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):\n    return (a[:, :, None] * b[None]).sum(1)\n",
-        "elements at once",
-        seen="inside of one tile",
-    ),
-    WrongAnswer(
-        "einsum inside of a tile",
-        "q1_2",
-        _TILED.format(body=_TILE_LOOPS.format(step="acc += torch.einsum('ik,kj->ij', x, y)")),
-        "may not use",
-    ),
-    WrongAnswer(
-        "hard-coded tile of 64",
-        "q1_2",
-        _TILED.format(body="tile_m = tile_n = tile_k = 64\n    " + _TILE_LOOPS.format(step=_OUTER)),
-        "Are the tile sizes used",
-    ),
-    WrongAnswer(
-        "added to memory that nothing was written to",
-        "q1_2",
-        _TILED.format(
-            body="c = torch.empty_like(c)\n    " + _TILE_LOOPS.format(step=_OUTER).replace("] = acc", "] += acc")
-        ),
-        "memory read that nothing was written to",
-    ),
-    # ---- 1.3
-    WrongAnswer(
-        "seconds",
-        "q1_3",
-        """
-def time_calls(fn, n_calls, synchronize):
-    times = []
-    for _ in range(n_calls):
-        synchronize(); start = time.perf_counter(); fn(); synchronize()
-        times.append(time.perf_counter() - start)
-    return times
-""",
-        "It looks like seconds",
-    ),
-    WrongAnswer(
-        "clock stopped before the wait",
-        "q1_3",
-        """
-def time_calls(fn, n_calls, synchronize):
-    times = []
-    for _ in range(n_calls):
-        synchronize(); start = time.perf_counter(); fn()
-        times.append((time.perf_counter() - start) * 1e3); synchronize()
-    return times
-""",
-        "Is the clock stopped after the wait",
-    ),
-    WrongAnswer(
-        "no wait before the clock starts",
-        "q1_3",
-        """
-def time_calls(fn, n_calls, synchronize):
-    times = []
-    for _ in range(n_calls):
-        start = time.perf_counter(); fn(); synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
-    return times
-""",
-        "wait for the device before the clock starts",
-    ),
-    WrongAnswer(
-        "all calls timed together",
-        "q1_3",
-        """
-def time_calls(fn, n_calls, synchronize):
-    synchronize(); start = time.perf_counter()
-    for _ in range(n_calls):
-        fn(); synchronize()
-    return [(time.perf_counter() - start) * 1e3 / n_calls] * n_calls
-""",
-        "is each call timed on its own",
-    ),
-    # ---- 1.4
-    WrongAnswer(
-        "MAC for FLOP",
-        "q1_4",
-        """
-def gemm_macs_flops_bytes(m, n, k, dtype):
-    return m * n * k, m * n * k, (m * k + k * n + m * n) * dtype.itemsize
-""",
-        "one multiply-accumulate is two FLOPs",
-        seen="one MAC, and two FLOPs",
-    ),
-    WrongAnswer(
-        "bytes of fp32 for every dtype",
-        "q1_4",
-        """
-def gemm_macs_flops_bytes(m, n, k, dtype):
-    return m * n * k, 2 * m * n * k, (m * k + k * n + m * n) * 4
-""",
-        "depends on the dtype",
-    ),
-    WrongAnswer(
-        "result of GEMV not written",
-        "q1_4",
-        "def gemv_macs_flops_bytes(m, k, dtype):\n    return m * k, 2 * m * k, (m * k + k) * dtype.itemsize\n",
-        "The result y is written, too",
-    ),
-    # ---- 1.5
-    WrongAnswer(
-        "K not masked",
-        "q1_5",
-        "",
-        "tl.load reads outside",
-        replaces=(("(rows[:, None] < M) & (ks[None, :] < K)", "rows[:, None] < M"),),
-    ),
-    WrongAnswer(
-        "store not masked",
-        "q1_5",
-        "",
-        "tl.store writes outside",
-        replaces=((", mask=(rows[:, None] < M) & (cols[None, :] < N))", ")"),),
-    ),
-    WrongAnswer(
-        "strides of a contiguous matrix",
-        "q1_5",
-        "",
-        "column-major",
-        replaces=(
+        ("no return", ("    return c\n", ""), "is a return missing"),
+        ("columns of b by a's rows", ("n_size = b.shape[1]", "n_size = a.shape[0]"), ("shape", "wrong in")),
+        ("b transposed", ("b[k, j].item()", "b[j, k].item()"), ("Which index", "IndexError")),
+        ("a transposed", ("a[i, k].item()", "a[k, i].item()"), ("Which index", "IndexError")),
+        ("assigned, not added", ("total += a[i, k]", "total = a[i, k]"), "where is the sum set back"),
+        ("a plus b", (".item() * b[k", ".item() + b[k"), "is wrong in"),
+        ("integers", ("total += a[i, k].item()", "total += int(a[i, k].item())"), "is wrong in"),
+        ("always float32", ("dtype=a.dtype, device=a.device", "device=a.device"), "should have dtype"),
+        ("on the CPU", ("dtype=a.dtype, device=a.device", "dtype=a.dtype"), "device=a.device"),
+        ("row of lists", ("m_size, k_size = a.shape", "m_size, k_size = a.shape\n    a.tolist()"), ".tolist()"),
+        (
+            "row times column",
             (
-                "a_ptr + rows[:, None] * stride_am + ks[None, :] * stride_ak",
-                "a_ptr + rows[:, None] * stride_am + ks[None, :]",
+                ("for k in range(k_size):", "for k in range(1):"),
+                ("total += a[i, k].item() * b[k, j].item()", "total = (a[i] * b[:, j]).sum()"),
             ),
+            "elements at once",
         ),
-        seen="Look at the strides",
+        (
+            "dot",
+            (
+                ("for k in range(k_size):", "for k in range(1):"),
+                ("total += a[i, k].item() * b[k, j].item()", "total = torch.dot(a[i], b[:, j])"),
+            ),
+            "may not use",
+        ),
+        ("c not indexed", ("c[i, j] = total", "c[j] = total"), ("wrong in", "IndexError")),
+        ("loop too short by a row", ("for i in range(m_size)", "for i in range(m_size - 1)"), "is wrong in"),
+        (
+            "returns inside of the loop",
+            ("            c[i, j] = total", "            c[i, j] = total\n        return c"),
+            "is wrong in",
+        ),
     ),
-    WrongAnswer(
-        "rows of A not masked",
+    *mistakes(
+        "q1_2",
+        (
+            "one broadcast over the whole matrix",
+            "def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):\n    return (a[:, :, None] * b[None]).sum(1)\n",
+            ("elements at once", "inside of one tile"),
+        ),
+        (
+            "added to memory that nothing was written to",
+            ("c[rows, cols] = accumulator", "c[rows, cols] += accumulator"),
+            _EVERY,
+        ),
+        (
+            "accumulator in the inputs' dtype",
+            ("dtype=torch.float32, device", "dtype=a.dtype, device"),
+            "the accumulator",
+        ),
+        ("products in the inputs' dtype", ("].float()", "]"), "the product of two elements"),
+        (
+            "accumulator overwritten in each step",
+            ("accumulator += a_tile", "accumulator = a_tile"),
+            ("is wrong in", "Every tile is whole here", "each step along K"),
+        ),
+        (
+            "edges left out",
+            ("for i in range(0, m_size, tile_m)", "for i in range(0, m_size - tile_m + 1, tile_m)"),
+            (_EVERY, "edges"),
+        ),
+        (
+            "last step of K left out",
+            ("for k in range(0, k_size, tile_k)", "for k in range(0, k_size - tile_k + 1, tile_k)"),
+            ("edges", "wrong in", _EVERY),
+        ),
+        (
+            "row tile for columns",
+            ("for j in range(0, n_size, tile_n)", "for j in range(0, n_size, tile_m)"),
+            ("wrong in", "raised", _EVERY),
+        ),
+        (
+            "one accumulator for a row of tiles",
+            (
+                "            accumulator = torch.zeros(rows.stop - i, cols.stop - j, dtype=torch.float32, device=a.device)\n",
+                "            accumulator = torch.zeros(rows.stop - i, cols.stop - j, dtype=torch.float32, device=a.device) if j == 0 else accumulator\n",
+            ),
+            ("wrong in", "raised"),
+        ),
+        (
+            "matmul of two tiles",
+            (
+                "accumulator += a_tile[:, step, None] * b_tile[step, None, :]",
+                "accumulator += a_tile[:, step, None].float() @ b_tile[step, None, :].float()",
+            ),
+            "may not use",
+        ),
+        (
+            "whole rows of A",
+            ("a_tile = a[rows, k : k + tile_k]", "a_tile = (a * 1.0)[rows, k : k + tile_k]"),
+            "Are the tile sizes used",
+        ),
+        (
+            "result in float32",
+            ("c = torch.empty(m_size, n_size, dtype=a.dtype", "c = torch.empty(m_size, n_size, dtype=torch.float32"),
+            "should have dtype",
+        ),
+        (
+            "tiles of 64 whatever is asked",
+            ("m_size, k_size = a.shape", "m_size, k_size = a.shape\n    tile_m = tile_n = tile_k = 64"),
+            "Are the tile sizes used",
+        ),
+    ),
+    *mistakes(
+        "q1_3",
+        ("seconds for milliseconds", (" * 1e3)", ")"), "It looks like seconds"),
+        (
+            "clock stopped before the wait",
+            (
+                ("        fn()\n        synchronize()\n", "        fn()\n"),
+                ("* 1e3)\n", "* 1e3)\n        synchronize()\n"),
+            ),
+            "Is the clock stopped after the wait",
+        ),
+        (
+            "no wait before the clock starts",
+            ("        synchronize()\n        start", "        start"),
+            "wait for the device before the clock starts",
+        ),
+        ("called twice", ("        fn()\n", "        fn()\n        fn()\n"), "was called 6 times"),
+        (
+            "mean of all",
+            ("return times_ms", "return [sum(times_ms) / len(times_ms)] * len(times_ms)"),
+            ("each call timed on its own", "start anew"),
+        ),
+        ("a sum", ("return times_ms", "return sum(times_ms)"), "should return a list of 3 times"),
+        (
+            "clock never started anew",
+            (
+                ("    times_ms = []\n", "    times_ms, start = [], time.perf_counter()\n"),
+                ("        start = time.perf_counter()\n        fn()", "        fn()"),
+            ),
+            "start anew",
+        ),
+        ("microseconds", ("* 1e3)", "* 1e6)"), "Is it in ms"),
+    ),
+    *mistakes(
+        "q1_4",
+        (
+            "MAC for FLOP",
+            ("macs, 2 * macs", "macs, macs"),
+            ("one multiply-accumulate is two FLOPs", "one MAC, and two FLOPs"),
+        ),
+        ("result of GEMV not written", (_GEMV, "(m * k + k) * dtype.itemsize"), "The result y is written, too"),
+        ("C not written", (_GEMM, "(m * k + k * n) * dtype.itemsize"), "C is written"),
+        ("elements", (_GEMM, "(m * k + k * n + m * n)"), _ELEMENTS),
+        ("4 bytes in GEMV", (_GEMV, "(m * k + k + m) * 4"), _DTYPE),
+        ("x of M elements", (_GEMV, "(m * k + m + m) * dtype.itemsize"), "x has K elements"),
+        ("y of K elements", (_GEMV, "(m * k + k + k) * dtype.itemsize"), "y has M elements"),
+        ("x not read", (_GEMV, "(m * k + m) * dtype.itemsize"), "vector x is read"),
+        ("bytes of every product", (_GEMM, "2 * m * n * k * dtype.itemsize"), "not once a product"),
+        ("C read as well", (_GEMM, "(m * k + k * n + 2 * m * n) * dtype.itemsize"), "nothing is read from it"),
+        ("MACs are FLOPs", ("macs = m * n * k", "macs = 2 * m * n * k"), "It is twice the right number"),
+        ("FLOPs are MACs in GEMV", ("return m * k, 2 * m * k,", "return m * k, m * k,"), "half of the right number"),
+        ("two numbers", ("return macs, 2 * macs, ", "return macs, "), "expected (macs, flops, bytes)"),
+        ("B has N rows", (_GEMM, "(m * k + n * n + m * n) * dtype.itemsize"), "is not"),
+    ),
+    *mistakes(
         "q1_5",
-        "",
-        "tl.load reads outside",
-        replaces=(("(rows[:, None] < M) & (ks[None, :] < K)", "ks[None, :] < K"),),
+        ("K not masked", ("(rows[:, None] < M) & (ks[None, :] < K)", "rows[:, None] < M"), "tl.load reads outside"),
+        (
+            "rows of A not masked",
+            ("(rows[:, None] < M) & (ks[None, :] < K)", "ks[None, :] < K"),
+            "tl.load reads outside",
+        ),
+        ("store not masked", (", mask=(rows[:, None] < M) & (cols[None, :] < N))", ")"), "tl.store writes outside"),
+        (
+            "strides of a contiguous matrix",
+            ("stride_am + ks[None, :] * stride_ak", "stride_am + ks[None, :]"),
+            ("column-major", "Look at the strides"),
+        ),
+        (
+            "other= left out",
+            (
+                (
+                    "mask=(rows[:, None] < M) & (ks[None, :] < K), other=0.0",
+                    "mask=(rows[:, None] < M) & (ks[None, :] < K)",
+                ),
+                (
+                    "mask=(ks[:, None] < K) & (cols[None, :] < N), other=0.0",
+                    "mask=(ks[:, None] < K) & (cols[None, :] < N)",
+                ),
+            ),
+            "NaN values",
+        ),
+        (
+            "columns of B not masked",
+            ("(ks[:, None] < K) & (cols[None, :] < N), other", "(ks[:, None] < K), other"),
+            "tl.load reads",
+        ),
+        (
+            "strides of B swapped",
+            (
+                "ks[:, None] * stride_bk + cols[None, :] * stride_bn",
+                "ks[:, None] * stride_bn + cols[None, :] * stride_bk",
+            ),
+            ("tl.load reads", "Look at the strides"),
+        ),
+        (
+            "strides of a row-major B",
+            ("stride_bk + cols[None, :] * stride_bn", "stride_bk + cols[None, :]"),
+            ("tl.load reads", "Look at the strides", "is wrong"),
+        ),
+        (
+            "the sum overwritten",
+            ("accumulator = tl.dot(a_tile, b_tile, accumulator, ", "accumulator = tl.dot(a_tile, b_tile, "),
+            "added to the accumulator",
+        ),
+        (
+            "other=1.0",
+            (
+                ("(ks[None, :] < K), other=0.0", "(ks[None, :] < K), other=1.0"),
+                ("(cols[None, :] < N), other=0.0", "(cols[None, :] < N), other=1.0"),
+            ),
+            "other= in the loads",
+        ),
+        ("float32 rounded to ten bits", (', input_precision="ieee"', ""), "ieee"),
+        ("stored where A lies", ("c_tile = c_ptr", "c_tile = a_ptr"), ("tl.store writes", "is wrong")),
     ),
-    WrongAnswer(
-        "not accumulated",
-        "q1_5",
-        "",
-        "is wrong in",
-        replaces=(("tl.dot(a_tile, b_tile, accumulator, input_precision", "tl.dot(a_tile, b_tile, input_precision"),),
+    *mistakes(
+        "bonus_1_6",
+        (
+            "rows and columns of tiles swapped",
+            ("(tile_cols * m * k + tile_rows * k * n", "(tile_rows * m * k + tile_cols * k * n"),
+            "tile COLUMN",
+        ),
+        (
+            "whole tiles only",
+            ("math.ceil(m / tile_m), math.ceil(n / tile_n)", "m // tile_m, n // tile_n"),
+            "The last tile",
+        ),
+        (
+            "parts of tiles",
+            ("math.ceil(m / tile_m), math.ceil(n / tile_n)", "m / tile_m, n / tile_n"),
+            "Part of a tile",
+        ),
+        ("C left out", ("+ tile_rows * k * n + m * n)", "+ tile_rows * k * n)"), "C is written"),
+        ("fp32 bytes", ("tile_rows * k * n + m * n) * dtype.itemsize", "tile_rows * k * n + m * n) * 4"), _DTYPE),
+        ("one tile too large", ("    return t\n", "    return t + 1\n"), "does not fit"),
+        ("accumulator of dtype", ("4 * (t + 1) ** 2", "dtype.itemsize * (t + 1) ** 2"), "accumulator is fp32"),
+        ("one input tile", ("+ 2 * (t + 1) * tile_k", "+ (t + 1) * tile_k"), "two input tiles"),
     ),
-    # ---- 2
-    WrongAnswer(
-        "bytes over FLOPs",
+    *mistakes(
         "q2_1",
-        "def gemv_intensity(m, k, dtype):\n    return (m * k + k + m) * dtype.itemsize / (2 * m * k)\n",
-        "FLOPs over bytes",
+        (
+            "C left out of the intensity",
+            ("((m * k + k * n + m * n) * dtype.itemsize)", "((m * k + k * n) * dtype.itemsize)"),
+            "C is written",
+        ),
+        ("MACs over bytes", ("return 2 * m * n * k /", "return m * n * k /"), "two FLOPs"),
+        (
+            "intensity without itemsize",
+            ("((m * k + k * n + m * n) * dtype.itemsize)", "(m * k + k * n + m * n)"),
+            _ELEMENTS,
+        ),
+        ("2 bytes in the intensity", ("((m * k + k + m) * dtype.itemsize)", "((m * k + k + m) * 2)"), _DTYPE),
+        (
+            "GEMV upside down",
+            (
+                "return 2 * m * k / ((m * k + k + m) * dtype.itemsize)",
+                "return ((m * k + k + m) * dtype.itemsize) / (2 * m * k)",
+            ),
+            "FLOPs over bytes",
+        ),
+        ("y left out of GEMV", ("(m * k + k + m) *", "(m * k + k) *"), ("y is written", "x is read", "is not")),
     ),
-    WrongAnswer(
-        "the higher roof",
+    *mistakes(
         "q2_2",
-        "def attainable_tflops(intensity, peak_tflops, bandwidth_tb_s):\n    return max(peak_tflops, intensity * bandwidth_tb_s)\n",
-        "The lower of the two roofs",
+        ("the higher roof", ("min(peak", "max(peak"), "The lower of the two roofs"),
+        (
+            "bandwidth over peak",
+            ("peak_tflops / bandwidth_tb_s", "bandwidth_tb_s / peak_tflops"),
+            "peak over the bandwidth",
+        ),
+        (
+            "the slope alone",
+            ("min(peak_tflops, intensity * bandwidth_tb_s)", "intensity * bandwidth_tb_s"),
+            "no kernel is faster than the peak",
+        ),
+        (
+            "the ceiling alone",
+            ("min(peak_tflops, intensity * bandwidth_tb_s)", "peak_tflops"),
+            "lower of the two roofs",
+        ),
+        (
+            "divided by the bandwidth",
+            ("min(peak_tflops, intensity * bandwidth_tb_s)", "min(peak_tflops, intensity / bandwidth_tb_s)"),
+            "bandwidth",
+        ),
     ),
-    WrongAnswer(
-        "latency taken as seconds",
+    *mistakes(
         "q2_3",
-        "def achieved_tflops(flops, latency_ms):\n    return flops / latency_ms / 1e12\n",
-        "in ms, not in seconds",
+        ("rounded down", (_CEIL, "int(1.5 * dtype.itemsize * ridge)"), "still memory-bound"),
+        ("latency taken as seconds", ("(latency_ms * 1e-3)", "latency_ms"), "in ms, not in seconds"),
+        ("GFLOP/s", ("/ 1e12", "/ 1e9"), "not GFLOP/s"),
+        ("twice too large", (_CEIL, "math.ceil(3 * dtype.itemsize * ridge)"), "two for each MAC"),
+        ("not an integer", (_CEIL, "1.5 * dtype.itemsize * ridge"), "n is an integer"),
+        ("4 bytes whatever the dtype", (_CEIL, "math.ceil(6 * ridge)"), _DTYPE),
+        ("two matrices", (_CEIL, "math.ceil(dtype.itemsize * ridge)"), "Three matrices"),
+        ("always one more", (_CEIL, "int(1.5 * dtype.itemsize * ridge) + 1"), "equal to the ridge"),
+        ("elements instead of bytes", (_CEIL, "math.ceil(1.5 * ridge)"), "not elements"),
     ),
-    WrongAnswer(
-        "rounded down",
-        "q2_3",
-        "def smallest_compute_bound_gemm(ridge, dtype):\n    return int(1.5 * dtype.itemsize * ridge)\n",
-        "still memory-bound",
-    ),
-    # ---- 3
-    WrongAnswer(
-        "window one key too wide",
+    *mistakes(
         "q3_1",
-        """
-def attended_pairs(query_len, kv_len, window=None):
-    return sum(min(p + 1, (window or p) + 1) for p in range(kv_len - query_len, kv_len))
-""",
-        "the query's own included",
+        (
+            "window one key too wide",
+            (_PAIRS, "return sum(min(p + 1, (window or p) + 1) for p in positions)"),
+            "the query's own included",
+        ),
+        (
+            "no causal mask",
+            (_PAIRS, "return query_len * (min(kv_len, window) if window else kv_len)"),
+            "causal mask hides",
+        ),
+        (
+            "the query itself left out",
+            (_PAIRS, "return sum(min(p, window or p) for p in positions)"),
+            "attends to itself",
+        ),
+        ("first positions", (_POSITIONS, "range(query_len)"), "LAST query_len"),
+        ("window ignored", (_PAIRS, "return sum(p + 1 for p in positions)"), "window is not used"),
+        (
+            "window one key too narrow",
+            (_PAIRS, "return sum(min(p + 1, (window or p + 2) - 1) for p in positions)"),
+            "one key more",
+        ),
         loses=("q3_1_pairs_tests",),
     ),
-    WrongAnswer(
-        "no causal mask",
+    *mistakes(
         "q3_1",
-        """
-def attended_pairs(query_len, kv_len, window=None):
-    return query_len * (min(kv_len, window) if window else kv_len)
-""",
-        "causal mask hides",
-        loses=("q3_1_pairs_tests",),
+        (
+            "a whole window for each query",
+            (_PAIRS, "return query_len * window if window else sum(p + 1 for p in positions)"),
+            "fewer keys than a whole window",
+        ),
+        loses=("q3_1_pairs_tests", "q3_1_cost_tests"),
     ),
-    WrongAnswer(
-        "forgets GQA", "q3_1", _cost(kv_heads="num_attention_heads"), "not num_attention_heads", ("q3_1_cost_tests",)
+    *mistakes(
+        "q3_1",
+        ("forgets GQA", ("num_key_value_heads", "num_attention_heads"), "not num_attention_heads"),
+        (
+            "the whole square",
+            ("attended_pairs(query_len, kv_len, window)\n", "query_len * kv_len\n"),
+            "not the whole square",
+        ),
+        (
+            "reads all keys",
+            ("kv_len if window is None else min(kv_len, query_len + window - 1)", "kv_len"),
+            "at least one query can see",
+        ),
+        ("MAC for FLOP in attention", ("macs, 2 * macs", "macs, macs"), "two FLOPs"),
+        ("fp32 bytes in attention", ("elements * dtype.itemsize", "elements * 4"), "depends on the dtype"),
+        ("projections left out", ("macs = tokens * weights + 2 * batch", "macs = 2 * batch"), "four projections"),
+        (
+            "scores without values",
+            ("+ 2 * batch * q_width * attended", "+ batch * q_width * attended"),
+            "AND D MACs for the value",
+        ),
+        (
+            "pairs for key-value heads",
+            ("2 * batch * q_width * attended", "2 * batch * kv_width * attended"),
+            "QUERY head",
+        ),
+        (
+            "hidden states read once",
+            ("elements += 3 * tokens * hidden", "elements += tokens * hidden"),
+            "each read the hidden states",
+        ),
+        (
+            "cache without values",
+            ("2 * batch * keys_read * kv_width", "batch * keys_read * kv_width"),
+            "Keys AND values",
+        ),
+        ("cache of one sequence", ("2 * batch * keys_read * kv_width", "2 * keys_read * kv_width"), "of its own"),
+        ("new keys not written", ("tokens * (q_width + 2 * kv_width)", "tokens * q_width"), "written into the cache"),
+        (
+            "weights for each sequence",
+            ("elements = weights\n", "elements = batch * weights\n"),
+            "batch shares the weights",
+        ),
+        ("weights not read", ("elements = weights\n", "elements = 0\n"), "weights are read"),
+        ("one window read", ("min(kv_len, query_len + window - 1)", "min(kv_len, window)"), "more keys together"),
+        (
+            "output not written",
+            ("tokens * q_width + tokens * hidden  # output", "tokens * q_width  # output"),
+            "writes the hidden states",
+        ),
+        (
+            "attention's output not read again",
+            ("elements += tokens * q_width + tokens * hidden  # output", "elements += tokens * hidden  # output"),
+            "read by the next",
+        ),
+        loses=("q3_1_cost_tests",),
     ),
-    WrongAnswer(
-        "the whole square", "q3_1", _cost(pairs="query_len * kv_len"), "not the whole square", ("q3_1_cost_tests",)
-    ),
-    WrongAnswer("reads all keys", "q3_1", _cost(keys="kv_len"), "at least one query can see", ("q3_1_cost_tests",)),
-    WrongAnswer("MAC for FLOP in attention", "q3_1", _cost(flops="macs"), "two FLOPs", ("q3_1_cost_tests",)),
-    WrongAnswer("fp32 bytes in attention", "q3_1", _cost(size="4"), "depends on the dtype", ("q3_1_cost_tests",)),
-    WrongAnswer(
-        "two matrices in the MLP",
+    *mistakes(
         "q3_2",
-        """
-def mlp_macs_flops_bytes(tokens, config, dtype):
-    h, i = config.hidden_size, config.intermediate_size
-    return 2 * tokens * h * i, 4 * tokens * h * i, (3 * h * i + 3 * tokens * h + 8 * tokens * i) * dtype.itemsize
-""",
-        "three matrices",
+        ("two matrices in the MLP", ("macs = 3", "macs = 2"), "three matrices"),
+        ("bytes of two matrices", ("elements = 3 * hidden * wide", "elements = 2 * hidden * wide"), "three matrices"),
+        ("weights not counted", ("elements = 3 * hidden * wide", "elements = 0"), "weights are read"),
+        (
+            "input read once for gate and up",
+            ("2 * (tokens * hidden + tokens * wide)", "tokens * hidden + 2 * tokens * wide"),
+            "each reads its input",
+        ),
+        ("product of one tensor", ("+ 3 * tokens * wide", "+ 2 * tokens * wide"), "reads two tensors"),
+        (
+            "GELU fused into the product",
+            ("2 * tokens * wide + 3 * tokens * wide", "3 * tokens * wide"),
+            ("TWO operators", "own", "is not"),
+        ),
+        ("norm: weight not read", ("(2 * tokens * width + width)", "(2 * tokens * width)"), "weight is read"),
+        ("norm: a weight for each token", ("(2 * tokens * width + width)", "(3 * tokens * width)"), "one vector"),
+        ("norm: read twice", ("(2 * tokens * width + width)", "(3 * tokens * width + width)"), "reads its input once"),
+        ("norm: 3 FLOPs", ("return 4 * tokens * width", "return 3 * tokens * width"), "4 FLOPs an element"),
+        ("norm: fp32", ("(2 * tokens * width + width) * dtype.itemsize", "(2 * tokens * width + width) * 4"), _DTYPE),
+        (
+            "MLP in fp32",
+            ("return macs, 2 * macs, elements * dtype.itemsize", "return macs, 2 * macs, elements * 4"),
+            _DTYPE,
+        ),
     ),
-    WrongAnswer(
-        "GELU and product as one operator",
-        "q3_2",
-        """
-def mlp_macs_flops_bytes(tokens, config, dtype):
-    h, i = config.hidden_size, config.intermediate_size
-    return 3 * tokens * h * i, 6 * tokens * h * i, (3 * h * i + 3 * tokens * h + 6 * tokens * i) * dtype.itemsize
-""",
-        "two operators here",
-    ),
-    WrongAnswer(
-        "counted twice",
+    *mistakes(
         "q3_3",
-        """
-def counted_flops(fn, *args):
-    from torch.utils.flop_counter import FlopCounterMode
-    fn(*args)
-    with FlopCounterMode(display=False) as counter:
-        fn(*args)
-    return counter.get_total_flops()
-""",
-        "fn should run once",
+        ("counted twice", ("    with Flop", "    fn(*args)\n    with Flop"), "fn should run once"),
+        (
+            "MACs of the counter",
+            ("counter.get_total_flops()", "counter.get_total_flops() // 2"),
+            "as the counter gives them",
+        ),
+        ("called outside", ("        fn(*args)\n", "        pass\n    fn(*args)\n"), "under the counter"),
     ),
-    WrongAnswer(
-        "no cache, all of it in one prefill",
+    *mistakes(
         "q3_4",
-        """
+        (
+            "no cache, all of it in one prefill",
+            """
 def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
     x = torch.cat((prompt, new_tokens), dim=1)
     positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
     embeddings = get_position_embeddings(x, positions, rotary_emb, layer.self_attn.layer_type)
     return prefill_forward(layer, x, positions, embeddings)[:, prompt.shape[1]:]
 """,
-        "is what the cache is for",
-        ("q3_4_decode_tests",),
-    ),
-    WrongAnswer(
-        "rotary embedding always at the prompt's end",
-        "q3_4",
-        """
-def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
-    batch, start, _ = prompt.shape
-    kind, cache = layer.self_attn.layer_type, initialize_kv_cache(layer.config, start + new_tokens.shape[1])
-    positions = torch.arange(start, device=prompt.device).expand(batch, -1)
-    prefill_forward(layer, prompt, positions, get_position_embeddings(prompt, positions, rotary_emb, kind), cache)
-    outputs = []
-    for i in range(new_tokens.shape[1]):
-        x, place = new_tokens[:, i:i + 1], torch.tensor([start])
-        embeddings = get_position_embeddings(x, place.expand(batch, 1), rotary_emb, kind)
-        outputs.append(decode_forward(layer, x, place.expand(batch, 1), embeddings, True, cache, torch.tensor([start + i])))
-    return torch.cat(outputs, dim=1)
-""",
-        "position_ids, the rotary embedding and cache_positions",
-        ("q3_4_decode_tests",),
-    ),
-    WrongAnswer(
-        "keys without values",
-        "q3_4",
-        """
-def kv_cache_bytes(batch, length, config, dtype):
-    tokens = sum(min(length, config.sliding_window) if "sliding" in kind else length for kind in config.layer_types)
-    return batch * tokens * config.num_key_value_heads * config.head_dim * dtype.itemsize
-""",
-        "Keys and values are both kept",
-        ("q3_4_bytes_tests",),
-        seen="Keys AND values",
-    ),
-    WrongAnswer(
-        "cache without the window",
-        "q3_4",
-        """
-def kv_cache_bytes(batch, length, config, dtype):
-    layers = len(config.layer_types)
-    return 2 * layers * batch * length * config.num_key_value_heads * config.head_dim * dtype.itemsize
-""",
-        "at most config.sliding_window",
-        ("q3_4_bytes_tests",),
-    ),
-    # ---- 4
-    WrongAnswer(
-        "no schedule",
-        "q4_1",
-        """
-def profile_steps(fn, trace_path):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prof:
-        for _ in range(10):
-            fn()
-    prof.export_chrome_trace(str(trace_path))
-    return prof
-""",
-        "Is schedule=default_schedule given",
-    ),
-    WrongAnswer(
-        "no trace written",
-        "q4_1",
-        """
-def profile_steps(fn, trace_path):
-    with torch.profiler.profile(schedule=default_schedule) as prof:
-        for _ in range(10):
-            fn()
-            prof.step()
-    return prof
-""",
-        "no file was written",
-    ),
-    WrongAnswer(
-        "the library's GELU",
-        "q4_2",
-        "def gelu_by_hand(x):\n    return F.gelu(x, approximate='tanh')\n",
-        "may not use torch's gelu",
-    ),
-    WrongAnswer(
-        "GELU with erf",
-        "q4_2",
-        "def gelu_by_hand(x):\n    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))\n",
-        "Gemma uses the tanh form",
-    ),
-    WrongAnswer(
-        "writes into its input",
-        "q4_2",
-        """
-def gelu_by_hand(x):
-    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3)
-    x *= 0.5 * (1 + torch.tanh(inner))
-    return x
-""",
-        "changed one of its inputs",
-        seen="writes into x",
-    ),
-    WrongAnswer(
-        "writes forgotten",
-        "q4_2",
-        "def elementwise_bytes(numel, dtype, one_input, two_inputs):\n"
-        "    return (one_input + 2 * two_inputs) * numel * dtype.itemsize\n",
-        "writes one tensor, too",
-        ("q4_2_bytes_tests",),
-    ),
-    WrongAnswer(
-        "sum over all recorded steps",
-        "q4_3",
-        """
-def kernels_per_step(fn):
-    with torch.profiler.profile(schedule=default_schedule) as prof:
-        for _ in range(10):
-            fn()
-            prof.step()
-    return 6 * count_cuda_kernels(prof)["total"]
-""",
-        "sum over the 6 recorded steps",
-    ),
-    WrongAnswer(
-        "launches and kernels one after the other",
-        "q4_4",
-        "def eager_time_us(n, launch_us, kernel_us):\n    return n * (launch_us + kernel_us)\n",
-        "overlap",
-    ),
-    # ---- 5
-    WrongAnswer(
-        "the fused operator",
-        "q5_1",
-        "def standard_attention(q, k, v):\n    return F.scaled_dot_product_attention(q, k, v)\n",
-        "may not use",
-    ),
-    WrongAnswer(
-        "scores not scaled",
-        "q5_1",
-        "def standard_attention(q, k, v):\n    return torch.softmax(q @ k.mT, -1) @ v\n",
-        "divided by the square root",
-    ),
-    WrongAnswer(
-        "softmax over the queries",
-        "q5_1",
-        "def standard_attention(q, k, v):\n    return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -2) @ v\n",
-        "Which dimension is the softmax over",
-    ),
-    WrongAnswer(
-        "one matrix instead of two",
-        "q5_1",
-        """
-def longest_length(memory_bytes, batch, heads, dtype):
-    return math.isqrt(memory_bytes // (batch * heads * dtype.itemsize))
-""",
-        "Scores and probabilities are both there",
-        ("q5_1_memory_tests",),
-    ),
-    WrongAnswer(
-        "(B, S, H, D) straight into SDPA",
-        "q5_2",
-        "def attention_bshd(q, k, v):\n    return F.scaled_dot_product_attention(q, k, v, is_causal=True)\n",
-        "attention_bshd of q",
-    ),
-    WrongAnswer(
-        "not causal",
-        "q5_2",
-        """
-def attention_bshd(q, k, v):
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
-""",
-        "It is not causal",
-    ),
-    WrongAnswer(
-        "sum not rescaled",
-        "q5_3",
-        """
-def online_softmax_stats(blocks):
-    m = l = None
-    for block in blocks:
-        new = block.amax(1) if m is None else torch.maximum(m, block.amax(1))
-        part = torch.exp(block - new[:, None]).sum(1)
-        m, l = new, part if l is None else l + part
-    return m, l
-""",
-        "a larger maximum",
-    ),
-    WrongAnswer(
-        "all blocks gathered first",
-        "q5_3",
-        """
-def online_softmax_stats(blocks):
-    x = torch.cat([block.clone() for block in blocks], dim=1)
-    m = x.amax(1)
-    return m, torch.exp(x - m[:, None]).sum(1)
-""",
-        "look at one block at a time",
-    ),
-    WrongAnswer(
-        "no maximum subtracted",
-        "q5_3",
-        """
-def online_softmax_stats(blocks):
-    m = l = None
-    for block in blocks:
-        top, part = block.amax(1), torch.exp(block).sum(1)
-        m, l = (top, part) if m is None else (torch.maximum(m, top), l + part)
-    return m, l / torch.exp(m)
-""",
-        "l of",
-    ),
-    WrongAnswer(
-        "output not rescaled",
-        "q5_3",
-        _flash(
-            "r = torch.exp(m - new); l = l * r + p.sum(-1, keepdim=True); acc = acc + p @ v[:, :, j:j + tile_k].float()"
+            "is what the cache is for",
         ),
-        "BOTH the sum and the output",
-        ("q5_3_flash_tests",),
-    ),
-    WrongAnswer(
-        "weights in the dtype of v, as the library's kernels have them",
-        "q5_3",
-        _flash(
-            _GOOD_UPDATE.replace("p @ v[:, :, j:j + tile_k].float()", "(p.to(v.dtype) @ v[:, :, j:j + tile_k]).float()")
+        (
+            "rotary embedding always at the prompt's end",
+            ("= cache_positions.expand", "= torch.tensor([prompt_len]).expand"),
+            "position_ids, the rotary embedding and cache_positions",
         ),
-        "fewer bits than float32",
-        ("q5_3_flash_tests",),
-    ),
-    WrongAnswer(
-        "last tile of keys left out",
-        "q5_3",
-        _flash(_GOOD_UPDATE).replace(
-            "range(0, k.shape[2], tile_k)", "range(0, max(k.shape[2] - tile_k + 1, 1), tile_k)"
+        ("cache of the prompt's length", ("prompt_len + new_tokens.shape[1])", "prompt_len)"), ("raised", "wrong in")),
+        ("positions from zero", ("torch.tensor([prompt_len + step]", "torch.tensor([step]"), "position 8"),
+        (
+            "positions one too far",
+            (
+                (
+                    "cache = initialize_kv_cache(layer.config, prompt_len + new_tokens.shape[1])",
+                    "cache = initialize_kv_cache(layer.config, prompt_len + new_tokens.shape[1] + 1)",
+                ),
+                ("torch.tensor([prompt_len + step]", "torch.tensor([prompt_len + step + 1]"),
+            ),
+            ("position 8", "raised"),
         ),
-        "is wrong in",
-        ("q5_3_flash_tests",),
+        loses=("q3_4_decode_tests",),
     ),
-    WrongAnswer(
-        "keys counted by the queries' length",
-        "q5_3",
-        _flash(_GOOD_UPDATE).replace("range(0, k.shape[2], tile_k)", "range(0, q.shape[2], tile_k)"),
-        "flash_attention_tiled",
-        ("q5_3_flash_tests",),
+    *mistakes(
+        "q3_4",
+        (
+            "cache without the window",
+            ('min(length, config.sliding_window) if kind == "sliding_attention" else length', "length"),
+            "at most config.sliding_window",
+        ),
+        ("K only", (_CACHE, _CACHE[4:]), "Keys AND values"),
+        (
+            "query heads",
+            (_CACHE, _CACHE.replace("num_key_value_heads", "num_attention_heads")),
+            "num_key_value_heads heads",
+        ),
+        ("one layer", (_CACHE, _CACHE.replace("tokens", "length")), "Every layer"),
+        ("every layer slides", ('if kind == "sliding_attention" else length for', "for"), "Full layers keep"),
+        (
+            "full layers slide",
+            ('kind == "sliding_attention" else length', 'kind != "sliding_attention" else length'),
+            "Which layers slide",
+        ),
+        ("cache in fp32", (_CACHE, _CACHE.replace("dtype.itemsize", "4")), _DTYPE),
+        ("cache of one text", (_CACHE, _CACHE.replace("batch * ", "")), "Each sequence"),
+        loses=("q3_4_bytes_tests",),
     ),
-    WrongAnswer(
-        "standard attention in disguise",
-        "q5_3",
-        """
-def flash_attention_tiled(q, k, v, tile_q=64, tile_k=64):
-    s = q.float() @ k.float().mT / math.sqrt(q.shape[-1])
-    p = torch.exp(s - s.amax(-1, keepdim=True))
-    return (p @ v.float() / p.sum(-1, keepdim=True)).to(q.dtype)
-""",
-        "scores at once",
-        ("q5_3_flash_tests",),
-    ),
-    WrongAnswer(
-        "scores written and read once",
-        "q5_4",
-        """
-def attention_intensity(length, head_dim, dtype, flash):
-    elements = 4 * length * head_dim + (0 if flash else 2 * length * length)
-    return 4 * length * length * head_dim / (elements * dtype.itemsize)
-""",
-        "four times",
-    ),
-    # ---- bonus
-    WrongAnswer(
-        "rows and columns of tiles mixed up",
-        "bonus_1_6",
-        """
-def tiled_gemm_bytes(m, n, k, tile_m, tile_n, dtype):
-    return (math.ceil(m / tile_m) * m * k + math.ceil(n / tile_n) * k * n + m * n) * dtype.itemsize
-""",
-        "tile COLUMN",
-    ),
-    WrongAnswer(
-        "weights read once a sequence",
+    *mistakes(
         "bonus_3_6",
-        """
-def decode_floor_ms(batch, length, config, bandwidth_tb_s, weight_bytes=2, cache_bytes=2):
-    h, d, heads, kv = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
-    weights = (2 * h * d * (heads + kv) + 3 * h * config.intermediate_size) * config.num_hidden_layers
-    tokens = sum(min(length, config.sliding_window) if "sliding" in kind else length for kind in config.layer_types)
-    return batch * (weights * weight_bytes + 2 * tokens * kv * d * cache_bytes) / bandwidth_tb_s / 1e9
-""",
-        "The batch shares the weights",
+        (
+            "floor of one layer",
+            ("(attention + mlp) * config.num_hidden_layers", "(attention + mlp)"),
+            ("All 18 layers", "is not"),
+        ),
+        ("floor in s", ("(bandwidth_tb_s * 1e12) * 1e3", "(bandwidth_tb_s * 1e12)"), "in ms"),
+        (
+            "weights for each text",
+            (_FLOOR, "batch * (weights * weight_bytes + cache * cache_bytes)"),
+            "batch shares the weights",
+        ),
+        ("one cache", (_FLOOR, "(weights * weight_bytes + cache * cache_bytes)"), "own cache"),
+        (
+            "no window in the floor",
+            ('min(length, config.sliding_window) if kind == "sliding_attention" else length', "length"),
+            "at most their window",
+        ),
+        ("cache in the weights' format", (_FLOOR, "(weights + batch * cache) * weight_bytes"), "own bytes"),
+        (
+            "break-even rounded down",
+            ("math.ceil(weights / cache_of_one)", "math.floor(weights / cache_of_one)"),
+            "still the smaller",
+        ),
+        (
+            "break-even not rounded",
+            ("math.ceil(weights / cache_of_one)", "weights / cache_of_one"),
+            "A batch is an integer",
+        ),
     ),
-    # ---- 5.6
-    WrongAnswer(
-        "missing keys not masked",
-        "bonus_5_6",
-        "",
-        "their scores are 0, and should be minus infinity",
-        replaces=(('        scores = tl.where(columns[None, :] < keys, scores, float("-inf"))\n', ""),),
+    *mistakes(
+        "q4_1",
+        ("no schedule", (", schedule=default_schedule", ""), "Is schedule=default_schedule given"),
+        ("no trace written", ("    prof.export_chrome_trace(str(trace_path))\n", ""), "no file was written"),
+        ("no wait", ("            synchronize()\n", ""), "call synchronize()"),
+        ("no step", ("            prof.step()\n", ""), ("prof.step()",)),
+        ("six calls", ("range(10)", "range(6)"), ("10 times", "prof.step()")),
+        (
+            "fixed file name",
+            ("prof.export_chrome_trace(str(trace_path))", 'prof.export_chrome_trace("trace.json")'),
+            "no file was written",
+        ),
+        ("profiler not returned", ("    return prof\n", ""), "return the profiler"),
     ),
-    WrongAnswer(
-        "accumulator not rescaled in Triton",
-        "bonus_5_6",
-        "",
-        "The output of the blocks before is not rescaled",
-        replaces=(("accumulator * rescale[:, None] + new", "accumulator + new"),),
+    *mistakes(
+        "q4_2",
+        ("GELU with erf", ("torch.tanh(inner)", "torch.erf(x / math.sqrt(2))"), "Gemma uses the tanh form"),
+        (
+            "writes into its input",
+            ("return 0.5 * x * (1 + torch.tanh(inner))", "return x.mul_(0.5 * (1 + torch.tanh(inner)))"),
+            ("changed one of its inputs", "writes into x"),
+        ),
+        ("no 0.5", ("0.5 * x * (1", "x * (1"), ("Compare each factor", "2 times")),
+        ("square instead of cube", ("0.044715 * x * x * x", "0.044715 * x * x"), "Compare each factor"),
+        ("constant", ("0.044715", "0.44715"), "Compare each factor"),
+        ("SiLU", ("return 0.5 * x * (1 + torch.tanh(inner))", "return x * torch.sigmoid(x)"), "Compare each factor"),
+        ("F.gelu inside", ("return 0.5 * x * (1 + torch.tanh(inner))", 'return F.gelu(x, approximate="tanh")'), "gelu"),
     ),
-    WrongAnswer(
-        "maximum not kept in Triton",
-        "bonus_5_6",
-        "",
-        ("Only the last block of keys counts", "carried from block to block"),
-        replaces=(("        m = new_m\n", ""),),
+    *mistakes(
+        "q4_2",
+        (
+            "writes forgotten",
+            ("return (2 * one_input + 3 * two_inputs) * numel", "return (one_input + 2 * two_inputs) * numel"),
+            "writes one tensor, too",
+        ),
+        (
+            "binary operators read one",
+            ("(2 * one_input + 3 * two_inputs) * numel", "(2 * one_input + 2 * two_inputs) * numel"),
+            "reads both",
+        ),
+        ("chain in fp32", ("* numel * dtype.itemsize", "* numel * 4"), _DTYPE),
+        ("chain in elements", ("* numel * dtype.itemsize", "* numel"), _ELEMENTS),
+        (
+            "speed-up upside down",
+            ("return (2 * one_input + 3 * two_inputs) / 2", "return 2 / (2 * one_input + 3 * two_inputs)"),
+            ("times FASTER", "is not"),
+        ),
+        (
+            "launches counted",
+            ("return (2 * one_input + 3 * two_inputs) / 2", "return one_input + two_inputs"),
+            "Count bytes",
+        ),
+        (
+            "fused kernel only writes",
+            ("(2 * one_input + 3 * two_inputs) / 2", "(2 * one_input + 3 * two_inputs)"),
+            "reads one tensor and writes one",
+        ),
+        loses=("q4_2_bytes_tests",),
     ),
-    WrongAnswer(
-        "not divided in Triton",
-        "bonus_5_6",
-        "",
-        "The output is not divided",
-        replaces=(("accumulator / l[:, None]", "accumulator"),),
+    *mistakes(
+        "q4_3",
+        ("sum over all recorded steps", ('["total"]', '["total"] * 6'), "sum over the 6 recorded steps"),
+        ("no wait before the step", ("            synchronize()\n", ""), "after 0 of 6"),
+        ("sum of ten", ('["total"]', '["total"] * 10'), "all 10 calls"),
+        ("matrix products only", ('["total"]', '["gemm"]'), ("prof.step()", "not be zero")),
     ),
-    WrongAnswer(
-        "store of the output not masked",
+    *mistakes(
+        "q4_4",
+        (
+            "launches and kernels one after the other",
+            ("launch_us + (n - 1) * max(launch_us, kernel_us) + kernel_us", "n * (launch_us + kernel_us)"),
+            "overlap",
+        ),
+        ("the faster sets the pace", ("max(launch_us, kernel_us)", "min(launch_us, kernel_us)"), "slower of the two"),
+        (
+            "first launch forgotten",
+            (
+                ("return launch_us + (n - 1) * max", "return n * max"),
+                ("+ kernel_us\n    ### END SOLUTION\n\n\ndef graph", "\n    ### END SOLUTION\n\n\ndef graph"),
+            ),
+            "Before the first kernel",
+        ),
+        ("graph without a launch", ("return launch_us + n * kernel_us", "return n * kernel_us"), "launched, too"),
+        (
+            "graph launches each",
+            ("return launch_us + n * kernel_us", "return n * (launch_us + kernel_us)"),
+            "not once a kernel",
+        ),
+    ),
+    *mistakes(
+        "q5_1",
+        (
+            "the fused operator",
+            ("torch.softmax(scores, dim=-1) @ v", "F.scaled_dot_product_attention(q, k, v)"),
+            "may not use",
+        ),
+        ("scores not scaled", (" / math.sqrt(q.shape[-1])", ""), "divided by the square root"),
+        ("softmax over the queries", ("dim=-1) @ v", "dim=-2) @ v"), "Which dimension is the softmax over"),
+        ("divided by D", ("/ math.sqrt(q.shape[-1])", "/ q.shape[-1]"), "sqrt(D), not by D"),
+        ("scaled by the heads", ("/ math.sqrt(q.shape[-1])", "/ math.sqrt(q.shape[1])"), "is wrong in"),
+        ("softmax over heads", ("dim=-1) @ v", "dim=1) @ v"), "Which dimension"),
+        (
+            "causal",
+            (
+                "return torch.softmax(scores, dim=-1)",
+                "scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)\n    return torch.softmax(scores, dim=-1)",
+            ),
+            "No mask",
+        ),
+        (
+            "exp without a maximum",
+            (
+                "return torch.softmax(scores, dim=-1) @ v",
+                "p = torch.exp(scores)\n    return p / p.sum(-1, keepdim=True) @ v",
+            ),
+            ("overflow", "NaN"),
+        ),
+    ),
+    *mistakes(
+        "q5_1",
+        (
+            "one matrix instead of two",
+            ("(2 * batch * heads *", "(batch * heads *"),
+            "Scores and probabilities are both there",
+        ),
+        (
+            "scores of one head",
+            ("return batch * heads * length * length", "return batch * length * length"),
+            "Each head",
+        ),
+        (
+            "scores linear",
+            ("return batch * heads * length * length", "return batch * heads * length"),
+            "One score for each pair",
+        ),
+        ("scores in fp32", ("length * length * dtype.itemsize", "length * length * 4"), _DTYPE),
+        (
+            "both matrices",
+            ("return batch * heads * length * length", "return 2 * batch * heads * length * length"),
+            "One matrix",
+        ),
+        (
+            "longest by one too many",
+            (
+                "return math.isqrt(memory_bytes // (2 * batch * heads * dtype.itemsize))",
+                "return math.isqrt(memory_bytes // (2 * batch * heads * dtype.itemsize)) + 1",
+            ),
+            "does not fit",
+        ),
+        (
+            "longest is linear",
+            (
+                "return math.isqrt(memory_bytes // (2 * batch * heads * dtype.itemsize))",
+                "return memory_bytes // (2 * batch * heads * dtype.itemsize)",
+            ),
+            "square of the length",
+        ),
+        loses=("q5_1_memory_tests",),
+    ),
+    *mistakes(
+        "q5_2",
+        (
+            "(B, S, H, D) straight into SDPA",
+            "def attention_bshd(q, k, v):\n    return F.scaled_dot_product_attention(q, k, v, is_causal=True)\n",
+            "attention_bshd of q",
+        ),
+        ("not causal", ("is_causal=True, ", ""), "It is not causal"),
+        ("result not turned back", ("enable_gqa=True).transpose(1, 2)", "enable_gqa=True)"), ("turned back", "shape")),
+        ("no GQA", (", enable_gqa=True", ""), "raised"),
+        (
+            "heads repeated in the wrong order",
+            (
+                "    return F.scaled",
+                "    k, v = (t.repeat(1, q.shape[1] // t.shape[1], 1, 1) for t in (k, v))\n    return F.scaled",
+            ),
+            "which key-value head",
+        ),
+    ),
+    *mistakes(
+        "q5_3",
+        ("sum not rescaled", ("l * torch.exp(m - new_m) +", "l +"), "a larger maximum"),
+        (
+            "no maximum subtracted",
+            (
+                ("l * torch.exp(m - new_m) + torch.exp(block - new_m[:, None])", "l + torch.exp(block)"),
+                ("return m, l", "return m, l / torch.exp(m)"),
+            ),
+            "l of",
+        ),
+        (
+            "all blocks gathered first",
+            ("    for block in blocks", "    for block in [torch.cat([block.clone() for block in blocks], dim=1)]"),
+            "look at one block at a time",
+        ),
+        (
+            "m of the last block",
+            ("new_m = torch.maximum(m, block.amax(dim=1))\n        l", "new_m = block.amax(dim=1)\n        l"),
+            ("ALL blocks", "m of"),
+        ),
+        (
+            "sum rescaled upside down",
+            ("l = l * torch.exp(m - new_m) + torch.exp(block", "l = l * torch.exp(new_m - m) + torch.exp(block"),
+            ("sum so far", "infinite", "NaN"),
+        ),
+        (
+            "block against the old maximum",
+            ("torch.exp(block - new_m[:, None])", "torch.exp(block - m[:, None])"),
+            ("infinite", "sum so far"),
+        ),
+        (
+            "m starts at zero",
+            ("m = torch.full_like(block[:, 0], -math.inf)", "m = torch.zeros_like(block[:, 0])"),
+            "ALL blocks",
+        ),
+        ("blocks kept in a list", ("    m = l = None\n", "    m = l = None\n    blocks = list(blocks)\n"), "NaN"),
+    ),
+    *mistakes(
+        "q5_3",
+        (
+            "weights in the dtype of v, as the library's kernels have them",
+            ("p @ v[:, :, j : j + tile_k].float()", "(p.to(v.dtype) @ v[:, :, j : j + tile_k]).float()"),
+            "fewer bits than float32",
+        ),
+        (
+            "keys counted by the queries' length",
+            ("range(0, k.shape[2], tile_k)", "range(0, q.shape[2], tile_k)"),
+            "flash_attention_tiled",
+        ),
+        ("flash: sum not rescaled", ("l = l * rescale + p.sum", "l = l + p.sum"), "BOTH"),
+        (
+            "flash: output not rescaled",
+            ("accumulator = accumulator * rescale + p", "accumulator = accumulator + p"),
+            "BOTH",
+        ),
+        ("flash: not scaled", (".float() / math.sqrt(q.shape[-1])", ".float()"), "square root"),
+        ("flash: not divided", ("(accumulator / l)", "accumulator"), ("not divided", "BOTH")),
+        (
+            "flash: no maximum",
+            (
+                ("new_m = torch.maximum(m, scores.amax(dim=-1, keepdim=True))", "new_m = torch.zeros_like(m)"),
+                ("rescale = torch.exp(m - new_m)", "rescale = 1.0"),
+            ),
+            ("maximum subtracted", "overflow"),
+        ),
+        (
+            "flash: all in the inputs' dtype",
+            (
+                ("q[:, :, i : i + tile_q].float()", "q[:, :, i : i + tile_q]"),
+                ("k[:, :, j : j + tile_k].float()", "k[:, :, j : j + tile_k]"),
+                ("v[:, :, j : j + tile_k].float()", "v[:, :, j : j + tile_k]"),
+            ),
+            "fewer bits than float32",
+        ),
+        (
+            "flash: result in float32",
+            ("output = torch.empty_like(q)", "output = torch.empty(q.shape)"),
+            "should have dtype",
+        ),
+        (
+            "flash: last keys left out",
+            ("range(0, k.shape[2], tile_k)", "range(0, k.shape[2] // tile_k * tile_k, tile_k)"),
+            ("edges", "wrong", "raised", "NaN"),
+        ),
+        (
+            "flash: last queries left out",
+            ("range(0, q.shape[2], tile_q)", "range(0, q.shape[2] // tile_q * tile_q, tile_q)"),
+            ("nothing was written", "edges"),
+        ),
+        (
+            "flash: softmax of a tile",
+            ("p = torch.exp(scores - new_m)", "p = torch.softmax(scores, dim=-1)"),
+            "may not use",
+        ),
+        (
+            "flash: all keys at once",
+            (
+                ("range(0, k.shape[2], tile_k)", "range(0, 1)"),
+                ("k[:, :, j : j + tile_k]", "k"),
+                ("v[:, :, j : j + tile_k]", "v"),
+            ),
+            "scores at once",
+        ),
+        loses=("q5_3_flash_tests",),
+    ),
+    *mistakes(
+        "q5_4",
+        (
+            "intensity: scores twice",
+            ("4 * length * length)\n    return", "2 * length * length)\n    return"),
+            "four times",
+        ),
+        (
+            "intensity: scores three times",
+            ("4 * length * length)\n    return", "3 * length * length)\n    return"),
+            "not three times",
+        ),
+        (
+            "intensity: O left out",
+            ("elements = 4 * length * head_dim", "elements = 3 * length * head_dim"),
+            "O is written",
+        ),
+        (
+            "intensity: half the FLOPs",
+            ("return 4 * length * length * head_dim /", "return 2 * length * length * head_dim /"),
+            "4 L² D",
+        ),
+        (
+            "intensity: inputs left out",
+            (
+                "elements = 4 * length * head_dim + (0 if flash",
+                "elements = (4 * length * head_dim if flash else 0) + (0 if flash",
+            ),
+            "travel as well",
+        ),
+        ("intensity: fp32", ("(elements * dtype.itemsize)", "(elements * 4)"), _DTYPE),
+    ),
+    *mistakes(
         "bonus_5_6",
-        "",
-        "tl.store writes outside",
-        replaces=((", mask=rows[:, None] < queries)\n    ###", ")\n    ###"),),
+        (
+            "missing keys not masked",
+            ('        scores = tl.where(columns[None, :] < keys, scores, float("-inf"))\n', ""),
+            "their scores are 0, and should be minus infinity",
+        ),
+        (
+            "accumulator not rescaled in Triton",
+            ("accumulator * rescale[:, None] + new", "accumulator + new"),
+            "The output of the blocks before is not rescaled",
+        ),
+        (
+            "maximum not kept in Triton",
+            ("        m = new_m\n", ""),
+            ("Only the last block of keys counts", "carried from block to block"),
+        ),
+        ("not divided in Triton", ("accumulator / l[:, None]", "accumulator"), "The output is not divided"),
+        (
+            "store of the output not masked",
+            (", mask=rows[:, None] < queries)\n    ###", ")\n    ###"),
+            "tl.store writes outside",
+        ),
+        (
+            "one key too many",
+            ("columns[None, :] < keys, scores", "columns[None, :] <= keys, scores"),
+            "One key too many",
+        ),
+        (
+            "keys counted in the block",
+            ("tl.where(columns[None, :] < keys", "tl.where((columns - start)[None, :] < keys"),
+            "from 0",
+        ),
+        ("l not rescaled", ("l * rescale + tl.sum", "l + tl.sum"), "The sum of the blocks before"),
+        ("l of the last block", ("l * rescale + tl.sum", "tl.sum"), "the sum so far is lost"),
+        ("accumulator of the last block", ("accumulator * rescale[:, None] + new", "new"), "carried from block"),
+        ("factor turned around", ("tl.exp(m - new_m)", "tl.exp(new_m - m)"), "turned around"),
+        ("scores not scaled in Triton", ('input_precision="ieee") * scale', 'input_precision="ieee")'), "square root"),
+        ("powers of 2", ("tl.exp(", "tl.exp2("), "powers of 2"),
+        ("maximum of the block alone", ("tl.maximum(m, tl.max(scores, 1))", "tl.max(scores, 1)"), "largest score"),
+        ("maximum along the columns", ("tl.max(scores, 1)", "tl.max(scores, 0)"), "tl.max(scores, 0)"),
+        ("head of the output left out", ("o_ptr + head * stride_oh", "o_ptr"), "its head and its strides"),
+        (
+            "strides of a contiguous output",
+            ("* stride_os + dims", "* D + dims"),
+            ("its head and its strides", "never written"),
+        ),
     ),
 ]

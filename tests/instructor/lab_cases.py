@@ -8,39 +8,60 @@ import ast
 import contextlib
 import functools
 import importlib
-import io
 import re
+from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import ModuleType
 
 import nbformat
+import pytest
 
 from instructor.build import Built, build_lab
 from instructor.course import Score
 from instructor.names import bound_names, used_names
 from instructor.points import lab_path
 from utils.checking import AnswerNeeded, Verdict
-from utils.checking import WrongAnswer as VisibleRefusal
 
 
 @dataclass(frozen=True)
 class WrongAnswer:
-    """A typical mistake in one answer cell, the words of the message, and the test cells that lose their points."""
+    """A typical mistake in one answer cell: the model answer changed, and code that runs after it."""
 
     mistake: str
     cell: str
-    code: str = ""  # runs after the model answer, and so replaces one of its functions
-    phrase: str | tuple[str, ...] = ""  # the message contains it, or one of them
-    loses: tuple[str, ...] = ()  # empty: the answer's own test cell
-    replaces: tuple[tuple[str, str], ...] = ()  # for a cell that writes a file: pairs (old text, found once; new text)
-    seen: str | tuple[str, ...] = ""  # the same of the visible check's message; empty: those of `phrase`
+    code: str  # replaces one of the functions of the model answer
+    phrases: tuple[str, ...]  # the messages of both checks contain one of them
+    loses: tuple[str, ...] = ()  # test cells that lose their points; empty: the answer's own
+    replaces: tuple[tuple[str, str], ...] = ()  # pairs (old text, new text)
 
     @property
     def lost(self) -> set[str]:
         """Ids of the test cells that lose their points."""
         return set(self.loses or (f"{self.cell}_tests",))
+
+
+def mistakes(cell: str, *rows: tuple, loses: tuple[str, ...] = ()) -> list[WrongAnswer]:
+    """List the wrong answers of one cell.
+
+    Args:
+        cell: id of the answer cell.
+        rows: (what is wrong, change, words of the messages). A change is a pair (old text of the model answer, new text),
+            several such pairs, or code that runs after the model answer. Of several words, a message contains one.
+        loses: test cells that lose their points, if not the answer's own.
+    """
+    found = []
+    for mistake, change, words in rows:
+        phrases = (words,) if isinstance(words, str) else words
+        code, replaces = (change, ()) if isinstance(change, str) else ("", pairs_of(change))
+        found.append(WrongAnswer(mistake, cell, code, phrases, loses, replaces))
+    return found
+
+
+def pairs_of(change: tuple) -> tuple[tuple[str, str], ...]:
+    """Return a change as pairs: it is a pair of texts itself, or several."""
+    return (change,) if isinstance(change[0], str) else change
 
 
 @functools.cache
@@ -119,24 +140,34 @@ def run_answers(answers: dict[str, str], names: dict) -> dict:
     return names
 
 
-def replaced_once(text: str, old: str, new: str) -> str:
-    """Replace `old`, which the text must contain exactly once."""
-    assert text.count(old) == 1, (text.count(old), old)
-    return text.replace(old, new)
-
-
 BODY = "between the first solution markers"  # stands for what the model answer has there
 
 
 def changed_text(text: str, replaces: tuple[tuple[str, str], ...]) -> str:
-    """Change the text of an answer by pairs (old text, found once; new text); `BODY` is all between its first markers."""
+    """Change the text of an answer by pairs (old text, new text); `BODY` is all between its first markers."""
     for old, new in replaces:
         if old == BODY:
             start, end = text.index("### BEGIN SOLUTION") + len("### BEGIN SOLUTION"), text.index("### END SOLUTION")
             text = f"{text[:start]}\n{new.strip(chr(10))}\n    {text[end:]}"
         else:
-            text = replaced_once(text, old, new)
+            assert old in text, old
+            text = text.replace(old, new)
     return text
+
+
+def source_of(answers: dict[str, str], wrong: WrongAnswer) -> str:
+    """Return the source of a cell with this mistake."""
+    return changed_text(answers[wrong.cell], wrong.replaces) + (f"\n\n{wrong.code}" if wrong.code else "")
+
+
+def first_of_each_cell(cases: list, count: int, others=pytest.mark.slow) -> list:
+    """List wrong or right answers as parameters; all but the first `count` of each answer cell get the mark `others`."""
+    seen, parameters = Counter(), []
+    for case in cases:
+        name, cell = (case.mistake, case.cell) if isinstance(case, WrongAnswer) else case[:2]
+        seen[cell] += 1
+        parameters.append(pytest.param(case, id=name, marks=[others] if seen[cell] > count else []))
+    return parameters
 
 
 def verdicts_on(calls: dict[str, str], names: dict, checks: ModuleType) -> dict[str, Verdict]:
@@ -144,33 +175,29 @@ def verdicts_on(calls: dict[str, str], names: dict, checks: ModuleType) -> dict[
     return {cell: eval(call, {**names, "hidden": checks}) for cell, call in calls.items()}
 
 
-def visible_complaints(cells: dict[str, str], names: dict) -> list[str]:
-    """Run students' test cells, {id: source}, and return what they say to answers that they refuse."""
-    found = []
-    for cell, source in cells.items():
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                exec(compile(source, cell, "exec"), names)
-        except (VisibleRefusal, AnswerNeeded) as refusal:
-            found.append(str(refusal))
-    return found
-
-
 def refusals(verdicts: dict[str, Verdict]) -> list[str]:
     """Return the messages of the checks that did not pass."""
     return [str(verdict) for verdict in verdicts.values() if not verdict.passed]
 
 
-def assert_loses_alone(verdicts: dict[str, Verdict], wrong: WrongAnswer, every_message: bool = True) -> None:
-    """Check that the mistake loses its own tests and no others, and that every message (or the last one) names it."""
+def assert_loses_alone(
+    verdicts: dict[str, Verdict], wrong: WrongAnswer, every_message: bool = True, or_says: tuple[str, ...] = ()
+) -> None:
+    """Check that the mistake loses its own tests and no others, and that every message (or the last one) names it.
+
+    Args:
+        verdicts: of the hidden checks.
+        wrong: the answer.
+        every_message: a mistake that loses two tests is named in both.
+        or_says: words that will do as well.
+    """
     assert {cell for cell, verdict in verdicts.items() if not verdict.passed} == wrong.lost, refusals(verdicts)
-    phrases = (wrong.phrase,) if isinstance(wrong.phrase, str) else wrong.phrase
     for cell in wrong.lost:
         verdict = verdicts[cell]
         question = verdict.question if verdict.question.startswith("Bonus") else f"Question {verdict.question}"
         assert str(verdict).startswith(f"✗ {question}")
         if every_message or cell == max(wrong.lost):
-            assert any(phrase in verdict.message for phrase in phrases), verdict.message
+            assert any(phrase in verdict.message for phrase in wrong.phrases + or_says), verdict.message
 
 
 def said_by_untouched_cells(cells, visible, names: dict) -> dict[str, str | None]:

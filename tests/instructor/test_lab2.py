@@ -14,8 +14,7 @@ from tests.instructor import lab_cases
 from tests.instructor.every_lab import EveryLab, EveryRightAnswer, slow
 from tests.instructor.lab2_right_answers import RIGHT_ANSWERS
 from tests.instructor.lab2_wrong_answers import WRONG_ANSWERS
-from tests.instructor.visible import VisibleChecks, assert_names_the_mistake
-from tests.marks import overnight_but_first_of_each
+from tests.instructor.visible import assert_names_the_mistake
 from utils.attention.masks import dense_mask, documents
 
 LAB = "lab2_flexattention"
@@ -46,19 +45,14 @@ class TestLab(EveryLab):
             assert table in text
 
 
-@pytest.fixture(scope="module")
-def visible(cells):
-    return VisibleChecks(cells)
-
-
 def test_model_answers_pass_with_fresh_inputs(calls, checks, names):
     assert lab_cases.refusals(lab_cases.verdicts_on(lab_cases.drawn(calls, 1), names, checks)) == []
 
 
-@pytest.mark.parametrize("wrong", WRONG_ANSWERS, ids=lambda wrong: wrong.mistake)
-def test_wrong_answer_is_refused_twice_and_named(calls, checks, names, visible, wrong):
+@pytest.mark.parametrize("wrong", lab_cases.first_of_each_cell(WRONG_ANSWERS, 3))
+def test_wrong_answer_is_refused_twice_and_named(answers, calls, checks, names, visible, wrong):
     """The visible check and the hidden one refuse a wrong answer, each with words that name the mistake."""
-    exec(compile(wrong.code, wrong.cell, "exec"), names)
+    exec(compile(lab_cases.source_of(answers, wrong), wrong.cell, "exec"), names)
     own = lab_cases.calls_of(wrong.cell, calls)
     lab_cases.assert_loses_alone(lab_cases.verdicts_on(own, names, checks), wrong, every_message=False)
     scope = visible.scope(names)
@@ -67,13 +61,12 @@ def test_wrong_answer_is_refused_twice_and_named(calls, checks, names, visible, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "wrong", overnight_but_first_of_each(WRONG_ANSWERS, lambda wrong: wrong.cell), ids=lambda wrong: wrong.mistake
-)
+@pytest.mark.parametrize("wrong", lab_cases.first_of_each_cell(WRONG_ANSWERS, 1, pytest.mark.overnight))
 def test_wrong_answer_loses_its_question_alone(answers, calls, checks, names, wrong):
     """All checks that it reaches run. A mistake of each answer does in the slow set: the others bind the same names."""
-    exec(compile(wrong.code, wrong.cell, "exec"), names)
-    reached = lab_cases.calls_reached_by(wrong.code, calls, answers) | lab_cases.calls_of(wrong.cell, calls)
+    source = lab_cases.source_of(answers, wrong)
+    exec(compile(source, wrong.cell, "exec"), names)
+    reached = lab_cases.calls_reached_by(source, calls, answers) | lab_cases.calls_of(wrong.cell, calls)
     lab_cases.assert_loses_alone(lab_cases.verdicts_on(reached, names, checks), wrong, every_message=False)
 
 

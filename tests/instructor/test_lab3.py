@@ -141,38 +141,40 @@ def _file_of(answers, cell):
     return first.removeprefix("%%writefile ") if first.startswith("%%writefile ") else None
 
 
-def _verdicts(calls, checks, answers, files, cell=None, code="", replaces=()):
-    """Run the checks with one answer changed: {id of a test cell: Verdict}."""
-    names = lab_cases.run_answers(answers, {"math": math, "torch": torch})
-    exec(compile(code, cell or "no change", "exec"), names)
-    texts = dict(files)
-    if replaces:
-        file = _file_of(answers, cell)
-        texts[file] = lab_cases.changed_text(texts[file], replaces)
+def _right_source(answers, right):
+    """The source of a cell with another right answer: code that runs after the model answer, or pairs of texts."""
+    _, cell, change = right
+    return f"{answers[cell]}\n\n{change}" if isinstance(change, str) else lab_cases.changed_text(answers[cell], change)
+
+
+def _files_with(answers, files, cell, source):
+    """The files of the lab, one answer cell of which has another source."""
+    file = _file_of(answers, cell)
+    return {**files, file: source.split("\n", 1)[1]} if file else files
+
+
+def _verdicts(calls, checks, answers, files, cell="q1_1", source=""):
+    """Run the checks with another source of one answer cell: {id of a test cell: Verdict}."""
+    source = source or answers[cell]
+    names = lab_cases.run_answers({**answers, cell: source}, {"math": math, "torch": torch})
+    texts = _files_with(answers, files, cell, source)
     return lab_cases.verdicts_on(calls, {**names, "text_of": texts.__getitem__}, checks)
-
-
-def _few_quick(cases, count):
-    """Return the cases as parameters, with all but the first `count` of each answer cell marked slow."""
-    seen, parameters = {}, []
-    for case in cases:
-        name, cell = (case.mistake, case.cell) if hasattr(case, "mistake") else case[:2]
-        seen[cell] = seen.get(cell, 0) + 1
-        parameters.append(pytest.param(case, id=name, marks=[pytest.mark.slow] if seen[cell] > count else []))
-    return parameters
 
 
 def test_model_answers_pass_with_fresh_inputs(calls, checks, answers, files):
     assert lab_cases.refusals(_verdicts(lab_cases.drawn(calls, 1), checks, answers, files)) == []
 
 
-@pytest.mark.parametrize("wrong", _few_quick(WRONG_ANSWERS, 4))
+@pytest.mark.parametrize("wrong", lab_cases.first_of_each_cell(WRONG_ANSWERS, 4))
 def test_wrong_answer_loses_its_question_alone(calls, checks, answers, files, wrong):
     """Its own tests run, and those that read the same file or use the same function."""
-    file = _file_of(answers, wrong.cell)
-    tests = lab_cases.calls_of(wrong.cell, calls) | lab_cases.calls_reached_by(wrong.code, calls, answers)
-    tests |= {test: call for test, call in calls.items() if file and file in call}
-    verdicts = _verdicts(tests, checks, answers, files, wrong.cell, wrong.code, wrong.replaces)
+    file, source = _file_of(answers, wrong.cell), lab_cases.source_of(answers, wrong)
+    tests = lab_cases.calls_of(wrong.cell, calls)
+    if file:
+        tests |= {test: call for test, call in calls.items() if file in call}
+    else:
+        tests |= lab_cases.calls_reached_by(source, calls, answers)
+    verdicts = _verdicts(tests, checks, answers, files, wrong.cell, source)
     lab_cases.assert_loses_alone(verdicts, wrong)
     for message in (verdicts[cell].message for cell in wrong.lost):
         assert "Traceback" not in message and "/tmp/" not in message
@@ -180,30 +182,23 @@ def test_wrong_answer_loses_its_question_alone(calls, checks, answers, files, wr
             assert re.search(r"line \d+ in \w+: ", message), message
 
 
-@pytest.mark.parametrize("right", _few_quick(RIGHT_ANSWERS, 2))
+@pytest.mark.parametrize("right", lab_cases.first_of_each_cell(RIGHT_ANSWERS, 2))
 def test_another_right_answer_passes(calls, checks, answers, files, right):
-    _, cell, change = right
-    code, replaces = (change, ()) if isinstance(change, str) else ("", change)
-    own = lab_cases.calls_of(cell, calls)
-    assert lab_cases.refusals(_verdicts(own, checks, answers, files, cell, code, replaces)) == []
+    own = lab_cases.calls_of(right[1], calls)
+    verdicts = _verdicts(own, checks, answers, files, right[1], _right_source(answers, right))
+    assert lab_cases.refusals(verdicts) == []
 
 
 @pytest.mark.overnight
 @pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("simulated_alone")
 @pytest.mark.parametrize("right", RIGHT_ANSWERS, ids=lambda right: right[0])
-def test_another_right_answer_passes_in_many_draws(calls, checks, answers, files, monkeypatch, right):
+def test_another_right_answer_passes_in_many_draws(calls, checks, answers, files, right):
     """Other inputs, sizes and timings than those of the grading; HONEST_DRAWS=200 draws as many of them as you like."""
-    monkeypatch.setattr(
-        "utils.machine.device.offline_compile_support", lambda: False
-    )  # a draw changes nothing for the compiler
-    _, cell, change = right
-    code, replaces = (change, ()) if isinstance(change, str) else ("", change)
-    own = lab_cases.calls_of(cell, calls)
+    own, source = lab_cases.calls_of(right[1], calls), _right_source(answers, right)
     for seed in range(HONEST_DRAWS):
-        assert (
-            lab_cases.refusals(_verdicts(lab_cases.drawn(own, seed), checks, answers, files, cell, code, replaces))
-            == []
-        ), seed
+        verdicts = _verdicts(lab_cases.drawn(own, seed), checks, answers, files, right[1], source)
+        assert lab_cases.refusals(verdicts) == [], seed
 
 
 @pytest.fixture(scope="module")
@@ -219,16 +214,12 @@ def visible(lab, answers):
     return lab_cases.run_answers(answers, names), tests
 
 
-def _check_visibly(visible, answers, files, folder, cell, code="", replaces=()):
-    """Run the visible checks of an answer in a folder with the lab's files: the message of the one that refuses, or ""."""
-    texts = dict(files)
-    if replaces:
-        file = _file_of(answers, cell)
-        texts[file] = lab_cases.changed_text(texts[file], replaces)
-    for file, text in texts.items():
-        (folder / file).write_text(text)
+def _check_visibly(visible, answers, files, cell, source):
+    """Run the visible checks of an answer in the current folder: the message of the one that refuses, or ""."""
+    for file, text in _files_with(answers, files, cell, source).items():
+        Path(file).write_text(text)
     names, tests = dict(visible[0]), visible[1]
-    exec(compile(code, "answer", "exec"), names)
+    lab_cases.run_answers({cell: source}, names)
     for test in lab_cases.calls_of(cell, tests):
         try:
             exec(compile(tests[test], test, "exec"), names)
@@ -237,23 +228,24 @@ def _check_visibly(visible, answers, files, folder, cell, code="", replaces=()):
     return ""
 
 
-@pytest.mark.parametrize("wrong", _few_quick(WRONG_ANSWERS, 1))
-def test_the_notebooks_own_check_names_it(visible, answers, files, monkeypatch, tmp_path, wrong):
-    monkeypatch.chdir(tmp_path)
-    # Compiling is slow, and this test concerns the simulated run only.
-    monkeypatch.setattr("utils.machine.device.offline_compile_support", lambda: False)
-    message = _check_visibly(visible, answers, files, tmp_path, wrong.cell, wrong.code, wrong.replaces)
-    phrases = (wrong.phrase,) if isinstance(wrong.phrase, str) else wrong.phrase
-    assert any(phrase in message for phrase in phrases), message or "it passes"
-
-
-@pytest.mark.parametrize("right", _few_quick(RIGHT_ANSWERS, 1))
-def test_the_notebooks_own_check_accepts_another_right_answer(visible, answers, files, monkeypatch, tmp_path, right):
+@pytest.fixture
+def simulated_alone(monkeypatch, tmp_path):
+    """Compiling is slow, and the test concerns the simulated run only."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("utils.machine.device.offline_compile_support", lambda: False)
-    _, cell, change = right
-    code, replaces = (change, ()) if isinstance(change, str) else ("", change)
-    assert _check_visibly(visible, answers, files, tmp_path, cell, code, replaces) == ""
+
+
+@pytest.mark.usefixtures("simulated_alone")
+@pytest.mark.parametrize("wrong", lab_cases.first_of_each_cell(WRONG_ANSWERS, 1))
+def test_the_notebooks_own_check_names_it(visible, answers, files, wrong):
+    message = _check_visibly(visible, answers, files, wrong.cell, lab_cases.source_of(answers, wrong))
+    assert any(phrase in message for phrase in wrong.phrases), message or "it passes"
+
+
+@pytest.mark.usefixtures("simulated_alone")
+@pytest.mark.parametrize("right", lab_cases.first_of_each_cell(RIGHT_ANSWERS, 1))
+def test_the_notebooks_own_check_accepts_another_right_answer(visible, answers, files, right):
+    assert _check_visibly(visible, answers, files, right[1], _right_source(answers, right)) == ""
 
 
 def test_an_unanswered_or_broken_file_is_a_message(calls, checks, answers, files):

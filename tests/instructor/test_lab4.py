@@ -18,8 +18,7 @@ from tests.instructor import lab_cases
 from tests.instructor.every_lab import EveryLab, EveryRightAnswer, slow
 from tests.instructor.lab4_right_answers import RIGHT_ANSWERS
 from tests.instructor.lab4_wrong_answers import WRONG_ANSWERS
-from tests.instructor.visible import VisibleChecks, assert_names_the_mistake
-from tests.marks import overnight_but_first_of_each
+from tests.instructor.visible import assert_names_the_mistake
 from utils.attention import AttentionUnsupported, attention, find_backend
 from utils.checking.labs.lab4_sdpa.common import sdpa_switches
 from utils.labs import lab4_sdpa as lab4
@@ -65,11 +64,6 @@ def solved(graded):
     return graded.notebooks["solved"]
 
 
-@pytest.fixture(scope="module")
-def visible(cells):
-    return VisibleChecks(cells)
-
-
 def test_model_answers_pass_with_fresh_inputs(calls, checks, names):
     switches, filters = sdpa_switches(), list(warnings.filters)
     assert lab_cases.refusals(lab_cases.verdicts_on(lab_cases.drawn(calls, 1), names, checks)) == []
@@ -88,10 +82,10 @@ def kept_conditions():
             getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
 
 
-@pytest.mark.parametrize("wrong", WRONG_ANSWERS, ids=lambda wrong: wrong.mistake)
-def test_wrong_answer_is_refused_twice_and_named(calls, checks, names, visible, wrong):
+@pytest.mark.parametrize("wrong", lab_cases.first_of_each_cell(WRONG_ANSWERS, 3))
+def test_wrong_answer_is_refused_twice_and_named(answers, calls, checks, names, visible, wrong):
     """The visible check and the hidden one refuse a wrong answer, each with words that name the mistake."""
-    exec(compile(wrong.code, wrong.cell, "exec"), names)
+    exec(compile(lab_cases.source_of(answers, wrong), wrong.cell, "exec"), names)
     with kept_conditions():
         lab_cases.assert_loses_alone(lab_cases.verdicts_on(lab_cases.calls_of(wrong.cell, calls), names, checks), wrong)
     scope = visible.scope(names)
@@ -102,13 +96,12 @@ def test_wrong_answer_is_refused_twice_and_named(calls, checks, names, visible, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "wrong", overnight_but_first_of_each(WRONG_ANSWERS, lambda wrong: wrong.cell), ids=lambda wrong: wrong.mistake
-)
+@pytest.mark.parametrize("wrong", lab_cases.first_of_each_cell(WRONG_ANSWERS, 1, pytest.mark.overnight))
 def test_wrong_answer_loses_its_question_alone(answers, calls, checks, names, wrong):
     """All checks that it reaches run. A mistake of each answer does in the slow set: the others bind the same names."""
-    exec(compile(wrong.code, wrong.cell, "exec"), names)
-    reached = lab_cases.calls_reached_by(wrong.code, calls, answers) | lab_cases.calls_of(wrong.cell, calls)
+    source = lab_cases.source_of(answers, wrong)
+    exec(compile(source, wrong.cell, "exec"), names)
+    reached = lab_cases.calls_reached_by(source, calls, answers) | lab_cases.calls_of(wrong.cell, calls)
     with kept_conditions():
         verdicts = lab_cases.verdicts_on(reached, names, checks)
     lab_cases.assert_loses_alone(verdicts, wrong)

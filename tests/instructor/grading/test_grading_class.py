@@ -736,6 +736,7 @@ def test_a_folder_that_cannot_be_written_is_said_in_one_line(tmp_path, monkeypat
     assert said.exit_code == 2 and "cannot be written" in said.output and "Traceback" not in said.output
 
 
+@pytest.mark.slow
 def test_an_empty_gradebook_of_a_full_disk_is_removed_and_alembic_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", os.defpath)  # as without an activated environment
     (tmp_path / "gradebook.db").touch()

@@ -2,11 +2,11 @@
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import jinja2
 import nbformat
-from nbgrader.server_extensions import formgrader
 
 from instructor.build import build_lab
 from instructor.grading.formgrader import (
@@ -54,7 +54,7 @@ def test_the_lightning_says_what_to_do_instead():
 
 def test_the_list_of_submissions_offers_no_lightning_and_names_the_command_that_grades():
     """The template is that of nbgrader itself, so that a new version with other words fails here."""
-    folder = Path(formgrader.__file__).parent / "templates"
+    folder = Path(find_spec("nbgrader").origin).parent / "server_extensions/formgrader/templates"
     page = jinja2.Environment(loader=jinja2.FileSystemLoader(folder), autoescape=True)
     page = page.get_template("manage_submissions.tpl").render(
         base_url="", course_dir="/course", assignment_id="lab3_gluon"

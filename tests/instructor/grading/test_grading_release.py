@@ -21,6 +21,7 @@ from instructor.grading.release import (
     worked_solutions,
 )
 from instructor.points import lab_names, lab_path
+from tests.marks import slow_but_first
 
 HIDDEN = '    hint = "Which index does each of the three loops run over, and where is the sum set back to zero?"'
 
@@ -100,7 +101,7 @@ def test_an_archive_in_the_bundle_is_refused(secrets, data):
 # ---- worked solutions ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", lab_names())
+@pytest.mark.parametrize("name", slow_but_first(lab_names()))
 def test_worked_solutions_hold_answers_and_no_test(name):
     lab = build_lab(lab_path(name))
     text = worked_solutions(lab)

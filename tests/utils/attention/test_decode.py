@@ -288,7 +288,10 @@ def draw_call(sizes, filled, dtype=torch.bfloat16):
     return torch.randn(batch, heads, sq, head_dim).to(dtype), k, v, lengths, table
 
 
-@pytest.mark.parametrize(("kind", "width", "sizes", "filled", "options"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("kind", "width", "sizes", "filled", "options"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] if "140" in name else []) for name, case in CASES.items()],
+)
 def test_the_kernel_is_right_in_the_simulator(kind, width, sizes, filled, options):
     pytest.importorskip("triton", reason="the simulator needs Triton for the language; there are wheels for Linux only")
     from utils import gluon_cpu
