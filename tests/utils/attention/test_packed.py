@@ -40,8 +40,8 @@ def test_kernels_match_float64(monkeypatch, head_dim, lengths, is_causal, window
 
     torch.manual_seed(0)
     tokens, scale = sum(lengths), head_dim**-0.5
-    q, dout = (torch.randn(1, 4, tokens, head_dim, dtype=torch.bfloat16) for _ in range(2))
-    k, v = (torch.randn(1, 2, tokens, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    q, dout = (torch.randn(2, 2, tokens, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(2, 1, tokens, head_dim, dtype=torch.bfloat16) for _ in range(2))
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     keys, values = (x.repeat_interleave(2, 1) for x in leaves[1:])
     scores = (leaves[0] @ keys.mT * scale).masked_fill(~visible(lengths, is_causal, window), -math.inf)
