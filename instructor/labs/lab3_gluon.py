@@ -459,12 +459,10 @@ def add(a_ptr, b_ptr, c_ptr, n, TILE: gl.constexpr, TILES: gl.constexpr, STAGES:
 
 # %%
 guesses["cycles with one slot / cycles with three"] = None
-until, taken = None, []
-for stages in (1, 3):
-    run = show_timeline(answered("lab3_async_copy.py"), async_copy_launch(2048, 8, stages)[0], f"add, slots: {stages}", until)
-    until = until or 1.05 * run.cycles[0]  # both pictures to one scale
-    taken.append(run.cycles[0])
-beside_guess("cycles with one slot / cycles with three", taken[0] / taken[1])
+text = answered("lab3_async_copy.py")
+_, three = simulate_launch(text, async_copy_launch(2048, 8, 3)[0], timeline=True)
+one = show_timeline(text, async_copy_launch(2048, 8, 1)[0], "add, one slot", below={"add, three slots": three})
+beside_guess("cycles with one slot / cycles with three", one.cycles[0] / three.cycles[0])
 
 # %% [markdown]
 # Less than three times: three slots share the latency of a copy among three tiles. The bandwidth, the issuing and the
@@ -1329,7 +1327,7 @@ run = show_timeline(answered("lab3_overlap.py"), overlap_launch(*big)[0], "Overl
 beside_guess("tensor cores at work, 5.3", tensor_core_share(run))
 print(f"softmax under a product of the same consumer: {overlap(run):.0%}")
 window = (0.38 * run.cycles[0], 0.62 * run.cycles[0])
-plot_run(run, "Enlarged: the softmax (blue) of a consumer runs under its product with V (red)", window[1], window=window)
+plot_runs({"Enlarged: the softmax (blue) of a consumer runs under its product with V (red)": run}, window)
 plot_shares({what.split()[-1]: share for what, share in outcomes.items() if "tensor cores at work" in what})
 
 # %% [markdown]
@@ -1358,14 +1356,14 @@ play_orders(answered("lab3_overlap.py"))
 #
 # The compiler turned each of your files into SASS, the machine code of `sm_90a`. `UTMALDG` and `UTMASTG` are TMA copies,
 # `HGMMA` is `wgmma`, `SYNCS` are mbarrier operations, `MUFU.EX2` exponentials. The table counts instructions in the program,
-# not executions. Below it stands what became of your lines of 4.1 and 5.3. The last picture is the course's kernel for
-# **Blackwell** in the simulator. There a single thread issues a product (`tcgen05`), its accumulator lies in *tensor memory*,
-# and two SMs may share one product (2-CTA): each loads half of B.
+# not executions. Below it stands what became of your lines of 4.1 and 5.3. The last picture has your 5.3 above the course's
+# kernel for **Blackwell**, simulated. There a single thread issues a product (`tcgen05`), its accumulator lies in *tensor
+# memory*, and two SMs may share one product (2-CTA): each loads half of B.
 
 # %%
 show_compiled()
-run = course_on_blackwell()
-plot_run(run, f"The course's kernel for Blackwell, 256 queries, simulated: {run.cycles[0]:,.0f} model cycles")
+launch, _ = overlap_launch(*big)
+_ = show_timeline(answered("lab3_overlap.py"), launch, "Yours of 5.3, 128 queries", course_on("B200"), model=FROM_L2)
 
 # %% [markdown]
 # ### Question 5.4: The checklist, on Hopper and on Blackwell {points}
@@ -1373,7 +1371,7 @@ plot_run(run, f"The course's kernel for Blackwell, 256 queries, simulated: {run.
 # 1. Compare 5.1, 5.2 and 5.3 in your table. Which instructions came with the split, and what does "register moves"
 #    (`USETMAXREG`) do for the consumers? (A block starts with the same number of registers for every thread.)
 # 2. 5.2 has no global loads and no `cp.async`, neither in the producer nor in the consumers. Who computes the addresses?
-# 3. Put the Blackwell timeline beside yours of 5.3. Which partitions does it have that yours has not, and who does their
+# 3. Compare the two timelines. Which partitions has Blackwell's that yours has not, and who does their
 #    work in yours? Name one thing that becomes free (registers, a warpgroup's threads, shared memory), and one new
 #    transport that tensor memory costs. What would 2-CTA change?
 #
@@ -1532,7 +1530,7 @@ row_a_thread = None  # your line: scores of a tile (128 queries, 128 keys) that 
 check_row_a_thread(row_a_thread)
 columns = None  # your line: columns of tensor memory that two tiles of S (128 keys) and two of O (head dimension 128) take
 check_columns(columns)
-_ = show_timeline(answered("lab3_tcgen05.py"), tcgen05_launch(128, 128, 512, 128)[0], "C = A Bᵀ by tcgen05", model=BLACKWELL)
+_ = show_timeline(answered("lab3_tcgen05.py"), tcgen05_launch(128, 128, 512, 128)[0], "C = A Bᵀ by tcgen05", model=gluon_cpu.CostModel.of("B200"))
 
 # %% [markdown]
 # ### Bonus Question 6.2: Two softmaxes and a correction {points}
@@ -1563,7 +1561,9 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     mbarrier,
 )
 
-from utils.attention.gluon.blackwell.attention import Barriers, load, make_barriers, matrix, products, rescale, store, work
+from utils.attention.gluon.blackwell.attention import (
+    Barriers, load, make_barriers, matrix, probabilities, products, rescale, store, work,
+)
 from utils.attention.gluon.shared import inverse_and_lse, mask_scores, online_softmax, thread_barrier
 
 
@@ -1575,7 +1575,7 @@ def softmax(scores, alphas, sums, bars, sizes, c, dtype: gl.constexpr, TILE: gl.
     BLOCK_N: gl.constexpr = scores.shape[2]
     batch, head, kv_head, first, blocks = work(sizes, BLOCK_M, BLOCK_N, False)
     s_view = scores.index(TILE)
-    p_view = s_view._reinterpret(dtype, [BLOCK_M, BLOCK_N], scores.layout)
+    p_view = probabilities(s_view, dtype)
     wide: gl.constexpr = get_tmem_reg_layout(gl.float32, [BLOCK_M, BLOCK_N], scores.layout, gl.num_warps())
     narrow: gl.constexpr = get_tmem_reg_layout(dtype, [BLOCK_M, BLOCK_N], scores.layout, gl.num_warps())
     rows: gl.constexpr = gl.SliceLayout(1, wide)
@@ -1661,15 +1661,15 @@ def attention(q_desc, k_desc, v_desc, o_desc, sq, sk, heads, c, STAGES: gl.const
 
 # %% [markdown]
 # **Before you run.** Your kernel once more, broken: (a) P is announced before it is stored; (b) the correction never
-# arrives at `o_ready`. Which is found, and as what? Then the timeline, beside 5.3's, and what the compiler makes of both files for
-# `sm_100a`: registers, spills, columns of tensor memory.
+# arrives at `o_ready`. Which is found, and as what? Then your timeline above that of step 5 on Hopper, and what the compiler
+# makes of both files for `sm_100a`: registers, spills, columns of tensor memory.
 
 # %%
 guesses["(a) P announced early"] = None  # "race", "hangs" or "right"
 guesses["(b) o_ready never arrives"] = None
 play_hand_offs(answered("lab3_two_softmax.py"))
 launch, _ = two_softmax_launch(*attention_inputs(1, 256, 512, d=128))
-run = show_timeline(answered("lab3_two_softmax.py"), launch, "Two softmaxes, 256 queries", model=BLACKWELL)
+run = show_timeline(answered("lab3_two_softmax.py"), launch, "Yours, 256 queries", course_on("H200"), model=BLACKWELL)
 print(f"tensor cores at work: {tensor_core_share(run):.0%}")
 compile_for_blackwell()
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,9 +57,9 @@ show_recorded = partial(session.show_recorded, "lab3")
 RECORDED = ROOT / "assets/results/h200"
 PEAK = GPU_SPECS["H200"]["bf16_tflops"]
 # Keys and values from the L2: twice the bandwidth of memory, half its latency. Round numbers to draw with, not measured.
-FROM_L2 = gluon_cpu.CostModel(global_bytes=40.0, global_latency=300.0)
-# 2250 TFLOP/s / 148 SMs / 1.85 GHz; the special function units are Hopper's.
-BLACKWELL = gluon_cpu.CostModel(mma_flops=8192.0, global_bytes=40.0, global_latency=300.0)
+FROM_L2, BLACKWELL = (
+    replace(gluon_cpu.CostModel.of(gpu), global_bytes=40.0, global_latency=300.0) for gpu in ("H200", "B200")
+)
 
 device = default_device()
 on_gpu = device.type == "cuda"
@@ -161,19 +162,33 @@ check_columns = session.small_task(
 # ---- timelines ---------------------------------------------------------------------------------------------------
 
 
-def plot_run(run, title: str, until: float | None = None, **options) -> None:
-    """Draw the first program of a simulated run, up to `until` if given; model cycles, not nanoseconds."""
-    _, ax = run.plot(**options)
-    ax.set_xlim(right=until)
-    style_axes(ax, title=title)
-    ax.grid(False, axis="y")
+def plot_runs(runs: dict, window: tuple[float, float] | None = None) -> None:
+    """Draw the first program of each run, {title: run}, above each other; model cycles, not nanoseconds.
+
+    Args:
+        runs: simulated with timeline=True.
+        window: the cycles (first, last) to show; None shows all.
+    """
+    rows = [len({(e.unit, e.partition) for e in run.events}) for run in runs.values()]
+    size = {"figsize": (9.6, 1.3 + 0.4 * sum(rows)), "height_ratios": rows, "layout": "constrained"}
+    figure, axes = plt.subplots(len(runs), sharex=True, squeeze=False, **size)
+    shown, key = window or (0, max(e.end for run in runs.values() for e in run.events)), {}
+    for ax, (title, run) in zip(axes.flat, runs.items(), strict=True):
+        run.plot(ax=ax, window=shown)
+        style_axes(ax, title=title if window or not run.cycles else f"{title}: {run.cycles[0]:,.0f} model cycles")
+        ax.grid(False, axis="y")
+        ax.label_outer()
+        legend = ax.get_legend()
+        key |= {text.get_text(): patch for text, patch in zip(legend.get_texts(), legend.legend_handles, strict=True)}
+        legend.remove()
+    figure.legend(key.values(), key, ncols=8, fontsize=7, loc="outside lower center", frameon=False)
     plt.show()
 
 
-def show_timeline(text: str, launch: Launch, title: str, until: float | None = None, **options):
-    """Simulate a launch and draw its first program, up to `until` if given."""
+def show_timeline(text: str, launch: Launch, title: str, below: dict | None = None, **options):
+    """Simulate a launch and draw its first program, above other runs, {title: run}, if there are any."""
     _, run = simulate_launch(text, launch, timeline=True, **options)
-    plot_run(run, f"{title}: {run.cycles[0]:,.0f} model cycles", until)
+    plot_runs({title: run} | (below or {}))
     return run
 
 
@@ -253,7 +268,7 @@ def play(what: str, text: str, launch: Launch) -> None:
     kind = report.partition(" ")[0].rstrip(",")
     beside_guess(what, {"": "right", "deadlock": "hangs"}.get(kind, kind))
     if report:
-        plot_run(run, what)
+        plot_runs({what: run})
 
 
 def break_it(text: str, cases: dict[str, tuple[int, int]]) -> None:
@@ -481,18 +496,22 @@ def show_compiled() -> None:
 # ---- Blackwell: compiled and simulated, never run on such a GPU ---------------------------------------------------
 
 
-def course_on_blackwell():
-    """Simulate the course's attention kernel for Blackwell on 256 queries, and return the run."""
-    from utils.attention.gluon.blackwell.attention import attention_blackwell
+def course_on(gpu: str) -> dict:
+    """Simulate the course's attention on 256 queries, step 5 on an "H200" or Blackwell's on a "B200": {title: run}."""
+    from utils.attention.gluon import step5_overlapped
+    from utils.attention.gluon.arguments import Arguments
+    from utils.attention.gluon.blackwell import attention as blackwell
+    from utils.attention.gluon.plan import plan_for
 
     q, k, v, _ = (x[None] for x in attention_inputs(1, 256, 512, d=128))
-    described = [descriptor(x, [1, 1, 128, 128]) for x in (q, k, v, torch.empty_like(q))]
-    scale = math.log2(math.e) / math.sqrt(128)
-    with gluon_cpu.simulate(timeline=True, model=BLACKWELL) as run:
-        attention_blackwell[(1, 1)](
-            *described, torch.empty(1), 256, 512, 1, 1, scale, 128, 2, False, False, num_warps=4
-        )
-    return run
+    out, lse, scale = torch.empty_like(q), torch.empty(1, 1, 256), math.log2(math.e) / math.sqrt(128)
+    with gluon_cpu.simulate(timeline=True, model={"H200": FROM_L2, "B200": BLACKWELL}[gpu]) as run:
+        if gpu == "B200":
+            blackwell.launch(q, k, v, out, lse, False, scale)
+        else:
+            step5_overlapped.launch(Arguments(q, k, v, out, lse, False, 0, False, scale, plan_for(5, 128), 1))
+    kernel = {"H200": "Step 5 of the ladder, on Hopper", "B200": "The course's kernel for Blackwell"}[gpu]
+    return {f"{kernel}, 256 queries": run}
 
 
 def compile_for_blackwell() -> None:
