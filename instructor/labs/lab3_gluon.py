@@ -1363,7 +1363,7 @@ play_orders(answered("lab3_overlap.py"))
 # %%
 show_compiled()
 launch, _ = overlap_launch(*big)
-_ = show_timeline(answered("lab3_overlap.py"), launch, "Yours of 5.3, 128 queries", course_on("B200"), model=FROM_L2)
+_ = show_timeline(answered("lab3_overlap.py"), launch, "Yours, on Hopper, 128 queries", course_on("B200"), model=FROM_L2)
 
 # %% [markdown]
 # ### Question 5.4: The checklist, on Hopper and on Blackwell {points}
@@ -1669,7 +1669,7 @@ guesses["(a) P announced early"] = None  # "race", "hangs" or "right"
 guesses["(b) o_ready never arrives"] = None
 play_hand_offs(answered("lab3_two_softmax.py"))
 launch, _ = two_softmax_launch(*attention_inputs(1, 256, 512, d=128))
-run = show_timeline(answered("lab3_two_softmax.py"), launch, "Yours, 256 queries", course_on("H200"), model=BLACKWELL)
+run = show_timeline(answered("lab3_two_softmax.py"), launch, "Yours, on Blackwell, 256 queries", course_on("H200"), model=BLACKWELL)
 print(f"tensor cores at work: {tensor_core_share(run):.0%}")
 compile_for_blackwell()
 

@@ -129,6 +129,20 @@ def test_the_slider_shows_a_picture_for_each_choice(files, monkeypatch):
     assert len(shown[0]) < 400_000
 
 
+@pytest.mark.slow
+def test_part_6_compiles_for_blackwell(files, monkeypatch, tmp_path):
+    """The cell only prints what the compiler refuses: the table has both answers, with the tensor memory that they take."""
+    if not (able := lab3.offline_compile_support()):
+        pytest.skip(able.reason)
+    monkeypatch.chdir(tmp_path)
+    for file in ("lab3_tcgen05.py", "lab3_two_softmax.py"):
+        Path(file).write_text(files[file])
+    shown = []
+    monkeypatch.setattr(lab3, "display", shown.append)
+    lab3.compile_for_blackwell()
+    assert shown[0]["columns"].to_dict() == {"6.1 tcgen05": 64, "6.2 two softmaxes": 512}
+
+
 @pytest.fixture(scope="module")
 def files(cells):
     """The files that cells write: {file: its text}."""

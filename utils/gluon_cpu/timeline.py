@@ -28,6 +28,8 @@ COLORS = {
     "store": "#eeca3b",
     "shared load": "#9ecae9",
     "shared store": "#f2cf5b",
+    "tensor memory load": "#888888",
+    "tensor memory store": "#888888",
     "issue": "#b279a2",
     "barrier": "#5f4b3c",
     "copy in": "#54a24b",
@@ -46,6 +48,8 @@ LABELS = {
     "store wait": "wait: copy",
     "copy wait": "wait: copy",
     "blocked": "waits for ever",
+    "tensor memory load": "tensor memory",
+    "tensor memory store": "tensor memory",
 }
 
 

@@ -172,7 +172,8 @@ def plot_runs(runs: dict, window: tuple[float, float] | None = None) -> None:
     rows = [len({(e.unit, e.partition) for e in run.events}) for run in runs.values()]
     size = {"figsize": (9.6, 1.3 + 0.4 * sum(rows)), "height_ratios": rows, "layout": "constrained"}
     figure, axes = plt.subplots(len(runs), sharex=True, squeeze=False, **size)
-    shown, key = window or (0, max(e.end for run in runs.values() for e in run.events)), {}
+    shown = window or (0, max(e.end for run in runs.values() for e in run.events))
+    key: dict[str, object] = {}
     for ax, (title, run) in zip(axes.flat, runs.items(), strict=True):
         run.plot(ax=ax, window=shown)
         style_axes(ax, title=title if window or not run.cycles else f"{title}: {run.cycles[0]:,.0f} model cycles")
@@ -181,7 +182,7 @@ def plot_runs(runs: dict, window: tuple[float, float] | None = None) -> None:
         legend = ax.get_legend()
         key |= {text.get_text(): patch for text, patch in zip(legend.get_texts(), legend.legend_handles, strict=True)}
         legend.remove()
-    figure.legend(key.values(), key, ncols=8, fontsize=7, loc="outside lower center", frameon=False)
+    figure.legend(key.values(), key, ncols=6, fontsize=7, loc="outside lower center", frameon=False)
     plt.show()
 
 
