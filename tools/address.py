@@ -31,7 +31,7 @@ def start(address: str) -> str:
     lines = ["```bash"]
     if address:
         lines.append(f"git clone {address} gpu-efficiency-labs && cd gpu-efficiency-labs")
-    lines += ["make lab     # opens lab 1", "make test    # takes five minutes", "```"]
+    lines += ["make lab     # opens lab 1", "make test    # takes four minutes", "```"]
     links = [f"lab {lab[3]} {host}" for lab in LABS for host in hosted(address, lab)]
     targets = [target for lab in LABS for target in hosted(address, lab).values()]
     if links:
