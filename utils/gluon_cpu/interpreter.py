@@ -119,9 +119,8 @@ def _assigned(body: list[ast.stmt]) -> list[str]:
 
 def _makes_a_layout(node: ast.expr) -> bool:
     """Whether an expression is the call of a layout's class, such as `gl.BlockedLayout(...)`."""
-    function = (
-        node.func.args[0] if isinstance(node, ast.Call) and isinstance(node.func, ast.Call) else None
-    )  # node.func is our own call, which finds it
+    # The function of a call is our own call of `find`, whose argument it is.
+    function = node.func.args[0] if isinstance(node, ast.Call) and isinstance(node.func, ast.Call) else None
     return getattr(function, "attr", getattr(function, "id", "")).endswith("Layout")
 
 

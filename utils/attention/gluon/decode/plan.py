@@ -280,10 +280,9 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
     whole = not shape.lengths and takes_whole_heads(heads, blocks, places)
     programs = even_programs(heads, places)
     half = even_programs(heads, places // 2)
-    few = (
-        shape.bytes <= MANY_PARTS_BYTES and not half < blocks * heads < 2 * half
-    )  # where two blocks would wait for each other
-    if programs > MANY_PARTS * heads and few and not shape.fp8:
+    uneven = half < blocks * heads < 2 * half  # some would read two blocks while others read one
+    small = shape.bytes <= MANY_PARTS_BYTES and not shape.fp8
+    if programs > MANY_PARTS * heads and small and not uneven:
         programs = half  # as many parts of a head take longer to add up than to read
     if whole:
         # They drift apart, and so some read while others begin and end. Short heads are loaded before others end.

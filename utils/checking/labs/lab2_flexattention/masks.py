@@ -62,10 +62,8 @@ def check_masked_attention(masked_attention):
 @visible("1.2", "Costs of a mask")
 def check_mask_costs(mask_costs):
     # 10 of 24 pairs stay and 14 go
-    causal, where = (
-        torch.ones(4, 6, dtype=torch.bool).tril(),
-        "of a causal mask of 4 x 6 pairs, 5 sequences of 3 heads, D = 10,",
-    )
+    causal = torch.ones(4, 6, dtype=torch.bool).tril()
+    where = "of a causal mask of 4 x 6 pairs, 5 sequences of 3 heads, D = 10,"
     got = mask_costs(causal, 5, 3, 10, torch.float32)
     assert isinstance(got, tuple | list) and len(got) == 3, f"expected (density, wasted FLOPs, mask bytes), got {got!r}"
     density, flops, size = got
@@ -221,10 +219,8 @@ def check_windows_and_sinks(window_per_head, sinks_and_window):
         expect_rows(mod, rows, what, probes, b=1, h=h, mistakes=mistakes)
     expect_program(mod, 16, "window_per_head of three windows")
     wide, missing = "Is there one sink too many, or a window that is too wide?", "The sinks are missing."
-    swapped, later = (
-        "The two arguments are the wrong way round.",
-        "Sinks are causal as well: no query sees a key after it.",
-    )
+    swapped = "The two arguments are the wrong way round."
+    later = "Sinks are causal as well: no query sees a key after it."
     for sinks, window, rows, wrong, probes in (
         (2, 1, "1000/1100/1110/1101", "1000/1100/1110/1011", {
             (0, 1): later, (3, 0): missing, (3, 2): wide, (2, 2): "The window is missing.",
