@@ -96,10 +96,10 @@ def run_all(page, course: Path, name: str, seconds: int) -> dict:
     page.keyboard.press("Control+s")
     deadline = time.monotonic() + 30
     while True:
-        notebook = json.loads((course / name).read_text())
-        last = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"][-1]
-        if last["execution_count"] or time.monotonic() > deadline:
-            return notebook
+        text = (course / name).read_text()  # empty while Jupyter writes it
+        last = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"][-1] if text else {}
+        if last.get("execution_count") or time.monotonic() > deadline:
+            return json.loads(text)
         time.sleep(0.5)
 
 
