@@ -36,11 +36,7 @@ WRONG_ANSWERS = [
             "where is the sum set back to zero",
         ),
         ("last step of the sum missing", ("range(k_size)", "range(k_size - 1)"), "is wrong in"),
-        (
-            "square only",
-            ("n_size = b.shape[1]", "n_size = k_size = m_size"),
-            ("raised IndexError", "is wrong in", "shape"),
-        ),
+        ("square only", ("b.shape[1]", "k_size = m_size"), ("raised IndexError", "is wrong in", "shape")),
         ("no return", ("    return c\n", ""), "is a return missing"),
         ("columns of b by a's rows", ("n_size = b.shape[1]", "n_size = a.shape[0]"), ("shape", "wrong in")),
         ("b transposed", ("b[k, j].item()", "b[j, k].item()"), ("Which index", "IndexError")),
@@ -61,19 +57,12 @@ WRONG_ANSWERS = [
         ),
         (
             "dot",
-            (
-                ("for k in range(k_size):", "for k in range(1):"),
-                ("total += a[i, k].item() * b[k, j].item()", "total = torch.dot(a[i], b[:, j])"),
-            ),
+            (("range(k_size)", "range(1)"), ("a[i, k].item() * b[k, j].item()", "torch.dot(a[i], b[:, j])")),
             "may not use",
         ),
         ("c not indexed", ("c[i, j] = total", "c[j] = total"), ("wrong in", "IndexError")),
         ("loop too short by a row", ("for i in range(m_size)", "for i in range(m_size - 1)"), "is wrong in"),
-        (
-            "returns inside of the loop",
-            ("            c[i, j] = total", "            c[i, j] = total\n        return c"),
-            "is wrong in",
-        ),
+        ("returns inside of the loop", ("c[i, j] = total", "c[i, j] = total\n        return c"), "is wrong in"),
     ),
     *mistakes(
         "q1_2",
@@ -82,37 +71,17 @@ WRONG_ANSWERS = [
             "def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):\n    return (a[:, :, None] * b[None]).sum(1)\n",
             ("elements at once", "inside of one tile"),
         ),
-        (
-            "added to memory that nothing was written to",
-            ("c[rows, cols] = accumulator", "c[rows, cols] += accumulator"),
-            _EVERY,
-        ),
-        (
-            "accumulator in the inputs' dtype",
-            ("dtype=torch.float32, device", "dtype=a.dtype, device"),
-            "the accumulator",
-        ),
+        ("added to memory that nothing was written to", ("c[rows, cols] =", "c[rows, cols] +="), _EVERY),
+        ("accumulator in the inputs' dtype", ("torch.float32, device", "a.dtype, device"), "the accumulator"),
         ("products in the inputs' dtype", ("].float()", "]"), "the product of two elements"),
         (
             "accumulator overwritten in each step",
             ("accumulator += a_tile", "accumulator = a_tile"),
             ("is wrong in", "Every tile is whole here", "each step along K"),
         ),
-        (
-            "edges left out",
-            ("for i in range(0, m_size, tile_m)", "for i in range(0, m_size - tile_m + 1, tile_m)"),
-            (_EVERY, "edges"),
-        ),
-        (
-            "last step of K left out",
-            ("for k in range(0, k_size, tile_k)", "for k in range(0, k_size - tile_k + 1, tile_k)"),
-            ("edges", "wrong in", _EVERY),
-        ),
-        (
-            "row tile for columns",
-            ("for j in range(0, n_size, tile_n)", "for j in range(0, n_size, tile_m)"),
-            ("wrong in", "raised", _EVERY),
-        ),
+        ("edges left out", ("range(0, m_size, tile_m)", "range(0, m_size - tile_m + 1, tile_m)"), (_EVERY, "edges")),
+        ("last step of K left out", ("0, k_size", "0, k_size - tile_k + 1"), ("edges", "wrong in", _EVERY)),
+        ("row tile for columns", ("(0, n_size, tile_n)", "(0, n_size, tile_m)"), ("wrong in", "raised", _EVERY)),
         (
             "one accumulator for a row of tiles",
             (
@@ -129,16 +98,8 @@ WRONG_ANSWERS = [
             ),
             "may not use",
         ),
-        (
-            "whole rows of A",
-            ("a_tile = a[rows, k : k + tile_k]", "a_tile = (a * 1.0)[rows, k : k + tile_k]"),
-            "Are the tile sizes used",
-        ),
-        (
-            "result in float32",
-            ("c = torch.empty(m_size, n_size, dtype=a.dtype", "c = torch.empty(m_size, n_size, dtype=torch.float32"),
-            "should have dtype",
-        ),
+        ("whole rows of A", ("a[rows, k : k + tile_k]", "(a * 1.0)[rows, k : k + tile_k]"), "Are the tile sizes used"),
+        ("result in float32", ("n_size, dtype=a.dtype", "n_size, dtype=torch.float32"), "should have dtype"),
         (
             "tiles of 64 whatever is asked",
             ("m_size, k_size = a.shape", "m_size, k_size = a.shape\n    tile_m = tile_n = tile_k = 64"),
@@ -180,11 +141,7 @@ WRONG_ANSWERS = [
     ),
     *mistakes(
         "q1_4",
-        (
-            "MAC for FLOP",
-            ("macs, 2 * macs", "macs, macs"),
-            ("one multiply-accumulate is two FLOPs", "one MAC, and two FLOPs"),
-        ),
+        ("MAC for FLOP", ("2 * macs", "macs"), ("one multiply-accumulate is two FLOPs", "one MAC, and two FLOPs")),
         ("result of GEMV not written", (_GEMV, "(m * k + k) * dtype.itemsize"), "The result y is written, too"),
         ("C not written", (_GEMM, "(m * k + k * n) * dtype.itemsize"), "C is written"),
         ("elements", (_GEMM, "(m * k + k * n + m * n)"), _ELEMENTS),
@@ -213,25 +170,8 @@ WRONG_ANSWERS = [
             ("stride_am + ks[None, :] * stride_ak", "stride_am + ks[None, :]"),
             ("column-major", "Look at the strides"),
         ),
-        (
-            "other= left out",
-            (
-                (
-                    "mask=(rows[:, None] < M) & (ks[None, :] < K), other=0.0",
-                    "mask=(rows[:, None] < M) & (ks[None, :] < K)",
-                ),
-                (
-                    "mask=(ks[:, None] < K) & (cols[None, :] < N), other=0.0",
-                    "mask=(ks[:, None] < K) & (cols[None, :] < N)",
-                ),
-            ),
-            "NaN values",
-        ),
-        (
-            "columns of B not masked",
-            ("(ks[:, None] < K) & (cols[None, :] < N), other", "(ks[:, None] < K), other"),
-            "tl.load reads",
-        ),
+        ("other= left out", (("[None, :] < K), other=0.0", "[None, :] < K)"), ("N), other=0.0", "N)")), "NaN values"),
+        ("columns of B not masked", ("(ks[:, None] < K) & (cols[None, :] < N)", "(ks[:, None] < K)"), "tl.load reads"),
         (
             "strides of B swapped",
             (
@@ -245,19 +185,8 @@ WRONG_ANSWERS = [
             ("stride_bk + cols[None, :] * stride_bn", "stride_bk + cols[None, :]"),
             ("tl.load reads", "Look at the strides", "is wrong"),
         ),
-        (
-            "the sum overwritten",
-            ("accumulator = tl.dot(a_tile, b_tile, accumulator, ", "accumulator = tl.dot(a_tile, b_tile, "),
-            "added to the accumulator",
-        ),
-        (
-            "other=1.0",
-            (
-                ("(ks[None, :] < K), other=0.0", "(ks[None, :] < K), other=1.0"),
-                ("(cols[None, :] < N), other=0.0", "(cols[None, :] < N), other=1.0"),
-            ),
-            "other= in the loads",
-        ),
+        ("the sum overwritten", ("(a_tile, b_tile, accumulator, ", "(a_tile, b_tile, "), "added to the accumulator"),
+        ("other=1.0", (("< K), other=0.0", "< K), other=1.0"), ("other=0.0", "other=1.0")), "other= in the loads"),
         ("float32 rounded to ten bits", (', input_precision="ieee"', ""), "ieee"),
         ("stored where A lies", ("c_tile = c_ptr", "c_tile = a_ptr"), ("tl.store writes", "is wrong")),
     ),
@@ -286,11 +215,7 @@ WRONG_ANSWERS = [
     ),
     *mistakes(
         "q2_1",
-        (
-            "C left out of the intensity",
-            ("((m * k + k * n + m * n) * dtype.itemsize)", "((m * k + k * n) * dtype.itemsize)"),
-            "C is written",
-        ),
+        ("C left out of the intensity", ("(m * k + k * n + m * n) * dtype", "(m * k + k * n) * dtype"), "C is written"),
         ("MACs over bytes", ("return 2 * m * n * k /", "return m * n * k /"), "two FLOPs"),
         (
             "intensity without itemsize",
@@ -326,11 +251,7 @@ WRONG_ANSWERS = [
             ("min(peak_tflops, intensity * bandwidth_tb_s)", "peak_tflops"),
             "lower of the two roofs",
         ),
-        (
-            "divided by the bandwidth",
-            ("min(peak_tflops, intensity * bandwidth_tb_s)", "min(peak_tflops, intensity / bandwidth_tb_s)"),
-            "bandwidth",
-        ),
+        ("divided by the bandwidth", ("peak_tflops, intensity *", "peak_tflops, intensity /"), "bandwidth"),
     ),
     *mistakes(
         "q2_3",
@@ -395,45 +316,17 @@ WRONG_ANSWERS = [
         ("MAC for FLOP in attention", ("macs, 2 * macs", "macs, macs"), "two FLOPs"),
         ("fp32 bytes in attention", ("elements * dtype.itemsize", "elements * 4"), "depends on the dtype"),
         ("projections left out", ("macs = tokens * weights + 2 * batch", "macs = 2 * batch"), "four projections"),
-        (
-            "scores without values",
-            ("+ 2 * batch * q_width * attended", "+ batch * q_width * attended"),
-            "AND D MACs for the value",
-        ),
-        (
-            "pairs for key-value heads",
-            ("2 * batch * q_width * attended", "2 * batch * kv_width * attended"),
-            "QUERY head",
-        ),
-        (
-            "hidden states read once",
-            ("elements += 3 * tokens * hidden", "elements += tokens * hidden"),
-            "each read the hidden states",
-        ),
-        (
-            "cache without values",
-            ("2 * batch * keys_read * kv_width", "batch * keys_read * kv_width"),
-            "Keys AND values",
-        ),
+        ("scores without values", ("+ 2 * batch * q_width *", "+ batch * q_width *"), "AND D MACs for the value"),
+        ("pairs for key-value heads", ("* batch * q_width * attended", "* batch * kv_width * attended"), "QUERY head"),
+        ("hidden states read once", ("+= 3 * tokens * hidden", "+= tokens * hidden"), "each read the hidden states"),
+        ("cache without values", ("2 * batch * keys_read *", "batch * keys_read *"), "Keys AND values"),
         ("cache of one sequence", ("2 * batch * keys_read * kv_width", "2 * keys_read * kv_width"), "of its own"),
         ("new keys not written", ("tokens * (q_width + 2 * kv_width)", "tokens * q_width"), "written into the cache"),
-        (
-            "weights for each sequence",
-            ("elements = weights\n", "elements = batch * weights\n"),
-            "batch shares the weights",
-        ),
+        ("weights for each sequence", ("elements = weights", "elements = batch * weights"), "batch shares the weights"),
         ("weights not read", ("elements = weights\n", "elements = 0\n"), "weights are read"),
         ("one window read", ("min(kv_len, query_len + window - 1)", "min(kv_len, window)"), "more keys together"),
-        (
-            "output not written",
-            ("tokens * q_width + tokens * hidden  # output", "tokens * q_width  # output"),
-            "writes the hidden states",
-        ),
-        (
-            "attention's output not read again",
-            ("elements += tokens * q_width + tokens * hidden  # output", "elements += tokens * hidden  # output"),
-            "read by the next",
-        ),
+        ("output not written", ("* q_width + tokens * hidden  #", "* q_width  #"), "writes the hidden states"),
+        ("attention's output not read again", ("* q_width + tokens * hidden  #", "* hidden  #"), "read by the next"),
         loses=("q3_1_cost_tests",),
     ),
     *mistakes(
@@ -447,30 +340,18 @@ WRONG_ANSWERS = [
             "each reads its input",
         ),
         ("product of one tensor", ("+ 3 * tokens * wide", "+ 2 * tokens * wide"), "reads two tensors"),
-        (
-            "GELU fused into the product",
-            ("2 * tokens * wide + 3 * tokens * wide", "3 * tokens * wide"),
-            ("TWO operators", "own", "is not"),
-        ),
+        ("GELU fused into the product", ("2 * tokens * wide + 3 *", "3 *"), ("TWO operators", "own", "is not")),
         ("norm: weight not read", ("(2 * tokens * width + width)", "(2 * tokens * width)"), "weight is read"),
         ("norm: a weight for each token", ("(2 * tokens * width + width)", "(3 * tokens * width)"), "one vector"),
         ("norm: read twice", ("(2 * tokens * width + width)", "(3 * tokens * width + width)"), "reads its input once"),
         ("norm: 3 FLOPs", ("return 4 * tokens * width", "return 3 * tokens * width"), "4 FLOPs an element"),
         ("norm: fp32", ("(2 * tokens * width + width) * dtype.itemsize", "(2 * tokens * width + width) * 4"), _DTYPE),
-        (
-            "MLP in fp32",
-            ("return macs, 2 * macs, elements * dtype.itemsize", "return macs, 2 * macs, elements * 4"),
-            _DTYPE,
-        ),
+        ("MLP in fp32", ("macs, 2 * macs, elements * dtype.itemsize", "macs, 2 * macs, elements * 4"), _DTYPE),
     ),
     *mistakes(
         "q3_3",
         ("counted twice", ("    with Flop", "    fn(*args)\n    with Flop"), "fn should run once"),
-        (
-            "MACs of the counter",
-            ("counter.get_total_flops()", "counter.get_total_flops() // 2"),
-            "as the counter gives them",
-        ),
+        ("MACs of the counter", (".get_total_flops()", ".get_total_flops() // 2"), "as the counter gives them"),
         ("called outside", ("        fn(*args)\n", "        pass\n    fn(*args)\n"), "under the counter"),
     ),
     *mistakes(
@@ -521,22 +402,14 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
         ),
         ("one layer", (_CACHE, _CACHE.replace("tokens", "length")), "Every layer"),
         ("every layer slides", ('if kind == "sliding_attention" else length for', "for"), "Full layers keep"),
-        (
-            "full layers slide",
-            ('kind == "sliding_attention" else length', 'kind != "sliding_attention" else length'),
-            "Which layers slide",
-        ),
+        ("full layers slide", ('kind == "sliding_attention"', 'kind != "sliding_attention"'), "Which layers slide"),
         ("cache in fp32", (_CACHE, _CACHE.replace("dtype.itemsize", "4")), _DTYPE),
         ("cache of one text", (_CACHE, _CACHE.replace("batch * ", "")), "Each sequence"),
         loses=("q3_4_bytes_tests",),
     ),
     *mistakes(
         "bonus_3_6",
-        (
-            "floor of one layer",
-            ("(attention + mlp) * config.num_hidden_layers", "(attention + mlp)"),
-            ("All 18 layers", "is not"),
-        ),
+        ("floor of one layer", ("+ mlp) * config.num_hidden_layers", "+ mlp)"), ("All 18 layers", "is not")),
         ("floor in s", ("(bandwidth_tb_s * 1e12) * 1e3", "(bandwidth_tb_s * 1e12)"), "in ms"),
         (
             "weights for each text",
@@ -550,11 +423,7 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
             "at most their window",
         ),
         ("cache in the weights' format", (_FLOOR, "(weights + batch * cache) * weight_bytes"), "own bytes"),
-        (
-            "break-even rounded down",
-            ("math.ceil(weights / cache_of_one)", "math.floor(weights / cache_of_one)"),
-            "still the smaller",
-        ),
+        ("break-even rounded down", ("math.ceil(weights /", "math.floor(weights /"), "still the smaller"),
         (
             "break-even not rounded",
             ("math.ceil(weights / cache_of_one)", "weights / cache_of_one"),
@@ -568,11 +437,7 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
         ("no wait", ("            synchronize()\n", ""), "call synchronize()"),
         ("no step", ("            prof.step()\n", ""), ("prof.step()",)),
         ("six calls", ("range(10)", "range(6)"), ("10 times", "prof.step()")),
-        (
-            "fixed file name",
-            ("prof.export_chrome_trace(str(trace_path))", 'prof.export_chrome_trace("trace.json")'),
-            "no file was written",
-        ),
+        ("fixed file name", ("(str(trace_path))", '("trace.json")'), "no file was written"),
         ("profiler not returned", ("    return prof\n", ""), "return the profiler"),
     ),
     *mistakes(
@@ -596,11 +461,7 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
             ("return (2 * one_input + 3 * two_inputs) * numel", "return (one_input + 2 * two_inputs) * numel"),
             "writes one tensor, too",
         ),
-        (
-            "binary operators read one",
-            ("(2 * one_input + 3 * two_inputs) * numel", "(2 * one_input + 2 * two_inputs) * numel"),
-            "reads both",
-        ),
+        ("binary operators read one", ("+ 3 * two_inputs) * numel", "+ 2 * two_inputs) * numel"), "reads both"),
         ("chain in fp32", ("* numel * dtype.itemsize", "* numel * 4"), _DTYPE),
         ("chain in elements", ("* numel * dtype.itemsize", "* numel"), _ELEMENTS),
         (
@@ -608,16 +469,8 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
             ("return (2 * one_input + 3 * two_inputs) / 2", "return 2 / (2 * one_input + 3 * two_inputs)"),
             ("times FASTER", "is not"),
         ),
-        (
-            "launches counted",
-            ("return (2 * one_input + 3 * two_inputs) / 2", "return one_input + two_inputs"),
-            "Count bytes",
-        ),
-        (
-            "fused kernel only writes",
-            ("(2 * one_input + 3 * two_inputs) / 2", "(2 * one_input + 3 * two_inputs)"),
-            "reads one tensor and writes one",
-        ),
+        ("launches counted", ("(2 * one_input + 3 * two_inputs) / 2", "one_input + two_inputs"), "Count bytes"),
+        ("fused kernel only writes", ("+ 3 * two_inputs) / 2", "+ 3 * two_inputs)"), "reads one tensor and writes one"),
         loses=("q4_2_bytes_tests",),
     ),
     *mistakes(
@@ -635,20 +488,9 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
             "overlap",
         ),
         ("the faster sets the pace", ("max(launch_us, kernel_us)", "min(launch_us, kernel_us)"), "slower of the two"),
-        (
-            "first launch forgotten",
-            (
-                ("return launch_us + (n - 1) * max", "return n * max"),
-                ("+ kernel_us\n    ### END SOLUTION\n\n\ndef graph", "\n    ### END SOLUTION\n\n\ndef graph"),
-            ),
-            "Before the first kernel",
-        ),
+        ("first launch forgotten", (("launch_us + (n - 1) *", "n *"), ("+ kernel_us", "")), "Before the first kernel"),
         ("graph without a launch", ("return launch_us + n * kernel_us", "return n * kernel_us"), "launched, too"),
-        (
-            "graph launches each",
-            ("return launch_us + n * kernel_us", "return n * (launch_us + kernel_us)"),
-            "not once a kernel",
-        ),
+        ("graph launches each", ("launch_us + n * kernel_us", "n * (launch_us + kernel_us)"), "not once a kernel"),
     ),
     *mistakes(
         "q5_1",
@@ -681,35 +523,12 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
     ),
     *mistakes(
         "q5_1",
-        (
-            "one matrix instead of two",
-            ("(2 * batch * heads *", "(batch * heads *"),
-            "Scores and probabilities are both there",
-        ),
-        (
-            "scores of one head",
-            ("return batch * heads * length * length", "return batch * length * length"),
-            "Each head",
-        ),
-        (
-            "scores linear",
-            ("return batch * heads * length * length", "return batch * heads * length"),
-            "One score for each pair",
-        ),
+        ("one matrix instead of two", ("(2 * batch *", "(batch *"), "Scores and probabilities are both there"),
+        ("scores of one head", ("batch * heads * length * length", "batch * length * length"), "Each head"),
+        ("scores linear", ("batch * heads * length * length", "batch * heads * length"), "One score for each pair"),
         ("scores in fp32", ("length * length * dtype.itemsize", "length * length * 4"), _DTYPE),
-        (
-            "both matrices",
-            ("return batch * heads * length * length", "return 2 * batch * heads * length * length"),
-            "One matrix",
-        ),
-        (
-            "longest by one too many",
-            (
-                "return math.isqrt(memory_bytes // (2 * batch * heads * dtype.itemsize))",
-                "return math.isqrt(memory_bytes // (2 * batch * heads * dtype.itemsize)) + 1",
-            ),
-            "does not fit",
-        ),
+        ("both matrices", ("batch * heads * length * length", "2 * batch * heads * length * length"), "One matrix"),
+        ("longest by one too many", ("* heads * dtype.itemsize))", "* heads * dtype.itemsize)) + 1"), "does not fit"),
         (
             "longest is linear",
             (
@@ -755,26 +574,10 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
             ("    for block in blocks", "    for block in [torch.cat([block.clone() for block in blocks], dim=1)]"),
             "look at one block at a time",
         ),
-        (
-            "m of the last block",
-            ("new_m = torch.maximum(m, block.amax(dim=1))\n        l", "new_m = block.amax(dim=1)\n        l"),
-            ("ALL blocks", "m of"),
-        ),
-        (
-            "sum rescaled upside down",
-            ("l = l * torch.exp(m - new_m) + torch.exp(block", "l = l * torch.exp(new_m - m) + torch.exp(block"),
-            ("sum so far", "infinite", "NaN"),
-        ),
-        (
-            "block against the old maximum",
-            ("torch.exp(block - new_m[:, None])", "torch.exp(block - m[:, None])"),
-            ("infinite", "sum so far"),
-        ),
-        (
-            "m starts at zero",
-            ("m = torch.full_like(block[:, 0], -math.inf)", "m = torch.zeros_like(block[:, 0])"),
-            "ALL blocks",
-        ),
+        ("m of the last block", ("torch.maximum(m, block.amax(dim=1))", "block.amax(dim=1)"), ("ALL blocks", "m of")),
+        ("sum rescaled upside down", ("(m - new_m) + torch", "(new_m - m) + torch"), ("sum so far", "infinite", "NaN")),
+        ("block against the old maximum", ("block - new_m[:, None]", "block - m[:, None]"), ("infinite", "sum so far")),
+        ("m starts at zero", (".full_like(block[:, 0], -math.inf)", ".zeros_like(block[:, 0])"), "ALL blocks"),
         ("blocks kept in a list", ("    m = l = None\n", "    m = l = None\n    blocks = list(blocks)\n"), "NaN"),
     ),
     *mistakes(
@@ -784,17 +587,9 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
             ("p @ v[:, :, j : j + tile_k].float()", "(p.to(v.dtype) @ v[:, :, j : j + tile_k]).float()"),
             "fewer bits than float32",
         ),
-        (
-            "keys counted by the queries' length",
-            ("range(0, k.shape[2], tile_k)", "range(0, q.shape[2], tile_k)"),
-            "flash_attention_tiled",
-        ),
+        ("keys counted by the queries' length", ("0, k.shape[2]", "0, q.shape[2]"), "flash_attention_tiled"),
         ("flash: sum not rescaled", ("l = l * rescale + p.sum", "l = l + p.sum"), "BOTH"),
-        (
-            "flash: output not rescaled",
-            ("accumulator = accumulator * rescale + p", "accumulator = accumulator + p"),
-            "BOTH",
-        ),
+        ("flash: output not rescaled", ("accumulator * rescale + p", "accumulator + p"), "BOTH"),
         ("flash: not scaled", (".float() / math.sqrt(q.shape[-1])", ".float()"), "square root"),
         ("flash: not divided", ("(accumulator / l)", "accumulator"), ("not divided", "BOTH")),
         (
@@ -814,11 +609,7 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
             ),
             "fewer bits than float32",
         ),
-        (
-            "flash: result in float32",
-            ("output = torch.empty_like(q)", "output = torch.empty(q.shape)"),
-            "should have dtype",
-        ),
+        ("flash: result in float32", ("torch.empty_like(q)", "torch.empty(q.shape)"), "should have dtype"),
         (
             "flash: last keys left out",
             ("range(0, k.shape[2], tile_k)", "range(0, k.shape[2] // tile_k * tile_k, tile_k)"),
@@ -829,11 +620,7 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
             ("range(0, q.shape[2], tile_q)", "range(0, q.shape[2] // tile_q * tile_q, tile_q)"),
             ("nothing was written", "edges"),
         ),
-        (
-            "flash: softmax of a tile",
-            ("p = torch.exp(scores - new_m)", "p = torch.softmax(scores, dim=-1)"),
-            "may not use",
-        ),
+        ("flash: softmax of a tile", ("torch.exp(scores - new_m)", "torch.softmax(scores, dim=-1)"), "may not use"),
         (
             "flash: all keys at once",
             (
@@ -847,26 +634,10 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
     ),
     *mistakes(
         "q5_4",
-        (
-            "intensity: scores twice",
-            ("4 * length * length)\n    return", "2 * length * length)\n    return"),
-            "four times",
-        ),
-        (
-            "intensity: scores three times",
-            ("4 * length * length)\n    return", "3 * length * length)\n    return"),
-            "not three times",
-        ),
-        (
-            "intensity: O left out",
-            ("elements = 4 * length * head_dim", "elements = 3 * length * head_dim"),
-            "O is written",
-        ),
-        (
-            "intensity: half the FLOPs",
-            ("return 4 * length * length * head_dim /", "return 2 * length * length * head_dim /"),
-            "4 L² D",
-        ),
+        ("intensity: scores twice", ("4 * length * length)", "2 * length * length)"), "four times"),
+        ("intensity: scores three times", ("4 * length * length)", "3 * length * length)"), "not three times"),
+        ("intensity: O left out", ("elements = 4 * length *", "elements = 3 * length *"), "O is written"),
+        ("intensity: half the FLOPs", ("4 * length * length * head_dim", "2 * length * length * head_dim"), "4 L² D"),
         (
             "intensity: inputs left out",
             (
@@ -895,21 +666,9 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
             ("Only the last block of keys counts", "carried from block to block"),
         ),
         ("not divided in Triton", ("accumulator / l[:, None]", "accumulator"), "The output is not divided"),
-        (
-            "store of the output not masked",
-            (", mask=rows[:, None] < queries)\n    ###", ")\n    ###"),
-            "tl.store writes outside",
-        ),
-        (
-            "one key too many",
-            ("columns[None, :] < keys, scores", "columns[None, :] <= keys, scores"),
-            "One key too many",
-        ),
-        (
-            "keys counted in the block",
-            ("tl.where(columns[None, :] < keys", "tl.where((columns - start)[None, :] < keys"),
-            "from 0",
-        ),
+        ("store of the output not masked", (", mask=rows[:, None] < queries)", ")"), "tl.store writes outside"),
+        ("one key too many", ("[None, :] < keys, scores", "[None, :] <= keys, scores"), "One key too many"),
+        ("keys counted in the block", ("(columns[None, :] < keys", "((columns - start)[None, :] < keys"), "from 0"),
         ("l not rescaled", ("l * rescale + tl.sum", "l + tl.sum"), "The sum of the blocks before"),
         ("l of the last block", ("l * rescale + tl.sum", "tl.sum"), "the sum so far is lost"),
         ("accumulator of the last block", ("accumulator * rescale[:, None] + new", "new"), "carried from block"),
@@ -919,10 +678,6 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
         ("maximum of the block alone", ("tl.maximum(m, tl.max(scores, 1))", "tl.max(scores, 1)"), "largest score"),
         ("maximum along the columns", ("tl.max(scores, 1)", "tl.max(scores, 0)"), "tl.max(scores, 0)"),
         ("head of the output left out", ("o_ptr + head * stride_oh", "o_ptr"), "its head and its strides"),
-        (
-            "strides of a contiguous output",
-            ("* stride_os + dims", "* D + dims"),
-            ("its head and its strides", "never written"),
-        ),
+        ("strides of a contiguous output", ("* stride_os +", "* D +"), ("its head and its strides", "never written")),
     ),
 ]

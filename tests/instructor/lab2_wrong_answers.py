@@ -134,11 +134,7 @@ def both(*mods):
             "Sinks are causal",
         ),
         ("one sink too many", ("k < sinks", "k <= sinks"), "one sink too many"),
-        (
-            "sinks and window exchanged",
-            ("(k > q - window) | (k < sinks)", "(k > q - sinks) | (k < window)"),
-            "wrong way round",
-        ),
+        ("sinks and window exchanged", ("> q - window) | (k < sinks", "> q - sinks) | (k < window"), "wrong way round"),
         ("sinks forgotten", (" | (k < sinks)", ""), "sinks are missing"),
         ("only sinks in the window", ("| (k < sinks)", "& (k < sinks)"), ("not in both", "window", "sinks")),
         loses=("q2_3_heads_tests",),
@@ -303,11 +299,7 @@ def block_sparse_attention(q, k, v, block_mask):{_WHOLE_MASK}
         ("block mask not passed", (" block_mask=block_mask,", ""), "without a block_mask"),
         ("modifier not passed", (" score_mod=score_mod,", ""), "without the score_mod"),
         ("no GQA", (", enable_gqa=grouped", ""), "pass enable_gqa"),
-        (
-            "a block mask for no mask",
-            ("if mask_mod is not None", "if True"),
-            ("raised TypeError", "no block mask to build"),
-        ),
+        ("a block mask for no mask", ("mask_mod is not None", "True"), ("raised TypeError", "no block mask to build")),
     ),
     *mistakes(
         "q6_1",
@@ -365,11 +357,7 @@ def block_sparse_attention(q, k, v, block_mask):{_WHOLE_MASK}
         "bonus_8_1",
         ("all sequences at one position", ("q + positions[b]", "q + positions[0]"), "position of its own"),
         ("keys moved", ("q + positions[b], k)", "q, k + positions[b])"), "queries move"),
-        (
-            "keys moved as well",
-            ("positions[b], k)", "positions[b], k + positions[b])"),
-            ("keys are moved as well", "Only the queries move"),
-        ),
+        ("keys moved as well", ("b], k", "b], k + positions[b]"), ("keys are moved as well", "Only the queries move")),
         ("queries not moved", ("q + positions[b]", "q"), "not moved"),
         ("b and h of a decode mask lost", ("mask_mod(b, h,", "mask_mod(0, 0,"), "Pass b and h"),
     ),

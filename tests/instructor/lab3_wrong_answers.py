@@ -39,11 +39,7 @@ WRONG_ANSWERS = [
     ),
     *mistakes(
         "q2_1",
-        (
-            "order read backwards",
-            ("fast, slow = order", "slow, fast = order"),
-            ("fastest dimension first", "Expected here"),
-        ),
+        ("order read backwards", ("fast, slow =", "slow, fast ="), ("fastest dimension first", "Expected here")),
         (
             "lanes do not wrap",
             ("return warp, lane,", "return warp, lane + 32 * warp,"),
@@ -103,11 +99,7 @@ WRONG_ANSWERS = [
     ),
     *mistakes(
         "q3_1",
-        (
-            "no commit in the loop",
-            ("        async_copy.commit_group()\n        async_copy.wait_group", "        async_copy.wait_group"),
-            "async_copy.wait_group",
-        ),
+        ("no commit in the loop", (".commit_group()\n        async_copy.", "."), "async_copy.wait_group"),
         ("waits for one group too few", ("wait_group(STAGES - 1)", "wait_group(STAGES)"), "nothing orders them"),
         ("waits for everything", ("wait_group(STAGES - 1)", "wait_group(0)"), "the copies wait for each other"),
         ("copy into the slot in use", ("start_copy(a_ring, ahead", "start_copy(a_ring, i"), ("race", "wrong in")),
@@ -170,21 +162,9 @@ WRONG_ANSWERS = [
             "was not initialized by mbarrier.init",
         ),
         ("no fence before the refill", ("        fence_async_shared()  # public\n", ""), "missing fence"),
-        (
-            "parity of the tile, not of the round",
-            ("wait(full.index(slot), (i // STAGES) & 1)", "wait(full.index(slot), i & 1)"),
-            ("parity", "race", "deadlock"),
-        ),
-        (
-            "phase, not parity",
-            ("wait(full.index(slot), (i // STAGES) & 1)", "wait(full.index(slot), i // STAGES)"),
-            "Take it `& 1`",
-        ),
-        (
-            "half of the bytes announced",
-            ("expect(full.index(i), NBYTES", "expect(full.index(i), NBYTES // 2"),
-            ("announced", "mbarrier.expect"),
-        ),
+        ("parity of the tile, not of the round", ("(i // STAGES) & 1", "i & 1"), ("parity", "race", "deadlock")),
+        ("phase, not parity", (".index(slot), (i // STAGES) & 1", ".index(slot), i // STAGES"), "Take it `& 1`"),
+        ("half of the bytes announced", ("(i), NBYTES", "(i), NBYTES // 2"), ("announced", "mbarrier.expect")),
         (
             "refill not announced",
             ("        mbarrier.expect(full.index(slot), NBYTES, pred=more)\n", ""),
@@ -214,24 +194,12 @@ WRONG_ANSWERS = [
             ),
             "More than",
         ),
-        (
-            "one tile too many",
-            ("for i in range(tiles):", "for i in range(tiles + 1):"),
-            ("TMA copies", "race", "deadlock", "parity"),
-        ),
-        (
-            "refill with the same tile",
-            ("[row, (i + STAGES) * COLUMNS]", "[row, i * COLUMNS]"),
-            ("refill begin", "wrong in"),
-        ),
+        ("one tile too many", ("in range(tiles)", "in range(tiles + 1)"), ("TMA copies", "race", "deadlock", "parity")),
+        ("refill with the same tile", ("row, (i + STAGES) *", "row, i *"), ("refill begin", "wrong in")),
         ("sum of x", ("total += gl.sum(x * x, 1)", "total += gl.sum(x, 1)"), "sum of x, not of x * x"),
         ("sum over the rows", ("total += gl.sum(x * x, 1)", "total += gl.sum(x * x, 0)"), ("layout", "shape")),
         ("last tile alone", ("total += gl.sum(x * x, 1)", "total = gl.sum(x * x, 1)"), "add to `total`"),
-        (
-            "two arrivals awaited",
-            ("init(full.index(i), count=1)", "init(full.index(i), count=2)"),
-            "1 of 2 arrivals missing",
-        ),
+        ("two arrivals awaited", ("(full.index(i), count=1)", "(full.index(i), count=2)"), "1 of 2 arrivals missing"),
         (
             "refills at the tile's number",
             ("[row, (i + STAGES) * COLUMNS]", "[row, i + STAGES]"),
@@ -240,11 +208,7 @@ WRONG_ANSWERS = [
         ("coordinates swapped", ("[row, i * COLUMNS]", "[i * COLUMNS, row]"), ("wrong in", "NaN")),
         ("barrier without index", ("wait(full.index(slot), ", "wait(full, "), ".index(i) takes one"),
         ("subscripts for slots", ("ring.index(slot).load", "ring[slot].load"), ".index(i) is slot i"),
-        (
-            "columns count tiles",
-            (("[row, i * COLUMNS]", "[row, i]"), ("[row, (i + STAGES) * COLUMNS]", "[row, i + STAGES]")),
-            "count elements",
-        ),
+        ("columns count tiles", (("i * COLUMNS", "i"), ("(i + STAGES) * COLUMNS", "i + STAGES")), "count elements"),
     ),
     *mistakes(
         "bonus_3_4",
@@ -286,11 +250,7 @@ def repairs():
         ),
         ("no fence before the TMA store", ("    fence_async_shared()  # public\n", ""), "missing fence"),
         ("kernel ends before its store", ("    tma.store_wait(0)  # public\n", ""), "unfinished"),
-        (
-            "tile of C at column, row",
-            ("[row, column], c_tile", "[column, row], c_tile"),
-            ("leaves to [column, row]", "never written"),
-        ),
+        ("tile of C at column, row", ("[row, column]", "[column, row]"), ("leaves to [column, row]", "never written")),
         ("wait for all but one", ("_wait(0, deps=[acc])", "_wait(1, deps=[acc])"), ("race", "still being computed")),
         ("result of the wait dropped", ("acc = warpgroup_mma_wait", "warpgroup_mma_wait"), "assign the result"),
         ("two warps by two", ("[3, 0], [4, 1]", "[3, 0], [2, 2]"), "multiple of 4"),
@@ -311,16 +271,8 @@ def repairs():
         ("tail of keys not masked", ("(keys < sk)[None, :]", "(keys < sk + 64)[None, :]"), "keys in blocks of 64"),
         ("output not rescaled", ("    o = o * gl", "    unused = o * gl"), "wrong in"),
         ("sum not rescaled", ("total = total * alpha + gl.sum(p, 1)", "total = total + gl.sum(p, 1)"), "wrong in"),
-        (
-            "no maximum subtracted",
-            ("gl.maximum(m, gl.max(s, 1))", "gl.maximum(m, gl.max(s, 1)) * 0.0"),
-            ("NaN", "infinite", "wrong in"),
-        ),
-        (
-            "maximum of this block alone",
-            ("gl.maximum(m, gl.max(s, 1))", "gl.max(s, 1)"),
-            ("NaN", "wrong in", "infinite"),
-        ),
+        ("no maximum subtracted", ("(m, gl.max(s, 1))", "(m, gl.max(s, 1)) * 0.0"), ("NaN", "infinite", "wrong in")),
+        ("maximum of this block alone", (".maximum(m, gl.max(s, 1))", ".max(s, 1)"), ("NaN", "wrong in", "infinite")),
         (
             "never divided",
             ("    o = o / gl.convert_layout(total, gl.SliceLayout(1, output))[:, None]\n", ""),
@@ -351,11 +303,7 @@ def repairs():
     ),
     *mistakes(
         "q5_2",
-        (
-            "empty counts one arrival",
-            ("init(empty.index(i), count=2)", "init(empty.index(i), count=1)"),
-            ("arrival", "race"),
-        ),
+        ("empty counts one arrival", ("(empty.index(i), count=2)", "(empty.index(i), count=1)"), ("arrival", "race")),
         ("slot never given back", ("mbarrier.arrive(empty.index(slot), count=1)", "pass"), "2 of 2 arrivals missing"),
         ("producer waits for the first round", ("((i // STAGES) & 1) ^ 1)", "(i // STAGES) & 1)"), "deadlock"),
         ("bytes of V not announced", (" + v_desc.block_type.nbytes", ""), ("announced", "more than mbarrier.expect")),
@@ -380,51 +328,15 @@ def repairs():
             ),
             ("race", "barrier"),
         ),
-        (
-            "parity of the tile",
-            ("wait(full.index(slot), (i // STAGES) & 1)", "wait(full.index(slot), i & 1)"),
-            ("parity", "race", "deadlock"),
-        ),
-        (
-            "last block forgotten",
-            ("    for i in range(gl.cdiv(sk, BLOCK_N)):  # public\n", "    for i in range(sk // BLOCK_N):  # public\n"),
-            ("left out", "deadlock"),
-        ),
-        (
-            "one tile of V",
-            ("tma_load(v_desc, [head, i * BLOCK_N, 0]", "tma_load(v_desc, [head, 0, 0]"),
-            "same block of V",
-        ),
-        (
-            "one tile of K",
-            ("tma_load(k_desc, [head, i * BLOCK_N, 0]", "tma_load(k_desc, [head, 0, 0]"),
-            "K of every step is the same block",
-        ),
-        (
-            "each thread is to arrive",
-            ("init(empty.index(i), count=2)", "init(empty.index(i), count=256)"),
-            "arrivals missing",
-        ),
-        (
-            "full counts two",
-            ("init(full.index(i), count=1)", "init(full.index(i), count=2)"),
-            "1 of 2 arrivals missing",
-        ),
-        (
-            "two arrivals of each consumer",
-            ("arrive(empty.index(slot), count=1)", "arrive(empty.index(slot), count=2)"),
-            ("arrival", "race"),
-        ),
-        (
-            "arrives at the wrong barrier",
-            ("arrive(empty.index(slot)", "arrive(full.index(slot)"),
-            ("arrival", "deadlock", "parity"),
-        ),
-        (
-            "head forgotten",
-            ("tma_load(k_desc, [head, i * BLOCK_N, 0]", "tma_load(k_desc, [0, i * BLOCK_N, 0]"),
-            ("wrong in", "NaN"),
-        ),
+        ("parity of the tile", ("(slot), (i // STAGES) & 1", "(slot), i & 1"), ("parity", "race", "deadlock")),
+        ("last block forgotten", ("(gl.cdiv(sk, BLOCK_N)):  #", "(sk // BLOCK_N):  #"), ("left out", "deadlock")),
+        ("one tile of V", ("(v_desc, [head, i * BLOCK_N, 0]", "(v_desc, [head, 0, 0]"), "same block of V"),
+        ("one tile of K", ("k_desc, [head, i * BLOCK_N", "k_desc, [head, 0"), "K of every step is the same block"),
+        ("each thread is to arrive", ("(empty.index(i), count=2)", "(empty.index(i), count=256)"), "arrivals missing"),
+        ("full counts two", ("(full.index(i), count=1)", "(full.index(i), count=2)"), "1 of 2 arrivals missing"),
+        ("two arrivals of each consumer", (".index(slot), count=1", ".index(slot), count=2"), ("arrival", "race")),
+        ("arrives at the wrong barrier", ("arrive(empty.", "arrive(full."), ("arrival", "deadlock", "parity")),
+        ("head forgotten", ("(k_desc, [head, i * BLOCK_N, 0]", "(k_desc, [0, i * BLOCK_N, 0]"), ("wrong in", "NaN")),
         (
             "rows count blocks",
             (
@@ -441,11 +353,7 @@ def repairs():
             ("s = warpgroup_mma_wait(1, deps=[s])", "s, o = warpgroup_mma_wait(0, deps=[s, o])"),
             "softmax runs",
         ),
-        (
-            "scores read too early",
-            ("s = warpgroup_mma_wait(1, deps=[s])", "s = warpgroup_mma_wait(2, deps=[s])"),
-            "read while it is still being computed",
-        ),
+        ("scores read too early", ("(1, deps=[s])", "(2, deps=[s])"), "read while it is still being computed"),
         (
             "output rescaled under its product",
             (
@@ -479,14 +387,7 @@ def repairs():
             ("p = gl.convert_layout(p_next.to(dtype), left)", "unused = gl.convert_layout(p_next.to(dtype), left)"),
             "P of the first block",
         ),
-        (
-            "scores accumulate",
-            (
-                "s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)",
-                "s = warpgroup_mma(q, k, o, is_async=True)",
-            ),
-            "wrong in",
-        ),
+        ("scores accumulate", ("(q, k, zero, use_acc=False, is_async=True)", "(q, k, o, is_async=True)"), "wrong in"),
         ("no wait for V", ("        mbarrier.wait(v_full.index(v_slot), v_phase)\n", ""), "nothing orders them"),
     ),
     *mistakes(
@@ -519,10 +420,6 @@ def repairs():
             ("                rescale(output.index(tile), alpha, output.index(tile), False)\n", ""),
             "not rescaled",
         ),
-        (
-            "waits for the product of this block",
-            ("mbarrier.wait(bars.o_done.index(tile), (i - 1) & 1)", "mbarrier.wait(bars.o_done.index(tile), i & 1)"),
-            ("deadlock", "parity"),
-        ),
+        ("waits for the product of this block", ("(tile), (i - 1) & 1", "(tile), i & 1"), ("deadlock", "parity")),
     ),
 ]

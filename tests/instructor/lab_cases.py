@@ -64,6 +64,28 @@ def pairs_of(change: tuple) -> tuple[tuple[str, str], ...]:
     return (change,) if isinstance(change[0], str) else change
 
 
+def right_answers(text: str) -> list[tuple[str, str, str | tuple]]:
+    """List right answers that stand in a text like cells of a notebook: [(what differs, answer cell, code or change)].
+
+    `# %% q1_1: what differs` opens an answer to 1.1. It is code that runs after the model answer; or, if its first line is
+    indented, what replaces the lines between the model answer's markers; or a diff against the model answer, of whole lines,
+    with a blank line between two changes.
+    """
+    found: list = []
+    for entry in text.split("# %% ")[1:]:
+        head, code = entry.strip("\n").split("\n", 1)
+        cell, difference = head.split(": ", 1)
+        if code.startswith("-"):
+            found.append((difference, cell, tuple(_pair_of(change.split("\n")) for change in code.split("\n\n"))))
+        else:
+            found.append((difference, cell, ((BODY, code),) if code.startswith(" ") else code))
+    return found
+
+
+def _pair_of(diff: list[str]) -> tuple[str, ...]:
+    return tuple("".join(f"{line[1:]}\n" for line in diff if line[0] == sign) for sign in "-+")
+
+
 @functools.cache
 def built(name: str) -> Built:
     """Build a lab, once for all test files of this process."""
