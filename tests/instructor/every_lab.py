@@ -1,12 +1,15 @@
 """Tests that each lab must pass. The test file of a lab subclasses `EveryLab` as `TestLab`, with the facts of its lab."""
 
+import ast
 import os
 import re
+from datetime import datetime
 
 import nbformat
 import pytest
 
 from instructor.build import ROOT
+from instructor.names import used_names
 from tests.instructor import lab_cases
 from tests.instructor.visible import VisibleChecks
 from utils.checking import needs
@@ -18,6 +21,12 @@ NAMES_A_QUESTION = r"(Question|[Bb]onus) \d\.\d"
 def slow(test):
     """Mark a test that executes whole notebooks, on a machine that may be busy."""
     return pytest.mark.slow(pytest.mark.timeout(1500)(test))
+
+
+def _seconds(cell) -> float:
+    times = cell.metadata.get("execution", {})
+    begin, end = (times.get(key) for key in ("iopub.execute_input", "shell.execute_reply"))
+    return (datetime.fromisoformat(end) - datetime.fromisoformat(begin)).total_seconds() if begin and end else 0.0
 
 
 class EveryLab:
@@ -37,8 +46,10 @@ class EveryLab:
     bare_stubs = False  # answers at the top level of their cell raise NotImplementedError by themselves
 
     def test_points_add_up(self, lab):
-        assert lab_cases.points_of(lab) == self.points
-        assert lab_cases.points_by_hand(lab) == self.by_hand
+        regular, bonus = (sum(q.points for q in lab.questions if q.bonus == which) for which in (False, True))
+        assert (regular, bonus) == self.points
+        cells = [cell for question in lab.questions for cell in question.cells]
+        assert {c.grade_id: c.points for c in cells if c.role in ("manual", "task")} == self.by_hand
 
     def test_every_check_is_used_by_one_cell(self, calls, checks):
         assert sorted(lab_cases.check_in(call) for call in calls.values()) == sorted(checks.__all__)
@@ -55,14 +66,29 @@ class EveryLab:
         assert len({wrong.mistake for wrong in self.wrong_answers}) == len(self.wrong_answers)
         assert set().union(*(wrong.lost for wrong in self.wrong_answers)) == set(calls)
 
-    def test_a_missing_answer_stops_only_cells_that_say_so(self, cells):
-        lab_cases.assert_missing_answers_stop_only_cells_that_say_so(cells)
-
     def test_graded_cells_need_no_plain_cell(self, cells):
-        lab_cases.assert_graded_cells_need_no_plain_cell(cells)
+        """Answers and tests use only names of answers and of locked cells: a student may delete the others."""
+        plain, needed = {}, []  # plain: {name: first line of the plain cell that defines it}
+        for cell, used, given in lab_cases.names_by_cell(cells):
+            if "nbgrader" not in cell.metadata:
+                plain |= dict.fromkeys(given, lab_cases.first_line(cell))
+            elif lab_cases.has_role(cell, "grade") or lab_cases.has_role(cell, "solution"):
+                needed += [f"{cell.id} needs {name} of {plain[name]!r}" for name in used & plain.keys()]
+        assert needed == [], "lock what graded cells need"
 
     def test_locked_cells_run_without_cells_above(self, cells):
-        lab_cases.assert_locked_cells_run_without_cells_above(cells)
+        """But for the setup: the build gives them no `needs`."""
+        above, problems = set(), []
+        for cell, _, given in lab_cases.names_by_cell(cells):
+            if cell.id == "setup":
+                continue
+            if cell.metadata.get("nbgrader", {}).get("locked") and not lab_cases.has_role(cell, "grade"):
+                tree = ast.parse(cell.source)
+                tree.body = [node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
+                used = used_names(ast.unparse(tree)) - given
+                problems += [f"{cell.id} uses {name}" for name in sorted(used & above)]
+            above |= given
+        assert problems == [], "unlock these cells, so that `needs` says what is missing"
 
     def test_an_untouched_lab_says_which_answer_is_missing(self, lab, cells, request, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
@@ -97,7 +123,8 @@ class EveryLab:
                 if "guesses" not in following:
                     without.append(cell.source[-200:])
         assert without == []
-        names = lab_cases.guesses_of(cells)
+        code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+        names = re.findall(r'guesses\["([^"]+)"\] = None', code)
         assert len(names) == len(set(names)) >= self.least_predictions
         shown = lab_cases.shown_beside_guesses(cells)
         assert [name for name in names if not any(re.fullmatch(pattern, name) for pattern in shown)] == []
@@ -111,7 +138,7 @@ class EveryLab:
 
     @slow
     def test_solved_lab_is_quick(self, solved):
-        seconds = lab_cases.seconds_in(solved)
+        seconds = [_seconds(cell) for cell in solved.cells if cell.cell_type == "code"]
         assert sum(seconds) > 5  # the times were recorded
         assert max(seconds) < self.longest_cell_s
         assert sum(seconds) < 60 * self.minutes

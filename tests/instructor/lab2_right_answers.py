@@ -1,8 +1,8 @@
-"""Right answers to lab 2 that differ from the model answers; `right_answers` explains the form."""
+"""Right answers to lab 2 that differ from the model answers; `answers_in_text` explains the form."""
 
-from tests.instructor.lab_cases import right_answers
+from tests.instructor.lab_cases import answers_in_text
 
-RIGHT_ANSWERS = right_answers(r"""
+RIGHT_ANSWERS = answers_in_text(r"""
 # %% q1_1: exponentials by hand, sums guarded
 def masked_attention(q, k, v, mask):
     scores = torch.einsum("bhsd,bhld->bhsl", q, k) * q.shape[-1] ** -0.5

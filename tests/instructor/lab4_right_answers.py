@@ -1,8 +1,8 @@
-"""Right answers to lab 4 that differ from the model answers; `right_answers` explains the form."""
+"""Right answers to lab 4 that differ from the model answers; `answers_in_text` explains the form."""
 
-from tests.instructor.lab_cases import right_answers
+from tests.instructor.lab_cases import answers_in_text
 
-RIGHT_ANSWERS = right_answers(r"""
+RIGHT_ANSWERS = answers_in_text(r"""
 # %% q1_1: told by a regular expression
 import re
 def backends_in(operators):
