@@ -1,18 +1,22 @@
 """Tests that each lab must pass. The test file of a lab subclasses `EveryLab` as `TestLab`, with the facts of its lab."""
 
 import ast
+import contextlib
 import os
 import re
+import warnings
 from datetime import datetime
 
 import nbformat
 import pytest
+import torch
 
 from instructor.build import ROOT
 from instructor.names import used_names
 from tests.instructor import lab_cases
 from tests.instructor.visible import VisibleChecks
 from utils.checking import needs
+from utils.checking.labs.lab4_sdpa.common import sdpa_switches
 
 HONEST_DRAWS = int(os.environ.get("HONEST_DRAWS", "3"))  # of each right answer, in the slow set
 NAMES_A_QUESTION = r"(Question|[Bb]onus) \d\.\d"
@@ -27,6 +31,18 @@ def _seconds(cell) -> float:
     times = cell.metadata.get("execution", {})
     begin, end = (times.get(key) for key in ("iopub.execute_input", "shell.execute_reply"))
     return (datetime.fromisoformat(end) - datetime.fromisoformat(begin)).total_seconds() if begin and end else 0.0
+
+
+@contextlib.contextmanager
+def kept_conditions():
+    """Undo what a wrong answer leaves behind: SDPA's switches and the warning filters."""
+    switches = sdpa_switches()
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        for name, enabled in zip(("flash", "mem_efficient", "math", "cudnn"), switches, strict=False):
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
 
 
 class EveryLab:
@@ -154,14 +170,19 @@ class EveryLab:
             assert re.search(NAMES_A_QUESTION, error.evalue), error.evalue
 
 
-class EveryRightAnswer:
-    """Right answers, as different people write them, pass both checks. `visible` is a fixture of the test file."""
+class EveryAnswer:
+    """Right answers, as different people write them, pass both checks, and each wrong answer is named by both."""
 
     right_answers: list[tuple[str, str, str]]  # name, id of the answer cell, code
+    wrong_answers: list[lab_cases.WrongAnswer]
 
     def pytest_generate_tests(self, metafunc):
         if "right" in metafunc.fixturenames:
             metafunc.parametrize("right", lab_cases.first_of_each_cell(metafunc.cls.right_answers, 2))
+        if "wrong" in metafunc.fixturenames:
+            alone = metafunc.function.__name__.endswith("_alone")
+            quick, others = (1, pytest.mark.overnight) if alone else (3, pytest.mark.slow)
+            metafunc.parametrize("wrong", lab_cases.first_of_each_cell(metafunc.cls.wrong_answers, quick, others))
 
     def test_there_are_many_right_answers(self, calls):
         """At least forty idioms, different ones, and each answer cell has one."""
@@ -169,7 +190,7 @@ class EveryRightAnswer:
         cells = {re.sub(r"(_[a-z]+)?_tests$", "", test) for test in calls}
         assert {cell for _, cell, _ in self.right_answers} == cells
 
-    def test_it_passes(self, calls, checks, names, visible, right):
+    def test_right_answer_passes(self, calls, checks, names, visible, right):
         _, cell, code = right
         exec(compile(code, cell, "exec"), names)
         assert lab_cases.refusals(lab_cases.verdicts_on(lab_cases.calls_of(cell, calls), names, checks)) == []
@@ -177,7 +198,7 @@ class EveryRightAnswer:
         assert [visible.message(test, scope) for test in visible.of(cell)] == [None] * len(visible.of(cell))
 
     @pytest.mark.slow
-    def test_it_passes_in_many_draws(self, calls, checks, names, right):
+    def test_right_answer_passes_in_many_draws(self, calls, checks, names, right):
         """Other inputs than those of the grading; HONEST_DRAWS=200 draws as many of them as you like."""
         _, cell, code = right
         exec(compile(code, cell, "exec"), names)
@@ -188,3 +209,27 @@ class EveryRightAnswer:
     def test_model_answers_pass_the_visible_checks(self, names, visible):
         scope = visible.scope(names)
         assert {test: message for test in visible.tests if (message := visible.message(test, scope))} == {}
+
+    def test_wrong_answer_is_refused_twice_and_named(self, answers, calls, checks, names, visible, wrong):
+        """The visible check and the hidden one refuse a wrong answer, each with words that name the mistake."""
+        exec(compile(lab_cases.source_of(answers, wrong), wrong.cell, "exec"), names)
+        with kept_conditions():
+            verdicts = lab_cases.verdicts_on(lab_cases.calls_of(wrong.cell, calls), names, checks)
+        lab_cases.assert_loses_alone(verdicts, wrong)
+        scope = visible.scope(names)
+        for test in wrong.lost:
+            with kept_conditions():
+                message = visible.message(test, scope)
+            assert message is not None, f"the visible check accepts {wrong.mistake!r}"
+            assert message.count("Question") + message.count("Bonus") == 1, message
+            assert any(phrase.lower() in message.lower() for phrase in wrong.phrases), message
+
+    @pytest.mark.slow
+    def test_wrong_answer_loses_its_question_alone(self, answers, calls, checks, names, wrong):
+        """All checks that it reaches run. A mistake of each answer does in the slow set: the others bind the same names."""
+        source = lab_cases.source_of(answers, wrong)
+        exec(compile(source, wrong.cell, "exec"), names)
+        reached = lab_cases.calls_reached_by(source, calls, answers) | lab_cases.calls_of(wrong.cell, calls)
+        with kept_conditions():
+            verdicts = lab_cases.verdicts_on(reached, names, checks)
+        lab_cases.assert_loses_alone(verdicts, wrong)

@@ -204,24 +204,16 @@ def refusals(verdicts: dict[str, Verdict]) -> list[str]:
     return [str(verdict) for verdict in verdicts.values() if not verdict.passed]
 
 
-def assert_loses_alone(
-    verdicts: dict[str, Verdict], wrong: WrongAnswer, every_message: bool = True, or_says: tuple[str, ...] = ()
-) -> None:
-    """Check that the mistake loses its own tests and no others, and that every message (or the last one) names it.
-
-    Args:
-        verdicts: of the hidden checks.
-        wrong: the answer.
-        every_message: a mistake that loses two tests is named in both.
-        or_says: words that will do as well.
-    """
+def assert_loses_alone(verdicts: dict[str, Verdict], wrong: WrongAnswer, or_says: tuple[str, ...] = ()) -> None:
+    """Check that the mistake loses its own tests and no others, and that the last message names it, or has other words."""
     assert {cell for cell, verdict in verdicts.items() if not verdict.passed} == wrong.lost, refusals(verdicts)
     for cell in wrong.lost:
-        verdict = verdicts[cell]
-        question = verdict.question if verdict.question.startswith("Bonus") else f"Question {verdict.question}"
-        assert str(verdict).startswith(f"✗ {question}")
-        if every_message or cell == max(wrong.lost):
-            assert any(phrase in verdict.message for phrase in wrong.phrases + or_says), verdict.message
+        question = verdicts[cell].question
+        assert str(verdicts[cell]).startswith(
+            f"✗ {question if question.startswith('Bonus') else f'Question {question}'}"
+        )
+    message = verdicts[max(wrong.lost)].message
+    assert any(phrase in message for phrase in wrong.phrases + or_says), message
 
 
 def said_by_untouched_cells(cells, visible, names: dict) -> dict[str, str | None]:

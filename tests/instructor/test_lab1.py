@@ -172,7 +172,7 @@ def test_wrong_answer_is_refused_twice_and_named(answers, calls, checks, visible
     files = {wrong.cell: source.split("\n", 1)[1]} if wrong.cell in TRITON else None
     verdicts = _verdicts(lab_cases.calls_of(wrong.cell, calls), checks, notebook, files)
     expects = ("expected", "Expected", "is wrong in", "should", "raised")
-    lab_cases.assert_loses_alone(verdicts, wrong, every_message=False, or_says=expects)
+    lab_cases.assert_loses_alone(verdicts, wrong, or_says=expects)
 
 
 def test_a_profile_without_the_kernels_of_a_gpu_is_refused(answers, visible, notebook):
