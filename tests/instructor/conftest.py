@@ -85,20 +85,14 @@ def answers(cells) -> dict[str, str]:
     return lab_cases.answers_in(cells)
 
 
-@pytest.fixture(scope="module")
-def model_names(request, answers) -> dict:
-    """The notebook's names after its setup (SETUP of the test file) and the model answers."""
-    names: dict = {}
-    exec(request.module.SETUP, names)
-    return lab_cases.run_answers(answers, names)
-
-
 @pytest.fixture
-def names(request, answers) -> dict:
-    """The same names anew: each test gets its own."""
+def names(request, cells, answers, tmp_path, monkeypatch) -> dict:
+    """The notebook's names after its setup (SETUP of the test file) and the model answers, in a folder with its files."""
+    monkeypatch.chdir(tmp_path)
     names: dict = {}
     exec(request.module.SETUP, names)
-    return lab_cases.run_answers(answers, names)
+    files = {cell.id: cell.source for cell in cells if cell.source.startswith("%%writefile")}
+    return lab_cases.run_answers(files | answers, names)
 
 
 @pytest.fixture(scope="module")

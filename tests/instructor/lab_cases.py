@@ -20,7 +20,7 @@ import pytest
 
 from instructor.build import Built, build_lab
 from instructor.course import Score
-from instructor.names import bound_names, python_of, used_names
+from instructor.names import FILE_CELL, bound_names, python_of, used_names
 from instructor.points import lab_path
 from utils.checking import AnswerNeeded, Verdict
 
@@ -131,9 +131,11 @@ def calls_of(answer: str, calls: dict[str, str]) -> dict[str, str]:
     return own
 
 
-def calls_reached_by(code: str, calls: dict[str, str], answers: dict[str, str]) -> dict[str, str]:
-    """Select the calls that use a name of this code, themselves or through answers: no other verdict can change."""
-    names = bound_names(ast.parse(code))
+def calls_reached_by(source: str, calls: dict[str, str], answers: dict[str, str]) -> dict[str, str]:
+    """Select the calls that use a file or a name of this cell, themselves or through answers: no other verdict can change."""
+    if file := FILE_CELL.match(source):
+        return {test: call for test, call in calls.items() if file[1] in call}
+    names = bound_names(ast.parse(source))
     sources = [ast.parse(text) for text in answers.values() if not text.startswith("%%")]
     functions = {
         node.name: used_names(ast.unparse(node)) for tree in sources for node in tree.body if hasattr(node, "name")
@@ -157,9 +159,12 @@ def checks_of(lab: str) -> ModuleType:
 
 
 def run_answers(answers: dict[str, str], names: dict) -> dict:
-    """Run the answer cells with these global names and return the names; skip cells that write a file."""
+    """Run answer cells with these global names, in the current folder, and return the names."""
     for cell, source in answers.items():
-        if not source.startswith("%%writefile"):
+        if source.startswith("%%writefile"):
+            head, text = source.split("\n", 1)
+            Path(head.split()[1]).write_text(text)
+        else:
             exec(compile(source, cell, "exec"), names)
     return names
 
@@ -182,6 +187,12 @@ def changed_text(text: str, replaces: tuple[tuple[str, str], ...]) -> str:
 def source_of(answers: dict[str, str], wrong: WrongAnswer) -> str:
     """Return the source of a cell with this mistake."""
     return changed_text(answers[wrong.cell], wrong.replaces) + (f"\n\n{wrong.code}" if wrong.code else "")
+
+
+def right_source(answers: dict[str, str], right: tuple) -> str:
+    """Return the code of another right answer, which runs after the model answer or in its place."""
+    _, cell, change = right
+    return change if isinstance(change, str) else changed_text(answers[cell], change)
 
 
 def first_of_each_cell(cases: list, count: int, others=pytest.mark.slow) -> list:
@@ -208,10 +219,12 @@ def assert_loses_alone(verdicts: dict[str, Verdict], wrong: WrongAnswer, or_says
     """Check that the mistake loses its own tests and no others, and that the last message names it, or has other words."""
     assert {cell for cell, verdict in verdicts.items() if not verdict.passed} == wrong.lost, refusals(verdicts)
     for cell in wrong.lost:
-        question = verdicts[cell].question
+        question, message = verdicts[cell].question, verdicts[cell].message
         assert str(verdicts[cell]).startswith(
             f"✗ {question if question.startswith('Bonus') else f'Question {question}'}"
         )
+        assert "Traceback" not in message and "/tmp/" not in message
+        assert "the simulator stopped" not in message or re.search(r"line \d+ in \w+: ", message), message
     message = verdicts[max(wrong.lost)].message
     assert any(phrase in message for phrase in wrong.phrases + or_says), message
 
@@ -227,12 +240,8 @@ def said_by_untouched_cells(cells, visible, names: dict) -> dict[str, str | None
     for cell in cells:
         if cell.cell_type != "code" or not has_role(cell, "solution"):
             continue
-        if cell.source.startswith("%%writefile"):
-            head, text = cell.source.split("\n", 1)
-            Path(head.split()[1]).write_text(text)
-            continue
         with contextlib.suppress(NotImplementedError):  # a stub at the top level of its cell
-            exec(compile(cell.source, cell.id, "exec"), names)
+            run_answers({cell.id: cell.source}, names)
     found: dict[str, str | None] = {}
     scope = visible.scope(names)
     for cell in cells:
