@@ -82,6 +82,19 @@ def answers_in_text(text: str) -> list[tuple[str, str, str | tuple]]:
     return found
 
 
+def mistakes_in_text(text: str) -> list[WrongAnswer]:
+    """List wrong answers that stand in such a text, mostly those that change several lines.
+
+    `# %% q1_1: what is wrong => words | other words` opens one; `# %% q1_1 loses q1_2_tests: ...` one that loses others' tests.
+    """
+    found = []
+    for head, where, change in answers_in_text(text):
+        mistake, words = head.split(" => ")
+        cell, _, loses = where.partition(" loses ")
+        found += mistakes(cell, (mistake, change, tuple(words.split(" | "))), loses=tuple(loses.split()))
+    return found
+
+
 def _pair_of(diff: list[str]) -> tuple[str, ...]:
     return tuple("".join(f"{line[1:]}\n" for line in diff if line[0] == sign) for sign in "-+")
 
