@@ -213,11 +213,6 @@ def grid():
     return rows
 
 
-def test_every_recorded_table_that_is_shown_exists(cells, recorded):
-    shown = set(re.findall(r'show_recorded\("(\w+)"\)', "\n".join(c.source for c in cells)))
-    assert shown and shown <= set(recorded)
-
-
 def test_kernels_are_for_the_chips_that_the_text_names(prose, recorded):
     """Who the four are: cuDNN's kernel is for sm90 and uses wgmma, efficient's is for sm80, flash's is FlashAttention-2's."""
     names = recorded["traces"].groupby("backend")["name"].first()
