@@ -54,6 +54,7 @@ class TestLab(EveryLab):
 class TestAnswers(EveryAnswer):
     right_answers, wrong_answers = RIGHT_ANSWERS, WRONG_ANSWERS
     or_says = ("expected", "Expected", "is wrong in", "should", "raised")
+    goes_along = ("q3_1_cost_tests",)
     many_draws = pytest.mark.overnight
 
 
