@@ -1,11 +1,14 @@
-"""How much a student reads before, between and after the answers of each lab: `tests/tools/test_reading.py` has the limits.
+"""How much a student reads before, between and after the answers of each lab, counted in the students' notebooks.
+
+    python tools/reading.py [NOTEBOOK ...]
 
 Words are those with a letter or a digit in prose that is not folded (`<details>`); hints, points and rules in a fold do not count.
 """
 
 import re
 import statistics
-from dataclasses import dataclass
+import sys
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 import nbformat
@@ -72,3 +75,15 @@ def read(notebook: Path) -> Reading:
         lines,
         round(1000 * figures / max(words, 1), 2),
     )
+
+
+def main() -> None:
+    """Print a line for each notebook."""
+    paths = [Path(name) for name in sys.argv[1:]] or sorted(ROOT.glob("lab*.ipynb"))
+    print(f"{'':24}" + "".join(f"{field.name.replace('_', ' '):>21}" for field in fields(Reading)))
+    for path in paths:
+        print(f"{path.stem:24}" + "".join(f"{value:>21,}" for value in astuple(read(path))))
+
+
+if __name__ == "__main__":
+    main()
