@@ -19,6 +19,7 @@ from utils.bench.targets import sdpa
 from utils.bench.targets.base import Built, Case
 from utils.bench.targets.proof import prove
 from utils.bench.workload import Workload, arithmetic, make_inputs, reference
+from utils.benchmark import benchmark_memory
 from utils.benchmark.measuring import measure_together
 from utils.benchmark.profiling import launched
 from utils.machine.device import default_device
@@ -65,7 +66,7 @@ def measure_shape(shape: dict, device: torch.device) -> list[dict]:
             rows[name] |= {"status": "failed", "refused": str(error)}
             continue
         rows[name] |= {"error": checked.whole, "kernels": list(ran.names)}
-        rows[name] |= {"peak_mb": sdpa.memory(call)["peak_bytes"] / 1e6}
+        rows[name] |= {"peak_mb": 1e3 * benchmark_memory(call, n_warmup=1, n_repeat=1).allocated_memory_gb}
         calls[name] = call
     if calls:
         work_done = {"flops": work.flops, "bytes": work.bytes}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from utils.bench.errors import BenchError, check_choices
+from utils.bench.errors import check_choices
 from utils.bench.terminal import (
     FAILED,
     STOPPED,
@@ -33,33 +33,6 @@ app = typer.Typer(
     add_completion=False,
     help="Benchmarks with a baseline and an optimized side: list, run, compare, report, check.",
 )
-
-Targets = Annotated[
-    list[str] | None,
-    typer.Option("--targets", help="A target, one side (chapter:baseline_x), or a chapter; repeat, or use commas."),
-]
-ExtraArgs = Annotated[
-    list[str] | None,
-    typer.Option("--target-extra-arg", help="'TARGET=--flag value ...', repeatable; list-targets --flags shows them."),
-]
-Inputs = Annotated[
-    list[str] | None,
-    typer.Option("--input", help="An argument of your function: 'a=randn(4096, n, bf16)' or 'dim=-1'; repeatable."),
-]
-SweepText = Annotated[
-    str | None,
-    typer.Option(
-        "--sweep", help="A knob or a size of --input: seq_len=1k:16k:x2, m=256:1024:+256, backend=cudnn,flash."
-    ),
-]
-TargetInterval = Annotated[
-    float | None,
-    typer.Option("--target-interval", help="Sample on until the interval is plus or minus this share: 0.01 is 1%."),
-]
-UpdateExpectations = Annotated[
-    bool,
-    typer.Option("--update-expectations", help="Record the results as expected of this GPU, in place of the old ones."),
-]
 
 
 @app.command("list-targets")
@@ -103,25 +76,40 @@ def _show_flags(rows: list[dict]) -> None:
 
 @app.command()
 def run(
-    targets: Targets = None,
+    targets: Annotated[
+        list[str] | None,
+        typer.Option(help="A target, one side (chapter:baseline_x), or a chapter; or several, by commas."),
+    ] = None,
     more: Annotated[list[str] | None, typer.Argument(metavar="[TARGET]...", help="Further targets.")] = None,
     profile: Annotated[str, typer.Option(help="none, minimal (trace, nsys), roofline or deep_dive (ncu).")] = "none",
-    target_extra_arg: ExtraArgs = None,
+    target_extra_arg: Annotated[
+        list[str] | None, typer.Option(help="'TARGET=--flag value ...', repeatable; list-targets --flags shows them.")
+    ] = None,
     iterations: Annotated[int | None, typer.Option(help="Timed samples of each side; default: the target's.")] = None,
     warmup: Annotated[int | None, typer.Option(help="Calls before the timing; default: the target's.")] = None,
     l2: Annotated[str, typer.Option(help="warm, or cold: the cache is flushed before every sample, untimed.")] = "warm",
     graph: Annotated[bool, typer.Option("--graph", help="Time CUDA graph replays; needs a GPU.")] = False,
-    target_interval: TargetInterval = None,
-    max_seconds: Annotated[
-        float | None, typer.Option("--max-seconds", help="Time budget of each case's timing, warm-up included.")
+    target_interval: Annotated[
+        float | None, typer.Option(help="Sample on until the interval is plus or minus this share: 0.01 is 1%.")
     ] = None,
+    max_seconds: Annotated[
+        float | None, typer.Option(help="Most seconds of each case's timing, warm-up included.")
+    ] = None,
+    discard: Annotated[str | None, typer.Option(help="Samples to leave out: outliers, throttled, or both.")] = None,
     run_id: Annotated[str | None, typer.Option(help="Name of the run's folder; default: date and time.")] = None,
     artifacts_dir: ArtifactsDir = Path("artifacts"),
-    inputs: Inputs = None,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", help="An argument of your function: 'a=randn(4096, n, bf16)' or 'dim=-1'; repeatable."),
+    ] = None,
     against: Annotated[str | None, typer.Option(help="Baseline of your function: module:function.")] = None,
-    sweep: SweepText = None,
-    discard: Annotated[str | None, typer.Option(help="Samples to leave out: outliers, throttled, or both.")] = None,
-    update_expectations: UpdateExpectations = False,
+    sweep: Annotated[
+        str | None,
+        typer.Option(help="A knob or a size of --input: seq_len=1k:16k:x2, m=256:1024:+256, backend=cudnn,flash."),
+    ] = None,
+    update_expectations: Annotated[
+        bool, typer.Option("--update-expectations", help="Record the results as expected of this GPU.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run targets, or a function of yours: verify both sides, prove what ran, time them interleaved, keep everything.
@@ -130,7 +118,7 @@ def run(
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler, which reads it at its first start
     from utils.bench.documents import to_json
-    from utils.bench.expectations import update_file
+    from utils.bench.expectations import expectations_file, update_file
     from utils.bench.knobs import Sweep
     from utils.bench.report import terminal_remarks, times_table, write_report
     from utils.bench.results import exit_code, status_text
@@ -138,30 +126,22 @@ def run(
     from utils.bench.targets import plan
     from utils.benchmark.sampling import DISCARDS
     from utils.machine.device import default_device
+    from utils.machine.environment import environment
 
     words = sys.argv[sys.argv.index("bench") + 1 :] if "bench" in sys.argv else sys.argv[1:]
     names = [part for name in [*(targets or []), *(more or [])] for part in name.split(",") if part]
+    timing = {"l2": l2, "graph": graph, "warmup": warmup, "iterations": iterations}
+    timing |= {"target_interval": target_interval, "max_seconds": max_seconds}
     with errors_as_lines():
-        options = Options(
-            profile=profile,
-            timing={
-                "l2": l2,
-                "graph": graph,
-                "warmup": warmup,
-                "iterations": iterations,
-                "target_interval": target_interval,
-                "max_seconds": max_seconds,
-                "discard": check_choices("--discard", discard, DISCARDS) if discard else (),
-            },
-            run_id=new_run_id() if run_id is None else run_id,
-            artifacts_dir=artifacts_dir,
-            command=["labs", "bench", *map(shlex.quote, words)],
-        )
+        if discard:
+            timing["discard"] = check_choices("--discard", discard, DISCARDS)
+        command = ["labs", "bench", *map(shlex.quote, words)]
+        options = Options(profile, timing, new_run_id() if run_id is None else run_id, artifacts_dir, command=command)
         swept = Sweep.read(sweep) if sweep else None
         extra, device = target_extra_arg or [], default_device()
         plans = plan(names, extra, device, os.environ, sweep=swept, inputs=inputs or (), against=against)
         if update_expectations:
-            _check_recordable(plans)
+            expectations_file(environment()["gpu"])  # raises for a CPU, before anything is timed
         document = _run_with_progress(plans, options)
         if sweep:
             for path in write_report(document, options.folder):
@@ -181,19 +161,6 @@ def run(
     folders = str(options.folder) if profile == "none" else f"{options.folder}, profiles in {options.profiles_dir}"
     typer.echo(f"{document['status']}: {status_text(document)}; {folders}", err=True)
     raise typer.Exit(exit_code(document))
-
-
-def _check_recordable(plans: list[Plan]) -> None:
-    """Raise BenchError, before anything is timed, if the results could not be recorded as expectations."""
-    from utils.bench.expectations import expectations_file
-    from utils.machine.environment import environment
-
-    expectations_file(environment()["gpu"])  # raises for a CPU
-    if one_sided := [plan.target.name for plan in plans if len(plan.sides) < 2]:
-        raise BenchError(
-            f"--update-expectations records both sides and their ratio, but only one side of "
-            f"{', '.join(one_sided)} was asked for: name the target without baseline_ or optimized_."
-        )
 
 
 def _run_with_progress(plans: list[Plan], options: Options) -> dict:
@@ -235,9 +202,8 @@ def compare(
 
     with errors_as_lines():
         first, second = load_results(a, artifacts_dir), load_results(b, artifacts_dir)
-        rows = compare_results(first, second)
-    different = notes(first, second)
-    written = [] if output is None else write_comparison(first, second, rows, output)
+        rows, different = compare_results(first, second), notes(first, second)
+        written = [] if output is None else write_comparison(first, second, rows, output)
     if as_json:
         ids = {"a": first["run_id"], "b": second["run_id"]}
         show_json({**ids, "rows": rows, "notes": different, "files": written})

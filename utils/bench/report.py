@@ -11,16 +11,8 @@ from utils.benchmark.intervals import NOT_ENOUGH_DATA
 from utils.benchmark.result import digits, format_interval, format_rate, with_interval
 from utils.files import write_whole
 
-STATISTICS = ("mean_ms", "std_ms", "min_ms", "max_ms", "p95_ms", "p99_ms")
-COLUMNS = (
-    *("target", "workload", "batch", "heads", "seq_len", "head_dim", "dtype", "mask", "doc_span", "score_mod"),
-    *("kv_heads", "seq_len_kv", "layout", "direction", "window", "options", "side", "status", "ran"),
-    *("median_ms", "low_ms", "high_ms", *STATISTICS, "samples"),
-    *("tflops", "gb_s", "roof_share", "queries_per_s", "error", "error_bound"),
-    *("speedup", "speedup_low", "speedup_high", "verdict", "reason", "inputs", "outliers", "throttled", "discarded"),
-)
+STATISTICS = ("mean_ms", "std_ms", "min_ms", "max_ms", "p95_ms", "p99_ms", "tflops", "gb_s", "roof_share")
 WIDEST_SPEEDUP = len(f"0.999 [0.999, 0.999] {NOT_ENOUGH_DATA}")
-TELLING_OPERATORS = ("_scaled_dot", "CompiledFx", "softmax", "bmm", "mul")  # the most telling first
 
 
 def rows(document: dict) -> list[dict]:
@@ -30,18 +22,18 @@ def rows(document: dict) -> list[dict]:
 
 def _row(case: dict, side: str) -> dict:
     work, pair = case["workload"], case["comparison"]
-    row = {name: case[name] for name in ("target", "status", "reason")} | work
-    row |= {"workload": case["label"], "options": res.options_text(case), "side": side}
+    row = {"target": case["target"], "workload": case["label"], **work, "options": res.options_text(case)}
+    row |= {"side": side, "status": case["status"], "reason": case["reason"]}
     row["ran"] = case["ran"].get(side, {}).get("provider")
-    if (check := case["verification"].get(side)) is not None:
-        row |= {"error": check["whole"], "error_bound": check["whole_bound"]}
     if (measured := res.measured(case, side)) is not None:
         low, high = measured.interval_ms
-        row |= {"low_ms": low, "high_ms": high, "samples": len(measured.samples_ms)}
-        row |= {name: getattr(measured, name) for name in ("median_ms", *STATISTICS, "tflops", "gb_s", "roof_share")}
+        row |= {"median_ms": measured.median_ms, "low_ms": low, "high_ms": high, "samples": len(measured.samples_ms)}
+        row |= {name: getattr(measured, name) for name in STATISTICS}
         row |= {name: measured.method.get(name) for name in ("outliers", "throttled", "discarded")}
         if "heads" in work:
             row["queries_per_s"] = work["batch"] * work["heads"] * work["seq_len"] / (measured.median_ms / 1e3)
+    if (check := case["verification"].get(side)) is not None:
+        row |= {"error": check["whole"], "error_bound": check["whole_bound"]}
     if pair is not None and side == "optimized":
         low, high = pair["interval"]
         row |= {"speedup": pair["speedup"], "speedup_low": low, "speedup_high": high, "verdict": pair["verdict"]}
@@ -51,12 +43,11 @@ def _row(case: dict, side: str) -> dict:
 # ---- tables ------------------------------------------------------------------------------------------------
 
 
-def to_csv(lines: Iterable[Mapping], columns: Sequence[str] = COLUMNS) -> str:
-    """Return rows as CSV with these columns; None and missing cells are empty."""
+def to_csv(lines: Sequence[Mapping]) -> str:
+    """Return rows as CSV, with a column for each name in any of them; None and missing cells are empty."""
     import pandas as pd
 
-    frame = pd.DataFrame(list(lines), columns=list(columns))
-    return frame.to_csv(index=False, float_format=lambda value: digits(value, 7))
+    return pd.DataFrame(lines).to_csv(index=False, float_format=lambda value: digits(value, 7))
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
@@ -66,11 +57,6 @@ def table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
         return "| " + " | ".join(str(cell).strip().replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
     return "\n".join([line_text(head), "|" + " --- |" * len(head), *map(line_text, lines)])
-
-
-def page(paragraphs: Iterable[str]) -> str:
-    """Return a Markdown page of paragraphs: headings, sentences, tables."""
-    return "\n\n".join(paragraphs) + "\n"
 
 
 def times_table(document: dict) -> tuple[list[str], list[list[str]]]:
@@ -101,13 +87,6 @@ def times_table(document: dict) -> tuple[list[str], list[list[str]]]:
     return ["Target", "Workload", "Side: ran", "Median [95%]", "Rate", "GB/s", "Of roof", "Speed-up", "Options"], lines
 
 
-def memory_text(ran: dict) -> str:
-    """Say how much memory a call adds, if the target measured it: "+67.1 MB, 0.00154 MB of it workspace"."""
-    if (memory := ran.get("memory")) is None:
-        return ""
-    return f"+{memory['peak_bytes'] / 1e6:.3g} MB, {memory['workspace_bytes'] / 1e6:.3g} MB of it workspace"
-
-
 def join_workloads(lines: Iterable[Sequence[str]]) -> list[list[str]]:
     """Join lines that differ only in their workload, the second cell."""
     workloads: dict[tuple, list[str]] = {}
@@ -117,17 +96,11 @@ def join_workloads(lines: Iterable[Sequence[str]]) -> list[list[str]]:
 
 
 def terminal_remarks(document: dict) -> list[str]:
-    """Return the lines under a run's table: the memory of each side, then refusals, failures and notes."""
-    lines = []
-    for case in document["cases"]:
-        for side, ran in case["ran"].items():
-            if memory := memory_text(ran):
-                launches = f"{ran['launches']} launches, " if ran["launches"] else ""
-                lines.append(f"{case['label']} {side}: {ran['provider']}: {launches}{memory}")
+    """Return the lines under a run's table: refusals, failures and notes, those of the same workloads under one heading."""
     below: dict[str, list[str]] = {}
     for target, labels, status, text in join_workloads(res.remarks(document)):
         below.setdefault(f"{target} ({labels}) {status}:", []).append(f"    {text}")
-    return lines + [line for heading, texts in below.items() for line in (heading, *texts)]
+    return [line for heading, texts in below.items() for line in (heading, *texts)]
 
 
 # ---- a run as a page ---------------------------------------------------------------------------------------
@@ -152,7 +125,7 @@ def markdown(document: dict) -> str:
         parts += ["## Refused, failed, noted", table(["target", "workload", "status", "why"], remarks)]
     if profiles := [line for case in document["cases"] for line in _profiles(case)]:
         parts += ["## Profiles", "\n".join(profiles)]
-    return page(parts)
+    return "\n\n".join(parts) + "\n"
 
 
 def _head(document: dict) -> list[str]:
@@ -174,22 +147,16 @@ def _head(document: dict) -> list[str]:
 
 def _what_ran(document: dict) -> tuple[list[str], list[list[object]]]:
     """Return the columns and lines of what ran on each side: its backend, what was launched, and its error."""
-    columns = ["target", "workload", "side", "asked", "ran", "implementation", "launches", "launched", "memory"]
-
-    def rank(name: str) -> int:
-        return next((i for i, word in enumerate(TELLING_OPERATORS) if word in name), len(TELLING_OPERATORS))
-
+    columns = ["target", "workload", "side", "asked", "ran", "implementation", "launches", "launched"]
     lines = []
     for case in document["cases"]:
         for side, ran in case["ran"].items():
             error = case["verification"].get(side)
-            launched = ran["kernels"][:4] or sorted(ran["operators"], key=rank)[:3]
+            launched = ", ".join(_short(name, 60) for name in (ran["kernels"] or ran["operators"])[:4])
             lines.append(
                 [
                     *(case["target"], case["label"], side, ran["asked"], ran["provider"], ran["implementation"]),
-                    ran["launches"] or "",
-                    ", ".join(_short(name, 60) for name in launched),
-                    memory_text(ran),
+                    *(ran["launches"] or "", launched),
                     f"{error['whole']:.2g} ({error['whole_bound']:.2g})" if error else "not compared",
                 ]
             )

@@ -91,13 +91,8 @@ def timing_mode(case: dict) -> dict:
 
 
 def timing_text(timing: dict) -> str:
-    """Describe a run's timing: "cold L2, CUDA graph, until the interval is within 1%, at most 5 s a case"."""
-    parts = [f"{timing.get('l2', 'warm')} L2", "CUDA graph" if timing.get("graph") else "stream"]
-    if timing.get("target_interval") is not None:
-        parts.append(f"until the interval is within {timing['target_interval']:.3g} of the median")
-    if timing.get("max_seconds") is not None:
-        parts.append(f"at most {timing['max_seconds']:g} s a case")
-    return ", ".join(parts)
+    """Write the timing options of a run that are set: "l2 cold, target_interval 0.01"."""
+    return ", ".join(f"{name} {value}" for name, value in timing.items() if value not in (None, False, (), []))
 
 
 def case_key(case: dict) -> tuple:

@@ -41,18 +41,6 @@ COMPARISON_FIELDS = ("speedup", "interval", "verdict", "same_within", "method")
 OPERATORS_KEPT = 40  # of a call, in the results
 
 
-# How the samples are taken: options of `Timing` that a run decides. A target's protocol fills in what is None.
-TIMING: dict[str, Any] = {
-    "l2": "warm",
-    "graph": False,
-    "warmup": None,
-    "iterations": None,
-    "target_interval": None,
-    "max_seconds": None,
-    "discard": (),
-}
-
-
 def new_run_id() -> str:
     """Name a run by date and time, with four random digits for runs that begin in the same second."""
     return f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
@@ -60,7 +48,10 @@ def new_run_id() -> str:
 
 @dataclass
 class Options:
-    """How a plan is run: what is profiled, how samples are taken (see TIMING), and where results go."""
+    """How a plan is run: what is profiled, how samples are taken, and where results go.
+
+    `timing` has options of `Timing`; the target's protocol says how many calls and samples, where it does not.
+    """
 
     profile: str = "none"
     timing: dict[str, Any] = field(default_factory=dict)
@@ -70,7 +61,7 @@ class Options:
     command: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.timing = TIMING | self.timing
+        self.timing = {"l2": "warm", "graph": False, "warmup": None, "iterations": None} | self.timing
 
     @property
     def folder(self) -> Path:
@@ -193,7 +184,9 @@ class CaseRun:
             self.record["notes"].append(
                 f"the roofs of {roofs.name} have no {self.precision} peak: no share of a roof is given."
             )
-        return timing | options | {"dtype": self.precision}
+        return (
+            {name: value for name, value in timing.items() if value is not None} | options | {"dtype": self.precision}
+        )
 
     def _time(self, built: Mapping[str, Built]) -> dict[str, Measurement]:
         """Time the sides: interleaved if both were asked for."""

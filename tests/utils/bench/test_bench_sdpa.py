@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.utils.bench.bench_runs import SDPA, SMALL, run_cpu
 from utils.attention import allowed_keys, find_backend, make_problem
 from utils.bench import results
-from utils.bench.errors import BenchError, Refused, WrongRun
+from utils.bench.errors import BenchError, WrongRun
 from utils.bench.report import markdown
 from utils.bench.targets import plan, sdpa
 from utils.bench.targets.proof import prove, sdpa_backend
@@ -95,11 +95,9 @@ def test_flags_of_the_target(tmp_path, flags, shown):
     assert shown in case["label"]
     asked = case["knobs"]["backend"]["value"]
     assert case["ran"]["optimized"]["provider"] == asked == case["ran"]["optimized"]["asked"]
-    memory = case["ran"]["optimized"]["memory"]
-    assert memory["peak_bytes"] >= memory["output_bytes"] > 0
     assert case["verification"]["optimized"]["whole"] < 2e-6
     assert results.options(case) == {"backend": asked, "baseline_backend": "math"}
-    assert shown in markdown(document) and "of it workspace" in markdown(document)
+    assert shown in markdown(document)
 
 
 @pytest.mark.parametrize(
@@ -166,11 +164,8 @@ def test_a_refusal_is_torchs_own_reason(monkeypatch):
         raise RuntimeError("No available kernel. Aborting execution.")
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", refusing)
-    with pytest.raises(Refused) as refusal:
-        sdpa.refuse(workload, "flash", inputs)
-    assert str(refusal.value) == (
-        "torch's flash backend does not take B1 H2 S8 D16 fp32 full: Both fused kernels "
-        "require the last dimension of the input to have stride 1. Got [2]."
+    assert sdpa.why_not(workload, "flash", inputs) == (
+        "Both fused kernels require the last dimension of the input to have stride 1. Got [2]."
     )
 
 
@@ -178,11 +173,11 @@ def test_proof_needs_forward_backward_and_kernels_to_agree():
     forward, backward = "aten::_scaled_dot_product_{}_attention", "aten::_scaled_dot_product_{}_attention_backward"
     flash = forward.format("flash"), backward.format("flash")
     assert sdpa_backend(Launched(flash, ()), "both") == "flash"
-    with pytest.raises(WrongRun, match="forward ran flash and backward cudnn"):
+    with pytest.raises(WrongRun, match="forward ran flash and backward ran cudnn"):
         sdpa_backend(Launched((flash[0], backward.format("cudnn")), ()), "both")
-    with pytest.raises(WrongRun, match="2 SDPA backends"):
+    with pytest.raises(WrongRun, match="forward ran cudnn, flash"):
         sdpa_backend(Launched((*flash, forward.format("cudnn")), ()), "both")
-    with pytest.raises(WrongRun, match="0 SDPA backends"):
+    with pytest.raises(WrongRun, match="backward ran none"):
         sdpa_backend(Launched(flash[:1], ()), "both")
     with pytest.raises(WrongRun, match="none of what was launched"):
         prove("auto", Launched(flash, ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80",), 1), "both")

@@ -18,7 +18,7 @@ def test_each_backend_in_each_direction(tmp_path, backend, direction):
     (case,) = run_gpu(tmp_path, [SDPA], [f"{SDPA}={flags}"])["cases"]
     assert case["status"] == "ok", case["reason"]
     ran = case["ran"]["optimized"]
-    assert ran["provider"] == backend and ran["kernels"] and ran["memory"]["peak_bytes"] > 0
+    assert ran["provider"] == backend and ran["kernels"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from utils.benchmark.profiling import Launched
 CPU = torch.device("cpu")
 FLEX, CUTE = "labs/flexattention:flex_attention", "labs/flexattention:flex_attention_cute"
 GLUON = "labs/flashattention_gluon:flashattention_gluon"
-HOST = "labs/host_time:attention_call"
 SUITES = ("sdpa", "flash_attn", "gluon", "fa3", "cute", "flex", "flex_flash", "triton")
 SDPA = "labs/cudnn_sdpa_bench:flash_sdp"
 
@@ -21,7 +20,7 @@ def one_case(target, extra="", environ=None, device=CPU):
 
 
 def test_documented_names():
-    named = {FLEX, CUTE, SDPA, GLUON, HOST, "labs/gemm:gemm", "labs/gelu:gelu"}
+    named = {FLEX, CUTE, SDPA, GLUON, "labs/gemm:gemm", "labs/gelu:gelu"}
     assert set(TARGETS) >= named | {f"attention_suite:{one}" for one in SUITES}
     ((target, sides),) = read_name("labs/flashattention_gluon:baseline_flashattention_gluon")
     assert (target.workload, sides) == ("flashattention_gluon", ("baseline",))
@@ -71,15 +70,15 @@ def test_environment_is_read_at_run_time_by_flexattention_alone():
 
 
 def test_knobs_that_do_not_go_together():
-    with pytest.raises(BenchError, match="no documents"):
+    with pytest.raises(BenchError, match="--doc-span is 64, --mask is causal "):
         one_case(FLEX, "--mask causal --doc-span 64")
     with pytest.raises(BenchError, match="DOC_SPAN"):
         one_case(FLEX, "--mask full", {"DOC_SPAN": "64"})
     with pytest.raises(BenchError, match="no block mask"):
         one_case(FLEX, "--mask full --block-size 64")
-    with pytest.raises(BenchError, match="DOC_SPAN is 100000 and the text has"):
+    with pytest.raises(BenchError, match=r"DOC_SPAN is 100000, .* the text has"):
         one_case(FLEX, "", {"DOC_SPAN": "100000"})
-    with pytest.raises(BenchError, match="--doc-span is 65 and the text has 64 tokens"):
+    with pytest.raises(BenchError, match=r"--doc-span is 65, .* 64 tokens"):
         one_case(FLEX, "--seq-len 64 --doc-span 65")
     assert one_case(FLEX, "--seq-len 64").workload.doc_span == 64  # the default is cut
     assert one_case(FLEX, "--mask causal").workload.doc_span is None

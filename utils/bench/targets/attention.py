@@ -59,23 +59,17 @@ def _shape(settings: Mapping[str, Setting]) -> dict[str, Any]:
 def masked_workload(settings: Mapping[str, Setting]) -> Workload:
     """Make the workload of settings with --mask, --doc-span and --score-mod.
 
-    A document span that the mask would ignore is an error, and so is one that is longer than the text. The default is cut
-    to the text.
+    A document span that the mask would ignore or that is longer than the text is an error. The default is cut to the text.
     """
     shape, mask, span = _shape(settings), settings["mask"].value, settings["doc_span"]
-    source = {"default": "", "flag": "--doc-span"}.get(span.origin, "DOC_SPAN")
-    documents = "document" in mask
-    if source and not documents:
+    length, documents = shape["seq_len"], "document" in mask
+    if span.origin != "default" and not (documents and span.value <= length):
+        source = "--doc-span" if span.origin == "flag" else "DOC_SPAN"
         raise BenchError(
-            f"{source} is {span.value} and --mask {mask} has no documents; use --mask causal_document or "
-            f"document, or leave {source} out."
+            f"{source} is {span.value}, --mask is {mask} and the text has {length} tokens (--seq-len). Documents are for "
+            f"the masks document and causal_document, and at most as long as the text: change one of the three."
         )
-    if source and span.value > shape["seq_len"]:
-        raise BenchError(
-            f"{source} is {span.value} and the text has {shape['seq_len']} tokens (--seq-len): documents are at most as "
-            "long as the text. Take a shorter span or a longer text."
-        )
-    doc_span = min(span.value, shape["seq_len"]) if documents else None
+    doc_span = min(span.value, length) if documents else None
     return Workload(**shape, mask=mask, doc_span=doc_span, score_mod=settings["score_mod"].value)
 
 
@@ -166,7 +160,8 @@ class AttentionTarget(Target):
         name, tensors = self.backend(case, side), Inputs(*inputs)
         if name not in sdpa.CHOICES and tensors.dout is None:
             return build_prepared(name, case, inputs)
-        sdpa.refuse(case.workload, name, tensors)
+        if reason := sdpa.why_not(case.workload, name, tensors):
+            raise Refused(f"torch's {name} backend does not take {case.label}: {reason}")
         backend = find_backend(BACKEND_OF.get(name, name))
         implementation = f"SDPA of torch {torch.__version__}" if name == "auto" else backend.implementation()
         return Built(sdpa.bind(case.workload, name, tensors), name, implementation)

@@ -56,9 +56,5 @@ class FlashSdp(AttentionTarget):
         """Return the name of a side's backend."""
         return case.value("backend" if side == "optimized" else "baseline_backend")
 
-    def facts(self, case, side, built):
-        """Return the memory that a call needs."""
-        return {"memory": sdpa.memory(built.fn)}
-
 
 TARGETS = (FlashSdp(),)

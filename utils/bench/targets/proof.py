@@ -13,27 +13,19 @@ from utils.benchmark.profiling import Launched
 BACKEND_OF = {"auto": "sdpa", "unfused": "naive"}
 
 
-def _single(names: list[str], launched: Launched) -> str:
-    if len(set(names)) != 1:
-        raise WrongRun(
-            f"the trace shows {len(set(names))} SDPA backends ({', '.join(names) or 'none'}) and one was "
-            f"expected; it holds {', '.join(launched.operators[:12])}."
-        )
-    return names[0]
-
-
 def sdpa_backend(launched: Launched, direction: str = "forward") -> str:
     """Return the SDPA backend that ran, by the operators of the forward pass, the backward pass, or both."""
-    names = []
+    passes: dict[str, set[str]] = {}
     if direction != "backward":
-        forward = [FORWARD_OPERATORS[name] for name in launched.operators if name in FORWARD_OPERATORS]
-        names.append(_single(forward, launched))
+        passes["forward"] = {FORWARD_OPERATORS[name] for name in launched.operators if name in FORWARD_OPERATORS}
     if direction != "forward":
-        fused = [BACKWARD_OPERATORS[name] for name in launched.operators if name in BACKWARD_OPERATORS]
-        names.append(_single(fused or ["math"] * (MATH_BACKWARD in launched.operators), launched))
-    if len(set(names)) > 1:
-        raise WrongRun(f"forward ran {names[0]} and backward {names[1]}.")
-    return names[0]
+        fused = {BACKWARD_OPERATORS[name] for name in launched.operators if name in BACKWARD_OPERATORS}
+        passes["backward"] = fused or {"math" for name in launched.operators if name == MATH_BACKWARD}
+    ran = set().union(*passes.values())
+    if len(ran) != 1 or not all(passes.values()):
+        shown = " and ".join(f"{name} ran {', '.join(sorted(found)) or 'none'}" for name, found in passes.items())
+        raise WrongRun(f"one SDPA backend was expected: {shown}; the trace holds {', '.join(launched.operators[:12])}.")
+    return ran.pop()
 
 
 def prove(asked: str, launched: Launched, direction: str = "forward") -> str:

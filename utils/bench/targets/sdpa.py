@@ -15,7 +15,6 @@ import torch
 
 from utils import attention
 from utils.attention.problem import NO_OPTIONS, Bound
-from utils.bench.errors import Refused
 from utils.bench.targets.proof import BACKEND_OF
 from utils.bench.workload import Inputs, Workload
 
@@ -70,21 +69,3 @@ def why_not(workload: Workload, backend: str, inputs: Inputs) -> str:
     except attention.Refused as refusal:
         return str(refusal)
     return ""
-
-
-def refuse(workload: Workload, backend: str, inputs: Inputs) -> None:
-    """Raise Refused, with torch's reason, if the backend does not take these tensors."""
-    if reason := why_not(workload, backend, inputs):
-        raise Refused(f"torch's {backend} backend does not take {workload.label}: {reason}")
-
-
-def memory(call: Callable[[], object]) -> dict:
-    """Measure {"peak_bytes", "output_bytes", "workspace_bytes"} of one call: all that it adds, its results, the rest."""
-    from utils.benchmark import benchmark_memory
-
-    results = call()
-    tensors = results if isinstance(results, tuple) else (results,)
-    output = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-    del results, tensors
-    peak = round(1e9 * benchmark_memory(call, n_warmup=0, n_repeat=1).allocated_memory_gb)
-    return {"peak_bytes": peak, "output_bytes": output, "workspace_bytes": max(0, peak - output)}
