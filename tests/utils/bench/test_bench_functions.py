@@ -144,6 +144,8 @@ def test_gelu_runs_on_a_cpu_and_gemm_says_why_not(tmp_path):
         assert gemm["status"] == "refused" and "interpreter" in gemm["reason"] and "baseline_gemm" in gemm["reason"]
     (alone,) = run_cpu(tmp_path, ["labs/gemm:baseline_gemm"], extra[1:], run_id="alone")["cases"]
     assert alone["status"] == "ok" and alone["cost"]["flops"] == 2 * 32**3
+    (alone,) = run_cpu(tmp_path, ["labs/gelu:optimized_gelu"], extra[:1], run_id="kernel")["cases"]
+    assert alone["verification"]["optimized"]["whole_bound"] < 1e-5, "without its baseline it is compared as closely"
 
 
 @pytest.mark.parametrize(

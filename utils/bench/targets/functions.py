@@ -17,14 +17,14 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from utils.bench.errors import BenchError, WrongRun, check_choice
-from utils.bench.knobs import Knob, Setting
+from utils.bench.knobs import Knob
 from utils.bench.targets.base import Built, Case, Target, interpreted
 from utils.bench.verify import rounding_bounds
 from utils.bench.workload import DTYPES
@@ -52,8 +52,8 @@ class Argument:
         return f"{self.name} {'x'.join(map(str, self.shape))}" if self.fill else f"{self.name}={self.constant!r}"
 
 
-def read_argument(text: str, sizes: Mapping[str, int]) -> Argument:
-    """Read "a=randn(4096, n, bf16)" or "dim=-1"; `sizes` has the values of names such as n."""
+def read_argument(text: str, values: Mapping[str, Any]) -> Argument:
+    """Read "a=randn(4096, n, bf16)" or "dim=-1"; `values` has those of names such as n."""
     try:
         (line,) = ast.parse(text.strip()).body
         assert isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name)
@@ -64,16 +64,15 @@ def read_argument(text: str, sizes: Mapping[str, int]) -> Argument:
         words = [ast.unparse(word) for word in value.args]
     except (SyntaxError, ValueError, AssertionError):
         raise BenchError(f"--input is {text!r}; {HOW}.") from None
+    words = [str(values.get(word, word)) for word in words]
     dtype = words.pop() if words and words[-1] in DTYPES else "fp32"
-    shape = []
-    for word in words:
-        if not word.isdigit() and word not in sizes:
-            raise BenchError(
-                f"--input is {text!r}, and {word} is no size: give a whole number, a dtype of {', '.join(DTYPES)} at the "
-                f"end, or values with --sweep {word}=1k:16k:x2."
-            )
-        shape.append(whole_number(f"a size of --input {text!r}", sizes.get(word) or int(word), 1, BenchError))
-    return Argument(name, check_choice(f"the filling of {name}", value.func.id, FILLS), tuple(shape), dtype)
+    if other := [word for word in words if not word.isdigit()]:
+        raise BenchError(
+            f"--input is {text!r}, and {other[0]} is no size: give a whole number, a dtype of {', '.join(DTYPES)} at the "
+            f"end, or values with --sweep {other[0]}=1k:16k:x2."
+        )
+    shape = tuple(whole_number(f"a size of --input {text!r}", int(word), 1, BenchError) for word in words)
+    return Argument(name, check_choice(f"the filling of {name}", value.func.id, FILLS), shape, dtype)
 
 
 @dataclass(frozen=True)
@@ -143,21 +142,26 @@ def _double(value: torch.Tensor) -> torch.Tensor:
 class FunctionTarget(Target):
     """A function of tensors against another one, on the same tensors."""
 
+    arguments: tuple[str, ...] = ()  # as --input has them: "a=randn(m, k, dtype)", of the knobs m, k and dtype
+
     def function(self, case: Case, side: str) -> tuple[str, Callable]:
         """Return the name and the function of a side; ("", ...) if there is no such side."""
         raise NotImplementedError
 
-    def cases_of(self, arguments: tuple[Argument, ...], settings: Mapping[str, Setting], device) -> list[Case]:
-        """Return the one case of these arguments, with the cost of the baseline's call."""
-        empty = Case(self.name, CallWorkload(arguments, Cost(0, 0)), settings, device)
-        found = (self.function(empty, side) for side in self.sides)
+    def cases(self, settings, device):
+        """Return the one case of these settings, with the cost of the baseline's call."""
+        values = {key: setting.value for key, setting in settings.items()}
+        arguments = tuple(read_argument(text, values) for text in values.get("inputs", self.arguments))
+        case = Case(self.name, CallWorkload(arguments, Cost(0, 0)), settings, device)
+        found = (self.function(case, side) for side in self.sides)
         costs = (count_cost(fn, arguments) for name, fn in found if name)
         cost = next((cost for cost in costs if cost.flops or cost.bytes), Cost(0, 0))
-        return [Case(self.name, CallWorkload(arguments, cost), settings, device)]
+        return [replace(case, workload=CallWorkload(arguments, cost))]
 
     def inputs(self, case):
         """Return the tensors of the call."""
-        return case.workload.fill(case.device, case.settings["seed"].value if "seed" in case.settings else 42)
+        seed = case.settings.get("seed")
+        return case.workload.fill(case.device, seed.value if seed else 42)
 
     def expected(self, case, *inputs):
         """Return the reference of each result that is a tensor, by name, and keep in `compared_with` what it is."""
@@ -180,10 +184,11 @@ class FunctionTarget(Target):
         return (None, f"not compared: {why}") if alone else (fn(*inputs, **constants), f"compared with {name}: {why}")
 
     def bounds(self, case, side, precision, earlier):
-        """Return the errors allowed: those of the baseline count twice, which may itself be as inexact as its dtype is."""
-        if (found := earlier.get("baseline")) is None:
+        """Return the errors allowed: any of the function that is its own reference, of which the other may have twice."""
+        if side == "baseline" or not self.function(case, "baseline")[0]:
             return 1.0, 1.0
         whole, row = rounding_bounds(precision)
+        found = earlier.get("baseline", {"whole": 0.0, "worst_row": 0.0})
         return max(whole, SLACK * found["whole"]), max(row, SLACK * found["worst_row"])
 
     def build(self, case, side, *inputs):
@@ -216,11 +221,6 @@ class UserFunction(FunctionTarget):
         name = self.name if side == "optimized" else case.value("against")
         return (name.rpartition(":")[2], find_function(name)) if name else ("", find_function)
 
-    def cases(self, settings, device):
-        """Return the one case of these settings."""
-        sizes = {key: int(setting.value) for key, setting in settings.items() if str(setting.value).isdigit()}
-        return self.cases_of(tuple(read_argument(text, sizes) for text in settings["inputs"].value), settings, device)
-
 
 def find_function(name: str) -> Callable:
     """Import `module:function`, also from the current folder; raise BenchError if it is not there."""
@@ -239,23 +239,12 @@ def find_function(name: str) -> Callable:
 class Versions(FunctionTarget):
     """Versions of an operator of `utils.kernels`, chosen by --kernel, against one of torch."""
 
-    kernels: Mapping[str, Callable]
-    baseline: tuple[str, Callable]
-    launches: Mapping[str, str]  # pattern of what proves a version, by its name
+    versions: Mapping[str, tuple[Callable, str]]  # function, and a pattern of what proves it; the first is the baseline
 
     def function(self, case, side):
         """Return the name and the function of a side."""
-        name = case.value("kernel")
-        return self.baseline if side == "baseline" else (name, self.kernels[name])
-
-    def cases(self, settings, device):
-        """Return the one case of these settings."""
-        arguments = self.arguments({key: setting.value for key, setting in settings.items()})
-        return self.cases_of(arguments, settings, device)
-
-    def arguments(self, values: Mapping[str, Any]) -> tuple[Argument, ...]:
-        """Return the arguments of the operator, from the values of the knobs."""
-        raise NotImplementedError
+        name = next(iter(self.versions)) if side == "baseline" else case.value("kernel")
+        return name, self.versions[name][0]
 
     def support(self, case, side):
         """Whether this machine runs this side of the case, and why not."""
@@ -268,10 +257,16 @@ class Versions(FunctionTarget):
 
     def prove(self, case, side, built, launched):
         """Return the version that ran; raise WrongRun if nothing that was launched is its own."""
-        pattern = self.launches[built.provider]
+        pattern = self.versions[built.provider][1]
         if not any(re.search(pattern, name) for name in (*launched.kernels, *launched.operators)):
             raise WrongRun(f"{built.provider} was asked for, and {', '.join(launched.names[:8])} ran.")
         return built.provider
+
+
+COMMON = (
+    Knob("dtype", "dtype of the tensors", "fp32", "bf16", choices=tuple(DTYPES)),
+    Knob("seed", "seed of the random inputs", 42, 42, least=0),
+)
 
 
 class Gemm(Versions):
@@ -280,26 +275,20 @@ class Gemm(Versions):
     chapter, workload = "labs/gemm", "gemm"
     summary = "C = A @ B: a kernel of the course's ladder against torch.matmul"
     sides: Mapping[str, str] = {"baseline": "torch.matmul", "optimized": "the kernel of --kernel"}
-    kernels, baseline = gemm.LADDER, ("torch.matmul", torch.matmul)
-    launches: Mapping[str, str] = {
-        "torch.matmul": r"gemm|nvjet|cutlass|xmma|splitk|aten::mm",
-        "gemm_naive": "^naive_kernel",
-        **dict.fromkeys(("gemm_tiled", "gemm_tiled_grouped", "gemm_autotuned"), "^tiled_kernel"),
-        "gemm_warp_specialized": "^(gemm|short)_kernel",
+    arguments = ("a=randn(m, k, dtype)", "b=randn(k, n, dtype)")
+    versions: Mapping[str, tuple[Callable, str]] = {
+        "torch.matmul": (torch.matmul, r"gemm|nvjet|cutlass|xmma|splitk|aten::mm"),
+        **{name: (kernel, "^tiled_kernel") for name, kernel in gemm.LADDER.items()},
+        "gemm_naive": (gemm.LADDER["gemm_naive"], "^naive_kernel"),
+        "gemm_warp_specialized": (gemm.LADDER["gemm_warp_specialized"], "^(gemm|short)_kernel"),
     }
     knobs = (
         Knob("m", "rows of A", 512, 4096),
         Knob("n", "columns of B", 512, 4096),
         Knob("k", "columns of A, rows of B", 512, 4096),
-        Knob("dtype", "dtype of A and B", "fp32", "bf16", choices=tuple(DTYPES)),
         Knob("kernel", "rung of the ladder", "gemm_tiled", "gemm_warp_specialized", choices=tuple(gemm.LADDER)),
-        Knob("seed", "seed of the random inputs", 42, 42, least=0),
+        *COMMON,
     )
-
-    def arguments(self, values):
-        """Return A (M, K) and B (K, N)."""
-        m, n, k, dtype = (values[key] for key in ("m", "n", "k", "dtype"))
-        return Argument("a", "randn", (m, k), dtype), Argument("b", "randn", (k, n), dtype)
 
 
 class Gelu(Versions):
@@ -308,18 +297,17 @@ class Gelu(Versions):
     chapter, workload = "labs/gelu", "gelu"
     summary = "tanh-GELU: one fused kernel against an operation at a time"
     sides: Mapping[str, str] = {"baseline": "gelu_unfused, nine kernels", "optimized": "the version of --kernel"}
-    kernels, baseline = gelu.VERSIONS, ("gelu_unfused", gelu._by_hand)
-    launches: Mapping[str, str] = {"gelu_unfused": "tanh", "gelu_torch": "(?i)gelu", "gelu_triton": "^gelu_kernel"}
+    arguments = ("x=randn(elements, dtype)",)
+    versions: Mapping[str, tuple[Callable, str]] = {
+        "gelu_unfused": (gelu._by_hand, "tanh"),
+        "gelu_torch": (gelu.VERSIONS["gelu_torch"], "(?i)gelu"),
+        "gelu_triton": (gelu.VERSIONS["gelu_triton"], "^gelu_kernel"),
+    }
     knobs = (
         Knob("elements", "numbers of x", 1_000_000, 67_108_864),
-        Knob("dtype", "dtype of x", "fp32", "bf16", choices=tuple(DTYPES)),
         Knob("kernel", "version", "gelu_torch", "gelu_triton", choices=("gelu_torch", "gelu_triton")),
-        Knob("seed", "seed of the random inputs", 42, 42, least=0),
+        *COMMON,
     )
-
-    def arguments(self, values):
-        """Return x."""
-        return (Argument("x", "randn", (values["elements"],), values["dtype"]),)
 
 
 TARGETS = (Gemm(), Gelu())
