@@ -49,22 +49,15 @@ def list_targets(
     if as_json:
         show_json(rows)
         return
-    if flags:
-        _show_flags(rows)
-        return
     for row in rows:
         typer.echo(row["target"])
         typer.echo(f"    {row['summary']}" if row["runs"] else f"    not here: {row['reason'].split(': ')[-1]}")
-    typer.echo("\n--flags lists the two sides and the flags of each; --chapter takes one chapter.")
-
-
-def _show_flags(rows: list[dict]) -> None:
-    """Print the sides of each target, then each set of flags once, with the targets that have it."""
-    columns = ["Target", "Baseline", "Optimized", "Here"]
-    here = ["yes" if row["runs"] else f"no: {row['reason']}" for row in rows]
-    lines = [[row["target"], row["baseline"], row["optimized"], runs] for row, runs in zip(rows, here, strict=True)]
-    show_table(columns, lines, wrap=columns[1:])
-    sets: dict[tuple, list[str]] = {}
+        if flags:
+            typer.echo(f"    {row['optimized']}, against {row['baseline']}")
+    if not flags:
+        typer.echo("\n--flags lists the two sides and the flags of each; --chapter takes one chapter.")
+        return
+    sets: dict[tuple, list[str]] = {}  # each set of flags once, with the targets that have it
     for row in rows:
         knobs = tuple((f"--{k['name']}", k["default"], k["allowed"], k["help"]) for k in row["knobs"])
         sets.setdefault(knobs, []).append(row["target"])
@@ -221,7 +214,6 @@ def report(
     run: RunName,
     artifacts_dir: ArtifactsDir = Path("artifacts"),
     output: Annotated[Path | None, typer.Option(help="Folder to write to; default: the run's own.")] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Write a run's CSV and Markdown tables and its plots: latency with intervals, TFLOP/s under the roof."""
     from utils.bench.report import write_report
@@ -230,9 +222,6 @@ def report(
     with errors_as_lines():
         document = load_results(run, artifacts_dir)
         written = write_report(document, output or find_results(run, artifacts_dir).parent)
-    if as_json:
-        show_json({"run_id": document["run_id"], "files": written})
-        return
     for path in written:
         typer.echo(path)
 

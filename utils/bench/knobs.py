@@ -142,19 +142,17 @@ class Sweep:
         name, _, values = text.partition("=")
         name = name.strip().lstrip("-").replace("-", "_")
         numbers = re.sub(r"\b(\d+)k\b", lambda found: str(1024 * int(found[1])), values.strip())
-        steps = re.fullmatch(r"(\d+):(\d+):([x+])(\d+)", numbers)
-        if steps is None:
-            listed = tuple(word.strip() for word in numbers.split(",") if word.strip())
-            if not name.isidentifier() or not listed or ":" in numbers:
-                raise BenchError(
-                    f"--sweep is {text!r}; write NAME=FIRST:LAST:xFACTOR, NAME=FIRST:LAST:+STEP or NAME=A,B,C, such as "
-                    "seq_len=1k:16k:x2 (1k is 1024)."
-                )
-            return cls(name, listed)
-        first, last, step = (int(steps[number]) for number in (1, 2, 4))
-        sizes = [first]
-        while (size := sizes[-1] * step if steps[3] == "x" else sizes[-1] + step) <= last and size > sizes[-1]:
-            sizes.append(size)
-        if not (0 < first <= last and size > sizes[-1]):
-            raise BenchError(f"--sweep is {text!r}; it must grow from a first value above 0 to the last one.")
-        return cls(name, tuple(map(str, sizes)))
+        listed = [word.strip() for word in numbers.split(",") if word.strip()]
+        if steps := re.fullmatch(r"(\d+):(\d+):([x+])(\d+)", numbers):
+            size, last, step = (int(steps[number]) for number in (1, 2, 4))
+            growing = size > 0 and (step > 1 if steps[3] == "x" else step > 0)
+            listed = []
+            while growing and size <= last:
+                listed.append(str(size))
+                size = size * step if steps[3] == "x" else size + step
+        if not name.isidentifier() or not listed or (":" in numbers and not steps):
+            raise BenchError(
+                f"--sweep is {text!r}; write NAME=FIRST:LAST:xFACTOR, NAME=FIRST:LAST:+STEP or NAME=A,B,C, such as "
+                "seq_len=1k:16k:x2 (1k is 1024), with sizes that grow from a first one above 0."
+            )
+        return cls(name, tuple(listed))

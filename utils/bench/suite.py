@@ -40,23 +40,16 @@ CLOCK_SLACK_MS = 0.05  # the kernel's clock and the host's may differ by this mu
 
 @dataclass(frozen=True)
 class BenchmarkConfig:
-    """How kernels are benchmarked.
+    """How kernels are benchmarked."""
 
-    Args:
-        warmup_iterations: calls before the timing.
-        benchmark_iterations: samples.
-        flush_l2_cache: write twice the last-level cache before every sample, outside the timed region.
-        lock_clocks: refused if True: clocks are read and reported, never set.
-        exclude_memory_transfers: refuse a kernel function that copies between host and GPU: the copy would be timed.
-        seed: of torch's generators, set before the kernel function is first called.
-    """
-
-    warmup_iterations: int = 200
-    benchmark_iterations: int = 500
-    flush_l2_cache: bool = False
-    lock_clocks: bool = False
-    exclude_memory_transfers: bool = True
-    seed: int = 42
+    warmup_iterations: int = 200  # calls before the timing
+    benchmark_iterations: int = 500  # samples
+    flush_l2_cache: bool = False  # write twice the last-level cache before every sample, untimed
+    lock_clocks: bool = False  # refused if True: clocks are read and reported, never set
+    exclude_memory_transfers: bool = (
+        True  # refuse a kernel function that copies between host and GPU: it would be timed
+    )
+    seed: int = 42  # of torch's generators, set before the kernel function is first called
 
     def __post_init__(self) -> None:
         for name, least in (("warmup_iterations", 0), ("benchmark_iterations", 1), ("seed", 0)):
@@ -133,11 +126,10 @@ class CUDABenchmarkHarness:
 
     def save_results(self, result: Measurement, path: Path | str) -> Path:
         """Write a result with its raw samples as JSON, in the place of an older file of that name."""
-        gflops = None if result.tflops is None else 1e3 * result.tflops
-        return write_json(Path(path), RESULT.document(**result.to_dict(), gflops=gflops))
+        return write_json(Path(path), RESULT.document(**result.to_dict()))
 
     def compare_results(self, baseline_path: Path | str, current_result: Measurement) -> dict:
-        """Compare a result with a saved baseline: {"speedup", "improvement_pct", "interval", "verdict", ...}.
+        """Compare a result with a saved baseline: {"speedup", "improvement_pct", "interval", "verdict"}.
 
         `improvement_pct` is the share of the baseline's time that is saved. Results of another machine, FLOP or byte
         count, or cache state are refused, and the error names the difference.
@@ -146,15 +138,8 @@ class CUDABenchmarkHarness:
         before, now = _facts(old), _facts(new)
         if different := differences(before, now, list(before)):
             raise BenchError(f"{old.label} and {new.label} cannot be compared: {'; '.join(different)}.")
-        return {
-            "baseline": old.label,
-            "current": new.label,
-            "baseline_ms": old.median_ms,
-            "current_ms": new.median_ms,
-            "improvement_pct": 100.0 * (1.0 - new.median_ms / old.median_ms),
-            "timing": (old.method["timing"], new.method["timing"]),
-            **separate_speedup(old, new),
-        }
+        saved = 100.0 * (1.0 - new.median_ms / old.median_ms)
+        return {"improvement_pct": saved, **separate_speedup(old, new)}
 
 
 def load_result(path: Path) -> Measurement:
@@ -198,4 +183,5 @@ def _facts(result: Measurement) -> dict:
     """Return what two results must share to be compared: the machine, the work and the state of the cache."""
     machine = result.environment
     facts = {"GPU": machine.get("gpu"), "CPU": None if machine.get("gpu") else machine.get("cpu")}
-    return facts | {"flop_count": result.flops, "memory_bytes": result.bytes, "L2": result.method.get("l2")}
+    facts |= {"flop_count": result.flops, "memory_bytes": result.bytes}
+    return facts | {"L2": result.method.get("l2"), "timing": result.method.get("timing")}

@@ -82,11 +82,6 @@ class Workload:
         return self.mask.startswith("causal")
 
     @property
-    def needs_mask(self) -> bool:
-        """Whether SDPA needs a mask: its is_causal aligns the first query with the first key."""
-        return self.window is not None or (self.causal and self.seq_len != self.sk)
-
-    @property
     def label(self) -> str:
         """Such as "B4 H16 S4096 D64 bf16 causal_document 512" or "B4 H32/8 S1024 D128 bf16 causal both"."""
         heads = f"H{self.heads}" if self.hkv == self.heads else f"H{self.heads}/{self.hkv}"

@@ -103,7 +103,7 @@ def test_flags_of_the_target(tmp_path, flags, shown):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--heads 4 --kv-heads 3", "multiple of --kv-heads"),
+        ("--heads 4 --kv-heads 3", "must be a multiple of those of k and v"),
         ("--seq-len 48 --seq-len-kv 20 --causal", "at least --seq-len"),
         ("--pass sideways", "forward, backward, both"),
         ("--layout sbhd", "bhsd, bshd"),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from utils.attention import AttentionUnsupported, Prepared, find_backend, prepare
+from utils.attention import AttentionUnsupported, find_backend, prepare
 from utils.attention.prepared import compiled_versions
 from utils.bench.errors import BenchError, Refused, WrongRun
 from utils.bench.knobs import Knob, Setting
@@ -43,13 +42,11 @@ def shape_knobs(cpu: tuple, gpu: tuple, *, many_dtypes: bool = False) -> tuple[K
 CAUSAL = Knob("causal", "a query sees no later key", False, False)
 
 
-def mask_knobs(cpu_span: int, gpu_span: int) -> tuple[Knob, ...]:
-    """Make the knobs --mask, --doc-span and --score-mod; the arguments are default spans, in tokens, on a CPU and a GPU."""
-    return (
-        Knob("mask", "which keys a query sees", "causal_document", "causal_document", choices=MASKS),
-        Knob("doc-span", "tokens of a document, for the document masks", cpu_span, gpu_span, env="DOC_SPAN"),
-        Knob("score-mod", "change of the scores before the softmax", "none", "none", choices=SCORE_MODS),
-    )
+MASK_KNOBS = (
+    Knob("mask", "which keys a query sees", "causal_document", "causal_document", choices=MASKS),
+    Knob("doc-span", "tokens of a document, for the document masks", 256, 1024, env="DOC_SPAN"),
+    Knob("score-mod", "change of the scores before the softmax", "none", "none", choices=SCORE_MODS),
+)
 
 
 def _shape(settings: Mapping[str, Setting]) -> dict[str, Any]:
@@ -81,14 +78,7 @@ def plain_workload(settings: Mapping[str, Setting], **more: Any) -> Workload:
 # ---- the calls of backends --------------------------------------------------------------------------------------
 
 
-@dataclass
-class PreparedBuilt(Built):
-    """A side with the prepared call behind it."""
-
-    prepared: Prepared = field(kw_only=True)
-
-
-def build_prepared(name: str, case: Case, inputs: Sequence[torch.Tensor], asked: str = "", **options) -> PreparedBuilt:
+def build_prepared(name: str, case: Case, inputs: Sequence[torch.Tensor], asked: str = "", **options) -> Built:
     """Prepare a backend on q, k, v; raise Refused if it cannot do the case.
 
     The side's function is the bare call without the guard; `after` checks that it was compiled once. `asked` is the name of
@@ -108,8 +98,7 @@ def build_prepared(name: str, case: Case, inputs: Sequence[torch.Tensor], asked:
                 "was among the timed calls, so these times are void."
             )
 
-    implementation = prepared.settings["implementation"]
-    return PreparedBuilt(lambda: attend(q, k, v), asked or name, implementation, after, prepared=prepared)
+    return Built(lambda: attend(q, k, v), asked or name, prepared.settings["implementation"], after, prepared)
 
 
 def backend_support(name: str, case: Case) -> Support:
@@ -130,7 +119,12 @@ class AttentionTarget(Target):
 
     def cases(self, settings, device):
         """Return the one case of these settings."""
-        return [Case(self.name, self.workload_of(settings, device), settings, device)]
+        workload = self.workload_of(settings, device)
+        try:
+            workload.problem(device)
+        except ValueError as error:
+            raise BenchError(f"{self.name}: {error}") from None
+        return [Case(self.name, workload, settings, device)]
 
     def backend(self, case: Case, side: str) -> str:
         """Return the name of a side's backend, or "auto" for SDPA with torch's own choice."""

@@ -60,6 +60,7 @@ class Built:
     provider: str  # the provider that was asked for; "auto" where torch chooses
     implementation: str = ""
     after: Callable[[], None] = field(default=lambda: None)  # raises if the timed calls went wrong, e.g. recompiled
+    prepared: Any = None  # what `utils.attention.prepare` returned, where a side has one
 
 
 def dtype_support(dtype: str, device: torch.device) -> Support:

@@ -39,12 +39,7 @@ class FlashSdp(AttentionTarget):
         """Make the workload of these settings; raise BenchError for values that do not go together."""
         given = {key: settings[key].value or None for key in ("kv_heads", "seq_len_kv", "window")}
         workload = plain_workload(settings, layout=settings["layout"].value, direction=settings["pass"].value, **given)
-        if workload.heads % workload.hkv:
-            raise BenchError(
-                f"--kv-heads is {workload.hkv} and --heads {workload.heads}: each head of k and v serves "
-                "as many heads of q, so --heads must be a multiple of --kv-heads."
-            )
-        if workload.needs_mask and workload.seq_len > workload.sk:
+        if (workload.causal or workload.window) and workload.seq_len > workload.sk:
             raise BenchError(
                 f"--seq-len is {workload.seq_len} and --seq-len-kv {workload.sk}: with --causal or "
                 "--window the last query is at the last key, and the first queries would see none. "

@@ -17,16 +17,15 @@ from utils.attention.problem import MODES
 from utils.bench.errors import BenchError, WrongRun
 from utils.bench.knobs import Knob
 from utils.bench.targets.attention import (
+    MASK_KNOBS,
     AttentionTarget,
-    PreparedBuilt,
     UnfusedFused,
     build_prepared,
-    mask_knobs,
     masked_workload,
     provider_knob,
     shape_knobs,
 )
-from utils.bench.targets.base import Case
+from utils.bench.targets.base import Built, Case
 from utils.benchmark.measuring import compare
 from utils.benchmark.result import format_ms, with_interval
 
@@ -50,7 +49,7 @@ class FlexAttention(AttentionTarget):
     }
     knobs = (
         *shape_knobs(cpu=(1, 4, 1024, 64, "fp32"), gpu=(4, 16, 4096, 64, "bf16")),
-        *mask_knobs(256, 1024),
+        *MASK_KNOBS,
         Knob("block-size", "tokens of a block of the block mask", "128", "128", choices=BLOCK_SIZES, env="BLOCK_SIZE"),
         Knob("compile-mode", "mode of torch.compile", "default", "default", choices=MODES, env="TORCH_COMPILE_MODE"),
     )
@@ -86,8 +85,6 @@ class FlexAttention(AttentionTarget):
 
     def facts(self, case, side, built):
         """Return the settings in force; of the compiled side also the mask's sparsity and cost, and honest baselines."""
-        if getattr(built, "prepared", None) is None:
-            return {}
         seconds, length = built.prepared.seconds, case.workload.seq_len
         facts = {"settings": built.prepared.settings, "seconds": seconds, "notes": []}
         if side == "baseline":
@@ -110,7 +107,7 @@ class FlexAttention(AttentionTarget):
             facts["notes"].append(note)
         return facts
 
-    def _against(self, case: Case, built: PreparedBuilt, name: str) -> tuple[dict, str]:
+    def _against(self, case: Case, built: Built, name: str) -> tuple[dict, str]:
         """Compare the compiled side with another baseline: the speed-up with its interval, and a sentence."""
         backend, words = AGAINST[name]
         inputs = built.prepared.inputs
@@ -157,7 +154,7 @@ class FlexAttentionCute(UnfusedFused):
     order = ("cute", "flash_attn", "flash")  # the last two take documents as sequences of one length, no modifier
     knobs = (
         *shape_knobs(cpu=(1, 4, 1024, 64, "fp32"), gpu=(4, 16, 4096, 64, "bf16")),
-        *mask_knobs(256, 1024),
+        *MASK_KNOBS,
         provider_knob(order),
     )
 
