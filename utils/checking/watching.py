@@ -35,6 +35,7 @@ import torch
 import torch.autograd.forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from utils.checking.authors import StudentLine, lender, line_of_stack
 
@@ -283,8 +284,8 @@ class SizeWatch(TorchDispatchMode):
         self.products: list[tuple[int, int, int, int]] = []  # (batch, m, k, n) of each matrix product
         self.copied: list[tuple[str, int]] = []  # (operator, elements) of each copy of numbers that the inputs hold
         self.steps: list[tuple] = []  # each operator with the shapes, and the numbers, that it was given
-        # id of a tensor that was made here -> whether it shows or repeats numbers of an input, and the tensor: no id comes twice
-        self._made: dict[int, tuple[bool, torch.Tensor]] = {}
+        # of a tensor that was made here and lives: whether it shows or repeats numbers of an input
+        self._made = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -306,11 +307,11 @@ class SizeWatch(TorchDispatchMode):
         """Note a copy or a conversion of inputs' numbers, and which tensors show such numbers."""
         taken = given[1:] if name == "copy" else given
         real = [t for t in taken if t.is_floating_point() and t.numel() > 1]
-        of_inputs = bool(real) and all(self._made.get(id(t), (True,))[0] for t in real)
+        of_inputs = bool(real) and all(self._made.get(t, True) for t in real)
         if of_inputs and name in _COPIES:
             self.copied.append((name, max(t.numel() for t in (real if name == "copy" else made))))
         for tensor in made:
-            self._made.setdefault(id(tensor), (of_inputs and name in MOVES, tensor))
+            self._made.setdefault(tensor, of_inputs and name in MOVES)
 
     @property
     def macs(self) -> int:

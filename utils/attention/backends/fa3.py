@@ -17,7 +17,8 @@ import torch
 
 from utils.attention.backends.flash_attn import heads_first, packed_arguments, reason_against, rows_first, window_size
 from utils.attention.problem import Backend, Problem, bind_plain, positive_scale, refuse_functions
-from utils.machine.device import Support, compute_capability, cuda_support, first_line
+from utils.machine.device import Support, compute_capability, cuda_support
+from utils.validation import first_line
 
 VARIABLE = "FLASH_ATTENTION_3_LIBRARY"
 # Packages that bring the library, and the distribution that names its version.

@@ -30,7 +30,8 @@ from utils.attention.problem import (
     on_plain_shapes,
     positive_scale,
 )
-from utils.machine.device import Support, first_line
+from utils.machine.device import Support
+from utils.validation import first_line
 
 HALF = (torch.float16, torch.bfloat16)
 
