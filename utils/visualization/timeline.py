@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from utils.validation import whole_number
 
-from .style import SOFT, key_above, name_axes, open_axes
+from .style import SMALL, SOFT, ink_on, key_above, name_axes, open_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,6 +38,8 @@ _COLORS = {
 _SPARE = ("#009e73", "#d55e00", "#7a5195", "#f0e442", "#8a3c00", "#003f5c", "#bc5090", "#4d4d4d")
 _KEYS = ("name", "category", "start_us", "duration_us", "lane")
 MOST_NAMES = 120  # so many bars, the longest ones, may have names
+CHARACTER = 4.4  # points: the mean width of a character of a name
+LEAST_CHARACTERS = 5  # that a shortened name of a bar keeps
 
 
 class _Bar(NamedTuple):
@@ -96,7 +98,6 @@ def plot_timeline(
     axes.set_xlim(window)
     axes.set_ylim(rows - 0.3, -0.4)
     colors = _colors(bars)
-    _draw(axes, bars, tops, colors)
     labels = [f"{lane}\n{100 * _busy(nested, lane, window):.0f}% busy" for lane in lanes]
     axes.set_yticks([tops[lane] + depth / 2 - 0.5 for lane, depth in lanes.items()], labels=labels, fontsize=8.5)
     axes.tick_params(axis="y", length=0)
@@ -106,6 +107,7 @@ def plot_timeline(
     note = f"   ({deeper} events nested deeper than {max_depth} are not drawn)" if deeper else ""
     name_axes(axes, ax is None, x=f"time (ms){note}", title=title)
     key_above(axes, ax is None, _key(colors), columns=6)
+    _draw(axes, bars, tops, colors)
     return figure, axes
 
 
@@ -188,8 +190,7 @@ def _colors(bars: list[_Bar]) -> dict[str, str]:
 def _draw(ax: Any, bars: list[_Bar], tops: dict[str, float], colors: dict[str, str]) -> None:
     from matplotlib.collections import PolyCollection
 
-    from .bar_names import BarNames  # it imports matplotlib
-
+    ax.get_figure(root=True).draw_without_rendering()  # the names of the lanes take room from the bars
     low, high = ax.get_xlim()
     pixel = (high - low) / ax.bbox.width
     for category, color in colors.items():
@@ -203,9 +204,15 @@ def _draw(ax: Any, bars: list[_Bar], tops: dict[str, float], colors: dict[str, s
         ax.add_collection(
             PolyCollection(corners, facecolors=color, edgecolors=edges, linewidths=0.5, zorder=3), autolim=False
         )
-    names = BarNames(ax)
+    character = CHARACTER * ax.get_figure(root=True).dpi / 72 * pixel
     for bar in sorted(bars, key=lambda bar: bar.start - bar.end)[:MOST_NAMES]:
-        names.add(_short(bar.name), bar.start, bar.end, tops[bar.lane] + bar.depth, colors[bar.category])
+        left, right = max(bar.start, low), min(bar.end, high)
+        name, room = _short(bar.name), int((right - left) / character) - 1
+        if len(name) > room >= LEAST_CHARACTERS:
+            name = name[: room - 1].rstrip("_ <(:") + "\N{HORIZONTAL ELLIPSIS}"
+        if len(name) <= room:
+            at, ink = ((left + right) / 2, tops[bar.lane] + bar.depth), ink_on(colors[bar.category])
+            ax.text(*at, name, ha="center", va="center_baseline", fontsize=SMALL - 1, color=ink, zorder=6)
 
 
 def _short(name: str) -> str:
