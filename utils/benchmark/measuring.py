@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -35,20 +34,6 @@ from utils.validation import check_callable
 PAIR_APART = 0.001
 
 
-def _with_options(function: Callable) -> Callable:
-    """Show the options of `Timing` in a function's signature, where help() and an editor look for them."""
-    signature = inspect.signature(function)
-    kept = [parameter for name, parameter in signature.parameters.items() if name != "options"]
-    shown = [
-        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default)
-        for one in dataclasses.fields(Timing)
-    ]
-    variable = signature.parameters["options"].replace(name="kwargs")
-    function.__signature__ = signature.replace(parameters=[*kept, *shown, variable])  # type: ignore[attr-defined]
-    return function
-
-
-@_with_options
 def measure(fn: Callable, *args, label: str | None = None, **options) -> Measurement:
     """Time `fn(*args, **kwargs)`: a Measurement with every sample, its statistics and how it was taken.
 
@@ -66,7 +51,6 @@ def measure(fn: Callable, *args, label: str | None = None, **options) -> Measure
     return _timed_alone(timing, [Call(fn, args, kwargs, _label(fn, label))], itertools.repeat((0,)))[0]
 
 
-@_with_options
 def compare(
     a: Callable, b: Callable, *args, labels: tuple[str, str] | None = None, same_within: float = 0.01, **options
 ) -> Comparison:
@@ -114,7 +98,6 @@ def compare(
     )
 
 
-@_with_options
 def measure_together(fns: Sequence[Callable], *, labels: Sequence[str], seed: int = 0, **options) -> list[Measurement]:
     """Time several functions without arguments, interleaved: a Measurement of each.
 

@@ -106,8 +106,6 @@ def _gigabytes(name: str, value: Any) -> float:
 
 
 def _bars(ax: Any, own: bool, lengths: list[int], columns: list[list[float]], unit: str, gain: str) -> None:
-    from .labels import LabelLayer
-
     values = [value for column in columns for value in column if not math.isnan(value)]
     low, high = min(values), max(values)
     log = high / low > 25  # up to there, bars on a linear axis are readable, and their lengths are in proportion
@@ -117,7 +115,6 @@ def _bars(ax: Any, own: bool, lengths: list[int], columns: list[list[float]], un
         ax.set_ylim(0, high * 1.2)
     width = 0.8 / len(columns)
     base = ax.get_ylim()[0]
-    layer = LabelLayer(ax)
     for i, column in enumerate(columns):
         at = [x - 0.4 + (i + 0.5) * width for x in range(len(lengths))]
         ax.bar(at, [value - base for value in column], width * 0.94, bottom=base, zorder=3, **series(i).bar)
@@ -125,17 +122,14 @@ def _bars(ax: Any, own: bool, lengths: list[int], columns: list[list[float]], un
             if math.isnan(value):
                 note = ax.annotate("out of memory", (x, base), xytext=(0, 4), textcoords="offset points")
                 note.set(rotation=90, fontsize=SMALL, color=SOFT, ha="center", va="bottom")
-                continue
-            layer.avoid_line([x - 0.45 * width, x + 0.45 * width], [value, value])
-            layer.avoid_line([x, x], [base, value])
     if len(columns) == 2:
         for x, (first, second) in enumerate(zip(*columns, strict=True)):
             if math.isnan(first) or math.isnan(second):
                 continue
             ratio = first / second
             text = f"{ratio:.2g}x" if ratio < 99.5 else f"{ratio:.0f}x"
-            look: dict[str, Any] = {"color": INK, "fontweight": "bold"} if ratio > 1 else {"color": SOFT}
-            layer.add(text, (x, max(first, second)), prefer="N", gap=3, leader=False, **look)
+            note = ax.annotate(text, (x, max(first, second)), xytext=(0, 3), textcoords="offset points", fontsize=SMALL)
+            note.set(ha="center", **{"color": INK, "fontweight": "bold"} if ratio > 1 else {"color": SOFT})
     names = [str(length) for length in lengths]
     ax.set_xticks(range(len(lengths)), labels=names, rotation=0 if sum(map(len, names)) + 2 * len(names) < 60 else 45)
     ax.set_xlim(-0.6, len(lengths) - 0.4)
