@@ -5,6 +5,8 @@ import pytest
 
 from utils.bench import expectations as exp
 from utils.bench.errors import BenchError
+from utils.bench.targets import find_target
+from utils.bench.targets.base import WORKLOAD_KNOBS
 
 
 @pytest.fixture
@@ -120,6 +122,9 @@ def test_other_gpus_cpus_and_broken_files(tmp_path, document, on_h200, stored):
         exp.load_expectations(path)
 
 
-def test_committed_files_are_readable():
-    for path in exp.FOLDER.glob("*.json"):
-        assert exp.load_expectations(path)["entries"]
+@pytest.mark.parametrize("path", sorted(exp.FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_committed_entries_are_of_targets_and_options_that_exist(path):
+    """An entry with an option that is gone would never be found again, and its target never checked."""
+    for entry in exp.load_expectations(path)["entries"]:
+        knobs = {knob.key for knob in find_target(entry["target"]).knobs} - set(WORKLOAD_KNOBS)
+        assert set(entry["options"]) == knobs, entry["target"]

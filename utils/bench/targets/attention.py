@@ -18,7 +18,7 @@ from utils.bench.workload import DTYPES, MASKS, SCORE_MODS, Inputs, Workload, ma
 from utils.machine.device import Support, cuda_support
 
 # Fp32 buffers of (B, H, S, S) that a backend stores at once: scores, weights and what lies between. A fused one stores none.
-SCORE_BUFFERS = {"math": 3.0, "naive": 3.0, "unfused": 3.0, "flex_eager": 4.0}
+SCORE_BUFFERS = {"math": 3.0, "naive": 3.0, "naive_compiled": 3.0, "unfused": 3.0, "flex_eager": 4.0}
 
 # ---- flags, and the workloads that they make --------------------------------------------------------------------
 

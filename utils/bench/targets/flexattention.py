@@ -2,15 +2,14 @@
 
 Block size, document span and compile mode are read at run time: from the flags, else from BLOCK_SIZE, DOC_SPAN and
 TORCH_COMPILE_MODE. The block mask is one for all batches and heads. Eager FlexAttention stores all scores, so that
-anything fused looks fast next to it: the compiled side is also timed against compiled dense attention and SDPA under a
-stored mask, and the results say what the block mask cost.
+anything fused looks fast next to it: `--baseline naive_compiled` or `sdpa` is dense attention, compiled or of SDPA, under a
+stored mask. The results say what the block mask cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from utils.attention import AttentionUnsupported, prepare
 from utils.attention.masks import by_name, seconds_to_build_block_mask
 from utils.attention.masks.sparsity import sparsity
 from utils.attention.problem import MODES
@@ -25,17 +24,10 @@ from utils.bench.targets.attention import (
     provider_knob,
     shape_knobs,
 )
-from utils.bench.targets.base import Built, Case
-from utils.benchmark.measuring import compare
-from utils.benchmark.result import format_ms, with_interval
 
 BLOCK_SIZES = ("16", "32", "64", "128", "256")
-# Further baselines of the compiled side: {name in records: (backend, description)}.
-AGAINST = {
-    "dense_compiled": ("naive_compiled", "compiled dense attention under a stored mask"),
-    "sdpa": ("sdpa", "SDPA, under a stored mask unless it is a plain causal one"),
-}
-PAIRS = {"cpu": 15, "cuda": 30}  # interleaved pairs of each further comparison
+# Eager FlexAttention stores all scores, so that anything fused looks fast beside it; the other two do not.
+BASELINES = ("flex_eager", "naive_compiled", "sdpa")
 
 
 class FlexAttention(AttentionTarget):
@@ -44,13 +36,14 @@ class FlexAttention(AttentionTarget):
     chapter, workload = "labs/flexattention", "flex_attention"
     summary = "FlexAttention with a block mask and a score modifier: eager against torch.compile"
     sides: Mapping[str, str] = {
-        "baseline": "eager FlexAttention: all scores stored",
+        "baseline": "--baseline (eager FlexAttention: all scores stored)",
         "optimized": "compiled: one fused kernel",
     }
     knobs = (
         *shape_knobs(cpu=(1, 4, 1024, 64, "fp32"), gpu=(4, 16, 4096, 64, "bf16")),
         *MASK_KNOBS,
         Knob("block-size", "tokens of a block of the block mask", "128", "128", choices=BLOCK_SIZES, env="BLOCK_SIZE"),
+        Knob("baseline", "what the compiled side is compared with", "flex_eager", "flex_eager", choices=BASELINES),
         Knob("compile-mode", "mode of torch.compile", "default", "default", choices=MODES, env="TORCH_COMPILE_MODE"),
     )
 
@@ -72,19 +65,21 @@ class FlexAttention(AttentionTarget):
 
     def backend(self, case, side):
         """Return the name of a side's backend."""
-        return "flex_eager" if side == "baseline" else "flex"
+        return case.value("baseline") if side == "baseline" else "flex"
 
     def build(self, case, side, q, k, v):
-        """Prepare the side's call. The records name the sides "eager" and "compiled"."""
+        """Prepare the side's call. The records name FlexAttention's two sides "eager" and "compiled"."""
         size, mode = int(case.value("block_size")), case.value("compile_mode")
-        if side == "baseline":
-            return build_prepared("flex_eager", case, (q, k, v), asked="eager", block_size=size)
-        built = build_prepared("flex", case, (q, k, v), asked="compiled", block_size=size, mode=mode)
-        built.implementation += f", mode {mode}"
-        return built
+        if side == "optimized":
+            built = build_prepared("flex", case, (q, k, v), asked="compiled", block_size=size, mode=mode)
+            built.implementation += f", mode {mode}"
+            return built
+        if (name := self.backend(case, side)) == "flex_eager":
+            return build_prepared(name, case, (q, k, v), asked="eager", block_size=size)
+        return build_prepared(name, case, (q, k, v))
 
     def facts(self, case, side, built):
-        """Return the settings in force; of the compiled side also the mask's sparsity and cost, and honest baselines."""
+        """Return the settings in force; of the compiled side also the mask's sparsity and cost."""
         seconds, length = built.prepared.seconds, case.workload.seq_len
         facts = {"settings": built.prepared.settings, "seconds": seconds, "notes": []}
         if side == "baseline":
@@ -101,31 +96,12 @@ class FlexAttention(AttentionTarget):
                 f"create_block_mask takes {1e3 * building:.3g} ms, once for all calls, batches and heads: {share:.1%} "
                 f"of the preparation (compiling: {seconds['compile']:.3g} s).",
             ]
-        facts["against"] = {}
-        for name in AGAINST:
-            facts["against"][name], note = self._against(case, built, name)
-            facts["notes"].append(note)
         return facts
-
-    def _against(self, case: Case, built: Built, name: str) -> tuple[dict, str]:
-        """Compare the compiled side with another baseline: the speed-up with its interval, and a sentence."""
-        backend, words = AGAINST[name]
-        inputs = built.prepared.inputs
-        try:
-            other = prepare(*inputs, backend=backend, **case.workload.attention_arguments)
-        except AttentionUnsupported as error:
-            return {"refused": str(error)}, f"not compared with {words}: {error}"
-        labels, iterations = (name, "compiled FlexAttention"), PAIRS[case.device.type]
-        pair = compare(other.fn, built.prepared.fn, *inputs, warmup=3, iterations=iterations, labels=labels)
-        other.check()
-        comparison = {name: getattr(pair, name) for name in ("speedup", "interval", "verdict")}
-        comparison |= {"ms": pair.a.median_ms, "implementation": other.settings["implementation"]}
-        speedup = with_interval(pair.speedup, *pair.interval)
-        milliseconds = format_ms(pair.a.median_ms)
-        return comparison, f"against {words} ({milliseconds}), compiled FlexAttention is {speedup} times as fast."
 
     def prove(self, case, side, built, launched):
         """Return "compiled" if a fused kernel ran and no softmax, else "eager"; raise WrongRun if it is not the side."""
+        if built.provider not in ("compiled", "eager"):
+            return super().prove(case, side, built, launched)
         names = launched.names
         fused = (
             any("CompiledFxGraph" in name or name.startswith("cpp_fused") for name in launched.operators)
