@@ -98,11 +98,11 @@ def compare(
     )
 
 
-def measure_together(fns: Sequence[Callable], *, labels: Sequence[str], seed: int = 0, **options) -> list[Measurement]:
+def measure_together(fns: Sequence[Callable], *, labels: Sequence[str], **options) -> list[Measurement]:
     """Time several functions without arguments, interleaved: a Measurement of each.
 
-    Each round takes one sample of every function, in an order drawn with `seed`: in a fixed order a function would always
-    follow the same one, and find its clocks and its cache. The functions run under the same clocks, so their times may
+    Each round takes one sample of every function, in a random order: in a fixed one a function would always follow the same
+    one, and find its clocks and its cache. The functions run under the same clocks, so their times may
     be divided by each other; `compare` also gives the ratio of two functions an interval. The options are those of
     `measure`, and hold for all functions; other keywords go to every function.
     """
@@ -110,7 +110,7 @@ def measure_together(fns: Sequence[Callable], *, labels: Sequence[str], seed: in
         raise ValueError(f"measure_together() needs a label for each function: {len(fns)} and {len(labels)} given.")
     timing, kwargs = _timing(options, (), *fns)
     calls = [Call(fn, (), kwargs, str(label)) for fn, label in zip(fns, labels, strict=True)]
-    return _timed_alone(timing, calls, _rounds(len(calls), seed))
+    return _timed_alone(timing, calls, _rounds(len(calls)))
 
 
 def _timing(keywords: dict, args: tuple, *fns: Callable) -> tuple[Timing, dict]:
@@ -150,9 +150,9 @@ def _timed(
     ]
 
 
-def _rounds(count: int, seed: int) -> Iterator[Sequence[int]]:
+def _rounds(count: int) -> Iterator[Sequence[int]]:
     """Yield without end the order of so many functions in a round."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     while True:
         yield draw.sample(range(count), count)
 

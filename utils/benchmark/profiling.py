@@ -247,33 +247,30 @@ def _self_times(events: Sequence[TraceEvent]) -> list[float]:
     return [max(0.0, value) for value in own]
 
 
-def summarize_trace(trace, *, of: str | None = None, top: int | None = None, dataframe: bool = False):
-    """Show where the time went: one row for each name, the most expensive first.
+def summarize_trace(trace, *, top: int | None = None, dataframe: bool = False):
+    """Show where the time went: one row for each kernel, or for each operator of a trace without GPU work.
 
-    A row is {"name", "family", "count", "total_us", "self_us", "mean_us", "share"}. An operator's `self_us` leaves out
+    The most expensive come first. A row is {"name", "family", "count", "total_us", "self_us", "mean_us", "share"}. An operator's `self_us` leaves out
     the operators inside it, so the shares (of all self time) add up to 1; a kernel's `self_us` is its total.
 
     Args:
         trace: a finished profile, a trace file, or the list from `read_trace`.
-        of: "kernels" (GPU work) or "operators" (on the CPU). Default: kernels if the trace has any.
         top: number of rows to return; None returns all.
         dataframe: return a pandas.DataFrame instead of a list of dicts.
     """
     events = read_trace(trace)
-    if of is None:
-        of = "kernels" if any(event.on_gpu for event in events) else "operators"
-    if of not in ("kernels", "operators"):
-        raise ValueError(f'of must be "kernels" or "operators", got {of!r}.')
     if top is not None:
         whole_number("top", top)
-    chosen = [event for event in events if (event.on_gpu if of == "kernels" else event.category == "cpu_op")]
+    kernels = [event for event in events if event.on_gpu]
+    chosen = kernels or [event for event in events if event.category == "cpu_op"]
     if not chosen:
+        categories = sorted({event.category for event in events})
         raise ValueError(
-            f"the trace holds no {of}; it has events of the categories {sorted({event.category for event in events})}."
+            f"the trace holds neither kernels nor operators; it has events of the categories {categories}."
         )
     rows: dict[str, dict[str, Any]] = {}
     # Kernels on two streams may overlap without one being inside the other: each keeps its whole time.
-    self_times = [event.duration_us for event in chosen] if of == "kernels" else _self_times(chosen)
+    self_times = [event.duration_us for event in chosen] if kernels else _self_times(chosen)
     for event, self_us in zip(chosen, self_times, strict=True):
         new_row = {"name": event.name, "family": event.family, "count": 0, "total_us": 0.0, "self_us": 0.0}
         row = rows.setdefault(event.name, new_row)
