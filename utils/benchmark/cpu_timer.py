@@ -42,8 +42,7 @@ class Call:
         self.gpu_ms: float | None = None  # shortest time of one run between two events
         self.queueable = True  # False: the function waits for the GPU, so nothing can be queued behind it
         self.bursts = self.bursts_ahead = 0
-        self.calibration_calls = 0
-        self.timed_runs = 0
+        self.calls_before_capture = 0
         self.notes: list[str] = []
         self.runs_begun: Counter[str] = Counter()  # by phase
 
@@ -52,11 +51,15 @@ class Call:
         """Calls of the user's function in one sample."""
         return self.calls_per_run * self.runs_per_sample
 
+    @property
+    def calls(self) -> int:
+        """Calls of the user's function in all: warm-up, calibration, samples, and those of bursts that were repeated."""
+        return self.calls_before_capture + self.runs_begun.total() * self.calls_per_run
+
     def prime(self, previous: Call | None) -> None:
         """Call once, untimed, if another function has just used the cache and this function is short enough to care."""
         if previous is not None and previous is not self and (self.run_ms or 0.0) <= PRIMED_BELOW_MS:
             self.play(1, "untimed")
-            self.calibration_calls += self.calls_per_run
 
     def play(self, runs: int, phase: str) -> int:
         """Call the function `runs` times; return the host time in ns.
@@ -98,7 +101,7 @@ class Timer:
         done = self.warm_up(call, max(warmup, 1) if graph else warmup, deadline)
         if graph:
             call = self.capture(call, calls_per_sample)
-            call.calibration_calls += self.warm_up(call, 2, deadline) * call.calls_per_run
+            self.warm_up(call, 2, deadline)
         elif calls_per_sample is not None or self.cold:
             call.runs_per_sample = calls_per_sample or 1
         elif call.run_ms is None or call.run_ms <= CALIBRATE_BELOW_MS:
@@ -130,7 +133,6 @@ class Timer:
         runs, limit = 1, self.max_runs(call)
         while True:
             per_call = self.sample([call] * 2, runs=runs, phase="calibration")
-            call.calibration_calls += 2 * runs * call.calls_per_run
             sample_ms = min(per_call) * call.calls_per_run * runs
             if self.long_enough(sample_ms, runs) or runs >= limit:
                 break
@@ -232,8 +234,6 @@ class CpuTimer(Timer):
                 self.previous = call
                 count = runs or call.runs_per_sample
                 times_ms.append(call.play(count, phase) / 1e6 / (count * call.calls_per_run))
-                if phase == "timed":
-                    call.timed_runs += count
         return times_ms
 
     def floor_ms(self, like: Call) -> float:

@@ -105,7 +105,6 @@ class CudaTimer(Timer):
         if calls_per_graph is None:
             runs = min(10, self.max_runs(call))
             run_ms = min(self.sample([call] * 2, runs=runs, phase="calibration"))
-            call.calibration_calls += 2 * runs
             calls_per_graph = 1
             if run_ms < GPU_SHORT_MS:
                 calls_per_graph = min(MAX_GPU_CALLS, int(GPU_SAMPLE_MS / max(run_ms, 1e-3)) + 1)
@@ -128,7 +127,7 @@ class CudaTimer(Timer):
             raise
         captured = Call(torch.cuda.CUDAGraph.replay, (graph,), {}, call.label)
         captured.calls_per_run = calls_per_graph
-        captured.calibration_calls = call.calibration_calls
+        captured.calls_before_capture = call.calls
         return captured
 
     def _issue_ms(self, call: Call, runs: int | None) -> float:
@@ -190,8 +189,6 @@ class CudaTimer(Timer):
                 tries = 1
                 while not ahead and self.queue_ahead and burst[0].queueable:
                     self.bursts_repeated += 1
-                    for call in burst:
-                        call.calibration_calls += (runs or call.runs_per_sample) * call.calls_per_run
                     if tries == BURST_TRIES or self.margin >= MAX_MARGIN:
                         self._give_up(burst)
                         burst = []  # its samples are taken again, in another way
@@ -208,8 +205,6 @@ class CudaTimer(Timer):
                     if ahead:
                         call.gpu_ms = min(call.gpu_ms or ms / count, ms / count)
                     times_ms.append(ms / (count * call.calls_per_run))
-                    if phase == "timed":
-                        call.timed_runs += count
         return times_ms
 
     def work(self, call: Call, seconds: float) -> None:
@@ -219,7 +214,6 @@ class CudaTimer(Timer):
             while time.perf_counter() < end:
                 for _ in range(max(1, int(WORK_MS / max((call.run_ms or 0.0) * runs, 0.05)))):
                     call.play(runs, "untimed")
-                    call.calibration_calls += runs * call.calls_per_run
                 # The next piece is queued while the one before it runs, so that the GPU is never without work.
                 if before is not None:
                     before.synchronize()
