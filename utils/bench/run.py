@@ -37,7 +37,6 @@ from utils.machine.environment import environment, gpu_state
 from utils.validation import first_line
 
 STEPS = ("build", "verify", "time", "profile")
-COMPARISON_FIELDS = ("speedup", "interval", "verdict", "same_within", "method")
 OPERATORS_KEPT = 40  # of a call, in the results
 
 
@@ -90,7 +89,6 @@ def empty_record(plan: Plan, case: Case, options: Options) -> dict:
         "sides_asked": list(plan.sides),
         "workload": case.workload.to_dict(),
         "knobs": case.knobs_record(),
-        "device": str(case.device),
         "timing": dict(options.timing),
         "swept": dict(case.swept),
         "status": res.NOT_RUN,
@@ -209,8 +207,7 @@ class CaseRun:
             crossed = f"the interval crosses 1 +- {pair.same_within:.0%}"
             why = f"fewer than {MIN_PAIRS} pairs were taken" if few else crossed
             self.record["notes"].append(f"no verdict: {why}; more --iterations narrow it.")
-        result = pair.to_dict()
-        self.record["comparison"] = {name: result[name] for name in COMPARISON_FIELDS}
+        self.record["comparison"] = {"speedup": pair.speedup, "interval": list(pair.interval), "verdict": pair.verdict}
         return {"baseline": pair.a, "optimized": pair.b}
 
     def _profile(self, built: Mapping[str, Built]) -> None:
@@ -290,7 +287,6 @@ class Runner:
             environment=environment(device),
             gpu_state=gpu_state(device) if device.type == "cuda" else None,
             load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-            targets=[{"target": plan.target.name, "sides": list(plan.sides)} for plan in plans],
             cases=[],
         )
 

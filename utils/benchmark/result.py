@@ -157,10 +157,6 @@ class Comparison:
             stats.NOT_ENOUGH_DATA: f"not enough data to tell {b} from {a}",
         }[self.verdict]
 
-    def to_dict(self) -> dict:
-        """Return all fields, ready for JSON."""
-        return vars(self) | {"interval": list(self.interval), "a": self.a.to_dict(), "b": self.b.to_dict()}
-
     def __repr__(self) -> str:
         low, high = self.interval
         return (

@@ -93,5 +93,3 @@ def test_bad_input_is_refused_in_sentences():
         stats.verdict((1.0, 1.0), same_within=-0.1)
     with pytest.raises(ValueError, match="not above 0"):
         stats.speedup([1.0], [0.0])
-    with pytest.raises(ValueError, match="a has 2 samples, b has 3"):
-        stats.speedup([1.0, 2.0], [1.0, 2.0, 3.0])
