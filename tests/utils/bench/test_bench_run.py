@@ -1,17 +1,14 @@
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from tests.utils.bench.bench_runs import SDPA, SMALL, run_cpu
-from utils.bench.errors import BenchError, WrongRun
+from utils.attention.prepared import Prepared, Recompiled
+from utils.bench.errors import BenchError
 from utils.bench.results import exit_code, load_results
-from utils.bench.targets import TARGETS, attention, plan
+from utils.bench.targets import TARGETS
 from utils.bench.targets.base import Built
-from utils.machine.device import compile_support
 
 SUITE, FLEX = "attention_suite:sdpa", "labs/flexattention:flex_attention"
-needs_compiler = pytest.mark.skipif(not compile_support(), reason=compile_support().reason)
 
 
 def test_a_run_leaves_everything_documented(small_run):
@@ -105,16 +102,14 @@ def test_one_side_alone_and_refusals_beside_it(tmp_path):
     assert case["ran"]["baseline"]["range"] == "flashattention_baseline_unfused"
 
 
-def test_a_recompile_in_the_timed_calls_is_an_error(monkeypatch):
-    (found,) = plan([SDPA], [SMALL], torch.device("cpu"), {})
-    (case,) = found.cases
-    made = SimpleNamespace(fn=lambda q, k, v: q, source=object(), settings={"implementation": "compiled"})
-    monkeypatch.setattr(attention, "prepare", lambda *tensors, **options: made)
-    for versions, fine in ((1, True), (2, False)):
-        monkeypatch.setattr(attention, "compiled_versions", lambda source, count=versions: count)
-        built = attention.build_prepared("flex", case, found.target.inputs(case))
-        if fine:
-            built.after()
-        else:
-            with pytest.raises(WrongRun, match="compiled 2 times"):
-                built.after()
+def test_a_recompile_in_the_timed_calls_is_an_error(tmp_path, monkeypatch):
+    checks = iter([None])  # of `prepare`, before anything is timed
+
+    def check(self):
+        if next(checks, self) is self:
+            raise Recompiled("it has 2 compiled versions and one is right")
+
+    monkeypatch.setattr(Prepared, "check", check)
+    flags = [f"{FLEX}=--heads 1 --seq-len 32 --doc-span 16 --head-dim 16"]
+    (case,) = run_cpu(tmp_path, [FLEX.replace(":", ":baseline_")], flags)["cases"]
+    assert case["status"] == "failed" and "2 compiled versions" in case["reason"]

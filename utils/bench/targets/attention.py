@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from utils.attention import AttentionUnsupported, find_backend, prepare
-from utils.attention.prepared import compiled_versions
-from utils.bench.errors import BenchError, Refused, WrongRun
+from utils.bench.errors import BenchError, Refused
 from utils.bench.knobs import Knob, Setting
 from utils.bench.targets import sdpa
 from utils.bench.targets.base import SHAPE_KNOBS, Built, Case, Target, interpreted
@@ -89,16 +88,8 @@ def build_prepared(name: str, case: Case, inputs: Sequence[torch.Tensor], asked:
         prepared = prepare(q, k, v, backend=name, **case.workload.attention_arguments, **options)
     except AttentionUnsupported as error:
         raise Refused(str(error)) from None
-    attend = prepared.fn
-
-    def after() -> None:
-        if prepared.source is not None and (versions := compiled_versions(prepared.source)) != 1:
-            raise WrongRun(
-                f"backend {name} was compiled {versions} times and once is right: a recompile or a fallback to eager "
-                "was among the timed calls, so these times are void."
-            )
-
-    return Built(lambda: attend(q, k, v), asked or name, prepared.settings["implementation"], after, prepared)
+    attend, implementation = prepared.fn, prepared.settings["implementation"]
+    return Built(lambda: attend(q, k, v), asked or name, implementation, prepared.check, prepared)
 
 
 def backend_support(name: str, case: Case) -> Support:
