@@ -164,13 +164,14 @@ def _run_with_progress(plans: list[Plan], options: Options) -> dict:
 
     progress = progress_bar()
     numbers = {id(case): number for number, case in enumerate(case for plan in plans for case in plan.cases)}
-    task = progress.add_task("starting", total=len(numbers) * len(STEPS))
+    steps = STEPS[:-1] if options.profile == "none" else STEPS
+    task = progress.add_task("starting", total=len(numbers) * len(steps))
 
     def show_step(case, step: str) -> None:
-        done = numbers[id(case)] * len(STEPS) + STEPS.index(step)
+        done = numbers[id(case)] * len(steps) + steps.index(step)
         progress.update(task, completed=done, description=f"{case.target} {case.label}: {step}")
         if progress.disable:
-            typer.echo(f"{done + 1}/{len(numbers) * len(STEPS)} {case.target} {case.label}: {step}", err=True)
+            typer.echo(f"{done + 1}/{len(numbers) * len(steps)} {case.target} {case.label}: {step}", err=True)
 
     runner = Runner(plans, options, default_device(), show_step)
     try:
