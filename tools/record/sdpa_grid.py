@@ -69,10 +69,8 @@ def measure_shape(shape: dict, device: torch.device) -> list[dict]:
         rows[name] |= {"peak_mb": 1e3 * benchmark_memory(call, n_warmup=1, n_repeat=1).allocated_memory_gb}
         calls[name] = call
     if calls:
-        work_done = {"flops": work.flops, "bytes": work.bytes}
-        timed = measure_together(
-            list(calls.values()), labels=list(calls), warmup=3, iterations=SAMPLES, device=device, **work_done
-        )
+        how = {"warmup": 3, "iterations": SAMPLES, "device": device, "flops": work.flops, "bytes": work.bytes}
+        timed = measure_together(list(calls.values()), labels=list(calls), **how)
         for one in timed:
             low, high = one.interval_ms
             rows[one.label] |= {"ms": one.median_ms, "ms_low": low, "ms_high": high}

@@ -284,8 +284,7 @@ class SizeWatch(TorchDispatchMode):
         self.products: list[tuple[int, int, int, int]] = []  # (batch, m, k, n) of each matrix product
         self.copied: list[tuple[str, int]] = []  # (operator, elements) of each copy of numbers that the inputs hold
         self.steps: list[tuple] = []  # each operator with the shapes, and the numbers, that it was given
-        # of a tensor that was made here and lives: whether it shows or repeats numbers of an input
-        self._made = WeakTensorKeyDictionary()
+        self._made = WeakTensorKeyDictionary()  # of a tensor made here: whether it shows or repeats numbers of an input
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
