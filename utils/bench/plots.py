@@ -23,6 +23,8 @@ def plots(document: dict, folder: Path) -> list[Path]:
             by_target.setdefault(case["target"], []).append((case, side))
     if not by_target:
         raise BenchError(f"run {document['run_id']} has no times to plot (status {document['status']}).")
+    import matplotlib.pyplot as plt
+
     folder.mkdir(parents=True, exist_ok=True)
     run = f"run {document['run_id']}, {res.machine_name(document)}"
     written = []
@@ -31,6 +33,7 @@ def plots(document: dict, folder: Path) -> list[Path]:
         for name, figure in _figures(target, sides, run).items():
             path = folder / f"{name}{suffix}.png"
             figure.savefig(path, dpi=150, bbox_inches="tight")
+            plt.close(figure)  # pyplot keeps figures, and warns from the 21st on
             written.append(path)
     return written
 
@@ -43,7 +46,7 @@ def _line(target: str, sides: list[tuple[dict, str]], run: str) -> Figure:
     for case, side in sides:
         name, value = next(iter(case["swept"].items()))
         measured = Measurement.from_dict(case["sides"][side])
-        provider = side if name in ("backend", "provider", "kernel") else f"{side}: {case['ran'][side]['provider']}"
+        provider = side if name in ("backend", "baseline", "baseline_backend", "provider", "kernel") else f"{side}: {case['ran'][side]['provider']}"
         lines.setdefault(provider, {})[value] = measured
     if all(value.isdigit() for line in lines.values() for value in line) and len(next(iter(lines.values()))) > 1:
         sizes = {label: {int(value): one for value, one in line.items()} for label, line in lines.items()}

@@ -1,6 +1,7 @@
 import csv
 import io
 
+import matplotlib.pyplot as plt
 import pytest
 
 from utils.bench import results as res
@@ -127,4 +128,4 @@ def test_markdown_says_what_ran_and_what_was_in_force(document):
 def test_report_writes_tables_and_plots(tmp_path, document):
     written = write_report(document, tmp_path)
     assert [path.name for path in written] == ["results.csv", "report.md", "latency.png", "roofline.png"]
-    assert all(path.stat().st_size > 500 for path in written)
+    assert all(path.stat().st_size > 500 for path in written) and not plt.get_fignums()
