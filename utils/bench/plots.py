@@ -46,7 +46,11 @@ def _line(target: str, sides: list[tuple[dict, str]], run: str) -> Figure:
     for case, side in sides:
         name, value = next(iter(case["swept"].items()))
         measured = Measurement.from_dict(case["sides"][side])
-        provider = side if name in ("backend", "baseline", "baseline_backend", "provider", "kernel") else f"{side}: {case['ran'][side]['provider']}"
+        provider = (
+            side
+            if name in ("backend", "baseline", "baseline_backend", "provider", "kernel")
+            else f"{side}: {case['ran'][side]['provider']}"
+        )
         lines.setdefault(provider, {})[value] = measured
     if all(value.isdigit() for line in lines.values() for value in line) and len(next(iter(lines.values()))) > 1:
         sizes = {label: {int(value): one for value, one in line.items()} for label, line in lines.items()}

@@ -9,8 +9,8 @@ from utils.attention.backends.sdpa import BACKWARD_OPERATORS, FORWARD_OPERATORS,
 from utils.bench.errors import WrongRun
 from utils.benchmark.profiling import Launched
 
-# What records, flags and targets call torch's own choice of SDPA backend, and unfused attention -> the name in `attention`.
-BACKEND_OF = {"auto": "sdpa", "unfused": "naive"}
+# What records, flags and targets call a backend, where that is not its name in `attention`; "auto" is torch's own choice.
+BACKEND_OF = {"auto": "sdpa", "unfused": "naive", "eager": "flex_eager", "compiled": "flex"}
 
 
 def sdpa_backend(launched: Launched, direction: str = "forward") -> str:
