@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tools.record.common import Record, arguments_parser, read_record
-from utils.bench.errors import BenchError
+from utils.bench.errors import BenchError, Refused
 from utils.bench.run import check_side
 from utils.bench.targets import sdpa
 from utils.bench.targets.base import Built, Case
@@ -53,10 +53,11 @@ def measure_shape(shape: dict, device: torch.device) -> list[dict]:
     for name in sdpa.BACKENDS:
         rows[name] = shape | {"label": workload.label, "flops": work.flops, "backend": name, "status": "ok"}
         rows[name] |= {"refused": None, "default": default, "is_default": name == default}
-        if reason := sdpa.why_not(workload, name, inputs):
-            rows[name] |= {"status": "refused", "refused": reason}
+        try:
+            call = sdpa.bind(workload, name, inputs)
+        except Refused as refusal:
+            rows[name] |= {"status": "refused", "refused": str(refusal.__cause__)}
             continue
-        call = sdpa.bind(workload, name, inputs)
         try:
             precision = arithmetic(workload.dtype, device)
             checked = check_side(case, Built(call, name), expected, precision, name, None)

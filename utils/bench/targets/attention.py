@@ -145,8 +145,6 @@ class AttentionTarget(Target):
         name, tensors = self.backend(case, side), Inputs(*inputs)
         if name not in sdpa.CHOICES and tensors.dout is None:
             return build_prepared(name, case, inputs)
-        if reason := sdpa.why_not(case.workload, name, tensors):
-            raise Refused(f"torch's {name} backend does not take {case.label}: {reason}")
         backend = find_backend(BACKEND_OF.get(name, name))
         implementation = f"SDPA of torch {torch.__version__}" if name == "auto" else backend.implementation()
         return Built(sdpa.bind(case.workload, name, tensors), name, implementation)
