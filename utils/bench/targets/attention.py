@@ -17,7 +17,7 @@ from utils.bench.workload import DTYPES, MASKS, SCORE_MODS, Inputs, Workload, ma
 from utils.machine.device import Support, cuda_support
 
 # Fp32 buffers of (B, H, S, S) that a backend stores at once: scores, weights and what lies between. A fused one stores none.
-SCORE_BUFFERS = {"math": 3.0, "naive": 3.0, "naive_compiled": 3.0, "unfused": 3.0, "flex_eager": 4.0}
+SCORE_BUFFERS = {"math": 3.0, "naive": 3.0, "naive_compiled": 3.0, "unfused": 3.0, "eager": 4.0}
 
 # ---- flags, and the workloads that they make --------------------------------------------------------------------
 
@@ -77,19 +77,19 @@ def plain_workload(settings: Mapping[str, Setting], **more: Any) -> Workload:
 # ---- the calls of backends --------------------------------------------------------------------------------------
 
 
-def build_prepared(name: str, case: Case, inputs: Sequence[torch.Tensor], asked: str = "", **options) -> Built:
-    """Prepare a backend on q, k, v; raise Refused if it cannot do the case.
+def build_prepared(name: str, case: Case, inputs: Sequence[torch.Tensor], **options) -> Built:
+    """Prepare a backend on q, k, v; raise Refused if it cannot do the case. The options are block_size and mode of `prepare`.
 
-    The side's function is the bare call without the guard; `after` checks that it was compiled once. `asked` is the name of
-    the backend in records, if that is another one; the options are block_size and mode of `prepare`.
+    The side's function is the bare call without the guard; `after` checks that it was compiled once.
     """
     q, k, v = inputs
     try:
-        prepared = prepare(q, k, v, backend=name, **case.workload.attention_arguments, **options)
+        backend = BACKEND_OF.get(name, name)
+        prepared = prepare(q, k, v, backend=backend, **case.workload.attention_arguments, **options)
     except AttentionUnsupported as error:
         raise Refused(str(error)) from None
     attend, implementation = prepared.fn, prepared.settings["implementation"]
-    return Built(lambda: attend(q, k, v), asked or name, implementation, prepared.check, prepared)
+    return Built(lambda: attend(q, k, v), name, implementation, prepared.check, prepared)
 
 
 def backend_support(name: str, case: Case) -> Support:
@@ -197,5 +197,4 @@ class UnfusedFused(AttentionTarget):
 
     def build(self, case, side, *inputs):
         """Prepare the side's call."""
-        name = self.backend(case, side)
-        return build_prepared(BACKEND_OF.get(name, name), case, inputs, asked=name)
+        return build_prepared(self.backend(case, side), case, inputs)

@@ -27,7 +27,7 @@ from utils.bench.targets.attention import (
 
 BLOCK_SIZES = ("16", "32", "64", "128", "256")
 # Eager FlexAttention stores all scores, so that anything fused looks fast beside it; the other two do not.
-BASELINES = ("flex_eager", "naive_compiled", "sdpa")
+BASELINES = ("eager", "naive_compiled", "sdpa")
 
 
 class FlexAttention(AttentionTarget):
@@ -43,7 +43,7 @@ class FlexAttention(AttentionTarget):
         *shape_knobs(cpu=(1, 4, 1024, 64, "fp32"), gpu=(4, 16, 4096, 64, "bf16")),
         *MASK_KNOBS,
         Knob("block-size", "tokens of a block of the block mask", "128", "128", choices=BLOCK_SIZES, env="BLOCK_SIZE"),
-        Knob("baseline", "what the compiled side is compared with", "flex_eager", "flex_eager", choices=BASELINES),
+        Knob("baseline", "what the compiled side is compared with", "eager", "eager", choices=BASELINES),
         Knob("compile-mode", "mode of torch.compile", "default", "default", choices=MODES, env="TORCH_COMPILE_MODE"),
     )
 
@@ -65,17 +65,14 @@ class FlexAttention(AttentionTarget):
 
     def backend(self, case, side):
         """Return the name of a side's backend."""
-        return case.value("baseline") if side == "baseline" else "flex"
+        return case.value("baseline") if side == "baseline" else "compiled"
 
     def build(self, case, side, q, k, v):
-        """Prepare the side's call. The records name FlexAttention's two sides "eager" and "compiled"."""
+        """Prepare the side's call."""
         name, size, mode = self.backend(case, side), int(case.value("block_size")), case.value("compile_mode")
-        if name == "flex_eager":
-            return build_prepared(name, case, (q, k, v), asked="eager", block_size=size)
-        if name != "flex":
-            return build_prepared(name, case, (q, k, v))
-        built = build_prepared(name, case, (q, k, v), asked="compiled", block_size=size, mode=mode)
-        built.implementation += f", mode {mode}"
+        options = {"compiled": {"block_size": size, "mode": mode}, "eager": {"block_size": size}}.get(name, {})
+        built = build_prepared(name, case, (q, k, v), **options)
+        built.implementation += f", mode {mode}" if name == "compiled" else ""
         return built
 
     def facts(self, case, side, built):
