@@ -54,8 +54,8 @@ def _compare_side(a: dict, b: dict, side: str) -> dict | None:
         row |= {f"{run}_ms_low": low, f"{run}_ms_high": high}
     speedup = separate_speedup(first, second)
     row["speedup_low"], row["speedup_high"] = speedup.pop("interval")
-    values = [{key: knob["value"] for key, knob in case["knobs"].items()} for case in (a, b)]
-    return row | speedup | {"knobs": "; ".join(differences(*values, [key for key in values[0] if key in values[1]]))}
+    knobs, others = ({key: knob["value"] for key, knob in case["knobs"].items()} for case in (a, b))
+    return row | speedup | {"knobs": "; ".join(differences(knobs, others, [key for key in knobs if key in others]))}
 
 
 def compare_results(a: dict, b: dict) -> list[dict]:
