@@ -485,9 +485,9 @@ class _Measured:
 
 
 def test_latencies_carry_intervals():
-    _, axes = plot_latency({"a": _Measured(2.0, (1.9, 2.2)), "b": (1.0, 0.9, 1.1), "c": 3.0})
+    _, axes = plot_latency({"a": _Measured(2.0, (1.9, 2.2)), "b": (1.0, 2e-5, 1.1), "c": 3.0})
     words = labels(axes)
-    assert words == ["2 ms  [1.9, 2.2]", "1 ms  [0.9, 1.1]", "3 ms"]
+    assert words == ["2 ms  [1.9, 2.2]", "1 ms  [2e-05, 1.1]", "3 ms"]
     assert "(ms)" in axes.get_xlabel()
 
 
