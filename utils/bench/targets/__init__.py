@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
@@ -37,7 +35,7 @@ def targets_of(chapter: str | None) -> list[Target]:
 
 
 def read_name(name: str) -> list[tuple[Target, tuple[str, ...]]]:
-    """Return the targets and sides of a name: `chapter`, `chapter:workload` or `chapter:baseline_workload`."""
+    """Return the targets and sides of a name: `chapter`, `chapter:workload`, `chapter:baseline_workload` or a function's."""
     named: dict[str, list[tuple[Target, tuple[str, ...]]]] = {}
     for target in TARGETS.values():
         named.setdefault(target.chapter, []).append((target, SIDES))
@@ -48,20 +46,12 @@ def read_name(name: str) -> list[tuple[Target, tuple[str, ...]]]:
         key = "labs/" + key[len("labs.") :].replace(".", ":")
     if key in named:
         return named[key]
-    if is_function(key):
+    module, colon, function = key.partition(":")
+    if colon and module not in named and all(word.isidentifier() for word in f"{module}.{function}".split(".")):
         return [(functions.UserFunction(key), ("optimized",))]
     raise BenchError(
         f"there is no target {name!r}.{did_you_mean(key, named)} `labs bench list-targets` lists the targets."
     )
-
-
-def is_function(name: str) -> bool:
-    """Whether a name is `module:function`, of a module that Python finds, also in the current folder."""
-    module, colon, function = name.partition(":")
-    words = [*module.split("."), *function.split(".")]
-    if not colon or not all(word.isidentifier() for word in words):
-        return False
-    return Path(words[0]).with_suffix(".py").is_file() or Path(words[0]).is_dir() or bool(find_spec(words[0]))
 
 
 def find_target(name: str) -> Target:
