@@ -70,7 +70,7 @@ def attended_pairs(query_len, kv_len, window=None):
     ),
     (
         "inputs from the course's own helpers",
-        "q3_4",
+        "q3_3",
         """
 def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
     b, s, h = prompt.shape
@@ -125,7 +125,7 @@ def gelu_by_hand(x):
     ),
     (
         "launch queue simulated",
-        "q4_4",
+        "q4_3",
         """
 def eager_time_us(n, launch_us, kernel_us):
     free = 0.0
@@ -344,23 +344,8 @@ def mlp_macs_flops_bytes(tokens, config, dtype):
 """,
     ),
     (
-        "entered and left by hand",
-        "q3_3",
-        """
-def counted_flops(fn, *args):
-    import torch.utils.flop_counter as fc
-    mode = fc.FlopCounterMode(display=False)
-    mode.__enter__()
-    try:
-        fn(*args)
-    finally:
-        mode.__exit__(None, None, None)
-    return int(mode.get_total_flops())
-""",
-    ),
-    (
         "layers counted by kind",
-        "q3_4",
+        "q3_3",
         """
 def kv_cache_bytes(batch, length, config, dtype):
     sliding = config.layer_types.count("sliding_attention")
@@ -371,7 +356,7 @@ def kv_cache_bytes(batch, length, config, dtype):
     ),
     (
         "break-even by trying",
-        "bonus_3_6",
+        "bonus_3_5",
         """
 def break_even_batch(length, config, weight_bytes=2, cache_bytes=2):
     batch = 1
@@ -424,14 +409,14 @@ def fusion_speedup(one_input, two_inputs):
     ),
     (
         "torch's own wait, guarded by torch",
-        "q4_3",
+        "q4_1",
         [("synchronize()", "if torch.cuda.is_available():\n                torch.cuda.synchronize()")],
     ),
     (
-        "torch's own wait for the device",
-        "q4_3",
+        "a schedule of its own, and torch's own wait for the device",
+        "q4_1",
         """
-def kernels_per_step(fn):
+def profile_steps(fn, trace_path):
     from torch.profiler import profile, schedule
     with profile(schedule=schedule(wait=1, warmup=3, active=6)) as prof:
         for _ in range(10):
@@ -439,17 +424,8 @@ def kernels_per_step(fn):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             prof.step()
-    return count_cuda_kernels(prof)["total"]
-""",
-    ),
-    (
-        "through profile_steps",
-        "q4_3",
-        """
-def kernels_per_step(fn):
-    import os, tempfile
-    with tempfile.TemporaryDirectory() as folder:
-        return count_cuda_kernels(profile_steps(fn, os.path.join(folder, "t.json")))["total"]
+    prof.export_chrome_trace(trace_path)
+    return prof
 """,
     ),
     (

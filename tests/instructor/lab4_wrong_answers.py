@@ -499,7 +499,7 @@ def attention_backward(q, k, v, out, lse, dout):
         (
             "a product of all losses, which overflows for many shapes",
             ("geometric_mean(loss)", "float(loss.prod() ** (1 / len(loss)))"),
-            ("default_loss of a table with 1000 shapes", "default_loss of a table of 4000 shapes"),
+            ("default_loss of a table with 1440 shapes", "default_loss of a table of 4000 shapes"),
         ),
         ("wins in percent", (": float((default", ": 100 * float((default"), "between 0 and 1"),
         ("arithmetic mean of losses", ("geometric_mean(loss)", "loss.mean()"), "not the arithmetic one"),

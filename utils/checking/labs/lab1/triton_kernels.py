@@ -72,8 +72,16 @@ def check_gemm_triton(source: str):
     for name, got in _launched(source, "gemm", cases).items():
         a, b = cases[name]
         last = (a.shape[1] - 1) // 32 * 32
-        known = {"Only the last step along K is in C: is the product added to the accumulator?": a[:, last:] @ b[last:]}
-        otherwise = "Look at the strides, at the masks, at other= in the loads, and at what is added up."
+        known = {
+            "Only the last step along K is in C: is the product added to the accumulator?": a[:, last:] @ b[last:],
+            "C is 0: is the result of tl.dot kept?": torch.zeros(a.shape[0], b.shape[1]),
+        }
+        if a.shape == b.shape:
+            swapped = {"A": a.T @ b, "B": a @ b.T, "C": (a @ b).T}
+            known |= {f"The two strides of {side} are exchanged.": wrong for side, wrong in swapped.items()}
+        otherwise = "Look at the masks, at other= in the loads, and at what is added up."
+        if "transposed" in name:
+            otherwise = "Here a row is no piece of memory: each of A, B and C has two strides."
         hint = known_mistake(got, known, otherwise=otherwise)
         expect_close(got, a @ b, rtol=1e-3, atol=1e-3, what=f"gemm of {name},", hint=hint)
 
@@ -99,11 +107,8 @@ def check_flash_triton(source: str):
         tensors = flash_inputs(torch.randn, queries, keys, 16, size, kind)
         if "other way" in words:
             tensors = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in tensors]
-        cases[f"flash of 3 heads, {queries} queries and {keys} keys, in blocks of 32 and 16, {words},"] = (
-            *tensors,
-            32,
-            16,
-        )
+        name = f"flash of 3 heads, {queries} queries and {keys} keys, in blocks of 32 and 16, {words},"
+        cases[name] = (*tensors, 32, 16)
     for name, got in _launched(source, "flash", cases).items():
         q, k, v = cases[name][:3]
         right = F.scaled_dot_product_attention(q.double(), k.double(), v.double()).to(q.dtype)
