@@ -450,17 +450,15 @@ beside_guess("the more exact one", "equal" if 0.8 < ratio < 1.25 else "math" if 
 guesses["math's longest operator or kernel"] = None  # a name
 guesses["its share"] = None  # 0 to 1
 q, k, v = random_qkv(2, 16, 4096, 128) if on_gpu else random_qkv(1, 4, 1024, 64)
-paths, spans, rows = {}, {}, []
+paths, rows = {}, []
 for backend in running_backends(q, k, v):
     paths[backend] = output_path(f"sdpa_trace_{backend}.json")
     with sdpa_kernel(BACKENDS[backend]):
         profile(F.scaled_dot_product_attention, q, k, v, steps=1, warmup=2, trace_path=paths[backend])
-    step = [event for event in read_trace(paths[backend]) if event.name.startswith("ProfilerStep#")][-1]
-    spans[backend] = step.start_us / 1e3, step.end_us / 1e3
     for row in summarize_trace(paths[backend], top=4):
         rows.append({"backend": backend, "name": row["name"][:70], "count": row["count"],
                      "self ms": row["self_us"] / 1e3, "share": row["share"]})
-plot_traces(paths, spans)
+plot_traces(paths)
 results["traces"] = rows
 longest = next(row for row in rows if row["backend"] == "math")
 beside_guess("math's longest operator or kernel", longest["name"])
