@@ -238,7 +238,7 @@ WRONG_ANSWERS = [
                 "ks[:, None] * stride_bk + cols[None, :] * stride_bn",
                 "ks[:, None] * stride_bn + cols[None, :] * stride_bk",
             ),
-            "two strides of B are exchanged",
+            "tl.load reads",
         ),
         (
             "strides of a row-major B",

@@ -76,9 +76,6 @@ def check_gemm_triton(source: str):
             "Only the last step along K is in C: is the product added to the accumulator?": a[:, last:] @ b[last:],
             "C is 0: is the result of tl.dot kept?": torch.zeros(a.shape[0], b.shape[1]),
         }
-        if a.shape == b.shape:
-            swapped = {"A": a.T @ b, "B": a @ b.T, "C": (a @ b).T}
-            known |= {f"The two strides of {side} are exchanged.": wrong for side, wrong in swapped.items()}
         otherwise = "Look at the masks, at other= in the loads, and at what is added up."
         if "transposed" in name:
             otherwise = "Here a row is no piece of memory: each of A, B and C has two strides."
