@@ -191,7 +191,7 @@ def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 #
 # ![The memory hierarchy: each level is slower than the one above it, and none is smaller](assets/memory_hierarchy.svg)
 #
-# A bf16 number has 8 significant bits: beside a large sum, a new product is lost. So tensor cores, and every library, take
+# A bf16 number has 8 significant bits: beside a large sum, a new product is lost. So tensor cores and libraries read
 # narrow numbers, and multiply and add in wide ones.
 
 # %%
@@ -201,7 +201,7 @@ check_full_sum(full_sum)
 # %% [markdown]
 # ### Question 1.2: Tiled GEMM {points}
 #
-# Loop over the tiles of $C$, and over the steps along $K$. Multiply two tiles from elementwise products and sums: column $k$ of
+# Loop over the tiles of $C$, and over the steps along $K$. Multiply two tiles by elementwise products and sums: column $k$ of
 # the $A$ tile times row $k$ of the $B$ tile, broadcast, is an *outer product*; add up `tile_k` of them. Every size works: tiles
 # that do not divide the matrix, are larger than it, or are not square.
 #
@@ -305,8 +305,8 @@ plot_calls(times_ms, without_wait_ms, harness_ms, f"The same layer, n = {n}, 200
 # %% [markdown]
 # `benchmark_latency` first calls the function a few times without looking at the clock (*warm-up*), then measures many
 # calls, and returns their mean. On a GPU it lets the device itself take the time, with events in the queue. `measure` and
-# `compare` keep every sample, and give medians with intervals. From here on the lab compares medians, of calls that take
-# turns, so that a disturbance hits both sides alike.
+# `compare` keep every sample, and give medians with intervals. From here on the lab compares medians of calls that take
+# turns: a disturbance then hits both sides alike.
 #
 # **Explain** (3 to 6 sentences, with numbers from your run):
 # 1. Why is the first call slow, and why is warm-up right for a benchmark?
@@ -692,11 +692,11 @@ def smallest_compute_bound_gemm(ridge: float, dtype: torch.dtype) -> int:
 ### TESTS q2_3_tests, 4 points: check_achieved_and_smallest(achieved_tflops, smallest_compute_bound_gemm)
 
 # %% [markdown]
-# Now measure. The roof below is this machine's: from the datasheet if it is a GPU the course knows, measured otherwise.
+# Now measure. The roof below is that of this machine. It comes from the datasheet if the course knows the GPU, and is measured otherwise.
 # The product of two large matrices gives the ceiling, the copy of a large buffer gives the slope.
 #
-# **Before you run.** Where will the large GEMM land, in percent of its roof? The small one? The large GEMV, which reads
-# a matrix far larger than any cache, and the small one, which fits into it?
+# **Before you run.** Where will the large GEMM land, in percent of its roof? The small one? The large GEMV, whose
+# matrix is far larger than any cache, and the small one, whose matrix fits into a cache?
 
 # %%
 guesses["percent of its roof: smallest gemm"] = None

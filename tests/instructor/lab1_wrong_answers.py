@@ -869,6 +869,17 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
             "their scores are 0, and should be minus infinity",
         ),
         (
+            "keys masked after the maximum",
+            (
+                ('        scores = tl.where(columns[None, :] < keys, scores, float("-inf"))\n', ""),
+                (
+                    "p = tl.exp(scores - new_m[:, None])",
+                    "p = tl.where(columns[None, :] < keys, tl.exp(scores - new_m[:, None]), 0.0)",
+                ),
+            ),
+            "masked before it is taken",
+        ),
+        (
             "accumulator not rescaled in Triton",
             ("accumulator * rescale[:, None] + new", "accumulator + new"),
             "The output of the blocks before is not rescaled",

@@ -221,7 +221,7 @@ def show_code(code: str, needle: str, before: int = 4, after: int = 8, places: i
 
 def plot_trace(trace: Path, call_name: str, title: str) -> None:
     """Draw the last call of this name in a trace, from its beginning; the generated kernel gets a name that people read."""
-    plot_timeline(session.inside_of_last(trace, call_name), max_depth=9, title=title)
+    plot_timeline(session.inside_of_last(trace, call_name, without="aten::"), max_depth=9, title=title)
     plt.show()
 
 

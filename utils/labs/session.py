@@ -134,12 +134,12 @@ def plot_bars(tables: Mapping[str, pd.DataFrame], columns: Sequence[str], label:
     plt.show()
 
 
-def inside_of_last(trace: str | Path, name: str) -> list[TraceEvent]:
-    """Return the events of a trace inside of the last one whose name begins so, by names that people read."""
+def inside_of_last(trace: str | Path, name: str, without: str = "") -> list[TraceEvent]:
+    """Return the events of a trace inside of the last one whose name begins so; their names without a prefix."""
     events = read_trace(trace)
     call = [event for event in events if event.name.startswith(name)][-1]
     inside = [event for event in events if event != call and call.start_us <= event.start_us <= call.end_us]
-    names = ["generated kernel" if "CompiledFxGraph" in event.name else event.name for event in inside]
+    names = ["generated kernel" if "CompiledFxGraph" in e.name else e.name.removeprefix(without) for e in inside]
     lanes = [re.sub(r"thread \d+", "CPU", event.lane) for event in inside]
     return [replace(event, name=n, lane=lane) for event, n, lane in zip(inside, names, lanes, strict=True)]
 

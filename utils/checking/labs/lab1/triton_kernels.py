@@ -84,8 +84,13 @@ def check_gemm_triton(source: str):
 
 
 def flash_inputs(draw, queries: int, keys: int, d: int, size: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Draw q, k and v of three heads by `draw`, scores times `size`; scores rise with the keys in some rows, and fall in others."""
+    """Draw q, k and v of three heads by `draw`, scores times `size`; scores rise with the keys in some rows, and fall in others.
+
+    With a negative size all scores are far below 0, beside which the 0 of a missing key stands out.
+    """
     q, k, v = (draw(3, tokens, d) for tokens in (queries, keys, keys))
+    if size < 0:
+        q, k = q.abs(), k.abs()
     return [x.to(dtype) for x in (q * size, k + torch.arange(keys)[:, None] / keys, v + 1.0)]
 
 
@@ -95,7 +100,7 @@ def check_flash_triton(source: str):
     cases: dict[str, tuple] = {}
     for queries, keys, size, kind, words in (
         (32, 48, 1.0, torch.float32, "whole blocks"),
-        (21, 3, 1.0, torch.float32, "one block, of three keys"),
+        (21, 3, -60.0, torch.float32, "one block, of three keys, all scores far below 0"),
         (21, 33, 3.0, torch.float32, "the last block has one key"),
         (21, 45, 60.0, torch.float32, "scores in the hundreds"),
         (19, 35, 1.0, torch.float16, "in fp16"),
