@@ -154,8 +154,8 @@ def _expect_known_weights(split_kv_attention) -> None:
         return torch.full(q.shape, 1.0 if first else 0.0), torch.full(q.shape[:3], math.log(3) if first else 0.0)
 
     keys = torch.cat([torch.ones(1, 2, 5, 8), -torch.ones(1, 2, 5, 8)], dim=2)
-    with replaced_answers(split_kv_attention, {"attend_part": known_part}) as known:
-        if not known:
+    with replaced_answers(split_kv_attention, {"attend_part": known_part}) as there:
+        if not there:
             return
         got = split_kv_attention(torch.ones(1, 2, 3, 8), keys, keys, 2)
     base_2 = torch.full((1, 2, 3, 8), 2 ** math.log(3) / (2 ** math.log(3) + 1))
