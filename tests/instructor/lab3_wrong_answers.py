@@ -237,7 +237,7 @@ WRONG_ANSWERS = [
             ("[row, (i + STAGES) * COLUMNS]", "[row, i + STAGES]"),
             "The refills begin at the tile's number",
         ),
-        ("coordinates swapped", ("[row, i * COLUMNS]", "[i * COLUMNS, row]"), ("wrong in", "NaN")),
+        ("coordinates swapped", ("[row, i * COLUMNS]", "[i * COLUMNS, row]"), "in this order"),
         ("barrier without index", ("wait(full.index(slot), ", "wait(full, "), ".index(i) takes one"),
         ("subscripts for slots", ("ring.index(slot).load", "ring[slot].load"), ".index(i) is slot i"),
         (
