@@ -79,7 +79,7 @@ lint: env ## check format, style, imports, types and size
 	done; exit $$failed
 
 lock: env ## resolve versions anew: constraints.txt, environment.yml
-	@"$(VENV)/bin/python" tools/environment.py lock
+	@"$(VENV)/bin/python" -m tools.lock
 
 clean: ## remove the environment and build products
 	rm -rf "$(VENV)" build *.egg-info

@@ -1,10 +1,9 @@
 """Create and keep the course's environment, with the standard library alone.
 
     python tools/environment.py sync [--venv .venv] [--extra grading --extra test]
-                                      create the environment, or leave it if it is current
-    python tools/environment.py lock  write constraints.txt and environment.yml again
 
-`pyproject.toml` is the one source of version ranges. `constraints.txt` pins one version of every package in those ranges.
+creates the environment, or leaves it if it is current. `pyproject.toml` is the one source of version ranges, and
+`constraints.txt` pins one version of every package in those ranges (`tools/lock.py` writes it).
 If the calling Python already has a torch and a Triton that fit the ranges, the environment uses them: their folder is put on
 its path, and the pins of all packages in that folder are dropped.
 
@@ -38,9 +37,6 @@ import tomllib
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = ROOT / "pyproject.toml"
 CONSTRAINTS = ROOT / "constraints.txt"
-CONDA_FILE = ROOT / "environment.yml"
-# What instructors and developers need in addition to the course itself.
-EXTRAS = ("grading", "test")
 # Jupyter's event log asks for it, to check addresses in schemas that have none. It is optional where it is used, and every
 # process that reads a notebook would work three seconds on its grammar when it starts.
 LEFT_OUT = "rfc3987-syntax"
@@ -380,95 +376,19 @@ def create(venv: Path, host_folder: Path | None) -> None:
         (site_packages / "host_torch.pth").write_text(f"{host_folder}\n")
 
 
-def conda_environment(project: dict) -> str:
-    """Return the text of environment.yml: conda brings Python and pip, and pip installs the same ranges and pins."""
-    pip_lines = ["--constraint constraints.txt", *project["dependencies"], "--editable ."]
-    lines = [
-        "# Made from pyproject.toml by `make lock`; edit that file instead.",
-        "# This is a student's environment. Instructors and developers add: pip install -e '.[grading,test]'",
-        f"name: {project['name']}",
-        "channels:",
-        "  - conda-forge",
-        "dependencies:",
-        f"  - python {project['requires-python']}",
-        "  - pip",
-        "  - pip:",
-        *(f"      - {json.dumps(line)}" for line in pip_lines),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-LOCK_HEADER = """\
-# Made from pyproject.toml by `make lock`: one tested version of every package, for Python 3.11 to 3.13.
-# `flash2` is left out: its requirements are known only after it is built.
-"""
-
-
-def keep_allowed_pythons(pins: str, python_range: str) -> str:
-    """Drop pins for Pythons above the range, and conditions that every Python of the range meets.
-
-    uv's universal resolution knows the lower bound of `requires-python` and ignores the upper one.
-
-    Args:
-        pins: the output of `uv pip compile --universal`.
-        python_range: `requires-python` of the project.
-    """
-    lines = []
-    for line in pins.splitlines(keepends=True):
-        least = re.findall(r"python_full_version >=? '([\d.]+)'", line)
-        if " or " not in line and any(not fits(version, python_range) for version in least):
-            continue
-        for version in re.findall(r"python_full_version < '([\d.]+)' and ", line):
-            if version_tuple(version) >= version_tuple(python_range.split("<")[1]):
-                line = line.replace(f"python_full_version < '{version}' and ", "")
-        lines.append(line)
-    return "".join(lines)
-
-
-def lock() -> None:
-    """Resolve the ranges of pyproject.toml with uv, and write constraints.txt and environment.yml."""
-    uv = shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
-    if uv is None:
-        raise SetupError("`uv` is needed to resolve versions for all platforms: `make env` installs it.")
-    extras = [word for extra in (*EXTRAS, "site", "e2e", "gpu") for word in ("--extra", extra)]
-    options = ["--universal", "--python-version", "3.11", *extras, "--quiet"]
-    plain = ["--no-header", "--no-annotate", "--no-emit-index-url"]
-    result = subprocess.run(
-        [uv, "pip", "compile", str(PYPROJECT), *options, *plain], check=False, capture_output=True, text=True
-    )
-    if result.returncode != 0:
-        raise SetupError(f"The ranges in pyproject.toml have no common solution:\n{result.stderr.strip()}")
-    project = load_project()
-    CONSTRAINTS.write_text(
-        LOCK_HEADER + keep_allowed_pythons(result.stdout, project["requires-python"]), encoding="utf-8"
-    )
-    CONDA_FILE.write_text(conda_environment(project), encoding="utf-8")
-    print(f"Wrote {CONSTRAINTS.name} and {CONDA_FILE.name}.")
-
-
 def main() -> int:
     """Run the command of the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("sync", "lock"))
-    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="sync: the folder of the environment")
-    parser.add_argument(
-        "--extra",
-        action="append",
-        default=[],
-        choices=tuple(load_project()["optional-dependencies"]),
-        help="sync: add it",
-    )
+    parser.add_argument("command", choices=("sync",))
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="the folder of the environment")
+    extras = tuple(load_project()["optional-dependencies"])
+    parser.add_argument("--extra", action="append", default=[], choices=extras, help="add it")
     arguments = parser.parse_args()
     try:
-        lock() if arguments.command == "lock" else sync(arguments.venv.absolute(), tuple(arguments.extra))
-    except SetupError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(
-            f"error: {error.strerror}: {error.filename}. The environment needs a folder it may write to.",
-            file=sys.stderr,
-        )
+        sync(arguments.venv.absolute(), tuple(arguments.extra))
+    except (SetupError, OSError) as error:
+        hint = ". The environment needs a folder it may write to." if isinstance(error, OSError) else ""
+        print(f"error: {error}{hint}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nStopped. The same command goes on from here.", file=sys.stderr)

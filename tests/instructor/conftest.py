@@ -1,9 +1,11 @@
 """Fixtures for tests of labs: the lab built from its source, its cells and checks, and its grades by stock nbgrader."""
 
+import json
 from pathlib import Path
 from types import ModuleType
 
 import nbformat
+import pandas as pd
 import pytest
 
 from instructor.build import ROOT, Built, build_lab
@@ -83,26 +85,33 @@ def answers(cells) -> dict[str, str]:
     return lab_cases.answers_in(cells)
 
 
-@pytest.fixture(scope="module")
-def model_names(request, answers) -> dict:
-    """The notebook's names after its setup (SETUP of the test file) and the model answers."""
-    names: dict = {}
-    exec(request.module.SETUP, names)
-    return lab_cases.run_answers(answers, names)
-
-
 @pytest.fixture
-def names(request, answers) -> dict:
-    """The same names anew: each test gets its own."""
+def names(request, cells, answers, tmp_path, monkeypatch) -> dict:
+    """The notebook's names after its setup (SETUP of the test file) and the model answers, in a folder with its files."""
+    monkeypatch.chdir(tmp_path)
     names: dict = {}
     exec(request.module.SETUP, names)
-    return lab_cases.run_answers(answers, names)
+    files = {cell.id: cell.source for cell in cells if cell.source.startswith("%%writefile")}
+    return lab_cases.run_answers(files | answers, names)
 
 
 @pytest.fixture(scope="module")
 def calls(cells) -> dict[str, str]:
     """The calls of hidden checks: {id of a test cell: the call}."""
     return lab_cases.hidden_calls(cells)
+
+
+@pytest.fixture(scope="module")
+def recorded(request) -> dict[str, pd.DataFrame]:
+    """The tables of the lab that were recorded on an H200, by name."""
+    record = ROOT / "assets" / "results" / "h200" / f"{request.module.LAB.split('_')[0]}.json"
+    return {name: pd.DataFrame(rows) for name, rows in json.loads(record.read_text())["tables"].items()}
+
+
+@pytest.fixture(scope="module")
+def prose(cells) -> str:
+    """All text of the instructor's notebook, without line breaks."""
+    return " ".join(" ".join(cell.source for cell in cells if cell.cell_type == "markdown").split())
 
 
 @pytest.fixture(scope="module")

@@ -1,23 +1,48 @@
 """Tests that each lab must pass. The test file of a lab subclasses `EveryLab` as `TestLab`, with the facts of its lab."""
 
+import ast
+import contextlib
 import os
 import re
+import warnings
+from datetime import datetime
 
 import nbformat
 import pytest
+import torch
 
 from instructor.build import ROOT
+from instructor.names import used_names
 from tests.instructor import lab_cases
 from tests.instructor.visible import VisibleChecks
 from utils.checking import needs
+from utils.checking.labs.lab4_sdpa.common import sdpa_switches
 
 HONEST_DRAWS = int(os.environ.get("HONEST_DRAWS", "3"))  # of each right answer, in the slow set
-NAMES_A_QUESTION = r"(Question|[Bb]onus) \d\.\d"
+NAMES_A_QUESTION = r"(?:Question|[Bb]onus) \d\.\d"
 
 
 def slow(test):
     """Mark a test that executes whole notebooks, on a machine that may be busy."""
     return pytest.mark.slow(pytest.mark.timeout(1500)(test))
+
+
+def _seconds(cell) -> float:
+    times = cell.metadata.get("execution", {})
+    begin, end = (times.get(key) for key in ("iopub.execute_input", "shell.execute_reply"))
+    return (datetime.fromisoformat(end) - datetime.fromisoformat(begin)).total_seconds() if begin and end else 0.0
+
+
+@contextlib.contextmanager
+def kept_conditions():
+    """Undo what a wrong answer leaves behind: SDPA's switches and the warning filters."""
+    switches = sdpa_switches()
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        for name, enabled in zip(("flash", "mem_efficient", "math", "cudnn"), switches, strict=False):
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
 
 
 class EveryLab:
@@ -37,8 +62,10 @@ class EveryLab:
     bare_stubs = False  # answers at the top level of their cell raise NotImplementedError by themselves
 
     def test_points_add_up(self, lab):
-        assert lab_cases.points_of(lab) == self.points
-        assert lab_cases.points_by_hand(lab) == self.by_hand
+        regular, bonus = (sum(q.points for q in lab.questions if q.bonus == which) for which in (False, True))
+        assert (regular, bonus) == self.points
+        cells = [cell for question in lab.questions for cell in question.cells]
+        assert {c.grade_id: c.points for c in cells if c.role in ("manual", "task")} == self.by_hand
 
     def test_every_check_is_used_by_one_cell(self, calls, checks):
         assert sorted(lab_cases.check_in(call) for call in calls.values()) == sorted(checks.__all__)
@@ -55,14 +82,29 @@ class EveryLab:
         assert len({wrong.mistake for wrong in self.wrong_answers}) == len(self.wrong_answers)
         assert set().union(*(wrong.lost for wrong in self.wrong_answers)) == set(calls)
 
-    def test_a_missing_answer_stops_only_cells_that_say_so(self, cells):
-        lab_cases.assert_missing_answers_stop_only_cells_that_say_so(cells)
-
     def test_graded_cells_need_no_plain_cell(self, cells):
-        lab_cases.assert_graded_cells_need_no_plain_cell(cells)
+        """Answers and tests use only names of answers and of locked cells: a student may delete the others."""
+        plain, needed = {}, []  # plain: {name: first line of the plain cell that defines it}
+        for cell, used, given in lab_cases.names_by_cell(cells):
+            if "nbgrader" not in cell.metadata:
+                plain |= dict.fromkeys(given, lab_cases.first_line(cell))
+            elif lab_cases.has_role(cell, "grade") or lab_cases.has_role(cell, "solution"):
+                needed += [f"{cell.id} needs {name} of {plain[name]!r}" for name in used & plain.keys()]
+        assert needed == [], "lock what graded cells need"
 
     def test_locked_cells_run_without_cells_above(self, cells):
-        lab_cases.assert_locked_cells_run_without_cells_above(cells)
+        """But for the setup: the build gives them no `needs`."""
+        above, problems = set(), []
+        for cell, _, given in lab_cases.names_by_cell(cells):
+            if cell.id == "setup":
+                continue
+            if cell.metadata.get("nbgrader", {}).get("locked") and not lab_cases.has_role(cell, "grade"):
+                tree = ast.parse(cell.source)
+                tree.body = [node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
+                used = used_names(ast.unparse(tree)) - given
+                problems += [f"{cell.id} uses {name}" for name in sorted(used & above)]
+            above |= given
+        assert problems == [], "unlock these cells, so that `needs` says what is missing"
 
     def test_an_untouched_lab_says_which_answer_is_missing(self, lab, cells, request, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
@@ -97,7 +139,8 @@ class EveryLab:
                 if "guesses" not in following:
                     without.append(cell.source[-200:])
         assert without == []
-        names = lab_cases.guesses_of(cells)
+        code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+        names = re.findall(r'guesses\["([^"]+)"\] = None', code)
         assert len(names) == len(set(names)) >= self.least_predictions
         shown = lab_cases.shown_beside_guesses(cells)
         assert [name for name in names if not any(re.fullmatch(pattern, name) for pattern in shown)] == []
@@ -111,7 +154,7 @@ class EveryLab:
 
     @slow
     def test_solved_lab_is_quick(self, solved):
-        seconds = lab_cases.seconds_in(solved)
+        seconds = [_seconds(cell) for cell in solved.cells if cell.cell_type == "code"]
         assert sum(seconds) > 5  # the times were recorded
         assert max(seconds) < self.longest_cell_s
         assert sum(seconds) < 60 * self.minutes
@@ -127,37 +170,77 @@ class EveryLab:
             assert re.search(NAMES_A_QUESTION, error.evalue), error.evalue
 
 
-class EveryRightAnswer:
-    """Right answers, as different people write them, pass both checks. `visible` is a fixture of the test file."""
+class EveryAnswer:
+    """Right answers, as different people write them, pass both checks, and each wrong answer is named by both."""
 
-    right_answers: list[tuple[str, str, str]]  # name, id of the answer cell, code
+    right_answers: list[tuple[str, str, str | tuple]]  # name, id of the answer cell, code or change
+    wrong_answers: list[lab_cases.WrongAnswer]
+    or_says: tuple[str, ...] = ()  # words of a hidden check that do as well as those of the row
+    goes_along: tuple[str, ...] = ()  # tests whose visible part does not see a mistake of an answer that they use
+    quick = 3  # wrong answers of each cell in the quick set
+    many_draws = pytest.mark.slow
 
     def pytest_generate_tests(self, metafunc):
+        lab, name = metafunc.cls, metafunc.function.__name__
         if "right" in metafunc.fixturenames:
-            metafunc.parametrize("right", lab_cases.first_of_each_cell(metafunc.cls.right_answers, 2))
+            many = name.endswith("_draws")
+            count, others = (0, lab.many_draws) if many else (2, pytest.mark.slow)
+            metafunc.parametrize("right", lab_cases.first_of_each_cell(lab.right_answers, count, others))
+        if "wrong" in metafunc.fixturenames:
+            count, others = (1, pytest.mark.overnight) if name.endswith("_alone") else (lab.quick, pytest.mark.slow)
+            metafunc.parametrize("wrong", lab_cases.first_of_each_cell(lab.wrong_answers, count, others))
 
     def test_there_are_many_right_answers(self, calls):
-        """At least forty idioms, different ones, and each answer cell has one."""
-        assert len({name for name, _, _ in self.right_answers}) == len(self.right_answers) >= 40
-        cells = {re.sub(r"(_[a-z]+)?_tests$", "", test) for test in calls}
-        assert {cell for _, cell, _ in self.right_answers} == cells
-
-    def test_it_passes(self, calls, checks, names, visible, right):
-        _, cell, code = right
-        exec(compile(code, cell, "exec"), names)
-        assert lab_cases.refusals(lab_cases.verdicts_on(lab_cases.calls_of(cell, calls), names, checks)) == []
-        scope = visible.scope(names)
-        assert [visible.message(test, scope) for test in visible.of(cell)] == [None] * len(visible.of(cell))
-
-    @pytest.mark.slow
-    def test_it_passes_in_many_draws(self, calls, checks, names, right):
-        """Other inputs than those of the grading; HONEST_DRAWS=200 draws as many of them as you like."""
-        _, cell, code = right
-        exec(compile(code, cell, "exec"), names)
-        for seed in range(HONEST_DRAWS):
-            own = lab_cases.drawn(lab_cases.calls_of(cell, calls), seed)
-            assert lab_cases.refusals(lab_cases.verdicts_on(own, names, checks)) == [], seed
+        """At least 35 idioms, different ones, and each answer cell has one."""
+        assert len({name for name, _, _ in self.right_answers}) == len(self.right_answers) >= 35
+        cells = {cell for _, cell, _ in self.right_answers}
+        assert [test for test in calls if not any(test.startswith(f"{cell}_") for cell in cells)] == []
 
     def test_model_answers_pass_the_visible_checks(self, names, visible):
         scope = visible.scope(names)
         assert {test: message for test in visible.tests if (message := visible.message(test, scope))} == {}
+
+    def test_model_answers_pass_with_fresh_inputs(self, calls, checks, names):
+        conditions = sdpa_switches(), list(warnings.filters)
+        assert lab_cases.refusals(lab_cases.verdicts_on(lab_cases.drawn(calls, 1), names, checks)) == []
+        assert (sdpa_switches(), list(warnings.filters)) == conditions  # grading leaves nothing behind
+
+    def test_right_answer_passes(self, answers, calls, checks, names, visible, right):
+        cell = right[1]
+        lab_cases.run_answers({cell: lab_cases.right_source(answers, right)}, names)
+        assert lab_cases.refusals(lab_cases.verdicts_on(lab_cases.calls_of(cell, calls), names, checks)) == []
+        scope = visible.scope(names)
+        assert [visible.message(test, scope) for test in visible.of(cell)] == [None] * len(visible.of(cell))
+
+    def test_right_answer_passes_in_many_draws(self, answers, calls, checks, names, right):
+        """Other inputs than those of the grading; HONEST_DRAWS=200 draws as many of them as you like."""
+        cell = right[1]
+        lab_cases.run_answers({cell: lab_cases.right_source(answers, right)}, names)
+        for seed in range(HONEST_DRAWS):
+            own = lab_cases.drawn(lab_cases.calls_of(cell, calls), seed)
+            assert lab_cases.refusals(lab_cases.verdicts_on(own, names, checks)) == [], seed
+
+    def test_wrong_answer_is_refused_twice_and_named(self, answers, calls, checks, names, visible, wrong):
+        """The visible check and the hidden one refuse a wrong answer, each with words that name the mistake."""
+        lab_cases.run_answers({wrong.cell: lab_cases.source_of(answers, wrong)}, names)
+        with kept_conditions():
+            verdicts = lab_cases.verdicts_on(lab_cases.calls_of(wrong.cell, calls), names, checks)
+        lab_cases.assert_loses_alone(verdicts, wrong, self.or_says)
+        scope, said = visible.scope(names), {}
+        for test in wrong.lost:
+            with kept_conditions():
+                said[test] = visible.message(test, scope) or ""
+        accepted = {test for test, message in said.items() if not message}
+        assert accepted <= set(self.goes_along), f"the visible check accepts {wrong.mistake!r}"
+        assert not any(re.match(rf"({NAMES_A_QUESTION}: ){{2}}", message) for message in said.values()), said
+        assert any(phrase.lower() in message.lower() for phrase in wrong.phrases for message in said.values()), said
+
+    @pytest.mark.slow
+    def test_wrong_answer_loses_its_question_alone(self, answers, calls, checks, names, wrong):
+        """All checks that it reaches run. A mistake of each answer does in the slow set: the others bind the same names."""
+        source = lab_cases.source_of(answers, wrong)
+        lab_cases.run_answers({wrong.cell: source}, names)
+        reached = lab_cases.calls_reached_by(source, calls, answers) | lab_cases.calls_of(wrong.cell, calls)
+        with kept_conditions():
+            verdicts = lab_cases.verdicts_on(reached, names, checks)
+        lab_cases.assert_loses_alone(verdicts, wrong, self.or_says)

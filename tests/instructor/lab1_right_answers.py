@@ -1,10 +1,9 @@
-"""Right answers to lab 1 that differ from the model answers: (difference, answer cell, code)."""
+"""Right answers to lab 1 that differ from the model answers; `answers_in_text` explains the form."""
 
-RIGHT_ANSWERS = [
-    (
-        "sum kept in C",
-        "q1_1",
-        """
+from tests.instructor.lab_cases import answers_in_text
+
+RIGHT_ANSWERS = answers_in_text(r"""
+# %% q1_1: sum kept in C
 def gemm_naive(a, b):
     c = a.new_zeros(a.shape[0], b.shape[1])
     for i in range(a.size(0)):
@@ -12,12 +11,8 @@ def gemm_naive(a, b):
             for k in range(a.size(1)):
                 c[i][j] += a[i][k] * b[k][j]
     return c
-""",
-    ),
-    (
-        "matrices padded to whole tiles",
-        "q1_2",
-        """
+
+# %% q1_2: matrices padded to whole tiles
 def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
     m, k, n = a.shape[0], a.shape[1], b.shape[1]
     up = lambda size, tile: -(-size // tile) * tile
@@ -30,12 +25,8 @@ def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
                 x, y = a[i:i + tile_m, p:p + tile_k].float(), b[p:p + tile_k, j:j + tile_n].float()
                 c[i:i + tile_m, j:j + tile_n] += (x.unsqueeze(2) * y.unsqueeze(0)).sum(dim=1)
     return c[:m, :n].to(a.dtype)
-""",
-    ),
-    (
-        "one wait between two calls",
-        "q1_3",
-        """
+
+# %% q1_3: one wait between two calls
 def time_calls(fn, n_calls, synchronize):
     result = []
     synchronize()
@@ -45,33 +36,21 @@ def time_calls(fn, n_calls, synchronize):
         synchronize()
         result += [(time.perf_counter_ns() - t0) / 1e6]
     return result
-""",
-    ),
-    (
-        "lists, floats and 0-d tensors as numbers",
-        "q1_4",
-        """
+
+# %% q1_4: lists, floats and 0-d tensors as numbers
 def gemm_macs_flops_bytes(m, n, k, dtype):
     macs = float(m) * n * k
     size = torch.empty(0, dtype=dtype).element_size()
     return [macs, torch.tensor(2 * macs, dtype=torch.float64), size * (m * k + k * n + m * n)]
-""",
-    ),
-    (
-        "pairs in closed form",
-        "q3_1",
-        """
+
+# %% q3_1: pairs in closed form
 def attended_pairs(query_len, kv_len, window=None):
     w = kv_len if window is None else min(window, kv_len)
     first = kv_len - query_len  # position of the first query
     growing = max(0, min(kv_len, w) - first)  # queries that see fewer than w or exactly w keys
     return growing * first + growing * (growing + 1) // 2 + (query_len - growing) * w
-""",
-    ),
-    (
-        "inputs from the course's own helpers",
-        "q3_3",
-        """
+
+# %% q3_3: inputs from the course's own helpers
 def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
     b, s, h = prompt.shape
     t = new_tokens.shape[1]
@@ -87,12 +66,8 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
             past_key_values=cache, cache_positions=place,
         )
     return out
-""",
-    ),
-    (
-        "trace written by a handler's profiler, steps by hand",
-        "q4_1",
-        """
+
+# %% q4_1: trace written by a handler's profiler, steps by hand
 def profile_steps(fn, trace_path):
     kinds = torch.profiler.supported_activities()
     prof = torch.profiler.profile(activities=kinds, schedule=default_schedule, record_shapes=True)
@@ -104,60 +79,36 @@ def profile_steps(fn, trace_path):
     prof.stop()
     prof.export_chrome_trace(trace_path)
     return prof
-""",
-    ),
-    (
-        "torch.pow, and constants as tensors",
-        "q4_2",
-        """
+
+# %% q4_2: torch.pow, and constants as tensors
 def gelu_by_hand(x):
     c = torch.tensor(math.sqrt(2.0 / math.pi), dtype=x.dtype, device=x.device)
     return x * 0.5 * (torch.tanh((torch.pow(x, 3) * 0.044715 + x) * c) + 1.0)
-""",
-    ),
-    (
-        "sigmoid in place of tanh",
-        "q4_2",
-        """
+
+# %% q4_2: sigmoid in place of tanh
 def gelu_by_hand(x):
     return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3))
-""",
-    ),
-    (
-        "launch queue simulated",
-        "q4_3",
-        """
+
+# %% q4_3: launch queue simulated
 def eager_time_us(n, launch_us, kernel_us):
     free = 0.0
     for i in range(n):
         free = max(free, (i + 1) * launch_us) + kernel_us
     return free
-""",
-    ),
-    (
-        "softmax by hand",
-        "q5_1",
-        """
+
+# %% q5_1: softmax by hand
 def standard_attention(q, k, v):
     s = torch.einsum("bhqd,bhkd->bhqk", q * q.shape[-1] ** -0.5, k)
     p = (s - s.max(dim=-1, keepdim=True).values).exp()
     return torch.matmul(p / p.sum(-1, keepdim=True), v)
-""",
-    ),
-    (
-        "heads repeated by hand",
-        "q5_2",
-        """
+
+# %% q5_2: heads repeated by hand
 def attention_bshd(q, k, v):
     q, k, v = (x.permute(0, 2, 1, 3) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(0, 2, 1, 3).contiguous()
-""",
-    ),
-    (
-        "online softmax from the first block on",
-        "q5_3",
-        """
+
+# %% q5_3: online softmax from the first block on
 def online_softmax_stats(blocks):
     blocks = iter(blocks)
     first = next(blocks)
@@ -168,12 +119,8 @@ def online_softmax_stats(blocks):
         l.mul_((m - bigger).exp()).add_((x - bigger.unsqueeze(1)).exp().sum(1))
         m = bigger
     return m, l
-""",
-    ),
-    (
-        "one batch and head at a time, output divided in each step",
-        "q5_3",
-        """
+
+# %% q5_3: one batch and head at a time, output divided in each step
 def flash_attention_tiled(q, k, v, tile_q=64, tile_k=64):
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     for b in range(q.shape[0]):
@@ -190,13 +137,8 @@ def flash_attention_tiled(q, k, v, tile_q=64, tile_k=64):
                     o, l, m = (o * old + p @ w) / new, new, top
                 out[b, h, i:i + tile_q] = o
     return out.to(q.dtype)
-""",
-    ),
-    # ---- as different people write them
-    (
-        "lists of Python numbers",
-        "q1_1",
-        """
+
+# %% q1_1: lists of Python numbers
 def gemm_naive(a, b):
     rows = []
     for i in range(len(a)):
@@ -208,24 +150,16 @@ def gemm_naive(a, b):
             row.append(s)
         rows.append(row)
     return torch.tensor(rows).to(a)
-""",
-    ),
-    (
-        "itertools.product",
-        "q1_1",
-        """
+
+# %% q1_1: itertools.product
 def gemm_naive(a, b):
     from itertools import product
     out = torch.zeros((a.shape[0], b.shape[1])).to(a)
     for i, j, k in product(range(a.shape[0]), range(b.shape[1]), range(a.shape[1])):
         out[i, j] += a[i, k] * b[k, j]
     return out
-""",
-    ),
-    (
-        "outer products of float32 tiles",
-        "q1_2",
-        """
+
+# %% q1_2: outer products of float32 tiles
 def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
     (M, K), N = a.shape, b.shape[1]
     c = a.new_empty(M, N)
@@ -238,12 +172,8 @@ def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
                     acc = p if acc is None else acc + p
             c[i0:i0 + tile_m, j0:j0 + tile_n] = acc.to(c.dtype)
     return c
-""",
-    ),
-    (
-        "addr_ into a float32 accumulator",
-        "q1_2",
-        """
+
+# %% q1_2: addr_ into a float32 accumulator
 def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
     c = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
     for i in range(0, a.shape[0], tile_m):
@@ -254,75 +184,48 @@ def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
                 for s in range(x.shape[1]):
                     tile.addr_(x[:, s], y[s])
     return c.to(dtype=a.dtype)
-""",
-    ),
-    (
-        "NumPy's itemsize and integers",
-        "q1_4",
-        """
+
+# %% q1_4: NumPy's itemsize and integers
 def gemm_macs_flops_bytes(m, n, k, dtype):
     import numpy as np
     numel = np.prod([m, k]) + np.prod([k, n]) + np.prod([m, n])
     macs = np.int64(m) * n * k
     return macs, macs * 2, numel * torch.zeros((), dtype=dtype).element_size()
-""",
-    ),
-    (
-        "integer ceiling, closed form",
-        "bonus_1_6",
-        """
+
+# %% bonus_1_6: integer ceiling, closed form
 def tiled_gemm_bytes(m, n, k, tile_m, tile_n, dtype):
     rows, cols = -(-m // tile_m), (n + tile_n - 1) // tile_n
     return dtype.itemsize * (cols * m * k + rows * n * k + m * n)
 
-
 def largest_square_tile(fast_bytes, tile_k, dtype):
     b = 2 * tile_k * dtype.itemsize
     return (math.isqrt(b * b + 16 * fast_bytes) - b) // 8
-""",
-    ),
-    (
-        "through the counts",
-        "q2_1",
-        """
+
+# %% q2_1: through the counts
 def gemm_intensity(m, n, k, dtype):
     _, flops, n_bytes = gemm_macs_flops_bytes(m, n, k, dtype)
     return flops / n_bytes
 
-
 def gemv_intensity(m, k, dtype):
     return gemm_intensity(m, 1, k, dtype)
-""",
-    ),
-    (
-        "two branches",
-        "q2_2",
-        """
+
+# %% q2_2: two branches
 def attainable_tflops(intensity, peak_tflops, bandwidth_tb_s):
     if intensity < peak_tflops / bandwidth_tb_s:
         return intensity * bandwidth_tb_s
     return peak_tflops
-""",
-    ),
-    (
-        "a search by doubling",
-        "q2_3",
-        """
+
+# %% q2_3: a search by doubling
 def achieved_tflops(flops, latency_ms):
     return flops / latency_ms * 1e-9
-
 
 def smallest_compute_bound_gemm(ridge, dtype):
     n = 1
     while gemm_intensity(n, n, n, dtype) < ridge:
         n += 1
     return n
-""",
-    ),
-    (
-        "a mask that is counted",
-        "q3_1",
-        """
+
+# %% q3_1: a mask that is counted
 def attended_pairs(query_len, kv_len, window=None):
     q = torch.arange(kv_len - query_len, kv_len)[:, None]
     k = torch.arange(kv_len)[None]
@@ -330,45 +233,29 @@ def attended_pairs(query_len, kv_len, window=None):
     if window is not None:
         seen &= k > q - window
     return int(seen.sum())
-""",
-    ),
-    (
-        "norm and MLP in floats",
-        "q3_2",
-        """
+
+# %% q3_2: norm and MLP in floats
 def mlp_macs_flops_bytes(tokens, config, dtype):
     h, i, b = config.hidden_size, config.intermediate_size, dtype.itemsize
     gate = up = tokens * h + h * i + tokens * i
     gelu, product, down = 2 * tokens * i, 3 * tokens * i, tokens * i + h * i + tokens * h
     return 3 * tokens * h * i, 3 * 2 * tokens * h * i, b * (gate + up + gelu + product + down)
-""",
-    ),
-    (
-        "layers counted by kind",
-        "q3_3",
-        """
+
+# %% q3_3: layers counted by kind
 def kv_cache_bytes(batch, length, config, dtype):
     sliding = config.layer_types.count("sliding_attention")
     full = config.num_hidden_layers - sliding
     tokens = full * length + sliding * min(config.sliding_window, length)
     return tokens * batch * config.num_key_value_heads * config.head_dim * 2 * dtype.itemsize
-""",
-    ),
-    (
-        "break-even by trying",
-        "bonus_3_5",
-        """
+
+# %% bonus_3_5: break-even by trying
 def break_even_batch(length, config, weight_bytes=2, cache_bytes=2):
     batch = 1
     while decode_floor_ms(batch, length, config, 1.0, 0, cache_bytes) < decode_floor_ms(0, length, config, 1.0, weight_bytes, 0):
         batch += 1
     return batch
-""",
-    ),
-    (
-        "on_trace_ready",
-        "q4_1",
-        """
+
+# %% q4_1: on_trace_ready
 def profile_steps(fn, trace_path):
     with torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=1, warmup=3, active=6),
@@ -379,43 +266,29 @@ def profile_steps(fn, trace_path):
             synchronize()
             prof.step()
     return prof
-""",
-    ),
-    (
-        "Megatron's constants",
-        "q4_2",
-        """
+
+# %% q4_2: Megatron's constants
 def gelu_by_hand(x):
     return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
-""",
-    ),
-    (
-        "the sum of reads and writes",
-        "q4_2",
-        """
+
+# %% q4_2: the sum of reads and writes
 def elementwise_bytes(numel, dtype, one_input, two_inputs):
     reads, writes = one_input + 2 * two_inputs, one_input + two_inputs
     return numel * (reads + writes) * torch.finfo(dtype).bits // 8
 
-
 def fusion_speedup(one_input, two_inputs):
     return one_input + 1.5 * two_inputs
-""",
-    ),
-    (
-        "torch's own wait where there is a GPU",
-        "q4_1",
-        [("synchronize()", "torch.cuda.synchronize() if on_gpu else None")],
-    ),
-    (
-        "torch's own wait, guarded by torch",
-        "q4_1",
-        [("synchronize()", "if torch.cuda.is_available():\n                torch.cuda.synchronize()")],
-    ),
-    (
-        "a schedule of its own, and torch's own wait for the device",
-        "q4_1",
-        """
+
+# %% q4_1: torch's own wait where there is a GPU
+-            synchronize()
++            torch.cuda.synchronize() if on_gpu else None
+
+# %% q4_1: torch's own wait, guarded by torch
+-            synchronize()
++            if torch.cuda.is_available():
++                torch.cuda.synchronize()
+
+# %% q4_1: a schedule of its own, and torch's own wait for the device
 def profile_steps(fn, trace_path):
     from torch.profiler import profile, schedule
     with profile(schedule=schedule(wait=1, warmup=3, active=6)) as prof:
@@ -426,22 +299,14 @@ def profile_steps(fn, trace_path):
             prof.step()
     prof.export_chrome_trace(trace_path)
     return prof
-""",
-    ),
-    (
-        "scaled before the product, baddbmm",
-        "q5_1",
-        """
+
+# %% q5_1: scaled before the product, baddbmm
 def standard_attention(q, k, v):
     B, H, S, D = q.shape
     scores = torch.bmm((q * D ** -0.5).reshape(B * H, S, D), k.reshape(B * H, -1, D).transpose(1, 2))
     return torch.bmm(scores.softmax(dim=2), v.reshape(B * H, -1, D)).view(B, H, S, D)
-""",
-    ),
-    (
-        "longest by floating point",
-        "q5_1",
-        """
+
+# %% q5_1: longest by floating point
 def longest_length(memory_bytes, batch, heads, dtype):
     s = int(math.sqrt(memory_bytes / (2 * batch * heads * dtype.itemsize)))
     while 2 * score_bytes(batch, heads, s + 1, dtype) <= memory_bytes:
@@ -449,12 +314,8 @@ def longest_length(memory_bytes, batch, heads, dtype):
     while 2 * score_bytes(batch, heads, s, dtype) > memory_bytes:
         s -= 1
     return s
-""",
-    ),
-    (
-        "maximum by stack, sum by logaddexp",
-        "q5_3",
-        """
+
+# %% q5_3: maximum by stack, sum by logaddexp
 def online_softmax_stats(blocks):
     m = lse = None
     for x in blocks:
@@ -463,12 +324,8 @@ def online_softmax_stats(blocks):
         m = top if m is None else torch.stack([m, top]).amax(0)
         lse = part if lse is None else torch.logaddexp(lse, part)
     return m, torch.exp(lse - m)
-""",
-    ),
-    (
-        "logsumexp of one block",
-        "q5_3",
-        """
+
+# %% q5_3: logsumexp of one block
 def online_softmax_stats(blocks):
     m = l = None
     for x in blocks:
@@ -480,63 +337,49 @@ def online_softmax_stats(blocks):
             new = torch.maximum(m, bm)
             l, m = l * torch.exp(m - new) + bl * torch.exp(bm - new), new
     return m, l
-""",
-    ),
-    (
-        "intensity from the two sums",
-        "q5_4",
-        """
+
+# %% q5_4: intensity from the two sums
 def attention_intensity(length, head_dim, dtype, flash):
     flops = 2 * 2 * length ** 2 * head_dim
     io = length * head_dim * 4
     if not flash:
         io += 4 * length ** 2
     return flops / io / dtype.itemsize
-""",
-    ),
-    # ---- files of Triton kernels: replacements in the model answer
-    (
-        "sum of products, converted by hand",
-        "q1_5",
-        [
-            ("accumulator = tl.dot(a_tile, b_tile, accumulator, input", "accumulator += tl.dot(a_tile, b_tile, input"),
-            ("tl.store(c_tile, accumulator,", "tl.store(c_tile, accumulator.to(c_ptr.dtype.element_ty),"),
-        ],
-    ),
-    (
-        "rows modulo M, the columns of K masked",
-        "q1_5",
-        [
-            ("rows[:, None] * stride_am + ks", "(rows % M)[:, None] * stride_am + ks"),
-            ("mask=(rows[:, None] < M) & (ks[None, :] < K), other", "mask=ks[None, :] < K, other"),
-        ],
-    ),
-    (
-        "in base 2",
-        "bonus_5_6",
-        [
-            ('input_precision="ieee") * scale', 'input_precision="ieee") * (scale * 1.4426950408889634)'),
-            ("tl.exp(", "tl.exp2("),
-        ],
-    ),
-    (
-        "weights masked, not scores; product added by tl.dot",
-        "bonus_5_6",
-        [
-            ('scores, float("-inf"))', "scores, -1e30)"),
-            (
-                "p = tl.exp(scores - new_m[:, None])",
-                "p = tl.where(scores > -1e29, tl.exp(scores - new_m[:, None]), 0.0)",
-            ),
-            (
-                '        new = tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")\n',
-                "        accumulator *= rescale[:, None]\n",
-            ),
-            (
-                "accumulator * rescale[:, None] + new",
-                'tl.dot(p.to(v_tile.dtype), v_tile, accumulator, input_precision="ieee")',
-            ),
-            ("accumulator / l[:, None],", "(accumulator * (1.0 / l)[:, None]).to(o_ptr.dtype.element_ty),"),
-        ],
-    ),
-]
+
+# %% q1_5: sum of products, converted by hand
+-        accumulator = tl.dot(a_tile, b_tile, accumulator, input_precision="ieee")
++        accumulator += tl.dot(a_tile, b_tile, input_precision="ieee")
+
+-    tl.store(c_tile, accumulator, mask=(rows[:, None] < M) & (cols[None, :] < N))
++    tl.store(c_tile, accumulator.to(c_ptr.dtype.element_ty), mask=(rows[:, None] < M) & (cols[None, :] < N))
+
+# %% q1_5: rows modulo M, the columns of K masked
+-            a_ptr + rows[:, None] * stride_am + ks[None, :] * stride_ak,
+-            mask=(rows[:, None] < M) & (ks[None, :] < K), other=0.0,
++            a_ptr + (rows % M)[:, None] * stride_am + ks[None, :] * stride_ak,
++            mask=ks[None, :] < K, other=0.0,
+
+# %% bonus_5_6: in base 2
+-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
++        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * (scale * 1.4426950408889634)
+
+-        p = tl.exp(scores - new_m[:, None])
+-        rescale = tl.exp(m - new_m)
++        p = tl.exp2(scores - new_m[:, None])
++        rescale = tl.exp2(m - new_m)
+
+# %% bonus_5_6: weights masked, not scores; product added by tl.dot
+-        scores = tl.where(columns[None, :] < keys, scores, float("-inf"))
++        scores = tl.where(columns[None, :] < keys, scores, -1e30)
+
+-        p = tl.exp(scores - new_m[:, None])
++        p = tl.where(scores > -1e29, tl.exp(scores - new_m[:, None]), 0.0)
+
+-        new = tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
+-        accumulator = accumulator * rescale[:, None] + new
++        accumulator *= rescale[:, None]
++        accumulator = tl.dot(p.to(v_tile.dtype), v_tile, accumulator, input_precision="ieee")
+
+-    tl.store(o_tile, accumulator / l[:, None], mask=rows[:, None] < queries)
++    tl.store(o_tile, (accumulator * (1.0 / l)[:, None]).to(o_ptr.dtype.element_ty), mask=rows[:, None] < queries)
+""")

@@ -1,31 +1,22 @@
-"""Right answers to lab 2 that differ from the model answers: (difference, answer cell, code)."""
+"""Right answers to lab 2 that differ from the model answers; `answers_in_text` explains the form."""
 
-RIGHT_ANSWERS = [
-    (
-        "exponentials by hand, sums guarded",
-        "q1_1",
-        """
+from tests.instructor.lab_cases import answers_in_text
+
+RIGHT_ANSWERS = answers_in_text(r"""
+# %% q1_1: exponentials by hand, sums guarded
 def masked_attention(q, k, v, mask):
     scores = torch.einsum("bhsd,bhld->bhsl", q, k) * q.shape[-1] ** -0.5
     scores = torch.where(mask, scores, torch.finfo(scores.dtype).min)
     p = torch.exp(scores - scores.amax(-1, keepdim=True)) * mask
     return p @ v / p.sum(-1, keepdim=True).clamp(min=1e-30)
-""",
-    ),
-    (
-        "costs from the mean of the mask",
-        "q1_2",
-        """
+
+# %% q1_2: costs from the mean of the mask
 def mask_costs(mask, batch, heads, head_dim, dtype):
     hidden = int((~mask).sum())
     many = batch * heads
     return mask.double().mean().item(), many * hidden * 2 * (2 * head_dim), dtype.itemsize * many * mask.nelement()
-""",
-    ),
-    (
-        "causal by subtraction, window by logical_and, prefix by where",
-        "q2_1",
-        """
+
+# %% q2_1: causal by subtraction, window by logical_and, prefix by where
 def causal(b, h, q, k):
     return torch.ge(q - k, 0)
 
@@ -37,12 +28,8 @@ def sliding_window(window):
 
 def prefix_lm(prefix):
     return lambda b, h, q, k: torch.where(k < prefix, True, q >= k)
-""",
-    ),
-    (
-        "numbers by cumulative sums, padding by where",
-        "q2_2",
-        """
+
+# %% q2_2: numbers by cumulative sums, padding by where
 def document_numbers(lengths, size, device):
     ends = torch.tensor(lengths, device=device).cumsum(0)
     if sum(lengths) > size:
@@ -57,24 +44,16 @@ def packed_documents(numbers):
         mine, its = flat[b * size + q], flat[b * size + k]
         return ~((mine != its) | (mine < 0) | (k > q))
     return mod
-""",
-    ),
-    (
-        "numbers by repeat_interleave",
-        "q2_2",
-        """
+
+# %% q2_2: numbers by repeat_interleave
 def document_numbers(lengths, size, device):
     rest = size - sum(lengths)
     if rest < 0:
         raise ValueError("too long")
     numbers = torch.tensor([*range(len(lengths)), -1], device=device)
     return torch.repeat_interleave(numbers, torch.tensor([*lengths, rest], device=device))
-""",
-    ),
-    (
-        "masks composed by a loop and by De Morgan, sinks in one expression",
-        "q2_3",
-        """
+
+# %% q2_3: masks composed by a loop and by De Morgan, sinks in one expression
 def both(*mods):
     def mod(b, h, q, k):
         seen = mods[0](b, h, q, k)
@@ -92,12 +71,8 @@ def window_per_head(windows):
 
 def sinks_and_window(sinks, window):
     return lambda b, h, q, k: (q >= k) & ((k < sinks) | (q - k < window))
-""",
-    ),
-    (
-        "blocks counted one by one",
-        "q3_1",
-        """
+
+# %% q3_1: blocks counted one by one
 def count_blocks(mask, block):
     full = partial = empty = 0
     for i in range(0, mask.shape[0], block):
@@ -107,22 +82,14 @@ def count_blocks(mask, block):
             empty += seen == 0
             partial += 0 < seen < block * block
     return full, partial, empty
-""",
-    ),
-    (
-        "document blocks by cases",
-        "q3_2",
-        """
+
+# %% q3_2: document blocks by cases
 def document_blocks(length, span, block):
     if span < block:
         return length // block
     return (length // span) * (span // block) ** 2
-""",
-    ),
-    (
-        "online softmax, block by block",
-        "q3_3",
-        """
+
+# %% q3_3: online softmax, block by block
 def block_sparse_attention(q, k, v, block_mask):
     rows, columns = block_mask.BLOCK_SIZE
     output = []
@@ -146,12 +113,8 @@ def block_sparse_attention(q, k, v, block_mask):
                 m, l, acc = new, l * old + p.sum(-1, keepdim=True), acc * old + p @ v[:, :, keys].double()
         output.append(torch.where(l > 0, acc / l, 0.0).to(q.dtype))
     return torch.cat(output, 2)
-""",
-    ),
-    (
-        "tanh by sigmoid, slopes by index_select, recursion",
-        "q4_1",
-        """
+
+# %% q4_1: tanh by sigmoid, slopes by index_select, recursion
 def soft_cap(cap):
     return lambda score, b, h, q, k: cap * (2 * torch.sigmoid(2 * score / cap) - 1)
 
@@ -163,12 +126,8 @@ def in_turn(first, *rest):
     if not rest:
         return first
     return lambda score, b, h, q, k: in_turn(*rest)(first(score, b, h, q, k), b, h, q, k)
-""",
-    ),
-    (
-        "bias from a flat table, minimum and maximum",
-        "q4_2",
-        """
+
+# %% q4_2: bias from a flat table, minimum and maximum
 def relative_bias(table):
     width = table.shape[1]
     flat = table.reshape(-1)
@@ -176,12 +135,8 @@ def relative_bias(table):
         column = torch.clamp(q - k + (width - 1) // 2, min=0, max=width - 1)
         return (score + flat[h * width + column]).to(score.dtype)
     return mod
-""",
-    ),
-    (
-        "positional arguments, a partial instead of a closure",
-        "q5_1",
-        """
+
+# %% q5_1: positional arguments, a partial instead of a closure
 def _attend(attention, score_mod, block_mask, q, k, v):
     return attention(q, k, v, score_mod, block_mask, None, True)
 
@@ -190,12 +145,8 @@ def prepare_flex(attention, mask_mod, score_mod, length, device, block_size=128)
         return functools.partial(_attend, attention, score_mod, None)
     blocks = create_block_mask(mask_mod, 1, 1, length, length, device, block_size)
     return functools.partial(_attend, attention, score_mod, blocks)
-""",
-    ),
-    (
-        "padding by new tensors, the mask by token numbers",
-        "q6_1",
-        """
+
+# %% q6_1: padding by new tensors, the mask by token numbers
 def bucketed_attention(attend, q, k, v, buckets):
     size = q.shape[2]
     for bucket in sorted(buckets):
@@ -210,12 +161,8 @@ def bucketed_attention(attend, q, k, v, buckets):
         wide.append(y)
     real = torch.arange(bucket, device=q.device) < size
     return attend(*wide, lambda b, h, q, k: real[k])[:, :, :size]
-""",
-    ),
-    (
-        "instructions last, inverse lookups, sorted twice",
-        "q7_1",
-        """
+
+# %% q7_1: instructions last, inverse lookups, sorted twice
 def lay_out(conversation, position, window):
     by_position = torch.argsort(position, stable=True)
     last = torch.where(conversation == 0, 10**6, conversation)
@@ -227,56 +174,36 @@ def lay_out(conversation, position, window):
         within = torch.where(owner[q] == 0, gap >= 0, (gap >= 0) & (gap < window))
         return torch.where(owner[q] == owner[k], within, instructions)
     return order, mod
-""",
-    ),
-    (
-        "the position looked up first",
-        "bonus_8_1",
-        """
+
+# %% bonus_8_1: the position looked up first
 def at_positions(mask_mod, positions):
     def mod(b, h, q, k):
         start = positions[b]
         return mask_mod(b, h, start + q, k)
     return mod
-""",
-    ),
-    (
-        "a table of positions, one number a place",
-        "bonus_8_2",
-        """
+
+# %% bonus_8_2: a table of positions, one number a place
 def paged_mask(mask_mod, owner, number, page_size):
     inside = torch.arange(page_size, device=owner.device)
     position = (number[:, None] * page_size + inside).flatten()
     sequence = owner.repeat_interleave(page_size)
     return lambda b, h, q, k: mask_mod(b, h, q, position[k]) & (sequence[k] == b)
-""",
-    ),
-    (
-        "float mask added to the scores",
-        "q1_1",
-        """
+
+# %% q1_1: float mask added to the scores
 def masked_attention(q, k, v, mask):
     bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
     weights = F.softmax(q.matmul(k.transpose(2, 3)) / q.size(-1) ** 0.5 + bias, dim=3)
     return torch.nan_to_num(weights) @ v
-""",
-    ),
-    (
-        "softmax in float32 and back, as Hugging Face writes it",
-        "q1_1",
-        """
+
+# %% q1_1: softmax in float32 and back, as Hugging Face writes it
 def masked_attention(q, k, v, mask):
     scaling = q.shape[-1] ** -0.5
     attn_weights = torch.matmul(q, k.transpose(-2, -1)) * scaling
     attn_weights = attn_weights + torch.where(mask, 0.0, torch.finfo(torch.float32).min)
     attn_weights = F.softmax(attn_weights, dim=-1, dtype=torch.float32).to(q.dtype)
     return torch.matmul(attn_weights, v) * mask.any(-1, keepdim=True)
-""",
-    ),
-    (
-        "baddbmm on flattened heads, as Megatron does",
-        "q1_1",
-        """
+
+# %% q1_1: baddbmm on flattened heads, as Megatron does
 def masked_attention(q, k, v, mask):
     b, h, s, d = q.shape
     scores = torch.baddbmm(torch.empty(b * h, s, k.shape[2], dtype=q.dtype), q.reshape(b * h, s, d),
@@ -284,23 +211,15 @@ def masked_attention(q, k, v, mask):
     scores = scores.view(b, h, s, -1).masked_fill_(~mask, -10000.0)
     p = torch.softmax(scores, -1).masked_fill(~mask, 0.0)
     return torch.bmm(p.view(b * h, s, -1), v.reshape(b * h, -1, v.shape[-1])).view(b, h, s, -1)
-""",
-    ),
-    (
-        "nested loops for the pairs",
-        "q1_2",
-        """
+
+# %% q1_2: nested loops for the pairs
 def mask_costs(mask, batch, heads, head_dim, dtype):
     rows, columns = mask.shape
     wasted = sum(1 for i in range(rows) for j in range(columns) if not mask[i, j])
     size = torch.zeros(1, dtype=dtype).element_size()
     return 1 - wasted / (rows * columns), wasted * 2 * head_dim * 2 * heads * batch, rows * columns * size * heads * batch
-""",
-    ),
-    (
-        "torch functions instead of operators",
-        "q2_1",
-        """
+
+# %% q2_1: torch functions instead of operators
 def causal(b, h, q_idx, kv_idx):
     return torch.le(kv_idx, q_idx)
 
@@ -313,12 +232,8 @@ def prefix_lm(prefix):
     def mask_mod(b, h, q_idx, kv_idx):
         return causal(b, h, q_idx, kv_idx) | torch.lt(kv_idx, prefix)
     return mask_mod
-""",
-    ),
-    (
-        "masks as classes",
-        "q2_1",
-        """
+
+# %% q2_1: masks as classes
 class sliding_window:
     def __init__(self, window):
         self.window = window
@@ -330,12 +245,8 @@ class prefix_lm:
         self.prefix = prefix
     def __call__(self, b, h, q, k):
         return ~((k >= self.prefix) & (k > q))
-""",
-    ),
-    (
-        "numbers by bucketize, the mask by one product",
-        "q2_2",
-        """
+
+# %% q2_2: numbers by bucketize, the mask by one product
 def document_numbers(lengths, size, device):
     ends = torch.tensor(lengths, device=device).cumsum(0)
     if len(lengths) and int(ends[-1]) > size if device.type != "meta" else sum(lengths) > size:
@@ -348,12 +259,8 @@ def packed_documents(numbers):
         same = numbers[b][q] == numbers[b][k]
         return same & (numbers[b][k] != -1) & (k <= q)
     return mask_mod
-""",
-    ),
-    (
-        "numbers as a Python list",
-        "q2_2",
-        """
+
+# %% q2_2: numbers as a Python list
 def document_numbers(lengths, size, device):
     ids = []
     for i, n in enumerate(lengths):
@@ -362,12 +269,8 @@ def document_numbers(lengths, size, device):
         raise ValueError("the documents do not fit")
     ids.extend([-1] * (size - len(ids)))
     return torch.tensor(ids, dtype=torch.int32, device=device)
-""",
-    ),
-    (
-        "torch's own and_masks and or_masks",
-        "q2_3",
-        """
+
+# %% q2_3: torch's own and_masks and or_masks
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
 def both(*mods):
@@ -379,12 +282,8 @@ def either(*mods):
 def sinks_and_window(sinks, window):
     first = lambda b, h, q, k: k < sinks
     return both(causal, either(first, sliding_window(window)))
-""",
-    ),
-    (
-        "stacked and reduced",
-        "q2_3",
-        """
+
+# %% q2_3: stacked and reduced
 def both(*mods):
     def mod(b, h, q, k):
         return torch.stack([m(b, h, q, k) for m in mods]).all(0)
@@ -400,24 +299,16 @@ def window_per_head(windows):
         d = q - k
         return torch.where(d >= 0, d < windows[h.long()], False)
     return mod
-""",
-    ),
-    (
-        "counts by average pooling",
-        "q3_1",
-        """
+
+# %% q3_1: counts by average pooling
 def count_blocks(mask, block):
     s, l = mask.shape
     m = F.pad(mask.float()[None, None], (0, -l % block, 0, -s % block))
     share = F.avg_pool2d(m, block)[0, 0] * block * block
     full, empty = int((share > block * block - 0.5).sum()), int((share < 0.5).sum())
     return full, share.numel() - full - empty, empty
-""",
-    ),
-    (
-        "counts by splitting, edges by size, as a list",
-        "q3_1",
-        """
+
+# %% q3_1: counts by splitting, edges by size, as a list
 def count_blocks(mask, block):
     counts = [0, 0, 0]
     for band in torch.split(mask, block, dim=0):
@@ -429,12 +320,8 @@ def count_blocks(mask, block):
             else:
                 counts[1] += 1
     return counts
-""",
-    ),
-    (
-        "counts through create_block_mask",
-        "q3_1",
-        """
+
+# %% q3_1: counts through create_block_mask
 def count_blocks(mask, block):
     s, l = mask.shape
     rows, columns = -(-s // block), -(-l // block)
@@ -447,12 +334,8 @@ def count_blocks(mask, block):
             elif n > 0:
                 partial += 1
     return (full, partial, rows * columns - full - partial)
-""",
-    ),
-    (
-        "promises in floats, documents by the larger side",
-        "q3_2",
-        """
+
+# %% q3_2: promises in floats, documents by the larger side
 def block_flops(counts, block, batch, heads, head_dim):
     full, partial, empty = counts
     pairs = (full + partial) * block * block
@@ -465,12 +348,8 @@ def promised_speedup(counts):
 def document_blocks(length, span, block):
     side = max(span, block)
     return (length // side) * (side // block) ** 2
-""",
-    ),
-    (
-        "all visited keys gathered, one softmax a row",
-        "q3_3",
-        """
+
+# %% q3_3: all visited keys gathered, one softmax a row
 def block_sparse_attention(q, k, v, block_mask):
     bq, bk = block_mask.BLOCK_SIZE
     wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
@@ -491,12 +370,8 @@ def block_sparse_attention(q, k, v, block_mask):
         p = torch.where(seen, p, 0.0).nan_to_num()
         out.append(torch.einsum("bhqk,bhkd->bhqd", p, v[:, :, keys].to(wide)).to(q.dtype))
     return torch.cat(out, dim=2)
-""",
-    ),
-    (
-        "running sums without a maximum of minus infinity",
-        "q3_3",
-        """
+
+# %% q3_3: running sums without a maximum of minus infinity
 def block_sparse_attention(q, k, v, block_mask):
     bq, bk = block_mask.BLOCK_SIZE
     out = torch.zeros(q.shape, dtype=torch.float32)
@@ -518,12 +393,8 @@ def block_sparse_attention(q, k, v, block_mask):
             total, acc, top = total * scale + p.sum(-1), acc * scale[..., None] + p @ v[:, :, j * bk : (j + 1) * bk].float(), new
         out[:, :, i * bq : (i + 1) * bq] = acc / total.clamp(min=1e-20)[..., None]
     return out.to(q.dtype)
-""",
-    ),
-    (
-        "modifiers as classes and a reduce",
-        "q4_1",
-        """
+
+# %% q4_1: modifiers as classes and a reduce
 class soft_cap:
     def __init__(self, cap):
         self.cap = cap
@@ -537,12 +408,8 @@ def alibi(slopes):
 
 def in_turn(*mods):
     return lambda score, b, h, q, k: functools.reduce(lambda s, mod: mod(s, b, h, q, k), mods, score)
-""",
-    ),
-    (
-        "bias by where, padded table",
-        "q4_2",
-        """
+
+# %% q4_2: bias by where, padded table
 def relative_bias(table):
     r = (table.shape[1] - 1) // 2
     def mod(score, b, h, q, k):
@@ -550,12 +417,8 @@ def relative_bias(table):
         d = torch.where(d > r, r, torch.where(d < -r, -r, d))
         return score + table[h][d + r].to(score)
     return mod
-""",
-    ),
-    (
-        "a class with __call__, keyword arguments",
-        "q5_1",
-        """
+
+# %% q5_1: a class with __call__, keyword arguments
 class prepare_flex:
     def __init__(self, attention, mask_mod, score_mod, length, device, block_size=128):
         self.attention, self.score_mod = attention, score_mod
@@ -564,12 +427,8 @@ class prepare_flex:
     def __call__(self, q, k, v):
         return self.attention(query=q, key=k, value=v, score_mod=self.score_mod, block_mask=self.block_mask,
                               enable_gqa=k.size(1) < q.size(1))
-""",
-    ),
-    (
-        "buckets by bisect, new_zeros",
-        "q6_1",
-        """
+
+# %% q6_1: buckets by bisect, new_zeros
 def bucketed_attention(attend, q, k, v, buckets):
     import bisect
     ordered = sorted(buckets)
@@ -580,12 +439,8 @@ def bucketed_attention(attend, q, k, v, buckets):
     padded = [torch.cat([t, t.new_zeros(t.shape[0], t.shape[1], missing, t.shape[3])], dim=-2) for t in (q, k, v)]
     count = torch.full((), q.shape[-2], device=q.device)
     return attend(padded[0], padded[1], padded[2], lambda b, h, q, k: torch.lt(k, count)).narrow(2, 0, q.shape[-2])
-""",
-    ),
-    (
-        "a sort key of floats, lookup tables",
-        "q7_1",
-        """
+
+# %% q7_1: a sort key of floats, lookup tables
 def lay_out(conversation, position, window):
     key = conversation.double() + position.double() / (position.max().item() + 1)
     order = key.argsort()
@@ -596,38 +451,25 @@ def lay_out(conversation, position, window):
         own = (cq == ck) & (ck != 0) & (pk <= pq) & (pq - pk < window)
         return instruction | own
     return order, mask_mod
-""",
-    ),
-    (
-        "positions as a shifted query",
-        "bonus_8_1",
-        """
+
+# %% bonus_8_1: positions as a shifted query
 def at_positions(mask_mod, positions):
     return lambda b, h, q_idx, kv_idx: mask_mod(b, h, torch.add(q_idx, positions[b.long()]), kv_idx)
-""",
-    ),
-    (
-        "pages by divmod of tensors",
-        "bonus_8_2",
-        """
+
+# %% bonus_8_2: pages by divmod of tensors
 def paged_mask(mask_mod, owner, number, page_size):
     def mod(b, h, q, k):
         page = torch.div(k, page_size, rounding_mode="floor")
         inside = torch.remainder(k, page_size)
         return mask_mod(b, h, q, number[page] * page_size + inside) & torch.eq(owner[page], b)
     return mod
-""",
-    ),
-    (
-        "first and last key of each query",
-        "q2_2",
-        """
+
+# %% q2_2: first and last key of each query
 def document_numbers(lengths, size, device):
     if size < sum(lengths):
         raise ValueError("too many tokens")
     numbers = [n for n, length in enumerate(lengths) for _ in range(length)]
     return torch.tensor(numbers + [-1] * (size - len(numbers)), dtype=torch.long, device=device)
-
 
 def packed_documents(numbers):
     changes = numbers[:, 1:] != numbers[:, :-1]
@@ -635,6 +477,4 @@ def packed_documents(numbers):
     places = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
     first = torch.where(begins, places, 0).cummax(dim=1).values
     return lambda b, h, q, k: (first[b, q] <= k) & (k <= q) & (numbers[b, q] != -1)
-""",
-    ),
-]
+""")

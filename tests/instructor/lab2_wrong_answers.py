@@ -1,6 +1,6 @@
-"""Typical mistakes in lab 2 by answer cell, each with words of the messages; `mistakes` explains a row."""
+"""Typical mistakes in lab 2 by answer cell, each with words of the messages: `mistakes` explains a row, `mistakes_in_text` a cell."""
 
-from tests.instructor.lab_cases import mistakes
+from tests.instructor.lab_cases import mistakes, mistakes_in_text
 
 _SOFTMAX = "torch.softmax(scores.masked_fill(~mask, -math.inf), dim=-1)"
 _GUARD = "torch.where(mask.any(dim=-1)[:, None], weights, 0.0)"
@@ -8,7 +8,6 @@ _NO_GUARD = (_GUARD, "weights")
 _WINDOW = "(k <= q) & (k > q - window)"
 _SAME = "(numbers[b, q] == numbers[b, k])"
 _EACH = "x & y, (mod(b, h, q, k) for mod in mods)"
-_PADDED = "F.pad(mask, (0, -mask.shape[1] % block, 0, -mask.shape[0] % block))"
 _COUNTS = "return full, rows * columns - full - empty, empty"
 _FILLER = (": int(block_mask.kv_num_blocks[0, 0, i])]", ":]")
 _SCALE = " / math.sqrt(q.shape[-1])"
@@ -16,19 +15,10 @@ _BUILT = "create_block_mask(mask_mod, None, None, length, length, device=device,
 _BUILT_AGAIN = ("        grouped", f"        again = mask_mod and {_BUILT}\n        grouped")
 _USED = ("block_mask=block_mask", "block_mask=again")
 _SORTED = "torch.argsort(conversation * (int(position.max()) + 1) + position)"
-_WHOLE_MASK = """
-    zero = torch.zeros((), dtype=torch.int64)
-    i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :]
-    mask = block_mask.mask_mod(zero, zero, i, j)"""
 
 WRONG_ANSWERS = [
     *mistakes(
         "q1_1",
-        (
-            "SDPA",
-            "def masked_attention(q, k, v, mask):\n    return F.scaled_dot_product_attention(q, k, v, mask)\n",
-            "may not use",
-        ),
         ("not scaled", (_SCALE, ""), "Divide the scores"),
         ("divided by D", (_SCALE, " / q.shape[-1]"), "not by D"),
         ("no NaN guard", _NO_GUARD, "sees no key"),
@@ -64,11 +54,6 @@ WRONG_ANSWERS = [
             ("return k <= q", "return STORED[q, k]\n\n\nSTORED = torch.ones(512, 512, dtype=torch.bool).tril()"),
             "no tensor of pairs",
         ),
-        (
-            "mask built inside",
-            ("return k <= q", "return (torch.arange(256)[:, None] >= torch.arange(256))[q, k]"),
-            "no tensor of pairs",
-        ),
         ("Python's and", ("(k <= q) & (k >", "(k <= q) and (k >"), "True or False"),
         ("chained comparison", (_WINDOW, "0 <= q - k < window"), "True or False"),
         ("window one too wide", ("k > q - window", "k >= q - window"), "own key is one"),
@@ -91,11 +76,6 @@ WRONG_ANSWERS = [
         ("documents not causal", (" & (q >= k)", ""), "causal"),
         ("documents upside down", ("q >= k", "k >= q"), ("upside down", "causal")),
         ("documents see each other", (_SAME, "(numbers[b, k] >= 0)"), ("Documents are ignored", "own document only")),
-        (
-            "all pairs of numbers compared",
-            (_SAME, "(numbers[:, :, None] == numbers[:, None, :])[b, q, k]"),
-            "no tensor of pairs",
-        ),
         ("padding gets a number", ("-1, device", "len(lengths), device"), "padding: -1"),
         ("numbers on the CPU", ("-1, device=device)", "-1)"), "on the device"),
         ("too long goes through", ("if sum(lengths) > size:", "if False:"), "raise a ValueError"),
@@ -107,19 +87,6 @@ WRONG_ANSWERS = [
         ("exclusive or", ("x | y", "x ^ y"), ("exclusive", "hides")),
         ("and called or", ("x | y", "x & y"), ("what the other", "other of the two")),
         ("b and h lost", (_EACH, _EACH.replace("b, h", "0, 0")), "Pass b and h on"),
-        (
-            "b and h for the first mask alone",
-            (_EACH, "x & y, (mod(b, h, q, k) if i == 0 else mod(0 * b, 0 * h, q, k) for i, mod in enumerate(mods))"),
-            "every mask",
-        ),
-        (
-            "arguments of a mask not named",
-            """
-def both(*mods):
-    return lambda *where: functools.reduce(lambda x, y: x & y, (mod(*where) for mod in mods))
-""",
-            "exactly four",
-        ),
     ),
     *mistakes(
         "q2_3",
@@ -128,46 +95,17 @@ def both(*mods):
         ("a window taken out with item", ("windows[h]", "windows[int(h)]"), "takes a value out"),
         ("windows without causality", ("(k <= q) & (q - k <", "(q - k <"), "causal too"),
         ("windows one too wide", ("q - k < windows", "q - k <= windows"), ("own key is one", "window")),
-        (
-            "sinks not causal",
-            ("(k <= q) & ((k > q - window) | (k < sinks))", "((k <= q) & (k > q - window)) | (k < sinks)"),
-            "Sinks are causal",
-        ),
         ("one sink too many", ("k < sinks", "k <= sinks"), "one sink too many"),
-        (
-            "sinks and window exchanged",
-            ("(k > q - window) | (k < sinks)", "(k > q - sinks) | (k < window)"),
-            "wrong way round",
-        ),
+        ("sinks and window exchanged", ("> q - window) | (k < sinks", "> q - sinks) | (k < window"), "wrong way round"),
         ("sinks forgotten", (" | (k < sinks)", ""), "sinks are missing"),
         ("only sinks in the window", ("| (k < sinks)", "& (k < sinks)"), ("not in both", "window", "sinks")),
         loses=("q2_3_heads_tests",),
     ),
     *mistakes(
         "q3_1",
-        (
-            "edges left out",
-            (_PADDED, "mask[: len(mask) // block * block, : mask.shape[1] // block * block].contiguous()"),
-            "left out",
-        ),
-        (
-            "edges full",
-            """
-def count_blocks(mask, block):
-    tiles = [t for band in mask.split(block) for t in band.split(block, 1)]
-    full, empty = sum(bool(t.all()) for t in tiles), sum(not t.any() for t in tiles)
-    return full, len(tiles) - full - empty, empty
-""",
-            "sticks out",
-        ),
         ("order of the three", (_COUNTS, "return empty, rows * columns - full - empty, full"), "The order is"),
         ("always (3, 3, 3)", (_COUNTS, "return 3, 3, 3"), "count_blocks of a"),
         ("partial includes full", (_COUNTS, "return full, rows * columns - empty, empty"), "neither full nor empty"),
-        (
-            "partial called full",
-            (_COUNTS, "return rows * columns - empty, rows * columns - full - empty, empty"),
-            ("counts as full", "expected"),
-        ),
     ),
     *mistakes(
         "q3_2",
@@ -175,55 +113,9 @@ def count_blocks(mask, block):
         ("FLOPs of full blocks", ("(full + partial)", "full"), "Partial blocks are computed as well"),
         ("FLOPs of one head", ("batch * heads * ", ""), "one head of one sequence"),
         ("a block of one side", ("block**2", "block"), "block x block"),
-        (
-            "density for speed-up",
-            ("sum(counts) / (counts[0] + counts[1])", "(counts[0] + counts[1]) / sum(counts)"),
-            "inverse",
-        ),
-        (
-            "speed-up from full blocks",
-            ("(counts[0] + counts[1])", "max(counts[0], 1)"),
-            ("Partial blocks are computed as well", "promised_speedup"),
-        ),
-        (
-            "short documents share a block",
-            ("length // block * max(1, span // block)", "length * span / block**2"),
-            ("shorter than a block", "document_blocks"),
-        ),
-        (
-            "blocks of a diagonal",
-            ("length // block * max(1, span // block)", "max(length // block, length // span)"),
-            ("n x n", "shorter"),
-        ),
-        (
-            "document blocks causal",
-            """
-def document_blocks(length, span, block):
-    n = max(1, span // block)
-    return length // max(span, block) * n * (n + 1) // 2
-""",
-            "both halves",
-        ),
     ),
     *mistakes(
         "q3_3",
-        (
-            "dense",
-            f"""
-def block_sparse_attention(q, k, v, block_mask):{_WHOLE_MASK}
-    scores = (q.float() @ k.float().mT / math.sqrt(q.shape[-1])).masked_fill(~mask, -math.inf)
-    return (torch.softmax(scores, -1).nan_to_num(0.0) @ v.float()).to(q.dtype)
-""",
-            "Visit those in the tables",
-        ),
-        (
-            "SDPA with the mask",
-            f"""
-def block_sparse_attention(q, k, v, block_mask):{_WHOLE_MASK}
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).nan_to_num(0.0)
-""",
-            "may not use",
-        ),
         (
             "scores of all rows kept",
             (
@@ -244,14 +136,6 @@ def block_sparse_attention(q, k, v, block_mask):{_WHOLE_MASK}
         ),
         ("filler and full blocks", _FILLER, ("filler", "Visit those")),
         ("key indices from the block", ("torch.arange(columns.start, columns.stop", "torch.arange(size_k"), "start of"),
-        (
-            "softmax block by block",
-            (
-                ("torch.softmax(torch.cat(scores, dim=-1), dim=-1)", "torch.cat(scores, dim=-1)"),
-                ("scores.append(tile)", "scores.append(torch.softmax(tile, -1).nan_to_num(0.0))"),
-            ),
-            "block by block",
-        ),
         ("NaN where nothing is seen", (".nan_to_num(0.0)", ""), "NaN"),
         ("zeros instead of blocks", ("return output", "return torch.zeros_like(q)"), "Every element is zero"),
         ("heads swapped in blocks", ("return output", "return output.flip(1)"), "heads are in another order"),
@@ -271,14 +155,6 @@ def block_sparse_attention(q, k, v, block_mask):{_WHOLE_MASK}
         ("the score lost", ("return score - slopes", "return -slopes"), ("itself is lost", "is lost")),
         ("last one first", ("mod in score_mods", "mod in reversed(score_mods)"), "last to the first"),
         ("only the first modifier", ("mod in score_mods", "mod in score_mods[:1]"), "first modifier"),
-        (
-            "modifiers of the bare score",
-            (
-                "            score = mod(score, b, h, q, k)\n        return score",
-                "            last = mod(score, b, h, q, k)\n        return last",
-            ),
-            "one before it returned",
-        ),
     ),
     *mistakes(
         "q4_2",
@@ -303,11 +179,7 @@ def block_sparse_attention(q, k, v, block_mask):{_WHOLE_MASK}
         ("block mask not passed", (" block_mask=block_mask,", ""), "without a block_mask"),
         ("modifier not passed", (" score_mod=score_mod,", ""), "without the score_mod"),
         ("no GQA", (", enable_gqa=grouped", ""), "pass enable_gqa"),
-        (
-            "a block mask for no mask",
-            ("if mask_mod is not None", "if True"),
-            ("raised TypeError", "no block mask to build"),
-        ),
+        ("a block mask for no mask", ("mask_mod is not None", "True"), ("raised TypeError", "no block mask to build")),
     ),
     *mistakes(
         "q6_1",
@@ -323,40 +195,11 @@ def block_sparse_attention(q, k, v, block_mask):{_WHOLE_MASK}
         "q7_1",
         ("order of arrival", (_SORTED, "torch.arange(len(conversation))"), "neighbours"),
         ("sorted by position", (_SORTED, "torch.argsort(position)"), ("neighbours", "good start")),
-        (
-            "by conversation, sorted inside of windows only",
-            ("+ position)", "+ position % window)"),
-            ("neighbours", "good start", "order of their positions"),
-        ),
         loses=("q7_1_blocks_tests",),
     ),
     *mistakes(
         "q7_1",
-        (
-            "order turned round",
-            ("return order, mask_mod", "return torch.argsort(order), mask_mod"),
-            ("pairs it should not", "neighbours", "mixed up"),
-        ),
-        loses=("q7_1_tests", "q7_1_blocks_tests"),
-    ),
-    *mistakes(
-        "q7_1",
         ("instructions with a window", (" | (owner[q] == 0))", ")"), "Instructions have no window"),
-        (
-            "instructions see everybody",
-            ("((owner[q] > 0) & (owner[k] == 0))", "(owner[k] == 0)"),
-            ("order of their positions", "no later ones"),
-        ),
-        (
-            "instructions forgotten",
-            (" | ((owner[q] > 0) & (owner[k] == 0))", ""),
-            ("instructions are missing", "sees all instructions"),
-        ),
-        (
-            "mask of the old order",
-            ("conversation[order], position[order]", "conversation, position"),
-            ("as they arrived", "is there"),
-        ),
         ("the window looks ahead", ("place[q] - place[k] <", "place[k] - place[q] <"), "There is a window"),
         ("later positions seen", ("(place[k] <= place[q]) & ", ""), "later positions"),
         loses=("q7_1_tests",),
@@ -365,11 +208,7 @@ def block_sparse_attention(q, k, v, block_mask):{_WHOLE_MASK}
         "bonus_8_1",
         ("all sequences at one position", ("q + positions[b]", "q + positions[0]"), "position of its own"),
         ("keys moved", ("q + positions[b], k)", "q, k + positions[b])"), "queries move"),
-        (
-            "keys moved as well",
-            ("positions[b], k)", "positions[b], k + positions[b])"),
-            ("keys are moved as well", "Only the queries move"),
-        ),
+        ("keys moved as well", ("b], k", "b], k + positions[b]"), ("keys are moved as well", "Only the queries move")),
         ("queries not moved", ("q + positions[b]", "q"), "not moved"),
         ("b and h of a decode mask lost", ("mask_mod(b, h,", "mask_mod(0, 0,"), "Pass b and h"),
     ),
@@ -382,4 +221,112 @@ def block_sparse_attention(q, k, v, block_mask):{_WHOLE_MASK}
         ("page mask missing", ("mask_mod(b, h, q, place)", "(q >= 0)"), "mask itself is missing"),
         ("b and h of a paged mask lost", ("mask_mod(b, h,", "mask_mod(0, 0,"), "Pass b and h"),
     ),
+    *mistakes_in_text(r"""
+# %% q1_1: SDPA => may not use
+def masked_attention(q, k, v, mask):
+    return F.scaled_dot_product_attention(q, k, v, mask)
+
+# %% q2_1: mask built inside => no tensor of pairs
+-    return k <= q
++    return (torch.arange(256)[:, None] >= torch.arange(256))[q, k]
+
+# %% q2_2: all pairs of numbers compared => no tensor of pairs
+-        return (numbers[b, q] == numbers[b, k]) & (numbers[b, q] >= 0) & (q >= k)
++        return (numbers[:, :, None] == numbers[:, None, :])[b, q, k] & (numbers[b, q] >= 0) & (q >= k)
+
+# %% q2_3: b and h for the first mask alone => every mask
+-        return functools.reduce(lambda x, y: x & y, (mod(b, h, q, k) for mod in mods))
++        return functools.reduce(lambda x, y: x & y, (mod(b, h, q, k) if i == 0 else mod(0 * b, 0 * h, q, k) for i, mod in enumerate(mods)))
+
+# %% q2_3: arguments of a mask not named => exactly four
+def both(*mods):
+    return lambda *where: functools.reduce(lambda x, y: x & y, (mod(*where) for mod in mods))
+
+# %% q2_3 loses q2_3_heads_tests: sinks not causal => Sinks are causal
+-        return (k <= q) & ((k > q - window) | (k < sinks))
++        return ((k <= q) & (k > q - window)) | (k < sinks)
+
+# %% q3_1: edges left out => left out
+-    padded = F.pad(mask, (0, -mask.shape[1] % block, 0, -mask.shape[0] % block))
++    padded = mask[: len(mask) // block * block, : mask.shape[1] // block * block].contiguous()
+
+# %% q3_1: edges full => sticks out
+def count_blocks(mask, block):
+    tiles = [t for band in mask.split(block) for t in band.split(block, 1)]
+    full, empty = sum(bool(t.all()) for t in tiles), sum(not t.any() for t in tiles)
+    return full, len(tiles) - full - empty, empty
+
+# %% q3_1: partial called full => counts as full | expected
+-    return full, rows * columns - full - empty, empty
++    return rows * columns - empty, rows * columns - full - empty, empty
+
+# %% q3_2: density for speed-up => inverse
+-    return sum(counts) / (counts[0] + counts[1])
++    return (counts[0] + counts[1]) / sum(counts)
+
+# %% q3_2: speed-up from full blocks => Partial blocks are computed as well | promised_speedup
+-    return sum(counts) / (counts[0] + counts[1])
++    return sum(counts) / max(counts[0], 1)
+
+# %% q3_2: short documents share a block => shorter than a block | document_blocks
+-    return length // block * max(1, span // block)
++    return length * span / block**2
+
+# %% q3_2: blocks of a diagonal => n x n | shorter
+-    return length // block * max(1, span // block)
++    return max(length // block, length // span)
+
+# %% q3_2: document blocks causal => both halves
+def document_blocks(length, span, block):
+    n = max(1, span // block)
+    return length // max(span, block) * n * (n + 1) // 2
+
+# %% q3_3: dense => Visit those in the tables
+def block_sparse_attention(q, k, v, block_mask):
+    zero = torch.zeros((), dtype=torch.int64)
+    i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :]
+    mask = block_mask.mask_mod(zero, zero, i, j)
+    scores = (q.float() @ k.float().mT / math.sqrt(q.shape[-1])).masked_fill(~mask, -math.inf)
+    return (torch.softmax(scores, -1).nan_to_num(0.0) @ v.float()).to(q.dtype)
+
+# %% q3_3: SDPA with the mask => may not use
+def block_sparse_attention(q, k, v, block_mask):
+    zero = torch.zeros((), dtype=torch.int64)
+    i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :]
+    mask = block_mask.mask_mod(zero, zero, i, j)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).nan_to_num(0.0)
+
+# %% q3_3: softmax block by block => block by block
+-            scores.append(tile)
++            scores.append(torch.softmax(tile, -1).nan_to_num(0.0))
+
+-            weights = torch.softmax(torch.cat(scores, dim=-1), dim=-1).nan_to_num(0.0)
++            weights = torch.cat(scores, dim=-1).nan_to_num(0.0)
+
+# %% q4_1: modifiers of the bare score => one before it returned
+-            score = mod(score, b, h, q, k)
+-        return score
++            last = mod(score, b, h, q, k)
++        return last
+
+# %% q7_1 loses q7_1_blocks_tests: by conversation, sorted inside of windows only => neighbours | good start | order of their positions
+-    order = torch.argsort(conversation * (int(position.max()) + 1) + position)
++    order = torch.argsort(conversation * (int(position.max()) + 1) + position % window)
+
+# %% q7_1 loses q7_1_tests q7_1_blocks_tests: order turned round => pairs it should not | neighbours | mixed up
+-    return order, mask_mod
++    return torch.argsort(order), mask_mod
+
+# %% q7_1 loses q7_1_tests: instructions see everybody => order of their positions | no later ones
+-        return ((owner[q] == owner[k]) & earlier) | ((owner[q] > 0) & (owner[k] == 0))
++        return ((owner[q] == owner[k]) & earlier) | (owner[k] == 0)
+
+# %% q7_1 loses q7_1_tests: instructions forgotten => instructions are missing | sees all instructions
+-        return ((owner[q] == owner[k]) & earlier) | ((owner[q] > 0) & (owner[k] == 0))
++        return ((owner[q] == owner[k]) & earlier)
+
+# %% q7_1 loses q7_1_tests: mask of the old order => as they arrived | is there
+-    owner, place = conversation[order], position[order]
++    owner, place = conversation, position
+"""),
 ]

@@ -1,10 +1,9 @@
-"""Right answers to lab 4 that differ from the model answers: (difference, answer cell, code)."""
+"""Right answers to lab 4 that differ from the model answers; `answers_in_text` explains the form."""
 
-RIGHT_ANSWERS = [
-    (
-        "told by a regular expression",
-        "q1_1",
-        """
+from tests.instructor.lab_cases import answers_in_text
+
+RIGHT_ANSWERS = answers_in_text(r"""
+# %% q1_1: told by a regular expression
 import re
 def backends_in(operators):
     found = []
@@ -13,12 +12,8 @@ def backends_in(operators):
         if m:
             found.append(m[1] or m[2])
     return found
-""",
-    ),
-    (
-        "asks the dispatcher without computing",
-        "q1_2",
-        """
+
+# %% q1_2: asks the dispatcher without computing
 def why_not(backend, q, k, v, **options):
     said = []
     with warnings.catch_warnings():
@@ -35,15 +30,11 @@ def why_not(backend, q, k, v, **options):
                     continue
                 reasons.append(text)
             if not reasons:
-                reasons.append(str(error).partition("\\n")[0])
+                reasons.append(str(error).partition("\n")[0])
             return reasons
     return []
-""",
-    ),
-    (
-        "switches of torch.backends.cuda, restored",
-        "q1_3",
-        """
+
+# %% q1_3: switches of torch.backends.cuda, restored
 def pinned_sdpa(backend, q, k, v, **options):
     cuda = torch.backends.cuda
     before = [getattr(cuda, f"{name}_sdp_enabled")() for name in ("math", "flash", "mem_efficient", "cudnn")]
@@ -62,12 +53,8 @@ def pinned_sdpa(backend, q, k, v, **options):
     if out is None:
         raise BackendRefused("; ".join(why_not(backend, q, k, v, **options)))
     return out
-""",
-    ),
-    (
-        "the cases of the rule in a dict",
-        "q1_4",
-        """
+
+# %% q1_4: the cases of the rule in a dict
 def default_backend(capability, cudnn, reasons):
     major, minor = capability
     prefers = {(9, 0): True, (10, 0): True}.get((major, minor), False) and cudnn >= 91501
@@ -78,12 +65,8 @@ def default_backend(capability, cudnn, reasons):
     if able == []:
         raise BackendRefused("nothing left")
     return able.pop(0)
-""",
-    ),
-    (
-        "pairs counted query by query, products one by one",
-        "q2_1",
-        """
+
+# %% q2_1: pairs counted query by query, products one by one
 def attention_costs(batch, heads, kv_heads, query_len, kv_len, head_dim, dtype, causal=False):
     seen = [min(kv_len, kv_len - query_len + i + 1) if causal else kv_len for i in range(query_len)]
     flops = 2 * (2 * batch * heads * sum(seen) * head_dim)
@@ -92,23 +75,15 @@ def attention_costs(batch, heads, kv_heads, query_len, kv_len, head_dim, dtype, 
     k = v = batch * kv_heads * kv_len * head_dim * size
     s = batch * heads * query_len * kv_len * size
     return flops, q + k + v + o, q + k + v + o + s + (s + s) + s
-""",
-    ),
-    (
-        "SDPA's math in float64 as the reference",
-        "q2_2",
-        """
+
+# %% q2_2: SDPA's math in float64 as the reference
 def errors(out, q, k, v, causal=False):
     with sdpa_kernel(SDPBackend.MATH):
         exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal, enable_gqa=True)
     d = (out.to(torch.float64) - exact).flatten()
     return d.abs().amax(), torch.linalg.vector_norm(d) / torch.linalg.vector_norm(exact)
-""",
-    ),
-    (
-        "searched instead of derived",
-        "q3_1",
-        """
+
+# %% q3_1: searched instead of derived
 def queries_to_ridge(ridge, kv_len, group, head_dim, dtype):
     if 2 * kv_len / dtype.itemsize <= ridge:
         return None
@@ -122,12 +97,8 @@ def queries_to_ridge(ridge, kv_len, group, head_dim, dtype):
         else:
             low = middle
     return high
-""",
-    ),
-    (
-        "grouped heads as a dimension of their own",
-        "q3_2",
-        """
+
+# %% q3_2: grouped heads as a dimension of their own
 def attend_part(q, k, v):
     b, h, s, d = q.shape
     q = q.float().reshape(b, k.shape[1], -1, s, d) * d ** -0.5
@@ -137,12 +108,8 @@ def attend_part(q, k, v):
     l = e.sum(-1, keepdim=True)
     out = torch.einsum("bngqk,bnkd->bngqd", e / l, v.float())
     return out.reshape(b, h, s, d), (m + l.log()).reshape(b, h, s)
-""",
-    ),
-    (
-        "merged one after the other",
-        "q3_2",
-        """
+
+# %% q3_2: merged one after the other
 def split_kv_attention(q, k, v, splits):
     length, out, lse = k.shape[2], None, None
     for i in range(splits):
@@ -157,12 +124,8 @@ def split_kv_attention(q, k, v, splits):
         out = torch.exp(lse - both)[..., None] * out + torch.exp(l - both)[..., None] * o
         lse = both
     return out.to(q.dtype)
-""",
-    ),
-    (
-        "integer arithmetic and a running best",
-        "q3_3",
-        """
+
+# %% q3_3: integer arithmetic and a running best
 def best_splits(programs, kv_len, units, tile, tile_us, combine_us, most=64):
     best, least = 1, math.inf
     for n in range(1, most + 1):
@@ -171,28 +134,19 @@ def best_splits(programs, kv_len, units, tile, tile_us, combine_us, most=64):
         if us < least - 1e-12:
             best, least = n, us
     return best
-""",
-    ),
-    (
-        "a buffer with other strides",
-        "q4_1",
-        """
+
+# %% q4_1: a buffer with other strides
 def knocked_out_by_strides(x):
     wide = torch.zeros(*x.shape, 2, dtype=x.dtype, device=x.device)
     wide[..., 0] = x
     return wide[..., 0]
 
-
 def strided_and_fast(x):
     wide = x.new_zeros(*x.shape[:-1], x.shape[-1] + 8)
     wide[..., : x.shape[-1]] = x
     return wide[..., : x.shape[-1]]
-""",
-    ),
-    (
-        "other knock-outs",
-        "q4_2",
-        """
+
+# %% q4_2: other knock-outs
 KNOCK_OUTS = {
     "two dimensions": lambda q, k, v: dict(query=q[0, 0], key=k[0, 0], value=v[0, 0]),
     "wide values": lambda q, k, v: dict(query=q, key=k, value=torch.cat([v, v], dim=-1)),
@@ -200,12 +154,8 @@ KNOCK_OUTS = {
                                                attn_mask=torch.zeros(24, 24, requires_grad=True)),
     "one sequence for all": lambda q, k, v: dict(query=q[:1], key=k, value=v),
 }
-""",
-    ),
-    (
-        "views by slices and as_strided",
-        "q4_3",
-        """
+
+# %% q4_3: views by slices and as_strided
 def unpack_qkv(packed, heads, kv_heads):
     b, s, width = packed.shape
     d = width // (heads + 2 * kv_heads)
@@ -215,17 +165,12 @@ def unpack_qkv(packed, heads, kv_heads):
         at += n * d
     return tuple(found)
 
-
 def ready_for_flash(x):
     if why_not("flash", x, x, x):
         return x.clone(memory_format=torch.contiguous_format)
     return x
-""",
-    ),
-    (
-        "softmax for the order that normalizes first",
-        "q5_1",
-        """
+
+# %% q5_1: softmax for the order that normalizes first
 def rounded_attention(q, k, v, scores=False, p=False, normalize_first=True, output=False):
     q, k, v = q.double(), k.double(), v.double()
     s = torch.einsum("bhqd,bhkd->bhqk", q, k) * q.shape[-1] ** -0.5
@@ -237,23 +182,15 @@ def rounded_attention(q, k, v, scores=False, p=False, normalize_first=True, outp
         e = (s - s.max(-1, keepdim=True).values).exp()
         o = torch.einsum("bhqk,bhkd->bhqd", to_bf16(e) if p else e, v) / e.sum(-1)[..., None]
     return to_bf16(o) if output else o
-""",
-    ),
-    (
-        "sign and magnitude",
-        "q5_2",
-        """
+
+# %% q5_2: sign and magnitude
 def ulps_apart(a, b):
     def line(x):
         magnitude = x.abs().view(torch.int16).long()
         return torch.where(torch.signbit(x), -magnitude, magnitude)
     return torch.abs(line(a) - line(b))
-""",
-    ),
-    (
-        "a list searched for equal bits",
-        "q5_3",
-        """
+
+# %% q5_3: a list searched for equal bits
 def distinct_results(fn, runs):
     found = []
     for _ in range(runs):
@@ -262,12 +199,8 @@ def distinct_results(fn, runs):
         if not any(all(torch.equal(a, b) for a, b in zip(r, old)) for old in found):
             found.append(r)
     return len(found)
-""",
-    ),
-    (
-        "scales by padding and reshaping",
-        "bonus_5_5",
-        """
+
+# %% bonus_5_5: scales by padding and reshaping
 def quantize_fp8(x, block=None):
     b, h, s, d = x.shape
     x = x.to(torch.float32)
@@ -282,18 +215,13 @@ def quantize_fp8(x, block=None):
     x8 = (padded / scale[..., None, None]).reshape(b, h, n * block, d)[:, :, :s].to(torch.float8_e4m3fn)
     return x8, scale[..., None]
 
-
 def dequantize_fp8(x8, scale, block=None):
     if block is None:
         return x8.to(torch.float32) * scale
     index = torch.arange(x8.shape[2]) // block
     return x8.to(torch.float32) * scale[:, :, index]
-""",
-    ),
-    (
-        "gradients in float64, by einsum",
-        "bonus_2_4",
-        """
+
+# %% bonus_2_4: gradients in float64, by einsum
 def attention_backward(q, k, v, out, lse, dout):
     kind = q.dtype
     q, k, v, out, lse, dout = (t.double() for t in (q, k, v, out, lse, dout))
@@ -301,12 +229,8 @@ def attention_backward(q, k, v, out, lse, dout):
     p = (torch.einsum("bhqd,bhkd->bhqk", q, k) * c - lse.unsqueeze(-1)).exp()
     ds = p * (torch.einsum("bhqd,bhkd->bhqk", dout, v) - (out * dout).sum(-1).unsqueeze(-1)) * c
     return (ds @ k).to(kind), (ds.transpose(2, 3) @ q).to(kind), (p.transpose(2, 3) @ dout).to(kind)
-""",
-    ),
-    (
-        "prefixes and suffixes cut",
-        "q1_1",
-        """
+
+# %% q1_1: prefixes and suffixes cut
 def backends_in(operators):
     found = []
     for name in operators:
@@ -316,12 +240,8 @@ def backends_in(operators):
         found.append({"attention_math": "math", "flash_attention": "flash", "efficient_attention": "efficient",
                       "cudnn_attention": "cudnn"}.get(rest))
     return [name for name in found if name]
-""",
-    ),
-    (
-        "a set of seen reasons, text cut by index",
-        "q1_2",
-        """
+
+# %% q1_2: a set of seen reasons, text cut by index
 def why_not(backend, q, k, v, **options):
     error = None
     with warnings.catch_warnings(record=True) as caught:
@@ -343,13 +263,9 @@ def why_not(backend, q, k, v, **options):
             continue
         seen.add(text)
         out.append(text)
-    return out if out else [str(error).split("\\n")[0]]
-""",
-    ),
-    (
-        "nested try, error re-raised",
-        "q1_3",
-        """
+    return out if out else [str(error).split("\n")[0]]
+
+# %% q1_3: nested try, error re-raised
 def pinned_sdpa(backend, q, k, v, **options):
     pin = sdpa_kernel([BACKENDS[backend]])
     with pin:
@@ -360,12 +276,8 @@ def pinned_sdpa(backend, q, k, v, **options):
         else:
             return result
     raise BackendRefused(f"{backend}: " + "; ".join(why_not(backend, q, k, v, **options))) from problem
-""",
-    ),
-    (
-        "next and a generator",
-        "q1_4",
-        """
+
+# %% q1_4: next and a generator
 def default_backend(capability, cudnn, reasons):
     new = tuple(capability) in [(9, 0), (10, 0)] and divmod(cudnn, 100)[0] >= 915 and cudnn != 91500
     order = "cudnn flash efficient math" if new else "flash efficient math cudnn"
@@ -373,24 +285,16 @@ def default_backend(capability, cudnn, reasons):
     if found is None:
         raise BackendRefused(f"no backend of {order} runs this call")
     return found
-""",
-    ),
-    (
-        "pairs by numpy",
-        "q2_1",
-        """
+
+# %% q2_1: pairs by numpy
 def attention_costs(batch, heads, kv_heads, query_len, kv_len, head_dim, dtype, causal=False):
     import numpy as np
     pairs = np.tri(query_len, kv_len, kv_len - query_len).sum() if causal else query_len * kv_len
     e = torch.finfo(dtype).bits // 8
     qo, kv, scores = batch * heads * query_len * head_dim, batch * kv_heads * kv_len * head_dim, batch * heads * query_len * kv_len
     return int(2 * 2 * pairs * head_dim) * heads * batch, e * (2 * qo + 2 * kv), e * (2 * qo + 2 * kv + 4 * scores)
-""",
-    ),
-    (
-        "a loop over heads, numpy norms",
-        "q2_2",
-        """
+
+# %% q2_2: a loop over heads, numpy norms
 def errors(out, q, k, v, causal=False):
     import numpy as np
     group = q.shape[1] // k.shape[1]
@@ -402,12 +306,8 @@ def errors(out, q, k, v, causal=False):
         exact[:, h] = torch.softmax(s, 2) @ v[:, h // group].double()
     d, e = (out.double() - exact).numpy(), exact.numpy()
     return np.abs(d).max(), np.linalg.norm(d) / np.linalg.norm(e)
-""",
-    ),
-    (
-        "the intensity simplified",
-        "q3_1",
-        """
+
+# %% q3_1: the intensity simplified
 def intensity(query_len, kv_len, group, head_dim, dtype):
     harmonic = 1 / (1 / (group * query_len) + 1 / kv_len)
     return 2 * harmonic / dtype.itemsize
@@ -417,12 +317,8 @@ def queries_to_ridge(ridge, kv_len, group, head_dim, dtype):
     if x >= kv_len:
         return None
     return int(math.ceil(x * kv_len / (kv_len - x) / group))
-""",
-    ),
-    (
-        "online softmax over single keys",
-        "q3_2",
-        """
+
+# %% q3_2: online softmax over single keys
 def attend_part(q, k, v):
     b, h, s, d = q.shape
     k = k.float().repeat_interleave(h // k.shape[1], dim=1)
@@ -434,12 +330,8 @@ def attend_part(q, k, v):
         scale, p = torch.exp(top - new), torch.exp(x - new)
         total, acc, top = total * scale + p, acc * scale[..., None] + p[..., None] * v[:, :, j : j + 1], new
     return acc / total[..., None], top + torch.log(total)
-""",
-    ),
-    (
-        "keys expanded, merged with a maximum",
-        "q3_2",
-        """
+
+# %% q3_2: keys expanded, merged with a maximum
 def attend_part(q, k, v):
     b, h, s, d = q.shape
     n, l = k.shape[1], k.shape[2]
@@ -455,12 +347,8 @@ def split_kv_attention(q, k, v, splits):
     weights = [torch.exp(lse - top) for _, lse in parts]
     out = sum(w[..., None] * o for w, (o, _) in zip(weights, parts)) / sum(weights)[..., None]
     return out.type_as(q)
-""",
-    ),
-    (
-        "array_split, empty parts with weight 0",
-        "q3_2",
-        """
+
+# %% q3_2: array_split, empty parts with weight 0
 def split_kv_attention(q, k, v, splits):
     import numpy as np
     outs, lses = [], []
@@ -475,12 +363,8 @@ def split_kv_attention(q, k, v, splits):
     lse = torch.stack(lses)
     w = torch.exp(lse - torch.logsumexp(lse, 0))
     return torch.einsum("pbhs,pbhsd->bhsd", w, torch.stack(outs)).to(q.dtype)
-""",
-    ),
-    (
-        "memory by empty_strided",
-        "q4_1",
-        """
+
+# %% q4_1: memory by empty_strided
 def knocked_out_by_strides(x):
     b, h, s, d = x.shape
     out = torch.empty_strided(x.shape, (h * s * d, s * d, 1, s), dtype=x.dtype, device=x.device)
@@ -489,12 +373,8 @@ def knocked_out_by_strides(x):
 def strided_and_fast(x):
     b, h, s, d = x.shape
     return torch.empty_strided(x.shape, (s * h * d, d, h * d, 1), dtype=x.dtype, device=x.device).copy_(x)
-""",
-    ),
-    (
-        "functions with names",
-        "q4_2",
-        """
+
+# %% q4_2: functions with names
 def _dropped(q, k, v):
     return {"query": q, "key": k, "value": v, "dropout_p": 0.25}
 def _flat(q, k, v):
@@ -506,12 +386,8 @@ def _learned(q, k, v):
     return {"query": q, "key": k, "value": v, "attn_mask": bias}
 KNOCK_OUTS = {f.__name__: f for f in (_dropped, _flat, _wide, _learned)}
 KNOCK_OUTS["one batch"] = lambda q, k, v: dict(query=q, key=k[:1], value=v[:1])
-""",
-    ),
-    (
-        "split first, then unflatten",
-        "q4_3",
-        """
+
+# %% q4_3: split first, then unflatten
 def unpack_qkv(packed, heads, kv_heads):
     d = packed.shape[-1] // (heads + kv_heads + kv_heads)
     q, k, v = torch.split(packed, [heads * d, kv_heads * d, kv_heads * d], dim=-1)
@@ -521,12 +397,8 @@ def ready_for_flash(x):
     if x.stride()[-1] != 1:
         x = x.clone(memory_format=torch.contiguous_format)
     return x
-""",
-    ),
-    (
-        "exponentials in base two",
-        "q5_1",
-        """
+
+# %% q5_1: exponentials in base two
 def rounded_attention(q, k, v, scores=False, p=False, normalize_first=True, output=False):
     keep = lambda x, switch: to_bf16(x) if switch else x
     s = keep(torch.matmul(q.double(), k.double().transpose(-1, -2)) * (1 / math.sqrt(q.size(-1))), scores)
@@ -534,23 +406,15 @@ def rounded_attention(q, k, v, scores=False, p=False, normalize_first=True, outp
     l = torch.sum(e, -1, True)
     o = keep(e / l, p) @ v.double() if normalize_first else (keep(e, p) @ v.double()) / l
     return keep(o, output)
-""",
-    ),
-    (
-        "bits shifted into 32",
-        "q5_2",
-        """
+
+# %% q5_2: bits shifted into 32
 def ulps_apart(a, b):
     def place(x):
         i = x.float().view(torch.int32) >> 16
         return torch.where(i < 0, -(i & 0x7FFF), i)
     return torch.sub(place(a), place(b)).abs()
-""",
-    ),
-    (
-        "bytes in a dictionary",
-        "q5_3",
-        """
+
+# %% q5_3: bytes in a dictionary
 def distinct_results(fn, runs):
     counts = {}
     for _ in range(runs):
@@ -559,12 +423,8 @@ def distinct_results(fn, runs):
         key = tuple(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in out)
         counts[key] = counts.get(key, 0) + 1
     return len(counts)
-""",
-    ),
-    (
-        "loops and lists",
-        "q6_1",
-        """
+
+# %% q6_1: loops and lists
 def grid_answers(grid):
     ok = grid.query("status == 'ok'")
     best, loss = fastest(grid), default_slowdown(grid)
@@ -583,12 +443,8 @@ def grid_answers(grid):
         sm80_one_query=sum("sm80" in names for names in one) / len(one),
         splits_four_queries=sum("reduction" in names for names in four) / len(four),
     )
-""",
-    ),
-    (
-        "merged tables and means of truth values",
-        "q6_1",
-        """
+
+# %% q6_1: merged tables and means of truth values
 def grid_answers(grid):
     ok = grid[grid["status"].eq("ok")].copy()
     winners = fastest(grid).rename("winner").reset_index()
@@ -607,26 +463,17 @@ def grid_answers(grid):
         "sm80_one_query": names[[1]].str.contains("sm80").mean(),
         "splits_four_queries": names[[4]].str.contains("reduction").mean(),
     }
-""",
-    ),
-    (
-        "whole numbers rounded up by floor division",
-        "q3_3",
-        """
+
+# %% q3_3: whole numbers rounded up by floor division
 def decode_us(programs, kv_len, splits, units, tile, tile_us, combine_us):
     keys = -(-kv_len // splits)
     time = -(-programs * splits // units) * -(-keys // tile) * tile_us
     return time if splits == 1 else time + combine_us
 
-
 def best_splits(programs, kv_len, units, tile, tile_us, combine_us, most=64):
     return min(range(1, most + 1), key=lambda n: (decode_us(programs, kv_len, n, units, tile, tile_us, combine_us), n))
-""",
-    ),
-    (
-        "a scale for each token by repeated indices",
-        "bonus_5_5",
-        """
+
+# %% bonus_5_5: a scale for each token by repeated indices
 def quantize_fp8(x, block=None):
     x = x.float()
     if block is None:
@@ -637,27 +484,17 @@ def quantize_fp8(x, block=None):
     scale = (top / 448).where(top > 0, torch.ones_like(top))
     return (x / _of_tokens(scale, block, x)).to(torch.float8_e4m3fn), scale
 
-
 def _of_tokens(scale, block, x):
     return scale if block is None else scale[:, :, torch.arange(x.shape[2]) // block]
 
-
 def dequantize_fp8(x8, scale, block=None):
     return x8.to(torch.float32) * _of_tokens(scale, block, x8)
-""",
-    ),
-    (
-        "a comprehension with get",
-        "q1_1",
-        """
+
+# %% q1_1: a comprehension with get
 def backends_in(operators):
     return [found for found in map(BACKEND_OF.get, operators) if found is not None]
-""",
-    ),
-    (
-        "gradients with matmul and transposes",
-        "bonus_2_4",
-        """
+
+# %% bonus_2_4: gradients with matmul and transposes
 def attention_backward(q, k, v, out, lse, dout):
     d = q.size(-1)
     s = torch.matmul(q, k.transpose(-2, -1)) / d**0.5
@@ -667,6 +504,4 @@ def attention_backward(q, k, v, out, lse, dout):
     delta = torch.einsum("bhid,bhid->bhi", dout, out)
     ds = p * (dp - delta[..., None])
     return torch.matmul(ds, k) / d**0.5, torch.matmul(ds.transpose(-2, -1), q) / d**0.5, dv
-""",
-    ),
-]
+""")

@@ -10,8 +10,8 @@ import functools
 import importlib
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from types import ModuleType
 
@@ -20,7 +20,7 @@ import pytest
 
 from instructor.build import Built, build_lab
 from instructor.course import Score
-from instructor.names import bound_names, used_names
+from instructor.names import FILE_CELL, bound_names, python_of, used_names
 from instructor.points import lab_path
 from utils.checking import AnswerNeeded, Verdict
 
@@ -62,6 +62,41 @@ def mistakes(cell: str, *rows: tuple, loses: tuple[str, ...] = ()) -> list[Wrong
 def pairs_of(change: tuple) -> tuple[tuple[str, str], ...]:
     """Return a change as pairs: it is a pair of texts itself, or several."""
     return (change,) if isinstance(change[0], str) else change
+
+
+def answers_in_text(text: str) -> list[tuple[str, str, str | tuple]]:
+    """List answers that stand in a text like cells of a notebook: [(what differs, answer cell, code or change)].
+
+    `# %% q1_1: what differs` opens an answer to 1.1. It is code that runs after the model answer; or, if its first line is
+    indented, what replaces the lines between the model answer's markers; or a diff against the model answer, of whole lines,
+    with a blank line between two changes.
+    """
+    found: list = []
+    for entry in text.split("# %% ")[1:]:
+        head, code = entry.strip("\n").split("\n", 1)
+        cell, difference = head.split(": ", 1)
+        if code.startswith("-"):
+            found.append((difference, cell, tuple(_pair_of(change.split("\n")) for change in code.split("\n\n"))))
+        else:
+            found.append((difference, cell, ((BODY, code),) if code.startswith(" ") else code))
+    return found
+
+
+def mistakes_in_text(text: str) -> list[WrongAnswer]:
+    """List wrong answers that stand in such a text, mostly those that change several lines.
+
+    `# %% q1_1: what is wrong => words | other words` opens one; `# %% q1_1 loses q1_2_tests: ...` one that loses others' tests.
+    """
+    found = []
+    for head, where, change in answers_in_text(text):
+        mistake, words = head.split(" => ")
+        cell, _, loses = where.partition(" loses ")
+        found += mistakes(cell, (mistake, change, tuple(words.split(" | "))), loses=tuple(loses.split()))
+    return found
+
+
+def _pair_of(diff: list[str]) -> tuple[str, ...]:
+    return tuple("".join(f"{line[1:]}\n" for line in diff if line[0] == sign) for sign in "-+")
 
 
 @functools.cache
@@ -109,14 +144,18 @@ def calls_of(answer: str, calls: dict[str, str]) -> dict[str, str]:
     return own
 
 
-def calls_reached_by(code: str, calls: dict[str, str], answers: dict[str, str]) -> dict[str, str]:
-    """Select the calls that use a name of this code, themselves or through answers: no other verdict can change."""
-    names = names_defined(ast.parse(code))
+def calls_reached_by(source: str, calls: dict[str, str], answers: dict[str, str]) -> dict[str, str]:
+    """Select the calls that use a file or a name of this cell, themselves or through answers: no other verdict can change."""
+    if file := FILE_CELL.match(source):
+        return {test: call for test, call in calls.items() if file[1] in call}
+    names = bound_names(ast.parse(source))
     sources = [ast.parse(text) for text in answers.values() if not text.startswith("%%")]
-    functions = {node.name: names_used(node) for tree in sources for node in tree.body if hasattr(node, "name")}
+    functions = {
+        node.name: used_names(ast.unparse(node)) for tree in sources for node in tree.body if hasattr(node, "name")
+    }
     while more := {name for name, used in functions.items() if used & names} - names:
         names |= more
-    return {test: call for test, call in calls.items() if names_used(ast.parse(call)) & names}
+    return {test: call for test, call in calls.items() if used_names(call) & names}
 
 
 def drawn(calls: dict[str, str], seed: int) -> dict[str, str]:
@@ -133,9 +172,12 @@ def checks_of(lab: str) -> ModuleType:
 
 
 def run_answers(answers: dict[str, str], names: dict) -> dict:
-    """Run the answer cells with these global names and return the names; skip cells that write a file."""
+    """Run answer cells with these global names, in the current folder, and return the names."""
     for cell, source in answers.items():
-        if not source.startswith("%%writefile"):
+        if source.startswith("%%writefile"):
+            head, text = source.split("\n", 1)
+            Path(head.split()[1]).write_text(text)
+        else:
             exec(compile(source, cell, "exec"), names)
     return names
 
@@ -160,6 +202,12 @@ def source_of(answers: dict[str, str], wrong: WrongAnswer) -> str:
     return changed_text(answers[wrong.cell], wrong.replaces) + (f"\n\n{wrong.code}" if wrong.code else "")
 
 
+def right_source(answers: dict[str, str], right: tuple) -> str:
+    """Return the code of another right answer, which runs after the model answer or in its place."""
+    _, cell, change = right
+    return change if isinstance(change, str) else changed_text(answers[cell], change)
+
+
 def first_of_each_cell(cases: list, count: int, others=pytest.mark.slow) -> list:
     """List wrong or right answers as parameters; all but the first `count` of each answer cell get the mark `others`."""
     seen, parameters = Counter(), []
@@ -180,24 +228,18 @@ def refusals(verdicts: dict[str, Verdict]) -> list[str]:
     return [str(verdict) for verdict in verdicts.values() if not verdict.passed]
 
 
-def assert_loses_alone(
-    verdicts: dict[str, Verdict], wrong: WrongAnswer, every_message: bool = True, or_says: tuple[str, ...] = ()
-) -> None:
-    """Check that the mistake loses its own tests and no others, and that every message (or the last one) names it.
-
-    Args:
-        verdicts: of the hidden checks.
-        wrong: the answer.
-        every_message: a mistake that loses two tests is named in both.
-        or_says: words that will do as well.
-    """
+def assert_loses_alone(verdicts: dict[str, Verdict], wrong: WrongAnswer, or_says: tuple[str, ...] = ()) -> None:
+    """Check that the mistake loses its own tests and no others, and that the last message names it, or has other words."""
     assert {cell for cell, verdict in verdicts.items() if not verdict.passed} == wrong.lost, refusals(verdicts)
     for cell in wrong.lost:
-        verdict = verdicts[cell]
-        question = verdict.question if verdict.question.startswith("Bonus") else f"Question {verdict.question}"
-        assert str(verdict).startswith(f"✗ {question}")
-        if every_message or cell == max(wrong.lost):
-            assert any(phrase in verdict.message for phrase in wrong.phrases + or_says), verdict.message
+        question, message = verdicts[cell].question, verdicts[cell].message
+        assert str(verdicts[cell]).startswith(
+            f"✗ {question if question.startswith('Bonus') else f'Question {question}'}"
+        )
+        assert "Traceback" not in message and "/tmp/" not in message
+        assert "the simulator stopped" not in message or re.search(r"line \d+ in \w+: ", message), message
+    message = verdicts[max(wrong.lost)].message
+    assert any(phrase in message for phrase in wrong.phrases + or_says), message
 
 
 def said_by_untouched_cells(cells, visible, names: dict) -> dict[str, str | None]:
@@ -211,18 +253,14 @@ def said_by_untouched_cells(cells, visible, names: dict) -> dict[str, str | None
     for cell in cells:
         if cell.cell_type != "code" or not has_role(cell, "solution"):
             continue
-        if cell.source.startswith("%%writefile"):
-            head, text = cell.source.split("\n", 1)
-            Path(head.split()[1]).write_text(text)
-            continue
         with contextlib.suppress(NotImplementedError):  # a stub at the top level of its cell
-            exec(compile(cell.source, cell.id, "exec"), names)
+            run_answers({cell.id: cell.source}, names)
     found: dict[str, str | None] = {}
     scope = visible.scope(names)
     for cell in cells:
         if cell.cell_type != "code":
             continue
-        call = next((node for node in ast.parse(_python_of(cell)).body if _is_call(node, "needs")), None)
+        call = next((node for node in ast.parse(python_of(cell.source) or "").body if _is_call(node, "needs")), None)
         earlier = _names_after(call.value) if call else []
         given = {name: object() for name in earlier} | scope  # as if the plain cells above had run
         if has_role(cell, "grade"):
@@ -236,10 +274,6 @@ def said_by_untouched_cells(cells, visible, names: dict) -> dict[str, str | None
     return found
 
 
-def _python_of(cell) -> str:
-    return "" if cell.source.startswith("%%") else re.sub(r"^\s*[%!].*$", "pass", cell.source, flags=re.MULTILINE)
-
-
 def _is_call(node: ast.AST, name: str) -> bool:
     return (
         isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == name
@@ -250,125 +284,22 @@ def _names_after(call: ast.Call) -> list[str]:
     return next((keyword.value.value.split() for keyword in call.keywords if keyword.arg == "after"), [])
 
 
-# ---- a lab as a whole --------------------------------------------------------------------------------------------
-
-
-def points_of(lab: Built) -> tuple[float, float]:
-    """Sum a lab's points: (regular, bonus)."""
-    regular, bonus = (sum(q.points for q in lab.questions if q.bonus == which) for which in (False, True))
-    return regular, bonus
-
-
-def points_by_hand(lab: Built) -> dict[str, float]:
-    """Return the points that a person gives: {id of an answer cell: points}."""
-    cells = [cell for question in lab.questions for cell in question.cells]
-    return {cell.grade_id: cell.points for cell in cells if cell.role in ("manual", "task")}
-
-
 # ---- what a notebook's cells use and give ------------------------------------------------------------------------
 
 
-def names_used(tree: ast.AST) -> set[str]:
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-
-
-def names_defined(tree: ast.AST) -> set[str]:
-    """Return the names that a cell defines for the notebook."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-    return names
-
-
-def arguments_named(tree: ast.AST) -> set[str]:
-    return {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-
-
-def answers_required(tree: ast.AST) -> set[str]:
-    """Return the names of the answers that a cell asks for with needs or require_answer."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    asked = {call.args[0].value for call in calls if getattr(call.func, "id", "") == "require_answer"}
-    for call in calls:
-        if getattr(call.func, "id", "") == "needs":
-            asked |= {keyword.arg for keyword in call.keywords} - {"after", "files"}
-    return asked
-
-
-def assert_missing_answers_stop_only_cells_that_say_so(cells) -> None:
-    """Check that each cell which uses an answer asks for it, also where it uses it indirectly."""
-    needs, problems = {}, []  # needs: {name: the answers without which it is not defined}
+def names_by_cell(cells) -> Iterator[tuple]:
+    """Yield of each Python cell (the cell, the names that it takes from the notebook, the names that it defines)."""
     for cell in cells:
-        if cell.cell_type != "code" or cell.source.startswith("%%writefile"):
-            continue
-        tree = ast.parse(cell.source)
-        if has_role(cell, "solution"):
-            needs |= {node.name: {node.name} for node in tree.body if isinstance(node, ast.FunctionDef)}
-            continue
-        if has_role(cell, "grade"):
-            continue  # a check reports a missing answer by itself
-        required, given = answers_required(tree), names_defined(tree)
-        for name in names_used(tree) - given - arguments_named(tree):
-            missing = needs.get(name, set()) - required
-            if missing:
-                problems.append(f"{cell.source.splitlines()[0]}: {name} needs {missing}")
-        needs |= {name: required for name in given}
-    assert not problems, "\n".join(problems)
+        text = python_of(cell.source) if cell.cell_type == "code" else None
+        if text is not None and not cell.source.startswith("%%"):
+            given = bound_names(ast.parse(text))
+            yield cell, used_names(text) - given, given
 
 
-def assert_locked_cells_run_without_cells_above(cells) -> None:
-    """Check that locked cells run nothing that needs a cell above, the setup left out: the build gives them no `needs`."""
-    above: set[str] = set()
-    problems = []
-    for cell in cells:
-        role = cell.metadata.get("nbgrader", {})
-        if cell.cell_type != "code" or cell.source.startswith("%%") or role.get("grade_id") == "setup":
-            continue
-        tree = ast.parse(cell.source)
-        if role.get("locked") and not role.get("grade"):
-            run = [node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
-            used = names_used(ast.Module(run, [])) - names_defined(tree)
-            problems += [f"{role['grade_id']} uses {name}" for name in sorted(used & above)]
-        above |= names_defined(tree)
-    assert not problems, "unlock these cells, so that `needs` says what is missing:\n" + "\n".join(problems)
-
-
-def assert_no_cell_reads_a_name_of_two_cells(cells) -> None:
-    """Check that a name which one cell leaves for another is given by one cell only: the order of a rerun does not matter."""
-    given: dict[str, set[str]] = {}
-    read: dict[str, str] = {}
-    for cell in cells:
-        if cell.cell_type != "code" or cell.source.startswith("%%") or has_role(cell, "grade"):
-            continue
-        tree = ast.parse(cell.source)
-        plain = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
-        bound = set().union(*(bound_names(node) for node in plain)) if plain else set()
-        for name in used_names(cell.source) - bound_names(tree):
-            read.setdefault(name, cell.source.splitlines()[0])
-        for name in bound:
-            given.setdefault(name, set()).add(cell.id)
-    problems = [f"{name} (read first in {first!r})" for name, first in read.items() if len(given.get(name, ())) > 1]
-    assert not problems, "names that two cells define and another one reads: " + ", ".join(problems)
-
-
-def assert_graded_cells_need_no_plain_cell(cells) -> None:
-    """Check that answers and tests use only names of answers and of locked cells: a student may delete the others."""
-    plain, needed = {}, []  # plain: {name: first line of the plain cell that defines it}
-    for cell in cells:
-        if cell.cell_type != "code" or cell.source.startswith("%%writefile"):
-            continue
-        tree = ast.parse(cell.source)
-        given = names_defined(tree)
-        if "nbgrader" not in cell.metadata:
-            plain |= dict.fromkeys(given, cell.source.splitlines()[0])
-        elif has_role(cell, "grade") or has_role(cell, "solution"):
-            missing = (names_used(tree) - given - arguments_named(tree)) & plain.keys()
-            needed += [f"{cell.metadata.nbgrader['grade_id']} needs {name} of {plain[name]!r}" for name in missing]
-    assert not needed, "lock what graded cells need:\n" + "\n".join(needed)
+def first_line(cell) -> str:
+    """The first line of a cell that the author wrote: the build puts a call of `needs` before it."""
+    lines = cell.source.splitlines()
+    return lines["needs(" in lines[0] and len(lines) > 1]
 
 
 def prose_of(notebook: str) -> str:
@@ -390,21 +321,6 @@ class Graded:
 def errors_in(notebook: nbformat.NotebookNode) -> list[tuple]:
     """List the errors in an executed notebook: [(cell, error output)]."""
     return [(c, output) for c in notebook.cells for output in c.get("outputs", []) if output.output_type == "error"]
-
-
-def seconds_in(notebook: nbformat.NotebookNode) -> list[float]:
-    """List the seconds that each code cell took."""
-    return [_seconds(cell) for cell in notebook.cells if cell.cell_type == "code"]
-
-
-def guesses_of(cells: list) -> list[str]:
-    """The names of the guesses that a notebook asks for, in its order."""
-    return [
-        name
-        for cell in cells
-        if cell.cell_type == "code"
-        for name in re.findall(r'guesses\["([^"]+)"\] = None', cell.source)
-    ]
 
 
 def shown_beside_guesses(cells: list) -> list[str]:
@@ -442,12 +358,6 @@ def _pattern(node: ast.AST) -> str:
     if isinstance(node, ast.JoinedStr) and any(isinstance(part, ast.Constant) for part in node.values):
         return "".join(re.escape(part.value) if isinstance(part, ast.Constant) else ".*" for part in node.values)
     return ""
-
-
-def _seconds(cell) -> float:
-    times = cell.metadata.get("execution", {})
-    begin, end = (times.get(key) for key in ("iopub.execute_input", "shell.execute_reply"))
-    return (datetime.fromisoformat(end) - datetime.fromisoformat(begin)).total_seconds() if begin and end else 0.0
 
 
 def graded_by_nbgrader(lab: Built, grade_notebooks, **notebooks: str) -> Graded:

@@ -287,81 +287,70 @@ def test_points_table_in_a_readme():
 # --- what is refused ---
 
 MANUAL = '# %% [markdown] nbgrader={"grade_id": "q1_1", "grade": true, "solution": true, "points": 4}\n'
+
+
+def with_answer(old, new):
+    return HEADING, ANSWER.replace(old, new), TESTS
+
+
+def with_tests(old, new):
+    return HEADING, ANSWER, TESTS.replace(old, new)
+
+
+def with_more(text):
+    return HEADING, ANSWER, TESTS, text
+
+
+SCHEMES = "# ### BEGIN SOLUTION\n# a\n# ### END SOLUTION\n# === BEGIN MARK SCHEME ===\n# b\n# === END MARK SCHEME ===\n"
+NO_MARKERS = '# %% nbgrader={"grade_id": "q1_1", "solution": true}\nx = 1\n'
+WITHOUT_GRADE = MANUAL.replace('"grade": true, ', "").replace(', "points": 4', "")
 REFUSED = {
-    "locked answer": (
-        (HEADING, ANSWER.replace('"solution"', '"locked": true, "solution"'), TESTS),
-        "may not be locked",
-    ),
-    "answer without metadata": (
-        (HEADING, re.sub(" nbgrader.*", "", ANSWER, count=1), TESTS),
-        "give the cell a grade_id",
-    ),
-    "answer without id": ((HEADING, ANSWER.replace('"grade_id": "q1_1", ', ""), TESTS), "has no grade_id"),
-    "stub without metadata": ((HEADING, ANSWER, TESTS, "# %%\n# YOUR CODE HERE\n"), "an answer needs a grade_id"),
+    "locked answer": (with_answer('"solution"', '"locked": true, "solution"'), "may not be locked"),
+    "answer without metadata": (with_answer(ANSWER.splitlines()[0], "# %%"), "give the cell a grade_id"),
+    "answer without id": (with_answer('"grade_id": "q1_1", ', ""), "has no grade_id"),
+    "stub without metadata": (with_more("# %%\n# YOUR CODE HERE\n"), "an answer needs a grade_id"),
     "double id": ((HEADING, ANSWER, ANSWER, TESTS), "the id is used before, in line 17"),
-    "id nbgrader refuses": ((HEADING, ANSWER.replace("q1_1", "q1.1"), TESTS), "nbgrader refuses the id 'q1.1'"),
-    "id without question": ((HEADING, ANSWER, TESTS.replace("q1_1_tests", "tests")), "names its question"),
-    "id of another question": ((HEADING, ANSWER, TESTS.replace("q1_1_", "q1_2_")), "stands under Question 1.1"),
+    "id nbgrader refuses": (with_answer("q1_1", "q1.1"), "nbgrader refuses the id 'q1.1'"),
+    "id without question": (with_tests("q1_1_tests", "tests"), "names its question"),
+    "id of another question": (with_tests("q1_1_", "q1_2_"), "stands under Question 1.1"),
     "answer under no heading": ((ANSWER, TESTS, HEADING), "no question's heading"),
-    "no END SOLUTION": ((HEADING, ANSWER.replace("    ### END SOLUTION\n", ""), TESTS), "BEGIN SOLUTION without END"),
-    "no BEGIN": ((HEADING, ANSWER.replace("    ### BEGIN SOLUTION\n", ""), TESTS), "END SOLUTION without a BEGIN"),
-    "unknown key": (
-        (HEADING, ANSWER.replace('"solution"', '"solutoin"'), TESTS),
-        "unknown nbgrader metadata 'solutoin'",
-    ),
-    "unknown cell metadata": ((HEADING, ANSWER, TESTS, '# %% slideshow={"a": 1}\nx = 1\n'), "metadata 'slideshow'"),
-    "broken JSON": ((HEADING, ANSWER.replace("true}", "tru}"), TESTS), "no valid JSON"),
+    "no END SOLUTION": (with_answer("    ### END SOLUTION\n", ""), "BEGIN SOLUTION without END"),
+    "no BEGIN": (with_answer("    ### BEGIN SOLUTION\n", ""), "END SOLUTION without a BEGIN"),
+    "unknown key": (with_answer('"solution"', '"solutoin"'), "unknown nbgrader metadata 'solutoin'"),
+    "unknown cell metadata": (with_more('# %% slideshow={"a": 1}\nx = 1\n'), "metadata 'slideshow'"),
+    "broken JSON": (with_answer("true}", "tru}"), "no valid JSON"),
     "points differ": ((HEADING.replace("{points}", "(5 points)"), ANSWER, TESTS), "says 5 points itself"),
     "heading without points": ((HEADING.replace(" {points}", ""), ANSWER, TESTS), "has to end in {points}"),
-    "question without cells": ((HEADING, ANSWER, TESTS, HEADING.replace("1.1", "1.2")), "Question 1.2 has no graded"),
-    "question twice": ((HEADING, ANSWER, TESTS, HEADING), "number of an earlier question"),
+    "question without cells": (with_more(HEADING.replace("1.1", "1.2")), "Question 1.2 has no graded"),
+    "question twice": (with_more(HEADING), "number of an earlier question"),
     "answer that gives nothing": ((HEADING, ANSWER), "Question 1.1 has no graded cell"),
-    "bonus id without word": ((HEADING, ANSWER.replace("q1_1", "bonus_1_1"), TESTS), "belongs to bonus_1_1"),
+    "bonus id without word": (with_answer("q1_1", "bonus_1_1"), "belongs to bonus_1_1"),
     "tests before answer": ((HEADING, TESTS, ANSWER), "stands before its answer"),
     "tests without answer": ((HEADING, TESTS), "has no answer cell to test"),
-    "hidden without points": ((HEADING, ANSWER, TESTS.replace(', "points": 6', "")), "needs points"),
-    "zero points": ((HEADING, ANSWER, TESTS.replace('"points": 6', '"points": 0')), "should be more than 0"),
+    "hidden without points": (with_tests(', "points": 6', ""), "needs points"),
+    "zero points": (with_tests('"points": 6', '"points": 0'), "should be more than 0"),
     "hidden in plain cell": (
-        (HEADING, ANSWER, TESTS, "# %%\n### BEGIN HIDDEN TESTS\nx = 1\n### END HIDDEN TESTS\n"),
+        with_more("# %%\n### BEGIN HIDDEN TESTS\nx = 1\n### END HIDDEN TESTS\n"),
         "a HIDDEN TESTS region in a cell without",
     ),
-    "hidden in answer": (
-        (HEADING, ANSWER.replace("SOLUTION", "HIDDEN TESTS"), TESTS),
-        "hidden tests belong into a test",
-    ),
-    "tests that cannot fail": ((HEADING, ANSWER, TESTS.replace("assert ", "")), "the tests cannot fail"),
+    "hidden in answer": (with_answer("SOLUTION", "HIDDEN TESTS"), "hidden tests belong into a test"),
+    "tests that cannot fail": (with_tests("assert ", ""), "the tests cannot fail"),
     "dropped verdict": (
-        (HEADING, ANSWER, TESTS.replace("assert double(2) == 4", "def check_it(x): ...\ncheck_it(double)\nassert 1")),
+        with_tests("assert double(2) == 4", "def check_it(x): ...\ncheck_it(double)\nassert 1"),
         "add .raise_if_wrong()",
     ),
-    "partial credit": ((HEADING, ANSWER, TESTS + "double(3)\n"), "partial grade"),
-    "answer without markers": (
-        (HEADING, '# %% nbgrader={"grade_id": "q1_1", "solution": true}\nx = 1\n', TESTS),
-        "needs BEGIN SOLUTION",
-    ),
-    "no Python": ((HEADING, ANSWER.replace("x + x", "x +"), TESTS), "no valid Python"),
-    "nothing visible": ((HEADING, ANSWER, TESTS.replace("assert double(2) == 4\n", "")), "keep one visible line"),
-    "markdown not manual": (
-        (HEADING, MANUAL.replace('"grade": true, ', "").replace(', "points": 4', "") + "# Words.\n"),
-        "needs both grade and solution",
-    ),
-    "scheme outside solution": (
-        (
-            HEADING,
-            MANUAL + "# ### BEGIN SOLUTION\n# a\n# ### END SOLUTION\n"
-            "# === BEGIN MARK SCHEME ===\n# b\n# === END MARK SCHEME ===\n",
-        ),
-        "put the marking scheme",
-    ),
+    "partial credit": (with_more("double(3)\n"), "partial grade"),
+    "answer without markers": ((HEADING, NO_MARKERS, TESTS), "needs BEGIN SOLUTION"),
+    "no Python": (with_answer("x + x", "x +"), "no valid Python"),
+    "nothing visible": (with_tests("assert double(2) == 4\n", ""), "keep one visible line"),
+    "markdown not manual": ((HEADING, WITHOUT_GRADE + "# Words.\n"), "needs both grade and solution"),
+    "scheme outside solution": ((HEADING, MANUAL + SCHEMES), "put the marking scheme"),
     "unknown placeholder": (("# %% [markdown]\n# {points:7.7}\n\n", HEADING, ANSWER, TESTS), "{points:7.7} is unknown"),
     "solution leaks": (
         (HEADING, "# %%\nx = 1\n#   twice_as_much  =  x + x\n\n", ANSWER, TESTS),
         "is secret and reaches",
     ),
-    "autotest": (
-        (HEADING, ANSWER, TESTS.replace("assert double(2)", "### AUTOTEST double(2)\nassert double(2)")),
-        "AUTOTEST",
-    ),
+    "autotest": (with_tests("assert double(2)", "### AUTOTEST double(2)\nassert double(2)"), "AUTOTEST"),
 }
 
 

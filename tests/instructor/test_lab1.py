@@ -1,22 +1,22 @@
 """Lab 1: the model answers pass every check, each wrong answer loses its question, and the notebook runs."""
 
+import ast
 import importlib.util
 import json
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from instructor.checks.common import Draw
+from instructor.names import bound_names
 from tests.instructor import lab_cases
-from tests.instructor.every_lab import EveryLab
+from tests.instructor.every_lab import EveryAnswer, EveryLab
 from tests.instructor.lab1_right_answers import RIGHT_ANSWERS
 from tests.instructor.lab1_wrong_answers import WRONG_ANSWERS
 
 LAB = "lab1"
 BY_HAND = {"q1_3_explain": 3, "q2_4": 5, "q3_4": 5, "q4_4": 5, "q5_5": 4}
-TRITON = {"q1_5": "gemm_triton", "bonus_5_6": "flash_triton"}  # {answer cell that writes a file: its check}
 SETUP = """
 import functools, json, math, time
 from pathlib import Path
@@ -39,48 +39,29 @@ class TestLab(EveryLab):
     least_figures, least_predictions = 13, 14
 
     def test_cells_may_run_again_in_any_order(self, cells):
-        lab_cases.assert_no_cell_reads_a_name_of_two_cells(cells)
+        """A name that one cell leaves for another is given by one cell only."""
+        given_by: dict[str, set[str]] = {}
+        read: dict[str, str] = {}
+        for cell, used, given in lab_cases.names_by_cell(cells):
+            if not lab_cases.has_role(cell, "grade"):
+                read |= {name: lab_cases.first_line(cell) for name in used if name not in read}
+                imports = "\n".join(line for line in cell.source.splitlines() if line.startswith(("import ", "from ")))
+                for name in given - bound_names(ast.parse(imports)):
+                    given_by.setdefault(name, set()).add(cell.id)
+        assert {name: first for name, first in read.items() if len(given_by.get(name, ())) > 1} == {}
 
 
-def _verdicts(calls, checks, names, files=None):
-    """Run the checks: {id of a test cell: Verdict}. A Triton file is judged only if `files` has its text by its answer cell."""
-    plain = {test: call for test, call in calls.items() if test.removesuffix("_tests") not in TRITON}
-    verdicts = lab_cases.verdicts_on(plain, names, checks)
-    for cell, text in (files or {}).items():
-        verdicts[f"{cell}_tests"] = getattr(checks, TRITON[cell])(text)
-    return verdicts
-
-
-def _file_text(answers, cell):
-    first, text = answers[cell].split("\n", 1)
-    assert first == f"%%writefile {TRITON[cell]}.py"
-    return text
-
-
-def test_model_answers_pass_with_fresh_inputs(calls, checks, answers, names):
-    files = {cell: _file_text(answers, cell) for cell in TRITON}
-    verdicts = _verdicts(lab_cases.drawn(calls, 1), checks, names, files)
-    assert lab_cases.refusals(verdicts) == []
+class TestAnswers(EveryAnswer):
+    right_answers, wrong_answers = RIGHT_ANSWERS, WRONG_ANSWERS
+    or_says = ("expected", "Expected", "is wrong in", "should", "raised")
+    goes_along = ("q3_1_cost_tests",)
+    many_draws = pytest.mark.overnight
 
 
 def test_inputs_are_repeatable():
     """The same file gets the same grade each time; other seeds draw other inputs."""
     assert torch.equal(Draw(None).normal(9), Draw(None).normal(9))
     assert not torch.equal(Draw(None).normal(9), Draw(5).normal(9))
-
-
-@pytest.mark.slow
-def test_wrong_answers_lose_no_others(answers, calls, checks, names):
-    """One wrong answer of each answer cell at a time: the questions that use its functions keep their points."""
-    for wrong in {wrong.cell: wrong for wrong in WRONG_ANSWERS if wrong.cell not in TRITON}.values():
-        source = lab_cases.source_of(answers, wrong)
-        reached = lab_cases.calls_reached_by(source, calls, answers)
-        others = {cell: call for cell, call in reached.items() if not cell.startswith(f"{wrong.cell}_")}
-        kept = dict(names)
-        exec(compile(source, wrong.cell, "exec"), names)
-        assert lab_cases.refusals(_verdicts(others, checks, names)) == [], wrong.mistake
-        names.clear()
-        names.update(kept)
 
 
 @pytest.fixture(scope="module")
@@ -127,97 +108,31 @@ def test_the_scoreboard_has_the_record_and_what_was_computed(helpers):
     assert shown == ["1,608 µs", "184 µs", "168 µs", "158 µs", "2.4 µs"]
 
 
-# ---- visible checks: a green tick means right ------------------------------------------------------------------------
+# ---- what the visible checks say -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def notebook(model_names, tmp_path, monkeypatch):
-    """The notebook's names, in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    return dict(model_names)
-
-
-def _complaints(cell: str, source: str, visible, notebook) -> list[str]:
-    first, _, text = source.partition("\n")
-    if first.startswith("%%writefile"):
-        Path(first.split()[1]).write_text(text)
-    else:
-        exec(compile(source, cell, "exec"), notebook)
-    scope = visible.scope(notebook)
+def _said(answers, visible, names, cell, *change) -> list[str]:
+    """What the visible checks say of an answer with one change, a pair of texts."""
+    lab_cases.run_answers({cell: lab_cases.changed_text(answers[cell], (change,))}, names)
+    scope = visible.scope(names)
     return [said for test in visible.of(cell) if (said := visible.message(test, scope)) is not None]
 
 
-def test_visible_checks_pass_model_answers(answers, visible, notebook):
-    complaints = {cell: _complaints(cell, source, visible, notebook) for cell, source in answers.items()}
-    assert {cell: said for cell, said in complaints.items() if said} == {}
-
-
-@pytest.mark.parametrize("wrong", lab_cases.first_of_each_cell(WRONG_ANSWERS, 3))
-def test_wrong_answer_is_refused_twice_and_named(answers, calls, checks, visible, notebook, wrong):
-    """The visible check and the hidden one refuse a wrong answer, the visible one with words that name the mistake."""
-    source = lab_cases.source_of(answers, wrong)
-    said = " ".join(_complaints(wrong.cell, source, visible, notebook))
-    assert any(phrase.lower() in said.lower() for phrase in wrong.phrases), said or "the visible check accepts it"
-    files = {wrong.cell: source.split("\n", 1)[1]} if wrong.cell in TRITON else None
-    verdicts = _verdicts(lab_cases.calls_of(wrong.cell, calls), checks, notebook, files)
-    expects = ("expected", "Expected", "is wrong in", "should", "raised")
-    lab_cases.assert_loses_alone(verdicts, wrong, every_message=False, or_says=expects)
-
-
-def test_a_profile_without_the_kernels_of_a_gpu_is_refused(answers, visible, notebook):
+def test_a_profile_without_the_kernels_of_a_gpu_is_refused(answers, visible, names):
     """Also on a machine without a GPU, where such a profile looks like any other."""
-    kept = ("    if torch.cuda.is_available():\n        activities.append(torch.profiler.ProfilerActivity.CUDA)\n", "")
-    (said,) = _complaints("q4_1", lab_cases.changed_text(answers["q4_1"], (kept,)), visible, notebook)
+    gpu = "    if torch.cuda.is_available():\n        activities.append(torch.profiler.ProfilerActivity.CUDA)\n"
+    (said,) = _said(answers, visible, names, "q4_1", gpu, "")
     assert "CUDA activity" in said
 
 
-def test_visible_messages_hold_no_solution(answers, visible, notebook, lab):
+def test_visible_messages_hold_no_solution(answers, visible, names):
     """A visible complaint does not say the right number of a count."""
-    said = _complaints(
-        "q1_4", lab_cases.changed_text(answers["q1_4"], (("* dtype.itemsize", "* 3"),)), visible, notebook
-    )
+    said = _said(answers, visible, names, "q1_4", "* dtype.itemsize", "* 3")
     assert said and not any("334" in text or "668" in text for text in said)
 
 
-# ---- right answers -----------------------------------------------------------------------------------------------------
-
-
-def _refused(right, answers, calls, checks, names, seeds) -> list[str]:
-    _, cell, code = right
-    text = code if isinstance(code, str) else lab_cases.changed_text(answers[cell], code)
-    found, own = [], lab_cases.calls_of(cell, calls)
-    if cell in TRITON:
-        own = {test: f"hidden.{TRITON[cell]}(text)" for test in own}
-        names = {**names, "text": text.split("\n", 1)[1]}
-    else:
-        exec(compile(text, cell, "exec"), names)
-    for seed in seeds:
-        verdicts = lab_cases.verdicts_on(lab_cases.drawn(own, seed), names, checks)
-        found += [f"seed {seed}: {text}" for text in lab_cases.refusals(verdicts)]
-    return found
-
-
-def test_there_are_many_right_answers():
-    assert len(RIGHT_ANSWERS) >= 40 and len({right[0] for right in RIGHT_ANSWERS}) == len(RIGHT_ANSWERS)
-
-
-@pytest.mark.parametrize("right", lab_cases.first_of_each_cell(RIGHT_ANSWERS, 2))
-def test_another_right_answer_passes(answers, calls, checks, notebook, visible, right):
-    """A draw of the hidden check, and the visible one. Other draws are the overnight test's."""
-    assert _refused(right, answers, calls, checks, notebook, (1,)) == []
-    text = right[2] if isinstance(right[2], str) else lab_cases.changed_text(answers[right[1]], right[2])
-    assert _complaints(right[1], text, visible, notebook) == []
-
-
-@pytest.mark.overnight
-@pytest.mark.parametrize("right", RIGHT_ANSWERS, ids=lambda right: right[0])
-def test_another_right_answer_passes_in_200_draws(answers, calls, checks, names, right):
-    slow_ones = ("q1_3", "q3_3", "q4_1")  # their checks wait, or run a model
-    assert _refused(right, answers, calls, checks, names, range(20 if right[1] in slow_ones else 200)) == []
-
-
 @pytest.mark.gpu
-def test_model_answers_run_on_a_gpu(answers, names, tmp_path):
+def test_model_answers_run_on_a_gpu(names, tmp_path):
     """The checks feed CPU tensors; here the same functions get tensors on the GPU, and the Triton file is compiled."""
 
     def close(got, expected):
@@ -236,10 +151,8 @@ def test_model_answers_run_on_a_gpu(answers, names, tmp_path):
         close(names[function](q, k, v), attend(q, k, v))
 
     modules = {}
-    for cell, name in TRITON.items():
-        path = tmp_path / f"{name}.py"
-        path.write_text(_file_text(answers, cell))
-        spec = importlib.util.spec_from_file_location(name, path)
+    for name in ("gemm_triton", "flash_triton"):
+        spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")
         modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(modules[name])
     for dtype in (torch.float32, torch.bfloat16):

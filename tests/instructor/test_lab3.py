@@ -1,7 +1,6 @@
 """Lab 3: the model answers pass every check, each wrong answer loses its question, and the notebook runs."""
 
 import json
-import math
 import re
 from pathlib import Path
 
@@ -13,7 +12,7 @@ pytest.importorskip("triton", reason="lab 3 needs Triton for Gluon itself; there
 
 from instructor.points import lab_path
 from tests.instructor import lab_cases
-from tests.instructor.every_lab import HONEST_DRAWS, EveryLab
+from tests.instructor.every_lab import EveryAnswer, EveryLab
 from tests.instructor.lab3_right_answers import RIGHT_ANSWERS
 from tests.instructor.lab3_wrong_answers import WRONG_ANSWERS
 from utils.checking import gluon_launches as launches
@@ -22,6 +21,15 @@ from utils.labs import lab3_gluon as lab3
 
 LAB = "lab3_gluon"
 BY_HAND = {"q1_2": 4, "q3_3": 4, "q4_2": 4, "q5_4": 6}
+
+
+SETUP = """
+import math
+from functools import partial
+import torch
+from utils import *
+from utils.labs.lab3_gluon import *
+"""  # the part of the notebook's setup cell that answers and their tests use
 
 
 class TestLab(EveryLab):
@@ -150,129 +158,34 @@ def files(cells):
     return {m[1]: m[2] for m in found if m}
 
 
-def _file_of(answers, cell):
-    first = answers[cell].split("\n", 1)[0]
-    return first.removeprefix("%%writefile ") if first.startswith("%%writefile ") else None
-
-
-def _right_source(answers, right):
-    """The source of a cell with another right answer: code that runs after the model answer, or pairs of texts."""
-    _, cell, change = right
-    return f"{answers[cell]}\n\n{change}" if isinstance(change, str) else lab_cases.changed_text(answers[cell], change)
-
-
-def _files_with(answers, files, cell, source):
-    """The files of the lab, one answer cell of which has another source."""
-    file = _file_of(answers, cell)
-    return {**files, file: source.split("\n", 1)[1]} if file else files
-
-
-def _verdicts(calls, checks, answers, files, cell="q1_1", source=""):
-    """Run the checks with another source of one answer cell: {id of a test cell: Verdict}."""
-    source = source or answers[cell]
-    names = lab_cases.run_answers({**answers, cell: source}, {"math": math, "torch": torch})
-    texts = _files_with(answers, files, cell, source)
-    return lab_cases.verdicts_on(calls, {**names, "text_of": texts.__getitem__}, checks)
-
-
-def test_model_answers_pass_with_fresh_inputs(calls, checks, answers, files):
-    assert lab_cases.refusals(_verdicts(lab_cases.drawn(calls, 1), checks, answers, files)) == []
-
-
-@pytest.mark.parametrize("wrong", lab_cases.first_of_each_cell(WRONG_ANSWERS, 4))
-def test_wrong_answer_loses_its_question_alone(calls, checks, answers, files, wrong):
-    """Its own tests run, and those that read the same file or use the same function."""
-    file, source = _file_of(answers, wrong.cell), lab_cases.source_of(answers, wrong)
-    tests = lab_cases.calls_of(wrong.cell, calls)
-    if file:
-        tests |= {test: call for test, call in calls.items() if file in call}
-    else:
-        tests |= lab_cases.calls_reached_by(source, calls, answers)
-    verdicts = _verdicts(tests, checks, answers, files, wrong.cell, source)
-    lab_cases.assert_loses_alone(verdicts, wrong)
-    for message in (verdicts[cell].message for cell in wrong.lost):
-        assert "Traceback" not in message and "/tmp/" not in message
-        if "the simulator stopped" in message:
-            assert re.search(r"line \d+ in \w+: ", message), message
-
-
-@pytest.mark.parametrize("right", lab_cases.first_of_each_cell(RIGHT_ANSWERS, 2))
-def test_another_right_answer_passes(calls, checks, answers, files, right):
-    own = lab_cases.calls_of(right[1], calls)
-    verdicts = _verdicts(own, checks, answers, files, right[1], _right_source(answers, right))
-    assert lab_cases.refusals(verdicts) == []
-
-
-@pytest.mark.overnight
-@pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("simulated_alone")
-@pytest.mark.parametrize("right", RIGHT_ANSWERS, ids=lambda right: right[0])
-def test_another_right_answer_passes_in_many_draws(calls, checks, answers, files, right):
-    """Other inputs, sizes and timings than those of the grading; HONEST_DRAWS=200 draws as many of them as you like."""
-    own, source = lab_cases.calls_of(right[1], calls), _right_source(answers, right)
-    for seed in range(HONEST_DRAWS):
-        verdicts = _verdicts(lab_cases.drawn(own, seed), checks, answers, files, right[1], source)
-        assert lab_cases.refusals(verdicts) == [], seed
-
-
-@pytest.fixture(scope="module")
-def visible(lab, answers):
-    """The notebook after setup and model answers: (its names, {id of a test cell: its visible part})."""
-    names, tests = {"__name__": "notebook"}, {}
-    for cell in nbformat.reads(lab.student, as_version=4).cells:
-        name = cell.metadata.get("nbgrader", {}).get("grade_id")
-        if name == "setup":
-            exec(compile(cell.source, name, "exec"), names)
-        elif cell.cell_type == "code" and lab_cases.has_role(cell, "grade"):
-            tests[name] = cell.source
-    return lab_cases.run_answers(answers, names), tests
-
-
-def _check_visibly(visible, answers, files, cell, source):
-    """Run the visible checks of an answer in the current folder: the message of the one that refuses, or ""."""
-    for file, text in _files_with(answers, files, cell, source).items():
-        Path(file).write_text(text)
-    names, tests = dict(visible[0]), visible[1]
-    lab_cases.run_answers({cell: source}, names)
-    for test in lab_cases.calls_of(cell, tests):
-        try:
-            exec(compile(tests[test], test, "exec"), names)
-        except AssertionError as error:
-            return str(error)
-    return ""
+class TestAnswers(EveryAnswer):
+    right_answers, wrong_answers = RIGHT_ANSWERS, WRONG_ANSWERS
+    quick = 2
+    many_draws = pytest.mark.overnight
 
 
 @pytest.fixture
-def simulated_alone(monkeypatch, tmp_path):
-    """Compiling is slow, and the test concerns the simulated run only."""
-    monkeypatch.chdir(tmp_path)
+def simulated_alone(monkeypatch):
+    """Compiling is slow, and the tests concern the simulated run only."""
     monkeypatch.setattr("utils.machine.device.offline_compile_support", lambda: False)
 
 
-@pytest.mark.usefixtures("simulated_alone")
-@pytest.mark.parametrize("wrong", lab_cases.first_of_each_cell(WRONG_ANSWERS, 1))
-def test_the_notebooks_own_check_names_it(visible, answers, files, wrong):
-    message = _check_visibly(visible, answers, files, wrong.cell, lab_cases.source_of(answers, wrong))
-    assert any(phrase in message for phrase in wrong.phrases), message or "it passes"
-
-
-@pytest.mark.usefixtures("simulated_alone")
-@pytest.mark.parametrize("right", lab_cases.first_of_each_cell(RIGHT_ANSWERS, 1))
-def test_the_notebooks_own_check_accepts_another_right_answer(visible, answers, files, right):
-    assert _check_visibly(visible, answers, files, right[1], _right_source(answers, right)) == ""
-
-
-def test_an_unanswered_or_broken_file_is_a_message(calls, checks, answers, files):
-    call = {"q3_2_tests": calls["q3_2_tests"]}
-    for text, phrase in (
+@pytest.mark.parametrize(
+    ("text", "phrase"),
+    [
         ("def sum_of_squares(:\n", "is no Python"),
         ("import nowhere_to_be_found\ndef sum_of_squares(): pass\n", "may not stand in a file of kernels"),
         ("x = 1\n", "defines no sum_of_squares"),
         ("def sum_of_squares(): pass\n", "should be a @gluon.jit function of"),
-        (files["lab3_tma_ring.py"].replace("### BEGIN SOLUTION", "raise NotImplementedError()"), "not answered yet"),
-    ):
-        (verdict,) = _verdicts(call, checks, answers, {**files, "lab3_tma_ring.py": text}).values()
-        assert not verdict.passed and phrase in verdict.message, verdict.message
+        ("### BEGIN SOLUTION", "not answered yet"),
+    ],
+)
+def test_an_unanswered_or_broken_file_is_a_message(checks, files, text, phrase):
+    if text.startswith("###"):
+        text = files["lab3_tma_ring.py"].replace(text, "raise NotImplementedError()")
+    verdict = checks.tma_ring(text)
+    assert not verdict.passed and phrase in verdict.message, verdict.message
 
 
 @pytest.mark.gpu

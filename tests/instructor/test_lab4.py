@@ -1,11 +1,9 @@
 """Lab 4: the model answers pass every check, each wrong answer loses its question, and the notebook runs."""
 
-import contextlib
 import functools
 import json
 import math
 import re
-import warnings
 
 import pandas as pd
 import pytest
@@ -15,10 +13,9 @@ from instructor.build import ROOT
 from instructor.checks.lab4_sdpa.common import KNOCKED_OUT, knocked_out, reasons_of
 from instructor.course import answered_notebook
 from tests.instructor import lab_cases
-from tests.instructor.every_lab import EveryLab, EveryRightAnswer, slow
+from tests.instructor.every_lab import EveryAnswer, EveryLab, kept_conditions, slow
 from tests.instructor.lab4_right_answers import RIGHT_ANSWERS
 from tests.instructor.lab4_wrong_answers import WRONG_ANSWERS
-from tests.instructor.visible import assert_names_the_mistake
 from utils.attention import AttentionUnsupported, attention, find_backend
 from utils.checking.labs.lab4_sdpa.common import sdpa_switches
 from utils.labs import lab4_sdpa as lab4
@@ -64,51 +61,8 @@ def solved(graded):
     return graded.notebooks["solved"]
 
 
-def test_model_answers_pass_with_fresh_inputs(calls, checks, names):
-    switches, filters = sdpa_switches(), list(warnings.filters)
-    assert lab_cases.refusals(lab_cases.verdicts_on(lab_cases.drawn(calls, 1), names, checks)) == []
-    assert (sdpa_switches(), list(warnings.filters)) == (switches, filters)  # grading leaves nothing behind
-
-
-@contextlib.contextmanager
-def kept_conditions():
-    """Undo what a wrong answer leaves behind: SDPA's switches and the warning filters."""
-    switches = sdpa_switches()
-    try:
-        with warnings.catch_warnings():
-            yield
-    finally:
-        for name, enabled in zip(("flash", "mem_efficient", "math", "cudnn"), switches, strict=False):
-            getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
-
-
-@pytest.mark.parametrize("wrong", lab_cases.first_of_each_cell(WRONG_ANSWERS, 3))
-def test_wrong_answer_is_refused_twice_and_named(answers, calls, checks, names, visible, wrong):
-    """The visible check and the hidden one refuse a wrong answer, each with words that name the mistake."""
-    exec(compile(lab_cases.source_of(answers, wrong), wrong.cell, "exec"), names)
-    with kept_conditions():
-        lab_cases.assert_loses_alone(lab_cases.verdicts_on(lab_cases.calls_of(wrong.cell, calls), names, checks), wrong)
-    scope = visible.scope(names)
-    for test in wrong.lost:
-        with kept_conditions():
-            message = visible.message(test, scope)
-        assert_names_the_mistake(message, wrong)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wrong", lab_cases.first_of_each_cell(WRONG_ANSWERS, 1, pytest.mark.overnight))
-def test_wrong_answer_loses_its_question_alone(answers, calls, checks, names, wrong):
-    """All checks that it reaches run. A mistake of each answer does in the slow set: the others bind the same names."""
-    source = lab_cases.source_of(answers, wrong)
-    exec(compile(source, wrong.cell, "exec"), names)
-    reached = lab_cases.calls_reached_by(source, calls, answers) | lab_cases.calls_of(wrong.cell, calls)
-    with kept_conditions():
-        verdicts = lab_cases.verdicts_on(reached, names, checks)
-    lab_cases.assert_loses_alone(verdicts, wrong)
-
-
-class TestRightAnswers(EveryRightAnswer):
-    right_answers = RIGHT_ANSWERS
+class TestAnswers(EveryAnswer):
+    right_answers, wrong_answers = RIGHT_ANSWERS, WRONG_ANSWERS
 
 
 def test_a_merge_of_log_sum_exps_to_base_2_is_named(visible, names):
@@ -250,19 +204,6 @@ def test_recorded_results_answer_the_questions(names, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def recorded():
-    """The tables that were recorded on an H200, by name."""
-    tables = json.loads((ROOT / "assets/results/h200/lab4.json").read_text())["tables"]
-    return {name: pd.DataFrame(rows) for name, rows in tables.items()}
-
-
-@pytest.fixture(scope="module")
-def prose(cells):
-    """All text of the instructor's notebook, without line breaks."""
-    return " ".join(" ".join(c.source for c in cells if c.cell_type == "markdown").split())
-
-
-@pytest.fixture(scope="module")
 def grid():
     """The recorded sweep, one row a shape and backend."""
     rows = pd.DataFrame(json.loads((ROOT / "assets/results/h200/sdpa_grid.json").read_text())["rows"])
@@ -270,11 +211,6 @@ def grid():
     sizes = ["kind", "pass", "batch", "heads", "kv_heads", "seq_len_q", "seq_len_kv", "head_dim", "causal"]
     rows["shape"], rows["is_default"] = rows.groupby(sizes).ngroup(), rows["is_default"].eq(True)
     return rows
-
-
-def test_every_recorded_table_that_is_shown_exists(cells, recorded):
-    shown = set(re.findall(r'show_recorded\("(\w+)"\)', "\n".join(c.source for c in cells)))
-    assert shown and shown <= set(recorded)
 
 
 def test_kernels_are_for_the_chips_that_the_text_names(prose, recorded):

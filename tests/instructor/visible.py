@@ -5,7 +5,6 @@ import contextlib
 import io
 from collections.abc import Iterable
 
-from tests.instructor import lab_cases
 from utils.checking import AnswerNeeded
 
 
@@ -58,10 +57,3 @@ class VisibleChecks:
 
 def _is_graded(facts) -> bool:
     return bool(facts.get("grade") or facts.get("solution"))
-
-
-def assert_names_the_mistake(message: str | None, wrong: lab_cases.WrongAnswer) -> None:
-    """Check that a visible check refuses a wrong answer, once, with words that name the mistake."""
-    assert message is not None, f"the visible check accepts {wrong.mistake!r}"
-    assert message.count("Question") + message.count("Bonus") == 1, message
-    assert any(phrase.lower() in message.lower() for phrase in wrong.phrases), message

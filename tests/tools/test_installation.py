@@ -17,7 +17,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tools import environment
+from tools import environment, lock
 from utils.files import ROOT
 
 PROJECT = environment.load_project()
@@ -86,13 +86,13 @@ def test_the_installed_packages_are_the_pinned_ones():
 
 
 def test_nothing_comes_from_a_git_branch_or_an_address():
-    for text in [*ALL_REQUIREMENTS, environment.CONSTRAINTS.read_text(), environment.CONDA_FILE.read_text()]:
+    for text in [*ALL_REQUIREMENTS, environment.CONSTRAINTS.read_text(), lock.CONDA_FILE.read_text()]:
         assert "git+" not in text and "://" not in text and " @ " not in text
 
 
 def test_environment_yml_is_what_pyproject_says():
-    assert environment.CONDA_FILE.read_text() == environment.conda_environment(PROJECT)
-    parsed = yaml.safe_load(environment.CONDA_FILE.read_text())
+    assert lock.CONDA_FILE.read_text() == lock.conda_environment(PROJECT)
+    parsed = yaml.safe_load(lock.CONDA_FILE.read_text())
     pip_lines = parsed["dependencies"][-1]["pip"]
     assert set(PROJECT["dependencies"]) <= set(pip_lines)
     assert "--editable ." in pip_lines
@@ -108,9 +108,9 @@ def test_the_lock_keeps_to_the_pythons_of_the_project():
     )
     expected = [line for line in pins.splitlines() if "3.8.0" not in line]
     expected[2] = "triton==3.7.1 ; sys_platform == 'linux'"
-    assert environment.keep_allowed_pythons(pins, ">=3.11,<3.13").splitlines() == expected
+    assert lock.keep_allowed_pythons(pins, ">=3.11,<3.13").splitlines() == expected
     locked = environment.CONSTRAINTS.read_text()
-    assert environment.keep_allowed_pythons(locked, PROJECT["requires-python"]) == locked, "run `make lock`"
+    assert lock.keep_allowed_pythons(locked, PROJECT["requires-python"]) == locked, "run `make lock`"
 
 
 def test_pins_of_the_host_are_dropped():
@@ -199,7 +199,7 @@ def test_students_get_neither_graders_nor_testers_tools():
     assert "--extra grading --extra test" in run_make("--dry-run", "test").stdout
     names = {environment.requirement_name(line) for line in PROJECT["dependencies"]}
     assert not names & {"pytest", "ruff", "mypy", "distributed", "uv"}
-    assert "distributed" not in environment.CONDA_FILE.read_text()
+    assert "distributed" not in lock.CONDA_FILE.read_text()
 
 
 def test_uv_gets_the_indexes_of_pip():

@@ -125,30 +125,12 @@ def test_an_unknown_dtype_names_the_nearest_and_the_known():
             get_ridge_point("A100", wrong)
 
 
-def test_gemma_config_is_gemma_3_270m():
+def test_gemma_config_has_a_full_layer_after_five_that_slide():
     from transformers import Gemma3TextConfig
 
     from utils.config import GEMMA_CONFIG
 
     assert isinstance(GEMMA_CONFIG, Gemma3TextConfig)
-    documented = {
-        "hidden_size": 640,
-        "intermediate_size": 2048,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "head_dim": 256,
-        "num_hidden_layers": 18,
-        "sliding_window": 512,
-        "vocab_size": 262_144,
-        "max_position_embeddings": 32_768,
-        "query_pre_attn_scalar": 256,
-        "rms_norm_eps": 1e-6,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "attn_logit_softcapping": None,
-        "tie_word_embeddings": True,
-    }
-    assert {name: getattr(GEMMA_CONFIG, name) for name in documented} == documented
     full = [layer for layer, kind in enumerate(GEMMA_CONFIG.layer_types) if kind == "full_attention"]
     assert full == [5, 11, 17]
     assert len(GEMMA_CONFIG.layer_types) == 18

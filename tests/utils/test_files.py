@@ -26,10 +26,6 @@ def test_a_missing_table_or_record_is_reported(tmp_path, capsys):
     assert capsys.readouterr().out == f"No recorded table 'race' in {path}.\nNo recorded table 'cliff' in {path}.\n"
 
 
-# Tables that a lab makes now and did not make when it was recorded; the notebook says that there is none.
-NOT_RECORDED_YET: dict[int, set[str]] = {}
-
-
 @pytest.mark.parametrize("lab", [1, 2, 3, 4])
 def test_every_table_that_a_lab_shows_is_recorded(lab, capsys):
     sources = [
@@ -39,7 +35,7 @@ def test_every_table_that_a_lab_shows_is_recorded(lab, capsys):
     ]
     shown = re.findall(r'^ *show_recorded\("(\w+)"', "\n".join(sources), flags=re.MULTILINE)
     assert shown
-    for table in set(shown) - NOT_RECORDED_YET.get(lab, set()):
+    for table in set(shown):
         assert len(recorded_table(ROOT / f"assets/results/h200/lab{lab}.json", table)), table
 
 

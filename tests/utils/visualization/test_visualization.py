@@ -1,5 +1,6 @@
 """Plots: documented names and returns, units that are checked, labels that never overlap, no global state."""
 
+import functools
 import itertools
 import math
 import time
@@ -27,25 +28,21 @@ from utils.visualization.style import CARD, SERIES, luminance, plain
 
 DOCUMENTED = {"gemm_1024": 341.3, "gemv_1024": 1.0}
 SIZES, TILED, TORCH = [128, 256, 512, 1024], [0.05, 0.2, 0.9, 6.0], [0.008, 0.009, 0.012, 0.04]
+FRAME = pd.DataFrame(
+    {
+        "seq_len": [512, 1024, 2048, 4096],
+        "sdpa_ms": [0.08, 0.21, 0.75, 2.9],
+        "flash_ms": [0.05, 0.08, 0.18, 0.55],
+        "sdpa_mem_gb": [0.02, 0.07, 0.28, 1.1],
+        "flash_mem_gb": [0.008, 0.016, 0.033, 0.067],
+    }
+)
 
 
 @pytest.fixture(autouse=True)
 def _close_figures():
     yield
     plt.close("all")
-
-
-@pytest.fixture
-def attention_frame() -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            "seq_len": [512, 1024, 2048, 4096],
-            "sdpa_ms": [0.08, 0.21, 0.75, 2.9],
-            "flash_ms": [0.05, 0.08, 0.18, 0.55],
-            "sdpa_mem_gb": [0.02, 0.07, 0.28, 1.1],
-            "flash_mem_gb": [0.008, 0.016, 0.033, 0.067],
-        }
-    )
 
 
 def events() -> list[dict]:
@@ -61,18 +58,13 @@ def events() -> list[dict]:
     return [dict(zip(keys, row, strict=True)) for row in rows]
 
 
-def all_plots(frame: pd.DataFrame) -> dict:
-    """One call of each plot."""
-    return {
-        "roofline": lambda **kw: plot_roofline("A100", 19.5, 2.0, DOCUMENTED, measured={"gemm": (300, 14.0)}, **kw),
-        "gemm": lambda **kw: plot_gemm_torch_matmul_latency(SIZES, TILED, TORCH, **kw),
-        "flash": lambda **kw: plot_flash_attn_improvement(frame, **kw),
-        "timeline": lambda **kw: plot_timeline(events(), **kw),
-        "rows": lambda **kw: plot_latency({"eager": 1.9, "compiled": (0.71, 0.70, 0.73)}, **kw),
-    }
-
-
-PLOTS = ["roofline", "gemm", "flash", "timeline", "rows"]
+PLOTS = {
+    "roofline": functools.partial(plot_roofline, "A100", 19.5, 2.0, DOCUMENTED, measured={"gemm": (300, 14.0)}),
+    "gemm": functools.partial(plot_gemm_torch_matmul_latency, SIZES, TILED, TORCH),
+    "flash": functools.partial(plot_flash_attn_improvement, FRAME),
+    "timeline": functools.partial(plot_timeline, events()),
+    "rows": functools.partial(plot_latency, {"eager": 1.9, "compiled": (0.71, 0.70, 0.73)}),
+}
 
 
 def text_boxes(figure: Figure) -> list[tuple[str, np.ndarray]]:
@@ -131,8 +123,8 @@ def test_documented_roofline_example():
 
 
 @pytest.mark.parametrize("name", PLOTS)
-def test_returns_figure_and_axes_and_draws_in_given_axes(name, attention_frame):
-    plot = all_plots(attention_frame)[name]
+def test_returns_figure_and_axes_and_draws_in_given_axes(name):
+    plot = PLOTS[name]
     figure, axes = plot()
     assert isinstance(figure, Figure)
     count = 2 if name == "flash" else 1
@@ -147,29 +139,81 @@ def test_returns_figure_and_axes_and_draws_in_given_axes(name, attention_frame):
 
 
 @pytest.mark.parametrize("name", PLOTS)
-def test_ax_of_the_wrong_kind_is_refused(name, attention_frame):
+def test_ax_of_the_wrong_kind_is_refused(name):
     with pytest.raises(ValueError, match="ax must be"):
-        all_plots(attention_frame)[name](ax="here")
+        PLOTS[name](ax="here")
     with pytest.raises(ValueError, match="ax must be"):
-        all_plots(attention_frame)[name](ax=plt.subplots(1, 3)[1])
+        PLOTS[name](ax=plt.subplots(1, 3)[1])
 
 
-def test_global_style_is_never_changed(attention_frame):
+def roofline(**arguments):
+    return plot_roofline(**{"gpu_name": "A100", "peak_flops": 19.5, "peak_bandwidth": 2.0, **arguments})
+
+
+def flash(**columns):
+    """The frame of attention with other columns."""
+    return plot_flash_attn_improvement(FRAME.assign(**columns))
+
+
+REFUSED = {
+    "gpu_name is None; it is the name in the title": lambda: roofline(gpu_name=None),
+    r"peak_flops is in TFLOP/s.*pass 19\.5": lambda: roofline(peak_flops=19.5e12),
+    "peak_flops must be positive and finite": lambda: roofline(peak_flops=math.nan),
+    "peak_flops must be a number in TFLOP/s, got 'fast'": lambda: roofline(peak_flops="fast"),
+    r"peak_bandwidth is in TB/s.*pass 2\.039 if it is in GB/s": lambda: roofline(peak_bandwidth=2039),
+    "operations is empty": lambda: roofline(operations={}),
+    r"operations\['gemm'\] must be positive": lambda: roofline(operations={"gemm": 0}),
+    r"measured\['gemm'\] must be \(FLOPs/Byte, TFLOP/s\)": lambda: roofline(measured={"gemm": 14.0}),
+    r"fp8.*fp32": lambda: roofline(measured={"gemm": (400.0, 33.5, "fp8")}, peaks={"fp32": 67}),
+    r"peaks\['fp16'\]": lambda: roofline(peaks={"fp16": 312e12}),
+    "sizes is empty": lambda: plot_gemm_torch_matmul_latency([], [], []),
+    "holds 3 latencies for 4 sizes": lambda: plot_gemm_torch_matmul_latency(SIZES, TILED[:3], TORCH),
+    "gemm_tiled_latency_ms at n=512 must be positive and finite": lambda: plot_gemm_torch_matmul_latency(
+        SIZES, [0.05, 0.2, math.nan, 6.0], TORCH
+    ),
+    r"\[128\] more than once": lambda: plot_gemm_torch_matmul_latency([128, 128, 256, 512], TILED, TORCH),
+    "torch_matmul_latency_ms at n=128.*looks like seconds": lambda: plot_gemm_torch_matmul_latency(
+        SIZES, TILED, [ms / 1e3 for ms in TORCH]
+    ),
+    r"means 1e\+06 TFLOP/s.*looks like seconds": lambda: plot_gemm_torch_matmul_latency([8192], [0.0011], [0.0011]),
+    r"interval \[3, 4\] ms does not hold the median": lambda: plot_latency({"a": (2.0, 3.0, 4.0)}),
+    "mixes": lambda: plot_latency({"a": 1.0, "b": {1: 2.0}}),
+    "results is empty": lambda: plot_latency({}),
+    "no column 'flash_ms'; it has": lambda: plot_flash_attn_improvement(FRAME.drop(columns="flash_ms")),
+    "df has no rows": lambda: plot_flash_attn_improvement(FRAME.iloc[:0]),
+    "must be a pandas DataFrame": lambda: plot_flash_attn_improvement(FRAME.to_dict()),
+    "sdpa_ms is NaN where its memory is not": lambda: flash(sdpa_ms=[1, math.nan, 1, 1]),
+    "sdpa_ms is NaN at every length": lambda: flash(sdpa_ms=math.nan, sdpa_mem_gb=math.nan),
+    "looks like MB or bytes": lambda: flash(sdpa_mem_gb=FRAME.sdpa_mem_gb * 1e9),
+    "must pair up": lambda: plot_flash_attn_improvement(FRAME, latency_cols=["sdpa_ms"]),
+    "labels": lambda: plot_flash_attn_improvement(FRAME, labels=["one"]),
+    "holds no events": lambda: plot_timeline([]),
+    "must be events, a profile or a Chrome trace's path, got int": lambda: plot_timeline(3),
+    "event 0 lacks category, start_us": lambda: plot_timeline([{"name": "x"}]),
+    "duration_us must be finite and not negative": lambda: plot_timeline([{**events()[0], "duration_us": -1.0}]),
+    "max_depth": lambda: plot_timeline(events(), max_depth=0),
+    "start before end": lambda: plot_timeline(events(), window_ms=(1, 0)),
+    r"holds none of the 5 events; they end at 0\.1 ms": lambda: plot_timeline(events(), window_ms=(5, 6)),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_plot_refuses_in_a_sentence_and_leaves_no_empty_figure(message):
+    with pytest.raises(ValueError, match=message):
+        REFUSED[message]()
+    assert plt.get_fignums() == []
+
+
+def test_a_dark_global_style_is_left_as_it_is_and_does_not_hide_the_ink():
     with plt.style.context("dark_background"):
         plt.figure()  # settles the backend, which pyplot writes into rcParams on first use
         before = dict(matplotlib.rcParams)
-        for plot in all_plots(attention_frame).values():
-            figure, _ = plot()
+        figures = [plot()[0] for plot in PLOTS.values()]
+        for figure in figures:
             figure.canvas.draw()
         assert dict(matplotlib.rcParams) == before
-
-
-def test_a_dark_global_style_does_not_hide_the_ink():
-    with plt.style.context("dark_background"):
-        figure, _ = plot_roofline("A100", 19.5, 2.0, DOCUMENTED)
-        figure.canvas.draw()
-    assert 0.6 < luminance(figure.get_facecolor()) < 0.8  # neither white on a dark page nor dark under the ink
-    for text in figure.findobj(matplotlib.text.Text):
+    assert 0.6 < luminance(figures[0].get_facecolor()) < 0.8  # neither white on a dark page nor dark under the ink
+    for text in figures[0].findobj(matplotlib.text.Text):
         if text.get_visible() and text.get_text():
             assert luminance(text.get_color()) < 0.3, text.get_text()
 
@@ -252,10 +296,9 @@ def test_a_point_above_the_roof_is_flagged_in_words_and_does_not_raise():
 
 
 def test_a_point_exactly_on_the_roof_is_not_flagged_and_one_just_above_is():
-    _, axes = plot_roofline("A100", 19.5, 2.0, measured={"at": (300.0, 19.5)})
-    assert "at  100%" in labels(axes) and not any("Above" in word for word in labels(axes))
-    _, axes = plot_roofline("A100", 19.5, 2.0, measured={"over": (300.0, 19.52)})
-    assert "over  100.1%" in labels(axes) and any("Above" in word for word in labels(axes))
+    for reached, share, flagged in ((19.5, "100%", False), (19.52, "100.1%", True)):
+        words = labels(roofline(measured={"gemm": (300.0, reached)})[1])
+        assert f"gemm  {share}" in words and any("Above" in word for word in words) is flagged
 
 
 def test_several_dtype_roofs():
@@ -276,32 +319,6 @@ def test_several_dtype_roofs():
     assert len({str(line.get_linestyle()) + line.get_color() for line in flat}) == len(flat)
 
 
-def test_a_measured_point_on_an_unknown_roof_is_refused():
-    with pytest.raises(ValueError, match=r"fp8.*fp32"):
-        plot_roofline("H200", 989, 4.8, measured={"gemm": (400.0, 33.5, "fp8")}, peaks={"fp32": 67})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(gpu_name=None), "gpu_name is None; it is the name in the title"),
-        (dict(peak_flops=19.5e12), r"peak_flops is in TFLOP/s.*pass 19\.5"),
-        (dict(peak_flops=math.nan), "peak_flops must be positive and finite"),
-        (dict(peak_flops="fast"), "peak_flops must be a number in TFLOP/s, got 'fast'"),
-        (dict(peak_bandwidth=2039), r"peak_bandwidth is in TB/s.*pass 2\.039 if it is in GB/s"),
-        (dict(operations={}), "operations is empty"),
-        (dict(operations={"gemm": 0}), r"operations\['gemm'\] must be positive"),
-        (dict(measured={"gemm": 14.0}), r"measured\['gemm'\] must be \(FLOPs/Byte, TFLOP/s\)"),
-        (dict(peaks={"fp16": 312e12}), r"peaks\['fp16'\]"),
-    ],
-)
-def test_roofline_refuses_in_a_sentence(arguments, message):
-    before = plt.get_fignums()
-    with pytest.raises(ValueError, match=message):
-        plot_roofline(**{"gpu_name": "A100", "peak_flops": 19.5, "peak_bandwidth": 2.0, **arguments})
-    assert plt.get_fignums() == before  # no empty figure is left for the notebook to show
-
-
 @pytest.mark.parametrize(("peak", "bandwidth"), [(0.2, 0.08), (0.98, 0.085), (989, 4.8), (4500, 8.0), (0.001, 0.01)])
 def test_every_machine_gets_room_around_its_ridge(peak, bandwidth):
     _, axes = plot_roofline("machine", peak, bandwidth)
@@ -315,7 +332,7 @@ def test_every_machine_gets_room_around_its_ridge(peak, bandwidth):
 
 
 def test_a_laptops_roof_is_in_gflops():
-    _, axes = plot_roofline("laptop", 0.0257, 0.00564, measured={"gemm": (3.0, 0.0128)})
+    _, axes = roofline(peak_flops=0.0257, peak_bandwidth=0.00564, measured={"gemm": (3.0, 0.0128)})
     assert axes.get_ylabel().endswith("(GFLOP/s)") and {"5.64 GB/s", "25.7 GFLOP/s"} <= {*labels(axes)}
 
 
@@ -412,10 +429,10 @@ def test_axes_too_small_for_all_labels_say_so():
 
 
 @pytest.mark.parametrize("name", PLOTS)
-def test_no_text_overlaps_in_any_plot_and_nothing_is_warned_of(name, attention_frame):
+def test_no_text_overlaps_in_any_plot_and_nothing_is_warned_of(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        figure, _ = all_plots(attention_frame)[name]()
+        figure, _ = PLOTS[name]()
         assert overlaps(figure) == []
 
 
@@ -460,24 +477,6 @@ def test_gemm_latency_draws_the_numbers_it_was_given():
     assert {"gemm_tiled", "torch.matmul", "150x"} <= set(labels(axes))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([], [], []), "sizes is empty"),
-        ((SIZES, TILED[:3], TORCH), "gemm_tiled_latency_ms holds 3 latencies for 4 sizes"),
-        ((SIZES, [0.05, 0.2, math.nan, 6.0], TORCH), "gemm_tiled_latency_ms at n=512 must be positive and finite"),
-        (([128, 128, 256, 512], TILED, TORCH), r"\[128\] more than once"),
-        # seconds on an axis in ms
-        ((SIZES, TILED, [t / 1e3 for t in TORCH]), "torch_matmul_latency_ms at n=128.*looks like seconds"),
-        (([8192], [0.0011], [0.0011]), r"means 1e\+06 TFLOP/s.*looks like seconds"),
-    ],
-)
-def test_gemm_latency_refuses_in_a_sentence(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        plot_gemm_torch_matmul_latency(*arguments)
-    assert plt.get_fignums() == []
-
-
 class _Measured:
     """What the plots read of a Measurement."""
 
@@ -490,71 +489,39 @@ def test_latencies_carry_intervals():
     words = labels(axes)
     assert words == ["2 ms  [1.9, 2.2]", "1 ms  [0.9, 1.1]", "3 ms"]
     assert "(ms)" in axes.get_xlabel()
-    with pytest.raises(ValueError, match=r"interval \[3, 4\] ms does not hold the median"):
-        plot_latency({"a": (2.0, 3.0, 4.0)})
-    with pytest.raises(ValueError, match="mixes"):
-        plot_latency({"a": 1.0, "b": {1: 2.0}})
-    with pytest.raises(ValueError, match="results is empty"):
-        plot_latency({})
 
 
 # ---- flash attention ----
 
 
-def test_flash_lines_are_the_columns(attention_frame):
-    _, (latency, memory) = plot_flash_attn_improvement(attention_frame)
+def test_flash_lines_are_the_columns():
+    _, (latency, memory) = plot_flash_attn_improvement(FRAME)
     for axes, columns in ((latency, ["sdpa_ms", "flash_ms"]), (memory, ["sdpa_mem_gb", "flash_mem_gb"])):
         for line, column in zip(axes.lines, columns, strict=True):
-            assert list(line.get_ydata()) == pytest.approx(list(attention_frame[column]))
+            assert list(line.get_ydata()) == pytest.approx(list(FRAME[column]))
     assert "ms" in latency.get_ylabel() and "GB" in memory.get_ylabel()
     assert {tick.get_text() for tick in latency.get_xticklabels()} == {"512", "1024", "2048", "4096"}
     assert {"1.6x", "2.6x", "4.2x", "5.3x"} <= set(labels(latency))
 
 
-def test_flash_takes_other_columns_and_sorts(attention_frame):
-    other = attention_frame.rename(columns={"seq_len": "S", "sdpa_ms": "math_ms", "flash_ms": "cudnn_ms"})[::-1]
+def test_flash_takes_other_columns_and_sorts():
+    other = FRAME.rename(columns={"seq_len": "S", "sdpa_ms": "math_ms", "flash_ms": "cudnn_ms"})[::-1]
     _, (latency, _) = plot_flash_attn_improvement(other, ["math_ms", "cudnn_ms"], ["sdpa_mem_gb", "flash_mem_gb"], "S")
     assert [text.get_text() for text in latency.get_legend().get_texts()] == ["math", "cudnn"]
     assert list(latency.lines[0].get_ydata()) == pytest.approx([0.08, 0.21, 0.75, 2.9])
 
 
-def test_flash_memory_below_a_gigabyte_is_in_megabytes(attention_frame):
-    small = attention_frame.assign(sdpa_mem_gb=0.25, flash_mem_gb=0.125)
-    _, (_, memory) = plot_flash_attn_improvement(small)
+def test_flash_memory_below_a_gigabyte_is_in_megabytes():
+    _, (_, memory) = plot_flash_attn_improvement(FRAME.assign(sdpa_mem_gb=0.25, flash_mem_gb=0.125))
     assert "MB" in memory.get_ylabel() and list(memory.lines[0].get_ydata()) == pytest.approx([250] * 4)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda df: df.drop(columns="flash_ms"), "no column 'flash_ms'; it has"),
-        (lambda df: df.iloc[:0], "df has no rows"),
-        (lambda df: df.assign(sdpa_ms=[1, math.nan, 1, 1]), "sdpa_ms is NaN where its memory is not"),
-        (lambda df: df.assign(sdpa_ms=math.nan, sdpa_mem_gb=math.nan), "sdpa_ms is NaN at every length"),
-        (lambda df: df.assign(sdpa_mem_gb=df.sdpa_mem_gb * 1e9), "looks like MB or bytes"),
-        (lambda df: df.to_dict(), "must be a pandas DataFrame"),
-    ],
-)
-def test_flash_refuses_in_a_sentence(attention_frame, change, message):
-    with pytest.raises(ValueError, match=message):
-        plot_flash_attn_improvement(change(attention_frame))
-    assert plt.get_fignums() == []
-
-
-def test_flash_draws_what_ran_out_of_memory(attention_frame):
-    last = attention_frame.index[-1]
-    attention_frame.loc[last, ["sdpa_ms", "sdpa_mem_gb"]] = math.nan
-    figure, axes = plot_flash_attn_improvement(attention_frame)
+def test_flash_draws_what_ran_out_of_memory():
+    last = {name: [*FRAME[name][:-1], math.nan] for name in ("sdpa_ms", "sdpa_mem_gb")}
+    figure, axes = flash(**last)
     for ax in axes:
         assert [text.get_text() for text in ax.texts].count("out of memory") == 1
     figure.canvas.draw()
-
-
-def test_flash_columns_must_pair_up(attention_frame):
-    with pytest.raises(ValueError, match="must pair up"):
-        plot_flash_attn_improvement(attention_frame, latency_cols=["sdpa_ms"])
-    with pytest.raises(ValueError, match="labels"):
-        plot_flash_attn_improvement(attention_frame, labels=["one"])
 
 
 # ---- timeline ----
@@ -604,11 +571,11 @@ def test_timeline_window_and_depth():
 
 def test_timeline_draws_thousands_of_events_quickly():
     many = [
-        dict(name=f"op{i}", category="cpu_op", start_us=10.0 * i, duration_us=8.0, lane="thread") for i in range(20_000)
+        dict(name=f"op{i}", category="cpu_op", start_us=10.0 * i, duration_us=8.0, lane="thread") for i in range(5_000)
     ]
     figure, axes = plot_timeline(many)
     figure.canvas.draw()
-    assert len(bars(axes)["#8cc5e8"]) == 20_000
+    assert len(bars(axes)["#8cc5e8"]) == 5_000
     assert len(axes.texts) <= 200
 
 
@@ -619,30 +586,6 @@ def test_timeline_draws_a_finished_profile():
     figure, axes = plot_timeline(prof)
     assert any("aten::" in word for word in [text.get_text() for text in axes.texts])
     assert overlaps(figure) == []
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ([], "holds no events"),
-        (3, "must be events, a profile or a Chrome trace's path, got int"),
-        ([{"name": "x"}], "event 0 lacks category, start_us"),
-        ([{**events()[0], "duration_us": -1.0}], "duration_us must be finite and not negative"),
-    ],
-)
-def test_timeline_refuses_in_a_sentence(given, message):
-    with pytest.raises(ValueError, match=message):
-        plot_timeline(given)
-    assert plt.get_fignums() == []
-
-
-def test_timeline_options_are_checked():
-    with pytest.raises(ValueError, match="max_depth"):
-        plot_timeline(events(), max_depth=0)
-    with pytest.raises(ValueError, match="start before end"):
-        plot_timeline(events(), window_ms=(1, 0))
-    with pytest.raises(ValueError, match=r"holds none of the 5 events; they end at 0\.1 ms"):
-        plot_timeline(events(), window_ms=(5, 6))
 
 
 # ---- numbers ----
