@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from utils.checking import expect_number
+from utils.checking import expect_items, expect_number
 from utils.checking.answers import by_value as by_value
 from utils.checking.memory import expect_follows_device as expect_follows_device
 from utils.checking.memory import poisoned_memory as poisoned_memory
@@ -125,8 +125,7 @@ def expect_counts(
     mistakes: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
     """Assert a tuple of numbers; `mistakes` maps a hint to the tuple that the mistake leads to."""
-    if not isinstance(got, tuple | list) or len(got) != len(expected):
-        raise AssertionError(f"{what} should be ({', '.join(units)}), {len(expected)} numbers, and is {got!r}.")
+    expect_items(got, ", ".join(units), what)
     for i, unit in enumerate(units):
         known = {hint: numbers[i] for hint, numbers in (mistakes or {}).items()}
         expect_value(got[i], expected[i], unit, f"{what}[{i}]", known)

@@ -17,10 +17,10 @@
 #
 # ![One token through one layer of Gemma-3 on an H200, on a logarithmic axis: 1,608 µs launched kernel by kernel, 168 µs in a CUDA graph, 158 µs with a better attention kernel, and a floor of 2.3 µs](assets/lab1_decode_step.svg)
 #
-# An H200 can do 989 trillion bf16 operations a second. While a layer of Gemma-3 writes a reply to one user, word after
-# word, it does less than one hundredth of a percent of that. Nothing is broken. The chip is waiting: for memory, and for
-# the program that feeds it. Memory alone would allow three to four hundred times as much. (This holds after 8,192 tokens, more
-# than in the picture.)
+# An H200 can do 989 trillion bf16 operations a second. While a layer of Gemma-3 adds one word to a long reply,
+# it does less than one hundredth of a percent of that. Nothing is broken. The chip is waiting: for memory, and for
+# the program that feeds it. Memory alone would allow three to four hundred times as much. (Long is 8,192 tokens here; the
+# picture shows a token after 512.)
 #
 # In this lab you find out who makes it wait, by formulas, measurements and kernels of your own. You need Python and
 # PyTorch tensors, but no GPU.
@@ -106,7 +106,7 @@ def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 #
 # - **Run the cells in order.** After a restart of the notebook, a cell says which earlier one it needs.
 # - **Predict first.** Where it says *Before you run*, write your guess into the line `guesses[...] = None`. What was measured
-#   is printed beside it, with the score: you against the machine. A wrong guess teaches more than a right table.
+#   is printed beside it, with the score: you against the machine. A wrong guess teaches more than none.
 # - **Solve it the ordinary way, and you will never meet a rule.** What a check counts is folded below its question, and hints
 #   below that.
 #
@@ -191,7 +191,7 @@ def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 #
 # ![The memory hierarchy: each level is slower than the one above it, and none is smaller](assets/memory_hierarchy.svg)
 #
-# A bf16 number has 8 significant bits: beside a large sum, a new product is lost. So tensor cores, and every library, take
+# A bf16 number has 8 significant bits: beside a large sum, a new product is lost. So tensor cores and libraries read
 # narrow numbers, and multiply and add in wide ones.
 
 # %%
@@ -201,7 +201,7 @@ check_full_sum(full_sum)
 # %% [markdown]
 # ### Question 1.2: Tiled GEMM {points}
 #
-# Loop over the tiles of $C$, and over the steps along $K$. Multiply two tiles from elementwise products and sums: column $k$ of
+# Loop over the tiles of $C$, and over the steps along $K$. Multiply two tiles by elementwise products and sums: column $k$ of
 # the $A$ tile times row $k$ of the $B$ tile, broadcast, is an *outer product*; add up `tile_k` of them. Every size works: tiles
 # that do not divide the matrix, are larger than it, or are not square.
 #
@@ -305,8 +305,8 @@ plot_calls(times_ms, without_wait_ms, harness_ms, f"The same layer, n = {n}, 200
 # %% [markdown]
 # `benchmark_latency` first calls the function a few times without looking at the clock (*warm-up*), then measures many
 # calls, and returns their mean. On a GPU it lets the device itself take the time, with events in the queue. `measure` and
-# `compare` keep every sample, and give medians with intervals. From here on the lab compares medians, of calls that take
-# turns, so that a disturbance hits both sides alike.
+# `compare` keep every sample, and give medians with intervals. From here on the lab compares medians of calls that take
+# turns: a disturbance then hits both sides alike.
 #
 # **Explain** (3 to 6 sentences, with numbers from your run):
 # 1. Why is the first call slow, and why is warm-up right for a benchmark?
@@ -692,11 +692,11 @@ def smallest_compute_bound_gemm(ridge: float, dtype: torch.dtype) -> int:
 ### TESTS q2_3_tests, 4 points: check_achieved_and_smallest(achieved_tflops, smallest_compute_bound_gemm)
 
 # %% [markdown]
-# Now measure. The roof below is this machine's: from the datasheet if it is a GPU the course knows, measured otherwise.
+# Now measure. The roof below is that of this machine. It comes from the datasheet if the course knows the GPU, and is measured otherwise.
 # The product of two large matrices gives the ceiling, the copy of a large buffer gives the slope.
 #
-# **Before you run.** Where will the large GEMM land, in percent of its roof? The small one? The large GEMV, which reads
-# a matrix far larger than any cache, and the small one, which fits into it?
+# **Before you run.** Where will the large GEMM land, in percent of its roof? The small one? The large GEMV, whose
+# matrix is far larger than any cache, and the small one, whose matrix fits into a cache?
 
 # %%
 guesses["percent of its roof: smallest gemm"] = None
@@ -818,7 +818,7 @@ print(f"{'layer_types':22} {' '.join(kind.removesuffix('_attention') for kind in
 #
 # There are `kv_len` tokens so far, and the last `query_len` of them are the queries. (Prefill: the two are equal. Decode:
 # `query_len` is 1.) A query at position $p$ attends to the keys at positions $0 \dots p$ (*causal* attention); with a window of
-# $w$ to the last $w$ of these only.
+# $w$ to the last $w$ of these.
 #
 # 1. `attended_pairs`: the (query, key) pairs of one head of one sequence. `window=None` means no window.
 # 2. `attention_macs_flops_bytes`: the cost of the five operators in the picture.
@@ -858,7 +858,7 @@ def attention_macs_flops_bytes(
     return macs, 2 * macs, elements * dtype.itemsize
     ### END SOLUTION
 ### TESTS q3_1_pairs_tests, 3 points: check_attended_pairs(attended_pairs)
-### TESTS q3_1_cost_tests, 5 points: check_attention_cost(attention_macs_flops_bytes, lambda *place: attended_pairs(*place))
+### TESTS q3_1_cost_tests, 6 points: check_attention_cost(attention_macs_flops_bytes, lambda *place: attended_pairs(*place))
 
 # %% [markdown]
 # ### Question 3.2: The MLP and the norms {points}
@@ -931,54 +931,36 @@ _, flops, n_bytes = mlp_macs_flops_bytes(your_tokens, config, torch.bfloat16)
 on_the_ridge(flops / n_bytes, get_ridge_point("H200", "bf16"))
 
 # %% [markdown]
-# **The scoreboard.** Your counts give its lowest line, the floor: the bytes of one layer's decode step, over the bandwidth of an
-# H200. No program can be faster. Everything above it is yours to explain.
+# ## Ask PyTorch
+#
+# Never trust a count that nothing has checked. PyTorch counts too: `FlopCounterMode` watches the operators that run, and adds up
+# the FLOPs of the matrix products.
+#
+# **Before you run.** Prefill of 2 texts of 640 tokens. How many times your FLOPs will PyTorch count for eager attention, and how many
+# times for SDPA?
 
 # %%
-step_bytes = attention_macs_flops_bytes(1, 1, 513, config, torch.bfloat16)[2] + mlp_macs_flops_bytes(1, config, torch.bfloat16)[2]
-scoreboard(memory=step_bytes / 4.8e12 * 1e6)
+from torch.utils.flop_counter import FlopCounterMode
 
-# %% [markdown]
-# ### Question 3.3: Ask PyTorch {points}
-#
-# Never trust a count that nothing has checked. PyTorch counts too: `torch.utils.flop_counter.FlopCounterMode` is a context
-# manager that watches the operators that run and adds up the FLOPs of the matrix products; `.get_total_flops()` returns the sum.
-#
-# Write `counted_flops`: call `fn(*args)` once, under the counter, and return what it counts. (`display=False` keeps it from
-# printing a table.)
-#
-# {hint plan} Make a `FlopCounterMode` without display, call `fn(*args)` once inside of the block, ask it for the sum
-# afterwards.
-# {hint line} Once: a call before the block, to warm up, is a second call.
-
-# %% nbgrader={"grade_id": "q3_3", "solution": true}
-def counted_flops(fn, *args) -> int:
-    """FLOPs of one call fn(*args), as PyTorch's FlopCounterMode counts them."""
-    ### BEGIN SOLUTION
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False) as counter:
-        fn(*args)
-    return counter.get_total_flops()
-    ### END SOLUTION
-### TESTS q3_3_tests, 2 points: check_counted_flops(counted_flops)
-
-# %%
+guesses["PyTorch's FLOPs over yours, eager"] = None
+guesses["PyTorch's FLOPs over yours, sdpa"] = None
 counted_batch, counted_length = 2, 640
-ours = (
-    attention_macs_flops_bytes(counted_batch, counted_length, counted_length, config, dtype)[1]
-    + mlp_macs_flops_bytes(counted_batch * counted_length, config, dtype)[1]
-)
+ours = attention_macs_flops_bytes(counted_batch, counted_length, counted_length, config, dtype)[1]
+ours += mlp_macs_flops_bytes(counted_batch * counted_length, config, dtype)[1]
 masked = counted_length**2 - attended_pairs(counted_length, counted_length)
 print(f"your count                        {ours:,}")
 masked_flops = 4 * config.head_dim * config.num_attention_heads * counted_batch * masked  # two products, two FLOPs a MAC
 print(f"your count, masked pairs included {ours + masked_flops:,}")
 for implementation in ("eager", "sdpa"):
+    layer_call = prefill_call(counted_batch, counted_length, implementation)
     try:
-        counted = f"{counted_flops(prefill_call(counted_batch, counted_length, implementation)):,}"
+        with FlopCounterMode(display=False) as counter:
+            layer_call()
     except AssertionError as error:  # an older counter's formula for fused attention on a GPU knows no GQA
-        counted = f"gives up: {error}"
-    print(f"PyTorch counts, {implementation:5}             {counted}")
+        print(f"PyTorch gives up, {implementation}: {error}")
+        continue
+    print(f"PyTorch counts, {implementation:5}             {counter.get_total_flops():,}")
+    beside_guess(f"PyTorch's FLOPs over yours, {implementation}", counter.get_total_flops() / ours)
 
 # %% [markdown]
 # The second and third line agree to the last digit. They differ from the first because eager attention computes the
@@ -988,7 +970,7 @@ for implementation in ("eager", "sdpa"):
 # versions of PyTorch it gives up at GQA).
 
 # %% [markdown]
-# ### Question 3.4: Prefill, decode and the KV cache {points}
+# ### Question 3.3: Prefill, decode and the KV cache {points}
 #
 # **Write the loop.** `decode_with_cache` gets a `prompt` (B, S, hidden) and `new_tokens` (B, N, hidden). It prefills the prompt
 # **once**, then decodes the new tokens **one by one** with the cache, and returns their outputs, (B, N, hidden): those that a
@@ -1013,7 +995,7 @@ for implementation in ("eager", "sdpa"):
 # {hint line} Three things know the position of a token: `position_ids`, the rotary embeddings and `cache_positions`. All
 # three advance.
 
-# %% nbgrader={"grade_id": "q3_4", "solution": true}
+# %% nbgrader={"grade_id": "q3_3", "solution": true}
 def decode_with_cache(layer, rotary_emb, prompt: torch.Tensor, new_tokens: torch.Tensor) -> torch.Tensor:
     """Prefill prompt (B, S, hidden), then decode new_tokens (B, N, hidden) one by one with a KV cache."""
     ### BEGIN SOLUTION
@@ -1043,8 +1025,8 @@ def kv_cache_bytes(batch: int, length: int, config, dtype: torch.dtype) -> int:
     )
     return 2 * batch * tokens * config.num_key_value_heads * config.head_dim * dtype.itemsize
     ### END SOLUTION
-### TESTS q3_4_decode_tests, 4 points: check_decode_with_cache(decode_with_cache)
-### TESTS q3_4_bytes_tests, 2 points: check_kv_cache_bytes(kv_cache_bytes)
+### TESTS q3_3_decode_tests, 5 points: check_decode_with_cache(decode_with_cache)
+### TESTS q3_3_bytes_tests, 2 points: check_kv_cache_bytes(kv_cache_bytes)
 
 # %% [markdown]
 # **Before you run.** Without a cache, each new token needs a prefill of all $S$ tokens. With it, decode does about $1/S$ of that
@@ -1094,7 +1076,7 @@ report_measured("layer_roofline", measured)
 # $$t \;\ge\; \max\left(\frac{\text{FLOPs}}{\text{peak}},\; \frac{\text{bytes}}{\text{bandwidth}},\; \text{kernels} \cdot t_\text{launch}\right).$$
 
 # %% [markdown]
-# ### Question 3.5: Two phases, two roofs {points}
+# ### Question 3.4: Two phases, two roofs {points}
 #
 # **Explain**, with numbers from your tables:
 # 1. Why does prefill lie far right and decode far left?
@@ -1109,7 +1091,7 @@ report_measured("layer_roofline", measured)
 # the colleague looks at.
 # {hint line} The same weights are read for one token or for thousands. What does that do to FLOPs per byte?
 
-# %% [markdown] nbgrader={"grade_id": "q3_5", "grade": true, "solution": true, "points": 5}
+# %% [markdown] nbgrader={"grade_id": "q3_4", "grade": true, "solution": true, "points": 5}
 # 1. A weight is read once in both cases. Prefill uses it for every one of the B·S tokens, decode for B tokens. So the
 #    FLOPs differ by a factor of S while the weight bytes stay the same: about 1 FLOP/Byte per sequence in the batch in
 #    bf16 for decode, over a hundred for prefill.
@@ -1135,7 +1117,7 @@ report_measured("layer_roofline", measured)
 # === END MARK SCHEME ===
 
 # %% [markdown]
-# ### Bonus Question 3.6: The floor under decode {points}
+# ### Bonus Question 3.5: The floor under decode {points}
 #
 # A step cannot be faster than its bytes: all weights of the 18 layers (four attention projections and three MLP matrices each),
 # and the whole KV cache of each sequence. Both may be stored in formats of their own (fp8 weights, bf16 cache), so their bytes per
@@ -1152,7 +1134,7 @@ report_measured("layer_roofline", measured)
 # {hint line} TB/s is $10^{12}$ bytes a second and the answer is in ms. And a batch is an integer: at which of the two
 # neighbours is the cache the larger part?
 
-# %% nbgrader={"grade_id": "bonus_3_6", "solution": true}
+# %% nbgrader={"grade_id": "bonus_3_5", "solution": true}
 def decode_floor_ms(
     batch: int, length: int, config, bandwidth_tb_s: float, weight_bytes: float = 2, cache_bytes: float = 2
 ) -> float:
@@ -1176,7 +1158,7 @@ def break_even_batch(length: int, config, weight_bytes: float = 2, cache_bytes: 
     cache_of_one = decode_floor_ms(1, length, config, 1.0, 0, cache_bytes)
     return math.ceil(weights / cache_of_one)
     ### END SOLUTION
-### TESTS bonus_3_6_tests, 5 points: check_decode_floor(decode_floor_ms, break_even_batch)
+### TESTS bonus_3_5_tests, 5 points: check_decode_floor(decode_floor_ms, break_even_batch)
 
 # %% [markdown]
 # The layers are not all. To choose a word, each step multiplies its last hidden state by the output head: one row of 640
@@ -1186,16 +1168,17 @@ def break_even_batch(length: int, config, weight_bytes: float = 2, cache_bytes: 
 # %% [markdown]
 # # Half time
 #
-# You have counted a layer before it ran, and you know its floor. Here is the score so far:
+# You have counted a layer before it ran. Your counts give the lowest line of a scoreboard, the floor: the bytes of one layer's decode
+# step, over the bandwidth of an H200. No program can be faster.
 
 # %%
-scoreboard()
+step_bytes = attention_macs_flops_bytes(1, 1, 513, config, torch.bfloat16)[2] + mlp_macs_flops_bytes(1, config, torch.bfloat16)[2]
+scoreboard(memory=step_bytes / 4.8e12 * 1e6)
 
 # %% [markdown]
 # The recorded step takes several hundred times your floor. Neither roof explains it, but a third limit does. The second half finds
 # it, takes it away, and then makes the longest kernel of all small. A good place to stop for a week.
-
-# %% [markdown]
+#
 # # Part 4: Profiling and kernel fusion
 #
 # A roofline tells you *that* time is lost. A profiler tells you *where*. Between two kernels lie Python, PyTorch's dispatcher,
@@ -1206,8 +1189,9 @@ scoreboard()
 # %% [markdown]
 # ### Question 4.1: Profile and export a trace {points}
 #
-# [`torch.profiler.profile`](https://docs.pytorch.org/docs/stable/profiler.html) records every operator on the CPU and, with the CUDA activity, every kernel on a GPU. A **schedule** tells
-# it when: `default_schedule` waits 1 step, warms up for 3, and records 6. `prof.step()` ends a step.
+# [`torch.profiler.profile`](https://docs.pytorch.org/docs/stable/profiler.html) records every operator on the CPU and, with the
+# CUDA activity, every kernel on a GPU. A **schedule** tells it when: `default_schedule` waits 1 step, warms up for 3, and records
+# 6. `prof.step()` ends a step.
 #
 # Write `profile_steps`:
 # - call `fn()` ten times under a profiler with `schedule=default_schedule`, and the CUDA activity where `torch.cuda.is_available()`;
@@ -1234,7 +1218,7 @@ def profile_steps(fn, trace_path: str) -> torch.profiler.profile:
     prof.export_chrome_trace(str(trace_path))
     return prof
     ### END SOLUTION
-### TESTS q4_1_tests, 3 points: check_profile_steps(profile_steps)
+### TESTS q4_1_tests, 5 points: check_profile_steps(profile_steps)
 
 # %% [markdown]
 # Profile a decode step, and look at it. The timeline below is drawn from the file that you exported: a row for each family of
@@ -1272,8 +1256,8 @@ summary[["name", "family", "count", "self_us", "mean_us", "share"]].round(3)
 # %% [markdown]
 # ### Question 4.2: GELU, operator by operator {points}
 #
-# 1. `gelu_by_hand`: the formula from elementwise operators of whole tensors, with the shape and dtype of `x`. Question 4.3
-#    compares `torch.compile` with this function.
+# 1. `gelu_by_hand`: the formula from elementwise operators of whole tensors, with the shape and dtype of `x`. It will meet
+#    `torch.compile`.
 # 2. `elementwise_bytes`: the bytes that a chain of elementwise operators moves. `one_input` of them read one tensor, `two_inputs`
 #    read two, and each writes one. All tensors have `numel` elements.
 # 3. `fusion_speedup`: how many times faster the fused kernel is than this chain, if memory traffic is all that matters.
@@ -1311,33 +1295,12 @@ def fusion_speedup(one_input: int, two_inputs: int) -> float:
 ### TESTS q4_2_bytes_tests, 2 points: check_fusion_bytes(elementwise_bytes, fusion_speedup)
 
 # %% [markdown]
-# ### Question 4.3: Let the compiler fuse {points}
+# ## Let the compiler fuse
 #
-# [`torch.compile`](https://docs.pytorch.org/docs/stable/generated/torch.compile.html) records the operators of a function and generates one kernel for as many of them as it can. You judge it by
-# counting. Write `kernels_per_step`: the number of kernels (on a GPU) or leaf operators (on a CPU: those that call no other) that
-# one call of `fn()` runs. Profile it as in Question 4.1, with the `schedule` and `synchronize()`, and let
-# `count_cuda_kernels(prof)` count: its `total` is per step.
+# [`torch.compile`](https://docs.pytorch.org/docs/stable/generated/torch.compile.html) records the operators of a function and
+# generates one kernel for as many of them as it can. You judge it by counting: `kernels_per_step` counts the kernels of a call in
+# your profile of Question 4.1 (on a CPU the leaf operators, those that call no other).
 #
-# {hint idea} It is Question 4.1 without the file, and with a number at the end.
-# {hint line} `count_cuda_kernels` already divides by the number of recorded steps.
-
-# %% nbgrader={"grade_id": "q4_3", "solution": true}
-def kernels_per_step(fn) -> int:
-    """Number of kernels (GPU) or leaf operators (CPU) that one call fn() runs."""
-    ### BEGIN SOLUTION
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities, schedule=default_schedule) as prof:
-        for _ in range(10):
-            fn()
-            synchronize()
-            prof.step()
-    return count_cuda_kernels(prof)["total"]
-    ### END SOLUTION
-### TESTS q4_3_tests, 2 points: check_kernels_per_step(kernels_per_step)
-
-# %% [markdown]
 # Now GELU by hand, fused and compiled, then the whole layer before and after the compiler.
 #
 # **Before you run.** Count the operators in your `gelu_by_hand`. What speed-up does `fusion_speedup` promise? Will you get
@@ -1346,6 +1309,13 @@ def kernels_per_step(fn) -> int:
 # %%
 guesses["operators in your gelu_by_hand"] = None
 guesses["speed-up of F.gelu"] = None
+
+
+def kernels_per_step(fn) -> int:
+    """Kernels (on a CPU: leaf operators) of one call of fn(), counted in your profile of ten calls."""
+    return count_cuda_kernels(profile_steps(fn, str(output_path("counted_trace.json"))))["total"]
+
+
 gelu_input = torch.randn(2**26 if on_gpu else 2**22, device=device, dtype=dtype)
 print(f"{gelu_input.numel():,} elements in {dtype_name}")
 ways = {"by hand": gelu_by_hand, "F.gelu": lambda t: F.gelu(t, approximate="tanh")}
@@ -1406,7 +1376,7 @@ if compiler:
 # ![Two lanes, CPU and GPU: eager, each of four launches takes longer than a kernel and the GPU waits in between; as a graph, one launch and four kernels back to back](assets/lab1_launch_queue.svg)
 
 # %% [markdown]
-# ### Question 4.4: The launch queue, and CUDA graphs {points}
+# ### Question 4.3: The launch queue, and CUDA graphs {points}
 #
 # A launch takes the CPU `launch_us` ($t_\text{launch}$), a kernel takes the GPU `kernel_us` ($t_\text{kernel}$). For `n` equal kernels:
 #
@@ -1421,7 +1391,7 @@ if compiler:
 # Between them, the slower of the two sets the pace, $n - 1$ times.
 # {hint line} Try $n = 1$: both functions give one launch and one kernel.
 
-# %% nbgrader={"grade_id": "q4_4", "solution": true}
+# %% nbgrader={"grade_id": "q4_3", "solution": true}
 def eager_time_us(n: int, launch_us: float, kernel_us: float) -> float:
     """Time in µs of n equal kernels, each launched on its own."""
     ### BEGIN SOLUTION
@@ -1434,7 +1404,7 @@ def graph_time_us(n: int, launch_us: float, kernel_us: float) -> float:
     ### BEGIN SOLUTION
     return launch_us + n * kernel_us
     ### END SOLUTION
-### TESTS q4_4_tests, 2 points: check_launch_model(eager_time_us, graph_time_us)
+### TESTS q4_3_tests, 2 points: check_launch_model(eager_time_us, graph_time_us)
 
 # %%
 your_kernel_us = None  # your line: kernels of at least so many µs never let the GPU wait for a launch of 17 µs
@@ -1501,8 +1471,9 @@ for what, row in (("decode, batch 1", 0), ("prefill of 8192 tokens, batch 1", 2)
 plot_graphs(graphs)
 
 # %% [markdown]
-# The graph does the same work on the same bytes, and one launch is left of about ninety. The graph is still far above the memory
-# floor: ninety tiny kernels, one after the other, each of which fills a fraction of the GPU. That is what fusion is for.
+# The graph does the same work on the same bytes, and one launch is left of about ninety. It still takes seventy times as long as
+# the memory floor allows: it runs ninety tiny kernels, one after the other, and each fills a small part of the GPU. Fusion makes fewer
+# and larger ones.
 #
 # ## One kernel of the ninety
 #
@@ -1511,7 +1482,7 @@ plot_graphs(graphs)
 # 4096: the longer the caches, the larger is attention's part of the step. Launched one by one, nothing changes.
 
 # %% [markdown]
-# ### Question 4.5: Explain the fusion {points}
+# ### Question 4.4: Explain the fusion {points}
 #
 # With numbers from your tables and the timeline:
 # 1. On the timeline of the decode step: what takes more time, the matrix products or all the rest? What is the rest?
@@ -1519,7 +1490,7 @@ plot_graphs(graphs)
 # 3. `torch.compile` of the whole layer: which operators disappeared, and which did not?
 # 4. Which cost does fusion remove, and which a CUDA graph? Which of them reduces the bytes?
 # 5. For the prefill of 8192 tokens a CUDA graph gains nothing at batch 8, and a part of the time at batch 1. Explain both with the
-#    model of Question 4.4.
+#    model of Question 4.3.
 #
 # {hint idea} Two costs: bytes between operators, and launches. For each question, say which of them you talk about.
 # {hint plan} 1: the table below the timeline has the names. 2: put the two speed-ups side by side. 3: compare the two
@@ -1527,14 +1498,14 @@ plot_graphs(graphs)
 # with the launch time.
 # {hint line} A graph runs exactly the same kernels.
 
-# %% [markdown] nbgrader={"grade_id": "q4_5", "grade": true, "solution": true, "points": 5}
+# %% [markdown] nbgrader={"grade_id": "q4_4", "grade": true, "solution": true, "points": 5}
 # 1. At batch 1 the matrix products are short (GEMVs), and there are seven of them. The rest is some dozens of small
 #    elementwise operators: four norms (each a chain of cast, square, mean, rsqrt, products), rotary embedding, the cache
 #    update, the residual additions. On a GPU the timeline is mostly gaps between short kernels.
 # 2. The chain of nine operators (five with one input, four with two, `x * x` counted as two) moves (2 · 5 + 3 · 4) / 2 = 11
-#    times the bytes of the fused one. (With `x * x` read once it is 10.5; with `x ** 3` there are eight
-#    operators and the factor is 9.) Measured is less on a CPU: tanh costs arithmetic that fusion does not remove, parts of the intermediate tensors stay in cache,
-#    and a fused kernel does not reach the full bandwidth. On a large GPU tensor it comes close.
+#    times the bytes of the fused one. (With `x * x` read once it is 10.5; with `x ** 3` there are eight operators and the
+#    factor is 9.) Measured is less on a CPU: tanh costs arithmetic that fusion does not remove, parts of the intermediate
+#    tensors stay in cache, and a fused kernel does not reach the full bandwidth. On a large GPU tensor it comes close.
 # 3. The elementwise ones disappeared: norms, rotary embedding, GELU, the product with the gate, the residuals; they are a
 #    few generated kernels now. The matrix products and the attention stay, because they call a library kernel each.
 # 4. Fusion removes the traffic between operators and also their launches. A graph removes the launch cost only: the same
@@ -1809,8 +1780,7 @@ beside_guess("score matrices at once, standard attention", round(highest["standa
 # %% [markdown]
 # The steps of *standard* are its lines: the product makes a matrix, the division another one, the softmax a third, and Python releases
 # a matrix as soon as nothing refers to it any more. *Yours* is a row of small teeth, one for each tile of scores.
-
-# %% [markdown]
+#
 # Flash attention does the same FLOPs as standard attention (a few more, for the rescaling). What changes is I/O.
 #
 # ### Question 5.4: Kernels and roofline, before and after {points}

@@ -757,6 +757,8 @@ def prepare_flex(attention, mask_mod, score_mod, length: int, device: torch.devi
 guesses["the slowest"] = None  # a name of the list below
 guesses["eager over compiled FlexAttention"] = None  # a ratio
 guesses["mask as a tensor over compiled FlexAttention"] = None
+calls_that_pay = None  # your line: a block mask takes as long as 3 calls. From how many calls on is that under a tenth of all?
+check_calls(calls_that_pay)
 
 # %% tags=["collapsed"]
 q, k, v = random_qkv()
@@ -790,16 +792,9 @@ if "FlexAttention, compiled" in race_ms and "FlexAttention, eager" in race_ms:
     tensor_ms = race_ms["SDPA, mask as a tensor"]
     beside_guess("mask as a tensor over compiled FlexAttention", float(tensor_ms / race_ms["FlexAttention, compiled"]))
 for name, attend in contenders.items():
-    if hasattr(attend, "seconds"):
+    if hasattr(attend, "seconds"):  # what was paid once: building the block mask, and compiling
         print(f"{name:34}", ", ".join(f"{what} {seconds:.3f} s" for what, seconds in attend.seconds.items()))
 plot_beside("race", ["ms"], title="One mask, several ways")
-
-# %% [markdown]
-# The last lines say what was paid once: building the block mask, and compiling.
-
-# %%
-calls_that_pay = None  # your line: a block mask takes as long as 3 calls. From how many calls on is that under a tenth of all?
-check_calls(calls_that_pay)
 
 # %% [markdown]
 # ### Question 5.2: Find your line in the kernel {points}
@@ -1100,9 +1095,10 @@ if can_compile():
 # %% [markdown] nbgrader={"grade_id": "q6_2", "grade": true, "solution": true, "points": 4}
 # 1. The student's own factor (two CPU cores: 3 to 6 times; an H200: more than tenfold). Eager FlexAttention
 #    ran: all scores stored, one operator after the other. It computes the same numbers, only slowly.
-# 2. Leave `dynamic` at its default, so that the second length brings a kernel for all; `fail_on_recompile_limit_hit`, which turns the silence into an error; `torch._dynamo.reset()` or a fresh function for
-#    each length, so that each has its own limit; a higher `recompile_limit`; counting compiled versions or looking at what
-#    ran (a profile). Raising the limit alone only moves the cliff, counting alone does not prevent it.
+# 2. Leave `dynamic` at its default, so that the second length brings a kernel for all; `fail_on_recompile_limit_hit`, which turns
+#    the silence into an error; `torch._dynamo.reset()` or a fresh function for each length, so that each has its own limit; a
+#    higher `recompile_limit`; counting compiled versions or looking at what ran (a profile). Raising the limit alone only moves the
+#    cliff, counting alone does not prevent it.
 # 3. Better: less padding, so less wasted work. Worse: more kernels, so more seconds of compiling, more memory, and nearer
 #    to the limit.
 # 4. A number is right for what never changes in a model, such as the window of its architecture: the kernel gets a
@@ -1117,9 +1113,9 @@ if can_compile():
 # %% [markdown]
 # # Part 7: Design
 #
-# First, a map. Documents of different lengths, blocks of different sizes: which promises are kept? For each
-# point the speed-up over *everything in blocks of the same size* is measured and divided by two ideals: what the *pairs* promise (1/density), and
-# what the *blocks* promise. The heat maps show the speed-up, and its share of what the blocks promise.
+# First, a map. Documents of different lengths, blocks of different sizes: which promises are kept? For each point the speed-up over
+# *everything in blocks of the same size* is measured and divided by two ideals: what the *pairs* promise (1/density), and what the
+# *blocks* promise. The heat maps show the speed-up, and its share of what the blocks promise.
 #
 # (A baseline of the same blocks matters. On a GPU blocks of 64 make the kernel's tiles smaller, and smaller tiles are slower by
 # themselves. The column `everything, ms` shows it.)

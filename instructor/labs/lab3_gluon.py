@@ -180,8 +180,9 @@ def registers_per_thread(keys: int, d: int) -> float:
 # %% [markdown]
 # # Part 1: What a GPU is
 #
-# An H200 has 132 SMs like the one above. Ordinary instructions wait by themselves: the hardware stops a thread until the
-# register that it needs is there. The tensor cores and the TMA do not: the program has to say so. This is where the speed is, and where the bugs are.
+# An H200 has 132 SMs like the one above. Ordinary instructions wait by themselves: the hardware stops a thread until the register
+# that it needs is there. The tensor cores and the TMA do not: the program has to say so. This is where the speed is, and where the
+# bugs are.
 #
 # **Before you run.** For 64 queries and head dimension 128: which of the three is the longest? How many rows of queries
 # (64, 128, 192, ...) share a block of keys when the loads are no longer the longest?
@@ -204,9 +205,9 @@ hidden_at = [n for n in range(64, 2048, 64) if tile_cycles(n, 128, 128)[2] <= ma
 beside_guess("rows of queries until it is not the loads", hidden_at[0] if hidden_at else "more than 2000")
 
 # %% [markdown]
-# First, the exponentials are no detail: unless they run *at the same time*, the tensor cores idle for half of the time at
-# head dimension 64, and for a third at 128. Second, 20 bytes per cycle are too few for 64 rows. Real kernels let several warpgroups share each block of keys, and fetch it from
-# the L2 cache, where it lies because other blocks of the same head read it, too.
+# First, the exponentials are no detail: unless they run *at the same time*, the tensor cores idle for half of the time at head
+# dimension 64, and for a third at 128. Second, 20 bytes per cycle are too few for 64 rows. Real kernels let several warpgroups
+# share each block of keys, and fetch it from the L2 cache, where it lies because other blocks of the same head read it, too.
 #
 # ## Naive against fused, measured
 #
@@ -383,9 +384,11 @@ def transpose(x_ptr, y_ptr, m, n, x_stride, y_stride):
 # async_copy.wait_group(2)         # wait until at most 2 groups are still under way: the last two committed
 # ```
 #
-# So a pipeline of three slots keeps two groups under way while it works on the third. Before one thread reads what another
-# one copied stands a barrier of all threads, which Gluon's compiler adds; in CUDA, `__syncthreads()` is yours to write. `for i in range(n)` runs on the GPU, and `i` is known only there; `for i in gl.static_range(3)` is unrolled, and `i`
-# is a constant in each copy of the body. What was a constant before a `range` loop cannot become a run-time value in it.
+# So a pipeline of three slots keeps two groups under way while it works on the third. Before a thread reads what another thread
+# copied, all threads have to meet at a barrier. Gluon's compiler adds it; in CUDA, `__syncthreads()` is yours to write.
+#
+# `for i in range(n)` runs on the GPU, and `i` is known only there; `for i in gl.static_range(3)` is unrolled, and `i` is a
+# constant in each copy of the body. What was a constant before a `range` loop cannot become a run-time value in it.
 
 # %% [markdown]
 # ### Question 3.1: A cp.async pipeline {points}
@@ -1420,9 +1423,9 @@ plot_ladder()
 # made at different moments, and a GPU at its power limit lowers its clock. Only contenders that ran in turns may be compared.
 # `cute` is the package of FlashAttention 4; on Hopper it runs a reimplementation of FlashAttention 3's forward kernel.
 #
-# Step 1 to step 5 compute the same thing with the same FLOPs, in another order. Step 3 is slower than step
-# 2 at head dimension 128. The likely reason, not measured apart: its tiles of 128 keys take 147 KB of shared memory, so one
-# block fits on an SM; two blocks of step 2 fit, and their waits overlap.
+# Step 1 to step 5 compute the same thing with the same FLOPs, in another order. Step 3 is slower than step 2 at head dimension 128.
+# The likely reason, not measured apart: its tiles of 128 keys take 147 KB of shared memory, so one block fits on an SM; two blocks
+# of step 2 fit, and their waits overlap.
 
 # %% [markdown]
 # # Part 6: The same kernel, the next chip

@@ -450,17 +450,15 @@ beside_guess("the more exact one", "equal" if 0.8 < ratio < 1.25 else "math" if 
 guesses["math's longest operator or kernel"] = None  # a name
 guesses["its share"] = None  # 0 to 1
 q, k, v = random_qkv(2, 16, 4096, 128) if on_gpu else random_qkv(1, 4, 1024, 64)
-paths, spans, rows = {}, {}, []
+paths, rows = {}, []
 for backend in running_backends(q, k, v):
     paths[backend] = output_path(f"sdpa_trace_{backend}.json")
     with sdpa_kernel(BACKENDS[backend]):
         profile(F.scaled_dot_product_attention, q, k, v, steps=1, warmup=2, trace_path=paths[backend])
-    step = [event for event in read_trace(paths[backend]) if event.name.startswith("ProfilerStep#")][-1]
-    spans[backend] = step.start_us / 1e3, step.end_us / 1e3
     for row in summarize_trace(paths[backend], top=4):
         rows.append({"backend": backend, "name": row["name"][:70], "count": row["count"],
                      "self ms": row["self_us"] / 1e3, "share": row["share"]})
-plot_traces(paths, spans)
+plot_traces(paths)
 results["traces"] = rows
 longest = next(row for row in rows if row["backend"] == "math")
 beside_guess("math's longest operator or kernel", longest["name"])
@@ -521,9 +519,9 @@ show_recorded("traces")
 # 4. Math, and it is the slowest: it converts bf16 inputs to fp32 and rounds once, at the end (1.6e-3 on an H200). The
 #    fused ones also round P to bf16 (2.27e-3, all three alike). One has to know what the roundings cost that a backend
 #    cannot avoid: errors of that size are no mistake.
-# 5. `sm90` and `wgmma` in cuDNN's kernel; flash's is the kernel written for sm80 (`flash_fwd_kernel`, mma.sync), which
-#    reaches half of the tensor cores' speed there. At 1.0 times: the two runs were the same backend, by a list of allowed backends, so that flash ran under cuDNN's name; or a call
-#    that cuDNN refuses (strides, dtype) and that fell through. Proof: operators or kernel names of the timed call.
+# 5. `sm90` and `wgmma` in cuDNN's kernel; flash's was written for sm80 (`flash_fwd_kernel`, mma.sync), and reached about half of
+#    cuDNN's speed. At 1.0 times: the two runs were the same backend, by a list of allowed backends, so that flash ran under cuDNN's
+#    name; or a call that cuDNN refuses (strides, dtype) and that fell through. Proof: operators or kernel names of the timed call.
 #
 # === BEGIN MARK SCHEME ===
 # 1 point for each of the five; numbers from the student's own run in at least three, otherwise take off one.
@@ -538,7 +536,8 @@ show_recorded("traces")
 # %% [markdown]
 # ### Bonus Question 2.4: The backward pass by hand {points}
 #
-# A fused kernel did not keep $P$ for training. It kept the log-sum-exp $L_i$ of each row, and computes $P_{ij} = e^{S_{ij} - L_i}$ again, with $S = QK^\top/\sqrt{D}$. With $dO$ the gradient of the output:
+# A fused kernel did not keep $P$ for training. It kept the log-sum-exp $L_i$ of each row, and computes $P_{ij} = e^{S_{ij} - L_i}$
+# again, with $S = QK^\top/\sqrt{D}$. With $dO$ the gradient of the output:
 #
 # $$dV = P^\top dO, \qquad dP = dO\,V^\top, \qquad \delta_i = \sum_d dO_{id}\,O_{id}, \qquad
 # dS_{ij} = P_{ij}\,(dP_{ij} - \delta_i),$$
@@ -1540,8 +1539,7 @@ plot_case(grid)
 # does not help; it never splits, so a call of 4 programs reads with 4 of 132 multiprocessors. Flash splits there. From about 32
 # programs on the chip is full, and cuDNN wins again. The rule of Question 1.4 sees none of this: it asks for versions, not for
 # shapes.
-
-# %% [markdown]
+#
 # The sweep also measured shapes at random, off the grid. They were *held out*: a rule that was made to fit the grid has not seen
 # them. Write a rule into the next cell, and run it until you would take it to work.
 #

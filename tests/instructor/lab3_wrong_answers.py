@@ -81,7 +81,7 @@ WRONG_ANSWERS = [
         ("sum over the rows", ("total += gl.sum(x * x, 1)", "total += gl.sum(x * x, 0)"), ("layout", "shape")),
         ("last tile alone", ("total += gl.sum(x * x, 1)", "total = gl.sum(x * x, 1)"), "add to `total`"),
         ("two arrivals awaited", ("(full.index(i), count=1)", "(full.index(i), count=2)"), "1 of 2 arrivals missing"),
-        ("coordinates swapped", ("[row, i * COLUMNS]", "[i * COLUMNS, row]"), ("wrong in", "NaN")),
+        ("coordinates swapped", ("[row, i * COLUMNS]", "[i * COLUMNS, row]"), "in this order"),
         ("barrier without index", ("wait(full.index(slot), ", "wait(full, "), ".index(i) takes one"),
         ("subscripts for slots", ("ring.index(slot).load", "ring[slot].load"), ".index(i) is slot i"),
         ("columns count tiles", (("i * COLUMNS", "i"), ("(i + STAGES) * COLUMNS", "i + STAGES")), "count elements"),

@@ -16,7 +16,7 @@ from tests.instructor.lab1_right_answers import RIGHT_ANSWERS
 from tests.instructor.lab1_wrong_answers import WRONG_ANSWERS
 
 LAB = "lab1"
-BY_HAND = {"q1_3_explain": 3, "q2_4": 5, "q3_5": 5, "q4_5": 5, "q5_5": 4}
+BY_HAND = {"q1_3_explain": 3, "q2_4": 5, "q3_4": 5, "q4_4": 5, "q5_5": 4}
 SETUP = """
 import functools, json, math, time
 from pathlib import Path

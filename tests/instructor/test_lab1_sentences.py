@@ -138,12 +138,12 @@ def test_graphs(text, tables):
         text,
         "a CUDA graph gains nothing at batch 8, and a part of the time at batch 1",
         "one launch is left of about ninety",
-        "The graph is still far above the memory floor",
+        "It still takes seventy times as long as the memory floor allows",
     )
     graphs = tables["cuda_graphs"]
     decode = row(graphs, phase="decode after 512", batch=1)
     assert 85 <= decode["kernels"] <= 95 and 85 <= decode["launches"] <= 95 and decode["launches of the graph"] == 1
-    assert decode["gain"] > 4 and decode["graph_ms"] > 10 * 0.0023
+    assert decode["gain"] > 4 and decode["graph_ms"] / 0.0023 == pytest.approx(70, abs=5)
     one, eight = (row(graphs, phase="prefill of 8192", batch=batch) for batch in (1, 8))
     assert 1.2 < one["gain"] < 2.6 and 0.95 < eight["gain"] < 1.1
     # "At batch 8 the kernels are longer than a launch", at batch 1 shorter.

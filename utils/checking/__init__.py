@@ -11,6 +11,7 @@ from utils.checking.verdicts import (
     WrongAnswer,
     check,
     expect_close,
+    expect_items,
     expect_number,
     is_answered,
     needs,

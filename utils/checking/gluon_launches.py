@@ -71,6 +71,7 @@ def ring_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
     tiles = math.ceil(columns / tile)
     piece = [x[:, i * tile : (i + 1) * tile].square().sum(1) for i in range(tiles)]
     right = expected["y_ptr"]
+    turned = torch.cat([x[:16, row : row + tile].square().sum(1) for row in range(0, len(x), 16)])[: len(x)]
 
     def begun_at(start: Callable[[int], int]) -> torch.Tensor:
         """Return the sums of tiles whose copies begin at these columns."""
@@ -86,6 +87,7 @@ def ring_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
         "The last tile alone is in the sum: add to `total`.": piece[-1],
         "This is the sum of x, not of x * x.": x.sum(1),
         "Every tile is added twice.": 2 * right,
+        "The coordinates of a copy are [row, column], in this order.": right - sum(piece[:stages]) + turned,
         f"The copies begin at the tile's number: {elements}": begun_at(lambda i: i),
         f"The first copies begin at the tile's number: {elements}": begun_at(lambda i: i if i < stages else i * tile),
         f"The refills begin at the tile's number: {elements}": begun_at(lambda i: i * tile if i < stages else i),

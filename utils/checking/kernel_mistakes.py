@@ -214,8 +214,8 @@ def flash_mistake(got: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.
     words = " Or: ".join(name_mistakes(got, expected, known)) or attention_mistake(got, q, k, v)
     if got.isnan().any():
         overflow = (
-            "Is the largest score of all blocks so far subtracted before every exponential, along each row? Or: is a part "
-            "of the output never written (head, strides, mask)?"
+            "Is the largest score of all blocks so far subtracted before every exponential, along each row, and are missing "
+            "keys masked before it is taken? Or: is a part of the output never written (head, strides, mask)?"
         )
         words = f"{words} Or: {overflow}" if words else overflow
     return words or (

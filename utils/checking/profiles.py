@@ -90,19 +90,9 @@ def pretended_gpu(function: Callable, wait: Callable[[], None]) -> Iterator[dict
         seen["kernels"] = there(end_pretence)
 
 
-def steps_that_wait(events: list[dict], operator: str) -> int | None:
-    """Count the recorded steps of a trace in which a wait follows the last `operator` of the step.
-
-    Args:
-        events: the trace's events.
-        operator: what the profiled function runs.
-
-    Returns:
-        The number of steps; None if there is no mark, because nobody waited, or by another function.
-    """
+def steps_that_wait(events: list[dict], operator: str) -> int:
+    """Count the recorded steps of a trace in which a wait follows the last `operator`, which the profiled function runs."""
     timed = [e for e in events if "ts" in e and "dur" in e]
-    if not any(e.get("name") == _MARK for e in timed):
-        return None
     found = 0
     for step in (e for e in timed if str(e.get("name", "")).startswith("ProfilerStep#")):
         inside = [e for e in timed if step["ts"] <= e["ts"] <= step["ts"] + step["dur"]]

@@ -369,6 +369,13 @@ def _pattern(got: torch.Tensor, expected: torch.Tensor, rtol: float) -> str:
     return ""
 
 
+def expect_items(got: object, names: str, what: str) -> list:
+    """Assert that an answer returned a tuple or a list of the things that are named, such as "q, k, v"; return it."""
+    if not isinstance(got, tuple | list) or len(got) != len(names.split(", ")):
+        raise AssertionError(f"{what} should be ({names}), and is {got!r:.80}.")
+    return list(got)
+
+
 def expect_number(
     got: object,
     expected: float,

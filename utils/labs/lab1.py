@@ -410,9 +410,7 @@ def plot_latencies(table: pd.DataFrame, place: str) -> None:
 
 def plot_last_step(trace: str) -> None:
     """Draw the last step of a trace, a row for each family of operators, with the share of the step that it takes."""
-    events = read_trace(trace)
-    step = [event for event in events if event.name.startswith("ProfilerStep#")][-1]
-    inside = [event for event in events if step.start_us <= event.start_us < step.end_us]
+    inside = session.inside_of_last(trace, "ProfilerStep#")
     kernels = [event for event in inside if event.category in ("kernel", "gpu_memcpy")]
     kernels = kernels or [event for event in inside if event.category == "cpu_op"]
     kernels.sort(key=lambda event: (event.start_us, -event.duration_us))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
@@ -21,7 +20,6 @@ from utils.attention.masks import named as with_name
 from utils.attention.masks.sparsity import sparsity
 from utils.attention.prepared import compiled_versions, own_copy
 from utils.benchmark.measuring import measure_together
-from utils.benchmark.profiling import read_trace
 from utils.checking.labs.lab2_flexattention import *  # noqa: F403
 from utils.files import output_path, recorded_table
 from utils.labs import session
@@ -223,19 +221,8 @@ def show_code(code: str, needle: str, before: int = 4, after: int = 8, places: i
 
 def plot_trace(trace: Path, call_name: str, title: str) -> None:
     """Draw the last call of this name in a trace, from its beginning; the generated kernel gets a name that people read."""
-    events = read_trace(trace)
-    call = [event for event in events if event.name == call_name][-1]
-    inside = [
-        dataclasses.replace(event, name=_readable(event.name))
-        for event in events
-        if call.start_us <= event.start_us <= call.end_us
-    ]
-    plot_timeline(inside, max_depth=9, title=title)
+    plot_timeline(session.inside_of_last(trace, call_name, without="aten::"), max_depth=9, title=title)
     plt.show()
-
-
-def _readable(name: str) -> str:
-    return "generated kernel" if "CompiledFxGraph" in name else name.removeprefix("aten::")
 
 
 def _here_and_recorded(name: str) -> dict[str, pd.DataFrame]:

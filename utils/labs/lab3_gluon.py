@@ -180,7 +180,9 @@ def plot_runs(runs: dict, window: tuple[float, float] | None = None) -> None:
         ax.grid(False, axis="y")
         ax.label_outer()
         legend = ax.get_legend()
-        key |= {text.get_text(): patch for text, patch in zip(legend.get_texts(), legend.legend_handles, strict=True)}
+        for text, patch in zip(legend.get_texts(), legend.legend_handles, strict=True):
+            patch.set(edgecolor="#8a8a8a", linewidth=0.5)  # the grey of a wait is nearly that of the card
+            key[text.get_text().replace("wgmma", "product")] = patch  # Blackwell's products are no wgmma
         legend.remove()
     figure.legend(key.values(), key, ncols=6, fontsize=7, loc="outside lower center", frameon=False)
     plt.show()
@@ -428,8 +430,8 @@ def plot_owner(owner) -> None:
             for column in range(32):
                 if held[row][column][1] == 5:
                     ax.text(column, row, held[row][column][0], ha="center", va="center", color="white", fontsize=9)
-        ax.set(xlabel="column", ylabel="row")
-        ax.set_title(f"BlockedLayout{layout}", loc="left", fontsize=9, fontweight="bold")
+        style_axes(ax, x="column", y="row", title=f"BlockedLayout{layout}")
+        ax.grid(False)
     figure.suptitle("Lane that holds each element (colour); lane 5 carries its warp's number", fontsize=10)
     plt.show()
 

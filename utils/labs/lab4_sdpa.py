@@ -235,11 +235,11 @@ def log_axes(ax, x_ticks, y_ticks=(1, 1.5, 2, 3, 5, 10, 30, 100), **labels) -> N
     style_axes(ax, **labels)
 
 
-def plot_traces(paths: Mapping[str, Path], spans: Mapping[str, tuple[float, float]]) -> None:
-    """Draw a step of each backend's trace, one above the other; spans in milliseconds."""
+def plot_traces(paths: Mapping[str, Path]) -> None:
+    """Draw the last step of each backend's trace, one above the other."""
     figure, axes = plt.subplots(len(paths), 1, figsize=(9, 3.2 * len(paths)), squeeze=False)
     for (backend, path), ax in zip(paths.items(), axes[:, 0], strict=True):
-        plot_timeline(path, ax=ax, window_ms=spans[backend], title=f"{backend} ({path.name})")
+        plot_timeline(session.inside_of_last(path, "ProfilerStep#"), ax=ax, title=f"{backend} ({path.name})")
         ax.set_facecolor(CARD)
     figure.set_facecolor(CARD)
     figure.tight_layout()

@@ -9,6 +9,8 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -17,6 +19,7 @@ import torch
 from IPython.display import display
 from matplotlib.ticker import MaxNLocator
 
+from utils.benchmark.profiling import TraceEvent, read_trace
 from utils.files import ROOT, output_path, recorded_table
 from utils.machine.environment import environment
 from utils.visualization import series, style_axes
@@ -129,6 +132,16 @@ def plot_bars(tables: Mapping[str, pd.DataFrame], columns: Sequence[str], label:
             ax.set_yticks(range(len(table)), names if ax is grid[i][0] else [""] * len(table))
     figure.suptitle(title)
     plt.show()
+
+
+def inside_of_last(trace: str | Path, name: str, without: str = "") -> list[TraceEvent]:
+    """Return the events of a trace inside of the last one whose name begins so; their names without a prefix."""
+    events = read_trace(trace)
+    call = [event for event in events if event.name.startswith(name)][-1]
+    inside = [event for event in events if event != call and call.start_us <= event.start_us <= call.end_us]
+    names = ["generated kernel" if "CompiledFxGraph" in e.name else e.name.removeprefix(without) for e in inside]
+    lanes = [re.sub(r"thread \d+", "CPU", event.lane) for event in inside]
+    return [replace(event, name=n, lane=lane) for event, n, lane in zip(inside, names, lanes, strict=True)]
 
 
 def small_task(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import inputs
-from .style import INK, SMALL, SOFT, key_above, log_axis, name_axes, open_axes, series
+from .style import INK, PAPER, SMALL, SOFT, key_above, log_axis, name_axes, open_axes, series, size_axis
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +25,7 @@ def plot_flash_attn_improvement(
     labels: Sequence[str] | None = None,
     title: str | None = None,
 ) -> tuple[Figure, np.ndarray]:
-    """Plot FlashAttention against standard attention: latency (ms) and memory (GB) as bars for each sequence length.
+    """Plot FlashAttention against standard attention: latency and memory over the sequence length, on logarithmic axes.
 
     Args:
         df: one row for each sequence length.
@@ -34,7 +34,7 @@ def plot_flash_attn_improvement(
             ran out of memory; the picture says so, too.
         seq_len_col: column of sequence lengths.
         ax: two Axes to draw in; None for a new figure.
-        labels: names of the bars; None for the names of the latency columns without "_ms".
+        labels: names of the lines; None for the names of the latency columns without "_ms".
         title: the title; None for "FlashAttention against standard attention".
 
     Returns:
@@ -80,8 +80,10 @@ def plot_flash_attn_improvement(
 
     figure, axes = open_axes(ax, (9.6, 4.0), count=2)
     own = ax is None
-    _bars(axes[0], own, lengths, latency, "latency (ms)", "faster")
-    _bars(axes[1], own, lengths, memory, "peak memory (GB)", "less")
+    _lines(axes[0], own, lengths, latency, "latency (ms)", "faster")
+    small = all(size < 1 for sizes in memory for size in sizes if not math.isnan(size))
+    memory = [[size * 1e3 for size in sizes] for sizes in memory] if small else memory
+    _lines(axes[1], own, lengths, memory, f"peak memory ({'MB' if small else 'GB'})", "less")
     head = "FlashAttention against standard attention" if title is None else title
     name_axes(axes[0], own, title=head)
     name_axes(axes[1], own, title=" ")
@@ -105,42 +107,34 @@ def _gigabytes(name: str, value: Any) -> float:
     return result
 
 
-def _bars(ax: Any, own: bool, lengths: list[int], columns: list[list[float]], unit: str, gain: str) -> None:
+def _lines(ax: Any, own: bool, lengths: list[int], columns: list[list[float]], unit: str, gain: str) -> None:
+    from .labels import LabelLayer
+
     values = [value for column in columns for value in column if not math.isnan(value)]
-    low, high = min(values), max(values)
-    log = high / low > 25  # up to there, bars on a linear axis are readable, and their lengths are in proportion
-    if log:
-        log_axis(ax.yaxis, 10 ** math.floor(math.log10(low / 1.5)), high * 3)
-    else:
-        ax.set_ylim(0, high * 1.2)
-    width = 0.8 / len(columns)
-    base = ax.get_ylim()[0]
+    size_axis(ax.xaxis, lengths)
+    log_axis(ax.yaxis, min(values) / 2, max(values) * 3)
+    layer = LabelLayer(ax)
     for i, column in enumerate(columns):
-        at = [x - 0.4 + (i + 0.5) * width for x in range(len(lengths))]
-        ax.bar(at, [value - base for value in column], width * 0.94, bottom=base, zorder=3, **series(i).bar)
-        for x, value in zip(at, column, strict=True):
-            if math.isnan(value):
-                note = ax.annotate("out of memory", (x, base), xytext=(0, 4), textcoords="offset points")
-                note.set(rotation=90, fontsize=SMALL, color=SOFT, ha="center", va="bottom")
+        edge = {"markersize": 6, "markeredgecolor": PAPER, "markeredgewidth": 0.6}
+        ax.plot(lengths, column, zorder=3, **series(i).line, **edge)
+        ran = [(x, value) for x, value in zip(lengths, column, strict=True) if not math.isnan(value)]
+        layer.avoid_line(*zip(*ran, strict=True))
+        for x in set(lengths) - {x for x, _ in ran}:
+            note = ax.annotate("out of memory", (x, ax.get_ylim()[0]), xytext=(0, 4), textcoords="offset points")
+            note.set(rotation=90, fontsize=SMALL, color=SOFT, ha="center", va="bottom")
     if len(columns) == 2:
-        for x, (first, second) in enumerate(zip(*columns, strict=True)):
+        for x, first, second in zip(lengths, *columns, strict=True):
             if math.isnan(first) or math.isnan(second):
                 continue
             ratio = first / second
             text = f"{ratio:.2g}x" if ratio < 99.5 else f"{ratio:.0f}x"
-            note = ax.annotate(text, (x, max(first, second)), xytext=(0, 3), textcoords="offset points", fontsize=SMALL)
-            note.set(ha="center", **{"color": INK, "fontweight": "bold"} if ratio > 1 else {"color": SOFT})
-    names = [str(length) for length in lengths]
-    ax.set_xticks(range(len(lengths)), labels=names, rotation=0 if sum(map(len, names)) + 2 * len(names) < 60 else 45)
-    ax.set_xlim(-0.6, len(lengths) - 0.4)
-    ax.tick_params(axis="x", length=0)
-    ax.grid(False, axis="x")
-    kind = f"{unit}, log scale" if log else unit
+            look: dict[str, Any] = {"color": INK, "fontweight": "bold"} if ratio > 1 else {"color": SOFT}
+            layer.add(text, (x, max(first, second)), prefer="N", gap=7, leader=False, **look)
     hint = f"   (numbers: times {gain})" if len(columns) == 2 else ""
-    name_axes(ax, own, x=f"sequence length{hint}", y=kind)
+    name_axes(ax, own, x=f"sequence length{hint}", y=unit)
 
 
 def _key(names: list[str]) -> list[Any]:
-    from matplotlib.patches import Patch
+    from matplotlib.lines import Line2D
 
-    return [Patch(label=name, **series(i).bar) for i, name in enumerate(names)]
+    return [Line2D([], [], label=name, **series(i).line) for i, name in enumerate(names)]

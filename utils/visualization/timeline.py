@@ -96,7 +96,7 @@ def plot_timeline(
 
     figure, (axes,) = open_axes(ax, (9.6, 1.0 + 0.27 * rows))
     axes.set_xlim(window)
-    axes.set_ylim(rows - 0.3, -0.4)
+    axes.set_ylim(rows - 0.3, -0.6)
     colors = _colors(bars)
     labels = [f"{lane}\n{100 * _busy(nested, lane, window):.0f}% busy" for lane in lanes]
     axes.set_yticks([tops[lane] + depth / 2 - 0.5 for lane, depth in lanes.items()], labels=labels, fontsize=8.5)

@@ -16,13 +16,12 @@ from instructor.checks.lab1.gemm import gemm_and_gemv_costs, gemm_naive, gemm_ti
 from instructor.checks.lab1.gemma import (
     attended_pairs,
     attention_cost,
-    counted_flops,
     decode_floor,
     decode_with_cache,
     kv_cache_bytes,
     mlp_and_norm_costs,
 )
-from instructor.checks.lab1.profiling import fusion_bytes, gelu_by_hand, kernels_per_step, launch_model, profile_steps
+from instructor.checks.lab1.profiling import fusion_bytes, gelu_by_hand, launch_model, profile_steps
 from instructor.checks.lab1.roofline import achieved_and_smallest, intensities, ridge_and_roof
 from instructor.checks.lab1.triton_kernels import flash_triton, gemm_triton
 
@@ -33,7 +32,6 @@ __all__ = [
     "attention_cost",
     "attention_intensity",
     "attention_memory",
-    "counted_flops",
     "decode_floor",
     "decode_with_cache",
     "flash_attention_tiled",
@@ -45,7 +43,6 @@ __all__ = [
     "gemm_tiled",
     "gemm_triton",
     "intensities",
-    "kernels_per_step",
     "kv_cache_bytes",
     "launch_model",
     "mlp_and_norm_costs",

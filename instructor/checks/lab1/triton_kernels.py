@@ -161,7 +161,14 @@ def flash_triton(source: str, seed=None):
     draw, cases = Draw(seed), {}
     for words, (queries, keys, size), (block_m, block_n), factor, tokens_first, dtype in (
         ("whole blocks", (32, 64, 16), (16, 32), 1.0, False, torch.float32),
-        ("one block, of three keys", (draw.size(17, 31), 3, 16), (16, 16), 1.0, False, torch.float32),
+        (
+            "one block, of three keys, scores far below 0",
+            (draw.size(17, 31), 3, 16),
+            (16, 16),
+            -60.0,
+            False,
+            torch.float32,
+        ),
         ("a last block of one key", (draw.size(17, 31), 33, 32), (32, 16), 3.0, False, torch.float32),
         ("a last block of three keys", (3, draw.size(4, 6) * 16 + 3, 16), (16, 16), 60.0, True, torch.float32),
         ("fp16", (draw.size(5, 15), draw.size(65, 79), 32), (16, 32), 1.0, False, torch.float16),

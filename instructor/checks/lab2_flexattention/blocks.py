@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from instructor.checks.common import Draw, expect_value, poisoned_memory
 from instructor.checks.lab2_flexattention.common import Counted, attend_densely
 from utils.attention.masks import dense_mask
-from utils.checking import FUSED_ATTENTION, check, expect_close, expect_rounded_once
+from utils.checking import FUSED_ATTENTION, check, expect_close, expect_items, expect_rounded_once
 from utils.checking.labs.lab2_flexattention.blocks import expect_skipped, skipping_mistake
 
 MOST_SECONDS = 1.0  # of a formula, which takes microseconds, also where the machine is busy
@@ -38,11 +38,8 @@ def count_blocks(count_blocks, seed=None):
         mask[:block] = True
         whole = mask[: s // block * block, : length // block * block]
         full, partial, empty = expected = _counts(mask, block)
-        got = count_blocks(mask, block)
         what = f"count_blocks of a ({s}, {length}) mask in blocks of {block}"
-        if not isinstance(got, tuple | list) or len(got) != 3:
-            raise AssertionError(f"{what} should be (full, partial, empty), three numbers, and is {got!r}.")
-        numbers = tuple(int(number) for number in got)
+        numbers = tuple(map(int, expect_items(count_blocks(mask, block), "full, partial, empty", what)))
         if numbers != expected:
             for hint, wrong in {
                 "The blocks at the edges are left out.": _counts(whole, block),

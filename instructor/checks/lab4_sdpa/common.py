@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -73,22 +72,6 @@ def refused_otherwise(q, k, v) -> dict[str, tuple[str, tuple, dict]]:
             if reasons_of(backend, *tensors, **options):
                 found[name] = backend, tensors, options
     return found
-
-
-@contextlib.contextmanager
-def with_right_answers(function: Callable, right: Mapping[str, Callable] | None = None) -> Iterator[None]:
-    """Give a student's function right versions of earlier answers, so that a mistake costs points in one question only.
-
-    right: {name of an earlier answer: a right function}; `why_not` by default
-    """
-    names = getattr(function, "__globals__", {})
-    right = {"why_not": reasons_of} if right is None else right
-    before = {name: names[name] for name in right if name in names}
-    names.update({name: right[name] for name in before})
-    try:
-        yield
-    finally:
-        names.update(before)
 
 
 def reference_attention(q, k, v, causal: bool = False) -> torch.Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from instructor.checks.common import Draw
-from instructor.checks.lab4_sdpa.common import with_right_answers
-from utils.checking.labs.lab4_sdpa.common import check
+from instructor.checks.lab4_sdpa.common import reasons_of
+from utils.checking.labs.lab4_sdpa.common import check, replaced_answers
 from utils.checking.labs.lab4_sdpa.layouts import (
     expect_knock_outs,
     expect_ready,
@@ -44,5 +44,5 @@ def unpack(unpack_qkv, ready_for_flash, seed=None):
     for half, dtype in ((draw.size(5, 10), torch.float32), (20, torch.bfloat16)):
         x = draw.normal(draw.size(2, 3), draw.size(2, 4), 2 * half, draw.choice((16, 32)), dtype=dtype)
         for what, (tensor, copied) in layouts_of(x).items():
-            with with_right_answers(ready_for_flash):
+            with replaced_answers(ready_for_flash, {"why_not": reasons_of}):
                 expect_ready(ready_for_flash, tensor, copied, what)

@@ -10,15 +10,9 @@ from torch.nn.attention import sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from instructor.checks.common import Draw
-from instructor.checks.lab4_sdpa.common import (
-    KNOCKED_OUT,
-    knocked_out,
-    reasons_of,
-    refused_otherwise,
-    with_right_answers,
-)
+from instructor.checks.lab4_sdpa.common import KNOCKED_OUT, knocked_out, reasons_of, refused_otherwise
 from utils.checking import expect_close, watch_operations
-from utils.checking.labs.lab4_sdpa.common import BACKENDS, Attentions, check, is_refusal
+from utils.checking.labs.lab4_sdpa.common import BACKENDS, Attentions, check, is_refusal, replaced_answers
 from utils.checking.labs.lab4_sdpa.dispatch import expect_pinned, expect_ran_once, expect_refused
 from utils.checking.watching import VIEWS
 
@@ -28,7 +22,7 @@ def pinned_sdpa(pinned_sdpa, seed=None):
     """Check that only the requested backend runs, or an error has torch's reason, and that all settings are restored."""
     draw = Draw(seed)
     (q, k, v), calls = _calls_to_pin(draw, draw.size(9, 20), 16)
-    with with_right_answers(pinned_sdpa):
+    with replaced_answers(pinned_sdpa, {"why_not": reasons_of}):
         for backend in ("math", "flash"):
             for tensors, options in calls:
                 got, what = expect_pinned(pinned_sdpa, backend, tensors, options)

@@ -7,10 +7,9 @@ import math
 import torch
 
 from instructor.checks.common import Draw, dtype_name
-from instructor.checks.lab4_sdpa.common import with_right_answers
 from utils.attention import reference, reference_gradients
-from utils.checking import expect_close
-from utils.checking.labs.lab4_sdpa.common import check, expect_items
+from utils.checking import expect_close, expect_items
+from utils.checking.labs.lab4_sdpa.common import check, replaced_answers
 from utils.checking.labs.lab4_sdpa.splitting import (
     BACKWARD,
     GRADIENTS,
@@ -53,7 +52,7 @@ def attend_part(attend_part, seed=None):
         k, v = scale * draw.normal(b, kv, sk, d, dtype=dtype), draw.normal(b, kv, sk, d, dtype=dtype)
         large = ", scores in the hundreds" if scale > 1 else ""
         what = f"attend_part of q {tuple(q.shape)}, k {tuple(k.shape)} in {dtype_name(dtype)}{large}"
-        output, lse = expect_items(attend_part(q, k, v), ("output", "lse"), what)
+        output, lse = expect_items(attend_part(q, k, v), "output, lse", what)
         expect_part_output(output, q, k, v, rtol=rtol, atol=1e-3 if scale > 1 else 1e-5, what=what)
         hint = "It is the natural logarithm of the sum of e^score: maximum + log(sum of e^(score - maximum))."
         expect_close(lse, _lse(q, k).float(), rtol=rtol, atol=1e-3, what=f"the lse of {what}", hint=hint)
@@ -112,7 +111,7 @@ def split_kv_attention(split_kv_attention, seed=None):
         large = ", scores in the thousands" if scale > 1 else ""
         what = f"split_kv_attention over {sk} keys in {splits} splits, {dtype_name(dtype)}{large}"
         parts = _Parts()
-        with with_right_answers(split_kv_attention, {"attend_part": parts}):
+        with replaced_answers(split_kv_attention, {"attend_part": parts}):
             got = split_kv_attention(q, k, v, splits)
         near = {"rtol": 1e-2, "atol": 1e-2} if dtype.itemsize == 2 or scale > 1 else {"rtol": 1e-3, "atol": 1e-4}
         expect_merged(got, q, k, v, splits, scale > 1, what, **near)
@@ -146,7 +145,7 @@ def attention_backward(attention_backward, seed=None):
         no_delta = (ds @ k.double()).to(dtype), (ds.mT @ q.double()).to(dtype)
         where = f"q {tuple(q.shape)}, k {tuple(k.shape)} in {dtype_name(dtype)}"
         for name, gradient, right in zip(
-            GRADIENTS, expect_items(got, GRADIENTS, "attention_backward(...)"), expected, strict=True
+            GRADIENTS, expect_items(got, "dq, dk, dv", "attention_backward(...)"), expected, strict=True
         ):
             near = {"rtol": tolerance, "atol": tolerance * scale}
             expect_gradient(gradient, right.to(dtype), no_delta, name, where, **near)

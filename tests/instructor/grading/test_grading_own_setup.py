@@ -65,7 +65,7 @@ def test_what_a_check_leaves_behind_harms_no_other_question(lab, full_points):
 
 
 def test_a_gpus_memory_is_not_read_while_a_profiler_of_the_students_counts(monkeypatch):
-    # 4.3 of lab 1 calls the check from inside of a profiled step: reading an input of 64 MB there was counted as its kernels.
+    # 4.1 of lab 1 calls the check from inside of a profiled step: reading an input of 64 MB there was counted as its kernels.
     read = []
     monkeypatch.setattr(student, "_state_of", lambda tensor: read.append(tensor) or ("new",))
     x = types.SimpleNamespace(is_cuda=True, detach=lambda: x)

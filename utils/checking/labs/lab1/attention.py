@@ -16,6 +16,7 @@ from utils.checking import (
     SizeWatch,
     attention_mistake,
     expect_close,
+    expect_items,
     expect_number,
     expect_rounded_once,
     poisoned_memory,
@@ -107,9 +108,8 @@ def expect_bshd(attention_bshd, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     try:
         got = attention_bshd(q.clone(), k.clone(), v.clone())
     except RuntimeError as error:
-        shared = (
-            " enable_gqa=True lets SDPA share the heads." if heads != kv_heads and "must match" in str(error) else ""
-        )
+        apart = heads != kv_heads and "must match" in str(error)
+        shared = " enable_gqa=True lets SDPA share the heads." if apart else ""
         raise AssertionError(f"{what} raised: {error}.{shared}") from None
     if not isinstance(got, torch.Tensor) or got.shape != q.shape:
         shown = tuple(got.shape) if isinstance(got, torch.Tensor) else repr(got)
@@ -148,9 +148,7 @@ def expect_stats(online_softmax_stats, x: torch.Tensor, widths: list[int], name:
             taken[-1].fill_(math.nan)
 
     limited = online_softmax_stats.limited(len(x) * (max(widths) + 2))
-    result = limited(arriving())
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        raise AssertionError(f"online_softmax_stats should return (m, l), and returned {type(result).__name__}.")
+    result = expect_items(limited(arriving()), "m, l", "online_softmax_stats(blocks)")
     if len(taken) != len(widths):
         raise AssertionError(f"{len(widths)} blocks arrived, and {len(taken)} were looked at.")
     m = x.double().amax(1)

@@ -13,6 +13,7 @@ from utils.checking import (
     MATMUL,
     expect_close,
     expect_follows_device,
+    expect_items,
     expect_number,
     expect_rounded_once,
     poisoned_memory,
@@ -174,12 +175,6 @@ def check_time_calls(time_calls):
     expect_times(time_calls, [30.0, 5.0, 15.0])
 
 
-def expect_three(got: object) -> None:
-    """Assert that an answer is (macs, flops, bytes)."""
-    if not isinstance(got, tuple | list) or len(got) != 3:
-        raise AssertionError(f"expected (macs, flops, bytes), got {got!r}")
-
-
 @visible("1.4", "MACs, FLOPs and bytes")
 def check_gemm_and_gemv_costs(gemm_macs_flops_bytes, gemv_macs_flops_bytes):
     """Check one product and one GEMV in two dtypes."""
@@ -204,8 +199,8 @@ def check_gemm_and_gemv_costs(gemm_macs_flops_bytes, gemv_macs_flops_bytes):
             ("gemm_macs_flops_bytes(7, 11, 5", gemm_macs_flops_bytes(7, 11, 5, kind), (385, 770, 167 * size), gemm),
             ("gemv_macs_flops_bytes(7, 5", gemv_macs_flops_bytes(7, 5, kind), (35, 70, 47 * size), gemv),
         ):
-            expect_three(got)
-            for value, right, unit in zip(got, expected, ("MACs", "FLOPs", "bytes"), strict=True):
+            items = expect_items(got, "macs, flops, bytes", f"{name}, {kind})")
+            for value, right, unit in zip(items, expected, ("MACs", "FLOPs", "bytes"), strict=True):
                 known = mistakes if unit == "bytes" else None
                 expect_number(value, right, rel=0, unit=unit, what=f"{name}, {kind}), {unit},", mistakes=known)
 

@@ -72,15 +72,25 @@ def check_gemm_triton(source: str):
     for name, got in _launched(source, "gemm", cases).items():
         a, b = cases[name]
         last = (a.shape[1] - 1) // 32 * 32
-        known = {"Only the last step along K is in C: is the product added to the accumulator?": a[:, last:] @ b[last:]}
-        otherwise = "Look at the strides, at the masks, at other= in the loads, and at what is added up."
+        known = {
+            "Only the last step along K is in C: is the product added to the accumulator?": a[:, last:] @ b[last:],
+            "C is 0: is the result of tl.dot kept?": torch.zeros(a.shape[0], b.shape[1]),
+        }
+        otherwise = "Look at the masks, at other= in the loads, and at what is added up."
+        if "transposed" in name:
+            otherwise = "Here a row is no piece of memory: each of A, B and C has two strides."
         hint = known_mistake(got, known, otherwise=otherwise)
         expect_close(got, a @ b, rtol=1e-3, atol=1e-3, what=f"gemm of {name},", hint=hint)
 
 
 def flash_inputs(draw, queries: int, keys: int, d: int, size: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Draw q, k and v of three heads by `draw`, scores times `size`; scores rise with the keys in some rows, and fall in others."""
+    """Draw q, k and v of three heads by `draw`, scores times `size`; scores rise with the keys in some rows, and fall in others.
+
+    With a negative size all scores are far below 0, beside which the 0 of a missing key stands out.
+    """
     q, k, v = (draw(3, tokens, d) for tokens in (queries, keys, keys))
+    if size < 0:
+        q, k = q.abs(), k.abs()
     return [x.to(dtype) for x in (q * size, k + torch.arange(keys)[:, None] / keys, v + 1.0)]
 
 
@@ -90,7 +100,7 @@ def check_flash_triton(source: str):
     cases: dict[str, tuple] = {}
     for queries, keys, size, kind, words in (
         (32, 48, 1.0, torch.float32, "whole blocks"),
-        (21, 3, 1.0, torch.float32, "one block, of three keys"),
+        (21, 3, -60.0, torch.float32, "one block, of three keys, all scores far below 0"),
         (21, 33, 3.0, torch.float32, "the last block has one key"),
         (21, 45, 60.0, torch.float32, "scores in the hundreds"),
         (19, 35, 1.0, torch.float16, "in fp16"),
@@ -99,11 +109,8 @@ def check_flash_triton(source: str):
         tensors = flash_inputs(torch.randn, queries, keys, 16, size, kind)
         if "other way" in words:
             tensors = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in tensors]
-        cases[f"flash of 3 heads, {queries} queries and {keys} keys, in blocks of 32 and 16, {words},"] = (
-            *tensors,
-            32,
-            16,
-        )
+        name = f"flash of 3 heads, {queries} queries and {keys} keys, in blocks of 32 and 16, {words},"
+        cases[name] = (*tensors, 32, 16)
     for name, got in _launched(source, "flash", cases).items():
         q, k, v = cases[name][:3]
         right = F.scaled_dot_product_attention(q.double(), k.double(), v.double()).to(q.dtype)

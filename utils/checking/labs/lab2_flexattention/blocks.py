@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from utils.attention.masks import dense_mask
-from utils.checking import FUSED_ATTENTION, expect_close, expect_number, expect_rounded_once, visible
+from utils.checking import FUSED_ATTENTION, expect_close, expect_items, expect_number, expect_rounded_once, visible
 from utils.checking.masks import pairs
 
 
@@ -35,11 +35,8 @@ def check_count_blocks(count_blocks):
             "The edges of this mask are edges of blocks: nothing sticks out.": (2, 4, 0),
         }),
     ):  # fmt: skip
-        got, what = count_blocks(mask.clone(), block), f"count_blocks of {what}, in blocks of {block},"
-        assert isinstance(got, tuple | list) and len(got) == 3, (
-            f"{what} should be (full, partial, empty), and is {got!r}"
-        )
-        got = tuple(int(number) for number in got)
+        what = f"count_blocks of {what}, in blocks of {block},"
+        got = tuple(map(int, expect_items(count_blocks(mask.clone(), block), "full, partial, empty", what)))
         hint = " Or: ".join(text for text, wrong in mistakes.items() if got == wrong)
         hint = hint or "Draw it, and sort its blocks by hand."
         assert got == expected, f"{what} is {got}, and full should be {expected[0]}. {hint}"
@@ -188,15 +185,13 @@ def expect_skipped(what: str, sizes, asked: int, block_mask: BlockMask, q: torch
 def laid_out(lay_out, conversation: torch.Tensor, position: torch.Tensor, window: int) -> tuple:
     """Return the order and the mask of a layout, after asserting that the order is a permutation."""
     result = lay_out(conversation.clone(), position.clone(), window)
-    assert isinstance(result, tuple | list) and len(result) == 2 and callable(result[1]), (
-        f"lay_out should return (order, mask_mod), and returns {result!r:.80}"
-    )
-    order, size = result[0], len(conversation)
+    (order, mask_mod), size = expect_items(result, "order, mask_mod", "lay_out(...)"), len(conversation)
+    assert callable(mask_mod), f"the second result of lay_out should be a mask_mod, and is {mask_mod!r:.80}"
     assert isinstance(order, torch.Tensor) and order.shape == (size,) and sorted(order.tolist()) == list(range(size)), (
         f"order should hold each of 0 ... {size - 1} once, a permutation in a tensor of integers, and is {order!r:.120}"
     )
     assert not order.is_floating_point(), f"order should be a tensor of integers, and is {order.dtype}"
-    return order, result[1]
+    return order, mask_mod
 
 
 def arrivals(lengths: list[int], generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -161,8 +161,7 @@ def check_buckets(bucketed_attention):
         q, k, v = (torch.randn(2, 3, tokens, 6) for _ in range(3))
         calls.clear()
         masks.append(expect_bucket(bucketed_attention, attend, calls, (q, k, v), [8, 16, 4]))
-    masks = [masks[0], masks[-1]]
-    count = kernels_for(masks, 8)
+    count = kernels_for([masks[0], masks[-1]], 8)
     assert count == 1, (
         f"the masks of 5 and 7 tokens in the same bucket need {count} kernels: their length is a Python number, and became a "
         "constant. Capture a tensor."

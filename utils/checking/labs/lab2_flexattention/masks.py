@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from utils.checking import FUSED_ATTENTION, expect_close, expect_number, visible
+from utils.checking import FUSED_ATTENTION, expect_close, expect_items, expect_number, visible
 from utils.checking.masks import expect_program, expect_rows
 
 
@@ -64,9 +64,8 @@ def check_mask_costs(mask_costs):
     # 10 of 24 pairs stay and 14 go
     causal = torch.ones(4, 6, dtype=torch.bool).tril()
     where = "of a causal mask of 4 x 6 pairs, 5 sequences of 3 heads, D = 10,"
-    got = mask_costs(causal, 5, 3, 10, torch.float32)
-    assert isinstance(got, tuple | list) and len(got) == 3, f"expected (density, wasted FLOPs, mask bytes), got {got!r}"
-    density, flops, size = got
+    names = "density, wasted FLOPs, mask bytes"
+    density, flops, size = expect_items(mask_costs(causal, 5, 3, 10, torch.float32), names, f"mask_costs {where}")
     half = mask_costs(causal, 5, 3, 10, torch.bfloat16)[2]
     for number, right, unit, what, mistakes in (
         (density, 10 / 24, "", f"the density {where}", {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from utils.checking import visible
+from utils.checking import expect_items, visible
 from utils.checking.gluon_launches import (
     Cancelling,
     async_copy_launch,
@@ -51,10 +51,8 @@ def check_owner(owner):
     """Compare elements of three layouts, each chosen so that one slip shows."""
     along, down = ((1, 4), (4, 8), (2, 1), (1, 0)), ((4, 1), (8, 4), (1, 4), (0, 1))
     odd = ((2, 2), (4, 8), (2, 2), (0, 1))
-    backwards, again = (
-        "`order` names the fastest dimension first.",
-        "Repetitions are counted in the layout's order, too.",
-    )
+    backwards = "`order` names the fastest dimension first."
+    again = "Repetitions are counted in the layout's order, too."
     pieces = "Registers count first within the piece of a thread, and then over the repetitions."
     dropped = "A tensor that is larger than the layout's tile repeats it: each repetition takes further registers."
     for layout, row, column, shape, right, known in (
@@ -71,11 +69,7 @@ def check_owner(owner):
         (down, 37, 23, (64, 32), (1, 25, 13), {}),
         (odd, 9, 41, (32, 64), (1, 16, 11), {(1, 16, 7): again, (1, 16, 14): pieces}),
     ):
-        got = owner(row, column, shape, *layout)
-        rules.demand(
-            isinstance(got, (tuple, list)) and len(got) == 3,
-            f"owner should return three numbers, and returned {got!r}.",
-        )
+        got = expect_items(owner(row, column, shape, *layout), "warp, lane, register", "owner(...)")
         if tuple(got) == right:
             continue
         hint = known.get(tuple(got), "")

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from utils.checking import expect_number
+from utils.checking import expect_items, expect_number
 from utils.checking.gluon_launches import ring_mistakes, transpose_mistakes, wgmma_mistakes
 from utils.checking.kernel_exercises import Launch, Run, Tile, expect_kernel
 from utils.gluon_cpu.timeline import Event
 
 Try = tuple[Launch, dict[str, torch.Tensor]]  # a launch, and what it should write
+Ring = Callable[[int, int], Try]  # gives the launch for a number of slots and a number of tiles
 Seeds = tuple[int | None, ...]  # timings of the simulator: None is the cost model's own
 MOST_REPAIRS = 6
 EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 0.0}
@@ -87,8 +88,8 @@ def number(events: Iterable[Event], kind: str, partition: str = "") -> int:
 def expect_cycles(tile_cycles, sizes: tuple[int, int, int], right: tuple[float, float, float]) -> None:
     """Assert the cycles of three units for a tile of so many rows, keys and a head dimension."""
     (rows, _, d), (products, exponentials, loads) = sizes, right
-    got, what = tile_cycles(*sizes), f"tile_cycles{sizes}"
-    demand(isinstance(got, tuple | list) and len(got) == 3, f"{what} should be three numbers, and is {got!r}.")
+    names, what = ("products", "exponentials", "loads"), f"tile_cycles{sizes}"
+    got = expect_items(tile_cycles(*sizes), ", ".join(names), what)
     hints = (
         {"Count both products, Q Kᵀ and P V, and two FLOPs for each multiply-accumulate.": products / 2},
         {"One quarter takes 4 a cycle, and an SM has four quarters.": 4 * exponentials},
@@ -98,7 +99,7 @@ def expect_cycles(tile_cycles, sizes: tuple[int, int, int], right: tuple[float, 
             "Q is loaded once, before the loop.": loads + 2 * rows * d / 20,
         },
     )
-    for name, number, expected, known in zip(("products", "exponentials", "loads"), got, right, hints, strict=True):
+    for name, number, expected, known in zip(names, got, right, hints, strict=True):
         expect_number(number, expected, rel=1e-6, unit="cycles", what=f"{name} of {what}", mistakes=known)
 
 
@@ -151,27 +152,15 @@ def transpose(text: str, tries: Iterable[Try], compiles: bool = False) -> None:
 
 
 def async_copy(
-    text: str,
-    tries: Iterable[Try],
-    ring: Callable[[int, int], Try],
-    slots: tuple[int, ...],
-    seeds: Seeds,
-    compiles=False,
+    text: str, tries: Iterable[Try], ring: Ring, slots: tuple[int, ...], seeds: Seeds, compiles=False
 ) -> None:
-    """Right for any number of slots; `ring` gives the launch of two programs for a number of slots and of tiles."""
+    """Right for any number of slots; `ring` launches two programs."""
     list(simulated(text, tries, hint="Which tile lies in which slot?", seeds=seeds, compiles=compiles))
     words = "Issue the copies of tile i + STAGES - 1 before you wait for tile i, and wait for no more groups than tile i needs."
     full_ring(text, ring, slots, 2, 0.6, words)
 
 
-def tma_ring(
-    text: str,
-    tries: Iterable[Try],
-    ring: Callable[[int, int], Try],
-    slots: tuple[int, ...],
-    seeds: Seeds,
-    compiles=False,
-) -> None:
+def tma_ring(text: str, tries: Iterable[Try], ring: Ring, slots: tuple[int, ...], seeds: Seeds, compiles=False) -> None:
     """The same by TMA; there may be fewer tiles than slots."""
     for launch, run in simulated(text, tries, mistakes=ring_mistakes, seeds=seeds, compiles=compiles, close=SUMS):
         tiles = cdiv(launch.args["columns"], 64)  # type: ignore[arg-type]
@@ -182,9 +171,7 @@ def tma_ring(
     full_ring(text, ring, slots, 1, 0.65, words)
 
 
-def full_ring(
-    text: str, ring: Callable[[int, int], Try], slots: tuple[int, ...], copies: int, share: float, words: str
-) -> None:
+def full_ring(text: str, ring: Ring, slots: tuple[int, ...], copies: int, share: float, words: str) -> None:
     """Assert that a ring of 8 tiles keeps its slots filled, and that three slots beat one.
 
     Args:
@@ -258,9 +245,7 @@ def repaired(text: str, repairs: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def repairs(
-    text: str, tries: Iterable[Try], ring: Callable[[int, int], Try], slots: tuple[int, ...], seeds: Seeds
-) -> None:
+def repairs(text: str, tries: Iterable[Try], ring: Ring, slots: tuple[int, ...], seeds: Seeds) -> None:
     """Right with any number of slots and in any timing, and still a ring of two partitions that overlap."""
     list(simulated(text, tries, seeds=seeds))
     cycles = {}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from utils.checking import expect_number
-from utils.checking.labs.lab4_sdpa.common import expect_items, visible
+from utils.checking import expect_items, expect_number
+from utils.checking.labs.lab4_sdpa.common import visible
 
 COSTS = ("FLOPs", "fused bytes", "unfused bytes")
 
@@ -14,7 +14,7 @@ COSTS = ("FLOPs", "fused bytes", "unfused bytes")
 @visible("2.1", "FLOPs and bytes of attention")
 def check_attention_costs(attention_costs):
     """Check 5 sequences, 6 query heads over 2 key heads, 3 queries, 7 keys, D = 10 in bf16, and two causal calls."""
-    full = expect_items(attention_costs(5, 6, 2, 3, 7, 10, torch.bfloat16), COSTS, "attention_costs")
+    full = expect_items(attention_costs(5, 6, 2, 3, 7, 10, torch.bfloat16), ", ".join(COSTS), "attention_costs")
     causal = attention_costs(5, 6, 2, 3, 7, 10, torch.bfloat16, causal=True)
     square = attention_costs(1, 4, 4, 5, 5, 6, torch.float64, True)
     where = "5 sequences, 6 heads over 2 key heads, 3 queries, 7 keys, D = 10, bf16"
@@ -84,7 +84,7 @@ def expect_errors(errors, out, inputs: tuple, causal: bool, exact: dict[str, tor
         exact: references in float64, "" the right one, and {hint: one with a mistake}.
         what: the output, in words.
     """
-    got = expect_items(errors(out, *inputs, causal), ("largest", "rms"), "errors(...)")
+    got = expect_items(errors(out, *inputs, causal), "largest, rms", "errors(...)")
     right, wide = exact[""], out.double()
     largest, rms = size_of_error(out, right)
     mean, rounded = (wide - right).abs().mean().item(), (out - right.to(out.dtype)).double()

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from utils.checking import expect_close
-from utils.checking.labs.lab4_sdpa.common import BACKENDS, Attentions, in_one_line, is_refusal, sdpa_switches, visible
+from utils.checking.labs.lab4_sdpa.common import (
+    BACKENDS,
+    Attentions,
+    in_one_line,
+    is_refusal,
+    replaced_answers,
+    sdpa_switches,
+    visible,
+)
 
 
 def operators_of(call: Callable) -> list[str]:
@@ -164,23 +172,14 @@ def expect_refused(pinned_sdpa, backend: str, tensors: tuple, options: dict, rea
     assert sdpa_switches() == switches, f"after a refusal ({what}), other backends are allowed than before."
 
 
-@contextlib.contextmanager
-def _why_not_restored(pinned_sdpa) -> Iterator[None]:
-    """Let the student's why_not leave no switch behind meanwhile: what it forgets is lost in Question 1.2 alone."""
-    names = getattr(pinned_sdpa, "__globals__", {})
-    own = names.get("why_not")
+def _restoring(why_not: Callable) -> Callable:
+    """Return the student's why_not, after which no switch is left behind: what it forgets is lost in Question 1.2 alone."""
 
     def restored(*args, **options):
         with sdpa_kernel(list(BACKENDS.values())):
-            return own(*args, **options)
+            return why_not(*args, **options)
 
-    if own is not None:
-        names["why_not"] = restored
-    try:
-        yield
-    finally:
-        if own is not None:
-            names["why_not"] = own
+    return restored
 
 
 @visible("1.3", "A pin that pins")
@@ -199,7 +198,8 @@ def check_pinned_sdpa(pinned_sdpa):
             expected = F.scaled_dot_product_attention(*tensors, **options)
             expect_close(got, expected, rtol=1e-4, atol=1e-5, what=what, hint="Do all options reach SDPA?")
     wide = {"attn_mask": torch.zeros(16, 19)}
-    with _why_not_restored(pinned_sdpa):
+    own = getattr(pinned_sdpa, "__globals__", {}).get("why_not")
+    with replaced_answers(pinned_sdpa, {"why_not": _restoring(own)}):
         for backend, tensors, options, words, what in (
             ("flash", (turned, x, x), {}, ["last dimension"], "flash of a q with other strides"),
             ("flash", (x, x, x), {"dropout_p": 0.5}, ["dropout"], "flash with dropout"),

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 
-from utils.checking.labs.lab4_sdpa.common import BACKENDS, expect_items, in_one_line, runs, visible
+from utils.checking import expect_items
+from utils.checking.labs.lab4_sdpa.common import BACKENDS, in_one_line, runs, visible
 
 
 def expect_same_values(got: object, x: torch.Tensor, what: str) -> None:
@@ -128,7 +129,7 @@ def expect_unpacked(unpack_qkv, packed: torch.Tensor, heads: int, kv_heads: int)
     batch, tokens, width = packed.shape
     size = width // (heads + 2 * kv_heads)
     what = f"unpack_qkv of {tuple(packed.shape)} with {heads} query heads and {kv_heads} key heads"
-    got = expect_items(unpack_qkv(packed, heads, kv_heads), ("q", "k", "v"), what)
+    got = expect_items(unpack_qkv(packed, heads, kv_heads), "q, k, v", what)
     first = 0
     for name, tensor, count in zip("qkv", got, (heads, kv_heads, kv_heads), strict=True):
         shape = (batch, count, tokens, size)

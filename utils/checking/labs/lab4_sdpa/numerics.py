@@ -7,8 +7,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from utils.checking import expect_close, expect_number
-from utils.checking.labs.lab4_sdpa.common import expect_items, visible
+from utils.checking import expect_close, expect_items, expect_number
+from utils.checking.labs.lab4_sdpa.common import visible
 
 
 def to_bf16(x: torch.Tensor) -> torch.Tensor:
@@ -174,7 +174,7 @@ def check_distinct_results(distinct_results):
 def expect_fp8(quantize_fp8, dequantize_fp8, x: torch.Tensor, block: int | None) -> None:
     """Assert dtypes, shapes, scales and errors; a block of zeros in x has the scale 1."""
     what = f"quantize_fp8 of {tuple(x.shape)} with block {block}"
-    x8, scale = expect_items(quantize_fp8(x, block), ("x8", "scale"), what)
+    x8, scale = expect_items(quantize_fp8(x, block), "x8, scale", what)
     batch, heads, length, _ = x.shape
     shape = (1, 1, 1, 1) if block is None else (batch, heads, math.ceil(length / block), 1)
     if not isinstance(x8, torch.Tensor) or x8.dtype != torch.float8_e4m3fn or x8.shape != x.shape:
@@ -195,9 +195,8 @@ def expect_fp8(quantize_fp8, dequantize_fp8, x: torch.Tensor, block: int | None)
             hint = "It is the inverse: x8 = x / scale, and x = x8 * scale."
         landed = torch.where(top > 0, top / own, own)
         right = torch.where(top > 0, 448.0, torch.ones_like(own))
-        expect_close(
-            landed, right, rtol=1e-3, atol=0, what=f"the largest value under scale {index} of {what}", hint=hint
-        )
+        under = f"the largest value under scale {index} of {what}"
+        expect_close(landed, right, rtol=1e-3, atol=0, what=under, hint=hint)
     back = dequantize_fp8(x8, scale, block)
     if not isinstance(back, torch.Tensor) or back.dtype != torch.float32 or back.shape != x.shape:
         raise AssertionError(f"dequantize_fp8 after {what} should be a float32 tensor of the shape of x.")

@@ -7,8 +7,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from utils.checking import DERIVATIVES, FUSED_ATTENTION, SOFTMAX, expect_close
-from utils.checking.labs.lab4_sdpa.common import expect_items, visible
+from utils.checking import DERIVATIVES, FUSED_ATTENTION, SOFTMAX, expect_close, expect_items
+from utils.checking.labs.lab4_sdpa.common import replaced_answers, visible
 from utils.checking.labs.lab4_sdpa.costs import attend
 from utils.checking.mistakes import known_mistake
 
@@ -48,7 +48,7 @@ def check_attend_part(attend_part):
         k, v = large * torch.randn(2, 2, 9, 10, dtype=dtype), torch.randn(2, 2, 9, 10, dtype=dtype)
         name = str(dtype).removeprefix("torch.")
         what = f"attend_part of 6 heads over 2 in {name}{', scores in the thousands' if large > 1 else ''}"
-        output, _ = expect_items(attend_part(q, k, v), ("output", "lse"), what)
+        output, _ = expect_items(attend_part(q, k, v), "output, lse", what)
         expect_part_output(output, q, k, v, rtol=1e-3, atol=1e-3 if large > 1 else 1e-5, what=what)
         # e^lse is the sum of all e^score: over one key it is that score, over the same key n times it is log(n) more
         _, one = attend_part(q, k[:, :, :1], v[:, :, :1])
@@ -148,21 +148,16 @@ def _expect_parts_alone(products, keys: int, splits: int, what: str) -> None:
 
 def _expect_known_weights(split_kv_attention) -> None:
     """Put two parts of known weights in place of the student's: the first counts three quarters, as its sum is e^(ln 3)."""
-    names = getattr(split_kv_attention, "__globals__", {})
-    if "attend_part" not in names:
-        return
-    own = names["attend_part"]
 
     def known_part(q, k, v):
         first = k.mean().item() > 0
         return torch.full(q.shape, 1.0 if first else 0.0), torch.full(q.shape[:3], math.log(3) if first else 0.0)
 
-    names["attend_part"] = known_part
-    try:
-        keys = torch.cat([torch.ones(1, 2, 5, 8), -torch.ones(1, 2, 5, 8)], dim=2)
+    keys = torch.cat([torch.ones(1, 2, 5, 8), -torch.ones(1, 2, 5, 8)], dim=2)
+    with replaced_answers(split_kv_attention, {"attend_part": known_part}) as there:
+        if not there:
+            return
         got = split_kv_attention(torch.ones(1, 2, 3, 8), keys, keys, 2)
-    finally:
-        names["attend_part"] = own
     base_2 = torch.full((1, 2, 3, 8), 2 ** math.log(3) / (2 ** math.log(3) + 1))
     known = {"The weights are 2^L, and L is a natural logarithm: they should be e^L.": base_2}
     hint = known_mistake(got, known, otherwise="A part weighs as much as its sum, and its sum is e^L.")
@@ -199,7 +194,7 @@ def check_attention_backward(attention_backward):
     expected = torch.autograd.grad(out, (q, k, v), dout)
     lse = torch.logsumexp(q @ k.mT / math.sqrt(10), dim=-1)
     q, k, v, out, lse = (t.detach() for t in (q, k, v, out, lse))
-    got = expect_items(attention_backward(q, k, v, out, lse, dout), GRADIENTS, "attention_backward(...)")
+    got = expect_items(attention_backward(q, k, v, out, lse, dout), "dq, dk, dv", "attention_backward(...)")
     wide = attention_backward(*(t.double() for t in (q, k, v, out, lse, dout)))
     assert all(t.dtype == torch.float64 for t in wide), "of inputs in float64 the gradients should be float64, too."
     no_delta = attention_backward(q, k, v, torch.zeros_like(out), lse, dout)
