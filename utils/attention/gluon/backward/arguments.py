@@ -42,6 +42,7 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     boxes: dict[str, int] = {}  # noqa: RUF012 (never changed) rows of the box of a TMA descriptor
     warps: int = 4
+    early: bool = False  # whether it may begin while the launch before it ends
 
 
 class Gradients:
@@ -78,8 +79,7 @@ def argument(g: Gradients, launch: Launch, name: str):
     if name not in launch.boxes:
         return x
     if name == "sums":
-        # A piece of the sums: 4096 numbers that follow each other.
-        return flat_descriptor(x, [32, 128])
+        return flat_descriptor(x, [launch.boxes[name], 128])
     if name in ("lse2", "delta"):
         return flat_descriptor(x, [1, launch.boxes[name]])
     return descriptor(x, launch.boxes[name], g.plan.block_d)
@@ -108,7 +108,13 @@ def launches(
         "fragments.start_backward",
         (rows // 64, batch * heads),
         ("out", "dout", "lse", "dlse", "lse2", "delta", "sums", "counter"),
-        (*strides(g.out), *strides(g.dout), *queries, width // 64 if plan.dq else 0),
+        (
+            *strides(g.out),
+            *strides(g.dout),
+            *queries,
+            width // 64 if plan.dq else 0,
+            (width if step == 1 else head_dim) // 8,
+        ),
         {"DLSE": dlse},
     )
     blocks_n, c = -(-sk // plan.block_n) if packed is None else len(packed.blocks), scale * LOG2_E
@@ -116,23 +122,28 @@ def launches(
     sizes = sq, sk, *mask, heads, kv_heads, heads // kv_heads, rows // plan.block_m
     blocks = blocks_n, order.section, total, order.whole, order.pieces
     programs = order.whole + order.slots
-    # The kernels around the step's own are the same for all masks but that of a table.
-    common = {"PLAN": plan if plan.edges == 3 else replace(plan, edges=2)}
     found = [start, step_launch(step, g, sizes, blocks, programs, (c, scale))]
-    if order.slots:
-        numbers = *strides(g.dk), head_dim // 8, sk, mask[0], kv_heads, *blocks, scale
-        found.append(
-            Launch(
-                "shares.finish_parts",
-                (order.slots // order.pieces * 2, 2, width // 32),
-                ("parts", "dv", "dk"),
-                numbers,
-                common,
-            )
+    for_parts = order.slots // order.pieces * width // 8
+    programs = for_parts + (rows * batch * heads * width // 4096 if plan.dq else 0)
+    if programs:
+        tensors = "sums", "dq", "parts", "dv", "dk"
+        numbers = (
+            *strides(g.dq),
+            *strides(g.dk),
+            *queries,
+            width // 64,
+            sk,
+            mask[0],
+            kv_heads,
+            *blocks,
+            for_parts,
+            scale,
         )
+        constants = {"FRAGMENTS": step > 1, "TABLE": packed is not None}
+        found.append(Launch("finish.finish_backward", (programs,), tensors, numbers, constants, early=True))
     if plan.dq:
-        grid, numbers = (width // 64, rows // 64, batch * heads), (*strides(g.dq), *queries, width // 64, scale)
-        return [*found, Launch("fragments.finish_dq", grid, ("sums", "dq"), numbers, {"FRAGMENTS": step > 1})]
+        return found
+    common = {"PLAN": replace(plan, edges=2, depth=0)}
     keys, tiles = 128 if width == 64 else 64, -(-sq // 128)
     boxes = {"q": 64, "dout": 64, "k": keys, "v": keys, "dq": 64}
     numbers = *sizes, rows, tiles, batch * heads, c, scale
@@ -156,9 +167,10 @@ def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: 
     programs = min(programs, processors(g.q.device)) if one_consumer else programs
     boxes |= dict.fromkeys(("v", "dk", "dv"), plan.block_n if one_consumer else 64)
     if one_consumer:
-        boxes["sums"] = 32
+        # Rows of 128 numbers; of a tile's 64 or fewer (`storing_warp`) no more than 32 at once.
+        boxes["sums"] = math.gcd(32, (plan.depth or 128) // 2)
     numbers = *sizes, *((*blocks, g.q.shape[-1] // 8) if one_consumer else blocks[:3]), *factors
-    return Launch(kernel, (programs,), tensors, numbers, constants, boxes, 8 if one_consumer else 4)
+    return Launch(kernel, (programs,), tensors, numbers, constants, boxes, 8 if one_consumer else 4, True)
 
 
 def run(g: Gradients, launch: Launch):
@@ -167,7 +179,8 @@ def run(g: Gradients, launch: Launch):
 
     kernel = kernel_of(launch.kernel)
     tensors = [argument(g, launch, name) for name in launch.tensors]
-    compiled = kernel[launch.grid](*tensors, *launch.numbers, **launch.constants, num_warps=launch.warps)
+    options = {"num_warps": launch.warps, "launch_pdl": launch.early}
+    compiled = kernel[launch.grid](*tensors, *launch.numbers, **launch.constants, **options)
     if compiled is None or not g.q.is_cuda:
         return None
     rest = *launch.numbers, *launch.constants.values()

@@ -14,6 +14,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from utils.kernels.early_launch import let_next_launch_begin
+
 LOG2_E = gl.constexpr(1.4426950408889634)
 INFINITY = gl.constexpr(float("inf"))
 PLACES = ["o_batch", "o_head", "o_row", "do_batch", "do_head", "do_row"]
@@ -43,7 +45,7 @@ def add_fragments(sums, x):
     gl.atomic_add(at, to_fragments(x), sem="relaxed")
 
 
-@gluon.jit(do_not_specialize=[*PLACES, "sq", "heads", "rows", "head_dim", "width"])
+@gluon.jit(do_not_specialize=[*PLACES, "sq", "heads", "rows", "head_dim", "width", "cleared"])
 def start_backward(
     o_ptr,
     do_ptr,
@@ -64,16 +66,18 @@ def start_backward(
     rows,
     head_dim,
     width,
+    cleared,
     DLSE: gl.constexpr,
 ):
     """Delta and lse * log2(e) of 64 rows of one head, and zeros in their sums of dQ: grid (rows / 64, B * H).
 
     The last heads come first: the main kernel begins with the first ones, and finds theirs in the L2. Strides and
     head_dim are in units of 8 elements, so that the compiler knows of 16 bytes without a kernel for each stride.
-    width: columns of the sums in units of 64; 0 where dQ is not summed in memory.
+    width: columns of the sums in units of 64; 0 where dQ is not summed in memory. cleared: those that are cleared, in units of 8.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    let_next_launch_begin()
     tile = gl.program_id(0)
     head_total = (gl.num_programs(1) - 1 - gl.program_id(1)).to(gl.int64)
     batch = head_total // heads
@@ -100,32 +104,6 @@ def start_backward(
     gl.store(counter_ptr, 0)
     sums = dq_sums_ptr + (head_total * (rows // 64) + tile) * (width * 4096)
     for piece in range(width):
-        gl.store(sums + piece * 4096 + gl.arange(0, 4096, flat), gl.zeros([4096], gl.float32, flat))
-
-
-@gluon.jit(do_not_specialize=["dq_batch", "dq_head", "dq_row", "sq", "heads", "rows", "head_dim", "width"])
-def finish_dq(
-    dq_sums_ptr, dq_ptr, dq_batch, dq_head, dq_row, sq, heads, rows, head_dim, width, scale, FRAGMENTS: gl.constexpr
-):
-    """Scale one piece of the sums, 64 queries x 64 columns, and store it as rows of dQ.
-
-    Grid (BLOCK_D / 64, rows / 64, B * H), the last heads first, whose sums are still in the L2. Strides and head_dim are in
-    units of 8 elements, width in 64. FRAGMENTS: the sums are in the order of the fragments, else in rows.
-    """
-    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    piece = gl.program_id(0)
-    tile = gl.program_id(1)
-    head_total = (gl.num_programs(2) - 1 - gl.program_id(2)).to(gl.int64)
-    batch = head_total // heads
-    head = head_total - batch * heads
-    r = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
-    d = piece * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
-    if FRAGMENTS:
-        number = (head_total * (rows // 64) + tile) * width + piece
-        sums = gl.load(dq_sums_ptr + number * 4096 + gl.arange(0, 4096, flat))
-        dq = gl.convert_layout(from_fragments(sums, 64) * scale, layout)
-    else:
-        dq = gl.load(dq_sums_ptr + (head_total * rows + r) * (width * 64) + d) * scale
-    at = dq_ptr + (batch * dq_batch + head * dq_head + r.to(gl.int64) * dq_row) * 8 + d
-    gl.store(at, dq.to(dq_ptr.dtype.element_ty), mask=(r < sq) & (d < head_dim * 8))
+        i = gl.arange(0, 4096, flat)
+        # Eight columns follow each other; nobody reads those behind the head dimension.
+        gl.store(sums + piece * 4096 + i, gl.zeros([4096], gl.float32, flat), mask=i < (cleared - piece * 8) * 512)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from utils.attention.gluon.backward.arguments import MAIN_KERNELS, WIDE_KERNEL, kernel_of
 from utils.attention.gluon.backward.plan import plan_for
 from utils.kernels.offline import Assembly, compile_gluon, read_assembly
@@ -31,7 +33,7 @@ def compile_backward(
     rows = {"q": plan.block_m, "do": plan.block_m, "k": plan.block_n, "v": keys, "dk": keys, "dv": keys}
     kinds = {n + "_desc": f"tensordesc<{dtype}[1, 1, {count}, {plan.block_d}],{layout!r}>" for n, count in rows.items()}
     kinds |= {n: f"tensordesc<fp32[1, {plan.block_m}],{numbers!r}>" for n in ("lse_desc", "delta_desc")}
-    kinds["sums_desc"] = f"tensordesc<fp32[32, 128],{numbers!r}>"
+    kinds["sums_desc"] = f"tensordesc<fp32[{math.gcd(32, (plan.depth or 128) // 2)}, 128],{numbers!r}>"
     kinds |= dict.fromkeys(("dq_sums_ptr", "lse2_ptr", "delta_ptr", "parts_ptr"), "*fp32") | {
         "c": "fp32",
         "scale": "fp32",

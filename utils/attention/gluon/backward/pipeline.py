@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from utils.attention.gluon.intervals import clean_interval, row_bounds, tile_entry
 from utils.attention.gluon.shared import aggregate, meet, pass_by, tma_load, zero_columns
+from utils.kernels.early_launch import wait_for_launch_before
 
 # Hand a tile to TMA, which adds it to memory; its end is waited for as a store's.
 tma_add = tma.async_atomic_add  # no `gl.constexpr`: see `shared.py`
@@ -281,6 +282,8 @@ def load_part(work, part, done, descriptors):
     # K and V have a barrier each: the first product starts when K is there.
     mbarrier.expect(work.loaded.index(0), k_desc.block_type.nbytes)
     tma_load(k_desc, [part.batch, part.kv_head, part.key, 0], work.loaded.index(0), work.k)
+    # The numbers of the rows, the sums of dQ and the counter are `start_backward`'s: without this wait it may still write them.
+    wait_for_launch_before()
     head, m = part.begin(work.sizes)
     for i in range(gl.maximum(part.count, 1)):
         if part.count > 0:

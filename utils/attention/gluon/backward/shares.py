@@ -17,9 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from utils.attention.gluon.backward.fragments import from_fragments
 from utils.attention.gluon.backward.pipeline import Part, block_place, part_of
-from utils.attention.gluon.intervals import tile_entry
 from utils.attention.gluon.shared import aggregate, uniform
 
 
@@ -134,63 +132,3 @@ def store_part(parts_ptr, slot, x, WHICH: gl.constexpr):
     i = gl.arange(0, 2 * HALF, layout)
     at = ((slot.to(gl.int64) * 2 + i // HALF) * 2 + WHICH) * HALF + i % HALF
     gl.store(parts_ptr + at, gl.convert_layout(flat, layout, assert_trivial=True))
-
-
-NUMBERS = ["batch_stride", "head_stride", "row_stride", "head_dim", "sk", "back", "kv_heads"]
-NUMBERS += ["blocks_n", "section", "total", "whole", "pieces"]
-
-
-@gluon.jit(do_not_specialize=NUMBERS)
-def finish_parts(
-    parts_ptr,
-    dv_ptr,
-    dk_ptr,
-    batch_stride,
-    head_stride,
-    row_stride,
-    head_dim,
-    sk,
-    back,
-    kv_heads,
-    blocks_n,
-    section,
-    total,
-    whole,
-    pieces,
-    scale,
-    PLAN: gl.constexpr,
-):
-    """Add up the pieces of 64 rows and 32 columns of dV or dK: grid (blocks behind `whole` * 2, 2, BLOCK_D / 32).
-
-    Strides and head_dim are in units of 8 elements; back: the table of packed sequences.
-    """
-    BLOCK_D: gl.constexpr = PLAN.block_d
-    flat_layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    rows: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
-    own = gl.program_id(0) // 2
-    half = gl.program_id(0) % 2
-    which = gl.program_id(1)
-    column = gl.program_id(2) * 32
-    first = own.to(gl.int64) * pieces * (256 * BLOCK_D) + (half * 2 + which) * (64 * BLOCK_D) + column * 64
-    parts = parts_ptr + first + gl.arange(0, 2048, flat_layout)
-    sums = gl.zeros([2048], gl.float32, flat_layout)
-    for _piece in range(pieces):
-        sums += gl.load(parts)
-        parts += 256 * BLOCK_D
-    n, flat = block_place(whole + own, blocks_n, section, total)
-    batch = flat // kv_heads
-    head = flat - batch * kv_heads
-    row, stop = n * PLAN.block_n, sk
-    if PLAN.edges == 3:
-        row, stop = tile_entry(back, n, sk, 0), tile_entry(back, n, sk, 1)
-    row = row + half * 64 + gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None]
-    d = column + gl.arange(0, 32, gl.SliceLayout(0, rows))[None, :]
-    x = gl.convert_layout(from_fragments(sums, 32), rows)
-    place = (
-        batch.to(gl.int64) * batch_stride + head.to(gl.int64) * head_stride + row.to(gl.int64) * row_stride
-    ) * 8 + d
-    keep = (row < stop) & (d < head_dim * 8)
-    if which == 0:
-        gl.store(dv_ptr + place, x.to(dv_ptr.dtype.element_ty), mask=keep)
-    else:
-        gl.store(dk_ptr + place, (x * scale).to(dk_ptr.dtype.element_ty), mask=keep)

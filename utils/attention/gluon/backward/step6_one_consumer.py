@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from utils.attention.gluon.backward.pipeline import SIZES, Part, Sizes, allocate_work, load_part, tma_add
 from utils.attention.gluon.backward.shares import make_share, store_part
 from utils.attention.gluon.shared import meet, pass_by, thread_barrier, tma_store, wait_products
+from utils.kernels.early_launch import let_next_launch_begin
 
 # The named barrier at which the consumer has left a tile's dQ in shared memory. Triton uses one for each partition, and two.
 LEFT = gl.constexpr(6)
@@ -112,23 +113,20 @@ def to_pieces(x):
 
 
 @gluon.jit
-def start_transposed(rows, tile):
-    """Hand rows @ tile^T, S^T or dP^T of a tile's queries, to the tensor cores."""
+def start_transposed(rows, left, tile, DEPTH: gl.constexpr):
+    """Hand rows @ tile^T, S^T or dP^T of a tile's queries, to the tensor cores.
+
+    left: the first columns of `rows`, which may be in registers. DEPTH: the columns that are multiplied.
+    """
     QUERIES: gl.constexpr = tile.shape[0]
-    x = gl.zeros([128, QUERIES], gl.float32, keys_layout(QUERIES))
-    return warpgroup_mma(rows, tile.permute([1, 0]), x, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def start_dp(v, v_left, do):
-    """Hand dP^T to the tensor cores: one product, or two where V's first columns are in registers."""
-    BLOCK_D: gl.constexpr = v.shape[1]
-    if BLOCK_D > 64:
-        dp = start_transposed(v_left, do.slice(0, 64, 1))
-        dp = warpgroup_mma(v.slice(64, 64, 1), do.slice(64, 64, 1).permute([1, 0]), dp, is_async=True)
-    else:
-        dp = start_transposed(v, do)
-    return dp
+    FIRST: gl.constexpr = left.shape[1]
+    zero = gl.zeros([128, QUERIES], gl.float32, keys_layout(QUERIES))
+    x = warpgroup_mma(left, tile.slice(0, FIRST, 1).permute([1, 0]), zero, use_acc=False, is_async=True)
+    if FIRST < DEPTH:  # slices are powers of two: 64 columns, and 16, 32 or 64
+        REST: gl.constexpr = DEPTH - FIRST
+        columns = tile.slice(FIRST, REST, 1).permute([1, 0])
+        x = warpgroup_mma(rows.slice(FIRST, REST, 1), columns, x, is_async=True)
+    return x
 
 
 @gluon.jit
@@ -167,13 +165,15 @@ def walk(work, ds_tiles, leave, v_left, state, part, lo, hi, number, MASK: gl.co
     dtype: gl.constexpr = work.k.dtype
     k = work.k.reshape([128, BLOCK_D])
     v = work.v.index(0).reshape([128, BLOCK_D])
+    DEPTH: gl.constexpr = PLAN.depth if PLAN.depth > 0 else BLOCK_D
+    k_left = k.slice(0, 64, 1) if DEPTH < BLOCK_D else k
     dk, dv = state
     for m in range(lo, hi):
         i = number + m
         work.q.wait_full(i)
-        s = start_transposed(k, work.q.tile(i))
+        s = start_transposed(k, k_left, work.q.tile(i), DEPTH)
         work.do.wait_full(i)
-        dp = start_dp(v, v_left, work.do.tile(i))
+        dp = start_transposed(v, v_left, work.do.tile(i), DEPTH)
         s = wait_products(s, 2 if BLOCK_D > 64 else 1, BLOCK_M)
         lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
         p = exp2(s * work.c - lse2[None, :])
@@ -214,9 +214,9 @@ def compute_part(work, part, ds_tiles, leave, turn, done):
     dv = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
     mbarrier.wait(work.loaded.index(0), turn & 1)
     mbarrier.wait(work.loaded.index(1), turn & 1)
-    v_left = 0
+    v_left = work.v.index(0).reshape([128, BLOCK_D])
     if BLOCK_D > 64:
-        v_left = work.v.index(0).reshape([128, BLOCK_D]).slice(0, 64, 1).load(keys_operand(BLOCK_M))
+        v_left = v_left.slice(0, 64, 1).load(keys_operand(BLOCK_M))
     state = (dk, dv)
     # Heads of which this part has a tile; it may begin and end inside of one.
     begin = part.at // gl.maximum(tiles, 1)
@@ -309,7 +309,11 @@ def producer(work, share, freed, descriptors):
 def storing_warp(work, share, leave):
     """One warp hands dQ of each tile to TMA, which adds it to the sums, and gives its place back."""
     sums_desc, tiles, empty = leave
-    if work.sizes.PLAN.dq:
+    PLAN: gl.constexpr = work.sizes.PLAN
+    # Rows of 128 numbers of a tile's dQ: 64, or fewer where its last columns are zeros.
+    ROWS: gl.constexpr = PLAN.depth // 2 if PLAN.depth > 0 else 64
+    BOX: gl.constexpr = sums_desc.block_type.shape[0]
+    if PLAN.dq:
         turn = 0
         key = share.next(turn, 1)
         while key >= 0:
@@ -320,9 +324,9 @@ def storing_warp(work, share, leave):
                 meet(LEFT, 288)
                 # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
                 fence_async_shared()
-                for w in gl.static_range(2):
-                    piece = ((part.batch * work.sizes.heads + head) * work.sizes.tiles_m + m) * 2 + w
-                    tma_add(sums_desc, [piece * 32, 0], tiles.slice(w * 32, 32, 0))
+                row = ((part.batch * work.sizes.heads + head) * work.sizes.tiles_m + m) * 64
+                for w in gl.static_range(ROWS // BOX):
+                    tma_add(sums_desc, [row + w * BOX, 0], tiles.slice(w * BOX, BOX, 0))
                 tma.store_wait(0)
                 mbarrier.arrive(empty, count=1)
                 m += 1
@@ -367,6 +371,7 @@ def attention_backward_step6(
     PLAN: gl.constexpr,
 ):
     """A program computes dK and dV of blocks of 128 keys of one head, or parts of them, and adds to dQ."""
+    let_next_launch_begin()
     sizes = Sizes(sq, sk, back, ahead, heads, kv_heads, group, tiles_m, PLAN)
     share = make_share(blocks_n, section, total, whole, pieces, counter_ptr, 2 if PLAN.dq else 1)
     descriptors = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
