@@ -121,11 +121,11 @@ def start_transposed(rows, left, tile, DEPTH: gl.constexpr):
     QUERIES: gl.constexpr = tile.shape[0]
     FIRST: gl.constexpr = left.shape[1]
     zero = gl.zeros([128, QUERIES], gl.float32, keys_layout(QUERIES))
-    x = warpgroup_mma(left, tile.slice(0, FIRST, 1).permute([1, 0]), zero, use_acc=False, is_async=True)
+    columns = tile.permute([1, 0])
+    x = warpgroup_mma(left, columns.slice(0, FIRST, 0), zero, use_acc=False, is_async=True)
     if FIRST < DEPTH:  # slices are powers of two: 64 columns, and 16, 32 or 64
         REST: gl.constexpr = DEPTH - FIRST
-        columns = tile.slice(FIRST, REST, 1).permute([1, 0])
-        x = warpgroup_mma(rows.slice(FIRST, REST, 1), columns, x, is_async=True)
+        x = warpgroup_mma(rows.slice(FIRST, REST, 1), columns.slice(FIRST, REST, 0), x, is_async=True)
     return x
 
 
