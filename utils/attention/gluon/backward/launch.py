@@ -16,21 +16,8 @@ import torch
 from utils.attention.gluon.arguments import addressable
 from utils.attention.gluon.backward.arguments import Gradients, find_order, launches, processors, run
 from utils.attention.gluon.backward.plan import plan_for
+from utils.kernels.handle import Series
 from utils.newest import Newest
-
-
-class _Place:
-    """A place in memory, which launches ask for its address as they ask a tensor."""
-
-    __slots__ = ("address",)
-
-    def __init__(self, address: int):
-        self.address = address
-
-    def data_ptr(self) -> int:
-        """The address."""
-        return self.address
-
 
 _GIVEN = "dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv"
 _BETWEEN = "lse2", "delta", "sums", "parts", "counter"  # from launch to launch, in one piece of memory
@@ -39,24 +26,22 @@ _BETWEEN = "lse2", "delta", "sums", "parts", "counter"  # from launch to launch,
 class _Kept:
     """The launches of an earlier backward pass, for one on tensors of the same shapes, strides and types."""
 
-    __slots__ = ("handles", "size", "starts")
+    __slots__ = ("series", "size")
 
     def __init__(self, handles: list, g: Gradients):
-        names = [*_GIVEN, *_BETWEEN]
-        self.handles = [
-            (handle, [names.index(n.removesuffix("_memory")) for n in tensors]) for handle, tensors in handles
-        ]
         # The counter, a number, is the last one: all begin at multiples of 16 bytes.
         *starts, self.size = itertools.accumulate((getattr(g, name).numel() for name in _BETWEEN), initial=0)
-        self.starts = [4 * start for start in starts]
+        places = {name: (i, 0) for i, name in enumerate(_GIVEN)}
+        places |= {name: (len(_GIVEN), 4 * start) for name, start in zip(_BETWEEN, starts, strict=True)}
+        self.series = Series(
+            [(handle, [places[n.removesuffix("_memory")] for n in tensors]) for handle, tensors in handles]
+        )
 
-    def __call__(self, dout, q, k, v, out, lse, dlse) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def __call__(self, addresses: list[int], q, k, v, lse, dlse) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradients; addresses: of `dout` to `out`."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        between = lse.new_empty(self.size)
-        begin, dlse = between.data_ptr(), lse if dlse is None else dlse
-        tensors = dout, q, k, v, out, lse, dlse, dq, dk, dv, *[_Place(begin + start) for start in self.starts]
-        for handle, places in self.handles:
-            handle(*[tensors[i] for i in places])
+        numbers = lse, lse if dlse is None else dlse, dq, dk, dv, lse.new_empty(self.size)
+        self.series((*addresses, *[x.data_ptr() for x in numbers]))
         return dq, dk, dv
 
 
@@ -104,6 +89,28 @@ def gradients(
     dout, dlse, q, k, v, out, lse, causal: bool, scale: float, window: int, deterministic: bool, step=6, lengths=()
 ):
     """`backward` with all arguments given: by an earlier call's launches, if there was one with such tensors."""
+    given = dout, q, k, v, out
+    key = (
+        *(
+            q.shape,
+            k.shape,
+            v.shape,
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            out.stride(),
+            dout.stride(),
+            q.dtype,
+            q.device,
+        ),
+        *(lse.dtype, lse.is_contiguous(), dlse is None or (dlse.dtype, dlse.is_contiguous())),
+        *(causal, scale, window, deterministic, step, lengths),
+    )
+    if (kept := _kept.get(key)) is not None:
+        # Where the tensors start is no part of the key, and is looked at each time.
+        a, b, c, d, e = addresses = [x.data_ptr() for x in given]
+        if (a | b | c | d | e) % 16 == 0:
+            return kept(addresses, q, k, v, lse, dlse)
     if q.shape[-1] % 8:
         raise ValueError(
             f"The head dimension must be a multiple of 8, not {q.shape[-1]}: TMA moves 16 bytes at a time."
@@ -122,17 +129,6 @@ def gradients(
         keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
         dq, dk, dv = gradients(dout, dlse, q, keys, values, out, lse, causal, scale, window, deterministic, step)
         return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
-    given = dout, q, k, v, out
-    # Where the tensors start is no part of the key, and is looked at each time.
-    starts = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
-    key = (
-        *(q.shape, k.shape, v.shape, q.dtype, q.device, lse.dtype, lse.is_contiguous()),
-        *(x.stride() for x in given),
-        *(dlse is None or (dlse.dtype, dlse.is_contiguous()), causal, scale, window, deterministic, step, lengths),
-    )
-    kept = _kept.get(key)
-    if kept is not None and starts % 16 == 0:
-        return kept(*given, lse, dlse)
     with torch.cuda.device(q.device if q.is_cuda else -1):
         g = _launch(key, given, lse, dlse, causal, scale, window, deterministic, step, lengths)
     return g.dq, g.dk, g.dv
