@@ -34,7 +34,7 @@ ADD_TILES = 0.012  # writing and reading a piece of 128 keys x 128 columns once 
 WIDER = 0.03  # share of the time that each doubling of the sections beyond the L2 costs: a guess, 30% were seen for all heads
 # Blocks are cut where the schedule gives at most so much of the time: it is right to a few percent.
 PIECES_GAIN = 0.985
-MOST_BLOCKS = 8  # of an SM: with more of them no block is so long that a schedule would have to be computed
+MOST_BLOCKS = 8  # of an SM, that are scheduled one by one: those before them end at about the same time on all SMs
 PIECES = 2, 3, 4, 5, 6, 8, 12, 16  # of a block
 
 
@@ -119,7 +119,8 @@ def schedule_tiles(blocks: Blocks, order: Order) -> float:
     costs = [n + BLOCK_TILES for n in tiles[: order.whole]]
     rest = tiles[order.whole :]
     costs += [n * (i + 1) // pieces - n * i // pieces + BLOCK_TILES for n in rest for i in range(pieces)]
-    end = list_schedule(costs, blocks.sms)
+    first = max(len(costs) // blocks.sms - MOST_BLOCKS, 0) * blocks.sms
+    end = sum(costs[:first]) / blocks.sms + list_schedule(costs[first:], blocks.sms)
     return end + (FINISH_TILES + ADD_TILES * len(rest) * pieces if rest else 0)
 
 
@@ -134,7 +135,7 @@ def sections(blocks: Blocks) -> list[int]:
 def block_order(blocks: Blocks) -> Order:
     """Return the order of whole blocks that ends first, by the schedule."""
     sizes = sections(blocks)
-    if min(blocks.tiles) == max(blocks.tiles) or blocks.count > MOST_BLOCKS * blocks.sms:
+    if min(blocks.tiles) == max(blocks.tiles):
         return Order(sizes[0], blocks.count)
 
     def cost(section: int) -> float:
@@ -145,9 +146,14 @@ def block_order(blocks: Blocks) -> Order:
 
 
 def best_order(blocks: Blocks) -> Order:
-    """Return the order that ends first: of whole blocks, or with all blocks or those of the last round in pieces."""
+    """Return the order that ends first: of whole blocks, or with all blocks or the last ones in pieces.
+
+    The last ones are those of the last round, or of the last section where blocks are of unequal length.
+    """
     found = block_order(blocks)
-    wholes = {0} if min(blocks.tiles) < max(blocks.tiles) else {blocks.count - blocks.count % blocks.sms}
+    wholes = {blocks.count - blocks.count % blocks.sms}
+    if min(blocks.tiles) < max(blocks.tiles):
+        wholes = {0, (blocks.heads - 1) // found.section * found.section * len(blocks.tiles)}
     cut = [
         Order(found.section, whole, pieces, (blocks.count - whole) * pieces)
         for whole in wholes
