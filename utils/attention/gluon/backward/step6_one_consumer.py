@@ -214,6 +214,8 @@ def compute_part(work, part, ds_tiles, leave, turn, done):
     dv = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
     mbarrier.wait(work.loaded.index(0), turn & 1)
     mbarrier.wait(work.loaded.index(1), turn & 1)
+    tma.store_wait(0)
+    thread_barrier()  # without it a warp would store dS where TMA still reads the last part's dV and dK
     v_left = work.v.index(0).reshape([128, BLOCK_D])
     if BLOCK_D > 64:
         v_left = v_left.slice(0, 64, 1).load(keys_operand(BLOCK_M))
@@ -235,20 +237,19 @@ def compute_part(work, part, ds_tiles, leave, turn, done):
 
 
 @gluon.jit
-def store_keys(sizes, out, part, places, x):
-    """Store 128 rows of dV or dK through the place of dS, which nobody uses between two parts.
+def store_keys(sizes, out, part, place, x):
+    """Store 128 rows of dV or dK through a place that nobody uses between two parts. The next part waits for its end.
 
     By TMA, or by the threads where the last of these rows are another packed sequence's.
     """
     desc, memory, eighths = out
-    place = places.reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+    place = place.reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
     place.reshape([128, x.shape[1]]).store(x.to(desc.dtype))
     # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
     fence_async_shared()
     by_tma = part.key + 128 <= part.stop if sizes.PLAN.edges == 3 else True
     if by_tma:
         tma_store(desc, [part.batch, part.kv_head, part.key, 0], place)
-        tma.store_wait(0)
     if sizes.PLAN.edges == 3:
         thread_barrier()  # all rows have been written
         if part.key + 128 > part.stop:
@@ -259,12 +260,12 @@ def store_keys(sizes, out, part, places, x):
             flat = (part.batch * sizes.kv_heads + part.kv_head).to(gl.int64) * sizes.sk
             keep = (rows < part.stop) & (d < eighths * 8)
             gl.store(memory + (flat + rows) * (eighths * 8) + d, place.reshape([128, BLOCK_D]).load(layout), mask=keep)
-        thread_barrier()  # all rows have been read
 
 
 @gluon.jit
 def consumer(work, share, freed, ds_tiles, leave, parts_ptr, dk_out, dv_out):
     """Both warpgroups: all parts of this program."""
+    BLOCK_D: gl.constexpr = work.sizes.PLAN.block_d
     turn = 0
     done = 0
     key = share.next(turn, 8)
@@ -274,16 +275,20 @@ def consumer(work, share, freed, ds_tiles, leave, parts_ptr, dk_out, dv_out):
         fence_async_shared()
         mbarrier.arrive(freed, count=1)
         part = share.read(turn, 8)
+        done += part.count
         if part.slot >= 0:
             store_part(parts_ptr, part.slot, dv, 0)
             store_part(parts_ptr, part.slot, dk, 1)
         else:
             store_keys(work.sizes, dv_out, part, ds_tiles, dv)
-            store_keys(work.sizes, dk_out, part, ds_tiles, dk * work.scale)
-        done += part.count
+            if BLOCK_D > 64:
+                tma.store_wait(0)
+                thread_barrier()  # TMA has read dV, which takes the place of both
+            store_keys(work.sizes, dk_out, part, ds_tiles.index(1) if BLOCK_D == 64 else ds_tiles, dk * work.scale)
         share.release(turn)
         turn += 1
         key = share.next(turn, 8)
+    tma.store_wait(0)  # a block that ends takes its shared memory along
 
 
 @gluon.jit
