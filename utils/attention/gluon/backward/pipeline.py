@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from utils.attention.gluon.intervals import clean_interval, row_bounds, tile_entry
+from utils.attention.gluon.intervals import clean_interval, tile_entry
 from utils.attention.gluon.shared import aggregate, meet, pass_by, tma_load, zero_columns
 from utils.kernels.early_launch import wait_for_launch_before
 
@@ -50,8 +50,9 @@ class Sizes:
         return lo, gl.maximum(hi, lo)
 
     @gluon.jit
-    def clean_tiles(self, key, ROWS: gl.constexpr, stop, lo, hi):
-        """Tiles of queries [first, end) of lo .. hi - 1 that need no mask against keys key .. key + ROWS - 1; stop: the keys' end."""
+    def clean_tiles(self, key, stop, lo, hi):
+        """Tiles of queries [first, end) of lo .. hi - 1 that need no mask against the block of keys from `key` on; stop: the keys' end."""
+        ROWS: gl.constexpr = self.PLAN.block_n
         BLOCK_M: gl.constexpr = self.PLAN.block_m
         first = lo
         end = hi
@@ -91,14 +92,13 @@ class Sizes:
         return gl.where(keep, p, 0.0)
 
     @gluon.jit
-    def mask_product(self, p, key, stop, row):
-        """`mask` for [keys, BLOCK_M queries] in the registers of products, in a third of the instructions."""
-        keys = key + gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout))
+    def mask_product(self, p, bounds, key, row):
+        """`mask` for [keys, BLOCK_M queries] in the registers of products, in a third of the instructions; bounds: if there is a table."""
+        layout: gl.constexpr = gl.SliceLayout(1, p.type.layout)
         if self.PLAN.edges == 3:
-            first, behind = row_bounds(self.back, keys, stop, self.sk)
-            first -= row
-            behind -= row
+            first, behind = bounds.index(0).load(layout) - row, bounds.index(1).load(layout) - row
         else:
+            keys = key + gl.arange(0, p.shape[0], layout)
             own = keys - (self.sk - self.sq) - row  # the column of the query that has the key's position
             # Keys that do not exist were loaded as zeros; their probabilities could still be infinite.
             first, behind = gl.where(keys < self.sk, own - self.ahead, p.shape[1]), own + self.back + 1
@@ -180,6 +180,8 @@ class Part:
     batch: gl.tensor
     kv_head: gl.tensor
     lo: gl.tensor  # the tiles of each head that see the block: lo .. hi - 1
+    first: gl.tensor  # of these, first .. end - 1 need no mask
+    end: gl.tensor
     hi: gl.tensor
     at: gl.tensor  # first tile of this part
     count: gl.tensor  # number of tiles
@@ -217,10 +219,11 @@ def part_of(sizes, n, flat, piece, pieces, slot):
     else:
         key, stop = n * sizes.PLAN.block_n, sizes.sk
         lo, hi = sizes.tiles_of(key)
+    first, end = sizes.clean_tiles(key, stop, lo, hi)
     tiles = (hi - lo) * sizes.group
     at = tiles * piece // pieces
     count = tiles * (piece + 1) // pieces - at
-    return Part(key, stop, batch, flat - batch * sizes.kv_heads, lo, hi, at, count, slot)
+    return Part(key, stop, batch, flat - batch * sizes.kv_heads, lo, first, end, hi, at, count, slot)
 
 
 @gluon.jit

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from utils.attention.gluon.backward.pipeline import SIZES, Part, Sizes, allocate_work, load_part, tma_add
 from utils.attention.gluon.backward.shares import make_share, store_part
+from utils.attention.gluon.intervals import row_bounds
 from utils.attention.gluon.shared import meet, pass_by, thread_barrier, tma_store, wait_products
 from utils.kernels.early_launch import let_next_launch_begin
 
@@ -154,7 +155,7 @@ def leave_dq(leave, dq, i):
 
 
 @gluon.jit
-def walk(work, ds_tiles, leave, v_left, state, part, lo, hi, number, MASK: gl.constexpr):
+def walk(work, ds_tiles, leave, bounds, v_left, state, key, lo, hi, number, MASK: gl.constexpr):
     """Tiles of queries lo .. hi - 1 of one head: returns the state (dK, dV) behind them.
 
     number: of the load of tile 0, if there was one. MASK: whether these tiles get a mask.
@@ -178,7 +179,7 @@ def walk(work, ds_tiles, leave, v_left, state, part, lo, hi, number, MASK: gl.co
         lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
         p = exp2(s * work.c - lse2[None, :])
         if MASK:
-            p = work.sizes.mask_product(p, part.key, part.stop, m * BLOCK_M)
+            p = work.sizes.mask_product(p, bounds, key, m * BLOCK_M)
         p16 = gl.convert_layout(p.to(dtype), keys_operand(BLOCK_D))
         dp = wait_products(dp, 0, BLOCK_M)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
@@ -204,18 +205,26 @@ def walk(work, ds_tiles, leave, v_left, state, part, lo, hi, number, MASK: gl.co
 
 
 @gluon.jit
-def compute_part(work, part, ds_tiles, leave, turn, done):
+def compute_part(work, share, ds_tiles, leave, bounds, turn, done):
     """128 keys against the tiles of queries of a part: returns dK and dV. turn, done: parts and tiles before."""
     BLOCK_D: gl.constexpr = work.sizes.PLAN.block_d
     BLOCK_M: gl.constexpr = work.sizes.PLAN.block_m
     EDGES: gl.constexpr = work.sizes.PLAN.edges
+    part = share.read(turn, 8)
     tiles = part.hi - part.lo
     dk = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
     dv = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
+    if EDGES == 3:
+        # Which queries see a key: read here while K comes, not by each loop. The last part's have been used, or there were none.
+        keys = part.key + gl.arange(0, 128, gl.BlockedLayout([1], [32], [8], [0]))
+        low, high = row_bounds(work.sizes.back, keys, part.stop, work.sizes.sk)
+        bounds.index(0).store(low)
+        bounds.index(1).store(high)
     mbarrier.wait(work.loaded.index(0), turn & 1)
     mbarrier.wait(work.loaded.index(1), turn & 1)
     tma.store_wait(0)
-    thread_barrier()  # without it a warp would store dS where TMA still reads the last part's dV and dK
+    # Without it a warp would store dS where TMA still reads the last part's dV and dK, or read bounds that are not there yet.
+    thread_barrier()
     v_left = work.v.index(0).reshape([128, BLOCK_D])
     if BLOCK_D > 64:
         v_left = v_left.slice(0, 64, 1).load(keys_operand(BLOCK_M))
@@ -224,15 +233,21 @@ def compute_part(work, part, ds_tiles, leave, turn, done):
     begin = part.at // gl.maximum(tiles, 1)
     behind = begin + gl.cdiv(part.at - begin * tiles + part.count, gl.maximum(tiles, 1))
     for g in range(begin, behind):
+        part = share.read(turn, 8)
+        tiles = part.hi - part.lo
         number = done + g * tiles - part.at - part.lo
         lo = part.lo + gl.maximum(part.at - g * tiles, 0)
         hi = part.lo + gl.minimum(part.at + part.count - g * tiles, tiles)
-        first, end = work.sizes.clean_tiles(part.key, 128, part.stop, lo, hi)
+        first = lo
+        end = hi
         if EDGES > 0:
-            state = walk(work, ds_tiles, leave, v_left, state, part, lo, first, number, True)
-        state = walk(work, ds_tiles, leave, v_left, state, part, first, end, number, False)
+            first = gl.minimum(gl.maximum(part.first, lo), hi)
+            state = walk(work, ds_tiles, leave, bounds, v_left, state, part.key, lo, first, number, True)
         if EDGES > 1:
-            state = walk(work, ds_tiles, leave, v_left, state, part, end, hi, number, True)
+            end = gl.minimum(gl.maximum(part.end, first), hi)
+        state = walk(work, ds_tiles, leave, bounds, v_left, state, part.key, first, end, number, False)
+        if EDGES > 1:
+            state = walk(work, ds_tiles, leave, bounds, v_left, state, part.key, end, hi, number, True)
     return state
 
 
@@ -263,14 +278,14 @@ def store_keys(sizes, out, part, place, x):
 
 
 @gluon.jit
-def consumer(work, share, freed, ds_tiles, leave, parts_ptr, dk_out, dv_out):
+def consumer(work, share, freed, ds_tiles, leave, bounds, parts_ptr, dk_out, dv_out):
     """Both warpgroups: all parts of this program."""
     BLOCK_D: gl.constexpr = work.sizes.PLAN.block_d
     turn = 0
     done = 0
     key = share.next(turn, 8)
     while key >= 0:
-        dk, dv = compute_part(work, share.read(turn, 8), ds_tiles, leave, turn, done)
+        dk, dv = compute_part(work, share, ds_tiles, leave, bounds, turn, done)
         # V was read by ordinary loads, and TMA writes the next one: a part without tiles has had no fence since.
         fence_async_shared()
         mbarrier.arrive(freed, count=1)
@@ -307,7 +322,7 @@ def producer(work, share, freed, descriptors):
         # Not before: whoever is free first is to have the next block. The consumer has two tiles left to compute.
         number = share.draw()
     none = number * 0 - 1
-    share.tell(Part(none, none, none, none, none, none, none, none, none), turn)
+    share.tell(Part(none, none, none, none, none, none, none, none, none, none, none), turn)
 
 
 @gluon.jit
@@ -393,10 +408,13 @@ def attention_backward_step6(
         empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(empty, count=1)
     leave = (sums_desc, tiles, empty)
+    bounds = 0
+    if PLAN.edges == 3:
+        bounds = gl.allocate_shared_memory(gl.int32, [2, PLAN.block_n], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     dk_out, dv_out = (dk_desc, dk_ptr, eighths), (dv_desc, dv_ptr, eighths)
     gl.warp_specialize(
         [
-            (consumer, (work, share, freed, ds_tiles, leave, parts_ptr, dk_out, dv_out)),
+            (consumer, (work, share, freed, ds_tiles, leave, bounds, parts_ptr, dk_out, dv_out)),
             (producer, (work, share, freed, descriptors)),
             (storing_warp, (work, share, leave)),
         ],
