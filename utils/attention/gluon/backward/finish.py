@@ -10,17 +10,15 @@ from utils.attention.gluon.backward.pipeline import block_place
 from utils.attention.gluon.intervals import tile_entry
 from utils.kernels.early_launch import wait_for_launch_before
 
-NUMBERS = ["dq_batch", "dq_head", "dq_row", "dk_batch", "dk_head", "dk_row", "sq", "heads", "rows", "head_dim", "width"]
-NUMBERS += ["sk", "back", "kv_heads", "blocks_n", "section", "total", "whole", "pieces", "for_parts"]
+NUMBERS = ["sq", "sk", "back", "head_dim", "width", "blocks_n", "section", "total", "whole", "pieces", "for_parts"]
 
 
 @gluon.jit
-def finish_part(parts_ptr, dv_ptr, dk_ptr, strides, sizes, blocks, program, scale, TABLE: gl.constexpr):
+def finish_part(parts_ptr, dv_ptr, dk_ptr, sizes, blocks, program, scale, TABLE: gl.constexpr):
     """Add up the pieces of 64 rows and 32 columns of dV or dK of a block of 128 keys, and store the sums' rows."""
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
-    batch_stride, head_stride, row_stride = strides
-    sk, back, kv_heads, head_dim, width = sizes
+    sk, back, head_dim, width = sizes
     blocks_n, section, total, whole, pieces = blocks
     own = program // (width * 8)
     quarter = program // (width * 2) - own * 4  # dV and dK of the first 64 keys, dV and dK of the others
@@ -31,15 +29,13 @@ def finish_part(parts_ptr, dv_ptr, dk_ptr, strides, sizes, blocks, program, scal
     for _piece in range(pieces):
         sums += gl.load(parts)
         parts += width * 16384
-    n, head_total = block_place(whole + own, blocks_n, section, total)
-    batch = head_total // kv_heads
-    head = head_total - batch * kv_heads
+    n, head = block_place(whole + own, blocks_n, section, total)
     row, stop = n * 128, sk
     if TABLE:
         row, stop = tile_entry(back, n, sk, 0), tile_entry(back, n, sk, 1)
     r = row + quarter // 2 * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     d = column + gl.arange(0, 32, gl.SliceLayout(0, layout))[None, :]
-    at = (batch.to(gl.int64) * batch_stride + head.to(gl.int64) * head_stride + r.to(gl.int64) * row_stride) * 8 + d
+    at = (head.to(gl.int64) * sk + r) * (head_dim * 8) + d
     keep = (r < stop) & (d < head_dim * 8)
     x = gl.convert_layout(from_fragments(sums, 32), layout)
     if quarter % 2 == 0:
@@ -49,19 +45,15 @@ def finish_part(parts_ptr, dv_ptr, dk_ptr, strides, sizes, blocks, program, scal
 
 
 @gluon.jit
-def finish_dq(sums_ptr, dq_ptr, strides, sizes, number, scale, FRAGMENTS: gl.constexpr):
+def finish_dq(sums_ptr, dq_ptr, sq, head_dim, width, number, scale, FRAGMENTS: gl.constexpr):
     """Scale piece `number` of the sums, 64 queries x 64 columns, and store it as rows of dQ."""
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    batch_stride, head_stride, row_stride = strides
-    sq, heads, rows, head_dim, width = sizes
     tile = number // width
     piece = number - tile * width
-    head_total = tile // (rows // 64)
-    row = (tile - head_total * (rows // 64)) * 64
-    batch = head_total // heads
-    head = head_total - batch * heads
-    r = row + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    tiles = gl.cdiv(sq, 128) * 2
+    head = (tile // tiles).to(gl.int64)
+    r = tile % tiles * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     d = piece * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
     keep = (r < sq) & (d < head_dim * 8)
     if FRAGMENTS:
@@ -70,12 +62,8 @@ def finish_dq(sums_ptr, dq_ptr, strides, sizes, number, scale, FRAGMENTS: gl.con
         sums = gl.load(sums_ptr + number.to(gl.int64) * 4096 + i, mask=i < (head_dim - piece * 8) * 512, other=0.0)
         dq = gl.convert_layout(from_fragments(sums, 64), layout)
     else:
-        dq = gl.load(sums_ptr + (head_total.to(gl.int64) * rows + r) * (width * 64) + d, mask=keep, other=0.0)
-    at = (
-        dq_ptr
-        + (batch.to(gl.int64) * batch_stride + head.to(gl.int64) * head_stride + r.to(gl.int64) * row_stride) * 8
-        + d
-    )
+        dq = gl.load(sums_ptr + (head * (tiles * 64) + r) * (width * 64) + d, mask=keep, other=0.0)
+    at = dq_ptr + (head * sq + r) * (head_dim * 8) + d
     gl.store(at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=keep)
 
 
@@ -86,20 +74,11 @@ def finish_backward(
     parts_ptr,
     dv_ptr,
     dk_ptr,
-    dq_batch,
-    dq_head,
-    dq_row,
-    dk_batch,
-    dk_head,
-    dk_row,
     sq,
-    heads,
-    rows,
-    head_dim,
-    width,
     sk,
     back,
-    kv_heads,
+    head_dim,
+    width,
     blocks_n,
     section,
     total,
@@ -112,18 +91,14 @@ def finish_backward(
 ):
     """End a backward pass: grid (for_parts + pieces of dQ's sums,).
 
-    Strides and head_dim are in units of 8 elements, so that the compiler knows of 16 bytes without a kernel for each stride;
-    width in 64 columns. for_parts: so many programs add up parts, eight for each block that was cut and each 64 columns.
+    head_dim is in units of 8 elements, so that the compiler knows of 16 bytes; width in 64 columns. for_parts: so many programs add up parts, eight for each block that was cut and each 64 columns.
     FRAGMENTS: dQ's sums are in the order of the fragments, else in rows. TABLE: `back` is the table of packed sequences.
     """
     wait_for_launch_before()
     program = gl.program_id(0)
     if program < for_parts:
-        strides, sizes = (dk_batch, dk_head, dk_row), (sk, back, kv_heads, head_dim, width)
         blocks = (blocks_n, section, total, whole, pieces)
-        finish_part(parts_ptr, dv_ptr, dk_ptr, strides, sizes, blocks, program, scale, TABLE)
+        finish_part(parts_ptr, dv_ptr, dk_ptr, (sk, back, head_dim, width), blocks, program, scale, TABLE)
     else:
         # The last heads come first, whose sums are still in the L2.
-        number = gl.num_programs(0) - 1 - program
-        strides, sizes = (dq_batch, dq_head, dq_row), (sq, heads, rows, head_dim, width)
-        finish_dq(sums_ptr, dq_ptr, strides, sizes, number, scale, FRAGMENTS)
+        finish_dq(sums_ptr, dq_ptr, sq, head_dim, width, gl.num_programs(0) - 1 - program, scale, FRAGMENTS)

@@ -45,7 +45,7 @@ def add_fragments(sums, x):
     gl.atomic_add(at, to_fragments(x), sem="relaxed")
 
 
-@gluon.jit(do_not_specialize=[*PLACES, "sq", "heads", "rows", "head_dim", "width", "cleared"])
+@gluon.jit(do_not_specialize=[*PLACES, "sq", "heads", "head_dim", "width", "cleared"])
 def start_backward(
     o_ptr,
     do_ptr,
@@ -63,7 +63,6 @@ def start_backward(
     do_row,
     sq,
     heads,
-    rows,
     head_dim,
     width,
     cleared,
@@ -75,25 +74,35 @@ def start_backward(
     head_dim are in units of 8 elements, so that the compiler knows of 16 bytes without a kernel for each stride.
     width: columns of the sums in units of 64; 0 where dQ is not summed in memory. cleared: those that are cleared, in units of 8.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     let_next_launch_begin()
     tile = gl.program_id(0)
+    rows = gl.num_programs(0) * 64
     head_total = (gl.num_programs(1) - 1 - gl.program_id(1)).to(gl.int64)
     batch = head_total // heads
     head = head_total - batch * heads
     r = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    d = gl.arange(0, 128, gl.SliceLayout(0, layout))[None, :]
     wide = r.to(gl.int64)[:, None]
     o_rows = o_ptr + (batch * o_batch + head * o_head + wide * o_row) * 8
     do_rows = do_ptr + (batch * do_batch + head * do_head + wide * do_row) * 8
-    delta = gl.zeros([64], gl.float32, gl.SliceLayout(1, layout))
-    for column in range(0, head_dim * 8, 64):
-        d = column + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
-        keep = (r < sq)[:, None] & (d < head_dim * 8)
-        o = gl.load(o_rows + d, mask=keep, other=0.0)
-        do = gl.load(do_rows + d, mask=keep, other=0.0)
-        delta += gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
+    # All loads of up to 128 columns are on their way before the first is waited for: the memory's latency is most of the time.
     lse = gl.load(lse_ptr + head_total * sq + r, mask=r < sq, other=INFINITY)
+    o = gl.load(o_rows + d, mask=(r < sq)[:, None] & (d < head_dim * 8), other=0.0)
+    do = gl.load(do_rows + d, mask=(r < sq)[:, None] & (d < head_dim * 8), other=0.0)
+    gl.store(counter_ptr, 0)
+    sums = dq_sums_ptr + (head_total * gl.num_programs(0) + tile) * (width * 4096)
+    for piece in range(width):
+        i = gl.arange(0, 4096, flat)
+        # Eight columns follow each other; nobody reads those behind the head dimension.
+        gl.store(sums + piece * 4096 + i, gl.zeros([4096], gl.float32, flat), mask=i < (cleared - piece * 8) * 512)
+    delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
+    for column in range(128, head_dim * 8, 128):
+        keep = (r < sq)[:, None] & (column + d < head_dim * 8)
+        o = gl.load(o_rows + column + d, mask=keep, other=0.0)
+        do = gl.load(do_rows + column + d, mask=keep, other=0.0)
+        delta += gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
     # A row without keys has -inf, a row that does not exist nothing: infinity makes their probabilities 2^(-inf) = 0.
     lse2 = gl.where(gl.abs(lse) == INFINITY, INFINITY, lse * LOG2_E)
     if DLSE:
@@ -101,9 +110,3 @@ def start_backward(
         delta -= gl.load(dlse_ptr + head_total * sq + r, mask=r < sq, other=0.0)
     gl.store(lse2_ptr + head_total * rows + r, lse2)
     gl.store(delta_ptr + head_total * rows + r, delta)
-    gl.store(counter_ptr, 0)
-    sums = dq_sums_ptr + (head_total * (rows // 64) + tile) * (width * 4096)
-    for piece in range(width):
-        i = gl.arange(0, 4096, flat)
-        # Eight columns follow each other; nobody reads those behind the head dimension.
-        gl.store(sums + piece * 4096 + i, gl.zeros([4096], gl.float32, flat), mask=i < (cleared - piece * 8) * 512)

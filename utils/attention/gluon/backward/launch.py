@@ -33,9 +33,7 @@ class _Kept:
         *starts, self.size = itertools.accumulate((getattr(g, name).numel() for name in _BETWEEN), initial=0)
         places = {name: (i, 0) for i, name in enumerate(_GIVEN)}
         places |= {name: (len(_GIVEN), 4 * start) for name, start in zip(_BETWEEN, starts, strict=True)}
-        self.series = Series(
-            [(handle, [places[n.removesuffix("_memory")] for n in tensors]) for handle, tensors in handles]
-        )
+        self.series = Series([(handle, [places[name] for name in tensors]) for handle, tensors in handles])
 
     def __call__(self, addresses: list[int], q, k, v, lse, dlse) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients; addresses: of `dout` to `out`."""

@@ -29,8 +29,8 @@ from utils.attention.gluon.backward.plan import BackwardPlan
 L2_BYTES = 32 << 20
 # In tiles of queries, each 2.1 to 2.4 us:
 BLOCK_TILES = 1.4  # beginning and end of a block: barriers, the first K and Q, stores of dV and dK
-FINISH_TILES = 2.5  # launch of the kernel that adds up the pieces
-ADD_TILES = 0.012  # writing and reading a piece of 128 keys x 128 columns once more, of all SMs together
+FINISH_TILES = 0.5  # more work for the last kernel
+ADD_TILES = 0.0061  # writing and reading a piece of 128 keys x 64 columns once more, of all SMs together
 WIDER = 0.03  # share of the time that each doubling of the sections beyond the L2 costs: a guess, 30% were seen for all heads
 # Blocks are cut where the schedule gives at most so much of the time: it is right to a few percent.
 PIECES_GAIN = 0.985
@@ -57,6 +57,7 @@ class Blocks:
     group: int  # query heads that share one
     fit: int  # heads of keys that fit in the L2 together
     sms: int
+    width: int = 128  # columns
 
     @property
     def count(self) -> int:
@@ -93,7 +94,7 @@ def blocks_of(
     rows = -(-sq // 128) * 128
     # Q and dO in 16 bits, the sums of dQ in 32.
     fit = max(1, L2_BYTES // (rows * plan.block_d * 8 * group))
-    return Blocks(tiles, heads, group, fit, sms)
+    return Blocks(tiles, heads, group, fit, sms, plan.block_d)
 
 
 def in_order(blocks: Blocks, section: int) -> list[int]:
@@ -121,7 +122,7 @@ def schedule_tiles(blocks: Blocks, order: Order) -> float:
     costs += [n * (i + 1) // pieces - n * i // pieces + BLOCK_TILES for n in rest for i in range(pieces)]
     first = max(len(costs) // blocks.sms - MOST_BLOCKS, 0) * blocks.sms
     end = sum(costs[:first]) / blocks.sms + list_schedule(costs[first:], blocks.sms)
-    return end + (FINISH_TILES + ADD_TILES * len(rest) * pieces if rest else 0)
+    return end + (FINISH_TILES + ADD_TILES * (blocks.width // 64) * len(rest) * pieces if rest else 0)
 
 
 def sections(blocks: Blocks) -> list[int]:

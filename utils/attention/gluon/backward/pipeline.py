@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from utils.attention.gluon.backward.fragments import LOG2_E
 from utils.attention.gluon.intervals import clean_interval, tile_entry
 from utils.attention.gluon.shared import aggregate, meet, pass_by, tma_load, zero_columns
 from utils.kernels.early_launch import wait_for_launch_before
@@ -16,7 +17,7 @@ from utils.kernels.early_launch import wait_for_launch_before
 tma_add = tma.async_atomic_add  # no `gl.constexpr`: see `shared.py`
 SLOTS = gl.constexpr(2)  # of the rings of Q and dO
 # One kernel for all sizes: without `do_not_specialize`, each multiple of 16 and each 1 would be compiled for itself.
-SIZES = ["sq", "sk", "back", "ahead", "heads", "kv_heads", "group", "tiles_m"]
+SIZES = ["sq", "sk", "back", "ahead", "heads", "kv_heads"]
 SIZES += ["blocks_n", "section", "total", "whole", "pieces"]
 
 
@@ -51,7 +52,10 @@ class Sizes:
 
     @gluon.jit
     def clean_tiles(self, key, stop, lo, hi):
-        """Tiles of queries [first, end) of lo .. hi - 1 that need no mask against the block of keys from `key` on; stop: the keys' end."""
+        """Tiles of queries [first, end) that need no mask against the block of keys from `key` on; stop: the keys' end.
+
+        Of tiles lo .. hi - 1; both may lie outside of these, and first behind end.
+        """
         ROWS: gl.constexpr = self.PLAN.block_n
         BLOCK_M: gl.constexpr = self.PLAN.block_m
         first = lo
@@ -64,9 +68,6 @@ class Sizes:
             end = gl.maximum(key + self.back - (self.sk - self.sq) + 1, 0) // BLOCK_M
         if self.PLAN.edges > 0:
             first = gl.where(key + ROWS > stop, hi, first)
-            first = gl.minimum(gl.maximum(first, lo), hi)
-        if self.PLAN.edges > 1:
-            end = gl.minimum(gl.maximum(end, first), hi)
         return first, end
 
     @gluon.jit
@@ -103,6 +104,14 @@ class Sizes:
             # Keys that do not exist were loaded as zeros; their probabilities could still be infinite.
             first, behind = gl.where(keys < self.sk, own - self.ahead, p.shape[1]), own + self.back + 1
         return zero_columns(p, first, behind, self.PLAN.edges > 1)
+
+
+@gluon.jit
+def make_sizes(sq, sk, back, ahead, heads, kv_heads, PLAN: gl.constexpr):
+    """The sizes, from those that a kernel gets."""
+    return Sizes(
+        sq, sk, back, ahead, heads, kv_heads, heads // kv_heads, gl.cdiv(sq, 128) * (128 // PLAN.block_m), PLAN
+    )
 
 
 @aggregate
@@ -259,7 +268,7 @@ class Work:
 
 
 @gluon.jit
-def allocate_work(sizes, descriptors, c, scale):
+def allocate_work(sizes, descriptors, scale):
     """Allocate rings, tiles and barriers that all kernels have, and return what their roles get."""
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc = descriptors
     KEYS: gl.constexpr = v_desc.block_type.shape[2]
@@ -271,7 +280,7 @@ def allocate_work(sizes, descriptors, c, scale):
     loaded = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(loaded.index(0), count=1)
     mbarrier.init(loaded.index(1), count=1)
-    return Work(sizes, c, scale, q, do, k, v, loaded)
+    return Work(sizes, scale * LOG2_E, scale, q, do, k, v, loaded)
 
 
 @gluon.jit

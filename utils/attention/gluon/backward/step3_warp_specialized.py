@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from utils.attention.gluon.backward.fragments import add_fragments
-from utils.attention.gluon.backward.pipeline import SIZES, Sizes, allocate_work, load_part, own_block
+from utils.attention.gluon.backward.pipeline import SIZES, allocate_work, load_part, make_sizes, own_block
 from utils.attention.gluon.shared import accumulator, left_operand, start_scores, tma_store, wait_products
 
 
@@ -131,19 +131,16 @@ def attention_backward_step3(
     ahead,
     heads,
     kv_heads,
-    group,
-    tiles_m,
     blocks_n,
     section,
     total,
-    c,
     scale,
     PLAN: gl.constexpr,
 ):
     """A block computes dK and dV of 128 keys of one head, and adds to dQ: grid (blocks of keys * B * Hkv,)."""
-    sizes = Sizes(sq, sk, back, ahead, heads, kv_heads, group, tiles_m, PLAN)
+    sizes = make_sizes(sq, sk, back, ahead, heads, kv_heads, PLAN)
     descriptors = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
-    work = allocate_work(sizes, descriptors, c, scale)
+    work = allocate_work(sizes, descriptors, scale)
     part = own_block(sizes, blocks_n, section, total)
     ds_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, 128, 64], gl.NVMMASharedLayout(128, 16, rank=2))
     written = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())

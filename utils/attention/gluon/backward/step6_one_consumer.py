@@ -25,7 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from utils.attention.gluon.backward.pipeline import SIZES, Part, Sizes, allocate_work, load_part, tma_add
+from utils.attention.gluon.backward.pipeline import SIZES, Part, allocate_work, load_part, make_sizes, tma_add
 from utils.attention.gluon.backward.shares import make_share, store_part
 from utils.attention.gluon.intervals import row_bounds
 from utils.attention.gluon.shared import meet, pass_by, thread_barrier, tma_store, wait_products
@@ -378,24 +378,21 @@ def attention_backward_step6(
     ahead,
     heads,
     kv_heads,
-    group,
-    tiles_m,
     blocks_n,
     section,
     total,
     whole,
     pieces,
     eighths,
-    c,
     scale,
     PLAN: gl.constexpr,
 ):
     """A program computes dK and dV of blocks of 128 keys of one head, or parts of them, and adds to dQ."""
     let_next_launch_begin()
-    sizes = Sizes(sq, sk, back, ahead, heads, kv_heads, group, tiles_m, PLAN)
+    sizes = make_sizes(sq, sk, back, ahead, heads, kv_heads, PLAN)
     share = make_share(blocks_n, section, total, whole, pieces, counter_ptr, 2 if PLAN.dq else 1)
     descriptors = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
-    work = allocate_work(sizes, descriptors, c, scale)
+    work = allocate_work(sizes, descriptors, scale)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ds_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, PLAN.block_n, PLAN.block_m], swizzled)
     freed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
