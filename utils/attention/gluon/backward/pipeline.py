@@ -137,8 +137,8 @@ class RowRing:
         return self.numbers.index(i % SLOTS).reshape([self.numbers.shape[2]]).load(layout)
 
     @gluon.jit
-    def load(self, i, tile_desc, number_desc, batch, head, heads, row):
-        """Producer: fetch rows from `row` on, and their numbers, as soon as the slot is empty."""
+    def load(self, i, tile_desc, number_desc, batch, head, row):
+        """Producer: fetch rows from `row` on as soon as the slot is empty; it is full when their numbers are there, too."""
         slot = i % SLOTS
         if i >= SLOTS:
             # Without this wait TMA would overwrite a tile that a consumer still reads.
@@ -147,7 +147,11 @@ class RowRing:
         # The bytes are announced first: copies that arrive unannounced could complete the phase too early.
         mbarrier.expect(full, tile_desc.block_type.nbytes + number_desc.block_type.nbytes)
         tma_load(tile_desc, [batch, head, row, 0], full, self.tiles.index(slot))
-        tma_load(number_desc, [batch * heads + head, row], full, self.numbers.index(slot))
+
+    @gluon.jit
+    def load_numbers(self, i, number_desc, head_total, row):
+        """Producer: fetch the numbers of rows from `row` on, behind these."""
+        tma_load(number_desc, [head_total, row], self.full.index(i % SLOTS), self.numbers.index(i % SLOTS))
 
     @gluon.jit
     def wait_full(self, i):
@@ -294,19 +298,23 @@ def load_part(work, part, done, descriptors):
     # K and V have a barrier each: the first product starts when K is there.
     mbarrier.expect(work.loaded.index(0), k_desc.block_type.nbytes)
     tma_load(k_desc, [part.batch, part.kv_head, part.key, 0], work.loaded.index(0), work.k)
-    # The numbers of the rows, the sums of dQ and the counter are `start_backward`'s: without this wait it may still write them.
-    wait_for_launch_before()
     head, m = part.begin(work.sizes)
     for i in range(gl.maximum(part.count, 1)):
         if part.count > 0:
-            work.q.load(done + i, q_desc, lse_desc, part.batch, head, heads, m * BLOCK_M)
+            work.q.load(done + i, q_desc, lse_desc, part.batch, head, m * BLOCK_M)
         if i == 0:
             mbarrier.expect(work.loaded.index(1), v_desc.block_type.nbytes * TILES)
             for w in gl.static_range(TILES):
                 at = [part.batch, part.kv_head, part.key + w * KEYS, 0]
                 tma_load(v_desc, at, work.loaded.index(1), work.v.index(w))
         if part.count > 0:
-            work.do.load(done + i, do_desc, delta_desc, part.batch, head, heads, m * BLOCK_M)
+            work.do.load(done + i, do_desc, delta_desc, part.batch, head, m * BLOCK_M)
+        if i == 0:
+            # The rows' numbers, the sums of dQ and the counter are `start_backward`'s, which may not have ended yet.
+            wait_for_launch_before()
+        if part.count > 0:
+            work.q.load_numbers(done + i, lse_desc, part.batch * heads + head, m * BLOCK_M)
+            work.do.load_numbers(done + i, delta_desc, part.batch * heads + head, m * BLOCK_M)
         m += 1
         if m == part.hi:
             m = part.lo
