@@ -37,6 +37,26 @@ def from_fragments(flat, N: gl.constexpr):
     return x
 
 
+@gluon.constexpr_function
+def halves_layout(half):
+    """Layout of the two halves of `to_halves`, each of so many elements."""
+    registers = [[1], [2], [512], [1024], [2048], [4096]]
+    return gl.DistributedLinearLayout(
+        registers[: half // 4096 + 4], [[4], [8], [16], [32], [64]], [[128], [256], [half]], [], [2 * half]
+    )
+
+
+@gluon.jit
+def to_halves(x):
+    """`to_fragments` of two warpgroups' accumulator, one half behind the other: [128, N], or [64, 128] in columns of 64."""
+    HALF: gl.constexpr = x.shape[0] * x.shape[1] // 2
+    if x.shape[0] == 64:
+        flat = x.reshape([4, 2, 8, 2, 8, 4, 2]).permute([3, 4, 0, 2, 5, 1, 6])
+    else:
+        flat = x.reshape([2, 4, 2, 8, HALF // 512, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6])
+    return gl.convert_layout(flat.reshape([2 * HALF]), halves_layout(HALF), assert_trivial=True)
+
+
 @gluon.jit
 def add_fragments(sums, x):
     """Add an accumulator [64, N] to 64 * N consecutive elements of the sums of dQ."""

@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from utils.attention.gluon.backward.fragments import to_halves
 from utils.attention.gluon.backward.pipeline import Part, block_place, part_of
 from utils.attention.gluon.shared import aggregate, uniform
 
@@ -134,15 +135,6 @@ def make_share(blocks_n, section, total, whole, pieces, counter, READERS: gl.con
 def store_part(parts_ptr, slot, x, WHICH: gl.constexpr):
     """Store a part of dV (WHICH = 0) or dK (1), fp32, not scaled."""
     HALF: gl.constexpr = 64 * x.shape[1]
-    BLOCKS: gl.constexpr = x.shape[1] // 8
-    layout: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[1], [2], [512], [1024], [2048]] if BLOCKS == 8 else [[1], [2], [512], [1024], [2048], [4096]],
-        lane_bases=[[4], [8], [16], [32], [64]],
-        warp_bases=[[128], [256], [HALF]],
-        block_bases=[],
-        shape=[2 * HALF],
-    )
-    flat = x.reshape([2, 4, 2, 8, BLOCKS, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6]).reshape([2 * HALF])
-    i = gl.arange(0, 2 * HALF, layout)
-    at = ((slot.to(gl.int64) * 2 + i // HALF) * 2 + WHICH) * HALF + i % HALF
-    gl.store(parts_ptr + at, gl.convert_layout(flat, layout, assert_trivial=True))
+    flat = to_halves(x)
+    i = gl.arange(0, 2 * HALF, flat.type.layout)
+    gl.store(parts_ptr + ((slot.to(gl.int64) * 2 + i // HALF) * 2 + WHICH) * HALF + i % HALF, flat)

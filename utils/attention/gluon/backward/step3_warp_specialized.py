@@ -15,7 +15,6 @@ Right for any sizes and masks; not in deterministic mode. Head dimension 256 is 
 """
 
 # A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
-# ruff: noqa: RUF059
 
 from __future__ import annotations
 
@@ -36,13 +35,6 @@ def probabilities(work, s, i, key, row):
     if work.sizes.needs_mask(key, 64, row, work.sizes.PLAN.block_m):
         p = work.sizes.mask(p, key, row, 0)
     return p
-
-
-@gluon.jit
-def write_ds(exchange, i, ds, W: gl.constexpr):
-    """Store this consumer's 64 keys of dS^T, and tell the other one."""
-    tiles, written = exchange
-    tiles.index(i % 2).slice(W * 64, 64, 0).store(ds)
 
 
 @gluon.jit
@@ -94,7 +86,7 @@ def consumer(work, part, exchange, dq_sums, dk_desc, dv_desc, W: gl.constexpr):
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
         ds = (p * (dp - delta[None, :])).to(dtype)
         # The slot's last dS, two tiles ago, has been read: this consumer has since seen the other one's next dS.
-        write_ds(exchange, i, ds, W)
+        exchange[0].index(i % 2).slice(W * 64, 64, 0).store(ds)
         dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
         dq = start_dq(work, exchange, i, W)
         dv = wait_products(dv, 1, BLOCK_D)

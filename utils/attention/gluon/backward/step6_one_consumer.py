@@ -25,6 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
+from utils.attention.gluon.backward.fragments import to_halves
 from utils.attention.gluon.backward.pipeline import SIZES, Part, allocate_work, load_part, make_sizes, tma_add
 from utils.attention.gluon.backward.shares import make_share, store_part
 from utils.attention.gluon.intervals import row_bounds
@@ -96,24 +97,6 @@ def dq_layout(queries):
 
 
 @gluon.jit
-def to_pieces(x):
-    """DQ of a tile, 8192 elements, in the order of the sums: a piece of 64 x 64 for each warpgroup; registers are renamed."""
-    layout: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[1], [2], [512], [1024], [2048]],
-        lane_bases=[[4], [8], [16], [32], [64]],
-        warp_bases=[[128], [256], [4096]],
-        block_bases=[],
-        shape=[8192],
-    )
-    # row = 16 warp + 8 half + high, column = 8 block + 2 low + pair; thread = 32 warp + 4 high + low
-    if x.shape[0] == 64:
-        flat = x.reshape([4, 2, 8, 2, 8, 4, 2]).permute([3, 4, 0, 2, 5, 1, 6])
-    else:
-        flat = x.reshape([2, 4, 2, 8, 8, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6])
-    return gl.convert_layout(flat.reshape([8192]), layout, assert_trivial=True)
-
-
-@gluon.jit
 def start_transposed(rows, left, tile, DEPTH: gl.constexpr):
     """Hand rows @ tile^T, S^T or dP^T of a tile's queries, to the tensor cores.
 
@@ -150,7 +133,7 @@ def leave_dq(leave, dq, i):
     """Leave dQ of load number i where the storing warp reads it."""
     sums_desc, tiles, empty = leave
     mbarrier.wait(empty, (i & 1) ^ 1)  # TMA may still be reading the last tile
-    tiles.reshape([8192]).store(to_pieces(dq))
+    tiles.reshape([8192]).store(to_halves(dq))
     pass_by(LEFT, 288)
 
 
