@@ -309,7 +309,7 @@ def test_a_kept_pass_takes_memory_of_its_own_for_what_lies_between_launches(monk
     """Each launch gets the addresses of this call's tensors, and of places that do not overlap."""
     from utils.attention.gluon.backward import launch
     from utils.attention.gluon.backward.arguments import Gradients
-    from utils.attention.gluon.backward.launch import _BETWEEN, _GIVEN, _Kept
+    from utils.attention.gluon.backward.launch import _BETWEEN, _GIVEN
     from utils.attention.gluon.backward.plan import plan_for
 
     q, k, v, dout = tensors(1, 4, 2, 130, 300, 64, torch.bfloat16)
@@ -317,7 +317,7 @@ def test_a_kept_pass_takes_memory_of_its_own_for_what_lies_between_launches(monk
     g, got = Gradients(*given, plan_for(6, 64), 3), []
     series = lambda handles: lambda addresses: got.extend(addresses[i] + offset for i, offset in handles[0][1])  # noqa: E731
     monkeypatch.setattr(launch, "Series", series)
-    kept = _Kept([(None, (*_GIVEN, "dk", *_BETWEEN))], g)
+    kept = launch._keep([(None, (*_GIVEN, "dk", *_BETWEEN))], g)
     dq, dk, dv = kept([x.data_ptr() for x in given[:5]], q, k, v, given[5], None)
     assert got[:11] == [x.data_ptr() for x in (*given[:6], given[5], dq, dk, dv, dk)]
     places = [x - got[11] for x in got[11:]]

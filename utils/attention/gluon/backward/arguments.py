@@ -112,7 +112,7 @@ def launches(
         tensors = "sums", "dq", "parts", "dv", "dk"
         numbers = *sizes[:3], head_dim // 8, width // 64, *blocks, for_parts, scale
         constants = {"FRAGMENTS": step > 1, "TABLE": packed is not None}
-        found.append(Launch("finish.finish_backward", (programs,), tensors, numbers, constants, early=True))
+        found.append(Launch("fragments.finish_backward", (programs,), tensors, numbers, constants, early=True))
     if not plan.dq:
         keys, grid = 128 if width == 64 else 64, (-(-sq // 128) * batch * heads,)
         tensors = "q", "dout", "k", "v", "dq", "lse2", "delta"

@@ -3,13 +3,14 @@
     out, lse = forward(q, k, v, causal=True, return_lse=True)
     dq, dk, dv = backward(dout, q, k, v, out, lse, causal=True)
 
-Three kernels: `start_backward` (delta, and zeros for the sums of dQ), the step's own, and `finish_dq`. In deterministic
-mode and at head dimension 256 the kernel of `dq.py` computes dQ, which needs no sums.
+Three kernels: `start_backward` (delta, and zeros for the sums of dQ), the step's own, and `finish_backward`; each may begin
+while the one before ends. In deterministic mode and at head dimension 256 the kernel of `dq.py` computes dQ, without sums.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 
@@ -23,27 +24,24 @@ _GIVEN = "dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv"
 _BETWEEN = "lse2", "delta", "sums", "parts", "counter"  # from launch to launch, in one piece of memory
 
 
-class _Kept:
-    """The launches of an earlier backward pass, for one on tensors of the same shapes, strides and types."""
+def _keep(handles: list, g: Gradients) -> Callable:
+    """Return a function that launches an earlier backward pass again, on tensors of the same shapes, strides and types."""
+    # The counter, a number, is the last one: all begin at multiples of 16 bytes.
+    *starts, size = itertools.accumulate((getattr(g, name).numel() for name in _BETWEEN), initial=0)
+    places = {name: (i, 0) for i, name in enumerate(_GIVEN)}
+    places |= {name: (len(_GIVEN), 4 * start) for name, start in zip(_BETWEEN, starts, strict=True)}
+    series = Series([(handle, [places[name] for name in tensors]) for handle, tensors in handles])
 
-    __slots__ = ("series", "size")
-
-    def __init__(self, handles: list, g: Gradients):
-        # The counter, a number, is the last one: all begin at multiples of 16 bytes.
-        *starts, self.size = itertools.accumulate((getattr(g, name).numel() for name in _BETWEEN), initial=0)
-        places = {name: (i, 0) for i, name in enumerate(_GIVEN)}
-        places |= {name: (len(_GIVEN), 4 * start) for name, start in zip(_BETWEEN, starts, strict=True)}
-        self.series = Series([(handle, [places[name] for name in tensors]) for handle, tensors in handles])
-
-    def __call__(self, addresses: list[int], q, k, v, lse, dlse) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients; addresses: of `dout` to `out`."""
+    def launch(addresses: list[int], q, k, v, lse, dlse) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        numbers = lse, lse if dlse is None else dlse, dq, dk, dv, lse.new_empty(self.size)
-        self.series((*addresses, *[x.data_ptr() for x in numbers]))
+        numbers = lse, lse if dlse is None else dlse, dq, dk, dv, lse.new_empty(size)
+        series((*addresses, *[x.data_ptr() for x in numbers]))  # `addresses` are those of dout to out
         return dq, dk, dv
 
+    return launch
 
-_kept: Newest[tuple, _Kept] = Newest(1024)
+
+_kept: Newest[tuple, Callable] = Newest(1024)
 
 
 def backward(
@@ -155,5 +153,5 @@ def _launch(key: tuple, given: tuple, lse, dlse, causal, scale, window, determin
     if handles[0][0] is not None and all(
         x is y for x, y in zip((dout, q, k, v, out, *numbers), (*given, lse, dlse), strict=True)
     ):
-        _kept[key] = _Kept(handles, g)
+        _kept[key] = _keep(handles, g)
     return g

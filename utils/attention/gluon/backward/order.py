@@ -68,13 +68,7 @@ class Blocks:
 def query_tiles(sq: int, sk: int, block_m: int, block_n: int, *, back: int, ahead: int) -> tuple[int, ...]:
     """Return how many tiles of queries see each block of keys, as the kernel counts them (`Sizes.tiles_of`).
 
-    Args:
-        sq: Queries.
-        sk: Keys.
-        block_m: Queries of a tile.
-        block_n: Keys of a block.
-        back: A query sees so many keys before its position.
-        ahead: And so many behind it.
+    back, ahead: a query sees so many keys before its position, and so many behind it.
     """
     found = []
     shift = sk - sq

@@ -8,13 +8,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from utils.attention.gluon.backward.fragments import LOG2_E
 from utils.attention.gluon.intervals import clean_interval, tile_entry
 from utils.attention.gluon.shared import aggregate, meet, pass_by, tma_load, zero_columns
 from utils.kernels.early_launch import wait_for_launch_before
 
 # Hand a tile to TMA, which adds it to memory; its end is waited for as a store's.
 tma_add = tma.async_atomic_add  # no `gl.constexpr`: see `shared.py`
+LOG2_E = gl.constexpr(1.4426950408889634)
 SLOTS = gl.constexpr(2)  # of the rings of Q and dO
 # One kernel for all sizes: without `do_not_specialize`, each multiple of 16 and each 1 would be compiled for itself.
 SIZES = ["sq", "sk", "back", "ahead", "heads", "kv_heads"]

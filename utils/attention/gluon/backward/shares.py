@@ -6,7 +6,7 @@ dV and dK leave: a block that is launched for itself begins with an empty SM. Th
 
 Few blocks leave SMs without work: 72 blocks on 132 SMs, or the 68 blocks that are left of 2048 in the last round. The numbers from
 `whole` on are equal pieces of the blocks behind, block after block (`order.py`). A piece leaves its dK and dV in memory, fp32, and
-`finish_parts` adds up those of a block, always in the same order.
+`finish_backward` adds up those of a block, always in the same order.
 
     parts of dK and dV    (pieces, halves of the keys, dV and dK, 64 * BLOCK_D) fp32, in the order of `fragments.py`
 """
@@ -35,11 +35,6 @@ class Share:
     told: gl.shared_memory_descriptor  # (2 * 11, 1) int32: the fields of two parts
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-
-    @gluon.jit
-    def count(self):
-        """How many numbers there are."""
-        return self.whole + (self.blocks_n * self.total - self.whole) * self.pieces
 
     @gluon.jit
     def part(self, sizes, number):

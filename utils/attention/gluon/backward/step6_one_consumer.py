@@ -12,8 +12,6 @@ exponentials are polynomials (`exp2`), because the exponential unit is what a ti
     left          columns of V that stay in registers         none             64
     registers     a consumer thread, the two other warps      240, 24, 24      240, 24, 24
     shared        K + V + Q + dO + dS + dQ                    16+16+32+32+64+32   32+32+32+32+32+32 KiB
-
-The fastest at head dimensions 64 and 128. Programs draw blocks, or pieces of blocks (`shares.py`).
 """
 
 # A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
@@ -194,7 +192,6 @@ def compute_part(work, share, ds_tiles, leave, bounds, turn, done):
     BLOCK_M: gl.constexpr = work.sizes.PLAN.block_m
     EDGES: gl.constexpr = work.sizes.PLAN.edges
     part = share.read(turn, 8)
-    tiles = part.hi - part.lo
     dk = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
     dv = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
     if EDGES == 3:
@@ -213,10 +210,9 @@ def compute_part(work, share, ds_tiles, leave, bounds, turn, done):
         v_left = v_left.slice(0, 64, 1).load(keys_operand(BLOCK_M))
     state = (dk, dv)
     # Heads of which this part has a tile; it may begin and end inside of one.
-    begin = part.at // gl.maximum(tiles, 1)
-    behind = begin + gl.cdiv(part.at - begin * tiles + part.count, gl.maximum(tiles, 1))
-    for g in range(begin, behind):
-        part = share.read(turn, 8)
+    tiles = gl.maximum(part.hi - part.lo, 1)
+    for g in range(part.at // tiles, gl.cdiv(part.at + part.count, tiles)):
+        part = share.read(turn, 8)  # read again, it takes no registers while tiles are walked over
         tiles = part.hi - part.lo
         number = done + g * tiles - part.at - part.lo
         lo = part.lo + gl.maximum(part.at - g * tiles, 0)
@@ -295,7 +291,7 @@ def producer(work, share, freed, descriptors):
     number = gl.program_id(0)
     turn = 0
     done = 0
-    while number < share.count():
+    while number < share.whole + (share.blocks_n * share.total - share.whole) * share.pieces:
         part = share.part(work.sizes, number)
         share.tell(part, turn)
         mbarrier.wait(freed, (turn & 1) ^ 1)  # the consumer may still read the last part's K and V
