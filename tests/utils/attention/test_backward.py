@@ -91,14 +91,31 @@ def test_masked_tiles_in_loops_of_their_own(problem, keys, head_dim):
     check(*simulated(q, k, v, dout, **problem), torch.bfloat16)
 
 
+@pytest.fixture
+def few_processors(monkeypatch):
+    """Let a GPU have so few SMs that programs share all blocks, or those of the last round."""
+    from utils.attention.gluon.backward import arguments, order
+
+    def pretend(sms, all_shared=True):
+        monkeypatch.setattr(arguments, "processors", lambda device: sms)
+        monkeypatch.setattr(order, "PIECES_GAIN", 1e9)
+        if not all_shared:
+            monkeypatch.setattr(order, "FINISH_TILES", -1e9)
+        order.order_of.cache_clear()
+
+    yield pretend
+    order.order_of.cache_clear()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
-def test_random_shapes(seed):
-    """Tails, grouped heads, head dimensions between the tile's widths, in any order of the roles."""
+@pytest.mark.parametrize("seed", range(20))
+def test_random_shapes(few_processors, seed):
+    """Tails, blocks that no query sees, groups, head dimensions between the tile's widths, in any order of the roles."""
     rng = random.Random(seed)
-    head_dim = rng.choice((40, 64, 96, 128, 160, 256))
+    few_processors(rng.choice((1, 2, 3, 7, 20)))  # each tile is somebody's, and once
+    head_dim = rng.choice((40, 64, 64, 80, 96, 128, 128, 160, 256))
     kv_heads, group = rng.choice(((1, 1), (2, 1), (1, 3)))
-    sq, sk = rng.choice((1, 63, 130, 257)), rng.choice((1, 65, 128, 300))
+    sq, sk = rng.choice((1, 63, 130, 257, 520)), rng.choice((1, 65, 128, 300, 700))
     dtype = rng.choice((torch.bfloat16, torch.float16))
     q, k, v, dout = tensors(rng.choice((1, 2)), kv_heads * group, kv_heads, sq, sk, head_dim, dtype, seed)
     problem = {"causal": rng.random() < 0.5, "window": rng.choice((None, None, 50))}
@@ -210,22 +227,6 @@ def test_no_queries_give_zeros():
     assert dk.is_contiguous(), "as the operator tells torch.compile"
 
 
-@pytest.fixture
-def few_processors(monkeypatch):
-    """Let a GPU have so few SMs that programs share all blocks, or those of the last round."""
-    from utils.attention.gluon.backward import arguments, order
-
-    def pretend(sms, all_shared=True):
-        monkeypatch.setattr(arguments, "processors", lambda device: sms)
-        monkeypatch.setattr(order, "PIECES_GAIN", 1e9)
-        if not all_shared:
-            monkeypatch.setattr(order, "FINISH_TILES", -1e9)
-        order.order_of.cache_clear()
-
-    yield pretend
-    order.order_of.cache_clear()
-
-
 SHARED = [
     (head_dim, problem, all_shared)
     for problem, all_shared in (({"causal": True}, True), ({}, False), ({}, True), ({"window": 60}, True))
@@ -243,28 +244,6 @@ def test_programs_share_blocks(few_processors, case, deterministic):
     few_processors(5, all_shared)
     q, k, v, dout = tensors(1, 4, 4, 300, 700, head_dim, torch.bfloat16)
     check(*simulated(q, k, v, dout, deterministic=deterministic, **problem), torch.bfloat16)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
-def test_equal_shares_of_odd_shapes(few_processors, seed):
-    """Blocks that no query sees, programs inside of one block, groups, tails: each tile is somebody's, and once."""
-    rng = random.Random(seed)
-    few_processors(rng.choice((1, 2, 3, 7, 20)))
-    head_dim, kv_heads, group = rng.choice((64, 128)), rng.choice((1, 2)), rng.choice((1, 2, 3))
-    sq, sk = rng.choice((1, 63, 130, 257, 520)), rng.choice((1, 65, 128, 300, 700))
-    problem = {"causal": rng.random() < 0.6, "window": rng.choice((None, None, 50))}
-    q, k, v, dout = tensors(rng.choice((1, 2)), kv_heads * group, kv_heads, sq, sk, head_dim, torch.bfloat16, seed)
-    check(*simulated(q, k, v, dout, seed=seed, **problem), torch.bfloat16)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_scores_that_are_far_below_the_greatest(head_dim):
-    """Their probabilities are 2^-200 and less, also where an exponential is a polynomial."""
-    q, k, v, dout = tensors(1, 2, 1, 200, 150, head_dim, torch.bfloat16)
-    gradients, expected = simulated(q * 10, k, v, dout, causal=True)
-    check(gradients[2:], expected[2:], torch.bfloat16, ("dv",))
-    assert all(x.isfinite().all() for x in gradients)
 
 
 def draw_shape(rng):
@@ -293,9 +272,9 @@ def test_a_hundred_shapes_compile_at_most_twelve_kernels():
         )
         lse = torch.empty(batch, heads, sq, device="meta")
         plan = plan_for(6, head_dim, edges=2 if windowed else int(causal or sk % 128 > 0))
-        order = find_order(6, q, k, plan, causal, window)
+        order = find_order(6, q, k, plan, causal, window, None)
         g = Gradients(q, q, k, k, q, lse, None, plan, order.slots)
-        for launch in launches(6, g, order, causal, window, 0.1, False):
+        for launch in launches(6, g, order, causal, window, 0.1):
             kernel = kernel_of(launch.kernel)
             names = [p.name for p in kernel.params if p.do_not_specialize or p.is_constexpr]
             numbers = kernel.arg_names[len(launch.tensors) :]

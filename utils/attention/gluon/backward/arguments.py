@@ -63,15 +63,21 @@ class Gradients:
         self.counter = torch.empty(1, dtype=torch.int32, device=q.device)  # numbers that were drawn (`shares.py`)
 
 
+def box_of(g: Gradients, name: str, rows: int) -> list[int]:
+    """Return the box of a tensor's TMA descriptor: of its heads, or of a matrix of fp32 numbers."""
+    if name in ("sums", "lse2", "delta"):
+        return [rows, 128] if name == "sums" else [1, rows]
+    return [1, 1, rows, g.plan.block_d]
+
+
 def descriptor_of(g: Gradients, name: str, rows: int):
-    """Return the TMA descriptor of a tensor, with boxes of so many rows: of its heads, or of a matrix of fp32 numbers."""
+    """Return the TMA descriptor of a tensor, with boxes of so many rows."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    x = getattr(g, name)
-    if name not in ("sums", "lse2", "delta"):
+    x, box = getattr(g, name), box_of(g, name, rows)
+    if len(box) == 4:
         return descriptor(x, rows, g.plan.block_d)
-    box = [rows, 128] if name == "sums" else [1, rows]
     return TensorDescriptor(x, list(x.shape), list(x.stride()), box, gl.NVMMASharedLayout(0, 32, rank=2))
 
 
@@ -81,14 +87,7 @@ def strides(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def launches(
-    step: int,
-    g: Gradients,
-    order: Order,
-    causal: bool,
-    window: int,
-    scale: float,
-    dlse: bool,
-    packed: Packed | None = None,
+    step: int, g: Gradients, order: Order, causal: bool, window: int, scale: float, packed: Packed | None = None
 ) -> list[Launch]:
     """Return the launches of a backward pass: `start_backward`, the step's own kernel, and those that finish."""
     plan, (batch, heads, sq, head_dim), (_, kv_heads, sk, _) = g.plan, g.q.shape, g.k.shape
@@ -100,7 +99,7 @@ def launches(
         (rows // 64, batch * heads),
         ("out", "dout", "lse", "dlse", "lse2", "delta", "sums", "counter"),
         (*strides(g.out), *strides(g.dout), sq, heads, head_dim // 8, *summed),
-        {"DLSE": dlse},
+        {"DLSE": g.dlse is not g.lse},
     )
     blocks_n = -(-sk // plan.block_n) if packed is None else len(packed.blocks)
     sizes = sq, sk, *(span(causal, window) if packed is None else (packed.table, 0)), heads, kv_heads
@@ -165,13 +164,7 @@ def kernel_of(name: str):
 
 
 def find_order(
-    step: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    plan: BackwardPlan,
-    causal: bool,
-    window: int,
-    packed: Packed | None = None,
+    step: int, q: torch.Tensor, k: torch.Tensor, plan: BackwardPlan, causal: bool, window: int, packed: Packed | None
 ) -> Order:
     """Return the order of blocks for these tensors on their GPU."""
     (batch, heads, sq, _), (_, kv_heads, sk, _) = q.shape, k.shape

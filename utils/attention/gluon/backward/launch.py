@@ -120,19 +120,14 @@ def gradients(
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         return dq, *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     group = q.shape[1] // k.shape[1]
-    if q.shape[-1] > 128 and group > 1 and 2 * blocks_of_keys(k) <= processors(q.device):
-        # Few blocks of keys leave SMs without work. So each query head gets keys of its own, whose gradients are added up.
+    if q.shape[-1] > 128 and group > 1 and 2 * k.shape[0] * k.shape[1] * -(-k.shape[2] // 64) <= processors(q.device):
+        # Few blocks of 64 keys leave SMs without work. So each query head gets keys of its own, whose gradients are added up.
         keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
         dq, dk, dv = gradients(dout, dlse, q, keys, values, out, lse, causal, scale, window, deterministic, step)
         return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
     with torch.cuda.device(q.device if q.is_cuda else -1):
         g = _launch(key, given, lse, dlse, causal, scale, window, deterministic, step, lengths)
     return g.dq, g.dk, g.dv
-
-
-def blocks_of_keys(k: torch.Tensor) -> int:
-    """Blocks of 64 keys, of which the kernel of wide heads has a program for each."""
-    return k.shape[0] * k.shape[1] * -(-k.shape[2] // 64)
 
 
 def _launch(key: tuple, given: tuple, lse, dlse, causal, scale, window, deterministic, step, lengths) -> Gradients:
@@ -148,7 +143,7 @@ def _launch(key: tuple, given: tuple, lse, dlse, causal, scale, window, determin
     order = find_order(step, q, k, plan, causal, window, packed)
     g = Gradients(dout, q, k, v, out, *numbers, plan, order.slots)
     handles = []
-    for launch in launches(step, g, order, causal, window, scale, dlse is not None, packed):
+    for launch in launches(step, g, order, causal, window, scale, packed):
         handles.append((run(g, launch), launch.tensors))
     if handles[0][0] is not None and all(
         x is y for x, y in zip((dout, q, k, v, out, *numbers), (*given, lse, dlse), strict=True)

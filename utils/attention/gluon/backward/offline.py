@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from utils.attention.gluon.backward.arguments import Gradients, Launch, kernel_of, launches
+from utils.attention.gluon.backward.arguments import Gradients, Launch, box_of, kernel_of, launches
 from utils.attention.gluon.backward.order import Order
 from utils.attention.gluon.backward.plan import plan_for
 from utils.attention.gluon.intervals import Packed
@@ -32,7 +32,7 @@ def compile_backward(
     g = Gradients(
         q, q, q, q, q, torch.empty(1, 1, 128, device="meta"), None, plan_for(step, head_dim, deterministic, edges), 2
     )
-    return compile_launch(g, launches(step, g, Order(1, 0, 2, 2), True, 0, 1.0, False, packed)[number])
+    return compile_launch(g, launches(step, g, Order(1, 0, 2, 2), True, 0, 1.0, packed)[number])
 
 
 def compile_launch(g: Gradients, launch: Launch) -> Assembly:
@@ -42,9 +42,8 @@ def compile_launch(g: Gradients, launch: Launch) -> Assembly:
     kernel = kernel_of(launch.kernel)
     kinds = [f"*{TYPES[getattr(g, name).dtype]}" for name in launch.tensors]
     for i, (name, rows) in enumerate(zip(launch.tensors, launch.boxes, strict=False)):
-        numbers = name in ("lse2", "delta", "sums")
-        shape = ([rows, 128] if name == "sums" else [1, rows]) if numbers else [1, 1, rows, g.plan.block_d]
-        layout = gl.NVMMASharedLayout(0, 32, rank=2) if numbers else gl.NVMMASharedLayout(128, 16, rank=4)
+        shape = box_of(g, name, rows)
+        layout = gl.NVMMASharedLayout(*((128, 16) if len(shape) == 4 else (0, 32)), rank=len(shape))
         kinds[i] = f"tensordesc<{kinds[i][1:]}{shape},{layout!r}>"
     kinds += [
         f"*{TYPES[x.dtype]}" if isinstance(x, torch.Tensor) else {int: "i32", float: "fp32"}[type(x)]

@@ -52,10 +52,7 @@ class Sizes:
 
     @gluon.jit
     def clean_tiles(self, key, stop, lo, hi):
-        """Tiles of queries [first, end) that need no mask against the block of keys from `key` on; stop: the keys' end.
-
-        Of tiles lo .. hi - 1; both may lie outside of these, and first behind end.
-        """
+        """Tiles of queries [first, end) of lo .. hi - 1 that need no mask, or limits outside of these; stop: the keys' end."""
         ROWS: gl.constexpr = self.PLAN.block_n
         BLOCK_M: gl.constexpr = self.PLAN.block_m
         first = lo

@@ -52,11 +52,6 @@ class Share:
         return part_of(sizes, n, flat, piece, pieces, slot)
 
     @gluon.jit
-    def draw(self):
-        """Producer: draw the program's next number."""
-        return gl.atomic_add(self.counter, 1, sem="relaxed") + gl.num_programs(0)
-
-    @gluon.jit
     def tell(self, part, turn):
         """Producer: tell the other roles this program's part number `turn`; a negative key: there is none."""
         slot = turn & 1

@@ -299,7 +299,7 @@ def producer(work, share, freed, descriptors):
         done += part.count
         turn += 1
         # Not before: whoever is free first is to have the next block. The consumer has two tiles left to compute.
-        number = share.draw()
+        number = gl.atomic_add(share.counter, 1, sem="relaxed") + gl.num_programs(0)
     none = number * 0 - 1
     share.tell(Part(none, none, none, none, none, none, none, none, none, none, none), turn)
 
