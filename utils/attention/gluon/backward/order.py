@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import heapq
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from utils.attention.gluon.backward.plan import BackwardPlan
@@ -100,7 +99,7 @@ def in_order(blocks: Blocks, section: int) -> list[int]:
     return found
 
 
-def list_schedule(costs: Iterable[float], sms: int) -> float:
+def list_schedule(costs: list[float], sms: int) -> float:
     """Return when the last SM ends, if each takes the next program as soon as it is free."""
     free = [0.0] * sms
     for cost in costs:

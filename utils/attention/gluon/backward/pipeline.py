@@ -17,8 +17,7 @@ tma_add = tma.async_atomic_add  # no `gl.constexpr`: see `shared.py`
 LOG2_E = gl.constexpr(1.4426950408889634)
 SLOTS = gl.constexpr(2)  # of the rings of Q and dO
 # One kernel for all sizes: without `do_not_specialize`, each multiple of 16 and each 1 would be compiled for itself.
-SIZES = ["sq", "sk", "back", "ahead", "heads", "kv_heads"]
-SIZES += ["blocks_n", "section", "total", "whole", "pieces"]
+SIZES = ["sq", "sk", "back", "ahead", "heads", "kv_heads", "blocks_n", "section", "total", "whole", "pieces"]
 
 
 @aggregate
@@ -55,8 +54,7 @@ class Sizes:
         """Tiles of queries [first, end) of lo .. hi - 1 that need no mask, or limits outside of these; stop: the keys' end."""
         ROWS: gl.constexpr = self.PLAN.block_n
         BLOCK_M: gl.constexpr = self.PLAN.block_m
-        first = lo
-        end = hi
+        first, end = lo, hi
         if self.PLAN.edges == 3:
             first, end = clean_interval(self.back, key, ROWS, stop, self.sk, BLOCK_M)
         elif self.PLAN.edges > 0:
@@ -239,9 +237,8 @@ def part_of(sizes, n, flat, piece, pieces, slot):
 @gluon.jit
 def own_block(sizes, blocks_n, section, total):
     """The Part of a program that has one block, all of it."""
-    zero = gl.program_id(0) * 0
     n, flat = block_place(gl.program_id(0), blocks_n, section, total)
-    return part_of(sizes, n, flat, zero, 1, zero - 1)
+    return part_of(sizes, n, flat, n * 0, 1, n * 0 - 1)
 
 
 @aggregate

@@ -217,8 +217,7 @@ def compute_part(work, share, ds_tiles, leave, bounds, turn, done):
         number = done + g * tiles - part.at - part.lo
         lo = part.lo + gl.maximum(part.at - g * tiles, 0)
         hi = part.lo + gl.minimum(part.at + part.count - g * tiles, tiles)
-        first = lo
-        end = hi
+        first, end = lo, hi
         if EDGES > 0:
             first = gl.minimum(gl.maximum(part.first, lo), hi)
             state = walk(work, ds_tiles, leave, bounds, v_left, state, part.key, lo, first, number, True)
