@@ -185,7 +185,7 @@ class Series:
     def __init__(self, handles: Sequence[tuple[Handle, Sequence[tuple[int, int]]]]):
         """Keep handles of one device, each with its tensors: number among a call's addresses, bytes behind that address."""
         self.handles, self.first = handles, handles[0][0]
-        self.direct = all(handle._direct is not None for handle, _ in handles)
+        self.direct = [handle._direct for handle, _ in handles if handle._direct is not None]
         self.known: Newest[tuple, list] = Newest(256)
 
     def __call__(self, addresses: tuple[int, ...]) -> None:
@@ -193,17 +193,15 @@ class Series:
         stream, runtime = self.first._stream(self.first.index), self.first._runtime
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
         listened = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
-        direct = self.direct and not listened and torch._C._cuda_getDevice() == self.first.index
-        bound = self.known.get((stream, addresses)) if direct else None
+        here = not listened and torch._C._cuda_getDevice() == self.first.index
+        bound = self.known.get((stream, addresses)) if here else None
         if bound is None:
-            given = [
-                (handle, [_Place(addresses[i] + offset) for i, offset in places]) for handle, places in self.handles
-            ]
-            if not direct:
-                for handle, tensors in given:
+            given = [[_Place(addresses[i] + offset) for i, offset in places] for _, places in self.handles]
+            if not here or len(self.direct) < len(given):
+                for (handle, _), tensors in zip(self.handles, given, strict=True):
                     handle(*tensors)
                 return
-            bound = [(handle._direct.launch, handle._direct.bind(stream, tensors)) for handle, tensors in given]
+            bound = [(x.launch, x.bind(stream, tensors)) for x, tensors in zip(self.direct, given, strict=True)]
             self.known[stream, addresses] = bound
         for launch, arguments in bound:
             launch(*arguments)

@@ -108,9 +108,9 @@ def launches(
     for_parts = order.slots // order.pieces * width // 8
     programs = for_parts + rows // 64 * batch * heads * summed[0]
     if programs:
-        tensors = "sums", "dq", "parts", "dv", "dk"
+        tensors: tuple[str, ...] = ("sums", "dq", "parts", "dv", "dk")
         numbers = *sizes[:3], head_dim // 8, width // 64, *blocks, for_parts, scale
-        constants = {"FRAGMENTS": step > 1, "TABLE": packed is not None}
+        constants: dict[str, Any] = {"FRAGMENTS": step > 1, "TABLE": packed is not None}
         found.append(Launch("fragments.finish_backward", (programs,), tensors, numbers, constants, early=True))
     if not plan.dq:
         keys, grid = 128 if width == 64 else 64, (-(-sq // 128) * batch * heads,)
@@ -123,22 +123,21 @@ def launches(
 
 def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: int, scale: float) -> Launch:
     """Return the launch of a step's own kernel."""
-    plan, tensors = g.plan, ("q", "dout", "k", "v", "dk", "dv", "lse2", "delta")
-    m, n = plan.block_m, plan.block_n
+    tensors: tuple[str, ...] = ("q", "dout", "k", "v", "dk", "dv", "lse2", "delta")
+    plan, m, n = g.plan, g.plan.block_m, g.plan.block_n
     if step == 1:
         constants = {"HEAD_DIM": g.q.shape[-1], "PLAN": plan}
         return Launch(MAIN_KERNELS[1], (blocks[2], blocks[0]), (*tensors, "sums"), (*sizes, scale), constants)
     if step == 3 or plan.block_d == 256:
         kernel = MAIN_KERNELS[3] if step == 3 else WIDE_KERNEL
         tensors = (*tensors, "sums") if step == 3 else tensors
-        boxes = m, m, n, 64, 64, 64, m, m
-        return Launch(kernel, (programs,), tensors, (*sizes, *blocks[:3], scale), {"PLAN": plan}, boxes, early=True)
+        numbers, boxes = (*sizes, *blocks[:3], scale), (m, m, n, 64, 64, 64, m, m)
+        return Launch(kernel, (programs,), tensors, numbers, {"PLAN": plan}, boxes, early=True)
     tensors = *tensors, "sums", "parts", "counter", "dk", "dv"
     # Of a tile's 64 rows of 128 numbers of dQ, or fewer (`storing_warp`), TMA adds up to 32 at once.
-    boxes = m, m, n, n, n, n, m, m, math.gcd(32, (plan.depth or 128) // 2)
-    numbers = *sizes, *blocks, g.q.shape[-1] // 8, scale
-    programs = min(programs, processors(g.q.device))
-    return Launch(MAIN_KERNELS[6], (programs,), tensors, numbers, {"PLAN": plan}, boxes, 8, early=True)
+    rows = m, m, n, n, n, n, m, m, math.gcd(32, (plan.depth or 128) // 2)
+    grid, arguments = (min(programs, processors(g.q.device)),), (*sizes, *blocks, g.q.shape[-1] // 8, scale)
+    return Launch(MAIN_KERNELS[6], grid, tensors, arguments, {"PLAN": plan}, rows, 8, early=True)
 
 
 def run(g: Gradients, launch: Launch):
