@@ -81,8 +81,8 @@ class _Direct:
             else:
                 self.places.append((next(described), ({}, *kept, next(of_map))))
 
-    def __call__(self, stream: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Launch on these tensors."""
+    def bind(self, stream: int, tensors: Sequence[torch.Tensor]) -> Sequence:
+        """Return what `launch` gets for these tensors."""
         arguments = self.arguments.copy()
         for x, (place, description) in zip(tensors, self.places, strict=True):
             address = x.data_ptr()
@@ -97,9 +97,8 @@ class _Direct:
             arguments[place] = descriptor
         if self.outer is None:
             arguments[3] = stream
-            self.launch(*arguments)
-        else:
-            self.launch(*self.outer[:3], stream, *self.outer[4:-1], arguments)
+            return arguments
+        return *self.outer[:3], stream, *self.outer[4:-1], arguments
 
 
 class Handle:
@@ -156,11 +155,56 @@ class Handle:
         enter, leave = self._runtime.launch_enter_hook, self._runtime.launch_exit_hook
         listened = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)  # a profiler listens to launches
         if self._direct is not None and not listened:
-            return self._direct(stream, tensors)
+            self._direct.launch(*self._direct.bind(stream, tensors))
+            return None
         given = [x.data_ptr() if kept is None else Map(x, *kept) for x, kept in zip(tensors, self.maps, strict=True)]
         metadata = self.compiled.launch_metadata(self.grid, stream, *given, *self.rest) if listened else None
         hooks = (enter, leave) if listened else (None, None)
         return self.run(*self.grid, stream, self.function, self.metadata, metadata, *hooks, *given, *self.rest)
+
+
+class _Place:
+    """A place in memory, which launches ask for its address as they ask a tensor."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, address: int):
+        self.address = address
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self.address
+
+
+class Series:
+    """Launches that follow each other, with all their arguments kept by the addresses of the call's tensors.
+
+    A training's steps get the same addresses again from torch's allocator; then each launch is a call of the C function.
+    """
+
+    def __init__(self, handles: Sequence[tuple[Handle, Sequence[tuple[int, int]]]]):
+        """Keep handles of one device, each with its tensors: number among a call's addresses, bytes behind that address."""
+        self.handles, self.first = handles, handles[0][0]
+        self.direct = [handle._direct for handle, _ in handles if handle._direct is not None]
+        self.known: Newest[tuple, list] = Newest(256)
+
+    def __call__(self, addresses: tuple[int, ...]) -> None:
+        """Launch all on tensors that begin at these addresses."""
+        stream, runtime = self.first._stream(self.first.index), self.first._runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        listened = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+        here = not listened and torch._C._cuda_getDevice() == self.first.index
+        bound = self.known.get((stream, addresses)) if here else None
+        if bound is None:
+            given = [[_Place(addresses[i] + offset) for i, offset in places] for _, places in self.handles]
+            if not here or len(self.direct) < len(given):
+                for (handle, _), tensors in zip(self.handles, given, strict=True):
+                    handle(*tensors)
+                return
+            bound = [(x.launch, x.bind(stream, tensors)) for x, tensors in zip(self.direct, given, strict=True)]
+            self.known[stream, addresses] = bound
+        for launch, arguments in bound:
+            launch(*arguments)
 
 
 def observed(*tensors: torch.Tensor) -> bool:

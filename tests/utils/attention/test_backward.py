@@ -46,10 +46,10 @@ def check(gradients, expected, dtype, names=("dq", "dk", "dv")):
         assert relative_error(x, y) < LIMITS[dtype], name
 
 
-SLOW = {(1, 128), (3, 64)}
+SLOW = {(1, 128), (3, 64), (6, 96)}
 LADDER = [
     pytest.param(step, head_dim, marks=[pytest.mark.slow] if (step, head_dim) in SLOW else [])
-    for step, head_dim in ((1, 64), (1, 128), (3, 64), (3, 128), (6, 64), (6, 128), (6, 256))
+    for step, head_dim in ((1, 64), (1, 128), (3, 64), (3, 128), (6, 64), (6, 72), (6, 96), (6, 128), (6, 256))
 ]
 
 
@@ -91,14 +91,31 @@ def test_masked_tiles_in_loops_of_their_own(problem, keys, head_dim):
     check(*simulated(q, k, v, dout, **problem), torch.bfloat16)
 
 
+@pytest.fixture
+def few_processors(monkeypatch):
+    """Let a GPU have so few SMs that programs share all blocks, or those of the last round."""
+    from utils.attention.gluon.backward import arguments, order
+
+    def pretend(sms, all_shared=True):
+        monkeypatch.setattr(arguments, "processors", lambda device: sms)
+        monkeypatch.setattr(order, "PIECES_GAIN", 1e9)
+        if not all_shared:
+            monkeypatch.setattr(order, "FINISH_TILES", -1e9)
+        order.order_of.cache_clear()
+
+    yield pretend
+    order.order_of.cache_clear()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
-def test_random_shapes(seed):
-    """Tails, grouped heads, head dimensions between the tile's widths, in any order of the roles."""
+@pytest.mark.parametrize("seed", range(20))
+def test_random_shapes(few_processors, seed):
+    """Tails, blocks that no query sees, groups, head dimensions between the tile's widths, in any order of the roles."""
     rng = random.Random(seed)
-    head_dim = rng.choice((40, 64, 96, 128, 160, 256))
+    few_processors(rng.choice((1, 2, 3, 7, 20)))  # each tile is somebody's, and once
+    head_dim = rng.choice((40, 64, 64, 80, 96, 128, 128, 160, 256))
     kv_heads, group = rng.choice(((1, 1), (2, 1), (1, 3)))
-    sq, sk = rng.choice((1, 63, 130, 257)), rng.choice((1, 65, 128, 300))
+    sq, sk = rng.choice((1, 63, 130, 257, 520)), rng.choice((1, 65, 128, 300, 700))
     dtype = rng.choice((torch.bfloat16, torch.float16))
     q, k, v, dout = tensors(rng.choice((1, 2)), kv_heads * group, kv_heads, sq, sk, head_dim, dtype, seed)
     problem = {"causal": rng.random() < 0.5, "window": rng.choice((None, None, 50))}
@@ -210,22 +227,6 @@ def test_no_queries_give_zeros():
     assert dk.is_contiguous(), "as the operator tells torch.compile"
 
 
-@pytest.fixture
-def few_processors(monkeypatch):
-    """Let a GPU have so few SMs that programs share all blocks, or those of the last round."""
-    from utils.attention.gluon.backward import arguments, order
-
-    def pretend(sms, all_shared=True):
-        monkeypatch.setattr(arguments, "processors", lambda device: sms)
-        monkeypatch.setattr(order, "PIECES_GAIN", 1e9)
-        if not all_shared:
-            monkeypatch.setattr(order, "FINISH_TILES", -1e9)
-        order.order_of.cache_clear()
-
-    yield pretend
-    order.order_of.cache_clear()
-
-
 SHARED = [
     (head_dim, problem, all_shared)
     for problem, all_shared in (({"causal": True}, True), ({}, False), ({}, True), ({"window": 60}, True))
@@ -245,30 +246,8 @@ def test_programs_share_blocks(few_processors, case, deterministic):
     check(*simulated(q, k, v, dout, deterministic=deterministic, **problem), torch.bfloat16)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
-def test_equal_shares_of_odd_shapes(few_processors, seed):
-    """Blocks that no query sees, programs inside of one block, groups, tails: each tile is somebody's, and once."""
-    rng = random.Random(seed)
-    few_processors(rng.choice((1, 2, 3, 7, 20)))
-    head_dim, kv_heads, group = rng.choice((64, 128)), rng.choice((1, 2)), rng.choice((1, 2, 3))
-    sq, sk = rng.choice((1, 63, 130, 257, 520)), rng.choice((1, 65, 128, 300, 700))
-    problem = {"causal": rng.random() < 0.6, "window": rng.choice((None, None, 50))}
-    q, k, v, dout = tensors(rng.choice((1, 2)), kv_heads * group, kv_heads, sq, sk, head_dim, torch.bfloat16, seed)
-    check(*simulated(q, k, v, dout, seed=seed, **problem), torch.bfloat16)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_scores_that_are_far_below_the_greatest(head_dim):
-    """Their probabilities are 2^-200 and less, also where an exponential is a polynomial."""
-    q, k, v, dout = tensors(1, 2, 1, 200, 150, head_dim, torch.bfloat16)
-    gradients, expected = simulated(q * 10, k, v, dout, causal=True)
-    check(gradients[2:], expected[2:], torch.bfloat16, ("dv",))
-    assert all(x.isfinite().all() for x in gradients)
-
-
 def draw_shape(rng):
-    head_dim, kv_heads, group = rng.choice((64, 128, 256)), rng.choice((1, 2, 8, 16)), rng.choice((1, 2, 4, 8))
+    head_dim, kv_heads, group = rng.choice((64, 80, 96, 128, 256)), rng.choice((1, 2, 8, 16)), rng.choice((1, 2, 4, 8))
     sq = rng.choice((rng.randrange(1, 600), rng.randrange(600, 9000), 4096))
     sk = rng.choice((sq, sq, rng.randrange(1, 9000)))
     return (
@@ -293,31 +272,34 @@ def test_a_hundred_shapes_compile_at_most_twelve_kernels():
         )
         lse = torch.empty(batch, heads, sq, device="meta")
         plan = plan_for(6, head_dim, edges=2 if windowed else int(causal or sk % 128 > 0))
-        order = find_order(6, q, k, plan, causal, window)
+        order = find_order(6, q, k, plan, causal, window, None)
         g = Gradients(q, q, k, k, q, lse, None, plan, order.slots)
-        for launch in launches(6, g, order, causal, window, 0.1, False):
+        for launch in launches(6, g, order, causal, window, 0.1):
             kernel = kernel_of(launch.kernel)
             names = [p.name for p in kernel.params if p.do_not_specialize or p.is_constexpr]
             numbers = kernel.arg_names[len(launch.tensors) :]
             assert set(numbers) - set(names) <= {"c", "scale"}, launch.kernel  # fp32 is never specialized
             assert len(numbers) == len(launch.numbers) + len(launch.constants)
-            compiled.add((launch.kernel, *launch.constants.items(), *launch.boxes.items(), launch.warps))
+            compiled.add((launch.kernel, *launch.constants.items(), *launch.boxes, launch.warps))
     assert 4 <= len(compiled) <= 12
 
 
-def test_a_kept_pass_takes_memory_of_its_own_for_what_lies_between_launches():
+def test_a_kept_pass_takes_memory_of_its_own_for_what_lies_between_launches(monkeypatch):
     """Each launch gets the addresses of this call's tensors, and of places that do not overlap."""
+    from utils.attention.gluon.backward import launch
     from utils.attention.gluon.backward.arguments import Gradients
-    from utils.attention.gluon.backward.launch import _BETWEEN, _GIVEN, _Kept
+    from utils.attention.gluon.backward.launch import _BETWEEN, _GIVEN
     from utils.attention.gluon.backward.plan import plan_for
 
     q, k, v, dout = tensors(1, 4, 2, 130, 300, 64, torch.bfloat16)
     given = dout, q, k, v, q, torch.empty(1, 4, 130), None
     g, got = Gradients(*given, plan_for(6, 64), 3), []
-    kept = _Kept([(lambda *x: got.extend(x), (*_GIVEN, "dk_memory", *_BETWEEN))], g)
-    dq, dk, dv = kept(*given)
-    assert [x.data_ptr() for x in got[:11]] == [x.data_ptr() for x in (*given[:6], given[5], dq, dk, dv, dk)]
-    places = [x.data_ptr() - got[11].data_ptr() for x in got[11:]]
+    series = lambda handles: lambda addresses: got.extend(addresses[i] + offset for i, offset in handles[0][1])  # noqa: E731
+    monkeypatch.setattr(launch, "Series", series)
+    kept = launch._keep([(None, (*_GIVEN, "dk", *_BETWEEN))], g)
+    dq, dk, dv = kept([x.data_ptr() for x in given[:5]], q, k, v, given[5], None)
+    assert got[:11] == [x.data_ptr() for x in (*given[:6], given[5], dq, dk, dv, dk)]
+    places = [x - got[11] for x in got[11:]]
     sizes = [4 * getattr(g, name).numel() for name in _BETWEEN]
     assert places == [sum(sizes[:i]) for i in range(5)] and not any(place % 16 for place in places)
 
@@ -335,6 +317,19 @@ def test_autograd_goes_through_a_bare_launch_and_gives_the_same():
     check(gradients, reference_gradients(*(x.detach() for x in leaves), dout, causal=True)[1], torch.bfloat16)
 
 
+def test_gradients_of_gradients_are_refused():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from utils.attention.gluon.backward.operator import Attention
+
+    with FakeTensorMode():
+        q, k, v, dout = (x.requires_grad_() for x in tensors(1, 1, 1, 8, 8, 64, torch.bfloat16))
+        out, _ = Attention.apply(lambda q, *given: (q + 0, torch.zeros(1, 1, 8)), q, k, v, False, 0.125, 0, 5)
+        (dq,) = torch.autograd.grad(out, q, dout, create_graph=True)
+        with pytest.raises(RuntimeError, match="autograd formula"):
+            torch.autograd.grad(dq.sum(), q)
+
+
 @pytest.mark.slow
 def test_torch_differentiates_the_operator_with_shapes_alone():
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -349,7 +344,7 @@ def test_torch_differentiates_the_operator_with_shapes_alone():
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
 
 
-COMPILED = [(3, 128, False), (6, 64, False), (6, 128, False), (6, 256, False), (6, 128, True)]
+COMPILED = [(3, 128, False), (6, 64, False), (6, 80, False), (6, 128, False), (6, 256, False), (6, 128, True)]
 
 
 @pytest.mark.slow
@@ -363,11 +358,14 @@ def test_the_assembly_adds_by_tma_and_keeps_its_products_in_flight():
         "import json; from utils.attention.gluon.backward.offline import compile_backward\n"
         f"for step, head_dim, deterministic in {COMPILED!r}:\n"
         "    a = compile_backward(step, head_dim, deterministic=deterministic)\n"
-        "    print(json.dumps([a.count('UTMAREDG'), a.count('REDG.E.ADD'), a.count('HGMMA'), a.shared_bytes, a.warnings, a.unused_barriers, a.count('MUFU.EX2')]))"
+        "    print(json.dumps([a.count('UTMAREDG'), a.count('REDG.E.ADD'), a.count('HGMMA'), a.shared_bytes, a.warnings, a.unused_barriers, a.count('MUFU.EX2')]))\n"
+        "for edges, number in (1, 0), (1, 2), (3, 1), (3, 2):\n"
+        "    assert not compile_backward(6, edges=edges, number=number).spill_bytes"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == len(COMPILED), done.stderr[-2000:]
+    assert len(rows) == len(COMPILED) and not done.returncode, done.stderr[-2000:]
+    assert rows[2][2] < 0.82 * rows[3][2]  # of 80 columns, S^T and dP^T have 5 of 8 products
     for (step, head_dim, deterministic), row in zip(COMPILED, rows, strict=True):
         by_tma, by_threads, products, shared, warnings, unused, exponentials = row
         assert products and shared <= 227 * 1024

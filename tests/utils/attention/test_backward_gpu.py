@@ -63,7 +63,9 @@ def errors_of_rounded_output(q, k, dout, out, causal=False, window=None):
     return {"dq": wrong_ds @ keys, "dk": wrong_dk}
 
 
-@pytest.mark.parametrize(("step", "head_dim"), [(1, 64), (1, 128), (3, 64), (3, 128), (6, 64), (6, 128), (6, 256)])
+@pytest.mark.parametrize(
+    ("step", "head_dim"), [(1, 64), (1, 128), (3, 64), (3, 128), (6, 64), (6, 80), (6, 96), (6, 128), (6, 256)]
+)
 def test_each_step_matches_float64(step, head_dim):
     from utils.attention.gluon.backward.launch import backward
     from utils.attention.gluon.launch import forward
@@ -99,7 +101,7 @@ def test_random_shapes_match_float64(head_dim, causal, windowed, deterministic):
     rng = random.Random(f"{head_dim} {causal} {windowed}")
     for _ in range(6):
         kv_heads, group = rng.choice((1, 2, 3)), rng.choice((1, 1, 2, 4))
-        d = head_dim if rng.random() < 0.75 else {64: 40, 128: 96, 256: 160}[head_dim]
+        d = head_dim if rng.random() < 0.75 else rng.choice({64: (40,), 128: (72, 80, 96, 112), 256: (160,)}[head_dim])
         dtype = rng.choice((torch.bfloat16, torch.float16))
         sq = rng.choice(LENGTHS)
         sk = sq if rng.random() < 0.5 else rng.choice(LENGTHS)
@@ -131,12 +133,6 @@ def test_training_goes_through_the_door(way):
 def test_few_queries_over_more_keys_have_gradients():
     q, k, v, dout = draw(2, 12, 3, 1, 640, 128, torch.bfloat16)  # without gradients, the decode kernel takes these
     check(torch.autograd.grad(attention(q, k, v, backend="gluon"), (q, k, v), dout), q, k, v, dout)
-
-
-def test_the_gradient_of_a_sum():
-    q, k, v, _ = draw(1, 2, 2, 100, 100, 128, torch.bfloat16)
-    attention(q, k, v, backend="gluon").sum().backward()  # the gradient of the output has strides of zero
-    check((q.grad, k.grad, v.grad), q, k, v, torch.ones_like(q))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

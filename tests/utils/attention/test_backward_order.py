@@ -81,7 +81,6 @@ def test_the_last_round_is_cut_where_that_ends_earlier(count, pieces):
 def test_a_schedule_gives_the_next_program_to_whoever_is_free():
     assert list_schedule([5, 1, 1, 1, 1], 2) == 5
     assert list_schedule([1, 1, 1, 1, 5], 2) == 7
-    assert list_schedule([3], 4) == 3
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from utils.kernels.handle import KEPT, Handle, Map, observed
+from utils.kernels.handle import KEPT, Handle, Map, Series, observed
 from utils.machine.device import gluon_support, triton_support
 from utils.machine.versions import installed_version
 
@@ -67,6 +67,12 @@ def test_a_launch_is_repeated_with_other_tensors(monkeypatch, described):
         handle(x, y)
         assert [list(part) if isinstance(part, (list, tuple)) else part for part in calls.pop()] == expected([None] * 3)
     assert filled.count(x.data_ptr()) == 3 * described  # once by the handle, twice by Triton's launcher
+    series = Series([(handle, ((1, 0), (0, 8)))] * 2)
+    for _ in range(2):
+        series((y.data_ptr() - 8, x.data_ptr()))
+        found = [[list(part) if isinstance(part, (list, tuple)) else part for part in calls.pop()] for _ in "12"]
+        assert found == [expected([None] * 3)] * 2
+    assert filled.count(x.data_ptr()) == 5 * described  # the series needs none
     listener = types.SimpleNamespace(calls=[1])
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", listener)
     handle(x, y)

@@ -17,7 +17,6 @@ from utils.attention.gluon.backward.plan import BackwardPlan, span
 if TYPE_CHECKING:
     from utils.attention.gluon.intervals import Packed
 
-LOG2_E = math.log2(math.e)
 MAIN_KERNELS = {
     1: "step1_atomics.attention_backward_step1",
     3: "step3_warp_specialized.attention_backward_step3",
@@ -37,11 +36,12 @@ class Launch(NamedTuple):
 
     kernel: str  # module.function
     grid: tuple[int, ...]
-    tensors: tuple[str, ...]  # names of fields of `Gradients`: pointers, or TMA descriptors where `boxes` names them
+    tensors: tuple[str, ...]  # names of fields of `Gradients`
     numbers: tuple  # the arguments behind the tensors
     constants: dict[str, Any]
-    boxes: dict[str, int] = {}  # noqa: RUF012 (never changed) rows of the box of a TMA descriptor
+    boxes: tuple[int, ...] = ()  # of the first tensors, which TMA descriptors stand for: rows of a box
     warps: int = 4
+    early: bool = False  # whether it may begin while the launch before it ends
 
 
 class Gradients:
@@ -56,7 +56,6 @@ class Gradients:
         self.dlse = lse if dlse is None else dlse
         heads, rows, width = q.shape[0] * q.shape[1], -(-q.shape[2] // 128) * 128, plan.block_d
         self.dq, self.dk, self.dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        self.dk_memory, self.dv_memory = self.dk, self.dv  # as threads write them, past their TMA descriptors
         self.lse2, self.delta = lse.new_empty((2, heads, rows)).unbind()  # lse * log2(e), rowsum(dO * O)
         # Where nothing is summed in memory, the kernels get a pointer that they do not use.
         self.sums = lse.new_empty((heads * rows * width // 128, 128)) if plan.dq else self.lse2  # of dQ
@@ -64,25 +63,22 @@ class Gradients:
         self.counter = torch.empty(1, dtype=torch.int32, device=q.device)  # numbers that were drawn (`shares.py`)
 
 
-def flat_descriptor(x: torch.Tensor, box: list[int]):
-    """TMA descriptor of a matrix of fp32 numbers."""
+def box_of(g: Gradients, name: str, rows: int) -> list[int]:
+    """Return the box of a tensor's TMA descriptor: of its heads, or of a matrix of fp32 numbers."""
+    if name in ("sums", "lse2", "delta"):
+        return [rows, 128] if name == "sums" else [1, rows]
+    return [1, 1, rows, g.plan.block_d]
+
+
+def descriptor_of(g: Gradients, name: str, rows: int):
+    """Return the TMA descriptor of a tensor, with boxes of so many rows."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    x, box = getattr(g, name), box_of(g, name, rows)
+    if len(box) == 4:
+        return descriptor(x, rows, g.plan.block_d)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), box, gl.NVMMASharedLayout(0, 32, rank=2))
-
-
-def argument(g: Gradients, launch: Launch, name: str):
-    """Return what a kernel gets for a tensor: a TMA descriptor or the tensor."""
-    x = getattr(g, name)
-    if name not in launch.boxes:
-        return x
-    if name == "sums":
-        # A piece of the sums: 4096 numbers that follow each other.
-        return flat_descriptor(x, [32, 128])
-    if name in ("lse2", "delta"):
-        return flat_descriptor(x, [1, launch.boxes[name]])
-    return descriptor(x, launch.boxes[name], g.plan.block_d)
 
 
 def strides(x: torch.Tensor) -> tuple[int, ...]:
@@ -91,74 +87,57 @@ def strides(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def launches(
-    step: int,
-    g: Gradients,
-    order: Order,
-    causal: bool,
-    window: int,
-    scale: float,
-    dlse: bool,
-    packed: Packed | None = None,
+    step: int, g: Gradients, order: Order, causal: bool, window: int, scale: float, packed: Packed | None = None
 ) -> list[Launch]:
     """Return the launches of a backward pass: `start_backward`, the step's own kernel, and those that finish."""
     plan, (batch, heads, sq, head_dim), (_, kv_heads, sk, _) = g.plan, g.q.shape, g.k.shape
-    rows, total, width = g.lse2.shape[1], batch * kv_heads, plan.block_d
-    queries = sq, heads, rows, head_dim // 8
+    rows, width = g.lse2.shape[1], plan.block_d
+    # Columns of the sums of dQ, in units of 64 and, those that are cleared, of 8.
+    summed = (width // 64, (width if step == 1 else head_dim) // 8) if plan.dq else (0, 0)
     start = Launch(
         "fragments.start_backward",
         (rows // 64, batch * heads),
         ("out", "dout", "lse", "dlse", "lse2", "delta", "sums", "counter"),
-        (*strides(g.out), *strides(g.dout), *queries, width // 64 if plan.dq else 0),
-        {"DLSE": dlse},
+        (*strides(g.out), *strides(g.dout), sq, heads, head_dim // 8, *summed),
+        {"DLSE": g.dlse is not g.lse},
     )
-    blocks_n, c = -(-sk // plan.block_n) if packed is None else len(packed.blocks), scale * LOG2_E
-    mask = span(causal, window) if packed is None else (packed.table, 0)
-    sizes = sq, sk, *mask, heads, kv_heads, heads // kv_heads, rows // plan.block_m
-    blocks = blocks_n, order.section, total, order.whole, order.pieces
-    programs = order.whole + order.slots
-    # The kernels around the step's own are the same for all masks but that of a table.
-    common = {"PLAN": plan if plan.edges == 3 else replace(plan, edges=2)}
-    found = [start, step_launch(step, g, sizes, blocks, programs, (c, scale))]
-    if order.slots:
-        numbers = *strides(g.dk), head_dim // 8, sk, mask[0], kv_heads, *blocks, scale
-        found.append(
-            Launch(
-                "shares.finish_parts",
-                (order.slots // order.pieces * 2, 2, width // 32),
-                ("parts", "dv", "dk"),
-                numbers,
-                common,
-            )
-        )
-    if plan.dq:
-        grid, numbers = (width // 64, rows // 64, batch * heads), (*strides(g.dq), *queries, width // 64, scale)
-        return [*found, Launch("fragments.finish_dq", grid, ("sums", "dq"), numbers, {"FRAGMENTS": step > 1})]
-    keys, tiles = 128 if width == 64 else 64, -(-sq // 128)
-    boxes = {"q": 64, "dout": 64, "k": keys, "v": keys, "dq": 64}
-    numbers = *sizes, rows, tiles, batch * heads, c, scale
-    tensors = *boxes, "lse2", "delta"
-    return [*found, Launch("dq.attention_backward_dq", (tiles * batch * heads,), tensors, numbers, common, boxes)]
+    blocks_n = -(-sk // plan.block_n) if packed is None else len(packed.blocks)
+    sizes = sq, sk, *(span(causal, window) if packed is None else (packed.table, 0)), heads, kv_heads
+    blocks = blocks_n, order.section, batch * kv_heads, order.whole, order.pieces
+    found = [start, step_launch(step, g, sizes, blocks, order.whole + order.slots, scale)]
+    for_parts = order.slots // order.pieces * width // 8
+    programs = for_parts + rows // 64 * batch * heads * summed[0]
+    if programs:
+        tensors: tuple[str, ...] = ("sums", "dq", "parts", "dv", "dk")
+        numbers = *sizes[:3], head_dim // 8, width // 64, *blocks, for_parts, scale
+        constants: dict[str, Any] = {"FRAGMENTS": step > 1, "TABLE": packed is not None}
+        found.append(Launch("fragments.finish_backward", (programs,), tensors, numbers, constants, early=True))
+    if not plan.dq:
+        keys, grid = 128 if width == 64 else 64, (-(-sq // 128) * batch * heads,)
+        tensors = "q", "dout", "k", "v", "dq", "lse2", "delta"
+        constants = {"PLAN": replace(plan, edges=2, depth=0)}
+        boxes = 64, 64, keys, keys, 64
+        found.append(Launch("dq.attention_backward_dq", grid, tensors, (*sizes, scale), constants, boxes))
+    return found
 
 
-def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: int, factors: tuple) -> Launch:
+def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: int, scale: float) -> Launch:
     """Return the launch of a step's own kernel."""
     tensors: tuple[str, ...] = ("q", "dout", "k", "v", "dk", "dv", "lse2", "delta")
-    plan, constants = g.plan, {"PLAN": g.plan}
-    kernel = WIDE_KERNEL if plan.block_d == 256 else MAIN_KERNELS[step]
+    plan, m, n = g.plan, g.plan.block_m, g.plan.block_n
     if step == 1:
-        constants = {"HEAD_DIM": g.q.shape[-1]} | constants
-        numbers = *sizes, g.lse2.shape[1], *factors
-        return Launch(kernel, (blocks[2], blocks[0]), (*tensors, "sums"), numbers, constants)
-    if plan.block_d < 256:
-        tensors = (*tensors, "sums") if step == 3 else (*tensors, "sums", "parts", "counter", "dk_memory", "dv_memory")
-    boxes = dict.fromkeys(("q", "dout", "lse2", "delta"), plan.block_m) | {"k": plan.block_n}
-    one_consumer = "parts" in tensors
-    programs = min(programs, processors(g.q.device)) if one_consumer else programs
-    boxes |= dict.fromkeys(("v", "dk", "dv"), plan.block_n if one_consumer else 64)
-    if one_consumer:
-        boxes["sums"] = 32
-    numbers = *sizes, *((*blocks, g.q.shape[-1] // 8) if one_consumer else blocks[:3]), *factors
-    return Launch(kernel, (programs,), tensors, numbers, constants, boxes, 8 if one_consumer else 4)
+        constants = {"HEAD_DIM": g.q.shape[-1], "PLAN": plan}
+        return Launch(MAIN_KERNELS[1], (blocks[2], blocks[0]), (*tensors, "sums"), (*sizes, scale), constants)
+    if step == 3 or plan.block_d == 256:
+        kernel = MAIN_KERNELS[3] if step == 3 else WIDE_KERNEL
+        tensors = (*tensors, "sums") if step == 3 else tensors
+        numbers, boxes = (*sizes, *blocks[:3], scale), (m, m, n, 64, 64, 64, m, m)
+        return Launch(kernel, (programs,), tensors, numbers, {"PLAN": plan}, boxes, early=True)
+    tensors = *tensors, "sums", "parts", "counter", "dk", "dv"
+    # Of a tile's 64 rows of 128 numbers of dQ, or fewer (`storing_warp`), TMA adds up to 32 at once.
+    rows = m, m, n, n, n, n, m, m, math.gcd(32, (plan.depth or 128) // 2)
+    grid, arguments = (min(programs, processors(g.q.device)),), (*sizes, *blocks, g.q.shape[-1] // 8, scale)
+    return Launch(MAIN_KERNELS[6], grid, tensors, arguments, {"PLAN": plan}, rows, 8, early=True)
 
 
 def run(g: Gradients, launch: Launch):
@@ -166,8 +145,10 @@ def run(g: Gradients, launch: Launch):
     from utils.kernels.handle import Handle
 
     kernel = kernel_of(launch.kernel)
-    tensors = [argument(g, launch, name) for name in launch.tensors]
-    compiled = kernel[launch.grid](*tensors, *launch.numbers, **launch.constants, num_warps=launch.warps)
+    tensors = [descriptor_of(g, name, rows) for name, rows in zip(launch.tensors, launch.boxes, strict=False)]
+    tensors += [getattr(g, name) for name in launch.tensors[len(launch.boxes) :]]
+    options = {"num_warps": launch.warps, "launch_pdl": launch.early}
+    compiled = kernel[launch.grid](*tensors, *launch.numbers, **launch.constants, **options)
     if compiled is None or not g.q.is_cuda:
         return None
     rest = *launch.numbers, *launch.constants.values()
@@ -182,13 +163,7 @@ def kernel_of(name: str):
 
 
 def find_order(
-    step: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    plan: BackwardPlan,
-    causal: bool,
-    window: int,
-    packed: Packed | None = None,
+    step: int, q: torch.Tensor, k: torch.Tensor, plan: BackwardPlan, causal: bool, window: int, packed: Packed | None
 ) -> Order:
     """Return the order of blocks for these tensors on their GPU."""
     (batch, heads, sq, _), (_, kv_heads, sk, _) = q.shape, k.shape

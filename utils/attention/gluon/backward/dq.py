@@ -22,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from utils.attention.gluon.backward.pipeline import SIZES, Sizes
+from utils.attention.gluon.backward.pipeline import LOG2_E, SIZES, make_sizes
 from utils.attention.gluon.backward.step3_warp_specialized import store_rows
 from utils.attention.gluon.pipeline import allocate_ring
 from utils.attention.gluon.shared import accumulator, left_operand, start_scores, tma_load, wait_products
@@ -56,7 +56,7 @@ def producer(sizes, place, rings, descriptors):
 
 
 @gluon.jit
-def consumer(sizes, place, rings, dq_desc, numbers, c, scale, W: gl.constexpr):
+def consumer(sizes, place, rings, dq_desc, numbers, scale, W: gl.constexpr):
     """Warpgroup W: 64 query rows against the tiles of keys that they see."""
     first_row, batch, head = place
     q_tiles, do_tiles, k, v, loaded = rings
@@ -83,7 +83,7 @@ def consumer(sizes, place, rings, dq_desc, numbers, c, scale, W: gl.constexpr):
         v.wait_full(i)
         dp = start_scores(do, v.tile(i))
         s = wait_products(s, 1, BLOCK_N)
-        p = gl.exp2(s * c - lse2[:, None])
+        p = gl.exp2(s * (scale * LOG2_E) - lse2[:, None])
         if sizes.needs_mask(key, BLOCK_N, row, 64):
             p = sizes.mask(p, key, row, 1)
         dp = wait_products(dp, 0, BLOCK_N)
@@ -95,7 +95,7 @@ def consumer(sizes, place, rings, dq_desc, numbers, c, scale, W: gl.constexpr):
     store_rows(dq_desc, batch, head, row, q_tiles.index(W), dq * scale)
 
 
-@gluon.jit(do_not_specialize=[*SIZES, "rows", "tiles", "heads_total"])
+@gluon.jit(do_not_specialize=SIZES)
 def attention_backward_dq(
     q_desc,
     do_desc,
@@ -110,18 +110,14 @@ def attention_backward_dq(
     ahead,
     heads,
     kv_heads,
-    group,
-    tiles_m,
-    rows,
-    tiles,
-    heads_total,
-    c,
     scale,
     PLAN: gl.constexpr,
 ):
     """A block computes dQ of 128 query rows of one head: grid (tiles * B * H,), the last rows of all heads first."""
     V_SLOTS: gl.constexpr = 1 if PLAN.block_d == 256 else 2
-    sizes = Sizes(sq, sk, back, ahead, heads, kv_heads, group, tiles_m, PLAN)
+    sizes = make_sizes(sq, sk, back, ahead, heads, kv_heads, PLAN)
+    tiles = gl.cdiv(sq, 128)
+    heads_total = gl.num_programs(0) // tiles
     down = gl.program_id(0) // heads_total
     flat = gl.program_id(0) - down * heads_total
     batch = flat // heads
@@ -135,11 +131,12 @@ def attention_backward_dq(
     mbarrier.init(loaded.index(0), count=1)
     place = (row, batch, flat - batch * heads)
     rings = (q, do, k, v, loaded)
-    numbers = (lse2_ptr + flat.to(gl.int64) * rows, delta_ptr + flat.to(gl.int64) * rows)
+    first = flat.to(gl.int64) * tiles * 128
+    numbers = (lse2_ptr + first, delta_ptr + first)
     gl.warp_specialize(
         [
-            (consumer, (sizes, place, rings, dq_desc, numbers, c, scale, 0)),
-            (consumer, (sizes, place, rings, dq_desc, numbers, c, scale, 1)),
+            (consumer, (sizes, place, rings, dq_desc, numbers, scale, 0)),
+            (consumer, (sizes, place, rings, dq_desc, numbers, scale, 1)),
             (producer, (sizes, place, rings, (q_desc, do_desc, k_desc, v_desc))),
         ],
         [4, 1],

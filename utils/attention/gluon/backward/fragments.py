@@ -14,7 +14,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-LOG2_E = gl.constexpr(1.4426950408889634)
+from utils.attention.gluon.backward.pipeline import LOG2_E, block_place
+from utils.attention.gluon.intervals import tile_entry
+from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
+
 INFINITY = gl.constexpr(float("inf"))
 PLACES = ["o_batch", "o_head", "o_row", "do_batch", "do_head", "do_row"]
 
@@ -35,6 +38,26 @@ def from_fragments(flat, N: gl.constexpr):
     return x
 
 
+@gluon.constexpr_function
+def halves_layout(half):
+    """Layout of the two halves of `to_halves`, each of so many elements."""
+    registers = [[1], [2], [512], [1024], [2048], [4096]]
+    return gl.DistributedLinearLayout(
+        registers[: half // 4096 + 4], [[4], [8], [16], [32], [64]], [[128], [256], [half]], [], [2 * half]
+    )
+
+
+@gluon.jit
+def to_halves(x):
+    """`to_fragments` of two warpgroups' accumulator, one half behind the other: [128, N], or [64, 128] in columns of 64."""
+    HALF: gl.constexpr = x.shape[0] * x.shape[1] // 2
+    if x.shape[0] == 64:
+        flat = x.reshape([4, 2, 8, 2, 8, 4, 2]).permute([3, 4, 0, 2, 5, 1, 6])
+    else:
+        flat = x.reshape([2, 4, 2, 8, HALF // 512, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6])
+    return gl.convert_layout(flat.reshape([2 * HALF]), halves_layout(HALF), assert_trivial=True)
+
+
 @gluon.jit
 def add_fragments(sums, x):
     """Add an accumulator [64, N] to 64 * N consecutive elements of the sums of dQ."""
@@ -43,7 +66,7 @@ def add_fragments(sums, x):
     gl.atomic_add(at, to_fragments(x), sem="relaxed")
 
 
-@gluon.jit(do_not_specialize=[*PLACES, "sq", "heads", "rows", "head_dim", "width"])
+@gluon.jit(do_not_specialize=[*PLACES, "sq", "heads", "head_dim", "width", "cleared"])
 def start_backward(
     o_ptr,
     do_ptr,
@@ -61,35 +84,46 @@ def start_backward(
     do_row,
     sq,
     heads,
-    rows,
     head_dim,
     width,
+    cleared,
     DLSE: gl.constexpr,
 ):
     """Delta and lse * log2(e) of 64 rows of one head, and zeros in their sums of dQ: grid (rows / 64, B * H).
 
     The last heads come first: the main kernel begins with the first ones, and finds theirs in the L2. Strides and
     head_dim are in units of 8 elements, so that the compiler knows of 16 bytes without a kernel for each stride.
-    width: columns of the sums in units of 64; 0 where dQ is not summed in memory.
+    width: columns of the sums in units of 64; 0 where dQ is not summed in memory. cleared: those that are cleared, in units of 8.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    let_next_launch_begin()
     tile = gl.program_id(0)
+    rows = gl.num_programs(0) * 64
     head_total = (gl.num_programs(1) - 1 - gl.program_id(1)).to(gl.int64)
     batch = head_total // heads
     head = head_total - batch * heads
     r = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    d = gl.arange(0, 128, gl.SliceLayout(0, layout))[None, :]
     wide = r.to(gl.int64)[:, None]
     o_rows = o_ptr + (batch * o_batch + head * o_head + wide * o_row) * 8
     do_rows = do_ptr + (batch * do_batch + head * do_head + wide * do_row) * 8
-    delta = gl.zeros([64], gl.float32, gl.SliceLayout(1, layout))
-    for column in range(0, head_dim * 8, 64):
-        d = column + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
-        keep = (r < sq)[:, None] & (d < head_dim * 8)
-        o = gl.load(o_rows + d, mask=keep, other=0.0)
-        do = gl.load(do_rows + d, mask=keep, other=0.0)
-        delta += gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
+    # All loads of up to 128 columns are on their way before the first is waited for: the memory's latency is most of the time.
     lse = gl.load(lse_ptr + head_total * sq + r, mask=r < sq, other=INFINITY)
+    o = gl.load(o_rows + d, mask=(r < sq)[:, None] & (d < head_dim * 8), other=0.0)
+    do = gl.load(do_rows + d, mask=(r < sq)[:, None] & (d < head_dim * 8), other=0.0)
+    gl.store(counter_ptr, 0)
+    sums = dq_sums_ptr + (head_total * gl.num_programs(0) + tile) * (width * 4096)
+    for piece in range(width):
+        i = gl.arange(0, 4096, flat)
+        # Eight columns follow each other; nobody reads those behind the head dimension.
+        gl.store(sums + piece * 4096 + i, gl.zeros([4096], gl.float32, flat), mask=i < (cleared - piece * 8) * 512)
+    delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
+    for column in range(128, head_dim * 8, 128):
+        keep = (r < sq)[:, None] & (column + d < head_dim * 8)
+        o = gl.load(o_rows + column + d, mask=keep, other=0.0)
+        do = gl.load(do_rows + column + d, mask=keep, other=0.0)
+        delta += gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
     # A row without keys has -inf, a row that does not exist nothing: infinity makes their probabilities 2^(-inf) = 0.
     lse2 = gl.where(gl.abs(lse) == INFINITY, INFINITY, lse * LOG2_E)
     if DLSE:
@@ -97,35 +131,97 @@ def start_backward(
         delta -= gl.load(dlse_ptr + head_total * sq + r, mask=r < sq, other=0.0)
     gl.store(lse2_ptr + head_total * rows + r, lse2)
     gl.store(delta_ptr + head_total * rows + r, delta)
-    gl.store(counter_ptr, 0)
-    sums = dq_sums_ptr + (head_total * (rows // 64) + tile) * (width * 4096)
-    for piece in range(width):
-        gl.store(sums + piece * 4096 + gl.arange(0, 4096, flat), gl.zeros([4096], gl.float32, flat))
 
 
-@gluon.jit(do_not_specialize=["dq_batch", "dq_head", "dq_row", "sq", "heads", "rows", "head_dim", "width"])
-def finish_dq(
-    dq_sums_ptr, dq_ptr, dq_batch, dq_head, dq_row, sq, heads, rows, head_dim, width, scale, FRAGMENTS: gl.constexpr
-):
-    """Scale one piece of the sums, 64 queries x 64 columns, and store it as rows of dQ.
+NUMBERS = ["sq", "sk", "back", "head_dim", "width", "blocks_n", "section", "total", "whole", "pieces", "for_parts"]
 
-    Grid (BLOCK_D / 64, rows / 64, B * H), the last heads first, whose sums are still in the L2. Strides and head_dim are in
-    units of 8 elements, width in 64. FRAGMENTS: the sums are in the order of the fragments, else in rows.
-    """
+
+@gluon.jit
+def finish_part(parts_ptr, dv_ptr, dk_ptr, sizes, blocks, program, scale, TABLE: gl.constexpr):
+    """Add up the pieces of 64 rows and 32 columns of dV or dK of a block of 128 keys, and store the sums' rows."""
+    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    sk, back, head_dim, width = sizes
+    blocks_n, section, total, whole, pieces = blocks
+    own = program // (width * 8)
+    quarter = program // (width * 2) - own * 4  # dV and dK of the first 64 keys, dV and dK of the others
+    column = program % (width * 2) * 32
+    first = (own.to(gl.int64) * pieces * 4 + quarter) * (width * 4096) + column * 64
+    parts = parts_ptr + first + gl.arange(0, 2048, flat)
+    sums = gl.zeros([2048], gl.float32, flat)
+    for _piece in range(pieces):
+        sums += gl.load(parts)
+        parts += width * 16384
+    n, head = block_place(whole + own, blocks_n, section, total)
+    row, stop = n * 128, sk
+    if TABLE:
+        row, stop = tile_entry(back, n, sk, 0), tile_entry(back, n, sk, 1)
+    r = row + quarter // 2 * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    d = column + gl.arange(0, 32, gl.SliceLayout(0, layout))[None, :]
+    at = (head.to(gl.int64) * sk + r) * (head_dim * 8) + d
+    keep = (r < stop) & (d < head_dim * 8)
+    x = gl.convert_layout(from_fragments(sums, 32), layout)
+    if quarter % 2 == 0:
+        gl.store(dv_ptr + at, x.to(dv_ptr.dtype.element_ty), mask=keep)
+    else:
+        gl.store(dk_ptr + at, (x * scale).to(dk_ptr.dtype.element_ty), mask=keep)
+
+
+@gluon.jit
+def finish_dq(sums_ptr, dq_ptr, sq, head_dim, width, number, scale, FRAGMENTS: gl.constexpr):
+    """Scale piece `number` of the sums, 64 queries x 64 columns, and store it as rows of dQ."""
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    piece = gl.program_id(0)
-    tile = gl.program_id(1)
-    head_total = (gl.num_programs(2) - 1 - gl.program_id(2)).to(gl.int64)
-    batch = head_total // heads
-    head = head_total - batch * heads
-    r = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    tile = number // width
+    piece = number - tile * width
+    tiles = gl.cdiv(sq, 128) * 2
+    head = (tile // tiles).to(gl.int64)
+    r = tile % tiles * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     d = piece * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+    keep = (r < sq) & (d < head_dim * 8)
     if FRAGMENTS:
-        number = (head_total * (rows // 64) + tile) * width + piece
-        sums = gl.load(dq_sums_ptr + number * 4096 + gl.arange(0, 4096, flat))
-        dq = gl.convert_layout(from_fragments(sums, 64) * scale, layout)
+        i = gl.arange(0, 4096, flat)
+        # Eight columns follow each other. What lies behind the head dimension was not cleared either.
+        sums = gl.load(sums_ptr + number.to(gl.int64) * 4096 + i, mask=i < (head_dim - piece * 8) * 512, other=0.0)
+        dq = gl.convert_layout(from_fragments(sums, 64), layout)
     else:
-        dq = gl.load(dq_sums_ptr + (head_total * rows + r) * (width * 64) + d) * scale
-    at = dq_ptr + (batch * dq_batch + head * dq_head + r.to(gl.int64) * dq_row) * 8 + d
-    gl.store(at, dq.to(dq_ptr.dtype.element_ty), mask=(r < sq) & (d < head_dim * 8))
+        dq = gl.load(sums_ptr + (head * (tiles * 64) + r) * (width * 64) + d, mask=keep, other=0.0)
+    at = dq_ptr + (head * sq + r) * (head_dim * 8) + d
+    gl.store(at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=keep)
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
+def finish_backward(
+    sums_ptr,
+    dq_ptr,
+    parts_ptr,
+    dv_ptr,
+    dk_ptr,
+    sq,
+    sk,
+    back,
+    head_dim,
+    width,
+    blocks_n,
+    section,
+    total,
+    whole,
+    pieces,
+    for_parts,
+    scale,
+    FRAGMENTS: gl.constexpr,
+    TABLE: gl.constexpr,
+):
+    """End a backward pass: grid (for_parts + pieces of dQ's sums,).
+
+    head_dim is in units of 8 elements, so that the compiler knows of 16 bytes; width in 64 columns. for_parts: so many programs add up parts, eight for each block that was cut and each 64 columns.
+    FRAGMENTS: dQ's sums are in the order of the fragments, else in rows. TABLE: `back` is the table of packed sequences.
+    """
+    wait_for_launch_before()
+    program = gl.program_id(0)
+    if program < for_parts:
+        blocks = (blocks_n, section, total, whole, pieces)
+        finish_part(parts_ptr, dv_ptr, dk_ptr, (sk, back, head_dim, width), blocks, program, scale, TABLE)
+    else:
+        # The last heads come first, whose sums are still in the L2.
+        finish_dq(sums_ptr, dq_ptr, sq, head_dim, width, gl.num_programs(0) - 1 - program, scale, FRAGMENTS)

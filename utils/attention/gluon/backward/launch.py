@@ -3,64 +3,45 @@
     out, lse = forward(q, k, v, causal=True, return_lse=True)
     dq, dk, dv = backward(dout, q, k, v, out, lse, causal=True)
 
-Three kernels: `start_backward` (delta, and zeros for the sums of dQ), the step's own, and `finish_dq`. In deterministic
-mode and at head dimension 256 the kernel of `dq.py` computes dQ, which needs no sums.
+Three kernels: `start_backward` (delta, and zeros for the sums of dQ), the step's own, and `finish_backward`; each may begin
+while the one before ends. In deterministic mode and at head dimension 256 the kernel of `dq.py` computes dQ, without sums.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 
 from utils.attention.gluon.arguments import addressable
 from utils.attention.gluon.backward.arguments import Gradients, find_order, launches, processors, run
 from utils.attention.gluon.backward.plan import plan_for
+from utils.kernels.handle import Series
 from utils.newest import Newest
-
-
-class _Place:
-    """A place in memory, which launches ask for its address as they ask a tensor."""
-
-    __slots__ = ("address",)
-
-    def __init__(self, address: int):
-        self.address = address
-
-    def data_ptr(self) -> int:
-        """The address."""
-        return self.address
-
 
 _GIVEN = "dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv"
 _BETWEEN = "lse2", "delta", "sums", "parts", "counter"  # from launch to launch, in one piece of memory
 
 
-class _Kept:
-    """The launches of an earlier backward pass, for one on tensors of the same shapes, strides and types."""
+def _keep(handles: list, g: Gradients) -> Callable:
+    """Return a function that launches an earlier backward pass again, on tensors of the same shapes, strides and types."""
+    # The counter, a number, is the last one: all begin at multiples of 16 bytes.
+    *starts, size = itertools.accumulate((getattr(g, name).numel() for name in _BETWEEN), initial=0)
+    places = {name: (i, 0) for i, name in enumerate(_GIVEN)}
+    places |= {name: (len(_GIVEN), 4 * start) for name, start in zip(_BETWEEN, starts, strict=True)}
+    series = Series([(handle, [places[name] for name in tensors]) for handle, tensors in handles])
 
-    __slots__ = ("handles", "size", "starts")
-
-    def __init__(self, handles: list, g: Gradients):
-        names = [*_GIVEN, *_BETWEEN]
-        self.handles = [
-            (handle, [names.index(n.removesuffix("_memory")) for n in tensors]) for handle, tensors in handles
-        ]
-        # The counter, a number, is the last one: all begin at multiples of 16 bytes.
-        *starts, self.size = itertools.accumulate((getattr(g, name).numel() for name in _BETWEEN), initial=0)
-        self.starts = [4 * start for start in starts]
-
-    def __call__(self, dout, q, k, v, out, lse, dlse) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def launch(addresses: list[int], q, k, v, lse, dlse) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        between = lse.new_empty(self.size)
-        begin, dlse = between.data_ptr(), lse if dlse is None else dlse
-        tensors = dout, q, k, v, out, lse, dlse, dq, dk, dv, *[_Place(begin + start) for start in self.starts]
-        for handle, places in self.handles:
-            handle(*[tensors[i] for i in places])
+        numbers = lse, lse if dlse is None else dlse, dq, dk, dv, lse.new_empty(size)
+        series((*addresses, *[x.data_ptr() for x in numbers]))  # `addresses` are those of dout to out
         return dq, dk, dv
 
+    return launch
 
-_kept: Newest[tuple, _Kept] = Newest(1024)
+
+_kept: Newest[tuple, Callable] = Newest(1024)
 
 
 def backward(
@@ -104,6 +85,28 @@ def gradients(
     dout, dlse, q, k, v, out, lse, causal: bool, scale: float, window: int, deterministic: bool, step=6, lengths=()
 ):
     """`backward` with all arguments given: by an earlier call's launches, if there was one with such tensors."""
+    given = dout, q, k, v, out
+    key = (
+        *(
+            q.shape,
+            k.shape,
+            v.shape,
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            out.stride(),
+            dout.stride(),
+            q.dtype,
+            q.device,
+        ),
+        *(lse.dtype, lse.is_contiguous(), dlse is None or (dlse.dtype, dlse.is_contiguous())),
+        *(causal, scale, window, deterministic, step, lengths),
+    )
+    if (kept := _kept.get(key)) is not None:
+        # Where the tensors start is no part of the key, and is looked at each time.
+        a, b, c, d, e = addresses = [x.data_ptr() for x in given]
+        if (a | b | c | d | e) % 16 == 0:
+            return kept(addresses, q, k, v, lse, dlse)
     if q.shape[-1] % 8:
         raise ValueError(
             f"The head dimension must be a multiple of 8, not {q.shape[-1]}: TMA moves 16 bytes at a time."
@@ -117,30 +120,14 @@ def gradients(
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         return dq, *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     group = q.shape[1] // k.shape[1]
-    if q.shape[-1] > 128 and group > 1 and 2 * blocks_of_keys(k) <= processors(q.device):
-        # Few blocks of keys leave SMs without work. So each query head gets keys of its own, whose gradients are added up.
+    if q.shape[-1] > 128 and group > 1 and 2 * k.shape[0] * k.shape[1] * -(-k.shape[2] // 64) <= processors(q.device):
+        # Few blocks of 64 keys leave SMs without work. So each query head gets keys of its own, whose gradients are added up.
         keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
         dq, dk, dv = gradients(dout, dlse, q, keys, values, out, lse, causal, scale, window, deterministic, step)
         return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
-    given = dout, q, k, v, out
-    # Where the tensors start is no part of the key, and is looked at each time.
-    starts = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
-    key = (
-        *(q.shape, k.shape, v.shape, q.dtype, q.device, lse.dtype, lse.is_contiguous()),
-        *(x.stride() for x in given),
-        *(dlse is None or (dlse.dtype, dlse.is_contiguous()), causal, scale, window, deterministic, step, lengths),
-    )
-    kept = _kept.get(key)
-    if kept is not None and starts % 16 == 0:
-        return kept(*given, lse, dlse)
     with torch.cuda.device(q.device if q.is_cuda else -1):
         g = _launch(key, given, lse, dlse, causal, scale, window, deterministic, step, lengths)
     return g.dq, g.dk, g.dv
-
-
-def blocks_of_keys(k: torch.Tensor) -> int:
-    """Blocks of 64 keys, of which the kernel of wide heads has a program for each."""
-    return k.shape[0] * k.shape[1] * -(-k.shape[2] // 64)
 
 
 def _launch(key: tuple, given: tuple, lse, dlse, causal, scale, window, deterministic, step, lengths) -> Gradients:
@@ -156,10 +143,10 @@ def _launch(key: tuple, given: tuple, lse, dlse, causal, scale, window, determin
     order = find_order(step, q, k, plan, causal, window, packed)
     g = Gradients(dout, q, k, v, out, *numbers, plan, order.slots)
     handles = []
-    for launch in launches(step, g, order, causal, window, scale, dlse is not None, packed):
+    for launch in launches(step, g, order, causal, window, scale, packed):
         handles.append((run(g, launch), launch.tensors))
     if handles[0][0] is not None and all(
         x is y for x, y in zip((dout, q, k, v, out, *numbers), (*given, lse, dlse), strict=True)
     ):
-        _kept[key] = _Kept(handles, g)
+        _kept[key] = _keep(handles, g)
     return g

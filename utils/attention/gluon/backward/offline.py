@@ -1,16 +1,22 @@
-"""Compile a kernel of the backward ladder for Hopper without a GPU, and read registers, spills and instructions."""
+"""Compile the kernels of the backward ladder for Hopper without a GPU, and read registers, spills and instructions."""
 
 from __future__ import annotations
 
-from utils.attention.gluon.backward.arguments import MAIN_KERNELS, WIDE_KERNEL, kernel_of
+import torch
+
+from utils.attention.gluon.backward.arguments import Gradients, Launch, box_of, kernel_of, launches
+from utils.attention.gluon.backward.order import Order
 from utils.attention.gluon.backward.plan import plan_for
+from utils.attention.gluon.intervals import Packed
 from utils.kernels.offline import Assembly, compile_gluon, read_assembly
+
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
 
 
 def compile_backward(
-    step: int, head_dim: int = 128, *, dtype: str = "bf16", edges: int = 2, deterministic: bool = False
+    step: int, head_dim: int = 128, *, dtype: str = "bf16", edges: int = 2, deterministic: bool = False, number: int = 1
 ) -> Assembly:
-    """Compile a step of the backward ladder for sm_90a; a kernel takes all sizes, and all masks or none.
+    """Compile a kernel of a backward pass for sm_90a; it takes all sizes.
 
     Args:
         step: 1, 3 or 6.
@@ -18,30 +24,33 @@ def compile_backward(
         dtype: "bf16" or "fp16".
         edges: As for `plan_for`.
         deterministic: Whether dQ is left to the kernel of `dq.py`.
+        number: Of the launch: 0, the kernel before the step's own (1), or one that finishes.
     """
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    q = torch.empty(1, 1, 128, head_dim, dtype=kind, device="meta")
+    packed = Packed(torch.empty(4, dtype=torch.int32, device="meta"), (1,)) if edges == 3 else None
+    g = Gradients(
+        q, q, q, q, q, torch.empty(1, 1, 128, device="meta"), None, plan_for(step, head_dim, deterministic, edges), 2
+    )
+    return compile_launch(g, launches(step, g, Order(1, 0, 2, 2), True, 0, 1.0, packed)[number])
+
+
+def compile_launch(g: Gradients, launch: Launch) -> Assembly:
+    """Compile the kernel of a launch."""
     from triton.experimental.gluon import language as gl
 
-    plan = plan_for(step, head_dim, deterministic, edges)
-    wide = plan.block_d == 256
-    kernel = kernel_of(WIDE_KERNEL if wide else MAIN_KERNELS[step])
-    constants = {n: x for n, x in {"PLAN": plan, "HEAD_DIM": head_dim}.items() if n in kernel.arg_names}
-    layout = gl.NVMMASharedLayout(128, 16, rank=4)
-    numbers = gl.NVMMASharedLayout(0, 32, rank=2)
-    keys = 128 if step == 6 and not wide else 64
-    rows = {"q": plan.block_m, "do": plan.block_m, "k": plan.block_n, "v": keys, "dk": keys, "dv": keys}
-    kinds = {n + "_desc": f"tensordesc<{dtype}[1, 1, {count}, {plan.block_d}],{layout!r}>" for n, count in rows.items()}
-    kinds |= {n: f"tensordesc<fp32[1, {plan.block_m}],{numbers!r}>" for n in ("lse_desc", "delta_desc")}
-    kinds["sums_desc"] = f"tensordesc<fp32[32, 128],{numbers!r}>"
-    kinds |= dict.fromkeys(("dq_sums_ptr", "lse2_ptr", "delta_ptr", "parts_ptr"), "*fp32") | {
-        "c": "fp32",
-        "scale": "fp32",
-        "back": "*i32" if edges == 3 else "i32",
-    }
-    kinds["counter_ptr"] = "*i32"
-    signature = {
-        n: kinds.get(n, f"*{dtype}" if n.endswith("_ptr") else "i32") for n in kernel.arg_names if n not in constants
-    }
-    # A launch tells the compiler that tensors and their rows start at multiples of 16 bytes.
-    multiples = [n for n in kernel.arg_names if n.endswith(("_ptr", "_batch", "_head", "_row"))]
-    warps = 8 if step == 6 and not wide else 4
-    return read_assembly(compile_gluon(kernel, signature, constants, multiples, warps), kernel.__name__)
+    kernel = kernel_of(launch.kernel)
+    kinds = [f"*{TYPES[getattr(g, name).dtype]}" for name in launch.tensors]
+    for i, (name, rows) in enumerate(zip(launch.tensors, launch.boxes, strict=False)):
+        shape = box_of(g, name, rows)
+        layout = gl.NVMMASharedLayout(*((128, 16) if len(shape) == 4 else (0, 32)), rank=len(shape))
+        kinds[i] = f"tensordesc<{kinds[i][1:]}{shape},{layout!r}>"
+    kinds += [
+        f"*{TYPES[x.dtype]}" if isinstance(x, torch.Tensor) else {int: "i32", float: "fp32"}[type(x)]
+        for x in launch.numbers
+    ]
+    names = [name for name in kernel.arg_names if name not in launch.constants]
+    # A launch tells the compiler that tensors start at multiples of 16 bytes.
+    aligned = [name for name, kind in zip(names, kinds, strict=True) if kind[0] == "*"]
+    signature = dict(zip(names, kinds, strict=True))
+    return read_assembly(compile_gluon(kernel, signature, launch.constants, aligned, launch.warps), kernel.__name__)

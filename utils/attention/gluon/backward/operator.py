@@ -7,7 +7,6 @@ for torch.compile, function transforms and dispatch modes.
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from utils.attention.gluon.backward.launch import gradients
 from utils.kernels.handle import observed
@@ -78,7 +77,6 @@ class Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, dlse):
         """Gradients by a bare launch, or by the operator where a dispatch mode has to see it."""
         q, k, v, out, lse = ctx.saved_tensors

@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import heapq
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from utils.attention.gluon.backward.plan import BackwardPlan
@@ -29,12 +28,12 @@ from utils.attention.gluon.backward.plan import BackwardPlan
 L2_BYTES = 32 << 20
 # In tiles of queries, each 2.1 to 2.4 us:
 BLOCK_TILES = 1.4  # beginning and end of a block: barriers, the first K and Q, stores of dV and dK
-FINISH_TILES = 2.5  # launch of the kernel that adds up the pieces
-ADD_TILES = 0.012  # writing and reading a piece of 128 keys x 128 columns once more, of all SMs together
+FINISH_TILES = 0.5  # more work for the last kernel
+ADD_TILES = 0.0061  # writing and reading a piece of 128 keys x 64 columns once more, of all SMs together
 WIDER = 0.03  # share of the time that each doubling of the sections beyond the L2 costs: a guess, 30% were seen for all heads
 # Blocks are cut where the schedule gives at most so much of the time: it is right to a few percent.
 PIECES_GAIN = 0.985
-MOST_BLOCKS = 8  # of an SM: with more of them no block is so long that a schedule would have to be computed
+MOST_BLOCKS = 8  # of an SM, that are scheduled one by one: those before them end at about the same time on all SMs
 PIECES = 2, 3, 4, 5, 6, 8, 12, 16  # of a block
 
 
@@ -57,6 +56,7 @@ class Blocks:
     group: int  # query heads that share one
     fit: int  # heads of keys that fit in the L2 together
     sms: int
+    width: int = 128  # columns
 
     @property
     def count(self) -> int:
@@ -67,13 +67,7 @@ class Blocks:
 def query_tiles(sq: int, sk: int, block_m: int, block_n: int, *, back: int, ahead: int) -> tuple[int, ...]:
     """Return how many tiles of queries see each block of keys, as the kernel counts them (`Sizes.tiles_of`).
 
-    Args:
-        sq: Queries.
-        sk: Keys.
-        block_m: Queries of a tile.
-        block_n: Keys of a block.
-        back: A query sees so many keys before its position.
-        ahead: And so many behind it.
+    back, ahead: a query sees so many keys before its position, and so many behind it.
     """
     found = []
     shift = sk - sq
@@ -93,7 +87,7 @@ def blocks_of(
     rows = -(-sq // 128) * 128
     # Q and dO in 16 bits, the sums of dQ in 32.
     fit = max(1, L2_BYTES // (rows * plan.block_d * 8 * group))
-    return Blocks(tiles, heads, group, fit, sms)
+    return Blocks(tiles, heads, group, fit, sms, plan.block_d)
 
 
 def in_order(blocks: Blocks, section: int) -> list[int]:
@@ -105,7 +99,7 @@ def in_order(blocks: Blocks, section: int) -> list[int]:
     return found
 
 
-def list_schedule(costs: Iterable[float], sms: int) -> float:
+def list_schedule(costs: list[float], sms: int) -> float:
     """Return when the last SM ends, if each takes the next program as soon as it is free."""
     free = [0.0] * sms
     for cost in costs:
@@ -119,8 +113,9 @@ def schedule_tiles(blocks: Blocks, order: Order) -> float:
     costs = [n + BLOCK_TILES for n in tiles[: order.whole]]
     rest = tiles[order.whole :]
     costs += [n * (i + 1) // pieces - n * i // pieces + BLOCK_TILES for n in rest for i in range(pieces)]
-    end = list_schedule(costs, blocks.sms)
-    return end + (FINISH_TILES + ADD_TILES * len(rest) * pieces if rest else 0)
+    first = max(len(costs) // blocks.sms - MOST_BLOCKS, 0) * blocks.sms
+    end = sum(costs[:first]) / blocks.sms + list_schedule(costs[first:], blocks.sms)
+    return end + (FINISH_TILES + ADD_TILES * (blocks.width // 64) * len(rest) * pieces if rest else 0)
 
 
 def sections(blocks: Blocks) -> list[int]:
@@ -134,7 +129,7 @@ def sections(blocks: Blocks) -> list[int]:
 def block_order(blocks: Blocks) -> Order:
     """Return the order of whole blocks that ends first, by the schedule."""
     sizes = sections(blocks)
-    if min(blocks.tiles) == max(blocks.tiles) or blocks.count > MOST_BLOCKS * blocks.sms:
+    if min(blocks.tiles) == max(blocks.tiles):
         return Order(sizes[0], blocks.count)
 
     def cost(section: int) -> float:
@@ -145,9 +140,14 @@ def block_order(blocks: Blocks) -> Order:
 
 
 def best_order(blocks: Blocks) -> Order:
-    """Return the order that ends first: of whole blocks, or with all blocks or those of the last round in pieces."""
+    """Return the order that ends first: of whole blocks, or with all blocks or the last ones in pieces.
+
+    The last ones are those of the last round, or of the last section where blocks are of unequal length.
+    """
     found = block_order(blocks)
-    wholes = {0} if min(blocks.tiles) < max(blocks.tiles) else {blocks.count - blocks.count % blocks.sms}
+    wholes = {blocks.count - blocks.count % blocks.sms}
+    if min(blocks.tiles) < max(blocks.tiles):
+        wholes = {0, (blocks.heads - 1) // found.section * found.section * len(blocks.tiles)}
     cut = [
         Order(found.section, whole, pieces, (blocks.count - whole) * pieces)
         for whole in wholes

@@ -8,15 +8,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from utils.attention.gluon.intervals import clean_interval, row_bounds, tile_entry
+from utils.attention.gluon.intervals import clean_interval, tile_entry
 from utils.attention.gluon.shared import aggregate, meet, pass_by, tma_load, zero_columns
+from utils.kernels.early_launch import wait_for_launch_before
 
 # Hand a tile to TMA, which adds it to memory; its end is waited for as a store's.
 tma_add = tma.async_atomic_add  # no `gl.constexpr`: see `shared.py`
+LOG2_E = gl.constexpr(1.4426950408889634)
 SLOTS = gl.constexpr(2)  # of the rings of Q and dO
 # One kernel for all sizes: without `do_not_specialize`, each multiple of 16 and each 1 would be compiled for itself.
-SIZES = ["sq", "sk", "back", "ahead", "heads", "kv_heads", "group", "tiles_m"]
-SIZES += ["blocks_n", "section", "total", "whole", "pieces"]
+SIZES = ["sq", "sk", "back", "ahead", "heads", "kv_heads", "blocks_n", "section", "total", "whole", "pieces"]
 
 
 @aggregate
@@ -49,11 +50,11 @@ class Sizes:
         return lo, gl.maximum(hi, lo)
 
     @gluon.jit
-    def clean_tiles(self, key, ROWS: gl.constexpr, stop, lo, hi):
-        """Tiles of queries [first, end) of lo .. hi - 1 that need no mask against keys key .. key + ROWS - 1; stop: the keys' end."""
+    def clean_tiles(self, key, stop, lo, hi):
+        """Tiles of queries [first, end) of lo .. hi - 1 that need no mask, or limits outside of these; stop: the keys' end."""
+        ROWS: gl.constexpr = self.PLAN.block_n
         BLOCK_M: gl.constexpr = self.PLAN.block_m
-        first = lo
-        end = hi
+        first, end = lo, hi
         if self.PLAN.edges == 3:
             first, end = clean_interval(self.back, key, ROWS, stop, self.sk, BLOCK_M)
         elif self.PLAN.edges > 0:
@@ -62,9 +63,6 @@ class Sizes:
             end = gl.maximum(key + self.back - (self.sk - self.sq) + 1, 0) // BLOCK_M
         if self.PLAN.edges > 0:
             first = gl.where(key + ROWS > stop, hi, first)
-            first = gl.minimum(gl.maximum(first, lo), hi)
-        if self.PLAN.edges > 1:
-            end = gl.minimum(gl.maximum(end, first), hi)
         return first, end
 
     @gluon.jit
@@ -90,18 +88,25 @@ class Sizes:
         return gl.where(keep, p, 0.0)
 
     @gluon.jit
-    def mask_product(self, p, key, stop, row):
-        """`mask` for [keys, BLOCK_M queries] in the registers of products, in a third of the instructions."""
-        keys = key + gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout))
+    def mask_product(self, p, bounds, key, row):
+        """`mask` for [keys, BLOCK_M queries] in the registers of products, in a third of the instructions; bounds: if there is a table."""
+        layout: gl.constexpr = gl.SliceLayout(1, p.type.layout)
         if self.PLAN.edges == 3:
-            first, behind = row_bounds(self.back, keys, stop, self.sk)
-            first -= row
-            behind -= row
+            first, behind = bounds.index(0).load(layout) - row, bounds.index(1).load(layout) - row
         else:
+            keys = key + gl.arange(0, p.shape[0], layout)
             own = keys - (self.sk - self.sq) - row  # the column of the query that has the key's position
             # Keys that do not exist were loaded as zeros; their probabilities could still be infinite.
             first, behind = gl.where(keys < self.sk, own - self.ahead, p.shape[1]), own + self.back + 1
         return zero_columns(p, first, behind, self.PLAN.edges > 1)
+
+
+@gluon.jit
+def make_sizes(sq, sk, back, ahead, heads, kv_heads, PLAN: gl.constexpr):
+    """The sizes, from those that a kernel gets."""
+    return Sizes(
+        sq, sk, back, ahead, heads, kv_heads, heads // kv_heads, gl.cdiv(sq, 128) * (128 // PLAN.block_m), PLAN
+    )
 
 
 @aggregate
@@ -127,8 +132,8 @@ class RowRing:
         return self.numbers.index(i % SLOTS).reshape([self.numbers.shape[2]]).load(layout)
 
     @gluon.jit
-    def load(self, i, tile_desc, number_desc, batch, head, heads, row):
-        """Producer: fetch rows from `row` on, and their numbers, as soon as the slot is empty."""
+    def load(self, i, tile_desc, number_desc, batch, head, row):
+        """Producer: fetch rows from `row` on as soon as the slot is empty; it is full when their numbers are there, too."""
         slot = i % SLOTS
         if i >= SLOTS:
             # Without this wait TMA would overwrite a tile that a consumer still reads.
@@ -137,7 +142,11 @@ class RowRing:
         # The bytes are announced first: copies that arrive unannounced could complete the phase too early.
         mbarrier.expect(full, tile_desc.block_type.nbytes + number_desc.block_type.nbytes)
         tma_load(tile_desc, [batch, head, row, 0], full, self.tiles.index(slot))
-        tma_load(number_desc, [batch * heads + head, row], full, self.numbers.index(slot))
+
+    @gluon.jit
+    def load_numbers(self, i, number_desc, head_total, row):
+        """Producer: fetch the numbers of rows from `row` on, behind these."""
+        tma_load(number_desc, [head_total, row], self.full.index(i % SLOTS), self.numbers.index(i % SLOTS))
 
     @gluon.jit
     def wait_full(self, i):
@@ -179,6 +188,8 @@ class Part:
     batch: gl.tensor
     kv_head: gl.tensor
     lo: gl.tensor  # the tiles of each head that see the block: lo .. hi - 1
+    first: gl.tensor  # of these, first .. end - 1 need no mask
+    end: gl.tensor
     hi: gl.tensor
     at: gl.tensor  # first tile of this part
     count: gl.tensor  # number of tiles
@@ -216,18 +227,18 @@ def part_of(sizes, n, flat, piece, pieces, slot):
     else:
         key, stop = n * sizes.PLAN.block_n, sizes.sk
         lo, hi = sizes.tiles_of(key)
+    first, end = sizes.clean_tiles(key, stop, lo, hi)
     tiles = (hi - lo) * sizes.group
     at = tiles * piece // pieces
     count = tiles * (piece + 1) // pieces - at
-    return Part(key, stop, batch, flat - batch * sizes.kv_heads, lo, hi, at, count, slot)
+    return Part(key, stop, batch, flat - batch * sizes.kv_heads, lo, first, end, hi, at, count, slot)
 
 
 @gluon.jit
 def own_block(sizes, blocks_n, section, total):
     """The Part of a program that has one block, all of it."""
-    zero = gl.program_id(0) * 0
     n, flat = block_place(gl.program_id(0), blocks_n, section, total)
-    return part_of(sizes, n, flat, zero, 1, zero - 1)
+    return part_of(sizes, n, flat, n * 0, 1, n * 0 - 1)
 
 
 @aggregate
@@ -255,7 +266,7 @@ class Work:
 
 
 @gluon.jit
-def allocate_work(sizes, descriptors, c, scale):
+def allocate_work(sizes, descriptors, scale):
     """Allocate rings, tiles and barriers that all kernels have, and return what their roles get."""
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc = descriptors
     KEYS: gl.constexpr = v_desc.block_type.shape[2]
@@ -267,7 +278,7 @@ def allocate_work(sizes, descriptors, c, scale):
     loaded = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(loaded.index(0), count=1)
     mbarrier.init(loaded.index(1), count=1)
-    return Work(sizes, c, scale, q, do, k, v, loaded)
+    return Work(sizes, scale * LOG2_E, scale, q, do, k, v, loaded)
 
 
 @gluon.jit
@@ -284,14 +295,20 @@ def load_part(work, part, done, descriptors):
     head, m = part.begin(work.sizes)
     for i in range(gl.maximum(part.count, 1)):
         if part.count > 0:
-            work.q.load(done + i, q_desc, lse_desc, part.batch, head, heads, m * BLOCK_M)
+            work.q.load(done + i, q_desc, lse_desc, part.batch, head, m * BLOCK_M)
         if i == 0:
             mbarrier.expect(work.loaded.index(1), v_desc.block_type.nbytes * TILES)
             for w in gl.static_range(TILES):
                 at = [part.batch, part.kv_head, part.key + w * KEYS, 0]
                 tma_load(v_desc, at, work.loaded.index(1), work.v.index(w))
         if part.count > 0:
-            work.do.load(done + i, do_desc, delta_desc, part.batch, head, heads, m * BLOCK_M)
+            work.do.load(done + i, do_desc, delta_desc, part.batch, head, m * BLOCK_M)
+        if i == 0:
+            # The rows' numbers, the sums of dQ and the counter are `start_backward`'s, which may not have ended yet.
+            wait_for_launch_before()
+        if part.count > 0:
+            work.q.load_numbers(done + i, lse_desc, part.batch * heads + head, m * BLOCK_M)
+            work.do.load_numbers(done + i, delta_desc, part.batch * heads + head, m * BLOCK_M)
         m += 1
         if m == part.hi:
             m = part.lo

@@ -25,6 +25,7 @@ class BackwardPlan:
     # as the table of `gluon/intervals.py` says.
     edges: int = 2
     dq: bool = True  # whether dQ is summed in this kernel; in deterministic mode `dq.py` computes it
+    depth: int = 0  # 80 or 96: so many columns make S^T, dP^T and dQ, not all 128 of the tiles; in step 6
 
 
 _FIRST = BackwardPlan(128, 64, 64)
@@ -50,11 +51,11 @@ def plan_for(step: int, head_dim: int, deterministic: bool = False, edges: int =
     if step < 6:
         return _FIRST if step == 1 else _TILES[128]
     tile = _TILES[block_head_dim(head_dim)]
-    return (
-        tile
-        if tile.block_d == 256
-        else replace(tile, edges=edges if tile.block_d == 64 or edges == 3 else 2, dq=not deterministic)
-    )
+    if tile.block_d == 256:
+        return tile
+    edges = edges if tile.block_d == 64 or edges == 3 else 2
+    depth = -(-head_dim // 16) * 16 if 64 < head_dim <= 96 else 0
+    return replace(tile, edges=edges, dq=not deterministic, depth=depth)
 
 
 def span(causal: bool, window: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ dV and dK leave: a block that is launched for itself begins with an empty SM. Th
 
 Few blocks leave SMs without work: 72 blocks on 132 SMs, or the 68 blocks that are left of 2048 in the last round. The numbers from
 `whole` on are equal pieces of the blocks behind, block after block (`order.py`). A piece leaves its dK and dV in memory, fp32, and
-`finish_parts` adds up those of a block, always in the same order.
+`finish_backward` adds up those of a block, always in the same order.
 
     parts of dK and dV    (pieces, halves of the keys, dV and dK, 64 * BLOCK_D) fp32, in the order of `fragments.py`
 """
@@ -17,9 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from utils.attention.gluon.backward.fragments import from_fragments
+from utils.attention.gluon.backward.fragments import to_halves
 from utils.attention.gluon.backward.pipeline import Part, block_place, part_of
-from utils.attention.gluon.intervals import tile_entry
 from utils.attention.gluon.shared import aggregate, uniform
 
 
@@ -33,14 +32,9 @@ class Share:
     whole: gl.tensor  # so many numbers are blocks
     pieces: gl.tensor  # of each block behind them
     counter: gl.tensor  # pointer to the number of draws so far, by all programs
-    told: gl.shared_memory_descriptor  # (2 * 9, 1) int32: the fields of two parts
+    told: gl.shared_memory_descriptor  # (2 * 11, 1) int32: the fields of two parts
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-
-    @gluon.jit
-    def count(self):
-        """How many numbers there are."""
-        return self.whole + (self.blocks_n * self.total - self.whole) * self.pieces
 
     @gluon.jit
     def part(self, sizes, number):
@@ -58,25 +52,32 @@ class Share:
         return part_of(sizes, n, flat, piece, pieces, slot)
 
     @gluon.jit
-    def draw(self):
-        """Producer: draw the program's next number."""
-        return gl.atomic_add(self.counter, 1, sem="relaxed") + gl.num_programs(0)
-
-    @gluon.jit
     def tell(self, part, turn):
         """Producer: tell the other roles this program's part number `turn`; a negative key: there is none."""
         slot = turn & 1
         mbarrier.wait(self.empty.index(slot), ((turn >> 1) & 1) ^ 1)  # the part of two turns ago is done
-        fields = (part.key, part.stop, part.batch, part.kv_head, part.lo, part.hi, part.at, part.count, part.slot)
-        for i in gl.static_range(9):
+        fields = (
+            part.key,
+            part.stop,
+            part.batch,
+            part.kv_head,
+            part.lo,
+            part.first,
+            part.end,
+            part.hi,
+            part.at,
+            part.count,
+            part.slot,
+        )
+        for i in gl.static_range(11):
             number = gl.full([1], fields[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-            self.told.index(slot * 9 + i).store(number)
+            self.told.index(slot * 11 + i).store(number)
         mbarrier.arrive(self.full.index(slot), count=1)
 
     @gluon.jit
     def field(self, turn, i, WARPS: gl.constexpr):
         """Other roles: field i of part number `turn`."""
-        number = self.told.index((turn & 1) * 9 + i).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
+        number = self.told.index((turn & 1) * 11 + i).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
         return uniform(gl.sum(number, 0))
 
     @gluon.jit
@@ -98,6 +99,8 @@ class Share:
             self.field(turn, 6, WARPS),
             self.field(turn, 7, WARPS),
             self.field(turn, 8, WARPS),
+            self.field(turn, 9, WARPS),
+            self.field(turn, 10, WARPS),
         )
 
     @gluon.jit
@@ -109,7 +112,7 @@ class Share:
 @gluon.jit
 def make_share(blocks_n, section, total, whole, pieces, counter, READERS: gl.constexpr):
     """Allocate what the producer tells parts by; READERS: roles that are told."""
-    told = gl.allocate_shared_memory(gl.int32, [18, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told = gl.allocate_shared_memory(gl.int32, [22, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
@@ -122,75 +125,6 @@ def make_share(blocks_n, section, total, whole, pieces, counter, READERS: gl.con
 def store_part(parts_ptr, slot, x, WHICH: gl.constexpr):
     """Store a part of dV (WHICH = 0) or dK (1), fp32, not scaled."""
     HALF: gl.constexpr = 64 * x.shape[1]
-    BLOCKS: gl.constexpr = x.shape[1] // 8
-    layout: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[1], [2], [512], [1024], [2048]] if BLOCKS == 8 else [[1], [2], [512], [1024], [2048], [4096]],
-        lane_bases=[[4], [8], [16], [32], [64]],
-        warp_bases=[[128], [256], [HALF]],
-        block_bases=[],
-        shape=[2 * HALF],
-    )
-    flat = x.reshape([2, 4, 2, 8, BLOCKS, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6]).reshape([2 * HALF])
-    i = gl.arange(0, 2 * HALF, layout)
-    at = ((slot.to(gl.int64) * 2 + i // HALF) * 2 + WHICH) * HALF + i % HALF
-    gl.store(parts_ptr + at, gl.convert_layout(flat, layout, assert_trivial=True))
-
-
-NUMBERS = ["batch_stride", "head_stride", "row_stride", "head_dim", "sk", "back", "kv_heads"]
-NUMBERS += ["blocks_n", "section", "total", "whole", "pieces"]
-
-
-@gluon.jit(do_not_specialize=NUMBERS)
-def finish_parts(
-    parts_ptr,
-    dv_ptr,
-    dk_ptr,
-    batch_stride,
-    head_stride,
-    row_stride,
-    head_dim,
-    sk,
-    back,
-    kv_heads,
-    blocks_n,
-    section,
-    total,
-    whole,
-    pieces,
-    scale,
-    PLAN: gl.constexpr,
-):
-    """Add up the pieces of 64 rows and 32 columns of dV or dK: grid (blocks behind `whole` * 2, 2, BLOCK_D / 32).
-
-    Strides and head_dim are in units of 8 elements; back: the table of packed sequences.
-    """
-    BLOCK_D: gl.constexpr = PLAN.block_d
-    flat_layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    rows: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
-    own = gl.program_id(0) // 2
-    half = gl.program_id(0) % 2
-    which = gl.program_id(1)
-    column = gl.program_id(2) * 32
-    first = own.to(gl.int64) * pieces * (256 * BLOCK_D) + (half * 2 + which) * (64 * BLOCK_D) + column * 64
-    parts = parts_ptr + first + gl.arange(0, 2048, flat_layout)
-    sums = gl.zeros([2048], gl.float32, flat_layout)
-    for _piece in range(pieces):
-        sums += gl.load(parts)
-        parts += 256 * BLOCK_D
-    n, flat = block_place(whole + own, blocks_n, section, total)
-    batch = flat // kv_heads
-    head = flat - batch * kv_heads
-    row, stop = n * PLAN.block_n, sk
-    if PLAN.edges == 3:
-        row, stop = tile_entry(back, n, sk, 0), tile_entry(back, n, sk, 1)
-    row = row + half * 64 + gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None]
-    d = column + gl.arange(0, 32, gl.SliceLayout(0, rows))[None, :]
-    x = gl.convert_layout(from_fragments(sums, 32), rows)
-    place = (
-        batch.to(gl.int64) * batch_stride + head.to(gl.int64) * head_stride + row.to(gl.int64) * row_stride
-    ) * 8 + d
-    keep = (row < stop) & (d < head_dim * 8)
-    if which == 0:
-        gl.store(dv_ptr + place, x.to(dv_ptr.dtype.element_ty), mask=keep)
-    else:
-        gl.store(dk_ptr + place, (x * scale).to(dk_ptr.dtype.element_ty), mask=keep)
+    flat = to_halves(x)
+    i = gl.arange(0, 2 * HALF, flat.type.layout)
+    gl.store(parts_ptr + ((slot.to(gl.int64) * 2 + i // HALF) * 2 + WHICH) * HALF + i % HALF, flat)

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from utils.attention.gluon.backward.pipeline import SIZES, Sizes
+from utils.attention.gluon.backward.pipeline import LOG2_E, SIZES, make_sizes
 from utils.attention.gluon.shared import thread_barrier
 from utils.attention.gluon.step1_synchronous import load_rows
 
@@ -41,7 +41,7 @@ def store_plain(base, first, rows, x, HEAD_DIM: gl.constexpr):
     gl.store(base + r * HEAD_DIM + d, x.to(base.dtype.element_ty), mask=(r < rows) & (d < HEAD_DIM))
 
 
-@gluon.jit(do_not_specialize=[*SIZES, "rows"])
+@gluon.jit(do_not_specialize=SIZES)
 def attention_backward_step1(
     q_ptr,
     do_ptr,
@@ -58,10 +58,6 @@ def attention_backward_step1(
     ahead,
     heads,
     kv_heads,
-    group,
-    tiles_m,
-    rows,
-    c,
     scale,
     HEAD_DIM: gl.constexpr,
     PLAN: gl.constexpr,
@@ -74,7 +70,7 @@ def attention_backward_step1(
     loads: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     queries: gl.constexpr = gl.SliceLayout(0, scores)
-    sizes = Sizes(sq, sk, back, ahead, heads, kv_heads, group, tiles_m, PLAN)
+    sizes = make_sizes(sq, sk, back, ahead, heads, kv_heads, PLAN)
 
     batch = gl.program_id(0) // kv_heads
     kv_head = gl.program_id(0) - batch * kv_heads
@@ -92,11 +88,11 @@ def attention_backward_step1(
     lo, hi = sizes.tiles_of(key)
     dk = gl.zeros([64, BLOCK_D], gl.float32, output)
     dv = gl.zeros([64, BLOCK_D], gl.float32, output)
-    for i in range((hi - lo) * group):
+    for i in range((hi - lo) * sizes.group):
         turn = i // (hi - lo)
         row = (lo + i - turn * (hi - lo)) * 64
-        head = (batch * heads + kv_head * group + turn).to(gl.int64)
-        flat = head * rows
+        head = (batch * heads + kv_head * sizes.group + turn).to(gl.int64)
+        flat = head * sizes.tiles_m * 64
         first = head * sq * HEAD_DIM
         q_tile.store(load_rows(q_ptr + first, row, sq, HEAD_DIM, HEAD_DIM, loads, 64, BLOCK_D))
         do_tile.store(load_rows(do_ptr + first, row, sq, HEAD_DIM, HEAD_DIM, loads, 64, BLOCK_D))
@@ -108,7 +104,7 @@ def attention_backward_step1(
         s = warpgroup_mma(k_tile, q_tile.permute([1, 0]), zero, use_acc=False)
         dp = warpgroup_mma(v_tile, do_tile.permute([1, 0]), zero, use_acc=False)
         at = row + gl.arange(0, 64, queries)
-        p = gl.exp2(s * c - gl.load(lse2_ptr + flat + at)[None, :])
+        p = gl.exp2(s * (scale * LOG2_E) - gl.load(lse2_ptr + flat + at)[None, :])
         if sizes.needs_mask(key, 64, row, 64):
             p = sizes.mask(p, key, row, 0)
         ds = p * (dp - gl.load(delta_ptr + flat + at)[None, :])

@@ -15,7 +15,6 @@ Right for any sizes and masks; not in deterministic mode. Head dimension 256 is 
 """
 
 # A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
-# ruff: noqa: RUF059
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from utils.attention.gluon.backward.fragments import add_fragments
-from utils.attention.gluon.backward.pipeline import SIZES, Sizes, allocate_work, load_part, own_block
+from utils.attention.gluon.backward.pipeline import SIZES, allocate_work, load_part, make_sizes, own_block
 from utils.attention.gluon.shared import accumulator, left_operand, start_scores, tma_store, wait_products
 
 
@@ -36,13 +35,6 @@ def probabilities(work, s, i, key, row):
     if work.sizes.needs_mask(key, 64, row, work.sizes.PLAN.block_m):
         p = work.sizes.mask(p, key, row, 0)
     return p
-
-
-@gluon.jit
-def write_ds(exchange, i, ds, W: gl.constexpr):
-    """Store this consumer's 64 keys of dS^T, and tell the other one."""
-    tiles, written = exchange
-    tiles.index(i % 2).slice(W * 64, 64, 0).store(ds)
 
 
 @gluon.jit
@@ -94,7 +86,7 @@ def consumer(work, part, exchange, dq_sums, dk_desc, dv_desc, W: gl.constexpr):
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
         ds = (p * (dp - delta[None, :])).to(dtype)
         # The slot's last dS, two tiles ago, has been read: this consumer has since seen the other one's next dS.
-        write_ds(exchange, i, ds, W)
+        exchange[0].index(i % 2).slice(W * 64, 64, 0).store(ds)
         dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
         dq = start_dq(work, exchange, i, W)
         dv = wait_products(dv, 1, BLOCK_D)
@@ -131,19 +123,16 @@ def attention_backward_step3(
     ahead,
     heads,
     kv_heads,
-    group,
-    tiles_m,
     blocks_n,
     section,
     total,
-    c,
     scale,
     PLAN: gl.constexpr,
 ):
     """A block computes dK and dV of 128 keys of one head, and adds to dQ: grid (blocks of keys * B * Hkv,)."""
-    sizes = Sizes(sq, sk, back, ahead, heads, kv_heads, group, tiles_m, PLAN)
+    sizes = make_sizes(sq, sk, back, ahead, heads, kv_heads, PLAN)
     descriptors = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
-    work = allocate_work(sizes, descriptors, c, scale)
+    work = allocate_work(sizes, descriptors, scale)
     part = own_block(sizes, blocks_n, section, total)
     ds_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, 128, 64], gl.NVMMASharedLayout(128, 16, rank=2))
     written = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())

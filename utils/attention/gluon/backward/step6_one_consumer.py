@@ -12,8 +12,6 @@ exponentials are polynomials (`exp2`), because the exponential unit is what a ti
     left          columns of V that stay in registers         none             64
     registers     a consumer thread, the two other warps      240, 24, 24      240, 24, 24
     shared        K + V + Q + dO + dS + dQ                    16+16+32+32+64+32   32+32+32+32+32+32 KiB
-
-The fastest at head dimensions 64 and 128. Programs draw blocks, or pieces of blocks (`shares.py`).
 """
 
 # A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
@@ -25,9 +23,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from utils.attention.gluon.backward.pipeline import SIZES, Part, Sizes, allocate_work, load_part, tma_add
+from utils.attention.gluon.backward.fragments import to_halves
+from utils.attention.gluon.backward.pipeline import SIZES, Part, allocate_work, load_part, make_sizes, tma_add
 from utils.attention.gluon.backward.shares import make_share, store_part
+from utils.attention.gluon.intervals import row_bounds
 from utils.attention.gluon.shared import meet, pass_by, thread_barrier, tma_store, wait_products
+from utils.kernels.early_launch import let_next_launch_begin
 
 # The named barrier at which the consumer has left a tile's dQ in shared memory. Triton uses one for each partition, and two.
 LEFT = gl.constexpr(6)
@@ -94,41 +95,20 @@ def dq_layout(queries):
 
 
 @gluon.jit
-def to_pieces(x):
-    """DQ of a tile, 8192 elements, in the order of the sums: a piece of 64 x 64 for each warpgroup; registers are renamed."""
-    layout: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[1], [2], [512], [1024], [2048]],
-        lane_bases=[[4], [8], [16], [32], [64]],
-        warp_bases=[[128], [256], [4096]],
-        block_bases=[],
-        shape=[8192],
-    )
-    # row = 16 warp + 8 half + high, column = 8 block + 2 low + pair; thread = 32 warp + 4 high + low
-    if x.shape[0] == 64:
-        flat = x.reshape([4, 2, 8, 2, 8, 4, 2]).permute([3, 4, 0, 2, 5, 1, 6])
-    else:
-        flat = x.reshape([2, 4, 2, 8, 8, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6])
-    return gl.convert_layout(flat.reshape([8192]), layout, assert_trivial=True)
+def start_transposed(rows, left, tile, DEPTH: gl.constexpr):
+    """Hand rows @ tile^T, S^T or dP^T of a tile's queries, to the tensor cores.
 
-
-@gluon.jit
-def start_transposed(rows, tile):
-    """Hand rows @ tile^T, S^T or dP^T of a tile's queries, to the tensor cores."""
+    left: the first columns of `rows`, which may be in registers. DEPTH: the columns that are multiplied.
+    """
     QUERIES: gl.constexpr = tile.shape[0]
-    x = gl.zeros([128, QUERIES], gl.float32, keys_layout(QUERIES))
-    return warpgroup_mma(rows, tile.permute([1, 0]), x, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def start_dp(v, v_left, do):
-    """Hand dP^T to the tensor cores: one product, or two where V's first columns are in registers."""
-    BLOCK_D: gl.constexpr = v.shape[1]
-    if BLOCK_D > 64:
-        dp = start_transposed(v_left, do.slice(0, 64, 1))
-        dp = warpgroup_mma(v.slice(64, 64, 1), do.slice(64, 64, 1).permute([1, 0]), dp, is_async=True)
-    else:
-        dp = start_transposed(v, do)
-    return dp
+    FIRST: gl.constexpr = left.shape[1]
+    zero = gl.zeros([128, QUERIES], gl.float32, keys_layout(QUERIES))
+    columns = tile.permute([1, 0])
+    x = warpgroup_mma(left, columns.slice(0, FIRST, 0), zero, use_acc=False, is_async=True)
+    if FIRST < DEPTH:  # slices are powers of two: 64 columns, and 16, 32 or 64
+        REST: gl.constexpr = DEPTH - FIRST
+        x = warpgroup_mma(rows.slice(FIRST, REST, 1), columns.slice(FIRST, REST, 0), x, is_async=True)
+    return x
 
 
 @gluon.jit
@@ -151,12 +131,12 @@ def leave_dq(leave, dq, i):
     """Leave dQ of load number i where the storing warp reads it."""
     sums_desc, tiles, empty = leave
     mbarrier.wait(empty, (i & 1) ^ 1)  # TMA may still be reading the last tile
-    tiles.reshape([8192]).store(to_pieces(dq))
+    tiles.reshape([8192]).store(to_halves(dq))
     pass_by(LEFT, 288)
 
 
 @gluon.jit
-def walk(work, ds_tiles, leave, v_left, state, part, lo, hi, number, MASK: gl.constexpr):
+def walk(work, ds_tiles, leave, bounds, v_left, state, key, lo, hi, number, MASK: gl.constexpr):
     """Tiles of queries lo .. hi - 1 of one head: returns the state (dK, dV) behind them.
 
     number: of the load of tile 0, if there was one. MASK: whether these tiles get a mask.
@@ -167,18 +147,20 @@ def walk(work, ds_tiles, leave, v_left, state, part, lo, hi, number, MASK: gl.co
     dtype: gl.constexpr = work.k.dtype
     k = work.k.reshape([128, BLOCK_D])
     v = work.v.index(0).reshape([128, BLOCK_D])
+    DEPTH: gl.constexpr = PLAN.depth if PLAN.depth > 0 else BLOCK_D
+    k_left = k.slice(0, 64, 1) if DEPTH < BLOCK_D else k
     dk, dv = state
     for m in range(lo, hi):
         i = number + m
         work.q.wait_full(i)
-        s = start_transposed(k, work.q.tile(i))
+        s = start_transposed(k, k_left, work.q.tile(i), DEPTH)
         work.do.wait_full(i)
-        dp = start_dp(v, v_left, work.do.tile(i))
+        dp = start_transposed(v, v_left, work.do.tile(i), DEPTH)
         s = wait_products(s, 2 if BLOCK_D > 64 else 1, BLOCK_M)
         lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
         p = exp2(s * work.c - lse2[None, :])
         if MASK:
-            p = work.sizes.mask_product(p, part.key, part.stop, m * BLOCK_M)
+            p = work.sizes.mask_product(p, bounds, key, m * BLOCK_M)
         p16 = gl.convert_layout(p.to(dtype), keys_operand(BLOCK_D))
         dp = wait_products(dp, 0, BLOCK_M)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
@@ -204,51 +186,63 @@ def walk(work, ds_tiles, leave, v_left, state, part, lo, hi, number, MASK: gl.co
 
 
 @gluon.jit
-def compute_part(work, part, ds_tiles, leave, turn, done):
+def compute_part(work, share, ds_tiles, leave, bounds, turn, done):
     """128 keys against the tiles of queries of a part: returns dK and dV. turn, done: parts and tiles before."""
     BLOCK_D: gl.constexpr = work.sizes.PLAN.block_d
     BLOCK_M: gl.constexpr = work.sizes.PLAN.block_m
     EDGES: gl.constexpr = work.sizes.PLAN.edges
-    tiles = part.hi - part.lo
+    part = share.read(turn, 8)
     dk = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
     dv = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
+    if EDGES == 3:
+        # Which queries see a key: read here while K comes, not by each loop. The last part's have been used, or there were none.
+        keys = part.key + gl.arange(0, 128, gl.BlockedLayout([1], [32], [8], [0]))
+        low, high = row_bounds(work.sizes.back, keys, part.stop, work.sizes.sk)
+        bounds.index(0).store(low)
+        bounds.index(1).store(high)
     mbarrier.wait(work.loaded.index(0), turn & 1)
     mbarrier.wait(work.loaded.index(1), turn & 1)
-    v_left = 0
+    tma.store_wait(0)
+    # Without it a warp would store dS where TMA still reads the last part's dV and dK, or read bounds that are not there yet.
+    thread_barrier()
+    v_left = work.v.index(0).reshape([128, BLOCK_D])
     if BLOCK_D > 64:
-        v_left = work.v.index(0).reshape([128, BLOCK_D]).slice(0, 64, 1).load(keys_operand(BLOCK_M))
+        v_left = v_left.slice(0, 64, 1).load(keys_operand(BLOCK_M))
     state = (dk, dv)
     # Heads of which this part has a tile; it may begin and end inside of one.
-    begin = part.at // gl.maximum(tiles, 1)
-    behind = begin + gl.cdiv(part.at - begin * tiles + part.count, gl.maximum(tiles, 1))
-    for g in range(begin, behind):
+    tiles = gl.maximum(part.hi - part.lo, 1)
+    for g in range(part.at // tiles, gl.cdiv(part.at + part.count, tiles)):
+        part = share.read(turn, 8)  # read again, it takes no registers while tiles are walked over
+        tiles = part.hi - part.lo
         number = done + g * tiles - part.at - part.lo
         lo = part.lo + gl.maximum(part.at - g * tiles, 0)
         hi = part.lo + gl.minimum(part.at + part.count - g * tiles, tiles)
-        first, end = work.sizes.clean_tiles(part.key, 128, part.stop, lo, hi)
+        first, end = lo, hi
         if EDGES > 0:
-            state = walk(work, ds_tiles, leave, v_left, state, part, lo, first, number, True)
-        state = walk(work, ds_tiles, leave, v_left, state, part, first, end, number, False)
+            first = gl.minimum(gl.maximum(part.first, lo), hi)
+            state = walk(work, ds_tiles, leave, bounds, v_left, state, part.key, lo, first, number, True)
         if EDGES > 1:
-            state = walk(work, ds_tiles, leave, v_left, state, part, end, hi, number, True)
+            end = gl.minimum(gl.maximum(part.end, first), hi)
+        state = walk(work, ds_tiles, leave, bounds, v_left, state, part.key, first, end, number, False)
+        if EDGES > 1:
+            state = walk(work, ds_tiles, leave, bounds, v_left, state, part.key, end, hi, number, True)
     return state
 
 
 @gluon.jit
-def store_keys(sizes, out, part, places, x):
-    """Store 128 rows of dV or dK through the place of dS, which nobody uses between two parts.
+def store_keys(sizes, out, part, place, x):
+    """Store 128 rows of dV or dK through a place that nobody uses between two parts. The next part waits for its end.
 
     By TMA, or by the threads where the last of these rows are another packed sequence's.
     """
     desc, memory, eighths = out
-    place = places.reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+    place = place.reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
     place.reshape([128, x.shape[1]]).store(x.to(desc.dtype))
     # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
     fence_async_shared()
     by_tma = part.key + 128 <= part.stop if sizes.PLAN.edges == 3 else True
     if by_tma:
         tma_store(desc, [part.batch, part.kv_head, part.key, 0], place)
-        tma.store_wait(0)
     if sizes.PLAN.edges == 3:
         thread_barrier()  # all rows have been written
         if part.key + 128 > part.stop:
@@ -259,31 +253,35 @@ def store_keys(sizes, out, part, places, x):
             flat = (part.batch * sizes.kv_heads + part.kv_head).to(gl.int64) * sizes.sk
             keep = (rows < part.stop) & (d < eighths * 8)
             gl.store(memory + (flat + rows) * (eighths * 8) + d, place.reshape([128, BLOCK_D]).load(layout), mask=keep)
-        thread_barrier()  # all rows have been read
 
 
 @gluon.jit
-def consumer(work, share, freed, ds_tiles, leave, parts_ptr, dk_out, dv_out):
+def consumer(work, share, freed, ds_tiles, leave, bounds, parts_ptr, dk_out, dv_out):
     """Both warpgroups: all parts of this program."""
+    BLOCK_D: gl.constexpr = work.sizes.PLAN.block_d
     turn = 0
     done = 0
     key = share.next(turn, 8)
     while key >= 0:
-        dk, dv = compute_part(work, share.read(turn, 8), ds_tiles, leave, turn, done)
+        dk, dv = compute_part(work, share, ds_tiles, leave, bounds, turn, done)
         # V was read by ordinary loads, and TMA writes the next one: a part without tiles has had no fence since.
         fence_async_shared()
         mbarrier.arrive(freed, count=1)
         part = share.read(turn, 8)
+        done += part.count
         if part.slot >= 0:
             store_part(parts_ptr, part.slot, dv, 0)
             store_part(parts_ptr, part.slot, dk, 1)
         else:
             store_keys(work.sizes, dv_out, part, ds_tiles, dv)
-            store_keys(work.sizes, dk_out, part, ds_tiles, dk * work.scale)
-        done += part.count
+            if BLOCK_D > 64:
+                tma.store_wait(0)
+                thread_barrier()  # TMA has read dV, which takes the place of both
+            store_keys(work.sizes, dk_out, part, ds_tiles.index(1) if BLOCK_D == 64 else ds_tiles, dk * work.scale)
         share.release(turn)
         turn += 1
         key = share.next(turn, 8)
+    tma.store_wait(0)  # a block that ends takes its shared memory along
 
 
 @gluon.jit
@@ -292,7 +290,7 @@ def producer(work, share, freed, descriptors):
     number = gl.program_id(0)
     turn = 0
     done = 0
-    while number < share.count():
+    while number < share.whole + (share.blocks_n * share.total - share.whole) * share.pieces:
         part = share.part(work.sizes, number)
         share.tell(part, turn)
         mbarrier.wait(freed, (turn & 1) ^ 1)  # the consumer may still read the last part's K and V
@@ -300,16 +298,20 @@ def producer(work, share, freed, descriptors):
         done += part.count
         turn += 1
         # Not before: whoever is free first is to have the next block. The consumer has two tiles left to compute.
-        number = share.draw()
+        number = gl.atomic_add(share.counter, 1, sem="relaxed") + gl.num_programs(0)
     none = number * 0 - 1
-    share.tell(Part(none, none, none, none, none, none, none, none, none), turn)
+    share.tell(Part(none, none, none, none, none, none, none, none, none, none, none), turn)
 
 
 @gluon.jit
 def storing_warp(work, share, leave):
     """One warp hands dQ of each tile to TMA, which adds it to the sums, and gives its place back."""
     sums_desc, tiles, empty = leave
-    if work.sizes.PLAN.dq:
+    PLAN: gl.constexpr = work.sizes.PLAN
+    # Rows of 128 numbers of a tile's dQ: 64, or fewer where its last columns are zeros.
+    ROWS: gl.constexpr = PLAN.depth // 2 if PLAN.depth > 0 else 64
+    BOX: gl.constexpr = sums_desc.block_type.shape[0]
+    if PLAN.dq:
         turn = 0
         key = share.next(turn, 1)
         while key >= 0:
@@ -320,9 +322,9 @@ def storing_warp(work, share, leave):
                 meet(LEFT, 288)
                 # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
                 fence_async_shared()
-                for w in gl.static_range(2):
-                    piece = ((part.batch * work.sizes.heads + head) * work.sizes.tiles_m + m) * 2 + w
-                    tma_add(sums_desc, [piece * 32, 0], tiles.slice(w * 32, 32, 0))
+                row = ((part.batch * work.sizes.heads + head) * work.sizes.tiles_m + m) * 64
+                for w in gl.static_range(ROWS // BOX):
+                    tma_add(sums_desc, [row + w * BOX, 0], tiles.slice(w * BOX, BOX, 0))
                 tma.store_wait(0)
                 mbarrier.arrive(empty, count=1)
                 m += 1
@@ -354,23 +356,21 @@ def attention_backward_step6(
     ahead,
     heads,
     kv_heads,
-    group,
-    tiles_m,
     blocks_n,
     section,
     total,
     whole,
     pieces,
     eighths,
-    c,
     scale,
     PLAN: gl.constexpr,
 ):
     """A program computes dK and dV of blocks of 128 keys of one head, or parts of them, and adds to dQ."""
-    sizes = Sizes(sq, sk, back, ahead, heads, kv_heads, group, tiles_m, PLAN)
+    let_next_launch_begin()
+    sizes = make_sizes(sq, sk, back, ahead, heads, kv_heads, PLAN)
     share = make_share(blocks_n, section, total, whole, pieces, counter_ptr, 2 if PLAN.dq else 1)
     descriptors = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
-    work = allocate_work(sizes, descriptors, c, scale)
+    work = allocate_work(sizes, descriptors, scale)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ds_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, PLAN.block_n, PLAN.block_m], swizzled)
     freed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -383,10 +383,13 @@ def attention_backward_step6(
         empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(empty, count=1)
     leave = (sums_desc, tiles, empty)
+    bounds = 0
+    if PLAN.edges == 3:
+        bounds = gl.allocate_shared_memory(gl.int32, [2, PLAN.block_n], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     dk_out, dv_out = (dk_desc, dk_ptr, eighths), (dv_desc, dv_ptr, eighths)
     gl.warp_specialize(
         [
-            (consumer, (work, share, freed, ds_tiles, leave, parts_ptr, dk_out, dv_out)),
+            (consumer, (work, share, freed, ds_tiles, leave, bounds, parts_ptr, dk_out, dv_out)),
             (producer, (work, share, freed, descriptors)),
             (storing_warp, (work, share, leave)),
         ],

@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma
 
 from utils.attention.gluon.backward.fragments import from_fragments, to_fragments
-from utils.attention.gluon.backward.pipeline import SIZES, Sizes, allocate_work, load_part, own_block
+from utils.attention.gluon.backward.pipeline import SIZES, allocate_work, load_part, make_sizes, own_block
 from utils.attention.gluon.backward.step3_warp_specialized import probabilities, store_rows
 from utils.attention.gluon.shared import accumulator, left_operand, start_scores, wait_products
 
@@ -102,19 +102,16 @@ def attention_backward_wide(
     ahead,
     heads,
     kv_heads,
-    group,
-    tiles_m,
     blocks_n,
     section,
     total,
-    c,
     scale,
     PLAN: gl.constexpr,
 ):
     """A block computes dK and dV of 64 keys of one head: grid (blocks of keys * B * Hkv,)."""
-    sizes = Sizes(sq, sk, back, ahead, heads, kv_heads, group, tiles_m, PLAN)
+    sizes = make_sizes(sq, sk, back, ahead, heads, kv_heads, PLAN)
     descriptors = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
-    work = allocate_work(sizes, descriptors, c, scale)
+    work = allocate_work(sizes, descriptors, scale)
     part = own_block(sizes, blocks_n, section, total)
     p_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     p_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
