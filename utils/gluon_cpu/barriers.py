@@ -146,12 +146,6 @@ class MBarrier:
         self.arrivals.append(f"{who}, {what}, {site}")
         self._end_phase_if_complete(now)
 
-    def expect(self, n: int, block: Block) -> None:
-        """Let a block of the running partition announce n bytes and arrive once."""
-        self.bytes += n
-        self.announced += n
-        self.arrive(1, f"mbarrier.expect of {n} bytes", block)
-
     def count_copy(self, copy: Any, now: float) -> None:
         """Count the bytes of a TMA copy that has just ended."""
         if copy in self.in_flight:
@@ -361,11 +355,13 @@ def _senders(from_cta) -> list[Block]:
 @known(of=MODULES)
 def expect(mbarrier, bytes=None, pred=True, bytes_per_cta=None, from_cta=None) -> None:
     """Announce bytes, those of one block, and arrive."""
-    n = constant(bytes if bytes is not None else bytes_per_cta, "mbarrier.expect's bytes")
+    n = int(constant(bytes if bytes is not None else bytes_per_cta, "mbarrier.expect's bytes"))
     if is_true(pred):
         context.program().reschedule()
         for barrier, block in zip(barriers_of(mbarrier, "mbarrier.expect"), _senders(from_cta), strict=True):
-            barrier.expect(int(n), block)
+            barrier.bytes += n
+            barrier.announced += n
+            barrier.arrive(1, f"mbarrier.expect of {n} bytes", block)
         _spend_barrier(mbarrier.label)
 
 

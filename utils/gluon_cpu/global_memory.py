@@ -179,51 +179,39 @@ def _spend(latency: float, kind: str, pointer: Tensor, offsets: np.ndarray, keep
     event.bytes, event.sectors = int(keep.sum()) * size, sectors
 
 
-def _atomic(name: str, update) -> None:
-    """Enter gl.atomic_<name>, which returns the old values; programs run one after another."""
-
-    def run(pointer, val, mask=None, sem=None, scope=None):
-        offsets, keep, layout = addresses(pointer, mask, f"gl.atomic_{name}")
-        dtype = pointer.dtype.element_ty
-        val = to_tensor(val)
-        data = np.broadcast_to(round_to(np.asarray(val.data), dtype), offsets.shape)
-        old = np.zeros(offsets.shape, numpy_type(dtype))
-        if name == "add" and offsets.ndim and np.unique(offsets[keep]).size == np.count_nonzero(keep):
-            # No address twice, as nearly always: all at once, where one by one takes seconds.
-            old[keep] = pointer.buffer.read(offsets[keep])
-            pointer.buffer.write(offsets[keep], round_to(np.asarray(update(old[keep], data[keep])), dtype))
-            keep = np.zeros_like(keep)
-        for index in zip(*np.nonzero(np.atleast_1d(keep)), strict=True):
-            i = index if offsets.ndim else ()
+def _combine(what: str, update, pointer, mask, *operands) -> Tensor:
+    """Replace elements of memory by `update(element, operands...)`, and return what was there; programs run one after another."""
+    offsets, keep, layout = addresses(pointer, mask, what)
+    dtype = pointer.dtype.element_ty
+    values = [np.broadcast_to(round_to(np.asarray(to_tensor(x).data), dtype), offsets.shape) for x in operands]
+    old = np.zeros(offsets.shape, numpy_type(dtype))
+    if update is np.add and offsets.ndim and np.unique(offsets[keep]).size == np.count_nonzero(keep):
+        # No address twice, as nearly always: all at once, where one by one takes seconds.
+        old[keep] = pointer.buffer.read(offsets[keep])
+        pointer.buffer.write(offsets[keep], round_to(np.asarray(old[keep] + values[0][keep]), dtype))
+        keep = np.zeros_like(keep)
+    for i in np.ndindex(offsets.shape):
+        if keep[i]:
             place = offsets[i] + np.zeros((), np.int64)
             old[i] = pointer.buffer.read(place)
-            pointer.buffer.write(place, round_to(np.asarray(update(old[i], data[i])), dtype))
-        program = context.program()
-        program.spend(program.model.global_latency, "store", pointer.buffer.name)
-        return Tensor(old if old.ndim else old.item(), dtype, layout)
-
-    known(f"atomic_{name}")(run)
+            pointer.buffer.write(place, round_to(np.asarray(update(old[i], *(x[i] for x in values))), dtype))
+    program = context.program()
+    program.spend(program.model.global_latency, "store", pointer.buffer.name)
+    return Tensor(old if old.ndim else old.item(), dtype, layout)
 
 
 for _name, _update in UPDATES.items():
-    _atomic(_name, _update)
+    known(f"atomic_{_name}")(
+        lambda pointer, val, mask=None, sem=None, scope=None, what=f"gl.atomic_{_name}", update=_update: _combine(
+            what, update, pointer, mask, val
+        )
+    )
 
 
 @known()
 def atomic_cas(pointer, cmp, val, sem=None, scope=None):
-    """Store `val` where memory holds `cmp`, and return the old values; programs run one after another."""
-    offsets, _, layout = addresses(pointer, None, "gl.atomic_cas")
-    dtype = pointer.dtype.element_ty
-    wanted, new = (np.broadcast_to(round_to(np.asarray(to_tensor(x).data), dtype), offsets.shape) for x in (cmp, val))
-    old = np.zeros(offsets.shape, numpy_type(dtype))
-    for i in np.ndindex(offsets.shape):  # one by one: an address may be there twice
-        place = offsets[i] + np.zeros((), np.int64)
-        old[i] = pointer.buffer.read(place)
-        if old[i] == wanted[i]:
-            pointer.buffer.write(place, new[i])
-    program = context.program()
-    program.spend(program.model.global_latency, "store", pointer.buffer.name)
-    return Tensor(old if old.ndim else old.item(), dtype, layout)
+    """Store `val` where memory holds `cmp`, and return the old values."""
+    return _combine("gl.atomic_cas", lambda old, wanted, new: new if old == wanted else old, pointer, None, cmp, val)
 
 
 known("atomic_load")(lambda pointer, mask=None, sem=None, scope=None: load(pointer, mask))

@@ -121,12 +121,16 @@ def once_for_constants(function):
 
 def _key(value):
     """Return what tells constants apart: numbers and texts by value, layouts and types by identity; None for others."""
-    if value is None or isinstance(value, (bool, int, str)):
-        return type(value), value
-    if isinstance(value, (DistributedLayout, SharedLayout, gl.dtype)):
-        return id(value)
-    parts = tuple(map(_key, value)) if isinstance(value, (list, tuple)) else (None,)
-    return None if None in parts else (type(value), *parts)
+    kind = type(value)
+    if kind in _PLAIN:
+        return kind, value
+    if kind is tuple or kind is list:
+        parts = tuple(map(_key, value))
+        return None if None in parts else (kind, *parts)
+    return id(value) if isinstance(value, (DistributedLayout, SharedLayout, gl.dtype)) else None
+
+
+_PLAIN = {type(None), bool, int, str}
 
 
 def number(value, what: str) -> int:

@@ -263,29 +263,28 @@ def _semantic(num_warps: int, num_ctas: int):
     return semantic
 
 
+_VIEWS = {
+    "reshape": lambda semantic, x, shape: semantic.reshape(x, list(shape), False),
+    "permute": lambda semantic, x, order: semantic.permute(x, order),
+    "split": lambda semantic, x, _: semantic.split(x)[0],
+    "join": lambda semantic, x, _: semantic.join(x, x),
+}
+
+
 @once_for_constants
 def _register_view(warps: int, blocks: int, layout, shape: tuple, operation: str, argument):
     semantic = _semantic(warps, blocks)
     x = semantic.full(list(shape), 0.0, gl.float32, layout)
-    if operation == "reshape":
-        return semantic.reshape(x, list(argument), False).type.layout
-    if operation == "permute":
-        return semantic.permute(x, argument).type.layout
-    if operation == "split":
-        return semantic.split(x)[0].type.layout
-    if operation == "join":
-        return semantic.join(x, semantic.full(list(shape), 0.0, gl.float32, layout)).type.layout
-    raise ValueError(operation)
+    return _VIEWS[operation](semantic, x, argument).type.layout
 
 
 def register_view(layout, shape: list[int], operation: str, argument=None):
     """Return the layout of a register tensor after reshape, permute, split or join."""
     if isinstance(layout, AutoLayout):
         return layout
+    warps, blocks = context.partition().num_warps, context.program().num_ctas
     try:
-        return _register_view(
-            context.partition().num_warps, context.program().num_ctas, layout, tuple(shape), operation, argument
-        )
+        return _register_view(warps, blocks, layout, tuple(shape), operation, argument)
     except (RuntimeError, ValueError, TypeError) as error:
         _refuse(f"{operation} of a tensor {list(shape)} with {layout}: {str(error).strip()}")
 
@@ -294,12 +293,8 @@ def register_view(layout, shape: list[int], operation: str, argument=None):
 def _shared_view(blocks: int, dtype, shape: tuple, layout, operation: str, argument: tuple):
     semantic = _semantic(4, blocks)
     desc = semantic.allocate_shared(dtype, list(shape), layout, None)
-    view = (
-        semantic.memdesc_trans(desc, list(argument))
-        if operation == "permute"
-        else semantic.memdesc_reshape(desc, list(argument))
-    )
-    return view.layout
+    view = semantic.memdesc_trans if operation == "permute" else semantic.memdesc_reshape
+    return view(desc, list(argument)).layout
 
 
 def shared_view(dtype, shape: list[int], layout, operation: str, argument: tuple):

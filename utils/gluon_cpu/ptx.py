@@ -5,7 +5,9 @@ test_gluon_ptx.py runs the functions there through the simulator, so that neithe
 
 from __future__ import annotations
 
+import functools
 import re
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +18,6 @@ from .barriers import come_to_named_barrier
 from .context import refuse
 from .known import known
 from .products import Accumulator, finished_tensor, wait_products
-from .ptx_numbers import computes_numbers, run_numbers
 from .tensors import Tensor, to_tensor
 
 _E4M3_TO_FP16 = (
@@ -34,41 +35,56 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     launches run one after another.
     """
     args = list(args)
-    text = " ".join(str(asm).split())
-    if re.fullmatch(_PREFETCH_TILE, text):
+    idiom, found = _idiom(str(asm), pack, len(args))
+    if idiom == "nothing":
         return Tensor(0, gl.int32)
-    if re.fullmatch(r"griddepcontrol\.(wait|launch_dependents); mov\.u32 \$0, 0;", text):
+    if idiom == "named barrier":
+        kind, threads = found
+        come_to_named_barrier(int(to_tensor(args[0]).data), int(threads), kind == "sync")
         return Tensor(0, gl.int32)
-    named = re.fullmatch(r"bar\.(sync|arrive) \$1, (\d+); mov\.u32 \$0, 0;", text)
-    if named:
-        come_to_named_barrier(int(to_tensor(args[0]).data), int(named[2]), named[1] == "sync")
-        return Tensor(0, gl.int32)
-    wait = re.fullmatch(r"wgmma\.wait_group\.sync\.aligned (\d+);", text)
-    if wait:
+    if idiom == "wait":
         context.program().reschedule()
-        wait_products(int(wait[1]))
+        wait_products(int(found))
         return finished_tensor(args[0])
-    is_scalar = isinstance(args[0], Tensor) and not isinstance(args[0], Accumulator) and not args[0].shape
-    if text == "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;" and is_scalar:
-        return args[0]  # a scalar is the same in every lane
-    if text == _ADD_ZERO and is_scalar:
+    if idiom == "itself" and isinstance(args[0], Tensor) and not isinstance(args[0], Accumulator) and not args[0].shape:
         return args[0]
-    if len(args) == 2 and text == _product_text(pack):
+    if idiom == "product":
         return args[0] * args[1]
-    kept = re.fullmatch(r"\{ \.reg \.pred p; \.reg \.b32 c, first, last; .* (0f00000000|0fFF800000), p; \}", text)
-    if kept:
-        limits = _kept_limits(text, pack, kept[1], len(args))
+    if idiom == "columns":
+        limits, other = found
         columns = np.arange(args[0].data.shape[-1])
         keep = np.full(args[0].data.shape, True)
         for name, limit in zip(limits, args[1:], strict=True):
             keep &= columns < limit.data if name == "last" else columns >= limit.data
-        other = np.float32("-inf") if kept[1] == "0fFF800000" else np.float32(0)
         return Tensor(np.where(keep, args[0].data, other), gl.float32, args[0].layout)
-    if text == _E4M3_TO_FP16 and pack == 4 and args[0].dtype.name == "uint8":
+    if idiom == "e4m3" and args[0].dtype.name == "uint8":
         return Tensor(_E4M3[args[0].data], gl.float16, args[0].layout)
-    if len(args) == 1 and computes_numbers(text):
-        return run_numbers(text, args[0], pack)
-    refuse("unknown operation", f"gluon_cpu does not know this inline assembly: {text[:120]}")
+    if idiom == "numbers":
+        return _run_numbers(found, args[0], pack)
+    refuse("unknown operation", f"gluon_cpu does not know this inline assembly: {' '.join(str(asm).split())[:120]}")
+
+
+@functools.cache
+def _idiom(asm: str, pack: int, count: int) -> tuple[str, Any]:
+    """Return which idiom a text of `count` arguments is, and what its words say; "" for another text."""
+    text = " ".join(asm.split())
+    if re.fullmatch(rf"{_PREFETCH_TILE}|griddepcontrol\.(wait|launch_dependents); mov\.u32 \$0, 0;", text):
+        return "nothing", None
+    if named := re.fullmatch(r"bar\.(sync|arrive) \$1, (\d+); mov\.u32 \$0, 0;", text):
+        return "named barrier", named.groups()
+    if wait := re.fullmatch(r"wgmma\.wait_group\.sync\.aligned (\d+);", text):
+        return "wait", wait[1]
+    if text in ("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", _ADD_ZERO):
+        return "itself", None  # a scalar is the same in every lane
+    if count == 2 and text == _product_text(pack):
+        return "product", None
+    for limits in _LIMITS:
+        for other, value in (("0f00000000", 0.0), ("0fFF800000", -np.inf)):
+            if len(limits) == count - 1 and text == _kept_text(pack, limits, other):
+                return "columns", (limits, np.float32(value))
+    if text == _E4M3_TO_FP16 and pack == 4:
+        return "e4m3", None
+    return ("numbers", text) if count == 1 and _BLOCK.fullmatch(text) else ("", None)
 
 
 _PREFETCH_TILE = (
@@ -115,9 +131,58 @@ def _kept_text(n: int, limits: tuple[str, ...], other: str) -> str:
     return text + " }"
 
 
-def _kept_limits(text: str, n: int, other: str, count: int) -> tuple[str, ...]:
-    """Return which limits a mask by columns has, in the order of its arguments; refuse any other text."""
-    for limits in _LIMITS:
-        if len(limits) == count - 1 and text == _kept_text(n, limits, other):
-            return limits
-    refuse("unknown operation", f"gluon_cpu does not know this mask by columns: {text[:120]}")
+# ---- numbers from numbers: a few instructions, in fp32 ------------------------------------------------------------
+
+_BLOCK = re.compile(r"\{ (?:\.reg \.(?:f32|b32) [a-z, ]+; )+((?:ex2|max|add|sub|mov|fma|shl)[^{}]*;) \}")
+
+
+def _floor_sum(x, y):
+    # add.rm.f32: the exact sum, rounded down; the sum of two numbers in fp32 is exact in fp64 where their sizes are alike.
+    exact = x.astype(np.float64) + y.astype(np.float64)
+    near = exact.astype(np.float32)
+    return np.where(near.astype(np.float64) > exact, np.nextafter(near, np.float32("-inf")), near)
+
+
+def _flushed(x):
+    return np.where(np.abs(x) < np.float32(2.0**-126), np.float32(0), x)
+
+
+_OPERATIONS = {
+    "ex2.approx.ftz.f32": lambda x: _flushed(np.exp2(x)),
+    "max.NaN.f32": np.maximum,
+    "add.rm.f32": _floor_sum,
+    "sub.f32": np.subtract,
+    "mov.b32": lambda x: x,
+    "fma.rn.f32": lambda x, y, z: (x.astype(np.float64) * y + z).astype(np.float32),
+    "shl.b32": lambda x, y: (x.view(np.uint32) << np.uint32(y)).view(np.float32),
+    "add.s32": lambda x, y: (x.view(np.uint32) + y.view(np.uint32)).view(np.float32),
+}
+
+
+def _run_numbers(text: str, x: Tensor, pack: int) -> Tensor:
+    """Run a block of such instructions on a product [rows, columns], of which it gets `pack` registers at a time.
+
+    Registers 2 h + 4 b + p hold, of each sixteen rows and columns, row 8 h and on, column 8 b and on, and of two neighbours p.
+    """
+    if pack != 8 or x.data.ndim != 2 or x.dtype.name != "fp32":
+        refuse("unknown operation", f"gluon_cpu does not know this inline assembly with pack={pack}: {text[:120]}")
+    rows, columns = (np.arange(n) for n in x.data.shape)
+    register = (rows % 16 // 8 * 2)[:, None] + (columns % 16 // 8 * 4 + columns % 2)[None, :]
+    out = np.empty_like(x.data)
+    values = {f"${pack + i}": x.data[register == i] for i in range(pack)}
+
+    def read(name: str):
+        if name.startswith("0f"):
+            return np.full(values["$8"].shape, np.uint32(int(name[2:], 16)).view(np.float32))
+        return values[name] if not name.isdigit() else int(name)
+
+    with np.errstate(all="ignore"):
+        for line in _BLOCK.sub(r"\1", text).strip("; ").split("; "):
+            operation, _, names = line.partition(" ")
+            if operation not in _OPERATIONS:
+                refuse("unknown operation", f"gluon_cpu does not know {operation} in inline assembly: {line}")
+            target, *sources = names.split(", ")
+            values[target] = _OPERATIONS[operation](*(read(name) for name in sources))
+    for i in range(pack):
+        out[register == i] = values[f"${i}"]
+    return Tensor(out, x.dtype, x.layout)

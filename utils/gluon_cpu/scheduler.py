@@ -40,7 +40,7 @@ class Partition:
 
     def __init__(self, index: int, name: str, num_warps: int, num_ctas: int, model: CostModel):
         self.index = index
-        self.name = name
+        self.name = self.row = name  # `row`: its name on the timeline
         self.num_warps = num_warps
         busy = num_ctas * min(num_warps, 4)
         self.rate, self.special_rate = busy * model.lanes_per_warp, busy * model.special_per_warp  # results a cycle
@@ -166,24 +166,24 @@ class Program:
                 last is not None
                 and kind == "compute"
                 and last.kind == kind
-                and last.partition == p.name
+                and last.partition == p.row
                 and last.end == start
             ):
                 last.end = p.time
                 return
-            self.events.append(Event(p.name, kind, buffer, None, start, p.time, context.site().line, "partition"))
+            self.events.append(Event(p.row, kind, buffer, None, start, p.time, context.site().line, "partition"))
 
     def record(self, unit: str, kind: str, buffer: str, phase: int | None, start: float, end: float) -> None:
         """Put an asynchronous operation or a wait on the timeline."""
         if self.events is not None:
             line = context.site().line
-            self.events.append(Event(self.partition.name, kind, buffer, phase, start, end, line, unit))
+            self.events.append(Event(self.partition.row, kind, buffer, phase, start, end, line, unit))
 
     def mark(self, finding: Report) -> None:
         """Put a finding on the timeline, where the partition that it is about stands now."""
         if self.events is not None:
             p = next((p for p in self.partitions if p.name == finding.partition), self.partition)
-            self.events.append(Event(p.name, "finding", finding.kind, None, p.time, p.time, finding.line))
+            self.events.append(Event(p.row, "finding", finding.kind, None, p.time, p.time, finding.line))
 
     def later(self, end: float, operation) -> None:
         """Let `operation()` happen at model time `end`."""
@@ -274,7 +274,7 @@ class Program:
                 barrier, parity = p.blocked  # type: ignore[misc]
                 name = f"waits for {barrier.name}"  # type: ignore[union-attr]
                 end, line = 1.1 * now + 50, p.blocked_at.line
-                self.events.append(Event(p.name, "blocked", name, parity, p.time, end, line))
+                self.events.append(Event(p.row, "blocked", name, parity, p.time, end, line))
         first = waiting[0] if waiting else self.partition
         text = "Nobody can go on and nothing is under way.\n    " + "\n    ".join(lines)
         others = tuple(p.blocked_at for p in waiting[1:])
@@ -297,6 +297,12 @@ class Program:
         workers: list[Partition] = []
         before = main.name
         main.name = functions[0][0]
+        if (
+            self.events is not None and main.row == before
+        ):  # what it has done so far, and does later, is in its function's row
+            main.row = main.name
+            for event in self.events[self.run.ends[-1] if self.run.ends else 0 :]:
+                event.partition = main.row
         for (name, _), warps in zip(functions[1:], worker_warps, strict=True):
             worker = Partition(len(self.partitions) + len(workers), name, warps, self.num_ctas, self.model)
             worker.time = main.time

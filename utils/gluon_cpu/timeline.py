@@ -21,28 +21,30 @@ if TYPE_CHECKING:
 
 # Rows of the picture, for each partition: itself, then what it started on other units.
 UNITS = {"partition": "", "tensor cores": "tensor cores: ", "cp.async": "cp.async: ", "TMA": "TMA: "}
+WAIT = "#a6a6a6"  # seen on a light and on a dark page
 COLORS = {
-    "wait": "#d9d9d9",
+    "wait": WAIT,
     "compute": "#4c78a8",
     "load": "#72b7b2",
     "store": "#eeca3b",
     "shared load": "#9ecae9",
     "shared store": "#f2cf5b",
-    "tensor memory load": "#888888",
-    "tensor memory store": "#888888",
+    "tensor memory load": "#6f5fa8",
+    "tensor memory store": "#6f5fa8",
     "issue": "#b279a2",
     "barrier": "#5f4b3c",
     "copy in": "#54a24b",
     "copy out": "#f58518",
     "wgmma": "#e45756",
-    "wgmma wait": "#d9d9d9",
-    "store wait": "#d9d9d9",
-    "copy wait": "#d9d9d9",
+    "wgmma wait": WAIT,
+    "store wait": WAIT,
+    "copy wait": WAIT,
     "blocked": "#f4b6b0",
 }
 # Waits say by their hatching what they wait for: a barrier has none.
 HATCHES = {"wgmma wait": "///", "store wait": "...", "copy wait": "...", "blocked": "xx"}
 LABELS = {
+    "wgmma": "product",  # of tcgen05, too
     "wait": "wait: barrier",
     "wgmma wait": "wait: product",
     "store wait": "wait: copy",
@@ -188,7 +190,7 @@ def plot_events(
         for (color, hatch), label in legend.items()
     ]
     if own:  # below the axis label, whatever the height
-        figure.legend(handles=handles, ncols=10, fontsize=7, loc="outside lower center", frameon=False)
+        figure.legend(handles=handles, ncols=8, fontsize=7, loc="outside lower center", frameon=False)
     else:
         ax.legend(handles=handles, ncols=6, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
     if title:

@@ -82,18 +82,13 @@ def test_a_broken_hand_off_is_reported(bug):
             errors(module, 1, 1, 1, 256, 1024, 64, False, seed=seed)
 
 
-# Bytes spilled by version; the partitions of one warp lack registers where the mask is causal, and Triton 3.8 writes less code.
-CAUSAL_SPILLS = {(3, 7): 132, (3, 8): 0, (3, 9): 16}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "capability", "causal"), [(64, BLACKWELL, True), (128, BLACKWELL_ULTRA, False), (128, BLACKWELL, True)]
 )
 def test_it_compiles_for_blackwell(head_dim, capability, causal):
     assembly = compile_blackwell(head_dim, capability=capability, causal=causal)
-    most = CAUSAL_SPILLS[installed_version("triton")] if causal and head_dim == 128 else 0
-    assert assembly.spill_bytes == most and assembly.columns == 512
+    assert assembly.spill_bytes == 0 and assembly.columns == 512
     assert f"sm_{capability}a" in assembly.ptx
     for instruction in ("UTCHMMA", "LDTM", "STTM", "UTMALDG", "UTMASTG"):
         assert assembly.count(instruction) > 0, instruction
