@@ -261,7 +261,7 @@ def _choose(file: zipfile.ZipFile, own: list, lab: str, zone: tzinfo) -> tuple[A
 
 def submissions(root: Path, lab: str, only: list[str] | None = None) -> list[Submission]:
     """The submissions for a lab below `submitted/`, by student; one under another name counts if it is the only one."""
-    found = [entry for entry in _look_through(root, lab).values() if isinstance(entry, Submission)]
+    found = [entry for entry in look_through(root, lab).values() if isinstance(entry, Submission)]
     folder = root / "submitted"
     if only:
         known = [s.student for s in found]
@@ -274,7 +274,7 @@ def submissions(root: Path, lab: str, only: list[str] | None = None) -> list[Sub
     return found
 
 
-def _look_through(root: Path, lab: str) -> dict[str, Submission | str]:
+def look_through(root: Path, lab: str) -> dict[str, Submission | str]:
     """{student: the submission, or why there is none} of those who have a folder for a lab."""
     found: dict[str, Submission | str] = {}
     folder = root / "submitted"
@@ -319,7 +319,7 @@ def _why_unusable(folder: str) -> str:
 
 def without_submission(root: Path, lab: str) -> dict[str, str]:
     """{student: why there is nothing to grade} of those who have a folder, or were in a zip, and no usable notebook."""
-    found = _look_through(root, lab)
+    found = look_through(root, lab)
     why = {student: entry for student, entry in found.items() if isinstance(entry, str)}
     came = {student: arrival.note for student, arrival in arrivals(root, lab).items() if not arrival.file}
     return why | {student: note for student, note in came.items() if not isinstance(found.get(student), Submission)}

@@ -97,11 +97,11 @@ class Checker:
         began, job = time.perf_counter(), self.job
         try:
             with self._alarm(READ_SECONDS):
-                plan = make_plan(job.instructor_notebook, job.student_notebook, job.submission, job.tests)
+                plan = make_plan(job.built, job.submission, job.tests)
         except (Unreadable, Gone) as error:
             why = f"The submitted notebook takes more than {READ_SECONDS} s to be read."
             why = str(error) if isinstance(error, Unreadable) else why
-            return not_graded(job.lab, job.student_notebook, job.student, "unreadable", why)
+            return not_graded(job.built, job.student, "unreadable", why)
         for name, how in plan.changed.items():
             self.flags.add(question_of(name), "structure", how)
         # In the warm process's folder, which is removed whatever becomes of this process.
@@ -127,7 +127,7 @@ class Checker:
         plan.notebook.metadata["grading"] = {"walls": self.walls, "waits": waits}
         return SubmissionResult(
             student=self.job.student,
-            lab=self.job.lab,
+            lab=self.job.built.name,
             cells=self.cells,
             flags=self.flags.as_tuple(),
             walls=self.walls,
