@@ -125,6 +125,8 @@ def connect(scheduler: str | None, jobs: int, built: Built, gpu: bool = False) -
             yield client
         finally:
             close_all()  # ends what the threads wait for
+            # Dask sends with a timer; one that fires in the loop's last round has nobody left to take its TimeoutError.
+            cluster.loop.asyncio_loop.set_exception_handler(lambda loop, context: None)
 
 
 def _suitable_workers(client, gpu: bool) -> dict[str, dict]:

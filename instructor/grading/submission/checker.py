@@ -227,7 +227,7 @@ class Checker:
 
     def _prepare(self) -> None:
         """Get this process ready for hidden checks: runners of student's text stay behind the walls."""
-        put_behind_walls(self.base, self._run_elsewhere, self._run_beside)
+        put_behind_walls(self.base, self._run_elsewhere)
         draw_for(self.job.submission)
         seed = int.from_bytes(os.urandom(6), "little")  # the student's process has the state of the setup cell
         torch.manual_seed(seed)
@@ -247,12 +247,6 @@ class Checker:
         if reply["op"] != "ready":
             raise Gone("protocol", "no runner")
         return clean.call(reply["target"], args, kwargs)
-
-    def _run_beside(self, function: Callable, args: tuple):
-        """Run a function of the course in the student's process, where the student's objects are."""
-        if self.remote is None:
-            raise Gone("killed")
-        return self.remote.run(function, *args)
 
     def _clean_remote(self, module: str) -> Remote:
         interpreted = module in INTERPRETED

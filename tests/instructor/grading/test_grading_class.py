@@ -1,6 +1,7 @@
 """From a bundle to exported grades: a small class through the commands, resumed, graded again, and by a cluster."""
 
 import csv
+import gc
 import json
 import os
 import re
@@ -369,6 +370,16 @@ def test_no_other_program_can_send_work_to_the_workers_of_this_machine(small_lab
         assert client.scheduler.address.startswith("inproc://")
         assert client.submit(threading.get_ident).result() != threading.get_ident()
         assert {c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"} <= {"127.0.0.1"}
+
+
+def test_a_timer_of_a_closed_cluster_prints_nothing(small_lab, caplog):
+    with cluster.connect(None, 1, small_lab) as client:
+        loop = client.loop.asyncio_loop
+    left = loop.create_future()
+    left.set_exception(TimeoutError("Timeout"))
+    del left
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 # ---- Ctrl-C ------------------------------------------------------------------------------------------------------
