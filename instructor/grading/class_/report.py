@@ -99,7 +99,7 @@ def _graded(course: Course, lab: str) -> list[Student]:
     scores = course.scores(lab)
     from instructor.grading.class_ import late  # loads nbgrader, and a single result needs none
 
-    penalties, after = late.apply_penalties(course, lab), late.late_students(course, lab)
+    penalties = late.apply_penalties(course, lab)
     people, came = find_people(people_of(course), scores), arrivals(course.root, lab)
     files = look_through(course.root, lab)
     found = []
@@ -107,7 +107,7 @@ def _graded(course: Course, lab: str) -> list[Student]:
         student = Student(name, people.get(name), penalty=penalties.get(name, 0.0))
         record = results.get(name)
         student.flags = len(record.flags) if record else 0
-        student.late = name in after or (name in came and came[name].late)
+        student.late = name in penalties or (name in came and came[name].late)
         broken = [flag for flag in record.flags if flag.kind in ("unreadable", "not graded")] if record else []
         student.outcome = broken[0].kind if broken else "graded"
         known = came.get(name) or files.get(name)
@@ -238,7 +238,6 @@ def write_summary(course: Course, lab: str, students: list[Student]) -> Path:
 def draw_class(students: list[Student], lab: str, path: Path) -> None:
     """Draw for each question how many students got what, and beside it the points of the class."""
     import matplotlib.pyplot as plt
-    import pandas as pd
 
     rows = statistics_rows(students)
     totals = [student.total(False) - student.penalty for student in students]
@@ -247,9 +246,11 @@ def draw_class(students: list[Student], lab: str, path: Path) -> None:
         figure, (left, right) = plt.subplots(
             1, 2, figsize=(11, 1.4 + 0.28 * len(rows)), width_ratios=(3, 1.3), layout="constrained"
         )
-        counts = pd.DataFrame(rows, index=[row["question"].removeprefix("Question ") for row in rows])
-        counts = counts[list(FILLS)].rename(columns=WORDS)
-        counts.plot.barh(stacked=True, ax=left, color=list(FILLS.values()), width=0.8, edgecolor="white", legend=False)
+        names, begins = [row["question"].removeprefix("Question ") for row in rows], [0] * len(rows)
+        for state, color in FILLS.items():
+            counts = [row[state] for row in rows]
+            left.barh(names, counts, left=begins, color=color, label=WORDS[state], edgecolor="white")
+            begins = [begin + count for begin, count in zip(begins, counts, strict=True)]
         left.set(xlim=(0, len(students)), xlabel=f"students, {len(students)} in all", ylabel="question")
         left.xaxis.get_major_locator().set_params(integer=True)
         left.set_title(f"{lab}: who got what", loc="left")

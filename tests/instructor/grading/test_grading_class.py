@@ -34,7 +34,7 @@ from instructor.grading.class_.intake import (
     usable_name,
     without_submission,
 )
-from instructor.grading.class_.late import apply_penalties, late_students, set_due_date
+from instructor.grading.class_.late import apply_penalties, set_due_date
 from instructor.grading.class_.lock import only_grader
 from instructor.grading.class_.roster import Person, put_names, roster_path
 from instructor.grading.sandbox.walls import Limits
@@ -192,9 +192,8 @@ def test_what_the_class_did_late_days_and_the_platforms_forms(small_lab, graded,
     try:
         put_names(course, class_of(small_lab))
         set_due_date(course, small_lab.name, datetime(2026, 12, 2))
-        assert late_students(course, small_lab.name) == set()
+        assert apply_penalties(course, small_lab.name) == {}
         gradebook.merge(course, {"ada": gradebook.load_record(course, small_lab.name, "ada", None)})
-        assert late_students(course, small_lab.name) == {"ada"}
         assert apply_penalties(course, small_lab.name) == {"ada": pytest.approx(0.4 * 11.5)}  # two days have begun
         for _ in range(2):  # again: the same, and not twice
             done = run("stats", small_lab.name, "--course", str(course.root))
