@@ -53,10 +53,12 @@ def apply_penalties(course: Course, lab: str) -> dict[str, float]:
     with course.gradebook() as gradebook:
         for submission in gradebook.assignment_submissions(lab):
             student, late = submission.student.id, submission.total_seconds_late
+            if late > 0:
+                found[student] = 0.0
             for notebook in submission.notebooks:
                 points = plugin.late_submission_penalty(student, notebook.score, late) if late > 0 else None
                 notebook.late_submission_penalty = None if points is None else min(max(points, 0.0), notebook.score)
-                if late > 0:
-                    found[student] = float(notebook.late_submission_penalty or 0.0)
+                if points is not None:
+                    found[student] += notebook.late_submission_penalty
         gradebook.db.commit()
     return found

@@ -113,7 +113,6 @@ class Race:
         self.states = (True,) if simulator else (True, False)
         self.reference = self.prepare(reference)
         self.track: Track | None = None
-        self.spare = None if simulator else Track()
 
     def prepare(self, source: str) -> Kernel | str:
         """Return what a track loads: machine code, or for the simulator the text, read as strictly."""
@@ -157,21 +156,19 @@ class Race:
         except (Refused, TrackError) as refused:
             result.refused, result.times = str(refused), []
             if isinstance(refused, TrackError):
-                self._drop()
+                self.close()
         return result
 
     def _track(self) -> Track:
         if self.track is None:
-            self.track = self.spare or Track(self.simulator)
-            if self.spare is not None:
-                self.spare = Track()
-                self.spare.forget("")  # wait until it stands: while it starts, it would disturb what is timed
+            self.track = Track(self.simulator)
             self.track.load(REFERENCE, self.reference)
             for shape in (self.tail, *self.shapes):  # whoever runs first pays for what the libraries load
                 self._checked(REFERENCE, shape, Result(REFERENCE))
         return self.track
 
-    def _drop(self) -> None:
+    def close(self) -> None:
+        """End the track; the next entry gets another one."""
         if self.track is not None:
             self.track.close()
             self.track = None
@@ -196,12 +193,6 @@ class Race:
                 own = result if kernel == "entry" else Result(REFERENCE)
                 times[kernel].append(self._checked(kernel, shape, own, cold=cold))
         return Time(shape.name, "cold" if cold else "warm", shape.flops, times["entry"], times[REFERENCE])
-
-    def close(self) -> None:
-        """End the tracks."""
-        self._drop()
-        if self.spare is not None:
-            self.spare.close()
 
 
 def _roof_flops_a_ms() -> float:

@@ -116,6 +116,8 @@ def graded(small_lab, scheduler, tmp_path_factory):
     frozen.setattr(cluster, "fingerprint", lambda built: basis)
     for student, (notebook, _) in class_of(small_lab).items():
         course.submit(small_lab.name, student, notebook)
+    folder = root / "submitted" / "wrong" / small_lab.name
+    (folder / f"{small_lab.name}.ipynb").rename(folder / "my work.ipynb")
     said = run("grade", FIXTURE_LAB, "--course", root, "--scheduler", scheduler, "--timeout", TIMEOUT)
     assert said.exit_code == 0, said.output
     yield course, said.output
@@ -146,7 +148,7 @@ def test_answers_in_words_wait_for_a_person(small_lab, graded):
 def test_the_summary_names_who_is_flagged_and_why(graded):
     said = graded[1]
     assert "8 graded" in said and "1 flagged" in said
-    assert "submission: unreadable: The submitted file" in said
+    assert "submission: unreadable: The submitted file" in said and "the file was called my work.ipynb" in said
     assert "network: " in said  # how this wall was raised
 
 
@@ -180,21 +182,20 @@ def test_what_the_class_did_late_days_and_the_platforms_forms(small_lab, graded,
     """Statistics, penalties by nbgrader's plugin, names of the roster, and each platform's form, of the graded class."""
     course = graded[0]
     config = course.root / "nbgrader_config.py"
-    before = config.read_text()
-    config.write_text(
-        before
-        + 'c.AssignLatePenalties.plugin_class = "instructor.grading.class_.late.LateDays"\nc.LateDays.percent_a_day = 20\n'
-    )
+    before, lost = config.read_text(), 0.4 * 11.5  # two days have begun
+    plugin = 'c.AssignLatePenalties.plugin_class = "instructor.grading.class_.late.LateDays"\nc.LateDays.percent_a_day = 20\n'
+    set_due_date(course, small_lab.name, datetime(2026, 12, 2))
     (course.root / "submitted" / "ada" / small_lab.name / "timestamp.txt").write_text("2026-12-03 01:00:00\n")
     people = [Person("ada", "Ada", "Lovelace", "ada@x.org"), Person("gone", "Kurt", "Gödel")]
     rows = ["id,first_name,last_name,email", *(f"{p.id},{p.first_name},{p.last_name},{p.email}" for p in people)]
     roster_path(course).write_text("\n".join(rows))
     try:
         put_names(course, class_of(small_lab))
-        set_due_date(course, small_lab.name, datetime(2026, 12, 2))
         assert apply_penalties(course, small_lab.name) == {}
         gradebook.merge(course, {"ada": gradebook.load_record(course, small_lab.name, "ada", None)})
-        assert apply_penalties(course, small_lab.name) == {"ada": pytest.approx(0.4 * 11.5)}  # two days have begun
+        assert apply_penalties(course, small_lab.name) == {"ada": 0.0}  # a due date alone costs nothing
+        config.write_text(before + plugin)
+        assert apply_penalties(course, small_lab.name) == {"ada": pytest.approx(lost)}
         for _ in range(2):  # again: the same, and not twice
             done = run("stats", small_lab.name, "--course", str(course.root))
             assert done.exit_code == 0, done.output
