@@ -235,28 +235,23 @@ def feedback(
     from instructor.grading.class_.report import class_of
     from instructor.grading.submission.harmless import for_terminal
 
-    folder = course_folder / "feedback"
-    for student in only or []:
-        if not (course_folder / "autograded" / student / lab).is_dir():
-            known = [place.parent.name for place in (course_folder / "autograded").glob(f"*/{lab}")]
-            raise GradingError(f"{student!r} has nothing graded for {lab} in {course_folder}.{meant([student], known)}")
-    problem, course = "", _course(course_folder)
+    problem, folder, course = "", course_folder / "feedback", _course(course_folder)
+    students = class_of(course, lab)
+    known = [student.id for student in students]
+    if unknown := sorted(set(only or ()) - set(known)):
+        who = ", ".join(map(for_terminal, unknown))
+        raise GradingError(f"nothing of {who} has been graded for {lab} in {course_folder}.{meant(unknown, known)}")
     for choice in [["--student", student] for student in only or []] or [[]]:
         try:
             course.nbgrader("generate_feedback", lab, "--force", *choice)
         except CourseError as error:
             problem = str(error)
-    try:
-        students = class_of(course, lab)
-    except GradingError:  # graded by nbgrader alone
-        students = []
     finish_pages(folder, lab, students)
     pages = [page for page in folder.glob(f"*/{lab}/*.html") if not only or page.parts[-3] in only]
     typer.echo(f"{len(pages)} pages in {folder}")
     if problem:  # one that fails stops nobody else's
         having = {page.parts[-3] for page in pages}
-        graded = only or [path.parent.name for path in (course_folder / "autograded").glob(f"*/{lab}")]
-        without = ", ".join(map(for_terminal, sorted(set(graded) - having))) or "nobody"
+        without = ", ".join(map(for_terminal, sorted(set(only or known) - having))) or "nobody"
         raise GradingError(f"without a page: {without}. What nbgrader said ends with:\n{problem[-2000:]}")
 
 

@@ -164,6 +164,8 @@ def test_feedback_shows_the_students_error_and_no_hidden_test(small_lab, graded)
     assert "gemm_broadcast(a, b) is wrong in" in wrong
     hangs = (course.root / "feedback" / "hangs" / small_lab.name / f"{small_lab.name}.html").read_text()
     assert "Question 1.1" in hangs and f"ran longer than the {TIMEOUT:g} s" in hangs
+    unknown = run("feedback", FIXTURE_LAB, "--course", course.root, "--only", "adaa")
+    assert unknown.exit_code == 2 and "Did you mean 'ada'?" in unknown.output
 
 
 @pytest.mark.slow
