@@ -64,7 +64,6 @@ def similar(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
         typer.echo(f"{names}: {pair.share:.0%} alike ({pair.shared} places), most in {', '.join(pair.cells)}")
     rows = [{**pair._asdict(), "share": round(pair.share, 3), "cells": " ".join(pair.cells)} for pair in pairs]
     table = course_folder / "grading" / built.name / "similar.csv"
-    table.parent.mkdir(parents=True, exist_ok=True)
     write_whole(table, as_csv(rows) or "one,other,share,shared,cells\n")
     typer.echo(
         f"{counted(len(pairs), 'pair')} of {counted(len(found), 'submission')}: {table}. Alike is not copied: look at each."

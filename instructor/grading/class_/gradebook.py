@@ -26,7 +26,6 @@ def prepare(course: Course, built: Built) -> None:
     if marker.is_file() and marker.read_text(encoding="utf-8") == built.instructor and _is_known(course, built.name):
         return
     course.release(built)
-    marker.parent.mkdir(parents=True, exist_ok=True)
     write_whole(marker, built.instructor)
 
 
@@ -94,11 +93,7 @@ def _timestamp(course: Course, student: str, lab: str) -> dict:
 
 def _write_notebook(course: Course, student: str, result: SubmissionResult) -> None:
     folder = course.root / "autograded" / student / result.lab
-    folder.mkdir(parents=True, exist_ok=True)
-    notebook = folder / f"{result.lab}.ipynb"
-    if notebook.exists():
-        notebook.chmod(0o644)
-    write_whole(notebook, result.notebook)
+    write_whole(folder / f"{result.lab}.ipynb", result.notebook)
     stamp = course.root / "submitted" / student / result.lab / "timestamp.txt"
     if stamp.is_file():
         shutil.copyfile(stamp, folder / "timestamp.txt")
@@ -115,7 +110,6 @@ def record_path(course: Course, lab: str, student: str) -> Path:
 def save_record(course: Course, result: SubmissionResult, key: str) -> None:
     """Keep a result with the key of what it was made from."""
     path = record_path(course, result.lab, result.student)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps({"key": key, **result.as_json()}, indent=1))
 
 

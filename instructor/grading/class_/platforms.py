@@ -26,11 +26,9 @@ def export_class(course: Course, lab: str, form: str, to: Path) -> list[str]:
     if form == "gradescope":
         for student in students:
             path = to / student.id / "results.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(gradescope_results(student), indent=1, ensure_ascii=False))
         return notes
     rows = {"questions": class_rows, "moodle": moodle_rows, "canvas": lambda s: canvas_rows(s, lab)}[form](students)
-    to.parent.mkdir(parents=True, exist_ok=True)
     write_whole(to, as_csv(rows))
     return notes
 

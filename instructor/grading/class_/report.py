@@ -227,7 +227,6 @@ def statistics_rows(students: list[Student]) -> list[dict]:
 def write_summary(course: Course, lab: str, students: list[Student]) -> Path:
     """Write a row for each student to `grading/<lab>/summary.csv`; returns its path."""
     path = course.root / "grading" / lab / "summary.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, as_csv(class_rows(students)))
     return path
 

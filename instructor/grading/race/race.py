@@ -21,6 +21,7 @@ from instructor.grading.race.judge import expect_right, new_call
 from instructor.grading.race.problem import CELL, FILE, TAIL, TIMED, Shape
 from instructor.grading.race.track import Track, TrackError
 from utils.benchmark.intervals import speedup, speedup_interval
+from utils.files import write_whole
 
 PAIRS = 15  # timed pairs (one call of the reference, one of the entry) of a shape and a state of the L2
 TRIES = 4  # of a call whose launch was not queued in time
@@ -290,11 +291,10 @@ def table(results: list[Result]) -> list[dict[str, object]]:
 
 def write_results(folder: Path, results: list[Result], about: dict) -> list[Path]:
     """Write race.csv, the table, and race.json with every time, to a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "race.csv", folder / "race.json"]
-    paths[0].write_text(as_csv(table(results)), encoding="utf-8")
+    write_whole(paths[0], as_csv(table(results)))
     record = {**about, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "results": [asdict(r) for r in results]}
-    paths[1].write_text(json.dumps(record, indent=1), encoding="utf-8")
+    write_whole(paths[1], json.dumps(record, indent=1))
     return paths
 
 
