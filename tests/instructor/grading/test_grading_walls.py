@@ -210,6 +210,7 @@ def test_names_that_code_takes_from_the_notebook():
         ("print(x)\nx = 1", {"x"}),
         ("x = 1\ndef f():\n    return x", {"x"}),  # another cell may bind it before f is called
         ("x = 1\nf = lambda: x", {"x"}),
+        ("import time\ndef f():\n    return time.time()", set()),  # the module, whatever another cell calls so
         ("g = (n * k for n in rows)", {"k", "rows"}),
         ("for row in rows:\n    print(row)", {"rows"}),
         ("for row in rows:\n    last = row\nprint(row, last)", {"rows", "row", "last"}),  # rows may be empty
