@@ -17,6 +17,7 @@ from pathlib import Path
 import nbformat
 
 from instructor.build import ROOT, Built
+from utils.files import write_whole
 
 CONFIG = """\
 c = get_config()
@@ -102,16 +103,13 @@ class Course:
         """Put a lab's instructor notebook into `source/` and generate the students' one; returns the latter's path."""
         # Only the notebook: nbgrader copies every other file of source/<lab>/ to the students.
         source = self.root / "source" / built.name / f"{built.name}.ipynb"
-        source.parent.mkdir(parents=True, exist_ok=True)
-        source.write_text(built.instructor, encoding="utf-8")
+        write_whole(source, built.instructor)
         self.nbgrader("generate_assignment", built.name, "--force")
         return self.root / "release" / built.name / f"{built.name}.ipynb"
 
     def submit(self, lab: str, student: str, notebook: str) -> None:
         """Add a student's notebook, given as text."""
-        path = self.root / "submitted" / student / lab / f"{lab}.ipynb"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(notebook, encoding="utf-8")
+        write_whole(self.root / "submitted" / student / lab / f"{lab}.ipynb", notebook)
 
     def grade(self, lab: str) -> dict[str, dict[str, Score]]:
         """Autograde all submissions; returns {student: {id of a graded cell: Score}}."""

@@ -81,26 +81,28 @@ def bound_names(node: ast.AST) -> set[str]:
 def names_taken(source: str) -> set[str]:
     """Names whose values the code may take from other cells: those that it does not surely bind itself before it reads them.
 
-    What a function reads counts in any case: it reads when it is called, and until then another cell may bind the name.
+    What a function reads counts, too: until it is called, another cell may bind the name. A module that the code imports does
+    not: after `import time` it means the module, and no variable `time` of another cell.
     """
     text = python_of(source)
     if text is None:
         return set()
     taken: set[str] = set()
     bound: set[str] = set()  # surely, by the statements so far
+    modules: set[str] = set()
     try:
         for node in ast.parse(text).body:
             read, parts = used_names(ast.unparse(node)), list(ast.walk(node))
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                taken |= read
+                taken |= read - modules
             else:
                 looped = {name for part in parts if isinstance(part, ast.For) for name in bound_names(part.target)}
-                changed = {
-                    name for part in parts if isinstance(part, ast.AugAssign) for name in bound_names(part.target)
-                }
+                changed = {name for p in parts if isinstance(p, ast.AugAssign) for name in bound_names(p.target)}
                 later = [part for part in parts if isinstance(part, ast.Lambda | ast.GeneratorExp)]
                 taken |= (read - looped | changed) - bound
-                taken |= set().union(*(used_names(ast.unparse(part)) for part in later))
+                taken |= set().union(*(used_names(ast.unparse(part)) for part in later)) - modules
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                modules |= bound_names(node)
             if isinstance(node, ast.Assign | ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef):
                 bound |= set().union(*map(bound_names, getattr(node, "targets", [node])))
     except RecursionError:

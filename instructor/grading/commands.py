@@ -133,8 +133,7 @@ def grade(
         if date is not None:
             set_due_date(course, built.name, date)
             typer.echo(f"due {date:%Y-%m-%d %H:%M} UTC")
-        renamed = {submission.student: submission.note for submission in found if submission.note}
-        _report(summary, course, built.name, renamed, everybody=not only)
+        _report(summary, course, built.name)
     if summary.failed:
         raise typer.Exit(1)
 
@@ -185,55 +184,25 @@ def _found(course, built, roster: Path | None, archive: Path | None, zone: tzinf
     return submissions(course.root, built.name, only)
 
 
-def _report(summary, course, lab: str, renamed: dict[str, str], everybody: bool) -> None:
-    """Print who has what, and write it as a table.
-
-    Args:
-        summary: of the run.
-        course: whose gradebook has the results.
-        lab: the lab's name.
-        renamed: student -> what to know of the file that stood in the folder.
-        everybody: the run was over the whole class, so whoever is in the roster and not in it handed in nothing.
-    """
-    from instructor.grading.class_ import gradebook, late
-    from instructor.grading.class_.intake import arrivals, without_submission
-    from instructor.grading.class_.roster import find_people, put_names
+def _report(summary, course, lab: str) -> None:
+    """Print who has what, and write it as a table."""
+    from instructor.grading.class_ import report, roster
     from instructor.grading.submission.harmless import for_terminal
-    from instructor.points import answers_wait, counted, number_text
+    from instructor.points import answers_wait, number_text
 
-    absent = put_names(course, [result.student for result in summary.graded])
-    penalties, after = late.apply_penalties(course, lab), late.late_students(course, lab)
-    missing = without_submission(course.root, lab)
-    if everybody:
-        taken_in = find_people(absent, missing)
-        missing |= {p.id: f"{p.name}: handed in nothing" for p in absent if p not in taken_in.values()}
-    graded, waiting = summary.graded, 0
-    for result in graded:
-        waiting += sum(cell.status in ("by_hand", "flagged") for cell in result.cells.values())
+    ran = {result.student for result in summary.graded}
+    roster.put_names(course, ran)
+    students = report.everybody(course, lab, summary.failed)
+    table = report.write_summary(course, lab, students)
     resumed = f" ({len(summary.resumed)} of them before)" if summary.resumed else ""
-    done = len(graded) - len(summary.failed)
+    waiting = sum(len(student.waiting) for student in students if student.id in ran)
     typer.echo(
-        f"{done} graded{resumed} in {summary.seconds:.0f} s, {len(summary.flagged)} flagged, "
+        f"{len(ran) - len(summary.failed)} graded{resumed} in {summary.seconds:.0f} s, {len(summary.flagged)} flagged, "
         f"{answers_wait(waiting)}: labs formgrader --course {course.root}"
     )
-    rows = gradebook.summary_rows(graded, missing, arrivals(course.root, lab), after, renamed)
-    table = gradebook.write_summary(course, lab, rows)
-    for row in rows:
-        points = f"{number_text(row['points'])} of {number_text(row['of'])}" if row["points"] != "" else "-"
-        extra = [
-            f"{number_text(row['bonus'])} bonus" if row["bonus"] else "",
-            f"{row['waiting']} wait" if row["waiting"] else "",
-        ]
-        extra += [
-            counted(row["flags"], "flag") if row["flags"] else "",
-            row["late"],
-            f"{number_text(round(penalties[row['student']], 2))} taken for lateness"
-            if row["student"] in penalties
-            else "",
-            "" if row["state"] == "graded" else row["state"],
-        ]
-        words = ", ".join(filter(None, [points, *extra, for_terminal(row["note"])]))
-        typer.echo(f"  {for_terminal(row['student'])}: {words}")
+    for student in students:
+        if student.id in ran or student.outcome == "no notebook":
+            typer.echo(f"  {for_terminal(student.id)}: {for_terminal(report.in_words(student))}")
     if summary.flagged:
         typer.echo("flags, each for a person to look at:")
     for result in sorted(summary.flagged, key=lambda r: r.student):
@@ -242,7 +211,7 @@ def _report(summary, course, lab: str, renamed: dict[str, str], everybody: bool)
             typer.echo(f"    {flag.question or 'submission'}: {flag.kind}: {for_terminal(flag.detail)}")
         if len(result.flags) > MAX_FLAGS:
             typer.echo(f"    and {len(result.flags) - MAX_FLAGS} more, in {table.parent / 'results'}")
-    walls: dict[str, str] = next((result.walls for result in graded if result.walls), {})
+    walls: dict[str, str] = next((result.walls for result in summary.graded if result.walls), {})
     if walls:
         typer.echo("walls that stood:")
         for wall, how in walls.items():
@@ -266,28 +235,23 @@ def feedback(
     from instructor.grading.class_.report import class_of
     from instructor.grading.submission.harmless import for_terminal
 
-    folder = course_folder / "feedback"
-    for student in only or []:
-        if not (course_folder / "autograded" / student / lab).is_dir():
-            known = [place.parent.name for place in (course_folder / "autograded").glob(f"*/{lab}")]
-            raise GradingError(f"{student!r} has nothing graded for {lab} in {course_folder}.{meant([student], known)}")
-    problem, course = "", _course(course_folder)
+    problem, folder, course = "", course_folder / "feedback", _course(course_folder)
+    students = class_of(course, lab)
+    known = [student.id for student in students]
+    if unknown := sorted(set(only or ()) - set(known)):
+        who = ", ".join(map(for_terminal, unknown))
+        raise GradingError(f"nothing of {who} has been graded for {lab} in {course_folder}.{meant(unknown, known)}")
     for choice in [["--student", student] for student in only or []] or [[]]:
         try:
             course.nbgrader("generate_feedback", lab, "--force", *choice)
         except CourseError as error:
             problem = str(error)
-    try:
-        students = class_of(course, lab)
-    except GradingError:  # graded by nbgrader alone
-        students = []
     finish_pages(folder, lab, students)
     pages = [page for page in folder.glob(f"*/{lab}/*.html") if not only or page.parts[-3] in only]
     typer.echo(f"{len(pages)} pages in {folder}")
     if problem:  # one that fails stops nobody else's
         having = {page.parts[-3] for page in pages}
-        graded = only or [path.parent.name for path in (course_folder / "autograded").glob(f"*/{lab}")]
-        without = ", ".join(map(for_terminal, sorted(set(graded) - having))) or "nobody"
+        without = ", ".join(map(for_terminal, sorted(set(only or known) - having))) or "nobody"
         raise GradingError(f"without a page: {without}. What nbgrader said ends with:\n{problem[-2000:]}")
 
 

@@ -17,6 +17,7 @@ from instructor.build import PUBLIC, QUOTE_LENGTH, ROOT, Built, notebook_text, s
 from instructor.grading.submission.results import GradingError
 from instructor.points import lab_names, lab_path
 from instructor.source import REGIONS, Cell, find_regions, read_lab
+from utils.files import write_whole
 
 # What students get, beside the notebook and a README of their own; everything else stays here.
 BUNDLE = (
@@ -224,9 +225,8 @@ def release(built: Built, target: Path) -> Bundle:
     if leaks:
         shown = "\n".join(f"  {leak}" for leak in leaks[:20])
         raise ReleaseError(f"{len(leaks)} secret lines are in the bundle of {built.name}:\n{shown}")
-    target.mkdir(parents=True, exist_ok=True)
     path = target / f"{built.name}.zip"
-    path.write_bytes(packed(files, built.name))
+    write_whole(path, packed(files, built.name))
     return Bundle(path, len(files), shared)
 
 
@@ -270,10 +270,8 @@ def worked_solutions(built: Built) -> str:
 
 def release_solutions(built: Built, target: Path) -> Path:
     """Write a lab's worked solutions into `target`; returns the notebook's path."""
-    text = worked_solutions(built)
-    target.mkdir(parents=True, exist_ok=True)
     path = target / f"{built.name}-solutions.ipynb"
-    path.write_text(text, encoding="utf-8")
+    write_whole(path, worked_solutions(built))
     return path
 
 

@@ -16,21 +16,24 @@ app = typer.Typer()
 @app.command()
 @errors_as_text
 def stats(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
-    """Write each student's points by question, what the class got wrong, and a picture of both."""
-    from instructor.grading.class_.report import WORDS, statistics_rows, write_tables
-    from instructor.grading.class_.report import class_of as read_class
+    """Write how many got what of each question, the commonest mistakes, and a picture of both."""
+    from instructor.grading.class_.report import WORDS, as_csv, class_of, draw_class, statistics_rows
     from instructor.points import counted, number_text
+    from utils.files import write_whole
 
     name, course = _name(lab), _course(course_folder)
-    paths = write_tables(course, name)
-    for row in statistics_rows(read_class(course, name)):
+    students, folder = class_of(course, name), course.root / "grading" / name
+    rows = statistics_rows(students)
+    write_whole(folder / "statistics.csv", as_csv(rows))
+    draw_class(students, name, folder / "class.svg")
+    for row in rows:
         mean = number_text(row["mean"]) if row["mean"] != "" else "-"
         states = ", ".join(f"{words} {row[state]}" for state, words in WORDS.items() if row[state])
         typer.echo(f"{row['question']}: {mean} of {number_text(row['of'])}; {states}")
         if row["times"]:
             typer.echo(f"    {counted(row['times'], 'time')}: {row['commonest mistake']}")
-    for path in paths:
-        typer.echo(str(path))
+    for name in ("statistics.csv", "class.svg"):
+        typer.echo(str(folder / name))
 
 
 @app.command()
@@ -61,7 +64,6 @@ def similar(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
         typer.echo(f"{names}: {pair.share:.0%} alike ({pair.shared} places), most in {', '.join(pair.cells)}")
     rows = [{**pair._asdict(), "share": round(pair.share, 3), "cells": " ".join(pair.cells)} for pair in pairs]
     table = course_folder / "grading" / built.name / "similar.csv"
-    table.parent.mkdir(parents=True, exist_ok=True)
     write_whole(table, as_csv(rows) or "one,other,share,shared,cells\n")
     typer.echo(
         f"{counted(len(pairs), 'pair')} of {counted(len(found), 'submission')}: {table}. Alike is not copied: look at each."

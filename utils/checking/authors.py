@@ -8,6 +8,7 @@ import linecache
 import os
 import sys
 import sysconfig
+import traceback
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,12 +66,9 @@ def is_students(code: types.CodeType) -> bool:
 
 def lender() -> str:
     """Return the file and function of a library that runs an operator now, on behalf of a student; "" if there is none."""
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None:
-        owner = _owner(frame.f_code.co_filename)
-        if owner:
+    for frame, _ in traceback.walk_stack(sys._getframe(2)):
+        if owner := _owner(frame.f_code.co_filename):
             return "" if owner == "student" else f"{owner}, {frame.f_code.co_name}"
-        frame = frame.f_back
     return ""
 
 
@@ -99,12 +97,8 @@ def lines_of_error(error: BaseException, skip: types.CodeType | None = None) -> 
         skip: the code of a check; its frames do not count, nor do those of the functions that it defines.
     """
     skipped = _with_inner_functions(skip) if skip is not None else set()
-    lines, trace = [], error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if code not in skipped and is_students(code):
-            lines.append(_line(code, trace.tb_lineno))
-        trace = trace.tb_next
+    steps = [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    lines = [_line(code, number) for code, number in steps if code not in skipped and is_students(code)]
     return lines + getattr(error, "student_lines", [])
 
 
@@ -124,9 +118,5 @@ def _with_inner_functions(code: types.CodeType) -> set[types.CodeType]:
 
 def line_of_stack() -> StudentLine | None:
     """Return the innermost line of a student's that runs now."""
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if is_students(frame.f_code):
-            return _line(frame.f_code, frame.f_lineno)
-        frame = frame.f_back
-    return None
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(2)) if is_students(frame.f_code))
+    return next((_line(frame.f_code, frame.f_lineno) for frame in frames), None)

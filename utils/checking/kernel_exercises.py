@@ -435,10 +435,10 @@ def expect_kernel(
         for name, tensor in expected.items():
             what = f"{name} after {launch.kernel}{where}"
             got, right = outputs[name], tensor.to(outputs[name].dtype)
-            if got.isnan().any() and (never := unwritten(source, launch, name)):
-                words = name_mistakes(got, right, mistakes()) if mistakes else []
-                raise AssertionError(f"{what}: {never} {' Or: '.join(words) or hint}")
+            never = unwritten(source, launch, name) if got.isnan().any() else ""
             try:
+                if never:
+                    raise AssertionError(f"{what}: {never} {hint}")
                 expect_close(got, right, rtol=rtol, atol=atol, what=what, hint=hint)
             except AssertionError as wrong:
                 words = name_mistakes(got, right, mistakes()) if mistakes else []

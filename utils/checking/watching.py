@@ -286,6 +286,9 @@ class SizeWatch(TorchDispatchMode):
         self.steps: list[tuple] = []  # each operator with the shapes, and the numbers, that it was given
         self._made = WeakTensorKeyDictionary()  # of a tensor made here: whether it shows or repeats numbers of an input
 
+    def __reduce__(self):  # a watch travels to the process of an answer; the tensors that were made here do not
+        return type(self), (), {name: value for name, value in vars(self).items() if name != "_made"}
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         given, made = tensors_in((*args, *(kwargs or {}).values())), tensors_in((result,))

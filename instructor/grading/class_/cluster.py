@@ -2,13 +2,12 @@
 
 In both cases `dask.distributed` gives submissions to workers, and each worker keeps a warm process for the lab
 (`engine`). When a worker dies, another one grades its submission again, three times at most; then the submission is flagged.
-Results come back as JSON text. They are checked, and one process, this one, writes them.
+One process, this one, writes the results.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 import time
@@ -21,7 +20,6 @@ from instructor.course import Course
 from instructor.grading.class_ import gradebook
 from instructor.grading.class_.intake import Submission
 from instructor.grading.sandbox.walls import Limits
-from instructor.grading.submission import sources
 from instructor.grading.submission.engine import calibrate, close_all, grade_notebook, known_calibration
 from instructor.grading.submission.plan import not_graded
 from instructor.grading.submission.results import GradingError, SubmissionResult
@@ -54,10 +52,11 @@ class Summary:
 # ---- what runs in a worker ---------------------------------------------------------------------------------------
 
 
-def grade_one(built: Built, data: bytes, student: str, timeout: float, limits: Limits, devices: Sequence[str]) -> str:
-    """Grade one submission, on the worker's own one of the GPUs `devices` if there are any; returns the result as JSON."""
-    limits = _on_own_gpu(limits, devices)
-    return json.dumps(grade_notebook(built, data, timeout=timeout, student=student, limits=limits).as_json())
+def grade_one(
+    built: Built, data: bytes, student: str, timeout: float, limits: Limits, devices: Sequence[str]
+) -> SubmissionResult:
+    """Grade one submission, on the worker's own one of the GPUs `devices` if there are any."""
+    return grade_notebook(built, data, timeout=timeout, student=student, limits=_on_own_gpu(limits, devices))
 
 
 def calibrate_one(built: Built, limits: Limits, devices: Sequence[str]) -> None:
@@ -71,11 +70,6 @@ def _on_own_gpu(limits: Limits, devices: Sequence[str]) -> Limits:
     from distributed import get_worker
 
     return replace(limits, device=devices[int(get_worker().name)]) if devices else limits
-
-
-def sources_of(built: Built) -> str:
-    """The fingerprint of the sources that the worker has."""
-    return sources.fingerprint(built)
 
 
 # ---- workers -----------------------------------------------------------------------------------------------------
@@ -131,6 +125,8 @@ def connect(scheduler: str | None, jobs: int, built: Built, gpu: bool = False) -
             yield client
         finally:
             close_all()  # ends what the threads wait for
+            # Dask sends with a timer; one that fires in the loop's last round has nobody left to take its TimeoutError.
+            cluster.loop.asyncio_loop.set_exception_handler(lambda loop, context: None)
 
 
 def _suitable_workers(client, gpu: bool) -> dict[str, dict]:
@@ -162,8 +158,8 @@ def _expect_workers(client, scheduler: str, built: Built, gpu: bool) -> None:
             f"the worker {name} has {count} threads; each may have one, as it keeps one warm process: start workers "
             "with --nthreads 1, and more of them with --nworkers."
         )
-    own = sources_of(built)
-    for name, answer in client.run(sources_of, built, workers=list(workers), on_error="return").items():
+    own = fingerprint(built)
+    for name, answer in client.run(fingerprint, built, workers=list(workers), on_error="return").items():
         if isinstance(answer, Exception):
             raise GradingError(
                 f"the worker {name} cannot grade ({type(answer).__name__}: {answer}): workers need this folder at "
@@ -308,7 +304,7 @@ class _ClassRun:
         for future in _in_order_of_end(client, futures, self.limits.gpu):
             student = futures[future]
             try:
-                result = SubmissionResult.from_json(json.loads(future.result()))
+                result = future.result()
             except Exception as error:  # whatever happened to this submission, the others go on
                 self._fail(student, f"not graded after {RETRIES + 1} attempts: {str(error).strip()[:500]}")
             else:
@@ -323,7 +319,7 @@ class _ClassRun:
 
     def _fail(self, student: str, why: str) -> None:
         self.summary.failed[student] = why
-        self.summary.graded.append(not_graded(self.built.name, self.built.student, student, "not graded", why))
+        self.summary.graded.append(not_graded(self.built, student, "not graded", why))
 
     def merge(self) -> None:
         """Write the results that the gradebook does not have yet."""

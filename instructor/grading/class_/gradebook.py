@@ -11,12 +11,11 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from instructor.build import Built
 from instructor.course import Course
-from instructor.grading.class_.intake import Arrival
 from instructor.grading.submission.results import GradingError, SubmissionResult
 from utils.files import write_whole
 
@@ -27,7 +26,6 @@ def prepare(course: Course, built: Built) -> None:
     if marker.is_file() and marker.read_text(encoding="utf-8") == built.instructor and _is_known(course, built.name):
         return
     course.release(built)
-    marker.parent.mkdir(parents=True, exist_ok=True)
     write_whole(marker, built.instructor)
 
 
@@ -95,11 +93,7 @@ def _timestamp(course: Course, student: str, lab: str) -> dict:
 
 def _write_notebook(course: Course, student: str, result: SubmissionResult) -> None:
     folder = course.root / "autograded" / student / result.lab
-    folder.mkdir(parents=True, exist_ok=True)
-    notebook = folder / f"{result.lab}.ipynb"
-    if notebook.exists():
-        notebook.chmod(0o644)
-    write_whole(notebook, result.notebook)
+    write_whole(folder / f"{result.lab}.ipynb", result.notebook)
     stamp = course.root / "submitted" / student / result.lab / "timestamp.txt"
     if stamp.is_file():
         shutil.copyfile(stamp, folder / "timestamp.txt")
@@ -116,7 +110,6 @@ def record_path(course: Course, lab: str, student: str) -> Path:
 def save_record(course: Course, result: SubmissionResult, key: str) -> None:
     """Keep a result with the key of what it was made from."""
     path = record_path(course, result.lab, result.student)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps({"key": key, **result.as_json()}, indent=1))
 
 
@@ -133,59 +126,7 @@ def load_record(course: Course, lab: str, student: str, key: str | None) -> Subm
         return None
 
 
-# ---- who has what ------------------------------------------------------------------------------------------------
-
-
-def summary_rows(
-    results: Iterable[SubmissionResult],
-    missing: Mapping[str, str],
-    arrivals: Mapping[str, Arrival],
-    late: Collection[str] = (),
-    renamed: Mapping[str, str] | None = None,
-) -> list[dict]:
-    """A row for everybody: points, answers that wait for a person, flags, and why there is no grade.
-
-    Args:
-        results: what was graded.
-        missing: student -> why there is nothing to grade.
-        arrivals: what the zips said.
-        late: the students who handed in after the due date.
-        renamed: student -> what to know of a file that stood in the folder.
-    """
-    rows = []
-    for result in results:
-        waiting = [c for c in result.cells.values() if c.status in ("by_hand", "flagged")]
-        bonus = sum(c.points for name, c in result.cells.items() if name.startswith("bonus"))
-        broken = [f for f in result.flags if f.kind in ("unreadable", "not graded")]
-        arrival = arrivals.get(result.student)
-        notes = [f.detail for f in broken] + ([arrival.note] if arrival and arrival.note else [])
-        notes += [renamed[result.student]] if not arrival and renamed and result.student in renamed else []
-        rows.append(
-            {
-                "student": result.student,
-                "points": result.score - bonus,
-                "of": sum(c.max_points for name, c in result.cells.items() if not name.startswith("bonus")),
-                "bonus": bonus,
-                "waiting": len(waiting),
-                "flags": len(result.flags),
-                "late": "late" if result.student in late or (arrival and arrival.late) else "",
-                "state": broken[0].kind if broken else "graded",
-                "note": "; ".join(notes),
-            }
-        )
-    for student, why in missing.items():
-        marked = student in arrivals and arrivals[student].late
-        blank = {"points": "", "of": "", "bonus": "", "waiting": "", "flags": "", "late": "late" if marked else ""}
-        rows.append({"student": student, **blank, "state": "no notebook", "note": why})
-    return sorted(rows, key=lambda row: str(row["student"]).casefold())
-
-
-def write_summary(course: Course, lab: str, rows: list[dict]) -> Path:
-    """Write the rows to `grading/<lab>/summary.csv`."""
-    path = course.root / "grading" / lab / "summary.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, as_csv(rows))
-    return path
+# ---- tables ------------------------------------------------------------------------------------------------------
 
 
 def as_csv(rows: list[dict]) -> str:

@@ -9,6 +9,7 @@ import difflib
 import hashlib
 import importlib
 import json
+import os
 import re
 import stat
 import unicodedata
@@ -80,12 +81,8 @@ def _parts(member: str) -> list[str] | None:
 
 def _wrapper(places: list[list[str]]) -> tuple[str, ...]:
     """The folders around all students: those that every path of folders begins with."""
-    paths = [place for place in places if place]
-    common = paths[0] if paths else []
-    for path in paths:
-        same = [a == b for a, b in zip(common, path, strict=False)]
-        common = common[: same.index(False)] if False in same else common[: len(same)]
-    return tuple(common)
+    paths = ["/".join(place) for place in places if place]
+    return tuple(filter(None, os.path.commonpath(paths).split("/"))) if paths else ()
 
 
 def _place(
@@ -150,9 +147,8 @@ def take_in(archive: Path, root: Path, lab: str, zone: tzinfo | None = None) -> 
                 found[student] = arrival
                 if data is not None:
                     path = root / "submitted" / student / lab / f"{lab}.ipynb"
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_bytes(data)
-                    (path.parent / "timestamp.txt").write_text(f"{arrival.time}\n", encoding="utf-8")
+                    write_whole(path, data)
+                    write_whole(path.parent / "timestamp.txt", f"{arrival.time}\n")
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
         raise IntakeError(f"{archive} cannot be unpacked: {error}") from None
     if not any(arrival.file for arrival in found.values()):
@@ -161,7 +157,6 @@ def take_in(archive: Path, root: Path, lab: str, zone: tzinfo | None = None) -> 
             f"<name>_<number>_<number>_{lab}.ipynb (Canvas)."
         )
     record = root / "grading" / lab / "intake.json"
-    record.parent.mkdir(parents=True, exist_ok=True)
     write_whole(record, json.dumps({s: asdict(a) for s, a in (arrivals(root, lab) | found).items()}, indent=1))
     return found
 
@@ -261,7 +256,7 @@ def _choose(file: zipfile.ZipFile, own: list, lab: str, zone: tzinfo) -> tuple[A
 
 def submissions(root: Path, lab: str, only: list[str] | None = None) -> list[Submission]:
     """The submissions for a lab below `submitted/`, by student; one under another name counts if it is the only one."""
-    found = [entry for entry in _look_through(root, lab).values() if isinstance(entry, Submission)]
+    found = [entry for entry in look_through(root, lab).values() if isinstance(entry, Submission)]
     folder = root / "submitted"
     if only:
         known = [s.student for s in found]
@@ -274,7 +269,7 @@ def submissions(root: Path, lab: str, only: list[str] | None = None) -> list[Sub
     return found
 
 
-def _look_through(root: Path, lab: str) -> dict[str, Submission | str]:
+def look_through(root: Path, lab: str) -> dict[str, Submission | str]:
     """{student: the submission, or why there is none} of those who have a folder for a lab."""
     found: dict[str, Submission | str] = {}
     folder = root / "submitted"
@@ -319,7 +314,7 @@ def _why_unusable(folder: str) -> str:
 
 def without_submission(root: Path, lab: str) -> dict[str, str]:
     """{student: why there is nothing to grade} of those who have a folder, or were in a zip, and no usable notebook."""
-    found = _look_through(root, lab)
+    found = look_through(root, lab)
     why = {student: entry for student, entry in found.items() if isinstance(entry, str)}
     came = {student: arrival.note for student, arrival in arrivals(root, lab).items() if not arrival.file}
     return why | {student: note for student, note in came.items() if not isinstance(found.get(student), Submission)}

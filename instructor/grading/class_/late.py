@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from datetime import datetime
 
 from nbgrader.plugins import LateSubmissionPlugin
 from traitlets import Float
+from traitlets.config.loader import PyFileConfigLoader
+from traitlets.utils.importstring import import_item
 
 from instructor.course import Course
 
@@ -39,30 +40,25 @@ def set_due_date(course: Course, lab: str, when: datetime) -> None:
         gradebook.update_or_create_assignment(lab, duedate=when)
 
 
-def late_students(course: Course, lab: str) -> set[str]:
-    """The students whose submission came after the due date."""
-    with course.gradebook() as gradebook:
-        return {s.student.id for s in gradebook.assignment_submissions(lab) if s.total_seconds_late > 0}
-
-
 def apply_penalties(course: Course, lab: str) -> dict[str, float]:
-    """Have nbgrader's plugin set the penalty of each late submission; returns {student: points} of those that lose some.
+    """Set the penalty of each late submission by the course's plugin; returns {student: points} of all late ones.
 
-    A penalty is a share of the points, so it is set again when a person has given more of them.
+    As nbgrader's `AssignLatePenalties` does when it grades. A penalty is a share of the points, so it is set again when a
+    person has given more of them.
     """
-    from nbformat.v4 import new_notebook
-    from nbgrader.preprocessors import AssignLatePenalties
-    from traitlets.config.loader import PyFileConfigLoader
-
     config = PyFileConfigLoader("nbgrader_config.py", path=str(course.root)).load_config()
+    chosen = config.AssignLatePenalties.get("plugin_class", LateSubmissionPlugin)
+    plugin = (import_item(chosen) if isinstance(chosen, str) else chosen)(config=config)
+    found = {}
     with course.gradebook() as gradebook:
-        submissions = gradebook.assignment_submissions(lab)
-        late = [s.student.id for s in submissions if s.total_seconds_late > 0 or s.late_submission_penalty]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for student in late:
-            where = {"notebook": lab, "assignment": lab, "student": student, "db_url": course.database}
-            AssignLatePenalties(config=config, log_level="ERROR").preprocess(new_notebook(), {"nbgrader": where})
-    with course.gradebook() as gradebook:
-        submissions = gradebook.assignment_submissions(lab)
-        return {s.student.id: float(s.late_submission_penalty) for s in submissions if s.late_submission_penalty}
+        for submission in gradebook.assignment_submissions(lab):
+            student, late = submission.student.id, submission.total_seconds_late
+            if late > 0:
+                found[student] = 0.0
+            for notebook in submission.notebooks:
+                points = plugin.late_submission_penalty(student, notebook.score, late) if late > 0 else None
+                notebook.late_submission_penalty = None if points is None else min(max(points, 0.0), notebook.score)
+                if points is not None:
+                    found[student] += notebook.late_submission_penalty
+        gradebook.db.commit()
+    return found

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from instructor.course import Course
 from instructor.grading.class_.gradebook import as_csv, harmless_cell
-from instructor.grading.class_.report import Student, class_of, question_rows, questions_of
+from instructor.grading.class_.report import Student, class_of, class_rows, questions_of
 from instructor.grading.submission.harmless import for_terminal
 from instructor.grading.submission.plan import question_title
 from instructor.points import counted, number_text
@@ -26,11 +26,9 @@ def export_class(course: Course, lab: str, form: str, to: Path) -> list[str]:
     if form == "gradescope":
         for student in students:
             path = to / student.id / "results.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(gradescope_results(student), indent=1, ensure_ascii=False))
         return notes
-    rows = {"questions": question_rows, "moodle": moodle_rows, "canvas": lambda s: canvas_rows(s, lab)}[form](students)
-    to.parent.mkdir(parents=True, exist_ok=True)
+    rows = {"questions": class_rows, "moodle": moodle_rows, "canvas": lambda s: canvas_rows(s, lab)}[form](students)
     write_whole(to, as_csv(rows))
     return notes
 

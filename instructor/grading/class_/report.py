@@ -5,17 +5,18 @@ from __future__ import annotations
 import collections
 import re
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from instructor.course import Course
 from instructor.grading.class_ import gradebook
 from instructor.grading.class_.gradebook import as_csv
-from instructor.grading.class_.intake import arrivals
+from instructor.grading.class_.intake import Submission, arrivals, look_through, without_submission
 from instructor.grading.class_.roster import Person, find_people, people_of
 from instructor.grading.submission.plan import question_of, question_title
 from instructor.grading.submission.results import GradingError, SubmissionResult
+from instructor.points import counted, number_text
 from utils.files import write_whole
 
 WAITS = "waits"
@@ -26,7 +27,7 @@ FILLS = {"full": "#2f7d5b", "part": "#8cc5a5", "none": "#d9705f", "missing": "#c
 
 @dataclass
 class Student:
-    """One student's points: by question, as the gradebook has them now, a person's grades included."""
+    """One student's points: by question, as the gradebook has them now, a person's grades included; none without a notebook."""
 
     id: str
     person: Person | None
@@ -38,6 +39,8 @@ class Student:
     penalty: float = 0.0
     flags: int = 0
     late: bool = False
+    outcome: str = "graded"  # or unreadable, not graded, no notebook
+    note: str = ""  # what a person should know: a renamed file, why there is no grade
 
     def total(self, bonus: bool) -> float:
         """The sum of the regular points, or of the bonus points."""
@@ -59,22 +62,57 @@ class Student:
 
 def class_of(course: Course, lab: str) -> list[Student]:
     """Everybody whose submission has been graded, by name; `GradingError` if there is nobody."""
-    results = _records(course, lab)
-    if not results:
+    found = _graded(course, lab)
+    if not found:
         raise GradingError(
             f"nothing of {lab} has been graded in {course.root}: run `labs grade {lab} --course {course.root}`."
         )
+    return _in_order(found)
+
+
+def everybody(course: Course, lab: str, failed: Mapping[str, str]) -> list[Student]:
+    """The class, and everybody who has no grade, with the reason; the roster names those who handed in nothing.
+
+    Args:
+        course: whose gradebook has the results.
+        lab: the lab's name.
+        failed: student -> why the last run gave no grade.
+    """
+    people, came = people_of(course), arrivals(course.root, lab)
+    why = without_submission(course.root, lab)
+    handed_in = [name for name, entry in look_through(course.root, lab).items() if isinstance(entry, Submission)]
+    known = find_people(people, {*why, *handed_in})
+    why |= {p.id: f"{p.name}: handed in nothing" for p in people if p not in known.values()}
+    known |= {p.id: p for p in people if p.id in why}
+    absent = [
+        Student(name, known.get(name), late=name in came and came[name].late, outcome=outcome, note=note)
+        for outcome, notes in (("no notebook", why), ("not graded", failed))
+        for name, note in notes.items()
+    ]
+    return _in_order([s for s in _graded(course, lab) if s.id not in {*why, *failed}] + absent)
+
+
+def _graded(course: Course, lab: str) -> list[Student]:
+    results = _records(course, lab)
+    if not results:
+        return []
     scores = course.scores(lab)
     from instructor.grading.class_ import late  # loads nbgrader, and a single result needs none
 
-    penalties, after = late.apply_penalties(course, lab), late.late_students(course, lab)
+    penalties = late.apply_penalties(course, lab)
     people, came = find_people(people_of(course), scores), arrivals(course.root, lab)
+    files = look_through(course.root, lab)
     found = []
     for name, cells in scores.items():
         student = Student(name, people.get(name), penalty=penalties.get(name, 0.0))
         record = results.get(name)
         student.flags = len(record.flags) if record else 0
-        student.late = name in after or (name in came and came[name].late)
+        student.late = name in penalties or (name in came and came[name].late)
+        broken = [flag for flag in record.flags if flag.kind in ("unreadable", "not graded")] if record else []
+        student.outcome = broken[0].kind if broken else "graded"
+        known = came.get(name) or files.get(name)
+        notes = [flag.detail for flag in broken] + [getattr(known, "note", "")]
+        student.note = "; ".join(filter(None, notes))
         for cell, score in cells.items():
             question = question_of(cell)
             got = score.manual if score.manual is not None else score.auto or 0.0
@@ -84,7 +122,12 @@ def class_of(course: Course, lab: str) -> list[Student]:
                 student.waiting.add(question)
         _take_messages(student, record)
         found.append(student)
-    return sorted(found, key=lambda s: ((s.person.last_name if s.person else s.id).casefold(), s.id))
+    return found
+
+
+def _in_order(students: Iterable[Student]) -> list[Student]:
+    """Students by last name, and by id where there is no name."""
+    return sorted(students, key=lambda s: ((s.person.last_name if s.person else s.id).casefold(), s.id))
 
 
 def _take_messages(student: Student, record: SubmissionResult | None) -> None:
@@ -112,19 +155,38 @@ def questions_of(students: Iterable[Student]) -> list[str]:
     return sorted(names, key=lambda q: (q.startswith("bonus"), [int(n) for n in re.findall(r"\d+", q)]))
 
 
+def in_words(student: Student) -> str:
+    """One student's points, and all that a person should know, as a line."""
+    got, bonus = student.total(False), student.total(True)
+    parts = [
+        f"{number_text(got)} of {number_text(student.possible(False))}" if student.most else "-",
+        f"{number_text(bonus)} bonus" if bonus else "",
+        f"{len(student.waiting)} wait" if student.waiting else "",
+        counted(student.flags, "flag") if student.flags else "",
+        "late" if student.late else "",
+        f"{number_text(round(student.penalty, 2))} taken for lateness" if student.penalty else "",
+        "" if student.outcome == "graded" else student.outcome,
+        student.note,
+    ]
+    return ", ".join(filter(None, parts))
+
+
 # ---- tables ------------------------------------------------------------------------------------------------------
 
 
-def question_rows(students: list[Student]) -> list[dict]:
-    """A row for each student: who, the sums, and a column for each question; "waits" where a person has to grade."""
+def class_rows(students: list[Student]) -> list[dict]:
+    """A row for each student: who, the sums, why there is no grade, and a column for each question; "waits" where a person has to grade."""
     questions = questions_of(students)
     rows = []
     for student in students:
         person = student.person or Person(student.id)
         row: dict[str, object] = {"student": student.id, "last_name": person.last_name, "first_name": person.first_name}
-        row |= {"points": student.total(False), "bonus": student.total(True), "waiting": len(student.waiting)}
-        row |= {"penalty": round(student.penalty, 2), "late": "late" if student.late else "", "flags": student.flags}
-        for question in questions:
+        row |= {"points": student.total(False), "of": student.possible(False), "bonus": student.total(True)}
+        row |= {"waiting": len(student.waiting), "penalty": round(student.penalty, 2), "flags": student.flags}
+        if not student.most:
+            row |= dict.fromkeys(("points", "of", "bonus", "waiting", "penalty", "flags"), "")
+        row |= {"late": "late" if student.late else "", "state": student.outcome, "note": student.note}
+        for question in questions if student.most else ():
             row[question_title(question)] = WAITS if question in student.waiting else student.points.get(question, 0.0)
         rows.append(row)
     return rows
@@ -162,15 +224,11 @@ def statistics_rows(students: list[Student]) -> list[dict]:
     return rows
 
 
-def write_tables(course: Course, lab: str) -> tuple[Path, Path, Path]:
-    """Write `questions.csv`, `statistics.csv` and `class.svg` to `grading/<lab>/`; returns their paths."""
-    students = class_of(course, lab)
-    folder = course.root / "grading" / lab
-    paths = folder / "questions.csv", folder / "statistics.csv", folder / "class.svg"
-    write_whole(paths[0], as_csv(question_rows(students)))
-    write_whole(paths[1], as_csv(statistics_rows(students)))
-    draw_class(students, lab, paths[2])
-    return paths
+def write_summary(course: Course, lab: str, students: list[Student]) -> Path:
+    """Write a row for each student to `grading/<lab>/summary.csv`; returns its path."""
+    path = course.root / "grading" / lab / "summary.csv"
+    write_whole(path, as_csv(class_rows(students)))
+    return path
 
 
 # ---- a picture ---------------------------------------------------------------------------------------------------
@@ -179,7 +237,6 @@ def write_tables(course: Course, lab: str) -> tuple[Path, Path, Path]:
 def draw_class(students: list[Student], lab: str, path: Path) -> None:
     """Draw for each question how many students got what, and beside it the points of the class."""
     import matplotlib.pyplot as plt
-    import pandas as pd
 
     rows = statistics_rows(students)
     totals = [student.total(False) - student.penalty for student in students]
@@ -188,9 +245,11 @@ def draw_class(students: list[Student], lab: str, path: Path) -> None:
         figure, (left, right) = plt.subplots(
             1, 2, figsize=(11, 1.4 + 0.28 * len(rows)), width_ratios=(3, 1.3), layout="constrained"
         )
-        counts = pd.DataFrame(rows, index=[row["question"].removeprefix("Question ") for row in rows])
-        counts = counts[list(FILLS)].rename(columns=WORDS)
-        counts.plot.barh(stacked=True, ax=left, color=list(FILLS.values()), width=0.8, edgecolor="white", legend=False)
+        names, begins = [row["question"].removeprefix("Question ") for row in rows], [0] * len(rows)
+        for state, color in FILLS.items():
+            counts = [row[state] for row in rows]
+            left.barh(names, counts, left=begins, color=color, label=WORDS[state], edgecolor="white")
+            begins = [begin + count for begin, count in zip(begins, counts, strict=True)]
         left.set(xlim=(0, len(students)), xlabel=f"students, {len(students)} in all", ylabel="question")
         left.xaxis.get_major_locator().set_params(integer=True)
         left.set_title(f"{lab}: who got what", loc="left")

@@ -91,12 +91,10 @@ def people_of(course: Course) -> list[Person]:
     return read_roster(path) if path.is_file() else []
 
 
-def put_names(course: Course, students: Iterable[str]) -> list[Person]:
-    """Put the roster's names into the gradebook; returns the people who have none of these folders."""
-    people = people_of(course)
-    found = find_people(people, students)
+def put_names(course: Course, students: Iterable[str]) -> None:
+    """Put the roster's names into the gradebook."""
+    found = find_people(people_of(course), students)
     with course.gradebook() as gradebook:
         for student, person in found.items():
             fields = {"first_name": person.first_name, "last_name": person.last_name, "email": person.email}
             gradebook.update_or_create_student(student, **fields)
-    return [person for person in people if person not in found.values()]

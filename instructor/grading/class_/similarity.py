@@ -68,7 +68,7 @@ def fingerprints(source: str) -> set[int]:
 def answers_of(built: Built, submission: bytes) -> dict[str, str]:
     """{answer cell: its code} of a submission, and its extra cells; empty if it cannot be read."""
     try:
-        plan = make_plan(built.instructor, built.student, submission)
+        plan = make_plan(built, submission)
     except Unreadable:
         return {}
     return {

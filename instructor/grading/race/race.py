@@ -21,6 +21,7 @@ from instructor.grading.race.judge import expect_right, new_call
 from instructor.grading.race.problem import CELL, FILE, TAIL, TIMED, Shape
 from instructor.grading.race.track import Track, TrackError
 from utils.benchmark.intervals import speedup, speedup_interval
+from utils.files import write_whole
 
 PAIRS = 15  # timed pairs (one call of the reference, one of the entry) of a shape and a state of the L2
 TRIES = 4  # of a call whose launch was not queued in time
@@ -113,7 +114,6 @@ class Race:
         self.states = (True,) if simulator else (True, False)
         self.reference = self.prepare(reference)
         self.track: Track | None = None
-        self.spare = None if simulator else Track()
 
     def prepare(self, source: str) -> Kernel | str:
         """Return what a track loads: machine code, or for the simulator the text, read as strictly."""
@@ -157,21 +157,19 @@ class Race:
         except (Refused, TrackError) as refused:
             result.refused, result.times = str(refused), []
             if isinstance(refused, TrackError):
-                self._drop()
+                self.close()
         return result
 
     def _track(self) -> Track:
         if self.track is None:
-            self.track = self.spare or Track(self.simulator)
-            if self.spare is not None:
-                self.spare = Track()
-                self.spare.forget("")  # wait until it stands: while it starts, it would disturb what is timed
+            self.track = Track(self.simulator)
             self.track.load(REFERENCE, self.reference)
             for shape in (self.tail, *self.shapes):  # whoever runs first pays for what the libraries load
                 self._checked(REFERENCE, shape, Result(REFERENCE))
         return self.track
 
-    def _drop(self) -> None:
+    def close(self) -> None:
+        """End the track; the next entry gets another one."""
         if self.track is not None:
             self.track.close()
             self.track = None
@@ -196,12 +194,6 @@ class Race:
                 own = result if kernel == "entry" else Result(REFERENCE)
                 times[kernel].append(self._checked(kernel, shape, own, cold=cold))
         return Time(shape.name, "cold" if cold else "warm", shape.flops, times["entry"], times[REFERENCE])
-
-    def close(self) -> None:
-        """End the tracks."""
-        self._drop()
-        if self.spare is not None:
-            self.spare.close()
 
 
 def _roof_flops_a_ms() -> float:
@@ -299,11 +291,10 @@ def table(results: list[Result]) -> list[dict[str, object]]:
 
 def write_results(folder: Path, results: list[Result], about: dict) -> list[Path]:
     """Write race.csv, the table, and race.json with every time, to a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "race.csv", folder / "race.json"]
-    paths[0].write_text(as_csv(table(results)), encoding="utf-8")
+    write_whole(paths[0], as_csv(table(results)))
     record = {**about, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "results": [asdict(r) for r in results]}
-    paths[1].write_text(json.dumps(record, indent=1), encoding="utf-8")
+    write_whole(paths[1], json.dumps(record, indent=1))
     return paths
 
 

@@ -1,4 +1,4 @@
-"""Functions of the course that work on what a student wrote: a check calls them, and they run behind the walls."""
+"""Functions of the course that run a student's text: a check calls them, and they run behind the walls."""
 
 from __future__ import annotations
 
@@ -14,34 +14,31 @@ RUNNERS = {
     "utils.kernels.interpreter": ("run_interpreted_cases",),
     "utils.checking.kernel_exercises": ("simulate_file", "compile_file", "run_file"),
 }
-# Functions that work on live objects of the student's, such as compiled masks: they run where these objects are.
-BESIDE = {"utils.checking.masks": ("kernels_for",)}
 _STARTS = ("compile", "subprocess.Popen", "os.posix_spawn", "os.exec", "os.system")  # audit events
 INTERPRETED = ("utils.kernels.interpreter",)  # these need a process in which Triton interprets kernels
 
 
-def put_behind_walls(base: dict, runner: Callable, beside: Callable) -> None:
+def put_behind_walls(base: dict, runner: Callable) -> None:
     """Replace the functions in their modules, in checks and in a notebook's names, by ones that run elsewhere.
 
     Args:
         base: the names of the notebook.
         runner: runner(module, name, args, kwargs) calls a function in a process without the student's cells.
-        beside: beside(function, args) calls a function in the student's process.
     """
 
-    def run_elsewhere(module: str, name: str, function: Callable) -> Callable:
+    def run_elsewhere(module: str, name: str) -> Callable:
         def run(*args, **kwargs):
-            return runner(module, name, args, kwargs) if module in RUNNERS else beside(function, args)
+            return runner(module, name, args, kwargs)
 
         run.__name__ = name
         return run
 
-    for module, names in {**RUNNERS, **BESIDE}.items():
+    for module, names in RUNNERS.items():
         with contextlib.suppress(ImportError):
             owner = importlib.import_module(module)
             for name in names:
                 before = getattr(owner, name)
-                after = run_elsewhere(module, name, before)
+                after = run_elsewhere(module, name)
                 checks = [
                     vars(m) for k, m in sys.modules.items() if k.startswith(("utils.checking", "instructor.checks"))
                 ]

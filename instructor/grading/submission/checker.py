@@ -97,11 +97,11 @@ class Checker:
         began, job = time.perf_counter(), self.job
         try:
             with self._alarm(READ_SECONDS):
-                plan = make_plan(job.instructor_notebook, job.student_notebook, job.submission, job.tests)
+                plan = make_plan(job.built, job.submission, job.tests)
         except (Unreadable, Gone) as error:
             why = f"The submitted notebook takes more than {READ_SECONDS} s to be read."
             why = str(error) if isinstance(error, Unreadable) else why
-            return not_graded(job.lab, job.student_notebook, job.student, "unreadable", why)
+            return not_graded(job.built, job.student, "unreadable", why)
         for name, how in plan.changed.items():
             self.flags.add(question_of(name), "structure", how)
         # In the warm process's folder, which is removed whatever becomes of this process.
@@ -127,7 +127,7 @@ class Checker:
         plan.notebook.metadata["grading"] = {"walls": self.walls, "waits": waits}
         return SubmissionResult(
             student=self.job.student,
-            lab=self.job.lab,
+            lab=self.job.built.name,
             cells=self.cells,
             flags=self.flags.as_tuple(),
             walls=self.walls,
@@ -227,7 +227,7 @@ class Checker:
 
     def _prepare(self) -> None:
         """Get this process ready for hidden checks: runners of student's text stay behind the walls."""
-        put_behind_walls(self.base, self._run_elsewhere, self._run_beside)
+        put_behind_walls(self.base, self._run_elsewhere)
         draw_for(self.job.submission)
         seed = int.from_bytes(os.urandom(6), "little")  # the student's process has the state of the setup cell
         torch.manual_seed(seed)
@@ -247,12 +247,6 @@ class Checker:
         if reply["op"] != "ready":
             raise Gone("protocol", "no runner")
         return clean.call(reply["target"], args, kwargs)
-
-    def _run_beside(self, function: Callable, args: tuple):
-        """Run a function of the course in the student's process, where the student's objects are."""
-        if self.remote is None:
-            raise Gone("killed")
-        return self.remote.run(function, *args)
 
     def _clean_remote(self, module: str) -> Remote:
         interpreted = module in INTERPRETED

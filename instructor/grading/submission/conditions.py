@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
+from utils.checking import poisoned_memory
+
 
 def set_conditions(stack: contextlib.ExitStack, conditions: dict) -> None:
     """Set the grad mode and the filling of uninitialised memory as the checker has them."""
     stack.enter_context(torch.set_grad_enabled(conditions["grad"]))
     if conditions["fill"]:
-        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = True
-        stack.callback(torch.use_deterministic_algorithms, before[0], warn_only=before[1])
+        stack.enter_context(poisoned_memory())
     if (wanted := conditions["sdpa"]) != (now := sdpa_switches()):
         stack.callback(set_sdpa_switches, now)
         set_sdpa_switches(wanted)

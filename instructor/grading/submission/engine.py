@@ -196,6 +196,8 @@ def close_all() -> None:
         _zygotes.popitem()[1].close()
 
 
+_plan_tests = functools.cache(plan_tests)
+
 # ---- calibration -------------------------------------------------------------------------------------------------
 
 
@@ -237,7 +239,8 @@ def _calibration_path(built: Built, limits: walls.Limits) -> Path:
 def _calibrate(built: Built, limits: walls.Limits) -> SubmissionResult:
     from instructor.course import answered_notebook
 
-    job = _job(built, answered_notebook(built).encode(), "model answers", CALIBRATION_CELL, CALIBRATION_SECONDS)
+    answers = answered_notebook(built).encode()
+    job = Job(built, "model answers", answers, CALIBRATION_CELL, CALIBRATION_SECONDS, _plan_tests(built.instructor))
     result = zygote(built, limits).grade(job, CALIBRATION_SECONDS)
     wrong = {name: cell for name, cell in result.cells.items() if cell.status not in ("passed", "by_hand")}
     if wrong:
@@ -247,21 +250,6 @@ def _calibrate(built: Built, limits: walls.Limits) -> SubmissionResult:
 
 
 # ---- grading -----------------------------------------------------------------------------------------------------
-
-_plan_tests = functools.cache(plan_tests)
-
-
-def _job(built: Built, submission: bytes, student: str, timeout: float, total: float) -> Job:
-    return Job(
-        lab=built.name,
-        student=student,
-        instructor_notebook=built.instructor,
-        student_notebook=built.student,
-        submission=submission,
-        timeout=timeout,
-        total=total,
-        tests=_plan_tests(built.instructor),
-    )
 
 
 def grade_notebook(
@@ -291,13 +279,13 @@ def grade_notebook(
         data = notebook.read_bytes() if isinstance(notebook, Path) else notebook
     if len(data) > MAX_FILE:
         why = f"The submitted file has {len(data) >> 20} MB; at most {MAX_FILE >> 20} are read."
-        return not_graded(built.name, built.student, student, "unreadable", why)
+        return not_graded(built, student, "unreadable", why)
     total = total_seconds(calibration.seconds, timeout)
-    job = _job(built, data, student, timeout, total)
+    job = Job(built, student, data, timeout, total, _plan_tests(built.instructor))
     try:
         return zygote(built, limits).grade(job, total + GRACE)
     except OutOfTime as late:  # it would take as long a second time
-        return not_graded(built.name, built.student, student, "not graded", str(late))
+        return not_graded(built, student, "not graded", str(late))
 
 
 def total_seconds(model_seconds: float, timeout: float) -> float:

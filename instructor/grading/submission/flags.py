@@ -11,7 +11,6 @@ from instructor.grading.sandbox.tampering import SERIOUS, Sign
 from instructor.grading.submission.plan import Step, question_of
 from instructor.grading.submission.results import Flag
 
-MOST = 200  # flags of a submission
 MOST_CHANGED = 3  # questions with changed cells that have a flag each
 
 
@@ -24,10 +23,9 @@ class Flags:
 
     def add(self, question: str, kind: str, detail: str) -> None:
         """Flag a question; "" is the whole submission."""
-        if (question, kind) in self.found or len(self.found) < MOST:
-            details = self.found.setdefault((question, kind), [])
-            if detail not in details:
-                details.append(detail)
+        details = self.found.setdefault((question, kind), [])
+        if detail not in details:
+            details.append(detail)
 
     def read_signs(self, descriptor: int, during: str) -> None:
         """Read what a student's process reported until its end, and close the pipe.

@@ -105,18 +105,20 @@ _INLINE = re.compile(r"<script(?![^>]*\bsrc=)[^>]*>(.*?)</script>", flags=re.DOT
 _SOURCES = re.compile(r"<script[^>]*\bsrc=[\"'](https://[\w.-]+)/", flags=re.IGNORECASE)
 
 
+def script_hash(text: str) -> str:
+    """How a content security policy names a script that may run."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
 def with_policy(page: str) -> str:
     """A page of feedback that may run the scripts in its head, which are nbconvert's, and none that its cells hold."""
     head = page.partition("</head>")[0]
-    scripts = {
-        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-        for text in _INLINE.findall(head)
-    }
-    hosts = set(_SOURCES.findall(head))
-    allowed = " ".join([*sorted(hosts), *sorted(scripts)]) or "'none'"
+    hosts = " ".join(sorted(set(_SOURCES.findall(head))))
+    scripts = " ".join(sorted(set(map(script_hash, _INLINE.findall(head)))))
+    allowed = f"{hosts} {scripts}".strip() or "'none'"
     policy = (
-        f"default-src 'none'; img-src data:; style-src 'unsafe-inline' {' '.join(sorted(hosts))}; "
-        f"font-src data: {' '.join(sorted(hosts))}; script-src {allowed}; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline' {hosts}; font-src data: {hosts}; "
+        f"script-src {allowed}; base-uri 'none'; form-action 'none'"
     )
     meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     return re.sub(r"(<head[^>]*>)", lambda head: head[1] + meta, page, count=1, flags=re.IGNORECASE)

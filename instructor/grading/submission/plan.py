@@ -18,6 +18,7 @@ from typing import NamedTuple
 import nbformat
 from nbformat import NotebookNode
 
+from instructor.build import Built
 from instructor.grading.submission.harmless import (
     MAX_ALL_CODE,
     MAX_ALL_PROSE,
@@ -116,11 +117,11 @@ def read_notebook(text: str | bytes) -> NotebookNode:
     return notebook
 
 
-def not_graded(lab: str, student_notebook: str, student: str, kind: str, why: str) -> SubmissionResult:
+def not_graded(built: Built, student: str, kind: str, why: str) -> SubmissionResult:
     """The result of a submission that cannot be graded at all: no points, and a flag of this kind that says why."""
-    facts = [cell.metadata.get("nbgrader", {}) for cell in read_built(student_notebook).cells]
+    facts = [cell.metadata.get("nbgrader", {}) for cell in read_built(built.student).cells]
     cells = {f["grade_id"]: CellResult(0.0, float(f["points"]), "missing", why, 0.0) for f in facts if "points" in f}
-    return SubmissionResult(student, lab, cells, (Flag("", kind, why),), {}, student_notebook)
+    return SubmissionResult(student, built.name, cells, (Flag("", kind, why),), {}, built.student)
 
 
 def _make_plain(cell: dict) -> None:
@@ -159,18 +160,15 @@ def _squeezed(source: str) -> str:
 # ---- merging -----------------------------------------------------------------------------------------------------
 
 
-def make_plan(
-    instructor_notebook: str, student_notebook: str, submission: str | bytes, tests: dict[str, Needs] | None = None
-) -> Plan:
+def make_plan(built: Built, submission: str | bytes, tests: dict[str, Needs] | None = None) -> Plan:
     """Merge a submission with the notebooks of its lab.
 
     Args:
-        instructor_notebook: the lab with solutions and hidden tests, as text.
-        student_notebook: the lab as students got it, as text.
+        built: the lab.
         submission: what a student handed in; `Unreadable` if it is no notebook.
-        tests: `plan_tests(instructor_notebook)`, if that is known.
+        tests: `plan_tests(built.instructor)`, if that is known.
     """
-    original, released = read_built(instructor_notebook).cells, read_built(student_notebook)
+    original, released = read_built(built.instructor).cells, read_built(built.student)
     lab = _Lab(original, {cell.id: cell for cell in released.cells})
     changed: dict[str, str] = {}
     merged = _merge(read_notebook(submission), lab, changed)
@@ -199,7 +197,7 @@ def make_plan(
             step.question = step.question or section
             steps.append(step)
     _attribute(steps)
-    needs = plan_tests(instructor_notebook) if tests is None else tests
+    needs = plan_tests(built.instructor) if tests is None else tests
     for step in steps:
         if step.kind == "tests":
             step.needs = needs[step.name]

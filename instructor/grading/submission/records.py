@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
+from instructor.build import Built
 from instructor.grading.sandbox.walls import Limits
 from instructor.grading.submission.plan import Needs
 
@@ -26,10 +27,8 @@ class WarmUp:
 class Job:
     """One submission to grade, with all that its checker has to know."""
 
-    lab: str
+    built: Built
     student: str  # the person
-    instructor_notebook: str
-    student_notebook: str
     submission: bytes  # the file as it was handed in
     timeout: float  # seconds for one cell, or for the tests of one question
     total: float  # seconds for the whole submission

@@ -25,8 +25,8 @@ from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import BlockMasks
 from instructor.grading.wire.channel import Channel, Closed, TooLate, WireError
 from instructor.grading.wire.pickles import CheckEncoder
-from instructor.grading.wire.signatures import Proxy, StepIterator, parameters_of
-from instructor.grading.wire.values import Decoder, tables_in
+from instructor.grading.wire.signatures import Proxy, parameters_of
+from instructor.grading.wire.values import Decoder
 from utils.checking import watching
 
 TOO_MANY = (
@@ -197,13 +197,9 @@ class Remote:
         number, kind = fields["id"], fields["kind"]
         if type(number) is int and number in self.proxies:
             return self.proxies[number]
-        if type(number) is not int or kind not in ("function", "iterator", "other"):
+        if type(number) is not int or kind not in ("function", "other"):
             raise WireError("an object without a number or a kind")
         name = fields["name"] if isinstance(fields["name"], str) and fields["name"].isidentifier() else "answer"
-        if kind == "iterator":
-            iterator = StepIterator(lambda: self.call(number, (), {}, step=True))
-            iterator.remote_number = number  # type: ignore[attr-defined]
-            return iterator
         if kind == "other":
             name = str(fields["type"])
             return _Profile.__new__(_Profile) if name == "profile" else type(name, (_Opaque,), {})()
@@ -239,16 +235,16 @@ class Remote:
         """Run one of the check's own functions in the student's process, where the student's objects are."""
         return self.call(function, args, {})
 
-    def call(self, number: int | Callable, args: tuple, kwargs: dict, step: bool = False):
+    def call(self, number: int | Callable, args: tuple, kwargs: dict):
         """Call the student's object `number`; returns its result or raises what it raised."""
         try:
             levels = vmaps.levels_here()
         except vmaps.NotVmap as error:
             raise CannotTravel(str(error)) from None
         with vmaps.leave_levels():
-            return self._call(number, args, kwargs, step, levels)
+            return self._call(number, args, kwargs, levels)
 
-    def _call(self, number: int | Callable, args: tuple, kwargs: dict, step: bool, levels: vmaps.Levels):
+    def _call(self, number: int | Callable, args: tuple, kwargs: dict, levels: vmaps.Levels):
         dispatch, functions = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
         watches = [mode.seen for mode in dispatch if type(mode) is watching._Dispatch]
         seeing = [mode for mode in dispatch if type(mode) is not watching._Dispatch]
@@ -266,7 +262,6 @@ class Remote:
             "op": "call",
             "updates": self._updates(encode),
             "target": number if isinstance(number, int) else self._encode(encode, number),
-            "next": step,
             "conditions": conditions,
             "levels": levels,
             "drop": self.dropped,
@@ -277,7 +272,7 @@ class Remote:
         reply, blobs = self.ask(message, encode.blobs)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             try:
-                decode = self._take_effects(reply, blobs, levels, tables_in(args, kwargs))
+                decode = self._take_effects(reply, blobs, levels)
                 for watch in watches:
                     merge_watch(watch, reply["watch"])
                 if seeing and reply["seen"] is None:
@@ -304,15 +299,12 @@ class Remote:
             with open(name, "wb") as file:
                 file.write(blobs[0])
 
-    def _take_effects(self, reply: dict, blobs: list, levels: vmaps.Levels, tables: list) -> Decoder:
+    def _take_effects(self, reply: dict, blobs: list, levels: vmaps.Levels) -> Decoder:
         """Leave behind what the call left, as a check sees it in one process; returns the decoder of the reply."""
         if reply["op"] == "unsendable":
             raise _mark_as_students(TypeError(f"your code returned what no check can use: {reply['why']}"))
         decode = self.decoder(blobs, levels)
         self._apply(reply["mutated"], decode)
-        for place in reply["tables"]:
-            table = tables[place]
-            table._update_inplace(table.iloc[:0])  # a changed table: the check's own is another one, too
         set_sdpa_switches(expect_sdpa_switches(reply["sdpa"]))
         if reply["filters"] is True:  # for warnings
             warnings.simplefilter("ignore", type("OfTheCall", (Warning,), {}))

@@ -16,7 +16,6 @@ import stat
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -39,7 +38,7 @@ from instructor.grading.wire.block_masks import BlockMasks
 from instructor.grading.wire.channel import Channel, Closed, WireError
 from instructor.grading.wire.pickles import StudentDecoder
 from instructor.grading.wire.signatures import Proxy, StepIterator, parameters_of
-from instructor.grading.wire.values import Encoder, tables_in, tensor_bytes
+from instructor.grading.wire.values import Encoder, tensor_bytes
 from utils.checking import is_answered
 from utils.checking.watching import watch_operations
 
@@ -210,8 +209,6 @@ class Student:
         target = message["target"]
         target = self.objects[target] if type(target) is int else decode(target)
         args, kwargs = decode(message["args"]), decode(message["kwargs"])
-        tables = tables_in(args, kwargs)
-        before = [table.copy() for table in tables]
         conditions = message["conditions"]
         modes = decode(conditions["modes"])
         self.outputs = outputs = Outputs()
@@ -229,7 +226,7 @@ class Student:
             filters = list(warnings.filters)
             try:
                 with vmaps.enter_levels(levels):
-                    value = target(*args, **kwargs) if not message["next"] else next(target)
+                    value = target(*args, **kwargs)
             except BaseException as error:
                 if type(error) is Closed:
                     raise
@@ -243,7 +240,6 @@ class Student:
         else:
             reply["value"] = encode(value)
         reply["mutated"] = self._mutations(encode)
-        reply["tables"] = [n for n, (now, was) in enumerate(zip(tables, before, strict=True)) if not now.equals(was)]
         if watch is not None:
             reply["watch"] = describe_watch(watch)
         seen = [describe_mode(mode) for mode in modes if isinstance(mode, TorchDispatchMode)]
@@ -255,7 +251,7 @@ class Student:
     def _handle(self, value) -> list:
         number = self.numbers.setdefault(id(value), len(self.objects) + 1)
         self.objects[number] = value
-        kind = "iterator" if isinstance(value, Iterator) else "function" if callable(value) else "other"
+        kind = "function" if callable(value) else "other"
         try:
             answered = bool(is_answered(value))
         except Exception:

@@ -182,11 +182,6 @@ def _is_table(value) -> bool:
     return pandas is not None and type(value) in (getattr(pandas, "Series", None), getattr(pandas, "DataFrame", None))
 
 
-def tables_in(args: tuple, kwargs: dict) -> list:
-    """The tables among the arguments of a call, in an order that is the same on both sides."""
-    return [value for value in (*args, *kwargs.values()) if _is_table(value)]
-
-
 def _series(value) -> tuple | None:
     """The parts of a pandas Series of plain values; None for anything else. No check takes a DataFrame from a student."""
     if not _is_table(value) or hasattr(value, "columns") or value.index.nlevels > 1 or value.size > MAX_NODES // 4:

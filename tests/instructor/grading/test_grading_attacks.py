@@ -102,7 +102,7 @@ def test_an_edit_of_the_notebook_changes_no_test(suite_lab, name):
     """What runs as tests, and for how many points, comes from the lab."""
 
     def tests(notebook) -> list[tuple]:
-        plan = make_plan(suite_lab.instructor, suite_lab.student, nbformat.writes(notebook, version=4))
+        plan = make_plan(suite_lab, nbformat.writes(notebook, version=4))
         return [(s.name, s.source, s.points, s.needs, s.cell.metadata) for s in plan.steps if s.kind == "tests"]
 
     notebook = nbformat.reads(answered_notebook(suite_lab, {COST: WRONG[COST]}), as_version=4)

@@ -1,6 +1,7 @@
 """From a bundle to exported grades: a small class through the commands, resumed, graded again, and by a cluster."""
 
 import csv
+import gc
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from typer.testing import CliRunner
 
 from instructor.build import ROOT
 from instructor.course import Course, answered_notebook
-from instructor.grading.class_ import cluster, gradebook, intake
+from instructor.grading.class_ import cluster, gradebook, intake, report
 from instructor.grading.class_.cluster import grade_class
 from instructor.grading.class_.dates import time_zone
 from instructor.grading.class_.intake import (
@@ -33,12 +34,11 @@ from instructor.grading.class_.intake import (
     usable_name,
     without_submission,
 )
-from instructor.grading.class_.late import apply_penalties, late_students, set_due_date
+from instructor.grading.class_.late import apply_penalties, set_due_date
 from instructor.grading.class_.lock import only_grader
 from instructor.grading.class_.roster import Person, put_names, roster_path
 from instructor.grading.sandbox.walls import Limits
 from instructor.grading.submission.engine import grade_notebook
-from instructor.grading.submission.plan import not_graded
 from tests.instructor.conftest import FIXTURE_LAB
 from tests.instructor.grading.faults import BROKEN_FILES
 from utils.cli import app, mount_plugins
@@ -116,6 +116,8 @@ def graded(small_lab, scheduler, tmp_path_factory):
     frozen.setattr(cluster, "fingerprint", lambda built: basis)
     for student, (notebook, _) in class_of(small_lab).items():
         course.submit(small_lab.name, student, notebook)
+    folder = root / "submitted" / "wrong" / small_lab.name
+    (folder / f"{small_lab.name}.ipynb").rename(folder / "my work.ipynb")
     said = run("grade", FIXTURE_LAB, "--course", root, "--scheduler", scheduler, "--timeout", TIMEOUT)
     assert said.exit_code == 0, said.output
     yield course, said.output
@@ -146,7 +148,7 @@ def test_answers_in_words_wait_for_a_person(small_lab, graded):
 def test_the_summary_names_who_is_flagged_and_why(graded):
     said = graded[1]
     assert "8 graded" in said and "1 flagged" in said
-    assert "submission: unreadable: The submitted file" in said
+    assert "submission: unreadable: The submitted file" in said and "the file was called my work.ipynb" in said
     assert "network: " in said  # how this wall was raised
 
 
@@ -162,6 +164,8 @@ def test_feedback_shows_the_students_error_and_no_hidden_test(small_lab, graded)
     assert "gemm_broadcast(a, b) is wrong in" in wrong
     hangs = (course.root / "feedback" / "hangs" / small_lab.name / f"{small_lab.name}.html").read_text()
     assert "Question 1.1" in hangs and f"ran longer than the {TIMEOUT:g} s" in hangs
+    unknown = run("feedback", FIXTURE_LAB, "--course", course.root, "--only", "adaa")
+    assert unknown.exit_code == 2 and "Did you mean 'ada'?" in unknown.output
 
 
 @pytest.mark.slow
@@ -180,28 +184,28 @@ def test_what_the_class_did_late_days_and_the_platforms_forms(small_lab, graded,
     """Statistics, penalties by nbgrader's plugin, names of the roster, and each platform's form, of the graded class."""
     course = graded[0]
     config = course.root / "nbgrader_config.py"
-    before = config.read_text()
-    config.write_text(
-        before
-        + 'c.AssignLatePenalties.plugin_class = "instructor.grading.class_.late.LateDays"\nc.LateDays.percent_a_day = 20\n'
-    )
+    before, lost = config.read_text(), 0.4 * 11.5  # two days have begun
+    plugin = 'c.AssignLatePenalties.plugin_class = "instructor.grading.class_.late.LateDays"\nc.LateDays.percent_a_day = 20\n'
+    set_due_date(course, small_lab.name, datetime(2026, 12, 2))
     (course.root / "submitted" / "ada" / small_lab.name / "timestamp.txt").write_text("2026-12-03 01:00:00\n")
     people = [Person("ada", "Ada", "Lovelace", "ada@x.org"), Person("gone", "Kurt", "Gödel")]
     rows = ["id,first_name,last_name,email", *(f"{p.id},{p.first_name},{p.last_name},{p.email}" for p in people)]
     roster_path(course).write_text("\n".join(rows))
     try:
-        assert put_names(course, list(class_of(small_lab))) == people[1:]
-        set_due_date(course, small_lab.name, datetime(2026, 12, 2))
-        assert late_students(course, small_lab.name) == set()
+        put_names(course, class_of(small_lab))
+        assert apply_penalties(course, small_lab.name) == {}
         gradebook.merge(course, {"ada": gradebook.load_record(course, small_lab.name, "ada", None)})
-        assert late_students(course, small_lab.name) == {"ada"}
-        assert apply_penalties(course, small_lab.name) == {"ada": pytest.approx(0.4 * 11.5)}  # two days have begun
+        assert apply_penalties(course, small_lab.name) == {"ada": 0.0}  # a due date alone costs nothing
+        config.write_text(before + plugin)
+        assert apply_penalties(course, small_lab.name) == {"ada": pytest.approx(lost)}
         for _ in range(2):  # again: the same, and not twice
             done = run("stats", small_lab.name, "--course", str(course.root))
             assert done.exit_code == 0, done.output
         assert re.search(r"\d+ times?: ", done.output) and "class.svg" in done.output
         folder = course.root / "grading" / small_lab.name
-        table = {row["student"]: row for row in csv.DictReader((folder / "questions.csv").open())}
+        summary = report.write_summary(course, small_lab.name, report.everybody(course, small_lab.name, {}))
+        table = {row["student"]: row for row in csv.DictReader(summary.open())}
+        assert (table["gone"]["points"], table["gone"]["note"]) == ("", "Kurt Gödel: handed in nothing")
         ada = table["ada"]
         assert (ada["penalty"], ada["late"], ada["last_name"]) == ("4.6", "late", "Lovelace")
         assert table["ada"]["Question 1.1"] == "6.0" and table["ada"]["Question 1.2"] == "waits"
@@ -317,7 +321,7 @@ def test_a_cluster_that_cannot_grade(grade_again, count, words):
 
 @pytest.mark.slow
 def test_workers_of_another_version_of_the_course(grade_again, scheduler, monkeypatch):
-    monkeypatch.setattr(cluster, "sources_of", lambda built: os.getpid())  # as if each process had its own
+    monkeypatch.setattr(cluster, "fingerprint", lambda built: os.getpid())  # as if each process had its own
     said = grade_again("--scheduler", scheduler)
     assert said.exit_code == 2 and "has another version of the course" in said.output
 
@@ -368,6 +372,16 @@ def test_no_other_program_can_send_work_to_the_workers_of_this_machine(small_lab
         assert client.scheduler.address.startswith("inproc://")
         assert client.submit(threading.get_ident).result() != threading.get_ident()
         assert {c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"} <= {"127.0.0.1"}
+
+
+def test_a_timer_of_a_closed_cluster_prints_nothing(small_lab, caplog):
+    with cluster.connect(None, 1, small_lab) as client:
+        loop = client.loop.asyncio_loop
+    left = loop.create_future()
+    left.set_exception(TimeoutError("Timeout"))
+    del left
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 # ---- Ctrl-C ------------------------------------------------------------------------------------------------------
@@ -472,8 +486,7 @@ def test_three_hundred_with_forty_faults_and_a_worker_killed(small_lab, schedule
         found = submissions(course.root, small_lab.name)
         summary = grade_class(course, small_lab, found, timeout=TIMEOUT, progress=progress, scheduler=scheduler)
     assert killed and not summary.failed
-    missing = without_submission(course.root, small_lab.name)
-    rows = gradebook.summary_rows(summary.graded, missing, arrivals(course.root, small_lab.name))
+    rows = report.class_rows(report.everybody(course, small_lab.name, summary.failed))
     by_student = {row["student"]: row for row in rows}
     assert len(rows) == 300 and set(by_student) == set(expected)
     wrong = {}
@@ -506,7 +519,7 @@ def test_a_submission_that_takes_its_worker_along_is_flagged_after_four(small_la
     tries.mkdir()
     for student in ("deadly", "fine"):
         course.submit(small_lab.name, student, small_lab.student)
-    result = json.dumps(grade_notebook(small_lab, small_lab.student, timeout=TIMEOUT, student="fine").as_json())
+    result = grade_notebook(small_lab, small_lab.student, timeout=TIMEOUT, student="fine")
     folder = str(tries)
 
     def deadly(built, data, student, timeout, limits, devices):
@@ -754,17 +767,14 @@ def test_too_many_files_stop_their_owner_alone(tmp_path, monkeypatch):
     assert found["Ada_2"].file and not found["Many_1"].file and "at most 3" in found["Many_1"].note
 
 
-def test_a_table_names_everybody_and_runs_nothing_in_a_spreadsheet(tmp_path, small_lab):
-    why = "The submitted file is empty."
-    broken = not_graded(small_lab.name, small_lab.student, "=cmd()", "unreadable", why)
-    rows = gradebook.summary_rows([broken], {"link": "lab1.ipynb is a symbolic link"}, {}, late={"=cmd()"})
-    assert [row["late"] for row in rows] == ["late", ""]
-    assert [(r["student"], r["state"], r["note"]) for r in rows] == [
-        ("=cmd()", "unreadable", "The submitted file is empty."),
-        ("link", "no notebook", "lab1.ipynb is a symbolic link"),
-    ]
-    text = gradebook.write_summary(Course(tmp_path), small_lab.name, rows).read_text()
-    assert "\n'=cmd()," in text and "symbolic link" in text
+def test_a_table_names_everybody_and_runs_nothing_in_a_spreadsheet(tmp_path):
+    broken = report.Student("=cmd()", None, {"q1_1": 0.0}, {"q1_1": 6.0}, late=True, outcome="unreadable", note="empty")
+    absent = report.Student("link", None, outcome="no notebook", note="lab1.ipynb is a symbolic link")
+    text = report.write_summary(Course(tmp_path), "lab1", [broken, absent]).read_text()
+    assert "\n'=cmd()," in text and "late,unreadable,empty," in text
+    assert "link,,,,,,,,,,no notebook,lab1.ipynb is a symbolic link," in text
+    assert report.in_words(broken) == "0 of 6, late, unreadable, empty"
+    assert report.in_words(absent) == "-, no notebook, lab1.ipynb is a symbolic link"
 
 
 @pytest.mark.slow

@@ -64,9 +64,7 @@ def test_faults_cost_their_questions_alone(suite_lab, full_points, walls, faults
 def test_a_file_that_is_no_notebook_of_the_lab(suite_lab, needs, name):
     """It is refused in a sentence, or has no answer in it."""
     try:
-        plan = make_plan(
-            suite_lab.instructor, suite_lab.student, BROKEN_FILES[name](answered_notebook(suite_lab)), needs
-        )
+        plan = make_plan(suite_lab, BROKEN_FILES[name](answered_notebook(suite_lab)), needs)
     except Unreadable as error:
         assert str(error).startswith(("The submitted file ", "The submitted notebook "))
     else:
@@ -77,12 +75,12 @@ def test_a_file_that_is_no_notebook_of_the_lab(suite_lab, needs, name):
 def test_a_file_that_only_looks_broken(suite_lab, needs, name):
     """The code of every answer arrives as it was written, and its notebook can be written."""
     right = answered_notebook(suite_lab)
-    plan = make_plan(suite_lab.instructor, suite_lab.student, ODD_FILES[name](right), needs)
+    plan = make_plan(suite_lab, ODD_FILES[name](right), needs)
     for step in plan.steps:
         step.cell.outputs = [nbformat.from_dict(output) for output in clean_outputs(step.submitted)]
     written = nbformat.writes(plan.notebook, version=4).encode()
     assert len(written) < 60_000_000
-    wanted = make_plan(suite_lab.instructor, suite_lab.student, right, needs)
+    wanted = make_plan(suite_lab, right, needs)
     answers, expected = (
         {s.name: s.source.strip() for s in p.steps if s.answer and not s.by_hand} for p in (plan, wanted)
     )
@@ -122,7 +120,7 @@ def test_a_picture_that_is_missing_stops_no_page(suite_lab, needs, text):
 
     notebook = nbformat.reads(answered_notebook(suite_lab), as_version=4)
     notebook.cells = [nbformat.v4.new_markdown_cell(text)]
-    plan = make_plan(suite_lab.instructor, suite_lab.student, nbformat.writes(notebook, version=4), needs)
+    plan = make_plan(suite_lab, nbformat.writes(notebook, version=4), needs)
     plan.notebook.cells = [cell for cell in plan.notebook.cells if "attachment" in cell.source]
     assert plan.notebook.cells
     HTMLExporter().from_notebook_node(plan.notebook)

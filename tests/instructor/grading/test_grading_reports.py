@@ -21,9 +21,9 @@ from instructor.grading.class_.report import (
     Student,
     _take_messages,
     as_csv,
+    class_rows,
     draw_class,
     kind_of_mistake,
-    question_rows,
     statistics_rows,
 )
 from instructor.grading.class_.roster import Person, find_people, read_roster
@@ -102,7 +102,7 @@ def test_a_picture_of_the_class(tmp_path):
 
 
 def test_the_forms_of_platforms():
-    table = question_rows(CLASS)
+    table = class_rows(CLASS)
     assert table[2]["Question 1.2"] == "waits" and table[1]["points"] == 2.0 and table[0]["bonus"] == 4.0
     possible, *rows = canvas_rows(CLASS, "lab1")
     assert possible["lab1"] == 8.0 and rows[1]["ID"] == "17"

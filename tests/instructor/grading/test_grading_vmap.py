@@ -366,11 +366,8 @@ def test_forged_parameters_make_a_function_of_anything(said):
 
 
 def test_views_of_the_checks_tensors_stay_views(across):
-    view, copy, column, grow, _ = across(
-        view=lambda x: (x[1:, ::2].T, x),
-        copy=lambda x: x[1:].clone(),
-        column=lambda s: (s * 2).sort_index(),
-        grow=lambda t: t.__setitem__("mine", 1),
+    view, copy, column, _ = across(
+        view=lambda x: (x[1:, ::2].T, x), copy=lambda x: x[1:].clone(), column=lambda s: (s * 2).sort_index()
     )
     x = torch.arange(12.0).reshape(3, 4)
     part, whole = view(x)
@@ -379,11 +376,6 @@ def test_views_of_the_checks_tensors_stay_views(across):
     assert copy(x).untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
     got = column(pd.Series([1.5, 2.5], index=[7, 3], name="ms"))
     pd.testing.assert_series_equal(got, pd.Series([5.0, 3.0], index=[3, 7], name="ms"))
-    table, before = (pd.DataFrame({"ms": [1.0, float("nan")]}) for _ in range(2))
-    column(table), copy(x)
-    assert table.equals(before)
-    grow(table)
-    assert not table.equals(before)  # the check's own is another one, too
 
 
 def test_a_check_may_replace_an_earlier_answer(across):
@@ -400,18 +392,14 @@ def test_a_check_may_replace_an_earlier_answer(across):
 
 
 def test_checks_that_were_loaded_before_get_the_functions_that_run_behind_the_walls(monkeypatch):
-    for module, name in (("utils.checking.masks", "kernels_for"), ("utils.checking.kernel_exercises", "simulate_file")):
-        owner = importlib.import_module(module)
-        before = getattr(owner, name)
-        check = types.ModuleType("utils.checking.labs.of_a_test")
-        check.held = before
-        monkeypatch.setitem(sys.modules, check.__name__, check)
-        for key, held in list(sys.modules.items()):  # as they are again after this test
-            for attribute, value in (
-                list(vars(held).items())
-                if key.startswith(("utils.checking", "utils.kernels.interpreter", "instructor.checks"))
-                else ()
-            ):
+    owner = importlib.import_module("utils.checking.kernel_exercises")
+    before = owner.simulate_file
+    check = types.ModuleType("utils.checking.labs.of_a_test")
+    check.held = before
+    monkeypatch.setitem(sys.modules, check.__name__, check)
+    for key, held in list(sys.modules.items()):  # as they are again after this test
+        if key.startswith(("utils.checking", "utils.kernels.interpreter", "instructor.checks")):
+            for attribute, value in list(vars(held).items()):
                 monkeypatch.setattr(held, attribute, value)
-        put_behind_walls(base := {"mine": before}, lambda *call: call[:2], lambda function, args: args)
-        assert check.held is base["mine"] is getattr(owner, name) is not before
+    put_behind_walls(base := {"mine": before}, lambda *call: call[:2])
+    assert check.held is base["mine"] is owner.simulate_file is not before
