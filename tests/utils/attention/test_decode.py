@@ -306,9 +306,9 @@ def test_the_kernel_is_right_in_the_simulator(kind, width, sizes, filled, option
     rows = sizes[1] // sizes[2] * sizes[3]
     plan = tile_of(kind, width, rows, sizes[-1])
     found = Arrangement(plan, 4 if whole else 5, -(-rows // plan.columns), whole=whole)
-    launch = Launch(q, k, v, options.get("causal", True), options.get("window", 0), bool(filled), table, found)
+    launch = Launch(q, k, v, options.get("causal", True), 0.1, options.get("window", 0), bool(filled), table, found)
     with gluon_cpu.simulate():
-        out = launch(q, k, v, 0.1, lengths, table, scales)
+        out = launch(q, k, v, lengths, table, scales)
     expected = decode_reference(q, k, v, seqlens=lengths, block_table=table, kv_scales=scales, scale=0.1, **options)
     assert not out.isnan().any() and relative_error(out, expected) < 4e-3
 
@@ -332,13 +332,13 @@ def test_each_program_of_a_cluster_gets_what_it_expects_and_adds_it_up(tile, siz
     q, k, v, lengths, table = draw_call(sizes, filled)
     plan = replace(TILES[tile], box=16 if sizes[-1] == 16 else 64)
     found = Arrangement(plan, sizes[0] * sizes[2] * parts, parts=parts)
-    launch = Launch(q, k, v, True, 0, filled is not None, table, found)
+    launch = Launch(q, k, v, True, 0.1, 0, filled is not None, table, found)
     # Triton's launcher multiplies the grid by the size of a cluster; here the programs of a cluster are neighbours.
     launch.grid = (launch.grid[0] * parts, *launch.grid[1:])
     with clusters_simulated(parts, seed=len(str(sizes))) as exchange:
-        launch(q, k, v, 0.1, lengths, table)
+        launch(q, k, v, lengths, table)
         exchange.run_again()
-        out = launch(q, k, v, 0.1, lengths, table)
+        out = launch(q, k, v, lengths, table)
     assert not out.isnan().any()
     assert relative_error(out, decode_reference(q, k, v, seqlens=lengths, block_table=table, scale=0.1)) < 4e-3
 
@@ -373,9 +373,9 @@ def check_drawn(seed: int, monkeypatch) -> tuple:
     multiprocessors = rng.choice((1, 2, 3, 5, 11))
     with monkeypatch.context() as patched:
         patched.setattr(decode_launch, "arrange", lambda shape, _: arrange(shape, multiprocessors))
-        launch = decode_launch.Launch(q, k, v, causal, window, lengths is not None, table)
+        launch = decode_launch.Launch(q, k, v, causal, 0.1, window, lengths is not None, table)
     with gluon_cpu.simulate(seed=rng.choice((None, seed))):
-        out = launch(q, k, v, 0.1, lengths, table, scales)
+        out = launch(q, k, v, lengths, table, scales)
     more = {"kv_scales": scales, "scale": 0.1, "causal": causal, "window": window or None}
     expected = decode_reference(q, k, v, seqlens=lengths, block_table=table, **more)
     rows = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-2)
