@@ -404,8 +404,7 @@ from dataclasses import replace
 from tests.utils.attention.test_decode import COMPILED
 from utils.attention.gluon.decode.offline import compile_decode
 from utils.attention.gluon.decode.plan import TILES
-from utils.kernels.assembling import assemble
-from utils.kernels.l2_hint import policy_copies
+from utils.kernels.assembling import assemble, policy_copies
 reports, assembled = [], False
 for key, box in COMPILED:
     plan = replace(TILES[key], box=box) if key in TILES else None

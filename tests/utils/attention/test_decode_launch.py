@@ -57,10 +57,11 @@ def test_a_cache_without_pages_is_named():
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """What Triton compiles, of which the copies get a policy."""
-    from utils.kernels import assembling, l2_hint
+    """What Triton compiles, as far as copies of it read it."""
+    from utils.kernels import assembling
 
-    monkeypatch.setattr(l2_hint, "with_policy", assembling.not_loaded)
+    monkeypatch.setattr(assembling, "assemble", lambda ptx: b"")
+    monkeypatch.setattr(assembling, "policy_copies", lambda ptx: (ptx, 1))
     metadata = collections.namedtuple("Metadata", "shared num_warps")(70000, 4)
     return types.SimpleNamespace(metadata=metadata, module="loaded", function=1, _run=2, asm={"ptx": ""})
 

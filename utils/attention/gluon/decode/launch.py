@@ -229,7 +229,7 @@ class Launch:
         It is kept with the kernel, and all launches share it: Triton never unloads what it has loaded, and a cache that grows
         by a token at each call has a launch for each.
         """
-        from utils.kernels.l2_hint import with_policy
+        from utils.kernels.assembling import with_policy
 
         twin = vars(compiled).get("decode_twin")
         if twin is None:

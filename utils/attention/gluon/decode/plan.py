@@ -162,7 +162,7 @@ class Arrangement:
     tiles: int = 1  # of query rows of a head of keys
     parts: int = 0  # programs of a cluster
     whole: bool = False  # programs take whole heads of equal lengths, so that nothing is merged
-    hint: bool = False  # what TMA brings is the first to leave the L2 (`kernels/l2_hint.py`)
+    hint: bool = False  # what TMA brings is the first to leave the L2 (`kernels/assembling.py`)
 
     @property
     def merged(self) -> bool:
