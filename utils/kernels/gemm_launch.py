@@ -7,6 +7,7 @@ anything again: that is how `utils.kernels.gemm` keeps a call cheap.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -70,7 +71,7 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
         raise ValueError(f"{split} parts of K = {k} would be shorter than one step of {BLOCK_K}.")
     plan = replace(plan, a_column_major=a_rows.column_major, b_column_major=b_rows.column_major)
     if not a.is_cuda:
-        plan = replace(plan, down=1, abreast=1)  # the simulator has no clusters
+        plan = replace(plan, down=1, abreast=1, simulated=True)
     items = items_of(m, n, plan, split, sms)
     # Not by what `workspace` returns for nothing: a kernel with other types of arguments would be compiled once more.
     partial_sums = max(1, plan.cluster * items.rest * items.split * plan.block_m * plan.block_n)
@@ -173,6 +174,37 @@ def _arrive_in_all(found: re.Match, blocks: int) -> str:
     )
 
 
+_PRODUCT = re.compile(r"(wgmma\.mma_async\.sync\.aligned\.m64n)\d+(k16[\w.]*) *\{([^{}]*)\}")
+
+
+def narrow_products(ptx: str, plan: Plan) -> str:
+    """Make products of all columns of a tile's tensors ones of the tile's columns; the sums of the others stay zero."""
+
+    def narrow(found: re.Match) -> str:
+        sums = found[3].split(",")[: plan.block_n // 2]
+        return f"{found[1]}{plan.block_n}{found[2]} {{{','.join(sums)}}}"
+
+    return _PRODUCT.sub(narrow, ptx)
+
+
+_MEETING = re.compile(r"\s*bar\.sync\s+0;")
+_SYNCHRONIZED = re.compile(r"mbarrier\.|wgmma|matrix|cp\.async|\bbar\.|\bbra\b|_tx")
+
+
+def fewer_meetings(ptx: str) -> str:
+    """Let only one warp's lanes wait for each other where that warp announces bytes and starts copies, one after the other.
+
+    Triton lets all warps of the block meet between any two operations on the same shared memory.
+    """
+    lines, before = ptx.splitlines(), ""
+    operations = [(i, line) for i, line in enumerate(lines) if _SYNCHRONIZED.search(line)]
+    for (i, line), (_, behind) in itertools.pairwise([*operations, (0, "")]):
+        if _MEETING.fullmatch(line) and "_tx" in before and "_tx" in behind:
+            lines[i] = "bar.warp.sync -1;"
+        before = line
+    return "\n".join(lines) + "\n"
+
+
 def prefetch_descriptors(ptx: str) -> str:
     """Fetch the TMA descriptors before each wait for the launch before: they are arguments, and there by then."""
     names = re.findall(r"\.param \.align 64 \.b8 (\w+)\[128\]", ptx)
@@ -190,7 +222,8 @@ def adapted(compiled: Any, plan: Plan) -> Any:
             ptx, arrivals, copies = multicast(ptx, plan)
             if not arrivals or not copies:
                 raise ValueError(f"{compiled.name} has {copies} shared copies and {arrivals} arrivals: no cluster.")
-        twin = compiled.__dict__["adapted_twin"] = reassembled(compiled, prefetch_descriptors(ptx))
+        ptx = narrow_products(prefetch_descriptors(ptx), plan)
+        twin = compiled.__dict__["adapted_twin"] = reassembled(compiled, fewer_meetings(ptx) if plan.short else ptx)
     return twin
 
 

@@ -34,6 +34,7 @@ class Plan:
     short: bool = False  # the kernel for short products: one block a tile, several blocks on an SM
     a_column_major: bool = False
     b_column_major: bool = False
+    simulated: bool = False  # the simulator has no clusters, and multiplies all columns of a tile's tensors
 
     @property
     def cluster(self) -> int:
@@ -51,9 +52,19 @@ class Plan:
         return [BLOCK_K, self.rows] if self.a_column_major else [self.rows, BLOCK_K]
 
     @property
+    def columns(self) -> int:
+        """Columns of the tile's tensors, a power of two: wgmma takes any multiple of 8 columns, Gluon's tensors do not."""
+        return 1 << (self.block_n - 1).bit_length()
+
+    @property
+    def brought(self) -> int:
+        """Columns that TMA brings: where they are no power of two, 64 at a time."""
+        return self.columns if self.simulated or self.columns == self.block_n else ceil_div(self.block_n, 64) * 64
+
+    @property
     def b_tile(self) -> list[int]:
         """B's columns in a slot, as they lie in memory."""
-        return [self.block_n, BLOCK_K] if self.b_column_major else [BLOCK_K, self.block_n]
+        return [self.columns, BLOCK_K] if self.b_column_major else [BLOCK_K, self.columns]
 
     @property
     def a_box(self) -> list[int]:
@@ -62,13 +73,13 @@ class Plan:
 
     @property
     def b_box(self) -> list[int]:
-        """Rows and columns of `b_tile` that one TMA copy brings."""
-        return _piece(self.b_tile, self.down)
+        """Rows and columns of `b_tile` that one TMA copy brings; where not all columns are brought, a share of 64 of them."""
+        return _piece(self.b_tile, self.down) if self.brought == self.columns else [BLOCK_K // self.down, 64]
 
     @property
     def c_box(self) -> list[int]:
         """Rows and columns of a piece of C: a consumer stores its rows by pieces, through buffers that take turns."""
-        return [self.rows, min(32 if self.consumers == 3 else 64, self.block_n)]
+        return [self.rows, min(32 if self.consumers == 3 or self.columns != self.block_n else 64, self.block_n)]
 
     @property
     def pieces(self) -> int:
@@ -93,13 +104,13 @@ class Plan:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of A and B in a slot of the ring."""
-        return 2 * (self.block_m + self.block_n) * BLOCK_K
+        """Bytes of A and B that TMA brings for a slot of the ring."""
+        return 2 * (self.block_m + self.brought) * BLOCK_K
 
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory for the ring and for pieces of C; the short kernel stores C through the ring's memory."""
-        ring = self.stages * self.slot_bytes
+        ring = self.stages * 2 * (self.block_m + self.columns) * BLOCK_K
         return max(ring, 2 * self.block_m * self.block_n) if self.short else ring + 4 * self.block_m * self.c_box[1]
 
     @property

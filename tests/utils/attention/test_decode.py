@@ -208,7 +208,9 @@ def test_what_is_chosen_fits_the_call():
         (Shape(1, 8, 4, 16, 2048, 128), 64, 8, False),
         (Shape(1, 8, 4, 16, 16384, 128), 128, 0, False),  # longer, and all SMs are faster
         (Shape(1, 1, 4, 8, 32768, 256), 66, 0, False),  # the parts of one head, from half of the SMs
-        (Shape(1, 2, 16, 1, 4352, 128), 132, 0, False),  # 68 blocks: 66 programs would read two one after another
+        (Shape(2, 1, 16, 1, 47232, 128), 98, 0, False),  # more bytes, and three quarters of them read
+        (Shape(1, 2, 2, 4, 1600, 128), 32, 16, False),  # few bytes for each of few programs of a cluster
+        (Shape(1, 4, 2, 1, 116800, 128), 132, 0, False),  # four heads too long for clusters of sixteen
         (Shape(8, 8, 4, 1, 8192, 128), 128, 2, False),
         (Shape(16, 8, 8, 1, 8192, 128), 128, 0, True),  # nearly as many heads as SMs
         (Shape(64, 8, 4, 1, 4096, 128), 512, 0, True),  # from 250 MB on a program a head
@@ -216,7 +218,7 @@ def test_what_is_chosen_fits_the_call():
         (Shape(24, 8, 4, 1, 2048, 128), 132, 0, False),
         (Shape(4, 8, 4, 1, 8192, 128, page=64, lengths=True), 256, 16 // 2, False),  # 64 programs a sequence
         (Shape(4, 8, 4, 1, 8192, 128, lengths=True), 128, 0, False),
-        (Shape(1, 8, 4, 1, 8192, 128, window=512), 128, 0, False),
+        (Shape(1, 8, 4, 1, 8192, 128, window=512), 64, 0, False),
     ],
     ids=str,
 )

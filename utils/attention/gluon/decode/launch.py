@@ -157,7 +157,7 @@ class Launch:
         self.merge_sizes: tuple = batch, heads, found.tiles, rows, sq, keys, left, int(lengths), found.programs
         self.merge_sizes += plan.block_n, plan.columns, plan.block_d, head_dim, scale * LOG2_E
         self.merge_shape = merge_shape(found.programs, batch * heads)
-        pieces = -(-min(rows, plan.columns) * plan.block_d // (MERGE_WIDTH * (128 if self.merge_shape[1] == 1 else 32)))
+        pieces = -(-min(rows, plan.columns) * plan.block_d // (MERGE_WIDTH * 128 // self.merge_shape[1]))
         self.merge_grid = batch * heads, min(pieces, -(-MERGE_PROGRAMS // (batch * heads))), 1
         self.parts = 2 * found.programs * plan.columns * (plan.block_d + 2) if found.merged else 0
         self.unused_parts, self.unused_integers = unused(q.device), unused(q.device, torch.int32)
@@ -211,7 +211,7 @@ class Launch:
             (attention_decode, self.grid, (*maps, *memory), (*self.sizes, plan, attend_of(plan)), plan.options)
         ]
         if self.parts:
-            options = {"num_warps": max(4, self.merge_shape[1]), "launch_pdl": True}
+            options = {"num_warps": 4, "launch_pdl": True}
             rest = (*self.merge_sizes, *self.merge_shape)
             kernels.append((attention_decode_merge, self.merge_grid, memory[:3], rest, options))
         if self.device.type != "cuda":
