@@ -66,7 +66,7 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
     a_rows, b_rows = rows_in_memory("A", a), rows_in_memory("B", b)
     if plan is None:
-        plan, split = choose(m, n, k, sms, a_rows.late, b_rows.late)
+        plan, split = choose(m, n, k, sms)
     if split > max(1, ceil_div(k, BLOCK_K)):
         raise ValueError(f"{split} parts of K = {k} would be shorter than one step of {BLOCK_K}.")
     plan = replace(plan, a_column_major=a_rows.column_major, b_column_major=b_rows.column_major)
@@ -113,11 +113,6 @@ class Rows:
     length: int
     pitch: int
     column_major: bool
-
-    @property
-    def late(self) -> bool:
-        """Whether every second row starts at an odd multiple of 16 bytes, so that 128 bytes of it lie in five sectors."""
-        return self.pitch % 16 != 0
 
 
 def rows_in_memory(label: str, x: torch.Tensor) -> Rows:
