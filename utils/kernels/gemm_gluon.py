@@ -25,10 +25,6 @@ of C, so no size needs a mask.
 **Clusters.** The two or four blocks of a cluster have neighbouring tiles. Below each other they fetch their columns of B by pieces,
 each for all of them, side by side their rows of A (`gemm_work.py`). So the SMs ask the L2 for fewer bytes.
 
-**Tiles of 192 columns.** Of 136 columns a tile of 256 is empty to a half. wgmma takes any multiple of 8 columns, Gluon's tensors
-only powers of two. So such a tile has tensors of 256 columns, TMA brings 192, and the products are made as narrow in the PTX
-(`gemm_launch.py`).
-
 **Parts.** 800 tiles on 132 SMs are 6.06 rounds, done in 7; and a product with few tiles and long sums leaves most SMs idle. So
 the tiles that do not fill a round may be cut along K into 2 to 8 parts (`gemm_work.py`).
 
@@ -67,7 +63,7 @@ def consumer(work, ring, out, partial, WHICH: gl.constexpr):
     """One warpgroup: rows WHICH * rows and on of each tile, or of a part of its steps."""
     PLAN: gl.constexpr = work.PLAN
     ROWS: gl.constexpr = PLAN.rows
-    COLUMNS: gl.constexpr = PLAN.columns
+    COLUMNS: gl.constexpr = PLAN.block_n
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     step = 0
     wait_for_launch_before()
@@ -154,7 +150,7 @@ def short_kernel(a_desc, b_desc, c_desc, sums, counters, M, N, K, whole, split, 
     """The short kernel: compute one tile of C, or one part of its sums. The arguments are those of `gemm_kernel`."""
     STAGES: gl.constexpr = PLAN.stages
     ROWS: gl.constexpr = PLAN.block_m
-    COLUMNS: gl.constexpr = PLAN.columns
+    COLUMNS: gl.constexpr = PLAN.block_n
     ring = allocate_ring(a_desc.dtype, PLAN)
     work = Work(M, N, K, whole, split, PLAN)
     item = gl.program_id(0)

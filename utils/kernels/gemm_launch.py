@@ -71,7 +71,7 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
         raise ValueError(f"{split} parts of K = {k} would be shorter than one step of {BLOCK_K}.")
     plan = replace(plan, a_column_major=a_rows.column_major, b_column_major=b_rows.column_major)
     if not a.is_cuda:
-        plan = replace(plan, down=1, abreast=1, simulated=True)
+        plan = replace(plan, down=1, abreast=1)  # the simulator has no clusters
     items = items_of(m, n, plan, split, sms)
     # Not by what `workspace` returns for nothing: a kernel with other types of arguments would be compiled once more.
     partial_sums = max(1, plan.cluster * items.rest * items.split * plan.block_m * plan.block_n)
@@ -169,19 +169,6 @@ def _arrive_in_all(found: re.Match, blocks: int) -> str:
     )
 
 
-_PRODUCT = re.compile(r"(wgmma\.mma_async\.sync\.aligned\.m64n)\d+(k16[\w.]*) *\{([^{}]*)\}")
-
-
-def narrow_products(ptx: str, plan: Plan) -> str:
-    """Make products of all columns of a tile's tensors ones of the tile's columns; the sums of the others stay zero."""
-
-    def narrow(found: re.Match) -> str:
-        sums = found[3].split(",")[: plan.block_n // 2]
-        return f"{found[1]}{plan.block_n}{found[2]} {{{','.join(sums)}}}"
-
-    return _PRODUCT.sub(narrow, ptx)
-
-
 _MEETING = re.compile(r"\s*bar\.sync\s+0;")
 _SYNCHRONIZED = re.compile(r"mbarrier\.|wgmma|matrix|cp\.async|\bbar\.|\bbra\b|_tx")
 
@@ -217,7 +204,7 @@ def adapted(compiled: Any, plan: Plan) -> Any:
             ptx, arrivals, copies = multicast(ptx, plan)
             if not arrivals or not copies:
                 raise ValueError(f"{compiled.name} has {copies} shared copies and {arrivals} arrivals: no cluster.")
-        ptx = narrow_products(prefetch_descriptors(ptx), plan)
+        ptx = prefetch_descriptors(ptx)
         twin = compiled.__dict__["adapted_twin"] = reassembled(compiled, fewer_meetings(ptx) if plan.short else ptx)
     return twin
 

@@ -34,7 +34,6 @@ class Plan:
     short: bool = False  # the kernel for short products: one block a tile, several blocks on an SM
     a_column_major: bool = False
     b_column_major: bool = False
-    simulated: bool = False  # the simulator has no clusters, and multiplies all columns of a tile's tensors
 
     @property
     def cluster(self) -> int:
@@ -52,19 +51,9 @@ class Plan:
         return [BLOCK_K, self.rows] if self.a_column_major else [self.rows, BLOCK_K]
 
     @property
-    def columns(self) -> int:
-        """Columns of the tile's tensors, a power of two: wgmma takes any multiple of 8 columns, Gluon's tensors do not."""
-        return 1 << (self.block_n - 1).bit_length()
-
-    @property
-    def brought(self) -> int:
-        """Columns that TMA brings: where they are no power of two, 64 at a time."""
-        return self.columns if self.simulated or self.columns == self.block_n else ceil_div(self.block_n, 64) * 64
-
-    @property
     def b_tile(self) -> list[int]:
         """B's columns in a slot, as they lie in memory."""
-        return [self.columns, BLOCK_K] if self.b_column_major else [BLOCK_K, self.columns]
+        return [self.block_n, BLOCK_K] if self.b_column_major else [BLOCK_K, self.block_n]
 
     @property
     def a_box(self) -> list[int]:
@@ -73,13 +62,13 @@ class Plan:
 
     @property
     def b_box(self) -> list[int]:
-        """Rows and columns of `b_tile` that one TMA copy brings; where not all columns are brought, a share of 64 of them."""
-        return _piece(self.b_tile, self.down) if self.brought == self.columns else [BLOCK_K // self.down, 64]
+        """Rows and columns of `b_tile` that one TMA copy brings."""
+        return _piece(self.b_tile, self.down)
 
     @property
     def c_box(self) -> list[int]:
         """Rows and columns of a piece of C: a consumer stores its rows by pieces, through buffers that take turns."""
-        return [self.rows, min(32 if self.consumers == 3 or self.columns != self.block_n else 64, self.block_n)]
+        return [self.rows, min(32 if self.consumers == 3 else 64, self.block_n)]
 
     @property
     def pieces(self) -> int:
@@ -104,13 +93,13 @@ class Plan:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of A and B that TMA brings for a slot of the ring."""
-        return 2 * (self.block_m + self.brought) * BLOCK_K
+        """Bytes of A and B in a slot of the ring."""
+        return 2 * (self.block_m + self.block_n) * BLOCK_K
 
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory for the ring and for pieces of C; the short kernel stores C through the ring's memory."""
-        ring = self.stages * 2 * (self.block_m + self.columns) * BLOCK_K
+        ring = self.stages * self.slot_bytes
         return max(ring, 2 * self.block_m * self.block_n) if self.short else ring + 4 * self.block_m * self.c_box[1]
 
     @property
@@ -174,27 +163,27 @@ PLANS = (
     Plan(128, 64, consumers=1, stages=4, short=True),
     Plan(128, 128, consumers=1, stages=3, short=True),
     Plan(64, 128, consumers=1, stages=8, down=4),
-    Plan(64, 192, consumers=1, stages=5, down=4),
     Plan(128, 128, stages=6, down=4),
+    Plan(128, 128, stages=6, abreast=2),
     Plan(128, 128, stages=6, abreast=4),
     Plan(192, 128, consumers=3, stages=5, abreast=2),
-    Plan(128, 192, stages=4, down=2),
     Plan(128, 256, stages=4, down=2),
+    Plan(128, 256, stages=4, down=4),
 )
 
 
 # Constants of a model of the kernels' time, in microseconds: between that of a call with a cold L2 and that of one behind another.
-# They were fitted to 4,221 times at 366 drawn products, so that the plan chosen is the fastest one's equal (docs/kernels/gemm.md).
-LAUNCH, SHORT_LAUNCH = 4.661, 2.645  # of a kernel, and of the short kernel
-PRODUCT = 0.4901  # of 2**21 multiplications on one SM
-NARROW = 4.82  # columns, more than which a product takes as long as: each reads its rows of A anew
-BYTES = 0.016  # of a KB of A and B that each SM reads
-SHARED = 0.5738  # how many times a byte counts where two blocks share it; squared: four
-MEMORY = 0.3602  # of a MB of A and B, which comes from memory once
-TILE = 0.9184  # of a tile's start and end
-STORE = 0.0183  # of a KB of C
-PART = 2.3258  # of leaving a part's sums and counting
-ADD = 0.0235  # of a KB of sums that the last part reads
+# They were fitted to 4,221 times at 366 drawn products, so that the plan chosen takes little longer than the fastest.
+LAUNCH, SHORT_LAUNCH = 4.717, 3.534  # of a kernel, and of the short kernel
+PRODUCT = 0.4846  # of 2**21 multiplications on one SM
+NARROW = 4.80  # columns, more than which a product takes as long as: each reads its rows of A anew
+BYTES = 0.0138  # of a KB of A and B that each SM reads
+SHARED = 0.6109  # how many times a byte counts where two blocks share it; squared: four
+MEMORY = 0.343  # of a MB of A and B, which comes from memory once
+TILE = 0.504  # of a tile's start and end
+STORE = 0.0186  # of a KB of C
+PART = 2.0204  # of leaving a part's sums and counting
+ADD = 0.0167  # of a KB of sums that the last part reads
 
 
 def estimate(m: int, n: int, k: int, plan: Plan, split: int, sms: int) -> float:

@@ -179,10 +179,7 @@ class Ring:
             at = (k, rows) if self.PLAN.a_column_major else (rows, k)
             self.fetch(a_desc, tile, at, full, pred, self.PLAN.abreast)
         at = (column, k) if self.PLAN.b_column_major else (k, column)
-        if self.PLAN.brought == self.PLAN.columns:
-            self.fetch(b_desc, self.b.index(self.slot(i)), at, full, pred, self.PLAN.down)
-        else:
-            self.fetch_columns(b_desc, self.b.index(self.slot(i)), at, full, pred, self.PLAN.down)
+        self.fetch(b_desc, self.b.index(self.slot(i)), at, full, pred, self.PLAN.down)
 
     @gluon.jit
     def fetch(self, desc, tile, at, full, pred, BLOCKS: gl.constexpr):
@@ -197,25 +194,6 @@ class Ring:
             place = tile.reinterpret(tile.dtype, [BLOCKS, ROWS, COLUMNS], tile.layout).index(piece)
             instruct(MARK_SHARED)
             tma_load(desc, [at[0] + piece % DOWN * ROWS, at[1] + piece // DOWN * COLUMNS], full, place)
-            instruct(MARK_OWN)
-
-    @gluon.jit
-    def fetch_columns(self, desc, tile, at, full, pred, BLOCKS: gl.constexpr):
-        """Producer: fetch this block's share of B's tile, 64 columns at a time, as they lie one behind the other in the tile."""
-        ROWS: gl.constexpr = 64 // BLOCKS  # each block brings as many rows of memory of each 64 columns
-        COUNT: gl.constexpr = self.PLAN.columns // ROWS
-        TIMES: gl.constexpr = self.PLAN.brought // 64
-        places = tile.reinterpret(tile.dtype, [COUNT, ROWS, 64], tile.layout)
-        row = at[0] + rank(BLOCKS) * ROWS
-        if BLOCKS > 1:
-            instruct(MARK_SHARED)
-        for i in gl.static_range(TIMES):
-            place = places.index(i * BLOCKS + rank(BLOCKS))
-            if self.PLAN.b_column_major:
-                tma_load(desc, [row + i * 64, at[1]], full, place, pred=pred)
-            else:
-                tma_load(desc, [row, at[1] + i * 64], full, place, pred=pred)
-        if BLOCKS > 1:
             instruct(MARK_OWN)
 
     @gluon.jit
@@ -285,10 +263,9 @@ def sums_of(work, partial, item, part, WHICH: gl.constexpr, column, COLUMNS: gl.
 def leave_part(work, partial, acc, item, WHICH: gl.constexpr):
     """Leave a part's sums in global memory, and tell whether all parts of the tile are there now."""
     tile, part = work.tile_and_part(item)
-    COLUMNS: gl.constexpr = work.PLAN.columns
+    COLUMNS: gl.constexpr = work.PLAN.block_n
     layout: gl.constexpr = acc.type.layout
-    inside = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)) < work.PLAN.block_n
-    gl.store(sums_of(work, partial, item, part, WHICH, 0, COLUMNS, layout), acc, mask=inside[None, :])
+    gl.store(sums_of(work, partial, item, part, WHICH, 0, COLUMNS, layout), acc)
     # All threads of the warpgroup have stored before one of them counts: whoever counts last reads what all have stored.
     whole_warpgroup()
     counter = partial[1] + tile * work.PLAN.consumers + WHICH
@@ -345,7 +322,7 @@ def store_item(work, out, partial, acc, item, row, column, WHICH: gl.constexpr):
     PIECES: gl.constexpr = work.PLAN.pieces
     dtype: gl.constexpr = out[0].dtype
     if work.part(item) < 0:
-        pieces = column_pieces(acc.to(dtype), work.PLAN.columns // work.PLAN.c_box[1])
+        pieces = column_pieces(acc.to(dtype), PIECES)
         for i in gl.static_range(PIECES):
             store_piece(work, out, pieces[i], i, row, column, WHICH)
     elif leave_part(work, partial, acc, item, WHICH):

@@ -50,10 +50,10 @@ def test_short_kernel(simulated, plan, split, n, k):
 
 
 @pytest.mark.parametrize("split, column_major", [(1, False), (2, True)])
-@pytest.mark.parametrize("consumers, columns", [(1, 192), (2, 128), (3, 128)])
-def test_warp_specialized_kernel(simulated, consumers, columns, split, column_major):
+@pytest.mark.parametrize("consumers", [1, 2, 3])
+def test_warp_specialized_kernel(simulated, consumers, split, column_major):
     """A ring that runs on from tile to tile, and an edge in all directions; with parts, some tiles are whole and some are cut."""
-    plan = Plan(64 * consumers, columns, consumers, stages=3)
+    plan = Plan(64 * consumers, 128, consumers, stages=3)
     items = items_of(520, 360, plan, split, sms=4)
     assert split == 1 or min(items.whole, items.rest) > 0
     a, b = matrix(520, 264, column_major, device="cpu"), matrix(264, 360, column_major, device="cpu")
