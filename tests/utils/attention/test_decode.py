@@ -163,7 +163,7 @@ def draw_shape(rng: random.Random, *, fp8: bool = False) -> Shape:
 
 
 def test_a_hundred_drawn_shapes_need_few_kernels():
-    """A kernel is compiled for its plan and for the type of its tensors alone; three more add up parts (`merge_shape`)."""
+    """A kernel is compiled for its plan and for the type of its tensors alone; four more add up parts (`merge_shape`)."""
     for seed in range(5):
         rng = random.Random(seed)
         found = {arrange(draw_shape(rng), 132) for _ in range(100)}

@@ -207,9 +207,11 @@ def even_programs(heads: int, multiprocessors: int) -> int:
 def merge_shape(programs: int, heads: int) -> tuple[int, int]:
     """Choose how many parts a thread of the merge holds, and how many of its warps take other parts of a head.
 
-    A little more at once than a head has parts. Programs that hold more take an SM for themselves, or wait for nothing.
+    At once they take a few more parts than a head has. Many more cost registers and time, fewer another turn.
     """
-    return (8, 1) if programs <= 12 * heads else (16, 2) if programs <= 24 * heads else (16, 4)
+    if programs <= 12 * heads:
+        return (4, 1) if programs <= 4 * heads else (16, 1)
+    return (16, 2) if programs <= 24 * heads else (16, 4)
 
 
 def cluster_parts(shape: Shape, multiprocessors: int) -> int:
