@@ -98,6 +98,16 @@ def test_copies_between_the_marks_go_to_all_blocks_and_lanes_arrive_in_all(plan)
         adapted(SimpleNamespace(name="plain", asm={"ptx": "ret;"}), plan)
 
 
+def test_one_warp_waits_for_itself_between_copies_and_all_warps_elsewhere():
+    from utils.kernels.gemm_launch import fewer_meetings
+
+    copy, meeting = f"@%p1 {COPY.format(2, 'cta')} [%r1], [%rd1, {{%r2, %r3}}], [%r7];", "bar.sync 0;"
+    expect, wait = "@%p5 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r7], 49152;", "mbarrier.try_wait.parity.shared"
+    lines = ["mbarrier.init;", meeting, expect, meeting, ".loc 1", copy, meeting, copy, meeting, wait, meeting, expect]
+    changed = [i for i, line in enumerate(fewer_meetings("\n".join(lines)).splitlines()) if line != lines[i]]
+    assert changed == [3, 6]
+
+
 def test_operands_that_tma_can_copy_and_those_it_cannot():
     from utils.kernels.gemm_launch import Rows, rows_in_memory
 
