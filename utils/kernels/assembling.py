@@ -1,15 +1,29 @@
-"""Kernels whose PTX is rewritten after Triton has compiled them, for instructions that Triton has no word for."""
+"""Kernels whose PTX is rewritten after Triton has compiled them, for instructions that Triton has no word for.
+
+`with_policy` tells the L2 how long to keep what TMA brings. Copies with the policy `evict_first` leave lines in the L2 that are the
+first to go when the next ones come. Without it, a cache of keys and values that is read once puts out what other kernels have left
+there, and what of that was written goes to memory while the keys come in. The policy is an argument of the kernel, so one kernel
+reads with it and without it. What the GEMM rewrites is in `gemm_launch.py`.
+"""
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import re
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from utils.machine.versions import ptxas_command
+
+# A TMA copy from global memory, of a tensor of four dimensions.
+_COPY = re.compile(
+    r"(@%\w+ )?(cp\.async\.bulk\.tensor\.4d\.shared::\w+\.global\.mbarrier::complete_tx::bytes)( \[[^;]*\]);"
+)
+# The kernel's argument behind its one number in fp32.
+_POLICY = re.compile(r"\.param \.f32 \w+,\s*\.param \.u64 (\w+)")
 
 
 def assemble(ptx: str) -> bytes:
@@ -31,18 +45,30 @@ def assemble(ptx: str) -> bytes:
 
 
 def reassembled(compiled: Any, ptx: str) -> Any:
-    """Return a copy of a kernel that Triton compiled, with this PTX in place of its own; not yet loaded."""
-    twin = not_loaded(compiled)
+    """Return a copy of a kernel that Triton compiled, with this PTX in place of its own.
+
+    The copy is loaded when it is first used: then Triton tells the driver how much shared memory a launch may ask for, as the
+    copy's metadata say by then.
+    """
+    twin = copy.copy(compiled)
+    twin.module = twin.function = twin._run = None
     twin.kernel = assemble(ptx)
     twin.asm = {**compiled.asm, "ptx": ptx, "cubin": twin.kernel}
     return twin
 
 
-def not_loaded(compiled: Any) -> Any:
-    """Return a copy of a kernel that Triton compiled, which is loaded when it is first used, by what the copy says then.
+def policy_copies(ptx: str) -> tuple[str, int]:
+    """Give each TMA copy of four dimensions the policy that the kernel gets; return the PTX and the number of copies."""
+    argument = _POLICY.search(ptx)
+    if argument is None:
+        raise ValueError("the kernel has no argument for the policy: 64 bits behind an argument in fp32.")
+    load = f"{{ .reg .b64 policy; ld.param.b64 policy, [{argument[1]}]; "
+    return _COPY.subn(lambda found: f"{load}{found[1] or ''}{found[2]}.L2::cache_hint{found[3]}, policy; }}", ptx)
 
-    When Triton loads a kernel, it tells the driver how much shared memory a launch may ask for.
-    """
-    twin = copy.copy(compiled)
-    twin.module = twin.function = twin._run = None
-    return twin
+
+def with_policy(compiled: Any) -> Any:
+    """Return a copy of a kernel that Triton compiled, whose TMA copies have the policy of its argument; not yet loaded."""
+    ptx, copies = policy_copies(compiled.asm["ptx"])
+    if not copies:
+        raise ValueError(f"{compiled.name} has no TMA copy of four dimensions: there is nothing to give the policy to.")
+    return reassembled(compiled, ptx)

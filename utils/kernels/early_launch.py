@@ -8,14 +8,18 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
+def instruct(PTX: gl.constexpr):
+    """Put these words into the PTX."""
+    gl.inline_asm_elementwise(PTX, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def let_next_launch_begin():
     """Let blocks of the stream's next kernel start where SMs are free; they still wait for this one's end."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+    instruct("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
 
 
 @gluon.jit
 def wait_for_launch_before():
     """Wait until the stream's kernel before this one has ended, and all that it stored can be read."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    instruct("griddepcontrol.wait; mov.u32 $0, 0;")

@@ -7,6 +7,7 @@ anything again: that is how `utils.kernels.gemm` keeps a call cheap.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -65,7 +66,7 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
     a_rows, b_rows = rows_in_memory("A", a), rows_in_memory("B", b)
     if plan is None:
-        plan, split = choose(m, n, k, sms, a_rows.late, b_rows.late)
+        plan, split = choose(m, n, k, sms)
     if split > max(1, ceil_div(k, BLOCK_K)):
         raise ValueError(f"{split} parts of K = {k} would be shorter than one step of {BLOCK_K}.")
     plan = replace(plan, a_column_major=a_rows.column_major, b_column_major=b_rows.column_major)
@@ -112,11 +113,6 @@ class Rows:
     length: int
     pitch: int
     column_major: bool
-
-    @property
-    def late(self) -> bool:
-        """Whether every second row starts at an odd multiple of 16 bytes, so that 128 bytes of it lie in five sectors."""
-        return self.pitch % 16 != 0
 
 
 def rows_in_memory(label: str, x: torch.Tensor) -> Rows:
@@ -173,6 +169,24 @@ def _arrive_in_all(found: re.Match, blocks: int) -> str:
     )
 
 
+_MEETING = re.compile(r"\s*bar\.sync\s+0;")
+_SYNCHRONIZED = re.compile(r"mbarrier\.|wgmma|matrix|cp\.async|\bbar\.|\bbra\b|_tx")
+
+
+def fewer_meetings(ptx: str) -> str:
+    """Let only one warp's lanes wait for each other where that warp announces bytes and starts copies, one after the other.
+
+    Triton lets all warps of the block meet between any two operations on the same shared memory.
+    """
+    lines, before = ptx.splitlines(), ""
+    operations = [(i, line) for i, line in enumerate(lines) if _SYNCHRONIZED.search(line)]
+    for (i, line), (_, behind) in itertools.pairwise([*operations, (0, "")]):
+        if _MEETING.fullmatch(line) and "_tx" in before and "_tx" in behind:
+            lines[i] = "bar.warp.sync -1;"
+        before = line
+    return "\n".join(lines) + "\n"
+
+
 def prefetch_descriptors(ptx: str) -> str:
     """Fetch the TMA descriptors before each wait for the launch before: they are arguments, and there by then."""
     names = re.findall(r"\.param \.align 64 \.b8 (\w+)\[128\]", ptx)
@@ -190,7 +204,8 @@ def adapted(compiled: Any, plan: Plan) -> Any:
             ptx, arrivals, copies = multicast(ptx, plan)
             if not arrivals or not copies:
                 raise ValueError(f"{compiled.name} has {copies} shared copies and {arrivals} arrivals: no cluster.")
-        twin = compiled.__dict__["adapted_twin"] = reassembled(compiled, prefetch_descriptors(ptx))
+        ptx = prefetch_descriptors(ptx)
+        twin = compiled.__dict__["adapted_twin"] = reassembled(compiled, fewer_meetings(ptx) if plan.short else ptx)
     return twin
 
 

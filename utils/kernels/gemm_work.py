@@ -28,6 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from utils.kernels import gemm_plan
+from utils.kernels.early_launch import instruct
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
@@ -47,12 +48,6 @@ JOIN = gl.constexpr("barrier.cluster.arrive.relaxed; barrier.cluster.wait.acquir
 def rank(CLUSTER: gl.constexpr):
     """This block's number in its cluster."""
     return gl.program_id(0) % CLUSTER
-
-
-@gluon.jit
-def instruct(PTX: gl.constexpr):
-    """Put these words into the PTX."""
-    gl.inline_asm_elementwise(PTX, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

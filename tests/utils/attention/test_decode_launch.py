@@ -10,7 +10,7 @@ import torch
 from tests.utils.attention.decode_cases import relative_error
 from utils.attention import attention_decode, decode, decode_reference
 from utils.attention.gluon.decode import launch as decode_launch
-from utils.attention.gluon.decode.launch import LOG2_E, Launch, Map
+from utils.attention.gluon.decode.launch import LOG2_E, Launch
 from utils.attention.gluon.decode.plan import ALONE_BYTES, TILES, Arrangement, arrange
 from utils.machine.device import Support
 
@@ -26,9 +26,9 @@ def test_a_window_beyond_32_bits_sees_everything(window, lengths, causal):
     q = torch.randn(2, 2, 5, 64).bfloat16()
     k, v = (torch.randn(2, 1, 100, 64).bfloat16() for _ in "kv")
     seqlens = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
-    launch = Launch(q, k, v, causal, window, seqlens is not None, None, Arrangement(TILES["keys", 64], 3))
+    launch = Launch(q, k, v, causal, 0.1, window, seqlens is not None, None, Arrangement(TILES["keys", 64], 3))
     with gluon_cpu.simulate(max_steps=20_000):
-        out = launch(q, k, v, 0.1, seqlens, None)
+        out = launch(q, k, v, seqlens)
     assert relative_error(out, decode_reference(q, k, v, seqlens=seqlens, causal=causal, scale=0.1)) < 4e-3
 
 
@@ -57,17 +57,18 @@ def test_a_cache_without_pages_is_named():
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """What Triton compiles, of which the copies get a policy."""
-    from utils.kernels import assembling, l2_hint
+    """What Triton compiles, as far as copies of it read it."""
+    from utils.kernels import assembling
 
-    monkeypatch.setattr(l2_hint, "with_policy", assembling.not_loaded)
+    monkeypatch.setattr(assembling, "assemble", lambda ptx: b"")
+    monkeypatch.setattr(assembling, "policy_copies", lambda ptx: (ptx, 1))
     metadata = collections.namedtuple("Metadata", "shared num_warps")(70000, 4)
     return types.SimpleNamespace(metadata=metadata, module="loaded", function=1, _run=2, asm={"ptx": ""})
 
 
 def cluster_launch(keys, tile="cluster"):
     q, k = torch.zeros(1, 8, 1, 128).bfloat16(), torch.zeros(1, 2, keys, 128).bfloat16()
-    return Launch(q, k, k, True, 0, False, None, Arrangement(TILES[tile, 128], 8, parts=4))
+    return Launch(q, k, k, True, 0.1, 0, False, None, Arrangement(TILES[tile, 128], 8, parts=4))
 
 
 def test_a_cache_that_grows_has_one_adapted_kernel(compiled):
@@ -87,7 +88,7 @@ def test_queries_whose_rows_have_no_one_distance_are_copied():
 
     def copies(heads, sq):
         q = torch.zeros(2, sq, heads, 64).bfloat16().transpose(1, 2)  # tokens first
-        return Launch(q, k, k, True, 0, False, None).copies, Launch(q.contiguous(), k, k, True, 0, False, None).copies
+        return tuple(Launch(x, k, k, True, 0.1, 0, False, None).copies for x in (q, q.contiguous()))
 
     assert copies(4, 3) == (True, False)
     assert copies(4, 1) == copies(2, 3) == (False, False)  # one token, or one head in a group
@@ -128,18 +129,16 @@ def test_a_call_runs_on_the_device_of_its_tensors(monkeypatch, current):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Return the arguments of launches of kernels that were compiled before, on a made-up GPU of 132 SMs."""
+    """Return the tensors and the sizes of launches of kernels that were compiled before, on a made-up GPU of 132 SMs."""
     calls = []
 
     def compile_none(self, *given):
-        self.compiled = [
-            (lambda *given: calls.append(given), name, f"{name}'s metadata") for name in ("first", "merge")
-        ]
+        sizes = self.sizes, self.merge_sizes
+        self.handles = [lambda *tensors, rest=rest: calls.append((tensors, rest)) for rest in sizes]
         calls.append("compiled")
 
     monkeypatch.setattr(decode_launch, "arrange", lambda shape, _: arrange(shape, 132))
     monkeypatch.setattr(decode_launch, "unused", lambda device, *dtype: torch.zeros(4))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(Launch, "_compile", compile_none)
     monkeypatch.setattr(decode, "gluon_takes", lambda *given, **more: Support(True))
     monkeypatch.setattr(decode, "_decided", {})
@@ -152,21 +151,14 @@ def problem(batch=8, slots=1024):
     return *(x.bfloat16() for x in (q, k, v)), torch.full((batch,), slots, dtype=torch.int32)
 
 
-def test_a_kept_launch_gets_addresses_of_this_call(launched):
+def test_a_kept_launch_gets_the_tensors_of_this_call(launched):
+    attention_decode(*problem(6)[:3], seqlens=problem(6)[3])
     q, k, v, lengths = problem(6)
-    attention_decode(q, k, v, seqlens=lengths)
-    others = problem(6)
-    out = attention_decode(*others[:3], seqlens=others[3], scale=0.25)
-    out = attention_decode(*others[:3], seqlens=others[3])
-    assert launched.pop(0) == "compiled" and len(launched) == 6
-    first, merge = launched[-2:]
-    assert first[:9] == (132, 1, 1, 0, "first", "first's metadata", None, None, None)
-    maps, rest = first[9:12], first[12:]
-    assert all(isinstance(x, Map) and x.base is y for x, y in zip(maps, others[:3], strict=True))
-    assert rest[0] == out.data_ptr() and rest[2] == others[3].data_ptr()
-    assert all(type(x) is int for x in rest[:5])  # of a tensor, the launcher asks the driver
-    assert merge[4] == "merge" and merge[9:12] == rest[:3] and merge[-3] == rest[-4]
-    assert rest[-4] == 128**-0.5 * LOG2_E and launched[2][-4] == 0.25 * LOG2_E
+    out = attention_decode(q, k, v, seqlens=lengths)
+    assert launched.pop(0) == "compiled" and len(launched) == 4
+    (first, sizes), (merge, merge_sizes) = launched[-2:]
+    assert all(x is y for x, y in zip((*first[:4], first[5]), (q, k, v, out, lengths), strict=True))
+    assert merge == first[3:6] and sizes[-2] == merge_sizes[-1] == 128**-0.5 * LOG2_E
 
 
 def test_arguments_that_differ_find_other_launches(launched):
@@ -179,6 +171,7 @@ def test_arguments_that_differ_find_other_launches(launched):
         ((q, k, v), {"seqlens": lengths}),
         ((q, k, v), {"window": 100}),
         ((q, k, v), {"causal": False}),
+        ((q, k, v), {"scale": 0.25}),
         ((q.half(), k.half(), v.half()), {}),
         ((q, k.transpose(1, 2).contiguous().transpose(1, 2), v), {}),
         ((q, page, page), {"seqlens": lengths, "block_table": table}),
@@ -196,7 +189,7 @@ def test_a_cache_that_starts_off_a_multiple_of_16_bytes_is_copied_each_time(laun
     shifted = torch.empty(k.numel() + 1, dtype=k.dtype)[1:].view(k.shape).copy_(k)
     for _ in range(2):
         attention_decode(q, shifted, v)
-        base = launched[-1][10].base
+        base = launched[-1][0][1]
         assert base.data_ptr() % 16 == 0 and torch.equal(base, k) and base is not shifted
 
 

@@ -1,13 +1,45 @@
-"""Copies of compiled kernels that are assembled from another PTX."""
+"""Copies of kernels that are assembled from another PTX: when they are loaded, and which instructions get the policy of the L2."""
 
 from types import SimpleNamespace
 
-from utils.kernels.assembling import not_loaded
+import pytest
+
+from utils.kernels import assembling
+from utils.kernels.assembling import policy_copies, with_policy
+
+COPY = "cp.async.bulk.tensor.{}d.shared::{}.global.mbarrier::complete_tx::bytes"
+PTX = f"""
+    .param .u64 kernel_param_0, .param .f32 kernel_param_1,
+    .param .u64 kernel_param_2, .param .u64 kernel_param_3)
+    @%p12 {COPY.format(5, "cluster")} [%r1], [%rd14, {{%r2, %r3, %r4, %r5, %r6}}], [%r7];
+    @%p14 {COPY.format(4, "cluster")} [%r1], [%rd15, {{%r2, %r3, %r4, %r5}}], [%r7];
+    {COPY.format(4, "cta")} [%r1], [%rd15, {{%r2, %r3, %r4, %r5}}], [%r7];
+    mbarrier.init.shared::cta.b64 [%r7], 1;
+"""
 
 
-def test_a_copy_is_loaded_by_itself():
+def test_a_copy_is_loaded_by_itself(monkeypatch):
     """What was loaded before was told to the driver with the shared memory that Triton knows of."""
-    compiled = SimpleNamespace(module=1, function=2, _run=3, metadata="its own")
-    twin = not_loaded(compiled)
+    monkeypatch.setattr(assembling, "assemble", lambda ptx: b"cubin")
+    compiled = SimpleNamespace(module=1, function=2, _run=3, metadata="its own", asm={"ptx": PTX})
+    twin = with_policy(compiled)
     assert (twin.module, twin.function, twin._run, twin.metadata) == (None, None, None, "its own")
-    assert (compiled.module, compiled.function, compiled._run) == (1, 2, 3)
+    assert (compiled.module, compiled.asm, twin.asm["cubin"]) == (1, {"ptx": PTX}, b"cubin")
+
+
+def test_copies_of_four_dimensions_get_the_policy_of_the_argument():
+    ptx, copies = policy_copies(PTX)
+    assert policy_copies(ptx)[1] == 0  # none is given a policy twice
+    assert copies == 2 and ptx.count(".L2::cache_hint") == 2
+    *_, others, keys, values, barrier = ptx.strip().splitlines()
+    assert "cache_hint" not in others + barrier
+    assert "@%p14 cp.async" in keys and "@" not in values
+    for line in (keys, values):
+        assert line.strip().endswith("[%r7], policy; }") and "ld.param.b64 policy, [kernel_param_2];" in line
+
+
+def test_a_kernel_without_such_copies_or_without_the_argument_is_named():
+    with pytest.raises(ValueError, match="no TMA copy"):
+        with_policy(SimpleNamespace(name="plain", asm={"ptx": PTX.split("@%p12")[0]}))
+    with pytest.raises(ValueError, match="argument"):
+        policy_copies(PTX.replace(".f32", ".u32"))

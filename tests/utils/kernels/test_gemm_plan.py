@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.utils.kernel_code import Number, kernel_code
-from tools.record.gemm_shapes import draw_shapes, late_rows
+from tools.record.gemm_shapes import draw_shapes
 from utils.kernels.gemm_plan import BLOCK_K, GROUP_M, PLANS, SHARED_BYTES, SPLITS, choose, clusters_at_once, items_of
 
 CODE = kernel_code(
@@ -87,7 +87,7 @@ def test_every_plan_fits_and_is_whole():
     for plan in PLANS:
         assert plan.shared_bytes <= SHARED_BYTES and plan.rows in (64, 128)
         assert plan.pieces * plan.c_box[1] == plan.block_n and plan.pieces % plan.buffers == 0
-        assert not plan.short or (plan.consumers == plan.cluster == 1 and plan.blocks_an_sm > 1)
+        assert not plan.short or plan.consumers == plan.cluster == 1
         for column_major in (False, True):
             plan = replace(plan, a_column_major=column_major, b_column_major=column_major)
             for box, tile, blocks in ((plan.a_box, plan.a_tile, plan.abreast), (plan.b_box, plan.b_tile, plan.down)):
@@ -99,20 +99,20 @@ def test_what_is_chosen_is_sound():
     rng = random.Random(3)
     for _ in range(200):
         m, n, k, sms = size(rng), size(rng), size(rng), rng.choice((132, 114, 5))
-        plan, split = choose(m, n, k, sms, rng.random() < 0.5, rng.random() < 0.5)
+        plan, split = choose(m, n, k, sms)
         items = items_of(m, n, plan, split, sms)
         assert split == 1 or 2 * split <= -(-k // BLOCK_K)
         assert 4 * items.rest * plan.cluster * items.split * plan.block_m * plan.block_n < 2**30
         assert plan.cluster <= sms and items.number < 2**31
-    large, _ = choose(8192, 8192, 8192, 132, False, False)
+    large, _ = choose(8192, 8192, 8192, 132)
     assert large.block_m * large.block_n == 128 * 256 and large.cluster > 1
-    few, split = choose(320, 112, 12712, 132, False, False)  # few tiles, and long sums: parts keep more SMs busy
+    few, split = choose(320, 112, 12712, 132)  # few tiles, and long sums: parts keep more SMs busy
     assert items_of(320, 112, few, split, 132).number > 20
 
 
 def test_at_most_twelve_kernels_are_compiled_for_a_dtype_and_an_order_of_the_operands():
     """All that a kernel is compiled for is its plan, which has the orders, and the dtype."""
     shapes, start = draw_shapes(seed=2026, count=122), time.perf_counter()
-    plans = {choose(s["m"], s["n"], s["k"], 132, *late_rows(s))[0] for s in shapes}
+    plans = {choose(s["m"], s["n"], s["k"], 132)[0] for s in shapes}
     assert 4 < len(plans) <= 12
     assert time.perf_counter() - start < 122 * 0.02  # a new shape has 20 ms for its first call

@@ -48,7 +48,7 @@ def attention_decode(
     """One program: its share of the blocks of all heads.
 
     The sizes are the fields of `Cache`. whole: programs take whole heads. bits: a cluster has 2^bits programs. scales_ptr: (2, Hkv)
-    fp32, of K and of V, for an fp8 cache. policy: of the L2, for `l2_hint.py`.
+    fp32, of K and of V, for an fp8 cache. policy: of the L2, for `assembling.py`.
     """
     cache = Cache(
         lens_ptr,

@@ -1,14 +1,13 @@
 """Run the decode kernel on tensors of a Hopper GPU, and register it with torch as one operator.
 
 What a call needs is worked out once for each combination of shapes, strides and options, and kept (`Launch`): a decode
-step takes microseconds, so its call must not take more. A kept launch starts the compiled kernel by itself and leaves
-out Triton's search for it.
+step takes microseconds, so its call must not take more. A kept launch starts the compiled kernels by themselves
+(`kernels/handle.py`) and leaves out Triton's search for them.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ from utils.attention.gluon.decode.plan import (
     merge_shape,
 )
 from utils.attention.problem import positive_scale
-from utils.kernels.handle import Map
+from utils.kernels.handle import Handle
 from utils.newest import Newest
 
 LOG2_E = math.log2(math.e)
@@ -82,24 +81,24 @@ def _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales) -> 
             return _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales)
     if scale <= 0:
         q, scale = positive_scale(q, scale)  # the kernel takes the maximum before it scales
-    launch = _find_launch(q, k, v, causal, window, seqlens is not None, block_table)
+    launch = _find_launch(q, k, v, causal, scale, window, seqlens is not None, block_table)
     if launch is None:  # no new token
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if launch.copies or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         q = q.contiguous() if launch.copies else q
         q, k, v = addressable(q), addressable(k), addressable(v)
         return _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales)
-    return launch(q, k, v, scale, seqlens, block_table, kv_scales)
+    return launch(q, k, v, seqlens, block_table, kv_scales)
 
 
-def _find_launch(q, k, v, causal: bool, window: int, lengths: bool, block_table) -> Launch | None:
+def _find_launch(q, k, v, causal: bool, scale: float, window: int, lengths: bool, block_table) -> Launch | None:
     """Return the launch for tensors of these shapes, strides and types, made now if there is none."""
     table = None if block_table is None else (block_table.shape, block_table.stride())
     strides = q.stride(), k.stride(), v.stride()
-    key = q.shape, k.shape, strides, table, q.dtype, k.dtype, q.device, causal, window, lengths
+    key = q.shape, k.shape, strides, table, q.dtype, k.dtype, q.device, causal, scale, window, lengths
     launch = _LAUNCHES.get(key)
     if launch is None and q.numel():
-        launch = _LAUNCHES[key] = Launch(q, k, v, causal, window, lengths, block_table)
+        launch = _LAUNCHES[key] = Launch(q, k, v, causal, scale, window, lengths, block_table)
     return launch
 
 
@@ -107,7 +106,7 @@ _LAUNCHES: Newest[tuple, Launch] = Newest(512)
 
 
 class Launch:
-    """Decode for tensors of given shapes and strides: plan, arguments, and after the first call the compiled kernels."""
+    """Decode for tensors of given shapes and strides: plan, arguments, and after the first call the launches of both kernels."""
 
     def __init__(
         self,
@@ -115,6 +114,7 @@ class Launch:
         k: torch.Tensor,
         v: torch.Tensor,
         causal: bool,
+        scale: float,
         window: int,
         lengths: bool,
         block_table: torch.Tensor | None,
@@ -153,11 +153,11 @@ class Launch:
         heads, rows = kv_heads * found.tiles, shape.rows
         self.sizes: tuple = stride, batch, kv_heads, rows, sq, keys, left, right, int(lengths), page_bits, pages
         self.sizes += found.tiles, head_dim, int(found.whole), max(found.parts.bit_length() - 1, 0)
-        self.policy = policy_of(found.hint)
+        self.sizes += scale * LOG2_E, policy_of(found.hint)
         self.merge_sizes: tuple = batch, heads, found.tiles, rows, sq, keys, left, int(lengths), found.programs
-        self.merge_sizes += plan.block_n, plan.columns, plan.block_d, head_dim
+        self.merge_sizes += plan.block_n, plan.columns, plan.block_d, head_dim, scale * LOG2_E
         self.merge_shape = merge_shape(found.programs, batch * heads)
-        pieces = -(-min(rows, plan.columns) * plan.block_d // (MERGE_WIDTH * (128 if self.merge_shape[1] == 1 else 32)))
+        pieces = -(-min(rows, plan.columns) * plan.block_d // (MERGE_WIDTH * 128 // self.merge_shape[1]))
         self.merge_grid = batch * heads, min(pieces, -(-MERGE_PROGRAMS // (batch * heads))), 1
         self.parts = 2 * found.programs * plan.columns * (plan.block_d + 2) if found.merged else 0
         self.unused_parts, self.unused_integers = unused(q.device), unused(q.device, torch.int32)
@@ -169,48 +169,25 @@ class Launch:
         self.q_map = q_shape, _tma_strides(q_shape, q_strides)
         self.k_map = list(k.shape), _tma_strides(k.shape, k.stride(), 16 // k.element_size())
         self.v_map = list(v.shape), _tma_strides(v.shape, v.stride(), 16 // v.element_size())
-        self.compiled: list[tuple] = []
-        self.attend: Any = None  # the function that the kernel is compiled for
+        self.handles: list[Handle] = []  # of the kernel, and of the merge where there is one
 
-    def __call__(self, q, k, v, scale: float, seqlens, block_table, scales=None) -> torch.Tensor:
+    def __call__(self, q, k, v, seqlens=None, block_table=None, scales=None) -> torch.Tensor:
         """Attention of tensors like those it was made for; scales: (2, Hkv) fp32, of K and of V, for an fp8 cache."""
-        device = self.device
-        out = torch.empty(self.shape, dtype=self.dtype, device=device)
-        parts = torch.empty(self.parts, dtype=torch.float32, device=device) if self.parts else self.unused_parts
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        parts = torch.empty(self.parts, dtype=torch.float32, device=self.device) if self.parts else self.unused_parts
         lens = self.unused_integers if seqlens is None else seqlens
         table = self.unused_integers if block_table is None else block_table
         factors = self.unused_parts if scales is None else scales
-        c = scale * LOG2_E
-        if not self.compiled:
-            first = out, parts, lens, table, factors, *self.sizes, c, self.policy
-            self._compile(q, k, v, first, (out, parts, lens, *self.merge_sizes, c))
-            if not self.compiled:  # in the simulator, which has run the kernels
+        if not self.handles:
+            self._compile(q, k, v, (out, parts, lens, table, factors))
+            if not self.handles:  # in the simulator, which has run the kernels
                 return out
-        maps = Map(q, *self.q_map), Map(k, *self.k_map), Map(v, *self.v_map)
-        # Addresses as numbers: of a tensor Triton's launcher asks the driver whose memory that is.
-        addresses = out.data_ptr(), parts.data_ptr(), lens.data_ptr()
-        rest = table.data_ptr(), factors.data_ptr(), *self.sizes, c, self.policy, self.plan, self.attend
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        start, function, metadata = self.compiled[0]
-        start(*self.grid, stream, function, metadata, None, None, None, *maps, *addresses, *rest)
+        self.handles[0](q, k, v, out, parts, lens, table, factors)
         if self.parts:
-            start, function, metadata = self.compiled[1]
-            start(
-                *self.merge_grid,
-                stream,
-                function,
-                metadata,
-                None,
-                None,
-                None,
-                *addresses,
-                *self.merge_sizes,
-                c,
-                *self.merge_shape,
-            )
+            self.handles[1](out, parts, lens)
         return out
 
-    def _compile(self, q, k, v, first: tuple, second: tuple) -> None:
+    def _compile(self, q, k, v, memory: tuple) -> None:
         """Compile the kernels, or in the simulator run them."""
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -230,24 +207,21 @@ class Launch:
             descriptor(q, self.q_map, plan.columns),
             *(descriptor(x, map_, plan.box) for x, map_ in ((k, self.k_map), (v, self.v_map))),
         )
-        self.attend = attend_of(plan)
-        constants = {"PLAN": plan, "ATTEND": self.attend}
-        kernels = [(attention_decode, self.grid, (*maps, *first), {**constants, **plan.options})]
+        kernels: list[tuple] = [
+            (attention_decode, self.grid, (*maps, *memory), (*self.sizes, plan, attend_of(plan)), plan.options)
+        ]
         if self.parts:
-            held, over_parts = self.merge_shape
-            options = {"HELD": held, "OVER_PARTS": over_parts, "num_warps": max(4, over_parts), "launch_pdl": True}
-            kernels.append((attention_decode_merge, self.merge_grid, second, options))
+            options = {"num_warps": 4, "launch_pdl": True}
+            rest = (*self.merge_sizes, *self.merge_shape)
+            kernels.append((attention_decode_merge, self.merge_grid, memory[:3], rest, options))
         if self.device.type != "cuda":
-            for kernel, grid, arguments, options in kernels:
-                kernel[grid](*arguments, **options)
+            for kernel, grid, tensors, rest, options in kernels:
+                kernel[grid](*tensors, *rest, **options)
             return
-        compiled = [kernel.warmup(*given, grid=grid, **options) for kernel, grid, given, options in kernels]
-        compiled[0] = self._adapt(compiled[0])
-        self.compiled = [(kernel.run, kernel.function, kernel.packed_metadata) for kernel in compiled]
-        if self.found.parts:
-            metadata = compiled[0].metadata
-            # Triton compiles one program, which knows of the others by what it sends them; only its launcher makes clusters.
-            self.compiled[0] = (*self.compiled[0][:2], (metadata.num_warps, self.found.parts, metadata.shared))
+        for kernel, grid, tensors, rest, options in kernels:
+            compiled = kernel.warmup(*tensors, *rest, grid=grid, **options)
+            compiled, cluster = (compiled, 1) if self.handles else (self._adapt(compiled), max(self.found.parts, 1))
+            self.handles.append(Handle(compiled, grid, tensors, rest, self.device.index, cluster))
 
     def _adapt(self, compiled):
         """Return a copy of the first kernel, not yet loaded, whose copies have a policy, and with the inbox of a cluster.
@@ -255,7 +229,7 @@ class Launch:
         It is kept with the kernel, and all launches share it: Triton never unloads what it has loaded, and a cache that grows
         by a token at each call has a launch for each.
         """
-        from utils.kernels.l2_hint import with_policy
+        from utils.kernels.assembling import with_policy
 
         twin = vars(compiled).get("decode_twin")
         if twin is None:

@@ -164,7 +164,7 @@ def attention_decode_merge(
 ):
     """The second launch, the same for all tiles: grid (heads of all sequences, programs that share a head's merge).
 
-    HELD: parts that a thread holds at once. OVER_PARTS: warps that take other parts of a head: one, or where it has many, four.
+    HELD: parts that a thread holds at once. OVER_PARTS: warps that take other parts of a head, one to four.
     """
     flat = gl.program_id(0)
     b = flat // heads

@@ -42,5 +42,5 @@ def compile_decode(plan: Plan | tuple[int, int], dtype: str = "bf16") -> Assembl
     names = [name for name in function.arg_names if name not in constants]
     signature = {name: kinds.get(name, "i32") for name in names}
     pointers = [name for name in names if name.endswith("_ptr") and name not in ("lens_ptr", "table_ptr", "scales_ptr")]
-    options = plan.options if isinstance(plan, Plan) else {"num_warps": max(4, plan[1])}
+    options = plan.options if isinstance(plan, Plan) else {"num_warps": 4}
     return read_assembly(compile_gluon(function, signature, constants, pointers, **options), function.__name__)

@@ -25,15 +25,19 @@ MANY_ROWS = 16  # query rows up to which keys are the rows of the products
 # Of keys and values: where it is faster that they leave the L2 first, by up to 2 us. With 4 to 12 MB it gains 0.3 us at most, with
 # 268 MB nothing, and from half a gigabyte on it is slower.
 HINT_BYTES = 16 << 20, 192 << 20
-MANY_PARTS = 33  # of a head; with twice as many one or two heads of 32,768 keys took 1.08 to 1.24 times as long
-MANY_PARTS_BYTES = 100_000_000  # of keys and values, up to which that is so
+# Heads times bytes of keys and values up to which half of the SMs read: more parts of a head take longer to add up than to read.
+# With more bytes three quarters read one or two heads. Either gains 3 to 10% of the calls between.
+HALF_BYTES = 40_000_000
 LARGE_BYTES = 250_000_000  # of keys and values, from which a program for each whole head is faster than as many as SMs
 LONG_HEADS = 4096  # keys of a head, from which that is so
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
 # one GPC, and seven of the eight have 16 or 18 SMs.
 FITTING_CLUSTERS = {16: 7, 8: 15, 4: 30, 2: 66}
-FEWEST_OF_CLUSTERS = (
-    60  # programs in clusters that read as fast as all SMs would, since each has all of its memory for a ring
+# Programs in clusters that read as fast as all SMs would, since each has all of its memory for a ring; fewer are faster where each
+# of them has as many bytes at most: one or two heads of 1000 to 5500 keys take 8.5 to 9.8 us in place of 10.8 to 11.8.
+FEWEST_OF_CLUSTERS, FEW_BYTES = 60, 131_072
+MOST_BLOCKS = (
+    16  # of 128 keys, of a program in a cluster of sixteen: four heads of 117,000 keys took 83 us in place of 72
 )
 CLUSTER_KEYS = 8192  # up to which clusters were timed at head dimension 64
 PAGED_KEYS = 2048, 16384  # of the longest sequence, where each sequence in pages has clusters of its own
@@ -162,7 +166,7 @@ class Arrangement:
     tiles: int = 1  # of query rows of a head of keys
     parts: int = 0  # programs of a cluster
     whole: bool = False  # programs take whole heads of equal lengths, so that nothing is merged
-    hint: bool = False  # what TMA brings is the first to leave the L2 (`kernels/l2_hint.py`)
+    hint: bool = False  # what TMA brings is the first to leave the L2 (`kernels/assembling.py`)
 
     @property
     def merged(self) -> bool:
@@ -203,18 +207,20 @@ def even_programs(heads: int, multiprocessors: int) -> int:
 def merge_shape(programs: int, heads: int) -> tuple[int, int]:
     """Choose how many parts a thread of the merge holds, and how many of its warps take other parts of a head.
 
-    With sixteen a thread has so many registers that an SM runs one program: only where heads have as many parts.
+    At once they take a few more parts than a head has. Many more cost registers and time, fewer another turn.
     """
-    if programs > 8 * heads:
-        return 16, 4
-    return (16, 1) if programs > 4 * heads else (4, 1)
+    if programs <= 12 * heads:
+        return (4, 1) if programs <= 4 * heads else (16, 1)
+    return (16, 2) if programs <= 24 * heads else (16, 4)
 
 
 def cluster_parts(shape: Shape, multiprocessors: int) -> int:
     """Choose the programs of a cluster for a head of keys, 0 for the other kernels."""
     heads = shape.batch * shape.kv_heads
     parts = next((n for n, fitting in FITTING_CLUSTERS.items() if heads <= fitting), 0)
-    if shape.window or shape.fp8 or shape.rows > 64 or heads * parts < FEWEST_OF_CLUSTERS or multiprocessors < 132:
+    if shape.window or shape.fp8 or shape.rows > 64 or not parts or multiprocessors < 132:
+        return 0
+    if heads * parts < FEWEST_OF_CLUSTERS and (shape.rows > 8 or shape.bytes > heads * parts * FEW_BYTES):
         return 0
     if shape.lengths and (shape.batch > 1 or shape.width != 128):
         return 0
@@ -223,6 +229,8 @@ def cluster_parts(shape: Shape, multiprocessors: int) -> int:
     if shape.rows > 8 and 0 < shape.page < SMALL_PAGE:
         return 0
     longest = -(-shape.keys // (128 * parts))  # share of a program, in blocks
+    if parts == 16 and longest > MOST_BLOCKS:
+        return 0
     if 2 * heads * parts <= multiprocessors and longest > 8 and (parts == 2 or shape.rows > 8):
         return 0  # half of the SMs do not compute so many rows, or read so many keys, as fast as all of them
     return parts
@@ -278,12 +286,9 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
     places = multiprocessors * plan.per_sm
     blocks = -(-shape.keys // plan.block_n) - (shape.keys - shape.seen) // plan.block_n
     whole = not shape.lengths and takes_whole_heads(heads, blocks, places)
-    programs = even_programs(heads, places)
-    half = even_programs(heads, places // 2)
-    uneven = half < blocks * heads < 2 * half  # some would read two blocks while others read one
-    small = shape.bytes <= MANY_PARTS_BYTES and not shape.fp8
-    if programs > MANY_PARTS * heads and small and not uneven:
-        programs = half  # as many parts of a head take longer to add up than to read
+    few = heads * shape.bytes <= HALF_BYTES and not shape.fp8
+    share = 1 / 2 if few else 3 / 4 if heads <= 2 and not shape.fp8 else 1  # of the SMs
+    programs = even_programs(heads, max(1, int(share * places)))
     if whole:
         # They drift apart, and so some read while others begin and end. Short heads are loaded before others end.
         drift = shape.bytes >= LARGE_BYTES and shape.seen >= LONG_HEADS
