@@ -114,4 +114,4 @@ def row_bounds(table, at, stop, rows):
 def keep_interval(s, table, row, key, rows):
     """Replace the scores [64, BLOCK_N] of rows row.. and keys key.. by minus infinity where a row does not look."""
     low, high = row_bounds(table, row + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)), rows, rows)
-    return keep_columns(s, low - key, high - key, True)
+    return keep_columns(s, low - key, high - key)

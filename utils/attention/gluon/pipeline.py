@@ -272,12 +272,15 @@ class Work:
         else:
             rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
             positions = block.row + (self.sk - self.sq) + gl.arange(0, s.shape[0], rows)
+            first = gl.zeros([s.shape[0]], gl.int32, rows)
             behind = gl.full([s.shape[0]], self.sk, gl.int32, rows)
+            if WINDOW:
+                first = positions - self.window + 1
             if CAUSAL:
                 behind = gl.minimum(behind, positions + 1)
             elif WINDOW:
                 behind = gl.minimum(behind, positions + self.window)
-            return keep_columns(s, positions - self.window + 1 - block.key, behind - block.key, WINDOW)
+            return keep_columns(s, first - block.key, behind - block.key)
 
 
 @aggregate
