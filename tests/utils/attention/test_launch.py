@@ -55,7 +55,7 @@ def test_every_kernel_argument_is_given_once(monkeypatch, step, causal, window, 
     assert set(given) == set(inspect.signature(real.fn).parameters)
     assert given["sq"] == 300 and given["sk"] == 517 and given["group"] == 2 and given["heads"] == 4
     if step == 5:
-        assert given["CASE"].causal is causal and given["CASE"].lse is return_lse
+        assert given["CASE"].causal is causal and given["lse_wanted"] == return_lse
         assert given["PLAN"] == launch.plan_of(5, q, k, causal, window > 0)
     else:
         assert given["CAUSAL"] is causal and given["LSE"] is return_lse

@@ -19,7 +19,14 @@ from utils.kernels.offline import BLACKWELL, BLACKWELL_ULTRA, Assembly, compile_
 
 
 def compile_step(
-    step: int, head_dim: int = 128, *, dtype: str = "bf16", variant: str = "", plan: Plan | None = None, **case
+    step: int,
+    head_dim: int = 128,
+    *,
+    dtype: str = "bf16",
+    variant: str = "",
+    plan: Plan | None = None,
+    lse: bool = False,
+    **case,
 ) -> Assembly:
     """Compile a step of the ladder for sm_90a.
 
@@ -29,6 +36,7 @@ def compile_step(
         dtype: "bf16" or "fp16".
         variant: Of step 5's plan (`plan.variant_for`).
         plan: Tile and pipeline; the step's own by default.
+        lse: Whether steps 1 to 4 store the log-sum-exp; in step 5 that is an argument of the launch.
         **case: Fields of `plan.Case`; tiles are dealt under a mask, and parts added up together.
     """
     from triton.experimental.gluon import language as gl
@@ -39,7 +47,7 @@ def compile_step(
     masked = needs.causal or needs.window != ""
     needs = replace(needs, dealt=masked and not needs.parts, together=needs.parts)
     constants: dict = {"HEAD_DIM": head_dim, "BLOCK_M": BLOCK_M, "BLOCK_N": plan.block_n, "BLOCK_D": plan.block_d}
-    constants |= {"CAUSAL": needs.causal, "WINDOW": needs.window != "", "LSE": needs.lse, "CONSUMERS": plan.consumers}
+    constants |= {"CAUSAL": needs.causal, "WINDOW": needs.window != "", "LSE": lse, "CONSUMERS": plan.consumers}
     constants |= {"STAGES": plan.stages, "REGISTERS": plan.registers, "PLAN": plan, "CASE": needs}
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     tile = {"q_desc": BLOCK_M, "o_desc": BLOCK_M, "k_desc": plan.block_n, "v_desc": plan.block_n}

@@ -200,6 +200,7 @@ class Work:
     offset: gl.tensor
     heads: gl.tensor
     group: gl.tensor
+    lse_wanted: gl.tensor  # 0 or 1
     c: gl.tensor
     q: Ring
     k: Ring

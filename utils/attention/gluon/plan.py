@@ -53,7 +53,7 @@ class Case:
     """What an attention needs of step 5's kernel: a kernel is compiled for each.
 
     window: "" for none, "distance" for one of a fixed length, "rows" where a table has the interval of each row
-    (`intervals.py`). tail: without a mask, the keys are no multiple of a block. lse: the log-sum-exp is stored. dealt: the host deals out the tiles
+    (`intervals.py`). tail: without a mask, the keys are no multiple of a block.  dealt: the host deals out the tiles
     (`dealing.deal_tiles`). parts: programs share the keys of a tile (`parts_for`).
     together: and add the parts up together (`parts.py`). offset: a head's first tile begins before its first query (`row_offset`), or a packed one ends before its rows do; 64 causal
     loses 3 to 6% if every kernel has the code for it.
@@ -62,7 +62,6 @@ class Case:
     causal: bool = False
     window: str = ""
     tail: bool = False
-    lse: bool = False
     dealt: bool = False
     parts: bool = False
     together: bool = False

@@ -47,7 +47,7 @@ from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
 from utils.attention.gluon.plan import Case, parts_for, row_offset, tile_blocks
 from utils.attention.gluon.shared import accumulator, start_scores, wait_products
-from utils.attention.gluon.softmax import normalizers, spread, unseen_halves
+from utils.attention.gluon.softmax import inverses, log_sums, row_sums, spread, unseen_halves
 from utils.attention.gluon.stores import store_lse, store_rows, store_tile
 from utils.kernels.capture import tensor_on
 from utils.kernels.handle import Handle
@@ -130,9 +130,9 @@ def consumer(work, results, W: gl.constexpr):
             work.q.release(i, W)
 
         pv = start_output(work, it, o, p, state)
-        inverse, lses = normalizers(state, work.c, row)
-        if work.CASE.lse and not work.CASE.parts:
-            store_lse(lse_ptr, lses, flat, work.sq, stop)
+        sums = row_sums(state)
+        inverse = inverses(sums)
+        store_lse(work, lse_ptr, state, sums, flat, row, stop)
         # The output's registers are read next, and V's slot is released.
         o = wait_products(pv, 0, BLOCK_D)
         o = o * spread(inverse, o)
@@ -145,7 +145,7 @@ def consumer(work, results, W: gl.constexpr):
             lo, hi = work.visible_blocks(first_row, BLOCK_M * PLAN.consumers, stop)
             used = work.parts.used(hi - lo)
             TOGETHER: gl.constexpr = work.CASE.together
-            work.parts.leave(t, o, lses, row, W, PLAN.consumers)
+            work.parts.leave(t, o, log_sums(state, sums, work.c, row), row, W, PLAN.consumers)
             piece, stride = work.parts.arrive(t, W, PLAN.consumers, BLOCK_M, used, TOGETHER)
             for own in range(piece, BLOCK_M // PIECE, stride):
                 rows, lse = work.parts.add_up(t, own, W, PLAN.consumers, BLOCK_M, BLOCK_D, used)
@@ -210,9 +210,9 @@ def consumer_ahead(work, results, W: gl.constexpr):
         next_q = work.q.tile(gl.where(more, i + 1, i), W)
         s = start_scores(next_q, work.k.tile(gl.where(more, it, it - 1)), PLAN.depth)
         pv = start_output(work, it, o, p, state)
-        inverse, lses = normalizers(state, work.c, row)
-        if work.CASE.lse:
-            store_lse(lse_ptr, lses, flat, work.sq, work.sq)
+        sums = row_sums(state)
+        inverse = inverses(sums)
+        store_lse(work, lse_ptr, state, sums, flat, row, work.sq)
         unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
         block = Block(it, it, last_key)
         o, p, state = finish_block(work, block, s, pv, unseen, more, True, False, False, TAIL)
@@ -236,7 +236,7 @@ def consume(work, results, W: gl.constexpr):
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
 SIZES = ["sq", "sk", "window", "tiles_m", "heads_total", "heads", "group"]
-SIZES += ["schedule_stride", "offset", "parts", "eighths"]
+SIZES += ["schedule_stride", "offset", "parts", "eighths", "lse_wanted"]
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -261,6 +261,7 @@ def attention_step5(
     offset,
     parts,
     eighths,
+    lse_wanted,
     c,
     PLAN: gl.constexpr,
     CASE: gl.constexpr,
@@ -287,7 +288,7 @@ def attention_step5(
         o_tiles = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, 1, 1, 64, BLOCK_D], o_desc.layout)
     todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, parts, CASE.dealt, CASE.parts, CASE.causal)
     shared_tiles = Parts(parts_ptr, counters, parts)
-    work = Work(sq, sk, window, offset, heads, group, c, q, k, v, todo, shared_tiles, PLAN, CASE)
+    work = Work(sq, sk, window, offset, heads, group, lse_wanted, c, q, k, v, todo, shared_tiles, PLAN, CASE)
     if PREFILL > 0:
         fill_rings(work, q_desc, k_desc, v_desc)
         make_barriers(q, 1, CONSUMERS)
@@ -386,12 +387,13 @@ def launch(a: Arguments) -> Launch | None:
     dealt = schedule is not None
     together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
     threads = offset > 0 or (len(a.lengths) > 1 and begin_with_sequences(plan.rows, a.causal))
-    case = Case(causal, kind, tail, a.return_lse, dealt, parts > 1, together, threads)
+    case = Case(causal, kind, tail, dealt, parts > 1, together, threads)
     numbers = tiles * parts * plan.rows * (plan.block_d + 1) if parts > 1 else 0
     counters = tiles * plan.consumers
     tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
-    sizes = a.sq, a.sk, reach, len(blocks), a.heads_total, a.heads, a.group, stride, offset, parts, a.head_dim // 8, a.c
+    sizes = a.sq, a.sk, reach, len(blocks), a.heads_total, a.heads, a.group, stride, offset, parts, a.head_dim // 8
+    sizes += int(a.return_lse), a.c
     options = {"num_warps": 4} | ({"launch_cooperative_grid": True} if together else {})
     compiled = attention_step5[(programs,)](*tensors, table, *sizes, PLAN=plan, CASE=case, **options)
     if compiled is None or not a.q.is_cuda:
