@@ -55,7 +55,7 @@ def test_every_kernel_argument_is_given_once(monkeypatch, step, causal, window, 
     assert set(given) == set(inspect.signature(real.fn).parameters)
     assert given["sq"] == 300 and given["sk"] == 517 and given["group"] == 2 and given["heads"] == 4
     if step == 5:
-        assert given["CASE"].causal is causal and given["lse_wanted"] == return_lse
+        assert given["CASE"].mask == ("window" if window else "causal" if causal else "") and given["lse_wanted"] == return_lse
         assert given["PLAN"] == launch.plan_of(5, q, k, causal, window > 0)
     else:
         assert given["CAUSAL"] is causal and given["LSE"] is return_lse
@@ -70,7 +70,7 @@ def test_causal_tiles_are_dealt_once_and_evenly(sq, sk, heads, group, window):
     programs, blocks = 132, tile_blocks(plan_for(5, 128), sq, sk, True, window)
     dealt = deal_tiles(blocks, heads, group, sk * 512, programs)
     tiles = [tile for program in dealt for tile in program]
-    rows = sq + row_offset(plan_for(5, 128), True, window > 0, sk - sq)
+    rows = sq + row_offset(plan_for(5, 128), not window, sk - sq)
     assert sorted(tiles) == sorted(m | head << 16 for head in range(heads) for m in range(math.ceil(rows / 128)))
     loads = [sum(blocks[tile & 0xFFFF] for tile in program) for program in dealt]
     assert max(loads) - sum(loads) / programs <= max(blocks)  # at worst one tile too many
@@ -103,7 +103,7 @@ def test_blocks_of_tiles_are_those_that_their_rows_see(causal, window):
     for head_dim, variant in ((64, ""), (64, "few"), (128, ""), (256, "")):
         plan = plan_for(5, head_dim, variant)
         for sq, sk in itertools.product((1, 64, 100, 192, 321, 512, 640), repeat=2):
-            first_row, expected = -row_offset(plan, causal, window > 0, sk - sq), []
+            first_row, expected = -row_offset(plan, causal and not window, sk - sq), []
             for row in range(first_row, sq, plan.rows):
                 positions = torch.arange(row, row + plan.rows)[:, None] + sk - sq
                 keys = torch.arange(sk)[None, :]
@@ -199,7 +199,7 @@ def test_causal_rows_need_a_mask_in_their_last_block_alone(head_dim, variant):
     """Checked key by key: behind the first block of a walk, every row sees every key that there is."""
     plan, offsets = plan_for(5, head_dim, variant), set()
     for sq, sk in itertools.product((1, 64, 100, 192, 321, 512, 640), repeat=2):
-        offset = row_offset(plan, True, False, sk - sq)
+        offset = row_offset(plan, True, sk - sq)
         assert 0 <= offset < (BLOCK_M if plan.own_keys else plan.rows)
         offsets.add(offset)
         for row in range(-offset, sq, BLOCK_M):
@@ -210,7 +210,7 @@ def test_causal_rows_need_a_mask_in_their_last_block_alone(head_dim, variant):
             behind = max(last - 1, 0) * plan.block_n
             assert not behind or max(row, 0) + sk - sq >= behind - 1, (sq, sk)
     assert len(offsets) > 2
-    assert row_offset(plan, True, True, 1) == row_offset(plan, False, False, 1) == 0
+    assert row_offset(plan, False, 1) == 0
 
 
 def test_programs_share_tiles_where_there_are_few():
@@ -240,7 +240,7 @@ def test_no_program_has_two_shared_tiles():
         variant = variant_for(head_dim, causal, window, sq, sk, heads, programs)
         plan = plan_for(5, head_dim, variant)
         parts = parts_for(plan, sq, sk, heads, causal, window, programs)
-        rows = sq + row_offset(plan, causal, window > 0, sk - sq)
+        rows = sq + row_offset(plan, causal and not window, sk - sq)
         assert parts == 1 or parts * heads * -(-rows // plan.rows) <= programs, (sq, sk, heads, variant)
         shared += parts > 1
     assert shared > 150

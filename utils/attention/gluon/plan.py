@@ -52,16 +52,13 @@ class Plan:
 class Case:
     """What an attention needs of step 5's kernel: a kernel is compiled for each.
 
-    window: "" for none, "distance" for one of a fixed length, "rows" where a table has the interval of each row
-    (`intervals.py`). tail: without a mask, the keys are no multiple of a block.  dealt: the host deals out the tiles
-    (`dealing.deal_tiles`). parts: programs share the keys of a tile (`parts_for`).
-    together: and add the parts up together (`parts.py`). offset: a head's first tile begins before its first query (`row_offset`), or a packed one ends before its rows do; 64 causal
-    loses 3 to 6% if every kernel has the code for it.
+    mask: "" for none, "causal", "window" where keys before the last one hide, too, or "rows" where a table has the interval of
+    each row (`intervals.py`). dealt: the host deals out the tiles (`dealing.deal_tiles`). parts: programs share the keys of a
+    tile (`parts_for`). together: and add the parts up together (`parts.py`). offset: a head's first tile begins before its
+    first query (`row_offset`), or a packed one ends before its rows do; 64 causal loses 3 to 6% if every kernel has the code for it.
     """
 
-    causal: bool = False
-    window: str = ""
-    tail: bool = False
+    mask: str = ""
     dealt: bool = False
     parts: bool = False
     together: bool = False
@@ -91,18 +88,18 @@ def block_head_dim(head_dim: int) -> int:
     return next(width for width in HEAD_DIMS if head_dim <= width)
 
 
-def row_offset(plan: Plan, causal: bool, window: bool, shift: int) -> int:
-    """Return how many rows before the first query the tiles of step 5 begin. shift: Sk - Sq.
+def row_offset(plan: Plan, causal: bool, shift: int) -> int:
+    """Return how many rows before the first query the tiles of step 5 begin. causal: and without a window. shift: Sk - Sq.
 
     Where a consumer's 64 rows (or a tile's, if all its consumers walk over the same blocks) begin at the position of a
     block's first key or its middle one, their diagonal lies in one block, and the others need no mask.
     """
-    return shift % (BLOCK_M if plan.own_keys else plan.rows) if causal and not window else 0
+    return shift % (BLOCK_M if plan.own_keys else plan.rows) if causal else 0
 
 
 def row_tiles(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> int:
     """Return how many tiles the rows of a head make, the rows before the first query included (`row_offset`)."""
-    return -(-(sq + row_offset(plan, causal, window > 0, sk - sq)) // plan.rows)
+    return -(-(sq + row_offset(plan, causal and not window, sk - sq)) // plan.rows)
 
 
 def _causal_variant(sq: int, sk: int, heads: int, programs: int) -> str:
@@ -222,7 +219,7 @@ def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
 def tile_blocks(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> list[int]:
     """Return how many blocks of keys each row tile of a head sees (`shared.key_blocks`), from the first to the last."""
     last, shift, found = -(-sk // plan.block_n), sk - sq, []
-    for row in range(-row_offset(plan, causal, window > 0, shift), sq, plan.rows):
+    for row in range(-row_offset(plan, causal and not window, shift), sq, plan.rows):
         behind = row + plan.rows + shift + (0 if causal else window - 1)  # of the first key that no row sees
         high = min(last, -(-max(behind, 0) // plan.block_n)) if causal or window else last
         low = min(max(row + shift - window + 1, 0) // plan.block_n, last - 1) if window else 0

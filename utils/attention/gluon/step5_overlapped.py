@@ -74,14 +74,10 @@ def consumer(work, results, W: gl.constexpr):
     """Warpgroup W: rows W * 64 and on of each tile, key blocks from the last to the first."""
     out, o_tiles, lse_ptr = results
     PLAN: gl.constexpr = work.PLAN
-    CAUSAL: gl.constexpr = work.CASE.causal
-    WINDOW: gl.constexpr = work.CASE.window != ""
+    HIDING: gl.constexpr = work.HIDING
     BLOCK_N: gl.constexpr = PLAN.block_n
     BLOCK_D: gl.constexpr = PLAN.block_d
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
-    # Tiles begin where the diagonal of their rows lies in the last block alone, which is walked first (`first_row`).
-    LOOP_CAUSAL: gl.constexpr = CAUSAL and WINDOW
-
     # Two tiles of Q, and the output leaves through the one that it belongs to: the slot is released a tile later.
     LATE_RELEASE: gl.constexpr = PLAN.o_in_q and PLAN.q_slots == 2
 
@@ -94,7 +90,7 @@ def consumer(work, results, W: gl.constexpr):
         row = first_row + W * BLOCK_M
         stop = work.stop(tile)
         lo, hi = work.blocks(t, first_row, BLOCK_M * PLAN.consumers)
-        if PLAN.own_keys and (CAUSAL or WINDOW):
+        if PLAN.own_keys and work.CASE.mask != "":
             # The tile's last blocks may lie behind the last key of this consumer's rows; rows that do not exist need none.
             own_hi = gl.where(row < stop, work.visible_blocks(row, BLOCK_M, stop)[1], lo + 1)
             if work.CASE.parts:  # the rows' last block may lie in another part, or all of this one's behind it
@@ -102,7 +98,7 @@ def consumer(work, results, W: gl.constexpr):
             it = skip_blocks(work, it, hi - own_hi)
             hi = own_hi
         before = 0
-        if WINDOW and PLAN.consumers > 1:  # the tile's first blocks may lie before the window of this consumer's rows
+        if HIDING and PLAN.consumers > 1:  # the tile's first blocks may lie before the window of this consumer's rows
             own_lo = gl.minimum(gl.maximum(work.visible_blocks(row, BLOCK_M, stop)[0], lo), hi - 1)
             before = own_lo - lo
             lo = own_lo
@@ -112,7 +108,7 @@ def consumer(work, results, W: gl.constexpr):
         work.q.wait_full(i, W)  # the first product reads Q; the producer loads it in the order of need
         q = work.q.tile(i, W)
         block = Block(it, row, (hi - 1) * BLOCK_N)
-        p, state = first_block(work, block, q, CAUSAL, WINDOW, work.CASE.tail)
+        p, state = first_block(work, block, q)
         if LATE_RELEASE:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
             if i > 0:
                 # The last tile's output leaves through its Q's slot: the next Q may not come before it has left.
@@ -123,8 +119,9 @@ def consumer(work, results, W: gl.constexpr):
         work.k.wait_full(it, pred=n > 1)  # each step waits for the next one's keys; this is the first one's
         for j in range(1, n):
             block = Block(it, row, (hi - 1 - j) * BLOCK_N)
-            masked = (j < right) | (j >= edge)
-            o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked, LOOP_CAUSAL, WINDOW)
+            # Causal tiles begin where the diagonal of their rows lies in the block that was first (`first_row`).
+            masked = HIDING and ((j < right) | (j >= edge))
+            o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked)
             it += 1
         if not PLAN.o_in_q:
             work.q.release(i, W)
@@ -137,7 +134,7 @@ def consumer(work, results, W: gl.constexpr):
         o = wait_products(pv, 0, BLOCK_D)
         o = o * spread(inverse, o)
         work.v.release(it - 1)
-        if WINDOW and PLAN.consumers > 1:
+        if HIDING and PLAN.consumers > 1:
             it = skip_blocks(work, it, before)
         if not PLAN.o_in_q:
             tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
@@ -169,7 +166,6 @@ def consumer_ahead(work, results, W: gl.constexpr):
     """
     out, o_tiles, lse_ptr = results
     PLAN: gl.constexpr = work.PLAN
-    TAIL: gl.constexpr = work.CASE.tail
     BLOCK_N: gl.constexpr = PLAN.block_n
     BLOCK_D: gl.constexpr = PLAN.block_d
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
@@ -179,7 +175,7 @@ def consumer_ahead(work, results, W: gl.constexpr):
     it = gl.to_tensor(0)
     last_key = (n - 1) * BLOCK_N  # only a tile's first block, with the last keys, is masked: that needs no row
     work.q.wait_full(0, W)
-    p, state = first_block(work, Block(it, it, last_key), work.q.tile(0, W), False, False, TAIL)
+    p, state = first_block(work, Block(it, it, last_key), work.q.tile(0, W))
     it += 1
     work.k.wait_full(it)  # each step waits for the next one's keys; this is the first one's
     for i in range(count):
@@ -196,11 +192,11 @@ def consumer_ahead(work, results, W: gl.constexpr):
                 tma.store_wait(0)  # Q's slot holds the last tile's output: the next Q may not come before it has left
                 work.q.release(i + 1, W)
             block = Block(it, it, last_key)
-            o, p, state = finish_block(work, block, s, pv, state, (n > 2) | more, False, False, False)
+            o, p, state = finish_block(work, block, s, pv, state, (n > 2) | more, False)
             it += 1
         for j in range(2 if PLAN.o_in_q else 1, n):
             block = Block(it, it, last_key)
-            o, p, state = step(work, block, q, o, p, state, (j + 1 < n) | more, False, False, False)
+            o, p, state = step(work, block, q, o, p, state, (j + 1 < n) | more, False)
             it += 1
         if not PLAN.o_in_q:
             work.q.release(i, W)
@@ -215,7 +211,7 @@ def consumer_ahead(work, results, W: gl.constexpr):
         store_lse(work, lse_ptr, state, sums, flat, row, work.sq)
         unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
         block = Block(it, it, last_key)
-        o, p, state = finish_block(work, block, s, pv, unseen, more, True, False, False, TAIL)
+        o, p, state = finish_block(work, block, s, pv, unseen, more, work.tail())
         it += 1
         if not PLAN.o_in_q:
             tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
@@ -235,7 +231,7 @@ def consume(work, results, W: gl.constexpr):
 
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
-SIZES = ["sq", "sk", "window", "tiles_m", "heads_total", "heads", "group"]
+SIZES = ["sq", "sk", "back", "ahead", "tiles_m", "heads_total", "heads", "group"]
 SIZES += ["schedule_stride", "offset", "parts", "eighths", "lse_wanted"]
 
 
@@ -252,7 +248,8 @@ def attention_step5(
     schedule,
     sq,
     sk,
-    window,
+    back,
+    ahead,
     tiles_m,
     heads_total,
     heads,
@@ -274,21 +271,21 @@ def attention_step5(
     PREFILL: gl.constexpr = PLAN.prefill
     gl.static_assert(PLAN.stages >= PREFILL)
     if PLAN.ahead:
-        gl.static_assert(
-            PLAN.halves and PLAN.q_slots == 2 and not (CASE.causal or CASE.window != "" or CASE.parts or PLAN.own_keys)
-        )
-    WINDOW: gl.constexpr = CASE.window != ""
+        gl.static_assert(PLAN.halves and PLAN.q_slots == 2 and not (CASE.mask != "" or CASE.parts or PLAN.own_keys))
+    HIDING: gl.constexpr = CASE.mask == "window" or CASE.mask == "rows"
     READY: gl.constexpr = PREFILL if PREFILL > 0 else None
-    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, 0, CONSUMERS if PREFILL > 0 else None, WINDOW)
-    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, 0, READY, WINDOW)
-    v = allocate_ring(v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS, 0, READY, WINDOW)
+    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, 0, CONSUMERS if PREFILL > 0 else None, HIDING)
+    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, 0, READY, HIDING)
+    v = allocate_ring(v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS, 0, READY, HIDING)
     if PLAN.o_in_q:
         o_tiles = q.tiles
     else:
         o_tiles = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, 1, 1, 64, BLOCK_D], o_desc.layout)
-    todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, parts, CASE.dealt, CASE.parts, CASE.causal)
+    todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, parts, CASE.dealt, CASE.parts, CASE.mask == "causal")
     shared_tiles = Parts(parts_ptr, counters, parts)
-    work = Work(sq, sk, window, offset, heads, group, lse_wanted, c, q, k, v, todo, shared_tiles, PLAN, CASE)
+    work = Work(
+        sq, sk, back, ahead, offset, heads, group, lse_wanted, c, q, k, v, todo, shared_tiles, PLAN, CASE, HIDING
+    )
     if PREFILL > 0:
         fill_rings(work, q_desc, k_desc, v_desc)
         make_barriers(q, 1, CONSUMERS)
@@ -369,14 +366,14 @@ def launch(a: Arguments) -> Launch | None:
         The launch, to be repeated on (q, k, v, out, lse) like these; None in a process that only simulates kernels.
     """
     plan, causal, window = a.plan, a.causal, a.window
-    reach, kind = window, "distance" if window else ""
     if a.lengths:
-        reach, blocks = packed_queries(a.lengths, causal, window, plan.rows, plan.block_n, a.q.device)
-        causal, kind = False, "rows"  # which the table tells, too
+        back, blocks = packed_queries(a.lengths, causal, window, plan.rows, plan.block_n, a.q.device)
+        ahead, mask = 0, "rows"
     else:
         blocks = tuple(tile_blocks(plan, a.sq, a.sk, causal, window))
-    tail = a.sk % plan.block_n != 0 and not (causal or kind)  # a mask hides what lies behind the last key
-    offset = row_offset(plan, causal, window > 0, a.sk - a.sq)
+        back, ahead = max(window - 1, 0), 0 if causal else max(window - 1, 0)
+        mask = "window" if window else "causal" if causal else ""
+    offset = row_offset(plan, mask == "causal", a.sk - a.sq)
     tiles = len(blocks) * a.heads_total
     parts = 1 if a.lengths else parts_for(plan, a.sq, a.sk, a.heads_total, causal, window, a.programs)
     programs = min(a.programs, tiles * parts)
@@ -387,12 +384,25 @@ def launch(a: Arguments) -> Launch | None:
     dealt = schedule is not None
     together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
     threads = offset > 0 or (len(a.lengths) > 1 and begin_with_sequences(plan.rows, a.causal))
-    case = Case(causal, kind, tail, dealt, parts > 1, together, threads)
+    case = Case(mask, dealt, parts > 1, together, threads)
     numbers = tiles * parts * plan.rows * (plan.block_d + 1) if parts > 1 else 0
     counters = tiles * plan.consumers
     tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
-    sizes = a.sq, a.sk, reach, len(blocks), a.heads_total, a.heads, a.group, stride, offset, parts, a.head_dim // 8
+    sizes = (
+        a.sq,
+        a.sk,
+        back,
+        ahead,
+        len(blocks),
+        a.heads_total,
+        a.heads,
+        a.group,
+        stride,
+        offset,
+        parts,
+        a.head_dim // 8,
+    )
     sizes += int(a.return_lse), a.c
     options = {"num_warps": 4} | ({"launch_cooperative_grid": True} if together else {})
     compiled = attention_step5[(programs,)](*tensors, table, *sizes, PLAN=plan, CASE=case, **options)

@@ -24,7 +24,7 @@ def store_shared(work, out, flat, row, tile, stop):
     fence_async_shared()
     by_tma = True
     if work.CASE.offset:
-        by_tma = row + 64 <= stop if work.CASE.window == "rows" else row >= 0
+        by_tma = row + 64 <= stop if work.CASE.mask == "rows" else row >= 0
         if not by_tma:
             BLOCK_D: gl.constexpr = tile.shape[3]
             layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
