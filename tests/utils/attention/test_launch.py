@@ -55,7 +55,10 @@ def test_every_kernel_argument_is_given_once(monkeypatch, step, causal, window, 
     assert set(given) == set(inspect.signature(real.fn).parameters)
     assert given["sq"] == 300 and given["sk"] == 517 and given["group"] == 2 and given["heads"] == 4
     if step == 5:
-        assert given["CASE"].mask == ("window" if window else "causal" if causal else "") and given["lse_wanted"] == return_lse
+        assert (
+            given["CASE"].mask == ("window" if window else "causal" if causal else "")
+            and given["lse_wanted"] == return_lse
+        )
         assert given["PLAN"] == launch.plan_of(5, q, k, causal, window > 0)
     else:
         assert given["CAUSAL"] is causal and given["LSE"] is return_lse
@@ -169,6 +172,34 @@ VARIANTS = [  # variant; head dimension, causal, window, queries, keys, heads. T
 @pytest.mark.parametrize(("variant", "head_dim", "causal", "window", "sq", "sk", "heads"), VARIANTS)
 def test_which_plan_is_taken(variant, head_dim, causal, window, sq, sk, heads):
     assert variant_for(head_dim, causal, window, sq, sk, heads, 132) == variant
+
+
+@needs_triton
+@pytest.mark.parametrize(("windows", "most"), [(0.0, 24), (0.25, 34)])
+def test_a_hundred_shapes_compile_few_kernels(monkeypatch, windows, most):
+    """All that a kernel is compiled for, beside the dtype, are its plan and its case; the log-sum-exp is no kernel of its own."""
+    from utils.attention.gluon import step5_overlapped
+
+    rng, kernels = random.Random(2026), set()
+    monkeypatch.setattr(
+        step5_overlapped,
+        "attention_step5",
+        {(n,): lambda *_, **given: kernels.add((given["PLAN"], given["CASE"])) for n in range(133)},
+    )
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
+    for i in range(100):
+        s = round(math.exp(rng.uniform(math.log(400), math.log(16000))))
+        s = max(512, s // 128 * 128) if rng.random() < 0.4 else s
+        group, head_dim = rng.choice((1, 1, 4)), (64, 80, 96, 128, 256)[i % 5]
+        kv_heads = rng.choice((2, 4, 8) if group == 4 else (4, 8, 16, 32))
+        batch = max(1, min(rng.choice((1, 2, 4, 8)), 65536 // s))
+        q, k = (
+            torch.empty(batch, heads, s, head_dim, dtype=torch.bfloat16, device="meta")
+            for heads in (kv_heads * group, kv_heads)
+        )
+        causal, window = rng.random() < 0.5, rng.choice((128, 512, 1024, 4096)) if rng.random() < windows else 0
+        launch._launch(5, q, k, k, q, torch.empty(0), causal, 0.1, min(window, s - 1), rng.random() < 0.5)
+    assert 16 < len(kernels) <= most
 
 
 def test_the_plan_of_full_attention_is_the_faster_one():

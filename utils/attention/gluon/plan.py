@@ -212,7 +212,8 @@ def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
         )
     if step == 5:
         plan = _STEP_5.get((d, variant)) or _STEP_5[d, ""]
-        return replace(plan, depth=-(-head_dim // 16) * 16 if 64 < head_dim <= 96 else 0)
+        fewer = 64 < head_dim <= 96 and plan.consumers > 1  # with one consumer loads take longer than products
+        return replace(plan, depth=-(-head_dim // 16) * 16 if fewer else 0)
     raise ValueError(f"The ladder has the steps 1 to 5; got step {step!r}.")
 
 
