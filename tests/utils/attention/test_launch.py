@@ -277,36 +277,43 @@ def test_no_program_has_two_shared_tiles():
     assert shared > 150
 
 
+def compare_simulated(monkeypatch, q, k, v, plan, programs, *, causal=False, window=0, lse=True, seed=None, runs=1):
+    """Run step 5 in the simulator on so many multiprocessors, and compare it with float64."""
+    from utils import gluon_cpu
+    from utils.attention.reference import reference
+
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: programs)
+    monkeypatch.setattr(launch, "plan_of", lambda *given: plan)
+    out, sums = torch.full(q.shape, math.nan, dtype=q.dtype), torch.full(q.shape[:3], math.nan)
+    for _ in range(runs):
+        with gluon_cpu.simulate(seed=seed) as run:
+            launch._launch(5, q, k, v, out, sums, causal, q.shape[-1] ** -0.5 * math.log2(math.e), window, lse)
+        assert run.ok
+    expected, expected_lse = reference(q, k, v, causal=causal, window=window or None)
+    what = str((q.shape, k.shape, q.dtype, plan, programs, causal, window, lse))
+    assert (out.double() - expected).norm() <= 6e-3 * expected.norm(), what
+    if lse:
+        torch.testing.assert_close(sums.double(), expected_lse.double(), atol=2e-3, rtol=0, msg=what)
+
+
 @needs_triton
 @pytest.mark.parametrize("sizes", [(1, 2, 1, 200, 201), pytest.param((2, 2, 2, 300, 333), marks=pytest.mark.slow)])
 @pytest.mark.skipif(not offline_compile_support(), reason=offline_compile_support().reason)
 def test_a_tail_that_only_the_first_block_masks(monkeypatch, sizes):
     """Three consumers with a tail: the first block alone has a mask."""
-    from utils import gluon_cpu
-    from utils.attention.reference import reference
-
     batch, heads, kv_heads, sq, sk = sizes
     torch.manual_seed(0)
     q = torch.randn(batch, heads, sq, 64, dtype=torch.bfloat16)
     k, v = (torch.randn(batch, kv_heads, sk, 64, dtype=torch.bfloat16) for _ in range(2))
-    expected, expected_lse = reference(q, k, v)
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 3)
-    monkeypatch.setattr(launch, "plan_of", lambda *given: plan_for(5, 64))
-    out, lse = torch.full_like(q, float("nan")), torch.empty(batch, heads, sq)
-    with gluon_cpu.simulate() as run:
-        launch._launch(5, q, k, v, out, lse, False, 64**-0.5 * math.log2(math.e), 0, True)
-    assert run.ok and ((out.double() - expected).norm() / expected.norm()) < 4e-3
-    assert (lse - expected_lse).abs().max() < 1e-3
+    compare_simulated(monkeypatch, q, k, v, plan_for(5, 64), 3)
 
 
 @needs_triton
 @pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_programs_of_a_tile_that_add_its_parts_up_together(monkeypatch, causal):
     """The simulator runs one program after another: in a second run each finds what all have left in the first, and nobody waits."""
-    from utils import gluon_cpu
     from utils.attention.gluon import step5_overlapped
     from utils.attention.gluon.plan import Case
-    from utils.attention.reference import reference
 
     torch.manual_seed(0)
     q = torch.randn(1, 2, 150, 64, dtype=torch.bfloat16)
@@ -317,17 +324,9 @@ def test_programs_of_a_tile_that_add_its_parts_up_together(monkeypatch, causal):
         step5_overlapped, "workspace", lambda like, n, count: (memory.setdefault(n, torch.zeros(n)), arrived(count))
     )
     monkeypatch.setattr(step5_overlapped, "Case", lambda *given: replace(Case(*given), together=True))
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 16)
-    monkeypatch.setattr(launch, "plan_of", lambda *given: plan_for(5, 64, "few"))
-    out, lse = torch.full_like(q, math.nan), torch.full((1, 2, 150), math.nan)
-    for _ in range(2):
-        with gluon_cpu.simulate():
-            launch._launch(5, q, k, v, out, lse, causal, 0.125 * math.log2(math.e), 0, True)
+    compare_simulated(monkeypatch, q, k, v, plan_for(5, 64, "few"), 16, causal=causal, runs=2)
     (results,) = memory.values()
     assert len(results) > 2 * 2 * 2 * 128 * 65, "programs share tiles"
-    expected, expected_lse = reference(q, k, v, causal=causal)
-    assert (out.double() - expected).norm() <= 6e-3 * expected.norm()
-    torch.testing.assert_close(lse.double(), expected_lse, atol=2e-3, rtol=0)
 
 
 @needs_triton
@@ -352,37 +351,25 @@ def test_a_captured_graph_keeps_its_schedule(monkeypatch, capturing):
 @pytest.mark.skipif(not offline_compile_support(), reason=offline_compile_support().reason)
 def test_random_problems_on_random_machines(monkeypatch, seed):
     """Few multiprocessors, so that programs walk over several tiles, or many, so that they share one, in any order of the roles."""
-    from utils import gluon_cpu
     from utils.attention.gluon import step5_overlapped
-    from utils.attention.reference import reference
 
     rng, shared = random.Random(seed), 0
     for _ in range(10):
         torch.manual_seed(seed)
         head_dim, causal, many = rng.choice((24, 64, 128, 136, 256)), rng.random() < 0.6, rng.random() < 0.5
         sq, sk, group = rng.randint(1, 257), rng.randint(1, 900 if many else 400), rng.choice((1, 2))
-        window, programs = (
-            rng.choice((0, 0, 1, 65, rng.randint(1, 400))),
-            rng.choice((24, 78) if many else (1, 2, 3, 7)),
-        )
+        window = rng.choice((0, 0, 1, 65, rng.randint(1, 400)))
+        programs = rng.choice((24, 78) if many else (1, 2, 3, 7))
         dtype, lse = rng.choice((torch.bfloat16, torch.float16)), rng.random() < 0.5
         q = torch.randn(1, sq, group, head_dim, dtype=dtype).transpose(1, 2)
         k, v = (torch.randn(1, 1, sk, head_dim, dtype=dtype) for _ in range(2))
         plan = plan_for(5, head_dim, variant_for(head_dim, causal, window, sq, sk, group, programs))
-        most = (
-            min(programs // (-(-(sq + 127) // plan.rows) * group), 8) if plan.consumers < 3 and plan.q_slots == 1 else 1
-        )
-        parts = rng.randint(1, max(most, 1))  # more than the rule would take, too
-        monkeypatch.setattr(launch, "_multiprocessors", lambda device, programs=programs: programs)
-        monkeypatch.setattr(launch, "plan_of", lambda *given, plan=plan: plan)
+        most = min(programs // (-(-(sq + 127) // plan.rows) * group), 8)
+        parts = (
+            rng.randint(1, max(most, 1)) if plan.consumers < 3 and plan.q_slots == 1 else 1
+        )  # more than the rule would take, too
         monkeypatch.setattr(step5_overlapped, "parts_for", lambda *given, parts=parts: parts)
-        out, sums = torch.full((1, group, sq, head_dim), math.nan, dtype=dtype), torch.full((1, group, sq), math.nan)
-        with gluon_cpu.simulate(seed=rng.choice((None, seed))) as run:
-            launch._launch(5, q, k, v, out, sums, causal, head_dim**-0.5 * math.log2(math.e), window, lse)
-        expected, expected_lse = reference(q, k, v, causal=causal, window=window or None)
-        what = head_dim, causal, window, sq, sk, group, programs, parts, dtype, lse
-        assert run.ok and (out.double() - expected).norm() <= 6e-3 * expected.norm(), what
-        if lse:
-            torch.testing.assert_close(sums.double(), expected_lse.double(), atol=2e-3, rtol=0, msg=str(what))
+        order = rng.choice((None, seed))
+        compare_simulated(monkeypatch, q, k, v, plan, programs, causal=causal, window=window, lse=lse, seed=order)
         shared += parts > 1
     assert shared

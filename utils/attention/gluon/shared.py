@@ -178,9 +178,9 @@ def _wait_asm(left):
 
 
 @gluon.constexpr_function
-def _in_place(n):
-    # Constraints of an assembly with n outputs, each in the register of the input with its number.
-    return ",".join(["=f"] * n) + "," + ",".join(str(i) for i in range(n))
+def _in_place(n, more=""):
+    # Constraints of an assembly with n outputs, each in the register of the input with its number, and of more inputs.
+    return ",".join(["=f"] * n) + "," + ",".join(str(i) for i in range(n)) + more * n
 
 
 @gluon.jit
@@ -241,18 +241,13 @@ def _rescale_asm(n):
     return " ".join(lines)
 
 
-@gluon.constexpr_function
-def _rescale_constraints(n):
-    return _in_place(n) + "," + ",".join(["f"] * n)
-
-
 @gluon.jit
 def rescale(o, factor):
     """Multiply o by factor, both [64, D]; a warp whose sixteen rows all have the factor one skips that."""
     registers: gl.constexpr = o.shape[1] // 2
     return gl.inline_asm_elementwise(
         _rescale_asm(registers),
-        _rescale_constraints(registers),
+        _in_place(registers, ",f"),
         [o, factor],
         dtype=gl.float32,
         is_pure=False,
@@ -280,11 +275,6 @@ def _keep_asm(n, other):
     return " ".join([*lines, "}"])
 
 
-@gluon.constexpr_function
-def _keep_constraints(n):
-    return _in_place(n) + ",r" * n * 2
-
-
 @gluon.jit
 def _replace_columns(x, first, behind, OTHER: gl.constexpr):
     """Replace numbers [64, N], N at most 128, by another but for the columns first <= j < behind of each row."""
@@ -292,7 +282,7 @@ def _replace_columns(x, first, behind, OTHER: gl.constexpr):
     registers: gl.constexpr = x.shape[1] // 2
     return gl.inline_asm_elementwise(
         _keep_asm(registers, OTHER),
-        _keep_constraints(registers),
+        _in_place(registers, ",r,r"),
         [x, gl.broadcast(first[:, None], x)[0], gl.broadcast(behind[:, None], x)[0]],
         dtype=gl.float32,
         is_pure=True,

@@ -11,14 +11,17 @@ from utils.attention.gluon.softmax import log_sums
 
 
 @gluon.jit
-def store_shared(work, out, flat, row, tile, stop):
-    """Store 64 rows of the output from shared memory, where the threads have just written them.
+def store_tile(work, out, flat, row, tile, o, stop):
+    """Store 64 rows of the output through a tile in shared memory.
 
     By TMA, but where the first row is before the first query: TMA reads from negative coordinates, and fills in zeros, but
     a store to them is an illegal instruction. Nor where the last row is behind `stop`, in the next packed sequence. The rows
     of such a tile the threads store themselves.
     """
     o_desc, out_ptr, eighths = out
+    BLOCK_D: gl.constexpr = o.shape[1]
+    rows_of_tile = tile.reshape([64, BLOCK_D])
+    rows_of_tile.store(o.to(tile.dtype))
     # The threads wrote through the generic proxy, TMA reads through the async proxy: without the fence it may read
     # what was there before.
     fence_async_shared()
@@ -26,27 +29,18 @@ def store_shared(work, out, flat, row, tile, stop):
     if work.CASE.offset:
         by_tma = row + 64 <= stop if work.CASE.mask == "rows" else row >= 0
         if not by_tma:
-            BLOCK_D: gl.constexpr = tile.shape[3]
             layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
             thread_barrier()  # all rows have been written
-            x = tile.reshape([64, BLOCK_D]).load(layout)
+            x = rows_of_tile.load(layout)
             rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
             d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
-            head_dim = eighths * 8
-            keep = (rows >= 0) & (rows < stop) & (d < head_dim)
-            gl.store(out_ptr + (flat.to(gl.int64) * work.sq + rows) * head_dim + d, x, mask=keep)
+            place = (flat.to(gl.int64) * work.sq + rows) * (eighths * 8) + d
+            gl.store(out_ptr + place, x, mask=(rows >= 0) & (rows < stop) & (d < eighths * 8))
             fence_async_shared()  # TMA may be the next to write here
             thread_barrier()  # all rows have been read
     if by_tma:
         batch = flat // work.heads
         tma_store(o_desc, [batch, flat - batch * work.heads, row, 0], tile)
-
-
-@gluon.jit
-def store_tile(work, out, flat, row, tile, o, stop):
-    """Store 64 rows of the output through shared memory."""
-    tile.reshape([o.shape[0], o.shape[1]]).store(o.to(tile.dtype))
-    store_shared(work, out, flat, row, tile, stop)
 
 
 @gluon.jit
