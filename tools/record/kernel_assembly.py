@@ -37,17 +37,18 @@ def kernels() -> Iterator[tuple[str, Callable[[], Assembly]]]:
                 name = f"attention step {step}, head dim {head_dim}, {'causal' if causal else 'full'}"
                 yield (
                     name,
-                    lambda step=step, head_dim=head_dim, causal=causal: compile_step(step, head_dim, causal=causal),
+                    lambda step=step, head_dim=head_dim, mask="causal" if causal else "": compile_step(
+                        step, head_dim, mask=mask
+                    ),
                 )
     for head_dim, variant, flags in (
-        (64, "few", {"causal": True}),
+        (64, "few", {"mask": "causal"}),
         (64, "ahead", {}),
         (128, "ahead", {}),
-        (64, "", {"causal": True, "lse": True}),
-        (128, "", {"causal": True, "lse": True}),
-        (128, "", {"window": "distance", "lse": True}),
+        (64, "", {"mask": "rows"}),
+        (128, "", {"mask": "window"}),
     ):
-        words = ", ".join([*(name for name in flags), *([f"variant {variant}"] if variant else [])])
+        words = ", ".join([*flags.values(), *([f"variant {variant}"] if variant else [])])
         yield (
             f"attention step 5, head dim {head_dim}, {words}" if words else f"attention step 5, head dim {head_dim}",
             lambda head_dim=head_dim, variant=variant, flags=flags: compile_step(5, head_dim, variant=variant, **flags),
