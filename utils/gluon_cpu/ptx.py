@@ -110,7 +110,7 @@ def _kept_text(n: int, other: str) -> str:
     """
     text = "{ .reg .pred p; .reg .b32 c, first, behind, bits, t; mov.u32 c, %laneid; and.b32 c, c, 3; shl.b32 c, c, 1;"
     for row in (0, 2):
-        for limit, register in (("first", n + row), ("behind", 2 * n + row)):
+        for limit, register in (("first", 2 * n + row), ("behind", 3 * n + row)):
             text += f" sub.s32 {limit}, ${register}, c; and.b32 t, {limit}, 7; min.u32 t, t, 2;"
             text += f" shr.s32 {limit}, {limit}, 3; shl.b32 {limit}, {limit}, 1; add.s32 {limit}, {limit}, t;"
             text += f" max.s32 {limit}, {limit}, 0;"

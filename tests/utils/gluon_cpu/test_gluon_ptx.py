@@ -134,9 +134,8 @@ def test_a_mask_by_columns_keeps_the_bits_of_the_columns_between_its_limits(colu
     for first, behind in itertools.product(range(-9, columns + 20, 5), range(-11, columns + 20, 3)):
         for lane in range(4):
             values = {f"${i}": True for i in range(n)} | {"%laneid": 28 + lane}
-            values |= dict.fromkeys((f"${n}", f"${n + 2}"), first) | dict.fromkeys(
-                (f"${2 * n}", f"${2 * n + 2}"), behind
-            )
+            # n outputs, n inputs in the same registers, and then n of each limit: two of the first four are read.
+            values |= {f"${2 * n + i}": first for i in range(n)} | {f"${3 * n + i}": behind for i in range(n)}
             read = lambda name: values[name] if name in values else int(name)  # noqa: B023,E731
             for line in body.split(";")[:-1]:
                 name, target, *given = line.replace(",", " ").split()

@@ -258,13 +258,14 @@ def rescale(o, factor):
 @gluon.constexpr_function
 def _keep_asm(n, other):
     # Thread l of a quad holds the columns 2 l and 2 l + 1 of each group of eight: two registers of row r, two of row r + 8.
-    # From $n on: the first column of each row that is kept, and then the one behind the last. Both become the number of this
-    # thread's columns before them, and these a bit for each column, of which ptxas moves eight at a time into predicates (R2P).
+    # From $2n on, behind outputs and inputs: the first column of each row that is kept, and then the one behind the last. Both
+    # become the number of this thread's columns before them, and these a bit for each column, of which ptxas moves eight at a
+    # time into predicates (R2P).
     lines = ["{", ".reg .pred p;", ".reg .b32 c, first, behind, bits, t;"]
     lines += ["mov.u32 c, %laneid;", "and.b32 c, c, 3;", "shl.b32 c, c, 1;"]
     for row in (0, 2):
         for i, limit in enumerate(("first", "behind")):
-            lines += [f"sub.s32 {limit}, ${(1 + i) * n + row}, c;", f"and.b32 t, {limit}, 7;", "min.u32 t, t, 2;"]
+            lines += [f"sub.s32 {limit}, ${(2 + i) * n + row}, c;", f"and.b32 t, {limit}, 7;", "min.u32 t, t, 2;"]
             lines += [f"shr.s32 {limit}, {limit}, 3;", f"shl.b32 {limit}, {limit}, 1;", f"add.s32 {limit}, {limit}, t;"]
             lines += [f"max.s32 {limit}, {limit}, 0;"]
         lines += ["bmsk.clamp.b32 bits, 0, behind;", "shl.b32 t, -1, first;", "and.b32 bits, bits, t;"]
