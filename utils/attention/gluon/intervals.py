@@ -5,7 +5,10 @@ or not; so each key is seen by an interval of queries whose bounds rise, too. Th
 over blocks of keys (columns), the backward pass blocks of keys over tiles of queries, and both read the same kind of table:
 
     low, high    row i sees the columns low[i] <= j < high[i]: S numbers each
-    tiles        for each tile of rows: its first row, the end of its rows, and the blocks of columns [lo, hi) that they see
+    tiles        for each tile of rows: its first row, the end of its rows, and two numbers more
+
+In the backward pass these are the blocks of columns [lo, hi) that the rows see. In the forward pass blocks are counted from the
+first key that the tile's first row sees, so that it sees the first block whole: that key, and how many blocks there are.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ def packed_queries(
 ) -> Packed:
     """Return the table of the forward pass: tiles of `rows` queries over blocks of `block` keys, in their order."""
     parts = lengths if begin_with_sequences(rows, causal) else (sum(lengths),)
-    return _packed(parts, packed_bounds(lengths, causal, window)[:2], rows, block, device, False)
+    return _packed(parts, packed_bounds(lengths, causal, window)[:2], rows, block, device, True)
 
 
 @functools.lru_cache(maxsize=256)
@@ -66,41 +69,45 @@ def packed_keys(
     lengths: tuple[int, ...], causal: bool, window: int, rows: int, block: int, device: torch.device
 ) -> Packed:
     """Return the table of the backward pass: tiles of `rows` keys over blocks of `block` queries, those with most first."""
-    return _packed(lengths, packed_bounds(lengths, causal, window)[2:], rows, block, device, True)
+    return _packed(lengths, packed_bounds(lengths, causal, window)[2:], rows, block, device, False)
 
 
-def _packed(lengths, bounds: np.ndarray, rows: int, block: int, device: torch.device, longest_first: bool) -> Packed:
+def _packed(lengths, bounds: np.ndarray, rows: int, block: int, device: torch.device, forward: bool) -> Packed:
     ends: np.ndarray = np.cumsum(lengths)
     starts = np.concatenate([np.arange(end - n, end, rows) for end, n in zip(ends, lengths, strict=True)])
     stops = np.minimum(starts + rows, np.repeat(ends, [-(-n // rows) for n in lengths]))
-    lo, hi = bounds[0][starts] // block, -(-bounds[1][stops - 1] // block)
-    tiles = np.stack([starts, stops, lo, hi], 1)
-    if longest_first:
-        tiles = tiles[np.argsort(lo - hi, kind="stable")]
+    low, high = bounds[0][starts], bounds[1][stops - 1]
+    if forward:
+        blocks = -(-(high - low) // block)
+        tiles = np.stack([starts, stops, low, blocks], 1)
+    else:
+        lo, hi = low // block, -(-high // block)
+        order = np.argsort(lo - hi, kind="stable")
+        tiles, blocks = np.stack([starts, stops, lo, hi], 1)[order], (hi - lo)[order]
     table = np.concatenate([bounds.ravel(), tiles.ravel()]).astype(np.int32)
-    return Packed(tensor_on(device, table), tuple((tiles[:, 3] - tiles[:, 2]).tolist()))
+    return Packed(tensor_on(device, table), tuple(blocks.tolist()))
 
 
 @gluon.jit
 def tile_entry(table, tile, rows, WHICH: gl.constexpr):
-    """Of a tile, its first row (0), the end of its rows (1), its first block of columns (2), or their end (3)."""
+    """Of a tile, its first row (0), the end of its rows (1), or one of the numbers behind them (2, 3)."""
     return uniform(gl.load(table + 2 * rows + 4 * tile + WHICH))
 
 
 @gluon.jit
-def visible_interval(table, row, ROWS: gl.constexpr, stop, rows, BLOCK: gl.constexpr):
-    """Blocks of columns [lo, hi) that the rows row .. row+ROWS-1 of a tile see whose rows end at `stop`."""
+def visible_interval(table, row, ROWS: gl.constexpr, stop, rows, BLOCK: gl.constexpr, base):
+    """Blocks [lo, hi), from column `base` on, that the rows row .. row+ROWS-1 of a tile see whose rows end at `stop`."""
     low = uniform(gl.load(table + gl.minimum(row, stop - 1)))
     high = uniform(gl.load(table + (rows + gl.minimum(row + ROWS, stop) - 1)))
-    return low // BLOCK, gl.cdiv(high, BLOCK)
+    return (low - base) // BLOCK, gl.cdiv(high - base, BLOCK)
 
 
 @gluon.jit
-def clean_interval(table, row, ROWS: gl.constexpr, stop, rows, BLOCK: gl.constexpr):
-    """Blocks of columns [first, end) that all of these rows see whole: first may be behind end."""
+def clean_interval(table, row, ROWS: gl.constexpr, stop, rows, BLOCK: gl.constexpr, base=0):
+    """Blocks [first, end), from column `base` on, that all of these rows see whole: first may be behind end."""
     low = uniform(gl.load(table + (gl.minimum(row + ROWS, stop) - 1)))
     high = uniform(gl.load(table + rows + gl.minimum(row, stop - 1)))
-    return gl.cdiv(low, BLOCK), high // BLOCK
+    return gl.cdiv(low - base, BLOCK), (high - base) // BLOCK
 
 
 @gluon.jit

@@ -226,11 +226,16 @@ class Work:
         return tile_entry(self.back, tile, self.sq, 1) if self.CASE.mask == "rows" else self.sq
 
     @gluon.jit
-    def visible_blocks(self, row, ROWS: gl.constexpr, stop):
+    def first_key(self, tile):
+        """The key from which on the blocks of a row tile are counted."""
+        return tile_entry(self.back, tile, self.sq, 2) if self.CASE.mask == "rows" else 0
+
+    @gluon.jit
+    def visible_blocks(self, row, ROWS: gl.constexpr, stop, base):
         """Blocks of keys [lo, hi) that the rows row .. row+ROWS-1 may see, of a tile whose rows end at `stop`."""
         BLOCK_N: gl.constexpr = self.PLAN.block_n
         if self.CASE.mask == "rows":
-            return visible_interval(self.back, row, ROWS, stop, self.sq, BLOCK_N)
+            return visible_interval(self.back, row, ROWS, stop, self.sq, BLOCK_N, base)
         else:
             lo, hi = 0, gl.cdiv(self.sk, BLOCK_N)
             position = row + (self.sk - self.sq)
@@ -241,11 +246,11 @@ class Work:
             return lo, gl.maximum(hi, lo + 1)
 
     @gluon.jit
-    def clean_blocks(self, row, ROWS: gl.constexpr, lo, hi, stop):
+    def clean_blocks(self, row, ROWS: gl.constexpr, lo, hi, stop, base):
         """The blocks of [lo, hi) that need no mask, counted from the last one down: right <= i < left."""
         BLOCK_N: gl.constexpr = self.PLAN.block_n
         if self.CASE.mask == "rows":
-            first, end = clean_interval(self.back, row, ROWS, stop, self.sq, BLOCK_N)
+            first, end = clean_interval(self.back, row, ROWS, stop, self.sq, BLOCK_N, base)
             return gl.maximum(hi - end, 0), hi - gl.maximum(first, lo)
         else:
             seen, left, position = self.sk, hi - lo, row + (self.sk - self.sq)
@@ -259,10 +264,9 @@ class Work:
     def blocks(self, t, row, ROWS: gl.constexpr):
         """Blocks of keys [lo, hi) of item t, whose tile has the rows row .. row+ROWS-1; [lo, lo) where parts are fewer."""
         if self.CASE.mask == "rows":
-            tile = self.todo.locate(t)[0]
-            lo, hi = tile_entry(self.back, tile, self.sq, 2), tile_entry(self.back, tile, self.sq, 3)
+            lo, hi = 0, tile_entry(self.back, self.todo.locate(t)[0], self.sq, 3)
         else:
-            lo, hi = self.visible_blocks(row, ROWS, self.sq)
+            lo, hi = self.visible_blocks(row, ROWS, self.sq, 0)
         if self.CASE.parts:
             lo, hi = self.parts.blocks(t, lo, hi)
         return lo, hi

@@ -88,26 +88,26 @@ def consumer(work, results, W: gl.constexpr):
         tile, flat = work.todo.locate(t)
         first_row = work.first_row(tile)
         row = first_row + W * BLOCK_M
-        stop = work.stop(tile)
+        stop, base = work.stop(tile), work.first_key(tile)
         lo, hi = work.blocks(t, first_row, BLOCK_M * PLAN.consumers)
         if PLAN.own_keys and work.CASE.mask != "":
             # The tile's last blocks may lie behind the last key of this consumer's rows; rows that do not exist need none.
-            own_hi = gl.where(row < stop, work.visible_blocks(row, BLOCK_M, stop)[1], lo + 1)
+            own_hi = gl.where(row < stop, work.visible_blocks(row, BLOCK_M, stop, base)[1], lo + 1)
             if work.CASE.parts:  # the rows' last block may lie in another part, or all of this one's behind it
                 own_hi = gl.minimum(gl.maximum(own_hi, lo + 1), hi)
             it = skip_blocks(work, it, hi - own_hi)
             hi = own_hi
         before = 0
         if HIDING and PLAN.consumers > 1:  # the tile's first blocks may lie before the window of this consumer's rows
-            own_lo = gl.minimum(gl.maximum(work.visible_blocks(row, BLOCK_M, stop)[0], lo), hi - 1)
+            own_lo = gl.minimum(gl.maximum(work.visible_blocks(row, BLOCK_M, stop, base)[0], lo), hi - 1)
             before = own_lo - lo
             lo = own_lo
         n = hi - lo
-        right, edge = work.clean_blocks(row, BLOCK_M, lo, hi, stop)
+        right, edge = work.clean_blocks(row, BLOCK_M, lo, hi, stop, base)
 
         work.q.wait_full(i, W)  # the first product reads Q; the producer loads it in the order of need
         q = work.q.tile(i, W)
-        block = Block(it, row, (hi - 1) * BLOCK_N)
+        block = Block(it, row, base + (hi - 1) * BLOCK_N)
         p, state = first_block(work, block, q)
         if LATE_RELEASE:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
             if i > 0:
@@ -118,7 +118,7 @@ def consumer(work, results, W: gl.constexpr):
         it += 1
         work.k.wait_full(it, pred=n > 1)  # each step waits for the next one's keys; this is the first one's
         for j in range(1, n):
-            block = Block(it, row, (hi - 1 - j) * BLOCK_N)
+            block = Block(it, row, base + (hi - 1 - j) * BLOCK_N)
             # Causal tiles begin where the diagonal of their rows lies in the block that was first (`first_row`).
             masked = HIDING and ((j < right) | (j >= edge))
             o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked)
@@ -139,7 +139,7 @@ def consumer(work, results, W: gl.constexpr):
         if not PLAN.o_in_q:
             tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
         if work.CASE.parts:
-            lo, hi = work.visible_blocks(first_row, BLOCK_M * PLAN.consumers, stop)
+            lo, hi = work.visible_blocks(first_row, BLOCK_M * PLAN.consumers, stop, base)
             used = work.parts.used(hi - lo)
             TOGETHER: gl.constexpr = work.CASE.together
             work.parts.leave(t, o, log_sums(state, sums, work.c, row), row, W, PLAN.consumers)
