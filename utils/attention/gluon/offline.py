@@ -123,8 +123,8 @@ def main() -> None:
     options = vars(parser.parse_args())
     show_sass, step = options.pop("sass"), options.pop("step")
     if step == "blackwell":
-        given = options["head_dim"], options["dtype"], options["mask"] == "causal"
-        kernels = [compile_blackwell(*given, target) for target in (BLACKWELL, BLACKWELL_ULTRA)]
+        given = {"head_dim": options["head_dim"], "dtype": options["dtype"], "causal": options["mask"] == "causal"}
+        kernels = [compile_blackwell(**given, capability=target) for target in (BLACKWELL, BLACKWELL_ULTRA)]
     else:
         kernels = [compile_step(int(step), options.pop("head_dim"), **options)]
     for kernel in kernels:

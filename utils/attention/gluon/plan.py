@@ -32,12 +32,10 @@ class Plan:
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (softmax.py)
     o_in_q: bool = False  # the output leaves through Q's tile
     own_keys: bool = False  # under a mask, each consumer starts at its own rows' last block, not at the tile's
-    q_slots: int = (
-        1  # tiles of Q in shared memory; with two, the next tile's Q, K and V come while this one is computed
-    )
+    q_slots: int = 1  # tiles of Q in shared memory; with two, the next tile is loaded while this one is computed
     prefill: int = 0  # a program's first Q, and so many blocks of K and V, are asked for before the roles begin
     keys_first: int = (
-        0  # so many blocks of K and V of a later tile are asked for before its Q, whose only slot is free last
+        0  # blocks of K and V of a later tile that are asked for before its Q, whose only slot is free last
     )
     depth: int = 0  # 80 or 96: so many columns of Q and K make the scores, not all 128 of their tiles
     ahead: bool = False  # a tile's end overlaps the next tile's start (`consumer_ahead`): needs two tiles of Q

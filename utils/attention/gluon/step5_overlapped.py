@@ -389,21 +389,8 @@ def launch(a: Arguments) -> Launch | None:
     counters = tiles * plan.consumers
     tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
-    sizes = (
-        a.sq,
-        a.sk,
-        back,
-        ahead,
-        len(blocks),
-        a.heads_total,
-        a.heads,
-        a.group,
-        stride,
-        offset,
-        parts,
-        a.head_dim // 8,
-    )
-    sizes += int(a.return_lse), a.c
+    heads = a.heads_total, a.heads, a.group
+    sizes = a.sq, a.sk, back, ahead, len(blocks), *heads, stride, offset, parts, a.head_dim // 8, int(a.return_lse), a.c
     options = {"num_warps": 4} | ({"launch_cooperative_grid": True} if together else {})
     compiled = attention_step5[(programs,)](*tensors, table, *sizes, PLAN=plan, CASE=case, **options)
     if compiled is None or not a.q.is_cuda:
