@@ -43,9 +43,9 @@ def kernels() -> Iterator[tuple[str, Callable[[], Assembly]]]:
                 )
     for head_dim, variant, flags in (
         (64, "few", {"mask": "causal"}),
-        (64, "ahead", {}),
+        (64, "few", {}),
         (128, "ahead", {}),
-        (64, "", {"mask": "rows"}),
+        (64, "", {"mask": "packed"}),
         (128, "", {"mask": "window"}),
     ):
         words = ", ".join([*flags.values(), *([f"variant {variant}"] if variant else [])])

@@ -28,9 +28,9 @@ def first_block(work, block, q):
     # The softmax reads the scores' registers: before this wait the tensor cores may not have written them.
     s = wait_products(start_scores(q, work.k.tile(block.number), PLAN.depth), 0, PLAN.block_n)
     work.k.release(block.number)
-    if MASKED or work.tail():
-        s = work.mask(s, block)
-    # Of a tail each row sees a key at least: no maximum is minus infinity.
+    s = work.mask(
+        s, block
+    )  # without a mask it has the last key, behind which there is none; each row sees one key at least
     p, state = first_softmax(s, work.c, q.dtype, PLAN.halves, MASKED)
     return gl.convert_layout(p, left_operand(PLAN.block_d)), state
 

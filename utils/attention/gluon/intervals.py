@@ -1,4 +1,4 @@
-"""Packed sequences in the kernels: tables of tiles, which may begin where a sequence begins, and of what each row sees.
+"""Packed sequences in the kernels: tables of tiles, which begin where a sequence begins, and of what each row sees.
 
 A query sees an interval of keys, and its bounds only rise from query to query, whether the mask is causal or has a window
 or not; so each key is seen by an interval of queries whose bounds rise, too. The forward pass has tiles of queries (rows)
@@ -46,22 +46,12 @@ def packed_bounds(lengths: tuple[int, ...], causal: bool, window: int) -> np.nda
     return np.stack([low, high, *(np.searchsorted(bound, position, side="right") for bound in (high, low))])
 
 
-def begin_with_sequences(rows: int, causal: bool) -> bool:
-    """Return whether tiles of queries begin where a sequence begins.
-
-    Under a causal mask, and with three consumers, each of which skips what its own rows do not see, tiles over two sequences
-    are faster than more tiles, whose last rows the threads have to store.
-    """
-    return rows == 128 and not causal
-
-
 @functools.lru_cache(maxsize=256)
 def packed_queries(
     lengths: tuple[int, ...], causal: bool, window: int, rows: int, block: int, device: torch.device
 ) -> Packed:
     """Return the table of the forward pass: tiles of `rows` queries over blocks of `block` keys, in their order."""
-    parts = lengths if begin_with_sequences(rows, causal) else (sum(lengths),)
-    return _packed(parts, packed_bounds(lengths, causal, window)[:2], rows, block, device, True)
+    return _packed(lengths, packed_bounds(lengths, causal, window)[:2], rows, block, device, True)
 
 
 @functools.lru_cache(maxsize=256)

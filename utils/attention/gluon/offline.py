@@ -61,7 +61,7 @@ def compile_step(
         "parts_ptr": "*fp32",
         "counters": "*i32",
         "schedule": "*i32",
-        "back": "*i32" if needs.mask == "rows" else "i32",
+        "back": "*i32" if needs.mask.startswith("packed") else "i32",
         "c": "fp32",
     }
     signature = {}
@@ -115,8 +115,8 @@ def main() -> None:
     parser.add_argument("step", choices=[*map(str, STEPS), "blackwell"])
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
-    parser.add_argument("--variant", choices=("", "one", "few", "ahead"), default="")
-    parser.add_argument("--mask", choices=("", "causal", "window", "rows"), default="")
+    parser.add_argument("--variant", choices=("", "one", "few", "ahead", "three"), default="")
+    parser.add_argument("--mask", choices=("", "causal", "window", "packed", "packed window"), default="")
     for flag in ("lse", "parts", "offset"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--sass", action="store_true", help="print the disassembly")

@@ -210,12 +210,13 @@ class Work:
     parts: Parts
     PLAN: gl.constexpr  # plan.Plan: tile, slots, variants
     CASE: gl.constexpr  # plan.Case: what the attention needs
+    PACKED: gl.constexpr  # a table has the interval of each row
     HIDING: gl.constexpr  # the mask may hide any block's keys, not only the last ones'
 
     @gluon.jit
     def first_row(self, tile):
         """First row of a row tile: of the first tile it may be negative (`plan.row_offset`), and TMA skips such rows."""
-        if self.CASE.mask == "rows":
+        if self.PACKED:
             return tile_entry(self.back, tile, self.sq, 0)
         else:
             return tile * (self.q.tiles.shape[3] * self.PLAN.consumers) - self.offset
@@ -223,18 +224,18 @@ class Work:
     @gluon.jit
     def stop(self, tile):
         """Where the rows of a row tile end, or those of all tiles."""
-        return tile_entry(self.back, tile, self.sq, 1) if self.CASE.mask == "rows" else self.sq
+        return tile_entry(self.back, tile, self.sq, 1) if self.PACKED else self.sq
 
     @gluon.jit
     def first_key(self, tile):
         """The key from which on the blocks of a row tile are counted."""
-        return tile_entry(self.back, tile, self.sq, 2) if self.CASE.mask == "rows" else 0
+        return tile_entry(self.back, tile, self.sq, 2) if self.PACKED else 0
 
     @gluon.jit
     def visible_blocks(self, row, ROWS: gl.constexpr, stop, base):
         """Blocks of keys [lo, hi) that the rows row .. row+ROWS-1 may see, of a tile whose rows end at `stop`."""
         BLOCK_N: gl.constexpr = self.PLAN.block_n
-        if self.CASE.mask == "rows":
+        if self.PACKED:
             return visible_interval(self.back, row, ROWS, stop, self.sq, BLOCK_N, base)
         else:
             lo, hi = 0, gl.cdiv(self.sk, BLOCK_N)
@@ -249,7 +250,7 @@ class Work:
     def clean_blocks(self, row, ROWS: gl.constexpr, lo, hi, stop, base):
         """The blocks of [lo, hi) that need no mask, counted from the last one down: right <= i < left."""
         BLOCK_N: gl.constexpr = self.PLAN.block_n
-        if self.CASE.mask == "rows":
+        if self.PACKED:
             first, end = clean_interval(self.back, row, ROWS, stop, self.sq, BLOCK_N, base)
             return gl.maximum(hi - end, 0), hi - gl.maximum(first, lo)
         else:
@@ -263,7 +264,7 @@ class Work:
     @gluon.jit
     def blocks(self, t, row, ROWS: gl.constexpr):
         """Blocks of keys [lo, hi) of item t, whose tile has the rows row .. row+ROWS-1; [lo, lo) where parts are fewer."""
-        if self.CASE.mask == "rows":
+        if self.PACKED:
             lo, hi = 0, tile_entry(self.back, self.todo.locate(t)[0], self.sq, 3)
         else:
             lo, hi = self.visible_blocks(row, ROWS, self.sq, 0)
@@ -281,14 +282,9 @@ class Work:
         return count, t, rest
 
     @gluon.jit
-    def tail(self):
-        """Whether, without a mask, the last block has fewer keys than others."""
-        return self.sk % self.PLAN.block_n != 0
-
-    @gluon.jit
     def mask(self, s, block):
         """The scores of a block, minus infinity where a row may not look, or where there is no key."""
-        if self.CASE.mask == "rows":
+        if self.PACKED:
             return keep_interval(s, self.back, block.row, block.key, self.sq)
         else:
             rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)

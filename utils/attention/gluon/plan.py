@@ -50,8 +50,8 @@ class Plan:
 class Case:
     """What an attention needs of step 5's kernel: a kernel is compiled for each.
 
-    mask: "" for none, "causal", "window" where keys before the last one hide, too, or "rows" where a table has the interval of
-    each row (`intervals.py`). dealt: the host deals out the tiles (`dealing.deal_tiles`). parts: programs share the keys of a
+    mask: "" for none, "causal", "window", where keys before the last block hide, too, "packed" where a table has the interval of
+    each row (`intervals.py`), or "packed window". dealt: the host deals out the tiles (`dealing.deal_tiles`). parts: programs share the keys of a
     tile (`parts_for`). together: and add the parts up together (`parts.py`). offset: a head's first tile begins before its
     first query (`row_offset`), or a packed one ends before its rows do; 64 causal loses 3 to 6% if every kernel has the code for it.
     """
@@ -66,7 +66,6 @@ class Case:
 # Step 5's plans, by tile width and variant (`variant_for`).
 _STEP_5 = {
     (64, ""): Plan(64, 128, 3, 4, 160, own_keys=True, q_slots=2),
-    (64, "ahead"): Plan(64, 128, 2, 3, 240, halves=True, q_slots=2, ahead=True),
     (64, "few"): Plan(64, 128, 2, 3, 240, halves=True, own_keys=True, q_slots=2),
     (128, ""): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2),
     (128, "ahead"): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2, ahead=True),
@@ -75,8 +74,6 @@ _STEP_5 = {
     (64, "one"): Plan(64, 128, 1, 4, 240, halves=True, prefill=1),
     (128, "one"): Plan(128, 128, 1, 2, 240, v_extra=1, halves=True, prefill=1),
     (256, "one"): Plan(256, 64, 1, 2, 240, v_extra=1, halves=True, o_in_q=True, prefill=1),
-    # Packed sequences: a consumer may skip what the other one's rows see, another sequence.
-    (128, "packed"): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, own_keys=True, q_slots=2),
     (256, ""): Plan(256, 64, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, own_keys=True, prefill=2, keys_first=2),
 }
 
@@ -127,8 +124,8 @@ def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, head
     window: 0 for none. heads: of all sequences. programs: multiprocessors.
 
     "one": one consumer, where even tiles of 64 rows are fewer than programs. "few": smaller tiles and more registers, where there
-    are few tiles or many masks. "ahead": full attention, where one tile's end overlaps the next tile's start. "three": full attention
-    in fewer rounds of larger tiles. "": any other.
+    are few tiles or many masks, or as many rounds of them. "ahead": full attention, where one tile's end overlaps the next tile's
+    start. "three": full attention in fewer rounds of larger tiles. "": any other.
     """
     d = block_head_dim(head_dim)
     whole, few, one = _STEP_5[d, ""], _STEP_5.get((d, "few")), _STEP_5[d, "one"]
@@ -144,23 +141,22 @@ def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, head
         return _window_variant(d, sq, sk, heads, causal, window, programs)
     if causal:
         return _causal_variant(sq, sk, heads, programs) if d == 64 else ""
-    ahead, other = _STEP_5.get((d, "ahead")), "" if d == 64 else "three"
-    if ahead is None or sk <= ahead.block_n:
+    small, large = {64: ("few", ""), 128: ("ahead", "three"), 256: ("", "")}[d]
+    if d == 256 or sk <= whole.block_n:
         return ""
-    # The other plan has 192 rows, not 128: a round of it takes 1.29 times as long for each block of keys at head dimension 64, and
+    # The large plan has 192 rows, not 128: a round of it takes 1.29 times as long for each block of keys at head dimension 64, and
     # 1.63 times at 128. A tile's start and end take it 3.6 blocks, not 2, or none where the tiles that "ahead" overlaps take 1.3.
-    rounds, more = (-(-(-(-sq // p.rows) * heads) // programs) for p in (ahead, _STEP_5[d, other]))
-    blocks = -(-sk // ahead.block_n)
+    rounds, more = (-(-(-(-sq // _STEP_5[d, name].rows) * heads) // programs) for name in (small, large))
+    blocks = -(-sk // whole.block_n)
     if d == 64:
-        return "ahead" if rounds * (blocks + 2) <= more * (1.29 * blocks + 3.6) else ""
-    return "three" if more < rounds and 1.63 * more * blocks <= rounds * (blocks + 1.3) else "ahead"
+        return small if rounds * (blocks + 2) <= more * (1.29 * blocks + 3.6) else large
+    return large if more < rounds and 1.63 * more * blocks <= rounds * (blocks + 1.3) else small
 
 
 def packed_variant(head_dim: int, tokens: int, heads: int, programs: int) -> str:
     """Name the variant for packed sequences: at head dimension 64 smaller tiles where there are not three rounds of large ones."""
-    if block_head_dim(head_dim) == 64:
-        return "few" if -(-tokens // _STEP_5[64, ""].rows) * heads < 3 * programs else ""
-    return "packed"
+    few = block_head_dim(head_dim) == 64 and -(-tokens // _STEP_5[64, ""].rows) * heads < 3 * programs
+    return "few" if few else ""
 
 
 MOST_PARTS = 8  # of a tile
@@ -210,8 +206,7 @@ def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
         )
     if step == 5:
         plan = _STEP_5.get((d, variant)) or _STEP_5[d, ""]
-        fewer = 64 < head_dim <= 96 and plan.consumers > 1  # with one consumer loads take longer than products
-        return replace(plan, depth=-(-head_dim // 16) * 16 if fewer else 0)
+        return replace(plan, depth=-(-head_dim // 16) * 16 if 64 < head_dim <= 96 else 0)
     raise ValueError(f"The ladder has the steps 1 to 5; got step {step!r}.")
 
 

@@ -41,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from utils.attention.gluon.arguments import Arguments, unused
 from utils.attention.gluon.blocks import finish_block, first_block, start_output, step
 from utils.attention.gluon.dealing import deal_tiles
-from utils.attention.gluon.intervals import begin_with_sequences, packed_queries
+from utils.attention.gluon.intervals import packed_queries
 from utils.attention.gluon.loads import fill_rings, producer
 from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
@@ -119,7 +119,7 @@ def consumer(work, results, W: gl.constexpr):
         work.k.wait_full(it, pred=n > 1)  # each step waits for the next one's keys; this is the first one's
         for j in range(1, n):
             block = Block(it, row, base + (hi - 1 - j) * BLOCK_N)
-            # Causal tiles begin where the diagonal of their rows lies in the block that was first (`first_row`).
+            # Causal and packed tiles begin where the diagonal of their rows lies in the block that was first (`first_row`).
             masked = HIDING and ((j < right) | (j >= edge))
             o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked)
             it += 1
@@ -211,7 +211,7 @@ def consumer_ahead(work, results, W: gl.constexpr):
         store_lse(work, lse_ptr, state, sums, flat, row, work.sq)
         unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
         block = Block(it, it, last_key)
-        o, p, state = finish_block(work, block, s, pv, unseen, more, work.tail())
+        o, p, state = finish_block(work, block, s, pv, unseen, more, True)
         it += 1
         if not PLAN.o_in_q:
             tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
@@ -272,7 +272,8 @@ def attention_step5(
     gl.static_assert(PLAN.stages >= PREFILL)
     if PLAN.ahead:
         gl.static_assert(PLAN.halves and PLAN.q_slots == 2 and not (CASE.mask != "" or CASE.parts or PLAN.own_keys))
-    HIDING: gl.constexpr = CASE.mask == "window" or CASE.mask == "rows"
+    PACKED: gl.constexpr = CASE.mask == "packed" or CASE.mask == "packed window"
+    HIDING: gl.constexpr = CASE.mask == "window" or CASE.mask == "packed window"
     READY: gl.constexpr = PREFILL if PREFILL > 0 else None
     q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, 0, CONSUMERS if PREFILL > 0 else None, HIDING)
     k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, 0, READY, HIDING)
@@ -284,7 +285,24 @@ def attention_step5(
     todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, parts, CASE.dealt, CASE.parts, CASE.mask == "causal")
     shared_tiles = Parts(parts_ptr, counters, parts)
     work = Work(
-        sq, sk, back, ahead, offset, heads, group, lse_wanted, c, q, k, v, todo, shared_tiles, PLAN, CASE, HIDING
+        sq,
+        sk,
+        back,
+        ahead,
+        offset,
+        heads,
+        group,
+        lse_wanted,
+        c,
+        q,
+        k,
+        v,
+        todo,
+        shared_tiles,
+        PLAN,
+        CASE,
+        PACKED,
+        HIDING,
     )
     if PREFILL > 0:
         fill_rings(work, q_desc, k_desc, v_desc)
@@ -368,7 +386,7 @@ def launch(a: Arguments) -> Launch | None:
     plan, causal, window = a.plan, a.causal, a.window
     if a.lengths:
         back, blocks = packed_queries(a.lengths, causal, window, plan.rows, plan.block_n, a.q.device)
-        ahead, mask = 0, "rows"
+        ahead, mask = 0, "packed window" if window else "packed"
     else:
         blocks = tuple(tile_blocks(plan, a.sq, a.sk, causal, window))
         back, ahead = max(window - 1, 0), 0 if causal else max(window - 1, 0)
@@ -383,8 +401,7 @@ def launch(a: Arguments) -> Launch | None:
         schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device)
     dealt = schedule is not None
     together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
-    threads = offset > 0 or (len(a.lengths) > 1 and begin_with_sequences(plan.rows, a.causal))
-    case = Case(mask, dealt, parts > 1, together, threads)
+    case = Case(mask, dealt, parts > 1, together, offset > 0 or len(a.lengths) > 1)
     numbers = tiles * parts * plan.rows * (plan.block_d + 1) if parts > 1 else 0
     counters = tiles * plan.consumers
     tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))

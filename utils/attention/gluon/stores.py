@@ -27,7 +27,7 @@ def store_tile(work, out, flat, row, tile, o, stop):
     fence_async_shared()
     by_tma = True
     if work.CASE.offset:
-        by_tma = row + 64 <= stop if work.CASE.mask == "rows" else row >= 0
+        by_tma = row + 64 <= stop if work.PACKED else row >= 0
         if not by_tma:
             layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
             thread_barrier()  # all rows have been written
