@@ -38,7 +38,7 @@ def producer(work, q_desc, k_desc, v_desc):
     for i in range(count):
         t_next = work.todo.start_next(t, rest, i)
         tile, flat = work.todo.locate(t)
-        row, base = work.first_row(tile), work.first_key(tile)
+        row, _stop, base = work.place(tile)
         batch = flat // work.heads
         head = flat - batch * work.heads
         kv_head = head // work.group
@@ -91,7 +91,7 @@ def fill_rings(work, q_desc, k_desc, v_desc):
     else:  # there are no more programs than tiles, or parts of them
         count, t = 1, gl.program_id(0)
     tile, flat = work.todo.locate(t)
-    row, base = work.first_row(tile), work.first_key(tile)
+    row, _stop, base = work.place(tile)
     batch = flat // work.heads
     head = flat - batch * work.heads
     kv_head = head // work.group

@@ -214,22 +214,20 @@ class Work:
     HIDING: gl.constexpr  # the mask may hide any block's keys, not only the last ones'
 
     @gluon.jit
-    def first_row(self, tile):
-        """First row of a row tile: of the first tile it may be negative (`plan.row_offset`), and TMA skips such rows."""
+    def place(self, tile):
+        """A row tile's first row, where its rows end, or all of them, and the key from which on its blocks are counted.
+
+        The first row of the first tile may be negative (`plan.row_offset`); TMA skips such rows.
+        """
         if self.PACKED:
-            return tile_entry(self.back, tile, self.sq, 0)
+            table = self.back
+            return (
+                tile_entry(table, tile, self.sq, 0),
+                tile_entry(table, tile, self.sq, 1),
+                tile_entry(table, tile, self.sq, 2),
+            )
         else:
-            return tile * (self.q.tiles.shape[3] * self.PLAN.consumers) - self.offset
-
-    @gluon.jit
-    def stop(self, tile):
-        """Where the rows of a row tile end, or those of all tiles."""
-        return tile_entry(self.back, tile, self.sq, 1) if self.PACKED else self.sq
-
-    @gluon.jit
-    def first_key(self, tile):
-        """The key from which on the blocks of a row tile are counted."""
-        return tile_entry(self.back, tile, self.sq, 2) if self.PACKED else 0
+            return tile * (self.q.tiles.shape[3] * self.PLAN.consumers) - self.offset, self.sq, 0
 
     @gluon.jit
     def visible_blocks(self, row, ROWS: gl.constexpr, stop, base):
@@ -277,7 +275,7 @@ class Work:
         """What `Tiles.first` says, and no tiles for a program whose part of a tile's keys is empty."""
         count, t, rest = self.todo.first()
         if self.CASE.parts:
-            lo, hi = self.blocks(t, self.first_row(self.todo.locate(t)[0]), ROWS)
+            lo, hi = self.blocks(t, self.place(self.todo.locate(t)[0])[0], ROWS)
             count = gl.minimum(hi - lo, 1)
         return count, t, rest
 

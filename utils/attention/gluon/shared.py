@@ -129,23 +129,11 @@ def online_softmax(s, m, total, c):
 
 
 @gluon.jit
-def inverse(total):
-    """1 / total, and zero for a row without keys."""
-    empty = total == 0.0
-    return gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total))
-
-
-@gluon.jit
-def log_sum(m, total, c):
-    """The natural log-sum-exp of the scaled scores, and minus infinity for a row without keys."""
-    empty = total == 0.0
-    return gl.where(empty, MINUS_INF, (m * c + gl.log2(gl.where(empty, 1.0, total))) * LN2)
-
-
-@gluon.jit
 def inverse_and_lse(m, total, c):
-    """`inverse` and `log_sum` of each row."""
-    return inverse(total), log_sum(m, total, c)
+    """1 / total, and the natural log-sum-exp of the scaled scores; zeros and minus infinity for a row without keys."""
+    empty = total == 0.0
+    safe = gl.where(empty, 1.0, total)
+    return gl.where(empty, 0.0, 1.0 / safe), gl.where(empty, MINUS_INF, (m * c + gl.log2(safe)) * LN2)
 
 
 @gluon.jit

@@ -13,7 +13,7 @@ because sum and output carry the same factor, and after the first blocks hardly 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from utils.attention.gluon.shared import MINUS_INF, aggregate, inverse, log_sum
+from utils.attention.gluon.shared import MINUS_INF, aggregate, inverse_and_lse
 
 
 @aggregate
@@ -132,36 +132,18 @@ def first_softmax(s, c, dtype: gl.constexpr, HALVES: gl.constexpr, MASKED: gl.co
 
 
 @gluon.jit
-def row_sums(state):
-    """The sum of each row: a tuple of one tensor, or of two with halves."""
-    if len(state) == 2:
-        layout: gl.constexpr = state[0].maximum.type.layout
-        upper, lower = gl.sum(state[0].total, 2), gl.sum(state[1].total, 2)
-        return gl.convert_layout(upper, layout), gl.convert_layout(lower, layout)
-    else:
-        return (state[0].total,)
-
-
-@gluon.jit
-def inverses(sums):
-    """1 / sum, and zero for a row without keys; sums: see `row_sums`."""
-    if len(sums) == 2:
-        return inverse(sums[0]), inverse(sums[1])
-    else:
-        return (inverse(sums[0]),)
-
-
-@gluon.jit
-def log_sums(state, sums, c, row):
-    """Pairs of row numbers and log-sum-exps: a tuple of one, or of two with halves."""
+def normalizers(state, c, row):
+    """Return 1 / sum, and (row numbers, log-sum-exp) to store: each a tuple of one tensor, or of two with halves."""
     if len(state) == 2:
         upper, lower = state
         layout: gl.constexpr = upper.maximum.type.layout
+        inverse0, lse0 = inverse_and_lse(upper.maximum, gl.convert_layout(gl.sum(upper.total, 2), layout), c)
+        inverse1, lse1 = inverse_and_lse(lower.maximum, gl.convert_layout(gl.sum(lower.total, 2), layout), c)
         warp = gl.arange(0, 4, gl.SliceLayout(1, layout))[:, None]
         numbers = row + 16 * warp + gl.arange(0, 8, gl.SliceLayout(0, layout))[None, :]
-        first = numbers, log_sum(upper.maximum, sums[0], c)
-        return first, (numbers + 8, log_sum(lower.maximum, sums[1], c))
+        return (inverse0, inverse1), ((numbers, lse0), (numbers + 8, lse1))
     else:
         rows = state[0]
+        inverse, lse = inverse_and_lse(rows.maximum, rows.total, c)
         numbers = row + gl.arange(0, rows.maximum.shape[0], rows.maximum.type.layout)
-        return ((numbers, log_sum(rows.maximum, sums[0], c)),)
+        return (inverse,), ((numbers, lse),)

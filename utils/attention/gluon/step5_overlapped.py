@@ -47,7 +47,7 @@ from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
 from utils.attention.gluon.plan import Case, parts_for, row_offset, tile_blocks
 from utils.attention.gluon.shared import accumulator, start_scores, wait_products
-from utils.attention.gluon.softmax import inverses, log_sums, row_sums, spread, unseen_halves
+from utils.attention.gluon.softmax import normalizers, spread, unseen_halves
 from utils.attention.gluon.stores import store_lse, store_rows, store_tile
 from utils.kernels.capture import tensor_on
 from utils.kernels.handle import Handle
@@ -86,9 +86,8 @@ def consumer(work, results, W: gl.constexpr):
     for i in range(count):
         t_next = work.todo.start_next(t, rest, i)
         tile, flat = work.todo.locate(t)
-        first_row = work.first_row(tile)
+        first_row, stop, base = work.place(tile)
         row = first_row + W * BLOCK_M
-        stop, base = work.stop(tile), work.first_key(tile)
         lo, hi = work.blocks(t, first_row, BLOCK_M * PLAN.consumers)
         if PLAN.own_keys and work.CASE.mask != "":
             # The tile's last blocks may lie behind the last key of this consumer's rows; rows that do not exist need none.
@@ -127,9 +126,8 @@ def consumer(work, results, W: gl.constexpr):
             work.q.release(i, W)
 
         pv = start_output(work, it, o, p, state)
-        sums = row_sums(state)
-        inverse = inverses(sums)
-        store_lse(work, lse_ptr, state, sums, flat, row, stop)
+        inverse = normalizers(state, work.c, row)[0]
+        store_lse(work, lse_ptr, state, flat, row, stop)
         # The output's registers are read next, and V's slot is released.
         o = wait_products(pv, 0, BLOCK_D)
         o = o * spread(inverse, o)
@@ -142,7 +140,7 @@ def consumer(work, results, W: gl.constexpr):
             lo, hi = work.visible_blocks(first_row, BLOCK_M * PLAN.consumers, stop, base)
             used = work.parts.used(hi - lo)
             TOGETHER: gl.constexpr = work.CASE.together
-            work.parts.leave(t, o, log_sums(state, sums, work.c, row), row, W, PLAN.consumers)
+            work.parts.leave(t, o, normalizers(state, work.c, row)[1], row, W, PLAN.consumers)
             piece, stride = work.parts.arrive(t, W, PLAN.consumers, BLOCK_M, used, TOGETHER)
             for own in range(piece, BLOCK_M // PIECE, stride):
                 rows, lse = work.parts.add_up(t, own, W, PLAN.consumers, BLOCK_M, BLOCK_D, used)
@@ -206,9 +204,8 @@ def consumer_ahead(work, results, W: gl.constexpr):
         next_q = work.q.tile(gl.where(more, i + 1, i), W)
         s = start_scores(next_q, work.k.tile(gl.where(more, it, it - 1)), PLAN.depth)
         pv = start_output(work, it, o, p, state)
-        sums = row_sums(state)
-        inverse = inverses(sums)
-        store_lse(work, lse_ptr, state, sums, flat, row, work.sq)
+        inverse = normalizers(state, work.c, row)[0]
+        store_lse(work, lse_ptr, state, flat, row, work.sq)
         unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
         block = Block(it, it, last_key)
         o, p, state = finish_block(work, block, s, pv, unseen, more, True)

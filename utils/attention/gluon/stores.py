@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from utils.attention.gluon.shared import thread_barrier, tma_store
-from utils.attention.gluon.softmax import log_sums
+from utils.attention.gluon.softmax import normalizers
 
 
 @gluon.jit
@@ -59,14 +59,14 @@ def store_rows(work, out, lse_ptr, flat, row, o, lse):
 
 
 @gluon.jit
-def store_lse(work, lse_ptr, state, sums, flat, row, stop):
+def store_lse(work, lse_ptr, state, flat, row, stop):
     """Store the log-sum-exp, if it is wanted, of the rows from `row` on that exist, and are before `stop`.
 
     The branch keeps the logarithms, a hundred instructions, behind the products that have just been handed over.
     """
     if not work.CASE.parts:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
         if work.lse_wanted != 0:
-            lses = log_sums(state, sums, work.c, row)
+            lses = normalizers(state, work.c, row)[1]
             for part in gl.static_range(len(lses)):
                 rows, lse = lses[part]
                 gl.store(lse_ptr + flat.to(gl.int64) * work.sq + rows, lse, mask=(rows >= 0) & (rows < stop))
