@@ -77,5 +77,4 @@ def step(work, block, q, o, p, state, more, masked):
     """
     s = start_scores(q, work.k.tile(block.number), work.PLAN.depth)
     pv = start_output(work, block.number, o, p, state)
-    o, p, state = finish_block(work, block, s, pv, state, more, masked)
-    return o, p, state
+    return finish_block(work, block, s, pv, state, more, masked)
