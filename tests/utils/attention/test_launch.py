@@ -134,19 +134,14 @@ def test_plans_fit_the_machine():
 
 VARIANTS = [  # variant; head dimension, causal, window, queries, keys, heads. Times: of an H200, in us
     *[("", 64, True, 0, n, n, 32 * 16384 // n) for n in (2048, 4096, 8192, 16384)],
-    ("few", 64, True, 0, 1024, 1024, 512),
     ("few", 64, True, 0, 2944, 2944, 6),  # half as many tiles as programs: twice as long for the longest, 54 (cuDNN 37)
     ("few", 64, False, 0, 1024, 1024, 16),  # 16.5, with one consumer 20.4
-    ("few", 64, True, 0, 1024, 1024, 16),
-    ("few", 64, False, 4096, 5259, 5259, 3),
     ("few", 64, False, 1024, 4096, 4096, 8),  # two rounds of either, so half as many rows more
     ("", 64, False, 1024, 4096, 4096, 32),  # rounds of 12.5% more rows, each of which takes a sixth less
     ("few", 64, True, 256, 4096, 4096, 16),  # 0.85 of the other's time
     ("few", 64, True, 1024, 3000, 3000, 16),  # 0.96
     ("", 64, True, 4096, 5248, 5248, 64),  # few masks
-    ("", 64, True, 1024, 8192, 8192, 64),
     ("", 128, True, 0, 1024, 1024, 128),
-    ("", 256, True, 0, 1024, 1024, 128),
     ("one", 128, True, 0, 528, 528, 8),  # 12.4, the other plan 15.2
     ("one", 256, False, 256, 1024, 1024, 8),  # 17.2, 22.5
     ("one", 64, True, 0, 896, 896, 8),  # 12.8, 15.6
@@ -161,11 +156,9 @@ VARIANTS = [  # variant; head dimension, causal, window, queries, keys, heads. T
     ("three", 96, False, 0, 1228, 1228, 16),  # one round of 192 rows against two of 128
     ("ahead", 96, False, 0, 4563, 4563, 32),  # 6 against 9
     ("", 128, False, 0, 1024, 128, 128),  # a tile of one block has no second product
-    ("", 128, False, 100, 1024, 1024, 128),
     ("", 256, False, 0, 1024, 1024, 128),
     ("few", 64, False, 0, 1024, 1024, 128),  # 8 rounds of 128 rows against 6 of 192
     ("", 64, False, 0, 6528, 6528, 8),  # 4 against 3, of many blocks: 0.98
-    ("", 64, False, 0, 8192, 8192, 32),
 ]
 
 
