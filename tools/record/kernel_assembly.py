@@ -33,21 +33,19 @@ def kernels() -> Iterator[tuple[str, Callable[[], Assembly]]]:
 
     for step in (1, 2, 3, 4, 5):
         for head_dim in (64, 128, 256):
-            for causal in (False, True):
-                name = f"attention step {step}, head dim {head_dim}, {'causal' if causal else 'full'}"
+            for mask in ("", "causal"):
                 yield (
-                    name,
-                    lambda step=step, head_dim=head_dim, causal=causal: compile_step(step, head_dim, causal=causal),
+                    f"attention step {step}, head dim {head_dim}, {mask or 'full'}",
+                    lambda step=step, head_dim=head_dim, mask=mask: compile_step(step, head_dim, mask=mask),
                 )
     for head_dim, variant, flags in (
-        (64, "few", {"causal": True}),
-        (64, "ahead", {}),
+        (64, "few", {"mask": "causal"}),
+        (64, "few", {}),
         (128, "ahead", {}),
-        (64, "", {"causal": True, "lse": True}),
-        (128, "", {"causal": True, "lse": True}),
-        (128, "", {"window": "distance", "lse": True}),
+        (64, "", {"mask": "packed"}),
+        (128, "", {"mask": "window"}),
     ):
-        words = ", ".join([*(name for name in flags), *([f"variant {variant}"] if variant else [])])
+        words = ", ".join([*flags.values(), *([f"variant {variant}"] if variant else [])])
         yield (
             f"attention step 5, head dim {head_dim}, {words}" if words else f"attention step 5, head dim {head_dim}",
             lambda head_dim=head_dim, variant=variant, flags=flags: compile_step(5, head_dim, variant=variant, **flags),

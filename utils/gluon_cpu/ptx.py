@@ -51,12 +51,9 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     if idiom == "product":
         return args[0] * args[1]
     if idiom == "columns":
-        limits, other = found
-        columns = np.arange(args[0].data.shape[-1])
-        keep = np.full(args[0].data.shape, True)
-        for name, limit in zip(limits, args[1:], strict=True):
-            keep &= columns < limit.data if name == "last" else columns >= limit.data
-        return Tensor(np.where(keep, args[0].data, other), gl.float32, args[0].layout)
+        columns, (numbers, first, behind) = np.arange(args[0].data.shape[-1]), args
+        keep = (columns >= first.data) & (columns < behind.data)
+        return Tensor(np.where(keep, numbers.data, found), gl.float32, numbers.layout)
     if idiom == "e4m3" and args[0].dtype.name == "uint8":
         return Tensor(_E4M3[args[0].data], gl.float16, args[0].layout)
     if idiom == "numbers":
@@ -78,10 +75,9 @@ def _idiom(asm: str, pack: int, count: int) -> tuple[str, Any]:
         return "itself", None  # a scalar is the same in every lane
     if count == 2 and text == _product_text(pack):
         return "product", None
-    for limits in _LIMITS:
-        for other, value in (("0f00000000", 0.0), ("0fFF800000", -np.inf)):
-            if len(limits) == count - 1 and text == _kept_text(pack, limits, other):
-                return "columns", (limits, np.float32(value))
+    for other, value in (("0f00000000", 0.0), ("0fFF800000", -np.inf)):
+        if count == 3 and text == _kept_text(pack, other):
+            return "columns", np.float32(value)
     if text == _E4M3_TO_FP16 and pack == 4:
         return "e4m3", None
     return ("numbers", text) if count == 1 and _BLOCK.fullmatch(text) else ("", None)
@@ -107,27 +103,20 @@ def _product_text(n: int) -> str:
     )
 
 
-_LIMITS = {  # what each limit of a mask by columns compares, and with how many others before it
-    ("last",): ["setp.gt.s32 p, last, {};"],
-    ("first",): ["setp.le.s32 p, first, {};"],
-    ("last", "first"): ["setp.gt.s32 p, last, {};", "setp.le.and.s32 p, first, {}, p;"],
-}
+def _kept_text(n: int, other: str) -> str:
+    """The text that keeps of n registers those whose column is not below the first limit of its row, but below the second.
 
-
-def _kept_text(n: int, limits: tuple[str, ...], other: str) -> str:
-    """The text that keeps of n registers those whose column is below a limit (last), not below one (first), or both.
-
-    Registers and limits lie as in `_product_text`; a thread has two neighbouring columns of every eight.
+    Registers and limits lie as in `_product_text`; a thread has two neighbouring columns of every eight, and a bit for each.
     """
-    text = "{ .reg .pred p; .reg .b32 c, first, last; mov.u32 c, %laneid; and.b32 c, c, 3; shl.b32 c, c, 1;"
+    text = "{ .reg .pred p; .reg .b32 c, first, behind, bits, t; mov.u32 c, %laneid; and.b32 c, c, 3; shl.b32 c, c, 1;"
     for row in (0, 2):
-        for i, name in enumerate(limits):
-            text += f" sub.s32 {name}, ${(2 + i) * n + row}, c;"
-        for register in range(row, n, 4):
-            for i in (register, register + 1):
-                for test in _LIMITS[limits]:
-                    text += " " + test.format(i // 4 * 8 + i % 2)
-                text += f" selp.f32 ${i}, ${i}, {other}, p;"
+        for limit, register in (("first", 2 * n + row), ("behind", 3 * n + row)):
+            text += f" sub.s32 {limit}, ${register}, c; and.b32 t, {limit}, 7; min.u32 t, t, 2;"
+            text += f" shr.s32 {limit}, {limit}, 3; shl.b32 {limit}, {limit}, 1; add.s32 {limit}, {limit}, t;"
+            text += f" max.s32 {limit}, {limit}, 0;"
+        text += " bmsk.clamp.b32 bits, 0, behind; shl.b32 t, -1, first; and.b32 bits, bits, t;"
+        for bit, i in enumerate(i for i in range(n) if i % 4 // 2 == row // 2):
+            text += f" and.b32 t, bits, {1 << bit}; setp.ne.u32 p, t, 0; selp.f32 ${i}, ${i}, {other}, p;"
     return text + " }"
 
 

@@ -1,5 +1,7 @@
 """The inline assembly that the attention kernels generate is what the simulator knows; anything else it refuses."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -11,7 +13,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from utils import gluon_cpu
 from utils.attention.gluon.backward.step6_one_consumer import exp2
-from utils.attention.gluon.shared import keep_columns, meet, pass_by, rescale, uniform, wait_products, zero_columns
+from utils.attention.gluon.shared import (
+    _keep_asm,
+    keep_columns,
+    meet,
+    pass_by,
+    rescale,
+    uniform,
+    wait_products,
+    zero_columns,
+)
 
 
 @gluon.jit
@@ -32,23 +43,11 @@ def idioms(y_ptr, factor_ptr, COLUMNS: gl.constexpr, WAITS: gl.constexpr):
 
 
 @gluon.jit
-def kept(y_ptr, first_ptr, behind_ptr, COLUMNS: gl.constexpr, BOTH: gl.constexpr):
+def between(y_ptr, first_ptr, behind_ptr, COLUMNS: gl.constexpr, replace: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
-    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
-    scores = gl.full([64, COLUMNS], 1.0, gl.float32, layout)
-    scores = keep_columns(scores, gl.load(first_ptr + rows), gl.load(behind_ptr + rows), BOTH)
-    gl.store(y_ptr + rows[:, None] * COLUMNS + columns, scores)
-
-
-@gluon.jit
-def zeroed(y_ptr, first_ptr, behind_ptr, COLUMNS: gl.constexpr, BOTH: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
-    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
-    p = gl.full([64, COLUMNS], float("inf"), gl.float32, layout)
-    p = zero_columns(p, gl.load(first_ptr + rows), gl.load(behind_ptr + rows), BOTH)
-    gl.store(y_ptr + rows[:, None] * COLUMNS + columns, p)
+    at = y_ptr + rows[:, None] * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
+    gl.store(at, replace(gl.load(at), gl.load(first_ptr + rows), gl.load(behind_ptr + rows)))
 
 
 @gluon.jit
@@ -101,30 +100,58 @@ def test_the_idioms_of_the_attention_kernels_are_known(columns):
     assert run.ok and torch.equal(y, torch.full_like(y, 3 * 32))
 
 
-@pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("columns", [64, 128])
-def test_columns_are_kept_between_two_limits(columns, both):
+@pytest.mark.parametrize(("replace", "other"), [(keep_columns, -torch.inf), (zero_columns, 0.0)])
+def test_columns_outside_of_two_limits_are_replaced(columns, replace, other):
     first = torch.randint(-20, columns + 20, (64,), dtype=torch.int32)
     behind = torch.randint(-20, columns + 20, (64,), dtype=torch.int32)
-    y = torch.zeros(64, columns)
+    x = torch.full((64, columns), torch.inf)
+    y = x.clone()
     with gluon_cpu.simulate() as run:
-        kept[(1,)](y, first, behind, columns, both)
+        between[(1,)](y, first, behind, columns, replace)
     number = torch.arange(columns)[None]
-    keep = (number < behind[:, None]) & ((number >= first[:, None]) | (not both))
-    assert run.ok and torch.equal(y, torch.where(keep, 1.0, -torch.inf))
+    keep = (number < behind[:, None]) & (number >= first[:, None])
+    assert run.ok and torch.equal(y, torch.where(keep, x, other))
 
 
-@pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("columns", [64, 128])
-def test_columns_outside_of_two_limits_are_zero(columns, both):
-    first = torch.randint(-20, columns + 20, (64,), dtype=torch.int32)
-    behind = torch.randint(-20, columns + 20, (64,), dtype=torch.int32)
-    y = torch.ones(64, columns)
-    with gluon_cpu.simulate() as run:
-        zeroed[(1,)](y, first, behind, columns, both)
-    number = torch.arange(columns)[None]
-    keep = (number >= first[:, None]) & ((number < behind[:, None]) | (not both))
-    assert run.ok and torch.equal(y, torch.where(keep, torch.inf, 0.0))
+def test_a_mask_by_columns_keeps_the_bits_of_the_columns_between_its_limits(columns):
+    """The text itself, instruction by instruction: the simulator knows what it means as a whole."""
+    n, word = columns // 2, 0xFFFFFFFF
+    operations = {
+        "sub": lambda a, b: a - b,
+        "add": lambda a, b: a + b,
+        "and": lambda a, b: a & b,
+        "min": lambda a, b: min(a & word, b),
+        "max": max,
+        "shr": lambda a, b: a >> b,
+        "shl": lambda a, b: ((a << b if b < 32 else 0) + 2**31 & word) - 2**31,
+        "bmsk": lambda a, b: (1 << min(b, 32)) - 1 << a,
+    }
+    body = (
+        _keep_asm.fn(n, "other").removeprefix("{ .reg .pred p; .reg .b32 c, first, behind, bits, t;").removesuffix("}")
+    )
+    for first, behind in itertools.product(range(-9, columns + 20, 5), range(-11, columns + 20, 3)):
+        for lane in range(4):
+            values = {f"${i}": True for i in range(n)} | {"%laneid": 28 + lane}
+            # n outputs, n inputs in the same registers, and then n of each limit: two of the first four are read.
+            values |= {f"${2 * n + i}": first for i in range(n)} | {f"${3 * n + i}": behind for i in range(n)}
+            read = lambda name: values[name] if name in values else int(name)  # noqa: B023,E731
+            for line in body.split(";")[:-1]:
+                name, target, *given = line.replace(",", " ").split()
+                operation = name.split(".")[0]
+                if operation == "selp":
+                    values[target] = values[target] and values["p"]
+                elif operation == "mov":
+                    values[target] = read(given[0])
+                else:
+                    values[target] = (
+                        read(given[0]) != 0 if operation == "setp" else operations[operation](*map(read, given))
+                    )
+            kept = [8 * (i // 4) + 2 * lane + i % 2 for i in range(n) if values[f"${i}"] and i % 4 < 2]
+            assert kept == [8 * (i // 4) + 2 * lane + i % 2 for i in range(n) if values[f"${i}"] and i % 4 > 1]
+            expected = [j for j in range(max(first, 0), min(behind, columns)) if j % 8 // 2 == lane]
+            assert kept == expected, (first, behind, lane)
 
 
 @pytest.mark.parametrize("rows", [64, 128])

@@ -20,35 +20,32 @@ def start_output(work, number, o, p, state):
 
 
 @gluon.jit
-def first_block(work, block, q, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TAIL: gl.constexpr):
+def first_block(work, block, q):
     """A tile's first block, with no other product beside it: probabilities and the softmax state."""
     PLAN: gl.constexpr = work.PLAN
-    MASKED: gl.constexpr = CAUSAL or WINDOW or TAIL
+    MASKED: gl.constexpr = work.CASE.mask != ""
     work.k.wait_full(block.number)
     # The softmax reads the scores' registers: before this wait the tensor cores may not have written them.
     s = wait_products(start_scores(q, work.k.tile(block.number), PLAN.depth), 0, PLAN.block_n)
     work.k.release(block.number)
-    if MASKED:
-        s = work.mask(s, block, CAUSAL, WINDOW)
-    # Of a tail each row sees a key at least: no maximum is minus infinity.
-    p, state = first_softmax(s, work.c, q.dtype, PLAN.halves, CAUSAL or WINDOW)
+    s = work.mask(
+        s, block
+    )  # without a mask it has the last key, behind which there is none; each row sees one key at least
+    p, state = first_softmax(s, work.c, q.dtype, PLAN.halves, MASKED)
     return gl.convert_layout(p, left_operand(PLAN.block_d)), state
 
 
 @gluon.jit
-def finish_block(
-    work, block, s, pv, state, more, masked, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TAIL: gl.constexpr = False
-):
+def finish_block(work, block, s, pv, state, more, masked):
     """The softmax of block i, from the scores `s` in flight, while P V(i-1), `pv`, is still running."""
     PLAN: gl.constexpr = work.PLAN
-    MASKED: gl.constexpr = CAUSAL or WINDOW or TAIL
+    HIDING: gl.constexpr = work.HIDING
     dtype: gl.constexpr = work.k.tiles.dtype
     # Of the two products in flight the older one, the scores, is waited for: their registers are read next.
     s = wait_products(s, 1, PLAN.block_n)
     work.k.release(block.number)
-    if MASKED:  # noqa: SIM102 (decided by the compiler; the next line for each block)
-        if masked:
-            s = work.mask(s, block, CAUSAL, WINDOW)
+    if masked:
+        s = work.mask(s, block)
 
     # The wait for the next keys makes a basic block of what comes before it: without it ptxas hoists the wait for P V
     # above the exponentials, and nothing overlaps. The wait for P V comes before `o` and the slot of V are used again.
@@ -57,14 +54,14 @@ def finish_block(
         s0, s1 = split_rows(s)
         top0 = gl.maximum(upper.maximum, gl.max(s0, 2))
         top1 = gl.maximum(lower.maximum, gl.max(s1, 2))
-        p0, upper = half_softmax(s0, upper, top0, work.c, dtype, CAUSAL or WINDOW)
+        p0, upper = half_softmax(s0, upper, top0, work.c, dtype, HIDING)
         work.k.wait_full(block.number + 1, pred=more)
         o = wait_products(pv, 0, PLAN.block_d)
         work.v.release(block.number - 1)
-        p1, lower = half_softmax(s1, lower, top1, work.c, dtype, CAUSAL or WINDOW)
+        p1, lower = half_softmax(s1, lower, top1, work.c, dtype, HIDING)
         return o, gl.convert_layout(join_rows(p0, p1), left_operand(PLAN.block_d)), (upper, lower)
     else:
-        p, rows = whole_softmax(s, state[0], work.c, dtype, CAUSAL or WINDOW)
+        p, rows = whole_softmax(s, state[0], work.c, dtype, HIDING)
         work.k.wait_full(block.number + 1, pred=more)
         o = wait_products(pv, 0, PLAN.block_d)
         work.v.release(block.number - 1)
@@ -73,13 +70,11 @@ def finish_block(
 
 
 @gluon.jit
-def step(work, block, q, o, p, state, more, masked, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+def step(work, block, q, o, p, state, more, masked):
     """One key block i: Q K(i) and P V(i-1) to the tensor cores, then the softmax of block i while P V(i-1) runs.
 
-    more: whether another block follows. CAUSAL, WINDOW: what the mask is where `masked`; both false in a loop over
-    blocks that need none.
+    more: whether another block follows. masked: whether this one has a mask.
     """
     s = start_scores(q, work.k.tile(block.number), work.PLAN.depth)
     pv = start_output(work, block.number, o, p, state)
-    o, p, state = finish_block(work, block, s, pv, state, more, masked, CAUSAL, WINDOW)
-    return o, p, state
+    return finish_block(work, block, s, pv, state, more, masked)

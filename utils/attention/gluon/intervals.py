@@ -1,11 +1,14 @@
-"""Packed sequences in the kernels: tables of tiles, which may begin where a sequence begins, and of what each row sees.
+"""Packed sequences in the kernels: tables of tiles, which begin where a sequence begins, and of what each row sees.
 
 A query sees an interval of keys, and its bounds only rise from query to query, whether the mask is causal or has a window
 or not; so each key is seen by an interval of queries whose bounds rise, too. The forward pass has tiles of queries (rows)
 over blocks of keys (columns), the backward pass blocks of keys over tiles of queries, and both read the same kind of table:
 
     low, high    row i sees the columns low[i] <= j < high[i]: S numbers each
-    tiles        for each tile of rows: its first row, the end of its rows, and the blocks of columns [lo, hi) that they see
+    tiles        for each tile of rows: its first row, the end of its rows, and two numbers more
+
+In the backward pass these are the blocks of columns [lo, hi) that the rows see. In the forward pass blocks are counted from the
+first key that the tile's first row sees, so that it sees the first block whole: that key, and how many blocks there are.
 """
 
 from __future__ import annotations
@@ -43,22 +46,12 @@ def packed_bounds(lengths: tuple[int, ...], causal: bool, window: int) -> np.nda
     return np.stack([low, high, *(np.searchsorted(bound, position, side="right") for bound in (high, low))])
 
 
-def begin_with_sequences(rows: int, causal: bool) -> bool:
-    """Return whether tiles of queries begin where a sequence begins.
-
-    Under a causal mask, and with three consumers, each of which skips what its own rows do not see, tiles over two sequences
-    are faster than more tiles, whose last rows the threads have to store.
-    """
-    return rows == 128 and not causal
-
-
 @functools.lru_cache(maxsize=256)
 def packed_queries(
     lengths: tuple[int, ...], causal: bool, window: int, rows: int, block: int, device: torch.device
 ) -> Packed:
     """Return the table of the forward pass: tiles of `rows` queries over blocks of `block` keys, in their order."""
-    parts = lengths if begin_with_sequences(rows, causal) else (sum(lengths),)
-    return _packed(parts, packed_bounds(lengths, causal, window)[:2], rows, block, device, False)
+    return _packed(lengths, packed_bounds(lengths, causal, window)[:2], rows, block, device, True)
 
 
 @functools.lru_cache(maxsize=256)
@@ -66,41 +59,45 @@ def packed_keys(
     lengths: tuple[int, ...], causal: bool, window: int, rows: int, block: int, device: torch.device
 ) -> Packed:
     """Return the table of the backward pass: tiles of `rows` keys over blocks of `block` queries, those with most first."""
-    return _packed(lengths, packed_bounds(lengths, causal, window)[2:], rows, block, device, True)
+    return _packed(lengths, packed_bounds(lengths, causal, window)[2:], rows, block, device, False)
 
 
-def _packed(lengths, bounds: np.ndarray, rows: int, block: int, device: torch.device, longest_first: bool) -> Packed:
+def _packed(lengths, bounds: np.ndarray, rows: int, block: int, device: torch.device, forward: bool) -> Packed:
     ends: np.ndarray = np.cumsum(lengths)
     starts = np.concatenate([np.arange(end - n, end, rows) for end, n in zip(ends, lengths, strict=True)])
     stops = np.minimum(starts + rows, np.repeat(ends, [-(-n // rows) for n in lengths]))
-    lo, hi = bounds[0][starts] // block, -(-bounds[1][stops - 1] // block)
-    tiles = np.stack([starts, stops, lo, hi], 1)
-    if longest_first:
-        tiles = tiles[np.argsort(lo - hi, kind="stable")]
+    low, high = bounds[0][starts], bounds[1][stops - 1]
+    if forward:
+        blocks = -(-(high - low) // block)
+        tiles = np.stack([starts, stops, low, blocks], 1)
+    else:
+        lo, hi = low // block, -(-high // block)
+        order = np.argsort(lo - hi, kind="stable")
+        tiles, blocks = np.stack([starts, stops, lo, hi], 1)[order], (hi - lo)[order]
     table = np.concatenate([bounds.ravel(), tiles.ravel()]).astype(np.int32)
-    return Packed(tensor_on(device, table), tuple((tiles[:, 3] - tiles[:, 2]).tolist()))
+    return Packed(tensor_on(device, table), tuple(blocks.tolist()))
 
 
 @gluon.jit
 def tile_entry(table, tile, rows, WHICH: gl.constexpr):
-    """Of a tile, its first row (0), the end of its rows (1), its first block of columns (2), or their end (3)."""
+    """Of a tile, its first row (0), the end of its rows (1), or one of the numbers behind them (2, 3)."""
     return uniform(gl.load(table + 2 * rows + 4 * tile + WHICH))
 
 
 @gluon.jit
-def visible_interval(table, row, ROWS: gl.constexpr, stop, rows, BLOCK: gl.constexpr):
-    """Blocks of columns [lo, hi) that the rows row .. row+ROWS-1 of a tile see whose rows end at `stop`."""
+def visible_interval(table, row, ROWS: gl.constexpr, stop, rows, BLOCK: gl.constexpr, base):
+    """Blocks [lo, hi), from column `base` on, that the rows row .. row+ROWS-1 of a tile see whose rows end at `stop`."""
     low = uniform(gl.load(table + gl.minimum(row, stop - 1)))
     high = uniform(gl.load(table + (rows + gl.minimum(row + ROWS, stop) - 1)))
-    return low // BLOCK, gl.cdiv(high, BLOCK)
+    return (low - base) // BLOCK, gl.cdiv(high - base, BLOCK)
 
 
 @gluon.jit
-def clean_interval(table, row, ROWS: gl.constexpr, stop, rows, BLOCK: gl.constexpr):
-    """Blocks of columns [first, end) that all of these rows see whole: first may be behind end."""
+def clean_interval(table, row, ROWS: gl.constexpr, stop, rows, BLOCK: gl.constexpr, base=0):
+    """Blocks [first, end), from column `base` on, that all of these rows see whole: first may be behind end."""
     low = uniform(gl.load(table + (gl.minimum(row + ROWS, stop) - 1)))
     high = uniform(gl.load(table + rows + gl.minimum(row, stop - 1)))
-    return gl.cdiv(low, BLOCK), high // BLOCK
+    return gl.cdiv(low - base, BLOCK), (high - base) // BLOCK
 
 
 @gluon.jit
@@ -114,4 +111,4 @@ def row_bounds(table, at, stop, rows):
 def keep_interval(s, table, row, key, rows):
     """Replace the scores [64, BLOCK_N] of rows row.. and keys key.. by minus infinity where a row does not look."""
     low, high = row_bounds(table, row + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)), rows, rows)
-    return keep_columns(s, low - key, high - key, True)
+    return keep_columns(s, low - key, high - key)

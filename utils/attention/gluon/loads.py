@@ -38,7 +38,7 @@ def producer(work, q_desc, k_desc, v_desc):
     for i in range(count):
         t_next = work.todo.start_next(t, rest, i)
         tile, flat = work.todo.locate(t)
-        row = work.first_row(tile)
+        row, _stop, base = work.place(tile)
         batch = flat // work.heads
         head = flat - batch * work.heads
         kv_head = head // work.group
@@ -54,14 +54,14 @@ def producer(work, q_desc, k_desc, v_desc):
                     prefetch_queries(batch, head, row + w * BLOCK_M)
                 begin = gl.minimum(PLAN.keys_first, hi - lo)
                 for j in range(begin):
-                    key = (hi - 1 - j) * PLAN.block_n
+                    key = base + (hi - 1 - j) * PLAN.block_n
                     work.k.load(it, k_desc, batch, kv_head, key)
                     work.v.load(it, v_desc, batch, kv_head, key)
                     it += 1
                 for w in gl.static_range(CONSUMERS):
                     work.q.load(i, q_desc, batch, head, row + w * BLOCK_M, w)
         for j in range(begin, hi - lo):
-            key = (hi - 1 - j) * PLAN.block_n
+            key = base + (hi - 1 - j) * PLAN.block_n
             # In the order of need: the first consumer's Q, K, the other consumers' Q, V.
             if j == 0:
                 work.q.load(i, q_desc, batch, head, row)
@@ -91,7 +91,7 @@ def fill_rings(work, q_desc, k_desc, v_desc):
     else:  # there are no more programs than tiles, or parts of them
         count, t = 1, gl.program_id(0)
     tile, flat = work.todo.locate(t)
-    row = work.first_row(tile)
+    row, _stop, base = work.place(tile)
     batch = flat // work.heads
     head = flat - batch * work.heads
     kv_head = head // work.group
@@ -104,7 +104,7 @@ def fill_rings(work, q_desc, k_desc, v_desc):
         work.v.expect(j, v_desc, pred=j < blocks)
     work.q.copy(0, q_desc, batch, head, row, pred=blocks > 0)
     for j in gl.static_range(COUNT):
-        key = (hi - 1 - j) * PLAN.block_n
+        key = base + (hi - 1 - j) * PLAN.block_n
         work.k.copy(j, k_desc, batch, kv_head, key, pred=j < blocks)
         if j == 0:
             for w in gl.static_range(1, CONSUMERS):

@@ -19,7 +19,14 @@ from utils.kernels.offline import BLACKWELL, BLACKWELL_ULTRA, Assembly, compile_
 
 
 def compile_step(
-    step: int, head_dim: int = 128, *, dtype: str = "bf16", variant: str = "", plan: Plan | None = None, **case
+    step: int,
+    head_dim: int = 128,
+    *,
+    dtype: str = "bf16",
+    variant: str = "",
+    plan: Plan | None = None,
+    lse: bool = False,
+    **case,
 ) -> Assembly:
     """Compile a step of the ladder for sm_90a.
 
@@ -29,6 +36,7 @@ def compile_step(
         dtype: "bf16" or "fp16".
         variant: Of step 5's plan (`plan.variant_for`).
         plan: Tile and pipeline; the step's own by default.
+        lse: Whether steps 1 to 4 store the log-sum-exp; in step 5 that is an argument of the launch.
         **case: Fields of `plan.Case`; tiles are dealt under a mask, and parts added up together.
     """
     from triton.experimental.gluon import language as gl
@@ -36,10 +44,14 @@ def compile_step(
     plan = plan or plan_for(step, head_dim, variant)
     kernel = kernel_of(step)
     needs = Case(**case)
-    masked = needs.causal or needs.window != ""
-    needs = replace(needs, dealt=masked and not needs.parts, together=needs.parts)
+    needs = replace(needs, dealt=needs.mask != "" and not needs.parts, together=needs.parts)
     constants: dict = {"HEAD_DIM": head_dim, "BLOCK_M": BLOCK_M, "BLOCK_N": plan.block_n, "BLOCK_D": plan.block_d}
-    constants |= {"CAUSAL": needs.causal, "WINDOW": needs.window != "", "LSE": needs.lse, "CONSUMERS": plan.consumers}
+    constants |= {
+        "CAUSAL": needs.mask == "causal",
+        "WINDOW": needs.mask == "window",
+        "LSE": lse,
+        "CONSUMERS": plan.consumers,
+    }
     constants |= {"STAGES": plan.stages, "REGISTERS": plan.registers, "PLAN": plan, "CASE": needs}
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     tile = {"q_desc": BLOCK_M, "o_desc": BLOCK_M, "k_desc": plan.block_n, "v_desc": plan.block_n}
@@ -49,7 +61,7 @@ def compile_step(
         "parts_ptr": "*fp32",
         "counters": "*i32",
         "schedule": "*i32",
-        "window": "*i32" if needs.window == "rows" else "i32",
+        "back": "*i32" if needs.mask.startswith("packed") else "i32",
         "c": "fp32",
     }
     signature = {}
@@ -103,15 +115,15 @@ def main() -> None:
     parser.add_argument("step", choices=[*map(str, STEPS), "blackwell"])
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
-    parser.add_argument("--variant", choices=("", "one", "few", "ahead"), default="")
-    parser.add_argument("--window", choices=("", "distance", "rows"), default="")
-    for flag in ("causal", "tail", "lse", "parts", "offset"):
+    parser.add_argument("--variant", choices=("", "one", "few", "ahead", "three"), default="")
+    parser.add_argument("--mask", choices=("", "causal", "window", "packed", "packed window"), default="")
+    for flag in ("lse", "parts", "offset"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--sass", action="store_true", help="print the disassembly")
     options = vars(parser.parse_args())
     show_sass, step = options.pop("sass"), options.pop("step")
     if step == "blackwell":
-        given = {name: options[name] for name in ("head_dim", "dtype", "causal")}
+        given = {"head_dim": options["head_dim"], "dtype": options["dtype"], "causal": options["mask"] == "causal"}
         kernels = [compile_blackwell(**given, capability=target) for target in (BLACKWELL, BLACKWELL_ULTRA)]
     else:
         kernels = [compile_step(int(step), options.pop("head_dim"), **options)]

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from utils.attention.gluon.intervals import clean_interval, keep_interval, tile_entry, visible_interval
 from utils.attention.gluon.parts import Parts
-from utils.attention.gluon.shared import aggregate, clean_blocks, keep_columns, key_blocks, tma_load, uniform
+from utils.attention.gluon.shared import aggregate, keep_columns, tma_load, uniform
 
 
 @aggregate
@@ -196,10 +196,12 @@ class Work:
 
     sq: gl.tensor
     sk: gl.tensor
-    window: gl.tensor  # its width, or the table of `intervals.py`
+    back: gl.tensor  # how many keys before its own position a query sees, or the table of `intervals.py`
+    ahead: gl.tensor  # and how many behind it
     offset: gl.tensor
     heads: gl.tensor
     group: gl.tensor
+    lse_wanted: gl.tensor  # 0 or 1
     c: gl.tensor
     q: Ring
     k: Ring
@@ -208,49 +210,62 @@ class Work:
     parts: Parts
     PLAN: gl.constexpr  # plan.Plan: tile, slots, variants
     CASE: gl.constexpr  # plan.Case: what the attention needs
+    PACKED: gl.constexpr  # a table has the interval of each row
+    HIDING: gl.constexpr  # the mask may hide any block's keys, not only the last ones'
 
     @gluon.jit
-    def first_row(self, tile):
-        """First row of a row tile: of the first tile it may be negative (`plan.row_offset`), and TMA skips such rows."""
-        if self.CASE.window == "rows":
-            return tile_entry(self.window, tile, self.sq, 0)
+    def place(self, tile):
+        """A row tile's first row, where its rows end, or all of them, and the key from which on its blocks are counted.
+
+        The first row of the first tile may be negative (`plan.row_offset`); TMA skips such rows.
+        """
+        if self.PACKED:
+            table = self.back
+            return (
+                tile_entry(table, tile, self.sq, 0),
+                tile_entry(table, tile, self.sq, 1),
+                tile_entry(table, tile, self.sq, 2),
+            )
         else:
-            return tile * (self.q.tiles.shape[3] * self.PLAN.consumers) - self.offset
+            return tile * (self.q.tiles.shape[3] * self.PLAN.consumers) - self.offset, self.sq, 0
 
     @gluon.jit
-    def stop(self, tile):
-        """Where the rows of a row tile end, or those of all tiles."""
-        return tile_entry(self.window, tile, self.sq, 1) if self.CASE.window == "rows" else self.sq
-
-    @gluon.jit
-    def visible_blocks(self, row, ROWS: gl.constexpr, stop):
+    def visible_blocks(self, row, ROWS: gl.constexpr, stop, base):
         """Blocks of keys [lo, hi) that the rows row .. row+ROWS-1 may see, of a tile whose rows end at `stop`."""
         BLOCK_N: gl.constexpr = self.PLAN.block_n
-        if self.CASE.window == "rows":
-            return visible_interval(self.window, row, ROWS, stop, self.sq, BLOCK_N)
+        if self.PACKED:
+            return visible_interval(self.back, row, ROWS, stop, self.sq, BLOCK_N, base)
         else:
-            WINDOW: gl.constexpr = self.CASE.window != ""
-            return key_blocks(row, ROWS, self.sq, self.sk, self.window, BLOCK_N, self.CASE.causal, WINDOW)
+            lo, hi = 0, gl.cdiv(self.sk, BLOCK_N)
+            position = row + (self.sk - self.sq)
+            if self.HIDING:
+                lo = gl.minimum(gl.maximum(position - self.back, 0) // BLOCK_N, hi - 1)
+            if self.CASE.mask != "":
+                hi = gl.minimum(hi, gl.cdiv(gl.maximum(position + ROWS + self.ahead, 0), BLOCK_N))
+            return lo, gl.maximum(hi, lo + 1)
 
     @gluon.jit
-    def clean_blocks(self, row, ROWS: gl.constexpr, lo, hi, stop):
+    def clean_blocks(self, row, ROWS: gl.constexpr, lo, hi, stop, base):
         """The blocks of [lo, hi) that need no mask, counted from the last one down: right <= i < left."""
         BLOCK_N: gl.constexpr = self.PLAN.block_n
-        if self.CASE.window == "rows":
-            first, end = clean_interval(self.window, row, ROWS, stop, self.sq, BLOCK_N)
+        if self.PACKED:
+            first, end = clean_interval(self.back, row, ROWS, stop, self.sq, BLOCK_N, base)
             return gl.maximum(hi - end, 0), hi - gl.maximum(first, lo)
         else:
-            WINDOW: gl.constexpr = self.CASE.window != ""
-            return clean_blocks(row, ROWS, lo, hi, self.sq, self.sk, self.window, BLOCK_N, self.CASE.causal, WINDOW)
+            seen, left, position = self.sk, hi - lo, row + (self.sk - self.sq)
+            if self.CASE.mask != "":
+                seen = gl.minimum(gl.maximum(position + 1 + self.ahead, 0), seen)
+            if self.HIDING:
+                left = hi - gl.maximum(gl.maximum(position + ROWS - 1 - self.back + BLOCK_N - 1, 0) // BLOCK_N, lo)
+            return gl.maximum(hi - seen // BLOCK_N, 0), left
 
     @gluon.jit
     def blocks(self, t, row, ROWS: gl.constexpr):
         """Blocks of keys [lo, hi) of item t, whose tile has the rows row .. row+ROWS-1; [lo, lo) where parts are fewer."""
-        if self.CASE.window == "rows":
-            tile = self.todo.locate(t)[0]
-            lo, hi = tile_entry(self.window, tile, self.sq, 2), tile_entry(self.window, tile, self.sq, 3)
+        if self.PACKED:
+            lo, hi = 0, tile_entry(self.back, self.todo.locate(t)[0], self.sq, 3)
         else:
-            lo, hi = self.visible_blocks(row, ROWS, self.sq)
+            lo, hi = self.visible_blocks(row, ROWS, self.sq, 0)
         if self.CASE.parts:
             lo, hi = self.parts.blocks(t, lo, hi)
         return lo, hi
@@ -260,24 +275,25 @@ class Work:
         """What `Tiles.first` says, and no tiles for a program whose part of a tile's keys is empty."""
         count, t, rest = self.todo.first()
         if self.CASE.parts:
-            lo, hi = self.blocks(t, self.first_row(self.todo.locate(t)[0]), ROWS)
+            lo, hi = self.blocks(t, self.place(self.todo.locate(t)[0])[0], ROWS)
             count = gl.minimum(hi - lo, 1)
         return count, t, rest
 
     @gluon.jit
-    def mask(self, s, block, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    def mask(self, s, block):
         """The scores of a block, minus infinity where a row may not look, or where there is no key."""
-        if self.CASE.window == "rows":
-            return keep_interval(s, self.window, block.row, block.key, self.sq)
+        if self.PACKED:
+            return keep_interval(s, self.back, block.row, block.key, self.sq)
         else:
             rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-            positions = block.row + (self.sk - self.sq) + gl.arange(0, s.shape[0], rows)
+            first = gl.zeros([s.shape[0]], gl.int32, rows)
             behind = gl.full([s.shape[0]], self.sk, gl.int32, rows)
-            if CAUSAL:
-                behind = gl.minimum(behind, positions + 1)
-            elif WINDOW:
-                behind = gl.minimum(behind, positions + self.window)
-            return keep_columns(s, positions - self.window + 1 - block.key, behind - block.key, WINDOW)
+            if self.CASE.mask != "":
+                positions = block.row + (self.sk - self.sq) + gl.arange(0, s.shape[0], rows)
+                behind = gl.minimum(behind, positions + 1 + self.ahead)
+                if self.HIDING:
+                    first = positions - self.back
+            return keep_columns(s, first - block.key, behind - block.key)
 
 
 @aggregate

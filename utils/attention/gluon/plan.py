@@ -32,12 +32,10 @@ class Plan:
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (softmax.py)
     o_in_q: bool = False  # the output leaves through Q's tile
     own_keys: bool = False  # under a mask, each consumer starts at its own rows' last block, not at the tile's
-    q_slots: int = (
-        1  # tiles of Q in shared memory; with two, the next tile's Q, K and V come while this one is computed
-    )
+    q_slots: int = 1  # tiles of Q in shared memory; with two, the next tile is loaded while this one is computed
     prefill: int = 0  # a program's first Q, and so many blocks of K and V, are asked for before the roles begin
     keys_first: int = (
-        0  # so many blocks of K and V of a later tile are asked for before its Q, whose only slot is free last
+        0  # blocks of K and V of a later tile that are asked for before its Q, whose only slot is free last
     )
     depth: int = 0  # 80 or 96: so many columns of Q and K make the scores, not all 128 of their tiles
     ahead: bool = False  # a tile's end overlaps the next tile's start (`consumer_ahead`): needs two tiles of Q
@@ -52,17 +50,13 @@ class Plan:
 class Case:
     """What an attention needs of step 5's kernel: a kernel is compiled for each.
 
-    window: "" for none, "distance" for one of a fixed length, "rows" where a table has the interval of each row
-    (`intervals.py`). tail: without a mask, the keys are no multiple of a block. lse: the log-sum-exp is stored. dealt: the host deals out the tiles
-    (`dealing.deal_tiles`). parts: programs share the keys of a tile (`parts_for`).
-    together: and add the parts up together (`parts.py`). offset: a head's first tile begins before its first query (`row_offset`), or a packed one ends before its rows do; 64 causal
-    loses 3 to 6% if every kernel has the code for it.
+    mask: "" for none, "causal", "window", where keys before the last block hide, too, "packed" where a table has the interval of
+    each row (`intervals.py`), or "packed window". dealt: the host deals out the tiles (`dealing.deal_tiles`). parts: programs share the keys of a
+    tile (`parts_for`). together: and add the parts up together (`parts.py`). offset: a head's first tile begins before its
+    first query (`row_offset`), or a packed one ends before its rows do; 64 causal loses 3 to 6% if every kernel has the code for it.
     """
 
-    causal: bool = False
-    window: str = ""
-    tail: bool = False
-    lse: bool = False
+    mask: str = ""
     dealt: bool = False
     parts: bool = False
     together: bool = False
@@ -72,7 +66,6 @@ class Case:
 # Step 5's plans, by tile width and variant (`variant_for`).
 _STEP_5 = {
     (64, ""): Plan(64, 128, 3, 4, 160, own_keys=True, q_slots=2),
-    (64, "ahead"): Plan(64, 128, 2, 3, 240, halves=True, q_slots=2, ahead=True),
     (64, "few"): Plan(64, 128, 2, 3, 240, halves=True, own_keys=True, q_slots=2),
     (128, ""): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2),
     (128, "ahead"): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2, ahead=True),
@@ -81,8 +74,6 @@ _STEP_5 = {
     (64, "one"): Plan(64, 128, 1, 4, 240, halves=True, prefill=1),
     (128, "one"): Plan(128, 128, 1, 2, 240, v_extra=1, halves=True, prefill=1),
     (256, "one"): Plan(256, 64, 1, 2, 240, v_extra=1, halves=True, o_in_q=True, prefill=1),
-    # Packed sequences: a consumer may skip what the other one's rows see, another sequence.
-    (128, "packed"): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, own_keys=True, q_slots=2),
     (256, ""): Plan(256, 64, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, own_keys=True, prefill=2, keys_first=2),
 }
 
@@ -92,18 +83,18 @@ def block_head_dim(head_dim: int) -> int:
     return next(width for width in HEAD_DIMS if head_dim <= width)
 
 
-def row_offset(plan: Plan, causal: bool, window: bool, shift: int) -> int:
-    """Return how many rows before the first query the tiles of step 5 begin. shift: Sk - Sq.
+def row_offset(plan: Plan, causal: bool, shift: int) -> int:
+    """Return how many rows before the first query the tiles of step 5 begin. causal: and without a window. shift: Sk - Sq.
 
     Where a consumer's 64 rows (or a tile's, if all its consumers walk over the same blocks) begin at the position of a
     block's first key or its middle one, their diagonal lies in one block, and the others need no mask.
     """
-    return shift % (BLOCK_M if plan.own_keys else plan.rows) if causal and not window else 0
+    return shift % (BLOCK_M if plan.own_keys else plan.rows) if causal else 0
 
 
 def row_tiles(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> int:
     """Return how many tiles the rows of a head make, the rows before the first query included (`row_offset`)."""
-    return -(-(sq + row_offset(plan, causal, window > 0, sk - sq)) // plan.rows)
+    return -(-(sq + row_offset(plan, causal and not window, sk - sq)) // plan.rows)
 
 
 def _causal_variant(sq: int, sk: int, heads: int, programs: int) -> str:
@@ -133,8 +124,8 @@ def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, head
     window: 0 for none. heads: of all sequences. programs: multiprocessors.
 
     "one": one consumer, where even tiles of 64 rows are fewer than programs. "few": smaller tiles and more registers, where there
-    are few tiles or many masks. "ahead": full attention, where one tile's end overlaps the next tile's start. "three": full attention
-    in fewer rounds of larger tiles. "": any other.
+    are few tiles or many masks, or as many rounds of them. "ahead": full attention, where one tile's end overlaps the next tile's
+    start. "three": full attention in fewer rounds of larger tiles. "": any other.
     """
     d = block_head_dim(head_dim)
     whole, few, one = _STEP_5[d, ""], _STEP_5.get((d, "few")), _STEP_5[d, "one"]
@@ -150,23 +141,22 @@ def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, head
         return _window_variant(d, sq, sk, heads, causal, window, programs)
     if causal:
         return _causal_variant(sq, sk, heads, programs) if d == 64 else ""
-    ahead, other = _STEP_5.get((d, "ahead")), "" if d == 64 else "three"
-    if ahead is None or sk <= ahead.block_n:
+    small, large = {64: ("few", ""), 128: ("ahead", "three"), 256: ("", "")}[d]
+    if d == 256 or sk <= whole.block_n:
         return ""
-    # The other plan has 192 rows, not 128: a round of it takes 1.29 times as long for each block of keys at head dimension 64, and
+    # The large plan has 192 rows, not 128: a round of it takes 1.29 times as long for each block of keys at head dimension 64, and
     # 1.63 times at 128. A tile's start and end take it 3.6 blocks, not 2, or none where the tiles that "ahead" overlaps take 1.3.
-    rounds, more = (-(-(-(-sq // p.rows) * heads) // programs) for p in (ahead, _STEP_5[d, other]))
-    blocks = -(-sk // ahead.block_n)
+    rounds, more = (-(-(-(-sq // _STEP_5[d, name].rows) * heads) // programs) for name in (small, large))
+    blocks = -(-sk // whole.block_n)
     if d == 64:
-        return "ahead" if rounds * (blocks + 2) <= more * (1.29 * blocks + 3.6) else ""
-    return "three" if more < rounds and 1.63 * more * blocks <= rounds * (blocks + 1.3) else "ahead"
+        return small if rounds * (blocks + 2) <= more * (1.29 * blocks + 3.6) else large
+    return large if more < rounds and 1.63 * more * blocks <= rounds * (blocks + 1.3) else small
 
 
 def packed_variant(head_dim: int, tokens: int, heads: int, programs: int) -> str:
     """Name the variant for packed sequences: at head dimension 64 smaller tiles where there are not three rounds of large ones."""
-    if block_head_dim(head_dim) == 64:
-        return "few" if -(-tokens // _STEP_5[64, ""].rows) * heads < 3 * programs else ""
-    return "packed"
+    few = block_head_dim(head_dim) == 64 and -(-tokens // _STEP_5[64, ""].rows) * heads < 3 * programs
+    return "few" if few else ""
 
 
 MOST_PARTS = 8  # of a tile
@@ -223,7 +213,7 @@ def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
 def tile_blocks(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> list[int]:
     """Return how many blocks of keys each row tile of a head sees (`shared.key_blocks`), from the first to the last."""
     last, shift, found = -(-sk // plan.block_n), sk - sq, []
-    for row in range(-row_offset(plan, causal, window > 0, shift), sq, plan.rows):
+    for row in range(-row_offset(plan, causal and not window, shift), sq, plan.rows):
         behind = row + plan.rows + shift + (0 if causal else window - 1)  # of the first key that no row sees
         high = min(last, -(-max(behind, 0) // plan.block_n)) if causal or window else last
         low = min(max(row + shift - window + 1, 0) // plan.block_n, last - 1) if window else 0

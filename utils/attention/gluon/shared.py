@@ -166,9 +166,9 @@ def _wait_asm(left):
 
 
 @gluon.constexpr_function
-def _in_place(n):
-    # Constraints of an assembly with n outputs, each in the register of the input with its number.
-    return ",".join(["=f"] * n) + "," + ",".join(str(i) for i in range(n))
+def _in_place(n, more=""):
+    # Constraints of an assembly with n outputs, each in the register of the input with its number, and of more inputs.
+    return ",".join(["=f"] * n) + "," + ",".join(str(i) for i in range(n)) + more * n
 
 
 @gluon.jit
@@ -229,18 +229,13 @@ def _rescale_asm(n):
     return " ".join(lines)
 
 
-@gluon.constexpr_function
-def _rescale_constraints(n):
-    return _in_place(n) + "," + ",".join(["f"] * n)
-
-
 @gluon.jit
 def rescale(o, factor):
     """Multiply o by factor, both [64, D]; a warp whose sixteen rows all have the factor one skips that."""
     registers: gl.constexpr = o.shape[1] // 2
     return gl.inline_asm_elementwise(
         _rescale_asm(registers),
-        _rescale_constraints(registers),
+        _in_place(registers, ",f"),
         [o, factor],
         dtype=gl.float32,
         is_pure=False,
@@ -249,38 +244,35 @@ def rescale(o, factor):
 
 
 @gluon.constexpr_function
-def _keep_asm(n, first, behind, other):
+def _keep_asm(n, other):
     # Thread l of a quad holds the columns 2 l and 2 l + 1 of each group of eight: two registers of row r, two of row r + 8.
-    # From $n on: the first column of each row that is masked (behind), and then the first that is kept (first), where asked for.
-    lines = ["{", ".reg .pred p;", ".reg .b32 c, first, last;"]
+    # From $2n on, behind outputs and inputs: the first column of each row that is kept, and then the one behind the last. Both
+    # become the number of this thread's columns before them, and these a bit for each column, of which ptxas moves eight at a
+    # time into predicates (R2P).
+    lines = ["{", ".reg .pred p;", ".reg .b32 c, first, behind, bits, t;"]
     lines += ["mov.u32 c, %laneid;", "and.b32 c, c, 3;", "shl.b32 c, c, 1;"]
-    limits = [("last", "setp.gt.s32 p, last, {}")] if behind else []
-    limits += [("first", "setp.le.and.s32 p, first, {}, p" if behind else "setp.le.s32 p, first, {}")] if first else []
     for row in (0, 2):
-        lines += [f"sub.s32 {name}, ${(2 + i) * n + row}, c;" for i, (name, _) in enumerate(limits)]
-        for i in range(n):
-            if i % 4 // 2 == row // 2:
-                lines += [f"{test.format(8 * (i // 4) + i % 2)};" for _, test in limits]
-                lines.append(f"selp.f32 ${i}, ${i}, {other}, p;")
+        for i, limit in enumerate(("first", "behind")):
+            lines += [f"sub.s32 {limit}, ${(2 + i) * n + row}, c;", f"and.b32 t, {limit}, 7;", "min.u32 t, t, 2;"]
+            lines += [f"shr.s32 {limit}, {limit}, 3;", f"shl.b32 {limit}, {limit}, 1;", f"add.s32 {limit}, {limit}, t;"]
+            lines += [f"max.s32 {limit}, {limit}, 0;"]
+        lines += ["bmsk.clamp.b32 bits, 0, behind;", "shl.b32 t, -1, first;", "and.b32 bits, bits, t;"]
+        for bit in range(n // 2):
+            register = bit // 2 * 4 + row + bit % 2
+            lines += [f"and.b32 t, bits, {1 << bit};", "setp.ne.u32 p, t, 0;"]
+            lines.append(f"selp.f32 ${register}, ${register}, {other}, p;")
     return " ".join([*lines, "}"])
 
 
-@gluon.constexpr_function
-def _keep_constraints(n, limits):
-    return _in_place(n) + ",r" * n * limits
-
-
 @gluon.jit
-def _replace_columns(x, limits, FIRST: gl.constexpr, BEHIND: gl.constexpr, OTHER: gl.constexpr):
-    """Replace numbers [64, N] but for the columns between the limits of each row: behind, and then first, where asked for."""
+def _replace_columns(x, first, behind, OTHER: gl.constexpr):
+    """Replace numbers [64, N], N at most 128, by another but for the columns first <= j < behind of each row."""
+    gl.static_assert(x.shape[1] <= 128)
     registers: gl.constexpr = x.shape[1] // 2
-    columns = [x, gl.broadcast(limits[0][:, None], x)[0]]
-    if FIRST and BEHIND:
-        columns = [x, gl.broadcast(limits[0][:, None], x)[0], gl.broadcast(limits[1][:, None], x)[0]]
     return gl.inline_asm_elementwise(
-        _keep_asm(registers, FIRST, BEHIND, OTHER),
-        _keep_constraints(registers, 2 if FIRST and BEHIND else 1),
-        columns,
+        _keep_asm(registers, OTHER),
+        _in_place(registers, ",r,r"),
+        [x, gl.broadcast(first[:, None], x)[0], gl.broadcast(behind[:, None], x)[0]],
         dtype=gl.float32,
         is_pure=True,
         pack=registers,
@@ -288,19 +280,16 @@ def _replace_columns(x, limits, FIRST: gl.constexpr, BEHIND: gl.constexpr, OTHER
 
 
 @gluon.jit
-def keep_columns(s, first, behind, BOTH: gl.constexpr):
-    """Replace scores [64, N] by minus infinity but for the columns first <= j < behind of each row; without BOTH, j < behind.
+def keep_columns(s, first, behind):
+    """Replace scores [64, N] by minus infinity but for the columns first <= j < behind of each row.
 
     Written as comparisons of tensors, ptxas makes the comparisons before the scores are there, keeps their results in
-    registers and compares again: five instructions for a score. Here it is a comparison with a constant, and a selection.
+    registers and compares again: five instructions for a score. Here it is a selection, and a fifth of another instruction.
     """
-    return _replace_columns(s, (behind, first), BOTH, True, "0fFF800000")
+    return _replace_columns(s, first, behind, "0fFF800000")
 
 
 @gluon.jit
-def zero_columns(p, first, behind, BOTH: gl.constexpr):
-    """Replace numbers [64, N] by zero but for the columns first <= j < behind of each row; without BOTH, first <= j."""
-    if BOTH:
-        return _replace_columns(p, (behind, first), True, True, "0f00000000")
-    else:
-        return _replace_columns(p, (first,), True, False, "0f00000000")
+def zero_columns(p, first, behind):
+    """Replace numbers [64, N] by zero but for the columns first <= j < behind of each row."""
+    return _replace_columns(p, first, behind, "0f00000000")

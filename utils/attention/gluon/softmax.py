@@ -41,20 +41,14 @@ def join_rows(a, b):
 
 
 @gluon.jit
-def spread_rows(a, b, x):
-    """Values of rows r (a) and rows r + 8 (b) over the columns of the accumulator x."""
-    x0, x1 = split_rows(x)
-    rows: gl.constexpr = gl.SliceLayout(2, x0.type.layout)
-    a = gl.broadcast(gl.convert_layout(a, rows)[:, :, None], x0)[0]
-    b = gl.broadcast(gl.convert_layout(b, rows)[:, :, None], x1)[0]
-    return gl.convert_layout(join_rows(a, b), x.type.layout)
-
-
-@gluon.jit
 def spread(values, x):
-    """Values of the rows, one tensor or one for each half, over the columns of the accumulator x."""
+    """Values of the rows, one tensor, or one of rows r and one of rows r + 8, over the columns of the accumulator x."""
     if len(values) == 2:
-        return spread_rows(values[0], values[1], x)
+        x0, x1 = split_rows(x)
+        rows: gl.constexpr = gl.SliceLayout(2, x0.type.layout)
+        a = gl.broadcast(gl.convert_layout(values[0], rows)[:, :, None], x0)[0]
+        b = gl.broadcast(gl.convert_layout(values[1], rows)[:, :, None], x1)[0]
+        return gl.convert_layout(join_rows(a, b), x.type.layout)
     else:
         return gl.broadcast(gl.convert_layout(values[0], gl.SliceLayout(1, x.type.layout))[:, None], x)[0]
 
@@ -110,14 +104,6 @@ def unseen_halves(BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.const
 
 
 @gluon.jit
-def unseen_whole(BLOCK_M: gl.constexpr, layout: gl.constexpr):
-    """`Rows` of a tile that has seen no key, in one piece."""
-    rows: gl.constexpr = gl.SliceLayout(1, layout)
-    maximum = gl.full([BLOCK_M], MINUS_INF, gl.float32, rows)
-    return Rows(maximum, gl.zeros([BLOCK_M], gl.float32, rows), maximum)
-
-
-@gluon.jit
 def first_softmax(s, c, dtype: gl.constexpr, HALVES: gl.constexpr, MASKED: gl.constexpr):
     """Softmax of a tile's first block: probabilities [64, N] and the state, a tuple of one or two `Rows`."""
     if HALVES:
@@ -126,8 +112,8 @@ def first_softmax(s, c, dtype: gl.constexpr, HALVES: gl.constexpr, MASKED: gl.co
         p1, rows1 = half_softmax(s1, unseen_half(s1), gl.max(s1, 2), c, dtype, MASKED)
         return join_rows(p0, p1), (rows0, rows1)
     else:
-        layout: gl.constexpr = s.type.layout  # Triton 3.6 takes a layout as an argument only by such a name
-        p, rows = whole_softmax(s, unseen_whole(s.shape[0], layout), c, dtype, MASKED)
+        maximum = gl.full_like(gl.max(s, 1), MINUS_INF)
+        p, rows = whole_softmax(s, Rows(maximum, gl.zeros_like(maximum), maximum), c, dtype, MASKED)
         return p, (rows,)
 
 

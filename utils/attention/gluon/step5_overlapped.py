@@ -41,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from utils.attention.gluon.arguments import Arguments, unused
 from utils.attention.gluon.blocks import finish_block, first_block, start_output, step
 from utils.attention.gluon.dealing import deal_tiles
-from utils.attention.gluon.intervals import begin_with_sequences, packed_queries
+from utils.attention.gluon.intervals import packed_queries
 from utils.attention.gluon.loads import fill_rings, producer
 from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
@@ -74,14 +74,10 @@ def consumer(work, results, W: gl.constexpr):
     """Warpgroup W: rows W * 64 and on of each tile, key blocks from the last to the first."""
     out, o_tiles, lse_ptr = results
     PLAN: gl.constexpr = work.PLAN
-    CAUSAL: gl.constexpr = work.CASE.causal
-    WINDOW: gl.constexpr = work.CASE.window != ""
+    HIDING: gl.constexpr = work.HIDING
     BLOCK_N: gl.constexpr = PLAN.block_n
     BLOCK_D: gl.constexpr = PLAN.block_d
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
-    # Tiles begin where the diagonal of their rows lies in the last block alone, which is walked first (`first_row`).
-    LOOP_CAUSAL: gl.constexpr = CAUSAL and WINDOW
-
     # Two tiles of Q, and the output leaves through the one that it belongs to: the slot is released a tile later.
     LATE_RELEASE: gl.constexpr = PLAN.o_in_q and PLAN.q_slots == 2
 
@@ -90,29 +86,28 @@ def consumer(work, results, W: gl.constexpr):
     for i in range(count):
         t_next = work.todo.start_next(t, rest, i)
         tile, flat = work.todo.locate(t)
-        first_row = work.first_row(tile)
+        first_row, stop, base = work.place(tile)
         row = first_row + W * BLOCK_M
-        stop = work.stop(tile)
         lo, hi = work.blocks(t, first_row, BLOCK_M * PLAN.consumers)
-        if PLAN.own_keys and (CAUSAL or WINDOW):
+        if PLAN.own_keys and work.CASE.mask != "":
             # The tile's last blocks may lie behind the last key of this consumer's rows; rows that do not exist need none.
-            own_hi = gl.where(row < stop, work.visible_blocks(row, BLOCK_M, stop)[1], lo + 1)
+            own_hi = gl.where(row < stop, work.visible_blocks(row, BLOCK_M, stop, base)[1], lo + 1)
             if work.CASE.parts:  # the rows' last block may lie in another part, or all of this one's behind it
                 own_hi = gl.minimum(gl.maximum(own_hi, lo + 1), hi)
             it = skip_blocks(work, it, hi - own_hi)
             hi = own_hi
         before = 0
-        if WINDOW and PLAN.consumers > 1:  # the tile's first blocks may lie before the window of this consumer's rows
-            own_lo = gl.minimum(gl.maximum(work.visible_blocks(row, BLOCK_M, stop)[0], lo), hi - 1)
+        if HIDING and PLAN.consumers > 1:  # the tile's first blocks may lie before the window of this consumer's rows
+            own_lo = gl.minimum(gl.maximum(work.visible_blocks(row, BLOCK_M, stop, base)[0], lo), hi - 1)
             before = own_lo - lo
             lo = own_lo
         n = hi - lo
-        right, edge = work.clean_blocks(row, BLOCK_M, lo, hi, stop)
+        right, edge = work.clean_blocks(row, BLOCK_M, lo, hi, stop, base)
 
         work.q.wait_full(i, W)  # the first product reads Q; the producer loads it in the order of need
         q = work.q.tile(i, W)
-        block = Block(it, row, (hi - 1) * BLOCK_N)
-        p, state = first_block(work, block, q, CAUSAL, WINDOW, work.CASE.tail)
+        block = Block(it, row, base + (hi - 1) * BLOCK_N)
+        p, state = first_block(work, block, q)
         if LATE_RELEASE:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
             if i > 0:
                 # The last tile's output leaves through its Q's slot: the next Q may not come before it has left.
@@ -122,30 +117,30 @@ def consumer(work, results, W: gl.constexpr):
         it += 1
         work.k.wait_full(it, pred=n > 1)  # each step waits for the next one's keys; this is the first one's
         for j in range(1, n):
-            block = Block(it, row, (hi - 1 - j) * BLOCK_N)
-            masked = (j < right) | (j >= edge)
-            o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked, LOOP_CAUSAL, WINDOW)
+            block = Block(it, row, base + (hi - 1 - j) * BLOCK_N)
+            # Causal and packed tiles begin where the diagonal of their rows lies in the block that was first (`first_row`).
+            masked = HIDING and ((j < right) | (j >= edge))
+            o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked)
             it += 1
         if not PLAN.o_in_q:
             work.q.release(i, W)
 
         pv = start_output(work, it, o, p, state)
-        inverse, lses = normalizers(state, work.c, row)
-        if work.CASE.lse and not work.CASE.parts:
-            store_lse(lse_ptr, lses, flat, work.sq, stop)
+        inverse = normalizers(state, work.c, row)[0]
+        store_lse(work, lse_ptr, state, flat, row, stop)
         # The output's registers are read next, and V's slot is released.
         o = wait_products(pv, 0, BLOCK_D)
         o = o * spread(inverse, o)
         work.v.release(it - 1)
-        if WINDOW and PLAN.consumers > 1:
+        if HIDING and PLAN.consumers > 1:
             it = skip_blocks(work, it, before)
         if not PLAN.o_in_q:
             tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
         if work.CASE.parts:
-            lo, hi = work.visible_blocks(first_row, BLOCK_M * PLAN.consumers, stop)
+            lo, hi = work.visible_blocks(first_row, BLOCK_M * PLAN.consumers, stop, base)
             used = work.parts.used(hi - lo)
             TOGETHER: gl.constexpr = work.CASE.together
-            work.parts.leave(t, o, lses, row, W, PLAN.consumers)
+            work.parts.leave(t, o, normalizers(state, work.c, row)[1], row, W, PLAN.consumers)
             piece, stride = work.parts.arrive(t, W, PLAN.consumers, BLOCK_M, used, TOGETHER)
             for own in range(piece, BLOCK_M // PIECE, stride):
                 rows, lse = work.parts.add_up(t, own, W, PLAN.consumers, BLOCK_M, BLOCK_D, used)
@@ -169,7 +164,6 @@ def consumer_ahead(work, results, W: gl.constexpr):
     """
     out, o_tiles, lse_ptr = results
     PLAN: gl.constexpr = work.PLAN
-    TAIL: gl.constexpr = work.CASE.tail
     BLOCK_N: gl.constexpr = PLAN.block_n
     BLOCK_D: gl.constexpr = PLAN.block_d
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
@@ -179,7 +173,7 @@ def consumer_ahead(work, results, W: gl.constexpr):
     it = gl.to_tensor(0)
     last_key = (n - 1) * BLOCK_N  # only a tile's first block, with the last keys, is masked: that needs no row
     work.q.wait_full(0, W)
-    p, state = first_block(work, Block(it, it, last_key), work.q.tile(0, W), False, False, TAIL)
+    p, state = first_block(work, Block(it, it, last_key), work.q.tile(0, W))
     it += 1
     work.k.wait_full(it)  # each step waits for the next one's keys; this is the first one's
     for i in range(count):
@@ -196,11 +190,11 @@ def consumer_ahead(work, results, W: gl.constexpr):
                 tma.store_wait(0)  # Q's slot holds the last tile's output: the next Q may not come before it has left
                 work.q.release(i + 1, W)
             block = Block(it, it, last_key)
-            o, p, state = finish_block(work, block, s, pv, state, (n > 2) | more, False, False, False)
+            o, p, state = finish_block(work, block, s, pv, state, (n > 2) | more, False)
             it += 1
         for j in range(2 if PLAN.o_in_q else 1, n):
             block = Block(it, it, last_key)
-            o, p, state = step(work, block, q, o, p, state, (j + 1 < n) | more, False, False, False)
+            o, p, state = step(work, block, q, o, p, state, (j + 1 < n) | more, False)
             it += 1
         if not PLAN.o_in_q:
             work.q.release(i, W)
@@ -210,12 +204,11 @@ def consumer_ahead(work, results, W: gl.constexpr):
         next_q = work.q.tile(gl.where(more, i + 1, i), W)
         s = start_scores(next_q, work.k.tile(gl.where(more, it, it - 1)), PLAN.depth)
         pv = start_output(work, it, o, p, state)
-        inverse, lses = normalizers(state, work.c, row)
-        if work.CASE.lse:
-            store_lse(lse_ptr, lses, flat, work.sq, work.sq)
+        inverse = normalizers(state, work.c, row)[0]
+        store_lse(work, lse_ptr, state, flat, row, work.sq)
         unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
         block = Block(it, it, last_key)
-        o, p, state = finish_block(work, block, s, pv, unseen, more, True, False, False, TAIL)
+        o, p, state = finish_block(work, block, s, pv, unseen, more, True)
         it += 1
         if not PLAN.o_in_q:
             tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
@@ -235,8 +228,8 @@ def consume(work, results, W: gl.constexpr):
 
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
-SIZES = ["sq", "sk", "window", "tiles_m", "heads_total", "heads", "group"]
-SIZES += ["schedule_stride", "offset", "parts", "eighths"]
+SIZES = ["sq", "sk", "back", "ahead", "tiles_m", "heads_total", "heads", "group"]
+SIZES += ["schedule_stride", "offset", "parts", "eighths", "lse_wanted"]
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -252,7 +245,8 @@ def attention_step5(
     schedule,
     sq,
     sk,
-    window,
+    back,
+    ahead,
     tiles_m,
     heads_total,
     heads,
@@ -261,6 +255,7 @@ def attention_step5(
     offset,
     parts,
     eighths,
+    lse_wanted,
     c,
     PLAN: gl.constexpr,
     CASE: gl.constexpr,
@@ -273,21 +268,39 @@ def attention_step5(
     PREFILL: gl.constexpr = PLAN.prefill
     gl.static_assert(PLAN.stages >= PREFILL)
     if PLAN.ahead:
-        gl.static_assert(
-            PLAN.halves and PLAN.q_slots == 2 and not (CASE.causal or CASE.window != "" or CASE.parts or PLAN.own_keys)
-        )
-    WINDOW: gl.constexpr = CASE.window != ""
+        gl.static_assert(PLAN.halves and PLAN.q_slots == 2 and not (CASE.mask != "" or CASE.parts or PLAN.own_keys))
+    PACKED: gl.constexpr = CASE.mask == "packed" or CASE.mask == "packed window"
+    HIDING: gl.constexpr = CASE.mask == "window" or CASE.mask == "packed window"
     READY: gl.constexpr = PREFILL if PREFILL > 0 else None
-    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, 0, CONSUMERS if PREFILL > 0 else None, WINDOW)
-    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, 0, READY, WINDOW)
-    v = allocate_ring(v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS, 0, READY, WINDOW)
+    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, 0, CONSUMERS if PREFILL > 0 else None, HIDING)
+    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, 0, READY, HIDING)
+    v = allocate_ring(v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS, 0, READY, HIDING)
     if PLAN.o_in_q:
         o_tiles = q.tiles
     else:
         o_tiles = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, 1, 1, 64, BLOCK_D], o_desc.layout)
-    todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, parts, CASE.dealt, CASE.parts, CASE.causal)
+    todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, parts, CASE.dealt, CASE.parts, CASE.mask == "causal")
     shared_tiles = Parts(parts_ptr, counters, parts)
-    work = Work(sq, sk, window, offset, heads, group, c, q, k, v, todo, shared_tiles, PLAN, CASE)
+    work = Work(
+        sq,
+        sk,
+        back,
+        ahead,
+        offset,
+        heads,
+        group,
+        lse_wanted,
+        c,
+        q,
+        k,
+        v,
+        todo,
+        shared_tiles,
+        PLAN,
+        CASE,
+        PACKED,
+        HIDING,
+    )
     if PREFILL > 0:
         fill_rings(work, q_desc, k_desc, v_desc)
         make_barriers(q, 1, CONSUMERS)
@@ -368,14 +381,14 @@ def launch(a: Arguments) -> Launch | None:
         The launch, to be repeated on (q, k, v, out, lse) like these; None in a process that only simulates kernels.
     """
     plan, causal, window = a.plan, a.causal, a.window
-    reach, kind = window, "distance" if window else ""
     if a.lengths:
-        reach, blocks = packed_queries(a.lengths, causal, window, plan.rows, plan.block_n, a.q.device)
-        causal, kind = False, "rows"  # which the table tells, too
+        back, blocks = packed_queries(a.lengths, causal, window, plan.rows, plan.block_n, a.q.device)
+        ahead, mask = 0, "packed window" if window else "packed"
     else:
         blocks = tuple(tile_blocks(plan, a.sq, a.sk, causal, window))
-    tail = a.sk % plan.block_n != 0 and not (causal or kind)  # a mask hides what lies behind the last key
-    offset = row_offset(plan, causal, window > 0, a.sk - a.sq)
+        back, ahead = max(window - 1, 0), 0 if causal else max(window - 1, 0)
+        mask = "window" if window else "causal" if causal else ""
+    offset = row_offset(plan, mask == "causal", a.sk - a.sq)
     tiles = len(blocks) * a.heads_total
     parts = 1 if a.lengths else parts_for(plan, a.sq, a.sk, a.heads_total, causal, window, a.programs)
     programs = min(a.programs, tiles * parts)
@@ -385,13 +398,13 @@ def launch(a: Arguments) -> Launch | None:
         schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device)
     dealt = schedule is not None
     together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
-    threads = offset > 0 or (len(a.lengths) > 1 and begin_with_sequences(plan.rows, a.causal))
-    case = Case(causal, kind, tail, a.return_lse, dealt, parts > 1, together, threads)
+    case = Case(mask, dealt, parts > 1, together, offset > 0 or len(a.lengths) > 1)
     numbers = tiles * parts * plan.rows * (plan.block_d + 1) if parts > 1 else 0
     counters = tiles * plan.consumers
     tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
-    sizes = a.sq, a.sk, reach, len(blocks), a.heads_total, a.heads, a.group, stride, offset, parts, a.head_dim // 8, a.c
+    heads = a.heads_total, a.heads, a.group
+    sizes = a.sq, a.sk, back, ahead, len(blocks), *heads, stride, offset, parts, a.head_dim // 8, int(a.return_lse), a.c
     options = {"num_warps": 4} | ({"launch_cooperative_grid": True} if together else {})
     compiled = attention_step5[(programs,)](*tensors, table, *sizes, PLAN=plan, CASE=case, **options)
     if compiled is None or not a.q.is_cuda:

@@ -98,7 +98,7 @@ class Sizes:
             own = keys - (self.sk - self.sq) - row  # the column of the query that has the key's position
             # Keys that do not exist were loaded as zeros; their probabilities could still be infinite.
             first, behind = gl.where(keys < self.sk, own - self.ahead, p.shape[1]), own + self.back + 1
-        return zero_columns(p, first, behind, self.PLAN.edges > 1)
+        return zero_columns(p, first, behind)
 
 
 @gluon.jit
