@@ -13,6 +13,7 @@ import hashlib
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +45,20 @@ def assemble(ptx: str) -> bytes:
     return cubin
 
 
-def reassembled(compiled: Any, ptx: str) -> Any:
-    """Return a copy of a kernel that Triton compiled, with this PTX in place of its own.
+def reassembled(compiled: Any, rewrite: Callable[[str], str]) -> Any:
+    """Return a copy of a kernel that Triton compiled, with its PTX rewritten: one copy, kept with the kernel.
 
-    The copy is loaded when it is first used: then Triton tells the driver how much shared memory a launch may ask for, as the
-    copy's metadata say by then.
+    Triton keeps a compiled kernel for each device, and never unloads one. The copy is loaded when it is first used: then Triton
+    tells the driver how much shared memory a launch may ask for, as the copy's metadata say by then.
     """
-    twin = copy.copy(compiled)
-    twin.module = twin.function = twin._run = None
-    twin.kernel = assemble(ptx)
-    twin.asm = {**compiled.asm, "ptx": ptx, "cubin": twin.kernel}
+    twin = vars(compiled).get("reassembled_twin")
+    if twin is None:
+        ptx = rewrite(compiled.asm["ptx"])
+        twin = copy.copy(compiled)
+        twin.module = twin.function = twin._run = None
+        twin.kernel = assemble(ptx)
+        twin.asm = {**compiled.asm, "ptx": ptx, "cubin": twin.kernel}
+        compiled.reassembled_twin = twin
     return twin
 
 
@@ -68,7 +73,13 @@ def policy_copies(ptx: str) -> tuple[str, int]:
 
 def with_policy(compiled: Any) -> Any:
     """Return a copy of a kernel that Triton compiled, whose TMA copies have the policy of its argument; not yet loaded."""
-    ptx, copies = policy_copies(compiled.asm["ptx"])
-    if not copies:
-        raise ValueError(f"{compiled.name} has no TMA copy of four dimensions: there is nothing to give the policy to.")
-    return reassembled(compiled, ptx)
+
+    def rewrite(ptx: str) -> str:
+        ptx, copies = policy_copies(ptx)
+        if not copies:
+            raise ValueError(
+                f"{compiled.name} has no TMA copy of four dimensions: there is nothing to give the policy to."
+            )
+        return ptx
+
+    return reassembled(compiled, rewrite)

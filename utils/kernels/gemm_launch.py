@@ -196,17 +196,16 @@ def prefetch_descriptors(ptx: str) -> str:
 
 def adapted(compiled: Any, plan: Plan) -> Any:
     """Return a copy of a kernel that Triton compiled, with what Triton has no word for; not yet loaded when it is made."""
-    # Triton keeps a compiled kernel for each device, and so is this kept with it.
-    twin = compiled.__dict__.get("adapted_twin")
-    if twin is None:
-        ptx = compiled.asm["ptx"]
+
+    def rewrite(ptx: str) -> str:
         if plan.cluster > 1:
             ptx, arrivals, copies = multicast(ptx, plan)
             if not arrivals or not copies:
                 raise ValueError(f"{compiled.name} has {copies} shared copies and {arrivals} arrivals: no cluster.")
         ptx = prefetch_descriptors(ptx)
-        twin = compiled.__dict__["adapted_twin"] = reassembled(compiled, fewer_meetings(ptx) if plan.short else ptx)
-    return twin
+        return fewer_meetings(ptx) if plan.short else ptx
+
+    return reassembled(compiled, rewrite)
 
 
 def compile_for_hopper(plan: Plan, dtype: str = "bf16"):

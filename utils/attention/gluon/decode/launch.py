@@ -226,18 +226,15 @@ class Launch:
     def _adapt(self, compiled):
         """Return a copy of the first kernel, not yet loaded, whose copies have a policy, and with the inbox of a cluster.
 
-        It is kept with the kernel, and all launches share it: Triton never unloads what it has loaded, and a cache that grows
-        by a token at each call has a launch for each.
+        All launches share it: a cache that grows by a token at each call has a launch for each.
         """
         from utils.kernels.assembling import with_policy
 
-        twin = vars(compiled).get("decode_twin")
-        if twin is None:
-            twin = compiled.decode_twin = with_policy(compiled)
-            if self.plan.cluster:
-                alone = ALONE_BYTES if self.plan.per_sm == 1 else 0
-                shared = max(-(-compiled.metadata.shared // 16) * 16 + self.plan.inbox_space, alone)
-                twin.metadata = compiled.metadata._replace(shared=shared)
+        twin = with_policy(compiled)
+        if self.plan.cluster:
+            alone = ALONE_BYTES if self.plan.per_sm == 1 else 0
+            shared = max(-(-compiled.metadata.shared // 16) * 16 + self.plan.inbox_space, alone)
+            twin.metadata = compiled.metadata._replace(shared=shared)
         return twin
 
 
