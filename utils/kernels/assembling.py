@@ -3,7 +3,8 @@
 `with_policy` tells the L2 how long to keep what TMA brings. Copies with the policy `evict_first` leave lines in the L2 that are the
 first to go when the next ones come. Without it, a cache of keys and values that is read once puts out what other kernels have left
 there, and what of that was written goes to memory while the keys come in. The policy is an argument of the kernel, so one kernel
-reads with it and without it. What the GEMM rewrites is in `gemm_launch.py`.
+reads with it and without it. `narrow_products` makes products of widths between powers of two. What the GEMM rewrites is in
+`gemm_launch.py`.
 """
 
 from __future__ import annotations
@@ -60,6 +61,26 @@ def reassembled(compiled: Any, rewrite: Callable[[str], str]) -> Any:
         twin.asm = {**compiled.asm, "ptx": ptx, "cubin": twin.kernel}
         compiled.reassembled_twin = twin
     return twin
+
+
+# A product whose left operand is in registers: its sums, and then the operand.
+_PRODUCT = re.compile(r"(wgmma\.mma_async\.sync\.aligned\.m64n)\d+(k16[\w.]*) *\{([^{}]*)\}(?=, *\{)")
+
+
+def narrow_products(ptx: str, columns: int) -> str:
+    """Make products whose left operand is in registers have the first columns only. The sums of the others have to be zero.
+
+    They stay so, and are not scaled.
+    """
+    zeros: set[str] = set()
+
+    def narrow(found: re.Match) -> str:
+        sums = found[3].replace(" ", "").split(",")
+        zeros.update(sums[columns // 2 :])  # a thread has four registers of every eight columns, in their order
+        return f"{found[1]}{columns}{found[2]} {{{','.join(sums[: columns // 2])}}}"
+
+    ptx = _PRODUCT.sub(narrow, ptx)
+    return re.sub(r"mul\.f32 (%\w+), \1, %\w+;", lambda found: "" if found[1] in zeros else found[0], ptx)
 
 
 def policy_copies(ptx: str) -> tuple[str, int]:

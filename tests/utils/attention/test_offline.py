@@ -24,6 +24,7 @@ STEP_5 = [
         (64, {"variant": "few"}),
         (128, {"mask": "causal", "dtype": "fp16"}),
         (128, {"variant": "ahead"}),
+        (80, {"mask": "causal"}),
         (128, {"mask": "window"}),
         (64, {"mask": "window"}),
         (64, {"mask": "packed", "offset": True}),
@@ -125,6 +126,9 @@ def test_step_5_overlaps_the_softmax_with_the_second_product(report, case):
     assert len(waits) == 2 and loop[waits[0]].rstrip().endswith("0x1") and loop[waits[1]].rstrip().endswith("0x0")
     assert products[-1] < waits[0] < exponentials[0], "the scores are waited for with P V already queued"
     plan = plan_of(case)
+    if plan.depth:  # the scores have a product for each 16 columns, P V has as many columns, and no others are scaled
+        assert [f"64x{plan.depth}x16" in loop[i] for i in products] == [False] * (plan.depth // 16) + [True] * 8
+        assert sum(text.startswith("FMUL") for text in loop) < plan.depth / 2 + 8
     # A thread has BLOCK_N / 2 scores. Half of them (halves) or all are turned into probabilities while P V runs.
     before = sum(i < waits[1] for i in exponentials)
     assert before >= plan.block_n / 2 * (0.25 if plan.halves else 0.9)

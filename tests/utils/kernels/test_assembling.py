@@ -1,11 +1,11 @@
-"""Copies of kernels that are assembled from another PTX: when they are loaded, and which instructions get the policy of the L2."""
+"""Copies of kernels that are assembled from another PTX: when they are loaded, what gets the L2's policy, which products are narrow."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from utils.kernels import assembling
-from utils.kernels.assembling import policy_copies, with_policy
+from utils.kernels.assembling import narrow_products, policy_copies, with_policy
 
 COPY = "cp.async.bulk.tensor.{}d.shared::{}.global.mbarrier::complete_tx::bytes"
 PTX = f"""
@@ -43,3 +43,13 @@ def test_a_kernel_without_such_copies_or_without_the_argument_is_named():
         with_policy(SimpleNamespace(name="plain", asm={"ptx": PTX.split("@%p12")[0]}))
     with pytest.raises(ValueError, match="argument"):
         policy_copies(PTX.replace(".f32", ".u32"))
+
+
+def test_products_from_registers_lose_columns_and_what_scaled_them():
+    sums = [f"%r{i}" for i in range(64)]
+    product = "wgmma.mma_async.sync.aligned.m64n{}k16.f32.bf16.bf16 {{{}}}, {}, %rd2, %p1, 1, 1, 1;"
+    scores = product.format(128, ",".join(sums), "%rd1")
+    scaled = " ".join(f"mul.f32 {x}, {x}, %r99;" for x in sums)
+    output, narrow = (product.format(n, ",".join(sums[: n // 2]), "{%r70,%r71,%r72,%r73}") for n in (128, 80))
+    lines = narrow_products("\n".join((scores, scaled, output)), 80).splitlines()
+    assert (lines[0], lines[2]) == (scores, narrow) and lines[1].split() == scaled.split()[: 4 * 40]

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from utils.attention.gluon.launch import kernel_of
 from utils.attention.gluon.plan import BLOCK_M, STEPS, Case, Plan, plan_for
+from utils.attention.gluon.step5_overlapped import narrowed
 from utils.kernels.offline import BLACKWELL, BLACKWELL_ULTRA, Assembly, compile_gluon, read_assembly
 
 
@@ -77,7 +78,8 @@ def compile_step(
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     # A launch tells the compiler that tensors and their rows start at multiples of 16 bytes.
     multiples = [name for name in kernel.arg_names if name.endswith(("_ptr", "_batch", "_head", "_row"))]
-    return read_assembly(compile_gluon(kernel, signature, constants, multiples), f"attention_step{step}")
+    compiled = compile_gluon(kernel, signature, constants, multiples)
+    return read_assembly(narrowed(compiled, plan) if step == 5 else compiled, f"attention_step{step}")
 
 
 def compile_blackwell(

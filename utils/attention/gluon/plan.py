@@ -37,7 +37,7 @@ class Plan:
     keys_first: int = (
         0  # blocks of K and V of a later tile that are asked for before its Q, whose only slot is free last
     )
-    depth: int = 0  # 80 or 96: so many columns of Q and K make the scores, not all 128 of their tiles
+    depth: int = 0  # 80 or 96: so many columns of Q and K make the scores, and so many of V the output, not all 128 of their tiles
     ahead: bool = False  # a tile's end overlaps the next tile's start (`consumer_ahead`): needs two tiles of Q
 
     @property

@@ -45,10 +45,11 @@ from utils.attention.gluon.intervals import packed_queries
 from utils.attention.gluon.loads import fill_rings, producer
 from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
-from utils.attention.gluon.plan import Case, parts_for, row_offset, tile_blocks
+from utils.attention.gluon.plan import Case, Plan, parts_for, row_offset, tile_blocks
 from utils.attention.gluon.shared import accumulator, start_scores, wait_products
 from utils.attention.gluon.softmax import normalizers, spread, unseen_halves
 from utils.attention.gluon.stores import store_lse, store_rows, store_tile
+from utils.kernels.assembling import narrow_products, reassembled
 from utils.kernels.capture import tensor_on
 from utils.kernels.handle import Handle
 from utils.kernels.workspace import workspace
@@ -331,6 +332,13 @@ def attention_step5(
         )
 
 
+def narrowed(compiled, plan: Plan):
+    """Return a compiled kernel whose P V has as many columns as the plan says (`depth`), or all."""
+    if not plan.depth:
+        return compiled
+    return reassembled(compiled, lambda ptx: narrow_products(ptx, plan.depth))
+
+
 @functools.lru_cache(maxsize=64)
 def tile_schedule(
     blocks: tuple[int, ...], heads_total: int, group: int, head_bytes: int, programs: int, device: torch.device
@@ -405,11 +413,13 @@ def launch(a: Arguments) -> Launch | None:
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
     heads = a.heads_total, a.heads, a.group
     sizes = a.sq, a.sk, back, ahead, len(blocks), *heads, stride, offset, parts, a.head_dim // 8, int(a.return_lse), a.c
-    options = {"num_warps": 4} | ({"launch_cooperative_grid": True} if together else {})
-    compiled = attention_step5[(programs,)](*tensors, table, *sizes, PLAN=plan, CASE=case, **options)
-    if compiled is None or not a.q.is_cuda:
+    options = {"PLAN": plan, "CASE": case, "num_warps": 4} | ({"launch_cooperative_grid": True} if together else {})
+    if not a.q.is_cuda:
+        return attention_step5[(programs,)](*tensors, table, *sizes, **options)
+    compiled = attention_step5.warmup(*tensors, table, *sizes, grid=(programs,), **options)
+    if compiled is None:
         return None
-    if schedule is not None:
-        keep_for_graphs(schedule)
-    handle = Handle(compiled, (programs,), tensors, (table, *sizes, plan, case), a.q.device.index)
-    return Launch(handle, numbers, counters, schedule)
+    handle = Handle(narrowed(compiled, plan), (programs,), tensors, (table, *sizes, plan, case), a.q.device.index)
+    launched = Launch(handle, numbers, counters, schedule)
+    launched(a.q, a.k, a.v, a.out, a.lse)
+    return launched
