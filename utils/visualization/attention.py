@@ -23,7 +23,7 @@ def plot_flash_attn_improvement(
     *,
     ax: Any = None,
     labels: Sequence[str] | None = None,
-    title: str | None = None,
+    title: str = "FlashAttention against standard attention",
 ) -> tuple[Figure, np.ndarray]:
     """Plot FlashAttention against standard attention: latency and memory over the sequence length, on logarithmic axes.
 
@@ -35,7 +35,7 @@ def plot_flash_attn_improvement(
         seq_len_col: column of sequence lengths.
         ax: two Axes to draw in; None for a new figure.
         labels: names of the lines; None for the names of the latency columns without "_ms".
-        title: the title; None for "FlashAttention against standard attention".
+        title: the title.
 
     Returns:
         (Figure, array of two Axes): latency, memory.
@@ -79,16 +79,14 @@ def plot_flash_attn_improvement(
             raise ValueError(f"{name} is NaN at every length: leave that kernel out.")
 
     figure, axes = open_axes(ax, (9.6, 4.0), count=2)
-    own = ax is None
-    _lines(axes[0], own, lengths, latency, "latency (ms)", "faster")
+    _lines(axes[0], lengths, latency, "latency (ms)", "faster")
     small = all(size < 1 for sizes in memory for size in sizes if not math.isnan(size))
     memory = [[size * 1e3 for size in sizes] for sizes in memory] if small else memory
-    _lines(axes[1], own, lengths, memory, f"peak memory ({'MB' if small else 'GB'})", "less")
-    head = "FlashAttention against standard attention" if title is None else title
-    name_axes(axes[0], own, title=head)
-    name_axes(axes[1], own, title=" ")
+    _lines(axes[1], lengths, memory, f"peak memory ({'MB' if small else 'GB'})", "less")
+    name_axes(axes[0], title=title)
+    name_axes(axes[1], title=" ")
     for axis in axes:
-        key_above(axis, own, _key(names))
+        key_above(axis, _key(names))
     return figure, np.array(axes)
 
 
@@ -107,7 +105,7 @@ def _gigabytes(name: str, value: Any) -> float:
     return result
 
 
-def _lines(ax: Any, own: bool, lengths: list[int], columns: list[list[float]], unit: str, gain: str) -> None:
+def _lines(ax: Any, lengths: list[int], columns: list[list[float]], unit: str, gain: str) -> None:
     from .labels import LabelLayer
 
     values = [value for column in columns for value in column if not math.isnan(value)]
@@ -131,7 +129,7 @@ def _lines(ax: Any, own: bool, lengths: list[int], columns: list[list[float]], u
             look: dict[str, Any] = {"color": INK, "fontweight": "bold"} if ratio > 1 else {"color": SOFT}
             layer.add(text, (x, max(first, second)), prefer="N", gap=7, leader=False, **look)
     hint = f"   (numbers: times {gain})" if len(columns) == 2 else ""
-    name_axes(ax, own, x=f"sequence length{hint}", y=unit)
+    name_axes(ax, x=f"sequence length{hint}", y=unit)
 
 
 def _key(names: list[str]) -> list[Any]:

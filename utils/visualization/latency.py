@@ -119,7 +119,7 @@ def _rows(rows: dict[str, tuple], ax: Any, title: str | None) -> tuple[Any, Any]
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")
     axes.spines["left"].set_visible(False)
-    name_axes(axes, ax is None, x="latency (ms)", title=title)
+    name_axes(axes, x="latency (ms)", title=title)
     return figure, axes
 
 
@@ -152,5 +152,5 @@ def _lines(
         highest = max(curve[size][0] for curve in lines.values() if size in curve)
         text = f"{plain(float(f'{ratio:.3g}'))}x"
         layer.add(text, (size, highest), prefer="N", gap=7, size=8, color=SOFT, leader=False)
-    name_axes(axes, ax is None, x=size_name, y="latency (ms)", title=title)
+    name_axes(axes, x=size_name, y="latency (ms)", title=title)
     return figure, axes

@@ -104,14 +104,13 @@ def plot_roofline(
     layer.list_names()
     name_axes(
         axes,
-        ax is None,
         x="arithmetic intensity (FLOPs/Byte)",
         y=f"performance ({prefix}FLOP/s)",
         title=f"Roofline: {gpu_name}" if title is None else title,
     )
     handles = _key(points)
     if handles:
-        key_above(axes, ax is None, handles)
+        key_above(axes, handles)
     return figure, axes
 
 
