@@ -61,13 +61,3 @@ def test_every_newest_name_is_there():
     ):
         assert all(callable(getattr(module, name)) for name in names)
     assert gluon.aggregate.__name__.endswith("aggregate")
-
-
-def test_nobody_else_asks_which_gluon_names_are_there():
-    """A kernel that looks for a name of Triton's itself would know a version of its own."""
-    modules = r"(tma|async_copy|mbarrier|gl|gluon|tl|hopper|ampere|triton)"
-    asks = re.compile(rf"hasattr\({modules},|getattr\({modules}, \"|{modules}\.__version__\s*(<|>|==|!=)")
-    own = ROOT / "utils" / "machine" / "versions.py"
-    files = [file for folder in ("utils", "instructor") for file in (ROOT / folder).rglob("*.py") if file != own]
-    found = [f"{file.relative_to(ROOT)}: {match[0]}" for file in files for match in asks.finditer(file.read_text())]
-    assert found == []
