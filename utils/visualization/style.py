@@ -17,21 +17,9 @@ ALARM = "#b3261e"  # a number that cannot be true
 SMALL, TEXT = 8.5, 9.5  # font sizes in points: labels, keys and notes; names of axes
 _TITLE: dict[str, Any] = {"loc": "left", "fontsize": 11, "fontweight": "bold", "color": INK}
 # Markers of points: hollow for a prediction, solid for a measurement.
-HOLLOW: dict[str, Any] = {
-    "marker": "o",
-    "markersize": 6.5,
-    "markerfacecolor": PAPER,
-    "markeredgecolor": INK,
-    "markeredgewidth": 1.3,
-    "linestyle": "none",
-}
-SOLID: dict[str, Any] = {
-    "marker": "o",
-    "markersize": 6.5,
-    "markeredgecolor": PAPER,
-    "markeredgewidth": 0.6,
-    "linestyle": "none",
-}
+_POINT: dict[str, Any] = {"marker": "o", "markersize": 6.5, "linestyle": "none"}
+HOLLOW = _POINT | {"markerfacecolor": PAPER, "markeredgecolor": INK, "markeredgewidth": 1.3}
+SOLID = _POINT | {"markeredgecolor": PAPER, "markeredgewidth": 0.6}
 
 
 class Series(NamedTuple):

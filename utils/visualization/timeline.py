@@ -141,11 +141,8 @@ def _events(given: Any) -> list[Mapping[str, Any]]:
 def _window(given: Any, length: float) -> tuple[float, float]:
     if given is None:
         return (0.0, length if length > 0 else 1e-3)
-    try:
-        start, end = (float(value) for value in given)
-    except (TypeError, ValueError):
-        start, end = math.nan, math.nan
-    if not (math.isfinite(start) and math.isfinite(end) and start < end):
+    start, end = given
+    if not -math.inf < start < end < math.inf:
         raise ValueError(f"window_ms must be (start, end) in ms with start before end, got {given!r}.")
     return start, end
 

@@ -115,7 +115,7 @@ def gpu_trace(tmp_path):
     return path
 
 
-def test_kernel_summary(gpu_trace):
+def test_kernel_summary_and_idle_time(gpu_trace):
     rows = summarize_trace(gpu_trace)
     assert [(row["family"], row["count"], row["total_us"]) for row in rows] == [
         ("gemm", 2, 20.0),
@@ -123,6 +123,7 @@ def test_kernel_summary(gpu_trace):
         ("elementwise", 1, 5.0),
     ]
     assert rows[0]["share"] == pytest.approx(20 / 37) and rows[0]["mean_us"] == 10.0
+    assert gpu_idle_share(gpu_trace) == pytest.approx(15 / 50)
 
 
 def test_self_time_on_hand_made_nesting():
