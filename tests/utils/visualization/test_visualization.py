@@ -487,13 +487,13 @@ def test_flash_lines_are_the_columns():
             assert list(line.get_ydata()) == pytest.approx(list(FRAME[column]))
     assert "ms" in latency.get_ylabel() and "GB" in memory.get_ylabel()
     assert {tick.get_text() for tick in latency.get_xticklabels()} == {"512", "1024", "2048", "4096"}
-    assert {"1.6x", "2.6x", "4.2x", "5.3x"} <= set(labels(latency))
+    assert {"sdpa", "flash", "1.6x", "2.62x", "4.17x", "5.27x"} <= set(labels(latency))
 
 
 def test_flash_takes_other_columns_and_sorts():
     other = FRAME.rename(columns={"seq_len": "S", "sdpa_ms": "math_ms", "flash_ms": "cudnn_ms"})[::-1]
     _, (latency, _) = plot_flash_attn_improvement(other, ["math_ms", "cudnn_ms"], ["sdpa_mem_gb", "flash_mem_gb"], "S")
-    assert [text.get_text() for text in latency.get_legend().get_texts()] == ["math", "cudnn"]
+    assert {"math", "cudnn"} <= set(labels(latency))
     assert list(latency.lines[0].get_ydata()) == pytest.approx([0.08, 0.21, 0.75, 2.9])
 
 
