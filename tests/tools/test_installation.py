@@ -209,16 +209,6 @@ def test_uv_gets_the_indexes_of_pip():
     )
 
 
-def test_a_long_installation_says_how_far_it_is(tmp_path, capsys):
-    log = tmp_path / "install.log"
-    log.write_text(
-        "Collecting torch>=2.11\n  Downloading torch-2.13.0.whl (190 MB)\nProcessing /wheels/fast_one-2.0-py3.whl\n"
-    )
-    assert environment.packages_begun(log) == ": 2 packages begun, now fast_one"
-    environment.show_progress("installing with uv, 30 s")  # without a terminal
-    assert capsys.readouterr().out == "installing with uv, 30 s\n"
-
-
 def test_pip_installs_where_uv_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "uv_options", lambda settings: ([], {}))  # whatever this machine's pip is told
     ran = []
