@@ -8,8 +8,7 @@ import pytest
 
 from instructor.build import build_lab
 from instructor.points import lab_path
-from tests.e2e.conftest import SCREENSHOTS
-from tests.e2e.jupyter import base_and_token, choose_theme, git, graded, open_notebook, run_all, run_labs, small_lab
+from tests.e2e.jupyter import base_and_token, git, graded, open_notebook, run_all, run_labs, small_lab
 from utils.files import ROOT
 
 LABS = sorted(path.name for path in ROOT.glob("lab*.ipynb"))
@@ -87,9 +86,7 @@ PANEL_LAB = (
 )
 
 
-@pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
-def test_the_panel_of_points_follows_the_checks_and_a_restart_of_the_kernel(lab, page, course, theme):
-    choose_theme(page, lab("panel.ipynb"), theme)
+def test_the_panel_of_points_follows_the_checks_and_a_restart_of_the_kernel(lab, page, course):
     small_lab(course, "panel.ipynb", *PANEL_LAB)
     open_notebook(page, lab("panel.ipynb"))
     run_all(page, course, "panel.ipynb", 240)
@@ -99,7 +96,6 @@ def test_the_panel_of_points_follows_the_checks_and_a_restart_of_the_kernel(lab,
     assert page.locator(".jp-Cell").nth(2).locator("text=3 of 10 points").count() == 1, (
         "and below the check that passed"
     )
-    page.screenshot(path=SCREENSHOTS / f"panel-{theme.split()[-1].lower()}.png")
     page.click("li.lm-MenuBar-item:has-text('Kernel')")
     page.click("li.lm-Menu-item:has-text('Restart Kernel and Clear Outputs of All Cells')")
     page.click(".jp-Dialog button:has-text('Restart')")
