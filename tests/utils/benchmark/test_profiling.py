@@ -127,21 +127,10 @@ def test_kernel_summary_and_idle_time(gpu_trace):
 
 
 def test_self_time_on_hand_made_nesting():
-    def op(name, start, duration, lane="thread 1"):
-        return TraceEvent(name, "cpu_op", start, duration, lane)
-
-    rows = {
-        row["name"]: row["self_us"]
-        for row in summarize_trace(
-            [
-                op("outer", 0, 100),
-                op("middle", 10, 50),
-                op("inner", 20, 30),
-                op("second", 70, 20),
-                op("elsewhere", 15, 40, "thread 2"),
-            ]
-        )
-    }
+    times = {"outer": (0, 100), "middle": (10, 50), "inner": (20, 30), "second": (70, 20)}
+    events = [TraceEvent(name, "cpu_op", *time, "thread 1") for name, time in times.items()]
+    elsewhere = TraceEvent("elsewhere", "cpu_op", 15, 40, "thread 2")
+    rows = {row["name"]: row["self_us"] for row in summarize_trace([*events, elsewhere])}
     assert rows == {"outer": 30.0, "middle": 20.0, "inner": 30.0, "second": 20.0, "elsewhere": 40.0}
 
 
