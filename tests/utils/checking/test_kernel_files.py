@@ -28,11 +28,6 @@ UNUSUAL = {
     "helpers, constants and a lambda": "import math\nLOG2E = math.log2(math.e)\nhalf = lambda x: x / 2\n",
     "a helper of plain Python": "def layout(warps):\n    return gl.BlockedLayout([1], [32], [warps], [0])\n",
     "a docstring, a print, a check": '"""Mine."""\nprint("loaded")\nassert 2 + 2 == 4\n',
-    "an aggregate": (
-        "from utils.attention.gluon.shared import aggregate\n"
-        "@aggregate\nclass Ring:\n    full: gl.shared_memory_descriptor\n"
-        "    def __init__(self, full):\n        self.full = full\n"
-    ),
     "an option of jit": '@gluon.jit(do_not_specialize=["n"])\ndef other(n):\n    pass\n',
     "an aggregate with methods": (
         "from utils.attention.gluon.shared import aggregate\n"

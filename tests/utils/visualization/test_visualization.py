@@ -136,14 +136,9 @@ def test_returns_figure_and_axes_and_draws_in_given_axes(name):
     assert figure is own
     assert plt.get_fignums() == before
     assert np.all(np.ravel(axes) == np.ravel(given))
-
-
-@pytest.mark.parametrize("name", PLOTS)
-def test_ax_of_the_wrong_kind_is_refused(name):
-    with pytest.raises(ValueError, match="ax must be"):
-        PLOTS[name](ax="here")
-    with pytest.raises(ValueError, match="ax must be"):
-        PLOTS[name](ax=plt.subplots(1, 3)[1])
+    for wrong in ("here", plt.subplots(1, 3)[1]):
+        with pytest.raises(ValueError, match="ax must be"):
+            plot(ax=wrong)
 
 
 def roofline(**arguments):
