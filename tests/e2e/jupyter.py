@@ -69,13 +69,6 @@ def base_and_token(address: str) -> tuple[str, str]:
     return re.match(r"(http://localhost:\d+).*(\?token=\w+)", address).groups()
 
 
-def choose_theme(page, address: str, theme: str) -> None:
-    """Choose "JupyterLab Light" or "JupyterLab Dark" for what is opened next."""
-    base, token = base_and_token(address)
-    setting = f"{base}/lab/api/settings/@jupyterlab/apputils-extension:themes{token}"
-    assert page.request.put(setting, data={"raw": json.dumps({"theme": theme})}).ok
-
-
 def open_notebook(page, address: str) -> None:
     page.goto(address)
     page.wait_for_selector(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-Cell")

@@ -1,15 +1,11 @@
 """The environment: one source of versions, repeatable, quick the second time, and clear when something is missing."""
 
-import functools
 import itertools
 import json
 import os
-import re
-import shlex
 import subprocess
 import sys
 import sysconfig
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -21,7 +17,6 @@ from tools import environment, lock
 from utils.files import ROOT
 
 PROJECT = environment.load_project()
-PYTEST = tomllib.loads(environment.PYPROJECT.read_text())["tool"]["pytest"]["ini_options"]
 ALL_REQUIREMENTS = [*PROJECT["dependencies"], *itertools.chain(*PROJECT["optional-dependencies"].values())]
 
 
@@ -83,11 +78,6 @@ def test_the_installed_packages_are_the_pinned_ones():
     if not stamp.exists() or '"host": ""' not in stamp.read_text():
         pytest.skip("this Python was not made by `make env`, or keeps its host's packages")
     assert "torch" in installed and not wrong
-
-
-def test_nothing_comes_from_a_git_branch_or_an_address():
-    for text in [*ALL_REQUIREMENTS, environment.CONSTRAINTS.read_text(), lock.CONDA_FILE.read_text()]:
-        assert "git+" not in text and "://" not in text and " @ " not in text
 
 
 def test_environment_yml_is_what_pyproject_says():
@@ -219,16 +209,6 @@ def test_uv_gets_the_indexes_of_pip():
     )
 
 
-def test_a_long_installation_says_how_far_it_is(tmp_path, capsys):
-    log = tmp_path / "install.log"
-    log.write_text(
-        "Collecting torch>=2.11\n  Downloading torch-2.13.0.whl (190 MB)\nProcessing /wheels/fast_one-2.0-py3.whl\n"
-    )
-    assert environment.packages_begun(log) == ": 2 packages begun, now fast_one"
-    environment.show_progress("installing with uv, 30 s")  # without a terminal
-    assert capsys.readouterr().out == "installing with uv, 30 s\n"
-
-
 def test_pip_installs_where_uv_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "uv_options", lambda settings: ([], {}))  # whatever this machine's pip is told
     ran = []
@@ -272,26 +252,3 @@ def test_a_missing_system_package_is_named_with_its_reason(monkeypatch):
     monkeypatch.setattr(environment.shutil, "which", lambda name, path=None: None)
     missing = environment.missing_system_packages()
     assert "C++ compiler" in missing["g++"]
-
-
-def test_ci_lints_and_runs_all_tests():
-    script = ROOT / ".ci" / "run"
-    assert os.access(script, os.X_OK)
-    assert script.read_text().splitlines()[-3:] == ["make lint", "make test", "make test-slow"]
-
-
-@pytest.mark.parametrize("marker", ["slow", "overnight", "gpu", "e2e"])
-def test_each_marker_has_its_verb(marker):
-    """A test that `make test` leaves out is run by the verb that its marker's description names."""
-    (description,) = [line for line in PYTEST["markers"] if line.startswith(f"{marker}: ")]
-    verb = re.search(r"`make ([a-z0-9-]+)`", description)[1]
-    left_out = "slow" if marker == "e2e" else marker  # a test with a browser is slow, too
-    assert f"not {left_out}" in selection_of("test") and marker in selection_of(verb)
-
-
-@functools.cache
-def selection_of(target: str) -> list[str]:
-    """The conditions that a target of the Makefile gives to `pytest -m`."""
-    command = shlex.split(run_make("--dry-run", target).stdout.splitlines()[-1])
-    options = command[command.index("pytest") :]
-    return options[options.index("-m") + 1].split(" and ")

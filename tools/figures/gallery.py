@@ -82,7 +82,7 @@ def waiting() -> Figure:
     ax.invert_yaxis()
     ax.set_xlim(0, 100)
     ax.set_xticks([0, 50, 100], ["0", "50", "100%"], fontsize=SMALL)
-    name_axes(ax, True, title="How much of an H200 your PyTorch uses")
+    name_axes(ax, title="How much of an H200 your PyTorch uses")
     return _signed(
         figure, f"of what its arithmetic or its memory allows, whichever ends first (lab 1)\n\n{source(lab1)}"
     )
@@ -119,7 +119,7 @@ def ladder() -> Figure:
     ax.set_xticks([row["step"] for row in rows], [f"{row['step']}\n{STEPS[row['step'] - 1]}" for row in rows])
     ax.set_xlim(0.4, len(rows) + 0.5)
     ax.set_ylim(0, 880)
-    name_axes(ax, True, y="TFLOP/s", title="The attention kernel of lab 3, in five steps")
+    name_axes(ax, y="TFLOP/s", title="The attention kernel of lab 3, in five steps")
     others = f"the two FlashAttentions: commit {ratios['environment']['commit'][:7]}"
     return _signed(figure, f"causal, {length} tokens, head dim {head_dim}, bf16; {source(steps)}; {others}")
 
@@ -188,7 +188,7 @@ def decode() -> Figure:
         ax.plot(list(values), list(values.values()), color=INK, linewidth=1.4)
         ax.text(batches[2], values[batches[2]] * 0.5, name, color=SOFT, fontsize=TEXT, va="top")
     title = "Decode waits for the CPU (lab 1)"
-    name_axes(ax, True, x="batch", y="ms for one token in one layer", title=title)
+    name_axes(ax, x="batch", y="ms for one token in one layer", title=title)
     return _signed(figure, f"{past} tokens in the cache; limits: datasheet; {source(lab1)}")
 
 
@@ -222,7 +222,7 @@ def attention() -> Figure:
         ax.set_yticks(range(len(names)), list(names.values()) if not causal else [""] * len(names))
         ax.invert_yaxis()
         ax.set_xlim(0.92, 1.45)
-        name_axes(ax, True, x="our speed / theirs", title="causal" if causal else "full")
+        name_axes(ax, x="our speed / theirs", title="causal" if causal else "full")
     figure.legend(
         *axes[1].get_legend_handles_labels(), frameon=False, fontsize=SMALL, loc="outside upper right", ncols=3
     )
@@ -241,7 +241,7 @@ def mask() -> Figure:
     for ax in axes[0]:
         shares = [word for word in ax.get_title(loc="left").split() if word.endswith("%")]
         kind = "pairs" if ax is axes[0][0] else "blocks"
-        name_axes(ax, True, title=f"{shares[0]} of the {kind}")
+        name_axes(ax, title=f"{shares[0]} of the {kind}")
         ax.set_xlabel("")
     return _signed(figure, "four packed documents under a causal mask: counted, not measured (lab 2)")
 

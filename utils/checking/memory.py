@@ -13,14 +13,11 @@ from torch.overrides import TorchFunctionMode
 def poisoned_memory() -> Iterator[None]:
     """Fill new memory of `torch.empty` with NaN: a function that reads it before writing gets NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch fills new memory in this mode
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
 class _ScalarsOfNothing(TorchFunctionMode):

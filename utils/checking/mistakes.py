@@ -56,27 +56,18 @@ def attention_mistake(got: object, q: torch.Tensor, k: torch.Tensor, v: torch.Te
         return ""
     scores = q @ k.mT * right_scale
     known = {
-        "The scores are divided by the square root of the head dimension.": lambda: attend(1.0),
-        "The scores are divided by sqrt(D), not by D.": lambda: attend(1 / q.shape[-1]),
-        "The scores are divided by sqrt(D), once.": lambda: attend(right_scale**2),
-        "The root is that of the head dimension D, not of the length.": lambda: attend(1 / math.sqrt(q.shape[-2])),
-        "The scores are divided by sqrt(D), not multiplied.": lambda: attend(1 / right_scale),
-        "Which dimension is the softmax over? Each QUERY's weights sum to 1.": lambda: (
-            torch.softmax(scores, dim=-2) @ v
-        ),
-        "The output is not divided by the sum of the weights.": lambda: (
-            torch.exp(scores - scores.amax(dim=-1, keepdim=True)) @ v
-        ),
+        "The scores are divided by the square root of the head dimension.": attend(1.0),
+        "The scores are divided by sqrt(D), not by D or twice.": attend(right_scale**2),
+        "The root is that of the head dimension D, not of the length.": attend(1 / math.sqrt(q.shape[-2])),
+        "The scores are divided by sqrt(D), not multiplied.": attend(1 / right_scale),
+        "Which dimension is the softmax over? Each QUERY's weights sum to 1.": torch.softmax(scores, dim=-2) @ v,
+        "The output is not divided by the sum of the weights.": torch.exp(scores - scores.amax(-1, keepdim=True)) @ v,
     }
     if q.shape[-2] == k.shape[-2]:
         hint = "A query may not see the keys after it." if causal else "No mask was asked for."
-        known[hint] = lambda: attend(causal=not causal)
-    for hint, answer in known.items():
-        wrong = answer()
-        telling = not torch.allclose(wrong, right, rtol=1e-3, atol=1e-4)
-        if telling and torch.allclose(got, wrong, rtol=1e-3, atol=1e-4):
-            return hint
-    return ""
+        known[hint] = attend(causal=not causal)
+    telling = {hint: wrong for hint, wrong in known.items() if not torch.allclose(wrong, right, rtol=1e-3, atol=1e-4)}
+    return known_mistake(got, telling)
 
 
 # Share of the results that may differ from the exact ones, rounded. With float32 inside, only those few differ that lie almost

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import inputs
-from .style import INK, PAPER, SMALL, SOFT, key_above, log_axis, name_axes, open_axes, series, size_axis
+from .latency import draw_lines
+from .style import name_axes, open_axes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +24,7 @@ def plot_flash_attn_improvement(
     *,
     ax: Any = None,
     labels: Sequence[str] | None = None,
-    title: str | None = None,
+    title: str = "FlashAttention against standard attention",
 ) -> tuple[Figure, np.ndarray]:
     """Plot FlashAttention against standard attention: latency and memory over the sequence length, on logarithmic axes.
 
@@ -35,7 +36,7 @@ def plot_flash_attn_improvement(
         seq_len_col: column of sequence lengths.
         ax: two Axes to draw in; None for a new figure.
         labels: names of the lines; None for the names of the latency columns without "_ms".
-        title: the title; None for "FlashAttention against standard attention".
+        title: the title.
 
     Returns:
         (Figure, array of two Axes): latency, memory.
@@ -55,45 +56,40 @@ def plot_flash_attn_improvement(
         )
     if len(df) == 0:
         raise ValueError("df has no rows; pass one row a sequence length.")
-    lengths = inputs.sizes(seq_len_col, df[seq_len_col])
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    lengths = [lengths[i] for i in order]
+    lengths = sorted(inputs.sizes(seq_len_col, df[seq_len_col]))
+    df = df.sort_values(seq_len_col)
     names = [name.removesuffix("_ms") for name in latency_cols] if labels is None else [str(name) for name in labels]
     if len(names) != len(latency_cols):
         raise ValueError(f"labels {names} must name the {len(latency_cols)} columns of latency_cols.")
 
     def column(name: str, check: Any) -> list[float]:
-        values = list(df[name])
         return [
-            math.nan if _is_nan(values[i]) else check(f"{name} at {seq_len_col} {length}", values[i])
-            for i, length in zip(order, lengths, strict=True)
+            math.nan if missing else check(f"{name} at {seq_len_col} {length}", value)
+            for length, value, missing in zip(lengths, df[name], df[name].isna(), strict=True)
         ]
 
     latency = [column(name, inputs.latency) for name in latency_cols]
     memory = [column(name, _gigabytes) for name in memory_cols]
-
     for name, times, sizes in zip(latency_cols, latency, memory, strict=True):
         if [math.isnan(t) for t in times] != [math.isnan(m) for m in sizes]:
             raise ValueError(f"{name} is NaN where its memory is not, or the reverse: NaN in both means out of memory.")
         if all(map(math.isnan, times)):
             raise ValueError(f"{name} is NaN at every length: leave that kernel out.")
-
-    figure, axes = open_axes(ax, (9.6, 4.0), count=2)
-    own = ax is None
-    _lines(axes[0], own, lengths, latency, "latency (ms)", "faster")
     small = all(size < 1 for sizes in memory for size in sizes if not math.isnan(size))
     memory = [[size * 1e3 for size in sizes] for sizes in memory] if small else memory
-    _lines(axes[1], own, lengths, memory, f"peak memory ({'MB' if small else 'GB'})", "less")
-    head = "FlashAttention against standard attention" if title is None else title
-    name_axes(axes[0], own, title=head)
-    name_axes(axes[1], own, title=" ")
-    for axis in axes:
-        key_above(axis, own, _key(names))
+    units = "latency (ms)", f"peak memory ({'MB' if small else 'GB'})"
+
+    figure, axes = open_axes(ax, (9.6, 4.0), count=2)
+    for axis, columns, unit, gain in zip(axes, (latency, memory), units, ("faster", "less"), strict=True):
+        lines = {
+            name: {length: (value, None) for length, value in zip(lengths, column, strict=True)}
+            for name, column in zip(names, columns, strict=True)
+        }
+        ratios = {n: a / b for n, a, b in zip(lengths, *columns, strict=True)} if len(columns) == 2 else {}
+        draw_lines(axis, lines, ratios)
+        name_axes(axis, x=f"sequence length   (numbers: times {gain})" if ratios else "sequence length", y=unit)
+    name_axes(axes[0], title=title)
     return figure, np.array(axes)
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
 
 
 def _columns(argument: str, names: Any) -> list[str]:
@@ -105,36 +101,3 @@ def _gigabytes(name: str, value: Any) -> float:
     if result > inputs.MAX_MEMORY_GB:
         raise ValueError(f"{name} is {result:g} GB, more than any machine holds: it looks like MB or bytes.")
     return result
-
-
-def _lines(ax: Any, own: bool, lengths: list[int], columns: list[list[float]], unit: str, gain: str) -> None:
-    from .labels import LabelLayer
-
-    values = [value for column in columns for value in column if not math.isnan(value)]
-    size_axis(ax.xaxis, lengths)
-    log_axis(ax.yaxis, min(values) / 2, max(values) * 3)
-    layer = LabelLayer(ax)
-    for i, column in enumerate(columns):
-        edge = {"markersize": 6, "markeredgecolor": PAPER, "markeredgewidth": 0.6}
-        ax.plot(lengths, column, zorder=3, **series(i).line, **edge)
-        ran = [(x, value) for x, value in zip(lengths, column, strict=True) if not math.isnan(value)]
-        layer.avoid_line(*zip(*ran, strict=True))
-        for x in set(lengths) - {x for x, _ in ran}:
-            note = ax.annotate("out of memory", (x, ax.get_ylim()[0]), xytext=(0, 4), textcoords="offset points")
-            note.set(rotation=90, fontsize=SMALL, color=SOFT, ha="center", va="bottom")
-    if len(columns) == 2:
-        for x, first, second in zip(lengths, *columns, strict=True):
-            if math.isnan(first) or math.isnan(second):
-                continue
-            ratio = first / second
-            text = f"{ratio:.2g}x" if ratio < 99.5 else f"{ratio:.0f}x"
-            look: dict[str, Any] = {"color": INK, "fontweight": "bold"} if ratio > 1 else {"color": SOFT}
-            layer.add(text, (x, max(first, second)), prefer="N", gap=7, leader=False, **look)
-    hint = f"   (numbers: times {gain})" if len(columns) == 2 else ""
-    name_axes(ax, own, x=f"sequence length{hint}", y=unit)
-
-
-def _key(names: list[str]) -> list[Any]:
-    from matplotlib.lines import Line2D
-
-    return [Line2D([], [], label=name, **series(i).line) for i, name in enumerate(names)]

@@ -26,23 +26,14 @@ def number(name: str, value: Any, unit: str) -> float:
     return result
 
 
-def tflops(name: str, value: Any) -> float:
-    """Return a compute rate in TFLOP/s; raise ValueError if it must be in another unit."""
-    return _rate(name, value, MAX_TFLOPS, "TFLOP/s (1e12 FLOP/s)", "GFLOP/s", "machine")
-
-
-def bandwidth(name: str, value: Any) -> float:
-    """Return a memory bandwidth in TB/s; raise ValueError if it must be in another unit."""
-    return _rate(name, value, MAX_BANDWIDTH_TB_S, "TB/s (1e12 bytes/s)", "GB/s", "memory")
-
-
-def _rate(name: str, value: Any, limit: float, unit: str, smaller_unit: str, owner: str) -> float:
-    short = unit.split(" ")[0]
-    result = number(name, value, short)
+def rate(name: str, value: Any, unit: str = "TFLOP/s") -> float:
+    """Return a rate in TFLOP/s or TB/s; raise ValueError if it must be in another unit."""
+    result = number(name, value, unit)
+    limit, smaller_unit = (MAX_TFLOPS, "GFLOP/s") if unit == "TFLOP/s" else (MAX_BANDWIDTH_TB_S, "GB/s")
     if result > limit:
         hint = f"pass {result / 1e12:g}" if result >= 1e9 else f"pass {result / 1e3:g} if it is in {smaller_unit}"
         raise ValueError(
-            f"{name} is in {unit}, and {result:g} {short} is beyond any {owner} (at most {limit:g} is accepted): {hint}."
+            f"{name} is in {unit}, and no machine reaches {result:g} (at most {limit:g} is accepted): {hint}."
         )
     return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +93,10 @@ def plot_latency(
     if ratios is None and len(lines) == 2:
         first, second = ({size: median for size, (median, _) in curve.items()} for curve in lines.values())
         ratios = {n: max(first[n], second[n]) / min(first[n], second[n]) for n in first if n in second}
-    return _lines(lines, ax, size_name, title, ratios or {})
+    figure, (axes,) = open_axes(ax, (7.0, 4.3))
+    draw_lines(axes, lines, ratios or {})
+    name_axes(axes, x=size_name, y="latency (ms)", title=title)
+    return figure, axes
 
 
 def _rows(rows: dict[str, tuple], ax: Any, title: str | None) -> tuple[Any, Any]:
@@ -119,38 +123,45 @@ def _rows(rows: dict[str, tuple], ax: Any, title: str | None) -> tuple[Any, Any]
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")
     axes.spines["left"].set_visible(False)
-    name_axes(axes, ax is None, x="latency (ms)", title=title)
+    name_axes(axes, x="latency (ms)", title=title)
     return figure, axes
 
 
-def _lines(
-    lines: dict[str, dict[int, tuple]], ax: Any, size_name: str, title: str | None, ratios: Mapping[int, float]
-) -> tuple[Any, Any]:
-    figure, (axes,) = open_axes(ax, (7.0, 4.3))
+def draw_lines(ax: Any, lines: Mapping[str, Mapping[int, tuple]], ratios: Mapping[int, float]) -> None:
+    """Draw a line over sizes for each label, with its name at its end.
+
+    Args:
+        ax: empty Axes.
+        lines: {label: {size: (value, interval or None)}}, by growing size; a value NaN says that it ran out of memory.
+        ratios: {size: number} to write above the lines; NaN writes none.
+    """
     from .labels import LabelLayer
 
-    curves = [list(curve.values()) for curve in lines.values()]
-    ends = [end for curve in curves for median, interval in curve for end in (median, *(interval or ()))]
-    size_axis(axes.xaxis, sorted({size for curve in lines.values() for size in curve}))
-    left, right = axes.get_xlim()
-    axes.set_xlim(left, right * (right / left) ** 0.16)  # room for the lines' names
-    log_axis(axes.yaxis, min(ends) / 2, max(ends) * 2)
-    layer = LabelLayer(axes, names=len(lines))
+    results = [result for curve in lines.values() for result in curve.values()]
+    ends = [end for value, interval in results for end in (value, *(interval or ())) if not math.isnan(end)]
+    size_axis(ax.xaxis, sorted({size for curve in lines.values() for size in curve}))
+    left, right = ax.get_xlim()
+    ax.set_xlim(left, right * (right / left) ** 0.16)  # room for the lines' names
+    log_axis(ax.yaxis, min(ends) / 2, max(ends) * 2)
+    layer = LabelLayer(ax, names=len(lines))
     for i, (name, curve) in enumerate(lines.items()):
         look = series(i)
-        sizes, medians = list(curve), [median for median, _ in curve.values()]
+        points = [(size, value) for size, (value, _) in curve.items() if not math.isnan(value)]
         edge = {"markersize": 6, "markeredgecolor": PAPER, "markeredgewidth": 0.6}
-        axes.plot(sizes, medians, label=name, zorder=3, **look.line, **edge)
-        layer.avoid_line(sizes, medians)
-        for size, (median, interval) in curve.items():
-            layer.avoid_point(size, median)
+        ax.plot(list(curve), [value for value, _ in curve.values()], label=name, zorder=3, **look.line, **edge)
+        layer.avoid_line(*zip(*points, strict=True))
+        for point in points:
+            layer.avoid_point(*point)
+        for size, (value, interval) in curve.items():
             if interval is not None:
-                axes.plot([size, size], interval, color=look.color, linewidth=1.2, marker="_", markersize=6, zorder=2)
-        layer.name(name, (sizes[-1], medians[-1]), prefer="E", gap=8, size=9, fontweight="bold")
+                ax.plot([size, size], interval, color=look.color, linewidth=1.2, marker="_", markersize=6, zorder=2)
+            if math.isnan(value):
+                note = ax.annotate("out of memory", (size, ax.get_ylim()[0]), xytext=(0, 4), textcoords="offset points")
+                note.set(rotation=90, fontsize=SMALL, color=SOFT, ha="center", va="bottom")
+        layer.name(name, points[-1], prefer="E", gap=8, size=9, fontweight="bold")
     layer.list_names()
     for size, ratio in ratios.items():
-        highest = max(curve[size][0] for curve in lines.values() if size in curve)
-        text = f"{plain(float(f'{ratio:.3g}'))}x"
-        layer.add(text, (size, highest), prefer="N", gap=7, size=8, color=SOFT, leader=False)
-    name_axes(axes, ax is None, x=size_name, y="latency (ms)", title=title)
-    return figure, axes
+        if not math.isnan(ratio):
+            highest = max(curve[size][0] for curve in lines.values() if size in curve)
+            text = f"{plain(float(f'{ratio:.3g}'))}x"
+            layer.add(text, (size, highest), prefer="N", gap=7, size=8, color=SOFT, leader=False)

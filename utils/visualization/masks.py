@@ -65,8 +65,8 @@ def plot_mask(
     for mod, name, (left, right) in zip(mods, names, axes, strict=True):
         allowed = dense_mask(mod, sq, sk, device, b, h)
         counts = sparsity(mod if b == h == 0 else _pairs_mask(allowed), sq, sk, block_size, device)
-        _draw_pairs(left, ax is None, allowed, name, counts)
-        _draw_blocks(right, ax is None, counts)
+        _draw_pairs(left, allowed, name, counts)
+        _draw_blocks(right, counts)
     return figure, axes
 
 
@@ -85,7 +85,7 @@ def _shades(allowed: Any) -> Any:
     return torch.nn.functional.avg_pool2d(allowed[None, None].float(), cell, ceil_mode=True)[0, 0].cpu().numpy()
 
 
-def _draw_pairs(ax: Any, own: bool, allowed: Any, name: str, counts: Any) -> None:
+def _draw_pairs(ax: Any, allowed: Any, name: str, counts: Any) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
     colors = LinearSegmentedColormap.from_list("pairs", [GRID, series(0).color])
@@ -93,10 +93,10 @@ def _draw_pairs(ax: Any, own: bool, allowed: Any, name: str, counts: Any) -> Non
     if max(counts.sq, counts.sk) <= 48:  # single pairs are large enough to be seen
         _grid_lines(ax, range(1, counts.sk), range(1, counts.sq), 0.5)
     _plain_axes(ax, counts)
-    name_axes(ax, own, x="key", y="query", title=f"{name}\n{_share(counts.density)} of the pairs")
+    name_axes(ax, x="key", y="query", title=f"{name}\n{_share(counts.density)} of the pairs")
 
 
-def _draw_blocks(ax: Any, own: bool, counts: Any) -> None:
+def _draw_blocks(ax: Any, counts: Any) -> None:
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
@@ -109,7 +109,7 @@ def _draw_blocks(ax: Any, own: bool, counts: Any) -> None:
     _plain_axes(ax, counts)
     size = f"{height} x {width}"
     title = f"{_share(counts.block_density)} of the blocks of {size}\nat best {plain(counts.ideal_speedup)}x as fast"
-    name_axes(ax, own, x="key", title=title if counts.full + counts.partial else f"no block of {size} is left")
+    name_axes(ax, x="key", title=title if counts.full + counts.partial else f"no block of {size} is left")
     parts = (("full", counts.full, FULL), ("partial", counts.partial, PARTIAL), ("empty", counts.empty, GRID))
     ax.legend(
         handles=[Patch(facecolor=color, label=f"{count} {kind}") for kind, count, color in parts],
@@ -118,7 +118,7 @@ def _draw_blocks(ax: Any, own: bool, counts: Any) -> None:
         ncols=3,
         frameon=False,
         fontsize=SMALL,
-        labelcolor=SOFT if own else None,
+        labelcolor=SOFT,
         handlelength=1.0,
         columnspacing=1.4,
     )

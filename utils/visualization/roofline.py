@@ -86,8 +86,8 @@ def plot_roofline(
     """
     if not isinstance(gpu_name, str):
         raise ValueError(f'gpu_name is {gpu_name!r}; it is the name in the title, such as "H200".')
-    main = inputs.tflops("peak_flops", peak_flops)
-    slope = inputs.bandwidth("peak_bandwidth", peak_bandwidth)
+    main = inputs.rate("peak_flops", peak_flops)
+    slope = inputs.rate("peak_bandwidth", peak_bandwidth, "TB/s")
     # A laptop's numbers are read more easily in GFLOP/s and GB/s.
     prefix, scale = ("G", 1e3) if main < 1 else ("T", 1.0)
     main, slope = main * scale, slope * scale
@@ -104,14 +104,13 @@ def plot_roofline(
     layer.list_names()
     name_axes(
         axes,
-        ax is None,
         x="arithmetic intensity (FLOPs/Byte)",
         y=f"performance ({prefix}FLOP/s)",
         title=f"Roofline: {gpu_name}" if title is None else title,
     )
     handles = _key(points)
     if handles:
-        key_above(axes, ax is None, handles)
+        key_above(axes, handles)
     return figure, axes
 
 
@@ -120,7 +119,7 @@ def _roofs(main: float, slope: float, peaks: Mapping[str, float] | None, scale: 
     by_peak: dict[float, list[str]] = {main: []}
     if peaks is not None:
         for dtype, peak in inputs.mapping("peaks", peaks, '{"bf16": 989.0}').items():
-            by_peak.setdefault(inputs.tflops(f"peaks[{dtype!r}]", peak) * scale, []).append(dtype)
+            by_peak.setdefault(inputs.rate(f"peaks[{dtype!r}]", peak) * scale, []).append(dtype)
     return [_Roof(", ".join(dtypes), peak, peak / slope) for peak, dtypes in by_peak.items()]
 
 
@@ -135,7 +134,7 @@ def _points(
             if len(parts) not in (2, 3):
                 raise ValueError(f"measured[{name!r}] must be (FLOPs/Byte, TFLOP/s), got {item!r}.")
             intensity = inputs.number(f"measured[{name!r}][0]", parts[0], "FLOPs/Byte")
-            rate = inputs.tflops(f"measured[{name!r}][1]", parts[1]) * scale
+            rate = inputs.rate(f"measured[{name!r}][1]", parts[1]) * scale
             peak = main
             if len(parts) == 3:
                 known = {dtype: roof.tflops for roof in roofs for dtype in roof.dtype.split(", ") if dtype}

@@ -14,23 +14,12 @@ GRID = "#e6eaed"
 CARD = "#d5dade"
 PAPER = "#ffffff"  # edges and hatches of bars, fillings of hollow markers
 ALARM = "#b3261e"  # a number that cannot be true
-SMALL, TEXT, HEAD = 8.5, 9.5, 11.0  # font sizes in points: labels, keys and notes; names of axes; titles
+SMALL, TEXT = 8.5, 9.5  # font sizes in points: labels, keys and notes; names of axes
+_TITLE: dict[str, Any] = {"loc": "left", "fontsize": 11, "fontweight": "bold", "color": INK}
 # Markers of points: hollow for a prediction, solid for a measurement.
-HOLLOW: dict[str, Any] = {
-    "marker": "o",
-    "markersize": 6.5,
-    "markerfacecolor": PAPER,
-    "markeredgecolor": INK,
-    "markeredgewidth": 1.3,
-    "linestyle": "none",
-}
-SOLID: dict[str, Any] = {
-    "marker": "o",
-    "markersize": 6.5,
-    "markeredgecolor": PAPER,
-    "markeredgewidth": 0.6,
-    "linestyle": "none",
-}
+_POINT: dict[str, Any] = {"marker": "o", "markersize": 6.5, "linestyle": "none"}
+HOLLOW = _POINT | {"markerfacecolor": PAPER, "markeredgecolor": INK, "markeredgewidth": 1.3}
+SOLID = _POINT | {"markeredgecolor": PAPER, "markeredgewidth": 0.6}
 
 
 class Series(NamedTuple):
@@ -86,7 +75,7 @@ def open_axes(ax: Any, figsize: tuple[float, float], count: int = 1, rows: int =
     """Return the Figure and the Axes to draw in: those of `ax`, or a new pyplot figure.
 
     Args:
-        ax: one Axes, or a sequence or array of `count` Axes; None for a new figure.
+        ax: one Axes, or a sequence or array of `count` Axes, whose figure gets the card; None for a new figure.
         figsize: size of a new figure, in inches.
         count: how many Axes the picture needs.
         rows: rows of Axes in a new figure.
@@ -97,6 +86,7 @@ def open_axes(ax: Any, figsize: tuple[float, float], count: int = 1, rows: int =
             what = "one matplotlib Axes" if count == 1 else f"{count} matplotlib Axes"
             raise ValueError(f"ax must be {what}, got {ax!r}; leave it out for a new figure.")
         figure = axes[0].get_figure(root=True)
+        figure.set_facecolor(CARD)
     else:
         # The figure is made by pyplot because Jupyter's inline backend shows and closes pyplot figures at the end of a
         # cell: once, whether the returned tuple is the last expression or is assigned.
@@ -107,31 +97,29 @@ def open_axes(ax: Any, figsize: tuple[float, float], count: int = 1, rows: int =
         )
         axes = list(grid.flat)
     for a in axes:
-        _clean(a, own=ax is None)
+        _clean(a)
     return figure, axes
 
 
-def _clean(ax: Any, own: bool) -> None:
+def _clean(ax: Any) -> None:
     ax.set_facecolor(CARD)
     ax.spines[["top", "right"]].set_visible(False)
     ax.set_axisbelow(True)
     ax.grid(True, which="major", color=GRID, linewidth=0.8, linestyle="-", alpha=1)
     ax.grid(False, which="minor")
-    if own:  # in a figure of the caller, the margins keep the caller's colours
-        ax.spines[["left", "bottom"]].set(color=SOFT, linewidth=0.8)
-        ax.tick_params(which="both", color=SOFT, labelcolor=INK, labelsize=9, direction="out")
+    ax.spines[["left", "bottom"]].set(color=SOFT, linewidth=0.8)
+    ax.tick_params(which="both", color=SOFT, labelcolor=INK, labelsize=9, direction="out")
     ax.tick_params(which="minor", length=2)
 
 
-def name_axes(ax: Any, own: bool, *, x: str | None = None, y: str | None = None, title: str | None = None) -> None:
-    """Write the names of both axes and a left-aligned title; `own` is whether the figure is ours to colour."""
-    color = {"color": INK} if own else {}
+def name_axes(ax: Any, *, x: str | None = None, y: str | None = None, title: str | None = None) -> None:
+    """Write the names of both axes and a left-aligned title."""
     if x:
-        ax.set_xlabel(x, fontsize=TEXT, **color)
+        ax.set_xlabel(x, fontsize=TEXT, color=INK)
     if y:
-        ax.set_ylabel(y, fontsize=TEXT, **color)
+        ax.set_ylabel(y, fontsize=TEXT, color=INK)
     if title:
-        ax.set_title(title, loc="left", fontsize=HEAD, fontweight="bold", **color)
+        ax.set_title(title, **_TITLE)
 
 
 def style_axes(ax: Any, *, x: str | None = None, y: str | None = None, title: str | None = None) -> None:
@@ -144,15 +132,15 @@ def style_axes(ax: Any, *, x: str | None = None, y: str | None = None, title: st
         title: the title, written at the left.
     """
     ax.get_figure(root=True).set_facecolor(CARD)
-    _clean(ax, own=True)
-    name_axes(ax, True, x=x, y=y, title=title)
+    _clean(ax)
+    name_axes(ax, x=x, y=y, title=title)
     if legend := ax.get_legend():
         legend.set_frame_on(False)
         for text in legend.get_texts():
             text.set(fontsize=SMALL, color=SOFT)
 
 
-def key_above(ax: Any, own: bool, handles: list[Any], columns: int = 4) -> None:
+def key_above(ax: Any, handles: list[Any], columns: int = 4) -> None:
     """Write a key between the title and the axes, outside the data, in rows of `columns` entries."""
     rows = math.ceil(len(handles) / columns)
     ax.legend(
@@ -167,10 +155,9 @@ def key_above(ax: Any, own: bool, handles: list[Any], columns: int = 4) -> None:
         handletextpad=0.5,
         columnspacing=1.6,
         handlelength=1.8,
-        labelcolor=SOFT if own else None,
+        labelcolor=SOFT,
     )
-    color = INK if own else ax.title.get_color()
-    ax.set_title(ax.get_title(loc="left"), loc="left", pad=8 + 14 * rows, fontsize=HEAD, fontweight="bold", color=color)
+    ax.set_title(ax.get_title(loc="left"), pad=8 + 14 * rows, **_TITLE)
 
 
 def plain(value: float) -> str:

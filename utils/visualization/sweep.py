@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def plot_sparsity_sweep(
-    rows: Sequence[Mapping[str, Any]], *, title: str | None = None, ax: Any = None
+    rows: Sequence[Mapping[str, Any]], *, title: str = "times as fast as without a mask", ax: Any = None
 ) -> tuple[Figure, np.ndarray]:
     """Draw a sweep as two heat maps: how many times faster than without a mask, and that as a share of the ideal.
 
     Args:
         rows: one mapping for each point, with "doc_span", "block_size", "speedup" (dense time / masked time) and "ideal" (1 / block
             density); a row with "refused" instead is drawn as a gap.
-        title: of the left heat map; None for "times as fast as without a mask".
+        title: of the left heat map.
         ax: two Axes to draw in; None for a new figure.
 
     Returns:
@@ -43,15 +43,12 @@ def plot_sparsity_sweep(
             at = lines.index(row["block_size"]), columns.index(row["doc_span"])
             speedup[at], share[at] = row["speedup"], row["speedup"] / row["ideal"]
     figure, axes = open_axes(ax, (1.6 + 1.7 * len(columns), 1.5 + 0.72 * len(lines)), count=2)
-    titles = ("times as fast as without a mask" if title is None else title, "share of what the blocks promise")
     _heat_map(axes[0], speedup, lambda value: f"{plain(round(value, 2))}x")
     _heat_map(axes[1], share, lambda value: f"{value:.0%}")
-    for axis, head in zip(axes, titles, strict=True):
+    for axis, head in zip(axes, (title, "share of what the blocks promise"), strict=True):
         axis.set_xticks(range(len(columns)), labels=[str(value) for value in columns])
         axis.set_yticks(range(len(lines)), labels=[str(value) for value in lines])
-        name_axes(
-            axis, ax is None, x="tokens of a document", y="tokens of a block" if axis is axes[0] else None, title=head
-        )
+        name_axes(axis, x="tokens of a document", y="tokens of a block" if axis is axes[0] else None, title=head)
     return figure, np.array(axes)
 
 

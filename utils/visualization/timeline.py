@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Chrome-trace categories and kernel classes for the same kind of work share a colour.
+# Chrome-trace categories and kernel classes for the same kind of work share a colour; those without one are "other".
 _COLORS = {
     "cpu_op": "#8cc5e8",
     "python_function": "#dcdcdc",
@@ -30,12 +30,12 @@ _COLORS = {
     "gemm": "#0072b2",
     "attention": "#00543d",
     "elementwise": "#e58a3c",
+    "reduction": "#009e73",
     "softmax": "#c46f9f",
     "layernorm": "#3797d3",
     "memory": "#d98c00",
     "other": "#b5b5b5",
 }
-_SPARE = ("#009e73", "#d55e00", "#7a5195", "#f0e442", "#8a3c00", "#003f5c", "#bc5090", "#4d4d4d")
 _KEYS = ("name", "category", "start_us", "duration_us", "lane")
 MOST_NAMES = 120  # so many bars, the longest ones, may have names
 CHARACTER = 4.4  # points: the mean width of a character of a name
@@ -97,7 +97,7 @@ def plot_timeline(
     figure, (axes,) = open_axes(ax, (9.6, 1.0 + 0.27 * rows))
     axes.set_xlim(window)
     axes.set_ylim(rows - 0.3, -0.6)
-    colors = _colors(bars)
+    colors = {bar.category: _COLORS.get(bar.category, _COLORS["other"]) for bar in bars}
     labels = [f"{lane}\n{100 * _busy(nested, lane, window):.0f}% busy" for lane in lanes]
     axes.set_yticks([tops[lane] + depth / 2 - 0.5 for lane, depth in lanes.items()], labels=labels, fontsize=8.5)
     axes.tick_params(axis="y", length=0)
@@ -105,8 +105,8 @@ def plot_timeline(
     axes.spines["left"].set_visible(False)
     deeper = len(visible) - len(bars)
     note = f"   ({deeper} events nested deeper than {max_depth} are not drawn)" if deeper else ""
-    name_axes(axes, ax is None, x=f"time (ms){note}", title=title)
-    key_above(axes, ax is None, _key(colors), columns=6)
+    name_axes(axes, x=f"time (ms){note}", title=title)
+    key_above(axes, _key(colors), columns=6)
     _draw(axes, bars, tops, colors)
     return figure, axes
 
@@ -141,11 +141,8 @@ def _events(given: Any) -> list[Mapping[str, Any]]:
 def _window(given: Any, length: float) -> tuple[float, float]:
     if given is None:
         return (0.0, length if length > 0 else 1e-3)
-    try:
-        start, end = (float(value) for value in given)
-    except (TypeError, ValueError):
-        start, end = math.nan, math.nan
-    if not (math.isfinite(start) and math.isfinite(end) and start < end):
+    start, end = given
+    if not -math.inf < start < end < math.inf:
         raise ValueError(f"window_ms must be (start, end) in ms with start before end, got {given!r}.")
     return start, end
 
@@ -176,15 +173,6 @@ def _busy(bars: list[_Bar], lane: str, window: tuple[float, float]) -> float:
             total += max(0.0, end - max(bar.start, until))
             until = max(until, end)
     return total / (window[1] - window[0])
-
-
-def _colors(bars: list[_Bar]) -> dict[str, str]:
-    spare = iter(_SPARE * (1 + len(bars) // len(_SPARE)))
-    colors: dict[str, str] = {}
-    for bar in bars:
-        if bar.category not in colors:
-            colors[bar.category] = _COLORS.get(bar.category) or next(spare)
-    return colors
 
 
 def _draw(ax: Any, bars: list[_Bar], tops: dict[str, float], colors: dict[str, str]) -> None:

@@ -6,36 +6,28 @@ NAMES = {
     "gemm": [
         "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT",
         "ampere_bf16_s16816gemm_bf16_256x128_ldg8_f2f_stages_32x3_nn",
-        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off"
-        "_kernel__5x_cublas",
         "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x64_32x4_nn_align8>"
         "(cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x64_32x4_nn_align8::Params)",
         "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int, int, int>> >",
         "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, true>",
         "std::enable_if<!(false), void>::type internal::gemvx::kernel<int, int, __nv_bfloat16, __nv_bfloat16>",
-        "void gemv2T_kernel_val<int, int, __nv_bfloat16, __nv_bfloat16, float, 128, 16, 4, 4, false>",
-        "sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n_tilesize64x64x32_stage4_warpsize2x2x1_tensor16x8x8_kernel",
         "triton_tem_fused_mm_0",
         "triton_red_fused_mv_1",
         "gemm_tiled_kernel",
-        "aten::mm",
         "aten::linear",
         "cpp_fused_mm_0",
     ],
     "attention": [
-        "void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4, false, false, cutlass::bfloat16_t>>",
         "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, 128, 4, false, false,"
         " cutlass::bfloat16_t, pytorch_flash::Flash_kernel_traits<64, 128, 128, 4, cutlass::bfloat16_t> >, true>",
         "void pytorch_flash::flash_fwd_splitkv_combine_kernel<pytorch_flash::Flash_fwd_kernel_traits<64>>",
         "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<flash::CollectiveMainloopFwdSm90<2>",
-        "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor0000o2",
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0",
         "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t,"
         " cutlass::arch::Sm80, true, 64, 64, 64, true, true>::Params)",
         "triton_tem_fused_flex_attention_0",
         "triton_tem_fused_flex_decoding_0",
         "_attn_fwd",
-        "flash_attention_gluon_kernel",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
     ],
     "softmax": [
@@ -44,34 +36,23 @@ NAMES = {
         " at::native::(anonymous namespace)::SoftMaxForwardEpilogue>",
         "triton_per_fused__softmax_2",
         "triton_red_fused__to_copy_add_prepare_softmax_online_3",
-        "softmax_kernel",
         "aten::_softmax",
     ],
     "layernorm": [
         "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float, false>",
         "void at::native::(anonymous namespace)::RowwiseMomentsCUDAKernel<float>",
-        "void vllm::rms_norm_kernel<c10::BFloat16>",
         "triton_per_fused_rms_norm_0",
         "flashinfer::norm::RMSNormKernel",
         "triton_per_fused__to_copy_add_mean_mul_pow_rsqrt_0",
-        "triton_red_fused_native_layer_norm_1",
         "aten::native_layer_norm",
     ],
     "elementwise": [
         "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>,"
         " std::array<char*, 3ul> >(int, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul>)",
-        "void at::native::vectorized_elementwise_kernel<8, at::native::GeluCUDAKernelImpl(at::TensorIteratorBase&,"
-        " at::native::GeluType)::{lambda()#1}::operator()() const::{lambda()#4}::operator()() const>",
-        "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::BinaryFunctor"
-        "<c10::BFloat16, c10::BFloat16, c10::BFloat16, at::native::binary_internal::MulFunctor<float> > > >",
-        "void at::native::unrolled_elementwise_kernel<at::native::rsqrt_kernel_cuda(at::TensorIteratorBase&)>",
-        "void at::native::vectorized_elementwise_kernel<4, at::native::(anonymous namespace)::pow_tensor_scalar>",
         "triton_poi_fused_gelu_mul_3",
-        "triton_poi_fused_add_cos_mul_sin_1",
         "gelu_tanh_kernel",
         "void vllm::act_and_mul_kernel<c10::BFloat16>",
         "aten::gelu",
-        "aten::mul",
     ],
     "reduction": [
         "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float, float>>>",
@@ -92,10 +73,7 @@ NAMES = {
         "void at::native::(anonymous namespace)::indexSelectSmallIndex<c10::BFloat16, long, unsigned int, 2, 2, -2>",
         "void at::native::vectorized_gather_kernel<16, long>",
         "triton_poi_fused_clone_0",
-        "triton_poi_fused__to_copy_transpose_4",
         "aten::copy_",
-        "aten::cat",
-        "aten::embedding",
     ],
     "other": ["void at::native::radixSortKVInPlace<2, -1, 32, 4>", "ncclDevKernel_AllGather_RING_LL", "aten::fft_rfft"],
 }

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from utils.benchmark.latency import (
     benchmark_latency,
@@ -215,25 +215,11 @@ def test_an_unfinished_profile_is_an_error():
 
 
 @pytest.mark.gpu
-def test_gpu_memory_and_kernels():
+def test_gpu_memory_and_latency():
     x = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16)
     benchmark_memory(lambda: x @ x, n_repeat=2)  # cuBLAS's workspace
     other = torch.empty(256 * MB, dtype=torch.int8, device="cuda")
     peak, added = benchmark_memory(lambda: x @ x, n_repeat=5)
     assert added == pytest.approx(2 * MB / 1e9, rel=0.01)
     assert peak >= (other.nbytes + x.nbytes + 2 * MB) / 1e9 * 0.99
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], schedule=default_schedule) as prof:
-        for _ in range(10):
-            with record_function("my block"):
-                y = torch.softmax(x @ x, -1)
-                y = torch.nn.functional.gelu(y)
-                torch.nn.functional.scaled_dot_product_attention(
-                    y[None, None, :, :64], y[None, None, :, :64], y[None, None, :, :64]
-                )
-            torch.cuda.synchronize()
-            prof.step()
-    counts = count_cuda_kernels(prof)
-    print(counts, counts.notes)
-    assert counts.counted == "CUDA kernels"
-    assert counts["softmax"] == 1 and counts["elementwise"] == 1 and counts["gemm"] >= 1
     assert benchmark_latency(torch.mm, x, x) > 0.0

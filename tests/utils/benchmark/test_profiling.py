@@ -115,7 +115,7 @@ def gpu_trace(tmp_path):
     return path
 
 
-def test_kernel_summary(gpu_trace):
+def test_kernel_summary_and_idle_time(gpu_trace):
     rows = summarize_trace(gpu_trace)
     assert [(row["family"], row["count"], row["total_us"]) for row in rows] == [
         ("gemm", 2, 20.0),
@@ -123,24 +123,14 @@ def test_kernel_summary(gpu_trace):
         ("elementwise", 1, 5.0),
     ]
     assert rows[0]["share"] == pytest.approx(20 / 37) and rows[0]["mean_us"] == 10.0
+    assert gpu_idle_share(gpu_trace) == pytest.approx(15 / 50)
 
 
 def test_self_time_on_hand_made_nesting():
-    def op(name, start, duration, lane="thread 1"):
-        return TraceEvent(name, "cpu_op", start, duration, lane)
-
-    rows = {
-        row["name"]: row["self_us"]
-        for row in summarize_trace(
-            [
-                op("outer", 0, 100),
-                op("middle", 10, 50),
-                op("inner", 20, 30),
-                op("second", 70, 20),
-                op("elsewhere", 15, 40, "thread 2"),
-            ]
-        )
-    }
+    times = {"outer": (0, 100), "middle": (10, 50), "inner": (20, 30), "second": (70, 20)}
+    events = [TraceEvent(name, "cpu_op", *time, "thread 1") for name, time in times.items()]
+    elsewhere = TraceEvent("elsewhere", "cpu_op", 15, 40, "thread 2")
+    rows = {row["name"]: row["self_us"] for row in summarize_trace([*events, elsewhere])}
     assert rows == {"outer": 30.0, "middle": 20.0, "inner": 30.0, "second": 20.0, "elsewhere": 40.0}
 
 
@@ -210,4 +200,4 @@ def test_gpu_profile_has_kernels_gaps_and_ranges(tmp_path):
     assert 0 <= gpu_idle_share(prof) < 1
     assert any(event.name == "attention scores" for event in events)
     counts = count_cuda_kernels(prof)
-    assert counts["softmax"] == 1 and counts["gemm"] >= 1
+    assert counts.counted == "CUDA kernels" and counts["softmax"] == 1 and counts["gemm"] >= 1

@@ -236,18 +236,12 @@ def test_type_dtype_device_and_shape_come_first():
 @pytest.mark.parametrize(
     ("value", "name"), [(float("nan"), "NaN"), (float("inf"), "infinite"), (-float("inf"), "infinite")]
 )
-def test_stray_nan_and_infinity_fail_at_any_tolerance(value, name):
-    got = EXPECTED.clone()
-    got[1, 2] = value
-    message = complaint(got, rtol=1e9, atol=1e9)
+def test_nan_and_infinity_stand_where_they_are_expected_at_any_tolerance(value, name):
+    odd = EXPECTED.clone()
+    odd[1, 2] = value
+    message = complaint(odd, rtol=1e9, atol=1e9)
     assert f"1 {name} values" in message and "[1, 2]" in message
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_missing_nan_or_infinity_fails(value):
-    expected = EXPECTED.clone()
-    expected[0, 1] = value
-    assert "wrong in 1 of 6" in complaint(EXPECTED, expected, rtol=1e9, atol=1e9)
+    assert "wrong in 1 of 6" in complaint(EXPECTED, odd, rtol=1e9, atol=1e9)
 
 
 def test_worst_position_and_hint():

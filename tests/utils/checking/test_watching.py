@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from utils.checking import authors, check
 from utils.checking.answers import Answer
-from utils.checking.watching import FUSED_ATTENTION, MATMUL, Rule, SizeWatch, forbid, forbid_leaving, watch_operations
+from utils.checking.watching import MATMUL, Rule, SizeWatch, forbid, forbid_leaving, watch_operations
 
 M, K, N = 3, 4, 5
 
@@ -26,25 +26,10 @@ def watched(function, *args):
     return watch
 
 
-def module_product(a, b):
-    layer = torch.nn.Linear(K, N, bias=False)
-    layer.weight.data = b.T.contiguous()
-    return layer(a)
-
-
 PRODUCTS = {
     "@": lambda a, b: a @ b,
-    "getattr": lambda a, b: getattr(torch, "mat" + "mul")(a, b),
-    "mm": torch.mm,
-    "bmm": lambda a, b: torch.bmm(a[None], b[None]),
-    "addmm": lambda a, b: torch.addmm(torch.zeros(M, N), a, b),
-    "dot": lambda a, b: a[0].dot(b[:, 0]),
-    "F.linear": lambda a, b: F.linear(a, b.T),
-    "nn.Linear": module_product,
     "einsum": lambda a, b: torch.einsum("mk,kn->mn", a, b),
-    "tensordot": lambda a, b: torch.tensordot(a, b, 1),
     "conv1d": lambda a, b: F.conv1d(a.T[None], b.T[:, :, None]),
-    "conv2d": lambda a, b: F.conv2d(a.T[None, :, :, None], b.T[:, :, None, None]),
     "attention": lambda a, b: F.scaled_dot_product_attention(a[None, None], a[None, None], a[None, None]),
     "solve": lambda a, b: torch.linalg.solve(torch.eye(K), b),
     # The lower right block of [[1, B], [-A, C]] becomes C + A B in a decomposition, and an exponential holds A B / 2.
@@ -139,9 +124,7 @@ def test_message_names_the_call_the_operator_the_hint_and_the_line(operands):
 
 EXITS = {
     ".numpy()": lambda t: t.numpy() * 2,
-    "detached": lambda t: t.detach().numpy(),
     "numpy.asarray": np.asarray,
-    "numpy function": lambda t: np.matmul(t, t),
     "base class": lambda t: torch._C.TensorBase.numpy(t),
     "tolist": lambda t: t.tolist(),
     "from_dlpack": np.from_dlpack,
@@ -279,13 +262,6 @@ def test_every_call_in_a_check_keeps_to_its_rule(operands):
     ):
         verdict = naive(wrong)
         assert not verdict.passed and word in verdict.message and "line" in verdict.message
-
-
-def test_a_rule_is_described_by_what_it_holds():
-    words = check("1.1", forbids=MATMUL, largest=1)(lambda gemm: None).rule.describe()
-    assert "no operator on more than 1 number" in words and MATMUL.words in words
-    assert "one tile" in Rule((FUSED_ATTENTION,), "one tile").describe()
-    assert "leave" not in Rule().describe()
 
 
 def test_a_limit_in_words_gets_its_number_from_the_check():

@@ -26,15 +26,8 @@ PROBES = [
 @pytest.fixture(autouse=True)
 def fresh_probes():
     def clear():
-        for name in (
-            "cuda_support",
-            "gluon_support",
-            "_compile_on_cpu",
-            "flash_attn_support",
-            "cuda_graph_support",
-            "_c_compiler",
-        ):
-            getattr(device, name).cache_clear()
+        for function in vars(device).values():
+            getattr(function, "cache_clear", lambda: None)()
 
     clear()
     yield
@@ -64,11 +57,6 @@ def run_python(code: str, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-def assert_sentence(text: str):
-    assert "\n" not in text
-    assert text[:1].isupper() or text.startswith(("torch", "flash-attn", "pip"))
 
 
 ROWS = {
@@ -122,15 +110,6 @@ def test_a_device_that_is_not_here_is_refused_in_a_sentence(wrong):
 def test_a_device_is_taken_as_torch_takes_it():
     assert usable_device("cpu") == usable_device(torch.device("cpu")) == torch.device("cpu")
     assert usable_device("meta").type == "meta" and usable_device(None) == default_device()
-
-
-@pytest.mark.parametrize("probe", PROBES)
-def test_a_probe_explains_itself(probe):
-    support = probe()
-    assert bool(support) is support.ok
-    assert_sentence(support.reason)
-    if not support.ok:
-        assert_sentence(support.remedy)
 
 
 @pytest.mark.slow
@@ -244,10 +223,7 @@ def test_flash_attention_packages(monkeypatch, hopper):
 # The C++ compiler
 
 
-needs_avx2 = pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="this CPU has no AVX2")
-
-
-@needs_avx2
+@pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="this CPU has no AVX2")
 def test_a_compiler_that_fails_is_found_out(monkeypatch, tmp_path):
     broken = tmp_path / "broken-g++"
     broken.write_text("#!/bin/sh\necho 'fatal error: Python.h: No such file' >&2\nexit 1\n")
@@ -267,15 +243,3 @@ def test_answers_on_a_gpu():
     assert torch.cuda.get_device_name() in device.cuda_support().reason
     if torch.cuda.get_device_capability() == (9, 0):
         assert device.gluon_support()
-
-
-@pytest.mark.gpu
-@needs_triton
-def test_compile_support_keeps_its_promise_on_a_gpu():
-    out = run_python(
-        "import torch; from utils.machine.device import compile_support, triton_mode\n"
-        "print(triton_mode(), compile_support().ok)\n"
-        "x = torch.linspace(0, 1, 100, device='cuda')\n"
-        "print(torch.allclose(torch.compile(lambda x: torch.sin(x) * 2 + 1)(x), torch.sin(x) * 2 + 1))"
-    )
-    assert out.split() == ["compiled", "True", "True"]

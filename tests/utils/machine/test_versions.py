@@ -44,30 +44,3 @@ def test_importing_utils_warns_of_an_untested_triton(tmp_path):
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import utils; from utils import GPU_SPECS"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stderr.count("The course was tested with triton 3.6 to 3.9; triton 4.0.0 is newer") == 1
-
-
-def test_every_newest_name_is_there():
-    pytest.importorskip("triton", reason="there are Triton wheels for Linux only")
-    versions.adopt_newest_gluon_names()
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.ampere import async_copy
-    from triton.experimental.gluon.language.nvidia.hopper import tma
-
-    for module, names in (
-        (tma, ("async_load", "async_store", "async_atomic_add")),
-        (async_copy, ("async_load",)),
-        (gl, ("barrier",)),
-    ):
-        assert all(callable(getattr(module, name)) for name in names)
-    assert gluon.aggregate.__name__.endswith("aggregate")
-
-
-def test_nobody_else_asks_which_gluon_names_are_there():
-    """A kernel that looks for a name of Triton's itself would know a version of its own."""
-    modules = r"(tma|async_copy|mbarrier|gl|gluon|tl|hopper|ampere|triton)"
-    asks = re.compile(rf"hasattr\({modules},|getattr\({modules}, \"|{modules}\.__version__\s*(<|>|==|!=)")
-    own = ROOT / "utils" / "machine" / "versions.py"
-    files = [file for folder in ("utils", "instructor") for file in (ROOT / folder).rglob("*.py") if file != own]
-    found = [f"{file.relative_to(ROOT)}: {match[0]}" for file in files for match in asks.finditer(file.read_text())]
-    assert found == []

@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 
+from tests.utils.model.layers import decode, decode_rest, prefill
 from utils.config import GEMMA_CONFIG
-from utils.model import build_decoder_layer, decode_forward, get_position_embeddings, prefill_forward
+from utils.model import build_decoder_layer
 from utils.model.kv_cache import initialize_kv_cache
 
 SLIDING, FULL = 0, 5
@@ -19,19 +20,6 @@ def small_config(window=8, layers=6):
     return config
 
 
-def run(built, hidden_states, cache, position=None, cache_positions=None):
-    """Run a prefill, or with a position a decode step."""
-    layer, rotary_emb = built
-    start = position or 0
-    position_ids = torch.arange(start, start + hidden_states.shape[1])[None]
-    embeddings = get_position_embeddings(hidden_states, position_ids, rotary_emb, layer.self_attn.layer_type)
-    if position is None:
-        return prefill_forward(layer, hidden_states, position_ids, embeddings, cache)
-    if cache_positions is None:
-        cache_positions = torch.tensor([position])
-    return decode_forward(layer, hidden_states, position_ids, embeddings, True, cache, cache_positions)
-
-
 @pytest.mark.parametrize("max_cache_len, sliding, full", [(600, 512, 600), (100, 100, 100), (512, 512, 512)])
 def test_slots_of_each_layer_type(max_cache_len, sliding, full):
     from transformers import StaticCache
@@ -40,7 +28,7 @@ def test_slots_of_each_layer_type(max_cache_len, sliding, full):
     assert isinstance(cache, StaticCache) and len(cache.layers) == 18
     for layer_idx, slots in ((SLIDING, sliding), (FULL, full)):
         built = build_decoder_layer(layer_idx=layer_idx, dtype=torch.float32, device="cpu")
-        run(built, torch.randn(3, 4, 640), cache)
+        prefill(built, torch.randn(3, 4, 640), cache)
         assert cache.layers[layer_idx].keys.shape == cache.layers[layer_idx].values.shape == (3, 1, slots, 256)
     assert sum(layer.is_initialized for layer in cache.layers) == 2  # nothing is allocated for the others
 
@@ -52,7 +40,7 @@ def test_a_sliding_layer_is_a_ring(prompt):
     hidden_states = torch.randn(1, prompt + 10, 640)
     caches = [initialize_kv_cache(built[0].config, 64) for built in (ring, wide)]
     for built, cache in zip((ring, wide), caches, strict=True):
-        run(built, hidden_states[:, :prompt], cache)
+        prefill(built, hidden_states[:, :prompt], cache)
     for held in range(prompt, prompt + 10):
         in_ring, in_order = (cache.layers[SLIDING] for cache in caches)
         for position in range(max(held - 8, 0), held):
@@ -60,31 +48,28 @@ def test_a_sliding_layer_is_a_ring(prompt):
                 in_slot = getattr(in_ring, name)[:, :, position % 8]
                 torch.testing.assert_close(in_slot, getattr(in_order, name)[:, :, position])
         for built, cache in zip((ring, wide), caches, strict=True):
-            run(built, hidden_states[:, held : held + 1], cache, held)
+            decode(built, hidden_states[:, held : held + 1], held, cache)
 
 
 def test_a_model_of_sliding_layers_decodes_to_the_length_of_its_cache():
     built = build_decoder_layer(small_config(window=8, layers=2), dtype=torch.float32, device="cpu")
     cache = initialize_kv_cache(built[0].config, 12)
     hidden_states = torch.randn(1, 13, 640)
-    expected = run(built, hidden_states[:, :12], None)
-    run(built, hidden_states[:, :6], cache)
-    for position in range(6, 12):
-        here = slice(position, position + 1)
-        torch.testing.assert_close(
-            run(built, hidden_states[:, here], cache, position), expected[:, here], atol=1e-4, rtol=0
-        )
+    expected = prefill(built, hidden_states[:, :12], None)
+    prefill(built, hidden_states[:, :6], cache)
+    output = decode_rest(built, hidden_states[:, :12], 6, cache)
+    torch.testing.assert_close(output, expected[:, 6:], atol=1e-4, rtol=0)
     with pytest.raises(IndexError, match="position 12 is past the end of the cache, which has room for 12 tokens"):
-        run(built, hidden_states[:, 12:], cache, 12)
+        decode(built, hidden_states[:, 12:], 12, cache)
 
 
 def test_a_ring_that_has_moved_on_cannot_go_back():
     built = build_decoder_layer(small_config(window=8), dtype=torch.float32, device="cpu")
     cache = initialize_kv_cache(built[0].config, 32)
-    run(built, torch.randn(1, 12, 640), cache)
-    run(built, torch.randn(1, 1, 640), cache, 11)  # the newest token may be replaced
+    prefill(built, torch.randn(1, 12, 640), cache)
+    decode(built, torch.randn(1, 1, 640), 11, cache)  # the newest token may be replaced
     with pytest.raises(ValueError, match="position 10 cannot be decoded again: the sliding window's 8 slots"):
-        run(built, torch.randn(1, 1, 640), cache, 10)
+        decode(built, torch.randn(1, 1, 640), 10, cache)
 
 
 @pytest.mark.parametrize("layer_idx", [SLIDING, FULL])
@@ -92,12 +77,12 @@ def test_a_position_changed_in_place_is_read_again(layer_idx):
     built = build_decoder_layer(layer_idx=layer_idx, dtype=torch.float32, device="cpu")
     cache = initialize_kv_cache(GEMMA_CONFIG, 8)
     hidden_states = torch.randn(1, 8, 640)
-    expected = run(built, hidden_states, None)
-    run(built, hidden_states[:, :5], cache)
+    expected = prefill(built, hidden_states, None)
+    prefill(built, hidden_states[:, :5], cache)
     cache_positions = torch.tensor([5])
     for position in range(5, 8):
-        output = run(built, hidden_states[:, position : position + 1], cache, position, cache_positions)
+        output = decode(built, hidden_states[:, position : position + 1], position, cache, cache_positions)
         torch.testing.assert_close(output, expected[:, position : position + 1], atol=1e-4, rtol=0)
         cache_positions += 1
     with pytest.raises(IndexError, match="position 8 is past the end"):
-        run(built, hidden_states[:, 7:], cache, 8, cache_positions)
+        decode(built, hidden_states[:, 7:], 8, cache, cache_positions)

@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 
+from tests.utils.model.layers import decode, decode_rest, embed, prefill
 from utils.config import GEMMA_CONFIG
 from utils.model import (
     build_decoder_layer,
@@ -30,24 +31,6 @@ both_implementations = pytest.mark.parametrize("implementation", ["sdpa", "eager
 @functools.cache
 def build(layer_idx, implementation="sdpa", dtype=torch.float32, device="cpu"):
     return build_decoder_layer(CONFIG, layer_idx, dtype, device, implementation)
-
-
-def embed(built, hidden_states, position_ids):
-    layer, rotary_emb = built
-    return get_position_embeddings(hidden_states, position_ids, rotary_emb, layer.self_attn.layer_type)
-
-
-def prefill(built, hidden_states, cache=None):
-    position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
-    return prefill_forward(built[0], hidden_states, position_ids, embed(built, hidden_states, position_ids), cache)
-
-
-def decode(built, token, position, cache):
-    """Decode one token (B, 1, hidden) at a position, with the cache."""
-    position_ids = torch.full((token.shape[0], 1), position, device=token.device)
-    cache_positions = torch.tensor([position], device=token.device)
-    position_embeddings = embed(built, token, position_ids)
-    return decode_forward(built[0], token, position_ids, position_embeddings, True, cache, cache_positions)
 
 
 def reference(layer, hidden_states):
@@ -117,10 +100,8 @@ def test_decode_with_cache_is_the_row_of_a_full_forward(layer_idx, implementatio
     expected = reference(built[0], hidden_states)
     cache = initialize_kv_cache(CONFIG, max_cache_len)
     assert_close(prefill(built, hidden_states[:, :prompt], cache), expected[:, :prompt])
-    for position in range(prompt, prompt + decoded):
-        here = slice(position, position + 1)
-        assert_close(decode(built, hidden_states[:, here], position, cache), expected[:, here])
-        assert int(cache.get_seq_length(layer_idx)) == position + 1
+    assert_close(decode_rest(built, hidden_states, prompt, cache), expected[:, prompt:])
+    assert int(cache.get_seq_length(layer_idx)) == prompt + decoded
 
 
 @both_types
@@ -160,11 +141,11 @@ def test_bfloat16_is_as_close_with_the_cache_as_without(layer_idx):
     expected = reference(built[0], hidden_states)
     cache = initialize_kv_cache(CONFIG, 38)
     prefill(built, hidden_states[:, :28], cache)
-    decoded = [decode(built, hidden_states[:, i : i + 1], i, cache) for i in range(28, 38)]
+    decoded = decode_rest(built, hidden_states, 28, cache)
     # bfloat16 keeps 8 bits: 2^-8 of values up to 8, through some ten roundings.
     assert_close(prefill(built, hidden_states), expected, 0.1)
-    assert_close(torch.cat(decoded, dim=1), expected[:, 28:], 0.1)
-    assert decoded[0].dtype == torch.bfloat16
+    assert_close(decoded, expected[:, 28:], 0.1)
+    assert decoded.dtype == torch.bfloat16
 
 
 # ---- what the cache keeps ----------------------------------------------------------------------------------
@@ -211,9 +192,7 @@ def test_a_decode_at_an_earlier_position_drops_what_came_after(layer_idx):
     expected = reference(built[0], hidden_states)
     cache = initialize_kv_cache(CONFIG, 64)
     prefill(built, torch.cat((hidden_states[:, :20], torch.randn(1, 10, HIDDEN)), dim=1), cache)
-    for position in range(20, 30):
-        here = slice(position, position + 1)
-        assert_close(decode(built, hidden_states[:, here], position, cache), expected[:, here])
+    assert_close(decode_rest(built, hidden_states, 20, cache), expected[:, 20:])
 
 
 def test_one_cache_serves_several_layers():
@@ -349,9 +328,8 @@ def test_the_compiled_layer_is_one_graph_and_right(layer_idx):
     cache = initialize_kv_cache(CONFIG, 120)
     for _ in range(2):
         assert_close(prefill(compiled, hidden_states[:, :25], cache), expected[:, :25])
-        for position in range(25, 44):  # past the window's 32 slots
-            here = slice(position, position + 1)
-            assert_close(decode(compiled, hidden_states[:, here], position, cache), expected[:, here])
+        # Past the window's 32 slots.
+        assert_close(decode_rest(compiled, hidden_states, 25, cache), expected[:, 25:])
     assert len(graphs) == 2, "one graph for prefill and one for every decode step"
     torch._dynamo.reset()
 
