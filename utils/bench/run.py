@@ -115,9 +115,8 @@ class CaseRun:
         case, target = self.case, self.target
         self._refuse_unsupported()
         score_buffers = max(target.score_buffers(case, side) for side in self.sides)
-        self.record["memory_estimate_bytes"] = check_fits(case.workload, score_buffers, case.device)
-        cost = case.workload.cost
-        self.record["cost"] = {"flops": cost.flops, "bytes": cost.bytes, "mask_density": case.workload.density}
+        check_fits(case.workload, score_buffers, case.device)
+        self.record["cost"] = {"flops": case.workload.cost.flops, "bytes": case.workload.cost.bytes}
         self.on_step(case, "build")
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()  # from the ninth shape on, a compiled function silently runs eager
@@ -137,7 +136,8 @@ class CaseRun:
             cut = [measurement.method["stopped"]] * measurement.method["cut_by_time_budget"]
             self.record["notes"] += [f"{side}: {text}." for text in (*measurement.doubts(), *cut)]
         for call in built.values():
-            call.after()
+            if call.prepared is not None:
+                call.prepared.check()  # raises if it was compiled again
         if self.options.profile != "none":
             self.on_step(case, "profile")
             self._profile(built)

@@ -13,7 +13,7 @@ from utils.attention.masks.mask_mods import row_chunks
 from utils.attention.reference import CHUNK_BYTES
 from utils.bench.errors import Refused
 from utils.machine.environment import available_memory_bytes, float32_matmul_precision
-from utils.model import costs as flops
+from utils.model.costs import Cost, attended_pairs
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MASKS = tuple(attention.masks.MASKS)
@@ -23,14 +23,6 @@ DIRECTIONS = ("forward", "backward", "both")
 SOFT_CAP = 20.0
 # Backward multiplies five times where forward does twice: the scores are computed again, dP, dV, dQ and dK.
 BACKWARD_FLOPS = 2.5
-
-
-def _sum_of_clamped(start: int, count: int, high: int) -> int:
-    """Return the sum of `count` whole numbers from `start` on, each raised to 0 and lowered to `high`."""
-    below = min(max(-start, 0), count)
-    start, count = start + below, count - below
-    inside = min(count, max(high - start, 0))
-    return inside * start + inside * (inside - 1) // 2 + (count - inside) * high
 
 
 @dataclass(frozen=True)
@@ -113,39 +105,28 @@ class Workload:
         return attention.make_problem(q, k, k, **self.attention_arguments)
 
     @property
-    def documents(self) -> tuple[int, int, int]:
-        """(number of whole documents, their length, length of the last, shorter one or 0); attention stays within each."""
-        span = self.seq_len if self.doc_span is None else min(self.doc_span, self.seq_len)
-        return self.seq_len // span, span, self.seq_len % span
-
-    @property
     def pairs(self) -> int:
         """Query-key pairs of one head that the mask lets through."""
         if self.doc_span is not None:
-            count, span, rest = self.documents
-            of_one = [size * (size + 1) // 2 if self.causal else size**2 for size in (span, rest)]
-            return count * of_one[0] + of_one[1]
+            count, rest = divmod(self.seq_len, self.doc_span)
+            lengths = {self.doc_span: count, rest: 1} if rest else {self.doc_span: count}
+            return sum(many * attended_pairs(length, length, self.causal) for length, many in lengths.items())
         if self.mask not in ("full", "causal"):
             rows = row_chunks(by_name(self.mask), self.seq_len, self.sk, "cpu")
             return sum(int(allowed.sum()) for _, allowed in rows)
-        reach = self.sk + self.seq_len if self.window is None else self.window
-        first = self.sk - self.seq_len  # position of the first query
-        end = first + 1 if self.causal else first + reach
-        return _sum_of_clamped(end, self.seq_len, self.sk) - _sum_of_clamped(first - reach + 1, self.seq_len, self.sk)
+        pairs = attended_pairs(self.seq_len, self.sk, self.causal or self.window is not None, self.window)
+        if self.window is not None and not self.causal:  # the later keys, without the query's own
+            pairs += attended_pairs(self.seq_len, self.seq_len, True, self.window) - self.seq_len
+        return pairs
 
     @property
-    def density(self) -> float:
-        """Share of the query-key pairs that the mask lets through."""
-        return self.pairs / (self.seq_len * self.sk)
-
-    @property
-    def cost(self) -> flops.Cost:
+    def cost(self) -> Cost:
         """FLOPs of the pairs let through, and the least bytes: q, k, v, the output and gradients once each."""
         query, key = self.batch * self.heads * self.seq_len, self.batch * self.hkv * self.sk
         forward = 4 * self.batch * self.heads * self.head_dim * self.pairs
         passes = {"forward": (1.0, 2), "backward": (BACKWARD_FLOPS, 4), "both": (1.0 + BACKWARD_FLOPS, 6)}
         times, moved = passes[self.direction]
-        return flops.Cost(int(times * forward), moved * (query + key) * self.head_dim * DTYPES[self.dtype].itemsize)
+        return Cost(int(times * forward), moved * (query + key) * self.head_dim * DTYPES[self.dtype].itemsize)
 
     def bytes_needed(self, score_buffers: float) -> int:
         """Estimate a run's bytes: inputs and outputs of both sides, the float64 reference, stored masks and scores."""
@@ -199,8 +180,8 @@ def arithmetic(dtype: str, device: torch.device) -> str:
     return "tf32" if tf32 else dtype
 
 
-def check_fits(workload, score_buffers: float, device: torch.device) -> int:
-    """Estimate the bytes; raise Refused, before anything is allocated, if the free memory cannot hold them."""
+def check_fits(workload, score_buffers: float, device: torch.device) -> None:
+    """Raise Refused, before anything is allocated, if the free memory cannot hold the bytes that a run needs."""
     needed = workload.bytes_needed(score_buffers)
     if device.type == "cuda":  # torch's allocator may hold memory that it does not use
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -213,4 +194,3 @@ def check_fits(workload, score_buffers: float, device: torch.device) -> int:
             f"{workload.label} needs about {needed / 1e9:,.1f} GB{stored} and {free / 1e9:,.1f} GB are free "
             f"on {device}: choose smaller sizes."
         )
-    return needed

@@ -4,7 +4,7 @@ import pytest
 
 from tests.utils.bench.bench_runs import SDPA
 from tests.utils.bench.test_bench_gpu import run_gpu
-from utils.bench.targets.sdpa import BACKENDS
+from utils.bench.targets.backends import SDPA as BACKENDS
 from utils.bench.workload import DIRECTIONS
 
 pytestmark = pytest.mark.gpu

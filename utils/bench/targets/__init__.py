@@ -27,13 +27,6 @@ class Plan:
     cases: tuple[Case, ...]
 
 
-def targets_of(chapter: str | None) -> list[Target]:
-    """List all targets, or those of one chapter."""
-    if chapter is not None:
-        check_choice("the chapter", chapter, dict.fromkeys(target.chapter for target in TARGETS.values()))
-    return [target for target in TARGETS.values() if chapter in (None, target.chapter)]
-
-
 def read_name(name: str) -> list[tuple[Target, tuple[str, ...]]]:
     """Return the targets and sides of a name: `chapter`, `chapter:workload`, `chapter:baseline_workload` or a function's."""
     named: dict[str, list[tuple[Target, tuple[str, ...]]]] = {}
@@ -118,10 +111,12 @@ def plan(
 
 
 def describe_targets(chapter: str | None = None) -> list[dict]:
-    """Describe each target in a row: its sides, its flags, and whether its default cases run on this machine."""
+    """Describe each target, or those of one chapter: sides, flags, and whether its default cases run on this machine."""
+    if chapter is not None:
+        check_choice("the chapter", chapter, dict.fromkeys(target.chapter for target in TARGETS.values()))
     device = default_device()
     rows = []
-    for target in targets_of(chapter):
+    for target in (target for target in TARGETS.values() if chapter in (None, target.chapter)):
         cases = target.cases(settle(target.knobs, "", target.name, device.type, {}), device)
         answers = [target.support(case, "optimized") and target.support(case, "baseline") for case in cases]
         support = next(filter(None, answers), answers[-1])  # if none runs, the last case's reason

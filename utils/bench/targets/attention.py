@@ -10,9 +10,8 @@ import torch
 from utils.attention import AttentionUnsupported, find_backend, prepare
 from utils.bench.errors import BenchError, Refused
 from utils.bench.knobs import Knob, Setting
-from utils.bench.targets import sdpa
+from utils.bench.targets import backends
 from utils.bench.targets.base import SHAPE_KNOBS, Built, Case, Target, interpreted
-from utils.bench.targets.proof import BACKEND_OF, prove
 from utils.bench.workload import DTYPES, MASKS, SCORE_MODS, Inputs, Workload, make_inputs, reference
 from utils.machine.device import Support, cuda_support
 
@@ -80,22 +79,22 @@ def plain_workload(settings: Mapping[str, Setting], **more: Any) -> Workload:
 def build_prepared(name: str, case: Case, inputs: Sequence[torch.Tensor], **options) -> Built:
     """Prepare a backend on q, k, v; raise Refused if it cannot do the case. The options are block_size and mode of `prepare`.
 
-    The side's function is the bare call without the guard; `after` checks that it was compiled once.
+    The side's function is the bare call without the guard; afterwards a run checks that it was compiled once.
     """
     q, k, v = inputs
     try:
-        backend = BACKEND_OF.get(name, name)
+        backend = backends.backend_of(name).name
         prepared = prepare(q, k, v, backend=backend, **case.workload.attention_arguments, **options)
     except AttentionUnsupported as error:
         raise Refused(str(error)) from None
-    attend, implementation = prepared.fn, prepared.settings["implementation"]
-    return Built(lambda: attend(q, k, v), name, implementation, prepared.check, prepared)
+    attend = prepared.fn
+    return Built(lambda: attend(q, k, v), name, prepared.settings["implementation"], prepared)
 
 
 def backend_support(name: str, case: Case) -> Support:
     """Whether a backend computes the case on its device; whether one of SDPA takes the shape, torch says when it is built."""
-    backend = find_backend(BACKEND_OF.get(name, name))
-    if name in sdpa.CHOICES:
+    backend = backends.backend_of(name)
+    if name in backends.SDPA_CHOICES:
         return backend.machine()
     answer = backend.support(case.workload.problem(case.device))
     return answer if answer else Support(False, f"backend {name}: {answer.reason}", answer.remedy)
@@ -143,15 +142,19 @@ class AttentionTarget(Target):
     def build(self, case, side, *inputs):
         """Bind the side's call; raise Refused, with the backend's reason, if it does not take these tensors."""
         name, tensors = self.backend(case, side), Inputs(*inputs)
-        if name not in sdpa.CHOICES and tensors.dout is None:
+        if name not in backends.SDPA_CHOICES and tensors.dout is None:
             return build_prepared(name, case, inputs)
-        backend = find_backend(BACKEND_OF.get(name, name))
-        implementation = f"SDPA of torch {torch.__version__}" if name == "auto" else backend.implementation()
-        return Built(sdpa.bind(case.workload, name, tensors), name, implementation)
+        implementation = backends.backend_of(name).implementation()
+        return Built(backends.bind(case.workload, name, tensors), name, implementation)
 
     def prove(self, case, side, built, launched):
         """Return the backend that ran; raise WrongRun if it is another one than asked for."""
-        return prove(built.provider, launched, case.workload.direction)
+        return backends.prove(built.provider, launched, case.workload.direction)
+
+    def facts(self, case, side, built):
+        """Return the settings in force and the seconds spent once, where the call was prepared."""
+        prepared = built.prepared
+        return {} if prepared is None else {"settings": prepared.settings, "seconds": prepared.seconds}
 
 
 # ---- unfused against fused --------------------------------------------------------------------------------------
@@ -194,7 +197,3 @@ class UnfusedFused(AttentionTarget):
         """Whether this machine runs this side of the case, and why not."""
         answer = Support(True) if side == "baseline" else self._first_able(case)[1]
         return answer and Target.support(self, case, side)
-
-    def build(self, case, side, *inputs):
-        """Prepare the side's call."""
-        return build_prepared(self.backend(case, side), case, inputs)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-from utils.attention import find_backend
 from utils.bench.targets.attention import CAUSAL, AttentionTarget, shape_knobs
+from utils.bench.targets.backends import backend_of
 from utils.bench.targets.base import Case
-from utils.bench.targets.proof import BACKEND_OF
 from utils.bench.workload import Workload
 
 MATRIX = ((1, 1, 128, 64), (8, 4, 128, 64), (32, 8, 128, 64), (32, 8, 256, 64))  # B, H, S, D
@@ -25,8 +24,7 @@ class Suite(AttentionTarget):
 
     def __init__(self, workload: str, optimized: str, baseline: str = "auto"):
         self.workload, self.contenders = workload, {"baseline": baseline, "optimized": optimized}
-        names = {side: BACKEND_OF.get(name, name) for side, name in self.contenders.items()}
-        self.sides = {side: find_backend(name).summary for side, name in names.items()}
+        self.sides = {side: backend_of(name).summary for side, name in self.contenders.items()}
         self.summary = f"over the matrix of shapes: {self.sides['optimized']}"
 
     def cases(self, settings, device):

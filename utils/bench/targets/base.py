@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from utils.attention.prepared import Prepared
 from utils.bench.knobs import Knob, Setting
 from utils.benchmark.profiling import Launched
 from utils.machine.device import Support, compute_capability
@@ -27,7 +28,7 @@ class Case:
     """One workload of a target on one device, with every knob in force."""
 
     target: str
-    workload: Any  # a Workload, or another object with its label, dtype, cost, density, to_dict and bytes_needed
+    workload: Any  # a Workload, or another object with its label, dtype, cost, to_dict and bytes_needed
     settings: Mapping[str, Setting]
     device: torch.device
     swept: Mapping[str, str] = field(default_factory=dict)  # the value of `--sweep` that made this case
@@ -59,8 +60,7 @@ class Built:
     fn: Callable[[], torch.Tensor]
     provider: str  # the provider that was asked for; "auto" where torch chooses
     implementation: str = ""
-    after: Callable[[], None] = field(default=lambda: None)  # raises if the timed calls went wrong, e.g. recompiled
-    prepared: Any = None  # what `utils.attention.prepare` returned, where a side has one
+    prepared: Prepared | None = None  # what `utils.attention.prepare` returned, where a side has one
 
 
 def dtype_support(dtype: str, device: torch.device) -> Support:

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from utils.bench.errors import BenchError
 from utils.bench.knobs import Knob
-from utils.bench.targets import sdpa
 from utils.bench.targets.attention import CAUSAL, AttentionTarget, plain_workload, shape_knobs
+from utils.bench.targets.backends import SDPA_CHOICES
 from utils.bench.workload import DIRECTIONS, LAYOUTS
 
 # SDPA's backends, and those outside of torch that have a backward pass.
-CHOICES = (*sdpa.CHOICES, "gluon", "cute", "flash_attn")
+CHOICES = (*SDPA_CHOICES, "gluon", "cute", "flash_attn")
 
 
 class FlashSdp(AttentionTarget):

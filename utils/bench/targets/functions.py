@@ -81,7 +81,6 @@ class CallWorkload:
 
     arguments: tuple[Argument, ...]
     cost: Cost
-    density = 1.0
 
     @property
     def dtype(self) -> str:
