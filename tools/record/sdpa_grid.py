@@ -46,7 +46,7 @@ def measure_shape(shape: dict, device: torch.device) -> list[dict]:
     workload = workload_of(shape)
     work = workload.cost
     inputs = make_inputs(workload, device, SEED)
-    expected = reference(workload, *inputs.qkv, *([] if inputs.dout is None else [inputs.dout]))
+    expected = reference(workload, *inputs)
     case, rows, calls = Case("sdpa_grid", workload, {}, device), dict[str, dict](), {}
     default = prove("auto", launched(bind(workload, "auto", inputs)), workload.direction)
     for name in SDPA:

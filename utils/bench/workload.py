@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -18,7 +17,6 @@ from utils.model.costs import Cost, attended_pairs
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MASKS = tuple(attention.masks.MASKS)
 SCORE_MODS = ("none", "relative_bias", "soft_cap")
-LAYOUTS = ("bhsd", "bshd")
 DIRECTIONS = ("forward", "backward", "both")
 SOFT_CAP = 20.0
 # Backward multiplies five times where forward does twice: the scores are computed again, dP, dV, dQ and dK.
@@ -29,9 +27,9 @@ BACKWARD_FLOPS = 2.5
 class Workload:
     """Attention of q (B, H, Sq, D) over k and v (B, Hkv, Sk, D). Two results are comparable if these fields are equal.
 
-    doc_span: tokens a document has; the last one may be shorter. kv_heads, seq_len_kv: None for as many as q has.
-    layout: "bhsd" is contiguous, "bshd" a transposed view of a contiguous (B, S, H, D). direction: "forward",
-    "backward" or "both". window: only keys fewer than this many positions away. The last query is at the last key.
+    doc_span: tokens a document has; the last one may be shorter. kv_heads, seq_len_kv: 0 for as many as q has.
+    direction: "forward", "backward" or "both". window: only keys fewer than this many positions away. The last query is
+    at the last key.
     """
 
     batch: int
@@ -42,11 +40,14 @@ class Workload:
     mask: str = "full"
     doc_span: int | None = None
     score_mod: str = "none"
-    kv_heads: int | None = None
-    seq_len_kv: int | None = None
-    layout: str = "bhsd"
+    kv_heads: int = 0
+    seq_len_kv: int = 0
     direction: str = "forward"
     window: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "seq_len_kv", self.seq_len_kv or self.seq_len)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -56,17 +57,7 @@ class Workload:
     @property
     def kv_shape(self) -> tuple[int, int, int, int]:
         """Shape of k and v, (B, Hkv, Sk, D)."""
-        return self.batch, self.hkv, self.sk, self.head_dim
-
-    @property
-    def hkv(self) -> int:
-        """Number of heads of k and v."""
-        return self.kv_heads or self.heads
-
-    @property
-    def sk(self) -> int:
-        """Number of keys."""
-        return self.seq_len_kv or self.seq_len
+        return self.batch, self.kv_heads, self.seq_len_kv, self.head_dim
 
     @property
     def causal(self) -> bool:
@@ -76,17 +67,16 @@ class Workload:
     @property
     def label(self) -> str:
         """Such as "B4 H16 S4096 D64 bf16 causal_document 512" or "B4 H32/8 S1024 D128 bf16 causal both"."""
-        heads = f"H{self.heads}" if self.hkv == self.heads else f"H{self.heads}/{self.hkv}"
-        length = f"S{self.seq_len}" if self.sk == self.seq_len else f"S{self.seq_len}x{self.sk}"
+        heads = f"H{self.heads}" if self.kv_heads == self.heads else f"H{self.heads}/{self.kv_heads}"
+        length = f"S{self.seq_len}" if self.seq_len_kv == self.seq_len else f"S{self.seq_len}x{self.seq_len_kv}"
         parts = [f"B{self.batch} {heads} {length} D{self.head_dim}", self.dtype, self.mask]
         parts += [str(self.doc_span)] if self.doc_span is not None else []
         parts += [f"window {self.window}"] if self.window is not None else []
-        plain = ("none", "bhsd", "forward")
-        return " ".join(parts + [one for one in (self.score_mod, self.layout, self.direction) if one not in plain])
+        return " ".join(parts + [one for one in (self.score_mod, self.direction) if one not in ("none", "forward")])
 
     def to_dict(self) -> dict:
         """Return the fields, for a JSON file; those after `score_mod` only where they differ from plain self-attention."""
-        plain = {"kv_heads": self.heads, "seq_len_kv": self.seq_len, "layout": "bhsd", "direction": "forward"}
+        plain = {"kv_heads": self.heads, "seq_len_kv": self.seq_len, "direction": "forward"}
         fields = asdict(self)
         always = list(fields)[: list(fields).index("score_mod") + 1]
         return {key: value for key, value in fields.items() if key in always or value not in (None, plain.get(key))}
@@ -112,9 +102,9 @@ class Workload:
             lengths = {self.doc_span: count, rest: 1} if rest else {self.doc_span: count}
             return sum(many * attended_pairs(length, length, self.causal) for length, many in lengths.items())
         if self.mask not in ("full", "causal"):
-            rows = row_chunks(by_name(self.mask), self.seq_len, self.sk, "cpu")
+            rows = row_chunks(by_name(self.mask), self.seq_len, self.seq_len_kv, "cpu")
             return sum(int(allowed.sum()) for _, allowed in rows)
-        pairs = attended_pairs(self.seq_len, self.sk, self.causal or self.window is not None, self.window)
+        pairs = attended_pairs(self.seq_len, self.seq_len_kv, self.causal or self.window is not None, self.window)
         if self.window is not None and not self.causal:  # the later keys, without the query's own
             pairs += attended_pairs(self.seq_len, self.seq_len, True, self.window) - self.seq_len
         return pairs
@@ -122,7 +112,7 @@ class Workload:
     @property
     def cost(self) -> Cost:
         """FLOPs of the pairs let through, and the least bytes: q, k, v, the output and gradients once each."""
-        query, key = self.batch * self.heads * self.seq_len, self.batch * self.hkv * self.sk
+        query, key = self.batch * self.heads * self.seq_len, self.batch * self.kv_heads * self.seq_len_kv
         forward = 4 * self.batch * self.heads * self.head_dim * self.pairs
         passes = {"forward": (1.0, 2), "backward": (BACKWARD_FLOPS, 4), "both": (1.0 + BACKWARD_FLOPS, 6)}
         times, moved = passes[self.direction]
@@ -130,39 +120,23 @@ class Workload:
 
     def bytes_needed(self, score_buffers: float) -> int:
         """Estimate a run's bytes: inputs and outputs of both sides, the float64 reference, stored masks and scores."""
-        passes, pairs = (1 if self.direction == "forward" else 2), self.seq_len * self.sk
-        elements = 2 * self.head_dim * self.batch * (self.heads * self.seq_len + self.hkv * self.sk)
+        passes, pairs = (1 if self.direction == "forward" else 2), self.seq_len * self.seq_len_kv
+        elements = 2 * self.head_dim * self.batch * (self.heads * self.seq_len + self.kv_heads * self.seq_len_kv)
         copies = 3 * passes * DTYPES[self.dtype].itemsize * elements
         checking = 8 * 2 * elements + min(CHUNK_BYTES, 6 * 8 * pairs) + 2 * pairs
         return int(copies + checking + 4 * passes * score_buffers * self.batch * self.heads * pairs)
 
 
-class Inputs(NamedTuple):
-    """q (B, H, Sq, D), k, v (B, Hkv, Sk, D), and the output's gradient (None for forward)."""
+def make_inputs(workload: Workload, device: torch.device, seed: int) -> tuple[torch.Tensor, ...]:
+    """Draw standard normal q (B, H, Sq, D), k and v (B, Hkv, Sk, D), and the output's gradient unless the pass is forward.
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    dout: torch.Tensor | None = None
-
-    @property
-    def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v."""
-        return self.q, self.k, self.v
-
-
-def in_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """Return x (B, H, S, D), its shape unchanged, with the memory order of a layout."""
-    return x.contiguous() if layout == "bhsd" else x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def make_inputs(workload: Workload, device: torch.device, seed: int) -> Inputs:
-    """Draw standard normal inputs. On a CPU they depend on the seed alone; a GPU draws its own, which is quick."""
+    On a CPU they depend on the seed alone; a GPU draws its own, which is quick.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     shapes = [workload.shape, workload.kv_shape, workload.kv_shape]
     shapes += [workload.shape] * (workload.direction != "forward")
     normal = (torch.randn(shape, generator=generator, device=device, dtype=torch.float32) for shape in shapes)
-    return Inputs(*(in_layout(x.to(DTYPES[workload.dtype]), workload.layout) for x in normal))
+    return tuple(x.to(DTYPES[workload.dtype]) for x in normal)
 
 
 def reference(workload: Workload, q, k, v, dout=None) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@ import torch
 
 from utils.bench.errors import BenchError, WrongRun
 from utils.bench.targets import TARGETS, backends, describe_targets, plan, read_name
-from utils.bench.targets.attention_suite import MATRIX
+from utils.bench.targets.attention import MATRIX
 from utils.bench.targets.base import Built
 from utils.benchmark.profiling import Launched
 

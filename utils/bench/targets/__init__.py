@@ -9,12 +9,12 @@ import torch
 
 from utils.bench.errors import BenchError, check_choice
 from utils.bench.knobs import Setting, Sweep, settle, split_extra_args
-from utils.bench.targets import attention_suite, cudnn_sdpa_bench, flashattention_gluon, flexattention, functions
+from utils.bench.targets import attention, flexattention, functions
 from utils.bench.targets.base import SIDES, Case, Target
 from utils.machine.device import default_device
 from utils.validation import did_you_mean
 
-FAMILIES = (flexattention, flashattention_gluon, cudnn_sdpa_bench, attention_suite, functions)
+FAMILIES = (flexattention, attention, functions)
 TARGETS: dict[str, Target] = {target.name: target for family in FAMILIES for target in family.TARGETS}
 
 

@@ -1,7 +1,15 @@
-"""Targets of attention: their flags, and sides that are named by a backend."""
+"""Targets of attention: their flags, and sides that are named by a backend.
+
+labs/flashattention_gluon  unfused attention against a fused, warp-specialized FlashAttention, Gluon's where it runs
+labs/cudnn_sdpa_bench      one backend against another, of SDPA or a kernel with a backward pass, chosen by flags
+attention_suite            SDPA, flash-attn, Gluon and other backends over one matrix of shapes, in two dtypes
+
+The targets of FlexAttention are in `flexattention.py`.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +20,7 @@ from utils.bench.errors import BenchError, Refused
 from utils.bench.knobs import Knob, Setting
 from utils.bench.targets import backends
 from utils.bench.targets.base import SHAPE_KNOBS, Built, Case, Target, interpreted
-from utils.bench.workload import DTYPES, MASKS, SCORE_MODS, Inputs, Workload, make_inputs, reference
+from utils.bench.workload import DIRECTIONS, DTYPES, MASKS, SCORE_MODS, Workload, make_inputs, reference
 from utils.machine.device import Support, cuda_support
 
 # Fp32 buffers of (B, H, S, S) that a backend stores at once: scores, weights and what lies between. A fused one stores none.
@@ -132,8 +140,7 @@ class AttentionTarget(Target):
 
     def inputs(self, case):
         """Make q, k, v, and the output's gradient unless the pass is forward."""
-        inputs = make_inputs(case.workload, case.device, case.value("seed"))
-        return inputs.qkv if inputs.dout is None else inputs
+        return make_inputs(case.workload, case.device, case.value("seed"))
 
     def expected(self, case, *inputs):
         """Compute the float64 reference of each result, by name."""
@@ -141,11 +148,11 @@ class AttentionTarget(Target):
 
     def build(self, case, side, *inputs):
         """Bind the side's call; raise Refused, with the backend's reason, if it does not take these tensors."""
-        name, tensors = self.backend(case, side), Inputs(*inputs)
-        if name not in backends.SDPA_CHOICES and tensors.dout is None:
+        name = self.backend(case, side)
+        if name not in backends.SDPA_CHOICES and case.workload.direction == "forward":
             return build_prepared(name, case, inputs)
         implementation = backends.backend_of(name).implementation()
-        return Built(backends.bind(case.workload, name, tensors), name, implementation)
+        return Built(backends.bind(case.workload, name, inputs), name, implementation)
 
     def prove(self, case, side, built, launched):
         """Return the backend that ran; raise WrongRun if it is another one than asked for."""
@@ -197,3 +204,105 @@ class UnfusedFused(AttentionTarget):
         """Whether this machine runs this side of the case, and why not."""
         answer = Support(True) if side == "baseline" else self._first_able(case)[1]
         return answer and Target.support(self, case, side)
+
+
+class FlashAttentionGluon(UnfusedFused):
+    """matmul, softmax, matmul against the course's Gluon kernel, else FlashAttention 3, else CuTe, else flash-attn."""
+
+    chapter, workload = "labs/flashattention_gluon", "flashattention_gluon"
+    summary = "unfused attention against a fused, warp-specialized FlashAttention"
+    sides: Mapping[str, str] = {
+        "baseline": "matmul, softmax, matmul",
+        "optimized": "Gluon, else FlashAttention 3, else CuTe, else flash-attn",
+    }
+    order = ("gluon", "fa3", "cute", "flash_attn")
+    knobs = (*shape_knobs(cpu=(1, 2, 512, 64, "fp32"), gpu=(4, 16, 4096, 128, "bf16")), CAUSAL, provider_knob(order))
+
+    def range_name(self, side, ran):
+        """NVTX range of the side in a profile."""
+        return f"flashattention_{side}_{ran}"
+
+
+# ---- one named backend against another --------------------------------------------------------------------------------
+
+# SDPA's backends, and those outside of torch that have a backward pass.
+CHOICES = (*backends.SDPA_CHOICES, "gluon", "cute", "flash_attn")
+
+
+class FlashSdp(AttentionTarget):
+    """One backend against another, forward, backward or both, with heads in groups: by default of SDPA."""
+
+    chapter, workload = "labs/cudnn_sdpa_bench", "flash_sdp"
+    summary = "one attention backend against another on the same inputs, forward and backward"
+    sides: Mapping[str, str] = {
+        "baseline": "--baseline-backend (SDPA's math)",
+        "optimized": "--backend (SDPA's own choice)",
+    }
+    knobs = (
+        *shape_knobs(cpu=(1, 4, 1024, 64, "fp32"), gpu=(4, 16, 4096, 128, "bf16")),
+        CAUSAL,
+        Knob("kv-heads", "heads of k and v, Hkv, a divisor of H; 0: as many", 0, 0, least=0),
+        Knob("seq-len-kv", "tokens of k and v, Sk; 0: as many as q", 0, 0, least=0),
+        Knob("window", "only keys fewer than this many positions away, by a boolean mask; 0: none", 0, 0, least=0),
+        Knob("pass", "what is timed", "forward", "forward", choices=DIRECTIONS),
+        Knob("backend", "backend of the optimized side; auto is torch's own choice", "auto", "auto", choices=CHOICES),
+        Knob("baseline-backend", "backend of the baseline side", "math", "math", choices=CHOICES),
+    )
+
+    def workload_of(self, settings, device):
+        """Make the workload of these settings; raise BenchError for values that do not go together."""
+        given = {key: settings[key].value for key in ("kv_heads", "seq_len_kv")}
+        window, direction = settings["window"].value or None, settings["pass"].value
+        workload = plain_workload(settings, window=window, direction=direction, **given)
+        if (workload.causal or window) and workload.seq_len > workload.seq_len_kv:
+            raise BenchError(
+                f"--seq-len is {workload.seq_len} and --seq-len-kv {workload.seq_len_kv}: with --causal or "
+                "--window the last query is at the last key, and the first queries would see none. "
+                "Choose --seq-len-kv at least --seq-len."
+            )
+        return workload
+
+    def backend(self, case, side):
+        """Return the name of a side's backend."""
+        return case.value("backend" if side == "optimized" else "baseline_backend")
+
+
+MATRIX = ((1, 1, 128, 64), (8, 4, 128, 64), (32, 8, 128, 64), (32, 8, 256, 64))  # B, H, S, D
+
+
+class Suite(AttentionTarget):
+    """One contender over the matrix: a shape given by a flag replaces that column of every row."""
+
+    chapter = "attention_suite"
+    # The matrix has the shapes. On a CPU fp16 products run near 1 GFLOP/s.
+    cpu, gpu = (None, None, None, None, ("fp32", "bf16")), (None, None, None, None, ("fp16", "bf16"))
+    knobs = (*shape_knobs(cpu, gpu, many_dtypes=True), CAUSAL)
+    protocol: Mapping[str, tuple[int, int]] = {"cpu": (5, 30), "cuda": (200, 500)}
+
+    def __init__(self, workload: str, optimized: str, baseline: str = "auto"):
+        self.workload, self.contenders = workload, {"baseline": baseline, "optimized": optimized}
+        self.sides = {side: backends.backend_of(name).summary for side, name in self.contenders.items()}
+        self.summary = f"over the matrix of shapes: {self.sides['optimized']}"
+
+    def cases(self, settings, device):
+        """Return a case for each shape and dtype."""
+        given = [settings[key].value for key in ("batch", "heads", "seq_len", "head_dim")]
+        shapes = dict.fromkeys(tuple(new or old for new, old in zip(given, row, strict=True)) for row in MATRIX)
+        mask = "causal" if settings["causal"].value else "full"
+        return [
+            Case(self.name, Workload(*shape, dtype, mask), settings, device)
+            for dtype, shape in itertools.product(settings["dtype"].value, shapes)
+        ]
+
+    def backend(self, case, side):
+        """Return the name of a side's backend."""
+        return self.contenders[side]
+
+
+CONTENDERS = ("flash_attn", "gluon", "fa3", "cute", "flex", "flex_flash", "triton")
+TARGETS = (
+    FlashAttentionGluon(),
+    FlashSdp(),
+    Suite("sdpa", "auto", baseline="math"),
+    *(Suite(name, name) for name in CONTENDERS),
+)

@@ -9,7 +9,7 @@ prove("cudnn", launched(call), workload.direction)         # raises WrongRun unl
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,7 +17,7 @@ from utils import attention
 from utils.attention.backends.sdpa import BACKWARD_OPERATORS, FORWARD_OPERATORS, MATH_BACKWARD, PINS
 from utils.attention.problem import NO_OPTIONS, Backend
 from utils.bench.errors import Refused, WrongRun
-from utils.bench.workload import Inputs, Workload
+from utils.bench.workload import Workload
 from utils.benchmark.profiling import Launched
 
 SDPA = ("cudnn", "flash", "math", "efficient")
@@ -32,13 +32,13 @@ def backend_of(name: str) -> Backend:
 
 
 @torch.enable_grad()
-def bind(workload: Workload, name: str, inputs: Inputs) -> Callable[[], object]:
+def bind(workload: Workload, name: str, inputs: Sequence[torch.Tensor]) -> Callable[[], object]:
     """Return the call that is timed: the output, the three gradients ("backward"), or all four ("both").
 
     The backend is not asked whether it accepts the problem but tried: what raises Refused here is torch's own reason. The
     output's gradient gets the output's own memory order, so that no backend pays for a copy of it.
     """
-    tensors = [x.detach().requires_grad_(workload.direction != "forward") for x in inputs.qkv]
+    tensors = [x.detach().requires_grad_(workload.direction != "forward") for x in inputs[:3]]
     problem = attention.make_problem(*tensors, **workload.attention_arguments)
     bound = backend_of(name).bind(problem, NO_OPTIONS)
     try:
@@ -48,8 +48,7 @@ def bind(workload: Workload, name: str, inputs: Inputs) -> Callable[[], object]:
     attend = bound.call
     if workload.direction == "forward":
         return torch.no_grad()(lambda: attend(*tensors))
-    assert inputs.dout is not None, "a backward pass has a gradient to begin with"
-    gradient = torch.empty_like(kept, requires_grad=False).copy_(inputs.dout)
+    gradient = torch.empty_like(kept, requires_grad=False).copy_(inputs[3])
     if workload.direction == "backward":
         return lambda: torch.autograd.grad(kept, tensors, gradient, retain_graph=True)
 

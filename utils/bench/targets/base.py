@@ -18,7 +18,7 @@ SHAPE_KNOBS = ("batch", "heads", "seq_len", "head_dim", "dtype")
 # Knobs that make the workload or its inputs. The other knobs choose the kernel that computes it.
 WORKLOAD_KNOBS = (
     *SHAPE_KNOBS,
-    *("causal", "mask", "doc_span", "score_mod", "seed", "kv_heads", "seq_len_kv", "window", "layout", "pass"),
+    *("causal", "mask", "doc_span", "score_mod", "seed", "kv_heads", "seq_len_kv", "window", "pass"),
     *("inputs", "m", "n", "k", "elements"),
 )
 
