@@ -123,11 +123,11 @@ def run(
 
     words = sys.argv[sys.argv.index("bench") + 1 :] if "bench" in sys.argv else sys.argv[1:]
     names = [part for name in [*(targets or []), *(more or [])] for part in name.split(",") if part]
-    timing = {"l2": l2, "graph": graph, "warmup": warmup, "iterations": iterations}
-    timing |= {"target_interval": target_interval, "max_seconds": max_seconds}
     with errors_as_lines():
-        if discard:
-            timing["discard"] = check_choices("--discard", discard, DISCARDS)
+        timing = {"l2": l2, "graph": graph, "warmup": warmup, "iterations": iterations, "max_seconds": max_seconds}
+        timing |= {"target_interval": target_interval}
+        timing |= {"discard": check_choices("--discard", discard, DISCARDS) if discard else None}
+        timing = {name: value for name, value in timing.items() if value is not None}
         command = ["labs", "bench", *map(shlex.quote, words)]
         options = Options(profile, timing, new_run_id() if run_id is None else run_id, artifacts_dir, command=command)
         swept = Sweep.read(sweep) if sweep else None

@@ -57,21 +57,23 @@ class Request:
         return cls(case.target, side, case.label, range_name, str(case.device), values)
 
     @property
+    def file_stem(self) -> str:
+        """What the side's files are called, such as "optimized_flash_sdp_B4-H16-S4096-D128-bf16-causal"."""
+        label = re.sub(r"[^A-Za-z0-9]+", "-", self.label).strip("-")
+        return f"{self.side}_{self.target.partition(':')[2]}_{label}"
+
+    @property
     def command(self) -> list[str]:
         """The command that runs the side in a process of its own."""
         return [sys.executable, "-m", "utils.bench.profiles", json.dumps(asdict(self))]
 
 
-def file_stem(workload: str, side: str, label: str) -> str:
-    """Name the files of a side, such as "optimized_flash_sdp_B4-H16-S4096-D128-bf16-causal"."""
-    return f"{side}_{workload}_{re.sub(r'[^A-Za-z0-9]+', '-', label).strip('-')}"
-
-
-def profile_side(fn: Callable[[], object], request: Request, base: Path, *, level: str, l2: str) -> dict:
-    """Profile one side's call: files `base` with their suffixes, reasons for what is missing, and kernels with durations.
+def profile_side(fn: Callable[[], object], request: Request, folder: Path, level: str, l2: str) -> dict:
+    """Profile one side's call: files in `folder`, the reason for what is missing, and kernels with their durations.
 
     The profilers that run the side in another process go by `request`, with the caches `l2` as the side was timed.
     """
+    base = folder / request.file_stem
 
     def call_in_range() -> None:
         with nvtx_range(request.range):

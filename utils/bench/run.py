@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import re
 import secrets
 import sys
@@ -19,7 +18,7 @@ import torch
 from utils.bench import results as res
 from utils.bench.documents import utc_now, write_json
 from utils.bench.errors import BenchError, Refused, VerificationError, WrongRun, check_choice
-from utils.bench.profiles import LEVELS, Request, file_stem, profile_side
+from utils.bench.profiles import LEVELS, Request, profile_side
 from utils.bench.report import markdown
 from utils.bench.targets import SIDES, Plan
 from utils.bench.targets.base import Built, Case
@@ -49,7 +48,7 @@ def new_run_id() -> str:
 class Options:
     """How a plan is run: what is profiled, how samples are taken, and where results go.
 
-    `timing` has options of `Timing`; the target's protocol says how many calls and samples, where it does not.
+    `timing` has the options of `Timing` that were asked for; others are the target's protocol and Timing's defaults.
     """
 
     profile: str = "none"
@@ -59,9 +58,6 @@ class Options:
     profiles_dir: Path = Path("benchmark_profiles")
     command: list[str] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.timing = {"l2": "warm", "graph": False, "warmup": None, "iterations": None} | self.timing
-
     @property
     def folder(self) -> Path:
         """The folder of the run's files."""
@@ -70,9 +66,9 @@ class Options:
     def check(self, device_type: str = "cuda") -> None:
         """Raise BenchError for options that are wrong, or impossible on this kind of device."""
         check_choice("--profile", self.profile, LEVELS)
-        check_choice("--l2", self.timing["l2"], ("warm", "cold"))
+        check_choice("--l2", self.timing.get("l2", "warm"), ("warm", "cold"))
         try:
-            Timing(torch.device(device_type), **{name: one for name, one in self.timing.items() if one is not None})
+            Timing(torch.device(device_type), **self.timing)
         except ValueError as error:  # it begins with the option's name
             raise BenchError(f"--{str(error).replace('_', '-', 1)}") from None
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.run_id):
@@ -83,13 +79,14 @@ class Options:
 
 def empty_record(plan: Plan, case: Case, options: Options) -> dict:
     """Return what the results say about a case that has not run yet. Measuring it fills what is empty here."""
+    protocol = dict(zip(("warmup", "iterations"), plan.target.protocol[case.device.type], strict=True))
     return {
         "target": plan.target.name,
         "label": case.label,
         "sides_asked": list(plan.sides),
         "workload": case.workload.to_dict(),
         "knobs": case.knobs_record(),
-        "timing": dict(options.timing),
+        "timing": protocol | options.timing,
         "swept": dict(case.swept),
         "status": res.NOT_RUN,
         "reason": "",
@@ -114,8 +111,7 @@ class CaseRun:
         """Run all steps of the case."""
         case, target = self.case, self.target
         self._refuse_unsupported()
-        score_buffers = max(target.score_buffers(case, side) for side in self.sides)
-        check_fits(case.workload, score_buffers, case.device)
+        check_fits(case.label, max(target.bytes_needed(case, side) for side in self.sides), case.device)
         self.record["cost"] = {"flops": case.workload.cost.flops, "bytes": case.workload.cost.bytes}
         self.on_step(case, "build")
         if "torch._dynamo" in sys.modules:
@@ -169,11 +165,10 @@ class CaseRun:
         }
 
     def _timing_options(self) -> dict:
-        """Fill the record's timing with the target's protocol; return all options of the timer."""
-        timing, cost, roofs = self.record["timing"], self.case.workload.cost, machine_roofs()
-        protocol = dict(zip(("warmup", "iterations"), self.target.protocol[self.case.device.type], strict=True))
-        timing |= {name: default for name, default in protocol.items() if timing[name] is None}
+        """Return all options of the timer, with the roofs of this machine; note what is odd about these."""
+        cost, roofs = self.case.workload.cost, machine_roofs()
         options = {"device": self.case.device, "flops": cost.flops or None, "bytes": cost.bytes or None}
+        options |= self.record["timing"] | {"dtype": self.precision}
         if roofs.busy:
             self.record["notes"].append(roofs.busy)
         if self.precision in roofs.tflops:
@@ -182,9 +177,7 @@ class CaseRun:
             self.record["notes"].append(
                 f"the roofs of {roofs.name} have no {self.precision} peak: no share of a roof is given."
             )
-        return (
-            {name: value for name, value in timing.items() if value is not None} | options | {"dtype": self.precision}
-        )
+        return options
 
     def _time(self, built: Mapping[str, Built]) -> dict[str, Measurement]:
         """Time the sides: interleaved if both were asked for."""
@@ -213,12 +206,10 @@ class CaseRun:
     def _profile(self, built: Mapping[str, Built]) -> None:
         options, record = self.options, self.record
         folder = options.profiles_dir / self.target.chapter / options.run_id
+        l2 = record["timing"].get("l2", "warm")
         for side, call in built.items():
             request = Request.of_side(self.case, side, record["ran"][side]["range"])
-            base = folder / file_stem(self.target.workload, side, record["label"])
-            record["profiles"][side] = profile_side(
-                call.fn, request, base, level=options.profile, l2=options.timing["l2"]
-            )
+            record["profiles"][side] = profile_side(call.fn, request, folder, options.profile, l2)
 
 
 def check_side(
@@ -286,7 +277,6 @@ class Runner:
             timing=options.timing,
             environment=environment(device),
             gpu_state=gpu_state(device) if device.type == "cuda" else None,
-            load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
             cases=[],
         )
 

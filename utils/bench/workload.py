@@ -154,17 +154,15 @@ def arithmetic(dtype: str, device: torch.device) -> str:
     return "tf32" if tf32 else dtype
 
 
-def check_fits(workload, score_buffers: float, device: torch.device) -> None:
+def check_fits(label: str, needed: int, device: torch.device) -> None:
     """Raise Refused, before anything is allocated, if the free memory cannot hold the bytes that a run needs."""
-    needed = workload.bytes_needed(score_buffers)
     if device.type == "cuda":  # torch's allocator may hold memory that it does not use
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + unused
     else:
         free = available_memory_bytes()
     if needed > free:
-        stored = " (its unfused side stores all scores)" if score_buffers else ""
         raise Refused(
-            f"{workload.label} needs about {needed / 1e9:,.1f} GB{stored} and {free / 1e9:,.1f} GB are free "
-            f"on {device}: choose smaller sizes."
+            f"{label} needs about {needed / 1e9:,.1f} GB, stored scores included, and {free / 1e9:,.1f} GB are free on "
+            f"{device}: choose smaller sizes."
         )

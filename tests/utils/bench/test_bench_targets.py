@@ -90,9 +90,8 @@ def test_the_suite_is_the_documented_matrix():
     (found,) = plan(["attention_suite:sdpa"], [], CPU, {})
     assert [case.workload.shape for case in found.cases] == [*MATRIX, *MATRIX]
     assert [case.workload.dtype for case in found.cases] == ["fp32"] * 4 + ["bf16"] * 4, "a CPU can do both"
-    (on_gpu,) = [target for target in TARGETS.values() if target.name == "attention_suite:sdpa"]
-    (dtypes,) = [knob.default("cuda") for knob in on_gpu.knobs if knob.name == "dtype"]
-    assert dtypes == ("fp16", "bf16")
+    on_gpu = TARGETS["attention_suite:sdpa"].cases(found.cases[0].settings, torch.device("cuda"))
+    assert [case.workload.dtype for case in on_gpu] == ["fp16"] * 4 + ["bf16"] * 4
     assert MATRIX == ((1, 1, 128, 64), (8, 4, 128, 64), (32, 8, 128, 64), (32, 8, 256, 64))
     (found,) = plan(["attention_suite:sdpa"], ["attention_suite:sdpa=--seq-len 64 --dtype bf16"], CPU, {})
     assert [case.workload.shape for case in found.cases] == [(1, 1, 64, 64), (8, 4, 64, 64), (32, 8, 64, 64)]

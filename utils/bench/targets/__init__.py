@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from utils.bench.errors import BenchError, check_choice
-from utils.bench.knobs import Setting, Sweep, settle, split_extra_args
+from utils.bench.knobs import Setting, Sweep, settle, split_extra_arg
 from utils.bench.targets import attention, flexattention, functions
 from utils.bench.targets.base import SIDES, Case, Target
 from utils.machine.device import default_device
@@ -53,9 +53,9 @@ def find_target(name: str) -> Target:
 
 
 def _read_flags(extra_args: Iterable[str], chosen: Iterable[str]) -> dict[str, str]:
-    """Sort the --target-extra-arg strings by target: {target: flags}. Flags of a chapter are for each of its targets."""
+    """Join the --target-extra-arg strings of each target: {target: flags}. Flags of a chapter are for each of its targets."""
     flags = dict.fromkeys(chosen, "")
-    for name, text in split_extra_args(extra_args).items():
+    for name, text in map(split_extra_arg, extra_args):
         for target, _ in read_name(name):
             if target.name not in flags:
                 raise BenchError(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from utils.attention import AttentionUnsupported, find_backend, prepare
+from utils.attention import AttentionUnsupported, prepare
 from utils.bench.errors import BenchError, Refused
 from utils.bench.knobs import Knob, Setting
 from utils.bench.targets import backends
@@ -29,7 +29,7 @@ SCORE_BUFFERS = {"math": 3.0, "naive": 3.0, "naive_compiled": 3.0, "unfused": 3.
 # ---- flags, and the workloads that they make --------------------------------------------------------------------
 
 
-def shape_knobs(cpu: tuple, gpu: tuple, *, many_dtypes: bool = False) -> tuple[Knob, ...]:
+def shape_knobs(cpu: tuple, gpu: tuple) -> tuple[Knob, ...]:
     """Make the knobs --batch --heads --seq-len --head-dim --dtype --seed, with defaults (B, H, S, D, dtype)."""
     sizes = (
         ("batch", "sequences, B"),
@@ -37,10 +37,9 @@ def shape_knobs(cpu: tuple, gpu: tuple, *, many_dtypes: bool = False) -> tuple[K
         ("seq-len", "tokens of a sequence, S"),
         ("head-dim", "numbers of a head, D"),
     )
-    meaning = "dtype of q, k and v" + (", several with commas" if many_dtypes else "")
     return (
         *(Knob(name, text, cpu[i], gpu[i]) for i, (name, text) in enumerate(sizes)),
-        Knob("dtype", meaning, cpu[4], gpu[4], choices=tuple(DTYPES), many=many_dtypes),
+        Knob("dtype", "dtype of q, k and v", cpu[4], gpu[4], choices=tuple(DTYPES)),
         Knob("seed", "seed of the random inputs", 42, 42, least=0),
     )
 
@@ -113,7 +112,7 @@ class AttentionTarget(Target):
 
     def workload_of(self, settings: Mapping[str, Setting], device: torch.device) -> Workload:
         """Make the workload of these settings; raise BenchError for values that do not go together."""
-        return plain_workload(settings)
+        return masked_workload(settings) if "mask" in settings else plain_workload(settings)
 
     def cases(self, settings, device):
         """Return the one case of these settings."""
@@ -134,9 +133,9 @@ class AttentionTarget(Target):
         here = interpreted("the Triton kernel", case.device) if name == "triton" else Support(True)
         return super().support(case, side) and here and backend_support(name, case)
 
-    def score_buffers(self, case, side):
-        """Fp32 buffers of (B, H, S, S) that the side needs at once."""
-        return SCORE_BUFFERS.get(self.backend(case, side), 0.0)
+    def bytes_needed(self, case, side):
+        """Estimate the bytes of a run with this side, the scores that it stores included."""
+        return case.workload.bytes_needed(SCORE_BUFFERS.get(self.backend(case, side), 0.0))
 
     def inputs(self, case):
         """Make q, k, v, and the output's gradient unless the pass is forward."""
@@ -173,28 +172,24 @@ def provider_knob(order: tuple[str, ...]) -> Knob:
     return Knob("provider", explanation, "auto", "auto", choices=("auto", *order))
 
 
-def first_able(names: Sequence[str], case: Case) -> tuple[str, Support]:
-    """Return the first backend of `names` that can do the case, or "" and the reason of each."""
-    if not (cuda := cuda_support()) and not any(find_backend(name).machine() for name in names):
-        need = f"{', '.join(names)} need{'s' * (len(names) == 1)} an NVIDIA GPU: {cuda.reason}"
-        return "", Support(False, need, cuda.remedy)
-    reasons = []
-    for name in names:
-        answer = find_backend(name).support(case.workload.problem(case.device))
-        if answer:
-            return name, answer
-        reasons.append(f"backend {name}: {answer.reason.rstrip('.')}")
-    return "", Support(False, "; ".join(reasons) + ".", f"Run it where one of {', '.join(names)} is supported.")
-
-
 class UnfusedFused(AttentionTarget):
     """Unfused attention against the first fused backend of `order` that can do the case, or the one of --provider."""
 
     order: tuple[str, ...]
 
     def _first_able(self, case: Case) -> tuple[str, Support]:
-        asked = case.value("provider")
-        return first_able(self.order if asked == "auto" else (asked,), case)
+        """Return the first backend that can do the case, or "" and the reason of each."""
+        names = self.order if case.value("provider") == "auto" else (case.value("provider"),)
+        asked, listed = [backends.backend_of(name) for name in names], ", ".join(names)
+        if not (cuda := cuda_support()) and not any(backend.machine() for backend in asked):
+            need = f"{listed} need{'s' * (len(names) == 1)} an NVIDIA GPU: {cuda.reason}"
+            return "", Support(False, need, cuda.remedy)
+        reasons = []
+        for backend in asked:
+            if answer := backend.support(case.workload.problem(case.device)):
+                return backend.name, answer
+            reasons.append(f"backend {backend.name}: {answer.reason.rstrip('.')}")
+        return "", Support(False, "; ".join(reasons) + ".", f"Run it where one of {listed} is supported.")
 
     def backend(self, case, side):
         """Return the name of a side's backend, "" if there is none."""
@@ -268,15 +263,14 @@ class FlashSdp(AttentionTarget):
 
 
 MATRIX = ((1, 1, 128, 64), (8, 4, 128, 64), (32, 8, 128, 64), (32, 8, 256, 64))  # B, H, S, D
+MATRIX_DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp16", "bf16")}  # on a CPU fp16 products run near 1 GFLOP/s
 
 
 class Suite(AttentionTarget):
-    """One contender over the matrix: a shape given by a flag replaces that column of every row."""
+    """One contender over the matrix: a size given by a flag replaces that column of every row, a dtype both."""
 
     chapter = "attention_suite"
-    # The matrix has the shapes. On a CPU fp16 products run near 1 GFLOP/s.
-    cpu, gpu = (None, None, None, None, ("fp32", "bf16")), (None, None, None, None, ("fp16", "bf16"))
-    knobs = (*shape_knobs(cpu, gpu, many_dtypes=True), CAUSAL)
+    knobs = (*shape_knobs((None,) * 5, (None,) * 5), CAUSAL)
     protocol: Mapping[str, tuple[int, int]] = {"cpu": (5, 30), "cuda": (200, 500)}
 
     def __init__(self, workload: str, optimized: str, baseline: str = "auto"):
@@ -288,10 +282,10 @@ class Suite(AttentionTarget):
         """Return a case for each shape and dtype."""
         given = [settings[key].value for key in ("batch", "heads", "seq_len", "head_dim")]
         shapes = dict.fromkeys(tuple(new or old for new, old in zip(given, row, strict=True)) for row in MATRIX)
-        mask = "causal" if settings["causal"].value else "full"
+        mask, dtype = "causal" if settings["causal"].value else "full", settings["dtype"].value
         return [
             Case(self.name, Workload(*shape, dtype, mask), settings, device)
-            for dtype, shape in itertools.product(settings["dtype"].value, shapes)
+            for dtype, shape in itertools.product((dtype,) if dtype else MATRIX_DTYPES[device.type], shapes)
         ]
 
     def backend(self, case, side):

@@ -116,9 +116,9 @@ class Target:
         """Whether this machine runs this side of the case, and why not: here, whether it computes with the dtype."""
         return dtype_support(case.workload.dtype, case.device)
 
-    def score_buffers(self, case: Case, side: str) -> float:
-        """Count the fp32 buffers of (B, H, S, S) that the side needs at once: 0 for a fused kernel."""
-        return 0.0
+    def bytes_needed(self, case: Case, side: str) -> int:
+        """Estimate the bytes of a run with this side."""
+        return case.workload.bytes_needed()
 
     def inputs(self, case: Case) -> tuple[torch.Tensor, ...]:
         """Make the inputs of `build` and `expected`."""

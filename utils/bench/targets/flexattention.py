@@ -1,9 +1,7 @@
 """labs/flexattention: FlexAttention eager against compiled, and the CuTe kernel for machines without FlexAttention.
 
 Block size, document span and compile mode are read at run time: from the flags, else from BLOCK_SIZE, DOC_SPAN and
-TORCH_COMPILE_MODE. The block mask is one for all batches and heads. Eager FlexAttention stores all scores, so that
-anything fused looks fast next to it: `--baseline naive_compiled` or `sdpa` is dense attention, compiled or of SDPA, under a
-stored mask. The results say what the block mask cost.
+TORCH_COMPILE_MODE. The block mask is one for all batches and heads, and the results say what it cost.
 """
 
 from __future__ import annotations
@@ -20,13 +18,13 @@ from utils.bench.targets.attention import (
     AttentionTarget,
     UnfusedFused,
     build_prepared,
-    masked_workload,
     provider_knob,
     shape_knobs,
 )
 
 BLOCK_SIZES = ("16", "32", "64", "128", "256")
-# Eager FlexAttention stores all scores, so that anything fused looks fast beside it; the other two do not.
+# Eager FlexAttention stores all scores, so that anything fused looks fast beside it. The other two are dense attention,
+# compiled or of SDPA, under a stored mask.
 BASELINES = ("eager", "naive_compiled", "sdpa")
 
 
@@ -61,7 +59,7 @@ class FlexAttention(AttentionTarget):
                 f"{where} is {size.value} and --mask full has no block mask; choose another --mask, or "
                 f"leave {where} out."
             )
-        return masked_workload(settings)
+        return super().workload_of(settings, device)
 
     def backend(self, case, side):
         """Return the name of a side's backend."""
@@ -111,10 +109,6 @@ class FlexAttentionCute(UnfusedFused):
         *MASK_KNOBS,
         provider_knob(order),
     )
-
-    def workload_of(self, settings, device):
-        """Make the workload of these settings; raise BenchError for values that do not go together."""
-        return masked_workload(settings)
 
 
 TARGETS = (FlexAttention(), FlexAttentionCute())
