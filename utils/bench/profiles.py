@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from utils.bench.knobs import Setting
-from utils.bench.targets import find_target
+from utils.bench.targets import read_name
 from utils.bench.targets.base import Case
 from utils.benchmark.profiling import gpu_idle_share, nvtx_range, profile, summarize_trace
 from utils.files import ROOT
@@ -126,7 +126,7 @@ def nsight(base: Path, request: Request, level: str, l2: str) -> tuple[Path | No
 @torch.no_grad()
 def replay(request: Request) -> None:
     """Build the side of a request, warm it up, and call it once inside its NVTX range."""
-    target, device = find_target(request.target), torch.device(request.device)
+    ((target, _),), device = read_name(request.target), torch.device(request.device)
     settings = {
         key: Setting(tuple(value) if isinstance(value, list) else value, "default")
         for key, value in request.values.items()

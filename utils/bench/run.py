@@ -17,7 +17,7 @@ import torch
 
 from utils.bench import results as res
 from utils.bench.documents import utc_now, write_json
-from utils.bench.errors import BenchError, Refused, VerificationError, WrongRun, check_choice
+from utils.bench.errors import BenchError, Refused, VerificationError, check_choice
 from utils.bench.profiles import LEVELS, Request, profile_side
 from utils.bench.report import markdown
 from utils.bench.targets import SIDES, Plan
@@ -183,18 +183,10 @@ class CaseRun:
         """Time the sides: interleaved if both were asked for."""
         options = self._timing_options()
         labels = {side: self.record["ran"][side]["range"] for side in built}
-        try:
-            if len(built) < 2:
-                return {side: measure(call.fn, label=labels[side], **options) for side, call in built.items()}
-            calls = [built[side].fn for side in SIDES]
-            pair = compare(*calls, labels=tuple(labels[side] for side in SIDES), **options)
-        except Exception as error:
-            if any(CAPTURE_FAILED in note for note in getattr(error, "__notes__", ())):
-                names = " and ".join(labels.values())
-                raise Refused(
-                    f"{names} cannot be timed as CUDA graphs ({first_line(error)}): leave --graph out."
-                ) from error
-            raise
+        if len(built) < 2:
+            return {side: measure(call.fn, label=labels[side], **options) for side, call in built.items()}
+        calls = [built[side].fn for side in SIDES]
+        pair = compare(*calls, labels=tuple(labels[side] for side in SIDES), **options)
         if pair.verdict == NOT_ENOUGH_DATA:
             few = pair.method["pairs"] < MIN_PAIRS
             crossed = f"the interval crosses 1 +- {pair.same_within:.0%}"
@@ -345,9 +337,11 @@ def _failure(error: Exception) -> tuple[str, str]:
     """Return the status and the reason of a case that ended with this exception."""
     if isinstance(error, Refused):
         return res.REFUSED, str(error)
-    if isinstance(error, (VerificationError, WrongRun)):
+    if isinstance(error, BenchError):
         return res.FAILED, str(error)
     notes = " ".join(getattr(error, "__notes__", []))
+    if CAPTURE_FAILED in notes:
+        return res.REFUSED, f"it cannot be timed as CUDA graphs ({first_line(error)}): leave --graph out."
     reason = f"{type(error).__name__}: {first_line(error)}" + (f" ({notes})" if notes else "")
     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
         return res.OUT_OF_MEMORY, f"{reason} Choose smaller sizes."

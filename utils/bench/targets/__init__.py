@@ -47,11 +47,6 @@ def read_name(name: str) -> list[tuple[Target, tuple[str, ...]]]:
     )
 
 
-def find_target(name: str) -> Target:
-    """Return a target by its name, or the one of a function."""
-    return TARGETS[name] if name in TARGETS else functions.UserFunction(name)
-
-
 def _read_flags(extra_args: Iterable[str], chosen: Iterable[str]) -> dict[str, str]:
     """Join the --target-extra-arg strings of each target: {target: flags}. Flags of a chapter are for each of its targets."""
     flags = dict.fromkeys(chosen, "")

@@ -66,18 +66,12 @@ class Built:
 def dtype_support(dtype: str, device: torch.device) -> Support:
     """Say whether a dtype is worth timing on this device."""
     if device.type == "cpu" and dtype == "fp16":
-        return Support(
-            False,
-            "fp16 matrix products run near 1 GFLOP/s on a CPU, so their time says nothing.",
-            "Use --dtype fp32 or --dtype bf16.",
-        )
-    capability = compute_capability() or (0, 0)
-    if device.type == "cuda" and dtype == "bf16" and capability < (8, 0):
-        return Support(
-            False,
-            "bf16 needs tensor cores of compute capability 8.0; this GPU has {}.{}.".format(*capability),
-            "Use --dtype fp16 or --dtype fp32.",
-        )
+        why = "fp16 matrix products run near 1 GFLOP/s on a CPU, so their time says nothing."
+        return Support(False, why, "Use --dtype fp32 or --dtype bf16.")
+    major, minor = compute_capability() or (0, 0)
+    if device.type == "cuda" and dtype == "bf16" and major < 8:
+        why = f"bf16 needs tensor cores of compute capability 8.0; this GPU has {major}.{minor}."
+        return Support(False, why, "Use --dtype fp16 or --dtype fp32.")
     return Support(True)
 
 
