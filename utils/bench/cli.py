@@ -253,7 +253,3 @@ def check(run: RunName, artifacts_dir: ArtifactsDir = Path("artifacts"), as_json
         show_table(["Target", "Workload", *columns, "Verdict", "Why"], lines, wrap=["Why"])
         typer.echo(f"{len(failing)} of {len(rows)} cases fail against {path.name}.")
     raise typer.Exit(FAILED if failing else 0)
-
-
-if __name__ == "__main__":
-    app()

@@ -98,15 +98,6 @@ def build_prepared(name: str, case: Case, inputs: Sequence[torch.Tensor], **opti
     return Built(lambda: attend(q, k, v), name, prepared.settings["implementation"], prepared)
 
 
-def backend_support(name: str, case: Case) -> Support:
-    """Whether a backend computes the case on its device; whether one of SDPA takes the shape, torch says when it is built."""
-    backend = backends.backend_of(name)
-    if name in backends.SDPA_CHOICES:
-        return backend.machine()
-    answer = backend.support(case.workload.problem(case.device))
-    return answer if answer else Support(False, f"backend {name}: {answer.reason}", answer.remedy)
-
-
 class AttentionTarget(Target):
     """Attention by one backend against another. A subclass makes the workload and names the backend of each side."""
 
@@ -129,9 +120,14 @@ class AttentionTarget(Target):
 
     def support(self, case, side):
         """Whether this machine runs this side of the case, and why not."""
-        name = self.backend(case, side)
-        here = interpreted("the Triton kernel", case.device) if name == "triton" else Support(True)
-        return super().support(case, side) and here and backend_support(name, case)
+        name, answer = self.backend(case, side), super().support(case, side)
+        if name == "triton":
+            answer = answer and interpreted("the Triton kernel", case.device)
+        backend = backends.backend_of(name)
+        if name in backends.SDPA_CHOICES:  # whether it takes the shape, torch says when it is built
+            return answer and backend.machine()
+        able = backend.support(case.workload.problem(case.device))
+        return answer and (able or Support(False, f"backend {name}: {able.reason}", able.remedy))
 
     def bytes_needed(self, case, side):
         """Estimate the bytes of a run with this side, the scores that it stores included."""
