@@ -131,13 +131,14 @@ def markdown(document: dict) -> str:
 
 def _head(document: dict) -> list[str]:
     env = document["environment"]
+    timing = ", ".join(f"{name} {value}" for name, value in document["timing"].items() if value)
     command = [f"```\n{' '.join(document['command'])}\n```"] if document["command"] else []
     return [
         f"# Run {document['run_id']}",
         f"{res.machine_name(document)} · torch {env['torch']} · Triton {env['triton']} · CUDA {env['cuda']} · "
         f"cuDNN {env['cudnn']} · driver {env['driver']} · commit {(env['commit'] or 'unknown')[:12]}"
         f"{' (modified)' if env['dirty'] else ''}",
-        f"Timing: {res.timing_text(document.get('timing') or {})}",
+        f"Timing: {timing}",
         f"Status: {document['status']} · started {document['started']} · finished {document['finished'] or '-'}",
         *command,
     ]

@@ -66,7 +66,6 @@ class Options:
     def check(self, device_type: str = "cuda") -> None:
         """Raise BenchError for options that are wrong, or impossible on this kind of device."""
         check_choice("--profile", self.profile, LEVELS)
-        check_choice("--l2", self.timing.get("l2", "warm"), ("warm", "cold"))
         try:
             Timing(torch.device(device_type), **self.timing)
         except ValueError as error:  # it begins with the option's name
