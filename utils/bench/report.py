@@ -211,12 +211,9 @@ def _sweep(target: str, sides: list[tuple[dict, str]], run: str) -> Figure:
     from utils.visualization import plot_latency
 
     (name,) = sides[0][0]["swept"]
-    ran = {case["ran"][side]["provider"] for case, side in sides}
     lines: dict[str, dict[str, Measurement]] = {}
     for case, side in sides:
-        label = (
-            f"{side}: {case['ran'][side]['provider']}" if len(ran) <= 2 else side
-        )  # else the sweep changes what runs
+        label = f"{side}: {case['ran'][side]['provider']}"
         lines.setdefault(label, {})[case["swept"][name]] = Measurement.from_dict(case["sides"][side])
     if all(value.isdigit() for line in lines.values() for value in line) and len(next(iter(lines.values()))) > 1:
         sizes = {label: {int(value): one for value, one in line.items()} for label, line in lines.items()}

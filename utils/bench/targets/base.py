@@ -15,10 +15,10 @@ from utils.machine.device import Support, compute_capability
 
 SIDES = ("baseline", "optimized")
 SHAPE_KNOBS = ("batch", "heads", "seq_len", "head_dim", "dtype")
-# Knobs that make the workload or its inputs. The other knobs choose the kernel that computes it.
+# Knobs that make the workload or its inputs ("layout" in older results). The others choose the kernel that computes it.
 WORKLOAD_KNOBS = (
     *SHAPE_KNOBS,
-    *("causal", "mask", "doc_span", "score_mod", "seed", "kv_heads", "seq_len_kv", "window", "pass"),
+    *("causal", "mask", "doc_span", "score_mod", "seed", "kv_heads", "seq_len_kv", "window", "layout", "pass"),
     *("inputs", "m", "n", "k", "elements"),
 )
 
