@@ -163,6 +163,6 @@ def check_fits(label: str, needed: int, device: torch.device) -> None:
         free = available_memory_bytes()
     if needed > free:
         raise Refused(
-            f"{label} needs about {needed / 1e9:,.1f} GB, stored scores included, and {free / 1e9:,.1f} GB are free on "
-            f"{device}: choose smaller sizes."
+            f"{label} needs about {needed / 1e9:,.1f} GB (inputs, float64 reference, stored scores) and {free / 1e9:,.1f} GB "
+            f"are free on {device}: choose smaller sizes."
         )
