@@ -15,9 +15,8 @@ import torch
 from tools.record.common import Record, arguments_parser, read_record
 from utils.bench.errors import BenchError, Refused
 from utils.bench.run import check_side
-from utils.bench.targets import sdpa
+from utils.bench.targets.backends import SDPA, bind, prove
 from utils.bench.targets.base import Built, Case
-from utils.bench.targets.proof import prove
 from utils.bench.workload import Workload, arithmetic, make_inputs, reference
 from utils.benchmark import benchmark_memory
 from utils.benchmark.measuring import measure_together
@@ -47,14 +46,14 @@ def measure_shape(shape: dict, device: torch.device) -> list[dict]:
     workload = workload_of(shape)
     work = workload.cost
     inputs = make_inputs(workload, device, SEED)
-    expected = reference(workload, *inputs.qkv, *([] if inputs.dout is None else [inputs.dout]))
+    expected = reference(workload, *inputs)
     case, rows, calls = Case("sdpa_grid", workload, {}, device), dict[str, dict](), {}
-    default = prove("auto", launched(sdpa.bind(workload, "auto", inputs)), workload.direction)
-    for name in sdpa.BACKENDS:
+    default = prove("auto", launched(bind(workload, "auto", inputs)), workload.direction)
+    for name in SDPA:
         rows[name] = shape | {"label": workload.label, "flops": work.flops, "backend": name, "status": "ok"}
         rows[name] |= {"refused": None, "default": default, "is_default": name == default}
         try:
-            call = sdpa.bind(workload, name, inputs)
+            call = bind(workload, name, inputs)
         except Refused as refusal:
             rows[name] |= {"status": "refused", "refused": str(refusal.__cause__)}
             continue

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from utils.bench.errors import check_choices
 from utils.bench.terminal import (
     FAILED,
     STOPPED,
@@ -88,7 +87,9 @@ def run(
     max_seconds: Annotated[
         float | None, typer.Option(help="Most seconds of each case's timing, warm-up included.")
     ] = None,
-    discard: Annotated[str | None, typer.Option(help="Samples to leave out: outliers, throttled, or both.")] = None,
+    discard: Annotated[
+        str | None, typer.Option(help="Samples to leave out: outliers, throttled, or both, by a comma.")
+    ] = None,
     run_id: Annotated[str | None, typer.Option(help="Name of the run's folder; default: date and time.")] = None,
     artifacts_dir: ArtifactsDir = Path("artifacts"),
     inputs: Annotated[
@@ -117,18 +118,16 @@ def run(
     from utils.bench.results import exit_code, status_text
     from utils.bench.run import Options, new_run_id
     from utils.bench.targets import plan
-    from utils.benchmark.sampling import DISCARDS
     from utils.machine.device import default_device
     from utils.machine.environment import environment
 
     words = sys.argv[sys.argv.index("bench") + 1 :] if "bench" in sys.argv else sys.argv[1:]
     names = [part for name in [*(targets or []), *(more or [])] for part in name.split(",") if part]
-    timing = {"l2": l2, "graph": graph, "warmup": warmup, "iterations": iterations}
-    timing |= {"target_interval": target_interval, "max_seconds": max_seconds}
+    given = {"l2": l2, "graph": graph, "warmup": warmup, "iterations": iterations, "max_seconds": max_seconds}
+    given |= {"target_interval": target_interval, "discard": tuple(discard.split(",")) if discard else None}
+    timing = {name: value for name, value in given.items() if value is not None}
+    command = ["labs", "bench", *map(shlex.quote, words)]
     with errors_as_lines():
-        if discard:
-            timing["discard"] = check_choices("--discard", discard, DISCARDS)
-        command = ["labs", "bench", *map(shlex.quote, words)]
         options = Options(profile, timing, new_run_id() if run_id is None else run_id, artifacts_dir, command=command)
         swept = Sweep.read(sweep) if sweep else None
         extra, device = target_extra_arg or [], default_device()
@@ -253,7 +252,3 @@ def check(run: RunName, artifacts_dir: ArtifactsDir = Path("artifacts"), as_json
         show_table(["Target", "Workload", *columns, "Verdict", "Why"], lines, wrap=["Why"])
         typer.echo(f"{len(failing)} of {len(rows)} cases fail against {path.name}.")
     raise typer.Exit(FAILED if failing else 0)
-
-
-if __name__ == "__main__":
-    app()

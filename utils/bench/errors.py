@@ -29,11 +29,3 @@ def check_choice(name: str, value: str, allowed: Iterable[str]) -> str:
     if value not in names:
         raise BenchError(f"{name} is {value!r}; it must be one of {', '.join(names)}.{did_you_mean(value, names)}")
     return value
-
-
-def check_choices(name: str, text: str, allowed: Iterable[str]) -> tuple[str, ...]:
-    """Split words that are separated by commas, drop repeated ones, and check each of them (see `check_choice`)."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words:
-        raise BenchError(f"{name} names nothing; allowed are {', '.join(allowed)}.")
-    return tuple(check_choice(name, word, allowed) for word in dict.fromkeys(words))

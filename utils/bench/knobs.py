@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from utils.bench.errors import BenchError, check_choice, check_choices
+from utils.bench.errors import BenchError, check_choice
 from utils.validation import whole_number
 
 
@@ -30,7 +30,6 @@ class Knob:
     choices: tuple[str, ...] = ()  # words; empty for a whole number or a switch
     least: int = 1
     env: str | None = None  # environment variable read at run time
-    many: bool = False  # several choices, separated by commas
 
     @property
     def key(self) -> str:
@@ -45,8 +44,6 @@ class Knob:
     def describe(self, device_type: str) -> dict:
         """Return the knob's name, meaning, default on this kind of device and allowed values, for `list-targets`."""
         value = self.default(device_type)
-        if isinstance(value, tuple):
-            value = ",".join(value)
         if self.is_switch:
             value, allowed = "on" if value else "off", f"--{self.name}, --no-{self.name}"
         else:
@@ -62,8 +59,7 @@ class Knob:
     def parse(self, text: str, source: str) -> Any:
         """Convert `text` to a value; an error names `source`, the flag or variable that the text came from."""
         if self.choices:
-            check = check_choices if self.many else check_choice
-            return check(source, text.strip(), self.choices)
+            return check_choice(source, text.strip(), self.choices)
         return whole_number(source, int(text) if re.fullmatch(r"[+-]?\d+", text) else text, self.least, BenchError)
 
 
@@ -112,21 +108,17 @@ def settle(
     return settings
 
 
-def split_extra_args(extra_args: Iterable[str]) -> dict[str, str]:
-    """Split `TARGET=--flag value` strings into {target: flags}; several strings for one target are joined."""
-    by_target: dict[str, str] = {}
-    for text in extra_args:
-        target, equals, flags = text.partition("=")
-        target, flags = target.strip(), flags.strip()
-        if not equals or not target or not flags:
-            raise BenchError(
-                f"--target-extra-arg is {text!r}; write it as 'TARGET=--flag value', such as "
-                "'labs/cudnn_sdpa_bench:flash_sdp=--backend cudnn'."
-            )
-        if flags[0] == flags[-1] and flags[0] in "\"'":
-            flags = flags[1:-1]  # quotes that the shell left in place
-        by_target[target] = f"{by_target.get(target, '')} {flags}".strip()
-    return by_target
+def split_extra_arg(text: str) -> tuple[str, str]:
+    """Split `TARGET=--flag value` into the target and its flags."""
+    target, flags = (part.strip() for part in text.partition("=")[::2])
+    if not target or not flags:
+        raise BenchError(
+            f"--target-extra-arg is {text!r}; write it as 'TARGET=--flag value', such as "
+            "'labs/cudnn_sdpa_bench:flash_sdp=--backend cudnn'."
+        )
+    if flags[0] == flags[-1] and flags[0] in "\"'":
+        flags = flags[1:-1]  # quotes that the shell left in place
+    return target, flags
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from utils.bench.knobs import Setting
-from utils.bench.targets import find_target
+from utils.bench.targets import read_name
 from utils.bench.targets.base import Case
 from utils.benchmark.profiling import gpu_idle_share, nvtx_range, profile, summarize_trace
 from utils.files import ROOT
@@ -57,21 +57,23 @@ class Request:
         return cls(case.target, side, case.label, range_name, str(case.device), values)
 
     @property
+    def file_stem(self) -> str:
+        """What the side's files are called, such as "optimized_flash_sdp_B4-H16-S4096-D128-bf16-causal"."""
+        label = re.sub(r"[^A-Za-z0-9]+", "-", self.label).strip("-")
+        return f"{self.side}_{self.target.partition(':')[2]}_{label}"
+
+    @property
     def command(self) -> list[str]:
         """The command that runs the side in a process of its own."""
         return [sys.executable, "-m", "utils.bench.profiles", json.dumps(asdict(self))]
 
 
-def file_stem(workload: str, side: str, label: str) -> str:
-    """Name the files of a side, such as "optimized_flash_sdp_B4-H16-S4096-D128-bf16-causal"."""
-    return f"{side}_{workload}_{re.sub(r'[^A-Za-z0-9]+', '-', label).strip('-')}"
-
-
-def profile_side(fn: Callable[[], object], request: Request, base: Path, *, level: str, l2: str) -> dict:
-    """Profile one side's call: files `base` with their suffixes, reasons for what is missing, and kernels with durations.
+def profile_side(fn: Callable[[], object], request: Request, folder: Path, level: str, l2: str) -> dict:
+    """Profile one side's call: files in `folder`, the reason for what is missing, and kernels with their durations.
 
     The profilers that run the side in another process go by `request`, with the caches `l2` as the side was timed.
     """
+    base = folder / request.file_stem
 
     def call_in_range() -> None:
         with nvtx_range(request.range):
@@ -124,7 +126,7 @@ def nsight(base: Path, request: Request, level: str, l2: str) -> tuple[Path | No
 @torch.no_grad()
 def replay(request: Request) -> None:
     """Build the side of a request, warm it up, and call it once inside its NVTX range."""
-    target, device = find_target(request.target), torch.device(request.device)
+    ((target, _),), device = read_name(request.target), torch.device(request.device)
     settings = {
         key: Setting(tuple(value) if isinstance(value, list) else value, "default")
         for key, value in request.values.items()

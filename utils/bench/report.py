@@ -1,17 +1,20 @@
-"""Reports of a run: its rows, as CSV and Markdown; `write_report` adds the plots."""
+"""Reports of a run: its rows as CSV, as a Markdown page, and as plots of latency and of TFLOP/s under the roof."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from utils.bench import results as res
-from utils.bench.plots import plots
 from utils.benchmark.intervals import NOT_ENOUGH_DATA
-from utils.benchmark.result import digits, format_interval, format_rate, with_interval
+from utils.benchmark.result import STATISTICS, Measurement, digits, format_interval, format_rate, with_interval
 from utils.files import write_whole
 
-STATISTICS = ("mean_ms", "std_ms", "min_ms", "max_ms", "p95_ms", "p99_ms", "tflops", "gb_s", "roof_share")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 WIDEST_SPEEDUP = len(f"0.999 [0.999, 0.999] {NOT_ENOUGH_DATA}")
 
 
@@ -27,8 +30,8 @@ def _row(case: dict, side: str) -> dict:
     row["ran"] = case["ran"].get(side, {}).get("provider")
     if (measured := res.measured(case, side)) is not None:
         low, high = measured.interval_ms
-        row |= {"median_ms": measured.median_ms, "low_ms": low, "high_ms": high, "samples": len(measured.samples_ms)}
-        row |= {name: getattr(measured, name) for name in STATISTICS}
+        row |= {name: getattr(measured, name) for name in (*STATISTICS, "roof_share")}
+        row |= {"low_ms": low, "high_ms": high, "samples": len(measured.samples_ms)}
         row |= {name: measured.method.get(name) for name in ("outliers", "throttled", "discarded")}
         if "heads" in work:
             row["queries_per_s"] = work["batch"] * work["heads"] * work["seq_len"] / (measured.median_ms / 1e3)
@@ -107,7 +110,7 @@ def terminal_remarks(document: dict) -> list[str]:
 
 
 def markdown(document: dict) -> str:
-    """Return the run as a Markdown page: machine, times, what ran, knobs in force, refusals and failures."""
+    """Return the run as a Markdown page: machine, command, times, what ran, refusals, failures and profiles."""
     parts = _head(document)
     columns, times = times_table(document)
     if times:
@@ -119,8 +122,6 @@ def markdown(document: dict) -> str:
             "## What ran",
             table(*_what_ran(document)),
         ]
-    settings = join_workloads([case["target"], case["label"], _knobs_text(case)] for case in document["cases"])
-    parts += ["## Settings in force", table(["target", "workload", "knobs"], settings)]
     if remarks := join_workloads(res.remarks(document)):
         parts += ["## Refused, failed, noted", table(["target", "workload", "status", "why"], remarks)]
     if profiles := [line for case in document["cases"] for line in _profiles(case)]:
@@ -129,17 +130,15 @@ def markdown(document: dict) -> str:
 
 
 def _head(document: dict) -> list[str]:
-    env, load = document["environment"], document.get("load_average")
-    timing = f"Timing: {res.timing_text(document.get('timing') or {})}"
-    if document["device"] == "cpu" and load is not None:  # other work on a CPU is in every time
-        timing += f" · load average {load:.1f} on {env['cpu_count']} CPUs when it began"
+    env = document["environment"]
+    timing = ", ".join(f"{name} {value}" for name, value in document["timing"].items() if value)
     command = [f"```\n{' '.join(document['command'])}\n```"] if document["command"] else []
     return [
         f"# Run {document['run_id']}",
         f"{res.machine_name(document)} · torch {env['torch']} · Triton {env['triton']} · CUDA {env['cuda']} · "
         f"cuDNN {env['cudnn']} · driver {env['driver']} · commit {(env['commit'] or 'unknown')[:12]}"
         f"{' (modified)' if env['dirty'] else ''}",
-        timing,
+        f"Timing: {timing}",
         f"Status: {document['status']} · started {document['started']} · finished {document['finished'] or '-'}",
         *command,
     ]
@@ -167,15 +166,6 @@ def _short(name: str, length: int) -> str:
     return name if len(name) <= length else name[: length - 3] + "..."
 
 
-def _knobs_text(case: dict) -> str:
-    """Return a case's knobs with the origin of each value; defaults that the workload shows are left out."""
-    return ", ".join(
-        f"{key}={knob['value']} ({knob['origin']})"
-        for key, knob in case["knobs"].items()
-        if key not in case["workload"] or knob["origin"] != "default"
-    )
-
-
 def _profiles(case: dict) -> list[str]:
     """Return a list item for each profile of a case, with what is in it below."""
     items = []
@@ -189,6 +179,81 @@ def _profiles(case: dict) -> list[str]:
         facts += [f"{row['mean_us']:.1f} us x {row['count']}: `{_short(row['name'], 100)}`" for row in kernels]
         items += [f"  - {text}" for text in facts]
     return items
+
+
+# ---- a run as pictures --------------------------------------------------------------------------------------------
+
+
+def plots(document: dict, folder: Path) -> list[Path]:
+    """Write the plots of each target that has times into `folder`; return the paths."""
+    os.environ.setdefault("MPLBACKEND", "Agg")  # matplotlib reads it when it is imported
+    by_target: dict[str, list[tuple[dict, str]]] = {}
+    for case in document["cases"]:
+        for side in case["sides"]:
+            by_target.setdefault(case["target"], []).append((case, side))
+    import matplotlib.pyplot as plt
+
+    folder.mkdir(parents=True, exist_ok=True)
+    run = f"run {document['run_id']}, {res.machine_name(document)}"
+    written = []
+    for target, sides in by_target.items():
+        suffix = f"_{target.split(':')[1]}" if len(by_target) > 1 else ""
+        for name, figure in _figures(target, sides, run).items():
+            path = folder / f"{name}{suffix}.png"
+            figure.savefig(path, dpi=150, bbox_inches="tight")
+            plt.close(figure)  # pyplot keeps figures, and warns from the 21st on
+            written.append(path)
+    return written
+
+
+def _sweep(target: str, sides: list[tuple[dict, str]], run: str) -> Figure:
+    """Draw the times of a sweep: a line for each side over the sizes, or a row for each value that is no size."""
+    from utils.visualization import plot_latency
+
+    (name,) = sides[0][0]["swept"]
+    lines: dict[str, dict[str, Measurement]] = {}
+    for case, side in sides:
+        label = f"{side}: {case['ran'][side]['provider']}"
+        lines.setdefault(label, {})[case["swept"][name]] = Measurement.from_dict(case["sides"][side])
+    if all(value.isdigit() for line in lines.values() for value in line) and len(next(iter(lines.values()))) > 1:
+        sizes = {label: {int(value): one for value, one in line.items()} for label, line in lines.items()}
+        ratios = {int(case["swept"][name]): case["comparison"]["speedup"] for case, _ in sides if case["comparison"]}
+        return plot_latency(sizes, size_name=name, title=f"{target}\n{run}", ratios=ratios)[0]
+    rows = {f"{name} {value}, {label}": one for label, line in lines.items() for value, one in line.items()}
+    return plot_latency(rows, title=f"{target}\n{run}")[0]
+
+
+def _figures(target: str, sides: list[tuple[dict, str]], run: str) -> dict[str, Figure]:
+    """Draw {"latency": ..., "roofline": ...} of one target. The title takes the words that all labels share."""
+    from utils.visualization import plot_latency, plot_roofline
+
+    if any(case.get("swept") for case, _ in sides):
+        return {"sweep": _sweep(target, sides, run)}
+    labels = [case["label"].split() for case, _ in sides]
+    shared = [word for word in labels[0] if all(word in words for words in labels)]
+    latencies: dict[str, Measurement] = {}
+    points: dict[str, tuple] = {}
+    peaks: dict[str, float] = {}
+    roof = None
+    for (case, side), words in zip(sides, labels, strict=True):
+        measured = Measurement.from_dict(case["sides"][side])
+        name = " ".join([*(word for word in words if word not in shared), f"{side}: {case['ran'][side]['provider']}"])
+        if name in latencies:
+            name += f" {res.options_text(case)}"
+        latencies[name] = measured
+        if measured.roof is None or not measured.flops or not measured.bytes:
+            continue
+        roof, dtype = measured.roof, measured.roof["dtype"]
+        peaks[dtype] = roof["tflops"]
+        points[name] = (measured.flops / measured.bytes, measured.tflops, dtype)
+    title = f"{target} {' '.join(shared)}\n{run}"
+    figures = {"latency": plot_latency(latencies, title=title)[0]}
+    if roof is not None:
+        bandwidth = roof["memory_bandwidth_tb_s"]
+        figures["roofline"], _ = plot_roofline(
+            roof["name"], max(peaks.values()), bandwidth, measured=points, peaks=peaks, title=title
+        )
+    return figures
 
 
 def write_report(document: dict, folder: Path) -> list[Path]:

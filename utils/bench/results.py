@@ -90,11 +90,6 @@ def timing_mode(case: dict) -> dict:
     return {"l2": timing.get("l2", "warm"), "graph": timing.get("graph", False)}
 
 
-def timing_text(timing: dict) -> str:
-    """Write the timing options of a run that are set: "l2 cold, target_interval 0.01"."""
-    return ", ".join(f"{name} {value}" for name, value in timing.items() if value not in (None, False, (), []))
-
-
 def case_key(case: dict) -> tuple:
     """Return the target and the whole workload: two cases with equal keys are the same benchmark."""
     return case["target"], *sorted((key, str(value)) for key, value in case["workload"].items())

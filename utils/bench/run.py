@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import re
 import secrets
 import sys
@@ -18,8 +17,8 @@ import torch
 
 from utils.bench import results as res
 from utils.bench.documents import utc_now, write_json
-from utils.bench.errors import BenchError, Refused, VerificationError, WrongRun, check_choice
-from utils.bench.profiles import LEVELS, Request, file_stem, profile_side
+from utils.bench.errors import BenchError, Refused, VerificationError, check_choice
+from utils.bench.profiles import LEVELS, Request, profile_side
 from utils.bench.report import markdown
 from utils.bench.targets import SIDES, Plan
 from utils.bench.targets.base import Built, Case
@@ -49,7 +48,7 @@ def new_run_id() -> str:
 class Options:
     """How a plan is run: what is profiled, how samples are taken, and where results go.
 
-    `timing` has options of `Timing`; the target's protocol says how many calls and samples, where it does not.
+    `timing` has the options of `Timing` that were asked for; others are the target's protocol and Timing's defaults.
     """
 
     profile: str = "none"
@@ -59,9 +58,6 @@ class Options:
     profiles_dir: Path = Path("benchmark_profiles")
     command: list[str] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.timing = {"l2": "warm", "graph": False, "warmup": None, "iterations": None} | self.timing
-
     @property
     def folder(self) -> Path:
         """The folder of the run's files."""
@@ -70,9 +66,8 @@ class Options:
     def check(self, device_type: str = "cuda") -> None:
         """Raise BenchError for options that are wrong, or impossible on this kind of device."""
         check_choice("--profile", self.profile, LEVELS)
-        check_choice("--l2", self.timing["l2"], ("warm", "cold"))
         try:
-            Timing(torch.device(device_type), **{name: one for name, one in self.timing.items() if one is not None})
+            Timing(torch.device(device_type), **self.timing)
         except ValueError as error:  # it begins with the option's name
             raise BenchError(f"--{str(error).replace('_', '-', 1)}") from None
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.run_id):
@@ -83,13 +78,14 @@ class Options:
 
 def empty_record(plan: Plan, case: Case, options: Options) -> dict:
     """Return what the results say about a case that has not run yet. Measuring it fills what is empty here."""
+    protocol = dict(zip(("warmup", "iterations"), plan.target.protocol[case.device.type], strict=True))
     return {
         "target": plan.target.name,
         "label": case.label,
         "sides_asked": list(plan.sides),
         "workload": case.workload.to_dict(),
         "knobs": case.knobs_record(),
-        "timing": dict(options.timing),
+        "timing": protocol | options.timing,
         "swept": dict(case.swept),
         "status": res.NOT_RUN,
         "reason": "",
@@ -114,10 +110,8 @@ class CaseRun:
         """Run all steps of the case."""
         case, target = self.case, self.target
         self._refuse_unsupported()
-        score_buffers = max(target.score_buffers(case, side) for side in self.sides)
-        self.record["memory_estimate_bytes"] = check_fits(case.workload, score_buffers, case.device)
-        cost = case.workload.cost
-        self.record["cost"] = {"flops": cost.flops, "bytes": cost.bytes, "mask_density": case.workload.density}
+        check_fits(case.label, max(target.bytes_needed(case, side) for side in self.sides), case.device)
+        self.record["cost"] = {"flops": case.workload.cost.flops, "bytes": case.workload.cost.bytes}
         self.on_step(case, "build")
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()  # from the ninth shape on, a compiled function silently runs eager
@@ -137,7 +131,8 @@ class CaseRun:
             cut = [measurement.method["stopped"]] * measurement.method["cut_by_time_budget"]
             self.record["notes"] += [f"{side}: {text}." for text in (*measurement.doubts(), *cut)]
         for call in built.values():
-            call.after()
+            if call.prepared is not None:
+                call.prepared.check()  # raises if it was compiled again
         if self.options.profile != "none":
             self.on_step(case, "profile")
             self._profile(built)
@@ -169,11 +164,10 @@ class CaseRun:
         }
 
     def _timing_options(self) -> dict:
-        """Fill the record's timing with the target's protocol; return all options of the timer."""
-        timing, cost, roofs = self.record["timing"], self.case.workload.cost, machine_roofs()
-        protocol = dict(zip(("warmup", "iterations"), self.target.protocol[self.case.device.type], strict=True))
-        timing |= {name: default for name, default in protocol.items() if timing[name] is None}
+        """Return all options of the timer, with the roofs of this machine; note what is odd about these."""
+        cost, roofs = self.case.workload.cost, machine_roofs()
         options = {"device": self.case.device, "flops": cost.flops or None, "bytes": cost.bytes or None}
+        options |= self.record["timing"] | {"dtype": self.precision}
         if roofs.busy:
             self.record["notes"].append(roofs.busy)
         if self.precision in roofs.tflops:
@@ -182,26 +176,16 @@ class CaseRun:
             self.record["notes"].append(
                 f"the roofs of {roofs.name} have no {self.precision} peak: no share of a roof is given."
             )
-        return (
-            {name: value for name, value in timing.items() if value is not None} | options | {"dtype": self.precision}
-        )
+        return options
 
     def _time(self, built: Mapping[str, Built]) -> dict[str, Measurement]:
         """Time the sides: interleaved if both were asked for."""
         options = self._timing_options()
         labels = {side: self.record["ran"][side]["range"] for side in built}
-        try:
-            if len(built) < 2:
-                return {side: measure(call.fn, label=labels[side], **options) for side, call in built.items()}
-            calls = [built[side].fn for side in SIDES]
-            pair = compare(*calls, labels=tuple(labels[side] for side in SIDES), **options)
-        except Exception as error:
-            if any(CAPTURE_FAILED in note for note in getattr(error, "__notes__", ())):
-                names = " and ".join(labels.values())
-                raise Refused(
-                    f"{names} cannot be timed as CUDA graphs ({first_line(error)}): leave --graph out."
-                ) from error
-            raise
+        if len(built) < 2:
+            return {side: measure(call.fn, label=labels[side], **options) for side, call in built.items()}
+        calls = [built[side].fn for side in SIDES]
+        pair = compare(*calls, labels=tuple(labels[side] for side in SIDES), **options)
         if pair.verdict == NOT_ENOUGH_DATA:
             few = pair.method["pairs"] < MIN_PAIRS
             crossed = f"the interval crosses 1 +- {pair.same_within:.0%}"
@@ -213,12 +197,10 @@ class CaseRun:
     def _profile(self, built: Mapping[str, Built]) -> None:
         options, record = self.options, self.record
         folder = options.profiles_dir / self.target.chapter / options.run_id
+        l2 = record["timing"].get("l2", "warm")
         for side, call in built.items():
             request = Request.of_side(self.case, side, record["ran"][side]["range"])
-            base = folder / file_stem(self.target.workload, side, record["label"])
-            record["profiles"][side] = profile_side(
-                call.fn, request, base, level=options.profile, l2=options.timing["l2"]
-            )
+            record["profiles"][side] = profile_side(call.fn, request, folder, options.profile, l2)
 
 
 def check_side(
@@ -286,7 +268,6 @@ class Runner:
             timing=options.timing,
             environment=environment(device),
             gpu_state=gpu_state(device) if device.type == "cuda" else None,
-            load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
             cases=[],
         )
 
@@ -355,9 +336,11 @@ def _failure(error: Exception) -> tuple[str, str]:
     """Return the status and the reason of a case that ended with this exception."""
     if isinstance(error, Refused):
         return res.REFUSED, str(error)
-    if isinstance(error, (VerificationError, WrongRun)):
+    if isinstance(error, BenchError):
         return res.FAILED, str(error)
     notes = " ".join(getattr(error, "__notes__", []))
+    if CAPTURE_FAILED in notes:
+        return res.REFUSED, f"it cannot be timed as CUDA graphs ({first_line(error)}): leave --graph out."
     reason = f"{type(error).__name__}: {first_line(error)}" + (f" ({notes})" if notes else "")
     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
         return res.OUT_OF_MEMORY, f"{reason} Choose smaller sizes."

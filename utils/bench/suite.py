@@ -46,9 +46,7 @@ class BenchmarkConfig:
     benchmark_iterations: int = 500  # samples
     flush_l2_cache: bool = False  # write twice the last-level cache before every sample, untimed
     lock_clocks: bool = False  # refused if True: clocks are read and reported, never set
-    exclude_memory_transfers: bool = (
-        True  # refuse a kernel function that copies between host and GPU: it would be timed
-    )
+    exclude_memory_transfers: bool = True  # refuse a kernel function whose copies between host and GPU would be timed
     seed: int = 42  # of torch's generators, set before the kernel function is first called
 
     def __post_init__(self) -> None:

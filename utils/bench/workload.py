@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -13,33 +12,24 @@ from utils.attention.masks.mask_mods import row_chunks
 from utils.attention.reference import CHUNK_BYTES
 from utils.bench.errors import Refused
 from utils.machine.environment import available_memory_bytes, float32_matmul_precision
-from utils.model import costs as flops
+from utils.model.costs import Cost, attended_pairs
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MASKS = tuple(attention.masks.MASKS)
 SCORE_MODS = ("none", "relative_bias", "soft_cap")
-LAYOUTS = ("bhsd", "bshd")
 DIRECTIONS = ("forward", "backward", "both")
 SOFT_CAP = 20.0
 # Backward multiplies five times where forward does twice: the scores are computed again, dP, dV, dQ and dK.
 BACKWARD_FLOPS = 2.5
 
 
-def _sum_of_clamped(start: int, count: int, high: int) -> int:
-    """Return the sum of `count` whole numbers from `start` on, each raised to 0 and lowered to `high`."""
-    below = min(max(-start, 0), count)
-    start, count = start + below, count - below
-    inside = min(count, max(high - start, 0))
-    return inside * start + inside * (inside - 1) // 2 + (count - inside) * high
-
-
 @dataclass(frozen=True)
 class Workload:
     """Attention of q (B, H, Sq, D) over k and v (B, Hkv, Sk, D). Two results are comparable if these fields are equal.
 
-    doc_span: tokens a document has; the last one may be shorter. kv_heads, seq_len_kv: None for as many as q has.
-    layout: "bhsd" is contiguous, "bshd" a transposed view of a contiguous (B, S, H, D). direction: "forward",
-    "backward" or "both". window: only keys fewer than this many positions away. The last query is at the last key.
+    doc_span: tokens a document has; the last one may be shorter. kv_heads, seq_len_kv: 0 for as many as q has.
+    direction: "forward", "backward" or "both". window: only keys fewer than this many positions away. The last query is
+    at the last key.
     """
 
     batch: int
@@ -50,11 +40,14 @@ class Workload:
     mask: str = "full"
     doc_span: int | None = None
     score_mod: str = "none"
-    kv_heads: int | None = None
-    seq_len_kv: int | None = None
-    layout: str = "bhsd"
+    kv_heads: int = 0
+    seq_len_kv: int = 0
     direction: str = "forward"
     window: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "seq_len_kv", self.seq_len_kv or self.seq_len)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -64,17 +57,7 @@ class Workload:
     @property
     def kv_shape(self) -> tuple[int, int, int, int]:
         """Shape of k and v, (B, Hkv, Sk, D)."""
-        return self.batch, self.hkv, self.sk, self.head_dim
-
-    @property
-    def hkv(self) -> int:
-        """Number of heads of k and v."""
-        return self.kv_heads or self.heads
-
-    @property
-    def sk(self) -> int:
-        """Number of keys."""
-        return self.seq_len_kv or self.seq_len
+        return self.batch, self.kv_heads, self.seq_len_kv, self.head_dim
 
     @property
     def causal(self) -> bool:
@@ -84,17 +67,16 @@ class Workload:
     @property
     def label(self) -> str:
         """Such as "B4 H16 S4096 D64 bf16 causal_document 512" or "B4 H32/8 S1024 D128 bf16 causal both"."""
-        heads = f"H{self.heads}" if self.hkv == self.heads else f"H{self.heads}/{self.hkv}"
-        length = f"S{self.seq_len}" if self.sk == self.seq_len else f"S{self.seq_len}x{self.sk}"
+        heads = f"H{self.heads}" if self.kv_heads == self.heads else f"H{self.heads}/{self.kv_heads}"
+        length = f"S{self.seq_len}" if self.seq_len_kv == self.seq_len else f"S{self.seq_len}x{self.seq_len_kv}"
         parts = [f"B{self.batch} {heads} {length} D{self.head_dim}", self.dtype, self.mask]
         parts += [str(self.doc_span)] if self.doc_span is not None else []
         parts += [f"window {self.window}"] if self.window is not None else []
-        plain = ("none", "bhsd", "forward")
-        return " ".join(parts + [one for one in (self.score_mod, self.layout, self.direction) if one not in plain])
+        return " ".join(parts + [one for one in (self.score_mod, self.direction) if one not in ("none", "forward")])
 
     def to_dict(self) -> dict:
         """Return the fields, for a JSON file; those after `score_mod` only where they differ from plain self-attention."""
-        plain = {"kv_heads": self.heads, "seq_len_kv": self.seq_len, "layout": "bhsd", "direction": "forward"}
+        plain = {"kv_heads": self.heads, "seq_len_kv": self.seq_len, "direction": "forward"}
         fields = asdict(self)
         always = list(fields)[: list(fields).index("score_mod") + 1]
         return {key: value for key, value in fields.items() if key in always or value not in (None, plain.get(key))}
@@ -113,75 +95,48 @@ class Workload:
         return attention.make_problem(q, k, k, **self.attention_arguments)
 
     @property
-    def documents(self) -> tuple[int, int, int]:
-        """(number of whole documents, their length, length of the last, shorter one or 0); attention stays within each."""
-        span = self.seq_len if self.doc_span is None else min(self.doc_span, self.seq_len)
-        return self.seq_len // span, span, self.seq_len % span
-
-    @property
     def pairs(self) -> int:
         """Query-key pairs of one head that the mask lets through."""
         if self.doc_span is not None:
-            count, span, rest = self.documents
-            of_one = [size * (size + 1) // 2 if self.causal else size**2 for size in (span, rest)]
-            return count * of_one[0] + of_one[1]
+            count, rest = divmod(self.seq_len, self.doc_span)
+            lengths = {self.doc_span: count, rest: 1} if rest else {self.doc_span: count}
+            return sum(many * attended_pairs(length, length, self.causal) for length, many in lengths.items())
         if self.mask not in ("full", "causal"):
-            rows = row_chunks(by_name(self.mask), self.seq_len, self.sk, "cpu")
+            rows = row_chunks(by_name(self.mask), self.seq_len, self.seq_len_kv, "cpu")
             return sum(int(allowed.sum()) for _, allowed in rows)
-        reach = self.sk + self.seq_len if self.window is None else self.window
-        first = self.sk - self.seq_len  # position of the first query
-        end = first + 1 if self.causal else first + reach
-        return _sum_of_clamped(end, self.seq_len, self.sk) - _sum_of_clamped(first - reach + 1, self.seq_len, self.sk)
+        pairs = attended_pairs(self.seq_len, self.seq_len_kv, self.causal or self.window is not None, self.window)
+        if self.window is not None and not self.causal:  # the later keys, without the query's own
+            pairs += attended_pairs(self.seq_len, self.seq_len, True, self.window) - self.seq_len
+        return pairs
 
     @property
-    def density(self) -> float:
-        """Share of the query-key pairs that the mask lets through."""
-        return self.pairs / (self.seq_len * self.sk)
-
-    @property
-    def cost(self) -> flops.Cost:
+    def cost(self) -> Cost:
         """FLOPs of the pairs let through, and the least bytes: q, k, v, the output and gradients once each."""
-        query, key = self.batch * self.heads * self.seq_len, self.batch * self.hkv * self.sk
+        query, key = self.batch * self.heads * self.seq_len, self.batch * self.kv_heads * self.seq_len_kv
         forward = 4 * self.batch * self.heads * self.head_dim * self.pairs
         passes = {"forward": (1.0, 2), "backward": (BACKWARD_FLOPS, 4), "both": (1.0 + BACKWARD_FLOPS, 6)}
         times, moved = passes[self.direction]
-        return flops.Cost(int(times * forward), moved * (query + key) * self.head_dim * DTYPES[self.dtype].itemsize)
+        return Cost(int(times * forward), moved * (query + key) * self.head_dim * DTYPES[self.dtype].itemsize)
 
     def bytes_needed(self, score_buffers: float) -> int:
         """Estimate a run's bytes: inputs and outputs of both sides, the float64 reference, stored masks and scores."""
-        passes, pairs = (1 if self.direction == "forward" else 2), self.seq_len * self.sk
-        elements = 2 * self.head_dim * self.batch * (self.heads * self.seq_len + self.hkv * self.sk)
+        passes, pairs = (1 if self.direction == "forward" else 2), self.seq_len * self.seq_len_kv
+        elements = 2 * self.head_dim * self.batch * (self.heads * self.seq_len + self.kv_heads * self.seq_len_kv)
         copies = 3 * passes * DTYPES[self.dtype].itemsize * elements
         checking = 8 * 2 * elements + min(CHUNK_BYTES, 6 * 8 * pairs) + 2 * pairs
         return int(copies + checking + 4 * passes * score_buffers * self.batch * self.heads * pairs)
 
 
-class Inputs(NamedTuple):
-    """q (B, H, Sq, D), k, v (B, Hkv, Sk, D), and the output's gradient (None for forward)."""
+def make_inputs(workload: Workload, device: torch.device, seed: int) -> tuple[torch.Tensor, ...]:
+    """Draw standard normal q (B, H, Sq, D), k and v (B, Hkv, Sk, D), and the output's gradient unless the pass is forward.
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    dout: torch.Tensor | None = None
-
-    @property
-    def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v."""
-        return self.q, self.k, self.v
-
-
-def in_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """Return x (B, H, S, D), its shape unchanged, with the memory order of a layout."""
-    return x.contiguous() if layout == "bhsd" else x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def make_inputs(workload: Workload, device: torch.device, seed: int) -> Inputs:
-    """Draw standard normal inputs. On a CPU they depend on the seed alone; a GPU draws its own, which is quick."""
+    On a CPU they depend on the seed alone; a GPU draws its own, which is quick.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     shapes = [workload.shape, workload.kv_shape, workload.kv_shape]
     shapes += [workload.shape] * (workload.direction != "forward")
     normal = (torch.randn(shape, generator=generator, device=device, dtype=torch.float32) for shape in shapes)
-    return Inputs(*(in_layout(x.to(DTYPES[workload.dtype]), workload.layout) for x in normal))
+    return tuple(x.to(DTYPES[workload.dtype]) for x in normal)
 
 
 def reference(workload: Workload, q, k, v, dout=None) -> dict[str, torch.Tensor]:
@@ -199,18 +154,15 @@ def arithmetic(dtype: str, device: torch.device) -> str:
     return "tf32" if tf32 else dtype
 
 
-def check_fits(workload, score_buffers: float, device: torch.device) -> int:
-    """Estimate the bytes; raise Refused, before anything is allocated, if the free memory cannot hold them."""
-    needed = workload.bytes_needed(score_buffers)
+def check_fits(label: str, needed: int, device: torch.device) -> None:
+    """Raise Refused, before anything is allocated, if the free memory cannot hold the bytes that a run needs."""
     if device.type == "cuda":  # torch's allocator may hold memory that it does not use
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + unused
     else:
         free = available_memory_bytes()
     if needed > free:
-        stored = " (its unfused side stores all scores)" if score_buffers else ""
         raise Refused(
-            f"{workload.label} needs about {needed / 1e9:,.1f} GB{stored} and {free / 1e9:,.1f} GB are free "
-            f"on {device}: choose smaller sizes."
+            f"{label} needs about {needed / 1e9:,.1f} GB (inputs, float64 reference, stored scores) and {free / 1e9:,.1f} GB "
+            f"are free on {device}: choose smaller sizes."
         )
-    return needed

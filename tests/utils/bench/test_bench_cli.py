@@ -99,7 +99,7 @@ def test_run_compare_report_check(folder):
         (["--targets", "labs/cudnn_sdpa_bench:flash_spd"], "Did you mean labs/cudnn_sdpa_bench:flash_sdp"),
         (["--targets", SDPA, "--profile", "maximal"], "none, minimal, roofline, deep_dive"),
         (["--targets", SDPA, "--target-extra-arg", f"{SDPA}=--backend flush"], "Did you mean flash"),
-        (["--targets", SDPA, "--l2", "hot"], "warm, cold"),
+        (["--targets", SDPA, "--l2", "hot"], '--l2 must be "warm" or "cold"'),
         (["--targets", SDPA, "--max-seconds", "0"], "--max-seconds must be"),
         ([], "no target was given"),
     ],

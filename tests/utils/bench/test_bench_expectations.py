@@ -5,7 +5,7 @@ import pytest
 
 from utils.bench import expectations as exp
 from utils.bench.errors import BenchError
-from utils.bench.targets import find_target
+from utils.bench.targets import TARGETS
 from utils.bench.targets.base import WORKLOAD_KNOBS
 
 
@@ -126,5 +126,5 @@ def test_other_gpus_cpus_and_broken_files(tmp_path, document, on_h200, stored):
 def test_committed_entries_are_of_targets_and_options_that_exist(path):
     """An entry with an option that is gone would never be found again, and its target never checked."""
     for entry in exp.load_expectations(path)["entries"]:
-        knobs = {knob.key for knob in find_target(entry["target"]).knobs} - set(WORKLOAD_KNOBS)
+        knobs = {knob.key for knob in TARGETS[entry["target"]].knobs} - set(WORKLOAD_KNOBS)
         assert set(entry["options"]) == knobs, entry["target"]

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from tests.utils.bench.bench_runs import SDPA, SMALL, run_cpu
-from utils.bench import plots
+from utils.bench import report
 from utils.bench.cli import app
 from utils.bench.errors import BenchError, WrongRun
 from utils.bench.knobs import Sweep
@@ -72,7 +72,7 @@ def test_a_function_of_the_users_own_is_verified_timed_and_swept(folder):
         case["verification"]["optimized"]["whole_bound"] < 1e-5 and "compared with plain in float64." in case["notes"]
     )
     sides = [(case, side) for case in document["cases"] for side in case["sides"]]
-    drawn = {text.get_text() for text in plots._figures("mine:fused", sides, "run")["sweep"].axes[0].texts}
+    drawn = {text.get_text() for text in report._figures("mine:fused", sides, "run")["sweep"].axes[0].texts}
     assert {f"{digits(case['comparison']['speedup'])}x" for case in document["cases"]} <= drawn  # as in the table
     assert {path.name for path in (folder / "artifacts/x").iterdir()} == {
         "results.json",
@@ -114,7 +114,7 @@ def test_what_a_function_was_compared_with_is_said():
         (["mine:fused", "--input", "x"], "write it as"),
         ([SDPA, "--input", "x=randn(4)"], "module:function"),
         ([SDPA, "--sweep", "seq_length=16,32"], "No such option '--seq-length'"),
-        ([SDPA, "--discard", "slow"], "outliers, throttled"),
+        ([SDPA, "--discard", "slow"], "'outliers' and 'throttled'"),
     ],
 )
 def test_bad_input_is_one_line(folder, words, said):

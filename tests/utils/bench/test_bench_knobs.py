@@ -1,7 +1,7 @@
 import pytest
 
 from utils.bench.errors import BenchError
-from utils.bench.knobs import Knob, Sweep, settle, split_extra_args
+from utils.bench.knobs import Knob, Sweep, settle, split_extra_arg
 
 BLOCK = Knob("block-size", "tokens", 128, 64, env="BLOCK_SIZE")
 MODE = Knob("mode", "how", "slow", "slow", choices=("slow", "fast"))
@@ -67,8 +67,8 @@ def test_sweeps_that_are_none(text):
 
 
 def test_extra_args():
-    assert split_extra_args(["T=--a 1", "U=--b=2", "T=--c"]) == {"T": "--a 1 --c", "U": "--b=2"}
-    assert split_extra_args(["T='--a 1'"]) == {"T": "--a 1"}
+    assert split_extra_arg("T=--a 1 --b=2") == ("T", "--a 1 --b=2")
+    assert split_extra_arg("T='--a 1'") == ("T", "--a 1")
     for wrong in ("T", "=--a 1", "T="):
         with pytest.raises(BenchError, match="TARGET=--flag value"):
-            split_extra_args([wrong])
+            split_extra_arg(wrong)

@@ -89,7 +89,7 @@ def test_a_profile_stands_in_the_results_and_the_report(tmp_path, program, monke
     request = dataclasses.replace(profiles.Request.of_side(case, "optimized", "r"), device="cuda:0")
     record = document["cases"][0]
     with torch.no_grad():
-        profile = profiles.profile_side(built.fn, request, tmp_path / "p", level="roofline", l2="warm")
+        profile = profiles.profile_side(built.fn, request, tmp_path / "p", "roofline", "warm")
         own_process = json.loads(json.dumps(dataclasses.asdict(dataclasses.replace(request, device="cpu"))))
         profiles.replay(profiles.Request(**own_process))
     assert profile["gpu_busy_share"] == 0.75

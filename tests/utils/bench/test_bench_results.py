@@ -107,7 +107,7 @@ def test_csv_has_a_row_for_each_side(document):
 def test_markdown_says_what_ran_and_what_was_in_force(document):
     page = markdown(document)
     for text in (
-        "backend=flash (flag)",
+        "backend=flash",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "Speed-up",
         "Profiles",

@@ -4,6 +4,7 @@ import torch
 from tests.utils.bench.bench_runs import SDPA, SMALL, run_cpu
 from utils.attention.prepared import Prepared, Recompiled
 from utils.bench.errors import BenchError
+from utils.bench.knobs import Sweep
 from utils.bench.results import exit_code, load_results
 from utils.bench.targets import TARGETS
 from utils.bench.targets.base import Built
@@ -91,9 +92,9 @@ def test_ctrl_c_keeps_what_was_done(tmp_path, monkeypatch):
 
 
 def test_one_side_alone_and_refusals_beside_it(tmp_path):
-    document = run_cpu(
-        tmp_path, ["attention_suite:sdpa"], ["attention_suite:sdpa=--batch 1 --heads 1 --seq-len 32 --dtype fp16,fp32"]
-    )
+    flags = ["attention_suite:sdpa=--batch 1 --heads 1 --seq-len 32"]
+    sweep = Sweep("dtype", ("fp16", "fp32"))
+    document = run_cpu(tmp_path, ["attention_suite:sdpa"], flags, sweep=sweep)
     assert [case["status"] for case in document["cases"]] == ["refused", "ok"]
     assert "fp16" in document["cases"][0]["reason"] and exit_code(document) == 0
     document = run_cpu(tmp_path, ["labs/flashattention_gluon:baseline_flashattention_gluon"], run_id="one")

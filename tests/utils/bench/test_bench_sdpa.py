@@ -14,8 +14,8 @@ from utils.attention import allowed_keys, find_backend, make_problem
 from utils.bench import results
 from utils.bench.errors import BenchError, Refused, WrongRun
 from utils.bench.report import markdown
-from utils.bench.targets import plan, sdpa
-from utils.bench.targets.proof import prove, sdpa_backend
+from utils.bench.targets import backends, plan
+from utils.bench.targets.backends import prove, sdpa_backend
 from utils.bench.workload import Workload, make_inputs, reference
 from utils.benchmark.profiling import Launched
 from utils.files import ROOT
@@ -25,7 +25,7 @@ GRID = ROOT / "assets/results/h200/sdpa_grid.json"
 SHAPES = [
     Workload(1, 2, 20, 16, "fp32", "causal"),
     Workload(2, 4, 9, 8, "fp32", "full", kv_heads=2, seq_len_kv=21),
-    Workload(1, 4, 7, 8, "fp32", "causal", kv_heads=1, seq_len_kv=19, layout="bshd"),
+    Workload(1, 4, 7, 8, "fp32", "causal", kv_heads=1, seq_len_kv=19),
     Workload(1, 2, 18, 8, "fp32", "causal", window=5),
     Workload(1, 2, 18, 8, "fp32", "full", window=5, seq_len_kv=23),
 ]
@@ -38,19 +38,19 @@ def directed(workload, direction):
 @pytest.mark.parametrize("workload", SHAPES, ids=lambda one: one.label)
 def test_reference_and_every_direction_agree_with_autograd_in_float64(workload):
     inputs = make_inputs(directed(workload, "both"), CPU, seed=3)
-    q, k, v = (x.double().requires_grad_() for x in inputs.qkv)
-    group = workload.heads // workload.hkv
+    q, k, v = (x.double().requires_grad_() for x in inputs[:3])
+    group = workload.heads // workload.kv_heads
     scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * workload.head_dim**-0.5
     mask = allowed_keys(make_problem(q, k, v, **workload.attention_arguments))
     if mask is not None:
         assert int(mask.sum()) == workload.pairs
         scores = scores.masked_fill(~mask, float("-inf"))
     out = torch.softmax(scores, -1) @ v.repeat_interleave(group, 1)
-    right = (out, *torch.autograd.grad(out, (q, k, v), inputs.dout.double()))
+    right = (out, *torch.autograd.grad(out, (q, k, v), inputs[3].double()))
     for direction, part in (("forward", right[:1]), ("backward", right[1:]), ("both", right)):
         case = directed(workload, direction)
         named = reference(case, *inputs)
-        called = sdpa.bind(case, "math", inputs)()
+        called = backends.bind(case, "math", inputs)()
         called = called if isinstance(called, tuple) else (called,)
         assert len(called) == len(named) == len(part)
         for got, exact, expected in zip(called, named.values(), part, strict=True):
@@ -68,7 +68,7 @@ def test_a_workload_counts_what_it_does():
     assert back.to_dict()["direction"] == "backward" and back.label.endswith("causal backward")
     decode = Workload(8, 32, 1, 128, "bf16", kv_heads=8, seq_len_kv=4096)
     assert decode.cost.bytes == 2 * (2 * 8 * 32 * 128 + 2 * 8 * 8 * 4096 * 128)
-    assert decode.label == "B8 H32/8 S1x4096 D128 bf16 full" and decode.density == 1.0
+    assert decode.label == "B8 H32/8 S1x4096 D128 bf16 full" and decode.pairs == 4096
     full, documents = (Workload(2, 4, 128, 32, "bf16", *mask) for mask in (("full",), ("causal_document", 48)))
     pairs = int(allowed_keys(documents.problem(CPU)).sum())
     assert documents.cost.flops == 4 * 2 * 4 * 32 * pairs and documents.cost.bytes == full.cost.bytes
@@ -83,7 +83,7 @@ def extra(flags):
     ("flags", "shown"),
     [
         ("--backend flash --causal --pass both", "causal both"),
-        ("--backend flash --pass backward --kv-heads 1 --layout bshd", "H2/1"),
+        ("--backend flash --pass backward --kv-heads 1", "H2/1"),
         ("--backend flash --seq-len-kv 80 --causal", "S48x80"),
         ("--backend math --window 8", "window 8"),
     ],
@@ -106,7 +106,6 @@ def test_flags_of_the_target(tmp_path, flags, shown):
         ("--heads 4 --kv-heads 3", "must be a multiple of those of k and v"),
         ("--seq-len 48 --seq-len-kv 20 --causal", "at least --seq-len"),
         ("--pass sideways", "forward, backward, both"),
-        ("--layout sbhd", "bhsd, bshd"),
     ],
 )
 def test_flags_that_cannot_be(flags, said):
@@ -131,7 +130,7 @@ def test_a_pin_that_allows_two_backends_is_caught(tmp_path, monkeypatch, directi
 
 
 def test_a_wrong_gradient_is_never_timed(tmp_path, monkeypatch):
-    bind = sdpa.bind
+    bind = backends.bind
 
     def wrong(workload, backend, inputs):
         call = bind(workload, backend, inputs)
@@ -142,7 +141,7 @@ def test_a_wrong_gradient_is_never_timed(tmp_path, monkeypatch):
 
         return changed if backend == "flash" else call
 
-    monkeypatch.setattr(sdpa, "bind", wrong)
+    monkeypatch.setattr(backends, "bind", wrong)
     (case,) = run_cpu(tmp_path, [SDPA], extra("--backend flash --pass both"))["cases"]
     assert case["status"] == "failed" and "gradient of k" in case["reason"] and not case["sides"]
 
@@ -151,7 +150,7 @@ def test_a_refusal_is_torchs_own_reason(monkeypatch):
     workload = Workload(1, 2, 8, 16, "fp32")
     inputs = make_inputs(workload, CPU, 0)
     for backend in ("math", "auto"):
-        assert sdpa.bind(workload, backend, inputs)().shape == (1, 2, 8, 16)
+        assert backends.bind(workload, backend, inputs)().shape == (1, 2, 8, 16)
 
     def refusing(*args, **kwargs):
         for text in (
@@ -166,7 +165,7 @@ def test_a_refusal_is_torchs_own_reason(monkeypatch):
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", refusing)
     with pytest.raises(Refused, match="does not take B1 H2 S8 D16 fp32 full: ") as refusal:
-        sdpa.bind(workload, "flash", inputs)
+        backends.bind(workload, "flash", inputs)
     assert str(refusal.value.__cause__) == (
         "Both fused kernels require the last dimension of the input to have stride 1. Got [2]."
     )

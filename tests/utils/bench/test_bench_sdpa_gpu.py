@@ -4,7 +4,7 @@ import pytest
 
 from tests.utils.bench.bench_runs import SDPA
 from tests.utils.bench.test_bench_gpu import run_gpu
-from utils.bench.targets.sdpa import BACKENDS
+from utils.bench.targets.backends import SDPA as BACKENDS
 from utils.bench.workload import DIRECTIONS
 
 pytestmark = pytest.mark.gpu
@@ -14,7 +14,7 @@ SHAPE = "--batch 2 --heads 8 --seq-len 512 --head-dim 64"
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_backend_in_each_direction(tmp_path, backend, direction):
-    flags = f"{SHAPE} --causal --layout bshd --backend {backend} --baseline-backend auto --pass {direction}"
+    flags = f"{SHAPE} --causal --backend {backend} --baseline-backend auto --pass {direction}"
     (case,) = run_gpu(tmp_path, [SDPA], [f"{SDPA}={flags}"])["cases"]
     assert case["status"] == "ok", case["reason"]
     ran = case["ran"]["optimized"]

@@ -13,7 +13,7 @@ MASKED = Workload(2, 3, 64, 32, "fp32", "causal_document", 24)
 
 @pytest.fixture(scope="module")
 def masked():
-    inputs = make_inputs(MASKED, CPU, 1).qkv
+    inputs = make_inputs(MASKED, CPU, 1)
     return inputs, reference(MASKED, *inputs)["output"]
 
 
@@ -28,7 +28,7 @@ def test_the_reference_knows_documents(masked):
 @pytest.mark.parametrize("score_mod", ["none", "relative_bias", "soft_cap"])
 def test_right_outputs_pass(dtype, score_mod):
     workload = Workload(1, 4, 96, 64, dtype, "causal", score_mod=score_mod)
-    inputs = make_inputs(workload, CPU, 3).qkv
+    inputs = make_inputs(workload, CPU, 3)
     out = attend(*inputs, backend="naive", **workload.attention_arguments)
     found = verify(out, reference(workload, *inputs)["output"], dtype, dtype=DTYPES[dtype])
     assert 0 < found.whole <= found.whole_bound

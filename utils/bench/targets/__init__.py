@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from utils.bench.errors import BenchError, check_choice
-from utils.bench.knobs import Setting, Sweep, settle, split_extra_args
-from utils.bench.targets import attention_suite, cudnn_sdpa_bench, flashattention_gluon, flexattention, functions
+from utils.bench.knobs import Setting, Sweep, settle, split_extra_arg
+from utils.bench.targets import attention, flexattention, functions
 from utils.bench.targets.base import SIDES, Case, Target
 from utils.machine.device import default_device
 from utils.validation import did_you_mean
 
-FAMILIES = (flexattention, flashattention_gluon, cudnn_sdpa_bench, attention_suite, functions)
+FAMILIES = (flexattention, attention, functions)
 TARGETS: dict[str, Target] = {target.name: target for family in FAMILIES for target in family.TARGETS}
 
 
@@ -25,13 +25,6 @@ class Plan:
     target: Target
     sides: tuple[str, ...]
     cases: tuple[Case, ...]
-
-
-def targets_of(chapter: str | None) -> list[Target]:
-    """List all targets, or those of one chapter."""
-    if chapter is not None:
-        check_choice("the chapter", chapter, dict.fromkeys(target.chapter for target in TARGETS.values()))
-    return [target for target in TARGETS.values() if chapter in (None, target.chapter)]
 
 
 def read_name(name: str) -> list[tuple[Target, tuple[str, ...]]]:
@@ -54,15 +47,10 @@ def read_name(name: str) -> list[tuple[Target, tuple[str, ...]]]:
     )
 
 
-def find_target(name: str) -> Target:
-    """Return a target by its name, or the one of a function."""
-    return TARGETS[name] if name in TARGETS else functions.UserFunction(name)
-
-
 def _read_flags(extra_args: Iterable[str], chosen: Iterable[str]) -> dict[str, str]:
-    """Sort the --target-extra-arg strings by target: {target: flags}. Flags of a chapter are for each of its targets."""
+    """Join the --target-extra-arg strings of each target: {target: flags}. Flags of a chapter are for each of its targets."""
     flags = dict.fromkeys(chosen, "")
-    for name, text in split_extra_args(extra_args).items():
+    for name, text in map(split_extra_arg, extra_args):
         for target, _ in read_name(name):
             if target.name not in flags:
                 raise BenchError(
@@ -118,10 +106,12 @@ def plan(
 
 
 def describe_targets(chapter: str | None = None) -> list[dict]:
-    """Describe each target in a row: its sides, its flags, and whether its default cases run on this machine."""
+    """Describe each target, or those of one chapter: sides, flags, and whether its default cases run on this machine."""
+    if chapter is not None:
+        check_choice("the chapter", chapter, dict.fromkeys(target.chapter for target in TARGETS.values()))
     device = default_device()
     rows = []
-    for target in targets_of(chapter):
+    for target in (target for target in TARGETS.values() if chapter in (None, target.chapter)):
         cases = target.cases(settle(target.knobs, "", target.name, device.type, {}), device)
         answers = [target.support(case, "optimized") and target.support(case, "baseline") for case in cases]
         support = next(filter(None, answers), answers[-1])  # if none runs, the last case's reason

@@ -1,19 +1,26 @@
-"""Targets of attention: their flags, and sides that are named by a backend."""
+"""Targets of attention: their flags, and sides that are named by a backend.
+
+labs/flashattention_gluon  unfused attention against a fused, warp-specialized FlashAttention, Gluon's where it runs
+labs/cudnn_sdpa_bench      one backend against another, of SDPA or a kernel with a backward pass, chosen by flags
+attention_suite            SDPA, flash-attn, Gluon and other backends over one matrix of shapes, in two dtypes
+
+The targets of FlexAttention are in `flexattention.py`.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from utils.attention import AttentionUnsupported, find_backend, prepare
+from utils.attention import AttentionUnsupported, prepare
 from utils.bench.errors import BenchError, Refused
 from utils.bench.knobs import Knob, Setting
-from utils.bench.targets import sdpa
+from utils.bench.targets import backends
 from utils.bench.targets.base import SHAPE_KNOBS, Built, Case, Target, interpreted
-from utils.bench.targets.proof import BACKEND_OF, prove
-from utils.bench.workload import DTYPES, MASKS, SCORE_MODS, Inputs, Workload, make_inputs, reference
+from utils.bench.workload import DIRECTIONS, DTYPES, MASKS, SCORE_MODS, Workload, make_inputs, reference
 from utils.machine.device import Support, cuda_support
 
 # Fp32 buffers of (B, H, S, S) that a backend stores at once: scores, weights and what lies between. A fused one stores none.
@@ -22,7 +29,7 @@ SCORE_BUFFERS = {"math": 3.0, "naive": 3.0, "naive_compiled": 3.0, "unfused": 3.
 # ---- flags, and the workloads that they make --------------------------------------------------------------------
 
 
-def shape_knobs(cpu: tuple, gpu: tuple, *, many_dtypes: bool = False) -> tuple[Knob, ...]:
+def shape_knobs(cpu: tuple, gpu: tuple) -> tuple[Knob, ...]:
     """Make the knobs --batch --heads --seq-len --head-dim --dtype --seed, with defaults (B, H, S, D, dtype)."""
     sizes = (
         ("batch", "sequences, B"),
@@ -30,10 +37,9 @@ def shape_knobs(cpu: tuple, gpu: tuple, *, many_dtypes: bool = False) -> tuple[K
         ("seq-len", "tokens of a sequence, S"),
         ("head-dim", "numbers of a head, D"),
     )
-    meaning = "dtype of q, k and v" + (", several with commas" if many_dtypes else "")
     return (
         *(Knob(name, text, cpu[i], gpu[i]) for i, (name, text) in enumerate(sizes)),
-        Knob("dtype", meaning, cpu[4], gpu[4], choices=tuple(DTYPES), many=many_dtypes),
+        Knob("dtype", "dtype of q, k and v", cpu[4], gpu[4], choices=tuple(DTYPES)),
         Knob("seed", "seed of the random inputs", 42, 42, least=0),
     )
 
@@ -80,25 +86,16 @@ def plain_workload(settings: Mapping[str, Setting], **more: Any) -> Workload:
 def build_prepared(name: str, case: Case, inputs: Sequence[torch.Tensor], **options) -> Built:
     """Prepare a backend on q, k, v; raise Refused if it cannot do the case. The options are block_size and mode of `prepare`.
 
-    The side's function is the bare call without the guard; `after` checks that it was compiled once.
+    The side's function is the bare call without the guard; afterwards a run checks that it was compiled once.
     """
     q, k, v = inputs
     try:
-        backend = BACKEND_OF.get(name, name)
+        backend = backends.backend_of(name).name
         prepared = prepare(q, k, v, backend=backend, **case.workload.attention_arguments, **options)
     except AttentionUnsupported as error:
         raise Refused(str(error)) from None
-    attend, implementation = prepared.fn, prepared.settings["implementation"]
-    return Built(lambda: attend(q, k, v), name, implementation, prepared.check, prepared)
-
-
-def backend_support(name: str, case: Case) -> Support:
-    """Whether a backend computes the case on its device; whether one of SDPA takes the shape, torch says when it is built."""
-    backend = find_backend(BACKEND_OF.get(name, name))
-    if name in sdpa.CHOICES:
-        return backend.machine()
-    answer = backend.support(case.workload.problem(case.device))
-    return answer if answer else Support(False, f"backend {name}: {answer.reason}", answer.remedy)
+    attend = prepared.fn
+    return Built(lambda: attend(q, k, v), name, prepared.settings["implementation"], prepared)
 
 
 class AttentionTarget(Target):
@@ -106,7 +103,7 @@ class AttentionTarget(Target):
 
     def workload_of(self, settings: Mapping[str, Setting], device: torch.device) -> Workload:
         """Make the workload of these settings; raise BenchError for values that do not go together."""
-        return plain_workload(settings)
+        return masked_workload(settings) if "mask" in settings else plain_workload(settings)
 
     def cases(self, settings, device):
         """Return the one case of these settings."""
@@ -123,18 +120,22 @@ class AttentionTarget(Target):
 
     def support(self, case, side):
         """Whether this machine runs this side of the case, and why not."""
-        name = self.backend(case, side)
-        here = interpreted("the Triton kernel", case.device) if name == "triton" else Support(True)
-        return super().support(case, side) and here and backend_support(name, case)
+        name, answer = self.backend(case, side), super().support(case, side)
+        if name == "triton":
+            answer = answer and interpreted("the Triton kernel", case.device)
+        backend = backends.backend_of(name)
+        if name in backends.SDPA_CHOICES:  # whether it takes the shape, torch says when it is built
+            return answer and backend.machine()
+        able = backend.support(case.workload.problem(case.device))
+        return answer and (able or Support(False, f"backend {name}: {able.reason}", able.remedy))
 
-    def score_buffers(self, case, side):
-        """Fp32 buffers of (B, H, S, S) that the side needs at once."""
-        return SCORE_BUFFERS.get(self.backend(case, side), 0.0)
+    def bytes_needed(self, case, side):
+        """Estimate the bytes of a run with this side, the scores that it stores included."""
+        return case.workload.bytes_needed(SCORE_BUFFERS.get(self.backend(case, side), 0.0))
 
     def inputs(self, case):
         """Make q, k, v, and the output's gradient unless the pass is forward."""
-        inputs = make_inputs(case.workload, case.device, case.value("seed"))
-        return inputs.qkv if inputs.dout is None else inputs
+        return make_inputs(case.workload, case.device, case.value("seed"))
 
     def expected(self, case, *inputs):
         """Compute the float64 reference of each result, by name."""
@@ -142,16 +143,20 @@ class AttentionTarget(Target):
 
     def build(self, case, side, *inputs):
         """Bind the side's call; raise Refused, with the backend's reason, if it does not take these tensors."""
-        name, tensors = self.backend(case, side), Inputs(*inputs)
-        if name not in sdpa.CHOICES and tensors.dout is None:
+        name = self.backend(case, side)
+        if name not in backends.SDPA_CHOICES and case.workload.direction == "forward":
             return build_prepared(name, case, inputs)
-        backend = find_backend(BACKEND_OF.get(name, name))
-        implementation = f"SDPA of torch {torch.__version__}" if name == "auto" else backend.implementation()
-        return Built(sdpa.bind(case.workload, name, tensors), name, implementation)
+        implementation = backends.backend_of(name).implementation()
+        return Built(backends.bind(case.workload, name, inputs), name, implementation)
 
     def prove(self, case, side, built, launched):
         """Return the backend that ran; raise WrongRun if it is another one than asked for."""
-        return prove(built.provider, launched, case.workload.direction)
+        return backends.prove(built.provider, launched, case.workload.direction)
+
+    def facts(self, case, side, built):
+        """Return the settings in force and the seconds spent once, where the call was prepared."""
+        prepared = built.prepared
+        return {} if prepared is None else {"settings": prepared.settings, "seconds": prepared.seconds}
 
 
 # ---- unfused against fused --------------------------------------------------------------------------------------
@@ -163,28 +168,24 @@ def provider_knob(order: tuple[str, ...]) -> Knob:
     return Knob("provider", explanation, "auto", "auto", choices=("auto", *order))
 
 
-def first_able(names: Sequence[str], case: Case) -> tuple[str, Support]:
-    """Return the first backend of `names` that can do the case, or "" and the reason of each."""
-    if not (cuda := cuda_support()) and not any(find_backend(name).machine() for name in names):
-        need = f"{', '.join(names)} need{'s' * (len(names) == 1)} an NVIDIA GPU: {cuda.reason}"
-        return "", Support(False, need, cuda.remedy)
-    reasons = []
-    for name in names:
-        answer = find_backend(name).support(case.workload.problem(case.device))
-        if answer:
-            return name, answer
-        reasons.append(f"backend {name}: {answer.reason.rstrip('.')}")
-    return "", Support(False, "; ".join(reasons) + ".", f"Run it where one of {', '.join(names)} is supported.")
-
-
 class UnfusedFused(AttentionTarget):
     """Unfused attention against the first fused backend of `order` that can do the case, or the one of --provider."""
 
     order: tuple[str, ...]
 
     def _first_able(self, case: Case) -> tuple[str, Support]:
-        asked = case.value("provider")
-        return first_able(self.order if asked == "auto" else (asked,), case)
+        """Return the first backend that can do the case, or "" and the reason of each."""
+        names = self.order if case.value("provider") == "auto" else (case.value("provider"),)
+        asked, listed = [backends.backend_of(name) for name in names], ", ".join(names)
+        if not (cuda := cuda_support()) and not any(backend.machine() for backend in asked):
+            need = f"{listed} need{'s' * (len(names) == 1)} an NVIDIA GPU: {cuda.reason}"
+            return "", Support(False, need, cuda.remedy)
+        reasons = []
+        for backend in asked:
+            if answer := backend.support(case.workload.problem(case.device)):
+                return backend.name, answer
+            reasons.append(f"backend {backend.name}: {answer.reason.rstrip('.')}")
+        return "", Support(False, "; ".join(reasons) + ".", f"Run it where one of {listed} is supported.")
 
     def backend(self, case, side):
         """Return the name of a side's backend, "" if there is none."""
@@ -195,6 +196,103 @@ class UnfusedFused(AttentionTarget):
         answer = Support(True) if side == "baseline" else self._first_able(case)[1]
         return answer and Target.support(self, case, side)
 
-    def build(self, case, side, *inputs):
-        """Prepare the side's call."""
-        return build_prepared(self.backend(case, side), case, inputs)
+
+class FlashAttentionGluon(UnfusedFused):
+    """matmul, softmax, matmul against the course's Gluon kernel, else FlashAttention 3, else CuTe, else flash-attn."""
+
+    chapter, workload = "labs/flashattention_gluon", "flashattention_gluon"
+    summary = "unfused attention against a fused, warp-specialized FlashAttention"
+    sides: Mapping[str, str] = {
+        "baseline": "matmul, softmax, matmul",
+        "optimized": "Gluon, else FlashAttention 3, else CuTe, else flash-attn",
+    }
+    order = ("gluon", "fa3", "cute", "flash_attn")
+    knobs = (*shape_knobs(cpu=(1, 2, 512, 64, "fp32"), gpu=(4, 16, 4096, 128, "bf16")), CAUSAL, provider_knob(order))
+
+    def range_name(self, side, ran):
+        """NVTX range of the side in a profile."""
+        return f"flashattention_{side}_{ran}"
+
+
+# ---- one named backend against another --------------------------------------------------------------------------------
+
+# SDPA's backends, and those outside of torch that have a backward pass.
+CHOICES = (*backends.SDPA_CHOICES, "gluon", "cute", "flash_attn")
+
+
+class FlashSdp(AttentionTarget):
+    """One backend against another, forward, backward or both, with heads in groups: by default of SDPA."""
+
+    chapter, workload = "labs/cudnn_sdpa_bench", "flash_sdp"
+    summary = "one attention backend against another on the same inputs, forward and backward"
+    sides: Mapping[str, str] = {
+        "baseline": "--baseline-backend (SDPA's math)",
+        "optimized": "--backend (SDPA's own choice)",
+    }
+    knobs = (
+        *shape_knobs(cpu=(1, 4, 1024, 64, "fp32"), gpu=(4, 16, 4096, 128, "bf16")),
+        CAUSAL,
+        Knob("kv-heads", "heads of k and v, Hkv, a divisor of H; 0: as many", 0, 0, least=0),
+        Knob("seq-len-kv", "tokens of k and v, Sk; 0: as many as q", 0, 0, least=0),
+        Knob("window", "only keys fewer than this many positions away, by a boolean mask; 0: none", 0, 0, least=0),
+        Knob("pass", "what is timed", "forward", "forward", choices=DIRECTIONS),
+        Knob("backend", "backend of the optimized side; auto is torch's own choice", "auto", "auto", choices=CHOICES),
+        Knob("baseline-backend", "backend of the baseline side", "math", "math", choices=CHOICES),
+    )
+
+    def workload_of(self, settings, device):
+        """Make the workload of these settings; raise BenchError for values that do not go together."""
+        given = {key: settings[key].value for key in ("kv_heads", "seq_len_kv")}
+        window, direction = settings["window"].value or None, settings["pass"].value
+        workload = plain_workload(settings, window=window, direction=direction, **given)
+        if (workload.causal or window) and workload.seq_len > workload.seq_len_kv:
+            raise BenchError(
+                f"--seq-len is {workload.seq_len} and --seq-len-kv {workload.seq_len_kv}: with --causal or "
+                "--window the last query is at the last key, and the first queries would see none. "
+                "Choose --seq-len-kv at least --seq-len."
+            )
+        return workload
+
+    def backend(self, case, side):
+        """Return the name of a side's backend."""
+        return case.value("backend" if side == "optimized" else "baseline_backend")
+
+
+MATRIX = ((1, 1, 128, 64), (8, 4, 128, 64), (32, 8, 128, 64), (32, 8, 256, 64))  # B, H, S, D
+MATRIX_DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp16", "bf16")}  # on a CPU fp16 products run near 1 GFLOP/s
+
+
+class Suite(AttentionTarget):
+    """One contender over the matrix: a size given by a flag replaces that column of every row, a dtype both."""
+
+    chapter = "attention_suite"
+    knobs = (*shape_knobs((None,) * 5, (None,) * 5), CAUSAL)
+    protocol: Mapping[str, tuple[int, int]] = {"cpu": (5, 30), "cuda": (200, 500)}
+
+    def __init__(self, workload: str, optimized: str, baseline: str = "auto"):
+        self.workload, self.contenders = workload, {"baseline": baseline, "optimized": optimized}
+        self.sides = {side: backends.backend_of(name).summary for side, name in self.contenders.items()}
+        self.summary = f"over the matrix of shapes: {self.sides['optimized']}"
+
+    def cases(self, settings, device):
+        """Return a case for each shape and dtype."""
+        given = [settings[key].value for key in ("batch", "heads", "seq_len", "head_dim")]
+        shapes = dict.fromkeys(tuple(new or old for new, old in zip(given, row, strict=True)) for row in MATRIX)
+        mask, dtype = "causal" if settings["causal"].value else "full", settings["dtype"].value
+        return [
+            Case(self.name, Workload(*shape, dtype, mask), settings, device)
+            for dtype, shape in itertools.product((dtype,) if dtype else MATRIX_DTYPES[device.type], shapes)
+        ]
+
+    def backend(self, case, side):
+        """Return the name of a side's backend."""
+        return self.contenders[side]
+
+
+CONTENDERS = ("flash_attn", "gluon", "fa3", "cute", "flex", "flex_flash", "triton")
+TARGETS = (
+    FlashAttentionGluon(),
+    FlashSdp(),
+    Suite("sdpa", "auto", baseline="math"),
+    *(Suite(name, name) for name in CONTENDERS),
+)

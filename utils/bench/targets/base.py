@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from utils.attention.prepared import Prepared
 from utils.bench.knobs import Knob, Setting
 from utils.benchmark.profiling import Launched
 from utils.machine.device import Support, compute_capability
 
 SIDES = ("baseline", "optimized")
 SHAPE_KNOBS = ("batch", "heads", "seq_len", "head_dim", "dtype")
-# Knobs that make the workload or its inputs. The other knobs choose the kernel that computes it.
+# Knobs that make the workload or its inputs ("layout" in older results). The others choose the kernel that computes it.
 WORKLOAD_KNOBS = (
     *SHAPE_KNOBS,
     *("causal", "mask", "doc_span", "score_mod", "seed", "kv_heads", "seq_len_kv", "window", "layout", "pass"),
@@ -27,7 +28,7 @@ class Case:
     """One workload of a target on one device, with every knob in force."""
 
     target: str
-    workload: Any  # a Workload, or another object with its label, dtype, cost, density, to_dict and bytes_needed
+    workload: Any  # a Workload, or another object with its label, dtype, cost, to_dict and bytes_needed
     settings: Mapping[str, Setting]
     device: torch.device
     swept: Mapping[str, str] = field(default_factory=dict)  # the value of `--sweep` that made this case
@@ -59,25 +60,18 @@ class Built:
     fn: Callable[[], torch.Tensor]
     provider: str  # the provider that was asked for; "auto" where torch chooses
     implementation: str = ""
-    after: Callable[[], None] = field(default=lambda: None)  # raises if the timed calls went wrong, e.g. recompiled
-    prepared: Any = None  # what `utils.attention.prepare` returned, where a side has one
+    prepared: Prepared | None = None  # what `utils.attention.prepare` returned, where a side has one
 
 
 def dtype_support(dtype: str, device: torch.device) -> Support:
     """Say whether a dtype is worth timing on this device."""
     if device.type == "cpu" and dtype == "fp16":
-        return Support(
-            False,
-            "fp16 matrix products run near 1 GFLOP/s on a CPU, so their time says nothing.",
-            "Use --dtype fp32 or --dtype bf16.",
-        )
-    capability = compute_capability() or (0, 0)
-    if device.type == "cuda" and dtype == "bf16" and capability < (8, 0):
-        return Support(
-            False,
-            "bf16 needs tensor cores of compute capability 8.0; this GPU has {}.{}.".format(*capability),
-            "Use --dtype fp16 or --dtype fp32.",
-        )
+        why = "fp16 matrix products run near 1 GFLOP/s on a CPU, so their time says nothing."
+        return Support(False, why, "Use --dtype fp32 or --dtype bf16.")
+    major, minor = compute_capability() or (0, 0)
+    if device.type == "cuda" and dtype == "bf16" and major < 8:
+        why = f"bf16 needs tensor cores of compute capability 8.0; this GPU has {major}.{minor}."
+        return Support(False, why, "Use --dtype fp16 or --dtype fp32.")
     return Support(True)
 
 
@@ -116,9 +110,9 @@ class Target:
         """Whether this machine runs this side of the case, and why not: here, whether it computes with the dtype."""
         return dtype_support(case.workload.dtype, case.device)
 
-    def score_buffers(self, case: Case, side: str) -> float:
-        """Count the fp32 buffers of (B, H, S, S) that the side needs at once: 0 for a fused kernel."""
-        return 0.0
+    def bytes_needed(self, case: Case, side: str) -> int:
+        """Estimate the bytes of a run with this side."""
+        return case.workload.bytes_needed()
 
     def inputs(self, case: Case) -> tuple[torch.Tensor, ...]:
         """Make the inputs of `build` and `expected`."""

@@ -1,9 +1,7 @@
 """labs/flexattention: FlexAttention eager against compiled, and the CuTe kernel for machines without FlexAttention.
 
 Block size, document span and compile mode are read at run time: from the flags, else from BLOCK_SIZE, DOC_SPAN and
-TORCH_COMPILE_MODE. The block mask is one for all batches and heads. Eager FlexAttention stores all scores, so that
-anything fused looks fast next to it: `--baseline naive_compiled` or `sdpa` is dense attention, compiled or of SDPA, under a
-stored mask. The results say what the block mask cost.
+TORCH_COMPILE_MODE. The block mask is one for all batches and heads, and the results say what it cost.
 """
 
 from __future__ import annotations
@@ -20,13 +18,13 @@ from utils.bench.targets.attention import (
     AttentionTarget,
     UnfusedFused,
     build_prepared,
-    masked_workload,
     provider_knob,
     shape_knobs,
 )
 
 BLOCK_SIZES = ("16", "32", "64", "128", "256")
-# Eager FlexAttention stores all scores, so that anything fused looks fast beside it; the other two do not.
+# Eager FlexAttention stores all scores, so that anything fused looks fast beside it. The other two are dense attention,
+# compiled or of SDPA, under a stored mask.
 BASELINES = ("eager", "naive_compiled", "sdpa")
 
 
@@ -61,7 +59,7 @@ class FlexAttention(AttentionTarget):
                 f"{where} is {size.value} and --mask full has no block mask; choose another --mask, or "
                 f"leave {where} out."
             )
-        return masked_workload(settings)
+        return super().workload_of(settings, device)
 
     def backend(self, case, side):
         """Return the name of a side's backend."""
@@ -71,29 +69,29 @@ class FlexAttention(AttentionTarget):
         """Prepare the side's call."""
         name, size, mode = self.backend(case, side), int(case.value("block_size")), case.value("compile_mode")
         options = {"compiled": {"block_size": size, "mode": mode}, "eager": {"block_size": size}}.get(name, {})
-        built = build_prepared(name, case, (q, k, v), **options)
-        built.implementation += f", mode {mode}" if name == "compiled" else ""
-        return built
+        return build_prepared(name, case, (q, k, v), **options)
 
     def facts(self, case, side, built):
         """Return the settings in force; of the compiled side also the mask's sparsity and cost."""
-        seconds, length = built.prepared.seconds, case.workload.seq_len
-        facts = {"settings": built.prepared.settings, "seconds": seconds, "notes": []}
-        if side == "baseline":
-            return facts
+        facts, length = super().facts(case, side, built), case.workload.seq_len
         mask, size = by_name(case.workload.mask, case.workload.doc_span), int(case.value("block_size"))
-        if mask is not None:
-            counted = sparsity(mask, length, length, size, case.device)
-            building = seconds_to_build_block_mask(mask, length, length, case.device, size)
-            share = building / (building + seconds["compile"])
-            facts["sparsity"] = counted.to_dict()
-            facts["block_mask"] = {"seconds": building, "share_of_preparation": share}
-            facts["notes"] += [
+        if side == "baseline" or mask is None:
+            return facts
+        counted = sparsity(mask, length, length, size, case.device)
+        building, compiling = (
+            seconds_to_build_block_mask(mask, length, length, case.device, size),
+            facts["seconds"]["compile"],
+        )
+        share = building / (building + compiling)
+        return facts | {
+            "sparsity": counted.to_dict(),
+            "block_mask": {"seconds": building, "share_of_preparation": share},
+            "notes": [
                 f"{counted}.",
                 f"create_block_mask takes {1e3 * building:.3g} ms, once for all calls, batches and heads: {share:.1%} "
-                f"of the preparation (compiling: {seconds['compile']:.3g} s).",
-            ]
-        return facts
+                f"of the preparation (compiling: {compiling:.3g} s).",
+            ],
+        }
 
 
 class FlexAttentionCute(UnfusedFused):
@@ -111,22 +109,6 @@ class FlexAttentionCute(UnfusedFused):
         *MASK_KNOBS,
         provider_knob(order),
     )
-
-    def workload_of(self, settings, device):
-        """Make the workload of these settings; raise BenchError for values that do not go together."""
-        workload = masked_workload(settings)
-        if device.type == "cpu" and workload.documents[2]:
-            raise BenchError(
-                f"--doc-span {workload.doc_span} does not divide --seq-len {workload.seq_len}: fused kernels on a CPU "
-                f"take documents as sequences of one length; choose a divisor of {workload.seq_len}."
-            )
-        return workload
-
-    def facts(self, case, side, built):
-        """Return the settings in force and the time spent once."""
-        if side == "baseline":
-            return {}
-        return {"settings": built.prepared.settings, "seconds": built.prepared.seconds}
 
 
 TARGETS = (FlexAttention(), FlexAttentionCute())

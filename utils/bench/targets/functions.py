@@ -81,7 +81,6 @@ class CallWorkload:
 
     arguments: tuple[Argument, ...]
     cost: Cost
-    density = 1.0
 
     @property
     def dtype(self) -> str:
@@ -97,7 +96,7 @@ class CallWorkload:
         """Return the fields that two comparable results share."""
         return {"inputs": "; ".join(f"{one} {one.fill} {one.dtype}".strip() for one in self.arguments)}
 
-    def bytes_needed(self, score_buffers: float) -> int:
+    def bytes_needed(self) -> int:
         """Estimate a run's bytes: inputs, results and their copies in float64."""
         numbers = sum(math.prod(one.shape) for one in self.arguments if one.fill)
         return int(self.cost.bytes + numbers * (DTYPES[self.dtype].itemsize + 3 * 8))
