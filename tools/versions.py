@@ -21,7 +21,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tools.environment import EXTRAS, ROOT, find_uv, load_project, uv_options
+from tools.environment import ROOT, find_uv, load_project, uv_options
 from utils.machine.versions import TESTED
 
 FOLDER = ROOT / "build" / "versions"
