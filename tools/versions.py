@@ -22,6 +22,7 @@ import sys
 from pathlib import Path
 
 from tools.environment import ROOT, find_uv, load_project, uv_options
+from tools.lock import EXTRAS
 from utils.machine.versions import TESTED
 
 FOLDER = ROOT / "build" / "versions"
