@@ -34,7 +34,7 @@ WRONG_ANSWERS = [
         ("reasons not cut", ('.split(" (Triggered internally")[0]', ""), "Triggered"),
         (
             "one string, no list",
-            (("return []", 'return ""'), ("return list", 'return " ".join'), (" or [first_line]", " or first_line")),
+            (("return []", 'return ""'), ("return reasons or [first_line]", 'return " ".join(reasons) or first_line')),
             "list of sentences",
         ),
     ),
