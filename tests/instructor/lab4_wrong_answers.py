@@ -137,6 +137,11 @@ WRONG_ANSWERS = [
         ("programs not split", ("programs * splits / units", "programs / units"), "more programs"),
         ("keys not split", ("math.ceil(kv_len / splits)", "kv_len"), "parts shorter"),
         ("the most splits", ("1 + costs.index(min(costs))", "most"), "not always faster"),
+        (
+            "the most never tried",
+            ("1 + costs.index(min(costs))", "1 + costs.index(min(costs[:-1]))"),
+            "of those to try",
+        ),
         ("the last of the best", ("1 + costs.index(min(costs))", "most - costs[::-1].index(min(costs))"), "the fewest"),
     ),
     *mistakes(
