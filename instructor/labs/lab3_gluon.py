@@ -1009,7 +1009,7 @@ def attention(q_desc, k_desc, v_desc, o_desc, sk, c):
 guesses["tensor cores at work, 5.1"] = None  # 0 to 1
 guesses["tensor cores at work, 5.2"] = None
 guesses["tensor cores at work, 5.3"] = None
-causal_blocks = None  # your line: how many of 5 blocks (64 keys each, 300 in all) rows 64 to 127 of 200 queries see under a causal mask
+causal_blocks = None  # your line: how many of 5 blocks (64 keys each, 300 in all) rows 64 to 127 of 200 queries see if the last one sees the last key
 check_causal_blocks(causal_blocks)
 launch, _ = attention_launch("lab3_softmax.py", 64, *big)
 run = show_timeline(answered("lab3_softmax.py"), launch, "One warpgroup, 64 queries", model=FROM_L2)
@@ -1451,12 +1451,12 @@ plot_ladder()
 # %% [markdown]
 # ### Bonus Question 6.1: The same product by tcgen05 {points}
 #
-# Your kernel of 4.1, on Blackwell: about ten lines change. A tile has 128 rows, one for each lane. The copies and the way
-# out by TMA are there. Write:
+# Your kernel of 4.1, on Blackwell: about ten lines change. A tile has 128 rows, one for each lane. The copies, the fence
+# and the TMA store are there. Write:
 #
 # 1. the accumulator, in tensor memory, in the layout `columns`;
 # 2. the product of a step, which adds to the accumulator but for the first step, and its wait. The barrier is `done`;
-# 3. `c`: the accumulator in registers.
+# 3. the way from the accumulator through registers into `c_tile`, in the dtype of `c_desc`.
 #
 # <details>
 # <summary>What the check counts</summary>

@@ -156,7 +156,7 @@ for warning in said:
 #
 # - A headline (`... kernel not used because:`) is no reason. Neither is a backend that your pin switched off
 #   (`... has been runtime disabled.`).
-# - Cut each warning where ` (Triggered internally` begins. Each reason once.
+# - Cut each warning where ` (Triggered internally` begins.
 # - If torch raises and no reason is left, the reason is the first line of the exception.
 #
 # It works where the caller has silenced warnings, and inside of another `sdpa_kernel` block.
@@ -170,7 +170,7 @@ for warning in said:
 # </details>
 #
 # {hint plan} Allow one backend for the call, record warnings, call, and catch the error. No error: no reasons. Otherwise sort out
-# what is a headline, cut the rest, drop repetitions.
+# what is a headline, and cut the rest.
 # {hint line} The caller may have silenced warnings, so your own filter has to be set inside of your own recording. And what remains
 # if torch raises and warned about nothing?
 
@@ -187,7 +187,7 @@ def why_not(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **o
             first_line = str(error).splitlines()[0]
     reasons = [str(warning.message).split(" (Triggered internally")[0] for warning in said]
     reasons = [text for text in reasons if "not used because" not in text and "runtime disabled" not in text]
-    return list(dict.fromkeys(reasons)) or [first_line]
+    return reasons or [first_line]
     ### END SOLUTION
 ### TESTS q1_2_tests, 7 points: check_why_not(why_not)
 

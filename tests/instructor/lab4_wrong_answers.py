@@ -34,7 +34,7 @@ WRONG_ANSWERS = [
         ("reasons not cut", ('.split(" (Triggered internally")[0]', ""), "Triggered"),
         (
             "one string, no list",
-            (("return []", 'return ""'), ("return list", 'return " ".join'), (" or [first_line]", " or first_line")),
+            (("return []", 'return ""'), ("return reasons or [first_line]", 'return " ".join(reasons) or first_line')),
             "list of sentences",
         ),
     ),
@@ -137,6 +137,11 @@ WRONG_ANSWERS = [
         ("programs not split", ("programs * splits / units", "programs / units"), "more programs"),
         ("keys not split", ("math.ceil(kv_len / splits)", "kv_len"), "parts shorter"),
         ("the most splits", ("1 + costs.index(min(costs))", "most"), "not always faster"),
+        (
+            "the most never tried",
+            ("1 + costs.index(min(costs))", "1 + costs.index(min(costs[:-1]))"),
+            "of those to try",
+        ),
         ("the last of the best", ("1 + costs.index(min(costs))", "most - costs[::-1].index(min(costs))"), "the fewest"),
     ),
     *mistakes(

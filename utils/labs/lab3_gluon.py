@@ -213,7 +213,7 @@ def draw_slider(text: str, keys=(32, 64, 128), slots=(1, 2, 3), head_dims=(64, 1
         inputs = attention_inputs(1, 128, 512, d=d)
         launch, _ = attention_launch("lab3_specialized.py", 128, *inputs, keys=n, STAGES=stages)
         run = simulate_launch(text, launch, timeline=True, model=FROM_L2)[1]
-        title = f"{n} keys, {stages} slots, head dimension {d}: {run.cycles[0]:,.0f} model cycles"
+        title = f"keys {n}, slots {stages}, head dimension {d}: {run.cycles[0]:,.0f} model cycles"
         runs[f"{i}-{j}-{k}"] = run, f"<b>{title}, tensor cores at work {tensor_core_share(run):.0%}</b><br>"
     until = max(run.cycles[0] for run, _ in runs.values())
     frames = "".join(

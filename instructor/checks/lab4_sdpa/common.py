@@ -24,7 +24,7 @@ def reasons_of(backend: str, q, k, v, **options) -> list[str]:
             first_line = str(error).splitlines()[0]
     reasons = [str(warning.message).split(" (Triggered internally")[0] for warning in caught]
     reasons = [text for text in reasons if "not used because" not in text and "runtime disabled" not in text]
-    return list(dict.fromkeys(reasons)) or [first_line]
+    return reasons or [first_line]
 
 
 # Every torch from 2.11 to 2.15 refuses these. Three dimensions are not among them, nor one head of keys for all: flash on a

@@ -9,7 +9,7 @@ import torch
 from instructor.checks.common import DTYPES, Draw, dtype_name, expect_counts, expect_value
 from instructor.checks.lab4_sdpa.common import reference_attention
 from utils.checking.labs.lab4_sdpa.common import check
-from utils.checking.labs.lab4_sdpa.costs import FEWEST, MOST, expect_errors, expect_unreachable
+from utils.checking.labs.lab4_sdpa.costs import FEWEST, MOST, TRIED, expect_errors, expect_unreachable
 
 
 def _costs(b, h, kv, sq, sk, d, size, pairs):
@@ -204,8 +204,10 @@ def splits(decode_us, best_splits, seed=None):
             },
             rel=1e-9,
         )
-    for programs in (264, 132, draw.size(41, 300), draw.size(2, 40), 1):
+    for case, programs in enumerate((264, 132, draw.size(41, 300), draw.size(2, 40), 1, 1)):
         sk, most = draw.size(3000, 90000), draw.choice((16, 64))
+        if case == 5:
+            sk = 128 * most * draw.size(4, 11)  # `most` parts of whole tiles: no smaller number is as good
         arguments = 132, 128, draw.real(0.2, 0.9), draw.real(2, 6)
         times = {n: _decode_us(programs, sk, n, *arguments) for n in range(1, most + 1)}
         best = min(times.values())
@@ -218,5 +220,10 @@ def splits(decode_us, best_splits, seed=None):
             right,
             "",
             what,
-            {FEWEST: last, MOST: most, "With these many programs, splitting does pay: compare the times.": 1},
+            {
+                FEWEST: last,
+                MOST: most,
+                TRIED: min(range(1, most), key=times.get),
+                "With these many programs, splitting does pay: compare the times.": 1,
+            },
         )

@@ -68,7 +68,7 @@ def check_backends_in(backends_in):
 
 
 def reasons_by(why_not, backend: str, tensors: tuple, options: dict, what: str) -> list[str]:
-    """Return the reasons that an answer gives: sentences, each once; and everything is as before."""
+    """Return the reasons that an answer gives: sentences; and everything is as before."""
     switches, filters = sdpa_switches(), list(warnings.filters)
     got = why_not(backend, *tensors, **options)
     assert sdpa_switches() == switches, (
@@ -86,7 +86,6 @@ def reasons_by(why_not, backend: str, tensors: tuple, options: dict, what: str) 
             f"{what} holds a headline ('... because:'), which is no reason: {shown!r}"
         )
         assert "runtime disabled" not in reason, f"{what} holds {shown!r}: no reason, your own pin switched it off."
-    assert len(set(got)) == len(got), f"{what} says something twice: {got!r}. Each reason once."
     return list(got)
 
 
