@@ -284,8 +284,8 @@ def test_recorded_decode_is_as_the_text_says(prose):
     rows = pd.DataFrame(record["rows"])
     rows["copy"] = rows["tb_s"] / record["copy_tb_s"]
     short = rows.query("new_tokens == 1 and batch == 1 and head_dim == 128 and keys <= 8192")
-    assert "is 1.34 to 1.37 times as fast as the best other for one sequence of 2048 or 8192 keys" in prose
-    assert [round(ratio, 2) for ratio in sorted(short["ratio"])] == [1.34, 1.37]
+    assert "is 1.27 to 1.37 times as fast as the best other for one sequence of 2048 or 8192 keys" in prose
+    assert [round(ratio, 2) for ratio in sorted(short["ratio"])] == [1.27, 1.37]
     assert "2048 keys reach less than a quarter of the speed of a copy" in prose
     assert 0.2 < rows.query("batch == 1 and keys == 2048")["copy"].max() < 0.25
     level = rows.query("new_tokens == 1 and batch >= 8")
