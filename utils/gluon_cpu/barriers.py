@@ -10,6 +10,7 @@ the layout say which blocks share one. All of a group arrive at it, and its firs
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from triton.experimental.gluon.language.nvidia import ampere, hopper
@@ -17,7 +18,7 @@ from triton.experimental.gluon.language.nvidia import ampere, hopper
 from utils.machine import versions
 
 from . import context, layouts
-from .context import Block, Clock, join, refuse, report
+from .context import Block, Knowledge, join, refuse, report
 from .known import constant, known
 from .memory import MemDesc
 from .reports import Site
@@ -52,10 +53,8 @@ class MBarrier:
         self.in_flight: list = []  # copies that will report to this phase
         self.arrivals: list[str] = []  # of this phase, for explanations
         self.last_arrivals: list[str] = []  # of the phase before
-        self.clock: Clock = {}  # what those who arrived in this phase knew
-        self.fenced: Clock = {}
-        self.over_clock: Clock = {}  # the same for all phases that have ended
-        self.over_fenced: Clock = {}
+        self.arrived = Knowledge({}, {})  # what those who arrived in this phase knew
+        self.over = Knowledge({}, {})  # the same for all phases that have ended
 
     @property
     def name(self) -> str:
@@ -82,7 +81,7 @@ class MBarrier:
     def phases_unknown_to(self, block: Block) -> int:
         """Return how many phases have ended of which a block may not know; it knows if it knows of all arrivals."""
         unknown = self.phase - block.clock.get(self.component, 0)
-        arrivals = self.over_clock.items()
+        arrivals = self.over.clock.items()
         if unknown and all(block.clock.get(c, 0) >= time for c, time in arrivals if c != self.component):
             return 0
         return unknown
@@ -98,22 +97,17 @@ class MBarrier:
             text += f", {-self.bytes} bytes arrived that no mbarrier.expect announced"
         return [text, *(f"arrived in this phase: {a}" for a in self.arrivals[-4:])]
 
-    def join_clock(self, clock: Clock, fenced: Clock) -> None:
-        """Pass on what someone who arrives knows to whoever waits for this phase."""
-        join(self.clock, clock)
-        join(self.fenced, fenced)
-
-    def join_end_of_copy(self, clock: Clock, fenced: Clock) -> None:
+    def learn_end_of_copy(self, known: Knowledge) -> None:
         """Pass on what the issuer of a copy knew, and the copy's end, of which nobody knows without a wait."""
-        self.join_clock(clock, fenced)
-        self.clock["end of a copy", *self.component[1:]] = self.phase + 1
+        self.arrived.learn(known)
+        self.arrived.clock["end of a copy", *self.component[1:]] = self.phase + 1
 
     def arrive(self, n: int, what: str, block: Block) -> None:
         """Let a block of the running partition arrive n times."""
         p = context.partition()
         self.check_visible(block)
         block.tick()  # who knows of this arrival knows more than what came before it
-        self.join_clock(block.clock, block.fenced)
+        self.arrived.learn(block)
         self.count_arrivals(n, what, p.label(block), context.site(), p.time)
 
     def count_arrivals(self, n: int, what: str, who: str, site: Site, now: float) -> None:
@@ -151,7 +145,7 @@ class MBarrier:
         if copy in self.in_flight:
             self.in_flight.remove(copy)
         self.bytes -= copy.bytes
-        self.join_end_of_copy(copy.clock, copy.fenced)
+        self.learn_end_of_copy(copy.known)
         if self.bytes < 0 and self.pending == 0:
             report(
                 "barrier",
@@ -179,10 +173,9 @@ class MBarrier:
         self.phase += 1
         self.pending, self.bytes, self.announced = self.count, 0, 0
         self.last_arrivals, self.arrivals = self.arrivals, []
-        join(self.over_clock, self.clock)
-        join(self.over_fenced, self.fenced)
-        self.clock, self.fenced = {}, {}
-        self.over_clock[self.component] = self.phase
+        self.over.learn(self.arrived)
+        self.arrived = Knowledge({}, {})
+        self.over.clock[self.component] = self.phase
         context.program().wake(self, now)
 
 
@@ -212,8 +205,7 @@ def wait(barrier: MBarrier, parity: int, block: Block) -> None:
         program.spend(program.model.barrier, "barrier", barrier.name)
     else:
         program.wait_for(barrier, parity)
-    join(block.clock, barrier.over_clock)
-    join(block.fenced, barrier.over_fenced)
+    block.learn(barrier.over)
     p.last_wait.pop(barrier, None)  # the last one stays last
     p.last_wait[barrier] = (parity, barrier.phase, context.site())
 
@@ -414,12 +406,6 @@ def fence_init_release_cluster() -> None:
         join(block.inits, {component: count for component, count in block.clock.items() if component[0] == "init"})
 
 
-def _meet_relaxed(p) -> None:
-    for block in p.blocks:
-        for other in p.blocks:
-            join(other.clock, block.inits)
-
-
 CLUSTER = versions.cluster_modules()
 
 
@@ -439,8 +425,7 @@ def cluster_arrive(relaxed=False) -> None:
     program.check_outside_of_partitions("cluster.arrive")
     relaxed = constant(relaxed, "relaxed")
     program.cluster_arrival = [
-        (dict(block.inits), {}) if relaxed else (dict(block.clock), dict(block.fenced))
-        for block in program.partition.blocks
+        Knowledge(dict(block.inits), {}) if relaxed else block.copy() for block in program.partition.blocks
     ]
     _spend_barrier("cluster")
 
@@ -452,9 +437,8 @@ def cluster_wait() -> None:
     if program.cluster_arrival is None:
         refuse("barrier", "cluster.wait waits for ever: cluster.arrive() comes first.")
     for block in program.partition.blocks:
-        for clock, fenced in program.cluster_arrival:
-            join(block.clock, clock)
-            join(block.fenced, fenced)
+        for known_there in program.cluster_arrival:
+            block.learn(known_there)
     program.cluster_arrival = None
     _spend_barrier("cluster")
 
@@ -464,7 +448,9 @@ def cluster_barrier(relaxed=False) -> None:
     """Let the blocks of the cluster meet."""
     if constant(relaxed, "relaxed"):
         context.program().check_outside_of_partitions("cluster.barrier")
-        _meet_relaxed(context.partition())
+        blocks = context.partition().blocks
+        for block, other in itertools.product(blocks, blocks):
+            join(other.clock, block.inits)
     else:
         context.program().meet("cluster.barrier")
     _spend_barrier("cluster")

@@ -33,16 +33,33 @@ def join(into: Clock, other: Clock) -> None:
             into[component] = time
 
 
-class Block:
+class Knowledge:
+    """What is known to be over, and what of it the async proxy is known to see: a fence lies behind that."""
+
+    __slots__ = ("clock", "fenced")
+
+    def __init__(self, clock: Clock, fenced: Clock):
+        self.clock, self.fenced = clock, fenced
+
+    def learn(self, other: Knowledge) -> None:
+        """Add what another one knows."""
+        join(self.clock, other.clock)
+        join(self.fenced, other.fenced)
+
+    def copy(self, ends: Clock | None = None) -> Knowledge:
+        """Return what is known now, and with it the `ends` of what is under way."""
+        return Knowledge(self.clock | (ends or {}), dict(self.fenced))
+
+
+class Block(Knowledge):
     """What one block of the cluster knows in one partition. Without clusters a partition has one of them."""
 
-    __slots__ = ("clock", "fenced", "index", "inits", "me")
+    __slots__ = ("index", "inits", "me")
 
     def __init__(self, partition: int, index: int):
         self.index = index
         self.me = ("partition", partition, index)
-        self.clock: Clock = {self.me: 1}  # what it knows to be over
-        self.fenced: Clock = {}  # what it knows to be visible to the async proxy
+        super().__init__({self.me: 1}, {})
         self.inits: Clock = {}  # the initializations that it has made visible to the cluster by a fence
 
     def tick(self) -> int:

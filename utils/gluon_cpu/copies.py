@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia import ampere, blackwell, hopper
 
 from . import context, layouts
 from .barriers import is_true, own_barriers
-from .context import Clock, join, refuse, report
+from .context import Knowledge, join, refuse, report
 from .global_memory import addresses, read_kept
 from .known import constant, known, number
 from .memory import MemDesc, access, is_over
@@ -29,8 +29,7 @@ class _Copy:
     bytes: int
     site: Site
     partition: str
-    clock: Clock
-    fenced: Clock
+    known: Knowledge
 
 
 def _transfer(
@@ -87,7 +86,7 @@ def _start_load(result, barrier, names: tuple[str, str], multicast: bool, read) 
     copies = []
     for bar, issuer in zip(bars, issuers, strict=True):
         block = p.blocks[issuer]
-        copies.append(_Copy(result.label, nbytes, site, p.label(block), dict(block.clock), dict(block.fenced)))
+        copies.append(_Copy(result.label, nbytes, site, p.label(block), block.copy()))
         bar.in_flight.append(copies[-1])
     end = _transfer("TMA", "copy in", result.label, nbytes, phase=bars[0].phase)
 
@@ -331,18 +330,15 @@ def cp_async_arrive(mbarrier, increment_count=True) -> None:
         for bar in bars:
             bar.pending += threads
     end = max([p.time, *(copy.end for copy in p.copies)])
-    known = [
-        ({**block.clock, ("cp.async", p.index, block.index): last}, dict(block.fenced), p.label(block))
-        for block in p.blocks
-    ]
+    told = [(block.copy({("cp.async", p.index, block.index): last}), p.label(block)) for block in p.blocks]
     site = context.site()
     for copy in p.copies:
         copy.signalled = True
 
     def finish() -> None:
         _finish_copies(p, last)
-        for bar, (clock, fenced, who) in zip(bars, known, strict=True):
-            bar.join_end_of_copy(clock, fenced)
+        for bar, (knowledge, who) in zip(bars, told, strict=True):
+            bar.learn_end_of_copy(knowledge)
             bar.count_arrivals(threads, "async_copy.mbarrier_arrive", who, site, end)
 
     if p.copies:

@@ -258,9 +258,11 @@ def _value(x):
 
 def _assign(value, label: str):
     """Assign a value to a variable: numbers become run-time scalars, as in Triton."""
-    if isinstance(value, Tensor):
+    kind = type(value)
+    if kind is Tensor:
         return value
-    value = unwrap(value)
+    if kind is gl.constexpr:
+        value = value.value
     if isinstance(value, NUMBERS):
         return to_tensor(value)
     if isinstance(value, tuple):
@@ -269,7 +271,7 @@ def _assign(value, label: str):
         if not value.allocation.name:
             value.allocation.name = label
             context.program().labels.clear()
-    elif label and isinstance(value, Aggregate):
+    elif label and kind is Aggregate:
         for path, leaf in Aggregate.leaves(value):
             if isinstance(leaf, MemDesc) and not leaf.allocation.path:
                 leaf.allocation.path = f"{label}.{path}"
@@ -369,11 +371,14 @@ _resolved: dict[int, tuple] = {}  # a function by its id, which stays its own wh
 def find(function):
     """Return what does the work of a function that kernel code is about to call."""
     context.program().step()
+    found = _resolved.get(id(function))
+    if found is not None:
+        return found[1]
     if type(function) is types.MethodType:
         owner = function.__self__
-        if type(owner) is Aggregate:
-            return functools.partial(_meaning_of(function.__func__), owner)
-        return function  # methods of tensors, shared memory and constants
+        if type(owner) is not Aggregate:
+            return function  # methods of tensors, shared memory and constants
+        return functools.partial(_meaning_of(function.__func__), owner)
     return _meaning_of(function)
 
 
@@ -383,10 +388,9 @@ def call(function, *args):
 
 
 def _meaning_of(function):
-    found = _resolved.get(id(function))
-    if found is None:
-        found = _resolved[id(function)] = function, _resolve(unwrap(function))
-    return found[1]
+    if id(function) not in _resolved:
+        _resolved[id(function)] = function, _resolve(unwrap(function))
+    return _resolved[id(function)][1]
 
 
 def _resolve(function):

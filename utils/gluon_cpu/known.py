@@ -106,7 +106,7 @@ def once_for_constants(function):
     results: dict[tuple, tuple] = {}
 
     def run(*args, **kwargs):
-        key = _key((*args, *kwargs.items()))
+        key = _key((*args, *kwargs.items()) if kwargs else args)
         if key is None:
             return function(*args, **kwargs)
         found = results.get(key)
@@ -135,13 +135,12 @@ _PLAIN = {type(None), bool, int, str}
 
 def number(value, what: str) -> int:
     """Return an integer, whether it is known at compile time or only at run time."""
-    if isinstance(value, RunTimeValue):
-        if value.shape:
-            refuse("kernel", f"{what} must be a scalar; got a tensor of shape {list(value.shape)}.")
-        value = value.data
-    if isinstance(value, bool) or not isinstance(value, int):
-        refuse("kernel", f"{what} must be an integer; got {value!r}.")
-    return value
+    data = value.data if isinstance(value, RunTimeValue) else value
+    if type(data) is int:
+        return data
+    if getattr(value, "shape", ()):
+        refuse("kernel", f"{what} must be a scalar; got a tensor of shape {list(value.shape)}.")
+    refuse("kernel", f"{what} must be an integer; got {data!r}.")
 
 
 _CONSTEXPR = gl.constexpr

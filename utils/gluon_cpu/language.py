@@ -130,7 +130,9 @@ def broadcast(input, other):
     """Return both tensors with their common shape."""
     input, other = to_tensor(input), to_tensor(other)
     layout = broadcast_layout(input, other, "gl.broadcast")
-    a, b = np.broadcast_arrays(np.asarray(input.data), np.asarray(other.data))
+    a, b = np.asarray(input.data), np.asarray(other.data)
+    if a.shape != b.shape:
+        a, b = np.broadcast_arrays(a, b)
     return Tensor(a, input.dtype, layout, input.buffer), Tensor(b, other.dtype, layout, other.buffer)
 
 
@@ -300,7 +302,7 @@ def where(condition, x, y):
     for a, b in ((condition, x), (condition, y), (x, y)):
         layout = broadcast_layout(a, b, "gl.where") or layout
     out = np.where(condition.data, round_to(np.asarray(x.data), dtype), round_to(np.asarray(y.data), dtype))
-    result = Tensor(round_to(out, dtype) if out.ndim else out.item(), dtype, layout)
+    result = Tensor(out if out.ndim else out.item(), dtype, layout)
     work(result)
     return result
 

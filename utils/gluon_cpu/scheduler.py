@@ -22,7 +22,7 @@ import numpy as np
 from utils.machine import versions
 
 from . import context
-from .context import Block, join, refuse
+from .context import Block, Knowledge, refuse
 from .reports import NOWHERE, DeadlockError, Report, Site
 from .timeline import CostModel, Event
 
@@ -66,8 +66,7 @@ class Partition:
     def copy_knowledge(self, other: Partition) -> None:
         """Let each block know what it knows in another partition."""
         for mine, its in zip(self.blocks, other.blocks, strict=True):
-            join(mine.clock, its.clock)
-            join(mine.fenced, its.fenced)
+            mine.learn(its)
 
     def label(self, block: Block) -> str:
         """The name of the partition, and of its block where there are several."""
@@ -118,7 +117,9 @@ class Program:
         self.failure: BaseException | None = None
         self.abandoned = False  # whether the default partition knows of the failure
         self.unwritten_reads: list = []
-        self.cluster_arrival: list | None = None  # what each block knew at a cluster.arrive that awaits its wait
+        self.cluster_arrival: list[Knowledge] | None = (
+            None  # what each block knew at a cluster.arrive that awaits its wait
+        )
 
     # ---- findings -------------------------------------------------------------------------------------------------
 
@@ -203,13 +204,11 @@ class Program:
         if self.num_ctas == 1:
             return
         self.check_outside_of_partitions(what)
-        blocks = self.partition.blocks
-        for block in blocks[1:]:
-            join(blocks[0].clock, block.clock)
-            join(blocks[0].fenced, block.fenced)
-        for block in blocks[1:]:
-            join(block.clock, blocks[0].clock)
-            join(block.fenced, blocks[0].fenced)
+        first, *others = self.partition.blocks
+        for block in others:
+            first.learn(block)
+        for block in others:
+            block.learn(first)
 
     # ---- who runs -------------------------------------------------------------------------------------------------
 

@@ -235,11 +235,11 @@ def tcgen05_commit(barrier, pred=True, descs=()) -> None:
             by = p.blocks[committer]
             bar.check_visible(by)
             ends = {(QUEUE, p.index, index): count for index in range(committer, committer + step)}
-            arrivals.append((bar, by.clock | ends, dict(by.fenced), p.label(by)))
+            arrivals.append((bar, by.copy(ends), p.label(by)))
 
     def finish() -> None:
-        for bar, clock, fenced, who in arrivals:
-            bar.join_end_of_copy(clock, fenced)
+        for bar, knowledge, who in arrivals:
+            bar.learn_end_of_copy(knowledge)
             bar.count_arrivals(1, "tcgen05_commit", who, site, end)
 
     program.later(end, finish)
