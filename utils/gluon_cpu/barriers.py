@@ -125,8 +125,7 @@ class MBarrier:
             before = f" Before: {self.arrivals[-1]}." if self.arrivals else ""
             if self.bytes > 0 and "expect" in what:
                 before += (
-                    f" {who} came round to this barrier again before the copy of the round before had arrived: wait until "
-                    "the slot is free first."
+                    f" {who} came round again before the last round's copy had arrived: first wait for a free slot."
                 )
             report(
                 "barrier",
@@ -291,9 +290,7 @@ def own_barriers(desc: Any, what: str, pairs: bool = False) -> list[MBarrier]:
     if in_pairs and len(barriers) > 1:
         context.program().pair_signals.append((context.site(), desc.label))
     elif any(barrier.shared for barrier in barriers):
-        text = (
-            f"{what} signals an mbarrier in the block that it writes to, and {desc.label} is shared by several blocks"
-        )
+        text = f"{what} signals an mbarrier of the block that it writes to, and several blocks share {desc.label}"
         refuse("layout", f"{text}. mbarrier.allocate_mbarrier() gives each block one.")
     return barriers
 
@@ -337,10 +334,7 @@ def _senders(from_cta) -> list[Block]:
     blocks = context.partition().blocks
     kept = len(blocks) - 1 if from_cta is None else constant(from_cta, "from_cta")
     if not 0 <= kept < len(blocks):
-        refuse(
-            "barrier",
-            f"from_cta must be a number from 0 to {len(blocks) - 1} in a cluster of {len(blocks)}; got {kept}.",
-        )
+        refuse("barrier", f"from_cta is from 0 to {len(blocks) - 1} in a cluster of {len(blocks)} blocks; got {kept}.")
     return [blocks[block.index & kept] for block in blocks]
 
 
@@ -414,14 +408,9 @@ def cluster_arrive(relaxed=False) -> None:
     """Arrive at the cluster's barrier; a relaxed arrival passes on nothing but fenced initializations."""
     program = context.program()
     if program.num_ctas == 1:
-        refuse(
-            "kernel",
-            "cluster.arrive needs a cluster: the compiler refuses it unless the launch has num_ctas=2 or more.",
-        )
+        refuse("kernel", "cluster.arrive needs a cluster: the compiler refuses it unless num_ctas is 2 or more.")
     if program.cluster_arrival is not None:
-        refuse(
-            "barrier", "cluster.arrive: the cluster's barrier has been arrived at already; cluster.wait comes first."
-        )
+        refuse("barrier", "cluster.arrive: the barrier has been arrived at already; cluster.wait comes first.")
     program.check_outside_of_partitions("cluster.arrive")
     relaxed = constant(relaxed, "relaxed")
     program.cluster_arrival = [

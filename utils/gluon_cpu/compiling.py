@@ -155,14 +155,8 @@ def answer(text: str) -> None:
     warm_up()
     request = json.loads(text)
     kernel = getattr(import_file(Path(request["path"])), request["kernel"])
-    built = offline.compile_gluon(
-        kernel,
-        request["signature"],
-        request["constants"],
-        request["aligned"],
-        request["num_warps"],
-        request["capability"],
-    )
+    given = ("signature", "constants", "aligned", "num_warps", "capability")
+    built = offline.compile_gluon(kernel, *(request[name] for name in given))
     compiled = None
     if request["figures"]:
         read = offline.read_assembly(built, kernel.fn.__name__)

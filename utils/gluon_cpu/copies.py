@@ -355,10 +355,9 @@ def finish(program) -> None:
             p.wgmmas.pop(0).finish()
         if p.stores:
             _, _, label, site = p.stores[0]
-            text = (
-                f"The kernel ends while a TMA store may still read {label}: the memory may be given to the next block."
-            )
-            report("unfinished", f"{text} tma.store_wait(0) comes last.", at=site, partition=p.name)
+            text = f"The kernel ends while a TMA store may still read {label}"
+            hint = "The memory may be given to the next block: tma.store_wait(0) comes last."
+            report("unfinished", f"{text}. {hint}", at=site, partition=p.name)
         unfinished = [copy for copy in p.copies if not copy.signalled]
         if unfinished:
             text = f"The kernel ends while the cp.async into {unfinished[0].target.label} is under way"

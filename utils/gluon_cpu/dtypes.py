@@ -48,33 +48,20 @@ def numpy_type(dtype) -> type:
         ) from None
 
 
-def round_bf16(x: np.ndarray) -> np.ndarray:
-    """Round float32 values to bf16, to nearest, ties to even; the result is float32."""
-    values = np.ascontiguousarray(x, dtype=np.float32)
-    bits = values.view(np.uint32)
-    rounded = bits >> 16
-    rounded &= 1
-    rounded += 0x7FFF
-    rounded += bits
-    rounded &= 0xFFFF0000
-    out = rounded.view(np.float32)
-    nan = np.isnan(values)
-    if nan.any():
-        out[nan] = np.nan
-    return out.reshape(np.shape(x))
-
-
-def round_fp8(x: np.ndarray, name: str) -> np.ndarray:
-    """Round to an fp8 type, to nearest even, as Hopper does: what is too large becomes the largest number."""
-    largest = FP8_LARGEST[name]
-    values = torch.from_numpy(np.clip(np.ascontiguousarray(x, dtype=np.float32), -largest, largest))
-    return values.to(HELD_WIDER[name][0]).float().numpy().reshape(np.shape(x))
+def round_wide(x, name: str) -> np.ndarray:
+    """Round to a type of HELD_WIDER, to nearest even; the result is float32. What is too large for fp8 becomes its largest number."""
+    values = np.array(x, np.float32, order="C")
+    if name in FP8_LARGEST:
+        values = np.clip(values, -FP8_LARGEST[name], FP8_LARGEST[name])
+    return torch.from_numpy(values).to(HELD_WIDER[name][0]).float().numpy()
 
 
 def to_bits(data: np.ndarray, dtype) -> np.ndarray:
     """Return the bits of values, as integers where NumPy lacks the type."""
     if dtype.name not in HELD_WIDER:
         return data
+    if dtype.name == "bf16":  # the upper half of float32
+        return (data.view(np.uint32) >> 16).astype(np.uint16).view(np.int16)
     kind, same_size, _ = HELD_WIDER[dtype.name]
     return torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32)).to(kind).view(same_size).numpy()
 
@@ -103,10 +90,8 @@ def round_to(data, dtype):
     """Return an array (or number) as values of `dtype`: integers wrap around, floats round to nearest even."""
     if not isinstance(data, np.ndarray):
         return round_number(data, dtype)
-    if dtype.name == "bf16":
-        return round_bf16(data)
-    if dtype.name in FP8_LARGEST:
-        return round_fp8(data, dtype.name)
+    if dtype.name in HELD_WIDER:
+        return round_wide(data, dtype.name)
     kind = _DTYPES.get(dtype.name)
     if data.dtype is kind:
         return data
@@ -122,11 +107,7 @@ def round_number(value, dtype):
     if name == "int1":
         return bool(value)
     if name in FLOAT_RANK:
-        if name == "bf16":
-            return float(round_bf16(np.float32(value)))
-        if name in FP8_LARGEST:
-            return float(round_fp8(np.float32(value), name))
-        return float(numpy_type(dtype)(value))
+        return float(round_wide(value, name) if name in HELD_WIDER else numpy_type(dtype)(value))
     bits = dtype.primitive_bitwidth
     value = int(value) & ((1 << bits) - 1)
     return value - (1 << bits) if not name.startswith("u") and value >> (bits - 1) else value

@@ -146,8 +146,7 @@ def store(pointer, value, mask=None, boundary_check=(), cache_modifier="", evict
         broadcast_layout(pointer, value, "gl.store: pointers and value")
         if not pointer.shape:
             refuse("layout", f"gl.store: a value of shape {list(value.shape)} to one pointer.")
-    data = round_to(np.asarray(value.data), dtype)
-    data = np.broadcast_to(data, offsets.shape)
+    data = np.broadcast_to(round_to(np.asarray(value.data), dtype), offsets.shape)
     pointer.buffer.write(offsets[keep], data[keep])
     _spend(10, "store", pointer, offsets, keep, pointer.layout)
 
@@ -249,9 +248,8 @@ class Descriptor:
         self.shape = tuple(Tensor(s, gl.int32) for s in self.sizes)
         self.strides = tuple(Tensor(s, gl.int64) for s in self.steps)
         self.type = self
-        self.boxes: dict[
-            tuple[int, ...], np.ndarray
-        ] = {}  # offsets of a box's elements from its first one, by its size
+        # Offsets of a box's elements from its first one, by its size.
+        self.boxes: dict[tuple[int, ...], np.ndarray] = {}
 
     def __getattr__(self, name):
         refuse("unknown operation", f"gluon_cpu does not know .{name} of a TMA descriptor.")
@@ -303,15 +301,8 @@ def host_descriptor(desc, name: str) -> Descriptor:
         text = f"{name}: gluon_cpu does not round to tf32 on the way, as round_f32_to_tf32=True asks"
         refuse("unknown operation", f"{text}. Make the descriptor without it; wgmma reads the upper 19 bits anyway.")
     buffer = GlobalBuffer(desc.base, name)
-    return Descriptor(
-        buffer,
-        0,
-        list(desc.shape),
-        list(desc.strides),
-        [int(b) for b in desc.block_shape],
-        desc.layout,
-        getattr(desc, "padding", "zero"),
-    )
+    box, padding = [int(b) for b in desc.block_shape], getattr(desc, "padding", "zero")
+    return Descriptor(buffer, 0, list(desc.shape), list(desc.strides), box, desc.layout, padding)
 
 
 @known("make_tensor_descriptor", of=(hopper.tma,))
@@ -322,9 +313,6 @@ def device_descriptor(base, shape, strides, block_shape, layout, padding_option=
     steps = [number(s, "strides") for s in strides]
     size = base.buffer.dtype.primitive_bitwidth // 8
     if steps[-1] != 1 or any(s * size % 16 for s in steps[:-1]):
-        refuse(
-            "layout",
-            f"make_tensor_descriptor: strides {steps} of {base.buffer.dtype}; the last must be 1 "
-            "and the others multiples of 16 bytes.",
-        )
+        text = "the last must be 1 and the others multiples of 16 bytes"
+        refuse("layout", f"make_tensor_descriptor: strides {steps} of {base.buffer.dtype}; {text}.")
     return Descriptor(base.buffer, int(base.data), sizes, steps, block, constant(layout, "layout"), padding_option)

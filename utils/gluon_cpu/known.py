@@ -88,11 +88,8 @@ class RunTimeValue:
 def constant(value, what: str):
     """Return a value that must be known when the kernel is compiled; refuse any other."""
     if isinstance(value, RunTimeValue):
-        refuse(
-            "kernel",
-            f"{what} must be a constexpr; got a value that is known only when the kernel runs. "
-            "Annotate it: `name: gl.constexpr = ...`.",
-        )
+        text = f"{what} must be a constexpr; got a value that is known only when the kernel runs"
+        refuse("kernel", f"{text}. Annotate it: `name: gl.constexpr = ...`.")
     return value
 
 

@@ -113,7 +113,7 @@ def convert_layout(value, layout, assert_trivial=False):
     layout = layouts.distributed(layout, list(value.shape), "gl.convert_layout")
     data = value.data
     if constant(assert_trivial, "assert_trivial"):
-        layouts.check_trivial(value.layout, layout, list(value.shape))
+        layouts.view(value.layout, list(value.shape), "convert_layout(assert_trivial=True)", layout)
     elif value.layout != layout:
         program = context.program()
         if program.num_ctas > 1 and layouts.block_bases(value.layout) != layouts.block_bases(layout):
@@ -168,7 +168,7 @@ def reshape(input, *shape):
         refuse("layout", f"A tensor {list(input.shape)} cannot be reshaped to {shape}.")
     if not shape:
         return Tensor(input.data.item(), input.dtype, None, input.buffer, input.reads)
-    layout = layouts.register_view(input.layout, list(input.shape), "reshape", tuple(shape))
+    layout = layouts.view(input.layout, list(input.shape), "reshape", tuple(shape))
     return Tensor(input.data.reshape(shape), input.dtype, layout, input.buffer, input.reads)
 
 
@@ -176,7 +176,7 @@ def reshape(input, *shape):
 def permute(input, *dims):
     """Return the tensor with its dimensions in another order."""
     dims = _flat(dims, "permute's order")
-    layout = layouts.register_view(input.layout, list(input.shape), "permute", tuple(dims))
+    layout = layouts.view(input.layout, list(input.shape), "permute", tuple(dims))
     return Tensor(np.transpose(input.data, dims), input.dtype, layout, input.buffer, input.reads)
 
 
@@ -185,7 +185,7 @@ def split(a):
     """Return the two halves along a last dimension of two."""
     if not a.shape or a.shape[-1] != 2:
         refuse("layout", f"split needs a last dimension of 2, got shape {list(a.shape)}.")
-    layout = layouts.register_view(a.layout, list(a.shape), "split")
+    layout = layouts.view(a.layout, list(a.shape), "split")
     parts = (slice(0, 1), slice(1, 2)) if isinstance(a.layout, layouts.EachElement) else (0, 1)
     return tuple(Tensor(np.ascontiguousarray(a.data[..., i]), a.dtype, layout) for i in parts)
 
@@ -194,7 +194,7 @@ def split(a):
 def join(a, b):
     """Return both tensors along a new last dimension of two."""
     a, b = broadcast(a, b)
-    layout = layouts.register_view(a.layout, list(a.shape), "join")
+    layout = layouts.view(a.layout, list(a.shape), "join")
     return Tensor(np.stack([a.data, b.data], axis=-1), a.dtype, layout)
 
 

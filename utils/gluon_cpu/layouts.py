@@ -84,12 +84,9 @@ def check_same_blocks(smem, layout, operation: str) -> None:
         needed = wanted if operation == "store" or "scatter" in operation else held
         if list(held) != list(wanted) and any(needed):
             text = f"{smem.label}.{operation}: the memory is spread over the blocks by {block_bases(smem.layout)}"
+            text += f", the other side by {block_bases(layout)}: gluon_cpu lets a block use its own shared memory only"
             advice = "Use the same cga_layout on both sides; gl.convert_layout moves values between blocks"
-            refuse(
-                "unknown operation",
-                f"{text}, the other side by {block_bases(layout)}: gluon_cpu lets a block use its own "
-                f"shared memory only. {advice}.",
-            )
+            refuse("unknown operation", f"{text}. {advice}.")
 
 
 def _check_cluster(layout, what: str) -> None:
@@ -141,10 +138,8 @@ def check_block(shape: list[int], what: str) -> None:
     """Refuse a shape of a register tensor whose dimensions are not powers of two."""
     for size in shape:
         if not isinstance(size, int) or size < 1 or size & (size - 1):
-            _refuse(
-                f"{what}: shape {list(shape)}; every dimension of a tensor must be a power of "
-                "two. Take the next one up and mask."
-            )
+            text = "every dimension of a tensor must be a power of two. Take the next one up and mask"
+            _refuse(f"{what}: shape {list(shape)}; {text}.")
 
 
 def same(a, b, what: str):
@@ -220,7 +215,8 @@ def check_cp_async(smem, shape, dtype, layout, offsets) -> None:
         _refuse(f"cp.async: {smem.label} is {smem.dtype}, the pointers are to {dtype}.")
     if dtype.primitive_bitwidth >= 32 or isinstance(layout, (AutoLayout, gl.CoalescedLayout)):
         return
-    held = set(offsets.reshape(-1)[_elements(layout, tuple(shape))[:, 0, 0]].tolist())
+    elements = elements_of(layout, tuple(shape), *_warps_and_blocks())
+    held = set(offsets.reshape(-1)[elements[:, 0, 0]].tolist())
     firsts = [at for at in held if at - 1 not in held]
     neighbours = min(next(n for n in itertools.count(1) if at + n not in held) for at in firsts)
     if neighbours * dtype.primitive_bitwidth < 32:
@@ -268,46 +264,41 @@ _VIEWS = {
     "permute": lambda semantic, x, order: semantic.permute(x, order),
     "split": lambda semantic, x, _: semantic.split(x)[0],
     "join": lambda semantic, x, _: semantic.join(x, x),
+    "convert_layout(assert_trivial=True)": lambda semantic, x, layout: semantic.convert_layout(x, layout, True),
+    "reshape of memory": lambda semantic, x, shape: semantic.memdesc_reshape(x, list(shape)),
+    "permute of memory": lambda semantic, x, order: semantic.memdesc_trans(x, list(order)),
 }
 
 
 @once_for_constants
-def _register_view(warps: int, blocks: int, layout, shape: tuple, operation: str, argument):
+def _layout_of_view(warps: int, blocks: int, layout, dtype, shape: tuple, operation: str, argument):
     semantic = _semantic(warps, blocks)
-    x = semantic.full(list(shape), 0.0, gl.float32, layout)
-    return _VIEWS[operation](semantic, x, argument).type.layout
+    if isinstance(layout, SharedLayout):
+        x = semantic.allocate_shared(dtype, list(shape), layout, None)
+    else:
+        x = semantic.full(list(shape), 0.0, dtype, layout)
+    view = _VIEWS[operation](semantic, x, argument)
+    return view.layout if isinstance(layout, SharedLayout) else view.type.layout
 
 
-def register_view(layout, shape: list[int], operation: str, argument=None):
-    """Return the layout of a register tensor after reshape, permute, split or join."""
+def view(layout, shape: list[int], operation: str, argument=None, dtype=gl.float32):
+    """Return the layout of a register tensor, or of shared memory, after an operation of _VIEWS."""
     if isinstance(layout, AutoLayout):
         return layout
-    warps, blocks = context.partition().num_warps, context.program().num_ctas
     try:
-        return _register_view(warps, blocks, layout, tuple(shape), operation, argument)
+        return _layout_of_view(*_warps_and_blocks(), layout, dtype, tuple(shape), operation, argument)
     except (RuntimeError, ValueError, TypeError) as error:
-        _refuse(f"{operation} of a tensor {list(shape)} with {layout}: {str(error).strip()}")
+        _refuse(f"{operation}: {list(shape)} with {layout}: {str(error).strip()}")
 
 
-@once_for_constants
-def _shared_view(blocks: int, dtype, shape: tuple, layout, operation: str, argument: tuple):
-    semantic = _semantic(4, blocks)
-    desc = semantic.allocate_shared(dtype, list(shape), layout, None)
-    view = semantic.memdesc_trans if operation == "permute" else semantic.memdesc_reshape
-    return view(desc, list(argument)).layout
-
-
-def shared_view(dtype, shape: list[int], layout, operation: str, argument: tuple):
-    """Return the layout of shared memory after permute or reshape."""
-    try:
-        return _shared_view(context.program().num_ctas, dtype, tuple(shape), layout, operation, argument)
-    except (RuntimeError, ValueError, TypeError) as error:
-        _refuse(f"{operation} of shared memory {list(shape)} with {layout}: {str(error).strip()}")
+def _warps_and_blocks() -> tuple[int, int]:
+    """Return the warps of the running partition and the blocks of the cluster."""
+    return context.partition().num_warps, context.program().num_ctas
 
 
 def linear(layout, shape: list[int]):
     """Return a layout as the DistributedLinearLayout or SharedLinearLayout that it is."""
-    return _linear(layout, shape, context.partition().num_warps, context.program().num_ctas)
+    return _linear(layout, shape, *_warps_and_blocks())
 
 
 def _linear(layout, shape, warps: int, blocks: int):
@@ -331,10 +322,6 @@ def elements_of(layout, shape: tuple[int, ...], warps: int, blocks: int = 1) -> 
     return flat
 
 
-def _elements(layout, shape: tuple[int, ...]) -> np.ndarray:
-    return elements_of(layout, shape, context.partition().num_warps, context.program().num_ctas)
-
-
 def bank_conflicts(distr_ty, shared_ty) -> int:
     """Return the bank conflicts of an access, as Triton counts them."""
     from triton.experimental.gluon.language._core import shared_memory_descriptor_type
@@ -342,20 +329,4 @@ def bank_conflicts(distr_ty, shared_ty) -> int:
     kind = shared_memory_descriptor_type(
         shared_ty.dtype, list(shared_ty.shape), shared_ty.layout, list(shared_ty.alloc_shape)
     )
-    return _semantic(context.partition().num_warps, context.program().num_ctas).bank_conflicts(distr_ty, kind)
-
-
-@functools.cache
-def _is_trivial(warps: int, blocks: int, a, b, shape: tuple) -> bool:
-    semantic = _semantic(warps, blocks)
-    try:
-        semantic.convert_layout(semantic.full(list(shape), 0.0, gl.float32, a), b, True)
-    except TypeError:
-        return False
-    return True
-
-
-def check_trivial(a, b, shape: list[int]) -> None:
-    """Refuse a conversion that moves data between threads."""
-    if not _is_trivial(context.partition().num_warps, context.program().num_ctas, a, b, tuple(shape)):
-        _refuse(f"convert_layout(assert_trivial=True): from\n    {a}\n  to\n    {b}\n  moves values between threads.")
+    return _semantic(*_warps_and_blocks()).bank_conflicts(distr_ty, kind)

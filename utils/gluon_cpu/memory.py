@@ -203,7 +203,7 @@ class MemDesc:
         order = constants(order, "permute's order")
         if (key := ("permute", *order)) in self.views:
             return self.views[key]
-        layout = layouts.shared_view(self.dtype, list(self.shape), self.layout, "permute", tuple(order))
+        layout = layouts.view(self.layout, list(self.shape), "permute of memory", tuple(order), self.dtype)
         alloc_shape = [self.alloc_shape[-self.rank :][o] for o in order]
         view, written = self.view.transpose(order), self.written.transpose(order)
         self.views[key] = self._view(view, written, layout, self.suffix, alloc_shape)
@@ -217,7 +217,7 @@ class MemDesc:
         if math.prod(shape) != self.view.size:
             text = f"{self.label} has shape {list(self.shape)}, {self.view.size} elements"
             refuse("layout", f"{text}; it cannot become {shape}.")
-        layout = layouts.shared_view(self.dtype, list(self.shape), self.layout, "reshape", tuple(shape))
+        layout = layouts.view(self.layout, list(self.shape), "reshape of memory", tuple(shape), self.dtype)
         view, written = self.view.reshape(shape), self.written.reshape(shape)
         if not np.may_share_memory(view, self.view):  # NumPy had to copy
             return Rearranged(self, shape, layout)
@@ -242,9 +242,8 @@ class MemDesc:
         layouts.check_shared(layout, self.dtype, shape)
         parts = [math.prod(layouts.per_block(x, y)) for x, y in ((shape, layout), (self.shape, self.layout))]
         if parts[0] > parts[1]:
-            refuse(
-                "layout", f"_reinterpret: each block has {parts[1]} elements of {self.label}; {shape} needs {parts[0]}."
-            )
+            text = f"each block has {parts[1]} elements of {self.label}"
+            refuse("layout", f"_reinterpret: {text}; {shape} needs {parts[0]}.")
         view, written = (array.reshape(-1)[:size].reshape(shape) for array in (self.view, self.written))
         subview = self._view(view, written, layout, f"{self.suffix} as {shape}")
         spreads, bases = self.allocation.spreads, layouts.block_bases(layout)
@@ -298,10 +297,8 @@ class MemDesc:
         wrong = indices.data[(indices.data < 0) | (indices.data >= size)]
         if wrong.size:
             text = f"{self.label}.{operation}: index {int(wrong[0])} along dimension {axis}, which has {size} elements"
-            refuse(
-                "out of bounds",
-                f"{text}, 0 to {size - 1}. Clamp the indices first: a GPU reads or writes other memory.",
-            )
+            hint = "Clamp the indices first: a GPU reads or writes other memory"
+            refuse("out of bounds", f"{text}, 0 to {size - 1}. {hint}.")
 
     def gather(self, indices, axis):
         """Return elements along an axis, by a tensor of indices."""
@@ -451,9 +448,7 @@ def access(
         if covers:
             desc.written[...] = desc.spread
     elif len(allocation.spreads) > 1 and ((desc.written != desc.spread) & (desc.written > 0)).any():
-        text = (
-            f"{desc.label} was written with its elements spread over the blocks in another way ({allocation.spreads})"
-        )
+        text = f"{desc.label} was spread over the blocks in another way when it was written ({allocation.spreads})"
         refuse("layout", f"{_upper(what)}: {text}. Read it through the layout that it was written through.")
     elif not desc.written.all():
         program.unwritten_reads.append(accesses[0])
@@ -549,17 +544,17 @@ def finish(program) -> None:
         text = f"{_upper(read.what)} reads bytes that nothing has written."
         report("uninitialized", text, at=read.site, partition=read.partition)
     program.unwritten_reads = []
-    check_size(program.allocations, "bytes", f"bytes of shared memory are in use at once; a block has {SHARED_BYTES}")
-    check_size(program.tensor_memory, "columns", f"columns of tensor memory are in use at once; a block has {COLUMNS}")
+    _check_size(program.allocations, "bytes", "shared memory", SHARED_BYTES)
+    _check_size(program.tensor_memory, "columns", "tensor memory", COLUMNS)
 
 
-def check_size(allocations: list, unit: str, text: str) -> None:
+def _check_size(allocations: list, unit: str, memory: str, limit: int) -> None:
     """Report the first allocation that does not fit beside those that are in use at the same time."""
-    limit = SHARED_BYTES if unit == "bytes" else COLUMNS
     for step in sorted({a.first for a in allocations}):
         alive = [a for a in allocations if a.first <= step <= a.last]
         total = sum(getattr(a, unit) for a in alive)
         if total > limit:
             parts = ", ".join(f"{a.label}: {getattr(a, unit)}" for a in alive[:8])
-            report("layout", f"{total} {text} ({parts}).", at=alive[-1].site)
+            text = f"{total} {unit} of {memory} are in use at once; a block has {limit} ({parts})."
+            report("layout", text, at=alive[-1].site)
             return

@@ -5,6 +5,7 @@ Until a warpgroup_mma_wait, the tensor cores may read the operands and write the
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,12 +50,17 @@ def exact_product(a: np.ndarray, b: np.ndarray, dtype) -> np.ndarray:
     """
     if dtype.name == "fp32":
         a, b = _tf32(a), _tf32(b)
-    return np.matmul(np.ascontiguousarray(a, dtype=np.float32), np.ascontiguousarray(b, dtype=np.float32))
+    return np.matmul(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
 def _tf32(x: np.ndarray) -> np.ndarray:
     """The tensor core reads the upper 19 bits of an fp32 value."""
     return (np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+@functools.cache
+def _unknown(shape: tuple) -> np.ndarray:
+    return np.broadcast_to(np.float32(np.nan), shape)
 
 
 class Accumulator(Tensor):
@@ -63,7 +69,7 @@ class Accumulator(Tensor):
     __slots__ = ("product", "token")
 
     def __init__(self, product: _Product, shape: list[int], dtype, layout, token: bool):
-        super().__init__(np.broadcast_to(np.float32(np.nan), shape), dtype, layout)
+        super().__init__(_unknown(tuple(shape)), dtype, layout)
         self.product, self.token = product, token
 
     @property
@@ -142,7 +148,9 @@ def check_wgmma(a, b, acc_layout, acc_shape: list[int], acc_dtype) -> None:
     (m, k), (k2, n) = a.shape, b.shape
     fits = k == k2 and acc_shape == [m, n]
     require(fits, f"A {[m, k]} times B {[k2, n]} into an accumulator {acc_shape}: the shapes do not fit.")
-    _check_blocks(a, b, acc_layout, require)
+    bases = layouts.block_bases(acc_layout)
+    check_blocks("warpgroup_mma", a, bases, "A", [[m, 0] for m, _ in bases])
+    check_blocks("warpgroup_mma", b, bases, "B", [[0, n] for _, n in bases])
     fits = isinstance(acc_layout, gl.NVMMADistributedLayout) and list(acc_layout.version) == [3, 0]
     require(fits, f"the accumulator needs an NVMMADistributedLayout of version [3, 0]; it has {acc_layout}.")
     wm, wn = acc_layout.warps_per_cta
@@ -175,13 +183,12 @@ def check_wgmma(a, b, acc_layout, acc_shape: list[int], acc_dtype) -> None:
     _accepted.add(key)
 
 
-def _check_blocks(a, b, acc_layout, require) -> None:
+def check_blocks(what: str, x, bases: list[list[int]], name: str, wanted: list[list[int]]) -> None:
     """In a cluster, each block needs the rows of A and the columns of B that its part of the accumulator takes."""
-    for name, x, kept in (("A", a, 0), ("B", b, 1)):
-        want = [[size if d == kept else 0 for d, size in enumerate(basis)] for basis in layouts.block_bases(acc_layout)]
-        got = [list(basis) for basis in layouts.block_bases(x.layout)]
-        text = f"the accumulator is spread over the blocks by {[list(b) for b in layouts.block_bases(acc_layout)]}"
-        require(got == want, f"{text}, so {name} needs the cga_layout {want}; it has {got}.")
+    got = [list(basis) for basis in layouts.block_bases(x.layout)]
+    if got != wanted:
+        text = f"the accumulator is spread over the blocks by {[list(basis) for basis in bases]}"
+        refuse("layout", f"{what}: {text}, so {name} needs the cga_layout {wanted}; it has {got}.")
 
 
 @known(of=(hopper,))

@@ -113,15 +113,18 @@ def finish(program) -> None:
             old = _under_way(first, second)
             if old is None:
                 continue
-            share = (
-                "is the same memory in the next turn of the loop" if first.site == second.site else "may get its memory"
-            )
+            again = first.site == second.site  # the same line in the next turn of a loop
+            share = "is the same memory in the next turn of the loop" if again else "may get its memory"
             text = (
                 f"{second.label} is allocated after the last line that uses {first.label}, so it {share}. When "
                 f"{second.label} is first used, {old.what} ({old.partition}, {old.site}) may still be under way"
             )
-            hint = "Wait for it before that" + (
-                "." if first.site == second.site else f", or allocate both before line {old.site.line}."
+            hint = "" if again else f", or allocate both before line {old.site.line}"
+            report(
+                "race",
+                f"{text}. Wait for it before that{hint}.",
+                at=second.opened_at,
+                others=(old.site,),
+                partition=second.opened_by,
             )
-            report("race", f"{text}. {hint}", at=second.opened_at, others=(old.site,), partition=second.opened_by)
             break

@@ -162,14 +162,8 @@ class Program:
         p = self.partition
         start, p.time = p.time, p.time + (self.jitter(cycles) if self.random else cycles)
         if self.events is not None:
-            last = self.events[-1] if self.events else None
-            if (
-                last is not None
-                and kind == "compute"
-                and last.kind == kind
-                and last.partition == p.row
-                and last.end == start
-            ):
+            last = self.events[-1] if self.events and kind == "compute" else None
+            if last is not None and (last.kind, last.partition, last.end) == (kind, p.row, start):
                 last.end = p.time
                 return
             self.events.append(Event(p.row, kind, buffer, None, start, p.time, context.site().line, "partition"))
@@ -296,10 +290,8 @@ class Program:
         workers: list[Partition] = []
         before = main.name
         main.name = functions[0][0]
-        if (
-            self.events is not None and main.row == before
-        ):  # what it has done so far, and does later, is in its function's row
-            main.row = main.name
+        if self.events is not None and main.row == before:
+            main.row = main.name  # what it has done so far, and does later, is in its function's row
             for event in self.events[self.run.ends[-1] if self.run.ends else 0 :]:
                 event.partition = main.row
         for (name, _), warps in zip(functions[1:], worker_warps, strict=True):

@@ -76,18 +76,15 @@ class Run:
         """Return the events of each recorded program."""
         return [self.events[begin:end] for begin, end in zip([0, *self.ends], self.ends, strict=False)]
 
-    def plot(
-        self, *, ax: Axes | None = None, title: str | None = None, window: tuple[float, float] | None = None
-    ) -> tuple[Figure, Axes]:
+    def plot(self, *, ax: Axes | None = None, window: tuple[float, float] | None = None) -> tuple[Figure, Axes]:
         """Draw the timeline, and on it the first finding if there is one; returns (Figure, Axes).
 
         Args:
             ax: where to draw; a new figure without.
-            title: the picture's title.
             window: the cycles (first, last) to show; None shows all.
         """
         report = self.reports[0] if self.reports else None
-        return plot_events(self.events, ax=ax, title=title, report=report, window=window)
+        return plot_events(self.events, ax=ax, report=report, window=window)
 
     def __repr__(self) -> str:
         found = f"{len(self.reports)} reports, {len(self.notes)} notes"

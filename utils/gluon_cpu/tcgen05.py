@@ -21,7 +21,7 @@ from .context import refuse, report
 from .dtypes import round_to
 from .known import constant, known
 from .memory import MemDesc, access
-from .products import exact_product
+from .products import check_blocks, exact_product
 from .tensor_memory import TensorMemory
 
 QUEUE = "tcgen05"
@@ -54,14 +54,9 @@ def _check_product(a, b, acc) -> None:
     bases = layouts.block_bases(acc.layout)
     pair = getattr(acc.layout, "two_ctas", False)
     columns = [[0, n * (2 if pair else 1)] for _, n in bases]
-    wanted = {"A": [[m, 0] for m, _ in bases], "B": [[0, 1], *columns[1:]] if pair else columns}
-    for name, x in (("A", a), ("B", b)):
-        if (
-            not isinstance(x, TensorMemory)
-            and (got := [list(basis) for basis in layouts.block_bases(x.layout)]) != wanted[name]
-        ):
-            text = f"the accumulator is spread over the blocks by {[list(basis) for basis in bases]}"
-            refuse("layout", f"tcgen05_mma: {text}, so {name} needs the cga_layout {wanted[name]}; it has {got}.")
+    if not isinstance(a, TensorMemory):
+        check_blocks("tcgen05_mma", a, bases, "A", [[m, 0] for m, _ in bases])
+    check_blocks("tcgen05_mma", b, bases, "B", [[0, 1], *columns[1:]] if pair else columns)
 
 
 def _check_shapes(a, b, acc) -> None:

@@ -108,10 +108,8 @@ class TensorMemory(MemDesc):
         return f"<tensor memory {self.label}: {self.dtype}{list(self.shape)}, {self.layout}>"
 
     def __getattr__(self, name):
-        refuse(
-            "unknown operation",
-            f"tensor memory has no method .{name}: it is loaded into registers by .load(layout), and stored by .store(value).",
-        )
+        hint = "it is loaded into registers by .load(layout), and stored by .store(value)"
+        refuse("unknown operation", f"tensor memory has no method .{name}: {hint}.")
 
     @property
     def values(self) -> np.ndarray:
@@ -181,9 +179,8 @@ class TensorMemory(MemDesc):
 
     def permute(self, order):
         """Refuse: tensor memory has lanes and columns, and no instruction swaps them."""
-        refuse(
-            "layout", f"{self.label}.permute: tensor memory cannot be transposed; permute B in shared memory instead."
-        )
+        hint = "permute B in shared memory instead"
+        refuse("layout", f"{self.label}.permute: tensor memory cannot be transposed; {hint}.")
 
     reshape = permute
 
@@ -294,9 +291,8 @@ def _check_layout(dtype, shape: list[int], layout) -> None:
         text = f"TensorMemoryLayout({[rows, columns]}) does not fit a tile of {[m, n]}"
         refuse("layout", f"{text}: a block has 64 or 128 rows, and the tile is a multiple of it.")
     if dtype.primitive_bitwidth * layout.col_stride > 32:
-        refuse(
-            "layout", f"col_stride {layout.col_stride} of {dtype} is more than one column of 32 bits for an element."
-        )
+        text = "is more than one column of 32 bits for an element"
+        refuse("layout", f"col_stride {layout.col_stride} of {dtype} {text}.")
 
 
 @known(of=(blackwell,))

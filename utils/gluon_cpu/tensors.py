@@ -221,7 +221,8 @@ def binary(op: str, a, b) -> Tensor:
     """Return `a op b`; one operand is a tensor or scalar of the kernel, the other may be a number."""
     if type(a) is Tensor and a.dtype is _INT32 and (result := _of_integers(op, a, b)) is not None:
         return result
-    a, b = _operand(op, a), _operand(op, b)
+    a = a if type(a) is Tensor else _operand(op, a)
+    b = b if type(b) is Tensor else _operand(op, b)
     key = op, _kind(a), _kind(b)
     plan = _plans.get(key)
     if plan is None:
@@ -261,8 +262,6 @@ def _of_integers(op: str, a: Tensor, b) -> Tensor | None:
 
 def _operand(op: str, x):
     """Return what an operator works on: a tensor whose values are there, or a Python number."""
-    if type(x) is Tensor:
-        return x
     if isinstance(x, Tensor):
         return Tensor(x.data, x.dtype, x.layout)  # of a product: to read it may be a race
     x = unwrap(x)
@@ -297,15 +296,16 @@ def _plan(op: str, a, b) -> tuple:
         function = FUNCTIONS[op]
     result = gl.int1 if op in COMPARISONS else dtype
     kind = np.dtype(numpy_type(result)) if arrays and result.name not in HELD_WIDER else None
-    conversions = (_conversion(x, dtype, arrays) for x in (a, b))
+    conversions = (_conversion(x, dtype) for x in (a, b))
     return *conversions, function, kind, lambda out: round_to(out, result), result, layout, keep
 
 
-def _conversion(x, dtype, arrays: bool):
+def _conversion(x, dtype):
     """Return what makes an operand's data values of the operator's type; None if they are."""
-    if arrays and not (isinstance(x, Tensor) and isinstance(x._data, np.ndarray)):
-        return lambda value: numpy_type(dtype)(round_number(value, dtype))
-    return (lambda data: round_to(data, dtype)) if isinstance(x, Tensor) and x.dtype.name != dtype.name else None
+    if isinstance(x, Tensor):
+        return (lambda data: round_to(data, dtype)) if x.dtype.name != dtype.name else None
+    number = round_number(x, dtype)  # a plan is for one number
+    return lambda _: number
 
 
 def _check_operator(op: str, dtype) -> None:

@@ -110,7 +110,6 @@ def plot_events(
     events: list[Event],
     *,
     ax: Axes | None = None,
-    title: str | None = None,
     report: Report | None = None,
     window: tuple[float, float] | None = None,
 ) -> tuple[Figure, Axes]:
@@ -119,7 +118,6 @@ def plot_events(
     Args:
         events: the events of one program.
         ax: where to draw; a new figure without.
-        title: the picture's title.
         report: a finding that ended the run: the bars that it is about are framed, and an arrow shows the order that is
             missing between them.
         window: the cycles (first, last) to show; None shows all.
@@ -175,10 +173,7 @@ def plot_events(
         _draw_finding(ax, events, findings, report, places, rows)
     ax.set_yticks(range(len(rows)), [UNITS[unit] + partition for unit, partition in rows])
     ax.invert_yaxis()
-    if window:
-        ax.set_xlim(window)
-    else:
-        ax.set_xlim(left=0)
+    ax.set_xlim(window or (0, None))
     ax.set_xlabel("model cycles")
     legend: dict[tuple[str, str], str] = {}  # kinds that look the same share an entry
     for kind in sorted({e.kind for e in events}, key=lambda k: list(COLORS).index(k) if k in COLORS else 99):
@@ -193,8 +188,6 @@ def plot_events(
         figure.legend(handles=handles, ncols=8, fontsize=7, loc="outside lower center", frameon=False)
     else:
         ax.legend(handles=handles, ncols=6, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
-    if title:
-        ax.set_title(title)
     return figure, ax
 
 

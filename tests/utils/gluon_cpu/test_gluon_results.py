@@ -180,5 +180,5 @@ def test_layouts_of_views_are_tritons_own():
     from utils.gluon_cpu import layouts
 
     layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    found = layouts._register_view(4, 1, layout, (64, 64), "reshape", (4, 2, 8, 64))
+    found = layouts._layout_of_view(4, 1, layout, gl.float32, (64, 64), "reshape", (4, 2, 8, 64))
     assert isinstance(found, gl.DistributedLinearLayout) and found.shape == [4, 2, 8, 64]
