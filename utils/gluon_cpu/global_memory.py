@@ -130,8 +130,9 @@ def load(
         other = to_tensor(other)
         if other.shape:
             broadcast_layout(pointer, other, "gl.load: pointers and other")
-        wide = np.asarray(other.data, dtype=np.int64 if is_int(dtype) else np.float64)
-        values = np.where(keep, values, round_to(wide, dtype))
+        if not keep.all():
+            wide = np.asarray(other.data, dtype=np.int64 if is_int(dtype) else np.float64)
+            values = np.where(keep, values, round_to(wide, dtype))
     _spend(program.model.global_latency, "load", pointer, offsets, keep, layout)
     return Tensor(values if values.ndim else values.item(), dtype, layout)
 
@@ -146,7 +147,8 @@ def store(pointer, value, mask=None, boundary_check=(), cache_modifier="", evict
         broadcast_layout(pointer, value, "gl.store: pointers and value")
         if not pointer.shape:
             refuse("layout", f"gl.store: a value of shape {list(value.shape)} to one pointer.")
-    data = np.broadcast_to(round_to(np.asarray(value.data), dtype), offsets.shape)
+    data = np.asarray(value.data)
+    data = np.broadcast_to(data if value.dtype.name == dtype.name else round_to(data, dtype), offsets.shape)
     pointer.buffer.write(offsets[keep], data[keep])
     _spend(10, "store", pointer, offsets, keep, pointer.layout)
 

@@ -119,15 +119,14 @@ def once_for_constants(function):
 def _key(value):
     """Return what tells constants apart: numbers and texts by value, layouts and types by identity; None for others."""
     kind = type(value)
-    if kind in _PLAIN:
-        return kind, value
+    if kind is int or kind is str:
+        return value
+    if kind is bool or value is None:
+        return kind, value  # True is no 1
     if kind is tuple or kind is list:
         parts = tuple(map(_key, value))
         return None if None in parts else (kind, *parts)
-    return id(value) if isinstance(value, (DistributedLayout, SharedLayout, gl.dtype)) else None
-
-
-_PLAIN = {type(None), bool, int, str}
+    return (object, id(value)) if isinstance(value, (DistributedLayout, SharedLayout, gl.dtype)) else None
 
 
 def number(value, what: str) -> int:

@@ -52,15 +52,11 @@ class Tensor(RunTimeValue):
         return Shape(self._data.shape) if isinstance(self._data, np.ndarray) else Shape()
 
     @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
-
-    @property
     def type(self):
         """Triton's type, with shape and layout."""
         return _type_of(self.dtype, tuple(self.shape), self.layout) if self.shape else self.dtype
 
+    numel = property(lambda self: math.prod(self.shape))
     handle = property(lambda self: self)  # what a builtin of a kernel's author passes on
 
     @property
