@@ -173,7 +173,7 @@ def plot_events(
         _draw_finding(ax, events, findings, report, places, rows)
     ax.set_yticks(range(len(rows)), [UNITS[unit] + partition for unit, partition in rows])
     ax.invert_yaxis()
-    ax.set_xlim(window or (0, None))
+    ax.set_xlim(*(window or (0, None)))
     ax.set_xlabel("model cycles")
     legend: dict[tuple[str, str], str] = {}  # kinds that look the same share an entry
     for kind in sorted({e.kind for e in events}, key=lambda k: list(COLORS).index(k) if k in COLORS else 99):
