@@ -415,7 +415,8 @@ for key, box in COMPILED:
     if plan and not assembled:
         assembled = len(assemble(changed)) > 10_000
     reports.append([found.spill_bytes, found.shared_bytes, found.count("wgmma.mma_async", "ptx"),
-                    changed.count("L2::cache_hint"), found.count("cp.async.bulk.tensor", "ptx"), found.count("STAS"), len(found.unused_barriers),
+                    changed.count("L2::cache_hint"), found.count("cp.async.bulk.tensor", "ptx"),
+                    found.count("STAS"), len(found.unused_barriers),
                     found.count("griddepcontrol", "ptx"), sum("maxnreg" in w or "wgmma" in w for w in found.warnings)])
 assert assembled
 print(json.dumps(reports))
