@@ -10,7 +10,10 @@ from utils.attention.problem import Options, Problem
 
 # The order without mask functions: Gluon on Hopper, else FlashAttention 3 (the fastest backward pass over all head
 # dimensions), else flash-attn, else SDPA's backends by their speed on a GPU. A CPU has flash, math and naive.
-PLAIN_ORDER = ("gluon", "fa3", "cute", "flash_attn", "cudnn", "flash", "efficient", "math", "naive")
+PLAIN_ORDER = dict.fromkeys(
+    ("gluon", "fa3", "cute", "flash_attn", "cudnn", "flash", "efficient", "math", "naive"),
+    "the first in the fixed order that can do this",
+)
 # The order with mask functions, score modifiers or options of a block mask, with the reason for each place. Measured on
 # an H200: docs/flexattention.md.
 _STORED = "no fused backend does this here"
@@ -33,15 +36,12 @@ PACKED = dict.fromkeys(("gluon", "fa3", "varlen"), "it does packed sequences by 
 CUTE = {"cute": "FlashAttention 4 does this mask by itself"}
 
 
-_FIXED = dict.fromkeys(PLAIN_ORDER, "the first in the fixed order that can do this")
-
-
 def rank_backends(problem: Problem, options: Options) -> dict[str, str]:
     """Return the names of the backends that "auto" tries, best first, with the reason for each."""
     if options.given:
         return FUNCTION_ORDER
     if problem.mask_mod is None and problem.score_mod is None:
-        return _FIXED
+        return PLAIN_ORDER
     plain, order = problem.plain_or_packed(), FUNCTION_ORDER
     if plain is not None and plain.sq == problem.sq and not plain.lengths:
         gluon = {"gluon": order["gluon"]}

@@ -87,9 +87,8 @@ def attention_decode(
     if decode is not None:
         out = decode(q, k_cache, v_cache, causal=causal, scale=run.problem.scale, window=window, **more)
     else:
-        if kv_scales is not None:
-            k_cache, v_cache = _scaled(k_cache, v_cache, kv_scales, q.dtype)
-        out = _gathered(run.problem, q, k_cache, v_cache, seqlens, block_table)
+        k_cache, v_cache = _in_one_piece(k_cache, v_cache, block_table, kv_scales, q.dtype)
+        out = _masked(run.problem, q, k_cache, v_cache, seqlens)
     record_run(run)
     return out
 
@@ -158,6 +157,14 @@ def gather_pages(cache: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor
     return gathered.transpose(1, 2).reshape(len(numbers), kv_heads, -1, head_dim)
 
 
+def _in_one_piece(k_cache, v_cache, block_table, kv_scales, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return keys and values (B, Hkv, S, D); those of an fp8 cache are multiplied, and rounded once to a type."""
+    caches = [k_cache, v_cache]
+    if kv_scales is not None:
+        caches = [(x.to(kv_scales.dtype) * s[:, None, None]).to(dtype) for x, s in zip(caches, kv_scales, strict=True)]
+    return caches if block_table is None else [gather_pages(x, block_table) for x in caches]
+
+
 def decode_reference(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -173,10 +180,8 @@ def decode_reference(
     Every number of a cache with scales is multiplied before anything is rounded.
     """
     if kv_scales is not None:
-        q = q.double()
-        k_cache, v_cache = _scaled(k_cache, v_cache, kv_scales.double(), torch.float64)
-    if block_table is not None:
-        k_cache, v_cache = gather_pages(k_cache, block_table), gather_pages(v_cache, block_table)
+        q, kv_scales = q.double(), kv_scales.double()
+    k_cache, v_cache = _in_one_piece(k_cache, v_cache, block_table, kv_scales, torch.float64)
     lengths = [k_cache.shape[2]] * len(q) if seqlens is None else seqlens.tolist()
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     for b, length in enumerate(lengths):
@@ -186,10 +191,8 @@ def decode_reference(
     return out
 
 
-def _gathered(problem: Problem, q, k_cache, v_cache, seqlens, block_table) -> torch.Tensor:
+def _masked(problem: Problem, q, k_cache, v_cache, seqlens) -> torch.Tensor:
     """Attention by torch, over a cache in one piece and with a mask (B, 1, Sq, S)."""
-    if block_table is not None:
-        k_cache, v_cache = gather_pages(k_cache, block_table), gather_pages(v_cache, block_table)
     sequences, queries, keys = (torch.arange(n, device=q.device) for n in (len(q), problem.sq, k_cache.shape[2]))
     lengths = torch.full_like(sequences, len(keys)) if seqlens is None else seqlens
     see = mask_by_ends(lengths, problem.sq, problem.causal, problem.window)
@@ -250,9 +253,3 @@ def _check(q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, 
     if seqlens is not None:
         check_tensor("seqlens", seqlens, (len(q),), q.device)
     return problem
-
-
-def _scaled(k_cache, v_cache, kv_scales, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the keys and values of an fp8 cache, rounded once to a type."""
-    pairs = zip((k_cache, v_cache), kv_scales, strict=True)
-    return [(x.to(kv_scales.dtype) * s[:, None, None]).to(dtype) for x, s in pairs]

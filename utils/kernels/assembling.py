@@ -83,24 +83,20 @@ def narrow_products(ptx: str, columns: int) -> str:
     return re.sub(r"mul\.f32 (%\w+), \1, %\w+;", lambda found: "" if found[1] in zeros else found[0], ptx)
 
 
-def policy_copies(ptx: str) -> tuple[str, int]:
-    """Give each TMA copy of four dimensions the policy that the kernel gets; return the PTX and the number of copies."""
+def policy_copies(ptx: str) -> str:
+    """Give each TMA copy of four dimensions the policy that the kernel gets."""
     argument = _POLICY.search(ptx)
     if argument is None:
         raise ValueError("the kernel has no argument for the policy: 64 bits behind an argument in fp32.")
     load = f"{{ .reg .b64 policy; ld.param.b64 policy, [{argument[1]}]; "
-    return _COPY.subn(lambda found: f"{load}{found[1] or ''}{found[2]}.L2::cache_hint{found[3]}, policy; }}", ptx)
+    ptx, copies = _COPY.subn(
+        lambda found: f"{load}{found[1] or ''}{found[2]}.L2::cache_hint{found[3]}, policy; }}", ptx
+    )
+    if not copies:
+        raise ValueError("the kernel has no TMA copy of four dimensions: there is nothing to give the policy to.")
+    return ptx
 
 
 def with_policy(compiled: Any) -> Any:
     """Return a copy of a kernel that Triton compiled, whose TMA copies have the policy of its argument; not yet loaded."""
-
-    def rewrite(ptx: str) -> str:
-        ptx, copies = policy_copies(ptx)
-        if not copies:
-            raise ValueError(
-                f"{compiled.name} has no TMA copy of four dimensions: there is nothing to give the policy to."
-            )
-        return ptx
-
-    return reassembled(compiled, rewrite)
+    return reassembled(compiled, policy_copies)

@@ -83,11 +83,7 @@ def gemm_warp_specialized(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 # From the first rung to the last; all are measured against `torch.matmul`.
 LADDER: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "gemm_naive": gemm_naive,
-    "gemm_tiled": gemm_tiled,
-    "gemm_tiled_grouped": gemm_tiled_grouped,
-    "gemm_autotuned": gemm_autotuned,
-    "gemm_warp_specialized": gemm_warp_specialized,
+    rung.__name__: rung for rung in (gemm_naive, gemm_tiled, gemm_tiled_grouped, gemm_autotuned, gemm_warp_specialized)
 }
 
 
@@ -142,13 +138,11 @@ def check_triton(name: str, tensor: torch.Tensor, given: str) -> None:
     if not (support := triton_support()):
         raise RuntimeError(f"{name} is a Triton kernel. {support.reason} {support.remedy}")
     if interpreting:
-        from utils.kernels.interpreter import repair
-
-        repair()
+        from utils.kernels import interpreter_repairs  # noqa: F401 (its import makes the repairs)
 
 
-def _launch(kernel: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    name = f"gemm_{kernel}"
+def _launch(rung: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    name = f"gemm_{rung}"
     check_operands(name, a, b)
     check_triton(name, a, shapes(a, b))
     from utils.kernels import gemm_triton
@@ -156,5 +150,5 @@ def _launch(kernel: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     c = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
     if c.numel():
         with torch.cuda.device(a.device if a.is_cuda else -1):
-            getattr(gemm_triton, f"launch_{kernel}")(a, b, c)
+            gemm_triton.launch(rung, a, b, c)
     return c

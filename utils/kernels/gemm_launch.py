@@ -137,8 +137,8 @@ _COPY = re.compile(
 _ARRIVAL = re.compile(r"(@%\w+ )?mbarrier\.arrive\.shared(?:::cta)?\.b64 _, \[(%\w+)\];")
 
 
-def multicast(ptx: str, plan: Plan) -> tuple[str, int, int]:
-    """Make the marked copies go to all blocks, and arrivals count in all; return the PTX, and how many arrivals and copies."""
+def multicast(ptx: str, plan: Plan) -> str:
+    """Make the marked copies go to all blocks, and arrivals count in all."""
     lines, shared, copies = [], False, 0
     for line in ptx.splitlines():
         if "// " + SHARED in line or "// " + OWN in line:
@@ -150,8 +150,10 @@ def multicast(ptx: str, plan: Plan) -> tuple[str, int, int]:
                 line = f"{{ .reg .b16 all; mov.b16 all, {(1 << plan.cluster) - 1}; {line.strip()} }}"
             copies += found
         lines.append(line)
-    arrive = functools.partial(_arrive_in_all, blocks=plan.cluster)
-    return *_ARRIVAL.subn(arrive, "\n".join(lines) + "\n"), copies
+    ptx, arrivals = _ARRIVAL.subn(functools.partial(_arrive_in_all, blocks=plan.cluster), "\n".join(lines) + "\n")
+    if not arrivals or not copies:
+        raise ValueError(f"the kernel has {copies} shared copies and {arrivals} arrivals: no cluster.")
+    return ptx
 
 
 def _arrive_in_all(found: re.Match, blocks: int) -> str:
@@ -198,11 +200,7 @@ def adapted(compiled: Any, plan: Plan) -> Any:
     """Return a copy of a kernel that Triton compiled, with what Triton has no word for; not yet loaded when it is made."""
 
     def rewrite(ptx: str) -> str:
-        if plan.cluster > 1:
-            ptx, arrivals, copies = multicast(ptx, plan)
-            if not arrivals or not copies:
-                raise ValueError(f"{compiled.name} has {copies} shared copies and {arrivals} arrivals: no cluster.")
-        ptx = prefetch_descriptors(ptx)
+        ptx = prefetch_descriptors(multicast(ptx, plan) if plan.cluster > 1 else ptx)
         return fewer_meetings(ptx) if plan.short else ptx
 
     return reassembled(compiled, rewrite)

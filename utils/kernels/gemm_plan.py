@@ -103,11 +103,6 @@ class Plan:
         return max(ring, 2 * self.block_m * self.block_n) if self.short else ring + 4 * self.block_m * self.c_box[1]
 
     @property
-    def blocks_an_sm(self) -> int:
-        """Blocks on an SM, by shared memory: 233472 bytes, of which each block takes 1024 more than it asks for."""
-        return 233472 // (self.shared_bytes + 1024 + 64)
-
-    @property
     def name(self) -> str:
         """Name in the records, such as "128x256 2x1": the tile and the cluster."""
         cluster = f" {self.down}x{self.abreast}" if self.cluster > 1 else ""
@@ -194,8 +189,8 @@ def estimate(m: int, n: int, k: int, plan: Plan, split: int, sms: int) -> float:
     """
     items, once, steps = items_of(m, n, plan, split, sms), clusters_at_once(plan.cluster, sms), ceil_div(k, BLOCK_K)
     whole, parts = ceil_div(items.whole, once), ceil_div(items.rest * items.split, once)
-    # Blocks of the short kernel run side by side on an SM, as many as there is memory for.
-    together = min(whole + parts, plan.blocks_an_sm) if plan.short else 1
+    # The short kernel's blocks share an SM, as its 233472 bytes allow: each takes 1024 more of them than it asks for.
+    together = min(whole + parts, 233472 // (plan.shared_bytes + 1024 + 64)) if plan.short else 1
     rounds, all_steps = (whole + parts) / together, (whole * steps + parts * ceil_div(steps, items.split)) / together
     kb_a = plan.block_m * BLOCK_K / 512 * SHARED ** math.log2(plan.abreast)
     kb_b = plan.block_n * BLOCK_K / 512 * SHARED ** math.log2(plan.down)

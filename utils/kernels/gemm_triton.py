@@ -9,9 +9,6 @@ fp32. What changes from one rung to the next:
     tiled_grouped   the same, loads four tiles ahead  the same, more of them out of L2    8 rows of tiles abreast
     autotuned       the fastest tile of seven         M N K (1/BLOCK_M + 1/BLOCK_N)       8 rows of tiles abreast
 
-On an H200, bf16, M = N = K = 4096: 9, 161, 309 and 625 TFLOP/s, or 0.01, 0.21, 0.39 and 0.94 of torch.matmul
-(assets/results/h200/gemm.json).
-
 Importing this module imports Triton. With TRITON_INTERPRET=1 set before that, the kernels run on CPU tensors.
 """
 
@@ -90,20 +87,18 @@ def tiled_kernel(
     )
 
 
-def _config(block_m: int, block_n: int, block_k: int, stages: int, warps: int) -> triton.Config:
-    tile = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8}
-    return triton.Config(tile, num_stages=stages, num_warps=warps)
-
-
-# Tiles for large matrices first, for small ones last.
+# Rows, columns and depth of a tile, loads ahead, warps: for large matrices first, for small ones last.
 AUTOTUNE_CONFIGS = [
-    _config(128, 256, 64, 3, 8),
-    _config(128, 128, 64, 4, 4),
-    _config(128, 128, 64, 3, 8),
-    _config(64, 256, 64, 4, 4),
-    _config(128, 64, 64, 4, 4),
-    _config(64, 64, 64, 4, 4),
-    _config(128, 64, 32, 4, 4),
+    triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": 8}, num_stages=stages, num_warps=warps)
+    for m, n, k, stages, warps in (
+        (128, 256, 64, 3, 8),
+        (128, 128, 64, 4, 4),
+        (128, 128, 64, 3, 8),
+        (64, 256, 64, 4, 4),
+        (128, 64, 64, 4, 4),
+        (64, 64, 64, 4, 4),
+        (128, 64, 32, 4, 4),
+    )
 ]
 INTERPRETED = not isinstance(naive_kernel, triton.JITFunction)
 
@@ -123,38 +118,24 @@ if not INTERPRETED:
     )(tiled_kernel)
 
 
-def _arguments(a, b, c):
-    return (a, b, c, a.shape[0], b.shape[1], a.shape[1], *a.stride(), *b.stride(), *c.stride())
-
-
-def _tiles(c, block_m: int, block_n: int) -> tuple[int]:
-    return (triton.cdiv(c.shape[0], block_m) * triton.cdiv(c.shape[1], block_n),)
-
-
 # The interpreter takes about 2 ms an iteration of the inner loop whatever the tile: give it larger tiles.
-_TILE = (128, 128, 128) if INTERPRETED else (64, 64, 32)
+_TILE = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), (128, 128, 128) if INTERPRETED else (64, 64, 32), strict=True))
+OPTIONS: dict[str, dict] = {  # of the rungs that compute tiles
+    "tiled": _TILE | {"GROUP_M": 1, "num_stages": 1, "num_warps": 4},  # row by row of tiles, each load waited for
+    "tiled_grouped": _TILE | {"GROUP_M": 8, "num_stages": 4, "num_warps": 4},  # eight rows abreast, loads four ahead
+    "autotuned": AUTOTUNE_CONFIGS[0].kwargs if INTERPRETED else {},  # the interpreter has nothing to time
+}
 
 
-def launch_naive(a, b, c) -> None:
-    """C = A @ B by `naive_kernel`."""
-    block_n = 256
-    naive_kernel[(c.shape[0], triton.cdiv(c.shape[1], block_n))](*_arguments(a, b, c), BLOCK_N=block_n)
+def launch(rung: str, a, b, c) -> None:
+    """C = A @ B by a rung's kernel: "naive", "tiled", "tiled_grouped" or "autotuned"."""
+    arguments = a, b, c, a.shape[0], b.shape[1], a.shape[1], *a.stride(), *b.stride(), *c.stride()
 
+    def tiles(tile: dict) -> tuple[int]:
+        return (triton.cdiv(c.shape[0], tile["BLOCK_M"]) * triton.cdiv(c.shape[1], tile["BLOCK_N"]),)
 
-def launch_tiled(a, b, c) -> None:
-    """C = A @ B by `tiled_kernel`, row by row of tiles, each load waited for."""
-    tiled_kernel[_tiles(c, *_TILE[:2])](*_arguments(a, b, c), *_TILE, GROUP_M=1, num_stages=1, num_warps=4)
-
-
-def launch_tiled_grouped(a, b, c) -> None:
-    """C = A @ B by `tiled_kernel`, eight rows of tiles abreast, loads four tiles ahead."""
-    tiled_kernel[_tiles(c, *_TILE[:2])](*_arguments(a, b, c), *_TILE, GROUP_M=8, num_stages=4, num_warps=4)
-
-
-def launch_autotuned(a, b, c) -> None:
-    """C = A @ B by the fastest of `AUTOTUNE_CONFIGS`; in the interpreter, where there is nothing to time, the first."""
-    if INTERPRETED:
-        config = AUTOTUNE_CONFIGS[0].kwargs
-        tiled_kernel[_tiles(c, config["BLOCK_M"], config["BLOCK_N"])](*_arguments(a, b, c), **config)
+    if rung == "naive":
+        naive_kernel[(c.shape[0], triton.cdiv(c.shape[1], 256))](*arguments, BLOCK_N=256)
     else:
-        autotuned_kernel[lambda meta: _tiles(c, meta["BLOCK_M"], meta["BLOCK_N"])](*_arguments(a, b, c))
+        kernel = autotuned_kernel if rung == "autotuned" else tiled_kernel
+        kernel[tiles](*arguments, **OPTIONS[rung])

@@ -163,17 +163,9 @@ class Handle:
         return self.run(*self.grid, stream, self.function, self.metadata, metadata, *hooks, *given, *self.rest)
 
 
-class _Place:
-    """A place in memory, which launches ask for its address as they ask a tensor."""
-
-    __slots__ = ("address",)
-
-    def __init__(self, address: int):
-        self.address = address
-
-    def data_ptr(self) -> int:
-        """The address."""
-        return self.address
+def _place(address: int) -> Any:
+    """Return a place in memory, which launches ask for its address as they ask a tensor."""
+    return types.SimpleNamespace(data_ptr=lambda: address)
 
 
 class Series:
@@ -196,7 +188,7 @@ class Series:
         here = not listened and torch._C._cuda_getDevice() == self.first.index
         bound = self.known.get((stream, addresses)) if here else None
         if bound is None:
-            given = [[_Place(addresses[i] + offset) for i, offset in places] for _, places in self.handles]
+            given = [[_place(addresses[i] + offset) for i, offset in places] for _, places in self.handles]
             if not here or len(self.direct) < len(given):
                 for (handle, _), tensors in zip(self.handles, given, strict=True):
                     handle(*tensors)

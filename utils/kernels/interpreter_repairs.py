@@ -1,7 +1,7 @@
 """Repairs of Triton's interpreter: what it computes wrongly is put right, and what it cannot compute is refused.
 
 Each repair replaces one function of the interpreter, and gets the original as its first argument (None where there was
-none). Importing this module imports Triton; `utils.kernels.interpreter.repair` applies the repairs.
+none). Importing this module repairs the interpreter of this process: `utils.kernels.interpreter.repair` does so.
 """
 
 from __future__ import annotations
@@ -14,32 +14,18 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
-REPAIRS: list[tuple[object, str, Callable]] = []
 _tensor_addresses: list[tuple[int, int]] = []  # first and last-plus-one byte of each tensor of the launch
 
 
 def replaces(owner: object, name: str) -> Callable[[Callable], Callable]:
-    """Enter the decorated function in the list of repairs, as the replacement of owner.name."""
+    """Put the decorated function in the place of owner.name."""
+    original = getattr(owner, name, None)
 
-    def enter(repair: Callable) -> Callable:
-        REPAIRS.append((owner, name, repair))
+    def put(repair: Callable) -> Callable:
+        setattr(owner, name, lambda *arguments: repair(original, *arguments))
         return repair
 
-    return enter
-
-
-def apply() -> None:
-    """Apply every repair to this process, once."""
-    if getattr(InterpreterBuilder, "repaired", False):
-        return
-    InterpreterBuilder.repaired = True
-    for owner, name, repair in REPAIRS:
-        original = getattr(owner, name, None)
-
-        def repaired(*arguments, original=original, repair=repair):
-            return repair(original, *arguments)
-
-        setattr(owner, name, repaired)
+    return put
 
 
 # Triton 3.6 with NumPy 2.4 and later: `range` with a bound known only at run time raises a TypeError.
@@ -72,15 +58,6 @@ def narrow(x):
     return TensorHandle(np.where(np.isnan(x.data), (bits >> 16) | 0x40, nearest_even).astype(np.uint16), tl.bfloat16)
 
 
-def refuse_bf16(*operands) -> None:
-    """Raise a TypeError for arithmetic on bf16, which would compute with the bit patterns."""
-    if any(is_bf16(x) for x in operands):
-        raise TypeError(
-            "Triton's interpreter has no bf16 arithmetic (it would compute with the bit patterns): "
-            "convert first, x.to(tl.float32), and convert the result back when it is stored"
-        )
-
-
 @replaces(InterpreterBuilder, "cast_impl")
 def cast_with_rounding(original, builder, source, target):
     """Convert between fp32 and bf16; the original truncates."""
@@ -103,18 +80,16 @@ def dot_of_values(original, builder, a, b, *rest):
     return original(builder, widen(a), widen(b), *rest)
 
 
-@replaces(InterpreterBuilder, "binary_op")
-def binary_without_bf16(original, builder, left, right, operation):
-    """Refuse bf16 in an operation of two operands."""
-    refuse_bf16(left, right)
-    return original(builder, left, right, operation)
-
-
 @replaces(InterpreterBuilder, "unary_op")
-def unary_without_bf16(original, builder, x, operation):
-    """Refuse bf16 in an operation of one operand."""
-    refuse_bf16(x)
-    return original(builder, x, operation)
+@replaces(InterpreterBuilder, "binary_op")
+def without_bf16(original, builder, *operands_and_operation):
+    """Refuse bf16 in arithmetic, which would compute with the bit patterns."""
+    if any(is_bf16(x) for x in operands_and_operation[:-1]):
+        raise TypeError(
+            "Triton's interpreter has no bf16 arithmetic (it would compute with the bit patterns): "
+            "convert first, x.to(tl.float32), and convert the result back when it is stored"
+        )
+    return original(builder, *operands_and_operation)
 
 
 # A load or store outside every tensor of the launch would read or write whatever is there.

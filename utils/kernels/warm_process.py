@@ -93,9 +93,7 @@ class ForkedProcess:
 
     def run(self, folder: str, timeout: float) -> Ended:
         """Run the job whose inputs are in a folder; as `WarmProcess.run`."""
-        pid = os.fork()
-        if pid == 0:
-            _be_a_child({"folder": folder, "environment": dict(os.environ)}, self.work)
+        pid = _fork_for({"folder": folder, "environment": dict(os.environ)}, self.work)
         deadline = time.monotonic() + timeout
         status = _wait(pid, lambda: time.monotonic() > deadline)
         if status is None:
@@ -210,9 +208,7 @@ def serve(prepare: Callable[[], object], work: Callable[[str], object]) -> None:
     with suppress(EOFError, ConnectionError):  # the program has ended
         while channel.poll(IDLE_SECONDS):
             job = json.loads(channel.recv_bytes())
-            pid = os.fork()
-            if pid == 0:
-                _be_a_child(job, work)
+            pid = _fork_for(job, work)
             channel.send_bytes(b"%d" % pid)
             # No job is sent while one runs, so what can be read then is the channel's end: the program has ended.
             status = _wait(pid, channel.poll)
@@ -221,8 +217,10 @@ def serve(prepare: Callable[[], object], work: Callable[[str], object]) -> None:
             channel.send_bytes(b"%d" % status)
 
 
-def _be_a_child(job: dict, work: Callable[[str], object]) -> None:
-    """Do one job in a fork, and end."""
+def _fork_for(job: dict, work: Callable[[str], object]) -> int:
+    """Fork a process that does one job and ends; return its id."""
+    if pid := os.fork():
+        return pid
     os.setsid()
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # a channel of the parent's is no business of a kernel's
     folder = job["folder"]

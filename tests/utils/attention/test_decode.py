@@ -411,11 +411,12 @@ reports, assembled = [], False
 for key, box in COMPILED:
     plan = replace(TILES[key], box=box) if key in TILES else None
     found = compile_decode(plan or key)
-    changed, copies = policy_copies(found.ptx) if plan else ("", 0)
+    changed = policy_copies(found.ptx) if plan else ""
     if plan and not assembled:
         assembled = len(assemble(changed)) > 10_000
-    reports.append([found.spill_bytes, found.shared_bytes, found.count("wgmma.mma_async", "ptx"), copies,
-                    found.count("cp.async.bulk.tensor", "ptx"), found.count("STAS"), len(found.unused_barriers),
+    reports.append([found.spill_bytes, found.shared_bytes, found.count("wgmma.mma_async", "ptx"),
+                    changed.count("L2::cache_hint"), found.count("cp.async.bulk.tensor", "ptx"),
+                    found.count("STAS"), len(found.unused_barriers),
                     found.count("griddepcontrol", "ptx"), sum("maxnreg" in w or "wgmma" in w for w in found.warnings)])
 assert assembled
 print(json.dumps(reports))

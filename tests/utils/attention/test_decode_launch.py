@@ -61,7 +61,7 @@ def compiled(monkeypatch):
     from utils.kernels import assembling
 
     monkeypatch.setattr(assembling, "assemble", lambda ptx: b"")
-    monkeypatch.setattr(assembling, "policy_copies", lambda ptx: (ptx, 1))
+    monkeypatch.setattr(assembling, "policy_copies", lambda ptx: ptx)
     metadata = collections.namedtuple("Metadata", "shared num_warps")(70000, 4)
     return types.SimpleNamespace(metadata=metadata, module="loaded", function=1, _run=2, asm={"ptx": ""})
 

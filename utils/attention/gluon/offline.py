@@ -46,36 +46,28 @@ def compile_step(
     kernel = kernel_of(step)
     needs = Case(**case)
     needs = replace(needs, dealt=needs.mask != "" and not needs.parts, together=needs.parts)
-    constants: dict = {"HEAD_DIM": head_dim, "BLOCK_M": BLOCK_M, "BLOCK_N": plan.block_n, "BLOCK_D": plan.block_d}
-    constants |= {
+    constants = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_D": plan.block_d,
         "CAUSAL": needs.mask == "causal",
         "WINDOW": needs.mask == "window",
         "LSE": lse,
         "CONSUMERS": plan.consumers,
+        "STAGES": plan.stages,
+        "REGISTERS": plan.registers,
+        "PLAN": plan,
+        "CASE": needs,
     }
-    constants |= {"STAGES": plan.stages, "REGISTERS": plan.registers, "PLAN": plan, "CASE": needs}
-    layout = gl.NVMMASharedLayout(128, 16, rank=4)
-    tile = {"q_desc": BLOCK_M, "o_desc": BLOCK_M, "k_desc": plan.block_n, "v_desc": plan.block_n}
-    kinds = {
-        "out_ptr": f"*{dtype}",
-        "lse_ptr": "*fp32",
-        "parts_ptr": "*fp32",
-        "counters": "*i32",
-        "schedule": "*i32",
-        "back": "*i32" if needs.mask.startswith("packed") else "i32",
-        "c": "fp32",
-    }
-    signature = {}
-    for name in kernel.arg_names:
-        if name in constants:
-            continue
-        if name in tile:
-            signature[name] = f"tensordesc<{dtype}[1, 1, {tile[name]}, {plan.block_d}],{layout!r}>"
-        elif name in ("q_ptr", "k_ptr", "v_ptr", "o_ptr"):
-            signature[name] = f"*{dtype}"
-        else:
-            signature[name] = kinds.get(name, "i32")
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    kinds = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr", "out_ptr"), f"*{dtype}")
+    kinds |= {"lse_ptr": "*fp32", "parts_ptr": "*fp32", "counters": "*i32", "schedule": "*i32", "c": "fp32"}
+    kinds["back"] = "*i32" if needs.mask.startswith("packed") else "i32"
+    layout = gl.NVMMASharedLayout(128, 16, rank=4)
+    for name, rows in (("q", BLOCK_M), ("o", BLOCK_M), ("k", plan.block_n), ("v", plan.block_n)):
+        kinds[f"{name}_desc"] = f"tensordesc<{dtype}[1, 1, {rows}, {plan.block_d}],{layout!r}>"
+    signature = {name: kinds.get(name, "i32") for name in kernel.arg_names if name not in constants}
     # A launch tells the compiler that tensors and their rows start at multiples of 16 bytes.
     multiples = [name for name in kernel.arg_names if name.endswith(("_ptr", "_batch", "_head", "_row"))]
     compiled = compile_gluon(kernel, signature, constants, multiples)

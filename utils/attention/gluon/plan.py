@@ -34,9 +34,7 @@ class Plan:
     own_keys: bool = False  # under a mask, each consumer starts at its own rows' last block, not at the tile's
     q_slots: int = 1  # tiles of Q in shared memory; with two, the next tile is loaded while this one is computed
     prefill: int = 0  # a program's first Q, and so many blocks of K and V, are asked for before the roles begin
-    keys_first: int = (
-        0  # blocks of K and V of a later tile that are asked for before its Q, whose only slot is free last
-    )
+    keys_first: int = 0  # blocks of a later tile's K and V that are asked for before its Q: its only slot is free last
     depth: int = 0  # 80 or 96: so many columns of Q and K make the scores, and so many of V the output, not all 128 of their tiles
     ahead: bool = False  # a tile's end overlaps the next tile's start (`consumer_ahead`): needs two tiles of Q
 
@@ -97,12 +95,6 @@ def row_tiles(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> int:
     return -(-(sq + row_offset(plan, causal and not window, sk - sq)) // plan.rows)
 
 
-def _causal_variant(sq: int, sk: int, heads: int, programs: int) -> str:
-    """Return the variant of head dim 64: larger tiles take 0.88 of the time, smaller ones end together."""
-    tiles = row_tiles(_STEP_5[64, ""], sq, sk, True, 0) * heads
-    return "few" if sq <= 1024 or tiles <= 2 * programs else ""
-
-
 def _window_variant(d: int, sq: int, sk: int, heads: int, causal: bool, window: int, programs: int) -> str:
     """Return the variant for a window.
 
@@ -139,8 +131,8 @@ def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, head
         return "few" if few else ""
     if window:
         return _window_variant(d, sq, sk, heads, causal, window, programs)
-    if causal:
-        return _causal_variant(sq, sk, heads, programs) if d == 64 else ""
+    if causal:  # at head dimension 64 larger tiles take 0.88 of the time, and smaller ones end together
+        return "few" if d == 64 and (sq <= 1024 or row_tiles(whole, *mask) * heads <= 2 * programs) else ""
     small, large = {64: ("few", ""), 128: ("ahead", "three"), 256: ("", "")}[d]
     if d == 256 or sk <= whole.block_n:
         return ""
