@@ -28,22 +28,6 @@ def test_documented_names():
     assert [target.name for target, _ in read_name("labs/flexattention")] == [FLEX, CUTE]
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("labs/flexattention:flex_atention", "Did you mean labs/flexattention:flex_attention"),
-        ("labs/cudnn_sdpa", "Did you mean labs/cudnn_sdpa_bench"),
-    ],
-)
-def test_unknown_names(name, said):
-    with pytest.raises(BenchError, match=said):
-        read_name(name)
-    with pytest.raises(BenchError, match="chapter"):
-        describe_targets("labs/nothing")
-    with pytest.raises(BenchError, match="no target"):
-        plan([], [], CPU, {})
-
-
 def test_arguments_for_a_target_that_is_not_run():
     with pytest.raises(BenchError, match="not among the targets"):
         plan([FLEX], [f"{SDPA}=--backend flash"], CPU, {})
