@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from instructor import build as builder
 from instructor import points as points_module
-from instructor.build import build_lab, stale_files, write_files
+from instructor.build import build_lab, stale_files
 from instructor.cli import app
 from instructor.points import lab_names, lab_path, points_table, put_points_table
 from instructor.source import LabError, read_lab
@@ -468,12 +468,6 @@ def test_points_command(house, tmp_path):
     readme.write_text("<!-- points:tiny -->\n<!-- /points -->\n")
     assert labs("points", "--readme", str(readme)).exit_code == 0
     assert "| 1.1 | Double | 6 | automatically |" in readme.read_text()
-
-
-def test_stale_files_are_those_that_differ(tmp_path, small_lab):
-    assert stale_files(small_lab, tmp_path) == [tmp_path / "fixture_lab.ipynb"]
-    assert len(write_files(small_lab.files(tmp_path))) == 2
-    assert stale_files(small_lab, tmp_path) == [] and write_files(small_lab.files(tmp_path)) == []
 
 
 # --- the labs themselves ---

@@ -150,11 +150,6 @@ def test_the_tensor_saves_nothing_on_the_recorded_gpu(prose, recorded):
     assert f"{ratio['documents of 1024, as a tensor']:.1f} on an H200" in prose
 
 
-def test_the_recorded_promises_are_kept_in_part(recorded):
-    masks = recorded["promises"].set_index("way").drop(index=["everything, in blocks", "no mask"], errors="ignore")
-    assert masks["kept"].between(0.5, 1.05).all()
-
-
 def test_the_recorded_cliff_is_as_the_text_says(prose, recorded):
     """One setting falls, more than tenfold; the default compiles twice, dynamic=True once."""
     rows = recorded["cliff"]

@@ -49,13 +49,7 @@ def test_release_is_the_students_notebook(small_lab, graded):
     course, _ = graded
     released = course.root / "release" / small_lab.name
     assert [p.name for p in released.iterdir()] == [f"{small_lab.name}.ipynb"]
-    text = (released / f"{small_lab.name}.ipynb").read_text()
-    stock, ours = (nbformat.reads(t, as_version=4) for t in (text, small_lab.student))
-    assert len(stock.cells) == len(ours.cells)
-    for a, b in zip(stock.cells, ours.cells, strict=True):
-        assert a == b
-    assert stock.metadata == ours.metadata
-    assert text == small_lab.student
+    assert (released / f"{small_lab.name}.ipynb").read_text() == small_lab.student
 
 
 @pytest.mark.slow

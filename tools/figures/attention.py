@@ -2,22 +2,7 @@
 
 from __future__ import annotations
 
-from tools.figures.drawing import (
-    BLUE,
-    BLUE_TINT,
-    GREEN,
-    GREEN_TINT,
-    GREY_TINT,
-    HAIR,
-    INK,
-    ORANGE,
-    ORANGE_TINT,
-    PAPER,
-    PURPLE,
-    PURPLE_TINT,
-    SOFT,
-    Card,
-)
+from tools.figures.drawing import BLUE, GREEN, GREY, HAIR, INK, ORANGE, PAPER, PURPLE, SOFT, TINT, Card
 
 # The parts of Gemma-3-270m's configuration that the drawing names.
 GEMMA = {
@@ -49,10 +34,10 @@ def decoder_layer() -> Card:
     q, k, v = 220, 430, 640
 
     def norm(y: float, name: str, x: float = mid, w: float = 264) -> None:
-        card.box(x - w / 2, y, w, 28, f"RMSNorm  {name}", fill=GREY_TINT, edge=SOFT)
+        card.box(x - w / 2, y, w, 28, f"RMSNorm  {name}", fill=TINT[GREY], edge=SOFT)
 
     def linear(x: float, y: float, name: str, shape: str, w: float = 150) -> None:
-        card.box(x - w / 2, y, w, 40, f"{name}\n{shape}", fill=BLUE_TINT, edge=BLUE, size=8.6)
+        card.box(x - w / 2, y, w, 40, f"{name}\n{shape}", fill=TINT[BLUE], edge=BLUE, size=8.6)
 
     def shape(x: float, y: float, text: str) -> None:
         card.text(x, y, text, size=8, color=SOFT, ha="left")
@@ -78,10 +63,10 @@ def decoder_layer() -> Card:
         card.arrow(x, 208, x, 240)
         norm(240, f"{name}, over {hd}", x, 198)
         card.arrow(x, 268, x, 286)
-        card.box(x - 92, 286, 184, 28, "RoPE: rotate by position", fill=PURPLE_TINT, edge=PURPLE)
+        card.box(x - 92, 286, 184, 28, "RoPE: rotate by position", fill=TINT[PURPLE], edge=PURPLE)
     card.arrow(k, 314, k, 338)
     card.arrow(v, 208, v, 338)
-    card.box(k - 92, 338, v - k + 184, 28, "KV cache: write the new, read all", fill=ORANGE_TINT, edge=ORANGE)
+    card.box(k - 92, 338, v - k + 184, 28, "KV cache: write the new, read all", fill=TINT[ORANGE], edge=ORANGE)
     for x, y in ((q, 314), (k, 366), (v, 366)):
         card.arrow(x, y, x, 386)
     card.box(
@@ -91,13 +76,13 @@ def decoder_layer() -> Card:
         48,
         f"softmax(Q Kᵀ / √{hd} + mask) V\n{heads} query heads share {kv} key-value head (GQA); "
         f"5 of 6 layers see only the last {GEMMA['sliding_window']} tokens",
-        fill=GREEN_TINT,
+        fill=TINT[GREEN],
         edge=GREEN,
         size=9,
     )
     card.arrow(mid, 434, mid, 458)
     shape(mid + 8, 445, f"(B, S, {heads * hd})")
-    card.box(mid - 125, 458, 250, 28, f"o_proj   {heads * hd} → {d}", fill=BLUE_TINT, edge=BLUE, size=8.8)
+    card.box(mid - 125, 458, 250, 28, f"o_proj   {heads * hd} → {d}", fill=TINT[BLUE], edge=BLUE, size=8.8)
     card.arrow(mid, 486, mid, 502)
     norm(502, "post_attention_layernorm")
     card.arrow(mid, 530, mid, 544)
@@ -116,12 +101,12 @@ def decoder_layer() -> Card:
         linear(x, 660, name, f"{d} → {ff}")
         shape(x + 8, 714, f"(B, S, {ff})")
     card.arrow(gate, 700, gate, 728)
-    card.box(gate - 75, 728, 150, 28, "GELU (tanh)", fill=PURPLE_TINT, edge=PURPLE)
+    card.box(gate - 75, 728, 150, 28, "GELU (tanh)", fill=TINT[PURPLE], edge=PURPLE)
     card.route((gate, 756), (gate, 778), (mid - 12, 778))
     card.route((up, 700), (up, 778), (mid + 12, 778))
     join(778, "×")
     card.arrow(mid, 790, mid, 808)
-    card.box(mid - 125, 808, 250, 28, f"down_proj   {ff} → {d}", fill=BLUE_TINT, edge=BLUE, size=8.8)
+    card.box(mid - 125, 808, 250, 28, f"down_proj   {ff} → {d}", fill=TINT[BLUE], edge=BLUE, size=8.8)
     card.arrow(mid, 836, mid, 850)
     norm(850, "post_feedforward_layernorm")
     card.arrow(mid, 878, mid, 888)
@@ -158,7 +143,7 @@ def kv_cache() -> Card:
             1,
             slots,
             cell,
-            lambda _, col: ORANGE if col in now else ORANGE_TINT if col < first else PAPER,
+            lambda _, col: ORANGE if col in now else TINT[ORANGE] if col < first else PAPER,
             line=0.8,
         )
         for col in range(slots):
@@ -228,21 +213,21 @@ def flash_attention() -> Card:
         for j in range(tiles):
             skipped, now = j > i, (i, j) == (row, step)
             done = i < row or (i == row and j < step)
-            fill = GREEN if now else GREEN_TINT if done else PAPER
+            fill = GREEN if now else TINT[GREEN] if done else PAPER
             card.rect(
                 x + j * size,
                 y + i * size,
                 size,
                 size,
-                fill=GREY_TINT if skipped else fill,
+                fill=TINT[GREY] if skipped else fill,
                 edge=HAIR,
                 hatch="////" if skipped else "",
                 line=0.8,
             )
-        card.rect(x - 40, y + i * size, 30, size, fill=BLUE if i == row else BLUE_TINT, edge=PAPER)
+        card.rect(x - 40, y + i * size, 30, size, fill=BLUE if i == row else TINT[BLUE], edge=PAPER)
         for k, top in enumerate((y - 62, y - 36)):
             current = i == step
-            card.rect(x + i * size, top, size, 22, fill=ORANGE if current else ORANGE_TINT, edge=PAPER)
+            card.rect(x + i * size, top, size, 22, fill=ORANGE if current else TINT[ORANGE], edge=PAPER)
             if i == 0:
                 card.text(x - 10, top + 11, "KV"[k], weight="bold", ha="right", color="#7a4e00")
     card.text(x - 25, y + row * size + size / 2, "Qᵢ", color=PAPER, weight="bold")
@@ -252,8 +237,8 @@ def flash_attention() -> Card:
     legend = y + tiles * size + 16
     for dx, fill, hatch, words in (
         (0, GREEN, "", "now"),
-        (60, GREEN_TINT, "", "done"),
-        (125, GREY_TINT, "////", "skipped, if causal"),
+        (60, TINT[GREEN], "", "done"),
+        (125, TINT[GREY], "////", "skipped, if causal"),
     ):
         card.rect(x + dx, legend + 12, 13, 13, fill=fill, edge=HAIR, hatch=hatch, line=0.7)
         card.text(x + dx + 19, legend + 19, words, ha="left", size=8.5)
@@ -263,11 +248,11 @@ def flash_attention() -> Card:
     card.text(456, 82, "On chip, for one tile of queries", weight="bold", ha="left", size=10)
     for k, (name, what, fill, edge) in enumerate(
         (
-            ("Qᵢ", "tile_q × D", BLUE_TINT, BLUE),
-            ("Kⱼ, Vⱼ", "tile_k × D", ORANGE_TINT, ORANGE),
-            ("S, P", "tile_q × tile_k", GREEN_TINT, GREEN),
-            ("O", "tile_q × D", PURPLE_TINT, PURPLE),
-            ("m, l", "tile_q each", PURPLE_TINT, PURPLE),
+            ("Qᵢ", "tile_q × D", TINT[BLUE], BLUE),
+            ("Kⱼ, Vⱼ", "tile_k × D", TINT[ORANGE], ORANGE),
+            ("S, P", "tile_q × tile_k", TINT[GREEN], GREEN),
+            ("O", "tile_q × D", TINT[PURPLE], PURPLE),
+            ("m, l", "tile_q each", TINT[PURPLE], PURPLE),
         )
     ):
         card.box(456 + k * 89, 100, 81, 42, f"{name}\n{what}", fill=fill, edge=edge, size=7.6)
@@ -284,7 +269,7 @@ def flash_attention() -> Card:
         card.text(472, 188 + 23 * i, formula, ha="left", size=10.5)
         card.text(690, 188 + 23 * i, words, ha="left", size=9, color=SOFT)
     card.text(456, 335, r"at the end, once:   $O_i = O / l$", ha="left", size=10.5)
-    card.box(440, 400, 470, 96, fill=ORANGE_TINT, edge=ORANGE, round=8)
+    card.box(440, 400, 470, 96, fill=TINT[ORANGE], edge=ORANGE, round=8)
     card.text(456, 420, "Memory (HBM)", weight="bold", ha="left", size=10)
     card.text(
         456,

@@ -22,7 +22,7 @@ H200 = ROOT / "assets/results/h200"
 INK, SOFT, HAIR, PAPER = "#1b1b1b", "#5f5f5f", "#a9a9a9", "#ffffff"
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072b2", "#e39a1f", "#00694d", "#a8548a", "#8c8c8c"
 # Tints of the same hues; they differ in lightness too.
-BLUE_TINT, ORANGE_TINT, GREEN_TINT, PURPLE_TINT, GREY_TINT = "#cfe4f3", "#fbe3b8", "#d3ebdf", "#f0dcea", "#f1f1f1"
+TINT = {BLUE: "#cfe4f3", ORANGE: "#fbe3b8", GREEN: "#d3ebdf", PURPLE: "#f0dcea", GREY: "#f1f1f1"}
 
 # On a dark page the card turns dark: light and dark change places, and each colour keeps its hue.
 DARK = "@media (prefers-color-scheme: dark){#figure_1{filter: invert(.9) hue-rotate(180deg)}}"

@@ -2,22 +2,7 @@
 
 from __future__ import annotations
 
-from tools.figures.drawing import (
-    BLUE,
-    BLUE_TINT,
-    GREEN,
-    GREEN_TINT,
-    GREY_TINT,
-    HAIR,
-    INK,
-    ORANGE,
-    ORANGE_TINT,
-    PAPER,
-    PURPLE,
-    PURPLE_TINT,
-    SOFT,
-    Card,
-)
+from tools.figures.drawing import BLUE, GREEN, GREY, HAIR, INK, ORANGE, PAPER, PURPLE, SOFT, TINT, Card
 
 # Three packed documents, causal, in blocks of 4 x 4; the last four tokens are padding.
 DOCUMENTS, SIZE, BLOCK = (9, 5, 6), 24, 4
@@ -60,7 +45,7 @@ def mask_program() -> Card:
         as_data = x == 40
         size = cell * SIZE
         if as_data:
-            card.grid(x, top, SIZE, SIZE, cell, lambda q, k: ORANGE if visible(q, k) else ORANGE_TINT, line=0.3)
+            card.grid(x, top, SIZE, SIZE, cell, lambda q, k: ORANGE if visible(q, k) else TINT[ORANGE], line=0.3)
         else:
             for i in range(SIZE // BLOCK):
                 for j in range(SIZE // BLOCK):
@@ -70,7 +55,7 @@ def mask_program() -> Card:
                         top + i * BLOCK * cell,
                         BLOCK * cell,
                         BLOCK * cell,
-                        fill=GREY_TINT if empty else GREEN_TINT,
+                        fill=TINT[GREY] if empty else TINT[GREEN],
                         edge=HAIR,
                         line=0.7,
                     )
@@ -125,7 +110,7 @@ def blocks() -> Card:
     left, wide, rows = 384, 44, SIZE // BLOCK
     card.arrow(x + SIZE * cell + 12, y + SIZE * cell / 2, left - 16, y + SIZE * cell / 2, color=INK)
     card.text(left, 66, "blocks of 4 x 4", size=10, weight="bold", ha="left")
-    look = {"full": (BLUE, PAPER), "partial": (BLUE_TINT, INK), "empty": (PAPER, HAIR)}
+    look = {"full": (BLUE, PAPER), "partial": (TINT[BLUE], INK), "empty": (PAPER, HAIR)}
     for i in range(rows):
         for j in range(rows):
             fill, _ = look[block_state(i, j)]
@@ -147,7 +132,7 @@ def blocks() -> Card:
     card.text(table + 128, y - 9, "full", size=8.5, color=SOFT, ha="left")
     partial, full = block_tables()
     for i in range(rows):
-        for dx, entries, fill, ink in ((0, partial[i], BLUE_TINT, INK), (128, full[i], BLUE, PAPER)):
+        for dx, entries, fill, ink in ((0, partial[i], TINT[BLUE], INK), (128, full[i], BLUE, PAPER)):
             middle = y + (i + 0.5) * wide
             card.text(table + dx, middle, f"{len(entries)}:", size=9, ha="left")
             for n, j in enumerate(entries):
@@ -175,18 +160,18 @@ def paths() -> Card:
             "Eager runs it operator by operator."
         ),
     )
-    card.box(28, 66, 250, 74, "def mask_mod(b, h, q, k):\n    return k <= q", fill=GREEN_TINT, edge=GREEN, size=8.8)
+    card.box(28, 66, 250, 74, "def mask_mod(b, h, q, k):\n    return k <= q", fill=TINT[GREEN], edge=GREEN, size=8.8)
     card.box(
         28,
         160,
         250,
         74,
         "def score_mod(score, b, h, q, k):\n    return 20 * tanh(score / 20)",
-        fill=PURPLE_TINT,
+        fill=TINT[PURPLE],
         edge=PURPLE,
         size=8.8,
     )
-    card.box(28, 254, 250, 74, "q, k, v  (B, H, S, D)\nblock tables", fill=BLUE_TINT, edge=BLUE, size=8.8)
+    card.box(28, 254, 250, 74, "q, k, v  (B, H, S, D)\nblock tables", fill=TINT[BLUE], edge=BLUE, size=8.8)
     for y in (103, 197, 291):
         card.arrow(278, y, 330, 197)
     card.box(
@@ -195,7 +180,7 @@ def paths() -> Card:
         150,
         94,
         "Dynamo\n\ntraces both functions\ninto graphs of a few\noperators",
-        fill=GREY_TINT,
+        fill=TINT[GREY],
         edge=SOFT,
         size=8.6,
     )
@@ -204,21 +189,21 @@ def paths() -> Card:
             62,
             "eager",
             "no compiler: all scores stored,\nthe mask asked for every pair,\none kernel an operator",
-            GREY_TINT,
+            TINT[GREY],
             SOFT,
         ),
         (
             154,
             "compiled",
             "Inductor's template of flash attention\nwith both graphs inside:\nTriton on a GPU, C++ on a CPU",
-            ORANGE_TINT,
+            TINT[ORANGE],
             ORANGE,
         ),
         (
             246,
             "CuTe",
             "FlashAttention 4's kernel with both\ngraphs inside, in NVIDIA's CuTe DSL,\nfor Hopper and newer",
-            ORANGE_TINT,
+            TINT[ORANGE],
             ORANGE,
         ),
     ):
@@ -254,7 +239,7 @@ def pages() -> Card:
         ),
     )
     wide, x, y = 104, 66, 62
-    colors = {0: (BLUE_TINT, BLUE), 1: (ORANGE_TINT, ORANGE), -1: (PAPER, HAIR)}
+    colors = {0: (TINT[BLUE], BLUE), 1: (TINT[ORANGE], ORANGE), -1: (PAPER, HAIR)}
     for row, words in (
         (y + 17, "place k"),
         (y + 54, "page p"),
@@ -286,7 +271,7 @@ def pages() -> Card:
         f"place {place}:  page {place} // 4 = {place // 4},  inside of it {place} % 4 = {place % 4};  owner {owner},  "
         f"number {number};  position {number} · 4 + {place % 4} = {number * 4 + place % 4} of sequence {owner}"
     )
-    card.box(66, 260, 820, 36, text, fill=BLUE_TINT, edge=BLUE, size=9)
+    card.box(66, 260, 820, 36, text, fill=TINT[BLUE], edge=BLUE, size=9)
     return card
 
 
@@ -318,7 +303,7 @@ def layout() -> Card:
         for i in range(SIZE // BLOCK):
             for j in range(SIZE // BLOCK):
                 place = (x + j * BLOCK * cell, top + i * BLOCK * cell, BLOCK * cell, BLOCK * cell)
-                card.rect(*place, fill=GREY_TINT, edge=HAIR, line=0.8)
+                card.rect(*place, fill=TINT[GREY], edge=HAIR, line=0.8)
     for q, owner in enumerate(ARRIVED):
         card.rect(60 + q * cell, top - 14, cell, 10, fill=fills[owner], edge=PAPER, line=0.5)
         for k in filter(lambda k: sees(q, k), range(SIZE)):

@@ -2,22 +2,7 @@
 
 from __future__ import annotations
 
-from tools.figures.drawing import (
-    BLUE,
-    BLUE_TINT,
-    GREEN,
-    GREEN_TINT,
-    GREY_TINT,
-    HAIR,
-    INK,
-    ORANGE,
-    ORANGE_TINT,
-    PAPER,
-    PURPLE,
-    PURPLE_TINT,
-    SOFT,
-    Card,
-)
+from tools.figures.drawing import BLUE, GREEN, GREY, HAIR, INK, ORANGE, PAPER, PURPLE, SOFT, TINT, Card
 from utils.config import GPU_SPECS
 
 
@@ -38,23 +23,23 @@ def streaming_multiprocessor() -> Card:
     many = "16384 registers"
     for i in range(4):
         x = 30 + i * (width + 18)
-        card.box(x, top, width, 196, fill=GREY_TINT, edge=HAIR, round=6)
+        card.box(x, top, width, 196, fill=TINT[GREY], edge=HAIR, round=6)
         card.text(x + width / 2, top + 15, f"quarter {i}", size=9, weight="bold")
         if i == 1:  # the first quarter says it all
             many, tensor, lanes, special = "registers", "tensor core", "fp32", "exp2"
         elif i == 0:
             tensor, lanes, special = "tensor core\n1024 FLOPs a cycle", "32 lanes\nof fp32", "4 special\nfunction units"
-        card.box(x + 12, top + 30, width - 24, 30, many, fill=PURPLE_TINT, edge=PURPLE, size=8.5)
+        card.box(x + 12, top + 30, width - 24, 30, many, fill=TINT[PURPLE], edge=PURPLE, size=8.5)
         card.box(x + 12, top + 68, width - 24, 44, tensor, fill="#f9d9d5", edge="#b3423a", size=8.5)
-        card.box(x + 12, top + 120, 86, 62, lanes, fill=BLUE_TINT, edge=BLUE, size=8.5)
-        card.box(x + 106, top + 120, 88, 62, special, fill=ORANGE_TINT, edge=ORANGE, size=8.5)
+        card.box(x + 12, top + 120, 86, 62, lanes, fill=TINT[BLUE], edge=BLUE, size=8.5)
+        card.box(x + 106, top + 120, 88, 62, special, fill=TINT[ORANGE], edge=ORANGE, size=8.5)
     card.path((40, 64), (908, 64), color=INK, line=1.4)
     for i in range(4):
         x = 30 + i * (width + 18) + width / 2
         card.arrow(x, 64, x, 82, color=INK)
     card.text(474, 53, "a warpgroup: four warps, one on each quarter, 128 threads; it issues a wgmma", size=9)
 
-    card.box(30, 322, 620, 62, fill=GREEN_TINT, edge=GREEN, round=5)
+    card.box(30, 322, 620, 62, fill=TINT[GREEN], edge=GREEN, round=5)
     card.text(340, 342, "shared memory: 227 KiB for a block, 128 bytes a cycle", size=9.5, weight="bold")
     card.text(340, 364, "tiles of Q, K, V;  mbarriers: 8 bytes each that count arrivals and bytes", size=8.8)
     card.box(700, 322, 208, 62, "TMA copy engine\none thread issues a copy", fill=PAPER, edge=GREEN, size=8.8)
@@ -88,7 +73,7 @@ def ring() -> Card:
     labels = ("tile i", "slot  i % 2", "phase  i // 2", "parity  (i // 2) & 1")
     for y, label in zip(rows, labels, strict=True):
         card.text(left - 16, y + 21, label, ha="right", size=9.5, weight="bold")
-    tints, edges = (BLUE_TINT, ORANGE_TINT), (BLUE, ORANGE)
+    tints, edges = (TINT[BLUE], TINT[ORANGE]), (BLUE, ORANGE)
     for i in range(6):
         x, slot, phase = left + i * cell, i % 2, i // 2
         texts = (f"{i}", f"slot {slot}", f"phase {phase}", f"{phase & 1}")
@@ -131,24 +116,24 @@ def specialized() -> Card:
             "each with 240 registers a thread, which wait for full, multiply, compute the softmax and arrive at empty."
         ),
     )
-    card.box(28, 120, 190, 190, fill=GREEN_TINT, edge=GREEN, round=6)
+    card.box(28, 120, 190, 190, fill=TINT[GREEN], edge=GREEN, round=6)
     card.text(123, 142, "producer", size=11, weight="bold")
     card.text(123, 166, "1 warp, 24 registers", size=9, color=SOFT)
     card.text(123, 236, "wait empty[slot]\nexpect full[slot]\nissue copies of K, V\n\nnext slot", size=9)
 
-    card.box(328, 76, 260, 292, fill=GREY_TINT, edge=HAIR, round=6)
+    card.box(328, 76, 260, 292, fill=TINT[GREY], edge=HAIR, round=6)
     card.text(458, 94, "shared memory", size=10, weight="bold")
     for s in range(2):
         y = 116 + 118 * s
-        card.box(346, y, 106, 50, f"K   slot {s}", fill=BLUE_TINT, edge=BLUE, size=9.5)
-        card.box(464, y, 106, 50, f"V   slot {s}", fill=ORANGE_TINT, edge=ORANGE, size=9.5)
+        card.box(346, y, 106, 50, f"K   slot {s}", fill=TINT[BLUE], edge=BLUE, size=9.5)
+        card.box(464, y, 106, 50, f"V   slot {s}", fill=TINT[ORANGE], edge=ORANGE, size=9.5)
         card.box(346, y + 56, 106, 24, f"full[{s}]", fill=PAPER, edge=INK, size=8.5)
         card.box(464, y + 56, 106, 24, f"empty[{s}]", fill=PAPER, edge=INK, size=8.5)
     card.text(458, 344, "full: all bytes of the slot are there\nempty: both consumers are done", size=8.6)
 
     for w in range(2):
         y = 76 + 152 * w
-        card.box(706, y, 262, 140, fill=PURPLE_TINT, edge=PURPLE, round=6)
+        card.box(706, y, 262, 140, fill=TINT[PURPLE], edge=PURPLE, round=6)
         card.text(837, y + 18, f"consumer {w}", size=11, weight="bold")
         card.text(837, y + 38, f"4 warps, 240 registers, rows {64 * w} to {64 * w + 63}", size=8.6, color=SOFT)
         steps = "wait full[slot]\nS = Q Kᵀ,  softmax,  O += P V\narrive at empty[slot]\nnext slot"
@@ -180,8 +165,8 @@ def blackwell() -> Card:
             "same columns, and two outputs lie in tensor memory. Two softmaxes read scores and write P. The correction rescales O."
         ),
     )
-    card.box(28, 70, 150, 96, "load\n1 warp\n\nQ, K, V by TMA", fill=GREEN_TINT, edge=GREEN, round=6)
-    card.box(28, 236, 150, 96, "store\n1 warp\n\nO by TMA", fill=GREEN_TINT, edge=GREEN, round=6)
+    card.box(28, 70, 150, 96, "load\n1 warp\n\nQ, K, V by TMA", fill=TINT[GREEN], edge=GREEN, round=6)
+    card.box(28, 236, 150, 96, "store\n1 warp\n\nO by TMA", fill=TINT[GREEN], edge=GREEN, round=6)
     card.box(
         238,
         70,
@@ -192,8 +177,8 @@ def blackwell() -> Card:
         edge="#b3423a",
         round=6,
     )
-    card.box(238, 236, 160, 96, "correction\n4 warps\n\nO α;  last, O / sum", fill=BLUE_TINT, edge=BLUE, round=6)
-    card.box(478, 54, 210, 296, fill=GREY_TINT, edge=HAIR, round=6)
+    card.box(238, 236, 160, 96, "correction\n4 warps\n\nO α;  last, O / sum", fill=TINT[BLUE], edge=BLUE, round=6)
+    card.box(478, 54, 210, 296, fill=TINT[GREY], edge=HAIR, round=6)
     card.text(583, 72, "tensor memory: 512 columns", size=8.8, weight="bold")
     for tile in range(2):
         y = 90 + 72 * tile
@@ -203,11 +188,11 @@ def blackwell() -> Card:
             182,
             58,
             f"S of tile {tile}: 128 columns\nthen P in its first 64",
-            fill=ORANGE_TINT,
+            fill=TINT[ORANGE],
             edge=ORANGE,
             size=8.8,
         )
-        card.box(768, 62 + 120 * tile, 216, 100, fill=PURPLE_TINT, edge=PURPLE, round=6)
+        card.box(768, 62 + 120 * tile, 216, 100, fill=TINT[PURPLE], edge=PURPLE, round=6)
         card.text(870, 112 + 120 * tile, f"softmax {tile}\n4 warps, a row a thread\n\nmask, max, exponentials", size=9)
         card.arrow(676, y + 16, 766, 98 + 120 * tile, color=ORANGE, line=2)
         card.arrow(766, 130 + 120 * tile, 676, y + 44, color=INK, line=1.2, style="--")

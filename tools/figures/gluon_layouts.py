@@ -5,19 +5,7 @@ The numbers of the layouts are computed by the rules that the drawings explain; 
 
 from __future__ import annotations
 
-from tools.figures.drawing import (
-    BLUE,
-    BLUE_TINT,
-    GREEN,
-    GREEN_TINT,
-    GREY_TINT,
-    HAIR,
-    ORANGE,
-    ORANGE_TINT,
-    PURPLE_TINT,
-    SOFT,
-    Card,
-)
+from tools.figures.drawing import BLUE, GREEN, GREY, HAIR, ORANGE, PURPLE, SOFT, TINT, Card
 
 RED, RED_TINT = "#b3423a", "#f9d9d5"
 
@@ -57,7 +45,7 @@ def blocked_layout() -> Card:
         card.text(left - 16, top + row * high + high / 2, f"{row}", size=8.5, color=SOFT)
         for piece in range(8):
             warp, lane, _ = blocked_owner(row, 4 * piece)
-            tint, edge = (BLUE_TINT, BLUE) if warp == 0 else (ORANGE_TINT, ORANGE)
+            tint, edge = (TINT[BLUE], BLUE) if warp == 0 else (TINT[ORANGE], ORANGE)
             _cell(
                 card, left + piece * wide, top + row * high, wide, high, f"{lane}", (tint, edge), (row, piece) == (0, 0)
             )
@@ -72,14 +60,14 @@ def blocked_layout() -> Card:
     card.text(882, 77, "L without dimension 1", size=8.4, color=SOFT)
     for row in range(8):
         warp, lane, _ = blocked_owner(row, 0)
-        tint, edge = (BLUE_TINT, BLUE) if warp == 0 else (ORANGE_TINT, ORANGE)
+        tint, edge = (TINT[BLUE], BLUE) if warp == 0 else (TINT[ORANGE], ORANGE)
         _cell(card, 800, top + row * high, 164, high, f"{row}: lanes {lane} to {lane + 7}", (tint, edge))
     y = top + 8 * high + 34
     card.text(left + 4 * wide, y - 13, "SliceLayout(0, L): L without dimension 0", size=9, weight="bold")
     for piece in range(8):
         lane = blocked_owner(0, 4 * piece)[1]
         words = f"{lane}, {lane + 8}, …"
-        card.box(left + piece * wide + 2, y, wide - 4, 26, words, fill=GREY_TINT, edge=HAIR, size=8.2)
+        card.box(left + piece * wide + 2, y, wide - 4, 26, words, fill=TINT[GREY], edge=HAIR, size=8.2)
     words = "numbers are lanes: lane 0 of warp 0 holds row 0, columns 0 to 3, in registers 0 to 3; a larger tensor repeats the tile"
     card.text(500, 438, words, size=9)
     return card
@@ -97,8 +85,8 @@ def wgmma_fragment() -> Card:
         ),
     )
     left, top, wide, high = 96, 78, 66, 21
-    card.rect(left, top, 8 * wide, 8 * high, fill=BLUE_TINT)
-    card.rect(left, top + 8 * high, 8 * wide, 8 * high, fill=PURPLE_TINT)
+    card.rect(left, top, 8 * wide, 8 * high, fill=TINT[BLUE])
+    card.rect(left, top + 8 * high, 8 * wide, 8 * high, fill=TINT[PURPLE])
     for row in range(16):
         card.text(left - 18, top + row * high + high / 2, f"{row}", size=8, color=SOFT)
         for pair in range(8):
@@ -163,7 +151,7 @@ def swizzle() -> Card:
             for place in range(8):
                 chunk = place ^ row if side else place
                 read = chunk == 2
-                look = (RED_TINT, RED) if read else (GREY_TINT, HAIR)
+                look = (RED_TINT, RED) if read else (TINT[GREY], HAIR)
                 _cell(card, x + place * wide, top + row * high, wide, high, str(chunk), look, read)
         card.text(x + 4 * wide, top + 8 * high + 24, words, size=9, color=RED)
     words = "a turn reads each of the 32 banks of 4 bytes once; the TMA swizzles on the way in"
@@ -196,9 +184,9 @@ def barrier_states() -> Card:
         ended = event.startswith("bytes")
         passes = ["passes" if (phase & 1) != parity else "blocks" for parity in (0, 1)]
         for r, words in enumerate((str(arrivals), str(missing), f"{phase} (parity {phase & 1})", *passes)):
-            tint, edge = (GREEN_TINT, GREEN) if ended and r < 3 else (GREY_TINT, HAIR)
+            tint, edge = (TINT[GREEN], GREEN) if ended and r < 3 else (TINT[GREY], HAIR)
             if r > 2:
-                tint, edge = (BLUE_TINT, BLUE) if words == "passes" else (RED_TINT, RED)
+                tint, edge = (TINT[BLUE], BLUE) if words == "passes" else (RED_TINT, RED)
             card.box(x + 3, top + r * high + 3, wide - 6, high - 6, words, fill=tint, edge=edge, size=9)
     words = "a phase ends when no arrival and no byte is missing; a fresh barrier lets wait(1) pass"
     card.text(500, 324, words, size=9.5)
@@ -222,7 +210,7 @@ def overlap_schedule() -> Card:
     left, high = 128, 34
 
     def bar(x: float, y: float, w: float, words: str, kind: str) -> None:
-        tint, edge = {"s": (RED_TINT, RED), "o": (ORANGE_TINT, ORANGE), "e": (BLUE_TINT, BLUE)}[kind]
+        tint, edge = {"s": (RED_TINT, RED), "o": (TINT[ORANGE], ORANGE), "e": (TINT[BLUE], BLUE)}[kind]
         card.box(left + x, y, w - 2, high, words, fill=tint, edge=edge, size=8.6)
 
     card.text(34, 64, "one after the other", size=9.5, weight="bold", ha="left")

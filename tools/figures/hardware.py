@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.figures.drawing import BLUE, BLUE_TINT, GREEN, GREY, INK, ORANGE, ORANGE_TINT, PAPER, SOFT, Card
+from tools.figures.drawing import BLUE, GREEN, GREY, INK, ORANGE, PAPER, SOFT, TINT, Card
 from utils.config import GPU_SPECS
 
 
@@ -62,8 +62,8 @@ def gemm_tiling() -> Card:
         "One tile of C at a time",
         "reads in all:  M N K (1/tile_m + 1/tile_n) numbers",
         (
-            lambda i, j: BLUE if i in down and j in step else BLUE_TINT if i in down else PAPER,
-            lambda i, j: ORANGE if i in step and j in across else ORANGE_TINT if j in across else PAPER,
+            lambda i, j: BLUE if i in down and j in step else TINT[BLUE] if i in down else PAPER,
+            lambda i, j: ORANGE if i in step and j in across else TINT[ORANGE] if j in across else PAPER,
             lambda i, j: GREEN if i in down and j in across else PAPER,
         ),
     )
@@ -217,8 +217,8 @@ def roofline_anatomy() -> Card:
     left, right, top, bottom = 92, 820, 62, 428
     ridge, roof = 420, 140
     start = (left, roof + (ridge - left) * 0.72)
-    card.shape((left, start[1]), (ridge, roof), (ridge, bottom), (left, bottom), fill=ORANGE_TINT)
-    card.shape((ridge, roof), (right, roof), (right, bottom), (ridge, bottom), fill=BLUE_TINT)
+    card.shape((left, start[1]), (ridge, roof), (ridge, bottom), (left, bottom), fill=TINT[ORANGE])
+    card.shape((ridge, roof), (right, roof), (right, bottom), (ridge, bottom), fill=TINT[BLUE])
     card.path((left, bottom), (ridge, bottom), (right, bottom), color=SOFT)
     card.path((left, top), (left, bottom), color=SOFT)
     card.path(start, (ridge, roof), (right, roof), color=INK, line=2.4)
@@ -271,10 +271,10 @@ def kernel_fusion() -> Card:
     )
     width, x0 = 98, 30
     card.text(30, 58, f"By hand: {len(steps)} launches", size=10.5, weight="bold", ha="left")
-    card.box(x0, 178, 880, 30, "memory (HBM)", fill=ORANGE_TINT, edge=ORANGE, size=9.5)
+    card.box(x0, 178, 880, 30, "memory (HBM)", fill=TINT[ORANGE], edge=ORANGE, size=9.5)
     for i, (name, reads) in enumerate(steps):
         x = x0 + i * width
-        card.box(x + 3, 86, width - 14, 38, name, fill=BLUE_TINT, edge=BLUE, size=9.5)
+        card.box(x + 3, 86, width - 14, 38, name, fill=TINT[BLUE], edge=BLUE, size=9.5)
         for r in range(reads):
             card.arrow(x + 22 + 12 * r, 177, x + 22 + 12 * r, 126, color="#9a6200")
         card.arrow(x + 70, 125, x + 70, 176, color=BLUE)
@@ -288,12 +288,12 @@ def kernel_fusion() -> Card:
     )
     card.path((30, 252), (910, 252), color="#dddddd", line=1)
     card.text(30, 276, "Fused: 1 launch", size=10.5, weight="bold", ha="left")
-    card.box(x0 + 150, 296, 595, 48, fill=BLUE_TINT, edge=BLUE)
+    card.box(x0 + 150, 296, 595, 48, fill=TINT[BLUE], edge=BLUE)
     card.arrow(x0 + 165, 331, x0 + 730, 331, color=BLUE)
     for i, (name, _) in enumerate(steps):
         card.text(x0 + 155 + (i + 0.5) * 65, 312, name, size=8.2)
     card.text(785, 320, "intermediates stay\nin registers", ha="left", size=9, color=SOFT)
-    card.box(x0, 382, 880, 30, "memory (HBM)", fill=ORANGE_TINT, edge=ORANGE, size=9.5)
+    card.box(x0, 382, 880, 30, "memory (HBM)", fill=TINT[ORANGE], edge=ORANGE, size=9.5)
     card.arrow(222, 381, 222, 346, color="#9a6200")
     card.arrow(718, 345, 718, 380, color=BLUE)
     card.text(230, 364, "read x", ha="left", size=8.8)
@@ -315,7 +315,7 @@ def gpu_in_ten_minutes() -> Card:
             "which all SMs share, and the HBM."
         ),
     )
-    card.box(30, 70, 150, 62, "CPU: Python, PyTorch,\nthe driver", fill=ORANGE_TINT, edge=ORANGE, size=9)
+    card.box(30, 70, 150, 62, "CPU: Python, PyTorch,\nthe driver", fill=TINT[ORANGE], edge=ORANGE, size=9)
     card.text(105, 152, "launches a kernel\nin some microseconds,\nand goes on", size=8.5, color=SOFT, va="top")
     for i, name in enumerate(("GEMM", "add", "norm")):
         card.box(215 + 62 * i, 84, 54, 34, name, fill=PAPER, edge=BLUE, size=8.8)
@@ -335,7 +335,7 @@ def gpu_in_ten_minutes() -> Card:
     for x in (452, 804):
         card.box(x, 102, 150, 214, fill=PAPER, edge=INK)
         card.text(x + 75, 116, "SM", size=9.5, weight="bold")
-        card.box(x + 8, 128, 134, 84, fill=BLUE_TINT, edge=BLUE)
+        card.box(x + 8, 128, 134, 84, fill=TINT[BLUE], edge=BLUE)
         card.text(x + 75, 139, "a thread block", size=8.3)
         for row in range(4):
             card.rect(x + 16, 150 + 14 * row, 118, 9, fill=BLUE if row == 0 else "#a9cbe6")

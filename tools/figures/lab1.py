@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from tools.figures.drawing import BLUE, BLUE_TINT, GREEN, GREEN_TINT, H200, HAIR, INK, ORANGE, ORANGE_TINT, SOFT, Card
+from tools.figures.drawing import BLUE, GREEN, H200, HAIR, INK, ORANGE, SOFT, TINT, Card
 from utils.config import GEMMA_CONFIG, GPU_SPECS
 
 
@@ -104,10 +104,10 @@ def launch_queue() -> Card:
             card.path((x0, lane + 38), (910, lane + 38), color="#dddddd", line=1)
         for i in range(launches):
             name = f"launch {i + 1}" if launches > 1 else "launch all"
-            card.box(x0 + i * launch, top + 22, launch - 4, 34, name, fill=ORANGE_TINT, edge=ORANGE, size=8.8)
+            card.box(x0 + i * launch, top + 22, launch - 4, 34, name, fill=TINT[ORANGE], edge=ORANGE, size=8.8)
         for i in range(4):
             start = x0 + launch * (i + 1) if launches > 1 else x0 + launch + i * kernel
-            card.box(start, top + 66, kernel - 3, 34, f"k{i + 1}", fill=BLUE_TINT, edge=BLUE, size=8.8)
+            card.box(start, top + 66, kernel - 3, 34, f"k{i + 1}", fill=TINT[BLUE], edge=BLUE, size=8.8)
             if launches > 1 and i < 3:
                 card.text(
                     start + kernel + (launch - kernel) / 2, top + 83, "waits", size=8.5, color=SOFT, style="italic"
@@ -144,11 +144,11 @@ def five_operators() -> Card:
     for i, (name, reads, writes) in enumerate(operators):
         x = 28 + 182 * i
         for j, words in enumerate(reads):
-            card.box(x + 80 * j, 66, 74, 48, words, fill=ORANGE_TINT, edge=ORANGE, size=7.8)
+            card.box(x + 80 * j, 66, 74, 48, words, fill=TINT[ORANGE], edge=ORANGE, size=7.8)
             card.arrow(x + 37 + 80 * j, 115, x + 60 + 34 * j, 150, color="#9a6200")
-        card.box(x + 12, 152, 130, 40, name, fill=BLUE_TINT, edge=BLUE, size=10, weight="bold")
+        card.box(x + 12, 152, 130, 40, name, fill=TINT[BLUE], edge=BLUE, size=10, weight="bold")
         card.arrow(x + 77, 193, x + 77, 232, color=BLUE)
-        card.box(x + 32, 234, 90, 48, writes, fill=GREEN_TINT, edge=GREEN, size=8.2)
+        card.box(x + 32, 234, 90, 48, writes, fill=TINT[GREEN], edge=GREEN, size=8.2)
     card.text(
         22,
         306,
@@ -196,7 +196,7 @@ def online_softmax() -> Card:
             if not new:
                 before = math.exp(value - m)
                 card.rect(x, base - height * before, 32, height * before, edge=SOFT, line=0.9, style=(0, (2, 2)))
-            fill, edge = (ORANGE_TINT, ORANGE) if new else (BLUE_TINT, BLUE)
+            fill, edge = (TINT[ORANGE], ORANGE) if new else (TINT[BLUE], BLUE)
             card.rect(x, base - height * term, 32, height * term, fill=fill, edge=edge, line=1)
             card.text(x + 16, base + 13, f"{value:g}", size=8.8)
         card.path((x0, base), (x0 + 268, base), color=INK, line=1)

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from tools.figures.drawing import (
-    BLUE,
-    BLUE_TINT,
-    GREEN,
-    GREEN_TINT,
-    GREY_TINT,
-    INK,
-    ORANGE,
-    ORANGE_TINT,
-    PAPER,
-    PURPLE,
-    PURPLE_TINT,
-    SOFT,
-    Card,
-)
+from tools.figures.drawing import BLUE, GREEN, GREY, INK, ORANGE, PAPER, PURPLE, SOFT, TINT, Card
 
 LOOKS = {  # tint and edge of each backend
-    "cuDNN": (PURPLE_TINT, PURPLE),
-    "flash": (GREEN_TINT, GREEN),
-    "efficient": (ORANGE_TINT, ORANGE),
-    "math": (BLUE_TINT, BLUE),
+    "cuDNN": (TINT[PURPLE], PURPLE),
+    "flash": (TINT[GREEN], GREEN),
+    "efficient": (TINT[ORANGE], ORANGE),
+    "math": (TINT[BLUE], BLUE),
 }
 
 
@@ -39,7 +25,7 @@ def dispatcher() -> Card:
         ),
     )
     call = "F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)"
-    card.box(22, 52, 776, 34, call, fill=GREY_TINT, edge=SOFT, size=9.5)
+    card.box(22, 52, 776, 34, call, fill=TINT[GREY], edge=SOFT, size=9.5)
     width, gap, top = 150, 58, 126
     card.arrow(22 + width / 2, 86, 22 + width / 2, top)
     for i, (name, (fill, edge)) in enumerate(LOOKS.items()):
@@ -91,12 +77,12 @@ def split_kv() -> Card:
     for i in range(4):
         x = left + i * (width + 12)
         mid = x + width / 2
-        card.grid(x, 58, 2, 10, 16, BLUE_TINT, edge=BLUE)
+        card.grid(x, 58, 2, 10, 16, TINT[BLUE], edge=BLUE)
         card.arrow(mid, 92, mid, 126)
-        card.box(x, 126, width, 44, f"program {i + 1}\nits keys alone", fill=ORANGE_TINT, edge=ORANGE, size=9)
+        card.box(x, 126, width, 44, f"program {i + 1}\nits keys alone", fill=TINT[ORANGE], edge=ORANGE, size=9)
         card.arrow(mid, 170, mid, 204)
-        card.box(x + 8, 204, 62, 44, f"$O_{i + 1}$", fill=GREEN_TINT, edge=GREEN, size=11)
-        card.box(x + 90, 204, 62, 44, f"$L_{i + 1}$", fill=PURPLE_TINT, edge=PURPLE, size=11)
+        card.box(x + 8, 204, 62, 44, f"$O_{i + 1}$", fill=TINT[GREEN], edge=GREEN, size=11)
+        card.box(x + 90, 204, 62, 44, f"$L_{i + 1}$", fill=TINT[PURPLE], edge=PURPLE, size=11)
         card.path((mid, 248), (mid, 274))
     ends = left + width / 2, left + 3 * (width + 12) + width / 2
     card.path((ends[0], 274), (ends[1], 274))
@@ -108,7 +94,7 @@ def split_kv() -> Card:
         4 * width + 36,
         44,
         r"$O = \sum_p\ e^{L_p}\,O_p\ /\ \sum_r\ e^{L_r}$",
-        fill=GREY_TINT,
+        fill=TINT[GREY],
         edge=INK,
         size=11,
     )
@@ -127,7 +113,7 @@ def order() -> Card:
         ),
     )
     rule = "capability 9.0 or 10.0\nand\ncuDNN newer than 9.15.0 ?"
-    card.box(22, 92, 196, 92, rule, fill=GREY_TINT, edge=SOFT, size=9.5)
+    card.box(22, 92, 196, 92, rule, fill=TINT[GREY], edge=SOFT, size=9.5)
     for y, word, names in (
         (66, "yes", ("cuDNN", "flash", "efficient", "math")),
         (176, "no", ("flash", "efficient", "math", "cuDNN")),
@@ -157,17 +143,17 @@ def traffic() -> Card:
     )
     card.text(22, 78, "math", size=10, ha="left", weight="bold", color=BLUE)
     card.text(22, 200, "fused", size=10, ha="left", weight="bold", color=GREEN)
-    card.box(90, 116, 708, 26, "memory: q, k, v, scores, output", fill=GREY_TINT, edge=SOFT, size=9)
+    card.box(90, 116, 708, 26, "memory: q, k, v, scores, output", fill=TINT[GREY], edge=SOFT, size=9)
     steps = (("$QK^T$", "q, k", "scores"), ("softmax", "scores", "scores"), ("$PV$", "scores, v", "output"))
     for i, (name, reads, writes) in enumerate(steps):
         x = 110 + 236 * i
-        card.box(x, 56, 196, 30, name, fill=BLUE_TINT, edge=BLUE, size=10)
+        card.box(x, 56, 196, 30, name, fill=TINT[BLUE], edge=BLUE, size=10)
         for at, text, up in ((x + 46, reads, True), (x + 150, writes, False)):
             color = ORANGE if "scores" in text else SOFT
             card.arrow(at, 116 if up else 86, at, 86 if up else 116, color=color, line=2)
             card.text(at + 6, 101, text, size=8.2, color=color, ha="left")
     card.box(
-        110, 184, 668, 34, "one kernel; a tile of scores at a time, on the chip", fill=GREEN_TINT, edge=GREEN, size=10
+        110, 184, 668, 34, "one kernel; a tile of scores at a time, on the chip", fill=TINT[GREEN], edge=GREEN, size=10
     )
     for x, text, up in ((190, "q, k, v", False), (700, "output", True)):
         card.arrow(x, 184 if up else 142, x, 142 if up else 184, line=2)
@@ -212,7 +198,7 @@ def strides() -> Card:
             "Heads between tokens: flash runs it. Numbers of a head apart: flash refuses it."
         ),
     )
-    colors = (BLUE_TINT, ORANGE_TINT)
+    colors = (TINT[BLUE], TINT[ORANGE])
     contiguous = [(h, t, d) for h in range(2) for t in range(2) for d in range(4)]
     between = [(h, t, d) for t in range(2) for h in range(2) for d in range(4)]
     apart = [(h, t, d) for h in range(2) for d in range(4) for t in range(2)]
@@ -264,7 +250,7 @@ def rounding() -> Card:
                 138,
                 40,
                 text,
-                fill=ORANGE_TINT if switch else GREY_TINT,
+                fill=TINT[ORANGE] if switch else TINT[GREY],
                 edge=ORANGE if switch else SOFT,
                 size=9.5,
             )

@@ -10,18 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from utils.bench.terminal import (
-    FAILED,
-    STOPPED,
-    ArtifactsDir,
-    AsJson,
-    RunName,
-    console,
-    errors_as_lines,
-    progress_bar,
-    show_json,
-    show_table,
-)
+from utils.bench.terminal import FAILED, STOPPED, ArtifactsDir, AsJson, RunName, errors_as_lines, show_json, show_table
 
 if TYPE_CHECKING:
     from utils.bench.run import Options
@@ -145,7 +134,7 @@ def run(
             if lines:
                 show_table(columns, lines)
             for text in terminal_remarks(document):
-                console().print(text, markup=False, soft_wrap=True)
+                typer.echo(text)
         if update_expectations:
             path, changes = update_file(document)
             for line in (*changes, f"recorded in {path}"):
@@ -159,6 +148,7 @@ def _run_with_progress(plans: list[Plan], options: Options) -> dict:
     """Run the plans under a progress bar; Ctrl-C ends the command with a last line and status 130."""
     from utils.bench.results import status_text
     from utils.bench.run import STEPS, Runner
+    from utils.bench.terminal import progress_bar
     from utils.machine.device import default_device
 
     progress = progress_bar()
@@ -177,7 +167,7 @@ def _run_with_progress(plans: list[Plan], options: Options) -> dict:
         with progress:
             return runner.run()
     except KeyboardInterrupt:
-        typer.echo(f"interrupted: {status_text(runner.document)}; what was done is in {runner.folder}.", err=True)
+        typer.echo(f"interrupted: {status_text(runner.document)}; what was done is in {options.folder}.", err=True)
         raise typer.Exit(STOPPED) from None
 
 

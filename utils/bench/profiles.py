@@ -26,7 +26,6 @@ import torch
 
 from utils.bench.knobs import Setting
 from utils.bench.targets import read_name
-from utils.bench.targets.base import Case
 from utils.benchmark.profiling import gpu_idle_share, nvtx_range, profile, summarize_trace
 from utils.files import ROOT
 from utils.validation import first_line
@@ -49,12 +48,6 @@ class Request:
     range: str  # NVTX range of the side
     device: str
     values: dict[str, Any]  # of the knobs
-
-    @classmethod
-    def of_side(cls, case: Case, side: str, range_name: str) -> Request:
-        """Make the request for one side of a case."""
-        values = {key: setting.value for key, setting in case.settings.items()}
-        return cls(case.target, side, case.label, range_name, str(case.device), values)
 
     @property
     def file_stem(self) -> str:
@@ -81,14 +74,13 @@ def profile_side(fn: Callable[[], object], request: Request, folder: Path, level
 
     trace = base.with_name(f"{base.name}.trace.json")
     recorded = profile(call_in_range, steps=3, warmup=2, trace_path=trace)
-    on_gpu = request.device.startswith("cuda")
     report, why_not = nsight(base, request, level, l2)
     return {
         "range": request.range,
         "files": [str(trace)] + ([str(report)] if report else []),
         "why_not": [why_not] if why_not else [],
         "rows": summarize_trace(recorded, top=TOP_ROWS),
-        "gpu_busy_share": 1.0 - gpu_idle_share(recorded) if on_gpu else None,
+        "gpu_busy_share": 1.0 - gpu_idle_share(recorded) if request.device.startswith("cuda") else None,
     }
 
 
@@ -115,8 +107,7 @@ def nsight(base: Path, request: Request, level: str, l2: str) -> tuple[Path | No
         return None, f"{name} made no report: {first_line(error)}"
     output = f"{done.stdout}\n{done.stderr}"
     if "ERR_NVGPUCTRPERM" in output:
-        why_not = "the driver lets administrators alone read this GPU's counters (ERR_NVGPUCTRPERM)."
-        return None, f"{name} was left out: {why_not}"
+        return None, f"{name} was left out: only administrators may read this GPU's counters (ERR_NVGPUCTRPERM)."
     if done.returncode or not report.is_file():
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         return None, f"{name} made no report: {lines[-1][:300] if lines else 'it said nothing.'}"

@@ -195,11 +195,13 @@ class CaseRun:
         return {"baseline": pair.a, "optimized": pair.b}
 
     def _profile(self, built: Mapping[str, Built]) -> None:
-        options, record = self.options, self.record
+        options, record, case = self.options, self.record, self.case
         folder = options.profiles_dir / self.target.chapter / options.run_id
         l2 = record["timing"].get("l2", "warm")
+        values = {key: setting.value for key, setting in case.settings.items()}
         for side, call in built.items():
-            request = Request.of_side(self.case, side, record["ran"][side]["range"])
+            range_name = record["ran"][side]["range"]
+            request = Request(case.target, side, case.label, range_name, str(case.device), values)
             record["profiles"][side] = profile_side(call.fn, request, folder, options.profile, l2)
 
 
@@ -255,7 +257,6 @@ class Runner:
         """
         options.check(device.type)
         self.plans, self.options, self.device, self.on_step = plans, options, device, on_step
-        self.folder = options.folder
         self.lost_gpu = ""  # why the GPU cannot be used any more
         self.document = res.RESULTS.document(
             run_id=options.run_id,
@@ -276,7 +277,7 @@ class Runner:
 
         A kernel fault ends the run, and so does Ctrl-C, by KeyboardInterrupt. Both leave valid results.
         """
-        self.folder.mkdir(parents=True)
+        self.options.folder.mkdir(parents=True)
         self.save()
         status = "complete"
         try:
@@ -295,8 +296,8 @@ class Runner:
 
     def save(self) -> None:
         """Write the results so far, as JSON and as a page."""
-        write_json(self.folder / res.RESULTS_FILE, self.document)
-        write_whole(self.folder / res.REPORT_FILE, markdown(self.document))
+        write_json(self.options.folder / res.RESULTS_FILE, self.document)
+        write_whole(self.options.folder / res.REPORT_FILE, markdown(self.document))
 
     def _run_case(self, plan: Plan, case: Case) -> None:
         """Run one case into the document; only Ctrl-C leaves by an exception."""
@@ -334,10 +335,8 @@ class Runner:
 
 def _failure(error: Exception) -> tuple[str, str]:
     """Return the status and the reason of a case that ended with this exception."""
-    if isinstance(error, Refused):
-        return res.REFUSED, str(error)
     if isinstance(error, BenchError):
-        return res.FAILED, str(error)
+        return (res.REFUSED if isinstance(error, Refused) else res.FAILED), str(error)
     notes = " ".join(getattr(error, "__notes__", []))
     if CAPTURE_FAILED in notes:
         return res.REFUSED, f"it cannot be timed as CUDA graphs ({first_line(error)}): leave --graph out."

@@ -35,13 +35,12 @@ def errors_as_lines(*kinds: type[Exception]) -> Iterator[None]:
         yield
     except solvable as error:
         typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(USAGE) from None
     except OSError as error:
         if error.filename is None:
             raise
         typer.echo(f"error: {error.filename}: {error.strerror}. Name a folder that you may write to.", err=True)
-    else:
-        return
-    raise typer.Exit(USAGE)
+        raise typer.Exit(USAGE) from None
 
 
 def console(stderr: bool = False) -> Console:

@@ -229,14 +229,8 @@ def test_eager_flex_attention_of_the_student_calls_the_checks_masks(across):
 
 
 def _fields(**changes):
-    return {
-        **{
-            k: v
-            for k, v in vars(create_block_mask(MODS["causal"], None, None, 8, 8, device="cpu")).items()
-            if k in inspect.signature(BlockMask.__init__).parameters
-        },
-        **changes,
-    }
+    made = vars(create_block_mask(MODS["causal"], None, None, 8, 8, device="cpu"))
+    return {name: made[name] for name in inspect.signature(BlockMask.__init__).parameters if name in made} | changes
 
 
 @pytest.mark.parametrize(

@@ -68,12 +68,6 @@ def test_wrong_scales_are_named(scales, error, says):
         attention_decode(torch.randn(2, 4, 1, 16), k, k, kv_scales=scales)
 
 
-def test_scales_without_an_fp8_cache_are_named():
-    k = torch.randn(2, 2, 50, 16)
-    with pytest.raises(TypeError, match=r"they are torch\.float32 and"):
-        attention_decode(torch.randn(2, 4, 1, 16), k, k, kv_scales=torch.ones(2, 2))
-
-
 def test_a_full_cache_is_plain_attention():
     q, k, v = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 50, 16), torch.randn(2, 2, 50, 16)
     expected = decode_reference(q, k, v)
@@ -131,6 +125,7 @@ MISTAKES = {
     "no window": ({"window": 0}, ValueError, "window"),
     "heads that do not fit": ({"q": torch.randn(2, 3, 1, 16)}, ValueError, "multiple"),
     "a gradient": ({"q": torch.randn(2, 4, 1, 16, requires_grad=True)}, ValueError, "backward"),
+    "scales of a cache that is not fp8": ({"kv_scales": torch.ones(2, 2)}, TypeError, r"they are torch\.float32 and"),
     "a typo": ({"seqlen": torch.tensor([3, 4])}, TypeError, "seqlens"),
 }
 

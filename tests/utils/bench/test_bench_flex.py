@@ -55,15 +55,6 @@ def test_the_block_mask_has_a_price(documented_run):
     assert 0 < ran["block_mask"]["share_of_preparation"] < 0.5 and "create_block_mask takes" in report
 
 
-def test_the_compiled_side_can_be_compared_with_honest_baselines():
-    """Eager FlexAttention stores all scores: anything fused looks fast beside it."""
-    target, case = TARGETS[FLEX], plan_case(["--seq-len 64", "--heads 2", "--head-dim 16", "--baseline sdpa"])
-    q, k, v = target.inputs(case)
-    built, expected = target.build(case, "baseline", q, k, v), target.expected(case, q, k, v)["output"]
-    assert ((built.fn().double() - expected).norm() / expected.norm()) < 1e-5
-    assert target.prove(case, "baseline", built, launched(built.fn)) == "sdpa" == target.backend(case, "baseline")
-
-
 @pytest.mark.slow
 def test_checklist_2_block_size_and_doc_span_of_the_environment_make_a_sparsity_sweep(documented_run):
     _, _, case = documented_run
@@ -84,14 +75,20 @@ def plan_case(flags, environ=None):
     return plan([FLEX], extra, torch.device("cpu"), environ or {})[0].cases[0]
 
 
-@pytest.mark.parametrize("score_mod", ["none", "relative_bias", "soft_cap"])
-def test_the_score_modifier_asked_for_is_the_one_that_runs(score_mod):
-    target = TARGETS[FLEX]
-    case = plan_case(["--seq-len 64", "--heads 2", "--head-dim 16", f"--score-mod {score_mod}"])
+ASKED = ["score_mod none", "score_mod relative_bias", "score_mod soft_cap", "baseline sdpa"]
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_the_baseline_and_the_score_modifier_asked_for_are_those_that_run(asked):
+    """Eager FlexAttention, the usual baseline, stores all scores, so that anything fused looks fast beside it."""
+    setting, value = asked.split()
+    flag = f"--{setting.replace('_', '-')} {value}"
+    target, case = TARGETS[FLEX], plan_case(["--seq-len 64", "--heads 2", "--head-dim 16", flag])
     q, k, v = target.inputs(case)
     built, expected = target.build(case, "baseline", q, k, v), target.expected(case, q, k, v)["output"]
     assert ((built.fn().double() - expected).norm() / expected.norm()) < 1e-5
-    assert score_mod in built.prepared.settings["score_mod"]
+    found = built.prepared.settings | {"baseline": target.prove(case, "baseline", built, launched(built.fn))}
+    assert value in found[setting]
 
 
 def test_checklist_3_the_cute_target_runs_where_flexattention_is_missing(tmp_path, monkeypatch):

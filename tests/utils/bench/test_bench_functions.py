@@ -59,11 +59,7 @@ def labs_bench(*words):
 
 def test_a_function_of_the_users_own_is_verified_timed_and_swept(folder):
     done, document = labs_bench("mine:fused", "--against", "mine:plain", *INPUTS, "--sweep", "n=16:64:x2")
-    assert done.exit_code == 0 and [case["swept"] for case in document["cases"]] == [
-        {"n": "16"},
-        {"n": "32"},
-        {"n": "64"},
-    ]
+    assert done.exit_code == 0 and [case["swept"]["n"] for case in document["cases"]] == ["16", "32", "64"]
     case = document["cases"][-1]
     assert case["workload"] == {"inputs": "x 64x32 randn fp32; w 32x16 randn fp32"}
     assert case["cost"]["flops"] == 2 * 64 * 32 * 16 and case["cost"]["bytes"] == 4 * (64 * 32 + 32 * 16 + 64 * 16)
@@ -74,12 +70,8 @@ def test_a_function_of_the_users_own_is_verified_timed_and_swept(folder):
     sides = [(case, side) for case in document["cases"] for side in case["sides"]]
     drawn = {text.get_text() for text in report._figures("mine:fused", sides, "run")["sweep"].axes[0].texts}
     assert {f"{digits(case['comparison']['speedup'])}x" for case in document["cases"]} <= drawn  # as in the table
-    assert {path.name for path in (folder / "artifacts/x").iterdir()} == {
-        "results.json",
-        "report.md",
-        "results.csv",
-        "sweep.png",
-    }
+    written = {path.name for path in (folder / "artifacts/x").iterdir()}
+    assert written == {"results.json", "report.md", "results.csv", "sweep.png"}
     steps = [line for line in done.stderr.splitlines() if line.startswith(("1/9 mine:fused", "9/9 mine:fused"))]
     assert len(steps) == 2, "progress is said in lines where there is no terminal"
     assert "e-05" not in to_csv(rows(document))

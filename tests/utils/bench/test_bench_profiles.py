@@ -45,7 +45,7 @@ def test_an_ncu_that_works(tmp_path, program):
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ('echo "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission"; exit 1', "administrators alone"),
+        ('echo "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission"; exit 1', "only administrators"),
         ('echo "==ERROR== LibraryNotLoaded"; exit 1', "made no report: ==ERROR== LibraryNotLoaded"),
         ('echo "all well, and no file"', "made no report: all well"),
         ("exit 3", "made no report: it said nothing."),
@@ -86,7 +86,8 @@ def test_a_profile_stands_in_the_results_and_the_report(tmp_path, program, monke
     (found,) = plan([SDPA], [SMALL], CPU, {})
     (case,) = found.cases
     built = found.target.build(case, "optimized", *found.target.inputs(case))
-    request = dataclasses.replace(profiles.Request.of_side(case, "optimized", "r"), device="cuda:0")
+    values = {key: setting.value for key, setting in case.settings.items()}
+    request = profiles.Request(SDPA, "optimized", case.label, "r", "cuda:0", values)
     record = document["cases"][0]
     with torch.no_grad():
         profile = profiles.profile_side(built.fn, request, tmp_path / "p", "roofline", "warm")

@@ -131,15 +131,7 @@ def test_adaptive_runs_stop_at_the_target_or_say_that_they_gave_up():
     assert noisy.method["stopped"].startswith("gave up at 1000 samples: interval half-width ")
     cut = measure(lambda: busy(0.2 if next(turn) % 2 else 1.0), **options, max_seconds=0.1)
     assert cut.method["cut_by_time_budget"] and 3 <= len(cut.samples_ms) < 1000
-
-
-def test_the_time_budget_cuts_the_run_and_says_so():
-    begin = time.perf_counter()
-    result = measure(time.sleep, 0.02, warmup=2, iterations=1000, max_seconds=0.4)
-    assert time.perf_counter() - begin < 2.0
-    assert 3 <= len(result.samples_ms) <= 20
-    assert result.method["cut_by_time_budget"]
-    assert result.method["stopped"] == (f"time budget of 0.4 s used after {len(result.samples_ms)} of 1000 samples")
+    assert cut.method["stopped"].startswith(f"time budget of 0.1 s used after {len(cut.samples_ms)} ")
 
 
 def test_three_samples_at_least_unless_one_call_is_over_the_budget():

@@ -125,12 +125,7 @@ def test_probing_imports_neither_triton_nor_transformers():
 # Triton: which mode
 # (what a process does first, words of its answer); each is a fork of one process that has not imported Triton.
 MODES = [
-    (
-        "",
-        "interpreter True",
-        "only through its interpreter",
-        "Set TRITON_INTERPRET=1 before the first import of triton.",
-    ),
+    ("", "interpreter True", "only through its interpreter", "Set TRITON_INTERPRET=1 before the first import"),
     ("os.environ['TRITON_INTERPRET'] = '1'", "interpreter True", "there is no NVIDIA GPU"),
     ("import triton", "None False", "Restart Python"),
     ("import triton; os.environ['TRITON_INTERPRET'] = '1'", "None False", "imported without TRITON_INTERPRET=1"),

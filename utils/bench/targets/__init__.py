@@ -35,8 +35,6 @@ def read_name(name: str) -> list[tuple[Target, tuple[str, ...]]]:
         named[target.name] = [(target, SIDES)]
         named |= {target.side_name(side): [(target, (side,))] for side in SIDES}
     key = name.strip()
-    if key.startswith("labs.") and key.count(".") == 2:  # the module name, labs.<chapter>.<workload>
-        key = "labs/" + key[len("labs.") :].replace(".", ":")
     if key in named:
         return named[key]
     module, colon, function = key.partition(":")

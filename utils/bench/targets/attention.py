@@ -45,8 +45,6 @@ def shape_knobs(cpu: tuple, gpu: tuple) -> tuple[Knob, ...]:
 
 
 CAUSAL = Knob("causal", "a query sees no later key", False, False)
-
-
 MASK_KNOBS = (
     Knob("mask", "which keys a query sees", "causal_document", "causal_document", choices=MASKS),
     Knob("doc-span", "tokens of a document, for the document masks", 256, 1024, env="DOC_SPAN"),

@@ -63,18 +63,6 @@ class Built:
     prepared: Prepared | None = None  # what `utils.attention.prepare` returned, where a side has one
 
 
-def dtype_support(dtype: str, device: torch.device) -> Support:
-    """Say whether a dtype is worth timing on this device."""
-    if device.type == "cpu" and dtype == "fp16":
-        why = "fp16 matrix products run near 1 GFLOP/s on a CPU, so their time says nothing."
-        return Support(False, why, "Use --dtype fp32 or --dtype bf16.")
-    major, minor = compute_capability() or (0, 0)
-    if device.type == "cuda" and dtype == "bf16" and major < 8:
-        why = f"bf16 needs tensor cores of compute capability 8.0; this GPU has {major}.{minor}."
-        return Support(False, why, "Use --dtype fp16 or --dtype fp32.")
-    return Support(True)
-
-
 def interpreted(name: str, device: torch.device) -> Support:
     """Refuse a kernel in Triton on a CPU."""
     if device.type == "cpu":
@@ -107,8 +95,16 @@ class Target:
         raise NotImplementedError
 
     def support(self, case: Case, side: str) -> Support:
-        """Whether this machine runs this side of the case, and why not: here, whether it computes with the dtype."""
-        return dtype_support(case.workload.dtype, case.device)
+        """Whether this machine runs this side of the case, and why not: here, whether its dtype is worth timing."""
+        kind, dtype = case.device.type, case.workload.dtype
+        if kind == "cpu" and dtype == "fp16":
+            why = "fp16 matrix products run near 1 GFLOP/s on a CPU, so their time says nothing."
+            return Support(False, why, "Use --dtype fp32 or --dtype bf16.")
+        major, minor = compute_capability() or (0, 0)
+        if kind == "cuda" and dtype == "bf16" and major < 8:
+            why = f"bf16 needs tensor cores of compute capability 8.0; this GPU has {major}.{minor}."
+            return Support(False, why, "Use --dtype fp16 or --dtype fp32.")
+        return Support(True)
 
     def bytes_needed(self, case: Case, side: str) -> int:
         """Estimate the bytes of a run with this side."""
