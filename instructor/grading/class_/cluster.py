@@ -125,7 +125,7 @@ def connect(scheduler: str | None, jobs: int, built: Built, gpu: bool = False) -
             yield client
         finally:
             close_all()  # ends what the threads wait for
-            # Dask sends with a timer; one that fires in the loop's last round has nobody left to take its TimeoutError.
+            # Dask sends with a timer. Probably one that fires in the loop's last round leaves a TimeoutError to nobody.
             cluster.loop.asyncio_loop.set_exception_handler(lambda loop, context: None)
 
 

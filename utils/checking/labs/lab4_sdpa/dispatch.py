@@ -197,7 +197,7 @@ def check_pinned_sdpa(pinned_sdpa):
             expected = F.scaled_dot_product_attention(*tensors, **options)
             expect_close(got, expected, rtol=1e-4, atol=1e-5, what=what, hint="Do all options reach SDPA?")
     wide = {"attn_mask": torch.zeros(16, 19)}
-    own = getattr(pinned_sdpa, "__globals__", {}).get("why_not")
+    own = getattr(pinned_sdpa, "__globals__", {}).get("why_not")  # None, too, where the answer runs in another process
     with replaced_answers(pinned_sdpa, {"why_not": _restoring(own)} if own else {}):
         for backend, tensors, options, words, what in (
             ("flash", (turned, x, x), {}, ["last dimension"], "flash of a q with other strides"),
