@@ -384,8 +384,9 @@ def expect_number(
     what: str = "the answer",
     *,
     mistakes: Mapping[str, float | Sequence[float]] | None = None,
+    tell: bool = False,
 ) -> None:
-    """Assert that `got` is the number `expected`; a wrong unit or a well-known factor is named.
+    """Assert that `got` is the number `expected`; a wrong unit or a known mistake is named.
 
     Args:
         got: a number (a 0-d tensor or NumPy scalar will do)
@@ -393,22 +394,23 @@ def expect_number(
         rel: relative tolerance
         unit: for example `FLOPs`, `bytes`, `ms`
         what: the quantity, in the student's words
-        mistakes: {hint: the number, or numbers, that this mistake leads to}; the hint takes the place of the guesses
-            about factors
+        mistakes: {hint: the number, or numbers, that this mistake leads to}
+        tell: say the right number; the message of a visible check would answer the question with it
     """
     if got is None or got is ...:
         raise AssertionError(f"{what} is not answered yet: it is {got!r}.")
     if isinstance(got, torch.Tensor) and got.numel() == 1:
         got = got.item()
     if isinstance(got, bool) or not isinstance(got, numbers.Real):
-        raise AssertionError(f"{what} should be a number{_in(unit)}, and is {got!r} ({type(got).__name__}).")
+        raise AssertionError(
+            f"{what} should be a number{unit and f' in {unit}'}, and is {got!r} ({type(got).__name__})."
+        )
     value = float(got)
     if not math.isfinite(value):
-        raise AssertionError(f"{what} should be a finite number{_in(unit)}, and is {value}.")
+        raise AssertionError(f"{what} should be a finite number{unit and f' in {unit}'}, and is {value}.")
     if abs(value - expected) <= rel * abs(expected):
         return
-    tail = f" {unit}" if unit else ""
-    near = max(rel, 1e-9)
+    tail, near = unit and f" {unit}", max(rel, 1e-9)
     # Two mistakes may lead to the same number; then the message names both.
     known = [
         text
@@ -416,51 +418,21 @@ def expect_number(
         if any(abs(value - n) <= near * abs(n) for n in (numbers if isinstance(numbers, Sequence) else (numbers,)))
     ]
     hint = f" {' Or: '.join(known)}" if known else _factor(value, float(expected), unit)
-    # Do not say the right number: the message of a visible check would answer the question.
-    raise AssertionError(f"{what} is not {_shown(value)}{tail}.{hint}")
+    right = f", expected {_shown(float(expected))}{tail}" if tell else ""
+    raise AssertionError(f"{what} is not {_shown(value)}{tail}{right}.{hint}")
 
 
 def _shown(number: float) -> str:
     return f"{int(number):,}" if number.is_integer() and abs(number) < 1e15 else f"{number:.6g}"
 
 
-def _in(unit: str) -> str:
-    return f" in {unit}" if unit else ""
-
-
 def _factor(value: float, expected: float, unit: str) -> str:
-    """Name the factor between a wrong number and the right one, if it is a common mistake."""
-    if expected == 0:
+    """Say on which side of the right number a wrong one lies, and whether a prefix of the unit explains the distance."""
+    ratio = value / expected if expected else 0.0
+    if ratio <= 0:
         return ""
-    if value == 0:
-        return " It should not be zero."
-    ratio = value / expected
-    flop = "flop" in unit.lower() or "mac" in unit.lower()
-    byte = "byte" in unit.lower()  # hints about bytes would mislead for other units
-
-    def near(factor: float) -> bool:
-        return abs(ratio / factor - 1) < 2e-3
-
-    if near(-1):
-        return " Its sign is wrong."
-    for power in (1, 2, 3, 4) if unit else ():  # a number without a unit has no prefix to mistake
-        for sign in (1, -1):
-            if near(1000.0 ** (sign * power)):
-                side = "large" if sign > 0 else "small"
-                return (
-                    f" It is 10^{3 * power} times too {side}: check the prefix of the unit (k, M, G, T; m for milli)."
-                )
-            if (flop or byte or unit[:1] in "kMGT") and near((1024.0 / 1000.0) ** (sign * power)):
-                return " It is off by a power of 1024/1000: G is 10^9 here, not 2^30."
-    if flop and near(0.5):
-        return " It is half of the right number: a multiply-accumulate (MAC) is one MAC, and two FLOPs."
-    if flop and near(2):
-        return " It is twice the right number: one multiply-accumulate (MAC) is two FLOPs; which one is asked for?"
-    if byte and (near(2) or near(0.5)):
-        side = "twice" if ratio > 1 else "half of"
-        return f" It is {side} the right number: check the bytes an element takes, and reads against writes."
-    for size in (4, 8):
-        if byte and (near(size) or near(1 / size)):
-            how = f"{size} times too large" if ratio > 1 else f"{size} times too small"
-            return f" It is {how}: check the bytes an element takes (fp32 4, fp16 and bf16 2), or bits against bytes."
-    return " It is too large." if ratio > 1 else " It is too small."
+    side = "large" if ratio > 1 else "small"
+    power = round(math.log10(ratio))
+    if unit and power and power % 3 == 0 and abs(ratio / 10.0**power - 1) < 2e-3:
+        return f" It is 10^{abs(power)} times too {side}: check the prefix of the unit (k, M, G, T; m for milli)."
+    return f" It is too {side}."

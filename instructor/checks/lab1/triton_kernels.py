@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from instructor.checks.common import Draw
 from utils.checking import check, expect_close
 from utils.checking.kernel_files import kernels_of
-from utils.checking.kernel_mistakes import flash_mistake
 from utils.checking.labs.lab1.triton_kernels import WATCHED_PRODUCTS, flash_inputs, interpreted
+from utils.checking.mistakes import flash_mistake
 
 _GUARD = 70  # rows and columns around a tensor: more than a block can reach beyond its edges
 

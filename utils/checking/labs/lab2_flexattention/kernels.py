@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from utils.attention.masks import dense_mask
 from utils.checking import expect_close, expect_number, visible
 from utils.checking.masks import expect_program, expect_rows, kernels_for, modified
-from utils.checking.mistakes import known_mistake
+from utils.checking.mistakes import name_mistakes
 
 
 @visible("4.1", "Score modifiers")
@@ -203,7 +203,7 @@ def expect_bucket(bucketed_attention, attend, calls: list[tuple], qkv: tuple, bu
         "Padded keys take part in the softmax: hide them.": leaky,
         "Attention is not causal here.": F.scaled_dot_product_attention(q, k, v, is_causal=True),
     }
-    hint = known_mistake(got, mistakes)
+    hint = name_mistakes(got, expected, mistakes)
     expect_close(got, expected, rtol=1e-4, atol=1e-5, what=f"{tokens} tokens in a bucket of {bucket}", hint=hint)
     return calls[0][1]
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 
 from utils.checking.gluon_launches import CLOSE, exponent_scale
-from utils.checking.kernel_exercises import Launch, Run, Tile
+from utils.checking.kernel_exercises import Launch, Run, Seeds, Tile, Try, simulated
 from utils.checking.kernel_exercises import overlap as overlap_of
-from utils.checking.kernel_mistakes import BLOCKS, OVERLAP, SOFTMAX, Steps, attention_in_blocks, attention_mistakes
-from utils.checking.labs.lab3_gluon.rules import Seeds, Try, cdiv, demand, number, simulated
+from utils.checking.labs.lab3_gluon.rules import cdiv, demand, number
+from utils.checking.mistakes import BLOCKS, OVERLAP, SOFTMAX, Steps, attention_in_blocks
 from utils.gluon_cpu.timeline import Event
 
 CONSUMERS = ("compute_partition 0", "compute_partition 1")
@@ -30,7 +30,8 @@ def _mistakes(
         }
         last = slice(0, block) if downward else slice((k.shape[-2] - 1) // block * block, None)
         alone = attention_in_blocks(q, k[..., last, :], v[..., last, :], Steps(), block)
-        found = attention_mistakes(q, k, v, known | missing, downward, block)
+        tables = (known | missing).items()
+        found = {words: attention_in_blocks(q, k, v, steps, block, downward) for words, steps in tables}
         return found | {"Only the last block counts: is the new maximum returned, and not the old one?": alone}
 
     return of
