@@ -129,19 +129,15 @@ def wgmma_launch(
 tcgen05_launch = partial(wgmma_launch, block_m=128, file="lab3_tcgen05.py")  # tensor memory has 128 lanes
 
 
-class Cancelling:
-    """Draws A and B whose products of the first 64 numbers along K are above 100,000, and are taken away by the next 64."""
+def cancelling(normal: Normal = torch.randn) -> Normal:
+    """Return a function that draws A, and then B: products of the first 64 numbers are above 100,000, those of the next 64 take them away."""
+    signs = iter((1.0, -1.0))
 
-    def __init__(self, normal: Normal = torch.randn):
-        self.normal, self.sign = normal, 1.0
+    def draw(rows: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+        large = 32.0 * 2.0 ** (normal(rows, 64) > 0)
+        return torch.cat([large, next(signs) * large, normal(rows, k - 128)], dim=1).to(dtype)
 
-    def __call__(self, rows: int, k: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the next matrix, A and then B, in whose products the first two steps cancel."""
-        large = 32.0 * 2.0 ** (self.normal(rows, 64) > 0)
-        last = self.normal(rows, k - 128)
-        found = torch.cat([large, self.sign * large, last], dim=1).to(dtype)
-        self.sign = -1.0
-        return found
+    return draw
 
 
 def wgmma_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ Of other machinery it sees:
 | code under the watch                | recorded                                                                |
 |-------------------------------------|-------------------------------------------------------------------------|
 | `torch.compile`d function           | its operators: torch runs it eagerly while a dispatch mode is on        |
-| `torch.inference_mode`              | the composite operator and what it decomposes into                      |
+| `torch.inference_mode`              | composite operators, such as `matmul`, whole                            |
 | operator of `torch.library`, C++    | its name, in `custom`: its inside runs below the watch                  |
 | a library's Python implementation   | its operators, and in `borrowed` whose code ran them                    |
 | another thread                      | nothing                                                                 |
@@ -35,7 +35,6 @@ import torch
 import torch.autograd.forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from utils.checking.authors import StudentLine, lender, line_of_stack
 
@@ -109,24 +108,12 @@ _MAKES_OR_WRITES = words("""
 MOVES = VIEWS | _COPIES | _MAKES_OR_WRITES
 _MATRICES = words("mm bmm addmm baddbmm addbmm mv addmv")
 
-# How a tensor's values get out of torch, by what the function mode calls it.
+# How many numbers of a tensor get out of torch at once, by what the function mode calls it.
 _EXITS = {
-    "numpy": ".numpy()",
-    "__array__": "numpy.asarray(tensor)",
-    "__array_wrap__": "numpy.asarray(tensor)",
-    "tolist": ".tolist()",
+    **dict.fromkeys(("__array__", "__array_wrap__"), "numpy.asarray(tensor)"),
+    **{name: f".{name}()" for name in ("numpy", "tolist", "data_ptr", "untyped_storage")},
     "__dlpack__": "DLPack",
-    "data_ptr": ".data_ptr()",
-    "untyped_storage": ".untyped_storage()",
-    "item": ".item()",
-    "__float__": "float(tensor)",
-    "__int__": "int(tensor)",
-    "__index__": "int(tensor)",
-    "__complex__": "complex(tensor)",
-    "__bool__": "bool(tensor)",
 }
-WHOLE = " of whole numbers"  # places, counts and truth values: these may leave
-SCALAR_EXITS = frozenset({".item()", "float(tensor)", "int(tensor)", "complex(tensor)", "bool(tensor)"})
 
 # ---- which operators run ---------------------------------------------------------------------------------------------
 
@@ -152,10 +139,6 @@ class OperationWatch:
         return f"\n  {self.lines[name]}" if name in self.lines else ""
 
 
-# A label for the profiler around some code: it computes nothing.
-LABELS = frozenset(f"profiler::_record_function_{end}" for end in ("enter", "enter_new", "exit"))
-
-
 class _Dispatch(TorchDispatchMode):
     supports_higher_order_operators = True  # flex_attention and the like arrive here instead of raising
 
@@ -165,29 +148,18 @@ class _Dispatch(TorchDispatchMode):
         self.names: dict[object, tuple[Counter[str], str]] = {}  # operator -> where it counts, and as what
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
         if func not in self.names:
             self.names[func] = self._name(func)
         counter, name = self.names[func]
-        if name not in LABELS:
-            self.seen._note(counter, name)
-            # The engine can be called without the functions that are replaced below; what it needs is a graph.
-            if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-                self.seen._note(self.seen.calls, "autograd")
-            if name not in MOVES and (source := lender()):
-                self.seen._note(self.seen.borrowed, source)
-        # Under inference_mode composite operators arrive whole: look inside.
-        if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        return func(*args, **kwargs)
+        self.seen._note(counter, name)
+        if name not in MOVES and (source := lender()):
+            self.seen._note(self.seen.borrowed, source)
+        return func(*args, **(kwargs or {}))
 
     def _name(self, func) -> tuple[Counter[str], str]:
         if not hasattr(func, "_schema"):  # a higher-order operator
             return self.seen.operations, func.__name__
-        if func.namespace in ("aten", "prim", "prims"):
+        if func.namespace in ("aten", "prim", "prims", "profiler"):  # a label for the profiler computes nothing
             return self.seen.operations, operator_name(func)
         return self.seen.custom, func._schema.name
 
@@ -202,10 +174,9 @@ class _Calls(TorchFunctionMode):
         if name == "__get__":  # a property: its own name sits on the descriptor
             name = getattr(getattr(func, "__self__", None), "__name__", name)
         if name in _EXITS:
-            real = (
-                not args or not isinstance(args[0], torch.Tensor) or args[0].is_floating_point() or args[0].is_complex()
-            )
-            self.seen._note(self.seen.exits, _EXITS[name] + ("" if real else WHOLE))
+            # Places, counts and truth values may leave.
+            if not args or not isinstance(args[0], torch.Tensor) or args[0].is_floating_point() or args[0].is_complex():
+                self.seen._note(self.seen.exits, _EXITS[name])
         elif name != "__get__":
             self.seen._note(self.seen.calls, name)
         return func(*args, **(kwargs or {}))
@@ -282,12 +253,7 @@ class SizeWatch(TorchDispatchMode):
         super().__init__()
         self.largest: dict[str, int] = {}
         self.products: list[tuple[int, int, int, int]] = []  # (batch, m, k, n) of each matrix product
-        self.copied: list[tuple[str, int]] = []  # (operator, elements) of each copy of numbers that the inputs hold
         self.steps: list[tuple] = []  # each operator with the shapes, and the numbers, that it was given
-        self._made = WeakTensorKeyDictionary()  # of a tensor made here: whether it shows or repeats numbers of an input
-
-    def __reduce__(self):  # a watch travels to the process of an answer; the tensors that were made here do not
-        return type(self), (), {name: value for name, value in vars(self).items() if name != "_made"}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -296,7 +262,6 @@ class SizeWatch(TorchDispatchMode):
         self.largest[name] = max(self.largest.get(name, 0), *(t.numel() for t in (*given, *made)), 0)
         numbers = (a for a in (*args, *(kwargs or {}).values()) if type(a) in (int, float))
         self.steps.append((name, tuple(tuple(t.shape) for t in given), *numbers))
-        self._follow(name, given, made)
         if name in _MATRICES:
             left, right = [t for t in args if isinstance(t, torch.Tensor)][-2:]
             batch, columns = left.shape[0] if left.dim() == 3 else 1, right.shape[-1] if right.dim() > 1 else 1
@@ -304,16 +269,6 @@ class SizeWatch(TorchDispatchMode):
         elif name in ("dot", "vdot"):
             self.products.append((1, 1, given[0].numel(), 1))
         return result
-
-    def _follow(self, name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
-        """Note a copy or a conversion of inputs' numbers, and which tensors show such numbers."""
-        taken = given[1:] if name == "copy" else given
-        real = [t for t in taken if t.is_floating_point() and t.numel() > 1]
-        of_inputs = bool(real) and all(self._made.get(t, True) for t in real)
-        if of_inputs and name in _COPIES:
-            self.copied.append((name, max(t.numel() for t in (real if name == "copy" else made))))
-        for tensor in made:
-            self._made.setdefault(tensor, of_inputs and name in MOVES)
 
     @property
     def macs(self) -> int:
@@ -381,10 +336,9 @@ def forbid(watch: OperationWatch, operations: tuple[str, ...] = MATMUL, hint: st
 
 def forbid_leaving(watch: OperationWatch) -> None:
     """Assert that no tensor of real numbers left torch (NumPy, lists, DLPack, raw memory) under `watch`; single numbers may."""
-    exits = [name for name in watch.exits if name not in SCALAR_EXITS and not name.endswith(WHOLE)]
-    if exits:
+    for name in watch.exits:
         raise AssertionError(
-            f"your code took a tensor's values out of torch, by {exits[0]}. Keep them in tensors.{watch.at(exits[0])}"
+            f"your code took a tensor's values out of torch, by {name}. Keep them in tensors.{watch.at(name)}"
         )
 
 

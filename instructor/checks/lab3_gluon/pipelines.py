@@ -9,8 +9,8 @@ import torch
 from instructor.checks.common import Draw
 from utils.checking import check
 from utils.checking.gluon_launches import (
-    Cancelling,
     async_copy_launch,
+    cancelling,
     repair_launch,
     tcgen05_launch,
     tma_ring_launch,
@@ -98,7 +98,7 @@ def _products(source: str, seed: int | None, launch_of, rows: int) -> None:
         tries.append(launch_of(m, n, k, block_n, dtype, draw.normal))
     rules.matmul(source, tries, timings(draw))
     sizes = [(draw.size(33, 64), 8 * draw.size(5, 16), dtype) for dtype in HALVES]
-    rules.cancelling(source, [launch_of(m, n, 192, 64, dtype, Cancelling(draw.normal)) for m, n, dtype in sizes])
+    rules.cancelling(source, [launch_of(m, n, 192, 64, dtype, cancelling(draw.normal)) for m, n, dtype in sizes])
 
 
 @check("4.1", "The first wgmma")
