@@ -37,7 +37,10 @@ from utils.kernels.offline import HOPPER
 from utils.machine import device
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
-LIMITS = {"max_steps": 60_000, "max_seconds": 40.0}  # of a program's calls and loop turns, and of a launch
+LIMITS: dict[str, Any] = {
+    "max_steps": 60_000,
+    "max_seconds": 40.0,
+}  # of a program's calls and loop turns, and of a launch
 COMPILE_SECONDS = 120.0
 UNWRITTEN = -61440.0  # fills outputs before a launch: 16 bits hold it exactly, and no launch of the course gives it
 EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 0.0}
@@ -54,40 +57,23 @@ class Tile:
 
 @dataclass
 class Launch:
-    """A kernel, its grid and its arguments.
+    """A kernel, its grid and its arguments."""
 
-    Attributes:
-        kernel: the name of the @gluon.jit function.
-        grid: the grid's size.
-        args: the arguments by name; a `Tile` becomes a TMA descriptor.
-        outputs: the names of the tensors that the kernel writes.
-        num_warps: warps of the default partition.
-        file: the name of the student's file, for messages.
-    """
-
-    kernel: str
+    kernel: str  # the name of the @gluon.jit function
     grid: tuple[int, ...]
-    args: dict[str, object]
-    outputs: tuple[str, ...]
-    num_warps: int = 4
-    file: str = "kernels.py"
-
-    def tensors(self, device: str) -> dict[str, torch.Tensor]:
-        """Return copies of the tensors on a device, with the same strides."""
-        tensors = {name: a.tensor if isinstance(a, Tile) else a for name, a in self.args.items()}
-        return {
-            name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
-            for name, x in tensors.items()
-            if isinstance(x, torch.Tensor)
-        }
+    args: dict[str, object]  # by name; a `Tile` becomes a TMA descriptor
+    outputs: tuple[str, ...]  # the names of the tensors that the kernel writes
+    num_warps: int = 4  # of the default partition
+    file: str = "kernels.py"  # the name of the student's file
 
     def run(self, module, device: str) -> dict[str, torch.Tensor]:
-        """Launch the kernel of a module on a device, and return the outputs on the CPU."""
-        tensors = self.tensors(device)
-        values = [
-            descriptor(tensors[name], a.block) if isinstance(a, Tile) else tensors.get(name, a)
-            for name, a in self.args.items()
-        ]
+        """Launch the kernel of a module on a device, with copies that have the same strides; return the outputs on the CPU."""
+        tensors, values = {}, []
+        for name, a in self.args.items():
+            x = a.tensor if isinstance(a, Tile) else a
+            if isinstance(x, torch.Tensor):
+                tensors[name] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+            values.append(descriptor(tensors[name], a.block) if isinstance(a, Tile) else tensors.get(name, a))
         getattr(module, self.kernel)[self.grid](*values, num_warps=self.num_warps)
         return {name: tensors[name].cpu() for name in self.outputs}
 
@@ -127,17 +113,7 @@ def _module(source: str, file: str):
 
 
 def load_kernels(source: str | None, launch: Launch):
-    """Return the student's file as a module.
-
-    Args:
-        source: the text of the file; None if there is none yet.
-        launch: names the kernel, and its arguments in their order.
-
-    Raises:
-        AnswerNeeded: the kernel is not written yet.
-        AssertionError: the file holds more than kernels, cannot be imported, or its kernel has another name or other
-            arguments.
-    """
+    """Return the student's file as a module with the kernel of a launch; `AnswerNeeded` if that is not written yet."""
     if source is None:
         raise AnswerNeeded(f"{launch.file} is not written yet: answer its question first, and run its cell.")
     module = _module(source, launch.file)
@@ -200,7 +176,7 @@ def simulate_launch(
         AssertionError: the simulator found a mistake; the message is its report.
     """
     outputs, seen = simulate_file(source, launch, {"seed": seed, "timeline": timeline, "model": model})
-    run = Run(seed, True, int(timeline), **LIMITS, model=model or CostModel())  # type: ignore[arg-type]
+    run = Run(seed, True, int(timeline), **LIMITS, model=model or CostModel())
     vars(run).update(seen, events=[Event(*fields) for fields in seen["events"]])
     return outputs, run
 
@@ -234,16 +210,7 @@ def run_file(source: str, launch: Launch) -> dict[str, torch.Tensor]:
 
 
 def compile_for_hopper(source: str, launch: Launch, capability: int = HOPPER) -> Compiled:
-    """Compile a launch's kernel for sm_90a; return its instructions by what they do, registers and spilled bytes.
-
-    Args:
-        source: the text of the student's file.
-        launch: the kernel, with the arguments whose types it is compiled for.
-        capability: the compute capability; 100 is Blackwell's.
-
-    Raises:
-        AssertionError: the compiler refuses the kernel; the message has the compiler's words.
-    """
+    """Compile a launch's kernel for sm_90a, or another capability; return its instructions by what they do, registers and spills."""
     return Compiled(**cast(dict, compile_file(source, launch, True, capability)))
 
 
@@ -293,16 +260,13 @@ def _complaint(stderr: str, source: str) -> str:
 
 
 def machine_code(source: str, launch: Launch, containing: str, compiled: Compiled) -> str:
-    """Return what became of the lines of a student's file that contain a text: the PTX and the SASS below each line.
+    """Return the PTX and the SASS of lines of a student's file.
 
     Args:
         source: the text of the file.
         launch: names the file.
         containing: a part of the lines to show, or several, separated by "|".
         compiled: what `compile_for_hopper` made of the file.
-
-    Raises:
-        AssertionError: no line that contains the text became an instruction.
     """
     shown = []
     for number, text in enumerate(source.splitlines(), 1):
@@ -368,7 +332,8 @@ def simulated(
     """
     tries = list(tries)
     for launch, expected in tries:
-        programs, runs = math.prod(launch.grid), []
+        programs = math.prod(launch.grid)
+        runs: list[Run] = []
         compare = functools.partial(_expect_outputs, launch, expected, hint, mistakes, close)
         for seed in seeds:
             outputs, run = simulate_launch(source, launch, seed=seed, timeline=0 if runs else programs)

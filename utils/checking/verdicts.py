@@ -93,46 +93,29 @@ def quiet_stderr() -> Iterator[None]:
     stream, buffer = sys.stderr, io.StringIO()
     with contextlib.suppress(Exception):
         stream.flush()
-    try:  # ipykernel's stream is a Python object: replacing its `write` reaches log handlers that kept the stream
-        stream.write = buffer.write  # type: ignore[method-assign]
-        replaced = True
-    except AttributeError:
-        replaced = False
     with tempfile.TemporaryFile() as file:
         try:
-            saved = os.dup(2)
-        except OSError:  # no file descriptor 2: nothing to redirect there
-            saved = None
-        if saved is not None:
-            os.dup2(file.fileno(), 2)
-        try:
-            with contextlib.redirect_stderr(buffer):
-                yield
+            with contextlib.ExitStack() as undo:
+                with contextlib.suppress(OSError):  # there may be no file descriptor 2
+                    undo.callback(os.close, saved := os.dup(2))
+                    undo.callback(os.dup2, saved, 2)
+                    os.dup2(file.fileno(), 2)
+                # ipykernel's stream is a Python object: replacing its `write` reaches log handlers that kept the stream.
+                with contextlib.suppress(AttributeError):
+                    stream.write = buffer.write  # type: ignore[method-assign]
+                    undo.callback(delattr, stream, "write")
+                with contextlib.redirect_stderr(buffer):
+                    yield
         finally:
-            if replaced:
-                del stream.write
-            if saved is not None:
-                os.dup2(saved, 2)
-                os.close(saved)
             file.seek(0)
-            text = buffer.getvalue() + file.read().decode(errors="replace")
-            if text:
+            if text := buffer.getvalue() + file.read().decode(errors="replace"):
                 print(text, end="" if text.endswith("\n") else "\n")
 
 
-def _raises_at_once(code: types.CodeType) -> bool:
-    """Whether the function raises NotImplementedError before any branch or return."""
-    names = []
-    for step in dis.get_instructions(code):
-        if step.opname == "RETURN_GENERATOR":
-            continue
-        if step.opname == "RAISE_VARARGS":
-            return "NotImplementedError" in names
-        if step.opname.startswith(("RETURN", "YIELD")) or "JUMP" in step.opname or step.opname == "FOR_ITER":
-            return False
-        if step.opname.startswith("LOAD_"):
-            names.append(step.argval)
-    return False
+def _only_raises(code: types.CodeType) -> bool:
+    """Whether a function does nothing in the end but raise NotImplementedError: it has no way to return."""
+    steps = {step.opname for step in dis.get_instructions(code)}
+    return "NotImplementedError" in code.co_names and not steps & {"RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE"}
 
 
 def is_answered(value: object) -> bool:
@@ -141,7 +124,7 @@ def is_answered(value: object) -> bool:
         return False
     if isinstance(value, type):
         functions = [f for f in vars(value).values() if isinstance(f, types.FunctionType)]
-        return not any(_raises_at_once(f.__code__) for f in functions)
+        return not any(_only_raises(f.__code__) for f in functions)
     for _ in range(8):  # through decorators, triton.jit and functools.partial
         inner = getattr(value, "__wrapped__", None) or getattr(value, "fn", None) or getattr(value, "func", None)
         if isinstance(value, types.FunctionType) or inner is None:
@@ -149,7 +132,7 @@ def is_answered(value: object) -> bool:
         value = inner
     function = inspect.unwrap(value) if callable(value) else value
     code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return not (isinstance(code, types.CodeType) and _raises_at_once(code))
+    return not (isinstance(code, types.CodeType) and _only_raises(code))
 
 
 def raises_not_implemented(source: str) -> bool:
@@ -320,31 +303,20 @@ def expect_close(
         )
     if got.numel() == 0:
         return
-    wide = torch.complex128 if got.is_complex() else torch.float64
-    g, e = got.detach().to(wide), expected.detach().to(wide)
+    g, e = got.detach().double(), expected.detach().double()
     hint = f" {hint}" if hint else ""
-    causes = (
-        (
-            "NaN",
-            torch.isnan,
-            "is memory read that nothing was written to, or 0 divided by 0, or did an exponential overflow (inf / inf)?",
-        ),
-        ("infinite", torch.isinf, "is something divided by 0, or too large for the dtype?"),
-    )
-    for name, test, cause in causes:
-        stray = test(g) & ~test(e)
-        if stray.any():
-            raise AssertionError(
-                f"{what} has {int(stray.sum())} {name} values where numbers should be, the first at "
-                f"{stray.nonzero()[0].tolist()}: {cause}{hint}"
-            )
-    same = (g == e) | (torch.isnan(g) & torch.isnan(e))
-    error = torch.where(same, 0.0, (g - e).abs())
-    excess = error - (atol + rtol * torch.where(torch.isfinite(e), e.abs(), 0.0))
-    wrong = ~same & ~(excess <= 0)  # a NaN or an infinity that should be there and is not counts as wrong
+    stray = torch.isfinite(e) & ~torch.isfinite(g)
+    if stray.any():
+        name = "NaN" if g[stray].isnan().any() else "infinite"
+        raise AssertionError(
+            f"{what} has {int(stray.sum())} {name} values where numbers should be, the first at {stray.nonzero()[0].tolist()}: is "
+            f"memory read that nothing was written to, or something divided by 0, or did an exponential overflow?{hint}"
+        )
+    wrong = ~torch.isclose(g, e, rtol=rtol, atol=atol, equal_nan=True)
     if not wrong.any():
         return
-    place = int(torch.where(wrong, torch.nan_to_num(excess, nan=math.inf), -math.inf).argmax())
+    excess = torch.nan_to_num((g - e).abs() - rtol * e.abs(), nan=math.inf)
+    place = int(torch.where(wrong, excess, -math.inf).argmax())
     position = [int(i) for i in torch.unravel_index(torch.tensor(place), got.shape)]
     raise AssertionError(
         f"{what} is wrong in {int(wrong.sum())} of {wrong.numel()} elements. The worst is at {position}: got "
@@ -361,7 +333,7 @@ def _pattern(got: torch.Tensor, expected: torch.Tensor, rtol: float) -> str:
     if got.dim() > 1 and got.shape[-1] == got.shape[-2] and close(got.mT, expected):
         return " It is the transpose of the right answer."
     used = expected.abs() > expected.abs().max() * 1e-3
-    ratio = (got[used] / expected[used]).real if got.is_complex() else got[used] / expected[used]
+    ratio = got[used] / expected[used]
     if ratio.numel() < 2 or abs(float(ratio.median()) - 1) < 1e-3:  # "1 times" would say nothing
         return ""
     if close(got, expected * ratio.median()):
@@ -427,10 +399,15 @@ def _shown(number: float) -> str:
 
 
 def _factor(value: float, expected: float, unit: str) -> str:
-    """Say on which side of the right number a wrong one lies, and whether a prefix of the unit explains the distance."""
+    """Say on which side of the right number a wrong one lies, and whether MACs, or a prefix of the unit, explain the distance."""
     ratio = value / expected if expected else 0.0
     if ratio <= 0:
         return ""
+    counts = "FLOP" in unit or "MAC" in unit
+    if counts and abs(2 * ratio - 1) < 2e-3:
+        return " It is half of the right number: a multiply-accumulate (MAC) is one MAC, and two FLOPs."
+    if counts and abs(ratio / 2 - 1) < 2e-3:
+        return " It is twice the right number: one multiply-accumulate (MAC) is two FLOPs; which one is asked for?"
     side = "large" if ratio > 1 else "small"
     power = round(math.log10(ratio))
     if unit and power and power % 3 == 0 and abs(ratio / 10.0**power - 1) < 2e-3:

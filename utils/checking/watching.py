@@ -275,17 +275,9 @@ class SizeWatch(TorchDispatchMode):
         """Return the multiply-accumulates of all matrix products."""
         return sum(math.prod(product) for product in self.products)
 
-    def over(
-        self, limit: int, names: Collection[str] | None = None, but: Collection[str] = ()
-    ) -> tuple[str, int] | None:
-        """Return the operator with the most elements, and their number, if it is more than `limit`.
-
-        Args:
-            limit: elements.
-            names: the operators that count; all that compute by default.
-            but: operators that do not count.
-        """
-        counted = [n for n in self.largest if n not in but and (n not in MOVES if names is None else n in names)]
+    def over(self, limit: int, names: Collection[str] | None = None) -> tuple[str, int] | None:
+        """Return the operator with the most elements, and their number, if it is more than `limit`: of those named, or that compute."""
+        counted = [n for n in self.largest if (n not in MOVES if names is None else n in names)]
         name = max(counted, key=self.largest.__getitem__, default=None)
         return (name, self.largest[name]) if name and self.largest[name] > limit else None
 

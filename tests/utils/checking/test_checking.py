@@ -292,6 +292,8 @@ def test_the_right_number_is_not_told():
 @pytest.mark.parametrize(
     ("factor", "unit", "hint"),
     [
+        (0.5, "FLOPs", "a multiply-accumulate (MAC) is one MAC, and two FLOPs"),
+        (2, "MACs", "twice the right number"),
         (1000, "ms", "10^3 times too large"),
         (1e-3, "ms", "10^3 times too small"),
         (1e12, "TFLOP/s", "10^12 times too large"),
